@@ -1,0 +1,194 @@
+//! Who owns memory and runs launches.
+
+use std::any::Any;
+use std::fmt;
+
+use fusestep_tensor::{DType, Role};
+
+use crate::{Access, Batch, LaunchLimits, MultiTensorKernel, TensorList};
+
+/// Memory of a backend: zeroed at allocation, aligned to 256 bytes.
+pub trait Buffer: Send + fmt::Debug {
+    /// Length in bytes.
+    fn len_bytes(&self) -> usize;
+    /// The bytes, if the host can read them in place.
+    fn host(&self) -> Option<&[u8]>;
+    /// The bytes, if the host can write them in place.
+    fn host_mut(&mut self) -> Option<&mut [u8]>;
+    /// For the backend that allocated it.
+    fn as_any(&self) -> &dyn Any;
+    /// For the backend that allocated it.
+    fn as_any_mut(&mut self) -> &mut dyn Any;
+}
+
+/// The buffer that holds one tensor list of a storage.
+#[derive(Debug)]
+pub struct ListBuffer {
+    /// The list's role, dtype and access.
+    pub list: TensorList,
+    /// Its memory.
+    pub buffer: Box<dyn Buffer>,
+}
+
+impl ListBuffer {
+    /// The list's role.
+    pub fn role(&self) -> Role {
+        self.list.role
+    }
+
+    /// The list's storage type.
+    pub fn dtype(&self) -> DType {
+        self.list.dtype
+    }
+
+    /// Whether the kernel writes the list.
+    pub fn access(&self) -> Access {
+        self.list.access
+    }
+}
+
+/// A kernel, its batches and the memory they refer to: all that running them takes.
+pub struct Launch<'a> {
+    /// The kernel.
+    pub kernel: &'a dyn MultiTensorKernel,
+    /// The batches, one launch each on a device; their records are in storage order and do not overlap.
+    pub batches: &'a [Batch],
+    /// First element of each tensor of the storage, the same in every list.
+    pub offsets: &'a [u64],
+    /// The kernel's lists, in its order.
+    pub lists: &'a mut [ListBuffer],
+    /// The kernel's scalars.
+    pub scalars: &'a [u8],
+    /// The kernel's sets by class.
+    pub sets: &'a [u8],
+    /// The limits the batches were made with.
+    pub limits: LaunchLimits,
+}
+
+/// What running a [`Launch`] took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LaunchReport {
+    /// Launches issued.
+    pub launches: u64,
+    /// Elements updated.
+    pub elements: u64,
+}
+
+impl LaunchReport {
+    /// The report of running these batches one launch each.
+    pub fn of(batches: &[Batch]) -> Self {
+        Self {
+            launches: batches.len() as u64,
+            elements: batches.iter().map(Batch::elements).sum(),
+        }
+    }
+}
+
+/// Owns memory and runs launches.
+///
+/// The bits of the result are the same on every backend.
+pub trait Backend {
+    /// The backend's name: `cpu` or `cuda`.
+    fn name(&self) -> &'static str;
+
+    /// What one launch may carry here.
+    fn limits(&self) -> LaunchLimits;
+
+    /// Allocates zeroed memory aligned to 256 bytes; 0 bytes are allowed.
+    ///
+    /// # Errors
+    /// [`BackendError::OutOfMemory`] with the length asked for.
+    fn allocate(&self, len_bytes: usize) -> Result<Box<dyn Buffer>, BackendError>;
+
+    /// Copies host bytes into `buffer` from `offset_bytes` on.
+    ///
+    /// # Errors
+    /// [`BackendError::OutOfBounds`] if they do not fit; nothing is written then.
+    fn write(
+        &self,
+        buffer: &mut dyn Buffer,
+        offset_bytes: usize,
+        bytes: &[u8],
+    ) -> Result<(), BackendError>;
+
+    /// Copies bytes of `buffer` from `offset_bytes` on to the host.
+    ///
+    /// # Errors
+    /// [`BackendError::OutOfBounds`] if `buffer` is shorter.
+    fn read(
+        &self,
+        buffer: &dyn Buffer,
+        offset_bytes: usize,
+        bytes: &mut [u8],
+    ) -> Result<(), BackendError>;
+
+    /// Runs all batches of `launch`; on a device it returns when they are enqueued.
+    ///
+    /// # Errors
+    /// [`BackendError::Device`] with the device's own code.
+    fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError>;
+
+    /// Waits until everything enqueued is done.
+    ///
+    /// # Errors
+    /// [`BackendError::Device`] with the device's own code.
+    fn synchronize(&self) -> Result<(), BackendError>;
+}
+
+/// Why a backend could not do what was asked.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum BackendError {
+    /// Memory could not be had.
+    #[error(
+        "{backend}: expected {len_bytes} bytes of memory, found less; use a smaller model or shard its state"
+    )]
+    OutOfMemory {
+        /// The backend.
+        backend: &'static str,
+        /// Bytes asked for.
+        len_bytes: usize,
+    },
+    /// A copy reaches beyond its buffer.
+    #[error(
+        "{backend}: copy of {len_bytes} bytes at offset {offset_bytes}: expected a buffer of at least that length, found {found} bytes"
+    )]
+    OutOfBounds {
+        /// The backend.
+        backend: &'static str,
+        /// First byte.
+        offset_bytes: usize,
+        /// Bytes to copy.
+        len_bytes: usize,
+        /// The buffer's length in bytes.
+        found: usize,
+    },
+    /// A buffer of another backend was given.
+    #[error(
+        "{backend}: expected a buffer allocated by this backend, found another's; allocate the state with the backend that runs it"
+    )]
+    ForeignBuffer {
+        /// The backend.
+        backend: &'static str,
+    },
+    /// There is no such device, or the build leaves it out.
+    #[error("{backend}: {reason}")]
+    Unavailable {
+        /// The backend.
+        backend: &'static str,
+        /// What is missing and what would work.
+        reason: String,
+    },
+    /// The device reported an error.
+    #[error("{backend}: {operation} failed with code {code}: {text}")]
+    Device {
+        /// The backend.
+        backend: &'static str,
+        /// What was being done.
+        operation: String,
+        /// The device's own code.
+        code: i64,
+        /// The device's own text.
+        text: String,
+    },
+}

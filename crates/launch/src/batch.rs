@@ -1,0 +1,275 @@
+//! The only batching loop of the project.
+
+use std::collections::HashMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{ArgumentLayout, LaunchError, LaunchLimits};
+
+/// A tensor that is to be put into a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Batchable {
+    /// Index of the tensor in its storage.
+    pub tensor: u32,
+    /// Element count; empty tensors take no place.
+    pub numel: u64,
+    /// Index of the tensor's hyper-parameters; tensors of one class share a set.
+    pub class: u32,
+}
+
+/// Consecutive elements of one tensor in one launch; a whole tensor unless the launch's chunks ran out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// Index of the tensor in its storage.
+    pub tensor: u32,
+    /// First element within the tensor; a multiple of the chunk's elements.
+    pub first_element: u64,
+    /// Element count, at least 1.
+    pub numel: u64,
+    /// Chunks of this launch before this record.
+    pub first_chunk: u32,
+    /// Index into [`Batch::classes`].
+    pub set: u16,
+}
+
+/// What goes into one launch.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Batch {
+    /// The tensors, in storage order.
+    pub records: Vec<Record>,
+    /// The classes of hyper-parameters that the records refer to.
+    pub classes: Vec<u32>,
+    /// Chunks of all records together: the launch's grid.
+    pub chunks: u32,
+}
+
+impl Batch {
+    /// Elements of all records together.
+    pub fn elements(&self) -> u64 {
+        self.records.iter().map(|record| record.numel).sum()
+    }
+}
+
+/// Puts tensors into as few launches as the limits allow, in the given order.
+///
+/// Empty tensors are left out wherever they stand. A tensor with more chunks than a launch has left goes on in the next one.
+///
+/// # Errors
+/// [`LaunchError::LimitTooSmall`] if not even one tensor fits, [`LaunchError::ZeroLimit`] for a limit of 0.
+/// # Cost
+/// Linear in the number of tensors.
+pub fn batches(
+    kernel: &str,
+    tensors: impl IntoIterator<Item = Batchable>,
+    layout: ArgumentLayout,
+    limits: LaunchLimits,
+) -> Result<Vec<Batch>, LaunchError> {
+    limits.validate()?;
+    let needed = layout.bytes(1, 1);
+    if limits.argument_bytes < needed {
+        return Err(LaunchError::LimitTooSmall {
+            kernel: kernel.to_owned(),
+            expected: needed,
+            found: limits.argument_bytes,
+        });
+    }
+    let mut filling = Filling::new(layout, limits);
+    for tensor in tensors {
+        let mut first_element = 0;
+        while first_element < tensor.numel {
+            first_element += filling.add(tensor, first_element);
+        }
+    }
+    Ok(filling.finish())
+}
+
+/// The batch being filled and those already full.
+struct Filling {
+    layout: ArgumentLayout,
+    limits: LaunchLimits,
+    full: Vec<Batch>,
+    batch: Batch,
+    /// Class → index into `batch.classes`.
+    sets: HashMap<u32, u16>,
+}
+
+impl Filling {
+    fn new(layout: ArgumentLayout, limits: LaunchLimits) -> Self {
+        Self {
+            layout,
+            limits,
+            full: Vec::new(),
+            batch: Batch::default(),
+            sets: HashMap::new(),
+        }
+    }
+
+    /// Adds as much of `tensor`, from `first_element` on, as one launch can still take; returns the elements added, at least 1.
+    fn add(&mut self, tensor: Batchable, first_element: u64) -> u64 {
+        if !self.has_room(tensor.class) {
+            self.close();
+        }
+        let next_set = self.batch.classes.len() as u16;
+        let set = *self.sets.entry(tensor.class).or_insert_with(|| {
+            self.batch.classes.push(tensor.class);
+            next_set
+        });
+        let chunk_elements = u64::from(self.limits.chunk_elements);
+        let chunks_left = u64::from(self.limits.chunks_per_launch - self.batch.chunks);
+        let elements_left = tensor.numel - first_element;
+        let chunks = elements_left.div_ceil(chunk_elements).min(chunks_left);
+        let numel = elements_left.min(chunks.saturating_mul(chunk_elements));
+        self.batch.records.push(Record {
+            tensor: tensor.tensor,
+            first_element,
+            numel,
+            first_chunk: self.batch.chunks,
+            set,
+        });
+        // At most `chunks_left`, which is a u32.
+        self.batch.chunks += chunks as u32;
+        numel
+    }
+
+    fn has_room(&self, class: u32) -> bool {
+        let known = self.sets.contains_key(&class);
+        let sets = self.batch.classes.len() + usize::from(!known);
+        let bytes = self.layout.bytes(self.batch.records.len() + 1, sets);
+        bytes <= self.limits.argument_bytes
+            && sets <= usize::from(u16::MAX)
+            && self.batch.chunks < self.limits.chunks_per_launch
+    }
+
+    fn close(&mut self) {
+        self.full.push(std::mem::take(&mut self.batch));
+        self.sets.clear();
+    }
+
+    fn finish(mut self) -> Vec<Batch> {
+        // The last batch is closed here and not in the loop: an empty last tensor must not lose it.
+        if !self.batch.records.is_empty() {
+            self.close();
+        }
+        self.full
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LAYOUT: ArgumentLayout = ArgumentLayout {
+        lists: 4,
+        scalar_bytes: 24,
+        set_bytes: 16,
+    };
+
+    fn run(numels: &[u64], classes: &[u32], limits: LaunchLimits) -> Vec<Batch> {
+        let tensors = numels.iter().enumerate().map(|(i, &numel)| Batchable {
+            tensor: i as u32,
+            numel,
+            class: classes[i % classes.len()],
+        });
+        batches("test", tensors, LAYOUT, limits).unwrap()
+    }
+
+    fn assert_covered_once(numels: &[u64], batches: &[Batch], limits: LaunchLimits) {
+        let mut next = vec![0u64; numels.len()];
+        for batch in batches {
+            let mut chunks = 0u64;
+            for record in &batch.records {
+                assert_eq!(record.first_element, next[record.tensor as usize]);
+                assert_eq!(u64::from(record.first_chunk), chunks);
+                assert!(record.numel > 0 && usize::from(record.set) < batch.classes.len());
+                next[record.tensor as usize] += record.numel;
+                chunks += record.numel.div_ceil(u64::from(limits.chunk_elements));
+            }
+            assert_eq!(u64::from(batch.chunks), chunks);
+            assert!(chunks <= u64::from(limits.chunks_per_launch));
+            let bytes = LAYOUT.bytes(batch.records.len(), batch.classes.len());
+            assert!(bytes <= limits.argument_bytes);
+        }
+        assert_eq!(next, numels);
+    }
+
+    #[test]
+    fn caps_are_filled_exactly() {
+        let limits = LaunchLimits::with_argument_bytes(4096);
+        for (count, launches) in [
+            (0, 0),
+            (1, 1),
+            (83, 1),
+            (84, 1),
+            (85, 2),
+            (168, 2),
+            (169, 3),
+        ] {
+            let numels = vec![7; count];
+            let batches = run(&numels, &[0], limits);
+            assert_eq!(batches.len(), launches, "{count} tensors");
+            assert_covered_once(&numels, &batches, limits);
+        }
+    }
+
+    #[test]
+    fn an_empty_tensor_anywhere_loses_nothing() {
+        let limits = LaunchLimits::with_argument_bytes(LAYOUT.bytes(2, 1));
+        for numels in [
+            [0, 5, 6, 7],
+            [5, 0, 6, 7],
+            [5, 6, 7, 0],
+            [0, 0, 0, 9],
+            [9, 0, 0, 0],
+            [0, 0, 0, 0],
+        ] {
+            assert_covered_once(&numels, &run(&numels, &[0], limits), limits);
+        }
+    }
+
+    #[test]
+    fn a_tensor_goes_on_in_the_next_launch_when_chunks_run_out() {
+        let limits = LaunchLimits {
+            argument_bytes: 4096,
+            chunk_elements: 4,
+            chunks_per_launch: 3,
+        };
+        let numels = [1, 4, 5, 100, 0, 13];
+        let batches = run(&numels, &[0], limits);
+        assert_covered_once(&numels, &batches, limits);
+        assert_eq!(batches.len(), (1 + 1 + 2 + 25 + 4usize).div_ceil(3));
+    }
+
+    #[test]
+    fn classes_share_sets_and_distinct_ones_cost_bytes() {
+        let limits = LaunchLimits::with_argument_bytes(4096);
+        let numels = vec![3; 161];
+        let two = run(&numels, &[7, 9], limits);
+        assert_eq!(two.len(), 2);
+        assert_eq!(two[0].classes, [7, 9]);
+        let all: Vec<u32> = (0..161).collect();
+        let distinct = run(&numels, &all, limits);
+        assert_covered_once(&numels, &distinct, limits);
+        assert_eq!(distinct.len(), 161usize.div_ceil((4096 - 40) / 64));
+    }
+
+    #[test]
+    fn lengths_beyond_32_bits_are_not_truncated() {
+        let limits = LaunchLimits::default();
+        let numels = [(1u64 << 31) - 1, 1 << 31, (1 << 31) + 1, 1 << 50];
+        let batches = run(&numels, &[0], limits);
+        assert_covered_once(&numels, &batches, limits);
+        assert!(batches.len() > 1);
+    }
+
+    #[test]
+    fn a_limit_too_small_for_one_tensor_is_an_error() {
+        let tensor = Batchable {
+            tensor: 0,
+            numel: 1,
+            class: 0,
+        };
+        let limits = LaunchLimits::with_argument_bytes(LAYOUT.bytes(1, 1) - 1);
+        let error = batches("adam", [tensor], LAYOUT, limits).unwrap_err();
+        assert!(error.to_string().contains("expected at least 104 bytes"));
+    }
+}

@@ -1,0 +1,27 @@
+//! How many tensors go into one launch, what a launch carries, and who runs it.
+//!
+//! Read in this order: [`LaunchLimits`] and [`ArgumentLayout`] say how much fits, [`batches`] is the only batching loop of the
+//! project, [`pack()`] writes a batch as the argument bytes a device kernel reads, [`MultiTensorKernel`] is what a kernel crate
+//! offers and [`Backend`] what runs it.
+#![forbid(unsafe_code)]
+
+mod backend;
+mod batch;
+mod error;
+mod host;
+mod kernel;
+mod limits;
+mod pack;
+mod recorder;
+
+pub use backend::{Backend, BackendError, Buffer, Launch, LaunchReport, ListBuffer};
+pub use batch::{Batch, Batchable, Record, batches};
+pub use error::LaunchError;
+pub use host::{HostCall, HostList, HostPiece, MAX_LISTS};
+pub use kernel::{Access, MultiTensorKernel, SetValues, TensorList};
+pub use limits::{
+    ARGUMENT_BYTES_CLASSIC, ARGUMENT_BYTES_LARGE, ArgumentLayout, CHUNK_ELEMENTS, HEADER_BYTES,
+    LaunchLimits,
+};
+pub use pack::pack;
+pub use recorder::{RecordedLaunch, Recorder};

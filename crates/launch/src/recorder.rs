@@ -1,0 +1,97 @@
+//! A backend that writes down what it was asked to launch.
+
+use std::sync::{Mutex, PoisonError};
+
+use crate::{Backend, BackendError, Buffer, Launch, LaunchLimits, LaunchReport};
+
+/// One launch as a device would have seen it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RecordedLaunch {
+    /// The kernel's entry.
+    pub entry: &'static str,
+    /// Tensors, or parts of tensors, in the launch.
+    pub records: usize,
+    /// Sets of hyper-parameters in the launch.
+    pub sets: usize,
+    /// Blocks.
+    pub chunks: u32,
+    /// Elements updated.
+    pub elements: u64,
+    /// Argument bytes used.
+    pub argument_bytes: usize,
+}
+
+/// Passes everything on to another backend and records each launch: a plan can be tested for what it issues without a device.
+#[derive(Debug)]
+pub struct Recorder<B> {
+    inner: B,
+    launches: Mutex<Vec<RecordedLaunch>>,
+}
+
+impl<B: Backend> Recorder<B> {
+    /// Records what `inner` is asked to launch.
+    pub fn new(inner: B) -> Self {
+        Self {
+            inner,
+            launches: Mutex::new(Vec::new()),
+        }
+    }
+
+    /// The launches since the last call.
+    pub fn take(&self) -> Vec<RecordedLaunch> {
+        std::mem::take(&mut self.launches.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl<B: Backend> Backend for Recorder<B> {
+    fn name(&self) -> &'static str {
+        self.inner.name()
+    }
+
+    fn limits(&self) -> LaunchLimits {
+        self.inner.limits()
+    }
+
+    fn allocate(&self, len_bytes: usize) -> Result<Box<dyn Buffer>, BackendError> {
+        self.inner.allocate(len_bytes)
+    }
+
+    fn write(
+        &self,
+        buffer: &mut dyn Buffer,
+        offset_bytes: usize,
+        bytes: &[u8],
+    ) -> Result<(), BackendError> {
+        self.inner.write(buffer, offset_bytes, bytes)
+    }
+
+    fn read(
+        &self,
+        buffer: &dyn Buffer,
+        offset_bytes: usize,
+        bytes: &mut [u8],
+    ) -> Result<(), BackendError> {
+        self.inner.read(buffer, offset_bytes, bytes)
+    }
+
+    fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
+        let layout = launch.kernel.argument_layout();
+        let entry = launch.kernel.entry();
+        self.launches
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .extend(launch.batches.iter().map(|batch| RecordedLaunch {
+                entry,
+                records: batch.records.len(),
+                sets: batch.classes.len(),
+                chunks: batch.chunks,
+                elements: batch.elements(),
+                argument_bytes: layout.bytes(batch.records.len(), batch.classes.len()),
+            }));
+        self.inner.launch(launch)
+    }
+
+    fn synchronize(&self) -> Result<(), BackendError> {
+        self.inner.synchronize()
+    }
+}

@@ -1,0 +1,123 @@
+//! Which instruction set a loop is compiled for.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// An instruction set that kernel loops are compiled for; holding one proves that this processor has it.
+#[derive(Clone, Copy, Debug)]
+pub struct Level(Kind);
+
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Portable,
+    #[cfg(target_arch = "x86_64")]
+    Avx2(pulp::x86::V3),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(pulp::x86::V4),
+    #[cfg(target_arch = "aarch64")]
+    Neon(pulp::aarch64::Neon),
+}
+
+impl Level {
+    /// The baseline of the compilation target; every processor has it.
+    pub const PORTABLE: Level = Level(Kind::Portable);
+
+    /// The widest level of this processor.
+    pub fn detect() -> Self {
+        Self::available().pop().unwrap_or(Self::PORTABLE)
+    }
+
+    /// All levels of this processor, narrowest first.
+    pub fn available() -> Vec<Self> {
+        let mut levels = vec![Self::PORTABLE];
+        #[cfg(target_arch = "x86_64")]
+        {
+            levels.extend(pulp::x86::V3::try_new().map(|v3| Level(Kind::Avx2(v3))));
+            levels.extend(pulp::x86::V4::try_new().map(|v4| Level(Kind::Avx512(v4))));
+        }
+        #[cfg(target_arch = "aarch64")]
+        levels.extend(pulp::aarch64::Neon::try_new().map(|neon| Level(Kind::Neon(neon))));
+        levels
+    }
+
+    /// The level's name: `portable`, `avx2`, `avx512` or `neon`.
+    pub fn name(self) -> &'static str {
+        match self.0 {
+            Kind::Portable => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(_) => "avx512",
+            #[cfg(target_arch = "aarch64")]
+            Kind::Neon(_) => "neon",
+        }
+    }
+
+    /// Calls `body` compiled for this level; everything that is to profit must be inlined into it.
+    ///
+    /// The bits do not depend on the level: Rust neither contracts nor reassociates floating-point operations.
+    #[inline(always)]
+    pub fn run<R>(self, body: impl FnOnce() -> R) -> R {
+        match self.0 {
+            Kind::Portable => body(),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(v3) => v3.vectorize(body),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(v4) => v4.vectorize(body),
+            #[cfg(target_arch = "aarch64")]
+            Kind::Neon(neon) => neon.vectorize(body),
+        }
+    }
+}
+
+impl Default for Level {
+    fn default() -> Self {
+        Self::detect()
+    }
+}
+
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Level {
+    type Err = LevelError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let available = Self::available();
+        available
+            .iter()
+            .find(|level| level.name() == text)
+            .copied()
+            .ok_or_else(|| LevelError {
+                found: text.to_owned(),
+                expected: available.iter().map(|level| level.name()).collect(),
+            })
+    }
+}
+
+/// A level this processor does not have.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("simd level `{found}`: expected one of {expected:?} on this processor")]
+pub struct LevelError {
+    /// What was asked for.
+    pub found: String,
+    /// What this processor has.
+    pub expected: Vec<&'static str>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn levels_are_named_and_run() {
+        for level in Level::available() {
+            assert_eq!(level.name().parse::<Level>().unwrap().name(), level.name());
+            assert_eq!(level.run(|| 20 + 22), 42);
+        }
+        assert!("sse9".parse::<Level>().is_err());
+    }
+}

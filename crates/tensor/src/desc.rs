@@ -1,0 +1,149 @@
+//! What the planner needs to know of a parameter.
+
+use std::collections::HashMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{DType, Shape};
+
+/// A parameter as the planner sees it: name, shape, dtype and its own hyper-parameters, no data.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ParamDesc {
+    /// Unique name; also the key of its tensors in files.
+    pub name: String,
+    /// Extents.
+    pub shape: Shape,
+    /// Storage type of the parameter and its gradient.
+    pub dtype: DType,
+    /// Factor on the optimizer's learning rate for this parameter; 1 by default.
+    pub lr_scale: f64,
+    /// Weight decay of this parameter in place of the optimizer's; `None` keeps the optimizer's.
+    pub weight_decay: Option<f64>,
+}
+
+impl ParamDesc {
+    /// A descriptor with the optimizer's own hyper-parameters.
+    pub fn new(name: impl Into<String>, shape: Shape, dtype: DType) -> Self {
+        Self {
+            name: name.into(),
+            shape,
+            dtype,
+            lr_scale: 1.0,
+            weight_decay: None,
+        }
+    }
+
+    /// The element count.
+    pub fn numel(&self) -> u64 {
+        self.shape.numel()
+    }
+
+    /// Checks the parameter's own hyper-parameters.
+    ///
+    /// # Errors
+    /// [`TensorError::Hyper`] if `lr_scale` or `weight_decay` is negative or not finite.
+    pub fn validate(&self) -> Result<(), TensorError> {
+        let checks = [
+            ("lr_scale", Some(self.lr_scale)),
+            ("weight_decay", self.weight_decay),
+        ];
+        for (what, value) in checks {
+            if let Some(value) = value
+                && !(value.is_finite() && value >= 0.0)
+            {
+                return Err(TensorError::Hyper {
+                    name: self.name.clone(),
+                    what,
+                    found: value,
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Refuses a list in which two parameters carry one name.
+///
+/// # Errors
+/// [`TensorError::DuplicateName`] with both positions.
+pub fn check_unique_names(params: &[ParamDesc]) -> Result<(), TensorError> {
+    let mut seen: HashMap<&str, usize> = HashMap::with_capacity(params.len());
+    for (second, param) in params.iter().enumerate() {
+        if let Some(first) = seen.insert(&param.name, second) {
+            return Err(TensorError::DuplicateName {
+                name: param.name.clone(),
+                first,
+                second,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Why a shape or a descriptor was refused.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TensorError {
+    /// The product of the extents does not fit.
+    #[error(
+        "shape {dims:?}: expected at most 9223372036854775807 elements, found more; check the extents"
+    )]
+    ShapeOverflow {
+        /// The extents given.
+        dims: Vec<u64>,
+    },
+    /// Two parameters share a name.
+    #[error(
+        "parameter `{name}` is registered twice, at positions {first} and {second}; names must be unique"
+    )]
+    DuplicateName {
+        /// The shared name.
+        name: String,
+        /// Position of the first registration.
+        first: usize,
+        /// Position of the second registration.
+        second: usize,
+    },
+    /// A per-parameter hyper-parameter is out of range.
+    #[error("{what} of `{name}`: expected a finite value of at least 0, found {found}")]
+    Hyper {
+        /// The parameter.
+        name: String,
+        /// Which hyper-parameter.
+        what: &'static str,
+        /// The value given.
+        found: f64,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn param(name: &str) -> ParamDesc {
+        ParamDesc::new(name, Shape::new([2]).unwrap(), DType::F32)
+    }
+
+    #[test]
+    fn duplicate_names_are_reported_with_both_positions() {
+        let error = check_unique_names(&[param("a"), param("b"), param("a")]).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "parameter `a` is registered twice, at positions 0 and 2; names must be unique"
+        );
+        assert_eq!(check_unique_names(&[param("a"), param("b")]), Ok(()));
+    }
+
+    #[test]
+    fn hyper_parameters_must_be_finite_and_not_negative() {
+        for bad in [-1.0, f64::NAN, f64::INFINITY] {
+            let mut scaled = param("a");
+            scaled.lr_scale = bad;
+            assert!(scaled.validate().is_err());
+            let mut decayed = param("a");
+            decayed.weight_decay = Some(bad);
+            assert!(decayed.validate().is_err());
+        }
+        assert_eq!(param("a").validate(), Ok(()));
+    }
+}

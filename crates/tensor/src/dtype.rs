@@ -1,0 +1,129 @@
+//! Storage types of tensor elements.
+
+use std::fmt;
+use std::str::FromStr;
+
+use half::{bf16, f16};
+use serde::{Deserialize, Serialize};
+
+/// The storage type of a tensor's elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DType {
+    /// IEEE 754 binary32.
+    F32,
+    /// IEEE 754 binary64.
+    F64,
+    /// IEEE 754 binary16.
+    F16,
+    /// The upper 16 bits of a binary32.
+    BF16,
+    /// Signed 32-bit integer.
+    I32,
+    /// Signed 64-bit integer.
+    I64,
+    /// Unsigned byte.
+    U8,
+}
+
+impl DType {
+    /// Bytes of one element.
+    pub const fn len_bytes(self) -> usize {
+        match self {
+            DType::U8 => 1,
+            DType::F16 | DType::BF16 => 2,
+            DType::F32 | DType::I32 => 4,
+            DType::F64 | DType::I64 => 8,
+        }
+    }
+
+    /// The lower-case name used in plans, errors and on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            DType::F32 => "f32",
+            DType::F64 => "f64",
+            DType::F16 => "f16",
+            DType::BF16 => "bf16",
+            DType::I32 => "i32",
+            DType::I64 => "i64",
+            DType::U8 => "u8",
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for DType {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let all = [
+            DType::F32,
+            DType::F64,
+            DType::F16,
+            DType::BF16,
+            DType::I32,
+            DType::I64,
+            DType::U8,
+        ];
+        all.into_iter()
+            .find(|dtype| dtype.name().eq_ignore_ascii_case(text))
+            .ok_or_else(|| {
+                format!("unknown dtype `{text}`: expected f32, f64, f16, bf16, i32, i64 or u8")
+            })
+    }
+}
+
+/// A Rust type that is the element of a tensor.
+pub trait Element: bytemuck::Pod + PartialEq + Default + Send + Sync + fmt::Debug {
+    /// The storage type that this Rust type is.
+    const DTYPE: DType;
+}
+
+impl Element for f32 {
+    const DTYPE: DType = DType::F32;
+}
+impl Element for f64 {
+    const DTYPE: DType = DType::F64;
+}
+impl Element for f16 {
+    const DTYPE: DType = DType::F16;
+}
+impl Element for bf16 {
+    const DTYPE: DType = DType::BF16;
+}
+impl Element for i32 {
+    const DTYPE: DType = DType::I32;
+}
+impl Element for i64 {
+    const DTYPE: DType = DType::I64;
+}
+impl Element for u8 {
+    const DTYPE: DType = DType::U8;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_round_trip_and_lengths_match_the_rust_types() {
+        for (dtype, len_bytes) in [
+            (f32::DTYPE, size_of::<f32>()),
+            (f64::DTYPE, size_of::<f64>()),
+            (f16::DTYPE, size_of::<f16>()),
+            (bf16::DTYPE, size_of::<bf16>()),
+            (i32::DTYPE, size_of::<i32>()),
+            (i64::DTYPE, size_of::<i64>()),
+            (u8::DTYPE, size_of::<u8>()),
+        ] {
+            assert_eq!(dtype.len_bytes(), len_bytes);
+            assert_eq!(dtype.name().parse::<DType>(), Ok(dtype));
+        }
+        assert!("f8".parse::<DType>().unwrap_err().contains("expected f32"));
+    }
+}

@@ -1,0 +1,14 @@
+//! Vocabulary of fusestep: data types, shapes, roles and parameter descriptors.
+//!
+//! Plain data without behaviour of its own; every other crate speaks in these words.
+#![forbid(unsafe_code)]
+
+mod desc;
+mod dtype;
+mod role;
+mod shape;
+
+pub use desc::{ParamDesc, TensorError, check_unique_names};
+pub use dtype::{DType, Element};
+pub use role::Role;
+pub use shape::Shape;

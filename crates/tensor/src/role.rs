@@ -1,0 +1,45 @@
+//! What a tensor is to the update rule.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// The part a tensor plays in the update rule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    /// What is trained (p).
+    Param,
+    /// The derivative of the loss with respect to the parameter (g).
+    Grad,
+    /// Running mean of the gradient (m).
+    Moment1,
+    /// Running mean of the squared gradient (v).
+    Moment2,
+    /// Largest `moment2` seen so far; only AMSGrad keeps it.
+    MaxMoment2,
+}
+
+impl Role {
+    /// The glossary name, which is also the suffix in state files: `<name>@moment1`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Role::Param => "param",
+            Role::Grad => "grad",
+            Role::Moment1 => "moment1",
+            Role::Moment2 => "moment2",
+            Role::MaxMoment2 => "max_moment2",
+        }
+    }
+
+    /// Whether the tensor belongs to the optimizer's state, not to the model.
+    pub const fn is_state(self) -> bool {
+        !matches!(self, Role::Param | Role::Grad)
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
