@@ -1,0 +1,253 @@
+//! Offsets on paper: pure arithmetic, equal on every backend.
+
+use serde::{Deserialize, Serialize};
+
+/// Slots are padded to a multiple of this many bytes, on the CPU as on a GPU, so that buffers and checkpoints are portable.
+pub const SLOT_BYTES: u64 = 256;
+
+/// How slots are padded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LayoutOptions {
+    /// Slots are padded to a multiple of this many bytes: a power of two, and a multiple of `unit_bytes`. 1 stands for no
+    /// padding. [`SLOT_BYTES`] by default.
+    pub slot_bytes: u64,
+    /// Element width that the padding is computed with. Layouts of different dtypes computed with one width have equal element
+    /// offsets; take the narrowest, and every buffer's slots are aligned to `slot_bytes` or more.
+    pub unit_bytes: u64,
+}
+
+impl LayoutOptions {
+    /// [`SLOT_BYTES`] slots of elements this wide.
+    pub fn new(unit_bytes: usize) -> Self {
+        Self {
+            slot_bytes: SLOT_BYTES,
+            unit_bytes: unit_bytes as u64,
+        }
+    }
+}
+
+/// Consecutive places for many tensors in one buffer.
+///
+/// ```text
+/// offset₀ = 0        offsetᵢ₊₁ = offsetᵢ + ⌈numelᵢ·unit / slot⌉·slot / unit
+/// ```
+///
+/// # Shapes
+/// Offsets and lengths are in elements. An empty tensor has a slot of length 0, which is a valid view.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FlatLayout {
+    options: LayoutOptions,
+    numels: Vec<u64>,
+    /// One more than `numels`: the last is the length of the whole.
+    offsets: Vec<u64>,
+}
+
+impl FlatLayout {
+    /// Lays out tensors of these element counts, in this order.
+    ///
+    /// # Errors
+    /// [`CoalesceError::SlotBytes`] if the slot is no power of two or no multiple of the unit; [`CoalesceError::Overflow`] naming
+    /// the first tensor at which the buffer would exceed 2^63 − 1 bytes.
+    /// # Cost
+    /// Linear in the number of tensors.
+    pub fn new(
+        numels: impl IntoIterator<Item = u64>,
+        options: LayoutOptions,
+    ) -> Result<Self, CoalesceError> {
+        let LayoutOptions {
+            slot_bytes,
+            unit_bytes,
+        } = options;
+        let padded = slot_bytes > 1;
+        if unit_bytes == 0
+            || !slot_bytes.is_power_of_two()
+            || (padded && !slot_bytes.is_multiple_of(unit_bytes))
+        {
+            return Err(CoalesceError::SlotBytes {
+                slot_bytes,
+                unit_bytes,
+            });
+        }
+        let slot = if padded { slot_bytes / unit_bytes } else { 1 };
+        let numels: Vec<u64> = numels.into_iter().collect();
+        let mut offsets = Vec::with_capacity(numels.len() + 1);
+        let mut end = 0u64;
+        offsets.push(end);
+        for (tensor, &numel) in numels.iter().enumerate() {
+            end = numel
+                .checked_next_multiple_of(slot)
+                .and_then(|slot_numel| end.checked_add(slot_numel))
+                // Widest element: f64. A layout that fits it can hold any dtype's buffer.
+                .filter(|end| {
+                    end.checked_mul(8)
+                        .is_some_and(|bytes| bytes <= i64::MAX as u64)
+                })
+                .ok_or(CoalesceError::Overflow { tensor, numel })?;
+            offsets.push(end);
+        }
+        Ok(Self {
+            options,
+            numels,
+            offsets,
+        })
+    }
+
+    /// Number of tensors.
+    pub fn tensors(&self) -> usize {
+        self.numels.len()
+    }
+
+    /// Element count of the whole buffer, padding included.
+    pub fn total_numel(&self) -> u64 {
+        self.offsets[self.numels.len()]
+    }
+
+    /// Element count of all tensors without padding.
+    pub fn tensor_numel(&self) -> u64 {
+        self.numels.iter().sum()
+    }
+
+    /// Element count of tensor `index`.
+    pub fn numel(&self, index: usize) -> u64 {
+        self.numels[index]
+    }
+
+    /// First element of tensor `index`.
+    pub fn offset(&self, index: usize) -> u64 {
+        self.offsets[index]
+    }
+
+    /// First element of every tensor, and the length of the whole as the last entry.
+    pub fn offsets(&self) -> &[u64] {
+        &self.offsets
+    }
+
+    /// The elements of tensor `index`, without padding.
+    pub fn range(&self, index: usize) -> std::ops::Range<u64> {
+        self.offsets[index]..self.offsets[index] + self.numels[index]
+    }
+
+    /// How slots are padded.
+    pub fn options(&self) -> LayoutOptions {
+        self.options
+    }
+}
+
+/// Why tensors could not be coalesced; nothing has been written when it is returned.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CoalesceError {
+    /// Slots cannot be padded so.
+    #[error(
+        "slot of {slot_bytes} bytes: expected a power of two that is a multiple of the {unit_bytes}-byte unit; 256 works for every dtype"
+    )]
+    SlotBytes {
+        /// The slot given.
+        slot_bytes: u64,
+        /// The unit given.
+        unit_bytes: u64,
+    },
+    /// The buffer would be too long.
+    #[error(
+        "tensor {tensor} of {numel} elements: expected the buffer to stay below 2^63 bytes, found more; split the tensors over several buffers"
+    )]
+    Overflow {
+        /// Position of the tensor.
+        tensor: usize,
+        /// Its element count.
+        numel: u64,
+    },
+    /// Memory could not be had.
+    #[error("coalesced buffer: expected {len_bytes} bytes of memory, found less")]
+    OutOfMemory {
+        /// Bytes asked for.
+        len_bytes: u64,
+    },
+    /// The number of tensors differs from the layout's.
+    #[error(
+        "expected {expected} tensors, found {found}; give one slice for each tensor of the layout"
+    )]
+    TensorCount {
+        /// Tensors of the layout.
+        expected: usize,
+        /// Tensors given.
+        found: usize,
+    },
+    /// A tensor's element count differs from the layout's.
+    #[error("tensor {tensor}: expected {expected} elements, found {found}")]
+    NumelMismatch {
+        /// Position of the tensor.
+        tensor: usize,
+        /// The layout's element count.
+        expected: u64,
+        /// The slice's element count.
+        found: u64,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NUMELS: [u64; 6] = [60, 20, 1, 6000, 30, 1];
+
+    fn lengths(options: LayoutOptions) -> Vec<u64> {
+        let layout = FlatLayout::new(NUMELS, options).unwrap();
+        layout.offsets().windows(2).map(|w| w[1] - w[0]).collect()
+    }
+
+    #[test]
+    fn slots_are_padded_as_specified() {
+        let options = |slot_bytes, unit_bytes| LayoutOptions {
+            slot_bytes,
+            unit_bytes,
+        };
+        assert_eq!(lengths(options(256, 4)), [64, 64, 64, 6016, 64, 64]);
+        assert_eq!(lengths(options(256, 2)), [128, 128, 128, 6016, 128, 128]);
+        assert_eq!(
+            lengths(options(4096, 4)),
+            [1024, 1024, 1024, 6144, 1024, 1024]
+        );
+        assert_eq!(lengths(options(1, 4)), NUMELS);
+        let total = |options| FlatLayout::new(NUMELS, options).unwrap().total_numel();
+        assert_eq!(total(options(256, 4)), 6336);
+        assert_eq!(total(options(256, 2)), 6656);
+        assert_eq!(total(options(4096, 4)), 11264);
+        assert_eq!(total(options(1, 4)), 6112);
+    }
+
+    #[test]
+    fn exact_multiples_are_not_padded_and_empty_tensors_take_no_place() {
+        let layout = FlatLayout::new([64, 0, 65, 0], LayoutOptions::new(4)).unwrap();
+        assert_eq!(layout.offsets(), [0, 64, 64, 192, 192]);
+        assert_eq!(layout.range(3), 192..192);
+        assert_eq!(
+            FlatLayout::new([], LayoutOptions::new(4))
+                .unwrap()
+                .total_numel(),
+            0
+        );
+    }
+
+    #[test]
+    fn bad_slots_and_overflow_are_refused() {
+        for (slot_bytes, unit_bytes) in [(0, 4), (3, 1), (256, 0), (2, 4), (256, 3)] {
+            let options = LayoutOptions {
+                slot_bytes,
+                unit_bytes,
+            };
+            assert!(FlatLayout::new([1], options).is_err(), "{options:?}");
+        }
+        for numels in [
+            vec![u64::MAX],
+            vec![1 << 59, 1 << 59, 1 << 59],
+            vec![5, 1 << 60],
+        ] {
+            let error = FlatLayout::new(numels.clone(), LayoutOptions::new(4)).unwrap_err();
+            assert!(
+                matches!(error, CoalesceError::Overflow { .. }),
+                "{numels:?}"
+            );
+        }
+    }
+}

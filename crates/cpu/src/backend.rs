@@ -1,0 +1,193 @@
+//! Host memory, and launches as one parallel scope.
+
+use std::any::Any;
+use std::num::NonZeroUsize;
+
+use fusestep_coalesce::HostMemory;
+use fusestep_launch::{
+    Backend, BackendError, Buffer, HostCall, Launch, LaunchLimits, LaunchReport,
+};
+use fusestep_simd::{Level, Team};
+
+use crate::pieces::Pieces;
+
+const NAME: &str = "cpu";
+
+/// Runs kernels on the host.
+///
+/// All batches of a launch run in one parallel scope over all chunks of all tensors, so caps cost nothing here. The bits depend
+/// neither on the threads nor on the SIMD level.
+#[derive(Debug)]
+pub struct CpuBackend {
+    team: Team,
+    level: Level,
+    limits: LaunchLimits,
+}
+
+impl CpuBackend {
+    /// A backend of `threads` threads, the caller's included, at the processor's widest SIMD level.
+    ///
+    /// # Errors
+    /// [`BackendError::Device`] if a thread cannot be started.
+    pub fn new(threads: NonZeroUsize) -> Result<Self, BackendError> {
+        let team = Team::new(threads).map_err(|error| BackendError::Device {
+            backend: NAME,
+            operation: format!("starting {threads} threads"),
+            code: error.raw_os_error().unwrap_or(0).into(),
+            text: error.to_string(),
+        })?;
+        Ok(Self {
+            team,
+            level: Level::detect(),
+            limits: LaunchLimits::default(),
+        })
+    }
+
+    /// A backend of as many threads as the processor has.
+    ///
+    /// # Errors
+    /// As [`CpuBackend::new`].
+    pub fn with_all_threads() -> Result<Self, BackendError> {
+        Self::new(std::thread::available_parallelism().unwrap_or(NonZeroUsize::MIN))
+    }
+
+    /// The same backend at another SIMD level.
+    pub fn at_level(mut self, level: Level) -> Self {
+        self.level = level;
+        self
+    }
+
+    /// The same backend with other limits; they change the plan, not the bits.
+    pub fn with_limits(mut self, limits: LaunchLimits) -> Self {
+        self.limits = limits;
+        self
+    }
+
+    /// The threads.
+    pub fn team(&self) -> &Team {
+        &self.team
+    }
+
+    /// The SIMD level in use.
+    pub fn level(&self) -> Level {
+        self.level
+    }
+}
+
+impl Backend for CpuBackend {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn limits(&self) -> LaunchLimits {
+        self.limits
+    }
+
+    fn allocate(&self, len_bytes: usize) -> Result<Box<dyn Buffer>, BackendError> {
+        match HostMemory::zeroed(len_bytes) {
+            Ok(memory) => Ok(Box::new(HostBuffer(memory))),
+            Err(_) => Err(BackendError::OutOfMemory {
+                backend: NAME,
+                len_bytes,
+            }),
+        }
+    }
+
+    fn write(
+        &self,
+        buffer: &mut dyn Buffer,
+        offset_bytes: usize,
+        bytes: &[u8],
+    ) -> Result<(), BackendError> {
+        let found = buffer.len_bytes();
+        let host = buffer
+            .host_mut()
+            .ok_or(BackendError::ForeignBuffer { backend: NAME })?;
+        let target = host
+            .get_mut(offset_bytes..)
+            .and_then(|rest| rest.get_mut(..bytes.len()));
+        match target {
+            Some(target) => target.copy_from_slice(bytes),
+            None => return Err(out_of_bounds(offset_bytes, bytes.len(), found)),
+        }
+        Ok(())
+    }
+
+    fn read(
+        &self,
+        buffer: &dyn Buffer,
+        offset_bytes: usize,
+        bytes: &mut [u8],
+    ) -> Result<(), BackendError> {
+        let host = buffer
+            .host()
+            .ok_or(BackendError::ForeignBuffer { backend: NAME })?;
+        let source = host
+            .get(offset_bytes..)
+            .and_then(|rest| rest.get(..bytes.len()));
+        match source {
+            Some(source) => bytes.copy_from_slice(source),
+            None => {
+                return Err(out_of_bounds(offset_bytes, bytes.len(), buffer.len_bytes()));
+            }
+        }
+        Ok(())
+    }
+
+    fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
+        let report = LaunchReport::of(launch.batches);
+        let call = HostCall {
+            level: self.level,
+            scalars: launch.scalars,
+            sets: launch.sets,
+        };
+        let pieces = Pieces::new(
+            launch.kernel,
+            call,
+            launch.batches,
+            launch.offsets,
+            launch.lists,
+        )
+        .ok_or(BackendError::ForeignBuffer { backend: NAME })?;
+        self.team.run(pieces);
+        Ok(report)
+    }
+
+    fn synchronize(&self) -> Result<(), BackendError> {
+        Ok(())
+    }
+}
+
+fn out_of_bounds(offset_bytes: usize, len_bytes: usize, found: usize) -> BackendError {
+    BackendError::OutOfBounds {
+        backend: NAME,
+        offset_bytes,
+        len_bytes,
+        found,
+    }
+}
+
+#[derive(Debug)]
+struct HostBuffer(HostMemory);
+
+impl Buffer for HostBuffer {
+    fn len_bytes(&self) -> usize {
+        self.0.bytes().len()
+    }
+
+    fn host(&self) -> Option<&[u8]> {
+        Some(self.0.bytes())
+    }
+
+    fn host_mut(&mut self) -> Option<&mut [u8]> {
+        Some(self.0.bytes_mut())
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
+    }
+}

@@ -1,0 +1,175 @@
+//! The records of all batches as one piece of work that can be cut at any element.
+
+use fusestep_launch::{
+    Access, Batch, HostCall, HostList, HostPiece, ListBuffer, MAX_LISTS, MultiTensorKernel, Record,
+};
+use fusestep_simd::Split;
+
+/// Cuts lie on multiples of this many elements, so that two threads never write one cache line of any dtype.
+const CUT_ELEMENTS: u64 = 1024;
+
+/// The part of a launch whose elements lie in `first..end` of the storage.
+pub(crate) struct Pieces<'a> {
+    kernel: &'a dyn MultiTensorKernel,
+    call: HostCall<'a>,
+    batches: &'a [Batch],
+    offsets: &'a [u64],
+    /// Each list's elements `first..end`.
+    lists: [HostList<'a>; MAX_LISTS],
+    /// Bytes of one element of each list.
+    widths: [usize; MAX_LISTS],
+    first: u64,
+    end: u64,
+}
+
+impl<'a> Pieces<'a> {
+    /// All of a launch; `None` if a list's memory is not the host's.
+    pub(crate) fn new(
+        kernel: &'a dyn MultiTensorKernel,
+        call: HostCall<'a>,
+        batches: &'a [Batch],
+        offsets: &'a [u64],
+        buffers: &'a mut [ListBuffer],
+    ) -> Option<Self> {
+        let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
+        let mut widths = [0; MAX_LISTS];
+        let mut end = u64::MAX;
+        for ((list, width), buffer) in lists.iter_mut().zip(&mut widths).zip(buffers) {
+            *width = buffer.dtype().len_bytes();
+            end = end.min((buffer.buffer.len_bytes() / *width) as u64);
+            *list = match buffer.access() {
+                Access::Read => HostList::Read(buffer.buffer.host()?),
+                Access::ReadWrite => HostList::ReadWrite(buffer.buffer.host_mut()?),
+            };
+        }
+        let whole = Self {
+            kernel,
+            call,
+            batches,
+            offsets,
+            lists,
+            widths,
+            first: 0,
+            end,
+        };
+        // Only what the batches cover counts as work: a launch of one small tensor must not wake the team.
+        let (start, stop) = (whole.start_of_first()?, whole.end_of_last()?);
+        Some(whole.cut(start).1.cut(stop).0)
+    }
+
+    fn start_of_first(&self) -> Option<u64> {
+        let first = self.batches.first().and_then(|batch| batch.records.first());
+        Some(first.map_or(0, |record| self.span(record).0))
+    }
+
+    fn end_of_last(&self) -> Option<u64> {
+        let last = self.batches.last().and_then(|batch| batch.records.last());
+        Some(last.map_or(0, |record| self.span(record).1))
+    }
+
+    /// The storage elements of a record.
+    fn span(&self, record: &Record) -> (u64, u64) {
+        let start = self.offsets[record.tensor as usize] + record.first_element;
+        (start, start + record.numel)
+    }
+
+    /// Cuts at element `at` of the storage, which lies in `first..=end`.
+    fn cut(mut self, at: u64) -> (Self, Self) {
+        let at = at.clamp(self.first, self.end);
+        let mut right_lists: [HostList<'a>; MAX_LISTS] = Default::default();
+        for ((list, right), width) in self.lists.iter_mut().zip(&mut right_lists).zip(self.widths) {
+            // The buffers' lengths fit a usize, and `at` lies within them.
+            let len_bytes = (at - self.first) as usize * width;
+            (*list, *right) = std::mem::take(list).split_at(len_bytes);
+        }
+        let right = Self {
+            lists: right_lists,
+            first: at,
+            ..self
+        };
+        let left = Self {
+            end: at,
+            lists: self.lists,
+            ..right
+        };
+        (left, right)
+    }
+}
+
+impl Split for Pieces<'_> {
+    fn elements(&self) -> u64 {
+        self.end - self.first
+    }
+
+    fn split(self, elements: u64) -> (Self, Self) {
+        let at = (self.first + elements).next_multiple_of(CUT_ELEMENTS);
+        self.cut(at)
+    }
+
+    fn run(self) {
+        let (kernel, call) = (self.kernel, self.call);
+        kernel.run_host(call, &mut self.into_iter());
+    }
+}
+
+impl<'a> Pieces<'a> {
+    fn into_iter(self) -> Iter<'a> {
+        let batch = self.batches.partition_point(|batch| {
+            batch
+                .records
+                .last()
+                .is_none_or(|record| self.span(record).1 <= self.first)
+        });
+        let record = self.batches.get(batch).map_or(0, |batch| {
+            batch
+                .records
+                .partition_point(|record| self.span(record).1 <= self.first)
+        });
+        Iter {
+            rest: self,
+            batch,
+            record,
+        }
+    }
+}
+
+/// The pieces in storage order; what lies between them is padding and is passed over.
+struct Iter<'a> {
+    rest: Pieces<'a>,
+    batch: usize,
+    record: usize,
+}
+
+impl<'a> Iterator for Iter<'a> {
+    type Item = HostPiece<'a>;
+
+    #[inline]
+    fn next(&mut self) -> Option<HostPiece<'a>> {
+        let rest = &mut self.rest;
+        let mut batch = rest.batches.get(self.batch)?;
+        if self.record == batch.records.len() {
+            self.batch += 1;
+            self.record = 0;
+            batch = rest.batches.get(self.batch)?;
+        }
+        let record = batch.records.get(self.record)?;
+        self.record += 1;
+        let (start, end) = rest.span(record);
+        let (start, end) = (start.max(rest.first), end.min(rest.end));
+        if start >= end {
+            return None;
+        }
+        let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
+        for ((list, piece), width) in rest.lists.iter_mut().zip(&mut lists).zip(rest.widths) {
+            let (gap, len) = (
+                (start - rest.first) as usize * width,
+                (end - start) as usize * width,
+            );
+            let (_, behind) = std::mem::take(list).split_at(gap);
+            (*piece, *list) = behind.split_at(len);
+        }
+        rest.first = end;
+        let class = batch.classes[usize::from(record.set)];
+        Some(HostPiece { lists, class })
+    }
+}

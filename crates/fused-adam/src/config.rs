@@ -1,0 +1,292 @@
+//! Hyper-parameters of Adam and AdamW.
+
+use fusestep_launch::{MultiTensorKernel, SetValues};
+use fusestep_tensor::{DType, TensorError};
+
+use crate::{AdamKernel, device};
+
+/// How weight decay enters the step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum WeightDecay {
+    /// λ·p is added to the gradient (Adam with L2 regularisation).
+    L2(f64),
+    /// p is multiplied by 1 − lr·λ before the step (AdamW).
+    Decoupled(f64),
+}
+
+impl WeightDecay {
+    /// The factor λ.
+    pub fn lambda(self) -> f64 {
+        match self {
+            WeightDecay::L2(lambda) | WeightDecay::Decoupled(lambda) => lambda,
+        }
+    }
+}
+
+/// Which second moment scales the step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum SecondMoment {
+    /// The running mean itself (Adam).
+    #[default]
+    Running,
+    /// The largest one so far (AMSGrad).
+    Largest,
+}
+
+/// Whether the objective falls or rises along the step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Objective {
+    /// Steps against the gradient.
+    #[default]
+    Minimize,
+    /// Steps along the gradient.
+    Maximize,
+}
+
+/// Hyper-parameters of one Adam or AdamW optimizer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Adam {
+    /// Learning rate per step; 1e-3 by default.
+    pub lr: f64,
+    /// Decay of the first moment, in [0, 1); 0.9 by default.
+    pub beta1: f64,
+    /// Decay of the second moment, in [0, 1); 0.999 by default.
+    pub beta2: f64,
+    /// ε, added to the root outside of it, at least 0; 1e-8 by default.
+    pub eps: f64,
+    /// λ and how it enters; decoupled 0.01 by default, as in PyTorch's AdamW.
+    pub weight_decay: WeightDecay,
+    /// Which second moment scales the step.
+    pub second_moment: SecondMoment,
+    /// Whether to step against or along the gradient.
+    pub objective: Objective,
+}
+
+impl Default for Adam {
+    fn default() -> Self {
+        Self {
+            lr: 1e-3,
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: WeightDecay::Decoupled(0.01),
+            second_moment: SecondMoment::Running,
+            objective: Objective::Minimize,
+        }
+    }
+}
+
+impl Adam {
+    /// Checks every hyper-parameter.
+    ///
+    /// # Errors
+    /// [`AdamError::Hyper`] naming the first one out of range.
+    pub fn validate(&self) -> Result<(), AdamError> {
+        let at_least_0 = "a finite value of at least 0";
+        let below_1 = "a value in [0, 1)";
+        let checks = [
+            (
+                "lr",
+                self.lr,
+                self.lr.is_finite() && self.lr >= 0.0,
+                at_least_0,
+            ),
+            (
+                "beta1",
+                self.beta1,
+                (0.0..1.0).contains(&self.beta1),
+                below_1,
+            ),
+            (
+                "beta2",
+                self.beta2,
+                (0.0..1.0).contains(&self.beta2),
+                below_1,
+            ),
+            (
+                "eps",
+                self.eps,
+                self.eps.is_finite() && self.eps >= 0.0,
+                at_least_0,
+            ),
+            (
+                "weight_decay",
+                self.weight_decay.lambda(),
+                self.weight_decay.lambda().is_finite() && self.weight_decay.lambda() >= 0.0,
+                at_least_0,
+            ),
+        ];
+        for (what, found, valid, expected) in checks {
+            if !valid {
+                return Err(AdamError::Hyper {
+                    what,
+                    expected,
+                    found,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// The kernel for parameters and gradients of this dtype.
+    ///
+    /// # Errors
+    /// [`AdamError::Hyper`] as in [`Adam::validate`]; [`AdamError::DType`] for a dtype there is no kernel for.
+    pub fn kernel(&self, dtype: DType) -> Result<Box<dyn MultiTensorKernel>, AdamError> {
+        self.validate()?;
+        match dtype {
+            DType::F32 => Ok(Box::new(AdamKernel::<f32>::new(*self))),
+            DType::F64 => Ok(Box::new(AdamKernel::<f64>::new(*self))),
+            _ => Err(AdamError::DType { found: dtype }),
+        }
+    }
+
+    /// The set of scalars for one tensor at one step, in f64: step size lr/(1 − β₁ᵗ), root of 1 − β₂ᵗ, decay factor, L2 factor.
+    pub(crate) fn set(&self, values: SetValues) -> device::Set<f64> {
+        let lr = values.lr * values.lr_scale;
+        let lambda = values
+            .weight_decay
+            .unwrap_or_else(|| self.weight_decay.lambda());
+        let (decay, l2) = match self.weight_decay {
+            WeightDecay::L2(_) => (1.0, lambda),
+            WeightDecay::Decoupled(_) => (1.0 - lr * lambda, 0.0),
+        };
+        device::Set {
+            step_size: lr / (1.0 - integer_power(self.beta1, values.step)),
+            bias2_sqrt: (1.0 - integer_power(self.beta2, values.step)).sqrt(),
+            decay,
+            l2,
+        }
+    }
+}
+
+/// xⁿ by repeated squaring of unevaluated sums of two f64: additions, multiplications and exact products only, so every
+/// machine computes the same bits, unlike a library's `pow`, and squaring errors do not pile up with n.
+pub(crate) fn integer_power(x: f64, n: u64) -> f64 {
+    let (mut base, mut exponent, mut product) = ((x, 0.0), n, (1.0, 0.0));
+    while exponent > 0 {
+        if exponent & 1 == 1 {
+            product = multiply(product, base);
+        }
+        base = multiply(base, base);
+        exponent >>= 1;
+    }
+    product.0 + product.1
+}
+
+/// The product of two unevaluated sums, with a relative error near 2⁻¹⁰⁰.
+fn multiply(a: (f64, f64), b: (f64, f64)) -> (f64, f64) {
+    let high = a.0 * b.0;
+    let low = a.0.mul_add(b.0, -high) + (a.0 * b.1 + a.1 * b.0);
+    let sum = high + low;
+    (sum, low - (sum - high))
+}
+
+/// Why an Adam step was refused; nothing has been written when it is returned.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum AdamError {
+    /// A hyper-parameter is out of range.
+    #[error("{what}: expected {expected}, found {found}")]
+    Hyper {
+        /// The hyper-parameter.
+        what: &'static str,
+        /// What it must be.
+        expected: &'static str,
+        /// What was given.
+        found: f64,
+    },
+    /// A tensor's own hyper-parameter is out of range.
+    #[error(transparent)]
+    Tensor(#[from] TensorError),
+    /// There is no kernel for this dtype.
+    #[error("adam: expected parameters of f32 or f64, found {found}; cast the parameter")]
+    DType {
+        /// The dtype asked for.
+        found: DType,
+    },
+    /// A list's tensor has another element count than its parameter.
+    #[error("{list} of tensor {tensor}: expected {expected} elements, found {found}")]
+    NumelMismatch {
+        /// The list.
+        list: &'static str,
+        /// Position of the tensor in the lists.
+        tensor: usize,
+        /// The parameter's element count.
+        expected: usize,
+        /// The list's element count.
+        found: usize,
+    },
+    /// AMSGrad is on and a tensor brings no `max_moment2`, or the other way round.
+    #[error("max_moment2 of tensor {tensor}: expected {expected}, found {found}")]
+    MaxMoment2 {
+        /// Position of the tensor in the lists.
+        tensor: usize,
+        /// What the configuration asks for.
+        expected: &'static str,
+        /// What was given.
+        found: &'static str,
+    },
+    /// Steps count from 1.
+    #[error("step: expected at least 1, found 0; steps count from 1")]
+    StepZero,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn integer_power_agrees_with_powi() {
+        for x in [0.0f64, 0.5, 0.9, 0.999, 0.9999999] {
+            for n in [0, 1, 2, 10, 1000, 1_000_000, u64::MAX] {
+                let expected = x.powf(n as f64);
+                assert!((integer_power(x, n) - expected).abs() <= 1e-13, "{x}^{n}");
+            }
+        }
+    }
+
+    #[test]
+    fn hyper_parameters_out_of_range_are_named() {
+        let good = Adam::default();
+        for (bad, message) in [
+            (
+                Adam {
+                    lr: f64::NAN,
+                    ..good
+                },
+                "lr: expected a finite value of at least 0, found NaN",
+            ),
+            (
+                Adam { lr: -1.0, ..good },
+                "lr: expected a finite value of at least 0, found -1",
+            ),
+            (
+                Adam { beta1: 1.0, ..good },
+                "beta1: expected a value in [0, 1), found 1",
+            ),
+            (
+                Adam {
+                    beta2: -0.1,
+                    ..good
+                },
+                "beta2: expected a value in [0, 1), found -0.1",
+            ),
+            (
+                Adam { eps: -1e-8, ..good },
+                "eps: expected a finite value of at least 0, found -0.00000001",
+            ),
+            (
+                Adam {
+                    weight_decay: WeightDecay::L2(f64::INFINITY),
+                    ..good
+                },
+                "weight_decay: expected a finite value of at least 0, found inf",
+            ),
+        ] {
+            assert_eq!(bad.validate().unwrap_err().to_string(), message);
+        }
+        assert_eq!(good.validate(), Ok(()));
+        assert!(good.kernel(DType::I32).is_err());
+    }
+}
