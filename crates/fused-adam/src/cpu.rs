@@ -260,8 +260,8 @@ impl<T: Compute> Block<T> {
         set: &Set<T>,
         grad: &[T; LANES],
     ) {
-        for i in 0..LANES {
-            let (p, mut g) = (self.p[i], grad[i]);
+        for (i, &g) in grad.iter().enumerate() {
+            let (p, mut g) = (self.p[i], g);
             if MAXIMIZE {
                 g = -g;
             }

@@ -1,1 +1,31 @@
-//! .
+//! A training step planned once and run many times.
+//!
+//! Parameter descriptors become a naive [`Plan`], one launch per tensor; passes rewrite it and write down what they did, why they
+//! split and why they refused ([`Note`]). A plan is an ordinary value: print it, compare it, cost it, test it without a device.
+//! [`Plan::allocate`] makes the [`State`] it runs on, [`Plan::run`] runs one step; naive and rewritten plans run in the same loop.
+#![forbid(unsafe_code)]
+
+mod display;
+mod error;
+mod explain;
+mod group;
+mod html;
+mod optimizer;
+mod passes;
+mod plan;
+mod planner;
+mod report;
+mod run;
+mod stage;
+mod state;
+
+pub use error::PlanError;
+pub use explain::{Note, Verdict};
+pub use group::SizeClass;
+pub use optimizer::Optimizer;
+pub use passes::{CoalesceGradients, FuseOptimizer, Pass};
+pub use plan::{Plan, PlanSummary};
+pub use planner::{Planner, Tensors};
+pub use report::StepReport;
+pub use stage::{HyperClass, Optimize, Stage, StorageSpec};
+pub use state::State;

@@ -1,0 +1,122 @@
+//! The plan as text.
+
+use std::fmt;
+
+use crate::{Plan, Stage};
+
+/// Batches of a stage that are printed one by one; the rest is summed up.
+const BATCHES_SHOWN: usize = 8;
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "plan {}", self.optimizer.summary())?;
+        writeln!(
+            f,
+            "  {} parameters, {} elements, {} optimizer state, {} memory traffic per step",
+            self.params.len(),
+            grouped(self.elements()),
+            bytes(self.state_bytes()),
+            bytes(self.traffic_bytes()),
+        )?;
+        writeln!(
+            f,
+            "  {} launches per step (naive: {}), {} argument bytes, chunks of {} elements",
+            self.launches(),
+            self.naive_launches(),
+            self.limits.argument_bytes,
+            self.limits.chunk_elements,
+        )?;
+        for (index, storage) in self.storages.iter().enumerate().take(BATCHES_SHOWN) {
+            let roles: Vec<&str> = storage.lists.iter().map(|list| list.role.name()).collect();
+            writeln!(
+                f,
+                "storage {index}: {} tensors in {} buffers ({}), {}",
+                storage.members.len(),
+                storage.lists.len(),
+                roles.join(", "),
+                bytes(storage.len_bytes()),
+            )?;
+        }
+        if self.storages.len() > BATCHES_SHOWN {
+            let rest = self.storages.len() - BATCHES_SHOWN;
+            writeln!(f, "  and {rest} more storages")?;
+        }
+        for (index, stage) in self.stages.iter().enumerate().take(BATCHES_SHOWN) {
+            self.fmt_stage(f, index, stage)?;
+        }
+        if self.stages.len() > BATCHES_SHOWN {
+            let rest = self.stages.len() - BATCHES_SHOWN;
+            writeln!(f, "  and {rest} more stages")?;
+        }
+        for note in &self.notes {
+            writeln!(f, "note {note}")?;
+        }
+        Ok(())
+    }
+}
+
+impl Plan {
+    fn fmt_stage(&self, f: &mut fmt::Formatter<'_>, index: usize, stage: &Stage) -> fmt::Result {
+        let Stage::Optimize(stage) = stage;
+        let storage = &self.storages[stage.storage];
+        writeln!(
+            f,
+            "stage {index}: optimize storage {} with {}, {} tensors ({})",
+            stage.storage,
+            storage.kernel,
+            stage.tensors.len(),
+            stage.size_class.name(),
+        )?;
+        for (index, batch) in stage.batches.iter().enumerate().take(BATCHES_SHOWN) {
+            let first = batch
+                .records
+                .first()
+                .map_or("", |r| self.name(stage.storage, r.tensor));
+            let last = batch
+                .records
+                .last()
+                .map_or("", |r| self.name(stage.storage, r.tensor));
+            writeln!(
+                f,
+                "  launch {index}: {} tensors, {} chunks, {} elements, {} sets: {first} .. {last}",
+                batch.records.len(),
+                batch.chunks,
+                grouped(batch.elements()),
+                batch.classes.len(),
+            )?;
+        }
+        if stage.batches.len() > BATCHES_SHOWN {
+            let rest = stage.batches.len() - BATCHES_SHOWN;
+            writeln!(f, "  and {rest} more launches")?;
+        }
+        Ok(())
+    }
+
+    /// The name of a storage's tensor.
+    pub(crate) fn name(&self, storage: usize, tensor: u32) -> &str {
+        let member = self.storages[storage].members[tensor as usize];
+        &self.params[member as usize].name
+    }
+}
+
+/// Digits in groups of three: 25,557,032.
+pub(crate) fn grouped(value: u64) -> String {
+    let digits = value.to_string();
+    let mut text = String::with_capacity(digits.len() + digits.len() / 3);
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// A length in bytes with its binary unit.
+pub(crate) fn bytes(value: u64) -> String {
+    let units = [(1u64 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
+    match units.iter().find(|(unit, _)| value >= *unit) {
+        Some((unit, name)) => format!("{:.1} {name}", value as f64 / *unit as f64),
+        None => format!("{value} B"),
+    }
+}

@@ -1,0 +1,129 @@
+//! Why a plan could not be made or run.
+
+use fusestep_coalesce::CoalesceError;
+use fusestep_fused_adam::AdamError;
+use fusestep_launch::{BackendError, LaunchError};
+use fusestep_tensor::{DType, Role, TensorError};
+
+/// Why a plan could not be made, allocated or run. Unless it says otherwise nothing has been written.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlanError {
+    /// A descriptor or a list of descriptors is wrong.
+    #[error(transparent)]
+    Tensor(#[from] TensorError),
+    /// A hyper-parameter is out of range.
+    #[error(transparent)]
+    Adam(#[from] AdamError),
+    /// The limits do not allow a launch.
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
+    /// The tensors cannot be laid out.
+    #[error(transparent)]
+    Coalesce(#[from] CoalesceError),
+    /// Memory or device.
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+    /// The optimizer has no kernel for a parameter's dtype.
+    #[error("`{name}`: expected f32 or f64 for {optimizer}, found {found}; cast the parameter")]
+    DType {
+        /// The parameter.
+        name: String,
+        /// The optimizer.
+        optimizer: &'static str,
+        /// The parameter's dtype.
+        found: DType,
+    },
+    /// There are more parameters than a plan can number.
+    #[error("parameter list: expected at most 4294967295 parameters, found {found}")]
+    TooManyParameters {
+        /// Parameters given.
+        found: usize,
+    },
+    /// The plan has no parameter of this name.
+    #[error(
+        "`{name}`: expected one of the plan's {parameters} parameters, found none of this name"
+    )]
+    UnknownName {
+        /// The name asked for.
+        name: String,
+        /// Parameters of the plan.
+        parameters: usize,
+    },
+    /// The plan keeps no such tensor.
+    #[error("{role} of `{name}`: expected a tensor that this plan keeps, found none; {hint}")]
+    NoSuchList {
+        /// The role asked for.
+        role: Role,
+        /// The parameter.
+        name: String,
+        /// What would work.
+        hint: &'static str,
+    },
+    /// The tensor has another dtype.
+    #[error("{role} of `{name}`: expected {expected}, found {found}")]
+    WrongDType {
+        /// The role.
+        role: Role,
+        /// The parameter.
+        name: String,
+        /// The plan's dtype.
+        expected: DType,
+        /// The dtype asked for.
+        found: DType,
+    },
+    /// The bytes given are not the tensor's.
+    #[error("{role} of `{name}`: expected {expected} bytes, found {found}")]
+    LenBytes {
+        /// The role.
+        role: Role,
+        /// The parameter.
+        name: String,
+        /// The tensor's length in bytes.
+        expected: usize,
+        /// The length given.
+        found: usize,
+    },
+    /// Device memory has no views on the host.
+    #[error(
+        "{role} of `{name}`: expected host memory for a view, found {backend} memory; use `read` and `write`"
+    )]
+    NotOnHost {
+        /// The role.
+        role: Role,
+        /// The parameter.
+        name: String,
+        /// The backend that keeps it.
+        backend: &'static str,
+    },
+    /// The state was allocated from another plan.
+    #[error(
+        "state: expected one allocated from this plan (hash {expected:016x}), found hash {found:016x}; allocate it anew"
+    )]
+    ForeignState {
+        /// The plan's hash.
+        expected: u64,
+        /// The state's hash.
+        found: u64,
+    },
+    /// An earlier step failed on the device half-way, so the state may be half-changed.
+    #[error(
+        "state: expected an intact state, found one whose step {step} failed on the device; load it from a file"
+    )]
+    Poisoned {
+        /// The step that failed.
+        step: u64,
+    },
+    /// A tensor's step count cannot be set so.
+    #[error(
+        "step of `{name}`: expected at most the state's step {expected}, found {found}; set the state's step first"
+    )]
+    StepAhead {
+        /// The parameter.
+        name: String,
+        /// The state's step.
+        expected: u64,
+        /// The step given.
+        found: u64,
+    },
+}

@@ -1,0 +1,207 @@
+//! The plan as a self-contained page: storages and launches drawn to scale.
+
+use std::fmt::Write;
+
+use crate::display::{bytes, grouped};
+use crate::{Plan, Stage};
+
+/// Width of a bar in SVG units.
+const BAR_WIDTH: f64 = 1000.0;
+const BAR_HEIGHT: f64 = 26.0;
+
+/// Tensors narrower than this are drawn together: a bar of 10,000 tensors stays readable and small.
+const MIN_WIDTH: f64 = 1.0;
+
+const COLORS: [&str; 6] = [
+    "#4878a8", "#6aa84f", "#c27c3e", "#8e6bb0", "#3f9aa0", "#b0556b",
+];
+
+const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:1060px;margin:2em auto;padding:0 1em;\
+background:#fff;color:#1c1c1c}h1{font-size:1.4em}h2{font-size:1.1em;margin-top:1.6em}svg{width:100%;height:auto;display:block}\
+table{border-collapse:collapse}td,th{padding:.2em .9em .2em 0;text-align:left;vertical-align:top}\
+td.n{text-align:right;font-variant-numeric:tabular-nums}.muted{color:#666}\
+@media(prefers-color-scheme:dark){body{background:#16181b;color:#e6e6e6}.muted{color:#9a9a9a}}";
+
+impl Plan {
+    /// A self-contained HTML page: totals, storages and launches drawn to scale, and every note.
+    pub fn to_html(&self) -> String {
+        format!(
+            "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" \
+             content=\"width=device-width\"><title>fusestep plan</title><style>{STYLE}</style></head><body>\n\
+             <h1>Plan: {}</h1>\n{}</body></html>\n",
+            escape(&self.optimizer.summary().to_string()),
+            self.to_html_fragment(),
+        )
+    }
+
+    /// The body of [`Plan::to_html`], to be put into another page.
+    pub fn to_html_fragment(&self) -> String {
+        let mut page = String::new();
+        self.totals(&mut page);
+        page.push_str("<h2>Launches</h2>\n<p class=\"muted\">Each bar is one launch; its length is its share of the largest, each \
+             block a tensor to scale. Hover for names.</p>\n");
+        self.launch_bars(&mut page);
+        page.push_str("<h2>Buffers</h2>\n<p class=\"muted\">Tensors in the order they lie in memory, one buffer for each role.</p>\n");
+        self.storage_bars(&mut page);
+        page.push_str("<h2>What the passes did</h2>\n<table><tr><th>pass</th><th>verdict</th><th>reason</th></tr>\n");
+        for note in &self.notes {
+            let _ = writeln!(
+                page,
+                "<tr><td>{}</td><td>{}</td><td>{}</td></tr>",
+                escape(&note.pass),
+                note.verdict,
+                escape(&note.reason)
+            );
+        }
+        page.push_str("</table>\n");
+        page
+    }
+
+    fn totals(&self, page: &mut String) {
+        let rows = [
+            ("parameters", grouped(self.params.len() as u64)),
+            ("elements", grouped(self.elements())),
+            ("launches per step", grouped(self.launches() as u64)),
+            (
+                "launches of the naive plan",
+                grouped(self.naive_launches() as u64),
+            ),
+            ("optimizer state", bytes(self.state_bytes())),
+            ("memory traffic per step", bytes(self.traffic_bytes())),
+            (
+                "argument bytes per launch",
+                grouped(self.limits.argument_bytes as u64),
+            ),
+        ];
+        page.push_str("<table>\n");
+        for (what, value) in rows {
+            let _ = writeln!(page, "<tr><td>{what}</td><td class=\"n\">{value}</td></tr>");
+        }
+        page.push_str("</table>\n");
+    }
+
+    fn launch_bars(&self, page: &mut String) {
+        /// Bars drawn; a naive plan may have thousands.
+        const MOST: usize = 64;
+        let launches: Vec<_> = self
+            .stages
+            .iter()
+            .flat_map(|stage| {
+                let Stage::Optimize(stage) = stage;
+                stage
+                    .batches
+                    .iter()
+                    .map(move |batch| (stage.storage, batch))
+            })
+            .collect();
+        let largest = launches
+            .iter()
+            .map(|(_, batch)| batch.elements())
+            .max()
+            .unwrap_or(0);
+        for (index, (storage, batch)) in launches.iter().take(MOST).enumerate() {
+            let elements = batch.elements();
+            let _ = writeln!(
+                page,
+                "<div>launch {index}: {}, {} tensors, {} chunks, {} elements</div>",
+                escape(self.storages[*storage].kernel),
+                batch.records.len(),
+                batch.chunks,
+                grouped(elements),
+            );
+            let blocks = batch
+                .records
+                .iter()
+                .map(|r| (self.name(*storage, r.tensor), r.numel));
+            bar(page, blocks, largest);
+        }
+        if launches.len() > MOST {
+            let _ = writeln!(page, "<p>and {} more launches</p>", launches.len() - MOST);
+        }
+    }
+
+    fn storage_bars(&self, page: &mut String) {
+        /// Storages drawn; a naive plan has one for each tensor.
+        const MOST: usize = 16;
+        let largest = self
+            .storages
+            .iter()
+            .map(|s| s.layout.total_numel())
+            .max()
+            .unwrap_or(0);
+        for (index, storage) in self.storages.iter().take(MOST).enumerate() {
+            let roles: Vec<&str> = storage.lists.iter().map(|list| list.role.name()).collect();
+            let _ = writeln!(
+                page,
+                "<div>storage {index}: {} tensors, {} in {} buffers ({})</div>",
+                storage.members.len(),
+                bytes(storage.len_bytes()),
+                roles.len(),
+                roles.join(", "),
+            );
+            let blocks = (0..storage.members.len())
+                .map(|t| (self.name(index, t as u32), storage.layout.numel(t)));
+            bar(page, blocks, largest);
+        }
+        if self.storages.len() > MOST {
+            let _ = writeln!(
+                page,
+                "<p>and {} more storages</p>",
+                self.storages.len() - MOST
+            );
+        }
+    }
+}
+
+/// One bar of blocks to scale; neighbours too narrow to be seen share a block.
+fn bar<'a>(page: &mut String, blocks: impl Iterator<Item = (&'a str, u64)>, largest: u64) {
+    let scale = BAR_WIDTH / largest.max(1) as f64;
+    let _ = write!(
+        page,
+        "<svg viewBox=\"0 0 {BAR_WIDTH} {BAR_HEIGHT}\" role=\"img\">"
+    );
+    let (mut x, mut color) = (0.0, 0);
+    let mut pending: (f64, usize, String, u64) = (0.0, 0, String::new(), 0);
+    let mut draw = |x: &mut f64, (width, count, first, numel): (f64, usize, String, u64)| {
+        if count == 0 || width == 0.0 {
+            return;
+        }
+        let more = if count > 1 {
+            format!(" and {} more", count - 1)
+        } else {
+            String::new()
+        };
+        let _ = write!(
+            page,
+            "<rect x=\"{x:.2}\" y=\"1\" width=\"{:.2}\" height=\"{}\" fill=\"{}\"><title>{}{more}: {} elements</title></rect>",
+            (width - 0.3).max(0.2),
+            BAR_HEIGHT - 2.0,
+            COLORS[color % COLORS.len()],
+            escape(&first),
+            grouped(numel),
+        );
+        *x += width;
+        color += 1;
+    };
+    for (name, numel) in blocks {
+        if pending.1 == 0 {
+            pending.2 = name.to_owned();
+        }
+        pending.0 += numel as f64 * scale;
+        pending.1 += 1;
+        pending.3 += numel;
+        if pending.0 >= MIN_WIDTH {
+            draw(&mut x, std::mem::take(&mut pending));
+        }
+    }
+    draw(&mut x, pending);
+    page.push_str("</svg>\n");
+}
+
+/// Text made safe for HTML: names come from files.
+fn escape(text: &str) -> String {
+    text.replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
+        .replace('"', "&quot;")
+}

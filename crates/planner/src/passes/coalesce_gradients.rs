@@ -1,0 +1,116 @@
+//! Pass `coalesce_gradients`: gradients, and with them all tensors of their parameters, into one buffer per role and dtype.
+
+use std::collections::BTreeMap;
+
+use fusestep_coalesce::{FlatLayout, LayoutOptions};
+use fusestep_tensor::DType;
+
+use super::Pass;
+use crate::{Note, Optimize, Plan, PlanError, Stage, StorageSpec, Verdict};
+
+/// Puts the tensors of all parameters of one dtype into common buffers, in plan order.
+///
+/// Every list gets the same element offsets, so a place in the gradients' buffer is the same place in the moments', and a
+/// collective or a kernel can take a range of it.
+#[derive(Clone, Copy, Debug)]
+pub struct CoalesceGradients;
+
+impl Pass for CoalesceGradients {
+    fn name(&self) -> &'static str {
+        "coalesce_gradients"
+    }
+
+    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+        if plan.storages.len() < 2 {
+            let reason = format!(
+                "{} storage has nothing to be put together with",
+                plan.storages.len()
+            );
+            plan.notes
+                .push(Note::new(self.name(), Verdict::Refused, reason));
+            return Ok(());
+        }
+        let mut by_dtype: BTreeMap<DType, Vec<u32>> = BTreeMap::new();
+        for storage in &plan.storages {
+            for &member in &storage.members {
+                let dtype = plan.params[member as usize].dtype;
+                by_dtype.entry(dtype).or_default().push(member);
+            }
+        }
+        if by_dtype.len() > 1 {
+            let dtypes: Vec<&str> = by_dtype.keys().map(|dtype| dtype.name()).collect();
+            let reason = format!(
+                "a buffer holds one dtype, so {} lie apart",
+                dtypes.join(", ")
+            );
+            plan.notes
+                .push(Note::new(self.name(), Verdict::Split, reason));
+        }
+        let storages_before = plan.storages.len();
+        let mut storages = Vec::with_capacity(by_dtype.len());
+        for (dtype, mut members) in by_dtype {
+            members.sort_unstable();
+            storages.push(together(plan, dtype, members)?);
+        }
+        plan.stages = stages_in(plan, &storages);
+        plan.storages = storages;
+        let padded: u64 = plan.storages.iter().map(|s| s.layout.total_numel()).sum();
+        let elements = plan.elements();
+        let reason = format!(
+            "tensors of {storages_before} storages lie in {} ({} of {padded} elements are padding of 256-byte slots)",
+            plan.storages.len(),
+            padded - elements,
+        );
+        plan.notes
+            .push(Note::new(self.name(), Verdict::Applied, reason));
+        Ok(())
+    }
+}
+
+/// One storage of all members of a dtype; the lists are those their own storages had.
+fn together(plan: &Plan, dtype: DType, members: Vec<u32>) -> Result<StorageSpec, PlanError> {
+    let first = &plan.params[members[0] as usize];
+    let kernel = plan.optimizer.kernel(first)?;
+    let lists = Plan::kept_lists(plan.tensors, kernel.as_ref());
+    // The narrowest list decides the slots: then every buffer's slots are aligned.
+    let widths = lists.iter().map(|list| list.dtype.len_bytes());
+    let unit = widths.min().unwrap_or(dtype.len_bytes());
+    let numels = members.iter().map(|&m| plan.params[m as usize].numel());
+    Ok(StorageSpec {
+        kernel: kernel.entry(),
+        layout: FlatLayout::new(numels, LayoutOptions::new(unit))?,
+        members,
+        lists,
+    })
+}
+
+/// The same stages, each pointing to its tensors' new places.
+fn stages_in(plan: &Plan, storages: &[StorageSpec]) -> Vec<Stage> {
+    let mut place = vec![(0, 0); plan.params.len()];
+    for (storage, spec) in storages.iter().enumerate() {
+        for (tensor, &member) in spec.members.iter().enumerate() {
+            place[member as usize] = (storage, tensor as u32);
+        }
+    }
+    let moved = plan.optimize_stages().flat_map(|stage| {
+        let members = &plan.storages[stage.storage].members;
+        let places = stage
+            .tensors
+            .iter()
+            .map(|&t| place[members[t as usize] as usize]);
+        // Naive stages hold one tensor each; their batches keep their shape and only the tensor's number changes.
+        places.map(|(storage, tensor)| {
+            let mut batches = stage.batches.clone();
+            for record in batches.iter_mut().flat_map(|batch| &mut batch.records) {
+                record.tensor = tensor;
+            }
+            Stage::Optimize(Optimize {
+                storage,
+                size_class: stage.size_class,
+                tensors: vec![tensor],
+                batches,
+            })
+        })
+    });
+    moved.collect()
+}

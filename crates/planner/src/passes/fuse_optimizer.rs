@@ -1,0 +1,114 @@
+//! Pass `fuse_optimizer`: the updates of many tensors in one launch.
+
+use std::collections::BTreeMap;
+
+use super::Pass;
+use crate::{Note, Plan, PlanError, SizeClass, Stage, Verdict};
+
+/// Puts the updates of all tensors of one storage and size class into as few launches as the limits allow.
+///
+/// The group key is the dtype tuple, the kernel (both one per storage) and the size class. Hyper-parameters never split a launch.
+#[derive(Clone, Copy, Debug)]
+pub struct FuseOptimizer;
+
+impl Pass for FuseOptimizer {
+    fn name(&self) -> &'static str {
+        "fuse_optimizer"
+    }
+
+    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+        let before = plan.launches();
+        if plan.stages.len() < 2 {
+            let reason = format!("{} update has nothing to be fused with", plan.stages.len());
+            plan.notes
+                .push(Note::new(self.name(), Verdict::Refused, reason));
+            return Ok(());
+        }
+        if plan.storages.len() == plan.params.len() && plan.storages.len() > dtypes(plan) {
+            let reason = format!(
+                "{} tensors lie in storages of their own; put pass coalesce_gradients before this one",
+                plan.storages.len()
+            );
+            plan.notes
+                .push(Note::new(self.name(), Verdict::Refused, reason));
+            return Ok(());
+        }
+        let mut groups: BTreeMap<(usize, SizeClass), Vec<u32>> = BTreeMap::new();
+        for stage in plan.optimize_stages() {
+            let group = groups.entry((stage.storage, stage.size_class)).or_default();
+            group.extend_from_slice(&stage.tensors);
+        }
+        let mut stages = Vec::with_capacity(groups.len());
+        for ((storage, size_class), mut tensors) in groups {
+            tensors.sort_unstable();
+            stages.push(plan.optimize(storage, size_class, tensors)?);
+        }
+        plan.stages = stages.into_iter().map(Stage::Optimize).collect();
+        self.explain(plan, before);
+        Ok(())
+    }
+}
+
+impl FuseOptimizer {
+    fn explain(&self, plan: &mut Plan, before: usize) {
+        let mut notes = Vec::new();
+        let mut note = |verdict, reason| notes.push(Note::new(self.name(), verdict, reason));
+        note(
+            Verdict::Applied,
+            format!("{before} launches became {}", plan.launches()),
+        );
+        if plan.storages.len() > 1 {
+            let kernels: Vec<&str> = plan.storages.iter().map(|s| s.kernel).collect();
+            note(
+                Verdict::Split,
+                format!(
+                    "a launch has one kernel and dtype, so {} run apart",
+                    kernels.join(", ")
+                ),
+            );
+        }
+        for stage in plan.optimize_stages() {
+            if stage.size_class == SizeClass::Large {
+                note(
+                    Verdict::Split,
+                    format!(
+                        "{} tensors have more than {} chunks of {} elements and go on over several launches",
+                        stage.tensors.len(),
+                        plan.limits.chunks_per_launch,
+                        plan.limits.chunk_elements,
+                    ),
+                );
+            }
+            if stage.batches.len() > 1 && stage.size_class == SizeClass::Small {
+                let most = stage.batches.iter().map(|b| b.records.len()).max();
+                note(
+                    Verdict::Split,
+                    format!(
+                        "{} tensors need {} launches: {} argument bytes carry {} of them",
+                        stage.tensors.len(),
+                        stage.batches.len(),
+                        plan.limits.argument_bytes,
+                        most.unwrap_or(0),
+                    ),
+                );
+            }
+        }
+        if plan.classes.classes.len() > 1 {
+            note(
+                Verdict::Applied,
+                format!(
+                    "{} sets of hyper-parameters share launches by a per-tensor index",
+                    plan.classes.classes.len()
+                ),
+            );
+        }
+        plan.notes.append(&mut notes);
+    }
+}
+
+fn dtypes(plan: &Plan) -> usize {
+    let mut dtypes: Vec<_> = plan.params.iter().map(|param| param.dtype).collect();
+    dtypes.sort_unstable();
+    dtypes.dedup();
+    dtypes.len()
+}

@@ -1,0 +1,158 @@
+//! From descriptors to a plan.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::Arc;
+
+use fusestep_coalesce::{FlatLayout, LayoutOptions};
+use fusestep_launch::{LaunchLimits, TensorList};
+use fusestep_tensor::{DType, ParamDesc, check_unique_names};
+use serde::Serialize;
+
+use crate::group::Classes;
+use crate::passes::{CoalesceGradients, FuseOptimizer, Pass};
+use crate::{Note, Optimizer, Plan, PlanError, SizeClass, Stage, StorageSpec, Verdict};
+
+/// Who keeps parameters and gradients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize)]
+pub enum Tensors {
+    /// The state does; a caller writes gradients into its views.
+    #[default]
+    Kept,
+    /// The caller's framework does and lends them for each step; the state keeps only the optimizer's own tensors.
+    Lent,
+}
+
+/// Makes plans.
+///
+/// ```
+/// use fusestep_planner::{Optimizer, Planner};
+/// use fusestep_fused_adam::Adam;
+/// use fusestep_tensor::{DType, ParamDesc, Shape};
+///
+/// let params = [ParamDesc::new("w", Shape::new([128, 64])?, DType::F32), ParamDesc::new("b", Shape::new([128])?, DType::F32)];
+/// let plan = Planner::new(Optimizer::Adam(Adam::default())).plan(&params)?;
+/// assert_eq!((plan.launches(), plan.naive_launches()), (1, 2));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Planner {
+    optimizer: Optimizer,
+    limits: LaunchLimits,
+    tensors: Tensors,
+    passes: Vec<Box<dyn Pass>>,
+}
+
+impl Planner {
+    /// A planner with the default limits and passes: [`CoalesceGradients`], then [`FuseOptimizer`].
+    pub fn new(optimizer: Optimizer) -> Self {
+        Self {
+            optimizer,
+            limits: LaunchLimits::default(),
+            tensors: Tensors::Kept,
+            passes: vec![Box::new(CoalesceGradients), Box::new(FuseOptimizer)],
+        }
+    }
+
+    /// Plans for these limits, a backend's for example.
+    pub fn limits(mut self, limits: LaunchLimits) -> Self {
+        self.limits = limits;
+        self
+    }
+
+    /// Says who keeps parameters and gradients.
+    pub fn tensors(mut self, tensors: Tensors) -> Self {
+        self.tensors = tensors;
+        self
+    }
+
+    /// Plans without any pass: one storage and one launch per tensor. The oracle of every pass.
+    pub fn naive(mut self) -> Self {
+        self.passes.clear();
+        self
+    }
+
+    /// Adds a pass after those already there.
+    pub fn with(mut self, pass: impl Pass + 'static) -> Self {
+        self.passes.push(Box::new(pass));
+        self
+    }
+
+    /// Makes the plan.
+    ///
+    /// # Errors
+    /// A hyper-parameter or descriptor out of range, a name given twice, a dtype without a kernel, or limits too small for one
+    /// tensor; each names what is wrong.
+    /// # Cost
+    /// Linear in the number of parameters.
+    pub fn plan(&self, params: &[ParamDesc]) -> Result<Plan, PlanError> {
+        self.optimizer.validate()?;
+        self.limits.validate()?;
+        if u32::try_from(params.len()).is_err() {
+            return Err(PlanError::TooManyParameters {
+                found: params.len(),
+            });
+        }
+        check_unique_names(params)?;
+        for param in params {
+            param.validate()?;
+        }
+        let mut plan = self.naive_plan(params)?;
+        for pass in &self.passes {
+            pass.apply(&mut plan)?;
+        }
+        plan.hash = plan.compute_hash();
+        Ok(plan)
+    }
+
+    /// One storage and one stage per tensor.
+    fn naive_plan(&self, params: &[ParamDesc]) -> Result<Plan, PlanError> {
+        let mut plan = Plan {
+            params: Arc::from(params),
+            optimizer: self.optimizer,
+            limits: self.limits,
+            tensors: self.tensors,
+            storages: Vec::with_capacity(params.len()),
+            stages: Vec::with_capacity(params.len()),
+            notes: Vec::new(),
+            classes: Classes::new(params, |_| 0),
+            naive_launches: 0,
+            hash: 0,
+        };
+        let mut kernels = HashMap::<DType, (&'static str, Vec<TensorList>)>::new();
+        for (index, param) in params.iter().enumerate() {
+            let (kernel, lists) = match kernels.entry(param.dtype) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(new) => {
+                    let kernel = self.optimizer.kernel(param)?;
+                    let lists = Plan::kept_lists(self.tensors, kernel.as_ref());
+                    new.insert((kernel.entry(), lists))
+                }
+            };
+            plan.storages.push(StorageSpec {
+                kernel,
+                members: vec![index as u32],
+                layout: FlatLayout::new(
+                    [param.numel()],
+                    LayoutOptions::new(param.dtype.len_bytes()),
+                )?,
+                lists: lists.clone(),
+            });
+            let size_class = SizeClass::of(param.numel(), self.limits);
+            let stage = plan.optimize(index, size_class, vec![0])?;
+            plan.stages.push(Stage::Optimize(stage));
+        }
+        plan.naive_launches = plan.launches();
+        let empty = params.iter().filter(|param| param.numel() == 0).count();
+        if empty > 0 {
+            plan.notes.push(Note::new(
+                "naive",
+                Verdict::Skipped,
+                format!(
+                    "{empty} empty tensors are kept in the state and take no place in a launch"
+                ),
+            ));
+        }
+        Ok(plan)
+    }
+}

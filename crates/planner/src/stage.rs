@@ -1,0 +1,68 @@
+//! What a plan consists of.
+
+use fusestep_coalesce::FlatLayout;
+use fusestep_launch::{Batch, TensorList};
+use serde::Serialize;
+
+use crate::SizeClass;
+
+/// Hyper-parameters that tensors share; a per-tensor index in the argument table, never a reason to split a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct HyperClass {
+    /// Factor on the learning rate.
+    pub lr_scale: f64,
+    /// Weight decay; `None` for the optimizer's.
+    pub weight_decay: Option<f64>,
+    /// Steps that these tensors have missed: their step is the state's less this.
+    pub steps_behind: u64,
+}
+
+/// Tensors that lie in common buffers, one buffer for each list.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct StorageSpec {
+    /// The kernel that updates these tensors.
+    pub kernel: &'static str,
+    /// Indices into the plan's parameters.
+    pub members: Vec<u32>,
+    /// Where each member lies, the same element offsets in every buffer.
+    pub layout: FlatLayout,
+    /// The lists that have a buffer here; lists that the caller lends have none.
+    pub lists: Vec<TensorList>,
+}
+
+impl StorageSpec {
+    /// Bytes of all buffers, padding included.
+    pub fn len_bytes(&self) -> u64 {
+        let widths = self.lists.iter().map(|list| list.dtype.len_bytes() as u64);
+        widths.sum::<u64>() * self.layout.total_numel()
+    }
+
+    /// Bytes of the buffers of optimizer state, padding included.
+    pub fn state_bytes(&self) -> u64 {
+        let state = self.lists.iter().filter(|list| list.role.is_state());
+        let widths = state.map(|list| list.dtype.len_bytes() as u64);
+        widths.sum::<u64>() * self.layout.total_numel()
+    }
+}
+
+/// The update of tensors of one storage.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Optimize {
+    /// Index into the plan's storages.
+    pub storage: usize,
+    /// Whether tensors fit into one launch.
+    pub size_class: SizeClass,
+    /// Tensors of the storage (their positions in it) that this stage updates, in storage order.
+    pub tensors: Vec<u32>,
+    /// One launch each.
+    pub batches: Vec<Batch>,
+}
+
+/// One entry of a plan.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Stage {
+    /// Apply the update rule.
+    Optimize(Optimize),
+}
