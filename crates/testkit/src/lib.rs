@@ -1,0 +1,10 @@
+//! What the tests of all crates share: cases, seeds, tolerances, and the runner that puts one case through every backend.
+#![forbid(unsafe_code)]
+
+mod case;
+mod runner;
+mod ulp;
+
+pub use case::{Case, EDGE_NUMELS, Gradients};
+pub use runner::{backends, check, outcome};
+pub use ulp::ulp_distance;

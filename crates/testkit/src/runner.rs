@@ -1,0 +1,137 @@
+//! One case through every backend.
+
+use std::num::NonZeroUsize;
+
+use fusestep_cpu::CpuBackend;
+use fusestep_launch::{Backend, LaunchLimits};
+use fusestep_planner::{Optimizer, Plan, Planner};
+use fusestep_simd::Level;
+use fusestep_tensor::{DType, Role};
+
+use crate::Case;
+
+/// Every backend of this build and machine with a name for messages; what is missing is printed.
+pub fn backends() -> Vec<(String, Box<dyn Backend>)> {
+    let mut all: Vec<(String, Box<dyn Backend>)> = Vec::new();
+    for level in Level::available() {
+        for threads in [1, 2, 3] {
+            let count = NonZeroUsize::new(threads).expect("not zero");
+            let cpu = CpuBackend::new(count).expect("threads can be started");
+            all.push((
+                format!("cpu, {level}, {threads} threads"),
+                Box::new(cpu.at_level(level)),
+            ));
+        }
+    }
+    all
+}
+
+/// Limits that put tensors into launches in as many ways as the tests need: default, classic, tiny, and cut by chunks.
+fn limits() -> [LaunchLimits; 4] {
+    let tiny_chunks = LaunchLimits {
+        argument_bytes: 700,
+        chunk_elements: 512,
+        chunks_per_launch: 5,
+    };
+    [
+        LaunchLimits::default(),
+        LaunchLimits::with_argument_bytes(4096),
+        LaunchLimits::with_argument_bytes(400),
+        tiny_chunks,
+    ]
+}
+
+/// Runs a case on a plan and returns the bytes of all parameters and state, in plan order; NaN have one payload.
+///
+/// # Panics
+/// If the case cannot be run: tests give cases that can.
+pub fn outcome(plan: &Plan, case: &Case, backend: &dyn Backend) -> Vec<u8> {
+    let mut state = plan.allocate(backend).expect("memory for a test");
+    for (index, param) in case.params.iter().enumerate() {
+        let bytes = case.param_bytes(index);
+        state
+            .write(backend, Role::Param, &param.name, &bytes)
+            .expect("the case's own parameter");
+    }
+    for step in 1..=case.steps {
+        for (index, param) in case.params.iter().enumerate() {
+            let bytes = case.grad_bytes(index, step);
+            state
+                .write(backend, Role::Grad, &param.name, &bytes)
+                .expect("the case's own gradient");
+        }
+        plan.run(&mut state, backend)
+            .expect("a step of a valid plan");
+    }
+    backend.synchronize().expect("the device finishes");
+    let mut all = Vec::new();
+    for param in &case.params {
+        for role in state.roles(&param.name).expect("a parameter of the plan") {
+            let mut bytes = vec![0; param.numel() as usize * param.dtype.len_bytes()];
+            state
+                .read(backend, role, &param.name, &mut bytes)
+                .expect("a tensor of the plan");
+            one_nan(&mut bytes, param.dtype);
+            all.extend_from_slice(&bytes);
+        }
+    }
+    all
+}
+
+/// Requires the bits of the naive plan on one portable thread from every backend, plan and limit.
+///
+/// # Panics
+/// If a single byte differs, naming backend, plan and limits.
+pub fn check(optimizer: Optimizer, case: &Case) {
+    let oracle = CpuBackend::new(NonZeroUsize::MIN)
+        .expect("the caller's thread")
+        .at_level(Level::PORTABLE);
+    let naive = Planner::new(optimizer).naive();
+    let plan = naive.plan(&case.params).expect("a valid case");
+    let expected = outcome(&plan, case, &oracle);
+    for (name, backend) in backends() {
+        for limits in limits() {
+            let planners = [
+                ("fused", Planner::new(optimizer).limits(limits)),
+                ("naive", Planner::new(optimizer).limits(limits).naive()),
+            ];
+            for (kind, planner) in planners {
+                let plan = planner.plan(&case.params).expect("a valid case");
+                let found = outcome(&plan, case, backend.as_ref());
+                assert!(
+                    found == expected,
+                    "{name}, {kind} plan, {limits:?}: first difference at byte {:?} of {}",
+                    found.iter().zip(&expected).position(|(a, b)| a != b),
+                    expected.len(),
+                );
+            }
+        }
+    }
+}
+
+/// Gives every NaN the same payload: payloads are outside the numeric contract.
+fn one_nan(bytes: &mut [u8], dtype: DType) {
+    match dtype {
+        DType::F32 => {
+            for value in bytemuck::pod_collect_to_vec::<u8, f32>(bytes)
+                .iter()
+                .enumerate()
+            {
+                if value.1.is_nan() {
+                    bytes[4 * value.0..4 * value.0 + 4].copy_from_slice(&f32::NAN.to_le_bytes());
+                }
+            }
+        }
+        DType::F64 => {
+            for value in bytemuck::pod_collect_to_vec::<u8, f64>(bytes)
+                .iter()
+                .enumerate()
+            {
+                if value.1.is_nan() {
+                    bytes[8 * value.0..8 * value.0 + 8].copy_from_slice(&f64::NAN.to_le_bytes());
+                }
+            }
+        }
+        _ => {}
+    }
+}

@@ -1,0 +1,53 @@
+//! A step with an unchanged plan allocates nothing, and planning is quick enough to be done at every start.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::num::NonZeroUsize;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use fusestep_cpu::CpuBackend;
+use fusestep_fused_adam::Adam;
+use fusestep_planner::{Optimizer, Planner};
+use fusestep_tensor::DType;
+use fusestep_testkit::Case;
+
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: every call is passed on unchanged to the system's allocator, which upholds the contract.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+#[test]
+fn a_step_with_an_unchanged_plan_allocates_nothing() {
+    let case = Case::new((0..500).map(|i| i * 37 % 4001), DType::F32).with_hyper_classes();
+    for planner in [
+        Planner::new(Optimizer::Adam(Adam::default())),
+        Planner::new(Optimizer::Adam(Adam::default())).naive(),
+    ] {
+        let plan = planner.plan(&case.params).unwrap();
+        for threads in [1, 2, 3] {
+            let backend = CpuBackend::new(NonZeroUsize::new(threads).unwrap()).unwrap();
+            let mut state = plan.allocate(&backend).unwrap();
+            plan.run(&mut state, &backend).unwrap();
+            let before = ALLOCATIONS.load(Ordering::Relaxed);
+            for _ in 0..200 {
+                plan.run(&mut state, &backend).unwrap();
+            }
+            let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
+            assert_eq!(allocations, 0, "{threads} threads");
+        }
+    }
+}
