@@ -2,6 +2,8 @@
 #![forbid(unsafe_code)]
 
 mod backend;
+mod lent;
 mod pieces;
 
 pub use backend::CpuBackend;
+pub use lent::{Lend, LentPiece};

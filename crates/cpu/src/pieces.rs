@@ -6,7 +6,7 @@ use fusestep_launch::{
 use fusestep_simd::Split;
 
 /// Cuts lie on multiples of this many elements, so that two threads never write one cache line of any dtype.
-const CUT_ELEMENTS: u64 = 1024;
+pub(crate) const CUT_ELEMENTS: u64 = 1024;
 
 /// The part of a launch whose elements lie in `first..end` of the storage.
 pub(crate) struct Pieces<'a> {
@@ -85,13 +85,14 @@ impl<'a> Pieces<'a> {
         let right = Self {
             lists: right_lists,
             first: at,
-            ..self
+            kernel: self.kernel,
+            call: self.call,
+            batches: self.batches,
+            offsets: self.offsets,
+            widths: self.widths,
+            end: self.end,
         };
-        let left = Self {
-            end: at,
-            lists: self.lists,
-            ..right
-        };
+        let left = Self { end: at, ..self };
         (left, right)
     }
 }

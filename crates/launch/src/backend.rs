@@ -55,6 +55,8 @@ pub struct Launch<'a> {
     pub batches: &'a [Batch],
     /// First element of each tensor of the storage, the same in every list.
     pub offsets: &'a [u64],
+    /// Position of each tensor of the storage among the caller's parameters.
+    pub members: &'a [u32],
     /// The kernel's lists, in its order.
     pub lists: &'a mut [ListBuffer],
     /// The kernel's scalars.

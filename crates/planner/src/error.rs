@@ -4,6 +4,7 @@ use fusestep_coalesce::CoalesceError;
 use fusestep_fused_adam::AdamError;
 use fusestep_launch::{BackendError, LaunchError};
 use fusestep_tensor::{DType, Role, TensorError};
+use fusestep_tensor_file::TensorFileError;
 
 /// Why a plan could not be made, allocated or run. Unless it says otherwise nothing has been written.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -24,6 +25,31 @@ pub enum PlanError {
     /// Memory or device.
     #[error(transparent)]
     Backend(#[from] BackendError),
+    /// A state file cannot be read or written.
+    #[error(transparent)]
+    File(#[from] TensorFileError),
+    /// A state file is not this state's.
+    #[error("{path}: `{name}`: expected {expected}, found {found}")]
+    StateFile {
+        /// The file.
+        path: String,
+        /// The tensor or metadata key.
+        name: String,
+        /// What the state needs.
+        expected: String,
+        /// What the file has.
+        found: String,
+    },
+    /// The rule cannot be changed to one that keeps other tensors.
+    #[error(
+        "optimizer: expected a rule that keeps {expected} tensors per parameter, found one that keeps {found}; plan anew"
+    )]
+    OtherLists {
+        /// Lists of the state.
+        expected: usize,
+        /// Lists of the rule given.
+        found: usize,
+    },
     /// The optimizer has no kernel for a parameter's dtype.
     #[error("`{name}`: expected f32 or f64 for {optimizer}, found {found}; cast the parameter")]
     DType {

@@ -5,6 +5,7 @@
 //! [`Plan::allocate`] makes the [`State`] it runs on, [`Plan::run`] runs one step; naive and rewritten plans run in the same loop.
 #![forbid(unsafe_code)]
 
+mod checkpoint;
 mod display;
 mod error;
 mod explain;

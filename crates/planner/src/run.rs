@@ -84,11 +84,13 @@ impl Plan {
         if batches.is_empty() {
             return Ok(LaunchReport::default());
         }
+        let spec = &self.storages[storage];
         let storage = &mut state.storages[storage];
         Ok(launcher(Launch {
             kernel: storage.kernel.as_ref(),
             batches,
             offsets: &storage.offsets,
+            members: &spec.members,
             lists: &mut storage.lists,
             scalars: &storage.scalars,
             sets: &storage.sets,

@@ -176,6 +176,42 @@ impl State {
         Ok(())
     }
 
+    /// The rule, at the current learning rate.
+    pub fn optimizer(&self) -> &Optimizer {
+        &self.optimizer
+    }
+
+    /// Changes the rule's hyper-parameters from the next step on.
+    ///
+    /// # Errors
+    /// The optimizer's error for a value out of range; [`PlanError::OtherLists`] if the rule keeps other tensors. The old rule
+    /// stays then.
+    pub fn set_optimizer(&mut self, optimizer: Optimizer) -> Result<(), PlanError> {
+        optimizer.validate()?;
+        let mut kernels = Vec::with_capacity(self.storages.len());
+        for (index, storage) in self.storages.iter().enumerate() {
+            let member = self.places.iter().position(|place| place.0 == index);
+            let Some(member) = member else {
+                continue;
+            };
+            let kernel = optimizer.kernel(&self.params[member])?;
+            let (expected, found) = (storage.kernel.lists(), kernel.lists());
+            if expected != found {
+                return Err(PlanError::OtherLists {
+                    expected: expected.len(),
+                    found: found.len(),
+                });
+            }
+            kernels.push(kernel);
+        }
+        for (storage, kernel) in self.storages.iter_mut().zip(kernels) {
+            kernel.write_scalars(&mut storage.scalars);
+            storage.kernel = kernel;
+        }
+        self.optimizer = optimizer;
+        Ok(())
+    }
+
     /// Leaves a parameter out of the next step: it has no gradient. It, its state and its step stay as they are.
     ///
     /// # Errors

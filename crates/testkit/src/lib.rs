@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod case;
+mod reference;
 mod runner;
 mod ulp;
 

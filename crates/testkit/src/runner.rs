@@ -9,6 +9,7 @@ use fusestep_simd::Level;
 use fusestep_tensor::{DType, Role};
 
 use crate::Case;
+use crate::reference::near_reference;
 
 /// Every backend of this build and machine with a name for messages; what is missing is printed.
 pub fn backends() -> Vec<(String, Box<dyn Backend>)> {
@@ -78,10 +79,11 @@ pub fn outcome(plan: &Plan, case: &Case, backend: &dyn Backend) -> Vec<u8> {
     all
 }
 
-/// Requires the bits of the naive plan on one portable thread from every backend, plan and limit.
+/// Requires the bits of the naive plan on one portable thread from every backend, plan and limit, and of that plan the values of
+/// the f64 reference.
 ///
 /// # Panics
-/// If a single byte differs, naming backend, plan and limits.
+/// If a single byte differs, naming backend, plan and limits, or a value is far from the reference.
 pub fn check(optimizer: Optimizer, case: &Case) {
     let oracle = CpuBackend::new(NonZeroUsize::MIN)
         .expect("the caller's thread")
@@ -89,6 +91,7 @@ pub fn check(optimizer: Optimizer, case: &Case) {
     let naive = Planner::new(optimizer).naive();
     let plan = naive.plan(&case.params).expect("a valid case");
     let expected = outcome(&plan, case, &oracle);
+    near_reference(&optimizer, case, &expected);
     for (name, backend) in backends() {
         for limits in limits() {
             let planners = [

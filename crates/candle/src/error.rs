@@ -1,0 +1,74 @@
+//! Why the adapter refused.
+
+use candle_core::{DType, Shape};
+use fusestep_launch::BackendError;
+use fusestep_planner::PlanError;
+
+/// Why the adapter refused; inside a [`candle_core::Error`], because candle's trait returns that. Nothing has been written.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AdapterError {
+    /// A variable's dtype has no kernel.
+    #[error(
+        "variable `{name}`: expected f32 or f64, found {found:?}; build the model with a dtype of those"
+    )]
+    DType {
+        /// The variable.
+        name: String,
+        /// Its dtype.
+        found: DType,
+    },
+    /// A variable is not in host memory.
+    #[error(
+        "variable `{name}`: expected it on the cpu, found it on {found}; move the model with Device::Cpu"
+    )]
+    Device {
+        /// The variable.
+        name: String,
+        /// Where it is.
+        found: String,
+    },
+    /// One variable was given twice.
+    #[error(
+        "variable `{name}`: expected each variable once, found the same one as `{first}`; drop one of them"
+    )]
+    SameVariable {
+        /// The second place.
+        name: String,
+        /// The first place.
+        first: String,
+    },
+    /// A gradient does not fit its variable.
+    #[error(
+        "gradient of `{name}`: expected {expected_dtype:?} {expected:?}, found {found_dtype:?} {found:?}; take it from the backward pass of this variable"
+    )]
+    Gradient {
+        /// The variable.
+        name: String,
+        /// The variable's shape.
+        expected: Shape,
+        /// The variable's dtype.
+        expected_dtype: DType,
+        /// The gradient's shape.
+        found: Shape,
+        /// The gradient's dtype.
+        found_dtype: DType,
+    },
+    /// Variables given as a bare list have no names to save or load a state by.
+    #[error(
+        "state: expected variables with names, found a bare list; build the optimizer from the VarMap"
+    )]
+    Unnamed,
+    /// Planning, running, saving or loading failed.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// Threads could not be started.
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+}
+
+impl From<AdapterError> for candle_core::Error {
+    fn from(error: AdapterError) -> Self {
+        candle_core::Error::wrap(error)
+    }
+}

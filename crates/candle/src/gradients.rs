@@ -1,0 +1,74 @@
+//! Gradients made ready: checked, and copied only where they must be.
+
+use std::collections::HashSet;
+
+use candle_core::backprop::GradStore;
+use candle_core::{CpuStorage, Storage, Tensor, Var};
+
+use crate::AdapterError;
+
+/// One gradient for each variable, contiguous and in memory of its own; `None` where there is none.
+pub(crate) struct Gradients {
+    pub(crate) of_var: Vec<Option<Tensor>>,
+    /// How many had to be copied.
+    pub(crate) copied: u64,
+}
+
+/// Memory addresses of the variables, to recognise a gradient that lies in one of them.
+#[derive(Debug)]
+pub(crate) struct Addresses(HashSet<usize>);
+
+impl Addresses {
+    pub(crate) fn of(vars: &[(String, Var)]) -> Self {
+        let addresses = vars.iter().filter_map(|(_, var)| address(var.as_tensor()));
+        Self(addresses.collect())
+    }
+}
+
+impl Gradients {
+    /// Takes the variables' gradients from `store` and checks all of them before anything is written.
+    pub(crate) fn take(
+        vars: &[(String, Var)],
+        addresses: &Addresses,
+        store: &GradStore,
+    ) -> candle_core::Result<Self> {
+        let mut of_var = Vec::with_capacity(vars.len());
+        let mut copied = 0;
+        for (name, var) in vars {
+            let Some(grad) = store.get(var) else {
+                of_var.push(None);
+                continue;
+            };
+            let same_device = grad.device().same_device(var.device());
+            if grad.shape() != var.shape() || grad.dtype() != var.dtype() || !same_device {
+                return Err(AdapterError::Gradient {
+                    name: name.clone(),
+                    expected: var.shape().clone(),
+                    expected_dtype: var.dtype(),
+                    found: grad.shape().clone(),
+                    found_dtype: grad.dtype(),
+                }
+                .into());
+            }
+            // A gradient in a variable's own memory would be read while that variable is being written.
+            let in_a_variable = address(grad).is_some_and(|at| addresses.0.contains(&at));
+            of_var.push(Some(if in_a_variable || !grad.is_contiguous() {
+                copied += 1;
+                grad.copy()?.contiguous()?
+            } else {
+                grad.clone()
+            }));
+        }
+        Ok(Self { of_var, copied })
+    }
+}
+
+/// Where a tensor's storage begins.
+fn address(tensor: &Tensor) -> Option<usize> {
+    let (storage, _) = tensor.storage_and_layout();
+    match &*storage {
+        Storage::Cpu(CpuStorage::F32(values)) if !values.is_empty() => Some(values.as_ptr().addr()),
+        Storage::Cpu(CpuStorage::F64(values)) if !values.is_empty() => Some(values.as_ptr().addr()),
+        _ => None,
+    }
+}

@@ -1,0 +1,167 @@
+//! A state's optimizer tensors as a file.
+//!
+//! The file is logical: tensors under their parameter's name, no padding, no plan. Any plan of the same parameters loads it.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::path::Path;
+
+use fusestep_launch::Backend;
+use fusestep_tensor::{ParamDesc, Role};
+use fusestep_tensor_file::{TensorBytes, TensorFile, write_atomically};
+
+use crate::{PlanError, State};
+
+/// Metadata key of the steps run.
+const STEP: &str = "step";
+
+impl State {
+    /// Writes the optimizer's tensors as `<name>@moment1`, `<name>@moment2`, …, and the steps run as metadata `step`; a parameter
+    /// that has missed steps has its own count under `step@<name>`. Parameters and gradients are not written.
+    ///
+    /// # Errors
+    /// [`PlanError::Poisoned`]; [`PlanError::File`], and an existing file is as it was; [`PlanError::Backend`].
+    pub fn save(&self, backend: &dyn Backend, path: &Path) -> Result<(), PlanError> {
+        if let Some(step) = self.poisoned {
+            return Err(PlanError::Poisoned { step });
+        }
+        let mut metadata = HashMap::from([
+            (STEP.to_owned(), self.step.to_string()),
+            ("optimizer".to_owned(), self.optimizer.name().to_owned()),
+        ]);
+        let mut tensors = Vec::new();
+        for param in self.params.iter() {
+            let step = self.step_of(&param.name)?;
+            if step != self.step {
+                metadata.insert(step_key(param), step.to_string());
+            }
+            for role in self.state_roles(param)? {
+                let mut bytes = vec![0; len_bytes(param)];
+                self.read(backend, role, &param.name, &mut bytes)?;
+                let tensor = TensorBytes::of(param.dtype, &param.shape, Cow::Owned(bytes));
+                tensors.push((tensor_name(param, role), tensor));
+            }
+        }
+        Ok(write_atomically(path, &tensors, metadata)?)
+    }
+
+    /// Reads what [`State::save`] wrote.
+    ///
+    /// # Errors
+    /// [`PlanError::File`]; [`PlanError::StateFile`] naming the first tensor that is missing, extra or of another shape or dtype.
+    /// The whole file is checked before anything changes.
+    pub fn load(&mut self, backend: &dyn Backend, path: &Path) -> Result<(), PlanError> {
+        let file = TensorFile::read(path)?;
+        let steps = self.check(&file)?;
+        for param in self.params.clone().iter() {
+            for role in self.state_roles(param)? {
+                let bytes = file.bytes(&tensor_name(param, role)).unwrap_or_default();
+                self.write(backend, role, &param.name, bytes)?;
+            }
+        }
+        self.set_step(steps.all);
+        for (name, step) in steps.apart {
+            self.set_step_of(&name, step)?;
+        }
+        self.poisoned = None;
+        Ok(())
+    }
+
+    fn state_roles(&self, param: &ParamDesc) -> Result<Vec<Role>, PlanError> {
+        let mut roles = self.roles(&param.name)?;
+        roles.retain(|role| role.is_state());
+        Ok(roles)
+    }
+
+    /// Compares a file with what this state keeps.
+    fn check(&self, file: &TensorFile) -> Result<Steps, PlanError> {
+        let mut known = 0;
+        for param in self.params.iter() {
+            for role in self.state_roles(param)? {
+                check_tensor(file, param, role)?;
+                known += 1;
+            }
+        }
+        if known != file.entries().len() {
+            let extra = file.entries().keys().find(|name| !self.keeps(name));
+            let name = extra.map_or("", String::as_str);
+            let found = "a tensor of no parameter given".to_owned();
+            return Err(refuse(file, name, "no such tensor".to_owned(), found));
+        }
+        let text = file.metadata().get(STEP);
+        let text = text.ok_or_else(|| {
+            let expected = "the steps run, as metadata".to_owned();
+            refuse(file, STEP, expected, "no such metadata".to_owned())
+        })?;
+        let all = count(file, STEP, text)?;
+        let mut apart = Vec::new();
+        for param in self.params.iter() {
+            let key = step_key(param);
+            if let Some(text) = file.metadata().get(&key) {
+                let step = count(file, &key, text)?;
+                if step > all {
+                    let expected = format!("at most the state's step {all}");
+                    return Err(refuse(file, &key, expected, step.to_string()));
+                }
+                apart.push((param.name.clone(), step));
+            }
+        }
+        Ok(Steps { all, apart })
+    }
+
+    fn keeps(&self, tensor_name: &str) -> bool {
+        let Some((name, suffix)) = tensor_name.rsplit_once('@') else {
+            return false;
+        };
+        let roles = self.roles(name).unwrap_or_default();
+        roles
+            .iter()
+            .any(|role| role.is_state() && role.name() == suffix)
+    }
+}
+
+/// The step counts of a file.
+struct Steps {
+    all: u64,
+    apart: Vec<(String, u64)>,
+}
+
+fn tensor_name(param: &ParamDesc, role: Role) -> String {
+    format!("{}@{role}", param.name)
+}
+
+fn step_key(param: &ParamDesc) -> String {
+    format!("{STEP}@{}", param.name)
+}
+
+fn len_bytes(param: &ParamDesc) -> usize {
+    param.numel() as usize * param.dtype.len_bytes()
+}
+
+fn check_tensor(file: &TensorFile, param: &ParamDesc, role: Role) -> Result<(), PlanError> {
+    let name = tensor_name(param, role);
+    let expected = || format!("{} {}", param.dtype, param.shape);
+    let Some(entry) = file.entries().get(&name) else {
+        return Err(refuse(file, &name, expected(), "no such tensor".to_owned()));
+    };
+    if entry.element_type() != Some(param.dtype) || entry.shape != param.shape {
+        let found = format!("{} {}", entry.dtype_name(), entry.shape);
+        return Err(refuse(file, &name, expected(), found));
+    }
+    Ok(())
+}
+
+fn count(file: &TensorFile, key: &str, text: &str) -> Result<u64, PlanError> {
+    let expected = || "a count of steps".to_owned();
+    text.parse()
+        .map_err(|_| refuse(file, key, expected(), format!("{text:?}")))
+}
+
+fn refuse(file: &TensorFile, name: &str, expected: String, found: String) -> PlanError {
+    PlanError::StateFile {
+        path: file.path().display().to_string(),
+        name: name.to_owned(),
+        expected,
+        found,
+    }
+}

@@ -1,0 +1,201 @@
+//! Says what is wrong with a file that the library refuses.
+
+use std::path::Path;
+
+use safetensors::Dtype;
+use serde_json::Value;
+
+use crate::TensorFileError;
+use crate::header::{Entries, METADATA_KEY};
+
+/// Most bytes of a header, as the format's library has it.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+/// Bytes before the header: its length.
+const LENGTH_BYTES: u64 = 8;
+
+/// The header's text.
+pub(crate) fn header<'a>(path: &Path, bytes: &'a [u8]) -> Result<&'a str, TensorFileError> {
+    let found = bytes.len() as u64;
+    let Some((length, rest)) = bytes.split_first_chunk::<8>() else {
+        return Err(length_error(path, "header length", LENGTH_BYTES, found));
+    };
+    let length = u64::from_le_bytes(*length);
+    if length > MAX_HEADER_BYTES {
+        return Err(TensorFileError::HeaderTooLong {
+            path: path.to_owned(),
+            expected: MAX_HEADER_BYTES,
+            found: length,
+        });
+    }
+    let Some(header) = rest.get(..length as usize) else {
+        let there = found - LENGTH_BYTES;
+        return Err(length_error(path, "header", length, there));
+    };
+    std::str::from_utf8(header).map_err(|error| TensorFileError::Header {
+        path: path.to_owned(),
+        reason: format!("expected UTF-8 text, found {error}"),
+    })
+}
+
+/// The entries of a header, each name once.
+pub(crate) fn entries(path: &Path, header: &str) -> Result<Entries, TensorFileError> {
+    let entries: Entries =
+        serde_json::from_str(header).map_err(|error| TensorFileError::Header {
+            path: path.to_owned(),
+            reason: format!("expected JSON, found an error: {error}"),
+        })?;
+    if let Some((name, found)) = entries.duplicate() {
+        return Err(TensorFileError::DuplicateName {
+            path: path.to_owned(),
+            name: name.to_owned(),
+            found,
+        });
+    }
+    Ok(entries)
+}
+
+/// Why the entries do not describe `data_bytes` of tensors; `None` if nothing is found.
+pub(crate) fn tensors(path: &Path, entries: &Entries, data_bytes: u64) -> Option<TensorFileError> {
+    let mut spans = Vec::with_capacity(entries.0.len());
+    for (name, value) in &entries.0 {
+        let checked = match name.as_str() {
+            METADATA_KEY => metadata(value).map(|()| None),
+            _ => tensor(value).map(Some),
+        };
+        match checked {
+            Ok(Some((begin, end))) => spans.push((begin, end, name)),
+            Ok(None) => {}
+            Err(wrong) => return Some(wrong.of(path, name)),
+        }
+    }
+    spans.sort_unstable();
+    let mut covered = 0;
+    let mut before = "the start of the data".to_owned();
+    for (begin, end, name) in spans {
+        if begin != covered {
+            let what = if begin < covered {
+                "data_offsets overlap"
+            } else {
+                "data_offsets leave a gap"
+            };
+            let wrong = Wrong {
+                what,
+                expected: format!("a begin of {covered}, where {before} ends"),
+                found: begin.to_string(),
+            };
+            return Some(wrong.of(path, name));
+        }
+        covered = end;
+        before = format!("`{name}`");
+    }
+    (covered != data_bytes).then(|| length_error(path, "tensor data", covered, data_bytes))
+}
+
+fn length_error(path: &Path, what: &'static str, expected: u64, found: u64) -> TensorFileError {
+    TensorFileError::Length {
+        path: path.to_owned(),
+        what,
+        expected,
+        found,
+    }
+}
+
+/// What is wrong with one entry.
+struct Wrong {
+    what: &'static str,
+    expected: String,
+    found: String,
+}
+
+impl Wrong {
+    fn of(self, path: &Path, name: &str) -> TensorFileError {
+        TensorFileError::Tensor {
+            path: path.to_owned(),
+            name: name.to_owned(),
+            what: self.what,
+            expected: self.expected,
+            found: self.found,
+        }
+    }
+}
+
+fn metadata(value: &Value) -> Result<(), Wrong> {
+    let texts = value
+        .as_object()
+        .is_some_and(|object| object.values().all(Value::is_string));
+    if texts {
+        return Ok(());
+    }
+    Err(Wrong {
+        what: "metadata",
+        expected: "an object of texts".into(),
+        found: value.to_string(),
+    })
+}
+
+/// A tensor's begin and end in the data.
+fn tensor(value: &Value) -> Result<(u64, u64), Wrong> {
+    let field = |what, key| {
+        value.get(key).ok_or_else(|| Wrong {
+            what,
+            expected: format!("a field `{key}`"),
+            found: value.to_string(),
+        })
+    };
+    let text = field("dtype", "dtype")?;
+    let dtype = Dtype::deserialize_name(text).ok_or_else(|| Wrong {
+        what: "dtype",
+        expected: "a dtype of the safetensors format such as F32, F64, F16 or BF16".into(),
+        found: text.to_string(),
+    })?;
+    let shape = counts("shape", field("shape", "shape")?)?;
+    let offsets = counts("data_offsets", field("data_offsets", "data_offsets")?)?;
+    let &[begin, end] = offsets.as_slice() else {
+        return Err(Wrong {
+            what: "data_offsets",
+            expected: "two numbers".into(),
+            found: format!("{offsets:?}"),
+        });
+    };
+    let bits = shape
+        .iter()
+        .try_fold(dtype.bitsize() as u64, |bits, &dim| bits.checked_mul(dim));
+    let Some(len_bytes) = bits.map(|bits| bits.div_ceil(8)) else {
+        return Err(Wrong {
+            what: "shape",
+            expected: "a length in bytes below 2^61".into(),
+            found: format!("{shape:?}"),
+        });
+    };
+    if end.checked_sub(begin) != Some(len_bytes) {
+        return Err(Wrong {
+            what: "shape and data_offsets disagree",
+            expected: format!("{len_bytes} bytes for shape {shape:?} of {text}"),
+            found: format!("data_offsets [{begin}, {end}]"),
+        });
+    }
+    Ok((begin, end))
+}
+
+fn counts(what: &'static str, value: &Value) -> Result<Vec<u64>, Wrong> {
+    let counts = value
+        .as_array()
+        .and_then(|array| array.iter().map(Value::as_u64).collect());
+    counts.ok_or_else(|| Wrong {
+        what,
+        expected: "a list of counts".into(),
+        found: value.to_string(),
+    })
+}
+
+/// Reads a dtype's name as the library does.
+trait DeserializeName: Sized {
+    fn deserialize_name(value: &Value) -> Option<Self>;
+}
+
+impl DeserializeName for Dtype {
+    fn deserialize_name(value: &Value) -> Option<Self> {
+        serde_json::from_value(value.clone()).ok()
+    }
+}
