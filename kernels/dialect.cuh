@@ -1,0 +1,62 @@
+// The CUDA features that kernels may use, under names of our own.
+//
+// This is the only file of the folder that knows which compiler reads it. NVRTC and nvcc take the definitions below; any other
+// compiler takes the same names from `device_language.hpp` of the emulator, which runs the kernels on the host and checks every
+// access for bounds and alignment. Kernels therefore touch global memory through these functions only.
+#pragma once
+
+#ifdef __CUDACC__
+
+#define SHARED(T, name, count) __shared__ T name[count]
+
+namespace dialect {
+
+// Sixteen bytes, the widest access to global memory.
+template <class T>
+struct alignas(16) Pack {
+    T lane[16 / sizeof(T)];
+};
+
+// Addresses arrive as integers in the argument table. Without this promise the compiler has to allow for shared and local memory.
+template <class T>
+__device__ __forceinline__ T* global(T* address) {
+    __builtin_assume(__isGlobal(address));
+    return address;
+}
+
+template <class T>
+__device__ __forceinline__ T load(const T* address) {
+    return *global(address);
+}
+
+template <class T>
+__device__ __forceinline__ void store(T* address, T value) {
+    *global(address) = value;
+}
+
+// `address` is aligned to 16 bytes.
+template <class T>
+__device__ __forceinline__ Pack<T> load_pack(const T* address) {
+    return *global(reinterpret_cast<const Pack<T>*>(address));
+}
+
+// `address` is aligned to 16 bytes.
+template <class T>
+__device__ __forceinline__ void store_pack(T* address, Pack<T> pack) {
+    *global(reinterpret_cast<Pack<T>*>(address)) = pack;
+}
+
+// Correctly rounded, to nearest even.
+__device__ __forceinline__ float square_root(float x) {
+    return __fsqrt_rn(x);
+}
+
+__device__ __forceinline__ double square_root(double x) {
+    return __dsqrt_rn(x);
+}
+
+}  // namespace dialect
+
+#else
+#include "device_language.hpp"
+#endif

@@ -1,0 +1,177 @@
+// One AdamW, Adam or AMSGrad step for every tensor of a launch.
+//
+//     g <- -g if maximize;  g <- g + l2 p
+//     m <- beta1 m + (1 - beta1) g        v <- beta2 v + (1 - beta2) g^2        w <- v, or the largest v so far (AMSGrad)
+//     p <- decay p - step_size (m / (sqrt(w) / bias2_sqrt + eps))
+//
+// Kingma & Ba 2015, Algorithm 1 (arXiv:1412.6980); Loshchilov & Hutter 2019, Algorithm 2 (arXiv:1711.05101), with the decay
+// multiplied by the learning rate; Reddi, Kale & Kumar 2018 for AMSGrad. Every operation is rounded once, in the order written in
+// `update`, without contraction: the bits are those of crates/fused-adam/src/cpu.rs.
+#include "multi_tensor.cuh"
+
+namespace fused_adam {
+
+using multi_tensor::Lanes;
+using multi_tensor::u32;
+
+// Options of the kernel; crates/fused-adam/src/device.rs.
+enum Flag : u32 { FLAG_AMSGRAD = 1, FLAG_MAXIMIZE = 2 };
+
+// Which second moment is under the root. The largest so far is a fifth list.
+enum class SecondMoment { running, largest };
+
+// Shared by all tensors; crates/fused-adam/src/device.rs: Scalars.
+template <class T>
+struct Scalars {
+    T beta1;
+    T one_minus_beta1;
+    T beta2;
+    T one_minus_beta2;
+    T eps;
+};
+
+// Of the tensors of one class at one step; crates/fused-adam/src/device.rs: Set.
+template <class T>
+struct Set {
+    T step_size;
+    T bias2_sqrt;
+    T decay;
+    T l2;
+};
+
+static_assert(sizeof(Scalars<float>) == 20 && sizeof(Scalars<double>) == 40, "crates/fused-adam: Scalars");
+static_assert(sizeof(Set<float>) == 16 && sizeof(Set<double>) == 32, "crates/fused-adam: Set");
+
+template <class T>
+struct Element {
+    T param;
+    T moment1;
+    T moment2;
+    T max_moment2;
+};
+
+template <class T, SecondMoment SECOND>
+__device__ __forceinline__ void update(Element<T>& element, T g, const Scalars<T>& scalars, const Set<T>& set, u32 flags) {
+    const T p = element.param;
+    g = flags & FLAG_MAXIMIZE ? -g : g;
+    if (set.l2 != T(0)) {
+        g = g + set.l2 * p;
+    }
+    const T m = scalars.beta1 * element.moment1 + scalars.one_minus_beta1 * g;
+    const T v = scalars.beta2 * element.moment2 + scalars.one_minus_beta2 * (g * g);
+    T w = v;
+    if constexpr (SECOND == SecondMoment::largest) {
+        w = element.max_moment2 > v ? element.max_moment2 : v;
+        element.max_moment2 = w;
+    }
+    const T d = dialect::square_root(w) / set.bias2_sqrt + scalars.eps;
+    element.param = p * set.decay - set.step_size * (m / d);
+    element.moment1 = m;
+    element.moment2 = v;
+}
+
+// One chunk in all lists. Parameters and gradients are `Storage`; the moments and all arithmetic are `Compute`.
+template <class Storage, class Compute, SecondMoment SECOND>
+struct Body {
+    Storage* param;
+    const Storage* grad;
+    Compute* moment1;
+    Compute* moment2;
+    Compute* max_moment2;
+    Scalars<Compute> scalars;
+    Set<Compute> set;
+    u32 flags;
+
+    template <int WIDTH, int IN_FLIGHT>
+    __device__ __forceinline__ void visit(u32 first, u32 stride) const {
+        Lanes<WIDTH, Storage> p[IN_FLIGHT], g[IN_FLIGHT];
+        Lanes<WIDTH, Compute> m[IN_FLIGHT], v[IN_FLIGHT], w[IN_FLIGHT];
+        for (int i = 0; i < IN_FLIGHT; i++) {
+            const u32 at = first + i * stride;
+            p[i] = multi_tensor::load_lanes<WIDTH>(param + at);
+            g[i] = multi_tensor::load_lanes<WIDTH>(grad + at);
+            m[i] = multi_tensor::load_lanes<WIDTH>(moment1 + at);
+            v[i] = multi_tensor::load_lanes<WIDTH>(moment2 + at);
+            if constexpr (SECOND == SecondMoment::largest) {
+                w[i] = multi_tensor::load_lanes<WIDTH>(max_moment2 + at);
+            } else {
+                w[i] = v[i];
+            }
+        }
+        for (int i = 0; i < IN_FLIGHT; i++) {
+            for (int lane = 0; lane < WIDTH; lane++) {
+                Element<Compute> element = {Compute(p[i].lane[lane]), m[i].lane[lane], v[i].lane[lane], w[i].lane[lane]};
+                update<Compute, SECOND>(element, Compute(g[i].lane[lane]), scalars, set, flags);
+                p[i].lane[lane] = Storage(element.param);
+                m[i].lane[lane] = element.moment1;
+                v[i].lane[lane] = element.moment2;
+                w[i].lane[lane] = element.max_moment2;
+            }
+        }
+        for (int i = 0; i < IN_FLIGHT; i++) {
+            const u32 at = first + i * stride;
+            multi_tensor::store_lanes(param + at, p[i]);
+            multi_tensor::store_lanes(moment1 + at, m[i]);
+            multi_tensor::store_lanes(moment2 + at, v[i]);
+            if constexpr (SECOND == SecondMoment::largest) {
+                multi_tensor::store_lanes(max_moment2 + at, w[i]);
+            }
+        }
+    }
+};
+
+template <class Storage, class Compute, SecondMoment SECOND>
+__device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
+    constexpr int LISTS = SECOND == SecondMoment::largest ? 5 : 4;
+    const multi_tensor::Table<Scalars<Compute>, Set<Compute>, LISTS> table = {arguments};
+    const multi_tensor::Record<LISTS>& record = table.record(table.record_of_chunk(blockIdx.x));
+    const multi_tensor::Chunk chunk = multi_tensor::chunk_of_block(table.header(), record);
+    Body<Storage, Compute, SECOND> body = {
+        multi_tensor::chunk_start<Storage>(record, 0, chunk),
+        multi_tensor::chunk_start<const Storage>(record, 1, chunk),
+        multi_tensor::chunk_start<Compute>(record, 2, chunk),
+        multi_tensor::chunk_start<Compute>(record, 3, chunk),
+        nullptr,
+        table.scalars(),
+        table.set(record.set),
+        table.header().flags,
+    };
+    if constexpr (SECOND == SecondMoment::largest) {
+        body.max_moment2 = multi_tensor::chunk_start<Compute>(record, 4, chunk);
+    }
+    const bool packs = multi_tensor::takes_packs(body.param) && multi_tensor::takes_packs(body.grad) &&
+                       multi_tensor::takes_packs(body.moment1) && multi_tensor::takes_packs(body.moment2) &&
+                       multi_tensor::takes_packs(body.max_moment2);
+    // One access per list is four or five packs in flight per thread already. A second would cost more registers than the 64 that
+    // let two blocks of 512 threads share a multiprocessor, and so would bring no further bytes in flight.
+    constexpr int PACK_WIDTH = 16 / sizeof(Storage);
+    const u32 done = packs ? multi_tensor::sweep<PACK_WIDTH, 1>(body, 0, chunk.numel) : 0;
+    multi_tensor::sweep<1, 2>(body, done, chunk.numel);
+}
+
+template <class Storage, class Compute>
+__device__ __forceinline__ void run(const unsigned char* arguments) {
+    if (reinterpret_cast<const multi_tensor::Header*>(arguments)->flags & FLAG_AMSGRAD) {
+        update_chunk<Storage, Compute, SecondMoment::largest>(arguments);
+    } else {
+        update_chunk<Storage, Compute, SecondMoment::running>(arguments);
+    }
+}
+
+}  // namespace fused_adam
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    fused_adam::run<float, float>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    fused_adam::run<float, float>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    fused_adam::run<double, double>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    fused_adam::run<double, double>(arguments.bytes);
+}

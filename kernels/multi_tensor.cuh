@@ -1,0 +1,185 @@
+// The argument table of multi-tensor kernels: many tensors in one launch, without a table of blocks.
+//
+//     header (16) | scalars | set 0, set 1, ... | record 0, record 1, ...
+//
+// Written by `pack` of crates/launch, little-endian; a record is one tensor's address in every list and its place in the launch.
+// One block works on one chunk. A block finds its record by binary search in the records' `first_chunk`, the prefix sum of
+// chunk counts, so that the table holds bytes per tensor only, however long the tensors are.
+#pragma once
+
+#include "dialect.cuh"
+
+namespace multi_tensor {
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+static_assert(sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(u64) == 8, "the table is made of 16-, 32- and 64-bit integers");
+
+// Constants are enumerators throughout: a constant with an address would become a global variable of the module.
+enum ArgumentBytes : int {
+    // What every device takes, and what devices of compute capability 7.0 take from driver 530 on.
+    CLASSIC_LIMIT = 4096,
+    LARGE_LIMIT = 32764,
+    // Payload of the two parameter blocks: all parts of the table are multiples of 8, and 32764 is not.
+    CLASSIC_BYTES = CLASSIC_LIMIT / 8 * 8,
+    LARGE_BYTES = LARGE_LIMIT / 8 * 8,
+};
+
+// The only parameter of every entry, by value.
+template <int BYTES>
+struct alignas(8) Arguments {
+    unsigned char bytes[BYTES];
+};
+
+static_assert(sizeof(Arguments<CLASSIC_BYTES>) == 4096, "the block is exactly its payload");
+static_assert(sizeof(Arguments<LARGE_BYTES>) == 32760, "the block is exactly its payload");
+
+struct Header {
+    u32 record_count;
+    u32 set_count;
+    u32 chunk_elements;
+    u32 flags;
+};
+
+static_assert(sizeof(Header) == 16, "crates/launch: HEADER_BYTES");
+
+template <int LISTS>
+struct Record {
+    u64 address[LISTS];
+    u64 numel;
+    u32 first_chunk;
+    u16 set;
+    u16 reserved;
+};
+
+static_assert(sizeof(Record<1>) == 24 && sizeof(Record<4>) == 48 && sizeof(Record<5>) == 56, "crates/launch: record_bytes");
+
+// The table seen through the kernel's own scalars and sets. The bytes lie in the parameter space of the launch.
+template <class Scalars, class Set, int LISTS>
+struct Table {
+    static_assert(sizeof(Set) % 8 == 0 && alignof(Scalars) <= 8 && alignof(Set) <= 8, "parts keep what follows aligned to 8 bytes");
+
+    const unsigned char* bytes;
+
+    enum : u32 { SETS_AT = sizeof(Header) + (sizeof(Scalars) + 7) / 8 * 8 };
+
+    __device__ __forceinline__ const Header& header() const {
+        return *reinterpret_cast<const Header*>(bytes);
+    }
+
+    __device__ __forceinline__ const Scalars& scalars() const {
+        return *reinterpret_cast<const Scalars*>(bytes + sizeof(Header));
+    }
+
+    __device__ __forceinline__ const Set& set(u32 index) const {
+        return *reinterpret_cast<const Set*>(bytes + SETS_AT + index * sizeof(Set));
+    }
+
+    __device__ __forceinline__ const Record<LISTS>& record(u32 index) const {
+        const u32 records_at = SETS_AT + header().set_count * sizeof(Set);
+        return *reinterpret_cast<const Record<LISTS>*>(bytes + records_at + index * sizeof(Record<LISTS>));
+    }
+
+    // The last record that starts at or before `chunk`.
+    __device__ __forceinline__ u32 record_of_chunk(u32 chunk) const {
+        u32 low = 0;
+        u32 high = header().record_count;
+        while (high - low > 1) {
+            const u32 middle = low + (high - low) / 2;
+            if (record(middle).first_chunk <= chunk) {
+                low = middle;
+            } else {
+                high = middle;
+            }
+        }
+        return low;
+    }
+};
+
+// One block's work: `numel` consecutive elements of one tensor, from `first_element` on.
+struct Chunk {
+    u64 first_element;
+    u32 numel;
+};
+
+// A block behind the last chunk gets no elements.
+template <int LISTS>
+__device__ __forceinline__ Chunk chunk_of_block(const Header& header, const Record<LISTS>& record) {
+    const u64 first_element = u64(blockIdx.x - record.first_chunk) * header.chunk_elements;
+    const u64 left = first_element < record.numel ? record.numel - first_element : 0;
+    return {first_element, left < header.chunk_elements ? u32(left) : header.chunk_elements};
+}
+
+// The place in a list of `T` where `chunk` starts.
+template <class T, int LISTS>
+__device__ __forceinline__ T* chunk_start(const Record<LISTS>& record, int list, const Chunk& chunk) {
+    return reinterpret_cast<T*>(record.address[list] + chunk.first_element * sizeof(T));
+}
+
+template <class T>
+__device__ __forceinline__ bool takes_packs(const T* address) {
+    return reinterpret_cast<u64>(address) % 16 == 0;
+}
+
+// `WIDTH` consecutive elements: one, or a whole number of packs.
+template <int WIDTH, class T>
+struct Lanes {
+    T lane[WIDTH];
+};
+
+template <int WIDTH, class T>
+__device__ __forceinline__ Lanes<WIDTH, T> load_lanes(const T* address) {
+    Lanes<WIDTH, T> lanes;
+    if constexpr (WIDTH == 1) {
+        lanes.lane[0] = dialect::load(address);
+    } else {
+        constexpr int PER_PACK = 16 / sizeof(T);
+        static_assert(WIDTH % PER_PACK == 0, "lanes fill whole packs");
+        for (int first = 0; first < WIDTH; first += PER_PACK) {
+            const dialect::Pack<T> pack = dialect::load_pack(address + first);
+            for (int i = 0; i < PER_PACK; i++) {
+                lanes.lane[first + i] = pack.lane[i];
+            }
+        }
+    }
+    return lanes;
+}
+
+template <int WIDTH, class T>
+__device__ __forceinline__ void store_lanes(T* address, const Lanes<WIDTH, T>& lanes) {
+    if constexpr (WIDTH == 1) {
+        dialect::store(address, lanes.lane[0]);
+    } else {
+        constexpr int PER_PACK = 16 / sizeof(T);
+        static_assert(WIDTH % PER_PACK == 0, "lanes fill whole packs");
+        for (int first = 0; first < WIDTH; first += PER_PACK) {
+            dialect::Pack<T> pack;
+            for (int i = 0; i < PER_PACK; i++) {
+                pack.lane[i] = lanes.lane[first + i];
+            }
+            dialect::store_pack(address + first, pack);
+        }
+    }
+}
+
+// Walks elements `first..numel` of a chunk with all threads of the block, `WIDTH` elements each at a time, neighbours side by side.
+// While the whole block has work for `IN_FLIGHT` such accesses, a thread starts all of them before it waits for the first.
+// Returns the first element that is left over because fewer than `WIDTH` remain.
+template <int WIDTH, int IN_FLIGHT, class Body>
+__device__ __forceinline__ u32 sweep(const Body& body, u32 first, u32 numel) {
+    const u32 stride = blockDim.x * WIDTH;
+    u32 at = first;
+    if constexpr (IN_FLIGHT > 1) {
+        for (; numel - at >= stride * IN_FLIGHT; at += stride * IN_FLIGHT) {
+            body.template visit<WIDTH, IN_FLIGHT>(at + threadIdx.x * WIDTH, stride);
+        }
+    }
+    for (u32 i = at + threadIdx.x * WIDTH; i + WIDTH <= numel; i += stride) {
+        body.template visit<WIDTH, 1>(i, stride);
+    }
+    return first + (numel - first) / WIDTH * WIDTH;
+}
+
+}  // namespace multi_tensor

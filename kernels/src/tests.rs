@@ -1,0 +1,101 @@
+use std::{collections::BTreeSet, fs, path::Path};
+
+use super::*;
+
+fn files_with_extension(folder: &Path, extension: &str) -> BTreeSet<String> {
+    fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|found| found == extension))
+        .map(|path| path.file_stem().unwrap().to_str().unwrap().to_owned())
+        .collect()
+}
+
+/// Entries as the source declares them, on one line each.
+fn declared_entries(source: &str) -> BTreeSet<&str> {
+    source
+        .lines()
+        .filter_map(|line| line.strip_prefix("extern \"C\" __global__ void __launch_bounds__("))
+        .map(|rest| rest.split_once(") ").unwrap().1.split_once('(').unwrap().0)
+        .collect()
+}
+
+#[test]
+fn every_source_has_its_ptx_and_both_are_embedded() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let embedded: BTreeSet<String> = stems().map(str::to_owned).collect();
+    assert_eq!(files_with_extension(root, "cu"), embedded);
+    assert_eq!(files_with_extension(&root.join("ptx"), "ptx"), embedded);
+    let embedded: BTreeSet<String> = headers()
+        .iter()
+        .map(|(name, _)| name.trim_end_matches(".cuh").to_owned())
+        .collect();
+    assert_eq!(files_with_extension(root, "cuh"), embedded);
+}
+
+#[test]
+fn every_declared_entry_is_in_the_ptx_for_both_argument_blocks() {
+    for stem in stems() {
+        let declared = declared_entries(source(stem).unwrap());
+        let found: BTreeSet<&str> = entries(stem).unwrap().into_iter().collect();
+        assert!(!declared.is_empty(), "{stem}: no entry found in the source");
+        assert_eq!(declared, found, "{stem}: run `cargo xtask ptx`");
+        for name in declared {
+            let base = name
+                .strip_suffix("_4k")
+                .or_else(|| name.strip_suffix("_32k"))
+                .unwrap_or_else(|| panic!("{name}: expected the suffix _4k or _32k"));
+            assert_eq!(stem_of_entry(base), Some(stem));
+            for block in [ArgumentBlock::Classic, ArgumentBlock::Large] {
+                let name = entry(base, block);
+                assert!(found.contains(name.as_str()), "{name} is missing");
+                let parameter =
+                    format!(".param .align 8 .b8 {name}_param_0[{}]", block.len_bytes());
+                assert!(ptx(stem).unwrap().contains(&parameter), "{parameter}");
+            }
+        }
+    }
+}
+
+#[test]
+fn ptx_rounds_every_operation_once() {
+    let contracted = [
+        "fma.", "mad.rn.f", ".approx", ".full.", ".ftz", "rsqrt", "rcp",
+    ];
+    for stem in stems() {
+        for line in ptx(stem).unwrap().lines() {
+            for word in contracted {
+                assert!(
+                    !line.contains(word),
+                    "{stem}: `{word}` in `{}`",
+                    line.trim()
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn ptx_is_for_the_oldest_device_and_driver_promised() {
+    for stem in stems() {
+        let text = ptx(stem).unwrap();
+        assert!(text.contains("\n.version 8.4\n"), "{stem}: ISA version");
+        assert!(text.contains("\n.target sm_70\n"), "{stem}: target");
+    }
+}
+
+#[test]
+fn argument_blocks_are_chosen_by_bytes() {
+    assert_eq!(ArgumentBlock::for_bytes(0), Some(ArgumentBlock::Classic));
+    assert_eq!(ArgumentBlock::for_bytes(4096), Some(ArgumentBlock::Classic));
+    assert_eq!(ArgumentBlock::for_bytes(4097), Some(ArgumentBlock::Large));
+    assert_eq!(ArgumentBlock::for_bytes(32_760), Some(ArgumentBlock::Large));
+    assert_eq!(ArgumentBlock::for_bytes(32_761), None);
+}
+
+#[test]
+fn a_stem_is_not_taken_for_the_prefix_of_another_word() {
+    assert_eq!(stem_of_entry("fused_adam_f32"), Some("fused_adam"));
+    assert_eq!(stem_of_entry("fused_adamax_f32"), None);
+    assert_eq!(ptx("fused"), None);
+}

@@ -1,0 +1,65 @@
+//! Development commands: `cargo xtask COMMAND`. One module per command; [`wheels`] fetches the pinned compilers.
+#![forbid(unsafe_code)]
+
+use std::{env, path::PathBuf, process::ExitCode};
+
+use anyhow::{Context, Result, bail};
+
+mod ptx;
+mod ptxas;
+mod wheels;
+
+/// A command: its name, what it does in one line, and its entry.
+struct Command {
+    name: &'static str,
+    usage: &'static str,
+    run: fn(&[String]) -> Result<()>,
+}
+
+const COMMANDS: &[Command] = &[Command {
+    name: "ptx",
+    usage: "ptx [--check]   compile kernels/*.cu to kernels/ptx, or compare with what is there; then assemble and list registers",
+    run: ptx::run,
+}];
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = env::args().skip(1).collect();
+    match dispatch(&arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn dispatch(arguments: &[String]) -> Result<()> {
+    let usage = || {
+        let lines: Vec<_> = COMMANDS
+            .iter()
+            .map(|command| format!("  cargo xtask {}", command.usage))
+            .collect();
+        lines.join("\n")
+    };
+    let Some((name, rest)) = arguments.split_first() else {
+        bail!("a command is missing; there are\n{}", usage());
+    };
+    if matches!(name.as_str(), "help" | "--help" | "-h") {
+        println!("{}", usage());
+        return Ok(());
+    }
+    let command = COMMANDS
+        .iter()
+        .find(|command| command.name == name)
+        .with_context(|| format!("`{name}` is no command; there are\n{}", usage()))?;
+    (command.run)(rest)
+}
+
+/// The folder of the workspace's `Cargo.toml`.
+fn workspace_root() -> PathBuf {
+    let package = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    package
+        .parent()
+        .expect("xtask lies one folder below the workspace")
+        .to_path_buf()
+}

@@ -1,0 +1,162 @@
+//! `cargo xtask ptx [--check]`: CUDA C++ to PTX with a pinned compiler, byte for byte the same on every machine.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result, bail};
+
+use crate::{
+    ptxas,
+    wheels::{self, NVRTC},
+    workspace_root,
+};
+
+/// Options that results depend on: no contraction, correctly rounded division and root, subnormals kept.
+const OPTIONS: [&str; 6] = [
+    "--gpu-architecture=compute_70",
+    "--fmad=false",
+    "--prec-div=true",
+    "--prec-sqrt=true",
+    "--ftz=false",
+    "--std=c++17",
+];
+
+/// What happens to PTX once it is compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mode {
+    Write,
+    Check,
+}
+
+/// Compiles every kernel, writes or compares its PTX, and assembles it for all promised devices.
+pub(crate) fn run(arguments: &[String]) -> Result<()> {
+    let mode = match arguments {
+        [] => Mode::Write,
+        [flag] if flag == "--check" => Mode::Check,
+        _ => bail!("`ptx` takes nothing or --check"),
+    };
+    let root = workspace_root();
+    let kernels = root.join("kernels");
+    let checked_in = kernels.join("ptx");
+    let fresh = root.join("target/ptx");
+    for folder in [&checked_in, &fresh] {
+        fs::create_dir_all(folder)?;
+    }
+    let library = wheels::file_below(&NVRTC.unpacked(&root)?, "libnvrtc.so.12")?;
+    let stems = stems(&kernels)?;
+    let mut differences = Vec::new();
+    for stem in &stems {
+        let compiled = fresh.join(format!("{stem}.ptx"));
+        compile(
+            &root,
+            &library,
+            &kernels.join(format!("{stem}.cu")),
+            &compiled,
+        )?;
+        let target = checked_in.join(format!("{stem}.ptx"));
+        match mode {
+            Mode::Write => {
+                fs::copy(&compiled, &target)?;
+            }
+            Mode::Check => differences.extend(compare(&target, &compiled)?),
+        }
+    }
+    differences.extend(orphans(&checked_in, &stems)?);
+    if !differences.is_empty() {
+        bail!("{}\nrun `cargo xtask ptx`", differences.join("\n"));
+    }
+    ptxas::report(&root, &fresh, &stems)
+}
+
+/// The names of all kernels, sorted.
+fn stems(kernels: &Path) -> Result<Vec<String>> {
+    let mut stems = Vec::new();
+    for entry in fs::read_dir(kernels)? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|found| found == "cu") {
+            let stem = path.file_stem().and_then(|stem| stem.to_str());
+            stems.push(stem.context("a kernel's name is not utf-8")?.to_owned());
+        }
+    }
+    stems.sort();
+    Ok(stems)
+}
+
+fn compile(root: &Path, library: &Path, source: &Path, out: &Path) -> Result<()> {
+    let mut command = wheels::python();
+    command
+        .arg(root.join("xtask/nvrtc.py"))
+        .args([library, source, out])
+        .args(OPTIONS)
+        .arg(format!("--include-path={}", root.join("kernels").display()));
+    let log = wheels::output(&mut command).with_context(|| source.display().to_string())?;
+    print!("{log}");
+    Ok(())
+}
+
+/// Says where the checked-in file departs from the compiled one, if it does.
+fn compare(checked_in: &Path, compiled: &Path) -> Result<Option<String>> {
+    let name = checked_in.display();
+    let Ok(found) = fs::read(checked_in) else {
+        return Ok(Some(format!("{name}: missing")));
+    };
+    let expected = fs::read(compiled)?;
+    if found == expected {
+        return Ok(None);
+    }
+    let line = |bytes: &[u8], index| -> String {
+        bytes
+            .split(|&byte| byte == b'\n')
+            .nth(index)
+            .map_or("end of file".into(), |line| {
+                format!("`{}`", String::from_utf8_lossy(line))
+            })
+    };
+    let index = first_difference(&expected, &found);
+    Ok(Some(format!(
+        "{name}:{}: expected {}, found {}",
+        index + 1,
+        line(&expected, index),
+        line(&found, index)
+    )))
+}
+
+/// Index of the first line in which two different texts differ.
+fn first_difference(expected: &[u8], found: &[u8]) -> usize {
+    let same = expected
+        .iter()
+        .zip(found)
+        .take_while(|(left, right)| left == right);
+    same.filter(|&(&byte, _)| byte == b'\n').count()
+}
+
+/// PTX that no source stands behind any more.
+fn orphans(checked_in: &Path, stems: &[String]) -> Result<Vec<String>> {
+    let mut orphans = Vec::new();
+    for entry in fs::read_dir(checked_in)? {
+        let path: PathBuf = entry?.path();
+        let stem = path.file_stem().and_then(|stem| stem.to_str());
+        if !stem.is_some_and(|stem| stems.iter().any(|known| known == stem)) {
+            orphans.push(format!(
+                "{}: no kernel has this name; remove it",
+                path.display()
+            ));
+        }
+    }
+    Ok(orphans)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_differing_line_is_named() {
+        assert_eq!(first_difference(b"a\nb\nc", b"a\nb\nd"), 2);
+        assert_eq!(first_difference(b"x\nb", b"y\nb"), 0);
+        assert_eq!(first_difference(b"a\nb\n", b"a\nb\nc"), 2);
+        assert_eq!(first_difference(b"a\nb", b"a\nbc"), 1);
+    }
+}

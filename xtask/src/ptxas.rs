@@ -1,0 +1,157 @@
+//! Assembles PTX for the promised devices and lists what each entry needs.
+
+use std::{path::Path, process::Command};
+
+use anyhow::{Context, Result, bail};
+
+use crate::wheels::{self, PTXAS};
+
+/// V100, A100, H100 and H200, B200.
+const DEVICES: [&str; 4] = ["sm_70", "sm_80", "sm_90", "sm_100"];
+
+/// What the assembler says about one entry.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Entry {
+    name: String,
+    registers: u32,
+    stack_bytes: u32,
+    spill_bytes: u32,
+}
+
+/// Prints one row per entry with its registers on every device.
+///
+/// # Errors
+/// If an entry spills, or keeps anything on a stack: its argument block was copied to local memory, or an array index is not constant.
+pub(crate) fn report(root: &Path, folder: &Path, stems: &[String]) -> Result<()> {
+    let assembler = wheels::file_below(&PTXAS.unpacked(root)?, "ptxas")?;
+    make_executable(&assembler)?;
+    println!("| entry | {} |", DEVICES.join(" | "));
+    println!("|---|{}", "---|".repeat(DEVICES.len()));
+    let mut failures = Vec::new();
+    for stem in stems {
+        let mut rows: Vec<(String, Vec<String>)> = Vec::new();
+        for device in DEVICES {
+            let ptx = folder.join(format!("{stem}.ptx"));
+            let mut entries = assemble(&assembler, device, &ptx)?;
+            entries.sort_by(|left, right| left.name.cmp(&right.name));
+            for (i, entry) in entries.into_iter().enumerate() {
+                if entry.spill_bytes + entry.stack_bytes > 0 {
+                    failures.push(format!(
+                        "{} on {device}: expected 0 bytes of stack and spills, found {} and {}",
+                        entry.name, entry.stack_bytes, entry.spill_bytes
+                    ));
+                }
+                if rows.len() == i {
+                    rows.push((entry.name, Vec::new()));
+                }
+                rows[i].1.push(entry.registers.to_string());
+            }
+        }
+        for (name, registers) in rows {
+            println!("| `{name}` | {} |", registers.join(" | "));
+        }
+    }
+    println!("registers per thread");
+    if !failures.is_empty() {
+        bail!("{}", failures.join("\n"));
+    }
+    println!("no stack and no spills");
+    Ok(())
+}
+
+fn assemble(assembler: &Path, device: &str, ptx: &Path) -> Result<Vec<Entry>> {
+    let mut command = Command::new(assembler);
+    command
+        .args(["--verbose", "--gpu-name", device, "--output-file"])
+        .args([ptx.with_extension(format!("{device}.cubin")).as_path(), ptx]);
+    let log =
+        wheels::output(&mut command).with_context(|| format!("{} for {device}", ptx.display()))?;
+    let entries = parse(&log);
+    if entries.is_empty() {
+        bail!(
+            "{} for {device}: the assembler names no entry\n{log}",
+            ptx.display()
+        );
+    }
+    Ok(entries)
+}
+
+/// Reads the assembler's report, in which an entry's lines follow its name.
+fn parse(log: &str) -> Vec<Entry> {
+    let mut entries: Vec<Entry> = Vec::new();
+    for line in log.lines() {
+        if let Some((_, rest)) = line.split_once("Compiling entry function '") {
+            let name = rest.split('\'').next().unwrap_or_default().to_owned();
+            entries.push(Entry {
+                name,
+                ..Entry::default()
+            });
+        }
+        let Some(entry) = entries.last_mut() else {
+            continue;
+        };
+        if let Some((_, rest)) = line.split_once("Used ") {
+            entry.registers = number(rest);
+        }
+        for part in line.split(',').map(str::trim) {
+            if part.ends_with("bytes stack frame") {
+                entry.stack_bytes += number(part);
+            } else if part.ends_with("bytes spill stores") || part.ends_with("bytes spill loads") {
+                entry.spill_bytes += number(part);
+            }
+        }
+    }
+    entries
+}
+
+/// The number a text starts with. A text that starts with none counts as the largest, so that a changed report cannot pass.
+fn number(text: &str) -> u32 {
+    let first = text.split_whitespace().next();
+    first
+        .and_then(|word| word.parse().ok())
+        .unwrap_or(u32::MAX / 4)
+}
+
+/// Zip files do not carry the permission.
+#[cfg(unix)]
+fn make_executable(path: &Path) -> Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    let mut permissions = path.metadata()?.permissions();
+    permissions.set_mode(0o755);
+    Ok(std::fs::set_permissions(path, permissions)?)
+}
+
+#[cfg(not(unix))]
+fn make_executable(_: &Path) -> Result<()> {
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn registers_stack_and_spills_are_read() {
+        let log = "\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'first' for 'sm_90'
+ptxas info    : Function properties for first
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 60 registers, used 0 barriers
+ptxas info    : Compiling entry function 'second' for 'sm_90'
+ptxas info    : Function properties for second
+    16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 255 registers, used 0 barriers
+";
+        let entry = |name: &str, registers, stack_bytes, spill_bytes| Entry {
+            name: name.into(),
+            registers,
+            stack_bytes,
+            spill_bytes,
+        };
+        assert_eq!(
+            parse(log),
+            [entry("first", 60, 0, 0), entry("second", 255, 16, 12)]
+        );
+    }
+}

@@ -1,0 +1,119 @@
+//! Pinned compilers from the package registry's wheels, unpacked below `target/wheels`.
+//!
+//! A wheel is a zip file: nothing is installed, no environment is changed, and the second run finds what the first one fetched.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context, Result, bail};
+
+/// A wheel at the one version that results may depend on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wheel {
+    /// The package's name in the registry.
+    pub(crate) name: &'static str,
+    /// Its exact version.
+    pub(crate) version: &'static str,
+}
+
+/// Compiles CUDA C++ to PTX. Its version decides the PTX ISA, and with it the oldest driver that takes our PTX: 8.4 needs 550.
+pub(crate) const NVRTC: Wheel = Wheel {
+    name: "nvidia-cuda-nvrtc-cu12",
+    version: "12.4.127",
+};
+
+/// Assembles PTX. 12.9 is the newest release line that still knows sm_70.
+pub(crate) const PTXAS: Wheel = Wheel {
+    name: "nvidia-cuda-nvcc-cu12",
+    version: "12.9.86",
+};
+
+impl Wheel {
+    /// The folder the wheel is unpacked in; fetches it first if it is not there.
+    pub(crate) fn unpacked(self, root: &Path) -> Result<PathBuf> {
+        let wheels = root.join("target/wheels");
+        let folder = wheels.join(format!("{}-{}", self.name, self.version));
+        if folder.is_dir() {
+            return Ok(folder);
+        }
+        let pinned = format!("{}=={}", self.name, self.version);
+        eprintln!("fetching {pinned}");
+        let incoming = wheels.join(format!("incoming-{}", std::process::id()));
+        fs::create_dir_all(&incoming)?;
+        let unpacked = self.fetch(&pinned, &incoming).and_then(|()| {
+            // Renamed last, so that a folder under the final name is always complete.
+            match fs::rename(incoming.join("unpacked"), &folder) {
+                Err(error) if !folder.is_dir() => Err(error.into()),
+                _ => Ok(()),
+            }
+        });
+        fs::remove_dir_all(&incoming)?;
+        unpacked.with_context(|| format!("{pinned} could not be fetched"))?;
+        Ok(folder)
+    }
+
+    fn fetch(self, pinned: &str, incoming: &Path) -> Result<()> {
+        let mut download = python();
+        download
+            .args(["-m", "pip", "download", "--quiet", "--no-deps"])
+            .args(["--disable-pip-version-check", "--only-binary=:all:", "-d"])
+            .args([incoming.as_os_str(), pinned.as_ref()]);
+        succeed(&mut download)?;
+        let wheel = fs::read_dir(incoming)?
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .find(|path| path.extension().is_some_and(|found| found == "whl"))
+            .with_context(|| format!("no wheel of {pinned} for this platform"))?;
+        let mut unpack = python();
+        unpack
+            .args(["-m", "zipfile", "-e"])
+            .args([wheel, incoming.join("unpacked")]);
+        succeed(&mut unpack)
+    }
+}
+
+/// The first file called `name` below `folder`.
+pub(crate) fn file_below(folder: &Path, name: &str) -> Result<PathBuf> {
+    let mut folders = vec![folder.to_path_buf()];
+    while let Some(next) = folders.pop() {
+        for entry in fs::read_dir(&next)? {
+            let path = entry?.path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.file_name().is_some_and(|found| found == name) {
+                return Ok(path);
+            }
+        }
+    }
+    bail!("{} holds no `{name}`", folder.display())
+}
+
+/// The interpreter that fetches wheels and drives the compiler's library.
+pub(crate) fn python() -> Command {
+    Command::new("python3")
+}
+
+/// Runs a command to its end; an exit status other than 0 is an error that carries what it wrote.
+pub(crate) fn succeed(command: &mut Command) -> Result<()> {
+    output(command).map(drop)
+}
+
+/// Like [`succeed`], with standard output and standard error as text.
+pub(crate) fn output(command: &mut Command) -> Result<String> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let output = command
+        .output()
+        .with_context(|| format!("`{program}` does not start; install it"))?;
+    let text = [output.stdout, output.stderr].concat();
+    let text = String::from_utf8_lossy(&text).into_owned();
+    if !output.status.success() {
+        bail!(
+            "`{program}` ended with {}\n{}",
+            output.status,
+            text.trim_end()
+        );
+    }
+    Ok(text)
+}
