@@ -1,0 +1,265 @@
+//! Compiles kernels and driver functions into one shared library.
+
+use std::ffi::OsString;
+use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use crate::EmulatorError;
+use crate::entries::host_source;
+
+/// The emulator's own sources, so that it can be built from anywhere.
+const SOURCES: [(&str, &str); 12] = [
+    ("device_language.hpp", include_str!("device_language.hpp")),
+    ("driver_api.hpp", include_str!("driver_api.hpp")),
+    ("driver.hpp", include_str!("driver.hpp")),
+    ("fiber.hpp", include_str!("fiber.hpp")),
+    ("machine.hpp", include_str!("machine.hpp")),
+    ("driver_device.cpp", include_str!("driver_device.cpp")),
+    ("driver_launch.cpp", include_str!("driver_launch.cpp")),
+    ("driver_memory.cpp", include_str!("driver_memory.cpp")),
+    ("execution.cpp", include_str!("execution.cpp")),
+    ("fiber.cpp", include_str!("fiber.cpp")),
+    ("memory.cpp", include_str!("memory.cpp")),
+    ("modules.cpp", include_str!("modules.cpp")),
+];
+
+/// Whether the library is compiled with sanitizers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Sanitize {
+    /// As fast as checks allow.
+    #[default]
+    Off,
+    /// With `-fsanitize=address,undefined`: sees accesses beside the dialect and undefined arithmetic. A program that loads such a
+    /// library must preload the compiler's `libasan.so`.
+    AddressAndUndefined,
+}
+
+/// How to build the emulator.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// The C++17 compiler; by default the environment's `CXX`, else `c++`.
+    pub compiler: Option<OsString>,
+    /// Whether to compile with sanitizers; off by default.
+    pub sanitize: Sanitize,
+}
+
+impl Options {
+    /// The compiler that [`build`] runs.
+    pub fn compiler(&self) -> OsString {
+        let named = self.compiler.clone().or_else(|| std::env::var_os("CXX"));
+        named
+            .filter(|name| !name.is_empty())
+            .unwrap_or_else(|| "c++".into())
+    }
+
+    fn flags(&self) -> Vec<&'static str> {
+        let mut flags = vec![
+            "-std=c++17",
+            "-fPIC",
+            "-pthread",
+            // The numeric contract: every operation is rounded by itself.
+            "-ffp-contract=off",
+            "-Wall",
+            "-Wextra",
+            "-Wno-unknown-pragmas",
+        ];
+        match self.sanitize {
+            Sanitize::Off => flags.push("-O2"),
+            Sanitize::AddressAndUndefined => flags.extend([
+                "-O1",
+                "-g",
+                "-fno-omit-frame-pointer",
+                "-fsanitize=address,undefined",
+                "-fno-sanitize-recover=undefined",
+            ]),
+        }
+        flags
+    }
+}
+
+/// Builds the driver library with the kernels of `kernels_dir` and returns its path, `out_dir/lib64/libcuda.so.1`.
+///
+/// `CUDA_LIBRARY_PATH=out_dir` links with it, `LD_LIBRARY_PATH=out_dir/lib64` runs on it. Nothing is compiled again while sources,
+/// compiler and options stay the same. One build at a time may use an `out_dir`.
+///
+/// # Errors
+/// [`EmulatorError::EntryForm`] for a kernel entry in another form, [`EmulatorError::Compile`] with the compiler's output, and the
+/// variants for files and a missing compiler.
+/// # Cost
+/// A few seconds of compilation.
+pub fn build(
+    kernels_dir: &Path,
+    out_dir: &Path,
+    options: &Options,
+) -> Result<PathBuf, EmulatorError> {
+    let inputs = Inputs::read(kernels_dir)?;
+    let build_dir = out_dir.join("build");
+    let library_dir = out_dir.join("lib64");
+    let library = library_dir.join("libcuda.so.1");
+    let stamp = out_dir.join("stamp");
+    let wanted = inputs.fingerprint(options);
+    if library.exists() && fs::read_to_string(&stamp).is_ok_and(|found| found == wanted) {
+        return Ok(library);
+    }
+    for dir in [&build_dir, &library_dir] {
+        fs::create_dir_all(dir).map_err(|source| write_error(dir, source))?;
+    }
+    // Gone until the library is complete: a build that fails must not leave an old stamp.
+    let _ = fs::remove_file(&stamp);
+    let objects = inputs.compile(kernels_dir, &build_dir, options)?;
+    link(&objects, &library_dir, options)?;
+    write(&stamp, &wanted)?;
+    Ok(library)
+}
+
+/// Everything that is compiled.
+struct Inputs {
+    /// Path and text of each `.cu` file, by name.
+    kernels: Vec<(PathBuf, String)>,
+    /// Texts that only count for the fingerprint.
+    headers: Vec<String>,
+}
+
+impl Inputs {
+    fn read(kernels_dir: &Path) -> Result<Self, EmulatorError> {
+        let read_error = |path: &Path, source| EmulatorError::Read {
+            path: path.to_owned(),
+            source,
+        };
+        let mut paths = Vec::new();
+        let entries = fs::read_dir(kernels_dir).map_err(|error| read_error(kernels_dir, error))?;
+        for entry in entries {
+            paths.push(
+                entry
+                    .map_err(|error| read_error(kernels_dir, error))?
+                    .path(),
+            );
+        }
+        paths.sort();
+        let mut inputs = Self {
+            kernels: Vec::new(),
+            headers: Vec::new(),
+        };
+        for path in paths {
+            let extension = path.extension().and_then(|extension| extension.to_str());
+            if !matches!(extension, Some("cu" | "cuh")) {
+                continue;
+            }
+            let text = fs::read_to_string(&path).map_err(|error| read_error(&path, error))?;
+            if extension == Some("cu") {
+                inputs.kernels.push((path, text));
+            } else {
+                inputs.headers.push(text);
+            }
+        }
+        if inputs.kernels.is_empty() {
+            return Err(EmulatorError::NoKernels {
+                path: kernels_dir.to_owned(),
+            });
+        }
+        Ok(inputs)
+    }
+
+    /// Changes with anything that the library depends on, but for the compiler's version.
+    fn fingerprint(&self, options: &Options) -> String {
+        let mut hasher = DefaultHasher::new();
+        (&self.kernels, &self.headers, SOURCES).hash(&mut hasher);
+        (options.compiler(), options.flags()).hash(&mut hasher);
+        format!("{:016x}", hasher.finish())
+    }
+
+    fn compile(
+        &self,
+        kernels_dir: &Path,
+        build_dir: &Path,
+        options: &Options,
+    ) -> Result<Vec<PathBuf>, EmulatorError> {
+        let mut sources = Vec::new();
+        for (name, text) in SOURCES {
+            let path = build_dir.join(name);
+            write(&path, text)?;
+            if name.ends_with(".cpp") {
+                sources.push(path);
+            }
+        }
+        for (path, text) in &self.kernels {
+            let name = path.file_stem().unwrap_or_default().to_string_lossy();
+            let host = build_dir.join(format!("kernel_{name}.cpp"));
+            write(&host, &host_source(path, text)?)?;
+            sources.push(host);
+        }
+        let mut started = Vec::new();
+        for source in &sources {
+            let object = source.with_extension("o");
+            let mut command = Command::new(options.compiler());
+            command.args(options.flags());
+            command.arg("-I").arg(build_dir).arg("-I").arg(kernels_dir);
+            command.arg("-c").arg(source).arg("-o").arg(&object);
+            started.push((object, start(command, options)?));
+        }
+        // All are waited for, also after one has failed: none may go on writing into the folder.
+        let results: Vec<_> = started
+            .into_iter()
+            .map(|(object, child)| finish(child, &object, options).map(|()| object))
+            .collect();
+        results.into_iter().collect()
+    }
+}
+
+fn link(objects: &[PathBuf], library_dir: &Path, options: &Options) -> Result<(), EmulatorError> {
+    let library = library_dir.join("libcuda.so.1");
+    let fresh = library_dir.join("libcuda.so.1.new");
+    let mut command = Command::new(options.compiler());
+    command.args(options.flags());
+    command.args(["-shared", "-Wl,-soname,libcuda.so.1", "-o"]);
+    command.arg(&fresh).args(objects);
+    finish(start(command, options)?, &library, options)?;
+    // A rename leaves programs that run on the old library alone.
+    fs::rename(&fresh, &library).map_err(|source| write_error(&library, source))?;
+    let unversioned = library_dir.join("libcuda.so");
+    let _ = fs::remove_file(&unversioned);
+    std::os::unix::fs::symlink("libcuda.so.1", &unversioned)
+        .map_err(|source| write_error(&unversioned, source))
+}
+
+fn start(mut command: Command, options: &Options) -> Result<Child, EmulatorError> {
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(|source| EmulatorError::NoCompiler {
+            compiler: options.compiler().to_string_lossy().into_owned(),
+            source,
+        })
+}
+
+fn finish(child: Child, path: &Path, options: &Options) -> Result<(), EmulatorError> {
+    let output = child
+        .wait_with_output()
+        .map_err(|source| EmulatorError::Read {
+            path: path.to_owned(),
+            source,
+        })?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(EmulatorError::Compile {
+        compiler: options.compiler().to_string_lossy().into_owned(),
+        path: path.to_owned(),
+        output: String::from_utf8_lossy(&output.stderr).into_owned(),
+    })
+}
+
+fn write(path: &Path, text: &str) -> Result<(), EmulatorError> {
+    fs::write(path, text).map_err(|source| write_error(path, source))
+}
+
+fn write_error(path: &Path, source: std::io::Error) -> EmulatorError {
+    EmulatorError::Write {
+        path: path.to_owned(),
+        source,
+    }
+}

@@ -1,0 +1,112 @@
+// The driver functions that the emulator offers, as cuda.h declares them.
+#pragma once
+
+#include <cstddef>
+
+extern "C" {
+
+typedef int CUresult;
+typedef int CUdevice;
+typedef unsigned long long CUdeviceptr;
+typedef struct CUctx_st* CUcontext;
+typedef struct CUmod_st* CUmodule;
+typedef struct CUfunc_st* CUfunction;
+typedef struct CUstream_st* CUstream;
+typedef struct CUevent_st* CUevent;
+typedef struct CUuuid_st {
+    char bytes[16];
+} CUuuid;
+
+enum {
+    CUDA_SUCCESS = 0,
+    CUDA_ERROR_INVALID_VALUE = 1,
+    CUDA_ERROR_OUT_OF_MEMORY = 2,
+    CUDA_ERROR_NOT_INITIALIZED = 3,
+    CUDA_ERROR_NO_DEVICE = 100,
+    CUDA_ERROR_INVALID_DEVICE = 101,
+    CUDA_ERROR_INVALID_IMAGE = 200,
+    CUDA_ERROR_INVALID_CONTEXT = 201,
+    CUDA_ERROR_NO_BINARY_FOR_GPU = 209,
+    CUDA_ERROR_INVALID_PTX = 218,
+    CUDA_ERROR_UNSUPPORTED_PTX_VERSION = 222,
+    CUDA_ERROR_INVALID_HANDLE = 400,
+    CUDA_ERROR_NOT_FOUND = 500,
+    CUDA_ERROR_ILLEGAL_ADDRESS = 700,
+    CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES = 701,
+    CUDA_ERROR_MISALIGNED_ADDRESS = 716,
+    CUDA_ERROR_LAUNCH_FAILED = 719,
+    CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE = 720,
+    CUDA_ERROR_NOT_SUPPORTED = 801,
+    CUDA_ERROR_UNKNOWN = 999,
+};
+
+CUresult cuInit(unsigned flags);
+CUresult cuDriverGetVersion(int* version);
+CUresult cuGetErrorName(CUresult error, const char** name);
+CUresult cuGetErrorString(CUresult error, const char** text);
+
+CUresult cuDeviceGetCount(int* count);
+CUresult cuDeviceGet(CUdevice* device, int ordinal);
+CUresult cuDeviceGetName(char* name, int len_bytes, CUdevice device);
+CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice device);
+CUresult cuDeviceTotalMem_v2(size_t* len_bytes, CUdevice device);
+CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device);
+
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device);
+CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device);
+CUresult cuDevicePrimaryCtxReset_v2(CUdevice device);
+CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice device, unsigned flags);
+CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active);
+CUresult cuCtxSetCurrent(CUcontext context);
+CUresult cuCtxGetCurrent(CUcontext* context);
+CUresult cuCtxPushCurrent_v2(CUcontext context);
+CUresult cuCtxPopCurrent_v2(CUcontext* context);
+CUresult cuCtxGetDevice(CUdevice* device);
+CUresult cuCtxGetFlags(unsigned* flags);
+CUresult cuCtxGetApiVersion(CUcontext context, unsigned* version);
+CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest);
+CUresult cuCtxSynchronize(void);
+
+CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t len_bytes);
+CUresult cuMemFree_v2(CUdeviceptr address);
+CUresult cuMemGetInfo_v2(size_t* free_bytes, size_t* total_bytes);
+CUresult cuMemAllocHost_v2(void** address, size_t len_bytes);
+CUresult cuMemFreeHost(void* address);
+CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, size_t len_bytes);
+CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t len_bytes);
+CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t len_bytes);
+CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t len_bytes, CUstream stream);
+CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t len_bytes, CUstream stream);
+CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t len_bytes, CUstream stream);
+CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t count);
+CUresult cuMemsetD16_v2(CUdeviceptr to, unsigned short value, size_t count);
+CUresult cuMemsetD32_v2(CUdeviceptr to, unsigned value, size_t count);
+CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, CUstream stream);
+CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, CUstream stream);
+
+CUresult cuModuleLoadData(CUmodule* module, const void* image);
+CUresult cuModuleLoadDataEx(CUmodule* module, const void* image, unsigned count, int* options, void** values);
+CUresult cuModuleUnload(CUmodule module);
+CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name);
+CUresult cuFuncGetAttribute(int* value, int attribute, CUfunction function);
+CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction function, int block_threads, size_t shared_bytes);
+CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                        unsigned block_z, unsigned shared_bytes, CUstream stream, void** params, void** extra);
+CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                                   unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream, void** params);
+CUresult cuLaunchHostFunc(CUstream stream, void (*function)(void*), void* data);
+
+CUresult cuStreamCreate(CUstream* stream, unsigned flags);
+CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned flags, int priority);
+CUresult cuStreamDestroy_v2(CUstream stream);
+CUresult cuStreamSynchronize(CUstream stream);
+CUresult cuStreamQuery(CUstream stream);
+CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags);
+CUresult cuEventCreate(CUevent* event, unsigned flags);
+CUresult cuEventDestroy_v2(CUevent event);
+CUresult cuEventRecord(CUevent event, CUstream stream);
+CUresult cuEventQuery(CUevent event);
+CUresult cuEventSynchronize(CUevent event);
+CUresult cuEventElapsedTime(float* milliseconds, CUevent start, CUevent end);
+
+}  // extern "C"

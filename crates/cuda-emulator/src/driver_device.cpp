@@ -1,0 +1,298 @@
+// Driver functions: start, errors, devices and contexts.
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "driver.hpp"
+
+namespace emulator {
+
+std::mutex mutex;
+bool initialised = false;
+CUctx_st primary{0, 0};
+CUresult sticky = CUDA_SUCCESS;
+thread_local CUcontext current = nullptr;
+
+namespace {
+
+long long number_from_environment(const char* name, long long otherwise) {
+    const char* text = std::getenv(name);
+    return text == nullptr || *text == 0 ? otherwise : std::atoll(text);
+}
+
+struct ErrorText {
+    CUresult code;
+    const char *name, *text;
+};
+
+constexpr ErrorText ERRORS[] = {
+    {CUDA_SUCCESS, "CUDA_SUCCESS", "no error"},
+    {CUDA_ERROR_INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
+    {CUDA_ERROR_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
+    {CUDA_ERROR_NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
+    {CUDA_ERROR_NO_DEVICE, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
+    {CUDA_ERROR_INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
+    {CUDA_ERROR_INVALID_IMAGE, "CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"},
+    {CUDA_ERROR_INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
+    {CUDA_ERROR_NO_BINARY_FOR_GPU, "CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for execution on the device"},
+    {CUDA_ERROR_INVALID_PTX, "CUDA_ERROR_INVALID_PTX", "a PTX JIT compilation failed"},
+    {CUDA_ERROR_UNSUPPORTED_PTX_VERSION, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
+     "the provided PTX was compiled with an unsupported toolchain."},
+    {CUDA_ERROR_INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
+    {CUDA_ERROR_NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
+    {CUDA_ERROR_ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
+    {CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "too many resources requested for launch"},
+    {CUDA_ERROR_MISALIGNED_ADDRESS, "CUDA_ERROR_MISALIGNED_ADDRESS", "misaligned address"},
+    {CUDA_ERROR_LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
+    {CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE", "too many blocks in cooperative launch"},
+    {CUDA_ERROR_NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+    {CUDA_ERROR_UNKNOWN, "CUDA_ERROR_UNKNOWN", "unknown error"},
+};
+
+const ErrorText* find_error(CUresult code) {
+    for (const ErrorText& error : ERRORS)
+        if (error.code == code) return &error;
+    return nullptr;
+}
+
+struct Attribute {
+    int number, value;
+};
+
+// Numbers of cuda.h's CUdevice_attribute.
+constexpr Attribute ATTRIBUTES[] = {
+    {1, int(BLOCK_THREADS_MAX)},      // threads per block
+    {2, int(BLOCK_THREADS_MAX)},      // block x
+    {3, int(BLOCK_THREADS_MAX)},      // block y
+    {4, 64},                          // block z
+    {5, int(GRID_X_MAX)},             // grid x
+    {6, int(GRID_YZ_MAX)},            // grid y
+    {7, int(GRID_YZ_MAX)},            // grid z
+    {8, int(SHARED_BYTES_MAX)},       // shared memory per block
+    {10, int(WARP_THREADS)},          // warp size
+    {12, 65536},                      // registers per block
+    {16, MULTIPROCESSORS},            // multiprocessors
+    {31, 1},                          // concurrent kernels
+    {39, int(MULTIPROCESSOR_THREADS)},  // threads per multiprocessor
+    {41, 1},                          // unified addressing
+    {75, COMPUTE_MAJOR},              // compute capability
+    {76, COMPUTE_MINOR},
+    {81, int(SHARED_BYTES_MAX)},      // shared memory per multiprocessor
+    {95, 1},                          // cooperative launch
+    {97, int(SHARED_BYTES_MAX)},      // shared memory per block, opt-in
+    {106, int(MULTIPROCESSOR_BLOCKS)},  // blocks per multiprocessor
+};
+
+}  // namespace
+
+const Settings& settings() {
+    static const Settings read{
+        int(number_from_environment("FUSESTEP_EMULATOR_DRIVER", 12040)),
+        int(number_from_environment("FUSESTEP_EMULATOR_DEVICES", 1)),
+        std::size_t(number_from_environment("FUSESTEP_EMULATOR_MEMORY_MIB", 4096)) << 20,
+    };
+    return read;
+}
+
+std::size_t argument_bytes_max() { return settings().driver_version >= 12010 ? ARGUMENT_BYTES_LARGE : ARGUMENT_BYTES_CLASSIC; }
+
+}  // namespace emulator
+
+using namespace emulator;
+
+extern "C" {
+
+CUresult cuInit(unsigned flags) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
+    if (settings().devices <= 0) return CUDA_ERROR_NO_DEVICE;
+    initialised = true;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDriverGetVersion(int* version) {
+    if (version == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    *version = settings().driver_version;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuGetErrorName(CUresult code, const char** name) {
+    const ErrorText* error = find_error(code);
+    if (name == nullptr || error == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    *name = error->name;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuGetErrorString(CUresult code, const char** text) {
+    const ErrorText* error = find_error(code);
+    if (text == nullptr || error == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    *text = error->text;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetCount(int* count) {
+    return with_driver([&] {
+        if (count == nullptr) return CUDA_ERROR_INVALID_VALUE;
+        *count = settings().devices > 0 ? 1 : 0;
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuDeviceGet(CUdevice* device, int ordinal) {
+    return with_driver([&] {
+        if (device == nullptr) return CUDA_ERROR_INVALID_VALUE;
+        if (ordinal != 0) return CUDA_ERROR_INVALID_DEVICE;
+        *device = 0;
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuDeviceGetName(char* name, int len_bytes, CUdevice device) {
+    return with_driver([&] {
+        if (name == nullptr || len_bytes <= 0) return CUDA_ERROR_INVALID_VALUE;
+        if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+        std::snprintf(name, std::size_t(len_bytes), "fusestep CUDA emulator");
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice device) {
+    return with_driver([&] {
+        if (uuid == nullptr) return CUDA_ERROR_INVALID_VALUE;
+        if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+        std::memcpy(uuid->bytes, "fusestep-emulate", sizeof uuid->bytes);
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuDeviceTotalMem_v2(size_t* len_bytes, CUdevice device) {
+    return with_driver([&] {
+        if (len_bytes == nullptr) return CUDA_ERROR_INVALID_VALUE;
+        if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+        *len_bytes = settings().memory_bytes;
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
+    return with_driver([&] {
+        if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+        for (const Attribute& known : ATTRIBUTES)
+            if (value != nullptr && known.number == attribute) {
+                *value = known.value;
+                return CUDA_SUCCESS;
+            }
+        return CUDA_ERROR_INVALID_VALUE;
+    });
+}
+
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+    return with_driver([&]() -> CUresult {
+        if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
+        if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+        if (sticky != CUDA_SUCCESS) return sticky;
+        ++primary.retained;
+        *context = &primary;
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
+    return with_driver([&] {
+        if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+        if (primary.retained == 0) return CUDA_ERROR_INVALID_CONTEXT;
+        if (--primary.retained == 0) destroy_handles();
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuDevicePrimaryCtxReset_v2(CUdevice device) {
+    return with_driver([&] {
+        if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+        destroy_handles();
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice device, unsigned flags) {
+    return with_driver([&] {
+        if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+        primary.flags = flags;
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
+    return with_driver([&] {
+        if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+        if (flags == nullptr || active == nullptr) return CUDA_ERROR_INVALID_VALUE;
+        *flags = primary.flags;
+        *active = primary.retained != 0;
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuCtxSetCurrent(CUcontext context) {
+    return with_driver([&] {
+        if (context != nullptr && context != &primary) return CUDA_ERROR_INVALID_CONTEXT;
+        current = context;
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuCtxGetCurrent(CUcontext* context) {
+    return with_driver([&] {
+        if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
+        *context = current;
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuCtxPushCurrent_v2(CUcontext context) { return cuCtxSetCurrent(context); }
+
+CUresult cuCtxPopCurrent_v2(CUcontext* context) {
+    return with_driver([&] {
+        if (context != nullptr) *context = current;
+        current = nullptr;
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuCtxGetDevice(CUdevice* device) {
+    return with_context([&] {
+        if (device == nullptr) return CUDA_ERROR_INVALID_VALUE;
+        *device = 0;
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuCtxGetFlags(unsigned* flags) {
+    return with_context([&] {
+        if (flags == nullptr) return CUDA_ERROR_INVALID_VALUE;
+        *flags = primary.flags;
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuCtxGetApiVersion(CUcontext context, unsigned* version) {
+    return with_driver([&] {
+        if (context != &primary || version == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+        *version = 3020;
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+    return with_context([&] {
+        if (least != nullptr) *least = 0;
+        if (greatest != nullptr) *greatest = 0;
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuCtxSynchronize(void) {
+    return with_context([] { return CUDA_SUCCESS; });
+}
+
+}  // extern "C"

@@ -1,0 +1,114 @@
+// Driver functions: memory. Copies are done when they return; a device may do the asynchronous ones later.
+
+#include <cstdlib>
+#include <cstring>
+
+#include "driver.hpp"
+
+using namespace emulator;
+
+namespace {
+
+void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(address); }
+
+CUresult copy(void* to, const void* from, size_t len_bytes, const void* device_range, const void* other_device_range, CUstream stream) {
+    return with_context([&] {
+        if (!is_stream(stream)) return CUDA_ERROR_INVALID_HANDLE;
+        if (len_bytes == 0) return CUDA_SUCCESS;
+        if (to == nullptr || from == nullptr || !is_allocated(device_range, len_bytes)) return CUDA_ERROR_INVALID_VALUE;
+        if (other_device_range != nullptr && !is_allocated(other_device_range, len_bytes)) return CUDA_ERROR_INVALID_VALUE;
+        std::memmove(to, from, len_bytes);
+        return CUDA_SUCCESS;
+    });
+}
+
+template <class T>
+CUresult fill(CUdeviceptr to, T value, size_t count, CUstream stream) {
+    return with_context([&] {
+        if (!is_stream(stream)) return CUDA_ERROR_INVALID_HANDLE;
+        if (count == 0) return CUDA_SUCCESS;
+        if (count > SIZE_MAX / sizeof(T) || to % sizeof(T) != 0 || !is_allocated(pointer(to), count * sizeof(T)))
+            return CUDA_ERROR_INVALID_VALUE;
+        T* values = static_cast<T*>(pointer(to));
+        for (size_t i = 0; i < count; ++i) values[i] = value;
+        return CUDA_SUCCESS;
+    });
+}
+
+}  // namespace
+
+extern "C" {
+
+CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t len_bytes) {
+    return with_context([&] {
+        void* memory = nullptr;
+        if (address == nullptr) return CUresult(CUDA_ERROR_INVALID_VALUE);
+        const CUresult result = allocate(len_bytes, &memory);
+        if (result == CUDA_SUCCESS) *address = reinterpret_cast<CUdeviceptr>(memory);
+        return result;
+    });
+}
+
+CUresult cuMemFree_v2(CUdeviceptr address) {
+    return with_context([&] { return address == 0 ? CUresult(CUDA_SUCCESS) : release(pointer(address)); });
+}
+
+CUresult cuMemGetInfo_v2(size_t* free_bytes, size_t* total_bytes) {
+    return with_context([&] {
+        if (free_bytes == nullptr || total_bytes == nullptr) return CUDA_ERROR_INVALID_VALUE;
+        *total_bytes = settings().memory_bytes;
+        *free_bytes = *total_bytes - allocated_bytes();
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuMemAllocHost_v2(void** address, size_t len_bytes) {
+    return with_context([&] {
+        if (address == nullptr || len_bytes == 0) return CUDA_ERROR_INVALID_VALUE;
+        *address = std::malloc(len_bytes);
+        return *address == nullptr ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
+    });
+}
+
+CUresult cuMemFreeHost(void* address) {
+    return with_context([&] {
+        std::free(address);
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, size_t len_bytes) {
+    return copy(pointer(to), from, len_bytes, pointer(to), nullptr, nullptr);
+}
+
+CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t len_bytes) {
+    return copy(to, pointer(from), len_bytes, pointer(from), nullptr, nullptr);
+}
+
+CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t len_bytes) {
+    return copy(pointer(to), pointer(from), len_bytes, pointer(to), pointer(from), nullptr);
+}
+
+CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t len_bytes, CUstream stream) {
+    return copy(pointer(to), from, len_bytes, pointer(to), nullptr, stream);
+}
+
+CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t len_bytes, CUstream stream) {
+    return copy(to, pointer(from), len_bytes, pointer(from), nullptr, stream);
+}
+
+CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t len_bytes, CUstream stream) {
+    return copy(pointer(to), pointer(from), len_bytes, pointer(to), pointer(from), stream);
+}
+
+CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t count) { return fill(to, value, count, nullptr); }
+CUresult cuMemsetD16_v2(CUdeviceptr to, unsigned short value, size_t count) { return fill(to, value, count, nullptr); }
+CUresult cuMemsetD32_v2(CUdeviceptr to, unsigned value, size_t count) { return fill(to, value, count, nullptr); }
+
+CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, CUstream stream) {
+    return fill(to, value, count, stream);
+}
+
+CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, CUstream stream) { return fill(to, value, count, stream); }
+
+}  // extern "C"

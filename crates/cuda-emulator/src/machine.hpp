@@ -1,0 +1,84 @@
+// The emulated device: memory, kernels and how a launch runs. One mutex guards all of it; driver*.cpp takes it in every call.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "device_language.hpp"
+#include "driver_api.hpp"
+
+namespace emulator {
+
+// Ends a launch; thrown in a CUDA thread and caught at the bottom of its stack.
+struct Fault {
+    CUresult code;
+    std::string text;
+};
+
+// What the device is like.
+constexpr int MULTIPROCESSORS = 4;
+constexpr int COMPUTE_MAJOR = 9;
+constexpr int COMPUTE_MINOR = 0;
+constexpr unsigned WARP_THREADS = 32;
+constexpr unsigned BLOCK_THREADS_MAX = 1024;
+constexpr unsigned MULTIPROCESSOR_THREADS = 2048;
+constexpr unsigned MULTIPROCESSOR_BLOCKS = 32;
+constexpr unsigned GRID_X_MAX = 2147483647u;
+constexpr unsigned GRID_YZ_MAX = 65535u;
+constexpr std::size_t SHARED_BYTES_MAX = 48 * 1024;
+constexpr std::size_t ARGUMENT_BYTES_CLASSIC = 4096;
+constexpr std::size_t ARGUMENT_BYTES_LARGE = 32764;
+
+// What the environment says; read once.
+struct Settings {
+    int driver_version;         // FUSESTEP_EMULATOR_DRIVER, 12040
+    int devices;                // FUSESTEP_EMULATOR_DEVICES, 1
+    std::size_t memory_bytes;   // FUSESTEP_EMULATOR_MEMORY_MIB, 4096 MiB
+};
+const Settings& settings();
+// Drivers from 12.1 on take large arguments.
+std::size_t argument_bytes_max();
+
+// Memory: one table of live allocations, kept in address order.
+CUresult allocate(std::size_t len_bytes, void** address);
+CUresult release(void* address);
+void release_all();
+std::size_t allocated_bytes();
+// Whether all the bytes lie in one live allocation.
+bool is_allocated(const void* address, std::size_t len_bytes);
+
+// A kernel compiled in from a .cu file.
+struct Kernel {
+    const char* name;
+    std::size_t argument_bytes;
+    unsigned block_threads_max;
+    void (*run)(const void* arguments);
+};
+// All of them; they register themselves when the library is loaded, through the lines that the build puts behind each .cu file.
+std::vector<Kernel>& kernels();
+struct Registration {
+    explicit Registration(const Kernel& kernel) { kernels().push_back(kernel); }
+};
+
+// Reads the entries that a PTX text declares and finds the kernels compiled from the same sources.
+CUresult find_kernels(const char* ptx, std::vector<const Kernel*>* found);
+
+enum class Blocks { OneAfterTheOther, AllAtOnce };
+
+struct LaunchShape {
+    Index3 grid, block;
+    std::size_t dynamic_shared_bytes;
+    Blocks blocks;
+};
+// Blocks that a multiprocessor holds at once.
+unsigned blocks_per_multiprocessor(unsigned block_threads);
+// Runs every thread; returns the fault that ended the launch, or success.
+CUresult run_kernel(const Kernel& kernel, const LaunchShape& shape, const void* arguments);
+
+// One line on standard error.
+void complain(const std::string& text);
+std::string text_of(const Index3& index);
+
+}  // namespace emulator
