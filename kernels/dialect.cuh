@@ -7,6 +7,12 @@
 
 #ifdef __CUDACC__
 
+// A kernel that waits for the whole grid defines GRID_SYNC first. Others do without: the header leaves constants in every module.
+#ifdef GRID_SYNC
+#include <cooperative_groups.h>
+#endif
+
+// Memory of the block: `count` values of `T`, not initialised.
 #define SHARED(T, name, count) __shared__ T name[count]
 
 namespace dialect {
@@ -44,6 +50,24 @@ __device__ __forceinline__ Pack<T> load_pack(const T* address) {
 template <class T>
 __device__ __forceinline__ void store_pack(T* address, Pack<T> pack) {
     *global(reinterpret_cast<Pack<T>*>(address)) = pack;
+}
+
+// All threads of the block arrive, and see what the others wrote before, before any goes on.
+__device__ __forceinline__ void block_sync() {
+    __syncthreads();
+}
+
+#ifdef GRID_SYNC
+// All threads of a cooperative launch arrive, and see what the others wrote before, before any goes on.
+__device__ __forceinline__ void grid_sync() {
+    cooperative_groups::this_grid().sync();
+}
+#endif
+
+// The value of the thread of the same warp whose lane differs in the bits of `lane_mask`. All 32 lanes take part.
+template <class T>
+__device__ __forceinline__ T shuffle_xor(T value, int lane_mask) {
+    return __shfl_xor_sync(0xffffffffu, value, lane_mask);
 }
 
 // Correctly rounded, to nearest even.

@@ -1,5 +1,7 @@
 use std::{collections::BTreeSet, fs, path::Path};
 
+use fusestep_launch::{ARGUMENT_BYTES_CLASSIC, ARGUMENT_BYTES_LARGE};
+
 use super::*;
 
 fn files_with_extension(folder: &Path, extension: &str) -> BTreeSet<String> {
@@ -81,6 +83,17 @@ fn ptx_is_for_the_oldest_device_and_driver_promised() {
         let text = ptx(stem).unwrap();
         assert!(text.contains("\n.version 8.4\n"), "{stem}: ISA version");
         assert!(text.contains("\n.target sm_70\n"), "{stem}: target");
+    }
+}
+
+#[test]
+fn argument_blocks_hold_every_table_that_fits_the_limits() {
+    for (block, limit) in [
+        (ArgumentBlock::Classic, ARGUMENT_BYTES_CLASSIC),
+        (ArgumentBlock::Large, ARGUMENT_BYTES_LARGE),
+    ] {
+        // Tables are made of parts of 8 bytes, so the largest table within the limit is the limit rounded down.
+        assert_eq!(block.len_bytes(), limit / 8 * 8);
     }
 }
 

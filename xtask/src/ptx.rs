@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::{
     ptxas,
-    wheels::{self, NVRTC},
+    wheels::{self, NVRTC, RUNTIME_HEADERS},
     workspace_root,
 };
 
@@ -44,17 +44,12 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     for folder in [&checked_in, &fresh] {
         fs::create_dir_all(folder)?;
     }
-    let library = wheels::file_below(&NVRTC.unpacked(&root)?, "libnvrtc.so.12")?;
+    let compiler = Compiler::fetch(&root)?;
     let stems = stems(&kernels)?;
     let mut differences = Vec::new();
     for stem in &stems {
         let compiled = fresh.join(format!("{stem}.ptx"));
-        compile(
-            &root,
-            &library,
-            &kernels.join(format!("{stem}.cu")),
-            &compiled,
-        )?;
+        compiler.compile(&kernels.join(format!("{stem}.cu")), &compiled)?;
         let target = checked_in.join(format!("{stem}.ptx"));
         match mode {
             Mode::Write => {
@@ -84,16 +79,39 @@ fn stems(kernels: &Path) -> Result<Vec<String>> {
     Ok(stems)
 }
 
-fn compile(root: &Path, library: &Path, source: &Path, out: &Path) -> Result<()> {
-    let mut command = wheels::python();
-    command
-        .arg(root.join("xtask/nvrtc.py"))
-        .args([library, source, out])
-        .args(OPTIONS)
-        .arg(format!("--include-path={}", root.join("kernels").display()));
-    let log = wheels::output(&mut command).with_context(|| source.display().to_string())?;
-    print!("{log}");
-    Ok(())
+/// The pinned compiler with everything a source may include.
+struct Compiler {
+    driver: PathBuf,
+    library: PathBuf,
+    include_folders: [PathBuf; 2],
+}
+
+impl Compiler {
+    fn fetch(root: &Path) -> Result<Self> {
+        let header = wheels::file_below(&RUNTIME_HEADERS.unpacked(root)?, "cooperative_groups.h")?;
+        let headers = header.parent().context("the header lies in no folder")?;
+        Ok(Self {
+            driver: root.join("xtask/nvrtc.py"),
+            library: wheels::file_below(&NVRTC.unpacked(root)?, "libnvrtc.so.12")?,
+            include_folders: [root.join("kernels"), headers.to_path_buf()],
+        })
+    }
+
+    fn compile(&self, source: &Path, out: &Path) -> Result<()> {
+        let includes = self
+            .include_folders
+            .iter()
+            .map(|folder| format!("--include-path={}", folder.display()));
+        let mut command = wheels::python();
+        command
+            .arg(&self.driver)
+            .args([self.library.as_path(), source, out])
+            .args(OPTIONS)
+            .args(includes);
+        let log = wheels::output(&mut command).with_context(|| source.display().to_string())?;
+        print!("{log}");
+        Ok(())
+    }
 }
 
 /// Says where the checked-in file departs from the compiled one, if it does.
