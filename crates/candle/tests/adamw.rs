@@ -193,7 +193,7 @@ fn gradients_that_are_not_contiguous_or_lie_in_a_variable_are_copied_and_counted
     let make = || Var::from_vec(data.clone(), (3, 4), &Device::Cpu).unwrap();
     let (strided, plain, own) = (make(), make(), make());
     let grad = Tensor::from_vec(values(12, 2), (4, 3), &Device::Cpu).unwrap();
-    let mut step = |var: &Var, grad: Tensor| {
+    let step = |var: &Var, grad: Tensor| {
         let mut optimizer = AdamW::new(vec![("w".to_owned(), var.clone())], params()).unwrap();
         let mut store = GradStore::default();
         store.insert(var, grad);

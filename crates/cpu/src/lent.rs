@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use fusestep_launch::{
-    Backend, BackendError, Batch, HostCall, HostList, HostPiece, Launch, LaunchReport, ListBuffer,
+    Backend, BackendError, Batch, HostCall, HostList, HostSpans, Launch, LaunchReport, ListBuffer,
     MAX_LISTS, MultiTensorKernel, Record,
 };
 use fusestep_simd::{Split, Team};
@@ -140,10 +140,8 @@ impl LentPiece<'_> {
             kernel,
             host: self.call.host,
             numel: self.record.numel,
-            piece: HostPiece {
-                lists,
-                class: self.class,
-            },
+            class: self.class,
+            lists,
         };
         match self.team {
             Some(team) => team.run(piece),
@@ -198,7 +196,8 @@ struct Piece<'a> {
     kernel: &'a dyn MultiTensorKernel,
     host: HostCall<'a>,
     numel: u64,
-    piece: HostPiece<'a>,
+    class: u32,
+    lists: [HostList<'a>; MAX_LISTS],
 }
 
 impl Split for Piece<'_> {
@@ -208,21 +207,20 @@ impl Split for Piece<'_> {
 
     fn split(self, elements: u64) -> (Self, Self) {
         let at = elements.next_multiple_of(CUT_ELEMENTS).min(self.numel);
-        let (left, right) = cut(self.piece.lists, self.kernel, at as usize);
-        let class = self.piece.class;
+        let (left, right) = cut(self.lists, self.kernel, at as usize);
         let part = |lists, numel| Piece {
+            kernel: self.kernel,
+            host: self.host,
+            class: self.class,
             numel,
-            piece: HostPiece { lists, class },
-            ..self
+            lists,
         };
         (part(left, at), part(right, self.numel - at))
     }
 
     fn run(self) {
-        if self.numel > 0 {
-            self.kernel
-                .run_host(self.host, &mut std::iter::once(self.piece));
-        }
+        let spans = HostSpans::one(self.numel as usize, self.class);
+        self.kernel.run_host(self.host, self.lists, spans);
     }
 }
 

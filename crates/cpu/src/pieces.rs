@@ -1,7 +1,7 @@
 //! The records of all batches as one piece of work that can be cut at any element.
 
 use fusestep_launch::{
-    Access, Batch, HostCall, HostList, HostPiece, ListBuffer, MAX_LISTS, MultiTensorKernel, Record,
+    Access, Batch, HostCall, HostList, HostSpans, ListBuffer, MAX_LISTS, MultiTensorKernel, Record,
 };
 use fusestep_simd::Split;
 
@@ -108,69 +108,7 @@ impl Split for Pieces<'_> {
     }
 
     fn run(self) {
-        let (kernel, call) = (self.kernel, self.call);
-        kernel.run_host(call, &mut self.into_iter());
-    }
-}
-
-impl<'a> Pieces<'a> {
-    fn into_iter(self) -> Iter<'a> {
-        let batch = self.batches.partition_point(|batch| {
-            batch
-                .records
-                .last()
-                .is_none_or(|record| self.span(record).1 <= self.first)
-        });
-        let record = self.batches.get(batch).map_or(0, |batch| {
-            batch
-                .records
-                .partition_point(|record| self.span(record).1 <= self.first)
-        });
-        Iter {
-            rest: self,
-            batch,
-            record,
-        }
-    }
-}
-
-/// The pieces in storage order; what lies between them is padding and is passed over.
-struct Iter<'a> {
-    rest: Pieces<'a>,
-    batch: usize,
-    record: usize,
-}
-
-impl<'a> Iterator for Iter<'a> {
-    type Item = HostPiece<'a>;
-
-    #[inline]
-    fn next(&mut self) -> Option<HostPiece<'a>> {
-        let rest = &mut self.rest;
-        let mut batch = rest.batches.get(self.batch)?;
-        if self.record == batch.records.len() {
-            self.batch += 1;
-            self.record = 0;
-            batch = rest.batches.get(self.batch)?;
-        }
-        let record = batch.records.get(self.record)?;
-        self.record += 1;
-        let (start, end) = rest.span(record);
-        let (start, end) = (start.max(rest.first), end.min(rest.end));
-        if start >= end {
-            return None;
-        }
-        let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
-        for ((list, piece), width) in rest.lists.iter_mut().zip(&mut lists).zip(rest.widths) {
-            let (gap, len) = (
-                (start - rest.first) as usize * width,
-                (end - start) as usize * width,
-            );
-            let (_, behind) = std::mem::take(list).split_at(gap);
-            (*piece, *list) = behind.split_at(len);
-        }
-        rest.first = end;
-        let class = batch.classes[usize::from(record.set)];
-        Some(HostPiece { lists, class })
+        let spans = HostSpans::of(self.batches, self.offsets, self.first, self.end);
+        self.kernel.run_host(self.call, self.lists, spans);
     }
 }

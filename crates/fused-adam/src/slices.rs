@@ -1,6 +1,6 @@
 //! The crate alone: safe slices, no plan, no backend.
 
-use fusestep_launch::{HostCall, HostList, HostPiece, MAX_LISTS, MultiTensorKernel, SetValues};
+use fusestep_launch::{HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, SetValues};
 use fusestep_simd::{Level, Split, Team};
 
 use crate::device::Compute;
@@ -191,7 +191,7 @@ impl<'a, T: Compute> AdamTensors<'a, T> {
         )
     }
 
-    fn into_piece(self) -> HostPiece<'a> {
+    fn into_lists(self) -> [HostList<'a>; MAX_LISTS] {
         let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
         lists[0] = HostList::ReadWrite(bytemuck::cast_slice_mut(self.param));
         lists[1] = HostList::Read(bytemuck::cast_slice(self.grad));
@@ -200,7 +200,7 @@ impl<'a, T: Compute> AdamTensors<'a, T> {
         if let Some(w) = self.max_moment2 {
             lists[4] = HostList::ReadWrite(bytemuck::cast_slice_mut(w));
         }
-        HostPiece { lists, class: 0 }
+        lists
     }
 }
 
@@ -242,8 +242,10 @@ impl<T: Compute> Split for Work<'_, T> {
             scalars: &self.step.scalars,
             sets: &self.step.set,
         };
-        let mut pieces = self.many.into_iter().map(AdamTensors::into_piece);
-        self.step.kernel.run_host(call, &mut pieces);
+        for tensors in self.many {
+            let spans = HostSpans::one(tensors.param.len(), 0);
+            self.step.kernel.run_host(call, tensors.into_lists(), spans);
+        }
     }
 }
 

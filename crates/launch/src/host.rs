@@ -1,23 +1,25 @@
-//! Tensors in host memory, cut into pieces that one thread updates.
+//! Tensors in host memory, as one thread updates them.
 
 use bytemuck::Pod;
 use fusestep_simd::Level;
 
+use crate::{Batch, Record};
+
 /// Most tensor lists of one kernel.
 pub const MAX_LISTS: usize = 8;
 
-/// What all pieces of one launch share.
+/// What all parts of one launch share.
 #[derive(Clone, Copy, Debug)]
 pub struct HostCall<'a> {
     /// The instruction set to use.
     pub level: Level,
     /// The kernel's scalars, as it wrote them.
     pub scalars: &'a [u8],
-    /// The kernel's sets, one after the other, as it wrote them; a piece names its own by [`HostPiece::class`].
+    /// The kernel's sets, one after the other, as it wrote them; a tensor names its own by [`HostSpan::class`].
     pub sets: &'a [u8],
 }
 
-/// The bytes of one list's part of a piece.
+/// The bytes of one list.
 #[derive(Debug, Default)]
 pub enum HostList<'a> {
     /// The kernel has no such list.
@@ -72,11 +74,148 @@ impl<'a> HostList<'a> {
     }
 }
 
-/// Consecutive elements of one tensor, the same ones in every list.
-#[derive(Debug)]
-pub struct HostPiece<'a> {
-    /// The lists in the kernel's order; the rest is absent.
-    pub lists: [HostList<'a>; MAX_LISTS],
+/// Consecutive elements of one tensor, at the same place in every list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostSpan {
+    /// First element within the lists.
+    pub start: usize,
+    /// Element count, at least 1.
+    pub numel: usize,
     /// Index of the tensor's set in [`HostCall::sets`].
     pub class: u32,
+}
+
+/// The tensors, or parts of them, that a host call updates, in the order they lie in the lists.
+///
+/// A type of its own and not any iterator: the kernel's loop inlines it, which a small tensor feels.
+#[derive(Clone, Debug)]
+pub struct HostSpans<'a> {
+    /// A tensor by itself.
+    single: Option<HostSpan>,
+    batches: std::slice::Iter<'a, Batch>,
+    records: std::slice::Iter<'a, Record>,
+    classes: &'a [u32],
+    offsets: &'a [u64],
+    /// The storage elements that the lists hold.
+    first: u64,
+    end: u64,
+}
+
+impl<'a> HostSpans<'a> {
+    /// One tensor that fills the lists.
+    pub fn one(numel: usize, class: u32) -> Self {
+        let span = HostSpan {
+            start: 0,
+            numel,
+            class,
+        };
+        Self {
+            single: (numel > 0).then_some(span),
+            ..Self::of(&[], &[], 0, 0)
+        }
+    }
+
+    /// What of these batches lies in the storage elements `first..end`, for lists that hold exactly those. `offsets` are the first
+    /// elements of the storage's tensors; what lies between tensors is passed over.
+    pub fn of(batches: &'a [Batch], offsets: &'a [u64], first: u64, end: u64) -> Self {
+        let behind = |record: &Record| span(offsets, record).1 <= first;
+        let skipped = batches.partition_point(|batch| batch.records.last().is_none_or(behind));
+        let mut batches = batches[skipped..].iter();
+        let (records, classes) = match batches.next() {
+            Some(batch) => {
+                let skipped = batch.records.partition_point(behind);
+                (batch.records[skipped..].iter(), batch.classes.as_slice())
+            }
+            None => ([].iter(), [].as_slice()),
+        };
+        Self {
+            single: None,
+            batches,
+            records,
+            classes,
+            offsets,
+            first,
+            end,
+        }
+    }
+}
+
+impl Iterator for HostSpans<'_> {
+    type Item = HostSpan;
+
+    #[inline(always)]
+    fn next(&mut self) -> Option<HostSpan> {
+        if let Some(single) = self.single.take() {
+            return Some(single);
+        }
+        let record = loop {
+            match self.records.next() {
+                Some(record) => break record,
+                None => {
+                    let batch = self.batches.next()?;
+                    self.records = batch.records.iter();
+                    self.classes = &batch.classes;
+                }
+            }
+        };
+        let (start, stop) = span(self.offsets, record);
+        let (start, stop) = (start.max(self.first), stop.min(self.end));
+        if start >= stop {
+            return None;
+        }
+        Some(HostSpan {
+            // The lists lie in memory, so their element counts fit a usize.
+            start: (start - self.first) as usize,
+            numel: (stop - start) as usize,
+            class: self.classes[usize::from(record.set)],
+        })
+    }
+}
+
+/// First and one past last storage element of a record.
+#[inline(always)]
+fn span(offsets: &[u64], record: &Record) -> (u64, u64) {
+    let start = offsets[record.tensor as usize] + record.first_element;
+    (start, start + record.numel)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn batches() -> Vec<Batch> {
+        let record = |tensor, numel| Record {
+            tensor,
+            first_element: 0,
+            numel,
+            first_chunk: 0,
+            set: 0,
+        };
+        let batch = |records, class| Batch {
+            records,
+            classes: vec![class],
+            chunks: 1,
+        };
+        vec![
+            batch(vec![record(0, 5), record(2, 3)], 7),
+            batch(vec![record(3, 10)], 8),
+        ]
+    }
+
+    #[test]
+    fn spans_cover_what_lies_in_the_range_and_nothing_else() {
+        let (batches, offsets) = (batches(), [0, 64, 64, 128, 192]);
+        let spans = |first, end| -> Vec<(usize, usize, u32)> {
+            HostSpans::of(&batches, &offsets, first, end)
+                .map(|span| (span.start, span.numel, span.class))
+                .collect()
+        };
+        assert_eq!(spans(0, 192), [(0, 5, 7), (64, 3, 7), (128, 10, 8)]);
+        assert_eq!(spans(2, 65), [(0, 3, 7), (62, 1, 7)]);
+        assert_eq!(spans(65, 130), [(0, 2, 7), (63, 2, 8)]);
+        assert_eq!(spans(5, 64), []);
+        assert_eq!(spans(138, 192), []);
+        assert_eq!(HostSpans::one(0, 0).count(), 0);
+        assert_eq!(HostSpans::one(9, 4).next().map(|span| span.class), Some(4));
+    }
 }

@@ -3,7 +3,7 @@
 use fusestep_tensor::{DType, Role};
 use serde::{Deserialize, Serialize};
 
-use crate::{ArgumentLayout, HostCall, HostPiece};
+use crate::{ArgumentLayout, HostCall, HostList, HostSpans, MAX_LISTS};
 
 /// Whether a kernel only reads a tensor list or also writes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -76,10 +76,11 @@ pub trait MultiTensorKernel: Send + Sync {
     /// Writes one set; `out` has the layout's `set_bytes`.
     fn write_set(&self, values: SetValues, out: &mut [u8]);
 
-    /// Updates `pieces` on the host, in the calling thread.
+    /// Updates tensors on the host, in the calling thread.
     ///
-    /// Pieces carry the lists in the order of [`MultiTensorKernel::lists`]; how tensors were cut into pieces changes no bit.
-    fn run_host(&self, call: HostCall<'_>, pieces: &mut dyn Iterator<Item = HostPiece<'_>>);
+    /// `lists` are in the order of [`MultiTensorKernel::lists`] and of one numel; `spans` say where in them the tensors lie. How
+    /// tensors were cut into spans changes no bit.
+    fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>);
 
     /// Bytes of memory traffic per element.
     fn traffic_bytes(&self) -> u64 {

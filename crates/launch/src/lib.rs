@@ -17,7 +17,7 @@ mod recorder;
 pub use backend::{Backend, BackendError, Buffer, Launch, LaunchReport, ListBuffer};
 pub use batch::{Batch, Batchable, Record, batches};
 pub use error::LaunchError;
-pub use host::{HostCall, HostList, HostPiece, MAX_LISTS};
+pub use host::{HostCall, HostList, HostSpan, HostSpans, MAX_LISTS};
 pub use kernel::{Access, MultiTensorKernel, SetValues, TensorList};
 pub use limits::{
     ARGUMENT_BYTES_CLASSIC, ARGUMENT_BYTES_LARGE, ArgumentLayout, CHUNK_ELEMENTS, HEADER_BYTES,

@@ -15,13 +15,22 @@ use crate::{PlanError, State};
 /// Metadata key of the steps run.
 const STEP: &str = "step";
 
+/// A state ready to be written.
+#[derive(Clone, Debug)]
+pub struct StateTensors {
+    /// Tensors under their names in the file.
+    pub tensors: Vec<(String, TensorBytes<'static>)>,
+    /// Texts about the file.
+    pub metadata: HashMap<String, String>,
+}
+
 impl State {
-    /// Writes the optimizer's tensors as `<name>@moment1`, `<name>@moment2`, …, and the steps run as metadata `step`; a parameter
-    /// that has missed steps has its own count under `step@<name>`. Parameters and gradients are not written.
+    /// The optimizer's tensors as `<name>@moment1`, `<name>@moment2`, …, and metadata: `step`, the steps run, and `step@<name>` for a
+    /// parameter that has missed some. Parameters and gradients are left out.
     ///
     /// # Errors
-    /// [`PlanError::Poisoned`]; [`PlanError::File`], and an existing file is as it was; [`PlanError::Backend`].
-    pub fn save(&self, backend: &dyn Backend, path: &Path) -> Result<(), PlanError> {
+    /// [`PlanError::Poisoned`]; [`PlanError::Backend`].
+    pub fn to_tensors(&self, backend: &dyn Backend) -> Result<StateTensors, PlanError> {
         if let Some(step) = self.poisoned {
             return Err(PlanError::Poisoned { step });
         }
@@ -42,6 +51,15 @@ impl State {
                 tensors.push((tensor_name(param, role), tensor));
             }
         }
+        Ok(StateTensors { tensors, metadata })
+    }
+
+    /// Writes [`State::to_tensors`] as a file, all or nothing.
+    ///
+    /// # Errors
+    /// As [`State::to_tensors`]; [`PlanError::File`], and an existing file is as it was.
+    pub fn save(&self, backend: &dyn Backend, path: &Path) -> Result<(), PlanError> {
+        let StateTensors { tensors, metadata } = self.to_tensors(backend)?;
         Ok(write_atomically(path, &tensors, metadata)?)
     }
 

@@ -22,16 +22,21 @@ table{border-collapse:collapse}td,th{padding:.2em .9em .2em 0;text-align:left;ve
 td.n{text-align:right;font-variant-numeric:tabular-nums}.muted{color:#666}\
 @media(prefers-color-scheme:dark){body{background:#16181b;color:#e6e6e6}.muted{color:#9a9a9a}}";
 
+/// A self-contained page in the plan's style, light or dark as the reader has it; `body` is HTML.
+pub fn html_page(title: &str, body: &str) -> String {
+    let title = escape(title);
+    format!(
+        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" \
+         content=\"width=device-width\"><title>{title}</title><style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n{body}\
+         </body></html>\n"
+    )
+}
+
 impl Plan {
     /// A self-contained HTML page: totals, storages and launches drawn to scale, and every note.
     pub fn to_html(&self) -> String {
-        format!(
-            "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" \
-             content=\"width=device-width\"><title>fusestep plan</title><style>{STYLE}</style></head><body>\n\
-             <h1>Plan: {}</h1>\n{}</body></html>\n",
-            escape(&self.optimizer.summary().to_string()),
-            self.to_html_fragment(),
-        )
+        let title = format!("Plan: {}", self.optimizer.summary());
+        html_page(&title, &self.to_html_fragment())
     }
 
     /// The body of [`Plan::to_html`], to be put into another page.

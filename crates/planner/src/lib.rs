@@ -20,9 +20,11 @@ mod run;
 mod stage;
 mod state;
 
+pub use checkpoint::StateTensors;
 pub use error::PlanError;
 pub use explain::{Note, Verdict};
 pub use group::SizeClass;
+pub use html::html_page;
 pub use optimizer::Optimizer;
 pub use passes::{CoalesceGradients, FuseOptimizer, Pass};
 pub use plan::{Plan, PlanSummary};

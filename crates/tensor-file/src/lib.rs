@@ -13,4 +13,4 @@ mod write;
 
 pub use error::TensorFileError;
 pub use read::{TensorEntry, TensorFile};
-pub use write::{TensorBytes, check_writable, write_atomically};
+pub use write::{Prepared, TensorBytes, check_writable, write_atomically};

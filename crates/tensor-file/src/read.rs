@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use fusestep_tensor::{DType, Shape};
 use safetensors::{Dtype, SafeTensors};
 
-use crate::{TensorFileError, diagnose};
+use crate::{TensorBytes, TensorFileError, diagnose};
 
 /// Where one tensor lies in a file and what it is.
 #[derive(Clone, Debug, PartialEq)]
@@ -32,6 +32,15 @@ impl TensorEntry {
             Dtype::I64 => Some(DType::I64),
             Dtype::U8 => Some(DType::U8),
             _ => None,
+        }
+    }
+
+    /// The same kind of tensor with these bytes, to be written.
+    pub fn with_bytes<'a>(&self, bytes: &'a [u8]) -> TensorBytes<'a> {
+        TensorBytes {
+            dtype: self.dtype,
+            shape: self.shape.dims().iter().map(|&dim| dim as usize).collect(),
+            bytes: bytes.into(),
         }
     }
 

@@ -68,6 +68,67 @@ pub fn check_writable(path: &Path) -> Result<(), TensorFileError> {
     temporary(path).map(drop)
 }
 
+/// A file that is complete on disk beside the place it is for; dropped without [`Prepared::commit`] it is removed.
+///
+/// Several files that belong together are all prepared before the first is committed.
+#[derive(Debug)]
+pub struct Prepared {
+    path: PathBuf,
+    file: tempfile::NamedTempFile,
+}
+
+impl Prepared {
+    /// Writes and syncs a file of tensors beside `path`.
+    ///
+    /// # Errors
+    /// [`TensorFileError`]; whatever is at `path` is untouched.
+    /// # Cost
+    /// One copy of the tensors in memory.
+    pub fn tensors(
+        path: &Path,
+        tensors: &[(String, TensorBytes<'_>)],
+        metadata: HashMap<String, String>,
+    ) -> Result<Self, TensorFileError> {
+        let views = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor));
+        let metadata = (!metadata.is_empty()).then_some(metadata);
+        let bytes =
+            safetensors::serialize(views, metadata).map_err(|error| TensorFileError::Write {
+                path: path.to_owned(),
+                reason: error.to_string(),
+            })?;
+        Self::bytes(path, &bytes)
+    }
+
+    /// Writes and syncs any file beside `path`.
+    ///
+    /// # Errors
+    /// [`TensorFileError`]; whatever is at `path` is untouched.
+    pub fn bytes(path: &Path, bytes: &[u8]) -> Result<Self, TensorFileError> {
+        let mut file = temporary(path)?;
+        file.write_all(bytes).map_err(io_error(path, "write"))?;
+        file.as_file().sync_all().map_err(io_error(path, "sync"))?;
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+        })
+    }
+
+    /// Renames the file over its place and syncs the folder.
+    ///
+    /// # Errors
+    /// [`TensorFileError::Io`]; whatever was at the place is still there then.
+    pub fn commit(self) -> Result<(), TensorFileError> {
+        let path = &self.path;
+        self.file
+            .persist(path)
+            .map_err(|error| io_error(path, "replace")(error.error))?;
+        // The rename itself is only durable once the folder is.
+        File::open(folder(path))
+            .and_then(|folder| folder.sync_all())
+            .map_err(io_error(path, "sync its folder"))
+    }
+}
+
 /// Writes a file of tensors: into a temporary file beside `path`, synced, then renamed over it, and the folder synced.
 ///
 /// # Errors
@@ -79,29 +140,15 @@ pub fn write_atomically(
     tensors: &[(String, TensorBytes<'_>)],
     metadata: HashMap<String, String>,
 ) -> Result<(), TensorFileError> {
-    let io = |operation| {
-        move |error: io::Error| TensorFileError::Io {
-            path: path.to_owned(),
-            operation,
-            reason: error.to_string(),
-        }
-    };
-    let mut file = temporary(path)?;
-    let views = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor));
-    let metadata = (!metadata.is_empty()).then_some(metadata);
-    let bytes =
-        safetensors::serialize(views, metadata).map_err(|error| TensorFileError::Write {
-            path: path.to_owned(),
-            reason: error.to_string(),
-        })?;
-    file.write_all(&bytes).map_err(io("write"))?;
-    file.as_file().sync_all().map_err(io("sync"))?;
-    file.persist(path)
-        .map_err(|error| io("replace")(error.error))?;
-    // The rename itself is only durable once the folder is.
-    File::open(folder(path))
-        .and_then(|folder| folder.sync_all())
-        .map_err(io("sync its folder"))
+    Prepared::tensors(path, tensors, metadata)?.commit()
+}
+
+fn io_error(path: &Path, operation: &'static str) -> impl FnOnce(io::Error) -> TensorFileError {
+    move |error| TensorFileError::Io {
+        path: path.to_owned(),
+        operation,
+        reason: error.to_string(),
+    }
 }
 
 /// A temporary file beside `path`, with the mode that an ordinary new file has.
@@ -121,11 +168,8 @@ fn temporary(path: &Path) -> Result<tempfile::NamedTempFile, TensorFileError> {
     }
     builder
         .tempfile_in(folder(path))
-        .map_err(|error| TensorFileError::Io {
-            path: path.to_owned(),
-            operation: "create a file in its folder",
-            reason: without_temporary_name(error).to_string(),
-        })
+        .map_err(without_temporary_name)
+        .map_err(io_error(path, "create a file in its folder"))
 }
 
 fn not_a_file(path: &Path, found: &'static str) -> TensorFileError {
