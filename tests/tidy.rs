@@ -1,0 +1,92 @@
+//! The rules of the house, read from the workspace's own files.
+
+use std::path::{Path, PathBuf};
+
+#[path = "tidy/dependencies.rs"]
+mod dependencies;
+#[path = "tidy/lengths.rs"]
+mod lengths;
+#[path = "tidy/source.rs"]
+mod source;
+#[path = "tidy/stems.rs"]
+mod stems;
+#[path = "tidy/unsafety.rs"]
+mod unsafety;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// Paths of all files, relative to the root with `/`; build output and hidden folders are left out.
+fn files() -> Vec<String> {
+    let mut found = Vec::new();
+    walk(&root(), "", &mut found);
+    assert!(
+        found.len() > 50,
+        "the workspace lies at {}",
+        root().display()
+    );
+    found.sort();
+    found
+}
+
+fn walk(folder: &Path, relative: &str, found: &mut Vec<String>) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let entry = entry.unwrap();
+        let name = entry.file_name().into_string().unwrap();
+        if name.starts_with('.') || name == "target" {
+            continue;
+        }
+        let path = format!("{relative}{name}");
+        match entry.file_type().unwrap().is_dir() {
+            true => walk(&entry.path(), &format!("{path}/"), found),
+            false => found.push(path),
+        }
+    }
+}
+
+fn read(path: &str) -> String {
+    std::fs::read_to_string(root().join(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
+}
+
+/// Requires that no file with one of these endings violates the rule.
+fn require(endings: &[&str], rule: impl Fn(&str, &str) -> Vec<String>) {
+    let all = files();
+    let matching = all
+        .iter()
+        .filter(|path| endings.iter().any(|ending| path.ends_with(ending)));
+    let found: Vec<String> = matching.flat_map(|path| rule(path, &read(path))).collect();
+    assert!(found.is_empty(), "\n{}\n", found.join("\n"));
+}
+
+#[test]
+fn dependencies_go_down_and_stay_where_they_belong() {
+    require(&["/Cargo.toml"], |path, text| {
+        dependencies::violations(path.trim_end_matches("/Cargo.toml"), text)
+    });
+}
+
+#[test]
+fn unsafe_code_is_confined_and_explained() {
+    require(&[".rs"], unsafety::violations);
+}
+
+#[test]
+fn files_and_functions_are_short() {
+    require(&[".rs", ".cu", ".cuh", ".hpp", ".cpp"], lengths::violations);
+}
+
+#[test]
+fn every_kernel_has_all_its_parts() {
+    let all = files();
+    let docs = std::fs::read_to_string(root().join("docs/kernels.md")).unwrap_or_default();
+    let kernels = all.iter().filter_map(|path| {
+        let stem = path.strip_prefix("kernels/")?.strip_suffix(".cu")?;
+        (!stem.contains('/')).then_some(stem)
+    });
+    let exists = |path: &str| all.iter().any(|found| found == path);
+    let found: Vec<String> = kernels
+        .flat_map(|stem| stems::violations(stem, &exists, &docs))
+        .collect();
+    assert!(found.is_empty(), "\n{}\n", found.join("\n"));
+}
