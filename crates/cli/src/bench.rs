@@ -1,0 +1,372 @@
+//! `fusestep bench`: a step's time beside the naive plan's and the memory bandwidth, all measured in turn in one run.
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use candle_core::backprop::GradStore;
+use candle_core::{Device, Tensor, Var};
+use candle_nn::{Optimizer as _, ParamsAdamW};
+use clap::{Args, ValueEnum};
+use fusestep_coalesce::HostMemory;
+use fusestep_cpu::CpuBackend;
+use fusestep_planner::{Plan, Planner, State};
+use fusestep_simd::{PREFETCH_DISTANCES, stream_4r3w};
+use fusestep_tensor::{DType, ParamDesc, Role};
+use serde::Serialize;
+
+use crate::inputs::read_model;
+use crate::options::{OptimizerArgs, ParamDType, PlanningArgs, threads};
+use crate::output::{duration, print, print_json};
+
+/// A sample lasts at least this long, so that the clock and a wake-up do not show.
+const MIN_SAMPLE_NS: f64 = 4e6;
+
+/// Flags of `bench`.
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    /// A model (.safetensors) or its shapes (.json)
+    model: PathBuf,
+    #[command(flatten)]
+    optimizer: OptimizerArgs,
+    #[command(flatten)]
+    planning: PlanningArgs,
+    /// Threads [default: all]
+    #[arg(long)]
+    threads: Option<NonZeroUsize>,
+    /// Element type of shapes that state none
+    #[arg(long, value_enum, default_value = "f32")]
+    dtype: ParamDType,
+    /// Rounds; each times everything once, in turn, and the best of each counts
+    #[arg(long, default_value = "9")]
+    rounds: NonZeroUsize,
+    /// Also time another implementation on the same shapes, and ours in its place
+    #[arg(long, value_enum)]
+    peer: Option<Peer>,
+    /// Print the numbers as one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Implementations to compare with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Peer {
+    /// candle_nn::AdamW, beside fusestep_candle::AdamW on variables of the same shapes
+    Candle,
+}
+
+/// What `--json` prints. Times are the best of all rounds.
+#[derive(Debug, Serialize)]
+struct BenchSummary {
+    parameters: usize,
+    elements: u64,
+    dtype: &'static str,
+    optimizer: &'static str,
+    simd: &'static str,
+    threads: usize,
+    launches: usize,
+    naive_launches: usize,
+    ns_per_step: f64,
+    naive_ns_per_step: f64,
+    /// Memory traffic of a step.
+    bytes_per_step: u64,
+    gb_per_s: f64,
+    /// The best stream of four reads and three writes over as many bytes in this run.
+    ceiling_gb_per_s: f64,
+    ceiling_prefetch_bytes: usize,
+    share_of_ceiling: f64,
+    #[serde(flatten)]
+    candle: Option<CandleTimes>,
+}
+
+#[derive(Debug, Serialize)]
+struct CandleTimes {
+    candle_ns_per_step: f64,
+    candle_adapter_ns_per_step: f64,
+    times_faster_than_candle: f64,
+}
+
+pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
+    let params = read_model(&args.model, args.dtype.into())?.params;
+    let rule = args.optimizer.rule();
+    let backend = CpuBackend::new(threads(args.threads))?.with_limits(args.planning.limits());
+    let plan = args
+        .planning
+        .planner(rule, args.planning.limits())
+        .plan(&params)?;
+    let naive = Planner::new(rule)
+        .limits(args.planning.limits())
+        .naive()
+        .plan(&params)?;
+
+    let mut ours = Subject::new(&plan, &backend)?;
+    let mut unfused = Subject::new(&naive, &backend)?;
+    let mut ceiling = Ceiling::new(&backend, plan.traffic_bytes())?;
+    let mut candle = match args.peer {
+        Some(Peer::Candle) => Some(CandlePair::new(&params, &args.optimizer, args.threads)?),
+        None => None,
+    };
+    for _ in 0..args.rounds.get() {
+        ours.sample()?;
+        unfused.sample()?;
+        ceiling.sample();
+        if let Some(candle) = &mut candle {
+            candle.sample()?;
+        }
+    }
+
+    let traffic = plan.traffic_bytes();
+    let (ceiling_prefetch_bytes, ceiling_gb_per_s) = ceiling.best();
+    let gb_per_s = traffic as f64 / ours.timer.best;
+    let summary = BenchSummary {
+        parameters: params.len(),
+        elements: plan.elements(),
+        dtype: DType::from(args.dtype).name(),
+        optimizer: rule.name(),
+        simd: backend.level().name(),
+        threads: backend.team().threads(),
+        launches: plan.launches(),
+        naive_launches: plan.naive_launches(),
+        ns_per_step: ours.timer.best,
+        naive_ns_per_step: unfused.timer.best,
+        bytes_per_step: traffic,
+        gb_per_s,
+        ceiling_gb_per_s,
+        ceiling_prefetch_bytes,
+        share_of_ceiling: gb_per_s / ceiling_gb_per_s,
+        candle: candle.map(CandlePair::times),
+    };
+    if args.json {
+        return print_json(&summary);
+    }
+    print(&summary.to_string())
+}
+
+impl std::fmt::Display for BenchSummary {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(
+            f,
+            "{} on {} parameters, {} elements of {}; {} threads, {}",
+            self.optimizer, self.parameters, self.elements, self.dtype, self.threads, self.simd
+        )?;
+        let mut row = |what: &str, ns: f64, more: String| {
+            writeln!(f, "  {what:<22} {:>10}  {more}", duration(ns))
+        };
+        let launches = format!("{:.1} GB/s, {} launches", self.gb_per_s, self.launches);
+        row("step", self.ns_per_step, launches)?;
+        let launches = format!("{} launches", self.naive_launches);
+        row("naive plan", self.naive_ns_per_step, launches)?;
+        let ceiling_ns = self.bytes_per_step as f64 / self.ceiling_gb_per_s;
+        let gb = format!("{:.1} GB/s, 4 reads and 3 writes", self.ceiling_gb_per_s);
+        row("memory bandwidth", ceiling_ns, gb)?;
+        if let Some(candle) = &self.candle {
+            row("candle's AdamW", candle.candle_ns_per_step, String::new())?;
+            let faster = format!("{:.1} times faster", candle.times_faster_than_candle);
+            row(
+                "ours in its place",
+                candle.candle_adapter_ns_per_step,
+                faster,
+            )?;
+        }
+        writeln!(f, "share of ceiling: {:.3}", self.share_of_ceiling)
+    }
+}
+
+/// The best time per call so far.
+struct Timer {
+    best: f64,
+    /// Calls of one sample, so that it lasts long enough.
+    calls: u32,
+}
+
+impl Timer {
+    fn new() -> Self {
+        Self {
+            best: f64::INFINITY,
+            calls: 1,
+        }
+    }
+
+    fn sample<E>(&mut self, mut call: impl FnMut() -> Result<(), E>) -> Result<(), E> {
+        loop {
+            let start = Instant::now();
+            for _ in 0..self.calls {
+                call()?;
+            }
+            let nanoseconds = start.elapsed().as_nanos() as f64;
+            if nanoseconds >= MIN_SAMPLE_NS || self.calls >= 1 << 20 {
+                self.best = self.best.min(nanoseconds / f64::from(self.calls));
+                return Ok(());
+            }
+            self.calls *= 2;
+        }
+    }
+}
+
+/// A plan with its state.
+struct Subject<'a> {
+    plan: &'a Plan,
+    backend: &'a CpuBackend,
+    state: State,
+    timer: Timer,
+}
+
+impl<'a> Subject<'a> {
+    fn new(plan: &'a Plan, backend: &'a CpuBackend) -> anyhow::Result<Self> {
+        let mut state = plan.allocate(backend)?;
+        for param in plan.params() {
+            for (role, value) in [(Role::Param, 0.1), (Role::Grad, 0.01)] {
+                let bytes = filled(param, value);
+                state.write(backend, role, &param.name, &bytes)?;
+            }
+        }
+        Ok(Self {
+            plan,
+            backend,
+            state,
+            timer: Timer::new(),
+        })
+    }
+
+    fn sample(&mut self) -> anyhow::Result<()> {
+        let (plan, state, backend) = (self.plan, &mut self.state, self.backend);
+        self.timer
+            .sample(|| plan.run(state, backend).map(drop))
+            .map_err(Into::into)
+    }
+}
+
+/// A parameter's bytes, every element `value`.
+fn filled(param: &ParamDesc, value: f64) -> Vec<u8> {
+    let numel = param.numel() as usize;
+    match param.dtype {
+        DType::F64 => value.to_le_bytes().repeat(numel),
+        _ => (value as f32).to_le_bytes().repeat(numel),
+    }
+}
+
+/// Four arrays that together have a step's traffic.
+struct Ceiling<'a> {
+    backend: &'a CpuBackend,
+    arrays: [HostMemory; 4],
+    numel: usize,
+    /// One for each prefetch distance.
+    timers: Vec<Timer>,
+}
+
+/// Bytes that one element of the stream moves: four reads, three writes.
+const STREAM_BYTES: u64 = 28;
+
+impl<'a> Ceiling<'a> {
+    fn new(backend: &'a CpuBackend, traffic_bytes: u64) -> anyhow::Result<Self> {
+        let numel = traffic_bytes.div_ceil(STREAM_BYTES).max(1) as usize;
+        // Aligned like a state's tensors: vectors that cross cache lines would make the ceiling too low.
+        let array = || HostMemory::zeroed(numel * size_of::<f32>());
+        let mut arrays = [array()?, array()?, array()?, array()?];
+        for array in &mut arrays {
+            // Written once, because untouched pages would all be the same page of zeros.
+            array.elements_mut::<f32>().fill(1.0);
+        }
+        Ok(Self {
+            backend,
+            arrays,
+            numel,
+            timers: PREFETCH_DISTANCES.iter().map(|_| Timer::new()).collect(),
+        })
+    }
+
+    fn sample(&mut self) {
+        let [a, b, c, d] = &mut self.arrays;
+        let (a, b) = (a.elements_mut::<f32>(), b.elements::<f32>());
+        let (c, d) = (c.elements_mut::<f32>(), d.elements_mut::<f32>());
+        for (timer, &distance) in self.timers.iter_mut().zip(&PREFETCH_DISTANCES) {
+            let streamed: Result<(), std::convert::Infallible> = timer.sample(|| {
+                let (team, level) = (self.backend.team(), self.backend.level());
+                stream_4r3w(team, level, distance, (a, b, c, d));
+                Ok(())
+            });
+            let Ok(()) = streamed;
+        }
+    }
+
+    /// The prefetch distance in bytes and the bandwidth of the best stream.
+    fn best(&self) -> (usize, f64) {
+        let bytes = (self.numel as u64 * STREAM_BYTES) as f64;
+        let rates = self.timers.iter().map(|timer| bytes / timer.best);
+        let rates = PREFETCH_DISTANCES.iter().copied().zip(rates);
+        let best = rates.max_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or((0, 0.0));
+        (best.0 * size_of::<f32>(), best.1)
+    }
+}
+
+/// candle's AdamW and ours in its place, each on its own variables.
+struct CandlePair {
+    theirs: candle_nn::AdamW,
+    their_grads: GradStore,
+    their_timer: Timer,
+    ours: fusestep_candle::AdamW,
+    our_grads: GradStore,
+    our_timer: Timer,
+}
+
+impl CandlePair {
+    fn new(
+        params: &[ParamDesc],
+        optimizer: &OptimizerArgs,
+        asked: Option<NonZeroUsize>,
+    ) -> anyhow::Result<Self> {
+        let config = ParamsAdamW {
+            lr: optimizer.lr,
+            beta1: optimizer.beta1,
+            beta2: optimizer.beta2,
+            eps: optimizer.eps,
+            weight_decay: optimizer.weight_decay.unwrap_or(0.01),
+        };
+        let (theirs, their_grads) = variables(params)?;
+        let (ours, our_grads) = variables(params)?;
+        Ok(Self {
+            theirs: candle_nn::AdamW::new(theirs, config.clone())?,
+            their_grads,
+            their_timer: Timer::new(),
+            ours: fusestep_candle::AdamW::with_threads(ours, config, threads(asked))?,
+            our_grads,
+            our_timer: Timer::new(),
+        })
+    }
+
+    fn sample(&mut self) -> anyhow::Result<()> {
+        let (theirs, grads) = (&mut self.theirs, &self.their_grads);
+        self.their_timer.sample(|| theirs.step(grads))?;
+        let (ours, grads) = (&mut self.ours, &self.our_grads);
+        self.our_timer.sample(|| ours.step(grads))?;
+        Ok(())
+    }
+
+    fn times(self) -> CandleTimes {
+        CandleTimes {
+            candle_ns_per_step: self.their_timer.best,
+            candle_adapter_ns_per_step: self.our_timer.best,
+            times_faster_than_candle: self.their_timer.best / self.our_timer.best,
+        }
+    }
+}
+
+/// Variables of these shapes with gradients.
+fn variables(params: &[ParamDesc]) -> anyhow::Result<(Vec<Var>, GradStore)> {
+    let (mut vars, mut grads) = (Vec::with_capacity(params.len()), GradStore::default());
+    for param in params {
+        let dtype = match param.dtype {
+            DType::F64 => candle_core::DType::F64,
+            _ => candle_core::DType::F32,
+        };
+        let dims: Vec<usize> = param.shape.dims().iter().map(|&dim| dim as usize).collect();
+        let full = |value: f64| {
+            let ones = Tensor::ones(dims.as_slice(), dtype, &Device::Cpu)?;
+            ones.affine(value, 0.0)
+        };
+        let var = Var::from_tensor(&full(0.1)?)?;
+        grads.insert(&var, full(0.01)?);
+        vars.push(var);
+    }
+    Ok((vars, grads))
+}

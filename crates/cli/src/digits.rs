@@ -1,0 +1,125 @@
+//! The handwritten digits that `train` learns.
+
+use std::io::Read;
+
+use anyhow::{Context, bail, ensure};
+use flate2::read::GzDecoder;
+use rand::SeedableRng;
+use rand::seq::SliceRandom;
+use rand_chacha::ChaCha8Rng;
+
+/// Pixels of one image: 8 × 8.
+pub(crate) const PIXELS: usize = 64;
+/// Digits 0 to 9.
+pub(crate) const CLASSES: usize = 10;
+
+/// Largest pixel value in the file.
+const MAX_PIXEL: u8 = 16;
+/// Images held back for the test: one in five.
+const TEST_IMAGES: usize = 360;
+
+const FILE: &[u8] = include_bytes!("../../../data/digits.csv.gz");
+
+/// Images and their labels.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Images {
+    /// Row by row, scaled to [0, 1].
+    pub(crate) pixels: Vec<f32>,
+    pub(crate) labels: Vec<u32>,
+}
+
+impl Images {
+    pub(crate) fn len(&self) -> usize {
+        self.labels.len()
+    }
+
+    fn push(&mut self, (pixels, label): &([f32; PIXELS], u32)) {
+        self.pixels.extend_from_slice(pixels);
+        self.labels.push(*label);
+    }
+
+    /// The images at these positions, in this order.
+    pub(crate) fn select(&self, positions: &[usize]) -> Self {
+        let mut selected = Self::default();
+        for &at in positions {
+            selected
+                .pixels
+                .extend_from_slice(&self.pixels[at * PIXELS..(at + 1) * PIXELS]);
+            selected.labels.push(self.labels[at]);
+        }
+        selected
+    }
+}
+
+/// Training and test images; `seed` decides which are which.
+pub(crate) fn load(seed: u64) -> anyhow::Result<(Images, Images)> {
+    let mut text = String::new();
+    GzDecoder::new(FILE)
+        .read_to_string(&mut text)
+        .context("the digits in this binary are damaged; build it anew")?;
+    let mut rows = text
+        .lines()
+        .enumerate()
+        .map(|(at, line)| row(line).with_context(|| format!("digits, line {}", at + 1)))
+        .collect::<anyhow::Result<Vec<_>>>()?;
+    ensure!(
+        rows.len() > TEST_IMAGES,
+        "digits: expected more than {TEST_IMAGES} images, found {}",
+        rows.len()
+    );
+    rows.shuffle(&mut ChaCha8Rng::seed_from_u64(seed));
+    let (mut train, mut test) = (Images::default(), Images::default());
+    let (held_back, rest) = rows.split_at(TEST_IMAGES);
+    held_back.iter().for_each(|row| test.push(row));
+    rest.iter().for_each(|row| train.push(row));
+    Ok((train, test))
+}
+
+/// One line: 64 pixels, then the digit.
+fn row(line: &str) -> anyhow::Result<([f32; PIXELS], u32)> {
+    let mut fields = line.split(',').map(str::parse::<u8>);
+    let mut pixels = [0.0; PIXELS];
+    for pixel in &mut pixels {
+        match fields.next() {
+            Some(Ok(value)) if value <= MAX_PIXEL => {
+                *pixel = f32::from(value) / f32::from(MAX_PIXEL);
+            }
+            other => bail!("expected a pixel from 0 to {MAX_PIXEL}, found {other:?}"),
+        }
+    }
+    match (fields.next(), fields.next()) {
+        (Some(Ok(label)), None) if usize::from(label) < CLASSES => Ok((pixels, label.into())),
+        other => bail!("expected a digit as the last field, found {other:?}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_digit_is_in_both_parts_and_the_split_is_the_seeds() {
+        let (train, test) = load(1).unwrap();
+        assert_eq!((train.len(), test.len()), (1437, 360));
+        for digit in 0..CLASSES as u32 {
+            assert!(train.labels.contains(&digit) && test.labels.contains(&digit));
+        }
+        assert_eq!(load(1).unwrap().1.labels, test.labels);
+        assert_ne!(load(2).unwrap().1.labels, test.labels);
+    }
+
+    #[test]
+    fn damaged_rows_are_refused() {
+        let good = vec!["3"; PIXELS + 1].join(",");
+        assert_eq!(row(&good).unwrap().1, 3);
+        for bad in [
+            "",
+            "1,2",
+            &good.replacen('3', "17", 1),
+            &format!("{good},1"),
+            &good.replacen('3', "x", 1),
+        ] {
+            assert!(row(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! Parameter descriptors from files.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, bail};
+use fusestep_tensor::{DType, ParamDesc, Shape};
+use fusestep_tensor_file::TensorFile;
+use serde::Deserialize;
+
+/// One entry of a shapes file: `[{"name": "fc.weight", "shape": [10, 64]}, …]`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ShapeEntry {
+    name: String,
+    shape: Vec<u64>,
+    dtype: Option<String>,
+}
+
+/// Parameters of a model, and what else was in its file.
+#[derive(Debug)]
+pub(crate) struct Model {
+    pub(crate) params: Vec<ParamDesc>,
+    /// Names of tensors that are not floating point and so no parameters.
+    pub(crate) buffers: Vec<String>,
+}
+
+/// Reads a `.json` file of shapes or a safetensors file; `dtype` is that of shapes without their own.
+pub(crate) fn read_model(path: &Path, dtype: DType) -> anyhow::Result<Model> {
+    if path.extension().and_then(OsStr::to_str) == Some("json") {
+        let params = read_shapes(path, dtype)?;
+        return Ok(Model {
+            params,
+            buffers: Vec::new(),
+        });
+    }
+    let file = TensorFile::read(path)?;
+    model_of(&file)
+}
+
+/// The descriptors of a file's tensors, in name order.
+pub(crate) fn model_of(file: &TensorFile) -> anyhow::Result<Model> {
+    let (mut params, mut buffers) = (Vec::new(), Vec::new());
+    for (name, entry) in file.entries() {
+        match entry.element_type() {
+            Some(dtype @ (DType::F32 | DType::F64 | DType::F16 | DType::BF16)) => {
+                params.push(ParamDesc::new(name, entry.shape.clone(), dtype));
+            }
+            Some(_) => buffers.push(name.clone()),
+            None if matches!(
+                entry.dtype_name().as_str(),
+                "bool" | "i8" | "i16" | "u16" | "u32" | "u64"
+            ) =>
+            {
+                buffers.push(name.clone());
+            }
+            None => bail!(
+                "{}: `{name}`: expected f32 or f64, found {}; cast the tensor",
+                file.path().display(),
+                entry.dtype_name()
+            ),
+        }
+    }
+    Ok(Model { params, buffers })
+}
+
+fn read_shapes(path: &Path, dtype: DType) -> anyhow::Result<Vec<ParamDesc>> {
+    let named = || path.display().to_string();
+    let text = fs::read_to_string(path).with_context(named)?;
+    let entries: Vec<ShapeEntry> = serde_json::from_str(&text)
+        .with_context(|| format!("{}: expected [{{\"name\": …, \"shape\": […]}}, …]", named()))?;
+    let mut params = Vec::with_capacity(entries.len());
+    for entry in entries {
+        let shape = Shape::new(entry.shape)
+            .with_context(|| format!("{}: `{}`", path.display(), entry.name))?;
+        let dtype = match &entry.dtype {
+            Some(name) => name
+                .parse()
+                .map_err(anyhow::Error::msg)
+                .with_context(|| format!("{}: `{}`", path.display(), entry.name))?,
+            None => dtype,
+        };
+        params.push(ParamDesc::new(entry.name, shape, dtype));
+    }
+    Ok(params)
+}

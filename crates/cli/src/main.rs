@@ -1,0 +1,59 @@
+//! The `fusestep` command: plan, step, train, bench, check.
+#![forbid(unsafe_code)]
+
+mod bench;
+mod check;
+mod digits;
+mod inputs;
+mod model;
+mod options;
+mod output;
+mod plan;
+mod report;
+mod step;
+mod train;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// The tail of a training step, fused: everything between the end of backward and the next forward.
+#[derive(Debug, Parser)]
+#[command(name = "fusestep", version, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Print what a step of a model would launch, and why
+    Plan(plan::PlanArgs),
+    /// Apply N optimizer steps to a file of parameters
+    Step(step::StepArgs),
+    /// Train a model on handwritten digits with the planned optimizer
+    Train(train::TrainArgs),
+    /// Time a step against the naive plan and the memory bandwidth of this machine
+    Bench(bench::BenchArgs),
+    /// Print what this machine offers and what is missing
+    Check(check::CheckArgs),
+}
+
+fn main() -> ExitCode {
+    // Usage errors end here with exit code 2 and clap's own message.
+    let cli = Cli::parse();
+    let done = match cli.command {
+        Command::Plan(args) => plan::run(&args),
+        Command::Step(args) => step::run(&args),
+        Command::Train(args) => train::run(&args),
+        Command::Bench(args) => bench::run(&args),
+        Command::Check(args) => check::run(&args),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! What goes to standard output.
+
+use std::io::{self, Write};
+use std::path::Path;
+
+use anyhow::Context;
+use fusestep_tensor_file::Prepared;
+use serde::Serialize;
+
+/// Prints text; a reader that closed the pipe is no error.
+pub(crate) fn print(text: &str) -> anyhow::Result<()> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        other => other.context("cannot write to standard output"),
+    }
+}
+
+/// Prints one JSON object.
+pub(crate) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
+    let text = serde_json::to_string(value).context("cannot form JSON")?;
+    print(&format!("{text}\n"))
+}
+
+/// Writes a page, all or nothing, and says so on standard error.
+pub(crate) fn write_page(path: &Path, page: &str) -> anyhow::Result<()> {
+    Prepared::bytes(path, page.as_bytes())?.commit()?;
+    eprintln!("wrote {}", path.display());
+    Ok(())
+}
+
+/// Nanoseconds as a readable duration.
+pub(crate) fn duration(nanoseconds: f64) -> String {
+    match nanoseconds {
+        n if n >= 1e9 => format!("{:.2} s", n / 1e9),
+        n if n >= 1e6 => format!("{:.2} ms", n / 1e6),
+        n if n >= 1e3 => format!("{:.1} µs", n / 1e3),
+        n => format!("{n:.0} ns"),
+    }
+}

@@ -1,0 +1,114 @@
+//! The page that `train --report` writes: curves and plan, nothing from outside.
+
+use std::fmt::Write;
+
+use fusestep_planner::{Plan, html_page};
+
+use crate::output::duration;
+use crate::train::{Epoch, TrainSummary};
+
+/// Size of a chart in SVG units, and the room for its labels.
+const WIDTH: f64 = 1000.0;
+const HEIGHT: f64 = 300.0;
+const LEFT: f64 = 70.0;
+const BOTTOM: f64 = 40.0;
+const TOP: f64 = 14.0;
+
+/// Labelled lines across a chart.
+const GRID_LINES: usize = 4;
+
+/// The page.
+pub(crate) fn report_page(summary: &TrainSummary, plan: &Plan) -> String {
+    let mut body = String::new();
+    let _ = writeln!(
+        body,
+        "<table><tr><td>test accuracy</td><td class=\"n\">{:.2} %</td></tr>\
+         <tr><td>final loss</td><td class=\"n\">{:.4}</td></tr>\
+         <tr><td>steps</td><td class=\"n\">{}</td></tr>\
+         <tr><td>optimizer, per step</td><td class=\"n\">{}</td></tr>\
+         <tr><td>candle's AdamW, per step</td><td class=\"n\">{}</td></tr>\
+         <tr><td>parameters (xxh3)</td><td class=\"n\">{}</td></tr></table>",
+        100.0 * summary.test_accuracy,
+        summary.final_loss,
+        summary.steps,
+        duration(summary.optimizer_ns_per_step),
+        duration(summary.candle_ns_per_step),
+        summary.params_hash,
+    );
+    let losses: Vec<f64> = summary.history.iter().map(|epoch| epoch.loss).collect();
+    let accuracies = |epoch: &Epoch| 100.0 * epoch.test_accuracy;
+    let accuracies: Vec<f64> = summary.history.iter().map(accuracies).collect();
+    body.push_str("<h2>Training loss by epoch</h2>\n");
+    body.push_str(&curve(&losses, "#4878a8", 3));
+    body.push_str("<h2>Test accuracy in % by epoch</h2>\n");
+    body.push_str(&curve(&accuracies, "#c27c3e", 1));
+    body.push_str("<h2>Plan of the optimizer step</h2>\n");
+    body.push_str(&plan.to_html_fragment());
+    html_page("fusestep train", &body)
+}
+
+/// A line over epochs 1, 2, …, with labelled axes.
+fn curve(values: &[f64], color: &str, decimals: usize) -> String {
+    let (low, high) = bounds(values);
+    let x = |at: usize| {
+        let last = values.len().saturating_sub(1).max(1) as f64;
+        LEFT + (WIDTH - LEFT - 20.0) * at as f64 / last
+    };
+    let y = |value: f64| TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / (high - low);
+    let mut svg = format!("<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" font-size=\"15\">");
+    for line in 0..=GRID_LINES {
+        let value = low + (high - low) * line as f64 / GRID_LINES as f64;
+        let _ = write!(
+            svg,
+            "<line x1=\"{LEFT}\" x2=\"{WIDTH}\" y1=\"{0:.1}\" y2=\"{0:.1}\" stroke=\"#8888\" stroke-width=\"1\"/>\
+             <text x=\"{1:.1}\" y=\"{2:.1}\" text-anchor=\"end\" fill=\"currentColor\">{value:.decimals$}</text>",
+            y(value),
+            LEFT - 8.0,
+            y(value) + 5.0,
+        );
+    }
+    let labels = values.len().div_ceil(10).max(1);
+    for at in (0..values.len()).step_by(labels) {
+        let _ = write!(
+            svg,
+            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\" fill=\"currentColor\">{}</text>",
+            x(at),
+            HEIGHT - BOTTOM + 24.0,
+            at + 1,
+        );
+    }
+    let points: Vec<String> = values
+        .iter()
+        .enumerate()
+        .map(|(at, &value)| format!("{:.1},{:.1}", x(at), y(value)))
+        .collect();
+    let _ = write!(
+        svg,
+        "<polyline points=\"{}\" fill=\"none\" stroke=\"{color}\" stroke-width=\"3\"/>",
+        points.join(" ")
+    );
+    for (at, &value) in values.iter().enumerate() {
+        let _ = write!(
+            svg,
+            "<circle cx=\"{:.1}\" cy=\"{:.1}\" r=\"4\" fill=\"{color}\"><title>epoch {}: {value:.4}</title></circle>",
+            x(at),
+            y(value),
+            at + 1,
+        );
+    }
+    svg.push_str("</svg>\n");
+    svg
+}
+
+/// The least and greatest value, apart even if all are equal.
+fn bounds(values: &[f64]) -> (f64, f64) {
+    let low = values.iter().copied().fold(f64::INFINITY, f64::min);
+    let high = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    if !low.is_finite() || !high.is_finite() {
+        return (0.0, 1.0);
+    }
+    if low == high {
+        return (low - 0.5, high + 0.5);
+    }
+    (low, high)
+}

@@ -1,0 +1,204 @@
+//! `fusestep step`: N optimizer steps on a file of parameters.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::{bail, ensure};
+use clap::Args;
+use fusestep_launch::Backend;
+use fusestep_planner::{Plan, State};
+use fusestep_tensor::{ParamDesc, Role};
+use fusestep_tensor_file::{Prepared, TensorBytes, TensorFile, check_writable};
+use serde::Serialize;
+
+use crate::inputs::{Model, model_of};
+use crate::options::{BackendArgs, OptimizerArgs, PlanningArgs};
+use crate::output::{duration, print, print_json};
+
+/// Flags of `step`.
+#[derive(Debug, Args)]
+pub(crate) struct StepArgs {
+    /// Parameters (.safetensors)
+    #[arg(long, value_name = "FILE")]
+    params: PathBuf,
+    /// Gradients (.safetensors): the parameters' names, shapes and dtypes
+    #[arg(long, value_name = "FILE")]
+    grads: PathBuf,
+    /// Optimizer state of an earlier run; without it the run starts at step 0
+    #[arg(long, value_name = "FILE")]
+    state: Option<PathBuf>,
+    #[command(flatten)]
+    optimizer: OptimizerArgs,
+    /// Steps to apply, each with the same gradients
+    #[arg(long, default_value_t = 1)]
+    steps: u64,
+    /// Where the parameters go; an existing file is replaced once the new one is complete
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+    /// Where the optimizer state goes
+    #[arg(long, value_name = "FILE")]
+    state_out: Option<PathBuf>,
+    #[command(flatten)]
+    backend: BackendArgs,
+    #[command(flatten)]
+    planning: PlanningArgs,
+    /// Print what was done as one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// What `--json` prints.
+#[derive(Debug, Serialize)]
+struct StepSummary {
+    /// Steps of this run.
+    steps: u64,
+    /// The state's step count after it.
+    step: u64,
+    /// Launches of one step.
+    launches: u64,
+    ns_per_step: f64,
+    parameters: usize,
+    elements: u64,
+    backend: &'static str,
+    optimizer: &'static str,
+}
+
+pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
+    let backend = args.backend.open(&args.planning)?;
+    let params = TensorFile::read(&args.params)?;
+    let grads = TensorFile::read(&args.grads)?;
+    let model = model_of(&params)?;
+    let plan = args
+        .planning
+        .planner(args.optimizer.rule(), backend.limits())
+        .plan(&model.params)?;
+    check_gradients(&model, &params, &grads)?;
+    // Whatever cannot be written is refused before any work.
+    check_writable(&args.out)?;
+    if let Some(path) = &args.state_out {
+        ensure!(
+            *path != args.out,
+            "--state-out: expected another file than --out, found {} for both",
+            path.display()
+        );
+        check_writable(path)?;
+    }
+
+    let mut state = plan.allocate(backend.as_ref())?;
+    for param in &model.params {
+        for (role, file) in [(Role::Param, &params), (Role::Grad, &grads)] {
+            let bytes = file.bytes(&param.name).unwrap_or_default();
+            state.write(backend.as_ref(), role, &param.name, bytes)?;
+        }
+    }
+    drop(grads);
+    if let Some(path) = &args.state {
+        state.load(backend.as_ref(), path)?;
+    }
+    let summary = run_steps(args, &plan, &mut state, backend.as_ref())?;
+    write_files(args, &params, &model, &state, backend.as_ref())?;
+    if args.json {
+        return print_json(&summary);
+    }
+    print(&format!(
+        "{} {} steps on {} ({} parameters, {} elements): {} launches and {} per step; wrote {}\n",
+        summary.steps,
+        summary.optimizer,
+        summary.backend,
+        summary.parameters,
+        summary.elements,
+        summary.launches,
+        duration(summary.ns_per_step),
+        args.out.display(),
+    ))
+}
+
+fn run_steps(
+    args: &StepArgs,
+    plan: &Plan,
+    state: &mut State,
+    backend: &dyn Backend,
+) -> anyhow::Result<StepSummary> {
+    let start = Instant::now();
+    let mut launches = plan.launches() as u64;
+    for _ in 0..args.steps {
+        launches = plan.run(state, backend)?.launches;
+    }
+    backend.synchronize()?;
+    let nanoseconds = start.elapsed().as_nanos() as f64;
+    Ok(StepSummary {
+        steps: args.steps,
+        step: state.step(),
+        launches,
+        ns_per_step: nanoseconds / args.steps.max(1) as f64,
+        parameters: plan.params().len(),
+        elements: plan.elements(),
+        backend: backend.name(),
+        optimizer: plan.optimizer().name(),
+    })
+}
+
+/// Requires a gradient of equal shape and dtype for every parameter and none besides.
+fn check_gradients(model: &Model, params: &TensorFile, grads: &TensorFile) -> anyhow::Result<()> {
+    let path = grads.path().display();
+    for ParamDesc {
+        name, shape, dtype, ..
+    } in &model.params
+    {
+        let Some(entry) = grads.entries().get(name) else {
+            bail!(
+                "{path}: gradient of `{name}`: expected {dtype} {shape}, found no tensor of this name"
+            );
+        };
+        ensure!(
+            entry.element_type() == Some(*dtype) && entry.shape == *shape,
+            "{path}: gradient of `{name}`: expected {dtype} {shape} like the parameter, found {} {}",
+            entry.dtype_name(),
+            entry.shape,
+        );
+    }
+    for name in grads.entries().keys() {
+        let known = params.entries().contains_key(name) && !model.buffers.contains(name);
+        ensure!(
+            known,
+            "{path}: gradient `{name}`: expected a parameter of this name in {}, found none",
+            params.path().display()
+        );
+    }
+    Ok(())
+}
+
+/// Writes parameters and state: both complete on disk before the first replaces anything.
+fn write_files(
+    args: &StepArgs,
+    input: &TensorFile,
+    model: &Model,
+    state: &State,
+    backend: &dyn Backend,
+) -> anyhow::Result<()> {
+    let mut tensors = Vec::with_capacity(input.entries().len());
+    for param in &model.params {
+        let len_bytes = input.bytes(&param.name).map_or(0, <[u8]>::len);
+        let mut bytes = vec![0; len_bytes];
+        state.read(backend, Role::Param, &param.name, &mut bytes)?;
+        let tensor = TensorBytes::of(param.dtype, &param.shape, Cow::Owned(bytes));
+        tensors.push((param.name.clone(), tensor));
+    }
+    for name in &model.buffers {
+        if let (Some(entry), Some(bytes)) = (input.entries().get(name), input.bytes(name)) {
+            tensors.push((name.clone(), entry.with_bytes(bytes)));
+        }
+    }
+    let metadata: HashMap<String, String> = input.metadata().clone();
+    let mut prepared = vec![Prepared::tensors(&args.out, &tensors, metadata)?];
+    if let Some(path) = &args.state_out {
+        let state = state.to_tensors(backend)?;
+        prepared.push(Prepared::tensors(path, &state.tensors, state.metadata)?);
+    }
+    for file in prepared {
+        file.commit()?;
+    }
+    Ok(())
+}

@@ -1,0 +1,276 @@
+//! `fusestep train`: a small model learns handwritten digits with the planned optimizer.
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::bail;
+use candle_core::backprop::GradStore;
+use candle_core::{Tensor, Var};
+use candle_nn::{Optimizer, ParamsAdamW};
+use clap::Args;
+use fusestep_candle::AdamW;
+use indicatif::{ProgressBar, ProgressStyle};
+use rand::SeedableRng;
+use rand::seq::SliceRandom;
+use rand_chacha::ChaCha8Rng;
+use serde::Serialize;
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::digits::{self, Images};
+use crate::model::Mlp;
+use crate::options::threads;
+use crate::output::{duration, print, print_json, write_page};
+use crate::report::report_page;
+
+/// Flags of `train`.
+#[derive(Debug, Args)]
+pub(crate) struct TrainArgs {
+    /// Passes over the training images
+    #[arg(long, default_value_t = 20)]
+    epochs: usize,
+    /// Images of one step
+    #[arg(long, default_value = "32")]
+    batch: NonZeroUsize,
+    /// Learning rate per step
+    #[arg(long, default_value_t = 2e-3, allow_hyphen_values = true)]
+    lr: f64,
+    /// Weight decay
+    #[arg(long, default_value_t = 0.01, allow_hyphen_values = true)]
+    weight_decay: f64,
+    /// Decides the first parameters, the split and the order of images
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Threads of the optimizer [default: all]
+    #[arg(long)]
+    threads: Option<NonZeroUsize>,
+    /// One launch per tensor, no pass
+    #[arg(long)]
+    naive: bool,
+    /// Write a page with the curves and the plan
+    #[arg(long, value_name = "FILE")]
+    report: Option<PathBuf>,
+    /// Print the result as one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// What `--json` prints.
+#[derive(Debug, Serialize)]
+pub(crate) struct TrainSummary {
+    pub(crate) epochs: usize,
+    pub(crate) steps: u64,
+    pub(crate) final_loss: f64,
+    pub(crate) test_accuracy: f64,
+    /// Mean time of our optimizer's step.
+    pub(crate) optimizer_ns_per_step: f64,
+    /// Mean time of candle's AdamW on the same gradients.
+    pub(crate) candle_ns_per_step: f64,
+    /// xxh3 of all parameter bytes in name order.
+    pub(crate) params_hash: String,
+    pub(crate) launches_per_step: usize,
+    pub(crate) history: Vec<Epoch>,
+}
+
+/// One pass over the training images.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Epoch {
+    /// Mean training loss.
+    pub(crate) loss: f64,
+    pub(crate) test_accuracy: f64,
+}
+
+pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
+    let (train, test) = digits::load(args.seed)?;
+    let model = Mlp::new(args.seed)?;
+    let params = ParamsAdamW {
+        lr: args.lr,
+        weight_decay: args.weight_decay,
+        ..ParamsAdamW::default()
+    };
+    let make = if args.naive {
+        AdamW::naive
+    } else {
+        AdamW::with_threads
+    };
+    let optimizer = make(model.parameters(), params.clone(), threads(args.threads))?;
+    let shadow = Shadow::new(&model.parameters(), params)?;
+    if !args.json {
+        print(&format!(
+            "{} training and {} test images of handwritten digits\n{}",
+            train.len(),
+            test.len(),
+            optimizer.plan()
+        ))?;
+    }
+    let mut training = Training {
+        model,
+        optimizer,
+        shadow,
+        optimizer_ns: 0.0,
+        steps: 0,
+    };
+    let history = training.run(args, &train, &test)?;
+    let summary = training.summary(args, history)?;
+    if let Some(path) = &args.report {
+        write_page(path, &report_page(&summary, training.optimizer.plan()))?;
+    }
+    if args.json {
+        return print_json(&summary);
+    }
+    print(&summary.to_string())
+}
+
+impl std::fmt::Display for TrainSummary {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(
+            f,
+            "{} epochs, {} steps: loss {:.4}, test accuracy {:.2} %",
+            self.epochs,
+            self.steps,
+            self.final_loss,
+            100.0 * self.test_accuracy
+        )?;
+        writeln!(
+            f,
+            "optimizer: {} and {} launches per step; candle's AdamW on the same gradients: {} ({:.1} times as long)",
+            duration(self.optimizer_ns_per_step),
+            self.launches_per_step,
+            duration(self.candle_ns_per_step),
+            self.candle_ns_per_step / self.optimizer_ns_per_step,
+        )?;
+        writeln!(f, "parameters: xxh3 {}", self.params_hash)
+    }
+}
+
+/// A model being trained.
+struct Training {
+    model: Mlp,
+    optimizer: AdamW,
+    shadow: Shadow,
+    optimizer_ns: f64,
+    steps: u64,
+}
+
+impl Training {
+    fn run(
+        &mut self,
+        args: &TrainArgs,
+        train: &Images,
+        test: &Images,
+    ) -> anyhow::Result<Vec<Epoch>> {
+        let mut rng = ChaCha8Rng::seed_from_u64(args.seed.wrapping_add(1));
+        let mut order: Vec<usize> = (0..train.len()).collect();
+        let batch = args.batch.get();
+        let bar = progress_bar((args.epochs * train.len().div_ceil(batch)) as u64);
+        let mut history = Vec::with_capacity(args.epochs);
+        for epoch in 1..=args.epochs {
+            order.shuffle(&mut rng);
+            let mut sum = 0.0;
+            for positions in order.chunks(batch) {
+                let loss = self.step(&train.select(positions))?;
+                if !loss.is_finite() {
+                    bail!(
+                        "epoch {epoch}: expected a finite loss, found {loss}; use a smaller --lr"
+                    );
+                }
+                sum += loss * positions.len() as f64;
+                bar.inc(1);
+            }
+            let epoch = Epoch {
+                loss: sum / train.len() as f64,
+                test_accuracy: self.model.accuracy(test)?,
+            };
+            bar.set_message(format!(
+                "loss {:.4}  test accuracy {:.2} %",
+                epoch.loss,
+                100.0 * epoch.test_accuracy
+            ));
+            history.push(epoch);
+        }
+        bar.finish();
+        Ok(history)
+    }
+
+    /// One forward, backward and update; returns the loss.
+    fn step(&mut self, images: &Images) -> anyhow::Result<f64> {
+        let loss = self.model.loss(images)?;
+        let grads = loss.backward()?;
+        self.shadow.step(&self.optimizer, &grads)?;
+        let start = Instant::now();
+        self.optimizer.step(&grads)?;
+        self.optimizer_ns += start.elapsed().as_nanos() as f64;
+        self.steps += 1;
+        Ok(f64::from(loss.to_scalar::<f32>()?))
+    }
+
+    fn summary(&self, args: &TrainArgs, history: Vec<Epoch>) -> anyhow::Result<TrainSummary> {
+        let last = history.last().copied().unwrap_or(Epoch {
+            loss: f64::NAN,
+            test_accuracy: 0.0,
+        });
+        let steps = self.steps.max(1) as f64;
+        Ok(TrainSummary {
+            epochs: args.epochs,
+            steps: self.steps,
+            final_loss: last.loss,
+            test_accuracy: last.test_accuracy,
+            optimizer_ns_per_step: self.optimizer_ns / steps,
+            candle_ns_per_step: self.shadow.ns / steps,
+            params_hash: params_hash(&self.optimizer)?,
+            launches_per_step: self.optimizer.plan().launches(),
+            history,
+        })
+    }
+}
+
+/// candle's AdamW on copies of the variables, given the same gradients: what the step would have cost.
+struct Shadow {
+    vars: Vec<Var>,
+    optimizer: candle_nn::AdamW,
+    ns: f64,
+}
+
+impl Shadow {
+    fn new(vars: &[(String, Var)], params: ParamsAdamW) -> candle_core::Result<Self> {
+        let copies: candle_core::Result<Vec<Var>> = vars
+            .iter()
+            .map(|(_, var)| Var::from_tensor(&var.as_tensor().copy()?.detach()))
+            .collect();
+        let vars = copies?;
+        Ok(Self {
+            optimizer: candle_nn::AdamW::new(vars.clone(), params)?,
+            vars,
+            ns: 0.0,
+        })
+    }
+
+    fn step(&mut self, ours: &AdamW, grads: &GradStore) -> candle_core::Result<()> {
+        let mut own = GradStore::default();
+        for ((_, var), copy) in ours.variables().zip(&self.vars) {
+            if let Some(grad) = grads.get(var) {
+                own.insert(copy, grad.clone());
+            }
+        }
+        let start = Instant::now();
+        self.optimizer.step(&own)?;
+        self.ns += start.elapsed().as_nanos() as f64;
+        Ok(())
+    }
+}
+
+fn params_hash(optimizer: &AdamW) -> candle_core::Result<String> {
+    let mut hasher = Xxh3::new();
+    for (_, var) in optimizer.variables() {
+        let values: Vec<f32> = Tensor::flatten_all(var)?.to_vec1()?;
+        hasher.update(bytemuck::cast_slice(&values));
+    }
+    Ok(format!("{:016x}", hasher.digest()))
+}
+
+fn progress_bar(steps: u64) -> ProgressBar {
+    let bar = ProgressBar::new(steps);
+    let style = ProgressStyle::with_template("{bar:40} {pos}/{len} steps  {msg}");
+    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    bar
+}

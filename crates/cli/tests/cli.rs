@@ -1,0 +1,466 @@
+//! The built command, as a user meets it: results, bad input, files that survive.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView, serialize};
+use serde_json::Value;
+
+struct Folder(tempfile::TempDir);
+
+impl Folder {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// Parameters and gradients that belong together.
+    fn model(&self) -> (PathBuf, PathBuf) {
+        let sizes = [("b", 1), ("a", 17), ("empty", 0), ("c", 70_001)];
+        let scaled = |factor: f32| -> Vec<(&str, Vec<f32>)> {
+            let values = |numel: usize| -> Vec<f32> {
+                let value = |i: usize| ((i * 7919 + 13) % 1999) as f32 * factor - 1000.0 * factor;
+                (0..numel).map(value).collect()
+            };
+            let tensors = sizes.iter().map(|&(name, numel)| (name, values(numel)));
+            tensors.collect()
+        };
+        let (params, grads) = (self.path("p.safetensors"), self.path("g.safetensors"));
+        write(&params, &scaled(1e-4));
+        write(&grads, &scaled(-1e-5));
+        (params, grads)
+    }
+
+    fn files(&self) -> usize {
+        fs::read_dir(self.0.path()).unwrap().count()
+    }
+}
+
+fn write(path: &Path, tensors: &[(&str, Vec<f32>)]) {
+    let views = tensors.iter().map(|(name, values)| {
+        let view = TensorView::new(Dtype::F32, vec![values.len()], bytemuck::cast_slice(values));
+        (*name, view.unwrap())
+    });
+    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    fs::write(path, serialize(views, Some(metadata)).unwrap()).unwrap();
+}
+
+/// A tensor's bytes and the metadata of a file.
+fn tensor(path: &Path, name: &str) -> Vec<u8> {
+    let bytes = fs::read(path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    file.tensor(name).unwrap().data().to_vec()
+}
+
+fn fusestep(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_fusestep"))
+        .args(args)
+        .output()
+        .unwrap()
+}
+
+fn ok(args: &[&str]) -> String {
+    let output = fusestep(args);
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{args:?}: {error}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// The message of a run that must fail without a panic.
+fn refused(args: &[&str]) -> String {
+    let output = fusestep(args);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        matches!(output.status.code(), Some(1 | 2)),
+        "{args:?}: {:?} {error}",
+        output.status
+    );
+    assert!(error.contains("error: "), "{args:?}: {error}");
+    error
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+#[test]
+fn a_step_is_the_same_however_it_runs_and_keeps_the_files_metadata() {
+    let folder = Folder::new();
+    let (params, grads) = folder.model();
+    let run = |out: &str, more: &[&str]| {
+        let out = folder.path(out);
+        let mut args = vec!["step", "--params", text(&params), "--grads", text(&grads)];
+        args.extend(["--lr", "1e-2", "--out", text(&out)]);
+        args.extend(more);
+        ok(&args);
+        fs::read(&out).unwrap()
+    };
+    for optimizer in ["adamw", "adam"] {
+        let first = run("first", &["--steps", "3", "--optimizer", optimizer]);
+        for more in [
+            vec!["--naive"],
+            vec!["--threads", "1"],
+            vec!["--threads", "3"],
+            vec!["--argument-bytes", "4096"],
+            vec!["--argument-bytes", "200", "--threads", "2"],
+        ] {
+            let mut args = vec!["--steps", "3", "--optimizer", optimizer];
+            args.extend(more);
+            assert!(run("other", &args) == first, "{args:?}");
+        }
+        assert_ne!(first, fs::read(&params).unwrap());
+        let file = SafeTensors::read_metadata(&first).unwrap().1;
+        assert_eq!(file.metadata().as_ref().unwrap()["format"], "pt");
+    }
+    let amsgrad = run("amsgrad", &["--steps", "2", "--amsgrad", "--maximize"]);
+    assert!(
+        run(
+            "amsgrad",
+            &["--steps", "2", "--amsgrad", "--maximize", "--naive"]
+        ) == amsgrad
+    );
+}
+
+#[test]
+fn three_steps_are_one_and_two_through_the_state_file() {
+    let folder = Folder::new();
+    let (params, grads) = folder.model();
+    let [whole, one, three, state, state_3] =
+        ["whole", "one", "three", "state", "state3"].map(|name| folder.path(name));
+    let run = |params: &Path, out: &Path, state_out: &Path, more: &[&str]| {
+        let mut args = vec!["step", "--params", text(params), "--grads", text(&grads)];
+        args.extend([
+            "--out",
+            text(out),
+            "--state-out",
+            text(state_out),
+            "--lr",
+            "0.01",
+        ]);
+        args.extend(more);
+        ok(&args)
+    };
+    run(&params, &whole, &state_3, &["--steps", "3"]);
+    run(&params, &one, &state, &["--steps", "1"]);
+    let json = run(
+        &one,
+        &three,
+        &state,
+        &["--steps", "2", "--state", text(&state), "--json"],
+    );
+    assert_eq!(fs::read(&whole).unwrap(), fs::read(&three).unwrap());
+    // The header's order is a hash map's, the tensors are not.
+    assert_eq!(tensor(&state, "c@moment1"), tensor(&state_3, "c@moment1"));
+    assert_eq!(tensor(&state, "c@moment2"), tensor(&state_3, "c@moment2"));
+    let json: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!((&json["steps"], &json["step"]), (&2.into(), &3.into()));
+    let bytes = fs::read(&state).unwrap();
+    let metadata = SafeTensors::read_metadata(&bytes).unwrap().1;
+    assert_eq!(metadata.metadata().as_ref().unwrap()["step"], "3");
+}
+
+#[test]
+fn settings_out_of_range_are_refused_and_nothing_is_written() {
+    let folder = Folder::new();
+    let (params, grads) = folder.model();
+    let out = folder.path("out");
+    fs::write(&out, "precious").unwrap();
+    let files = folder.files();
+    for (more, message) in [
+        (
+            vec!["--lr", "nan"],
+            "lr: expected a finite value of at least 0, found NaN",
+        ),
+        (
+            vec!["--lr", "-1"],
+            "lr: expected a finite value of at least 0, found -1",
+        ),
+        (
+            vec!["--lr", "inf"],
+            "lr: expected a finite value of at least 0, found inf",
+        ),
+        (
+            vec!["--beta1", "1"],
+            "beta1: expected a value in [0, 1), found 1",
+        ),
+        (
+            vec!["--beta2", "-0.1"],
+            "beta2: expected a value in [0, 1), found -0.1",
+        ),
+        (
+            vec!["--eps", "-1e-8"],
+            "eps: expected a finite value of at least 0",
+        ),
+        (
+            vec!["--weight-decay", "-1"],
+            "weight_decay: expected a finite value of at least 0",
+        ),
+        (
+            vec!["--optimizer", "nosuch"],
+            "possible values: adamw, adam",
+        ),
+        (vec!["--argument-bytes", "40"], "argument"),
+        (vec!["--threads", "0"], "--threads"),
+        (
+            vec!["--state-out", text(&out)],
+            "--state-out: expected another file than --out",
+        ),
+        (
+            vec!["--state", "/no/such/state"],
+            "/no/such/state: cannot open",
+        ),
+    ] {
+        let mut args = vec!["step", "--params", text(&params), "--grads", text(&grads)];
+        args.extend(["--out", text(&out)]);
+        args.extend(more);
+        let error = refused(&args);
+        assert!(error.contains(message), "{error}\nlacks {message}");
+        assert_eq!(fs::read(&out).unwrap(), b"precious");
+        assert_eq!(folder.files(), files);
+    }
+}
+
+#[test]
+fn files_that_do_not_fit_are_refused_and_nothing_is_written() {
+    let folder = Folder::new();
+    let (params, grads) = folder.model();
+    let good = fs::read(&params).unwrap();
+    let bad = |name: &str, bytes: &[u8]| {
+        let path = folder.path(name);
+        fs::write(&path, bytes).unwrap();
+        path
+    };
+    let tensors = |name: &str, tensors: &[(&str, Vec<f32>)]| {
+        let path = folder.path(name);
+        write(&path, tensors);
+        path
+    };
+    let mut long = u64::MAX.to_le_bytes().to_vec();
+    long.extend_from_slice(&good[8..]);
+    let values = vec![0.0; 17];
+    let all = |c: usize| {
+        vec![
+            ("a", values.clone()),
+            ("b", vec![1.0]),
+            ("empty", vec![]),
+            ("c", vec![0.0; c]),
+        ]
+    };
+    let mut extra = all(70_001);
+    extra.push(("zzz", vec![0.0]));
+    let missing = folder.path("missing");
+    let cases = [
+        (
+            &params,
+            bad("cut", &good[..good.len() - 3]),
+            "tensor data: expected",
+        ),
+        (
+            &params,
+            bad("long", &long),
+            "header: expected at most 100000000 bytes",
+        ),
+        (&params, missing.clone(), "missing: cannot open"),
+        (
+            &params,
+            tensors("fewer", &all(70_001)[..3]),
+            "gradient of `c`: expected f32 [70001], found no tensor of this name",
+        ),
+        (
+            &params,
+            tensors("extra", &extra),
+            "gradient `zzz`: expected a parameter of this name",
+        ),
+        (
+            &params,
+            tensors("shape", &all(70_000)),
+            "gradient of `c`: expected f32 [70001] like the parameter, found f32 [70000]",
+        ),
+        (&missing, grads.clone(), "missing: cannot open"),
+        (&folder.path("cut"), grads.clone(), "tensor data: expected"),
+    ];
+    for (params, grads, message) in cases {
+        let out = folder.path("out");
+        let error = refused(&[
+            "step",
+            "--params",
+            text(params),
+            "--grads",
+            text(&grads),
+            "--out",
+            text(&out),
+        ]);
+        assert!(error.contains(message), "{error}\nlacks {message}");
+        assert!(!out.exists());
+    }
+    for out in ["/no/such/folder/out", text(&params.join("x")), "/"] {
+        refused(&[
+            "step",
+            "--params",
+            text(&params),
+            "--grads",
+            text(&grads),
+            "--out",
+            out,
+        ]);
+    }
+    assert_eq!(fs::read(&params).unwrap(), good);
+}
+
+#[test]
+fn a_state_of_another_model_is_refused() {
+    let folder = Folder::new();
+    let (params, grads) = folder.model();
+    let (small, state, out) = (
+        folder.path("small"),
+        folder.path("state"),
+        folder.path("out"),
+    );
+    write(&small, &[("a", vec![1.0; 17])]);
+    ok(&[
+        "step",
+        "--params",
+        text(&small),
+        "--grads",
+        text(&small),
+        "--out",
+        text(&out),
+        "--state-out",
+        text(&state),
+    ]);
+    let before = fs::read(&out).unwrap();
+    let args = [
+        "step",
+        "--params",
+        text(&params),
+        "--grads",
+        text(&grads),
+        "--state",
+        text(&state),
+        "--out",
+        text(&out),
+    ];
+    let error = refused(&args);
+    assert!(
+        error.contains("`b@moment1`: expected f32 [1], found no such tensor"),
+        "{error}"
+    );
+    assert_eq!(fs::read(&out).unwrap(), before);
+}
+
+#[test]
+fn cuda_without_a_device_is_one_clear_error() {
+    let folder = Folder::new();
+    let (params, grads) = folder.model();
+    let out = folder.path("out");
+    let args = [
+        "step",
+        "--params",
+        text(&params),
+        "--grads",
+        text(&grads),
+        "--out",
+        text(&out),
+        "--backend",
+        "cuda",
+    ];
+    if cfg!(not(feature = "cuda")) {
+        let error = refused(&args);
+        assert!(error.starts_with("error: cuda: "), "{error}");
+        assert!(!out.exists());
+    }
+}
+
+#[test]
+fn plan_reads_shapes_and_models_and_names_what_is_wrong() {
+    let folder = Folder::new();
+    let (params, _) = folder.model();
+    let json: Value = serde_json::from_str(&ok(&["plan", text(&params), "--json"])).unwrap();
+    assert_eq!(json["parameters"], 4);
+    assert_eq!(json["elements"], 70_019);
+    let page = folder.path("plan.html");
+    let printed = ok(&["plan", text(&params), "--html", text(&page)]);
+    assert!(printed.contains("4 parameters, 70,019 elements"));
+    assert!(fs::read_to_string(&page).unwrap().contains("<svg"));
+    let shapes = folder.path("shapes.json");
+    for (content, message) in [
+        (
+            r#"[{"name":"a","shape":[2]},{"name":"a","shape":[3]}]"#,
+            "`a`",
+        ),
+        (r#"[{"name":"a","shape":[-2]}]"#, "expected [{\"name\""),
+        (r#"[{"name":"a","shape":[4294967296,4294967296,2]}]"#, "`a`"),
+        (r#"[{"name":"a","shape":[2],"dtype":"f33"}]"#, "`a`"),
+        (
+            r#"[{"name":"a","shape":[2],"dtype":"i32"}]"#,
+            "`a`: expected f32 or f64",
+        ),
+        ("{", "expected [{\"name\""),
+    ] {
+        fs::write(&shapes, content).unwrap();
+        let error = refused(&["plan", text(&shapes)]);
+        assert!(error.contains(message), "{error}\nlacks {message}");
+    }
+}
+
+#[test]
+fn training_reaches_97_percent_with_the_same_parameters_fused_and_naive() {
+    let folder = Folder::new();
+    let report = folder.path("report.html");
+    let run = |more: &[&str]| -> Value {
+        let mut args = vec!["train", "--json"];
+        args.extend(more);
+        serde_json::from_str(&ok(&args)).unwrap()
+    };
+    let fused = run(&["--report", text(&report)]);
+    let naive = run(&["--naive", "--threads", "1"]);
+    assert!(fused["test_accuracy"].as_f64().unwrap() >= 0.97);
+    assert_eq!(fused["params_hash"], naive["params_hash"]);
+    assert_ne!(fused["params_hash"], run(&["--seed", "2"])["params_hash"]);
+    let page = fs::read_to_string(&report).unwrap();
+    assert!(page.contains("<polyline") && !page.contains("http"));
+    let error = refused(&["train", "--lr", "1e9", "--epochs", "2"]);
+    assert!(error.contains("expected a finite loss"), "{error}");
+}
+
+#[test]
+fn bench_and_check_print_their_numbers() {
+    let folder = Folder::new();
+    let shapes = folder.path("shapes.json");
+    fs::write(
+        &shapes,
+        r#"[{"name":"a","shape":[1000]},{"name":"b","shape":[7, 11]}]"#,
+    )
+    .unwrap();
+    let json = ok(&[
+        "bench",
+        text(&shapes),
+        "--rounds",
+        "1",
+        "--peer",
+        "candle",
+        "--json",
+    ]);
+    let json: Value = serde_json::from_str(&json).unwrap();
+    for key in [
+        "ns_per_step",
+        "naive_ns_per_step",
+        "gb_per_s",
+        "ceiling_gb_per_s",
+        "share_of_ceiling",
+        "candle_ns_per_step",
+    ] {
+        assert!(json[key].as_f64().unwrap() > 0.0, "{key}");
+    }
+    assert_eq!(json["bytes_per_step"], 28 * 1077);
+    let found = ok(&["check"]);
+    for part in ["simd", "threads", "cuda", "mpi", "nccl"] {
+        assert!(found.contains(part), "{found}");
+    }
+}

@@ -1,0 +1,121 @@
+//! Modules, loaded once per stem, and their functions, looked up once per entry.
+
+use std::ffi::CString;
+use std::ptr;
+
+use cust::sys::{self, CUfunction, CUmodule, CUresult};
+use fusestep_kernels::ArgumentBlock;
+use fusestep_launch::{BackendError, MultiTensorKernel};
+
+use crate::session::unavailable;
+use crate::status::check;
+
+/// Words of the largest argument block.
+const BLOCK_WORDS: usize = ArgumentBlock::Large.len_bytes() / 8;
+
+/// What launches reuse: functions and the argument bytes.
+#[derive(Debug)]
+pub(crate) struct Kernels {
+    functions: Vec<Function>,
+    modules: Vec<Module>,
+    /// The argument block; words, because the driver copies it for parameters that are aligned to 8 bytes.
+    pub(crate) block: Box<[u64; BLOCK_WORDS]>,
+}
+
+#[derive(Debug)]
+struct Module {
+    stem: &'static str,
+    handle: CUmodule,
+}
+
+#[derive(Debug)]
+struct Function {
+    entry: &'static str,
+    block: ArgumentBlock,
+    handle: CUfunction,
+}
+
+// SAFETY: module and function handles belong to the context, not to a thread; the driver locks them itself.
+unsafe impl Send for Kernels {}
+
+impl Kernels {
+    pub(crate) fn new() -> Self {
+        Self {
+            functions: Vec::new(),
+            modules: Vec::new(),
+            block: Box::new([0; BLOCK_WORDS]),
+        }
+    }
+
+    /// The kernel's function for argument blocks of this size; the context must be current.
+    ///
+    /// Only the first call for an entry allocates.
+    pub(crate) fn function(
+        &mut self,
+        kernel: &dyn MultiTensorKernel,
+        block: ArgumentBlock,
+    ) -> Result<CUfunction, BackendError> {
+        let entry = kernel.entry();
+        let known = self
+            .functions
+            .iter()
+            .find(|function| function.entry == entry && function.block == block);
+        if let Some(function) = known {
+            return Ok(function.handle);
+        }
+        let module = self.module(kernel.stem())?;
+        let name = fusestep_kernels::entry(entry, block);
+        let c_name = CString::new(name.as_str())
+            .map_err(|_| unavailable(format!("the entry `{name}` holds a zero byte")))?;
+        let mut handle = ptr::null_mut();
+        // SAFETY: the module is loaded until `self` is dropped; the name ends in 0.
+        let status = unsafe { sys::cuModuleGetFunction(&mut handle, module, c_name.as_ptr()) };
+        check(status, || format!("looking up the entry `{name}`"))?;
+        self.functions.push(Function {
+            entry,
+            block,
+            handle,
+        });
+        Ok(handle)
+    }
+
+    fn module(&mut self, stem: &'static str) -> Result<CUmodule, BackendError> {
+        if let Some(module) = self.modules.iter().find(|module| module.stem == stem) {
+            return Ok(module.handle);
+        }
+        let ptx = fusestep_kernels::ptx(stem).ok_or_else(|| {
+            let known: Vec<_> = fusestep_kernels::stems().collect();
+            unavailable(format!(
+                "there is no PTX of `{stem}`, only of {}; use the cpu backend",
+                known.join(", ")
+            ))
+        })?;
+        let text = CString::new(ptx)
+            .map_err(|_| unavailable(format!("the PTX of `{stem}` holds a zero byte")))?;
+        let mut handle = ptr::null_mut();
+        // SAFETY: the image ends in 0, as PTX must, and is copied by the call.
+        let status = unsafe { sys::cuModuleLoadData(&mut handle, text.as_ptr().cast()) };
+        check(status, || {
+            let version = ptx.lines().find(|line| line.starts_with(".version"));
+            let hint = match status {
+                CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION => "; a newer driver reads it",
+                _ => "",
+            };
+            format!(
+                "loading the PTX of `{stem}` ({}{hint})",
+                version.unwrap_or("no version")
+            )
+        })?;
+        self.modules.push(Module { stem, handle });
+        Ok(handle)
+    }
+
+    /// Unloads the modules; the context must be current and nothing that was launched may still run.
+    pub(crate) fn unload(&mut self) {
+        self.functions.clear();
+        for module in self.modules.drain(..) {
+            // SAFETY: each handle comes from a successful load and is unloaded once; its functions are forgotten above.
+            let _ = unsafe { sys::cuModuleUnload(module.handle) };
+        }
+    }
+}

@@ -1,0 +1,25 @@
+#![doc = include_str!("../README.md")]
+#![cfg_attr(not(feature = "cuda"), forbid(unsafe_code))]
+
+#[cfg(not(feature = "cuda"))]
+mod absent;
+#[cfg(feature = "cuda")]
+mod backend;
+#[cfg(feature = "cuda")]
+mod buffer;
+mod info;
+#[cfg(feature = "cuda")]
+mod kernels;
+#[cfg(feature = "cuda")]
+mod session;
+#[cfg(feature = "cuda")]
+mod status;
+
+#[cfg(not(feature = "cuda"))]
+pub use absent::CudaBackend;
+#[cfg(feature = "cuda")]
+pub use backend::CudaBackend;
+pub use info::DeviceInfo;
+
+/// The backend's name in messages.
+const NAME: &str = "cuda";

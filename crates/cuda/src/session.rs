@@ -1,0 +1,168 @@
+//! One opened device: its context, a stream, and what it offers.
+
+use std::ffi::{CStr, c_char};
+
+use cust::context::Context;
+use cust::device::Device;
+use cust::stream::{Stream, StreamFlags};
+use cust::sys::{self, CUdevice_attribute, CUresult, CUstream};
+use fusestep_launch::{ARGUMENT_BYTES_CLASSIC, ARGUMENT_BYTES_LARGE, BackendError};
+
+use crate::status::{check, describe, wrapped};
+use crate::{DeviceInfo, NAME};
+
+/// The driver from which on a launch takes large arguments: CUDA 12.1.
+const LARGE_ARGUMENTS_DRIVER: (u32, u32) = (12, 1);
+
+/// The compute capability that the PTX is compiled for, and from which on a launch takes large arguments.
+const LEAST_COMPUTE_CAPABILITY: (u32, u32) = (7, 0);
+
+/// A device that is kept open by the backend and by each of its buffers.
+#[derive(Debug)]
+pub(crate) struct Session {
+    // Declared before the context: the stream goes first.
+    stream: Stream,
+    context: Context,
+    pub(crate) info: DeviceInfo,
+}
+
+impl Session {
+    pub(crate) fn open(ordinal: u32) -> Result<Self, BackendError> {
+        // SAFETY: no precondition; 0 is the only value for the flags.
+        let status = unsafe { sys::cuInit(0) };
+        if status != CUresult::CUDA_SUCCESS {
+            return Err(unavailable(format!(
+                "the driver does not start, with code {}: {}; check the output of `nvidia-smi`, or use the cpu backend",
+                status as i32,
+                describe(status)
+            )));
+        }
+        let info = read_info(ordinal)?;
+        if info.compute_capability < LEAST_COMPUTE_CAPABILITY {
+            let (major, minor) = info.compute_capability;
+            return Err(unavailable(format!(
+                "device {ordinal} ({}): expected compute capability 7.0 or newer, found {major}.{minor}; use the cpu backend",
+                info.name
+            )));
+        }
+        let opening = || format!("opening device {ordinal}");
+        let device = wrapped(Device::get_device(ordinal), opening)?;
+        let context = wrapped(Context::new(device), opening)?;
+        let stream = wrapped(Stream::new(StreamFlags::DEFAULT, None), || {
+            "creating a stream".to_owned()
+        })?;
+        Ok(Self {
+            stream,
+            context,
+            info,
+        })
+    }
+
+    /// Makes the context the calling thread's. Every use of the driver starts with it: threads have no context of their own.
+    pub(crate) fn enter(&self) -> Result<(), BackendError> {
+        // SAFETY: the context is retained until `self.context` is dropped.
+        let status = unsafe { sys::cuCtxSetCurrent(self.context.as_raw()) };
+        check(status, || "entering the context".to_owned())
+    }
+
+    pub(crate) fn stream(&self) -> CUstream {
+        self.stream.as_inner()
+    }
+
+    /// Waits for everything enqueued.
+    pub(crate) fn synchronize(&self) -> Result<(), BackendError> {
+        self.enter()?;
+        // SAFETY: the stream lives as long as `self`, and its context is current.
+        check(unsafe { sys::cuStreamSynchronize(self.stream()) }, || {
+            "waiting for the device".to_owned()
+        })
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        // The fields' own drops follow, on a thread that may not have had the context. An error here has no one to go to.
+        let _ = self.enter();
+    }
+}
+
+pub(crate) fn unavailable(reason: String) -> BackendError {
+    BackendError::Unavailable {
+        backend: NAME,
+        reason,
+    }
+}
+
+fn read_info(ordinal: u32) -> Result<DeviceInfo, BackendError> {
+    let reading = || format!("reading the properties of device {ordinal}");
+    let mut version = 0;
+    let mut count = 0;
+    // SAFETY: both calls write one integer.
+    check(unsafe { sys::cuDriverGetVersion(&mut version) }, reading)?;
+    // SAFETY: as above; the driver is initialised.
+    check(unsafe { sys::cuDeviceGetCount(&mut count) }, reading)?;
+    let device = match i32::try_from(ordinal) {
+        Ok(device) if device < count => device,
+        _ => {
+            return Err(unavailable(format!(
+                "expected a device number below {count}, found {ordinal}"
+            )));
+        }
+    };
+    let mut handle = 0;
+    // SAFETY: writes one handle; the ordinal was compared with the count.
+    check(unsafe { sys::cuDeviceGet(&mut handle, device) }, reading)?;
+    let attribute = |attribute| {
+        let mut value = 0;
+        // SAFETY: writes one integer; the handle comes from the driver.
+        let status = unsafe { sys::cuDeviceGetAttribute(&mut value, attribute, handle) };
+        check(status, reading).map(|()| u32::try_from(value).unwrap_or(0))
+    };
+    let compute_capability = (
+        attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+        attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+    );
+    let multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+    let mut name: [c_char; 256] = [0; 256];
+    // SAFETY: the length is the array's; the last byte is left 0.
+    let status = unsafe { sys::cuDeviceGetName(name.as_mut_ptr(), 255, handle) };
+    check(status, reading)?;
+    // SAFETY: the array is 0 behind what the driver wrote.
+    let name = unsafe { CStr::from_ptr(name.as_ptr()) };
+    let mut memory_bytes = 0;
+    // SAFETY: writes one length; the handle comes from the driver.
+    let status = unsafe { sys::cuDeviceTotalMem_v2(&mut memory_bytes, handle) };
+    check(status, reading)?;
+    let version = u32::try_from(version).unwrap_or(0);
+    let driver_version = (version / 1000, version % 1000 / 10);
+    Ok(DeviceInfo {
+        ordinal,
+        name: name.to_string_lossy().into_owned(),
+        compute_capability,
+        driver_version,
+        memory_bytes: memory_bytes as u64,
+        multiprocessors,
+        argument_bytes: argument_bytes(driver_version, compute_capability),
+    })
+}
+
+fn argument_bytes(driver_version: (u32, u32), compute_capability: (u32, u32)) -> usize {
+    if driver_version >= LARGE_ARGUMENTS_DRIVER && compute_capability >= LEAST_COMPUTE_CAPABILITY {
+        ARGUMENT_BYTES_LARGE
+    } else {
+        ARGUMENT_BYTES_CLASSIC
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn large_arguments_need_driver_and_device() {
+        assert_eq!(argument_bytes((12, 1), (7, 0)), ARGUMENT_BYTES_LARGE);
+        assert_eq!(argument_bytes((13, 0), (9, 0)), ARGUMENT_BYTES_LARGE);
+        assert_eq!(argument_bytes((12, 0), (9, 0)), ARGUMENT_BYTES_CLASSIC);
+        assert_eq!(argument_bytes((12, 4), (6, 1)), ARGUMENT_BYTES_CLASSIC);
+    }
+}

@@ -1,0 +1,122 @@
+//! What the tests of the CUDA backend share.
+// Each test file uses a part of it.
+#![allow(dead_code)]
+
+use std::num::NonZeroUsize;
+
+use fusestep_cpu::CpuBackend;
+use fusestep_cuda::CudaBackend;
+use fusestep_fused_adam::Adam;
+use fusestep_launch::{
+    Backend, BackendError, Batchable, Launch, LaunchLimits, ListBuffer, MultiTensorKernel,
+    SetValues, batches,
+};
+use fusestep_planner::{Optimizer, Planner};
+use fusestep_tensor::DType;
+use fusestep_testkit::{Case, outcome};
+
+/// Limits that small cases cross in every way.
+pub const TINY: LaunchLimits = LaunchLimits {
+    argument_bytes: 700,
+    chunk_elements: 64,
+    chunks_per_launch: 3,
+};
+
+pub fn cuda() -> CudaBackend {
+    CudaBackend::open(0).unwrap_or_else(|error| panic!("{error}"))
+}
+
+pub fn cpu() -> CpuBackend {
+    CpuBackend::new(NonZeroUsize::MIN).expect("the caller's thread")
+}
+
+/// Requires the host's bits from the device, fused and naive, at these limits.
+pub fn same_bits(adam: Adam, case: &Case, limits: LaunchLimits) {
+    let optimizer = Optimizer::Adam(adam);
+    let plan = Planner::new(optimizer).naive().plan(&case.params).unwrap();
+    let expected = outcome(&plan, case, &cpu());
+    let backend = cuda().with_limits(limits);
+    for planner in [
+        Planner::new(optimizer).limits(backend.limits()),
+        Planner::new(optimizer).limits(backend.limits()).naive(),
+    ] {
+        let found = outcome(&planner.plan(&case.params).unwrap(), case, &backend);
+        let difference = found.iter().zip(&expected).position(|(a, b)| a != b);
+        assert!(
+            found == expected,
+            "{adam:?}, {limits:?}: first difference at byte {difference:?} of {}",
+            expected.len()
+        );
+    }
+}
+
+/// A launch of `kernel` over tensors of `numel` elements at `offsets`, with `fill` giving each list's first bytes; returns the
+/// lists after it.
+pub fn launch_at(
+    backend: &dyn Backend,
+    kernel: &dyn MultiTensorKernel,
+    offsets: &[u64],
+    numel: u64,
+    fill: &mut dyn FnMut(usize) -> Vec<u8>,
+) -> Result<Vec<ListBuffer>, BackendError> {
+    let layout = kernel.argument_layout();
+    let limits = LaunchLimits {
+        chunk_elements: 64,
+        ..LaunchLimits::with_argument_bytes(4096)
+    };
+    let tensors = (0..offsets.len() as u32).map(|tensor| Batchable {
+        tensor,
+        numel,
+        class: 0,
+    });
+    let batches = batches("test", tensors, layout, limits).unwrap();
+    let mut lists = Vec::new();
+    for (index, &list) in kernel.lists().iter().enumerate() {
+        let bytes = fill(index);
+        let mut buffer = backend.allocate(bytes.len())?;
+        backend.write(buffer.as_mut(), 0, &bytes)?;
+        lists.push(ListBuffer { list, buffer });
+    }
+    let mut scalars = vec![0; layout.scalar_bytes];
+    let mut sets = vec![0; layout.set_bytes];
+    kernel.write_scalars(&mut scalars);
+    let values = SetValues {
+        lr: 0.01,
+        lr_scale: 1.0,
+        weight_decay: None,
+        step: 3,
+    };
+    kernel.write_set(values, &mut sets);
+    backend.launch(Launch {
+        kernel,
+        batches: &batches,
+        offsets,
+        lists: &mut lists,
+        scalars: &scalars,
+        sets: &sets,
+        limits,
+    })?;
+    backend.synchronize()?;
+    Ok(lists)
+}
+
+/// One AdamW step over tensors at given element offsets; returns the bytes of all lists, those between the tensors included.
+pub fn step_at(backend: &dyn Backend, offsets: &[u64], numel: u64, dtype: DType) -> Vec<u8> {
+    let kernel = Adam::default().kernel(dtype).unwrap();
+    let elements = offsets.iter().max().unwrap() + numel;
+    let mut fill = |list: usize| {
+        let values = (0..elements as usize).map(|i| (i * 7 + list * 3 + 1) as f64 / 64.0);
+        match dtype {
+            DType::F32 => values.flat_map(|v| (v as f32).to_le_bytes()).collect(),
+            _ => values.flat_map(f64::to_le_bytes).collect(),
+        }
+    };
+    let lists = launch_at(backend, kernel.as_ref(), offsets, numel, &mut fill).unwrap();
+    let mut all = Vec::new();
+    for list in &lists {
+        let mut bytes = vec![0; list.buffer.len_bytes()];
+        backend.read(list.buffer.as_ref(), 0, &mut bytes).unwrap();
+        all.extend(bytes);
+    }
+    all
+}
