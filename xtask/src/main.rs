@@ -5,6 +5,8 @@ use std::{env, path::PathBuf, process::ExitCode};
 
 use anyhow::{Context, Result, bail};
 
+mod emulate;
+mod gpu;
 mod ptx;
 mod ptxas;
 mod wheels;
@@ -16,11 +18,23 @@ struct Command {
     run: fn(&[String]) -> Result<()>,
 }
 
-const COMMANDS: &[Command] = &[Command {
-    name: "ptx",
-    usage: "ptx [--check]   compile kernels/*.cu to kernels/ptx, or compare with what is there; then assemble and list registers",
-    run: ptx::run,
-}];
+const COMMANDS: &[Command] = &[
+    Command {
+        name: "ptx",
+        usage: "ptx [--check]   compile kernels/*.cu to kernels/ptx, or compare with what is there; then assemble and list registers",
+        run: ptx::run,
+    },
+    Command {
+        name: "emulate",
+        usage: "emulate [--sanitize] [-- TEST ARGUMENTS]   build the emulated CUDA driver and run the CUDA tests on it; needs no GPU",
+        run: emulate::run,
+    },
+    Command {
+        name: "gpu",
+        usage: "gpu [-- TEST ARGUMENTS]   run the CUDA tests on this machine's GPU",
+        run: gpu::run,
+    },
+];
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = env::args().skip(1).collect();

@@ -9,8 +9,8 @@ use common::{cuda, launch_at};
 use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_launch::{
-    ArgumentLayout, Backend, BackendError, HostCall, HostPiece, LaunchLimits, MultiTensorKernel,
-    SetValues, TensorList,
+    ArgumentLayout, Backend, BackendError, HostCall, HostList, HostSpans, LaunchLimits, MAX_LISTS,
+    MultiTensorKernel, SetValues, TensorList,
 };
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::{DType, Role};
@@ -100,8 +100,8 @@ impl MultiTensorKernel for Liar {
         self.kernel.write_set(values, out);
     }
 
-    fn run_host(&self, call: HostCall<'_>, pieces: &mut dyn Iterator<Item = HostPiece<'_>>) {
-        self.kernel.run_host(call, pieces);
+    fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {
+        self.kernel.run_host(call, lists, spans);
     }
 }
 

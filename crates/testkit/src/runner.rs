@@ -24,7 +24,21 @@ pub fn backends() -> Vec<(String, Box<dyn Backend>)> {
             ));
         }
     }
+    add_cuda(&mut all);
     all
+}
+
+#[cfg(feature = "cuda")]
+fn add_cuda(all: &mut Vec<(String, Box<dyn Backend>)>) {
+    match fusestep_cuda::CudaBackend::open(0) {
+        Ok(cuda) => all.push((format!("cuda, {}", cuda.device_info()), Box::new(cuda))),
+        Err(error) => println!("skipped a backend: {error}"),
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn add_cuda(_: &mut Vec<(String, Box<dyn Backend>)>) {
+    println!("skipped a backend: cuda: this build leaves it out; `cargo xtask emulate` has it");
 }
 
 /// Limits that put tensors into launches in as many ways as the tests need: default, classic, tiny, and cut by chunks.

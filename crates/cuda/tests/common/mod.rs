@@ -16,22 +16,22 @@ use fusestep_tensor::DType;
 use fusestep_testkit::{Case, outcome};
 
 /// Limits that small cases cross in every way.
-pub const TINY: LaunchLimits = LaunchLimits {
+pub(crate) const TINY: LaunchLimits = LaunchLimits {
     argument_bytes: 700,
     chunk_elements: 64,
     chunks_per_launch: 3,
 };
 
-pub fn cuda() -> CudaBackend {
+pub(crate) fn cuda() -> CudaBackend {
     CudaBackend::open(0).unwrap_or_else(|error| panic!("{error}"))
 }
 
-pub fn cpu() -> CpuBackend {
+pub(crate) fn cpu() -> CpuBackend {
     CpuBackend::new(NonZeroUsize::MIN).expect("the caller's thread")
 }
 
 /// Requires the host's bits from the device, fused and naive, at these limits.
-pub fn same_bits(adam: Adam, case: &Case, limits: LaunchLimits) {
+pub(crate) fn same_bits(adam: Adam, case: &Case, limits: LaunchLimits) {
     let optimizer = Optimizer::Adam(adam);
     let plan = Planner::new(optimizer).naive().plan(&case.params).unwrap();
     let expected = outcome(&plan, case, &cpu());
@@ -52,7 +52,7 @@ pub fn same_bits(adam: Adam, case: &Case, limits: LaunchLimits) {
 
 /// A launch of `kernel` over tensors of `numel` elements at `offsets`, with `fill` giving each list's first bytes; returns the
 /// lists after it.
-pub fn launch_at(
+pub(crate) fn launch_at(
     backend: &dyn Backend,
     kernel: &dyn MultiTensorKernel,
     offsets: &[u64],
@@ -87,10 +87,12 @@ pub fn launch_at(
         step: 3,
     };
     kernel.write_set(values, &mut sets);
+    let members: Vec<u32> = (0..offsets.len() as u32).collect();
     backend.launch(Launch {
         kernel,
         batches: &batches,
         offsets,
+        members: &members,
         lists: &mut lists,
         scalars: &scalars,
         sets: &sets,
@@ -101,7 +103,7 @@ pub fn launch_at(
 }
 
 /// One AdamW step over tensors at given element offsets; returns the bytes of all lists, those between the tensors included.
-pub fn step_at(backend: &dyn Backend, offsets: &[u64], numel: u64, dtype: DType) -> Vec<u8> {
+pub(crate) fn step_at(backend: &dyn Backend, offsets: &[u64], numel: u64, dtype: DType) -> Vec<u8> {
     let kernel = Adam::default().kernel(dtype).unwrap();
     let elements = offsets.iter().max().unwrap() + numel;
     let mut fill = |list: usize| {

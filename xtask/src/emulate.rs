@@ -1,0 +1,119 @@
+//! `emulate`: the CUDA tests on a driver that needs no GPU.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail, ensure};
+use fusestep_cuda_emulator::{Options, Sanitize, build};
+
+use crate::workspace_root;
+
+/// Builds the emulator into `target/emulator` and runs the CUDA tests on it.
+pub(crate) fn run(arguments: &[String]) -> Result<()> {
+    let (own, test_arguments) = split(arguments);
+    let sanitize = match own {
+        [] => Sanitize::Off,
+        [flag] if flag == "--sanitize" => Sanitize::AddressAndUndefined,
+        _ => bail!("expected `emulate [--sanitize] [-- TEST ARGUMENTS]`, found {own:?}"),
+    };
+    let root = workspace_root();
+    let name = match sanitize {
+        Sanitize::Off => "emulator",
+        Sanitize::AddressAndUndefined => "emulator-sanitized",
+    };
+    let folder = root.join("target").join(name);
+    let options = Options {
+        sanitize,
+        ..Options::default()
+    };
+    let library = build(&root.join("kernels"), &folder, &options)?;
+    println!("emulator: {}", library.display());
+    let mut environment = vec![("CUDA_LIBRARY_PATH".into(), folder.clone().into_os_string())];
+    match sanitize {
+        Sanitize::Off => {
+            environment.push(("LD_LIBRARY_PATH".into(), folder.join("lib64").into()));
+        }
+        Sanitize::AddressAndUndefined => {
+            environment.push(runner(&folder, &options)?);
+            // The linker of the tests has to find the sanitizers that the library asks for; the tests get them preloaded.
+            environment.push((
+                "RUSTFLAGS".into(),
+                "-Clink-arg=-Wl,--allow-shlib-undefined".into(),
+            ));
+        }
+    }
+    test(&root.join("target/emulated"), &environment, test_arguments)
+}
+
+/// What stands before and behind `--`.
+pub(crate) fn split(arguments: &[String]) -> (&[String], &[String]) {
+    match arguments.iter().position(|argument| argument == "--") {
+        Some(at) => (&arguments[..at], &arguments[at + 1..]),
+        None => (arguments, &[]),
+    }
+}
+
+/// Packages whose tests reach the CUDA backend, with the feature that adds it.
+const SUITES: [(&str, &str); 2] = [
+    ("fusestep-cuda", "cuda"),
+    // The laws run on every backend of the testkit's runner.
+    ("fusestep-tests", "fusestep-testkit/cuda"),
+];
+
+/// Runs the CUDA tests, with `environment` for this command only.
+pub(crate) fn test(
+    target_dir: &Path,
+    environment: &[(OsString, OsString)],
+    test_arguments: &[String],
+) -> Result<()> {
+    let root = workspace_root();
+    for (package, feature) in SUITES {
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let status = Command::new(cargo)
+            .current_dir(&root)
+            .args(["test", "--package", package, "--features", feature])
+            .arg("--target-dir")
+            .arg(target_dir)
+            .arg("--")
+            .args(test_arguments)
+            .envs(environment.iter().cloned())
+            .status()
+            .context("cannot start cargo")?;
+        ensure!(status.success(), "the CUDA tests of {package} failed");
+    }
+    Ok(())
+}
+
+/// The variable that makes cargo start test programs, and nothing else, with the sanitizer loaded first.
+fn runner(folder: &Path, options: &Options) -> Result<(OsString, OsString)> {
+    let output = Command::new(options.compiler())
+        .arg("-print-file-name=libasan.so")
+        .output()
+        .context("cannot ask the C++ compiler for libasan.so")?;
+    let asan = PathBuf::from(String::from_utf8(output.stdout)?.trim());
+    ensure!(
+        asan.is_absolute(),
+        "the C++ compiler has no libasan.so; install its sanitizer libraries"
+    );
+    let version = Command::new("rustc")
+        .arg("-vV")
+        .output()
+        .context("cannot start rustc")?;
+    let version = String::from_utf8(version.stdout)?;
+    let host = version
+        .lines()
+        .find_map(|line| line.strip_prefix("host: "))
+        .context("rustc names no host")?;
+    let name = format!(
+        "CARGO_TARGET_{}_RUNNER",
+        host.replace('-', "_").to_uppercase()
+    );
+    // Leaks are not looked for: a fault leaves device memory behind, as on a device.
+    let value = format!(
+        "env ASAN_OPTIONS=detect_leaks=0 LD_LIBRARY_PATH={} LD_PRELOAD={}",
+        folder.join("lib64").display(),
+        asan.display()
+    );
+    Ok((name.into(), value.into()))
+}
