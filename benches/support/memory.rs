@@ -2,6 +2,7 @@
 
 use std::num::NonZeroUsize;
 
+use fusestep_coalesce::HostMemory;
 use fusestep_cpu::CpuBackend;
 use fusestep_simd::stream_4r3w;
 
@@ -14,9 +15,11 @@ pub(crate) fn thread_counts() -> Vec<NonZeroUsize> {
 }
 
 /// The four arrays of the ceiling: read all, write three, no arithmetic to speak of.
+///
+/// They lie as a state's buffers do: a plain `Vec` starts 16 bytes into a page, and every vector of it would cross a cache line.
 #[derive(Debug)]
 pub(crate) struct Ceiling {
-    arrays: [Vec<f32>; 4],
+    arrays: [HostMemory; 4],
 }
 
 impl Ceiling {
@@ -25,25 +28,28 @@ impl Ceiling {
     /// # Panics
     /// If one pass over them does not give what it must.
     pub(crate) fn new(numel: usize, backend: &CpuBackend) -> Self {
-        let mut ceiling = Self {
-            arrays: [
-                vec![0.0; numel],
-                vec![1.0; numel],
-                vec![5.0; numel],
-                vec![5.0; numel],
-            ],
-        };
+        let arrays = [0.0f32, 1.0, 5.0, 5.0].map(|value| {
+            let mut memory = HostMemory::zeroed(numel * size_of::<f32>()).expect("memory");
+            memory.elements_mut().fill(value);
+            memory
+        });
+        let mut ceiling = Self { arrays };
         ceiling.pass(backend, 128);
-        let [a, _, c, d] = &ceiling.arrays;
-        let right = |values: &[f32], expected: f32| values.iter().all(|&x| x == expected);
-        assert!(right(a, 1.0) && right(c, 6.0) && right(d, 4.0));
+        for (array, expected) in ceiling.arrays.iter().zip([1.0f32, 1.0, 6.0, 4.0]) {
+            assert!(array.elements().iter().all(|&x: &f32| x == expected));
+        }
         ceiling
     }
 
     /// One pass, prefetching this many elements ahead.
     pub(crate) fn pass(&mut self, backend: &CpuBackend, prefetch_distance: usize) {
         let [a, b, c, d] = &mut self.arrays;
-        let (team, level) = (backend.team(), backend.level());
-        stream_4r3w(team, level, prefetch_distance, (a, b, c, d));
+        let arrays = (
+            a.elements_mut(),
+            b.elements(),
+            c.elements_mut(),
+            d.elements_mut(),
+        );
+        stream_4r3w(backend.team(), backend.level(), prefetch_distance, arrays);
     }
 }

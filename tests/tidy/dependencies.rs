@@ -19,9 +19,10 @@ enum Kind {
 
 /// Layers of the packages, lowest first: normal dependencies go down, never sideways or up. So kernel crates depend neither on
 /// each other nor on the planner or a backend, and backends and planner do not know each other.
-const LAYERS: [&[&str]; 7] = [
+const LAYERS: [&[&str]; 8] = [
     &["tensor", "simd", "kernels", "cuda-emulator"],
     &["launch", "tensor-file"],
+    &["elementwise"],
     &[
         "fused-adam",
         "fused-sgd",
