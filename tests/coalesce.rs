@@ -239,7 +239,6 @@ impl Backend for PaddingInspector {
             members,
             lists,
             scalars,
-            grad_factor,
             sets,
             limits,
         } = launch;
@@ -250,7 +249,6 @@ impl Backend for PaddingInspector {
             members,
             lists: &mut *lists,
             scalars,
-            grad_factor,
             sets,
             limits,
         })?;
