@@ -36,11 +36,6 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         }
         Sanitize::AddressAndUndefined => {
             environment.push(runner(&folder, &options)?);
-            // The linker of the tests has to find the sanitizers that the library asks for; the tests get them preloaded.
-            environment.push((
-                "RUSTFLAGS".into(),
-                "-Clink-arg=-Wl,--allow-shlib-undefined".into(),
-            ));
         }
     }
     test(&root.join("target/emulated"), &environment, test_arguments)
@@ -54,11 +49,18 @@ pub(crate) fn split(arguments: &[String]) -> (&[String], &[String]) {
     }
 }
 
-/// Packages whose tests reach the CUDA backend, with the feature that adds it.
-const SUITES: [(&str, &str); 2] = [
-    ("fusestep-cuda", "cuda"),
-    // The laws run on every backend of the testkit's runner.
-    ("fusestep-tests", "fusestep-testkit/cuda"),
+/// Tests that reach the CUDA backend.
+const SUITES: [&[&str]; 2] = [
+    &["--package", "fusestep-cuda", "--features", "cuda"],
+    // The laws run on every backend of the testkit's runner; this feature adds CUDA to it.
+    &[
+        "--package",
+        "fusestep-tests",
+        "--features",
+        "fusestep-testkit/cuda",
+        "--test",
+        "laws",
+    ],
 ];
 
 /// Runs the CUDA tests, with `environment` for this command only.
@@ -68,11 +70,12 @@ pub(crate) fn test(
     test_arguments: &[String],
 ) -> Result<()> {
     let root = workspace_root();
-    for (package, feature) in SUITES {
+    for suite in SUITES {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let status = Command::new(cargo)
             .current_dir(&root)
-            .args(["test", "--package", package, "--features", feature])
+            .arg("test")
+            .args(suite)
             .arg("--target-dir")
             .arg(target_dir)
             .arg("--")
@@ -80,7 +83,11 @@ pub(crate) fn test(
             .envs(environment.iter().cloned())
             .status()
             .context("cannot start cargo")?;
-        ensure!(status.success(), "the CUDA tests of {package} failed");
+        ensure!(
+            status.success(),
+            "the CUDA tests failed: cargo test {}",
+            suite.join(" ")
+        );
     }
     Ok(())
 }
