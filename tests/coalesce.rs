@@ -239,6 +239,7 @@ impl Backend for PaddingInspector {
             members,
             lists,
             scalars,
+            grad_factor,
             sets,
             limits,
         } = launch;
@@ -249,6 +250,7 @@ impl Backend for PaddingInspector {
             members,
             lists: &mut *lists,
             scalars,
+            grad_factor,
             sets,
             limits,
         })?;

@@ -226,91 +226,79 @@ fn settings_out_of_range_are_refused_and_nothing_is_written() {
     }
 }
 
+/// Runs `step` on these files, which must be refused with `message` and write nothing.
+fn refused_step(folder: &Folder, params: &Path, grads: &Path, message: &str) {
+    let out = folder.path("out");
+    let files = [
+        "--params",
+        text(params),
+        "--grads",
+        text(grads),
+        "--out",
+        text(&out),
+    ];
+    let error = refused(&[&["step"], files.as_slice()].concat());
+    assert!(error.contains(message), "{error}\nlacks {message}");
+    assert!(!out.exists());
+}
+
 #[test]
-fn files_that_do_not_fit_are_refused_and_nothing_is_written() {
+fn damaged_and_missing_files_are_refused_and_nothing_is_written() {
     let folder = Folder::new();
     let (params, grads) = folder.model();
     let good = fs::read(&params).unwrap();
-    let bad = |name: &str, bytes: &[u8]| {
-        let path = folder.path(name);
-        fs::write(&path, bytes).unwrap();
-        path
-    };
-    let tensors = |name: &str, tensors: &[(&str, Vec<f32>)]| {
-        let path = folder.path(name);
-        write(&path, tensors);
-        path
-    };
     let mut long = u64::MAX.to_le_bytes().to_vec();
     long.extend_from_slice(&good[8..]);
-    let values = vec![0.0; 17];
-    let all = |c: usize| {
-        vec![
-            ("a", values.clone()),
-            ("b", vec![1.0]),
-            ("empty", vec![]),
-            ("c", vec![0.0; c]),
-        ]
-    };
-    let mut extra = all(70_001);
-    extra.push(("zzz", vec![0.0]));
-    let missing = folder.path("missing");
-    let cases = [
-        (
-            &params,
-            bad("cut", &good[..good.len() - 3]),
-            "tensor data: expected",
-        ),
-        (
-            &params,
-            bad("long", &long),
-            "header: expected at most 100000000 bytes",
-        ),
-        (&params, missing.clone(), "missing: cannot open"),
-        (
-            &params,
-            tensors("fewer", &all(70_001)[..3]),
-            "gradient of `c`: expected f32 [70001], found no tensor of this name",
-        ),
-        (
-            &params,
-            tensors("extra", &extra),
-            "gradient `zzz`: expected a parameter of this name",
-        ),
-        (
-            &params,
-            tensors("shape", &all(70_000)),
-            "gradient of `c`: expected f32 [70001] like the parameter, found f32 [70000]",
-        ),
-        (&missing, grads.clone(), "missing: cannot open"),
-        (&folder.path("cut"), grads.clone(), "tensor data: expected"),
-    ];
-    for (params, grads, message) in cases {
-        let out = folder.path("out");
-        let error = refused(&[
-            "step",
-            "--params",
-            text(params),
-            "--grads",
-            text(&grads),
-            "--out",
-            text(&out),
-        ]);
-        assert!(error.contains(message), "{error}\nlacks {message}");
-        assert!(!out.exists());
+    let (cut, long_header) = (folder.path("cut"), folder.path("long"));
+    fs::write(&cut, &good[..good.len() - 3]).unwrap();
+    fs::write(&long_header, &long).unwrap();
+    for (bad, message) in [
+        (&cut, "tensor data: expected"),
+        (&long_header, "header: expected at most 100000000 bytes"),
+        (&folder.path("missing"), "missing: cannot open"),
+    ] {
+        refused_step(&folder, bad, &grads, message);
+        refused_step(&folder, &params, bad, message);
     }
     for out in ["/no/such/folder/out", text(&params.join("x")), "/"] {
-        refused(&[
-            "step",
+        let files = [
             "--params",
             text(&params),
             "--grads",
             text(&grads),
             "--out",
             out,
-        ]);
+        ];
+        refused(&[&["step"], files.as_slice()].concat());
     }
     assert_eq!(fs::read(&params).unwrap(), good);
+}
+
+#[test]
+fn gradients_that_do_not_fit_the_parameters_are_refused_by_name() {
+    let folder = Folder::new();
+    let (params, _) = folder.model();
+    let all = |c: usize| {
+        let a = ("a", vec![0.0; 17]);
+        vec![a, ("b", vec![1.0]), ("empty", vec![]), ("c", vec![0.0; c])]
+    };
+    let mut extra = all(70_001);
+    extra.push(("zzz", vec![0.0]));
+    for (tensors, message) in [
+        (
+            all(70_001)[..3].to_vec(),
+            "gradient of `c`: expected f32 [70001], found no tensor of this name",
+        ),
+        (extra, "gradient `zzz`: expected a parameter of this name"),
+        (
+            all(70_000),
+            "gradient of `c`: expected f32 [70001] like the parameter, found f32 [70000]",
+        ),
+    ] {
+        let grads = folder.path("grads");
+        write(&grads, &tensors);
+        refused_step(&folder, &params, &grads, message);
+    }
 }
 
 #[test]

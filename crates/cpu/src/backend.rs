@@ -139,6 +139,7 @@ impl Backend for CpuBackend {
         let call = HostCall {
             level: self.level,
             scalars: launch.scalars,
+            grad_factor: launch.grad_factor,
             sets: launch.sets,
         };
         let pieces = Pieces::new(

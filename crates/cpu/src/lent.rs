@@ -57,6 +57,7 @@ impl CpuBackend {
         let host = HostCall {
             level: self.level(),
             scalars: launch.scalars,
+            grad_factor: launch.grad_factor,
             sets: launch.sets,
         };
         let call = LentCall {

@@ -1,7 +1,7 @@
 //! Hyper-parameters of Adam and AdamW.
 
-use fusestep_launch::{MultiTensorKernel, SetValues};
-use fusestep_tensor::{DType, TensorError};
+use fusestep_launch::{Domain, MultiTensorKernel, RuleError, SetValues, UpdateRule, check_hyper};
+use fusestep_tensor::DType;
 
 use crate::{AdamKernel, device};
 
@@ -76,71 +76,57 @@ impl Default for Adam {
     }
 }
 
-impl Adam {
-    /// Checks every hyper-parameter.
-    ///
-    /// # Errors
-    /// [`AdamError::Hyper`] naming the first one out of range.
-    pub fn validate(&self) -> Result<(), AdamError> {
-        let at_least_0 = "a finite value of at least 0";
-        let below_1 = "a value in [0, 1)";
-        let checks = [
-            (
-                "lr",
-                self.lr,
-                self.lr.is_finite() && self.lr >= 0.0,
-                at_least_0,
-            ),
-            (
-                "beta1",
-                self.beta1,
-                (0.0..1.0).contains(&self.beta1),
-                below_1,
-            ),
-            (
-                "beta2",
-                self.beta2,
-                (0.0..1.0).contains(&self.beta2),
-                below_1,
-            ),
-            (
-                "eps",
-                self.eps,
-                self.eps.is_finite() && self.eps >= 0.0,
-                at_least_0,
-            ),
+impl UpdateRule for Adam {
+    fn name(&self) -> &'static str {
+        match self.weight_decay {
+            WeightDecay::Decoupled(_) => "adamw",
+            WeightDecay::L2(_) => "adam",
+        }
+    }
+
+    fn lr(&self) -> f64 {
+        self.lr
+    }
+
+    fn hyper_parameters(&self) -> Vec<(&'static str, f64)> {
+        vec![
+            ("lr", self.lr),
+            ("beta1", self.beta1),
+            ("beta2", self.beta2),
+            ("eps", self.eps),
+            ("weight_decay", self.weight_decay.lambda()),
+        ]
+    }
+
+    fn validate(&self) -> Result<(), RuleError> {
+        check_hyper(&[
+            ("lr", self.lr, Domain::NotNegative),
+            ("beta1", self.beta1, Domain::BelowOne),
+            ("beta2", self.beta2, Domain::BelowOne),
+            ("eps", self.eps, Domain::NotNegative),
             (
                 "weight_decay",
                 self.weight_decay.lambda(),
-                self.weight_decay.lambda().is_finite() && self.weight_decay.lambda() >= 0.0,
-                at_least_0,
+                Domain::NotNegative,
             ),
-        ];
-        for (what, found, valid, expected) in checks {
-            if !valid {
-                return Err(AdamError::Hyper {
-                    what,
-                    expected,
-                    found,
-                });
-            }
-        }
-        Ok(())
+        ])
     }
 
-    /// The kernel for parameters and gradients of this dtype.
-    ///
-    /// # Errors
-    /// [`AdamError::Hyper`] as in [`Adam::validate`]; [`AdamError::DType`] for a dtype there is no kernel for.
-    pub fn kernel(&self, dtype: DType) -> Result<Box<dyn MultiTensorKernel>, AdamError> {
+    fn kernel(&self, dtype: DType) -> Result<Box<dyn MultiTensorKernel>, RuleError> {
         self.validate()?;
         match dtype {
             DType::F32 => Ok(Box::new(AdamKernel::<f32>::new(*self))),
             DType::F64 => Ok(Box::new(AdamKernel::<f64>::new(*self))),
-            _ => Err(AdamError::DType { found: dtype }),
+            found => Err(RuleError::DType {
+                rule: self.name(),
+                expected: "f32 or f64",
+                found,
+            }),
         }
     }
+}
 
+impl Adam {
     /// The set of scalars for one tensor at one step, in f64: step size lr/(1 − β₁ᵗ), root of 1 − β₂ᵗ, decay factor, L2 factor.
     pub(crate) fn set(&self, values: SetValues) -> device::Set<f64> {
         let lr = values.lr * values.lr_scale;
@@ -186,25 +172,9 @@ fn multiply(a: (f64, f64), b: (f64, f64)) -> (f64, f64) {
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AdamError {
-    /// A hyper-parameter is out of range.
-    #[error("{what}: expected {expected}, found {found}")]
-    Hyper {
-        /// The hyper-parameter.
-        what: &'static str,
-        /// What it must be.
-        expected: &'static str,
-        /// What was given.
-        found: f64,
-    },
-    /// A tensor's own hyper-parameter is out of range.
+    /// A hyper-parameter is out of range, or there is no kernel for the dtype.
     #[error(transparent)]
-    Tensor(#[from] TensorError),
-    /// There is no kernel for this dtype.
-    #[error("adam: expected parameters of f32 or f64, found {found}; cast the parameter")]
-    DType {
-        /// The dtype asked for.
-        found: DType,
-    },
+    Rule(#[from] RuleError),
     /// A list's tensor has another element count than its parameter.
     #[error("{list} of tensor {tensor}: expected {expected} elements, found {found}")]
     NumelMismatch {

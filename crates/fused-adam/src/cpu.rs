@@ -1,33 +1,15 @@
 //! The kernel on the host.
-//!
-//! The plain version is `for i in 0..numel { update(i) }`. Two deviations, both for memory speed: elements go in blocks of
-//! [`LANES`], whose fixed length the compiler turns into vector instructions, and each block asks for the cache lines
-//! [`PREFETCH_BYTES`] ahead on all four streams, worth 13 to 15 % where tensors exceed the cache (`benches/fused_adam.rs`).
-//! What is left over after whole blocks is computed as one more block that ends with the tensor and overlaps the one before; only
-//! a tensor shorter than a block is computed in a copy padded with zeros. Copies of varying length cost a small tensor more than
-//! its arithmetic: 76 ns of 608 for 64 to 512 elements (`fusestep bench` on 10,000 of them).
 
 use std::marker::PhantomData;
 
+use fusestep_elementwise::{Compute, Update, padded_bytes, read_values, run, write_padded};
 use fusestep_launch::{
-    Access, ArgumentLayout, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, SetValues,
+    ArgumentLayout, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, SetValues,
     TensorList,
 };
-use fusestep_simd::prefetch_ahead;
 
-use crate::device::{
-    Compute, FLAG_AMSGRAD, FLAG_MAXIMIZE, Scalars, Set, lists, padded_bytes, read_values,
-    write_padded,
-};
+use crate::device::{FLAG_AMSGRAD, FLAG_MAXIMIZE, Scalars, Set, entry, lists};
 use crate::{Adam, Objective, SecondMoment};
-
-/// Elements of a block: one cache line of f32, two of f64.
-const LANES: usize = 16;
-
-/// How far ahead of the block cache lines are asked for.
-const PREFETCH_BYTES: usize = 512;
-
-const LINE_BYTES: usize = 64;
 
 /// Adam for parameters and gradients of `T`, with all arithmetic in `T`.
 ///
@@ -57,11 +39,10 @@ impl<T: Compute> MultiTensorKernel for AdamKernel<T> {
     }
 
     fn entry(&self) -> &'static str {
-        T::ENTRY
+        entry(T::DTYPE)
     }
 
     fn lists(&self) -> &[TensorList] {
-        debug_assert_eq!(self.lists[1].access, Access::Read);
         match self.config.second_moment {
             SecondMoment::Running => &self.lists[..4],
             SecondMoment::Largest => &self.lists,
@@ -98,209 +79,78 @@ impl<T: Compute> MultiTensorKernel for AdamKernel<T> {
 
     fn write_set(&self, values: SetValues, out: &mut [u8]) {
         let set = self.config.set(values);
-        let values = [set.step_size, set.bias2_sqrt, set.decay, set.l2];
-        write_padded(&values.map(T::round), out);
+        let scalars = [set.step_size, set.bias2_sqrt, set.decay, set.l2];
+        write_padded(&scalars.map(T::round), out);
     }
 
     fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {
-        let run = match (self.config.second_moment, self.config.objective) {
-            (SecondMoment::Running, Objective::Minimize) => run::<T, false, false>,
-            (SecondMoment::Running, Objective::Maximize) => run::<T, false, true>,
-            (SecondMoment::Largest, Objective::Minimize) => run::<T, true, false>,
-            (SecondMoment::Largest, Objective::Maximize) => run::<T, true, true>,
+        let update = AdamUpdate::<T> {
+            scalars: Scalars::read(call.scalars),
+            objective: self.config.objective,
         };
-        run(call, lists, spans);
+        match self.config.second_moment {
+            SecondMoment::Running => run::<T, T, T, _, 2>(&update, call, lists, spans),
+            SecondMoment::Largest => run::<T, T, T, _, 3>(&update, call, lists, spans),
+        }
     }
 }
 
-/// Updates all tensors; the whole loop is compiled for the level, so that a small tensor costs no dispatch.
-fn run<T: Compute, const AMSGRAD: bool, const MAXIMIZE: bool>(
-    call: HostCall<'_>,
-    lists: [HostList<'_>; MAX_LISTS],
-    spans: HostSpans<'_>,
-) {
-    let [beta1, one_minus_beta1, beta2, one_minus_beta2, eps] = read_values::<T, 5>(call.scalars);
-    let scalars = Scalars {
-        beta1,
-        one_minus_beta1,
-        beta2,
-        one_minus_beta2,
-        eps,
-    };
-    let set_bytes = padded_bytes::<T>(4);
-    let [p, g, m, v, w, ..] = lists;
-    let (p, g, m, v) = (
-        p.elements_mut(),
-        g.elements(),
-        m.elements_mut(),
-        v.elements_mut(),
-    );
-    let w = if AMSGRAD { w.elements_mut() } else { &mut [] };
-    call.level.run(
-        #[inline(always)]
-        || {
-            for span in spans {
-                let start = span.class as usize * set_bytes;
-                let [step_size, bias2_sqrt, decay, l2] = read_values::<T, 4>(&call.sets[start..]);
-                let set = Set {
-                    step_size,
-                    bias2_sqrt,
-                    decay,
-                    l2,
-                };
-                let elements = span.start..span.start + span.numel;
-                let mut tensor = Tensor {
-                    p: &mut p[elements.clone()],
-                    g: &g[elements.clone()],
-                    m: &mut m[elements.clone()],
-                    v: &mut v[elements.clone()],
-                    w: if AMSGRAD { &mut w[elements] } else { &mut [] },
-                };
-                if set.l2 == T::zeroed() {
-                    tensor.update::<AMSGRAD, MAXIMIZE, false>(&scalars, &set);
-                } else {
-                    tensor.update::<AMSGRAD, MAXIMIZE, true>(&scalars, &set);
-                }
-            }
-        },
-    );
+impl<T: Compute> Scalars<T> {
+    fn read(bytes: &[u8]) -> Self {
+        let [beta1, one_minus_beta1, beta2, one_minus_beta2, eps] = read_values(bytes);
+        Self {
+            beta1,
+            one_minus_beta1,
+            beta2,
+            one_minus_beta2,
+            eps,
+        }
+    }
 }
 
-/// The lists of one tensor, all of one numel; `w` (the largest v) is empty without AMSGrad.
-struct Tensor<'a, T> {
-    p: &'a mut [T],
-    g: &'a [T],
-    m: &'a mut [T],
-    v: &'a mut [T],
-    w: &'a mut [T],
+/// The update of `kernels/fused_adam.cu`, operation for operation.
+struct AdamUpdate<T> {
+    scalars: Scalars<T>,
+    objective: Objective,
 }
 
-impl<T: Compute> Tensor<'_, T> {
+/// With 2 state tensors Adam, with 3 AMSGrad, whose last is the largest second moment so far.
+impl<T: Compute, const N: usize> Update<T, N> for AdamUpdate<T> {
+    type Set = Set<T>;
+    const SET_BYTES: usize = padded_bytes::<T>(4);
+
     #[inline(always)]
-    fn update<const AMSGRAD: bool, const MAXIMIZE: bool, const L2: bool>(
-        &mut self,
-        scalars: &Scalars<T>,
-        set: &Set<T>,
-    ) {
-        let numel = self.p.len();
-        if numel < LANES {
-            let block = self.block::<AMSGRAD, MAXIMIZE, L2>(scalars, set, 0, numel);
-            return self.store::<AMSGRAD>(&block, 0, numel);
+    fn set(&self, bytes: &[u8]) -> Set<T> {
+        let [step_size, bias2_sqrt, decay, l2] = read_values(bytes);
+        Set {
+            step_size,
+            bias2_sqrt,
+            decay,
+            l2,
         }
-        let mut first = 0;
-        while first + 2 * LANES <= numel {
-            self.prefetch::<AMSGRAD>(first);
-            let block = self.block::<AMSGRAD, MAXIMIZE, L2>(scalars, set, first, LANES);
-            self.store::<AMSGRAD>(&block, first, LANES);
-            first += LANES;
-        }
-        // The last whole block and the last LANES elements overlap unless numel is a multiple of LANES; both are computed from
-        // the old values before either is stored, so the overlap is written twice with the same bits.
-        self.prefetch::<AMSGRAD>(first);
-        let block = self.block::<AMSGRAD, MAXIMIZE, L2>(scalars, set, first, LANES);
-        if first + LANES < numel {
-            let last = numel - LANES;
-            let overlapping = self.block::<AMSGRAD, MAXIMIZE, L2>(scalars, set, last, LANES);
-            self.store::<AMSGRAD>(&overlapping, last, LANES);
-        }
-        self.store::<AMSGRAD>(&block, first, LANES);
     }
 
-    /// The new values of `count` elements from `first` on.
     #[inline(always)]
-    fn block<const AMSGRAD: bool, const MAXIMIZE: bool, const L2: bool>(
-        &self,
-        scalars: &Scalars<T>,
-        set: &Set<T>,
-        first: usize,
-        count: usize,
-    ) -> Block<T> {
-        let mut block = Block {
-            p: load(self.p, first, count),
-            m: load(self.m, first, count),
-            v: load(self.v, first, count),
-            w: if AMSGRAD {
-                load(self.w, first, count)
-            } else {
-                [T::zeroed(); LANES]
-            },
+    fn element(&self, set: &Set<T>, p: T, g: T, state: [T; N]) -> (T, [T; N]) {
+        let k = &self.scalars;
+        let mut g = match self.objective {
+            Objective::Minimize => g,
+            Objective::Maximize => -g,
         };
-        block.update::<AMSGRAD, MAXIMIZE, L2>(scalars, set, &load(self.g, first, count));
-        block
-    }
-
-    #[inline(always)]
-    fn store<const AMSGRAD: bool>(&mut self, block: &Block<T>, first: usize, count: usize) {
-        let range = first..first + count;
-        self.p[range.clone()].copy_from_slice(&block.p[..count]);
-        self.m[range.clone()].copy_from_slice(&block.m[..count]);
-        self.v[range.clone()].copy_from_slice(&block.v[..count]);
-        if AMSGRAD {
-            self.w[range].copy_from_slice(&block.w[..count]);
+        if set.l2 != T::ZERO {
+            g = g + set.l2 * p;
         }
-    }
-
-    /// Asks for the lines of the block [`PREFETCH_BYTES`] ahead; beyond the tensor's end lies the next tensor of the arena.
-    #[inline(always)]
-    fn prefetch<const AMSGRAD: bool>(&self, first: usize) {
-        let mut line = 0;
-        while line * LINE_BYTES < LANES * size_of::<T>() {
-            let ahead = first + (PREFETCH_BYTES + line * LINE_BYTES) / size_of::<T>();
-            prefetch_ahead(self.p, ahead);
-            prefetch_ahead(self.g, ahead);
-            prefetch_ahead(self.m, ahead);
-            prefetch_ahead(self.v, ahead);
-            if AMSGRAD {
-                prefetch_ahead(self.w, ahead);
-            }
-            line += 1;
+        let mut new = state;
+        let m = k.beta1 * state[0] + k.one_minus_beta1 * g;
+        let v = k.beta2 * state[1] + k.one_minus_beta2 * (g * g);
+        (new[0], new[1]) = (m, v);
+        let mut w = v;
+        if N > 2 {
+            w = if state[N - 1] > v { state[N - 1] } else { v };
+            new[N - 1] = w;
         }
-    }
-}
-
-/// `count` elements from `first` on, followed by zeros.
-#[inline(always)]
-fn load<T: Compute>(from: &[T], first: usize, count: usize) -> [T; LANES] {
-    let mut block = [T::zeroed(); LANES];
-    block[..count].copy_from_slice(&from[first..first + count]);
-    block
-}
-
-struct Block<T> {
-    p: [T; LANES],
-    m: [T; LANES],
-    v: [T; LANES],
-    w: [T; LANES],
-}
-
-impl<T: Compute> Block<T> {
-    /// The update of `kernels/fused_adam.cu`, operation for operation: no fused multiply-add, no reassociation.
-    #[inline(always)]
-    fn update<const AMSGRAD: bool, const MAXIMIZE: bool, const L2: bool>(
-        &mut self,
-        k: &Scalars<T>,
-        set: &Set<T>,
-        grad: &[T; LANES],
-    ) {
-        for (i, &g) in grad.iter().enumerate() {
-            let (p, mut g) = (self.p[i], g);
-            if MAXIMIZE {
-                g = -g;
-            }
-            if L2 {
-                g = g + set.l2 * p;
-            }
-            let m = k.beta1 * self.m[i] + k.one_minus_beta1 * g;
-            let v = k.beta2 * self.v[i] + k.one_minus_beta2 * (g * g);
-            let mut w = v;
-            if AMSGRAD {
-                w = if self.w[i] > v { self.w[i] } else { v };
-                self.w[i] = w;
-            }
-            let d = w.sqrt() / set.bias2_sqrt + k.eps;
-            self.p[i] = p * set.decay - set.step_size * (m / d);
-            self.m[i] = m;
-            self.v[i] = v;
-        }
+        let d = w.sqrt() / set.bias2_sqrt + k.eps;
+        let p = p * set.decay - set.step_size * (m / d);
+        (p, new)
     }
 }

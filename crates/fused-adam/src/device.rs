@@ -2,9 +2,7 @@
 //!
 //! Always compiled, so that the two sides cannot drift apart unseen: the emulator tests run the same bytes.
 
-use std::ops::{Add, Div, Mul, Neg, Sub};
-
-use bytemuck::{Pod, Zeroable};
+pub use fusestep_elementwise::Compute;
 use fusestep_launch::{Access, TensorList};
 use fusestep_tensor::{DType, Role};
 
@@ -44,72 +42,12 @@ pub struct Set<T> {
     pub l2: T,
 }
 
-/// The type arithmetic is done in, and its names on the device.
-pub trait Compute:
-    Pod
-    + Zeroable
-    + Send
-    + Sync
-    + PartialOrd
-    + Add<Output = Self>
-    + Sub<Output = Self>
-    + Mul<Output = Self>
-    + Div<Output = Self>
-    + Neg<Output = Self>
-{
-    /// The storage type of parameters and gradients that are computed in this type.
-    const DTYPE: DType;
-    /// The device entry without its argument suffix.
-    const ENTRY: &'static str;
-    /// Rounds once, to nearest even.
-    fn round(value: f64) -> Self;
-    /// The correctly rounded square root.
-    fn sqrt(self) -> Self;
-}
-
-impl Compute for f32 {
-    const DTYPE: DType = DType::F32;
-    const ENTRY: &'static str = "fused_adam_f32";
-    fn round(value: f64) -> Self {
-        value as f32
+/// The device entry for parameters of this dtype, without its argument suffix.
+pub(crate) fn entry(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F64 => "fused_adam_f64",
+        _ => "fused_adam_f32",
     }
-    #[inline(always)]
-    fn sqrt(self) -> Self {
-        f32::sqrt(self)
-    }
-}
-
-impl Compute for f64 {
-    const DTYPE: DType = DType::F64;
-    const ENTRY: &'static str = "fused_adam_f64";
-    fn round(value: f64) -> Self {
-        value
-    }
-    #[inline(always)]
-    fn sqrt(self) -> Self {
-        f64::sqrt(self)
-    }
-}
-
-/// Bytes of `elements` values of `T`, rounded up to a multiple of 8.
-pub(crate) const fn padded_bytes<T>(elements: usize) -> usize {
-    (elements * size_of::<T>()).next_multiple_of(8)
-}
-
-/// Writes values and zeroes the padding behind them.
-pub(crate) fn write_padded<T: Pod>(values: &[T], out: &mut [u8]) {
-    let bytes: &[u8] = bytemuck::cast_slice(values);
-    out[..bytes.len()].copy_from_slice(bytes);
-    out[bytes.len()..].fill(0);
-}
-
-/// Reads `N` values from the start of `bytes`, which may be unaligned.
-pub(crate) fn read_values<T: Pod, const N: usize>(bytes: &[u8]) -> [T; N] {
-    let mut values = [T::zeroed(); N];
-    let target: &mut [u8] = bytemuck::cast_slice_mut(&mut values);
-    let len_bytes = target.len();
-    target.copy_from_slice(&bytes[..len_bytes]);
-    values
 }
 
 /// The lists in the order of a record's addresses; the last only with AMSGrad.

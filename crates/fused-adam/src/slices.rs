@@ -1,6 +1,8 @@
 //! The crate alone: safe slices, no plan, no backend.
 
-use fusestep_launch::{HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, SetValues};
+use fusestep_launch::{
+    HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, SetValues, UpdateRule,
+};
 use fusestep_simd::{Level, Split, Team};
 
 use crate::device::Compute;
@@ -34,7 +36,7 @@ impl Adam {
     /// # Units
     /// `step` (t) counts from 1. `lr` and λ are per step.
     /// # Errors
-    /// [`AdamError::Hyper`], [`AdamError::StepZero`], [`AdamError::NumelMismatch`] naming the list, the tensor and both counts,
+    /// [`AdamError::Rule`], [`AdamError::StepZero`], [`AdamError::NumelMismatch`] naming the list, the tensor and both counts,
     /// [`AdamError::MaxMoment2`]; everything is checked before anything is written.
     /// # Cost
     /// 28 bytes of memory traffic per f32 element.
@@ -239,6 +241,7 @@ impl<T: Compute> Split for Work<'_, T> {
     fn run(self) {
         let call = HostCall {
             level: self.step.level,
+            grad_factor: 1.0,
             scalars: &self.step.scalars,
             sets: &self.step.set,
         };

@@ -61,6 +61,8 @@ pub struct Launch<'a> {
     pub lists: &'a mut [ListBuffer],
     /// The kernel's scalars.
     pub scalars: &'a [u8],
+    /// Factor on every gradient: loss scaling and clipping.
+    pub grad_factor: f64,
     /// The kernel's sets by class.
     pub sets: &'a [u8],
     /// The limits the batches were made with.

@@ -15,6 +15,8 @@ pub struct HostCall<'a> {
     pub level: Level,
     /// The kernel's scalars, as it wrote them.
     pub scalars: &'a [u8],
+    /// Factor on every gradient, rounded once to the compute type: loss scaling and clipping; 1 changes nothing.
+    pub grad_factor: f64,
     /// The kernel's sets, one after the other, as it wrote them; a tensor names its own by [`HostSpan::class`].
     pub sets: &'a [u8],
 }

@@ -13,6 +13,7 @@ mod kernel;
 mod limits;
 mod pack;
 mod recorder;
+mod rule;
 
 pub use backend::{Backend, BackendError, Buffer, Launch, LaunchReport, ListBuffer};
 pub use batch::{Batch, Batchable, Record, batches};
@@ -25,3 +26,4 @@ pub use limits::{
 };
 pub use pack::pack;
 pub use recorder::{RecordedLaunch, Recorder};
+pub use rule::{Domain, RuleError, UpdateRule, check_hyper};

@@ -9,7 +9,7 @@ const BATCHES_SHOWN: usize = 8;
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "plan {}", self.optimizer.summary())?;
+        writeln!(f, "plan {}", self.optimizer)?;
         writeln!(
             f,
             "  {} parameters, {} elements, {} optimizer state, {} memory traffic per step",

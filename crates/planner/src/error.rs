@@ -1,8 +1,7 @@
 //! Why a plan could not be made or run.
 
 use fusestep_coalesce::CoalesceError;
-use fusestep_fused_adam::AdamError;
-use fusestep_launch::{BackendError, LaunchError};
+use fusestep_launch::{BackendError, LaunchError, RuleError};
 use fusestep_tensor::{DType, Role, TensorError};
 use fusestep_tensor_file::TensorFileError;
 
@@ -15,7 +14,7 @@ pub enum PlanError {
     Tensor(#[from] TensorError),
     /// A hyper-parameter is out of range.
     #[error(transparent)]
-    Adam(#[from] AdamError),
+    Rule(#[from] RuleError),
     /// The limits do not allow a launch.
     #[error(transparent)]
     Launch(#[from] LaunchError),
@@ -51,12 +50,14 @@ pub enum PlanError {
         found: usize,
     },
     /// The optimizer has no kernel for a parameter's dtype.
-    #[error("`{name}`: expected f32 or f64 for {optimizer}, found {found}; cast the parameter")]
+    #[error("`{name}`: expected {expected} for {optimizer}, found {found}; cast the parameter")]
     DType {
         /// The parameter.
         name: String,
         /// The optimizer.
         optimizer: &'static str,
+        /// The dtypes it has kernels for.
+        expected: &'static str,
         /// The parameter's dtype.
         found: DType,
     },

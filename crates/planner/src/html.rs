@@ -35,7 +35,7 @@ pub fn html_page(title: &str, body: &str) -> String {
 impl Plan {
     /// A self-contained HTML page: totals, storages and launches drawn to scale, and every note.
     pub fn to_html(&self) -> String {
-        let title = format!("Plan: {}", self.optimizer.summary());
+        let title = format!("Plan: {}", self.optimizer);
         html_page(&title, &self.to_html_fragment())
     }
 

@@ -1,11 +1,15 @@
 //! Which update rule a plan applies.
 
-use fusestep_fused_adam::{Adam, AdamError, WeightDecay};
-use fusestep_launch::MultiTensorKernel;
+use std::fmt;
+
+use fusestep_fused_adam::Adam;
+use fusestep_launch::{MultiTensorKernel, RuleError, UpdateRule};
 use fusestep_tensor::ParamDesc;
-use serde::Serialize;
 
 use crate::PlanError;
+
+/// Below this a hyper-parameter is printed with an exponent.
+const SMALL: f64 = 1e-4;
 
 /// The update rule and its hyper-parameters.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -16,20 +20,10 @@ pub enum Optimizer {
 }
 
 impl Optimizer {
-    /// `adamw` with decoupled weight decay, else `adam`.
-    pub fn name(&self) -> &'static str {
+    /// The rule as planner and command line see it.
+    pub fn rule(&self) -> &dyn UpdateRule {
         match self {
-            Optimizer::Adam(adam) => match adam.weight_decay {
-                WeightDecay::Decoupled(_) => "adamw",
-                WeightDecay::L2(_) => "adam",
-            },
-        }
-    }
-
-    /// The learning rate.
-    pub fn lr(&self) -> f64 {
-        match self {
-            Optimizer::Adam(adam) => adam.lr,
+            Optimizer::Adam(adam) => adam,
         }
     }
 
@@ -40,66 +34,58 @@ impl Optimizer {
         }
     }
 
+    /// The rule's name on the command line: `adamw`.
+    pub fn name(&self) -> &'static str {
+        self.rule().name()
+    }
+
+    /// The learning rate.
+    pub fn lr(&self) -> f64 {
+        self.rule().lr()
+    }
+
     /// Checks every hyper-parameter.
     ///
     /// # Errors
-    /// The optimizer's own error, naming the first hyper-parameter out of range.
+    /// [`PlanError::Rule`], naming the first hyper-parameter out of range.
     pub fn validate(&self) -> Result<(), PlanError> {
-        match self {
-            Optimizer::Adam(adam) => Ok(adam.validate()?),
-        }
+        Ok(self.rule().validate()?)
     }
 
-    /// The kernel for one dtype; hyper-parameters are already validated.
+    /// The kernel for one parameter; hyper-parameters are already validated.
     pub(crate) fn kernel(
         &self,
         param: &ParamDesc,
     ) -> Result<Box<dyn MultiTensorKernel>, PlanError> {
-        let made = match self {
-            Optimizer::Adam(adam) => adam.kernel(param.dtype),
-        };
-        made.map_err(|error| match error {
-            AdamError::DType { found } => PlanError::DType {
-                name: param.name.clone(),
-                optimizer: self.name(),
-                found,
-            },
-            other => PlanError::Adam(other),
-        })
+        self.rule()
+            .kernel(param.dtype)
+            .map_err(|error| match error {
+                RuleError::DType {
+                    rule,
+                    expected,
+                    found,
+                } => PlanError::DType {
+                    name: param.name.clone(),
+                    optimizer: rule,
+                    expected,
+                    found,
+                },
+                other => PlanError::Rule(other),
+            })
     }
+}
 
-    /// What the plan prints of the hyper-parameters.
-    pub(crate) fn summary(&self) -> OptimizerSummary {
-        match self {
-            Optimizer::Adam(adam) => OptimizerSummary {
-                name: self.name(),
-                lr: adam.lr,
-                beta1: adam.beta1,
-                beta2: adam.beta2,
-                eps: adam.eps,
-                weight_decay: adam.weight_decay.lambda(),
-            },
+/// The name and every hyper-parameter: `adamw lr=0.001 beta1=0.9 …`.
+impl fmt::Display for Optimizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())?;
+        for (what, value) in self.rule().hyper_parameters() {
+            if value != 0.0 && value.abs() < SMALL {
+                write!(f, " {what}={value:e}")?;
+            } else {
+                write!(f, " {what}={value}")?;
+            }
         }
-    }
-}
-
-/// Hyper-parameters as they are printed.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub(crate) struct OptimizerSummary {
-    pub(crate) name: &'static str,
-    lr: f64,
-    beta1: f64,
-    beta2: f64,
-    eps: f64,
-    weight_decay: f64,
-}
-
-impl std::fmt::Display for OptimizerSummary {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(
-            f,
-            "{} lr={} beta1={} beta2={} eps={:e} weight_decay={}",
-            self.name, self.lr, self.beta1, self.beta2, self.eps, self.weight_decay
-        )
+        Ok(())
     }
 }

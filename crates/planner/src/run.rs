@@ -93,6 +93,7 @@ impl Plan {
             members: &spec.members,
             lists: &mut storage.lists,
             scalars: &storage.scalars,
+            grad_factor: 1.0,
             sets: &storage.sets,
             limits: self.limits,
         })?)

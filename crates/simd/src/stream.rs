@@ -83,39 +83,47 @@ impl Split for Stream<'_> {
 
     fn run(self) {
         let ahead = self.prefetch_distance;
-        self.level.run(
+        let Stream {
+            level, a, b, c, d, ..
+        } = self;
+        level.run(
             #[inline(always)]
             || {
-                let lines = self
-                    .a
-                    .chunks_mut(LINE)
-                    .zip(self.b.chunks(LINE))
-                    .zip(self.c.chunks_mut(LINE))
-                    .zip(self.d.chunks_mut(LINE));
-                for (((a, b), c), d) in lines {
+                let whole = a.len() - a.len() % LINE;
+                for first in (0..whole).step_by(LINE) {
                     if ahead > 0 {
-                        prefetch_ahead(a, ahead);
-                        prefetch_ahead(b, ahead);
-                        prefetch_ahead(c, ahead);
-                        prefetch_ahead(d, ahead);
+                        prefetch_ahead(a, first + ahead);
+                        prefetch_ahead(b, first + ahead);
+                        prefetch_ahead(c, first + ahead);
+                        prefetch_ahead(d, first + ahead);
                     }
-                    if let (Ok(a), Ok(b), Ok(c), Ok(d)) = (
-                        <&mut [f32; LINE]>::try_from(&mut *a),
-                        <&[f32; LINE]>::try_from(b),
-                        <&mut [f32; LINE]>::try_from(&mut *c),
-                        <&mut [f32; LINE]>::try_from(&mut *d),
-                    ) {
-                        touch(a, b, c, d);
-                    } else {
-                        touch(a, b, c, d);
-                    }
+                    let line = first..first + LINE;
+                    let [mut x, mut y, mut z] = [load(a, first), load(c, first), load(d, first)];
+                    touch(&mut x, &load(b, first), &mut y, &mut z);
+                    a[line.clone()].copy_from_slice(&x);
+                    c[line.clone()].copy_from_slice(&y);
+                    d[line].copy_from_slice(&z);
                 }
+                touch(
+                    &mut a[whole..],
+                    &b[whole..],
+                    &mut c[whole..],
+                    &mut d[whole..],
+                );
             },
         );
     }
 }
 
-/// One line of the stream; called with arrays of known length it becomes a few vector instructions.
+/// One line, loaded as a whole before anything is stored.
+#[inline(always)]
+fn load(from: &[f32], first: usize) -> [f32; LINE] {
+    let mut line = [0.0; LINE];
+    line.copy_from_slice(&from[first..first + LINE]);
+    line
+}
+
+/// One line of the stream; on arrays of known length it becomes a few vector instructions.
 #[inline(always)]
 fn touch(a: &mut [f32], b: &[f32], c: &mut [f32], d: &mut [f32]) {
     for (((a, b), c), d) in a.iter_mut().zip(b).zip(c).zip(d) {

@@ -1,0 +1,68 @@
+//! The type that arithmetic is done in.
+
+use std::ops::{Add, Div, Mul, Neg, Sub};
+
+use bytemuck::Pod;
+use fusestep_tensor::DType;
+
+/// A type that arithmetic is done in; every operation is correctly rounded.
+pub trait Compute:
+    Pod
+    + Send
+    + Sync
+    + PartialOrd
+    + Add<Output = Self>
+    + Sub<Output = Self>
+    + Mul<Output = Self>
+    + Div<Output = Self>
+    + Neg<Output = Self>
+{
+    /// The storage type that holds it exactly.
+    const DTYPE: DType;
+    /// Zero.
+    const ZERO: Self;
+    /// One.
+    const ONE: Self;
+    /// Rounds once, to nearest even.
+    fn round(value: f64) -> Self;
+    /// The correctly rounded square root.
+    fn sqrt(self) -> Self;
+    /// The magnitude.
+    fn abs(self) -> Self;
+}
+
+impl Compute for f32 {
+    const DTYPE: DType = DType::F32;
+    const ZERO: Self = 0.0;
+    const ONE: Self = 1.0;
+    #[inline(always)]
+    fn round(value: f64) -> Self {
+        value as f32
+    }
+    #[inline(always)]
+    fn sqrt(self) -> Self {
+        f32::sqrt(self)
+    }
+    #[inline(always)]
+    fn abs(self) -> Self {
+        f32::abs(self)
+    }
+}
+
+impl Compute for f64 {
+    const DTYPE: DType = DType::F64;
+    const ZERO: Self = 0.0;
+    const ONE: Self = 1.0;
+    #[inline(always)]
+    fn round(value: f64) -> Self {
+        value
+    }
+    #[inline(always)]
+    fn sqrt(self) -> Self {
+        f64::sqrt(self)
+    }
+    #[inline(always)]
+    fn abs(self) -> Self {
+        f64::abs(self)
+    }
+}

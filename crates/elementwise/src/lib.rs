@@ -1,0 +1,16 @@
+//! The host loop of element-wise multi-tensor kernels.
+//!
+//! A kernel crate writes the update of one element ([`Update`]); this crate runs it over whole tensors: in blocks that become
+//! vector instructions, with prefetch, storage types widened and rounded at the edges, and every element through the same
+//! instructions wherever a tensor was cut.
+#![forbid(unsafe_code)]
+
+mod bytes;
+mod compute;
+mod run;
+mod storage;
+
+pub use bytes::{padded_bytes, read_values, write_padded};
+pub use compute::Compute;
+pub use run::{LANES, Update, run};
+pub use storage::Storage;

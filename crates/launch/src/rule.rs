@@ -1,0 +1,103 @@
+//! What an optimizer is to planner and command line.
+
+use std::fmt;
+
+use fusestep_tensor::DType;
+
+use crate::MultiTensorKernel;
+
+/// An update rule with its hyper-parameters: the value that a user configures, from which kernels are made.
+pub trait UpdateRule: fmt::Debug + Send + Sync {
+    /// The name on the command line and in plans: `adamw`.
+    fn name(&self) -> &'static str;
+
+    /// The learning rate.
+    fn lr(&self) -> f64;
+
+    /// All hyper-parameters, the learning rate included, as plans print them.
+    fn hyper_parameters(&self) -> Vec<(&'static str, f64)>;
+
+    /// Checks every hyper-parameter.
+    ///
+    /// # Errors
+    /// [`RuleError::Hyper`] naming the first one out of range.
+    fn validate(&self) -> Result<(), RuleError>;
+
+    /// The kernel for parameters and gradients of this dtype.
+    ///
+    /// # Errors
+    /// [`RuleError::Hyper`] as in [`UpdateRule::validate`]; [`RuleError::DType`] for a dtype there is no kernel for.
+    fn kernel(&self, dtype: DType) -> Result<Box<dyn MultiTensorKernel>, RuleError>;
+}
+
+/// The values that a hyper-parameter may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Domain {
+    /// Finite and at least 0.
+    NotNegative,
+    /// In [0, 1).
+    BelowOne,
+    /// Finite and above 0.
+    Positive,
+}
+
+impl Domain {
+    fn contains(self, value: f64) -> bool {
+        match self {
+            Domain::NotNegative => value.is_finite() && value >= 0.0,
+            Domain::BelowOne => (0.0..1.0).contains(&value),
+            Domain::Positive => value.is_finite() && value > 0.0,
+        }
+    }
+
+    fn text(self) -> &'static str {
+        match self {
+            Domain::NotNegative => "a finite value of at least 0",
+            Domain::BelowOne => "a value in [0, 1)",
+            Domain::Positive => "a finite value above 0",
+        }
+    }
+}
+
+/// Checks hyper-parameters in the given order.
+///
+/// # Errors
+/// [`RuleError::Hyper`] naming the first one out of range.
+pub fn check_hyper(values: &[(&'static str, f64, Domain)]) -> Result<(), RuleError> {
+    for &(what, found, domain) in values {
+        if !domain.contains(found) {
+            return Err(RuleError::Hyper {
+                what,
+                expected: domain.text(),
+                found,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Why an update rule was refused; nothing has been written when it is returned.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum RuleError {
+    /// A hyper-parameter is out of range.
+    #[error("{what}: expected {expected}, found {found}")]
+    Hyper {
+        /// The hyper-parameter.
+        what: &'static str,
+        /// What it must be.
+        expected: &'static str,
+        /// What was given.
+        found: f64,
+    },
+    /// There is no kernel for this dtype.
+    #[error("{rule}: expected parameters of {expected}, found {found}; cast the parameter")]
+    DType {
+        /// The rule.
+        rule: &'static str,
+        /// The dtypes it has kernels for.
+        expected: &'static str,
+        /// The dtype asked for.
+        found: DType,
+    },
+}
