@@ -10,7 +10,7 @@ use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_launch::{
     ArgumentLayout, Backend, BackendError, HostCall, HostList, HostSpans, LaunchLimits, MAX_LISTS,
-    MultiTensorKernel, SetValues, TensorList,
+    MultiTensorKernel, SetValues, TensorList, UpdateRule,
 };
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::{DType, Role};

@@ -9,7 +9,7 @@ use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_launch::{
     Backend, BackendError, Batchable, Launch, LaunchLimits, ListBuffer, MultiTensorKernel,
-    SetValues, batches,
+    SetValues, UpdateRule, batches,
 };
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::DType;
@@ -95,6 +95,7 @@ pub(crate) fn launch_at(
         members: &members,
         lists: &mut lists,
         scalars: &scalars,
+        grad_factor: 1.0,
         sets: &sets,
         limits,
     })?;
