@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use fusestep_launch::Batch;
+
 use super::Pass;
 use crate::{Note, Plan, PlanError, SizeClass, Stage, Verdict};
 
@@ -80,15 +82,23 @@ impl FuseOptimizer {
                 );
             }
             if stage.batches.len() > 1 && stage.size_class == SizeClass::Small {
-                let most = stage.batches.iter().map(|b| b.records.len()).max();
+                let full = |batch: &Batch| batch.chunks == plan.limits.chunks_per_launch;
+                let why = if stage.batches.iter().any(full) {
+                    format!("one takes {} chunks", plan.limits.chunks_per_launch)
+                } else {
+                    let most = stage.batches.iter().map(|b| b.records.len()).max();
+                    format!(
+                        "{} argument bytes carry {} of them",
+                        plan.limits.argument_bytes,
+                        most.unwrap_or(0)
+                    )
+                };
                 note(
                     Verdict::Split,
                     format!(
-                        "{} tensors need {} launches: {} argument bytes carry {} of them",
+                        "{} tensors need {} launches: {why}",
                         stage.tensors.len(),
                         stage.batches.len(),
-                        plan.limits.argument_bytes,
-                        most.unwrap_or(0),
                     ),
                 );
             }
