@@ -17,7 +17,7 @@ use fusestep_tensor::{DType, ParamDesc, Role};
 use serde::Serialize;
 
 use crate::inputs::read_model;
-use crate::options::{OptimizerArgs, ParamDType, PlanningArgs, threads};
+use crate::options::{OptimizerArgs, ParamDType, PlanningArgs, parse_threads, threads};
 use crate::output::{duration, print, print_json};
 
 /// A sample lasts at least this long, so that the clock and a wake-up do not show.
@@ -33,7 +33,7 @@ pub(crate) struct BenchArgs {
     #[command(flatten)]
     planning: PlanningArgs,
     /// Threads [default: all]
-    #[arg(long)]
+    #[arg(long, value_parser = parse_threads)]
     threads: Option<NonZeroUsize>,
     /// Element type of shapes that state none
     #[arg(long, value_enum, default_value = "f32")]

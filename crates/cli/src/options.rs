@@ -9,6 +9,7 @@ use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::{Adam, Objective, SecondMoment, WeightDecay};
 use fusestep_launch::{Backend, LaunchLimits};
 use fusestep_planner::{Optimizer, Planner};
+use fusestep_simd::MAX_THREADS;
 
 /// The update rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -116,7 +117,7 @@ pub(crate) struct BackendArgs {
     #[arg(long, value_enum, default_value = "cpu")]
     pub(crate) backend: BackendName,
     /// Threads of the cpu backend [default: all]
-    #[arg(long)]
+    #[arg(long, value_parser = parse_threads)]
     pub(crate) threads: Option<NonZeroUsize>,
 }
 
@@ -144,6 +145,14 @@ impl BackendArgs {
             }
         }
     }
+}
+
+/// Reads a number of threads that a team can have.
+pub(crate) fn parse_threads(text: &str) -> Result<NonZeroUsize, String> {
+    let threads = text.parse::<NonZeroUsize>().ok();
+    threads
+        .filter(|threads| threads.get() <= MAX_THREADS)
+        .ok_or_else(|| format!("expected a number of threads from 1 to {MAX_THREADS}"))
 }
 
 /// The threads asked for, or all of the machine.

@@ -19,7 +19,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::digits::{self, Images};
 use crate::model::Mlp;
-use crate::options::threads;
+use crate::options::{parse_threads, threads};
 use crate::output::{duration, print, print_json, write_page};
 use crate::report::report_page;
 
@@ -27,8 +27,8 @@ use crate::report::report_page;
 #[derive(Debug, Args)]
 pub(crate) struct TrainArgs {
     /// Passes over the training images
-    #[arg(long, default_value_t = 20)]
-    epochs: usize,
+    #[arg(long, default_value = "20")]
+    epochs: NonZeroUsize,
     /// Images of one step
     #[arg(long, default_value = "32")]
     batch: NonZeroUsize,
@@ -42,7 +42,7 @@ pub(crate) struct TrainArgs {
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Threads of the optimizer [default: all]
-    #[arg(long)]
+    #[arg(long, value_parser = parse_threads)]
     threads: Option<NonZeroUsize>,
     /// One launch per tensor, no pass
     #[arg(long)]
@@ -162,9 +162,9 @@ impl Training {
         let mut rng = ChaCha8Rng::seed_from_u64(args.seed.wrapping_add(1));
         let mut order: Vec<usize> = (0..train.len()).collect();
         let batch = args.batch.get();
-        let bar = progress_bar((args.epochs * train.len().div_ceil(batch)) as u64);
-        let mut history = Vec::with_capacity(args.epochs);
-        for epoch in 1..=args.epochs {
+        let bar = progress_bar((args.epochs.get() * train.len().div_ceil(batch)) as u64);
+        let mut history = Vec::new();
+        for epoch in 1..=args.epochs.get() {
             order.shuffle(&mut rng);
             let mut sum = 0.0;
             for positions in order.chunks(batch) {
@@ -211,7 +211,7 @@ impl Training {
         });
         let steps = self.steps.max(1) as f64;
         Ok(TrainSummary {
-            epochs: args.epochs,
+            epochs: args.epochs.get(),
             steps: self.steps,
             final_loss: last.loss,
             test_accuracy: last.test_accuracy,
