@@ -27,6 +27,8 @@ const LAYERS: [&[&str]; 8] = [
         "fused-adam",
         "fused-sgd",
         "lars-momentum",
+        "lion",
+        "adagrad",
         "amp",
         "coalesce",
         "collective",

@@ -2,15 +2,17 @@
 //!
 //! A kernel crate writes the update of one element ([`Update`]); this crate runs it over whole tensors: in blocks that become
 //! vector instructions, with prefetch, storage types widened and rounded at the edges, and every element through the same
-//! instructions wherever a tensor was cut.
+//! instructions wherever a tensor was cut. [`step_slices`] is the same without a plan or a backend, for a kernel crate's own entry.
 #![forbid(unsafe_code)]
 
 mod bytes;
 mod compute;
 mod run;
+mod slices;
 mod storage;
 
 pub use bytes::{padded_bytes, read_values, write_padded};
 pub use compute::Compute;
 pub use run::{LANES, Update, run};
+pub use slices::{SliceTensor, StepError, step_slices};
 pub use storage::Storage;

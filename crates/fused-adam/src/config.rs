@@ -1,27 +1,12 @@
 //! Hyper-parameters of Adam and AdamW.
 
-use fusestep_launch::{Domain, MultiTensorKernel, RuleError, SetValues, UpdateRule, check_hyper};
+use fusestep_launch::{
+    Domain, MultiTensorKernel, Objective, RuleError, SetValues, UpdateRule, WeightDecay,
+    check_hyper,
+};
 use fusestep_tensor::DType;
 
 use crate::{AdamKernel, device};
-
-/// How weight decay enters the step.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum WeightDecay {
-    /// λ·p is added to the gradient (Adam with L2 regularisation).
-    L2(f64),
-    /// p is multiplied by 1 − lr·λ before the step (AdamW).
-    Decoupled(f64),
-}
-
-impl WeightDecay {
-    /// The factor λ.
-    pub fn lambda(self) -> f64 {
-        match self {
-            WeightDecay::L2(lambda) | WeightDecay::Decoupled(lambda) => lambda,
-        }
-    }
-}
 
 /// Which second moment scales the step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -31,16 +16,6 @@ pub enum SecondMoment {
     Running,
     /// The largest one so far (AMSGrad).
     Largest,
-}
-
-/// Whether the objective falls or rises along the step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum Objective {
-    /// Steps against the gradient.
-    #[default]
-    Minimize,
-    /// Steps along the gradient.
-    Maximize,
 }
 
 /// Hyper-parameters of one Adam or AdamW optimizer.

@@ -7,6 +7,7 @@ pub mod device;
 pub mod reference;
 mod slices;
 
-pub use config::{Adam, AdamError, Objective, SecondMoment, WeightDecay};
+pub use config::{Adam, AdamError, SecondMoment};
 pub use cpu::AdamKernel;
+pub use fusestep_launch::{Objective, WeightDecay};
 pub use slices::AdamTensors;

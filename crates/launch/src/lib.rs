@@ -26,4 +26,4 @@ pub use limits::{
 };
 pub use pack::pack;
 pub use recorder::{RecordedLaunch, Recorder};
-pub use rule::{Domain, RuleError, UpdateRule, check_hyper};
+pub use rule::{Domain, Objective, RuleError, UpdateRule, WeightDecay, check_hyper};

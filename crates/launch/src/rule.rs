@@ -30,6 +30,42 @@ pub trait UpdateRule: fmt::Debug + Send + Sync {
     fn kernel(&self, dtype: DType) -> Result<Box<dyn MultiTensorKernel>, RuleError>;
 }
 
+/// How weight decay enters the step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum WeightDecay {
+    /// λ·p is added to the gradient.
+    L2(f64),
+    /// p is multiplied by 1 − lr·λ before the step, as AdamW does.
+    Decoupled(f64),
+}
+
+impl WeightDecay {
+    /// The factor λ.
+    pub fn lambda(self) -> f64 {
+        match self {
+            WeightDecay::L2(lambda) | WeightDecay::Decoupled(lambda) => lambda,
+        }
+    }
+
+    /// The same kind with another λ.
+    pub fn with_lambda(self, lambda: f64) -> Self {
+        match self {
+            WeightDecay::L2(_) => WeightDecay::L2(lambda),
+            WeightDecay::Decoupled(_) => WeightDecay::Decoupled(lambda),
+        }
+    }
+}
+
+/// Whether the objective falls or rises along the step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Objective {
+    /// Steps against the gradient.
+    #[default]
+    Minimize,
+    /// Steps along the gradient.
+    Maximize,
+}
+
 /// The values that a hyper-parameter may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Domain {

@@ -18,6 +18,10 @@ pub enum Role {
     Moment2,
     /// Largest `moment2` seen so far; only AMSGrad keeps it.
     MaxMoment2,
+    /// Decaying sum of the gradients (u): SGD with momentum.
+    Velocity,
+    /// Sum of the squared gradients: Adagrad.
+    Sum,
 }
 
 impl Role {
@@ -29,6 +33,8 @@ impl Role {
             Role::Moment1 => "moment1",
             Role::Moment2 => "moment2",
             Role::MaxMoment2 => "max_moment2",
+            Role::Velocity => "velocity",
+            Role::Sum => "sum",
         }
     }
 
