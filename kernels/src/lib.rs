@@ -14,15 +14,33 @@ struct Kernel {
     ptx: &'static str,
 }
 
-const KERNELS: &[Kernel] = &[Kernel {
-    stem: "fused_adam",
-    source: include_str!("../fused_adam.cu"),
-    ptx: include_str!("../ptx/fused_adam.ptx"),
-}];
+const KERNELS: &[Kernel] = &[
+    Kernel {
+        stem: "adagrad",
+        source: include_str!("../adagrad.cu"),
+        ptx: include_str!("../ptx/adagrad.ptx"),
+    },
+    Kernel {
+        stem: "fused_adam",
+        source: include_str!("../fused_adam.cu"),
+        ptx: include_str!("../ptx/fused_adam.ptx"),
+    },
+    Kernel {
+        stem: "fused_sgd",
+        source: include_str!("../fused_sgd.cu"),
+        ptx: include_str!("../ptx/fused_sgd.ptx"),
+    },
+    Kernel {
+        stem: "lion",
+        source: include_str!("../lion.cu"),
+        ptx: include_str!("../ptx/lion.ptx"),
+    },
+];
 
 /// Files that kernel sources include, as (file name, text).
 const HEADERS: &[(&str, &str)] = &[
     ("dialect.cuh", include_str!("../dialect.cuh")),
+    ("elementwise.cuh", include_str!("../elementwise.cuh")),
     ("multi_tensor.cuh", include_str!("../multi_tensor.cuh")),
 ];
 

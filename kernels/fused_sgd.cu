@@ -1,0 +1,87 @@
+// One SGD step, with or without a velocity, for every tensor of a launch.
+//
+//     g <- -g if maximize;  g <- rescale g;  g <- g + l2 p
+//     u <- momentum u + (1 - dampening) g                           only with a velocity; no dampening at the first step
+//     p <- decay p - lr u                                           g in place of u without, g + momentum u with Nesterov
+//
+// Sutskever, Martens, Dahl & Hinton 2013, with lr outside of the velocity as PyTorch does. Every operation is rounded once, in the
+// order written in `element`, without contraction: the bits are those of crates/fused-sgd/src/cpu.rs.
+#include "elementwise.cuh"
+
+namespace fused_sgd {
+
+using multi_tensor::u32;
+
+// Options of the kernel; crates/fused-sgd/src/device.rs.
+enum Flag : u32 { FLAG_VELOCITY = 1, FLAG_NESTEROV = 2, FLAG_MAXIMIZE = 4 };
+
+// Shared by all tensors; crates/fused-sgd/src/device.rs: Scalars.
+template <class T>
+struct Scalars {
+    T rescale;
+    T momentum;
+};
+
+// Of the tensors of one class at one step; crates/fused-sgd/src/device.rs: Set.
+template <class T>
+struct Set {
+    T lr;
+    T decay;
+    T l2;
+    T one_minus_dampening;
+};
+
+static_assert(sizeof(Scalars<float>) == 8 && sizeof(Scalars<double>) == 16, "crates/fused-sgd: Scalars");
+static_assert(sizeof(Set<float>) == 16 && sizeof(Set<double>) == 32, "crates/fused-sgd: Set");
+
+template <class T, int STATES>
+struct Update {
+    typedef fused_sgd::Scalars<T> Scalars;
+    typedef fused_sgd::Set<T> Set;
+
+    Scalars scalars;
+    Set set;
+    u32 flags;
+
+    __device__ __forceinline__ void element(T& p, T g, T* state) const {
+        g = flags & FLAG_MAXIMIZE ? -g : g;
+        g = scalars.rescale * g;
+        if (set.l2 != T(0)) {
+            g = g + set.l2 * p;
+        }
+        T step = g;
+        if constexpr (STATES > 0) {
+            const T u = scalars.momentum * state[0] + set.one_minus_dampening * g;
+            step = flags & FLAG_NESTEROV ? g + scalars.momentum * u : u;
+            state[0] = u;
+        }
+        p = p * set.decay - set.lr * step;
+    }
+};
+
+template <class Storage, class Compute>
+__device__ __forceinline__ void run(const unsigned char* arguments) {
+    if (reinterpret_cast<const multi_tensor::Header*>(arguments)->flags & FLAG_VELOCITY) {
+        elementwise::update_chunk<Storage, Compute, 1, Update<Compute, 1>>(arguments);
+    } else {
+        elementwise::update_chunk<Storage, Compute, 0, Update<Compute, 0>>(arguments);
+    }
+}
+
+}  // namespace fused_sgd
+
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    fused_sgd::run<float, float>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    fused_sgd::run<float, float>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    fused_sgd::run<double, double>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    fused_sgd::run<double, double>(arguments.bytes);
+}

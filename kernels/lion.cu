@@ -1,0 +1,83 @@
+// One Lion step for every tensor of a launch.
+//
+//     g <- -g if maximize
+//     p <- decay p - lr sign(beta1 m + (1 - beta1) g)               sign(0) = 0
+//     m <- beta2 m + (1 - beta2) g
+//
+// Chen et al. 2023, Algorithm 2 (arXiv:2302.06675). Every operation is rounded once, in the order written in `element`, without
+// contraction: the bits are those of crates/lion/src/cpu.rs.
+#include "elementwise.cuh"
+
+namespace lion {
+
+using multi_tensor::u32;
+
+// Options of the kernel; crates/lion/src/device.rs.
+enum Flag : u32 { FLAG_MAXIMIZE = 1 };
+
+// Shared by all tensors; crates/lion/src/device.rs: Scalars.
+template <class T>
+struct Scalars {
+    T beta1;
+    T one_minus_beta1;
+    T beta2;
+    T one_minus_beta2;
+};
+
+// Of the tensors of one class at one step; crates/lion/src/device.rs: Set.
+template <class T>
+struct Set {
+    T lr;
+    T decay;
+};
+
+static_assert(sizeof(Scalars<float>) == 16 && sizeof(Scalars<double>) == 32, "crates/lion: Scalars");
+static_assert(sizeof(Set<float>) == 8 && sizeof(Set<double>) == 16, "crates/lion: Set");
+
+// 1, -1, or the value itself if it is zero or NaN.
+template <class T>
+__device__ __forceinline__ T sign(T x) {
+    const T negative = x < T(0) ? T(-1) : x;
+    return x > T(0) ? T(1) : negative;
+}
+
+template <class T>
+struct Update {
+    typedef lion::Scalars<T> Scalars;
+    typedef lion::Set<T> Set;
+
+    Scalars scalars;
+    Set set;
+    u32 flags;
+
+    __device__ __forceinline__ void element(T& p, T g, T* state) const {
+        const T m = state[0];
+        g = flags & FLAG_MAXIMIZE ? -g : g;
+        const T c = scalars.beta1 * m + scalars.one_minus_beta1 * g;
+        state[0] = scalars.beta2 * m + scalars.one_minus_beta2 * g;
+        p = p * set.decay - set.lr * sign(c);
+    }
+};
+
+template <class Storage, class Compute>
+__device__ __forceinline__ void run(const unsigned char* arguments) {
+    elementwise::update_chunk<Storage, Compute, 1, Update<Compute>>(arguments);
+}
+
+}  // namespace lion
+
+extern "C" __global__ void __launch_bounds__(512) lion_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    lion::run<float, float>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) lion_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    lion::run<float, float>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) lion_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    lion::run<double, double>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) lion_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    lion::run<double, double>(arguments.bytes);
+}
