@@ -40,14 +40,12 @@ pub enum PlanError {
         found: String,
     },
     /// The rule cannot be changed to one that keeps other tensors.
-    #[error(
-        "optimizer: expected a rule that keeps {expected} tensors per parameter, found one that keeps {found}; plan anew"
-    )]
+    #[error("optimizer: expected a rule of the lists {expected}, found one of {found}; plan anew")]
     OtherLists {
         /// Lists of the state.
-        expected: usize,
+        expected: String,
         /// Lists of the rule given.
-        found: usize,
+        found: String,
     },
     /// The optimizer has no kernel for a parameter's dtype.
     #[error("`{name}`: expected {expected} for {optimizer}, found {found}; cast the parameter")]

@@ -2,8 +2,11 @@
 
 use std::fmt;
 
+use fusestep_adagrad::Adagrad;
 use fusestep_fused_adam::Adam;
+use fusestep_fused_sgd::Sgd;
 use fusestep_launch::{MultiTensorKernel, RuleError, UpdateRule};
+use fusestep_lion::Lion;
 use fusestep_tensor::ParamDesc;
 
 use crate::PlanError;
@@ -17,20 +20,56 @@ const SMALL: f64 = 1e-4;
 pub enum Optimizer {
     /// Adam or AdamW; see [`Adam`].
     Adam(Adam),
+    /// SGD, with or without momentum; see [`Sgd`].
+    Sgd(Sgd),
+    /// Lion; see [`Lion`].
+    Lion(Lion),
+    /// Adagrad; see [`Adagrad`].
+    Adagrad(Adagrad),
+}
+
+impl From<Adam> for Optimizer {
+    fn from(rule: Adam) -> Self {
+        Optimizer::Adam(rule)
+    }
+}
+
+impl From<Sgd> for Optimizer {
+    fn from(rule: Sgd) -> Self {
+        Optimizer::Sgd(rule)
+    }
+}
+
+impl From<Lion> for Optimizer {
+    fn from(rule: Lion) -> Self {
+        Optimizer::Lion(rule)
+    }
+}
+
+impl From<Adagrad> for Optimizer {
+    fn from(rule: Adagrad) -> Self {
+        Optimizer::Adagrad(rule)
+    }
 }
 
 impl Optimizer {
     /// The rule as planner and command line see it.
     pub fn rule(&self) -> &dyn UpdateRule {
         match self {
-            Optimizer::Adam(adam) => adam,
+            Optimizer::Adam(rule) => rule,
+            Optimizer::Sgd(rule) => rule,
+            Optimizer::Lion(rule) => rule,
+            Optimizer::Adagrad(rule) => rule,
         }
     }
 
     /// The same rule at another learning rate.
-    pub(crate) fn with_lr(self, lr: f64) -> Self {
+    pub fn with_lr(self, lr: f64) -> Self {
         match self {
-            Optimizer::Adam(adam) => Optimizer::Adam(Adam { lr, ..adam }),
+            Optimizer::Adam(rule) => Adam { lr, ..rule }.into(),
+            Optimizer::Sgd(rule) => Sgd { lr, ..rule }.into(),
+            Optimizer::Lion(rule) => Lion { lr, ..rule }.into(),
+            Optimizer::Adagrad(rule) => Adagrad { lr, ..rule }.into(),
         }
     }
 

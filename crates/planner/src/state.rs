@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use fusestep_launch::{Backend, Batch, ListBuffer, MultiTensorKernel};
+use fusestep_launch::{Backend, Batch, ListBuffer, MultiTensorKernel, TensorList};
 use fusestep_tensor::{Element, ParamDesc, Role};
 
 use crate::group::Classes;
@@ -198,8 +198,8 @@ impl State {
             let (expected, found) = (storage.kernel.lists(), kernel.lists());
             if expected != found {
                 return Err(PlanError::OtherLists {
-                    expected: expected.len(),
-                    found: found.len(),
+                    expected: role_names(expected),
+                    found: role_names(found),
                 });
             }
             kernels.push(kernel);
@@ -373,6 +373,8 @@ impl State {
         let hint = match (self.tensors, role) {
             (Tensors::Lent, Role::Param | Role::Grad) => "the caller lends it",
             (_, Role::MaxMoment2) => "only AMSGrad has it",
+            (_, Role::Velocity) => "only SGD with momentum has it",
+            (_, Role::Sum) => "only Adagrad has it",
             _ => "the optimizer has no such state",
         };
         let list = list.ok_or_else(|| PlanError::NoSuchList {
@@ -419,6 +421,12 @@ impl State {
             backend: self.backend,
         }
     }
+}
+
+/// The roles of a kernel's lists, as an error names them.
+fn role_names(lists: &[TensorList]) -> String {
+    let names: Vec<&str> = lists.iter().map(|list| list.role.name()).collect();
+    names.join(", ")
 }
 
 fn check_len(role: Role, name: &str, expected: usize, found: usize) -> Result<(), PlanError> {

@@ -2,104 +2,218 @@
 //!
 //! Without it, every law would hold for kernels that do nothing.
 
-use fusestep_fused_adam::reference::{Element, update};
-use fusestep_fused_adam::{Adam, SecondMoment, WeightDecay};
+use fusestep_adagrad::{Adagrad, reference as adagrad};
+use fusestep_fused_adam::{Adam, SecondMoment, reference as adam};
+use fusestep_fused_sgd::{Sgd, reference as sgd};
+use fusestep_lion::{Lion, reference as lion};
 use fusestep_planner::Optimizer;
 use fusestep_tensor::{DType, ParamDesc};
 
-use crate::{Case, Gradients};
+use crate::Case;
+
+/// Gradients of these sizes, as ordinary ones are, must lead near the reference in every dtype.
+const ORDINARY: std::ops::Range<f64> = 1e-7..1.0;
+
+/// One element after all steps of a case: for each list but the gradient its value, and the size of what rounding may move.
+struct Expected {
+    param: Near,
+    state: Vec<Near>,
+}
+
+#[derive(Clone, Copy)]
+struct Near {
+    value: f64,
+    scale: f64,
+}
 
 /// Requires the values of the reference, up to rounding; `found` is laid out as by [`crate::outcome`].
 ///
-/// With extreme gradients f32 overflows where f64 does not, so those cases only have to change every value.
+/// Elements that meet an extreme gradient are left out: f32 overflows there where f64 does not.
 ///
 /// # Panics
 /// If a value is further from the reference than rounding explains, naming tensor and element.
 pub(crate) fn near_reference(optimizer: &Optimizer, case: &Case, found: &[u8]) {
-    let Optimizer::Adam(adam) = optimizer else {
-        panic!("the runner has no reference for {}", optimizer.name());
-    };
-    let mut rest = found;
+    let (mut rest, mut compared) = (found, 0);
     for (index, param) in case.params.iter().enumerate() {
-        let adam = own_hyper_parameters(adam, param);
+        let optimizer = own_hyper_parameters(optimizer, param);
         let numel = param.numel() as usize;
-        let (own, behind) = rest.split_at(numel * lists(&adam) * param.dtype.len_bytes());
-        rest = behind;
-        let found = values(own, param.dtype);
         let first = values(&case.param_bytes(index), param.dtype);
         let grads: Vec<Vec<f64>> = (1..=case.steps)
             .map(|step| values(&case.grad_bytes(index, step), param.dtype))
             .collect();
+        let lists = 2 + expected(&optimizer, 0.0, &[]).state.len();
+        let (own, behind) = rest.split_at(numel * lists * param.dtype.len_bytes());
+        rest = behind;
+        let found = values(own, param.dtype);
         for at in 0..numel {
-            let mut element = Element {
-                param: first[at],
-                ..Element::default()
-            };
-            for (step, grads) in (1..).zip(&grads) {
-                element = update(&adam, step, element, grads[at]);
+            let grads: Vec<f64> = grads.iter().map(|grads| grads[at]).collect();
+            if grads.iter().any(|g| !ORDINARY.contains(&g.abs())) {
+                continue;
             }
-            let Element {
-                param: p,
-                moment1,
-                moment2,
-                max_moment2,
-            } = element;
-            let grad = grads.last().map_or(0.0, |grads| grads[at]);
-            let expected = [p, grad, moment1, moment2, max_moment2];
-            for (list, expected) in expected.iter().take(lists(&adam)).enumerate() {
-                let value = found[list * numel + at];
-                // A gradient that L2 decay nearly cancels leaves few correct digits in the update, which is at most lr, and decay
-                // carries them into the moments.
-                let scale = match list {
-                    0 => adam.lr,
-                    _ => adam.lr * adam.weight_decay.lambda(),
-                };
-                let near = match case.gradients {
-                    Gradients::Ordinary => is_near(value, *expected, param.dtype, scale),
-                    Gradients::Extreme => list > 0 || value != first[at],
-                };
+            compared += 1;
+            let expected = expected(&optimizer, first[at], &grads);
+            let grad = Near {
+                value: grads.last().copied().unwrap_or(0.0),
+                scale: 0.0,
+            };
+            let expected = [expected.param, grad].into_iter().chain(expected.state);
+            for (list, near) in expected.enumerate() {
+                let found = found[list * numel + at];
                 assert!(
-                    near,
-                    "list {list} of `{}`, element {at}: expected {expected}, found {value}",
-                    param.name
+                    is_near(found, near, param.dtype),
+                    "list {list} of `{}`, element {at}: expected {}, found {found}",
+                    param.name,
+                    near.value
                 );
             }
         }
     }
+    assert!(rest.is_empty(), "{} bytes of no list", rest.len());
+    assert!(
+        compared > 0 || case.params.iter().all(|param| param.numel() == 0),
+        "no element had ordinary gradients only"
+    );
 }
 
-/// Parameter, gradient and the moments.
-fn lists(adam: &Adam) -> usize {
-    match adam.second_moment {
-        SecondMoment::Running => 4,
-        SecondMoment::Largest => 5,
+/// The element that starts at `param` after one step for each gradient.
+fn expected(optimizer: &Optimizer, param: f64, grads: &[f64]) -> Expected {
+    let steps = (1..).zip(grads.iter().copied());
+    match optimizer {
+        Optimizer::Adam(rule) => expected_of_adam(rule, param, steps),
+        Optimizer::Sgd(rule) => expected_of_sgd(rule, param, steps),
+        Optimizer::Lion(rule) => expected_of_lion(rule, param, steps),
+        Optimizer::Adagrad(rule) => expected_of_adagrad(rule, param, steps),
+        other => panic!("the runner has no reference for {}", other.name()),
     }
 }
 
-fn own_hyper_parameters(adam: &Adam, param: &ParamDesc) -> Adam {
+fn expected_of_adam(rule: &Adam, param: f64, steps: impl Iterator<Item = (u64, f64)>) -> Expected {
+    let mut element = adam::Element {
+        param,
+        ..adam::Element::default()
+    };
+    for (step, grad) in steps {
+        element = adam::update(rule, step, element, grad);
+    }
+    // A gradient that L2 decay nearly cancels leaves few correct digits in the update, which is at most lr, and decay carries
+    // them into the moments.
+    let moment = |value| Near {
+        value,
+        scale: rule.lr * rule.weight_decay.lambda(),
+    };
+    let mut state = vec![moment(element.moment1), moment(element.moment2)];
+    if rule.second_moment == SecondMoment::Largest {
+        state.push(moment(element.max_moment2));
+    }
+    let param = Near {
+        value: element.param,
+        scale: rule.lr,
+    };
+    Expected { param, state }
+}
+
+fn expected_of_sgd(rule: &Sgd, param: f64, steps: impl Iterator<Item = (u64, f64)>) -> Expected {
+    let mut element = sgd::Element {
+        param,
+        ..sgd::Element::default()
+    };
+    for (step, grad) in steps {
+        element = sgd::update(rule, step, element, grad);
+    }
+    let near = |value| Near { value, scale: 0.0 };
+    let mut state = Vec::new();
+    if rule.has_velocity() {
+        state.push(near(element.velocity));
+    }
+    let param = near(element.param);
+    Expected { param, state }
+}
+
+fn expected_of_lion(rule: &Lion, param: f64, steps: impl Iterator<Item = (u64, f64)>) -> Expected {
+    /// Below this certainty the rounding of f32 may decide the sign.
+    const UNDECIDED: f64 = 1e-6;
+    let mut element = lion::Element {
+        param,
+        ..lion::Element::default()
+    };
+    let mut scale = 0.0;
+    for (_, grad) in steps {
+        if lion::certainty(rule, element, grad) < UNDECIDED {
+            // The other sign is 2·lr away, and `is_near` takes a thousandth of the scale.
+            scale += 2e3 * rule.lr;
+        }
+        element = lion::update(rule, element, grad);
+    }
+    let param = Near {
+        value: element.param,
+        scale,
+    };
+    let state = vec![Near {
+        value: element.moment1,
+        scale: 0.0,
+    }];
+    Expected { param, state }
+}
+
+fn expected_of_adagrad(
+    rule: &Adagrad,
+    param: f64,
+    steps: impl Iterator<Item = (u64, f64)>,
+) -> Expected {
+    let mut element = adagrad::Element {
+        param,
+        ..adagrad::Element::default()
+    };
+    for (step, grad) in steps {
+        element = adagrad::update(rule, step, element, grad);
+    }
+    // As with Adam: decay may nearly cancel the gradient.
+    let param = Near {
+        value: element.param,
+        scale: rule.lr,
+    };
+    let state = vec![Near {
+        value: element.sum,
+        scale: rule.lr * rule.weight_decay,
+    }];
+    Expected { param, state }
+}
+
+fn own_hyper_parameters(optimizer: &Optimizer, param: &ParamDesc) -> Optimizer {
     let own = |lambda| param.weight_decay.unwrap_or(lambda);
-    Adam {
-        lr: adam.lr * param.lr_scale,
-        weight_decay: match adam.weight_decay {
-            WeightDecay::L2(lambda) => WeightDecay::L2(own(lambda)),
-            WeightDecay::Decoupled(lambda) => WeightDecay::Decoupled(own(lambda)),
-        },
-        ..*adam
+    let optimizer = optimizer.with_lr(optimizer.lr() * param.lr_scale);
+    match optimizer {
+        Optimizer::Adam(rule) => Optimizer::Adam(Adam {
+            weight_decay: rule
+                .weight_decay
+                .with_lambda(own(rule.weight_decay.lambda())),
+            ..rule
+        }),
+        Optimizer::Sgd(rule) => Optimizer::Sgd(Sgd {
+            weight_decay: rule
+                .weight_decay
+                .with_lambda(own(rule.weight_decay.lambda())),
+            ..rule
+        }),
+        Optimizer::Lion(rule) => Optimizer::Lion(Lion {
+            weight_decay: own(rule.weight_decay),
+            ..rule
+        }),
+        Optimizer::Adagrad(rule) => Optimizer::Adagrad(Adagrad {
+            weight_decay: own(rule.weight_decay),
+            ..rule
+        }),
+        other => panic!("the runner has no reference for {}", other.name()),
     }
 }
 
-/// Some roundings of the dtype apart, or apart by little of `scale`.
-fn is_near(found: f64, expected: f64, dtype: DType, scale: f64) -> bool {
+/// Some roundings of the dtype apart, or apart by little of the scale.
+fn is_near(found: f64, Near { value, scale }: Near, dtype: DType) -> bool {
     let (max_relative, epsilon) = match dtype {
         DType::F64 => (1e-13, 1e-16 + 1e-11 * scale),
         _ => (1e-5, 1e-8 + 1e-3 * scale),
     };
-    approx::relative_eq!(
-        found,
-        expected,
-        max_relative = max_relative,
-        epsilon = epsilon
-    )
+    approx::relative_eq!(found, value, max_relative = max_relative, epsilon = epsilon)
 }
 
 fn values(bytes: &[u8], dtype: DType) -> Vec<f64> {
