@@ -6,26 +6,25 @@ use std::path::Path;
 
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, InplaceOp2, Layout, Tensor, Var};
-use candle_nn::{Optimizer, ParamsAdamW};
+use candle_nn::Optimizer;
 use fusestep_cpu::{CpuBackend, LentPiece};
-use fusestep_fused_adam::{Adam, WeightDecay};
 use fusestep_launch::{Backend, BackendError};
-use fusestep_planner::{Optimizer as Rule, Plan, Planner, State, Tensors};
+use fusestep_planner::{Plan, Planner, State, Tensors};
 use fusestep_tensor::Role;
 
 use crate::gradients::{Addresses, Gradients};
 use crate::variables::{Names, Variables};
-use crate::{AdapterError, IntoVariables};
+use crate::{AdapterError, IntoVariables, Params};
 
-/// AdamW on candle variables: one planned step over all of them, in place, on all threads.
+/// An update rule on candle variables: one planned step over all of them, in place, on all threads.
 ///
-/// A drop-in for [`candle_nn::AdamW`]; see the [crate's page](crate).
+/// [`crate::AdamW`], [`crate::Sgd`] and [`crate::Lion`] are this with their hyper-parameters; see the [crate's page](crate).
 #[derive(Debug)]
-pub struct AdamW {
+pub struct Fused<P> {
     vars: Vec<(String, Var)>,
     names: Names,
     addresses: Addresses,
-    params: ParamsAdamW,
+    params: P,
     plan: Plan,
     state: State,
     backend: CpuBackend,
@@ -47,60 +46,61 @@ pub struct Report {
     pub copied_gradients: u64,
 }
 
-impl AdamW {
+impl<P: Params> Fused<P> {
     /// An optimizer of these variables on all threads of the machine.
     ///
     /// # Errors
     /// An [`AdapterError`] inside candle's error: a hyper-parameter out of range, a variable of another dtype or device than f32 or
     /// f64 on the CPU, or one given twice.
-    pub fn new(vars: impl IntoVariables, params: ParamsAdamW) -> candle_core::Result<Self> {
+    pub fn new(vars: impl IntoVariables, params: P) -> candle_core::Result<Self> {
         let threads = std::thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
         Self::with_threads(vars, params, threads)
     }
 
-    /// [`AdamW::new`] with the other hyper-parameters at candle's defaults.
+    /// [`Fused::new`] with the other hyper-parameters at their defaults.
     ///
     /// # Errors
-    /// As [`AdamW::new`].
-    pub fn new_lr(vars: impl IntoVariables, learning_rate: f64) -> candle_core::Result<Self> {
-        let params = ParamsAdamW {
-            lr: learning_rate,
-            ..ParamsAdamW::default()
-        };
+    /// As [`Fused::new`].
+    pub fn new_lr(vars: impl IntoVariables, learning_rate: f64) -> candle_core::Result<Self>
+    where
+        P: Default,
+    {
+        let mut params = P::default();
+        params.set_lr(learning_rate);
         Self::new(vars, params)
     }
 
-    /// [`AdamW::new`] on a given number of threads, the caller's included; the bits do not depend on it.
+    /// [`Fused::new`] on a given number of threads, the caller's included; the bits do not depend on it.
     ///
     /// # Errors
-    /// As [`AdamW::new`].
+    /// As [`Fused::new`].
     pub fn with_threads(
         vars: impl IntoVariables,
-        params: ParamsAdamW,
+        params: P,
         threads: NonZeroUsize,
     ) -> candle_core::Result<Self> {
         let backend = CpuBackend::new(threads).map_err(AdapterError::from)?;
-        let planner = Planner::new(rule(&params)).limits(backend.limits());
+        let planner = Planner::new(params.rule()).limits(backend.limits());
         Self::with_planner(vars, params, planner, backend)
     }
 
     /// An optimizer without any pass: one launch per variable. The oracle of the fused one.
     ///
     /// # Errors
-    /// As [`AdamW::new`].
+    /// As [`Fused::new`].
     pub fn naive(
         vars: impl IntoVariables,
-        params: ParamsAdamW,
+        params: P,
         threads: NonZeroUsize,
     ) -> candle_core::Result<Self> {
         let backend = CpuBackend::new(threads).map_err(AdapterError::from)?;
-        let planner = Planner::new(rule(&params)).limits(backend.limits()).naive();
+        let planner = Planner::new(params.rule()).limits(backend.limits()).naive();
         Self::with_planner(vars, params, planner, backend)
     }
 
     fn with_planner(
         vars: impl IntoVariables,
-        params: ParamsAdamW,
+        params: P,
         planner: Planner,
         backend: CpuBackend,
     ) -> candle_core::Result<Self> {
@@ -123,12 +123,12 @@ impl AdamW {
     }
 
     /// The hyper-parameters.
-    pub fn params(&self) -> &ParamsAdamW {
+    pub fn params(&self) -> &P {
         &self.params
     }
 
     /// Sets the hyper-parameters from the next step on; that step refuses values out of range.
-    pub fn set_params(&mut self, params: ParamsAdamW) {
+    pub fn set_params(&mut self, params: P) {
         self.params = params;
     }
 
@@ -147,10 +147,10 @@ impl AdamW {
         self.vars.iter().map(|(name, var)| (name.as_str(), var))
     }
 
-    /// A copy of one of a variable's moments.
+    /// A copy of one of the optimizer's own tensors of a variable, such as its first moment.
     ///
     /// # Errors
-    /// An [`AdapterError`] if there is no such variable or moment.
+    /// An [`AdapterError`] if there is no such variable or tensor.
     pub fn moment(&self, role: Role, name: &str) -> candle_core::Result<Tensor> {
         let var = self.vars.iter().find(|(known, _)| known == name);
         let device = candle_core::Device::Cpu;
@@ -167,7 +167,7 @@ impl AdamW {
         }
     }
 
-    /// Writes the moments and step counts as a safetensors file: `<name>@moment1`, `<name>@moment2`, metadata `step`.
+    /// Writes the optimizer's own tensors and step counts as a safetensors file: `<name>@moment1`, …, metadata `step`.
     ///
     /// # Errors
     /// An [`AdapterError`]: no names, or the file cannot be written; an existing file is as it was then.
@@ -177,7 +177,7 @@ impl AdamW {
         Ok(saved.map_err(AdapterError::from)?)
     }
 
-    /// Reads what [`AdamW::save`] wrote.
+    /// Reads what [`Fused::save`] wrote.
     ///
     /// # Errors
     /// An [`AdapterError`]: no names, or a file that is not this optimizer's; nothing has changed then.
@@ -195,11 +195,11 @@ impl AdamW {
     }
 }
 
-impl Optimizer for AdamW {
-    type Config = ParamsAdamW;
+impl<P: Params> Optimizer for Fused<P> {
+    type Config = P;
 
-    fn new(vars: Vec<Var>, config: ParamsAdamW) -> candle_core::Result<Self> {
-        AdamW::new(vars, config)
+    fn new(vars: Vec<Var>, config: P) -> candle_core::Result<Self> {
+        Fused::new(vars, config)
     }
 
     /// Updates all variables that have a gradient, in place.
@@ -208,10 +208,10 @@ impl Optimizer for AdamW {
     /// An [`AdapterError`] naming the variable whose gradient does not fit, or a hyper-parameter out of range; nothing has been
     /// written then.
     /// # Cost
-    /// 28 bytes of memory traffic per f32 element; one lock at a time on each thread.
+    /// The memory traffic of the rule's kernel, 28 bytes per f32 element for AdamW; one lock at a time on each thread.
     fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
         let gradients = Gradients::take(&self.vars, &self.addresses, grads)?;
-        let rule = rule(&self.params);
+        let rule = self.params.rule();
         if rule != *self.state.optimizer() {
             let set = self.state.set_optimizer(rule);
             set.map_err(AdapterError::from)?;
@@ -244,23 +244,12 @@ impl Optimizer for AdamW {
     }
 
     fn learning_rate(&self) -> f64 {
-        self.params.lr
+        self.params.lr()
     }
 
     fn set_learning_rate(&mut self, lr: f64) {
-        self.params.lr = lr;
+        self.params.set_lr(lr);
     }
-}
-
-fn rule(params: &ParamsAdamW) -> Rule {
-    Rule::Adam(Adam {
-        lr: params.lr,
-        beta1: params.beta1,
-        beta2: params.beta2,
-        eps: params.eps,
-        weight_decay: WeightDecay::Decoupled(params.weight_decay),
-        ..Adam::default()
-    })
 }
 
 /// Lets candle lock one variable and its gradient and updates the variable in place.
@@ -284,7 +273,7 @@ struct Update<'a>(Cell<Option<LentPiece<'a>>>);
 
 impl InplaceOp2 for Update<'_> {
     fn name(&self) -> &'static str {
-        "fused-adamw"
+        "fused-step"
     }
 
     fn cpu_fwd(
