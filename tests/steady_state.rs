@@ -4,8 +4,11 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use fusestep_adagrad::Adagrad;
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
+use fusestep_fused_sgd::Sgd;
+use fusestep_lion::Lion;
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::DType;
 use fusestep_testkit::Case;
@@ -33,10 +36,15 @@ static ALLOCATOR: Counting = Counting;
 #[test]
 fn a_step_with_an_unchanged_plan_allocates_nothing() {
     let case = Case::new((0..500).map(|i| i * 37 % 4001), DType::F32).with_hyper_classes();
-    for planner in [
-        Planner::new(Optimizer::Adam(Adam::default())),
-        Planner::new(Optimizer::Adam(Adam::default())).naive(),
-    ] {
+    let rules = [
+        Adam::default().into(),
+        Sgd::default().into(),
+        Sgd::with_momentum().into(),
+        Lion::default().into(),
+        Adagrad::default().into(),
+    ];
+    let planners = rules.map(|rule: Optimizer| [Planner::new(rule), Planner::new(rule).naive()]);
+    for planner in planners.as_flattened() {
         let plan = planner.plan(&case.params).unwrap();
         for threads in [1, 2, 3] {
             let backend = CpuBackend::new(NonZeroUsize::new(threads).unwrap()).unwrap();

@@ -5,20 +5,22 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Instant;
 
+use anyhow::{bail, ensure};
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor, Var};
 use candle_nn::{Optimizer as _, ParamsAdamW};
 use clap::{Args, ValueEnum};
 use fusestep_coalesce::HostMemory;
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Plan, Planner, State};
+use fusestep_planner::{Optimizer, Plan, Planner, State};
 use fusestep_simd::{PREFETCH_DISTANCES, stream_4r3w};
 use fusestep_tensor::{DType, ParamDesc, Role};
 use serde::Serialize;
 
 use crate::inputs::read_model;
-use crate::options::{OptimizerArgs, ParamDType, PlanningArgs, parse_threads, threads};
+use crate::options::{ParamDType, PlanningArgs, parse_threads, threads};
 use crate::output::{duration, print, print_json};
+use crate::rules::{OptimizerArgs, Rule};
 
 /// A sample lasts at least this long, so that the clock and a wake-up do not show.
 const MIN_SAMPLE_NS: f64 = 4e6;
@@ -89,7 +91,12 @@ struct CandleTimes {
 
 pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     let params = read_model(&args.model, args.dtype.into())?.params;
-    let rule = args.optimizer.rule();
+    let rule = args.optimizer.rule()?;
+    ensure!(
+        args.peer.is_none() || args.optimizer.optimizer == Rule::Adamw,
+        "--peer candle: expected --optimizer adamw, found {}; leave --peer out",
+        rule.name()
+    );
     let backend = CpuBackend::new(threads(args.threads))?.with_limits(args.planning.limits());
     let plan = args
         .planning
@@ -104,7 +111,7 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     let mut unfused = Subject::new(&naive, &backend)?;
     let mut ceiling = Ceiling::new(&backend, plan.traffic_bytes())?;
     let mut candle = match args.peer {
-        Some(Peer::Candle) => Some(CandlePair::new(&params, &args.optimizer, args.threads)?),
+        Some(Peer::Candle) => Some(CandlePair::new(&params, rule, args.threads)?),
         None => None,
     };
     for _ in 0..args.rounds.get() {
@@ -316,15 +323,18 @@ struct CandlePair {
 impl CandlePair {
     fn new(
         params: &[ParamDesc],
-        optimizer: &OptimizerArgs,
+        rule: Optimizer,
         asked: Option<NonZeroUsize>,
     ) -> anyhow::Result<Self> {
+        let Optimizer::Adam(adam) = rule else {
+            bail!("--peer candle: expected adamw, found {}", rule.name());
+        };
         let config = ParamsAdamW {
-            lr: optimizer.lr,
-            beta1: optimizer.beta1,
-            beta2: optimizer.beta2,
-            eps: optimizer.eps,
-            weight_decay: optimizer.weight_decay.unwrap_or(0.01),
+            lr: adam.lr,
+            beta1: adam.beta1,
+            beta2: adam.beta2,
+            eps: adam.eps,
+            weight_decay: adam.weight_decay.lambda(),
         };
         let (theirs, their_grads) = variables(params)?;
         let (ours, our_grads) = variables(params)?;

@@ -10,6 +10,7 @@ mod options;
 mod output;
 mod plan;
 mod report;
+mod rules;
 mod step;
 mod train;
 

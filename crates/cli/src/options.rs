@@ -6,73 +6,9 @@ use anyhow::ensure;
 use clap::{Args, ValueEnum};
 use fusestep_cpu::CpuBackend;
 use fusestep_cuda::CudaBackend;
-use fusestep_fused_adam::{Adam, Objective, SecondMoment, WeightDecay};
 use fusestep_launch::{Backend, LaunchLimits};
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_simd::MAX_THREADS;
-
-/// The update rule.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Rule {
-    /// Adam with decoupled weight decay
-    Adamw,
-    /// Adam with L2 regularisation
-    Adam,
-}
-
-/// The update rule and its hyper-parameters.
-#[derive(Clone, Copy, Debug, Args)]
-pub(crate) struct OptimizerArgs {
-    /// Update rule
-    #[arg(long, value_enum, default_value = "adamw")]
-    pub(crate) optimizer: Rule,
-    /// Learning rate per step, at least 0
-    #[arg(long, default_value_t = 1e-3, allow_hyphen_values = true)]
-    pub(crate) lr: f64,
-    /// Decay of the first moment, in [0, 1)
-    #[arg(long, default_value_t = 0.9, allow_hyphen_values = true)]
-    pub(crate) beta1: f64,
-    /// Decay of the second moment, in [0, 1)
-    #[arg(long, default_value_t = 0.999, allow_hyphen_values = true)]
-    pub(crate) beta2: f64,
-    /// Added to the root of the second moment, at least 0
-    #[arg(long, default_value_t = 1e-8, allow_hyphen_values = true)]
-    pub(crate) eps: f64,
-    /// Weight decay, at least 0 [default: 0.01 for adamw, 0 for adam]
-    #[arg(long, allow_hyphen_values = true)]
-    pub(crate) weight_decay: Option<f64>,
-    /// Scale the step by the largest second moment so far
-    #[arg(long)]
-    pub(crate) amsgrad: bool,
-    /// Step along the gradient instead of against it
-    #[arg(long)]
-    pub(crate) maximize: bool,
-}
-
-impl OptimizerArgs {
-    /// The rule; its values are checked when a plan is made.
-    pub(crate) fn rule(&self) -> Optimizer {
-        let weight_decay = match self.optimizer {
-            Rule::Adamw => WeightDecay::Decoupled(self.weight_decay.unwrap_or(0.01)),
-            Rule::Adam => WeightDecay::L2(self.weight_decay.unwrap_or(0.0)),
-        };
-        Optimizer::Adam(Adam {
-            lr: self.lr,
-            beta1: self.beta1,
-            beta2: self.beta2,
-            eps: self.eps,
-            weight_decay,
-            second_moment: match self.amsgrad {
-                true => SecondMoment::Largest,
-                false => SecondMoment::Running,
-            },
-            objective: match self.maximize {
-                true => Objective::Maximize,
-                false => Objective::Minimize,
-            },
-        })
-    }
-}
 
 /// How tensors are put into launches; none of it changes a result.
 #[derive(Clone, Copy, Debug, Args)]

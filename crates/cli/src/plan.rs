@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use clap::Args;
 
 use crate::inputs::read_model;
-use crate::options::{OptimizerArgs, ParamDType, PlanningArgs};
+use crate::options::{ParamDType, PlanningArgs};
 use crate::output::{print, print_json, write_page};
+use crate::rules::OptimizerArgs;
 
 /// Flags of `plan`.
 #[derive(Debug, Args)]
@@ -32,7 +33,7 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     let model = read_model(&args.model, args.dtype.into())?;
     let plan = args
         .planning
-        .planner(args.optimizer.rule(), args.planning.limits())
+        .planner(args.optimizer.rule()?, args.planning.limits())
         .plan(&model.params)?;
     if !model.buffers.is_empty() {
         let count = model.buffers.len();

@@ -26,13 +26,18 @@ pub(crate) fn report_page(summary: &TrainSummary, plan: &Plan) -> String {
          <tr><td>final loss</td><td class=\"n\">{:.4}</td></tr>\
          <tr><td>steps</td><td class=\"n\">{}</td></tr>\
          <tr><td>optimizer, per step</td><td class=\"n\">{}</td></tr>\
-         <tr><td>candle's AdamW, per step</td><td class=\"n\">{}</td></tr>\
+         {}\
          <tr><td>parameters (xxh3)</td><td class=\"n\">{}</td></tr></table>",
         100.0 * summary.test_accuracy,
         summary.final_loss,
         summary.steps,
         duration(summary.optimizer_ns_per_step),
-        duration(summary.candle_ns_per_step),
+        summary
+            .candle_ns_per_step
+            .map_or(String::new(), |candle| format!(
+                "<tr><td>candle's AdamW, per step</td><td class=\"n\">{}</td></tr>",
+                duration(candle)
+            )),
         summary.params_hash,
     );
     let losses: Vec<f64> = summary.history.iter().map(|epoch| epoch.loss).collect();

@@ -14,8 +14,9 @@ use fusestep_tensor_file::{Prepared, TensorBytes, TensorFile, check_writable};
 use serde::Serialize;
 
 use crate::inputs::{Model, model_of};
-use crate::options::{BackendArgs, OptimizerArgs, PlanningArgs};
+use crate::options::{BackendArgs, PlanningArgs};
 use crate::output::{duration, print, print_json};
+use crate::rules::OptimizerArgs;
 
 /// Flags of `step`.
 #[derive(Debug, Args)]
@@ -72,7 +73,7 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     let model = model_of(&params)?;
     let plan = args
         .planning
-        .planner(args.optimizer.rule(), backend.limits())
+        .planner(args.optimizer.rule()?, backend.limits())
         .plan(&model.params)?;
     check_gradients(&model, &params, &grads)?;
     // Whatever cannot be written is refused before any work.

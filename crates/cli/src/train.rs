@@ -9,7 +9,10 @@ use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
 use clap::Args;
-use fusestep_candle::AdamW;
+use fusestep_candle::AnyRule;
+use fusestep_fused_adam::{Adam, SecondMoment};
+use fusestep_launch::{Objective, WeightDecay};
+use fusestep_planner::Optimizer as UpdateRule;
 use indicatif::{ProgressBar, ProgressStyle};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -22,6 +25,7 @@ use crate::model::Mlp;
 use crate::options::{parse_threads, threads};
 use crate::output::{duration, print, print_json, write_page};
 use crate::report::report_page;
+use crate::rules::{OptimizerArgs, Rule};
 
 /// Flags of `train`.
 #[derive(Debug, Args)]
@@ -32,12 +36,8 @@ pub(crate) struct TrainArgs {
     /// Images of one step
     #[arg(long, default_value = "32")]
     batch: NonZeroUsize,
-    /// Learning rate per step
-    #[arg(long, default_value_t = 2e-3, allow_hyphen_values = true)]
-    lr: f64,
-    /// Weight decay
-    #[arg(long, default_value_t = 0.01, allow_hyphen_values = true)]
-    weight_decay: f64,
+    #[command(flatten)]
+    optimizer: OptimizerArgs,
     /// Decides the first parameters, the split and the order of images
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -64,8 +64,11 @@ pub(crate) struct TrainSummary {
     pub(crate) test_accuracy: f64,
     /// Mean time of our optimizer's step.
     pub(crate) optimizer_ns_per_step: f64,
-    /// Mean time of candle's AdamW on the same gradients.
-    pub(crate) candle_ns_per_step: f64,
+    /// The update rule.
+    pub(crate) optimizer: &'static str,
+    /// Mean time of candle's AdamW on the same gradients, if the rule is AdamW.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) candle_ns_per_step: Option<f64>,
     /// xxh3 of all parameter bytes in name order.
     pub(crate) params_hash: String,
     pub(crate) launches_per_step: usize,
@@ -83,18 +86,15 @@ pub(crate) struct Epoch {
 pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     let (train, test) = digits::load(args.seed)?;
     let model = Mlp::new(args.seed)?;
-    let params = ParamsAdamW {
-        lr: args.lr,
-        weight_decay: args.weight_decay,
-        ..ParamsAdamW::default()
-    };
+    let lr = default_lr(args.optimizer.optimizer);
+    let rule = args.optimizer.with_default_lr(lr).rule()?;
     let make = if args.naive {
-        AdamW::naive
+        AnyRule::naive
     } else {
-        AdamW::with_threads
+        AnyRule::with_threads
     };
-    let optimizer = make(model.parameters(), params.clone(), threads(args.threads))?;
-    let shadow = Shadow::new(&model.parameters(), params)?;
+    let optimizer = make(model.parameters(), rule, threads(args.threads))?;
+    let shadow = Shadow::new(&model.parameters(), rule)?;
     if !args.json {
         print(&format!(
             "{} training and {} test images of handwritten digits\n{}",
@@ -121,6 +121,17 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     print(&summary.to_string())
 }
 
+/// A learning rate at which the rule learns the digits.
+fn default_lr(rule: Rule) -> f64 {
+    match rule {
+        Rule::Adamw | Rule::Adam => 2e-3,
+        Rule::Sgd => 0.2,
+        Rule::Momentum => 0.05,
+        Rule::Lion => 3e-4,
+        Rule::Adagrad => 0.02,
+    }
+}
+
 impl std::fmt::Display for TrainSummary {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         writeln!(
@@ -131,14 +142,21 @@ impl std::fmt::Display for TrainSummary {
             self.final_loss,
             100.0 * self.test_accuracy
         )?;
-        writeln!(
+        write!(
             f,
-            "optimizer: {} and {} launches per step; candle's AdamW on the same gradients: {} ({:.1} times as long)",
+            "optimizer: {} and {} launches per step",
             duration(self.optimizer_ns_per_step),
             self.launches_per_step,
-            duration(self.candle_ns_per_step),
-            self.candle_ns_per_step / self.optimizer_ns_per_step,
         )?;
+        if let Some(candle) = self.candle_ns_per_step {
+            write!(
+                f,
+                "; candle's AdamW on the same gradients: {} ({:.1} times as long)",
+                duration(candle),
+                candle / self.optimizer_ns_per_step,
+            )?;
+        }
+        writeln!(f)?;
         writeln!(f, "parameters: xxh3 {}", self.params_hash)
     }
 }
@@ -146,8 +164,8 @@ impl std::fmt::Display for TrainSummary {
 /// A model being trained.
 struct Training {
     model: Mlp,
-    optimizer: AdamW,
-    shadow: Shadow,
+    optimizer: AnyRule,
+    shadow: Option<Shadow>,
     optimizer_ns: f64,
     steps: u64,
 }
@@ -196,7 +214,9 @@ impl Training {
     fn step(&mut self, images: &Images) -> anyhow::Result<f64> {
         let loss = self.model.loss(images)?;
         let grads = loss.backward()?;
-        self.shadow.step(&self.optimizer, &grads)?;
+        if let Some(shadow) = &mut self.shadow {
+            shadow.step(&self.optimizer, &grads)?;
+        }
         let start = Instant::now();
         self.optimizer.step(&grads)?;
         self.optimizer_ns += start.elapsed().as_nanos() as f64;
@@ -216,7 +236,8 @@ impl Training {
             final_loss: last.loss,
             test_accuracy: last.test_accuracy,
             optimizer_ns_per_step: self.optimizer_ns / steps,
-            candle_ns_per_step: self.shadow.ns / steps,
+            optimizer: self.optimizer.plan().optimizer().name(),
+            candle_ns_per_step: self.shadow.as_ref().map(|shadow| shadow.ns / steps),
             params_hash: params_hash(&self.optimizer)?,
             launches_per_step: self.optimizer.plan().launches(),
             history,
@@ -232,20 +253,40 @@ struct Shadow {
 }
 
 impl Shadow {
-    fn new(vars: &[(String, Var)], params: ParamsAdamW) -> candle_core::Result<Self> {
+    /// None unless the rule is candle's AdamW too.
+    fn new(vars: &[(String, Var)], rule: UpdateRule) -> candle_core::Result<Option<Self>> {
+        let UpdateRule::Adam(Adam {
+            weight_decay: WeightDecay::Decoupled(weight_decay),
+            second_moment: SecondMoment::Running,
+            objective: Objective::Minimize,
+            lr,
+            beta1,
+            beta2,
+            eps,
+        }) = rule
+        else {
+            return Ok(None);
+        };
+        let params = ParamsAdamW {
+            lr,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+        };
         let copies: candle_core::Result<Vec<Var>> = vars
             .iter()
             .map(|(_, var)| Var::from_tensor(&var.as_tensor().copy()?.detach()))
             .collect();
         let vars = copies?;
-        Ok(Self {
+        Ok(Some(Self {
             optimizer: candle_nn::AdamW::new(vars.clone(), params)?,
             vars,
             ns: 0.0,
-        })
+        }))
     }
 
-    fn step(&mut self, ours: &AdamW, grads: &GradStore) -> candle_core::Result<()> {
+    fn step(&mut self, ours: &AnyRule, grads: &GradStore) -> candle_core::Result<()> {
         let mut own = GradStore::default();
         for ((_, var), copy) in ours.variables().zip(&self.vars) {
             if let Some(grad) = grads.get(var) {
@@ -259,7 +300,7 @@ impl Shadow {
     }
 }
 
-fn params_hash(optimizer: &AdamW) -> candle_core::Result<String> {
+fn params_hash(optimizer: &AnyRule) -> candle_core::Result<String> {
     let mut hasher = Xxh3::new();
     for (_, var) in optimizer.variables() {
         let values: Vec<f32> = Tensor::flatten_all(var)?.to_vec1()?;

@@ -1,13 +1,16 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+pub use fusestep_adagrad::{self as adagrad, Adagrad, AdagradTensors};
 pub use fusestep_coalesce as coalesce;
 pub use fusestep_cpu::{CpuBackend, LentPiece};
 pub use fusestep_cuda::{CudaBackend, DeviceInfo};
-pub use fusestep_fused_adam::{
-    self as fused_adam, Adam, AdamError, AdamTensors, Objective, SecondMoment, WeightDecay,
+pub use fusestep_fused_adam::{self as fused_adam, Adam, AdamError, AdamTensors, SecondMoment};
+pub use fusestep_fused_sgd::{self as fused_sgd, Nesterov, Sgd, SgdTensors, StepError};
+pub use fusestep_launch::{
+    self as launch, Backend, BackendError, LaunchLimits, Objective, WeightDecay,
 };
-pub use fusestep_launch::{self as launch, Backend, BackendError, LaunchLimits};
+pub use fusestep_lion::{self as lion, Lion, LionTensors};
 pub use fusestep_planner::{
     self as planner, Note, Optimizer, Plan, PlanError, Planner, State, StepReport, Tensors, Verdict,
 };

@@ -6,7 +6,6 @@ use std::num::NonZeroUsize;
 
 use fusestep_cpu::CpuBackend;
 use fusestep_cuda::CudaBackend;
-use fusestep_fused_adam::Adam;
 use fusestep_launch::{
     Backend, BackendError, Batchable, Launch, LaunchLimits, ListBuffer, MultiTensorKernel,
     SetValues, UpdateRule, batches,
@@ -31,8 +30,8 @@ pub(crate) fn cpu() -> CpuBackend {
 }
 
 /// Requires the host's bits from the device, fused and naive, at these limits.
-pub(crate) fn same_bits(adam: Adam, case: &Case, limits: LaunchLimits) {
-    let optimizer = Optimizer::Adam(adam);
+pub(crate) fn same_bits(rule: impl Into<Optimizer>, case: &Case, limits: LaunchLimits) {
+    let optimizer = rule.into();
     let plan = Planner::new(optimizer).naive().plan(&case.params).unwrap();
     let expected = outcome(&plan, case, &cpu());
     let backend = cuda().with_limits(limits);
@@ -44,7 +43,7 @@ pub(crate) fn same_bits(adam: Adam, case: &Case, limits: LaunchLimits) {
         let difference = found.iter().zip(&expected).position(|(a, b)| a != b);
         assert!(
             found == expected,
-            "{adam:?}, {limits:?}: first difference at byte {difference:?} of {}",
+            "{optimizer}, {limits:?}: first difference at byte {difference:?} of {}",
             expected.len()
         );
     }
@@ -103,9 +102,15 @@ pub(crate) fn launch_at(
     Ok(lists)
 }
 
-/// One AdamW step over tensors at given element offsets; returns the bytes of all lists, those between the tensors included.
-pub(crate) fn step_at(backend: &dyn Backend, offsets: &[u64], numel: u64, dtype: DType) -> Vec<u8> {
-    let kernel = Adam::default().kernel(dtype).unwrap();
+/// One step over tensors at given element offsets; returns the bytes of all lists, those between the tensors included.
+pub(crate) fn step_at(
+    backend: &dyn Backend,
+    rule: &dyn UpdateRule,
+    offsets: &[u64],
+    numel: u64,
+    dtype: DType,
+) -> Vec<u8> {
+    let kernel = rule.kernel(dtype).unwrap();
     let elements = offsets.iter().max().unwrap() + numel;
     let mut fill = |list: usize| {
         let values = (0..elements as usize).map(|i| (i * 7 + list * 3 + 1) as f64 / 64.0);
