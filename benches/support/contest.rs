@@ -5,7 +5,7 @@ use std::ops::Range;
 use criterion::{BenchmarkId, Criterion, Throughput};
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Optimizer, Plan, Planner, State};
-use fusestep_tensor::Role;
+use fusestep_tensor::{DType, Role};
 
 use crate::memory::{Ceiling, thread_counts};
 use crate::shapes::{Set, model, tiny};
@@ -64,10 +64,8 @@ pub(crate) fn contest(
     after_first_step: f64,
 ) {
     for set in [tiny(), model("resnet50"), model("gpt2")] {
-        let bytes = Planner::new(rule)
-            .plan(&set.params)
-            .expect("a valid set")
-            .traffic_bytes();
+        let kernel = rule.rule().kernel(DType::F32).expect("an f32 kernel");
+        let bytes = kernel.traffic_bytes() * set.elements();
         let mut group = group(criterion, &format!("{name}/{}", set.name));
         group.throughput(Throughput::Bytes(bytes));
         for threads in thread_counts() {

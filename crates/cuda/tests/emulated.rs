@@ -54,7 +54,7 @@ fn other_rules() -> Vec<Optimizer> {
             ..Adagrad::default()
         };
         all.extend([plain, dampened, nesterov].map(Optimizer::Sgd));
-        all.extend([lion.into(), adagrad.into()]);
+        all.extend([Optimizer::Lion(lion), Optimizer::Adagrad(adagrad)]);
     }
     all
 }
