@@ -226,29 +226,28 @@ fn what_does_not_fit_is_named_and_nothing_is_written() {
             "lr: expected a finite value of at least 0, found NaN",
         ),
     ] {
-        let (mut first, mut second) = ([1.0f32; 3], [1.0f32; 5]);
-        let (mut own, mut other) = ([0.5f32; 3], velocity.map(|numel| vec![0.5f32; numel]));
-        let grads = vec![0.25f32; grad];
-        let error = sgd
-            .step(
-                step,
-                &mut [
-                    SgdTensors {
-                        param: &mut first,
-                        grad: &[0.25; 3],
-                        velocity: sgd.has_velocity().then_some(own.as_mut_slice()),
-                    },
-                    SgdTensors {
-                        param: &mut second,
-                        grad: &grads,
-                        velocity: other.as_deref_mut(),
-                    },
-                ],
-            )
-            .unwrap_err();
-        assert_eq!(error.to_string(), message);
-        assert_eq!((first, second, own), ([1.0; 3], [1.0; 5], [0.5; 3]));
+        assert_eq!(refusal(sgd, step, grad, velocity), message);
     }
+}
+
+/// The message of a step on a good tensor and one of 5 elements with these lists; nothing may be written.
+fn refusal(sgd: Sgd, step: u64, grad: usize, velocity: Option<usize>) -> String {
+    let (mut first, mut second) = ([1.0f32; 3], [1.0f32; 5]);
+    let (mut own, mut other) = ([0.5f32; 3], velocity.map(|numel| vec![0.5f32; numel]));
+    let grads = vec![0.25f32; grad];
+    let good = SgdTensors {
+        param: &mut first,
+        grad: &[0.25; 3],
+        velocity: sgd.has_velocity().then_some(own.as_mut_slice()),
+    };
+    let bad = SgdTensors {
+        param: &mut second,
+        grad: &grads,
+        velocity: other.as_deref_mut(),
+    };
+    let error = sgd.step(step, &mut [good, bad]).unwrap_err();
+    assert_eq!((first, second, own), ([1.0; 3], [1.0; 5], [0.5; 3]));
+    error.to_string()
 }
 
 #[test]

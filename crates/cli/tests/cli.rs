@@ -186,10 +186,7 @@ fn three_steps_are_one_and_two_through_the_state_file() {
 #[test]
 fn settings_out_of_range_are_refused_and_nothing_is_written() {
     let folder = Folder::new();
-    let (params, grads) = folder.model();
     let out = folder.path("out");
-    fs::write(&out, "precious").unwrap();
-    let files = folder.files();
     for (more, message) in [
         (
             vec!["--lr", "nan"],
@@ -223,6 +220,25 @@ fn settings_out_of_range_are_refused_and_nothing_is_written() {
             vec!["--optimizer", "nosuch"],
             "possible values: adamw, adam, sgd, momentum, lion, adagrad",
         ),
+        (vec!["--argument-bytes", "40"], "argument"),
+        (vec!["--threads", "0"], "--threads"),
+        (
+            vec!["--state-out", text(&out)],
+            "--state-out: expected another file than --out",
+        ),
+        (
+            vec!["--state", "/no/such/state"],
+            "/no/such/state: cannot open",
+        ),
+    ] {
+        refused_setting(&folder, &more, message);
+    }
+}
+
+#[test]
+fn flags_that_a_rule_does_not_have_are_refused() {
+    let folder = Folder::new();
+    for (more, message) in [
         (
             vec!["--nesterov"],
             "--nesterov: expected --optimizer momentum, found adamw, which has no such setting",
@@ -241,25 +257,24 @@ fn settings_out_of_range_are_refused_and_nothing_is_written() {
             ],
             "dampening: expected 0 with nesterov, found 0.1",
         ),
-        (vec!["--argument-bytes", "40"], "argument"),
-        (vec!["--threads", "0"], "--threads"),
-        (
-            vec!["--state-out", text(&out)],
-            "--state-out: expected another file than --out",
-        ),
-        (
-            vec!["--state", "/no/such/state"],
-            "/no/such/state: cannot open",
-        ),
     ] {
-        let mut args = vec!["step", "--params", text(&params), "--grads", text(&grads)];
-        args.extend(["--out", text(&out)]);
-        args.extend(more);
-        let error = refused(&args);
-        assert!(error.contains(message), "{error}\nlacks {message}");
-        assert_eq!(fs::read(&out).unwrap(), b"precious");
-        assert_eq!(folder.files(), files);
+        refused_setting(&folder, &more, message);
     }
+}
+
+/// Runs `step` with these flags, which must be refused with `message` and leave what was there.
+fn refused_setting(folder: &Folder, more: &[&str], message: &str) {
+    let (params, grads) = folder.model();
+    let out = folder.path("out");
+    fs::write(&out, "precious").unwrap();
+    let files = folder.files();
+    let mut args = vec!["step", "--params", text(&params), "--grads", text(&grads)];
+    args.extend(["--out", text(&out)]);
+    args.extend(more);
+    let error = refused(&args);
+    assert!(error.contains(message), "{error}\nlacks {message}");
+    assert_eq!(fs::read(&out).unwrap(), b"precious");
+    assert_eq!(folder.files(), files);
 }
 
 /// Runs `step` on these files, which must be refused with `message` and write nothing.
