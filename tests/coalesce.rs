@@ -239,7 +239,7 @@ impl Backend for PaddingInspector {
             members,
             lists,
             scalars,
-            grad_factor,
+            control,
             sets,
             limits,
         } = launch;
@@ -250,7 +250,7 @@ impl Backend for PaddingInspector {
             members,
             lists: &mut *lists,
             scalars,
-            grad_factor,
+            control,
             sets,
             limits,
         })?;
@@ -265,6 +265,14 @@ impl Backend for PaddingInspector {
             assert_eq!(changed, inside, "{}: only tensors hold values", list.role());
         }
         Ok(report)
+    }
+
+    fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
+        self.0.reduce(reduce)
+    }
+
+    fn conclude(&self, conclude: Conclude<'_>) -> Result<LaunchReport, BackendError> {
+        self.0.conclude(conclude)
     }
 
     fn synchronize(&self) -> Result<(), BackendError> {

@@ -14,7 +14,7 @@ mod storage;
 pub use bytes::{padded_bytes, read_values, write_padded};
 pub use compute::Compute;
 pub use norm::{
-    LEAF_ELEMENTS, NORM_CHUNK_ELEMENTS, NORM_LANES, SquareSum, chunk_square_sum, fold, square_sum,
+    LEAF_ELEMENTS, NORM_CHUNK_ELEMENTS, NORM_LANES, chunk_square_sum, fold, square_sum,
 };
 pub use run::{LANES, Update, run};
 pub use storage::Storage;

@@ -11,7 +11,7 @@
 //! Squares of f32 and narrower types are exact in f64. The tree depends on neither threads, blocks, launches nor buffers, so the
 //! sum has the same bits everywhere; `kernels/amp.cu` is the same tree.
 
-use bytemuck::Pod;
+use fusestep_launch::SquareSum;
 use fusestep_simd::{Level, prefetch_ahead};
 
 use crate::{Compute, Storage};
@@ -30,25 +30,6 @@ const COLUMN_LANES: usize = 32;
 
 /// How far ahead of a row cache lines are asked for: the next leaf.
 const AHEAD: usize = LEAF_ELEMENTS;
-
-/// A sum of squares, and how many of its elements are infinite or NaN.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct SquareSum {
-    /// Σ x², in the tree of this module.
-    pub sum: f64,
-    /// Elements that are infinite or NaN.
-    pub non_finite: u64,
-}
-
-impl SquareSum {
-    /// This sum, then another: the order of chunks in a tensor and of tensors in a plan.
-    pub fn then(self, next: SquareSum) -> Self {
-        Self {
-            sum: self.sum + next.sum,
-            non_finite: self.non_finite + next.non_finite,
-        }
-    }
-}
 
 /// The sum over one chunk, which starts at a multiple of [`NORM_CHUNK_ELEMENTS`] of its tensor.
 ///
@@ -128,7 +109,7 @@ pub fn fold(mut values: [f64; NORM_LANES]) -> f64 {
 fn leaf_sum<C, P>(leaf: &[P; LEAF_ELEMENTS], around: &[P], first: usize) -> f64
 where
     C: Compute + Into<f64>,
-    P: Storage<C> + Pod,
+    P: Storage<C>,
 {
     let mut lanes = [0.0f64; NORM_LANES];
     for column in 0..NORM_LANES / COLUMN_LANES {
