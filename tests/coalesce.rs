@@ -5,7 +5,9 @@ use fusestep_coalesce::{
 };
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::{Adam, WeightDecay};
-use fusestep_launch::{Backend, BackendError, Buffer, Launch, LaunchLimits, LaunchReport};
+use fusestep_launch::{
+    Backend, BackendError, Buffer, Conclude, Launch, LaunchLimits, LaunchReport, Reduce,
+};
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::Case;

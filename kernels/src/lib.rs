@@ -14,11 +14,18 @@ struct Kernel {
     ptx: &'static str,
 }
 
-const KERNELS: &[Kernel] = &[Kernel {
-    stem: "fused_adam",
-    source: include_str!("../fused_adam.cu"),
-    ptx: include_str!("../ptx/fused_adam.ptx"),
-}];
+const KERNELS: &[Kernel] = &[
+    Kernel {
+        stem: "amp",
+        source: include_str!("../amp.cu"),
+        ptx: include_str!("../ptx/amp.ptx"),
+    },
+    Kernel {
+        stem: "fused_adam",
+        source: include_str!("../fused_adam.cu"),
+        ptx: include_str!("../ptx/fused_adam.ptx"),
+    },
+];
 
 /// Files that kernel sources include, as (file name, text).
 const HEADERS: &[(&str, &str)] = &[

@@ -67,17 +67,25 @@ impl LossScale {
         }
     }
 
+    /// 1, and it never changes.
+    pub fn unscaled() -> Self {
+        Self {
+            scale: 1.0,
+            policy: ScalePolicy {
+                growth: 1.0,
+                backoff: 1.0,
+                ..ScalePolicy::default()
+            },
+            ..Self::dynamic()
+        }
+    }
+
     /// A scale that never changes.
     ///
     /// # Errors
     /// [`AmpError::PowerOfTwo`] unless `scale` is a power of two in 1 … 2¹²⁶.
     pub fn fixed(scale: f64) -> Result<Self, AmpError> {
-        let policy = ScalePolicy {
-            growth: 1.0,
-            backoff: 1.0,
-            ..ScalePolicy::default()
-        };
-        Self::with_policy(scale, policy)
+        Self::with_policy(scale, Self::unscaled().policy)
     }
 
     /// A scale with a policy of one's own.
@@ -210,9 +218,6 @@ impl MaxNorm {
     /// # Source
     /// PyTorch's `clip_grad_norm_`.
     pub fn clip_factor(self, norm: f64) -> f64 {
-        if self.0 == f64::INFINITY {
-            return 1.0;
-        }
         let factor = self.0 / (norm + CLIP_EPS);
         if factor < 1.0 { factor } else { 1.0 }
     }

@@ -28,7 +28,7 @@ pub use limits::{
     ARGUMENT_BYTES_CLASSIC, ARGUMENT_BYTES_LARGE, ArgumentLayout, CHUNK_ELEMENTS, HEADER_BYTES,
     LaunchLimits,
 };
-pub use pack::{pack, pack_conclusion, pack_reduction};
+pub use pack::{CONCLUSION_BYTES, pack, pack_conclusion, pack_reduction};
 pub use recorder::{RecordedLaunch, Recorder};
 pub use reduction::{
     Conclude, ControlRule, MultiTensorReduction, Reduce, SquareSum, TensorPartials,

@@ -3,7 +3,7 @@
 use crate::{ArgumentLayout, Batch, HEADER_BYTES, Launch, MultiTensorReduction, Record};
 
 /// Bytes of a conclusion's arguments before the rule's own: header, three addresses and the tensor count.
-pub(crate) const CONCLUSION_BYTES: usize = HEADER_BYTES + 4 * size_of::<u64>();
+pub const CONCLUSION_BYTES: usize = HEADER_BYTES + 4 * size_of::<u64>();
 
 /// Writes the arguments of one batch of `launch` into `out` and returns their length in bytes.
 ///
