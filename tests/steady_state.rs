@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
-use fusestep_planner::{Optimizer, Planner};
+use fusestep_planner::{ClipByGlobalNorm, LossScaling, Optimizer, Planner};
 use fusestep_tensor::DType;
 use fusestep_testkit::Case;
 
@@ -36,6 +36,9 @@ fn a_step_with_an_unchanged_plan_allocates_nothing() {
     for planner in [
         Planner::new(Optimizer::Adam(Adam::default())),
         Planner::new(Optimizer::Adam(Adam::default())).naive(),
+        Planner::new(Optimizer::Adam(Adam::default()))
+            .with(ClipByGlobalNorm::new(0.5))
+            .with(LossScaling::dynamic()),
     ] {
         let plan = planner.plan(&case.params).unwrap();
         for threads in [1, 2, 3] {
