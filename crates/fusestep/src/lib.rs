@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+pub use fusestep_amp as amp;
 pub use fusestep_coalesce as coalesce;
 pub use fusestep_cpu::{CpuBackend, LentPiece};
 pub use fusestep_cuda::{CudaBackend, DeviceInfo};
@@ -9,7 +10,8 @@ pub use fusestep_fused_adam::{
 };
 pub use fusestep_launch::{self as launch, Backend, BackendError, LaunchLimits};
 pub use fusestep_planner::{
-    self as planner, Note, Optimizer, Plan, PlanError, Planner, State, StepReport, Tensors, Verdict,
+    self as planner, ClipByGlobalNorm, LossScale, LossScaling, Note, Optimizer, Plan, PlanError,
+    Planner, State, StepReport, Tensors, Verdict,
 };
 pub use fusestep_simd::{self as simd, Level, Team};
 pub use fusestep_tensor::{self as tensor, DType, ParamDesc, Role, Shape, TensorError};
