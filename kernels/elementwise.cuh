@@ -27,9 +27,12 @@ struct Body {
     const Storage* grad;
     Compute* state[PLACES];
     Update update;
+    const multi_tensor::Header& header;
 
     template <int WIDTH, int IN_FLIGHT>
     __device__ __forceinline__ void visit(u32 first, u32 stride) const {
+        // Read anew each time: kept over the loop, it costs registers.
+        const Compute grad_factor = Compute(multi_tensor::grad_factor(header));
         Lanes<WIDTH, Storage> p[IN_FLIGHT], g[IN_FLIGHT];
         Lanes<WIDTH, Compute> s[IN_FLIGHT][PLACES];
         for (int i = 0; i < IN_FLIGHT; i++) {
@@ -47,7 +50,7 @@ struct Body {
                 for (int list = 0; list < STATES; list++) {
                     own[list] = s[i][list].lane[lane];
                 }
-                update.element(value, Compute(g[i].lane[lane]), own);
+                update.element(value, Compute(g[i].lane[lane]) * grad_factor, own);
                 p[i].lane[lane] = Storage(value);
                 for (int list = 0; list < STATES; list++) {
                     s[i][list].lane[lane] = own[list];
@@ -69,6 +72,9 @@ template <class Storage, class Compute, int STATES, class Update>
 __device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
     constexpr int LISTS = STATES + 2;
     const multi_tensor::Table<typename Update::Scalars, typename Update::Set, LISTS> table = {arguments};
+    if (multi_tensor::is_skipped(table.header())) {
+        return;
+    }
     const multi_tensor::Record<LISTS>& record = table.record(table.record_of_chunk(blockIdx.x));
     const multi_tensor::Chunk chunk = multi_tensor::chunk_of_block(table.header(), record);
     Body<Storage, Compute, STATES, Update> body = {
@@ -76,6 +82,7 @@ __device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
         multi_tensor::chunk_start<const Storage>(record, 1, chunk),
         {},
         {table.scalars(), table.set(record.set), table.header().flags},
+        table.header(),
     };
     bool packs = multi_tensor::takes_packs(body.param) && multi_tensor::takes_packs(body.grad);
     for (int list = 0; list < STATES; list++) {

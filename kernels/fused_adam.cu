@@ -1,6 +1,6 @@
 // One AdamW, Adam or AMSGrad step for every tensor of a launch.
 //
-//     g <- -g if maximize;  g <- g + l2 p
+//     g <- factor g of the control block;  g <- -g if maximize;  g <- g + l2 p
 //     m <- beta1 m + (1 - beta1) g        v <- beta2 v + (1 - beta2) g^2        w <- v, or the largest v so far (AMSGrad)
 //     p <- decay p - step_size (m / (sqrt(w) / bias2_sqrt + eps))
 //
@@ -80,10 +80,12 @@ struct Body {
     Compute* max_moment2;
     Scalars<Compute> scalars;
     Set<Compute> set;
-    u32 flags;
+    const multi_tensor::Header& header;
 
     template <int WIDTH, int IN_FLIGHT>
     __device__ __forceinline__ void visit(u32 first, u32 stride) const {
+        // Read anew each time: kept over the loop, it costs the registers that f64 has not got.
+        const Compute grad_factor = Compute(multi_tensor::grad_factor(header));
         Lanes<WIDTH, Storage> p[IN_FLIGHT], g[IN_FLIGHT];
         Lanes<WIDTH, Compute> m[IN_FLIGHT], v[IN_FLIGHT], w[IN_FLIGHT];
         for (int i = 0; i < IN_FLIGHT; i++) {
@@ -101,7 +103,7 @@ struct Body {
         for (int i = 0; i < IN_FLIGHT; i++) {
             for (int lane = 0; lane < WIDTH; lane++) {
                 Element<Compute> element = {Compute(p[i].lane[lane]), m[i].lane[lane], v[i].lane[lane], w[i].lane[lane]};
-                update<Compute, SECOND>(element, Compute(g[i].lane[lane]), scalars, set, flags);
+                update<Compute, SECOND>(element, Compute(g[i].lane[lane]) * grad_factor, scalars, set, header.flags);
                 p[i].lane[lane] = Storage(element.param);
                 m[i].lane[lane] = element.moment1;
                 v[i].lane[lane] = element.moment2;
@@ -124,6 +126,9 @@ template <class Storage, class Compute, SecondMoment SECOND>
 __device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
     constexpr int LISTS = SECOND == SecondMoment::largest ? 5 : 4;
     const multi_tensor::Table<Scalars<Compute>, Set<Compute>, LISTS> table = {arguments};
+    if (multi_tensor::is_skipped(table.header())) {
+        return;
+    }
     const multi_tensor::Record<LISTS>& record = table.record(table.record_of_chunk(blockIdx.x));
     const multi_tensor::Chunk chunk = multi_tensor::chunk_of_block(table.header(), record);
     Body<Storage, Compute, SECOND> body = {
@@ -134,7 +139,7 @@ __device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
         nullptr,
         table.scalars(),
         table.set(record.set),
-        table.header().flags,
+        table.header(),
     };
     if constexpr (SECOND == SecondMoment::largest) {
         body.max_moment2 = multi_tensor::chunk_start<Compute>(record, 4, chunk);

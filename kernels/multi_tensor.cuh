@@ -1,6 +1,6 @@
 // The argument table of multi-tensor kernels: many tensors in one launch, without a table of blocks.
 //
-//     header (16) | scalars | set 0, set 1, ... | record 0, record 1, ...
+//     header (24) | scalars | set 0, set 1, ... | record 0, record 1, ...
 //
 // Written by `pack` of crates/launch, little-endian; a record is one tensor's address in every list and its place in the launch.
 // One block works on one chunk. A block finds its record by binary search in the records' `first_chunk`, the prefix sum of
@@ -41,9 +41,41 @@ struct Header {
     u32 set_count;
     u32 chunk_elements;
     u32 flags;
+    // Address of the step's control block; 0 for none.
+    u64 control;
 };
 
-static_assert(sizeof(Header) == 16, "crates/launch: HEADER_BYTES");
+static_assert(sizeof(Header) == 24, "crates/launch: HEADER_BYTES");
+
+// What a step has decided before its updates; crates/launch/src/control.rs: ControlBlock.
+struct Control {
+    double grad_factor;
+    double grad_norm;
+    double loss_scale;
+    u64 non_finite;
+    u32 found;
+    u32 good_steps;
+    u32 bad_steps;
+    u32 reserved;
+    u64 applied;
+    u64 skipped;
+};
+
+static_assert(sizeof(Control) == 64, "crates/launch: CONTROL_BYTES");
+
+__device__ __forceinline__ const Control* control(const Header& header) {
+    return reinterpret_cast<const Control*>(header.control);
+}
+
+// Whether the step is skipped: an update then writes nothing.
+__device__ __forceinline__ bool is_skipped(const Header& header) {
+    return header.control != 0 && dialect::load(&control(header)->found) != 0;
+}
+
+// The factor on every gradient, to be rounded once to the type of the update.
+__device__ __forceinline__ double grad_factor(const Header& header) {
+    return header.control != 0 ? dialect::load(&control(header)->grad_factor) : 1.0;
+}
 
 template <int LISTS>
 struct Record {

@@ -5,7 +5,9 @@ use fusestep_coalesce::{
 };
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::{Adam, WeightDecay};
-use fusestep_launch::{Backend, BackendError, Buffer, Launch, LaunchLimits, LaunchReport};
+use fusestep_launch::{
+    Backend, BackendError, Buffer, Conclude, Launch, LaunchLimits, LaunchReport, Reduce,
+};
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::Case;
@@ -239,7 +241,7 @@ impl Backend for PaddingInspector {
             members,
             lists,
             scalars,
-            grad_factor,
+            control,
             sets,
             limits,
         } = launch;
@@ -250,7 +252,7 @@ impl Backend for PaddingInspector {
             members,
             lists: &mut *lists,
             scalars,
-            grad_factor,
+            control,
             sets,
             limits,
         })?;
@@ -265,6 +267,14 @@ impl Backend for PaddingInspector {
             assert_eq!(changed, inside, "{}: only tensors hold values", list.role());
         }
         Ok(report)
+    }
+
+    fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
+        self.0.reduce(reduce)
+    }
+
+    fn conclude(&self, conclude: Conclude<'_>) -> Result<LaunchReport, BackendError> {
+        self.0.conclude(conclude)
     }
 
     fn synchronize(&self) -> Result<(), BackendError> {

@@ -6,11 +6,11 @@ use fusestep_adagrad::Adagrad;
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::{Adam, SecondMoment};
 use fusestep_fused_sgd::{Nesterov, Sgd};
-use fusestep_launch::{LaunchLimits, Objective, WeightDecay};
+use fusestep_launch::{Backend, LaunchLimits, Objective, WeightDecay};
 use fusestep_lion::Lion;
-use fusestep_planner::{Optimizer, Planner};
+use fusestep_planner::{ClipByGlobalNorm, LossScaling, Optimizer, Plan, Planner, State};
 use fusestep_tensor::{DType, Role};
-use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, check, outcome};
+use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, backends, check, check_bits, outcome};
 
 fn adam(weight_decay: WeightDecay) -> Adam {
     Adam {
@@ -288,4 +288,192 @@ fn permuted_tensors_have_the_same_bits(rule: Optimizer) {
         names.collect::<Vec<_>>()
     };
     assert_eq!(run(&plan), run(&turned_plan), "{rule}");
+}
+
+/// Dtypes, empty tensors and chunks in one case.
+fn mixed(numels: &[u64]) -> Case {
+    let mut case = Case::new(numels.iter().copied(), DType::F32).with_hyper_classes();
+    for param in case.params.iter_mut().skip(2).step_by(3) {
+        param.dtype = DType::F64;
+    }
+    case
+}
+
+fn adamw() -> Optimizer {
+    Optimizer::Adam(adam(WeightDecay::Decoupled(0.01)))
+}
+
+#[test]
+fn clipping_and_scaling_have_the_same_bits_everywhere() {
+    let case = mixed(&EDGE_NUMELS);
+    let unclipped = check_bits(adamw(), &case, &|planner| planner);
+    let clipped = check_bits(adamw(), &case, &|planner| {
+        let planner = planner.with(ClipByGlobalNorm::new(0.125));
+        planner.with(LossScaling::fixed(4.0))
+    });
+    assert!(
+        clipped[..unclipped.len()] != unclipped,
+        "nothing was clipped"
+    );
+}
+
+#[test]
+fn a_large_max_norm_is_no_clipping() {
+    let case = mixed(&EDGE_NUMELS);
+    let run = |planner: Planner| outcome(&planner.plan(&case.params).unwrap(), &case, &cpu());
+    let plain = run(Planner::new(adamw()));
+    let clipped = run(Planner::new(adamw()).with(ClipByGlobalNorm::new(1e30)));
+    assert!(clipped[..plain.len()] == plain);
+}
+
+/// Writes a step's gradients, each element through `change`, and runs the step.
+fn step(
+    (plan, state, backend): (&Plan, &mut State, &dyn Backend),
+    (case, step): (&Case, u64),
+    change: &dyn Fn(usize, usize, f64) -> f64,
+) -> fusestep_planner::StepReport {
+    for (index, param) in case.params.iter().enumerate() {
+        let mut bytes = case.grad_bytes(index, step);
+        match param.dtype {
+            DType::F64 => {
+                let mut values: Vec<f64> = bytemuck::pod_collect_to_vec(&bytes);
+                for (at, value) in values.iter_mut().enumerate() {
+                    *value = change(index, at, *value);
+                }
+                bytes = bytemuck::pod_collect_to_vec(&values);
+            }
+            _ => {
+                let mut values: Vec<f32> = bytemuck::pod_collect_to_vec(&bytes);
+                for (at, value) in values.iter_mut().enumerate() {
+                    *value = change(index, at, f64::from(*value)) as f32;
+                }
+                bytes = bytemuck::pod_collect_to_vec(&values);
+            }
+        }
+        state
+            .write(backend, Role::Grad, &param.name, &bytes)
+            .unwrap();
+    }
+    plan.run(state, backend).unwrap()
+}
+
+/// All tensors but the gradients.
+fn contents(case: &Case, state: &State, backend: &dyn Backend) -> Vec<u8> {
+    let mut all = Vec::new();
+    for param in &case.params {
+        for role in [Role::Param, Role::Moment1, Role::Moment2] {
+            let mut bytes = vec![0; param.numel() as usize * param.dtype.len_bytes()];
+            state.read(backend, role, &param.name, &mut bytes).unwrap();
+            all.extend(bytes);
+        }
+    }
+    all
+}
+
+fn started(case: &Case, planner: &Planner, backend: &dyn Backend) -> (Plan, State) {
+    let plan = planner.plan(&case.params).unwrap();
+    let mut state = plan.allocate(backend).unwrap();
+    for (index, param) in case.params.iter().enumerate() {
+        let bytes = case.param_bytes(index);
+        state
+            .write(backend, Role::Param, &param.name, &bytes)
+            .unwrap();
+    }
+    (plan, state)
+}
+
+#[test]
+fn scaled_gradients_with_the_scale_taken_out_are_unscaled_gradients() {
+    let case = mixed(&[5, 0, 1000, 65_537, 77]);
+    let backend = cpu();
+    let clip = || Planner::new(adamw()).with(ClipByGlobalNorm::new(0.25));
+    let (plan, mut state) = started(&case, &clip(), &backend);
+    for k in 1..=case.steps {
+        step((&plan, &mut state, &backend), (&case, k), &|_, _, g| g);
+    }
+    let (expected, norms) = (
+        contents(&case, &state, &backend),
+        state.grad_norms(&backend),
+    );
+    for scale in [2.0f64, 1024.0, 65_536.0] {
+        let planner = clip().with(LossScaling::fixed(scale));
+        let (plan, mut state) = started(&case, &planner, &backend);
+        for k in 1..=case.steps {
+            step((&plan, &mut state, &backend), (&case, k), &|_, _, g| {
+                g * scale
+            });
+        }
+        assert!(
+            contents(&case, &state, &backend) == expected,
+            "scale {scale}"
+        );
+        assert_eq!(state.grad_norms(&backend), norms, "scale {scale}");
+    }
+}
+
+#[test]
+fn clipping_in_the_update_is_clipping_the_gradients_first() {
+    let case = Case::new([5, 0, 1000, 65_537, 77], DType::F32);
+    let backend = cpu();
+    let planner = Planner::new(adamw()).with(ClipByGlobalNorm::new(0.25));
+    let (plan, mut state) = started(&case, &planner, &backend);
+    let (plain, mut by_hand) = started(&case, &Planner::new(adamw()), &backend);
+    for k in 1..=case.steps {
+        let report = step((&plan, &mut state, &backend), (&case, k), &|_, _, g| g);
+        let factor = (0.25 / (report.grad_norm.unwrap() + 1e-6)) as f32;
+        assert!(factor < 1.0);
+        let clip = |_, _, g: f64| f64::from(g as f32 * factor);
+        step((&plain, &mut by_hand, &backend), (&case, k), &clip);
+    }
+    assert!(contents(&case, &state, &backend) == contents(&case, &by_hand, &backend));
+}
+
+#[test]
+fn a_skipped_step_leaves_every_bit_and_every_counter() {
+    let case = mixed(&[5, 0, 1000, 70_000, 77, 1]);
+    for (name, backend) in backends() {
+        let backend = backend.as_ref();
+        let planner = Planner::new(adamw()).with(LossScaling::dynamic());
+        let planner = planner.limits(backend.limits());
+        let (plan, mut state) = started(&case, &planner, backend);
+        let scaled = |_, _, g| g * 65_536.0;
+        step((&plan, &mut state, backend), (&case, 1), &scaled);
+        let before = contents(&case, &state, backend);
+        for (skipped, (tensor, element)) in [(0, 0), (2, 999), (3, 65_536), (3, 69_999), (5, 0)]
+            .into_iter()
+            .enumerate()
+        {
+            let bad = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY][skipped % 3];
+            let spoiled = |index, at, g| {
+                if (index, at) == (tensor, element) {
+                    bad
+                } else {
+                    g
+                }
+            };
+            let report = step((&plan, &mut state, backend), (&case, 2), &spoiled);
+            assert!(
+                report.skipped && report.non_finite == 1,
+                "{name}: {report:?}"
+            );
+            assert_eq!(
+                (report.step, report.elements, state.step()),
+                (1, 0, 1),
+                "{name}"
+            );
+            let scale = 65_536.0 / f64::from(2u32 << skipped);
+            assert_eq!(report.loss_scale, Some(scale), "{name}");
+            assert_eq!(state.skipped(), skipped as u64 + 1, "{name}");
+            assert!(contents(&case, &state, backend) == before, "{name}");
+        }
+        // The next good step is the second one, with its bias corrections.
+        let rescaled = |_, _, g| g * 2048.0;
+        step((&plan, &mut state, backend), (&case, 2), &rescaled);
+        let (plain, mut expected) = started(&case, &Planner::new(adamw()), backend);
+        for k in 1..=2 {
+            step((&plain, &mut expected, backend), (&case, k), &|_, _, g| g);
+        }
+        let same = contents(&case, &state, backend) == contents(&case, &expected, backend);
+        assert!(same && state.step() == 2, "{name}");
+    }
 }

@@ -9,7 +9,7 @@ use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_lion::Lion;
-use fusestep_planner::{Optimizer, Planner};
+use fusestep_planner::{ClipByGlobalNorm, LossScaling, Optimizer, Planner};
 use fusestep_tensor::DType;
 use fusestep_testkit::Case;
 
@@ -43,7 +43,14 @@ fn a_step_with_an_unchanged_plan_allocates_nothing() {
         Lion::default().into(),
         Adagrad::default().into(),
     ];
-    let planners = rules.map(|rule: Optimizer| [Planner::new(rule), Planner::new(rule).naive()]);
+    let planners = rules.map(|rule: Optimizer| {
+        let clipped = Planner::new(rule).with(ClipByGlobalNorm::new(0.5));
+        [
+            Planner::new(rule),
+            Planner::new(rule).naive(),
+            clipped.with(LossScaling::dynamic()),
+        ]
+    });
     for planner in planners.as_flattened() {
         let plan = planner.plan(&case.params).unwrap();
         for threads in [1, 2, 3] {

@@ -21,6 +21,11 @@ const KERNELS: &[Kernel] = &[
         ptx: include_str!("../ptx/adagrad.ptx"),
     },
     Kernel {
+        stem: "amp",
+        source: include_str!("../amp.cu"),
+        ptx: include_str!("../ptx/amp.ptx"),
+    },
+    Kernel {
         stem: "fused_adam",
         source: include_str!("../fused_adam.cu"),
         ptx: include_str!("../ptx/fused_adam.ptx"),

@@ -17,6 +17,7 @@ use fusestep_simd::{PREFETCH_DISTANCES, stream_4r3w};
 use fusestep_tensor::{DType, ParamDesc, Role};
 use serde::Serialize;
 
+use crate::gradients::GradientArgs;
 use crate::inputs::read_model;
 use crate::options::{ParamDType, PlanningArgs, parse_threads, threads};
 use crate::output::{duration, print, print_json};
@@ -32,6 +33,8 @@ pub(crate) struct BenchArgs {
     model: PathBuf,
     #[command(flatten)]
     optimizer: OptimizerArgs,
+    #[command(flatten)]
+    gradients: GradientArgs,
     #[command(flatten)]
     planning: PlanningArgs,
     /// Threads [default: all]
@@ -98,14 +101,11 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
         rule.name()
     );
     let backend = CpuBackend::new(threads(args.threads))?.with_limits(args.planning.limits());
-    let plan = args
-        .planning
-        .planner(rule, args.planning.limits())
-        .plan(&params)?;
-    let naive = Planner::new(rule)
-        .limits(args.planning.limits())
-        .naive()
-        .plan(&params)?;
+    let limits = args.planning.limits();
+    let plan = args.planning.planner(rule, limits);
+    let plan = args.gradients.passes(plan).plan(&params)?;
+    let naive = Planner::new(rule).limits(limits).naive();
+    let naive = args.gradients.passes(naive).plan(&params)?;
 
     let mut ours = Subject::new(&plan, &backend)?;
     let mut unfused = Subject::new(&naive, &backend)?;

@@ -4,6 +4,7 @@
 mod bench;
 mod check;
 mod digits;
+mod gradients;
 mod inputs;
 mod model;
 mod options;

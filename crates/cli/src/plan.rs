@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+use crate::gradients::GradientArgs;
 use crate::inputs::read_model;
 use crate::options::{ParamDType, PlanningArgs};
 use crate::output::{print, print_json, write_page};
@@ -16,6 +17,8 @@ pub(crate) struct PlanArgs {
     model: PathBuf,
     #[command(flatten)]
     optimizer: OptimizerArgs,
+    #[command(flatten)]
+    gradients: GradientArgs,
     #[command(flatten)]
     planning: PlanningArgs,
     /// Element type of shapes that state none
@@ -31,10 +34,10 @@ pub(crate) struct PlanArgs {
 
 pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     let model = read_model(&args.model, args.dtype.into())?;
-    let plan = args
+    let planner = args
         .planning
-        .planner(args.optimizer.rule()?, args.planning.limits())
-        .plan(&model.params)?;
+        .planner(args.optimizer.rule()?, args.planning.limits());
+    let plan = args.gradients.passes(planner).plan(&model.params)?;
     if !model.buffers.is_empty() {
         let count = model.buffers.len();
         eprintln!(

@@ -8,11 +8,12 @@ use std::time::Instant;
 use anyhow::{bail, ensure};
 use clap::Args;
 use fusestep_launch::Backend;
-use fusestep_planner::{Plan, State};
+use fusestep_planner::{Plan, State, StepReport};
 use fusestep_tensor::{ParamDesc, Role};
 use fusestep_tensor_file::{Prepared, TensorBytes, TensorFile, check_writable};
 use serde::Serialize;
 
+use crate::gradients::GradientArgs;
 use crate::inputs::{Model, model_of};
 use crate::options::{BackendArgs, PlanningArgs};
 use crate::output::{duration, print, print_json};
@@ -42,6 +43,8 @@ pub(crate) struct StepArgs {
     #[arg(long, value_name = "FILE")]
     state_out: Option<PathBuf>,
     #[command(flatten)]
+    gradients: GradientArgs,
+    #[command(flatten)]
     backend: BackendArgs,
     #[command(flatten)]
     planning: PlanningArgs,
@@ -64,6 +67,12 @@ struct StepSummary {
     elements: u64,
     backend: &'static str,
     optimizer: &'static str,
+    /// Norm of all gradients in the last step, the loss scale taken out; `null` unless they are clipped or scaled.
+    grad_norm: Option<f64>,
+    /// Steps of this run that were skipped because a gradient was not finite.
+    skipped: u64,
+    /// The factor on the next step's loss; `null` unless it is scaled.
+    loss_scale: Option<f64>,
 }
 
 pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
@@ -71,10 +80,10 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     let params = TensorFile::read(&args.params)?;
     let grads = TensorFile::read(&args.grads)?;
     let model = model_of(&params)?;
-    let plan = args
+    let planner = args
         .planning
-        .planner(args.optimizer.rule()?, backend.limits())
-        .plan(&model.params)?;
+        .planner(args.optimizer.rule()?, backend.limits());
+    let plan = args.gradients.passes(planner).plan(&model.params)?;
     check_gradients(&model, &params, &grads)?;
     // Whatever cannot be written is refused before any work.
     check_writable(&args.out)?;
@@ -113,7 +122,14 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
         summary.launches,
         duration(summary.ns_per_step),
         args.out.display(),
-    ))
+    ))?;
+    if let Some(norm) = summary.grad_norm {
+        let skipped = summary.skipped;
+        print(&format!(
+            "norm of the gradients: {norm}; {skipped} steps skipped\n"
+        ))?;
+    }
+    Ok(())
 }
 
 fn run_steps(
@@ -123,21 +139,29 @@ fn run_steps(
     backend: &dyn Backend,
 ) -> anyhow::Result<StepSummary> {
     let start = Instant::now();
-    let mut launches = plan.launches() as u64;
+    let skipped_before = state.skipped();
+    let mut last = StepReport {
+        launches: plan.launches() as u64,
+        loss_scale: state.loss_scale().map(|scale| scale.scale()),
+        ..StepReport::default()
+    };
     for _ in 0..args.steps {
-        launches = plan.run(state, backend)?.launches;
+        last = plan.run(state, backend)?;
     }
     backend.synchronize()?;
     let nanoseconds = start.elapsed().as_nanos() as f64;
     Ok(StepSummary {
         steps: args.steps,
         step: state.step(),
-        launches,
+        launches: last.launches,
         ns_per_step: nanoseconds / args.steps.max(1) as f64,
         parameters: plan.params().len(),
         elements: plan.elements(),
         backend: backend.name(),
         optimizer: plan.optimizer().name(),
+        grad_norm: last.grad_norm,
+        skipped: state.skipped() - skipped_before,
+        loss_scale: last.loss_scale,
     })
 }
 

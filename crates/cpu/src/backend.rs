@@ -5,10 +5,12 @@ use std::num::NonZeroUsize;
 
 use fusestep_coalesce::HostMemory;
 use fusestep_launch::{
-    Backend, BackendError, Buffer, HostCall, Launch, LaunchLimits, LaunchReport,
+    Backend, BackendError, Buffer, CONTROL_BYTES, Conclude, ControlBlock, Gate, HostCall, Launch,
+    LaunchLimits, LaunchReport, Reduce, SquareSum,
 };
 use fusestep_simd::{Level, Team};
 
+use crate::chunks::ChunkPieces;
 use crate::pieces::Pieces;
 
 const NAME: &str = "cpu";
@@ -136,10 +138,13 @@ impl Backend for CpuBackend {
 
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         let report = LaunchReport::of(launch.batches);
+        let Gate::Open(grad_factor) = gate(&launch)? else {
+            return Ok(report);
+        };
         let call = HostCall {
             level: self.level,
             scalars: launch.scalars,
-            grad_factor: launch.grad_factor,
+            grad_factor,
             sets: launch.sets,
         };
         let pieces = Pieces::new(
@@ -154,9 +159,67 @@ impl Backend for CpuBackend {
         Ok(report)
     }
 
+    fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
+        let foreign = BackendError::ForeignBuffer { backend: NAME };
+        let launches = reduce.batches.len() as u64;
+        let chunks: u64 = reduce.batches.iter().map(|b| u64::from(b.chunks)).sum();
+        let elements = reduce.list.buffer.host().ok_or(foreign.clone())?;
+        let found = reduce.partials.len_bytes();
+        let partials = reduce.partials.host_mut().ok_or(foreign)?;
+        let first = reduce.first_partial as usize;
+        let partials: &mut [SquareSum] = bytemuck::cast_slice_mut(partials);
+        let Some(partials) = partials
+            .get_mut(first..)
+            .and_then(|rest| rest.get_mut(..chunks as usize))
+        else {
+            let width = size_of::<SquareSum>();
+            return Err(out_of_bounds(first * width, chunks as usize * width, found));
+        };
+        self.team.run(ChunkPieces::new(
+            reduce.kernel,
+            self.level,
+            (reduce.batches, reduce.offsets),
+            elements,
+            partials,
+        ));
+        Ok(LaunchReport {
+            launches,
+            elements: 0,
+        })
+    }
+
+    fn conclude(&self, conclude: Conclude<'_>) -> Result<LaunchReport, BackendError> {
+        let foreign = || BackendError::ForeignBuffer { backend: NAME };
+        let partials = conclude.partials.host().ok_or_else(foreign)?;
+        let tensors = conclude.tensors.host().ok_or_else(foreign)?;
+        let sums = conclude.sums.host_mut().ok_or_else(foreign)?;
+        let found = conclude.control.len_bytes();
+        let control = conclude.control.host_mut().ok_or_else(foreign)?;
+        let control = control
+            .get_mut(..CONTROL_BYTES)
+            .ok_or_else(|| out_of_bounds(0, CONTROL_BYTES, found))?;
+        let mut block: ControlBlock = bytemuck::pod_read_unaligned(control);
+        conclude.rule.run_host(
+            bytemuck::cast_slice(partials),
+            bytemuck::cast_slice(tensors),
+            bytemuck::cast_slice_mut(sums),
+            &mut block,
+        );
+        control.copy_from_slice(bytemuck::bytes_of(&block));
+        Ok(LaunchReport {
+            launches: 1,
+            elements: 0,
+        })
+    }
+
     fn synchronize(&self) -> Result<(), BackendError> {
         Ok(())
     }
+}
+
+/// What the launch's control block says.
+pub(crate) fn gate(launch: &Launch<'_>) -> Result<Gate, BackendError> {
+    Gate::on_host(launch.control).ok_or(BackendError::ForeignBuffer { backend: NAME })
 }
 
 fn out_of_bounds(offset_bytes: usize, len_bytes: usize, found: usize) -> BackendError {

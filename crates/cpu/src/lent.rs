@@ -7,13 +7,14 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use fusestep_launch::{
-    Backend, BackendError, Batch, HostCall, HostList, HostSpans, Launch, LaunchReport, ListBuffer,
-    MAX_LISTS, MultiTensorKernel, Record,
+    Backend, BackendError, Batch, Gate, HostCall, HostList, HostSpans, Launch, LaunchReport,
+    ListBuffer, MAX_LISTS, MultiTensorKernel, Record,
 };
 use fusestep_simd::{Split, Team};
 use fusestep_tensor::Role;
 
 use crate::CpuBackend;
+use crate::backend::gate;
 use crate::pieces::CUT_ELEMENTS;
 
 /// From this many elements on the team works on one tensor together: below it, waking the team costs more than it saves.
@@ -54,10 +55,13 @@ impl CpuBackend {
     ) -> Result<LaunchReport, BackendError> {
         let report = LaunchReport::of(launch.batches);
         let backend = self.name();
+        let Gate::Open(grad_factor) = gate(&launch)? else {
+            return Ok(report);
+        };
         let host = HostCall {
             level: self.level(),
             scalars: launch.scalars,
-            grad_factor: launch.grad_factor,
+            grad_factor,
             sets: launch.sets,
         };
         let call = LentCall {

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod backend;
+mod chunks;
 mod lent;
 mod pieces;
 

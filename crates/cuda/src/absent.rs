@@ -2,7 +2,9 @@
 
 use std::convert::Infallible;
 
-use fusestep_launch::{Backend, BackendError, Buffer, Launch, LaunchLimits, LaunchReport};
+use fusestep_launch::{
+    Backend, BackendError, Buffer, Conclude, Launch, LaunchLimits, LaunchReport, Reduce,
+};
 
 use crate::{DeviceInfo, NAME};
 
@@ -69,6 +71,14 @@ impl Backend for CudaBackend {
     }
 
     fn launch(&self, _launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
+        match self.never {}
+    }
+
+    fn reduce(&self, _reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
+        match self.never {}
+    }
+
+    fn conclude(&self, _conclude: Conclude<'_>) -> Result<LaunchReport, BackendError> {
         match self.never {}
     }
 

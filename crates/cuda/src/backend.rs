@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cust::sys;
 use fusestep_kernels::ArgumentBlock;
 use fusestep_launch::{
-    Backend, BackendError, Batch, Buffer, Launch, LaunchLimits, LaunchReport, MAX_LISTS, pack,
+    Backend, BackendError, Batch, Buffer, CONTROL_BYTES, Conclude, Launch, LaunchLimits,
+    LaunchReport, ListBuffer, MAX_LISTS, Reduce, pack,
 };
 
 use crate::buffer::DeviceBuffer;
@@ -60,9 +61,73 @@ impl CudaBackend {
         &self.session.info
     }
 
+    /// A buffer of this device.
+    pub(crate) fn device_buffer<'b>(
+        &self,
+        buffer: &'b dyn Buffer,
+    ) -> Result<&'b DeviceBuffer, BackendError> {
+        DeviceBuffer::of(&self.session, buffer)
+    }
+
+    /// Where a control block lies.
+    fn control_address(&self, control: &dyn Buffer) -> Result<u64, BackendError> {
+        let found = control.len_bytes();
+        if found < CONTROL_BYTES {
+            return Err(BackendError::OutOfBounds {
+                backend: NAME,
+                offset_bytes: 0,
+                len_bytes: CONTROL_BYTES,
+                found,
+            });
+        }
+        Ok(self.device_buffer(control)?.address())
+    }
+
+    /// Enqueues one launch, whose arguments `write` writes.
+    ///
+    /// The caller has checked that everything the arguments refer to lies in buffers that are borrowed until the launch is
+    /// enqueued; buffers are freed only after the driver has waited for it.
+    pub(crate) fn enqueue(
+        &self,
+        entry: Entry,
+        write: &mut dyn FnMut(&mut [u8]),
+    ) -> Result<(), BackendError> {
+        let block = self.block_for(entry.argument_bytes)?;
+        self.session.enter()?;
+        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        let function = kernels.function(entry.stem, entry.entry, block)?;
+        let bytes = bytemuck::cast_slice_mut(kernels.block.as_mut_slice());
+        write(bytes);
+        let mut parameters: [*mut c_void; 1] = [bytes.as_mut_ptr().cast()];
+        // SAFETY: `function` takes one parameter of `block.len_bytes()` bytes, of which `bytes` has at least as many; the call
+        // copies them. What they refer to lies in live buffers, as the callers establish (`check_records`, `check_end`).
+        let status = unsafe {
+            sys::cuLaunchKernel(
+                function,
+                entry.blocks,
+                1,
+                1,
+                BLOCK_THREADS,
+                1,
+                1,
+                0,
+                self.session.stream(),
+                parameters.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        };
+        check(status, || {
+            format!(
+                "launching `{}` with {} blocks",
+                fusestep_kernels::entry(entry.entry, block),
+                entry.blocks
+            )
+        })
+    }
+
     /// The smallest argument block that carries the batch here. A small batch takes the small block whatever the limits: the
     /// driver copies all of a block for each launch.
-    fn block_for(&self, len_bytes: usize) -> Result<ArgumentBlock, BackendError> {
+    pub(crate) fn block_for(&self, len_bytes: usize) -> Result<ArgumentBlock, BackendError> {
         let most = self.session.info.argument_bytes;
         ArgumentBlock::for_bytes(len_bytes)
             .filter(|block| block.len_bytes() <= most)
@@ -72,6 +137,15 @@ impl CudaBackend {
                 ))
             })
     }
+}
+
+/// One launch: which function, how long its arguments are, and its grid.
+#[derive(Clone, Copy)]
+pub(crate) struct Entry {
+    pub(crate) stem: &'static str,
+    pub(crate) entry: &'static str,
+    pub(crate) argument_bytes: usize,
+    pub(crate) blocks: u32,
 }
 
 impl Backend for CudaBackend {
@@ -116,46 +190,35 @@ impl Backend for CudaBackend {
             *address = DeviceBuffer::of(&self.session, list.buffer.as_ref())?.address();
         }
         let addresses = &addresses[..launch.lists.len()];
+        let control = match launch.control {
+            Some(control) => self.control_address(control)?,
+            None => 0,
+        };
         // All batches are checked before the first is launched.
         for batch in launch.batches {
-            check_batch(&launch, batch)?;
+            check_records(launch.lists, launch.offsets, batch)?;
             self.block_for(argument_bytes(&launch, batch))?;
         }
-        self.session.enter()?;
-        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
         for batch in launch.batches.iter().filter(|batch| batch.chunks > 0) {
-            let block = self.block_for(argument_bytes(&launch, batch))?;
-            let function = kernels.function(launch.kernel, block)?;
-            let bytes = bytemuck::cast_slice_mut(kernels.block.as_mut_slice());
-            pack(&launch, batch, addresses, bytes);
-            let mut parameters: [*mut c_void; 1] = [bytes.as_mut_ptr().cast()];
-            // SAFETY: `function` takes one parameter of `block.len_bytes()` bytes, of which `bytes` has at least as many; the call
-            // copies them. The records lie in the buffers (`check_batch`), which are borrowed by `launch` and freed only after
-            // the driver has waited for this launch.
-            let status = unsafe {
-                sys::cuLaunchKernel(
-                    function,
-                    batch.chunks,
-                    1,
-                    1,
-                    BLOCK_THREADS,
-                    1,
-                    1,
-                    0,
-                    self.session.stream(),
-                    parameters.as_mut_ptr(),
-                    ptr::null_mut(),
-                )
+            let entry = Entry {
+                stem: launch.kernel.stem(),
+                entry: launch.kernel.entry(),
+                argument_bytes: argument_bytes(&launch, batch),
+                blocks: batch.chunks,
             };
-            check(status, || {
-                format!(
-                    "launching `{}` with {} blocks",
-                    fusestep_kernels::entry(launch.kernel.entry(), block),
-                    batch.chunks
-                )
+            self.enqueue(entry, &mut |bytes| {
+                pack(&launch, batch, addresses, control, bytes);
             })?;
         }
         Ok(LaunchReport::of(launch.batches))
+    }
+
+    fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
+        self.enqueue_reduction(reduce)
+    }
+
+    fn conclude(&self, conclude: Conclude<'_>) -> Result<LaunchReport, BackendError> {
+        self.enqueue_conclusion(conclude)
     }
 
     fn synchronize(&self) -> Result<(), BackendError> {
@@ -183,7 +246,11 @@ fn argument_bytes(launch: &Launch<'_>, batch: &Batch) -> usize {
 }
 
 /// Refuses a batch that is too large for one grid or that reaches beyond a buffer: a device would notice late, or not at all.
-fn check_batch(launch: &Launch<'_>, batch: &Batch) -> Result<(), BackendError> {
+pub(crate) fn check_records(
+    lists: &[ListBuffer],
+    offsets: &[u64],
+    batch: &Batch,
+) -> Result<(), BackendError> {
     if batch.chunks > GRID_MAX {
         return Err(unavailable(format!(
             "a batch has {} chunks, a launch takes {GRID_MAX}; plan with the limits of the backend",
@@ -191,13 +258,12 @@ fn check_batch(launch: &Launch<'_>, batch: &Batch) -> Result<(), BackendError> {
         )));
     }
     for record in &batch.records {
-        let first = launch
-            .offsets
+        let first = offsets
             .get(record.tensor as usize)
             .copied()
             .unwrap_or(u64::MAX)
             .saturating_add(record.first_element);
-        for list in launch.lists.iter() {
+        for list in lists {
             let element_bytes = list.dtype().len_bytes() as u64;
             let end = first
                 .saturating_add(record.numel)

@@ -5,7 +5,7 @@ use std::ptr;
 
 use cust::sys::{self, CUfunction, CUmodule, CUresult};
 use fusestep_kernels::ArgumentBlock;
-use fusestep_launch::{BackendError, MultiTensorKernel};
+use fusestep_launch::BackendError;
 
 use crate::session::unavailable;
 use crate::status::check;
@@ -52,10 +52,10 @@ impl Kernels {
     /// Only the first call for an entry allocates.
     pub(crate) fn function(
         &mut self,
-        kernel: &dyn MultiTensorKernel,
+        stem: &'static str,
+        entry: &'static str,
         block: ArgumentBlock,
     ) -> Result<CUfunction, BackendError> {
-        let entry = kernel.entry();
         let known = self
             .functions
             .iter()
@@ -63,7 +63,7 @@ impl Kernels {
         if let Some(function) = known {
             return Ok(function.handle);
         }
-        let module = self.module(kernel.stem())?;
+        let module = self.module(stem)?;
         let name = fusestep_kernels::entry(entry, block);
         let c_name = CString::new(name.as_str())
             .map_err(|_| unavailable(format!("the entry `{name}` holds a zero byte")))?;

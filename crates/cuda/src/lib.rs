@@ -11,6 +11,8 @@ mod info;
 #[cfg(feature = "cuda")]
 mod kernels;
 #[cfg(feature = "cuda")]
+mod reduce;
+#[cfg(feature = "cuda")]
 mod session;
 #[cfg(feature = "cuda")]
 mod status;

@@ -7,12 +7,16 @@
 
 mod bytes;
 mod compute;
+mod norm;
 mod run;
 mod slices;
 mod storage;
 
 pub use bytes::{padded_bytes, read_values, write_padded};
 pub use compute::Compute;
+pub use norm::{
+    LEAF_ELEMENTS, NORM_CHUNK_ELEMENTS, NORM_LANES, chunk_square_sum, fold, square_sum,
+};
 pub use run::{LANES, Update, run};
 pub use slices::{SliceTensor, StepError, step_slices};
 pub use storage::Storage;

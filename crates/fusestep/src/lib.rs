@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub use fusestep_adagrad::{self as adagrad, Adagrad, AdagradTensors};
+pub use fusestep_amp as amp;
 pub use fusestep_coalesce as coalesce;
 pub use fusestep_cpu::{CpuBackend, LentPiece};
 pub use fusestep_cuda::{CudaBackend, DeviceInfo};
@@ -12,7 +13,8 @@ pub use fusestep_launch::{
 };
 pub use fusestep_lion::{self as lion, Lion, LionTensors};
 pub use fusestep_planner::{
-    self as planner, Note, Optimizer, Plan, PlanError, Planner, State, StepReport, Tensors, Verdict,
+    self as planner, ClipByGlobalNorm, LossScale, LossScaling, Note, Optimizer, Plan, PlanError,
+    Planner, State, StepReport, Tensors, Verdict,
 };
 pub use fusestep_simd::{self as simd, Level, Team};
 pub use fusestep_tensor::{self as tensor, DType, ParamDesc, Role, Shape, TensorError};

@@ -5,7 +5,7 @@ use std::fmt;
 
 use fusestep_tensor::{DType, Role};
 
-use crate::{Access, Batch, LaunchLimits, MultiTensorKernel, TensorList};
+use crate::{Access, Batch, Conclude, LaunchLimits, MultiTensorKernel, Reduce, TensorList};
 
 /// Memory of a backend: zeroed at allocation, aligned to 256 bytes.
 pub trait Buffer: Send + fmt::Debug {
@@ -61,8 +61,9 @@ pub struct Launch<'a> {
     pub lists: &'a mut [ListBuffer],
     /// The kernel's scalars.
     pub scalars: &'a [u8],
-    /// Factor on every gradient: loss scaling and clipping.
-    pub grad_factor: f64,
+    /// The [`crate::ControlBlock`] that decides whether anything is written and with which factor on every gradient; without one
+    /// everything is, with factor 1.
+    pub control: Option<&'a dyn Buffer>,
     /// The kernel's sets by class.
     pub sets: &'a [u8],
     /// The limits the batches were made with.
@@ -131,6 +132,18 @@ pub trait Backend {
     /// # Errors
     /// [`BackendError::Device`] with the device's own code.
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError>;
+
+    /// Sums all chunks of `reduce`; on a device it returns when the launches are enqueued.
+    ///
+    /// # Errors
+    /// [`BackendError::OutOfBounds`] if the partial sums do not fit; [`BackendError::Device`] with the device's own code.
+    fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError>;
+
+    /// Writes the control block from all partial sums; on a device it returns when the launch is enqueued.
+    ///
+    /// # Errors
+    /// [`BackendError::OutOfBounds`] if a buffer is too short; [`BackendError::Device`] with the device's own code.
+    fn conclude(&self, conclude: Conclude<'_>) -> Result<LaunchReport, BackendError>;
 
     /// Waits until everything enqueued is done.
     ///

@@ -249,7 +249,7 @@ mod tests {
         let all: Vec<u32> = (0..161).collect();
         let distinct = run(&numels, &all, limits);
         assert_covered_once(&numels, &distinct, limits);
-        assert_eq!(distinct.len(), 161usize.div_ceil((4096 - 40) / 64));
+        assert_eq!(distinct.len(), 161usize.div_ceil((4096 - 48) / 64));
     }
 
     #[test]
@@ -270,6 +270,6 @@ mod tests {
         };
         let limits = LaunchLimits::with_argument_bytes(LAYOUT.bytes(1, 1) - 1);
         let error = batches("adam", [tensor], LAYOUT, limits).unwrap_err();
-        assert!(error.to_string().contains("expected at least 104 bytes"));
+        assert!(error.to_string().contains("expected at least 112 bytes"));
     }
 }

@@ -2,21 +2,25 @@
 //!
 //! Read in this order: [`LaunchLimits`] and [`ArgumentLayout`] say how much fits, [`batches`] is the only batching loop of the
 //! project, [`pack()`] writes a batch as the argument bytes a device kernel reads, [`MultiTensorKernel`] is what a kernel crate
-//! offers and [`Backend`] what runs it.
+//! offers and [`Backend`] what runs it. [`MultiTensorReduction`] and [`ControlRule`] decide, before anything is updated, what a
+//! step's [`ControlBlock`] tells its kernels.
 #![forbid(unsafe_code)]
 
 mod backend;
 mod batch;
+mod control;
 mod error;
 mod host;
 mod kernel;
 mod limits;
 mod pack;
 mod recorder;
+mod reduction;
 mod rule;
 
 pub use backend::{Backend, BackendError, Buffer, Launch, LaunchReport, ListBuffer};
 pub use batch::{Batch, Batchable, Record, batches};
+pub use control::{CONTROL_BYTES, ControlBlock, Gate};
 pub use error::LaunchError;
 pub use host::{HostCall, HostList, HostSpan, HostSpans, MAX_LISTS};
 pub use kernel::{Access, MultiTensorKernel, SetValues, TensorList};
@@ -24,6 +28,9 @@ pub use limits::{
     ARGUMENT_BYTES_CLASSIC, ARGUMENT_BYTES_LARGE, ArgumentLayout, CHUNK_ELEMENTS, HEADER_BYTES,
     LaunchLimits,
 };
-pub use pack::pack;
+pub use pack::{CONCLUSION_BYTES, pack, pack_conclusion, pack_reduction};
 pub use recorder::{RecordedLaunch, Recorder};
+pub use reduction::{
+    Conclude, ControlRule, MultiTensorReduction, Reduce, SquareSum, TensorPartials,
+};
 pub use rule::{Domain, Objective, RuleError, UpdateRule, WeightDecay, check_hyper};

@@ -13,8 +13,8 @@ pub const ARGUMENT_BYTES_LARGE: usize = 32_764;
 /// Most elements of one chunk, the work of one block.
 pub const CHUNK_ELEMENTS: u32 = 65_536;
 
-/// Bytes before the scalars: record count, set count, chunk elements and flags.
-pub const HEADER_BYTES: usize = 16;
+/// Bytes before the scalars: record count, set count, chunk elements, flags and the address of the control block.
+pub const HEADER_BYTES: usize = 24;
 
 /// Bytes of a record besides its addresses: numel, first chunk, set and padding.
 const RECORD_FIXED_BYTES: usize = 16;
@@ -78,7 +78,7 @@ impl LaunchLimits {
 /// The sizes that decide how many tensors one argument block carries.
 ///
 /// ```text
-/// header (16) | scalars | set₀ set₁ … | record₀ record₁ …
+/// header (24) | scalars | set₀ set₁ … | record₀ record₁ …
 /// record = { u64 address[lists]; u64 numel; u32 first_chunk; u16 set; u16 reserved }
 /// ```
 ///

@@ -1,15 +1,24 @@
 //! A batch as the argument bytes that a device kernel reads.
 
-use crate::{Batch, HEADER_BYTES, Launch};
+use crate::{ArgumentLayout, Batch, HEADER_BYTES, Launch, MultiTensorReduction, Record};
+
+/// Bytes of a conclusion's arguments before the rule's own: header, three addresses and the tensor count.
+pub const CONCLUSION_BYTES: usize = HEADER_BYTES + 4 * size_of::<u64>();
 
 /// Writes the arguments of one batch of `launch` into `out` and returns their length in bytes.
 ///
-/// `addresses` are the lists' device addresses, in the kernel's order. The layout is that of [`crate::ArgumentLayout`],
+/// `addresses` are the lists' device addresses, in the kernel's order, `control` that of the control block or 0. The layout is that of [`crate::ArgumentLayout`],
 /// little-endian; `kernels/multi_tensor.cuh` reads it.
 ///
 /// # Panics
 /// If `out` is shorter than the batch's argument bytes: batches are made for a limit, and `out` is as long as that limit.
-pub fn pack(launch: &Launch<'_>, batch: &Batch, addresses: &[u64], out: &mut [u8]) -> usize {
+pub fn pack(
+    launch: &Launch<'_>,
+    batch: &Batch,
+    addresses: &[u64],
+    control: u64,
+    out: &mut [u8],
+) -> usize {
     let layout = launch.kernel.argument_layout();
     let len_bytes = layout.bytes(batch.records.len(), batch.classes.len());
     assert!(
@@ -18,11 +27,9 @@ pub fn pack(launch: &Launch<'_>, batch: &Batch, addresses: &[u64], out: &mut [u8
         layout.lists
     );
     let mut writer = Writer { out, at: 0 };
-    writer.u32(batch.records.len() as u32);
-    writer.u32(batch.classes.len() as u32);
-    writer.u32(launch.limits.chunk_elements);
-    writer.u32(launch.kernel.flags());
-    debug_assert_eq!(writer.at, HEADER_BYTES);
+    let counts = [batch.records.len() as u32, batch.classes.len() as u32];
+    let [chunk_elements, flags] = [launch.limits.chunk_elements, launch.kernel.flags()];
+    writer.header(counts, chunk_elements, flags, control);
     writer.bytes(launch.scalars);
     for &class in &batch.classes {
         let start = class as usize * layout.set_bytes;
@@ -33,13 +40,63 @@ pub fn pack(launch: &Launch<'_>, batch: &Batch, addresses: &[u64], out: &mut [u8
         for (list, &address) in launch.lists.iter().zip(addresses) {
             writer.u64(address + first * list.dtype().len_bytes() as u64);
         }
-        writer.u64(record.numel);
-        writer.u32(record.first_chunk);
-        writer.bytes(&record.set.to_le_bytes());
-        writer.bytes(&[0; 2]);
+        writer.place(record);
     }
     debug_assert_eq!(writer.at, len_bytes);
     len_bytes
+}
+
+/// Writes the arguments of one batch of a reduction into `out` and returns their length in bytes.
+///
+/// `list` is the address of the list, `partials` that of the batch's first partial sum.
+///
+/// # Panics
+/// If `out` is shorter than the batch's argument bytes.
+pub fn pack_reduction(
+    kernel: &dyn MultiTensorReduction,
+    batch: &Batch,
+    offsets: &[u64],
+    (list, partials): (u64, u64),
+    out: &mut [u8],
+) -> usize {
+    let layout: ArgumentLayout = kernel.argument_layout();
+    let width = kernel.list().dtype.len_bytes() as u64;
+    let mut writer = Writer { out, at: 0 };
+    // There are no hyper-parameters, so the sets that the records name take no bytes.
+    let counts = [batch.records.len() as u32, 0];
+    writer.header(counts, kernel.chunk_elements(), 0, 0);
+    writer.u64(partials);
+    for record in &batch.records {
+        let first = offsets[record.tensor as usize] + record.first_element;
+        writer.u64(list + first * width);
+        writer.place(record);
+    }
+    debug_assert_eq!(writer.at, layout.bytes(batch.records.len(), 0));
+    writer.at
+}
+
+/// Writes the arguments of a conclusion into `out` and returns their length in bytes.
+///
+/// `addresses` are those of partial sums, tensors and sums; `control` that of the block.
+///
+/// # Panics
+/// If `out` is shorter than the arguments.
+pub fn pack_conclusion(
+    addresses: [u64; 3],
+    tensor_count: u64,
+    control: u64,
+    scalars: &[u8],
+    out: &mut [u8],
+) -> usize {
+    let mut writer = Writer { out, at: 0 };
+    writer.header([0, 0], 0, 0, control);
+    for address in addresses {
+        writer.u64(address);
+    }
+    writer.u64(tensor_count);
+    debug_assert_eq!(writer.at, CONCLUSION_BYTES);
+    writer.bytes(scalars);
+    writer.at
 }
 
 struct Writer<'a> {
@@ -48,6 +105,22 @@ struct Writer<'a> {
 }
 
 impl Writer<'_> {
+    fn header(&mut self, [records, sets]: [u32; 2], chunk_elements: u32, flags: u32, control: u64) {
+        for value in [records, sets, chunk_elements, flags] {
+            self.u32(value);
+        }
+        self.u64(control);
+        debug_assert_eq!(self.at, HEADER_BYTES);
+    }
+
+    /// The part of a record behind its addresses.
+    fn place(&mut self, record: &Record) {
+        self.u64(record.numel);
+        self.u32(record.first_chunk);
+        self.bytes(&record.set.to_le_bytes());
+        self.bytes(&[0; 2]);
+    }
+
     fn bytes(&mut self, bytes: &[u8]) {
         self.out[self.at..self.at + bytes.len()].copy_from_slice(bytes);
         self.at += bytes.len();

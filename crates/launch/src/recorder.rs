@@ -2,7 +2,8 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use crate::{Backend, BackendError, Buffer, Launch, LaunchLimits, LaunchReport};
+use crate::pack::CONCLUSION_BYTES;
+use crate::{Backend, BackendError, Buffer, Conclude, Launch, LaunchLimits, LaunchReport, Reduce};
 
 /// One launch as a device would have seen it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,6 +36,11 @@ impl<B: Backend> Recorder<B> {
             inner,
             launches: Mutex::new(Vec::new()),
         }
+    }
+
+    fn record(&self, launches: impl IntoIterator<Item = RecordedLaunch>) {
+        let mut recorded = self.launches.lock().unwrap_or_else(PoisonError::into_inner);
+        recorded.extend(launches);
     }
 
     /// The launches since the last call.
@@ -77,18 +83,41 @@ impl<B: Backend> Backend for Recorder<B> {
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         let layout = launch.kernel.argument_layout();
         let entry = launch.kernel.entry();
-        self.launches
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .extend(launch.batches.iter().map(|batch| RecordedLaunch {
-                entry,
-                records: batch.records.len(),
-                sets: batch.classes.len(),
-                chunks: batch.chunks,
-                elements: batch.elements(),
-                argument_bytes: layout.bytes(batch.records.len(), batch.classes.len()),
-            }));
+        self.record(launch.batches.iter().map(|batch| RecordedLaunch {
+            entry,
+            records: batch.records.len(),
+            sets: batch.classes.len(),
+            chunks: batch.chunks,
+            elements: batch.elements(),
+            argument_bytes: layout.bytes(batch.records.len(), batch.classes.len()),
+        }));
         self.inner.launch(launch)
+    }
+
+    fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
+        let layout = reduce.kernel.argument_layout();
+        let entry = reduce.kernel.entry();
+        self.record(reduce.batches.iter().map(|batch| RecordedLaunch {
+            entry,
+            records: batch.records.len(),
+            sets: 0,
+            chunks: batch.chunks,
+            elements: 0,
+            argument_bytes: layout.bytes(batch.records.len(), 0),
+        }));
+        self.inner.reduce(reduce)
+    }
+
+    fn conclude(&self, conclude: Conclude<'_>) -> Result<LaunchReport, BackendError> {
+        self.record([RecordedLaunch {
+            entry: conclude.rule.entry(),
+            records: 0,
+            sets: 0,
+            chunks: 1,
+            elements: 0,
+            argument_bytes: CONCLUSION_BYTES + conclude.scalars.len(),
+        }]);
+        self.inner.conclude(conclude)
     }
 
     fn synchronize(&self) -> Result<(), BackendError> {

@@ -6,6 +6,7 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::path::Path;
 
+use fusestep_amp::LossScale;
 use fusestep_launch::Backend;
 use fusestep_tensor::{ParamDesc, Role};
 use fusestep_tensor_file::{TensorBytes, TensorFile, write_atomically};
@@ -14,6 +15,12 @@ use crate::{PlanError, State};
 
 /// Metadata key of the steps run.
 const STEP: &str = "step";
+
+/// Metadata keys of the loss scale, its counters and the steps skipped.
+const LOSS_SCALE: &str = "loss_scale";
+const GOOD_STEPS: &str = "loss_scale_good_steps";
+const BAD_STEPS: &str = "loss_scale_bad_steps";
+const SKIPPED: &str = "skipped";
 
 /// A state ready to be written.
 #[derive(Clone, Debug)]
@@ -26,7 +33,7 @@ pub struct StateTensors {
 
 impl State {
     /// The optimizer's tensors as `<name>@moment1`, `<name>@moment2`, …, and metadata: `step`, the steps run, and `step@<name>` for a
-    /// parameter that has missed some. Parameters and gradients are left out.
+    /// parameter that has missed some; with pass `loss_scaling` also `loss_scale`, its counters and `skipped`. Parameters and gradients are left out.
     ///
     /// # Errors
     /// [`PlanError::Poisoned`]; [`PlanError::Backend`].
@@ -38,6 +45,13 @@ impl State {
             (STEP.to_owned(), self.step.to_string()),
             ("optimizer".to_owned(), self.optimizer.name().to_owned()),
         ]);
+        if let Some(scale) = self.loss_scale() {
+            let [good, bad] = [scale.good_steps(), scale.bad_steps()];
+            metadata.insert(LOSS_SCALE.to_owned(), scale.scale().to_string());
+            metadata.insert(GOOD_STEPS.to_owned(), good.to_string());
+            metadata.insert(BAD_STEPS.to_owned(), bad.to_string());
+            metadata.insert(SKIPPED.to_owned(), self.skipped().to_string());
+        }
         let mut tensors = Vec::new();
         for param in self.params.iter() {
             let step = self.step_of(&param.name)?;
@@ -71,6 +85,7 @@ impl State {
     pub fn load(&mut self, backend: &dyn Backend, path: &Path) -> Result<(), PlanError> {
         let file = TensorFile::read(path)?;
         let steps = self.check(&file)?;
+        let scale = self.check_loss_scale(&file)?;
         for param in self.params.clone().iter() {
             for role in self.state_roles(param)? {
                 let bytes = file.bytes(&tensor_name(param, role)).unwrap_or_default();
@@ -80,6 +95,9 @@ impl State {
         self.set_step(steps.all);
         for (name, step) in steps.apart {
             self.set_step_of(&name, step)?;
+        }
+        if let (Some(norm), Some((scale, skipped))) = (&mut self.norm, scale) {
+            norm.restore(backend, scale, skipped)?;
         }
         self.poisoned = None;
         Ok(())
@@ -125,6 +143,33 @@ impl State {
             }
         }
         Ok(Steps { all, apart })
+    }
+
+    /// The loss scale of a file and the steps skipped, if file and plan have one. A plan with a fixed scale keeps its own.
+    fn check_loss_scale(&self, file: &TensorFile) -> Result<Option<(LossScale, u64)>, PlanError> {
+        let text = |key| file.metadata().get(key);
+        let (Some(own), Some(found)) = (self.loss_scale(), text(LOSS_SCALE)) else {
+            return Ok(None);
+        };
+        let number = |key| text(key).map_or(Ok(0), |found| count(file, key, found));
+        let steps = |key| -> Result<u32, PlanError> {
+            // A counter beyond 32 bits is beyond every interval, and so is the largest one.
+            Ok(u32::try_from(number(key)?).unwrap_or(u32::MAX))
+        };
+        let (good, bad, skipped) = (steps(GOOD_STEPS)?, steps(BAD_STEPS)?, number(SKIPPED)?);
+        let policy = own.policy();
+        if policy.growth == 1.0 && policy.backoff == 1.0 {
+            return Ok(Some((own, skipped)));
+        }
+        let scale = found.parse().unwrap_or(f64::NAN);
+        let scale = own.restored(scale, good, bad).map_err(|_| {
+            let expected = format!(
+                "a power of two from {} to {:e}",
+                policy.floor, policy.ceiling
+            );
+            refuse(file, LOSS_SCALE, expected, format!("{found:?}"))
+        })?;
+        Ok(Some((scale, skipped)))
     }
 
     fn keeps(&self, tensor_name: &str) -> bool {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::{Plan, Stage};
+use crate::{Norm, Plan, Stage};
 
 /// Batches of a stage that are printed one by one; the rest is summed up.
 const BATCHES_SHOWN: usize = 8;
@@ -57,7 +57,10 @@ impl fmt::Display for Plan {
 
 impl Plan {
     fn fmt_stage(&self, f: &mut fmt::Formatter<'_>, index: usize, stage: &Stage) -> fmt::Result {
-        let Stage::Optimize(stage) = stage;
+        let stage = match stage {
+            Stage::Norm(norm) => return self.fmt_norm(f, index, norm),
+            Stage::Optimize(optimize) => optimize,
+        };
         let storage = &self.storages[stage.storage];
         writeln!(
             f,
@@ -90,6 +93,22 @@ impl Plan {
             writeln!(f, "  and {rest} more launches")?;
         }
         Ok(())
+    }
+
+    fn fmt_norm(&self, f: &mut fmt::Formatter<'_>, index: usize, norm: &Norm) -> fmt::Result {
+        write!(
+            f,
+            "stage {index}: norm of all gradients in {} launches, {} chunks",
+            norm.launches(),
+            grouped(norm.chunks()),
+        )?;
+        if let Some(max_norm) = self.gradients.max_norm {
+            write!(f, ", clipped to {}", max_norm.value())?;
+        }
+        if let Some(scale) = self.gradients.loss_scale {
+            write!(f, ", loss scale {}", scale.scale())?;
+        }
+        writeln!(f)
     }
 
     /// The name of a storage's tensor.

@@ -1,5 +1,6 @@
 //! Why a plan could not be made or run.
 
+use fusestep_amp::AmpError;
 use fusestep_coalesce::CoalesceError;
 use fusestep_launch::{BackendError, LaunchError, RuleError};
 use fusestep_tensor::{DType, Role, TensorError};
@@ -15,6 +16,28 @@ pub enum PlanError {
     /// A hyper-parameter is out of range.
     #[error(transparent)]
     Rule(#[from] RuleError),
+    /// A loss scale or a limit of the norm is out of range.
+    #[error(transparent)]
+    Amp(#[from] AmpError),
+    /// A pass reads gradients that the plan's state does not keep.
+    #[error(
+        "{pass}: expected gradients that the state keeps, found a plan whose tensors are lent; clip and scale in the framework, or let the state keep them"
+    )]
+    LentGradients {
+        /// The pass.
+        pass: &'static str,
+    },
+    /// The plan reads all gradients before it updates, which a launcher of single launches cannot.
+    #[error(
+        "stage norm: expected a step on a backend, found single launches handed to the caller; use `run`"
+    )]
+    NeedsBackend,
+    /// A pass that can be there once is there twice.
+    #[error("{pass}: expected the pass once, found it twice; remove one")]
+    PassTwice {
+        /// The pass.
+        pass: &'static str,
+    },
     /// The limits do not allow a launch.
     #[error(transparent)]
     Launch(#[from] LaunchError),

@@ -2,8 +2,11 @@
 
 use std::fmt::Write;
 
+use fusestep_amp::MaxNorm;
+use fusestep_launch::Batch;
+
 use crate::display::{bytes, grouped};
-use crate::{Plan, Stage};
+use crate::{GradientRead, Plan, Stage};
 
 /// Width of a bar in SVG units.
 const BAR_WIDTH: f64 = 1000.0;
@@ -74,6 +77,14 @@ impl Plan {
             ("optimizer state", bytes(self.state_bytes())),
             ("memory traffic per step", bytes(self.traffic_bytes())),
             (
+                "norm of gradients clipped to",
+                or_not(self.gradients.max_norm.map(MaxNorm::value)),
+            ),
+            (
+                "loss scale of the first step",
+                or_not(self.gradients.loss_scale.map(|s| s.scale())),
+            ),
+            (
                 "argument bytes per launch",
                 grouped(self.limits.argument_bytes as u64),
             ),
@@ -91,25 +102,28 @@ impl Plan {
         let launches: Vec<_> = self
             .stages
             .iter()
-            .flat_map(|stage| {
-                let Stage::Optimize(stage) = stage;
-                stage
-                    .batches
-                    .iter()
-                    .map(move |batch| (stage.storage, batch))
+            .flat_map(|stage| -> Vec<(&str, usize, &Batch)> {
+                match stage {
+                    Stage::Norm(norm) => norm.reads.iter().flat_map(read_launches).collect(),
+                    Stage::Optimize(stage) => {
+                        let kernel = self.storages[stage.storage].kernel;
+                        let launch = |batch| (kernel, stage.storage, batch);
+                        stage.batches.iter().map(launch).collect()
+                    }
+                }
             })
             .collect();
         let largest = launches
             .iter()
-            .map(|(_, batch)| batch.elements())
+            .map(|(_, _, batch)| batch.elements())
             .max()
             .unwrap_or(0);
-        for (index, (storage, batch)) in launches.iter().take(MOST).enumerate() {
+        for (index, (kernel, storage, batch)) in launches.iter().take(MOST).enumerate() {
             let elements = batch.elements();
             let _ = writeln!(
                 page,
                 "<div>launch {index}: {}, {} tensors, {} chunks, {} elements</div>",
-                escape(self.storages[*storage].kernel),
+                escape(kernel),
                 batch.records.len(),
                 batch.chunks,
                 grouped(elements),
@@ -158,6 +172,12 @@ impl Plan {
     }
 }
 
+/// The launches that read one storage's gradients.
+fn read_launches(read: &GradientRead) -> impl Iterator<Item = (&str, usize, &Batch)> {
+    let launch = |batch| ("norm of gradients", read.storage, batch);
+    read.batches.iter().map(launch)
+}
+
 /// One bar of blocks to scale; neighbours too narrow to be seen share a block.
 fn bar<'a>(page: &mut String, blocks: impl Iterator<Item = (&'a str, u64)>, largest: u64) {
     let scale = BAR_WIDTH / largest.max(1) as f64;
@@ -201,6 +221,11 @@ fn bar<'a>(page: &mut String, blocks: impl Iterator<Item = (&'a str, u64)>, larg
     }
     draw(&mut x, pending);
     page.push_str("</svg>\n");
+}
+
+/// A setting of a pass, or that the pass is not there.
+fn or_not(value: Option<f64>) -> String {
+    value.map_or("not at all".to_owned(), |value| value.to_string())
 }
 
 /// Text made safe for HTML: names come from files.

@@ -3,12 +3,16 @@
 use std::hash::Hasher;
 use std::sync::Arc;
 
-use fusestep_launch::{Batchable, Launch, LaunchLimits, LaunchReport, MultiTensorKernel, batches};
+use fusestep_amp::MaxNorm;
+use fusestep_launch::{
+    Batchable, ControlRule, Launch, LaunchLimits, LaunchReport, MultiTensorKernel, batches,
+};
 use fusestep_tensor::{ParamDesc, Role};
 use serde::Serialize;
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::group::Classes;
+use crate::norm::Gradients;
 use crate::{
     HyperClass, Note, Optimize, Optimizer, PlanError, SizeClass, Stage, StorageSpec, Tensors,
 };
@@ -25,6 +29,8 @@ pub struct Plan {
     pub(crate) storages: Vec<StorageSpec>,
     pub(crate) stages: Vec<Stage>,
     pub(crate) notes: Vec<Note>,
+    /// What passes ask of all gradients together.
+    pub(crate) gradients: Gradients,
     pub(crate) classes: Classes,
     pub(crate) naive_launches: usize,
     /// [`Plan::hash`], computed once the passes are through.
@@ -69,9 +75,11 @@ impl Plan {
 
     /// Launches of one step.
     pub fn launches(&self) -> usize {
-        self.optimize_stages()
-            .map(|stage| stage.batches.len())
-            .sum()
+        let launches = self.stages.iter().map(|stage| match stage {
+            Stage::Norm(norm) => norm.launches(),
+            Stage::Optimize(optimize) => optimize.batches.len(),
+        });
+        launches.sum()
     }
 
     /// Launches that the naive plan of the same tensors needs.
@@ -89,7 +97,7 @@ impl Plan {
         self.storages.iter().map(StorageSpec::state_bytes).sum()
     }
 
-    /// Bytes of memory traffic of one step: what the kernels' lists read and write.
+    /// Bytes of memory traffic of one step: what the kernels' lists read and write, and the gradients once more for their norm.
     pub fn traffic_bytes(&self) -> u64 {
         let bytes = self.params.iter().map(|param| {
             let per_element = self
@@ -98,7 +106,8 @@ impl Plan {
                 .map_or(0, |k| k.traffic_bytes());
             per_element * param.numel()
         });
-        bytes.sum()
+        let norm = self.norm_stage().map_or(0, |_| self.gradient_bytes());
+        bytes.sum::<u64>() + norm
     }
 
     /// Identifies parameters, layout and stages: states and ranks with equal hashes fit together.
@@ -133,6 +142,11 @@ impl Plan {
                 hasher.write_u32(tensor);
             }
         }
+        // Ranks that clip or scale differently must not take each other for equal.
+        if let Some(rule) = self.gradients.rule() {
+            hasher.write(&rule.scalars());
+            hasher.write_u64(rule.loss_scale.scale().to_bits());
+        }
         hasher.finish()
     }
 
@@ -147,14 +161,17 @@ impl Plan {
             state_bytes: self.state_bytes(),
             traffic_bytes: self.traffic_bytes(),
             argument_bytes: self.limits.argument_bytes,
+            max_norm: self.gradients.max_norm.map(MaxNorm::value),
+            loss_scale: self.gradients.loss_scale.map(|scale| scale.scale()),
             hash: format!("{:016x}", self.hash),
             notes: self.notes.iter().map(Note::to_string).collect(),
         }
     }
 
     pub(crate) fn optimize_stages(&self) -> impl Iterator<Item = &Optimize> {
-        self.stages.iter().map(|stage| match stage {
-            Stage::Optimize(optimize) => optimize,
+        self.stages.iter().filter_map(|stage| match stage {
+            Stage::Norm(_) => None,
+            Stage::Optimize(optimize) => Some(optimize),
         })
     }
 
@@ -228,6 +245,10 @@ pub struct PlanSummary {
     pub traffic_bytes: u64,
     /// The limit that batches were made for.
     pub argument_bytes: usize,
+    /// The limit of the gradients' norm; `null` if they are not clipped.
+    pub max_norm: Option<f64>,
+    /// The loss scale of the first step; `null` if the loss is not scaled.
+    pub loss_scale: Option<f64>,
     /// [`Plan::hash`] in hexadecimal.
     pub hash: String,
     /// What the passes did and why.

@@ -10,6 +10,7 @@ use fusestep_tensor::{DType, ParamDesc, check_unique_names};
 use serde::Serialize;
 
 use crate::group::Classes;
+use crate::norm::Gradients;
 use crate::passes::{CoalesceGradients, FuseOptimizer, Pass};
 use crate::{Note, Optimizer, Plan, PlanError, SizeClass, Stage, StorageSpec, Verdict};
 
@@ -101,6 +102,7 @@ impl Planner {
         for pass in &self.passes {
             pass.apply(&mut plan)?;
         }
+        plan.place_norm()?;
         plan.hash = plan.compute_hash();
         Ok(plan)
     }
@@ -115,6 +117,7 @@ impl Planner {
             storages: Vec::with_capacity(params.len()),
             stages: Vec::with_capacity(params.len()),
             notes: Vec::new(),
+            gradients: Gradients::default(),
             classes: Classes::new(params, |_| 0),
             naive_launches: 0,
             hash: 0,

@@ -3,14 +3,22 @@
 use serde::Serialize;
 
 /// What one step did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct StepReport {
-    /// The state's step after this one.
+    /// The state's step after this one; a skipped step is not counted.
     pub step: u64,
     /// Launches issued.
     pub launches: u64,
-    /// Elements updated.
+    /// Elements updated; 0 if the step was skipped.
     pub elements: u64,
     /// Parameters left out because they had no gradient; neither they nor their state changed.
     pub absent: u64,
+    /// Norm of all gradients, with the loss scale taken out; `None` without a pass that reads them.
+    pub grad_norm: Option<f64>,
+    /// Gradient elements that are infinite or NaN; 0 without a pass that reads them.
+    pub non_finite: u64,
+    /// Whether the step was skipped because of them: nothing was written, no step counted.
+    pub skipped: bool,
+    /// The factor to multiply the next step's loss with; `None` without pass `loss_scaling`.
+    pub loss_scale: Option<f64>,
 }

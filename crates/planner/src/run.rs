@@ -1,6 +1,6 @@
 //! One step: the only loop over a plan's stages.
 
-use fusestep_launch::{Backend, Launch, LaunchReport, SetValues};
+use fusestep_launch::{Backend, BackendError, Launch, LaunchReport, SetValues};
 
 use crate::plan::Launcher;
 use crate::{Plan, PlanError, Stage, State, StepReport, Tensors};
@@ -26,7 +26,7 @@ impl Plan {
                 hint: "its tensors are lent; use `run_each`",
             });
         }
-        self.run_each(state, &mut |launch| backend.launch(launch))
+        self.run_stages(state, Executor::Backend(backend))
     }
 
     /// Runs one step, handing each stage's launch to `launcher`: for backends that take tensors the caller lends.
@@ -37,6 +37,17 @@ impl Plan {
         &self,
         state: &mut State,
         launcher: Launcher<'_>,
+    ) -> Result<StepReport, PlanError> {
+        if self.gradients.rule().is_some() {
+            return Err(PlanError::NeedsBackend);
+        }
+        self.run_stages(state, Executor::Launcher(launcher))
+    }
+
+    fn run_stages(
+        &self,
+        state: &mut State,
+        mut executor: Executor<'_>,
     ) -> Result<StepReport, PlanError> {
         if state.plan_hash != self.hash {
             return Err(PlanError::ForeignState {
@@ -54,50 +65,109 @@ impl Plan {
             absent: state.absent_count,
             ..StepReport::default()
         };
-        for (index, stage) in self.stages.iter().enumerate() {
-            let done = match stage {
-                Stage::Optimize(optimize) => self.launch(state, optimize.storage, index, launcher),
-            };
-            match done {
-                Ok(done) => {
-                    report.launches += done.launches;
-                    report.elements += done.elements;
-                }
-                Err(error) => {
-                    state.poisoned = Some(report.step);
-                    return Err(error);
-                }
-            }
+        let done = self.each_stage(state, &mut executor, &mut report);
+        if let Err(error) = done.and_then(|()| settle(state, &executor, &mut report)) {
+            state.poisoned = Some(state.step + 1);
+            return Err(error);
         }
-        state.advance();
+        match report.skipped {
+            true => state.forget_absent(),
+            false => state.advance(),
+        }
+        report.step = state.step;
         Ok(report)
+    }
+
+    fn each_stage(
+        &self,
+        state: &mut State,
+        executor: &mut Executor<'_>,
+        report: &mut StepReport,
+    ) -> Result<(), PlanError> {
+        let mut updates = 0;
+        for stage in &self.stages {
+            let done = match stage {
+                Stage::Norm(_) => executor.norm(self, state)?,
+                Stage::Optimize(optimize) => {
+                    updates += 1;
+                    self.launch(state, optimize.storage, updates - 1, executor)?
+                }
+            };
+            report.launches += done.launches;
+            report.elements += done.elements;
+        }
+        Ok(())
     }
 
     fn launch(
         &self,
         state: &mut State,
         storage: usize,
-        stage: usize,
-        launcher: Launcher<'_>,
+        update: usize,
+        executor: &mut Executor<'_>,
     ) -> Result<LaunchReport, PlanError> {
-        let batches = &state.schedule.batches[stage];
+        let batches = &state.schedule.batches[update];
         if batches.is_empty() {
             return Ok(LaunchReport::default());
         }
         let spec = &self.storages[storage];
         let storage = &mut state.storages[storage];
-        Ok(launcher(Launch {
+        let control = state.norm.as_ref().map(|norm| norm.control.as_ref());
+        Ok(executor.launch(Launch {
             kernel: storage.kernel.as_ref(),
             batches,
             offsets: &storage.offsets,
             members: &spec.members,
             lists: &mut storage.lists,
             scalars: &storage.scalars,
-            grad_factor: 1.0,
+            control,
             sets: &storage.sets,
             limits: self.limits,
         })?)
     }
+}
+
+/// Who runs a step's launches.
+enum Executor<'a> {
+    /// A backend, on tensors that the state keeps.
+    Backend(&'a dyn Backend),
+    /// The caller, who lends tensors; its plans have no stage that reads all gradients.
+    Launcher(Launcher<'a>),
+}
+
+impl Executor<'_> {
+    fn launch(&mut self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
+        match self {
+            Executor::Backend(backend) => backend.launch(launch),
+            Executor::Launcher(launcher) => launcher(launch),
+        }
+    }
+
+    fn norm(&self, plan: &Plan, state: &mut State) -> Result<LaunchReport, PlanError> {
+        match self {
+            Executor::Backend(backend) => state.run_norm(plan, *backend),
+            Executor::Launcher(_) => Err(PlanError::NeedsBackend),
+        }
+    }
+}
+
+/// Reads back what a step decided, once all of it is enqueued: no launch has waited for the host.
+fn settle(
+    state: &mut State,
+    executor: &Executor<'_>,
+    report: &mut StepReport,
+) -> Result<(), PlanError> {
+    if let (Some(norm), Executor::Backend(backend)) = (&mut state.norm, executor) {
+        norm.settle(*backend)?;
+        report.grad_norm = Some(norm.block.grad_norm);
+        report.non_finite = norm.block.non_finite;
+        report.skipped = norm.block.found != 0;
+    }
+    if report.skipped {
+        report.elements = 0;
+    }
+    report.loss_scale = state.loss_scale().map(|scale| scale.scale());
+    Ok(())
 }
 
 /// Derives every class's scalars for the step to come, in f64 and rounded once.

@@ -58,11 +58,43 @@ pub struct Optimize {
     pub batches: Vec<Batch>,
 }
 
+/// The read of all gradients: their norm, the finite check and the factor that updates multiply gradients with.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Norm {
+    /// One for each storage, in order.
+    pub reads: Vec<GradientRead>,
+}
+
+impl Norm {
+    /// Launches of the stage: the reads and the conclusion.
+    pub fn launches(&self) -> usize {
+        let reads = self.reads.iter().map(|read| read.batches.len());
+        reads.sum::<usize>() + 1
+    }
+
+    /// Chunks of all reads: partial sums of the stage.
+    pub fn chunks(&self) -> u64 {
+        let batches = self.reads.iter().flat_map(|read| &read.batches);
+        batches.map(|batch| u64::from(batch.chunks)).sum()
+    }
+}
+
+/// The read of one storage's gradients.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct GradientRead {
+    /// Index into the plan's storages.
+    pub storage: usize,
+    /// One launch each, in chunks of 65,536 elements whatever the limits.
+    pub batches: Vec<Batch>,
+}
+
 /// One entry of a plan.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Stage {
+    /// Read all gradients and decide on the step.
+    Norm(Norm),
     /// Apply the update rule.
     Optimize(Optimize),
 }

@@ -7,7 +7,8 @@ use fusestep_launch::{Backend, Batch, ListBuffer, MultiTensorKernel, TensorList}
 use fusestep_tensor::{Element, ParamDesc, Role};
 
 use crate::group::Classes;
-use crate::{Optimizer, Plan, PlanError, Stage, Tensors};
+use crate::norm::{NormState, Placed};
+use crate::{Optimizer, Plan, PlanError, Tensors};
 
 /// Tensors, step counts and learning rate of one training run, allocated by [`Plan::allocate`].
 #[derive(Debug)]
@@ -30,6 +31,10 @@ pub struct State {
     pub(crate) absent_count: u64,
     pub(crate) schedule: Schedule,
     pub(crate) poisoned: Option<u64>,
+    /// The memory of stage `norm`, if the plan has it.
+    pub(crate) norm: Option<NormState>,
+    /// Whether the plan scales the loss.
+    pub(crate) scaled: bool,
     backend: &'static str,
 }
 
@@ -56,8 +61,10 @@ impl std::fmt::Debug for StorageState {
 #[derive(Debug)]
 pub(crate) struct Schedule {
     pub(crate) classes: Classes,
-    /// One entry for each stage.
+    /// One entry for each stage that updates.
     pub(crate) batches: Vec<Vec<Batch>>,
+    /// One entry for each storage, if gradients are read before they are used.
+    pub(crate) norm: Vec<Vec<Batch>>,
     /// The pattern of absent tensors or missed steps has changed since it was made.
     pub(crate) stale: bool,
 }
@@ -112,9 +119,14 @@ impl Plan {
             schedule: Schedule {
                 classes: self.classes.clone(),
                 batches: self.optimize_stages().map(|s| s.batches.clone()).collect(),
+                norm: self.norm_stage().map_or(Vec::new(), |norm| {
+                    norm.reads.iter().map(|read| read.batches.clone()).collect()
+                }),
                 stale: false,
             },
             poisoned: None,
+            norm: NormState::allocate(self, backend)?,
+            scaled: self.gradients.loss_scale.is_some(),
             backend: backend.name(),
         })
     }
@@ -327,8 +339,7 @@ impl State {
         }
         let classes = Classes::new(&self.params, |param| self.steps_behind[param]);
         let mut batches = Vec::with_capacity(plan.stages.len());
-        for stage in &plan.stages {
-            let Stage::Optimize(stage) = stage;
+        for stage in plan.optimize_stages() {
             let members = &plan.storages[stage.storage].members;
             let present = |&tensor: &u32| !self.absent[members[tensor as usize] as usize];
             let tensors: Vec<u32> = stage.tensors.iter().copied().filter(present).collect();
@@ -338,9 +349,17 @@ impl State {
             let set_bytes = storage.kernel.argument_layout().set_bytes;
             storage.sets.resize(set_bytes * classes.classes.len(), 0);
         }
+        let mut norm = Vec::new();
+        if let Some(state) = &mut self.norm {
+            for storage in 0..plan.storages.len() {
+                norm.push(plan.norm_batches(storage, |param| !self.absent[param])?);
+            }
+            state.placed = Placed::No;
+        }
         self.schedule = Schedule {
             classes,
             batches,
+            norm,
             stale: false,
         };
         Ok(())
@@ -353,6 +372,15 @@ impl State {
             for (behind, absent) in self.steps_behind.iter_mut().zip(&mut self.absent) {
                 *behind += u64::from(std::mem::take(absent));
             }
+            self.absent_count = 0;
+            self.schedule.stale = true;
+        }
+    }
+
+    /// After a skipped step nobody has missed anything.
+    pub(crate) fn forget_absent(&mut self) {
+        if self.absent_count > 0 {
+            self.absent.fill(false);
             self.absent_count = 0;
             self.schedule.stale = true;
         }

@@ -7,5 +7,5 @@ mod runner;
 mod ulp;
 
 pub use case::{Case, EDGE_NUMELS, Gradients};
-pub use runner::{backends, check, outcome};
+pub use runner::{backends, check, check_bits, outcome};
 pub use ulp::ulp_distance;

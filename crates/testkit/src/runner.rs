@@ -56,7 +56,8 @@ fn limits() -> [LaunchLimits; 4] {
     ]
 }
 
-/// Runs a case on a plan and returns the bytes of all parameters and state, in plan order; NaN have one payload.
+/// Runs a case on a plan and returns the bytes of all parameters and state, in plan order, and behind them what the reports say of
+/// all gradients; NaN have one payload.
 ///
 /// # Panics
 /// If the case cannot be run: tests give cases that can.
@@ -68,6 +69,7 @@ pub fn outcome(plan: &Plan, case: &Case, backend: &dyn Backend) -> Vec<u8> {
             .write(backend, Role::Param, &param.name, &bytes)
             .expect("the case's own parameter");
     }
+    let mut reported = Vec::new();
     for step in 1..=case.steps {
         for (index, param) in case.params.iter().enumerate() {
             let bytes = case.grad_bytes(index, step);
@@ -75,8 +77,12 @@ pub fn outcome(plan: &Plan, case: &Case, backend: &dyn Backend) -> Vec<u8> {
                 .write(backend, Role::Grad, &param.name, &bytes)
                 .expect("the case's own gradient");
         }
-        plan.run(&mut state, backend)
-            .expect("a step of a valid plan");
+        let report = plan.run(&mut state, backend);
+        let report = report.expect("a step of a valid plan");
+        if let Some(norm) = report.grad_norm {
+            let scale = report.loss_scale.unwrap_or(1.0);
+            reported.extend([norm, report.non_finite as f64, scale, report.step as f64]);
+        }
     }
     backend.synchronize().expect("the device finishes");
     let mut all = Vec::new();
@@ -90,6 +96,9 @@ pub fn outcome(plan: &Plan, case: &Case, backend: &dyn Backend) -> Vec<u8> {
             all.extend_from_slice(&bytes);
         }
     }
+    let mut reported = bytemuck::pod_collect_to_vec(&reported);
+    one_nan(&mut reported, DType::F64);
+    all.extend_from_slice(&reported);
     all
 }
 
@@ -99,13 +108,26 @@ pub fn outcome(plan: &Plan, case: &Case, backend: &dyn Backend) -> Vec<u8> {
 /// # Panics
 /// If a single byte differs, naming backend, plan and limits, or a value is far from the reference.
 pub fn check(optimizer: Optimizer, case: &Case) {
+    let expected = check_bits(optimizer, case, &|planner| planner);
+    near_reference(&optimizer, case, &expected);
+}
+
+/// Requires the bits of the naive plan on one portable thread from every backend, plan and limit, each with the passes that `passes`
+/// adds, and returns them. The caller compares them with something else: kernels that do nothing agree too.
+///
+/// # Panics
+/// If a single byte differs, naming backend, plan and limits.
+pub fn check_bits(
+    optimizer: Optimizer,
+    case: &Case,
+    passes: &dyn Fn(Planner) -> Planner,
+) -> Vec<u8> {
     let oracle = CpuBackend::new(NonZeroUsize::MIN)
         .expect("the caller's thread")
         .at_level(Level::PORTABLE);
-    let naive = Planner::new(optimizer).naive();
+    let naive = passes(Planner::new(optimizer).naive());
     let plan = naive.plan(&case.params).expect("a valid case");
     let expected = outcome(&plan, case, &oracle);
-    near_reference(&optimizer, case, &expected);
     for (name, backend) in backends() {
         for limits in limits() {
             let planners = [
@@ -113,7 +135,7 @@ pub fn check(optimizer: Optimizer, case: &Case) {
                 ("naive", Planner::new(optimizer).limits(limits).naive()),
             ];
             for (kind, planner) in planners {
-                let plan = planner.plan(&case.params).expect("a valid case");
+                let plan = passes(planner).plan(&case.params).expect("a valid case");
                 let found = outcome(&plan, case, backend.as_ref());
                 assert!(
                     found == expected,
@@ -124,6 +146,7 @@ pub fn check(optimizer: Optimizer, case: &Case) {
             }
         }
     }
+    expected
 }
 
 /// Gives every NaN the same payload: payloads are outside the numeric contract.

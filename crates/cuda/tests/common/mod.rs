@@ -94,7 +94,7 @@ pub(crate) fn launch_at(
         members: &members,
         lists: &mut lists,
         scalars: &scalars,
-        grad_factor: 1.0,
+        control: None,
         sets: &sets,
         limits,
     })?;

@@ -4,13 +4,17 @@ use std::fmt;
 
 use crate::{Plan, PlanError};
 
+mod clip;
 mod coalesce_gradients;
 mod fuse_optimizer;
+mod loss_scaling;
 
+pub use clip::ClipByGlobalNorm;
 pub use coalesce_gradients::CoalesceGradients;
 pub use fuse_optimizer::FuseOptimizer;
+pub use loss_scaling::LossScaling;
 
-/// A rewrite of a plan that changes how a step runs and never its bits.
+/// A rewrite of a plan: how a step runs, never its bits. Only [`ClipByGlobalNorm`] and [`LossScaling`] add to the arithmetic.
 ///
 /// A pass writes a [`crate::Note`] for everything it does, splits, skips or refuses. A refusal is no error: the plan stays as it
 /// was and says why.

@@ -1,0 +1,65 @@
+//! What is done to all gradients together: clipping and loss scaling.
+
+use std::fmt;
+use std::str::FromStr;
+
+use anyhow::bail;
+use clap::Args;
+use fusestep_planner::{ClipByGlobalNorm, LossScaling, Planner};
+
+/// Clipping and loss scaling.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct GradientArgs {
+    /// Largest norm of all gradients together; larger ones are scaled down to it
+    #[arg(long, value_name = "NORM", allow_hyphen_values = true)]
+    pub(crate) clip_norm: Option<f64>,
+    /// Factor that the loss was multiplied with, a power of two, or `dynamic`; a step with a gradient that is not finite is skipped
+    #[arg(long, value_name = "SCALE|dynamic", allow_hyphen_values = true)]
+    pub(crate) loss_scale: Option<ScaleArg>,
+}
+
+impl GradientArgs {
+    /// The planner with the passes asked for; their values are checked when a plan is made.
+    pub(crate) fn passes(&self, mut planner: Planner) -> Planner {
+        if let Some(max_norm) = self.clip_norm {
+            planner = planner.with(ClipByGlobalNorm::new(max_norm));
+        }
+        match self.loss_scale {
+            Some(ScaleArg::Dynamic) => planner.with(LossScaling::dynamic()),
+            Some(ScaleArg::Fixed(scale)) => planner.with(LossScaling::fixed(scale)),
+            None => planner,
+        }
+    }
+}
+
+/// A loss scale as it is given on the command line.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum ScaleArg {
+    /// Starts at 65,536 and follows the steps.
+    Dynamic,
+    /// Stays.
+    Fixed(f64),
+}
+
+impl FromStr for ScaleArg {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if text == "dynamic" {
+            return Ok(ScaleArg::Dynamic);
+        }
+        match text.parse() {
+            Ok(scale) => Ok(ScaleArg::Fixed(scale)),
+            Err(_) => bail!("expected a power of two or `dynamic`, found {text:?}"),
+        }
+    }
+}
+
+impl fmt::Display for ScaleArg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ScaleArg::Dynamic => f.write_str("dynamic"),
+            ScaleArg::Fixed(scale) => scale.fmt(f),
+        }
+    }
+}

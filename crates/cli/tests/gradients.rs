@@ -1,0 +1,126 @@
+//! Clipping and loss scaling of the built command.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView, serialize};
+use serde_json::Value;
+
+/// Writes one tensor `w`.
+fn write(path: &Path, values: &[f32]) {
+    let view = TensorView::new(Dtype::F32, vec![values.len()], bytemuck::cast_slice(values));
+    std::fs::write(path, serialize([("w", view.unwrap())], None).unwrap()).unwrap();
+}
+
+/// The bytes of `w`.
+fn read(path: &Path) -> Vec<u8> {
+    let bytes = std::fs::read(path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    file.tensor("w").unwrap().data().to_vec()
+}
+
+struct Model {
+    folder: tempfile::TempDir,
+}
+
+impl Model {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let model = Self { folder };
+        let values =
+            |scale: f32| -> Vec<f32> { (0..70_001).map(|i| (i % 97) as f32 * scale).collect() };
+        write(&model.path("p"), &values(0.01));
+        write(&model.path("g"), &values(0.001));
+        write(&model.path("scaled"), &values(0.001 * 1024.0));
+        let mut bad = values(0.001);
+        bad[69_999] = f32::INFINITY;
+        write(&model.path("bad"), &bad);
+        model
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// Runs `step` on these gradients into `out`; standard output, or standard error if it is refused.
+    fn step(&self, grads: &str, out: &str, more: &[&str]) -> Result<Value, String> {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_fusestep"));
+        command.arg("step").arg("--params").arg(self.path("p"));
+        command.arg("--grads").arg(self.path(grads));
+        command
+            .arg("--out")
+            .arg(self.path(out))
+            .arg("--json")
+            .args(more);
+        let output = command.output().unwrap();
+        match output.status.success() {
+            true => Ok(serde_json::from_slice(&output.stdout).unwrap()),
+            false => Err(String::from_utf8(output.stderr).unwrap()),
+        }
+    }
+}
+
+#[test]
+fn a_scaled_loss_gives_the_bits_of_an_unscaled_one() {
+    let model = Model::new();
+    let clip = ["--clip-norm", "0.5", "--steps", "2"];
+    let plain = model.step("g", "plain", &clip).unwrap();
+    let norm = plain["grad_norm"].as_f64().unwrap();
+    assert!(norm > 0.5 && plain["loss_scale"].is_null() && plain["skipped"] == 0);
+    for more in [&["--threads", "1"][..], &["--naive"], &[]] {
+        let args = [&clip[..], &["--loss-scale", "1024"], more].concat();
+        let scaled = model.step("scaled", "scaled_out", &args).unwrap();
+        assert_eq!(scaled["grad_norm"].as_f64(), Some(norm));
+        assert_eq!(scaled["loss_scale"], 1024.0);
+        assert!(read(&model.path("scaled_out")) == read(&model.path("plain")));
+    }
+    model.step("g", "unclipped", &["--steps", "2"]).unwrap();
+    assert!(read(&model.path("unclipped")) != read(&model.path("plain")));
+}
+
+#[test]
+fn a_gradient_that_is_not_finite_skips_and_the_state_file_remembers_the_scale() {
+    let model = Model::new();
+    let state = model.path("state");
+    let state = state.to_str().unwrap();
+    let args = ["--loss-scale", "dynamic", "--state-out", state];
+    let found = model.step("bad", "out", &args).unwrap();
+    assert_eq!((&found["skipped"], &found["step"]), (&1.into(), &0.into()));
+    assert_eq!(found["loss_scale"], 32_768.0);
+    assert!(read(&model.path("out")) == read(&model.path("p")));
+    let again = [&args[..], &["--state", state, "--steps", "2"]].concat();
+    let found = model.step("bad", "out", &again).unwrap();
+    assert_eq!(
+        (&found["skipped"], &found["loss_scale"]),
+        (&2.into(), &8192.0.into())
+    );
+    let found = model
+        .step("g", "out", &["--loss-scale", "dynamic", "--state", state])
+        .unwrap();
+    assert_eq!((&found["skipped"], &found["step"]), (&0.into(), &1.into()));
+}
+
+#[test]
+fn values_out_of_range_are_refused_and_nothing_is_written() {
+    let model = Model::new();
+    for (args, message) in [
+        (
+            ["--clip-norm", "0"],
+            "max_norm: expected a finite value above 0, found 0",
+        ),
+        (
+            ["--clip-norm", "-1"],
+            "max_norm: expected a finite value above 0, found -1",
+        ),
+        (["--loss-scale", "3"], "loss scale: expected a power of two"),
+        (
+            ["--loss-scale", "huge"],
+            "expected a power of two or `dynamic`, found \"huge\"",
+        ),
+    ] {
+        let error = model.step("g", "out", &args).unwrap_err();
+        assert!(error.contains(message), "{error}");
+        assert!(!model.path("out").exists());
+    }
+}

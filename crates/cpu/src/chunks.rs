@@ -1,0 +1,122 @@
+//! The chunks of a reduction as one piece of work that can be cut between any two of them.
+
+use fusestep_launch::{Batch, MultiTensorReduction, Record, SquareSum};
+use fusestep_simd::{Level, Split};
+
+/// Consecutive chunks of a reduction and the places of their sums.
+pub(crate) struct ChunkPieces<'a> {
+    kernel: &'a dyn MultiTensorReduction,
+    level: Level,
+    chunks: Chunks<'a>,
+    /// The whole list.
+    list: &'a [u8],
+    /// One for each chunk.
+    sums: &'a mut [SquareSum],
+    /// Elements of the chunks together.
+    elements: u64,
+}
+
+impl<'a> ChunkPieces<'a> {
+    /// All chunks of these batches; `sums` has one place for each.
+    pub(crate) fn new(
+        kernel: &'a dyn MultiTensorReduction,
+        level: Level,
+        (batches, offsets): (&'a [Batch], &'a [u64]),
+        list: &'a [u8],
+        sums: &'a mut [SquareSum],
+    ) -> Self {
+        Self {
+            kernel,
+            level,
+            chunks: Chunks {
+                batches: batches.iter(),
+                records: [].iter(),
+                record: None,
+                offsets,
+                chunk_elements: u64::from(kernel.chunk_elements()),
+            },
+            list,
+            sums,
+            elements: batches.iter().map(Batch::elements).sum(),
+        }
+    }
+}
+
+impl Split for ChunkPieces<'_> {
+    fn elements(&self) -> u64 {
+        self.elements
+    }
+
+    fn split(self, elements: u64) -> (Self, Self) {
+        let (mut rest, mut taken, mut count) = (self.chunks.clone(), 0, 0);
+        while taken < elements && count < self.sums.len() {
+            let Some((_, numel)) = rest.next() else { break };
+            taken += numel;
+            count += 1;
+        }
+        let Self {
+            kernel,
+            level,
+            list,
+            ..
+        } = self;
+        let (left_sums, right_sums) = self.sums.split_at_mut(count);
+        let part = |chunks, sums, elements| ChunkPieces {
+            kernel,
+            level,
+            chunks,
+            list,
+            sums,
+            elements,
+        };
+        (
+            part(self.chunks, left_sums, taken),
+            part(rest, right_sums, self.elements - taken),
+        )
+    }
+
+    fn run(self) {
+        let width = self.kernel.list().dtype.len_bytes();
+        for (sum, (first, numel)) in self.sums.iter_mut().zip(self.chunks) {
+            // The list lies in memory, so element counts fit a usize.
+            let (first, numel) = (first as usize, numel as usize);
+            let chunk = &self.list[first * width..(first + numel) * width];
+            *sum = self.kernel.run_host(self.level, chunk);
+        }
+    }
+}
+
+/// First storage element and element count of each chunk of some batches, in order.
+#[derive(Clone)]
+struct Chunks<'a> {
+    batches: std::slice::Iter<'a, Batch>,
+    records: std::slice::Iter<'a, Record>,
+    /// What is left of the current record: its first storage element and element count.
+    record: Option<(u64, u64)>,
+    offsets: &'a [u64],
+    chunk_elements: u64,
+}
+
+impl Iterator for Chunks<'_> {
+    type Item = (u64, u64);
+
+    fn next(&mut self) -> Option<(u64, u64)> {
+        let (first, left) = loop {
+            if let Some(record) = self.record.take() {
+                break record;
+            }
+            match self.records.next() {
+                Some(record) => {
+                    let first = self.offsets[record.tensor as usize] + record.first_element;
+                    self.record = Some((first, record.numel));
+                }
+                None => self.records = self.batches.next()?.records.iter(),
+            }
+        };
+        let numel = left.min(self.chunk_elements);
+        if left > numel {
+            self.record = Some((first + numel, left - numel));
+        }
+        Some((first, numel))
+    }
+}

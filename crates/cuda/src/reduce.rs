@@ -1,0 +1,93 @@
+//! Reductions and their conclusion on the device.
+
+use fusestep_launch::{
+    BackendError, CONCLUSION_BYTES, CONTROL_BYTES, Conclude, LaunchReport, Reduce, SquareSum,
+    TensorPartials, pack_conclusion, pack_reduction,
+};
+
+use crate::NAME;
+use crate::backend::{CudaBackend, Entry, check_records};
+
+impl CudaBackend {
+    /// Enqueues the batches of a reduction, one launch each.
+    pub(crate) fn enqueue_reduction(
+        &self,
+        reduce: Reduce<'_>,
+    ) -> Result<LaunchReport, BackendError> {
+        let list = self.device_buffer(reduce.list.buffer.as_ref())?.address();
+        let partials = self.device_buffer(reduce.partials)?.address();
+        let chunks: u64 = reduce.batches.iter().map(|b| u64::from(b.chunks)).sum();
+        let width = size_of::<SquareSum>() as u64;
+        let end = reduce.first_partial.saturating_add(chunks);
+        check_end(end.saturating_mul(width), reduce.partials.len_bytes())?;
+        let layout = reduce.kernel.argument_layout();
+        for batch in reduce.batches {
+            let lists = std::slice::from_ref(reduce.list);
+            check_records(lists, reduce.offsets, batch)?;
+            self.block_for(layout.bytes(batch.records.len(), 0))?;
+        }
+        let mut next = reduce.first_partial;
+        for batch in reduce.batches.iter().filter(|batch| batch.chunks > 0) {
+            let entry = Entry {
+                stem: reduce.kernel.stem(),
+                entry: reduce.kernel.entry(),
+                argument_bytes: layout.bytes(batch.records.len(), 0),
+                blocks: batch.chunks,
+            };
+            let addresses = (list, partials + next * width);
+            self.enqueue(entry, &mut |bytes| {
+                pack_reduction(reduce.kernel, batch, reduce.offsets, addresses, bytes);
+            })?;
+            next += u64::from(batch.chunks);
+        }
+        Ok(LaunchReport {
+            launches: reduce.batches.len() as u64,
+            elements: 0,
+        })
+    }
+
+    /// Enqueues a conclusion: one block.
+    pub(crate) fn enqueue_conclusion(
+        &self,
+        conclude: Conclude<'_>,
+    ) -> Result<LaunchReport, BackendError> {
+        let address = |buffer| Ok::<_, BackendError>(self.device_buffer(buffer)?.address());
+        let addresses = [
+            address(conclude.partials)?,
+            address(conclude.tensors)?,
+            address(conclude.sums)?,
+        ];
+        let control = address(conclude.control)?;
+        check_end(CONTROL_BYTES as u64, conclude.control.len_bytes())?;
+        let tensors = conclude.tensors.len_bytes() / size_of::<TensorPartials>();
+        let sums_end = tensors * size_of::<SquareSum>();
+        check_end(sums_end as u64, conclude.sums.len_bytes())?;
+        let scalars = conclude.scalars;
+        let entry = Entry {
+            stem: conclude.rule.stem(),
+            entry: conclude.rule.entry(),
+            argument_bytes: CONCLUSION_BYTES + scalars.len(),
+            blocks: 1,
+        };
+        self.enqueue(entry, &mut |bytes| {
+            pack_conclusion(addresses, tensors as u64, control, scalars, bytes);
+        })?;
+        Ok(LaunchReport {
+            launches: 1,
+            elements: 0,
+        })
+    }
+}
+
+/// Refuses a buffer that ends before `end` bytes.
+fn check_end(end: u64, found: usize) -> Result<(), BackendError> {
+    if end <= found as u64 {
+        return Ok(());
+    }
+    Err(BackendError::OutOfBounds {
+        backend: NAME,
+        offset_bytes: 0,
+        len_bytes: usize::try_from(end).unwrap_or(usize::MAX),
+        found,
+    })
+}

@@ -1,0 +1,121 @@
+//! Reductions over many tensors: one value for each chunk, and a conclusion drawn from all of them.
+
+use bytemuck::{Pod, Zeroable};
+use fusestep_simd::Level;
+
+use crate::{ArgumentLayout, Batch, Buffer, ControlBlock, ListBuffer, TensorList};
+
+/// Bytes of a reduction's scalars: the address of the launch's first partial sum.
+const REDUCTION_SCALAR_BYTES: usize = 8;
+
+/// A sum of squares, and how many of its elements are infinite or NaN; the partial sum of one chunk, or that of a tensor.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct SquareSum {
+    /// Σ x² in f64.
+    pub sum: f64,
+    /// Elements that are infinite or NaN.
+    pub non_finite: u64,
+}
+
+impl SquareSum {
+    /// This sum, then another: the order of chunks in a tensor and of tensors in a plan.
+    pub fn then(self, next: SquareSum) -> Self {
+        Self {
+            sum: self.sum + next.sum,
+            non_finite: self.non_finite + next.non_finite,
+        }
+    }
+}
+
+/// Where a tensor's partial sums lie among all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct TensorPartials {
+    /// The first one.
+    pub first: u64,
+    /// How many there are; 0 for an empty tensor or one that takes no part.
+    pub count: u64,
+}
+
+/// A kernel that reads many tensors of one list in one launch and leaves one [`SquareSum`] for each chunk.
+pub trait MultiTensorReduction: Send + Sync {
+    /// The system's stem, which names its `.cu` file and PTX module: `amp`.
+    fn stem(&self) -> &'static str;
+
+    /// The device entry, without the argument suffix: `amp_norm_f32`.
+    fn entry(&self) -> &'static str;
+
+    /// The list that is read.
+    fn list(&self) -> TensorList;
+
+    /// Elements of a chunk: part of the definition of the sum, so that no limit changes it.
+    fn chunk_elements(&self) -> u32;
+
+    /// Bytes of scalars and sets.
+    fn argument_layout(&self) -> ArgumentLayout {
+        ArgumentLayout {
+            lists: 1,
+            scalar_bytes: REDUCTION_SCALAR_BYTES,
+            set_bytes: 0,
+        }
+    }
+
+    /// Sums one chunk on the host, in the calling thread; `chunk` holds aligned elements of the list's dtype.
+    fn run_host(&self, level: Level, chunk: &[u8]) -> SquareSum;
+}
+
+/// What is concluded from all partial sums: fills the control block. One thread of a device does it.
+pub trait ControlRule: Send + Sync {
+    /// The system's stem: `amp`.
+    fn stem(&self) -> &'static str;
+
+    /// The device entry, without the argument suffix: `amp_finish`.
+    fn entry(&self) -> &'static str;
+
+    /// The rule's settings as the device reads them; a multiple of 8 bytes.
+    fn scalars(&self) -> Vec<u8>;
+
+    /// Adds each tensor's chunks in order into `sums`, those in order to the total, and writes the block for this step.
+    ///
+    /// `sums` is as long as `tensors`. `control` holds the block of the step before.
+    fn run_host(
+        &self,
+        partials: &[SquareSum],
+        tensors: &[TensorPartials],
+        sums: &mut [SquareSum],
+        control: &mut ControlBlock,
+    );
+}
+
+/// A reduction, its batches and the memory they refer to.
+pub struct Reduce<'a> {
+    /// The kernel.
+    pub kernel: &'a dyn MultiTensorReduction,
+    /// The batches, made with the kernel's chunk elements; one launch each on a device.
+    pub batches: &'a [Batch],
+    /// First element of each tensor of the storage.
+    pub offsets: &'a [u64],
+    /// The list that is read.
+    pub list: &'a ListBuffer,
+    /// One [`SquareSum`] for each chunk of all batches, in order, from `first_partial` on.
+    pub partials: &'a mut dyn Buffer,
+    /// Where this reduction's partial sums start.
+    pub first_partial: u64,
+}
+
+/// A control rule and the memory it reads and writes.
+pub struct Conclude<'a> {
+    /// The rule.
+    pub rule: &'a dyn ControlRule,
+    /// The rule's settings, as it wrote them.
+    pub scalars: &'a [u8],
+    /// The partial sums: [`SquareSum`].
+    pub partials: &'a dyn Buffer,
+    /// Where each tensor's lie, in plan order: [`TensorPartials`].
+    pub tensors: &'a dyn Buffer,
+    /// Each tensor's sum: [`SquareSum`].
+    pub sums: &'a mut dyn Buffer,
+    /// The block: [`ControlBlock`].
+    pub control: &'a mut dyn Buffer,
+}

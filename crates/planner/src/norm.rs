@@ -1,0 +1,319 @@
+//! The stage that reads all gradients before anything is updated, and the memory it works in.
+
+use fusestep_amp::{GradientRule, LossScale, MaxNorm, norm_kernel};
+use fusestep_launch::{
+    Backend, Batch, Batchable, Buffer, Conclude, ControlBlock, ControlRule, LaunchLimits,
+    LaunchReport, MultiTensorReduction, Reduce, SquareSum, TensorPartials, batches,
+};
+use fusestep_tensor::Role;
+
+use crate::{GradientRead, Norm, Note, Plan, PlanError, Stage, State, Tensors, Verdict};
+
+/// What passes ask of all gradients together.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Gradients {
+    pub(crate) max_norm: Option<MaxNorm>,
+    pub(crate) loss_scale: Option<LossScale>,
+}
+
+impl Gradients {
+    /// The rule of the control block; `None` if no pass asks for one.
+    pub(crate) fn rule(&self) -> Option<GradientRule> {
+        if self.max_norm.is_none() && self.loss_scale.is_none() {
+            return None;
+        }
+        Some(GradientRule {
+            max_norm: self.max_norm.unwrap_or(MaxNorm::UNLIMITED),
+            loss_scale: self.loss_scale.unwrap_or(LossScale::unscaled()),
+        })
+    }
+}
+
+impl Plan {
+    /// Refuses a pass that reads gradients where the caller lends them.
+    pub(crate) fn check_reads_gradients(&self, pass: &'static str) -> Result<(), PlanError> {
+        match self.tensors {
+            Tensors::Kept => Ok(()),
+            Tensors::Lent => Err(PlanError::LentGradients { pass }),
+        }
+    }
+
+    /// Puts the stage before all others, once the passes have said where tensors lie.
+    pub(crate) fn place_norm(&mut self) -> Result<(), PlanError> {
+        if self.gradients.rule().is_none() {
+            return Ok(());
+        }
+        let reads = (0..self.storages.len())
+            .map(|storage| {
+                Ok(GradientRead {
+                    storage,
+                    batches: self.norm_batches(storage, |_| true)?,
+                })
+            })
+            .collect::<Result<Vec<_>, PlanError>>()?;
+        let norm = Norm { reads };
+        let reason = format!(
+            "{} launches read {} of gradients once, before the first update",
+            norm.launches(),
+            crate::display::bytes(self.gradient_bytes()),
+        );
+        self.notes.push(Note::new("norm", Verdict::Applied, reason));
+        self.stages.insert(0, Stage::Norm(norm));
+        Ok(())
+    }
+
+    /// The batches that read a storage's gradients, of those parameters that take part.
+    pub(crate) fn norm_batches(
+        &self,
+        storage: usize,
+        takes_part: impl Fn(usize) -> bool,
+    ) -> Result<Vec<Batch>, PlanError> {
+        let spec = &self.storages[storage];
+        let Some(kernel) = self.norm_kernel(storage)? else {
+            return Ok(Vec::new());
+        };
+        let members = spec.members.iter().enumerate();
+        let tensors = members.filter(|&(_, &member)| takes_part(member as usize));
+        let batchable = tensors.map(|(tensor, _)| Batchable {
+            tensor: tensor as u32,
+            numel: spec.layout.numel(tensor),
+            class: 0,
+        });
+        let limits = LaunchLimits {
+            chunk_elements: kernel.chunk_elements(),
+            ..self.limits
+        };
+        let layout = kernel.argument_layout();
+        Ok(batches(kernel.entry(), batchable, layout, limits)?)
+    }
+
+    /// The kernel that reads a storage's gradients; `None` for a storage without tensors.
+    fn norm_kernel(
+        &self,
+        storage: usize,
+    ) -> Result<Option<Box<dyn MultiTensorReduction>>, PlanError> {
+        let spec = &self.storages[storage];
+        let grads = spec.lists.iter().find(|list| list.role == Role::Grad);
+        let Some(grads) = grads.filter(|_| !spec.members.is_empty()) else {
+            return Ok(None);
+        };
+        Ok(Some(norm_kernel(grads.dtype)?))
+    }
+
+    /// Bytes of all gradients.
+    pub(crate) fn gradient_bytes(&self) -> u64 {
+        let storages = self.storages.iter().map(|spec| {
+            let grads = spec.lists.iter().find(|list| list.role == Role::Grad);
+            let width = grads.map_or(0, |list| list.dtype.len_bytes() as u64);
+            let numels = (0..spec.members.len()).map(|tensor| spec.layout.numel(tensor));
+            width * numels.sum::<u64>()
+        });
+        storages.sum()
+    }
+
+    pub(crate) fn norm_stage(&self) -> Option<&Norm> {
+        self.stages.iter().find_map(|stage| match stage {
+            Stage::Norm(norm) => Some(norm),
+            Stage::Optimize(_) => None,
+        })
+    }
+}
+
+/// The memory of the stage: partial sums, the sums of tensors and the control block.
+#[derive(Debug)]
+pub(crate) struct NormState {
+    /// One for each storage.
+    kernels: Vec<Reader>,
+    rule: GradientRule,
+    scalars: Vec<u8>,
+    partials: Box<dyn Buffer>,
+    tensors: Box<dyn Buffer>,
+    sums: Box<dyn Buffer>,
+    pub(crate) control: Box<dyn Buffer>,
+    /// What `control` holds, as far as the host knows.
+    pub(crate) block: ControlBlock,
+    /// The loss scale of the gradients whose sums are in `sums`.
+    scale_of_sums: f64,
+    /// `tensors` is what the schedule asks for.
+    pub(crate) placed: Placed,
+}
+
+/// Whether a device's table belongs to the schedule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Placed {
+    Yes,
+    No,
+}
+
+struct Reader(Box<dyn MultiTensorReduction>);
+
+impl std::fmt::Debug for Reader {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.0.entry())
+    }
+}
+
+impl NormState {
+    /// The memory for a plan; `None` if the plan has no such stage.
+    pub(crate) fn allocate(plan: &Plan, backend: &dyn Backend) -> Result<Option<Self>, PlanError> {
+        let (Some(rule), Some(norm)) = (plan.gradients.rule(), plan.norm_stage()) else {
+            return Ok(None);
+        };
+        let mut kernels = Vec::with_capacity(norm.reads.len());
+        for read in &norm.reads {
+            kernels.extend(plan.norm_kernel(read.storage)?.map(Reader));
+        }
+        let tensors = plan.params.len();
+        let mut state = Self {
+            kernels,
+            rule,
+            scalars: rule.scalars(),
+            partials: backend.allocate(norm.chunks() as usize * size_of::<SquareSum>())?,
+            tensors: backend.allocate(tensors * size_of::<TensorPartials>())?,
+            sums: backend.allocate(tensors * size_of::<SquareSum>())?,
+            control: backend.allocate(size_of::<ControlBlock>())?,
+            block: GradientRule::first_block(rule.loss_scale),
+            scale_of_sums: rule.loss_scale.scale(),
+            placed: Placed::No,
+        };
+        state.block.write(backend, state.control.as_mut())?;
+        Ok(Some(state))
+    }
+
+    /// Writes where each tensor's partial sums lie, if the schedule has changed.
+    fn place(
+        &mut self,
+        plan: &Plan,
+        reads: &[Vec<Batch>],
+        backend: &dyn Backend,
+    ) -> Result<(), PlanError> {
+        if self.placed == Placed::Yes {
+            return Ok(());
+        }
+        let mut table = vec![TensorPartials::default(); plan.params.len()];
+        let mut next = 0;
+        for (storage, batches) in reads.iter().enumerate() {
+            let chunk_elements = u64::from(self.kernels[storage].0.chunk_elements());
+            for record in batches.iter().flat_map(|batch| &batch.records) {
+                let member = plan.storages[storage].members[record.tensor as usize];
+                let place = &mut table[member as usize];
+                // A tensor that goes on in the next launch goes on with the next partial sum.
+                if place.count == 0 {
+                    place.first = next;
+                }
+                let chunks = record.numel.div_ceil(chunk_elements);
+                place.count += chunks;
+                next += chunks;
+            }
+        }
+        backend.write(self.tensors.as_mut(), 0, bytemuck::cast_slice(&table))?;
+        self.placed = Placed::Yes;
+        Ok(())
+    }
+
+    /// The loss scale as a value.
+    pub(crate) fn loss_scale(&self) -> LossScale {
+        let ControlBlock {
+            loss_scale,
+            good_steps,
+            bad_steps,
+            ..
+        } = self.block;
+        let start = self.rule.loss_scale;
+        start
+            .restored(loss_scale, good_steps, bad_steps)
+            .unwrap_or(start)
+    }
+
+    /// Goes on from a loss scale of a checkpoint.
+    pub(crate) fn restore(
+        &mut self,
+        backend: &dyn Backend,
+        loss_scale: LossScale,
+        skipped: u64,
+    ) -> Result<(), PlanError> {
+        self.block = ControlBlock {
+            skipped,
+            ..GradientRule::first_block(loss_scale)
+        };
+        Ok(self.block.write(backend, self.control.as_mut())?)
+    }
+
+    /// Reads back what the step decided; waits for a device.
+    pub(crate) fn settle(&mut self, backend: &dyn Backend) -> Result<(), PlanError> {
+        self.scale_of_sums = self.block.loss_scale;
+        self.block = ControlBlock::read(backend, self.control.as_ref())?;
+        Ok(())
+    }
+}
+
+impl State {
+    /// Runs the stage: one read of the gradients, then the control block.
+    pub(crate) fn run_norm(
+        &mut self,
+        plan: &Plan,
+        backend: &dyn Backend,
+    ) -> Result<LaunchReport, PlanError> {
+        let Some(norm) = &mut self.norm else {
+            return Ok(LaunchReport::default());
+        };
+        norm.place(plan, &self.schedule.norm, backend)?;
+        let mut report = LaunchReport::default();
+        let mut first_partial = 0;
+        for (index, batches) in self.schedule.norm.iter().enumerate() {
+            let storage = &self.storages[index];
+            let list = storage.lists.iter().find(|list| list.role() == Role::Grad);
+            let Some(list) = list.filter(|_| !batches.is_empty()) else {
+                continue;
+            };
+            let done = backend.reduce(Reduce {
+                kernel: norm.kernels[index].0.as_ref(),
+                batches,
+                offsets: &storage.offsets,
+                list,
+                partials: norm.partials.as_mut(),
+                first_partial,
+            })?;
+            report.launches += done.launches;
+            first_partial += batches.iter().map(|b| u64::from(b.chunks)).sum::<u64>();
+        }
+        let done = backend.conclude(Conclude {
+            rule: &norm.rule,
+            scalars: &norm.scalars,
+            partials: norm.partials.as_ref(),
+            tensors: norm.tensors.as_ref(),
+            sums: norm.sums.as_mut(),
+            control: norm.control.as_mut(),
+        })?;
+        report.launches += done.launches;
+        Ok(report)
+    }
+
+    /// The factor to multiply the next step's loss with, and the counters behind it; `None` without pass `loss_scaling`.
+    pub fn loss_scale(&self) -> Option<LossScale> {
+        let scaled = self.scaled.then_some(self.norm.as_ref()).flatten();
+        scaled.map(NormState::loss_scale)
+    }
+
+    /// Steps skipped so far because a gradient was not finite; 0 without a pass that looks.
+    pub fn skipped(&self) -> u64 {
+        self.norm.as_ref().map_or(0, |norm| norm.block.skipped)
+    }
+
+    /// The norm of each parameter's gradient in the last step, with the loss scale taken out, in plan order; `None` without a pass
+    /// that reads the gradients. A parameter that took no part has 0.
+    ///
+    /// # Errors
+    /// [`PlanError::Backend`].
+    /// # Cost
+    /// Reads 16 bytes for each parameter; the sums are there.
+    pub fn grad_norms(&self, backend: &dyn Backend) -> Result<Option<Vec<f64>>, PlanError> {
+        let Some(norm) = &self.norm else {
+            return Ok(None);
+        };
+        let mut sums = vec![SquareSum::default(); self.params.len()];
+        backend.read(norm.sums.as_ref(), 0, bytemuck::cast_slice_mut(&mut sums))?;
+        let norms = sums.iter().map(|sum| sum.sum.sqrt() / norm.scale_of_sums);
+        Ok(Some(norms.collect()))
+    }
+}

@@ -1,0 +1,86 @@
+//! Pass `loss_scaling`: gradients of a scaled loss, with the scale taken out and steps that overflowed skipped.
+
+use fusestep_amp::LossScale;
+
+use super::Pass;
+use crate::{Note, Plan, PlanError, Verdict};
+
+/// Divides all gradients of a step by the loss scale, and skips the step if one of them is infinite or NaN: nothing is written
+/// then, step counts included, and a dynamic scale goes down.
+///
+/// The factor a loss is to be multiplied with is [`crate::State::loss_scale`]. The scale is a power of two, so taking it out is
+/// exact. It is part of the factor that the update multiplies by; gradients are not written.
+///
+/// # Cost
+/// One more read of the gradients.
+#[derive(Clone, Copy, Debug)]
+pub struct LossScaling {
+    scale: Scale,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Scale {
+    Of(LossScale),
+    Fixed(f64),
+}
+
+impl LossScaling {
+    /// PyTorch's defaults: 65,536, doubled after 2,000 good steps, halved after a bad one.
+    pub fn dynamic() -> Self {
+        Self::from(LossScale::dynamic())
+    }
+
+    /// A scale that never changes; it is checked when the plan is made.
+    pub fn fixed(scale: f64) -> Self {
+        Self {
+            scale: Scale::Fixed(scale),
+        }
+    }
+}
+
+/// A scale with a policy of one's own.
+impl From<LossScale> for LossScaling {
+    fn from(scale: LossScale) -> Self {
+        Self {
+            scale: Scale::Of(scale),
+        }
+    }
+}
+
+impl Pass for LossScaling {
+    fn name(&self) -> &'static str {
+        "loss_scaling"
+    }
+
+    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+        let scale = match self.scale {
+            Scale::Of(scale) => scale,
+            Scale::Fixed(scale) => LossScale::fixed(scale)?,
+        };
+        plan.check_reads_gradients(self.name())?;
+        if plan.gradients.loss_scale.is_some() {
+            return Err(PlanError::PassTwice { pass: self.name() });
+        }
+        plan.gradients.loss_scale = Some(scale);
+        let policy = scale.policy();
+        let changes = match policy.growth == 1.0 && policy.backoff == 1.0 {
+            true => "and stays so".to_owned(),
+            false => format!(
+                "times {} after {} good steps, times {} after {} bad, from {} to {:e}",
+                policy.growth,
+                policy.growth_interval,
+                policy.backoff,
+                policy.backoff_interval,
+                policy.floor,
+                policy.ceiling
+            ),
+        };
+        let reason = format!(
+            "the loss is multiplied by {}, {changes}; a step with a gradient that is not finite is skipped",
+            scale.scale()
+        );
+        plan.notes
+            .push(Note::new(self.name(), Verdict::Applied, reason));
+        Ok(())
+    }
+}

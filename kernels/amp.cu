@@ -1,0 +1,257 @@
+// The norm of all gradients, the finite check, the clip factor and the loss scale.
+//
+//     amp_norm    one block per chunk of 65,536 elements: sum of squares in f64, and the count of infinite and NaN elements
+//     amp_finish  one block: sums of tensors and of all, then the control block that update kernels read
+//
+// The tree of a sum depends on element indices alone; crates/elementwise/src/norm.rs states it. Lane j of a leaf of 1,024 elements
+// adds elements j, j + 64, ...; lanes fold by halves, and the 64 leaves of a chunk do likewise. Chunks of a tensor and tensors add
+// up in order. The conclusion is crates/amp/src/cpu.rs, operation for operation.
+#include "multi_tensor.cuh"
+
+namespace amp {
+
+using multi_tensor::u32;
+using multi_tensor::u64;
+
+enum : u32 {
+    LANES = 64,
+    LEAF_ELEMENTS = 1024,
+    ROWS = LEAF_ELEMENTS / LANES,
+    // Rows whose accesses a thread starts before it waits for the first. All 16 would spill.
+    ROWS_IN_FLIGHT = 4,
+    LEAVES = 64,
+    CHUNK_ELEMENTS = LEAF_ELEMENTS * LEAVES,
+    WARP = 32,
+    WARPS_MAX = 16,
+};
+
+// crates/launch/src/reduction.rs: SquareSum.
+struct SquareSum {
+    double sum;
+    u64 non_finite;
+};
+
+// crates/launch/src/reduction.rs: TensorPartials.
+struct TensorPartials {
+    u64 first;
+    u64 count;
+};
+
+// Of a launch of amp_norm; there are no sets.
+struct NormScalars {
+    u64 partials;
+};
+
+// Arguments of amp_finish behind the header; crates/launch/src/pack.rs and crates/amp/src/device.rs.
+struct Finish {
+    u64 partials;
+    u64 tensors;
+    u64 sums;
+    u64 tensor_count;
+    double max_norm;
+    double growth;
+    double backoff;
+    double floor;
+    double ceiling;
+    u32 growth_interval;
+    u32 backoff_interval;
+};
+
+static_assert(sizeof(SquareSum) == 16 && sizeof(TensorPartials) == 16, "crates/launch: reduction.rs");
+static_assert(sizeof(Finish) == 80, "crates/launch: CONCLUSION_BYTES, crates/amp: FinishScalars");
+
+// A finite value less itself is 0; an infinite one or a NaN is not.
+template <class T>
+__device__ __forceinline__ bool is_finite(T x) {
+    return x - x == T(0);
+}
+
+template <class T>
+__device__ __forceinline__ void add_square(T x, double& sum, u32& non_finite) {
+    const double wide = double(x);
+    sum = sum + wide * wide;
+    non_finite += is_finite(x) ? 0 : 1;
+}
+
+// The sum of one leaf, by a group of LANES / PER threads of one warp, of which this is `member`; each has PER neighbouring lanes.
+// All threads of the warp arrive here. The result is that of member 0.
+template <class T>
+__device__ __forceinline__ double leaf_sum(const T* leaf, u32 numel, bool packs, u32 member, u32& non_finite) {
+    constexpr u32 PER = 16 / sizeof(T);
+    constexpr u32 GROUP = LANES / PER;
+    const u32 lane = member * PER;
+    double sums[PER] = {};
+    if (packs && numel == LEAF_ELEMENTS) {
+        for (u32 first = 0; first < ROWS; first += ROWS_IN_FLIGHT) {
+            dialect::Pack<T> rows[ROWS_IN_FLIGHT];
+            for (u32 row = 0; row < ROWS_IN_FLIGHT; row++) {
+                rows[row] = dialect::load_pack(leaf + (first + row) * LANES + lane);
+            }
+            for (u32 row = 0; row < ROWS_IN_FLIGHT; row++) {
+                for (u32 i = 0; i < PER; i++) {
+                    add_square(rows[row].lane[i], sums[i], non_finite);
+                }
+            }
+        }
+    } else {
+        for (u32 row = 0; row < ROWS; row++) {
+            for (u32 i = 0; i < PER; i++) {
+                const u32 at = row * LANES + lane + i;
+                if (at < numel) {
+                    add_square(dialect::load(leaf + at), sums[i], non_finite);
+                }
+            }
+        }
+    }
+    for (u32 half = GROUP / 2; half > 0; half /= 2) {
+        for (u32 i = 0; i < PER; i++) {
+            sums[i] = sums[i] + dialect::shuffle_xor(sums[i], int(half));
+        }
+    }
+    for (u32 half = PER / 2; half > 0; half /= 2) {
+        for (u32 i = 0; i < half; i++) {
+            sums[i] = sums[i] + sums[i + half];
+        }
+    }
+    return sums[0];
+}
+
+// The block's chunk, written to the launch's partial sums.
+template <class T>
+__device__ __forceinline__ void norm_chunk(const unsigned char* arguments) {
+    constexpr u32 GROUP = LANES / (16 / sizeof(T));
+    const multi_tensor::Table<NormScalars, NormScalars, 1> table = {arguments};
+    const multi_tensor::Record<1>& record = table.record(table.record_of_chunk(blockIdx.x));
+    const multi_tensor::Chunk chunk = multi_tensor::chunk_of_block(table.header(), record);
+    const T* elements = multi_tensor::chunk_start<const T>(record, 0, chunk);
+    const bool packs = multi_tensor::takes_packs(elements);
+    SHARED(double, leaves, LEAVES);
+    SHARED(u32, counts, WARPS_MAX);
+    const u32 member = threadIdx.x % GROUP;
+    u32 non_finite = 0;
+    for (u32 leaf = threadIdx.x / GROUP; leaf < LEAVES; leaf += blockDim.x / GROUP) {
+        const u32 first = leaf * LEAF_ELEMENTS;
+        const u32 left = first < chunk.numel ? chunk.numel - first : 0;
+        const u32 numel = left < LEAF_ELEMENTS ? left : u32(LEAF_ELEMENTS);
+        const double sum = leaf_sum(elements + first, numel, packs, member, non_finite);
+        if (member == 0) {
+            leaves[leaf] = sum;
+        }
+    }
+    for (u32 half = WARP / 2; half > 0; half /= 2) {
+        non_finite += dialect::shuffle_xor(non_finite, int(half));
+    }
+    if (threadIdx.x % WARP == 0) {
+        counts[threadIdx.x / WARP] = non_finite;
+    }
+    dialect::block_sync();
+    if (threadIdx.x >= WARP) {
+        return;
+    }
+    double sum = leaves[threadIdx.x] + leaves[threadIdx.x + WARP];
+    u32 count = threadIdx.x < blockDim.x / WARP ? counts[threadIdx.x] : 0;
+    for (u32 half = WARP / 2; half > 0; half /= 2) {
+        sum = sum + dialect::shuffle_xor(sum, int(half));
+        count += dialect::shuffle_xor(count, int(half));
+    }
+    if (threadIdx.x == 0) {
+        SquareSum* const partials = reinterpret_cast<SquareSum*>(table.scalars().partials);
+        dialect::store(partials + blockIdx.x, SquareSum{sum, count});
+    }
+}
+
+__device__ __forceinline__ u32 saturating_next(u32 count) {
+    return count == 0xffffffffu ? count : count + 1;
+}
+
+// The control block of a step whose squares sum up to `total`.
+__device__ __forceinline__ multi_tensor::Control conclude(const Finish& finish, const SquareSum& total, const multi_tensor::Control& before) {
+    multi_tensor::Control after = before;
+    after.grad_norm = dialect::square_root(total.sum) / before.loss_scale;
+    after.non_finite = total.non_finite;
+    const double factor = finish.max_norm / (after.grad_norm + 1e-6);
+    after.grad_factor = (factor < 1.0 ? factor : 1.0) / before.loss_scale;
+    if (total.non_finite != 0 || !is_finite(after.grad_norm)) {
+        after.found = 1;
+        after.skipped = before.skipped + 1;
+        after.good_steps = 0;
+        after.bad_steps = saturating_next(before.bad_steps);
+        if (after.bad_steps >= finish.backoff_interval) {
+            const double scale = before.loss_scale * finish.backoff;
+            after.loss_scale = scale > finish.floor ? scale : finish.floor;
+            after.bad_steps = 0;
+        }
+    } else {
+        after.found = 0;
+        after.applied = before.applied + 1;
+        after.bad_steps = 0;
+        after.good_steps = saturating_next(before.good_steps);
+        if (after.good_steps >= finish.growth_interval) {
+            const double scale = before.loss_scale * finish.growth;
+            after.loss_scale = scale < finish.ceiling ? scale : finish.ceiling;
+            after.good_steps = 0;
+        }
+    }
+    return after;
+}
+
+__device__ __forceinline__ void add(SquareSum& sum, const SquareSum& next) {
+    sum.sum = sum.sum + next.sum;
+    sum.non_finite += next.non_finite;
+}
+
+// One block: a thread per tensor, then one thread for the rest.
+__device__ __forceinline__ void finish_step(const unsigned char* arguments) {
+    const multi_tensor::Header& header = *reinterpret_cast<const multi_tensor::Header*>(arguments);
+    const Finish& finish = *reinterpret_cast<const Finish*>(arguments + sizeof(multi_tensor::Header));
+    const SquareSum* const partials = reinterpret_cast<const SquareSum*>(finish.partials);
+    const TensorPartials* const tensors = reinterpret_cast<const TensorPartials*>(finish.tensors);
+    SquareSum* const sums = reinterpret_cast<SquareSum*>(finish.sums);
+    if (blockIdx.x != 0) {
+        return;
+    }
+    for (u64 tensor = threadIdx.x; tensor < finish.tensor_count; tensor += blockDim.x) {
+        const TensorPartials place = dialect::load(tensors + tensor);
+        SquareSum sum = {0.0, 0};
+        for (u64 chunk = 0; chunk < place.count; chunk++) {
+            add(sum, dialect::load(partials + place.first + chunk));
+        }
+        dialect::store(sums + tensor, sum);
+    }
+    dialect::block_sync();
+    if (threadIdx.x == 0) {
+        SquareSum total = {0.0, 0};
+        for (u64 tensor = 0; tensor < finish.tensor_count; tensor++) {
+            add(total, dialect::load(static_cast<const SquareSum*>(sums) + tensor));
+        }
+        multi_tensor::Control* const control = reinterpret_cast<multi_tensor::Control*>(header.control);
+        const multi_tensor::Control before = dialect::load(static_cast<const multi_tensor::Control*>(control));
+        dialect::store(control, conclude(finish, total, before));
+    }
+}
+
+}  // namespace amp
+
+extern "C" __global__ void __launch_bounds__(512) amp_norm_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    amp::norm_chunk<float>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) amp_norm_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    amp::norm_chunk<float>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) amp_norm_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    amp::norm_chunk<double>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) amp_norm_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    amp::norm_chunk<double>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) amp_finish_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    amp::finish_step(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) amp_finish_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    amp::finish_step(arguments.bytes);
+}
