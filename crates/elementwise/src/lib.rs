@@ -7,10 +7,16 @@
 
 mod bytes;
 mod compute;
+mod normed;
+mod power;
 mod run;
 mod storage;
+mod tree;
 
 pub use bytes::{padded_bytes, read_values, write_padded};
 pub use compute::Compute;
+pub use normed::{Tensor, step_tensor};
+pub use power::integer_power;
 pub use run::{LANES, Update, run};
 pub use storage::Storage;
+pub use tree::{Terms, chunk_sums};

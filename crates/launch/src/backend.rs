@@ -132,6 +132,14 @@ pub trait Backend {
     /// [`BackendError::Device`] with the device's own code.
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError>;
 
+    /// Tensors that kernels have skipped since the last call because a norm was not finite; a device is waited for.
+    ///
+    /// # Errors
+    /// [`BackendError::Device`] with the device's own code.
+    fn take_skipped(&self) -> Result<u64, BackendError> {
+        Ok(0)
+    }
+
     /// Waits until everything enqueued is done.
     ///
     /// # Errors

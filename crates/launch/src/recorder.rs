@@ -91,6 +91,10 @@ impl<B: Backend> Backend for Recorder<B> {
         self.inner.launch(launch)
     }
 
+    fn take_skipped(&self) -> Result<u64, BackendError> {
+        self.inner.take_skipped()
+    }
+
     fn synchronize(&self) -> Result<(), BackendError> {
         self.inner.synchronize()
     }

@@ -18,6 +18,8 @@ pub enum Role {
     Moment2,
     /// Largest `moment2` seen so far; only AMSGrad keeps it.
     MaxMoment2,
+    /// Running sum of past steps (u); momentum rules keep it.
+    Velocity,
 }
 
 impl Role {
@@ -29,6 +31,7 @@ impl Role {
             Role::Moment1 => "moment1",
             Role::Moment2 => "moment2",
             Role::MaxMoment2 => "max_moment2",
+            Role::Velocity => "velocity",
         }
     }
 

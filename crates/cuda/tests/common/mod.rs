@@ -84,6 +84,7 @@ pub(crate) fn launch_at(
         lr: 0.01,
         lr_scale: 1.0,
         weight_decay: None,
+        trust: None,
         step: 3,
     };
     kernel.write_set(values, &mut sets);
