@@ -3,6 +3,8 @@
 use std::fmt;
 
 use fusestep_fused_adam::Adam;
+use fusestep_lamb::Lamb;
+use fusestep_lars_momentum::Lars;
 use fusestep_launch::{MultiTensorKernel, RuleError, UpdateRule};
 use fusestep_tensor::ParamDesc;
 
@@ -17,6 +19,10 @@ const SMALL: f64 = 1e-4;
 pub enum Optimizer {
     /// Adam or AdamW; see [`Adam`].
     Adam(Adam),
+    /// LARS momentum; see [`Lars`].
+    Lars(Lars),
+    /// LAMB; see [`Lamb`].
+    Lamb(Lamb),
 }
 
 impl Optimizer {
@@ -24,6 +30,8 @@ impl Optimizer {
     pub fn rule(&self) -> &dyn UpdateRule {
         match self {
             Optimizer::Adam(adam) => adam,
+            Optimizer::Lars(lars) => lars,
+            Optimizer::Lamb(lamb) => lamb,
         }
     }
 
@@ -31,6 +39,8 @@ impl Optimizer {
     pub(crate) fn with_lr(self, lr: f64) -> Self {
         match self {
             Optimizer::Adam(adam) => Optimizer::Adam(Adam { lr, ..adam }),
+            Optimizer::Lars(lars) => Optimizer::Lars(Lars { lr, ..lars }),
+            Optimizer::Lamb(lamb) => Optimizer::Lamb(Lamb { lr, ..lamb }),
         }
     }
 
