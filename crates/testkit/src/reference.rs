@@ -7,6 +7,7 @@ use fusestep_fused_adam::{Adam, SecondMoment, WeightDecay};
 use fusestep_planner::Optimizer;
 use fusestep_tensor::{DType, ParamDesc};
 
+use crate::normed_reference::{near_lamb, near_lars};
 use crate::{Case, Gradients};
 
 /// Requires the values of the reference, up to rounding; `found` is laid out as by [`crate::outcome`].
@@ -16,9 +17,15 @@ use crate::{Case, Gradients};
 /// # Panics
 /// If a value is further from the reference than rounding explains, naming tensor and element.
 pub(crate) fn near_reference(optimizer: &Optimizer, case: &Case, found: &[u8]) {
-    let Optimizer::Adam(adam) = optimizer else {
-        panic!("the runner has no reference for {}", optimizer.name());
-    };
+    match optimizer {
+        Optimizer::Adam(adam) => near_adam(adam, case, found),
+        Optimizer::Lars(lars) => near_lars(lars, case, found),
+        Optimizer::Lamb(lamb) => near_lamb(lamb, case, found),
+        other => panic!("the runner has no reference for {}", other.name()),
+    }
+}
+
+fn near_adam(adam: &Adam, case: &Case, found: &[u8]) {
     let mut rest = found;
     for (index, param) in case.params.iter().enumerate() {
         let adam = own_hyper_parameters(adam, param);
@@ -89,7 +96,7 @@ fn own_hyper_parameters(adam: &Adam, param: &ParamDesc) -> Adam {
 }
 
 /// Some roundings of the dtype apart, or apart by little of `scale`.
-fn is_near(found: f64, expected: f64, dtype: DType, scale: f64) -> bool {
+pub(crate) fn is_near(found: f64, expected: f64, dtype: DType, scale: f64) -> bool {
     let (max_relative, epsilon) = match dtype {
         DType::F64 => (1e-13, 1e-16 + 1e-11 * scale),
         _ => (1e-5, 1e-8 + 1e-3 * scale),
@@ -102,7 +109,7 @@ fn is_near(found: f64, expected: f64, dtype: DType, scale: f64) -> bool {
     )
 }
 
-fn values(bytes: &[u8], dtype: DType) -> Vec<f64> {
+pub(crate) fn values(bytes: &[u8], dtype: DType) -> Vec<f64> {
     match dtype {
         DType::F64 => bytemuck::pod_collect_to_vec(bytes),
         _ => {
