@@ -14,16 +14,29 @@ struct Kernel {
     ptx: &'static str,
 }
 
-const KERNELS: &[Kernel] = &[Kernel {
-    stem: "fused_adam",
-    source: include_str!("../fused_adam.cu"),
-    ptx: include_str!("../ptx/fused_adam.ptx"),
-}];
+const KERNELS: &[Kernel] = &[
+    Kernel {
+        stem: "fused_adam",
+        source: include_str!("../fused_adam.cu"),
+        ptx: include_str!("../ptx/fused_adam.ptx"),
+    },
+    Kernel {
+        stem: "lamb",
+        source: include_str!("../lamb.cu"),
+        ptx: include_str!("../ptx/lamb.ptx"),
+    },
+    Kernel {
+        stem: "lars_momentum",
+        source: include_str!("../lars_momentum.cu"),
+        ptx: include_str!("../ptx/lars_momentum.ptx"),
+    },
+];
 
 /// Files that kernel sources include, as (file name, text).
 const HEADERS: &[(&str, &str)] = &[
     ("dialect.cuh", include_str!("../dialect.cuh")),
     ("multi_tensor.cuh", include_str!("../multi_tensor.cuh")),
+    ("normed.cuh", include_str!("../normed.cuh")),
 ];
 
 /// Size of the by-value parameter of a device entry.

@@ -1,20 +1,22 @@
 //! Launches on a stream of the device.
 
 use std::ffi::c_void;
+use std::num::NonZeroU32;
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cust::sys;
 use fusestep_kernels::ArgumentBlock;
 use fusestep_launch::{
-    Backend, BackendError, Batch, Buffer, Launch, LaunchLimits, LaunchReport, MAX_LISTS, pack,
+    Backend, BackendError, Batch, Buffer, HEADER_BYTES, Launch, LaunchLimits, LaunchReport,
+    MAX_LISTS, WORKSPACE_BYTES, Workspace, pack,
 };
 
 use crate::buffer::DeviceBuffer;
 use crate::kernels::Kernels;
 use crate::session::{Session, unavailable};
 use crate::status::check;
-use crate::{DeviceInfo, NAME};
+use crate::{DeviceInfo, GridSync, NAME};
 
 /// Threads of a block, as the kernels are compiled for.
 const BLOCK_THREADS: u32 = 512;
@@ -31,6 +33,8 @@ pub struct CudaBackend {
     session: Arc<Session>,
     kernels: Mutex<Kernels>,
     limits: LaunchLimits,
+    wave_chunks: Option<NonZeroU32>,
+    grid_sync: GridSync,
 }
 
 impl CudaBackend {
@@ -43,9 +47,11 @@ impl CudaBackend {
         let session = Session::open(ordinal)?;
         let limits = LaunchLimits::with_argument_bytes(session.info.argument_bytes);
         Ok(Self {
+            grid_sync: session.info.grid_sync,
             session: Arc::new(session),
             kernels: Mutex::new(Kernels::new()),
             limits,
+            wave_chunks: None,
         })
     }
 
@@ -53,6 +59,109 @@ impl CudaBackend {
     pub fn with_limits(mut self, limits: LaunchLimits) -> Self {
         self.limits = limits;
         self
+    }
+
+    /// The same backend with waves of at most this many chunks; they change the time, not the bits.
+    pub fn with_wave_chunks(mut self, wave_chunks: NonZeroU32) -> Self {
+        self.wave_chunks = Some(wave_chunks);
+        self
+    }
+
+    /// The same backend without grids that wait for themselves; it changes the launches, not the bits.
+    pub fn without_grid_sync(mut self) -> Self {
+        self.grid_sync = GridSync::Missing;
+        self
+    }
+
+    pub(crate) fn session(&self) -> &Arc<Session> {
+        &self.session
+    }
+
+    pub(crate) fn asked_wave_chunks(&self) -> Option<NonZeroU32> {
+        self.wave_chunks
+    }
+
+    pub(crate) fn grid_sync(&self) -> GridSync {
+        self.grid_sync
+    }
+
+    /// Enqueues one batch; the context is current and the batch was checked.
+    pub(crate) fn enqueue(
+        &self,
+        kernels: &mut Kernels,
+        work: &Enqueue<'_>,
+        grid: Grid,
+    ) -> Result<(), BackendError> {
+        let launch = work.launch;
+        let block = self.block_for(argument_bytes(launch, work.batch))?;
+        let function = kernels.function(launch.kernel.stem(), work.entry, block)?;
+        let blocks = match grid {
+            Grid::Apart(blocks) => blocks,
+            Grid::Together { at_most } => self.resident_blocks(function)?.min(at_most),
+        };
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(kernels.block.as_mut_slice());
+        pack(launch, work.batch, work.addresses, bytes);
+        if let Some(workspace) = work.workspace {
+            bytes[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace.bytes());
+        }
+        let mut parameters: [*mut c_void; 1] = [bytes.as_mut_ptr().cast()];
+        let stream = self.session.stream();
+        let status = match grid {
+            // SAFETY: `function` takes one parameter of `block.len_bytes()` bytes, of which `bytes` has at least as many; the call
+            // copies them. The records lie in the buffers (`check_batch`), which are borrowed by `launch` and freed only after the
+            // driver has waited for this launch; so do the slots of a workspace (`Slots::at_least`).
+            Grid::Apart(_) => unsafe {
+                sys::cuLaunchKernel(
+                    function,
+                    blocks,
+                    1,
+                    1,
+                    BLOCK_THREADS,
+                    1,
+                    1,
+                    0,
+                    stream,
+                    parameters.as_mut_ptr(),
+                    ptr::null_mut(),
+                )
+            },
+            // SAFETY: as above; all blocks fit on the device at once (`resident_blocks`).
+            Grid::Together { .. } => unsafe {
+                sys::cuLaunchCooperativeKernel(
+                    function,
+                    blocks,
+                    1,
+                    1,
+                    BLOCK_THREADS,
+                    1,
+                    1,
+                    0,
+                    stream,
+                    parameters.as_mut_ptr(),
+                )
+            },
+        };
+        check(status, || {
+            let entry = fusestep_kernels::entry(work.entry, block);
+            format!("launching `{entry}` with {blocks} blocks")
+        })
+    }
+
+    /// Blocks of a function that the device holds at once.
+    fn resident_blocks(&self, function: sys::CUfunction) -> Result<u32, BackendError> {
+        let mut blocks = 0;
+        // SAFETY: writes one integer; the function belongs to a loaded module.
+        let status = unsafe {
+            sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                &mut blocks,
+                function,
+                BLOCK_THREADS as i32,
+                0,
+            )
+        };
+        check(status, || "asking how many blocks fit".to_owned())?;
+        let per_multiprocessor = u32::try_from(blocks).unwrap_or(0);
+        Ok((per_multiprocessor * self.session.info.multiprocessors).max(1))
     }
 
     /// What the device and its driver offer.
@@ -72,6 +181,29 @@ impl CudaBackend {
                 ))
             })
     }
+}
+
+/// One batch on its way to the device.
+pub(crate) struct Enqueue<'a> {
+    pub(crate) launch: &'a Launch<'a>,
+    pub(crate) batch: &'a Batch,
+    pub(crate) addresses: &'a [u64],
+    /// The entry, without the suffix of its argument block.
+    pub(crate) entry: &'static str,
+    /// What goes to the start of the scalars, if the kernel is normed.
+    pub(crate) workspace: Option<Workspace>,
+}
+
+/// How the blocks of a launch run.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Grid {
+    /// So many, in any order.
+    Apart(u32),
+    /// As many as the device holds at once, so that they can wait for each other.
+    Together {
+        /// More have no work.
+        at_most: u32,
+    },
 }
 
 impl Backend for CudaBackend {
@@ -123,39 +255,27 @@ impl Backend for CudaBackend {
         }
         self.session.enter()?;
         let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(normed) = launch.kernel.normed() {
+            self.launch_normed(&launch, normed, addresses, &mut kernels)?;
+            return Ok(LaunchReport::of(launch.batches));
+        }
         for batch in launch.batches.iter().filter(|batch| batch.chunks > 0) {
-            let block = self.block_for(argument_bytes(&launch, batch))?;
-            let function = kernels.function(launch.kernel, block)?;
-            let bytes = bytemuck::cast_slice_mut(kernels.block.as_mut_slice());
-            pack(&launch, batch, addresses, bytes);
-            let mut parameters: [*mut c_void; 1] = [bytes.as_mut_ptr().cast()];
-            // SAFETY: `function` takes one parameter of `block.len_bytes()` bytes, of which `bytes` has at least as many; the call
-            // copies them. The records lie in the buffers (`check_batch`), which are borrowed by `launch` and freed only after
-            // the driver has waited for this launch.
-            let status = unsafe {
-                sys::cuLaunchKernel(
-                    function,
-                    batch.chunks,
-                    1,
-                    1,
-                    BLOCK_THREADS,
-                    1,
-                    1,
-                    0,
-                    self.session.stream(),
-                    parameters.as_mut_ptr(),
-                    ptr::null_mut(),
-                )
+            let work = Enqueue {
+                launch: &launch,
+                batch,
+                addresses,
+                entry: launch.kernel.entry(),
+                workspace: None,
             };
-            check(status, || {
-                format!(
-                    "launching `{}` with {} blocks",
-                    fusestep_kernels::entry(launch.kernel.entry(), block),
-                    batch.chunks
-                )
-            })?;
+            self.enqueue(&mut kernels, &work, Grid::Apart(batch.chunks))?;
         }
         Ok(LaunchReport::of(launch.batches))
+    }
+
+    fn take_skipped(&self) -> Result<u64, BackendError> {
+        self.session.enter()?;
+        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        kernels.slots.take_skipped()
     }
 
     fn synchronize(&self) -> Result<(), BackendError> {

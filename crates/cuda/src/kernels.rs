@@ -5,8 +5,9 @@ use std::ptr;
 
 use cust::sys::{self, CUfunction, CUmodule, CUresult};
 use fusestep_kernels::ArgumentBlock;
-use fusestep_launch::{BackendError, MultiTensorKernel};
+use fusestep_launch::BackendError;
 
+use crate::normed::Slots;
 use crate::session::unavailable;
 use crate::status::check;
 
@@ -20,6 +21,8 @@ pub(crate) struct Kernels {
     modules: Vec<Module>,
     /// The argument block; words, because the driver copies it for parameters that are aligned to 8 bytes.
     pub(crate) block: Box<[u64; BLOCK_WORDS]>,
+    /// Where sums over tensors go.
+    pub(crate) slots: Slots,
 }
 
 #[derive(Debug)]
@@ -44,18 +47,19 @@ impl Kernels {
             functions: Vec::new(),
             modules: Vec::new(),
             block: Box::new([0; BLOCK_WORDS]),
+            slots: Slots::default(),
         }
     }
 
-    /// The kernel's function for argument blocks of this size; the context must be current.
+    /// The function of an entry for argument blocks of this size; the context must be current.
     ///
     /// Only the first call for an entry allocates.
     pub(crate) fn function(
         &mut self,
-        kernel: &dyn MultiTensorKernel,
+        stem: &'static str,
+        entry: &'static str,
         block: ArgumentBlock,
     ) -> Result<CUfunction, BackendError> {
-        let entry = kernel.entry();
         let known = self
             .functions
             .iter()
@@ -63,7 +67,7 @@ impl Kernels {
         if let Some(function) = known {
             return Ok(function.handle);
         }
-        let module = self.module(kernel.stem())?;
+        let module = self.module(stem)?;
         let name = fusestep_kernels::entry(entry, block);
         let c_name = CString::new(name.as_str())
             .map_err(|_| unavailable(format!("the entry `{name}` holds a zero byte")))?;
