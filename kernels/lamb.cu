@@ -94,62 +94,62 @@ struct Rule {
 
 }  // namespace lamb
 
-extern "C" __global__ void __launch_bounds__(512) lamb_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
     const auto engine = normed::engine<lamb::Rule<float, float>>(arguments.bytes);
     engine.waves();
 }
 
-extern "C" __global__ void __launch_bounds__(512) lamb_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
     const auto engine = normed::engine<lamb::Rule<float, float>>(arguments.bytes);
     engine.waves();
 }
 
-extern "C" __global__ void __launch_bounds__(512) lamb_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
     const auto engine = normed::engine<lamb::Rule<double, double>>(arguments.bytes);
     engine.waves();
 }
 
-extern "C" __global__ void __launch_bounds__(512) lamb_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
     const auto engine = normed::engine<lamb::Rule<double, double>>(arguments.bytes);
     engine.waves();
 }
 
-extern "C" __global__ void __launch_bounds__(512) lamb_sums_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_sums_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
     const auto engine = normed::engine<lamb::Rule<float, float>>(arguments.bytes);
     engine.sum_chunks(0, engine.chunk_count());
 }
 
-extern "C" __global__ void __launch_bounds__(512) lamb_sums_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_sums_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
     const auto engine = normed::engine<lamb::Rule<float, float>>(arguments.bytes);
     engine.sum_chunks(0, engine.chunk_count());
 }
 
-extern "C" __global__ void __launch_bounds__(512) lamb_sums_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_sums_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
     const auto engine = normed::engine<lamb::Rule<double, double>>(arguments.bytes);
     engine.sum_chunks(0, engine.chunk_count());
 }
 
-extern "C" __global__ void __launch_bounds__(512) lamb_sums_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_sums_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
     const auto engine = normed::engine<lamb::Rule<double, double>>(arguments.bytes);
     engine.sum_chunks(0, engine.chunk_count());
 }
 
-extern "C" __global__ void __launch_bounds__(512) lamb_update_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_update_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
     const auto engine = normed::engine<lamb::Rule<float, float>>(arguments.bytes);
     engine.update_chunks(0, engine.chunk_count());
 }
 
-extern "C" __global__ void __launch_bounds__(512) lamb_update_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_update_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
     const auto engine = normed::engine<lamb::Rule<float, float>>(arguments.bytes);
     engine.update_chunks(0, engine.chunk_count());
 }
 
-extern "C" __global__ void __launch_bounds__(512) lamb_update_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_update_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
     const auto engine = normed::engine<lamb::Rule<double, double>>(arguments.bytes);
     engine.update_chunks(0, engine.chunk_count());
 }
 
-extern "C" __global__ void __launch_bounds__(512) lamb_update_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_update_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
     const auto engine = normed::engine<lamb::Rule<double, double>>(arguments.bytes);
     engine.update_chunks(0, engine.chunk_count());
 }
