@@ -5,13 +5,14 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Instant;
 
+use anyhow::ensure;
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor, Var};
 use candle_nn::{Optimizer as _, ParamsAdamW};
 use clap::{Args, ValueEnum};
 use fusestep_coalesce::HostMemory;
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Plan, Planner, State};
+use fusestep_planner::{Optimizer, Plan, Planner, State};
 use fusestep_simd::{PREFETCH_DISTANCES, stream_4r3w};
 use fusestep_tensor::{DType, ParamDesc, Role};
 use serde::Serialize;
@@ -88,8 +89,14 @@ struct CandleTimes {
 }
 
 pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
-    let params = read_model(&args.model, args.dtype.into())?.params;
+    let mut params = read_model(&args.model, args.dtype.into())?.params;
+    args.optimizer.exclude(&mut params);
     let rule = args.optimizer.rule();
+    ensure!(
+        args.peer.is_none() || matches!(rule, Optimizer::Adam(_)),
+        "--peer candle: expected --optimizer adamw, found {}",
+        rule.name()
+    );
     let backend = CpuBackend::new(threads(args.threads))?.with_limits(args.planning.limits());
     let plan = args
         .planning
@@ -323,7 +330,7 @@ impl CandlePair {
             lr: optimizer.lr,
             beta1: optimizer.beta1,
             beta2: optimizer.beta2,
-            eps: optimizer.eps,
+            eps: optimizer.eps.unwrap_or(1e-8),
             weight_decay: optimizer.weight_decay.unwrap_or(0.01),
         };
         let (theirs, their_grads) = variables(params)?;

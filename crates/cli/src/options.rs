@@ -7,9 +7,12 @@ use clap::{Args, ValueEnum};
 use fusestep_cpu::CpuBackend;
 use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::{Adam, Objective, SecondMoment, WeightDecay};
+use fusestep_lamb::Lamb;
+use fusestep_lars_momentum::{Excluded, Lars};
 use fusestep_launch::{Backend, LaunchLimits};
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_simd::MAX_THREADS;
+use fusestep_tensor::ParamDesc;
 
 /// The update rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -18,10 +21,23 @@ pub(crate) enum Rule {
     Adamw,
     /// Adam with L2 regularisation
     Adam,
+    /// Momentum with a rate for each layer: LARS
+    Lars,
+    /// Adam with a rate for each layer: LAMB
+    Lamb,
+}
+
+/// Which learning rate tensors take that --exclude names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ExcludedRate {
+    /// The plain one
+    PlainLr,
+    /// The one scaled by the trust ratio
+    TrustRatio,
 }
 
 /// The update rule and its hyper-parameters.
-#[derive(Clone, Copy, Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub(crate) struct OptimizerArgs {
     /// Update rule
     #[arg(long, value_enum, default_value = "adamw")]
@@ -35,12 +51,25 @@ pub(crate) struct OptimizerArgs {
     /// Decay of the second moment, in [0, 1)
     #[arg(long, default_value_t = 0.999, allow_hyphen_values = true)]
     pub(crate) beta2: f64,
-    /// Added to the root of the second moment, at least 0
-    #[arg(long, default_value_t = 1e-8, allow_hyphen_values = true)]
-    pub(crate) eps: f64,
-    /// Weight decay, at least 0 [default: 0.01 for adamw, 0 for adam]
+    /// Added to the root of the second moment, or to the trust ratio's denominator, at least 0 [default: 1e-8 for adam and adamw,
+    /// 1e-6 for lamb, 0 for lars]
+    #[arg(long, allow_hyphen_values = true)]
+    pub(crate) eps: Option<f64>,
+    /// Weight decay, at least 0 [default: 0.01 for adamw and lamb, 0 for adam, 0.0005 for lars]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) weight_decay: Option<f64>,
+    /// Decay of the velocity of lars, in [0, 1)
+    #[arg(long, default_value_t = 0.9, allow_hyphen_values = true)]
+    pub(crate) momentum: f64,
+    /// Factor on the trust ratio of lars, at least 0
+    #[arg(long, default_value_t = 0.001, allow_hyphen_values = true)]
+    pub(crate) trust_coefficient: f64,
+    /// No weight decay for parameters whose name contains this; may be repeated
+    #[arg(long, value_name = "SUBSTRING")]
+    pub(crate) exclude: Vec<String>,
+    /// Learning rate that lars and lamb give parameters without weight decay
+    #[arg(long, value_enum, default_value = "plain-lr")]
+    pub(crate) excluded: ExcludedRate,
     /// Scale the step by the largest second moment so far
     #[arg(long)]
     pub(crate) amsgrad: bool,
@@ -52,15 +81,64 @@ pub(crate) struct OptimizerArgs {
 impl OptimizerArgs {
     /// The rule; its values are checked when a plan is made.
     pub(crate) fn rule(&self) -> Optimizer {
-        let weight_decay = match self.optimizer {
-            Rule::Adamw => WeightDecay::Decoupled(self.weight_decay.unwrap_or(0.01)),
-            Rule::Adam => WeightDecay::L2(self.weight_decay.unwrap_or(0.0)),
-        };
+        match self.optimizer {
+            Rule::Adamw => self.adam(WeightDecay::Decoupled(self.weight_decay.unwrap_or(0.01))),
+            Rule::Adam => self.adam(WeightDecay::L2(self.weight_decay.unwrap_or(0.0))),
+            Rule::Lars => Optimizer::Lars(self.lars()),
+            Rule::Lamb => Optimizer::Lamb(self.lamb()),
+        }
+    }
+
+    /// Takes weight decay off the parameters that --exclude names; a pattern that names none is warned of.
+    pub(crate) fn exclude(&self, params: &mut [ParamDesc]) {
+        for pattern in &self.exclude {
+            let mut matches = 0;
+            for param in params.iter_mut() {
+                if param.name.contains(pattern.as_str()) {
+                    param.weight_decay = Some(0.0);
+                    matches += 1;
+                }
+            }
+            if matches == 0 {
+                eprintln!(
+                    "warning: --exclude `{pattern}`: expected a part of a parameter's name, found it in none of {}",
+                    params.len()
+                );
+            }
+        }
+    }
+
+    fn lars(&self) -> Lars {
+        let default = Lars::default();
+        Lars {
+            lr: self.lr,
+            momentum: self.momentum,
+            trust_coefficient: self.trust_coefficient,
+            weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
+            eps: self.eps.unwrap_or(default.eps),
+            excluded: self.excluded.into(),
+            ..default
+        }
+    }
+
+    fn lamb(&self) -> Lamb {
+        let default = Lamb::default();
+        Lamb {
+            lr: self.lr,
+            beta1: self.beta1,
+            beta2: self.beta2,
+            eps: self.eps.unwrap_or(default.eps),
+            weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
+            excluded: self.excluded.into(),
+        }
+    }
+
+    fn adam(&self, weight_decay: WeightDecay) -> Optimizer {
         Optimizer::Adam(Adam {
             lr: self.lr,
             beta1: self.beta1,
             beta2: self.beta2,
-            eps: self.eps,
+            eps: self.eps.unwrap_or(Adam::default().eps),
             weight_decay,
             second_moment: match self.amsgrad {
                 true => SecondMoment::Largest,
@@ -71,6 +149,15 @@ impl OptimizerArgs {
                 false => Objective::Minimize,
             },
         })
+    }
+}
+
+impl From<ExcludedRate> for Excluded {
+    fn from(rate: ExcludedRate) -> Self {
+        match rate {
+            ExcludedRate::PlainLr => Excluded::PlainLr,
+            ExcludedRate::TrustRatio => Excluded::TrustRatio,
+        }
     }
 }
 

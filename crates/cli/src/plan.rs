@@ -29,7 +29,8 @@ pub(crate) struct PlanArgs {
 }
 
 pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
-    let model = read_model(&args.model, args.dtype.into())?;
+    let mut model = read_model(&args.model, args.dtype.into())?;
+    args.optimizer.exclude(&mut model.params);
     let plan = args
         .planning
         .planner(args.optimizer.rule(), args.planning.limits())
