@@ -210,6 +210,6 @@ mod tests {
         let tails: Vec<u64> = (0..batches.len())
             .map(|i| tail_chunks(&batches, i))
             .collect();
-        assert_eq!((heads, tails), (vec![0, 2, 5], vec![6, 3, 0]));
+        assert_eq!((heads, tails), (vec![0, 2, 5, 0], vec![6, 3, 0, 0]));
     }
 }
