@@ -40,6 +40,16 @@ const KERNELS: &[Kernel] = &[
         source: include_str!("../lion.cu"),
         ptx: include_str!("../ptx/lion.ptx"),
     },
+    Kernel {
+        stem: "lamb",
+        source: include_str!("../lamb.cu"),
+        ptx: include_str!("../ptx/lamb.ptx"),
+    },
+    Kernel {
+        stem: "lars_momentum",
+        source: include_str!("../lars_momentum.cu"),
+        ptx: include_str!("../ptx/lars_momentum.ptx"),
+    },
 ];
 
 /// Files that kernel sources include, as (file name, text).
@@ -47,6 +57,7 @@ const HEADERS: &[(&str, &str)] = &[
     ("dialect.cuh", include_str!("../dialect.cuh")),
     ("elementwise.cuh", include_str!("../elementwise.cuh")),
     ("multi_tensor.cuh", include_str!("../multi_tensor.cuh")),
+    ("normed.cuh", include_str!("../normed.cuh")),
 ];
 
 /// Size of the by-value parameter of a device entry.

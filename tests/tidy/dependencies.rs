@@ -26,6 +26,7 @@ const LAYERS: [&[&str]; 8] = [
     &[
         "fused-adam",
         "fused-sgd",
+        "lamb",
         "lars-momentum",
         "lion",
         "adagrad",

@@ -93,7 +93,8 @@ struct CandleTimes {
 }
 
 pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
-    let params = read_model(&args.model, args.dtype.into())?.params;
+    let mut params = read_model(&args.model, args.dtype.into())?.params;
+    args.optimizer.exclude(&mut params);
     let rule = args.optimizer.rule()?;
     ensure!(
         args.peer.is_none() || args.optimizer.optimizer == Rule::Adamw,

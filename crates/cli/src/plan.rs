@@ -33,7 +33,8 @@ pub(crate) struct PlanArgs {
 }
 
 pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
-    let model = read_model(&args.model, args.dtype.into())?;
+    let mut model = read_model(&args.model, args.dtype.into())?;
+    args.optimizer.exclude(&mut model.params);
     let planner = args
         .planning
         .planner(args.optimizer.rule()?, args.planning.limits());

@@ -5,9 +5,12 @@ use clap::{Args, ValueEnum};
 use fusestep_adagrad::Adagrad;
 use fusestep_fused_adam::{Adam, SecondMoment};
 use fusestep_fused_sgd::{Nesterov, Sgd};
+use fusestep_lamb::Lamb;
+use fusestep_lars_momentum::{Excluded, Lars};
 use fusestep_launch::{Objective, WeightDecay};
 use fusestep_lion::Lion;
 use fusestep_planner::Optimizer;
+use fusestep_tensor::ParamDesc;
 
 /// The update rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -24,6 +27,19 @@ pub(crate) enum Rule {
     Lion,
     /// Steps scaled by the sum of squared gradients
     Adagrad,
+    /// Momentum with a rate for each layer: LARS
+    Lars,
+    /// Adam with a rate for each layer: LAMB
+    Lamb,
+}
+
+/// Which learning rate tensors take that have no weight decay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ExcludedRate {
+    /// The plain one
+    PlainLr,
+    /// The one scaled by the trust ratio
+    TrustRatio,
 }
 
 /// How weight decay enters the step.
@@ -36,7 +52,7 @@ pub(crate) enum Decay {
 }
 
 /// The update rule and its hyper-parameters. A flag that the rule does not have is refused.
-#[derive(Clone, Copy, Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub(crate) struct OptimizerArgs {
     /// Update rule
     #[arg(long, value_enum, default_value = "adamw")]
@@ -44,22 +60,23 @@ pub(crate) struct OptimizerArgs {
     /// Learning rate per step, at least 0 [default: 1e-3; lion 1e-4, adagrad 1e-2; `train` has its own]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) lr: Option<f64>,
-    /// adam, lion: decay of the first moment, in [0, 1) [default: 0.9]
+    /// adam, lamb, lion: decay of the first moment, in [0, 1) [default: 0.9]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) beta1: Option<f64>,
-    /// adam: decay of the second moment; lion: of the moment; in [0, 1) [default: 0.999; lion 0.99]
+    /// adam, lamb: decay of the second moment; lion: of the moment; in [0, 1) [default: 0.999; lion 0.99]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) beta2: Option<f64>,
-    /// adam, adagrad: added to the root, at least 0 [default: 1e-8; adagrad 1e-10]
+    /// adam, adagrad, lamb: added to the root; lars: to the trust ratio's denominator; at least 0 [default: 1e-8; adagrad 1e-10, lamb
+    /// 1e-6, lars 0]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) eps: Option<f64>,
-    /// Weight decay, at least 0 [default: 0.01 for adamw, else 0]
+    /// Weight decay, at least 0 [default: 0.01 for adamw and lamb, 0.0005 for lars, else 0]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) weight_decay: Option<f64>,
     /// sgd, momentum: how weight decay enters [default: l2]
     #[arg(long, value_enum)]
     pub(crate) decay: Option<Decay>,
-    /// momentum: what is left of the velocity after a step, in [0, 1) [default: 0.9]
+    /// momentum, lars: what is left of the velocity after a step, in [0, 1) [default: 0.9]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) momentum: Option<f64>,
     /// momentum: share of the gradient that does not reach the velocity, in [0, 1) [default: 0]
@@ -68,7 +85,7 @@ pub(crate) struct OptimizerArgs {
     /// momentum: step along gradient and velocity
     #[arg(long)]
     pub(crate) nesterov: bool,
-    /// sgd, momentum: factor on the gradient, above 0 [default: 1]
+    /// sgd, momentum, lars: factor on the gradient, above 0 [default: 1]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) rescale: Option<f64>,
     /// adagrad: step t uses lr / (1 + (t − 1)·lr-decay) [default: 0]
@@ -77,6 +94,15 @@ pub(crate) struct OptimizerArgs {
     /// adagrad: what the sum of squared gradients starts from, at least 0 [default: 0]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) initial_sum: Option<f64>,
+    /// lars: factor on the trust ratio, at least 0 [default: 0.001]
+    #[arg(long, allow_hyphen_values = true)]
+    pub(crate) trust_coefficient: Option<f64>,
+    /// No weight decay for parameters whose name contains this; may be repeated
+    #[arg(long, value_name = "SUBSTRING")]
+    pub(crate) exclude: Vec<String>,
+    /// lars, lamb: learning rate of parameters without weight decay [default: plain-lr]
+    #[arg(long, value_enum)]
+    pub(crate) excluded: Option<ExcludedRate>,
     /// adam: scale the step by the largest second moment so far
     #[arg(long)]
     pub(crate) amsgrad: bool,
@@ -95,6 +121,8 @@ impl Rule {
             Rule::Momentum => "momentum",
             Rule::Lion => "lion",
             Rule::Adagrad => "adagrad",
+            Rule::Lars => "lars",
+            Rule::Lamb => "lamb",
         }
     }
 }
@@ -119,21 +147,38 @@ impl OptimizerArgs {
             Rule::Sgd | Rule::Momentum => self.sgd().into(),
             Rule::Lion => self.lion().into(),
             Rule::Adagrad => self.adagrad().into(),
+            Rule::Lars => self.lars().into(),
+            Rule::Lamb => self.lamb().into(),
         })
     }
 
     fn refuse_foreign_flags(&self) -> anyhow::Result<()> {
-        use Rule::{Adagrad, Adam, Adamw, Lion, Momentum, Sgd};
-        let flags: [(&str, bool, &[Rule]); 11] = [
-            ("--beta1", self.beta1.is_some(), &[Adamw, Adam, Lion]),
-            ("--beta2", self.beta2.is_some(), &[Adamw, Adam, Lion]),
-            ("--eps", self.eps.is_some(), &[Adamw, Adam, Adagrad]),
+        use Rule::{Adagrad, Adam, Adamw, Lamb, Lars, Lion, Momentum, Sgd};
+        let flags: [(&str, bool, &[Rule]); 14] = [
+            ("--beta1", self.beta1.is_some(), &[Adamw, Adam, Lamb, Lion]),
+            ("--beta2", self.beta2.is_some(), &[Adamw, Adam, Lamb, Lion]),
+            (
+                "--eps",
+                self.eps.is_some(),
+                &[Adamw, Adam, Adagrad, Lamb, Lars],
+            ),
             ("--amsgrad", self.amsgrad, &[Adamw, Adam]),
             ("--decay", self.decay.is_some(), &[Sgd, Momentum]),
-            ("--momentum", self.momentum.is_some(), &[Momentum]),
+            ("--momentum", self.momentum.is_some(), &[Momentum, Lars]),
             ("--dampening", self.dampening.is_some(), &[Momentum]),
             ("--nesterov", self.nesterov, &[Momentum]),
-            ("--rescale", self.rescale.is_some(), &[Sgd, Momentum]),
+            ("--rescale", self.rescale.is_some(), &[Sgd, Momentum, Lars]),
+            (
+                "--maximize",
+                self.maximize,
+                &[Adamw, Adam, Sgd, Momentum, Lion, Adagrad],
+            ),
+            (
+                "--trust-coefficient",
+                self.trust_coefficient.is_some(),
+                &[Lars],
+            ),
+            ("--excluded", self.excluded.is_some(), &[Lars, Lamb]),
             ("--lr-decay", self.lr_decay.is_some(), &[Adagrad]),
             ("--initial-sum", self.initial_sum.is_some(), &[Adagrad]),
         ];
@@ -219,6 +264,57 @@ impl OptimizerArgs {
             eps: self.eps.unwrap_or(default.eps),
             weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
             objective: self.objective(),
+        }
+    }
+
+    fn lars(&self) -> Lars {
+        let default = Lars::default();
+        Lars {
+            lr: self.lr.unwrap_or(default.lr),
+            momentum: self.momentum.unwrap_or(default.momentum),
+            trust_coefficient: self.trust_coefficient.unwrap_or(default.trust_coefficient),
+            weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
+            eps: self.eps.unwrap_or(default.eps),
+            rescale: self.rescale.unwrap_or(default.rescale),
+            excluded: self.excluded(),
+        }
+    }
+
+    fn lamb(&self) -> Lamb {
+        let default = Lamb::default();
+        Lamb {
+            lr: self.lr.unwrap_or(default.lr),
+            beta1: self.beta1.unwrap_or(default.beta1),
+            beta2: self.beta2.unwrap_or(default.beta2),
+            eps: self.eps.unwrap_or(default.eps),
+            weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
+            excluded: self.excluded(),
+        }
+    }
+
+    fn excluded(&self) -> Excluded {
+        match self.excluded {
+            Some(ExcludedRate::TrustRatio) => Excluded::TrustRatio,
+            Some(ExcludedRate::PlainLr) | None => Excluded::PlainLr,
+        }
+    }
+
+    /// Takes weight decay off the parameters that --exclude names; a pattern that names none is warned of.
+    pub(crate) fn exclude(&self, params: &mut [ParamDesc]) {
+        for pattern in &self.exclude {
+            let mut matches = 0;
+            for param in params.iter_mut() {
+                if param.name.contains(pattern.as_str()) {
+                    param.weight_decay = Some(0.0);
+                    matches += 1;
+                }
+            }
+            if matches == 0 {
+                eprintln!(
+                    "warning: --exclude `{pattern}`: expected a part of a parameter's name, found it in none of {}",
+                    params.len()
+                );
+            }
         }
     }
 }

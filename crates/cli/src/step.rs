@@ -65,6 +65,8 @@ struct StepSummary {
     ns_per_step: f64,
     parameters: usize,
     elements: u64,
+    /// Times that a tensor was left as it was because its norm was not finite.
+    tensors_skipped: u64,
     backend: &'static str,
     optimizer: &'static str,
     /// Norm of all gradients in the last step, the loss scale taken out; `null` unless they are clipped or scaled.
@@ -79,7 +81,8 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     let backend = args.backend.open(&args.planning)?;
     let params = TensorFile::read(&args.params)?;
     let grads = TensorFile::read(&args.grads)?;
-    let model = model_of(&params)?;
+    let mut model = model_of(&params)?;
+    args.optimizer.exclude(&mut model.params);
     let planner = args
         .planning
         .planner(args.optimizer.rule()?, backend.limits());
@@ -150,6 +153,12 @@ fn run_steps(
     }
     backend.synchronize()?;
     let nanoseconds = start.elapsed().as_nanos() as f64;
+    let tensors_skipped = backend.take_skipped()?;
+    if tensors_skipped > 0 {
+        eprintln!(
+            "warning: tensors were left as they were {tensors_skipped} times: their norms or rates are not finite"
+        );
+    }
     Ok(StepSummary {
         steps: args.steps,
         step: state.step(),
@@ -157,6 +166,7 @@ fn run_steps(
         ns_per_step: nanoseconds / args.steps.max(1) as f64,
         parameters: plan.params().len(),
         elements: plan.elements(),
+        tensors_skipped,
         backend: backend.name(),
         optimizer: plan.optimizer().name(),
         grad_norm: last.grad_norm,

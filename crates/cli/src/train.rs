@@ -87,7 +87,7 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     let (train, test) = digits::load(args.seed)?;
     let model = Mlp::new(args.seed)?;
     let lr = default_lr(args.optimizer.optimizer);
-    let rule = args.optimizer.with_default_lr(lr).rule()?;
+    let rule = args.optimizer.clone().with_default_lr(lr).rule()?;
     let make = if args.naive {
         AnyRule::naive
     } else {
@@ -129,6 +129,8 @@ fn default_lr(rule: Rule) -> f64 {
         Rule::Momentum => 0.05,
         Rule::Lion => 3e-4,
         Rule::Adagrad => 0.02,
+        Rule::Lars => 10.0,
+        Rule::Lamb => 0.01,
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::num::NonZeroUsize;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use fusestep_coalesce::HostMemory;
 use fusestep_launch::{
@@ -24,6 +25,8 @@ pub struct CpuBackend {
     team: Team,
     level: Level,
     limits: LaunchLimits,
+    /// Tensors left as they are since they were last asked for.
+    skipped: AtomicU64,
 }
 
 impl CpuBackend {
@@ -42,6 +45,7 @@ impl CpuBackend {
             team,
             level: Level::detect(),
             limits: LaunchLimits::default(),
+            skipped: AtomicU64::new(0),
         })
     }
 
@@ -68,6 +72,10 @@ impl CpuBackend {
     /// The threads.
     pub fn team(&self) -> &Team {
         &self.team
+    }
+
+    pub(crate) fn count_skipped(&self) -> &AtomicU64 {
+        &self.skipped
     }
 
     /// The SIMD level in use.
@@ -137,6 +145,13 @@ impl Backend for CpuBackend {
     }
 
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
+        if launch.kernel.normed().is_some() {
+            // The sums come from the whole tensor, so tensors are not cut between the threads at any element.
+            return self.launch_by_tensor(launch, &|piece| {
+                piece.run();
+                Ok(())
+            });
+        }
         let report = LaunchReport::of(launch.batches);
         let Gate::Open(grad_factor) = gate(&launch)? else {
             return Ok(report);
@@ -210,6 +225,10 @@ impl Backend for CpuBackend {
             launches: 1,
             elements: 0,
         })
+    }
+
+    fn take_skipped(&self) -> Result<u64, BackendError> {
+        Ok(self.skipped.swap(0, Ordering::Relaxed))
     }
 
     fn synchronize(&self) -> Result<(), BackendError> {

@@ -1,21 +1,24 @@
-//! Launches whose parameters and gradients a framework keeps and lends, tensor by tensor.
+//! Launches that go tensor by tensor: those whose parameters and gradients a framework keeps and lends, and those of kernels that
+//! take sums over a tensor before they update it.
 //!
 //! A framework guards each tensor with its own lock. So a thread holds one tensor at a time: a large tensor is lent once and the
-//! whole team works on it; small ones are shared out and each thread borrows its own, one after the other.
+//! whole team works on it; small ones are shared out and each thread borrows its own, one after the other. A kernel that takes sums
+//! profits from the same order: a small tensor stays in its thread's cache between sums and update, a large one in the shared cache.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use fusestep_elementwise::{Tensor, step_tensor};
 use fusestep_launch::{
-    Backend, BackendError, Batch, Gate, HostCall, HostList, HostSpans, Launch, LaunchReport,
-    ListBuffer, MAX_LISTS, MultiTensorKernel, Record,
+    Backend, BackendError, Batch, Gate, HostCall, HostList, Launch, LaunchReport, ListBuffer,
+    MAX_LISTS, MultiTensorKernel, Outcome, Record,
 };
 use fusestep_simd::{Split, Team};
 use fusestep_tensor::Role;
 
 use crate::CpuBackend;
 use crate::backend::gate;
-use crate::pieces::CUT_ELEMENTS;
 
 /// From this many elements on the team works on one tensor together: below it, waking the team costs more than it saves.
 const LARGE_ELEMENTS: u64 = 128 * 1024;
@@ -24,11 +27,10 @@ const LARGE_ELEMENTS: u64 = 128 * 1024;
 /// thread never for two tensors at once.
 pub type Lend<'a> = &'a (dyn Fn(LentPiece<'_>) -> Result<(), BackendError> + Sync);
 
-/// A tensor, or the part of it that one launch takes, whose state is at hand and whose parameter and gradient are to be lent.
+/// A tensor whose state is at hand and whose parameter and gradient are to be lent, if they are not at hand as well.
 pub struct LentPiece<'a> {
     call: LentCall<'a>,
-    record: Record,
-    class: u32,
+    whole: Whole,
     /// The kernel's lists; those to be lent are absent.
     lists: [HostList<'a>; MAX_LISTS],
     /// The team, if the tensor is worth its while.
@@ -41,14 +43,24 @@ struct LentCall<'a> {
     kernel: &'a dyn MultiTensorKernel,
     host: HostCall<'a>,
     backend: &'static str,
+    skipped: &'a AtomicU64,
 }
 
 impl CpuBackend {
-    /// Runs a launch of a plan whose tensors are lent: `lend` is called once for each record.
+    /// Runs a launch of a plan whose tensors are lent: `lend` is called once for each tensor, however launches cut it.
     ///
     /// # Errors
     /// The first error of `lend`; [`BackendError::ForeignBuffer`] if the state's memory is not the host's.
     pub fn launch_lent(
+        &self,
+        launch: Launch<'_>,
+        lend: Lend<'_>,
+    ) -> Result<LaunchReport, BackendError> {
+        self.launch_by_tensor(launch, lend)
+    }
+
+    /// Calls `lend` once for each tensor, with the lists that are kept.
+    pub(crate) fn launch_by_tensor(
         &self,
         launch: Launch<'_>,
         lend: Lend<'_>,
@@ -68,29 +80,27 @@ impl CpuBackend {
             kernel: launch.kernel,
             host,
             backend,
+            skipped: self.count_skipped(),
         };
-        for batch in launch.batches {
-            for record in batch.records.iter().filter(|record| is_large(record)) {
-                let elements = span(launch.offsets, record);
-                let lists = lists_of(launch.kernel, launch.lists, Some(elements));
-                lend(LentPiece {
-                    call,
-                    record: *record,
-                    class: batch.classes[usize::from(record.set)],
-                    lists: lists.ok_or(BackendError::ForeignBuffer { backend })?,
-                    team: Some(self.team()),
-                })?;
-            }
+        for whole in Tensors::new(launch.batches).filter(Whole::is_large) {
+            let elements = whole.span(launch.offsets);
+            let lists = lists_of(launch.kernel, launch.lists, Some(elements));
+            lend(LentPiece {
+                call,
+                whole,
+                lists: lists.ok_or(BackendError::ForeignBuffer { backend })?,
+                team: Some(self.team()),
+            })?;
         }
         let error = Mutex::new(None);
         let lists = lists_of(launch.kernel, launch.lists, None);
         self.team().run(SmallPieces {
             call,
-            records: Records::new(launch.batches),
+            tensors: Tensors::new(launch.batches),
             offsets: launch.offsets,
             lists: lists.ok_or(BackendError::ForeignBuffer { backend })?,
             first: 0,
-            elements: small_elements(Records::new(launch.batches)),
+            elements: small_elements(Tensors::new(launch.batches)),
             lend,
             error: &error,
         });
@@ -102,7 +112,7 @@ impl CpuBackend {
 impl LentPiece<'_> {
     /// Index of the tensor in its storage.
     pub fn tensor(&self) -> usize {
-        self.record.tensor as usize
+        self.whole.tensor as usize
     }
 
     /// Updates the piece's elements of `param`, given whole, from `grad`, given whole.
@@ -110,17 +120,16 @@ impl LentPiece<'_> {
     /// # Errors
     /// [`BackendError::OutOfBounds`] if one of them is shorter than the tensor; nothing is written then.
     pub fn update(self, param: &mut [u8], grad: &[u8]) -> Result<(), BackendError> {
-        let first = self.record.first_element as usize;
-        let elements = first..first + self.record.numel as usize;
-        let cut = |width: usize, found: usize| {
-            let bytes = elements.start * width..elements.end * width;
-            if bytes.end <= found {
-                return Ok(bytes);
+        let numel = self.whole.numel as usize;
+        let check = |width: usize, found: usize| {
+            let len_bytes = numel * width;
+            if len_bytes <= found {
+                return Ok(len_bytes);
             }
             Err(BackendError::OutOfBounds {
                 backend: self.call.backend,
-                offset_bytes: bytes.start,
-                len_bytes: bytes.len(),
+                offset_bytes: 0,
+                len_bytes,
                 found,
             })
         };
@@ -138,41 +147,47 @@ impl LentPiece<'_> {
                     continue;
                 }
             };
-            let bytes = cut(width, len_bytes(&lent))?;
-            *list = lent.split_at(bytes.start).1.split_at(bytes.len()).0;
+            let len_bytes = check(width, lent.bytes().len())?;
+            *list = lent.split_at(len_bytes).0;
         }
-        let piece = Piece {
-            kernel,
-            host: self.call.host,
-            numel: self.record.numel,
-            class: self.class,
-            lists,
-        };
-        match self.team {
-            Some(team) => team.run(piece),
-            None => piece.run(),
-        }
+        LentPiece { lists, ..self }.run();
         Ok(())
     }
-}
 
-fn len_bytes(list: &HostList<'_>) -> usize {
-    match list {
-        HostList::Absent => 0,
-        HostList::Read(bytes) => bytes.len(),
-        HostList::ReadWrite(bytes) => bytes.len(),
+    /// Updates a tensor all of whose lists are at hand.
+    pub(crate) fn run(self) {
+        let tensor = Tensor {
+            kernel: self.call.kernel,
+            call: self.call.host,
+            class: self.whole.class,
+            numel: self.whole.numel as usize,
+            lists: self.lists,
+        };
+        if step_tensor(tensor, self.team) == Outcome::Skip {
+            self.call.skipped.fetch_add(1, Ordering::Relaxed);
+        }
     }
 }
 
-fn is_large(record: &Record) -> bool {
-    record.numel >= LARGE_ELEMENTS
+/// A tensor of a launch, put together from the records that its batches cut it into.
+#[derive(Clone, Copy)]
+struct Whole {
+    tensor: u32,
+    numel: u64,
+    class: u32,
 }
 
-/// The storage elements of a record.
-fn span(offsets: &[u64], record: &Record) -> Range<usize> {
-    // Storages lie in host memory, so their element counts fit a usize.
-    let start = (offsets[record.tensor as usize] + record.first_element) as usize;
-    start..start + record.numel as usize
+impl Whole {
+    fn is_large(&self) -> bool {
+        self.numel >= LARGE_ELEMENTS
+    }
+
+    /// The storage elements of the tensor.
+    fn span(&self, offsets: &[u64]) -> Range<usize> {
+        // Storages lie in host memory, so their element counts fit a usize.
+        let start = offsets[self.tensor as usize] as usize;
+        start..start + self.numel as usize
+    }
 }
 
 /// The kept lists in the kernel's order, all of them or some elements; `None` if their memory is not the host's.
@@ -196,39 +211,6 @@ fn lists_of<'a>(
     Some(lists)
 }
 
-/// One tensor in the team's hands.
-struct Piece<'a> {
-    kernel: &'a dyn MultiTensorKernel,
-    host: HostCall<'a>,
-    numel: u64,
-    class: u32,
-    lists: [HostList<'a>; MAX_LISTS],
-}
-
-impl Split for Piece<'_> {
-    fn elements(&self) -> u64 {
-        self.numel
-    }
-
-    fn split(self, elements: u64) -> (Self, Self) {
-        let at = elements.next_multiple_of(CUT_ELEMENTS).min(self.numel);
-        let (left, right) = cut(self.lists, self.kernel, at as usize);
-        let part = |lists, numel| Piece {
-            kernel: self.kernel,
-            host: self.host,
-            class: self.class,
-            numel,
-            lists,
-        };
-        (part(left, at), part(right, self.numel - at))
-    }
-
-    fn run(self) {
-        let spans = HostSpans::one(self.numel as usize, self.class);
-        self.kernel.run_host(self.host, self.lists, spans);
-    }
-}
-
 /// Cuts all lists after so many elements.
 fn cut<'a>(
     mut lists: [HostList<'a>; MAX_LISTS],
@@ -243,9 +225,9 @@ fn cut<'a>(
     (lists, right)
 }
 
-/// Records of consecutive batches, in order.
+/// Tensors of consecutive batches, in order.
 #[derive(Clone, Copy)]
-struct Records<'a> {
+struct Tensors<'a> {
     batches: &'a [Batch],
     /// Records of the first batch that are already gone.
     gone: usize,
@@ -253,7 +235,7 @@ struct Records<'a> {
     left: usize,
 }
 
-impl<'a> Records<'a> {
+impl<'a> Tensors<'a> {
     fn new(batches: &'a [Batch]) -> Self {
         Self {
             batches,
@@ -261,12 +243,8 @@ impl<'a> Records<'a> {
             left: batches.iter().map(|batch| batch.records.len()).sum(),
         }
     }
-}
 
-impl<'a> Iterator for Records<'a> {
-    type Item = (&'a Batch, &'a Record);
-
-    fn next(&mut self) -> Option<Self::Item> {
+    fn record(&mut self) -> Option<(&'a Batch, &'a Record)> {
         if self.left == 0 {
             return None;
         }
@@ -283,15 +261,36 @@ impl<'a> Iterator for Records<'a> {
     }
 }
 
-fn small_elements(records: Records<'_>) -> u64 {
-    let small = records.filter(|(_, record)| !is_large(record));
-    small.map(|(_, record)| record.numel).sum()
+impl Iterator for Tensors<'_> {
+    type Item = Whole;
+
+    fn next(&mut self) -> Option<Whole> {
+        let (batch, record) = self.record()?;
+        let mut whole = Whole {
+            tensor: record.tensor,
+            numel: record.numel,
+            class: batch.classes[usize::from(record.set)],
+        };
+        let mut ahead = *self;
+        while let Some((_, more)) = ahead.record()
+            && more.tensor == whole.tensor
+        {
+            whole.numel += more.numel;
+            *self = ahead;
+        }
+        Some(whole)
+    }
 }
 
-/// The small tensors among some records of a launch.
+fn small_elements(tensors: Tensors<'_>) -> u64 {
+    let small = tensors.filter(|whole| !whole.is_large());
+    small.map(|whole| whole.numel).sum()
+}
+
+/// The small tensors among some tensors of a launch.
 struct SmallPieces<'a> {
     call: LentCall<'a>,
-    records: Records<'a>,
+    tensors: Tensors<'a>,
     offsets: &'a [u64],
     /// The kept lists from storage element `first` on.
     lists: [HostList<'a>; MAX_LISTS],
@@ -308,27 +307,27 @@ impl Split for SmallPieces<'_> {
     }
 
     fn split(self, elements: u64) -> (Self, Self) {
-        let (mut rest, mut taken, mut end) = (self.records, 0, self.first);
+        let (mut rest, mut taken, mut end) = (self.tensors, 0, self.first);
         while taken < elements {
-            let Some((_, record)) = rest.next() else {
+            let Some(whole) = rest.next() else {
                 break;
             };
-            taken += if is_large(record) { 0 } else { record.numel };
-            end = span(self.offsets, record).end;
+            taken += if whole.is_large() { 0 } else { whole.numel };
+            end = whole.span(self.offsets).end;
         }
         let (left, right) = cut(self.lists, self.call.kernel, end - self.first);
-        let left_records = Records {
-            left: self.records.left - rest.left,
-            ..self.records
+        let left_tensors = Tensors {
+            left: self.tensors.left - rest.left,
+            ..self.tensors
         };
         let left = SmallPieces {
-            records: left_records,
+            tensors: left_tensors,
             lists: left,
             elements: taken,
             ..self
         };
         let right = SmallPieces {
-            records: rest,
+            tensors: rest,
             lists: right,
             first: end,
             elements: self.elements - taken,
@@ -340,18 +339,17 @@ impl Split for SmallPieces<'_> {
     fn run(self) {
         let mut lists = self.lists;
         let mut first = self.first;
-        for (batch, record) in self.records {
-            if is_large(record) {
+        for whole in self.tensors {
+            if whole.is_large() {
                 continue;
             }
-            let elements = span(self.offsets, record);
+            let elements = whole.span(self.offsets);
             let (_, from_here) = cut(lists, self.call.kernel, elements.start - first);
             let (kept, rest) = cut(from_here, self.call.kernel, elements.len());
             (lists, first) = (rest, elements.end);
             let lent = (self.lend)(LentPiece {
                 call: self.call,
-                record: *record,
-                class: batch.classes[usize::from(record.set)],
+                whole,
                 lists: kept,
                 team: None,
             });

@@ -6,7 +6,7 @@ use fusestep_launch::{
 use fusestep_simd::Split;
 
 /// Cuts lie on multiples of this many elements, so that two threads never write one cache line of any dtype.
-pub(crate) const CUT_ELEMENTS: u64 = 1024;
+const CUT_ELEMENTS: u64 = 1024;
 
 /// The part of a launch whose elements lie in `first..end` of the storage.
 pub(crate) struct Pieces<'a> {

@@ -74,6 +74,7 @@ constexpr Attribute ATTRIBUTES[] = {
     {12, 65536},                      // registers per block
     {16, MULTIPROCESSORS},            // multiprocessors
     {31, 1},                          // concurrent kernels
+    {38, 4 << 20},                    // L2 cache
     {39, int(MULTIPROCESSOR_THREADS)},  // threads per multiprocessor
     {41, 1},                          // unified addressing
     {75, COMPUTE_MAJOR},              // compute capability

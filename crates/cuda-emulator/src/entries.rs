@@ -56,6 +56,8 @@ pub(crate) fn host_source(path: &Path, source: &str) -> Result<String, EmulatorE
 
 fn parse(line: &str) -> Option<Entry<'_>> {
     let (threads_max, rest) = line.strip_prefix(START)?.split_once(')')?;
+    // Blocks for each multiprocessor may follow; they bound registers, which the host has not.
+    let threads_max = threads_max.split(',').next()?;
     let (name, rest) = rest.trim_start().split_once('(')?;
     let (argument, _) = rest.strip_prefix(PARAMETER)?.split_once(')')?;
     let (argument_type, parameter) = argument.rsplit_once(' ')?;
@@ -85,6 +87,8 @@ mod tests {
         assert_eq!(entry.threads_max, "512");
         assert_eq!(entry.argument_type, "multi_tensor::Arguments<4096>");
         assert_eq!(entry.parameter, "arguments");
+        let bounded = LINE.replace("(512)", "(512, 1)");
+        assert_eq!(parse(&bounded).unwrap(), entry);
     }
 
     #[test]

@@ -33,6 +33,16 @@ impl CudaBackend {
         match self.never {}
     }
 
+    /// The same backend with waves of at most this many chunks; they change the time, not the bits.
+    pub fn with_wave_chunks(self, _wave_chunks: std::num::NonZeroU32) -> Self {
+        match self.never {}
+    }
+
+    /// The same backend without grids that wait for themselves; it changes the launches, not the bits.
+    pub fn without_grid_sync(self) -> Self {
+        match self.never {}
+    }
+
     /// What the device and its driver offer.
     pub fn device_info(&self) -> &DeviceInfo {
         match self.never {}

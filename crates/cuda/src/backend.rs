@@ -1,6 +1,7 @@
 //! Launches on a stream of the device.
 
 use std::ffi::c_void;
+use std::num::NonZeroU32;
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -15,7 +16,7 @@ use crate::buffer::DeviceBuffer;
 use crate::kernels::Kernels;
 use crate::session::{Session, unavailable};
 use crate::status::check;
-use crate::{DeviceInfo, NAME};
+use crate::{DeviceInfo, GridSync, NAME};
 
 /// Threads of a block, as the kernels are compiled for.
 const BLOCK_THREADS: u32 = 512;
@@ -32,6 +33,8 @@ pub struct CudaBackend {
     session: Arc<Session>,
     kernels: Mutex<Kernels>,
     limits: LaunchLimits,
+    wave_chunks: Option<NonZeroU32>,
+    grid_sync: GridSync,
 }
 
 impl CudaBackend {
@@ -44,9 +47,11 @@ impl CudaBackend {
         let session = Session::open(ordinal)?;
         let limits = LaunchLimits::with_argument_bytes(session.info.argument_bytes);
         Ok(Self {
+            grid_sync: session.info.grid_sync,
             session: Arc::new(session),
             kernels: Mutex::new(Kernels::new()),
             limits,
+            wave_chunks: None,
         })
     }
 
@@ -54,6 +59,50 @@ impl CudaBackend {
     pub fn with_limits(mut self, limits: LaunchLimits) -> Self {
         self.limits = limits;
         self
+    }
+
+    /// The same backend with waves of at most this many chunks; they change the time, not the bits.
+    pub fn with_wave_chunks(mut self, wave_chunks: NonZeroU32) -> Self {
+        self.wave_chunks = Some(wave_chunks);
+        self
+    }
+
+    /// The same backend without grids that wait for themselves; it changes the launches, not the bits.
+    pub fn without_grid_sync(mut self) -> Self {
+        self.grid_sync = GridSync::Missing;
+        self
+    }
+
+    /// The address of so many slots for sums.
+    pub(crate) fn slots(&self, count: u64) -> Result<u64, BackendError> {
+        self.session.enter()?;
+        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        kernels.slots.at_least(&self.session, count)
+    }
+
+    pub(crate) fn asked_wave_chunks(&self) -> Option<NonZeroU32> {
+        self.wave_chunks
+    }
+
+    pub(crate) fn grid_sync(&self) -> GridSync {
+        self.grid_sync
+    }
+
+    /// Blocks of a function that the device holds at once.
+    fn resident_blocks(&self, function: sys::CUfunction) -> Result<u32, BackendError> {
+        let mut blocks = 0;
+        // SAFETY: writes one integer; the function belongs to a loaded module.
+        let status = unsafe {
+            sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                &mut blocks,
+                function,
+                BLOCK_THREADS as i32,
+                0,
+            )
+        };
+        check(status, || "asking how many blocks fit".to_owned())?;
+        let per_multiprocessor = u32::try_from(blocks).unwrap_or(0);
+        Ok((per_multiprocessor * self.session.info.multiprocessors).max(1))
     }
 
     /// What the device and its driver offer.
@@ -96,32 +145,52 @@ impl CudaBackend {
         self.session.enter()?;
         let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
         let function = kernels.function(entry.stem, entry.entry, block)?;
+        let blocks = match entry.grid {
+            Grid::Apart(blocks) => blocks,
+            Grid::Together { at_most } => self.resident_blocks(function)?.min(at_most),
+        };
         let bytes = bytemuck::cast_slice_mut(kernels.block.as_mut_slice());
         write(bytes);
         let mut parameters: [*mut c_void; 1] = [bytes.as_mut_ptr().cast()];
-        // SAFETY: `function` takes one parameter of `block.len_bytes()` bytes, of which `bytes` has at least as many; the call
-        // copies them. What they refer to lies in live buffers, as the callers establish (`check_records`, `check_end`).
-        let status = unsafe {
-            sys::cuLaunchKernel(
-                function,
-                entry.blocks,
-                1,
-                1,
-                BLOCK_THREADS,
-                1,
-                1,
-                0,
-                self.session.stream(),
-                parameters.as_mut_ptr(),
-                ptr::null_mut(),
-            )
+        let stream = self.session.stream();
+        let status = match entry.grid {
+            // SAFETY: `function` takes one parameter of `block.len_bytes()` bytes, of which `bytes` has at least as many; the call
+            // copies them. What they refer to lies in live buffers, as the callers establish (`check_records`, `check_end`,
+            // `Slots::at_least`).
+            Grid::Apart(_) => unsafe {
+                sys::cuLaunchKernel(
+                    function,
+                    blocks,
+                    1,
+                    1,
+                    BLOCK_THREADS,
+                    1,
+                    1,
+                    0,
+                    stream,
+                    parameters.as_mut_ptr(),
+                    ptr::null_mut(),
+                )
+            },
+            // SAFETY: as above; all blocks fit on the device at once (`resident_blocks`).
+            Grid::Together { .. } => unsafe {
+                sys::cuLaunchCooperativeKernel(
+                    function,
+                    blocks,
+                    1,
+                    1,
+                    BLOCK_THREADS,
+                    1,
+                    1,
+                    0,
+                    stream,
+                    parameters.as_mut_ptr(),
+                )
+            },
         };
         check(status, || {
-            format!(
-                "launching `{}` with {} blocks",
-                fusestep_kernels::entry(entry.entry, block),
-                entry.blocks
-            )
+            let entry = fusestep_kernels::entry(entry.entry, block);
+            format!("launching `{entry}` with {blocks} blocks")
         })
     }
 
@@ -145,7 +214,19 @@ pub(crate) struct Entry {
     pub(crate) stem: &'static str,
     pub(crate) entry: &'static str,
     pub(crate) argument_bytes: usize,
-    pub(crate) blocks: u32,
+    pub(crate) grid: Grid,
+}
+
+/// How the blocks of a launch run.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Grid {
+    /// So many, in any order.
+    Apart(u32),
+    /// As many as the device holds at once, so that they can wait for each other.
+    Together {
+        /// More have no work.
+        at_most: u32,
+    },
 }
 
 impl Backend for CudaBackend {
@@ -199,12 +280,16 @@ impl Backend for CudaBackend {
             check_records(launch.lists, launch.offsets, batch)?;
             self.block_for(argument_bytes(&launch, batch))?;
         }
+        if let Some(normed) = launch.kernel.normed() {
+            self.launch_normed(&launch, normed, addresses, control)?;
+            return Ok(LaunchReport::of(launch.batches));
+        }
         for batch in launch.batches.iter().filter(|batch| batch.chunks > 0) {
             let entry = Entry {
                 stem: launch.kernel.stem(),
                 entry: launch.kernel.entry(),
                 argument_bytes: argument_bytes(&launch, batch),
-                blocks: batch.chunks,
+                grid: Grid::Apart(batch.chunks),
             };
             self.enqueue(entry, &mut |bytes| {
                 pack(&launch, batch, addresses, control, bytes);
@@ -219,6 +304,12 @@ impl Backend for CudaBackend {
 
     fn conclude(&self, conclude: Conclude<'_>) -> Result<LaunchReport, BackendError> {
         self.enqueue_conclusion(conclude)
+    }
+
+    fn take_skipped(&self) -> Result<u64, BackendError> {
+        self.session.enter()?;
+        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        kernels.slots.take_skipped()
     }
 
     fn synchronize(&self) -> Result<(), BackendError> {
@@ -238,7 +329,7 @@ impl Drop for CudaBackend {
     }
 }
 
-fn argument_bytes(launch: &Launch<'_>, batch: &Batch) -> usize {
+pub(crate) fn argument_bytes(launch: &Launch<'_>, batch: &Batch) -> usize {
     launch
         .kernel
         .argument_layout()

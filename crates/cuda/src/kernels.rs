@@ -7,6 +7,7 @@ use cust::sys::{self, CUfunction, CUmodule, CUresult};
 use fusestep_kernels::ArgumentBlock;
 use fusestep_launch::BackendError;
 
+use crate::normed::Slots;
 use crate::session::unavailable;
 use crate::status::check;
 
@@ -20,6 +21,8 @@ pub(crate) struct Kernels {
     modules: Vec<Module>,
     /// The argument block; words, because the driver copies it for parameters that are aligned to 8 bytes.
     pub(crate) block: Box<[u64; BLOCK_WORDS]>,
+    /// Where sums over tensors go.
+    pub(crate) slots: Slots,
 }
 
 #[derive(Debug)]
@@ -44,10 +47,11 @@ impl Kernels {
             functions: Vec::new(),
             modules: Vec::new(),
             block: Box::new([0; BLOCK_WORDS]),
+            slots: Slots::default(),
         }
     }
 
-    /// The kernel's function for argument blocks of this size; the context must be current.
+    /// The function of an entry for argument blocks of this size; the context must be current.
     ///
     /// Only the first call for an entry allocates.
     pub(crate) fn function(

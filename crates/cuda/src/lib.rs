@@ -11,6 +11,8 @@ mod info;
 #[cfg(feature = "cuda")]
 mod kernels;
 #[cfg(feature = "cuda")]
+mod normed;
+#[cfg(feature = "cuda")]
 mod reduce;
 #[cfg(feature = "cuda")]
 mod session;
@@ -21,7 +23,7 @@ mod status;
 pub use absent::CudaBackend;
 #[cfg(feature = "cuda")]
 pub use backend::CudaBackend;
-pub use info::DeviceInfo;
+pub use info::{DeviceInfo, GridSync};
 
 /// The backend's name in messages.
 const NAME: &str = "cuda";

@@ -6,7 +6,7 @@ use fusestep_launch::{
 };
 
 use crate::NAME;
-use crate::backend::{CudaBackend, Entry, check_records};
+use crate::backend::{CudaBackend, Entry, Grid, check_records};
 
 impl CudaBackend {
     /// Enqueues the batches of a reduction, one launch each.
@@ -32,7 +32,7 @@ impl CudaBackend {
                 stem: reduce.kernel.stem(),
                 entry: reduce.kernel.entry(),
                 argument_bytes: layout.bytes(batch.records.len(), 0),
-                blocks: batch.chunks,
+                grid: Grid::Apart(batch.chunks),
             };
             let addresses = (list, partials + next * width);
             self.enqueue(entry, &mut |bytes| {
@@ -67,7 +67,7 @@ impl CudaBackend {
             stem: conclude.rule.stem(),
             entry: conclude.rule.entry(),
             argument_bytes: CONCLUSION_BYTES + scalars.len(),
-            blocks: 1,
+            grid: Grid::Apart(1),
         };
         self.enqueue(entry, &mut |bytes| {
             pack_conclusion(addresses, tensors as u64, control, scalars, bytes);

@@ -9,7 +9,7 @@ use cust::sys::{self, CUdevice_attribute, CUresult, CUstream};
 use fusestep_launch::{ARGUMENT_BYTES_CLASSIC, ARGUMENT_BYTES_LARGE, BackendError};
 
 use crate::status::{check, describe, wrapped};
-use crate::{DeviceInfo, NAME};
+use crate::{DeviceInfo, GridSync, NAME};
 
 /// The driver from which on a launch takes large arguments: CUDA 12.1.
 const LARGE_ARGUMENTS_DRIVER: (u32, u32) = (12, 1);
@@ -123,6 +123,11 @@ fn read_info(ordinal: u32) -> Result<DeviceInfo, BackendError> {
         attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
     );
     let multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+    let l2_bytes = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?;
+    let grid_sync = match attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH)? {
+        0 => GridSync::Missing,
+        _ => GridSync::Offered,
+    };
     let mut name: [c_char; 256] = [0; 256];
     // SAFETY: the length is the array's; the last byte is left 0.
     let status = unsafe { sys::cuDeviceGetName(name.as_mut_ptr(), 255, handle) };
@@ -142,6 +147,8 @@ fn read_info(ordinal: u32) -> Result<DeviceInfo, BackendError> {
         driver_version,
         memory_bytes: memory_bytes as u64,
         multiprocessors,
+        l2_bytes: l2_bytes.into(),
+        grid_sync,
         argument_bytes: argument_bytes(driver_version, compute_capability),
     })
 }

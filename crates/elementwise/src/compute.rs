@@ -25,6 +25,8 @@ pub trait Compute:
     const ONE: Self;
     /// Rounds once, to nearest even.
     fn round(value: f64) -> Self;
+    /// The same value in f64.
+    fn exact(self) -> f64;
     /// The correctly rounded square root.
     fn sqrt(self) -> Self;
     /// The magnitude.
@@ -38,6 +40,10 @@ impl Compute for f32 {
     #[inline(always)]
     fn round(value: f64) -> Self {
         value as f32
+    }
+    #[inline(always)]
+    fn exact(self) -> f64 {
+        self.into()
     }
     #[inline(always)]
     fn sqrt(self) -> Self {
@@ -56,6 +62,10 @@ impl Compute for f64 {
     #[inline(always)]
     fn round(value: f64) -> Self {
         value
+    }
+    #[inline(always)]
+    fn exact(self) -> f64 {
+        self
     }
     #[inline(always)]
     fn sqrt(self) -> Self {

@@ -8,15 +8,21 @@
 mod bytes;
 mod compute;
 mod norm;
+mod normed;
+mod power;
 mod run;
 mod slices;
 mod storage;
+mod tree;
 
 pub use bytes::{padded_bytes, read_values, write_padded};
 pub use compute::Compute;
 pub use norm::{
     LEAF_ELEMENTS, NORM_CHUNK_ELEMENTS, NORM_LANES, chunk_square_sum, fold, square_sum,
 };
+pub use normed::{Tensor, step_tensor};
+pub use power::integer_power;
 pub use run::{LANES, Update, run};
 pub use slices::{SliceTensor, StepError, step_slices};
 pub use storage::Storage;
+pub use tree::{Terms, chunk_sums};

@@ -100,6 +100,7 @@ pub fn step_slices<T: Compute, const N: usize>(
         lr: rule.lr(),
         lr_scale: 1.0,
         weight_decay: None,
+        trust: None,
         step,
     };
     kernel.write_set(values, &mut set);

@@ -85,6 +85,7 @@ impl Adam {
             lr: self.lr,
             lr_scale: 1.0,
             weight_decay: None,
+            trust: None,
             step,
         };
         kernel.write_set(values, &mut set[..layout.set_bytes]);

@@ -8,6 +8,8 @@ pub use fusestep_cpu::{CpuBackend, LentPiece};
 pub use fusestep_cuda::{CudaBackend, DeviceInfo};
 pub use fusestep_fused_adam::{self as fused_adam, Adam, AdamError, AdamTensors, SecondMoment};
 pub use fusestep_fused_sgd::{self as fused_sgd, Nesterov, Sgd, SgdTensors, StepError};
+pub use fusestep_lamb::{self as lamb, Lamb, LambError, LambTensors};
+pub use fusestep_lars_momentum::{self as lars_momentum, Excluded, Lars, LarsError, LarsTensors};
 pub use fusestep_launch::{
     self as launch, Backend, BackendError, LaunchLimits, Objective, WeightDecay,
 };
@@ -17,5 +19,5 @@ pub use fusestep_planner::{
     Planner, State, StepReport, Tensors, Verdict,
 };
 pub use fusestep_simd::{self as simd, Level, Team};
-pub use fusestep_tensor::{self as tensor, DType, ParamDesc, Role, Shape, TensorError};
+pub use fusestep_tensor::{self as tensor, DType, ParamDesc, Role, Shape, TensorError, Trust};
 pub use fusestep_tensor_file::{self as tensor_file, TensorFile, TensorFileError};

@@ -145,6 +145,14 @@ pub trait Backend {
     /// [`BackendError::OutOfBounds`] if a buffer is too short; [`BackendError::Device`] with the device's own code.
     fn conclude(&self, conclude: Conclude<'_>) -> Result<LaunchReport, BackendError>;
 
+    /// Tensors that kernels have skipped since the last call because a norm was not finite; a device is waited for.
+    ///
+    /// # Errors
+    /// [`BackendError::Device`] with the device's own code.
+    fn take_skipped(&self) -> Result<u64, BackendError> {
+        Ok(0)
+    }
+
     /// Waits until everything enqueued is done.
     ///
     /// # Errors

@@ -34,6 +34,15 @@ pub enum HostList<'a> {
 }
 
 impl<'a> HostList<'a> {
+    /// The bytes, to be read; none if the list is absent.
+    pub fn bytes(&self) -> &[u8] {
+        match self {
+            HostList::Absent => &[],
+            HostList::Read(bytes) => bytes,
+            HostList::ReadWrite(bytes) => bytes,
+        }
+    }
+
     /// The elements, to be read.
     ///
     /// # Panics

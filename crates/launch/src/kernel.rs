@@ -1,9 +1,9 @@
 //! What a kernel crate offers to planner and backends.
 
-use fusestep_tensor::{DType, Role};
+use fusestep_tensor::{DType, Role, Trust};
 use serde::{Deserialize, Serialize};
 
-use crate::{ArgumentLayout, HostCall, HostList, HostSpans, MAX_LISTS};
+use crate::{ArgumentLayout, HostCall, HostList, HostSpans, MAX_LISTS, NormedKernel};
 
 /// Whether a kernel only reads a tensor list or also writes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -46,6 +46,8 @@ pub struct SetValues {
     pub lr_scale: f64,
     /// The tensor's own weight decay; `None` for the optimizer's.
     pub weight_decay: Option<f64>,
+    /// Whether a layer-wise rule scales the tensor's rate; `None` leaves it to the rule.
+    pub trust: Option<Trust>,
     /// The tensor's step (t), counted from 1.
     pub step: u64,
 }
@@ -81,6 +83,11 @@ pub trait MultiTensorKernel: Send + Sync {
     /// `lists` are in the order of [`MultiTensorKernel::lists`] and of one numel; `spans` say where in them the tensors lie. How
     /// tensors were cut into spans changes no bit.
     fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>);
+
+    /// What the kernel needs to know of a whole tensor before it updates it; `None` if nothing.
+    fn normed(&self) -> Option<&dyn NormedKernel> {
+        None
+    }
 
     /// Bytes of memory traffic per element.
     fn traffic_bytes(&self) -> u64 {

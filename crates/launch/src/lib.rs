@@ -13,6 +13,7 @@ mod error;
 mod host;
 mod kernel;
 mod limits;
+mod normed;
 mod pack;
 mod recorder;
 mod reduction;
@@ -27,6 +28,10 @@ pub use kernel::{Access, MultiTensorKernel, SetValues, TensorList};
 pub use limits::{
     ARGUMENT_BYTES_CLASSIC, ARGUMENT_BYTES_LARGE, ArgumentLayout, CHUNK_ELEMENTS, HEADER_BYTES,
     LaunchLimits,
+};
+pub use normed::{
+    ApartEntries, CHUNK_UNITS, Excluded, FINISHED_BYTES, MAX_SUMS, NormedKernel, Outcome,
+    SLOT_VALUES, WORKSPACE_BYTES, Workspace,
 };
 pub use pack::{CONCLUSION_BYTES, pack, pack_conclusion, pack_reduction};
 pub use recorder::{RecordedLaunch, Recorder};

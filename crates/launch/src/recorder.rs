@@ -120,6 +120,10 @@ impl<B: Backend> Backend for Recorder<B> {
         self.inner.conclude(conclude)
     }
 
+    fn take_skipped(&self) -> Result<u64, BackendError> {
+        self.inner.take_skipped()
+    }
+
     fn synchronize(&self) -> Result<(), BackendError> {
         self.inner.synchronize()
     }

@@ -52,6 +52,7 @@ impl Classes {
             let class = HyperClass {
                 lr_scale: param.lr_scale,
                 weight_decay: param.weight_decay,
+                trust: param.trust,
                 steps_behind: steps_behind(index),
             };
             // Validated values are finite and not negative, so equal bits are equal values but for the two zeros, which only
@@ -59,6 +60,7 @@ impl Classes {
             let key = (
                 class.lr_scale.to_bits(),
                 class.weight_decay.map(f64::to_bits),
+                class.trust,
                 class.steps_behind,
             );
             *found.entry(key).or_insert_with(|| {

@@ -5,6 +5,8 @@ use std::fmt;
 use fusestep_adagrad::Adagrad;
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
+use fusestep_lamb::Lamb;
+use fusestep_lars_momentum::Lars;
 use fusestep_launch::{MultiTensorKernel, RuleError, UpdateRule};
 use fusestep_lion::Lion;
 use fusestep_tensor::ParamDesc;
@@ -26,6 +28,10 @@ pub enum Optimizer {
     Lion(Lion),
     /// Adagrad; see [`Adagrad`].
     Adagrad(Adagrad),
+    /// LARS momentum; see [`Lars`].
+    Lars(Lars),
+    /// LAMB; see [`Lamb`].
+    Lamb(Lamb),
 }
 
 impl From<Adam> for Optimizer {
@@ -52,6 +58,18 @@ impl From<Adagrad> for Optimizer {
     }
 }
 
+impl From<Lars> for Optimizer {
+    fn from(rule: Lars) -> Self {
+        Optimizer::Lars(rule)
+    }
+}
+
+impl From<Lamb> for Optimizer {
+    fn from(rule: Lamb) -> Self {
+        Optimizer::Lamb(rule)
+    }
+}
+
 impl Optimizer {
     /// The rule as planner and command line see it.
     pub fn rule(&self) -> &dyn UpdateRule {
@@ -60,6 +78,8 @@ impl Optimizer {
             Optimizer::Sgd(rule) => rule,
             Optimizer::Lion(rule) => rule,
             Optimizer::Adagrad(rule) => rule,
+            Optimizer::Lars(rule) => rule,
+            Optimizer::Lamb(rule) => rule,
         }
     }
 
@@ -70,6 +90,8 @@ impl Optimizer {
             Optimizer::Sgd(rule) => Sgd { lr, ..rule }.into(),
             Optimizer::Lion(rule) => Lion { lr, ..rule }.into(),
             Optimizer::Adagrad(rule) => Adagrad { lr, ..rule }.into(),
+            Optimizer::Lars(rule) => Lars { lr, ..rule }.into(),
+            Optimizer::Lamb(rule) => Lamb { lr, ..rule }.into(),
         }
     }
 

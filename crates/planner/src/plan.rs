@@ -209,7 +209,8 @@ impl Plan {
             class: classes.of_param[spec.members[tensor as usize] as usize],
         });
         let layout = kernel.argument_layout();
-        Ok(batches(kernel.entry(), batchable, layout, self.limits)?)
+        let limits = self.limits.of(kernel.as_ref());
+        Ok(batches(kernel.entry(), batchable, layout, limits)?)
     }
 
     /// The lists that a kernel's tensors have in this plan: all, or only the state if the caller lends the rest.

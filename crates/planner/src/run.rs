@@ -122,7 +122,7 @@ impl Plan {
             scalars: &storage.scalars,
             control,
             sets: &storage.sets,
-            limits: self.limits,
+            limits: self.limits.of(storage.kernel.as_ref()),
         })?)
     }
 }
@@ -181,6 +181,7 @@ fn write_sets(state: &mut State) {
                 lr,
                 lr_scale: class.lr_scale,
                 weight_decay: class.weight_decay,
+                trust: class.trust,
                 step: state.step + 1 - class.steps_behind,
             };
             storage.kernel.write_set(values, set);

@@ -2,6 +2,7 @@
 
 use fusestep_coalesce::FlatLayout;
 use fusestep_launch::{Batch, TensorList};
+use fusestep_tensor::Trust;
 use serde::Serialize;
 
 use crate::SizeClass;
@@ -13,6 +14,8 @@ pub struct HyperClass {
     pub lr_scale: f64,
     /// Weight decay; `None` for the optimizer's.
     pub weight_decay: Option<f64>,
+    /// Whether a layer-wise rule scales the rate; `None` leaves it to the rule.
+    pub trust: Option<Trust>,
     /// Steps that these tensors have missed: their step is the state's less this.
     pub steps_behind: u64,
 }

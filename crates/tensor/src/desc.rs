@@ -19,6 +19,19 @@ pub struct ParamDesc {
     pub lr_scale: f64,
     /// Weight decay of this parameter in place of the optimizer's; `None` keeps the optimizer's.
     pub weight_decay: Option<f64>,
+    /// Whether a layer-wise rule scales this parameter's rate; `None` leaves it to the rule. Other rules do not look at it.
+    #[serde(default)]
+    pub trust: Option<Trust>,
+}
+
+/// Whether a layer-wise rule, LARS or LAMB, scales the learning rate of a parameter by its trust ratio.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Trust {
+    /// By the trust ratio.
+    Ratio,
+    /// Not at all: the parameter takes the plain learning rate.
+    Plain,
 }
 
 impl ParamDesc {
@@ -30,6 +43,7 @@ impl ParamDesc {
             dtype,
             lr_scale: 1.0,
             weight_decay: None,
+            trust: None,
         }
     }
 

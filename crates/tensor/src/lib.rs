@@ -8,7 +8,7 @@ mod dtype;
 mod role;
 mod shape;
 
-pub use desc::{ParamDesc, TensorError, check_unique_names};
+pub use desc::{ParamDesc, TensorError, Trust, check_unique_names};
 pub use dtype::{DType, Element};
 pub use role::Role;
 pub use shape::Shape;

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod case;
+mod normed_reference;
 mod reference;
 mod runner;
 mod ulp;

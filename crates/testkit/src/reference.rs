@@ -10,6 +10,7 @@ use fusestep_planner::Optimizer;
 use fusestep_tensor::{DType, ParamDesc};
 
 use crate::Case;
+use crate::normed_reference::{near_lamb, near_lars};
 
 /// Gradients of these sizes, as ordinary ones are, must lead near the reference in every dtype.
 const ORDINARY: std::ops::Range<f64> = 1e-7..1.0;
@@ -20,10 +21,11 @@ struct Expected {
     state: Vec<Near>,
 }
 
+/// A value, and what its rounding errors are proportional to.
 #[derive(Clone, Copy)]
-struct Near {
-    value: f64,
-    scale: f64,
+pub(crate) struct Near {
+    pub(crate) value: f64,
+    pub(crate) scale: f64,
 }
 
 /// Requires the values of the reference, up to rounding; `found` is laid out as by [`crate::outcome`].
@@ -33,6 +35,15 @@ struct Near {
 /// # Panics
 /// If a value is further from the reference than rounding explains, naming tensor and element.
 pub(crate) fn near_reference(optimizer: &Optimizer, case: &Case, found: &[u8]) {
+    match optimizer {
+        Optimizer::Lars(lars) => near_lars(lars, case, found),
+        Optimizer::Lamb(lamb) => near_lamb(lamb, case, found),
+        elementwise => near_elementwise(elementwise, case, found),
+    }
+}
+
+/// The rules whose elements do not know of each other.
+fn near_elementwise(optimizer: &Optimizer, case: &Case, found: &[u8]) {
     let (mut rest, mut compared) = (found, 0);
     for (index, param) in case.params.iter().enumerate() {
         let optimizer = own_hyper_parameters(optimizer, param);
@@ -208,7 +219,7 @@ fn own_hyper_parameters(optimizer: &Optimizer, param: &ParamDesc) -> Optimizer {
 }
 
 /// Some roundings of the dtype apart, or apart by little of the scale.
-fn is_near(found: f64, Near { value, scale }: Near, dtype: DType) -> bool {
+pub(crate) fn is_near(found: f64, Near { value, scale }: Near, dtype: DType) -> bool {
     let (max_relative, epsilon) = match dtype {
         DType::F64 => (1e-13, 1e-16 + 1e-11 * scale),
         _ => (1e-5, 1e-8 + 1e-3 * scale),
@@ -216,7 +227,7 @@ fn is_near(found: f64, Near { value, scale }: Near, dtype: DType) -> bool {
     approx::relative_eq!(found, value, max_relative = max_relative, epsilon = epsilon)
 }
 
-fn values(bytes: &[u8], dtype: DType) -> Vec<f64> {
+pub(crate) fn values(bytes: &[u8], dtype: DType) -> Vec<f64> {
     match dtype {
         DType::F64 => bytemuck::pod_collect_to_vec(bytes),
         _ => {

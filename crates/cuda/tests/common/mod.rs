@@ -31,19 +31,23 @@ pub(crate) fn cpu() -> CpuBackend {
 
 /// Requires the host's bits from the device, fused and naive, at these limits.
 pub(crate) fn same_bits(rule: impl Into<Optimizer>, case: &Case, limits: LaunchLimits) {
-    let optimizer = rule.into();
+    same_bits_on(&cuda().with_limits(limits), rule.into(), case);
+}
+
+/// Requires the host's bits from `backend` for any rule, fused and naive.
+pub(crate) fn same_bits_on(backend: &CudaBackend, optimizer: Optimizer, case: &Case) {
     let plan = Planner::new(optimizer).naive().plan(&case.params).unwrap();
     let expected = outcome(&plan, case, &cpu());
-    let backend = cuda().with_limits(limits);
     for planner in [
         Planner::new(optimizer).limits(backend.limits()),
         Planner::new(optimizer).limits(backend.limits()).naive(),
     ] {
-        let found = outcome(&planner.plan(&case.params).unwrap(), case, &backend);
+        let found = outcome(&planner.plan(&case.params).unwrap(), case, backend);
         let difference = found.iter().zip(&expected).position(|(a, b)| a != b);
         assert!(
             found == expected,
-            "{optimizer}, {limits:?}: first difference at byte {difference:?} of {}",
+            "{optimizer}, {:?}: first difference at byte {difference:?} of {}",
+            backend.limits(),
             expected.len()
         );
     }
@@ -62,7 +66,8 @@ pub(crate) fn launch_at(
     let limits = LaunchLimits {
         chunk_elements: 64,
         ..LaunchLimits::with_argument_bytes(4096)
-    };
+    }
+    .of(kernel);
     let tensors = (0..offsets.len() as u32).map(|tensor| Batchable {
         tensor,
         numel,
@@ -83,6 +88,7 @@ pub(crate) fn launch_at(
         lr: 0.01,
         lr_scale: 1.0,
         weight_decay: None,
+        trust: None,
         step: 3,
     };
     kernel.write_set(values, &mut sets);

@@ -1,0 +1,307 @@
+//! LARS and LAMB on the device: waves in one cooperative launch, and sums and updates apart, with the bits of the host. What the
+//! emulator finds in kernels that wait wrongly is at the end: mutants, each in a process of its own.
+
+mod common;
+
+use std::fs;
+use std::num::NonZeroU32;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use common::{cpu, cuda, launch_at, same_bits_on};
+use fusestep_cuda::CudaBackend;
+use fusestep_cuda_emulator::{Options, build};
+use fusestep_lamb::Lamb;
+use fusestep_lars_momentum::{Excluded, Lars, Trust};
+use fusestep_launch::{Backend, LaunchLimits, UpdateRule};
+use fusestep_planner::{Optimizer, Planner};
+use fusestep_tensor::{DType, Role};
+use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, outcome};
+
+fn rules() -> [Optimizer; 2] {
+    [
+        Optimizer::Lars(Lars {
+            lr: 0.5,
+            rescale: 0.25,
+            eps: 1e-3,
+            ..Lars::default()
+        }),
+        Optimizer::Lamb(Lamb {
+            lr: 0.01,
+            ..Lamb::default()
+        }),
+    ]
+}
+
+/// The device in all ways it can take sums: waves as its cache asks, of one tensor, of a few, and no waves at all.
+fn ways() -> Vec<(&'static str, CudaBackend)> {
+    let waves = |chunks| cuda().with_wave_chunks(NonZeroU32::new(chunks).unwrap());
+    vec![
+        ("waves by cache", cuda()),
+        ("waves of a chunk", waves(1)),
+        ("waves of 3 chunks", waves(3)),
+        ("sums and updates apart", cuda().without_grid_sync()),
+    ]
+}
+
+/// Three chunks to a launch: tensors go on over launches.
+fn three_chunks() -> LaunchLimits {
+    LaunchLimits {
+        chunks_per_launch: 3,
+        ..LaunchLimits::with_argument_bytes(4096)
+    }
+}
+
+#[test]
+fn every_way_and_dtype_gives_the_bits_of_the_host() {
+    for dtype in [DType::F32, DType::F64] {
+        let mut case = Case::new(EDGE_NUMELS, dtype).with_hyper_classes();
+        case.params[4].trust = Some(Trust::Plain);
+        case.steps = 2;
+        for rule in rules() {
+            for (name, backend) in ways() {
+                println!("{rule}, {dtype}: {name}");
+                same_bits_on(&backend, rule, &case);
+            }
+        }
+    }
+}
+
+#[test]
+fn tensors_cut_over_launches_give_the_bits_of_the_host() {
+    let mut case = Case::new(
+        [5, 65_536 * 7 + 1, 0, 65_536, 9, 65_536 * 2 + 513],
+        DType::F32,
+    );
+    case.steps = 2;
+    for rule in rules() {
+        let plan = Planner::new(rule)
+            .limits(three_chunks())
+            .plan(&case.params)
+            .unwrap();
+        assert_eq!(plan.launches(), 5);
+        for (name, backend) in ways() {
+            println!("{rule}: {name}");
+            same_bits_on(&backend.with_limits(three_chunks()), rule, &case);
+        }
+    }
+}
+
+#[test]
+fn many_tensors_in_few_launches_give_the_bits_of_the_host() {
+    let mut case = Case::new(
+        (0..200).map(|i| [0, 1, 511, 512, 513, 1025][i % 6]),
+        DType::F32,
+    );
+    case.steps = 2;
+    for rule in rules() {
+        for argument_bytes in [700, 4096, 32_764] {
+            let limits = LaunchLimits::with_argument_bytes(argument_bytes);
+            same_bits_on(&cuda().with_limits(limits), rule, &case);
+        }
+    }
+}
+
+#[test]
+fn excluded_tensors_take_the_rate_that_the_option_says() {
+    let mut case = Case::new([33, 1000, 700], DType::F32);
+    case.params[1].weight_decay = Some(0.0);
+    for excluded in [Excluded::PlainLr, Excluded::TrustRatio] {
+        let lars = Lars {
+            excluded,
+            ..Lars::default()
+        };
+        same_bits_on(&cuda(), Optimizer::Lars(lars), &case);
+        let lamb = Lamb {
+            excluded,
+            ..Lamb::default()
+        };
+        same_bits_on(&cuda(), Optimizer::Lamb(lamb), &case);
+    }
+}
+
+#[test]
+fn tensors_that_are_not_finite_are_left_and_counted() {
+    let case = Case::new([1, 33, 1000, 70_001], DType::F32).with_gradients(Gradients::Extreme);
+    for rule in rules() {
+        for (name, backend) in ways() {
+            same_bits_on(&backend, rule, &case);
+            let host = cpu();
+            let run = |backend: &dyn Backend| {
+                backend.take_skipped().unwrap();
+                outcome(
+                    &Planner::new(rule).plan(&case.params).unwrap(),
+                    &case,
+                    backend,
+                );
+                backend.take_skipped().unwrap()
+            };
+            let (expected, found) = (run(&host), run(&backend));
+            assert!(
+                expected >= 6 && found == expected,
+                "{rule}, {name}: {found} of {expected}"
+            );
+        }
+    }
+    // A tensor of several launches is counted once.
+    let case = Case::new([65_536 * 7 + 1], DType::F32);
+    let backend = cuda().with_limits(three_chunks());
+    let plan = Planner::new(rules()[0])
+        .limits(three_chunks())
+        .plan(&case.params)
+        .unwrap();
+    let mut state = plan.allocate(&backend).unwrap();
+    let bytes = case.param_bytes(0);
+    state
+        .write(&backend, Role::Param, "tensor.0", &bytes)
+        .unwrap();
+    let infinite = f32::INFINITY.to_le_bytes().repeat(65_536 * 7 + 1);
+    state
+        .write(&backend, Role::Grad, "tensor.0", &infinite)
+        .unwrap();
+    plan.run(&mut state, &backend).unwrap();
+    assert_eq!(backend.take_skipped(), Ok(1));
+}
+
+#[test]
+fn addresses_that_no_pack_fits_give_the_same_bits_and_touch_nothing_else() {
+    for rule in rules() {
+        for shift in 0..4u64 {
+            let kernel = rule.rule().kernel(DType::F32).unwrap();
+            let offsets = [shift, 3301 + shift, 6640];
+            let run = |backend: &dyn Backend| {
+                let mut fill = |list: usize| -> Vec<u8> {
+                    let value = |i: u64| (i * 7 % 1000 + list as u64 * 3 + 1) as f32 / 64.0;
+                    (0..9940).flat_map(|i| value(i).to_le_bytes()).collect()
+                };
+                let lists = launch_at(backend, kernel.as_ref(), &offsets, 3299, &mut fill).unwrap();
+                let mut all = Vec::new();
+                for list in &lists {
+                    let mut bytes = vec![0; list.buffer.len_bytes()];
+                    backend.read(list.buffer.as_ref(), 0, &mut bytes).unwrap();
+                    all.extend(bytes);
+                }
+                all
+            };
+            assert!(run(&cuda()) == run(&cpu()), "{rule}, shift {shift}");
+        }
+    }
+}
+
+/// A change of the kernels that takes away what keeps their blocks in step.
+struct Mutant {
+    name: &'static str,
+    file: &'static str,
+    from: &'static str,
+    to: &'static str,
+}
+
+const MUTANTS: [Mutant; 4] = [
+    Mutant {
+        name: "missing_grid_sync",
+        file: "normed.cuh",
+        from: "            dialect::grid_sync();\n",
+        to: "",
+    },
+    // Sums of every wave in the same slots, with one wait per wave: a block without work in a wave writes the next wave's sums while
+    // others still read.
+    Mutant {
+        name: "single_buffered_partials",
+        file: "normed.cuh",
+        from: "            const u32 first_chunk = table.record(first).first_chunk;\n",
+        to: "            const u32 first_chunk = table.record(first).first_chunk;\n            slot_shift = first_chunk;\n",
+    },
+    Mutant {
+        name: "unfinished_block_sum",
+        file: "normed.cuh",
+        from: "        dialect::block_sync();\n        // The lower half of a leaf's lanes is a whole warp.\n",
+        to: "",
+    },
+    Mutant {
+        name: "last_chunk_dropped",
+        file: "normed.cuh",
+        from: "        return last.first_chunk + chunks_of(last);\n",
+        to: "        return last.first_chunk + chunks_of(last) - 1;\n",
+    },
+];
+
+/// A copy of the kernels with one mutant, built as an emulated driver.
+fn build_mutant(mutant: &Mutant, folder: &Path) -> PathBuf {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../kernels");
+    let kernels = folder.join("kernels");
+    fs::create_dir_all(kernels.join("ptx")).unwrap();
+    // The other kernels would only take time to compile.
+    for name in [
+        "dialect.cuh",
+        "multi_tensor.cuh",
+        "normed.cuh",
+        "lars_momentum.cu",
+    ] {
+        let mut text = fs::read_to_string(source.join(name)).unwrap();
+        if name == mutant.file {
+            assert_eq!(text.matches(mutant.from).count(), 1, "{}", mutant.name);
+            text = text.replace(mutant.from, mutant.to);
+            if mutant.to.contains("slot_shift") {
+                text = text.replace(
+                    "    Arguments table;\n",
+                    "    Arguments table;\n    mutable u64 slot_shift = 0;\n",
+                );
+                text = text.replace(
+                    ".slots) + index * SLOT_VALUES",
+                    ".slots) + (index - slot_shift) * SLOT_VALUES",
+                );
+                text = text.replace("    return {{arguments}};\n", "    Engine<Rule> engine;\n    engine.table = {arguments};\n    return engine;\n");
+            }
+        }
+        fs::write(kernels.join(name), text).unwrap();
+    }
+    let library = build(&kernels, &folder.join("built"), &Options::default()).unwrap();
+    library.parent().unwrap().to_owned()
+}
+
+#[test]
+fn mutants_that_wait_wrongly_are_found() {
+    if !cuda().device_info().name.contains("emulator") {
+        println!("skipped: only the emulated driver is built from sources");
+        return;
+    }
+    let root = std::env::temp_dir().join(format!("fusestep-mutants-{}", std::process::id()));
+    let untouched = Mutant {
+        name: "untouched",
+        file: "normed.cuh",
+        from: "#pragma once\n",
+        to: "#pragma once\n",
+    };
+    for (mutant, survives) in
+        std::iter::once((&untouched, true)).chain(MUTANTS.iter().map(|m| (m, false)))
+    {
+        let library = build_mutant(mutant, &root.join(mutant.name));
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "alone_lars_has_the_bits_of_the_host",
+                "--ignored",
+            ])
+            .env("LD_LIBRARY_PATH", &library)
+            .output()
+            .unwrap();
+        let text =
+            String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        assert!(text.contains("running 1 test"), "{text}");
+        assert_eq!(output.status.success(), survives, "{}: {text}", mutant.name);
+    }
+    fs::remove_dir_all(&root).unwrap();
+}
+
+#[test]
+#[ignore = "run by mutants_that_wait_wrongly_are_found on drivers built from mutants"]
+fn alone_lars_has_the_bits_of_the_host() {
+    let mut case = Case::new(
+        [1000, 65_536 * 2 + 5, 9, 65_536 * 3, 513, 70_000],
+        DType::F32,
+    );
+    case.steps = 2;
+    for (_, backend) in ways() {
+        same_bits_on(&backend, rules()[0], &case);
+    }
+}

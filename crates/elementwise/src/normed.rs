@@ -1,0 +1,156 @@
+//! One tensor of a kernel that takes sums first: sums, scalars, update.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use fusestep_launch::{
+    CHUNK_ELEMENTS, FINISHED_BYTES, HostCall, HostList, HostSpans, MAX_LISTS, MAX_SUMS,
+    MultiTensorKernel, Outcome,
+};
+use fusestep_simd::{Split, Team};
+
+/// Elements of a chunk of the fixed tree.
+const CHUNK: usize = CHUNK_ELEMENTS as usize;
+
+/// Chunks whose sums are kept at a time, on the stack: 2 KiB, and 16 million elements.
+const GROUP: usize = 128;
+
+/// Cuts lie on multiples of this many elements, so that two threads never write one cache line of any dtype.
+const CUT_ELEMENTS: u64 = 1024;
+
+/// A whole tensor in host memory and what updates it.
+pub struct Tensor<'a> {
+    /// The kernel.
+    pub kernel: &'a dyn MultiTensorKernel,
+    /// What it is called with.
+    pub call: HostCall<'a>,
+    /// Index of the tensor's set.
+    pub class: u32,
+    /// Element count.
+    pub numel: usize,
+    /// The tensor in each of the kernel's lists, whole.
+    pub lists: [HostList<'a>; MAX_LISTS],
+}
+
+/// Updates one tensor, on all threads of `team` if there is one; takes its sums before if the kernel needs them.
+///
+/// # Cost
+/// A tensor of a kernel that takes sums is read twice; the second time from cache if it fits.
+pub fn step_tensor(tensor: Tensor<'_>, team: Option<&Team>) -> Outcome {
+    let Some(normed) = tensor.kernel.normed() else {
+        update(tensor, team);
+        return Outcome::Update;
+    };
+    let sums = tensor_sums(&tensor, team);
+    let mut set = [0; FINISHED_BYTES];
+    let outcome = normed.finish(tensor.call, tensor.class, sums, &mut set);
+    if outcome == Outcome::Update {
+        let finished = Tensor {
+            kernel: tensor.kernel,
+            call: HostCall {
+                sets: &set,
+                ..tensor.call
+            },
+            class: 0,
+            numel: tensor.numel,
+            lists: tensor.lists,
+        };
+        update(finished, team);
+    }
+    outcome
+}
+
+fn update(tensor: Tensor<'_>, team: Option<&Team>) {
+    match team {
+        Some(team) => team.run(tensor),
+        None => tensor.run(),
+    }
+}
+
+/// The sums over a tensor: its chunks' in order, whoever computed them.
+fn tensor_sums(tensor: &Tensor<'_>, team: Option<&Team>) -> [f64; MAX_SUMS] {
+    let chunks = tensor.numel.div_ceil(CHUNK);
+    let mut total = [0.0; MAX_SUMS];
+    let mut add = |sums: [f64; MAX_SUMS]| {
+        for (total, sum) in total.iter_mut().zip(sums) {
+            *total += sum;
+        }
+    };
+    let Some(team) = team.filter(|team| chunks > 1 && team.threads() > 1) else {
+        (0..chunks).for_each(|chunk| add(chunk_sums(tensor, chunk)));
+        return total;
+    };
+    for first in (0..chunks).step_by(GROUP) {
+        let count = GROUP.min(chunks - first);
+        let partials: [[AtomicU64; MAX_SUMS]; GROUP] =
+            std::array::from_fn(|_| std::array::from_fn(|_| AtomicU64::new(0)));
+        let next = AtomicUsize::new(0);
+        team.broadcast(&|_| {
+            loop {
+                let index = next.fetch_add(1, Ordering::Relaxed);
+                if index >= count {
+                    return;
+                }
+                let sums = chunk_sums(tensor, first + index);
+                for (partial, sum) in partials[index].iter().zip(sums) {
+                    partial.store(sum.to_bits(), Ordering::Relaxed);
+                }
+            }
+        });
+        for partial in &partials[..count] {
+            add(std::array::from_fn(|sum| {
+                f64::from_bits(partial[sum].load(Ordering::Relaxed))
+            }));
+        }
+    }
+    total
+}
+
+fn chunk_sums(tensor: &Tensor<'_>, chunk: usize) -> [f64; MAX_SUMS] {
+    let Some(normed) = tensor.kernel.normed() else {
+        return [0.0; MAX_SUMS];
+    };
+    let elements = chunk * CHUNK..tensor.numel.min((chunk + 1) * CHUNK);
+    let mut lists: [&[u8]; MAX_LISTS] = [&[]; MAX_LISTS];
+    for ((bytes, list), declared) in lists
+        .iter_mut()
+        .zip(&tensor.lists)
+        .zip(tensor.kernel.lists())
+    {
+        let width = declared.dtype.len_bytes();
+        *bytes = &list.bytes()[elements.start * width..elements.end * width];
+    }
+    normed.chunk_sums(tensor.call, tensor.class, lists)
+}
+
+/// The update, once what it needs of the whole tensor is in its set.
+impl Split for Tensor<'_> {
+    fn elements(&self) -> u64 {
+        self.numel as u64
+    }
+
+    fn split(mut self, elements: u64) -> (Self, Self) {
+        let at = elements
+            .next_multiple_of(CUT_ELEMENTS)
+            .min(self.numel as u64) as usize;
+        let mut right: [HostList<'_>; MAX_LISTS] = Default::default();
+        let declared = self.kernel.lists();
+        for ((list, rest), declared) in self.lists.iter_mut().zip(&mut right).zip(declared) {
+            let len_bytes = at * declared.dtype.len_bytes();
+            (*list, *rest) = std::mem::take(list).split_at(len_bytes);
+        }
+        let part = |lists, numel| Tensor {
+            kernel: self.kernel,
+            call: self.call,
+            class: self.class,
+            numel,
+            lists,
+        };
+        let (left, right) = (part(self.lists, at), part(right, self.numel - at));
+        (left, right)
+    }
+
+    fn run(self) {
+        let spans = HostSpans::one(self.numel, self.class);
+        self.kernel.run_host(self.call, self.lists, spans);
+    }
+}

@@ -1,0 +1,179 @@
+//! Hyper-parameters of LAMB.
+
+use fusestep_elementwise::integer_power;
+use fusestep_launch::{
+    Domain, Excluded, MultiTensorKernel, RuleError, SetValues, UpdateRule, check_hyper,
+};
+use fusestep_tensor::{DType, Trust};
+
+use crate::{LambKernel, device};
+
+/// Hyper-parameters of one LAMB optimizer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Lamb {
+    /// Learning rate per step; 1e-3 by default.
+    pub lr: f64,
+    /// Decay of the first moment, in [0, 1); 0.9 by default.
+    pub beta1: f64,
+    /// Decay of the second moment, in [0, 1); 0.999 by default.
+    pub beta2: f64,
+    /// ε, added to the root outside of it, at least 0; 1e-6 by default.
+    pub eps: f64,
+    /// λ, added to the direction as λ·p; 0.01 by default.
+    pub weight_decay: f64,
+    /// Which rate tensors take whose own weight decay is set to 0.
+    pub excluded: Excluded,
+}
+
+impl Default for Lamb {
+    fn default() -> Self {
+        Self {
+            lr: 1e-3,
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-6,
+            weight_decay: 0.01,
+            excluded: Excluded::PlainLr,
+        }
+    }
+}
+
+impl UpdateRule for Lamb {
+    fn name(&self) -> &'static str {
+        "lamb"
+    }
+
+    fn lr(&self) -> f64 {
+        self.lr
+    }
+
+    fn hyper_parameters(&self) -> Vec<(&'static str, f64)> {
+        vec![
+            ("lr", self.lr),
+            ("beta1", self.beta1),
+            ("beta2", self.beta2),
+            ("eps", self.eps),
+            ("weight_decay", self.weight_decay),
+        ]
+    }
+
+    fn validate(&self) -> Result<(), RuleError> {
+        check_hyper(&[
+            ("lr", self.lr, Domain::NotNegative),
+            ("beta1", self.beta1, Domain::BelowOne),
+            ("beta2", self.beta2, Domain::BelowOne),
+            ("eps", self.eps, Domain::NotNegative),
+            ("weight_decay", self.weight_decay, Domain::NotNegative),
+        ])
+    }
+
+    fn kernel(&self, dtype: DType) -> Result<Box<dyn MultiTensorKernel>, RuleError> {
+        self.validate()?;
+        match dtype {
+            DType::F32 => Ok(Box::new(LambKernel::<f32>::new(*self))),
+            DType::F64 => Ok(Box::new(LambKernel::<f64>::new(*self))),
+            found => Err(RuleError::DType {
+                rule: self.name(),
+                expected: "f32 or f64",
+                found,
+            }),
+        }
+    }
+}
+
+impl Lamb {
+    /// What the update of a class of tensors is made of at one step, in f64.
+    pub(crate) fn set(&self, values: SetValues) -> device::Set<f64> {
+        device::Set {
+            lr: values.lr * values.lr_scale,
+            trust: match self.excluded.trust(&values) {
+                Trust::Ratio => 1.0,
+                Trust::Plain => 0.0,
+            },
+            direction: device::Direction {
+                bias1: 1.0 - integer_power(self.beta1, values.step),
+                bias2_sqrt: (1.0 - integer_power(self.beta2, values.step)).sqrt(),
+                lambda: values.weight_decay.unwrap_or(self.weight_decay),
+            },
+        }
+    }
+}
+
+/// Why a LAMB step was refused; nothing has been written when it is returned.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LambError {
+    /// A hyper-parameter is out of range, or there is no kernel for the dtype.
+    #[error(transparent)]
+    Rule(#[from] RuleError),
+    /// A list's tensor has another element count than its parameter.
+    #[error("{list} of tensor {tensor}: expected {expected} elements, found {found}")]
+    NumelMismatch {
+        /// The list.
+        list: &'static str,
+        /// Position of the tensor in the lists.
+        tensor: usize,
+        /// The parameter's element count.
+        expected: usize,
+        /// The list's element count.
+        found: usize,
+    },
+    /// Steps count from 1.
+    #[error("step: expected at least 1, found 0; steps count from 1")]
+    StepZero,
+    /// A tensor's own hyper-parameter is out of range.
+    #[error("{what} of tensor {tensor}: expected a finite value of at least 0, found {found}")]
+    OwnHyper {
+        /// The hyper-parameter.
+        what: &'static str,
+        /// Position of the tensor in the lists.
+        tensor: usize,
+        /// What was given.
+        found: f64,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hyper_parameters_out_of_range_are_named() {
+        let good = Lamb::default();
+        for (bad, message) in [
+            (
+                Lamb {
+                    lr: f64::NAN,
+                    ..good
+                },
+                "lr: expected a finite value of at least 0, found NaN",
+            ),
+            (
+                Lamb { beta1: 1.0, ..good },
+                "beta1: expected a value in [0, 1), found 1",
+            ),
+            (
+                Lamb {
+                    beta2: -0.5,
+                    ..good
+                },
+                "beta2: expected a value in [0, 1), found -0.5",
+            ),
+            (
+                Lamb { eps: -1.0, ..good },
+                "eps: expected a finite value of at least 0, found -1",
+            ),
+            (
+                Lamb {
+                    weight_decay: f64::INFINITY,
+                    ..good
+                },
+                "weight_decay: expected a finite value of at least 0, found inf",
+            ),
+        ] {
+            assert_eq!(bad.validate().unwrap_err().to_string(), message);
+        }
+        assert_eq!(good.validate(), Ok(()));
+        assert!(good.kernel(DType::I32).is_err());
+    }
+}

@@ -1,0 +1,246 @@
+//! The kernel on the host.
+
+use std::marker::PhantomData;
+
+use fusestep_elementwise::{
+    Compute, Terms, Update, chunk_sums, padded_bytes, read_values, run, write_padded,
+};
+use fusestep_launch::{
+    ApartEntries, ArgumentLayout, FINISHED_BYTES, HostCall, HostList, HostSpans, MAX_LISTS,
+    MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, SetValues, TensorList, WORKSPACE_BYTES,
+};
+
+use crate::Lamb;
+use crate::device::{Direction, Finished, Scalars, Set, apart, entry, lists};
+
+/// Bytes of a set before the scalars of the direction: lr and trust.
+const DIRECTION_AT: usize = 2 * size_of::<f64>();
+
+/// LAMB for parameters and gradients of `T`, with all arithmetic of an element in `T`, norms and rates in f64.
+///
+/// # Cost
+/// 28 bytes of memory traffic per f32 element (read p, g, m, v; write p, m, v), 44 where a tensor does not fit into the cache and
+/// all four are read again; twice that for f64. The moments are computed twice and not written between: so a tensor that is
+/// skipped keeps every bit, and nothing is written that is not final.
+#[derive(Debug, Clone)]
+pub struct LambKernel<T> {
+    config: Lamb,
+    lists: [TensorList; 4],
+    compute: PhantomData<T>,
+}
+
+impl<T: Compute> LambKernel<T> {
+    /// The kernel of a validated configuration.
+    pub(crate) fn new(config: Lamb) -> Self {
+        Self {
+            config,
+            lists: lists(T::DTYPE),
+            compute: PhantomData,
+        }
+    }
+}
+
+impl<T: Compute> MultiTensorKernel for LambKernel<T> {
+    fn stem(&self) -> &'static str {
+        "lamb"
+    }
+
+    fn entry(&self) -> &'static str {
+        entry(T::DTYPE)
+    }
+
+    fn lists(&self) -> &[TensorList] {
+        &self.lists
+    }
+
+    fn argument_layout(&self) -> ArgumentLayout {
+        ArgumentLayout {
+            lists: self.lists.len(),
+            scalar_bytes: WORKSPACE_BYTES + padded_bytes::<T>(5),
+            set_bytes: set_bytes::<T>(),
+        }
+    }
+
+    fn flags(&self) -> u32 {
+        0
+    }
+
+    fn write_scalars(&self, out: &mut [u8]) {
+        let Lamb {
+            beta1, beta2, eps, ..
+        } = self.config;
+        let scalars = [beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps];
+        out[..WORKSPACE_BYTES].fill(0);
+        write_padded(&scalars.map(T::round), &mut out[WORKSPACE_BYTES..]);
+    }
+
+    fn write_set(&self, values: SetValues, out: &mut [u8]) {
+        let set = self.config.set(values);
+        let Direction {
+            bias1,
+            bias2_sqrt,
+            lambda,
+        } = set.direction;
+        write_padded(&[set.lr, set.trust], &mut out[..DIRECTION_AT]);
+        write_padded(
+            &[bias1, bias2_sqrt, lambda].map(T::round),
+            &mut out[DIRECTION_AT..],
+        );
+    }
+
+    fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {
+        let update = LambUpdate {
+            scalars: Scalars::<T>::read(call.scalars),
+        };
+        run::<T, T, T, _, 2>(&update, call, lists, spans);
+    }
+
+    fn normed(&self) -> Option<&dyn NormedKernel> {
+        Some(self)
+    }
+}
+
+impl<T: Compute> NormedKernel for LambKernel<T> {
+    fn apart(&self) -> ApartEntries {
+        apart(T::DTYPE)
+    }
+
+    fn chunk_sums(
+        &self,
+        call: HostCall<'_>,
+        class: u32,
+        lists: [&[u8]; MAX_LISTS],
+    ) -> [f64; MAX_SUMS] {
+        let lists: [&[T]; 4] = std::array::from_fn(|list| bytemuck::cast_slice(lists[list]));
+        let terms = ParamAndDirection {
+            scalars: Scalars::<T>::read(call.scalars),
+            direction: Set::<T>::read(call, class).direction,
+            grad_factor: T::round(call.grad_factor),
+        };
+        chunk_sums::<T, T, _, 4, 2>(call.level, &terms, lists)
+    }
+
+    fn finish(
+        &self,
+        call: HostCall<'_>,
+        class: u32,
+        sums: [f64; MAX_SUMS],
+        set: &mut [u8; FINISHED_BYTES],
+    ) -> Outcome {
+        let of_class = Set::<T>::read(call, class);
+        let Some(step_size) = step_size::<T>(of_class.lr, of_class.trust, sums) else {
+            return Outcome::Skip;
+        };
+        let Direction {
+            bias1,
+            bias2_sqrt,
+            lambda,
+        } = of_class.direction;
+        write_padded(&[step_size, bias1, bias2_sqrt, lambda], set);
+        Outcome::Update
+    }
+}
+
+/// Bytes of a class's set.
+const fn set_bytes<T>() -> usize {
+    DIRECTION_AT + padded_bytes::<T>(3)
+}
+
+impl<T: Compute> Set<T> {
+    fn read(call: HostCall<'_>, class: u32) -> Self {
+        let bytes = &call.sets[class as usize * set_bytes::<T>()..];
+        let [lr, trust] = read_values(bytes);
+        let [bias1, bias2_sqrt, lambda] = read_values(&bytes[DIRECTION_AT..]);
+        Self {
+            lr,
+            trust,
+            direction: Direction {
+                bias1,
+                bias2_sqrt,
+                lambda,
+            },
+        }
+    }
+}
+
+impl<T: Compute> Scalars<T> {
+    fn read(bytes: &[u8]) -> Self {
+        let [beta1, one_minus_beta1, beta2, one_minus_beta2, eps] =
+            read_values(&bytes[WORKSPACE_BYTES..]);
+        Self {
+            beta1,
+            one_minus_beta1,
+            beta2,
+            one_minus_beta2,
+            eps,
+        }
+    }
+
+    /// The new moments, and the direction of the step, operation for operation those of `kernels/lamb.cu`.
+    #[inline(always)]
+    fn direction(&self, set: &Direction<T>, p: T, g: T, [m, v]: [T; 2]) -> ([T; 2], T) {
+        let m = self.beta1 * m + self.one_minus_beta1 * g;
+        let v = self.beta2 * v + self.one_minus_beta2 * (g * g);
+        let d = v.sqrt() / set.bias2_sqrt + self.eps;
+        let r = (m / set.bias1) / d + set.lambda * p;
+        ([m, v], r)
+    }
+}
+
+/// lr·φ, in f64 and rounded once; `None` if it or a norm is not finite.
+fn step_size<T: Compute>(lr: f64, trust: f64, sums: [f64; MAX_SUMS]) -> Option<T> {
+    let p = sums[0].sqrt();
+    let r = sums[1].sqrt();
+    let mut ratio = 1.0;
+    if trust != 0.0 && p > 0.0 && r > 0.0 {
+        ratio = p / r;
+    }
+    let step_size = T::round(lr * ratio);
+    let finite = p.is_finite() && r.is_finite() && step_size.exact().is_finite();
+    finite.then_some(step_size)
+}
+
+/// The squares of parameter and direction are summed.
+struct ParamAndDirection<T> {
+    scalars: Scalars<T>,
+    direction: Direction<T>,
+    grad_factor: T,
+}
+
+impl<T: Compute> Terms<T, 4, 2> for ParamAndDirection<T> {
+    #[inline(always)]
+    fn terms(&self, [p, g, m, v]: [T; 4]) -> [T; 2] {
+        let g = g * self.grad_factor;
+        let (_, r) = self.scalars.direction(&self.direction, p, g, [m, v]);
+        [p, r]
+    }
+}
+
+/// The update of `kernels/lamb.cu`, operation for operation.
+struct LambUpdate<T> {
+    scalars: Scalars<T>,
+}
+
+impl<T: Compute> Update<T, 2> for LambUpdate<T> {
+    type Set = Finished<T>;
+    const SET_BYTES: usize = padded_bytes::<T>(4);
+
+    #[inline(always)]
+    fn set(&self, bytes: &[u8]) -> Finished<T> {
+        let [step_size, bias1, bias2_sqrt, lambda] = read_values(bytes);
+        Finished {
+            step_size,
+            direction: Direction {
+                bias1,
+                bias2_sqrt,
+                lambda,
+            },
+        }
+    }
+
+    #[inline(always)]
+    fn element(&self, set: &Finished<T>, p: T, g: T, state: [T; 2]) -> (T, [T; 2]) {
+        let (state, r) = self.scalars.direction(&set.direction, p, g, state);
+        (p - set.step_size * r, state)
+    }
+}

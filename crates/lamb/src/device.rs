@@ -1,0 +1,94 @@
+//! What `kernels/lamb.cu` reads: entries, list order, scalars and sets.
+//!
+//! Always compiled, so that the two sides cannot drift apart unseen: the emulator tests run the same bytes.
+
+pub use fusestep_elementwise::Compute;
+use fusestep_launch::{Access, ApartEntries, TensorList};
+use fusestep_tensor::{DType, Role};
+
+/// Scalars shared by all tensors, in the compute type; they stand behind the workspace.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub struct Scalars<T> {
+    /// β₁.
+    pub beta1: T,
+    /// 1 − β₁, formed in f64.
+    pub one_minus_beta1: T,
+    /// β₂.
+    pub beta2: T,
+    /// 1 − β₂, formed in f64.
+    pub one_minus_beta2: T,
+    /// ε.
+    pub eps: T,
+}
+
+/// What the direction of the tensors of one class takes at one step, in the compute type.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub struct Direction<T> {
+    /// 1 − β₁ᵗ.
+    pub bias1: T,
+    /// √(1 − β₂ᵗ).
+    pub bias2_sqrt: T,
+    /// λ.
+    pub lambda: T,
+}
+
+/// What the update of the tensors of one class is made of at one step; padded to a multiple of 8 bytes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub struct Set<T> {
+    /// Learning rate times the tensor's factor.
+    pub lr: f64,
+    /// 1 if the step is scaled by the trust ratio, 0 if not.
+    pub trust: f64,
+    /// The direction's scalars.
+    pub direction: Direction<T>,
+}
+
+/// What one tensor's sums and its class's set are finished to, in the compute type.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub struct Finished<T> {
+    /// lr·φ.
+    pub step_size: T,
+    /// The direction's scalars.
+    pub direction: Direction<T>,
+}
+
+/// The device entry for parameters of this dtype, without its argument suffix.
+pub(crate) fn entry(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F64 => "lamb_f64",
+        _ => "lamb_f32",
+    }
+}
+
+/// The entries of the plan in two launches.
+pub(crate) fn apart(dtype: DType) -> ApartEntries {
+    match dtype {
+        DType::F64 => ApartEntries {
+            sums: "lamb_sums_f64",
+            update: "lamb_update_f64",
+        },
+        _ => ApartEntries {
+            sums: "lamb_sums_f32",
+            update: "lamb_update_f32",
+        },
+    }
+}
+
+/// The lists in the order of a record's addresses.
+pub(crate) fn lists(dtype: DType) -> [TensorList; 4] {
+    let list = |role, access| TensorList {
+        role,
+        dtype,
+        access,
+    };
+    [
+        list(Role::Param, Access::ReadWrite),
+        list(Role::Grad, Access::Read),
+        list(Role::Moment1, Access::ReadWrite),
+        list(Role::Moment2, Access::ReadWrite),
+    ]
+}

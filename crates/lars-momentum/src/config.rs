@@ -1,0 +1,190 @@
+//! Hyper-parameters of LARS.
+
+use fusestep_launch::{
+    Domain, Excluded, MultiTensorKernel, RuleError, SetValues, UpdateRule, check_hyper,
+};
+use fusestep_tensor::{DType, Trust};
+
+use crate::{LarsKernel, device};
+
+/// Hyper-parameters of one LARS optimizer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Lars {
+    /// Learning rate per step; 0.1 by default.
+    pub lr: f64,
+    /// Decay of the velocity (μ), in [0, 1); 0.9 by default.
+    pub momentum: f64,
+    /// Factor on the trust ratio (η), at least 0; 0.001 by default.
+    pub trust_coefficient: f64,
+    /// λ, added to the gradient as λ·p; 0.0005 by default.
+    pub weight_decay: f64,
+    /// ε, added to the denominator of the trust ratio, at least 0; 0 by default.
+    pub eps: f64,
+    /// Factor on every gradient, such as one over the loss scale, above 0; 1 by default.
+    pub rescale: f64,
+    /// Which rate tensors take whose own weight decay is set to 0.
+    pub excluded: Excluded,
+}
+
+impl Default for Lars {
+    fn default() -> Self {
+        Self {
+            lr: 0.1,
+            momentum: 0.9,
+            trust_coefficient: 0.001,
+            weight_decay: 0.0005,
+            eps: 0.0,
+            rescale: 1.0,
+            excluded: Excluded::PlainLr,
+        }
+    }
+}
+
+impl UpdateRule for Lars {
+    fn name(&self) -> &'static str {
+        "lars"
+    }
+
+    fn lr(&self) -> f64 {
+        self.lr
+    }
+
+    fn hyper_parameters(&self) -> Vec<(&'static str, f64)> {
+        vec![
+            ("lr", self.lr),
+            ("momentum", self.momentum),
+            ("trust_coefficient", self.trust_coefficient),
+            ("weight_decay", self.weight_decay),
+            ("eps", self.eps),
+            ("rescale", self.rescale),
+        ]
+    }
+
+    fn validate(&self) -> Result<(), RuleError> {
+        check_hyper(&[
+            ("lr", self.lr, Domain::NotNegative),
+            ("momentum", self.momentum, Domain::BelowOne),
+            (
+                "trust_coefficient",
+                self.trust_coefficient,
+                Domain::NotNegative,
+            ),
+            ("weight_decay", self.weight_decay, Domain::NotNegative),
+            ("eps", self.eps, Domain::NotNegative),
+            ("rescale", self.rescale, Domain::Positive),
+        ])
+    }
+
+    fn kernel(&self, dtype: DType) -> Result<Box<dyn MultiTensorKernel>, RuleError> {
+        self.validate()?;
+        match dtype {
+            DType::F32 => Ok(Box::new(LarsKernel::<f32>::new(*self))),
+            DType::F64 => Ok(Box::new(LarsKernel::<f64>::new(*self))),
+            found => Err(RuleError::DType {
+                rule: self.name(),
+                expected: "f32 or f64",
+                found,
+            }),
+        }
+    }
+}
+
+impl Lars {
+    /// What the local rate of a class of tensors is made of.
+    pub(crate) fn set(&self, values: SetValues) -> device::Set {
+        device::Set {
+            lr: values.lr * values.lr_scale,
+            lambda: values.weight_decay.unwrap_or(self.weight_decay),
+            trust: match self.excluded.trust(&values) {
+                Trust::Ratio => 1.0,
+                Trust::Plain => 0.0,
+            },
+        }
+    }
+}
+
+/// Why a LARS step was refused; nothing has been written when it is returned.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LarsError {
+    /// A hyper-parameter is out of range, or there is no kernel for the dtype.
+    #[error(transparent)]
+    Rule(#[from] RuleError),
+    /// A list's tensor has another element count than its parameter.
+    #[error("{list} of tensor {tensor}: expected {expected} elements, found {found}")]
+    NumelMismatch {
+        /// The list.
+        list: &'static str,
+        /// Position of the tensor in the lists.
+        tensor: usize,
+        /// The parameter's element count.
+        expected: usize,
+        /// The list's element count.
+        found: usize,
+    },
+    /// A tensor's own hyper-parameter is out of range.
+    #[error("{what} of tensor {tensor}: expected a finite value of at least 0, found {found}")]
+    OwnHyper {
+        /// The hyper-parameter.
+        what: &'static str,
+        /// Position of the tensor in the lists.
+        tensor: usize,
+        /// What was given.
+        found: f64,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hyper_parameters_out_of_range_are_named() {
+        let good = Lars::default();
+        for (bad, message) in [
+            (
+                Lars {
+                    lr: f64::NAN,
+                    ..good
+                },
+                "lr: expected a finite value of at least 0, found NaN",
+            ),
+            (
+                Lars {
+                    momentum: 1.0,
+                    ..good
+                },
+                "momentum: expected a value in [0, 1), found 1",
+            ),
+            (
+                Lars {
+                    trust_coefficient: -1.0,
+                    ..good
+                },
+                "trust_coefficient: expected a finite value of at least 0, found -1",
+            ),
+            (
+                Lars {
+                    weight_decay: f64::INFINITY,
+                    ..good
+                },
+                "weight_decay: expected a finite value of at least 0, found inf",
+            ),
+            (
+                Lars { eps: -1.0, ..good },
+                "eps: expected a finite value of at least 0, found -1",
+            ),
+            (
+                Lars {
+                    rescale: 0.0,
+                    ..good
+                },
+                "rescale: expected a finite value above 0, found 0",
+            ),
+        ] {
+            assert_eq!(bad.validate().unwrap_err().to_string(), message);
+        }
+        assert_eq!(good.validate(), Ok(()));
+        assert!(good.kernel(DType::I32).is_err());
+    }
+}

@@ -1,0 +1,198 @@
+//! The kernel on the host.
+
+use std::marker::PhantomData;
+
+use fusestep_elementwise::{
+    Compute, Terms, Update, chunk_sums, padded_bytes, read_values, run, write_padded,
+};
+use fusestep_launch::{
+    ApartEntries, ArgumentLayout, FINISHED_BYTES, HostCall, HostList, HostSpans, MAX_LISTS,
+    MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, SetValues, TensorList, WORKSPACE_BYTES,
+};
+
+use crate::Lars;
+use crate::device::{Finished, RateScalars, Scalars, Set, apart, entry, lists};
+
+/// Bytes of a class's set.
+const SET_BYTES: usize = size_of::<Set>();
+
+/// Where the scalars of the update start.
+const UPDATE_AT: usize = WORKSPACE_BYTES + size_of::<RateScalars>();
+
+/// LARS for parameters and gradients of `T`, with all arithmetic of an element in `T`, norms and rates in f64.
+///
+/// # Cost
+/// 20 bytes of memory traffic per f32 element (read p, g, u; write p, u), 28 where a tensor does not fit into the cache and p and
+/// g are read again; twice that for f64.
+#[derive(Debug, Clone)]
+pub struct LarsKernel<T> {
+    config: Lars,
+    lists: [TensorList; 3],
+    compute: PhantomData<T>,
+}
+
+impl<T: Compute> LarsKernel<T> {
+    /// The kernel of a validated configuration.
+    pub(crate) fn new(config: Lars) -> Self {
+        Self {
+            config,
+            lists: lists(T::DTYPE),
+            compute: PhantomData,
+        }
+    }
+}
+
+impl<T: Compute> MultiTensorKernel for LarsKernel<T> {
+    fn stem(&self) -> &'static str {
+        "lars_momentum"
+    }
+
+    fn entry(&self) -> &'static str {
+        entry(T::DTYPE)
+    }
+
+    fn lists(&self) -> &[TensorList] {
+        &self.lists
+    }
+
+    fn argument_layout(&self) -> ArgumentLayout {
+        ArgumentLayout {
+            lists: self.lists.len(),
+            scalar_bytes: UPDATE_AT + padded_bytes::<T>(2),
+            set_bytes: SET_BYTES,
+        }
+    }
+
+    fn flags(&self) -> u32 {
+        0
+    }
+
+    fn write_scalars(&self, out: &mut [u8]) {
+        let Lars {
+            trust_coefficient,
+            eps,
+            rescale,
+            momentum,
+            ..
+        } = self.config;
+        out[..WORKSPACE_BYTES].fill(0);
+        write_padded(
+            &[trust_coefficient, eps, rescale],
+            &mut out[WORKSPACE_BYTES..UPDATE_AT],
+        );
+        write_padded(&[momentum, rescale].map(T::round), &mut out[UPDATE_AT..]);
+    }
+
+    fn write_set(&self, values: SetValues, out: &mut [u8]) {
+        let set = self.config.set(values);
+        write_padded(&[set.lr, set.lambda, set.trust], out);
+    }
+
+    fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {
+        let [momentum, rescale] = read_values(&call.scalars[UPDATE_AT..]);
+        let update = LarsUpdate {
+            scalars: Scalars::<T> { momentum, rescale },
+        };
+        run::<T, T, T, _, 1>(&update, call, lists, spans);
+    }
+
+    fn normed(&self) -> Option<&dyn NormedKernel> {
+        Some(self)
+    }
+}
+
+impl<T: Compute> NormedKernel for LarsKernel<T> {
+    fn apart(&self) -> ApartEntries {
+        apart(T::DTYPE)
+    }
+
+    fn chunk_sums(
+        &self,
+        call: HostCall<'_>,
+        _class: u32,
+        lists: [&[u8]; MAX_LISTS],
+    ) -> [f64; MAX_SUMS] {
+        let lists: [&[T]; 2] = [
+            bytemuck::cast_slice(lists[0]),
+            bytemuck::cast_slice(lists[1]),
+        ];
+        chunk_sums::<T, T, _, 2, 2>(call.level, &Both, lists)
+    }
+
+    fn finish(
+        &self,
+        call: HostCall<'_>,
+        class: u32,
+        sums: [f64; MAX_SUMS],
+        set: &mut [u8; FINISHED_BYTES],
+    ) -> Outcome {
+        let [lr, lambda, trust] = read_values(&call.sets[class as usize * SET_BYTES..]);
+        let [trust_coefficient, eps, rescale] = read_values(&call.scalars[WORKSPACE_BYTES..]);
+        let scalars = RateScalars {
+            trust_coefficient,
+            eps,
+            rescale: rescale * call.grad_factor,
+        };
+        match finished::<T>(&scalars, &Set { lr, lambda, trust }, sums) {
+            Some(finished) => {
+                write_padded(&[finished.local, finished.lambda], set);
+                Outcome::Update
+            }
+            None => Outcome::Skip,
+        }
+    }
+}
+
+/// The tensor's rate, in f64 and rounded once, operation for operation that of `kernels/lars_momentum.cu`; `None` if it or a norm
+/// is not finite.
+fn finished<T: Compute>(
+    scalars: &RateScalars,
+    set: &Set,
+    sums: [f64; MAX_SUMS],
+) -> Option<Finished<T>> {
+    let p = sums[0].sqrt();
+    let g = scalars.rescale * sums[1].sqrt();
+    let mut local = set.lr;
+    if set.trust != 0.0 && p > 0.0 && g > 0.0 {
+        local = set.lr * scalars.trust_coefficient * p / (g + set.lambda * p + scalars.eps);
+    }
+    let local = T::round(local);
+    let finite = p.is_finite() && g.is_finite() && local.exact().is_finite();
+    finite.then(|| Finished {
+        local,
+        lambda: T::round(set.lambda),
+    })
+}
+
+/// The squares of parameter and gradient are summed.
+struct Both;
+
+impl<T: Compute> Terms<T, 2, 2> for Both {
+    #[inline(always)]
+    fn terms(&self, element: [T; 2]) -> [T; 2] {
+        element
+    }
+}
+
+/// The update of `kernels/lars_momentum.cu`, operation for operation.
+struct LarsUpdate<T> {
+    scalars: Scalars<T>,
+}
+
+impl<T: Compute> Update<T, 1> for LarsUpdate<T> {
+    type Set = Finished<T>;
+    const SET_BYTES: usize = padded_bytes::<T>(2);
+
+    #[inline(always)]
+    fn set(&self, bytes: &[u8]) -> Finished<T> {
+        let [local, lambda] = read_values(bytes);
+        Finished { local, lambda }
+    }
+
+    #[inline(always)]
+    fn element(&self, set: &Finished<T>, p: T, g: T, [u]: [T; 1]) -> (T, [T; 1]) {
+        let d = self.scalars.rescale * g + set.lambda * p;
+        let u = self.scalars.momentum * u + set.local * d;
+        (p - u, [u])
+    }
+}

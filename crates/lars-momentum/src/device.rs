@@ -1,0 +1,87 @@
+//! What `kernels/lars_momentum.cu` reads: entries, list order, scalars and sets.
+//!
+//! Always compiled, so that the two sides cannot drift apart unseen: the emulator tests run the same bytes.
+
+pub use fusestep_elementwise::Compute;
+use fusestep_launch::{Access, ApartEntries, TensorList};
+use fusestep_tensor::{DType, Role};
+
+/// Scalars shared by all tensors that the local rate is made of; behind the workspace, before those of the update.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub struct RateScalars {
+    /// η.
+    pub trust_coefficient: f64,
+    /// ε.
+    pub eps: f64,
+    /// Factor on the gradient's norm.
+    pub rescale: f64,
+}
+
+/// Scalars shared by all tensors that the update reads, in the compute type.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub struct Scalars<T> {
+    /// μ.
+    pub momentum: T,
+    /// Factor on every gradient.
+    pub rescale: T,
+}
+
+/// What the local rate of the tensors of one class is made of at one step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub struct Set {
+    /// Learning rate times the tensor's factor.
+    pub lr: f64,
+    /// λ.
+    pub lambda: f64,
+    /// 1 if the rate is scaled by the trust ratio, 0 if not.
+    pub trust: f64,
+}
+
+/// What one tensor's sums and its class's set are finished to, in the compute type.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub struct Finished<T> {
+    /// The tensor's learning rate.
+    pub local: T,
+    /// λ.
+    pub lambda: T,
+}
+
+/// The device entry for parameters of this dtype, without its argument suffix.
+pub(crate) fn entry(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F64 => "lars_momentum_f64",
+        _ => "lars_momentum_f32",
+    }
+}
+
+/// The entries of the plan in two launches.
+pub(crate) fn apart(dtype: DType) -> ApartEntries {
+    match dtype {
+        DType::F64 => ApartEntries {
+            sums: "lars_momentum_sums_f64",
+            update: "lars_momentum_update_f64",
+        },
+        _ => ApartEntries {
+            sums: "lars_momentum_sums_f32",
+            update: "lars_momentum_update_f32",
+        },
+    }
+}
+
+/// The lists in the order of a record's addresses.
+pub(crate) fn lists(dtype: DType) -> [TensorList; 3] {
+    let list = |role, access| TensorList {
+        role,
+        dtype,
+        access,
+    };
+    [
+        list(Role::Param, Access::ReadWrite),
+        list(Role::Grad, Access::Read),
+        list(Role::Velocity, Access::ReadWrite),
+    ]
+}

@@ -1,0 +1,182 @@
+//! Kernels whose update of a tensor needs sums over the whole of it: LARS and LAMB.
+
+use fusestep_tensor::Trust;
+
+use crate::{CHUNK_ELEMENTS, HostCall, LaunchLimits, MAX_LISTS, MultiTensorKernel, SetValues};
+
+/// Most sums that a kernel takes over a tensor.
+pub const MAX_SUMS: usize = 2;
+
+/// Most bytes of a finished set.
+pub const FINISHED_BYTES: usize = 64;
+
+/// Bytes at the start of a normed kernel's scalars that belong to the backend, not to the kernel; see [`Workspace`].
+pub const WORKSPACE_BYTES: usize = 24;
+
+/// Parts of a chunk that a device's blocks sum and update apart.
+pub const CHUNK_UNITS: u64 = 8;
+
+/// Values of f64 that a device keeps for a chunk: [`MAX_SUMS`] partial sums of each unit, and how often its tensor was skipped.
+pub const SLOT_VALUES: u64 = CHUNK_UNITS * MAX_SUMS as u64 + 1;
+
+/// Whether a tensor is updated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It is.
+    Update,
+    /// A sum or a scalar derived from it is not finite: the tensor and its state stay as they are.
+    Skip,
+}
+
+/// Which learning rate tensors take that are excluded from weight decay: those whose own decay is set to 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Excluded {
+    /// The plain one, as large-batch training of ResNet-50 does best.
+    #[default]
+    PlainLr,
+    /// The one scaled by the trust ratio, as all others.
+    TrustRatio,
+}
+
+impl Excluded {
+    /// Whether the rate of a tensor with these values is scaled: the tensor's own word first, then this option.
+    pub fn trust(self, values: &SetValues) -> Trust {
+        match (values.trust, values.weight_decay, self) {
+            (Some(trust), _, _) => trust,
+            (None, Some(0.0), Excluded::PlainLr) => Trust::Plain,
+            _ => Trust::Ratio,
+        }
+    }
+}
+
+/// What a kernel offers besides [`MultiTensorKernel`] if it needs sums over a tensor before it can update it.
+///
+/// A backend takes the sums of every chunk ([`NormedKernel::chunk_sums`]), adds a tensor's chunks in order, starting from 0,
+/// lets the kernel derive the scalars of the update ([`NormedKernel::finish`]) and then runs
+/// [`MultiTensorKernel::run_host`] with what that wrote in place of the class's set. Sums follow the fixed tree, whose chunk is
+/// [`CHUNK_ELEMENTS`] whatever the limits say, so they depend on the tensor alone.
+pub trait NormedKernel: Send + Sync {
+    /// The device entries of the plan in two launches, without their argument suffix.
+    fn apart(&self) -> ApartEntries;
+
+    /// The sums over one chunk, at most [`CHUNK_ELEMENTS`] elements; `lists` hold exactly those, in the kernel's order. Sums that
+    /// the kernel does not take are 0.
+    fn chunk_sums(
+        &self,
+        call: HostCall<'_>,
+        class: u32,
+        lists: [&[u8]; MAX_LISTS],
+    ) -> [f64; MAX_SUMS];
+
+    /// Derives the scalars of a tensor's update from its sums, in f64 and rounded once, and writes them into `set`.
+    fn finish(
+        &self,
+        call: HostCall<'_>,
+        class: u32,
+        sums: [f64; MAX_SUMS],
+        set: &mut [u8; FINISHED_BYTES],
+    ) -> Outcome;
+}
+
+/// Device entries where a grid cannot wait for itself: all sums in one launch, all updates in the next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ApartEntries {
+    /// Takes the sums: `lars_momentum_sums_f32`.
+    pub sums: &'static str,
+    /// Updates: `lars_momentum_update_f32`.
+    pub update: &'static str,
+}
+
+impl LaunchLimits {
+    /// The limits for batches of `kernel`: a kernel that takes sums is cut at the chunks of their tree.
+    pub fn of(self, kernel: &dyn MultiTensorKernel) -> Self {
+        match kernel.normed() {
+            Some(_) => Self {
+                chunk_elements: CHUNK_ELEMENTS,
+                ..self
+            },
+            None => self,
+        }
+    }
+}
+
+/// Where a device keeps partial sums, and which of them a launch touches; the first part of a normed kernel's scalars.
+///
+/// Every chunk has a slot of its own for the whole step, so no slot is written twice and none has to be buffered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Workspace {
+    /// Device address of the slots, each [`SLOT_VALUES`] f64.
+    pub slots: u64,
+    /// Chunks that a wave may have unless its first tensor alone has more.
+    pub wave_chunks: u32,
+    /// Slot of the launch's first chunk.
+    pub first_slot: u32,
+    /// Chunks of the first record's tensor in earlier launches.
+    pub head_chunks: u32,
+    /// Chunks of the last record's tensor in later launches.
+    pub tail_chunks: u32,
+}
+
+impl Workspace {
+    /// The bytes that `kernels/normed.cuh` reads.
+    pub fn bytes(&self) -> [u8; WORKSPACE_BYTES] {
+        let mut bytes = [0; WORKSPACE_BYTES];
+        bytes[..8].copy_from_slice(&self.slots.to_le_bytes());
+        let words = [
+            self.wave_chunks,
+            self.first_slot,
+            self.head_chunks,
+            self.tail_chunks,
+        ];
+        for (bytes, word) in bytes[8..].chunks_exact_mut(4).zip(words) {
+            bytes.copy_from_slice(&word.to_le_bytes());
+        }
+        bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tensors_own_word_comes_before_the_option() {
+        let values = |weight_decay, trust| SetValues {
+            lr: 1.0,
+            lr_scale: 1.0,
+            weight_decay,
+            trust,
+            step: 1,
+        };
+        for (excluded, weight_decay, trust, expected) in [
+            (Excluded::PlainLr, None, None, Trust::Ratio),
+            (Excluded::PlainLr, Some(0.1), None, Trust::Ratio),
+            (Excluded::PlainLr, Some(0.0), None, Trust::Plain),
+            (Excluded::TrustRatio, Some(0.0), None, Trust::Ratio),
+            (
+                Excluded::PlainLr,
+                Some(0.0),
+                Some(Trust::Ratio),
+                Trust::Ratio,
+            ),
+            (Excluded::TrustRatio, None, Some(Trust::Plain), Trust::Plain),
+        ] {
+            assert_eq!(excluded.trust(&values(weight_decay, trust)), expected);
+        }
+    }
+
+    #[test]
+    fn the_workspace_is_little_endian_in_the_order_of_its_fields() {
+        let workspace = Workspace {
+            slots: 0x0102,
+            wave_chunks: 3,
+            first_slot: 4,
+            head_chunks: 5,
+            tail_chunks: 6,
+        };
+        let mut expected = [0; WORKSPACE_BYTES];
+        (expected[0], expected[1]) = (2, 1);
+        (expected[8], expected[12], expected[16], expected[20]) = (3, 4, 5, 6);
+        assert_eq!(workspace.bytes(), expected);
+    }
+}

@@ -1,0 +1,155 @@
+// One LAMB step for every tensor of a launch.
+//
+//     m <- beta1 m + (1 - beta1) g        v <- beta2 v + (1 - beta2) g^2
+//     r = m / bias1 / (sqrt(v) / bias2_sqrt + eps) + lambda p
+//     p <- p - lr phi r        phi = |p| / |r| if trusted and neither is 0, else 1
+//
+// You et al. 2020, Algorithm 2 (arXiv:1904.00962). Norms and step sizes are f64, elements `Compute`; every operation is rounded once,
+// in the order written, without contraction: the bits are those of crates/lamb/src/cpu.rs. The moments are computed twice and written
+// once, so that a tensor that is skipped keeps every bit.
+#define GRID_SYNC
+#include "normed.cuh"
+
+namespace lamb {
+
+// Shared by all tensors; crates/lamb/src/device.rs: Scalars.
+template <class T>
+struct Scalars {
+    normed::Workspace workspace;
+    T beta1;
+    T one_minus_beta1;
+    T beta2;
+    T one_minus_beta2;
+    T eps;
+};
+
+// What the direction takes; crates/lamb/src/device.rs: Direction.
+template <class T>
+struct Direction {
+    T bias1;
+    T bias2_sqrt;
+    T lambda;
+};
+
+// Of the tensors of one class at one step; crates/lamb/src/device.rs: Set.
+template <class T>
+struct Set {
+    double lr;
+    double trust;
+    Direction<T> direction;
+};
+
+template <class T>
+struct Finished {
+    T step_size;
+    Direction<T> direction;
+};
+
+static_assert(sizeof(Scalars<float>) == 48 && sizeof(Scalars<double>) == 64, "crates/lamb: Scalars");
+static_assert(sizeof(Set<float>) == 32 && sizeof(Set<double>) == 40, "crates/lamb: Set");
+
+// The new moments, and the direction of the step.
+template <class T>
+__device__ __forceinline__ T direction(const Scalars<T>& scalars, const Direction<T>& set, T p, T g, T& m, T& v) {
+    m = scalars.beta1 * m + scalars.one_minus_beta1 * g;
+    v = scalars.beta2 * v + scalars.one_minus_beta2 * (g * g);
+    const T d = dialect::square_root(v) / set.bias2_sqrt + scalars.eps;
+    return (m / set.bias1) / d + set.lambda * p;
+}
+
+template <class StorageType, class ComputeType>
+struct Rule {
+    typedef StorageType Storage;
+    typedef ComputeType Compute;
+    typedef lamb::Scalars<Compute> Scalars;
+    typedef lamb::Set<Compute> Set;
+    typedef lamb::Finished<Compute> Finished;
+    enum : int { LISTS = 4, READ = 4, SCALED_TERMS = 1 };
+
+    __device__ __forceinline__ static void terms(const Compute (&element)[READ], const Scalars& scalars, const Set& set, Compute (&terms)[2]) {
+        Compute m = element[2];
+        Compute v = element[3];
+        terms[0] = element[0];
+        terms[1] = direction(scalars, set.direction, element[0], element[1], m, v);
+    }
+
+    // False if a norm or the step size is not finite: the tensor is left as it is.
+    __device__ __forceinline__ static bool finish(const double (&sums)[2], const Scalars&, const Set& set, double, Finished& finished) {
+        const double p = dialect::square_root(sums[0]);
+        const double r = dialect::square_root(sums[1]);
+        double ratio = 1.0;
+        if (set.trust != 0.0 && p > 0.0 && r > 0.0) {
+            ratio = p / r;
+        }
+        finished.step_size = Compute(set.lr * ratio);
+        finished.direction = set.direction;
+        return p - p == 0.0 && r - r == 0.0 && finished.step_size - finished.step_size == Compute(0);
+    }
+
+    __device__ __forceinline__ static void update(Compute (&element)[LISTS], const Scalars& scalars, const Finished& finished) {
+        const Compute r = direction(scalars, finished.direction, element[0], element[1], element[2], element[3]);
+        element[0] = element[0] - finished.step_size * r;
+    }
+};
+
+}  // namespace lamb
+
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    const auto engine = normed::engine<lamb::Rule<float, float>>(arguments.bytes);
+    engine.waves();
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    const auto engine = normed::engine<lamb::Rule<float, float>>(arguments.bytes);
+    engine.waves();
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    const auto engine = normed::engine<lamb::Rule<double, double>>(arguments.bytes);
+    engine.waves();
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    const auto engine = normed::engine<lamb::Rule<double, double>>(arguments.bytes);
+    engine.waves();
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_sums_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    const auto engine = normed::engine<lamb::Rule<float, float>>(arguments.bytes);
+    engine.sum_chunks(0, engine.chunk_count());
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_sums_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    const auto engine = normed::engine<lamb::Rule<float, float>>(arguments.bytes);
+    engine.sum_chunks(0, engine.chunk_count());
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_sums_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    const auto engine = normed::engine<lamb::Rule<double, double>>(arguments.bytes);
+    engine.sum_chunks(0, engine.chunk_count());
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_sums_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    const auto engine = normed::engine<lamb::Rule<double, double>>(arguments.bytes);
+    engine.sum_chunks(0, engine.chunk_count());
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_update_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    const auto engine = normed::engine<lamb::Rule<float, float>>(arguments.bytes);
+    engine.update_chunks(0, engine.chunk_count());
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_update_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    const auto engine = normed::engine<lamb::Rule<float, float>>(arguments.bytes);
+    engine.update_chunks(0, engine.chunk_count());
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_update_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    const auto engine = normed::engine<lamb::Rule<double, double>>(arguments.bytes);
+    engine.update_chunks(0, engine.chunk_count());
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_update_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    const auto engine = normed::engine<lamb::Rule<double, double>>(arguments.bytes);
+    engine.update_chunks(0, engine.chunk_count());
+}

@@ -1,0 +1,138 @@
+// One LARS momentum step for every tensor of a launch.
+//
+//     P = |p|        G = rescale |g|
+//     local = lr coefficient P / (G + lambda P + eps) if trusted, P > 0 and G > 0, else lr
+//     u <- momentum u + local (rescale g + lambda p)        p <- p - u
+//
+// You, Gitman & Ginsburg 2017 (arXiv:1708.03888), with lr inside of the velocity. Norms and rates are f64, elements `Compute`; every
+// operation is rounded once, in the order written, without contraction: the bits are those of crates/lars-momentum/src/cpu.rs.
+#define GRID_SYNC
+#include "normed.cuh"
+
+namespace lars_momentum {
+
+// Shared by all tensors; crates/lars-momentum/src/device.rs: RateScalars, Scalars.
+template <class T>
+struct Scalars {
+    normed::Workspace workspace;
+    double trust_coefficient;
+    double eps;
+    double rescale_norm;
+    T momentum;
+    T rescale;
+};
+
+// Of the tensors of one class; crates/lars-momentum/src/device.rs: Set.
+struct Set {
+    double lr;
+    double lambda;
+    double trust;
+};
+
+template <class T>
+struct Finished {
+    T local;
+    T lambda;
+};
+
+static_assert(sizeof(Scalars<float>) == 56 && sizeof(Scalars<double>) == 64, "crates/lars-momentum: Scalars");
+static_assert(sizeof(Set) == 24, "crates/lars-momentum: Set");
+
+template <class StorageType, class ComputeType>
+struct Rule {
+    typedef StorageType Storage;
+    typedef ComputeType Compute;
+    typedef lars_momentum::Scalars<Compute> Scalars;
+    typedef lars_momentum::Set Set;
+    typedef lars_momentum::Finished<Compute> Finished;
+    // The norm of the gradient is scaled as a whole, in `finish`.
+    enum : int { LISTS = 3, READ = 2, SCALED_TERMS = 0 };
+
+    __device__ __forceinline__ static void terms(const Compute (&element)[READ], const Scalars&, const Set&, Compute (&terms)[2]) {
+        terms[0] = element[0];
+        terms[1] = element[1];
+    }
+
+    // False if a norm or the rate is not finite: the tensor is left as it is.
+    __device__ __forceinline__ static bool finish(const double (&sums)[2], const Scalars& scalars, const Set& set, double grad_factor, Finished& finished) {
+        const double p = dialect::square_root(sums[0]);
+        const double g = (scalars.rescale_norm * grad_factor) * dialect::square_root(sums[1]);
+        double local = set.lr;
+        if (set.trust != 0.0 && p > 0.0 && g > 0.0) {
+            local = set.lr * scalars.trust_coefficient * p / (g + set.lambda * p + scalars.eps);
+        }
+        finished.local = Compute(local);
+        finished.lambda = Compute(set.lambda);
+        return p - p == 0.0 && g - g == 0.0 && finished.local - finished.local == Compute(0);
+    }
+
+    __device__ __forceinline__ static void update(Compute (&element)[LISTS], const Scalars& scalars, const Finished& finished) {
+        const Compute p = element[0];
+        const Compute d = scalars.rescale * element[1] + finished.lambda * p;
+        const Compute u = scalars.momentum * element[2] + finished.local * d;
+        element[0] = p - u;
+        element[2] = u;
+    }
+};
+
+}  // namespace lars_momentum
+
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    const auto engine = normed::engine<lars_momentum::Rule<float, float>>(arguments.bytes);
+    engine.waves();
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    const auto engine = normed::engine<lars_momentum::Rule<float, float>>(arguments.bytes);
+    engine.waves();
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    const auto engine = normed::engine<lars_momentum::Rule<double, double>>(arguments.bytes);
+    engine.waves();
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    const auto engine = normed::engine<lars_momentum::Rule<double, double>>(arguments.bytes);
+    engine.waves();
+}
+
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    const auto engine = normed::engine<lars_momentum::Rule<float, float>>(arguments.bytes);
+    engine.sum_chunks(0, engine.chunk_count());
+}
+
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    const auto engine = normed::engine<lars_momentum::Rule<float, float>>(arguments.bytes);
+    engine.sum_chunks(0, engine.chunk_count());
+}
+
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    const auto engine = normed::engine<lars_momentum::Rule<double, double>>(arguments.bytes);
+    engine.sum_chunks(0, engine.chunk_count());
+}
+
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    const auto engine = normed::engine<lars_momentum::Rule<double, double>>(arguments.bytes);
+    engine.sum_chunks(0, engine.chunk_count());
+}
+
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    const auto engine = normed::engine<lars_momentum::Rule<float, float>>(arguments.bytes);
+    engine.update_chunks(0, engine.chunk_count());
+}
+
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    const auto engine = normed::engine<lars_momentum::Rule<float, float>>(arguments.bytes);
+    engine.update_chunks(0, engine.chunk_count());
+}
+
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    const auto engine = normed::engine<lars_momentum::Rule<double, double>>(arguments.bytes);
+    engine.update_chunks(0, engine.chunk_count());
+}
+
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    const auto engine = normed::engine<lars_momentum::Rule<double, double>>(arguments.bytes);
+    engine.update_chunks(0, engine.chunk_count());
+}
