@@ -13,7 +13,7 @@ use fusestep_cuda::CudaBackend;
 use fusestep_cuda_emulator::{Options, build};
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::{Excluded, Lars, Trust};
-use fusestep_launch::{Backend, LaunchLimits, UpdateRule};
+use fusestep_launch::{Backend, LaunchLimits};
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, outcome};
