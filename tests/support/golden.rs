@@ -113,25 +113,22 @@ fn compare(
                 .map(f64::from)
                 .collect(),
         };
-        let moved = |p: &[f64]| {
-            p.iter()
-                .zip(&first)
-                .map(|(p, f)| (p - f).abs())
-                .fold(0.0, f64::max)
-        };
-        let update = moved(&expected);
-        assert!(update > 0.0, "{case}, {name}: the script did nothing");
-        for (at, (found, expected)) in found.iter().zip(&expected).enumerate() {
-            // An f32 parameter has a rounding of its own besides that of its update.
-            let own = if dtype == DType::F32 {
-                4e-7 * expected.abs()
-            } else {
-                1e-15 * expected.abs()
-            };
-            assert!(
-                (found - expected).abs() <= bound * update + own,
-                "{case}, {dtype}, tensor {name}, element {at}: expected {expected}, found {found}"
-            );
-        }
+        let what = format!("{case}, {dtype}, tensor {name}");
+        near(&what, [&first, &expected, &found], dtype, bound);
+    }
+}
+
+/// Requires of parameters that went from `first` to `expected` that `found` is within `bound` of the largest update.
+fn near(what: &str, [first, expected, found]: [&[f64]; 3], dtype: DType, bound: f64) {
+    let moved = expected.iter().zip(first).map(|(p, f)| (p - f).abs());
+    let update = moved.fold(0.0, f64::max);
+    assert!(update > 0.0, "{what}: the script did nothing");
+    // An f32 parameter has a rounding of its own besides that of its update.
+    let own = if dtype == DType::F32 { 4e-7 } else { 1e-15 };
+    for (at, (found, expected)) in found.iter().zip(expected).enumerate() {
+        assert!(
+            (found - expected).abs() <= bound * update + own * expected.abs(),
+            "{what}, element {at}: expected {expected}, found {found}"
+        );
     }
 }
