@@ -3,6 +3,7 @@
 
 mod blocks;
 mod call;
+mod collectives;
 mod communicator;
 mod error;
 mod fault;
@@ -17,7 +18,8 @@ mod thread;
 
 pub use blocks::{Blocks, even_counts};
 pub use call::{Buffers, Call, CallContext};
-pub use communicator::{Aborter, Collectives, Communicator, Membership};
+pub use collectives::Collectives;
+pub use communicator::{Aborter, Communicator, Membership};
 pub use error::CollectiveError;
 pub use fault::{Fault, FaultKind, Faulty};
 pub use fingerprint::{Field, Fingerprint};

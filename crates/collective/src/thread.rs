@@ -2,6 +2,7 @@
 
 mod algorithms;
 mod group;
+mod reduction;
 
 use std::collections::HashMap;
 use std::path::PathBuf;

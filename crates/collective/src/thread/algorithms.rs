@@ -9,15 +9,12 @@ use fusestep_tensor::DType;
 
 use super::ThreadCommunicator;
 use super::group::{Group, Header, Placement};
-use crate::rank_order::{Ranks, reduce_in_rank_order};
+use super::reduction::lines;
 use crate::{Blocks, Buffers, Call, CollectiveError, Fingerprint, Membership, Operation};
-
-/// Parts of a reduction end at multiples of this, a cache line, so that ranks share few lines.
-const LINE_BYTES: usize = 64;
 
 /// How lent memory is cut into a part for each rank.
 #[derive(Clone, Copy)]
-enum Cut<'a> {
+pub(super) enum Cut<'a> {
     /// Into nothing: nothing is lent.
     None,
     /// Into equal numbers of cache lines.
@@ -27,12 +24,12 @@ enum Cut<'a> {
 }
 
 /// What a rank brings to a round, with everything that belongs to it.
-struct Round<'a> {
-    header: Header,
-    deadline: Instant,
-    shared: &'a [u8],
-    lent: &'a mut [u8],
-    cut: Cut<'a>,
+pub(super) struct Round<'a> {
+    pub(super) header: Header,
+    pub(super) deadline: Instant,
+    pub(super) shared: &'a [u8],
+    pub(super) lent: &'a mut [u8],
+    pub(super) cut: Cut<'a>,
 }
 
 type Joined = (Arc<Group>, usize, Seat<Header, CollectiveError>);
@@ -77,7 +74,7 @@ impl ThreadCommunicator {
     }
 
     /// Meets the others, compares fingerprints, and does `work` if they agree.
-    fn round<R>(
+    pub(super) fn round<R>(
         &mut self,
         round: Round<'_>,
         work: impl FnOnce(&mut Peers<'_, Header>) -> R,
@@ -114,81 +111,6 @@ impl ThreadCommunicator {
             }
             Ok(work(peers))
         })?
-    }
-
-    fn reduction(
-        &mut self,
-        round: Round<'_>,
-        call: Call<'_>,
-        blocks: Blocks<'_>,
-    ) -> Result<(), CollectiveError> {
-        let (rank, world_size, level) = (self.rank, self.ends.len(), self.group.options().level);
-        let element_bytes = call.dtype.len_bytes();
-        let Some(op) = call.operation.reduce_op() else {
-            return Ok(());
-        };
-        let (cut, own) = match call.operation {
-            Operation::ReduceScatter(_) => (
-                Cut::Blocks(blocks, element_bytes),
-                blocks.of_bytes(rank, element_bytes),
-            ),
-            _ => (
-                Cut::Lines,
-                lines(blocks.numel * element_bytes, rank, world_size),
-            ),
-        };
-        let columns = |peers: &mut Peers<'_, Header>, into: Into<'_>| {
-            let len_bytes = own.len();
-            let mut columns = Columns {
-                peers,
-                own: own.clone(),
-                into,
-            };
-            reduce_in_rank_order(level, call.dtype, op, len_bytes, &mut columns);
-        };
-        match (call.operation, call.buffers) {
-            (Operation::Reduce { root, .. }, Buffers::Apart { send, receive }) => {
-                let (lent, cut) = if rank == root {
-                    (receive, cut)
-                } else {
-                    (&mut [][..], Cut::None)
-                };
-                let round = Round {
-                    shared: send,
-                    lent,
-                    cut,
-                    ..round
-                };
-                self.round(round, |peers| columns(peers, Into::Rank(root)))
-            }
-            (Operation::Reduce { root, .. }, Buffers::InPlace(lent)) => self
-                .round(Round { lent, cut, ..round }, |peers| {
-                    columns(peers, Into::Rank(root))
-                }),
-            (Operation::ReduceScatter(_), Buffers::Apart { send, receive }) => self.round(
-                Round {
-                    shared: send,
-                    ..round
-                },
-                |peers| columns(peers, Into::Slice(receive)),
-            ),
-            (Operation::ReduceScatter(_), Buffers::InPlace(lent)) => self
-                .round(Round { lent, cut, ..round }, |peers| {
-                    columns(peers, Into::Rank(rank))
-                }),
-            (_, Buffers::Apart { send, receive }) => {
-                let round = Round {
-                    shared: send,
-                    lent: receive,
-                    cut,
-                    ..round
-                };
-                self.round(round, |peers| columns(peers, Into::All))
-            }
-            (_, Buffers::InPlace(lent)) => self.round(Round { lent, cut, ..round }, |peers| {
-                columns(peers, Into::All)
-            }),
-        }
     }
 
     fn broadcast(
@@ -438,17 +360,6 @@ impl ThreadCommunicator {
     }
 }
 
-/// The part of `len_bytes` bytes that rank `rank` reduces.
-fn lines(len_bytes: usize, rank: usize, world_size: usize) -> Range<usize> {
-    let lines = Blocks {
-        numel: len_bytes.div_ceil(LINE_BYTES),
-        world_size,
-        counts: None,
-    };
-    let own = lines.of_bytes(rank, LINE_BYTES);
-    own.start.min(len_bytes)..own.end.min(len_bytes)
-}
-
 fn late(
     ranks: Vec<usize>,
     fingerprint: &Fingerprint,
@@ -462,53 +373,6 @@ fn late(
         timeout_ms: u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX),
     }
 }
-
-/// Where the result of a reduction goes.
-enum Into<'a> {
-    /// To this rank's part of everyone's lent memory.
-    All,
-    /// To this rank's part of one rank's lent memory.
-    Rank(usize),
-    /// To memory of this rank's own.
-    Slice(&'a mut [u8]),
-}
-
-/// This rank's part of every rank's elements, where they lie.
-struct Columns<'a, 'p> {
-    peers: &'a mut Peers<'p, Header>,
-    /// The part within the whole.
-    own: Range<usize>,
-    into: Into<'a>,
-}
-
-impl Ranks for Columns<'_, '_> {
-    fn world_size(&self) -> usize {
-        self.peers.parties()
-    }
-
-    fn input(&self, rank: usize, bytes: Range<usize>) -> &[u8] {
-        match self.peers.header(rank).placement {
-            Placement::Lent => &self.peers.lent(rank)[bytes],
-            Placement::Shared => {
-                &self.peers.shared(rank)[self.own.start + bytes.start..self.own.start + bytes.end]
-            }
-        }
-    }
-
-    fn store(&mut self, bytes: Range<usize>, result: &[u8]) {
-        match &mut self.into {
-            Into::All => {
-                for rank in 0..self.peers.parties() {
-                    self.peers.lent_mut(rank)[bytes.clone()].copy_from_slice(result);
-                }
-            }
-            Into::Rank(rank) => self.peers.lent_mut(*rank)[bytes].copy_from_slice(result),
-            Into::Slice(slice) => slice[bytes].copy_from_slice(result),
-        }
-    }
-}
-
-const _: () = assert!(LINE_BYTES.is_multiple_of(8), "no element is cut in two");
 
 impl CollectiveError {
     /// A mismatch between two parties, said of the ranks they are.

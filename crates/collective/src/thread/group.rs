@@ -130,8 +130,13 @@ impl Group {
         side: usize,
     ) -> Result<GroupSeat, CollectiveError> {
         let mut registry = self.registry();
-        if let Some(error) = self.meet.failure() {
-            return Err(error);
+        let gone = |rank: usize| {
+            let left = registry.left.iter().find(|(left, _)| *left == rank);
+            left.map(|(_, error)| error)
+        };
+        let broken = registry.broken.as_ref();
+        if let Some(error) = broken.or_else(|| gone(pair.0)).or_else(|| gone(pair.1)) {
+            return Err(error.clone());
         }
         let Registry {
             pairs, pair_meets, ..
@@ -178,7 +183,7 @@ impl Group {
             forming.remove(&(call, colour));
         }
         // Closed in between: the subgroup was not yet in the list, so nobody told it.
-        if let Some(error) = self.meet.failure() {
+        if let Some(error) = registry.broken.clone() {
             drop(registry);
             group.close(error);
         }
