@@ -16,8 +16,11 @@ const RANKS: usize = 2;
 /// Bytes of each rank's buffer: a latency, a cache, and two that leave the caches.
 const LEN_BYTES: [usize; 4] = [4 << 10, 4 << 20, 64 << 20, 256 << 20];
 
+/// What each rank does in one round.
+type Work = fn(&mut ThreadCommunicator, &mut [f32]);
+
 /// Time of `rounds` calls of `work` on all ranks, as rank 0 sees it.
-fn time(numel: usize, rounds: u64, work: fn(&mut ThreadCommunicator, &mut [f32])) -> Duration {
+fn time(numel: usize, rounds: u64, work: Work) -> Duration {
     let outcomes = run_ranks(RANKS, &Options::default(), |mut comm| {
         let mut buffer = vec![1.0f32; numel];
         work(&mut comm, &mut buffer);
@@ -55,13 +58,13 @@ fn all_reduce(criterion: &mut Criterion) {
         fused(&mut comm, &mut buffer);
         buffer.iter().all(|&x| x == RANKS as f32)
     });
-    let sums = sums.expect("threads").into_iter();
-    assert!(sums.map(|sum| sum.expect("no panic")).all(|right| right));
+    let mut sums = sums.expect("threads").into_iter();
+    assert!(sums.all(|sum| sum.expect("no panic")));
     let mut group = group(criterion, "all_reduce");
     for len_bytes in LEN_BYTES {
         let numel = len_bytes / size_of::<f32>();
         group.throughput(Throughput::Bytes((2 * RANKS * len_bytes) as u64));
-        let subjects: [(&str, fn(&mut ThreadCommunicator, &mut [f32])); 3] = [
+        let subjects: [(&str, Work); 3] = [
             ("all_reduce", fused),
             ("reduce_and_broadcast", one_by_one),
             ("ceiling", ceiling),
