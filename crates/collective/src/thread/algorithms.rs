@@ -56,9 +56,9 @@ impl ThreadCommunicator {
         };
         let bytes = |rank: usize| blocks.of_bytes(rank, call.dtype.len_bytes());
         match call.operation {
-            Operation::AllReduce(_) | Operation::Reduce { .. } | Operation::ReduceScatter(_) => {
-                self.reduction(round, call, blocks)
-            }
+            Operation::AllReduce(op)
+            | Operation::Reduce { reduce: op, .. }
+            | Operation::ReduceScatter(op) => self.reduction(round, call, blocks, op),
             Operation::Broadcast { root } => self.broadcast(round, call.buffers, root),
             Operation::AllGather => self.all_gather(round, call.buffers, bytes),
             Operation::Scatter { root } => self.scatter(round, call.buffers, root, bytes),

@@ -8,7 +8,7 @@ use super::ThreadCommunicator;
 use super::algorithms::{Cut, Round};
 use super::group::{Header, Placement};
 use crate::rank_order::{Ranks, reduce_in_rank_order};
-use crate::{Blocks, Buffers, Call, CollectiveError, Operation};
+use crate::{Blocks, Buffers, Call, CollectiveError, Operation, ReduceOp};
 
 /// Parts of a reduction end at multiples of this, a cache line, so that ranks share few lines.
 const LINE_BYTES: usize = 64;
@@ -22,74 +22,69 @@ impl ThreadCommunicator {
         round: Round<'_>,
         call: Call<'_>,
         blocks: Blocks<'_>,
+        op: ReduceOp,
     ) -> Result<(), CollectiveError> {
         let (rank, world_size, level) = (self.rank, self.ends.len(), self.group.options().level);
         let element_bytes = call.dtype.len_bytes();
-        let Some(op) = call.operation.reduce_op() else {
-            return Ok(());
-        };
+        let (whole_bytes, block) = (
+            blocks.numel * element_bytes,
+            blocks.of_bytes(rank, element_bytes),
+        );
         let (cut, own) = match call.operation {
-            Operation::ReduceScatter(_) => (
-                Cut::Blocks(blocks, element_bytes),
-                blocks.of_bytes(rank, element_bytes),
-            ),
-            _ => (
-                Cut::Lines,
-                lines(blocks.numel * element_bytes, rank, world_size),
-            ),
+            Operation::ReduceScatter(_) => (Cut::Blocks(blocks, element_bytes), block),
+            _ => (Cut::Lines, lines(whole_bytes, rank, world_size)),
         };
-        let columns = |peers: &mut Peers<'_, Header>, into: Into<'_>| {
-            let len_bytes = own.len();
-            let mut columns = Columns {
-                peers,
-                own: own.clone(),
-                into,
-            };
-            reduce_in_rank_order(level, call.dtype, op, len_bytes, &mut columns);
-        };
-        match (call.operation, call.buffers) {
+        let (round, into) = match (call.operation, call.buffers) {
             (Operation::Reduce { root, .. }, Buffers::Apart { send, receive }) => {
-                let (lent, cut) = if rank == root {
-                    (receive, cut)
-                } else {
-                    (&mut [][..], Cut::None)
+                let (lent, cut) = match rank == root {
+                    true => (receive, cut),
+                    false => (&mut [][..], Cut::None),
                 };
-                let round = Round {
-                    shared: send,
-                    lent,
-                    cut,
-                    ..round
-                };
-                self.round(round, |peers| columns(peers, Into::Rank(root)))
+                (
+                    Round {
+                        shared: send,
+                        lent,
+                        cut,
+                        ..round
+                    },
+                    Into::Rank(root),
+                )
             }
-            (Operation::Reduce { root, .. }, Buffers::InPlace(lent)) => self
-                .round(Round { lent, cut, ..round }, |peers| {
-                    columns(peers, Into::Rank(root))
-                }),
-            (Operation::ReduceScatter(_), Buffers::Apart { send, receive }) => self.round(
+            (Operation::Reduce { root, .. }, Buffers::InPlace(lent)) => {
+                (Round { lent, cut, ..round }, Into::Rank(root))
+            }
+            (Operation::ReduceScatter(_), Buffers::Apart { send, receive }) => (
                 Round {
                     shared: send,
                     ..round
                 },
-                |peers| columns(peers, Into::Slice(receive)),
+                Into::Slice(receive),
             ),
-            (Operation::ReduceScatter(_), Buffers::InPlace(lent)) => self
-                .round(Round { lent, cut, ..round }, |peers| {
-                    columns(peers, Into::Rank(rank))
-                }),
-            (_, Buffers::Apart { send, receive }) => {
-                let round = Round {
+            (Operation::ReduceScatter(_), Buffers::InPlace(lent)) => {
+                (Round { lent, cut, ..round }, Into::Rank(rank))
+            }
+            (
+                _,
+                Buffers::Apart {
+                    send,
+                    receive: lent,
+                },
+            ) => (
+                Round {
                     shared: send,
-                    lent: receive,
+                    lent,
                     cut,
                     ..round
-                };
-                self.round(round, |peers| columns(peers, Into::All))
-            }
-            (_, Buffers::InPlace(lent)) => self.round(Round { lent, cut, ..round }, |peers| {
-                columns(peers, Into::All)
-            }),
-        }
+                },
+                Into::All,
+            ),
+            (_, Buffers::InPlace(lent)) => (Round { lent, cut, ..round }, Into::All),
+        };
+        self.round(round, |peers| {
+            let len_bytes = own.len();
+            let mut columns = Columns { peers, own, into };
+            reduce_in_rank_order(level, call.dtype, op, len_bytes, &mut columns);
+        })
     }
 }
 
