@@ -76,10 +76,11 @@ impl<C: Communicator> Faulty<C> {
                 FaultKind::DelayMs(millis) | FaultKind::StallMs(millis) => {
                     std::thread::sleep(Duration::from_millis(millis));
                 }
-                FaultKind::Kill => panic!(
+                // Without the panic hook: writing a backtrace can take longer than a short timeout, and there is nothing to find.
+                FaultKind::Kill => std::panic::resume_unwind(Box::new(format!(
                     "fault at call {}: rank {} is killed",
                     self.calls, fault.rank
-                ),
+                ))),
                 FaultKind::Corrupt(byte) => corrupt = Some(byte),
                 FaultKind::Reorder => self.inner.barrier()?,
             }

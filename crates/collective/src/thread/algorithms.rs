@@ -101,7 +101,8 @@ impl ThreadCommunicator {
             lent: round.lent,
             ends: &self.ends,
         };
-        let late = |ranks: &[usize]| late(ranks.to_vec(), &fingerprint, timeout);
+        let (group, own) = (&self.group, self.rank);
+        let late = |ranks: &[usize]| late(group.behind(own, ranks), &fingerprint, timeout);
         let recorder = &mut self.recorder;
         self.seat.meet(offer, round.deadline, late, |peers| {
             Fingerprint::compare(world_size, |rank| &peers.header(rank).fingerprint)?;
@@ -300,13 +301,12 @@ impl ThreadCommunicator {
             ..fingerprint
         };
         let timeout = self.group.options().timeout;
+        let (group, own) = (&self.group, self.rank);
         let late = |sides: &[usize]| {
-            late(
-                sides.iter().map(|&side| [pair.0, pair.1][side]).collect(),
-                &named,
-                timeout,
-            )
+            let ranks: Vec<usize> = sides.iter().map(|&side| [pair.0, pair.1][side]).collect();
+            late(group.behind(own, &ranks), &named, timeout)
         };
+        group.set_transfer(own, Some([pair.1, pair.0][side]));
         let outcome = seat.meet(offer, deadline, late, |peers| {
             let compared = Fingerprint::compare(2, |side| &peers.header(side).fingerprint);
             compared.map_err(|error| error.with_ranks([pair.0, pair.1]))?;
@@ -315,6 +315,7 @@ impl ThreadCommunicator {
             }
             Ok(())
         });
+        group.set_transfer(own, None);
         self.pairs.insert(pair, (seat, transfers + 1));
         outcome?
     }

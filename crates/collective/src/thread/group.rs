@@ -1,6 +1,7 @@
 //! What the ranks of a group of threads have in common.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
@@ -39,6 +40,8 @@ pub(super) struct Group {
     begun: Instant,
     meet: GroupMeet,
     registry: Mutex<Registry>,
+    /// For each rank the other side of the transfer it waits in, plus 1; 0 if it is in none. Names late ranks and guards nothing.
+    transfers: Box<[AtomicUsize]>,
 }
 
 #[derive(Debug, Default)]
@@ -74,6 +77,7 @@ impl Group {
             begun: Instant::now(),
             meet,
             registry: Mutex::default(),
+            transfers: (0..world_size).map(|_| AtomicUsize::new(0)).collect(),
         });
         (group, seats)
     }
@@ -88,6 +92,31 @@ impl Group {
 
     pub(super) fn begun(&self) -> Instant {
         self.begun
+    }
+
+    /// Writes down whom `rank` waits for in a transfer, or that it has ended.
+    pub(super) fn set_transfer(&self, rank: usize, peer: Option<usize>) {
+        self.transfers[rank].store(peer.map_or(0, |peer| peer + 1), Ordering::SeqCst);
+    }
+
+    /// The ranks behind a delay that `rank` has seen as `late`: whoever only waits in a transfer is not late, the other side is.
+    /// Ranks that wait for each other in a circle, this one among them, are named as they were seen.
+    pub(super) fn behind(&self, rank: usize, late: &[usize]) -> Vec<usize> {
+        let follow = |first: usize| {
+            let mut last = first;
+            for _ in 0..self.world_size {
+                match self.transfers[last].load(Ordering::SeqCst) {
+                    0 => return last,
+                    peer if peer - 1 == rank => return first,
+                    peer => last = peer - 1,
+                }
+            }
+            first
+        };
+        let mut behind: Vec<usize> = late.iter().map(|&first| follow(first)).collect();
+        behind.sort_unstable();
+        behind.dedup();
+        behind
     }
 
     /// Closes the group, its transfers and its subgroups; returns the error that holds, the first one.
