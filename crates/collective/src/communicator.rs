@@ -16,7 +16,7 @@ pub trait Communicator: Send {
     /// The number of ranks.
     fn world_size(&self) -> usize;
 
-    /// Makes one call and returns when this rank's part is done. [`Collectives`] has a typed form of each.
+    /// Makes one call and returns when this rank's part is done. [`Collectives`](crate::Collectives) has a typed form of each.
     ///
     /// # Errors
     /// [`CollectiveError`]; the same on all ranks. The contents of result buffers are undefined then, except after a mismatch
