@@ -91,7 +91,7 @@ fn amsgrad_and_maximize_keep_the_law() {
 
 #[test]
 fn extreme_gradients_and_eps_0_keep_the_law() {
-    let case = Case::new([1, 33, 1000, 65_537], DType::F32).with_gradients(Gradients::Extreme);
+    let case = Case::new([1, 33, 1000, 5003], DType::F32).with_gradients(Gradients::Extreme);
     let without_eps = [
         Optimizer::Adam(Adam {
             eps: 0.0,

@@ -62,12 +62,20 @@ fn a_step_with_an_unchanged_plan_allocates_nothing() {
             let backend = CpuBackend::new(NonZeroUsize::new(threads).unwrap()).unwrap();
             let mut state = plan.allocate(&backend).unwrap();
             plan.run(&mut state, &backend).unwrap();
-            let before = ALLOCATIONS.load(Ordering::Relaxed);
-            for _ in 0..50 {
-                plan.run(&mut state, &backend).unwrap();
+            let mut allocations = || {
+                let before = ALLOCATIONS.load(Ordering::Relaxed);
+                for _ in 0..200 {
+                    plan.run(&mut state, &backend).unwrap();
+                }
+                ALLOCATIONS.load(Ordering::Relaxed) - before
+            };
+            // A thread allocates for itself when it first runs, and on a busy machine that may be after the first steps. What a
+            // step allocates comes in every round.
+            let mut found = Vec::new();
+            while found.len() < 5 && found.last() != Some(&0) {
+                found.push(allocations());
             }
-            let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
-            assert_eq!(allocations, 0, "{threads} threads");
+            assert_eq!(found.last(), Some(&0), "{threads} threads: {found:?}");
         }
     }
 }

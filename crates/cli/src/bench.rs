@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use anyhow::{bail, ensure};
+use anyhow::{Context, bail, ensure};
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor, Var};
 use candle_nn::{Optimizer as _, ParamsAdamW};
@@ -17,6 +17,7 @@ use fusestep_simd::{PREFETCH_DISTANCES, stream_4r3w};
 use fusestep_tensor::{DType, ParamDesc, Role};
 use serde::Serialize;
 
+use crate::bench_collective::{self, CollectiveArgs};
 use crate::gradients::GradientArgs;
 use crate::inputs::read_model;
 use crate::options::{ParamDType, PlanningArgs, parse_threads, threads};
@@ -30,7 +31,10 @@ const MIN_SAMPLE_NS: f64 = 4e6;
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
     /// A model (.safetensors) or its shapes (.json)
-    model: PathBuf,
+    #[arg(required_unless_present = "collective", conflicts_with = "collective")]
+    model: Option<PathBuf>,
+    #[command(flatten)]
+    collective: CollectiveArgs,
     #[command(flatten)]
     optimizer: OptimizerArgs,
     #[command(flatten)]
@@ -93,7 +97,14 @@ struct CandleTimes {
 }
 
 pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
-    let mut params = read_model(&args.model, args.dtype.into())?.params;
+    if let Some(collective) = args.collective.collective {
+        return bench_collective::run(&args.collective, collective, args.json);
+    }
+    let model = args
+        .model
+        .as_deref()
+        .context("a model, which the flags require without a collective")?;
+    let mut params = read_model(model, args.dtype.into())?.params;
     args.optimizer.exclude(&mut params);
     let rule = args.optimizer.rule()?;
     ensure!(

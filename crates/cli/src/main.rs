@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod bench_collective;
 mod check;
 mod digits;
 mod gradients;

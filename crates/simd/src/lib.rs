@@ -2,16 +2,19 @@
 //!
 //! Kernel bodies are ordinary Rust loops over fixed-size blocks; [`Level::run`] compiles them once per instruction set and
 //! calls the widest that the processor has. Rust neither contracts nor reassociates floating-point operations, so every level
-//! gives the same bits. This is the only crate of the CPU path that holds `unsafe` code: a prefetch hint and the hand-over of
-//! a borrowed closure to the threads of a [`Team`].
+//! gives the same bits. This is the only crate of the CPU path that holds `unsafe` code: a prefetch hint, the hand-over of
+//! a borrowed closure to the threads of a [`Team`], and the lending of slices between threads that [`Seat::meet`].
 #![deny(unsafe_op_in_unsafe_fn)]
 
+mod bell;
 mod level;
+mod meet;
 mod prefetch;
 mod stream;
 mod team;
 
 pub use level::{Level, LevelError};
+pub use meet::{Meet, Offer, Peers, Seat, seats};
 pub use prefetch::prefetch_ahead;
 pub use stream::{PREFETCH_DISTANCES, stream_4r3w};
 pub use team::{MAX_THREADS, Split, Team};

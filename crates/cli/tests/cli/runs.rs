@@ -99,3 +99,37 @@ fn bench_and_check_print_their_numbers() {
         assert!(found.contains(part), "{found}");
     }
 }
+
+#[test]
+fn bench_times_a_collective_between_threads() {
+    let args = [
+        "bench",
+        "--collective",
+        "all-reduce",
+        "--ranks",
+        "3",
+        "--sizes",
+        "4KiB,100000",
+    ];
+    let json: Value = serde_json::from_str(&ok(&[&args[..], &["--json"]].concat())).unwrap();
+    assert_eq!(
+        (&json["collective"], &json["engine"]),
+        (&"all-reduce".into(), &"thread".into())
+    );
+    for (row, len_bytes) in json["rows"].as_array().unwrap().iter().zip([4096, 100_000]) {
+        assert_eq!(
+            (&row["ranks"], &row["len_bytes"]),
+            (&3.into(), &len_bytes.into())
+        );
+        for key in [
+            "seconds",
+            "best_seconds",
+            "bytes_per_second",
+            "ceiling_seconds",
+            "share_of_ceiling",
+        ] {
+            assert!(row[key].as_f64().unwrap() > 0.0, "{key}");
+        }
+    }
+    assert!(ok(&args).contains("100000 B"));
+}

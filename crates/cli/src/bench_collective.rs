@@ -1,0 +1,124 @@
+//! `fusestep bench --collective`: a collective's time between threads, beside the memory bandwidth.
+
+use std::num::NonZeroUsize;
+use std::str::FromStr;
+
+use clap::{Args, ValueEnum};
+use fusestep_collective::{AllReduceRow, Options, bench_all_reduce};
+use serde::Serialize;
+
+use crate::output::{duration, print, print_json};
+
+/// Flags of `bench --collective`.
+#[derive(Debug, Args)]
+pub(crate) struct CollectiveArgs {
+    /// Time this collective between threads instead of a step
+    #[arg(long, value_enum)]
+    pub(crate) collective: Option<Collective>,
+    /// Ranks, each a thread
+    #[arg(long, default_value = "2", requires = "collective")]
+    ranks: NonZeroUsize,
+    /// Bytes of each rank's buffer, with units
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "4KiB,4MiB,64MiB",
+        requires = "collective"
+    )]
+    sizes: Vec<Size>,
+}
+
+/// Collectives that can be timed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Collective {
+    /// Sum of f32, in place
+    AllReduce,
+}
+
+/// A length in bytes: `4096`, `4KiB`, `4MiB`, `1GiB`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Size(u64);
+
+impl FromStr for Size {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let units = [
+            ("GiB", 1u64 << 30),
+            ("MiB", 1 << 20),
+            ("KiB", 1 << 10),
+            ("B", 1),
+            ("", 1),
+        ];
+        let found = units.into_iter().find_map(|(unit, bytes)| {
+            let count: u64 = text.strip_suffix(unit)?.trim().parse().ok()?;
+            count.checked_mul(bytes)
+        });
+        found.map(Self).ok_or_else(|| {
+            format!("expected bytes such as 4096, 4KiB, 64MiB or 1GiB, found `{text}`")
+        })
+    }
+}
+
+/// What `--json` prints.
+#[derive(Serialize)]
+struct Summary {
+    collective: &'static str,
+    engine: &'static str,
+    rows: Vec<AllReduceRow>,
+}
+
+/// Times the collective and prints one row for each size.
+pub(crate) fn run(
+    args: &CollectiveArgs,
+    Collective::AllReduce: Collective,
+    json: bool,
+) -> anyhow::Result<()> {
+    let sizes: Vec<u64> = args.sizes.iter().map(|size| size.0).collect();
+    let summary = Summary {
+        collective: "all-reduce",
+        engine: "thread",
+        rows: bench_all_reduce(args.ranks.get(), &sizes, &Options::default())?,
+    };
+    if json {
+        return print_json(&summary);
+    }
+    let mut text = format!(
+        "{} of f32 between {} threads\n",
+        summary.collective, args.ranks
+    );
+    for row in &summary.rows {
+        text += &format!(
+            "{:>12} B  {:>10}  best {:>10}  {:>7.2} GB/s  memory bandwidth {:>10}  share {:.3}\n",
+            row.len_bytes,
+            duration(row.seconds * 1e9),
+            duration(row.best_seconds * 1e9),
+            row.bytes_per_second / 1e9,
+            duration(row.ceiling_seconds * 1e9),
+            row.share_of_ceiling,
+        );
+    }
+    print(&text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_units() {
+        for (text, bytes) in [
+            ("0", 0),
+            ("17", 17),
+            ("17B", 17),
+            ("4KiB", 4096),
+            ("64 MiB", 64 << 20),
+            ("1GiB", 1 << 30),
+        ] {
+            assert_eq!(text.parse(), Ok(Size(bytes)), "{text}");
+        }
+        for text in ["", "KiB", "4KB", "-1", "1.5MiB", "99999999999GiB"] {
+            assert!(text.parse::<Size>().is_err(), "{text}");
+        }
+    }
+}

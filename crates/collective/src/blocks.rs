@@ -1,0 +1,83 @@
+//! Which part of the whole belongs to which rank.
+
+use std::ops::Range;
+
+/// The blocks of `numel` elements, one for each rank, in rank order and without gaps.
+///
+/// Without counts the blocks are as equal as can be: the first `numel mod world` ranks have one element more.
+#[derive(Clone, Copy, Debug)]
+pub struct Blocks<'a> {
+    /// Elements of the whole.
+    pub numel: usize,
+    /// Number of ranks.
+    pub world_size: usize,
+    /// Elements of each block, whose sum is `numel`; `None` for blocks as equal as can be.
+    pub counts: Option<&'a [usize]>,
+}
+
+impl Blocks<'_> {
+    /// Where block `rank` begins and ends, in elements.
+    pub fn of(&self, rank: usize) -> Range<usize> {
+        match self.counts {
+            Some(counts) => {
+                let start: usize = counts[..rank].iter().sum();
+                start..start + counts[rank]
+            }
+            None => self.even_start(rank)..self.even_start(rank + 1),
+        }
+    }
+
+    /// The same in bytes, for elements of `element_bytes`.
+    pub fn of_bytes(&self, rank: usize, element_bytes: usize) -> Range<usize> {
+        let block = self.of(rank);
+        block.start * element_bytes..block.end * element_bytes
+    }
+
+    fn even_start(&self, rank: usize) -> usize {
+        let (each, more) = (self.numel / self.world_size, self.numel % self.world_size);
+        rank * each + rank.min(more)
+    }
+}
+
+/// Block lengths of `numel` elements as equal as can be, the longer ones first: the counts that calls use when given none.
+pub fn even_counts(numel: usize, world_size: usize) -> Vec<usize> {
+    let blocks = Blocks {
+        numel,
+        world_size,
+        counts: None,
+    };
+    (0..world_size).map(|rank| blocks.of(rank).len()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_follow_each_other_and_cover_the_whole() {
+        for (numel, world) in [(0, 3), (1, 3), (2, 3), (3, 3), (10, 4), (7, 1), (5, 8)] {
+            let counts = even_counts(numel, world);
+            assert_eq!(counts.iter().sum::<usize>(), numel);
+            assert!(counts.is_sorted_by(|a, b| a >= b) && counts[0] - counts[world - 1] <= 1);
+            for counts in [None, Some(&counts[..])] {
+                let blocks = Blocks {
+                    numel,
+                    world_size: world,
+                    counts,
+                };
+                let mut end = 0;
+                for rank in 0..world {
+                    assert_eq!(blocks.of(rank).start, end);
+                    end = blocks.of(rank).end;
+                }
+                assert_eq!(end, numel);
+            }
+        }
+        let uneven = Blocks {
+            numel: 5,
+            world_size: 3,
+            counts: Some(&[0, 4, 1]),
+        };
+        assert_eq!(uneven.of_bytes(1, 4), 0..16);
+    }
+}

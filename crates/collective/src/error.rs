@@ -1,0 +1,111 @@
+//! What can go wrong between ranks.
+
+use fusestep_tensor::DType;
+
+use crate::{Field, ReduceOp};
+
+/// Why a call failed; the group is closed then, and every rank gets the same value.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CollectiveError {
+    /// Ranks did not come to a call before the deadline.
+    #[error("{operation} {sequence}{}: expected all ranks within {timeout_ms} ms, found none of {ranks:?}; \
+        see what these ranks did last, or raise the timeout if they are only slow", bucket_text(.bucket))]
+    Late {
+        /// The late ranks.
+        ranks: Vec<usize>,
+        /// The call of the rank whose deadline passed first.
+        operation: &'static str,
+        /// Its number within the group, from 1.
+        sequence: u64,
+        /// The bucket it was for.
+        bucket: Option<u32>,
+        /// How long was waited.
+        timeout_ms: u64,
+    },
+    /// Ranks did not do the same thing; no data has moved.
+    #[error("call {sequence}, {field}: expected `{expected}` as on rank {expected_rank}, found `{found}` on rank {found_rank}; \
+        all ranks must make the same calls in the same order (here {expected_operation} and {found_operation}{})", bucket_text(.bucket))]
+    Mismatch {
+        /// The first field that differs.
+        field: Field,
+        /// The call's number on `expected_rank`.
+        sequence: u64,
+        /// The bucket on `expected_rank`.
+        bucket: Option<u32>,
+        /// The lowest rank of the majority.
+        expected_rank: usize,
+        /// Its value.
+        expected: String,
+        /// Its operation.
+        expected_operation: &'static str,
+        /// The lowest rank that differs.
+        found_rank: usize,
+        /// Its value.
+        found: String,
+        /// Its operation.
+        found_operation: &'static str,
+    },
+    /// A rank panicked.
+    #[error("rank {rank} panicked after {calls} calls")]
+    Panicked {
+        /// Which.
+        rank: usize,
+        /// Calls it had begun.
+        calls: u64,
+    },
+    /// A rank gave its communicator up while others still used theirs.
+    #[error("rank {rank} left the group after {calls} calls; all ranks must make the same calls")]
+    Left {
+        /// Which.
+        rank: usize,
+        /// Calls it had begun.
+        calls: u64,
+    },
+    /// Somebody broke the group off.
+    #[error("aborted by rank {rank}: {reason}")]
+    Aborted {
+        /// Whose aborter was used.
+        rank: usize,
+        /// The reason given.
+        reason: String,
+    },
+    /// The result of a pending call was thrown away.
+    #[error(
+        "rank {rank} dropped a pending {operation} without waiting for it; call `wait` on every pending result"
+    )]
+    Dropped {
+        /// Which.
+        rank: usize,
+        /// What was pending.
+        operation: &'static str,
+    },
+    /// A call that cannot be made, whatever the other ranks do.
+    #[error("{operation} on rank {rank}: {reason}")]
+    Refused {
+        /// Where.
+        rank: usize,
+        /// Which.
+        operation: &'static str,
+        /// What was expected, what was found, and what would work.
+        reason: String,
+    },
+    /// A reduction that is not defined for a dtype.
+    #[error(
+        "{operation} on rank {rank}: {reduce} is not defined for {dtype}; use sum and divide, or a floating-point dtype"
+    )]
+    Undefined {
+        /// Where.
+        rank: usize,
+        /// Which.
+        operation: &'static str,
+        /// The reduction.
+        reduce: ReduceOp,
+        /// The dtype.
+        dtype: DType,
+    },
+}
+
+fn bucket_text(bucket: &Option<u32>) -> String {
+    bucket.map_or_else(String::new, |bucket| format!(", bucket {bucket}"))
+}

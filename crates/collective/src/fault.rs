@@ -1,0 +1,147 @@
+//! Communicators that fail on purpose.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    Aborter, Buffers, Call, CallContext, CollectiveError, Collectives, Communicator,
+    FlightRecorder, Membership,
+};
+
+/// One fault: what happens at which call of which rank. Lists of them are scenarios, and can be kept as JSON.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fault {
+    /// The rank that misbehaves.
+    pub rank: usize,
+    /// At which of its calls, counted from 1; splits count too.
+    pub call: u64,
+    /// How.
+    pub kind: FaultKind,
+}
+
+/// How a rank misbehaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FaultKind {
+    /// Does not take part and says so.
+    Fail,
+    /// Comes late by so many milliseconds; harmless below the timeout.
+    DelayMs(u64),
+    /// Does not come for so many milliseconds, which are to be more than the timeout, then goes on as if nothing had been.
+    StallMs(u64),
+    /// Panics instead of taking part.
+    Kill,
+    /// Flips the lowest bit of one byte of its input, counted modulo its length; nobody is told.
+    Corrupt(usize),
+    /// Takes part in a barrier first, so that its order of calls is another.
+    Reorder,
+}
+
+/// A communicator that misbehaves as a scenario says.
+#[derive(Debug)]
+pub struct Faulty<C> {
+    inner: C,
+    faults: Vec<Fault>,
+    calls: u64,
+}
+
+impl<C: Communicator> Faulty<C> {
+    /// Wraps a communicator; faults of other ranks are left out.
+    pub fn new(inner: C, scenario: &[Fault]) -> Self {
+        let rank = inner.rank();
+        let own = scenario.iter().filter(|fault| fault.rank == rank);
+        Self {
+            inner,
+            faults: own.copied().collect(),
+            calls: 0,
+        }
+    }
+
+    /// Counts a call and misbehaves as far as can be done before it; returns the byte to corrupt.
+    fn before_call(&mut self) -> Result<Option<usize>, CollectiveError> {
+        self.calls += 1;
+        let mut corrupt = None;
+        for fault in self.faults.iter().filter(|fault| fault.call == self.calls) {
+            match fault.kind {
+                FaultKind::Fail => {
+                    let reason = format!("fault at call {}", self.calls);
+                    let error = CollectiveError::Aborted {
+                        rank: fault.rank,
+                        reason,
+                    };
+                    self.inner.aborter().close(error.clone());
+                    return Err(error);
+                }
+                FaultKind::DelayMs(millis) | FaultKind::StallMs(millis) => {
+                    std::thread::sleep(Duration::from_millis(millis));
+                }
+                // Without the panic hook: writing a backtrace can take longer than a short timeout, and there is nothing to find.
+                FaultKind::Kill => std::panic::resume_unwind(Box::new(format!(
+                    "fault at call {}: rank {} is killed",
+                    self.calls, fault.rank
+                ))),
+                FaultKind::Corrupt(byte) => corrupt = Some(byte),
+                FaultKind::Reorder => self.inner.barrier()?,
+            }
+        }
+        Ok(corrupt)
+    }
+}
+
+impl<C: Communicator> Communicator for Faulty<C> {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.inner.world_size()
+    }
+
+    fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
+        let Some(byte) = self.before_call()? else {
+            return self.inner.execute(call);
+        };
+        let flip = |bytes: &mut [u8]| {
+            if !bytes.is_empty() {
+                bytes[byte % bytes.len()] ^= 1;
+            }
+        };
+        match call.buffers {
+            Buffers::InPlace(buffer) => {
+                flip(buffer);
+                let buffers = Buffers::InPlace(buffer);
+                self.inner.execute(Call { buffers, ..call })
+            }
+            Buffers::Apart { send, receive } => {
+                let mut send = send.to_vec();
+                flip(&mut send);
+                let buffers = Buffers::Apart {
+                    send: &send,
+                    receive,
+                };
+                self.inner.execute(Call { buffers, ..call })
+            }
+        }
+    }
+
+    fn split(
+        &mut self,
+        membership: Option<Membership>,
+    ) -> Result<Option<Box<dyn Communicator>>, CollectiveError> {
+        self.before_call()?;
+        self.inner.split(membership)
+    }
+
+    fn set_context(&mut self, context: CallContext) {
+        self.inner.set_context(context);
+    }
+
+    fn aborter(&self) -> Aborter {
+        self.inner.aborter()
+    }
+
+    fn recorder(&self) -> &FlightRecorder {
+        self.inner.recorder()
+    }
+}

@@ -1,0 +1,32 @@
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+
+mod blocks;
+mod call;
+mod collectives;
+mod communicator;
+mod error;
+mod fault;
+mod fingerprint;
+mod measure;
+mod operation;
+mod rank_order;
+mod recorder;
+mod ring;
+mod solo;
+mod thread;
+
+pub use blocks::{Blocks, even_counts};
+pub use call::{Buffers, Call, CallContext};
+pub use collectives::Collectives;
+pub use communicator::{Aborter, Communicator, Membership};
+pub use error::CollectiveError;
+pub use fault::{Fault, FaultKind, Faulty};
+pub use fingerprint::{Field, Fingerprint};
+pub use measure::{AllReduceRow, bench_all_reduce};
+pub use operation::{Operation, ReduceOp};
+pub use rank_order::{Ranks, reduce_in_rank_order, reduce_slices};
+pub use recorder::{CallRecord, CallState, FlightRecorder};
+pub use ring::{Pending, Ring, rings};
+pub use solo::Solo;
+pub use thread::{Options, ThreadCommunicator, run_ranks, thread_ranks};

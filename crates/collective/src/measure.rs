@@ -1,0 +1,141 @@
+//! How fast an all-reduce is, beside what memory allows.
+
+use std::time::Instant;
+
+use fusestep_simd::Level;
+use serde::Serialize;
+
+use crate::{CollectiveError, Collectives, Communicator, Options, ReduceOp, thread_ranks};
+
+/// Times each length is measured at least.
+const MIN_ROUNDS: usize = 7;
+
+/// Bytes reduced in all for one length, at least; small lengths get many rounds.
+const MIN_TOTAL_BYTES: usize = 16 << 20;
+
+/// Most rounds of one length.
+const MAX_ROUNDS: usize = 2_000;
+
+/// One length of buffer, f32 and in place.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct AllReduceRow {
+    /// Number of ranks, each a thread.
+    pub ranks: usize,
+    /// Bytes of each rank's buffer.
+    pub len_bytes: u64,
+    /// Median time of one all-reduce, in seconds.
+    pub seconds: f64,
+    /// The shortest time of one all-reduce: what it takes when nothing else wants the cores.
+    pub best_seconds: f64,
+    /// Bytes read and written per second of the median: every buffer once each way.
+    pub bytes_per_second: f64,
+    /// Median time of the same threads to read and write their own buffers once, without a word to each other, in seconds.
+    pub ceiling_seconds: f64,
+    /// `ceiling_seconds / seconds`; 1 is the bound for lengths that leave the caches.
+    pub share_of_ceiling: f64,
+}
+
+/// Measures an all-reduce (sum, f32, in place) of `ranks` threads for each length, and the ceiling of the same bytes in turn with it.
+///
+/// The first result of each length is compared with the expected sums before anything is timed.
+///
+/// # Units
+/// `sizes` are bytes of each rank's buffer, rounded down to whole f32.
+/// # Errors
+/// [`CollectiveError`] of the communicators; [`CollectiveError::Refused`] if a thread cannot be started or a sum is wrong.
+pub fn bench_all_reduce(
+    ranks: usize,
+    sizes: &[u64],
+    options: &Options,
+) -> Result<Vec<AllReduceRow>, CollectiveError> {
+    let refused = |reason: String| CollectiveError::Refused {
+        rank: 0,
+        operation: "all-reduce benchmark",
+        reason,
+    };
+    if ranks == 0 {
+        return Err(refused("expected at least 1 rank, found 0".to_owned()));
+    }
+    let comms = thread_ranks(ranks, options);
+    let outcomes: Vec<_> = std::thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for mut comm in comms {
+            let builder = std::thread::Builder::new();
+            let spawned = builder.spawn_scoped(scope, move || {
+                let rows = sizes
+                    .iter()
+                    .map(|&len_bytes| measure(&mut comm, len_bytes, options.level));
+                rows.collect::<Result<Vec<_>, _>>()
+            });
+            threads
+                .push(spawned.map_err(|error| {
+                    refused(format!("expected {ranks} threads, found {error}"))
+                })?);
+        }
+        Ok(threads.into_iter().map(|thread| thread.join()).collect())
+    })?;
+    let mut first = None;
+    for outcome in outcomes {
+        let rows = outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        first.get_or_insert(rows);
+    }
+    Ok(first.unwrap_or_default())
+}
+
+fn measure(
+    comm: &mut impl Communicator,
+    len_bytes: u64,
+    level: Level,
+) -> Result<AllReduceRow, CollectiveError> {
+    let (rank, ranks) = (comm.rank(), comm.world_size());
+    let refused = |reason: String| CollectiveError::Refused {
+        rank,
+        operation: "all-reduce benchmark",
+        reason,
+    };
+    let numel = usize::try_from(len_bytes).map_err(|_| {
+        refused(format!(
+            "expected a length that fits memory, found {len_bytes} bytes"
+        ))
+    })? / 4;
+    let mut buffer: Vec<f32> = (0..numel).map(|i| (i % 64 + rank) as f32).collect();
+    comm.all_reduce(&mut buffer, ReduceOp::Sum)?;
+    let expected = |i: usize| (ranks * (i % 64) + ranks * (ranks - 1) / 2) as f32;
+    if let Some((i, &found)) = buffer.iter().enumerate().find(|&(i, &x)| x != expected(i)) {
+        return Err(refused(format!(
+            "element {i}: expected {}, found {found}",
+            expected(i)
+        )));
+    }
+    // The sums grow to infinity, which takes no longer than other values.
+    let rounds = (MIN_TOTAL_BYTES / (4 * numel).max(1)).clamp(MIN_ROUNDS, MAX_ROUNDS);
+    let (mut ours, mut ceiling) = (Vec::with_capacity(rounds), Vec::with_capacity(rounds));
+    for _ in 0..rounds {
+        comm.barrier()?;
+        let start = Instant::now();
+        comm.all_reduce(&mut buffer, ReduceOp::Sum)?;
+        ours.push(start.elapsed().as_secs_f64());
+    }
+    for _ in 0..rounds {
+        comm.barrier()?;
+        let start = Instant::now();
+        level.run(
+            #[inline(always)]
+            || buffer.iter_mut().for_each(|x| *x = -*x),
+        );
+        ceiling.push(start.elapsed().as_secs_f64());
+    }
+    ours.sort_by(f64::total_cmp);
+    ceiling.sort_by(f64::total_cmp);
+    let [best_seconds, seconds, ceiling_seconds] = [ours[0], ours[rounds / 2], ceiling[rounds / 2]];
+    let traffic_bytes = 2.0 * 4.0 * (numel * ranks) as f64;
+    Ok(AllReduceRow {
+        ranks,
+        len_bytes: 4 * numel as u64,
+        seconds,
+        best_seconds,
+        bytes_per_second: traffic_bytes / seconds,
+        ceiling_seconds,
+        share_of_ceiling: ceiling_seconds / seconds,
+    })
+}

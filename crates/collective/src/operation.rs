@@ -1,0 +1,149 @@
+//! The collectives and what they reduce by.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// How elements of different ranks become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ReduceOp {
+    /// `((x₀ + x₁) + x₂) + …`; integers wrap around.
+    Sum,
+    /// The sum divided once by the world size; floating-point only.
+    Average,
+    /// `((x₀ · x₁) · x₂) · …`; integers wrap around.
+    Prod,
+    /// The largest; NaN if any is NaN. Of equal values (0 and −0) the lowest rank's.
+    Max,
+    /// The smallest; NaN if any is NaN. Of equal values (0 and −0) the lowest rank's.
+    Min,
+}
+
+impl ReduceOp {
+    /// All of them.
+    pub const ALL: [ReduceOp; 5] = [
+        ReduceOp::Sum,
+        ReduceOp::Average,
+        ReduceOp::Prod,
+        ReduceOp::Max,
+        ReduceOp::Min,
+    ];
+
+    /// The lower-case name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            ReduceOp::Sum => "sum",
+            ReduceOp::Average => "average",
+            ReduceOp::Prod => "prod",
+            ReduceOp::Max => "max",
+            ReduceOp::Min => "min",
+        }
+    }
+}
+
+impl fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// What a call does; ranks are numbered from 0.
+///
+/// `L` is the length of the whole in elements, and block `i` the part that belongs to rank `i` (see [`Blocks`](crate::Blocks)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Operation {
+    /// `L` elements on every rank become their reduction, on every rank.
+    AllReduce(ReduceOp),
+    /// `L` elements on every rank become their reduction, on the root only.
+    Reduce {
+        /// By what.
+        reduce: ReduceOp,
+        /// Who gets the result.
+        root: usize,
+    },
+    /// The root's `L` elements come to every rank.
+    Broadcast {
+        /// Whose elements.
+        root: usize,
+    },
+    /// Block `i` of rank `i`, for all `i`, comes to every rank.
+    AllGather,
+    /// Rank `i` gets block `i` of the reduction.
+    ReduceScatter(ReduceOp),
+    /// Rank `i` gets block `i` of the root's elements.
+    Scatter {
+        /// Whose elements.
+        root: usize,
+    },
+    /// Block `i` of rank `i`, for all `i`, comes to the root.
+    Gather {
+        /// Who gets them.
+        root: usize,
+    },
+    /// Block `i` of rank `j` becomes block `j` of rank `i`; all blocks are of the same length.
+    AllToAll,
+    /// Elements go to one other rank, which receives them; both wait for each other.
+    Send {
+        /// To whom.
+        to: usize,
+    },
+    /// Elements come from one other rank, which sends them; both wait for each other.
+    Receive {
+        /// From whom.
+        from: usize,
+    },
+    /// Nobody goes on before everybody has come.
+    Barrier,
+    /// Membership in subgroups is exchanged; done by [`Communicator::split`](crate::Communicator::split) only.
+    Split,
+}
+
+impl Operation {
+    /// The name in messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Operation::AllReduce(_) => "all-reduce",
+            Operation::Reduce { .. } => "reduce",
+            Operation::Broadcast { .. } => "broadcast",
+            Operation::AllGather => "all-gather",
+            Operation::ReduceScatter(_) => "reduce-scatter",
+            Operation::Scatter { .. } => "scatter",
+            Operation::Gather { .. } => "gather",
+            Operation::AllToAll => "all-to-all",
+            Operation::Send { .. } => "send",
+            Operation::Receive { .. } => "receive",
+            Operation::Barrier => "barrier",
+            Operation::Split => "split",
+        }
+    }
+
+    /// What it reduces by, if it reduces.
+    pub const fn reduce_op(self) -> Option<ReduceOp> {
+        match self {
+            Operation::AllReduce(reduce)
+            | Operation::Reduce { reduce, .. }
+            | Operation::ReduceScatter(reduce) => Some(reduce),
+            _ => None,
+        }
+    }
+
+    /// The rank that plays a part of its own: the root, or the other side of a transfer.
+    pub const fn root(self) -> Option<usize> {
+        match self {
+            Operation::Reduce { root, .. }
+            | Operation::Broadcast { root }
+            | Operation::Scatter { root }
+            | Operation::Gather { root } => Some(root),
+            Operation::Send { to } => Some(to),
+            Operation::Receive { from } => Some(from),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}

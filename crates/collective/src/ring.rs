@@ -1,0 +1,164 @@
+//! Calls that run while the caller goes on.
+
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+
+use fusestep_tensor::Element;
+
+use crate::{Aborter, CollectiveError, Collectives, Communicator, Membership, ReduceOp};
+
+type Job = Box<dyn FnOnce(&mut dyn Communicator) + Send>;
+
+/// A communicator on a thread of its own, which makes the calls given to it one after the other.
+///
+/// Calls of different rings overlap each other and the caller's work. Dropping a ring lets it finish what was started.
+///
+/// ```
+/// # use fusestep_collective::*;
+/// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+/// let two = rings(&mut comm, 2)?;
+/// let first = two[0].all_reduce(vec![1.0f32; 8], ReduceOp::Sum);
+/// let second = two[1].all_reduce(vec![2.0f32; 8], ReduceOp::Sum);
+/// assert_eq!(second.wait()?, [4.0; 8]);
+/// assert_eq!(first.wait()?, [2.0; 8]);
+/// # Ok::<(), CollectiveError>(())
+/// # }).unwrap();
+/// # ranks.into_iter().for_each(|rank| rank.unwrap().unwrap());
+/// ```
+#[derive(Debug)]
+pub struct Ring {
+    queue: Option<mpsc::Sender<Job>>,
+    thread: Option<JoinHandle<()>>,
+    aborter: Aborter,
+}
+
+/// A call that was started, and the buffer it will hand back.
+///
+/// Wait for every one: dropping it without closes the group on all ranks, since nobody could tell any more whether the call had
+/// its effect.
+#[must_use = "dropping a pending result closes the group; call `wait`"]
+#[derive(Debug)]
+pub struct Pending<B> {
+    result: Option<mpsc::Receiver<Result<B, CollectiveError>>>,
+    operation: &'static str,
+    aborter: Aborter,
+}
+
+/// `count` rings between the ranks of `comm`, each a group of its own; all ranks call it.
+///
+/// # Errors
+/// As [`Communicator::split`]; [`CollectiveError::Refused`] if a thread cannot be started.
+pub fn rings(comm: &mut dyn Communicator, count: usize) -> Result<Vec<Ring>, CollectiveError> {
+    let everyone = Membership { colour: 0, key: 0 };
+    let mut made = Vec::with_capacity(count);
+    for _ in 0..count {
+        if let Some(copy) = comm.split(Some(everyone))? {
+            made.push(Ring::new(copy)?);
+        }
+    }
+    Ok(made)
+}
+
+impl Ring {
+    /// Moves a communicator to a thread of its own.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Refused`] with the operating system's reason if no thread can be started; the group is closed then.
+    pub fn new(mut comm: Box<dyn Communicator>) -> Result<Self, CollectiveError> {
+        let (queue, jobs) = mpsc::channel::<Job>();
+        let (aborter, rank) = (comm.aborter(), comm.rank());
+        let builder = std::thread::Builder::new().name(format!("ring-of-rank-{rank}"));
+        let spawned = builder.spawn(move || {
+            for job in jobs {
+                job(&mut *comm);
+            }
+        });
+        let thread = spawned.map_err(|error| CollectiveError::Refused {
+            rank,
+            operation: "ring",
+            reason: format!("expected a thread of its own, found {error}; use fewer rings"),
+        })?;
+        Ok(Self {
+            queue: Some(queue),
+            thread: Some(thread),
+            aborter,
+        })
+    }
+
+    /// Starts any call, or several, on a buffer that is handed back by [`Pending::wait`]. `operation` names it in errors.
+    pub fn start<B: Send + 'static>(
+        &self,
+        operation: &'static str,
+        mut buffer: B,
+        work: impl FnOnce(&mut dyn Communicator, &mut B) -> Result<(), CollectiveError> + Send + 'static,
+    ) -> Pending<B> {
+        let (sender, result) = mpsc::sync_channel(1);
+        let job: Job = Box::new(move |comm| {
+            let outcome = work(comm, &mut buffer);
+            // Nobody listens if the pending result was dropped, which has closed the group already.
+            let _ = sender.send(outcome.map(|()| buffer));
+        });
+        if let Some(queue) = &self.queue {
+            // Refused only if the ring's thread has panicked; then `job` is dropped with its sender, and `wait` says so.
+            let _ = queue.send(job);
+        }
+        Pending {
+            result: Some(result),
+            operation,
+            aborter: self.aborter.clone(),
+        }
+    }
+
+    /// Starts an all-reduce of a vector in place.
+    pub fn all_reduce<T: Element>(&self, buffer: Vec<T>, reduce: ReduceOp) -> Pending<Vec<T>> {
+        self.start("all-reduce", buffer, move |comm, buffer| {
+            comm.all_reduce(buffer, reduce)
+        })
+    }
+
+    /// Breaks the ring's group off, from any thread.
+    pub fn aborter(&self) -> &Aborter {
+        &self.aborter
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        self.queue = None;
+        if let Some(thread) = self.thread.take() {
+            // A panic of a call was told to the other ranks by the communicator's own drop, and to `wait` by the closed channel.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl<B> Pending<B> {
+    /// Waits until the call is done and hands the buffer back. Ends, since every wait within the call does.
+    ///
+    /// # Errors
+    /// That of the call.
+    pub fn wait(mut self) -> Result<B, CollectiveError> {
+        let received = self.result.take().map(|result| result.recv());
+        match received {
+            Some(Ok(outcome)) => outcome,
+            _ => {
+                let rank = self.aborter.rank();
+                Err(CollectiveError::Aborted {
+                    rank,
+                    reason: format!("the ring's thread panicked before or in {}", self.operation),
+                })
+            }
+        }
+    }
+}
+
+impl<B> Drop for Pending<B> {
+    fn drop(&mut self) {
+        if self.result.is_some() {
+            self.aborter.close(CollectiveError::Dropped {
+                rank: self.aborter.rank(),
+                operation: self.operation,
+            });
+        }
+    }
+}

@@ -1,0 +1,239 @@
+//! Ranks as threads of one process, on shared memory.
+
+mod algorithms;
+mod group;
+mod reduction;
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use fusestep_simd::Level;
+use fusestep_simd::Seat;
+
+use crate::{
+    Aborter, Call, CallContext, CollectiveError, Communicator, Fingerprint, FlightRecorder,
+    Membership, Operation,
+};
+use group::{Group, Header, Placement};
+
+/// Longest timeout; a longer one is cut to this, so that every wait ends.
+const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// Settings of a group of threads.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// How long a rank waits for others; 60 s by default, a day at most.
+    pub timeout: Duration,
+    /// Calls each flight recorder keeps; 256 by default.
+    pub recorded_calls: usize,
+    /// Where flight recorders are written on the first error; nowhere by default. See [`FlightRecorder::dump`].
+    pub dump_folder: Option<PathBuf>,
+    /// Instruction set of reductions; the widest by default. Changes no bits.
+    pub level: Level,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            timeout: Duration::from_secs(60),
+            recorded_calls: 256,
+            dump_folder: None,
+            level: Level::detect(),
+        }
+    }
+}
+
+/// One rank of a group of threads; see [`thread_ranks`].
+///
+/// Giving it up while others still use theirs ends their calls with [`CollectiveError::Left`], or
+/// [`CollectiveError::Panicked`] if its thread panicked.
+///
+/// # Cost
+/// Each rank reduces its part of every buffer where it lies; nothing is copied through mailboxes and nothing is allocated, except
+/// by an all-to-all in place. Two waits for all ranks per call.
+#[derive(Debug)]
+pub struct ThreadCommunicator {
+    group: Arc<Group>,
+    rank: usize,
+    seat: Seat<Header, CollectiveError>,
+    sequence: u64,
+    context: CallContext,
+    /// Ends of the parts lent to each rank, made anew by each call.
+    ends: Vec<usize>,
+    /// Seats for transfers, by sender and receiver, and how many there were.
+    pairs: HashMap<(usize, usize), (Seat<Header, CollectiveError>, u64)>,
+    recorder: FlightRecorder,
+    dumped: Option<Result<PathBuf, String>>,
+}
+
+/// The ranks of a new group of `world_size` threads, in rank order; each goes to a thread of its own.
+pub fn thread_ranks(world_size: usize, options: &Options) -> Vec<ThreadCommunicator> {
+    let mut options = options.clone();
+    options.timeout = options.timeout.min(MAX_TIMEOUT);
+    let (group, seats) = Group::new(world_size, options);
+    let seats = seats.into_iter().enumerate();
+    seats
+        .map(|(rank, seat)| ThreadCommunicator::new(Arc::clone(&group), rank, seat))
+        .collect()
+}
+
+/// Runs `body` on one thread for each of `world_size` ranks and returns what each returned or panicked with, in rank order.
+///
+/// # Errors
+/// The operating system's if a thread cannot be started; those that were started get an error from their communicators.
+pub fn run_ranks<R: Send>(
+    world_size: usize,
+    options: &Options,
+    body: impl Fn(ThreadCommunicator) -> R + Sync,
+) -> std::io::Result<Vec<std::thread::Result<R>>> {
+    let mut ranks = thread_ranks(world_size, options).into_iter();
+    let body = &body;
+    std::thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for comm in ranks.by_ref() {
+            let builder = std::thread::Builder::new().name(format!("rank-{}", comm.rank));
+            threads.push(builder.spawn_scoped(scope, move || body(comm))?);
+        }
+        Ok(threads.into_iter().map(|thread| thread.join()).collect())
+    })
+}
+
+impl ThreadCommunicator {
+    fn new(group: Arc<Group>, rank: usize, seat: Seat<Header, CollectiveError>) -> Self {
+        let (world_size, options) = (group.world_size(), group.options());
+        Self {
+            rank,
+            seat,
+            sequence: 0,
+            context: CallContext::default(),
+            ends: vec![0; world_size],
+            pairs: HashMap::new(),
+            recorder: FlightRecorder::new(rank, world_size, options.recorded_calls, group.begun()),
+            dumped: None,
+            group,
+        }
+    }
+
+    /// Where the flight recorder was written, or why it could not be; `None` while all is well or without a folder.
+    pub fn dumped(&self) -> Option<&Result<PathBuf, String>> {
+        self.dumped.as_ref()
+    }
+
+    /// Closes the group for everyone; returns the error that holds, the first one.
+    fn close(&mut self, error: CollectiveError) -> CollectiveError {
+        self.group.close(error)
+    }
+
+    fn dump(&mut self) {
+        if let (None, Some(folder)) = (&self.dumped, &self.group.options().dump_folder) {
+            self.dumped = Some(
+                self.recorder
+                    .dump(folder)
+                    .map_err(|error| error.to_string()),
+            );
+        }
+    }
+
+    /// Writes an outcome down.
+    fn end<T>(&mut self, outcome: Result<T, CollectiveError>) -> Result<T, CollectiveError> {
+        match outcome {
+            Ok(value) => {
+                self.recorder.end(Ok(()));
+                Ok(value)
+            }
+            Err(error) => {
+                let error = self.close(error);
+                self.recorder.end(Err(&error));
+                self.dump();
+                Err(error)
+            }
+        }
+    }
+
+    /// The header of the next call, and its deadline.
+    fn header(&mut self, fingerprint: Fingerprint, placement: Placement) -> (Header, Instant) {
+        let arrived_ns = self.recorder.begin(&fingerprint);
+        let deadline =
+            self.group.begun() + Duration::from_nanos(arrived_ns) + self.group.options().timeout;
+        let header = Header {
+            fingerprint,
+            placement,
+            arrived_ns,
+            membership: None,
+        };
+        (header, deadline)
+    }
+}
+
+impl Communicator for ThreadCommunicator {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.group.world_size()
+    }
+
+    fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
+        let blocks = match call.blocks(self.rank, self.world_size()) {
+            Ok(blocks) => blocks,
+            Err(error) => {
+                let error = self.close(error);
+                self.dump();
+                return Err(error);
+            }
+        };
+        let outcome = match call.operation {
+            Operation::Send { to } => self.transfer(call, blocks.numel, (self.rank, to)),
+            Operation::Receive { from } => self.transfer(call, blocks.numel, (from, self.rank)),
+            _ => {
+                self.sequence += 1;
+                self.collective(call, blocks)
+            }
+        };
+        self.end(outcome)
+    }
+
+    fn split(
+        &mut self,
+        membership: Option<Membership>,
+    ) -> Result<Option<Box<dyn Communicator>>, CollectiveError> {
+        self.sequence += 1;
+        let outcome = self.join_subgroup(membership);
+        let joined = self.end(outcome)?;
+        Ok(joined.map(|(group, rank, seat)| {
+            Box::new(Self::new(group, rank, seat)) as Box<dyn Communicator>
+        }))
+    }
+
+    fn set_context(&mut self, context: CallContext) {
+        self.context = context;
+    }
+
+    fn aborter(&self) -> Aborter {
+        let group = Arc::downgrade(&self.group);
+        Aborter::new(self.rank, move |error| {
+            if let Some(group) = group.upgrade() {
+                group.close(error);
+            }
+        })
+    }
+
+    fn recorder(&self) -> &FlightRecorder {
+        &self.recorder
+    }
+}
+
+impl Drop for ThreadCommunicator {
+    fn drop(&mut self) {
+        let (rank, calls) = (self.rank, self.recorder.calls_begun());
+        if std::thread::panicking() {
+            self.dump();
+            self.group.close(CollectiveError::Panicked { rank, calls });
+        } else {
+            self.group.close(CollectiveError::Left { rank, calls });
+        }
+    }
+}

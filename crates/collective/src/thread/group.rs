@@ -1,0 +1,225 @@
+//! What the ranks of a group of threads have in common.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Instant;
+
+use fusestep_simd::{Meet, Seat, seats};
+
+use super::Options;
+use crate::{CollectiveError, Fingerprint, Membership};
+
+/// What a rank brings to a meeting besides memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Header {
+    pub(super) fingerprint: Fingerprint,
+    pub(super) placement: Placement,
+    /// Nanoseconds from the group's beginning to the rank's coming.
+    pub(super) arrived_ns: u64,
+    pub(super) membership: Option<Membership>,
+}
+
+/// Where a rank's input lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Placement {
+    /// In the memory it lends, where its result goes too.
+    Lent,
+    /// In the memory it shares.
+    Shared,
+}
+
+type GroupSeat = Seat<Header, CollectiveError>;
+type GroupMeet = Meet<Header, CollectiveError>;
+
+/// A group of threads; each rank holds one reference.
+#[derive(Debug)]
+pub(super) struct Group {
+    world_size: usize,
+    options: Options,
+    begun: Instant,
+    meet: GroupMeet,
+    registry: Mutex<Registry>,
+    /// For each rank the other side of the transfer it waits in, plus 1; 0 if it is in none. Names late ranks and guards nothing.
+    transfers: Box<[AtomicUsize]>,
+}
+
+#[derive(Debug, Default)]
+struct Registry {
+    /// Seats of pairs, sender's and receiver's, until their ranks fetch them.
+    pairs: HashMap<(usize, usize), [Option<GroupSeat>; 2]>,
+    /// Seats of subgroups, by call and colour, until their ranks fetch them.
+    forming: HashMap<(u64, u32), Forming>,
+    /// What must be told when the group is closed.
+    pair_meets: Vec<((usize, usize), GroupMeet)>,
+    children: Vec<Weak<Group>>,
+    /// The first error other than a rank's leaving.
+    broken: Option<CollectiveError>,
+    /// Ranks that left, each with the error that says so.
+    left: Vec<(usize, CollectiveError)>,
+}
+
+#[derive(Debug)]
+struct Forming {
+    group: Arc<Group>,
+    seats: Vec<Option<GroupSeat>>,
+}
+
+impl Group {
+    pub(super) fn new(world_size: usize, options: Options) -> (Arc<Self>, Vec<GroupSeat>) {
+        // A group of no ranks has a meet too: one seat is made in any case.
+        let mut seats = seats(world_size.max(1));
+        let meet = seats[0].of().clone();
+        seats.truncate(world_size);
+        let group = Arc::new(Self {
+            world_size,
+            options,
+            begun: Instant::now(),
+            meet,
+            registry: Mutex::default(),
+            transfers: (0..world_size).map(|_| AtomicUsize::new(0)).collect(),
+        });
+        (group, seats)
+    }
+
+    pub(super) fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    pub(super) fn options(&self) -> &Options {
+        &self.options
+    }
+
+    pub(super) fn begun(&self) -> Instant {
+        self.begun
+    }
+
+    /// Writes down whom `rank` waits for in a transfer, or that it has ended.
+    pub(super) fn set_transfer(&self, rank: usize, peer: Option<usize>) {
+        self.transfers[rank].store(peer.map_or(0, |peer| peer + 1), Ordering::SeqCst);
+    }
+
+    /// The ranks behind a delay that `rank` has seen as `late`: whoever only waits in a transfer is not late, the other side is.
+    /// Ranks that wait for each other in a circle, this one among them, are named as they were seen.
+    pub(super) fn behind(&self, rank: usize, late: &[usize]) -> Vec<usize> {
+        let follow = |first: usize| {
+            let mut last = first;
+            for _ in 0..self.world_size {
+                match self.transfers[last].load(Ordering::SeqCst) {
+                    0 => return last,
+                    peer if peer - 1 == rank => return first,
+                    peer => last = peer - 1,
+                }
+            }
+            first
+        };
+        let mut behind: Vec<usize> = late.iter().map(|&first| follow(first)).collect();
+        behind.sort_unstable();
+        behind.dedup();
+        behind
+    }
+
+    /// Closes the group, its transfers and its subgroups; returns the error that holds, the first one.
+    ///
+    /// A rank that leaves in peace ends the calls of all ranks and its own transfers; transfers between others go on, and an
+    /// error of theirs is returned as it is. Subgroups go on too: the rank gives up its places there by itself.
+    pub(super) fn close(&self, error: CollectiveError) -> CollectiveError {
+        let first = self.meet.fail(error.clone());
+        let mut registry = self.registry();
+        if let CollectiveError::Left { rank, .. } = error {
+            for (_, meet) in registry
+                .pair_meets
+                .iter()
+                .filter(|(pair, _)| pair.0 == rank || pair.1 == rank)
+            {
+                meet.fail(error.clone());
+            }
+            registry.left.push((rank, error));
+            return first;
+        }
+        let error = registry.broken.get_or_insert(error).clone();
+        for (_, meet) in &registry.pair_meets {
+            meet.fail(error.clone());
+        }
+        let children: Vec<_> = registry.children.iter().filter_map(Weak::upgrade).collect();
+        drop(registry);
+        for child in children {
+            child.close(error.clone());
+        }
+        match first {
+            CollectiveError::Left { .. } => error,
+            first => first,
+        }
+    }
+
+    /// This rank's seat for transfers from `pair.0` to `pair.1`.
+    pub(super) fn pair_seat(
+        &self,
+        pair: (usize, usize),
+        side: usize,
+    ) -> Result<GroupSeat, CollectiveError> {
+        let mut registry = self.registry();
+        let gone = |rank: usize| {
+            let left = registry.left.iter().find(|(left, _)| *left == rank);
+            left.map(|(_, error)| error)
+        };
+        let broken = registry.broken.as_ref();
+        if let Some(error) = broken.or_else(|| gone(pair.0)).or_else(|| gone(pair.1)) {
+            return Err(error.clone());
+        }
+        let Registry {
+            pairs, pair_meets, ..
+        } = &mut *registry;
+        let waiting = pairs.entry(pair).or_insert_with(|| {
+            let mut both = seats(2).into_iter();
+            let [sender, receiver] = [both.next(), both.next()];
+            pair_meets.extend(sender.as_ref().map(|seat| (pair, seat.of().clone())));
+            [sender, receiver]
+        });
+        let seat = waiting[side]
+            .take()
+            .expect("a rank keeps its seat of a pair and asks for it once");
+        if waiting.iter().all(Option::is_none) {
+            pairs.remove(&pair);
+        }
+        Ok(seat)
+    }
+
+    /// Place `rank` in the subgroup of `world_size` ranks that call number `call` makes for `colour`.
+    pub(super) fn subgroup(
+        &self,
+        call: u64,
+        colour: u32,
+        rank: usize,
+        world_size: usize,
+    ) -> (Arc<Group>, GroupSeat) {
+        let mut registry = self.registry();
+        let Registry {
+            forming, children, ..
+        } = &mut *registry;
+        let subgroup = forming.entry((call, colour)).or_insert_with(|| {
+            let (group, seats) = Group::new(world_size, self.options.clone());
+            children.retain(|child| child.strong_count() > 0);
+            children.push(Arc::downgrade(&group));
+            let seats = seats.into_iter().map(Some).collect();
+            Forming { group, seats }
+        });
+        let seat = subgroup.seats[rank]
+            .take()
+            .expect("each rank of a subgroup takes its own seat");
+        let group = Arc::clone(&subgroup.group);
+        if subgroup.seats.iter().all(Option::is_none) {
+            forming.remove(&(call, colour));
+        }
+        // Closed in between: the subgroup was not yet in the list, so nobody told it.
+        if let Some(error) = registry.broken.clone() {
+            drop(registry);
+            group.close(error);
+        }
+        (group, seat)
+    }
+
+    fn registry(&self) -> MutexGuard<'_, Registry> {
+        self.registry.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,366 @@
+//! Lending slices between threads that meet: the one place where ranks of a process touch each other's memory.
+//!
+//! [`seats`] makes places for a fixed number of parties. In each round every party brings one slice that all may read and one
+//! that is cut into a part for each party; when all have arrived, every party works on what was brought, and none returns before
+//! all have finished. A round opens for all parties or for none: a failure (a deadline, a call of [`Meet::fail`]) that comes
+//! before the last arrival closes the meet for ever, one that comes later strikes the next round.
+
+use std::cell::UnsafeCell;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use crate::bell::Bell;
+
+/// The bit of the gate that says the meet has failed; the others count arrivals.
+const FAILED: u64 = 1 << 63;
+
+/// What one party brings to a round.
+#[derive(Debug)]
+pub struct Offer<'a, H> {
+    /// A value that every party may read.
+    pub header: H,
+    /// Bytes that every party may read.
+    pub shared: &'a [u8],
+    /// Bytes cut into one part for each party, which alone may read and write it.
+    pub lent: &'a mut [u8],
+    /// Where in `lent` the part of each party ends, in party order; parts begin where the one before ends.
+    pub ends: &'a [usize],
+}
+
+/// A meet as seen by someone who may only break it off; clones are the same meet.
+pub struct Meet<H, F>(Arc<Inner<H, F>>);
+
+/// The place of one party; the only way to take part, and by `&mut` only once at a time.
+pub struct Seat<H, F> {
+    meet: Meet<H, F>,
+    party: usize,
+    /// Rounds this party has arrived at.
+    round: u64,
+}
+
+/// What all parties brought to a round, as one of them may use it.
+pub struct Peers<'a, H> {
+    slots: &'a [Slot<H>],
+    party: usize,
+}
+
+struct Inner<H, F> {
+    slots: Box<[Slot<H>]>,
+    /// Arrivals of all rounds, and [`FAILED`]. Round `k` (from 1) is open from the moment that `k · parties` is reached.
+    gate: Padded,
+    /// Departures of all rounds. Round `k` is over once `k · parties` is reached.
+    departed: Padded,
+    failure: Mutex<Option<F>>,
+    bell: Bell,
+}
+
+/// Alone on its cache lines, so that spinning on one does not slow writes of the other.
+#[repr(align(128))]
+struct Padded(AtomicU64);
+
+#[repr(align(128))]
+struct Slot<H> {
+    /// The last round this party has arrived at; names late parties and guards nothing.
+    arrived: AtomicU64,
+    brought: UnsafeCell<Brought<H>>,
+}
+
+struct Brought<H> {
+    header: Option<H>,
+    shared: *const u8,
+    shared_len: usize,
+    lent: *mut u8,
+    /// The part of each party; established by `Offer::parts` as disjoint ranges within `lent`.
+    parts: Box<[Range<usize>]>,
+}
+
+// SAFETY: `Brought` is written by its party alone, between the end of a round and its own arrival at the next, and read only
+// while a round is open; arrival, opening and departure order these accesses (`Seat::meet`). What its pointers lead to is shared
+// as `&[u8]`, or lent as disjoint `&mut [u8]`, both of which may be used from other threads. Headers are read by reference from
+// all threads (`Sync`) and dropped by their party (`Send`).
+unsafe impl<H: Send + Sync, F: Send> Sync for Inner<H, F> {}
+// SAFETY: as above; between rounds the pointers are not followed at all.
+unsafe impl<H: Send + Sync, F: Send> Send for Inner<H, F> {}
+
+/// Places for `parties` parties; the index in the list is the party.
+pub fn seats<H, F>(parties: usize) -> Vec<Seat<H, F>> {
+    let slot = || Slot {
+        arrived: AtomicU64::new(0),
+        brought: UnsafeCell::new(Brought {
+            header: None,
+            shared: std::ptr::null(),
+            shared_len: 0,
+            lent: std::ptr::null_mut(),
+            parts: vec![0..0; parties].into_boxed_slice(),
+        }),
+    };
+    let meet = Meet(Arc::new(Inner {
+        slots: (0..parties).map(|_| slot()).collect(),
+        gate: Padded(AtomicU64::new(0)),
+        departed: Padded(AtomicU64::new(0)),
+        failure: Mutex::new(None),
+        bell: Bell::new(parties),
+    }));
+    let seat = |party| Seat {
+        meet: meet.clone(),
+        party,
+        round: 0,
+    };
+    (0..parties).map(seat).collect()
+}
+
+impl<H, F: Clone> Meet<H, F> {
+    /// Closes the meet for ever, unless it is closed already: parties that wait for others, and all that come later, get
+    /// `failure`. A round that is open goes on to its end. Returns the failure that holds, the first one.
+    pub fn fail(&self, failure: F) -> F {
+        let mut kept = self.lock();
+        let first = kept.get_or_insert(failure).clone();
+        self.0.gate.0.fetch_or(FAILED, Ordering::SeqCst);
+        drop(kept);
+        self.0.bell.ring();
+        first
+    }
+
+    /// What closed the meet, if it is closed.
+    pub fn failure(&self) -> Option<F> {
+        self.lock().clone()
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<F>> {
+        self.0
+            .failure
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts one arrival in, unless the meet has failed.
+    fn arrive(&self) -> Result<(), F> {
+        let added = self
+            .0
+            .gate
+            .0
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |gate| {
+                (gate & FAILED == 0).then(|| gate + 1)
+            });
+        added.map(|_| ()).map_err(|_| self.broken())
+    }
+
+    /// The failure behind a gate that was seen with [`FAILED`].
+    fn broken(&self) -> F {
+        self.failure().expect("a failure is kept, under the lock, before anyone can see the gate fail or before the lock is released")
+    }
+
+    /// Closes the meet because `round` did not open in time; `None` if it has opened after all.
+    fn fail_late(&self, round: u64, name: impl FnOnce(&[usize]) -> F) -> Option<F> {
+        let target = round * self.0.slots.len() as u64;
+        let mut kept = self.lock();
+        let closed = self
+            .0
+            .gate
+            .0
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |gate| {
+                (gate & FAILED == 0 && gate < target).then_some(gate | FAILED)
+            });
+        match closed {
+            Ok(gate) => {
+                let present = self.0.slots.len() as u64 - (target - gate);
+                *kept = Some(name(&self.late(round, present as usize)));
+            }
+            Err(gate) if gate & !FAILED >= target => return None,
+            Err(_) => {}
+        }
+        let failure = kept.clone();
+        drop(kept);
+        self.0.bell.ring();
+        failure
+    }
+
+    /// The parties that are not among the `present` ones of `round`.
+    fn late(&self, round: u64, present: usize) -> Vec<usize> {
+        loop {
+            let slots = self.0.slots.iter().enumerate();
+            let missing = slots.filter(|(_, slot)| slot.arrived.load(Ordering::SeqCst) < round);
+            let late: Vec<usize> = missing.map(|(party, _)| party).collect();
+            // A party says that it has arrived a moment after it is counted.
+            if late.len() + present == self.0.slots.len() {
+                return late;
+            }
+            std::thread::yield_now();
+        }
+    }
+}
+
+impl<H, F> Clone for Meet<H, F> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<H, F: Clone> Seat<H, F> {
+    /// The meet this seat belongs to.
+    pub fn of(&self) -> &Meet<H, F> {
+        &self.meet
+    }
+
+    /// Takes part in the next round: brings `offer`, waits for all parties, does `work` on what they brought, waits until all
+    /// have finished theirs.
+    ///
+    /// # Errors
+    /// The failure that closed the meet. If a party has not come by `deadline`, that is what `late` makes of the missing parties.
+    /// # Panics
+    /// If `offer.ends` does not cut `lent` into one part per party; with the panic of `work`, after all parties have finished.
+    /// # Cost
+    /// Two waits of the spin-then-park kind and no allocation. The second has no deadline: the memory is in use until all have
+    /// departed, so `work` must not wait for anything.
+    pub fn meet<R>(
+        &mut self,
+        offer: Offer<'_, H>,
+        deadline: Instant,
+        late: impl FnOnce(&[usize]) -> F,
+        work: impl FnOnce(&mut Peers<'_, H>) -> R,
+    ) -> Result<R, F> {
+        let inner = &*self.meet.0;
+        assert!(
+            cuts(offer.ends, offer.lent.len(), inner.slots.len()),
+            "ends must rise from 0 to the length of `lent`, one for each party"
+        );
+        if inner.gate.0.load(Ordering::SeqCst) & FAILED != 0 {
+            return Err(self.meet.broken());
+        }
+        let slot = &inner.slots[self.party];
+        // SAFETY: nobody reads this party's slot now: readers are parties in an open round, the last round this party was in is
+        // over (the wait in `Departure` saw all departures), and the next cannot open without the arrival below.
+        bring(unsafe { &mut *slot.brought.get() }, offer);
+        self.meet.arrive()?;
+        self.round += 1;
+        slot.arrived.store(self.round, Ordering::SeqCst);
+        let target = self.round * inner.slots.len() as u64;
+        let gate = || inner.gate.0.load(Ordering::SeqCst);
+        let opened = || gate() & !FAILED >= target;
+        match gate() & !FAILED == target {
+            true => inner.bell.ring(),
+            false => {
+                if !inner
+                    .bell
+                    .wait(|| opened() || gate() & FAILED != 0, Some(deadline))
+                    && let Some(failure) = self.meet.fail_late(self.round, late)
+                {
+                    return Err(failure);
+                }
+                // Once failed the gate counts no more, so all parties of this round see the same answer here.
+                if !opened() {
+                    return Err(self.meet.broken());
+                }
+            }
+        }
+        // From here on peers hold this party's memory: `Departure` waits for all of them, whether `work` returns or panics.
+        let _departure = Departure { inner, target };
+        Ok(work(&mut Peers {
+            slots: &inner.slots,
+            party: self.party,
+        }))
+    }
+}
+
+/// Whether `ends` cuts `len` bytes into `parties` parts.
+fn cuts(ends: &[usize], len: usize, parties: usize) -> bool {
+    ends.len() == parties && ends.is_sorted() && ends.last().is_none_or(|&last| last == len)
+}
+
+/// Writes an offer, whose ends were checked by `cuts`, into the party's slot. Only lifetimes get lost here.
+fn bring<H>(brought: &mut Brought<H>, offer: Offer<'_, H>) {
+    brought.header = Some(offer.header);
+    brought.shared = offer.shared.as_ptr();
+    brought.shared_len = offer.shared.len();
+    brought.lent = offer.lent.as_mut_ptr();
+    let mut start = 0;
+    for (part, &end) in brought.parts.iter_mut().zip(offer.ends) {
+        *part = start..end;
+        start = end;
+    }
+}
+
+/// The end of a round for one party.
+struct Departure<'a, H, F> {
+    inner: &'a Inner<H, F>,
+    target: u64,
+}
+
+impl<H, F> Drop for Departure<'_, H, F> {
+    fn drop(&mut self) {
+        let departed = &self.inner.departed.0;
+        if departed.fetch_add(1, Ordering::SeqCst) + 1 == self.target {
+            return self.inner.bell.ring();
+        }
+        let over = || departed.load(Ordering::SeqCst) >= self.target;
+        while !self.inner.bell.wait(over, None) {}
+    }
+}
+
+impl<'a, H> Peers<'a, H> {
+    /// The number of parties.
+    pub fn parties(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// The header that `party` brought.
+    pub fn header(&self, party: usize) -> &'a H {
+        self.brought(party)
+            .header
+            .as_ref()
+            .expect("a round opens when all have brought their header")
+    }
+
+    /// The bytes that `party` shares.
+    pub fn shared(&self, party: usize) -> &'a [u8] {
+        let brought = self.brought(party);
+        // SAFETY: made from a `&[u8]` (`bring`) whose borrow lasts until its party returns from `meet`, which is after the
+        // departure of this one, and `Peers` does not outlive `work`, hence not the departure.
+        unsafe { std::slice::from_raw_parts(brought.shared, brought.shared_len) }
+    }
+
+    /// The part of `party`'s lent bytes that is this party's.
+    pub fn lent(&self, party: usize) -> &[u8] {
+        let brought = self.brought(party);
+        let part = &brought.parts[self.party];
+        // SAFETY: lifetime as in `shared`. The range lies within the lent slice and overlaps no other party's (`cuts`), nobody
+        // uses it through its owner's `&mut` while that is in `meet`, and `&self` excludes `lent_mut` of this party.
+        unsafe { std::slice::from_raw_parts(brought.lent.add(part.start), part.len()) }
+    }
+
+    /// The part of `party`'s lent bytes that is this party's, to be written.
+    pub fn lent_mut(&mut self, party: usize) -> &mut [u8] {
+        let brought = self.brought(party);
+        let part = &brought.parts[self.party];
+        // SAFETY: as in `lent`; `&mut self` makes it the only use of any part by this party.
+        unsafe { std::slice::from_raw_parts_mut(brought.lent.add(part.start), part.len()) }
+    }
+
+    fn brought(&self, party: usize) -> &'a Brought<H> {
+        // SAFETY: `Peers` exists while the round is open, and a slot is written only outside of open rounds (`meet`).
+        unsafe { &*self.slots[party].brought.get() }
+    }
+}
+
+impl<H, F> std::fmt::Debug for Meet<H, F> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Meet")
+            .field("parties", &self.0.slots.len())
+            .finish()
+    }
+}
+
+impl<H, F> std::fmt::Debug for Seat<H, F> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Seat")
+            .field("party", &self.party)
+            .field("round", &self.round)
+            .finish()
+    }
+}
+
+#[cfg(test)]
+#[path = "meet_tests.rs"]
+mod tests;

@@ -1,0 +1,197 @@
+use super::*;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
+
+type TestSeat = Seat<usize, String>;
+
+fn soon(millis: u64) -> Instant {
+    Instant::now() + Duration::from_millis(millis)
+}
+
+fn name(late: &[usize]) -> String {
+    format!("late {late:?}")
+}
+
+fn idle(seat: &mut TestSeat, deadline: Instant) -> Result<(), String> {
+    let ends = vec![0; seat.meet.0.slots.len()];
+    let offer = Offer {
+        header: seat.party,
+        shared: &[],
+        lent: &mut [],
+        ends: &ends,
+    };
+    seat.meet(offer, deadline, name, |_| ())
+}
+
+/// Every party's thread gets its seat; results in party order.
+fn each<R: Send>(parties: usize, body: impl Fn(TestSeat) -> R + Sync) -> Vec<R> {
+    let seats = seats(parties);
+    std::thread::scope(|scope| {
+        let body = &body;
+        let threads: Vec<_> = seats
+            .into_iter()
+            .map(|seat| scope.spawn(move || body(seat)))
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .collect()
+    })
+}
+
+#[test]
+fn every_party_reads_all_shares_and_writes_its_parts_in_every_round() {
+    for parties in [1, 2, 3, 8] {
+        each(parties, |mut seat| {
+            let own = seat.party;
+            for round in 0..500u64 {
+                let shared = [own as u8, round as u8];
+                let mut lent = vec![0xff; parties + 3];
+                let mut ends: Vec<usize> = (1..=parties).collect();
+                ends[parties - 1] = parties + 3;
+                let offer = Offer {
+                    header: own,
+                    shared: &shared,
+                    lent: &mut lent,
+                    ends: &ends,
+                };
+                let seen = seat.meet(offer, soon(60_000), name, |peers| {
+                    for peer in 0..parties {
+                        peers.lent_mut(peer).fill((own + round as usize) as u8);
+                    }
+                    (0..peers.parties())
+                        .map(|p| {
+                            (
+                                *peers.header(p),
+                                peers.shared(p)[0],
+                                peers.shared(p)[1],
+                                peers.lent(p).len(),
+                            )
+                        })
+                        .collect::<Vec<_>>()
+                });
+                let part = if own == parties - 1 { 4 } else { 1 };
+                let expected: Vec<_> = (0..parties)
+                    .map(|p| (p, p as u8, round as u8, part))
+                    .collect();
+                assert_eq!(seen.unwrap(), expected);
+                for (index, &byte) in lent.iter().enumerate() {
+                    assert_eq!(
+                        byte,
+                        (index.min(parties - 1) + round as usize) as u8,
+                        "{parties} {round} {index}"
+                    );
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn a_missing_party_is_named_by_all_others_and_by_itself_when_it_comes() {
+    for missing in 0..3 {
+        let outcomes = each(3, |mut seat| {
+            if seat.party == missing {
+                std::thread::sleep(Duration::from_millis(300));
+            }
+            idle(&mut seat, soon(100))
+        });
+        assert_eq!(outcomes, vec![Err(format!("late [{missing}]")); 3]);
+    }
+}
+
+#[test]
+fn a_failure_from_outside_reaches_those_who_wait_and_those_who_come() {
+    let mut seats = seats::<usize, String>(2);
+    let meet = seats[0].of().clone();
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| idle(&mut seats[0], soon(60_000)));
+        std::thread::sleep(Duration::from_millis(50));
+        assert_eq!(meet.fail("stop".to_owned()), "stop");
+        assert_eq!(meet.fail("again".to_owned()), "stop");
+        assert_eq!(waiting.join().unwrap(), Err("stop".to_owned()));
+    });
+    assert_eq!(idle(&mut seats[1], soon(1)), Err("stop".to_owned()));
+    assert_eq!(meet.failure(), Some("stop".to_owned()));
+}
+
+#[test]
+fn a_failure_in_an_open_round_strikes_the_next() {
+    let outcomes = each(2, |mut seat| {
+        let meet = seat.of().clone();
+        let offer = Offer {
+            header: 0,
+            shared: &[],
+            lent: &mut [],
+            ends: &[0, 0],
+        };
+        let first = seat.meet(offer, soon(60_000), name, |_| meet.fail("later".to_owned()));
+        (first, idle(&mut seat, soon(60_000)))
+    });
+    let expected = (Ok("later".to_owned()), Err("later".to_owned()));
+    assert_eq!(outcomes, [expected.clone(), expected]);
+}
+
+#[test]
+fn a_round_opens_for_all_or_for_none_when_deadlines_race_with_arrivals() {
+    for trial in 0..200u64 {
+        let outcomes = each(3, |mut seat| {
+            std::thread::sleep(Duration::from_micros(
+                50 * ((trial + seat.party as u64 * 7) % 11),
+            ));
+            idle(&mut seat, Instant::now() + Duration::from_micros(300))
+        });
+        assert!(
+            outcomes.iter().all(|outcome| *outcome == outcomes[0]),
+            "{outcomes:?}"
+        );
+    }
+}
+
+#[test]
+fn a_panic_at_work_still_waits_for_the_others() {
+    let outcomes = each(2, |mut seat| {
+        let own = seat.party;
+        let mut lent = vec![0u8; 2];
+        let caught = catch_unwind(AssertUnwindSafe(|| {
+            let offer = Offer {
+                header: own,
+                shared: &[],
+                lent: &mut lent,
+                ends: &[1, 2],
+            };
+            seat.meet(offer, soon(60_000), name, |peers| {
+                if own == 0 {
+                    panic!("at work");
+                }
+                std::thread::sleep(Duration::from_millis(100));
+                peers.lent_mut(0).fill(7);
+            })
+        }));
+        (caught.is_err(), lent)
+    });
+    assert_eq!(
+        outcomes[0],
+        (true, vec![0, 7]),
+        "the write of party 1 came before party 0 unwound"
+    );
+    assert!(!outcomes[1].0);
+}
+
+#[test]
+fn ends_that_do_not_cut_are_refused_before_anyone_sees_them() {
+    for ends in [&[1, 1][..], &[2, 1], &[2], &[0, 1, 2]] {
+        let mut seats = seats::<usize, String>(2);
+        let mut lent = [0u8; 2];
+        let offer = Offer {
+            header: 0,
+            shared: &[],
+            lent: &mut lent,
+            ends,
+        };
+        let outcome = catch_unwind(AssertUnwindSafe(|| {
+            seats[0].meet(offer, soon(10), name, |_| ())
+        }));
+        assert!(outcome.is_err(), "{ends:?}");
+    }
+}
