@@ -47,6 +47,7 @@ const HEADERS: &[(&str, &str)] = &[
     ("dialect.cuh", include_str!("../dialect.cuh")),
     ("elementwise.cuh", include_str!("../elementwise.cuh")),
     ("multi_tensor.cuh", include_str!("../multi_tensor.cuh")),
+    ("storage.cuh", include_str!("../storage.cuh")),
 ];
 
 /// Size of the by-value parameter of a device entry.

@@ -11,7 +11,7 @@ use fusestep_launch::{
 use fusestep_simd::{Level, Team};
 
 use crate::chunks::ChunkPieces;
-use crate::pieces::Pieces;
+use crate::pieces::{Pieces, Places};
 
 const NAME: &str = "cpu";
 
@@ -151,7 +151,10 @@ impl Backend for CpuBackend {
             launch.kernel,
             call,
             launch.batches,
-            launch.offsets,
+            Places {
+                offsets: launch.offsets,
+                members: launch.members,
+            },
             launch.lists,
         )
         .ok_or(BackendError::ForeignBuffer { backend: NAME })?;

@@ -28,6 +28,8 @@ pub type Lend<'a> = &'a (dyn Fn(LentPiece<'_>) -> Result<(), BackendError> + Syn
 pub struct LentPiece<'a> {
     call: LentCall<'a>,
     record: Record,
+    /// The tensor's position among the caller's parameters.
+    parameter: u32,
     class: u32,
     /// The kernel's lists; those to be lent are absent.
     lists: [HostList<'a>; MAX_LISTS],
@@ -76,6 +78,7 @@ impl CpuBackend {
                 lend(LentPiece {
                     call,
                     record: *record,
+                    parameter: launch.members[record.tensor as usize],
                     class: batch.classes[usize::from(record.set)],
                     lists: lists.ok_or(BackendError::ForeignBuffer { backend })?,
                     team: Some(self.team()),
@@ -88,6 +91,7 @@ impl CpuBackend {
             call,
             records: Records::new(launch.batches),
             offsets: launch.offsets,
+            members: launch.members,
             lists: lists.ok_or(BackendError::ForeignBuffer { backend })?,
             first: 0,
             elements: small_elements(Records::new(launch.batches)),
@@ -145,6 +149,8 @@ impl LentPiece<'_> {
             kernel,
             host: self.call.host,
             numel: self.record.numel,
+            parameter: self.parameter,
+            first_element: self.record.first_element,
             class: self.class,
             lists,
         };
@@ -201,6 +207,9 @@ struct Piece<'a> {
     kernel: &'a dyn MultiTensorKernel,
     host: HostCall<'a>,
     numel: u64,
+    /// The tensor's position among the caller's parameters, and its elements before these.
+    parameter: u32,
+    first_element: u64,
     class: u32,
     lists: [HostList<'a>; MAX_LISTS],
 }
@@ -213,18 +222,21 @@ impl Split for Piece<'_> {
     fn split(self, elements: u64) -> (Self, Self) {
         let at = elements.next_multiple_of(CUT_ELEMENTS).min(self.numel);
         let (left, right) = cut(self.lists, self.kernel, at as usize);
-        let part = |lists, numel| Piece {
+        let part = |lists, first, numel| Piece {
             kernel: self.kernel,
             host: self.host,
+            parameter: self.parameter,
+            first_element: self.first_element + first,
             class: self.class,
             numel,
             lists,
         };
-        (part(left, at), part(right, self.numel - at))
+        (part(left, 0, at), part(right, at, self.numel - at))
     }
 
     fn run(self) {
-        let spans = HostSpans::one(self.numel as usize, self.class);
+        let numel = self.numel as usize;
+        let spans = HostSpans::part(numel, self.class, self.parameter, self.first_element);
         self.kernel.run_host(self.host, self.lists, spans);
     }
 }
@@ -293,6 +305,7 @@ struct SmallPieces<'a> {
     call: LentCall<'a>,
     records: Records<'a>,
     offsets: &'a [u64],
+    members: &'a [u32],
     /// The kept lists from storage element `first` on.
     lists: [HostList<'a>; MAX_LISTS],
     first: usize,
@@ -351,6 +364,7 @@ impl Split for SmallPieces<'_> {
             let lent = (self.lend)(LentPiece {
                 call: self.call,
                 record: *record,
+                parameter: self.members[record.tensor as usize],
                 class: batch.classes[usize::from(record.set)],
                 lists: kept,
                 team: None,

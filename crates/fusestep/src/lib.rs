@@ -9,7 +9,8 @@ pub use fusestep_cuda::{CudaBackend, DeviceInfo};
 pub use fusestep_fused_adam::{self as fused_adam, Adam, AdamError, AdamTensors, SecondMoment};
 pub use fusestep_fused_sgd::{self as fused_sgd, Nesterov, Sgd, SgdTensors, StepError};
 pub use fusestep_launch::{
-    self as launch, Backend, BackendError, LaunchLimits, Objective, WeightDecay,
+    self as launch, Backend, BackendError, LaunchLimits, Master, Objective, Precision, Rounding,
+    StateDType, WeightDecay,
 };
 pub use fusestep_lion::{self as lion, Lion, LionTensors};
 pub use fusestep_planner::{

@@ -9,11 +9,13 @@
 mod backend;
 mod batch;
 mod control;
+pub mod draw;
 mod error;
 mod host;
 mod kernel;
 mod limits;
 mod pack;
+mod precision;
 mod recorder;
 mod reduction;
 mod rule;
@@ -29,6 +31,10 @@ pub use limits::{
     LaunchLimits,
 };
 pub use pack::{CONCLUSION_BYTES, pack, pack_conclusion, pack_reduction};
+pub use precision::{
+    FLAG_STOCHASTIC, Format, KEY_BYTES, Layout, Master, ORIGIN_WORDS, Precision, Rounding,
+    StateDType,
+};
 pub use recorder::{RecordedLaunch, Recorder};
 pub use reduction::{
     Conclude, ControlRule, MultiTensorReduction, Reduce, SquareSum, TensorPartials,
