@@ -6,7 +6,7 @@
 // The tree of a sum depends on element indices alone; crates/elementwise/src/norm.rs states it. Lane j of a leaf of 1,024 elements
 // adds elements j, j + 64, ...; lanes fold by halves, and the 64 leaves of a chunk do likewise. Chunks of a tensor and tensors add
 // up in order. The conclusion is crates/amp/src/cpu.rs, operation for operation.
-#include "multi_tensor.cuh"
+#include "storage.cuh"
 
 namespace amp {
 
@@ -67,7 +67,8 @@ __device__ __forceinline__ bool is_finite(T x) {
 }
 
 template <class T>
-__device__ __forceinline__ void add_square(T x, double& sum, u32& non_finite) {
+__device__ __forceinline__ void add_square(T stored, double& sum, u32& non_finite) {
+    const auto x = storage::widen(stored);
     const double wide = double(x);
     sum = sum + wide * wide;
     non_finite += is_finite(x) ? 0 : 1;
@@ -83,9 +84,9 @@ __device__ __forceinline__ double leaf_sum(const T* leaf, u32 numel, bool packs,
     double sums[PER] = {};
     if (packs && numel == LEAF_ELEMENTS) {
         for (u32 first = 0; first < ROWS; first += ROWS_IN_FLIGHT) {
-            dialect::Pack<T> rows[ROWS_IN_FLIGHT];
+            multi_tensor::Lanes<PER, T> rows[ROWS_IN_FLIGHT];
             for (u32 row = 0; row < ROWS_IN_FLIGHT; row++) {
-                rows[row] = dialect::load_pack(leaf + (first + row) * LANES + lane);
+                rows[row] = multi_tensor::load_lanes<PER>(leaf + (first + row) * LANES + lane);
             }
             for (u32 row = 0; row < ROWS_IN_FLIGHT; row++) {
                 for (u32 i = 0; i < PER; i++) {
@@ -246,6 +247,22 @@ extern "C" __global__ void __launch_bounds__(512) amp_norm_f64_4k(const __grid_c
 
 extern "C" __global__ void __launch_bounds__(512) amp_norm_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
     amp::norm_chunk<double>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) amp_norm_f16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    amp::norm_chunk<storage::F16>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) amp_norm_f16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    amp::norm_chunk<storage::F16>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) amp_norm_bf16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    amp::norm_chunk<storage::BF16>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) amp_norm_bf16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    amp::norm_chunk<storage::BF16>(arguments.bytes);
 }
 
 extern "C" __global__ void __launch_bounds__(512) amp_finish_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {

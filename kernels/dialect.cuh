@@ -17,10 +17,10 @@
 
 namespace dialect {
 
-// Sixteen bytes, the widest access to global memory.
-template <class T>
-struct alignas(16) Pack {
-    T lane[16 / sizeof(T)];
+// What one access to global memory takes: sixteen bytes, the most there is, or fewer lanes.
+template <class T, int LANES = 16 / sizeof(T)>
+struct alignas(LANES * sizeof(T)) Pack {
+    T lane[LANES];
 };
 
 // Addresses arrive as integers in the argument table. Without this promise the compiler has to allow for shared and local memory.
@@ -52,6 +52,18 @@ __device__ __forceinline__ void store_pack(T* address, Pack<T> pack) {
     *global(reinterpret_cast<Pack<T>*>(address)) = pack;
 }
 
+// `address` is aligned to the pack.
+template <int LANES, class T>
+__device__ __forceinline__ Pack<T, LANES> load_lanes(const T* address) {
+    return *global(reinterpret_cast<const Pack<T, LANES>*>(address));
+}
+
+// `address` is aligned to the pack.
+template <int LANES, class T>
+__device__ __forceinline__ void store_lanes(T* address, Pack<T, LANES> pack) {
+    *global(reinterpret_cast<Pack<T, LANES>*>(address)) = pack;
+}
+
 // All threads of the block arrive, and see what the others wrote before, before any goes on.
 __device__ __forceinline__ void block_sync() {
     __syncthreads();
@@ -77,6 +89,28 @@ __device__ __forceinline__ float square_root(float x) {
 
 __device__ __forceinline__ double square_root(double x) {
     return __dsqrt_rn(x);
+}
+
+__device__ __forceinline__ float float_of(unsigned bits) {
+    return __uint_as_float(bits);
+}
+
+__device__ __forceinline__ unsigned bits_of(float value) {
+    return __float_as_uint(value);
+}
+
+// Exact.
+__device__ __forceinline__ float widen_f16(unsigned short bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+// To nearest, ties to even; subnormals are kept.
+__device__ __forceinline__ unsigned short narrow_f16(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
 }
 
 }  // namespace dialect

@@ -1,13 +1,13 @@
 // One AdamW, Adam or AMSGrad step for every tensor of a launch.
 //
-//     g <- factor g of the control block;  g <- -g if maximize;  g <- g + l2 p
+//     g <- -g if maximize;  g <- g + l2 p
 //     m <- beta1 m + (1 - beta1) g        v <- beta2 v + (1 - beta2) g^2        w <- v, or the largest v so far (AMSGrad)
 //     p <- decay p - step_size (m / (sqrt(w) / bias2_sqrt + eps))
 //
 // Kingma & Ba 2015, Algorithm 1 (arXiv:1412.6980); Loshchilov & Hutter 2019, Algorithm 2 (arXiv:1711.05101), with the decay
 // multiplied by the learning rate; Reddi, Kale & Kumar 2018 for AMSGrad. Every operation is rounded once, in the order written in
 // `update`, without contraction: the bits are those of crates/fused-adam/src/cpu.rs.
-#include "multi_tensor.cuh"
+#include "storage.cuh"
 
 namespace fused_adam {
 
@@ -70,27 +70,37 @@ __device__ __forceinline__ void update(Element<T>& element, T g, const Scalars<T
     element.moment2 = v;
 }
 
-// One chunk in all lists. Parameters and gradients are `Storage`; the moments and all arithmetic are `Compute`.
-template <class Storage, class Compute, SecondMoment SECOND>
+// One chunk in all lists.
+template <class Format, SecondMoment SECOND, bool AT_RANDOM>
 struct Body {
-    Storage* param;
-    const Storage* grad;
-    Compute* moment1;
-    Compute* moment2;
-    Compute* max_moment2;
+    typedef typename Format::Param Param;
+    typedef typename Format::Beside Beside;
+    typedef typename Format::State State;
+    typedef typename Format::Compute Compute;
+
+    Param* param;
+    const Param* grad;
+    State* moment1;
+    State* moment2;
+    State* max_moment2;
+    Beside* beside;
     Scalars<Compute> scalars;
     Set<Compute> set;
     const multi_tensor::Header& header;
+    storage::Draws draws;
 
     template <int WIDTH, int IN_FLIGHT>
     __device__ __forceinline__ void visit(u32 first, u32 stride) const {
         // Read anew each time: kept over the loop, it costs the registers that f64 has not got.
         const Compute grad_factor = Compute(multi_tensor::grad_factor(header));
-        Lanes<WIDTH, Storage> p[IN_FLIGHT], g[IN_FLIGHT];
-        Lanes<WIDTH, Compute> m[IN_FLIGHT], v[IN_FLIGHT], w[IN_FLIGHT];
+        Lanes<WIDTH, Param> p[IN_FLIGHT], g[IN_FLIGHT];
+        Lanes<WIDTH, State> m[IN_FLIGHT], v[IN_FLIGHT], w[IN_FLIGHT];
+        Lanes<WIDTH, Beside> b[IN_FLIGHT];
         for (int i = 0; i < IN_FLIGHT; i++) {
             const u32 at = first + i * stride;
-            p[i] = multi_tensor::load_lanes<WIDTH>(param + at);
+            if constexpr (Format::READS_PARAM) {
+                p[i] = multi_tensor::load_lanes<WIDTH>(param + at);
+            }
             g[i] = multi_tensor::load_lanes<WIDTH>(grad + at);
             m[i] = multi_tensor::load_lanes<WIDTH>(moment1 + at);
             v[i] = multi_tensor::load_lanes<WIDTH>(moment2 + at);
@@ -99,15 +109,24 @@ struct Body {
             } else {
                 w[i] = v[i];
             }
+            if constexpr (Format::LISTS_BESIDE > 0) {
+                b[i] = multi_tensor::load_lanes<WIDTH>(beside + at);
+            }
         }
         for (int i = 0; i < IN_FLIGHT; i++) {
             for (int lane = 0; lane < WIDTH; lane++) {
-                Element<Compute> element = {Compute(p[i].lane[lane]), m[i].lane[lane], v[i].lane[lane], w[i].lane[lane]};
-                update<Compute, SECOND>(element, Compute(g[i].lane[lane]) * grad_factor, scalars, set, header.flags);
-                p[i].lane[lane] = Storage(element.param);
-                m[i].lane[lane] = element.moment1;
-                v[i].lane[lane] = element.moment2;
-                w[i].lane[lane] = element.max_moment2;
+                Element<Compute> element = {Format::value(p[i].lane[lane], b[i].lane[lane]), storage::widen(m[i].lane[lane]),
+                                            storage::widen(v[i].lane[lane]), storage::widen(w[i].lane[lane])};
+                update<Compute, SECOND>(element, storage::widen(g[i].lane[lane]) * grad_factor, scalars, set, header.flags);
+                u32 word0 = 0, word1 = 0;
+                if constexpr (AT_RANDOM) {
+                    word0 = draws.word(first + i * stride + lane, 0);
+                    word1 = draws.word(first + i * stride + lane, 1);
+                }
+                Format::template keep<AT_RANDOM>(p[i].lane[lane], b[i].lane[lane], element.param, word0);
+                storage::narrow<AT_RANDOM>(m[i].lane[lane], element.moment1, word0 >> 16);
+                storage::narrow<AT_RANDOM>(v[i].lane[lane], element.moment2, word1);
+                storage::narrow<AT_RANDOM>(w[i].lane[lane], element.max_moment2, word1 >> 16);
             }
         }
         for (int i = 0; i < IN_FLIGHT; i++) {
@@ -118,65 +137,174 @@ struct Body {
             if constexpr (SECOND == SecondMoment::largest) {
                 multi_tensor::store_lanes(max_moment2 + at, w[i]);
             }
+            if constexpr (Format::LISTS_BESIDE > 0) {
+                multi_tensor::store_lanes(beside + at, b[i]);
+            }
         }
     }
 };
 
-template <class Storage, class Compute, SecondMoment SECOND>
+template <class Format, SecondMoment SECOND, bool AT_RANDOM>
 __device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
-    constexpr int LISTS = SECOND == SecondMoment::largest ? 5 : 4;
-    const multi_tensor::Table<Scalars<Compute>, Set<Compute>, LISTS> table = {arguments};
+    typedef typename Format::Param Param;
+    typedef typename Format::State State;
+    typedef typename Format::Compute Compute;
+    constexpr int STATE_LISTS = SECOND == SecondMoment::largest ? 3 : 2;
+    constexpr int LISTS = 2 + STATE_LISTS + Format::LISTS_BESIDE;
+    constexpr int WORDS = LISTS + storage::Origin<AT_RANDOM>::WORDS;
+    typedef storage::SetOf<Set<Compute>, AT_RANDOM> KeyedSet;
+    const multi_tensor::Table<Scalars<Compute>, KeyedSet, WORDS> table = {arguments};
     if (multi_tensor::is_skipped(table.header())) {
         return;
     }
-    const multi_tensor::Record<LISTS>& record = table.record(table.record_of_chunk(blockIdx.x));
+    const multi_tensor::Record<WORDS>& record = table.record(table.record_of_chunk(blockIdx.x));
     const multi_tensor::Chunk chunk = multi_tensor::chunk_of_block(table.header(), record);
-    Body<Storage, Compute, SECOND> body = {
-        multi_tensor::chunk_start<Storage>(record, 0, chunk),
-        multi_tensor::chunk_start<const Storage>(record, 1, chunk),
-        multi_tensor::chunk_start<Compute>(record, 2, chunk),
-        multi_tensor::chunk_start<Compute>(record, 3, chunk),
+    Body<Format, SECOND, AT_RANDOM> body = {
+        multi_tensor::chunk_start<Param>(record, 0, chunk),
+        multi_tensor::chunk_start<const Param>(record, 1, chunk),
+        multi_tensor::chunk_start<State>(record, 2, chunk),
+        multi_tensor::chunk_start<State>(record, 3, chunk),
+        nullptr,
         nullptr,
         table.scalars(),
-        table.set(record.set),
+        table.set(record.set).own,
         table.header(),
+        storage::draws_of<LISTS>(record, table.set(record.set), chunk),
     };
     if constexpr (SECOND == SecondMoment::largest) {
-        body.max_moment2 = multi_tensor::chunk_start<Compute>(record, 4, chunk);
+        body.max_moment2 = multi_tensor::chunk_start<State>(record, 4, chunk);
+    }
+    if constexpr (Format::LISTS_BESIDE > 0) {
+        body.beside = multi_tensor::chunk_start<typename Format::Beside>(record, LISTS - 1, chunk);
     }
     const bool packs = multi_tensor::takes_packs(body.param) && multi_tensor::takes_packs(body.grad) &&
                        multi_tensor::takes_packs(body.moment1) && multi_tensor::takes_packs(body.moment2) &&
-                       multi_tensor::takes_packs(body.max_moment2);
+                       multi_tensor::takes_packs(body.max_moment2) && multi_tensor::takes_packs(body.beside);
     // One access per list is four or five packs in flight per thread already. A second would cost more registers than the 64 that
     // let two blocks of 512 threads share a multiprocessor, and so would bring no further bytes in flight.
-    constexpr int PACK_WIDTH = 16 / sizeof(Storage);
-    const u32 done = packs ? multi_tensor::sweep<PACK_WIDTH, 1>(body, 0, chunk.numel) : 0;
-    multi_tensor::sweep<1, 2>(body, done, chunk.numel);
+    // The words of four elements at a time would spill on sm_70.
+    constexpr int WIDTH = AT_RANDOM ? 2 : int(storage::Width<Format>::VALUE);
+    const u32 done = packs ? multi_tensor::sweep<WIDTH, 1>(body, 0, chunk.numel) : 0;
+    // Random rounding has registers for one element at a time.
+    multi_tensor::sweep<1, AT_RANDOM ? 1 : 2>(body, done, chunk.numel);
 }
 
-template <class Storage, class Compute>
-__device__ __forceinline__ void run(const unsigned char* arguments) {
+template <class Format, bool AT_RANDOM>
+__device__ __forceinline__ void run_rounded(const unsigned char* arguments) {
     if (reinterpret_cast<const multi_tensor::Header*>(arguments)->flags & FLAG_AMSGRAD) {
-        update_chunk<Storage, Compute, SecondMoment::largest>(arguments);
+        update_chunk<Format, SecondMoment::largest, AT_RANDOM>(arguments);
     } else {
-        update_chunk<Storage, Compute, SecondMoment::running>(arguments);
+        update_chunk<Format, SecondMoment::running, AT_RANDOM>(arguments);
     }
 }
+
+template <class Format>
+__device__ __forceinline__ void run(const unsigned char* arguments) {
+    run_rounded<Format, false>(arguments);
+}
+
+// For formats in which something may be rounded at random.
+template <class Format>
+__device__ __forceinline__ void run_any(const unsigned char* arguments) {
+    if (reinterpret_cast<const multi_tensor::Header*>(arguments)->flags & storage::FLAG_STOCHASTIC) {
+        run_rounded<Format, true>(arguments);
+    } else {
+        run_rounded<Format, false>(arguments);
+    }
+}
+
+using storage::BF16;
+using storage::F16;
+using storage::Plain;
+using storage::WithMaster;
+using storage::WithRemainder;
 
 }  // namespace fused_adam
 
 extern "C" __global__ void __launch_bounds__(512) fused_adam_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    fused_adam::run<float, float>(arguments.bytes);
+    fused_adam::run<fused_adam::Plain<float, float, float>>(arguments.bytes);
 }
 
 extern "C" __global__ void __launch_bounds__(512) fused_adam_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    fused_adam::run<float, float>(arguments.bytes);
+    fused_adam::run<fused_adam::Plain<float, float, float>>(arguments.bytes);
 }
 
 extern "C" __global__ void __launch_bounds__(512) fused_adam_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    fused_adam::run<double, double>(arguments.bytes);
+    fused_adam::run<fused_adam::Plain<double, double, double>>(arguments.bytes);
 }
 
 extern "C" __global__ void __launch_bounds__(512) fused_adam_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    fused_adam::run<double, double>(arguments.bytes);
+    fused_adam::run<fused_adam::Plain<double, double, double>>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_f32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    fused_adam::run_any<fused_adam::Plain<float, fused_adam::BF16, float>>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_f32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    fused_adam::run_any<fused_adam::Plain<float, fused_adam::BF16, float>>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_f16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    fused_adam::run<fused_adam::Plain<fused_adam::F16, float, float>>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_f16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    fused_adam::run<fused_adam::Plain<fused_adam::F16, float, float>>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_f16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    fused_adam::run<fused_adam::WithMaster<fused_adam::F16, float>>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_f16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    fused_adam::run<fused_adam::WithMaster<fused_adam::F16, float>>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    fused_adam::run_any<fused_adam::Plain<fused_adam::BF16, float, float>>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    fused_adam::run_any<fused_adam::Plain<fused_adam::BF16, float, float>>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    fused_adam::run<fused_adam::WithMaster<fused_adam::BF16, float>>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    fused_adam::run<fused_adam::WithMaster<fused_adam::BF16, float>>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_r16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    fused_adam::run<fused_adam::WithRemainder<float>>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_r16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    fused_adam::run<fused_adam::WithRemainder<float>>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    fused_adam::run_any<fused_adam::Plain<fused_adam::BF16, fused_adam::BF16, float>>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    fused_adam::run_any<fused_adam::Plain<fused_adam::BF16, fused_adam::BF16, float>>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_m32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    fused_adam::run_any<fused_adam::WithMaster<fused_adam::BF16, fused_adam::BF16>>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_m32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    fused_adam::run_any<fused_adam::WithMaster<fused_adam::BF16, fused_adam::BF16>>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+    fused_adam::run_any<fused_adam::WithRemainder<fused_adam::BF16>>(arguments.bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+    fused_adam::run_any<fused_adam::WithRemainder<fused_adam::BF16>>(arguments.bytes);
 }

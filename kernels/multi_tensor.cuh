@@ -166,11 +166,22 @@ __device__ __forceinline__ Lanes<WIDTH, T> load_lanes(const T* address) {
     Lanes<WIDTH, T> lanes;
     if constexpr (WIDTH == 1) {
         lanes.lane[0] = dialect::load(address);
+    } else if constexpr (sizeof(T) == 2) {
+        // Elements of 16 bits travel in pairs: there is no access of eight of them.
+        constexpr int WORDS = WIDTH / 2 < 4 ? WIDTH / 2 : 4;
+        static_assert(WIDTH % (2 * WORDS) == 0, "lanes fill whole packs");
+        for (int first = 0; first < WIDTH / 2; first += WORDS) {
+            const dialect::Pack<u32, WORDS> pack = dialect::load_lanes<WORDS>(reinterpret_cast<const u32*>(address) + first);
+            for (int i = 0; i < WORDS; i++) {
+                lanes.lane[2 * (first + i)] = T{u16(pack.lane[i])};
+                lanes.lane[2 * (first + i) + 1] = T{u16(pack.lane[i] >> 16)};
+            }
+        }
     } else {
-        constexpr int PER_PACK = 16 / sizeof(T);
+        constexpr int PER_PACK = WIDTH * sizeof(T) < 16 ? WIDTH : 16 / sizeof(T);
         static_assert(WIDTH % PER_PACK == 0, "lanes fill whole packs");
         for (int first = 0; first < WIDTH; first += PER_PACK) {
-            const dialect::Pack<T> pack = dialect::load_pack(address + first);
+            const dialect::Pack<T, PER_PACK> pack = dialect::load_lanes<PER_PACK>(address + first);
             for (int i = 0; i < PER_PACK; i++) {
                 lanes.lane[first + i] = pack.lane[i];
             }
@@ -183,15 +194,25 @@ template <int WIDTH, class T>
 __device__ __forceinline__ void store_lanes(T* address, const Lanes<WIDTH, T>& lanes) {
     if constexpr (WIDTH == 1) {
         dialect::store(address, lanes.lane[0]);
+    } else if constexpr (sizeof(T) == 2) {
+        constexpr int WORDS = WIDTH / 2 < 4 ? WIDTH / 2 : 4;
+        static_assert(WIDTH % (2 * WORDS) == 0, "lanes fill whole packs");
+        for (int first = 0; first < WIDTH / 2; first += WORDS) {
+            dialect::Pack<u32, WORDS> pack;
+            for (int i = 0; i < WORDS; i++) {
+                pack.lane[i] = u32(lanes.lane[2 * (first + i)].bits) | u32(lanes.lane[2 * (first + i) + 1].bits) << 16;
+            }
+            dialect::store_lanes<WORDS>(reinterpret_cast<u32*>(address) + first, pack);
+        }
     } else {
-        constexpr int PER_PACK = 16 / sizeof(T);
+        constexpr int PER_PACK = WIDTH * sizeof(T) < 16 ? WIDTH : 16 / sizeof(T);
         static_assert(WIDTH % PER_PACK == 0, "lanes fill whole packs");
         for (int first = 0; first < WIDTH; first += PER_PACK) {
-            dialect::Pack<T> pack;
+            dialect::Pack<T, PER_PACK> pack;
             for (int i = 0; i < PER_PACK; i++) {
                 pack.lane[i] = lanes.lane[first + i];
             }
-            dialect::store_pack(address + first, pack);
+            dialect::store_lanes<PER_PACK>(address + first, pack);
         }
     }
 }

@@ -10,6 +10,7 @@ use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
+use fusestep_launch::{Precision, Rounding, StateDType};
 use fusestep_lion::Lion;
 use fusestep_planner::{ClipByGlobalNorm, LossScaling, Optimizer, Planner};
 use fusestep_tensor::DType;
@@ -56,7 +57,12 @@ fn a_step_with_an_unchanged_plan_allocates_nothing() {
             clipped.with(LossScaling::dynamic()),
         ]
     });
-    for planner in planners.as_flattened() {
+    let random = Planner::new(Adam::default().into()).precision(Precision {
+        state: StateDType::Bf16,
+        rounding: Rounding::Stochastic { seed: 1 },
+        ..Precision::default()
+    });
+    for planner in planners.as_flattened().iter().chain([&random]) {
         let plan = planner.plan(&case.params).unwrap();
         for threads in [1, 2, 3] {
             let backend = CpuBackend::new(NonZeroUsize::new(threads).unwrap()).unwrap();

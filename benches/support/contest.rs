@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use criterion::{BenchmarkId, Criterion, Throughput};
 use fusestep_cpu::CpuBackend;
+use fusestep_launch::Precision;
 use fusestep_planner::{Optimizer, Plan, Planner, State};
 use fusestep_tensor::{DType, Role};
 
@@ -64,7 +65,10 @@ pub(crate) fn contest(
     after_first_step: f64,
 ) {
     for set in [tiny(), model("resnet50"), model("gpt2")] {
-        let kernel = rule.rule().kernel(DType::F32).expect("an f32 kernel");
+        let kernel = rule
+            .rule()
+            .kernel(DType::F32, Precision::default())
+            .expect("an f32 kernel");
         let bytes = kernel.traffic_bytes() * set.elements();
         let mut group = group(criterion, &format!("{name}/{}", set.name));
         group.throughput(Throughput::Bytes(bytes));

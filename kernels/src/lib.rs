@@ -58,6 +58,7 @@ const HEADERS: &[(&str, &str)] = &[
     ("elementwise.cuh", include_str!("../elementwise.cuh")),
     ("multi_tensor.cuh", include_str!("../multi_tensor.cuh")),
     ("normed.cuh", include_str!("../normed.cuh")),
+    ("storage.cuh", include_str!("../storage.cuh")),
 ];
 
 /// Size of the by-value parameter of a device entry.

@@ -1,7 +1,8 @@
 //! Hyper-parameters of Adagrad.
 
 use fusestep_launch::{
-    Domain, MultiTensorKernel, Objective, RuleError, SetValues, UpdateRule, check_hyper,
+    Domain, Format, MultiTensorKernel, Objective, Precision, RuleError, SetValues, UpdateRule,
+    check_hyper,
 };
 use fusestep_tensor::DType;
 
@@ -65,17 +66,17 @@ impl UpdateRule for Adagrad {
         check_hyper(&all)
     }
 
-    fn kernel(&self, dtype: DType) -> Result<Box<dyn MultiTensorKernel>, RuleError> {
+    fn kernel(
+        &self,
+        dtype: DType,
+        precision: Precision,
+    ) -> Result<Box<dyn MultiTensorKernel>, RuleError> {
         self.validate()?;
-        match dtype {
-            DType::F32 => Ok(Box::new(AdagradKernel::<f32>::new(*self))),
-            DType::F64 => Ok(Box::new(AdagradKernel::<f64>::new(*self))),
-            found => Err(RuleError::DType {
-                rule: self.name(),
-                expected: "f32 or f64",
-                found,
-            }),
-        }
+        let format = Format::new(self.name(), dtype, precision)?;
+        Ok(match dtype {
+            DType::F64 => Box::new(AdagradKernel::<f64>::new(*self, format)),
+            _ => Box::new(AdagradKernel::<f32>::new(*self, format)),
+        })
     }
 }
 
@@ -122,6 +123,6 @@ mod tests {
             assert_eq!(bad.validate().unwrap_err().to_string(), message);
         }
         assert_eq!(good.validate(), Ok(()));
-        assert!(good.kernel(DType::I32).is_err());
+        assert!(good.kernel(DType::I32, Precision::default()).is_err());
     }
 }

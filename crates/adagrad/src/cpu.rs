@@ -2,32 +2,34 @@
 
 use std::marker::PhantomData;
 
-use fusestep_elementwise::{Compute, Update, padded_bytes, read_values, run, write_padded};
+use fusestep_elementwise::{Compute, Update, padded_bytes, read_values, run_format, write_padded};
 use fusestep_launch::{
-    ArgumentLayout, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, Objective,
-    SetValues, TensorList,
+    ArgumentLayout, Format, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, Objective,
+    SetValues, TensorList, entry,
 };
 
 use crate::Adagrad;
-use crate::device::{FLAG_MAXIMIZE, Scalars, Set, entry, lists};
+use crate::device::{FLAG_MAXIMIZE, STATE, Scalars, Set};
 
-/// Adagrad for parameters and gradients of `T`, with all arithmetic in `T`.
+/// Adagrad with all arithmetic in `T`, for tensors kept in any format that is computed in `T`.
 ///
 /// # Cost
 /// 20 bytes of memory traffic per f32 element (read p, g, s; write p, s); twice that for f64.
 #[derive(Debug, Clone)]
 pub struct AdagradKernel<T> {
     config: Adagrad,
-    lists: [TensorList; 3],
+    format: Format,
+    lists: Vec<TensorList>,
     compute: PhantomData<T>,
 }
 
 impl<T: Compute> AdagradKernel<T> {
     /// The kernel of a validated configuration.
-    pub(crate) fn new(config: Adagrad) -> Self {
+    pub(crate) fn new(config: Adagrad, format: Format) -> Self {
         Self {
             config,
-            lists: lists(T::DTYPE),
+            format,
+            lists: format.lists(&STATE),
             compute: PhantomData,
         }
     }
@@ -39,7 +41,7 @@ impl<T: Compute> MultiTensorKernel for AdagradKernel<T> {
     }
 
     fn entry(&self) -> &'static str {
-        entry(T::DTYPE)
+        entry!("adagrad", self.format)
     }
 
     fn lists(&self) -> &[TensorList] {
@@ -47,18 +49,19 @@ impl<T: Compute> MultiTensorKernel for AdagradKernel<T> {
     }
 
     fn argument_layout(&self) -> ArgumentLayout {
-        ArgumentLayout {
+        self.format.argument_layout(ArgumentLayout {
             lists: self.lists.len(),
             scalar_bytes: padded_bytes::<T>(1),
             set_bytes: padded_bytes::<T>(3),
-        }
+        })
     }
 
     fn flags(&self) -> u32 {
-        match self.config.objective {
+        let maximize = match self.config.objective {
             Objective::Minimize => 0,
             Objective::Maximize => FLAG_MAXIMIZE,
-        }
+        };
+        maximize | self.format.flags()
     }
 
     fn write_scalars(&self, out: &mut [u8]) {
@@ -67,7 +70,10 @@ impl<T: Compute> MultiTensorKernel for AdagradKernel<T> {
 
     fn write_set(&self, values: SetValues, out: &mut [u8]) {
         let set = self.config.set(values);
-        write_padded(&[set.step_size, set.l2, set.initial].map(T::round), out);
+        write_padded(
+            &[set.step_size, set.l2, set.initial].map(T::round),
+            self.format.write_key(values.step, out),
+        );
     }
 
     fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {
@@ -76,7 +82,7 @@ impl<T: Compute> MultiTensorKernel for AdagradKernel<T> {
             scalars: Scalars { eps },
             objective: self.config.objective,
         };
-        run::<T, T, T, _, 1>(&update, call, lists, spans);
+        run_format::<T, _, 1>(&update, self.format, call, lists, spans);
     }
 }
 

@@ -1,7 +1,6 @@
 //! What `kernels/adagrad.cu` reads: entries, list order, scalars, sets and flags.
 
-use fusestep_launch::{Access, TensorList};
-use fusestep_tensor::{DType, Role};
+use fusestep_tensor::Role;
 
 /// Flag: the gradient's sign is turned (maximize).
 pub const FLAG_MAXIMIZE: u32 = 1;
@@ -26,24 +25,5 @@ pub struct Set<T> {
     pub initial: T,
 }
 
-/// The device entry for parameters of this dtype, without its argument suffix.
-pub(crate) fn entry(dtype: DType) -> &'static str {
-    match dtype {
-        DType::F64 => "adagrad_f64",
-        _ => "adagrad_f32",
-    }
-}
-
-/// The lists in the order of a record's addresses.
-pub(crate) fn lists(dtype: DType) -> [TensorList; 3] {
-    let list = |role, access| TensorList {
-        role,
-        dtype,
-        access,
-    };
-    [
-        list(Role::Param, Access::ReadWrite),
-        list(Role::Grad, Access::Read),
-        list(Role::Sum, Access::ReadWrite),
-    ]
-}
+/// Lists of state in the order of a record's addresses.
+pub(crate) const STATE: [Role; 1] = [Role::Sum];

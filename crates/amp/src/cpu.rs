@@ -9,6 +9,7 @@ use fusestep_launch::{
 };
 use fusestep_simd::Level;
 use fusestep_tensor::DType;
+use half::{bf16, f16};
 
 use crate::device::{FINISH_ENTRY, FinishScalars, STEM, list, norm_entry};
 use crate::{Finding, LossScale, MaxNorm};
@@ -54,9 +55,11 @@ pub fn norm_kernel(dtype: DType) -> Result<Box<dyn MultiTensorReduction>, RuleEr
     match dtype {
         DType::F32 => Ok(Box::new(NormKernel::<f32, f32>::default())),
         DType::F64 => Ok(Box::new(NormKernel::<f64, f64>::default())),
+        DType::F16 => Ok(Box::new(NormKernel::<f32, f16>::default())),
+        DType::BF16 => Ok(Box::new(NormKernel::<f32, bf16>::default())),
         found => Err(RuleError::DType {
             rule: "the norm of gradients",
-            expected: "f32 or f64",
+            expected: "f32, f64, f16 or bf16",
             found,
         }),
     }

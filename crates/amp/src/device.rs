@@ -59,6 +59,8 @@ impl FinishScalars {
 pub(crate) fn norm_entry(dtype: DType) -> &'static str {
     match dtype {
         DType::F64 => "amp_norm_f64",
+        DType::F16 => "amp_norm_f16",
+        DType::BF16 => "amp_norm_bf16",
         _ => "amp_norm_f32",
     }
 }

@@ -12,15 +12,17 @@ use candle_nn::{Optimizer as _, ParamsAdamW};
 use clap::{Args, ValueEnum};
 use fusestep_coalesce::HostMemory;
 use fusestep_cpu::CpuBackend;
+use fusestep_launch::Precision;
 use fusestep_planner::{Optimizer, Plan, Planner, State};
 use fusestep_simd::{PREFETCH_DISTANCES, stream_4r3w};
 use fusestep_tensor::{DType, ParamDesc, Role};
+use half::{bf16, f16};
 use serde::Serialize;
 
 use crate::bench_collective::{self, CollectiveArgs};
 use crate::gradients::GradientArgs;
 use crate::inputs::read_model;
-use crate::options::{ParamDType, PlanningArgs, parse_threads, threads};
+use crate::options::{ParamDType, PlanningArgs, PrecisionArgs, parse_threads, threads};
 use crate::output::{duration, print, print_json};
 use crate::rules::{OptimizerArgs, Rule};
 
@@ -39,6 +41,8 @@ pub(crate) struct BenchArgs {
     optimizer: OptimizerArgs,
     #[command(flatten)]
     gradients: GradientArgs,
+    #[command(flatten)]
+    precision: PrecisionArgs,
     #[command(flatten)]
     planning: PlanningArgs,
     /// Threads [default: all]
@@ -78,6 +82,12 @@ struct BenchSummary {
     naive_launches: usize,
     ns_per_step: f64,
     naive_ns_per_step: f64,
+    /// The same rule on parameters and state of f32, in the same run; absent if that is what was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    f32_ns_per_step: Option<f64>,
+    /// This step's time over that of f32.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    times_f32_step: Option<f64>,
     /// Memory traffic of a step.
     bytes_per_step: u64,
     gb_per_s: f64,
@@ -113,14 +123,12 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
         rule.name()
     );
     let backend = CpuBackend::new(threads(args.threads))?.with_limits(args.planning.limits());
-    let limits = args.planning.limits();
-    let plan = args.planning.planner(rule, limits);
-    let plan = args.gradients.passes(plan).plan(&params)?;
-    let naive = Planner::new(rule).limits(limits).naive();
-    let naive = args.gradients.passes(naive).plan(&params)?;
-
-    let mut ours = Subject::new(&plan, &backend)?;
-    let mut unfused = Subject::new(&naive, &backend)?;
+    let plans = Plans::new(args, rule, &params)?;
+    let plan = &plans.fused;
+    let mut ours = Subject::new(plan, &backend)?;
+    let mut unfused = Subject::new(&plans.naive, &backend)?;
+    let wide = plans.wide.as_ref();
+    let mut f32_step = wide.map(|wide| Subject::new(wide, &backend)).transpose()?;
     let mut ceiling = Ceiling::new(&backend, plan.traffic_bytes())?;
     let mut candle = match args.peer {
         Some(Peer::Candle) => Some(CandlePair::new(&params, rule, args.threads)?),
@@ -131,6 +139,9 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
         for stream in 0..PREFETCH_DISTANCES.len() {
             ours.sample()?;
             unfused.sample()?;
+            if let Some(f32_step) = &mut f32_step {
+                f32_step.sample()?;
+            }
             ceiling.sample(stream);
         }
         if let Some(candle) = &mut candle {
@@ -152,6 +163,8 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
         naive_launches: plan.naive_launches(),
         ns_per_step: ours.timer.best,
         naive_ns_per_step: unfused.timer.best,
+        f32_ns_per_step: f32_step.as_ref().map(|subject| subject.timer.best),
+        times_f32_step: f32_step.map(|subject| ours.timer.best / subject.timer.best),
         bytes_per_step: traffic,
         gb_per_s,
         ceiling_gb_per_s,
@@ -179,6 +192,13 @@ impl std::fmt::Display for BenchSummary {
         row("step", self.ns_per_step, launches)?;
         let launches = format!("{} launches", self.naive_launches);
         row("naive plan", self.naive_ns_per_step, launches)?;
+        if let (Some(ns), Some(times)) = (self.f32_ns_per_step, self.times_f32_step) {
+            row(
+                "same with all in f32",
+                ns,
+                format!("{times:.3} of its time"),
+            )?;
+        }
         let ceiling_ns = self.bytes_per_step as f64 / self.ceiling_gb_per_s;
         let gb = format!("{:.1} GB/s, 4 reads and 3 writes", self.ceiling_gb_per_s);
         row("memory bandwidth", ceiling_ns, gb)?;
@@ -259,11 +279,56 @@ impl<'a> Subject<'a> {
     }
 }
 
+/// The plans that take turns.
+struct Plans {
+    fused: Plan,
+    naive: Plan,
+    /// With all in f32, to show what 16 bits save; none if that is what was asked for.
+    wide: Option<Plan>,
+}
+
+impl Plans {
+    fn new(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<Self> {
+        let limits = args.planning.limits();
+        let fused = args.planning.planner(rule, limits);
+        let fused = args
+            .gradients
+            .passes(args.precision.planner(fused, params))
+            .plan(params)?;
+        let naive = Planner::new(rule).limits(limits).naive();
+        let naive = args
+            .gradients
+            .passes(args.precision.planner(naive, params))
+            .plan(params)?;
+        let compared = fused.precision(DType::F32) != Precision::default()
+            || params.iter().any(|param| param.dtype != DType::F32);
+        let wide = match compared {
+            true => {
+                let wide = Planner::new(rule).limits(limits);
+                Some(args.gradients.passes(wide).plan(&as_f32(params))?)
+            }
+            false => None,
+        };
+        Ok(Self { fused, naive, wide })
+    }
+}
+
+/// The same parameters in f32.
+fn as_f32(params: &[ParamDesc]) -> Vec<ParamDesc> {
+    let params = params.iter().cloned().map(|param| ParamDesc {
+        dtype: DType::F32,
+        ..param
+    });
+    params.collect()
+}
+
 /// A parameter's bytes, every element `value`.
 fn filled(param: &ParamDesc, value: f64) -> Vec<u8> {
     let numel = param.numel() as usize;
     match param.dtype {
         DType::F64 => value.to_le_bytes().repeat(numel),
+        DType::F16 => f16::from_f64(value).to_le_bytes().repeat(numel),
+        DType::BF16 => bf16::from_f64(value).to_le_bytes().repeat(numel),
         _ => (value as f32).to_le_bytes().repeat(numel),
     }
 }

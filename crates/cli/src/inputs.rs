@@ -56,7 +56,7 @@ pub(crate) fn model_of(file: &TensorFile) -> anyhow::Result<Model> {
                 buffers.push(name.clone());
             }
             None => bail!(
-                "{}: `{name}`: expected f32 or f64, found {}; cast the tensor",
+                "{}: `{name}`: expected f32, f64, f16 or bf16, found {}; cast the tensor",
                 file.path().display(),
                 entry.dtype_name()
             ),

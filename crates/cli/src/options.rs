@@ -6,9 +6,101 @@ use anyhow::ensure;
 use clap::{Args, ValueEnum};
 use fusestep_cpu::CpuBackend;
 use fusestep_cuda::CudaBackend;
-use fusestep_launch::{Backend, LaunchLimits};
+use fusestep_launch::{Backend, LaunchLimits, Master, Precision, Rounding, StateDType};
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_simd::MAX_THREADS;
+use fusestep_tensor::{DType, ParamDesc};
+
+/// What a 16-bit parameter has beside it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum MasterName {
+    /// Nothing
+    None,
+    /// An f32 copy, which is updated
+    F32,
+    /// 16 bits that make a bf16 parameter an f32 again
+    Remainder,
+}
+
+/// The dtype of optimizer state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum StateName {
+    /// f32, or f64 for f64 parameters
+    F32,
+    /// bf16
+    Bf16,
+}
+
+/// How values are rounded to bf16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum RoundingName {
+    /// To nearest, ties to even
+    Nearest,
+    /// At random, with the exact value as the mean
+    Stochastic,
+}
+
+/// How exactly parameters and state are kept.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct PrecisionArgs {
+    /// What f16 and bf16 parameters have beside them
+    #[arg(long, value_enum, default_value = "none")]
+    pub(crate) master_weights: MasterName,
+    /// Element type of optimizer state
+    #[arg(long, value_enum, default_value = "f32")]
+    pub(crate) state_dtype: StateName,
+    /// How bf16 state, and bf16 parameters without master weights, are rounded
+    #[arg(long, value_enum, default_value = "nearest")]
+    pub(crate) rounding: RoundingName,
+    /// Start of the random numbers of stochastic rounding
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) rounding_seed: u64,
+}
+
+impl PrecisionArgs {
+    /// The precision asked for.
+    pub(crate) fn precision(&self) -> Precision {
+        Precision {
+            master: match self.master_weights {
+                MasterName::None => Master::None,
+                MasterName::F32 => Master::F32,
+                MasterName::Remainder => Master::Remainder,
+            },
+            state: match self.state_dtype {
+                StateName::F32 => StateDType::Compute,
+                StateName::Bf16 => StateDType::Bf16,
+            },
+            rounding: match self.rounding {
+                RoundingName::Nearest => Rounding::Nearest,
+                RoundingName::Stochastic => Rounding::Stochastic {
+                    seed: self.rounding_seed,
+                },
+            },
+        }
+    }
+
+    /// The planner for these parameters. In a model of 16-bit and wider parameters only the former have master weights, and only
+    /// what is bf16 is rounded at random; a model without 16-bit parameters that asks for them is left to the planner's refusal.
+    pub(crate) fn planner(&self, planner: Planner, params: &[ParamDesc]) -> Planner {
+        let asked = self.precision();
+        let planner = planner.precision(asked);
+        let narrow = |param: &ParamDesc| matches!(param.dtype, DType::F16 | DType::BF16);
+        if !params.iter().any(narrow) {
+            return planner;
+        }
+        let wide = Precision {
+            master: Master::None,
+            rounding: match asked.state {
+                StateDType::Compute => Rounding::Nearest,
+                StateDType::Bf16 => asked.rounding,
+            },
+            ..asked
+        };
+        [DType::F32, DType::F64]
+            .into_iter()
+            .fold(planner, |planner, dtype| planner.precision_of(dtype, wide))
+    }
+}
 
 /// How tensors are put into launches; none of it changes a result.
 #[derive(Clone, Copy, Debug, Args)]
@@ -103,6 +195,10 @@ pub(crate) enum ParamDType {
     F32,
     /// IEEE 754 binary64
     F64,
+    /// IEEE 754 binary16
+    F16,
+    /// The upper half of a binary32
+    Bf16,
 }
 
 impl From<ParamDType> for fusestep_tensor::DType {
@@ -110,6 +206,8 @@ impl From<ParamDType> for fusestep_tensor::DType {
         match dtype {
             ParamDType::F32 => fusestep_tensor::DType::F32,
             ParamDType::F64 => fusestep_tensor::DType::F64,
+            ParamDType::F16 => fusestep_tensor::DType::F16,
+            ParamDType::Bf16 => fusestep_tensor::DType::BF16,
         }
     }
 }

@@ -6,7 +6,7 @@ use clap::Args;
 
 use crate::gradients::GradientArgs;
 use crate::inputs::read_model;
-use crate::options::{ParamDType, PlanningArgs};
+use crate::options::{ParamDType, PlanningArgs, PrecisionArgs};
 use crate::output::{print, print_json, write_page};
 use crate::rules::OptimizerArgs;
 
@@ -19,6 +19,8 @@ pub(crate) struct PlanArgs {
     optimizer: OptimizerArgs,
     #[command(flatten)]
     gradients: GradientArgs,
+    #[command(flatten)]
+    precision: PrecisionArgs,
     #[command(flatten)]
     planning: PlanningArgs,
     /// Element type of shapes that state none
@@ -38,6 +40,7 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     let planner = args
         .planning
         .planner(args.optimizer.rule()?, args.planning.limits());
+    let planner = args.precision.planner(planner, &model.params);
     let plan = args.gradients.passes(planner).plan(&model.params)?;
     if !model.buffers.is_empty() {
         let count = model.buffers.len();

@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use crate::gradients::GradientArgs;
 use crate::inputs::{Model, model_of};
-use crate::options::{BackendArgs, PlanningArgs};
+use crate::options::{BackendArgs, PlanningArgs, PrecisionArgs};
 use crate::output::{duration, print, print_json};
 use crate::rules::OptimizerArgs;
 
@@ -33,6 +33,8 @@ pub(crate) struct StepArgs {
     state: Option<PathBuf>,
     #[command(flatten)]
     optimizer: OptimizerArgs,
+    #[command(flatten)]
+    precision: PrecisionArgs,
     /// Steps to apply, each with the same gradients
     #[arg(long, default_value_t = 1)]
     steps: u64,
@@ -86,6 +88,7 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     let planner = args
         .planning
         .planner(args.optimizer.rule()?, backend.limits());
+    let planner = args.precision.planner(planner, &model.params);
     let plan = args.gradients.passes(planner).plan(&model.params)?;
     check_gradients(&model, &params, &grads)?;
     // Whatever cannot be written is refused before any work.

@@ -442,7 +442,7 @@ fn plan_reads_shapes_and_models_and_names_what_is_wrong() {
         (r#"[{"name":"a","shape":[2],"dtype":"f33"}]"#, "`a`"),
         (
             r#"[{"name":"a","shape":[2],"dtype":"i32"}]"#,
-            "`a`: expected f32 or f64",
+            "`a`: expected f32, f64, f16 or bf16",
         ),
         ("{", "expected [{\"name\""),
     ] {

@@ -54,6 +54,7 @@ pub fn reduce_in_rank_order(
         DType::I32 => reduce::<i32>(level, op, len_bytes, ranks),
         DType::I64 => reduce::<i64>(level, op, len_bytes, ranks),
         DType::U8 => reduce::<u8>(level, op, len_bytes, ranks),
+        DType::U16 => reduce::<u16>(level, op, len_bytes, ranks),
     }
 }
 
@@ -241,7 +242,7 @@ macro_rules! integers {
 }
 
 floats!(f32, f64);
-integers!(i32, i64, u8);
+integers!(i32, i64, u8, u16);
 
 /// A storage type and the type it is reduced in.
 trait Number: Element {
@@ -275,7 +276,7 @@ macro_rules! reduced_as_stored {
     )*};
 }
 
-reduced_as_stored!(f32, f64, i32, i64, u8);
+reduced_as_stored!(f32, f64, i32, i64, u8, u16);
 
 macro_rules! reduced_in_f32 {
     ($($number:ty),*) => {$(

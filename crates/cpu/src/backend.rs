@@ -12,7 +12,7 @@ use fusestep_launch::{
 use fusestep_simd::{Level, Team};
 
 use crate::chunks::ChunkPieces;
-use crate::pieces::Pieces;
+use crate::pieces::{Pieces, Places};
 
 const NAME: &str = "cpu";
 
@@ -166,7 +166,10 @@ impl Backend for CpuBackend {
             launch.kernel,
             call,
             launch.batches,
-            launch.offsets,
+            Places {
+                offsets: launch.offsets,
+                members: launch.members,
+            },
             launch.lists,
         )
         .ok_or(BackendError::ForeignBuffer { backend: NAME })?;

@@ -31,6 +31,8 @@ pub type Lend<'a> = &'a (dyn Fn(LentPiece<'_>) -> Result<(), BackendError> + Syn
 pub struct LentPiece<'a> {
     call: LentCall<'a>,
     whole: Whole,
+    /// The tensor's position among the caller's parameters.
+    parameter: u32,
     /// The kernel's lists; those to be lent are absent.
     lists: [HostList<'a>; MAX_LISTS],
     /// The team, if the tensor is worth its while.
@@ -88,6 +90,7 @@ impl CpuBackend {
             lend(LentPiece {
                 call,
                 whole,
+                parameter: launch.members[whole.tensor as usize],
                 lists: lists.ok_or(BackendError::ForeignBuffer { backend })?,
                 team: Some(self.team()),
             })?;
@@ -98,6 +101,7 @@ impl CpuBackend {
             call,
             tensors: Tensors::new(launch.batches),
             offsets: launch.offsets,
+            members: launch.members,
             lists: lists.ok_or(BackendError::ForeignBuffer { backend })?,
             first: 0,
             elements: small_elements(Tensors::new(launch.batches)),
@@ -161,6 +165,8 @@ impl LentPiece<'_> {
             call: self.call.host,
             class: self.whole.class,
             numel: self.whole.numel as usize,
+            parameter: self.parameter,
+            first_element: 0,
             lists: self.lists,
         };
         if step_tensor(tensor, self.team) == Outcome::Skip {
@@ -292,6 +298,7 @@ struct SmallPieces<'a> {
     call: LentCall<'a>,
     tensors: Tensors<'a>,
     offsets: &'a [u64],
+    members: &'a [u32],
     /// The kept lists from storage element `first` on.
     lists: [HostList<'a>; MAX_LISTS],
     first: usize,
@@ -350,6 +357,7 @@ impl Split for SmallPieces<'_> {
             let lent = (self.lend)(LentPiece {
                 call: self.call,
                 whole,
+                parameter: self.members[whole.tensor as usize],
                 lists: kept,
                 team: None,
             });

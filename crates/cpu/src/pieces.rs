@@ -14,6 +14,8 @@ pub(crate) struct Pieces<'a> {
     call: HostCall<'a>,
     batches: &'a [Batch],
     offsets: &'a [u64],
+    /// Each tensor's position among the caller's parameters.
+    members: &'a [u32],
     /// Each list's elements `first..end`.
     lists: [HostList<'a>; MAX_LISTS],
     /// Bytes of one element of each list.
@@ -22,15 +24,25 @@ pub(crate) struct Pieces<'a> {
     end: u64,
 }
 
+/// Where the tensors of a storage lie, and which parameters they are.
+#[derive(Clone, Copy)]
+pub(crate) struct Places<'a> {
+    /// First element of each tensor.
+    pub(crate) offsets: &'a [u64],
+    /// Each tensor's position among the caller's parameters.
+    pub(crate) members: &'a [u32],
+}
+
 impl<'a> Pieces<'a> {
     /// All of a launch; `None` if a list's memory is not the host's.
     pub(crate) fn new(
         kernel: &'a dyn MultiTensorKernel,
         call: HostCall<'a>,
         batches: &'a [Batch],
-        offsets: &'a [u64],
+        places: Places<'a>,
         buffers: &'a mut [ListBuffer],
     ) -> Option<Self> {
+        let Places { offsets, members } = places;
         let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
         let mut widths = [0; MAX_LISTS];
         let mut end = u64::MAX;
@@ -39,7 +51,7 @@ impl<'a> Pieces<'a> {
             end = end.min((buffer.buffer.len_bytes() / *width) as u64);
             *list = match buffer.access() {
                 Access::Read => HostList::Read(buffer.buffer.host()?),
-                Access::ReadWrite => HostList::ReadWrite(buffer.buffer.host_mut()?),
+                Access::ReadWrite | Access::Write => HostList::ReadWrite(buffer.buffer.host_mut()?),
             };
         }
         let whole = Self {
@@ -47,6 +59,7 @@ impl<'a> Pieces<'a> {
             call,
             batches,
             offsets,
+            members,
             lists,
             widths,
             first: 0,
@@ -89,6 +102,7 @@ impl<'a> Pieces<'a> {
             call: self.call,
             batches: self.batches,
             offsets: self.offsets,
+            members: self.members,
             widths: self.widths,
             end: self.end,
         };
@@ -108,7 +122,13 @@ impl Split for Pieces<'_> {
     }
 
     fn run(self) {
-        let spans = HostSpans::of(self.batches, self.offsets, self.first, self.end);
+        let spans = HostSpans::of(
+            self.batches,
+            self.offsets,
+            self.members,
+            self.first,
+            self.end,
+        );
         self.kernel.run_host(self.call, self.lists, spans);
     }
 }

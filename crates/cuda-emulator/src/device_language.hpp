@@ -74,10 +74,10 @@ inline void store(T* address, T value) {
     std::memcpy(address, &value, sizeof(T));
 }
 
-// Elements of one 16-byte access.
-template <class T>
-struct alignas(16) Pack {
-    T lane[16 / sizeof(T)];
+// Elements of one access, of 16 bytes or fewer.
+template <class T, int LANES = 16 / sizeof(T)>
+struct alignas(LANES * sizeof(T)) Pack {
+    T lane[LANES];
 };
 
 template <class T>
@@ -94,6 +94,20 @@ inline void store_pack(T* address, Pack<T> pack) {
     std::memcpy(address, &pack, 16);
 }
 
+template <int LANES, class T>
+inline Pack<T, LANES> load_lanes(const T* address) {
+    Pack<T, LANES> pack;
+    emulator::check_access(address, sizeof(pack), alignof(decltype(pack)), emulator::Access::Load);
+    std::memcpy(&pack, address, sizeof(pack));
+    return pack;
+}
+
+template <int LANES, class T>
+inline void store_lanes(T* address, Pack<T, LANES> pack) {
+    emulator::check_access(address, sizeof(pack), alignof(decltype(pack)), emulator::Access::Store);
+    std::memcpy(address, &pack, sizeof(pack));
+}
+
 inline void block_sync() { emulator::block_sync(); }
 inline void grid_sync() { emulator::grid_sync(); }
 
@@ -107,5 +121,46 @@ inline T shuffle_xor(T value, int lane_mask) {
 // IEEE 754 asks for a correctly rounded square root, and hosts give it.
 inline float square_root(float value) { return std::sqrt(value); }
 inline double square_root(double value) { return std::sqrt(value); }
+
+inline float float_of(unsigned bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+inline unsigned bits_of(float value) {
+    unsigned bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
+
+// A value of 10 bits of mantissa: powers of two scale it exactly.
+inline float widen_f16(unsigned short bits) {
+    const unsigned exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    const float sign = bits & 0x8000 ? -1.0f : 1.0f;
+    if (exponent == 31) {
+        return float_of((bits & 0x8000u) << 16 | 0x7f800000u | (mantissa ? 0x00400000u | mantissa << 13 : 0u));
+    }
+    return sign * (exponent == 0 ? std::ldexp(float(mantissa), -24) : std::ldexp(float(mantissa + 1024), int(exponent) - 25));
+}
+
+// By the definition: the multiple of the last place nearest to the value, ties to even, as the default rounding mode has it.
+inline unsigned short narrow_f16(float value) {
+    const unsigned sign = bits_of(value) >> 16 & 0x8000u;
+    if (std::isnan(value)) {
+        return static_cast<unsigned short>(sign | 0x7e00u);
+    }
+    const float magnitude = std::fabs(value);
+    if (magnitude >= 65520.0f) {
+        return static_cast<unsigned short>(sign | 0x7c00u);
+    }
+    int exponent = -14;
+    if (magnitude >= 6.103515625e-05f) {
+        exponent = std::ilogb(magnitude);
+    }
+    // At most 2048, so it converts exactly; a carry into the exponent comes by itself.
+    const unsigned places = static_cast<unsigned>(std::nearbyint(std::ldexp(magnitude, 10 - exponent)));
+    return static_cast<unsigned short>(sign | (static_cast<unsigned>(exponent + 14) << 10) + places);
+}
 
 }  // namespace dialect

@@ -67,8 +67,14 @@ impl Kernels {
         if let Some(function) = known {
             return Ok(function.handle);
         }
-        let module = self.module(stem)?;
         let name = fusestep_kernels::entry(entry, block);
+        let entries = fusestep_kernels::entries(stem);
+        if entries.is_some_and(|entries| !entries.contains(&name.as_str())) {
+            return Err(unavailable(format!(
+                "expected a device entry `{name}`, found none in the PTX of `{stem}`; use the cpu backend"
+            )));
+        }
+        let module = self.module(stem)?;
         let c_name = CString::new(name.as_str())
             .map_err(|_| unavailable(format!("the entry `{name}` holds a zero byte")))?;
         let mut handle = ptr::null_mut();

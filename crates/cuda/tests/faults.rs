@@ -10,7 +10,7 @@ use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_launch::{
     ArgumentLayout, Backend, BackendError, HostCall, HostList, HostSpans, LaunchLimits, MAX_LISTS,
-    MultiTensorKernel, SetValues, TensorList, UpdateRule,
+    MultiTensorKernel, Precision, SetValues, TensorList, UpdateRule,
 };
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::{DType, Role};
@@ -46,7 +46,7 @@ fn launch_one(
 }
 
 fn adam(dtype: DType) -> Box<dyn MultiTensorKernel> {
-    Adam::default().kernel(dtype).unwrap()
+    Adam::default().kernel(dtype, Precision::default()).unwrap()
 }
 
 #[test]

@@ -13,7 +13,7 @@ use fusestep_cuda::CudaBackend;
 use fusestep_cuda_emulator::{Options, build};
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::{Excluded, Lars, Trust};
-use fusestep_launch::{Backend, LaunchLimits};
+use fusestep_launch::{Backend, LaunchLimits, Precision};
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, outcome};
@@ -61,7 +61,7 @@ fn every_way_and_dtype_gives_the_bits_of_the_host() {
         for rule in rules() {
             for (name, backend) in ways() {
                 println!("{rule}, {dtype}: {name}");
-                same_bits_on(&backend, rule, &case);
+                same_bits_on(&backend, rule, Precision::default(), &case);
             }
         }
     }
@@ -82,7 +82,12 @@ fn tensors_cut_over_launches_give_the_bits_of_the_host() {
         assert_eq!(plan.launches(), 5);
         for (name, backend) in ways() {
             println!("{rule}: {name}");
-            same_bits_on(&backend.with_limits(three_chunks()), rule, &case);
+            same_bits_on(
+                &backend.with_limits(three_chunks()),
+                rule,
+                Precision::default(),
+                &case,
+            );
         }
     }
 }
@@ -97,7 +102,12 @@ fn many_tensors_in_few_launches_give_the_bits_of_the_host() {
     for rule in rules() {
         for argument_bytes in [700, 4096, 32_764] {
             let limits = LaunchLimits::with_argument_bytes(argument_bytes);
-            same_bits_on(&cuda().with_limits(limits), rule, &case);
+            same_bits_on(
+                &cuda().with_limits(limits),
+                rule,
+                Precision::default(),
+                &case,
+            );
         }
     }
 }
@@ -111,12 +121,12 @@ fn excluded_tensors_take_the_rate_that_the_option_says() {
             excluded,
             ..Lars::default()
         };
-        same_bits_on(&cuda(), Optimizer::Lars(lars), &case);
+        same_bits_on(&cuda(), Optimizer::Lars(lars), Precision::default(), &case);
         let lamb = Lamb {
             excluded,
             ..Lamb::default()
         };
-        same_bits_on(&cuda(), Optimizer::Lamb(lamb), &case);
+        same_bits_on(&cuda(), Optimizer::Lamb(lamb), Precision::default(), &case);
     }
 }
 
@@ -125,7 +135,7 @@ fn tensors_that_are_not_finite_are_left_and_counted() {
     let case = Case::new([1, 33, 1000, 70_001], DType::F32).with_gradients(Gradients::Extreme);
     for rule in rules() {
         for (name, backend) in ways() {
-            same_bits_on(&backend, rule, &case);
+            same_bits_on(&backend, rule, Precision::default(), &case);
             let host = cpu();
             let run = |backend: &dyn Backend| {
                 backend.take_skipped().unwrap();
@@ -167,7 +177,10 @@ fn tensors_that_are_not_finite_are_left_and_counted() {
 fn addresses_that_no_pack_fits_give_the_same_bits_and_touch_nothing_else() {
     for rule in rules() {
         for shift in 0..4u64 {
-            let kernel = rule.rule().kernel(DType::F32).unwrap();
+            let kernel = rule
+                .rule()
+                .kernel(DType::F32, Precision::default())
+                .unwrap();
             let offsets = [shift, 3301 + shift, 6640];
             let run = |backend: &dyn Backend| {
                 let mut fill = |list: usize| -> Vec<u8> {
@@ -302,6 +315,6 @@ fn alone_lars_has_the_bits_of_the_host() {
     );
     case.steps = 2;
     for (_, backend) in ways() {
-        same_bits_on(&backend, rules()[0], &case);
+        same_bits_on(&backend, rules()[0], Precision::default(), &case);
     }
 }

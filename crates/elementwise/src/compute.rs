@@ -3,7 +3,11 @@
 use std::ops::{Add, Div, Mul, Neg, Sub};
 
 use bytemuck::Pod;
+use fusestep_launch::Format;
 use fusestep_tensor::DType;
+
+use crate::Update;
+use crate::format::Call;
 
 /// A type that arithmetic is done in; every operation is correctly rounded.
 pub trait Compute:
@@ -31,6 +35,8 @@ pub trait Compute:
     fn sqrt(self) -> Self;
     /// The magnitude.
     fn abs(self) -> Self;
+    /// Runs the loop that is compiled for `format`; see [`crate::run_format`].
+    fn dispatch<U: Update<Self, N>, const N: usize>(call: Call<'_, U>, format: Format);
 }
 
 impl Compute for f32 {
@@ -53,6 +59,9 @@ impl Compute for f32 {
     fn abs(self) -> Self {
         f32::abs(self)
     }
+    fn dispatch<U: Update<Self, N>, const N: usize>(call: Call<'_, U>, format: Format) {
+        call.run_f32(format);
+    }
 }
 
 impl Compute for f64 {
@@ -74,5 +83,8 @@ impl Compute for f64 {
     #[inline(always)]
     fn abs(self) -> Self {
         f64::abs(self)
+    }
+    fn dispatch<U: Update<Self, N>, const N: usize>(call: Call<'_, U>, format: Format) {
+        call.run_f64(format);
     }
 }

@@ -7,16 +7,24 @@
 
 mod bytes;
 mod compute;
+mod format;
+mod narrow;
 mod norm;
 mod normed;
 mod power;
+mod rounding;
 mod run;
 mod slices;
+mod slot;
 mod storage;
 mod tree;
 
 pub use bytes::{padded_bytes, read_values, write_padded};
 pub use compute::Compute;
+pub use format::{Call, run_format};
+pub use narrow::{
+    join_bf16, narrow_bf16, narrow_bf16_at_random, narrow_f16, split_bf16, widen_bf16, widen_f16,
+};
 pub use norm::{
     LEAF_ELEMENTS, NORM_CHUNK_ELEMENTS, NORM_LANES, chunk_square_sum, fold, square_sum,
 };

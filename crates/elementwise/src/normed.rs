@@ -27,6 +27,10 @@ pub struct Tensor<'a> {
     pub class: u32,
     /// Element count.
     pub numel: usize,
+    /// The tensor's position among the caller's parameters.
+    pub parameter: u32,
+    /// Elements of the tensor before these: 0 unless it was cut.
+    pub first_element: u64,
     /// The tensor in each of the kernel's lists, whole.
     pub lists: [HostList<'a>; MAX_LISTS],
 }
@@ -51,8 +55,8 @@ pub fn step_tensor(tensor: Tensor<'_>, team: Option<&Team>) -> Outcome {
                 ..tensor.call
             },
             class: 0,
-            numel: tensor.numel,
             lists: tensor.lists,
+            ..tensor
         };
         update(finished, team);
     }
@@ -138,19 +142,20 @@ impl Split for Tensor<'_> {
             let len_bytes = at * declared.dtype.len_bytes();
             (*list, *rest) = std::mem::take(list).split_at(len_bytes);
         }
-        let part = |lists, numel| Tensor {
+        let part = |lists, first, numel| Tensor {
             kernel: self.kernel,
             call: self.call,
             class: self.class,
             numel,
+            parameter: self.parameter,
+            first_element: self.first_element + first as u64,
             lists,
         };
-        let (left, right) = (part(self.lists, at), part(right, self.numel - at));
-        (left, right)
+        (part(self.lists, 0, at), part(right, at, self.numel - at))
     }
 
     fn run(self) {
-        let spans = HostSpans::one(self.numel, self.class);
+        let spans = HostSpans::part(self.numel, self.class, self.parameter, self.first_element);
         self.kernel.run_host(self.call, self.lists, spans);
     }
 }

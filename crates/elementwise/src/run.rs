@@ -10,6 +10,8 @@
 use fusestep_launch::{HostCall, HostList, HostSpans, MAX_LISTS};
 use fusestep_simd::prefetch_ahead;
 
+use crate::rounding::{Nearest, Rounding};
+use crate::slot::{Plain, Slot, beside};
 use crate::{Compute, Storage};
 
 /// Elements of a block: one cache line of f32, two of f64.
@@ -28,7 +30,7 @@ pub trait Update<C: Compute, const N: usize>: Sync {
     /// The scalars that tensors of one class share at one step.
     type Set: Copy;
 
-    /// Bytes from one set to the next.
+    /// Bytes of a set.
     const SET_BYTES: usize;
 
     /// Reads a set as the kernel wrote it.
@@ -55,28 +57,49 @@ pub fn run<C, P, S, U, const N: usize>(
     S: Storage<C>,
     U: Update<C, N>,
 {
+    run_slot::<C, Plain<P>, S, Nearest, U, N>(update, call, lists, spans);
+}
+
+/// [`run`] for any way `K` to keep a parameter and any way `R` to round; the list beside the parameter comes last.
+pub(crate) fn run_slot<C, K, S, R, U, const N: usize>(
+    update: &U,
+    call: HostCall<'_>,
+    lists: [HostList<'_>; MAX_LISTS],
+    spans: HostSpans<'_>,
+) where
+    C: Compute,
+    K: Slot<C>,
+    S: Storage<C>,
+    R: Rounding,
+    U: Update<C, N>,
+{
     let mut lists = lists.into_iter();
     let mut next = || lists.next().unwrap_or_default();
-    let param = next().elements_mut::<P>();
-    let grad = next().elements::<P>();
+    let param = next().elements_mut::<K::Param>();
+    let grad = next().elements::<K::Param>();
     let mut state: [&mut [S]; N] = std::array::from_fn(|_| next().elements_mut::<S>());
+    let mut none = Vec::new();
+    let beside = beside::<K::Beside>(next(), param.len(), &mut none);
     // The whole loop is compiled for the level, so that a small tensor costs no dispatch.
     call.level.run(
         #[inline(always)]
         || {
             let grad_factor = C::round(call.grad_factor);
             for span in spans {
-                let set = update.set(&call.sets[span.class as usize * U::SET_BYTES..]);
+                let set_bytes = &call.sets[span.class as usize * (U::SET_BYTES + R::KEY_BYTES)..];
+                let set = update.set(set_bytes);
                 let elements = span.start..span.start + span.numel;
                 let mut rest = state.iter_mut();
-                let mut tensor = Tensor {
+                let mut tensor = Tensor::<C, K, S, R, N> {
                     param: &mut param[elements.clone()],
+                    beside: &mut beside[elements.clone()],
                     grad: &grad[elements.clone()],
                     state: std::array::from_fn(|_| match rest.next() {
                         Some(list) => &mut list[elements.clone()],
                         None => &mut [],
                     }),
                     grad_factor,
+                    rounding: R::of(&set_bytes[U::SET_BYTES..], &span),
                 };
                 tensor.update(update, &set);
             }
@@ -85,20 +108,29 @@ pub fn run<C, P, S, U, const N: usize>(
 }
 
 /// The lists of one tensor, all of one numel.
-struct Tensor<'a, C, P, S, const N: usize> {
-    param: &'a mut [P],
-    grad: &'a [P],
+struct Tensor<'a, C: Compute, K: Slot<C>, S, R, const N: usize> {
+    param: &'a mut [K::Param],
+    beside: &'a mut [K::Beside],
+    grad: &'a [K::Param],
     state: [&'a mut [S]; N],
     grad_factor: C,
+    rounding: R,
 }
 
 /// New values of consecutive elements.
-struct Block<P, S, const N: usize> {
+struct Block<P, B, S, const N: usize> {
     param: [P; LANES],
+    beside: [B; LANES],
     state: [[S; LANES]; N],
 }
 
-impl<C: Compute, P: Storage<C>, S: Storage<C>, const N: usize> Tensor<'_, C, P, S, N> {
+impl<C, K, S, R, const N: usize> Tensor<'_, C, K, S, R, N>
+where
+    C: Compute,
+    K: Slot<C>,
+    S: Storage<C>,
+    R: Rounding,
+{
     #[inline(always)]
     fn update<U: Update<C, N>>(&mut self, update: &U, set: &U::Set) {
         let numel = self.param.len();
@@ -133,27 +165,62 @@ impl<C: Compute, P: Storage<C>, S: Storage<C>, const N: usize> Tensor<'_, C, P, 
         set: &U::Set,
         first: usize,
         count: usize,
-    ) -> Block<P, S, N> {
-        let mut param: [P; LANES] = load(self.param, first, count);
-        let grad: [P; LANES] = load(self.grad, first, count);
+    ) -> Block<K::Param, K::Beside, S, N> {
+        let mut param: [K::Param; LANES] = load(self.param, first, count);
+        let mut beside: [K::Beside; LANES] = load(self.beside, first, count);
+        let grad: [K::Param; LANES] = load(self.grad, first, count);
         let mut state: [[S; LANES]; N] =
             std::array::from_fn(|list| load(self.state[list], first, count));
+        // One loop for each list and one for the update, each on arrays of one width: loops over a mixture of 16 and 32 bits become
+        // vectors of half the width at best.
+        let (mut values, mut grads) = ([C::ZERO; LANES], [C::ZERO; LANES]);
+        let mut states = [[C::ZERO; LANES]; N];
         for lane in 0..LANES {
-            let old: [C; N] = std::array::from_fn(|list| state[list][lane].widen());
-            let g = grad[lane].widen() * self.grad_factor;
-            let (p, new) = update.element(set, param[lane].widen(), g, old);
-            param[lane] = P::narrow(p);
-            for list in 0..N {
-                state[list][lane] = S::narrow(new[list]);
+            values[lane] = K::widen(param[lane], beside[lane]);
+        }
+        for lane in 0..LANES {
+            grads[lane] = grad[lane].widen() * self.grad_factor;
+        }
+        for list in 0..N {
+            for lane in 0..LANES {
+                states[list][lane] = state[list][lane].widen();
             }
         }
-        Block { param, state }
+        for lane in 0..LANES {
+            let old: [C; N] = std::array::from_fn(|list| states[list][lane]);
+            let new;
+            (values[lane], new) = update.element(set, values[lane], grads[lane], old);
+            for list in 0..N {
+                states[list][lane] = new[list];
+            }
+        }
+        let draws = self.rounding.at(first);
+        for lane in 0..LANES {
+            (param[lane], beside[lane]) = match R::AT_RANDOM {
+                true => K::narrow_at_random(values[lane], draws.draw(lane, 0)),
+                false => K::narrow(values[lane]),
+            };
+        }
+        for list in 0..N {
+            for lane in 0..LANES {
+                state[list][lane] = match R::AT_RANDOM {
+                    true => S::narrow_at_random(states[list][lane], draws.draw(lane, list + 1)),
+                    false => S::narrow(states[list][lane]),
+                };
+            }
+        }
+        Block {
+            param,
+            beside,
+            state,
+        }
     }
 
     #[inline(always)]
-    fn store(&mut self, block: &Block<P, S, N>, first: usize, count: usize) {
+    fn store(&mut self, block: &Block<K::Param, K::Beside, S, N>, first: usize, count: usize) {
         let elements = first..first + count;
         self.param[elements.clone()].copy_from_slice(&block.param[..count]);
+        self.beside[elements.clone()].copy_from_slice(&block.beside[..count]);
         for (list, values) in self.state.iter_mut().zip(&block.state) {
             list[elements.clone()].copy_from_slice(&values[..count]);
         }
@@ -163,6 +230,7 @@ impl<C: Compute, P: Storage<C>, S: Storage<C>, const N: usize> Tensor<'_, C, P, 
     #[inline(always)]
     fn prefetch(&self, first: usize) {
         prefetch_block(self.param, first);
+        prefetch_block(self.beside, first);
         prefetch_block(self.grad, first);
         for list in &self.state {
             prefetch_block(list, first);
@@ -174,6 +242,7 @@ impl<C: Compute, P: Storage<C>, S: Storage<C>, const N: usize> Tensor<'_, C, P, 
 fn prefetch_block<T>(list: &[T], first: usize) {
     let mut line = 0;
     while line * LINE_BYTES < LANES * size_of::<T>() {
+        // Not reached for elements without bytes, which divide by 0.
         let ahead = first + (PREFETCH_BYTES + line * LINE_BYTES) / size_of::<T>();
         prefetch_ahead(list, ahead);
         line += 1;

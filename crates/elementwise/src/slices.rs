@@ -1,7 +1,8 @@
 //! A kernel alone on plain slices: no plan, no backend.
 
 use fusestep_launch::{
-    HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, RuleError, SetValues, UpdateRule,
+    HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, Precision, RuleError, SetValues,
+    UpdateRule,
 };
 use fusestep_simd::{Level, Split, Team};
 
@@ -68,7 +69,7 @@ pub fn step_slices<T: Compute, const N: usize>(
     team: Option<&Team>,
     tensors: Vec<SliceTensor<'_, T, N>>,
 ) -> Result<(), StepError> {
-    let kernel = rule.kernel(T::DTYPE)?;
+    let kernel = rule.kernel(T::DTYPE, Precision::default())?;
     if step == 0 {
         return Err(StepError::StepZero);
     }

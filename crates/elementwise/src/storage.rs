@@ -2,8 +2,10 @@
 
 use bytemuck::Pod;
 use fusestep_tensor::DType;
+use half::{bf16, f16};
 
 use crate::Compute;
+use crate::narrow::{narrow_bf16, narrow_bf16_at_random, narrow_f16, widen_bf16, widen_f16};
 
 /// A type that tensors are kept in and that arithmetic in `C` reads exactly and writes with one rounding.
 pub trait Storage<C: Compute>: Pod + Send + Sync {
@@ -13,6 +15,11 @@ pub trait Storage<C: Compute>: Pod + Send + Sync {
     fn widen(self) -> C;
     /// The nearest value, ties to even.
     fn narrow(value: C) -> Self;
+    /// A neighbouring value, chosen by the lower 16 bits of `draw`; the nearest one for a type that is not rounded at random.
+    #[inline(always)]
+    fn narrow_at_random(value: C, _draw: u32) -> Self {
+        Self::narrow(value)
+    }
 }
 
 impl<C: Compute> Storage<C> for C {
@@ -24,5 +31,33 @@ impl<C: Compute> Storage<C> for C {
     #[inline(always)]
     fn narrow(value: C) -> Self {
         value
+    }
+}
+
+impl Storage<f32> for f16 {
+    const DTYPE: DType = DType::F16;
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        widen_f16(self.to_bits())
+    }
+    #[inline(always)]
+    fn narrow(value: f32) -> Self {
+        f16::from_bits(narrow_f16(value))
+    }
+}
+
+impl Storage<f32> for bf16 {
+    const DTYPE: DType = DType::BF16;
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        widen_bf16(self.to_bits())
+    }
+    #[inline(always)]
+    fn narrow(value: f32) -> Self {
+        bf16::from_bits(narrow_bf16(value))
+    }
+    #[inline(always)]
+    fn narrow_at_random(value: f32, draw: u32) -> Self {
+        bf16::from_bits(narrow_bf16_at_random(value, draw))
     }
 }

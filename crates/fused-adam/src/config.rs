@@ -2,8 +2,8 @@
 
 use fusestep_elementwise::integer_power;
 use fusestep_launch::{
-    Domain, MultiTensorKernel, Objective, RuleError, SetValues, UpdateRule, WeightDecay,
-    check_hyper,
+    Domain, Format, MultiTensorKernel, Objective, Precision, RuleError, SetValues, UpdateRule,
+    WeightDecay, check_hyper,
 };
 use fusestep_tensor::DType;
 
@@ -88,17 +88,17 @@ impl UpdateRule for Adam {
         ])
     }
 
-    fn kernel(&self, dtype: DType) -> Result<Box<dyn MultiTensorKernel>, RuleError> {
+    fn kernel(
+        &self,
+        dtype: DType,
+        precision: Precision,
+    ) -> Result<Box<dyn MultiTensorKernel>, RuleError> {
         self.validate()?;
-        match dtype {
-            DType::F32 => Ok(Box::new(AdamKernel::<f32>::new(*self))),
-            DType::F64 => Ok(Box::new(AdamKernel::<f64>::new(*self))),
-            found => Err(RuleError::DType {
-                rule: self.name(),
-                expected: "f32 or f64",
-                found,
-            }),
-        }
+        let format = Format::new(self.name(), dtype, precision)?;
+        Ok(match dtype {
+            DType::F64 => Box::new(AdamKernel::<f64>::new(*self, format)),
+            _ => Box::new(AdamKernel::<f32>::new(*self, format)),
+        })
     }
 }
 
@@ -201,6 +201,6 @@ mod tests {
             assert_eq!(bad.validate().unwrap_err().to_string(), message);
         }
         assert_eq!(good.validate(), Ok(()));
-        assert!(good.kernel(DType::I32).is_err());
+        assert!(good.kernel(DType::I32, Precision::default()).is_err());
     }
 }

@@ -2,32 +2,39 @@
 
 use std::marker::PhantomData;
 
-use fusestep_elementwise::{Compute, Update, padded_bytes, read_values, run, write_padded};
+use fusestep_elementwise::{Compute, Update, padded_bytes, read_values, run_format, write_padded};
 use fusestep_launch::{
-    ArgumentLayout, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, SetValues,
-    TensorList,
+    ArgumentLayout, Format, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, SetValues,
+    TensorList, entry,
 };
 
-use crate::device::{FLAG_AMSGRAD, FLAG_MAXIMIZE, Scalars, Set, entry, lists};
+use crate::device::{FLAG_AMSGRAD, FLAG_MAXIMIZE, STATE, Scalars, Set};
 use crate::{Adam, Objective, SecondMoment};
 
-/// Adam for parameters and gradients of `T`, with all arithmetic in `T`.
+/// Adam with all arithmetic in `T`, for tensors kept in any format that is computed in `T`.
 ///
 /// # Cost
-/// 28 bytes of memory traffic per f32 element (read p, g, m, v; write p, m, v), 36 with AMSGrad; twice that for f64.
+/// 28 bytes of memory traffic per f32 element (read p, g, m, v; write p, m, v), 36 with AMSGrad; twice that for f64; from 14 on
+/// for 16-bit formats.
 #[derive(Debug, Clone)]
 pub struct AdamKernel<T> {
     config: Adam,
-    lists: [TensorList; 5],
+    format: Format,
+    lists: Vec<TensorList>,
     compute: PhantomData<T>,
 }
 
 impl<T: Compute> AdamKernel<T> {
     /// The kernel of a validated configuration.
-    pub(crate) fn new(config: Adam) -> Self {
+    pub(crate) fn new(config: Adam, format: Format) -> Self {
+        let state = match config.second_moment {
+            SecondMoment::Running => &STATE[..2],
+            SecondMoment::Largest => &STATE,
+        };
         Self {
             config,
-            lists: lists(T::DTYPE),
+            format,
+            lists: format.lists(state),
             compute: PhantomData,
         }
     }
@@ -39,22 +46,19 @@ impl<T: Compute> MultiTensorKernel for AdamKernel<T> {
     }
 
     fn entry(&self) -> &'static str {
-        entry(T::DTYPE)
+        entry!("fused_adam", self.format)
     }
 
     fn lists(&self) -> &[TensorList] {
-        match self.config.second_moment {
-            SecondMoment::Running => &self.lists[..4],
-            SecondMoment::Largest => &self.lists,
-        }
+        &self.lists
     }
 
     fn argument_layout(&self) -> ArgumentLayout {
-        ArgumentLayout {
-            lists: self.lists().len(),
+        self.format.argument_layout(ArgumentLayout {
+            lists: self.lists.len(),
             scalar_bytes: padded_bytes::<T>(5),
             set_bytes: padded_bytes::<T>(4),
-        }
+        })
     }
 
     fn flags(&self) -> u32 {
@@ -66,7 +70,7 @@ impl<T: Compute> MultiTensorKernel for AdamKernel<T> {
             Objective::Minimize => 0,
             Objective::Maximize => FLAG_MAXIMIZE,
         };
-        amsgrad | maximize
+        amsgrad | maximize | self.format.flags()
     }
 
     fn write_scalars(&self, out: &mut [u8]) {
@@ -80,7 +84,10 @@ impl<T: Compute> MultiTensorKernel for AdamKernel<T> {
     fn write_set(&self, values: SetValues, out: &mut [u8]) {
         let set = self.config.set(values);
         let scalars = [set.step_size, set.bias2_sqrt, set.decay, set.l2];
-        write_padded(&scalars.map(T::round), out);
+        write_padded(
+            &scalars.map(T::round),
+            self.format.write_key(values.step, out),
+        );
     }
 
     fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {
@@ -89,8 +96,12 @@ impl<T: Compute> MultiTensorKernel for AdamKernel<T> {
             objective: self.config.objective,
         };
         match self.config.second_moment {
-            SecondMoment::Running => run::<T, T, T, _, 2>(&update, call, lists, spans),
-            SecondMoment::Largest => run::<T, T, T, _, 3>(&update, call, lists, spans),
+            SecondMoment::Running => {
+                run_format::<T, _, 2>(&update, self.format, call, lists, spans);
+            }
+            SecondMoment::Largest => {
+                run_format::<T, _, 3>(&update, self.format, call, lists, spans);
+            }
         }
     }
 }

@@ -3,8 +3,7 @@
 //! Always compiled, so that the two sides cannot drift apart unseen: the emulator tests run the same bytes.
 
 pub use fusestep_elementwise::Compute;
-use fusestep_launch::{Access, TensorList};
-use fusestep_tensor::{DType, Role};
+use fusestep_tensor::Role;
 
 /// Flag: a fifth list, `max_moment2`, replaces `moment2` in the root (AMSGrad).
 pub const FLAG_AMSGRAD: u32 = 1;
@@ -42,26 +41,5 @@ pub struct Set<T> {
     pub l2: T,
 }
 
-/// The device entry for parameters of this dtype, without its argument suffix.
-pub(crate) fn entry(dtype: DType) -> &'static str {
-    match dtype {
-        DType::F64 => "fused_adam_f64",
-        _ => "fused_adam_f32",
-    }
-}
-
-/// The lists in the order of a record's addresses; the last only with AMSGrad.
-pub(crate) fn lists(dtype: DType) -> [TensorList; 5] {
-    let list = |role, access| TensorList {
-        role,
-        dtype,
-        access,
-    };
-    [
-        list(Role::Param, Access::ReadWrite),
-        list(Role::Grad, Access::Read),
-        list(Role::Moment1, Access::ReadWrite),
-        list(Role::Moment2, Access::ReadWrite),
-        list(Role::MaxMoment2, Access::ReadWrite),
-    ]
-}
+/// Lists of state in the order of a record's addresses; the last only with AMSGrad.
+pub(crate) const STATE: [Role; 3] = [Role::Moment1, Role::Moment2, Role::MaxMoment2];

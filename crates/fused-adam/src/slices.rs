@@ -1,7 +1,8 @@
 //! The crate alone: safe slices, no plan, no backend.
 
 use fusestep_launch::{
-    HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, SetValues, UpdateRule,
+    Format, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, Precision, SetValues,
+    UpdateRule,
 };
 use fusestep_simd::{Level, Split, Team};
 
@@ -77,7 +78,8 @@ impl Adam {
         for (index, tensor) in tensors.iter().enumerate() {
             self.check(index, tensor)?;
         }
-        let kernel = AdamKernel::new(*self);
+        let format = Format::new(self.name(), T::DTYPE, Precision::default())?;
+        let kernel = AdamKernel::new(*self, format);
         let layout = kernel.argument_layout();
         let (mut scalars, mut set) = ([0; 64], [0; 64]);
         kernel.write_scalars(&mut scalars[..layout.scalar_bytes]);

@@ -2,32 +2,38 @@
 
 use std::marker::PhantomData;
 
-use fusestep_elementwise::{Compute, Update, padded_bytes, read_values, run, write_padded};
+use fusestep_elementwise::{Compute, Update, padded_bytes, read_values, run_format, write_padded};
 use fusestep_launch::{
-    ArgumentLayout, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, Objective,
-    SetValues, TensorList,
+    ArgumentLayout, Format, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, Objective,
+    SetValues, TensorList, entry,
 };
 
-use crate::device::{FLAG_MAXIMIZE, FLAG_NESTEROV, FLAG_VELOCITY, Scalars, Set, entry, lists};
+use crate::device::{FLAG_MAXIMIZE, FLAG_NESTEROV, FLAG_VELOCITY, STATE, Scalars, Set};
 use crate::{Nesterov, Sgd};
 
-/// SGD for parameters and gradients of `T`, with all arithmetic in `T`.
+/// SGD with all arithmetic in `T`, for tensors kept in any format that is computed in `T`.
 ///
 /// # Cost
 /// 12 bytes of memory traffic per f32 element (read p, g; write p), 20 with a velocity; twice that for f64.
 #[derive(Debug, Clone)]
 pub struct SgdKernel<T> {
     config: Sgd,
-    lists: [TensorList; 3],
+    format: Format,
+    lists: Vec<TensorList>,
     compute: PhantomData<T>,
 }
 
 impl<T: Compute> SgdKernel<T> {
     /// The kernel of a validated configuration.
-    pub(crate) fn new(config: Sgd) -> Self {
+    pub(crate) fn new(config: Sgd, format: Format) -> Self {
+        let state = match config.has_velocity() {
+            true => &STATE[..],
+            false => &[],
+        };
         Self {
             config,
-            lists: lists(T::DTYPE),
+            format,
+            lists: format.lists(state),
             compute: PhantomData,
         }
     }
@@ -39,22 +45,19 @@ impl<T: Compute> MultiTensorKernel for SgdKernel<T> {
     }
 
     fn entry(&self) -> &'static str {
-        entry(T::DTYPE)
+        entry!("fused_sgd", self.format)
     }
 
     fn lists(&self) -> &[TensorList] {
-        match self.config.has_velocity() {
-            true => &self.lists,
-            false => &self.lists[..2],
-        }
+        &self.lists
     }
 
     fn argument_layout(&self) -> ArgumentLayout {
-        ArgumentLayout {
-            lists: self.lists().len(),
+        self.format.argument_layout(ArgumentLayout {
+            lists: self.lists.len(),
             scalar_bytes: padded_bytes::<T>(2),
             set_bytes: padded_bytes::<T>(4),
-        }
+        })
     }
 
     fn flags(&self) -> u32 {
@@ -70,7 +73,7 @@ impl<T: Compute> MultiTensorKernel for SgdKernel<T> {
             Objective::Minimize => 0,
             Objective::Maximize => FLAG_MAXIMIZE,
         };
-        velocity | nesterov | maximize
+        velocity | nesterov | maximize | self.format.flags()
     }
 
     fn write_scalars(&self, out: &mut [u8]) {
@@ -81,7 +84,10 @@ impl<T: Compute> MultiTensorKernel for SgdKernel<T> {
     fn write_set(&self, values: SetValues, out: &mut [u8]) {
         let set = self.config.set(values);
         let scalars = [set.lr, set.decay, set.l2, set.one_minus_dampening];
-        write_padded(&scalars.map(T::round), out);
+        write_padded(
+            &scalars.map(T::round),
+            self.format.write_key(values.step, out),
+        );
     }
 
     fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {
@@ -92,8 +98,8 @@ impl<T: Compute> MultiTensorKernel for SgdKernel<T> {
             objective: self.config.objective,
         };
         match self.config.has_velocity() {
-            true => run::<T, T, T, _, 1>(&update, call, lists, spans),
-            false => run::<T, T, T, _, 0>(&update, call, lists, spans),
+            true => run_format::<T, _, 1>(&update, self.format, call, lists, spans),
+            false => run_format::<T, _, 0>(&update, self.format, call, lists, spans),
         }
     }
 }

@@ -1,7 +1,6 @@
 //! What `kernels/fused_sgd.cu` reads: entries, list order, scalars, sets and flags.
 
-use fusestep_launch::{Access, TensorList};
-use fusestep_tensor::{DType, Role};
+use fusestep_tensor::Role;
 
 /// Flag: there is a third list, the velocity.
 pub const FLAG_VELOCITY: u32 = 1;
@@ -36,24 +35,5 @@ pub struct Set<T> {
     pub one_minus_dampening: T,
 }
 
-/// The device entry for parameters of this dtype, without its argument suffix.
-pub(crate) fn entry(dtype: DType) -> &'static str {
-    match dtype {
-        DType::F64 => "fused_sgd_f64",
-        _ => "fused_sgd_f32",
-    }
-}
-
-/// The lists in the order of a record's addresses; the last only with momentum.
-pub(crate) fn lists(dtype: DType) -> [TensorList; 3] {
-    let list = |role, access| TensorList {
-        role,
-        dtype,
-        access,
-    };
-    [
-        list(Role::Param, Access::ReadWrite),
-        list(Role::Grad, Access::Read),
-        list(Role::Velocity, Access::ReadWrite),
-    ]
-}
+/// Lists of state in the order of a record's addresses; only with momentum.
+pub(crate) const STATE: [Role; 1] = [Role::Velocity];

@@ -11,7 +11,8 @@ pub use fusestep_fused_sgd::{self as fused_sgd, Nesterov, Sgd, SgdTensors, StepE
 pub use fusestep_lamb::{self as lamb, Lamb, LambError, LambTensors};
 pub use fusestep_lars_momentum::{self as lars_momentum, Excluded, Lars, LarsError, LarsTensors};
 pub use fusestep_launch::{
-    self as launch, Backend, BackendError, LaunchLimits, Objective, WeightDecay,
+    self as launch, Backend, BackendError, LaunchLimits, Master, Objective, Precision, Rounding,
+    StateDType, WeightDecay,
 };
 pub use fusestep_lion::{self as lion, Lion, LionTensors};
 pub use fusestep_planner::{

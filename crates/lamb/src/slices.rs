@@ -145,6 +145,8 @@ impl<T: Compute> LambTensors<'_, T> {
             call,
             class: 0,
             numel,
+            parameter: 0,
+            first_element: 0,
             lists,
         }
     }

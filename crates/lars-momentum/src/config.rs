@@ -1,7 +1,8 @@
 //! Hyper-parameters of LARS.
 
 use fusestep_launch::{
-    Domain, Excluded, MultiTensorKernel, RuleError, SetValues, UpdateRule, check_hyper,
+    Domain, Excluded, Format, Layout, MultiTensorKernel, Precision, RuleError, SetValues,
+    UpdateRule, check_hyper,
 };
 use fusestep_tensor::{DType, Trust};
 
@@ -75,10 +76,17 @@ impl UpdateRule for Lars {
         ])
     }
 
-    fn kernel(&self, dtype: DType) -> Result<Box<dyn MultiTensorKernel>, RuleError> {
+    fn kernel(
+        &self,
+        dtype: DType,
+        precision: Precision,
+    ) -> Result<Box<dyn MultiTensorKernel>, RuleError> {
         self.validate()?;
+        let format = Format::new(self.name(), dtype, precision)?;
         match dtype {
-            DType::F32 => Ok(Box::new(LarsKernel::<f32>::new(*self))),
+            DType::F32 if format.layout() == Layout::F32 => {
+                Ok(Box::new(LarsKernel::<f32>::new(*self)))
+            }
             DType::F64 => Ok(Box::new(LarsKernel::<f64>::new(*self))),
             found => Err(RuleError::DType {
                 rule: self.name(),
@@ -185,6 +193,6 @@ mod tests {
             assert_eq!(bad.validate().unwrap_err().to_string(), message);
         }
         assert_eq!(good.validate(), Ok(()));
-        assert!(good.kernel(DType::I32).is_err());
+        assert!(good.kernel(DType::I32, Precision::default()).is_err());
     }
 }

@@ -130,6 +130,8 @@ impl<T: Compute> LarsTensors<'_, T> {
             call,
             class: 0,
             numel,
+            parameter: 0,
+            first_element: 0,
             lists,
         }
     }

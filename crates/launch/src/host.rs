@@ -94,6 +94,10 @@ pub struct HostSpan {
     pub numel: usize,
     /// Index of the tensor's set in [`HostCall::sets`].
     pub class: u32,
+    /// The tensor's position among the caller's parameters.
+    pub parameter: u32,
+    /// The tensor's elements before these.
+    pub first_element: u64,
 }
 
 /// The tensors, or parts of them, that a host call updates, in the order they lie in the lists.
@@ -107,28 +111,43 @@ pub struct HostSpans<'a> {
     records: std::slice::Iter<'a, Record>,
     classes: &'a [u32],
     offsets: &'a [u64],
+    members: &'a [u32],
     /// The storage elements that the lists hold.
     first: u64,
     end: u64,
 }
 
 impl<'a> HostSpans<'a> {
-    /// One tensor that fills the lists.
+    /// One tensor, parameter 0, that fills the lists.
     pub fn one(numel: usize, class: u32) -> Self {
+        Self::part(numel, class, 0, 0)
+    }
+
+    /// A part of one tensor that fills the lists: which parameter it belongs to and how many of its elements come before.
+    pub fn part(numel: usize, class: u32, parameter: u32, first_element: u64) -> Self {
         let span = HostSpan {
             start: 0,
             numel,
             class,
+            parameter,
+            first_element,
         };
         Self {
             single: (numel > 0).then_some(span),
-            ..Self::of(&[], &[], 0, 0)
+            ..Self::of(&[], &[], &[], 0, 0)
         }
     }
 
     /// What of these batches lies in the storage elements `first..end`, for lists that hold exactly those. `offsets` are the first
-    /// elements of the storage's tensors; what lies between tensors is passed over.
-    pub fn of(batches: &'a [Batch], offsets: &'a [u64], first: u64, end: u64) -> Self {
+    /// elements of the storage's tensors, `members` their positions among the caller's parameters; what lies between tensors is
+    /// passed over.
+    pub fn of(
+        batches: &'a [Batch],
+        offsets: &'a [u64],
+        members: &'a [u32],
+        first: u64,
+        end: u64,
+    ) -> Self {
         let behind = |record: &Record| span(offsets, record).1 <= first;
         let skipped = batches.partition_point(|batch| batch.records.last().is_none_or(behind));
         let mut batches = batches[skipped..].iter();
@@ -145,6 +164,7 @@ impl<'a> HostSpans<'a> {
             records,
             classes,
             offsets,
+            members,
             first,
             end,
         }
@@ -179,6 +199,8 @@ impl Iterator for HostSpans<'_> {
             start: (start - self.first) as usize,
             numel: (stop - start) as usize,
             class: self.classes[usize::from(record.set)],
+            parameter: self.members[record.tensor as usize],
+            first_element: start - self.offsets[record.tensor as usize],
         })
     }
 }
@@ -216,8 +238,9 @@ mod tests {
     #[test]
     fn spans_cover_what_lies_in_the_range_and_nothing_else() {
         let (batches, offsets) = (batches(), [0, 64, 64, 128, 192]);
+        let members = [9, 4, 6, 5];
         let spans = |first, end| -> Vec<(usize, usize, u32)> {
-            HostSpans::of(&batches, &offsets, first, end)
+            HostSpans::of(&batches, &offsets, &members, first, end)
                 .map(|span| (span.start, span.numel, span.class))
                 .collect()
         };
@@ -226,6 +249,10 @@ mod tests {
         assert_eq!(spans(65, 130), [(0, 2, 7), (63, 2, 8)]);
         assert_eq!(spans(5, 64), []);
         assert_eq!(spans(138, 192), []);
+        let origins: Vec<(u32, u64)> = HostSpans::of(&batches, &offsets, &members, 65, 130)
+            .map(|span| (span.parameter, span.first_element))
+            .collect();
+        assert_eq!(origins, [(6, 1), (5, 0)]);
         assert_eq!(HostSpans::one(0, 0).count(), 0);
         assert_eq!(HostSpans::one(9, 4).next().map(|span| span.class), Some(4));
     }

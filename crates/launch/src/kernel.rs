@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{ArgumentLayout, HostCall, HostList, HostSpans, MAX_LISTS, NormedKernel};
 
-/// Whether a kernel only reads a tensor list or also writes it.
+/// Whether a kernel reads or writes a tensor list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Access {
@@ -13,6 +13,8 @@ pub enum Access {
     Read,
     /// Read and written in place.
     ReadWrite,
+    /// Only written, from other lists.
+    Write,
 }
 
 /// All tensors in one role, as a kernel takes them.
@@ -31,7 +33,7 @@ impl TensorList {
     pub const fn traffic_bytes(&self) -> u64 {
         let len_bytes = self.dtype.len_bytes() as u64;
         match self.access {
-            Access::Read => len_bytes,
+            Access::Read | Access::Write => len_bytes,
             Access::ReadWrite => 2 * len_bytes,
         }
     }

@@ -9,12 +9,14 @@
 mod backend;
 mod batch;
 mod control;
+pub mod draw;
 mod error;
 mod host;
 mod kernel;
 mod limits;
 mod normed;
 mod pack;
+mod precision;
 mod recorder;
 mod reduction;
 mod rule;
@@ -34,6 +36,10 @@ pub use normed::{
     SLOT_VALUES, WORKSPACE_BYTES, Workspace,
 };
 pub use pack::{CONCLUSION_BYTES, pack, pack_conclusion, pack_reduction};
+pub use precision::{
+    FLAG_STOCHASTIC, Format, KEY_BYTES, Layout, Master, ORIGIN_WORDS, Precision, Rounding,
+    StateDType,
+};
 pub use recorder::{RecordedLaunch, Recorder};
 pub use reduction::{
     Conclude, ControlRule, MultiTensorReduction, Reduce, SquareSum, TensorPartials,

@@ -86,7 +86,8 @@ impl LaunchLimits {
 /// binary search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ArgumentLayout {
-    /// Tensor lists, one address of each per record.
+    /// Words of a record before its numel: one address for each tensor list, and [`crate::ORIGIN_WORDS`] behind them for a kernel
+    /// that rounds at random.
     pub lists: usize,
     /// Bytes of the scalars shared by all tensors; a multiple of 8.
     pub scalar_bytes: usize,

@@ -1,6 +1,9 @@
 //! A batch as the argument bytes that a device kernel reads.
 
-use crate::{ArgumentLayout, Batch, HEADER_BYTES, Launch, MultiTensorReduction, Record};
+use crate::{
+    ArgumentLayout, Batch, FLAG_STOCHASTIC, HEADER_BYTES, Launch, MultiTensorReduction,
+    ORIGIN_WORDS, Record,
+};
 
 /// Bytes of a conclusion's arguments before the rule's own: header, three addresses and the tensor count.
 pub const CONCLUSION_BYTES: usize = HEADER_BYTES + 4 * size_of::<u64>();
@@ -21,15 +24,20 @@ pub fn pack(
 ) -> usize {
     let layout = launch.kernel.argument_layout();
     let len_bytes = layout.bytes(batch.records.len(), batch.classes.len());
+    let flags = launch.kernel.flags();
+    let origin_words = if flags & FLAG_STOCHASTIC == 0 {
+        0
+    } else {
+        ORIGIN_WORDS
+    };
     assert!(
-        len_bytes <= out.len() && addresses.len() == layout.lists,
-        "a batch of {len_bytes} argument bytes and {} lists was made for other limits",
+        len_bytes <= out.len() && addresses.len() + origin_words == layout.lists,
+        "a batch of {len_bytes} argument bytes and {} words per record was made for other limits",
         layout.lists
     );
     let mut writer = Writer { out, at: 0 };
     let counts = [batch.records.len() as u32, batch.classes.len() as u32];
-    let [chunk_elements, flags] = [launch.limits.chunk_elements, launch.kernel.flags()];
-    writer.header(counts, chunk_elements, flags, control);
+    writer.header(counts, launch.limits.chunk_elements, flags, control);
     writer.bytes(launch.scalars);
     for &class in &batch.classes {
         let start = class as usize * layout.set_bytes;
@@ -39,6 +47,10 @@ pub fn pack(
         let first = launch.offsets[record.tensor as usize] + record.first_element;
         for (list, &address) in launch.lists.iter().zip(addresses) {
             writer.u64(address + first * list.dtype().len_bytes() as u64);
+        }
+        if origin_words > 0 {
+            writer.u64(launch.members[record.tensor as usize].into());
+            writer.u64(record.first_element);
         }
         writer.place(record);
     }

@@ -4,7 +4,7 @@ use std::fmt;
 
 use fusestep_tensor::DType;
 
-use crate::MultiTensorKernel;
+use crate::{MultiTensorKernel, Precision};
 
 /// An update rule with its hyper-parameters: the value that a user configures, from which kernels are made.
 pub trait UpdateRule: fmt::Debug + Send + Sync {
@@ -23,11 +23,16 @@ pub trait UpdateRule: fmt::Debug + Send + Sync {
     /// [`RuleError::Hyper`] naming the first one out of range.
     fn validate(&self) -> Result<(), RuleError>;
 
-    /// The kernel for parameters and gradients of this dtype.
+    /// The kernel for parameters and gradients of this dtype, kept with this precision.
     ///
     /// # Errors
-    /// [`RuleError::Hyper`] as in [`UpdateRule::validate`]; [`RuleError::DType`] for a dtype there is no kernel for.
-    fn kernel(&self, dtype: DType) -> Result<Box<dyn MultiTensorKernel>, RuleError>;
+    /// [`RuleError::Hyper`] as in [`UpdateRule::validate`]; [`RuleError::DType`] for a dtype there is no kernel for;
+    /// [`RuleError::Precision`] for a precision that parameters of this dtype cannot have.
+    fn kernel(
+        &self,
+        dtype: DType,
+        precision: Precision,
+    ) -> Result<Box<dyn MultiTensorKernel>, RuleError>;
 }
 
 /// How weight decay enters the step.
@@ -135,5 +140,19 @@ pub enum RuleError {
         expected: &'static str,
         /// The dtype asked for.
         found: DType,
+    },
+    /// Parameters of this dtype cannot be kept so.
+    #[error("{rule}: {what} of {dtype} parameters: expected {expected}, found {found}")]
+    Precision {
+        /// The rule.
+        rule: &'static str,
+        /// What was asked for: master weights, state or rounding.
+        what: &'static str,
+        /// The parameters' dtype.
+        dtype: DType,
+        /// What there is for this dtype.
+        expected: &'static str,
+        /// What was asked for.
+        found: &'static str,
     },
 }

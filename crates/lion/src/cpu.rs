@@ -2,32 +2,34 @@
 
 use std::marker::PhantomData;
 
-use fusestep_elementwise::{Compute, Update, padded_bytes, read_values, run, write_padded};
+use fusestep_elementwise::{Compute, Update, padded_bytes, read_values, run_format, write_padded};
 use fusestep_launch::{
-    ArgumentLayout, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, Objective,
-    SetValues, TensorList,
+    ArgumentLayout, Format, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, Objective,
+    SetValues, TensorList, entry,
 };
 
 use crate::Lion;
-use crate::device::{FLAG_MAXIMIZE, Scalars, Set, entry, lists};
+use crate::device::{FLAG_MAXIMIZE, STATE, Scalars, Set};
 
-/// Lion for parameters and gradients of `T`, with all arithmetic in `T`.
+/// Lion with all arithmetic in `T`, for tensors kept in any format that is computed in `T`.
 ///
 /// # Cost
 /// 20 bytes of memory traffic per f32 element (read p, g, m; write p, m); twice that for f64.
 #[derive(Debug, Clone)]
 pub struct LionKernel<T> {
     config: Lion,
-    lists: [TensorList; 3],
+    format: Format,
+    lists: Vec<TensorList>,
     compute: PhantomData<T>,
 }
 
 impl<T: Compute> LionKernel<T> {
     /// The kernel of a validated configuration.
-    pub(crate) fn new(config: Lion) -> Self {
+    pub(crate) fn new(config: Lion, format: Format) -> Self {
         Self {
             config,
-            lists: lists(T::DTYPE),
+            format,
+            lists: format.lists(&STATE),
             compute: PhantomData,
         }
     }
@@ -39,7 +41,7 @@ impl<T: Compute> MultiTensorKernel for LionKernel<T> {
     }
 
     fn entry(&self) -> &'static str {
-        entry(T::DTYPE)
+        entry!("lion", self.format)
     }
 
     fn lists(&self) -> &[TensorList] {
@@ -47,18 +49,19 @@ impl<T: Compute> MultiTensorKernel for LionKernel<T> {
     }
 
     fn argument_layout(&self) -> ArgumentLayout {
-        ArgumentLayout {
+        self.format.argument_layout(ArgumentLayout {
             lists: self.lists.len(),
             scalar_bytes: padded_bytes::<T>(4),
             set_bytes: padded_bytes::<T>(2),
-        }
+        })
     }
 
     fn flags(&self) -> u32 {
-        match self.config.objective {
+        let maximize = match self.config.objective {
             Objective::Minimize => 0,
             Objective::Maximize => FLAG_MAXIMIZE,
-        }
+        };
+        maximize | self.format.flags()
     }
 
     fn write_scalars(&self, out: &mut [u8]) {
@@ -68,7 +71,10 @@ impl<T: Compute> MultiTensorKernel for LionKernel<T> {
 
     fn write_set(&self, values: SetValues, out: &mut [u8]) {
         let set = self.config.set(values);
-        write_padded(&[set.lr, set.decay].map(T::round), out);
+        write_padded(
+            &[set.lr, set.decay].map(T::round),
+            self.format.write_key(values.step, out),
+        );
     }
 
     fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {
@@ -82,7 +88,7 @@ impl<T: Compute> MultiTensorKernel for LionKernel<T> {
             },
             objective: self.config.objective,
         };
-        run::<T, T, T, _, 1>(&update, call, lists, spans);
+        run_format::<T, _, 1>(&update, self.format, call, lists, spans);
     }
 }
 

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use fusestep_amp::LossScale;
 use fusestep_launch::Backend;
-use fusestep_tensor::{ParamDesc, Role};
+use fusestep_tensor::{DType, ParamDesc, Role};
 use fusestep_tensor_file::{TensorBytes, TensorFile, write_atomically};
 
 use crate::{PlanError, State};
@@ -32,8 +32,9 @@ pub struct StateTensors {
 }
 
 impl State {
-    /// The optimizer's tensors as `<name>@moment1`, `<name>@moment2`, …, and metadata: `step`, the steps run, and `step@<name>` for a
-    /// parameter that has missed some; with pass `loss_scaling` also `loss_scale`, its counters and `skipped`. Parameters and gradients are left out.
+    /// The optimizer's tensors as `<name>@moment1`, `<name>@moment2`, …, masters among them (`<name>@master`), and metadata: `step`, the
+    /// steps run, and `step@<name>` for a parameter that has missed some; with pass `loss_scaling` also `loss_scale`, its counters and
+    /// `skipped`. Parameters and gradients are left out.
     ///
     /// # Errors
     /// [`PlanError::Poisoned`]; [`PlanError::Backend`].
@@ -59,9 +60,10 @@ impl State {
                 metadata.insert(step_key(param), step.to_string());
             }
             for role in self.state_roles(param)? {
-                let mut bytes = vec![0; len_bytes(param)];
+                let dtype = self.dtype(role, &param.name)?;
+                let mut bytes = vec![0; param.numel() as usize * dtype.len_bytes()];
                 self.read(backend, role, &param.name, &mut bytes)?;
-                let tensor = TensorBytes::of(param.dtype, &param.shape, Cow::Owned(bytes));
+                let tensor = TensorBytes::of(dtype, &param.shape, Cow::Owned(bytes));
                 tensors.push((tensor_name(param, role), tensor));
             }
         }
@@ -114,7 +116,7 @@ impl State {
         let mut known = 0;
         for param in self.params.iter() {
             for role in self.state_roles(param)? {
-                check_tensor(file, param, role)?;
+                check_tensor(file, param, role, self.dtype(role, &param.name)?)?;
                 known += 1;
             }
         }
@@ -197,17 +199,18 @@ fn step_key(param: &ParamDesc) -> String {
     format!("{STEP}@{}", param.name)
 }
 
-fn len_bytes(param: &ParamDesc) -> usize {
-    param.numel() as usize * param.dtype.len_bytes()
-}
-
-fn check_tensor(file: &TensorFile, param: &ParamDesc, role: Role) -> Result<(), PlanError> {
+fn check_tensor(
+    file: &TensorFile,
+    param: &ParamDesc,
+    role: Role,
+    dtype: DType,
+) -> Result<(), PlanError> {
     let name = tensor_name(param, role);
-    let expected = || format!("{} {}", param.dtype, param.shape);
+    let expected = || format!("{dtype} {}", param.shape);
     let Some(entry) = file.entries().get(&name) else {
         return Err(refuse(file, &name, expected(), "no such tensor".to_owned()));
     };
-    if entry.element_type() != Some(param.dtype) || entry.shape != param.shape {
+    if entry.element_type() != Some(dtype) || entry.shape != param.shape {
         let found = format!("{} {}", entry.dtype_name(), entry.shape);
         return Err(refuse(file, &name, expected(), found));
     }

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use fusestep_launch::Precision;
+
 use crate::{Norm, Plan, Stage};
 
 /// Batches of a stage that are printed one by one; the rest is summed up.
@@ -18,6 +20,7 @@ impl fmt::Display for Plan {
             bytes(self.state_bytes()),
             bytes(self.traffic_bytes()),
         )?;
+        self.fmt_precisions(f)?;
         writeln!(
             f,
             "  {} launches per step (naive: {}), {} argument bytes, chunks of {} elements",
@@ -27,7 +30,7 @@ impl fmt::Display for Plan {
             self.limits.chunk_elements,
         )?;
         for (index, storage) in self.storages.iter().enumerate().take(BATCHES_SHOWN) {
-            let roles: Vec<&str> = storage.lists.iter().map(|list| list.role.name()).collect();
+            let roles = storage.roles();
             writeln!(
                 f,
                 "storage {index}: {} tensors in {} buffers ({}), {}",
@@ -56,6 +59,20 @@ impl fmt::Display for Plan {
 }
 
 impl Plan {
+    /// One line for every dtype that is kept otherwise than by default.
+    fn fmt_precisions(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut dtypes: Vec<_> = self.params.iter().map(|param| param.dtype).collect();
+        dtypes.sort_unstable();
+        dtypes.dedup();
+        for dtype in dtypes {
+            let precision = self.precision(dtype);
+            if precision != Precision::default() {
+                writeln!(f, "  {dtype} parameters: {precision}")?;
+            }
+        }
+        Ok(())
+    }
+
     fn fmt_stage(&self, f: &mut fmt::Formatter<'_>, index: usize, stage: &Stage) -> fmt::Result {
         let stage = match stage {
             Stage::Norm(norm) => return self.fmt_norm(f, index, norm),

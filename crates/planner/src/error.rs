@@ -82,6 +82,32 @@ pub enum PlanError {
         /// The parameter's dtype.
         found: DType,
     },
+    /// A parameter cannot be kept with the precision asked for.
+    #[error(
+        "`{name}`: {what} of {dtype} parameters: expected {expected} for {optimizer}, found {found}"
+    )]
+    Precision {
+        /// The parameter.
+        name: String,
+        /// The optimizer.
+        optimizer: &'static str,
+        /// What was asked for: master weights, state or rounding.
+        what: &'static str,
+        /// The parameter's dtype.
+        dtype: DType,
+        /// What there is for this dtype.
+        expected: &'static str,
+        /// What was asked for.
+        found: &'static str,
+    },
+    /// A master cannot be made of a parameter that the plan does not keep.
+    #[error(
+        "`{name}`: expected a parameter that the state keeps beside its f32 master, found one that the caller lends; keep a remainder instead, or none"
+    )]
+    LentMaster {
+        /// The parameter.
+        name: String,
+    },
     /// There are more parameters than a plan can number.
     #[error("parameter list: expected at most 4294967295 parameters, found {found}")]
     TooManyParameters {

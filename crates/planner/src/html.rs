@@ -149,7 +149,7 @@ impl Plan {
             .max()
             .unwrap_or(0);
         for (index, storage) in self.storages.iter().take(MOST).enumerate() {
-            let roles: Vec<&str> = storage.lists.iter().map(|list| list.role.name()).collect();
+            let roles = storage.roles();
             let _ = writeln!(
                 page,
                 "<div>storage {index}: {} tensors, {} in {} buffers ({})</div>",

@@ -11,7 +11,7 @@ use fusestep_launch::{MultiTensorKernel, RuleError, UpdateRule};
 use fusestep_lion::Lion;
 use fusestep_tensor::ParamDesc;
 
-use crate::PlanError;
+use crate::{PlanError, Precisions};
 
 /// Below this a hyper-parameter is printed with an exponent.
 const SMALL: f64 = 1e-4;
@@ -117,9 +117,10 @@ impl Optimizer {
     pub(crate) fn kernel(
         &self,
         param: &ParamDesc,
+        precisions: &Precisions,
     ) -> Result<Box<dyn MultiTensorKernel>, PlanError> {
         self.rule()
-            .kernel(param.dtype)
+            .kernel(param.dtype, precisions.of(param.dtype))
             .map_err(|error| match error {
                 RuleError::DType {
                     rule,
@@ -128,6 +129,20 @@ impl Optimizer {
                 } => PlanError::DType {
                     name: param.name.clone(),
                     optimizer: rule,
+                    expected,
+                    found,
+                },
+                RuleError::Precision {
+                    rule,
+                    what,
+                    dtype,
+                    expected,
+                    found,
+                } => PlanError::Precision {
+                    name: param.name.clone(),
+                    optimizer: rule,
+                    what,
+                    dtype,
                     expected,
                     found,
                 },

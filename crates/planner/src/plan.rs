@@ -5,16 +5,18 @@ use std::sync::Arc;
 
 use fusestep_amp::MaxNorm;
 use fusestep_launch::{
-    Batchable, ControlRule, Launch, LaunchLimits, LaunchReport, MultiTensorKernel, batches,
+    Batchable, ControlRule, Launch, LaunchLimits, LaunchReport, MultiTensorKernel, Precision,
+    Rounding, TensorList, batches,
 };
-use fusestep_tensor::{ParamDesc, Role};
+use fusestep_tensor::{DType, ParamDesc, Role};
 use serde::Serialize;
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::group::Classes;
 use crate::norm::Gradients;
 use crate::{
-    HyperClass, Note, Optimize, Optimizer, PlanError, SizeClass, Stage, StorageSpec, Tensors,
+    HyperClass, Note, Optimize, Optimizer, PlanError, Precisions, SizeClass, Stage, StorageSpec,
+    Tensors,
 };
 
 /// A training step's tail, planned: where tensors lie and what is launched, in order.
@@ -24,6 +26,7 @@ use crate::{
 pub struct Plan {
     pub(crate) params: Arc<[ParamDesc]>,
     pub(crate) optimizer: Optimizer,
+    pub(crate) precisions: Precisions,
     pub(crate) limits: LaunchLimits,
     pub(crate) tensors: Tensors,
     pub(crate) storages: Vec<StorageSpec>,
@@ -46,6 +49,11 @@ impl Plan {
     /// The update rule.
     pub fn optimizer(&self) -> &Optimizer {
         &self.optimizer
+    }
+
+    /// How exactly parameters of this dtype and their state are kept.
+    pub fn precision(&self, dtype: DType) -> Precision {
+        self.precisions.of(dtype)
     }
 
     /// The limits that batches were made for.
@@ -102,7 +110,7 @@ impl Plan {
         let bytes = self.params.iter().map(|param| {
             let per_element = self
                 .optimizer
-                .kernel(param)
+                .kernel(param, &self.precisions)
                 .map_or(0, |k| k.traffic_bytes());
             per_element * param.numel()
         });
@@ -121,6 +129,9 @@ impl Plan {
             hasher.write_usize(param.name.len());
             hasher.write(param.name.as_bytes());
             hasher.write(param.dtype.name().as_bytes());
+            if let Rounding::Stochastic { seed } = self.precision(param.dtype).rounding {
+                hasher.write_u64(seed);
+            }
             for &dim in param.shape.dims() {
                 hasher.write_u64(dim);
             }
@@ -202,7 +213,7 @@ impl Plan {
         let Some(&member) = spec.members.first() else {
             return Ok(Vec::new());
         };
-        let kernel = self.optimizer.kernel(&self.params[member as usize])?;
+        let kernel = self.kernel_of(member)?;
         let batchable = tensors.iter().map(|&tensor| Batchable {
             tensor,
             numel: spec.layout.numel(tensor as usize),
@@ -213,11 +224,20 @@ impl Plan {
         Ok(batches(kernel.entry(), batchable, layout, limits)?)
     }
 
+    /// The kernel of one parameter.
+    pub(crate) fn kernel_of(&self, param: u32) -> Result<Box<dyn MultiTensorKernel>, PlanError> {
+        let param = &self.params[param as usize];
+        self.optimizer.kernel(param, &self.precisions)
+    }
+
+    /// Bytes of the narrowest element among lists, or of `dtype` if there is none: slots made for it are aligned in every list.
+    pub(crate) fn narrowest(lists: &[TensorList], dtype: DType) -> usize {
+        let widths = lists.iter().map(|list| list.dtype.len_bytes());
+        widths.min().unwrap_or(dtype.len_bytes())
+    }
+
     /// The lists that a kernel's tensors have in this plan: all, or only the state if the caller lends the rest.
-    pub(crate) fn kept_lists(
-        tensors: Tensors,
-        kernel: &dyn MultiTensorKernel,
-    ) -> Vec<fusestep_launch::TensorList> {
+    pub(crate) fn kept_lists(tensors: Tensors, kernel: &dyn MultiTensorKernel) -> Vec<TensorList> {
         let lent = |role| matches!(role, Role::Param | Role::Grad);
         let lists = kernel.lists().iter().copied();
         match tensors {

@@ -5,14 +5,14 @@ use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
 use fusestep_coalesce::{FlatLayout, LayoutOptions};
-use fusestep_launch::{LaunchLimits, TensorList};
-use fusestep_tensor::{DType, ParamDesc, check_unique_names};
+use fusestep_launch::{LaunchLimits, Precision, TensorList};
+use fusestep_tensor::{DType, ParamDesc, Role, check_unique_names};
 use serde::Serialize;
 
 use crate::group::Classes;
 use crate::norm::Gradients;
 use crate::passes::{CoalesceGradients, FuseOptimizer, Pass};
-use crate::{Note, Optimizer, Plan, PlanError, SizeClass, Stage, StorageSpec, Verdict};
+use crate::{Note, Optimizer, Plan, PlanError, Precisions, SizeClass, Stage, StorageSpec, Verdict};
 
 /// Who keeps parameters and gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize)]
@@ -40,6 +40,7 @@ pub enum Tensors {
 pub struct Planner {
     optimizer: Optimizer,
     limits: LaunchLimits,
+    precisions: Precisions,
     tensors: Tensors,
     passes: Vec<Box<dyn Pass>>,
 }
@@ -50,6 +51,7 @@ impl Planner {
         Self {
             optimizer,
             limits: LaunchLimits::default(),
+            precisions: Precisions::default(),
             tensors: Tensors::Kept,
             passes: vec![Box::new(CoalesceGradients), Box::new(FuseOptimizer)],
         }
@@ -58,6 +60,19 @@ impl Planner {
     /// Plans for these limits, a backend's for example.
     pub fn limits(mut self, limits: LaunchLimits) -> Self {
         self.limits = limits;
+        self
+    }
+
+    /// Keeps all parameters and their state with this precision.
+    pub fn precision(mut self, precision: Precision) -> Self {
+        self.precisions = Precisions::all(precision);
+        self
+    }
+
+    /// Keeps parameters of one dtype with a precision of their own: in a model of bf16 matrices and f32 norms only the former
+    /// can have master weights.
+    pub fn precision_of(mut self, dtype: DType, precision: Precision) -> Self {
+        self.precisions.set(dtype, precision);
         self
     }
 
@@ -82,8 +97,8 @@ impl Planner {
     /// Makes the plan.
     ///
     /// # Errors
-    /// A hyper-parameter or descriptor out of range, a name given twice, a dtype without a kernel, or limits too small for one
-    /// tensor; each names what is wrong.
+    /// A hyper-parameter or descriptor out of range, a name given twice, a dtype without a kernel, a precision that a parameter
+    /// cannot have, or limits too small for one tensor; each names what is wrong.
     /// # Cost
     /// Linear in the number of parameters.
     pub fn plan(&self, params: &[ParamDesc]) -> Result<Plan, PlanError> {
@@ -112,6 +127,7 @@ impl Planner {
         let mut plan = Plan {
             params: Arc::from(params),
             optimizer: self.optimizer,
+            precisions: self.precisions.clone(),
             limits: self.limits,
             tensors: self.tensors,
             storages: Vec::with_capacity(params.len()),
@@ -127,8 +143,13 @@ impl Planner {
             let (kernel, lists) = match kernels.entry(param.dtype) {
                 Entry::Occupied(known) => known.into_mut(),
                 Entry::Vacant(new) => {
-                    let kernel = self.optimizer.kernel(param)?;
+                    let kernel = self.optimizer.kernel(param, &self.precisions)?;
                     let lists = Plan::kept_lists(self.tensors, kernel.as_ref());
+                    let master = lists.iter().any(|list| list.role == Role::Master);
+                    if master && self.tensors == Tensors::Lent {
+                        let name = param.name.clone();
+                        return Err(PlanError::LentMaster { name });
+                    }
                     new.insert((kernel.entry(), lists))
                 }
             };
@@ -137,7 +158,7 @@ impl Planner {
                 members: vec![index as u32],
                 layout: FlatLayout::new(
                     [param.numel()],
-                    LayoutOptions::new(param.dtype.len_bytes()),
+                    LayoutOptions::new(Plan::narrowest(lists, param.dtype)),
                 )?,
                 lists: lists.clone(),
             });

@@ -58,6 +58,7 @@ impl Plan {
         if let Some(step) = state.poisoned {
             return Err(PlanError::Poisoned { step });
         }
+        state.follow_views();
         state.refresh(self)?;
         write_sets(state);
         let mut report = StepReport {

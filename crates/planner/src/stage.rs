@@ -34,6 +34,19 @@ pub struct StorageSpec {
 }
 
 impl StorageSpec {
+    /// What the buffers hold; with the dtypes, unless there is only one.
+    pub(crate) fn roles(&self) -> Vec<String> {
+        let one = self
+            .lists
+            .windows(2)
+            .all(|two| two[0].dtype == two[1].dtype);
+        let lists = self.lists.iter().map(|list| match one {
+            true => list.role.to_string(),
+            false => format!("{} {}", list.role, list.dtype),
+        });
+        lists.collect()
+    }
+
     /// Bytes of all buffers, padding included.
     pub fn len_bytes(&self) -> u64 {
         let widths = self.lists.iter().map(|list| list.dtype.len_bytes() as u64);

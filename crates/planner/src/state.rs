@@ -4,11 +4,11 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use fusestep_launch::{Backend, Batch, ListBuffer, MultiTensorKernel, TensorList};
-use fusestep_tensor::{Element, ParamDesc, Role};
+use fusestep_tensor::{DType, Element, ParamDesc, Role};
 
 use crate::group::Classes;
 use crate::norm::{NormState, Placed};
-use crate::{Optimizer, Plan, PlanError, Tensors};
+use crate::{Optimizer, Plan, PlanError, Precisions, Tensors};
 
 /// Tensors, step counts and learning rate of one training run, allocated by [`Plan::allocate`].
 #[derive(Debug)]
@@ -18,9 +18,13 @@ pub struct State {
     pub(crate) tensors: Tensors,
     /// The rule at the current learning rate.
     pub(crate) optimizer: Optimizer,
+    precisions: Precisions,
     pub(crate) storages: Vec<StorageState>,
     /// For each parameter its storage and its position there.
-    places: Vec<(usize, usize)>,
+    pub(crate) places: Vec<(usize, usize)>,
+    /// For each parameter whether it was lent for writing and its master has not followed yet.
+    pub(crate) lent_for_writing: Vec<bool>,
+    pub(crate) any_lent_for_writing: bool,
     index: HashMap<String, usize>,
     /// Steps run.
     pub(crate) step: u64,
@@ -84,7 +88,7 @@ impl Plan {
             let Some(&first) = spec.members.first() else {
                 continue;
             };
-            let kernel = self.optimizer.kernel(&self.params[first as usize])?;
+            let kernel = self.kernel_of(first)?;
             let mut lists = Vec::with_capacity(spec.lists.len());
             for &list in &spec.lists {
                 // The layout guarantees that the widest element's bytes fit an i64.
@@ -109,8 +113,11 @@ impl Plan {
             params: Arc::clone(&self.params),
             tensors: self.tensors,
             optimizer: self.optimizer,
+            precisions: self.precisions.clone(),
             storages,
             places,
+            lent_for_writing: vec![false; self.params.len()],
+            any_lent_for_writing: false,
             index: names.map(|(i, param)| (param.name.clone(), i)).collect(),
             step: 0,
             steps_behind: vec![0; self.params.len()],
@@ -206,7 +213,7 @@ impl State {
             let Some(member) = member else {
                 continue;
             };
-            let kernel = optimizer.kernel(&self.params[member])?;
+            let kernel = optimizer.kernel(&self.params[member], &self.precisions)?;
             let (expected, found) = (storage.kernel.lists(), kernel.lists());
             if expected != found {
                 return Err(PlanError::OtherLists {
@@ -258,7 +265,8 @@ impl State {
         Ok(bytemuck::cast_slice(bytes))
     }
 
-    /// A tensor on the host, to be written.
+    /// A tensor on the host, to be written. At the next step an f32 master takes over the values of a parameter that it does not
+    /// round to.
     ///
     /// # Errors
     /// As [`State::view`].
@@ -266,6 +274,9 @@ impl State {
         let (list, range) = self.locate(role, name)?;
         self.check_dtype::<T>(list, name)?;
         let error = self.not_on_host(role, name);
+        if role == Role::Param {
+            self.lend_for_writing(self.find(name)?);
+        }
         let (storage, list) = self.list_index(role, name)?;
         let buffer = &mut self.storages[storage].lists[list].buffer;
         let bytes = buffer.host_mut().and_then(|bytes| bytes.get_mut(range));
@@ -288,7 +299,8 @@ impl State {
         self.view_mut(Role::Grad, name)
     }
 
-    /// Copies a tensor from the host, wherever the state lies.
+    /// Copies a tensor from the host, wherever the state lies. With a parameter goes its master, where it does not round to the
+    /// values written.
     ///
     /// # Errors
     /// [`PlanError::UnknownName`], [`PlanError::NoSuchList`], [`PlanError::LenBytes`], [`PlanError::Backend`].
@@ -301,6 +313,9 @@ impl State {
     ) -> Result<(), PlanError> {
         let (_, range) = self.locate(role, name)?;
         check_len(role, name, range.len(), bytes.len())?;
+        if role == Role::Param {
+            self.follow_write(backend, name, bytes)?;
+        }
         let (storage, list) = self.list_index(role, name)?;
         let buffer = self.storages[storage].lists[list].buffer.as_mut();
         Ok(backend.write(buffer, range.start, bytes)?)
@@ -330,6 +345,15 @@ impl State {
         let (storage, _) = self.places[self.find(name)?];
         let lists = self.storages[storage].lists.iter();
         Ok(lists.map(ListBuffer::role).collect())
+    }
+
+    /// The storage type of a tensor.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownName`], [`PlanError::NoSuchList`].
+    pub fn dtype(&self, role: Role, name: &str) -> Result<DType, PlanError> {
+        let (storage, list) = self.list_index(role, name)?;
+        Ok(self.storages[storage].lists[list].dtype())
     }
 
     /// Makes the batches anew if the pattern of absent tensors or missed steps has changed.
@@ -403,6 +427,7 @@ impl State {
             (_, Role::MaxMoment2) => "only AMSGrad has it",
             (_, Role::Velocity) => "only SGD with momentum has it",
             (_, Role::Sum) => "only Adagrad has it",
+            (_, Role::Master | Role::Remainder) => "the plan's precision asks for none",
             _ => "the optimizer has no such state",
         };
         let list = list.ok_or_else(|| PlanError::NoSuchList {

@@ -31,6 +31,7 @@ impl TensorEntry {
             Dtype::I32 => Some(DType::I32),
             Dtype::I64 => Some(DType::I64),
             Dtype::U8 => Some(DType::U8),
+            Dtype::U16 => Some(DType::U16),
             _ => None,
         }
     }

@@ -33,6 +33,7 @@ impl<'a> TensorBytes<'a> {
             DType::I32 => Dtype::I32,
             DType::I64 => Dtype::I64,
             DType::U8 => Dtype::U8,
+            DType::U16 => Dtype::U16,
         };
         Self {
             dtype,

@@ -24,6 +24,8 @@ pub enum DType {
     I64,
     /// Unsigned byte.
     U8,
+    /// Unsigned 16-bit integer: the remainder beside a bf16 parameter.
+    U16,
 }
 
 impl DType {
@@ -31,7 +33,7 @@ impl DType {
     pub const fn len_bytes(self) -> usize {
         match self {
             DType::U8 => 1,
-            DType::F16 | DType::BF16 => 2,
+            DType::F16 | DType::BF16 | DType::U16 => 2,
             DType::F32 | DType::I32 => 4,
             DType::F64 | DType::I64 => 8,
         }
@@ -47,6 +49,7 @@ impl DType {
             DType::I32 => "i32",
             DType::I64 => "i64",
             DType::U8 => "u8",
+            DType::U16 => "u16",
         }
     }
 }
@@ -69,11 +72,12 @@ impl FromStr for DType {
             DType::I32,
             DType::I64,
             DType::U8,
+            DType::U16,
         ];
         all.into_iter()
             .find(|dtype| dtype.name().eq_ignore_ascii_case(text))
             .ok_or_else(|| {
-                format!("unknown dtype `{text}`: expected f32, f64, f16, bf16, i32, i64 or u8")
+                format!("unknown dtype `{text}`: expected f32, f64, f16, bf16, i32, i64, u8 or u16")
             })
     }
 }
@@ -105,6 +109,9 @@ impl Element for i64 {
 impl Element for u8 {
     const DTYPE: DType = DType::U8;
 }
+impl Element for u16 {
+    const DTYPE: DType = DType::U16;
+}
 
 #[cfg(test)]
 mod tests {
@@ -120,6 +127,7 @@ mod tests {
             (i32::DTYPE, size_of::<i32>()),
             (i64::DTYPE, size_of::<i64>()),
             (u8::DTYPE, size_of::<u8>()),
+            (u16::DTYPE, size_of::<u16>()),
         ] {
             assert_eq!(dtype.len_bytes(), len_bytes);
             assert_eq!(dtype.name().parse::<DType>(), Ok(dtype));

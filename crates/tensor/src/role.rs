@@ -22,6 +22,10 @@ pub enum Role {
     Velocity,
     /// Sum of the squared gradients: Adagrad.
     Sum,
+    /// f32 copy of a 16-bit parameter, which the update is computed on.
+    Master,
+    /// 16 bits that make a bf16 parameter an f32 master again.
+    Remainder,
 }
 
 impl Role {
@@ -35,6 +39,8 @@ impl Role {
             Role::MaxMoment2 => "max_moment2",
             Role::Velocity => "velocity",
             Role::Sum => "sum",
+            Role::Master => "master",
+            Role::Remainder => "remainder",
         }
     }
 

@@ -1,6 +1,7 @@
 //! Seeded parameters and gradients.
 
 use fusestep_tensor::{DType, ParamDesc, Shape};
+use half::{bf16, f16};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -95,7 +96,9 @@ impl Case {
             match param.dtype {
                 DType::F32 => bytes.extend_from_slice(&(value as f32).to_le_bytes()),
                 DType::F64 => bytes.extend_from_slice(&value.to_le_bytes()),
-                other => panic!("cases are made of f32 and f64, not {other}"),
+                DType::F16 => bytes.extend_from_slice(&f16::from_f64(value).to_le_bytes()),
+                DType::BF16 => bytes.extend_from_slice(&bf16::from_f64(value).to_le_bytes()),
+                other => panic!("cases are made of floating-point numbers, not {other}"),
             }
         }
         bytes

@@ -3,17 +3,24 @@
 //! Without it, every law would hold for kernels that do nothing.
 
 use fusestep_adagrad::{Adagrad, reference as adagrad};
+use fusestep_elementwise::join_bf16;
 use fusestep_fused_adam::{Adam, SecondMoment, reference as adam};
 use fusestep_fused_sgd::{Sgd, reference as sgd};
+use fusestep_launch::{Format, WeightDecay};
 use fusestep_lion::{Lion, reference as lion};
-use fusestep_planner::Optimizer;
-use fusestep_tensor::{DType, ParamDesc};
+use fusestep_planner::{Optimizer, Plan};
+use fusestep_tensor::{DType, ParamDesc, Role};
+use half::{bf16, f16};
 
 use crate::Case;
 use crate::normed_reference::{near_lamb, near_lars};
 
 /// Gradients of these sizes, as ordinary ones are, must lead near the reference in every dtype.
 const ORDINARY: std::ops::Range<f64> = 1e-7..1.0;
+
+/// Magnitudes of a case's parameters and gradients.
+const PARAM: f64 = 0.1;
+const GRAD: f64 = 0.01;
 
 /// One element after all steps of a case: for each list but the gradient its value, and the size of what rounding may move.
 struct Expected {
@@ -34,45 +41,54 @@ pub(crate) struct Near {
 ///
 /// # Panics
 /// If a value is further from the reference than rounding explains, naming tensor and element.
-pub(crate) fn near_reference(optimizer: &Optimizer, case: &Case, found: &[u8]) {
-    match optimizer {
+pub(crate) fn near_reference(plan: &Plan, case: &Case, found: &[u8]) {
+    match plan.optimizer() {
         Optimizer::Lars(lars) => near_lars(lars, case, found),
         Optimizer::Lamb(lamb) => near_lamb(lamb, case, found),
-        elementwise => near_elementwise(elementwise, case, found),
+        _ => near_elementwise(plan, case, found),
     }
 }
 
 /// The rules whose elements do not know of each other.
-fn near_elementwise(optimizer: &Optimizer, case: &Case, found: &[u8]) {
+fn near_elementwise(plan: &Plan, case: &Case, found: &[u8]) {
     let (mut rest, mut compared) = (found, 0);
     for (index, param) in case.params.iter().enumerate() {
-        let optimizer = own_hyper_parameters(optimizer, param);
+        let optimizer = own_hyper_parameters(plan.optimizer(), param);
+        let kept = Kept::new(plan, optimizer, param.dtype, case.steps);
         let numel = param.numel() as usize;
         let first = values(&case.param_bytes(index), param.dtype);
         let grads: Vec<Vec<f64>> = (1..=case.steps)
             .map(|step| values(&case.grad_bytes(index, step), param.dtype))
             .collect();
-        let lists = 2 + expected(&optimizer, 0.0, &[]).state.len();
-        let (own, behind) = rest.split_at(numel * lists * param.dtype.len_bytes());
-        rest = behind;
-        let found = values(own, param.dtype);
+        let mut columns = Vec::new();
+        for &(_, dtype) in &kept.lists {
+            let (own, behind) = rest.split_at(numel * dtype.len_bytes());
+            rest = behind;
+            columns.push(values(own, dtype));
+        }
         for at in 0..numel {
             let grads: Vec<f64> = grads.iter().map(|grads| grads[at]).collect();
             if grads.iter().any(|g| !ORDINARY.contains(&g.abs())) {
                 continue;
             }
             compared += 1;
-            let expected = expected(&optimizer, first[at], &grads);
+            let expected = expected(&optimizer, first[at], &grads, kept.state_error);
             let grad = Near {
                 value: grads.last().copied().unwrap_or(0.0),
                 scale: 0.0,
             };
+            let param_again = expected.param;
             let expected = [expected.param, grad].into_iter().chain(expected.state);
-            for (list, near) in expected.enumerate() {
-                let found = found[list * numel + at];
+            let expected = expected.chain([param_again]);
+            for ((&(role, dtype), column), near) in kept.lists.iter().zip(&columns).zip(expected) {
+                let found = match role {
+                    // Bits that make the parameter a master: that is what has a value.
+                    Role::Remainder => join(columns[0][at], column[at]),
+                    _ => column[at],
+                };
                 assert!(
-                    is_near(found, near, param.dtype),
-                    "list {list} of `{}`, element {at}: expected {}, found {found}",
+                    kept.is_near(role, dtype, found, near),
+                    "{role} of `{}`, element {at}: expected {}, found {found}",
                     param.name,
                     near.value
                 );
@@ -87,12 +103,12 @@ fn near_elementwise(optimizer: &Optimizer, case: &Case, found: &[u8]) {
 }
 
 /// The element that starts at `param` after one step for each gradient.
-fn expected(optimizer: &Optimizer, param: f64, grads: &[f64]) -> Expected {
+fn expected(optimizer: &Optimizer, param: f64, grads: &[f64], state_error: f64) -> Expected {
     let steps = (1..).zip(grads.iter().copied());
     match optimizer {
         Optimizer::Adam(rule) => expected_of_adam(rule, param, steps),
         Optimizer::Sgd(rule) => expected_of_sgd(rule, param, steps),
-        Optimizer::Lion(rule) => expected_of_lion(rule, param, steps),
+        Optimizer::Lion(rule) => expected_of_lion(rule, param, steps, state_error),
         Optimizer::Adagrad(rule) => expected_of_adagrad(rule, param, steps),
         other => panic!("the runner has no reference for {}", other.name()),
     }
@@ -140,16 +156,21 @@ fn expected_of_sgd(rule: &Sgd, param: f64, steps: impl Iterator<Item = (u64, f64
     Expected { param, state }
 }
 
-fn expected_of_lion(rule: &Lion, param: f64, steps: impl Iterator<Item = (u64, f64)>) -> Expected {
-    /// Below this certainty the rounding of f32 may decide the sign.
-    const UNDECIDED: f64 = 1e-6;
+fn expected_of_lion(
+    rule: &Lion,
+    param: f64,
+    steps: impl Iterator<Item = (u64, f64)>,
+    state_error: f64,
+) -> Expected {
+    // Below this certainty the rounding of f32, and of the state, may decide the sign.
+    let undecided = 1e-6 + 2.0 * state_error;
     let mut element = lion::Element {
         param,
         ..lion::Element::default()
     };
     let mut scale = 0.0;
     for (_, grad) in steps {
-        if lion::certainty(rule, element, grad) < UNDECIDED {
+        if lion::certainty(rule, element, grad) < undecided {
             // The other sign is 2·lr away, and `is_near` takes a thousandth of the scale.
             scale += 2e3 * rule.lr;
         }
@@ -227,12 +248,115 @@ pub(crate) fn is_near(found: f64, Near { value, scale }: Near, dtype: DType) -> 
     approx::relative_eq!(found, value, max_relative = max_relative, epsilon = epsilon)
 }
 
-pub(crate) fn values(bytes: &[u8], dtype: DType) -> Vec<f64> {
-    match dtype {
-        DType::F64 => bytemuck::pod_collect_to_vec(bytes),
-        _ => {
-            let values: Vec<f32> = bytemuck::pod_collect_to_vec(bytes);
-            values.into_iter().map(f64::from).collect()
+/// How a parameter is kept, which says how far from the reference rounding may take it.
+struct Kept {
+    lists: Vec<(Role, DType)>,
+    /// What rounding the parameter and the state may cost relatively over all steps; 0 if they are kept as computed.
+    param_error: f64,
+    state_error: f64,
+    steps: f64,
+    /// Most that one step moves a parameter by.
+    update: f64,
+    /// What L2 decay carries of the parameter's error into the gradient.
+    decayed: f64,
+}
+
+impl Kept {
+    fn new(plan: &Plan, optimizer: Optimizer, dtype: DType, steps: u64) -> Self {
+        let format = Format::new("reference", dtype, plan.precision(dtype));
+        let format = format.expect("a precision of the plan");
+        let (state, update, l2): (&[Role], f64, f64) = match optimizer {
+            Optimizer::Adam(rule) => {
+                let state: &[Role] = match rule.second_moment {
+                    SecondMoment::Running => &[Role::Moment1, Role::Moment2],
+                    SecondMoment::Largest => &[Role::Moment1, Role::Moment2, Role::MaxMoment2],
+                };
+                (state, rule.lr, l2_of(rule.weight_decay))
+            }
+            Optimizer::Sgd(rule) => {
+                let state: &[Role] = if rule.has_velocity() {
+                    &[Role::Velocity]
+                } else {
+                    &[]
+                };
+                (state, rule.lr * 3.0 * GRAD, l2_of(rule.weight_decay))
+            }
+            Optimizer::Lion(rule) => (&[Role::Moment1], rule.lr, 0.0),
+            Optimizer::Adagrad(rule) => (&[Role::Sum], rule.lr, rule.weight_decay),
+            other => panic!("the runner has no reference for {}", other.name()),
+        };
+        let lists = format.lists(state);
+        let alone = lists.len() == 2 + state.len();
+        let steps = steps as f64;
+        let param_error = if alone { unit(dtype) * steps } else { 0.0 };
+        Self {
+            lists: lists.iter().map(|list| (list.role, list.dtype)).collect(),
+            param_error,
+            state_error: unit(format.state()) * steps,
+            steps,
+            update,
+            decayed: PARAM * l2 * param_error,
         }
+    }
+
+    /// Some roundings of the dtype apart, or apart by little of the scale.
+    fn is_near(&self, role: Role, dtype: DType, found: f64, Near { value, scale }: Near) -> bool {
+        let (relative, epsilon) = match dtype {
+            DType::F64 => (1e-13, 1e-16 + 1e-11 * scale),
+            _ => (1e-5, 1e-8 + 1e-3 * scale),
+        };
+        let coarse = match role {
+            Role::Param | Role::Master | Role::Remainder if self.decayed > 0.0 => {
+                self.update * self.steps / 2.0
+            }
+            // A parameter on its way through zero was rounded at values as large as the updates.
+            Role::Param | Role::Master | Role::Remainder => {
+                self.update * (10.0 * self.state_error + self.steps * self.param_error)
+            }
+            Role::Moment1 | Role::Velocity => 3.0 * GRAD * self.state_error + self.decayed,
+            _ => GRAD * self.decayed,
+        };
+        approx::relative_eq!(
+            found,
+            value,
+            max_relative = relative + unit(dtype) * self.steps,
+            epsilon = epsilon + coarse
+        )
+    }
+}
+
+fn l2_of(weight_decay: WeightDecay) -> f64 {
+    match weight_decay {
+        WeightDecay::L2(lambda) => lambda,
+        WeightDecay::Decoupled(_) => 0.0,
+    }
+}
+
+/// One unit in the last place of a 16-bit type, relatively: rounding at random may cost a whole one.
+fn unit(dtype: DType) -> f64 {
+    match dtype {
+        DType::BF16 => 1.0 / 128.0,
+        DType::F16 => 1.0 / 1024.0,
+        _ => 0.0,
+    }
+}
+
+/// The master of a bf16 parameter and its remainder, both given as values.
+fn join(param: f64, remainder: f64) -> f64 {
+    join_bf16(bf16::from_f64(param).to_bits(), remainder as u16).into()
+}
+
+pub(crate) fn values(bytes: &[u8], dtype: DType) -> Vec<f64> {
+    fn all<T: bytemuck::AnyBitPattern>(bytes: &[u8], value: impl Fn(T) -> f64) -> Vec<f64> {
+        let values = bytes.chunks_exact(size_of::<T>());
+        let values = values.map(bytemuck::pod_read_unaligned);
+        values.map(value).collect()
+    }
+    match dtype {
+        DType::F64 => all(bytes, |x: f64| x),
+        DType::F16 => all(bytes, f16::to_f64),
+        DType::BF16 => all(bytes, bf16::to_f64),
+        DType::U16 => all(bytes, |x: u16| x.into()),
+        _ => all(bytes, |x: f32| x.into()),
     }
 }

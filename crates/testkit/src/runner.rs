@@ -3,16 +3,26 @@
 use std::num::NonZeroUsize;
 
 use fusestep_cpu::CpuBackend;
-use fusestep_launch::{Backend, LaunchLimits};
+use fusestep_launch::{Backend, LaunchLimits, Precision};
 use fusestep_planner::{Optimizer, Plan, Planner};
 use fusestep_simd::Level;
 use fusestep_tensor::{DType, Role};
+use half::{bf16, f16};
 
 use crate::Case;
 use crate::reference::near_reference;
 
+/// Backends with a name for messages.
+type Backends = Vec<(String, Box<dyn Backend>)>;
+
 /// Every backend of this build and machine with a name for messages; what is missing is printed.
 pub fn backends() -> Vec<(String, Box<dyn Backend>)> {
+    let mut all = host_backends();
+    add_cuda(&mut all);
+    all
+}
+
+fn host_backends() -> Vec<(String, Box<dyn Backend>)> {
     let mut all: Vec<(String, Box<dyn Backend>)> = Vec::new();
     for level in Level::available() {
         for threads in [1, 2, 3] {
@@ -24,7 +34,6 @@ pub fn backends() -> Vec<(String, Box<dyn Backend>)> {
             ));
         }
     }
-    add_cuda(&mut all);
     all
 }
 
@@ -88,11 +97,14 @@ pub fn outcome(plan: &Plan, case: &Case, backend: &dyn Backend) -> Vec<u8> {
     let mut all = Vec::new();
     for param in &case.params {
         for role in state.roles(&param.name).expect("a parameter of the plan") {
-            let mut bytes = vec![0; param.numel() as usize * param.dtype.len_bytes()];
+            let dtype = state
+                .dtype(role, &param.name)
+                .expect("a tensor of the plan");
+            let mut bytes = vec![0; param.numel() as usize * dtype.len_bytes()];
             state
                 .read(backend, role, &param.name, &mut bytes)
                 .expect("a tensor of the plan");
-            one_nan(&mut bytes, param.dtype);
+            one_nan(&mut bytes, dtype);
             all.extend_from_slice(&bytes);
         }
     }
@@ -108,8 +120,30 @@ pub fn outcome(plan: &Plan, case: &Case, backend: &dyn Backend) -> Vec<u8> {
 /// # Panics
 /// If a single byte differs, naming backend, plan and limits, or a value is far from the reference.
 pub fn check(optimizer: Optimizer, case: &Case) {
-    let expected = check_bits(optimizer, case, &|planner| planner);
-    near_reference(&optimizer, case, &expected);
+    check_at(optimizer, Precision::default(), case);
+}
+
+/// [`check`] for parameters and state kept with this precision.
+///
+/// # Panics
+/// As [`check`].
+pub fn check_at(optimizer: Optimizer, precision: Precision, case: &Case) {
+    check_on(backends(), optimizer, precision, case);
+}
+
+/// [`check_at`] on the host's backends alone: for formats that a rule's device kernel does not have.
+///
+/// # Panics
+/// As [`check`].
+pub fn check_on_host(optimizer: Optimizer, precision: Precision, case: &Case) {
+    check_on(host_backends(), optimizer, precision, case);
+}
+
+fn check_on(all: Backends, optimizer: Optimizer, precision: Precision, case: &Case) {
+    let with_precision = |planner: Planner| planner.precision(precision);
+    let expected = same_bits(all, optimizer, case, &with_precision);
+    let plan = with_precision(Planner::new(optimizer)).plan(&case.params);
+    near_reference(&plan.expect("a valid case"), case, &expected);
 }
 
 /// Requires the bits of the naive plan on one portable thread from every backend, plan and limit, each with the passes that `passes`
@@ -122,13 +156,22 @@ pub fn check_bits(
     case: &Case,
     passes: &dyn Fn(Planner) -> Planner,
 ) -> Vec<u8> {
+    same_bits(backends(), optimizer, case, passes)
+}
+
+fn same_bits(
+    all: Backends,
+    optimizer: Optimizer,
+    case: &Case,
+    passes: &dyn Fn(Planner) -> Planner,
+) -> Vec<u8> {
     let oracle = CpuBackend::new(NonZeroUsize::MIN)
         .expect("the caller's thread")
         .at_level(Level::PORTABLE);
     let naive = passes(Planner::new(optimizer).naive());
     let plan = naive.plan(&case.params).expect("a valid case");
     let expected = outcome(&plan, case, &oracle);
-    for (name, backend) in backends() {
+    for (name, backend) in all {
         for limits in limits() {
             let planners = [
                 ("fused", Planner::new(optimizer).limits(limits)),
@@ -139,7 +182,7 @@ pub fn check_bits(
                 let found = outcome(&plan, case, backend.as_ref());
                 assert!(
                     found == expected,
-                    "{name}, {kind} plan, {limits:?}: first difference at byte {:?} of {}",
+                    "{name}, {kind} plan, {limits:?}: first difference at byte {:?} of {}: {plan}",
                     found.iter().zip(&expected).position(|(a, b)| a != b),
                     expected.len(),
                 );
@@ -152,26 +195,25 @@ pub fn check_bits(
 /// Gives every NaN the same payload: payloads are outside the numeric contract.
 fn one_nan(bytes: &mut [u8], dtype: DType) {
     match dtype {
-        DType::F32 => {
-            for value in bytemuck::pod_collect_to_vec::<u8, f32>(bytes)
-                .iter()
-                .enumerate()
-            {
-                if value.1.is_nan() {
-                    bytes[4 * value.0..4 * value.0 + 4].copy_from_slice(&f32::NAN.to_le_bytes());
-                }
-            }
-        }
-        DType::F64 => {
-            for value in bytemuck::pod_collect_to_vec::<u8, f64>(bytes)
-                .iter()
-                .enumerate()
-            {
-                if value.1.is_nan() {
-                    bytes[8 * value.0..8 * value.0 + 8].copy_from_slice(&f64::NAN.to_le_bytes());
-                }
-            }
-        }
+        DType::F32 => replace(bytes, f32::NAN.to_le_bytes(), |b| {
+            f32::from_le_bytes(b).is_nan()
+        }),
+        DType::F64 => replace(bytes, f64::NAN.to_le_bytes(), |b| {
+            f64::from_le_bytes(b).is_nan()
+        }),
+        DType::F16 => replace(bytes, f16::NAN.to_le_bytes(), |b| {
+            f16::from_le_bytes(b).is_nan()
+        }),
+        DType::BF16 => replace(bytes, bf16::NAN.to_le_bytes(), |b| {
+            bf16::from_le_bytes(b).is_nan()
+        }),
         _ => {}
+    }
+}
+
+fn replace<const N: usize>(bytes: &mut [u8], nan: [u8; N], is_nan: impl Fn([u8; N]) -> bool) {
+    let (values, _) = bytes.as_chunks_mut::<N>();
+    for value in values.iter_mut().filter(|value| is_nan(**value)) {
+        *value = nan;
     }
 }

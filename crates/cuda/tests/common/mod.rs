@@ -8,11 +8,12 @@ use fusestep_cpu::CpuBackend;
 use fusestep_cuda::CudaBackend;
 use fusestep_launch::{
     Backend, BackendError, Batchable, Launch, LaunchLimits, ListBuffer, MultiTensorKernel,
-    SetValues, UpdateRule, batches,
+    Precision, SetValues, UpdateRule, batches,
 };
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::DType;
 use fusestep_testkit::{Case, outcome};
+use half::{bf16, f16};
 
 /// Limits that small cases cross in every way.
 pub(crate) const TINY: LaunchLimits = LaunchLimits {
@@ -31,22 +32,38 @@ pub(crate) fn cpu() -> CpuBackend {
 
 /// Requires the host's bits from the device, fused and naive, at these limits.
 pub(crate) fn same_bits(rule: impl Into<Optimizer>, case: &Case, limits: LaunchLimits) {
-    same_bits_on(&cuda().with_limits(limits), rule.into(), case);
+    same_bits_at(rule, Precision::default(), case, limits);
 }
 
-/// Requires the host's bits from `backend` for any rule, fused and naive.
-pub(crate) fn same_bits_on(backend: &CudaBackend, optimizer: Optimizer, case: &Case) {
-    let plan = Planner::new(optimizer).naive().plan(&case.params).unwrap();
+/// [`same_bits`] for parameters and state kept with this precision.
+pub(crate) fn same_bits_at(
+    rule: impl Into<Optimizer>,
+    precision: Precision,
+    case: &Case,
+    limits: LaunchLimits,
+) {
+    same_bits_on(&cuda().with_limits(limits), rule.into(), precision, case);
+}
+
+/// Requires the host's bits from `backend` for any rule and precision, fused and naive.
+pub(crate) fn same_bits_on(
+    backend: &CudaBackend,
+    optimizer: Optimizer,
+    precision: Precision,
+    case: &Case,
+) {
+    let planner = || Planner::new(optimizer).precision(precision);
+    let plan = planner().naive().plan(&case.params).unwrap();
     let expected = outcome(&plan, case, &cpu());
     for planner in [
-        Planner::new(optimizer).limits(backend.limits()),
-        Planner::new(optimizer).limits(backend.limits()).naive(),
+        planner().limits(backend.limits()),
+        planner().limits(backend.limits()).naive(),
     ] {
         let found = outcome(&planner.plan(&case.params).unwrap(), case, backend);
         let difference = found.iter().zip(&expected).position(|(a, b)| a != b);
         assert!(
             found == expected,
-            "{optimizer}, {:?}: first difference at byte {difference:?} of {}",
+            "{optimizer}, {precision}, {:?}: first difference at byte {difference:?} of {}",
             backend.limits(),
             expected.len()
         );
@@ -114,14 +131,21 @@ pub(crate) fn step_at(
     rule: &dyn UpdateRule,
     offsets: &[u64],
     numel: u64,
-    dtype: DType,
+    (dtype, precision): (DType, Precision),
 ) -> Vec<u8> {
-    let kernel = rule.kernel(dtype).unwrap();
+    let kernel = rule.kernel(dtype, precision).unwrap();
     let elements = offsets.iter().max().unwrap() + numel;
     let mut fill = |list: usize| {
         let values = (0..elements as usize).map(|i| (i * 7 + list * 3 + 1) as f64 / 64.0);
-        match dtype {
+        match kernel.lists()[list].dtype {
             DType::F32 => values.flat_map(|v| (v as f32).to_le_bytes()).collect(),
+            DType::F16 => values
+                .flat_map(|v| f16::from_f64(v).to_le_bytes())
+                .collect(),
+            DType::BF16 => values
+                .flat_map(|v| bf16::from_f64(v).to_le_bytes())
+                .collect(),
+            DType::U16 => values.flat_map(|v| (v as u16).to_le_bytes()).collect(),
             _ => values.flat_map(f64::to_le_bytes).collect(),
         }
     };

@@ -69,12 +69,9 @@ impl Pass for CoalesceGradients {
 
 /// One storage of all members of a dtype; the lists are those their own storages had.
 fn together(plan: &Plan, dtype: DType, members: Vec<u32>) -> Result<StorageSpec, PlanError> {
-    let first = &plan.params[members[0] as usize];
-    let kernel = plan.optimizer.kernel(first)?;
+    let kernel = plan.kernel_of(members[0])?;
     let lists = Plan::kept_lists(plan.tensors, kernel.as_ref());
-    // The narrowest list decides the slots: then every buffer's slots are aligned.
-    let widths = lists.iter().map(|list| list.dtype.len_bytes());
-    let unit = widths.min().unwrap_or(dtype.len_bytes());
+    let unit = Plan::narrowest(&lists, dtype);
     let numels = members.iter().map(|&m| plan.params[m as usize].numel());
     Ok(StorageSpec {
         kernel: kernel.entry(),

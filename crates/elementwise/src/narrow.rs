@@ -1,0 +1,227 @@
+//! f16 and bf16 as plain integer and float operations without a branch, so that loops over them become vector instructions.
+//!
+//! Widening is exact. Narrowing rounds once, to nearest even, keeps subnormals and makes every NaN a quiet one. But for the payload
+//! of NaN that are widened, the bits are those of the `half` crate, whose own conversions ask the processor what it can do for each value, which no loop profits from.
+
+const SIGN: u32 = 0x8000_0000;
+const MAGNITUDE: u32 = 0x7fff_ffff;
+const INFINITY: u32 = 0x7f80_0000;
+/// The bit that tells a quiet NaN.
+const QUIET: u32 = 0x0040_0000;
+/// The smallest normal f16, 2⁻¹⁴.
+const F16_NORMAL: u32 = 113 << 23;
+/// 65,536, the first power of two beyond f16.
+const F16_OVERFLOW: u32 = 143 << 23;
+/// 1/2, whose last place is the last place of f16's subnormals.
+const HALF: u32 = 126 << 23;
+
+/// The value of an f16.
+#[inline(always)]
+pub fn widen_f16(bits: u16) -> f32 {
+    let sign = u32::from(bits & 0x8000) << 16;
+    let shifted = u32::from(bits & 0x7fff) << 13;
+    let normal = shifted + (112 << 23);
+    // 2⁻¹⁴·(1 + m) − 2⁻¹⁴ is exact.
+    let subnormal = f32::from_bits(shifted + F16_NORMAL) - f32::from_bits(F16_NORMAL);
+    let not_finite = shifted + (224 << 23);
+    let magnitude = if shifted >= 31 << 23 {
+        not_finite
+    } else if shifted < 1 << 23 {
+        subnormal.to_bits()
+    } else {
+        normal
+    };
+    f32::from_bits(magnitude | sign)
+}
+
+/// The nearest f16, ties to even.
+#[inline(always)]
+pub fn narrow_f16(value: f32) -> u16 {
+    let bits = value.to_bits();
+    let magnitude = bits & MAGNITUDE;
+    let odd = magnitude >> 13 & 1;
+    // A carry out of the mantissa belongs into the exponent.
+    let normal = (magnitude.wrapping_add(0xfff + odd) >> 13).wrapping_sub(112 << 10);
+    // The sum's last place is that of subnormals, so the addition rounds.
+    let subnormal = (f32::from_bits(magnitude) + f32::from_bits(HALF)).to_bits();
+    let subnormal = subnormal.wrapping_sub(HALF);
+    let nan = magnitude >> 13 & 0x3ff | 0x7e00;
+    let narrow = if magnitude < F16_NORMAL {
+        subnormal
+    } else {
+        normal
+    };
+    let narrow = if magnitude >= F16_OVERFLOW {
+        0x7c00
+    } else {
+        narrow
+    };
+    let narrow = if magnitude > INFINITY { nan } else { narrow };
+    (narrow | (bits & SIGN) >> 16) as u16
+}
+
+/// The value of a bf16.
+#[inline(always)]
+pub fn widen_bf16(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
+}
+
+/// The nearest bf16, ties to even.
+#[inline(always)]
+pub fn narrow_bf16(value: f32) -> u16 {
+    let bits = value.to_bits();
+    let odd = bits >> 16 & 1;
+    round_bf16(bits, 0x7fff + odd)
+}
+
+/// One of the two neighbouring bf16, the upper in magnitude with the probability that makes the expected value exact. Of `draw` the
+/// lower 16 bits count; a value that is a bf16 stays what it is.
+#[inline(always)]
+pub fn narrow_bf16_at_random(value: f32, draw: u32) -> u16 {
+    round_bf16(value.to_bits(), draw & 0xffff)
+}
+
+/// The upper half after `addend`, less than 2¹⁶, was added; NaN stay NaN.
+#[inline(always)]
+fn round_bf16(bits: u32, addend: u32) -> u16 {
+    let rounded = bits.wrapping_add(addend) >> 16;
+    let nan = (bits | QUIET) >> 16;
+    (if bits & MAGNITUDE > INFINITY {
+        nan
+    } else {
+        rounded
+    }) as u16
+}
+
+/// An f32 as the nearest bf16, ties away from zero, and the signed difference of the bits: nothing is lost.
+///
+/// ```text
+/// param = (bits + 2¹⁵) >> 16        remainder = bits − (param << 16), in −2¹⁵ … 2¹⁵ − 1
+/// ```
+/// Every NaN becomes one and the same first: a payload of ones would carry into the sign. Finite values beyond the largest bf16
+/// have an infinity for a parameter and come back finite.
+#[inline(always)]
+pub fn split_bf16(value: f32) -> (u16, u16) {
+    let bits = value.to_bits();
+    let bits = if bits & MAGNITUDE > INFINITY {
+        INFINITY | QUIET
+    } else {
+        bits
+    };
+    (((bits.wrapping_add(0x8000)) >> 16) as u16, bits as u16)
+}
+
+/// The f32 of which [`split_bf16`] made these.
+#[inline(always)]
+pub fn join_bf16(param: u16, remainder: u16) -> f32 {
+    let remainder = i32::from(remainder as i16) as u32;
+    f32::from_bits((u32::from(param) << 16).wrapping_add(remainder))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::{bf16, f16};
+
+    /// Every `step`-th pattern of 32 bits, with all neighbours of the boundaries of rounding.
+    fn patterns(step: u32) -> impl Iterator<Item = u32> {
+        let edges = (0..=u32::from(u16::MAX)).flat_map(|high| {
+            let around = [
+                0u32, 1, 0xfff, 0x1000, 0x1001, 0x7fff, 0x8000, 0x8001, 0xffff,
+            ];
+            around.map(|low| high << 16 | low)
+        });
+        (0..u32::MAX / step).map(move |i| i * step).chain(edges)
+    }
+
+    fn check_narrowing(patterns: impl Iterator<Item = u32>) {
+        for bits in patterns {
+            let value = f32::from_bits(bits);
+            assert_eq!(
+                narrow_f16(value),
+                f16::from_f32_const(value).to_bits(),
+                "{bits:08x}"
+            );
+            assert_eq!(
+                narrow_bf16(value),
+                bf16::from_f32_const(value).to_bits(),
+                "{bits:08x}"
+            );
+        }
+    }
+
+    fn check_splitting(patterns: impl Iterator<Item = u32>) {
+        for bits in patterns {
+            let value = f32::from_bits(bits);
+            let (param, remainder) = split_bf16(value);
+            let found = join_bf16(param, remainder);
+            if value.is_nan() {
+                assert!(found.is_nan() && widen_bf16(param).is_nan(), "{bits:08x}");
+                continue;
+            }
+            assert_eq!(found.to_bits(), bits, "{bits:08x}");
+            // No bf16 is nearer; differences of bits order as values do.
+            let distance = (i64::from(bits) - (i64::from(param) << 16)).abs();
+            assert!(distance <= 0x8000, "{bits:08x}");
+        }
+    }
+
+    #[test]
+    fn widening_is_that_of_half_for_every_pattern() {
+        for bits in 0..=u16::MAX {
+            for (found, expected) in [
+                (widen_f16(bits), f16::from_bits(bits).to_f32_const()),
+                (widen_bf16(bits), bf16::from_bits(bits).to_f32_const()),
+            ] {
+                let same = found.to_bits() == expected.to_bits();
+                assert!(same || (found.is_nan() && expected.is_nan()), "{bits:04x}");
+            }
+        }
+    }
+
+    #[test]
+    fn narrowing_is_that_of_half() {
+        check_narrowing(patterns(257));
+    }
+
+    #[test]
+    #[ignore = "all 2^32 patterns take half a minute"]
+    fn narrowing_is_that_of_half_for_every_pattern() {
+        check_narrowing(0..=u32::MAX);
+    }
+
+    #[test]
+    fn a_remainder_loses_nothing() {
+        check_splitting(patterns(251));
+    }
+
+    #[test]
+    #[ignore = "all 2^32 patterns take half a minute"]
+    fn a_remainder_loses_nothing_of_any_pattern() {
+        check_splitting(0..=u32::MAX);
+    }
+
+    #[test]
+    fn rounding_at_random_takes_neighbours_with_the_probability_of_their_nearness() {
+        for bits in [
+            0x3f80_4000u32,
+            0x3f80_0001,
+            0xbf80_c000,
+            0x0000_8000,
+            0x7f7f_ffff,
+        ] {
+            let up = (0..=0xffff).filter(|&draw| {
+                let found = narrow_bf16_at_random(f32::from_bits(bits), draw);
+                assert!(found == (bits >> 16) as u16 || found == (bits >> 16) as u16 + 1);
+                found != (bits >> 16) as u16
+            });
+            assert_eq!(up.count() as u32, bits & 0xffff, "{bits:08x}");
+        }
+        for bits in [0u32, SIGN, 0x3f80_0000, INFINITY, 0xff80_0000] {
+            let found = narrow_bf16_at_random(f32::from_bits(bits), 0xffff);
+            assert_eq!(found, (bits >> 16) as u16, "{bits:08x}");
+        }
+        let nan = narrow_bf16_at_random(f32::from_bits(0x7fff_ffff), 0xffff);
+        assert!(widen_bf16(nan).is_nan());
+    }
+}

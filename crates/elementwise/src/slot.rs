@@ -1,0 +1,94 @@
+//! Where the value of a parameter is kept: by itself, or with a list beside it that holds what it lost in rounding.
+
+use std::marker::PhantomData;
+
+use bytemuck::Pod;
+use fusestep_launch::HostList;
+use half::bf16;
+
+use crate::narrow::{join_bf16, split_bf16};
+use crate::{Compute, Storage};
+
+/// How the update reads and writes a parameter.
+pub(crate) trait Slot<C: Compute> {
+    /// The storage type of parameter and gradient.
+    type Param: Storage<C>;
+    /// The element of the list beside the parameter; `()` if there is none.
+    type Beside: Pod + Send + Sync;
+
+    /// The value that the update starts from.
+    fn widen(param: Self::Param, beside: Self::Beside) -> C;
+    /// The value that the update ended with.
+    fn narrow(value: C) -> (Self::Param, Self::Beside);
+    /// The same with the parameter rounded by `draw`, if it is all there is.
+    #[inline(always)]
+    fn narrow_at_random(value: C, _draw: u32) -> (Self::Param, Self::Beside) {
+        Self::narrow(value)
+    }
+}
+
+/// The parameter alone.
+pub(crate) struct Plain<P>(PhantomData<P>);
+
+impl<C: Compute, P: Storage<C>> Slot<C> for Plain<P> {
+    type Param = P;
+    type Beside = ();
+    #[inline(always)]
+    fn widen(param: P, (): ()) -> C {
+        param.widen()
+    }
+    #[inline(always)]
+    fn narrow(value: C) -> (P, ()) {
+        (P::narrow(value), ())
+    }
+    #[inline(always)]
+    fn narrow_at_random(value: C, draw: u32) -> (P, ()) {
+        (P::narrow_at_random(value, draw), ())
+    }
+}
+
+/// A master weight in the compute type; the parameter is only written.
+pub(crate) struct WithMaster<P>(PhantomData<P>);
+
+impl<C: Compute, P: Storage<C>> Slot<C> for WithMaster<P> {
+    type Param = P;
+    type Beside = C;
+    #[inline(always)]
+    fn widen(_: P, master: C) -> C {
+        master
+    }
+    #[inline(always)]
+    fn narrow(value: C) -> (P, C) {
+        (P::narrow(value), value)
+    }
+}
+
+/// A bf16 parameter with the 16 bits that make it an f32.
+pub(crate) struct WithRemainder;
+
+impl Slot<f32> for WithRemainder {
+    type Param = bf16;
+    type Beside = u16;
+    #[inline(always)]
+    fn widen(param: bf16, remainder: u16) -> f32 {
+        join_bf16(param.to_bits(), remainder)
+    }
+    #[inline(always)]
+    fn narrow(value: f32) -> (bf16, u16) {
+        let (param, remainder) = split_bf16(value);
+        (bf16::from_bits(param), remainder)
+    }
+}
+
+/// The elements of the list beside a parameter; `numel` nothings, which take no memory, if there is none.
+pub(crate) fn beside<'a, T: Pod>(
+    list: HostList<'a>,
+    numel: usize,
+    none: &'a mut Vec<T>,
+) -> &'a mut [T] {
+    if size_of::<T>() > 0 {
+        return list.elements_mut();
+    }
+    none.resize(numel, T::zeroed());
+    none
+}

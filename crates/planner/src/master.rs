@@ -1,0 +1,112 @@
+//! Masters follow parameters that are written from outside of a step.
+//!
+//! A parameter with a master is the master rounded. Whoever writes the parameter means the value written, so where the master does
+//! not round to it, the master takes it over. Where it does, it stays: a parameter and its state can be read back in any order.
+
+use fusestep_elementwise::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
+use fusestep_launch::Backend;
+use fusestep_tensor::{DType, Role};
+
+use crate::{PlanError, State};
+
+impl State {
+    /// After `bytes` were to be written to a parameter: makes what is beside it follow; `bytes` are not written here.
+    pub(crate) fn follow_write(
+        &mut self,
+        backend: &dyn Backend,
+        name: &str,
+        bytes: &[u8],
+    ) -> Result<(), PlanError> {
+        let roles = self.roles(name)?;
+        if roles.contains(&Role::Master) {
+            let dtype = self.dtype(Role::Param, name)?;
+            let mut master = vec![0; 2 * bytes.len()];
+            self.read(backend, Role::Master, name, &mut master)?;
+            follow_master(dtype, bytes, &mut master);
+            self.write(backend, Role::Master, name, &master)?;
+        }
+        if roles.contains(&Role::Remainder) {
+            let (mut old, mut remainder) = (vec![0; bytes.len()], vec![0; bytes.len()]);
+            self.read(backend, Role::Param, name, &mut old)?;
+            self.read(backend, Role::Remainder, name, &mut remainder)?;
+            let written = bytes.chunks_exact(2).zip(old.chunks_exact(2));
+            for (remainder, (new, old)) in remainder.chunks_exact_mut(2).zip(written) {
+                if new != old {
+                    remainder.fill(0);
+                }
+            }
+            self.write(backend, Role::Remainder, name, &remainder)?;
+        }
+        Ok(())
+    }
+
+    /// Remembers that a parameter was lent for writing, if a master has to follow.
+    pub(crate) fn lend_for_writing(&mut self, param: usize) {
+        let (storage, _) = self.places[param];
+        let lists = &self.storages[storage].lists;
+        if lists.iter().any(|list| list.role() == Role::Master) {
+            self.lent_for_writing[param] = true;
+            self.any_lent_for_writing = true;
+        }
+    }
+
+    /// Lets masters follow what was written through views since the last step. Only host memory has views.
+    pub(crate) fn follow_views(&mut self) {
+        if !std::mem::take(&mut self.any_lent_for_writing) {
+            return;
+        }
+        for (param, lent) in self.lent_for_writing.iter_mut().enumerate() {
+            if !std::mem::take(lent) {
+                continue;
+            }
+            let (storage, position) = self.places[param];
+            let storage = &mut self.storages[storage];
+            let first = storage.offsets[position] as usize;
+            let elements = first..first + self.params[param].numel() as usize;
+            let place = |role| storage.lists.iter().position(|list| list.role() == role);
+            let (Some(param), Some(master)) = (place(Role::Param), place(Role::Master)) else {
+                continue;
+            };
+            let Ok([param, master]) = storage.lists.get_disjoint_mut([param, master]) else {
+                continue;
+            };
+            let dtype = param.dtype();
+            if let (Some(param), Some(master)) = (param.buffer.host(), master.buffer.host_mut()) {
+                let param = &param[2 * elements.start..2 * elements.end];
+                let master = &mut master[4 * elements.start..4 * elements.end];
+                follow_master(dtype, param, master);
+            }
+        }
+    }
+}
+
+/// Sets every f32 of `master` that does not round to its 16-bit parameter to the parameter's value.
+fn follow_master(dtype: DType, param: &[u8], master: &mut [u8]) {
+    for (param, master) in param.chunks_exact(2).zip(master.chunks_exact_mut(4)) {
+        let bits = u16::from_le_bytes([param[0], param[1]]);
+        let value = f32::from_le_bytes([master[0], master[1], master[2], master[3]]);
+        let (rounded, widened) = match dtype {
+            DType::F16 => (narrow_f16(value), widen_f16(bits)),
+            _ => (narrow_bf16(value), widen_bf16(bits)),
+        };
+        if rounded != bits {
+            master.copy_from_slice(&widened.to_le_bytes());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_master_stays_where_it_rounds_to_the_parameter() {
+        let masters = [1.000_01f32, 3.0, 0.0];
+        let mut bytes = masters.map(f32::to_le_bytes).concat();
+        let param = [0x3f80u16, 0x3f80, 0x8000].map(u16::to_le_bytes).concat();
+        follow_master(DType::BF16, &param, &mut bytes);
+        let found: Vec<f32> = bytemuck::pod_collect_to_vec(&bytes);
+        assert_eq!(found[..2], [1.000_01, 1.0]);
+        assert!(found[2] == 0.0 && found[2].is_sign_negative());
+    }
+}

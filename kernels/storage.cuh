@@ -1,0 +1,197 @@
+// How parameters and state are kept: f32, f64, f16 or bf16, with a master or a remainder beside the parameter, rounded to nearest or
+// at random. Arithmetic is in the compute type; every format has `widen` and `narrow`, and a kernel is written once for all.
+//
+// The host's versions are crates/elementwise/src/narrow.rs and slot.rs, and crates/launch/src/draw.rs; the bits are the same.
+#pragma once
+
+#include "multi_tensor.cuh"
+
+namespace storage {
+
+using multi_tensor::u16;
+using multi_tensor::u32;
+using multi_tensor::u64;
+
+enum Bits : u32 { MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000, QUIET = 0x00400000 };
+
+// crates/launch/src/precision.rs.
+enum Flag : u32 { FLAG_STOCHASTIC = 1u << 31 };
+
+struct F16 {
+    u16 bits;
+};
+
+struct BF16 {
+    u16 bits;
+};
+
+// What a master differs from its bf16 parameter by.
+struct Remainder {
+    u16 bits;
+};
+
+// No list beside the parameter.
+struct Nothing {};
+
+__device__ __forceinline__ float widen(float value) { return value; }
+__device__ __forceinline__ double widen(double value) { return value; }
+__device__ __forceinline__ float widen(F16 value) { return dialect::widen_f16(value.bits); }
+__device__ __forceinline__ float widen(BF16 value) { return dialect::float_of(u32(value.bits) << 16); }
+
+// The upper half after `addend`, less than 2^16, was added; NaN stay NaN.
+__device__ __forceinline__ BF16 round_bf16(u32 bits, u32 addend) {
+    const u32 rounded = (bits + addend) >> 16;
+    const u32 nan = (bits | QUIET) >> 16;
+    return {u16((bits & MAGNITUDE) > INFINITE ? nan : rounded)};
+}
+
+// `narrow` to nearest, ties to even; at random by the lower 16 bits of `draw` where something is lost and nothing keeps it.
+template <bool AT_RANDOM>
+__device__ __forceinline__ void narrow(float& to, float value, u32) {
+    to = value;
+}
+
+template <bool AT_RANDOM>
+__device__ __forceinline__ void narrow(double& to, double value, u32) {
+    to = value;
+}
+
+template <bool AT_RANDOM>
+__device__ __forceinline__ void narrow(F16& to, float value, u32) {
+    to.bits = dialect::narrow_f16(value);
+}
+
+template <bool AT_RANDOM>
+__device__ __forceinline__ void narrow(BF16& to, float value, u32 draw) {
+    const u32 bits = dialect::bits_of(value);
+    to = round_bf16(bits, AT_RANDOM ? draw & 0xffff : 0x7fff + (bits >> 16 & 1));
+}
+
+// A parameter by itself; `S` is the type of state.
+template <class P, class S, class C>
+struct Plain {
+    typedef P Param;
+    typedef Nothing Beside;
+    typedef S State;
+    typedef C Compute;
+    enum : int { LISTS_BESIDE = 0, READS_PARAM = 1 };
+
+    __device__ __forceinline__ static C value(P param, Nothing) { return widen(param); }
+
+    template <bool AT_RANDOM>
+    __device__ __forceinline__ static void keep(P& param, Nothing&, C value, u32 draw) {
+        narrow<AT_RANDOM>(param, value, draw);
+    }
+};
+
+// A master in f32; the parameter is only written.
+template <class P, class S>
+struct WithMaster {
+    typedef P Param;
+    typedef float Beside;
+    typedef S State;
+    typedef float Compute;
+    enum : int { LISTS_BESIDE = 1, READS_PARAM = 0 };
+
+    __device__ __forceinline__ static float value(P, float master) { return master; }
+
+    template <bool AT_RANDOM>
+    __device__ __forceinline__ static void keep(P& param, float& master, float value, u32) {
+        narrow<false>(param, value, 0);
+        master = value;
+    }
+};
+
+// A bf16 parameter, the nearest to the master with ties away from zero, and the signed difference of the bits.
+template <class S>
+struct WithRemainder {
+    typedef BF16 Param;
+    typedef Remainder Beside;
+    typedef S State;
+    typedef float Compute;
+    enum : int { LISTS_BESIDE = 1, READS_PARAM = 1 };
+
+    __device__ __forceinline__ static float value(BF16 param, Remainder remainder) {
+        return dialect::float_of((u32(param.bits) << 16) + u32(int(short(remainder.bits))));
+    }
+
+    template <bool AT_RANDOM>
+    __device__ __forceinline__ static void keep(BF16& param, Remainder& remainder, float value, u32) {
+        u32 bits = dialect::bits_of(value);
+        bits = (bits & MAGNITUDE) > INFINITE ? u32(INFINITE | QUIET) : bits;
+        param.bits = u16((bits + 0x8000) >> 16);
+        remainder.bits = u16(bits);
+    }
+};
+
+// Elements that one thread takes at a time: a pack of 16 bytes in the widest list, so that every list is accessed without gaps, and
+// at most four. Eight of 16 bits in all lists were compiled and not kept: they take up to 94 registers, and above 64 only one block
+// of 512 threads fits on a multiprocessor.
+template <class Format>
+struct Width {
+    enum : int {
+        STATE = int(sizeof(typename Format::State)),
+        PARAM = int(sizeof(typename Format::Param)),
+        BESIDE = int(sizeof(typename Format::Beside)),
+        WIDER = STATE > PARAM ? STATE : PARAM,
+        FITTING = 16 / (WIDER > BESIDE ? WIDER : BESIDE),
+        VALUE = FITTING > 4 ? 4 : FITTING,
+    };
+};
+
+// A set as the host writes it: behind the kernel's own, the key of the step.
+template <class Own, bool AT_RANDOM>
+struct SetOf {
+    Own own;
+};
+
+template <class Own>
+struct SetOf<Own, true> {
+    Own own;
+    u64 key;
+};
+
+// Words of a record behind the addresses: parameter, first element.
+template <bool AT_RANDOM>
+struct Origin {
+    enum : int { WORDS = AT_RANDOM ? 2 : 0 };
+};
+
+__device__ __forceinline__ u64 mix64(u64 x) {
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return x ^ (x >> 31);
+}
+
+__device__ __forceinline__ u32 mix32(u32 x) {
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+// The source of random bits for the elements of one tensor.
+struct Draws {
+    u64 key;
+    // Index in its tensor of the chunk's first element.
+    u64 element;
+
+    // 32 bits for element `at` of the chunk; list l, counted from the parameter without the gradient, takes half l % 2 of word l / 2.
+    __device__ __forceinline__ u32 word(u32 at, u32 index) const {
+        const u64 e = element + at;
+        const u32 b = u32(key >> 32) + u32(e >> 32) * 0x9e3779b9u + index * 0x85ebca6bu;
+        return mix32(mix32(u32(e) + u32(key)) ^ b);
+    }
+};
+
+template <int LISTS, int WORDS, class Own>
+__device__ __forceinline__ Draws draws_of(const multi_tensor::Record<WORDS>& record, const SetOf<Own, true>& set, const multi_tensor::Chunk& chunk) {
+    const u64 golden = 0x9e3779b97f4a7c15ull;
+    return {mix64(set.key + (record.address[LISTS] + 1) * golden), record.address[LISTS + 1] + chunk.first_element};
+}
+
+template <int LISTS, int WORDS, class Own>
+__device__ __forceinline__ Draws draws_of(const multi_tensor::Record<WORDS>&, const SetOf<Own, false>&, const multi_tensor::Chunk&) {
+    return {0, 0};
+}
+
+}  // namespace storage
