@@ -53,25 +53,33 @@ struct Update {
     }
 };
 
-template <class Storage, class Compute>
+template <class Format>
 __device__ __forceinline__ void run(const unsigned char* arguments) {
-    elementwise::update_chunk<Storage, Compute, 1, Update<Compute>>(arguments);
+    elementwise::run<Format, 1, Update<typename Format::Compute>>(arguments);
 }
 
 }  // namespace adagrad
 
-extern "C" __global__ void __launch_bounds__(512) adagrad_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    adagrad::run<float, float>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) adagrad_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    adagrad::run<float, float>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) adagrad_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    adagrad::run<double, double>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) adagrad_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    adagrad::run<double, double>(arguments.bytes);
-}
+// A format of storage.cuh, and the same for either size of the argument block.
+extern "C" __global__ void __launch_bounds__(512) adagrad_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { adagrad::run<storage::Plain<float, float, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { adagrad::run<storage::Plain<float, float, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { adagrad::run<storage::Plain<double, double, double>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { adagrad::run<storage::Plain<double, double, double>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_f32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { adagrad::run<storage::Plain<float, storage::BF16, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_f32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { adagrad::run<storage::Plain<float, storage::BF16, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_f16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { adagrad::run<storage::Plain<storage::F16, float, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_f16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { adagrad::run<storage::Plain<storage::F16, float, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_f16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { adagrad::run<storage::WithMaster<storage::F16, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_f16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { adagrad::run<storage::WithMaster<storage::F16, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { adagrad::run<storage::Plain<storage::BF16, float, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { adagrad::run<storage::Plain<storage::BF16, float, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { adagrad::run<storage::WithMaster<storage::BF16, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { adagrad::run<storage::WithMaster<storage::BF16, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_r16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { adagrad::run<storage::WithRemainder<float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_r16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { adagrad::run<storage::WithRemainder<float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { adagrad::run<storage::Plain<storage::BF16, storage::BF16, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { adagrad::run<storage::Plain<storage::BF16, storage::BF16, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_m32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { adagrad::run<storage::WithMaster<storage::BF16, storage::BF16>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_m32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { adagrad::run<storage::WithMaster<storage::BF16, storage::BF16>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { adagrad::run<storage::WithRemainder<storage::BF16>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { adagrad::run<storage::WithRemainder<storage::BF16>>(arguments.bytes); }

@@ -8,52 +8,71 @@
 //         __device__ __forceinline__ void element(T& p, T g, T* state) const;      // state[0 .. STATES)
 //     };
 //
-// as crates/elementwise has it on the host. Parameters and gradients are `Storage`; the state and all arithmetic are `Compute`.
+// as crates/elementwise has it on the host. How tensors are kept is a format of storage.cuh; arithmetic is in its compute type.
 #pragma once
 
-#include "multi_tensor.cuh"
+#include "storage.cuh"
 
 namespace elementwise {
 
 using multi_tensor::Lanes;
 using multi_tensor::u32;
 
-template <class Storage, class Compute, int STATES, class Update>
+template <class Format, int STATES, class Update, bool AT_RANDOM>
 struct Body {
-    // C++ has no arrays of length 0.
-    enum : int { PLACES = STATES > 0 ? STATES : 1 };
+    typedef typename Format::Param Param;
+    typedef typename Format::Beside Beside;
+    typedef typename Format::State State;
+    typedef typename Format::Compute Compute;
+    // C++ has no arrays of length 0. Two lists share a word of random bits.
+    enum : int { PLACES = STATES > 0 ? STATES : 1, WORDS = (STATES + 2) / 2 };
 
-    Storage* param;
-    const Storage* grad;
-    Compute* state[PLACES];
+    Param* param;
+    const Param* grad;
+    State* state[PLACES];
+    Beside* beside;
     Update update;
     const multi_tensor::Header& header;
+    storage::Draws draws;
 
     template <int WIDTH, int IN_FLIGHT>
     __device__ __forceinline__ void visit(u32 first, u32 stride) const {
         // Read anew each time: kept over the loop, it costs registers.
         const Compute grad_factor = Compute(multi_tensor::grad_factor(header));
-        Lanes<WIDTH, Storage> p[IN_FLIGHT], g[IN_FLIGHT];
-        Lanes<WIDTH, Compute> s[IN_FLIGHT][PLACES];
+        Lanes<WIDTH, Param> p[IN_FLIGHT], g[IN_FLIGHT];
+        Lanes<WIDTH, State> s[IN_FLIGHT][PLACES];
+        Lanes<WIDTH, Beside> b[IN_FLIGHT];
         for (int i = 0; i < IN_FLIGHT; i++) {
             const u32 at = first + i * stride;
-            p[i] = multi_tensor::load_lanes<WIDTH>(param + at);
+            if constexpr (Format::READS_PARAM) {
+                p[i] = multi_tensor::load_lanes<WIDTH>(param + at);
+            }
             g[i] = multi_tensor::load_lanes<WIDTH>(grad + at);
             for (int list = 0; list < STATES; list++) {
                 s[i][list] = multi_tensor::load_lanes<WIDTH>(state[list] + at);
             }
+            if constexpr (Format::LISTS_BESIDE > 0) {
+                b[i] = multi_tensor::load_lanes<WIDTH>(beside + at);
+            }
         }
         for (int i = 0; i < IN_FLIGHT; i++) {
             for (int lane = 0; lane < WIDTH; lane++) {
-                Compute value = Compute(p[i].lane[lane]);
+                Compute value = Format::value(p[i].lane[lane], b[i].lane[lane]);
                 Compute own[PLACES];
                 for (int list = 0; list < STATES; list++) {
-                    own[list] = s[i][list].lane[lane];
+                    own[list] = storage::widen(s[i][list].lane[lane]);
                 }
-                update.element(value, Compute(g[i].lane[lane]) * grad_factor, own);
-                p[i].lane[lane] = Storage(value);
+                update.element(value, storage::widen(g[i].lane[lane]) * grad_factor, own);
+                u32 words[WORDS] = {};
+                if constexpr (AT_RANDOM) {
+                    for (int word = 0; word < WORDS; word++) {
+                        words[word] = draws.word(first + i * stride + lane, word);
+                    }
+                }
+                Format::template keep<AT_RANDOM>(p[i].lane[lane], b[i].lane[lane], value, words[0]);
                 for (int list = 0; list < STATES; list++) {
-                    s[i][list].lane[lane] = own[list];
+                    const u32 draw = words[(list + 1) / 2] >> (16 * ((list + 1) % 2));
+                    storage::narrow<AT_RANDOM>(s[i][list].lane[lane], own[list], draw);
                 }
             }
         }
@@ -63,37 +82,67 @@ struct Body {
             for (int list = 0; list < STATES; list++) {
                 multi_tensor::store_lanes(state[list] + at, s[i][list]);
             }
+            if constexpr (Format::LISTS_BESIDE > 0) {
+                multi_tensor::store_lanes(beside + at, b[i]);
+            }
         }
     }
 };
 
 // What one block does: finds its chunk and updates it, in packs of 16 bytes where all lists allow it.
-template <class Storage, class Compute, int STATES, class Update>
+template <class Format, int STATES, class Update, bool AT_RANDOM>
 __device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
-    constexpr int LISTS = STATES + 2;
-    const multi_tensor::Table<typename Update::Scalars, typename Update::Set, LISTS> table = {arguments};
+    typedef typename Format::Param Param;
+    typedef typename Format::Beside Beside;
+    typedef typename Format::State State;
+    constexpr int LISTS = 2 + STATES + Format::LISTS_BESIDE;
+    constexpr int WORDS = LISTS + storage::Origin<AT_RANDOM>::WORDS;
+    typedef storage::SetOf<typename Update::Set, AT_RANDOM> KeyedSet;
+    const multi_tensor::Table<typename Update::Scalars, KeyedSet, WORDS> table = {arguments};
     if (multi_tensor::is_skipped(table.header())) {
         return;
     }
-    const multi_tensor::Record<LISTS>& record = table.record(table.record_of_chunk(blockIdx.x));
+    const multi_tensor::Record<WORDS>& record = table.record(table.record_of_chunk(blockIdx.x));
     const multi_tensor::Chunk chunk = multi_tensor::chunk_of_block(table.header(), record);
-    Body<Storage, Compute, STATES, Update> body = {
-        multi_tensor::chunk_start<Storage>(record, 0, chunk),
-        multi_tensor::chunk_start<const Storage>(record, 1, chunk),
+    const KeyedSet& set = table.set(record.set);
+    Body<Format, STATES, Update, AT_RANDOM> body = {
+        multi_tensor::chunk_start<Param>(record, 0, chunk),
+        multi_tensor::chunk_start<const Param>(record, 1, chunk),
         {},
-        {table.scalars(), table.set(record.set), table.header().flags},
+        nullptr,
+        {table.scalars(), set.own, table.header().flags},
         table.header(),
+        storage::draws_of<LISTS>(record, set, chunk),
     };
     bool packs = multi_tensor::takes_packs(body.param) && multi_tensor::takes_packs(body.grad);
     for (int list = 0; list < STATES; list++) {
-        body.state[list] = multi_tensor::chunk_start<Compute>(record, list + 2, chunk);
+        body.state[list] = multi_tensor::chunk_start<State>(record, list + 2, chunk);
         packs = packs && multi_tensor::takes_packs(body.state[list]);
     }
+    if constexpr (Format::LISTS_BESIDE > 0) {
+        body.beside = multi_tensor::chunk_start<Beside>(record, LISTS - 1, chunk);
+        packs = packs && multi_tensor::takes_packs(body.beside);
+    }
     // Two packs of each of two or three lists are 64 or 96 bytes in flight per thread, within the 64 registers that let two
-    // blocks of 512 threads share a multiprocessor.
-    constexpr int PACK_WIDTH = 16 / sizeof(Storage);
-    const u32 done = packs ? multi_tensor::sweep<PACK_WIDTH, 2>(body, 0, chunk.numel) : 0;
-    multi_tensor::sweep<1, 2>(body, done, chunk.numel);
+    // blocks of 512 threads share a multiprocessor. Where all lists are of 16 bits one pack is eight elements, as many as two packs of
+    // 32 bits. Words of random bits take the registers of the second pack.
+    constexpr int FITTING = storage::Width<Format>::FITTING;
+    constexpr int IN_FLIGHT = AT_RANDOM || FITTING > 4 ? 1 : 2;
+    constexpr int WIDTH = AT_RANDOM && FITTING > 4 ? 4 : FITTING;
+    const u32 done = packs ? multi_tensor::sweep<WIDTH, IN_FLIGHT>(body, 0, chunk.numel) : 0;
+    multi_tensor::sweep<1, AT_RANDOM ? 1 : 2>(body, done, chunk.numel);
+}
+
+// An entry: `Format` may be rounded at random, and the flag says whether it is.
+template <class Format, int STATES, class Update>
+__device__ __forceinline__ void run(const unsigned char* arguments) {
+    if constexpr (storage::MayDraw<Format>::VALUE) {
+        if (reinterpret_cast<const multi_tensor::Header*>(arguments)->flags & storage::FLAG_STOCHASTIC) {
+            update_chunk<Format, STATES, Update, true>(arguments);
+            return;
+        }
+    }
+    update_chunk<Format, STATES, Update, false>(arguments);
 }
 
 }  // namespace elementwise

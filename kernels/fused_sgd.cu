@@ -59,29 +59,37 @@ struct Update {
     }
 };
 
-template <class Storage, class Compute>
+template <class Format>
 __device__ __forceinline__ void run(const unsigned char* arguments) {
     if (reinterpret_cast<const multi_tensor::Header*>(arguments)->flags & FLAG_VELOCITY) {
-        elementwise::update_chunk<Storage, Compute, 1, Update<Compute, 1>>(arguments);
+        elementwise::run<Format, 1, Update<typename Format::Compute, 1>>(arguments);
     } else {
-        elementwise::update_chunk<Storage, Compute, 0, Update<Compute, 0>>(arguments);
+        elementwise::run<Format, 0, Update<typename Format::Compute, 0>>(arguments);
     }
 }
 
 }  // namespace fused_sgd
 
-extern "C" __global__ void __launch_bounds__(512) fused_sgd_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    fused_sgd::run<float, float>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_sgd_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    fused_sgd::run<float, float>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_sgd_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    fused_sgd::run<double, double>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_sgd_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    fused_sgd::run<double, double>(arguments.bytes);
-}
+// A format of storage.cuh, and the same for either size of the argument block.
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { fused_sgd::run<storage::Plain<float, float, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { fused_sgd::run<storage::Plain<float, float, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { fused_sgd::run<storage::Plain<double, double, double>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { fused_sgd::run<storage::Plain<double, double, double>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_f32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { fused_sgd::run<storage::Plain<float, storage::BF16, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_f32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { fused_sgd::run<storage::Plain<float, storage::BF16, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_f16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { fused_sgd::run<storage::Plain<storage::F16, float, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_f16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { fused_sgd::run<storage::Plain<storage::F16, float, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_f16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { fused_sgd::run<storage::WithMaster<storage::F16, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_f16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { fused_sgd::run<storage::WithMaster<storage::F16, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { fused_sgd::run<storage::Plain<storage::BF16, float, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { fused_sgd::run<storage::Plain<storage::BF16, float, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { fused_sgd::run<storage::WithMaster<storage::BF16, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { fused_sgd::run<storage::WithMaster<storage::BF16, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_r16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { fused_sgd::run<storage::WithRemainder<float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_r16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { fused_sgd::run<storage::WithRemainder<float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { fused_sgd::run<storage::Plain<storage::BF16, storage::BF16, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { fused_sgd::run<storage::Plain<storage::BF16, storage::BF16, float>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_m32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { fused_sgd::run<storage::WithMaster<storage::BF16, storage::BF16>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_m32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { fused_sgd::run<storage::WithMaster<storage::BF16, storage::BF16>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { fused_sgd::run<storage::WithRemainder<storage::BF16>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { fused_sgd::run<storage::WithRemainder<storage::BF16>>(arguments.bytes); }

@@ -57,14 +57,14 @@ __device__ __forceinline__ T direction(const Scalars<T>& scalars, const Directio
     return (m / set.bias1) / d + set.lambda * p;
 }
 
-template <class StorageType, class ComputeType>
+template <class FormatType>
 struct Rule {
-    typedef StorageType Storage;
-    typedef ComputeType Compute;
+    typedef FormatType Format;
+    typedef typename Format::Compute Compute;
     typedef lamb::Scalars<Compute> Scalars;
     typedef lamb::Set<Compute> Set;
     typedef lamb::Finished<Compute> Finished;
-    enum : int { LISTS = 4, READ = 4, SCALED_TERMS = 1 };
+    enum : int { STATES = 2, VALUES = 4, READ = 4, SCALED_TERMS = 1 };
 
     __device__ __forceinline__ static void terms(const Compute (&element)[READ], const Scalars& scalars, const Set& set, Compute (&terms)[2]) {
         Compute m = element[2];
@@ -86,7 +86,7 @@ struct Rule {
         return p - p == 0.0 && r - r == 0.0 && finished.step_size - finished.step_size == Compute(0);
     }
 
-    __device__ __forceinline__ static void update(Compute (&element)[LISTS], const Scalars& scalars, const Finished& finished) {
+    __device__ __forceinline__ static void update(Compute (&element)[VALUES], const Scalars& scalars, const Finished& finished) {
         const Compute r = direction(scalars, finished.direction, element[0], element[1], element[2], element[3]);
         element[0] = element[0] - finished.step_size * r;
     }
@@ -94,62 +94,70 @@ struct Rule {
 
 }  // namespace lamb
 
-extern "C" __global__ void __launch_bounds__(512, 1) lamb_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    const auto engine = normed::engine<lamb::Rule<float, float>>(arguments.bytes);
-    engine.waves();
-}
-
-extern "C" __global__ void __launch_bounds__(512, 1) lamb_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    const auto engine = normed::engine<lamb::Rule<float, float>>(arguments.bytes);
-    engine.waves();
-}
-
-extern "C" __global__ void __launch_bounds__(512, 1) lamb_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    const auto engine = normed::engine<lamb::Rule<double, double>>(arguments.bytes);
-    engine.waves();
-}
-
-extern "C" __global__ void __launch_bounds__(512, 1) lamb_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    const auto engine = normed::engine<lamb::Rule<double, double>>(arguments.bytes);
-    engine.waves();
-}
-
-extern "C" __global__ void __launch_bounds__(512, 1) lamb_sums_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    const auto engine = normed::engine<lamb::Rule<float, float>>(arguments.bytes);
-    engine.sum_chunks(0, engine.chunk_count());
-}
-
-extern "C" __global__ void __launch_bounds__(512, 1) lamb_sums_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    const auto engine = normed::engine<lamb::Rule<float, float>>(arguments.bytes);
-    engine.sum_chunks(0, engine.chunk_count());
-}
-
-extern "C" __global__ void __launch_bounds__(512, 1) lamb_sums_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    const auto engine = normed::engine<lamb::Rule<double, double>>(arguments.bytes);
-    engine.sum_chunks(0, engine.chunk_count());
-}
-
-extern "C" __global__ void __launch_bounds__(512, 1) lamb_sums_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    const auto engine = normed::engine<lamb::Rule<double, double>>(arguments.bytes);
-    engine.sum_chunks(0, engine.chunk_count());
-}
-
-extern "C" __global__ void __launch_bounds__(512, 1) lamb_update_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    const auto engine = normed::engine<lamb::Rule<float, float>>(arguments.bytes);
-    engine.update_chunks(0, engine.chunk_count());
-}
-
-extern "C" __global__ void __launch_bounds__(512, 1) lamb_update_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    const auto engine = normed::engine<lamb::Rule<float, float>>(arguments.bytes);
-    engine.update_chunks(0, engine.chunk_count());
-}
-
-extern "C" __global__ void __launch_bounds__(512, 1) lamb_update_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    const auto engine = normed::engine<lamb::Rule<double, double>>(arguments.bytes);
-    engine.update_chunks(0, engine.chunk_count());
-}
-
-extern "C" __global__ void __launch_bounds__(512, 1) lamb_update_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    const auto engine = normed::engine<lamb::Rule<double, double>>(arguments.bytes);
-    engine.update_chunks(0, engine.chunk_count());
-}
+// A format of storage.cuh, and the same for either size of the argument block.
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lamb::Rule<storage::Plain<float, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lamb::Rule<storage::Plain<float, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lamb::Rule<storage::Plain<double, double, double>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lamb::Rule<storage::Plain<double, double, double>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lamb::Rule<storage::Plain<float, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lamb::Rule<storage::Plain<float, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lamb::Rule<storage::Plain<storage::F16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lamb::Rule<storage::Plain<storage::F16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lamb::Rule<storage::WithMaster<storage::F16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lamb::Rule<storage::WithMaster<storage::F16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lamb::Rule<storage::Plain<storage::BF16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lamb::Rule<storage::Plain<storage::BF16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lamb::Rule<storage::WithMaster<storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lamb::Rule<storage::WithMaster<storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_r16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lamb::Rule<storage::WithRemainder<float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_r16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lamb::Rule<storage::WithRemainder<float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lamb::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lamb::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_m32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lamb::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_m32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lamb::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lamb::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lamb::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lamb::Rule<storage::Plain<float, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lamb::Rule<storage::Plain<float, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lamb::Rule<storage::Plain<double, double, double>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lamb::Rule<storage::Plain<double, double, double>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_f32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lamb::Rule<storage::Plain<float, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_f32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lamb::Rule<storage::Plain<float, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_f16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lamb::Rule<storage::Plain<storage::F16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_f16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lamb::Rule<storage::Plain<storage::F16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_f16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lamb::Rule<storage::WithMaster<storage::F16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_f16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lamb::Rule<storage::WithMaster<storage::F16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lamb::Rule<storage::Plain<storage::BF16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lamb::Rule<storage::Plain<storage::BF16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lamb::Rule<storage::WithMaster<storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lamb::Rule<storage::WithMaster<storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_r16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lamb::Rule<storage::WithRemainder<float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_r16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lamb::Rule<storage::WithRemainder<float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lamb::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lamb::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_m32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lamb::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_m32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lamb::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lamb::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lamb::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<float, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<float, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<double, double, double>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<double, double, double>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_f32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<float, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_f32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<float, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_f16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<storage::F16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_f16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<storage::F16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_f16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lamb::Rule<storage::WithMaster<storage::F16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_f16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::WithMaster<storage::F16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<storage::BF16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<storage::BF16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lamb::Rule<storage::WithMaster<storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::WithMaster<storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_r16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lamb::Rule<storage::WithRemainder<float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_r16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::WithRemainder<float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_m32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lamb::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_m32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lamb::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }

@@ -38,15 +38,15 @@ struct Finished {
 static_assert(sizeof(Scalars<float>) == 56 && sizeof(Scalars<double>) == 64, "crates/lars-momentum: Scalars");
 static_assert(sizeof(Set) == 24, "crates/lars-momentum: Set");
 
-template <class StorageType, class ComputeType>
+template <class FormatType>
 struct Rule {
-    typedef StorageType Storage;
-    typedef ComputeType Compute;
+    typedef FormatType Format;
+    typedef typename Format::Compute Compute;
     typedef lars_momentum::Scalars<Compute> Scalars;
     typedef lars_momentum::Set Set;
     typedef lars_momentum::Finished<Compute> Finished;
     // The norm of the gradient is scaled as a whole, in `finish`.
-    enum : int { LISTS = 3, READ = 2, SCALED_TERMS = 0 };
+    enum : int { STATES = 1, VALUES = 3, READ = 2, SCALED_TERMS = 0 };
 
     __device__ __forceinline__ static void terms(const Compute (&element)[READ], const Scalars&, const Set&, Compute (&terms)[2]) {
         terms[0] = element[0];
@@ -66,7 +66,7 @@ struct Rule {
         return p - p == 0.0 && g - g == 0.0 && finished.local - finished.local == Compute(0);
     }
 
-    __device__ __forceinline__ static void update(Compute (&element)[LISTS], const Scalars& scalars, const Finished& finished) {
+    __device__ __forceinline__ static void update(Compute (&element)[VALUES], const Scalars& scalars, const Finished& finished) {
         const Compute p = element[0];
         const Compute d = scalars.rescale * element[1] + finished.lambda * p;
         const Compute u = scalars.momentum * element[2] + finished.local * d;
@@ -77,62 +77,70 @@ struct Rule {
 
 }  // namespace lars_momentum
 
-extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    const auto engine = normed::engine<lars_momentum::Rule<float, float>>(arguments.bytes);
-    engine.waves();
-}
-
-extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    const auto engine = normed::engine<lars_momentum::Rule<float, float>>(arguments.bytes);
-    engine.waves();
-}
-
-extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    const auto engine = normed::engine<lars_momentum::Rule<double, double>>(arguments.bytes);
-    engine.waves();
-}
-
-extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    const auto engine = normed::engine<lars_momentum::Rule<double, double>>(arguments.bytes);
-    engine.waves();
-}
-
-extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    const auto engine = normed::engine<lars_momentum::Rule<float, float>>(arguments.bytes);
-    engine.sum_chunks(0, engine.chunk_count());
-}
-
-extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    const auto engine = normed::engine<lars_momentum::Rule<float, float>>(arguments.bytes);
-    engine.sum_chunks(0, engine.chunk_count());
-}
-
-extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    const auto engine = normed::engine<lars_momentum::Rule<double, double>>(arguments.bytes);
-    engine.sum_chunks(0, engine.chunk_count());
-}
-
-extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    const auto engine = normed::engine<lars_momentum::Rule<double, double>>(arguments.bytes);
-    engine.sum_chunks(0, engine.chunk_count());
-}
-
-extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    const auto engine = normed::engine<lars_momentum::Rule<float, float>>(arguments.bytes);
-    engine.update_chunks(0, engine.chunk_count());
-}
-
-extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    const auto engine = normed::engine<lars_momentum::Rule<float, float>>(arguments.bytes);
-    engine.update_chunks(0, engine.chunk_count());
-}
-
-extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    const auto engine = normed::engine<lars_momentum::Rule<double, double>>(arguments.bytes);
-    engine.update_chunks(0, engine.chunk_count());
-}
-
-extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    const auto engine = normed::engine<lars_momentum::Rule<double, double>>(arguments.bytes);
-    engine.update_chunks(0, engine.chunk_count());
-}
+// A format of storage.cuh, and the same for either size of the argument block.
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::Plain<float, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::Plain<float, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::Plain<double, double, double>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::Plain<double, double, double>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::Plain<float, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::Plain<float, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::Plain<storage::F16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::Plain<storage::F16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::WithMaster<storage::F16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::WithMaster<storage::F16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_bf16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::Plain<storage::BF16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_bf16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::Plain<storage::BF16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_bf16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::WithMaster<storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_bf16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::WithMaster<storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_bf16_r16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::WithRemainder<float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_bf16_r16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::WithRemainder<float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_bf16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_bf16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_bf16_m32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_bf16_m32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::waves<lars_momentum::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::Plain<float, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::Plain<float, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::Plain<double, double, double>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::Plain<double, double, double>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::Plain<float, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::Plain<float, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::Plain<storage::F16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::Plain<storage::F16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::WithMaster<storage::F16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::WithMaster<storage::F16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_bf16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::Plain<storage::BF16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_bf16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::Plain<storage::BF16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_bf16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::WithMaster<storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_bf16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::WithMaster<storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_bf16_r16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::WithRemainder<float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_bf16_r16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::WithRemainder<float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_bf16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_bf16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_bf16_m32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_bf16_m32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lars_momentum::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::Plain<float, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::Plain<float, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::Plain<double, double, double>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::Plain<double, double, double>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::Plain<float, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::Plain<float, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::Plain<storage::F16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::Plain<storage::F16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::WithMaster<storage::F16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::WithMaster<storage::F16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::Plain<storage::BF16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::Plain<storage::BF16, float, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::WithMaster<storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::WithMaster<storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_r16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::WithRemainder<float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_r16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::WithRemainder<float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_m32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_m32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }

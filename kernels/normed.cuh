@@ -7,12 +7,12 @@
 // eight blocks share a chunk. Its sums go to the chunk's slot, and whoever updates a tensor folds and adds the slots of its chunks.
 // Every chunk has a slot of its own for the whole step: no slot is written twice, so one wait of the grid per wave is enough.
 //
-// A rule gives `Storage`, `Compute`, `Scalars`, `Set`, `Finished`, LISTS (parameter, gradient, state), READ (lists that the sums
-// need), SCALED_TERMS (whether the sums see gradients times the control block's factor, as the update does) and the functions
-// `terms`, `finish` and `update`.
+// A rule gives `Format` (of storage.cuh), `Scalars`, `Set`, `Finished`, STATES, VALUES (parameter, gradient, state), READ (values
+// that the sums need, the first ones), SCALED_TERMS (whether the sums see gradients times the control block's factor, as the update
+// does) and the functions `terms`, `finish` and `update`. A parameter with a master is its master, in sums as in updates.
 #pragma once
 
-#include "multi_tensor.cuh"
+#include "storage.cuh"
 
 namespace normed {
 
@@ -55,11 +55,46 @@ struct Tensor {
     bool starts_here;
 };
 
-template <class Rule>
+// Shared memory stands outside of the engine, so that an entry with two engines has it once.
+__device__ __forceinline__ double* shared_lanes() {
+    SHARED(double, lanes, BLOCK_THREADS * SUMS);
+    return lanes;
+}
+
+__device__ __forceinline__ double* shared_leaves() {
+    SHARED(double, leaves, UNITS * SUMS);
+    return leaves;
+}
+
+__device__ __forceinline__ double* shared_chunks() {
+    SHARED(double, of_chunks, BLOCK_THREADS);
+    return of_chunks;
+}
+
+__device__ __forceinline__ double* shared_total() {
+    SHARED(double, total, SUMS);
+    return total;
+}
+
+template <class Rule, bool AT_RANDOM>
 struct Engine {
-    typedef typename Rule::Storage Storage;
-    typedef typename Rule::Compute Compute;
-    typedef multi_tensor::Table<typename Rule::Scalars, typename Rule::Set, Rule::LISTS> Arguments;
+    typedef typename Rule::Format Format;
+    typedef typename Format::Param Param;
+    typedef typename Format::Beside Beside;
+    typedef typename Format::State State;
+    typedef typename Format::Compute Compute;
+    typedef storage::SetOf<typename Rule::Set, AT_RANDOM> KeyedSet;
+    enum : int {
+        STATES = Rule::STATES,
+        LISTS = 2 + STATES + Format::LISTS_BESIDE,
+        WORDS = LISTS + storage::Origin<AT_RANDOM>::WORDS,
+        // State lists that the sums read; C++ has no arrays of length 0.
+        SUMMED = Rule::READ - 2,
+        PLACES = SUMMED > 0 ? SUMMED : 1,
+        ROW_BYTES = sizeof(Param) * (1 + Format::READS_PARAM) + sizeof(State) * SUMMED + sizeof(Beside) * Format::LISTS_BESIDE,
+    };
+    typedef multi_tensor::Record<WORDS> Row;
+    typedef multi_tensor::Table<typename Rule::Scalars, KeyedSet, WORDS> Arguments;
 
     Arguments table;
 
@@ -67,12 +102,12 @@ struct Engine {
         return table.scalars().workspace;
     }
 
-    __device__ __forceinline__ u32 chunks_of(const Record<Rule::LISTS>& record) const {
+    __device__ __forceinline__ u32 chunks_of(const Row& record) const {
         return u32((record.numel + CHUNK - 1) / CHUNK);
     }
 
     __device__ __forceinline__ u32 chunk_count() const {
-        const Record<Rule::LISTS>& last = table.record(table.header().record_count - 1);
+        const Row& last = table.record(table.header().record_count - 1);
         return last.first_chunk + chunks_of(last);
     }
 
@@ -81,7 +116,7 @@ struct Engine {
     }
 
     __device__ __forceinline__ Tensor tensor(u32 index) const {
-        const Record<Rule::LISTS>& record = table.record(index);
+        const Row& record = table.record(index);
         const u32 head = index == 0 ? workspace().head_chunks : 0;
         const u32 tail = index + 1 == table.header().record_count ? workspace().tail_chunks : 0;
         const u32 chunks = chunks_of(record);
@@ -89,29 +124,44 @@ struct Engine {
     }
 
     // Elements of the record before `chunk` of the launch.
-    __device__ __forceinline__ u64 first_element(const Record<Rule::LISTS>& record, u64 chunk) const {
+    __device__ __forceinline__ u64 first_element(const Row& record, u64 chunk) const {
         return (chunk - record.first_chunk) * CHUNK;
     }
 
-    template <int READ>
-    struct Row {
-        Storage list[READ];
+    // An element as it is kept, of those lists that the sums read.
+    struct Kept {
+        Param param;
+        Param grad;
+        State state[PLACES];
+        Beside beside;
     };
 
-    template <int READ>
-    __device__ __forceinline__ Row<READ> load_row(const Record<Rule::LISTS>& record, u64 element) const {
-        Row<READ> row;
-        for (int list = 0; list < READ; list++) {
-            row.list[list] = dialect::load(reinterpret_cast<const Storage*>(record.address[list]) + element);
-        }
-        return row;
+    template <class T>
+    __device__ __forceinline__ static T* list_of(const Row& record, int list) {
+        return reinterpret_cast<T*>(record.address[list]);
     }
 
-    template <int READ>
-    __device__ __forceinline__ void add_row(const Row<READ>& row, const typename Rule::Set& set, double (&sums)[SUMS]) const {
-        Compute element[READ];
-        for (int list = 0; list < READ; list++) {
-            element[list] = Compute(row.list[list]);
+    __device__ __forceinline__ Kept load_kept(const Row& record, u64 element) const {
+        Kept kept;
+        if constexpr (Format::READS_PARAM) {
+            kept.param = dialect::load(list_of<const Param>(record, 0) + element);
+        }
+        kept.grad = dialect::load(list_of<const Param>(record, 1) + element);
+        for (int list = 0; list < SUMMED; list++) {
+            kept.state[list] = dialect::load(list_of<const State>(record, 2 + list) + element);
+        }
+        if constexpr (Format::LISTS_BESIDE > 0) {
+            kept.beside = dialect::load(list_of<const Beside>(record, LISTS - 1) + element);
+        }
+        return kept;
+    }
+
+    __device__ __forceinline__ void add_kept(const Kept& kept, const typename Rule::Set& set, double (&sums)[SUMS]) const {
+        Compute element[Rule::READ];
+        element[0] = Format::value(kept.param, kept.beside);
+        element[1] = storage::widen(kept.grad);
+        for (int list = 0; list < SUMMED; list++) {
+            element[2 + list] = storage::widen(kept.state[list]);
         }
         if (Rule::SCALED_TERMS) {
             element[1] = element[1] * Compute(multi_tensor::grad_factor(table.header()));
@@ -125,26 +175,25 @@ struct Engine {
     }
 
     // A lane's share of a leaf that starts at `element`: 16 elements in order, up to four in flight.
-    __device__ __forceinline__ void lane_sums(const Record<Rule::LISTS>& record, u64 element, double (&sums)[SUMS]) const {
-        constexpr int READ = Rule::READ;
+    __device__ __forceinline__ void lane_sums(const Row& record, u64 element, double (&sums)[SUMS]) const {
         // Four rows of four f64 lists would spill.
-        constexpr int IN_FLIGHT = READ * sizeof(Storage) > 16 ? 1 : 4;
+        constexpr int IN_FLIGHT = ROW_BYTES > 16 ? 1 : 4;
         constexpr int ROWS = LEAF / LEAF_LANES;
-        const typename Rule::Set& set = table.set(record.set);
+        const typename Rule::Set& set = table.set(record.set).own;
         if (element + (ROWS - 1) * LEAF_LANES < record.numel) {
             for (int first = 0; first < ROWS; first += IN_FLIGHT) {
-                Row<READ> rows[IN_FLIGHT];
+                Kept rows[IN_FLIGHT];
                 for (int i = 0; i < IN_FLIGHT; i++) {
-                    rows[i] = load_row<READ>(record, element + (first + i) * LEAF_LANES);
+                    rows[i] = load_kept(record, element + (first + i) * LEAF_LANES);
                 }
                 for (int i = 0; i < IN_FLIGHT; i++) {
-                    add_row<READ>(rows[i], set, sums);
+                    add_kept(rows[i], set, sums);
                 }
             }
         } else {
             for (int row = 0; row < ROWS; row++, element += LEAF_LANES) {
                 if (element < record.numel) {
-                    add_row<READ>(load_row<READ>(record, element), set, sums);
+                    add_kept(load_kept(record, element), set, sums);
                 }
             }
         }
@@ -152,9 +201,9 @@ struct Engine {
 
     // The sums of one unit, into its chunk's slot.
     __device__ __forceinline__ void sum_unit(u64 chunk, u32 unit) const {
-        SHARED(double, lanes, BLOCK_THREADS * SUMS);
-        SHARED(double, leaves, UNITS * SUMS);
-        const Record<Rule::LISTS>& record = table.record(table.record_of_chunk(u32(chunk)));
+        double* const lanes = shared_lanes();
+        double* const leaves = shared_leaves();
+        const Row& record = table.record(table.record_of_chunk(u32(chunk)));
         const u32 leaf = threadIdx.x / LEAF_LANES;
         const u32 lane = threadIdx.x % LEAF_LANES;
         const u64 element = first_element(record, chunk) + (unit + leaf * UNITS) * LEAF + lane;
@@ -211,8 +260,8 @@ struct Engine {
     __device__ __forceinline__ void tensor_sums(const Tensor& tensor, double (&sums)[SUMS]) const {
         // A thread folds one sum of one chunk: as many chunks at a time as the block has threads for.
         constexpr u32 AT_ONCE = BLOCK_THREADS / SUMS;
-        SHARED(double, of_chunks, BLOCK_THREADS);
-        SHARED(double, total, SUMS);
+        double* const of_chunks = shared_chunks();
+        double* const total = shared_total();
         double running = 0.0;
         for (u64 first = 0; first < tensor.slots; first += AT_ONCE) {
             const u64 left = tensor.slots - first;
@@ -243,45 +292,68 @@ struct Engine {
 
     // One visit of `WIDTH` neighbouring elements in all lists.
     template <int WIDTH>
-    __device__ __forceinline__ void update_lanes(const Record<Rule::LISTS>& record, u64 at, const typename Rule::Finished& finished) const {
+    __device__ __forceinline__ void update_lanes(const Row& record, u64 at, const typename Rule::Finished& finished,
+                                                 const storage::Draws& draws) const {
         const Compute grad_factor = Compute(multi_tensor::grad_factor(table.header()));
-        Lanes<WIDTH, Storage> values[Rule::LISTS];
-        for (int list = 0; list < Rule::LISTS; list++) {
-            values[list] = multi_tensor::load_lanes<WIDTH>(reinterpret_cast<const Storage*>(record.address[list]) + at);
+        Lanes<WIDTH, Param> p, g;
+        Lanes<WIDTH, State> s[STATES];
+        Lanes<WIDTH, Beside> b;
+        if constexpr (Format::READS_PARAM) {
+            p = multi_tensor::load_lanes<WIDTH>(list_of<const Param>(record, 0) + at);
+        }
+        g = multi_tensor::load_lanes<WIDTH>(list_of<const Param>(record, 1) + at);
+        for (int list = 0; list < STATES; list++) {
+            s[list] = multi_tensor::load_lanes<WIDTH>(list_of<const State>(record, 2 + list) + at);
+        }
+        if constexpr (Format::LISTS_BESIDE > 0) {
+            b = multi_tensor::load_lanes<WIDTH>(list_of<const Beside>(record, LISTS - 1) + at);
         }
         for (int lane = 0; lane < WIDTH; lane++) {
-            Compute element[Rule::LISTS];
-            for (int list = 0; list < Rule::LISTS; list++) {
-                element[list] = Compute(values[list].lane[lane]);
+            Compute element[Rule::VALUES];
+            element[0] = Format::value(p.lane[lane], b.lane[lane]);
+            element[1] = storage::widen(g.lane[lane]) * grad_factor;
+            for (int list = 0; list < STATES; list++) {
+                element[2 + list] = storage::widen(s[list].lane[lane]);
             }
-            element[1] = element[1] * grad_factor;
             Rule::update(element, table.scalars(), finished);
-            for (int list = 0; list < Rule::LISTS; list++) {
-                values[list].lane[lane] = Storage(element[list]);
+            // Two lists share a word of random bits.
+            constexpr int DRAWN = (STATES + 2) / 2;
+            u32 words[DRAWN] = {};
+            if constexpr (AT_RANDOM) {
+                const storage::Draws here = {draws.key, draws.element + at};
+                for (int word = 0; word < DRAWN; word++) {
+                    words[word] = here.word(lane, word);
+                }
+            }
+            Format::template keep<AT_RANDOM>(p.lane[lane], b.lane[lane], element[0], words[0]);
+            for (int list = 0; list < STATES; list++) {
+                const u32 draw = words[(list + 1) / 2] >> (16 * ((list + 1) % 2));
+                storage::narrow<AT_RANDOM>(s[list].lane[lane], element[2 + list], draw);
             }
         }
-        for (int list = 0; list < Rule::LISTS; list++) {
-            // The gradient, list 1, is only read.
-            if (list != 1) {
-                multi_tensor::store_lanes(reinterpret_cast<Storage*>(record.address[list]) + at, values[list]);
-            }
+        multi_tensor::store_lanes(list_of<Param>(record, 0) + at, p);
+        for (int list = 0; list < STATES; list++) {
+            multi_tensor::store_lanes(list_of<State>(record, 2 + list) + at, s[list]);
+        }
+        if constexpr (Format::LISTS_BESIDE > 0) {
+            multi_tensor::store_lanes(list_of<Beside>(record, LISTS - 1) + at, b);
         }
     }
 
-    __device__ __forceinline__ void update_unit(const Record<Rule::LISTS>& record, u64 chunk, u32 unit,
-                                                const typename Rule::Finished& finished) const {
-        constexpr u32 WIDTH = 16 / sizeof(Storage);
+    __device__ __forceinline__ void update_unit(const Row& record, u64 chunk, u32 unit, const typename Rule::Finished& finished) const {
+        constexpr u32 WIDTH = AT_RANDOM ? 2 : storage::Width<Format>::VALUE;
+        const storage::Draws draws = storage::draws_of<LISTS>(record, table.set(record.set), multi_tensor::Chunk{0, 0});
         bool packs = true;
-        for (int list = 0; list < Rule::LISTS; list++) {
-            packs = packs && multi_tensor::takes_packs(reinterpret_cast<const Storage*>(record.address[list]));
+        for (int list = 0; list < LISTS; list++) {
+            packs = packs && multi_tensor::takes_packs(list_of<const unsigned char>(record, list));
         }
         for (u32 i = threadIdx.x * WIDTH; i < UNIT_ELEMENTS; i += BLOCK_THREADS * WIDTH) {
             const u64 at = first_element(record, chunk) + (unit + i / LEAF * UNITS) * LEAF + i % LEAF;
             if (packs && at + WIDTH <= record.numel) {
-                update_lanes<WIDTH>(record, at, finished);
+                update_lanes<WIDTH>(record, at, finished, draws);
             } else {
                 for (u64 element = at; element < at + WIDTH && element < record.numel; element++) {
-                    update_lanes<1>(record, element, finished);
+                    update_lanes<1>(record, element, finished, draws);
                 }
             }
         }
@@ -297,13 +369,13 @@ struct Engine {
         for (u64 at = first * UNITS + blockIdx.x; at < end * UNITS; at += gridDim.x) {
             const u64 chunk = at / UNITS;
             const u32 index = table.record_of_chunk(u32(chunk));
-            const Record<Rule::LISTS>& record = table.record(index);
+            const Row& record = table.record(index);
             // The same for all threads of the block, so all of them take part in the sums or none.
             if (index != known) {
                 const Tensor whole = tensor(index);
                 double sums[SUMS];
                 tensor_sums(whole, sums);
-                finite = Rule::finish(sums, table.scalars(), table.set(record.set), multi_tensor::grad_factor(table.header()), finished);
+                finite = Rule::finish(sums, table.scalars(), table.set(record.set).own, multi_tensor::grad_factor(table.header()), finished);
                 known = index;
             }
             if (finite) {
@@ -338,9 +410,60 @@ struct Engine {
 #endif
 };
 
-template <class Rule>
-__device__ __forceinline__ Engine<Rule> engine(const unsigned char* arguments) {
-    return {{arguments}};
+template <class Rule, bool AT_RANDOM>
+__device__ __forceinline__ Engine<Rule, AT_RANDOM> engine(const unsigned char* arguments) {
+    Engine<Rule, AT_RANDOM> engine;
+    engine.table = {arguments};
+    return engine;
 }
+
+// Whether values are rounded at random: the format may be, and the flag says so.
+template <class Rule>
+__device__ __forceinline__ bool is_drawn(const unsigned char* arguments) {
+    return storage::MayDraw<typename Rule::Format>::VALUE &&
+           (reinterpret_cast<const multi_tensor::Header*>(arguments)->flags & storage::FLAG_STOCHASTIC) != 0;
+}
+
+template <class Rule, bool AT_RANDOM>
+__device__ __forceinline__ void sums_of(const unsigned char* arguments) {
+    const Engine<Rule, AT_RANDOM> own = engine<Rule, AT_RANDOM>(arguments);
+    own.sum_chunks(0, own.chunk_count());
+}
+
+template <class Rule, bool AT_RANDOM>
+__device__ __forceinline__ void update_of(const unsigned char* arguments) {
+    const Engine<Rule, AT_RANDOM> own = engine<Rule, AT_RANDOM>(arguments);
+    own.update_chunks(0, own.chunk_count());
+}
+
+// The entries of a rule.
+template <class Rule>
+__device__ __forceinline__ void sums(const unsigned char* arguments) {
+    if (is_drawn<Rule>(arguments)) {
+        sums_of<Rule, storage::MayDraw<typename Rule::Format>::VALUE != 0>(arguments);
+    } else {
+        sums_of<Rule, false>(arguments);
+    }
+}
+
+template <class Rule>
+__device__ __forceinline__ void update(const unsigned char* arguments) {
+    if (is_drawn<Rule>(arguments)) {
+        update_of<Rule, storage::MayDraw<typename Rule::Format>::VALUE != 0>(arguments);
+    } else {
+        update_of<Rule, false>(arguments);
+    }
+}
+
+#ifdef GRID_SYNC
+template <class Rule>
+__device__ __forceinline__ void waves(const unsigned char* arguments) {
+    if (is_drawn<Rule>(arguments)) {
+        engine<Rule, storage::MayDraw<typename Rule::Format>::VALUE != 0>(arguments).waves();
+    } else {
+        engine<Rule, false>(arguments).waves();
+    }
+}
+#endif
 
 }  // namespace normed

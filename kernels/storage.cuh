@@ -139,6 +139,25 @@ struct Width {
     };
 };
 
+template <class T>
+struct IsBf16 {
+    enum : int { VALUE = 0 };
+};
+
+template <>
+struct IsBf16<BF16> {
+    enum : int { VALUE = 1 };
+};
+
+// Whether something of the format may be rounded at random: bf16 that nothing keeps the rest of.
+template <class Format>
+struct MayDraw {
+    enum : int {
+        PARAM = IsBf16<typename Format::Param>::VALUE && Format::LISTS_BESIDE == 0,
+        VALUE = PARAM || IsBf16<typename Format::State>::VALUE,
+    };
+};
+
 // A set as the host writes it: behind the kernel's own, the key of the step.
 template <class Own, bool AT_RANDOM>
 struct SetOf {

@@ -2,17 +2,19 @@
 
 use std::num::NonZeroUsize;
 
-use fusestep_adagrad::Adagrad;
 use fusestep_cpu::CpuBackend;
 use fusestep_elementwise::{join_bf16, narrow_bf16, narrow_f16};
 use fusestep_fused_adam::{Adam, SecondMoment};
-use fusestep_fused_sgd::Sgd;
 use fusestep_launch::{LaunchLimits, Master, Precision, Rounding, StateDType, WeightDecay};
-use fusestep_lion::Lion;
 use fusestep_planner::{ClipByGlobalNorm, Optimizer, Plan, PlanError, Planner, State, Tensors};
 use fusestep_tensor::{DType, Role};
-use fusestep_testkit::{Case, Gradients, check_at, check_bits, check_on_host, outcome};
+use fusestep_testkit::{Case, Gradients, check_at, check_bits, outcome};
 use half::bf16;
+
+#[path = "precision/bounds.rs"]
+mod bounds;
+#[path = "precision/rules.rs"]
+mod rules;
 
 const NUMELS: [u64; 10] = [0, 1, 15, 16, 17, 33, 511, 513, 65_537, 3];
 
@@ -59,29 +61,6 @@ fn every_format_keeps_its_bits_however_it_runs() {
     for (dtype, precision) in formats() {
         let case = Case::new(NUMELS, dtype).with_hyper_classes();
         check_at(Optimizer::Adam(adam()), precision, &case);
-    }
-}
-
-#[test]
-fn every_rule_has_every_format_from_the_loop() {
-    let momentum = Sgd {
-        lr: 1.0,
-        ..Sgd::with_momentum()
-    };
-    let plain = Sgd {
-        momentum: 0.0,
-        ..momentum
-    };
-    for rule in [
-        Optimizer::Sgd(momentum),
-        Optimizer::Sgd(plain),
-        Optimizer::Lion(Lion::default()),
-        Optimizer::Adagrad(Adagrad::default()),
-    ] {
-        for (dtype, precision) in formats() {
-            let case = Case::new([0, 1, 17, 1100], dtype);
-            check_on_host(rule, precision, &case);
-        }
     }
 }
 

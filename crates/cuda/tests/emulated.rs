@@ -3,14 +3,13 @@
 
 mod common;
 
-use common::{TINY, cpu, cuda, same_bits, same_bits_at, step_at};
+use common::{TINY, cpu, cuda, formats, same_bits, same_bits_at, step_at};
 use fusestep_adagrad::Adagrad;
 use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::{Adam, SecondMoment};
 use fusestep_fused_sgd::{Nesterov, Sgd};
 use fusestep_launch::{
-    Backend, BackendError, LaunchLimits, Master, Objective, Precision, Recorder, Rounding,
-    StateDType, UpdateRule, WeightDecay,
+    Backend, BackendError, LaunchLimits, Objective, Precision, Recorder, WeightDecay,
 };
 use fusestep_lion::Lion;
 use fusestep_planner::{Optimizer, Planner};
@@ -159,12 +158,7 @@ fn addresses_that_no_pack_fits_give_the_same_bits_and_touch_nothing_else() {
         for shift in 0..4 {
             let offsets = [shift, 301 + shift, 640];
             let adam = Optimizer::from(Adam::default());
-            // Only Adam has device entries for 16 bits.
-            let others = match format.1 == Precision::default() && format.0.len_bytes() > 2 {
-                true => other_rules(),
-                false => Vec::new(),
-            };
-            for rule in [adam].into_iter().chain(others) {
+            for rule in [adam].into_iter().chain(other_rules()) {
                 let step =
                     |backend: &dyn Backend| step_at(backend, rule.rule(), &offsets, 299, format);
                 assert!(
@@ -174,29 +168,6 @@ fn addresses_that_no_pack_fits_give_the_same_bits_and_touch_nothing_else() {
             }
         }
     }
-}
-
-/// Every combination of dtype and precision that there is a kernel for, but the plain f32 and f64.
-fn formats() -> Vec<(DType, Precision)> {
-    let mut all = Vec::new();
-    for dtype in [DType::F32, DType::F16, DType::BF16] {
-        for master in [Master::None, Master::F32, Master::Remainder] {
-            for state in [StateDType::Compute, StateDType::Bf16] {
-                for rounding in [Rounding::Nearest, Rounding::Stochastic { seed: 3 }] {
-                    let precision = Precision {
-                        master,
-                        state,
-                        rounding,
-                    };
-                    if Adam::default().kernel(dtype, precision).is_ok() {
-                        all.push((dtype, precision));
-                    }
-                }
-            }
-        }
-    }
-    assert_eq!(all.len(), 15);
-    all
 }
 
 #[test]
@@ -218,17 +189,17 @@ fn every_16_bit_format_gives_the_bits_of_the_host() {
 }
 
 #[test]
-fn a_format_without_a_device_entry_is_an_error_that_says_what_works() {
-    let case = Case::new([4], DType::BF16);
-    let plan = Planner::new(Optimizer::Lion(Lion::default()));
-    let plan = plan.plan(&case.params).unwrap();
-    let backend = cuda();
-    let mut state = plan.allocate(&backend).unwrap();
-    let error = plan.run(&mut state, &backend).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "cuda: expected a device entry `lion_bf16_4k`, found none in the PTX of `lion`; use the cpu backend"
-    );
+fn every_16_bit_format_of_every_rule_gives_the_bits_of_the_host() {
+    for rule in other_rules() {
+        for (dtype, precision) in formats() {
+            let case = Case::new([0, 1, 63, 64, 65, 500, 0, 193, 4097], dtype);
+            let case = case.with_hyper_classes();
+            same_bits_at(rule, precision, &case, cuda().limits());
+            same_bits_at(rule, precision, &case, TINY);
+            let extreme = Case::new([1, 65, 193], dtype).with_gradients(Gradients::Extreme);
+            same_bits_at(rule, precision, &extreme, TINY);
+        }
+    }
 }
 
 #[test]

@@ -6,8 +6,7 @@ use bytemuck::Pod;
 use fusestep_launch::Format;
 use fusestep_tensor::DType;
 
-use crate::Update;
-use crate::format::Call;
+use crate::format::{FormatVisitor, visit_f32, visit_f64};
 
 /// A type that arithmetic is done in; every operation is correctly rounded.
 pub trait Compute:
@@ -35,8 +34,8 @@ pub trait Compute:
     fn sqrt(self) -> Self;
     /// The magnitude.
     fn abs(self) -> Self;
-    /// Runs the loop that is compiled for `format`; see [`crate::run_format`].
-    fn dispatch<U: Update<Self, N>, const N: usize>(call: Call<'_, U>, format: Format);
+    /// Runs the code that is compiled for `format`; see [`crate::run_format`].
+    fn visit<V: FormatVisitor<Self>>(format: Format, visitor: V) -> V::Output;
 }
 
 impl Compute for f32 {
@@ -59,8 +58,8 @@ impl Compute for f32 {
     fn abs(self) -> Self {
         f32::abs(self)
     }
-    fn dispatch<U: Update<Self, N>, const N: usize>(call: Call<'_, U>, format: Format) {
-        call.run_f32(format);
+    fn visit<V: FormatVisitor<Self>>(format: Format, visitor: V) -> V::Output {
+        visit_f32(format, visitor)
     }
 }
 
@@ -84,7 +83,7 @@ impl Compute for f64 {
     fn abs(self) -> Self {
         f64::abs(self)
     }
-    fn dispatch<U: Update<Self, N>, const N: usize>(call: Call<'_, U>, format: Format) {
-        call.run_f64(format);
+    fn visit<V: FormatVisitor<Self>>(format: Format, visitor: V) -> V::Output {
+        visit_f64(format, visitor)
     }
 }

@@ -1,4 +1,4 @@
-//! From dtypes known at run time to the loop compiled for them.
+//! From dtypes known at run time to code compiled for them.
 
 use fusestep_launch::{Format, HostCall, HostList, HostSpans, Layout, MAX_LISTS};
 use half::{bf16, f16};
@@ -8,66 +8,61 @@ use crate::run::run_slot;
 use crate::slot::{Plain, Slot, WithMaster, WithRemainder};
 use crate::{Compute, Storage, Update};
 
-/// What a loop runs over.
-pub struct Call<'a, U> {
-    pub(crate) update: &'a U,
-    pub(crate) call: HostCall<'a>,
-    pub(crate) lists: [HostList<'a>; MAX_LISTS],
-    pub(crate) spans: HostSpans<'a>,
+/// Code that is compiled for every way to keep tensors.
+pub trait FormatVisitor<C: Compute> {
+    /// What it returns.
+    type Output;
+    /// Runs for parameters kept as `K`, state as `S`, and rounding as `R`.
+    fn visit<K: Slot<C>, S: Storage<C>, R: Rounding>(self) -> Self::Output;
 }
 
-impl<U> Call<'_, U> {
-    fn slot<C, K, S, R, const N: usize>(self)
-    where
-        C: Compute,
-        K: Slot<C>,
-        S: Storage<C>,
-        R: Rounding,
-        U: Update<C, N>,
-    {
+pub(crate) fn visit_f64<V: FormatVisitor<f64>>(format: Format, visitor: V) -> V::Output {
+    assert_eq!(format.layout(), Layout::F64, "the rule computes in f64");
+    visitor.visit::<Plain<f64>, f64, Nearest>()
+}
+
+pub(crate) fn visit_f32<V: FormatVisitor<f32>>(format: Format, visitor: V) -> V::Output {
+    match format.layout() {
+        Layout::F64 => panic!("the rule computes in f32, its parameters are f64"),
+        Layout::F32 => visitor.visit::<Plain<f32>, f32, Nearest>(),
+        Layout::F32State16 => rounded::<Plain<f32>, bf16, V>(format, visitor),
+        Layout::F16 => visitor.visit::<Plain<f16>, f32, Nearest>(),
+        Layout::F16Master => visitor.visit::<WithMaster<f16>, f32, Nearest>(),
+        Layout::Bf16 => rounded::<Plain<bf16>, f32, V>(format, visitor),
+        Layout::Bf16Master => visitor.visit::<WithMaster<bf16>, f32, Nearest>(),
+        Layout::Bf16Remainder => visitor.visit::<WithRemainder, f32, Nearest>(),
+        Layout::Bf16State16 => rounded::<Plain<bf16>, bf16, V>(format, visitor),
+        Layout::Bf16MasterState16 => rounded::<WithMaster<bf16>, bf16, V>(format, visitor),
+        Layout::Bf16RemainderState16 => rounded::<WithRemainder, bf16, V>(format, visitor),
+    }
+}
+
+/// For formats in which something may be rounded at random.
+fn rounded<K, S, V>(format: Format, visitor: V) -> V::Output
+where
+    K: Slot<f32>,
+    S: Storage<f32>,
+    V: FormatVisitor<f32>,
+{
+    match format.is_stochastic() {
+        true => visitor.visit::<K, S, Stochastic>(),
+        false => visitor.visit::<K, S, Nearest>(),
+    }
+}
+
+/// What a loop runs over.
+struct Call<'a, U, const N: usize> {
+    update: &'a U,
+    call: HostCall<'a>,
+    lists: [HostList<'a>; MAX_LISTS],
+    spans: HostSpans<'a>,
+}
+
+impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, U, N> {
+    type Output = ();
+
+    fn visit<K: Slot<C>, S: Storage<C>, R: Rounding>(self) {
         run_slot::<C, K, S, R, U, N>(self.update, self.call, self.lists, self.spans);
-    }
-
-    /// For formats in which something may be rounded at random.
-    fn rounded<C, K, S, const N: usize>(self, format: Format)
-    where
-        C: Compute,
-        K: Slot<C>,
-        S: Storage<C>,
-        U: Update<C, N>,
-    {
-        if format.is_stochastic() {
-            self.slot::<C, K, S, Stochastic, N>();
-        } else {
-            self.slot::<C, K, S, Nearest, N>();
-        }
-    }
-
-    pub(crate) fn run_f64<const N: usize>(self, format: Format)
-    where
-        U: Update<f64, N>,
-    {
-        assert_eq!(format.layout(), Layout::F64, "the rule computes in f64");
-        self.slot::<f64, Plain<f64>, f64, Nearest, N>();
-    }
-
-    pub(crate) fn run_f32<const N: usize>(self, format: Format)
-    where
-        U: Update<f32, N>,
-    {
-        match format.layout() {
-            Layout::F64 => panic!("the rule computes in f32, its parameters are f64"),
-            Layout::F32 => self.slot::<f32, Plain<f32>, f32, Nearest, N>(),
-            Layout::F32State16 => self.rounded::<f32, Plain<f32>, bf16, N>(format),
-            Layout::F16 => self.slot::<f32, Plain<f16>, f32, Nearest, N>(),
-            Layout::F16Master => self.slot::<f32, WithMaster<f16>, f32, Nearest, N>(),
-            Layout::Bf16 => self.rounded::<f32, Plain<bf16>, f32, N>(format),
-            Layout::Bf16Master => self.slot::<f32, WithMaster<bf16>, f32, Nearest, N>(),
-            Layout::Bf16Remainder => self.slot::<f32, WithRemainder, f32, Nearest, N>(),
-            Layout::Bf16State16 => self.rounded::<f32, Plain<bf16>, bf16, N>(format),
-            Layout::Bf16MasterState16 => self.rounded::<f32, WithMaster<bf16>, bf16, N>(format),
-            Layout::Bf16RemainderState16 => self.rounded::<f32, WithRemainder, bf16, N>(format),
-        }
     }
 }
 
@@ -84,11 +79,11 @@ pub fn run_format<C: Compute, U: Update<C, N>, const N: usize>(
     lists: [HostList<'_>; MAX_LISTS],
     spans: HostSpans<'_>,
 ) {
-    let call = Call {
+    let call = Call::<U, N> {
         update,
         call,
         lists,
         spans,
     };
-    C::dispatch(call, format);
+    C::visit(format, call);
 }

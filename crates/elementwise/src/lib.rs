@@ -21,7 +21,7 @@ mod tree;
 
 pub use bytes::{padded_bytes, read_values, write_padded};
 pub use compute::Compute;
-pub use format::{Call, run_format};
+pub use format::{FormatVisitor, run_format};
 pub use narrow::{
     join_bf16, narrow_bf16, narrow_bf16_at_random, narrow_f16, split_bf16, widen_bf16, widen_f16,
 };

@@ -6,7 +6,7 @@ use fusestep_launch::{HostSpan, KEY_BYTES};
 use crate::read_values;
 
 /// Where the draws of a tensor's elements come from.
-pub(crate) trait Rounding: Copy {
+pub trait Rounding: Copy {
     /// Whether anything is drawn.
     const AT_RANDOM: bool;
     /// Bytes of a set behind the kernel's own.

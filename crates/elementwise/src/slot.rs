@@ -10,11 +10,13 @@ use crate::narrow::{join_bf16, split_bf16};
 use crate::{Compute, Storage};
 
 /// How the update reads and writes a parameter.
-pub(crate) trait Slot<C: Compute> {
+pub trait Slot<C: Compute> {
     /// The storage type of parameter and gradient.
     type Param: Storage<C>;
     /// The element of the list beside the parameter; `()` if there is none.
     type Beside: Pod + Send + Sync;
+    /// Whether the value depends on the parameter itself.
+    const READS_PARAM: bool = true;
 
     /// The value that the update starts from.
     fn widen(param: Self::Param, beside: Self::Beside) -> C;
@@ -53,6 +55,7 @@ pub(crate) struct WithMaster<P>(PhantomData<P>);
 impl<C: Compute, P: Storage<C>> Slot<C> for WithMaster<P> {
     type Param = P;
     type Beside = C;
+    const READS_PARAM: bool = false;
     #[inline(always)]
     fn widen(_: P, master: C) -> C {
         master

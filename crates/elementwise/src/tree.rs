@@ -6,9 +6,15 @@
 //! its tensors. Squares of f32 are exact in f64; those of f64 are rounded once. So a sum depends on the tensor alone, never on
 //! threads, vector width, launches or backend.
 
-use fusestep_launch::CHUNK_ELEMENTS;
+use std::ops::Range;
+
+use bytemuck::Zeroable;
+use fusestep_launch::{CHUNK_ELEMENTS, Format, MAX_LISTS};
 use fusestep_simd::{Level, prefetch_ahead};
 
+use crate::format::FormatVisitor;
+use crate::rounding::Rounding;
+use crate::slot::Slot;
 use crate::{Compute, Storage};
 
 /// Elements of a leaf.
@@ -22,93 +28,185 @@ const COLUMN: usize = 16;
 
 const _: () = assert!(LEAF * LANES == CHUNK_ELEMENTS as usize);
 
-/// What is squared and summed: `SUMS` values formed from one element of each of `LISTS` lists, in the compute type.
-pub trait Terms<C: Compute, const LISTS: usize, const SUMS: usize>: Sync {
+/// What is squared and summed: `SUMS` values formed from one element's parameter, gradient and `N` state tensors.
+pub trait Terms<C: Compute, const N: usize, const SUMS: usize>: Sync {
+    /// State tensors that the values are formed from, the first ones; the others are not read, and given as 0.
+    const READ: usize;
     /// The values of one element.
-    fn terms(&self, element: [C; LISTS]) -> [C; SUMS];
+    fn terms(&self, p: C, g: C, state: [C; N]) -> [C; SUMS];
 }
 
-/// The sums of squares over one chunk, given by its elements in each list.
+/// The sums of squares over one chunk. `lists` are the chunk's bytes in those of [`Format::lists`] with `N` roles of state; the
+/// parameter is its master where it has one.
 ///
 /// # Shapes
 /// At most 65,536 elements, the same number in all lists; fewer only in a tensor's last chunk, for the sums to be those of the tree.
+/// # Panics
+/// If `C` is not the type that `format` is computed in.
 /// # Cost
-/// One read of the lists.
-pub fn chunk_sums<C, T, K, const LISTS: usize, const SUMS: usize>(
+/// One read of the lists that the terms are formed from.
+pub fn chunk_sums<C, T, const N: usize, const SUMS: usize>(
     level: Level,
-    terms: &K,
-    lists: [&[T]; LISTS],
+    terms: &T,
+    format: Format,
+    lists: [&[u8]; MAX_LISTS],
 ) -> [f64; SUMS]
 where
     C: Compute,
-    T: Storage<C>,
-    K: Terms<C, LISTS, SUMS>,
+    T: Terms<C, N, SUMS>,
 {
-    level.run(
-        #[inline(always)]
-        || {
-            let numel = lists[0].len();
-            let mut leaves = [[0.0; LANES]; SUMS];
-            for leaf in 0..numel.div_ceil(LEAF) {
-                let elements = leaf * LEAF..numel.min((leaf + 1) * LEAF);
-                let of_leaf = leaf_sums(terms, lists.map(|list| &list[elements.clone()]));
-                for (leaves, sum) in leaves.iter_mut().zip(of_leaf) {
-                    leaves[leaf] = sum;
-                }
-            }
-            leaves.map(fold)
-        },
-    )
+    let sums = Sums::<T, N, SUMS> {
+        level,
+        terms,
+        lists,
+    };
+    C::visit(format, sums)
 }
 
-/// The sums over one leaf.
-///
-/// The plain version walks the elements in order with 64 running sums for each term, more than there are registers. Columns of 16
-/// lanes give the same sums and stay in registers; each visit asks for the same place one leaf ahead, so that every line of the
-/// next leaf is asked for once.
-#[inline(always)]
-fn leaf_sums<C, T, K, const LISTS: usize, const SUMS: usize>(
-    terms: &K,
-    lists: [&[T]; LISTS],
-) -> [f64; SUMS]
+/// A chunk before its format is known to the compiler.
+struct Sums<'a, T, const N: usize, const SUMS: usize> {
+    level: Level,
+    terms: &'a T,
+    lists: [&'a [u8]; MAX_LISTS],
+}
+
+impl<C, T, const N: usize, const SUMS: usize> FormatVisitor<C> for Sums<'_, T, N, SUMS>
 where
     C: Compute,
-    T: Storage<C>,
-    K: Terms<C, LISTS, SUMS>,
+    T: Terms<C, N, SUMS>,
 {
-    let numel = lists[0].len();
-    let rows = numel / LANES;
-    let mut lanes = [[0.0; LANES]; SUMS];
-    for column in 0..LANES / COLUMN {
-        let mut sums = [[0.0; COLUMN]; SUMS];
-        for row in 0..rows {
-            let first = row * LANES + column * COLUMN;
-            let blocks = lists.map(|list| block(list, first));
+    type Output = [f64; SUMS];
+
+    fn visit<K: Slot<C>, S: Storage<C>, R: Rounding>(self) -> [f64; SUMS] {
+        let [param, grad, rest @ ..] = self.lists;
+        let mut beside: &[K::Beside] = &[];
+        if size_of::<K::Beside>() > 0 {
+            beside = bytemuck::cast_slice(rest[N]);
+        }
+        let chunk = Chunk::<C, K, S, N> {
+            param: bytemuck::cast_slice(param),
+            grad: bytemuck::cast_slice(grad),
+            state: std::array::from_fn(|list| bytemuck::cast_slice(rest[list])),
+            beside,
+        };
+        chunk.sums(self.level, self.terms)
+    }
+}
+
+/// The elements of a chunk in each list.
+struct Chunk<'a, C: Compute, K: Slot<C>, S, const N: usize> {
+    param: &'a [K::Param],
+    grad: &'a [K::Param],
+    state: [&'a [S]; N],
+    /// Empty if there is no such list.
+    beside: &'a [K::Beside],
+}
+
+impl<C: Compute, K: Slot<C>, S: Storage<C>, const N: usize> Chunk<'_, C, K, S, N> {
+    fn sums<T, const SUMS: usize>(&self, level: Level, terms: &T) -> [f64; SUMS]
+    where
+        T: Terms<C, N, SUMS>,
+    {
+        level.run(
+            #[inline(always)]
+            || {
+                let numel = self.grad.len();
+                let mut leaves = [[0.0; LANES]; SUMS];
+                for leaf in 0..numel.div_ceil(LEAF) {
+                    let elements = leaf * LEAF..numel.min((leaf + 1) * LEAF);
+                    let of_leaf = self.leaf_sums(terms, elements);
+                    for (leaves, sum) in leaves.iter_mut().zip(of_leaf) {
+                        leaves[leaf] = sum;
+                    }
+                }
+                leaves.map(fold)
+            },
+        )
+    }
+
+    /// The sums over one leaf.
+    ///
+    /// The plain version walks the elements in order with 64 running sums for each term, more than there are registers. Columns of
+    /// 16 lanes give the same sums and stay in registers; each visit asks for the same place one leaf ahead, so that every line of
+    /// the next leaf is asked for once.
+    #[inline(always)]
+    fn leaf_sums<T, const SUMS: usize>(&self, terms: &T, elements: Range<usize>) -> [f64; SUMS]
+    where
+        T: Terms<C, N, SUMS>,
+    {
+        let rows = elements.len() / LANES;
+        let mut lanes = [[0.0; LANES]; SUMS];
+        for column in 0..LANES / COLUMN {
+            let mut sums = [[0.0; COLUMN]; SUMS];
+            for row in 0..rows {
+                let first = elements.start + row * LANES + column * COLUMN;
+                let (p, g, state) = self.block(T::READ, first);
+                for lane in 0..COLUMN {
+                    let state = std::array::from_fn(|list| state[list][lane]);
+                    let values = terms.terms(p[lane], g[lane], state);
+                    for (sums, value) in sums.iter_mut().zip(values) {
+                        let value = value.exact();
+                        sums[lane] += value * value;
+                    }
+                }
+            }
+            for (lanes, sums) in lanes.iter_mut().zip(sums) {
+                lanes[column * COLUMN..][..COLUMN].copy_from_slice(&sums);
+            }
+        }
+        for (lane, at) in (elements.start + rows * LANES..elements.end).enumerate() {
+            let beside = self.beside.get(at).copied();
+            let p = K::widen(self.param[at], beside.unwrap_or_else(K::Beside::zeroed));
+            let state = std::array::from_fn(|list| match list < T::READ {
+                true => self.state[list][at].widen(),
+                false => C::ZERO,
+            });
+            let values = terms.terms(p, self.grad[at].widen(), state);
+            for (lanes, value) in lanes.iter_mut().zip(values) {
+                let value = value.exact();
+                lanes[lane] += value * value;
+            }
+        }
+        lanes.map(fold)
+    }
+
+    /// Parameter, gradient and the first `read` state tensors of the elements of a column in one row; asks for those one leaf ahead.
+    #[inline(always)]
+    fn block(&self, read: usize, first: usize) -> Block<C, N> {
+        let mut param = [K::Param::zeroed(); COLUMN];
+        if K::READS_PARAM {
+            param = load(self.param, first);
+        }
+        let mut beside = [K::Beside::zeroed(); COLUMN];
+        if size_of::<K::Beside>() > 0 {
+            beside = load(self.beside, first);
+        }
+        let grad = load(self.grad, first);
+        // A loop for each list, on arrays of one width, as in the loop of updates.
+        let (mut p, mut g) = ([C::ZERO; COLUMN], [C::ZERO; COLUMN]);
+        for lane in 0..COLUMN {
+            p[lane] = K::widen(param[lane], beside[lane]);
+        }
+        for lane in 0..COLUMN {
+            g[lane] = grad[lane].widen();
+        }
+        let mut states = [[C::ZERO; COLUMN]; N];
+        for (state, list) in states.iter_mut().zip(self.state).take(read) {
+            let block = load(list, first);
             for lane in 0..COLUMN {
-                let values = terms.terms(blocks.map(|block| block[lane].widen()));
-                for (sums, value) in sums.iter_mut().zip(values) {
-                    let value = value.exact();
-                    sums[lane] += value * value;
-                }
+                state[lane] = block[lane].widen();
             }
         }
-        for (lanes, sums) in lanes.iter_mut().zip(sums) {
-            lanes[column * COLUMN..][..COLUMN].copy_from_slice(&sums);
-        }
+        (p, g, states)
     }
-    for at in rows * LANES..numel {
-        let values = terms.terms(lists.map(|list| list[at].widen()));
-        for (lanes, value) in lanes.iter_mut().zip(values) {
-            let value = value.exact();
-            lanes[at - rows * LANES] += value * value;
-        }
-    }
-    lanes.map(fold)
 }
 
-/// The elements of a column in one row; asks for those one leaf ahead.
+/// The values of a column in one row.
+type Block<C, const N: usize> = ([C; COLUMN], [C; COLUMN], [[C; COLUMN]; N]);
+
+/// A column in one row of a list; asks for that one leaf ahead.
 #[inline(always)]
-fn block<T: Copy>(list: &[T], first: usize) -> [T; COLUMN] {
+fn load<T: Copy>(list: &[T], first: usize) -> [T; COLUMN] {
     prefetch_ahead(list, first + LEAF);
     if size_of::<T>() == 8 {
         prefetch_ahead(list, first + LEAF + COLUMN / 2);
@@ -132,22 +230,42 @@ fn fold(mut lanes: [f64; LANES]) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use fusestep_launch::{Master, Precision};
+    use fusestep_tensor::DType;
+    use half::bf16;
+
     use super::*;
+    use crate::split_bf16;
 
     struct Itself;
 
-    impl<C: Compute> Terms<C, 1, 1> for Itself {
-        fn terms(&self, element: [C; 1]) -> [C; 1] {
-            element
+    impl<C: Compute> Terms<C, 0, 1> for Itself {
+        const READ: usize = 0;
+        fn terms(&self, p: C, _: C, _: [C; 0]) -> [C; 1] {
+            [p]
         }
     }
 
     struct SumAndDifference;
 
-    impl<C: Compute> Terms<C, 2, 2> for SumAndDifference {
-        fn terms(&self, [a, b]: [C; 2]) -> [C; 2] {
-            [a + b, a - b]
+    impl<C: Compute> Terms<C, 1, 2> for SumAndDifference {
+        const READ: usize = 1;
+        fn terms(&self, p: C, _: C, [state]: [C; 1]) -> [C; 2] {
+            [p + state, p - state]
         }
+    }
+
+    /// The sums over lists by themselves: parameter and state; the gradient is the parameter.
+    fn sums<C: Compute, T: Terms<C, N, SUMS>, const N: usize, const SUMS: usize>(
+        level: Level,
+        terms: &T,
+        param: &[C],
+        state: &[C],
+    ) -> [f64; SUMS] {
+        let mut lists: [&[u8]; MAX_LISTS] = [&[]; MAX_LISTS];
+        lists[..3].copy_from_slice(&[param, param, state].map(bytemuck::cast_slice));
+        let format = Format::new("test", C::DTYPE, Precision::default()).unwrap();
+        chunk_sums::<C, T, N, SUMS>(level, terms, format, lists)
     }
 
     /// The definition, word for word: pads a chunk with zeros and adds.
@@ -199,9 +317,9 @@ mod tests {
             let sum: Vec<f64> = a.iter().zip(&b).map(|(a, b)| f64::from(a + b)).collect();
             let difference: Vec<f64> = a.iter().zip(&b).map(|(a, b)| f64::from(a - b)).collect();
             for level in Level::available() {
-                let [one] = chunk_sums::<f32, _, _, 1, 1>(level, &Itself, [&a]);
-                let [double] = chunk_sums::<f64, _, _, 1, 1>(level, &Itself, [&wide]);
-                let two = chunk_sums::<f32, _, _, 2, 2>(level, &SumAndDifference, [&a, &b]);
+                let [one] = sums(level, &Itself, &a, &[]);
+                let [double] = sums(level, &Itself, &wide, &[]);
+                let two = sums(level, &SumAndDifference, &a, &b);
                 let expected = transcription(&wide);
                 assert_eq!((one, double), (expected, expected), "{level}, {numel}");
                 assert_eq!(
@@ -209,6 +327,37 @@ mod tests {
                     [transcription(&sum), transcription(&difference)],
                     "{level}, {numel}"
                 );
+            }
+        }
+    }
+
+    #[test]
+    fn a_parameter_with_a_master_is_summed_as_its_master() {
+        let masters = values(5000, 8);
+        let wide: Vec<f64> = masters.iter().map(|&x| f64::from(x)).collect();
+        let split: Vec<(u16, u16)> = masters.iter().map(|&x| split_bf16(x)).collect();
+        let params: Vec<u16> = split.iter().map(|split| split.0).collect();
+        let remainders: Vec<u16> = split.iter().map(|split| split.1).collect();
+        let own: Vec<f64> = params
+            .iter()
+            .map(|&bits| bf16::from_bits(bits).to_f64())
+            .collect();
+        for (master, beside, expected) in [
+            (Master::None, &[][..], &own),
+            (Master::F32, bytemuck::cast_slice(&masters), &wide),
+            (Master::Remainder, bytemuck::cast_slice(&remainders), &wide),
+        ] {
+            let precision = Precision {
+                master,
+                ..Precision::default()
+            };
+            let format = Format::new("test", DType::BF16, precision).unwrap();
+            let mut lists: [&[u8]; MAX_LISTS] = [&[]; MAX_LISTS];
+            (lists[0], lists[1]) = (bytemuck::cast_slice(&params), bytemuck::cast_slice(&params));
+            lists[2] = beside;
+            for level in Level::available() {
+                let [found] = chunk_sums::<f32, _, 0, 1>(level, &Itself, format, lists);
+                assert_eq!(found, transcription(expected), "{master:?}, {level}");
             }
         }
     }
@@ -226,7 +375,7 @@ mod tests {
             for at in [0, 1023, 3000] {
                 let mut list = values(3001, 6);
                 list[at] = bad;
-                let [sum] = chunk_sums::<f32, _, _, 1, 1>(Level::detect(), &Itself, [&list]);
+                let [sum] = sums(Level::detect(), &Itself, &list, &[]);
                 assert!(!sum.is_finite(), "{bad} at {at}");
             }
         }
@@ -234,7 +383,7 @@ mod tests {
 
     #[test]
     fn the_largest_f32_do_not_overflow() {
-        let [sum] = chunk_sums::<f32, _, _, 1, 1>(Level::detect(), &Itself, [&[f32::MAX; 65_536]]);
+        let [sum] = sums(Level::detect(), &Itself, &[f32::MAX; 65_536], &[]);
         assert_eq!(sum.sqrt(), 256.0 * f64::from(f32::MAX));
     }
 }

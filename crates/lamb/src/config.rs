@@ -2,8 +2,8 @@
 
 use fusestep_elementwise::integer_power;
 use fusestep_launch::{
-    Domain, Excluded, Format, Layout, MultiTensorKernel, Precision, RuleError, SetValues,
-    UpdateRule, check_hyper,
+    Domain, Excluded, Format, MultiTensorKernel, Precision, RuleError, SetValues, UpdateRule,
+    check_hyper,
 };
 use fusestep_tensor::{DType, Trust};
 
@@ -75,17 +75,10 @@ impl UpdateRule for Lamb {
     ) -> Result<Box<dyn MultiTensorKernel>, RuleError> {
         self.validate()?;
         let format = Format::new(self.name(), dtype, precision)?;
-        match dtype {
-            DType::F32 if format.layout() == Layout::F32 => {
-                Ok(Box::new(LambKernel::<f32>::new(*self)))
-            }
-            DType::F64 => Ok(Box::new(LambKernel::<f64>::new(*self))),
-            found => Err(RuleError::DType {
-                rule: self.name(),
-                expected: "f32 or f64",
-                found,
-            }),
-        }
+        Ok(match dtype {
+            DType::F64 => Box::new(LambKernel::<f64>::new(*self, format)),
+            _ => Box::new(LambKernel::<f32>::new(*self, format)),
+        })
     }
 }
 

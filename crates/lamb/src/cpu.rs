@@ -3,20 +3,22 @@
 use std::marker::PhantomData;
 
 use fusestep_elementwise::{
-    Compute, Terms, Update, chunk_sums, padded_bytes, read_values, run, write_padded,
+    Compute, Terms, Update, chunk_sums, padded_bytes, read_values, run_format, write_padded,
 };
 use fusestep_launch::{
-    ApartEntries, ArgumentLayout, FINISHED_BYTES, HostCall, HostList, HostSpans, MAX_LISTS,
+    ApartEntries, ArgumentLayout, FINISHED_BYTES, Format, HostCall, HostList, HostSpans, MAX_LISTS,
     MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, SetValues, TensorList, WORKSPACE_BYTES,
+    entry,
 };
 
 use crate::Lamb;
-use crate::device::{Direction, Finished, Scalars, Set, apart, entry, lists};
+use crate::device::{Direction, Finished, STATE, Scalars, Set};
 
 /// Bytes of a set before the scalars of the direction: lr and trust.
 const DIRECTION_AT: usize = 2 * size_of::<f64>();
 
-/// LAMB for parameters and gradients of `T`, with all arithmetic of an element in `T`, norms and rates in f64.
+/// LAMB with all arithmetic of an element in `T`, norms and rates in f64, for tensors kept in any format that is computed in
+/// `T`; the norm of a parameter with a master is the master's.
 ///
 /// # Cost
 /// 28 bytes of memory traffic per f32 element (read p, g, m, v; write p, m, v), 44 where a tensor does not fit into the cache and
@@ -25,18 +27,25 @@ const DIRECTION_AT: usize = 2 * size_of::<f64>();
 #[derive(Debug, Clone)]
 pub struct LambKernel<T> {
     config: Lamb,
-    lists: [TensorList; 4],
+    format: Format,
+    lists: Vec<TensorList>,
     compute: PhantomData<T>,
 }
 
 impl<T: Compute> LambKernel<T> {
     /// The kernel of a validated configuration.
-    pub(crate) fn new(config: Lamb) -> Self {
+    pub(crate) fn new(config: Lamb, format: Format) -> Self {
         Self {
             config,
-            lists: lists(T::DTYPE),
+            format,
+            lists: format.lists(&STATE),
             compute: PhantomData,
         }
+    }
+
+    /// The set of a class, as this kernel wrote it, and what follows.
+    fn set_of<'a>(&self, call: HostCall<'a>, class: u32) -> &'a [u8] {
+        &call.sets[class as usize * (set_bytes::<T>() + self.format.key_bytes())..]
     }
 }
 
@@ -46,7 +55,7 @@ impl<T: Compute> MultiTensorKernel for LambKernel<T> {
     }
 
     fn entry(&self) -> &'static str {
-        entry(T::DTYPE)
+        entry!("lamb", self.format)
     }
 
     fn lists(&self) -> &[TensorList] {
@@ -54,15 +63,15 @@ impl<T: Compute> MultiTensorKernel for LambKernel<T> {
     }
 
     fn argument_layout(&self) -> ArgumentLayout {
-        ArgumentLayout {
+        self.format.argument_layout(ArgumentLayout {
             lists: self.lists.len(),
             scalar_bytes: WORKSPACE_BYTES + padded_bytes::<T>(5),
             set_bytes: set_bytes::<T>(),
-        }
+        })
     }
 
     fn flags(&self) -> u32 {
-        0
+        self.format.flags()
     }
 
     fn write_scalars(&self, out: &mut [u8]) {
@@ -76,6 +85,7 @@ impl<T: Compute> MultiTensorKernel for LambKernel<T> {
 
     fn write_set(&self, values: SetValues, out: &mut [u8]) {
         let set = self.config.set(values);
+        let out = self.format.write_key(values.step, out);
         let Direction {
             bias1,
             bias2_sqrt,
@@ -92,7 +102,7 @@ impl<T: Compute> MultiTensorKernel for LambKernel<T> {
         let update = LambUpdate {
             scalars: Scalars::<T>::read(call.scalars),
         };
-        run::<T, T, T, _, 2>(&update, call, lists, spans);
+        run_format::<T, _, 2>(&update, self.format, call, lists, spans);
     }
 
     fn normed(&self) -> Option<&dyn NormedKernel> {
@@ -102,7 +112,10 @@ impl<T: Compute> MultiTensorKernel for LambKernel<T> {
 
 impl<T: Compute> NormedKernel for LambKernel<T> {
     fn apart(&self) -> ApartEntries {
-        apart(T::DTYPE)
+        ApartEntries {
+            sums: entry!("lamb_sums", self.format),
+            update: entry!("lamb_update", self.format),
+        }
     }
 
     fn chunk_sums(
@@ -111,13 +124,12 @@ impl<T: Compute> NormedKernel for LambKernel<T> {
         class: u32,
         lists: [&[u8]; MAX_LISTS],
     ) -> [f64; MAX_SUMS] {
-        let lists: [&[T]; 4] = std::array::from_fn(|list| bytemuck::cast_slice(lists[list]));
         let terms = ParamAndDirection {
             scalars: Scalars::<T>::read(call.scalars),
-            direction: Set::<T>::read(call, class).direction,
+            direction: Set::<T>::read(self.set_of(call, class)).direction,
             grad_factor: T::round(call.grad_factor),
         };
-        chunk_sums::<T, T, _, 4, 2>(call.level, &terms, lists)
+        chunk_sums::<T, _, 2, 2>(call.level, &terms, self.format, lists)
     }
 
     fn finish(
@@ -127,7 +139,8 @@ impl<T: Compute> NormedKernel for LambKernel<T> {
         sums: [f64; MAX_SUMS],
         set: &mut [u8; FINISHED_BYTES],
     ) -> Outcome {
-        let of_class = Set::<T>::read(call, class);
+        let bytes = self.set_of(call, class);
+        let of_class = Set::<T>::read(bytes);
         let Some(step_size) = step_size::<T>(of_class.lr, of_class.trust, sums) else {
             return Outcome::Skip;
         };
@@ -137,6 +150,8 @@ impl<T: Compute> NormedKernel for LambKernel<T> {
             lambda,
         } = of_class.direction;
         write_padded(&[step_size, bias1, bias2_sqrt, lambda], set);
+        let own = padded_bytes::<T>(4);
+        self.format.copy_key((bytes, set_bytes::<T>()), (set, own));
         Outcome::Update
     }
 }
@@ -147,8 +162,7 @@ const fn set_bytes<T>() -> usize {
 }
 
 impl<T: Compute> Set<T> {
-    fn read(call: HostCall<'_>, class: u32) -> Self {
-        let bytes = &call.sets[class as usize * set_bytes::<T>()..];
+    fn read(bytes: &[u8]) -> Self {
         let [lr, trust] = read_values(bytes);
         let [bias1, bias2_sqrt, lambda] = read_values(&bytes[DIRECTION_AT..]);
         Self {
@@ -207,11 +221,13 @@ struct ParamAndDirection<T> {
     grad_factor: T,
 }
 
-impl<T: Compute> Terms<T, 4, 2> for ParamAndDirection<T> {
+impl<T: Compute> Terms<T, 2, 2> for ParamAndDirection<T> {
+    const READ: usize = 2;
+
     #[inline(always)]
-    fn terms(&self, [p, g, m, v]: [T; 4]) -> [T; 2] {
+    fn terms(&self, p: T, g: T, state: [T; 2]) -> [T; 2] {
         let g = g * self.grad_factor;
-        let (_, r) = self.scalars.direction(&self.direction, p, g, [m, v]);
+        let (_, r) = self.scalars.direction(&self.direction, p, g, state);
         [p, r]
     }
 }

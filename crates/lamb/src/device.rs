@@ -3,8 +3,7 @@
 //! Always compiled, so that the two sides cannot drift apart unseen: the emulator tests run the same bytes.
 
 pub use fusestep_elementwise::Compute;
-use fusestep_launch::{Access, ApartEntries, TensorList};
-use fusestep_tensor::{DType, Role};
+use fusestep_tensor::Role;
 
 /// Scalars shared by all tensors, in the compute type; they stand behind the workspace.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -56,39 +55,5 @@ pub struct Finished<T> {
     pub direction: Direction<T>,
 }
 
-/// The device entry for parameters of this dtype, without its argument suffix.
-pub(crate) fn entry(dtype: DType) -> &'static str {
-    match dtype {
-        DType::F64 => "lamb_f64",
-        _ => "lamb_f32",
-    }
-}
-
-/// The entries of the plan in two launches.
-pub(crate) fn apart(dtype: DType) -> ApartEntries {
-    match dtype {
-        DType::F64 => ApartEntries {
-            sums: "lamb_sums_f64",
-            update: "lamb_update_f64",
-        },
-        _ => ApartEntries {
-            sums: "lamb_sums_f32",
-            update: "lamb_update_f32",
-        },
-    }
-}
-
-/// The lists in the order of a record's addresses.
-pub(crate) fn lists(dtype: DType) -> [TensorList; 4] {
-    let list = |role, access| TensorList {
-        role,
-        dtype,
-        access,
-    };
-    [
-        list(Role::Param, Access::ReadWrite),
-        list(Role::Grad, Access::Read),
-        list(Role::Moment1, Access::ReadWrite),
-        list(Role::Moment2, Access::ReadWrite),
-    ]
-}
+/// Lists of state in the order of a record's addresses.
+pub(crate) const STATE: [Role; 2] = [Role::Moment1, Role::Moment2];

@@ -1,8 +1,8 @@
 //! Hyper-parameters of LARS.
 
 use fusestep_launch::{
-    Domain, Excluded, Format, Layout, MultiTensorKernel, Precision, RuleError, SetValues,
-    UpdateRule, check_hyper,
+    Domain, Excluded, Format, MultiTensorKernel, Precision, RuleError, SetValues, UpdateRule,
+    check_hyper,
 };
 use fusestep_tensor::{DType, Trust};
 
@@ -83,17 +83,10 @@ impl UpdateRule for Lars {
     ) -> Result<Box<dyn MultiTensorKernel>, RuleError> {
         self.validate()?;
         let format = Format::new(self.name(), dtype, precision)?;
-        match dtype {
-            DType::F32 if format.layout() == Layout::F32 => {
-                Ok(Box::new(LarsKernel::<f32>::new(*self)))
-            }
-            DType::F64 => Ok(Box::new(LarsKernel::<f64>::new(*self))),
-            found => Err(RuleError::DType {
-                rule: self.name(),
-                expected: "f32 or f64",
-                found,
-            }),
-        }
+        Ok(match dtype {
+            DType::F64 => Box::new(LarsKernel::<f64>::new(*self, format)),
+            _ => Box::new(LarsKernel::<f32>::new(*self, format)),
+        })
     }
 }
 

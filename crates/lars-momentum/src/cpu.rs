@@ -3,15 +3,16 @@
 use std::marker::PhantomData;
 
 use fusestep_elementwise::{
-    Compute, Terms, Update, chunk_sums, padded_bytes, read_values, run, write_padded,
+    Compute, Terms, Update, chunk_sums, padded_bytes, read_values, run_format, write_padded,
 };
 use fusestep_launch::{
-    ApartEntries, ArgumentLayout, FINISHED_BYTES, HostCall, HostList, HostSpans, MAX_LISTS,
+    ApartEntries, ArgumentLayout, FINISHED_BYTES, Format, HostCall, HostList, HostSpans, MAX_LISTS,
     MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, SetValues, TensorList, WORKSPACE_BYTES,
+    entry,
 };
 
 use crate::Lars;
-use crate::device::{Finished, RateScalars, Scalars, Set, apart, entry, lists};
+use crate::device::{Finished, RateScalars, STATE, Scalars, Set};
 
 /// Bytes of a class's set.
 const SET_BYTES: usize = size_of::<Set>();
@@ -19,7 +20,8 @@ const SET_BYTES: usize = size_of::<Set>();
 /// Where the scalars of the update start.
 const UPDATE_AT: usize = WORKSPACE_BYTES + size_of::<RateScalars>();
 
-/// LARS for parameters and gradients of `T`, with all arithmetic of an element in `T`, norms and rates in f64.
+/// LARS with all arithmetic of an element in `T`, norms and rates in f64, for tensors kept in any format that is computed in
+/// `T`; the norm of a parameter with a master is the master's.
 ///
 /// # Cost
 /// 20 bytes of memory traffic per f32 element (read p, g, u; write p, u), 28 where a tensor does not fit into the cache and p and
@@ -27,16 +29,18 @@ const UPDATE_AT: usize = WORKSPACE_BYTES + size_of::<RateScalars>();
 #[derive(Debug, Clone)]
 pub struct LarsKernel<T> {
     config: Lars,
-    lists: [TensorList; 3],
+    format: Format,
+    lists: Vec<TensorList>,
     compute: PhantomData<T>,
 }
 
 impl<T: Compute> LarsKernel<T> {
     /// The kernel of a validated configuration.
-    pub(crate) fn new(config: Lars) -> Self {
+    pub(crate) fn new(config: Lars, format: Format) -> Self {
         Self {
             config,
-            lists: lists(T::DTYPE),
+            format,
+            lists: format.lists(&STATE),
             compute: PhantomData,
         }
     }
@@ -48,7 +52,7 @@ impl<T: Compute> MultiTensorKernel for LarsKernel<T> {
     }
 
     fn entry(&self) -> &'static str {
-        entry(T::DTYPE)
+        entry!("lars_momentum", self.format)
     }
 
     fn lists(&self) -> &[TensorList] {
@@ -56,15 +60,15 @@ impl<T: Compute> MultiTensorKernel for LarsKernel<T> {
     }
 
     fn argument_layout(&self) -> ArgumentLayout {
-        ArgumentLayout {
+        self.format.argument_layout(ArgumentLayout {
             lists: self.lists.len(),
             scalar_bytes: UPDATE_AT + padded_bytes::<T>(2),
             set_bytes: SET_BYTES,
-        }
+        })
     }
 
     fn flags(&self) -> u32 {
-        0
+        self.format.flags()
     }
 
     fn write_scalars(&self, out: &mut [u8]) {
@@ -85,7 +89,10 @@ impl<T: Compute> MultiTensorKernel for LarsKernel<T> {
 
     fn write_set(&self, values: SetValues, out: &mut [u8]) {
         let set = self.config.set(values);
-        write_padded(&[set.lr, set.lambda, set.trust], out);
+        write_padded(
+            &[set.lr, set.lambda, set.trust],
+            self.format.write_key(values.step, out),
+        );
     }
 
     fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {
@@ -93,7 +100,7 @@ impl<T: Compute> MultiTensorKernel for LarsKernel<T> {
         let update = LarsUpdate {
             scalars: Scalars::<T> { momentum, rescale },
         };
-        run::<T, T, T, _, 1>(&update, call, lists, spans);
+        run_format::<T, _, 1>(&update, self.format, call, lists, spans);
     }
 
     fn normed(&self) -> Option<&dyn NormedKernel> {
@@ -103,7 +110,10 @@ impl<T: Compute> MultiTensorKernel for LarsKernel<T> {
 
 impl<T: Compute> NormedKernel for LarsKernel<T> {
     fn apart(&self) -> ApartEntries {
-        apart(T::DTYPE)
+        ApartEntries {
+            sums: entry!("lars_momentum_sums", self.format),
+            update: entry!("lars_momentum_update", self.format),
+        }
     }
 
     fn chunk_sums(
@@ -112,11 +122,7 @@ impl<T: Compute> NormedKernel for LarsKernel<T> {
         _class: u32,
         lists: [&[u8]; MAX_LISTS],
     ) -> [f64; MAX_SUMS] {
-        let lists: [&[T]; 2] = [
-            bytemuck::cast_slice(lists[0]),
-            bytemuck::cast_slice(lists[1]),
-        ];
-        chunk_sums::<T, T, _, 2, 2>(call.level, &Both, lists)
+        chunk_sums::<T, _, 1, 2>(call.level, &Both, self.format, lists)
     }
 
     fn finish(
@@ -126,7 +132,8 @@ impl<T: Compute> NormedKernel for LarsKernel<T> {
         sums: [f64; MAX_SUMS],
         set: &mut [u8; FINISHED_BYTES],
     ) -> Outcome {
-        let [lr, lambda, trust] = read_values(&call.sets[class as usize * SET_BYTES..]);
+        let of_class = &call.sets[class as usize * (SET_BYTES + self.format.key_bytes())..];
+        let [lr, lambda, trust] = read_values(of_class);
         let [trust_coefficient, eps, rescale] = read_values(&call.scalars[WORKSPACE_BYTES..]);
         let scalars = RateScalars {
             trust_coefficient,
@@ -136,6 +143,8 @@ impl<T: Compute> NormedKernel for LarsKernel<T> {
         match finished::<T>(&scalars, &Set { lr, lambda, trust }, sums) {
             Some(finished) => {
                 write_padded(&[finished.local, finished.lambda], set);
+                let own = padded_bytes::<T>(2);
+                self.format.copy_key((of_class, SET_BYTES), (set, own));
                 Outcome::Update
             }
             None => Outcome::Skip,
@@ -167,10 +176,12 @@ fn finished<T: Compute>(
 /// The squares of parameter and gradient are summed.
 struct Both;
 
-impl<T: Compute> Terms<T, 2, 2> for Both {
+impl<T: Compute> Terms<T, 1, 2> for Both {
+    const READ: usize = 0;
+
     #[inline(always)]
-    fn terms(&self, element: [T; 2]) -> [T; 2] {
-        element
+    fn terms(&self, p: T, g: T, _: [T; 1]) -> [T; 2] {
+        [p, g]
     }
 }
 

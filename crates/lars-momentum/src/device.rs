@@ -3,8 +3,7 @@
 //! Always compiled, so that the two sides cannot drift apart unseen: the emulator tests run the same bytes.
 
 pub use fusestep_elementwise::Compute;
-use fusestep_launch::{Access, ApartEntries, TensorList};
-use fusestep_tensor::{DType, Role};
+use fusestep_tensor::Role;
 
 /// Scalars shared by all tensors that the local rate is made of; behind the workspace, before those of the update.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -50,38 +49,5 @@ pub struct Finished<T> {
     pub lambda: T,
 }
 
-/// The device entry for parameters of this dtype, without its argument suffix.
-pub(crate) fn entry(dtype: DType) -> &'static str {
-    match dtype {
-        DType::F64 => "lars_momentum_f64",
-        _ => "lars_momentum_f32",
-    }
-}
-
-/// The entries of the plan in two launches.
-pub(crate) fn apart(dtype: DType) -> ApartEntries {
-    match dtype {
-        DType::F64 => ApartEntries {
-            sums: "lars_momentum_sums_f64",
-            update: "lars_momentum_update_f64",
-        },
-        _ => ApartEntries {
-            sums: "lars_momentum_sums_f32",
-            update: "lars_momentum_update_f32",
-        },
-    }
-}
-
-/// The lists in the order of a record's addresses.
-pub(crate) fn lists(dtype: DType) -> [TensorList; 3] {
-    let list = |role, access| TensorList {
-        role,
-        dtype,
-        access,
-    };
-    [
-        list(Role::Param, Access::ReadWrite),
-        list(Role::Grad, Access::Read),
-        list(Role::Velocity, Access::ReadWrite),
-    ]
-}
+/// Lists of state in the order of a record's addresses.
+pub(crate) const STATE: [Role; 1] = [Role::Velocity];

@@ -2,7 +2,8 @@
 
 use fusestep_elementwise::{Tensor, step_tensor};
 use fusestep_launch::{
-    HostCall, HostList, MAX_LISTS, MultiTensorKernel, Outcome, SetValues, UpdateRule,
+    Format, HostCall, HostList, MAX_LISTS, MultiTensorKernel, Outcome, Precision, SetValues,
+    UpdateRule,
 };
 use fusestep_simd::{Level, Team};
 use fusestep_tensor::Trust;
@@ -90,7 +91,8 @@ impl Lars {
         for (index, tensor) in tensors.iter().enumerate() {
             check(index, tensor)?;
         }
-        let kernel = LarsKernel::<T>::new(*self);
+        let format = Format::new(self.name(), T::DTYPE, Precision::default())?;
+        let kernel = LarsKernel::<T>::new(*self, format);
         let layout = kernel.argument_layout();
         let (mut scalars, mut set) = ([0; 128], [0; 64]);
         kernel.write_scalars(&mut scalars[..layout.scalar_bytes]);

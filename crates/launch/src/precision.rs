@@ -178,6 +178,11 @@ impl Format {
         self.layout
     }
 
+    /// How values are rounded to bf16.
+    pub fn rounding(&self) -> Rounding {
+        self.rounding
+    }
+
     /// Whether some value is rounded at random.
     pub fn is_stochastic(&self) -> bool {
         matches!(self.rounding, Rounding::Stochastic { .. })
@@ -257,6 +262,23 @@ impl Format {
             set_bytes: own.set_bytes + KEY_BYTES,
             ..own
         }
+    }
+
+    /// Bytes behind every set: [`KEY_BYTES`] or none.
+    pub fn key_bytes(&self) -> usize {
+        match self.rounding {
+            Rounding::Nearest => 0,
+            Rounding::Stochastic { .. } => KEY_BYTES,
+        }
+    }
+
+    /// Copies the key behind a class's set of `own` bytes to behind a finished set of `finished` bytes.
+    ///
+    /// # Panics
+    /// If one of them is too short for set and key.
+    pub fn copy_key(&self, (set, own): (&[u8], usize), (out, finished): (&mut [u8], usize)) {
+        let key_bytes = self.key_bytes();
+        out[finished..finished + key_bytes].copy_from_slice(&set[own..own + key_bytes]);
     }
 
     /// Flags of the header: [`FLAG_STOCHASTIC`] or none.

@@ -8,5 +8,5 @@ mod runner;
 mod ulp;
 
 pub use case::{Case, EDGE_NUMELS, Gradients};
-pub use runner::{backends, check, check_at, check_bits, check_on_host, outcome};
+pub use runner::{backends, check, check_at, check_bits, outcome};
 pub use ulp::ulp_distance;

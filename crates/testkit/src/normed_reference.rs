@@ -3,14 +3,15 @@
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::{Excluded, Lars, Trust};
 use fusestep_launch::SetValues;
-use fusestep_tensor::ParamDesc;
+use fusestep_planner::Plan;
+use fusestep_tensor::{DType, ParamDesc, Role};
 
-use crate::reference::{Near, is_near, values};
+use crate::reference::{GRAD, Kept, join, unit, values};
 use crate::{Case, Gradients};
 
 /// Requires of every list the values of the LARS reference.
-pub(crate) fn near_lars(lars: &Lars, case: &Case, found: &[u8]) {
-    each_tensor(case, 3, found, |tensor| {
+pub(crate) fn near_lars(lars: &Lars, plan: &Plan, case: &Case, found: &[u8]) {
+    each_tensor(plan, case, &[Role::Velocity], found, |tensor| {
         let own = Lars {
             lr: lars.lr * tensor.param.lr_scale,
             weight_decay: tensor.param.weight_decay.unwrap_or(lars.weight_decay),
@@ -23,13 +24,19 @@ pub(crate) fn near_lars(lars: &Lars, case: &Case, found: &[u8]) {
         for grad in &tensor.grads {
             changed |= fusestep_lars_momentum::reference::update(&own, trust, &mut p, grad, &mut u);
         }
-        (vec![p, tensor.last_grad(), u], own.lr, changed)
+        Expected {
+            param: p,
+            state: vec![u],
+            scale: own.lr,
+            changed,
+        }
     });
 }
 
 /// Requires of every list the values of the LAMB reference.
-pub(crate) fn near_lamb(lamb: &Lamb, case: &Case, found: &[u8]) {
-    each_tensor(case, 4, found, |tensor| {
+pub(crate) fn near_lamb(lamb: &Lamb, plan: &Plan, case: &Case, found: &[u8]) {
+    let roles = [Role::Moment1, Role::Moment2];
+    each_tensor(plan, case, &roles, found, |tensor| {
         let own = Lamb {
             lr: lamb.lr * tensor.param.lr_scale,
             weight_decay: tensor.param.weight_decay.unwrap_or(lamb.weight_decay),
@@ -46,13 +53,12 @@ pub(crate) fn near_lamb(lamb: &Lamb, case: &Case, found: &[u8]) {
         for (step, grad) in (1..).zip(&tensor.grads) {
             changed |= fusestep_lamb::reference::update(&own, trust, step, &mut state, grad);
         }
-        let lists = vec![
-            state.param,
-            tensor.last_grad(),
-            state.moment1,
-            state.moment2,
-        ];
-        (lists, own.lr, changed)
+        Expected {
+            param: state.param,
+            state: vec![state.moment1, state.moment2],
+            scale: own.lr,
+            changed,
+        }
     });
 }
 
@@ -64,59 +70,116 @@ struct CaseTensor<'a> {
     grads: Vec<Vec<f64>>,
 }
 
-impl CaseTensor<'_> {
-    fn last_grad(&self) -> Vec<f64> {
-        self.grads.last().cloned().unwrap_or_default()
-    }
+/// What a tensor must come out as.
+struct Expected {
+    param: Vec<f64>,
+    state: Vec<Vec<f64>>,
+    /// The size of an update.
+    scale: f64,
+    /// Whether any step changed the tensor.
+    changed: bool,
 }
 
-/// Compares each tensor of `lists` lists with what `expect` makes of it: the lists, the scale of an update, and whether any step
-/// changed the tensor.
+/// Compares each tensor of a rule with this state with what `expect` makes of it.
 fn each_tensor(
+    plan: &Plan,
     case: &Case,
-    lists: usize,
+    state: &[Role],
     found: &[u8],
-    expect: impl Fn(&CaseTensor<'_>) -> (Vec<Vec<f64>>, f64, bool),
+    expect: impl Fn(&CaseTensor<'_>) -> Expected,
 ) {
     let mut rest = found;
     for (index, param) in case.params.iter().enumerate() {
+        let kept = Kept::new(plan, state, param.dtype, case.steps);
         let numel = param.numel() as usize;
-        let (own, behind) = rest.split_at(numel * lists * param.dtype.len_bytes());
-        rest = behind;
-        let steps = 1..=case.steps;
+        let mut columns = Vec::new();
+        for &(_, dtype) in &kept.lists {
+            let (own, behind) = rest.split_at(numel * dtype.len_bytes());
+            rest = behind;
+            columns.push(values(own, dtype));
+        }
         let tensor = CaseTensor {
             param,
             first: values(&case.param_bytes(index), param.dtype),
-            grads: steps
+            grads: (1..=case.steps)
                 .map(|step| values(&case.grad_bytes(index, step), param.dtype))
                 .collect(),
         };
-        let found = values(own, param.dtype);
-        let (expected, scale, changed) = expect(&tensor);
+        let expected = expect(&tensor);
         // With extreme gradients f32 overflows where f64 does not; what is skipped in every step must stand exactly as it was.
-        if case.gradients == Gradients::Extreme && changed {
+        if case.gradients == Gradients::Extreme && expected.changed {
             continue;
         }
-        for (list, expected) in expected.iter().enumerate() {
-            let found = &found[list * numel..][..numel];
-            for (at, (&found, &expected)) in found.iter().zip(expected).enumerate() {
+        let scales = Scales::new(&kept, &tensor, &expected);
+        for (list, &(role, dtype)) in kept.lists.iter().enumerate() {
+            for (at, &stored) in columns[list].iter().enumerate() {
+                let (found, value) = match role {
+                    Role::Grad => continue,
+                    Role::Remainder => (join(columns[0][at], stored), expected.param[at]),
+                    Role::Param | Role::Master => (stored, expected.param[at]),
+                    _ => (stored, expected.state[list - 2][at]),
+                };
                 let near = match case.gradients {
-                    Gradients::Ordinary => {
-                        let near = Near {
-                            value: expected,
-                            scale,
-                        };
-                        is_near(found, near, param.dtype)
-                    }
-                    Gradients::Extreme => list == 1 || found == expected,
+                    Gradients::Ordinary => scales.is_near(role, dtype, found, value),
+                    Gradients::Extreme => found == value,
                 };
                 assert!(
                     near,
-                    "list {list} of `{}`, element {at}: expected {expected}, found {found}",
+                    "{role} of `{}`, element {at}: expected {value}, found {found}",
                     param.name
                 );
             }
         }
+    }
+}
+
+/// What the rounding errors of a tensor's lists are proportional to.
+struct Scales<'a> {
+    kept: &'a Kept,
+    /// The size of an update as the rule bounds it.
+    update: f64,
+    /// Most that an element moved, and the largest velocity.
+    moved: f64,
+    velocity: f64,
+}
+
+impl<'a> Scales<'a> {
+    fn new(kept: &'a Kept, tensor: &CaseTensor<'_>, expected: &Expected) -> Self {
+        let largest = |values: &mut dyn Iterator<Item = f64>| values.fold(0.0, f64::max);
+        let moves = tensor.first.iter().zip(&expected.param);
+        Self {
+            kept,
+            update: expected.scale,
+            moved: largest(&mut moves.map(|(first, last)| (first - last).abs())),
+            velocity: largest(&mut expected.state[0].iter().map(|x| x.abs())),
+        }
+    }
+
+    /// Some roundings of the dtype apart, or apart by little of the scale.
+    fn is_near(&self, role: Role, dtype: DType, found: f64, value: f64) -> bool {
+        let Kept {
+            param_error,
+            state_error,
+            steps,
+            ..
+        } = *self.kept;
+        let (relative, epsilon) = match dtype {
+            DType::F64 => (1e-13, 1e-16 + 1e-11 * self.update),
+            _ => (1e-5, 1e-8 + 1e-3 * self.update),
+        };
+        let coarse = match role {
+            // The rate follows the norms, which are off by as much as their elements.
+            Role::Velocity => self.velocity * steps * (param_error + state_error),
+            Role::Moment1 => 3.0 * GRAD * state_error,
+            Role::Moment2 => 0.0,
+            _ => self.moved * steps * (param_error + 10.0 * state_error),
+        };
+        approx::relative_eq!(
+            found,
+            value,
+            max_relative = relative + unit(dtype) * steps,
+            epsilon = epsilon + coarse
+        )
     }
 }
 

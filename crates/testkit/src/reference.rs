@@ -20,7 +20,7 @@ const ORDINARY: std::ops::Range<f64> = 1e-7..1.0;
 
 /// Magnitudes of a case's parameters and gradients.
 const PARAM: f64 = 0.1;
-const GRAD: f64 = 0.01;
+pub(crate) const GRAD: f64 = 0.01;
 
 /// One element after all steps of a case: for each list but the gradient its value, and the size of what rounding may move.
 struct Expected {
@@ -30,9 +30,9 @@ struct Expected {
 
 /// A value, and what its rounding errors are proportional to.
 #[derive(Clone, Copy)]
-pub(crate) struct Near {
-    pub(crate) value: f64,
-    pub(crate) scale: f64,
+struct Near {
+    value: f64,
+    scale: f64,
 }
 
 /// Requires the values of the reference, up to rounding; `found` is laid out as by [`crate::outcome`].
@@ -43,8 +43,8 @@ pub(crate) struct Near {
 /// If a value is further from the reference than rounding explains, naming tensor and element.
 pub(crate) fn near_reference(plan: &Plan, case: &Case, found: &[u8]) {
     match plan.optimizer() {
-        Optimizer::Lars(lars) => near_lars(lars, case, found),
-        Optimizer::Lamb(lamb) => near_lamb(lamb, case, found),
+        Optimizer::Lars(lars) => near_lars(lars, plan, case, found),
+        Optimizer::Lamb(lamb) => near_lamb(lamb, plan, case, found),
         _ => near_elementwise(plan, case, found),
     }
 }
@@ -54,7 +54,8 @@ fn near_elementwise(plan: &Plan, case: &Case, found: &[u8]) {
     let (mut rest, mut compared) = (found, 0);
     for (index, param) in case.params.iter().enumerate() {
         let optimizer = own_hyper_parameters(plan.optimizer(), param);
-        let kept = Kept::new(plan, optimizer, param.dtype, case.steps);
+        let rounding = Rounding::new(plan, optimizer, param.dtype, case.steps);
+        let kept = &rounding.kept;
         let numel = param.numel() as usize;
         let first = values(&case.param_bytes(index), param.dtype);
         let grads: Vec<Vec<f64>> = (1..=case.steps)
@@ -87,7 +88,7 @@ fn near_elementwise(plan: &Plan, case: &Case, found: &[u8]) {
                     _ => column[at],
                 };
                 assert!(
-                    kept.is_near(role, dtype, found, near),
+                    rounding.is_near(role, dtype, found, near),
                     "{role} of `{}`, element {at}: expected {}, found {found}",
                     param.name,
                     near.value
@@ -239,32 +240,43 @@ fn own_hyper_parameters(optimizer: &Optimizer, param: &ParamDesc) -> Optimizer {
     }
 }
 
-/// Some roundings of the dtype apart, or apart by little of the scale.
-pub(crate) fn is_near(found: f64, Near { value, scale }: Near, dtype: DType) -> bool {
-    let (max_relative, epsilon) = match dtype {
-        DType::F64 => (1e-13, 1e-16 + 1e-11 * scale),
-        _ => (1e-5, 1e-8 + 1e-3 * scale),
-    };
-    approx::relative_eq!(found, value, max_relative = max_relative, epsilon = epsilon)
+/// How a parameter is kept, which says how far from the reference rounding may take it.
+pub(crate) struct Kept {
+    pub(crate) lists: Vec<(Role, DType)>,
+    /// What rounding the parameter and the state may cost relatively over all steps; 0 if they are kept as computed.
+    pub(crate) param_error: f64,
+    pub(crate) state_error: f64,
+    pub(crate) steps: f64,
 }
 
-/// How a parameter is kept, which says how far from the reference rounding may take it.
-struct Kept {
-    lists: Vec<(Role, DType)>,
-    /// What rounding the parameter and the state may cost relatively over all steps; 0 if they are kept as computed.
-    param_error: f64,
-    state_error: f64,
-    steps: f64,
+impl Kept {
+    /// The tensors of a rule with this state.
+    pub(crate) fn new(plan: &Plan, state: &[Role], dtype: DType, steps: u64) -> Self {
+        let format = Format::new("reference", dtype, plan.precision(dtype));
+        let format = format.expect("a precision of the plan");
+        let lists = format.lists(state);
+        let alone = lists.len() == 2 + state.len();
+        let steps = steps as f64;
+        Self {
+            lists: lists.iter().map(|list| (list.role, list.dtype)).collect(),
+            param_error: if alone { unit(dtype) * steps } else { 0.0 },
+            state_error: unit(format.state()) * steps,
+            steps,
+        }
+    }
+}
+
+/// How far from the reference rounding may take the tensors of an element-wise rule.
+struct Rounding {
+    kept: Kept,
     /// Most that one step moves a parameter by.
     update: f64,
     /// What L2 decay carries of the parameter's error into the gradient.
     decayed: f64,
 }
 
-impl Kept {
+impl Rounding {
     fn new(plan: &Plan, optimizer: Optimizer, dtype: DType, steps: u64) -> Self {
-        let format = Format::new("reference", dtype, plan.precision(dtype));
-        let format = format.expect("a precision of the plan");
         let (state, update, l2): (&[Role], f64, f64) = match optimizer {
             Optimizer::Adam(rule) => {
                 let state: &[Role] = match rule.second_moment {
@@ -285,41 +297,42 @@ impl Kept {
             Optimizer::Adagrad(rule) => (&[Role::Sum], rule.lr, rule.weight_decay),
             other => panic!("the runner has no reference for {}", other.name()),
         };
-        let lists = format.lists(state);
-        let alone = lists.len() == 2 + state.len();
-        let steps = steps as f64;
-        let param_error = if alone { unit(dtype) * steps } else { 0.0 };
+        let kept = Kept::new(plan, state, dtype, steps);
+        let decayed = PARAM * l2 * kept.param_error;
         Self {
-            lists: lists.iter().map(|list| (list.role, list.dtype)).collect(),
-            param_error,
-            state_error: unit(format.state()) * steps,
-            steps,
+            kept,
             update,
-            decayed: PARAM * l2 * param_error,
+            decayed,
         }
     }
 
     /// Some roundings of the dtype apart, or apart by little of the scale.
     fn is_near(&self, role: Role, dtype: DType, found: f64, Near { value, scale }: Near) -> bool {
+        let Kept {
+            param_error,
+            state_error,
+            steps,
+            ..
+        } = self.kept;
         let (relative, epsilon) = match dtype {
             DType::F64 => (1e-13, 1e-16 + 1e-11 * scale),
             _ => (1e-5, 1e-8 + 1e-3 * scale),
         };
         let coarse = match role {
             Role::Param | Role::Master | Role::Remainder if self.decayed > 0.0 => {
-                self.update * self.steps / 2.0
+                self.update * steps / 2.0
             }
             // A parameter on its way through zero was rounded at values as large as the updates.
             Role::Param | Role::Master | Role::Remainder => {
-                self.update * (10.0 * self.state_error + self.steps * self.param_error)
+                self.update * (10.0 * state_error + steps * param_error)
             }
-            Role::Moment1 | Role::Velocity => 3.0 * GRAD * self.state_error + self.decayed,
+            Role::Moment1 | Role::Velocity => 3.0 * GRAD * state_error + self.decayed,
             _ => GRAD * self.decayed,
         };
         approx::relative_eq!(
             found,
             value,
-            max_relative = relative + unit(dtype) * self.steps,
+            max_relative = relative + unit(dtype) * steps,
             epsilon = epsilon + coarse
         )
     }
@@ -333,7 +346,7 @@ fn l2_of(weight_decay: WeightDecay) -> f64 {
 }
 
 /// One unit in the last place of a 16-bit type, relatively: rounding at random may cost a whole one.
-fn unit(dtype: DType) -> f64 {
+pub(crate) fn unit(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 1.0 / 128.0,
         DType::F16 => 1.0 / 1024.0,
@@ -342,7 +355,7 @@ fn unit(dtype: DType) -> f64 {
 }
 
 /// The master of a bf16 parameter and its remainder, both given as values.
-fn join(param: f64, remainder: f64) -> f64 {
+pub(crate) fn join(param: f64, remainder: f64) -> f64 {
     join_bf16(bf16::from_f64(param).to_bits(), remainder as u16).into()
 }
 

@@ -12,17 +12,8 @@ use half::{bf16, f16};
 use crate::Case;
 use crate::reference::near_reference;
 
-/// Backends with a name for messages.
-type Backends = Vec<(String, Box<dyn Backend>)>;
-
 /// Every backend of this build and machine with a name for messages; what is missing is printed.
 pub fn backends() -> Vec<(String, Box<dyn Backend>)> {
-    let mut all = host_backends();
-    add_cuda(&mut all);
-    all
-}
-
-fn host_backends() -> Vec<(String, Box<dyn Backend>)> {
     let mut all: Vec<(String, Box<dyn Backend>)> = Vec::new();
     for level in Level::available() {
         for threads in [1, 2, 3] {
@@ -34,6 +25,7 @@ fn host_backends() -> Vec<(String, Box<dyn Backend>)> {
             ));
         }
     }
+    add_cuda(&mut all);
     all
 }
 
@@ -128,20 +120,8 @@ pub fn check(optimizer: Optimizer, case: &Case) {
 /// # Panics
 /// As [`check`].
 pub fn check_at(optimizer: Optimizer, precision: Precision, case: &Case) {
-    check_on(backends(), optimizer, precision, case);
-}
-
-/// [`check_at`] on the host's backends alone: for formats that a rule's device kernel does not have.
-///
-/// # Panics
-/// As [`check`].
-pub fn check_on_host(optimizer: Optimizer, precision: Precision, case: &Case) {
-    check_on(host_backends(), optimizer, precision, case);
-}
-
-fn check_on(all: Backends, optimizer: Optimizer, precision: Precision, case: &Case) {
     let with_precision = |planner: Planner| planner.precision(precision);
-    let expected = same_bits(all, optimizer, case, &with_precision);
+    let expected = check_bits(optimizer, case, &with_precision);
     let plan = with_precision(Planner::new(optimizer)).plan(&case.params);
     near_reference(&plan.expect("a valid case"), case, &expected);
 }
@@ -156,22 +136,13 @@ pub fn check_bits(
     case: &Case,
     passes: &dyn Fn(Planner) -> Planner,
 ) -> Vec<u8> {
-    same_bits(backends(), optimizer, case, passes)
-}
-
-fn same_bits(
-    all: Backends,
-    optimizer: Optimizer,
-    case: &Case,
-    passes: &dyn Fn(Planner) -> Planner,
-) -> Vec<u8> {
     let oracle = CpuBackend::new(NonZeroUsize::MIN)
         .expect("the caller's thread")
         .at_level(Level::PORTABLE);
     let naive = passes(Planner::new(optimizer).naive());
     let plan = naive.plan(&case.params).expect("a valid case");
     let expected = outcome(&plan, case, &oracle);
-    for (name, backend) in all {
+    for (name, backend) in backends() {
         for limits in limits() {
             let planners = [
                 ("fused", Planner::new(optimizer).limits(limits)),

@@ -6,9 +6,10 @@ use std::num::NonZeroUsize;
 
 use fusestep_cpu::CpuBackend;
 use fusestep_cuda::CudaBackend;
+use fusestep_fused_adam::Adam;
 use fusestep_launch::{
-    Backend, BackendError, Batchable, Launch, LaunchLimits, ListBuffer, MultiTensorKernel,
-    Precision, SetValues, UpdateRule, batches,
+    Backend, BackendError, Batchable, Launch, LaunchLimits, ListBuffer, Master, MultiTensorKernel,
+    Precision, Rounding, SetValues, StateDType, UpdateRule, batches,
 };
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::DType;
@@ -28,6 +29,29 @@ pub(crate) fn cuda() -> CudaBackend {
 
 pub(crate) fn cpu() -> CpuBackend {
     CpuBackend::new(NonZeroUsize::MIN).expect("the caller's thread")
+}
+
+/// Every combination of dtype and precision that there is a kernel for, but the plain f32 and f64.
+pub(crate) fn formats() -> Vec<(DType, Precision)> {
+    let mut all = Vec::new();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for master in [Master::None, Master::F32, Master::Remainder] {
+            for state in [StateDType::Compute, StateDType::Bf16] {
+                for rounding in [Rounding::Nearest, Rounding::Stochastic { seed: 3 }] {
+                    let precision = Precision {
+                        master,
+                        state,
+                        rounding,
+                    };
+                    if Adam::default().kernel(dtype, precision).is_ok() {
+                        all.push((dtype, precision));
+                    }
+                }
+            }
+        }
+    }
+    assert_eq!(all.len(), 15);
+    all
 }
 
 /// Requires the host's bits from the device, fused and naive, at these limits.
