@@ -1,24 +1,26 @@
 //! The optimizer.
 
-use std::cell::Cell;
 use std::num::NonZeroUsize;
 use std::path::Path;
 
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, InplaceOp2, Layout, Tensor, Var};
+use candle_core::{Tensor, Var};
 use candle_nn::Optimizer;
-use fusestep_cpu::{CpuBackend, LentPiece};
-use fusestep_launch::{Backend, BackendError};
-use fusestep_planner::{Plan, Planner, State, Tensors};
+use fusestep_cpu::CpuBackend;
+use fusestep_launch::Backend;
+use fusestep_planner::{
+    ClipByGlobalNorm, LossScaling, Optimizer as Rule, Plan, Planner, State, Tensors,
+};
 use fusestep_tensor::Role;
 
 use crate::gradients::{Addresses, Gradients};
+use crate::lend::{self, LentByCandle};
 use crate::variables::{Names, Variables};
-use crate::{AdapterError, IntoVariables, Params};
+use crate::{AdapterError, Fusion, IntoVariables, Options, Params};
 
 /// An update rule on candle variables: one planned step over all of them, in place, on all threads.
 ///
-/// [`crate::AdamW`], [`crate::Sgd`] and [`crate::Lion`] are this with their hyper-parameters; see the [crate's page](crate).
+/// [`crate::AdamW`], [`crate::Sgd`], [`crate::Lars`] and the others are this with their hyper-parameters; see the [crate's page](crate).
 #[derive(Debug)]
 pub struct Fused<P> {
     vars: Vec<(String, Var)>,
@@ -28,11 +30,12 @@ pub struct Fused<P> {
     plan: Plan,
     state: State,
     backend: CpuBackend,
+    unmatched: Vec<String>,
     report: Report,
 }
 
 /// What the last step did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Report {
     /// Steps run.
     pub step: u64,
@@ -44,6 +47,12 @@ pub struct Report {
     pub absent: u64,
     /// Gradients that had to be copied: not contiguous, or lying in a variable's own memory.
     pub copied_gradients: u64,
+    /// Norm of all gradients, with the loss scale taken out; `None` unless [`Options`] clip or scale.
+    pub grad_norm: Option<f64>,
+    /// Gradient elements that are infinite or NaN; counted where [`Options`] clip or scale.
+    pub non_finite: u64,
+    /// Whether the step was skipped because of them: no variable, no state and no step count has changed.
+    pub skipped: bool,
 }
 
 impl<P: Params> Fused<P> {
@@ -53,8 +62,7 @@ impl<P: Params> Fused<P> {
     /// An [`AdapterError`] inside candle's error: a hyper-parameter out of range, a variable of another dtype or device than f32 or
     /// f64 on the CPU, or one given twice.
     pub fn new(vars: impl IntoVariables, params: P) -> candle_core::Result<Self> {
-        let threads = std::thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
-        Self::with_threads(vars, params, threads)
+        Self::with_options(vars, params, &Options::default())
     }
 
     /// [`Fused::new`] with the other hyper-parameters at their defaults.
@@ -79,9 +87,11 @@ impl<P: Params> Fused<P> {
         params: P,
         threads: NonZeroUsize,
     ) -> candle_core::Result<Self> {
-        let backend = CpuBackend::new(threads).map_err(AdapterError::from)?;
-        let planner = Planner::new(params.rule()).limits(backend.limits());
-        Self::with_planner(vars, params, planner, backend)
+        let options = Options {
+            threads: Some(threads),
+            ..Options::default()
+        };
+        Self::with_options(vars, params, &options)
     }
 
     /// An optimizer without any pass: one launch per variable. The oracle of the fused one.
@@ -93,24 +103,36 @@ impl<P: Params> Fused<P> {
         params: P,
         threads: NonZeroUsize,
     ) -> candle_core::Result<Self> {
-        let backend = CpuBackend::new(threads).map_err(AdapterError::from)?;
-        let planner = Planner::new(params.rule()).limits(backend.limits()).naive();
-        Self::with_planner(vars, params, planner, backend)
+        let options = Options {
+            threads: Some(threads),
+            fusion: Fusion::Naive,
+            ..Options::default()
+        };
+        Self::with_options(vars, params, &options)
     }
 
-    fn with_planner(
+    /// [`Fused::new`] with clipping, loss scaling, 16-bit variables and their masters, and the rest of [`Options`].
+    ///
+    /// # Errors
+    /// As [`Fused::new`], and for an option out of range or a precision that a variable cannot have.
+    pub fn with_options(
         vars: impl IntoVariables,
         params: P,
-        planner: Planner,
-        backend: CpuBackend,
+        options: &Options,
     ) -> candle_core::Result<Self> {
+        let backend = match options.threads {
+            Some(threads) => CpuBackend::new(threads),
+            None => CpuBackend::with_all_threads(),
+        };
+        let backend = backend.map_err(AdapterError::from)?;
         let variables = vars.into_variables().floating_point();
-        let descriptors = variables.descriptors()?;
-        let plan = planner.tensors(Tensors::Lent).plan(&descriptors);
-        let plan = plan.map_err(AdapterError::from)?;
+        let mut unmatched = Vec::new();
+        let descriptors = variables.descriptors(&options.exclude, &mut unmatched)?;
+        let planner = planner(params.rule(), &backend, options);
+        let plan = planner.plan(&descriptors).map_err(AdapterError::from)?;
         let state = plan.allocate(&backend).map_err(AdapterError::from)?;
         let Variables { vars, names } = variables;
-        Ok(Self {
+        let mut optimizer = Self {
             addresses: Addresses::of(&vars),
             vars,
             names,
@@ -118,8 +140,36 @@ impl<P: Params> Fused<P> {
             plan,
             state,
             backend,
+            unmatched,
             report: Report::default(),
-        })
+        };
+        optimizer.follow_variables()?;
+        Ok(optimizer)
+    }
+
+    /// Lets f32 masters follow variables that were written outside of a step, where they do not round to the values there.
+    ///
+    /// # Errors
+    /// An [`AdapterError`] if memory cannot be had.
+    pub fn follow_variables(&mut self) -> candle_core::Result<()> {
+        for (name, var) in &self.vars {
+            let (storage, layout) = var.storage_and_layout();
+            let bytes = lend::bytes_of(&storage, layout)?;
+            let done = self.state.follow_lent(&self.backend, name, bytes);
+            done.map_err(AdapterError::from)?;
+        }
+        Ok(())
+    }
+
+    /// Names of [`Options::exclude`] that are part of no variable's name: likely a mistake.
+    pub fn unmatched_excludes(&self) -> &[String] {
+        &self.unmatched
+    }
+
+    /// The factor to multiply the next loss with before `backward`; 1 without [`Options::loss_scale`].
+    pub fn loss_scale(&self) -> f64 {
+        let scale = self.state.loss_scale();
+        scale.map_or(1.0, |scale| scale.scale())
     }
 
     /// The hyper-parameters.
@@ -221,17 +271,12 @@ impl<P: Params> Optimizer for Fused<P> {
                 self.state.set_absent_at(index);
             }
         }
-        let (vars, backend) = (&self.vars, &self.backend);
-        let report = self.plan.run_each(&mut self.state, &mut |launch| {
-            let members = launch.members;
-            backend.launch_lent(launch, &|piece| {
-                let member = members[piece.tensor()] as usize;
-                match &gradients.of_var[member] {
-                    Some(grad) => lend(&vars[member], grad, piece),
-                    None => Ok(()),
-                }
-            })
-        });
+        let mut lender = LentByCandle {
+            backend: &self.backend,
+            vars: &self.vars,
+            grads: &gradients.of_var,
+        };
+        let report = self.plan.run_lent(&mut self.state, &mut lender);
         let report = report.map_err(AdapterError::from)?;
         self.report = Report {
             step: report.step,
@@ -239,6 +284,9 @@ impl<P: Params> Optimizer for Fused<P> {
             elements: report.elements,
             absent: report.absent,
             copied_gradients: gradients.copied,
+            grad_norm: report.grad_norm,
+            non_finite: report.non_finite,
+            skipped: report.skipped,
         };
         Ok(())
     }
@@ -252,58 +300,20 @@ impl<P: Params> Optimizer for Fused<P> {
     }
 }
 
-/// Lets candle lock one variable and its gradient and updates the variable in place.
-fn lend(
-    (name, var): &(String, Var),
-    grad: &Tensor,
-    piece: LentPiece<'_>,
-) -> Result<(), BackendError> {
-    let update = Update(Cell::new(Some(piece)));
-    let done = var.as_tensor().inplace_op2(grad, &update);
-    done.map_err(|error| BackendError::Device {
-        backend: "cpu",
-        operation: format!("updating variable `{name}`"),
-        code: 0,
-        text: error.to_string(),
-    })
-}
-
-/// The update as an in-place operation of candle; taken out of its cell when candle calls it, once.
-struct Update<'a>(Cell<Option<LentPiece<'a>>>);
-
-impl InplaceOp2 for Update<'_> {
-    fn name(&self) -> &'static str {
-        "fused-step"
+/// The passes that the options ask for.
+fn planner(rule: Rule, backend: &CpuBackend, options: &Options) -> Planner {
+    let mut planner = Planner::new(rule)
+        .limits(backend.limits())
+        .precision(options.precision)
+        .tensors(Tensors::Lent);
+    if options.fusion == Fusion::Naive {
+        planner = planner.naive();
     }
-
-    fn cpu_fwd(
-        &self,
-        param: &mut CpuStorage,
-        param_layout: &Layout,
-        grad: &CpuStorage,
-        grad_layout: &Layout,
-    ) -> candle_core::Result<()> {
-        let name = InplaceOp2::name(self);
-        let (Some(param_range), Some(grad_range)) = (
-            param_layout.contiguous_offsets(),
-            grad_layout.contiguous_offsets(),
-        ) else {
-            candle_core::bail!("{name}: expected contiguous tensors, found strides")
-        };
-        let Some(piece) = self.0.take() else {
-            candle_core::bail!("{name}: expected one call for each update, found a second")
-        };
-        let (param, grad): (&mut [u8], &[u8]) = match (param, grad) {
-            (CpuStorage::F32(param), CpuStorage::F32(grad)) => (
-                bytemuck::cast_slice_mut(&mut param[param_range.0..param_range.1]),
-                bytemuck::cast_slice(&grad[grad_range.0..grad_range.1]),
-            ),
-            (CpuStorage::F64(param), CpuStorage::F64(grad)) => (
-                bytemuck::cast_slice_mut(&mut param[param_range.0..param_range.1]),
-                bytemuck::cast_slice(&grad[grad_range.0..grad_range.1]),
-            ),
-            _ => candle_core::bail!("{name}: expected f32 or f64 tensors of one dtype"),
-        };
-        piece.update(param, grad).map_err(candle_core::Error::wrap)
+    if let Some(scale) = options.loss_scale {
+        planner = planner.with(LossScaling::from(scale));
     }
+    if let Some(norm) = options.clip_norm {
+        planner = planner.with(ClipByGlobalNorm::new(norm));
+    }
+    planner
 }

@@ -3,9 +3,10 @@
 use std::collections::HashSet;
 
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, Storage, Tensor, Var};
+use candle_core::{Storage, Tensor, Var};
 
 use crate::AdapterError;
+use crate::lend::bytes;
 
 /// One gradient for each variable, contiguous and in memory of its own; `None` where there is none.
 pub(crate) struct Gradients {
@@ -66,9 +67,9 @@ impl Gradients {
 /// Where a tensor's storage begins.
 fn address(tensor: &Tensor) -> Option<usize> {
     let (storage, _) = tensor.storage_and_layout();
-    match &*storage {
-        Storage::Cpu(CpuStorage::F32(values)) if !values.is_empty() => Some(values.as_ptr().addr()),
-        Storage::Cpu(CpuStorage::F64(values)) if !values.is_empty() => Some(values.as_ptr().addr()),
-        _ => None,
-    }
+    let Storage::Cpu(storage) = &*storage else {
+        return None;
+    };
+    let bytes = bytes(storage).filter(|bytes| !bytes.is_empty())?;
+    Some(bytes.as_ptr().addr())
 }

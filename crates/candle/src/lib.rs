@@ -4,14 +4,21 @@
 mod error;
 mod fused;
 mod gradients;
+mod lend;
+mod options;
 mod params;
 mod variables;
 
 pub use error::AdapterError;
 pub use fused::{Fused, Report};
+pub use fusestep_adagrad::Adagrad as ParamsAdagrad;
 pub use fusestep_fused_sgd::{Nesterov, Sgd as ParamsSgd};
-pub use fusestep_launch::{Objective, WeightDecay};
+pub use fusestep_lamb::Lamb as ParamsLamb;
+pub use fusestep_lars_momentum::Lars as ParamsLars;
+pub use fusestep_launch::{Excluded, Master, Objective, Precision, Rounding, WeightDecay};
 pub use fusestep_lion::Lion as ParamsLion;
+pub use fusestep_planner::{LossScale, ScalePolicy};
+pub use options::{Fusion, Options};
 pub use params::Params;
 pub use variables::IntoVariables;
 
@@ -23,6 +30,15 @@ pub type Sgd = Fused<ParamsSgd>;
 
 /// Lion.
 pub type Lion = Fused<ParamsLion>;
+
+/// Adagrad.
+pub type Adagrad = Fused<ParamsAdagrad>;
+
+/// LARS: momentum with a rate for each layer.
+pub type Lars = Fused<ParamsLars>;
+
+/// LAMB: Adam with a rate for each layer.
+pub type Lamb = Fused<ParamsLamb>;
 
 /// Whatever rule the planner knows, chosen as the program runs.
 pub type AnyRule = Fused<fusestep_planner::Optimizer>;

@@ -7,7 +7,7 @@ use fusestep_fused_adam::Adam;
 use fusestep_launch::WeightDecay;
 use fusestep_planner::Optimizer as Rule;
 
-use crate::{ParamsLion, ParamsSgd};
+use crate::{ParamsAdagrad, ParamsLamb, ParamsLars, ParamsLion, ParamsSgd};
 
 /// Hyper-parameters of an update rule, as [`crate::Fused`] takes them.
 ///
@@ -42,24 +42,27 @@ impl Params for ParamsAdamW {
     }
 }
 
-impl Params for ParamsSgd {
-    fn rule(&self) -> Rule {
-        Rule::Sgd(*self)
-    }
+/// Hyper-parameters that a kernel crate has under the names of its rule.
+macro_rules! params_of_rule {
+    ($($params:ty => $rule:ident),* $(,)?) => {$(
+        impl Params for $params {
+            fn rule(&self) -> Rule {
+                Rule::$rule(*self)
+            }
 
-    fn set_lr(&mut self, lr: f64) {
-        self.lr = lr;
-    }
+            fn set_lr(&mut self, lr: f64) {
+                self.lr = lr;
+            }
+        }
+    )*};
 }
 
-impl Params for ParamsLion {
-    fn rule(&self) -> Rule {
-        Rule::Lion(*self)
-    }
-
-    fn set_lr(&mut self, lr: f64) {
-        self.lr = lr;
-    }
+params_of_rule! {
+    ParamsSgd => Sgd,
+    ParamsLion => Lion,
+    ParamsAdagrad => Adagrad,
+    ParamsLars => Lars,
+    ParamsLamb => Lamb,
 }
 
 impl Params for Rule {

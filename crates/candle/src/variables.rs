@@ -74,7 +74,13 @@ impl Variables {
     }
 
     /// The variables as the planner sees them.
-    pub(crate) fn descriptors(&self) -> Result<Vec<ParamDesc>, AdapterError> {
+    ///
+    /// Of `exclude`, `unmatched` gets those that are in no name.
+    pub(crate) fn descriptors(
+        &self,
+        exclude: &[String],
+        unmatched: &mut Vec<String>,
+    ) -> Result<Vec<ParamDesc>, AdapterError> {
         let mut seen = HashMap::new();
         let mut descriptors = Vec::with_capacity(self.vars.len());
         for (name, var) in &self.vars {
@@ -93,6 +99,8 @@ impl Variables {
             let dtype = match var.dtype() {
                 DType::F32 => fusestep_tensor::DType::F32,
                 DType::F64 => fusestep_tensor::DType::F64,
+                DType::F16 => fusestep_tensor::DType::F16,
+                DType::BF16 => fusestep_tensor::DType::BF16,
                 found => {
                     return Err(AdapterError::DType {
                         name: name.clone(),
@@ -102,8 +110,14 @@ impl Variables {
             };
             let dims: Vec<u64> = var.dims().iter().map(|&dim| dim as u64).collect();
             let shape = Shape::new(dims).map_err(fusestep_planner::PlanError::from)?;
-            descriptors.push(ParamDesc::new(name, shape, dtype));
+            let mut descriptor = ParamDesc::new(name, shape, dtype);
+            if exclude.iter().any(|part| name.contains(part.as_str())) {
+                descriptor.weight_decay = Some(0.0);
+            }
+            descriptors.push(descriptor);
         }
+        let is_unmatched = |part: &&String| !self.vars.iter().any(|(name, _)| name.contains(*part));
+        unmatched.extend(exclude.iter().filter(is_unmatched).cloned());
         Ok(descriptors)
     }
 }

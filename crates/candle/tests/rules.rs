@@ -6,7 +6,8 @@ use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor, Var};
 use candle_nn::Optimizer;
 use fusestep_candle::{
-    AnyRule, Fused, Lion, Nesterov, Params, ParamsLion, ParamsSgd, Sgd, WeightDecay,
+    AnyRule, Fused, Lion, Nesterov, Params, ParamsAdagrad, ParamsLamb, ParamsLars, ParamsLion,
+    ParamsSgd, Sgd, WeightDecay,
 };
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::Planner;
@@ -123,6 +124,12 @@ fn every_rule_has_the_bits_of_a_planned_state() {
     has_the_bits_of_a_planned_state(ParamsSgd::default());
     has_the_bits_of_a_planned_state(lion());
     has_the_bits_of_a_planned_state(fusestep_planner::Optimizer::Lion(lion()));
+    has_the_bits_of_a_planned_state(ParamsAdagrad::default());
+    has_the_bits_of_a_planned_state(ParamsLars {
+        lr: 2.0,
+        ..ParamsLars::default()
+    });
+    has_the_bits_of_a_planned_state(ParamsLamb::default());
 }
 
 #[test]
@@ -171,6 +178,8 @@ fn goes_on_where_it_stopped<P: Params>(params: P, role: Role) {
 fn a_saved_state_goes_on_where_it_stopped() {
     goes_on_where_it_stopped(momentum(), Role::Velocity);
     goes_on_where_it_stopped(lion(), Role::Moment1);
+    goes_on_where_it_stopped(ParamsLars::default(), Role::Velocity);
+    goes_on_where_it_stopped(ParamsAdagrad::default(), Role::Sum);
 }
 
 #[test]

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use fusestep_coalesce::HostMemory;
 use fusestep_launch::{
-    Backend, BackendError, Buffer, CONTROL_BYTES, Conclude, ControlBlock, Gate, HostCall, Launch,
-    LaunchLimits, LaunchReport, Reduce, SquareSum,
+    Backend, BackendError, Batch, Buffer, CONTROL_BYTES, Conclude, ControlBlock, Gate, HostCall,
+    Launch, LaunchLimits, LaunchReport, Reduce, SquareSum,
 };
 use fusestep_simd::{Level, Team};
 
@@ -180,19 +180,9 @@ impl Backend for CpuBackend {
     fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
         let foreign = BackendError::ForeignBuffer { backend: NAME };
         let launches = reduce.batches.len() as u64;
-        let chunks: u64 = reduce.batches.iter().map(|b| u64::from(b.chunks)).sum();
-        let elements = reduce.list.buffer.host().ok_or(foreign.clone())?;
-        let found = reduce.partials.len_bytes();
-        let partials = reduce.partials.host_mut().ok_or(foreign)?;
-        let first = reduce.first_partial as usize;
-        let partials: &mut [SquareSum] = bytemuck::cast_slice_mut(partials);
-        let Some(partials) = partials
-            .get_mut(first..)
-            .and_then(|rest| rest.get_mut(..chunks as usize))
-        else {
-            let width = size_of::<SquareSum>();
-            return Err(out_of_bounds(first * width, chunks as usize * width, found));
-        };
+        let list = reduce.list.ok_or(foreign.clone())?;
+        let elements = list.buffer.host().ok_or(foreign)?;
+        let partials = partials(reduce.partials, reduce.first_partial, reduce.batches)?;
         self.team.run(ChunkPieces::new(
             reduce.kernel,
             self.level,
@@ -237,6 +227,26 @@ impl Backend for CpuBackend {
     fn synchronize(&self) -> Result<(), BackendError> {
         Ok(())
     }
+}
+
+/// The places of the sums of all chunks of some batches.
+pub(crate) fn partials<'a>(
+    buffer: &'a mut dyn Buffer,
+    first: u64,
+    batches: &[Batch],
+) -> Result<&'a mut [SquareSum], BackendError> {
+    let found = buffer.len_bytes();
+    let foreign = BackendError::ForeignBuffer { backend: NAME };
+    let sums: &mut [SquareSum] = bytemuck::cast_slice_mut(buffer.host_mut().ok_or(foreign)?);
+    let chunks: u64 = batches.iter().map(|b| u64::from(b.chunks)).sum();
+    let (first, chunks) = (first as usize, chunks as usize);
+    let places = sums
+        .get_mut(first..)
+        .and_then(|rest| rest.get_mut(..chunks));
+    places.ok_or_else(|| {
+        let width = size_of::<SquareSum>();
+        out_of_bounds(first * width, chunks * width, found)
+    })
 }
 
 /// What the launch's control block says.

@@ -177,14 +177,14 @@ impl LentPiece<'_> {
 
 /// A tensor of a launch, put together from the records that its batches cut it into.
 #[derive(Clone, Copy)]
-struct Whole {
-    tensor: u32,
-    numel: u64,
+pub(crate) struct Whole {
+    pub(crate) tensor: u32,
+    pub(crate) numel: u64,
     class: u32,
 }
 
 impl Whole {
-    fn is_large(&self) -> bool {
+    pub(crate) fn is_large(&self) -> bool {
         self.numel >= LARGE_ELEMENTS
     }
 
@@ -233,7 +233,7 @@ fn cut<'a>(
 
 /// Tensors of consecutive batches, in order.
 #[derive(Clone, Copy)]
-struct Tensors<'a> {
+pub(crate) struct Tensors<'a> {
     batches: &'a [Batch],
     /// Records of the first batch that are already gone.
     gone: usize,
@@ -242,11 +242,19 @@ struct Tensors<'a> {
 }
 
 impl<'a> Tensors<'a> {
-    fn new(batches: &'a [Batch]) -> Self {
+    pub(crate) fn new(batches: &'a [Batch]) -> Self {
         Self {
             batches,
             gone: 0,
             left: batches.iter().map(|batch| batch.records.len()).sum(),
+        }
+    }
+
+    /// These tensors without those of `rest`, their end.
+    pub(crate) fn before(self, rest: Self) -> Self {
+        Self {
+            left: self.left - rest.left,
+            ..self
         }
     }
 
@@ -288,7 +296,7 @@ impl Iterator for Tensors<'_> {
     }
 }
 
-fn small_elements(tensors: Tensors<'_>) -> u64 {
+pub(crate) fn small_elements(tensors: Tensors<'_>) -> u64 {
     let small = tensors.filter(|whole| !whole.is_large());
     small.map(|whole| whole.numel).sum()
 }
@@ -323,12 +331,8 @@ impl Split for SmallPieces<'_> {
             end = whole.span(self.offsets).end;
         }
         let (left, right) = cut(self.lists, self.call.kernel, end - self.first);
-        let left_tensors = Tensors {
-            left: self.tensors.left - rest.left,
-            ..self.tensors
-        };
         let left = SmallPieces {
-            tensors: left_tensors,
+            tensors: self.tensors.before(rest),
             lists: left,
             elements: taken,
             ..self

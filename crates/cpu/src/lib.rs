@@ -4,7 +4,9 @@
 mod backend;
 mod chunks;
 mod lent;
+mod lent_gradients;
 mod pieces;
 
 pub use backend::CpuBackend;
 pub use lent::{Lend, LentPiece};
+pub use lent_gradients::{LendGradient, LentGradient};

@@ -14,7 +14,11 @@ impl CudaBackend {
         &self,
         reduce: Reduce<'_>,
     ) -> Result<LaunchReport, BackendError> {
-        let list = self.device_buffer(reduce.list.buffer.as_ref())?.address();
+        // Nobody lends memory of a device.
+        let read = reduce
+            .list
+            .ok_or(BackendError::ForeignBuffer { backend: NAME })?;
+        let list = self.device_buffer(read.buffer.as_ref())?.address();
         let partials = self.device_buffer(reduce.partials)?.address();
         let chunks: u64 = reduce.batches.iter().map(|b| u64::from(b.chunks)).sum();
         let width = size_of::<SquareSum>() as u64;
@@ -22,7 +26,7 @@ impl CudaBackend {
         check_end(end.saturating_mul(width), reduce.partials.len_bytes())?;
         let layout = reduce.kernel.argument_layout();
         for batch in reduce.batches {
-            let lists = std::slice::from_ref(reduce.list);
+            let lists = std::slice::from_ref(read);
             check_records(lists, reduce.offsets, batch)?;
             self.block_for(layout.bytes(batch.records.len(), 0))?;
         }

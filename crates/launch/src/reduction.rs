@@ -96,8 +96,10 @@ pub struct Reduce<'a> {
     pub batches: &'a [Batch],
     /// First element of each tensor of the storage.
     pub offsets: &'a [u64],
-    /// The list that is read.
-    pub list: &'a ListBuffer,
+    /// Position of each tensor of the storage among the caller's parameters.
+    pub members: &'a [u32],
+    /// The list that is read; `None` if the caller lends its tensors.
+    pub list: Option<&'a ListBuffer>,
     /// One [`SquareSum`] for each chunk of all batches, in order, from `first_partial` on.
     pub partials: &'a mut dyn Buffer,
     /// Where this reduction's partial sums start.

@@ -19,19 +19,6 @@ pub enum PlanError {
     /// A loss scale or a limit of the norm is out of range.
     #[error(transparent)]
     Amp(#[from] AmpError),
-    /// A pass reads gradients that the plan's state does not keep.
-    #[error(
-        "{pass}: expected gradients that the state keeps, found a plan whose tensors are lent; clip and scale in the framework, or let the state keep them"
-    )]
-    LentGradients {
-        /// The pass.
-        pass: &'static str,
-    },
-    /// The plan reads all gradients before it updates, which a launcher of single launches cannot.
-    #[error(
-        "stage norm: expected a step on a backend, found single launches handed to the caller; use `run`"
-    )]
-    NeedsBackend,
     /// A pass that can be there once is there twice.
     #[error("{pass}: expected the pass once, found it twice; remove one")]
     PassTwice {
@@ -99,14 +86,6 @@ pub enum PlanError {
         expected: &'static str,
         /// What was asked for.
         found: &'static str,
-    },
-    /// A master cannot be made of a parameter that the plan does not keep.
-    #[error(
-        "`{name}`: expected a parameter that the state keeps beside its f32 master, found one that the caller lends; keep a remainder instead, or none"
-    )]
-    LentMaster {
-        /// The parameter.
-        name: String,
     },
     /// There are more parameters than a plan can number.
     #[error("parameter list: expected at most 4294967295 parameters, found {found}")]

@@ -7,6 +7,7 @@ use fusestep_elementwise::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 use fusestep_launch::Backend;
 use fusestep_tensor::{DType, Role};
 
+use crate::state::check_len;
 use crate::{PlanError, State};
 
 impl State {
@@ -19,11 +20,7 @@ impl State {
     ) -> Result<(), PlanError> {
         let roles = self.roles(name)?;
         if roles.contains(&Role::Master) {
-            let dtype = self.dtype(Role::Param, name)?;
-            let mut master = vec![0; 2 * bytes.len()];
-            self.read(backend, Role::Master, name, &mut master)?;
-            follow_master(dtype, bytes, &mut master);
-            self.write(backend, Role::Master, name, &master)?;
+            self.follow_lent(backend, name, bytes)?;
         }
         if roles.contains(&Role::Remainder) {
             let (mut old, mut remainder) = (vec![0; bytes.len()], vec![0; bytes.len()]);
@@ -38,6 +35,32 @@ impl State {
             self.write(backend, Role::Remainder, name, &remainder)?;
         }
         Ok(())
+    }
+
+    /// Lets the master of a parameter that the caller lends follow its values where it does not round to them. Needed before the
+    /// first step and after the parameter was written outside of a step; does nothing for a parameter without a master.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownName`]; [`PlanError::LenBytes`] if `bytes` is not as long as the parameter; [`PlanError::Backend`].
+    /// # Cost
+    /// A copy of the master to the host and back.
+    pub fn follow_lent(
+        &mut self,
+        backend: &dyn Backend,
+        name: &str,
+        bytes: &[u8],
+    ) -> Result<(), PlanError> {
+        let param = &self.params[self.find(name)?];
+        let expected = param.numel() as usize * param.dtype.len_bytes();
+        check_len(Role::Param, name, expected, bytes.len())?;
+        if !self.roles(name)?.contains(&Role::Master) {
+            return Ok(());
+        }
+        let dtype = param.dtype;
+        let mut master = vec![0; 2 * bytes.len()];
+        self.read(backend, Role::Master, name, &mut master)?;
+        follow_master(dtype, bytes, &mut master);
+        self.write(backend, Role::Master, name, &master)
     }
 
     /// Remembers that a parameter was lent for writing, if a master has to follow.

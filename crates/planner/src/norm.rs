@@ -7,7 +7,8 @@ use fusestep_launch::{
 };
 use fusestep_tensor::Role;
 
-use crate::{GradientRead, Norm, Note, Plan, PlanError, Stage, State, Tensors, Verdict};
+use crate::run::Executor;
+use crate::{GradientRead, Norm, Note, Plan, PlanError, Stage, State, Verdict};
 
 /// What passes ask of all gradients together.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -30,14 +31,6 @@ impl Gradients {
 }
 
 impl Plan {
-    /// Refuses a pass that reads gradients where the caller lends them.
-    pub(crate) fn check_reads_gradients(&self, pass: &'static str) -> Result<(), PlanError> {
-        match self.tensors {
-            Tensors::Kept => Ok(()),
-            Tensors::Lent => Err(PlanError::LentGradients { pass }),
-        }
-    }
-
     /// Puts the stage before all others, once the passes have said where tensors lie.
     pub(crate) fn place_norm(&mut self) -> Result<(), PlanError> {
         if self.gradients.rule().is_none() {
@@ -92,21 +85,27 @@ impl Plan {
         &self,
         storage: usize,
     ) -> Result<Option<Box<dyn MultiTensorReduction>>, PlanError> {
-        let spec = &self.storages[storage];
-        let grads = spec.lists.iter().find(|list| list.role == Role::Grad);
-        let Some(grads) = grads.filter(|_| !spec.members.is_empty()) else {
+        let Some(&first) = self.storages[storage].members.first() else {
             return Ok(None);
         };
-        Ok(Some(norm_kernel(grads.dtype)?))
+        // Lent gradients are in no list of the storage, but in the kernel's they are.
+        let kernel = self.kernel_of(first)?;
+        let grads = kernel.lists().iter().find(|list| list.role == Role::Grad);
+        let dtype = grads.map_or(self.params[first as usize].dtype, |list| list.dtype);
+        Ok(Some(norm_kernel(dtype)?))
     }
 
     /// Bytes of all gradients.
     pub(crate) fn gradient_bytes(&self) -> u64 {
         let storages = self.storages.iter().map(|spec| {
             let grads = spec.lists.iter().find(|list| list.role == Role::Grad);
-            let width = grads.map_or(0, |list| list.dtype.len_bytes() as u64);
-            let numels = (0..spec.members.len()).map(|tensor| spec.layout.numel(tensor));
-            width * numels.sum::<u64>()
+            let members = spec.members.iter();
+            let bytes = members.map(|&member| {
+                let param = &self.params[member as usize];
+                let dtype = grads.map_or(param.dtype, |list| list.dtype);
+                dtype.len_bytes() as u64 * param.numel()
+            });
+            bytes.sum::<u64>()
         });
         storages.sum()
     }
@@ -252,32 +251,32 @@ impl State {
     pub(crate) fn run_norm(
         &mut self,
         plan: &Plan,
-        backend: &dyn Backend,
+        executor: &mut Executor<'_>,
     ) -> Result<LaunchReport, PlanError> {
         let Some(norm) = &mut self.norm else {
             return Ok(LaunchReport::default());
         };
-        norm.place(plan, &self.schedule.norm, backend)?;
+        norm.place(plan, &self.schedule.norm, executor.backend())?;
         let mut report = LaunchReport::default();
         let mut first_partial = 0;
         for (index, batches) in self.schedule.norm.iter().enumerate() {
             let storage = &self.storages[index];
-            let list = storage.lists.iter().find(|list| list.role() == Role::Grad);
-            let Some(list) = list.filter(|_| !batches.is_empty()) else {
+            if batches.is_empty() {
                 continue;
-            };
-            let done = backend.reduce(Reduce {
+            }
+            let done = executor.reduce(Reduce {
                 kernel: norm.kernels[index].0.as_ref(),
                 batches,
                 offsets: &storage.offsets,
-                list,
+                members: &plan.storages[index].members,
+                list: storage.lists.iter().find(|list| list.role() == Role::Grad),
                 partials: norm.partials.as_mut(),
                 first_partial,
             })?;
             report.launches += done.launches;
             first_partial += batches.iter().map(|b| u64::from(b.chunks)).sum::<u64>();
         }
-        let done = backend.conclude(Conclude {
+        let done = executor.backend().conclude(Conclude {
             rule: &norm.rule,
             scalars: &norm.scalars,
             partials: norm.partials.as_ref(),

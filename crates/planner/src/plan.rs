@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use fusestep_amp::MaxNorm;
 use fusestep_launch::{
-    Batchable, ControlRule, Launch, LaunchLimits, LaunchReport, MultiTensorKernel, Precision,
-    Rounding, TensorList, batches,
+    Batchable, ControlRule, LaunchLimits, MultiTensorKernel, Precision, Rounding, TensorList,
+    batches,
 };
 use fusestep_tensor::{DType, ParamDesc, Role};
 use serde::Serialize;
@@ -275,7 +275,3 @@ pub struct PlanSummary {
     /// What the passes did and why.
     pub notes: Vec<String>,
 }
-
-/// What [`Plan::run_each`] hands each launch to.
-pub(crate) type Launcher<'a> =
-    &'a mut dyn FnMut(Launch<'_>) -> Result<LaunchReport, fusestep_launch::BackendError>;

@@ -1,8 +1,7 @@
 //! One step: the only loop over a plan's stages.
 
-use fusestep_launch::{Backend, BackendError, Launch, LaunchReport, SetValues};
+use fusestep_launch::{Backend, BackendError, Launch, LaunchReport, Reduce, SetValues};
 
-use crate::plan::Launcher;
 use crate::{Plan, PlanError, Stage, State, StepReport, Tensors};
 
 impl Plan {
@@ -23,25 +22,22 @@ impl Plan {
                     .params
                     .first()
                     .map_or(String::new(), |p| p.name.clone()),
-                hint: "its tensors are lent; use `run_each`",
+                hint: "its tensors are lent; use `run_lent`",
             });
         }
         self.run_stages(state, Executor::Backend(backend))
     }
 
-    /// Runs one step, handing each stage's launch to `launcher`: for backends that take tensors the caller lends.
+    /// Runs one step on parameters and gradients that `lender` lends.
     ///
     /// # Errors
     /// As [`Plan::run`].
-    pub fn run_each(
+    pub fn run_lent(
         &self,
         state: &mut State,
-        launcher: Launcher<'_>,
+        lender: &mut dyn Lender,
     ) -> Result<StepReport, PlanError> {
-        if self.gradients.rule().is_some() {
-            return Err(PlanError::NeedsBackend);
-        }
-        self.run_stages(state, Executor::Launcher(launcher))
+        self.run_stages(state, Executor::Lender(lender))
     }
 
     fn run_stages(
@@ -88,7 +84,7 @@ impl Plan {
         let mut updates = 0;
         for stage in &self.stages {
             let done = match stage {
-                Stage::Norm(_) => executor.norm(self, state)?,
+                Stage::Norm(_) => state.run_norm(self, executor)?,
                 Stage::Optimize(optimize) => {
                     updates += 1;
                     self.launch(state, optimize.storage, updates - 1, executor)?
@@ -128,26 +124,51 @@ impl Plan {
     }
 }
 
+/// Runs the launches of a plan whose parameters and gradients a framework keeps: `launch.lists` and `reduce.list` lack them.
+pub trait Lender {
+    /// The backend that the state was allocated on.
+    fn backend(&self) -> &dyn Backend;
+
+    /// Runs one launch; `launch.members` says which parameter each tensor is.
+    ///
+    /// # Errors
+    /// Those of the backend and of lending.
+    fn launch(&mut self, launch: Launch<'_>) -> Result<LaunchReport, BackendError>;
+
+    /// Reads gradients; `reduce.members` says whose.
+    ///
+    /// # Errors
+    /// As [`Lender::launch`].
+    fn reduce(&mut self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError>;
+}
+
 /// Who runs a step's launches.
-enum Executor<'a> {
+pub(crate) enum Executor<'a> {
     /// A backend, on tensors that the state keeps.
     Backend(&'a dyn Backend),
-    /// The caller, who lends tensors; its plans have no stage that reads all gradients.
-    Launcher(Launcher<'a>),
+    /// The caller, who lends tensors.
+    Lender(&'a mut dyn Lender),
 }
 
 impl Executor<'_> {
-    fn launch(&mut self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
+    pub(crate) fn backend(&self) -> &dyn Backend {
         match self {
-            Executor::Backend(backend) => backend.launch(launch),
-            Executor::Launcher(launcher) => launcher(launch),
+            Executor::Backend(backend) => *backend,
+            Executor::Lender(lender) => lender.backend(),
         }
     }
 
-    fn norm(&self, plan: &Plan, state: &mut State) -> Result<LaunchReport, PlanError> {
+    fn launch(&mut self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         match self {
-            Executor::Backend(backend) => state.run_norm(plan, *backend),
-            Executor::Launcher(_) => Err(PlanError::NeedsBackend),
+            Executor::Backend(backend) => backend.launch(launch),
+            Executor::Lender(lender) => lender.launch(launch),
+        }
+    }
+
+    pub(crate) fn reduce(&mut self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
+        match self {
+            Executor::Backend(backend) => backend.reduce(reduce),
+            Executor::Lender(lender) => lender.reduce(reduce),
         }
     }
 }
@@ -158,8 +179,8 @@ fn settle(
     executor: &Executor<'_>,
     report: &mut StepReport,
 ) -> Result<(), PlanError> {
-    if let (Some(norm), Executor::Backend(backend)) = (&mut state.norm, executor) {
-        norm.settle(*backend)?;
+    if let Some(norm) = &mut state.norm {
+        norm.settle(executor.backend())?;
         report.grad_norm = Some(norm.block.grad_norm);
         report.non_finite = norm.block.non_finite;
         report.skipped = norm.block.found != 0;

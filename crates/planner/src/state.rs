@@ -410,7 +410,7 @@ impl State {
         }
     }
 
-    fn find(&self, name: &str) -> Result<usize, PlanError> {
+    pub(crate) fn find(&self, name: &str) -> Result<usize, PlanError> {
         let found = self.index.get(name).copied();
         found.ok_or_else(|| PlanError::UnknownName {
             name: name.to_owned(),
@@ -482,7 +482,12 @@ fn role_names(lists: &[TensorList]) -> String {
     names.join(", ")
 }
 
-fn check_len(role: Role, name: &str, expected: usize, found: usize) -> Result<(), PlanError> {
+pub(crate) fn check_len(
+    role: Role,
+    name: &str,
+    expected: usize,
+    found: usize,
+) -> Result<(), PlanError> {
     if expected == found {
         return Ok(());
     }

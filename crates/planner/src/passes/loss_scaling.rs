@@ -57,7 +57,6 @@ impl Pass for LossScaling {
             Scale::Of(scale) => scale,
             Scale::Fixed(scale) => LossScale::fixed(scale)?,
         };
-        plan.check_reads_gradients(self.name())?;
         if plan.gradients.loss_scale.is_some() {
             return Err(PlanError::PassTwice { pass: self.name() });
         }

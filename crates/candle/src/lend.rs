@@ -1,0 +1,146 @@
+//! Variables and gradients as memory that candle guards: one lock at a time on each thread.
+
+use std::cell::Cell;
+
+use candle_core::{CpuStorage, InplaceOp2, Layout, Storage, Tensor, Var};
+use fusestep_cpu::{CpuBackend, LentPiece};
+use fusestep_launch::{Backend, BackendError, Launch, LaunchReport, Reduce};
+use fusestep_planner::Lender;
+use half::slice::HalfFloatSliceExt;
+
+/// Variables and their gradients, in plan order.
+pub(crate) struct LentByCandle<'a> {
+    pub(crate) backend: &'a CpuBackend,
+    pub(crate) vars: &'a [(String, Var)],
+    pub(crate) grads: &'a [Option<Tensor>],
+}
+
+impl Lender for LentByCandle<'_> {
+    fn backend(&self) -> &dyn Backend {
+        self.backend
+    }
+
+    fn launch(&mut self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
+        let members = launch.members;
+        self.backend.launch_lent(launch, &|piece| {
+            let member = members[piece.tensor()] as usize;
+            match &self.grads[member] {
+                Some(grad) => lend(&self.vars[member], grad, piece),
+                None => Ok(()),
+            }
+        })
+    }
+
+    fn reduce(&mut self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
+        let members = reduce.members;
+        self.backend.reduce_lent(reduce, &|gradient| {
+            let member = members[gradient.tensor()] as usize;
+            let Some(grad) = &self.grads[member] else {
+                return Ok(());
+            };
+            let (storage, layout) = grad.storage_and_layout();
+            let bytes = bytes_of(&storage, layout)
+                .map_err(|error| failed("reading the gradient of", &self.vars[member].0, &error))?;
+            gradient.read(bytes)
+        })
+    }
+}
+
+fn failed(what: &str, name: &str, error: &candle_core::Error) -> BackendError {
+    BackendError::Device {
+        backend: "cpu",
+        operation: format!("{what} variable `{name}`"),
+        code: 0,
+        text: error.to_string(),
+    }
+}
+
+/// The elements of a contiguous tensor in host memory, as bytes.
+pub(crate) fn bytes_of<'a>(storage: &'a Storage, layout: &Layout) -> candle_core::Result<&'a [u8]> {
+    let Storage::Cpu(storage) = storage else {
+        candle_core::bail!("expected a tensor on the cpu, found one on another device")
+    };
+    let Some((start, end)) = layout.contiguous_offsets() else {
+        candle_core::bail!("expected a contiguous tensor, found strides")
+    };
+    let width = storage_dtype(storage).size_in_bytes();
+    let all = bytes(storage);
+    let elements = all.and_then(|bytes| bytes.get(start * width..end * width));
+    match elements {
+        Some(elements) => Ok(elements),
+        None => candle_core::bail!("expected f32, f64, f16 or bf16 elements within their storage"),
+    }
+}
+
+fn storage_dtype(storage: &CpuStorage) -> candle_core::DType {
+    candle_core::backend::BackendStorage::dtype(storage)
+}
+
+/// A storage's bytes; `None` if it is not floating point.
+pub(crate) fn bytes(storage: &CpuStorage) -> Option<&[u8]> {
+    Some(match storage {
+        CpuStorage::F32(values) => bytemuck::cast_slice(values),
+        CpuStorage::F64(values) => bytemuck::cast_slice(values),
+        CpuStorage::F16(values) => bytemuck::cast_slice(values.reinterpret_cast()),
+        CpuStorage::BF16(values) => bytemuck::cast_slice(values.reinterpret_cast()),
+        _ => return None,
+    })
+}
+
+fn bytes_mut(storage: &mut CpuStorage) -> Option<&mut [u8]> {
+    Some(match storage {
+        CpuStorage::F32(values) => bytemuck::cast_slice_mut(values),
+        CpuStorage::F64(values) => bytemuck::cast_slice_mut(values),
+        CpuStorage::F16(values) => bytemuck::cast_slice_mut(values.reinterpret_cast_mut()),
+        CpuStorage::BF16(values) => bytemuck::cast_slice_mut(values.reinterpret_cast_mut()),
+        _ => return None,
+    })
+}
+
+/// Lets candle lock one variable and its gradient and updates the variable in place.
+fn lend(
+    (name, var): &(String, Var),
+    grad: &Tensor,
+    piece: LentPiece<'_>,
+) -> Result<(), BackendError> {
+    let update = Update(Cell::new(Some(piece)));
+    let done = var.as_tensor().inplace_op2(grad, &update);
+    done.map_err(|error| failed("updating", name, &error))
+}
+
+/// The update as an in-place operation of candle; taken out of its cell when candle calls it, once.
+struct Update<'a>(Cell<Option<LentPiece<'a>>>);
+
+impl InplaceOp2 for Update<'_> {
+    fn name(&self) -> &'static str {
+        "fused-step"
+    }
+
+    fn cpu_fwd(
+        &self,
+        param: &mut CpuStorage,
+        param_layout: &Layout,
+        grad: &CpuStorage,
+        grad_layout: &Layout,
+    ) -> candle_core::Result<()> {
+        let name = InplaceOp2::name(self);
+        let (Some(param_range), Some(grad_range)) = (
+            param_layout.contiguous_offsets(),
+            grad_layout.contiguous_offsets(),
+        ) else {
+            candle_core::bail!("{name}: expected contiguous tensors, found strides")
+        };
+        let Some(piece) = self.0.take() else {
+            candle_core::bail!("{name}: expected one call for each update, found a second")
+        };
+        let dtype = storage_dtype(param);
+        let width = dtype.size_in_bytes();
+        let same = dtype == storage_dtype(grad);
+        let (Some(param), Some(grad), true) = (bytes_mut(param), bytes(grad), same) else {
+            candle_core::bail!("{name}: expected f32, f64, f16 or bf16 tensors of one dtype")
+        };
+        let param = &mut param[param_range.0 * width..param_range.1 * width];
+        let grad = &grad[grad_range.0 * width..grad_range.1 * width];
+        piece.update(param, grad).map_err(candle_core::Error::wrap)
+    }
+}
