@@ -49,7 +49,7 @@ fn parameters_of_16_bits_learn_the_digits_however_they_are_kept() {
         ),
         ("lion", &["--dtype", "f16", "--master-weights", "f32"]),
         ("adagrad", &["--dtype", "bf16", "--rounding", "stochastic"]),
-        ("lars", &["--dtype", "f16"]),
+        ("lars", &["--dtype", "f16", "--lr", "3"]),
         (
             "lamb",
             &[
