@@ -4,14 +4,15 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 
 use candle_core::backprop::GradStore;
-use candle_core::{Tensor, Var};
+use candle_core::{Tensor, Var, WithDType};
 use candle_nn::Optimizer;
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::Backend;
 use fusestep_planner::{
     ClipByGlobalNorm, LossScaling, Optimizer as Rule, Plan, Planner, State, Tensors,
 };
-use fusestep_tensor::Role;
+use fusestep_tensor::{Element, Role};
+use half::bf16;
 
 use crate::gradients::{Addresses, Gradients};
 use crate::lend::{self, LentByCandle};
@@ -59,8 +60,8 @@ impl<P: Params> Fused<P> {
     /// An optimizer of these variables on all threads of the machine.
     ///
     /// # Errors
-    /// An [`AdapterError`] inside candle's error: a hyper-parameter out of range, a variable of another dtype or device than f32 or
-    /// f64 on the CPU, or one given twice.
+    /// An [`AdapterError`] inside candle's error: a hyper-parameter out of range, a variable of another dtype or device than f32,
+    /// f64, f16 or bf16 on the CPU, or one given twice.
     pub fn new(vars: impl IntoVariables, params: P) -> candle_core::Result<Self> {
         Self::with_options(vars, params, &Options::default())
     }
@@ -203,18 +204,25 @@ impl<P: Params> Fused<P> {
     /// An [`AdapterError`] if there is no such variable or tensor.
     pub fn moment(&self, role: Role, name: &str) -> candle_core::Result<Tensor> {
         let var = self.vars.iter().find(|(known, _)| known == name);
-        let device = candle_core::Device::Cpu;
-        match var {
-            Some((_, var)) if var.dtype() == candle_core::DType::F64 => {
-                let values = self.state.view::<f64>(role, name);
-                Tensor::from_slice(values.map_err(AdapterError::from)?, var.shape(), &device)
-            }
-            other => {
-                let values = self.state.view::<f32>(role, name);
-                let shape = other.map_or(candle_core::Shape::from(()), |(_, v)| v.shape().clone());
-                Tensor::from_slice(values.map_err(AdapterError::from)?, shape, &device)
-            }
+        let shape = var.map_or(candle_core::Shape::from(()), |(_, var)| var.shape().clone());
+        let dtype = self.state.dtype(role, name).map_err(AdapterError::from)?;
+        match dtype {
+            fusestep_tensor::DType::F64 => self.copy::<f64>(role, name, shape),
+            fusestep_tensor::DType::BF16 => self.copy::<bf16>(role, name, shape),
+            // Every other list is f32, but for remainders, whose bits are no values: reading them as f32 is refused.
+            _ => self.copy::<f32>(role, name, shape),
         }
+    }
+
+    fn copy<T: Element + WithDType>(
+        &self,
+        role: Role,
+        name: &str,
+        shape: candle_core::Shape,
+    ) -> candle_core::Result<Tensor> {
+        let values = self.state.view::<T>(role, name);
+        let values = values.map_err(AdapterError::from)?;
+        Tensor::from_slice(values, shape, &candle_core::Device::Cpu)
     }
 
     /// Writes the optimizer's own tensors and step counts as a safetensors file: `<name>@moment1`, …, metadata `step`.

@@ -15,7 +15,9 @@ pub use fusestep_adagrad::Adagrad as ParamsAdagrad;
 pub use fusestep_fused_sgd::{Nesterov, Sgd as ParamsSgd};
 pub use fusestep_lamb::Lamb as ParamsLamb;
 pub use fusestep_lars_momentum::Lars as ParamsLars;
-pub use fusestep_launch::{Excluded, Master, Objective, Precision, Rounding, WeightDecay};
+pub use fusestep_launch::{
+    Excluded, Master, Objective, Precision, Rounding, StateDType, WeightDecay,
+};
 pub use fusestep_lion::Lion as ParamsLion;
 pub use fusestep_planner::{LossScale, ScalePolicy};
 pub use options::{Fusion, Options};

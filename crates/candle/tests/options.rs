@@ -7,6 +7,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
 use fusestep_candle::{
     AdamW, Fusion, Lars, LossScale, Master, Options, Params, ParamsLars, Precision, Rounding,
+    StateDType,
 };
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{ClipByGlobalNorm, LossScaling, Planner};
@@ -181,7 +182,7 @@ fn masters_and_remainders_have_the_bits_of_a_planned_state() {
         has_the_bits_of_a_planned_state(&options, dtypes);
     }
     let precision = Precision {
-        state: fusestep_tensor::DType::BF16.into(),
+        state: StateDType::Bf16,
         rounding: Rounding::Stochastic { seed: 7 },
         ..Precision::default()
     };

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use anyhow::bail;
 use clap::Args;
-use fusestep_planner::{ClipByGlobalNorm, LossScaling, Planner};
+use fusestep_planner::{ClipByGlobalNorm, LossScale, LossScaling, Planner};
 
 /// Clipping and loss scaling.
 #[derive(Clone, Copy, Debug, Args)]
@@ -19,6 +19,18 @@ pub(crate) struct GradientArgs {
 }
 
 impl GradientArgs {
+    /// The loss scale of the first step.
+    ///
+    /// # Errors
+    /// A fixed scale that is no power of two within range.
+    pub(crate) fn loss_scale(&self) -> anyhow::Result<Option<LossScale>> {
+        Ok(match self.loss_scale {
+            Some(ScaleArg::Dynamic) => Some(LossScale::dynamic()),
+            Some(ScaleArg::Fixed(scale)) => Some(LossScale::fixed(scale)?),
+            None => None,
+        })
+    }
+
     /// The planner with the passes asked for; their values are checked when a plan is made.
     pub(crate) fn passes(&self, mut planner: Planner) -> Planner {
         if let Some(max_norm) = self.clip_norm {

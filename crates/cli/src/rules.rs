@@ -310,11 +310,15 @@ impl OptimizerArgs {
                 }
             }
             if matches == 0 {
-                eprintln!(
-                    "warning: --exclude `{pattern}`: expected a part of a parameter's name, found it in none of {}",
-                    params.len()
-                );
+                warn_unmatched(pattern, params.len());
             }
         }
     }
+}
+
+/// Warns of a pattern of --exclude that is part of no parameter's name.
+pub(crate) fn warn_unmatched(pattern: &str, params: usize) {
+    eprintln!(
+        "warning: --exclude `{pattern}`: expected a part of a parameter's name, found it in none of {params}"
+    );
 }

@@ -9,10 +9,12 @@ use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
 use clap::Args;
-use fusestep_candle::AnyRule;
+use fusestep_candle::{AnyRule, Fusion, Options};
 use fusestep_fused_adam::{Adam, SecondMoment};
-use fusestep_launch::{Objective, WeightDecay};
+use fusestep_launch::{Objective, Precision, WeightDecay};
 use fusestep_planner::Optimizer as UpdateRule;
+use fusestep_tensor::DType;
+use half::{bf16, f16};
 use indicatif::{ProgressBar, ProgressStyle};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -21,11 +23,12 @@ use serde::Serialize;
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::digits::{self, Images};
+use crate::gradients::GradientArgs;
 use crate::model::Mlp;
-use crate::options::{parse_threads, threads};
+use crate::options::{ParamDType, PrecisionArgs, parse_threads, threads};
 use crate::output::{duration, print, print_json, write_page};
 use crate::report::report_page;
-use crate::rules::{OptimizerArgs, Rule};
+use crate::rules::{OptimizerArgs, Rule, warn_unmatched};
 
 /// Flags of `train`.
 #[derive(Debug, Args)]
@@ -38,6 +41,13 @@ pub(crate) struct TrainArgs {
     batch: NonZeroUsize,
     #[command(flatten)]
     optimizer: OptimizerArgs,
+    #[command(flatten)]
+    gradients: GradientArgs,
+    #[command(flatten)]
+    precision: PrecisionArgs,
+    /// Element type of parameters and gradients
+    #[arg(long, value_enum, default_value = "f32")]
+    dtype: ParamDType,
     /// Decides the first parameters, the split and the order of images
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -60,12 +70,16 @@ pub(crate) struct TrainArgs {
 pub(crate) struct TrainSummary {
     pub(crate) epochs: usize,
     pub(crate) steps: u64,
+    /// Steps that changed nothing because a gradient was not finite.
+    pub(crate) skipped_steps: u64,
     pub(crate) final_loss: f64,
     pub(crate) test_accuracy: f64,
     /// Mean time of our optimizer's step.
     pub(crate) optimizer_ns_per_step: f64,
     /// The update rule.
     pub(crate) optimizer: &'static str,
+    /// Element type of parameters and gradients.
+    pub(crate) dtype: &'static str,
     /// Mean time of candle's AdamW on the same gradients, if the rule is AdamW.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) candle_ns_per_step: Option<f64>,
@@ -85,16 +99,34 @@ pub(crate) struct Epoch {
 
 pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     let (train, test) = digits::load(args.seed)?;
-    let model = Mlp::new(args.seed)?;
+    let model = Mlp::new(args.seed, args.dtype.into())?;
     let lr = default_lr(args.optimizer.optimizer);
     let rule = args.optimizer.clone().with_default_lr(lr).rule()?;
-    let make = if args.naive {
-        AnyRule::naive
-    } else {
-        AnyRule::with_threads
+    let options = Options {
+        threads: Some(threads(args.threads)),
+        precision: args.precision.precision(),
+        fusion: match args.naive {
+            true => Fusion::Naive,
+            false => Fusion::Fused,
+        },
+        clip_norm: args.gradients.clip_norm,
+        loss_scale: args.gradients.loss_scale()?,
+        exclude: args.optimizer.exclude.clone(),
     };
-    let optimizer = make(model.parameters(), rule, threads(args.threads))?;
-    let shadow = Shadow::new(&model.parameters(), rule)?;
+    let optimizer = AnyRule::with_options(model.parameters(), rule, &options)?;
+    for pattern in optimizer.unmatched_excludes() {
+        warn_unmatched(pattern, optimizer.plan().params().len());
+    }
+    // candle's step is not comparable with one that keeps other tensors, reads gradients twice or decays other parameters.
+    let alike = args.dtype == ParamDType::F32
+        && options.precision == Precision::default()
+        && options.clip_norm.is_none()
+        && options.loss_scale.is_none()
+        && options.exclude.is_empty();
+    let shadow = match alike {
+        true => Shadow::new(&model.parameters(), rule)?,
+        false => None,
+    };
     if !args.json {
         print(&format!(
             "{} training and {} test images of handwritten digits\n{}",
@@ -109,6 +141,7 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
         shadow,
         optimizer_ns: 0.0,
         steps: 0,
+        skipped: 0,
     };
     let history = training.run(args, &train, &test)?;
     let summary = training.summary(args, history)?;
@@ -170,6 +203,7 @@ struct Training {
     shadow: Option<Shadow>,
     optimizer_ns: f64,
     steps: u64,
+    skipped: u64,
 }
 
 impl Training {
@@ -215,7 +249,8 @@ impl Training {
     /// One forward, backward and update; returns the loss.
     fn step(&mut self, images: &Images) -> anyhow::Result<f64> {
         let loss = self.model.loss(images)?;
-        let grads = loss.backward()?;
+        let scaled = (&loss * self.optimizer.loss_scale())?;
+        let grads = scaled.backward()?;
         if let Some(shadow) = &mut self.shadow {
             shadow.step(&self.optimizer, &grads)?;
         }
@@ -223,6 +258,7 @@ impl Training {
         self.optimizer.step(&grads)?;
         self.optimizer_ns += start.elapsed().as_nanos() as f64;
         self.steps += 1;
+        self.skipped += u64::from(self.optimizer.report().skipped);
         Ok(f64::from(loss.to_scalar::<f32>()?))
     }
 
@@ -235,10 +271,12 @@ impl Training {
         Ok(TrainSummary {
             epochs: args.epochs.get(),
             steps: self.steps,
+            skipped_steps: self.skipped,
             final_loss: last.loss,
             test_accuracy: last.test_accuracy,
             optimizer_ns_per_step: self.optimizer_ns / steps,
             optimizer: self.optimizer.plan().optimizer().name(),
+            dtype: DType::from(args.dtype).name(),
             candle_ns_per_step: self.shadow.as_ref().map(|shadow| shadow.ns / steps),
             params_hash: params_hash(&self.optimizer)?,
             launches_per_step: self.optimizer.plan().launches(),
@@ -305,8 +343,15 @@ impl Shadow {
 fn params_hash(optimizer: &AnyRule) -> candle_core::Result<String> {
     let mut hasher = Xxh3::new();
     for (_, var) in optimizer.variables() {
-        let values: Vec<f32> = Tensor::flatten_all(var)?.to_vec1()?;
-        hasher.update(bytemuck::cast_slice(&values));
+        let flat = Tensor::flatten_all(var)?;
+        match flat.dtype() {
+            candle_core::DType::F64 => hasher.update(bytemuck::cast_slice(&flat.to_vec1::<f64>()?)),
+            candle_core::DType::F16 => hasher.update(bytemuck::cast_slice(&flat.to_vec1::<f16>()?)),
+            candle_core::DType::BF16 => {
+                hasher.update(bytemuck::cast_slice(&flat.to_vec1::<bf16>()?));
+            }
+            _ => hasher.update(bytemuck::cast_slice(&flat.to_vec1::<f32>()?)),
+        }
     }
     Ok(format!("{:016x}", hasher.digest()))
 }

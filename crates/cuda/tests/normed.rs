@@ -69,8 +69,10 @@ fn every_way_and_dtype_gives_the_bits_of_the_host() {
 
 #[test]
 fn every_way_and_16_bit_format_gives_the_bits_of_the_host() {
-    for (dtype, precision) in formats() {
-        let mut case = Case::new([0, 1, 1023, 65_537, 700], dtype).with_hyper_classes();
+    for (index, (dtype, precision)) in formats().into_iter().enumerate() {
+        // Two chunks take the emulator seconds; every fifth format crosses them.
+        let longest = if index % 5 == 0 { 65_537 } else { 8193 };
+        let mut case = Case::new([0, 1, 1023, longest, 700], dtype).with_hyper_classes();
         case.steps = 2;
         let extreme = Case::new([1, 700], dtype).with_gradients(Gradients::Extreme);
         for rule in rules() {

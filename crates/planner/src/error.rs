@@ -87,6 +87,14 @@ pub enum PlanError {
         /// What was asked for.
         found: &'static str,
     },
+    /// The state cannot make a master of a parameter that the caller lends.
+    #[error(
+        "master of `{name}`: expected values before the first step, found none, because the caller lends the parameter; give them with `follow_lent`, write role master, or load a state"
+    )]
+    LentMaster {
+        /// The parameter.
+        name: String,
+    },
     /// There are more parameters than a plan can number.
     #[error("parameter list: expected at most 4294967295 parameters, found {found}")]
     TooManyParameters {

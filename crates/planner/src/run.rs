@@ -54,6 +54,7 @@ impl Plan {
         if let Some(step) = state.poisoned {
             return Err(PlanError::Poisoned { step });
         }
+        state.check_masters()?;
         state.follow_views();
         state.refresh(self)?;
         write_sets(state);
