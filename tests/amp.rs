@@ -6,7 +6,7 @@ use fusestep_amp::reference::{Scaler, clip_factor, grad_norm, update_scale};
 use fusestep_amp::{Finding, LossScale, ScalePolicy};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
-use fusestep_planner::{ClipByGlobalNorm, LossScaling, Optimizer, Planner, Tensors};
+use fusestep_planner::{ClipByGlobalNorm, LossScaling, Optimizer, Planner};
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, EDGE_NUMELS};
 
