@@ -18,6 +18,7 @@ use fusestep_tensor::{DType, ParamDesc, Role};
 use serde::Serialize;
 
 use crate::bench_collective::{self, CollectiveArgs};
+use crate::engine::Engine;
 use crate::gradients::GradientArgs;
 use crate::inputs::read_model;
 use crate::options::{ParamDType, PlanningArgs, parse_threads, threads};
@@ -56,6 +57,13 @@ pub(crate) struct BenchArgs {
     /// Print the numbers as one JSON object
     #[arg(long)]
     json: bool,
+}
+
+impl BenchArgs {
+    /// What carries the collective, if one is timed.
+    pub(crate) fn engine(&self) -> Option<Engine> {
+        self.collective.collective.map(|_| self.collective.engine)
+    }
 }
 
 /// Implementations to compare with.

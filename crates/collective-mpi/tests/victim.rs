@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 use fusestep_collective::{Collectives, Communicator};
 use fusestep_collective_mpi::{MpiCommunicator, MpiOptions};
 
+// The scenarios in it are the suite's.
+#[allow(dead_code)]
 #[path = "../../../tests/collective/scenarios.rs"]
 mod scenarios;
 
