@@ -69,7 +69,7 @@ impl MpiCommunicator {
         };
         let native = match options.reduction {
             Reduction::Reproducible => None,
-            Reduction::Engine => Some(Native::world(&engine)),
+            Reduction::Engine => Some(Native::world(&engine)?),
         };
         Ok(Self::new(Group::new(engine, founding, None), native))
     }
@@ -186,6 +186,8 @@ impl MpiCommunicator {
         let print = Fingerprint::new(&call, blocks.numel, self.sequence, self.context);
         self.begin(&print);
         let first = match self.group.options.compare {
+            // A barrier is its exchange of headers.
+            _ if call.operation == Operation::Barrier => true,
             Compare::EveryCall => true,
             Compare::FirstOfEach => self.agreed.insert(hash(&print)),
         };
@@ -332,6 +334,8 @@ impl Communicator for MpiCommunicator {
         let native = match &self.native {
             None => None,
             Some(native) => {
+                // All are here, but MPI's own setting up does not come back by itself.
+                let _watched = watch::arm(&self.group, Instant::now() + self.group.timeout());
                 let made = native.of_members(&founding.members, number);
                 let refused = |reason| CollectiveError::Engine {
                     rank: self.group.rank,

@@ -8,6 +8,7 @@ use fusestep_collective::{Buffers, Call, CollectiveError, Operation, ReduceOp};
 use fusestep_tensor::DType;
 use mpi::ffi;
 
+use crate::MpiError;
 use crate::communicator::MpiCommunicator;
 use crate::engine::{Engine, Handle, check};
 use crate::watch;
@@ -23,7 +24,10 @@ pub(crate) struct Native {
 }
 
 impl Native {
-    pub(crate) fn world(engine: &Arc<Engine>) -> Self {
+    /// For all processes, which make this call together when MPI starts.
+    ///
+    /// Apart from the engine's messages: MPI makes groups by messages with the caller's tags, which its probes would take.
+    pub(crate) fn world(engine: &Arc<Engine>) -> Result<Self, MpiError> {
         let in_place = match &engine.version {
             version if version.starts_with("Open MPI") => Some(1),
             version if version.starts_with("MPICH") || version.starts_with("Intel(R) MPI") => {
@@ -31,11 +35,19 @@ impl Native {
             }
             _ => None,
         };
-        Self {
-            world: engine.world(),
-            comm: engine.world(),
+        // SAFETY: a constant of the library.
+        let mut comm = unsafe { ffi::RSMPI_COMM_NULL };
+        // SAFETY: MPI runs as long as the engine does.
+        let made = check(unsafe { ffi::MPI_Comm_dup(engine.world().0, &mut comm) });
+        made.map_err(|reason| MpiError::Call {
+            call: "MPI_Comm_dup",
+            reason,
+        })?;
+        Ok(Self {
+            world: Handle(comm),
+            comm: Handle(comm),
             in_place,
-        }
+        })
     }
 
     /// The same for some processes, all of which are here; `number` tells groups apart that are made at the same time.
@@ -80,8 +92,8 @@ fn names(dtype: DType, op: ReduceOp) -> Option<(ffi::MPI_Datatype, ffi::MPI_Op)>
             DType::F64 => ffi::RSMPI_DOUBLE,
             DType::I32 => ffi::RSMPI_INT32_T,
             DType::I64 => ffi::RSMPI_INT64_T,
-            DType::U8 => ffi::RSMPI_UINT8_T,
-            DType::F16 | DType::BF16 => return None,
+            // Open MPI 4.1 adds bytes with saturation where the processor has AVX.
+            DType::U8 | DType::F16 | DType::BF16 => return None,
         };
         let op = match op {
             ReduceOp::Sum | ReduceOp::Average => ffi::RSMPI_SUM,

@@ -11,8 +11,8 @@ pub enum Reduction {
     /// Each rank reduces its part in rank order: the bits of every other engine, the same on all ranks, run after run.
     #[default]
     Reproducible,
-    /// An all-reduce of f32, f64, i32, i64 and u8 is the MPI's own: faster or slower, in an order of its choice, so its bits are
-    /// no part of any promise. Everything else, 16-bit floating-point types included, is as in `Reproducible`. Takes an MPI that
+    /// An all-reduce of f32, f64, i32 and i64 is the MPI's own: faster or slower, in an order of its choice, so its bits are
+    /// no part of any promise. Everything else, 16-bit types and bytes included, is as in `Reproducible`. Takes an MPI that
     /// is safe to call from several threads at once (`MPI_THREAD_MULTIPLE`).
     Engine,
 }

@@ -151,3 +151,25 @@ fn breaking_a_group_off_breaks_its_subgroups_off() {
         }
     );
 }
+
+#[test]
+fn every_barrier_waits_for_all() {
+    if with_world(|world| world.world_size()) == 1 {
+        return;
+    }
+    group(TIMEOUT_MS, |mut comm| {
+        for late in 0..2 {
+            comm.barrier().unwrap();
+            let start = std::time::Instant::now();
+            if comm.rank() == late {
+                std::thread::sleep(Duration::from_millis(100));
+            }
+            comm.barrier().unwrap();
+            assert!(
+                start.elapsed() > Duration::from_millis(60),
+                "{:?}",
+                start.elapsed()
+            );
+        }
+    });
+}
