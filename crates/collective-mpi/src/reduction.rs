@@ -137,26 +137,7 @@ impl MpiCommunicator {
         let ranges: Vec<Range<usize>> = (0..world_size)
             .flat_map(|of| [before(of), task.segment(of, round)])
             .collect();
-        let (arriving, leaving): (Vec<&mut [u8]>, Vec<&[u8]>) = match memory {
-            Memory::Same(buffer) => {
-                let mut parts = carve(buffer, &ranges).into_iter();
-                let mut both = (Vec::new(), Vec::new());
-                while let (Some(arrives), Some(leaves)) = (parts.next(), parts.next()) {
-                    both.0.push(arrives);
-                    both.1.push(&*leaves);
-                }
-                both
-            }
-            Memory::Two(send, receive) => {
-                let results: Vec<_> = ranges.iter().step_by(2).cloned().collect();
-                let arriving = match task.gets_results(rank) {
-                    true => carve(receive, &results),
-                    false => Vec::new(),
-                };
-                let inputs = ranges.iter().skip(1).step_by(2);
-                (arriving, inputs.map(|range| &send[range.clone()]).collect())
-            }
-        };
+        let (arriving, leaving) = memory.parts(&ranges, task.gets_results(rank));
         let own = leaving[rank].len();
         let mut pieces: Vec<Piece<'_>> = Vec::with_capacity(4 * world_size);
         for (from, bytes) in incoming
@@ -202,6 +183,34 @@ impl MpiCommunicator {
 }
 
 impl Memory<'_> {
+    /// What arrives and what leaves, from pairs of ranges; nothing arrives where no results go.
+    fn parts(
+        &mut self,
+        ranges: &[Range<usize>],
+        gets_results: bool,
+    ) -> (Vec<&mut [u8]>, Vec<&[u8]>) {
+        match self {
+            Memory::Same(buffer) => {
+                let mut parts = carve(buffer, ranges).into_iter();
+                let mut both = (Vec::new(), Vec::new());
+                while let (Some(arrives), Some(leaves)) = (parts.next(), parts.next()) {
+                    both.0.push(arrives);
+                    both.1.push(&*leaves);
+                }
+                both
+            }
+            Memory::Two(send, receive) => {
+                let results: Vec<_> = ranges.iter().step_by(2).cloned().collect();
+                let arriving = match gets_results {
+                    true => carve(receive, &results),
+                    false => Vec::new(),
+                };
+                let inputs = ranges.iter().skip(1).step_by(2);
+                (arriving, inputs.map(|range| &send[range.clone()]).collect())
+            }
+        }
+    }
+
     /// Puts a result of this rank's own where this rank wants it.
     fn keep(&mut self, task: &Task<'_>, rank: usize, round: usize, result: &[u8]) {
         let place = task.segment(rank, round);
