@@ -13,7 +13,7 @@ const BLOCK: usize = 1003;
 /// [`CollectiveError`] of a call, or [`CollectiveError::Refused`] naming the collective whose result is wrong.
 pub fn self_test(comm: &mut dyn Communicator) -> Result<Vec<&'static str>, CollectiveError> {
     let mut right = Vec::new();
-    let tests: [(&'static str, fn(&mut dyn Communicator) -> Outcome); 6] = [
+    let tests: [(&'static str, Test); 6] = [
         ("all-reduce, reduce, reduce-scatter", reductions),
         ("broadcast, scatter, gather", rooted),
         ("all-gather, all-to-all", unrooted),
@@ -37,6 +37,8 @@ pub fn self_test(comm: &mut dyn Communicator) -> Result<Vec<&'static str>, Colle
 }
 
 type Outcome = Result<bool, CollectiveError>;
+
+type Test = fn(&mut dyn Communicator) -> Outcome;
 
 /// What `rank` contributes at `index`: small integers, so that sums are exact in every type.
 fn value(rank: usize, index: usize) -> f32 {
