@@ -241,7 +241,7 @@ impl Engine {
                 ffi::RSMPI_STATUS_IGNORE,
             )
         };
-        (code == 0).then(|| (source as usize, bytes))
+        (code == 0).then_some((source as usize, bytes))
     }
 
     /// The world as the engine's own collectives take it.
