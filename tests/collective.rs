@@ -8,7 +8,11 @@ mod mismatches;
 mod numbers;
 #[path = "collective/operations.rs"]
 mod operations;
+#[path = "collective/perturbed.rs"]
+mod perturbed;
 #[path = "collective/rings.rs"]
 mod rings;
+#[path = "collective/scenarios.rs"]
+mod scenarios;
 #[path = "collective/worlds.rs"]
 mod worlds;

@@ -9,9 +9,7 @@ use fusestep_tensor::Element;
 use half::{bf16, f16};
 
 use super::numbers::{Number, input, ops, reduced};
-use super::worlds::world;
-
-const WORLDS: [usize; 6] = [1, 2, 3, 4, 5, 8];
+use super::worlds::{sizes, world};
 
 fn lengths(ranks: usize) -> Vec<usize> {
     let mut lengths = vec![0, 1, ranks - 1, ranks, ranks + 1, 100_003];
@@ -23,7 +21,7 @@ fn lengths(ranks: usize) -> Vec<usize> {
 /// Runs `$body::<T>(ranks, numel)` for all worlds, lengths and dtypes.
 macro_rules! everywhere {
     ($body:ident) => {
-        for ranks in WORLDS {
+        for ranks in sizes() {
             for numel in lengths(ranks) {
                 $body::<f32>(ranks, numel);
                 $body::<f64>(ranks, numel);

@@ -5,6 +5,11 @@ use std::time::Duration;
 
 use fusestep_collective::{Communicator, Options, Solo, ThreadCommunicator, run_ranks};
 
+/// The sizes of worlds that there can be.
+pub(crate) fn sizes() -> Vec<usize> {
+    vec![1, 2, 3, 4, 5, 8]
+}
+
 /// Runs `body` on every rank of a world, of one also as [`Solo`]; a panic of any rank is the test's.
 pub(crate) fn world<R: Send>(
     ranks: usize,

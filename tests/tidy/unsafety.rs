@@ -3,8 +3,9 @@
 use crate::source::{code_only, line_of, words};
 
 /// Folders whose code may be unsafe.
-const MAY_BE_UNSAFE: [&str; 4] = [
+const MAY_BE_UNSAFE: [&str; 5] = [
     "crates/simd/",
+    "crates/collective-mpi/",
     "crates/cuda/",
     "crates/cuda-emulator/",
     // A counting allocator, which Rust lets no safe code be.

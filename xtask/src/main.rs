@@ -7,6 +7,9 @@ use anyhow::{Context, Result, bail};
 
 mod emulate;
 mod gpu;
+mod mpi;
+mod mpi_bench;
+mod mpi_victims;
 mod ptx;
 mod ptxas;
 mod wheels;
@@ -33,6 +36,11 @@ const COMMANDS: &[Command] = &[
         name: "gpu",
         usage: "gpu [-- TEST ARGUMENTS]   run the CUDA tests on this machine's GPU",
         run: gpu::run,
+    },
+    Command {
+        name: "mpi",
+        usage: "mpi [--bench]   run the collectives' tests between processes under mpirun, or time them beside the MPI's own",
+        run: mpi::run,
     },
 ];
 

@@ -20,6 +20,7 @@ use half::{bf16, f16};
 use serde::Serialize;
 
 use crate::bench_collective::{self, CollectiveArgs};
+use crate::engine::Engine;
 use crate::gradients::GradientArgs;
 use crate::inputs::read_model;
 use crate::options::{ParamDType, PlanningArgs, PrecisionArgs, parse_threads, threads};
@@ -60,6 +61,13 @@ pub(crate) struct BenchArgs {
     /// Print the numbers as one JSON object
     #[arg(long)]
     json: bool,
+}
+
+impl BenchArgs {
+    /// What carries the collective, if one is timed.
+    pub(crate) fn engine(&self) -> Option<Engine> {
+        self.collective.collective.map(|_| self.collective.engine)
+    }
 }
 
 /// Implementations to compare with.

@@ -1,21 +1,26 @@
-//! `fusestep bench --collective`: a collective's time between threads, beside the memory bandwidth.
+//! `fusestep bench --collective`: a collective's time between ranks, beside the memory bandwidth.
 
 use std::num::NonZeroUsize;
 use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
-use fusestep_collective::{AllReduceRow, Options, bench_all_reduce};
+use fusestep_collective::{AllReduceRow, measure_all_reduce};
+use fusestep_simd::Level;
 use serde::Serialize;
 
+use crate::engine::Engine;
 use crate::output::{duration, print, print_json};
 
 /// Flags of `bench --collective`.
 #[derive(Debug, Args)]
 pub(crate) struct CollectiveArgs {
-    /// Time this collective between threads instead of a step
+    /// Time this collective between ranks instead of a step
     #[arg(long, value_enum)]
     pub(crate) collective: Option<Collective>,
-    /// Ranks, each a thread
+    /// What carries it
+    #[arg(long, value_enum, default_value = "thread", requires = "collective")]
+    pub(crate) engine: Engine,
+    /// Ranks that are threads; mpirun says how many processes there are
     #[arg(long, default_value = "2", requires = "collective")]
     ranks: NonZeroUsize,
     /// Bytes of each rank's buffer, with units
@@ -75,17 +80,28 @@ pub(crate) fn run(
     json: bool,
 ) -> anyhow::Result<()> {
     let sizes: Vec<u64> = args.sizes.iter().map(|size| size.0).collect();
+    let measured = args.engine.run(args.ranks, |comm| {
+        measure_all_reduce(comm, &sizes, Level::detect())
+    })?;
+    let Some(rows) = measured else {
+        return Ok(());
+    };
     let summary = Summary {
         collective: "all-reduce",
-        engine: "thread",
-        rows: bench_all_reduce(args.ranks.get(), &sizes, &Options::default())?,
+        engine: args.engine.name(),
+        rows,
     };
     if json {
         return print_json(&summary);
     }
     let mut text = format!(
-        "{} of f32 between {} threads\n",
-        summary.collective, args.ranks
+        "{} of f32 between {} ranks, {}\n",
+        summary.collective,
+        summary
+            .rows
+            .first()
+            .map_or(args.ranks.get(), |row| row.ranks),
+        summary.engine
     );
     for row in &summary.rows {
         text += &format!(

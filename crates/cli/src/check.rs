@@ -2,15 +2,18 @@
 
 use std::env;
 use std::fmt::Write;
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use fusestep_collective::{AllReduceRow, Link, fit, measure_all_reduce, self_test};
 use fusestep_cuda::CudaBackend;
 use fusestep_simd::Level;
 use serde::Serialize;
 
+use crate::engine::Engine;
 use crate::options::threads;
-use crate::output::{print, print_json};
+use crate::output::{duration, print, print_json};
 
 /// Folders in which Linux distributions and CUDA put shared libraries.
 const LIBRARY_FOLDERS: [&str; 5] = [
@@ -24,6 +27,12 @@ const LIBRARY_FOLDERS: [&str; 5] = [
 /// Flags of `check`.
 #[derive(Debug, Args)]
 pub(crate) struct CheckArgs {
+    /// Test the collectives of this engine instead, and print how fast they are
+    #[arg(long, value_enum)]
+    pub(crate) engine: Option<Engine>,
+    /// Ranks that are threads; mpirun says how many processes there are
+    #[arg(long, default_value = "2", requires = "engine")]
+    ranks: NonZeroUsize,
     /// Print the findings as one JSON object
     #[arg(long)]
     json: bool,
@@ -43,7 +52,70 @@ struct Findings {
     findings: Vec<Finding>,
 }
 
+/// What a test of collectives prints with `--json`.
+#[derive(Debug, Serialize)]
+struct Tested {
+    engine: &'static str,
+    ranks: usize,
+    right: Vec<&'static str>,
+    link: Link,
+    rows: Vec<AllReduceRow>,
+}
+
+/// Bytes of the buffers in the table of bandwidths.
+const TABLE: [u64; 5] = [1 << 10, 16 << 10, 256 << 10, 4 << 20, 32 << 20];
+
+/// Tests every collective and measures the all-reduce.
+fn collectives(engine: Engine, args: &CheckArgs) -> anyhow::Result<()> {
+    let found = engine.run(args.ranks, |comm| {
+        let right = self_test(comm)?;
+        let rows = measure_all_reduce(comm, &TABLE, Level::detect())?;
+        let points: Vec<_> = rows
+            .iter()
+            .map(|row| (row.len_bytes as f64, row.seconds))
+            .collect();
+        Ok(Tested {
+            engine: engine.name(),
+            ranks: comm.world_size(),
+            right,
+            link: fit(&points),
+            rows,
+        })
+    })?;
+    // Other ranks have nothing to say.
+    let Some(tested) = found else {
+        return Ok(());
+    };
+    if args.json {
+        return print_json(&tested);
+    }
+    let mut text = format!("{} ranks, engine {}\n", tested.ranks, tested.engine);
+    for name in &tested.right {
+        let _ = writeln!(text, "  right     {name}");
+    }
+    let _ = writeln!(text, "all-reduce of f32, in place");
+    for row in &tested.rows {
+        let _ = writeln!(
+            text,
+            "{:>12} B  {:>10}  {:>7.2} GB/s",
+            row.len_bytes,
+            duration(row.seconds * 1e9),
+            row.len_bytes as f64 / row.seconds / 1e9
+        );
+    }
+    let _ = writeln!(
+        text,
+        "a call costs {} and a second for each {:.2} GB\nevery collective is right",
+        duration(tested.link.alpha_seconds * 1e9),
+        tested.link.beta_bytes_per_second / 1e9
+    );
+    print(&text)
+}
+
 pub(crate) fn run(args: &CheckArgs) -> anyhow::Result<()> {
+    if let Some(engine) = args.engine {
+        return collectives(engine, args);
+    }
     let findings = vec![simd(), thread_count(), cuda(), mpi(), nccl()];
     if args.json {
         return print_json(&Findings { findings });
@@ -98,7 +170,11 @@ fn mpi() -> Finding {
         places.find(|place| place.is_file())
     });
     let missing = "no mpirun on the PATH; install an MPI (Debian: openmpi-bin, libopenmpi-dev) to run ranks on many machines";
-    located("mpi", found, missing)
+    let used = match cfg!(feature = "mpi") {
+        true => "`mpirun -n 4 fusestep check --engine mpi` tests it",
+        false => "this build leaves it out; build with the feature `mpi`",
+    };
+    located("mpi", found, missing, used)
 }
 
 fn nccl() -> Finding {
@@ -108,18 +184,16 @@ fn nccl() -> Finding {
     let mut places = folders.map(|folder| folder.join("libnccl.so.2"));
     let found = places.find(|place| Path::is_file(place));
     let missing = "no libnccl.so.2 in the library folders; install NCCL (Debian: libnccl2) to run ranks on many GPUs";
-    located("nccl", found, missing)
+    let used = "this build runs ranks on hosts only";
+    located("nccl", found, missing, used)
 }
 
-fn located(part: &'static str, found: Option<PathBuf>, missing: &str) -> Finding {
+fn located(part: &'static str, found: Option<PathBuf>, missing: &str, used: &str) -> Finding {
     Finding {
         part,
         present: found.is_some(),
         detail: found.map_or(missing.to_owned(), |place| {
-            format!(
-                "{} is installed; this build runs ranks in one process only",
-                place.display()
-            )
+            format!("{} is installed; {used}", place.display())
         }),
     }
 }

@@ -5,6 +5,7 @@ mod bench;
 mod bench_collective;
 mod check;
 mod digits;
+mod engine;
 mod gradients;
 mod inputs;
 mod model;
@@ -45,18 +46,26 @@ enum Command {
 fn main() -> ExitCode {
     // Usage errors end here with exit code 2 and clap's own message.
     let cli = Cli::parse();
-    let done = match cli.command {
-        Command::Plan(args) => plan::run(&args),
-        Command::Step(args) => step::run(&args),
-        Command::Train(args) => train::run(&args),
-        Command::Bench(args) => bench::run(&args),
-        Command::Check(args) => check::run(&args),
-    };
-    match done {
+    match run(&cli.command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
         }
+    }
+}
+
+fn run(command: &Command) -> anyhow::Result<()> {
+    engine::require_engine(match command {
+        Command::Bench(args) => args.engine(),
+        Command::Check(args) => args.engine,
+        _ => None,
+    })?;
+    match command {
+        Command::Plan(args) => plan::run(args),
+        Command::Step(args) => step::run(args),
+        Command::Train(args) => train::run(args),
+        Command::Bench(args) => bench::run(args),
+        Command::Check(args) => check::run(args),
     }
 }

@@ -90,6 +90,16 @@ pub enum CollectiveError {
         /// What was expected, what was found, and what would work.
         reason: String,
     },
+    /// The engine that carries the data, an MPI for one, said no.
+    #[error("{operation} on rank {rank}: expected the engine to do it, found {reason}")]
+    Engine {
+        /// Where.
+        rank: usize,
+        /// Which.
+        operation: &'static str,
+        /// The engine's own words.
+        reason: String,
+    },
     /// A reduction that is not defined for a dtype.
     #[error(
         "{operation} on rank {rank}: {reduce} is not defined for {dtype}; use sum and divide, or a floating-point dtype"

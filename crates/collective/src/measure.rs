@@ -62,10 +62,7 @@ pub fn bench_all_reduce(
         for mut comm in comms {
             let builder = std::thread::Builder::new();
             let spawned = builder.spawn_scoped(scope, move || {
-                let rows = sizes
-                    .iter()
-                    .map(|&len_bytes| measure(&mut comm, len_bytes, options.level));
-                rows.collect::<Result<Vec<_>, _>>()
+                measure_all_reduce(&mut comm, sizes, options.level)
             });
             threads
                 .push(spawned.map_err(|error| {
@@ -82,8 +79,77 @@ pub fn bench_all_reduce(
     Ok(first.unwrap_or_default())
 }
 
-fn measure(
-    comm: &mut impl Communicator,
+/// [`bench_all_reduce`] on the ranks of any engine; all of them call it, and the numbers are those that each rank has seen.
+///
+/// # Errors
+/// As there.
+pub fn measure_all_reduce(
+    comm: &mut dyn Communicator,
+    sizes: &[u64],
+    level: Level,
+) -> Result<Vec<AllReduceRow>, CollectiveError> {
+    let rows = sizes.iter().map(|&len_bytes| row(comm, len_bytes, level));
+    rows.collect()
+}
+
+/// What an all-reduce of `B` bytes costs: `alpha_seconds + B / beta_bytes_per_second`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Link {
+    /// The time of a call that moves next to nothing, in seconds.
+    pub alpha_seconds: f64,
+    /// Bytes of each rank's buffer per second, once they are many.
+    pub beta_bytes_per_second: f64,
+}
+
+/// Measures what an all-reduce between the ranks of `comm` costs; all ranks call it, and get nearly the same.
+///
+/// # Errors
+/// As [`measure_all_reduce`].
+/// # Cost
+/// About a second.
+pub fn measure(comm: &mut dyn Communicator) -> Result<Link, CollectiveError> {
+    let rows = measure_all_reduce(
+        comm,
+        &[4 << 10, 64 << 10, 1 << 20, 16 << 20],
+        Level::detect(),
+    )?;
+    let points: Vec<(f64, f64)> = rows
+        .iter()
+        .map(|row| (row.len_bytes as f64, row.seconds))
+        .collect();
+    Ok(fit(&points))
+}
+
+/// The line `seconds = alpha + bytes / beta` through points of (bytes, seconds) with the least squares of relative errors, so that
+/// short calls count as much as long ones. Neither is below zero; without two lengths there is no slope, and beta is infinite.
+pub fn fit(points: &[(f64, f64)]) -> Link {
+    let (mut w, mut wx, mut wxx, mut wy, mut wxy) = (0.0, 0.0, 0.0, 0.0, 0.0);
+    for &(x, y) in points {
+        let weight = 1.0 / (y * y).max(1e-24);
+        w += weight;
+        wx += weight * x;
+        wxx += weight * x * x;
+        wy += weight * y;
+        wxy += weight * x * y;
+    }
+    let determinant = w * wxx - wx * wx;
+    let slope = match determinant > 1e-12 * w * wxx {
+        true => ((w * wxy - wx * wy) / determinant).max(0.0),
+        false => 0.0,
+    };
+    let alpha = if w > 0.0 {
+        ((wy - slope * wx) / w).max(0.0)
+    } else {
+        0.0
+    };
+    Link {
+        alpha_seconds: alpha,
+        beta_bytes_per_second: 1.0 / slope,
+    }
+}
+
+fn row(
+    comm: &mut dyn Communicator,
     len_bytes: u64,
     level: Level,
 ) -> Result<AllReduceRow, CollectiveError> {
@@ -138,4 +204,44 @@ fn measure(
         ceiling_seconds,
         share_of_ceiling: ceiling_seconds / seconds,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Solo;
+
+    #[test]
+    fn a_line_is_found_again_and_bad_points_give_no_nonsense() {
+        let cost = |bytes: f64| 2e-6 + bytes / 5e9;
+        let points: Vec<_> = [4e3, 6.4e4, 1e6, 1.6e7]
+            .map(|bytes| (bytes, cost(bytes)))
+            .into();
+        let link = fit(&points);
+        assert!((link.alpha_seconds / 2e-6 - 1.0).abs() < 1e-6, "{link:?}");
+        assert!(
+            (link.beta_bytes_per_second / 5e9 - 1.0).abs() < 1e-6,
+            "{link:?}"
+        );
+        assert_eq!(fit(&[]).alpha_seconds, 0.0);
+        assert_eq!(
+            fit(&[(8.0, 1.0)]),
+            Link {
+                alpha_seconds: 1.0,
+                beta_bytes_per_second: f64::INFINITY
+            }
+        );
+        let falling = fit(&[(1.0, 2.0), (100.0, 1.0)]);
+        assert!(falling.alpha_seconds >= 0.0 && falling.beta_bytes_per_second > 0.0);
+    }
+
+    #[test]
+    fn any_engine_can_be_measured() {
+        let rows = measure_all_reduce(&mut Solo::new(), &[0, 1024], Level::detect()).unwrap();
+        assert_eq!(
+            rows.iter().map(|row| row.len_bytes).collect::<Vec<_>>(),
+            [0, 1024]
+        );
+        assert!(rows.iter().all(|row| row.seconds > 0.0 && row.ranks == 1));
+    }
 }

@@ -173,3 +173,45 @@ fn bench_times_a_collective_between_threads() {
     }
     assert!(ok(&args).contains("100000 B"));
 }
+
+#[test]
+fn check_tests_the_collectives_between_threads_and_says_what_mpi_takes() {
+    let found = ok(&["check", "--engine", "thread", "--ranks", "3"]);
+    assert!(found.contains("every collective is right"), "{found}");
+    let json = ok(&["check", "--engine", "thread", "--json"]);
+    let json: Value = serde_json::from_str(&json).unwrap();
+    assert!(json["link"]["alpha_seconds"].as_f64().unwrap() >= 0.0);
+    assert_eq!(json["rows"].as_array().map(Vec::len), Some(5));
+    if !cfg!(feature = "mpi") {
+        let error = refused(&["check", "--engine", "mpi"]);
+        assert!(error.contains("build with the feature `mpi`"), "{error}");
+    }
+}
+
+#[test]
+fn several_processes_that_know_nothing_of_each_other_are_refused() {
+    let start = |args: &[&str]| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_fusestep"));
+        let output = command
+            .args(args)
+            .env("OMPI_COMM_WORLD_SIZE", "4")
+            .output()
+            .unwrap();
+        assert!(!output.status.success());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    for args in [&["check"][..], &["check", "--engine", "thread"], &["train"]] {
+        let error = start(args);
+        assert!(
+            error.contains("4 processes were started together"),
+            "{args:?}: {error}"
+        );
+    }
+    if !cfg!(feature = "mpi") {
+        let error = start(&["check", "--engine", "mpi"]);
+        assert!(
+            error.contains("this build leaves MPI out") && error.contains("4 processes"),
+            "{error}"
+        );
+    }
+}

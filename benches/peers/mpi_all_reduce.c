@@ -1,0 +1,63 @@
+/* MPI_Allreduce called directly, in place, on f32: the peer of `fusestep bench --collective all-reduce`.
+ *
+ *   mpicc -O2 mpi_all_reduce.c -o mpi_all_reduce
+ *   mpirun -n 2 ./mpi_all_reduce sizes BYTES...      one line for each: bytes, median seconds, best seconds
+ *   mpirun -n 2 ./mpi_all_reduce list BYTES...       one line for all of them one behind the other: total bytes, median, best
+ */
+#include <mpi.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* As fusestep's measure: at least 7 rounds and 16 MiB, at most 2,000 rounds. */
+static int rounds_of(size_t bytes) {
+    size_t rounds = ((size_t)16 << 20) / (bytes ? bytes : 1);
+    return rounds < 7 ? 7 : rounds > 2000 ? 2000 : (int)rounds;
+}
+
+static int ascending(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return x < y ? -1 : x > y;
+}
+
+/* Times `count` buffers that lie one behind the other, of these lengths in bytes. */
+static void measure(float *buffer, const size_t *bytes, int count, int rank) {
+    size_t total = 0;
+    for (int i = 0; i < count; i++) total += bytes[i];
+    int rounds = rounds_of(total);
+    double *seconds = malloc(rounds * sizeof *seconds);
+    for (int round = -1; round < rounds; round++) {
+        MPI_Barrier(MPI_COMM_WORLD);
+        double start = MPI_Wtime();
+        float *at = buffer;
+        for (int i = 0; i < count; i++) {
+            MPI_Allreduce(MPI_IN_PLACE, at, (int)(bytes[i] / 4), MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
+            at += bytes[i] / 4;
+        }
+        if (round >= 0) seconds[round] = MPI_Wtime() - start;
+    }
+    qsort(seconds, rounds, sizeof *seconds, ascending);
+    if (rank == 0) printf("%zu %.9f %.9f\n", total, seconds[rounds / 2], seconds[0]);
+    free(seconds);
+}
+
+int main(int argc, char **argv) {
+    MPI_Init(&argc, &argv);
+    int rank, count = argc - 2;
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    if (count < 1) {
+        fprintf(stderr, "expected `sizes BYTES...` or `list BYTES...`\n");
+        MPI_Abort(MPI_COMM_WORLD, 2);
+    }
+    size_t *bytes = malloc(count * sizeof *bytes), total = 0;
+    for (int i = 0; i < count; i++) total += bytes[i] = strtoull(argv[i + 2], NULL, 10) / 4 * 4;
+    float *buffer = malloc(total ? total : 4);
+    for (size_t i = 0; i < total / 4; i++) buffer[i] = (float)(i % 64 + rank);
+    if (strcmp(argv[1], "list") == 0) {
+        measure(buffer, bytes, count, rank);
+    } else {
+        for (int i = 0; i < count; i++) measure(buffer, &bytes[i], 1, rank);
+    }
+    MPI_Finalize();
+    return 0;
+}

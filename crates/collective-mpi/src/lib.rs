@@ -1,0 +1,36 @@
+#![doc = include_str!("../README.md")]
+#![cfg_attr(not(feature = "mpi"), forbid(unsafe_code))]
+
+#[cfg(not(feature = "mpi"))]
+mod absent;
+#[cfg(feature = "mpi")]
+mod algorithms;
+#[cfg(feature = "mpi")]
+mod communicator;
+#[cfg(feature = "mpi")]
+mod engine;
+#[cfg(feature = "mpi")]
+mod exchange;
+#[cfg(feature = "mpi")]
+mod group;
+mod launcher;
+#[cfg(feature = "mpi")]
+mod meeting;
+#[cfg(feature = "mpi")]
+mod native;
+mod options;
+#[cfg(feature = "mpi")]
+mod reduction;
+#[cfg(feature = "mpi")]
+mod transfer;
+#[cfg(feature = "mpi")]
+mod watch;
+#[cfg(feature = "mpi")]
+mod wire;
+
+#[cfg(not(feature = "mpi"))]
+pub use absent::MpiCommunicator;
+#[cfg(feature = "mpi")]
+pub use communicator::MpiCommunicator;
+pub use launcher::launched_ranks;
+pub use options::{Compare, MpiError, MpiOptions, Reduction};

@@ -1,0 +1,302 @@
+//! Before data moves: every rank tells every other what it is about to do, and nobody waits for ever.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use fusestep_collective::{CollectiveError, Fingerprint};
+
+use crate::engine::{Kind, Request};
+use crate::group::Group;
+use crate::wire::{HEADER_BYTES, Header};
+
+/// Polls between two looks at the clock and at what others say.
+const POLLS: u32 = 32;
+
+/// How long to poll without giving the processor away.
+const SPIN: Duration = Duration::from_micros(30);
+
+/// How long to give it away without sleeping.
+const YIELD: Duration = Duration::from_millis(2);
+
+/// Gives the processor away, the longer one has waited the longer.
+pub(crate) fn relax(waited: Duration) {
+    if waited > YIELD {
+        std::thread::sleep(Duration::from_micros(50));
+    } else if waited > SPIN {
+        std::thread::yield_now();
+    } else {
+        std::hint::spin_loop();
+    }
+}
+
+/// The buffers of the exchange of headers, used by call after call.
+#[derive(Debug, Default)]
+pub(crate) struct Meeting {
+    outgoing: Vec<u8>,
+    incoming: Vec<u8>,
+    /// Messages under way, with the rank and whether it is one from there.
+    pending: Vec<(Request, usize, Direction)>,
+    headers: Vec<Header>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Direction {
+    To,
+    From,
+}
+
+/// Whom to meet.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Party {
+    /// All ranks, for the call of this number.
+    All(u64),
+    /// One rank, for a transfer.
+    Pair(usize),
+}
+
+/// What a meeting found besides headers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Straggler {
+    pub(crate) rank: usize,
+    pub(crate) waited: Duration,
+}
+
+impl Meeting {
+    /// Exchanges headers. Those of all ranks (or of the pair, in rank order) are in [`headers`](Self::headers) then.
+    ///
+    /// Either all ranks come to the data of a call or none: a rank that knows of an error waits for a moment for what the others
+    /// say, and goes on if all headers come after all.
+    pub(crate) fn meet(
+        &mut self,
+        group: &Group,
+        party: Party,
+        header: Header,
+        deadline: Instant,
+    ) -> Result<Option<Straggler>, CollectiveError> {
+        let peers: Vec<usize> = match party {
+            Party::All(call) => {
+                group.entered.store(call, Ordering::SeqCst);
+                group.others().collect()
+            }
+            Party::Pair(peer) => vec![peer],
+        };
+        self.start(group, &peers, header, party)?;
+        let begun = Instant::now();
+        let (mut polls, mut straggler, mut limit) = (0u32, None, None);
+        loop {
+            if self.advance(group, begun, &mut straggler)? {
+                break;
+            }
+            polls = polls.wrapping_add(1);
+            if !polls.is_multiple_of(POLLS) {
+                continue;
+            }
+            let now = Instant::now();
+            relax(now - begun);
+            group.poll();
+            if let Some(error) = self.left(group, party) {
+                self.give_up();
+                return Err(error);
+            }
+            if limit.is_none() && now > deadline {
+                group.announce(late(group, self.missing(), &header.fingerprint));
+            }
+            if group.is_ending() {
+                let limit = *limit.get_or_insert(now + group.grace());
+                let closed = match party {
+                    Party::All(call) => group.cannot_open(call, &self.missing()),
+                    Party::Pair(peer) => group.cannot_open(u64::MAX, &[peer]),
+                };
+                if closed || now > limit {
+                    self.give_up();
+                    return Err(group.settle_as_told());
+                }
+            }
+        }
+        self.read(group, &peers, header)?;
+        Ok(straggler)
+    }
+
+    /// What was exchanged last: of all ranks, or of the two of a transfer, in rank order.
+    pub(crate) fn headers(&self) -> &[Header] {
+        &self.headers
+    }
+
+    fn start(
+        &mut self,
+        group: &Group,
+        peers: &[usize],
+        header: Header,
+        party: Party,
+    ) -> Result<(), CollectiveError> {
+        let kind = match party {
+            Party::All(_) => Kind::Header,
+            Party::Pair(_) => Kind::TransferHeader,
+        };
+        self.outgoing.clear();
+        self.outgoing.extend_from_slice(&header.to_bytes());
+        self.incoming.clear();
+        self.incoming.resize(peers.len() * HEADER_BYTES, 0);
+        self.pending.clear();
+        let mut failed = None;
+        for (bytes, &peer) in self.incoming.chunks_exact_mut(HEADER_BYTES).zip(peers) {
+            // SAFETY: `incoming` is touched again only when all requests are done (`read`, the next `start`), or never, because
+            // `give_up` leaks it. The same holds for `outgoing` below.
+            match unsafe {
+                group
+                    .engine
+                    .receive(bytes, group.members[peer], group.tag, kind)
+            } {
+                Ok(request) => self.pending.push((request, peer, Direction::From)),
+                Err(reason) => failed = Some(reason),
+            }
+        }
+        for &peer in peers {
+            // SAFETY: as above.
+            let sent = unsafe {
+                group
+                    .engine
+                    .send(&self.outgoing, group.members[peer], group.tag, kind)
+            };
+            match sent {
+                Ok(request) => self.pending.push((request, peer, Direction::To)),
+                Err(reason) => failed = Some(reason),
+            }
+        }
+        failed.map_or(Ok(()), |reason| {
+            Err(self.broken(group, &header.fingerprint, reason))
+        })
+    }
+
+    /// Whether all messages are through; notes who came last.
+    fn advance(
+        &mut self,
+        group: &Group,
+        begun: Instant,
+        straggler: &mut Option<Straggler>,
+    ) -> Result<bool, CollectiveError> {
+        let mut failed = None;
+        self.pending.retain_mut(
+            |(request, peer, direction)| match group.engine.done(request) {
+                Ok(true) => {
+                    if *direction == Direction::From {
+                        *straggler = Some(Straggler {
+                            rank: *peer,
+                            waited: begun.elapsed(),
+                        });
+                    }
+                    false
+                }
+                Ok(false) => true,
+                Err(reason) => {
+                    failed = Some(reason);
+                    true
+                }
+            },
+        );
+        match failed {
+            None => Ok(self.pending.is_empty()),
+            Some(reason) => {
+                self.give_up();
+                Err(CollectiveError::Engine {
+                    rank: group.rank,
+                    operation: "exchange of fingerprints",
+                    reason,
+                })
+            }
+        }
+    }
+
+    /// The ranks that have not said what they do.
+    fn missing(&self) -> Vec<usize> {
+        let from = self
+            .pending
+            .iter()
+            .filter(|(_, _, direction)| *direction == Direction::From);
+        let mut ranks: Vec<usize> = from.map(|(_, peer, _)| *peer).collect();
+        if ranks.is_empty() {
+            ranks = self.pending.iter().map(|(_, peer, _)| *peer).collect();
+        }
+        ranks.sort_unstable();
+        ranks.dedup();
+        ranks
+    }
+
+    fn left(&self, group: &Group, party: Party) -> Option<CollectiveError> {
+        match party {
+            Party::All(call) => group.left_before(call),
+            Party::Pair(peer) => group.left_rank(peer),
+        }
+    }
+
+    fn read(&mut self, group: &Group, peers: &[usize], own: Header) -> Result<(), CollectiveError> {
+        self.headers.clear();
+        let mut received = peers
+            .iter()
+            .zip(self.incoming.chunks_exact(HEADER_BYTES))
+            .peekable();
+        let mut own = Some(own);
+        let mut unread = None;
+        while received.peek().is_some() || own.is_some() {
+            let own_is_next = received.peek().is_none_or(|(peer, _)| **peer > group.rank);
+            match own.take_if(|_| own_is_next) {
+                Some(own) => self.headers.push(own),
+                None => {
+                    let Some((peer, bytes)) = received.next() else {
+                        break;
+                    };
+                    match Header::from_bytes(bytes) {
+                        Some(header) => self.headers.push(header),
+                        None => unread = Some(*peer),
+                    }
+                }
+            }
+        }
+        match unread {
+            None => Ok(()),
+            Some(peer) => Err(CollectiveError::Engine {
+                rank: group.rank,
+                operation: "exchange of fingerprints",
+                reason: format!(
+                    "a header of rank {peer} that this program cannot read; start the same program on all ranks"
+                ),
+            }),
+        }
+    }
+
+    fn broken(&mut self, group: &Group, print: &Fingerprint, reason: String) -> CollectiveError {
+        self.give_up();
+        CollectiveError::Engine {
+            rank: group.rank,
+            operation: print.operation.name(),
+            reason,
+        }
+    }
+
+    /// Leaves memory to messages that may still use it: the group has ended, so this happens once.
+    fn give_up(&mut self) {
+        Vec::leak(std::mem::take(&mut self.outgoing));
+        Vec::leak(std::mem::take(&mut self.incoming));
+        self.pending.clear();
+    }
+}
+
+impl Drop for Meeting {
+    fn drop(&mut self) {
+        // After a panic in between; all other ways leave nothing pending.
+        if !self.pending.is_empty() {
+            self.give_up();
+        }
+    }
+}
+
+/// The error that names late ranks.
+pub(crate) fn late(group: &Group, ranks: Vec<usize>, print: &Fingerprint) -> CollectiveError {
+    CollectiveError::Late {
+        ranks,
+        operation: print.operation.name(),
+        sequence: print.sequence,
+        bucket: print.context.bucket,
+        timeout_ms: group.timeout_ms(),
+    }
+}

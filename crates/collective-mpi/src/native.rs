@@ -1,0 +1,181 @@
+//! The MPI's own all-reduce, for those who ask for it.
+
+use std::ffi::{c_int, c_void};
+use std::sync::Arc;
+use std::time::Instant;
+
+use fusestep_collective::{Buffers, Call, CollectiveError, Operation, ReduceOp};
+use fusestep_tensor::DType;
+use mpi::ffi;
+
+use crate::MpiError;
+use crate::communicator::MpiCommunicator;
+use crate::engine::{Engine, Handle, check};
+use crate::watch;
+
+/// What the MPI's own collectives need.
+#[derive(Clone, Debug)]
+pub(crate) struct Native {
+    world: Handle,
+    /// The ranks of the group; lives as long as MPI does.
+    comm: Handle,
+    /// What stands for "in place"; the standard leaves the value to each MPI, and the bindings leave it out.
+    in_place: Option<usize>,
+}
+
+impl Native {
+    /// For all processes, which make this call together when MPI starts.
+    ///
+    /// Apart from the engine's messages: MPI makes groups by messages with the caller's tags, which its probes would take.
+    pub(crate) fn world(engine: &Arc<Engine>) -> Result<Self, MpiError> {
+        let in_place = match &engine.version {
+            version if version.starts_with("Open MPI") => Some(1),
+            version if version.starts_with("MPICH") || version.starts_with("Intel(R) MPI") => {
+                Some(usize::MAX)
+            }
+            _ => None,
+        };
+        // SAFETY: a constant of the library.
+        let mut comm = unsafe { ffi::RSMPI_COMM_NULL };
+        // SAFETY: MPI runs as long as the engine does.
+        let made = check(unsafe { ffi::MPI_Comm_dup(engine.world().0, &mut comm) });
+        made.map_err(|reason| MpiError::Call {
+            call: "MPI_Comm_dup",
+            reason,
+        })?;
+        Ok(Self {
+            world: Handle(comm),
+            comm: Handle(comm),
+            in_place,
+        })
+    }
+
+    /// The same for some processes, all of which are here; `number` tells groups apart that are made at the same time.
+    pub(crate) fn of_members(&self, members: &[usize], number: u32) -> Result<Self, String> {
+        let ranks: Vec<c_int> = members.iter().map(|&member| member as c_int).collect();
+        // SAFETY: constants of the library, which the two calls below replace.
+        let (mut all, mut some) = unsafe { (ffi::RSMPI_GROUP_NULL, ffi::RSMPI_GROUP_NULL) };
+        // SAFETY: as above.
+        let mut comm = unsafe { ffi::RSMPI_COMM_NULL };
+        // SAFETY: `ranks` are ranks of the world; every member makes this call (they have just exchanged headers for it).
+        unsafe {
+            check(ffi::MPI_Comm_group(self.world.0, &mut all))?;
+            check(ffi::MPI_Group_incl(
+                all,
+                ranks.len() as c_int,
+                ranks.as_ptr(),
+                &mut some,
+            ))?;
+            let tag = (number & 0x7fff) as c_int;
+            check(ffi::MPI_Comm_create_group(
+                self.world.0,
+                some,
+                tag,
+                &mut comm,
+            ))?;
+            ffi::MPI_Group_free(&mut all);
+            ffi::MPI_Group_free(&mut some);
+        }
+        Ok(Self {
+            comm: Handle(comm),
+            ..self.clone()
+        })
+    }
+}
+
+/// MPI's names for an element and a reduction; `None` for what MPI has not.
+fn names(dtype: DType, op: ReduceOp) -> Option<(ffi::MPI_Datatype, ffi::MPI_Op)> {
+    // SAFETY: constants of the library.
+    unsafe {
+        let dtype = match dtype {
+            DType::F32 => ffi::RSMPI_FLOAT,
+            DType::F64 => ffi::RSMPI_DOUBLE,
+            DType::I32 => ffi::RSMPI_INT32_T,
+            DType::I64 => ffi::RSMPI_INT64_T,
+            // Open MPI 4.1 adds bytes with saturation where the processor has AVX.
+            DType::U8 | DType::F16 | DType::BF16 => return None,
+        };
+        let op = match op {
+            ReduceOp::Sum | ReduceOp::Average => ffi::RSMPI_SUM,
+            ReduceOp::Prod => ffi::RSMPI_PROD,
+            ReduceOp::Max => ffi::RSMPI_MAX,
+            ReduceOp::Min => ffi::RSMPI_MIN,
+        };
+        Some((dtype, op))
+    }
+}
+
+impl MpiCommunicator {
+    /// Makes an all-reduce with the MPI's own, if that was asked for and there is one; hands the buffers back if not.
+    pub(crate) fn all_reduce_natively<'a>(
+        &mut self,
+        call: Call<'a>,
+        op: ReduceOp,
+    ) -> Result<Option<Buffers<'a>>, CollectiveError> {
+        let (Some(native), Operation::AllReduce(_)) = (&self.native, call.operation) else {
+            return Ok(Some(call.buffers));
+        };
+        let element_bytes = call.dtype.len_bytes();
+        let aligned = |bytes: &[u8]| (bytes.as_ptr() as usize).is_multiple_of(element_bytes);
+        let fits = match &call.buffers {
+            Buffers::InPlace(buffer) => native.in_place.is_some() && aligned(buffer),
+            Buffers::Apart { send, receive } => aligned(send) && aligned(receive),
+        };
+        let (Some((dtype, mpi_op)), true) = (names(call.dtype, op), fits) else {
+            return Ok(Some(call.buffers));
+        };
+        let limit = self
+            .group
+            .options
+            .chunk_limit_bytes
+            .clamp(1, i32::MAX as usize);
+        let limit = (limit / element_bytes).max(1) * element_bytes;
+        let receive = match call.buffers {
+            Buffers::InPlace(buffer) => buffer,
+            Buffers::Apart { send, receive } => {
+                receive.copy_from_slice(send);
+                receive
+            }
+        };
+        let in_place = native.in_place.unwrap_or_default() as *const c_void;
+        let _watched = watch::arm(&self.group, Instant::now() + self.group.timeout());
+        for chunk in receive.chunks_mut(limit) {
+            // SAFETY: `chunk` is a borrowed slice of whole, aligned elements, in use until the call returns. All ranks make the
+            // same calls, which they have compared. This level of reduction was given only with an MPI for many threads.
+            let code = unsafe {
+                ffi::MPI_Allreduce(
+                    in_place,
+                    chunk.as_mut_ptr().cast::<c_void>(),
+                    (chunk.len() / element_bytes) as c_int,
+                    dtype,
+                    mpi_op,
+                    native.comm.0,
+                )
+            };
+            check(code).map_err(|reason| CollectiveError::Engine {
+                rank: self.group.rank,
+                operation: "all-reduce",
+                reason,
+            })?;
+        }
+        if op == ReduceOp::Average {
+            divide(call.dtype, receive, self.group.world_size());
+        }
+        Ok(None)
+    }
+}
+
+/// Divides sums by the world size; elements are aligned.
+fn divide(dtype: DType, bytes: &mut [u8], world_size: usize) {
+    match dtype {
+        DType::F32 => {
+            let sums: &mut [f32] = bytemuck::cast_slice_mut(bytes);
+            sums.iter_mut().for_each(|sum| *sum /= world_size as f32);
+        }
+        DType::F64 => {
+            let sums: &mut [f64] = bytemuck::cast_slice_mut(bytes);
+            sums.iter_mut().for_each(|sum| *sum /= world_size as f64);
+        }
+        other => panic!("an average of {other} is refused before any data is read"),
+    }
+}

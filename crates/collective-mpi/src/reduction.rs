@@ -1,0 +1,242 @@
+//! The collectives that reduce: blocks are exchanged pairwise, each rank reduces its own in rank order, results go where they belong.
+
+use std::ops::Range;
+
+use fusestep_collective::{
+    Blocks, Buffers, Call, CollectiveError, Fingerprint, Operation, ReduceOp, reduce_slices,
+};
+
+use crate::algorithms::carve;
+use crate::communicator::MpiCommunicator;
+use crate::engine::Kind;
+use crate::exchange::Piece;
+
+/// Everything about one reduction but its memory.
+struct Task<'a> {
+    /// The part of each rank, in bytes.
+    parts: Vec<Range<usize>>,
+    /// Bytes of each part that are under way at a time; a multiple of an element.
+    segment: usize,
+    whom: Whom,
+    op: ReduceOp,
+    print: &'a Fingerprint,
+}
+
+/// Who gets the results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Whom {
+    All,
+    Rank(usize),
+    /// Each rank that of its own part.
+    Own,
+}
+
+/// Where input lies and results go.
+enum Memory<'a> {
+    Same(&'a mut [u8]),
+    /// The second has the whole length, or, with [`Whom::Own`], that of the own part, or is empty where no result goes.
+    Two(&'a [u8], &'a mut [u8]),
+}
+
+impl Task<'_> {
+    /// Segment `index` of a rank's part.
+    fn segment(&self, rank: usize, index: usize) -> Range<usize> {
+        let part = &self.parts[rank];
+        let start = part.end.min(part.start + index * self.segment);
+        start..part.end.min(start + self.segment)
+    }
+
+    fn segments(&self) -> usize {
+        let longest = self.parts.iter().map(|part| part.len()).max();
+        longest.unwrap_or(0).div_ceil(self.segment)
+    }
+
+    fn gets_results(&self, rank: usize) -> bool {
+        match self.whom {
+            Whom::All => true,
+            Whom::Rank(root) => rank == root,
+            Whom::Own => false,
+        }
+    }
+}
+
+impl MpiCommunicator {
+    pub(crate) fn reduction(
+        &mut self,
+        call: Call<'_>,
+        blocks: Blocks<'_>,
+        op: ReduceOp,
+        print: &Fingerprint,
+    ) -> Result<(), CollectiveError> {
+        let element_bytes = call.dtype.len_bytes();
+        let buffers = match self.all_reduce_natively(call, op)? {
+            None => return Ok(()),
+            Some(buffers) => buffers,
+        };
+        let segment = self
+            .group
+            .options
+            .segment_bytes
+            .max(1)
+            .next_multiple_of(element_bytes);
+        let (rank, world_size) = (self.group.rank, self.group.world_size());
+        let task = Task {
+            parts: (0..world_size)
+                .map(|rank| blocks.of_bytes(rank, element_bytes))
+                .collect(),
+            segment,
+            whom: match print.operation {
+                Operation::Reduce { root, .. } => Whom::Rank(root),
+                Operation::ReduceScatter(_) => Whom::Own,
+                _ => Whom::All,
+            },
+            op,
+            print,
+        };
+        let mut memory = match buffers {
+            Buffers::InPlace(buffer) => Memory::Same(buffer),
+            Buffers::Apart { send, receive } => match task.whom {
+                Whom::Rank(root) if root != rank => Memory::Two(send, &mut []),
+                _ => Memory::Two(send, receive),
+            },
+        };
+        let slot = segment.next_multiple_of(64).min(task.longest_slot());
+        let (mut incoming, mut reduced) = (
+            std::mem::take(&mut self.incoming),
+            std::mem::take(&mut self.reduced),
+        );
+        grow(&mut incoming, slot * world_size);
+        grow(&mut reduced, slot);
+        {
+            let incoming = bytemuck::cast_slice_mut(&mut incoming);
+            let reduced = bytemuck::cast_slice_mut(&mut reduced);
+            // One round more than there are segments: the results of the last one still have to go.
+            for round in 0..=task.segments() {
+                self.one_round(&task, &mut memory, (incoming, slot), reduced, round);
+            }
+        }
+        (self.incoming, self.reduced) = (incoming, reduced);
+        Ok(())
+    }
+
+    /// Exchanges segment `round` of all parts and the results of the segment before, then reduces.
+    fn one_round(
+        &mut self,
+        task: &Task<'_>,
+        memory: &mut Memory<'_>,
+        (incoming, slot): (&mut [u8], usize),
+        reduced: &mut [u8],
+        round: usize,
+    ) {
+        let (rank, world_size) = (self.group.rank, self.group.world_size());
+        let before = |of: usize| match round.checked_sub(1) {
+            Some(round) if task.gets_results(rank) => task.segment(of, round),
+            _ => task.parts[of].start..task.parts[of].start,
+        };
+        // Two ranges for each rank: results that arrive, then input that leaves.
+        let ranges: Vec<Range<usize>> = (0..world_size)
+            .flat_map(|of| [before(of), task.segment(of, round)])
+            .collect();
+        let (arriving, leaving) = memory.parts(&ranges, task.gets_results(rank));
+        let own = leaving[rank].len();
+        let mut pieces: Vec<Piece<'_>> = Vec::with_capacity(4 * world_size);
+        for (from, bytes) in incoming
+            .chunks_mut(slot.max(1))
+            .take(world_size)
+            .enumerate()
+        {
+            if from != rank {
+                pieces.push(Piece::into(from, Kind::Data, &mut bytes[..own]));
+            }
+        }
+        for (from, bytes) in arriving.into_iter().enumerate() {
+            if from != rank {
+                pieces.push(Piece::into(from, Kind::Result, bytes));
+            }
+        }
+        let result = round
+            .checked_sub(1)
+            .map_or(0, |round| task.segment(rank, round).len());
+        for to in self.group.others() {
+            pieces.push(Piece::out(to, Kind::Data, leaving[to]));
+            if task.gets_results(to) {
+                pieces.push(Piece::out(to, Kind::Result, &reduced[..result]));
+            }
+        }
+        self.exchange(pieces, task.print);
+        let inputs: Vec<&[u8]> = (0..world_size)
+            .map(|from| match from == rank {
+                true => leaving[rank],
+                false => &incoming[from * slot..][..own],
+            })
+            .collect();
+        let level = self.group.options.level;
+        reduce_slices(
+            level,
+            task.print.dtype,
+            task.op,
+            &inputs,
+            &mut reduced[..own],
+        );
+        memory.keep(task, rank, round, &reduced[..own]);
+    }
+}
+
+impl Memory<'_> {
+    /// What arrives and what leaves, from pairs of ranges; nothing arrives where no results go.
+    fn parts(
+        &mut self,
+        ranges: &[Range<usize>],
+        gets_results: bool,
+    ) -> (Vec<&mut [u8]>, Vec<&[u8]>) {
+        match self {
+            Memory::Same(buffer) => {
+                let mut parts = carve(buffer, ranges).into_iter();
+                let mut both = (Vec::new(), Vec::new());
+                while let (Some(arrives), Some(leaves)) = (parts.next(), parts.next()) {
+                    both.0.push(arrives);
+                    both.1.push(&*leaves);
+                }
+                both
+            }
+            Memory::Two(send, receive) => {
+                let results: Vec<_> = ranges.iter().step_by(2).cloned().collect();
+                let arriving = match gets_results {
+                    true => carve(receive, &results),
+                    false => Vec::new(),
+                };
+                let inputs = ranges.iter().skip(1).step_by(2);
+                (arriving, inputs.map(|range| &send[range.clone()]).collect())
+            }
+        }
+    }
+
+    /// Puts a result of this rank's own where this rank wants it.
+    fn keep(&mut self, task: &Task<'_>, rank: usize, round: usize, result: &[u8]) {
+        let place = task.segment(rank, round);
+        let within = place.start - task.parts[rank].start..place.end - task.parts[rank].start;
+        let kept = task.gets_results(rank) || task.whom == Whom::Own;
+        match self {
+            Memory::Same(buffer) if kept => buffer[place].copy_from_slice(result),
+            Memory::Two(_, receive) if task.whom == Whom::Own => {
+                receive[within].copy_from_slice(result);
+            }
+            Memory::Two(_, receive) if kept => receive[place].copy_from_slice(result),
+            _ => {}
+        }
+    }
+}
+
+impl Task<'_> {
+    /// Bytes for the longest segment of any part, whole cache lines.
+    fn longest_slot(&self) -> usize {
+        let longest = self.parts.iter().map(|part| part.len()).max();
+        longest.unwrap_or(0).next_multiple_of(64)
+    }
+}
+
+fn grow(words: &mut Vec<u64>, len_bytes: usize) {
+    if words.len() * 8 < len_bytes {
+        words.resize(len_bytes.div_ceil(8), 0);
+    }
+}

@@ -1,0 +1,247 @@
+//! `mpi`: the collectives between processes, started by mpirun and watched from outside.
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::{mpi_bench, mpi_victims, workspace_root};
+
+/// Runs the suite in worlds of one to five ranks, the variants of it, and the jobs in which a process dies; or the benchmark.
+pub(crate) fn run(arguments: &[String]) -> Result<()> {
+    let mpirun = Command::new("mpirun").arg("--version").output();
+    ensure!(
+        mpirun.is_ok_and(|output| output.status.success()),
+        "there is no mpirun; install an MPI and libclang (Debian: openmpi-bin, libopenmpi-dev, libclang-dev)"
+    );
+    match arguments {
+        [] => suite(),
+        [flag] if flag == "--bench" => mpi_bench::run(),
+        _ => bail!("expected `mpi [--bench]`, found {arguments:?}"),
+    }
+}
+
+fn suite() -> Result<()> {
+    let programs = build(&[
+        "test",
+        "--no-run",
+        "--package",
+        "fusestep-collective-mpi",
+        "--features",
+        "mpi",
+    ])?;
+    let program = |name: &str| {
+        let starts = format!("{name}-");
+        let named = |path: &&PathBuf| {
+            path.file_name()
+                .is_some_and(|file| file.to_string_lossy().starts_with(&starts))
+        };
+        programs
+            .iter()
+            .find(named)
+            .with_context(|| format!("cargo built no test `{name}`"))
+    };
+    let (suite, victim) = (program("mpi")?, program("victim")?);
+    let units = program("fusestep_collective_mpi")?;
+    ensure!(
+        Command::new(units).status()?.success(),
+        "the unit tests failed"
+    );
+    for ranks in 1..=5 {
+        tests(suite, ranks, &[], &[])?;
+    }
+    let bits = ["operations::", "same_bits::", "rings::", "zz_leave::"];
+    // Messages cut in the midst of elements, and segments of a few elements.
+    let cut = [
+        ("FUSESTEP_MPI_CHUNK_BYTES", "4001"),
+        ("FUSESTEP_MPI_SEGMENT_BYTES", "5000"),
+    ];
+    tests(suite, 2, &bits, &cut)?;
+    tests(suite, 3, &bits, &cut)?;
+    tests(suite, 3, &bits, &[("FUSESTEP_MPI_FIRST_OF_EACH", "1")])?;
+    // Between two ranks there is one order only, so that the engine's sums are ours.
+    let engine = [
+        ("FUSESTEP_MPI_ENGINE", "1"),
+        ("FUSESTEP_MPI_CHUNK_BYTES", "40004"),
+    ];
+    tests(
+        suite,
+        2,
+        &["operations::", "rings::", "mismatches::", "zz_leave::"],
+        &engine,
+    )?;
+    mpi_victims::run(victim)?;
+    self_test()?;
+    println!("mpi: all is well");
+    Ok(())
+}
+
+/// Runs tests whose names contain one of `filters` on every rank.
+fn tests(
+    program: &Path,
+    ranks: usize,
+    filters: &[&str],
+    environment: &[(&str, &str)],
+) -> Result<()> {
+    let mut arguments = vec!["--test-threads=1", "--color=never"];
+    arguments.extend(filters);
+    let job = Job {
+        ranks,
+        program,
+        arguments: &arguments,
+        environment,
+        limit: Duration::from_secs(300),
+    };
+    let end = job.run()?;
+    let passed = end.output.matches("test result: ok").count();
+    ensure!(
+        end.ended == Ended::Success && passed == ranks,
+        "{ranks} ranks, {filters:?}, {environment:?}: expected {ranks} good ends, found {passed} and {:?}:\n{}",
+        end.ended,
+        end.output
+    );
+    println!(
+        "mpi: {ranks} ranks {filters:?} {environment:?}: ok, {:.1} s",
+        end.elapsed.as_secs_f64()
+    );
+    Ok(())
+}
+
+/// `fusestep check` on four processes, and that a job is not taken for four runs.
+fn self_test() -> Result<()> {
+    let built = build(&["build", "--package", "fusestep-cli", "--features", "mpi"])?;
+    let fusestep = built.first().context("cargo built no `fusestep`")?;
+    let job = |arguments: &'static [&'static str]| Job {
+        ranks: 4,
+        program: fusestep,
+        arguments,
+        environment: &[],
+        limit: Duration::from_secs(120),
+    };
+    let end = job(&["check", "--engine", "mpi"]).run()?;
+    let found = end.ended == Ended::Success && end.output.contains("every collective is right");
+    ensure!(found, "the self-test failed:\n{}", end.output);
+    println!("{}", end.output.trim_end());
+    let end = job(&["check"]).run()?;
+    let refused = end.ended == Ended::Failure && end.output.contains("4 processes were started");
+    ensure!(
+        refused,
+        "expected a refusal of four separate runs, found\n{}",
+        end.output
+    );
+    Ok(())
+}
+
+/// Has cargo build something, optimised, and returns the programs it made.
+pub(crate) fn build(arguments: &[&str]) -> Result<Vec<PathBuf>> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let output = Command::new(cargo)
+        .current_dir(workspace_root())
+        .args(arguments)
+        .args(["--release", "--message-format=json-render-diagnostics"])
+        .stderr(Stdio::inherit())
+        .output()
+        .context("cannot start cargo")?;
+    ensure!(
+        output.status.success(),
+        "cargo {} failed",
+        arguments.join(" ")
+    );
+    let text = String::from_utf8(output.stdout)?;
+    let key = "\"executable\":\"";
+    let found = text.lines().filter_map(|line| {
+        let from = line.find(key)? + key.len();
+        let to = line[from..].find('"')?;
+        Some(PathBuf::from(&line[from..from + to]))
+    });
+    Ok(found.collect())
+}
+
+/// How a job has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ended {
+    Success,
+    Failure,
+    /// It was still running at the limit and was ended from here.
+    Never,
+}
+
+pub(crate) struct End {
+    pub(crate) ended: Ended,
+    pub(crate) output: String,
+    pub(crate) elapsed: Duration,
+}
+
+/// Processes that mpirun starts.
+pub(crate) struct Job<'a> {
+    pub(crate) ranks: usize,
+    pub(crate) program: &'a Path,
+    pub(crate) arguments: &'a [&'a str],
+    pub(crate) environment: &'a [(&'a str, &'a str)],
+    pub(crate) limit: Duration,
+}
+
+impl Job<'_> {
+    /// Runs the job; the watchdog over its time lies here, outside of what is tested.
+    pub(crate) fn run(&self) -> Result<End> {
+        let mut command = Command::new("mpirun");
+        command
+            .args(["-n", &self.ranks.to_string()])
+            .arg(self.program)
+            .args(self.arguments)
+            // More ranks than cores, and root in containers; each variable is one MPI's.
+            .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
+            .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+            .env("OMPI_MCA_rmaps_base_oversubscribe", "1")
+            .env("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
+            .envs(self.environment.iter().copied())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let start = Instant::now();
+        let mut child = command.spawn().context("cannot start mpirun")?;
+        let pipes: [Option<Box<dyn Read + Send>>; 2] = [
+            child.stdout.take().map(|pipe| Box::new(pipe) as _),
+            child.stderr.take().map(|pipe| Box::new(pipe) as _),
+        ];
+        let readers: Vec<_> = pipes
+            .into_iter()
+            .flatten()
+            .map(|mut pipe| {
+                std::thread::spawn(move || {
+                    let mut bytes = Vec::new();
+                    // What could be read up to an error is what there is.
+                    let _ = pipe.read_to_end(&mut bytes);
+                    String::from_utf8_lossy(&bytes).into_owned()
+                })
+            })
+            .collect();
+        let ended = loop {
+            match child.try_wait()? {
+                Some(status) if status.success() => break Ended::Success,
+                Some(_) => break Ended::Failure,
+                None if start.elapsed() > self.limit => {
+                    // mpirun ends its processes on this signal, stopped ones too.
+                    let id = child.id().to_string();
+                    Command::new("kill").args(["-TERM", &id]).status()?;
+                    std::thread::sleep(Duration::from_secs(3));
+                    child.kill()?;
+                    child.wait()?;
+                    break Ended::Never;
+                }
+                None => std::thread::sleep(Duration::from_millis(10)),
+            }
+        };
+        let elapsed = start.elapsed();
+        let texts = readers
+            .into_iter()
+            .map(|reader| reader.join().unwrap_or_default());
+        Ok(End {
+            ended,
+            output: texts.collect::<Vec<_>>().join("\n"),
+            elapsed,
+        })
+    }
+}

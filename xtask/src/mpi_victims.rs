@@ -1,0 +1,118 @@
+//! Jobs in which one of three processes stops, dies or goes, during each collective: what the others must have done.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+
+use crate::mpi::{End, Ended, Job};
+
+/// The ranks' timeout; survivors must be through within twice that.
+const TIMEOUT_MS: u64 = 1500;
+
+const COLLECTIVES: [&str; 11] = [
+    "all-reduce",
+    "reduce",
+    "broadcast",
+    "all-gather",
+    "reduce-scatter",
+    "scatter",
+    "gather",
+    "all-to-all",
+    "barrier",
+    "split",
+    "transfers around",
+];
+
+/// Runs them all.
+pub(crate) fn run(program: &Path) -> Result<()> {
+    for how in ["stop", "kill", "leave", "exit", "nap"] {
+        for (index, collective) in COLLECTIVES.into_iter().enumerate() {
+            one(program, how, collective, index % 3)?;
+        }
+        println!(
+            "mpi: a rank that does `{how}`, in {} collectives: ok",
+            COLLECTIVES.len()
+        );
+    }
+    Ok(())
+}
+
+fn one(program: &Path, how: &str, collective: &str, culprit: usize) -> Result<()> {
+    let folder = std::env::temp_dir().join(format!("fusestep-mpi-victim-{}", std::process::id()));
+    if folder.exists() {
+        std::fs::remove_dir_all(&folder)?;
+    }
+    let (rank, timeout) = (culprit.to_string(), TIMEOUT_MS.to_string());
+    let path = folder.to_string_lossy();
+    let end = Job {
+        ranks: 3,
+        program,
+        arguments: &[how, collective, &rank, &timeout, &path],
+        environment: &[],
+        // Starting, twice the timeout, leaving, and Open MPI's second of grace.
+        limit: Duration::from_millis(4 * TIMEOUT_MS + 10_000),
+    }
+    .run()?;
+    let what = format!("rank {culprit} does `{how}` in {collective}");
+    ensure!(
+        end.ended != Ended::Never,
+        "{what}: the job hung:\n{}",
+        end.output
+    );
+    for survivor in (0..3).filter(|rank| *rank != culprit) {
+        survived(&end, how, culprit, survivor, &folder)
+            .map_err(|error| error.context(format!("{what}:\n{}", end.output)))?;
+    }
+    if folder.exists() {
+        std::fs::remove_dir_all(&folder)?;
+    }
+    Ok(())
+}
+
+/// Whether one survivor has done what it must.
+fn survived(end: &End, how: &str, culprit: usize, survivor: usize, folder: &Path) -> Result<()> {
+    let start = format!("survivor {survivor} after ");
+    let said = end
+        .output
+        .lines()
+        .find_map(|line| line.strip_prefix(&start));
+    let dump = folder.join(format!("flight-recorder-rank-{survivor}.json"));
+    if let Some((after_ms, _)) = said.and_then(|said| said.split_once(" ms: ")) {
+        let after_ms: u64 = after_ms.parse()?;
+        ensure!(
+            after_ms < 2 * TIMEOUT_MS,
+            "rank {survivor} took {after_ms} ms"
+        );
+    }
+    let expected = match how {
+        "nap" => "all is well".to_owned(),
+        "stop" => format!("found none of [{culprit}]"),
+        // A transfer may end because its other side has ended, and gone, because of the culprit.
+        "leave" => "left the group after".to_owned(),
+        _ => String::new(),
+    };
+    match (how, said) {
+        ("kill" | "exit", None) => {
+            let text = std::fs::read_to_string(&dump).unwrap_or_default();
+            let whole = text.contains("\"barrier\"") && text.trim_end().ends_with('}');
+            ensure!(
+                whole,
+                "rank {survivor}: no flight recorder at {}",
+                dump.display()
+            );
+        }
+        (_, said) => {
+            let said = said.unwrap_or("nothing");
+            ensure!(
+                said.contains(&expected),
+                "rank {survivor}: expected `{expected}`, found `{said}`"
+            );
+            ensure!(
+                how == "nap" || dump.exists(),
+                "rank {survivor}: no flight recorder"
+            );
+        }
+    }
+    Ok(())
+}
