@@ -1,15 +1,8 @@
 //! Waiting for an atomic to change: spin first, sleep later.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
-use std::time::Instant;
-
-/// Looks before a waiter gives its core away, where there is a core for everyone; some tens of microseconds. A sleeper costs
-/// tens of microseconds to wake, which is many times an all-reduce of a few kilobytes.
-const SPINS: u32 = 2_000;
-
-/// Times a waiter offers its core to others before it sleeps.
-const YIELDS: u32 = 50;
+use crate::sync::{
+    AtomicUsize, Condvar, Instant, Mutex, Ordering, PATIENCE, PoisonError, pass, yield_now,
+};
 
 /// Wakes threads that wait until a condition on `SeqCst` atomics holds.
 pub(crate) struct Bell {
@@ -25,7 +18,7 @@ impl Bell {
         // With fewer cores than threads, whoever spins keeps away the one that is waited for.
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
         Self {
-            spins: if waiters <= cores { SPINS } else { 0 },
+            spins: if waiters <= cores { PATIENCE.spins } else { 0 },
             sleepers: AtomicUsize::new(0),
             lock: Mutex::new(()),
             bell: Condvar::new(),
@@ -37,7 +30,7 @@ impl Bell {
         // Either this sees the sleeper, or the sleeper's last look saw the change: all four accesses are `SeqCst`. The lock
         // makes sure that a sleeper seen here is not between its last look and its sleep.
         if self.sleepers.load(Ordering::SeqCst) > 0 {
-            drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
+            pass(&self.lock);
             self.bell.notify_all();
         }
     }
@@ -50,11 +43,11 @@ impl Bell {
             }
             std::hint::spin_loop();
         }
-        for _ in 0..YIELDS {
+        for _ in 0..PATIENCE.yields {
             if done() {
                 return true;
             }
-            std::thread::yield_now();
+            yield_now();
         }
         let mut guard = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
         self.sleepers.fetch_add(1, Ordering::SeqCst);

@@ -9,8 +9,11 @@
 mod bell;
 mod level;
 mod meet;
+#[cfg(test)]
+mod meet_tests;
 mod prefetch;
 mod stream;
+mod sync;
 mod team;
 
 pub use level::{Level, LevelError};

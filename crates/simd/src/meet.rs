@@ -5,13 +5,11 @@
 //! all have finished. A round opens for all parties or for none: a failure (a deadline, a call of [`Meet::fail`]) that comes
 //! before the last arrival closes the meet for ever, one that comes later strikes the next round.
 
-use std::cell::UnsafeCell;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::sync::Arc;
 
 use crate::bell::Bell;
+use crate::sync::{AtomicU64, Cell, Instant, Mutex, MutexGuard, Ordering, PoisonError, yield_now};
 
 /// The bit of the gate that says the meet has failed; the others count arrivals.
 const FAILED: u64 = 1 << 63;
@@ -64,7 +62,7 @@ struct Padded(AtomicU64);
 struct Slot<H> {
     /// The last round this party has arrived at; names late parties and guards nothing.
     arrived: AtomicU64,
-    brought: UnsafeCell<Brought<H>>,
+    brought: Cell<Brought<H>>,
 }
 
 struct Brought<H> {
@@ -88,7 +86,7 @@ unsafe impl<H: Send + Sync, F: Send> Send for Inner<H, F> {}
 pub fn seats<H, F>(parties: usize) -> Vec<Seat<H, F>> {
     let slot = || Slot {
         arrived: AtomicU64::new(0),
-        brought: UnsafeCell::new(Brought {
+        brought: Cell::new(Brought {
             header: None,
             shared: std::ptr::null(),
             shared_len: 0,
@@ -128,7 +126,7 @@ impl<H, F: Clone> Meet<H, F> {
         self.lock().clone()
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Option<F>> {
+    fn lock(&self) -> MutexGuard<'_, Option<F>> {
         self.0
             .failure
             .lock()
@@ -187,7 +185,7 @@ impl<H, F: Clone> Meet<H, F> {
             if late.len() + present == self.0.slots.len() {
                 return late;
             }
-            std::thread::yield_now();
+            yield_now();
         }
     }
 }
@@ -202,6 +200,16 @@ impl<H, F: Clone> Seat<H, F> {
     /// The meet this seat belongs to.
     pub fn of(&self) -> &Meet<H, F> {
         &self.meet
+    }
+
+    /// The number of parties.
+    pub fn parties(&self) -> usize {
+        self.meet.0.slots.len()
+    }
+
+    /// Whose seat this is.
+    pub fn party(&self) -> usize {
+        self.party
     }
 
     /// Takes part in the next round: brings `offer`, waits for all parties, does `work` on what they brought, waits until all
@@ -230,9 +238,11 @@ impl<H, F: Clone> Seat<H, F> {
             return Err(self.meet.broken());
         }
         let slot = &inner.slots[self.party];
-        // SAFETY: nobody reads this party's slot now: readers are parties in an open round, the last round this party was in is
-        // over (the wait in `Departure` saw all departures), and the next cannot open without the arrival below.
-        bring(unsafe { &mut *slot.brought.get() }, offer);
+        slot.brought.with_mut(|brought| {
+            // SAFETY: nobody reads this party's slot now: readers are parties in an open round, the last round this party was in
+            // is over (the wait in `Departure` saw all departures), and the next cannot open without the arrival below.
+            bring(unsafe { &mut *brought }, offer)
+        });
         self.meet.arrive()?;
         self.round += 1;
         slot.arrived.store(self.round, Ordering::SeqCst);
@@ -339,8 +349,10 @@ impl<'a, H> Peers<'a, H> {
     }
 
     fn brought(&self, party: usize) -> &'a Brought<H> {
-        // SAFETY: `Peers` exists while the round is open, and a slot is written only outside of open rounds (`meet`).
-        unsafe { &*self.slots[party].brought.get() }
+        self.slots[party].brought.with(|brought| {
+            // SAFETY: `Peers` exists while the round is open, and a slot is written only outside of open rounds (`meet`).
+            unsafe { &*brought }
+        })
     }
 }
 
@@ -360,7 +372,3 @@ impl<H, F> std::fmt::Debug for Seat<H, F> {
             .finish()
     }
 }
-
-#[cfg(test)]
-#[path = "meet_tests.rs"]
-mod tests;

@@ -1,6 +1,8 @@
-use super::*;
+//! The meeting of threads, on real ones; `tests/model.rs` has all interleavings.
+
+use crate::meet::{Offer, Seat, seats};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 type TestSeat = Seat<usize, String>;
 
@@ -13,9 +15,9 @@ fn name(late: &[usize]) -> String {
 }
 
 fn idle(seat: &mut TestSeat, deadline: Instant) -> Result<(), String> {
-    let ends = vec![0; seat.meet.0.slots.len()];
+    let ends = vec![0; seat.parties()];
     let offer = Offer {
-        header: seat.party,
+        header: seat.party(),
         shared: &[],
         lent: &mut [],
         ends: &ends,
@@ -43,7 +45,7 @@ fn each<R: Send>(parties: usize, body: impl Fn(TestSeat) -> R + Sync) -> Vec<R> 
 fn every_party_reads_all_shares_and_writes_its_parts_in_every_round() {
     for parties in [1, 2, 3, 8] {
         each(parties, |mut seat| {
-            let own = seat.party;
+            let own = seat.party();
             for round in 0..500u64 {
                 let shared = [own as u8, round as u8];
                 let mut lent = vec![0xff; parties + 3];
@@ -91,7 +93,7 @@ fn every_party_reads_all_shares_and_writes_its_parts_in_every_round() {
 fn a_missing_party_is_named_by_all_others_and_by_itself_when_it_comes() {
     for missing in 0..3 {
         let outcomes = each(3, |mut seat| {
-            if seat.party == missing {
+            if seat.party() == missing {
                 std::thread::sleep(Duration::from_millis(300));
             }
             idle(&mut seat, soon(100))
@@ -137,7 +139,7 @@ fn a_round_opens_for_all_or_for_none_when_deadlines_race_with_arrivals() {
     for trial in 0..200u64 {
         let outcomes = each(3, |mut seat| {
             std::thread::sleep(Duration::from_micros(
-                50 * ((trial + seat.party as u64 * 7) % 11),
+                50 * ((trial + seat.party() as u64 * 7) % 11),
             ));
             idle(&mut seat, Instant::now() + Duration::from_micros(300))
         });
@@ -151,7 +153,7 @@ fn a_round_opens_for_all_or_for_none_when_deadlines_race_with_arrivals() {
 #[test]
 fn a_panic_at_work_still_waits_for_the_others() {
     let outcomes = each(2, |mut seat| {
-        let own = seat.party;
+        let own = seat.party();
         let mut lent = vec![0u8; 2];
         let caught = catch_unwind(AssertUnwindSafe(|| {
             let offer = Offer {

@@ -1,0 +1,49 @@
+//! What [`bell`](crate::bell) and [`meet`](crate::meet) are made of.
+//!
+//! A module of its own, so that the model checker can put its own in this place and compile the very same two files:
+//! `tests/model.rs`.
+
+use std::cell::UnsafeCell;
+
+pub(crate) use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+pub(crate) use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+pub(crate) use std::thread::yield_now;
+pub(crate) use std::time::Instant;
+
+/// How often a waiter looks before it sleeps.
+pub(crate) struct Patience {
+    /// Looks before it gives its core away, where there is a core for everyone.
+    pub(crate) spins: u32,
+    /// Looks between which it offers its core to others.
+    pub(crate) yields: u32,
+}
+
+/// Some tens of microseconds. A sleeper costs tens of microseconds to wake, which is many times an all-reduce of a few kilobytes.
+pub(crate) const PATIENCE: Patience = Patience {
+    spins: 2_000,
+    yields: 50,
+};
+
+/// Memory whose users agree elsewhere on who may use it.
+pub(crate) struct Cell<T>(UnsafeCell<T>);
+
+impl<T> Cell<T> {
+    pub(crate) const fn new(value: T) -> Self {
+        Self(UnsafeCell::new(value))
+    }
+
+    /// Lends it to a reader.
+    pub(crate) fn with<R>(&self, body: impl FnOnce(*const T) -> R) -> R {
+        body(self.0.get())
+    }
+
+    /// Lends it to a writer.
+    pub(crate) fn with_mut<R>(&self, body: impl FnOnce(*mut T) -> R) -> R {
+        body(self.0.get())
+    }
+}
+
+/// Waits until nobody holds the lock.
+pub(crate) fn pass(lock: &Mutex<()>) {
+    drop(lock.lock().unwrap_or_else(PoisonError::into_inner));
+}

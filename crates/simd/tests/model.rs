@@ -1,0 +1,240 @@
+//! The meeting of threads, run through all interleavings of its steps and all values that its atomics may show.
+//!
+//! `meet.rs` and `bell.rs` are compiled here once more, on the model checker's locks, atomics and cells in place of those of
+//! `sync.rs`. A lost wake-up is a deadlock of the model; memory used after it was given back is a race on one of its cells.
+//! Everyday runs bound how often a thread is interrupted where it could go on; `--ignored` runs without bound or with more
+//! threads, for minutes.
+
+#[path = "../src/bell.rs"]
+mod bell;
+// Only what the scenarios use; the rest is the same code.
+#[allow(dead_code, unreachable_pub)]
+#[path = "../src/meet.rs"]
+mod meet;
+#[path = "model/sync.rs"]
+mod sync;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use loom::cell::UnsafeCell;
+use meet::{Meet, Offer, Seat, seats};
+use sync::{Change, Instant, NEVER, PASSED};
+
+/// Why a meet is closed.
+#[derive(Clone, Debug, PartialEq)]
+enum Failure {
+    Late(Vec<usize>),
+    Stop,
+}
+
+/// Memory of a party, watched by the model: written by its owner outside of rounds, read by everyone in them.
+#[derive(Clone)]
+struct Memory(Arc<UnsafeCell<u64>>);
+
+impl Memory {
+    fn new() -> Self {
+        Self(Arc::new(UnsafeCell::new(0)))
+    }
+
+    fn write(&self, value: u64) {
+        self.0.with_mut(|memory| {
+            // SAFETY: the model ends with an error where another thread could use the cell now.
+            unsafe { *memory = value }
+        });
+    }
+
+    fn read(&self) -> u64 {
+        self.0.with(|memory| {
+            // SAFETY: as above.
+            unsafe { *memory }
+        })
+    }
+}
+
+type TestSeat = Seat<Memory, Failure>;
+type TestMeet = Meet<Memory, Failure>;
+
+/// One round: what this party's memory shows is written before, read by all within and written over after.
+fn round(
+    seat: &mut TestSeat,
+    own: &Memory,
+    value: u64,
+    deadline: Instant,
+) -> Result<Vec<u64>, Failure> {
+    own.write(value);
+    let parties = seat.parties();
+    let (shared, mut lent) = ([value as u8], vec![0u8; parties]);
+    let ends: Vec<usize> = (1..=parties).collect();
+    let offer = Offer {
+        header: own.clone(),
+        shared: &shared,
+        lent: &mut lent,
+        ends: &ends,
+    };
+    let late = |late: &[usize]| Failure::Late(late.to_vec());
+    let outcome = seat.meet(offer, deadline, late, |peers| {
+        (0..parties)
+            .map(|party| {
+                peers.lent_mut(party)[0] = value as u8;
+                u64::from(peers.shared(party)[0]) + peers.header(party).read()
+            })
+            .collect::<Vec<u64>>()
+    });
+    own.write(u64::MAX);
+    outcome
+}
+
+/// A thread for each party, its deadlines one for each round; the outcomes of their rounds in party order.
+fn run(
+    deadlines: &[&[Instant]],
+    beside: impl FnOnce(TestMeet),
+) -> Vec<Vec<Result<Vec<u64>, Failure>>> {
+    let seats = seats::<Memory, Failure>(deadlines.len());
+    let meet = seats[0].of().clone();
+    let mut threads = Vec::new();
+    for (party, (mut seat, deadlines)) in seats.into_iter().zip(deadlines).enumerate() {
+        let deadlines = deadlines.to_vec();
+        threads.push(loom::thread::spawn(move || {
+            let own = Memory::new();
+            let rounds = deadlines.into_iter().enumerate();
+            rounds
+                .map(|(index, deadline)| {
+                    round(&mut seat, &own, (10 * index + party) as u64, deadline)
+                })
+                .collect()
+        }));
+    }
+    beside(meet);
+    threads
+        .into_iter()
+        .map(|thread| thread.join().unwrap())
+        .collect()
+}
+
+/// What every party sees in a round that opens.
+fn seen(parties: usize, index: usize) -> Result<Vec<u64>, Failure> {
+    Ok((0..parties)
+        .map(|party| 2 * (10 * index + party) as u64)
+        .collect())
+}
+
+/// Runs a scenario through the interleavings with at most so many interruptions, or through all.
+fn check(interruptions: Option<usize>, scenario: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = interruptions;
+    builder.check(scenario);
+}
+
+fn rounds(parties: usize, count: usize) {
+    let deadlines = vec![vec![NEVER; count]; parties];
+    let deadlines: Vec<&[Instant]> = deadlines.iter().map(|all| &all[..]).collect();
+    let expected: Vec<_> = (0..count).map(|index| seen(parties, index)).collect();
+    assert_eq!(run(&deadlines, drop), vec![expected; parties]);
+}
+
+/// Somebody else closes the meet at any moment.
+fn broken_off(parties: usize) {
+    let deadlines = vec![&[NEVER][..]; parties];
+    let outcomes = run(&deadlines, |meet| {
+        assert_eq!(meet.fail(Failure::Stop), Failure::Stop);
+        assert_eq!(meet.failure(), Some(Failure::Stop));
+    });
+    let first = &outcomes[0];
+    assert!(
+        outcomes.iter().all(|outcome| outcome == first),
+        "{outcomes:?}"
+    );
+    assert!(*first == [seen(parties, 0)] || *first == [Err(Failure::Stop)]);
+}
+
+/// The deadline of the first parties passes at any moment.
+fn in_a_hurry(parties: usize, hurried: usize) {
+    let deadlines: Vec<&[Instant]> = (0..parties)
+        .map(|party| {
+            if party < hurried {
+                &[PASSED][..]
+            } else {
+                &[NEVER][..]
+            }
+        })
+        .collect();
+    let outcomes = run(&deadlines, drop);
+    let first = &outcomes[0];
+    assert!(
+        outcomes.iter().all(|outcome| outcome == first),
+        "{outcomes:?}"
+    );
+    match &first[0] {
+        Ok(_) => assert_eq!(first[0], seen(parties, 0)),
+        Err(Failure::Late(late)) => assert!(!late.is_empty() && late.len() < parties, "{late:?}"),
+        Err(other) => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn every_round_opens_and_ends_and_memory_is_given_back_unused() {
+    check(Some(3), || rounds(2, 2));
+    check(Some(2), || rounds(3, 1));
+}
+
+#[test]
+fn breaking_off_ends_every_wait_and_strikes_all_or_none() {
+    check(Some(3), || broken_off(2));
+    check(Some(1), || broken_off(3));
+}
+
+#[test]
+fn a_deadline_strikes_all_or_none() {
+    check(Some(3), || in_a_hurry(2, 1));
+    check(Some(3), || in_a_hurry(2, 2));
+    check(Some(1), || in_a_hurry(3, 1));
+}
+
+#[test]
+fn a_failure_in_an_open_round_strikes_the_next() {
+    check(Some(2), || {
+        let outcomes = run(&[&[NEVER, NEVER], &[NEVER, PASSED]], drop);
+        for outcome in &outcomes {
+            assert_eq!(outcome[0], seen(2, 0));
+        }
+        assert_eq!(outcomes[0][1], outcomes[1][1]);
+    });
+}
+
+#[test]
+#[ignore = "minutes"]
+fn without_bound() {
+    check(None, || rounds(2, 1));
+    check(None, || broken_off(2));
+    check(None, || in_a_hurry(2, 2));
+    check(Some(4), || rounds(2, 2));
+    check(Some(3), || rounds(3, 1));
+    check(Some(2), || broken_off(3));
+    check(Some(2), || in_a_hurry(3, 2));
+}
+
+/// A model that finds nothing in broken code proves nothing about the code.
+#[test]
+fn each_change_for_the_worse_is_found() {
+    for (change, what) in [
+        (Change::SilentBell, "deadlock"),
+        (Change::BellWithoutLock, "deadlock"),
+        (Change::SleepersUnordered, "deadlock"),
+        (Change::GateUnordered, "Causality violation"),
+    ] {
+        let found = catch_unwind(AssertUnwindSafe(|| {
+            check(Some(3), move || sync::with_change(change, || rounds(2, 2)));
+        }));
+        let panic = found.expect_err("the model must find what was broken");
+        let text = panic
+            .downcast_ref::<String>()
+            .cloned()
+            .or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string()))
+            .unwrap_or_default();
+        assert!(
+            text.contains(what),
+            "{change:?}: expected {what}, found {text}"
+        );
+    }
+}
