@@ -10,8 +10,10 @@ mod gpu;
 mod mpi;
 mod mpi_bench;
 mod mpi_victims;
+mod nccl;
 mod ptx;
 mod ptxas;
+mod sanitize;
 mod wheels;
 
 /// A command: its name, what it does in one line, and its entry.
@@ -41,6 +43,16 @@ const COMMANDS: &[Command] = &[
         name: "mpi",
         usage: "mpi [--bench]   run the collectives' tests between processes under mpirun, or time them beside the MPI's own",
         run: mpi::run,
+    },
+    Command {
+        name: "nccl",
+        usage: "nccl [-- TEST ARGUMENTS]   run the collectives' tests between emulated GPUs, on a stand-in for NCCL",
+        run: nccl::run,
+    },
+    Command {
+        name: "sanitize",
+        usage: "sanitize thread|address [-- TEST ARGUMENTS]   run the tests of what threads share under a sanitizer of the compiler",
+        run: sanitize::run,
     },
 ];
 

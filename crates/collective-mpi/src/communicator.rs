@@ -366,6 +366,14 @@ impl Communicator for MpiCommunicator {
     fn recorder(&self) -> &FlightRecorder {
         &self.recorder
     }
+
+    fn failure(&self) -> Option<CollectiveError> {
+        self.group.poll();
+        match self.group.settled() {
+            None if self.group.is_ending() => Some(self.group.settle_as_told()),
+            settled => settled,
+        }
+    }
 }
 
 impl Drop for MpiCommunicator {

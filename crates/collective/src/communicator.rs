@@ -42,6 +42,11 @@ pub trait Communicator: Send {
 
     /// The last calls of this rank.
     fn recorder(&self) -> &FlightRecorder;
+
+    /// What has closed the group, as far as this rank can tell without a call. `None` is no promise that all is well.
+    fn failure(&self) -> Option<CollectiveError> {
+        None
+    }
 }
 
 /// Which subgroup a rank joins, and where.
@@ -120,5 +125,8 @@ impl<C: Communicator + ?Sized> Communicator for Box<C> {
     }
     fn recorder(&self) -> &FlightRecorder {
         (**self).recorder()
+    }
+    fn failure(&self) -> Option<CollectiveError> {
+        (**self).failure()
     }
 }

@@ -144,4 +144,8 @@ impl<C: Communicator> Communicator for Faulty<C> {
     fn recorder(&self) -> &FlightRecorder {
         self.inner.recorder()
     }
+
+    fn failure(&self) -> Option<CollectiveError> {
+        self.inner.failure()
+    }
 }

@@ -4,7 +4,7 @@ use std::fmt;
 
 use fusestep_tensor::DType;
 
-use crate::{Call, CallContext, CollectiveError, Operation};
+use crate::{Call, CallContext, CallShape, CollectiveError, Operation};
 
 /// A call as the other ranks must make it too. Buffers may be in place on one rank and apart on another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,12 +79,21 @@ impl fmt::Display for Field {
 impl Fingerprint {
     /// The fingerprint of a call that was checked and is of `numel` elements.
     pub fn new(call: &Call<'_>, numel: usize, sequence: u64, context: CallContext) -> Self {
+        Self::of(&call.shape(), numel, sequence, context)
+    }
+
+    pub(crate) fn of(
+        shape: &CallShape<'_>,
+        numel: usize,
+        sequence: u64,
+        context: CallContext,
+    ) -> Self {
         Self {
             sequence,
-            operation: call.operation,
-            dtype: call.dtype,
+            operation: shape.operation,
+            dtype: shape.dtype,
             numel: numel as u64,
-            counts_hash: call.counts.map_or(0, hash),
+            counts_hash: shape.counts.map_or(0, hash),
             context,
         }
     }

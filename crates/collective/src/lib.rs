@@ -3,6 +3,7 @@
 
 mod blocks;
 mod call;
+mod call_shape;
 mod collectives;
 mod communicator;
 mod error;
@@ -19,6 +20,7 @@ mod thread;
 
 pub use blocks::{Blocks, even_counts};
 pub use call::{Buffers, Call, CallContext};
+pub use call_shape::{CallShape, Lengths};
 pub use collectives::Collectives;
 pub use communicator::{Aborter, Communicator, Membership};
 pub use error::CollectiveError;

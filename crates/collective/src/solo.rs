@@ -106,4 +106,11 @@ impl Communicator for Solo {
     fn recorder(&self) -> &FlightRecorder {
         &self.recorder
     }
+
+    fn failure(&self) -> Option<CollectiveError> {
+        self.closed
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
 }

@@ -224,6 +224,10 @@ impl Communicator for ThreadCommunicator {
     fn recorder(&self) -> &FlightRecorder {
         &self.recorder
     }
+
+    fn failure(&self) -> Option<CollectiveError> {
+        self.seat.of().failure()
+    }
 }
 
 impl Drop for ThreadCommunicator {

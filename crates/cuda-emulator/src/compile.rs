@@ -54,7 +54,7 @@ impl Options {
             .unwrap_or_else(|| "c++".into())
     }
 
-    fn flags(&self) -> Vec<&'static str> {
+    pub(crate) fn flags(&self) -> Vec<&'static str> {
         let mut flags = vec![
             "-std=c++17",
             "-fPIC",
@@ -226,7 +226,7 @@ fn link(objects: &[PathBuf], library_dir: &Path, options: &Options) -> Result<()
         .map_err(|source| write_error(&unversioned, source))
 }
 
-fn start(mut command: Command, options: &Options) -> Result<Child, EmulatorError> {
+pub(crate) fn start(mut command: Command, options: &Options) -> Result<Child, EmulatorError> {
     command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -238,7 +238,7 @@ fn start(mut command: Command, options: &Options) -> Result<Child, EmulatorError
         })
 }
 
-fn finish(child: Child, path: &Path, options: &Options) -> Result<(), EmulatorError> {
+pub(crate) fn finish(child: Child, path: &Path, options: &Options) -> Result<(), EmulatorError> {
     let output = child
         .wait_with_output()
         .map_err(|source| EmulatorError::Read {
@@ -255,11 +255,11 @@ fn finish(child: Child, path: &Path, options: &Options) -> Result<(), EmulatorEr
     })
 }
 
-fn write(path: &Path, text: &str) -> Result<(), EmulatorError> {
+pub(crate) fn write(path: &Path, text: &str) -> Result<(), EmulatorError> {
     fs::write(path, text).map_err(|source| write_error(path, source))
 }
 
-fn write_error(path: &Path, source: std::io::Error) -> EmulatorError {
+pub(crate) fn write_error(path: &Path, source: std::io::Error) -> EmulatorError {
     EmulatorError::Write {
         path: path.to_owned(),
         source,

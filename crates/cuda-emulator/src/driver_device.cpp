@@ -56,6 +56,9 @@ const ErrorText* find_error(CUresult code) {
     return nullptr;
 }
 
+// Devices share their memory and context: programs that use one each cannot tell.
+bool is_device(int device) { return device >= 0 && device < settings().devices; }
+
 struct Attribute {
     int number, value;
 };
@@ -135,7 +138,7 @@ CUresult cuGetErrorString(CUresult code, const char** text) {
 CUresult cuDeviceGetCount(int* count) {
     return with_driver([&] {
         if (count == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        *count = settings().devices > 0 ? 1 : 0;
+        *count = settings().devices;
         return CUDA_SUCCESS;
     });
 }
@@ -143,8 +146,8 @@ CUresult cuDeviceGetCount(int* count) {
 CUresult cuDeviceGet(CUdevice* device, int ordinal) {
     return with_driver([&] {
         if (device == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        if (ordinal != 0) return CUDA_ERROR_INVALID_DEVICE;
-        *device = 0;
+        if (!is_device(ordinal)) return CUDA_ERROR_INVALID_DEVICE;
+        *device = ordinal;
         return CUDA_SUCCESS;
     });
 }
@@ -152,7 +155,7 @@ CUresult cuDeviceGet(CUdevice* device, int ordinal) {
 CUresult cuDeviceGetName(char* name, int len_bytes, CUdevice device) {
     return with_driver([&] {
         if (name == nullptr || len_bytes <= 0) return CUDA_ERROR_INVALID_VALUE;
-        if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+        if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
         std::snprintf(name, std::size_t(len_bytes), "fusestep CUDA emulator");
         return CUDA_SUCCESS;
     });
@@ -161,8 +164,9 @@ CUresult cuDeviceGetName(char* name, int len_bytes, CUdevice device) {
 CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice device) {
     return with_driver([&] {
         if (uuid == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+        if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
         std::memcpy(uuid->bytes, "fusestep-emulate", sizeof uuid->bytes);
+        uuid->bytes[15] = char(uuid->bytes[15] + device);
         return CUDA_SUCCESS;
     });
 }
@@ -170,7 +174,7 @@ CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice device) {
 CUresult cuDeviceTotalMem_v2(size_t* len_bytes, CUdevice device) {
     return with_driver([&] {
         if (len_bytes == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+        if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
         *len_bytes = settings().memory_bytes;
         return CUDA_SUCCESS;
     });
@@ -178,7 +182,7 @@ CUresult cuDeviceTotalMem_v2(size_t* len_bytes, CUdevice device) {
 
 CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
     return with_driver([&] {
-        if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+        if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
         for (const Attribute& known : ATTRIBUTES)
             if (value != nullptr && known.number == attribute) {
                 *value = known.value;
@@ -191,7 +195,7 @@ CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
     return with_driver([&]() -> CUresult {
         if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+        if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
         if (sticky != CUDA_SUCCESS) return sticky;
         ++primary.retained;
         *context = &primary;
@@ -201,7 +205,7 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
 
 CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
     return with_driver([&] {
-        if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+        if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
         if (primary.retained == 0) return CUDA_ERROR_INVALID_CONTEXT;
         if (--primary.retained == 0) destroy_handles();
         return CUDA_SUCCESS;
@@ -210,7 +214,7 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
 
 CUresult cuDevicePrimaryCtxReset_v2(CUdevice device) {
     return with_driver([&] {
-        if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+        if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
         destroy_handles();
         return CUDA_SUCCESS;
     });
@@ -218,7 +222,7 @@ CUresult cuDevicePrimaryCtxReset_v2(CUdevice device) {
 
 CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice device, unsigned flags) {
     return with_driver([&] {
-        if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+        if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
         primary.flags = flags;
         return CUDA_SUCCESS;
     });
@@ -226,7 +230,7 @@ CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice device, unsigned flags) {
 
 CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
     return with_driver([&] {
-        if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+        if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
         if (flags == nullptr || active == nullptr) return CUDA_ERROR_INVALID_VALUE;
         *flags = primary.flags;
         *active = primary.retained != 0;

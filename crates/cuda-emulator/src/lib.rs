@@ -4,6 +4,8 @@
 mod compile;
 mod entries;
 mod error;
+mod nccl;
 
 pub use compile::{Options, Sanitize, build};
 pub use error::EmulatorError;
+pub use nccl::{Nccl, build_nccl};

@@ -34,7 +34,7 @@ constexpr std::size_t ARGUMENT_BYTES_LARGE = 32764;
 // What the environment says; read once.
 struct Settings {
     int driver_version;         // FUSESTEP_EMULATOR_DRIVER, 12040
-    int devices;                // FUSESTEP_EMULATOR_DEVICES, 1
+    int devices;                // FUSESTEP_EMULATOR_DEVICES, 1; they share memory and context
     std::size_t memory_bytes;   // FUSESTEP_EMULATOR_MEMORY_MIB, 4096 MiB
 };
 const Settings& settings();

@@ -1,0 +1,211 @@
+//! How ranks find each other: everyone says what it has, all judge alike, and then NCCL connects them.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use fusestep_collective::{CollectiveError, Collectives, Communicator};
+
+use crate::device::Device;
+use crate::library::{Nccl, UniqueId};
+use crate::link::{Link, Place, Progress, relax};
+use crate::options::version_text;
+use crate::{NcclError, NcclOptions};
+
+/// Bytes of a greeting: a flag, the version, the machine, the GPU and a text.
+const GREETING_BYTES: usize = 256;
+const TEXT: usize = 48;
+
+/// What a rank has: its libraries and its GPU.
+#[derive(Clone, Debug)]
+pub(crate) struct Site {
+    pub(crate) nccl: Arc<Nccl>,
+    pub(crate) version: u32,
+    pub(crate) device: Arc<Device>,
+}
+
+impl Site {
+    fn open(device: usize, rank: usize, options: &NcclOptions) -> Result<Self, NcclError> {
+        let device = Arc::new(Device::open(&options.driver_library, device, rank)?);
+        let (nccl, version) = Nccl::load(&options.nccl_library)?;
+        Ok(Self {
+            nccl: Arc::new(nccl),
+            version,
+            device,
+        })
+    }
+
+    /// Opens libraries and GPU, and finds out whether all ranks can work together. All ranks call it, and all get an error if one
+    /// does: its own, or [`NcclError::Peer`].
+    pub(crate) fn agree(
+        control: &mut dyn Communicator,
+        device: usize,
+        options: &NcclOptions,
+    ) -> Result<Self, NcclError> {
+        let opened = Self::open(device, control.rank(), options);
+        let own = greeting(&opened);
+        let mut all = vec![0; GREETING_BYTES * control.world_size()];
+        control
+            .all_gather(&own, &mut all)
+            .map_err(NcclError::Control)?;
+        let site = opened?;
+        judge(&all)?;
+        Ok(site)
+    }
+
+    /// Connects the ranks of `control`.
+    pub(crate) fn connect(
+        &self,
+        control: &mut dyn Communicator,
+        timeout: Duration,
+    ) -> Result<Link, NcclError> {
+        let (rank, world_size) = (control.rank(), control.world_size());
+        // One byte says whether there is an id.
+        let mut message = [0u8; 129];
+        let mut made = Ok(());
+        if rank == 0 {
+            let mut id = UniqueId([0; 128]);
+            // SAFETY: it writes one id.
+            let code = unsafe { (self.nccl.get_unique_id)(&mut id) };
+            made = self.nccl.check(code);
+            message[0] = u8::from(made.is_ok());
+            message[1..].copy_from_slice(&id.0);
+        }
+        control
+            .broadcast(&mut message, 0)
+            .map_err(NcclError::Control)?;
+        made.map_err(|reason| NcclError::Call {
+            call: "ncclGetUniqueId",
+            reason,
+        })?;
+        if message[0] == 0 {
+            return Err(NcclError::Peer {
+                rank: 0,
+                reason: "it got no unique id from NCCL".to_owned(),
+            });
+        }
+        let mut id = UniqueId([0; 128]);
+        id.0.copy_from_slice(&message[1..]);
+        let place = Place {
+            rank,
+            world_size,
+            id,
+        };
+        let linked = Link::start(Arc::clone(&self.nccl), Arc::clone(&self.device), place)
+            .and_then(|link| wait_connected(link, timeout));
+        // A rank that could not connect says so; the others would find out at the deadline of their first call.
+        let mut states = vec![0u8; world_size];
+        let told = control.all_gather(&[u8::from(linked.is_ok())], &mut states);
+        let link = linked?;
+        told.map_err(NcclError::Control)?;
+        match states.iter().position(|&state| state == 0) {
+            None => Ok(link),
+            Some(rank) => Err(NcclError::Peer {
+                rank,
+                reason: "NCCL did not connect it".to_owned(),
+            }),
+        }
+    }
+}
+
+fn wait_connected(mut link: Link, timeout: Duration) -> Result<Link, NcclError> {
+    let begun = Instant::now();
+    loop {
+        match link.enqueued() {
+            Ok(Progress::Done) => return Ok(link),
+            Ok(Progress::Waiting) if begun.elapsed() < timeout => relax(begun.elapsed()),
+            Ok(Progress::Waiting) => {
+                link.abort();
+                return Err(NcclError::NotConnected {
+                    timeout_ms: u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX),
+                });
+            }
+            Err(reason) => {
+                link.abort();
+                return Err(NcclError::Call {
+                    call: "connecting the ranks",
+                    reason,
+                });
+            }
+        }
+    }
+}
+
+fn greeting(opened: &Result<Site, NcclError>) -> [u8; GREETING_BYTES] {
+    let mut bytes = [0; GREETING_BYTES];
+    let text = match opened {
+        Ok(site) => {
+            bytes[0] = 1;
+            bytes[4..8].copy_from_slice(&site.version.to_le_bytes());
+            bytes[8..16].copy_from_slice(&machine().to_le_bytes());
+            bytes[16..32].copy_from_slice(&site.device.uuid);
+            bytes[32..40].copy_from_slice(&(site.device.index as u64).to_le_bytes());
+            site.device.name.clone()
+        }
+        Err(error) => error.to_string(),
+    };
+    let mut len = text.len().min(GREETING_BYTES - TEXT);
+    while !text.is_char_boundary(len) {
+        len -= 1;
+    }
+    bytes[40] = len as u8;
+    bytes[TEXT..TEXT + len].copy_from_slice(&text.as_bytes()[..len]);
+    bytes
+}
+
+/// The same in all processes of a machine: GPUs of different machines are not the same, whatever they call themselves.
+fn machine() -> u64 {
+    let boot = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let mix = |hash: u64, &byte: &u8| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
+    boot.iter().fold(0xcbf2_9ce4_8422_2325, mix)
+}
+
+/// What is wrong with the ranks taken together; the same on all of them.
+fn judge(all: &[u8]) -> Result<(), NcclError> {
+    let greetings: Vec<&[u8]> = all.chunks_exact(GREETING_BYTES).collect();
+    let text = |rank: usize| {
+        let greeting = greetings[rank];
+        String::from_utf8_lossy(&greeting[TEXT..][..usize::from(greeting[40])]).into_owned()
+    };
+    if let Some(rank) = greetings.iter().position(|greeting| greeting[0] == 0) {
+        return Err(NcclError::Peer {
+            rank,
+            reason: text(rank),
+        });
+    }
+    let word = |rank: usize, start: usize| {
+        let mut word = [0; 4];
+        word.copy_from_slice(&greetings[rank][start..start + 4]);
+        u32::from_le_bytes(word)
+    };
+    for rank in 1..greetings.len() {
+        if word(rank, 4) != word(0, 4) {
+            return Err(NcclError::VersionsDiffer {
+                rank,
+                expected: version_text(word(0, 4)),
+                found: version_text(word(rank, 4)),
+            });
+        }
+        let gpu = |rank: usize| &greetings[rank][8..32];
+        if let Some(first) = (0..rank).find(|&first| gpu(first) == gpu(rank)) {
+            return Err(NcclError::SharedDevice {
+                first,
+                second: rank,
+                device: word(first, 32) as usize,
+                name: text(first),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// An error of making a subgroup, as that of a call.
+pub(crate) fn as_call_error(error: NcclError, rank: usize) -> CollectiveError {
+    match error {
+        NcclError::Control(error) => error,
+        error => CollectiveError::Engine {
+            rank,
+            operation: "split",
+            reason: error.to_string(),
+        },
+    }
+}

@@ -1,0 +1,34 @@
+#![doc = include_str!("../README.md")]
+#![cfg_attr(not(feature = "nccl"), forbid(unsafe_code))]
+
+#[cfg(not(feature = "nccl"))]
+mod absent;
+#[cfg(feature = "nccl")]
+mod communicator;
+#[cfg(feature = "nccl")]
+mod device;
+#[cfg(feature = "nccl")]
+mod driver;
+#[cfg(feature = "nccl")]
+mod founding;
+#[cfg(feature = "nccl")]
+mod library;
+#[cfg(feature = "nccl")]
+mod link;
+#[cfg(feature = "nccl")]
+mod movement;
+mod options;
+#[cfg(feature = "nccl")]
+mod reduction;
+#[cfg(feature = "nccl")]
+mod staging;
+#[cfg(feature = "nccl")]
+mod wire;
+
+#[cfg(not(feature = "nccl"))]
+pub use absent::NcclCommunicator;
+#[cfg(feature = "nccl")]
+pub use communicator::{DeviceBuffers, DeviceCall, NcclCommunicator};
+#[cfg(feature = "nccl")]
+pub use device::DeviceBuffer;
+pub use options::{MIN_VERSION, NcclError, NcclOptions, Reduction};

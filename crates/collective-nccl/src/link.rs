@@ -1,0 +1,290 @@
+//! One NCCL communicator with its stream: made, watched and ended without ever blocking in NCCL.
+
+use std::ffi::c_int;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::NcclError;
+use crate::device::Device;
+use crate::driver::{Address, Event};
+use crate::library::{BYTES, Comm, Config, IN_PROGRESS, Nccl, SUCCESS, Stream, UniqueId};
+
+/// `CU_STREAM_NON_BLOCKING`: not ordered with the default stream.
+const NON_BLOCKING: u32 = 1;
+/// `CU_EVENT_DISABLE_TIMING`.
+const DISABLE_TIMING: u32 = 2;
+
+/// How long to poll without giving the processor away.
+const SPIN: Duration = Duration::from_micros(50);
+
+/// A communicator and the stream that its operations run on.
+#[derive(Debug)]
+pub(crate) struct Link {
+    pub(crate) nccl: Arc<Nccl>,
+    pub(crate) device: Arc<Device>,
+    comm: Comm,
+    pub(crate) stream: Stream,
+    event: Event,
+    state: State,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Live,
+    Aborted,
+}
+
+// SAFETY: NCCL's communicators, streams and events may be used from any thread, by one at a time: `Link` is not `Sync`.
+unsafe impl Send for Link {}
+
+/// A part of a group of transfers; `address` is device memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Piece {
+    Out {
+        to: usize,
+        address: Address,
+        len_bytes: usize,
+    },
+    In {
+        from: usize,
+        address: Address,
+        len_bytes: usize,
+    },
+}
+
+/// How a wait went on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Progress {
+    Done,
+    Waiting,
+}
+
+/// Who and with whom.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place {
+    pub(crate) rank: usize,
+    pub(crate) world_size: usize,
+    pub(crate) id: UniqueId,
+}
+
+impl Link {
+    /// Starts to connect; [`connected`](Self::connected) says when it has happened.
+    pub(crate) fn start(
+        nccl: Arc<Nccl>,
+        device: Arc<Device>,
+        place: Place,
+    ) -> Result<Self, NcclError> {
+        let cuda = |call: &'static str, outcome: Result<(), String>| {
+            outcome.map_err(|reason| NcclError::Call { call, reason })
+        };
+        let entered = device.enter().map_err(|reason| NcclError::Call {
+            call: "cuCtxSetCurrent",
+            reason,
+        })?;
+        let mut link = Self {
+            comm: std::ptr::null_mut(),
+            stream: std::ptr::null_mut(),
+            event: std::ptr::null_mut(),
+            state: State::Live,
+            device: Arc::clone(&device),
+            nccl,
+        };
+        let driver = &device.driver;
+        // SAFETY: each writes one handle into the link, whose drop gives it back; the context is current.
+        unsafe {
+            let code = (driver.stream_create)(&mut link.stream, NON_BLOCKING);
+            cuda("cuStreamCreate", driver.check(code))?;
+            let code = (driver.event_create)(&mut link.event, DISABLE_TIMING);
+            cuda("cuEventCreate", driver.check(code))?;
+        }
+        let mut config = Config::without_blocking();
+        // SAFETY: the id was made by `ncclGetUniqueId`; all ranks pass the same one, and each its own rank. The configuration is
+        // read before the call returns.
+        let code = unsafe {
+            (link.nccl.init_rank)(
+                &mut link.comm,
+                place.world_size as c_int,
+                place.id,
+                place.rank as c_int,
+                &mut config,
+            )
+        };
+        cuda("ncclCommInitRankConfig", link.nccl.check(code))?;
+        drop(entered);
+        Ok(link)
+    }
+
+    /// Whether NCCL has nothing left to set up or enqueue.
+    pub(crate) fn enqueued(&self) -> Result<Progress, String> {
+        let mut state = SUCCESS;
+        // SAFETY: the communicator lives; it writes one code.
+        let asked = unsafe { (self.nccl.async_error)(self.comm, &mut state) };
+        match (asked, state) {
+            (SUCCESS, SUCCESS) => Ok(Progress::Done),
+            (SUCCESS, IN_PROGRESS) => Ok(Progress::Waiting),
+            (SUCCESS, code) | (code, _) => Err(self.nccl.words(code)),
+        }
+    }
+
+    /// Makes the calls of `body` as one group. They are enqueued once [`enqueued`](Self::enqueued) says so.
+    pub(crate) fn group(
+        &mut self,
+        body: impl FnOnce(&Nccl, Comm, Stream) -> c_int,
+    ) -> Result<(), String> {
+        let _entered = self.device.enter()?;
+        // SAFETY: groups are the calling thread's, and each start has its end.
+        let (started, called, ended) = unsafe {
+            let started = (self.nccl.group_start)();
+            let called = body(&self.nccl, self.comm, self.stream);
+            (started, called, (self.nccl.group_end)())
+        };
+        [started, called, ended]
+            .into_iter()
+            .try_for_each(|code| self.nccl.check(code))
+    }
+
+    /// Starts transfers; pieces of no length are left out on both sides.
+    pub(crate) fn transfers(&mut self, pieces: &[Piece]) -> Result<(), String> {
+        let moves = |piece: &&Piece| match piece {
+            Piece::Out { len_bytes, .. } | Piece::In { len_bytes, .. } => *len_bytes > 0,
+        };
+        let pieces: Vec<&Piece> = pieces.iter().filter(moves).collect();
+        if pieces.is_empty() {
+            return Ok(());
+        }
+        self.group(|nccl, comm, stream| {
+            let mut first_error = SUCCESS;
+            for piece in pieces {
+                // SAFETY: addresses are those of device buffers that the communicator or its caller holds until the event after
+                // this group has come, or until the communicator was aborted; lengths were checked against them.
+                let code = unsafe {
+                    match *piece {
+                        Piece::Out {
+                            to,
+                            address,
+                            len_bytes,
+                        } => (nccl.send)(
+                            address as *const _,
+                            len_bytes,
+                            BYTES,
+                            to as c_int,
+                            comm,
+                            stream,
+                        ),
+                        Piece::In {
+                            from,
+                            address,
+                            len_bytes,
+                        } => (nccl.receive)(
+                            address as *mut _,
+                            len_bytes,
+                            BYTES,
+                            from as c_int,
+                            comm,
+                            stream,
+                        ),
+                    }
+                };
+                if !matches!(code, SUCCESS | IN_PROGRESS) && first_error == SUCCESS {
+                    first_error = code;
+                }
+            }
+            first_error
+        })
+    }
+
+    /// Copies within the device, in the order of the stream.
+    pub(crate) fn copy(&self, from: Address, to: Address, len_bytes: usize) -> Result<(), String> {
+        if len_bytes == 0 || from == to {
+            return Ok(());
+        }
+        let _entered = self.device.enter()?;
+        let driver = &self.device.driver;
+        // SAFETY: as for transfers.
+        driver.check(unsafe { (driver.copy)(to, from, len_bytes, self.stream) })
+    }
+
+    /// Marks the place in the stream that [`reached`](Self::reached) asks for.
+    pub(crate) fn mark(&self) -> Result<(), String> {
+        let _entered = self.device.enter()?;
+        let driver = &self.device.driver;
+        // SAFETY: both are this link's.
+        driver.check(unsafe { (driver.event_record)(self.event, self.stream) })
+    }
+
+    /// Whether the device has come to the mark.
+    pub(crate) fn reached(&self) -> Result<Progress, String> {
+        let _entered = self.device.enter()?;
+        let driver = &self.device.driver;
+        // SAFETY: the event is this link's.
+        let come = driver.has_come(unsafe { (driver.event_query)(self.event) })?;
+        Ok(if come {
+            Progress::Done
+        } else {
+            Progress::Waiting
+        })
+    }
+
+    /// Ends all of NCCL's work on this communicator; its memory is free then. Once is enough, and more does nothing.
+    pub(crate) fn abort(&mut self) {
+        if self.state == State::Live && !self.comm.is_null() {
+            let _entered = self.device.enter();
+            // SAFETY: the communicator lives, and this is its last use.
+            unsafe { (self.nccl.abort)(self.comm) };
+        }
+        self.state = State::Aborted;
+    }
+
+    /// Lets NCCL finish and give its memory back; aborts it if that takes longer than `limit`.
+    fn destroy(&mut self, limit: Duration) {
+        let begun = Instant::now();
+        // SAFETY: the communicator lives.
+        let mut code = unsafe { (self.nccl.finalize)(self.comm) };
+        while matches!(code, SUCCESS | IN_PROGRESS) {
+            match self.enqueued() {
+                Ok(Progress::Done) => {
+                    self.state = State::Aborted;
+                    // SAFETY: finalised, and this is its last use.
+                    unsafe { (self.nccl.destroy)(self.comm) };
+                    return;
+                }
+                Ok(Progress::Waiting) if begun.elapsed() < limit => relax(begun.elapsed()),
+                _ => code = -1,
+            }
+        }
+        self.abort();
+    }
+}
+
+/// Gives the processor away, the longer one has waited the longer.
+pub(crate) fn relax(waited: Duration) {
+    if waited > 20 * SPIN {
+        std::thread::sleep(SPIN);
+    } else if waited > SPIN {
+        std::thread::yield_now();
+    } else {
+        std::hint::spin_loop();
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        let device = Arc::clone(&self.device);
+        let _entered = device.enter();
+        if std::thread::panicking() {
+            // The others will not finish what this rank has begun.
+            self.abort();
+        } else if self.state == State::Live && !self.comm.is_null() {
+            self.destroy(Duration::from_secs(5));
+        }
+        // SAFETY: made by `start`, destroyed once; the driver keeps what is still in use until it is not.
+        unsafe {
+            if !self.event.is_null() {
+                (device.driver.event_destroy)(self.event);
+            }
+            if !self.stream.is_null() {
+                (device.driver.stream_destroy)(self.stream);
+            }
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! The collectives between GPUs; ranks are threads of this process, which are their control communicator. `cargo xtask nccl` runs
+//! this on the emulated driver and a stand-in for NCCL, which the variables of `worlds.rs` name.
+
+#[path = "nccl/device.rs"]
+mod device;
+#[path = "nccl/faults.rs"]
+mod faults;
+#[path = "nccl/founding.rs"]
+mod founding;
+#[path = "nccl/mismatches.rs"]
+mod mismatches;
+#[path = "../../../tests/collective/numbers.rs"]
+mod numbers;
+#[path = "../../../tests/collective/operations.rs"]
+mod operations;
+#[path = "../../../tests/collective/perturbed.rs"]
+mod perturbed;
+#[path = "nccl/rings.rs"]
+mod rings;
+#[path = "nccl/same_bits.rs"]
+mod same_bits;
+#[path = "nccl/worlds.rs"]
+mod worlds;

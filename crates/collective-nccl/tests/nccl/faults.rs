@@ -1,0 +1,299 @@
+//! Ranks and engines that misbehave. Faults within NCCL take the stand-in, which can be told to have them.
+
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use fusestep_collective::{CollectiveError, Collectives, Communicator, ReduceOp, rings};
+use fusestep_collective_nccl::{NcclCommunicator, NcclOptions};
+
+use super::worlds::{SHORT, group, options, outcomes, short, sizes, turn};
+
+const STALL: i32 = 1;
+const ASYNC_ERROR: i32 = 2;
+
+/// Has the stand-in misbehave until dropped.
+struct Fault(libloading::Library);
+
+impl Fault {
+    /// `None` if the library is no stand-in.
+    fn new(kind: i32, rank: i32, job: i32) -> Option<Self> {
+        // SAFETY: the library is loaded already; the function takes three numbers.
+        let library = unsafe { libloading::Library::new(options().nccl_library).ok()? };
+        let fault = Self(library);
+        fault.set(kind, rank, job).then_some(fault)
+    }
+
+    fn set(&self, kind: i32, rank: i32, job: i32) -> bool {
+        // SAFETY: as above.
+        unsafe {
+            let set = self
+                .0
+                .get::<unsafe extern "C" fn(i32, i32, i32)>(b"standInFault");
+            set.map(|set| set(kind, rank, job)).is_ok()
+        }
+    }
+
+    /// NCCL communicators that nobody has given back.
+    fn live(&self) -> i32 {
+        // SAFETY: the function takes nothing and returns a number.
+        unsafe {
+            let live = self.0.get::<unsafe extern "C" fn() -> i32>(b"standInLive");
+            live.map_or(0, |live| live())
+        }
+    }
+}
+
+impl Drop for Fault {
+    fn drop(&mut self) {
+        self.set(0, 0, 0);
+    }
+}
+
+/// Fails the test if `body` does not end in time: the watchdog lies outside of the code that is tested.
+fn within<R: Send + 'static>(limit: Duration, body: impl FnOnce() -> R + Send + 'static) -> R {
+    let (sender, receiver) = mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        // The receiver is gone only if the watchdog has fired.
+        let _ = sender.send(body());
+    });
+    match receiver.recv_timeout(limit) {
+        Ok(result) => result,
+        Err(mpsc::RecvTimeoutError::Timeout) => panic!("still running after {limit:?}"),
+        Err(mpsc::RecvTimeoutError::Disconnected) => match thread.join() {
+            Err(panic) => std::panic::resume_unwind(panic),
+            Ok(()) => unreachable!("a body that returned has sent its result"),
+        },
+    }
+}
+
+type Job = fn(&mut NcclCommunicator) -> Result<(), CollectiveError>;
+
+const COLLECTIVES: [(&str, Job); 8] = [
+    ("all-reduce", |c| {
+        c.all_reduce(&mut [1.0f32; 99], ReduceOp::Sum)
+    }),
+    ("reduce", |c| c.reduce(&mut [1.0f32; 99], ReduceOp::Sum, 0)),
+    ("broadcast", |c| c.broadcast(&mut [1.0f32; 99], 0)),
+    ("all-gather", |c| {
+        let n = c.world_size();
+        c.all_gather(&[1.0f32; 9], &mut vec![0.0; 9 * n])
+    }),
+    ("reduce-scatter", |c| {
+        let n = c.world_size();
+        c.reduce_scatter(&vec![1.0f32; 9 * n], &mut [0.0; 9], ReduceOp::Sum)
+    }),
+    ("scatter", |c| {
+        let n = c.world_size();
+        c.scatter(&vec![1.0f32; 9 * n], &mut [0.0; 9], 0)
+    }),
+    ("gather", |c| {
+        let n = if c.rank() == 0 { c.world_size() } else { 0 };
+        c.gather(&[1.0f32; 9], &mut vec![0.0; 9 * n], 0)
+    }),
+    ("all-to-all", |c| {
+        let n = c.world_size();
+        c.all_to_all(&vec![1.0f32; 9 * n], &mut vec![0.0; 9 * n])
+    }),
+];
+
+/// Everyone's first collective goes wrong on rank `culprit`; a barrier afterwards finds out on ranks that had done their part.
+fn everyone_finds(kind: i32, expected: fn(&CollectiveError, usize) -> bool, limit: Duration) {
+    let ranks = sizes().len();
+    if ranks < 2 || Fault::new(0, 0, 0).is_none() {
+        eprintln!("skipped: faults take the stand-in and two GPUs");
+        return;
+    }
+    for (name, job) in COLLECTIVES {
+        for culprit in [0, ranks - 1] {
+            let fault = Fault::new(kind, culprit as i32, 1).unwrap();
+            let begun = Instant::now();
+            let errors = within(Duration::from_secs(30), move || {
+                group(ranks, &short(), |mut comm| {
+                    let outcome = job(&mut comm).and_then(|()| comm.barrier());
+                    let error = outcome.expect_err("the group must end");
+                    assert_eq!(comm.barrier().unwrap_err(), error, "the group stays closed");
+                    error
+                })
+            });
+            let what = format!("{name}, rank {culprit} of {ranks}");
+            assert!(begun.elapsed() < limit, "{what}: {:?}", begun.elapsed());
+            assert!(
+                errors.iter().all(|error| *error == errors[0]),
+                "{what}: {errors:?}"
+            );
+            assert!(expected(&errors[0], culprit), "{what}: {}", errors[0]);
+            assert_eq!(fault.live(), 0, "{what}: every communicator was given back");
+        }
+    }
+}
+
+#[test]
+fn data_that_does_not_come_through_ends_everyone_within_twice_the_deadline() {
+    let _turn = turn();
+    let expected = |error: &CollectiveError, _: usize| {
+        let text = error.to_string();
+        text.contains("not through after 1000 ms, though every rank has come")
+    };
+    everyone_finds(STALL, expected, 2 * SHORT + Duration::from_millis(500));
+}
+
+#[test]
+fn an_asynchronous_error_of_one_rank_is_everyones_at_once() {
+    let _turn = turn();
+    let expected = |error: &CollectiveError, culprit: usize| {
+        matches!(error, CollectiveError::Engine { rank, reason, .. }
+            if *rank == culprit && reason == "NCCL error 6, remote process exited or there was a network error")
+    };
+    everyone_finds(ASYNC_ERROR, expected, SHORT);
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named() {
+    let _turn = turn();
+    let ranks = sizes().len();
+    if ranks < 2 {
+        return;
+    }
+    let begun = Instant::now();
+    let errors = within(Duration::from_secs(30), move || {
+        group(ranks, &short(), |mut comm| {
+            comm.barrier().unwrap();
+            if comm.rank() == 1 {
+                std::thread::sleep(2 * SHORT);
+            }
+            comm.all_reduce(&mut [1.0f32; 5], ReduceOp::Sum)
+                .unwrap_err()
+        })
+    });
+    assert!(begun.elapsed() < 2 * SHORT + Duration::from_secs(1));
+    for error in errors {
+        match error {
+            CollectiveError::Late {
+                ranks,
+                operation: "all-reduce",
+                sequence: 2,
+                ..
+            } => assert_eq!(ranks, [1]),
+            other => panic!("{other}"),
+        }
+    }
+}
+
+#[test]
+fn an_abort_from_another_thread_ends_a_wait_for_data_at_once() {
+    let _turn = turn();
+    if sizes().len() < 2 {
+        return;
+    }
+    let Some(fault) = Fault::new(STALL, 1, 1) else {
+        return;
+    };
+    let begun = Instant::now();
+    let errors = within(Duration::from_secs(30), || {
+        group(2, &options(), |mut comm| {
+            let aborter = comm.aborter();
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    std::thread::sleep(Duration::from_millis(200));
+                    if aborter.rank() == 0 {
+                        aborter.abort("enough");
+                        aborter.abort("enough again");
+                    }
+                });
+                comm.all_reduce(&mut [1.0f32; 5], ReduceOp::Sum)
+                    .unwrap_err()
+            })
+        })
+    });
+    assert!(
+        begun.elapsed() < Duration::from_secs(10),
+        "{:?}",
+        begun.elapsed()
+    );
+    for error in errors {
+        let expected = "aborted by rank 0: enough";
+        assert_eq!(error.to_string(), expected);
+    }
+    assert_eq!(fault.live(), 0);
+}
+
+#[test]
+fn a_rank_that_panics_or_leaves_ends_the_others() {
+    let _turn = turn();
+    let ranks = sizes().len();
+    if ranks < 2 {
+        return;
+    }
+    for panics in [true, false] {
+        let found = within(Duration::from_secs(30), move || {
+            outcomes(ranks, &options(), |mut comm| {
+                comm.barrier().unwrap();
+                if comm.rank() == 1 {
+                    if panics {
+                        std::panic::resume_unwind(Box::new("gone"));
+                    }
+                    return None;
+                }
+                Some(
+                    comm.all_reduce(&mut [1.0f32; 5], ReduceOp::Sum)
+                        .unwrap_err(),
+                )
+            })
+        });
+        for (rank, outcome) in found.into_iter().enumerate() {
+            match outcome {
+                Ok(Some(CollectiveError::Panicked { rank: 1, .. })) => assert!(panics),
+                Ok(Some(CollectiveError::Left { rank: 1, .. })) => assert!(!panics),
+                Ok(None) => assert!(rank == 1 && !panics),
+                Err(_) => assert!(rank == 1 && panics),
+                Ok(Some(other)) => panic!("{other}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_pending_call_that_is_dropped_ends_its_ring() {
+    let _turn = turn();
+    let ranks = sizes().len();
+    let errors = group(ranks, &options(), |mut comm| {
+        let ring = rings(&mut comm, 1).unwrap().remove(0);
+        comm.barrier().unwrap();
+        if comm.rank() == 0 {
+            drop(ring.all_reduce(vec![1.0f32; 4], ReduceOp::Sum));
+        }
+        // On rank 0 the first may have got through before it was dropped; the next cannot.
+        let first = ring.all_reduce(vec![1.0f32; 4], ReduceOp::Sum).wait();
+        first.and_then(|_| ring.all_reduce(vec![1.0f32; 4], ReduceOp::Sum).wait())
+    });
+    let dropped =
+        |error: &CollectiveError| matches!(error, CollectiveError::Dropped { rank: 0, .. });
+    assert!(
+        errors
+            .iter()
+            .any(|error| error.as_ref().is_err_and(dropped)),
+        "{errors:?}"
+    );
+}
+
+#[test]
+fn the_flight_recorder_is_written_on_an_error() {
+    let _turn = turn();
+    let folder = std::env::temp_dir().join(format!("fusestep-nccl-{}", std::process::id()));
+    let dumping = NcclOptions {
+        dump_folder: Some(folder.clone()),
+        ..options()
+    };
+    group(1, &dumping, |mut comm| {
+        comm.all_reduce(&mut [1.0f32; 4], ReduceOp::Sum).unwrap();
+        comm.aborter().abort("to see the recorder");
+        comm.barrier().unwrap_err();
+        let path = comm.dumped().unwrap().as_ref().unwrap();
+        let text = std::fs::read_to_string(path).unwrap();
+        assert!(
+            text.contains("all-reduce") && text.contains("to see the recorder"),
+            "{text}"
+        );
+    });
+    std::fs::remove_dir_all(folder).unwrap();
+}

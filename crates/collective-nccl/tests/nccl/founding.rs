@@ -1,0 +1,132 @@
+//! What can be wrong before there is a communicator.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use fusestep_collective::{Communicator, Options, Solo, run_ranks};
+use fusestep_collective_nccl::{NcclCommunicator, NcclError, NcclOptions};
+
+use super::worlds::{options, sizes, turn};
+
+fn alone(options: &NcclOptions) -> NcclError {
+    NcclCommunicator::new(Box::new(Solo::new()), 0, options).unwrap_err()
+}
+
+/// Makes a group whose ranks ask for these GPUs, with options of their own.
+fn errors(gpus: &[usize], own: impl Fn(usize) -> NcclOptions + Sync) -> Vec<Option<NcclError>> {
+    let control = Options {
+        timeout: Duration::from_secs(20),
+        ..Options::default()
+    };
+    let start = Instant::now();
+    let outcomes = run_ranks(gpus.len(), &control, |control| {
+        let rank = control.rank();
+        NcclCommunicator::new(Box::new(control), gpus[rank], &own(rank)).err()
+    });
+    let errors = outcomes.unwrap().into_iter().map(Result::unwrap).collect();
+    assert!(
+        start.elapsed() < control.timeout,
+        "found at the deadline only"
+    );
+    errors
+}
+
+#[test]
+fn a_missing_library_says_which_and_what_would_work() {
+    let _turn = turn();
+    for (nccl, driver) in [
+        ("/nowhere/libnccl.so.2", None),
+        ("", Some("/nowhere/libcuda.so.1")),
+    ] {
+        let mut options = options();
+        match driver {
+            Some(path) => options.driver_library = path.into(),
+            None => options.nccl_library = nccl.into(),
+        }
+        let text = alone(&options).to_string();
+        let path = driver.unwrap_or(nccl);
+        assert!(
+            text.starts_with(&format!(
+                "nccl: expected the library {path}, found none that loads ("
+            )) && text.contains("; install "),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn an_old_library_and_one_that_lacks_a_function_are_refused() {
+    let _turn = turn();
+    let variant = |name: &str| std::env::var_os(name).map(PathBuf::from);
+    let (Some(old), Some(lacking)) = (
+        variant("FUSESTEP_NCCL_OLD_LIBRARY"),
+        variant("FUSESTEP_NCCL_LACKING_LIBRARY"),
+    ) else {
+        eprintln!("skipped: no such libraries but those of `cargo xtask nccl`");
+        return;
+    };
+    let with = |nccl_library: &PathBuf| NcclOptions {
+        nccl_library: nccl_library.clone(),
+        ..options()
+    };
+    let text = alone(&with(&old)).to_string();
+    assert!(
+        text.starts_with("nccl: expected NCCL 2.14.0 or newer, found 2.10.3 in"),
+        "{text}"
+    );
+    let text = alone(&with(&lacking)).to_string();
+    assert!(
+        text.starts_with("nccl: expected `ncclCommInitRankConfig` in"),
+        "{text}"
+    );
+    if sizes().len() < 2 {
+        return;
+    }
+    // One rank's trouble is told to all.
+    let found = errors(&[0, 1], |rank| match rank {
+        1 => with(&old),
+        _ => options(),
+    });
+    assert!(matches!(found[1], Some(NcclError::OldLibrary { .. })));
+    match &found[0] {
+        Some(NcclError::Peer { rank: 1, reason }) => assert!(reason.contains("found 2.10.3")),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn one_gpu_for_two_ranks_is_refused_by_name_on_all() {
+    let _turn = turn();
+    let found = errors(&[0, 0], |_| options());
+    assert_eq!(found[0], found[1]);
+    match &found[0] {
+        Some(NcclError::SharedDevice {
+            first: 0,
+            second: 1,
+            device: 0,
+            name,
+        }) => assert!(!name.is_empty()),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_gpu_that_is_not_there_is_named() {
+    let _turn = turn();
+    let count = sizes().len();
+    let made = NcclCommunicator::new(Box::new(Solo::new()), 99, &options());
+    let expected = NcclError::NoSuchDevice {
+        rank: 0,
+        device: 99,
+        count,
+    };
+    assert_eq!(made.unwrap_err(), expected);
+}
+
+#[test]
+fn a_group_says_what_it_runs_on() {
+    let _turn = turn();
+    let comm = NcclCommunicator::new(Box::new(Solo::new()), 0, &options()).unwrap();
+    assert!(comm.library_version().starts_with("2."));
+    assert!(!comm.device().0.is_empty() && comm.device().1 == 0);
+}

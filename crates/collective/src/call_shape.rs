@@ -1,0 +1,208 @@
+//! What a call looks like, apart from its memory, and whether it can be made.
+
+use fusestep_tensor::DType;
+
+use crate::{Blocks, CallContext, CollectiveError, Fingerprint, Operation, ReduceOp};
+
+/// A [`Call`](crate::Call) without its memory: for engines whose buffers do not lie in host memory.
+#[derive(Clone, Copy, Debug)]
+pub struct CallShape<'a> {
+    /// What to do.
+    pub operation: Operation,
+    /// The elements' type.
+    pub dtype: DType,
+    /// Elements of each rank's block, for the operations that have blocks; the same on all ranks.
+    pub counts: Option<&'a [usize]>,
+    /// How long the buffers are.
+    pub lengths: Lengths,
+}
+
+/// Bytes of the buffers of a call; see [`Buffers`](crate::Buffers).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lengths {
+    /// Of the one buffer.
+    InPlace(usize),
+    /// Of both.
+    Apart {
+        /// Of the input.
+        send: usize,
+        /// Of the result.
+        receive: usize,
+    },
+}
+
+impl<'a> CallShape<'a> {
+    /// What other ranks compare with theirs, once the call was checked and is of `numel` elements.
+    pub fn fingerprint(&self, numel: usize, sequence: u64, context: CallContext) -> Fingerprint {
+        Fingerprint::of(self, numel, sequence, context)
+    }
+
+    /// Checks everything that one rank can know and says how the whole is cut into blocks.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Refused`] naming the buffer, the expected and the found length; [`CollectiveError::Undefined`].
+    pub fn blocks(&self, rank: usize, world_size: usize) -> Result<Blocks<'a>, CollectiveError> {
+        let refuse = |reason: String| CollectiveError::Refused {
+            rank,
+            operation: self.operation.name(),
+            reason,
+        };
+        let floating = matches!(
+            self.dtype,
+            DType::F16 | DType::BF16 | DType::F32 | DType::F64
+        );
+        if let Some(reduce @ ReduceOp::Average) = self.operation.reduce_op()
+            && !floating
+        {
+            return Err(CollectiveError::Undefined {
+                rank,
+                operation: self.operation.name(),
+                reduce,
+                dtype: self.dtype,
+            });
+        }
+        self.check_ranks(rank, world_size).map_err(refuse)?;
+        let numel = self.numel(rank, world_size).map_err(refuse)?;
+        let blocks = Blocks {
+            numel,
+            world_size,
+            counts: self.counts,
+        };
+        self.check_lengths(rank, &blocks).map_err(refuse)?;
+        Ok(blocks)
+    }
+
+    fn check_ranks(&self, rank: usize, world_size: usize) -> Result<(), String> {
+        match self.operation {
+            Operation::Split => {
+                return Err("expected a call with data; use the method `split`".to_owned());
+            }
+            Operation::Send { to: peer } | Operation::Receive { from: peer } if peer == rank => {
+                return Err(format!(
+                    "expected another rank as the peer, found {peer}, this rank; copy the elements instead"
+                ));
+            }
+            _ => {}
+        }
+        match self.operation.root() {
+            Some(root) if root >= world_size => Err(format!(
+                "root or peer: expected a rank below {world_size}, found {root}"
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Elements of the whole.
+    fn numel(&self, rank: usize, world_size: usize) -> Result<usize, String> {
+        let element_bytes = self.dtype.len_bytes();
+        let numel_of = |name: &str, len_bytes: usize| match len_bytes % element_bytes {
+            0 => Ok(len_bytes / element_bytes),
+            _ => Err(format!(
+                "{name}: expected a multiple of {element_bytes} bytes ({}), found {} bytes",
+                self.dtype, len_bytes
+            )),
+        };
+        let (send, receive) = match self.lengths {
+            Lengths::InPlace(buffer) => (numel_of("buffer", buffer)?, numel_of("buffer", buffer)?),
+            Lengths::Apart { send, receive } => {
+                (numel_of("send", send)?, numel_of("receive", receive)?)
+            }
+        };
+        if let Some(counts) = self.counts {
+            if !self.operation.has_blocks() {
+                return Err(
+                    "expected no counts, found some: this operation has no blocks".to_owned(),
+                );
+            }
+            if counts.len() != world_size {
+                return Err(format!(
+                    "counts: expected {world_size}, one for each rank, found {}",
+                    counts.len()
+                ));
+            }
+            let total = counts
+                .iter()
+                .try_fold(0usize, |sum, &count| sum.checked_add(count));
+            let fits = total.filter(|total| {
+                total
+                    .checked_mul(element_bytes)
+                    .is_some_and(|bytes| bytes <= isize::MAX as usize)
+            });
+            return fits.ok_or_else(|| {
+                "counts: expected a sum that fits memory, found an overflow".to_owned()
+            });
+        }
+        let in_place = matches!(self.lengths, Lengths::InPlace(_));
+        let scaled = |block: usize| {
+            block.checked_mul(world_size).ok_or_else(|| {
+                "length: expected one that fits memory, found an overflow".to_owned()
+            })
+        };
+        let numel = match self.operation {
+            _ if in_place => send,
+            Operation::Scatter { root } if root != rank => scaled(receive)?,
+            Operation::Gather { root } if root != rank => scaled(send)?,
+            Operation::Gather { .. }
+            | Operation::AllGather
+            | Operation::Broadcast { .. }
+            | Operation::Receive { .. } => receive,
+            _ => send,
+        };
+        let equal = match self.operation {
+            Operation::AllToAll => true,
+            Operation::Scatter { .. } | Operation::Gather { .. } => !in_place,
+            _ => false,
+        };
+        match equal && numel % world_size != 0 {
+            true => Err(format!(
+                "length: expected a multiple of {world_size}, the world size, found {numel}; pass counts (scatter, gather) or pad"
+            )),
+            false => Ok(numel),
+        }
+    }
+
+    fn check_lengths(&self, rank: usize, blocks: &Blocks<'_>) -> Result<(), String> {
+        let element_bytes = self.dtype.len_bytes();
+        let (whole, own) = (blocks.numel, blocks.of(rank).len());
+        let at = |root: usize, numel: usize| (root == rank).then_some(numel);
+        let (send_numel, receive_numel) = match self.operation {
+            Operation::AllReduce(_) | Operation::AllToAll => (Some(whole), Some(whole)),
+            Operation::Reduce { root, .. } => (Some(whole), at(root, whole)),
+            Operation::Broadcast { root } => (at(root, whole), Some(whole)),
+            Operation::AllGather => (Some(own), Some(whole)),
+            Operation::ReduceScatter(_) => (Some(whole), Some(own)),
+            Operation::Scatter { root } => (at(root, whole), Some(own)),
+            Operation::Gather { root } => (Some(own), at(root, whole)),
+            Operation::Send { .. } => (Some(whole), None),
+            Operation::Receive { .. } => (None, Some(whole)),
+            Operation::Barrier | Operation::Split => (None, None),
+        };
+        let require = |name: &str, len_bytes: usize, expected: Option<usize>| match expected {
+            Some(expected) if len_bytes != expected * element_bytes => Err(format!(
+                "{name}: expected {expected} elements, found {}",
+                len_bytes / element_bytes
+            )),
+            _ => Ok(()),
+        };
+        match self.lengths {
+            Lengths::InPlace(buffer) => require("buffer", buffer, Some(whole)),
+            Lengths::Apart { send, receive } => {
+                require("send", send, send_numel)?;
+                require("receive", receive, receive_numel)
+            }
+        }
+    }
+}
+
+impl Operation {
+    /// Whether each rank has a block of the whole that counts can set.
+    pub(crate) fn has_blocks(self) -> bool {
+        matches!(
+            self,
+            Operation::AllGather
+                | Operation::ReduceScatter(_)
+                | Operation::Scatter { .. }
+                | Operation::Gather { .. }
+        )
+    }
+}

@@ -1,0 +1,59 @@
+//! Compiles the stand-in for NCCL.
+
+use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::compile::{finish, start, write, write_error};
+use crate::{EmulatorError, Options};
+
+const SOURCE: &str = include_str!("nccl_stand_in.cpp");
+
+/// What the stand-in says it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Nccl {
+    /// As new as any.
+    #[default]
+    Complete,
+    /// Of a version before communicators that do not block: 2.10.3.
+    Old,
+    /// Of a new version, but without `ncclCommInitRankConfig`.
+    WithoutConfig,
+}
+
+/// Builds a libnccl that runs on the emulated driver and returns its path, `out_dir/libnccl.so.2`.
+///
+/// Ranks are threads of one process. Nothing is compiled again while source, compiler and options stay the same.
+///
+/// # Errors
+/// As [`build`](crate::build).
+/// # Cost
+/// A second or two of compilation.
+pub fn build_nccl(out_dir: &Path, nccl: Nccl, options: &Options) -> Result<PathBuf, EmulatorError> {
+    let define = match nccl {
+        Nccl::Complete => "-DSTAND_IN_VERSION=22703",
+        Nccl::Old => "-DSTAND_IN_VERSION=21003",
+        Nccl::WithoutConfig => "-DSTAND_IN_WITHOUT_CONFIG",
+    };
+    let mut hasher = DefaultHasher::new();
+    (SOURCE, define, options.compiler(), options.flags()).hash(&mut hasher);
+    let wanted = format!("{:016x}", hasher.finish());
+    let (library, stamp) = (out_dir.join("libnccl.so.2"), out_dir.join("stamp"));
+    if library.exists() && fs::read_to_string(&stamp).is_ok_and(|found| found == wanted) {
+        return Ok(library);
+    }
+    fs::create_dir_all(out_dir).map_err(|source| write_error(out_dir, source))?;
+    let _ = fs::remove_file(&stamp);
+    let source = out_dir.join("nccl_stand_in.cpp");
+    write(&source, SOURCE)?;
+    let fresh = out_dir.join("libnccl.so.2.new");
+    let mut command = Command::new(options.compiler());
+    command.args(options.flags()).arg(define);
+    command.args(["-shared", "-Wl,-soname,libnccl.so.2", "-o"]);
+    command.arg(&fresh).arg(&source);
+    finish(start(command, options)?, &library, options)?;
+    fs::rename(&fresh, &library).map_err(|source| write_error(&library, source))?;
+    write(&stamp, &wanted)?;
+    Ok(library)
+}

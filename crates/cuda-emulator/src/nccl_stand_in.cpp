@@ -1,0 +1,386 @@
+// A libnccl that needs no GPU: the calls that fusestep-collective-nccl makes, between ranks that are threads of one process.
+//
+// Device memory of the emulated driver is host memory, so operations are copies. Each communicator has a worker thread that carries
+// out one group of operations after the other; until it has, the communicator says "in progress", and nothing blocks the caller.
+// Reductions go from the highest rank down, an order that nobody may rely on.
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#ifndef STAND_IN_VERSION
+#define STAND_IN_VERSION 22703
+#endif
+
+namespace {
+
+enum Result { SUCCESS = 0, SYSTEM_ERROR = 2, INTERNAL_ERROR = 3, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6, IN_PROGRESS = 7 };
+enum DataType { INT32 = 2, INT64 = 4, FLOAT32 = 7, FLOAT64 = 8, UINT8 = 1 };
+enum ReduceOp { SUM, PROD, MAX, MIN, AVG };
+enum class Kind { Send, Receive, AllReduce, Reduce, Broadcast, AllGather };
+
+struct Operation {
+    Kind kind;
+    const char* send;
+    char* receive;
+    std::size_t count;
+    int dtype, op, peer;
+};
+
+struct Message {
+    const char* bytes;
+    std::size_t len;
+    int from, to;
+    bool taken;
+};
+
+// All ranks that share a unique id.
+struct World {
+    std::mutex mutex;
+    std::condition_variable changed;
+    int ranks = 0, joined = 0;
+    std::map<std::pair<int, int>, std::deque<Message*>> mail;
+};
+
+struct Fault {
+    int kind, rank, job;
+};
+constexpr int STALL = 1, ASYNC_ERROR = 2;
+
+std::mutex registry_mutex;
+std::map<std::string, std::weak_ptr<World>> registry;
+std::vector<Fault> faults;
+std::atomic<int> live{0};
+
+std::size_t length_of(int dtype) {
+    switch (dtype) {
+        case 0: case 1: return 1;
+        case 6: case 9: return 2;
+        case 2: case 3: case 7: return 4;
+        default: return 8;
+    }
+}
+
+template <class T>
+T combined(T a, T b, int op) {
+    switch (op) {
+        case PROD: return T(a * b);
+        case MAX: return a > b ? a : b;
+        case MIN: return a < b ? a : b;
+        default: return T(a + b);
+    }
+}
+
+template <class T>
+void reduce_as(const std::vector<std::vector<char>>& inputs, char* out, std::size_t count, int op) {
+    for (std::size_t i = 0; i < count; ++i) {
+        T result{};
+        for (std::size_t back = 0; back < inputs.size(); ++back) {
+            T value;
+            std::memcpy(&value, inputs[inputs.size() - 1 - back].data() + i * sizeof(T), sizeof(T));
+            result = back == 0 ? value : combined(result, value, op);
+        }
+        if (op == AVG) result = T(result / T(inputs.size()));
+        std::memcpy(out + i * sizeof(T), &result, sizeof(T));
+    }
+}
+
+bool reduce(const std::vector<std::vector<char>>& inputs, char* out, std::size_t count, int dtype, int op) {
+    switch (dtype) {
+        case FLOAT32: reduce_as<float>(inputs, out, count, op); return true;
+        case FLOAT64: reduce_as<double>(inputs, out, count, op); return true;
+        case INT32: reduce_as<std::uint32_t>(inputs, out, count, op); return true;
+        case INT64: reduce_as<std::uint64_t>(inputs, out, count, op); return true;
+        case UINT8: reduce_as<std::uint8_t>(inputs, out, count, op); return true;
+        default: return false;
+    }
+}
+
+}  // namespace
+
+struct ncclComm {
+    std::shared_ptr<World> world;
+    int rank = 0, ranks = 0, jobs_done = 0;
+    std::atomic<int> state{IN_PROGRESS};
+    // Under the world's lock.
+    bool ended = false;
+    std::deque<std::vector<Operation>> jobs;
+    std::thread worker;
+
+    void work() {
+        std::unique_lock<std::mutex> lock(world->mutex);
+        ++world->joined;
+        world->changed.notify_all();
+        world->changed.wait(lock, [&] { return ended || world->joined >= ranks; });
+        if (ended) return;
+        if (jobs.empty()) state = SUCCESS;
+        for (;;) {
+            world->changed.wait(lock, [&] { return ended || !jobs.empty(); });
+            if (ended) return;
+            const std::vector<Operation> job = std::move(jobs.front());
+            jobs.pop_front();
+            ++jobs_done;
+            int result = misbehave(lock);
+            if (result == SUCCESS) result = run(job, lock);
+            if (ended) return;
+            if (result != SUCCESS) state = result;
+            else if (jobs.empty()) state = SUCCESS;
+        }
+    }
+
+    int misbehave(std::unique_lock<std::mutex>& lock) {
+        int kind = 0;
+        {
+            const std::lock_guard<std::mutex> registry_lock(registry_mutex);
+            for (const Fault& fault : faults)
+                if (fault.rank == rank && fault.job == jobs_done) kind = fault.kind;
+        }
+        if (kind == STALL) world->changed.wait(lock, [&] { return ended; });
+        return kind == ASYNC_ERROR ? REMOTE_ERROR : SUCCESS;
+    }
+
+    int run(const std::vector<Operation>& job, std::unique_lock<std::mutex>& lock) {
+        std::deque<Message> sent;
+        const auto post = [&](const char* bytes, std::size_t len, int to) {
+            sent.push_back(Message{bytes, len, rank, to, false});
+            world->mail[{rank, to}].push_back(&sent.back());
+        };
+        const auto to_others = [&](const char* bytes, std::size_t len) {
+            for (int to = 0; to < ranks; ++to)
+                if (to != rank) post(bytes, len, to);
+        };
+        for (std::size_t i = 0; i < job.size(); ++i) {
+            const Operation& o = job[i];
+            const std::size_t len = o.count * length_of(o.dtype);
+            if (o.kind == Kind::Send) post(o.send, len, o.peer);
+            if (o.kind == Kind::Broadcast && rank == o.peer) to_others(o.send, len);
+            if (o.kind == Kind::AllGather || o.kind == Kind::AllReduce) to_others(o.send, len);
+            if (o.kind == Kind::Reduce && rank != o.peer) post(o.send, len, o.peer);
+        }
+        world->changed.notify_all();
+        int result = SUCCESS;
+        std::vector<std::vector<std::vector<char>>> inputs(job.size());
+        for (std::size_t i = 0; i < job.size() && result == SUCCESS; ++i) result = receive(job[i], inputs[i], lock);
+        // What was sent may be read until it was taken; what failed takes its messages back.
+        if (result == SUCCESS)
+            world->changed.wait(lock, [&] {
+                for (const Message& message : sent)
+                    if (!message.taken) return ended;
+                return true;
+            });
+        for (Message& message : sent) {
+            auto& box = world->mail[{message.from, message.to}];
+            for (auto at = box.begin(); at != box.end(); ++at)
+                if (*at == &message) {
+                    box.erase(at);
+                    break;
+                }
+        }
+        for (std::size_t i = 0; i < job.size() && result == SUCCESS && !ended; ++i)
+            if (!inputs[i].empty() && !reduce(inputs[i], job[i].receive, job[i].count, job[i].dtype, job[i].op)) result = INVALID_ARGUMENT;
+        return result;
+    }
+
+    int take(int from, char* into, std::size_t len, std::unique_lock<std::mutex>& lock) {
+        auto& box = world->mail[{from, rank}];
+        world->changed.wait(lock, [&] { return ended || !box.empty(); });
+        if (ended) return INTERNAL_ERROR;
+        Message* message = box.front();
+        if (message->len != len) return INVALID_USAGE;
+        box.pop_front();
+        std::memcpy(into, message->bytes, len);
+        message->taken = true;
+        world->changed.notify_all();
+        return SUCCESS;
+    }
+
+    int receive(const Operation& o, std::vector<std::vector<char>>& inputs, std::unique_lock<std::mutex>& lock) {
+        const std::size_t len = o.count * length_of(o.dtype);
+        const bool reduces = o.kind == Kind::AllReduce || (o.kind == Kind::Reduce && rank == o.peer);
+        if (o.kind == Kind::Receive) return take(o.peer, o.receive, len, lock);
+        if (o.kind == Kind::Broadcast) {
+            if (rank != o.peer) return take(o.peer, o.receive, len, lock);
+            std::memmove(o.receive, o.send, len);
+        }
+        if (o.kind == Kind::AllGather || reduces) {
+            if (reduces) inputs.assign(std::size_t(ranks), std::vector<char>(len));
+            for (int from = 0; from < ranks; ++from) {
+                char* into = reduces ? inputs[std::size_t(from)].data() : o.receive + std::size_t(from) * len;
+                if (from == rank) std::memmove(into, o.send, len);
+                else if (const int result = take(from, into, len, lock); result != SUCCESS) return result;
+            }
+        }
+        return SUCCESS;
+    }
+
+    void end() {
+        {
+            const std::lock_guard<std::mutex> lock(world->mutex);
+            ended = true;
+            world->changed.notify_all();
+        }
+        if (worker.joinable()) worker.join();
+        --live;
+        delete this;
+    }
+};
+
+namespace {
+
+thread_local int depth = 0;
+thread_local std::vector<std::pair<ncclComm*, Operation>> grouped;
+
+int start_grouped() {
+    std::map<ncclComm*, std::vector<Operation>> jobs;
+    for (const auto& [comm, operation] : grouped) jobs[comm].push_back(operation);
+    grouped.clear();
+    for (auto& [comm, job] : jobs) {
+        const std::lock_guard<std::mutex> lock(comm->world->mutex);
+        comm->state = IN_PROGRESS;
+        comm->jobs.push_back(std::move(job));
+        comm->world->changed.notify_all();
+    }
+    return jobs.empty() ? SUCCESS : IN_PROGRESS;
+}
+
+int add(ncclComm* comm, const Operation& operation) {
+    if (comm == nullptr || operation.peer < 0 || operation.peer >= comm->ranks) return INVALID_ARGUMENT;
+    if (comm->state != SUCCESS) return comm->state == IN_PROGRESS ? int(INVALID_USAGE) : comm->state.load();
+    grouped.emplace_back(comm, operation);
+    return depth > 0 ? SUCCESS : start_grouped();
+}
+
+}  // namespace
+
+extern "C" {
+
+struct ncclUniqueId {
+    char internal[128];
+};
+
+struct ncclConfig {
+    std::size_t size;
+    unsigned magic, version;
+    int blocking;
+};
+
+// Has a rank misbehave at its job of this number, counted from 1 by each communicator; kind 0 forgets all faults.
+void standInFault(int kind, int rank, int job) {
+    const std::lock_guard<std::mutex> lock(registry_mutex);
+    if (kind == 0) faults.clear();
+    else faults.push_back({kind, rank, job});
+}
+
+// Communicators that were neither destroyed nor aborted.
+int standInLive() { return live; }
+
+int ncclGetVersion(int* version) {
+    *version = STAND_IN_VERSION;
+    return SUCCESS;
+}
+
+const char* ncclGetErrorString(int result) {
+    switch (result) {
+        case SUCCESS: return "no error";
+        case SYSTEM_ERROR: return "unhandled system error";
+        case INTERNAL_ERROR: return "internal error";
+        case INVALID_ARGUMENT: return "invalid argument";
+        case INVALID_USAGE: return "invalid usage";
+        case REMOTE_ERROR: return "remote process exited or there was a network error";
+        case IN_PROGRESS: return "NCCL operation in progress";
+        default: return "unknown result code";
+    }
+}
+
+int ncclGetUniqueId(ncclUniqueId* id) {
+    static std::atomic<unsigned long long> next{1};
+    std::memset(id->internal, 0, sizeof id->internal);
+    const std::string text = "fusestep " + std::to_string(next++);
+    std::memcpy(id->internal, text.c_str(), text.size());
+    return SUCCESS;
+}
+
+#ifndef STAND_IN_WITHOUT_CONFIG
+int ncclCommInitRankConfig(ncclComm** comm, int ranks, ncclUniqueId id, int rank, ncclConfig* config) {
+    if (comm == nullptr || ranks < 1 || rank < 0 || rank >= ranks) return INVALID_ARGUMENT;
+    if (config == nullptr || config->magic != 0xcafebeef || config->size < 24 || config->blocking != 0) return INVALID_ARGUMENT;
+    std::shared_ptr<World> world;
+    {
+        const std::lock_guard<std::mutex> lock(registry_mutex);
+        std::weak_ptr<World>& known = registry[std::string(id.internal, sizeof id.internal)];
+        world = known.lock();
+        if (!world) known = world = std::make_shared<World>();
+    }
+    ncclComm* made = new ncclComm;
+    made->world = world;
+    made->rank = rank;
+    made->ranks = ranks;
+    ++live;
+    made->worker = std::thread([made] { made->work(); });
+    *comm = made;
+    return IN_PROGRESS;
+}
+#endif
+
+int ncclCommGetAsyncError(ncclComm* comm, int* state) {
+    *state = comm->state;
+    return SUCCESS;
+}
+
+int ncclCommFinalize(ncclComm*) { return SUCCESS; }
+
+int ncclCommDestroy(ncclComm* comm) {
+    comm->end();
+    return SUCCESS;
+}
+
+int ncclCommAbort(ncclComm* comm) {
+    comm->end();
+    return SUCCESS;
+}
+
+int ncclGroupStart() {
+    ++depth;
+    return SUCCESS;
+}
+
+int ncclGroupEnd() {
+    if (depth == 0) return INVALID_USAGE;
+    return --depth == 0 ? start_grouped() : SUCCESS;
+}
+
+int ncclSend(const void* send, std::size_t count, int dtype, int peer, ncclComm* comm, void*) {
+    return add(comm, {Kind::Send, static_cast<const char*>(send), nullptr, count, dtype, 0, peer});
+}
+
+int ncclRecv(void* receive, std::size_t count, int dtype, int peer, ncclComm* comm, void*) {
+    return add(comm, {Kind::Receive, nullptr, static_cast<char*>(receive), count, dtype, 0, peer});
+}
+
+int ncclAllReduce(const void* send, void* receive, std::size_t count, int dtype, int op, ncclComm* comm, void*) {
+    return add(comm, {Kind::AllReduce, static_cast<const char*>(send), static_cast<char*>(receive), count, dtype, op, 0});
+}
+
+int ncclReduce(const void* send, void* receive, std::size_t count, int dtype, int op, int root, ncclComm* comm, void*) {
+    return add(comm, {Kind::Reduce, static_cast<const char*>(send), static_cast<char*>(receive), count, dtype, op, root});
+}
+
+int ncclBroadcast(const void* send, void* receive, std::size_t count, int dtype, int root, ncclComm* comm, void*) {
+    return add(comm, {Kind::Broadcast, static_cast<const char*>(send), static_cast<char*>(receive), count, dtype, 0, root});
+}
+
+int ncclAllGather(const void* send, void* receive, std::size_t count, int dtype, ncclComm* comm, void*) {
+    return add(comm, {Kind::AllGather, static_cast<const char*>(send), static_cast<char*>(receive), count, dtype, 0, 0});
+}
+
+}  // extern "C"

@@ -1,0 +1,63 @@
+//! `nccl`: the collectives between GPUs, on the emulated driver and a stand-in for NCCL.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use fusestep_cuda_emulator::{Nccl, Options, Sanitize, build, build_nccl};
+
+use crate::mpi::build as cargo;
+use crate::workspace_root;
+
+/// GPUs of the emulated machine, and so the largest world.
+const DEVICES: &str = "4";
+
+/// Builds the emulated driver and the stand-ins, then runs the suite and the command line's self-test on them.
+pub(crate) fn run(arguments: &[String]) -> Result<()> {
+    let (own, test_arguments) = crate::emulate::split(arguments);
+    ensure!(
+        own.is_empty(),
+        "expected `nccl [-- TEST ARGUMENTS]`, found {own:?}"
+    );
+    let root = workspace_root();
+    let options = Options {
+        sanitize: Sanitize::Off,
+        ..Options::default()
+    };
+    let target = root.join("target");
+    let driver = build(&root.join("kernels"), &target.join("emulator"), &options)?;
+    let stand_in = |name: &str, nccl: Nccl| build_nccl(&target.join(name), nccl, &options);
+    let libraries: [(&str, PathBuf); 4] = [
+        ("FUSESTEP_CUDA_LIBRARY", driver),
+        (
+            "FUSESTEP_NCCL_LIBRARY",
+            stand_in("nccl-stand-in", Nccl::Complete)?,
+        ),
+        (
+            "FUSESTEP_NCCL_OLD_LIBRARY",
+            stand_in("nccl-stand-in-old", Nccl::Old)?,
+        ),
+        (
+            "FUSESTEP_NCCL_LACKING_LIBRARY",
+            stand_in("nccl-stand-in-lacking", Nccl::WithoutConfig)?,
+        ),
+    ];
+    let programs = cargo(&[
+        "test",
+        "--no-run",
+        "--package",
+        "fusestep-collective-nccl",
+        "--features",
+        "nccl",
+    ])?;
+    for program in &programs {
+        let status = Command::new(program)
+            .args(test_arguments)
+            .envs(libraries.iter().cloned())
+            .env("FUSESTEP_EMULATOR_DEVICES", DEVICES)
+            .status()
+            .with_context(|| format!("cannot start {}", program.display()))?;
+        ensure!(status.success(), "failed: {}", program.display());
+    }
+    Ok(())
+}
