@@ -47,10 +47,12 @@ const LAYERS: [&[&str]; 8] = [
 ];
 
 /// Packages from elsewhere that only some folders may name, in any kind of dependency; a trailing `*` stands for any rest.
-const ONLY_IN: [(&str, &[&str]); 8] = [
+const ONLY_IN: [(&str, &[&str]); 10] = [
     ("cust*", &["crates/cuda"]),
     ("mpi", &["crates/collective-mpi"]),
     ("nccl*", &["crates/collective-nccl"]),
+    ("libloading", &["crates/collective-nccl"]),
+    ("loom", &["crates/simd"]),
     ("candle-*", &["crates/candle", "crates/cli"]),
     ("criterion", &["benches"]),
     ("clap", &["crates/cli"]),

@@ -3,9 +3,10 @@
 use crate::source::{code_only, line_of, words};
 
 /// Folders whose code may be unsafe.
-const MAY_BE_UNSAFE: [&str; 5] = [
+const MAY_BE_UNSAFE: [&str; 6] = [
     "crates/simd/",
     "crates/collective-mpi/",
+    "crates/collective-nccl/",
     "crates/cuda/",
     "crates/cuda-emulator/",
     // A counting allocator, which Rust lets no safe code be.

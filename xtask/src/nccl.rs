@@ -59,5 +59,38 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
             .with_context(|| format!("cannot start {}", program.display()))?;
         ensure!(status.success(), "failed: {}", program.display());
     }
+    if test_arguments.is_empty() {
+        self_test(&libraries)?;
+    }
+    println!("nccl: all is well");
+    Ok(())
+}
+
+/// `fusestep check` on the emulated GPUs, and on more than there are.
+fn self_test(libraries: &[(&str, PathBuf)]) -> Result<()> {
+    let arguments = ["build", "--package", "fusestep-cli", "--features", "nccl"];
+    let programs = cargo(&arguments)?;
+    let fusestep = programs.first().context("cargo built no `fusestep`")?;
+    let folders = libraries[..2].iter().filter_map(|(_, path)| path.parent());
+    let path = std::env::join_paths(folders)?;
+    for (engine, ranks, expected) in [
+        ("nccl", "4", "every collective is right"),
+        ("nccl-native", "2", "every collective is right"),
+        ("nccl", "5", "rank 4 expected GPU 4, found 4 of them"),
+    ] {
+        let output = Command::new(fusestep)
+            .args(["check", "--engine", engine, "--ranks", ranks])
+            .env("LD_LIBRARY_PATH", &path)
+            .env("FUSESTEP_EMULATOR_DEVICES", DEVICES)
+            .output()
+            .context("cannot start fusestep")?;
+        let text = [output.stdout, output.stderr].concat();
+        let text = String::from_utf8_lossy(&text);
+        ensure!(
+            text.contains(expected),
+            "{engine} on {ranks} ranks: expected `{expected}`, found\n{text}"
+        );
+        println!("{}", text.trim_end());
+    }
     Ok(())
 }

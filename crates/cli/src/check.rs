@@ -184,7 +184,10 @@ fn nccl() -> Finding {
     let mut places = folders.map(|folder| folder.join("libnccl.so.2"));
     let found = places.find(|place| Path::is_file(place));
     let missing = "no libnccl.so.2 in the library folders; install NCCL (Debian: libnccl2) to run ranks on many GPUs";
-    let used = "this build runs ranks on hosts only";
+    let used = match cfg!(feature = "nccl") {
+        true => "`fusestep check --engine nccl --ranks N` tests it on N GPUs",
+        false => "this build leaves it out; build with the feature `nccl`",
+    };
     located("nccl", found, missing, used)
 }
 

@@ -42,6 +42,8 @@ pub struct NcclCommunicator {
     sequence: u64,
     context: CallContext,
     recorder: FlightRecorder,
+    /// The last call, for errors.
+    last: Option<Fingerprint>,
     /// Transfers made, by sender and receiver.
     made: HashMap<(usize, usize), u64>,
     /// What others contribute to the part that this rank reduces.
@@ -121,6 +123,7 @@ impl NcclCommunicator {
             sequence: 0,
             context: CallContext::default(),
             recorder,
+            last: None,
             made: HashMap::new(),
             scratch: None,
             host: Vec::new(),
@@ -250,12 +253,12 @@ impl NcclCommunicator {
         *sequence += 1;
         let mut print = shape.fingerprint(numel, *sequence, self.context);
         self.recorder.begin(&print);
+        self.last = Some(print);
         let named = print;
         if let Some((_, to)) = pair {
             print.operation = Operation::Send { to };
         }
-        self.exchange(Frame::Call(print), pair)
-            .map_err(|error| renamed(error, &named))?;
+        self.exchange(Frame::Call(print), pair)?;
         Ok(named)
     }
 
@@ -347,8 +350,10 @@ impl NcclCommunicator {
             }
             let waited = begun.elapsed();
             relax(waited);
-            if let Some(error) = self.control.failure() {
-                return Err(error);
+            match self.control.failure() {
+                // It had done its part of everything, this call included, or it would have told another error.
+                None | Some(CollectiveError::Left { .. }) => {}
+                Some(error) => return Err(error),
             }
             if waited > self.options.timeout {
                 self.link.abort();
@@ -365,7 +370,7 @@ impl NcclCommunicator {
             _ => None,
         };
         match self.exchange(Frame::Stuck(*print), pair) {
-            Err(error) => renamed(error, print),
+            Err(error) => error,
             Ok(()) => unreachable!("this rank's own frame says that it is stuck"),
         }
     }
@@ -395,7 +400,7 @@ impl NcclCommunicator {
                 self.link.abort();
                 self.control.aborter().close(error.clone());
                 // The first error holds; the control communicator knows which one that was.
-                let error = self.control.failure().unwrap_or(error);
+                let error = renamed(self.control.failure().unwrap_or(error), self.last.as_ref());
                 self.recorder.end(Err(&error));
                 if let (None, Some(folder)) = (&self.dumped, &self.options.dump_folder) {
                     let dumped = self.recorder.dump(folder);
@@ -417,10 +422,7 @@ impl NcclCommunicator {
             lengths: Lengths::InPlace(0),
         };
         let print = self.announce(&shape, 0)?;
-        let control = self
-            .control
-            .split(membership)
-            .map_err(|error| renamed(error, &print))?;
+        let control = self.control.split(membership)?;
         let Some(mut control) = control else {
             return Ok(None);
         };
@@ -437,13 +439,14 @@ impl NcclCommunicator {
 }
 
 /// An error of the control communicator, said of the call that it was for.
-fn renamed(mut error: CollectiveError, print: &Fingerprint) -> CollectiveError {
+fn renamed(mut error: CollectiveError, print: Option<&Fingerprint>) -> CollectiveError {
     if let CollectiveError::Late {
         operation,
         sequence,
         bucket,
         ..
     } = &mut error
+        && let Some(print) = print
     {
         (*operation, *sequence) = (print.operation.name(), print.sequence);
         *bucket = print.context.bucket;

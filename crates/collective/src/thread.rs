@@ -226,7 +226,7 @@ impl Communicator for ThreadCommunicator {
     }
 
     fn failure(&self) -> Option<CollectiveError> {
-        self.seat.of().failure()
+        self.group.failure()
     }
 }
 

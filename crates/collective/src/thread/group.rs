@@ -152,6 +152,12 @@ impl Group {
         }
     }
 
+    /// What has closed the group: the first error, or the first rank's leaving if there is no other.
+    pub(super) fn failure(&self) -> Option<CollectiveError> {
+        let broken = self.registry().broken.clone();
+        broken.or_else(|| self.meet.failure())
+    }
+
     /// This rank's seat for transfers from `pair.0` to `pair.1`.
     pub(super) fn pair_seat(
         &self,
