@@ -5,17 +5,17 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use fusestep_collective::{
-    Aborter, Blocks, Buffers, Call, CallContext, CallShape, CollectiveError, Collectives,
-    Communicator, Fingerprint, FlightRecorder, Lengths, Membership, Operation,
+    Aborter, Blocks, Buffers, Call, CallContext, CallShape, CollectiveError, Communicator,
+    Fingerprint, FlightRecorder, Lengths, Membership, Operation,
 };
 use fusestep_tensor::DType;
 
 use crate::device::DeviceBuffer;
 use crate::driver::Address;
+use crate::exchange::renamed;
 use crate::founding::{Site, as_call_error};
 use crate::link::{Link, Progress, relax};
 use crate::options::version_text;
-use crate::wire::{FRAME_BYTES, Frame};
 use crate::{NcclError, NcclOptions};
 
 /// Longest timeout; a longer one is cut to this, so that every wait ends.
@@ -39,13 +39,13 @@ pub struct NcclCommunicator {
     site: Site,
     pub(crate) link: Link,
     pub(crate) options: NcclOptions,
-    sequence: u64,
-    context: CallContext,
-    recorder: FlightRecorder,
+    pub(crate) sequence: u64,
+    pub(crate) context: CallContext,
+    pub(crate) recorder: FlightRecorder,
     /// The last call, for errors.
-    last: Option<Fingerprint>,
+    pub(crate) last: Option<Fingerprint>,
     /// Transfers made, by sender and receiver.
-    made: HashMap<(usize, usize), u64>,
+    pub(crate) made: HashMap<(usize, usize), u64>,
     /// What others contribute to the part that this rank reduces.
     pub(crate) scratch: Option<DeviceBuffer>,
     /// The same on the host, and the result; words, so that elements are aligned.
@@ -234,90 +234,6 @@ impl NcclCommunicator {
         self.end(outcome)
     }
 
-    /// Counts a call, tells the others what it is and hears what theirs are.
-    fn announce(
-        &mut self,
-        shape: &CallShape<'_>,
-        numel: usize,
-    ) -> Result<Fingerprint, CollectiveError> {
-        let rank = self.rank();
-        let pair = match shape.operation {
-            Operation::Send { to } => Some((rank, to)),
-            Operation::Receive { from } => Some((from, rank)),
-            _ => None,
-        };
-        let sequence = match pair {
-            Some(pair) => self.made.entry(pair).or_insert(0),
-            None => &mut self.sequence,
-        };
-        *sequence += 1;
-        let mut print = shape.fingerprint(numel, *sequence, self.context);
-        self.recorder.begin(&print);
-        self.last = Some(print);
-        let named = print;
-        if let Some((_, to)) = pair {
-            print.operation = Operation::Send { to };
-        }
-        self.exchange(Frame::Call(print), pair)?;
-        Ok(named)
-    }
-
-    /// Exchanges frames with all ranks or with the other side of a transfer, and judges them.
-    fn exchange(
-        &mut self,
-        own: Frame,
-        pair: Option<(usize, usize)>,
-    ) -> Result<(), CollectiveError> {
-        let bytes = own.to_bytes();
-        let (rank, world_size) = (self.rank(), self.world_size());
-        let (mut all, ranks) = match pair {
-            None => (vec![0; FRAME_BYTES * world_size], (0..world_size).collect()),
-            Some((from, to)) => (vec![0; FRAME_BYTES * 2], vec![from, to]),
-        };
-        match pair {
-            None => self.control.all_gather(&bytes, &mut all)?,
-            // Both sides speak, the sender first.
-            Some((from, to)) => {
-                let (first, second) = all.split_at_mut(FRAME_BYTES);
-                if rank == from {
-                    first.copy_from_slice(&bytes);
-                    self.control.send(&bytes, to)?;
-                    self.control.receive(second, to)?;
-                } else {
-                    second.copy_from_slice(&bytes);
-                    self.control.receive(first, from)?;
-                    self.control.send(&bytes, from)?;
-                }
-            }
-        }
-        let frames: Option<Vec<Frame>> = all
-            .chunks_exact(FRAME_BYTES)
-            .map(Frame::from_bytes)
-            .collect();
-        let frames = frames.ok_or_else(|| CollectiveError::Engine {
-            rank,
-            operation: own.fingerprint().operation.name(),
-            reason: "frames of another version of this program; run the same one on all ranks"
-                .to_owned(),
-        })?;
-        let stuck = frames
-            .iter()
-            .position(|frame| matches!(frame, Frame::Stuck(_)));
-        if let Some(place) = stuck {
-            return Err(CollectiveError::Engine {
-                rank: ranks[place],
-                operation: frames[place].fingerprint().operation.name(),
-                reason: format!(
-                    "data of call {} not through after {} ms, though every rank has come",
-                    frames[place].fingerprint().sequence,
-                    self.options.timeout.as_millis()
-                ),
-            });
-        }
-        let compared = Fingerprint::compare(frames.len(), |index| frames[index].fingerprint());
-        compared.map_err(|error| of_ranks(error, &ranks))
-    }
-
     /// Waits until everything enqueued so far is done.
     pub(crate) fn finish(&mut self, print: &Fingerprint) -> Result<(), CollectiveError> {
         self.wait(print, Link::enqueued)?;
@@ -359,19 +275,6 @@ impl NcclCommunicator {
                 self.link.abort();
                 return Err(self.stuck(print));
             }
-        }
-    }
-
-    /// Why data is not through: whoever does not say so is the one that stopped.
-    fn stuck(&mut self, print: &Fingerprint) -> CollectiveError {
-        let pair = match print.operation {
-            Operation::Send { to } => Some((self.rank(), to)),
-            Operation::Receive { from } => Some((from, self.rank())),
-            _ => None,
-        };
-        match self.exchange(Frame::Stuck(*print), pair) {
-            Err(error) => error,
-            Ok(()) => unreachable!("this rank's own frame says that it is stuck"),
         }
     }
 
@@ -436,35 +339,6 @@ impl NcclCommunicator {
         let made = Self::with(control, self.site.clone(), link, options);
         Ok(Some(Box::new(made)))
     }
-}
-
-/// An error of the control communicator, said of the call that it was for.
-fn renamed(mut error: CollectiveError, print: Option<&Fingerprint>) -> CollectiveError {
-    if let CollectiveError::Late {
-        operation,
-        sequence,
-        bucket,
-        ..
-    } = &mut error
-        && let Some(print) = print
-    {
-        (*operation, *sequence) = (print.operation.name(), print.sequence);
-        *bucket = print.context.bucket;
-    }
-    error
-}
-
-/// A mismatch between parties, said of the ranks they are.
-fn of_ranks(mut error: CollectiveError, ranks: &[usize]) -> CollectiveError {
-    if let CollectiveError::Mismatch {
-        expected_rank,
-        found_rank,
-        ..
-    } = &mut error
-    {
-        (*expected_rank, *found_rank) = (ranks[*expected_rank], ranks[*found_rank]);
-    }
-    error
 }
 
 impl Communicator for NcclCommunicator {

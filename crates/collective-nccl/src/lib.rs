@@ -10,6 +10,8 @@ mod device;
 #[cfg(feature = "nccl")]
 mod driver;
 #[cfg(feature = "nccl")]
+mod exchange;
+#[cfg(feature = "nccl")]
 mod founding;
 #[cfg(feature = "nccl")]
 mod library;
