@@ -6,11 +6,12 @@ use std::time::Duration;
 pub(crate) use std::sync::PoisonError;
 pub(crate) use std::sync::atomic::Ordering;
 
-pub(crate) use loom::cell::UnsafeCell as Cell;
 pub(crate) use loom::sync::{Mutex, MutexGuard};
 pub(crate) use loom::thread::yield_now;
 
 use loom::sync::atomic::fence;
+
+pub(crate) type Cell<T> = loom::cell::UnsafeCell<T>;
 
 /// What is broken on purpose.
 #[derive(Clone, Copy, Debug, PartialEq)]
