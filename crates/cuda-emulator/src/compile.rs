@@ -17,6 +17,7 @@ const SOURCES: [(&str, &str); 12] = [
     ("fiber.hpp", include_str!("fiber.hpp")),
     ("machine.hpp", include_str!("machine.hpp")),
     ("driver_device.cpp", include_str!("driver_device.cpp")),
+    ("driver_graph.cpp", include_str!("driver_graph.cpp")),
     ("driver_launch.cpp", include_str!("driver_launch.cpp")),
     ("driver_memory.cpp", include_str!("driver_memory.cpp")),
     ("execution.cpp", include_str!("execution.cpp")),

@@ -6,7 +6,7 @@ use fusestep_launch::{
 };
 
 use crate::NAME;
-use crate::backend::{CudaBackend, Entry, Grid, check_records};
+use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, Grid, check_records};
 
 impl CudaBackend {
     /// Enqueues the batches of a reduction, one launch each.
@@ -31,7 +31,8 @@ impl CudaBackend {
             let entry = Entry {
                 stem: reduce.kernel.stem(),
                 entry: reduce.kernel.entry(),
-                argument_bytes: layout.bytes(batch.records.len(), 0),
+                block: self.block_for(layout.bytes(batch.records.len(), 0))?,
+                threads: BLOCK_THREADS,
                 grid: Grid::Apart(batch.chunks),
             };
             let addresses = (list, partials + next * width);
@@ -66,7 +67,8 @@ impl CudaBackend {
         let entry = Entry {
             stem: conclude.rule.stem(),
             entry: conclude.rule.entry(),
-            argument_bytes: CONCLUSION_BYTES + scalars.len(),
+            block: self.block_for(CONCLUSION_BYTES + scalars.len())?,
+            threads: BLOCK_THREADS,
             grid: Grid::Apart(1),
         };
         self.enqueue(entry, &mut |bytes| {
@@ -80,7 +82,7 @@ impl CudaBackend {
 }
 
 /// Refuses a buffer that ends before `end` bytes.
-fn check_end(end: u64, found: usize) -> Result<(), BackendError> {
+pub(crate) fn check_end(end: u64, found: usize) -> Result<(), BackendError> {
     if end <= found as u64 {
         return Ok(());
     }

@@ -22,6 +22,7 @@ mod report;
 mod run;
 mod stage;
 mod state;
+mod table;
 
 pub use checkpoint::StateTensors;
 pub use error::PlanError;
@@ -37,3 +38,4 @@ pub(crate) use precision::Precisions;
 pub use report::StepReport;
 pub use stage::{GradientRead, HyperClass, Norm, Optimize, Stage, StorageSpec};
 pub use state::State;
+pub use table::{StepGraph, TableKind};

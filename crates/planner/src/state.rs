@@ -8,6 +8,7 @@ use fusestep_tensor::{DType, Element, ParamDesc, Role};
 
 use crate::group::Classes;
 use crate::norm::{NormState, Placed};
+use crate::table::Tables;
 use crate::{Optimizer, Plan, PlanError, Precisions, Tensors};
 
 /// Tensors, step counts and learning rate of one training run, allocated by [`Plan::allocate`].
@@ -34,6 +35,7 @@ pub struct State {
     absent: Vec<bool>,
     pub(crate) absent_count: u64,
     pub(crate) schedule: Schedule,
+    pub(crate) tables: Tables,
     pub(crate) poisoned: Option<u64>,
     /// The memory of stage `norm`, if the plan has it.
     pub(crate) norm: Option<NormState>,
@@ -131,6 +133,7 @@ impl Plan {
                 }),
                 stale: false,
             },
+            tables: Tables::of(self),
             poisoned: None,
             norm: NormState::allocate(self, backend)?,
             scaled: self.gradients.loss_scale.is_some(),
@@ -140,7 +143,7 @@ impl Plan {
 }
 
 impl State {
-    /// Steps run so far.
+    /// Steps run so far, as far as [`State::settle`] has read.
     pub fn step(&self) -> u64 {
         self.step
     }
@@ -155,6 +158,7 @@ impl State {
 
     /// Sets the steps run so far, for all parameters: what resuming from a file does.
     pub fn set_step(&mut self, step: u64) {
+        self.tables.supersede();
         self.step = step;
         self.steps_behind.fill(0);
         self.schedule.stale = true;
@@ -227,6 +231,7 @@ impl State {
             kernel.write_scalars(&mut storage.scalars);
             storage.kernel = kernel;
         }
+        self.schedule.stale = true;
         self.optimizer = optimizer;
         Ok(())
     }
