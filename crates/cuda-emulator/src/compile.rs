@@ -10,7 +10,7 @@ use crate::EmulatorError;
 use crate::entries::host_source;
 
 /// The emulator's own sources, so that it can be built from anywhere.
-const SOURCES: [(&str, &str); 12] = [
+const SOURCES: [(&str, &str); 13] = [
     ("device_language.hpp", include_str!("device_language.hpp")),
     ("driver_api.hpp", include_str!("driver_api.hpp")),
     ("driver.hpp", include_str!("driver.hpp")),

@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex};
 
 use fusestep_kernels::ArgumentBlock;
 use fusestep_launch::{
-    Backend, BackendError, Batch, Buffer, HEADER_BYTES, Launch, LaunchReport, Reduce,
-    ResidentTable, SetValues, SquareSum, WORKSPACE_BYTES, pack_reduction_table, pack_steps,
-    pack_table, push_waves, resident_sets,
+    BackendError, Batch, HEADER_BYTES, Launch, LaunchReport, Reduce, ResidentTable, SetValues,
+    SquareSum, WORKSPACE_BYTES, pack_reduction_table, pack_steps, pack_table, push_waves,
+    resident_sets,
 };
 
 use crate::NAME;
@@ -19,6 +19,9 @@ use crate::reduce::check_end;
 /// Elements that a thread takes at a time, and threads of the smallest block worth its place.
 const THREAD_ELEMENTS: u64 = 4;
 const LEAST_THREADS: u64 = 32;
+/// Of the largest block: the table's scalars are in registers, which leaves room for three blocks of 256 threads on a multiprocessor
+/// and for one of 512.
+const MOST_THREADS: u64 = 256;
 
 /// The tables of one launch, one for each batch.
 #[derive(Debug)]
@@ -308,7 +311,7 @@ fn own(table: &dyn ResidentTable) -> Result<&DeviceTable, BackendError> {
 fn threads_for(batch: &Batch) -> u32 {
     let elements = batch.elements() / u64::from(batch.chunks.max(1));
     let threads = elements.div_ceil(THREAD_ELEMENTS).next_power_of_two();
-    threads.clamp(LEAST_THREADS, u64::from(BLOCK_THREADS)) as u32
+    threads.clamp(LEAST_THREADS, MOST_THREADS) as u32
 }
 
 #[cfg(test)]
@@ -317,7 +320,7 @@ mod tests {
 
     #[test]
     fn blocks_are_as_large_as_their_chunks_need() {
-        for (elements, threads) in [(1, 32), (64, 32), (512, 128), (2048, 512), (65_536, 512)] {
+        for (elements, threads) in [(1, 32), (64, 32), (512, 128), (1024, 256), (65_536, 256)] {
             let record = fusestep_launch::Record {
                 tensor: 0,
                 first_element: 0,

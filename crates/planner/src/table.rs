@@ -367,7 +367,12 @@ impl State {
     }
 
     /// The launch of a stage that updates; `None` if it has no batches.
-    fn launch_of(&mut self, plan: &Plan, storage: usize, update: usize) -> Option<Launch<'_>> {
+    fn launch_of<'a>(
+        &'a mut self,
+        plan: &'a Plan,
+        storage: usize,
+        update: usize,
+    ) -> Option<Launch<'a>> {
         let batches = &self.schedule.batches[update];
         if batches.is_empty() {
             return None;

@@ -2,6 +2,8 @@
 // Each test file uses a part of it.
 #![allow(dead_code)]
 
+pub(crate) mod mutants;
+
 use std::num::NonZeroUsize;
 
 use fusestep_cpu::CpuBackend;
