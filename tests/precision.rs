@@ -5,7 +5,9 @@ use std::num::NonZeroUsize;
 use fusestep_cpu::CpuBackend;
 use fusestep_elementwise::{join_bf16, narrow_bf16, narrow_f16};
 use fusestep_fused_adam::{Adam, SecondMoment};
-use fusestep_launch::{LaunchLimits, Master, Precision, Rounding, StateDType, WeightDecay};
+use fusestep_launch::{
+    LaunchLimits, LaunchReport, Master, Precision, Rounding, StateDType, WeightDecay,
+};
 use fusestep_planner::{ClipByGlobalNorm, Optimizer, Plan, PlanError, Planner, State, Tensors};
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, Gradients, check_at, check_bits, outcome};
@@ -374,6 +376,20 @@ fn what_cannot_be_kept_is_refused_by_name() {
     let lent = Planner::new(Optimizer::Adam(adam()))
         .precision(master)
         .tensors(Tensors::Lent);
-    let error = lent.plan(&case.params[..1]).unwrap_err();
+    let plan = lent.plan(&case.params[..1]).unwrap();
+    let mut state = plan.allocate(&cpu()).unwrap();
+    let step = |state: &mut State| plan.run_each(state, &mut |_| Ok(LaunchReport::default()));
+    let error = step(&mut state).unwrap_err();
     assert!(matches!(error, PlanError::LentMaster { .. }), "{error}");
+    assert!(error.to_string().contains("`tensor.0`"), "{error}");
+    let bytes = case.param_bytes(0);
+    let short = state.follow_lent(&cpu(), "tensor.0", &bytes[1..]);
+    assert!(matches!(short, Err(PlanError::LenBytes { .. })));
+    state.follow_lent(&cpu(), "tensor.0", &bytes).unwrap();
+    step(&mut state).unwrap();
+    let masters = state.view::<f32>(Role::Master, "tensor.0").unwrap();
+    for (master, bytes) in masters.iter().zip(bytes.chunks_exact(2)) {
+        let bits = u16::from_le_bytes([bytes[0], bytes[1]]);
+        assert_eq!(*master, bf16::from_bits(bits).to_f32());
+    }
 }

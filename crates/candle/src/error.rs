@@ -10,7 +10,7 @@ use fusestep_planner::PlanError;
 pub enum AdapterError {
     /// A variable's dtype has no kernel.
     #[error(
-        "variable `{name}`: expected f32 or f64, found {found:?}; build the model with a dtype of those"
+        "variable `{name}`: expected f32, f64, f16 or bf16, found {found:?}; build the model with a dtype of those"
     )]
     DType {
         /// The variable.

@@ -5,12 +5,13 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, InplaceOp2, Layout, Tensor, Var};
+use candle_core::{CpuStorage, DType, InplaceOp2, Layout, Tensor, Var, WithDType};
 use candle_nn::Optimizer;
 use fusestep_cpu::{CpuBackend, LentPiece};
 use fusestep_launch::{Backend, BackendError};
 use fusestep_planner::{Plan, Planner, State, Tensors};
-use fusestep_tensor::Role;
+use fusestep_tensor::{Element, Role};
+use half::{bf16, f16};
 
 use crate::gradients::{Addresses, Gradients};
 use crate::variables::{Names, Variables};
@@ -50,8 +51,8 @@ impl<P: Params> Fused<P> {
     /// An optimizer of these variables on all threads of the machine.
     ///
     /// # Errors
-    /// An [`AdapterError`] inside candle's error: a hyper-parameter out of range, a variable of another dtype or device than f32 or
-    /// f64 on the CPU, or one given twice.
+    /// An [`AdapterError`] inside candle's error: a hyper-parameter out of range, a variable of another dtype or device than f32,
+    /// f64, f16 or bf16 on the CPU, or one given twice.
     pub fn new(vars: impl IntoVariables, params: P) -> candle_core::Result<Self> {
         let threads = std::thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
         Self::with_threads(vars, params, threads)
@@ -84,6 +85,22 @@ impl<P: Params> Fused<P> {
         Self::with_planner(vars, params, planner, backend)
     }
 
+    /// [`Fused::with_threads`] on a planner that `planned` has changed: how exactly variables and state are kept
+    /// ([`Planner::precision`]), other passes.
+    ///
+    /// # Errors
+    /// As [`Fused::new`], and for a precision that a variable cannot have.
+    pub fn with_plan(
+        vars: impl IntoVariables,
+        params: P,
+        threads: NonZeroUsize,
+        planned: impl FnOnce(Planner) -> Planner,
+    ) -> candle_core::Result<Self> {
+        let backend = CpuBackend::new(threads).map_err(AdapterError::from)?;
+        let planner = Planner::new(params.rule()).limits(backend.limits());
+        Self::with_planner(vars, params, planned(planner), backend)
+    }
+
     /// An optimizer without any pass: one launch per variable. The oracle of the fused one.
     ///
     /// # Errors
@@ -110,7 +127,7 @@ impl<P: Params> Fused<P> {
         let plan = plan.map_err(AdapterError::from)?;
         let state = plan.allocate(&backend).map_err(AdapterError::from)?;
         let Variables { vars, names } = variables;
-        Ok(Self {
+        let mut optimizer = Self {
             addresses: Addresses::of(&vars),
             vars,
             names,
@@ -119,7 +136,32 @@ impl<P: Params> Fused<P> {
             state,
             backend,
             report: Report::default(),
-        })
+        };
+        optimizer.follow_variables()?;
+        Ok(optimizer)
+    }
+
+    /// Lets f32 master weights take over what variables were set to since the last step; without such masters there is nothing to
+    /// do. Masters take over the variables' first values by themselves.
+    ///
+    /// # Errors
+    /// An [`AdapterError`] if a variable was replaced by one of another shape or dtype.
+    pub fn follow_variables(&mut self) -> candle_core::Result<()> {
+        for (name, var) in &self.vars {
+            let roles = self.state.roles(name).map_err(AdapterError::from)?;
+            if !roles.contains(&Role::Master) {
+                continue;
+            }
+            let flat = var.as_tensor().flatten_all()?;
+            let bytes: Vec<u8> = match var.dtype() {
+                DType::F16 => bytemuck::cast_slice(&flat.to_vec1::<f16>()?).to_vec(),
+                DType::BF16 => bytemuck::cast_slice(&flat.to_vec1::<bf16>()?).to_vec(),
+                _ => continue,
+            };
+            let followed = self.state.follow_lent(&self.backend, name, &bytes);
+            followed.map_err(AdapterError::from)?;
+        }
+        Ok(())
     }
 
     /// The hyper-parameters.
@@ -153,18 +195,25 @@ impl<P: Params> Fused<P> {
     /// An [`AdapterError`] if there is no such variable or tensor.
     pub fn moment(&self, role: Role, name: &str) -> candle_core::Result<Tensor> {
         let var = self.vars.iter().find(|(known, _)| known == name);
-        let device = candle_core::Device::Cpu;
-        match var {
-            Some((_, var)) if var.dtype() == candle_core::DType::F64 => {
-                let values = self.state.view::<f64>(role, name);
-                Tensor::from_slice(values.map_err(AdapterError::from)?, var.shape(), &device)
-            }
-            other => {
-                let values = self.state.view::<f32>(role, name);
-                let shape = other.map_or(candle_core::Shape::from(()), |(_, v)| v.shape().clone());
-                Tensor::from_slice(values.map_err(AdapterError::from)?, shape, &device)
-            }
+        let shape = var.map_or(candle_core::Shape::from(()), |(_, var)| var.shape().clone());
+        let dtype = self.state.dtype(role, name).map_err(AdapterError::from)?;
+        match dtype {
+            fusestep_tensor::DType::F64 => self.copy::<f64>(role, name, shape),
+            fusestep_tensor::DType::BF16 => self.copy::<bf16>(role, name, shape),
+            // Every other list is f32, but for remainders, whose bits are no values: reading them as f32 is refused.
+            _ => self.copy::<f32>(role, name, shape),
         }
+    }
+
+    fn copy<T: Element + WithDType>(
+        &self,
+        role: Role,
+        name: &str,
+        shape: candle_core::Shape,
+    ) -> candle_core::Result<Tensor> {
+        let values = self.state.view::<T>(role, name);
+        let values = values.map_err(AdapterError::from)?;
+        Tensor::from_slice(values, shape, &candle_core::Device::Cpu)
     }
 
     /// Writes the optimizer's own tensors and step counts as a safetensors file: `<name>@moment1`, …, metadata `step`.
@@ -293,16 +342,25 @@ impl InplaceOp2 for Update<'_> {
         let Some(piece) = self.0.take() else {
             candle_core::bail!("{name}: expected one call for each update, found a second")
         };
+        let (params, grads) = (param_range.0..param_range.1, grad_range.0..grad_range.1);
         let (param, grad): (&mut [u8], &[u8]) = match (param, grad) {
             (CpuStorage::F32(param), CpuStorage::F32(grad)) => (
-                bytemuck::cast_slice_mut(&mut param[param_range.0..param_range.1]),
-                bytemuck::cast_slice(&grad[grad_range.0..grad_range.1]),
+                bytemuck::cast_slice_mut(&mut param[params]),
+                bytemuck::cast_slice(&grad[grads]),
             ),
             (CpuStorage::F64(param), CpuStorage::F64(grad)) => (
-                bytemuck::cast_slice_mut(&mut param[param_range.0..param_range.1]),
-                bytemuck::cast_slice(&grad[grad_range.0..grad_range.1]),
+                bytemuck::cast_slice_mut(&mut param[params]),
+                bytemuck::cast_slice(&grad[grads]),
             ),
-            _ => candle_core::bail!("{name}: expected f32 or f64 tensors of one dtype"),
+            (CpuStorage::F16(param), CpuStorage::F16(grad)) => (
+                bytemuck::cast_slice_mut(&mut param[params]),
+                bytemuck::cast_slice(&grad[grads]),
+            ),
+            (CpuStorage::BF16(param), CpuStorage::BF16(grad)) => (
+                bytemuck::cast_slice_mut(&mut param[params]),
+                bytemuck::cast_slice(&grad[grads]),
+            ),
+            _ => candle_core::bail!("{name}: expected f32, f64, f16 or bf16 tensors of one dtype"),
         };
         piece.update(param, grad).map_err(candle_core::Error::wrap)
     }

@@ -67,8 +67,20 @@ impl Gradients {
 fn address(tensor: &Tensor) -> Option<usize> {
     let (storage, _) = tensor.storage_and_layout();
     match &*storage {
-        Storage::Cpu(CpuStorage::F32(values)) if !values.is_empty() => Some(values.as_ptr().addr()),
-        Storage::Cpu(CpuStorage::F64(values)) if !values.is_empty() => Some(values.as_ptr().addr()),
+        Storage::Cpu(storage) => first_address(storage),
+        _ => None,
+    }
+}
+
+fn first_address(storage: &CpuStorage) -> Option<usize> {
+    fn of<T>(values: &[T]) -> Option<usize> {
+        (!values.is_empty()).then(|| values.as_ptr().addr())
+    }
+    match storage {
+        CpuStorage::F32(values) => of(values),
+        CpuStorage::F64(values) => of(values),
+        CpuStorage::F16(values) => of(values),
+        CpuStorage::BF16(values) => of(values),
         _ => None,
     }
 }

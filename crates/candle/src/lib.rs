@@ -10,7 +10,7 @@ mod variables;
 pub use error::AdapterError;
 pub use fused::{Fused, Report};
 pub use fusestep_fused_sgd::{Nesterov, Sgd as ParamsSgd};
-pub use fusestep_launch::{Objective, WeightDecay};
+pub use fusestep_launch::{Master, Objective, Precision, Rounding, StateDType, WeightDecay};
 pub use fusestep_lion::Lion as ParamsLion;
 pub use params::Params;
 pub use variables::IntoVariables;

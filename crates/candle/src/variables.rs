@@ -93,6 +93,8 @@ impl Variables {
             let dtype = match var.dtype() {
                 DType::F32 => fusestep_tensor::DType::F32,
                 DType::F64 => fusestep_tensor::DType::F64,
+                DType::F16 => fusestep_tensor::DType::F16,
+                DType::BF16 => fusestep_tensor::DType::BF16,
                 found => {
                     return Err(AdapterError::DType {
                         name: name.clone(),

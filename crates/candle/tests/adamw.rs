@@ -254,13 +254,13 @@ fn a_saved_state_goes_on_where_it_stopped() {
 fn what_does_not_fit_is_named_and_nothing_changes() {
     let vars = vars();
     let twice = vec![vars[0].clone(), ("again".to_owned(), vars[0].1.clone())];
-    let half = Var::zeros(3, DType::F16, &Device::Cpu).unwrap();
+    let eighth = Var::zeros(3, DType::F8E4M3, &Device::Cpu).unwrap();
     let refused =
         |vars: Vec<(String, Var)>, params| AdamW::new(vars, params).unwrap_err().to_string();
     assert!(refused(twice, params()).contains("found the same one as `again`"));
     assert!(
-        refused(vec![("h".into(), half)], params())
-            .contains("variable `h`: expected f32 or f64, found F16")
+        refused(vec![("h".into(), eighth)], params())
+            .contains("variable `h`: expected f32, f64, f16 or bf16, found F8E4M3")
     );
     let bad = ParamsAdamW {
         beta1: 1.0,

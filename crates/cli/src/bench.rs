@@ -137,10 +137,8 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     for _ in 0..args.rounds.get() {
         // The step is timed as often as streams are, or the ceiling would have more tries at a quiet moment.
         for stream in 0..PREFETCH_DISTANCES.len() {
-            ours.sample()?;
-            unfused.sample()?;
-            if let Some(f32_step) = &mut f32_step {
-                f32_step.sample()?;
+            for subject in [&mut ours, &mut unfused].into_iter().chain(&mut f32_step) {
+                subject.sample()?;
             }
             ceiling.sample(stream);
         }

@@ -1,6 +1,6 @@
 //! The example model: a perceptron with two hidden layers, in candle.
 
-use candle_core::{D, Device, Tensor, Var};
+use candle_core::{D, DType, Device, Tensor, Var};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -15,7 +15,8 @@ pub(crate) struct Mlp {
 
 impl Mlp {
     /// A model whose first values follow from `seed` alone, not from the framework's generator.
-    pub(crate) fn new(seed: u64) -> candle_core::Result<Self> {
+    /// Parameters are rounded to `dtype` and kept in it; arithmetic is f32.
+    pub(crate) fn new(seed: u64, dtype: DType) -> candle_core::Result<Self> {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mut layers = Vec::new();
         for pair in LAYERS.windows(2) {
@@ -25,8 +26,9 @@ impl Mlp {
             let values: Vec<f32> = (0..inputs * outputs)
                 .map(|_| (rng.random::<f32>() * 2.0 - 1.0) * bound)
                 .collect();
-            let weight = Var::from_vec(values, (outputs, inputs), &Device::Cpu)?;
-            let bias = Var::zeros(outputs, candle_core::DType::F32, &Device::Cpu)?;
+            let weight = Tensor::from_vec(values, (outputs, inputs), &Device::Cpu)?;
+            let weight = Var::from_tensor(&weight.to_dtype(dtype)?)?;
+            let bias = Var::zeros(outputs, dtype, &Device::Cpu)?;
             layers.push((weight, bias));
         }
         Ok(Self { layers })
@@ -48,7 +50,8 @@ impl Mlp {
     fn forward(&self, images: &Tensor) -> candle_core::Result<Tensor> {
         let mut x = images.clone();
         for (index, (weight, bias)) in self.layers.iter().enumerate() {
-            x = x.matmul(&weight.t()?)?.broadcast_add(bias)?;
+            let (weight, bias) = (weight.to_dtype(DType::F32)?, bias.to_dtype(DType::F32)?);
+            x = x.matmul(&weight.t()?)?.broadcast_add(&bias)?;
             if index + 1 < self.layers.len() {
                 x = x.relu()?;
             }
@@ -66,7 +69,7 @@ impl Mlp {
     pub(crate) fn accuracy(&self, images: &Images) -> candle_core::Result<f64> {
         let (pixels, labels) = tensors(images)?;
         let found = self.forward(&pixels)?.argmax(D::Minus1)?;
-        let right = found.eq(&labels)?.to_dtype(candle_core::DType::F32)?;
+        let right = found.eq(&labels)?.to_dtype(DType::F32)?;
         Ok(f64::from(right.mean_all()?.to_scalar::<f32>()?))
     }
 }

@@ -220,6 +220,17 @@ pub(crate) enum ParamDType {
     Bf16,
 }
 
+impl From<ParamDType> for candle_core::DType {
+    fn from(dtype: ParamDType) -> Self {
+        match dtype {
+            ParamDType::F32 => candle_core::DType::F32,
+            ParamDType::F64 => candle_core::DType::F64,
+            ParamDType::F16 => candle_core::DType::F16,
+            ParamDType::Bf16 => candle_core::DType::BF16,
+        }
+    }
+}
+
 impl From<ParamDType> for fusestep_tensor::DType {
     fn from(dtype: ParamDType) -> Self {
         match dtype {

@@ -11,8 +11,10 @@ use candle_nn::{Optimizer, ParamsAdamW};
 use clap::Args;
 use fusestep_candle::AnyRule;
 use fusestep_fused_adam::{Adam, SecondMoment};
-use fusestep_launch::{Objective, WeightDecay};
-use fusestep_planner::Optimizer as UpdateRule;
+use fusestep_launch::{Objective, Precision, WeightDecay};
+use fusestep_planner::{Optimizer as UpdateRule, Planner};
+use fusestep_tensor::DType;
+use half::{bf16, f16};
 use indicatif::{ProgressBar, ProgressStyle};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -22,7 +24,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::digits::{self, Images};
 use crate::model::Mlp;
-use crate::options::{parse_threads, threads};
+use crate::options::{ParamDType, PrecisionArgs, parse_threads, threads};
 use crate::output::{duration, print, print_json, write_page};
 use crate::report::report_page;
 use crate::rules::{OptimizerArgs, Rule};
@@ -38,6 +40,11 @@ pub(crate) struct TrainArgs {
     batch: NonZeroUsize,
     #[command(flatten)]
     optimizer: OptimizerArgs,
+    #[command(flatten)]
+    precision: PrecisionArgs,
+    /// Element type of parameters and gradients
+    #[arg(long, value_enum, default_value = "f32")]
+    dtype: ParamDType,
     /// Decides the first parameters, the split and the order of images
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -66,6 +73,8 @@ pub(crate) struct TrainSummary {
     pub(crate) optimizer_ns_per_step: f64,
     /// The update rule.
     pub(crate) optimizer: &'static str,
+    /// Element type of parameters and gradients.
+    pub(crate) dtype: &'static str,
     /// Mean time of candle's AdamW on the same gradients, if the rule is AdamW.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) candle_ns_per_step: Option<f64>,
@@ -85,16 +94,20 @@ pub(crate) struct Epoch {
 
 pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     let (train, test) = digits::load(args.seed)?;
-    let model = Mlp::new(args.seed)?;
+    let model = Mlp::new(args.seed, args.dtype.into())?;
     let lr = default_lr(args.optimizer.optimizer);
     let rule = args.optimizer.clone().with_default_lr(lr).rule()?;
-    let make = if args.naive {
-        AnyRule::naive
-    } else {
-        AnyRule::with_threads
+    let planned = |planner: Planner| {
+        let planner = planner.precision(args.precision.precision());
+        if args.naive { planner.naive() } else { planner }
     };
-    let optimizer = make(model.parameters(), rule, threads(args.threads))?;
-    let shadow = Shadow::new(&model.parameters(), rule)?;
+    let optimizer = AnyRule::with_plan(model.parameters(), rule, threads(args.threads), planned)?;
+    // candle's step is not comparable with one that keeps other tensors.
+    let alike = args.dtype == ParamDType::F32 && args.precision.precision() == Precision::default();
+    let shadow = match alike {
+        true => Shadow::new(&model.parameters(), rule)?,
+        false => None,
+    };
     if !args.json {
         print(&format!(
             "{} training and {} test images of handwritten digits\n{}",
@@ -239,6 +252,7 @@ impl Training {
             test_accuracy: last.test_accuracy,
             optimizer_ns_per_step: self.optimizer_ns / steps,
             optimizer: self.optimizer.plan().optimizer().name(),
+            dtype: DType::from(args.dtype).name(),
             candle_ns_per_step: self.shadow.as_ref().map(|shadow| shadow.ns / steps),
             params_hash: params_hash(&self.optimizer)?,
             launches_per_step: self.optimizer.plan().launches(),
@@ -305,8 +319,15 @@ impl Shadow {
 fn params_hash(optimizer: &AnyRule) -> candle_core::Result<String> {
     let mut hasher = Xxh3::new();
     for (_, var) in optimizer.variables() {
-        let values: Vec<f32> = Tensor::flatten_all(var)?.to_vec1()?;
-        hasher.update(bytemuck::cast_slice(&values));
+        let flat = Tensor::flatten_all(var)?;
+        match flat.dtype() {
+            candle_core::DType::F64 => hasher.update(bytemuck::cast_slice(&flat.to_vec1::<f64>()?)),
+            candle_core::DType::F16 => hasher.update(bytemuck::cast_slice(&flat.to_vec1::<f16>()?)),
+            candle_core::DType::BF16 => {
+                hasher.update(bytemuck::cast_slice(&flat.to_vec1::<bf16>()?));
+            }
+            _ => hasher.update(bytemuck::cast_slice(&flat.to_vec1::<f32>()?)),
+        }
     }
     Ok(format!("{:016x}", hasher.digest()))
 }

@@ -11,6 +11,8 @@ use serde_json::Value;
 
 #[path = "cli/norms.rs"]
 mod norms;
+#[path = "cli/precision.rs"]
+mod precision;
 #[path = "cli/runs.rs"]
 mod runs;
 

@@ -57,6 +57,7 @@ struct Run {
     LaunchShape shape;
     std::vector<Thread*> threads;  // of the blocks that are alive
     std::size_t started;
+    std::size_t start_end;  // of the block that runs
     bool faulted;
     Fault fault;
 };
@@ -72,9 +73,9 @@ void start_thread(Thread& thread) {
     position = &thread.position;
 }
 
-// Runs threads that have not started until one waits or none is left. A thread that waits takes the stack with it.
+// Runs threads of a block that have not started until one waits or none is left. A thread that waits takes the stack with it.
 void run_threads(Fiber& fiber) {
-    while (!run.faulted && run.started < run.threads.size()) {
+    while (!run.faulted && run.started < run.start_end) {
         Thread& thread = *run.threads[run.started++];
         thread.fiber = &fiber;
         start_thread(thread);
@@ -117,19 +118,14 @@ bool release_if_all(Thread** first, std::size_t count, State state, std::vector<
     return true;
 }
 
-// Every barrier at which all that belong to it have arrived.
-std::vector<Thread*> release_barriers() {
+// Every barrier of a block at which all that belong to it have arrived.
+std::vector<Thread*> release_barriers(Thread** first, std::size_t block_threads) {
     std::vector<Thread*> released;
-    Thread** all = run.threads.data();
-    if (run.shape.blocks == Blocks::AllAtOnce && release_if_all(all, run.threads.size(), State::AtGridSync, &released)) return released;
-    const std::size_t block_threads = run.threads.front()->block->threads.size();
-    for (std::size_t first = 0; first < run.threads.size(); first += block_threads) {
-        if (release_if_all(all + first, block_threads, State::AtBlockSync, &released)) continue;
-        for (std::size_t lane = 0; lane < block_threads; lane += WARP_THREADS) {
-            const std::size_t lanes = block_threads - lane < WARP_THREADS ? block_threads - lane : WARP_THREADS;
-            const std::size_t before = released.size();
-            if (!release_if_all(all + first + lane, lanes, State::AtShuffle, &released)) released.resize(before);
-        }
+    if (release_if_all(first, block_threads, State::AtBlockSync, &released)) return released;
+    for (std::size_t lane = 0; lane < block_threads; lane += WARP_THREADS) {
+        const std::size_t lanes = block_threads - lane < WARP_THREADS ? block_threads - lane : WARP_THREADS;
+        const std::size_t before = released.size();
+        if (!release_if_all(first + lane, lanes, State::AtShuffle, &released)) released.resize(before);
     }
     return released;
 }
@@ -150,19 +146,50 @@ Fault divergence() {
     return {CUDA_ERROR_LAUNCH_FAILED, "no thread is left"};
 }
 
-void run_alive_blocks() {
-    run.started = 0;
-    while (!run.faulted && run.started < run.threads.size()) idle_fiber().enter();
-    while (!run.faulted) {
-        const std::vector<Thread*> released = release_barriers();
-        if (released.empty()) break;
-        for (Thread* thread : released) thread->state = State::Ready;
-        for (Thread* thread : released) {
-            start_thread(*thread);
-            thread->fiber->enter();
-            if (run.faulted) return;
-        }
+// Lets the threads of `released` go on, one after the other, each to its next wait.
+void go_on(const std::vector<Thread*>& released) {
+    for (Thread* thread : released) thread->state = State::Ready;
+    for (Thread* thread : released) {
+        start_thread(*thread);
+        thread->fiber->enter();
+        if (run.faulted) return;
     }
+}
+
+// Lets a block run as far as it can without the others: to a wait for the grid, or to its end.
+void run_block(std::size_t first, std::size_t block_threads) {
+    Thread** const own = run.threads.data() + first;
+    if (own[0]->fiber == nullptr) {
+        run.started = first;
+        run.start_end = first + block_threads;
+        while (!run.faulted && run.started < run.start_end) idle_fiber().enter();
+    } else {
+        go_on(std::vector<Thread*>(own, own + block_threads));
+    }
+    while (!run.faulted) {
+        const std::vector<Thread*> released = release_barriers(own, block_threads);
+        if (released.empty()) break;
+        go_on(released);
+    }
+}
+
+// Blocks wait for each other only at the grid's barrier, and between two of these one block is always as far ahead of the rest as it
+// can be: the first of them, then the last, in turn. Whatever a block may not read or write before the others are done, it touches
+// too early in one of the two orders.
+void run_alive_blocks() {
+    const std::size_t block_threads = run.threads.front()->block->threads.size();
+    const std::size_t blocks = run.threads.size() / block_threads;
+    std::vector<Thread*> released;
+    bool from_the_last = false;
+    do {
+        for (std::size_t i = 0; i < blocks && !run.faulted; ++i) {
+            const std::size_t block = from_the_last ? blocks - 1 - i : i;
+            run_block(block * block_threads, block_threads);
+        }
+        from_the_last = !from_the_last;
+        released.clear();
+    } while (!run.faulted && run.shape.blocks == Blocks::AllAtOnce &&
+             release_if_all(run.threads.data(), run.threads.size(), State::AtGridSync, &released));
     for (const Thread* thread : run.threads)
         if (!run.faulted && thread->state != State::Exited) {
             run.fault = divergence();

@@ -46,6 +46,7 @@ Fiber::~Fiber() { munmap(stack_, STACK_BYTES); }
 void Fiber::reset() {
     unpoison(stack_ + GUARD_BYTES, STACK_BYTES - GUARD_BYTES);
     inside_shadow_ = nullptr;
+    entered_ = false;
     getcontext(&inside_);
     inside_.uc_stack.ss_sp = stack_;
     inside_.uc_stack.ss_size = STACK_BYTES;
@@ -64,6 +65,9 @@ void Fiber::bottom(unsigned high, unsigned low) {
     }
 }
 
+#if defined(__SANITIZE_ADDRESS__)
+
+// The sanitizer takes a jump for an exit from functions, so contexts are swapped whole.
 void Fiber::enter() {
     begin_switch(&outside_shadow_, stack_, STACK_BYTES);
     swapcontext(&outside_, &inside_);
@@ -75,5 +79,23 @@ void Fiber::leave() {
     swapcontext(&inside_, &outside_);
     end_switch(inside_shadow_, &outside_stack_, &outside_bytes_);
 }
+
+#else
+
+// A context swap asks the operating system for the signal mask every time, a jump does not: it is needed for the first entry only.
+void Fiber::enter() {
+    if (_setjmp(outside_point_) != 0) return;
+    if (!entered_) {
+        entered_ = true;
+        setcontext(&inside_);
+    }
+    _longjmp(inside_point_, 1);
+}
+
+void Fiber::leave() {
+    if (_setjmp(inside_point_) == 0) _longjmp(outside_point_, 1);
+}
+
+#endif
 
 }  // namespace emulator

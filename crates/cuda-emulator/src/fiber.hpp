@@ -1,6 +1,7 @@
 // A stack of its own that can be left and entered again.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstddef>
@@ -32,6 +33,8 @@ private:
     Body body_;
     char* stack_;
     ucontext_t inside_, outside_;
+    jmp_buf inside_point_, outside_point_;
+    bool entered_ = false;
     // What the address sanitizer keeps for a stack that is not running.
     void* inside_shadow_ = nullptr;
     void* outside_shadow_ = nullptr;

@@ -66,12 +66,19 @@ fn every_way_and_dtype_gives_the_bits_of_the_host() {
 
 #[test]
 fn every_way_and_16_bit_format_gives_the_bits_of_the_host() {
-    for (dtype, precision) in formats() {
-        let mut case = Case::new([0, 1, 1023, 65_537, 700], dtype).with_hyper_classes();
+    for (index, (dtype, precision)) in formats().into_iter().enumerate() {
+        // Two chunks in every way take the emulator seconds; every fifth format goes through them.
+        let (longest, each) = if index % 5 == 0 {
+            (65_537, 1)
+        } else {
+            (1500, 3)
+        };
+        let mut case = Case::new([0, 1, longest], dtype).with_hyper_classes();
         case.steps = 2;
-        let extreme = Case::new([1, 700], dtype).with_gradients(Gradients::Extreme);
+        let mut extreme = Case::new([700], dtype).with_gradients(Gradients::Extreme);
+        extreme.steps = 1;
         for rule in rules() {
-            for (name, backend) in ways() {
+            for (name, backend) in ways().into_iter().step_by(each) {
                 println!("{rule}, {dtype}, {precision}: {name}");
                 same_bits_on(&backend, rule, precision, &case);
                 same_bits_on(&backend, rule, precision, &extreme);

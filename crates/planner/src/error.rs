@@ -100,9 +100,9 @@ pub enum PlanError {
         /// What was asked for.
         found: &'static str,
     },
-    /// A master cannot be made of a parameter that the plan does not keep.
+    /// The state cannot make a master of a parameter that the caller lends.
     #[error(
-        "`{name}`: expected a parameter that the state keeps beside its f32 master, found one that the caller lends; keep a remainder instead, or none"
+        "master of `{name}`: expected values before the first step, found none, because the caller lends the parameter; give them with `follow_lent`, write role master, or load a state"
     )]
     LentMaster {
         /// The parameter.

@@ -7,11 +7,100 @@ use fusestep_elementwise::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 use fusestep_launch::Backend;
 use fusestep_tensor::{DType, Role};
 
-use crate::{PlanError, State};
+use crate::state::check_len;
+use crate::{Plan, PlanError, State, Tensors};
+
+/// What masters have to follow before the next step.
+#[derive(Debug)]
+pub(crate) struct Masters {
+    /// Parameters lent for writing since the last step.
+    lent_for_writing: Vec<bool>,
+    any_lent_for_writing: bool,
+    /// Masters of parameters that the caller lends, not written yet.
+    awaited: Vec<bool>,
+    any_awaited: bool,
+}
+
+impl Masters {
+    /// Those of a state that has not been written.
+    pub(crate) fn new(plan: &Plan) -> Self {
+        let mut awaited = vec![false; plan.params.len()];
+        for spec in &plan.storages {
+            let master = spec.lists.iter().any(|list| list.role == Role::Master);
+            for &member in &spec.members {
+                awaited[member as usize] = master && plan.tensors == Tensors::Lent;
+            }
+        }
+        Self {
+            lent_for_writing: vec![false; plan.params.len()],
+            any_lent_for_writing: false,
+            any_awaited: awaited.contains(&true),
+            awaited,
+        }
+    }
+}
 
 impl State {
+    /// Lets the f32 master of a parameter that the caller lends follow the parameter's values, `bytes`: the master takes over those
+    /// that it does not round to. To be called before the first step, and whenever such a parameter was written outside of a step;
+    /// without a master it does nothing.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownName`], [`PlanError::LenBytes`], [`PlanError::Backend`].
+    pub fn follow_lent(
+        &mut self,
+        backend: &dyn Backend,
+        name: &str,
+        bytes: &[u8],
+    ) -> Result<(), PlanError> {
+        if !self.roles(name)?.contains(&Role::Master) {
+            return Ok(());
+        }
+        let param = &self.params[self.find(name)?];
+        let dtype = param.dtype;
+        let len_bytes = param.numel() as usize * dtype.len_bytes();
+        check_len(Role::Param, name, len_bytes, bytes.len())?;
+        let mut master = vec![0; 2 * bytes.len()];
+        self.read(backend, Role::Master, name, &mut master)?;
+        follow_master(dtype, bytes, &mut master);
+        self.write(backend, Role::Master, name, &master)
+    }
+
+    /// Refuses a step before every master has values.
+    pub(crate) fn check_masters(&self) -> Result<(), PlanError> {
+        if !self.masters.any_awaited {
+            return Ok(());
+        }
+        let mut awaited = self.params.iter().zip(&self.masters.awaited);
+        match awaited.find(|(param, awaited)| **awaited && param.numel() > 0) {
+            Some((param, _)) => Err(PlanError::LentMaster {
+                name: param.name.clone(),
+            }),
+            None => Ok(()),
+        }
+    }
+
+    /// Before `bytes` are written to a tensor: notes what they mean for masters.
+    pub(crate) fn before_write(
+        &mut self,
+        backend: &dyn Backend,
+        role: Role,
+        name: &str,
+        bytes: &[u8],
+    ) -> Result<(), PlanError> {
+        match role {
+            Role::Param => self.follow_write(backend, name, bytes)?,
+            Role::Master => {
+                let param = self.find(name)?;
+                self.masters.awaited[param] = false;
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
     /// After `bytes` were to be written to a parameter: makes what is beside it follow; `bytes` are not written here.
-    pub(crate) fn follow_write(
+    fn follow_write(
         &mut self,
         backend: &dyn Backend,
         name: &str,
@@ -45,17 +134,17 @@ impl State {
         let (storage, _) = self.places[param];
         let lists = &self.storages[storage].lists;
         if lists.iter().any(|list| list.role() == Role::Master) {
-            self.lent_for_writing[param] = true;
-            self.any_lent_for_writing = true;
+            self.masters.lent_for_writing[param] = true;
+            self.masters.any_lent_for_writing = true;
         }
     }
 
     /// Lets masters follow what was written through views since the last step. Only host memory has views.
     pub(crate) fn follow_views(&mut self) {
-        if !std::mem::take(&mut self.any_lent_for_writing) {
+        if !std::mem::take(&mut self.masters.any_lent_for_writing) {
             return;
         }
-        for (param, lent) in self.lent_for_writing.iter_mut().enumerate() {
+        for (param, lent) in self.masters.lent_for_writing.iter_mut().enumerate() {
             if !std::mem::take(lent) {
                 continue;
             }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use fusestep_coalesce::{FlatLayout, LayoutOptions};
 use fusestep_launch::{LaunchLimits, Precision, TensorList};
-use fusestep_tensor::{DType, ParamDesc, Role, check_unique_names};
+use fusestep_tensor::{DType, ParamDesc, check_unique_names};
 use serde::Serialize;
 
 use crate::group::Classes;
@@ -157,11 +157,6 @@ impl Planner {
                 Entry::Vacant(new) => {
                     let kernel = self.optimizer.kernel(param, &self.precisions)?;
                     let lists = Plan::kept_lists(self.tensors, kernel.as_ref());
-                    let master = lists.iter().any(|list| list.role == Role::Master);
-                    if master && self.tensors == Tensors::Lent {
-                        let name = param.name.clone();
-                        return Err(PlanError::LentMaster { name });
-                    }
                     new.insert((kernel.entry(), lists))
                 }
             };

@@ -92,7 +92,7 @@ impl Plan {
         }
         match state.poisoned {
             Some(step) => Err(PlanError::Poisoned { step }),
-            None => Ok(()),
+            None => state.check_masters(),
         }
     }
 

@@ -7,6 +7,7 @@ use fusestep_launch::{Backend, Batch, ListBuffer, MultiTensorKernel, TensorList}
 use fusestep_tensor::{DType, Element, ParamDesc, Role};
 
 use crate::group::Classes;
+use crate::master::Masters;
 use crate::norm::{NormState, Placed};
 use crate::table::Tables;
 use crate::{Optimizer, Plan, PlanError, Precisions, Tensors};
@@ -23,9 +24,8 @@ pub struct State {
     pub(crate) storages: Vec<StorageState>,
     /// For each parameter its storage and its position there.
     pub(crate) places: Vec<(usize, usize)>,
-    /// For each parameter whether it was lent for writing and its master has not followed yet.
-    pub(crate) lent_for_writing: Vec<bool>,
-    pub(crate) any_lent_for_writing: bool,
+    /// What masters have to follow.
+    pub(crate) masters: Masters,
     index: HashMap<String, usize>,
     /// Steps run.
     pub(crate) step: u64,
@@ -118,8 +118,7 @@ impl Plan {
             precisions: self.precisions.clone(),
             storages,
             places,
-            lent_for_writing: vec![false; self.params.len()],
-            any_lent_for_writing: false,
+            masters: Masters::new(self),
             index: names.map(|(i, param)| (param.name.clone(), i)).collect(),
             step: 0,
             steps_behind: vec![0; self.params.len()],
@@ -318,9 +317,7 @@ impl State {
     ) -> Result<(), PlanError> {
         let (_, range) = self.locate(role, name)?;
         check_len(role, name, range.len(), bytes.len())?;
-        if role == Role::Param {
-            self.follow_write(backend, name, bytes)?;
-        }
+        self.before_write(backend, role, name, bytes)?;
         let (storage, list) = self.list_index(role, name)?;
         let buffer = self.storages[storage].lists[list].buffer.as_mut();
         Ok(backend.write(buffer, range.start, bytes)?)
@@ -415,7 +412,7 @@ impl State {
         }
     }
 
-    fn find(&self, name: &str) -> Result<usize, PlanError> {
+    pub(crate) fn find(&self, name: &str) -> Result<usize, PlanError> {
         let found = self.index.get(name).copied();
         found.ok_or_else(|| PlanError::UnknownName {
             name: name.to_owned(),
@@ -487,7 +484,12 @@ fn role_names(lists: &[TensorList]) -> String {
     names.join(", ")
 }
 
-fn check_len(role: Role, name: &str, expected: usize, found: usize) -> Result<(), PlanError> {
+pub(crate) fn check_len(
+    role: Role,
+    name: &str,
+    expected: usize,
+    found: usize,
+) -> Result<(), PlanError> {
     if expected == found {
         return Ok(());
     }

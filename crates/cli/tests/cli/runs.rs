@@ -40,6 +40,46 @@ fn every_rule_learns_the_digits_at_its_default_rate() {
 }
 
 #[test]
+fn parameters_of_16_bits_learn_the_digits_however_they_are_kept() {
+    for (rule, flags) in [
+        ("adamw", &["--dtype", "bf16", "--master-weights", "f32"][..]),
+        (
+            "momentum",
+            &["--dtype", "bf16", "--master-weights", "remainder"],
+        ),
+        ("lion", &["--dtype", "f16", "--master-weights", "f32"]),
+        ("adagrad", &["--dtype", "bf16", "--rounding", "stochastic"]),
+        ("lars", &["--dtype", "f16", "--lr", "3"]),
+        (
+            "lamb",
+            &[
+                "--dtype",
+                "bf16",
+                "--state-dtype",
+                "bf16",
+                "--rounding",
+                "stochastic",
+            ],
+        ),
+    ] {
+        let mut args = vec!["train", "--json", "--epochs", "6", "--optimizer", rule];
+        args.extend(flags);
+        let trained: Value = serde_json::from_str(&ok(&args)).unwrap();
+        let accuracy = trained["test_accuracy"].as_f64().unwrap();
+        assert!(accuracy >= 0.92, "{rule}, {flags:?}: {accuracy}");
+        assert_eq!(trained["dtype"], flags[1]);
+        let naive = [&args[..], &["--naive", "--threads", "1"]].concat();
+        let naive: Value = serde_json::from_str(&ok(&naive)).unwrap();
+        assert_eq!(trained["params_hash"], naive["params_hash"], "{rule}");
+    }
+    let error = refused(&["train", "--dtype", "f16", "--master-weights", "remainder"]);
+    assert!(
+        error.contains("`layer0.bias`: master weights of f16 parameters"),
+        "{error}"
+    );
+}
+
+#[test]
 fn bench_and_check_print_their_numbers() {
     let folder = Folder::new();
     let shapes = folder.path("shapes.json");

@@ -1,0 +1,121 @@
+//! Parameters and state in 16 bits, for every rule.
+
+use std::fs;
+use std::path::Path;
+
+use half::bf16;
+use safetensors::tensor::{Dtype, TensorView, serialize};
+use serde_json::Value;
+
+use crate::{Folder, RULES, ok, refused, text};
+
+/// How bf16 parameters may be kept.
+const KEPT: [&[&str]; 5] = [
+    &[],
+    &["--master-weights", "f32"],
+    &["--master-weights", "remainder"],
+    &["--state-dtype", "bf16"],
+    &[
+        "--state-dtype",
+        "bf16",
+        "--rounding",
+        "stochastic",
+        "--rounding-seed",
+        "3",
+    ],
+];
+
+fn write_bf16(path: &Path, factor: f32) {
+    let tensors: Vec<(&str, Vec<bf16>)> = [("b", 1), ("a", 17), ("empty", 0), ("c", 5001)]
+        .map(|(name, numel)| {
+            let value = |i: usize| (i * 7919 + 13) as f32 % 1999.0 * factor - 1000.0 * factor;
+            (name, (0..numel).map(|i| bf16::from_f32(value(i))).collect())
+        })
+        .into();
+    let views = tensors.iter().map(|(name, values)| {
+        let view = TensorView::new(
+            Dtype::BF16,
+            vec![values.len()],
+            bytemuck::cast_slice(values),
+        );
+        (*name, view.unwrap())
+    });
+    fs::write(path, serialize(views, None).unwrap()).unwrap();
+}
+
+#[test]
+fn a_step_in_16_bits_is_the_same_however_it_runs_and_goes_on_from_a_file() {
+    let folder = Folder::new();
+    let [params, grads, whole, other, state] =
+        ["params", "grads", "whole", "other", "state"].map(|name| folder.path(name));
+    write_bf16(&params, 1e-4);
+    write_bf16(&grads, -1e-3);
+    for rule in RULES {
+        for kept in KEPT {
+            let run = |params: &Path, out: &Path, more: &[&str]| {
+                let mut args = vec!["step", "--params", text(params), "--grads", text(&grads)];
+                args.extend(["--lr", "1e-1", "--out", text(out), "--optimizer"]);
+                args.extend(rule.split(' ').chain(kept.iter().copied()));
+                args.extend(more);
+                ok(&args);
+                fs::read(out).unwrap()
+            };
+            let expected = run(&params, &whole, &["--steps", "3"]);
+            assert!(expected != fs::read(&params).unwrap(), "{rule} {kept:?}");
+            for more in [
+                &["--naive"][..],
+                &["--threads", "3", "--argument-bytes", "300"],
+            ] {
+                let more = [&["--steps", "3"], more].concat();
+                assert!(
+                    run(&params, &other, &more) == expected,
+                    "{rule} {kept:?} {more:?}"
+                );
+            }
+            run(
+                &params,
+                &other,
+                &["--steps", "1", "--state-out", text(&state)],
+            );
+            let first = folder.path("first");
+            fs::copy(&other, &first).unwrap();
+            let rest = run(&first, &other, &["--steps", "2", "--state", text(&state)]);
+            assert!(rest == expected, "{rule} {kept:?}: through a file");
+        }
+    }
+}
+
+#[test]
+fn plans_and_timings_know_every_rule_in_16_bits() {
+    let folder = Folder::new();
+    let shapes = folder.path("shapes.json");
+    fs::write(&shapes, r#"[{"name":"a","shape":[100, 10]}]"#).unwrap();
+    for rule in [
+        "adamw", "sgd", "momentum", "lion", "adagrad", "lars", "lamb",
+    ] {
+        for dtype in ["bf16", "f16"] {
+            let model = [
+                "--optimizer",
+                rule,
+                "--dtype",
+                dtype,
+                "--master-weights",
+                "f32",
+            ];
+            let plan = ok(&[&["plan", text(&shapes)], &model[..]].concat());
+            assert!(
+                plan.contains(&format!("param {dtype}, grad {dtype}")),
+                "{plan}"
+            );
+            assert!(plan.contains("master f32"), "{plan}");
+            let bench = ["bench", text(&shapes), "--rounds", "1", "--json"];
+            let bench = ok(&[&bench[..], &model[..]].concat());
+            let bench: Value = serde_json::from_str(&bench).unwrap();
+            assert_eq!(bench["dtype"], dtype);
+            assert!(bench["times_f32_step"].as_f64().unwrap() > 0.0, "{bench}");
+        }
+        let args = ["plan", text(&shapes), "--optimizer", rule, "--dtype", "f16"];
+        let error = refused(&[&args[..], &["--state-dtype", "bf16"]].concat());
+        assert!(error.contains("`a`: state of f16 parameters"), "{error}");
+    }
+}
