@@ -66,9 +66,20 @@ fn rules() -> Vec<Optimizer> {
 }
 
 /// The bits of the naive plan on the host, and those of the resident one on `backend`.
-fn same_bits_of(planner: &dyn Fn() -> Planner, case: &Case, backend: &CudaBackend) {
-    let expected = outcome(&planner().naive().plan(&case.params).unwrap(), case, &cpu());
-    let planner = planner()
+fn same_bits_of(
+    rule: Optimizer,
+    passes: &dyn Fn(Planner) -> Planner,
+    case: &Case,
+    backend: &CudaBackend,
+) {
+    let expected = outcome(
+        &passes(Planner::new(rule).naive())
+            .plan(&case.params)
+            .unwrap(),
+        case,
+        &cpu(),
+    );
+    let planner = passes(Planner::new(rule))
         .limits(backend.limits())
         .table(TableKind::Resident);
     let plan = planner.plan(&case.params).unwrap();
@@ -81,13 +92,13 @@ fn same_bits_of(planner: &dyn Fn() -> Planner, case: &Case, backend: &CudaBacken
     );
 }
 
-fn scaled(rule: Optimizer) -> Planner {
+fn scaled(planner: Planner) -> Planner {
     let policy = ScalePolicy {
         growth_interval: 2,
         ..ScalePolicy::default()
     };
     let scale = LossScale::with_policy(1024.0, policy).unwrap();
-    Planner::new(rule)
+    planner
         .with(LossScaling::from(scale))
         .with(ClipByGlobalNorm::new(0.5))
 }
@@ -133,8 +144,8 @@ fn every_rule_gives_the_bits_of_the_host() {
         case.params[7].trust = Some(Trust::Ratio);
         let extreme = Case::new([1, 33, 1000], dtype).with_gradients(Gradients::Extreme);
         for rule in rules() {
-            same_bits_of(&|| Planner::new(rule), &case, &cuda());
-            same_bits_of(&|| Planner::new(rule), &extreme, &cuda());
+            same_bits_of(rule, &|planner| planner, &case, &cuda());
+            same_bits_of(rule, &|planner| planner, &extreme, &cuda());
         }
     }
 }
@@ -144,7 +155,12 @@ fn every_16_bit_format_gives_the_bits_of_the_host() {
     for (dtype, precision) in formats() {
         let case = Case::new([0, 1, 65], dtype).with_hyper_classes();
         for rule in rules() {
-            same_bits_of(&|| Planner::new(rule).precision(precision), &case, &cuda());
+            same_bits_of(
+                rule,
+                &|planner| planner.precision(precision),
+                &case,
+                &cuda(),
+            );
         }
     }
 }
@@ -196,15 +212,20 @@ fn chunks_and_launches_of_any_size_give_the_bits_of_the_host() {
     let mut large = Case::new([5, 65_536 * 4 + 1, 0, 65_535, 9], DType::F32);
     large.steps = 2;
     for rule in rules() {
-        same_bits_of(&|| Planner::new(rule), &small, &cuda().with_limits(cut));
+        same_bits_of(rule, &|planner| planner, &small, &cuda().with_limits(cut));
     }
     for rule in [Optimizer::from(Lars::default()), Lamb::default().into()] {
-        same_bits_of(&|| Planner::new(rule), &large, &cuda().with_limits(cut));
+        same_bits_of(rule, &|planner| planner, &large, &cuda().with_limits(cut));
         for chunks in [1, 2] {
             let waves = cuda().with_wave_chunks(NonZeroU32::new(chunks).unwrap());
-            same_bits_of(&|| Planner::new(rule), &large, &waves);
+            same_bits_of(rule, &|planner| planner, &large, &waves);
         }
-        same_bits_of(&|| Planner::new(rule), &large, &cuda().without_grid_sync());
+        same_bits_of(
+            rule,
+            &|planner| planner,
+            &large,
+            &cuda().without_grid_sync(),
+        );
     }
 }
 
@@ -213,8 +234,8 @@ fn clipped_and_scaled_steps_give_the_bits_of_the_host() {
     let case = Case::new([0, 700, 1, 65_537], DType::F32).with_hyper_classes();
     let extreme = case.clone().with_gradients(Gradients::Extreme);
     for rule in rules() {
-        same_bits_of(&|| scaled(rule), &case, &cuda());
-        same_bits_of(&|| scaled(rule), &extreme, &cuda());
+        same_bits_of(rule, &scaled, &case, &cuda());
+        same_bits_of(rule, &scaled, &extreme, &cuda());
     }
 }
 
@@ -226,7 +247,9 @@ fn train(
     backend: &dyn Backend,
 ) -> (Vec<u8>, [u64; 3]) {
     let case = Case::new([70, 3, 0, 130], DType::F32).with_hyper_classes();
-    let planner = scaled(rule).table(table).limits(backend.limits());
+    let planner = scaled(Planner::new(rule))
+        .table(table)
+        .limits(backend.limits());
     let plan = planner.plan(&case.params).unwrap();
     let mut state = allocate(&plan, &case, backend);
     let graph = match way {
@@ -323,7 +346,7 @@ fn absent_parameters_and_set_steps_build_the_tables_anew() {
     let case = Case::new([700, 3, 1025], DType::F32);
     for planner in [
         Planner::new(Adam::default().into()),
-        scaled(Adam::default().into()),
+        scaled(Planner::new(Adam::default().into())),
     ] {
         let plan = planner
             .table(TableKind::Resident)
@@ -347,7 +370,8 @@ fn absent_parameters_and_set_steps_build_the_tables_anew() {
         };
         let (found, expected) = (run(&cuda()), run(&cpu()));
         assert_eq!(found.1, [42, 42]);
-        assert!(found == expected);
+        let first = found.0.iter().zip(&expected.0).position(|(a, b)| a != b);
+        assert_eq!((first, found.1), (None, expected.1), "{plan}");
     }
 }
 
@@ -355,7 +379,9 @@ fn absent_parameters_and_set_steps_build_the_tables_anew() {
 fn what_cannot_be_recorded_is_refused() {
     let case = Case::new([700, 3], DType::F32);
     let backend = cuda();
-    let in_arguments = scaled(Adam::default().into()).plan(&case.params).unwrap();
+    let in_arguments = scaled(Planner::new(Adam::default().into()))
+        .plan(&case.params)
+        .unwrap();
     let mut state = allocate(&in_arguments, &case, &backend);
     let expected = "step: expected one that the device runs without the host, found that its tables are in arguments; plan with resident tables, or use `run`";
     let error = in_arguments.capture(&mut state, &backend).unwrap_err();
@@ -506,7 +532,7 @@ fn alone_adam_has_the_bits_of_the_host() {
     assert!(found == train(rule, TableKind::Arguments, WayOfStep::Run, &cpu()));
     let mut case = Case::new([65_536 * 2 + 7, 3, 131_071], DType::F32);
     case.steps = 1;
-    same_bits_of(&|| Planner::new(rule), &case, &cuda());
+    same_bits_of(rule, &|planner| planner, &case, &cuda());
     let format = (DType::F32, Precision::default());
     let step = |backend: &dyn Backend| step_at(backend, rule.rule(), &[1, 302], 299, format);
     assert!(step(&cuda()) == step(&cpu()));

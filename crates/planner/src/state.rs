@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use fusestep_launch::{Backend, Batch, ListBuffer, MultiTensorKernel, TensorList};
+use fusestep_launch::{Backend, Batch, ListBuffer, MultiTensorKernel};
 use fusestep_tensor::{DType, Element, ParamDesc, Role};
 
 use crate::group::Classes;
@@ -220,8 +220,8 @@ impl State {
             let (expected, found) = (storage.kernel.lists(), kernel.lists());
             if expected != found {
                 return Err(PlanError::OtherLists {
-                    expected: role_names(expected),
-                    found: role_names(found),
+                    expected: crate::stage::role_names(expected),
+                    found: crate::stage::role_names(found),
                 });
             }
             kernels.push(kernel);
@@ -476,12 +476,6 @@ impl State {
             backend: self.backend,
         }
     }
-}
-
-/// The roles of a kernel's lists, as an error names them.
-fn role_names(lists: &[TensorList]) -> String {
-    let names: Vec<&str> = lists.iter().map(|list| list.role.name()).collect();
-    names.join(", ")
 }
 
 pub(crate) fn check_len(

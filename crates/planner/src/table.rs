@@ -251,22 +251,24 @@ impl State {
     /// # Errors
     /// [`PlanError::Backend`].
     pub fn settle(&mut self, backend: &dyn Backend) -> Result<(), PlanError> {
+        // Parameters set absent since then are so in the next step, not in these.
+        self.step += self.read_applied(backend)?;
+        Ok(())
+    }
+
+    /// How many of the steps pending were applied; those before the step was set from outside do not count.
+    fn read_applied(&mut self, backend: &dyn Backend) -> Result<u64, PlanError> {
         let pending = std::mem::take(&mut self.tables.pending);
         let Some(norm) = self.norm.as_mut().filter(|_| pending > 0) else {
-            return Ok(());
+            return Ok(0);
         };
         let before = norm.block.applied;
         norm.settle(backend, pending)?;
         let applied = norm.block.applied.saturating_sub(before);
-        if std::mem::take(&mut self.tables.superseded) {
-            return Ok(());
+        match std::mem::take(&mut self.tables.superseded) {
+            true => Ok(0),
+            false => Ok(applied),
         }
-        match (self.absent_count, applied) {
-            (0, _) => self.step += applied,
-            (_, 0) => self.forget_absent(),
-            _ => self.advance(),
-        }
-        Ok(())
     }
 
     /// Counts a step that was enqueued.
@@ -277,7 +279,10 @@ impl State {
         }
         self.tables.pending += 1;
         if self.absent_count > 0 {
-            self.settle(backend)?;
+            match self.read_applied(backend)? {
+                0 => self.forget_absent(),
+                _ => self.advance(),
+            }
         }
         Ok(())
     }
