@@ -3,6 +3,7 @@
 #![allow(dead_code)]
 
 pub(crate) mod mutants;
+pub(crate) mod resident;
 
 use std::num::NonZeroUsize;
 
