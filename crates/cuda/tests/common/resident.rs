@@ -1,23 +1,19 @@
 //! Rules, and steps on resident tables in every way there is.
-#![allow(unused_imports)]
-
 use super::cpu;
 use fusestep_adagrad::Adagrad;
 use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::{Adam, SecondMoment};
 use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
-use fusestep_lars_momentum::{Lars, Trust};
-use fusestep_launch::{
-    Backend, LaunchLimits, Precision, Recorder, Rounding, StateDType, WeightDecay,
-};
+use fusestep_lars_momentum::Lars;
+use fusestep_launch::{Backend, WeightDecay};
 use fusestep_lion::Lion;
 use fusestep_planner::{
     ClipByGlobalNorm, LossScale, LossScaling, Optimizer, Plan, PlanError, Planner, ScalePolicy,
     State, TableKind,
 };
 use fusestep_tensor::{DType, Role};
-use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, outcome};
+use fusestep_testkit::{Case, outcome};
 
 /// Every rule, with what its sets are made of away from the defaults.
 pub(crate) fn rules() -> Vec<Optimizer> {
