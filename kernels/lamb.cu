@@ -92,6 +92,21 @@ struct Rule {
     }
 };
 
+// The sets of a step; crates/lamb/src/config.rs: set. Hyper-parameters: lr, beta1, beta2, lambda, 1 if excluded tensors take the
+// plain rate.
+template <class T>
+struct Sets {
+    typedef lamb::Scalars<T> Scalars;
+    typedef lamb::Set<T> Set;
+
+    __device__ __forceinline__ static Set derive(const resident::Hyper& hyper, const resident::Class& own) {
+        const double bias1 = 1.0 - resident::integer_power(hyper.value[1], own.step);
+        const double bias2_sqrt = dialect::square_root(1.0 - resident::integer_power(hyper.value[2], own.step));
+        const double lambda = resident::decay_of(own, hyper.value[3]);
+        return {hyper.value[0] * own.lr_scale, resident::trust_of(own, hyper.value[4]), {T(bias1), T(bias2_sqrt), T(lambda)}};
+    }
+};
+
 }  // namespace lamb
 
 // A format of storage.cuh, and the same for either size of the argument block.
@@ -161,3 +176,42 @@ extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_m32_s16_4k(co
 extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_m32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lamb::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
+
+// The same from a resident table. One block per multiprocessor is promised where the compiler would spill to fit more.
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<float, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<double, double, double>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<float, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<storage::F16, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::WithMaster<storage::F16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<storage::BF16, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::WithMaster<storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_r16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::WithRemainder<float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_m32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_r16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::WithRemainder<storage::BF16>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::Plain<float, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::Plain<double, double, double>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::Plain<float, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_f16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::Plain<storage::F16, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_f16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::WithMaster<storage::F16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::Plain<storage::BF16, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::WithMaster<storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_r16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::WithRemainder<float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_m32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_sums_bf16_r16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::WithRemainder<storage::BF16>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::Plain<float, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::Plain<double, double, double>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::Plain<float, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_f16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::Plain<storage::F16, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_f16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::WithMaster<storage::F16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::Plain<storage::BF16, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::WithMaster<storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_r16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::WithRemainder<float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_m32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_r16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::WithRemainder<storage::BF16>>>(multi_tensor::in_memory(resident)); }
+
+// The sets of a resident table.
+extern "C" __global__ void __launch_bounds__(512) lamb_sets_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<lamb::Sets<float>>(resident); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sets_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<lamb::Sets<double>>(resident); }

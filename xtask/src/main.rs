@@ -10,6 +10,7 @@ mod gpu;
 mod mpi;
 mod mpi_bench;
 mod mpi_victims;
+mod parallel;
 mod ptx;
 mod ptxas;
 mod wheels;

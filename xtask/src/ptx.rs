@@ -8,7 +8,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 
 use crate::{
-    ptxas,
+    parallel, ptxas,
     wheels::{self, NVRTC, RUNTIME_HEADERS},
     workspace_root,
 };
@@ -47,9 +47,12 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let compiler = Compiler::fetch(&root)?;
     let stems = stems(&kernels)?;
     let mut differences = Vec::new();
+    parallel::map(&stems, |stem| {
+        let compiled = fresh.join(format!("{stem}.ptx"));
+        compiler.compile(&kernels.join(format!("{stem}.cu")), &compiled)
+    })?;
     for stem in &stems {
         let compiled = fresh.join(format!("{stem}.ptx"));
-        compiler.compile(&kernels.join(format!("{stem}.cu")), &compiled)?;
         let target = checked_in.join(format!("{stem}.ptx"));
         match mode {
             Mode::Write => {

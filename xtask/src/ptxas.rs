@@ -4,6 +4,7 @@ use std::{path::Path, process::Command};
 
 use anyhow::{Context, Result, bail};
 
+use crate::parallel;
 use crate::wheels::{self, PTXAS};
 
 /// V100, A100, H100 and H200, B200.
@@ -27,12 +28,18 @@ pub(crate) fn report(root: &Path, folder: &Path, stems: &[String]) -> Result<()>
     make_executable(&assembler)?;
     println!("| entry | {} |", DEVICES.join(" | "));
     println!("|---|{}", "---|".repeat(DEVICES.len()));
+    let jobs: Vec<(&str, &str)> = stems
+        .iter()
+        .flat_map(|stem| DEVICES.map(|device| (stem.as_str(), device)))
+        .collect();
+    let reports = parallel::map(&jobs, |(stem, device)| {
+        assemble(&assembler, device, &folder.join(format!("{stem}.ptx")))
+    })?;
     let mut failures = Vec::new();
-    for stem in stems {
+    for of_stem in reports.chunks(DEVICES.len()) {
         let mut rows: Vec<(String, Vec<String>)> = Vec::new();
-        for device in DEVICES {
-            let ptx = folder.join(format!("{stem}.ptx"));
-            let mut entries = assemble(&assembler, device, &ptx)?;
+        for (device, entries) in DEVICES.iter().zip(of_stem) {
+            let mut entries = entries.clone();
             entries.sort_by(|left, right| left.name.cmp(&right.name));
             for (i, entry) in entries.into_iter().enumerate() {
                 if entry.spill_bytes + entry.stack_bytes > 0 {

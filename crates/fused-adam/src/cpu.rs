@@ -4,8 +4,8 @@ use std::marker::PhantomData;
 
 use fusestep_elementwise::{Compute, Update, padded_bytes, read_values, run_format, write_padded};
 use fusestep_launch::{
-    ArgumentLayout, Format, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, SetValues,
-    TensorList, entry,
+    ArgumentLayout, Format, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel,
+    ResidentSets, SetValues, TensorList, entry, sets_entry,
 };
 
 use crate::device::{FLAG_AMSGRAD, FLAG_MAXIMIZE, STATE, Scalars, Set};
@@ -88,6 +88,14 @@ impl<T: Compute> MultiTensorKernel for AdamKernel<T> {
             &scalars.map(T::round),
             self.format.write_key(values.step, out),
         );
+    }
+
+    fn resident(&self) -> Option<ResidentSets> {
+        let c = &self.config;
+        let (decoupled, lambda) = (c.weight_decay.is_decoupled(), c.weight_decay.lambda());
+        let hyper = [c.beta1, c.beta2, lambda, decoupled];
+        let entry = sets_entry!("fused_adam", self.format);
+        Some(ResidentSets::new(entry, &hyper, self.format.seed()))
     }
 
     fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {

@@ -7,8 +7,8 @@ use fusestep_elementwise::{
 };
 use fusestep_launch::{
     ApartEntries, ArgumentLayout, FINISHED_BYTES, Format, HostCall, HostList, HostSpans, MAX_LISTS,
-    MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, SetValues, TensorList, WORKSPACE_BYTES,
-    entry,
+    MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, ResidentSets, SetValues, TensorList,
+    WORKSPACE_BYTES, entry, sets_entry,
 };
 
 use crate::Lamb;
@@ -96,6 +96,13 @@ impl<T: Compute> MultiTensorKernel for LambKernel<T> {
             &[bias1, bias2_sqrt, lambda].map(T::round),
             &mut out[DIRECTION_AT..],
         );
+    }
+
+    fn resident(&self) -> Option<ResidentSets> {
+        let c = &self.config;
+        let hyper = [c.beta1, c.beta2, c.weight_decay, c.excluded.is_plain()];
+        let entry = sets_entry!("lamb", self.format);
+        Some(ResidentSets::new(entry, &hyper, self.format.seed()))
     }
 
     fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {
