@@ -2,7 +2,7 @@
 //
 //     g <- -g if maximize;  g <- g + l2 p
 //     m <- beta1 m + (1 - beta1) g        v <- beta2 v + (1 - beta2) g^2        w <- v, or the largest v so far (AMSGrad)
-//     p <- decay p - step_size (m / (sqrt(w) / bias2_sqrt + eps))
+//     p <- decay p - step_size m / (sqrt(w) + eps), bias-corrected through step_size and eps
 //
 // Kingma & Ba 2015, Algorithm 1 (arXiv:1412.6980); Loshchilov & Hutter 2019, Algorithm 2 (arXiv:1711.05101), with the decay
 // multiplied by the learning rate; Reddi, Kale & Kumar 2018 for AMSGrad. Every operation is rounded once, in the order written in
@@ -27,19 +27,18 @@ struct Scalars {
     T one_minus_beta1;
     T beta2;
     T one_minus_beta2;
-    T eps;
 };
 
 // Of the tensors of one class at one step; crates/fused-adam/src/device.rs: Set.
 template <class T>
 struct Set {
     T step_size;
-    T bias2_sqrt;
+    T eps;
     T decay;
     T l2;
 };
 
-static_assert(sizeof(Scalars<float>) == 20 && sizeof(Scalars<double>) == 40, "crates/fused-adam: Scalars");
+static_assert(sizeof(Scalars<float>) == 16 && sizeof(Scalars<double>) == 32, "crates/fused-adam: Scalars");
 static_assert(sizeof(Set<float>) == 16 && sizeof(Set<double>) == 32, "crates/fused-adam: Set");
 
 template <class T>
@@ -64,7 +63,7 @@ __device__ __forceinline__ void update(Element<T>& element, T g, const Scalars<T
         w = element.max_moment2 > v ? element.max_moment2 : v;
         element.max_moment2 = w;
     }
-    const T d = dialect::square_root(w) / set.bias2_sqrt + scalars.eps;
+    const T d = dialect::square_root(w) + set.eps;
     element.param = p * set.decay - set.step_size * (m / d);
     element.moment1 = m;
     element.moment2 = v;
@@ -213,7 +212,8 @@ __device__ __forceinline__ void run_any(Source arguments) {
     }
 }
 
-// The sets of a step; crates/fused-adam/src/config.rs: set. Hyper-parameters: lr, beta1, beta2, lambda, 1 if decay is decoupled.
+// The sets of a step; crates/fused-adam/src/config.rs: set. Hyper-parameters: lr, beta1, beta2, lambda, 1 if decay is decoupled,
+// eps.
 template <class T>
 struct Sets {
     typedef fused_adam::Scalars<T> Scalars;
@@ -223,9 +223,9 @@ struct Sets {
         const double lr = hyper.value[0] * own.lr_scale;
         const double lambda = resident::decay_of(own, hyper.value[3]);
         const bool decoupled = hyper.value[4] != 0.0;
-        const double step_size = lr / (1.0 - resident::integer_power(hyper.value[1], own.step));
         const double bias2_sqrt = dialect::square_root(1.0 - resident::integer_power(hyper.value[2], own.step));
-        return {T(step_size), T(bias2_sqrt), T(decoupled ? 1.0 - lr * lambda : 1.0), T(decoupled ? 0.0 : lambda)};
+        const double step_size = lr * bias2_sqrt / (1.0 - resident::integer_power(hyper.value[1], own.step));
+        return {T(step_size), T(hyper.value[5] * bias2_sqrt), T(decoupled ? 1.0 - lr * lambda : 1.0), T(decoupled ? 0.0 : lambda)};
     }
 };
 

@@ -1,7 +1,7 @@
 // One LAMB step for every tensor of a launch.
 //
 //     m <- beta1 m + (1 - beta1) g        v <- beta2 v + (1 - beta2) g^2
-//     r = m / bias1 / (sqrt(v) / bias2_sqrt + eps) + lambda p
+//     r = scale m / (sqrt(v) + eps) + lambda p, bias-corrected through scale and eps
 //     p <- p - lr phi r        phi = |p| / |r| if trusted and neither is 0, else 1
 //
 // You et al. 2020, Algorithm 2 (arXiv:1904.00962). Norms and step sizes are f64, elements `Compute`; every operation is rounded once,
@@ -20,14 +20,13 @@ struct Scalars {
     T one_minus_beta1;
     T beta2;
     T one_minus_beta2;
-    T eps;
 };
 
 // What the direction takes; crates/lamb/src/device.rs: Direction.
 template <class T>
 struct Direction {
-    T bias1;
-    T bias2_sqrt;
+    T scale;
+    T eps;
     T lambda;
 };
 
@@ -45,7 +44,7 @@ struct Finished {
     Direction<T> direction;
 };
 
-static_assert(sizeof(Scalars<float>) == 48 && sizeof(Scalars<double>) == 64, "crates/lamb: Scalars");
+static_assert(sizeof(Scalars<float>) == 40 && sizeof(Scalars<double>) == 56, "crates/lamb: Scalars");
 static_assert(sizeof(Set<float>) == 32 && sizeof(Set<double>) == 40, "crates/lamb: Set");
 
 // The new moments, and the direction of the step.
@@ -53,8 +52,8 @@ template <class T>
 __device__ __forceinline__ T direction(const Scalars<T>& scalars, const Direction<T>& set, T p, T g, T& m, T& v) {
     m = scalars.beta1 * m + scalars.one_minus_beta1 * g;
     v = scalars.beta2 * v + scalars.one_minus_beta2 * (g * g);
-    const T d = dialect::square_root(v) / set.bias2_sqrt + scalars.eps;
-    return (m / set.bias1) / d + set.lambda * p;
+    const T d = dialect::square_root(v) + set.eps;
+    return set.scale * (m / d) + set.lambda * p;
 }
 
 template <class FormatType>
@@ -93,17 +92,17 @@ struct Rule {
 };
 
 // The sets of a step; crates/lamb/src/config.rs: set. Hyper-parameters: lr, beta1, beta2, lambda, 1 if excluded tensors take the
-// plain rate.
+// plain rate, eps.
 template <class T>
 struct Sets {
     typedef lamb::Scalars<T> Scalars;
     typedef lamb::Set<T> Set;
 
     __device__ __forceinline__ static Set derive(const resident::Hyper& hyper, const resident::Class& own) {
-        const double bias1 = 1.0 - resident::integer_power(hyper.value[1], own.step);
         const double bias2_sqrt = dialect::square_root(1.0 - resident::integer_power(hyper.value[2], own.step));
+        const double scale = bias2_sqrt / (1.0 - resident::integer_power(hyper.value[1], own.step));
         const double lambda = resident::decay_of(own, hyper.value[3]);
-        return {hyper.value[0] * own.lr_scale, resident::trust_of(own, hyper.value[4]), {T(bias1), T(bias2_sqrt), T(lambda)}};
+        return {hyper.value[0] * own.lr_scale, resident::trust_of(own, hyper.value[4]), {T(scale), T(hyper.value[5] * bias2_sqrt), T(lambda)}};
     }
 };
 
