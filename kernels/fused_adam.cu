@@ -245,11 +245,11 @@ extern "C" __global__ void __launch_bounds__(512) fused_adam_f32_32k(const __gri
     fused_adam::run<fused_adam::Plain<float, float, float>>(arguments.bytes);
 }
 
-extern "C" __global__ void __launch_bounds__(512) fused_adam_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
     fused_adam::run<fused_adam::Plain<double, double, double>>(arguments.bytes);
 }
 
-extern "C" __global__ void __launch_bounds__(512) fused_adam_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
     fused_adam::run<fused_adam::Plain<double, double, double>>(arguments.bytes);
 }
 
