@@ -23,6 +23,13 @@ const OPTIONS: [&str; 6] = [
     "--std=c++17",
 ];
 
+/// What stands above the table of `docs/registers.md`.
+const REGISTERS_HEAD: &str = "# Registers of every kernel
+
+Per thread, by `ptxas` for each promised device; no entry keeps anything on a stack or spills. Written by `cargo xtask ptx`.
+
+";
+
 /// What happens to PTX once it is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mode {
@@ -65,7 +72,12 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     if !differences.is_empty() {
         bail!("{}\nrun `cargo xtask ptx`", differences.join("\n"));
     }
-    ptxas::report(&root, &fresh, &stems)
+    let registers = ptxas::report(&root, &fresh, &stems)?;
+    if mode == Mode::Write {
+        let page = format!("{REGISTERS_HEAD}{registers}");
+        fs::write(root.join("docs/registers.md"), page)?;
+    }
+    Ok(())
 }
 
 /// The names of all kernels, sorted.

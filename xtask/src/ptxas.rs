@@ -19,15 +19,15 @@ struct Entry {
     spill_bytes: u32,
 }
 
-/// Prints one row per entry with its registers on every device.
+/// A table of one row per entry with its registers on every device.
 ///
 /// # Errors
 /// If an entry spills, or keeps anything on a stack: its argument block was copied to local memory, or an array index is not constant.
-pub(crate) fn report(root: &Path, folder: &Path, stems: &[String]) -> Result<()> {
+pub(crate) fn report(root: &Path, folder: &Path, stems: &[String]) -> Result<String> {
     let assembler = wheels::file_below(&PTXAS.unpacked(root)?, "ptxas")?;
     make_executable(&assembler)?;
-    println!("| entry | {} |", DEVICES.join(" | "));
-    println!("|---|{}", "---|".repeat(DEVICES.len()));
+    let mut table = format!("| entry | {} |\n", DEVICES.join(" | "));
+    table += &format!("|---|{}\n", "---|".repeat(DEVICES.len()));
     let jobs: Vec<(&str, &str)> = stems
         .iter()
         .flat_map(|stem| DEVICES.map(|device| (stem.as_str(), device)))
@@ -55,15 +55,14 @@ pub(crate) fn report(root: &Path, folder: &Path, stems: &[String]) -> Result<()>
             }
         }
         for (name, registers) in rows {
-            println!("| `{name}` | {} |", registers.join(" | "));
+            table += &format!("| `{name}` | {} |\n", registers.join(" | "));
         }
     }
-    println!("registers per thread");
     if !failures.is_empty() {
         bail!("{}", failures.join("\n"));
     }
-    println!("no stack and no spills");
-    Ok(())
+    println!("{table}registers per thread; no stack and no spills");
+    Ok(table)
 }
 
 fn assemble(assembler: &Path, device: &str, ptx: &Path) -> Result<Vec<Entry>> {

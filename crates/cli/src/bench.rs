@@ -137,10 +137,8 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     let wide = plans.wide.as_ref();
     let mut f32_step = wide.map(|wide| Subject::new(wide, &backend)).transpose()?;
     let mut ceiling = Ceiling::new(&backend, plan)?;
-    let mut candle = match args.peer {
-        Some(Peer::Candle) => Some(CandlePair::new(&params, rule, args.threads)?),
-        None => None,
-    };
+    let pair = |Peer::Candle| CandlePair::new(&params, rule, args.threads);
+    let mut candle = args.peer.map(pair).transpose()?;
     for _ in 0..args.rounds.get() {
         // The step is timed as often as streams are, or the ceiling would have more tries at a quiet moment.
         for stream in 0..PREFETCH_DISTANCES.len() {
