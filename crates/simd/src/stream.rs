@@ -93,12 +93,19 @@ impl<const W: usize> Split for Stream<'_, W> {
                         }
                     }
                     let added = load(read, first);
-                    // All lines are loaded before the first is stored.
-                    let mut lines: [[f32; LINE]; W] =
-                        std::array::from_fn(|list| load(written[list], first));
-                    for (line, list) in lines.iter_mut().zip(&mut written) {
-                        add(line, &added);
-                        list[first..first + LINE].copy_from_slice(line);
+                    // All lines are loaded before the first is stored. Indices instead of iterators and closures, which would not be
+                    // compiled for the level.
+                    let mut lines = [[0.0; LINE]; W];
+                    for list in 0..W {
+                        lines[list] = load(written[list], first);
+                    }
+                    for line in &mut lines {
+                        for lane in 0..LINE {
+                            line[lane] += added[lane];
+                        }
+                    }
+                    for list in 0..W {
+                        written[list][first..first + LINE].copy_from_slice(&lines[list]);
                     }
                 }
                 for list in &mut written {
