@@ -53,8 +53,22 @@ struct Update {
     }
 };
 
-template <class Format>
-__device__ __forceinline__ void run(const unsigned char* arguments) {
+// The sets of a step; crates/adagrad/src/config.rs: set. Hyper-parameters: lr, lr_decay, lambda, initial_sum.
+template <class T>
+struct Sets {
+    typedef adagrad::Scalars<T> Scalars;
+    typedef adagrad::Set<T> Set;
+
+    __device__ __forceinline__ static Set derive(const resident::Hyper& hyper, const resident::Class& own) {
+        const double lr = hyper.value[0] * own.lr_scale;
+        const double steps_before = double(own.step - 1);
+        const double step_size = lr / (1.0 + steps_before * hyper.value[1]);
+        return {T(step_size), T(resident::decay_of(own, hyper.value[2])), T(own.step == 1 ? hyper.value[3] : 0.0)};
+    }
+};
+
+template <class Format, class Source>
+__device__ __forceinline__ void run(Source arguments) {
     elementwise::run<Format, 1, Update<typename Format::Compute>>(arguments);
 }
 
@@ -83,3 +97,20 @@ extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_m32_s16_4k(const 
 extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_m32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { adagrad::run<storage::WithMaster<storage::BF16, storage::BF16>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { adagrad::run<storage::WithRemainder<storage::BF16>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { adagrad::run<storage::WithRemainder<storage::BF16>>(arguments.bytes); }
+
+// The same from a resident table.
+extern "C" __global__ void __launch_bounds__(512) adagrad_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { adagrad::run<storage::Plain<float, float, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { adagrad::run<storage::Plain<double, double, double>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { adagrad::run<storage::Plain<float, storage::BF16, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_f16_resident(const __grid_constant__ multi_tensor::Resident resident) { adagrad::run<storage::Plain<storage::F16, float, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_f16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { adagrad::run<storage::WithMaster<storage::F16, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_resident(const __grid_constant__ multi_tensor::Resident resident) { adagrad::run<storage::Plain<storage::BF16, float, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) adagrad_bf16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { adagrad::run<storage::WithMaster<storage::BF16, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_r16_resident(const __grid_constant__ multi_tensor::Resident resident) { adagrad::run<storage::WithRemainder<float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { adagrad::run<storage::Plain<storage::BF16, storage::BF16, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_m32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { adagrad::run<storage::WithMaster<storage::BF16, storage::BF16>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_bf16_r16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { adagrad::run<storage::WithRemainder<storage::BF16>>(multi_tensor::in_memory(resident)); }
+
+// The sets of a resident table.
+extern "C" __global__ void __launch_bounds__(512) adagrad_sets_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<adagrad::Sets<float>>(resident); }
+extern "C" __global__ void __launch_bounds__(512) adagrad_sets_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<adagrad::Sets<double>>(resident); }

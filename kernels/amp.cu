@@ -118,10 +118,10 @@ __device__ __forceinline__ double leaf_sum(const T* leaf, u32 numel, bool packs,
 }
 
 // The block's chunk, written to the launch's partial sums.
-template <class T>
-__device__ __forceinline__ void norm_chunk(const unsigned char* arguments) {
+template <class T, class Source>
+__device__ __forceinline__ void norm_chunk(Source arguments) {
     constexpr u32 GROUP = LANES / (16 / sizeof(T));
-    const multi_tensor::Table<NormScalars, NormScalars, 1> table = {arguments};
+    const multi_tensor::Table<NormScalars, NormScalars, 1, Source> table = {arguments};
     const multi_tensor::Record<1>& record = table.record(table.record_of_chunk(blockIdx.x));
     const multi_tensor::Chunk chunk = multi_tensor::chunk_of_block(table.header(), record);
     const T* elements = multi_tensor::chunk_start<const T>(record, 0, chunk);
@@ -272,3 +272,9 @@ extern "C" __global__ void __launch_bounds__(512) amp_finish_4k(const __grid_con
 extern "C" __global__ void __launch_bounds__(512) amp_finish_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
     amp::finish_step(arguments.bytes);
 }
+
+// The same from a resident table.
+extern "C" __global__ void __launch_bounds__(512) amp_norm_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { amp::norm_chunk<float>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) amp_norm_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { amp::norm_chunk<double>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) amp_norm_f16_resident(const __grid_constant__ multi_tensor::Resident resident) { amp::norm_chunk<storage::F16>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) amp_norm_bf16_resident(const __grid_constant__ multi_tensor::Resident resident) { amp::norm_chunk<storage::BF16>(multi_tensor::in_memory(resident)); }

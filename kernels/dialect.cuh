@@ -91,6 +91,11 @@ __device__ __forceinline__ double square_root(double x) {
     return __dsqrt_rn(x);
 }
 
+// a·b + c, rounded once. Updates have none: only what derives scalars, as the host does.
+__device__ __forceinline__ double multiply_add(double a, double b, double c) {
+    return __fma_rn(a, b, c);
+}
+
 __device__ __forceinline__ float float_of(unsigned bits) {
     return __uint_as_float(bits);
 }

@@ -11,14 +11,14 @@
 // as crates/elementwise has it on the host. How tensors are kept is a format of storage.cuh; arithmetic is in its compute type.
 #pragma once
 
-#include "storage.cuh"
+#include "resident.cuh"
 
 namespace elementwise {
 
 using multi_tensor::Lanes;
 using multi_tensor::u32;
 
-template <class Format, int STATES, class Update, bool AT_RANDOM>
+template <class Format, int STATES, class Update, bool AT_RANDOM, class Source>
 struct Body {
     typedef typename Format::Param Param;
     typedef typename Format::Beside Beside;
@@ -32,7 +32,7 @@ struct Body {
     State* state[PLACES];
     Beside* beside;
     Update update;
-    const multi_tensor::Header& header;
+    typename multi_tensor::Place<Source>::HeaderView header;
     storage::Draws draws;
 
     template <int WIDTH, int IN_FLIGHT>
@@ -90,22 +90,22 @@ struct Body {
 };
 
 // What one block does: finds its chunk and updates it, in packs of 16 bytes where all lists allow it.
-template <class Format, int STATES, class Update, bool AT_RANDOM>
-__device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
+template <class Format, int STATES, class Update, bool AT_RANDOM, class Source>
+__device__ __forceinline__ void update_chunk(Source arguments) {
     typedef typename Format::Param Param;
     typedef typename Format::Beside Beside;
     typedef typename Format::State State;
     constexpr int LISTS = 2 + STATES + Format::LISTS_BESIDE;
     constexpr int WORDS = LISTS + storage::Origin<AT_RANDOM>::WORDS;
     typedef storage::SetOf<typename Update::Set, AT_RANDOM> KeyedSet;
-    const multi_tensor::Table<typename Update::Scalars, KeyedSet, WORDS> table = {arguments};
+    const multi_tensor::Table<typename Update::Scalars, KeyedSet, WORDS, Source> table = {arguments};
     if (multi_tensor::is_skipped(table.header())) {
         return;
     }
     const multi_tensor::Record<WORDS>& record = table.record(table.record_of_chunk(blockIdx.x));
     const multi_tensor::Chunk chunk = multi_tensor::chunk_of_block(table.header(), record);
     const KeyedSet& set = table.set(record.set);
-    Body<Format, STATES, Update, AT_RANDOM> body = {
+    Body<Format, STATES, Update, AT_RANDOM, Source> body = {
         multi_tensor::chunk_start<Param>(record, 0, chunk),
         multi_tensor::chunk_start<const Param>(record, 1, chunk),
         {},
@@ -134,10 +134,10 @@ __device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
 }
 
 // An entry: `Format` may be rounded at random, and the flag says whether it is.
-template <class Format, int STATES, class Update>
-__device__ __forceinline__ void run(const unsigned char* arguments) {
+template <class Format, int STATES, class Update, class Source>
+__device__ __forceinline__ void run(Source arguments) {
     if constexpr (storage::MayDraw<Format>::VALUE) {
-        if (reinterpret_cast<const multi_tensor::Header*>(arguments)->flags & storage::FLAG_STOCHASTIC) {
+        if (multi_tensor::flags_of(arguments) & storage::FLAG_STOCHASTIC) {
             update_chunk<Format, STATES, Update, true>(arguments);
             return;
         }

@@ -2,12 +2,12 @@
 //
 //     g <- -g if maximize;  g <- g + l2 p
 //     m <- beta1 m + (1 - beta1) g        v <- beta2 v + (1 - beta2) g^2        w <- v, or the largest v so far (AMSGrad)
-//     p <- decay p - step_size (m / (sqrt(w) / bias2_sqrt + eps))
+//     p <- decay p - step_size m / (sqrt(w) + eps), bias-corrected through step_size and eps
 //
 // Kingma & Ba 2015, Algorithm 1 (arXiv:1412.6980); Loshchilov & Hutter 2019, Algorithm 2 (arXiv:1711.05101), with the decay
 // multiplied by the learning rate; Reddi, Kale & Kumar 2018 for AMSGrad. Every operation is rounded once, in the order written in
 // `update`, without contraction: the bits are those of crates/fused-adam/src/cpu.rs.
-#include "storage.cuh"
+#include "resident.cuh"
 
 namespace fused_adam {
 
@@ -27,19 +27,18 @@ struct Scalars {
     T one_minus_beta1;
     T beta2;
     T one_minus_beta2;
-    T eps;
 };
 
 // Of the tensors of one class at one step; crates/fused-adam/src/device.rs: Set.
 template <class T>
 struct Set {
     T step_size;
-    T bias2_sqrt;
+    T eps;
     T decay;
     T l2;
 };
 
-static_assert(sizeof(Scalars<float>) == 20 && sizeof(Scalars<double>) == 40, "crates/fused-adam: Scalars");
+static_assert(sizeof(Scalars<float>) == 16 && sizeof(Scalars<double>) == 32, "crates/fused-adam: Scalars");
 static_assert(sizeof(Set<float>) == 16 && sizeof(Set<double>) == 32, "crates/fused-adam: Set");
 
 template <class T>
@@ -64,14 +63,14 @@ __device__ __forceinline__ void update(Element<T>& element, T g, const Scalars<T
         w = element.max_moment2 > v ? element.max_moment2 : v;
         element.max_moment2 = w;
     }
-    const T d = dialect::square_root(w) / set.bias2_sqrt + scalars.eps;
+    const T d = dialect::square_root(w) + set.eps;
     element.param = p * set.decay - set.step_size * (m / d);
     element.moment1 = m;
     element.moment2 = v;
 }
 
 // One chunk in all lists.
-template <class Format, SecondMoment SECOND, bool AT_RANDOM>
+template <class Format, SecondMoment SECOND, bool AT_RANDOM, class Source>
 struct Body {
     typedef typename Format::Param Param;
     typedef typename Format::Beside Beside;
@@ -86,7 +85,7 @@ struct Body {
     Beside* beside;
     Scalars<Compute> scalars;
     Set<Compute> set;
-    const multi_tensor::Header& header;
+    typename multi_tensor::Place<Source>::HeaderView header;
     storage::Draws draws;
 
     template <int WIDTH, int IN_FLIGHT>
@@ -144,8 +143,8 @@ struct Body {
     }
 };
 
-template <class Format, SecondMoment SECOND, bool AT_RANDOM>
-__device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
+template <class Format, SecondMoment SECOND, bool AT_RANDOM, class Source>
+__device__ __forceinline__ void update_chunk(Source arguments) {
     typedef typename Format::Param Param;
     typedef typename Format::State State;
     typedef typename Format::Compute Compute;
@@ -153,13 +152,13 @@ __device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
     constexpr int LISTS = 2 + STATE_LISTS + Format::LISTS_BESIDE;
     constexpr int WORDS = LISTS + storage::Origin<AT_RANDOM>::WORDS;
     typedef storage::SetOf<Set<Compute>, AT_RANDOM> KeyedSet;
-    const multi_tensor::Table<Scalars<Compute>, KeyedSet, WORDS> table = {arguments};
+    const multi_tensor::Table<Scalars<Compute>, KeyedSet, WORDS, Source> table = {arguments};
     if (multi_tensor::is_skipped(table.header())) {
         return;
     }
     const multi_tensor::Record<WORDS>& record = table.record(table.record_of_chunk(blockIdx.x));
     const multi_tensor::Chunk chunk = multi_tensor::chunk_of_block(table.header(), record);
-    Body<Format, SECOND, AT_RANDOM> body = {
+    Body<Format, SECOND, AT_RANDOM, Source> body = {
         multi_tensor::chunk_start<Param>(record, 0, chunk),
         multi_tensor::chunk_start<const Param>(record, 1, chunk),
         multi_tensor::chunk_start<State>(record, 2, chunk),
@@ -189,29 +188,46 @@ __device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
     multi_tensor::sweep<1, AT_RANDOM ? 1 : 2>(body, done, chunk.numel);
 }
 
-template <class Format, bool AT_RANDOM>
-__device__ __forceinline__ void run_rounded(const unsigned char* arguments) {
-    if (reinterpret_cast<const multi_tensor::Header*>(arguments)->flags & FLAG_AMSGRAD) {
+template <class Format, bool AT_RANDOM, class Source>
+__device__ __forceinline__ void run_rounded(Source arguments) {
+    if (multi_tensor::flags_of(arguments) & FLAG_AMSGRAD) {
         update_chunk<Format, SecondMoment::largest, AT_RANDOM>(arguments);
     } else {
         update_chunk<Format, SecondMoment::running, AT_RANDOM>(arguments);
     }
 }
 
-template <class Format>
-__device__ __forceinline__ void run(const unsigned char* arguments) {
+template <class Format, class Source>
+__device__ __forceinline__ void run(Source arguments) {
     run_rounded<Format, false>(arguments);
 }
 
 // For formats in which something may be rounded at random.
-template <class Format>
-__device__ __forceinline__ void run_any(const unsigned char* arguments) {
-    if (reinterpret_cast<const multi_tensor::Header*>(arguments)->flags & storage::FLAG_STOCHASTIC) {
+template <class Format, class Source>
+__device__ __forceinline__ void run_any(Source arguments) {
+    if (multi_tensor::flags_of(arguments) & storage::FLAG_STOCHASTIC) {
         run_rounded<Format, true>(arguments);
     } else {
         run_rounded<Format, false>(arguments);
     }
 }
+
+// The sets of a step; crates/fused-adam/src/config.rs: set. Hyper-parameters: lr, beta1, beta2, lambda, 1 if decay is decoupled,
+// eps.
+template <class T>
+struct Sets {
+    typedef fused_adam::Scalars<T> Scalars;
+    typedef fused_adam::Set<T> Set;
+
+    __device__ __forceinline__ static Set derive(const resident::Hyper& hyper, const resident::Class& own) {
+        const double lr = hyper.value[0] * own.lr_scale;
+        const double lambda = resident::decay_of(own, hyper.value[3]);
+        const bool decoupled = hyper.value[4] != 0.0;
+        const double bias2_sqrt = dialect::square_root(1.0 - resident::integer_power(hyper.value[2], own.step));
+        const double step_size = lr * bias2_sqrt / (1.0 - resident::integer_power(hyper.value[1], own.step));
+        return {T(step_size), T(hyper.value[5] * bias2_sqrt), T(decoupled ? 1.0 - lr * lambda : 1.0), T(decoupled ? 0.0 : lambda)};
+    }
+};
 
 using storage::BF16;
 using storage::F16;
@@ -229,11 +245,11 @@ extern "C" __global__ void __launch_bounds__(512) fused_adam_f32_32k(const __gri
     fused_adam::run<fused_adam::Plain<float, float, float>>(arguments.bytes);
 }
 
-extern "C" __global__ void __launch_bounds__(512) fused_adam_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
+extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
     fused_adam::run<fused_adam::Plain<double, double, double>>(arguments.bytes);
 }
 
-extern "C" __global__ void __launch_bounds__(512) fused_adam_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
+extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
     fused_adam::run<fused_adam::Plain<double, double, double>>(arguments.bytes);
 }
 
@@ -308,3 +324,20 @@ extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_r16_s16_4k(con
 extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
     fused_adam::run_any<fused_adam::WithRemainder<fused_adam::BF16>>(arguments.bytes);
 }
+
+// The same from a resident table. One block per multiprocessor is promised where the compiler would spill to fit more.
+extern "C" __global__ void __launch_bounds__(512) fused_adam_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::Plain<float, float, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) fused_adam_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::Plain<double, double, double>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) fused_adam_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::Plain<float, fused_adam::BF16, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) fused_adam_f16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::Plain<fused_adam::F16, float, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) fused_adam_f16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::WithMaster<fused_adam::F16, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_bf16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::Plain<fused_adam::BF16, float, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::WithMaster<fused_adam::BF16, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_r16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::WithRemainder<float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_bf16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::Plain<fused_adam::BF16, fused_adam::BF16, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_m32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::WithMaster<fused_adam::BF16, fused_adam::BF16>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_r16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::WithRemainder<fused_adam::BF16>>(multi_tensor::in_memory(resident)); }
+
+// The sets of a resident table.
+extern "C" __global__ void __launch_bounds__(512) fused_adam_sets_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<fused_adam::Sets<float>>(resident); }
+extern "C" __global__ void __launch_bounds__(512) fused_adam_sets_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<fused_adam::Sets<double>>(resident); }

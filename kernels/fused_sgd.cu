@@ -59,9 +59,24 @@ struct Update {
     }
 };
 
-template <class Format>
-__device__ __forceinline__ void run(const unsigned char* arguments) {
-    if (reinterpret_cast<const multi_tensor::Header*>(arguments)->flags & FLAG_VELOCITY) {
+// The sets of a step; crates/fused-sgd/src/config.rs: set. Hyper-parameters: lr, dampening, lambda, 1 if decay is decoupled.
+template <class T>
+struct Sets {
+    typedef fused_sgd::Scalars<T> Scalars;
+    typedef fused_sgd::Set<T> Set;
+
+    __device__ __forceinline__ static Set derive(const resident::Hyper& hyper, const resident::Class& own) {
+        const double lr = hyper.value[0] * own.lr_scale;
+        const double lambda = resident::decay_of(own, hyper.value[2]);
+        const bool decoupled = hyper.value[3] != 0.0;
+        const double one_minus_dampening = own.step == 1 ? 1.0 : 1.0 - hyper.value[1];
+        return {T(lr), T(decoupled ? 1.0 - lr * lambda : 1.0), T(decoupled ? 0.0 : lambda), T(one_minus_dampening)};
+    }
+};
+
+template <class Format, class Source>
+__device__ __forceinline__ void run(Source arguments) {
+    if (multi_tensor::flags_of(arguments) & FLAG_VELOCITY) {
         elementwise::run<Format, 1, Update<typename Format::Compute, 1>>(arguments);
     } else {
         elementwise::run<Format, 0, Update<typename Format::Compute, 0>>(arguments);
@@ -93,3 +108,20 @@ extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_m32_s16_4k(cons
 extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_m32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { fused_sgd::run<storage::WithMaster<storage::BF16, storage::BF16>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { fused_sgd::run<storage::WithRemainder<storage::BF16>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { fused_sgd::run<storage::WithRemainder<storage::BF16>>(arguments.bytes); }
+
+// The same from a resident table.
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::Plain<float, float, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::Plain<double, double, double>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::Plain<float, storage::BF16, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_f16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::Plain<storage::F16, float, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_f16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::WithMaster<storage::F16, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::Plain<storage::BF16, float, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::WithMaster<storage::BF16, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_r16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::WithRemainder<float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::Plain<storage::BF16, storage::BF16, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_m32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::WithMaster<storage::BF16, storage::BF16>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_r16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::WithRemainder<storage::BF16>>(multi_tensor::in_memory(resident)); }
+
+// The sets of a resident table.
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_sets_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<fused_sgd::Sets<float>>(resident); }
+extern "C" __global__ void __launch_bounds__(512) fused_sgd_sets_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<fused_sgd::Sets<double>>(resident); }

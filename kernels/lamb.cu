@@ -1,7 +1,7 @@
 // One LAMB step for every tensor of a launch.
 //
 //     m <- beta1 m + (1 - beta1) g        v <- beta2 v + (1 - beta2) g^2
-//     r = m / bias1 / (sqrt(v) / bias2_sqrt + eps) + lambda p
+//     r = scale m / (sqrt(v) + eps) + lambda p, bias-corrected through scale and eps
 //     p <- p - lr phi r        phi = |p| / |r| if trusted and neither is 0, else 1
 //
 // You et al. 2020, Algorithm 2 (arXiv:1904.00962). Norms and step sizes are f64, elements `Compute`; every operation is rounded once,
@@ -20,14 +20,13 @@ struct Scalars {
     T one_minus_beta1;
     T beta2;
     T one_minus_beta2;
-    T eps;
 };
 
 // What the direction takes; crates/lamb/src/device.rs: Direction.
 template <class T>
 struct Direction {
-    T bias1;
-    T bias2_sqrt;
+    T scale;
+    T eps;
     T lambda;
 };
 
@@ -45,7 +44,7 @@ struct Finished {
     Direction<T> direction;
 };
 
-static_assert(sizeof(Scalars<float>) == 48 && sizeof(Scalars<double>) == 64, "crates/lamb: Scalars");
+static_assert(sizeof(Scalars<float>) == 40 && sizeof(Scalars<double>) == 56, "crates/lamb: Scalars");
 static_assert(sizeof(Set<float>) == 32 && sizeof(Set<double>) == 40, "crates/lamb: Set");
 
 // The new moments, and the direction of the step.
@@ -53,8 +52,8 @@ template <class T>
 __device__ __forceinline__ T direction(const Scalars<T>& scalars, const Direction<T>& set, T p, T g, T& m, T& v) {
     m = scalars.beta1 * m + scalars.one_minus_beta1 * g;
     v = scalars.beta2 * v + scalars.one_minus_beta2 * (g * g);
-    const T d = dialect::square_root(v) / set.bias2_sqrt + scalars.eps;
-    return (m / set.bias1) / d + set.lambda * p;
+    const T d = dialect::square_root(v) + set.eps;
+    return set.scale * (m / d) + set.lambda * p;
 }
 
 template <class FormatType>
@@ -89,6 +88,21 @@ struct Rule {
     __device__ __forceinline__ static void update(Compute (&element)[VALUES], const Scalars& scalars, const Finished& finished) {
         const Compute r = direction(scalars, finished.direction, element[0], element[1], element[2], element[3]);
         element[0] = element[0] - finished.step_size * r;
+    }
+};
+
+// The sets of a step; crates/lamb/src/config.rs: set. Hyper-parameters: lr, beta1, beta2, lambda, 1 if excluded tensors take the
+// plain rate, eps.
+template <class T>
+struct Sets {
+    typedef lamb::Scalars<T> Scalars;
+    typedef lamb::Set<T> Set;
+
+    __device__ __forceinline__ static Set derive(const resident::Hyper& hyper, const resident::Class& own) {
+        const double bias2_sqrt = dialect::square_root(1.0 - resident::integer_power(hyper.value[2], own.step));
+        const double scale = bias2_sqrt / (1.0 - resident::integer_power(hyper.value[1], own.step));
+        const double lambda = resident::decay_of(own, hyper.value[3]);
+        return {hyper.value[0] * own.lr_scale, resident::trust_of(own, hyper.value[4]), {T(scale), T(hyper.value[5] * bias2_sqrt), T(lambda)}};
     }
 };
 
@@ -141,8 +155,8 @@ extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_r16_s16_4k(cons
 extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::sums<lamb::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) lamb_update_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<float, float, float>>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) lamb_update_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<float, float, float>>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lamb_update_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<double, double, double>>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lamb_update_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<double, double, double>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_update_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<double, double, double>>>(arguments.bytes); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_update_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<double, double, double>>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) lamb_update_f32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<float, storage::BF16, float>>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) lamb_update_f32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<float, storage::BF16, float>>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) lamb_update_f16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lamb::Rule<storage::Plain<storage::F16, float, float>>>(arguments.bytes); }
@@ -161,3 +175,42 @@ extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_m32_s16_4k(co
 extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_m32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lamb::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
+
+// The same from a resident table. One block per multiprocessor is promised where the compiler would spill to fit more.
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<float, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<double, double, double>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<float, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<storage::F16, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_f16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::WithMaster<storage::F16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<storage::BF16, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::WithMaster<storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_r16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::WithRemainder<float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_m32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_bf16_r16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::WithRemainder<storage::BF16>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::Plain<float, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::Plain<double, double, double>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::Plain<float, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_f16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::Plain<storage::F16, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_f16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::WithMaster<storage::F16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::Plain<storage::BF16, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::WithMaster<storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_r16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::WithRemainder<float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sums_bf16_m32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lamb_sums_bf16_r16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lamb::Rule<storage::WithRemainder<storage::BF16>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::Plain<float, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::Plain<double, double, double>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::Plain<float, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_f16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::Plain<storage::F16, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_f16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::WithMaster<storage::F16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::Plain<storage::BF16, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::WithMaster<storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_r16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::WithRemainder<float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_m32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_r16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::WithRemainder<storage::BF16>>>(multi_tensor::in_memory(resident)); }
+
+// The sets of a resident table.
+extern "C" __global__ void __launch_bounds__(512) lamb_sets_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<lamb::Sets<float>>(resident); }
+extern "C" __global__ void __launch_bounds__(512) lamb_sets_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<lamb::Sets<double>>(resident); }

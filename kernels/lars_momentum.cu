@@ -75,6 +75,17 @@ struct Rule {
     }
 };
 
+// The sets of a step; crates/lars-momentum/src/config.rs: set. Hyper-parameters: lr, lambda, 1 if excluded tensors take the plain rate.
+template <class T>
+struct Sets {
+    typedef lars_momentum::Scalars<T> Scalars;
+    typedef lars_momentum::Set Set;
+
+    __device__ __forceinline__ static Set derive(const resident::Hyper& hyper, const resident::Class& own) {
+        return {hyper.value[0] * own.lr_scale, resident::decay_of(own, hyper.value[1]), resident::trust_of(own, hyper.value[2])};
+    }
+};
+
 }  // namespace lars_momentum
 
 // A format of storage.cuh, and the same for either size of the argument block.
@@ -144,3 +155,42 @@ extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_m32_
 extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_m32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
+
+// The same from a resident table. One block per multiprocessor is promised where the compiler would spill to fit more.
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lars_momentum::Rule<storage::Plain<float, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lars_momentum::Rule<storage::Plain<double, double, double>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lars_momentum::Rule<storage::Plain<float, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lars_momentum::Rule<storage::Plain<storage::F16, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lars_momentum::Rule<storage::WithMaster<storage::F16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_bf16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lars_momentum::Rule<storage::Plain<storage::BF16, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_bf16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lars_momentum::Rule<storage::WithMaster<storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_bf16_r16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lars_momentum::Rule<storage::WithRemainder<float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_bf16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lars_momentum::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_bf16_m32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lars_momentum::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_bf16_r16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lars_momentum::Rule<storage::WithRemainder<storage::BF16>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lars_momentum::Rule<storage::Plain<float, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lars_momentum::Rule<storage::Plain<double, double, double>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lars_momentum::Rule<storage::Plain<float, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lars_momentum::Rule<storage::Plain<storage::F16, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_f16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lars_momentum::Rule<storage::WithMaster<storage::F16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_bf16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lars_momentum::Rule<storage::Plain<storage::BF16, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_bf16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lars_momentum::Rule<storage::WithMaster<storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_bf16_r16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lars_momentum::Rule<storage::WithRemainder<float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_bf16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lars_momentum::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_bf16_m32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lars_momentum::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sums_bf16_r16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::sums<lars_momentum::Rule<storage::WithRemainder<storage::BF16>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lars_momentum::Rule<storage::Plain<float, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lars_momentum::Rule<storage::Plain<double, double, double>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lars_momentum::Rule<storage::Plain<float, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lars_momentum::Rule<storage::Plain<storage::F16, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_f16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lars_momentum::Rule<storage::WithMaster<storage::F16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_update_bf16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lars_momentum::Rule<storage::Plain<storage::BF16, float, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lars_momentum::Rule<storage::WithMaster<storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_r16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lars_momentum::Rule<storage::WithRemainder<float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_update_bf16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lars_momentum::Rule<storage::Plain<storage::BF16, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_update_bf16_m32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lars_momentum::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_r16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lars_momentum::Rule<storage::WithRemainder<storage::BF16>>>(multi_tensor::in_memory(resident)); }
+
+// The sets of a resident table.
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sets_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<lars_momentum::Sets<float>>(resident); }
+extern "C" __global__ void __launch_bounds__(512) lars_momentum_sets_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<lars_momentum::Sets<double>>(resident); }

@@ -59,8 +59,20 @@ struct Update {
     }
 };
 
-template <class Format>
-__device__ __forceinline__ void run(const unsigned char* arguments) {
+// The sets of a step; crates/lion/src/config.rs: set. Hyper-parameters: lr, lambda.
+template <class T>
+struct Sets {
+    typedef lion::Scalars<T> Scalars;
+    typedef lion::Set<T> Set;
+
+    __device__ __forceinline__ static Set derive(const resident::Hyper& hyper, const resident::Class& own) {
+        const double lr = hyper.value[0] * own.lr_scale;
+        return {T(lr), T(1.0 - lr * resident::decay_of(own, hyper.value[1]))};
+    }
+};
+
+template <class Format, class Source>
+__device__ __forceinline__ void run(Source arguments) {
     elementwise::run<Format, 1, Update<typename Format::Compute>>(arguments);
 }
 
@@ -89,3 +101,20 @@ extern "C" __global__ void __launch_bounds__(512) lion_bf16_m32_s16_4k(const __g
 extern "C" __global__ void __launch_bounds__(512) lion_bf16_m32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { lion::run<storage::WithMaster<storage::BF16, storage::BF16>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) lion_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { lion::run<storage::WithRemainder<storage::BF16>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) lion_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { lion::run<storage::WithRemainder<storage::BF16>>(arguments.bytes); }
+
+// The same from a resident table.
+extern "C" __global__ void __launch_bounds__(512) lion_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<float, float, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lion_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<double, double, double>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lion_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<float, storage::BF16, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lion_f16_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<storage::F16, float, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lion_f16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::WithMaster<storage::F16, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lion_bf16_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<storage::BF16, float, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lion_bf16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::WithMaster<storage::BF16, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lion_bf16_r16_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::WithRemainder<float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lion_bf16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<storage::BF16, storage::BF16, float>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lion_bf16_m32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::WithMaster<storage::BF16, storage::BF16>>(multi_tensor::in_memory(resident)); }
+extern "C" __global__ void __launch_bounds__(512) lion_bf16_r16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::WithRemainder<storage::BF16>>(multi_tensor::in_memory(resident)); }
+
+// The sets of a resident table.
+extern "C" __global__ void __launch_bounds__(512) lion_sets_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<lion::Sets<float>>(resident); }
+extern "C" __global__ void __launch_bounds__(512) lion_sets_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<lion::Sets<double>>(resident); }

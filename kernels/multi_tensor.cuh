@@ -5,6 +5,9 @@
 // Written by `pack` of crates/launch, little-endian; a record is one tensor's address in every list and its place in the launch.
 // One block works on one chunk. A block finds its record by binary search in the records' `first_chunk`, the prefix sum of
 // chunk counts, so that the table holds bytes per tensor only, however long the tensors are.
+//
+// A resident table is the same bytes in global memory, built once, with a map from chunks to records behind the records: u32 for
+// each chunk, for one load in place of the search. `resident.cuh` derives its sets.
 #pragma once
 
 #include "dialect.cuh"
@@ -35,6 +38,25 @@ struct alignas(8) Arguments {
 
 static_assert(sizeof(Arguments<CLASSIC_BYTES>) == 4096, "the block is exactly its payload");
 static_assert(sizeof(Arguments<LARGE_BYTES>) == 32760, "the block is exactly its payload");
+
+// The only parameter of an entry that reads a resident table; crates/launch/src/resident.rs.
+struct Resident {
+    // Address of the table.
+    u64 table;
+    // Address of what its sets are derived from.
+    u64 steps;
+};
+
+static_assert(sizeof(Resident) == 16, "crates/kernels: ArgumentBlock::Resident");
+
+// A table in global memory. One in the parameter space of the launch is just its bytes.
+struct InMemory {
+    const unsigned char* bytes;
+};
+
+__device__ __forceinline__ InMemory in_memory(const Resident& resident) {
+    return {reinterpret_cast<const unsigned char*>(resident.table)};
+}
 
 struct Header {
     u32 record_count;
@@ -88,34 +110,82 @@ struct Record {
 
 static_assert(sizeof(Record<1>) == 24 && sizeof(Record<4>) == 48 && sizeof(Record<5>) == 56, "crates/launch: record_bytes");
 
-// The table seen through the kernel's own scalars and sets. The bytes lie in the parameter space of the launch.
-template <class Scalars, class Set, int LISTS>
+// How parts of a table are reached, by where it lies.
+template <class Source>
+struct Place;
+
+template <>
+struct Place<const unsigned char*> {
+    typedef const Header& HeaderView;
+    enum : int { IS_RESIDENT = 0 };
+
+    template <class T>
+    __device__ __forceinline__ static const T& part(const unsigned char* bytes, u64 at) {
+        return *reinterpret_cast<const T*>(bytes + at);
+    }
+};
+
+template <>
+struct Place<InMemory> {
+    // A copy: stores to tensors could change what lies in memory, for all that the compiler knows.
+    typedef Header HeaderView;
+    enum : int { IS_RESIDENT = 1 };
+
+    template <class T>
+    __device__ __forceinline__ static const T& part(const InMemory& memory, u64 at) {
+        return *dialect::global(reinterpret_cast<const T*>(memory.bytes + at));
+    }
+};
+
+// The flags of a table's header.
+template <class Source>
+__device__ __forceinline__ u32 flags_of(Source source) {
+    return Place<Source>::template part<Header>(source, 0).flags;
+}
+
+// The table seen through the kernel's own scalars and sets.
+template <class Scalars, class Set, int LISTS, class Source = const unsigned char*>
 struct Table {
     static_assert(sizeof(Set) % 8 == 0 && alignof(Scalars) <= 8 && alignof(Set) <= 8, "parts keep what follows aligned to 8 bytes");
 
-    const unsigned char* bytes;
+    Source source;
 
     enum : u32 { SETS_AT = sizeof(Header) + (sizeof(Scalars) + 7) / 8 * 8 };
 
-    __device__ __forceinline__ const Header& header() const {
-        return *reinterpret_cast<const Header*>(bytes);
+    template <class T>
+    __device__ __forceinline__ const T& part(u64 at) const {
+        return Place<Source>::template part<T>(source, at);
+    }
+
+    __device__ __forceinline__ typename Place<Source>::HeaderView header() const {
+        return part<Header>(0);
     }
 
     __device__ __forceinline__ const Scalars& scalars() const {
-        return *reinterpret_cast<const Scalars*>(bytes + sizeof(Header));
+        return part<Scalars>(sizeof(Header));
     }
 
     __device__ __forceinline__ const Set& set(u32 index) const {
-        return *reinterpret_cast<const Set*>(bytes + SETS_AT + index * sizeof(Set));
+        return part<Set>(SETS_AT + index * sizeof(Set));
     }
 
     __device__ __forceinline__ const Record<LISTS>& record(u32 index) const {
         const u32 records_at = SETS_AT + header().set_count * sizeof(Set);
-        return *reinterpret_cast<const Record<LISTS>*>(bytes + records_at + index * sizeof(Record<LISTS>));
+        return part<Record<LISTS>>(records_at + index * sizeof(Record<LISTS>));
+    }
+
+    // Entry `index` of what a resident table has behind its records.
+    __device__ __forceinline__ u32 behind_records(u64 index) const {
+        const auto header = this->header();
+        const u64 at = SETS_AT + header.set_count * sizeof(Set) + header.record_count * sizeof(Record<LISTS>);
+        return part<u32>(at + index * sizeof(u32));
     }
 
     // The last record that starts at or before `chunk`.
     __device__ __forceinline__ u32 record_of_chunk(u32 chunk) const {
+        if constexpr (Place<Source>::IS_RESIDENT) {
+            return behind_records(chunk);
+        }
         u32 low = 0;
         u32 high = header().record_count;
         while (high - low > 1) {

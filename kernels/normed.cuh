@@ -12,7 +12,7 @@
 // does) and the functions `terms`, `finish` and `update`. A parameter with a master is its master, in sums as in updates.
 #pragma once
 
-#include "storage.cuh"
+#include "resident.cuh"
 
 namespace normed {
 
@@ -76,7 +76,7 @@ __device__ __forceinline__ double* shared_total() {
     return total;
 }
 
-template <class Rule, bool AT_RANDOM>
+template <class Rule, bool AT_RANDOM, class Source>
 struct Engine {
     typedef typename Rule::Format Format;
     typedef typename Format::Param Param;
@@ -94,7 +94,7 @@ struct Engine {
         ROW_BYTES = sizeof(Param) * (1 + Format::READS_PARAM) + sizeof(State) * SUMMED + sizeof(Beside) * Format::LISTS_BESIDE,
     };
     typedef multi_tensor::Record<WORDS> Row;
-    typedef multi_tensor::Table<typename Rule::Scalars, KeyedSet, WORDS> Arguments;
+    typedef multi_tensor::Table<typename Rule::Scalars, KeyedSet, WORDS, Source> Arguments;
 
     Arguments table;
 
@@ -394,6 +394,10 @@ struct Engine {
         if (multi_tensor::is_skipped(table.header())) {
             return;
         }
+        if constexpr (multi_tensor::Place<Source>::IS_RESIDENT) {
+            planned_waves();
+            return;
+        }
         const u32 records = table.header().record_count;
         for (u32 first = 0, end = 0; first < records; first = end) {
             const u32 first_chunk = table.record(first).first_chunk;
@@ -407,38 +411,52 @@ struct Engine {
             update_chunks(first_chunk, end_chunk);
         }
     }
+
+    // The waves of a resident table: behind the map of all chunks, how many, and the chunk at which each ends.
+    __device__ __forceinline__ void planned_waves() const {
+        const u64 waves_at = chunk_count();
+        const u32 waves = table.behind_records(waves_at);
+        u32 first_chunk = 0;
+        for (u32 wave = 0; wave < waves; wave++) {
+            const u32 end_chunk = table.behind_records(waves_at + 1 + wave);
+            sum_chunks(first_chunk, end_chunk);
+            dialect::grid_sync();
+            update_chunks(first_chunk, end_chunk);
+            first_chunk = end_chunk;
+        }
+    }
 #endif
 };
 
-template <class Rule, bool AT_RANDOM>
-__device__ __forceinline__ Engine<Rule, AT_RANDOM> engine(const unsigned char* arguments) {
-    Engine<Rule, AT_RANDOM> engine;
+template <class Rule, bool AT_RANDOM, class Source>
+__device__ __forceinline__ Engine<Rule, AT_RANDOM, Source> engine(Source arguments) {
+    Engine<Rule, AT_RANDOM, Source> engine;
     engine.table = {arguments};
     return engine;
 }
 
 // Whether values are rounded at random: the format may be, and the flag says so.
-template <class Rule>
-__device__ __forceinline__ bool is_drawn(const unsigned char* arguments) {
+template <class Rule, class Source>
+__device__ __forceinline__ bool is_drawn(Source arguments) {
     return storage::MayDraw<typename Rule::Format>::VALUE &&
-           (reinterpret_cast<const multi_tensor::Header*>(arguments)->flags & storage::FLAG_STOCHASTIC) != 0;
+           (multi_tensor::flags_of(arguments) & storage::FLAG_STOCHASTIC) != 0;
 }
 
-template <class Rule, bool AT_RANDOM>
-__device__ __forceinline__ void sums_of(const unsigned char* arguments) {
-    const Engine<Rule, AT_RANDOM> own = engine<Rule, AT_RANDOM>(arguments);
+template <class Rule, bool AT_RANDOM, class Source>
+__device__ __forceinline__ void sums_of(Source arguments) {
+    const Engine<Rule, AT_RANDOM, Source> own = engine<Rule, AT_RANDOM>(arguments);
     own.sum_chunks(0, own.chunk_count());
 }
 
-template <class Rule, bool AT_RANDOM>
-__device__ __forceinline__ void update_of(const unsigned char* arguments) {
-    const Engine<Rule, AT_RANDOM> own = engine<Rule, AT_RANDOM>(arguments);
+template <class Rule, bool AT_RANDOM, class Source>
+__device__ __forceinline__ void update_of(Source arguments) {
+    const Engine<Rule, AT_RANDOM, Source> own = engine<Rule, AT_RANDOM>(arguments);
     own.update_chunks(0, own.chunk_count());
 }
 
 // The entries of a rule.
-template <class Rule>
-__device__ __forceinline__ void sums(const unsigned char* arguments) {
+template <class Rule, class Source>
+__device__ __forceinline__ void sums(Source arguments) {
     if (is_drawn<Rule>(arguments)) {
         sums_of<Rule, storage::MayDraw<typename Rule::Format>::VALUE != 0>(arguments);
     } else {
@@ -446,8 +464,8 @@ __device__ __forceinline__ void sums(const unsigned char* arguments) {
     }
 }
 
-template <class Rule>
-__device__ __forceinline__ void update(const unsigned char* arguments) {
+template <class Rule, class Source>
+__device__ __forceinline__ void update(Source arguments) {
     if (is_drawn<Rule>(arguments)) {
         update_of<Rule, storage::MayDraw<typename Rule::Format>::VALUE != 0>(arguments);
     } else {
@@ -456,8 +474,8 @@ __device__ __forceinline__ void update(const unsigned char* arguments) {
 }
 
 #ifdef GRID_SYNC
-template <class Rule>
-__device__ __forceinline__ void waves(const unsigned char* arguments) {
+template <class Rule, class Source>
+__device__ __forceinline__ void waves(Source arguments) {
     if (is_drawn<Rule>(arguments)) {
         engine<Rule, storage::MayDraw<typename Rule::Format>::VALUE != 0>(arguments).waves();
     } else {

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use fusestep_coalesce::HostMemory;
 use fusestep_cpu::CpuBackend;
-use fusestep_simd::stream_4r3w;
+use fusestep_simd::stream;
 
 /// One thread, and all threads if there are more.
 pub(crate) fn thread_counts() -> Vec<NonZeroUsize> {
@@ -28,14 +28,14 @@ impl Ceiling {
     /// # Panics
     /// If one pass over them does not give what it must.
     pub(crate) fn new(numel: usize, backend: &CpuBackend) -> Self {
-        let arrays = [0.0f32, 1.0, 5.0, 5.0].map(|value| {
+        let arrays = [1.0f32, 2.0, 3.0, 4.0].map(|value| {
             let mut memory = HostMemory::zeroed(numel * size_of::<f32>()).expect("memory");
             memory.elements_mut().fill(value);
             memory
         });
         let mut ceiling = Self { arrays };
         ceiling.pass(backend, 128);
-        for (array, expected) in ceiling.arrays.iter().zip([1.0f32, 1.0, 6.0, 4.0]) {
+        for (array, expected) in ceiling.arrays.iter().zip([1.0f32, 3.0, 4.0, 5.0]) {
             assert!(array.elements().iter().all(|&x: &f32| x == expected));
         }
         ceiling
@@ -43,13 +43,9 @@ impl Ceiling {
 
     /// One pass, prefetching this many elements ahead.
     pub(crate) fn pass(&mut self, backend: &CpuBackend, prefetch_distance: usize) {
-        let [a, b, c, d] = &mut self.arrays;
-        let arrays = (
-            a.elements_mut(),
-            b.elements(),
-            c.elements_mut(),
-            d.elements_mut(),
-        );
-        stream_4r3w(backend.team(), backend.level(), prefetch_distance, arrays);
+        let [read, written @ ..] = &mut self.arrays;
+        let written = written.each_mut().map(HostMemory::elements_mut);
+        let (team, level) = (backend.team(), backend.level());
+        stream(team, level, prefetch_distance, read.elements(), written);
     }
 }

@@ -58,16 +58,19 @@ const HEADERS: &[(&str, &str)] = &[
     ("elementwise.cuh", include_str!("../elementwise.cuh")),
     ("multi_tensor.cuh", include_str!("../multi_tensor.cuh")),
     ("normed.cuh", include_str!("../normed.cuh")),
+    ("resident.cuh", include_str!("../resident.cuh")),
     ("storage.cuh", include_str!("../storage.cuh")),
 ];
 
-/// Size of the by-value parameter of a device entry.
+/// The by-value parameter of a device entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ArgumentBlock {
     /// 4,096 bytes, which every device takes.
     Classic,
     /// 32,760 bytes, of the 32,764 that devices of compute capability 7.0 or newer take from driver 530 on.
     Large,
+    /// 16 bytes: where a table lies in the device's memory, and what its sets are derived from.
+    Resident,
 }
 
 impl ArgumentBlock {
@@ -76,10 +79,11 @@ impl ArgumentBlock {
         match self {
             Self::Classic => 4096,
             Self::Large => 32_760,
+            Self::Resident => 16,
         }
     }
 
-    /// The smallest block that carries `argument_bytes`, or none if they fit into neither.
+    /// The smallest block that carries a table of `argument_bytes`, or none if they fit into neither.
     pub const fn for_bytes(argument_bytes: usize) -> Option<Self> {
         if argument_bytes <= Self::Classic.len_bytes() {
             Some(Self::Classic)
@@ -94,6 +98,7 @@ impl ArgumentBlock {
         match self {
             Self::Classic => "_4k",
             Self::Large => "_32k",
+            Self::Resident => "_resident",
         }
     }
 }

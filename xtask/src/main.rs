@@ -11,6 +11,7 @@ mod mpi;
 mod mpi_bench;
 mod mpi_victims;
 mod nccl;
+mod parallel;
 mod ptx;
 mod ptxas;
 mod sanitize;

@@ -8,7 +8,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 
 use crate::{
-    ptxas,
+    parallel, ptxas,
     wheels::{self, NVRTC, RUNTIME_HEADERS},
     workspace_root,
 };
@@ -22,6 +22,13 @@ const OPTIONS: [&str; 6] = [
     "--ftz=false",
     "--std=c++17",
 ];
+
+/// What stands above the table of `docs/registers.md`.
+const REGISTERS_HEAD: &str = "# Registers of every kernel
+
+Per thread, by `ptxas` for each promised device; no entry keeps anything on a stack or spills. Written by `cargo xtask ptx`.
+
+";
 
 /// What happens to PTX once it is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,9 +54,12 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let compiler = Compiler::fetch(&root)?;
     let stems = stems(&kernels)?;
     let mut differences = Vec::new();
+    parallel::map(&stems, |stem| {
+        let compiled = fresh.join(format!("{stem}.ptx"));
+        compiler.compile(&kernels.join(format!("{stem}.cu")), &compiled)
+    })?;
     for stem in &stems {
         let compiled = fresh.join(format!("{stem}.ptx"));
-        compiler.compile(&kernels.join(format!("{stem}.cu")), &compiled)?;
         let target = checked_in.join(format!("{stem}.ptx"));
         match mode {
             Mode::Write => {
@@ -62,7 +72,12 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     if !differences.is_empty() {
         bail!("{}\nrun `cargo xtask ptx`", differences.join("\n"));
     }
-    ptxas::report(&root, &fresh, &stems)
+    let registers = ptxas::report(&root, &fresh, &stems)?;
+    if mode == Mode::Write {
+        let page = format!("{REGISTERS_HEAD}{registers}");
+        fs::write(root.join("docs/registers.md"), page)?;
+    }
+    Ok(())
 }
 
 /// The names of all kernels, sorted.

@@ -4,6 +4,7 @@ use std::{path::Path, process::Command};
 
 use anyhow::{Context, Result, bail};
 
+use crate::parallel;
 use crate::wheels::{self, PTXAS};
 
 /// V100, A100, H100 and H200, B200.
@@ -18,21 +19,27 @@ struct Entry {
     spill_bytes: u32,
 }
 
-/// Prints one row per entry with its registers on every device.
+/// A table of one row per entry with its registers on every device.
 ///
 /// # Errors
 /// If an entry spills, or keeps anything on a stack: its argument block was copied to local memory, or an array index is not constant.
-pub(crate) fn report(root: &Path, folder: &Path, stems: &[String]) -> Result<()> {
+pub(crate) fn report(root: &Path, folder: &Path, stems: &[String]) -> Result<String> {
     let assembler = wheels::file_below(&PTXAS.unpacked(root)?, "ptxas")?;
     make_executable(&assembler)?;
-    println!("| entry | {} |", DEVICES.join(" | "));
-    println!("|---|{}", "---|".repeat(DEVICES.len()));
+    let mut table = format!("| entry | {} |\n", DEVICES.join(" | "));
+    table += &format!("|---|{}\n", "---|".repeat(DEVICES.len()));
+    let jobs: Vec<(&str, &str)> = stems
+        .iter()
+        .flat_map(|stem| DEVICES.map(|device| (stem.as_str(), device)))
+        .collect();
+    let reports = parallel::map(&jobs, |(stem, device)| {
+        assemble(&assembler, device, &folder.join(format!("{stem}.ptx")))
+    })?;
     let mut failures = Vec::new();
-    for stem in stems {
+    for of_stem in reports.chunks(DEVICES.len()) {
         let mut rows: Vec<(String, Vec<String>)> = Vec::new();
-        for device in DEVICES {
-            let ptx = folder.join(format!("{stem}.ptx"));
-            let mut entries = assemble(&assembler, device, &ptx)?;
+        for (device, entries) in DEVICES.iter().zip(of_stem) {
+            let mut entries = entries.clone();
             entries.sort_by(|left, right| left.name.cmp(&right.name));
             for (i, entry) in entries.into_iter().enumerate() {
                 if entry.spill_bytes + entry.stack_bytes > 0 {
@@ -48,15 +55,14 @@ pub(crate) fn report(root: &Path, folder: &Path, stems: &[String]) -> Result<()>
             }
         }
         for (name, registers) in rows {
-            println!("| `{name}` | {} |", registers.join(" | "));
+            table += &format!("| `{name}` | {} |\n", registers.join(" | "));
         }
     }
-    println!("registers per thread");
     if !failures.is_empty() {
         bail!("{}", failures.join("\n"));
     }
-    println!("no stack and no spills");
-    Ok(())
+    println!("{table}registers per thread; no stack and no spills");
+    Ok(table)
 }
 
 fn assemble(assembler: &Path, device: &str, ptx: &Path) -> Result<Vec<Entry>> {

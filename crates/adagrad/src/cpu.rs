@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use fusestep_elementwise::{Compute, Update, padded_bytes, read_values, run_format, write_padded};
 use fusestep_launch::{
     ArgumentLayout, Format, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, Objective,
-    SetValues, TensorList, entry,
+    ResidentSets, SetValues, TensorList, entry, sets_entry,
 };
 
 use crate::Adagrad;
@@ -74,6 +74,13 @@ impl<T: Compute> MultiTensorKernel for AdagradKernel<T> {
             &[set.step_size, set.l2, set.initial].map(T::round),
             self.format.write_key(values.step, out),
         );
+    }
+
+    fn resident(&self) -> Option<ResidentSets> {
+        let c = &self.config;
+        let hyper = [c.lr_decay, c.weight_decay, c.initial_sum];
+        let entry = sets_entry!("adagrad", self.format);
+        Some(ResidentSets::new(entry, &hyper, self.format.seed()))
     }
 
     fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {

@@ -1,34 +1,30 @@
 //! `fusestep bench`: a step's time beside the naive plan's and the memory bandwidth, all measured in turn in one run.
 
-use std::convert::Infallible;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
-use std::time::Instant;
 
 use anyhow::{Context, bail, ensure};
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor, Var};
 use candle_nn::{Optimizer as _, ParamsAdamW};
 use clap::{Args, ValueEnum};
-use fusestep_coalesce::HostMemory;
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::Precision;
 use fusestep_planner::{Optimizer, Plan, Planner, State};
-use fusestep_simd::{PREFETCH_DISTANCES, stream_4r3w};
+use fusestep_simd::PREFETCH_DISTANCES;
 use fusestep_tensor::{DType, ParamDesc, Role};
 use half::{bf16, f16};
 use serde::Serialize;
 
 use crate::bench_collective::{self, CollectiveArgs};
+use crate::ceiling::Ceiling;
 use crate::engine::Engine;
 use crate::gradients::GradientArgs;
 use crate::inputs::read_model;
 use crate::options::{ParamDType, PlanningArgs, PrecisionArgs, parse_threads, threads};
 use crate::output::{duration, print, print_json};
 use crate::rules::{OptimizerArgs, Rule};
-
-/// A sample lasts at least this long, so that the clock and a wake-up do not show.
-const MIN_SAMPLE_NS: f64 = 4e6;
+use crate::timer::Timer;
 
 /// Flags of `bench`.
 #[derive(Debug, Args)]
@@ -99,9 +95,12 @@ struct BenchSummary {
     /// Memory traffic of a step.
     bytes_per_step: u64,
     gb_per_s: f64,
-    /// The best stream of four reads and three writes over as many bytes in this run.
+    /// The best stream over as many bytes in this run.
     ceiling_gb_per_s: f64,
     ceiling_prefetch_bytes: usize,
+    /// Arrays that the ceiling's stream reads and writes: as many as the step has lists.
+    ceiling_reads: usize,
+    ceiling_writes: usize,
     share_of_ceiling: f64,
     #[serde(flatten)]
     candle: Option<CandleTimes>,
@@ -137,11 +136,9 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     let mut unfused = Subject::new(&plans.naive, &backend)?;
     let wide = plans.wide.as_ref();
     let mut f32_step = wide.map(|wide| Subject::new(wide, &backend)).transpose()?;
-    let mut ceiling = Ceiling::new(&backend, plan.traffic_bytes())?;
-    let mut candle = match args.peer {
-        Some(Peer::Candle) => Some(CandlePair::new(&params, rule, args.threads)?),
-        None => None,
-    };
+    let mut ceiling = Ceiling::new(&backend, plan)?;
+    let pair = |Peer::Candle| CandlePair::new(&params, rule, args.threads);
+    let mut candle = args.peer.map(pair).transpose()?;
     for _ in 0..args.rounds.get() {
         // The step is timed as often as streams are, or the ceiling would have more tries at a quiet moment.
         for stream in 0..PREFETCH_DISTANCES.len() {
@@ -175,6 +172,8 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
         gb_per_s,
         ceiling_gb_per_s,
         ceiling_prefetch_bytes,
+        ceiling_reads: ceiling.reads(),
+        ceiling_writes: ceiling.writes(),
         share_of_ceiling: gb_per_s / ceiling_gb_per_s,
         candle: candle.map(CandlePair::times),
     };
@@ -206,7 +205,10 @@ impl std::fmt::Display for BenchSummary {
             )?;
         }
         let ceiling_ns = self.bytes_per_step as f64 / self.ceiling_gb_per_s;
-        let gb = format!("{:.1} GB/s, 4 reads and 3 writes", self.ceiling_gb_per_s);
+        let gb = format!(
+            "{:.1} GB/s, {} reads and {} writes",
+            self.ceiling_gb_per_s, self.ceiling_reads, self.ceiling_writes
+        );
         row("memory bandwidth", ceiling_ns, gb)?;
         if let Some(candle) = &self.candle {
             row("candle's AdamW", candle.candle_ns_per_step, String::new())?;
@@ -218,37 +220,6 @@ impl std::fmt::Display for BenchSummary {
             )?;
         }
         writeln!(f, "share of ceiling: {:.3}", self.share_of_ceiling)
-    }
-}
-
-/// The best time per call so far.
-struct Timer {
-    best: f64,
-    /// Calls of one sample, so that it lasts long enough.
-    calls: u32,
-}
-
-impl Timer {
-    fn new() -> Self {
-        Self {
-            best: f64::INFINITY,
-            calls: 1,
-        }
-    }
-
-    fn sample<E>(&mut self, mut call: impl FnMut() -> Result<(), E>) -> Result<(), E> {
-        loop {
-            let start = Instant::now();
-            for _ in 0..self.calls {
-                call()?;
-            }
-            let nanoseconds = start.elapsed().as_nanos() as f64;
-            if nanoseconds >= MIN_SAMPLE_NS || self.calls >= 1 << 20 {
-                self.best = self.best.min(nanoseconds / f64::from(self.calls));
-                return Ok(());
-            }
-            self.calls *= 2;
-        }
     }
 }
 
@@ -336,60 +307,6 @@ fn filled(param: &ParamDesc, value: f64) -> Vec<u8> {
         DType::F16 => f16::from_f64(value).to_le_bytes().repeat(numel),
         DType::BF16 => bf16::from_f64(value).to_le_bytes().repeat(numel),
         _ => (value as f32).to_le_bytes().repeat(numel),
-    }
-}
-
-/// Four arrays that together have a step's traffic.
-struct Ceiling<'a> {
-    backend: &'a CpuBackend,
-    arrays: [HostMemory; 4],
-    numel: usize,
-    /// One for each prefetch distance.
-    timers: Vec<Timer>,
-}
-
-/// Bytes that one element of the stream moves: four reads, three writes.
-const STREAM_BYTES: u64 = 28;
-
-impl<'a> Ceiling<'a> {
-    fn new(backend: &'a CpuBackend, traffic_bytes: u64) -> anyhow::Result<Self> {
-        let numel = traffic_bytes.div_ceil(STREAM_BYTES).max(1) as usize;
-        // Aligned like a state's tensors: vectors that cross cache lines would make the ceiling too low.
-        let array = || HostMemory::zeroed(numel * size_of::<f32>());
-        let mut arrays = [array()?, array()?, array()?, array()?];
-        for array in &mut arrays {
-            // Written once, because untouched pages would all be the same page of zeros.
-            array.elements_mut::<f32>().fill(1.0);
-        }
-        Ok(Self {
-            backend,
-            arrays,
-            numel,
-            timers: PREFETCH_DISTANCES.iter().map(|_| Timer::new()).collect(),
-        })
-    }
-
-    /// Times the stream of one prefetch distance.
-    fn sample(&mut self, stream: usize) {
-        let [a, b, c, d] = &mut self.arrays;
-        let (a, b) = (a.elements_mut::<f32>(), b.elements::<f32>());
-        let (c, d) = (c.elements_mut::<f32>(), d.elements_mut::<f32>());
-        let (team, level) = (self.backend.team(), self.backend.level());
-        let distance = PREFETCH_DISTANCES[stream];
-        let streamed: Result<(), Infallible> = self.timers[stream].sample(|| {
-            stream_4r3w(team, level, distance, (a, b, c, d));
-            Ok(())
-        });
-        let Ok(()) = streamed;
-    }
-
-    /// The prefetch distance in bytes and the bandwidth of the best stream.
-    fn best(&self) -> (usize, f64) {
-        let bytes = (self.numel as u64 * STREAM_BYTES) as f64;
-        let rates = self.timers.iter().map(|timer| bytes / timer.best);
-        let rates = PREFETCH_DISTANCES.iter().copied().zip(rates);
-        let best = rates.max_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or((0, 0.0));
-        (best.0 * size_of::<f32>(), best.1)
     }
 }
 

@@ -3,6 +3,7 @@
 
 mod bench;
 mod bench_collective;
+mod ceiling;
 mod check;
 mod digits;
 mod engine;
@@ -15,6 +16,7 @@ mod plan;
 mod report;
 mod rules;
 mod step;
+mod timer;
 mod train;
 
 use std::process::ExitCode;

@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use fusestep_cpu::CpuBackend;
 use fusestep_cuda::CudaBackend;
 use fusestep_launch::{Backend, LaunchLimits, Master, Precision, Rounding, StateDType};
-use fusestep_planner::{Optimizer, Planner};
+use fusestep_planner::{Optimizer, Planner, TableKind};
 use fusestep_simd::MAX_THREADS;
 use fusestep_tensor::{DType, ParamDesc};
 
@@ -102,12 +102,26 @@ impl PrecisionArgs {
     }
 }
 
+/// Where the tables of launches lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum TableName {
+    /// In the arguments where each stage fits into one launch, else resident
+    Auto,
+    /// In the arguments, as many tensors as fit; the host derives the scalars of a step
+    Arguments,
+    /// In the device's memory, any number of tensors; the device derives the scalars
+    Resident,
+}
+
 /// How tensors are put into launches; none of it changes a result.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct PlanningArgs {
     /// Bytes of arguments one launch may carry: 4096 on any CUDA device, 32764 on newer ones [default: the backend's]
     #[arg(long, value_name = "BYTES")]
     pub(crate) argument_bytes: Option<usize>,
+    /// Where the tables of a device's launches lie; the cpu has none
+    #[arg(long, value_enum, default_value = "arguments")]
+    pub(crate) table: TableName,
     /// One launch per tensor, no pass
     #[arg(long)]
     pub(crate) naive: bool,
@@ -124,7 +138,12 @@ impl PlanningArgs {
     }
 
     pub(crate) fn planner(&self, rule: Optimizer, limits: LaunchLimits) -> Planner {
-        let planner = Planner::new(rule).limits(limits);
+        let table = match self.table {
+            TableName::Auto => TableKind::Auto,
+            TableName::Arguments => TableKind::Arguments,
+            TableName::Resident => TableKind::Resident,
+        };
+        let planner = Planner::new(rule).limits(limits).table(table);
         if self.naive { planner.naive() } else { planner }
     }
 }

@@ -93,7 +93,7 @@ fn names(dtype: DType, op: ReduceOp) -> Option<(ffi::MPI_Datatype, ffi::MPI_Op)>
             DType::I32 => ffi::RSMPI_INT32_T,
             DType::I64 => ffi::RSMPI_INT64_T,
             // Open MPI 4.1 adds bytes with saturation where the processor has AVX.
-            DType::U8 | DType::F16 | DType::BF16 => return None,
+            DType::U8 | DType::U16 | DType::F16 | DType::BF16 => return None,
         };
         let op = match op {
             ReduceOp::Sum | ReduceOp::Average => ffi::RSMPI_SUM,

@@ -69,9 +69,10 @@ fn nap(time: Duration) {
         time.as_secs_f64(),
         std::process::id()
     );
-    Command::new("sh")
+    let mut waker = Command::new("sh")
         .args(["-c", &script])
         .spawn()
         .expect("sh");
     signal("STOP");
+    waker.wait().expect("sh");
 }

@@ -10,13 +10,14 @@ use crate::EmulatorError;
 use crate::entries::host_source;
 
 /// The emulator's own sources, so that it can be built from anywhere.
-const SOURCES: [(&str, &str); 12] = [
+const SOURCES: [(&str, &str); 13] = [
     ("device_language.hpp", include_str!("device_language.hpp")),
     ("driver_api.hpp", include_str!("driver_api.hpp")),
     ("driver.hpp", include_str!("driver.hpp")),
     ("fiber.hpp", include_str!("fiber.hpp")),
     ("machine.hpp", include_str!("machine.hpp")),
     ("driver_device.cpp", include_str!("driver_device.cpp")),
+    ("driver_graph.cpp", include_str!("driver_graph.cpp")),
     ("driver_launch.cpp", include_str!("driver_launch.cpp")),
     ("driver_memory.cpp", include_str!("driver_memory.cpp")),
     ("execution.cpp", include_str!("execution.cpp")),

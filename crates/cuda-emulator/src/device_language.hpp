@@ -58,6 +58,13 @@ void shuffle(void* value, std::size_t len_bytes, int lane_mask);
 
 namespace dialect {
 
+// What lies at the address, to be read in place.
+template <class T>
+inline const T* global(const T* address) {
+    emulator::check_access(address, sizeof(T), alignof(T), emulator::Access::Load);
+    return address;
+}
+
 template <class T>
 inline T load(const T* address) {
     static_assert(std::is_trivially_copyable<T>::value, "global memory holds plain values");
@@ -121,6 +128,8 @@ inline T shuffle_xor(T value, int lane_mask) {
 // IEEE 754 asks for a correctly rounded square root, and hosts give it.
 inline float square_root(float value) { return std::sqrt(value); }
 inline double square_root(double value) { return std::sqrt(value); }
+
+inline double multiply_add(double a, double b, double c) { return std::fma(a, b, c); }
 
 inline float float_of(unsigned bits) {
     float value;

@@ -1,6 +1,7 @@
 // What the driver's functions share: one lock, the context, and errors that stay.
 #pragma once
 
+#include <memory>
 #include <mutex>
 
 #include "machine.hpp"
@@ -39,5 +40,18 @@ CUresult with_context(Body body) {
 void destroy_handles();
 // Whether the stream is the default one or has been created.
 bool is_stream(CUstream stream);
+
+// A launch with the copy of its arguments that every thread reads.
+struct Enqueued {
+    const Kernel* kernel;
+    LaunchShape shape;
+    std::shared_ptr<const std::max_align_t[]> arguments;
+};
+
+// Whether launches on the stream are recorded in place of being run. Nothing else can be enqueued there then.
+bool is_capturing(CUstream stream);
+void record(CUstream stream, const Enqueued& launch);
+// Forgets all graphs and recordings.
+void release_graphs();
 
 }  // namespace emulator

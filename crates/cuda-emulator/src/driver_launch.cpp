@@ -112,8 +112,12 @@ CUresult launch(CUfunction function, const LaunchShape& shape, CUstream stream, 
         const void* arguments = argument_block(*kernel, params, extra);
         if (arguments == nullptr) return CUDA_ERROR_INVALID_VALUE;
         // As on a device, the block is copied when the launch is enqueued, aligned, and every thread reads this one copy.
-        const std::unique_ptr<std::max_align_t[]> copy(new std::max_align_t[kernel->argument_bytes / sizeof(std::max_align_t) + 1]);
+        const std::shared_ptr<std::max_align_t[]> copy(new std::max_align_t[kernel->argument_bytes / sizeof(std::max_align_t) + 1]);
         std::memcpy(copy.get(), arguments, kernel->argument_bytes);
+        if (is_capturing(stream)) {
+            record(stream, {kernel, shape, copy});
+            return CUDA_SUCCESS;
+        }
         // A launch is asynchronous: its fault shows in the next call.
         sticky = run_kernel(*kernel, shape, copy.get());
         return CUDA_SUCCESS;
@@ -124,6 +128,7 @@ CUresult launch(CUfunction function, const LaunchShape& shape, CUstream stream, 
 
 void destroy_handles() {
     release_all();
+    release_graphs();
     modules.clear();
     streams.clear();
     events.clear();
@@ -229,7 +234,10 @@ CUresult cuStreamDestroy_v2(CUstream stream) {
 }
 
 CUresult cuStreamSynchronize(CUstream stream) {
-    return with_context([&] { return is_stream(stream) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE; });
+    return with_context([&] {
+        if (is_capturing(stream)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+        return is_stream(stream) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+    });
 }
 
 CUresult cuStreamQuery(CUstream stream) { return cuStreamSynchronize(stream); }

@@ -14,6 +14,7 @@ void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(address); }
 CUresult copy(void* to, const void* from, size_t len_bytes, const void* device_range, const void* other_device_range, CUstream stream) {
     return with_context([&] {
         if (!is_stream(stream)) return CUDA_ERROR_INVALID_HANDLE;
+        if (is_capturing(stream)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
         if (len_bytes == 0) return CUDA_SUCCESS;
         if (to == nullptr || from == nullptr || !is_allocated(device_range, len_bytes)) return CUDA_ERROR_INVALID_VALUE;
         if (other_device_range != nullptr && !is_allocated(other_device_range, len_bytes)) return CUDA_ERROR_INVALID_VALUE;
@@ -26,6 +27,7 @@ template <class T>
 CUresult fill(CUdeviceptr to, T value, size_t count, CUstream stream) {
     return with_context([&] {
         if (!is_stream(stream)) return CUDA_ERROR_INVALID_HANDLE;
+        if (is_capturing(stream)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
         if (count == 0) return CUDA_SUCCESS;
         if (count > SIZE_MAX / sizeof(T) || to % sizeof(T) != 0 || !is_allocated(pointer(to), count * sizeof(T)))
             return CUDA_ERROR_INVALID_VALUE;

@@ -3,23 +3,23 @@
 use std::ffi::c_void;
 use std::num::NonZeroU32;
 use std::ptr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cust::sys;
 use fusestep_kernels::ArgumentBlock;
 use fusestep_launch::{
-    Backend, BackendError, Batch, Buffer, CONTROL_BYTES, Conclude, Launch, LaunchLimits,
-    LaunchReport, ListBuffer, MAX_LISTS, Reduce, pack,
+    Backend, BackendError, Batch, Buffer, CONTROL_BYTES, Conclude, Graph, Launch, LaunchLimits,
+    LaunchReport, ListBuffer, MAX_LISTS, Reduce, ResidentTable, SetValues, pack,
 };
 
-use crate::buffer::DeviceBuffer;
+use crate::buffer::{Allocation, DeviceBuffer};
 use crate::kernels::Kernels;
 use crate::session::{Session, unavailable};
 use crate::status::check;
 use crate::{DeviceInfo, GridSync, NAME};
 
 /// Threads of a block, as the kernels are compiled for.
-const BLOCK_THREADS: u32 = 512;
+pub(crate) const BLOCK_THREADS: u32 = 512;
 
 /// CUDA's limit on the grid's first dimension.
 const GRID_MAX: u32 = i32::MAX as u32;
@@ -30,8 +30,11 @@ const GRID_MAX: u32 = i32::MAX as u32;
 /// [`Backend::synchronize`]. Methods may be called from any thread.
 #[derive(Debug)]
 pub struct CudaBackend {
-    session: Arc<Session>,
-    kernels: Mutex<Kernels>,
+    pub(crate) session: Arc<Session>,
+    /// Shared with graphs, which run what is loaded here.
+    pub(crate) kernels: Arc<Mutex<Kernels>>,
+    /// What a graph that is being recorded refers to.
+    recorded: Mutex<Option<Vec<Arc<Allocation>>>>,
     limits: LaunchLimits,
     wave_chunks: Option<NonZeroU32>,
     grid_sync: GridSync,
@@ -46,10 +49,12 @@ impl CudaBackend {
     pub fn open(ordinal: u32) -> Result<Self, BackendError> {
         let session = Session::open(ordinal)?;
         let limits = LaunchLimits::with_argument_bytes(session.info.argument_bytes);
+        let session = Arc::new(session);
         Ok(Self {
             grid_sync: session.info.grid_sync,
-            session: Arc::new(session),
-            kernels: Mutex::new(Kernels::new()),
+            kernels: Arc::new(Mutex::new(Kernels::new(&session))),
+            recorded: Mutex::new(None),
+            session,
             limits,
             wave_chunks: None,
         })
@@ -73,11 +78,30 @@ impl CudaBackend {
         self
     }
 
+    pub(crate) fn kernels(&self) -> MutexGuard<'_, Kernels> {
+        self.kernels.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn recorded(&self) -> MutexGuard<'_, Option<Vec<Arc<Allocation>>>> {
+        self.recorded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes a graph that is being recorded keep this memory.
+    pub(crate) fn keep(&self, allocation: &Arc<Allocation>) {
+        if let Some(kept) = self.recorded().as_mut() {
+            kept.push(Arc::clone(allocation));
+        }
+    }
+
     /// The address of so many slots for sums.
     pub(crate) fn slots(&self, count: u64) -> Result<u64, BackendError> {
         self.session.enter()?;
-        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-        kernels.slots.at_least(&self.session, count)
+        let mut kernels = self.kernels();
+        let address = kernels.slots.at_least(&self.session, count)?;
+        if let Some(allocation) = kernels.slots.allocation() {
+            self.keep(allocation);
+        }
+        Ok(address)
     }
 
     pub(crate) fn asked_wave_chunks(&self) -> Option<NonZeroU32> {
@@ -115,11 +139,13 @@ impl CudaBackend {
         &self,
         buffer: &'b dyn Buffer,
     ) -> Result<&'b DeviceBuffer, BackendError> {
-        DeviceBuffer::of(&self.session, buffer)
+        let buffer = DeviceBuffer::of(&self.session, buffer)?;
+        self.keep(buffer.allocation());
+        Ok(buffer)
     }
 
     /// Where a control block lies.
-    fn control_address(&self, control: &dyn Buffer) -> Result<u64, BackendError> {
+    pub(crate) fn control_address(&self, control: &dyn Buffer) -> Result<u64, BackendError> {
         let found = control.len_bytes();
         if found < CONTROL_BYTES {
             return Err(BackendError::OutOfBounds {
@@ -141,9 +167,9 @@ impl CudaBackend {
         entry: Entry,
         write: &mut dyn FnMut(&mut [u8]),
     ) -> Result<(), BackendError> {
-        let block = self.block_for(entry.argument_bytes)?;
+        let block = entry.block;
         self.session.enter()?;
-        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kernels = self.kernels();
         let function = kernels.function(entry.stem, entry.entry, block)?;
         let blocks = match entry.grid {
             Grid::Apart(blocks) => blocks,
@@ -163,7 +189,7 @@ impl CudaBackend {
                     blocks,
                     1,
                     1,
-                    BLOCK_THREADS,
+                    entry.threads,
                     1,
                     1,
                     0,
@@ -179,7 +205,7 @@ impl CudaBackend {
                     blocks,
                     1,
                     1,
-                    BLOCK_THREADS,
+                    entry.threads,
                     1,
                     1,
                     0,
@@ -208,12 +234,13 @@ impl CudaBackend {
     }
 }
 
-/// One launch: which function, how long its arguments are, and its grid.
+/// One launch: which function, what its arguments are, and its grid.
 #[derive(Clone, Copy)]
 pub(crate) struct Entry {
     pub(crate) stem: &'static str,
     pub(crate) entry: &'static str,
-    pub(crate) argument_bytes: usize,
+    pub(crate) block: ArgumentBlock,
+    pub(crate) threads: u32,
     pub(crate) grid: Grid,
 }
 
@@ -268,7 +295,7 @@ impl Backend for CudaBackend {
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         let mut addresses = [0; MAX_LISTS];
         for (address, list) in addresses.iter_mut().zip(launch.lists.iter()) {
-            *address = DeviceBuffer::of(&self.session, list.buffer.as_ref())?.address();
+            *address = self.device_buffer(list.buffer.as_ref())?.address();
         }
         let addresses = &addresses[..launch.lists.len()];
         let control = match launch.control {
@@ -288,7 +315,8 @@ impl Backend for CudaBackend {
             let entry = Entry {
                 stem: launch.kernel.stem(),
                 entry: launch.kernel.entry(),
-                argument_bytes: argument_bytes(&launch, batch),
+                block: self.block_for(argument_bytes(&launch, batch))?,
+                threads: BLOCK_THREADS,
                 grid: Grid::Apart(batch.chunks),
             };
             self.enqueue(entry, &mut |bytes| {
@@ -306,26 +334,55 @@ impl Backend for CudaBackend {
         self.enqueue_conclusion(conclude)
     }
 
+    fn place_table(
+        &self,
+        launch: &Launch<'_>,
+        values: &[SetValues],
+    ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
+        Ok(Some(Box::new(self.place_launch(launch, values)?)))
+    }
+
+    fn launch_table(
+        &self,
+        launch: Launch<'_>,
+        table: &dyn ResidentTable,
+    ) -> Result<LaunchReport, BackendError> {
+        self.enqueue_table(&launch, table)
+    }
+
+    fn set_table_lr(&self, table: &mut dyn ResidentTable, lr: f64) -> Result<(), BackendError> {
+        self.set_lr_of(table, lr)
+    }
+
+    fn place_reduction(
+        &self,
+        reduce: &Reduce<'_>,
+    ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
+        Ok(Some(Box::new(self.place_reads(reduce)?)))
+    }
+
+    fn reduce_table(
+        &self,
+        reduce: Reduce<'_>,
+        table: &dyn ResidentTable,
+    ) -> Result<LaunchReport, BackendError> {
+        self.enqueue_reads(&reduce, table)
+    }
+
+    fn capture(
+        &self,
+        enqueue: &mut dyn FnMut() -> Result<(), BackendError>,
+    ) -> Result<Box<dyn Graph>, BackendError> {
+        Ok(Box::new(self.record(enqueue)?))
+    }
+
     fn take_skipped(&self) -> Result<u64, BackendError> {
         self.session.enter()?;
-        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-        kernels.slots.take_skipped()
+        self.kernels().take_skipped()
     }
 
     fn synchronize(&self) -> Result<(), BackendError> {
         self.session.synchronize()
-    }
-}
-
-impl Drop for CudaBackend {
-    fn drop(&mut self) {
-        // Modules must not go while their code runs. After a fault of the device nothing runs, and nothing can be unloaded either.
-        if self.session.synchronize().is_ok() {
-            self.kernels
-                .get_mut()
-                .unwrap_or_else(PoisonError::into_inner)
-                .unload();
-        }
     }
 }
 

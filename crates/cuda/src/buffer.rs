@@ -11,11 +11,17 @@ use crate::NAME;
 use crate::session::Session;
 use crate::status::check;
 
-/// Memory of one device; freed when dropped.
+/// Memory of one device; freed when the last of buffer and graphs that refer to it goes.
 #[derive(Debug)]
 pub(crate) struct DeviceBuffer {
+    allocation: Arc<Allocation>,
+}
+
+/// A range of device memory.
+#[derive(Debug)]
+pub(crate) struct Allocation {
     session: Arc<Session>,
-    /// 0 if the buffer is empty; else aligned to 256 bytes, as the driver's allocations are.
+    /// 0 if it is empty; else aligned to 256 bytes, as the driver's allocations are.
     address: CUdeviceptr,
     len_bytes: usize,
 }
@@ -23,32 +29,55 @@ pub(crate) struct DeviceBuffer {
 impl DeviceBuffer {
     /// Zeroed memory.
     pub(crate) fn zeroed(session: &Arc<Session>, len_bytes: usize) -> Result<Self, BackendError> {
-        let mut buffer = Self {
+        let mut allocation = Allocation {
             session: Arc::clone(session),
             address: 0,
             len_bytes: 0,
         };
-        if len_bytes == 0 {
-            return Ok(buffer);
+        if len_bytes > 0 {
+            session.enter()?;
+            let mut address = 0;
+            // SAFETY: writes one address; the context is current.
+            let status = unsafe { sys::cuMemAlloc_v2(&mut address, len_bytes) };
+            if status == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+                return Err(BackendError::OutOfMemory {
+                    backend: NAME,
+                    len_bytes,
+                });
+            }
+            check(status, || format!("allocating {len_bytes} bytes"))?;
+            // From here on the memory is the allocation's, which frees it if the next call fails.
+            allocation.address = address;
+            allocation.len_bytes = len_bytes;
+            // SAFETY: the range was allocated above and nothing else refers to it.
+            let status = unsafe { sys::cuMemsetD8Async(address, 0, len_bytes, session.stream()) };
+            check(status, || format!("zeroing {len_bytes} bytes"))?;
         }
+        Ok(Self {
+            allocation: Arc::new(allocation),
+        })
+    }
+
+    /// What keeps the memory.
+    pub(crate) fn allocation(&self) -> &Arc<Allocation> {
+        &self.allocation
+    }
+
+    /// Sets 8 bytes, in the order of what is enqueued and without waiting for it.
+    pub(crate) fn set_f64(&mut self, offset_bytes: usize, value: f64) -> Result<(), BackendError> {
+        let range = self.range(offset_bytes, size_of::<f64>())?;
+        let session = &self.allocation.session;
         session.enter()?;
-        let mut address = 0;
-        // SAFETY: writes one address; the context is current.
-        let status = unsafe { sys::cuMemAlloc_v2(&mut address, len_bytes) };
-        if status == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-            return Err(BackendError::OutOfMemory {
-                backend: NAME,
-                len_bytes,
-            });
+        let bits = value.to_bits();
+        for (address, word) in [
+            (range.start, bits as u32),
+            (range.start + 4, (bits >> 32) as u32),
+        ] {
+            // SAFETY: `range` lies in the allocation and starts at a multiple of 8, as do all offsets that are given.
+            let status = unsafe { sys::cuMemsetD32Async(address, word, 1, session.stream()) };
+            check(status, || "setting a value on the device".to_owned())?;
         }
-        check(status, || format!("allocating {len_bytes} bytes"))?;
-        // From here on the memory is the buffer's, which frees it if the next call fails.
-        buffer.address = address;
-        buffer.len_bytes = len_bytes;
-        // SAFETY: the range was allocated above and nothing else refers to it.
-        let status = unsafe { sys::cuMemsetD8Async(address, 0, len_bytes, session.stream()) };
-        check(status, || format!("zeroing {len_bytes} bytes"))?;
-        Ok(buffer)
+        Ok(())
     }
 
     /// The buffer, if it is one of this session.
@@ -59,13 +88,13 @@ impl DeviceBuffer {
         buffer
             .as_any()
             .downcast_ref::<Self>()
-            .filter(|own| Arc::ptr_eq(&own.session, session))
+            .filter(|own| Arc::ptr_eq(&own.allocation.session, session))
             .ok_or(BackendError::ForeignBuffer { backend: NAME })
     }
 
     /// Where the buffer lies; 0 if it is empty.
     pub(crate) fn address(&self) -> u64 {
-        self.address
+        self.allocation.address
     }
 
     pub(crate) fn write(&mut self, offset_bytes: usize, bytes: &[u8]) -> Result<(), BackendError> {
@@ -73,20 +102,21 @@ impl DeviceBuffer {
         if range.is_empty() {
             return Ok(());
         }
-        self.session.enter()?;
+        let session = &self.allocation.session;
+        session.enter()?;
         // SAFETY: `range` lies in the allocation; `bytes` is borrowed until the copy is done, which is waited for below.
         let status = unsafe {
             sys::cuMemcpyHtoDAsync_v2(
                 range.start,
                 bytes.as_ptr().cast(),
                 bytes.len(),
-                self.session.stream(),
+                session.stream(),
             )
         };
         let copied = check(status, || {
             format!("copying {} bytes to the device", bytes.len())
         });
-        copied.and(self.session.synchronize())
+        copied.and(session.synchronize())
     }
 
     pub(crate) fn read(&self, offset_bytes: usize, bytes: &mut [u8]) -> Result<(), BackendError> {
@@ -94,20 +124,21 @@ impl DeviceBuffer {
         if range.is_empty() {
             return Ok(());
         }
-        self.session.enter()?;
+        let session = &self.allocation.session;
+        session.enter()?;
         // SAFETY: `range` lies in the allocation; `bytes` is borrowed until the copy is done, which is waited for below.
         let status = unsafe {
             sys::cuMemcpyDtoHAsync_v2(
                 bytes.as_mut_ptr().cast(),
                 range.start,
                 bytes.len(),
-                self.session.stream(),
+                session.stream(),
             )
         };
         let copied = check(status, || {
             format!("copying {} bytes from the device", bytes.len())
         });
-        copied.and(self.session.synchronize())
+        copied.and(session.synchronize())
     }
 
     /// The addresses of `len_bytes` bytes from `offset_bytes` on.
@@ -117,20 +148,20 @@ impl DeviceBuffer {
         len_bytes: usize,
     ) -> Result<Range<CUdeviceptr>, BackendError> {
         match offset_bytes.checked_add(len_bytes) {
-            Some(end) if end <= self.len_bytes => {
-                Ok(self.address + offset_bytes as u64..self.address + end as u64)
+            Some(end) if end <= self.len_bytes() => {
+                Ok(self.address() + offset_bytes as u64..self.address() + end as u64)
             }
             _ => Err(BackendError::OutOfBounds {
                 backend: NAME,
                 offset_bytes,
                 len_bytes,
-                found: self.len_bytes,
+                found: self.len_bytes(),
             }),
         }
     }
 }
 
-impl Drop for DeviceBuffer {
+impl Drop for Allocation {
     fn drop(&mut self) {
         if self.address != 0 && self.session.enter().is_ok() {
             // The driver waits for work that uses the memory. An error of earlier work has no one to go to here.
@@ -142,7 +173,7 @@ impl Drop for DeviceBuffer {
 
 impl Buffer for DeviceBuffer {
     fn len_bytes(&self) -> usize {
-        self.len_bytes
+        self.allocation.len_bytes
     }
 
     fn host(&self) -> Option<&[u8]> {

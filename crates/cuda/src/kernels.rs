@@ -2,13 +2,14 @@
 
 use std::ffi::CString;
 use std::ptr;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cust::sys::{self, CUfunction, CUmodule, CUresult};
 use fusestep_kernels::ArgumentBlock;
 use fusestep_launch::BackendError;
 
 use crate::normed::Slots;
-use crate::session::unavailable;
+use crate::session::{Session, unavailable};
 use crate::status::check;
 
 /// Words of the largest argument block.
@@ -17,12 +18,15 @@ const BLOCK_WORDS: usize = ArgumentBlock::Large.len_bytes() / 8;
 /// What launches reuse: functions and the argument bytes.
 #[derive(Debug)]
 pub(crate) struct Kernels {
+    session: Arc<Session>,
     functions: Vec<Function>,
     modules: Vec<Module>,
     /// The argument block; words, because the driver copies it for parameters that are aligned to 8 bytes.
     pub(crate) block: Box<[u64; BLOCK_WORDS]>,
     /// Where sums over tensors go.
     pub(crate) slots: Slots,
+    /// The same of resident tables, each its own.
+    placed_slots: Vec<Arc<Mutex<Slots>>>,
 }
 
 #[derive(Debug)]
@@ -42,13 +46,53 @@ struct Function {
 unsafe impl Send for Kernels {}
 
 impl Kernels {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(session: &Arc<Session>) -> Self {
         Self {
+            session: Arc::clone(session),
             functions: Vec::new(),
             modules: Vec::new(),
             block: Box::new([0; BLOCK_WORDS]),
             slots: Slots::default(),
+            placed_slots: Vec::new(),
         }
+    }
+
+    /// Slots of a resident table, kept by it.
+    pub(crate) fn place_slots(
+        &mut self,
+        count: u64,
+    ) -> Result<(Arc<Mutex<Slots>>, u64), BackendError> {
+        let mut slots = Slots::default();
+        let address = slots.at_least(&self.session, count)?;
+        let slots = Arc::new(Mutex::new(slots));
+        self.forget_slots()?;
+        self.placed_slots.push(Arc::clone(&slots));
+        Ok((slots, address))
+    }
+
+    /// Tensors skipped since the last call; waits for the device.
+    pub(crate) fn take_skipped(&mut self) -> Result<u64, BackendError> {
+        let mut skipped = self.slots.take_skipped()?;
+        for slots in &self.placed_slots {
+            skipped += slots
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take_skipped()?;
+        }
+        self.forget_slots()?;
+        Ok(skipped)
+    }
+
+    /// Lets go of slots whose tables are gone, and keeps their counts.
+    fn forget_slots(&mut self) -> Result<(), BackendError> {
+        for slots in self
+            .placed_slots
+            .extract_if(.., |slots| Arc::strong_count(slots) == 1)
+        {
+            let mut slots = slots.lock().unwrap_or_else(PoisonError::into_inner);
+            self.slots.count_skipped(slots.take_skipped()?);
+        }
+        Ok(())
     }
 
     /// The function of an entry for argument blocks of this size; the context must be current.
@@ -121,11 +165,20 @@ impl Kernels {
     }
 
     /// Unloads the modules; the context must be current and nothing that was launched may still run.
-    pub(crate) fn unload(&mut self) {
+    fn unload(&mut self) {
         self.functions.clear();
         for module in self.modules.drain(..) {
             // SAFETY: each handle comes from a successful load and is unloaded once; its functions are forgotten above.
             let _ = unsafe { sys::cuModuleUnload(module.handle) };
+        }
+    }
+}
+
+impl Drop for Kernels {
+    fn drop(&mut self) {
+        // Modules must not go while their code runs. After a fault of the device nothing runs, and nothing can be unloaded either.
+        if self.session.synchronize().is_ok() {
+            self.unload();
         }
     }
 }

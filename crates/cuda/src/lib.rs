@@ -7,6 +7,8 @@ mod absent;
 mod backend;
 #[cfg(feature = "cuda")]
 mod buffer;
+#[cfg(feature = "cuda")]
+mod graph;
 mod info;
 #[cfg(feature = "cuda")]
 mod kernels;
@@ -14,6 +16,8 @@ mod kernels;
 mod normed;
 #[cfg(feature = "cuda")]
 mod reduce;
+#[cfg(feature = "cuda")]
+mod resident;
 #[cfg(feature = "cuda")]
 mod session;
 #[cfg(feature = "cuda")]

@@ -10,8 +10,8 @@ use fusestep_launch::{
     SLOT_VALUES, WORKSPACE_BYTES, Workspace, pack,
 };
 
-use crate::backend::{CudaBackend, Entry, Grid, argument_bytes};
-use crate::buffer::DeviceBuffer;
+use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, Grid, argument_bytes};
+use crate::buffer::{Allocation, DeviceBuffer};
 use crate::session::{Session, unavailable};
 use crate::{GridSync, NAME};
 
@@ -51,6 +51,16 @@ impl Slots {
         Ok(address)
     }
 
+    /// Counts tensors that others have skipped.
+    pub(crate) fn count_skipped(&mut self, skipped: u64) {
+        self.skipped += skipped;
+    }
+
+    /// What keeps the memory, once there is some.
+    pub(crate) fn allocation(&self) -> Option<&Arc<Allocation>> {
+        self.buffer.as_ref().map(DeviceBuffer::allocation)
+    }
+
     /// Tensors skipped since the last call; waits for the device.
     pub(crate) fn take_skipped(&mut self) -> Result<u64, BackendError> {
         let mut skipped = self.skipped;
@@ -78,29 +88,15 @@ impl CudaBackend {
         addresses: &[u64],
         control: u64,
     ) -> Result<(), BackendError> {
-        if launch.limits.chunk_elements != CHUNK_ELEMENTS {
-            return Err(unavailable(format!(
-                "`{}` has chunks of {CHUNK_ELEMENTS} elements, the launch of {}; make batches with `limits.of(kernel)`",
-                launch.kernel.entry(),
-                launch.limits.chunk_elements
-            )));
-        }
-        let chunks = launch.batches.iter().map(|batch| u64::from(batch.chunks));
-        let chunks: u64 = chunks.sum();
-        if u32::try_from(chunks).is_err() {
-            return Err(unavailable(format!(
-                "a step has {chunks} chunks, at most {} have room for their sums; shard the model",
-                u32::MAX
-            )));
-        }
-        let slots = self.slots(chunks)?;
+        let slots = self.slots(slot_count(launch)?)?;
         let wave_chunks = self.wave_chunks(launch);
         let enqueue = |index: usize, name: &'static str, grid: Grid| {
             let batch = &launch.batches[index];
             let entry = Entry {
                 stem: launch.kernel.stem(),
                 entry: name,
-                argument_bytes: argument_bytes(launch, batch),
+                block: self.block_for(argument_bytes(launch, batch))?,
+                threads: BLOCK_THREADS,
                 grid,
             };
             let workspace = workspace(launch, index, slots, wave_chunks).bytes();
@@ -110,10 +106,7 @@ impl CudaBackend {
             })
         };
         let all = (0..launch.batches.len()).filter(|&index| launch.batches[index].chunks > 0);
-        let uncut = all
-            .clone()
-            .all(|index| head_chunks(&launch.batches[index]) == 0);
-        if self.grid_sync() == GridSync::Offered && uncut {
+        if self.waits_in_waves(launch) {
             for index in all {
                 let at_most = units(&launch.batches[index]);
                 enqueue(index, launch.kernel.entry(), Grid::Together { at_most })?;
@@ -128,8 +121,14 @@ impl CudaBackend {
         Ok(())
     }
 
+    /// Whether each batch takes its sums and updates in one launch.
+    pub(crate) fn waits_in_waves(&self, launch: &Launch<'_>) -> bool {
+        let uncut = launch.batches.iter().all(|batch| head_chunks(batch) == 0);
+        self.grid_sync() == GridSync::Offered && uncut
+    }
+
     /// Chunks of a wave: as many as half of the shared cache holds, for the update to find what the sums have read.
-    fn wave_chunks(&self, launch: &Launch<'_>) -> u32 {
+    pub(crate) fn wave_chunks(&self, launch: &Launch<'_>) -> u32 {
         if let Some(asked) = self.asked_wave_chunks() {
             return asked.get();
         }
@@ -143,8 +142,31 @@ impl CudaBackend {
     }
 }
 
+/// Slots that a launch takes, one for each chunk.
+///
+/// # Errors
+/// [`BackendError::Unavailable`] for batches that are not cut at the chunks of the sums, or too many chunks.
+pub(crate) fn slot_count(launch: &Launch<'_>) -> Result<u64, BackendError> {
+    if launch.limits.chunk_elements != CHUNK_ELEMENTS {
+        return Err(unavailable(format!(
+            "`{}` has chunks of {CHUNK_ELEMENTS} elements, the launch of {}; make batches with `limits.of(kernel)`",
+            launch.kernel.entry(),
+            launch.limits.chunk_elements
+        )));
+    }
+    let chunks = launch.batches.iter().map(|batch| u64::from(batch.chunks));
+    let chunks: u64 = chunks.sum();
+    if u32::try_from(chunks).is_err() {
+        return Err(unavailable(format!(
+            "a step has {chunks} chunks, at most {} have room for their sums; shard the model",
+            u32::MAX
+        )));
+    }
+    Ok(chunks)
+}
+
 /// Turns of a block that a batch takes, as many as a grid can have.
-fn units(batch: &Batch) -> u32 {
+pub(crate) fn units(batch: &Batch) -> u32 {
     batch
         .chunks
         .saturating_mul(CHUNK_UNITS as u32)
@@ -174,7 +196,12 @@ fn tail_chunks(batches: &[Batch], index: usize) -> u64 {
     chunks
 }
 
-fn workspace(launch: &Launch<'_>, index: usize, slots: u64, wave_chunks: u32) -> Workspace {
+pub(crate) fn workspace(
+    launch: &Launch<'_>,
+    index: usize,
+    slots: u64,
+    wave_chunks: u32,
+) -> Workspace {
     let before = launch.batches[..index].iter();
     let first_slot: u64 = before.map(|batch| u64::from(batch.chunks)).sum();
     // All counts are part of the launch's, which fits a u32.

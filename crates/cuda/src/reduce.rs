@@ -1,12 +1,12 @@
 //! Reductions and their conclusion on the device.
 
 use fusestep_launch::{
-    BackendError, CONCLUSION_BYTES, CONTROL_BYTES, Conclude, LaunchReport, Reduce, SquareSum,
-    TensorPartials, pack_conclusion, pack_reduction,
+    BackendError, CONCLUSION_BYTES, CONTROL_BYTES, Conclude, LaunchReport, ListBuffer, Reduce,
+    SquareSum, TensorPartials, pack_conclusion, pack_reduction,
 };
 
 use crate::NAME;
-use crate::backend::{CudaBackend, Entry, Grid, check_records};
+use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, Grid, check_records};
 
 impl CudaBackend {
     /// Enqueues the batches of a reduction, one launch each.
@@ -14,10 +14,7 @@ impl CudaBackend {
         &self,
         reduce: Reduce<'_>,
     ) -> Result<LaunchReport, BackendError> {
-        // Nobody lends memory of a device.
-        let read = reduce
-            .list
-            .ok_or(BackendError::ForeignBuffer { backend: NAME })?;
+        let read = read_list(&reduce)?;
         let list = self.device_buffer(read.buffer.as_ref())?.address();
         let partials = self.device_buffer(reduce.partials)?.address();
         let chunks: u64 = reduce.batches.iter().map(|b| u64::from(b.chunks)).sum();
@@ -35,7 +32,8 @@ impl CudaBackend {
             let entry = Entry {
                 stem: reduce.kernel.stem(),
                 entry: reduce.kernel.entry(),
-                argument_bytes: layout.bytes(batch.records.len(), 0),
+                block: self.block_for(layout.bytes(batch.records.len(), 0))?,
+                threads: BLOCK_THREADS,
                 grid: Grid::Apart(batch.chunks),
             };
             let addresses = (list, partials + next * width);
@@ -70,7 +68,8 @@ impl CudaBackend {
         let entry = Entry {
             stem: conclude.rule.stem(),
             entry: conclude.rule.entry(),
-            argument_bytes: CONCLUSION_BYTES + scalars.len(),
+            block: self.block_for(CONCLUSION_BYTES + scalars.len())?,
+            threads: BLOCK_THREADS,
             grid: Grid::Apart(1),
         };
         self.enqueue(entry, &mut |bytes| {
@@ -84,7 +83,7 @@ impl CudaBackend {
 }
 
 /// Refuses a buffer that ends before `end` bytes.
-fn check_end(end: u64, found: usize) -> Result<(), BackendError> {
+pub(crate) fn check_end(end: u64, found: usize) -> Result<(), BackendError> {
     if end <= found as u64 {
         return Ok(());
     }
@@ -94,4 +93,11 @@ fn check_end(end: u64, found: usize) -> Result<(), BackendError> {
         len_bytes: usize::try_from(end).unwrap_or(usize::MAX),
         found,
     })
+}
+
+/// The list that a reduction reads: nobody lends memory of a device.
+pub(crate) fn read_list<'a>(reduce: &Reduce<'a>) -> Result<&'a ListBuffer, BackendError> {
+    reduce
+        .list
+        .ok_or(BackendError::ForeignBuffer { backend: NAME })
 }

@@ -3,14 +3,11 @@
 
 mod common;
 
-use std::fs;
 use std::num::NonZeroU32;
-use std::path::{Path, PathBuf};
-use std::process::Command;
 
+use common::mutants::{Mutant, check_mutants};
 use common::{cpu, cuda, formats, launch_at, same_bits_on};
 use fusestep_cuda::CudaBackend;
-use fusestep_cuda_emulator::{Options, build};
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::{Excluded, Lars, Trust};
 use fusestep_launch::{Backend, LaunchLimits, Precision, Rounding, StateDType};
@@ -229,109 +226,59 @@ fn addresses_that_no_pack_fits_give_the_same_bits_and_touch_nothing_else() {
     }
 }
 
-/// A change of the kernels that takes away what keeps their blocks in step.
-struct Mutant {
-    name: &'static str,
-    file: &'static str,
-    from: &'static str,
-    to: &'static str,
-}
-
 const MUTANTS: [Mutant; 4] = [
     Mutant {
         name: "missing_grid_sync",
-        file: "normed.cuh",
-        from: "            dialect::grid_sync();\n",
-        to: "",
+        edits: &[(
+            "normed.cuh",
+            "            dialect::grid_sync();\n            update_chunks(first_chunk, end_chunk);\n        }\n    }\n\n    // The waves",
+            "            update_chunks(first_chunk, end_chunk);\n        }\n    }\n\n    // The waves",
+        )],
     },
     // Sums of every wave in the same slots, with one wait per wave: a block without work in a wave writes the next wave's sums while
     // others still read.
     Mutant {
         name: "single_buffered_partials",
-        file: "normed.cuh",
-        from: "            const u32 first_chunk = table.record(first).first_chunk;\n",
-        to: "            const u32 first_chunk = table.record(first).first_chunk;\n            slot_shift = first_chunk;\n",
+        edits: &[
+            (
+                "normed.cuh",
+                "            const u32 first_chunk = table.record(first).first_chunk;\n",
+                "            const u32 first_chunk = table.record(first).first_chunk;\n            slot_shift = first_chunk;\n",
+            ),
+            (
+                "normed.cuh",
+                "    Arguments table;\n",
+                "    Arguments table;\n    mutable u64 slot_shift = 0;\n",
+            ),
+            (
+                "normed.cuh",
+                ".slots) + index * SLOT_VALUES",
+                ".slots) + (index - slot_shift) * SLOT_VALUES",
+            ),
+        ],
     },
     Mutant {
         name: "unfinished_block_sum",
-        file: "normed.cuh",
-        from: "        dialect::block_sync();\n        // The lower half of a leaf's lanes is a whole warp.\n",
-        to: "",
+        edits: &[(
+            "normed.cuh",
+            "        dialect::block_sync();\n        // The lower half of a leaf's lanes is a whole warp.\n",
+            "",
+        )],
     },
     Mutant {
         name: "last_chunk_dropped",
-        file: "normed.cuh",
-        from: "        return last.first_chunk + chunks_of(last);\n",
-        to: "        return last.first_chunk + chunks_of(last) - 1;\n",
+        edits: &[(
+            "normed.cuh",
+            "        return last.first_chunk + chunks_of(last);\n",
+            "        return last.first_chunk + chunks_of(last) - 1;\n",
+        )],
     },
 ];
 
-/// A copy of the kernels with one mutant, built as an emulated driver.
-fn build_mutant(mutant: &Mutant, folder: &Path) -> PathBuf {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../kernels");
-    let kernels = folder.join("kernels");
-    fs::create_dir_all(kernels.join("ptx")).unwrap();
-    // The other kernels would only take time to compile.
-    for name in [
-        "dialect.cuh",
-        "multi_tensor.cuh",
-        "storage.cuh",
-        "normed.cuh",
-        "lars_momentum.cu",
-    ] {
-        let mut text = fs::read_to_string(source.join(name)).unwrap();
-        if name == mutant.file {
-            assert_eq!(text.matches(mutant.from).count(), 1, "{}", mutant.name);
-            text = text.replace(mutant.from, mutant.to);
-            if mutant.to.contains("slot_shift") {
-                text = text.replace(
-                    "    Arguments table;\n",
-                    "    Arguments table;\n    mutable u64 slot_shift = 0;\n",
-                );
-                text = text.replace(
-                    ".slots) + index * SLOT_VALUES",
-                    ".slots) + (index - slot_shift) * SLOT_VALUES",
-                );
-            }
-        }
-        fs::write(kernels.join(name), text).unwrap();
-    }
-    let library = build(&kernels, &folder.join("built"), &Options::default()).unwrap();
-    library.parent().unwrap().to_owned()
-}
-
 #[test]
 fn mutants_that_wait_wrongly_are_found() {
-    if !cuda().device_info().name.contains("emulator") {
-        println!("skipped: only the emulated driver is built from sources");
-        return;
-    }
-    let root = std::env::temp_dir().join(format!("fusestep-mutants-{}", std::process::id()));
-    let untouched = Mutant {
-        name: "untouched",
-        file: "normed.cuh",
-        from: "#pragma once\n",
-        to: "#pragma once\n",
-    };
-    for (mutant, survives) in
-        std::iter::once((&untouched, true)).chain(MUTANTS.iter().map(|m| (m, false)))
-    {
-        let library = build_mutant(mutant, &root.join(mutant.name));
-        let output = Command::new(std::env::current_exe().unwrap())
-            .args([
-                "--exact",
-                "alone_lars_has_the_bits_of_the_host",
-                "--ignored",
-            ])
-            .env("LD_LIBRARY_PATH", &library)
-            .output()
-            .unwrap();
-        let text =
-            String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-        assert!(text.contains("running 1 test"), "{text}");
-        assert_eq!(output.status.success(), survives, "{}: {text}", mutant.name);
-    }
-    fs::remove_dir_all(&root).unwrap();
+    let alone = "alone_lars_has_the_bits_of_the_host";
+    check_mutants(&MUTANTS, &["lars_momentum.cu"], alone);
 }
 
 #[test]

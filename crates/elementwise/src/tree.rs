@@ -1,10 +1,5 @@
-//! Sums of squares in a tree fixed by element index.
-//!
-//! A **leaf** is 1,024 elements of a tensor, counted from its own start: lane j of 64 sums the squares of elements j, j + 64, … in
-//! order, then the lanes fold by halves (lane j += lane j + h for h = 32, 16, 8, 4, 2, 1). A **chunk** is 65,536 elements: 64
-//! leaves, folded alike, where missing leaves are 0. A tensor's sum is that of its chunks, added in order from 0, and a total that of
-//! its tensors. Squares of f32 are exact in f64; those of f64 are rounded once. So a sum depends on the tensor alone, never on
-//! threads, vector width, launches or backend.
+//! Sums over whole tensors for kernels that need them before they update: squares of values formed from several lists, in the fixed
+//! tree of [`crate::norm`].
 
 use std::ops::Range;
 
@@ -13,20 +8,15 @@ use fusestep_launch::{CHUNK_ELEMENTS, Format, MAX_LISTS};
 use fusestep_simd::{Level, prefetch_ahead};
 
 use crate::format::FormatVisitor;
+use crate::norm::{LEAF_ELEMENTS as LEAF, NORM_CHUNK_ELEMENTS, NORM_LANES as LANES, fold};
 use crate::rounding::Rounding;
 use crate::slot::Slot;
 use crate::{Compute, Storage};
 
-/// Elements of a leaf.
-const LEAF: usize = 1024;
-
-/// Running sums of a leaf, and leaves of a chunk.
-const LANES: usize = 64;
-
 /// Lanes that are summed side by side: their sums stay in registers at every level.
 const COLUMN: usize = 16;
 
-const _: () = assert!(LEAF * LANES == CHUNK_ELEMENTS as usize);
+const _: () = assert!(NORM_CHUNK_ELEMENTS == CHUNK_ELEMENTS as usize);
 
 /// What is squared and summed: `SUMS` values formed from one element's parameter, gradient and `N` state tensors.
 pub trait Terms<C: Compute, const N: usize, const SUMS: usize>: Sync {
@@ -213,19 +203,6 @@ fn load<T: Copy>(list: &[T], first: usize) -> [T; COLUMN] {
     }
     let block = &list[first..first + COLUMN];
     std::array::from_fn(|lane| block[lane])
-}
-
-/// Adds the upper half to the lower until one is left.
-#[inline(always)]
-fn fold(mut lanes: [f64; LANES]) -> f64 {
-    let mut half = LANES / 2;
-    while half > 0 {
-        for lane in 0..half {
-            lanes[lane] += lanes[lane + half];
-        }
-        half /= 2;
-    }
-    lanes[0]
 }
 
 #[cfg(test)]

@@ -103,7 +103,9 @@ impl UpdateRule for Adam {
 }
 
 impl Adam {
-    /// The set of scalars for one tensor at one step, in f64: step size lr/(1 − β₁ᵗ), root of 1 − β₂ᵗ, decay factor, L2 factor.
+    /// The set of scalars for one tensor at one step, in f64.
+    ///
+    /// m̂ / (√v̂ + ε) is m·s / (√v + ε·b) with b = √(1 − β₂ᵗ) and s = b / (1 − β₁ᵗ): the bias corrections cost no division per element.
     pub(crate) fn set(&self, values: SetValues) -> device::Set<f64> {
         let lr = values.lr * values.lr_scale;
         let lambda = values
@@ -113,9 +115,10 @@ impl Adam {
             WeightDecay::L2(_) => (1.0, lambda),
             WeightDecay::Decoupled(_) => (1.0 - lr * lambda, 0.0),
         };
+        let bias2_sqrt = (1.0 - integer_power(self.beta2, values.step)).sqrt();
         device::Set {
-            step_size: lr / (1.0 - integer_power(self.beta1, values.step)),
-            bias2_sqrt: (1.0 - integer_power(self.beta2, values.step)).sqrt(),
+            step_size: lr * bias2_sqrt / (1.0 - integer_power(self.beta1, values.step)),
+            eps: self.eps * bias2_sqrt,
             decay,
             l2,
         }

@@ -4,8 +4,8 @@ use std::marker::PhantomData;
 
 use fusestep_elementwise::{Compute, Update, padded_bytes, read_values, run_format, write_padded};
 use fusestep_launch::{
-    ArgumentLayout, Format, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, SetValues,
-    TensorList, entry,
+    ArgumentLayout, Format, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel,
+    ResidentSets, SetValues, TensorList, entry, sets_entry,
 };
 
 use crate::device::{FLAG_AMSGRAD, FLAG_MAXIMIZE, STATE, Scalars, Set};
@@ -56,7 +56,7 @@ impl<T: Compute> MultiTensorKernel for AdamKernel<T> {
     fn argument_layout(&self) -> ArgumentLayout {
         self.format.argument_layout(ArgumentLayout {
             lists: self.lists.len(),
-            scalar_bytes: padded_bytes::<T>(5),
+            scalar_bytes: padded_bytes::<T>(4),
             set_bytes: padded_bytes::<T>(4),
         })
     }
@@ -74,20 +74,26 @@ impl<T: Compute> MultiTensorKernel for AdamKernel<T> {
     }
 
     fn write_scalars(&self, out: &mut [u8]) {
-        let Adam {
-            beta1, beta2, eps, ..
-        } = self.config;
-        let scalars = [beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps];
+        let Adam { beta1, beta2, .. } = self.config;
+        let scalars = [beta1, 1.0 - beta1, beta2, 1.0 - beta2];
         write_padded(&scalars.map(T::round), out);
     }
 
     fn write_set(&self, values: SetValues, out: &mut [u8]) {
         let set = self.config.set(values);
-        let scalars = [set.step_size, set.bias2_sqrt, set.decay, set.l2];
+        let scalars = [set.step_size, set.eps, set.decay, set.l2];
         write_padded(
             &scalars.map(T::round),
             self.format.write_key(values.step, out),
         );
+    }
+
+    fn resident(&self) -> Option<ResidentSets> {
+        let c = &self.config;
+        let (decoupled, lambda) = (c.weight_decay.is_decoupled(), c.weight_decay.lambda());
+        let hyper = [c.beta1, c.beta2, lambda, decoupled, c.eps];
+        let entry = sets_entry!("fused_adam", self.format);
+        Some(ResidentSets::new(entry, &hyper, self.format.seed()))
     }
 
     fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {
@@ -108,13 +114,12 @@ impl<T: Compute> MultiTensorKernel for AdamKernel<T> {
 
 impl<T: Compute> Scalars<T> {
     fn read(bytes: &[u8]) -> Self {
-        let [beta1, one_minus_beta1, beta2, one_minus_beta2, eps] = read_values(bytes);
+        let [beta1, one_minus_beta1, beta2, one_minus_beta2] = read_values(bytes);
         Self {
             beta1,
             one_minus_beta1,
             beta2,
             one_minus_beta2,
-            eps,
         }
     }
 }
@@ -132,10 +137,10 @@ impl<T: Compute, const N: usize> Update<T, N> for AdamUpdate<T> {
 
     #[inline(always)]
     fn set(&self, bytes: &[u8]) -> Set<T> {
-        let [step_size, bias2_sqrt, decay, l2] = read_values(bytes);
+        let [step_size, eps, decay, l2] = read_values(bytes);
         Set {
             step_size,
-            bias2_sqrt,
+            eps,
             decay,
             l2,
         }
@@ -160,7 +165,7 @@ impl<T: Compute, const N: usize> Update<T, N> for AdamUpdate<T> {
             w = if state[N - 1] > v { state[N - 1] } else { v };
             new[N - 1] = w;
         }
-        let d = w.sqrt() / set.bias2_sqrt + k.eps;
+        let d = w.sqrt() + set.eps;
         let p = p * set.decay - set.step_size * (m / d);
         (p, new)
     }

@@ -23,18 +23,16 @@ pub struct Scalars<T> {
     pub beta2: T,
     /// 1 − β₂, formed in f64.
     pub one_minus_beta2: T,
-    /// ε.
-    pub eps: T,
 }
 
 /// Scalars of the tensors of one class at one step, in the compute type.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct Set<T> {
-    /// lr / (1 − β₁ᵗ).
+    /// lr·√(1 − β₂ᵗ) / (1 − β₁ᵗ).
     pub step_size: T,
-    /// √(1 − β₂ᵗ).
-    pub bias2_sqrt: T,
+    /// ε·√(1 − β₂ᵗ).
+    pub eps: T,
     /// 1 − lr·λ if decay is decoupled, else 1.
     pub decay: T,
     /// λ if decay is L2, else 0.

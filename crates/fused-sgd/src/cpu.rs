@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use fusestep_elementwise::{Compute, Update, padded_bytes, read_values, run_format, write_padded};
 use fusestep_launch::{
     ArgumentLayout, Format, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, Objective,
-    SetValues, TensorList, entry,
+    ResidentSets, SetValues, TensorList, entry, sets_entry,
 };
 
 use crate::device::{FLAG_MAXIMIZE, FLAG_NESTEROV, FLAG_VELOCITY, STATE, Scalars, Set};
@@ -88,6 +88,17 @@ impl<T: Compute> MultiTensorKernel for SgdKernel<T> {
             &scalars.map(T::round),
             self.format.write_key(values.step, out),
         );
+    }
+
+    fn resident(&self) -> Option<ResidentSets> {
+        let c = &self.config;
+        let hyper = [
+            c.dampening,
+            c.weight_decay.lambda(),
+            c.weight_decay.is_decoupled(),
+        ];
+        let entry = sets_entry!("fused_sgd", self.format);
+        Some(ResidentSets::new(entry, &hyper, self.format.seed()))
     }
 
     fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {

@@ -84,7 +84,10 @@ impl UpdateRule for Lamb {
 
 impl Lamb {
     /// What the update of a class of tensors is made of at one step, in f64.
+    ///
+    /// m̂ / (√v̂ + ε) is m·s / (√v + ε·b) with b = √(1 − β₂ᵗ) and s = b / (1 − β₁ᵗ): the bias corrections cost no division per element.
     pub(crate) fn set(&self, values: SetValues) -> device::Set<f64> {
+        let bias2_sqrt = (1.0 - integer_power(self.beta2, values.step)).sqrt();
         device::Set {
             lr: values.lr * values.lr_scale,
             trust: match self.excluded.trust(&values) {
@@ -92,8 +95,8 @@ impl Lamb {
                 Trust::Plain => 0.0,
             },
             direction: device::Direction {
-                bias1: 1.0 - integer_power(self.beta1, values.step),
-                bias2_sqrt: (1.0 - integer_power(self.beta2, values.step)).sqrt(),
+                scale: bias2_sqrt / (1.0 - integer_power(self.beta1, values.step)),
+                eps: self.eps * bias2_sqrt,
                 lambda: values.weight_decay.unwrap_or(self.weight_decay),
             },
         }

@@ -7,8 +7,8 @@ use fusestep_elementwise::{
 };
 use fusestep_launch::{
     ApartEntries, ArgumentLayout, FINISHED_BYTES, Format, HostCall, HostList, HostSpans, MAX_LISTS,
-    MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, SetValues, TensorList, WORKSPACE_BYTES,
-    entry,
+    MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, ResidentSets, SetValues, TensorList,
+    WORKSPACE_BYTES, entry, sets_entry,
 };
 
 use crate::Lamb;
@@ -65,7 +65,7 @@ impl<T: Compute> MultiTensorKernel for LambKernel<T> {
     fn argument_layout(&self) -> ArgumentLayout {
         self.format.argument_layout(ArgumentLayout {
             lists: self.lists.len(),
-            scalar_bytes: WORKSPACE_BYTES + padded_bytes::<T>(5),
+            scalar_bytes: WORKSPACE_BYTES + padded_bytes::<T>(4),
             set_bytes: set_bytes::<T>(),
         })
     }
@@ -75,10 +75,8 @@ impl<T: Compute> MultiTensorKernel for LambKernel<T> {
     }
 
     fn write_scalars(&self, out: &mut [u8]) {
-        let Lamb {
-            beta1, beta2, eps, ..
-        } = self.config;
-        let scalars = [beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps];
+        let Lamb { beta1, beta2, .. } = self.config;
+        let scalars = [beta1, 1.0 - beta1, beta2, 1.0 - beta2];
         out[..WORKSPACE_BYTES].fill(0);
         write_padded(&scalars.map(T::round), &mut out[WORKSPACE_BYTES..]);
     }
@@ -86,16 +84,25 @@ impl<T: Compute> MultiTensorKernel for LambKernel<T> {
     fn write_set(&self, values: SetValues, out: &mut [u8]) {
         let set = self.config.set(values);
         let out = self.format.write_key(values.step, out);
-        let Direction {
-            bias1,
-            bias2_sqrt,
-            lambda,
-        } = set.direction;
+        let Direction { scale, eps, lambda } = set.direction;
         write_padded(&[set.lr, set.trust], &mut out[..DIRECTION_AT]);
         write_padded(
-            &[bias1, bias2_sqrt, lambda].map(T::round),
+            &[scale, eps, lambda].map(T::round),
             &mut out[DIRECTION_AT..],
         );
+    }
+
+    fn resident(&self) -> Option<ResidentSets> {
+        let c = &self.config;
+        let hyper = [
+            c.beta1,
+            c.beta2,
+            c.weight_decay,
+            c.excluded.is_plain(),
+            c.eps,
+        ];
+        let entry = sets_entry!("lamb", self.format);
+        Some(ResidentSets::new(entry, &hyper, self.format.seed()))
     }
 
     fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {
@@ -144,12 +151,8 @@ impl<T: Compute> NormedKernel for LambKernel<T> {
         let Some(step_size) = step_size::<T>(of_class.lr, of_class.trust, sums) else {
             return Outcome::Skip;
         };
-        let Direction {
-            bias1,
-            bias2_sqrt,
-            lambda,
-        } = of_class.direction;
-        write_padded(&[step_size, bias1, bias2_sqrt, lambda], set);
+        let Direction { scale, eps, lambda } = of_class.direction;
+        write_padded(&[step_size, scale, eps, lambda], set);
         let own = padded_bytes::<T>(4);
         self.format.copy_key((bytes, set_bytes::<T>()), (set, own));
         Outcome::Update
@@ -164,29 +167,24 @@ const fn set_bytes<T>() -> usize {
 impl<T: Compute> Set<T> {
     fn read(bytes: &[u8]) -> Self {
         let [lr, trust] = read_values(bytes);
-        let [bias1, bias2_sqrt, lambda] = read_values(&bytes[DIRECTION_AT..]);
+        let [scale, eps, lambda] = read_values(&bytes[DIRECTION_AT..]);
         Self {
             lr,
             trust,
-            direction: Direction {
-                bias1,
-                bias2_sqrt,
-                lambda,
-            },
+            direction: Direction { scale, eps, lambda },
         }
     }
 }
 
 impl<T: Compute> Scalars<T> {
     fn read(bytes: &[u8]) -> Self {
-        let [beta1, one_minus_beta1, beta2, one_minus_beta2, eps] =
+        let [beta1, one_minus_beta1, beta2, one_minus_beta2] =
             read_values(&bytes[WORKSPACE_BYTES..]);
         Self {
             beta1,
             one_minus_beta1,
             beta2,
             one_minus_beta2,
-            eps,
         }
     }
 
@@ -195,8 +193,8 @@ impl<T: Compute> Scalars<T> {
     fn direction(&self, set: &Direction<T>, p: T, g: T, [m, v]: [T; 2]) -> ([T; 2], T) {
         let m = self.beta1 * m + self.one_minus_beta1 * g;
         let v = self.beta2 * v + self.one_minus_beta2 * (g * g);
-        let d = v.sqrt() / set.bias2_sqrt + self.eps;
-        let r = (m / set.bias1) / d + set.lambda * p;
+        let d = v.sqrt() + set.eps;
+        let r = set.scale * (m / d) + set.lambda * p;
         ([m, v], r)
     }
 }
@@ -243,14 +241,10 @@ impl<T: Compute> Update<T, 2> for LambUpdate<T> {
 
     #[inline(always)]
     fn set(&self, bytes: &[u8]) -> Finished<T> {
-        let [step_size, bias1, bias2_sqrt, lambda] = read_values(bytes);
+        let [step_size, scale, eps, lambda] = read_values(bytes);
         Finished {
             step_size,
-            direction: Direction {
-                bias1,
-                bias2_sqrt,
-                lambda,
-            },
+            direction: Direction { scale, eps, lambda },
         }
     }
 

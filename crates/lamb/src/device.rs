@@ -17,18 +17,16 @@ pub struct Scalars<T> {
     pub beta2: T,
     /// 1 − β₂, formed in f64.
     pub one_minus_beta2: T,
-    /// ε.
-    pub eps: T,
 }
 
 /// What the direction of the tensors of one class takes at one step, in the compute type.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct Direction<T> {
-    /// 1 − β₁ᵗ.
-    pub bias1: T,
-    /// √(1 − β₂ᵗ).
-    pub bias2_sqrt: T,
+    /// √(1 − β₂ᵗ) / (1 − β₁ᵗ).
+    pub scale: T,
+    /// ε·√(1 − β₂ᵗ).
+    pub eps: T,
     /// λ.
     pub lambda: T,
 }

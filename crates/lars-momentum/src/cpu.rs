@@ -7,8 +7,8 @@ use fusestep_elementwise::{
 };
 use fusestep_launch::{
     ApartEntries, ArgumentLayout, FINISHED_BYTES, Format, HostCall, HostList, HostSpans, MAX_LISTS,
-    MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, SetValues, TensorList, WORKSPACE_BYTES,
-    entry,
+    MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, ResidentSets, SetValues, TensorList,
+    WORKSPACE_BYTES, entry, sets_entry,
 };
 
 use crate::Lars;
@@ -93,6 +93,12 @@ impl<T: Compute> MultiTensorKernel for LarsKernel<T> {
             &[set.lr, set.lambda, set.trust],
             self.format.write_key(values.step, out),
         );
+    }
+
+    fn resident(&self) -> Option<ResidentSets> {
+        let hyper = [self.config.weight_decay, self.config.excluded.is_plain()];
+        let entry = sets_entry!("lars_momentum", self.format);
+        Some(ResidentSets::new(entry, &hyper, self.format.seed()))
     }
 
     fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {

@@ -5,7 +5,10 @@ use std::fmt;
 
 use fusestep_tensor::{DType, Role};
 
-use crate::{Access, Batch, Conclude, LaunchLimits, MultiTensorKernel, Reduce, TensorList};
+use crate::{
+    Access, Batch, Conclude, Graph, LaunchLimits, MultiTensorKernel, Reduce, ResidentTable,
+    SetValues, TensorList,
+};
 
 /// Memory of a backend: zeroed at allocation, aligned to 256 bytes.
 pub trait Buffer: Send + fmt::Debug {
@@ -145,6 +148,86 @@ pub trait Backend {
     /// [`BackendError::OutOfBounds`] if a buffer is too short; [`BackendError::Device`] with the device's own code.
     fn conclude(&self, conclude: Conclude<'_>) -> Result<LaunchReport, BackendError>;
 
+    /// Builds the tables of a launch in this memory; `values` are those of the next step, by class. `None` on a backend whose
+    /// launches read the batches in place: it takes [`Backend::launch`] with sets from the host.
+    ///
+    /// # Errors
+    /// [`BackendError::Unavailable`] for a kernel that derives no sets, and else as [`Backend::launch`]; [`BackendError::OutOfMemory`].
+    /// # Cost
+    /// Linear in tensors and chunks, and waits for a device: once per plan, not per step.
+    fn place_table(
+        &self,
+        _launch: &Launch<'_>,
+        _values: &[SetValues],
+    ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
+        Ok(None)
+    }
+
+    /// Runs the launch that `table` was built from: the device counts a step, derives the sets and updates, unless the control
+    /// block skips the step. The host does the same little whatever the number of tensors.
+    ///
+    /// # Errors
+    /// [`BackendError::ForeignTable`] if the table was built from other lists or another control block; [`BackendError::Device`].
+    fn launch_table(
+        &self,
+        _launch: Launch<'_>,
+        _table: &dyn ResidentTable,
+    ) -> Result<LaunchReport, BackendError> {
+        Err(BackendError::ForeignTable {
+            backend: self.name(),
+        })
+    }
+
+    /// Changes the learning rate that a table derives its sets from, from the next launch on: one write of 8 bytes per batch.
+    ///
+    /// # Errors
+    /// [`BackendError::ForeignTable`]; [`BackendError::Device`].
+    fn set_table_lr(&self, _table: &mut dyn ResidentTable, _lr: f64) -> Result<(), BackendError> {
+        Err(BackendError::ForeignTable {
+            backend: self.name(),
+        })
+    }
+
+    /// Builds the tables of a reduction; as [`Backend::place_table`].
+    ///
+    /// # Errors
+    /// As [`Backend::reduce`]; [`BackendError::OutOfMemory`].
+    fn place_reduction(
+        &self,
+        _reduce: &Reduce<'_>,
+    ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
+        Ok(None)
+    }
+
+    /// Runs the reduction that `table` was built from.
+    ///
+    /// # Errors
+    /// As [`Backend::launch_table`].
+    fn reduce_table(
+        &self,
+        _reduce: Reduce<'_>,
+        _table: &dyn ResidentTable,
+    ) -> Result<LaunchReport, BackendError> {
+        Err(BackendError::ForeignTable {
+            backend: self.name(),
+        })
+    }
+
+    /// Records what `enqueue` enqueues instead of running it. The memory of what was recorded lives as long as the graph.
+    ///
+    /// # Errors
+    /// [`BackendError::Unavailable`] on a backend that has no such recording; `enqueue`'s own error; [`BackendError::Device`], for
+    /// example if `enqueue` waits for the device.
+    fn capture(
+        &self,
+        _enqueue: &mut dyn FnMut() -> Result<(), BackendError>,
+    ) -> Result<Box<dyn Graph>, BackendError> {
+        Err(BackendError::Unavailable {
+            backend: self.name(),
+            reason: "launches cannot be recorded here; run the steps one by one".to_owned(),
+        })
+    }
+
     /// Tensors that kernels have skipped since the last call because a norm was not finite; a device is waited for.
     ///
     /// # Errors
@@ -193,6 +276,14 @@ pub enum BackendError {
         "{backend}: expected a buffer allocated by this backend, found another's; allocate the state with the backend that runs it"
     )]
     ForeignBuffer {
+        /// The backend.
+        backend: &'static str,
+    },
+    /// A table was given that was built by another backend or from other memory.
+    #[error(
+        "{backend}: expected a table built here from these lists, found another; place it again"
+    )]
+    ForeignTable {
         /// The backend.
         backend: &'static str,
     },

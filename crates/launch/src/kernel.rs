@@ -3,7 +3,7 @@
 use fusestep_tensor::{DType, Role, Trust};
 use serde::{Deserialize, Serialize};
 
-use crate::{ArgumentLayout, HostCall, HostList, HostSpans, MAX_LISTS, NormedKernel};
+use crate::{ArgumentLayout, HostCall, HostList, HostSpans, MAX_LISTS, NormedKernel, ResidentSets};
 
 /// Whether a kernel reads or writes a tensor list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -88,6 +88,11 @@ pub trait MultiTensorKernel: Send + Sync {
 
     /// What the kernel needs to know of a whole tensor before it updates it; `None` if nothing.
     fn normed(&self) -> Option<&dyn NormedKernel> {
+        None
+    }
+
+    /// How a device derives the sets of a resident table; `None` if only the host can.
+    fn resident(&self) -> Option<ResidentSets> {
         None
     }
 

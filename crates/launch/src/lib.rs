@@ -3,7 +3,7 @@
 //! Read in this order: [`LaunchLimits`] and [`ArgumentLayout`] say how much fits, [`batches`] is the only batching loop of the
 //! project, [`pack()`] writes a batch as the argument bytes a device kernel reads, [`MultiTensorKernel`] is what a kernel crate
 //! offers and [`Backend`] what runs it. [`MultiTensorReduction`] and [`ControlRule`] decide, before anything is updated, what a
-//! step's [`ControlBlock`] tells its kernels.
+//! step's [`ControlBlock`] tells its kernels. A [`ResidentTable`] is a batch of any length in a backend's memory.
 #![forbid(unsafe_code)]
 
 mod backend;
@@ -19,6 +19,7 @@ mod pack;
 mod precision;
 mod recorder;
 mod reduction;
+mod resident;
 mod rule;
 
 pub use backend::{Backend, BackendError, Buffer, Launch, LaunchReport, ListBuffer};
@@ -43,5 +44,9 @@ pub use precision::{
 pub use recorder::{RecordedLaunch, Recorder};
 pub use reduction::{
     Conclude, ControlRule, MultiTensorReduction, Reduce, SquareSum, TensorPartials,
+};
+pub use resident::{
+    CLASS_BYTES, Graph, HYPER_VALUES, ResidentSets, ResidentTable, STEPS_BYTES,
+    pack_reduction_table, pack_steps, pack_table, push_waves, resident_sets,
 };
 pub use rule::{Domain, Objective, RuleError, UpdateRule, WeightDecay, check_hyper};

@@ -39,6 +39,14 @@ pub enum Excluded {
 }
 
 impl Excluded {
+    /// 1 if excluded tensors take the plain rate, else 0, as a device reads it.
+    pub fn is_plain(self) -> f64 {
+        match self {
+            Excluded::PlainLr => 1.0,
+            Excluded::TrustRatio => 0.0,
+        }
+    }
+
     /// Whether the rate of a tensor with these values is scaled: the tensor's own word first, then this option.
     pub fn trust(self, values: &SetValues) -> Trust {
         match (values.trust, values.weight_decay, self) {

@@ -264,6 +264,14 @@ impl Format {
         }
     }
 
+    /// Start of the random numbers; 0 if nothing is rounded at random.
+    pub fn seed(&self) -> u64 {
+        match self.rounding {
+            Rounding::Nearest => 0,
+            Rounding::Stochastic { seed } => seed,
+        }
+    }
+
     /// Bytes behind every set: [`KEY_BYTES`] or none.
     pub fn key_bytes(&self) -> usize {
         match self.rounding {

@@ -3,7 +3,13 @@
 use std::sync::{Mutex, PoisonError};
 
 use crate::pack::CONCLUSION_BYTES;
-use crate::{Backend, BackendError, Buffer, Conclude, Launch, LaunchLimits, LaunchReport, Reduce};
+use crate::{
+    Backend, BackendError, Buffer, Conclude, Graph, Launch, LaunchLimits, LaunchReport, Reduce,
+    ResidentTable, SetValues,
+};
+
+/// Argument bytes of a launch from a resident table: two addresses.
+const RESIDENT_BYTES: usize = 16;
 
 /// One launch as a device would have seen it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -78,6 +84,76 @@ impl<B: Backend> Backend for Recorder<B> {
         bytes: &mut [u8],
     ) -> Result<(), BackendError> {
         self.inner.read(buffer, offset_bytes, bytes)
+    }
+
+    fn place_table(
+        &self,
+        launch: &Launch<'_>,
+        values: &[SetValues],
+    ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
+        self.inner.place_table(launch, values)
+    }
+
+    fn launch_table(
+        &self,
+        launch: Launch<'_>,
+        table: &dyn ResidentTable,
+    ) -> Result<LaunchReport, BackendError> {
+        let recorded = |entry, batch: &crate::Batch, chunks| RecordedLaunch {
+            entry,
+            records: batch.records.len(),
+            sets: batch.classes.len(),
+            chunks,
+            elements: batch.elements(),
+            argument_bytes: RESIDENT_BYTES,
+        };
+        let derives = launch.kernel.resident().map(|sets| sets.entry);
+        let sets = launch.batches.iter().filter_map(|batch| {
+            let sets = recorded(derives?, batch, 1);
+            Some(RecordedLaunch {
+                elements: 0,
+                ..sets
+            })
+        });
+        let entry = launch.kernel.entry();
+        let batches = launch.batches.iter();
+        self.record(sets.chain(batches.map(|batch| recorded(entry, batch, batch.chunks))));
+        self.inner.launch_table(launch, table)
+    }
+
+    fn set_table_lr(&self, table: &mut dyn ResidentTable, lr: f64) -> Result<(), BackendError> {
+        self.inner.set_table_lr(table, lr)
+    }
+
+    fn place_reduction(
+        &self,
+        reduce: &Reduce<'_>,
+    ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
+        self.inner.place_reduction(reduce)
+    }
+
+    fn reduce_table(
+        &self,
+        reduce: Reduce<'_>,
+        table: &dyn ResidentTable,
+    ) -> Result<LaunchReport, BackendError> {
+        let entry = reduce.kernel.entry();
+        self.record(reduce.batches.iter().map(|batch| RecordedLaunch {
+            entry,
+            records: batch.records.len(),
+            sets: 0,
+            chunks: batch.chunks,
+            elements: 0,
+            argument_bytes: RESIDENT_BYTES,
+        }));
+        self.inner.reduce_table(reduce, table)
+    }
+
+    fn capture(
+        &self,
+        enqueue: &mut dyn FnMut() -> Result<(), BackendError>,
+    ) -> Result<Box<dyn Graph>, BackendError> {
+        self.inner.capture(enqueue)
     }
 
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {

@@ -52,6 +52,14 @@ impl WeightDecay {
         }
     }
 
+    /// 1 if decay is decoupled, else 0, as a device reads it.
+    pub fn is_decoupled(self) -> f64 {
+        match self {
+            WeightDecay::L2(_) => 0.0,
+            WeightDecay::Decoupled(_) => 1.0,
+        }
+    }
+
     /// The same kind with another λ.
     pub fn with_lambda(self, lambda: f64) -> Self {
         match self {

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use fusestep_elementwise::{Compute, Update, padded_bytes, read_values, run_format, write_padded};
 use fusestep_launch::{
     ArgumentLayout, Format, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, Objective,
-    SetValues, TensorList, entry,
+    ResidentSets, SetValues, TensorList, entry, sets_entry,
 };
 
 use crate::Lion;
@@ -75,6 +75,12 @@ impl<T: Compute> MultiTensorKernel for LionKernel<T> {
             &[set.lr, set.decay].map(T::round),
             self.format.write_key(values.step, out),
         );
+    }
+
+    fn resident(&self) -> Option<ResidentSets> {
+        let hyper = [self.config.weight_decay];
+        let entry = sets_entry!("lion", self.format);
+        Some(ResidentSets::new(entry, &hyper, self.format.seed()))
     }
 
     fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {

@@ -37,11 +37,12 @@ impl State {
     /// `skipped`. Parameters and gradients are left out.
     ///
     /// # Errors
-    /// [`PlanError::Poisoned`]; [`PlanError::Backend`].
+    /// [`PlanError::Poisoned`]; [`PlanError::Unsettled`]; [`PlanError::Backend`].
     pub fn to_tensors(&self, backend: &dyn Backend) -> Result<StateTensors, PlanError> {
         if let Some(step) = self.poisoned {
             return Err(PlanError::Poisoned { step });
         }
+        self.tables.check_settled()?;
         let mut metadata = HashMap::from([
             (STEP.to_owned(), self.step.to_string()),
             ("optimizer".to_owned(), self.optimizer.name().to_owned()),
@@ -88,6 +89,7 @@ impl State {
         let file = TensorFile::read(path)?;
         let steps = self.check(&file)?;
         let scale = self.check_loss_scale(&file)?;
+        self.settle(backend)?;
         for param in self.params.clone().iter() {
             for role in self.state_roles(param)? {
                 let bytes = file.bytes(&tensor_name(param, role)).unwrap_or_default();

@@ -4,7 +4,7 @@ use std::fmt;
 
 use fusestep_launch::Precision;
 
-use crate::{Norm, Plan, Stage};
+use crate::{Norm, Plan, Stage, TableKind};
 
 /// Batches of a stage that are printed one by one; the rest is summed up.
 const BATCHES_SHOWN: usize = 8;
@@ -29,6 +29,9 @@ impl fmt::Display for Plan {
             self.limits.argument_bytes,
             self.limits.chunk_elements,
         )?;
+        if self.table == TableKind::Resident {
+            writeln!(f, "  tables resident in the device's memory")?;
+        }
         for (index, storage) in self.storages.iter().enumerate().take(BATCHES_SHOWN) {
             let roles = storage.roles();
             writeln!(

@@ -175,6 +175,32 @@ pub enum PlanError {
         /// The step that failed.
         step: u64,
     },
+    /// Resident tables hold addresses, and the caller lends others at every step.
+    #[error(
+        "tables: expected tensors that the state keeps for resident ones, found tensors that the caller lends; plan with arguments"
+    )]
+    LentTable,
+    /// A step cannot be enqueued without waiting for it, or not be recorded.
+    #[error(
+        "step: expected one that the device runs without the host, found that {found}; plan with resident tables, or use `run`"
+    )]
+    NotCapturable {
+        /// What stands against it.
+        found: &'static str,
+    },
+    /// A graph was recorded on tables that are no longer the state's.
+    #[error(
+        "graph: expected one recorded on the state's tables, found one of others; record it anew"
+    )]
+    StaleGraph,
+    /// The host does not know yet what the device has decided.
+    #[error(
+        "state: expected every step's outcome to be known, found {pending} steps enqueued and not read; call `settle`"
+    )]
+    Unsettled {
+        /// Steps enqueued since the host last read.
+        pending: u64,
+    },
     /// A tensor's step count cannot be set so.
     #[error(
         "step of `{name}`: expected at most the state's step {expected}, found {found}; set the state's step first"

@@ -22,6 +22,7 @@ mod report;
 mod run;
 mod stage;
 mod state;
+mod table;
 
 pub use checkpoint::StateTensors;
 pub use error::PlanError;
@@ -39,3 +40,4 @@ pub use report::StepReport;
 pub use run::Lender;
 pub use stage::{GradientRead, HyperClass, Norm, Optimize, Stage, StorageSpec};
 pub use state::State;
+pub use table::{StepGraph, TableKind};

@@ -72,10 +72,10 @@ impl Plan {
             numel: spec.layout.numel(tensor),
             class: 0,
         });
-        let limits = LaunchLimits {
+        let limits = self.batch_limits(LaunchLimits {
             chunk_elements: kernel.chunk_elements(),
             ..self.limits
-        };
+        });
         let layout = kernel.argument_layout();
         Ok(batches(kernel.entry(), batchable, layout, limits)?)
     }
@@ -122,17 +122,18 @@ impl Plan {
 #[derive(Debug)]
 pub(crate) struct NormState {
     /// One for each storage.
-    kernels: Vec<Reader>,
+    pub(crate) kernels: Vec<Reader>,
     rule: GradientRule,
     scalars: Vec<u8>,
-    partials: Box<dyn Buffer>,
+    pub(crate) partials: Box<dyn Buffer>,
     tensors: Box<dyn Buffer>,
     sums: Box<dyn Buffer>,
     pub(crate) control: Box<dyn Buffer>,
     /// What `control` holds, as far as the host knows.
     pub(crate) block: ControlBlock,
     /// The loss scale of the gradients whose sums are in `sums`.
-    scale_of_sums: f64,
+    /// `None` if only what they add up to tells.
+    scale_of_sums: Option<f64>,
     /// `tensors` is what the schedule asks for.
     pub(crate) placed: Placed,
 }
@@ -144,7 +145,7 @@ pub(crate) enum Placed {
     No,
 }
 
-struct Reader(Box<dyn MultiTensorReduction>);
+pub(crate) struct Reader(pub(crate) Box<dyn MultiTensorReduction>);
 
 impl std::fmt::Debug for Reader {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -172,7 +173,7 @@ impl NormState {
             sums: backend.allocate(tensors * size_of::<SquareSum>())?,
             control: backend.allocate(size_of::<ControlBlock>())?,
             block: GradientRule::first_block(rule.loss_scale),
-            scale_of_sums: rule.loss_scale.scale(),
+            scale_of_sums: Some(rule.loss_scale.scale()),
             placed: Placed::No,
         };
         state.block.write(backend, state.control.as_mut())?;
@@ -180,7 +181,7 @@ impl NormState {
     }
 
     /// Writes where each tensor's partial sums lie, if the schedule has changed.
-    fn place(
+    pub(crate) fn place(
         &mut self,
         plan: &Plan,
         reads: &[Vec<Batch>],
@@ -208,6 +209,21 @@ impl NormState {
         backend.write(self.tensors.as_mut(), 0, bytemuck::cast_slice(&table))?;
         self.placed = Placed::Yes;
         Ok(())
+    }
+
+    /// The power of two that the norm of all gradients was divided by, from the sums of tensors in plan order.
+    fn scale_of(&self, sums: &[SquareSum]) -> f64 {
+        let all = sums
+            .iter()
+            .fold(SquareSum::default(), |all, sum| all.then(*sum));
+        let scale = (all.sum.sqrt() / self.block.grad_norm)
+            .log2()
+            .round()
+            .exp2();
+        match scale.is_finite() && scale > 0.0 {
+            true => scale,
+            false => self.block.loss_scale,
+        }
     }
 
     /// The loss scale as a value.
@@ -238,9 +254,10 @@ impl NormState {
         Ok(self.block.write(backend, self.control.as_mut())?)
     }
 
-    /// Reads back what the step decided; waits for a device.
-    pub(crate) fn settle(&mut self, backend: &dyn Backend) -> Result<(), PlanError> {
-        self.scale_of_sums = self.block.loss_scale;
+    /// Reads back what the last `steps` steps decided; waits for a device.
+    pub(crate) fn settle(&mut self, backend: &dyn Backend, steps: u64) -> Result<(), PlanError> {
+        // With steps between, the scale before the last one was never on the host.
+        self.scale_of_sums = (steps == 1).then_some(self.block.loss_scale);
         self.block = ControlBlock::read(backend, self.control.as_ref())?;
         Ok(())
     }
@@ -264,7 +281,7 @@ impl State {
             if batches.is_empty() {
                 continue;
             }
-            let done = executor.reduce(Reduce {
+            let reduce = Reduce {
                 kernel: norm.kernels[index].0.as_ref(),
                 batches,
                 offsets: &storage.offsets,
@@ -272,7 +289,11 @@ impl State {
                 list: storage.lists.iter().find(|list| list.role() == Role::Grad),
                 partials: norm.partials.as_mut(),
                 first_partial,
-            })?;
+            };
+            let done = match self.tables.reads.get(index).and_then(Option::as_ref) {
+                Some(table) => executor.backend().reduce_table(reduce, table.as_ref())?,
+                None => executor.reduce(reduce)?,
+            };
             report.launches += done.launches;
             first_partial += batches.iter().map(|b| u64::from(b.chunks)).sum::<u64>();
         }
@@ -312,7 +333,8 @@ impl State {
         };
         let mut sums = vec![SquareSum::default(); self.params.len()];
         backend.read(norm.sums.as_ref(), 0, bytemuck::cast_slice_mut(&mut sums))?;
-        let norms = sums.iter().map(|sum| sum.sum.sqrt() / norm.scale_of_sums);
+        let scale = norm.scale_of_sums.unwrap_or_else(|| norm.scale_of(&sums));
+        let norms = sums.iter().map(|sum| sum.sum.sqrt() / scale);
         Ok(Some(norms.collect()))
     }
 }

@@ -16,7 +16,7 @@ use crate::group::Classes;
 use crate::norm::Gradients;
 use crate::{
     HyperClass, Note, Optimize, Optimizer, PlanError, Precisions, SizeClass, Stage, StorageSpec,
-    Tensors,
+    TableKind, Tensors,
 };
 
 /// A training step's tail, planned: where tensors lie and what is launched, in order.
@@ -29,6 +29,8 @@ pub struct Plan {
     pub(crate) precisions: Precisions,
     pub(crate) limits: LaunchLimits,
     pub(crate) tensors: Tensors,
+    /// Never [`TableKind::Auto`].
+    pub(crate) table: TableKind,
     pub(crate) storages: Vec<StorageSpec>,
     pub(crate) stages: Vec<Stage>,
     pub(crate) notes: Vec<Note>,
@@ -85,7 +87,7 @@ impl Plan {
     pub fn launches(&self) -> usize {
         let launches = self.stages.iter().map(|stage| match stage {
             Stage::Norm(norm) => norm.launches(),
-            Stage::Optimize(optimize) => optimize.batches.len(),
+            Stage::Optimize(optimize) => self.launches_of(optimize),
         });
         launches.sum()
     }
@@ -172,6 +174,7 @@ impl Plan {
             state_bytes: self.state_bytes(),
             traffic_bytes: self.traffic_bytes(),
             argument_bytes: self.limits.argument_bytes,
+            table: self.table,
             max_norm: self.gradients.max_norm.map(MaxNorm::value),
             loss_scale: self.gradients.loss_scale.map(|scale| scale.scale()),
             hash: format!("{:016x}", self.hash),
@@ -220,8 +223,19 @@ impl Plan {
             class: classes.of_param[spec.members[tensor as usize] as usize],
         });
         let layout = kernel.argument_layout();
-        let limits = self.limits.of(kernel.as_ref());
+        let limits = self.batch_limits(self.limits.of(kernel.as_ref()));
         Ok(batches(kernel.entry(), batchable, layout, limits)?)
+    }
+
+    /// The limits of batches: a resident table has room for any number of tensors.
+    pub(crate) fn batch_limits(&self, limits: LaunchLimits) -> LaunchLimits {
+        match self.table {
+            TableKind::Resident => LaunchLimits {
+                argument_bytes: usize::MAX,
+                ..limits
+            },
+            _ => limits,
+        }
     }
 
     /// The kernel of one parameter.
@@ -266,6 +280,8 @@ pub struct PlanSummary {
     pub traffic_bytes: u64,
     /// The limit that batches were made for.
     pub argument_bytes: usize,
+    /// Where the tables of launches lie.
+    pub table: TableKind,
     /// The limit of the gradients' norm; `null` if they are not clipped.
     pub max_norm: Option<f64>,
     /// The loss scale of the first step; `null` if the loss is not scaled.

@@ -12,7 +12,9 @@ use serde::Serialize;
 use crate::group::Classes;
 use crate::norm::Gradients;
 use crate::passes::{CoalesceGradients, FuseOptimizer, Pass};
-use crate::{Note, Optimizer, Plan, PlanError, Precisions, SizeClass, Stage, StorageSpec, Verdict};
+use crate::{
+    Note, Optimizer, Plan, PlanError, Precisions, SizeClass, Stage, StorageSpec, TableKind, Verdict,
+};
 
 /// Who keeps parameters and gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize)]
@@ -42,6 +44,7 @@ pub struct Planner {
     limits: LaunchLimits,
     precisions: Precisions,
     tensors: Tensors,
+    table: TableKind,
     passes: Vec<Box<dyn Pass>>,
 }
 
@@ -53,6 +56,7 @@ impl Planner {
             limits: LaunchLimits::default(),
             precisions: Precisions::default(),
             tensors: Tensors::Kept,
+            table: TableKind::default(),
             passes: vec![Box::new(CoalesceGradients), Box::new(FuseOptimizer)],
         }
     }
@@ -79,6 +83,12 @@ impl Planner {
     /// Says who keeps parameters and gradients.
     pub fn tensors(mut self, tensors: Tensors) -> Self {
         self.tensors = tensors;
+        self
+    }
+
+    /// Says where the tables of launches lie; it changes launches, never a bit.
+    pub fn table(mut self, table: TableKind) -> Self {
+        self.table = table;
         self
     }
 
@@ -118,6 +128,7 @@ impl Planner {
             pass.apply(&mut plan)?;
         }
         plan.place_norm()?;
+        plan.place_tables(self.table)?;
         plan.hash = plan.compute_hash();
         Ok(plan)
     }
@@ -130,6 +141,7 @@ impl Planner {
             precisions: self.precisions.clone(),
             limits: self.limits,
             tensors: self.tensors,
+            table: TableKind::Arguments,
             storages: Vec::with_capacity(params.len()),
             stages: Vec::with_capacity(params.len()),
             notes: Vec::new(),

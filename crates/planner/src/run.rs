@@ -45,19 +45,21 @@ impl Plan {
         state: &mut State,
         mut executor: Executor<'_>,
     ) -> Result<StepReport, PlanError> {
-        if state.plan_hash != self.hash {
-            return Err(PlanError::ForeignState {
-                expected: self.hash,
-                found: state.plan_hash,
-            });
-        }
-        if let Some(step) = state.poisoned {
-            return Err(PlanError::Poisoned { step });
-        }
-        state.check_masters()?;
+        self.check_state(state)?;
         state.follow_views();
-        state.refresh(self)?;
-        write_sets(state);
+        let derived = match &executor {
+            Executor::Backend(backend) => {
+                state.settle(*backend)?;
+                state.prepare(self, *backend)?
+            }
+            Executor::Lender(_) => {
+                state.refresh(self)?;
+                false
+            }
+        };
+        if !derived {
+            write_sets(state);
+        }
         let mut report = StepReport {
             step: state.step + 1,
             absent: state.absent_count,
@@ -76,7 +78,21 @@ impl Plan {
         Ok(report)
     }
 
-    fn each_stage(
+    /// Refuses a state of another plan, or one that a step has failed on.
+    pub(crate) fn check_state(&self, state: &State) -> Result<(), PlanError> {
+        if state.plan_hash != self.hash {
+            return Err(PlanError::ForeignState {
+                expected: self.hash,
+                found: state.plan_hash,
+            });
+        }
+        match state.poisoned {
+            Some(step) => Err(PlanError::Poisoned { step }),
+            None => state.check_masters(),
+        }
+    }
+
+    pub(crate) fn each_stage(
         &self,
         state: &mut State,
         executor: &mut Executor<'_>,
@@ -88,40 +104,13 @@ impl Plan {
                 Stage::Norm(_) => state.run_norm(self, executor)?,
                 Stage::Optimize(optimize) => {
                     updates += 1;
-                    self.launch(state, optimize.storage, updates - 1, executor)?
+                    state.launch_update(self, (optimize.storage, updates - 1), executor)?
                 }
             };
             report.launches += done.launches;
             report.elements += done.elements;
         }
         Ok(())
-    }
-
-    fn launch(
-        &self,
-        state: &mut State,
-        storage: usize,
-        update: usize,
-        executor: &mut Executor<'_>,
-    ) -> Result<LaunchReport, PlanError> {
-        let batches = &state.schedule.batches[update];
-        if batches.is_empty() {
-            return Ok(LaunchReport::default());
-        }
-        let spec = &self.storages[storage];
-        let storage = &mut state.storages[storage];
-        let control = state.norm.as_ref().map(|norm| norm.control.as_ref());
-        Ok(executor.launch(Launch {
-            kernel: storage.kernel.as_ref(),
-            batches,
-            offsets: &storage.offsets,
-            members: &spec.members,
-            lists: &mut storage.lists,
-            scalars: &storage.scalars,
-            control,
-            sets: &storage.sets,
-            limits: self.limits.of(storage.kernel.as_ref()),
-        })?)
     }
 }
 
@@ -159,7 +148,7 @@ impl Executor<'_> {
         }
     }
 
-    fn launch(&mut self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
+    pub(crate) fn launch(&mut self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         match self {
             Executor::Backend(backend) => backend.launch(launch),
             Executor::Lender(lender) => lender.launch(launch),
@@ -181,7 +170,7 @@ fn settle(
     report: &mut StepReport,
 ) -> Result<(), PlanError> {
     if let Some(norm) = &mut state.norm {
-        norm.settle(executor.backend())?;
+        norm.settle(executor.backend(), 1)?;
         report.grad_norm = Some(norm.block.grad_norm);
         report.non_finite = norm.block.non_finite;
         report.skipped = norm.block.found != 0;
@@ -195,19 +184,32 @@ fn settle(
 
 /// Derives every class's scalars for the step to come, in f64 and rounded once.
 fn write_sets(state: &mut State) {
-    let lr = state.optimizer.lr();
-    for storage in &mut state.storages {
-        let set_bytes = storage.kernel.argument_layout().set_bytes;
-        let classes = &state.schedule.classes.classes;
-        for (class, set) in classes.iter().zip(storage.sets.chunks_exact_mut(set_bytes)) {
-            let values = SetValues {
-                lr,
-                lr_scale: class.lr_scale,
-                weight_decay: class.weight_decay,
-                trust: class.trust,
-                step: state.step + 1 - class.steps_behind,
-            };
+    for storage in 0..state.storages.len() {
+        let set_bytes = state.storages[storage].kernel.argument_layout().set_bytes;
+        for class in 0..state.schedule.classes.classes.len() {
+            let values = state.values_of(class);
+            let storage = &mut state.storages[storage];
+            let set = &mut storage.sets[class * set_bytes..][..set_bytes];
             storage.kernel.write_set(values, set);
         }
+    }
+}
+
+impl State {
+    /// The hyper-parameters of a class at the step to come.
+    fn values_of(&self, class: usize) -> SetValues {
+        let class = &self.schedule.classes.classes[class];
+        SetValues {
+            lr: self.optimizer.lr(),
+            lr_scale: class.lr_scale,
+            weight_decay: class.weight_decay,
+            trust: class.trust,
+            step: self.step + 1 - class.steps_behind,
+        }
+    }
+
+    /// Those of all classes.
+    pub(crate) fn set_values(&self) -> impl Iterator<Item = SetValues> {
+        (0..self.schedule.classes.classes.len()).map(|class| self.values_of(class))
     }
 }

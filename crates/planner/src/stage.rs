@@ -114,3 +114,9 @@ pub enum Stage {
     /// Apply the update rule.
     Optimize(Optimize),
 }
+
+/// The roles of a kernel's lists, as an error names them.
+pub(crate) fn role_names(lists: &[TensorList]) -> String {
+    let names: Vec<&str> = lists.iter().map(|list| list.role.name()).collect();
+    names.join(", ")
+}

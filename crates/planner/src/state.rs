@@ -3,12 +3,13 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use fusestep_launch::{Backend, Batch, ListBuffer, MultiTensorKernel, TensorList};
+use fusestep_launch::{Backend, Batch, ListBuffer, MultiTensorKernel};
 use fusestep_tensor::{DType, Element, ParamDesc, Role};
 
 use crate::group::Classes;
 use crate::master::Masters;
 use crate::norm::{NormState, Placed};
+use crate::table::Tables;
 use crate::{Optimizer, Plan, PlanError, Precisions, Tensors};
 
 /// Tensors, step counts and learning rate of one training run, allocated by [`Plan::allocate`].
@@ -34,6 +35,7 @@ pub struct State {
     absent: Vec<bool>,
     pub(crate) absent_count: u64,
     pub(crate) schedule: Schedule,
+    pub(crate) tables: Tables,
     pub(crate) poisoned: Option<u64>,
     /// The memory of stage `norm`, if the plan has it.
     pub(crate) norm: Option<NormState>,
@@ -130,6 +132,7 @@ impl Plan {
                 }),
                 stale: false,
             },
+            tables: Tables::of(self),
             poisoned: None,
             norm: NormState::allocate(self, backend)?,
             scaled: self.gradients.loss_scale.is_some(),
@@ -139,7 +142,7 @@ impl Plan {
 }
 
 impl State {
-    /// Steps run so far.
+    /// Steps run so far, as far as [`State::settle`] has read.
     pub fn step(&self) -> u64 {
         self.step
     }
@@ -154,6 +157,7 @@ impl State {
 
     /// Sets the steps run so far, for all parameters: what resuming from a file does.
     pub fn set_step(&mut self, step: u64) {
+        self.tables.supersede();
         self.step = step;
         self.steps_behind.fill(0);
         self.schedule.stale = true;
@@ -216,8 +220,8 @@ impl State {
             let (expected, found) = (storage.kernel.lists(), kernel.lists());
             if expected != found {
                 return Err(PlanError::OtherLists {
-                    expected: role_names(expected),
-                    found: role_names(found),
+                    expected: crate::stage::role_names(expected),
+                    found: crate::stage::role_names(found),
                 });
             }
             kernels.push(kernel);
@@ -226,6 +230,7 @@ impl State {
             kernel.write_scalars(&mut storage.scalars);
             storage.kernel = kernel;
         }
+        self.schedule.stale = true;
         self.optimizer = optimizer;
         Ok(())
     }
@@ -471,12 +476,6 @@ impl State {
             backend: self.backend,
         }
     }
-}
-
-/// The roles of a kernel's lists, as an error names them.
-fn role_names(lists: &[TensorList]) -> String {
-    let names: Vec<&str> = lists.iter().map(|list| list.role.name()).collect();
-    names.join(", ")
 }
 
 pub(crate) fn check_len(

@@ -19,5 +19,5 @@ mod team;
 pub use level::{Level, LevelError};
 pub use meet::{Meet, Offer, Peers, Seat, seats};
 pub use prefetch::prefetch_ahead;
-pub use stream::{PREFETCH_DISTANCES, stream_4r3w};
+pub use stream::{MAX_WRITTEN, PREFETCH_DISTANCES, stream};
 pub use team::{MAX_THREADS, Split, Team};

@@ -8,108 +8,109 @@ pub const PREFETCH_DISTANCES: [usize; 5] = [0, 128, 256, 512, 1024];
 /// Elements between two prefetches of one stream: one cache line of f32.
 const LINE: usize = 16;
 
-/// Streams four arrays of equal numel, reading all and writing `a`, `c` and `d`, as an Adam step does.
+/// Most arrays that [`stream`] writes.
+pub const MAX_WRITTEN: usize = 5;
+
+/// Streams `W` arrays that are read and written and one that is only read, as an optimizer step does with parameter and state, and
+/// the gradient: `W` = 1 for SGD, 2 for momentum, 3 for Adam.
 ///
 /// ```text
-/// c ← c + b        d ← d − b        a ← max(a, b)
+/// w ← w + r        for every written array w
 /// ```
 ///
 /// # Shapes
-/// All four slices have the same numel; the excess of longer ones is not touched.
+/// All slices have the same numel; the excess of longer ones is not touched.
 /// # Cost
-/// 28 bytes of memory traffic per element.
-pub fn stream_4r3w(
+/// 8·W + 4 bytes of memory traffic per element.
+pub fn stream<const W: usize>(
     team: &Team,
     level: Level,
     prefetch_distance: usize,
-    arrays: (&mut [f32], &[f32], &mut [f32], &mut [f32]),
+    read: &[f32],
+    written: [&mut [f32]; W],
 ) {
-    let (a, b, c, d) = arrays;
-    let numel = a.len().min(b.len()).min(c.len()).min(d.len());
+    let shortest = written.iter().map(|list| list.len()).min();
+    let numel = read.len().min(shortest.unwrap_or(0));
     team.run(Stream {
         level,
         prefetch_distance,
-        a: &mut a[..numel],
-        b: &b[..numel],
-        c: &mut c[..numel],
-        d: &mut d[..numel],
+        read: &read[..numel],
+        written: written.map(|list| &mut list[..numel]),
     });
 }
 
-struct Stream<'a> {
+struct Stream<'a, const W: usize> {
     level: Level,
     prefetch_distance: usize,
-    a: &'a mut [f32],
-    b: &'a [f32],
-    c: &'a mut [f32],
-    d: &'a mut [f32],
+    read: &'a [f32],
+    written: [&'a mut [f32]; W],
 }
 
-impl Split for Stream<'_> {
+impl<const W: usize> Split for Stream<'_, W> {
     fn elements(&self) -> u64 {
-        self.a.len() as u64
+        self.read.len() as u64
     }
 
     fn split(self, elements: u64) -> (Self, Self) {
-        let middle = (elements as usize).next_multiple_of(LINE).min(self.a.len());
-        let (a, a_rest) = self.a.split_at_mut(middle);
-        let (b, b_rest) = self.b.split_at(middle);
-        let (c, c_rest) = self.c.split_at_mut(middle);
-        let (d, d_rest) = self.d.split_at_mut(middle);
-        let Self {
-            level,
-            prefetch_distance,
-            ..
-        } = self;
-        (
-            Stream {
-                level,
-                prefetch_distance,
-                a,
-                b,
-                c,
-                d,
-            },
-            Stream {
-                level,
-                prefetch_distance,
-                a: a_rest,
-                b: b_rest,
-                c: c_rest,
-                d: d_rest,
-            },
-        )
+        let middle = (elements as usize).next_multiple_of(LINE);
+        let middle = middle.min(self.read.len());
+        let (read, read_rest) = self.read.split_at(middle);
+        let mut rest: [&mut [f32]; W] = std::array::from_fn(|_| &mut [][..]);
+        let mut rests = rest.iter_mut();
+        let written = self.written.map(|list| {
+            let (first, second) = list.split_at_mut(middle);
+            if let Some(rest) = rests.next() {
+                *rest = second;
+            }
+            first
+        });
+        let part = |read, written| Stream {
+            level: self.level,
+            prefetch_distance: self.prefetch_distance,
+            read,
+            written,
+        };
+        (part(read, written), part(read_rest, rest))
     }
 
     fn run(self) {
         let ahead = self.prefetch_distance;
         let Stream {
-            level, a, b, c, d, ..
+            level,
+            read,
+            mut written,
+            ..
         } = self;
         level.run(
             #[inline(always)]
             || {
-                let whole = a.len() - a.len() % LINE;
+                let whole = read.len() - read.len() % LINE;
                 for first in (0..whole).step_by(LINE) {
                     if ahead > 0 {
-                        prefetch_ahead(a, first + ahead);
-                        prefetch_ahead(b, first + ahead);
-                        prefetch_ahead(c, first + ahead);
-                        prefetch_ahead(d, first + ahead);
+                        prefetch_ahead(read, first + ahead);
+                        for list in &written {
+                            prefetch_ahead(list, first + ahead);
+                        }
                     }
-                    let line = first..first + LINE;
-                    let [mut x, mut y, mut z] = [load(a, first), load(c, first), load(d, first)];
-                    touch(&mut x, &load(b, first), &mut y, &mut z);
-                    a[line.clone()].copy_from_slice(&x);
-                    c[line.clone()].copy_from_slice(&y);
-                    d[line].copy_from_slice(&z);
+                    let added = load(read, first);
+                    // All lines are loaded before the first is stored. Indices instead of iterators and closures, which would not be
+                    // compiled for the level.
+                    let mut lines = [[0.0; LINE]; W];
+                    for list in 0..W {
+                        lines[list] = load(written[list], first);
+                    }
+                    for line in &mut lines {
+                        for lane in 0..LINE {
+                            line[lane] += added[lane];
+                        }
+                    }
+                    for list in 0..W {
+                        written[list][first..first + LINE].copy_from_slice(&lines[list]);
+                    }
                 }
-                touch(
-                    &mut a[whole..],
-                    &b[whole..],
-                    &mut c[whole..],
-                    &mut d[whole..],
-                );
+                for list in &mut written {
+                    add(&mut list[whole..], &read[whole..]);
+                }
             },
         );
     }
@@ -123,13 +124,11 @@ fn load(from: &[f32], first: usize) -> [f32; LINE] {
     line
 }
 
-/// One line of the stream; on arrays of known length it becomes a few vector instructions.
+/// One line of the stream; on arrays of known length it becomes one vector instruction.
 #[inline(always)]
-fn touch(a: &mut [f32], b: &[f32], c: &mut [f32], d: &mut [f32]) {
-    for (((a, b), c), d) in a.iter_mut().zip(b).zip(c).zip(d) {
-        *c += b;
-        *d -= b;
-        *a = if *a > *b { *a } else { *b };
+fn add(to: &mut [f32], from: &[f32]) {
+    for (to, from) in to.iter_mut().zip(from) {
+        *to += from;
     }
 }
 
@@ -138,15 +137,24 @@ mod tests {
     use super::*;
     use std::num::NonZeroUsize;
 
-    #[test]
-    fn the_stream_touches_every_element_once() {
+    fn touches_every_element_once<const W: usize>() {
         let team = Team::new(NonZeroUsize::new(2).unwrap()).unwrap();
         for numel in [0, 1, 15, 16, 17, 100_003] {
-            let (mut a, b) = (vec![0.0; numel], vec![1.0; numel]);
-            let (mut c, mut d) = (vec![5.0; numel], vec![5.0; numel]);
-            stream_4r3w(&team, Level::detect(), 128, (&mut a, &b, &mut c, &mut d));
-            assert!(a.iter().all(|&x| x == 1.0), "{numel}");
-            assert!(c.iter().all(|&x| x == 6.0) && d.iter().all(|&x| x == 4.0));
+            let read = vec![1.0; numel];
+            let mut written: [Vec<f32>; W] = std::array::from_fn(|list| vec![list as f32; numel]);
+            let slices = written.each_mut().map(|list| &mut list[..]);
+            stream(&team, Level::detect(), 128, &read, slices);
+            for (list, values) in written.iter().enumerate() {
+                assert!(values.iter().all(|&x| x == list as f32 + 1.0), "{numel}");
+            }
         }
+    }
+
+    #[test]
+    fn streams_touch_every_element_once() {
+        touches_every_element_once::<1>();
+        touches_every_element_once::<2>();
+        touches_every_element_once::<3>();
+        touches_every_element_once::<5>();
     }
 }

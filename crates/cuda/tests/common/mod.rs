@@ -2,6 +2,9 @@
 // Each test file uses a part of it.
 #![allow(dead_code)]
 
+pub(crate) mod mutants;
+pub(crate) mod resident;
+
 use std::num::NonZeroUsize;
 
 use fusestep_cpu::CpuBackend;

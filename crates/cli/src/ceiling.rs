@@ -1,0 +1,101 @@
+//! The memory bandwidth that a step is held against: a stream of as many arrays and as many bytes.
+
+use std::convert::Infallible;
+
+use fusestep_coalesce::HostMemory;
+use fusestep_cpu::CpuBackend;
+use fusestep_launch::Access;
+use fusestep_planner::Plan;
+use fusestep_simd::{MAX_WRITTEN, PREFETCH_DISTANCES, stream};
+
+use crate::timer::Timer;
+
+/// Arrays that together have a step's traffic.
+pub(crate) struct Ceiling<'a> {
+    backend: &'a CpuBackend,
+    read: HostMemory,
+    written: Vec<HostMemory>,
+    numel: usize,
+    /// One for each prefetch distance.
+    timers: Vec<Timer>,
+}
+
+impl<'a> Ceiling<'a> {
+    /// As many arrays as the lists that the plan's first kernel has, together with the traffic of the plan.
+    pub(crate) fn new(backend: &'a CpuBackend, plan: &Plan) -> anyhow::Result<Self> {
+        let lists = plan.storages().first().map(|storage| &storage.lists);
+        let writes = lists.map_or(1, |lists| {
+            let written = lists.iter().filter(|list| list.access == Access::ReadWrite);
+            written.count().clamp(1, MAX_WRITTEN)
+        });
+        let numel = plan
+            .traffic_bytes()
+            .div_ceil(bytes_per_element(writes))
+            .max(1) as usize;
+        // Aligned like a state's tensors: vectors that cross cache lines would make the ceiling too low.
+        let array = || -> anyhow::Result<HostMemory> {
+            let mut memory = HostMemory::zeroed(numel * size_of::<f32>())?;
+            // Written once, because untouched pages would all be the same page of zeros.
+            memory.elements_mut::<f32>().fill(1.0);
+            Ok(memory)
+        };
+        Ok(Self {
+            backend,
+            read: array()?,
+            written: (0..writes).map(|_| array()).collect::<Result<_, _>>()?,
+            numel,
+            timers: PREFETCH_DISTANCES.iter().map(|_| Timer::new()).collect(),
+        })
+    }
+
+    /// Arrays read.
+    pub(crate) fn reads(&self) -> usize {
+        self.written.len() + 1
+    }
+
+    /// Arrays written.
+    pub(crate) fn writes(&self) -> usize {
+        self.written.len()
+    }
+
+    /// Times the stream of one prefetch distance.
+    pub(crate) fn sample(&mut self, stream: usize) {
+        match self.written.len() {
+            1 => self.sample_written::<1>(stream),
+            2 => self.sample_written::<2>(stream),
+            3 => self.sample_written::<3>(stream),
+            4 => self.sample_written::<4>(stream),
+            _ => self.sample_written::<MAX_WRITTEN>(stream),
+        }
+    }
+
+    fn sample_written<const W: usize>(&mut self, index: usize) {
+        let (team, level) = (self.backend.team(), self.backend.level());
+        let read = self.read.elements::<f32>();
+        let Ok(mut lists) = <[&mut HostMemory; W]>::try_from(
+            self.written.iter_mut().collect::<Vec<&mut HostMemory>>(),
+        ) else {
+            return;
+        };
+        let streamed: Result<(), Infallible> = self.timers[index].sample(|| {
+            let written = lists.each_mut().map(|list| list.elements_mut::<f32>());
+            stream(team, level, PREFETCH_DISTANCES[index], read, written);
+            Ok(())
+        });
+        let Ok(()) = streamed;
+    }
+
+    /// The prefetch distance in bytes and the bandwidth of the best stream.
+    pub(crate) fn best(&self) -> (usize, f64) {
+        let bytes = (self.numel as u64 * bytes_per_element(self.writes())) as f64;
+        let rates = self.timers.iter().map(|timer| bytes / timer.best);
+        let rates = PREFETCH_DISTANCES.iter().copied().zip(rates);
+        let best = rates.max_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or((0, 0.0));
+        (best.0 * size_of::<f32>(), best.1)
+    }
+}
+
+/// Bytes that one element of a stream with so many written arrays moves.
+fn bytes_per_element(writes: usize) -> u64 {
+    (2 * writes + 1) as u64 * size_of::<f32>() as u64
+}

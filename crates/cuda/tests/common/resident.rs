@@ -1,0 +1,180 @@
+//! Rules, and steps on resident tables in every way there is.
+use super::cpu;
+use fusestep_adagrad::Adagrad;
+use fusestep_cuda::CudaBackend;
+use fusestep_fused_adam::{Adam, SecondMoment};
+use fusestep_fused_sgd::Sgd;
+use fusestep_lamb::Lamb;
+use fusestep_lars_momentum::Lars;
+use fusestep_launch::{Backend, WeightDecay};
+use fusestep_lion::Lion;
+use fusestep_planner::{
+    ClipByGlobalNorm, LossScale, LossScaling, Optimizer, Plan, PlanError, Planner, ScalePolicy,
+    State, TableKind,
+};
+use fusestep_tensor::{DType, Role};
+use fusestep_testkit::{Case, outcome};
+
+/// Every rule, with what its sets are made of away from the defaults.
+pub(crate) fn rules() -> Vec<Optimizer> {
+    let adam = Adam::default();
+    let coupled = Adam {
+        weight_decay: WeightDecay::L2(0.1),
+        second_moment: SecondMoment::Largest,
+        ..adam
+    };
+    let sgd = Sgd {
+        dampening: 0.4,
+        weight_decay: WeightDecay::L2(0.1),
+        ..Sgd::with_momentum()
+    };
+    let plain = Sgd {
+        momentum: 0.0,
+        dampening: 0.0,
+        weight_decay: WeightDecay::Decoupled(0.1),
+        ..sgd
+    };
+    let lion = Lion {
+        weight_decay: 0.1,
+        ..Lion::default()
+    };
+    let adagrad = Adagrad {
+        lr_decay: 0.1,
+        initial_sum: 0.01,
+        weight_decay: 0.1,
+        ..Adagrad::default()
+    };
+    vec![
+        adam.into(),
+        coupled.into(),
+        sgd.into(),
+        plain.into(),
+        lion.into(),
+        adagrad.into(),
+        Lars::default().into(),
+        Lamb::default().into(),
+    ]
+}
+
+/// The bits of the naive plan on the host, and those of the resident one on `backend`.
+pub(crate) fn same_bits_of(
+    rule: Optimizer,
+    passes: &dyn Fn(Planner) -> Planner,
+    case: &Case,
+    backend: &CudaBackend,
+) {
+    let expected = outcome(
+        &passes(Planner::new(rule).naive())
+            .plan(&case.params)
+            .unwrap(),
+        case,
+        &cpu(),
+    );
+    let planner = passes(Planner::new(rule))
+        .limits(backend.limits())
+        .table(TableKind::Resident);
+    let plan = planner.plan(&case.params).unwrap();
+    let found = outcome(&plan, case, backend);
+    let first = found.iter().zip(&expected).position(|(a, b)| a != b);
+    let length = expected.len();
+    assert!(
+        found == expected,
+        "first difference at byte {first:?} of {length}: {plan}"
+    );
+}
+
+pub(crate) fn scaled(planner: Planner) -> Planner {
+    let policy = ScalePolicy {
+        growth_interval: 2,
+        ..ScalePolicy::default()
+    };
+    let scale = LossScale::with_policy(1024.0, policy).unwrap();
+    planner
+        .with(LossScaling::from(scale))
+        .with(ClipByGlobalNorm::new(0.5))
+}
+
+pub(crate) fn allocate(plan: &Plan, case: &Case, backend: &dyn Backend) -> State {
+    let mut state = plan.allocate(backend).unwrap();
+    for (index, param) in case.params.iter().enumerate() {
+        let bytes = case.param_bytes(index);
+        state
+            .write(backend, Role::Param, &param.name, &bytes)
+            .unwrap();
+    }
+    state
+}
+
+pub(crate) fn write_grads(state: &mut State, case: &Case, step: u64, backend: &dyn Backend) {
+    for (index, param) in case.params.iter().enumerate() {
+        let bytes = case.grad_bytes(index, step);
+        state
+            .write(backend, Role::Grad, &param.name, &bytes)
+            .unwrap();
+    }
+}
+
+pub(crate) fn read_all(state: &State, case: &Case, backend: &dyn Backend) -> Vec<u8> {
+    let mut all = Vec::new();
+    for param in &case.params {
+        for role in state.roles(&param.name).unwrap() {
+            let dtype = state.dtype(role, &param.name).unwrap();
+            let mut bytes = vec![0; param.numel() as usize * dtype.len_bytes()];
+            state.read(backend, role, &param.name, &mut bytes).unwrap();
+            all.extend(bytes);
+        }
+    }
+    all
+}
+
+/// Steps with the learning rate of a schedule, where some gradients overflow. Returns all bits, the step and the loss scale.
+pub(crate) fn train(
+    rule: Optimizer,
+    table: TableKind,
+    way: WayOfStep,
+    backend: &dyn Backend,
+) -> (Vec<u8>, [u64; 3]) {
+    let case = Case::new([70, 3, 0, 130], DType::F32).with_hyper_classes();
+    let planner = scaled(Planner::new(rule))
+        .table(table)
+        .limits(backend.limits());
+    let plan = planner.plan(&case.params).unwrap();
+    let mut state = allocate(&plan, &case, backend);
+    let graph = match way {
+        WayOfStep::Replayed => Some(plan.capture(&mut state, backend).unwrap()),
+        _ => None,
+    };
+    for step in 1..=8u64 {
+        write_grads(&mut state, &case, step, backend);
+        if step == 3 || step == 6 {
+            let bytes = f32::INFINITY.to_le_bytes().repeat(3);
+            state
+                .write(backend, Role::Grad, "tensor.1", &bytes)
+                .unwrap();
+        }
+        state.set_lr(0.01 / step as f64).unwrap();
+        match (way, &graph) {
+            (WayOfStep::Replayed, Some(graph)) => plan.replay(&mut state, backend, graph).unwrap(),
+            (WayOfStep::Enqueued, _) => plan.enqueue(&mut state, backend).unwrap(),
+            _ => drop(plan.run(&mut state, backend).unwrap()),
+        }
+    }
+    if way != WayOfStep::Run {
+        assert_eq!(state.step(), 0, "the host has not asked");
+        let error = state.to_tensors(backend).unwrap_err();
+        assert_eq!(error, PlanError::Unsettled { pending: 8 });
+        state.settle(backend).unwrap();
+    }
+    let norms = state.grad_norms(backend).unwrap().unwrap();
+    let mut bits = read_all(&state, &case, backend);
+    bits.extend(norms.iter().flat_map(|norm| norm.to_le_bytes()));
+    let scale = state.loss_scale().unwrap().scale() as u64;
+    (bits, [state.step(), state.skipped(), scale])
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum WayOfStep {
+    Run,
+    Enqueued,
+    Replayed,
+}

@@ -1,0 +1,424 @@
+//! Where the argument tables of a plan's launches lie, and steps that the host does not wait for.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use fusestep_launch::{
+    Backend, BackendError, Graph, Launch, LaunchReport, Reduce, ResidentTable, SetValues,
+};
+use fusestep_tensor::Role;
+use serde::Serialize;
+
+use crate::run::Executor;
+use crate::{Note, Optimize, Plan, PlanError, Stage, State, StepReport, Tensors, Verdict};
+
+/// Where a launch's table of tensors lies. It changes launches and what the host does for them, never a bit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TableKind {
+    /// In the launch's arguments: as many tensors as fit, and the host derives the scalars of every step.
+    #[default]
+    Arguments,
+    /// In the device's memory, built once: any number of tensors in a launch. The device counts steps and derives the scalars, so
+    /// that a step can be recorded in a graph.
+    Resident,
+    /// In arguments where each stage fits into one launch, else resident.
+    Auto,
+}
+
+impl TableKind {
+    /// The name on the command line and in plans.
+    pub const fn name(self) -> &'static str {
+        match self {
+            TableKind::Arguments => "arguments",
+            TableKind::Resident => "resident",
+            TableKind::Auto => "auto",
+        }
+    }
+}
+
+impl Plan {
+    /// Where the tables lie: [`TableKind::Arguments`] or [`TableKind::Resident`].
+    pub fn table(&self) -> TableKind {
+        self.table
+    }
+
+    /// Decides where the tables lie and makes the batches for it.
+    pub(crate) fn place_tables(&mut self, asked: TableKind) -> Result<(), PlanError> {
+        let most = self.stages.iter().map(|stage| match stage {
+            Stage::Norm(norm) => norm.launches() - 1,
+            Stage::Optimize(optimize) => optimize.batches.len(),
+        });
+        let most = most.max().unwrap_or(0);
+        let lent = self.tensors == Tensors::Lent;
+        let note = |verdict, reason: String| Note::new("table", verdict, reason);
+        match asked {
+            TableKind::Arguments => return Ok(()),
+            TableKind::Resident if lent => return Err(PlanError::LentTable),
+            TableKind::Auto if lent => {
+                let reason = "arguments: the caller lends tensors anew at every step".to_owned();
+                self.notes.push(note(Verdict::Refused, reason));
+                return Ok(());
+            }
+            TableKind::Auto if most <= 1 => {
+                let reason = "arguments: every stage fits into one launch".to_owned();
+                self.notes.push(note(Verdict::Refused, reason));
+                return Ok(());
+            }
+            TableKind::Resident | TableKind::Auto => {}
+        }
+        let why = match asked {
+            TableKind::Resident => "as asked for".to_owned(),
+            _ => format!("a stage would take {most} launches with tables in arguments"),
+        };
+        self.table = TableKind::Resident;
+        self.make_batches_anew()?;
+        let reason = format!(
+            "resident, {why}: built once in the device's memory, and the device derives the scalars; the cpu backend runs the same batches without a table"
+        );
+        self.notes.push(note(Verdict::Applied, reason));
+        Ok(())
+    }
+
+    fn make_batches_anew(&mut self) -> Result<(), PlanError> {
+        let mut stages = std::mem::take(&mut self.stages);
+        for stage in &mut stages {
+            match stage {
+                Stage::Norm(norm) => {
+                    for read in &mut norm.reads {
+                        read.batches = self.norm_batches(read.storage, |_| true)?;
+                    }
+                }
+                Stage::Optimize(stage) => {
+                    stage.batches = self.batches(stage.storage, &stage.tensors, &self.classes)?;
+                }
+            }
+        }
+        self.stages = stages;
+        Ok(())
+    }
+
+    /// Launches of a stage: before the updates from a resident table, one derives its sets.
+    pub(crate) fn launches_of(&self, stage: &Optimize) -> usize {
+        match self.table {
+            TableKind::Resident => 2 * stage.batches.len(),
+            _ => stage.batches.len(),
+        }
+    }
+
+    /// Enqueues one step and waits for nothing. [`State::step`], the loss scale and the count of skipped steps are as they were
+    /// until [`State::settle`] reads what the device has decided; without a stage that reads the gradients nothing is left to read.
+    ///
+    /// The step of a plan that reads gradients is waited for nevertheless if parameters are absent in it, because the next step's
+    /// table depends on whether this one was skipped.
+    ///
+    /// # Errors
+    /// As [`Plan::run`]; [`PlanError::NotCapturable`] for a plan that reads gradients and whose tables are in arguments: the host
+    /// has to know the step before it can write the next one's.
+    /// # Cost
+    /// The same launches with the same arguments at every step, on a device: nothing of the host's work grows with the tensors.
+    pub fn enqueue(&self, state: &mut State, backend: &dyn Backend) -> Result<(), PlanError> {
+        self.check_state(state)?;
+        if state.norm.is_some() && state.tables.kind != TableKind::Resident {
+            return Err(not_capturable("its tables are in arguments"));
+        }
+        if !state.prepare(self, backend)? {
+            return self.run(state, backend).map(|_| ());
+        }
+        let mut report = StepReport::default();
+        let done = self.each_stage(state, &mut Executor::Backend(backend), &mut report);
+        if let Err(error) = done {
+            state.poisoned = Some(state.step + 1);
+            return Err(error);
+        }
+        state.count_enqueued(backend)
+    }
+
+    /// Records a step as a graph; the step is not run. Every [`Plan::replay`] is then one call of the driver.
+    ///
+    /// # Errors
+    /// [`PlanError::NotCapturable`] if the tables are in arguments or parameters are absent; [`PlanError::Backend`] on a backend
+    /// that records no launches.
+    pub fn capture(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+    ) -> Result<StepGraph, PlanError> {
+        self.check_state(state)?;
+        if state.tables.kind != TableKind::Resident {
+            return Err(not_capturable("its tables are in arguments"));
+        }
+        if state.absent_count > 0 {
+            return Err(not_capturable("parameters are absent in the next step"));
+        }
+        state.prepare(self, backend)?;
+        let graph = backend.capture(&mut || {
+            let mut executor = Executor::Backend(backend);
+            let done = self.each_stage(state, &mut executor, &mut StepReport::default());
+            done.map_err(|error| match error {
+                PlanError::Backend(error) => error,
+                other => BackendError::Unavailable {
+                    backend: backend.name(),
+                    reason: other.to_string(),
+                },
+            })
+        })?;
+        Ok(StepGraph {
+            graph,
+            generation: state.tables.generation,
+        })
+    }
+
+    /// Enqueues the recorded step once more, as [`Plan::enqueue`] would. A learning rate set since is written first.
+    ///
+    /// # Errors
+    /// [`PlanError::StaleGraph`] if the state's tables have been built anew since, because parameters were absent, the rule was
+    /// changed, or steps were set or loaded; as [`Plan::run`].
+    pub fn replay(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        graph: &StepGraph,
+    ) -> Result<(), PlanError> {
+        self.check_state(state)?;
+        let built_anew = state.tables.generation != graph.generation;
+        if built_anew || state.schedule.stale || state.absent_count > 0 {
+            return Err(PlanError::StaleGraph);
+        }
+        state.publish_lr(backend)?;
+        if let Err(error) = graph.graph.launch() {
+            state.poisoned = Some(state.step + 1);
+            return Err(error.into());
+        }
+        state.count_enqueued(backend)
+    }
+}
+
+fn not_capturable(found: &'static str) -> PlanError {
+    PlanError::NotCapturable { found }
+}
+
+/// A step recorded by [`Plan::capture`]; keeps the memory that it runs on.
+#[derive(Debug)]
+pub struct StepGraph {
+    graph: Box<dyn Graph>,
+    /// Of the tables that it runs on.
+    generation: u64,
+}
+
+/// A state's tables in its backend's memory.
+#[derive(Debug, Default)]
+pub(crate) struct Tables {
+    pub(crate) kind: TableKind,
+    /// One for each stage that updates; none for a stage without batches.
+    pub(crate) updates: Vec<Option<Box<dyn ResidentTable>>>,
+    /// One for each storage whose gradients are read.
+    pub(crate) reads: Vec<Option<Box<dyn ResidentTable>>>,
+    /// Which tables these are among all that were built; 0 before the first.
+    generation: u64,
+    /// The learning rate that they derive sets from.
+    lr: f64,
+    /// Steps enqueued whose outcome the host does not know.
+    pending: u64,
+    /// The steps pending were counted before the state's step was set from outside.
+    superseded: bool,
+}
+
+impl Tables {
+    pub(crate) fn of(plan: &Plan) -> Self {
+        Self {
+            kind: plan.table,
+            ..Self::default()
+        }
+    }
+
+    pub(crate) fn supersede(&mut self) {
+        self.superseded = self.pending > 0;
+    }
+
+    /// An error if a step's outcome is not known.
+    pub(crate) fn check_settled(&self) -> Result<(), PlanError> {
+        match self.pending {
+            0 => Ok(()),
+            pending => Err(PlanError::Unsettled { pending }),
+        }
+    }
+}
+
+impl State {
+    /// Reads what the device has decided in the steps enqueued: how many of them were applied, the loss scale, and how many were
+    /// skipped. Waits for the device.
+    ///
+    /// # Errors
+    /// [`PlanError::Backend`].
+    pub fn settle(&mut self, backend: &dyn Backend) -> Result<(), PlanError> {
+        // Parameters set absent since then are so in the next step, not in these.
+        self.step += self.read_applied(backend)?;
+        Ok(())
+    }
+
+    /// How many of the steps pending were applied; those before the step was set from outside do not count.
+    fn read_applied(&mut self, backend: &dyn Backend) -> Result<u64, PlanError> {
+        let pending = std::mem::take(&mut self.tables.pending);
+        let Some(norm) = self.norm.as_mut().filter(|_| pending > 0) else {
+            return Ok(0);
+        };
+        let before = norm.block.applied;
+        norm.settle(backend, pending)?;
+        let applied = norm.block.applied.saturating_sub(before);
+        match std::mem::take(&mut self.tables.superseded) {
+            true => Ok(0),
+            false => Ok(applied),
+        }
+    }
+
+    /// Counts a step that was enqueued.
+    fn count_enqueued(&mut self, backend: &dyn Backend) -> Result<(), PlanError> {
+        if self.norm.is_none() {
+            self.advance();
+            return Ok(());
+        }
+        self.tables.pending += 1;
+        if self.absent_count > 0 {
+            match self.read_applied(backend)? {
+                0 => self.forget_absent(),
+                _ => self.advance(),
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes batches and tables ready for a step; whether the backend derives the sets itself.
+    pub(crate) fn prepare(
+        &mut self,
+        plan: &Plan,
+        backend: &dyn Backend,
+    ) -> Result<bool, PlanError> {
+        if self.schedule.stale {
+            self.settle(backend)?;
+            self.tables.generation = 0;
+        }
+        self.refresh(plan)?;
+        if self.tables.kind != TableKind::Resident {
+            return Ok(false);
+        }
+        if self.tables.generation == 0 {
+            self.build_tables(plan, backend)?;
+        }
+        self.publish_lr(backend)?;
+        Ok(self.derives_sets())
+    }
+
+    /// Whether the backend has tables and derives the sets itself.
+    fn derives_sets(&self) -> bool {
+        let mut all = self.tables.updates.iter().zip(&self.schedule.batches);
+        all.all(|(table, batches)| table.is_some() || batches.is_empty())
+    }
+
+    fn publish_lr(&mut self, backend: &dyn Backend) -> Result<(), PlanError> {
+        let lr = self.optimizer.lr();
+        if self.tables.lr.to_bits() != lr.to_bits() {
+            for table in self.tables.updates.iter_mut().flatten() {
+                backend.set_table_lr(table.as_mut(), lr)?;
+            }
+            self.tables.lr = lr;
+        }
+        Ok(())
+    }
+
+    fn build_tables(&mut self, plan: &Plan, backend: &dyn Backend) -> Result<(), PlanError> {
+        // Numbers of no meaning but to be different, so that a graph is not taken for one of another state.
+        static GENERATIONS: AtomicU64 = AtomicU64::new(1);
+        let values: Vec<SetValues> = self.set_values().collect();
+        self.tables.updates.clear();
+        self.tables.reads.clear();
+        for (update, stage) in plan.optimize_stages().enumerate() {
+            let launch = self.launch_of(plan, stage.storage, update);
+            let table = match launch {
+                Some(launch) => backend.place_table(&launch, &values)?,
+                None => None,
+            };
+            self.tables.updates.push(table);
+        }
+        self.build_reads(plan, backend)?;
+        self.tables.lr = self.optimizer.lr();
+        self.tables.generation = GENERATIONS.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn build_reads(&mut self, plan: &Plan, backend: &dyn Backend) -> Result<(), PlanError> {
+        let Some(norm) = &mut self.norm else {
+            return Ok(());
+        };
+        norm.place(plan, &self.schedule.norm, backend)?;
+        let mut first_partial = 0;
+        for (index, batches) in self.schedule.norm.iter().enumerate() {
+            let storage = &self.storages[index];
+            let list = storage.lists.iter().find(|list| list.role() == Role::Grad);
+            let table = match list.filter(|_| !batches.is_empty()) {
+                Some(list) => backend.place_reduction(&Reduce {
+                    kernel: norm.kernels[index].0.as_ref(),
+                    batches,
+                    offsets: &storage.offsets,
+                    members: &plan.storages[index].members,
+                    list: Some(list),
+                    partials: norm.partials.as_mut(),
+                    first_partial,
+                })?,
+                None => None,
+            };
+            self.tables.reads.push(table);
+            first_partial += batches.iter().map(|b| u64::from(b.chunks)).sum::<u64>();
+        }
+        Ok(())
+    }
+
+    /// The launch of a stage that updates; `None` if it has no batches.
+    fn launch_of<'a>(
+        &'a mut self,
+        plan: &'a Plan,
+        storage: usize,
+        update: usize,
+    ) -> Option<Launch<'a>> {
+        let batches = &self.schedule.batches[update];
+        if batches.is_empty() {
+            return None;
+        }
+        let control = self.norm.as_ref().map(|norm| norm.control.as_ref());
+        let members = &plan.storages[storage].members;
+        let storage = &mut self.storages[storage];
+        Some(Launch {
+            kernel: storage.kernel.as_ref(),
+            batches,
+            offsets: &storage.offsets,
+            members,
+            lists: &mut storage.lists,
+            scalars: &storage.scalars,
+            control,
+            sets: &storage.sets,
+            limits: plan.limits.of(storage.kernel.as_ref()),
+        })
+    }
+
+    /// Runs a stage that updates, from its table if it has one.
+    pub(crate) fn launch_update(
+        &mut self,
+        plan: &Plan,
+        (storage, update): (usize, usize),
+        executor: &mut Executor<'_>,
+    ) -> Result<LaunchReport, PlanError> {
+        // Taken out, so that the launch can borrow the rest of the state.
+        let place = self.tables.updates.get_mut(update);
+        let table = place.and_then(Option::take);
+        let done = match (self.launch_of(plan, storage, update), &table, executor) {
+            (None, ..) => Ok(LaunchReport::default()),
+            (Some(launch), Some(table), Executor::Backend(backend)) => {
+                backend.launch_table(launch, table.as_ref())
+            }
+            (Some(launch), _, executor) => executor.launch(launch),
+        };
+        if let Some(place) = self.tables.updates.get_mut(update) {
+            *place = table;
+        }
+        Ok(done?)
+    }
+}
