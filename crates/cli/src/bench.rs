@@ -117,6 +117,7 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     if let Some(collective) = args.collective.collective {
         return bench_collective::run(&args.collective, collective, args.json);
     }
+    args.collective.ranks.require_none("--collective")?;
     let model = args
         .model
         .as_deref()

@@ -1,6 +1,5 @@
 //! `fusestep bench --collective`: a collective's time between ranks, beside the memory bandwidth.
 
-use std::num::NonZeroUsize;
 use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
@@ -8,7 +7,7 @@ use fusestep_collective::{AllReduceRow, measure_all_reduce};
 use fusestep_simd::Level;
 use serde::Serialize;
 
-use crate::engine::Engine;
+use crate::engine::{Engine, Ranks};
 use crate::output::{duration, print, print_json};
 
 /// Flags of `bench --collective`.
@@ -20,9 +19,8 @@ pub(crate) struct CollectiveArgs {
     /// What carries it
     #[arg(long, value_enum, default_value = "thread", requires = "collective")]
     pub(crate) engine: Engine,
-    /// Ranks that are threads; mpirun says how many processes there are
-    #[arg(long, default_value = "2", requires = "collective")]
-    ranks: NonZeroUsize,
+    #[command(flatten)]
+    pub(crate) ranks: Ranks,
     /// Bytes of each rank's buffer, with units
     #[arg(
         long,
@@ -80,7 +78,7 @@ pub(crate) fn run(
     json: bool,
 ) -> anyhow::Result<()> {
     let sizes: Vec<u64> = args.sizes.iter().map(|size| size.0).collect();
-    let measured = args.engine.run(args.ranks, |comm| {
+    let measured = args.engine.run(&args.ranks, |comm| {
         measure_all_reduce(comm, &sizes, Level::detect())
     })?;
     let Some(rows) = measured else {
@@ -100,7 +98,7 @@ pub(crate) fn run(
         summary
             .rows
             .first()
-            .map_or(args.ranks.get(), |row| row.ranks),
+            .map_or(args.ranks.count(), |row| row.ranks),
         summary.engine
     );
     for row in &summary.rows {

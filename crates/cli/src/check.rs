@@ -2,7 +2,6 @@
 
 use std::env;
 use std::fmt::Write;
-use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -11,7 +10,7 @@ use fusestep_cuda::CudaBackend;
 use fusestep_simd::Level;
 use serde::Serialize;
 
-use crate::engine::Engine;
+use crate::engine::{Engine, Ranks};
 use crate::options::threads;
 use crate::output::{duration, print, print_json};
 
@@ -30,9 +29,8 @@ pub(crate) struct CheckArgs {
     /// Test the collectives of this engine instead, and print how fast they are
     #[arg(long, value_enum)]
     pub(crate) engine: Option<Engine>,
-    /// Ranks that are threads; mpirun says how many processes there are
-    #[arg(long, default_value = "2", requires = "engine")]
-    ranks: NonZeroUsize,
+    #[command(flatten)]
+    ranks: Ranks,
     /// Print the findings as one JSON object
     #[arg(long)]
     json: bool,
@@ -67,7 +65,7 @@ const TABLE: [u64; 5] = [1 << 10, 16 << 10, 256 << 10, 4 << 20, 32 << 20];
 
 /// Tests every collective and measures the all-reduce.
 fn collectives(engine: Engine, args: &CheckArgs) -> anyhow::Result<()> {
-    let found = engine.run(args.ranks, |comm| {
+    let found = engine.run(&args.ranks, |comm| {
         let right = self_test(comm)?;
         let rows = measure_all_reduce(comm, &TABLE, Level::detect())?;
         let points: Vec<_> = rows
@@ -116,6 +114,7 @@ pub(crate) fn run(args: &CheckArgs) -> anyhow::Result<()> {
     if let Some(engine) = args.engine {
         return collectives(engine, args);
     }
+    args.ranks.require_none("--engine")?;
     let findings = vec![simd(), thread_count(), cuda(), mpi(), nccl()];
     if args.json {
         return print_json(&Findings { findings });

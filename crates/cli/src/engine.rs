@@ -1,13 +1,14 @@
 //! What carries collectives, and who runs them.
 
 use std::num::NonZeroUsize;
+use std::path::PathBuf;
 
 use anyhow::{Context, ensure};
-use clap::ValueEnum;
+use clap::{Args, ValueEnum};
 use fusestep_collective::{CollectiveError, Communicator, Options, run_ranks};
 use fusestep_collective_mpi::{MpiCommunicator, MpiOptions, Reduction, launched_ranks};
 use fusestep_collective_nccl::{
-    NcclCommunicator, NcclError, NcclOptions, Reduction as NcclReduction,
+    Meeting, NcclCommunicator, NcclError, NcclOptions, Reduction as NcclReduction,
 };
 
 /// Engines of collectives.
@@ -25,6 +26,48 @@ pub(crate) enum Engine {
     NcclNative,
 }
 
+/// How many ranks there are, and how they find each other.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct Ranks {
+    /// Ranks that are threads, 2 by default; mpirun says how many processes there are
+    #[arg(long)]
+    ranks: Option<NonZeroUsize>,
+    /// Processes with a GPU each that were not started by mpirun meet in this folder, new for every run (engines nccl, nccl-native)
+    #[arg(long, value_name = "FOLDER", requires = "rank")]
+    meet: Option<PathBuf>,
+    /// Which of --ranks processes this one is, from 0
+    #[arg(long, requires = "meet")]
+    rank: Option<usize>,
+    /// This process's GPU; by default the one of its rank's number
+    #[arg(long, requires = "meet")]
+    gpu: Option<usize>,
+}
+
+impl Ranks {
+    /// How many there are.
+    pub(crate) fn count(&self) -> usize {
+        self.ranks.map_or(2, NonZeroUsize::get)
+    }
+
+    /// Refuses flags that would do nothing, without the flag that `what` names.
+    pub(crate) fn require_none(&self, what: &str) -> anyhow::Result<()> {
+        ensure!(
+            self.ranks.is_none() && self.meet.is_none(),
+            "--ranks and --meet: expected {what} too, found none; ranks are those of collectives"
+        );
+        Ok(())
+    }
+
+    /// Where this process meets others, if it does.
+    fn meeting(&self) -> Option<Meeting> {
+        Some(Meeting {
+            rank: self.rank?,
+            world_size: self.count(),
+            ..Meeting::at(self.meet.clone()?)
+        })
+    }
+}
+
 impl Engine {
     /// The name on the command line.
     pub(crate) fn name(self) -> &'static str {
@@ -40,13 +83,19 @@ impl Engine {
     /// Runs `body` on every rank; returns what rank 0 has found, on rank 0 only.
     pub(crate) fn run<T: Send>(
         self,
-        ranks: NonZeroUsize,
+        ranks: &Ranks,
         body: impl Fn(&mut dyn Communicator) -> Result<T, CollectiveError> + Sync,
     ) -> anyhow::Result<Option<T>> {
+        ensure!(
+            ranks.meet.is_none() || matches!(self, Engine::Nccl | Engine::NcclNative),
+            "expected --engine nccl or nccl-native with --meet, found {}; a folder carries what ranks say and no gradients",
+            self.name()
+        );
         let reduction = match self {
             Engine::Thread => {
-                let outcomes =
-                    run_ranks(ranks.get(), &Options::default(), |mut comm| body(&mut comm));
+                let outcomes = run_ranks(ranks.count(), &Options::default(), |mut comm| {
+                    body(&mut comm)
+                });
                 let outcomes = outcomes.context("cannot start a thread for each rank")?;
                 let mut first = None;
                 for outcome in outcomes {
@@ -72,7 +121,7 @@ impl Engine {
 
 /// Runs `body` on ranks with a GPU each: threads of this process, or the processes that mpirun has started.
 fn on_gpus<T: Send>(
-    ranks: NonZeroUsize,
+    ranks: &Ranks,
     reduction: NcclReduction,
     body: impl Fn(&mut dyn Communicator) -> Result<T, CollectiveError> + Sync,
 ) -> anyhow::Result<Option<T>> {
@@ -80,14 +129,21 @@ fn on_gpus<T: Send>(
         reduction,
         ..NcclOptions::default()
     };
+    let alone = |mut comm: NcclCommunicator| {
+        let found = body(&mut comm).with_context(|| format!("rank {}", comm.rank()))?;
+        anyhow::Ok((comm.rank() == 0).then_some(found))
+    };
+    if let Some(meeting) = ranks.meeting() {
+        let control = meeting.join()?;
+        let gpu = ranks.gpu.unwrap_or(meeting.rank);
+        return alone(NcclCommunicator::new(Box::new(control), gpu, &options)?);
+    }
     if launched_ranks().is_some() {
         let world = MpiCommunicator::world(&MpiOptions::default())?;
         let gpu = local_rank().unwrap_or(world.rank());
-        let mut comm = NcclCommunicator::new(Box::new(world), gpu, &options)?;
-        let found = body(&mut comm).with_context(|| format!("rank {}", comm.rank()))?;
-        return Ok((comm.rank() == 0).then_some(found));
+        return alone(NcclCommunicator::new(Box::new(world), gpu, &options)?);
     }
-    let outcomes = run_ranks(ranks.get(), &Options::default(), |control| {
+    let outcomes = run_ranks(ranks.count(), &Options::default(), |control| {
         let gpu = control.rank();
         let mut comm = NcclCommunicator::new(Box::new(control), gpu, &options)?;
         anyhow::Ok(body(&mut comm)?)

@@ -5,7 +5,7 @@ use fusestep_collective::{
 };
 
 use crate::communicator::NcclCommunicator;
-use crate::wire::{FRAME_BYTES, Frame};
+use crate::wire::{FRAME_BYTES, Frame, of_ranks};
 
 impl NcclCommunicator {
     /// Counts a call, tells the others what it is and hears what theirs are.
@@ -118,19 +118,6 @@ pub(crate) fn renamed(mut error: CollectiveError, print: Option<&Fingerprint>) -
     {
         (*operation, *sequence) = (print.operation.name(), print.sequence);
         *bucket = print.context.bucket;
-    }
-    error
-}
-
-/// A mismatch between parties, said of the ranks they are.
-fn of_ranks(mut error: CollectiveError, ranks: &[usize]) -> CollectiveError {
-    if let CollectiveError::Mismatch {
-        expected_rank,
-        found_rank,
-        ..
-    } = &mut error
-    {
-        (*expected_rank, *found_rank) = (ranks[*expected_rank], ranks[*found_rank]);
     }
     error
 }

@@ -11,6 +11,7 @@ mod device;
 mod driver;
 #[cfg(feature = "nccl")]
 mod exchange;
+mod folder;
 #[cfg(feature = "nccl")]
 mod founding;
 #[cfg(feature = "nccl")]
@@ -24,7 +25,6 @@ mod options;
 mod reduction;
 #[cfg(feature = "nccl")]
 mod staging;
-#[cfg(feature = "nccl")]
 mod wire;
 
 #[cfg(not(feature = "nccl"))]
@@ -33,4 +33,5 @@ pub use absent::NcclCommunicator;
 pub use communicator::{DeviceBuffers, DeviceCall, NcclCommunicator};
 #[cfg(feature = "nccl")]
 pub use device::DeviceBuffer;
+pub use folder::{FolderControl, Meeting};
 pub use options::{MIN_VERSION, NcclError, NcclOptions, Reduction};

@@ -92,6 +92,16 @@ pub enum NcclError {
         /// Its version.
         found: String,
     },
+    /// Processes could not meet in a folder.
+    #[error("nccl: rank {rank} in {}: {reason}", folder.display())]
+    Meeting {
+        /// The folder.
+        folder: PathBuf,
+        /// The rank that says so.
+        rank: usize,
+        /// What was expected, what was found, and what would work.
+        reason: String,
+    },
     /// Ranks have different versions.
     #[error(
         "nccl: expected NCCL {expected} as on rank 0, found {found} on rank {rank}; install the same on all machines"

@@ -1,6 +1,6 @@
 //! What ranks tell each other through the control communicator before data moves.
 
-use fusestep_collective::{CallContext, Fingerprint, Operation, ReduceOp};
+use fusestep_collective::{CallContext, CollectiveError, Fingerprint, Operation, ReduceOp};
 use fusestep_tensor::DType;
 
 /// Bytes of a frame.
@@ -12,6 +12,7 @@ pub(crate) enum Frame {
     /// It is about to make this call.
     Call(Fingerprint),
     /// The data of its last call has not come through.
+    #[cfg_attr(not(feature = "nccl"), allow(dead_code))]
     Stuck(Fingerprint),
 }
 
@@ -128,6 +129,19 @@ impl Frame {
             _ => None,
         }
     }
+}
+
+/// A mismatch between parties, said of the ranks they are.
+pub(crate) fn of_ranks(mut error: CollectiveError, ranks: &[usize]) -> CollectiveError {
+    if let CollectiveError::Mismatch {
+        expected_rank,
+        found_rank,
+        ..
+    } = &mut error
+    {
+        (*expected_rank, *found_rank) = (ranks[*expected_rank], ranks[*found_rank]);
+    }
+    error
 }
 
 #[cfg(test)]

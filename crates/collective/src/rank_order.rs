@@ -12,6 +12,9 @@ use crate::ReduceOp;
 /// Elements reduced at a time: the running result and what is added to it stay in the first-level cache.
 const BLOCK: usize = 2048;
 
+/// The same for short reductions, where clearing the larger blocks would be a good part of the work.
+const SHORT_BLOCK: usize = 512;
+
 /// Where a reduction finds the ranks' elements and puts the result.
 pub trait Ranks {
     /// The number of ranks, at least 1.
@@ -89,6 +92,18 @@ impl Ranks for Slices<'_> {
 }
 
 fn reduce<T: Number>(level: Level, op: ReduceOp, len_bytes: usize, ranks: &mut impl Ranks) {
+    match len_bytes <= SHORT_BLOCK * size_of::<T>() {
+        true => reduce_blocks::<T, SHORT_BLOCK>(level, op, len_bytes, ranks),
+        false => reduce_blocks::<T, BLOCK>(level, op, len_bytes, ranks),
+    }
+}
+
+fn reduce_blocks<T: Number, const BLOCK: usize>(
+    level: Level,
+    op: ReduceOp,
+    len_bytes: usize,
+    ranks: &mut impl Ranks,
+) {
     let element_bytes = size_of::<T>();
     let mut result = [T::Wide::default(); BLOCK];
     let mut wide = [T::Wide::default(); BLOCK];

@@ -19,9 +19,12 @@ pub(crate) struct Patience {
 }
 
 /// Some tens of microseconds. A sleeper costs tens of microseconds to wake, which is many times an all-reduce of a few kilobytes.
+///
+/// Few looks come before the first offer: a call of a few kilobytes takes less than these, and where the system has put two
+/// parties on one core, which it does while others use the rest, whoever looks keeps the other from coming.
 pub(crate) const PATIENCE: Patience = Patience {
-    spins: 2_000,
-    yields: 50,
+    spins: 200,
+    yields: 150,
 };
 
 /// Memory whose users agree elsewhere on who may use it.

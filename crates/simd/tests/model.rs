@@ -68,8 +68,10 @@ fn round(
 ) -> Result<Vec<u64>, Failure> {
     own.write(value);
     let parties = seat.parties();
-    let (shared, mut lent) = ([value as u8], vec![0u8; parties]);
-    let ends: Vec<usize> = (1..=parties).collect();
+    // What the model does not watch is left out where something is broken: it would really be used after its end.
+    let bytes = usize::from(!sync::is_changed());
+    let (shared, mut lent) = (vec![value as u8; bytes], vec![0u8; bytes * parties]);
+    let ends: Vec<usize> = (1..=parties).map(|party| bytes * party).collect();
     let offer = Offer {
         header: own.clone(),
         shared: &shared,
@@ -80,8 +82,9 @@ fn round(
     let outcome = seat.meet(offer, deadline, late, |peers| {
         (0..parties)
             .map(|party| {
-                peers.lent_mut(party)[0] = value as u8;
-                u64::from(peers.shared(party)[0]) + peers.header(party).read()
+                peers.lent_mut(party).fill(value as u8);
+                let shared = peers.shared(party).iter().map(|&byte| u64::from(byte));
+                shared.sum::<u64>() + peers.header(party).read()
             })
             .collect::<Vec<u64>>()
     });
@@ -116,10 +119,11 @@ fn run(
         .collect()
 }
 
-/// What every party sees in a round that opens.
+/// What every party sees in a round that opens: each value in watched memory and, where there is any, in shared bytes.
 fn seen(parties: usize, index: usize) -> Result<Vec<u64>, Failure> {
+    let times = 1 + usize::from(!sync::is_changed());
     Ok((0..parties)
-        .map(|party| 2 * (10 * index + party) as u64)
+        .map(|party| (times * (10 * index + party)) as u64)
         .collect())
 }
 
@@ -221,14 +225,25 @@ fn without_bound() {
 /// A model that finds nothing in broken code proves nothing about the code.
 #[test]
 fn each_change_for_the_worse_is_found() {
-    for (change, what) in [
-        (Change::SilentBell, "deadlock"),
-        (Change::BellWithoutLock, "deadlock"),
-        (Change::SleepersUnordered, "deadlock"),
-        (Change::GateUnordered, "Causality violation"),
+    let two_rounds: fn() = || rounds(2, 2);
+    let abort: fn() = || broken_off(2);
+    let deadlines: fn() = || in_a_hurry(2, 2);
+    // Departures that are not waited for show as memory used by two, or as two rounds run into each other.
+    let early = ["Causality violation", "deadlock", "a round opens when"];
+    for (change, scenario, expected) in [
+        (Change::SilentBell, two_rounds, &["deadlock"][..]),
+        (Change::SilentBell, abort, &["deadlock"]),
+        (Change::BellWithoutLock, two_rounds, &["deadlock"]),
+        (Change::BellWithoutLock, abort, &["deadlock"]),
+        (Change::SleepersUnordered, two_rounds, &["deadlock"]),
+        (Change::GateUnordered, two_rounds, &["Causality violation"]),
+        (Change::GateTorn, two_rounds, &["deadlock"]),
+        // Who counts the late parties waits for ever for one that is counted and does not say so.
+        (Change::GateTorn, deadlines, &["maximum number of branches"]),
+        (Change::EarlyDeparture, two_rounds, &early),
     ] {
         let found = catch_unwind(AssertUnwindSafe(|| {
-            check(Some(3), move || sync::with_change(change, || rounds(2, 2)));
+            check(Some(3), move || sync::with_change(change, scenario));
         }));
         let panic = found.expect_err("the model must find what was broken");
         let text = panic
@@ -237,8 +252,8 @@ fn each_change_for_the_worse_is_found() {
             .or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string()))
             .unwrap_or_default();
         assert!(
-            text.contains(what),
-            "{change:?}: expected {what}, found {text}"
+            expected.iter().any(|what| text.contains(what)),
+            "{change:?}: expected one of {expected:?}, found {text}"
         );
     }
 }

@@ -23,8 +23,12 @@ pub(crate) enum Change {
     BellWithoutLock,
     /// The count of sleepers is not ordered with the change that they wait for.
     SleepersUnordered,
-    /// Arrivals and departures order nothing else.
+    /// Arrivals and departures order nothing else: who sees that a party has come may not see what it brought.
     GateUnordered,
+    /// Arrivals and deadlines look at the gate first and write it later, and so write over each other.
+    GateTorn,
+    /// A party takes the others' departures for counted before they are.
+    EarlyDeparture,
 }
 
 thread_local! {
@@ -34,6 +38,11 @@ thread_local! {
 
 fn changed(change: Change) -> bool {
     CHANGE.get() == change
+}
+
+/// Whether anything is.
+pub(crate) fn is_changed() -> bool {
+    !changed(Change::Nothing)
 }
 
 /// Runs `body` with something broken; it stays broken after a panic, for the rest of the model.
@@ -99,7 +108,12 @@ impl AtomicU64 {
         self.0.store(value, order(asked));
     }
     pub(crate) fn fetch_add(&self, value: u64, asked: Ordering) -> u64 {
-        self.0.fetch_add(value, order(asked))
+        // Only departures are counted by it.
+        let counted = match changed(Change::EarlyDeparture) {
+            true => 2 * value,
+            false => value,
+        };
+        self.0.fetch_add(counted, order(asked))
     }
     pub(crate) fn fetch_or(&self, value: u64, asked: Ordering) -> u64 {
         self.0.fetch_or(value, order(asked))
@@ -108,8 +122,14 @@ impl AtomicU64 {
         &self,
         set: Ordering,
         fetch: Ordering,
-        update: impl FnMut(u64) -> Option<u64>,
+        mut update: impl FnMut(u64) -> Option<u64>,
     ) -> Result<u64, u64> {
+        if changed(Change::GateTorn) {
+            let seen = self.0.load(fetch);
+            let new = update(seen).ok_or(seen)?;
+            self.0.store(new, set);
+            return Ok(seen);
+        }
         self.0.fetch_update(order(set), order(fetch), update)
     }
 }

@@ -1,0 +1,357 @@
+//! Ranks that are processes and have nothing in common but a folder.
+
+mod files;
+mod meeting;
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use fusestep_collective::{
+    Aborter, Buffers, Call, CallContext, CallShape, CollectiveError, Communicator, Fingerprint,
+    FlightRecorder, Lengths, Membership, Operation,
+};
+use fusestep_tensor::DType;
+
+use crate::wire::{FRAME_BYTES, Frame, of_ranks};
+use files::{Files, pause};
+pub use meeting::Meeting;
+
+/// Bytes by which ranks tell each other their membership in a split: a flag, colour and key.
+const MEMBERSHIP_BYTES: usize = 9;
+
+/// A control communicator for processes that nobody started together: ranks leave each other files in a folder that all of them
+/// see. Made by [`Meeting::join`].
+///
+/// It carries what a control communicator must: all-gather, broadcast, transfers, barriers and splits. It moves no gradients:
+/// reductions and the rest are refused.
+///
+/// # Cost
+/// Some files per call and a look at the folder every 5 ms at most; `mpirun` is the faster way to start processes.
+#[derive(Debug)]
+pub struct FolderControl {
+    files: Arc<Files>,
+    rank: usize,
+    world_size: usize,
+    timeout: Duration,
+    sequence: u64,
+    /// Transfers made, by sender and receiver.
+    made: HashMap<(usize, usize), u64>,
+    context: CallContext,
+    recorder: FlightRecorder,
+}
+
+/// Who takes part in an exchange, and under which name.
+struct Parties {
+    name: String,
+    ranks: Vec<usize>,
+    /// The file of this exchange before, which all have read when this one is through.
+    before: String,
+}
+
+impl FolderControl {
+    fn new(files: Files, world_size: usize, timeout: Duration) -> Self {
+        let rank = files.rank();
+        Self {
+            recorder: FlightRecorder::new(rank, world_size, 256, Instant::now()),
+            files: Arc::new(files),
+            rank,
+            world_size,
+            timeout,
+            sequence: 0,
+            made: HashMap::new(),
+            context: CallContext::default(),
+        }
+    }
+
+    /// Counts a call and says who takes part in it.
+    fn begin(&mut self, shape: &CallShape<'_>, numel: usize) -> (Fingerprint, Parties) {
+        let rank = self.rank;
+        let pair = match shape.operation {
+            Operation::Send { to } => Some((rank, to)),
+            Operation::Receive { from } => Some((from, rank)),
+            _ => None,
+        };
+        let sequence = match pair {
+            Some(pair) => self.made.entry(pair).or_insert(0),
+            None => &mut self.sequence,
+        };
+        *sequence += 1;
+        let sequence = *sequence;
+        let print = shape.fingerprint(numel, sequence, self.context);
+        self.recorder.begin(&print);
+        let named = |sequence: u64| match pair {
+            None => format!("call-{sequence}"),
+            Some((from, to)) => format!("transfer-{from}-{to}-{sequence}"),
+        };
+        let parties = Parties {
+            name: named(sequence),
+            ranks: pair.map_or_else(
+                || (0..self.world_size).collect(),
+                |(from, to)| vec![from, to],
+            ),
+            before: format!("{}-{rank}", named(sequence - 1)),
+        };
+        (print, parties)
+    }
+
+    /// Leaves `payload` for the other parties and waits for theirs; what each has left, in the order of parties.
+    fn exchange(
+        &self,
+        print: &Fingerprint,
+        parties: &Parties,
+        payload: &[u8],
+    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        let engine = |reason: String| CollectiveError::Engine {
+            rank: self.rank,
+            operation: print.operation.name(),
+            reason,
+        };
+        if let Some(closed) = self.files.closing(parties.ranks.iter().copied()) {
+            return Err(closed);
+        }
+        let mut said = *print;
+        if let (Operation::Receive { .. }, [_, to]) = (print.operation, &parties.ranks[..]) {
+            said.operation = Operation::Send { to: *to };
+        }
+        let own = [&Frame::Call(said).to_bytes()[..], payload].concat();
+        let file = |rank: usize| format!("{}-{rank}", parties.name);
+        let published = self.files.publish(&file(self.rank), &own);
+        published.map_err(|error| engine(error.to_string()))?;
+        let all = self.gathered(print, parties, file)?;
+        self.files.withdraw(&parties.before);
+        let frames = all
+            .iter()
+            .map(|bytes| Frame::from_bytes(bytes.get(..FRAME_BYTES)?));
+        let frames: Option<Vec<Frame>> = frames.collect();
+        let frames = frames.ok_or_else(|| {
+            engine(
+                "files of another version of this program; run the same one on all ranks"
+                    .to_owned(),
+            )
+        })?;
+        let compared = Fingerprint::compare(frames.len(), |index| frames[index].fingerprint());
+        compared.map_err(|error| of_ranks(error, &parties.ranks))?;
+        Ok(all
+            .into_iter()
+            .map(|mut bytes| bytes.split_off(FRAME_BYTES))
+            .collect())
+    }
+
+    /// Waits for the parties' files.
+    fn gathered(
+        &self,
+        print: &Fingerprint,
+        parties: &Parties,
+        file: impl Fn(usize) -> String,
+    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        let mut all: Vec<Option<Vec<u8>>> = vec![None; parties.ranks.len()];
+        let mut look = || -> Result<Vec<usize>, CollectiveError> {
+            let mut missing = Vec::new();
+            for (found, &rank) in all.iter_mut().zip(&parties.ranks) {
+                if found.is_none() {
+                    let read = self.files.read(&file(rank));
+                    *found = read.map_err(|error| CollectiveError::Engine {
+                        rank: self.rank,
+                        operation: print.operation.name(),
+                        reason: error.to_string(),
+                    })?;
+                }
+                if found.is_none() {
+                    missing.push(rank);
+                }
+            }
+            Ok(missing)
+        };
+        let (begun, mut looks) = (Instant::now(), 0);
+        loop {
+            let missing = look()?;
+            if missing.is_empty() {
+                break;
+            }
+            if let Some(closed) = self.files.closing(missing.iter().copied()) {
+                // Who has done its part of this call and left since the look has left its file too.
+                match look()?.is_empty() {
+                    true => break,
+                    false => return Err(closed),
+                }
+            }
+            if begun.elapsed() > self.timeout {
+                return Err(CollectiveError::Late {
+                    ranks: missing,
+                    operation: print.operation.name(),
+                    sequence: print.sequence,
+                    bucket: print.context.bucket,
+                    timeout_ms: u64::try_from(self.timeout.as_millis()).unwrap_or(u64::MAX),
+                });
+            }
+            pause(looks);
+            looks += 1;
+        }
+        Ok(all.into_iter().flatten().collect())
+    }
+
+    fn make(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
+        let (rank, shape) = (self.rank, call.shape());
+        let blocks = shape.blocks(rank, self.world_size)?;
+        let bytes = |rank: usize| blocks.of_bytes(rank, call.dtype.len_bytes());
+        let whole = 0..blocks.numel * call.dtype.len_bytes();
+        // What this rank leaves, and what it takes from which party.
+        let (leaves, takes): (Range<usize>, Vec<(usize, Range<usize>)>) = match call.operation {
+            Operation::Barrier => (0..0, Vec::new()),
+            Operation::AllGather => (
+                bytes(rank),
+                (0..self.world_size)
+                    .map(|from| (from, bytes(from)))
+                    .collect(),
+            ),
+            Operation::Broadcast { root } if root == rank => (whole.clone(), vec![(root, whole)]),
+            Operation::Broadcast { root } => (0..0, vec![(root, whole)]),
+            Operation::Send { .. } => (whole, Vec::new()),
+            Operation::Receive { .. } => (0..0, vec![(0, whole)]),
+            other => {
+                return Err(CollectiveError::Refused {
+                    rank,
+                    operation: other.name(),
+                    reason: "expected all-gather, broadcast, a transfer, a barrier or a split through a folder, which carries \
+                             what ranks say and no gradients; use the communicator that was made on it"
+                        .to_owned(),
+                });
+            }
+        };
+        let (print, parties) = self.begin(&shape, blocks.numel);
+        let payload = match &call.buffers {
+            Buffers::InPlace(buffer) => &buffer[leaves],
+            Buffers::Apart { .. } if leaves.is_empty() => &[],
+            // Apart, a rank's input is all there is in it.
+            Buffers::Apart { send, .. } => &send[..leaves.len()],
+        };
+        let all = self.exchange(&print, &parties, payload)?;
+        let (Buffers::InPlace(result)
+        | Buffers::Apart {
+            receive: result, ..
+        }) = call.buffers;
+        for (party, range) in takes {
+            let found = &all[party];
+            if found.len() != range.len() {
+                return Err(CollectiveError::Engine {
+                    rank,
+                    operation: call.operation.name(),
+                    reason: format!(
+                        "{} bytes of rank {} in place of {}",
+                        found.len(),
+                        parties.ranks[party],
+                        range.len()
+                    ),
+                });
+            }
+            result[range].copy_from_slice(found);
+        }
+        Ok(())
+    }
+
+    fn join(&mut self, membership: Option<Membership>) -> Result<Option<Self>, CollectiveError> {
+        let shape = CallShape {
+            operation: Operation::Split,
+            dtype: DType::U8,
+            counts: None,
+            lengths: Lengths::InPlace(0),
+        };
+        let (print, parties) = self.begin(&shape, 0);
+        let mut own = [0; MEMBERSHIP_BYTES];
+        if let Some(Membership { colour, key }) = membership {
+            own[0] = 1;
+            own[1..5].copy_from_slice(&colour.to_le_bytes());
+            own[5..].copy_from_slice(&key.to_le_bytes());
+        }
+        let all = self.exchange(&print, &parties, &own)?;
+        let Some(Membership { colour, .. }) = membership else {
+            return Ok(None);
+        };
+        let word = |bytes: &[u8], at: usize| {
+            u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+        };
+        let mut members: Vec<(u32, usize)> = (0..self.world_size)
+            .filter(|&rank| all[rank].len() == MEMBERSHIP_BYTES && all[rank][0] == 1)
+            .filter(|&rank| word(&all[rank], 1) == colour)
+            .map(|rank| (word(&all[rank], 5), rank))
+            .collect();
+        members.sort_unstable();
+        let place = members.iter().position(|&(_, rank)| rank == self.rank);
+        let folder = self
+            .files
+            .folder()
+            .join(format!("group-{}-{colour}", print.sequence));
+        let made = std::fs::create_dir_all(&folder);
+        made.map_err(|error| CollectiveError::Engine {
+            rank: self.rank,
+            operation: print.operation.name(),
+            reason: error.to_string(),
+        })?;
+        let place = place.expect("this rank's own membership is among all");
+        let files = Files::new(folder, place, self.files.chain());
+        Ok(Some(Self::new(files, members.len(), self.timeout)))
+    }
+
+    fn end<T>(&mut self, outcome: Result<T, CollectiveError>) -> Result<T, CollectiveError> {
+        let outcome = outcome.map_err(|error| self.files.close(error));
+        self.recorder.end(outcome.as_ref().map(|_| ()));
+        outcome
+    }
+}
+
+impl Communicator for FolderControl {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
+        let outcome = self.make(call);
+        self.end(outcome)
+    }
+
+    fn split(
+        &mut self,
+        membership: Option<Membership>,
+    ) -> Result<Option<Box<dyn Communicator>>, CollectiveError> {
+        let outcome = self.join(membership);
+        let joined = self.end(outcome)?;
+        Ok(joined.map(|group| Box::new(group) as Box<dyn Communicator>))
+    }
+
+    fn set_context(&mut self, context: CallContext) {
+        self.context = context;
+    }
+
+    fn aborter(&self) -> Aborter {
+        let files = Arc::downgrade(&self.files);
+        Aborter::new(self.rank, move |error| {
+            if let Some(files) = files.upgrade() {
+                files.close(error);
+            }
+        })
+    }
+
+    fn recorder(&self) -> &FlightRecorder {
+        &self.recorder
+    }
+
+    fn failure(&self) -> Option<CollectiveError> {
+        self.files.closing(0..self.world_size)
+    }
+}
+
+impl Drop for FolderControl {
+    fn drop(&mut self) {
+        let (rank, calls) = (self.rank, self.recorder.calls_begun());
+        if std::thread::panicking() {
+            self.files.close(CollectiveError::Panicked { rank, calls });
+        }
+        self.files.leave(self.world_size, calls);
+    }
+}

@@ -1,0 +1,334 @@
+//! What ranks leave each other in a folder: whole files, an end that holds for all, and nothing when all are gone.
+
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+use std::{fs, thread};
+
+use fusestep_collective::{CollectiveError, Operation, ReduceOp};
+
+/// The file that closes a group.
+const CLOSED: &str = "closed";
+
+/// The first and the longest pause between two looks at a folder.
+const PAUSES: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(5)];
+
+/// The folder of a group as one of its ranks uses it.
+#[derive(Debug)]
+pub(super) struct Files {
+    folder: PathBuf,
+    rank: usize,
+    /// Folders of the groups that this one was split from; what closes them closes this one.
+    above: Vec<PathBuf>,
+    /// What this rank has found to close the group, as it found it.
+    found: Mutex<Option<CollectiveError>>,
+}
+
+impl Files {
+    pub(super) fn new(folder: PathBuf, rank: usize, above: Vec<PathBuf>) -> Self {
+        Self {
+            folder,
+            rank,
+            above,
+            found: Mutex::new(None),
+        }
+    }
+
+    pub(super) fn rank(&self) -> usize {
+        self.rank
+    }
+
+    pub(super) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// This folder and those above it.
+    pub(super) fn chain(&self) -> Vec<PathBuf> {
+        let own = std::iter::once(self.folder.clone());
+        own.chain(self.above.iter().cloned()).collect()
+    }
+
+    /// Puts a file there: others see all of it or nothing.
+    pub(super) fn publish(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
+        let unfinished = self.folder.join(format!(".{name}-{}", self.rank));
+        fs::write(&unfinished, bytes)?;
+        fs::rename(unfinished, self.folder.join(name))
+    }
+
+    /// The same unless somebody has put one there already; what is there then.
+    fn publish_first(&self, name: &str, text: &str) -> io::Result<String> {
+        let unfinished = self.folder.join(format!(".{name}-{}", self.rank));
+        let path = self.folder.join(name);
+        fs::write(&unfinished, text)?;
+        let linked = fs::hard_link(&unfinished, &path);
+        fs::remove_file(&unfinished)?;
+        match linked {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error),
+            _ => fs::read_to_string(path),
+        }
+    }
+
+    /// A file, if it is there.
+    pub(super) fn read(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
+        read(&self.folder.join(name))
+    }
+
+    /// Removes a file that nobody reads any more.
+    pub(super) fn withdraw(&self, name: &str) {
+        // One that stays is removed with the folder.
+        let _ = fs::remove_file(self.folder.join(name));
+    }
+
+    /// Closes the group for all ranks; returns the error that holds.
+    pub(super) fn close(&self, error: CollectiveError) -> CollectiveError {
+        let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = &*found {
+            return found.clone();
+        }
+        // Who leaves says so in a file of its own; it ends calls of this group and none of the groups that were split from it.
+        if let CollectiveError::Left { .. } = error {
+            return found.insert(error).clone();
+        }
+        let text = encode(&error, self.rank);
+        let held = match self.publish_first(CLOSED, &text) {
+            // All ranks that compare find the same; a file says it less well.
+            _ if matches!(error, CollectiveError::Mismatch { .. }) => error,
+            Ok(first) if first != text => decode(&first),
+            _ => error,
+        };
+        found.insert(held).clone()
+    }
+
+    /// What has closed the group, for a call of `ranks`.
+    pub(super) fn closing(
+        &self,
+        mut ranks: impl Iterator<Item = usize>,
+    ) -> Option<CollectiveError> {
+        let found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+        if found.is_some() {
+            return found.clone();
+        }
+        let said = |path: PathBuf| {
+            let bytes = read(&path).ok().flatten()?;
+            Some(decode(&String::from_utf8_lossy(&bytes)))
+        };
+        // Who leaves behind an error has closed the group before: looked at in the other order, the error would not be missed.
+        let gone = ranks.find_map(|rank| said(self.folder.join(left(rank))));
+        let chain = self.chain();
+        let closed = chain.iter().find_map(|folder| said(folder.join(CLOSED)));
+        closed.or(gone)
+    }
+
+    /// Says that this rank is gone after so many calls; the last one removes the folder.
+    pub(super) fn leave(&self, world_size: usize, calls: u64) {
+        let rank = self.rank;
+        let found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+        // Who leaves because another has left repeats that, so that all name the same rank.
+        let why = match &*found {
+            Some(first @ CollectiveError::Left { .. }) => first.clone(),
+            _ => CollectiveError::Left { rank, calls },
+        };
+        let text = encode(&why, rank);
+        let is_gone = |rank: usize| self.folder.join(left(rank)).exists();
+        if self.publish(&left(rank), text.as_bytes()).is_err() || !(0..world_size).all(is_gone) {
+            return;
+        }
+        // What cannot be removed stays, and the next run in this folder says so.
+        for entry in fs::read_dir(&self.folder).into_iter().flatten().flatten() {
+            let _ = fs::remove_file(entry.path());
+        }
+        // A folder that holds groups which still run stays until the last of those goes.
+        for folder in self.chain() {
+            let _ = fs::remove_dir(folder);
+        }
+    }
+}
+
+/// The file in which a rank says that it is gone.
+fn left(rank: usize) -> String {
+    format!("left-{rank}")
+}
+
+fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
+    match fs::read(path) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Waits a moment between two looks, the longer the more there were.
+pub(super) fn pause(looks: u32) {
+    thread::sleep((PAUSES[0] * (1 << (looks / 8).min(10))).min(PAUSES[1]));
+}
+
+/// An error as a file says it; of a mismatch and of an undefined reduction only the words, as those of `rank`.
+fn encode(error: &CollectiveError, rank: usize) -> String {
+    match error {
+        CollectiveError::Late {
+            ranks,
+            operation,
+            sequence,
+            bucket,
+            timeout_ms,
+        } => {
+            let ranks: Vec<String> = ranks.iter().map(usize::to_string).collect();
+            let bucket = bucket.map_or_else(|| "-".to_owned(), |bucket| bucket.to_string());
+            let ranks = ranks.join(",");
+            format!("late\n{ranks}\n{operation}\n{sequence}\n{bucket}\n{timeout_ms}")
+        }
+        CollectiveError::Panicked { rank, calls } => format!("panicked\n{rank}\n{calls}"),
+        CollectiveError::Left { rank, calls } => format!("left\n{rank}\n{calls}"),
+        CollectiveError::Dropped { rank, operation } => format!("dropped\n{rank}\n{operation}"),
+        CollectiveError::Refused {
+            rank,
+            operation,
+            reason,
+        } => format!("refused\n{rank}\n{operation}\n{reason}"),
+        CollectiveError::Engine {
+            rank,
+            operation,
+            reason,
+        } => format!("engine\n{rank}\n{operation}\n{reason}"),
+        CollectiveError::Aborted { rank, reason } => format!("aborted\n{rank}\n{reason}"),
+        other => format!("aborted\n{rank}\n{other}"),
+    }
+}
+
+fn decode(text: &str) -> CollectiveError {
+    let unreadable = || CollectiveError::Aborted {
+        rank: 0,
+        reason: format!("expected an error of this program's version, found `{text}`"),
+    };
+    known(text).unwrap_or_else(unreadable)
+}
+
+fn known(text: &str) -> Option<CollectiveError> {
+    let (kind, rest) = text.split_once('\n')?;
+    let (first, rest) = rest.split_once('\n')?;
+    if kind == "late" {
+        let mut parts = rest.split('\n');
+        let ranks = first.split(',').map(|rank| rank.parse().ok());
+        return Some(CollectiveError::Late {
+            ranks: ranks.collect::<Option<_>>()?,
+            operation: named(parts.next()?),
+            sequence: parts.next()?.parse().ok()?,
+            bucket: parts.next()?.parse().ok(),
+            timeout_ms: parts.next()?.parse().ok()?,
+        });
+    }
+    let rank = first.parse().ok()?;
+    let calls = || rest.parse().ok();
+    let said = || {
+        rest.split_once('\n')
+            .map(|(name, why)| (named(name), why.to_owned()))
+    };
+    Some(match kind {
+        "panicked" => CollectiveError::Panicked {
+            rank,
+            calls: calls()?,
+        },
+        "left" => CollectiveError::Left {
+            rank,
+            calls: calls()?,
+        },
+        "dropped" => CollectiveError::Dropped {
+            rank,
+            operation: named(rest),
+        },
+        "aborted" => CollectiveError::Aborted {
+            rank,
+            reason: rest.to_owned(),
+        },
+        "refused" => {
+            let (operation, reason) = said()?;
+            CollectiveError::Refused {
+                rank,
+                operation,
+                reason,
+            }
+        }
+        "engine" => {
+            let (operation, reason) = said()?;
+            CollectiveError::Engine {
+                rank,
+                operation,
+                reason,
+            }
+        }
+        _ => return None,
+    })
+}
+
+/// The name of an operation, as this program has it.
+fn named(name: &str) -> &'static str {
+    let (reduce, root) = (ReduceOp::Sum, 0);
+    let all = [
+        Operation::AllReduce(reduce),
+        Operation::Reduce { reduce, root },
+        Operation::Broadcast { root },
+        Operation::AllGather,
+        Operation::ReduceScatter(reduce),
+        Operation::Scatter { root },
+        Operation::Gather { root },
+        Operation::AllToAll,
+        Operation::Send { to: root },
+        Operation::Receive { from: root },
+        Operation::Barrier,
+        Operation::Split,
+    ];
+    let names = all.map(Operation::name);
+    names
+        .into_iter()
+        .find(|known| *known == name)
+        .unwrap_or("call")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_come_back_as_they_went() {
+        let operation = "all-gather";
+        let errors = [
+            CollectiveError::Late {
+                ranks: vec![1, 3],
+                operation,
+                sequence: 7,
+                bucket: Some(2),
+                timeout_ms: 90,
+            },
+            CollectiveError::Late {
+                ranks: vec![0],
+                operation,
+                sequence: 1,
+                bucket: None,
+                timeout_ms: 1,
+            },
+            CollectiveError::Panicked { rank: 2, calls: 5 },
+            CollectiveError::Left { rank: 1, calls: 0 },
+            CollectiveError::Dropped { rank: 1, operation },
+            CollectiveError::Aborted {
+                rank: 3,
+                reason: "two\nlines".to_owned(),
+            },
+            CollectiveError::Refused {
+                rank: 1,
+                operation,
+                reason: "no: so\nit is".to_owned(),
+            },
+            CollectiveError::Engine {
+                rank: 0,
+                operation,
+                reason: String::new(),
+            },
+        ];
+        for error in errors {
+            assert_eq!(decode(&encode(&error, 9)), error);
+        }
+        let strange = decode("of another kind");
+        assert!(strange.to_string().contains("of another kind"), "{strange}");
+    }
+}
