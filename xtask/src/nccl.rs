@@ -92,5 +92,22 @@ fn self_test(libraries: &[(&str, PathBuf)]) -> Result<()> {
         );
         println!("{}", text.trim_end());
     }
+    // Ranks of the stand-in are threads, so that a process of its own is a world of one.
+    let folder = std::env::temp_dir().join(format!("fusestep-nccl-meeting-{}", std::process::id()));
+    let output = Command::new(fusestep)
+        .args([
+            "check", "--engine", "nccl", "--ranks", "1", "--rank", "0", "--meet",
+        ])
+        .arg(&folder)
+        .env("LD_LIBRARY_PATH", &path)
+        .env("FUSESTEP_EMULATOR_DEVICES", DEVICES)
+        .output()
+        .context("cannot start fusestep")?;
+    let text = [output.stdout, output.stderr].concat();
+    let text = String::from_utf8_lossy(&text);
+    ensure!(
+        text.contains("every collective is right") && !folder.exists(),
+        "in a folder: expected `every collective is right` and no folder left, found\n{text}"
+    );
     Ok(())
 }

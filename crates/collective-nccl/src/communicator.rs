@@ -92,7 +92,8 @@ pub(crate) enum Memory {
 
 impl NcclCommunicator {
     /// A rank on GPU `device` of its machine, for each rank of `control`; all of them call it. `control` carries NCCL's unique id
-    /// and from then on what ranks say to each other: MPI's world, or threads of a process with several GPUs.
+    /// and from then on what ranks say to each other: MPI's world, threads of a process with several GPUs, or processes that
+    /// meet in a folder.
     ///
     /// # Errors
     /// [`NcclError`]. What all ranks can know, they all return: one GPU used twice, different versions. A rank that lacks a

@@ -141,6 +141,21 @@ fn bench_and_check_print_their_numbers() {
 }
 
 #[test]
+fn ranks_without_collectives_and_folders_without_gpus_are_refused() {
+    let text = refused(&["check", "--ranks", "3"]);
+    assert!(
+        text.contains("--ranks and --meet: expected --engine too, found none"),
+        "{text}"
+    );
+    let meet = ["--engine", "thread", "--meet", "/nowhere", "--rank", "0"];
+    let text = refused(&[&["check"], &meet[..]].concat());
+    assert!(
+        text.contains("expected --engine nccl or nccl-native with --meet, found thread"),
+        "{text}"
+    );
+}
+
+#[test]
 fn bench_times_a_collective_between_threads() {
     let args = [
         "bench",

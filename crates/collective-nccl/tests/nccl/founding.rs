@@ -3,8 +3,10 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use fusestep_collective::{Communicator, Options, Solo, run_ranks};
-use fusestep_collective_nccl::{NcclCommunicator, NcclError, NcclOptions};
+use fusestep_collective::{
+    Collectives, Communicator, Membership, Options, ReduceOp, Solo, run_ranks,
+};
+use fusestep_collective_nccl::{Meeting, NcclCommunicator, NcclError, NcclOptions};
 
 use super::worlds::{options, sizes, turn};
 
@@ -129,4 +131,40 @@ fn a_group_says_what_it_runs_on() {
     let comm = NcclCommunicator::new(Box::new(Solo::new()), 0, &options()).unwrap();
     assert!(comm.library_version().starts_with("2."));
     assert!(!comm.device().0.is_empty() && comm.device().1 == 0);
+}
+
+#[test]
+fn ranks_that_meet_in_a_folder_reduce_split_and_leave_nothing() {
+    let _turn = turn();
+    let options = options();
+    for ranks in sizes() {
+        let folder = std::env::temp_dir().join(format!("fusestep-nccl-{}", std::process::id()));
+        std::thread::scope(|scope| {
+            for rank in 0..ranks {
+                let meeting = Meeting {
+                    rank,
+                    world_size: ranks,
+                    ..Meeting::at(&folder)
+                };
+                let options = &options;
+                scope.spawn(move || {
+                    let control = Box::new(meeting.join().unwrap());
+                    let mut comm = NcclCommunicator::new(control, rank, options).unwrap();
+                    let mut buffer = vec![rank as f32 + 0.5; 1001];
+                    comm.all_reduce(&mut buffer, ReduceOp::Sum).unwrap();
+                    let sum = (0..ranks).map(|rank| rank as f32 + 0.5).sum::<f32>();
+                    assert_eq!(buffer, vec![sum; 1001]);
+                    let membership = Membership {
+                        colour: rank as u32 % 2,
+                        key: 0,
+                    };
+                    let mut half = comm.split(Some(membership)).unwrap().unwrap();
+                    let mut value = [1i64];
+                    half.all_reduce(&mut value, ReduceOp::Sum).unwrap();
+                    assert_eq!(value, [(ranks as i64 + 1 - rank as i64 % 2) / 2]);
+                });
+            }
+        });
+        assert!(!folder.exists(), "{} is left", folder.display());
+    }
 }
