@@ -7,6 +7,7 @@ use crate::sync::{
 /// Wakes threads that wait until a condition on `SeqCst` atomics holds.
 pub(crate) struct Bell {
     spins: u32,
+    yields: u32,
     sleepers: AtomicUsize,
     lock: Mutex<()>,
     bell: Condvar,
@@ -17,8 +18,14 @@ impl Bell {
     pub(crate) fn new(waiters: usize) -> Self {
         // With fewer cores than threads, whoever spins keeps away the one that is waited for.
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+        // A core that is offered there may go to strangers for milliseconds, so that sleep comes sooner.
+        let (spins, yields) = match waiters <= cores {
+            true => (PATIENCE.spins, PATIENCE.yields),
+            false => (0, PATIENCE.yields / 3),
+        };
         Self {
-            spins: if waiters <= cores { PATIENCE.spins } else { 0 },
+            spins,
+            yields,
             sleepers: AtomicUsize::new(0),
             lock: Mutex::new(()),
             bell: Condvar::new(),
@@ -43,7 +50,7 @@ impl Bell {
             }
             std::hint::spin_loop();
         }
-        for _ in 0..PATIENCE.yields {
+        for _ in 0..self.yields {
             if done() {
                 return true;
             }
