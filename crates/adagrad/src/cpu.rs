@@ -94,6 +94,7 @@ impl<T: Compute> MultiTensorKernel for AdagradKernel<T> {
 }
 
 /// The update of `kernels/adagrad.cu`, operation for operation.
+#[derive(Clone, Copy)]
 struct AdagradUpdate<T> {
     scalars: Scalars<T>,
     objective: Objective,

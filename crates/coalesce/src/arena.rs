@@ -1,69 +1,8 @@
 //! The memory laid out that way: one aligned allocation.
 
-use bytemuck::Pod;
 use fusestep_tensor::Element;
 
-use crate::{CoalesceError, FlatLayout, SLOT_BYTES};
-
-/// Zeroed host memory whose first byte is aligned to [`SLOT_BYTES`].
-#[derive(Debug)]
-pub struct HostMemory {
-    /// Longer than needed by one slot, so that an aligned start exists in it.
-    words: Vec<u64>,
-    /// First word in use.
-    start: usize,
-    len_bytes: usize,
-}
-
-const WORD_BYTES: usize = size_of::<u64>();
-
-impl HostMemory {
-    /// Allocates `len_bytes` zeroed bytes; 0 is allowed.
-    ///
-    /// # Errors
-    /// [`CoalesceError::OutOfMemory`]; the process is not aborted.
-    pub fn zeroed(len_bytes: usize) -> Result<Self, CoalesceError> {
-        let out_of_memory = CoalesceError::OutOfMemory {
-            len_bytes: len_bytes as u64,
-        };
-        let slack = SLOT_BYTES as usize / WORD_BYTES;
-        let words = len_bytes
-            .div_ceil(WORD_BYTES)
-            .checked_add(slack)
-            .ok_or_else(|| out_of_memory.clone())?;
-        let words = bytemuck::allocation::try_zeroed_slice_box::<u64>(words)
-            .map_err(|()| out_of_memory)?
-            .into_vec();
-        let start = words.as_ptr().align_offset(SLOT_BYTES as usize);
-        Ok(Self {
-            words,
-            start,
-            len_bytes,
-        })
-    }
-
-    /// The bytes.
-    pub fn bytes(&self) -> &[u8] {
-        &bytemuck::cast_slice(&self.words[self.start..])[..self.len_bytes]
-    }
-
-    /// The bytes, to be written.
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut bytemuck::cast_slice_mut(&mut self.words[self.start..])[..self.len_bytes]
-    }
-
-    /// The bytes as elements of `T`; a rest too short for one is left out.
-    pub fn elements<T: Pod>(&self) -> &[T] {
-        let whole = self.len_bytes / size_of::<T>() * size_of::<T>();
-        bytemuck::cast_slice(&self.bytes()[..whole])
-    }
-
-    /// The bytes as elements of `T`, to be written.
-    pub fn elements_mut<T: Pod>(&mut self) -> &mut [T] {
-        let whole = self.len_bytes / size_of::<T>() * size_of::<T>();
-        bytemuck::cast_slice_mut(&mut self.bytes_mut()[..whole])
-    }
-}
+use crate::{CoalesceError, FlatLayout, HostMemory};
 
 /// Many tensors of one dtype in one buffer, in which each is a view.
 ///
@@ -218,6 +157,7 @@ fn to_usize(range: std::ops::Range<u64>) -> std::ops::Range<usize> {
 mod tests {
     use super::*;
     use crate::LayoutOptions;
+    use crate::SLOT_BYTES;
     use half::{bf16, f16};
 
     fn layout(numels: &[u64]) -> FlatLayout {

@@ -3,6 +3,8 @@
 
 mod arena;
 mod layout;
+mod memory;
 
-pub use arena::{Coalesced, HostMemory};
+pub use arena::Coalesced;
 pub use layout::{CoalesceError, FlatLayout, LayoutOptions, SLOT_BYTES};
+pub use memory::{HUGE_PAGE_BYTES, HostMemory};

@@ -11,6 +11,7 @@ mod format;
 mod narrow;
 mod norm;
 mod normed;
+mod pairs;
 mod power;
 mod rounding;
 mod run;

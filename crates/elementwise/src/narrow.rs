@@ -6,6 +6,8 @@
 const SIGN: u32 = 0x8000_0000;
 const MAGNITUDE: u32 = 0x7fff_ffff;
 const INFINITY: u32 = 0x7f80_0000;
+/// The half of an f32 that is a bf16.
+const UPPER: u32 = 0xffff_0000;
 /// The bit that tells a quiet NaN.
 const QUIET: u32 = 0x0040_0000;
 /// The smallest normal f16, 2⁻¹⁴.
@@ -66,31 +68,57 @@ pub fn widen_bf16(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 
+/// The values of the bf16 in the lower and in the upper half of a word.
+#[inline(always)]
+pub(crate) fn widen_bf16_pair(word: u32) -> [f32; 2] {
+    [word << 16, word & UPPER].map(f32::from_bits)
+}
+
 /// The nearest bf16, ties to even.
 #[inline(always)]
 pub fn narrow_bf16(value: f32) -> u16 {
-    let bits = value.to_bits();
-    let odd = bits >> 16 & 1;
-    round_bf16(bits, 0x7fff + odd)
+    (nearest(value) >> 16) as u16
+}
+
+/// Two of [`narrow_bf16`], in the lower and in the upper half of a word.
+#[inline(always)]
+pub(crate) fn narrow_bf16_pair([low, high]: [f32; 2]) -> u32 {
+    nearest(low) >> 16 | nearest(high) & UPPER
 }
 
 /// One of the two neighbouring bf16, the upper in magnitude with the probability that makes the expected value exact. Of `draw` the
 /// lower 16 bits count; a value that is a bf16 stays what it is.
 #[inline(always)]
 pub fn narrow_bf16_at_random(value: f32, draw: u32) -> u16 {
-    round_bf16(value.to_bits(), draw & 0xffff)
+    (at_random(value, draw) >> 16) as u16
 }
 
-/// The upper half after `addend`, less than 2¹⁶, was added; NaN stay NaN.
+/// Two of [`narrow_bf16_at_random`], in the lower and in the upper half of a word.
 #[inline(always)]
-fn round_bf16(bits: u32, addend: u32) -> u16 {
-    let rounded = bits.wrapping_add(addend) >> 16;
-    let nan = (bits | QUIET) >> 16;
-    (if bits & MAGNITUDE > INFINITY {
-        nan
-    } else {
-        rounded
-    }) as u16
+pub(crate) fn narrow_bf16_pair_at_random([low, high]: [f32; 2], draws: [u32; 2]) -> u32 {
+    at_random(low, draws[0]) >> 16 | at_random(high, draws[1]) & UPPER
+}
+
+/// The nearest bf16 in the upper half.
+#[inline(always)]
+fn nearest(value: f32) -> u32 {
+    let odd = value.to_bits() >> 16 & 1;
+    rounded(value, 0x7fff + odd)
+}
+
+/// The bf16 that `draw` chose in the upper half.
+#[inline(always)]
+fn at_random(value: f32, draw: u32) -> u32 {
+    rounded(value, draw & 0xffff)
+}
+
+/// The bits after `addend`, less than 2¹⁶, was added, of which the upper half counts; NaN stay NaN.
+#[inline(always)]
+fn rounded(value: f32, addend: u32) -> u32 {
+    let bits = value.to_bits();
+    let sum = bits.wrapping_add(addend);
+    // A comparison of floats is one instruction, one of their bits two.
+    if value.is_nan() { bits | QUIET } else { sum }
 }
 
 /// An f32 as the nearest bf16, ties away from zero, and the signed difference of the bits: nothing is lost.

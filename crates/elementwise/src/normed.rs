@@ -1,18 +1,19 @@
 //! One tensor of a kernel that takes sums first: sums, scalars, update.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fusestep_launch::{
     CHUNK_ELEMENTS, FINISHED_BYTES, HostCall, HostList, HostSpans, MAX_LISTS, MAX_SUMS,
     MultiTensorKernel, Outcome,
 };
-use fusestep_simd::{Split, Team};
+use fusestep_simd::{MAX_SHARED, Order, Split, Team};
 
 /// Elements of a chunk of the fixed tree.
 const CHUNK: usize = CHUNK_ELEMENTS as usize;
 
 /// Chunks whose sums are kept at a time, on the stack: 2 KiB, and 16 million elements.
-const GROUP: usize = 128;
+const GROUP: usize = MAX_SHARED;
 
 /// Cuts lie on multiples of this many elements, so that two threads never write one cache line of any dtype.
 const CUT_ELEMENTS: u64 = 1024;
@@ -63,11 +64,51 @@ pub fn step_tensor(tensor: Tensor<'_>, team: Option<&Team>) -> Outcome {
     outcome
 }
 
+/// The update, once what it needs of the whole tensor is in its set. The chunks whose sums were taken last come first: they may
+/// still be in the cache of the thread that took them.
 fn update(tensor: Tensor<'_>, team: Option<&Team>) {
-    match team {
-        Some(team) => team.run(tensor),
-        None => tensor.run(),
+    if tensor.kernel.normed().is_none() {
+        return match team {
+            Some(team) => team.run(tensor),
+            None => tensor.run(),
+        };
     }
+    let team = match team {
+        Some(team) if team.threads() > 1 && tensor.numel > CHUNK => team,
+        _ => return update_backward(tensor),
+    };
+    let chunks = tensor.numel.div_ceil(CHUNK);
+    let of_part = chunks.div_ceil(MAX_SHARED);
+    let parts = chunks.div_ceil(of_part);
+    let slots: [Mutex<Option<Tensor<'_>>>; MAX_SHARED] = std::array::from_fn(|_| Mutex::new(None));
+    let mut rest = tensor;
+    for slot in &slots[..parts - 1] {
+        let (part, remainder) = rest.split((of_part * CHUNK) as u64);
+        *lock(slot) = Some(part);
+        rest = remainder;
+    }
+    *lock(&slots[parts - 1]) = Some(rest);
+    team.share(parts, Order::Backward, &|index| {
+        let part = lock(&slots[index]).take();
+        if let Some(part) = part {
+            update_backward(part);
+        }
+    });
+}
+
+fn update_backward(tensor: Tensor<'_>) {
+    let mut rest = tensor;
+    while rest.numel > CHUNK {
+        let last = (rest.numel - 1) / CHUNK * CHUNK;
+        let (before, chunk) = rest.split(last as u64);
+        chunk.run();
+        rest = before;
+    }
+    rest.run();
+}
+
+fn lock<T>(slot: &Mutex<T>) -> MutexGuard<'_, T> {
+    slot.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The sums over a tensor: its chunks' in order, whoever computed them.
@@ -87,17 +128,10 @@ fn tensor_sums(tensor: &Tensor<'_>, team: Option<&Team>) -> [f64; MAX_SUMS] {
         let count = GROUP.min(chunks - first);
         let partials: [[AtomicU64; MAX_SUMS]; GROUP] =
             std::array::from_fn(|_| std::array::from_fn(|_| AtomicU64::new(0)));
-        let next = AtomicUsize::new(0);
-        team.broadcast(&|_| {
-            loop {
-                let index = next.fetch_add(1, Ordering::Relaxed);
-                if index >= count {
-                    return;
-                }
-                let sums = chunk_sums(tensor, first + index);
-                for (partial, sum) in partials[index].iter().zip(sums) {
-                    partial.store(sum.to_bits(), Ordering::Relaxed);
-                }
+        team.share(count, Order::Forward, &|index| {
+            let sums = chunk_sums(tensor, first + index);
+            for (partial, sum) in partials[index].iter().zip(sums) {
+                partial.store(sum.to_bits(), Ordering::Relaxed);
             }
         });
         for partial in &partials[..count] {
@@ -126,7 +160,7 @@ fn chunk_sums(tensor: &Tensor<'_>, chunk: usize) -> [f64; MAX_SUMS] {
     normed.chunk_sums(tensor.call, tensor.class, lists)
 }
 
-/// The update, once what it needs of the whole tensor is in its set.
+/// What is left of a tensor between two cuts.
 impl Split for Tensor<'_> {
     fn elements(&self) -> u64 {
         self.numel as u64

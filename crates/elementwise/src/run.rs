@@ -26,7 +26,7 @@ const LINE_BYTES: usize = 64;
 ///
 /// Plain operations on `C` only: no fused multiply-add and no reassociation happens behind them, so that the bits are those of
 /// `kernels/STEM.cu`.
-pub trait Update<C: Compute, const N: usize>: Sync {
+pub trait Update<C: Compute, const N: usize>: Copy + Sync {
     /// The scalars that tensors of one class share at one step.
     type Set: Copy;
 
@@ -84,6 +84,8 @@ pub(crate) fn run_slot<C, K, S, R, U, const N: usize>(
     call.level.run(
         #[inline(always)]
         || {
+            // Copies, since what may lie anywhere in memory may overlap a block, says the compiler, and then keeps blocks in memory.
+            let update = *update;
             let grad_factor = C::round(call.grad_factor);
             for span in spans {
                 let set_bytes = &call.sets[span.class as usize * (U::SET_BYTES + R::KEY_BYTES)..];
@@ -101,20 +103,20 @@ pub(crate) fn run_slot<C, K, S, R, U, const N: usize>(
                     grad_factor,
                     rounding: R::of(&set_bytes[U::SET_BYTES..], &span),
                 };
-                tensor.update(update, &set);
+                tensor.update(update, set);
             }
         },
     );
 }
 
 /// The lists of one tensor, all of one numel.
-struct Tensor<'a, C: Compute, K: Slot<C>, S, R, const N: usize> {
-    param: &'a mut [K::Param],
+pub(crate) struct Tensor<'a, C: Compute, K: Slot<C>, S, R, const N: usize> {
+    pub(crate) param: &'a mut [K::Param],
     beside: &'a mut [K::Beside],
-    grad: &'a [K::Param],
-    state: [&'a mut [S]; N],
-    grad_factor: C,
-    rounding: R,
+    pub(crate) grad: &'a [K::Param],
+    pub(crate) state: [&'a mut [S]; N],
+    pub(crate) grad_factor: C,
+    pub(crate) rounding: R,
 }
 
 /// New values of consecutive elements.
@@ -132,13 +134,18 @@ where
     R: Rounding,
 {
     #[inline(always)]
-    fn update<U: Update<C, N>>(&mut self, update: &U, set: &U::Set) {
+    fn update<U: Update<C, N>>(&mut self, update: U, set: U::Set) {
         let numel = self.param.len();
         if numel < LANES {
             let block = self.block(update, set, 0, numel);
             return self.store(&block, 0, numel);
         }
         let mut first = 0;
+        while Self::PAIRED && first + 3 * LANES <= numel {
+            self.prefetch(first);
+            self.update_pairs(update, set, first);
+            first += 2 * LANES;
+        }
         while first + 2 * LANES <= numel {
             self.prefetch(first);
             let block = self.block(update, set, first, LANES);
@@ -161,8 +168,8 @@ where
     #[inline(always)]
     fn block<U: Update<C, N>>(
         &self,
-        update: &U,
-        set: &U::Set,
+        update: U,
+        set: U::Set,
         first: usize,
         count: usize,
     ) -> Block<K::Param, K::Beside, S, N> {
@@ -189,18 +196,13 @@ where
         for lane in 0..LANES {
             let old: [C; N] = std::array::from_fn(|list| states[list][lane]);
             let new;
-            (values[lane], new) = update.element(set, values[lane], grads[lane], old);
+            (values[lane], new) = update.element(&set, values[lane], grads[lane], old);
             for list in 0..N {
                 states[list][lane] = new[list];
             }
         }
         let draws = self.rounding.at(first);
-        for lane in 0..LANES {
-            (param[lane], beside[lane]) = match R::AT_RANDOM {
-                true => K::narrow_at_random(values[lane], draws.draw(lane, 0)),
-                false => K::narrow(values[lane]),
-            };
-        }
+        // The state first: it is there while the parameter still waits for a division.
         for list in 0..N {
             for lane in 0..LANES {
                 state[list][lane] = match R::AT_RANDOM {
@@ -208,6 +210,12 @@ where
                     false => S::narrow(states[list][lane]),
                 };
             }
+        }
+        for lane in 0..LANES {
+            (param[lane], beside[lane]) = match R::AT_RANDOM {
+                true => K::narrow_at_random(values[lane], draws.draw(lane, 0)),
+                false => K::narrow(values[lane]),
+            };
         }
         Block {
             param,

@@ -5,7 +5,10 @@ use fusestep_tensor::DType;
 use half::{bf16, f16};
 
 use crate::Compute;
-use crate::narrow::{narrow_bf16, narrow_bf16_at_random, narrow_f16, widen_bf16, widen_f16};
+use crate::narrow::{
+    narrow_bf16, narrow_bf16_at_random, narrow_bf16_pair, narrow_bf16_pair_at_random, narrow_f16,
+    widen_bf16, widen_bf16_pair, widen_f16,
+};
 
 /// A type that tensors are kept in and that arithmetic in `C` reads exactly and writes with one rounding.
 pub trait Storage<C: Compute>: Pod + Send + Sync {
@@ -15,6 +18,23 @@ pub trait Storage<C: Compute>: Pod + Send + Sync {
     fn widen(self) -> C;
     /// The nearest value, ties to even.
     fn narrow(value: C) -> Self;
+    /// Whether two neighbours are read and written as one word of 32 bits.
+    const PAIRED: bool = false;
+    /// The values of the lower and of the upper half; only where [`Self::PAIRED`].
+    #[inline(always)]
+    fn widen_pair(_word: u32) -> [C; 2] {
+        [C::ZERO; 2]
+    }
+    /// The word of two values, each as by [`Self::narrow`]; only where [`Self::PAIRED`].
+    #[inline(always)]
+    fn narrow_pair(_values: [C; 2]) -> u32 {
+        0
+    }
+    /// The same, each as by [`Self::narrow_at_random`].
+    #[inline(always)]
+    fn narrow_pair_at_random(_values: [C; 2], _draws: [u32; 2]) -> u32 {
+        0
+    }
     /// A neighbouring value, chosen by the lower 16 bits of `draw`; the nearest one for a type that is not rounded at random.
     #[inline(always)]
     fn narrow_at_random(value: C, _draw: u32) -> Self {
@@ -59,5 +79,18 @@ impl Storage<f32> for bf16 {
     #[inline(always)]
     fn narrow_at_random(value: f32, draw: u32) -> Self {
         bf16::from_bits(narrow_bf16_at_random(value, draw))
+    }
+    const PAIRED: bool = true;
+    #[inline(always)]
+    fn widen_pair(word: u32) -> [f32; 2] {
+        widen_bf16_pair(word)
+    }
+    #[inline(always)]
+    fn narrow_pair(values: [f32; 2]) -> u32 {
+        narrow_bf16_pair(values)
+    }
+    #[inline(always)]
+    fn narrow_pair_at_random(values: [f32; 2], draws: [u32; 2]) -> u32 {
+        narrow_bf16_pair_at_random(values, draws)
     }
 }

@@ -90,7 +90,7 @@ impl<T: Compute> MultiTensorKernel for AdamKernel<T> {
 
     fn resident(&self) -> Option<ResidentSets> {
         let c = &self.config;
-        let (decoupled, lambda) = (c.weight_decay.is_decoupled(), c.weight_decay.lambda());
+        let (decoupled, lambda) = (c.weight_decay.decoupled_scalar(), c.weight_decay.lambda());
         let hyper = [c.beta1, c.beta2, lambda, decoupled, c.eps];
         let entry = sets_entry!("fused_adam", self.format);
         Some(ResidentSets::new(entry, &hyper, self.format.seed()))
@@ -125,6 +125,7 @@ impl<T: Compute> Scalars<T> {
 }
 
 /// The update of `kernels/fused_adam.cu`, operation for operation.
+#[derive(Clone, Copy)]
 struct AdamUpdate<T> {
     scalars: Scalars<T>,
     objective: Objective,

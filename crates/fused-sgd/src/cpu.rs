@@ -95,7 +95,7 @@ impl<T: Compute> MultiTensorKernel for SgdKernel<T> {
         let hyper = [
             c.dampening,
             c.weight_decay.lambda(),
-            c.weight_decay.is_decoupled(),
+            c.weight_decay.decoupled_scalar(),
         ];
         let entry = sets_entry!("fused_sgd", self.format);
         Some(ResidentSets::new(entry, &hyper, self.format.seed()))
@@ -116,6 +116,7 @@ impl<T: Compute> MultiTensorKernel for SgdKernel<T> {
 }
 
 /// The update of `kernels/fused_sgd.cu`, operation for operation.
+#[derive(Clone, Copy)]
 struct SgdUpdate<T> {
     scalars: Scalars<T>,
     nesterov: Nesterov,

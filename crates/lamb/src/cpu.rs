@@ -98,7 +98,7 @@ impl<T: Compute> MultiTensorKernel for LambKernel<T> {
             c.beta1,
             c.beta2,
             c.weight_decay,
-            c.excluded.is_plain(),
+            c.excluded.plain_scalar(),
             c.eps,
         ];
         let entry = sets_entry!("lamb", self.format);
@@ -231,6 +231,7 @@ impl<T: Compute> Terms<T, 2, 2> for ParamAndDirection<T> {
 }
 
 /// The update of `kernels/lamb.cu`, operation for operation.
+#[derive(Clone, Copy)]
 struct LambUpdate<T> {
     scalars: Scalars<T>,
 }

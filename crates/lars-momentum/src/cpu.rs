@@ -96,7 +96,10 @@ impl<T: Compute> MultiTensorKernel for LarsKernel<T> {
     }
 
     fn resident(&self) -> Option<ResidentSets> {
-        let hyper = [self.config.weight_decay, self.config.excluded.is_plain()];
+        let hyper = [
+            self.config.weight_decay,
+            self.config.excluded.plain_scalar(),
+        ];
         let entry = sets_entry!("lars_momentum", self.format);
         Some(ResidentSets::new(entry, &hyper, self.format.seed()))
     }
@@ -192,6 +195,7 @@ impl<T: Compute> Terms<T, 1, 2> for Both {
 }
 
 /// The update of `kernels/lars_momentum.cu`, operation for operation.
+#[derive(Clone, Copy)]
 struct LarsUpdate<T> {
     scalars: Scalars<T>,
 }

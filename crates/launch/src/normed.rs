@@ -40,7 +40,7 @@ pub enum Excluded {
 
 impl Excluded {
     /// 1 if excluded tensors take the plain rate, else 0, as a device reads it.
-    pub fn is_plain(self) -> f64 {
+    pub fn plain_scalar(self) -> f64 {
         match self {
             Excluded::PlainLr => 1.0,
             Excluded::TrustRatio => 0.0,

@@ -53,7 +53,7 @@ impl WeightDecay {
     }
 
     /// 1 if decay is decoupled, else 0, as a device reads it.
-    pub fn is_decoupled(self) -> f64 {
+    pub fn decoupled_scalar(self) -> f64 {
         match self {
             WeightDecay::L2(_) => 0.0,
             WeightDecay::Decoupled(_) => 1.0,

@@ -99,6 +99,7 @@ impl<T: Compute> MultiTensorKernel for LionKernel<T> {
 }
 
 /// The update of `kernels/lion.cu`, operation for operation.
+#[derive(Clone, Copy)]
 struct LionUpdate<T> {
     scalars: Scalars<T>,
     objective: Objective,

@@ -20,4 +20,4 @@ pub use level::{Level, LevelError};
 pub use meet::{Meet, Offer, Peers, Seat, seats};
 pub use prefetch::prefetch_ahead;
 pub use stream::{MAX_WRITTEN, PREFETCH_DISTANCES, stream};
-pub use team::{MAX_THREADS, Split, Team};
+pub use team::{MAX_SHARED, MAX_THREADS, Order, Split, Team};

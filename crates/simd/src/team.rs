@@ -5,7 +5,7 @@
 
 use std::num::NonZeroUsize;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
@@ -29,6 +29,18 @@ pub trait Split: Send + Sized {
     fn split(self, elements: u64) -> (Self, Self);
     /// Does the work.
     fn run(self);
+}
+
+/// Indices that [`Team::share`] can share out.
+pub const MAX_SHARED: usize = 128;
+
+/// The order in which a thread goes through its share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// From the first index on.
+    Forward,
+    /// From the last index back.
+    Backward,
 }
 
 /// A closure lent to the threads: called once on each with the thread's index.
@@ -95,6 +107,36 @@ impl Team {
     /// The number of threads, the caller's included.
     pub fn threads(&self) -> usize {
         self.threads.len() + 1
+    }
+
+    /// Calls `task` once for each index below `count`. Each thread begins with its own share of consecutive indices, the same one
+    /// for the same `count`, so that what it has read it may find in its own cache in a later call, and goes on with what other
+    /// threads have left. Backwards, a share begins with the index that a call in order ended with.
+    ///
+    /// # Panics
+    /// If there are more than [`MAX_SHARED`] indices; with the panic of `task`.
+    pub fn share(&self, count: usize, order: Order, task: &(dyn Fn(usize) + Sync)) {
+        assert!(
+            count <= MAX_SHARED,
+            "at most {MAX_SHARED} indices are shared, found {count}"
+        );
+        let taken: [AtomicBool; MAX_SHARED] = std::array::from_fn(|_| AtomicBool::new(false));
+        let threads = self.threads();
+        self.broadcast(&|thread| {
+            for of in 0..threads {
+                let owner = (thread + of) % threads;
+                let (first, end) = (count * owner / threads, count * (owner + 1) / threads);
+                for step in 0..end - first {
+                    let index = match order {
+                        Order::Forward => first + step,
+                        Order::Backward => end - 1 - step,
+                    };
+                    if !taken[index].swap(true, Ordering::Relaxed) {
+                        task(index);
+                    }
+                }
+            }
+        });
     }
 
     /// Calls `task` once on each thread with the thread's index (the caller's is 0) and returns when all calls have returned.
@@ -280,6 +322,27 @@ mod tests {
             });
         }
         assert!(calls.iter().all(|c| c.load(Ordering::Relaxed) == 100));
+    }
+
+    #[test]
+    fn every_index_is_shared_out_once_in_order_within_a_share() {
+        for threads in [1, 2, 3] {
+            let team = team(threads);
+            for count in [0, 1, 2, 3, 7, MAX_SHARED] {
+                for order in [Order::Forward, Order::Backward] {
+                    let calls: Vec<AtomicUsize> = (0..count).map(|_| AtomicUsize::new(0)).collect();
+                    team.share(count, order, &|index| {
+                        calls[index].fetch_add(1, Ordering::Relaxed);
+                    });
+                    assert!(calls.iter().all(|c| c.load(Ordering::Relaxed) == 1));
+                }
+            }
+        }
+        let seen = Mutex::new(Vec::new());
+        let record = |index| seen.lock().unwrap().push(index);
+        team(1).share(3, Order::Forward, &record);
+        team(1).share(3, Order::Backward, &record);
+        assert_eq!(*seen.lock().unwrap(), [0, 1, 2, 2, 1, 0]);
     }
 
     #[test]
