@@ -1,0 +1,27 @@
+//! A step of many ranks: what each rank holds, what it sends and when.
+//!
+//! A [`RankPlan`] is an ordinary [`crate::Plan`] of what one rank updates, whole tensors or pieces of them, and around it the
+//! buckets of gradients, the cut of every dtype's elements into shards and the calls between ranks.
+
+mod bucket;
+mod comms;
+mod flat;
+mod gather;
+mod merge;
+mod norm;
+mod plan;
+mod run;
+mod state;
+mod topology;
+mod words;
+
+pub use bucket::{Bucket, Span, groups_by_layer};
+pub use comms::Comms;
+pub use flat::{Flat, Ownership, Piece, owners_greedy_even, owners_in_use_order};
+pub use gather::GatheredParams;
+pub use plan::{RankPlan, RankSummary};
+pub use run::RankReport;
+pub use state::RankState;
+pub use topology::Topology;
+
+pub(crate) use plan::RankOptions;

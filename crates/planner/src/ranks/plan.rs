@@ -1,0 +1,347 @@
+//! The plan of one rank.
+
+use std::collections::{BTreeMap, HashMap};
+use std::hash::Hasher;
+
+use fusestep_collective::Link;
+use fusestep_launch::Rounding;
+use fusestep_tensor::{DType, ParamDesc, Role, Shape};
+use serde::Serialize;
+use xxhash_rust::xxh3::Xxh3;
+
+use super::bucket::{Bucket, buckets};
+use super::{Flat, Ownership, Piece, Topology};
+use crate::passes::{ActsOn, FuseAllReduce, GradientMerge, LocalSgd, Zero};
+use crate::{Note, Plan, PlanError, Planner, Verdict};
+
+/// What passes say about ranks.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct RankOptions {
+    pub(crate) topology: Topology,
+    pub(crate) zero: Zero,
+    pub(crate) ownership: Ownership,
+    pub(crate) fuse: Option<FuseAllReduce>,
+    pub(crate) merge: Option<GradientMerge>,
+    pub(crate) local_sgd: Option<LocalSgd>,
+}
+
+/// A training step's tail as one rank of several runs it.
+///
+/// Made by [`Planner::plan_for`]. Ranks of one world that plan the same parameters with the same passes have equal hashes, and
+/// their calls fit together.
+#[derive(Clone, Debug)]
+pub struct RankPlan {
+    pub(crate) whole: Plan,
+    pub(crate) local: Plan,
+    pub(crate) flats: Vec<Flat>,
+    pub(crate) buckets: Vec<Bucket>,
+    /// For each line the pieces that this rank updates; entry `i` of all of them together is parameter `i` of the local plan.
+    pub(crate) pieces: Vec<Vec<Piece>>,
+    /// For each parameter its spans: bucket and position there.
+    pub(crate) spans_of: Vec<Vec<(u32, u32)>>,
+    pub(crate) index: HashMap<String, usize>,
+    /// For each parameter its line and first element there; `None` for empty ones too.
+    pub(crate) places: Vec<(usize, u64)>,
+    notes: Vec<Note>,
+    hash: u64,
+}
+
+impl Planner {
+    /// Plans what the rank `topology` names does.
+    ///
+    /// # Errors
+    /// As [`Planner::plan`]; [`PlanError::Topology`]; [`PlanError::Conflict`] naming two passes that contradict each other.
+    /// # Cost
+    /// Linear in the number of parameters, buckets times ranks, and pieces of this rank.
+    pub fn plan_for(&self, params: &[ParamDesc], topology: Topology) -> Result<RankPlan, PlanError> {
+        topology.validate()?;
+        let whole = self.plan_with(params, topology, |_| true)?;
+        check_conflicts(&whole)?;
+        let flats = flats(&whole)?;
+        let options = &whole.ranks;
+        let buckets = buckets(&whole.params, &flats, options.fuse.as_ref());
+        let own = |flat: &Flat| match options.zero {
+            Zero::Zero0 => 0..flat.total(),
+            _ => flat.shard(topology.rank),
+        };
+        let pieces: Vec<Vec<Piece>> = flats
+            .iter()
+            .map(|flat| flat.pieces(own(flat)).collect())
+            .collect();
+        let local = match options.zero {
+            Zero::Zero0 => whole.clone(),
+            _ => {
+                let descs = pieces.iter().flatten().map(|piece| describe(params, piece));
+                let descs = descs.collect::<Result<Vec<_>, _>>()?;
+                self.plan_with(&descs, Topology::SOLO, |acts| acts == ActsOn::Launches)?
+            }
+        };
+        let mut spans_of = vec![Vec::new(); params.len()];
+        for (bucket, spec) in buckets.iter().enumerate() {
+            for (position, span) in spec.spans.iter().enumerate() {
+                spans_of[span.param as usize].push((bucket as u32, position as u32));
+            }
+        }
+        let mut places = vec![(0, 0); params.len()];
+        for (index, flat) in flats.iter().enumerate() {
+            for (&member, &start) in flat.members.iter().zip(&flat.starts) {
+                places[member as usize] = (index, start);
+            }
+        }
+        let names = params.iter().enumerate();
+        let mut plan = RankPlan {
+            index: names.map(|(i, param)| (param.name.clone(), i)).collect(),
+            notes: whole.notes.clone(),
+            hash: hash(&whole, &flats, &buckets),
+            whole,
+            local,
+            flats,
+            buckets,
+            pieces,
+            spans_of,
+            places,
+        };
+        plan.explain_buckets();
+        Ok(plan)
+    }
+}
+
+impl RankPlan {
+    /// The parameters, in plan order.
+    pub fn params(&self) -> &[ParamDesc] {
+        &self.whole.params
+    }
+
+    /// This rank.
+    pub fn topology(&self) -> Topology {
+        self.whole.ranks.topology
+    }
+
+    /// What is shared out.
+    pub fn zero(&self) -> Zero {
+        self.whole.ranks.zero
+    }
+
+    /// What this rank launches: an ordinary plan of the tensors, or pieces of tensors, that it updates.
+    pub fn local(&self) -> &Plan {
+        &self.local
+    }
+
+    /// The elements of each dtype and their shards.
+    pub fn flats(&self) -> &[Flat] {
+        &self.flats
+    }
+
+    /// The buckets, in the order they are reduced.
+    pub fn buckets(&self) -> &[Bucket] {
+        &self.buckets
+    }
+
+    /// What the passes did and why.
+    pub fn explain(&self) -> &[Note] {
+        &self.notes
+    }
+
+    /// Equal on all ranks whose calls fit together.
+    pub fn hash(&self) -> u64 {
+        self.hash
+    }
+
+    /// Micro-steps of an update.
+    pub fn micro_steps(&self) -> u32 {
+        self.whole.ranks.merge.map_or(1, |merge| merge.every.get())
+    }
+
+    /// Bytes of optimizer state on this rank, padding included.
+    pub fn state_bytes(&self) -> u64 {
+        self.local.state_bytes()
+    }
+
+    pub(crate) fn find(&self, name: &str) -> Result<usize, PlanError> {
+        let found = self.index.get(name).copied();
+        found.ok_or_else(|| PlanError::UnknownName {
+            name: name.to_owned(),
+            parameters: self.whole.params.len(),
+        })
+    }
+
+    /// Whether gradients are reduced across ranks.
+    pub(crate) fn reduces(&self) -> bool {
+        self.topology().world > 1 && self.whole.ranks.local_sgd.is_none()
+    }
+
+    /// The numbers of a step of `world` ranks; `link` predicts its time.
+    pub fn summary(&self, link: Link) -> RankSummary {
+        let world = self.topology().world as u64;
+        let options = &self.whole.ranks;
+        let width = |flat: &Flat| flat.grad_dtype.len_bytes() as u64;
+        let reduces = self.reduces();
+        let mut calls: Vec<(f64, u64)> = Vec::new();
+        let part = |bytes: u64| bytes * (world - 1) / world;
+        let mut sent = 0;
+        if reduces {
+            for bucket in &self.buckets {
+                let bytes = bucket.numel * width(&self.flats[bucket.flat]);
+                let share = if options.zero >= Zero::Zero2 { 1 } else { 2 };
+                sent += share * part(bytes);
+                calls.push((share as f64 / 2.0, bytes));
+            }
+        }
+        let gathers = match options.zero {
+            Zero::Zero0 => 0,
+            Zero::Zero1 | Zero::Zero2 => 1,
+            // Before the forward pass, and again before the backward pass.
+            Zero::Zero3 => 2,
+        };
+        if world > 1 {
+            for flat in &self.flats {
+                let bytes = flat.total() * flat.dtype.len_bytes() as u64;
+                for _ in 0..gathers {
+                    sent += part(bytes);
+                    calls.push((0.5, bytes));
+                }
+            }
+        }
+        let tensors = self.params().iter().filter(|param| param.numel() > 0).count() as u64;
+        let naive = match reduces {
+            true => tensors * (1 + gathers),
+            false => 0,
+        };
+        let seconds = calls.iter().map(|&(share, bytes)| {
+            link.alpha_seconds + share * bytes as f64 / link.beta_bytes_per_second
+        });
+        RankSummary {
+            world: world as usize,
+            zero: options.zero.number(),
+            collectives: calls.len() as u64,
+            naive_collectives: naive,
+            bytes_on_wire: sent,
+            state_bytes_per_rank: self.state_bytes(),
+            buckets: self.buckets.len(),
+            micro_steps: self.micro_steps(),
+            predicted_step_ns: seconds.sum::<f64>() * 1e9,
+        }
+    }
+
+    fn explain_buckets(&mut self) {
+        let options = &self.whole.ranks;
+        if options.topology.world == 1 || options.fuse.is_none() {
+            return;
+        }
+        let spans: usize = self.buckets.iter().map(|bucket| bucket.spans.len()).sum();
+        let tensors = self.params().iter().filter(|param| param.numel() > 0).count();
+        let reason = format!(
+            "{tensors} gradients are reduced in {} calls ({} cut by the cap)",
+            self.buckets.len(),
+            spans - tensors,
+        );
+        let note = Note::new("fuse_all_reduce", Verdict::Applied, reason);
+        self.notes.push(note);
+    }
+}
+
+/// The numbers of a step of several ranks.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct RankSummary {
+    /// The number of ranks.
+    pub world: usize,
+    /// ZeRO stage.
+    pub zero: u8,
+    /// Calls between ranks of one step that move gradients or parameters.
+    pub collectives: u64,
+    /// The same with one call for each tensor.
+    pub naive_collectives: u64,
+    /// Bytes that each rank sends in one step, by ring algorithms.
+    pub bytes_on_wire: u64,
+    /// Bytes of optimizer state on this rank, padding included.
+    pub state_bytes_per_rank: u64,
+    /// Buckets of gradients.
+    pub buckets: usize,
+    /// Micro-steps of an update.
+    pub micro_steps: u32,
+    /// Time of the calls, one after the other and not overlapped, in nanoseconds.
+    pub predicted_step_ns: f64,
+}
+
+/// One line for each dtype.
+fn flats(whole: &Plan) -> Result<Vec<Flat>, PlanError> {
+    let mut by_dtype: BTreeMap<DType, Vec<u32>> = BTreeMap::new();
+    for (index, param) in whole.params.iter().enumerate() {
+        by_dtype.entry(param.dtype).or_default().push(index as u32);
+    }
+    let options = &whole.ranks;
+    let world = options.topology.world;
+    let lines = by_dtype.into_iter().map(|(dtype, members)| {
+        let kernel = whole.kernel_of(members[0])?;
+        let grads = kernel.lists().iter().find(|list| list.role == Role::Grad);
+        let dtypes = (dtype, grads.map_or(dtype, |list| list.dtype));
+        Ok(Flat::new(dtypes, members, &whole.params, options.ownership, world))
+    });
+    lines.collect()
+}
+
+/// The piece as a parameter of its own.
+fn describe(params: &[ParamDesc], piece: &Piece) -> Result<ParamDesc, PlanError> {
+    let param = &params[piece.param as usize];
+    if piece.numel == param.numel() {
+        return Ok(param.clone());
+    }
+    Ok(ParamDesc {
+        name: format!("{}[{}..{}]", param.name, piece.first, piece.first + piece.numel),
+        shape: Shape::new([piece.numel])?,
+        ..param.clone()
+    })
+}
+
+fn check_conflicts(whole: &Plan) -> Result<(), PlanError> {
+    let options = &whole.ranks;
+    let zero = format!("zero stage {}", options.zero.number());
+    if options.zero == Zero::Zero0 {
+        return Ok(());
+    }
+    if options.local_sgd.is_some() {
+        return Err(PlanError::Conflict {
+            first: zero,
+            second: "local_sgd".to_owned(),
+            why: "both decide how gradients are reduced",
+        });
+    }
+    let random = |param: &ParamDesc| {
+        let rounding = whole.precision(param.dtype).rounding;
+        matches!(rounding, Rounding::Stochastic { .. })
+    };
+    if whole.params.iter().any(random) {
+        return Err(PlanError::Conflict {
+            first: zero,
+            second: "stochastic rounding".to_owned(),
+            why: "number elements differently, so the bits would depend on the ranks",
+        });
+    }
+    Ok(())
+}
+
+fn hash(whole: &Plan, flats: &[Flat], buckets: &[Bucket]) -> u64 {
+    let options = &whole.ranks;
+    let mut hasher = Xxh3::new();
+    hasher.write_u64(whole.hash());
+    hasher.write_usize(options.topology.world);
+    hasher.write_u8(options.zero.number());
+    hasher.write_u32(options.merge.map_or(0, |merge| merge.every.get()));
+    hasher.write_u64(options.local_sgd.map_or(0, |rule| rule.every.get()));
+    for flat in flats {
+        for &member in &flat.members {
+            hasher.write_u32(member);
+        }
+        for &bound in &flat.bounds {
+            hasher.write_u64(bound);
+        }
+    }
+    for bucket in buckets {
+        for span in &bucket.spans {
+            hasher.write_u32(span.param);
+            hasher.write_u64(span.first);
+            hasher.write_u64(span.numel);
+        }
+    }
+    hasher.finish()
+}

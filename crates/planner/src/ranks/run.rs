@@ -1,0 +1,347 @@
+//! One step of one rank.
+
+use fusestep_collective::{Operation, ReduceOp};
+use fusestep_launch::Backend;
+use fusestep_tensor::{DType, Role};
+use serde::Serialize;
+
+use super::comms::{Comms, Reducing};
+use super::merge::{Absorb, Divisor};
+use super::state::Slot;
+use super::{RankPlan, RankState, Topology};
+use crate::passes::{Averaged, Zero};
+use crate::{PlanError, StepReport};
+
+/// What one micro-step did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct RankReport {
+    /// The update; `None` if the micro-step only added gradients.
+    pub update: Option<StepReport>,
+    /// Whether parameters were averaged across ranks.
+    pub averaged: bool,
+}
+
+impl RankPlan {
+    /// Ends a micro-step, and at the end of a window reduces, updates and gathers.
+    ///
+    /// All ranks call it, whether they have given gradients or not. Sums across ranks are formed in rank order and norms in the
+    /// fixed tree, so parameters get the same bits at every ZeRO stage and with any buckets and rings.
+    ///
+    /// # Errors
+    /// [`PlanError::ForeignState`], [`PlanError::Topology`]: nothing has been written. [`PlanError::Collective`],
+    /// [`PlanError::Backend`]: the state refuses further steps ([`PlanError::Poisoned`]).
+    pub fn run_with(
+        &self,
+        state: &mut RankState,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+    ) -> Result<RankReport, PlanError> {
+        self.check(state, comms)?;
+        let last = state.micro_steps + 1 == self.micro_steps();
+        let weight = state.weight.take().unwrap_or(1.0);
+        let divisor = self.divisor(state, weight);
+        if !last {
+            state.micro_steps += 1;
+            state.weights += weight;
+            state.given_now.fill(false);
+            self.wait_for_all_again(state);
+            return Ok(RankReport::default());
+        }
+        self.update(state, backend, comms, divisor)
+    }
+
+    /// Updates from a window that is shorter than planned: what the last micro-steps before an epoch's end have added. Does
+    /// nothing between windows; gradients of a micro-step under way have to be ended by [`Self::run_with`] first.
+    ///
+    /// # Errors
+    /// As [`Self::run_with`].
+    pub fn flush(
+        &self,
+        state: &mut RankState,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+    ) -> Result<RankReport, PlanError> {
+        self.check(state, comms)?;
+        if state.micro_steps == 0 {
+            return Ok(RankReport::default());
+        }
+        let divisor = self.divisor(state, 0.0);
+        self.update(state, backend, comms, divisor)
+    }
+
+    fn check(&self, state: &RankState, comms: &Comms<'_>) -> Result<(), PlanError> {
+        self.check_state(state)?;
+        let (expected, found) = (self.topology(), (comms.rank(), comms.world()));
+        if (expected.rank, expected.world) == found {
+            return Ok(());
+        }
+        let text = |Topology { rank, world }| format!("rank {rank} of {world}");
+        Err(PlanError::Topology {
+            expected: text(expected),
+            found: text(Topology {
+                rank: found.0,
+                world: found.1,
+            }),
+        })
+    }
+
+    fn wait_for_all_again(&self, state: &mut RankState) {
+        for (missing, bucket) in state.missing.iter_mut().zip(&self.buckets) {
+            *missing = bucket.spans.len();
+        }
+    }
+
+    fn update(
+        &self,
+        state: &mut RankState,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        divisor: Divisor,
+    ) -> Result<RankReport, PlanError> {
+        comms.set_plan(self.hash());
+        let done = self.try_update(state, backend, comms, divisor);
+        if done.is_err() {
+            self.poison(state);
+        }
+        done
+    }
+
+    fn try_update(
+        &self,
+        state: &mut RankState,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        divisor: Divisor,
+    ) -> Result<RankReport, PlanError> {
+        self.complete(state, divisor);
+        let present = self.agree_on_present(state, comms)?;
+        if self.reduces() {
+            while state.next < self.buckets.len() {
+                self.start_next(state, comms)?;
+            }
+        }
+        self.collect(state)?;
+        self.decide(state, backend, comms, &present)?;
+        self.hand_over(state, backend, &present)?;
+        let report = self.local.run(&mut state.local, backend)?;
+        let report = StepReport {
+            absent: present.iter().filter(|&&present| present == 0).count() as u64,
+            ..report
+        };
+        if !report.skipped {
+            self.replicate(state, backend, comms)?;
+        }
+        let averaged = self.average(state, backend, comms)?;
+        state.next = 0;
+        state.micro_steps = 0;
+        state.weights = 0.0;
+        state.given.fill(0);
+        state.given_now.fill(false);
+        self.wait_for_all_again(state);
+        Ok(RankReport {
+            update: Some(report),
+            averaged,
+        })
+    }
+
+    /// Finishes gradients that were not given in the window's last micro-step: divides what earlier ones have added, and writes
+    /// zeros where there is none.
+    fn complete(&self, state: &mut RankState, divisor: Divisor) {
+        for param in 0..self.params().len() {
+            if state.given_now[param] {
+                continue;
+            }
+            let given = state.given[param] > 0;
+            let how = Absorb {
+                first: false,
+                weight: None,
+                last: Some(divisor),
+            };
+            for &at in &self.spans_of[param] {
+                if given {
+                    self.absorb_span(state, at, None, how);
+                } else if let Slot::Filling(words) = &mut state.slots[at.0 as usize] {
+                    let bucket = &self.buckets[at.0 as usize];
+                    let span = &bucket.spans[at.1 as usize];
+                    let width = self.flats[bucket.flat].grad_dtype.len_bytes();
+                    let (start, end) = (span.at as usize, (span.at + span.numel) as usize);
+                    words.bytes_mut()[start * width..end * width].fill(0);
+                }
+            }
+        }
+    }
+
+    /// For each parameter whether any rank has given a gradient.
+    fn agree_on_present(
+        &self,
+        state: &RankState,
+        comms: &mut Comms<'_>,
+    ) -> Result<Vec<u8>, PlanError> {
+        let mut present: Vec<u8> = state.given.iter().map(|&given| u8::from(given > 0)).collect();
+        if self.reduces() {
+            let operation = Operation::AllReduce(ReduceOp::Max);
+            comms.in_place(operation, DType::U8, None, &mut present)?;
+        }
+        Ok(present)
+    }
+
+    /// Waits for all buckets and copies this rank's part of each to its shard.
+    fn collect(&self, state: &mut RankState) -> Result<(), PlanError> {
+        for (index, bucket) in self.buckets.iter().enumerate() {
+            let words = match std::mem::replace(&mut state.slots[index], Slot::Lost) {
+                Slot::Filling(words) | Slot::InFlight(Reducing::Done(words)) => words,
+                Slot::InFlight(Reducing::Pending(pending)) => pending.wait()?,
+                Slot::Lost => return Err(self.poison(state)),
+            };
+            let width = self.flats[bucket.flat].grad_dtype.len_bytes();
+            let own = self.own(bucket.flat);
+            let shard = state.shards[bucket.flat].bytes_mut();
+            for span in &bucket.spans {
+                let start = span.flat_at.max(own.start);
+                let end = (span.flat_at + span.numel).min(own.end);
+                if start < end {
+                    let from = (span.at + start - span.flat_at) as usize * width;
+                    let (at, to) = (start - own.start, end - own.start);
+                    let part = &words.bytes()[from..from + (to - at) as usize * width];
+                    shard[at as usize * width..to as usize * width].copy_from_slice(part);
+                }
+            }
+            state.slots[index] = Slot::Filling(words);
+        }
+        Ok(())
+    }
+
+    /// The elements of a line that this rank updates.
+    pub(crate) fn own(&self, line: usize) -> std::ops::Range<u64> {
+        match self.zero() {
+            Zero::Zero0 => 0..self.flats[line].total(),
+            _ => self.flats[line].shard(self.topology().rank),
+        }
+    }
+
+    /// Gives the local state its gradients.
+    fn hand_over(
+        &self,
+        state: &mut RankState,
+        backend: &dyn Backend,
+        present: &[u8],
+    ) -> Result<(), PlanError> {
+        let mut local = 0;
+        for (line, pieces) in self.pieces.iter().enumerate() {
+            let width = self.flats[line].grad_dtype.len_bytes();
+            for piece in pieces {
+                let position = match self.zero() {
+                    Zero::Zero0 => piece.param as usize,
+                    _ => local,
+                };
+                local += 1;
+                if present[piece.param as usize] == 0 {
+                    state.local.set_absent_at(position);
+                    continue;
+                }
+                let (start, end) = (piece.at as usize, (piece.at + piece.numel) as usize);
+                let bytes = &state.shards[line].bytes()[start * width..end * width];
+                let name = &self.local.params()[position].name;
+                state.local.write(backend, Role::Grad, name, bytes)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Averages parameters across ranks, if it is time to.
+    fn average(
+        &self,
+        state: &mut RankState,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+    ) -> Result<bool, PlanError> {
+        let Some(rule) = self.whole.ranks.local_sgd else {
+            return Ok(false);
+        };
+        state.since_average += 1;
+        // Skipped steps count, for other ranks may have taken theirs.
+        let step = state.local.step() + state.local.skipped();
+        if !rule.due(step, state.since_average) {
+            return Ok(false);
+        }
+        self.average_now(state, backend, comms)?;
+        Ok(true)
+    }
+
+    /// Averages parameters, and state if pass `local_sgd` says so, across all ranks.
+    ///
+    /// # Errors
+    /// As [`Self::run_with`].
+    pub fn average_now(
+        &self,
+        state: &mut RankState,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+    ) -> Result<(), PlanError> {
+        state.since_average = 0;
+        if self.topology().world == 1 || self.zero() != Zero::Zero0 {
+            return Ok(());
+        }
+        let with_state = self
+            .whole
+            .ranks
+            .local_sgd
+            .is_some_and(|rule| rule.averaged == Averaged::ParamsAndState);
+        let done = self.average_tensors(state, backend, comms, with_state.into());
+        if done.is_err() {
+            self.poison(state);
+        }
+        done
+    }
+
+    fn average_tensors(
+        &self,
+        state: &mut RankState,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        what: What,
+    ) -> Result<(), PlanError> {
+        for line in &self.flats {
+            let Some(&first) = line.members.first() else {
+                continue;
+            };
+            let roles = state.local.roles(&self.params()[first as usize].name)?;
+            for role in roles {
+                if role != Role::Param && !(role.is_state() && what == What::ParamsAndState) {
+                    continue;
+                }
+                let dtype = state.local.dtype(role, &self.params()[first as usize].name)?;
+                let width = dtype.len_bytes();
+                let mut words = super::words::Words::zeroed(line.total() as usize * width);
+                let place = |at: usize| line.starts[at] as usize * width..line.starts[at + 1] as usize * width;
+                for (at, &member) in line.members.iter().enumerate() {
+                    let name = &self.params()[member as usize].name;
+                    let bytes = &mut words.bytes_mut()[place(at)];
+                    state.local.read(backend, role, name, bytes)?;
+                }
+                let operation = Operation::AllReduce(ReduceOp::Average);
+                comms.in_place(operation, dtype, None, words.bytes_mut())?;
+                for (at, &member) in line.members.iter().enumerate() {
+                    let name = &self.params()[member as usize].name;
+                    state.local.write(backend, role, name, &words.bytes()[place(at)])?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum What {
+    Params,
+    ParamsAndState,
+}
+
+impl From<bool> for What {
+    fn from(with_state: bool) -> Self {
+        match with_state {
+            true => What::ParamsAndState,
+            false => What::Params,
+        }
+    }
+}
