@@ -1,0 +1,10 @@
+//! The step of many ranks: the same bits however it is shared out.
+
+#[path = "distributed/laws.rs"]
+mod laws;
+#[path = "distributed/merging.rs"]
+mod merging;
+#[path = "distributed/plans.rs"]
+mod plans;
+#[path = "distributed/run.rs"]
+mod run;
