@@ -31,7 +31,12 @@ fn merged_steps_give_the_same_bits_at_every_stage_and_with_any_rings() {
         let expected = base.run();
         for zero in [Zero::Zero0, Zero::Zero1, Zero::Zero2, Zero::Zero3] {
             for (cap, rings) in [(Some(40_000), 0), (Some(1 << 20), 2)] {
-                let case = Case { zero, cap, rings, ..base.clone() };
+                let case = Case {
+                    zero,
+                    cap,
+                    rings,
+                    ..base.clone()
+                };
                 assert!(case.run().params == expected.params, "{case:?}");
             }
         }
@@ -64,19 +69,29 @@ fn updates(planner: Planner, dtype: DType, micro_steps: &[Option<(f32, f64)>]) -
                 DType::BF16 => half::bf16::from_f32(*value).to_le_bytes().repeat(3),
                 _ => value.to_le_bytes().repeat(3),
             };
-            plan.give_gradient(&mut state, &mut comms, "w", &bytes).unwrap();
+            plan.give_gradient(&mut state, &mut comms, "w", &bytes)
+                .unwrap();
         }
         plan.run_with(&mut state, &backend, &mut comms).unwrap();
         found.push(-read(&state));
     }
-    if plan.flush(&mut state, &backend, &mut comms).unwrap().update.is_some() {
+    if plan
+        .flush(&mut state, &backend, &mut comms)
+        .unwrap()
+        .update
+        .is_some()
+    {
         found.push(-read(&state));
     }
     found
 }
 
 fn sgd() -> Planner {
-    let rule = Sgd { lr: 1.0, momentum: 0.0, ..Sgd::default() };
+    let rule = Sgd {
+        lr: 1.0,
+        momentum: 0.0,
+        ..Sgd::default()
+    };
     Planner::new(rule.into())
 }
 
@@ -88,45 +103,94 @@ fn merge(every: u32) -> GradientMerge {
 fn means_sums_weights_and_short_windows() {
     let give = |value| Some((value, 1.0));
     let steps = [give(1.0), give(2.0), give(6.0), give(5.0), give(7.0)];
-    assert_eq!(updates(sgd().with(merge(3)), DType::F32, &steps), [0.0, 0.0, 3.0, 3.0, 3.0, 9.0]);
-    assert_eq!(updates(sgd().with(merge(3).sum()), DType::F32, &steps), [0.0, 0.0, 9.0, 9.0, 9.0, 21.0]);
-    assert_eq!(updates(sgd().with(merge(1)), DType::F32, &steps[..2]), [1.0, 3.0]);
+    assert_eq!(
+        updates(sgd().with(merge(3)), DType::F32, &steps),
+        [0.0, 0.0, 3.0, 3.0, 3.0, 9.0]
+    );
+    assert_eq!(
+        updates(sgd().with(merge(3).sum()), DType::F32, &steps),
+        [0.0, 0.0, 9.0, 9.0, 9.0, 21.0]
+    );
+    assert_eq!(
+        updates(sgd().with(merge(1)), DType::F32, &steps[..2]),
+        [1.0, 3.0]
+    );
     let weighted = [Some((1.0, 3.0)), Some((5.0, 1.0))];
-    assert_eq!(updates(sgd().with(merge(2)), DType::F32, &weighted), [0.0, 2.0]);
+    assert_eq!(
+        updates(sgd().with(merge(2)), DType::F32, &weighted),
+        [0.0, 2.0]
+    );
     // A micro-step without a gradient counts as zero; a window without any leaves the parameter alone.
     let gaps = [None, give(4.0), give(4.0), None, None, None];
-    assert_eq!(updates(sgd().with(merge(2)), DType::F32, &gaps), [0.0, 2.0, 2.0, 4.0, 4.0, 4.0]);
+    assert_eq!(
+        updates(sgd().with(merge(2)), DType::F32, &gaps),
+        [0.0, 2.0, 2.0, 4.0, 4.0, 4.0]
+    );
 }
 
 #[test]
 fn narrow_gradients_are_added_wide() {
     // 256 + 1 is 256 in bf16; in f32 four ones are not lost.
-    let steps: Vec<_> = [256.0, 1.0, 1.0, 1.0, 1.0].map(|value| Some((value, 1.0))).into();
+    let steps: Vec<_> = [256.0, 1.0, 1.0, 1.0, 1.0]
+        .map(|value| Some((value, 1.0)))
+        .into();
     let found = updates(sgd().with(merge(5).sum()), DType::BF16, &steps);
     assert_eq!(found.last(), Some(&260.0));
 }
 
 #[test]
 fn local_sgd_of_interval_1_averages_parameters_each_step() {
-    let base = Case { world: 3, local_sgd: Some(every(1)), ..Case::default() };
+    let base = Case {
+        world: 3,
+        local_sgd: Some(every(1)),
+        ..Case::default()
+    };
     let expected = base.run();
-    let begin = LocalSgd { begin: 100, ..every(7) };
-    let case = Case { local_sgd: Some(begin), ..base.clone() };
+    let begin = LocalSgd {
+        begin: 100,
+        ..every(7)
+    };
+    let case = Case {
+        local_sgd: Some(begin),
+        ..base.clone()
+    };
     assert!(case.run().params == expected.params);
-    let apart = Case { local_sgd: Some(every(3)), ..base };
+    let apart = Case {
+        local_sgd: Some(every(3)),
+        ..base
+    };
     assert!(apart.run().params != expected.params);
 }
 
 #[test]
 fn local_sgd_of_plain_sgd_is_data_parallel_within_rounding() {
-    let rule = Sgd { lr: 0.1, momentum: 0.9, ..Sgd::default() }.into();
-    let averaged = LocalSgd { averaged: Averaged::ParamsAndState, ..every(1) };
-    let case = Case { rule, world: 4, ..Case::default() };
+    let rule = Sgd {
+        lr: 0.1,
+        momentum: 0.9,
+        ..Sgd::default()
+    }
+    .into();
+    let averaged = LocalSgd {
+        averaged: Averaged::ParamsAndState,
+        ..every(1)
+    };
+    let case = Case {
+        rule,
+        world: 4,
+        ..Case::default()
+    };
     let expected = case.run();
-    let found = Case { local_sgd: Some(averaged), ..case }.run();
+    let found = Case {
+        local_sgd: Some(averaged),
+        ..case
+    }
+    .run();
     for (found, expected) in found.params.iter().zip(&expected.params) {
         for (a, b) in found.chunks_exact(4).zip(expected.chunks_exact(4)) {
-            let (a, b) = (f32::from_le_bytes(a.try_into().unwrap()), f32::from_le_bytes(b.try_into().unwrap()));
+            let (a, b) = (
+                f32::from_le_bytes(a.try_into().unwrap()),
+                f32::from_le_bytes(b.try_into().unwrap()),
+            );
             assert!((a - b).abs() <= 1e-6, "{a} {b}");
         }
     }
@@ -158,8 +222,22 @@ fn passes_that_contradict_each_other_are_both_named() {
         "zero stage 2 and local_sgd both decide how gradients are reduced; remove one"
     );
     let error = sgd().with(merge(2)).plan(&params).unwrap_err();
-    assert_eq!(error, PlanError::WithoutRanks { pass: "gradient_merge" });
-    let error = sgd().with(merge(2)).with(merge(3)).plan_for(&params, two).unwrap_err();
-    assert_eq!(error, PlanError::PassTwice { pass: "gradient_merge" });
+    assert_eq!(
+        error,
+        PlanError::WithoutRanks {
+            pass: "gradient_merge"
+        }
+    );
+    let error = sgd()
+        .with(merge(2))
+        .with(merge(3))
+        .plan_for(&params, two)
+        .unwrap_err();
+    assert_eq!(
+        error,
+        PlanError::PassTwice {
+            pass: "gradient_merge"
+        }
+    );
     assert!(Topology::new(2, 2).is_err());
 }

@@ -18,20 +18,30 @@ fn params(shapes: &[(&str, u64, DType)]) -> Vec<ParamDesc> {
 
 fn plan(params: &[ParamDesc], fuse: FuseAllReduce, world: usize) -> RankPlan {
     let planner = Planner::new(Adam::default().into()).with(fuse);
-    planner.plan_for(params, Topology::new(0, world).unwrap()).unwrap()
+    planner
+        .plan_for(params, Topology::new(0, world).unwrap())
+        .unwrap()
 }
 
 fn numels(plan: &RankPlan) -> Vec<Vec<(u32, u64, u64)>> {
     let spans = |bucket: &Bucket| {
         let spans = bucket.spans.iter();
-        spans.map(|span| (span.param, span.first, span.numel)).collect()
+        spans
+            .map(|span| (span.param, span.first, span.numel))
+            .collect()
     };
     plan.buckets().iter().map(spans).collect()
 }
 
 #[test]
 fn caps_are_exact_in_bytes_and_in_count() {
-    let f32s = [("a", 20, DType::F32), ("b", 10, DType::F32), ("c", 5, DType::F32), ("d", 40, DType::F32), ("e", 1, DType::F32)];
+    let f32s = [
+        ("a", 20, DType::F32),
+        ("b", 10, DType::F32),
+        ("c", 5, DType::F32),
+        ("d", 40, DType::F32),
+        ("e", 1, DType::F32),
+    ];
     let params = params(&f32s);
     let found = numels(&plan(&params, FuseAllReduce::of_bytes(4 * 15), 2));
     // From the plan's end; `d` is cut at exactly the cap, and its rest has room for `c`.
@@ -47,9 +57,19 @@ fn caps_are_exact_in_bytes_and_in_count() {
             vec![(0, 15, 5)],
         ]
     );
-    let alone = FuseAllReduce::of_bytes(4 * 32).oversize(Oversize::Alone).ready_order(vec![0, 1, 2, 3, 4]);
+    let alone = FuseAllReduce::of_bytes(4 * 32)
+        .oversize(Oversize::Alone)
+        .ready_order(vec![0, 1, 2, 3, 4]);
     let found = numels(&plan(&params, alone, 2));
-    assert_eq!(found, [vec![(0, 0, 20), (1, 0, 10)], vec![(2, 0, 5)], vec![(3, 0, 40)], vec![(4, 0, 1)]]);
+    assert_eq!(
+        found,
+        [
+            vec![(0, 0, 20), (1, 0, 10)],
+            vec![(2, 0, 5)],
+            vec![(3, 0, 40)],
+            vec![(4, 0, 1)]
+        ]
+    );
     let exact = numels(&plan(&params, FuseAllReduce::of_bytes(4 * 76), 2));
     assert_eq!(exact.len(), 1);
     let count = numels(&plan(&params, FuseAllReduce::default().cap_count(2), 2));
@@ -77,7 +97,10 @@ fn layers_are_grouped_as_the_reference_groups_them() {
     // All in order of names, then split by dtype.
     assert_eq!(groups(0.0, 1), [vec![1, 0, 4, 2, 3, 6], vec![5]]);
     // Soft limits: 4 MiB of `a`, 2 of `b` and 8 of `c` together pass 5 MiB only with `b`.
-    assert_eq!(groups(5.0, 1), [vec![0, 1, 2, 4], vec![3], vec![5], vec![6]]);
+    assert_eq!(
+        groups(5.0, 1),
+        [vec![0, 1, 2, 4], vec![3], vec![5], vec![6]]
+    );
     assert_eq!(groups(32.0, 3), [vec![0, 1, 2, 4], vec![3, 6], vec![5]]);
     assert_eq!(groups(32.0, 50), [vec![0, 1, 2, 4, 3, 6], vec![5]]);
     let buckets = plan(&params, FuseAllReduce::by_layer(5.0, 1), 2);
@@ -86,18 +109,30 @@ fn layers_are_grouped_as_the_reference_groups_them() {
 
 #[test]
 fn ranks_agree_on_the_plan_and_hold_their_share_of_the_state() {
-    let params = params(&[("a", 10_007, DType::F32), ("b", 3, DType::F32), ("c", 60_000, DType::F32)]);
+    let params = params(&[
+        ("a", 10_007, DType::F32),
+        ("b", 3, DType::F32),
+        ("c", 60_000, DType::F32),
+    ]);
     for zero in [Zero::Zero1, Zero::Zero2, Zero::Zero3] {
         for world in [1usize, 2, 3, 4, 7] {
-            let planner = Planner::new(Adam::default().into()).with(FuseAllReduce::default()).with(Shard::new(zero));
+            let planner = Planner::new(Adam::default().into())
+                .with(FuseAllReduce::default())
+                .with(Shard::new(zero));
             let plans: Vec<RankPlan> = (0..world)
-                .map(|rank| planner.plan_for(&params, Topology::new(rank, world).unwrap()).unwrap())
+                .map(|rank| {
+                    planner
+                        .plan_for(&params, Topology::new(rank, world).unwrap())
+                        .unwrap()
+                })
                 .collect();
             assert!(plans.iter().all(|plan| plan.hash() == plans[0].hash()));
             for plan in &plans {
                 // Two moments of 4 bytes, and a slot's padding for each piece and moment.
                 let share = 8 * 70_010u64.div_ceil(world as u64);
-                assert!(plan.state_bytes() >= share - 8 && plan.state_bytes() <= share + 3 * 2 * 256);
+                assert!(
+                    plan.state_bytes() >= share - 8 && plan.state_bytes() <= share + 3 * 2 * 256
+                );
             }
         }
     }
@@ -107,17 +142,33 @@ fn ranks_agree_on_the_plan_and_hold_their_share_of_the_state() {
 fn a_world_of_one_is_told_that_it_has_nothing_to_reduce() {
     let params = params(&[("a", 5, DType::F32)]);
     let plan = plan(&params, FuseAllReduce::default(), 1);
-    let link = Link { alpha_seconds: 1e-5, beta_bytes_per_second: 1e9 };
+    let link = Link {
+        alpha_seconds: 1e-5,
+        beta_bytes_per_second: 1e9,
+    };
     let summary = plan.summary(link);
     assert_eq!((summary.collectives, summary.bytes_on_wire), (0, 0));
-    assert!(plan.explain().iter().any(|note| note.reason.contains("nothing to reduce")));
+    assert!(
+        plan.explain()
+            .iter()
+            .any(|note| note.reason.contains("nothing to reduce"))
+    );
 }
 
 #[test]
 fn a_model_of_7_billion_on_1024_ranks_is_planned_within_a_second() {
     let mut shapes = vec![("embedding".to_owned(), 32_000 * 4_096)];
     for layer in 0..32 {
-        for (name, numel) in [("q", 1 << 24), ("k", 1 << 24), ("v", 1 << 24), ("o", 1 << 24), ("up", 45_088_768), ("gate", 45_088_768), ("down", 45_088_768), ("norm", 4_096)] {
+        for (name, numel) in [
+            ("q", 1 << 24),
+            ("k", 1 << 24),
+            ("v", 1 << 24),
+            ("o", 1 << 24),
+            ("up", 45_088_768),
+            ("gate", 45_088_768),
+            ("down", 45_088_768),
+            ("norm", 4_096),
+        ] {
             shapes.push((format!("layer{layer}.{name}"), numel));
         }
     }
@@ -126,9 +177,16 @@ fn a_model_of_7_billion_on_1024_ranks_is_planned_within_a_second() {
         .map(|(name, numel)| ParamDesc::new(name, Shape::new([numel]).unwrap(), DType::BF16))
         .collect();
     let start = Instant::now();
-    let planner = Planner::new(Adam::default().into()).with(FuseAllReduce::default()).with(Shard::new(Zero::Zero3));
-    let plan = planner.plan_for(&params, Topology::new(0, 1024).unwrap()).unwrap();
-    let link = Link { alpha_seconds: 1e-5, beta_bytes_per_second: 1e10 };
+    let planner = Planner::new(Adam::default().into())
+        .with(FuseAllReduce::default())
+        .with(Shard::new(Zero::Zero3));
+    let plan = planner
+        .plan_for(&params, Topology::new(0, 1024).unwrap())
+        .unwrap();
+    let link = Link {
+        alpha_seconds: 1e-5,
+        beta_bytes_per_second: 1e10,
+    };
     assert!(plan.summary(link).collectives > 100);
     assert!(start.elapsed().as_millis() < 1_000, "{:?}", start.elapsed());
 }

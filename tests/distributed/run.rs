@@ -112,7 +112,9 @@ impl Case {
         let mut planner = Planner::new(self.rule);
         match self.cap {
             None => planner = planner.naive(),
-            Some(cap) => planner = planner.with(FuseAllReduce::of_bytes(cap).oversize(Oversize::Split)),
+            Some(cap) => {
+                planner = planner.with(FuseAllReduce::of_bytes(cap).oversize(Oversize::Split))
+            }
         }
         if let Some(norm) = self.clip {
             planner = planner.with(ClipByGlobalNorm::new(norm));
@@ -143,7 +145,8 @@ impl Case {
             if self.infinite == Some((rank, step, param)) && element == last {
                 return f32::INFINITY;
             }
-            noise([rank as u64 + 1, step + 1, (param as u64) << 32 | element]) * self.scaled.unwrap_or(1.0) as f32
+            noise([rank as u64 + 1, step + 1, (param as u64) << 32 | element])
+                * self.scaled.unwrap_or(1.0) as f32
         })
     }
 
@@ -156,7 +159,9 @@ impl Case {
         let values = (0..self.numels[param]).map(value);
         match wide {
             true => values.flat_map(f32::to_le_bytes).collect(),
-            false => values.flat_map(|v| bf16::from_f32(v).to_le_bytes()).collect(),
+            false => values
+                .flat_map(|v| bf16::from_f32(v).to_le_bytes())
+                .collect(),
         }
     }
 
@@ -166,14 +171,25 @@ impl Case {
         if self.world == 1 {
             return body(&mut Solo::new());
         }
-        let outcomes = run_ranks(self.world, &Options::default(), |mut comm| body(&mut comm)).unwrap();
+        let outcomes =
+            run_ranks(self.world, &Options::default(), |mut comm| body(&mut comm)).unwrap();
         let outcomes: Vec<Outcome> = outcomes
             .into_iter()
             .map(|outcome| outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
             .collect();
         for (rank, outcome) in outcomes.iter().enumerate() {
-            assert!(outcome.params == outcomes[0].params, "rank {rank} has other parameters: {self:?}");
-            let alike = |report: &StepReport| (report.step, report.skipped, report.absent, report.grad_norm.map(f64::to_bits));
+            assert!(
+                outcome.params == outcomes[0].params,
+                "rank {rank} has other parameters: {self:?}"
+            );
+            let alike = |report: &StepReport| {
+                (
+                    report.step,
+                    report.skipped,
+                    report.absent,
+                    report.grad_norm.map(f64::to_bits),
+                )
+            };
             let (own, first) = (&outcome.reports, &outcomes[0].reports);
             assert!(self.local_sgd.is_some() || own.iter().map(alike).eq(first.iter().map(alike)));
         }
@@ -181,7 +197,10 @@ impl Case {
     }
 
     fn rank(&self, comm: &mut dyn Communicator) -> Outcome {
-        let plan = self.planner().plan_for(&self.params(), Topology::of(comm)).unwrap();
+        let plan = self
+            .planner()
+            .plan_for(&self.params(), Topology::of(comm))
+            .unwrap();
         let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
         let rank = comm.rank();
         let mut comms = match self.rings {
@@ -190,7 +209,8 @@ impl Case {
         };
         let mut state = plan.allocate(&backend).unwrap();
         for (param, desc) in plan.params().iter().enumerate() {
-            plan.write_param(&mut state, &backend, &desc.name, &self.first_values(param)).unwrap();
+            plan.write_param(&mut state, &backend, &desc.name, &self.first_values(param))
+                .unwrap();
         }
         let mut reports = Vec::new();
         for step in 0..self.steps * u64::from(self.merge) {
@@ -204,7 +224,8 @@ impl Case {
                 if !self.is_absent(rank, step, param) {
                     let bytes = self.gradient(rank, step, param);
                     let name = &plan.params()[param].name;
-                    plan.give_gradient(&mut state, &mut comms, name, &bytes).unwrap();
+                    plan.give_gradient(&mut state, &mut comms, name, &bytes)
+                        .unwrap();
                 }
             }
             let report = plan.run_with(&mut state, &backend, &mut comms).unwrap();
@@ -234,7 +255,9 @@ impl Case {
         let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
         let mut state = plan.allocate(&backend).unwrap();
         for (param, desc) in plan.params().iter().enumerate() {
-            state.write(&backend, Role::Param, &desc.name, &self.first_values(param)).unwrap();
+            state
+                .write(&backend, Role::Param, &desc.name, &self.first_values(param))
+                .unwrap();
         }
         let mut reports = Vec::new();
         for step in 0..self.steps {
@@ -260,7 +283,9 @@ impl Case {
                 match any || self.numels[param] == 0 {
                     true => {
                         let bytes: Vec<u8> = sum.into_iter().flat_map(f32::to_le_bytes).collect();
-                        state.write(&backend, Role::Grad, &desc.name, &bytes).unwrap();
+                        state
+                            .write(&backend, Role::Grad, &desc.name, &bytes)
+                            .unwrap();
                     }
                     false => state.set_absent(&desc.name).unwrap(),
                 }
@@ -269,7 +294,9 @@ impl Case {
         }
         let params = plan.params().iter().map(|desc| {
             let mut bytes = vec![0; desc.numel() as usize * desc.dtype.len_bytes()];
-            state.read(&backend, Role::Param, &desc.name, &mut bytes).unwrap();
+            state
+                .read(&backend, Role::Param, &desc.name, &mut bytes)
+                .unwrap();
             bytes
         });
         Outcome {
@@ -287,9 +314,15 @@ pub(crate) fn whole_params(
     backend: &CpuBackend,
     comms: &mut Comms<'_>,
 ) -> Vec<Vec<u8>> {
-    let names: Vec<&str> = plan.params().iter().map(|param| param.name.as_str()).collect();
+    let names: Vec<&str> = plan
+        .params()
+        .iter()
+        .map(|param| param.name.as_str())
+        .collect();
     let gathered = plan.gather(state, backend, comms, &names).unwrap();
-    (0..names.len()).map(|at| gathered.bytes(at).to_vec()).collect()
+    (0..names.len())
+        .map(|at| gathered.bytes(at).to_vec())
+        .collect()
 }
 
 /// A number from −1 to 1 that depends on the key alone.

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use anyhow::{Context, ensure};
 use clap::ValueEnum;
-use fusestep_collective::{CollectiveError, Communicator, Options, run_ranks};
+use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_collective_mpi::{MpiCommunicator, MpiOptions, Reduction, launched_ranks};
 
 /// Engines of collectives.
@@ -29,10 +29,10 @@ impl Engine {
     }
 
     /// Runs `body` on every rank; returns what rank 0 has found, on rank 0 only.
-    pub(crate) fn run<T: Send>(
+    pub(crate) fn run<T: Send, E: Into<anyhow::Error> + Send>(
         self,
         ranks: NonZeroUsize,
-        body: impl Fn(&mut dyn Communicator) -> Result<T, CollectiveError> + Sync,
+        body: impl Fn(&mut dyn Communicator) -> Result<T, E> + Sync,
     ) -> anyhow::Result<Option<T>> {
         let reduction = match self {
             Engine::Thread => {
@@ -41,7 +41,8 @@ impl Engine {
                 let outcomes = outcomes.context("cannot start a thread for each rank")?;
                 let mut first = None;
                 for outcome in outcomes {
-                    let found = outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+                    let found = outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+                    let found = found.map_err(Into::into)?;
                     first.get_or_insert(found);
                 }
                 return Ok(first);
@@ -54,7 +55,8 @@ impl Engine {
             ..MpiOptions::default()
         };
         let mut comm = MpiCommunicator::world(&options)?;
-        let found = body(&mut comm).with_context(|| format!("rank {}", comm.rank()))?;
+        let found = body(&mut comm).map_err(Into::into);
+        let found = found.with_context(|| format!("rank {}", comm.rank()))?;
         Ok((comm.rank() == 0).then_some(found))
     }
 }
@@ -65,7 +67,7 @@ pub(crate) fn require_engine(engine: Option<Engine>) -> anyhow::Result<()> {
     ensure!(
         launched == 1 || matches!(engine, Some(Engine::Mpi | Engine::MpiNative)),
         "{launched} processes were started together, and each would take itself for the whole; expected --engine mpi \
-         (check, bench --collective), or a start without mpirun"
+         (check, train, bench --collective), or a start without mpirun"
     );
     Ok(())
 }

@@ -9,15 +9,18 @@ mod digits;
 mod engine;
 mod gradients;
 mod inputs;
+mod layers;
 mod model;
 mod options;
 mod output;
 mod plan;
+mod ranks;
 mod report;
 mod rules;
 mod step;
 mod timer;
 mod train;
+mod train_ranks;
 
 use std::process::ExitCode;
 
@@ -61,6 +64,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
     engine::require_engine(match command {
         Command::Bench(args) => args.engine(),
         Command::Check(args) => args.engine,
+        Command::Train(args) => args.engine,
         _ => None,
     })?;
     match command {

@@ -54,13 +54,17 @@ pub enum PlanError {
     #[error(transparent)]
     Collective(#[from] CollectiveError),
     /// A gradient was given twice in one micro-step.
-    #[error("gradient of `{name}`: expected it once in a micro-step, found it twice; run the step first")]
+    #[error(
+        "gradient of `{name}`: expected it once in a micro-step, found it twice; run the step first"
+    )]
     GradientTwice {
         /// The parameter.
         name: String,
     },
     /// A parameter lies in shards.
-    #[error("`{name}`: expected a parameter that this rank holds whole, found zero stage 3; use `gather`")]
+    #[error(
+        "`{name}`: expected a parameter that this rank holds whole, found zero stage 3; use `gather`"
+    )]
     InShards {
         /// The parameter.
         name: String,

@@ -100,8 +100,14 @@ mod tests {
     fn adaptive_intervals_stay_within_bounds() {
         let start = LocalSgd::every(NonZeroU64::new(4).unwrap());
         let every = |loss, lr| start.adapted(1.0, loss, 1.0, lr).every.get();
-        assert_eq!((every(1.0, 1.0), every(0.25, 1.0), every(0.0, 1.0)), (2, 1, 1));
-        assert_eq!((every(1e9, 1.0), every(1.0, 1e-9), every(f64::NAN, 1.0)), (16, 16, 1));
+        assert_eq!(
+            (every(1.0, 1.0), every(0.25, 1.0), every(0.0, 1.0)),
+            (2, 1, 1)
+        );
+        assert_eq!(
+            (every(1e9, 1.0), every(1.0, 1e-9), every(f64::NAN, 1.0)),
+            (16, 16, 1)
+        );
         assert_eq!(every(1.01, 1.0), 3);
     }
 

@@ -96,7 +96,8 @@ impl Filling<'_> {
         let width = self.flats[flat].grad_dtype.len_bytes() as u64;
         let cap = (fuse.cap_bytes / width).max(1);
         let open: u64 = self.open[flat].iter().map(|span| span.numel).sum();
-        if open > 0 && (open.saturating_add(numel) > cap || self.open[flat].len() >= fuse.cap_count) {
+        if open > 0 && (open.saturating_add(numel) > cap || self.open[flat].len() >= fuse.cap_count)
+        {
             self.close(flat);
         }
         if numel <= cap || fuse.oversize == Oversize::Alone {
@@ -136,7 +137,10 @@ impl Filling<'_> {
             span.at = numel;
             numel += span.numel;
             let elements = span.flat_at..span.flat_at + span.numel;
-            for (count, part) in counts.iter_mut().zip(super::flat::overlaps(bounds, &elements)) {
+            for (count, part) in counts
+                .iter_mut()
+                .zip(super::flat::overlaps(bounds, &elements))
+            {
                 *count += part;
             }
         }
@@ -155,7 +159,12 @@ impl Filling<'_> {
 /// dtype, in order of first appearance.
 ///
 /// The limits are soft: a group is closed after it has passed one, and a layer is never split.
-pub fn groups_by_layer(params: &[ParamDesc], order: &[u32], mib: f64, most: usize) -> Vec<Vec<u32>> {
+pub fn groups_by_layer(
+    params: &[ParamDesc],
+    order: &[u32],
+    mib: f64,
+    most: usize,
+) -> Vec<Vec<u32>> {
     let of = |param: &u32| &params[*param as usize];
     let mut groups: Vec<Vec<u32>> = Vec::new();
     if mib == 0.0 {

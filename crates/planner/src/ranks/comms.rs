@@ -45,7 +45,10 @@ impl<'a> Comms<'a> {
     ///
     /// # Errors
     /// As [`rings`].
-    pub fn with_rings(comm: &'a mut dyn Communicator, count: usize) -> Result<Self, CollectiveError> {
+    pub fn with_rings(
+        comm: &'a mut dyn Communicator,
+        count: usize,
+    ) -> Result<Self, CollectiveError> {
         let rings = match comm.world_size() {
             1 => Vec::new(),
             _ => rings(comm, count)?,

@@ -78,7 +78,10 @@ impl Flat {
             // Tensors of one owner come to lie together, in plan order, so that a shard is a range.
             let mut order: Vec<usize> = (0..members.len()).collect();
             order.sort_by_key(|&position| owners[position]);
-            members = order.into_iter().map(|position| members[position]).collect();
+            members = order
+                .into_iter()
+                .map(|position| members[position])
+                .collect();
         }
         let mut starts = vec![0];
         for member in &members {
@@ -117,7 +120,9 @@ impl Flat {
 
     /// What of each tensor lies in these elements, in the order it lies; `at` counts from their start.
     pub fn pieces(&self, elements: Range<u64>) -> impl Iterator<Item = Piece> + '_ {
-        let from = self.starts.partition_point(|&start| start <= elements.start);
+        let from = self
+            .starts
+            .partition_point(|&start| start <= elements.start);
         (from.saturating_sub(1)..self.members.len())
             .take_while({
                 let end = elements.end;
@@ -157,7 +162,11 @@ fn nearest_edges(starts: &[u64], world: usize) -> Vec<u64> {
     let nearest = |cut: u64| {
         let above = starts.partition_point(|&start| start < cut);
         let (high, low) = (starts[above], starts[above.saturating_sub(1)]);
-        if cut.abs_diff(low) <= cut.abs_diff(high) { low } else { high }
+        if cut.abs_diff(low) <= cut.abs_diff(high) {
+            low
+        } else {
+            high
+        }
     };
     even_bounds(total, world).into_iter().map(nearest).collect()
 }
@@ -185,8 +194,9 @@ pub fn owners_in_use_order(len_bytes: &[u64], world: usize) -> Vec<usize> {
 /// # Source
 /// PaddlePaddle, `auto_parallel_sharding.py`, 2023.
 pub fn owners_greedy_even(numels: &[u64], world: usize) -> Vec<usize> {
-    let mut loads: std::collections::BinaryHeap<_> =
-        (0..world).map(|rank| std::cmp::Reverse((0u64, rank))).collect();
+    let mut loads: std::collections::BinaryHeap<_> = (0..world)
+        .map(|rank| std::cmp::Reverse((0u64, rank)))
+        .collect();
     let place = |&numel: &u64| {
         let Some(std::cmp::Reverse((load, rank))) = loads.pop() else {
             return 0;
@@ -243,12 +253,18 @@ mod tests {
                                 seen[piece.param as usize][element as usize] += 1;
                             }
                             if ownership != Ownership::Elements {
-                                assert_eq!((piece.first, piece.numel), (0, numels[piece.param as usize]));
+                                assert_eq!(
+                                    (piece.first, piece.numel),
+                                    (0, numels[piece.param as usize])
+                                );
                             }
                         }
                         assert_eq!(at, flat.bounds[rank + 1] - flat.bounds[rank]);
                     }
-                    assert!(seen.iter().flatten().all(|&count| count == 1), "{ownership:?} {world}");
+                    assert!(
+                        seen.iter().flatten().all(|&count| count == 1),
+                        "{ownership:?} {world}"
+                    );
                 }
             }
         }

@@ -86,7 +86,10 @@ impl RankPlan {
         let numel = |at: usize| self.params()[indices[at]].numel();
         let mut counts = vec![0; flat.bounds.len() - 1];
         for &(start, at) in &wanted {
-            for (count, part) in counts.iter_mut().zip(overlaps(&flat.bounds, &(start..start + numel(at)))) {
+            for (count, part) in counts
+                .iter_mut()
+                .zip(overlaps(&flat.bounds, &(start..start + numel(at))))
+            {
                 *count += part;
             }
         }
@@ -102,11 +105,18 @@ impl RankPlan {
                 next = end;
             }
         }
-        comms.in_place(Operation::AllGather, flat.dtype, Some(&counts), words.bytes_mut())?;
+        comms.in_place(
+            Operation::AllGather,
+            flat.dtype,
+            Some(&counts),
+            words.bytes_mut(),
+        )?;
         let mut next = 0;
         for &(_, at) in &wanted {
             let end = next + numel(at) as usize * width;
-            params[at].bytes_mut().copy_from_slice(&words.bytes()[next..end]);
+            params[at]
+                .bytes_mut()
+                .copy_from_slice(&words.bytes()[next..end]);
             next = end;
         }
         Ok(())
@@ -136,7 +146,11 @@ impl RankPlan {
                 local += 1;
             }
             if self.topology().world > 1 {
-                let counts: Vec<usize> = flat.bounds.windows(2).map(|b| (b[1] - b[0]) as usize).collect();
+                let counts: Vec<usize> = flat
+                    .bounds
+                    .windows(2)
+                    .map(|b| (b[1] - b[0]) as usize)
+                    .collect();
                 comms.in_place(Operation::AllGather, flat.dtype, Some(&counts), replica)?;
             }
         }

@@ -42,7 +42,14 @@ pub(crate) fn absorb(
             let (weight, divisor) = (how.weight.map(|w| w as f32), how.last.map(|d| d.0 as f32));
             floats(bucket, grad, how.first, weight, divisor, 1.0f32);
         }
-        (DType::F64, _) => floats(bucket, grad, how.first, how.weight, how.last.map(|d| d.0), 1.0f64),
+        (DType::F64, _) => floats(
+            bucket,
+            grad,
+            how.first,
+            how.weight,
+            how.last.map(|d| d.0),
+            1.0f64,
+        ),
         _ => {
             if let Some(grad) = grad {
                 bucket.copy_from_slice(grad);
@@ -59,7 +66,11 @@ fn floats<T>(
     divisor: Option<T>,
     one: T,
 ) where
-    T: Pod + PartialEq + std::ops::Add<Output = T> + std::ops::Mul<Output = T> + std::ops::Div<Output = T>,
+    T: Pod
+        + PartialEq
+        + std::ops::Add<Output = T>
+        + std::ops::Mul<Output = T>
+        + std::ops::Div<Output = T>,
 {
     let width = size_of::<T>();
     if let Some(grad) = grad {

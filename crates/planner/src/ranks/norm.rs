@@ -174,7 +174,11 @@ impl Line {
             whole[own.len()..].copy_from_slice(rest);
             *partial = self.kernel.run_host(level, whole);
         }
-        let counts: Vec<usize> = self.counts.iter().map(|n| n * size_of::<SquareSum>()).collect();
+        let counts: Vec<usize> = self
+            .counts
+            .iter()
+            .map(|n| n * size_of::<SquareSum>())
+            .collect();
         let bytes = bytemuck::cast_slice_mut(partials);
         Ok(comms.in_place(Operation::AllGather, DType::U8, Some(&counts), bytes)?)
     }
@@ -203,7 +207,8 @@ impl RankPlan {
             })
             .collect();
         let mut block = ControlBlock::read(backend, local.control.as_ref())?;
-        norm.rule.run_host(&norm.partials, &tensors, &mut norm.sums, &mut block);
+        norm.rule
+            .run_host(&norm.partials, &tensors, &mut norm.sums, &mut block);
         Ok(block.write(backend, local.control.as_mut())?)
     }
 }

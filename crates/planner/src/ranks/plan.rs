@@ -53,7 +53,11 @@ impl Planner {
     /// As [`Planner::plan`]; [`PlanError::Topology`]; [`PlanError::Conflict`] naming two passes that contradict each other.
     /// # Cost
     /// Linear in the number of parameters, buckets times ranks, and pieces of this rank.
-    pub fn plan_for(&self, params: &[ParamDesc], topology: Topology) -> Result<RankPlan, PlanError> {
+    pub fn plan_for(
+        &self,
+        params: &[ParamDesc],
+        topology: Topology,
+    ) -> Result<RankPlan, PlanError> {
         topology.validate()?;
         let whole = self.plan_with(params, topology, |_| true)?;
         check_conflicts(&whole)?;
@@ -202,7 +206,11 @@ impl RankPlan {
                 }
             }
         }
-        let tensors = self.params().iter().filter(|param| param.numel() > 0).count() as u64;
+        let tensors = self
+            .params()
+            .iter()
+            .filter(|param| param.numel() > 0)
+            .count() as u64;
         let naive = match reduces {
             true => tensors * (1 + gathers),
             false => 0,
@@ -229,7 +237,11 @@ impl RankPlan {
             return;
         }
         let spans: usize = self.buckets.iter().map(|bucket| bucket.spans.len()).sum();
-        let tensors = self.params().iter().filter(|param| param.numel() > 0).count();
+        let tensors = self
+            .params()
+            .iter()
+            .filter(|param| param.numel() > 0)
+            .count();
         let reason = format!(
             "{tensors} gradients are reduced in {} calls ({} cut by the cap)",
             self.buckets.len(),
@@ -263,6 +275,23 @@ pub struct RankSummary {
     pub predicted_step_ns: f64,
 }
 
+impl std::fmt::Display for RankSummary {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(
+            f,
+            "rank 0 of {}, zero stage {}: {} calls (naive: {}) in {} buckets, {} sent, {} optimizer state, {:.3} ms predicted",
+            self.world,
+            self.zero,
+            self.collectives,
+            self.naive_collectives,
+            self.buckets,
+            crate::display::bytes(self.bytes_on_wire),
+            crate::display::bytes(self.state_bytes_per_rank),
+            self.predicted_step_ns / 1e6,
+        )
+    }
+}
+
 /// One line for each dtype.
 fn flats(whole: &Plan) -> Result<Vec<Flat>, PlanError> {
     let mut by_dtype: BTreeMap<DType, Vec<u32>> = BTreeMap::new();
@@ -275,7 +304,13 @@ fn flats(whole: &Plan) -> Result<Vec<Flat>, PlanError> {
         let kernel = whole.kernel_of(members[0])?;
         let grads = kernel.lists().iter().find(|list| list.role == Role::Grad);
         let dtypes = (dtype, grads.map_or(dtype, |list| list.dtype));
-        Ok(Flat::new(dtypes, members, &whole.params, options.ownership, world))
+        Ok(Flat::new(
+            dtypes,
+            members,
+            &whole.params,
+            options.ownership,
+            world,
+        ))
     });
     lines.collect()
 }
@@ -287,7 +322,12 @@ fn describe(params: &[ParamDesc], piece: &Piece) -> Result<ParamDesc, PlanError>
         return Ok(param.clone());
     }
     Ok(ParamDesc {
-        name: format!("{}[{}..{}]", param.name, piece.first, piece.first + piece.numel),
+        name: format!(
+            "{}[{}..{}]",
+            param.name,
+            piece.first,
+            piece.first + piece.numel
+        ),
         shape: Shape::new([piece.numel])?,
         ..param.clone()
     })

@@ -177,7 +177,11 @@ impl RankPlan {
         state: &RankState,
         comms: &mut Comms<'_>,
     ) -> Result<Vec<u8>, PlanError> {
-        let mut present: Vec<u8> = state.given.iter().map(|&given| u8::from(given > 0)).collect();
+        let mut present: Vec<u8> = state
+            .given
+            .iter()
+            .map(|&given| u8::from(given > 0))
+            .collect();
         if self.reduces() {
             let operation = Operation::AllReduce(ReduceOp::Max);
             comms.in_place(operation, DType::U8, None, &mut present)?;
@@ -310,10 +314,14 @@ impl RankPlan {
                 if role != Role::Param && !(role.is_state() && what == What::ParamsAndState) {
                     continue;
                 }
-                let dtype = state.local.dtype(role, &self.params()[first as usize].name)?;
+                let dtype = state
+                    .local
+                    .dtype(role, &self.params()[first as usize].name)?;
                 let width = dtype.len_bytes();
                 let mut words = super::words::Words::zeroed(line.total() as usize * width);
-                let place = |at: usize| line.starts[at] as usize * width..line.starts[at + 1] as usize * width;
+                let place = |at: usize| {
+                    line.starts[at] as usize * width..line.starts[at + 1] as usize * width
+                };
                 for (at, &member) in line.members.iter().enumerate() {
                     let name = &self.params()[member as usize].name;
                     let bytes = &mut words.bytes_mut()[place(at)];
@@ -323,7 +331,9 @@ impl RankPlan {
                 comms.in_place(operation, dtype, None, words.bytes_mut())?;
                 for (at, &member) in line.members.iter().enumerate() {
                     let name = &self.params()[member as usize].name;
-                    state.local.write(backend, role, name, &words.bytes()[place(at)])?;
+                    state
+                        .local
+                        .write(backend, role, name, &words.bytes()[place(at)])?;
                 }
             }
         }

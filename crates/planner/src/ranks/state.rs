@@ -69,10 +69,13 @@ impl RankPlan {
         };
         let merges = self.micro_steps() > 1;
         let narrow = |bucket: &Bucket| self.flats[bucket.flat].grad_dtype.len_bytes() == 2;
-        let sums = self.buckets.iter().map(|bucket| match merges && narrow(bucket) {
-            true => vec![0.0; bucket.numel as usize],
-            false => Vec::new(),
-        });
+        let sums = self
+            .buckets
+            .iter()
+            .map(|bucket| match merges && narrow(bucket) {
+                true => vec![0.0; bucket.numel as usize],
+                false => Vec::new(),
+            });
         let shards = self.flats.iter().zip(&self.pieces).map(|(flat, pieces)| {
             let numel: u64 = pieces.iter().map(|piece| piece.numel).sum();
             Words::zeroed(numel as usize * flat.grad_dtype.len_bytes())
@@ -89,7 +92,11 @@ impl RankPlan {
             local,
             slots: self.buckets.iter().map(slot).collect(),
             next: 0,
-            missing: self.buckets.iter().map(|bucket| bucket.spans.len()).collect(),
+            missing: self
+                .buckets
+                .iter()
+                .map(|bucket| bucket.spans.len())
+                .collect(),
             given: vec![0; self.params().len()],
             given_now: vec![false; self.params().len()],
             micro_steps: 0,
@@ -137,7 +144,8 @@ impl RankPlan {
             last: last.then(|| self.divisor(state, state.weight.unwrap_or(1.0))),
         };
         for &(bucket, position) in &self.spans_of[param] {
-            let from = self.buckets[bucket as usize].spans[position as usize].first as usize * width;
+            let from =
+                self.buckets[bucket as usize].spans[position as usize].first as usize * width;
             let numel = self.buckets[bucket as usize].spans[position as usize].numel as usize;
             let part = &bytes[from..from + numel * width];
             self.absorb_span(state, (bucket, position), Some(part), how);
@@ -322,7 +330,10 @@ impl RankPlan {
     }
 
     /// The pieces of a parameter on this rank, each with its position in the local plan.
-    pub(crate) fn pieces_of(&self, param: usize) -> impl Iterator<Item = (super::Piece, usize)> + '_ {
+    pub(crate) fn pieces_of(
+        &self,
+        param: usize,
+    ) -> impl Iterator<Item = (super::Piece, usize)> + '_ {
         let (line, _) = self.places[param];
         let before: usize = self.pieces[..line].iter().map(Vec::len).sum();
         let whole = self.zero() == Zero::Zero0;
@@ -375,4 +386,3 @@ impl RankState {
         &self.local
     }
 }
-
