@@ -1,5 +1,7 @@
 //! The step of many ranks: the same bits however it is shared out.
 
+#[path = "distributed/checkpoints.rs"]
+mod checkpoints;
 #[path = "distributed/laws.rs"]
 mod laws;
 #[path = "distributed/merging.rs"]

@@ -68,6 +68,12 @@ pub(crate) struct TrainArgs {
     /// One launch and one call per tensor, no pass
     #[arg(long)]
     pub(crate) naive: bool,
+    /// Save parameters, optimizer state and position after every epoch
+    #[arg(long, value_name = "DIR")]
+    pub(crate) checkpoint: Option<PathBuf>,
+    /// Go on from the checkpoint, of however many ranks it is
+    #[arg(long, requires = "checkpoint")]
+    pub(crate) resume: bool,
     /// Write a page with the curves and the plan
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
@@ -131,7 +137,10 @@ impl TrainArgs {
 
     /// Whether the step of many ranks is asked for, be it of one rank.
     fn of_ranks(&self) -> bool {
-        self.ranks.is_some() || self.engine.is_some() || self.rank_args.any()
+        self.ranks.is_some()
+            || self.engine.is_some()
+            || self.rank_args.any()
+            || self.checkpoint.is_some()
     }
 }
 

@@ -1,5 +1,6 @@
 //! `fusestep train` on many ranks: each has its part of every batch, of gradients, state and parameters.
 
+use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use std::time::Instant;
 
@@ -60,6 +61,10 @@ fn train(args: &TrainArgs, comm: &mut dyn Communicator) -> anyhow::Result<Traine
     let plan = planner.plan_for(&params, topology)?;
     let of_rank = threads(args.threads).get().div_ceil(topology.world);
     let backend = CpuBackend::new(NonZeroUsize::new(of_rank).unwrap_or(NonZeroUsize::MIN))?;
+    if let Some(folder) = &args.checkpoint {
+        std::fs::create_dir_all(folder)
+            .with_context(|| format!("--checkpoint {}", folder.display()))?;
+    }
     let mut state = plan.allocate(&backend)?;
     for (name, var) in model.parameters() {
         plan.write_param(&mut state, &backend, &name, &bytes_of(var.as_tensor())?)?;
@@ -161,8 +166,13 @@ impl Run<'_> {
         let mut rng = ChaCha8Rng::seed_from_u64(args.seed.wrapping_add(1));
         let mut order: Vec<usize> = (0..train.len()).collect();
         let mut history = Vec::new();
+        let done = self.resume(args)?;
         for epoch in 1..=args.epochs.get() {
             order.shuffle(&mut rng);
+            // The order of images follows from all shuffles before it.
+            if epoch <= done {
+                continue;
+            }
             let mut sum = 0.0;
             for positions in order.chunks(args.batch.get()) {
                 let loss = self.step(args, train, positions)?;
@@ -187,8 +197,37 @@ impl Run<'_> {
                 loss: sum / train.len() as f64,
                 test_accuracy: layers::accuracy(self, test)?,
             });
+            self.save(args, epoch)?;
         }
         Ok(history)
+    }
+
+    /// Goes on from the checkpoint; returns the epochs that are done.
+    fn resume(&mut self, args: &TrainArgs) -> anyhow::Result<usize> {
+        let Some(folder) = args.checkpoint.as_ref().filter(|_| args.resume) else {
+            return Ok(0);
+        };
+        let caller = self.plan.load(&mut self.state, &self.backend, folder)?;
+        for (key, own) in position(args, 0) {
+            let found = caller.get(&key).map_or("nothing", String::as_str);
+            if key != EPOCH && found != own {
+                bail!(
+                    "{}: {key}: expected {own}, found {found}; resume with the same images",
+                    folder.display()
+                );
+            }
+        }
+        let epochs = caller.get(EPOCH).and_then(|text| text.parse().ok());
+        epochs.with_context(|| format!("{}: expected the epochs done", folder.display()))
+    }
+
+    fn save(&mut self, args: &TrainArgs, epoch: usize) -> anyhow::Result<()> {
+        let Some(folder) = &args.checkpoint else {
+            return Ok(());
+        };
+        let caller = position(args, epoch);
+        let (state, backend) = (&self.state, &self.backend);
+        Ok(self.plan.save(state, backend, &mut self.comms, folder, caller)?)
     }
 
     /// One batch, shared out among ranks; returns the mean loss over all of it.
@@ -279,6 +318,19 @@ impl Run<'_> {
         }
         Ok(format!("{:016x}", hasher.digest()))
     }
+}
+
+/// Key of the epochs done in a checkpoint.
+const EPOCH: &str = "epoch";
+
+/// Where in its images a run is, as a checkpoint says it.
+fn position(args: &TrainArgs, epoch: usize) -> BTreeMap<String, String> {
+    let entries = [
+        (EPOCH, epoch.to_string()),
+        ("seed", args.seed.to_string()),
+        ("batch", args.batch.to_string()),
+    ];
+    entries.map(|(key, value)| (key.to_owned(), value)).into()
 }
 
 /// A tensor's elements as they lie in memory.

@@ -53,6 +53,18 @@ pub enum PlanError {
     /// A call between ranks failed.
     #[error(transparent)]
     Collective(#[from] CollectiveError),
+    /// A checkpoint cannot be written, or is not complete, intact and this run's.
+    #[error("{path}: `{what}`: expected {expected}, found {found}")]
+    Checkpoint {
+        /// The file or folder.
+        path: String,
+        /// The tensor or field.
+        what: String,
+        /// What is needed.
+        expected: String,
+        /// What there is.
+        found: String,
+    },
     /// A gradient was given twice in one micro-step.
     #[error(
         "gradient of `{name}`: expected it once in a micro-step, found it twice; run the step first"

@@ -41,7 +41,7 @@ pub use plan::{Plan, PlanSummary};
 pub use planner::{Planner, Tensors};
 pub(crate) use precision::Precisions;
 pub use ranks::{
-    Bucket, Comms, Flat, GatheredParams, Ownership, Piece, RankPlan, RankReport, RankState,
+    Bucket, Comms, Flat, GatheredParams, Manifest, ShardSpec, TensorSpec, WholeTensors, Ownership, Piece, RankPlan, RankReport, RankState,
     RankSummary, Span, Topology, groups_by_layer, owners_greedy_even, owners_in_use_order,
 };
 pub use report::StepReport;

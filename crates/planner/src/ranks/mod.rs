@@ -4,8 +4,10 @@
 //! buckets of gradients, the cut of every dtype's elements into shards and the calls between ranks.
 
 mod bucket;
+mod checkpoint;
 mod comms;
 mod flat;
+mod folder;
 mod gather;
 mod merge;
 mod norm;
@@ -18,6 +20,7 @@ mod words;
 pub use bucket::{Bucket, Span, groups_by_layer};
 pub use comms::Comms;
 pub use flat::{Flat, Ownership, Piece, owners_greedy_even, owners_in_use_order};
+pub use folder::{Manifest, ShardSpec, TensorSpec, WholeTensors};
 pub use gather::GatheredParams;
 pub use plan::{RankPlan, RankSummary};
 pub use run::RankReport;

@@ -129,6 +129,9 @@ impl RankPlan {
             ..report
         };
         if !report.skipped {
+            for (steps, &present) in state.steps_of.iter_mut().zip(&present) {
+                *steps += u64::from(present);
+            }
             self.replicate(state, backend, comms)?;
         }
         let averaged = self.average(state, backend, comms)?;

@@ -39,6 +39,8 @@ pub struct RankState {
     pub(crate) norm: Option<RankNorm>,
     /// Steps since parameters were averaged.
     pub(crate) since_average: u64,
+    /// For each parameter the steps it has taken, whoever holds it.
+    pub(crate) steps_of: Vec<u64>,
 }
 
 /// A bucket's memory: whoever reduces it owns it, so nobody can touch it on its way.
@@ -107,6 +109,7 @@ impl RankPlan {
             replicas: replicas.collect(),
             norm,
             since_average: 0,
+            steps_of: vec![0; self.params().len()],
         })
     }
 

@@ -1,0 +1,282 @@
+//! A run of many ranks saved and resumed, on as many ranks or others.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use fusestep_collective::{Operation, ReduceOp};
+use fusestep_launch::Backend;
+use fusestep_tensor::{DType, Role, Shape};
+
+use super::comms::Comms;
+use super::folder::{Manifest, PieceBytes, ShardSpec, TensorSpec, generation, refuse, shard_file, write_shard};
+use super::{RankPlan, RankState};
+use crate::passes::Zero;
+use crate::{PlanError, State};
+
+/// Bytes that each rank says about its file: outcome, length and checksum.
+const WORD_BYTES: usize = 24;
+
+impl RankPlan {
+    /// Saves parameters, optimizer state and counts, and texts of the caller's own; all ranks call it, between windows.
+    ///
+    /// Every rank writes what it updates. Rank 0 then writes the manifest, and only then removes the checkpoint before: a run
+    /// that is killed at any instant leaves the old one or the new one.
+    ///
+    /// # Errors
+    /// [`PlanError::Checkpoint`], [`PlanError::File`] of any rank, on that rank; [`PlanError::Topology`] on the others. The
+    /// checkpoint before is as it was. [`PlanError::Conflict`] in the middle of a window and between averages of LocalSGD, when
+    /// ranks differ.
+    pub fn save(
+        &self,
+        state: &RankState,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        folder: &Path,
+        caller: BTreeMap<String, String>,
+    ) -> Result<(), PlanError> {
+        self.check_state(state)?;
+        self.check_between(state)?;
+        let step = state.local.step();
+        // Skipped steps count, so that two saves never share a generation.
+        let generation = generation(step, &format!("{:08}", state.local.skipped()));
+        let rank = self.topology().rank;
+        let written = self.pieces_to_save(state, backend).and_then(|pieces| {
+            match self.saves() {
+                true => write_shard(folder, &generation, rank, &pieces).map(Some),
+                false => Ok(None),
+            }
+        });
+        let shards = self.agree_on_shards(comms, written)?;
+        let committed = match rank {
+            0 => self.manifest(state, caller, generation, shards).and_then(|m| m.commit(folder)),
+            _ => Ok(()),
+        };
+        self.agree(comms, committed)
+    }
+
+    /// Goes on from a checkpoint, of however many ranks; returns the texts that were saved with it. All ranks call it.
+    ///
+    /// # Errors
+    /// [`PlanError::Checkpoint`] naming what is missing, damaged or of another model or optimizer. Everything is checked before
+    /// anything is written.
+    pub fn load(
+        &self,
+        state: &mut RankState,
+        backend: &dyn Backend,
+        folder: &Path,
+    ) -> Result<BTreeMap<String, String>, PlanError> {
+        let manifest = Manifest::read(folder)?;
+        self.check_manifest(&manifest, folder)?;
+        let whole = manifest.read_tensors(folder)?;
+        let scale = match (&state.local.norm, manifest.loss_scale) {
+            (Some(norm), Some((scale, good, bad))) if state.local.scaled => {
+                let restored = norm.loss_scale().restored(scale, good, bad);
+                Some(restored.map_err(|error| {
+                    refuse(folder, "loss scale", "one of the plan's policy", error.to_string())
+                })?)
+            }
+            (Some(norm), _) => Some(norm.loss_scale()),
+            (None, _) => None,
+        };
+        for (param, desc) in self.params().iter().enumerate() {
+            // Parameters first: a master that is written after its parameter keeps its own bits.
+            for role in self.roles(param)? {
+                let bytes = whole.get(&key(&desc.name, role)).map_or(&[][..], Vec::as_slice);
+                self.write_whole(state, backend, role, &desc.name, bytes)?;
+            }
+        }
+        state.local.set_step(manifest.step);
+        state.steps_of.fill(manifest.step);
+        for (name, &step) in &manifest.steps_of {
+            let param = self.find(name)?;
+            state.steps_of[param] = step;
+            for (_, local) in self.pieces_of(param) {
+                let local = self.local.params()[local].name.clone();
+                state.local.set_step_of(&local, step)?;
+            }
+        }
+        if let (Some(norm), Some(scale)) = (&mut state.local.norm, scale) {
+            norm.restore(backend, scale, manifest.skipped)?;
+        }
+        state.local.poisoned = None;
+        state.micro_steps = 0;
+        state.weights = 0.0;
+        state.since_average = 0;
+        Ok(manifest.caller)
+    }
+
+    fn check_between(&self, state: &RankState) -> Result<(), PlanError> {
+        if state.micro_steps > 0 {
+            return Err(PlanError::Conflict {
+                first: "a checkpoint".to_owned(),
+                second: "a merge window under way".to_owned(),
+                why: "do not go together; run the window's last micro-step or `flush` it",
+            });
+        }
+        if self.whole.ranks.local_sgd.is_some() {
+            return Err(PlanError::Conflict {
+                first: "a checkpoint".to_owned(),
+                second: "local_sgd".to_owned(),
+                why: "do not go together, because every rank has state of its own",
+            });
+        }
+        Ok(())
+    }
+
+    /// Whether this rank has anything that others have not.
+    fn saves(&self) -> bool {
+        self.zero() != Zero::Zero0 || self.topology().rank == 0
+    }
+
+    /// Roles that are saved: all but the gradient's, the parameter's first.
+    fn roles(&self, param: usize) -> Result<Vec<Role>, PlanError> {
+        let kernel = self.whole.kernel_of(param as u32)?;
+        let mut roles: Vec<Role> = kernel.lists().iter().map(|list| list.role).collect();
+        roles.retain(|role| role.is_state() || *role == Role::Param);
+        roles.sort_by_key(|role| *role != Role::Param);
+        Ok(roles)
+    }
+
+    fn role_dtype(&self, param: usize, role: Role) -> Result<DType, PlanError> {
+        let kernel = self.whole.kernel_of(param as u32)?;
+        let list = kernel.lists().iter().find(|list| list.role == role);
+        Ok(list.map_or(self.params()[param].dtype, |list| list.dtype))
+    }
+
+    fn pieces_to_save(
+        &self,
+        state: &RankState,
+        backend: &dyn Backend,
+    ) -> Result<Vec<PieceBytes>, PlanError> {
+        let mut pieces = Vec::new();
+        if !self.saves() {
+            return Ok(pieces);
+        }
+        for (param, desc) in self.params().iter().enumerate() {
+            for (piece, local) in self.pieces_of(param) {
+                let local = &self.local.params()[local].name;
+                for role in self.roles(param)? {
+                    let dtype = self.role_dtype(param, role)?;
+                    let mut bytes = vec![0; piece.numel as usize * dtype.len_bytes()];
+                    state.local.read(backend, role, local, &mut bytes)?;
+                    pieces.push(PieceBytes {
+                        tensor: key(&desc.name, role),
+                        dtype,
+                        first: piece.first,
+                        bytes,
+                    });
+                }
+            }
+        }
+        // Two pieces of one tensor never lie on one rank: shards are ranges of a line.
+        Ok(pieces)
+    }
+
+    /// Tells all ranks what each has written; if one could not, all fail.
+    fn agree_on_shards(
+        &self,
+        comms: &mut Comms<'_>,
+        written: Result<Option<ShardSpec>, PlanError>,
+    ) -> Result<Vec<ShardSpec>, PlanError> {
+        let (rank, world) = (self.topology().rank, self.topology().world);
+        let mut words = vec![0u8; WORD_BYTES * world];
+        if let Ok(Some(spec)) = &written {
+            let sum = u64::from_str_radix(&spec.xxh3, 16).unwrap_or_default();
+            let own = [1u64, spec.len_bytes, sum].map(u64::to_le_bytes).concat();
+            words[WORD_BYTES * rank..WORD_BYTES * (rank + 1)].copy_from_slice(&own);
+        }
+        let outcome = written.map(|_| ());
+        comms.in_place(Operation::AllGather, DType::U8, Some(&vec![WORD_BYTES; world]), &mut words)?;
+        self.agree(comms, outcome)?;
+        let number = |rank: usize, at: usize| {
+            let from = WORD_BYTES * rank + 8 * at;
+            words[from..from + 8].iter().rev().fold(0u64, |n, &byte| n << 8 | u64::from(byte))
+        };
+        let wrote = (0..world).filter(|&rank| number(rank, 0) == 1);
+        let spec = |rank| ShardSpec {
+            file: shard_file(rank),
+            len_bytes: number(rank, 1),
+            xxh3: format!("{:016x}", number(rank, 2)),
+        };
+        Ok(wrote.map(spec).collect())
+    }
+
+    /// Fails on all ranks if it failed on one.
+    fn agree(&self, comms: &mut Comms<'_>, outcome: Result<(), PlanError>) -> Result<(), PlanError> {
+        let mut failed = [u8::from(outcome.is_err())];
+        comms.in_place(Operation::AllReduce(ReduceOp::Max), DType::U8, None, &mut failed)?;
+        outcome?;
+        match failed[0] {
+            0 => Ok(()),
+            _ => Err(PlanError::Topology {
+                expected: "all ranks to have written their part of the checkpoint".to_owned(),
+                found: "one that could not; its own error says why".to_owned(),
+            }),
+        }
+    }
+
+    fn manifest(
+        &self,
+        state: &RankState,
+        caller: BTreeMap<String, String>,
+        generation: String,
+        shards: Vec<ShardSpec>,
+    ) -> Result<Manifest, PlanError> {
+        let local: &State = &state.local;
+        let mut manifest = Manifest::new(self.whole.optimizer().name().to_owned(), local.step());
+        manifest.skipped = local.skipped();
+        manifest.loss_scale = local
+            .loss_scale()
+            .map(|scale| (scale.scale(), scale.good_steps(), scale.bad_steps()));
+        manifest.caller = caller;
+        for (param, desc) in self.params().iter().enumerate() {
+            let step = state.steps_of[param];
+            if step != local.step() && desc.numel() > 0 {
+                manifest.steps_of.insert(desc.name.clone(), step);
+            }
+        }
+        manifest.tensors = self.tensors_of_checkpoint()?;
+        (manifest.generation, manifest.shards) = (generation, shards);
+        Ok(manifest)
+    }
+
+    fn tensors_of_checkpoint(&self) -> Result<BTreeMap<String, TensorSpec>, PlanError> {
+        let mut tensors = BTreeMap::new();
+        for (param, desc) in self.params().iter().enumerate() {
+            for role in self.roles(param)? {
+                let shape: Shape = desc.shape.clone();
+                let dtype = self.role_dtype(param, role)?;
+                tensors.insert(key(&desc.name, role), TensorSpec { dtype, shape });
+            }
+        }
+        Ok(tensors)
+    }
+
+    fn check_manifest(&self, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
+        let own = self.whole.optimizer().name();
+        if manifest.optimizer != own {
+            return Err(refuse(folder, "optimizer", own, manifest.optimizer.clone()));
+        }
+        let own = self.tensors_of_checkpoint()?;
+        for (name, spec) in &own {
+            let expected = format!("{} {}", spec.dtype, spec.shape);
+            let found = match manifest.tensors.get(name) {
+                Some(found) if found == spec => continue,
+                Some(found) => format!("{} {}", found.dtype, found.shape),
+                None => "no such tensor".to_owned(),
+            };
+            return Err(refuse(folder, name, &expected, found));
+        }
+        match manifest.tensors.keys().find(|name| !own.contains_key(*name)) {
+            Some(name) => {
+                let found = "a tensor of no parameter of the plan".to_owned();
+                Err(refuse(folder, name, "no such tensor", found))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+fn key(name: &str, role: Role) -> String {
+    format!("{name}@{}", role.name())
+}

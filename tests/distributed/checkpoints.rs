@@ -1,0 +1,212 @@
+//! Saved on some ranks, resumed on others; damage is named and changes nothing.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::num::NonZeroUsize;
+use std::path::Path;
+
+use fusestep_collective::{Communicator, Options, run_ranks};
+use fusestep_cpu::CpuBackend;
+use fusestep_planner::{Comms, Manifest, PlanError, Topology, Zero};
+
+use crate::run::{Case, Mixed, whole_params};
+
+/// Runs the steps `from..to` of a case; loads before if `from` is above 0, and saves after.
+fn part(case: &Case, folder: &Path, from: u64, to: u64) -> Vec<Vec<u8>> {
+    let outcomes = run_ranks(case.world, &Options::default(), |mut comm| {
+        let plan = case.planner().plan_for(&case.params(), Topology::of(&comm)).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let rank = comm.rank();
+        let mut comms = Comms::direct(&mut comm);
+        let mut state = plan.allocate(&backend).unwrap();
+        if from > 0 {
+            let caller = plan.load(&mut state, &backend, folder).unwrap();
+            assert_eq!(caller["at"], from.to_string());
+        } else {
+            for (param, desc) in plan.params().iter().enumerate() {
+                plan.write_param(&mut state, &backend, &desc.name, &case.first_values(param)).unwrap();
+            }
+        }
+        for step in from..to {
+            for (param, desc) in plan.params().iter().enumerate() {
+                // The same gradients on all ranks, so that their mean does not depend on how many there are.
+                if !case.is_absent(0, step, param) {
+                    let bytes = case.gradient(0, step, param);
+                    plan.give_gradient(&mut state, &mut comms, &desc.name, &bytes).unwrap();
+                }
+            }
+            plan.run_with(&mut state, &backend, &mut comms).unwrap();
+        }
+        let caller = BTreeMap::from([("at".to_owned(), to.to_string())]);
+        plan.save(&state, &backend, &mut comms, folder, caller).unwrap();
+        (rank, whole_params(&plan, &state, &backend, &mut comms))
+    });
+    let outcomes = outcomes.unwrap().into_iter().map(|outcome| outcome.unwrap().1);
+    outcomes.last().unwrap()
+}
+
+#[test]
+fn a_run_saved_on_4_ranks_goes_on_exactly_on_1_2_4_and_5() {
+    for mixed in [Mixed::No, Mixed::Yes] {
+        let base = Case {
+            world: 4,
+            zero: Zero::Zero2,
+            mixed,
+            clip: Some(1.0),
+            scaled: Some(64.0),
+            absent: vec![(0, 1, 4)],
+            ..Case::default()
+        };
+        let folder = tempfile::tempdir().unwrap();
+        part(&base, folder.path(), 0, 2);
+        for (world, zero) in [(1, Zero::Zero0), (2, Zero::Zero3), (4, Zero::Zero2), (4, Zero::Zero0), (5, Zero::Zero1)] {
+            let other = Case { world, zero, ..base.clone() };
+            let whole = tempfile::tempdir().unwrap();
+            // World sizes are powers of two but the last, whose mean of equal gradients may round.
+            let copy = tempfile::tempdir().unwrap();
+            copy_all(folder.path(), copy.path());
+            let resumed = part(&other, copy.path(), 2, 4);
+            if world != 5 {
+                assert!(resumed == part(&other, whole.path(), 0, 4), "{world} {zero:?}");
+            }
+        }
+    }
+}
+
+fn copy_all(from: &Path, to: &Path) {
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let target = to.join(entry.file_name());
+        match entry.file_type().unwrap().is_dir() {
+            true => {
+                fs::create_dir(&target).unwrap();
+                copy_all(&entry.path(), &target);
+            }
+            false => {
+                fs::copy(entry.path(), target).unwrap();
+            }
+        }
+    }
+}
+
+fn small(world: usize) -> Case {
+    Case {
+        numels: vec![40, 3, 0, 9],
+        world,
+        zero: Zero::Zero2,
+        steps: 1,
+        ..Case::default()
+    }
+}
+
+fn load(case: &Case, folder: &Path) -> Result<(), PlanError> {
+    let topology = Topology::new(0, case.world).unwrap();
+    let plan = case.planner().plan_for(&case.params(), topology).unwrap();
+    let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+    let mut state = plan.allocate(&backend).unwrap();
+    let before = format!("{:?}", state.local());
+    let outcome = plan.load(&mut state, &backend, folder);
+    if outcome.is_err() {
+        assert_eq!(format!("{:?}", state.local()), before, "a load that failed has changed the state");
+    }
+    outcome.map(drop)
+}
+
+#[test]
+fn damage_is_refused_with_the_name_of_what_is_wrong() {
+    let case = small(3);
+    let folder = tempfile::tempdir().unwrap();
+    part(&case, folder.path(), 0, 1);
+    load(&case, folder.path()).unwrap();
+    let manifest = Manifest::read(folder.path()).unwrap();
+    let shard = folder.path().join(&manifest.generation).join(&manifest.shards[1].file);
+    let intact = fs::read(&shard).unwrap();
+    for length in [0, 1, 7, 8, 9, intact.len() / 2, intact.len() - 1] {
+        fs::write(&shard, &intact[..length]).unwrap();
+        let error = load(&case, folder.path()).unwrap_err().to_string();
+        assert!(error.contains("shard-00001") && error.contains("length"), "{error}");
+    }
+    for bit in (0..intact.len() * 8).step_by(37) {
+        let mut damaged = intact.clone();
+        damaged[bit / 8] ^= 1 << (bit % 8);
+        fs::write(&shard, damaged).unwrap();
+        let error = load(&case, folder.path()).unwrap_err().to_string();
+        assert!(error.contains("shard-00001") && error.contains("checksum"), "{error}");
+    }
+    let mut last = intact.clone();
+    *last.last_mut().unwrap() ^= 1;
+    fs::write(&shard, &last).unwrap();
+    let error = load(&case, folder.path()).unwrap_err().to_string();
+    assert!(error.contains('@'), "the tensor is named: {error}");
+    fs::remove_file(&shard).unwrap();
+    assert!(load(&case, folder.path()).unwrap_err().to_string().contains("shard-00001"));
+    fs::write(&shard, &intact).unwrap();
+    load(&case, folder.path()).unwrap();
+
+    let path = folder.path().join("manifest.json");
+    let text = fs::read_to_string(&path).unwrap();
+    for (from, to, named) in [
+        ("\"version\": 1", "\"version\": 2", "newer fusestep"),
+        ("fusestep-checkpoint", "something-else", "format"),
+        ("\"optimizer\": \"", "\"optimizer\": \"un", "optimizer"),
+        ("shard-00001", "../shard-00001", "file name"),
+        ("layer0.weight0@moment1", "layer9.weight0@moment1", "layer0.weight0@moment1"),
+    ] {
+        assert!(text.contains(from), "{from}");
+        fs::write(&path, text.replace(from, to)).unwrap();
+        let error = load(&case, folder.path()).unwrap_err().to_string();
+        assert!(error.contains(named), "{named}: {error}");
+    }
+    fs::remove_file(&path).unwrap();
+    assert!(load(&case, folder.path()).unwrap_err().to_string().contains("manifest"));
+}
+
+#[test]
+fn a_checkpoint_of_another_model_is_refused() {
+    let case = small(2);
+    let folder = tempfile::tempdir().unwrap();
+    part(&case, folder.path(), 0, 1);
+    let reshaped = Case { numels: vec![40, 4, 0, 9], ..case.clone() };
+    assert!(load(&reshaped, folder.path()).unwrap_err().to_string().contains("layer0.weight1@param"));
+    let fewer = Case { numels: vec![40, 3, 0], ..case.clone() };
+    assert!(load(&fewer, folder.path()).unwrap_err().to_string().contains("layer1.weight3@"));
+    let rule = fusestep_lion::Lion::default().into();
+    let error = load(&Case { rule, ..case }, folder.path()).unwrap_err().to_string();
+    assert!(error.contains("optimizer"), "{error}");
+}
+
+#[test]
+fn resharded_checkpoints_hold_the_same_tensors() {
+    let case = small(3);
+    let folder = tempfile::tempdir().unwrap();
+    part(&case, folder.path(), 0, 1);
+    let manifest = Manifest::read(folder.path()).unwrap();
+    let tensors = manifest.read_tensors(folder.path()).unwrap();
+    for count in [1, 2, 7] {
+        let other = tempfile::tempdir().unwrap();
+        manifest.reshard(folder.path(), other.path(), count).unwrap();
+        let again = Manifest::read(other.path()).unwrap();
+        assert_eq!(again.shards.len(), count);
+        assert_eq!(again.read_tensors(other.path()).unwrap(), tensors);
+        load(&case, other.path()).unwrap();
+    }
+}
+
+#[test]
+fn the_old_checkpoint_is_kept_until_the_new_one_is_whole() {
+    let case = small(2);
+    let folder = tempfile::tempdir().unwrap();
+    part(&case, folder.path(), 0, 1);
+    let old = Manifest::read(folder.path()).unwrap();
+    // What a killed run leaves behind: a generation without a manifest.
+    let half = folder.path().join("step-00000002-00000000");
+    fs::create_dir(&half).unwrap();
+    fs::write(half.join("shard-00000.safetensors"), b"half").unwrap();
+    assert_eq!(Manifest::read(folder.path()).unwrap(), old);
+    load(&case, folder.path()).unwrap();
+    part(&case, folder.path(), 1, 2);
+    let new = Manifest::read(folder.path()).unwrap();
+    assert_eq!(new.step, 2);
+    assert!(!folder.path().join(&old.generation).exists(), "the old one is gone");
+    load(&case, folder.path()).unwrap();
+}
