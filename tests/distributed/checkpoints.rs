@@ -5,7 +5,7 @@ use std::fs;
 use std::num::NonZeroUsize;
 use std::path::Path;
 
-use fusestep_collective::{Communicator, Options, run_ranks};
+use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Comms, Manifest, PlanError, Topology, Zero};
 
@@ -14,9 +14,11 @@ use crate::run::{Case, Mixed, whole_params};
 /// Runs the steps `from..to` of a case; loads before if `from` is above 0, and saves after.
 fn part(case: &Case, folder: &Path, from: u64, to: u64) -> Vec<Vec<u8>> {
     let outcomes = run_ranks(case.world, &Options::default(), |mut comm| {
-        let plan = case.planner().plan_for(&case.params(), Topology::of(&comm)).unwrap();
+        let plan = case
+            .planner()
+            .plan_for(&case.params(), Topology::of(&comm))
+            .unwrap();
         let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
-        let rank = comm.rank();
         let mut comms = Comms::direct(&mut comm);
         let mut state = plan.allocate(&backend).unwrap();
         if from > 0 {
@@ -24,7 +26,8 @@ fn part(case: &Case, folder: &Path, from: u64, to: u64) -> Vec<Vec<u8>> {
             assert_eq!(caller["at"], from.to_string());
         } else {
             for (param, desc) in plan.params().iter().enumerate() {
-                plan.write_param(&mut state, &backend, &desc.name, &case.first_values(param)).unwrap();
+                plan.write_param(&mut state, &backend, &desc.name, &case.first_values(param))
+                    .unwrap();
             }
         }
         for step in from..to {
@@ -32,17 +35,19 @@ fn part(case: &Case, folder: &Path, from: u64, to: u64) -> Vec<Vec<u8>> {
                 // The same gradients on all ranks, so that their mean does not depend on how many there are.
                 if !case.is_absent(0, step, param) {
                     let bytes = case.gradient(0, step, param);
-                    plan.give_gradient(&mut state, &mut comms, &desc.name, &bytes).unwrap();
+                    plan.give_gradient(&mut state, &mut comms, &desc.name, &bytes)
+                        .unwrap();
                 }
             }
             plan.run_with(&mut state, &backend, &mut comms).unwrap();
         }
         let caller = BTreeMap::from([("at".to_owned(), to.to_string())]);
-        plan.save(&state, &backend, &mut comms, folder, caller).unwrap();
-        (rank, whole_params(&plan, &state, &backend, &mut comms))
+        plan.save(&state, &backend, &mut comms, folder, caller)
+            .unwrap();
+        whole_params(&plan, &state, &backend, &mut comms)
     });
-    let outcomes = outcomes.unwrap().into_iter().map(|outcome| outcome.unwrap().1);
-    outcomes.last().unwrap()
+    let last = outcomes.unwrap().pop().unwrap();
+    last.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
 #[test]
@@ -59,15 +64,28 @@ fn a_run_saved_on_4_ranks_goes_on_exactly_on_1_2_4_and_5() {
         };
         let folder = tempfile::tempdir().unwrap();
         part(&base, folder.path(), 0, 2);
-        for (world, zero) in [(1, Zero::Zero0), (2, Zero::Zero3), (4, Zero::Zero2), (4, Zero::Zero0), (5, Zero::Zero1)] {
-            let other = Case { world, zero, ..base.clone() };
+        for (world, zero) in [
+            (1, Zero::Zero0),
+            (2, Zero::Zero3),
+            (4, Zero::Zero2),
+            (4, Zero::Zero0),
+            (5, Zero::Zero1),
+        ] {
+            let other = Case {
+                world,
+                zero,
+                ..base.clone()
+            };
             let whole = tempfile::tempdir().unwrap();
             // World sizes are powers of two but the last, whose mean of equal gradients may round.
             let copy = tempfile::tempdir().unwrap();
             copy_all(folder.path(), copy.path());
             let resumed = part(&other, copy.path(), 2, 4);
             if world != 5 {
-                assert!(resumed == part(&other, whole.path(), 0, 4), "{world} {zero:?}");
+                assert!(
+                    resumed == part(&other, whole.path(), 0, 4),
+                    "{world} {zero:?}"
+                );
             }
         }
     }
@@ -107,7 +125,11 @@ fn load(case: &Case, folder: &Path) -> Result<(), PlanError> {
     let before = format!("{:?}", state.local());
     let outcome = plan.load(&mut state, &backend, folder);
     if outcome.is_err() {
-        assert_eq!(format!("{:?}", state.local()), before, "a load that failed has changed the state");
+        assert_eq!(
+            format!("{:?}", state.local()),
+            before,
+            "a load that failed has changed the state"
+        );
     }
     outcome.map(drop)
 }
@@ -119,19 +141,28 @@ fn damage_is_refused_with_the_name_of_what_is_wrong() {
     part(&case, folder.path(), 0, 1);
     load(&case, folder.path()).unwrap();
     let manifest = Manifest::read(folder.path()).unwrap();
-    let shard = folder.path().join(&manifest.generation).join(&manifest.shards[1].file);
+    let shard = folder
+        .path()
+        .join(&manifest.generation)
+        .join(&manifest.shards[1].file);
     let intact = fs::read(&shard).unwrap();
     for length in [0, 1, 7, 8, 9, intact.len() / 2, intact.len() - 1] {
         fs::write(&shard, &intact[..length]).unwrap();
         let error = load(&case, folder.path()).unwrap_err().to_string();
-        assert!(error.contains("shard-00001") && error.contains("length"), "{error}");
+        assert!(
+            error.contains("shard-00001") && error.contains("length"),
+            "{error}"
+        );
     }
     for bit in (0..intact.len() * 8).step_by(37) {
         let mut damaged = intact.clone();
         damaged[bit / 8] ^= 1 << (bit % 8);
         fs::write(&shard, damaged).unwrap();
         let error = load(&case, folder.path()).unwrap_err().to_string();
-        assert!(error.contains("shard-00001") && error.contains("checksum"), "{error}");
+        assert!(
+            error.contains("shard-00001") && error.contains("checksum"),
+            "{error}"
+        );
     }
     let mut last = intact.clone();
     *last.last_mut().unwrap() ^= 1;
@@ -139,7 +170,12 @@ fn damage_is_refused_with_the_name_of_what_is_wrong() {
     let error = load(&case, folder.path()).unwrap_err().to_string();
     assert!(error.contains('@'), "the tensor is named: {error}");
     fs::remove_file(&shard).unwrap();
-    assert!(load(&case, folder.path()).unwrap_err().to_string().contains("shard-00001"));
+    assert!(
+        load(&case, folder.path())
+            .unwrap_err()
+            .to_string()
+            .contains("shard-00001")
+    );
     fs::write(&shard, &intact).unwrap();
     load(&case, folder.path()).unwrap();
 
@@ -150,7 +186,11 @@ fn damage_is_refused_with_the_name_of_what_is_wrong() {
         ("fusestep-checkpoint", "something-else", "format"),
         ("\"optimizer\": \"", "\"optimizer\": \"un", "optimizer"),
         ("shard-00001", "../shard-00001", "file name"),
-        ("layer0.weight0@moment1", "layer9.weight0@moment1", "layer0.weight0@moment1"),
+        (
+            "layer0.weight0@moment1",
+            "layer9.weight0@moment1",
+            "layer0.weight0@moment1",
+        ),
     ] {
         assert!(text.contains(from), "{from}");
         fs::write(&path, text.replace(from, to)).unwrap();
@@ -158,7 +198,12 @@ fn damage_is_refused_with_the_name_of_what_is_wrong() {
         assert!(error.contains(named), "{named}: {error}");
     }
     fs::remove_file(&path).unwrap();
-    assert!(load(&case, folder.path()).unwrap_err().to_string().contains("manifest"));
+    assert!(
+        load(&case, folder.path())
+            .unwrap_err()
+            .to_string()
+            .contains("manifest")
+    );
 }
 
 #[test]
@@ -166,12 +211,30 @@ fn a_checkpoint_of_another_model_is_refused() {
     let case = small(2);
     let folder = tempfile::tempdir().unwrap();
     part(&case, folder.path(), 0, 1);
-    let reshaped = Case { numels: vec![40, 4, 0, 9], ..case.clone() };
-    assert!(load(&reshaped, folder.path()).unwrap_err().to_string().contains("layer0.weight1@param"));
-    let fewer = Case { numels: vec![40, 3, 0], ..case.clone() };
-    assert!(load(&fewer, folder.path()).unwrap_err().to_string().contains("layer1.weight3@"));
+    let reshaped = Case {
+        numels: vec![40, 4, 0, 9],
+        ..case.clone()
+    };
+    assert!(
+        load(&reshaped, folder.path())
+            .unwrap_err()
+            .to_string()
+            .contains("layer0.weight1@param")
+    );
+    let fewer = Case {
+        numels: vec![40, 3, 0],
+        ..case.clone()
+    };
+    assert!(
+        load(&fewer, folder.path())
+            .unwrap_err()
+            .to_string()
+            .contains("layer1.weight3@")
+    );
     let rule = fusestep_lion::Lion::default().into();
-    let error = load(&Case { rule, ..case }, folder.path()).unwrap_err().to_string();
+    let error = load(&Case { rule, ..case }, folder.path())
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("optimizer"), "{error}");
 }
 
@@ -184,7 +247,9 @@ fn resharded_checkpoints_hold_the_same_tensors() {
     let tensors = manifest.read_tensors(folder.path()).unwrap();
     for count in [1, 2, 7] {
         let other = tempfile::tempdir().unwrap();
-        manifest.reshard(folder.path(), other.path(), count).unwrap();
+        manifest
+            .reshard(folder.path(), other.path(), count)
+            .unwrap();
         let again = Manifest::read(other.path()).unwrap();
         assert_eq!(again.shards.len(), count);
         assert_eq!(again.read_tensors(other.path()).unwrap(), tensors);
@@ -207,6 +272,9 @@ fn the_old_checkpoint_is_kept_until_the_new_one_is_whole() {
     part(&case, folder.path(), 1, 2);
     let new = Manifest::read(folder.path()).unwrap();
     assert_eq!(new.step, 2);
-    assert!(!folder.path().join(&old.generation).exists(), "the old one is gone");
+    assert!(
+        !folder.path().join(&old.generation).exists(),
+        "the old one is gone"
+    );
     load(&case, folder.path()).unwrap();
 }

@@ -1,8 +1,12 @@
 //! Same bits at every stage, with any buckets and rings.
 
-use fusestep_planner::{Ownership, Zero};
+use std::num::NonZeroUsize;
 
-use crate::run::{Case, Mixed, rules};
+use fusestep_collective::{Communicator, Options, run_ranks};
+use fusestep_cpu::CpuBackend;
+use fusestep_planner::{Comms, Ownership, PlanError, Topology, Zero};
+
+use crate::run::{Case, Mixed, rules, whole_params};
 
 const STAGES: [Zero; 4] = [Zero::Zero0, Zero::Zero1, Zero::Zero2, Zero::Zero3];
 
@@ -229,6 +233,85 @@ fn a_gradient_missing_on_one_rank_is_zero_there_and_one_missing_on_all_is_left_o
                 ..base.clone()
             };
             assert_same(&case, &expected);
+        }
+    }
+}
+
+#[test]
+fn with_rings_a_full_bucket_starts_before_the_last_gradient_is_given() {
+    let case = Case {
+        world: 2,
+        rings: 2,
+        cap: Some(1_000),
+        numels: vec![200; 6],
+        ..Case::default()
+    };
+    let outcomes = run_ranks(2, &Options::default(), |mut comm| {
+        let plan = case
+            .planner()
+            .plan_for(&case.params(), Topology::of(&comm))
+            .unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let rank = comm.rank();
+        let mut comms = Comms::with_rings(&mut comm, 2).unwrap();
+        let mut state = plan.allocate(&backend).unwrap();
+        let mut started = Vec::new();
+        for param in (0..6).rev() {
+            let bytes = case.gradient(rank, 0, param);
+            let name = &plan.params()[param].name;
+            plan.give_gradient(&mut state, &mut comms, name, &bytes)
+                .unwrap();
+            started.push(state.buckets_started());
+        }
+        let twice = plan.give_gradient(
+            &mut state,
+            &mut comms,
+            &plan.params()[0].name,
+            &case.gradient(rank, 0, 0),
+        );
+        assert!(matches!(twice, Err(PlanError::GradientTwice { .. })));
+        plan.run_with(&mut state, &backend, &mut comms).unwrap();
+        started
+    });
+    for started in outcomes.unwrap() {
+        // One tensor of 800 bytes fills a bucket; a bucket is known to be full when the next gradient has no place in it.
+        assert_eq!(started.unwrap(), [1, 2, 3, 4, 5, 6]);
+    }
+}
+
+#[test]
+fn parameters_of_one_rank_come_to_all() {
+    for zero in [Zero::Zero0, Zero::Zero1, Zero::Zero2] {
+        let case = Case {
+            world: 3,
+            zero,
+            cap: Some(1_000),
+            ..Case::default()
+        };
+        let outcomes = run_ranks(3, &Options::default(), |mut comm| {
+            let plan = case
+                .planner()
+                .plan_for(&case.params(), Topology::of(&comm))
+                .unwrap();
+            let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+            let rank = comm.rank();
+            let mut comms = Comms::direct(&mut comm);
+            let mut state = plan.allocate(&backend).unwrap();
+            for (param, desc) in plan.params().iter().enumerate() {
+                if rank == 1 {
+                    plan.write_param(&mut state, &backend, &desc.name, &case.first_values(param))
+                        .unwrap();
+                }
+            }
+            plan.broadcast_params(&mut state, &backend, &mut comms, 1)
+                .unwrap();
+            whole_params(&plan, &state, &backend, &mut comms)
+        });
+        let expected: Vec<Vec<u8>> = (0..case.numels.len())
+            .map(|param| case.first_values(param))
+            .collect();
+        for params in outcomes.unwrap() {
+            assert!(params.unwrap() == expected, "{zero:?}");
         }
     }
 }

@@ -227,7 +227,9 @@ impl Run<'_> {
         };
         let caller = position(args, epoch);
         let (state, backend) = (&self.state, &self.backend);
-        Ok(self.plan.save(state, backend, &mut self.comms, folder, caller)?)
+        Ok(self
+            .plan
+            .save(state, backend, &mut self.comms, folder, caller)?)
     }
 
     /// One batch, shared out among ranks; returns the mean loss over all of it.

@@ -41,8 +41,9 @@ pub use plan::{Plan, PlanSummary};
 pub use planner::{Planner, Tensors};
 pub(crate) use precision::Precisions;
 pub use ranks::{
-    Bucket, Comms, Flat, GatheredParams, Manifest, ShardSpec, TensorSpec, WholeTensors, Ownership, Piece, RankPlan, RankReport, RankState,
-    RankSummary, Span, Topology, groups_by_layer, owners_greedy_even, owners_in_use_order,
+    Bucket, Comms, Flat, GatheredParams, Manifest, Ownership, Piece, RankPlan, RankReport,
+    RankState, RankSummary, ShardSpec, Span, TensorSpec, Topology, WholeTensors, groups_by_layer,
+    owners_greedy_even, owners_in_use_order,
 };
 pub use report::StepReport;
 pub use run::Lender;

@@ -8,7 +8,9 @@ use fusestep_launch::Backend;
 use fusestep_tensor::{DType, Role, Shape};
 
 use super::comms::Comms;
-use super::folder::{Manifest, PieceBytes, ShardSpec, TensorSpec, generation, refuse, shard_file, write_shard};
+use super::folder::{
+    Manifest, PieceBytes, ShardSpec, TensorSpec, generation, refuse, shard_file, write_shard,
+};
 use super::{RankPlan, RankState};
 use crate::passes::Zero;
 use crate::{PlanError, State};
@@ -40,15 +42,17 @@ impl RankPlan {
         // Skipped steps count, so that two saves never share a generation.
         let generation = generation(step, &format!("{:08}", state.local.skipped()));
         let rank = self.topology().rank;
-        let written = self.pieces_to_save(state, backend).and_then(|pieces| {
-            match self.saves() {
+        let written = self
+            .pieces_to_save(state, backend)
+            .and_then(|pieces| match self.saves() {
                 true => write_shard(folder, &generation, rank, &pieces).map(Some),
                 false => Ok(None),
-            }
-        });
+            });
         let shards = self.agree_on_shards(comms, written)?;
         let committed = match rank {
-            0 => self.manifest(state, caller, generation, shards).and_then(|m| m.commit(folder)),
+            0 => self
+                .manifest(state, caller, generation, shards)
+                .and_then(|m| m.commit(folder)),
             _ => Ok(()),
         };
         self.agree(comms, committed)
@@ -72,7 +76,12 @@ impl RankPlan {
             (Some(norm), Some((scale, good, bad))) if state.local.scaled => {
                 let restored = norm.loss_scale().restored(scale, good, bad);
                 Some(restored.map_err(|error| {
-                    refuse(folder, "loss scale", "one of the plan's policy", error.to_string())
+                    refuse(
+                        folder,
+                        "loss scale",
+                        "one of the plan's policy",
+                        error.to_string(),
+                    )
                 })?)
             }
             (Some(norm), _) => Some(norm.loss_scale()),
@@ -81,7 +90,9 @@ impl RankPlan {
         for (param, desc) in self.params().iter().enumerate() {
             // Parameters first: a master that is written after its parameter keeps its own bits.
             for role in self.roles(param)? {
-                let bytes = whole.get(&key(&desc.name, role)).map_or(&[][..], Vec::as_slice);
+                let bytes = whole
+                    .get(&key(&desc.name, role))
+                    .map_or(&[][..], Vec::as_slice);
                 self.write_whole(state, backend, role, &desc.name, bytes)?;
             }
         }
@@ -186,11 +197,19 @@ impl RankPlan {
             words[WORD_BYTES * rank..WORD_BYTES * (rank + 1)].copy_from_slice(&own);
         }
         let outcome = written.map(|_| ());
-        comms.in_place(Operation::AllGather, DType::U8, Some(&vec![WORD_BYTES; world]), &mut words)?;
+        comms.in_place(
+            Operation::AllGather,
+            DType::U8,
+            Some(&vec![WORD_BYTES; world]),
+            &mut words,
+        )?;
         self.agree(comms, outcome)?;
         let number = |rank: usize, at: usize| {
             let from = WORD_BYTES * rank + 8 * at;
-            words[from..from + 8].iter().rev().fold(0u64, |n, &byte| n << 8 | u64::from(byte))
+            words[from..from + 8]
+                .iter()
+                .rev()
+                .fold(0u64, |n, &byte| n << 8 | u64::from(byte))
         };
         let wrote = (0..world).filter(|&rank| number(rank, 0) == 1);
         let spec = |rank| ShardSpec {
@@ -202,9 +221,18 @@ impl RankPlan {
     }
 
     /// Fails on all ranks if it failed on one.
-    fn agree(&self, comms: &mut Comms<'_>, outcome: Result<(), PlanError>) -> Result<(), PlanError> {
+    fn agree(
+        &self,
+        comms: &mut Comms<'_>,
+        outcome: Result<(), PlanError>,
+    ) -> Result<(), PlanError> {
         let mut failed = [u8::from(outcome.is_err())];
-        comms.in_place(Operation::AllReduce(ReduceOp::Max), DType::U8, None, &mut failed)?;
+        comms.in_place(
+            Operation::AllReduce(ReduceOp::Max),
+            DType::U8,
+            None,
+            &mut failed,
+        )?;
         outcome?;
         match failed[0] {
             0 => Ok(()),
@@ -267,7 +295,11 @@ impl RankPlan {
             };
             return Err(refuse(folder, name, &expected, found));
         }
-        match manifest.tensors.keys().find(|name| !own.contains_key(*name)) {
+        match manifest
+            .tensors
+            .keys()
+            .find(|name| !own.contains_key(*name))
+        {
             Some(name) => {
                 let found = "a tensor of no parameter of the plan".to_owned();
                 Err(refuse(folder, name, "no such tensor", found))

@@ -92,7 +92,8 @@ impl Manifest {
     pub fn read(folder: &Path) -> Result<Self, PlanError> {
         let path = folder.join(MANIFEST);
         let text = fs::read_to_string(&path).map_err(|error| {
-            let expected = "a manifest, which is written last; without it a checkpoint is not complete";
+            let expected =
+                "a manifest, which is written last; without it a checkpoint is not complete";
             refuse(&path, "manifest", expected, error.to_string())
         })?;
         // Version first: a newer format need not have the fields that this one has.
@@ -102,16 +103,39 @@ impl Manifest {
             return Err(refuse(&path, "format", FORMAT, value["format"].to_string()));
         }
         let newest = u64::from(VERSION);
-        if value["version"].as_u64().is_none_or(|version| version > newest) {
+        if value["version"]
+            .as_u64()
+            .is_none_or(|version| version > newest)
+        {
             let expected = format!("at most {newest}; use a newer fusestep");
-            return Err(refuse(&path, "version", &expected, value["version"].to_string()));
+            return Err(refuse(
+                &path,
+                "version",
+                &expected,
+                value["version"].to_string(),
+            ));
         }
-        let manifest: Self = serde_json::from_value(value)
-            .map_err(|error| refuse(&path, "manifest", "the fields of version 1", error.to_string()))?;
-        let plain = |name: &str| !name.is_empty() && !name.contains(['/', '\\']) && !name.starts_with('.');
+        let manifest: Self = serde_json::from_value(value).map_err(|error| {
+            refuse(
+                &path,
+                "manifest",
+                "the fields of version 1",
+                error.to_string(),
+            )
+        })?;
+        let plain =
+            |name: &str| !name.is_empty() && !name.contains(['/', '\\']) && !name.starts_with('.');
         let shards = manifest.shards.iter().map(|shard| &shard.file);
-        match std::iter::once(&manifest.generation).chain(shards).find(|name| !plain(name)) {
-            Some(name) => Err(refuse(&path, "file name", "a name within the folder", format!("{name:?}"))),
+        match std::iter::once(&manifest.generation)
+            .chain(shards)
+            .find(|name| !plain(name))
+        {
+            Some(name) => Err(refuse(
+                &path,
+                "file name",
+                "a name within the folder",
+                format!("{name:?}"),
+            )),
             None => Ok(manifest),
         }
     }
@@ -138,8 +162,14 @@ impl Manifest {
         // The generation's own name must be on disk before anything refers to it.
         sync_folder(folder)?;
         let path = folder.join(MANIFEST);
-        let text = serde_json::to_vec_pretty(self)
-            .map_err(|error| refuse(&path, "manifest", "values that JSON can hold", error.to_string()))?;
+        let text = serde_json::to_vec_pretty(self).map_err(|error| {
+            refuse(
+                &path,
+                "manifest",
+                "values that JSON can hold",
+                error.to_string(),
+            )
+        })?;
         Prepared::bytes(&path, &text)?.commit()?;
         // What is left behind if this fails costs space, not correctness.
         for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
@@ -167,7 +197,12 @@ impl Manifest {
             let file = read_shard(&path, shard)?;
             for (name, entry) in file.entries() {
                 let Some((tensor, spec)) = self.tensors.get_key_value(name) else {
-                    return Err(refuse(&path, name, "a tensor of the manifest", "another".to_owned()));
+                    return Err(refuse(
+                        &path,
+                        name,
+                        "a tensor of the manifest",
+                        "another".to_owned(),
+                    ));
                 };
                 let expected = format!("{} {}", spec.dtype, spec.shape);
                 if entry.element_type() != Some(spec.dtype) {
@@ -175,16 +210,23 @@ impl Manifest {
                 }
                 let width = spec.dtype.len_bytes();
                 let bytes = file.bytes(name).unwrap_or_default();
-                let first = file.metadata().get(&first_key(name)).and_then(|text| text.parse().ok());
+                let first = file
+                    .metadata()
+                    .get(&first_key(name))
+                    .and_then(|text| text.parse().ok());
                 let first: u64 = first.unwrap_or(0);
                 let numel = (bytes.len() / width) as u64;
-                let end = first.checked_add(numel).filter(|&end| end <= spec.shape.numel());
+                let end = first
+                    .checked_add(numel)
+                    .filter(|&end| end <= spec.shape.numel());
                 let Some(end) = end else {
                     let found = format!("{numel} elements from {first} on");
                     return Err(refuse(&path, name, &expected, found));
                 };
                 let len_bytes = spec.shape.numel() as usize * width;
-                let place = whole.entry(tensor.clone()).or_insert_with(|| vec![0; len_bytes]);
+                let place = whole
+                    .entry(tensor.clone())
+                    .or_insert_with(|| vec![0; len_bytes]);
                 place[first as usize * width..end as usize * width].copy_from_slice(bytes);
                 *filled.entry(tensor).or_default() += numel;
             }
@@ -251,7 +293,12 @@ pub(crate) fn write_shard(
 ) -> Result<ShardSpec, PlanError> {
     let within = folder.join(generation);
     fs::create_dir_all(&within).map_err(|error| {
-        refuse(&within, "folder", "one that can be written", error.to_string())
+        refuse(
+            &within,
+            "folder",
+            "one that can be written",
+            error.to_string(),
+        )
     })?;
     let path = within.join(shard_file(shard));
     let mut metadata = HashMap::new();
@@ -294,11 +341,17 @@ fn read_shard(path: &Path, spec: &ShardSpec) -> Result<TensorFile, PlanError> {
         file.entries().keys().find(damaged).cloned()
     });
     let what = damaged.unwrap_or_else(|| "header".to_owned());
-    Err(refuse(path, &what, &format!("checksum {}", spec.xxh3), found))
+    Err(refuse(
+        path,
+        &what,
+        &format!("checksum {}", spec.xxh3),
+        found,
+    ))
 }
 
 fn read_bytes(path: &Path) -> Result<Vec<u8>, PlanError> {
-    fs::read(path).map_err(|error| refuse(path, "shard", "a file of the manifest", error.to_string()))
+    fs::read(path)
+        .map_err(|error| refuse(path, "shard", "a file of the manifest", error.to_string()))
 }
 
 fn checksum(bytes: &[u8]) -> String {
@@ -315,7 +368,14 @@ fn sum_key(tensor: &str) -> String {
 
 fn sync_folder(folder: &Path) -> Result<(), PlanError> {
     let synced = fs::File::open(folder).and_then(|folder| folder.sync_all());
-    synced.map_err(|error| refuse(folder, "folder", "one that can be synced", error.to_string()))
+    synced.map_err(|error| {
+        refuse(
+            folder,
+            "folder",
+            "one that can be synced",
+            error.to_string(),
+        )
+    })
 }
 
 pub(crate) fn refuse(path: &Path, what: &str, expected: &str, found: String) -> PlanError {

@@ -360,6 +360,11 @@ impl RankState {
         self.micro_steps
     }
 
+    /// Buckets whose reduction has been started: with rings, while gradients are still being given.
+    pub fn buckets_started(&self) -> usize {
+        self.next
+    }
+
     /// Steps skipped so far because a gradient was not finite.
     pub fn skipped(&self) -> u64 {
         self.local.skipped()
