@@ -274,7 +274,6 @@ fn with_rings_a_full_bucket_starts_before_the_last_gradient_is_given() {
         started
     });
     for started in outcomes.unwrap() {
-        // One tensor of 800 bytes fills a bucket; a bucket is known to be full when the next gradient has no place in it.
         assert_eq!(started.unwrap(), [1, 2, 3, 4, 5, 6]);
     }
 }
