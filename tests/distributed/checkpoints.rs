@@ -264,7 +264,7 @@ fn the_old_checkpoint_is_kept_until_the_new_one_is_whole() {
     part(&case, folder.path(), 0, 1);
     let old = Manifest::read(folder.path()).unwrap();
     // What a killed run leaves behind: a generation without a manifest.
-    let half = folder.path().join("step-00000002-00000000");
+    let half = folder.path().join("step-00000002-a");
     fs::create_dir(&half).unwrap();
     fs::write(half.join("shard-00000.safetensors"), b"half").unwrap();
     assert_eq!(Manifest::read(folder.path()).unwrap(), old);
@@ -277,4 +277,47 @@ fn the_old_checkpoint_is_kept_until_the_new_one_is_whole() {
         "the old one is gone"
     );
     load(&case, folder.path()).unwrap();
+}
+
+#[test]
+fn saving_twice_at_one_step_never_writes_over_the_files_that_count() {
+    let case = small(2);
+    let folder = tempfile::tempdir().unwrap();
+    part(&case, folder.path(), 0, 1);
+    let first = Manifest::read(folder.path()).unwrap();
+    // No step in between, and other ranks: the pieces differ, so one file of each kind would be a mixture.
+    part(
+        &Case {
+            world: 3,
+            ..case.clone()
+        },
+        folder.path(),
+        1,
+        1,
+    );
+    let second = Manifest::read(folder.path()).unwrap();
+    assert_eq!(first.step, second.step);
+    assert_ne!(first.generation, second.generation);
+    part(&case, folder.path(), 1, 1);
+    assert_eq!(
+        Manifest::read(folder.path()).unwrap().generation,
+        first.generation
+    );
+    load(&case, folder.path()).unwrap();
+}
+
+#[test]
+fn a_manifest_cannot_ask_for_more_memory_than_its_files() {
+    let case = small(2);
+    let folder = tempfile::tempdir().unwrap();
+    part(&case, folder.path(), 0, 1);
+    let mut manifest = Manifest::read(folder.path()).unwrap();
+    for spec in manifest.tensors.values_mut() {
+        spec.shape = fusestep_tensor::Shape::new([1 << 60]).unwrap();
+    }
+    let error = manifest
+        .read_tensors(folder.path())
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("at most the"), "{error}");
 }

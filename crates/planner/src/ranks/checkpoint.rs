@@ -9,7 +9,8 @@ use fusestep_tensor::{DType, Role, Shape};
 
 use super::comms::Comms;
 use super::folder::{
-    Manifest, PieceBytes, ShardSpec, TensorSpec, generation, refuse, shard_file, write_shard,
+    Manifest, PieceBytes, ShardSpec, TURNS, TensorSpec, free_turn, generation, refuse, shard_file,
+    write_shard,
 };
 use super::{RankPlan, RankState};
 use crate::passes::Zero;
@@ -38,10 +39,15 @@ impl RankPlan {
     ) -> Result<(), PlanError> {
         self.check_state(state)?;
         self.check_between(state)?;
-        let step = state.local.step();
-        // Skipped steps count, so that two saves never share a generation.
-        let generation = generation(step, &format!("{:08}", state.local.skipped()));
         let rank = self.topology().rank;
+        comms.set_plan(self.hash());
+        // Rank 0 alone looks, so that all write to one place.
+        let mut turn = [0u8];
+        if rank == 0 {
+            turn[0] = u8::from(free_turn(folder, state.local.step()) != TURNS[0]);
+        }
+        comms.in_place(Operation::Broadcast { root: 0 }, DType::U8, None, &mut turn)?;
+        let generation = generation(state.local.step(), TURNS[usize::from(turn[0] & 1)]);
         let written = self
             .pieces_to_save(state, backend)
             .and_then(|pieces| match self.saves() {

@@ -24,6 +24,9 @@ const FORMAT: &str = "fusestep-checkpoint";
 /// Newest version of the format that is written and read.
 const VERSION: u32 = 1;
 
+/// Suffixes of generations of one step.
+pub(crate) const TURNS: [&str; 2] = ["a", "b"];
+
 /// What a checkpoint holds, and in which files.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
@@ -190,6 +193,7 @@ impl Manifest {
     /// The whole checkpoint in memory, once for the files being read and once for the tensors.
     pub fn read_tensors(&self, folder: &Path) -> Result<WholeTensors, PlanError> {
         let folder = folder.join(&self.generation);
+        self.check_lengths(&folder)?;
         let mut whole = WholeTensors::new();
         let mut filled: HashMap<&str, u64> = HashMap::new();
         for shard in &self.shards {
@@ -243,6 +247,43 @@ impl Manifest {
         Ok(whole)
     }
 
+    /// Compares lengths with the files that are there, so that a manifest cannot ask for more memory than they take on disk.
+    fn check_lengths(&self, folder: &Path) -> Result<(), PlanError> {
+        let mut on_disk = 0u64;
+        for shard in &self.shards {
+            let path = folder.join(&shard.file);
+            let found = fs::metadata(&path)
+                .map_err(|error| {
+                    refuse(&path, "shard", "a file of the manifest", error.to_string())
+                })?
+                .len();
+            if found != shard.len_bytes {
+                let expected = format!("{} bytes", shard.len_bytes);
+                return Err(refuse(&path, "length", &expected, found.to_string()));
+            }
+            on_disk = on_disk.saturating_add(found);
+        }
+        let needed = self.tensors.values().try_fold(0u64, |sum, spec| {
+            let len_bytes = spec
+                .shape
+                .numel()
+                .checked_mul(spec.dtype.len_bytes() as u64)?;
+            sum.checked_add(len_bytes)
+        });
+        match needed {
+            Some(needed) if needed <= on_disk => Ok(()),
+            _ => {
+                let expected = format!("tensors of at most the {on_disk} bytes of all files");
+                Err(refuse(
+                    folder,
+                    "tensors",
+                    &expected,
+                    "longer ones".to_owned(),
+                ))
+            }
+        }
+    }
+
     /// Writes the same tensors again as a checkpoint of `count` files.
     ///
     /// # Errors
@@ -250,7 +291,7 @@ impl Manifest {
     pub fn reshard(&self, from: &Path, to: &Path, count: usize) -> Result<Self, PlanError> {
         let whole = self.read_tensors(from)?;
         let mut manifest = self.clone();
-        manifest.generation = generation(self.step, "resharded");
+        manifest.generation = generation(self.step, free_turn(to, self.step));
         manifest.shards.clear();
         for shard in 0..count as u64 {
             let mut pieces = Vec::new();
@@ -275,9 +316,17 @@ impl Manifest {
     }
 }
 
-/// The folder's name of a generation; `run` keeps two saves of one step apart.
-pub(crate) fn generation(step: u64, run: &str) -> String {
-    format!("step-{step:08}-{run}")
+/// The folder's name of a generation; `turn` keeps two saves of one step apart.
+pub(crate) fn generation(step: u64, turn: &str) -> String {
+    format!("step-{step:08}-{turn}")
+}
+
+/// `a`, unless the checkpoint in the folder is that turn of this step: files that count are never written over.
+pub(crate) fn free_turn(folder: &Path, step: u64) -> &'static str {
+    match Manifest::read(folder) {
+        Ok(manifest) if manifest.generation == generation(step, TURNS[0]) => TURNS[1],
+        _ => TURNS[0],
+    }
 }
 
 pub(crate) fn shard_file(shard: usize) -> String {
