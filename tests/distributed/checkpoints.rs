@@ -7,7 +7,7 @@ use std::path::Path;
 
 use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Comms, Manifest, PlanError, Topology, Zero};
+use fusestep_planner::{Comms, FolderLock, Manifest, PlanError, Topology, Zero};
 
 use crate::run::{Case, Mixed, whole_params};
 
@@ -146,7 +146,9 @@ fn damage_is_refused_with_the_name_of_what_is_wrong() {
         .join(&manifest.generation)
         .join(&manifest.shards[1].file);
     let intact = fs::read(&shard).unwrap();
-    for length in [0, 1, 7, 8, 9, intact.len() / 2, intact.len() - 1] {
+    let header = 8 + u64::from_le_bytes(intact[..8].try_into().unwrap()) as usize;
+    assert!(header > 8 && header < intact.len());
+    for length in (0..=header).chain([intact.len() / 2, intact.len() - 1]) {
         fs::write(&shard, &intact[..length]).unwrap();
         let error = load(&case, folder.path()).unwrap_err().to_string();
         assert!(
@@ -176,11 +178,43 @@ fn damage_is_refused_with_the_name_of_what_is_wrong() {
             .to_string()
             .contains("shard-00001")
     );
+    let foreign = tempfile::tempdir().unwrap();
+    part(
+        &Case {
+            infinite: Some((0, 0, 0)),
+            ..case.clone()
+        },
+        foreign.path(),
+        0,
+        1,
+    );
+    let other = Manifest::read(foreign.path()).unwrap();
+    let other = foreign
+        .path()
+        .join(&other.generation)
+        .join("shard-00001.safetensors");
+    fs::copy(other, &shard).unwrap();
+    let error = load(&case, folder.path()).unwrap_err().to_string();
+    assert!(
+        error.contains("shard-00001") && error.contains("checksum"),
+        "a shard of another run: {error}"
+    );
     fs::write(&shard, &intact).unwrap();
     load(&case, folder.path()).unwrap();
+}
 
+#[test]
+fn damaged_manifests_are_refused_with_the_name_of_what_is_wrong() {
+    let case = small(3);
+    let folder = tempfile::tempdir().unwrap();
+    part(&case, folder.path(), 0, 1);
     let path = folder.path().join("manifest.json");
     let text = fs::read_to_string(&path).unwrap();
+    for length in 0..text.trim_end().len() {
+        fs::write(&path, &text[..length]).unwrap();
+        let error = load(&case, folder.path()).unwrap_err().to_string();
+        assert!(error.contains("manifest"), "{length}: {error}");
+    }
     for (from, to, named) in [
         ("\"version\": 1", "\"version\": 2", "newer fusestep"),
         ("fusestep-checkpoint", "something-else", "format"),
@@ -190,6 +224,16 @@ fn damage_is_refused_with_the_name_of_what_is_wrong() {
             "layer0.weight0@moment1",
             "layer9.weight0@moment1",
             "layer0.weight0@moment1",
+        ),
+        (
+            "\"steps_of\": {}",
+            "\"steps_of\": {\"nobody\": 1}",
+            "nobody",
+        ),
+        (
+            "\"steps_of\": {}",
+            "\"steps_of\": {\"layer0.weight0\": 9}",
+            "at most the 1",
         ),
     ] {
         assert!(text.contains(from), "{from}");
@@ -211,26 +255,25 @@ fn a_checkpoint_of_another_model_is_refused() {
     let case = small(2);
     let folder = tempfile::tempdir().unwrap();
     part(&case, folder.path(), 0, 1);
-    let reshaped = Case {
-        numels: vec![40, 4, 0, 9],
-        ..case.clone()
-    };
-    assert!(
-        load(&reshaped, folder.path())
-            .unwrap_err()
-            .to_string()
-            .contains("layer0.weight1@param")
-    );
-    let fewer = Case {
-        numels: vec![40, 3, 0],
-        ..case.clone()
-    };
-    assert!(
-        load(&fewer, folder.path())
-            .unwrap_err()
-            .to_string()
-            .contains("layer1.weight3@")
-    );
+    for (numels, named) in [
+        (
+            vec![40, 4, 0, 9],
+            ["layer0.weight1@moment1", "[3]", "layer0.weight1@param"],
+        ),
+        (
+            vec![40, 3, 0],
+            ["layer1.weight3@moment1", "no such tensor", "2 others"],
+        ),
+    ] {
+        let other = Case {
+            numels,
+            ..case.clone()
+        };
+        let error = load(&other, folder.path()).unwrap_err().to_string();
+        for part in named {
+            assert!(error.contains(part), "{part}: {error}");
+        }
+    }
     let rule = fusestep_lion::Lion::default().into();
     let error = load(&Case { rule, ..case }, folder.path())
         .unwrap_err()
@@ -320,4 +363,48 @@ fn a_manifest_cannot_ask_for_more_memory_than_its_files() {
         .unwrap_err()
         .to_string();
     assert!(error.contains("at most the"), "{error}");
+}
+
+#[test]
+fn a_save_that_fails_on_one_rank_fails_on_all_and_keeps_the_old_checkpoint() {
+    let case = small(2);
+    let folder = tempfile::tempdir().unwrap();
+    part(&case, folder.path(), 0, 1);
+    let old = Manifest::read(folder.path()).unwrap();
+    // A file where the next generation's folder would be: nobody can write there, not even root.
+    fs::write(folder.path().join("step-00000002-a"), b"in the way").unwrap();
+    let outcomes = run_ranks(2, &Options::default(), |mut comm| {
+        let plan = case
+            .planner()
+            .plan_for(&case.params(), Topology::of(&comm))
+            .unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let mut comms = Comms::direct(&mut comm);
+        let mut state = plan.allocate(&backend).unwrap();
+        plan.load(&mut state, &backend, folder.path()).unwrap();
+        let bytes = case.gradient(0, 1, 0);
+        plan.give_gradient(&mut state, &mut comms, "layer0.weight0", &bytes)
+            .unwrap();
+        plan.run_with(&mut state, &backend, &mut comms).unwrap();
+        let saved = plan.save(&state, &backend, &mut comms, folder.path(), BTreeMap::new());
+        saved.unwrap_err().to_string()
+    });
+    for error in outcomes.unwrap() {
+        let error = error.unwrap();
+        assert!(error.contains("step-00000002"), "{error}");
+    }
+    assert_eq!(Manifest::read(folder.path()).unwrap(), old);
+    load(&case, folder.path()).unwrap();
+}
+
+#[test]
+fn two_runs_cannot_save_into_one_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let lock = FolderLock::take(folder.path()).unwrap();
+    let error = FolderLock::take(folder.path()).unwrap_err().to_string();
+    assert!(error.contains("another run"), "{error}");
+    drop(lock);
+    FolderLock::take(folder.path()).unwrap();
+    let error = FolderLock::take(&folder.path().join("none")).unwrap_err();
+    assert!(error.to_string().contains("none"), "{error}");
 }

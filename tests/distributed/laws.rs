@@ -279,6 +279,34 @@ fn with_rings_a_full_bucket_starts_before_the_last_gradient_is_given() {
 }
 
 #[test]
+fn parameters_broadcast_by_their_owners_have_the_bits_of_gathered_ones() {
+    for rule in [rules()[0], rules()[4]] {
+        for (ownership, zero) in [
+            (Ownership::UseOrder, Zero::Zero1),
+            (Ownership::GreedyEven, Zero::Zero2),
+            (Ownership::Tensors, Zero::Zero1),
+        ] {
+            let case = Case {
+                rule,
+                world: 3,
+                zero,
+                ownership,
+                mixed: Mixed::Yes,
+                ..Case::default()
+            };
+            let expected = case.run();
+            for cap in [1, 300_000, 1 << 30] {
+                let fused = Case {
+                    broadcast_cap: Some(cap),
+                    ..case.clone()
+                };
+                assert!(fused.run().params == expected.params, "{fused:?}");
+            }
+        }
+    }
+}
+
+#[test]
 fn parameters_of_one_rank_come_to_all() {
     for zero in [Zero::Zero0, Zero::Zero1, Zero::Zero2] {
         let case = Case {

@@ -2,15 +2,15 @@
 
 use std::num::{NonZeroU32, NonZeroU64};
 
-use fusestep_collective::Solo;
+use fusestep_collective::{Communicator, Options, Solo, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_sgd::Sgd;
 use fusestep_planner::{
-    Averaged, Comms, GradientMerge, LocalSgd, PlanError, Planner, Shard, Topology, Zero,
+    Averaged, Comms, GradientMerge, LocalSgd, PlanError, Planner, Reduced, Shard, Topology, Zero,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
 
-use crate::run::{Case, Mixed};
+use crate::run::{Case, Exact, Mixed};
 
 fn every(steps: u64) -> LocalSgd {
     LocalSgd::every(NonZeroU64::new(steps).unwrap())
@@ -39,6 +39,84 @@ fn merged_steps_give_the_same_bits_at_every_stage_and_with_any_rings() {
                 };
                 assert!(case.run().params == expected.params, "{case:?}");
             }
+        }
+    }
+}
+
+#[test]
+fn gradients_reduced_in_every_micro_step_give_the_same_bits_at_every_stage() {
+    for mixed in [Mixed::No, Mixed::Yes] {
+        let base = Case {
+            merge: 3,
+            reduced: Reduced::PerMicroStep,
+            world: 3,
+            mixed,
+            steps: 2,
+            cap: None,
+            clip: Some(1.0),
+            absent: vec![(0, 1, 3), (1, 5, 4), (0, 3, 0), (0, 4, 0)],
+            ..Case::default()
+        };
+        let expected = base.run();
+        for zero in [Zero::Zero0, Zero::Zero1, Zero::Zero2, Zero::Zero3] {
+            for (cap, rings) in [(Some(40_000), 0), (Some(1 << 20), 2)] {
+                let case = Case {
+                    zero,
+                    cap,
+                    rings,
+                    ..base.clone()
+                };
+                assert!(case.run().params == expected.params, "{case:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn reduced_per_micro_step_or_per_window_sums_are_the_same_where_they_are_exact() {
+    for (world, exact) in [(1, Exact::No), (4, Exact::Yes)] {
+        let once = Case {
+            merge: 4,
+            world,
+            exact,
+            zero: Zero::Zero2,
+            absent: vec![(0, 1, 3), (0, 5, 4)],
+            ..Case::default()
+        };
+        let each = Case {
+            reduced: Reduced::PerMicroStep,
+            ..once.clone()
+        };
+        assert!(each.run().params == once.run().params, "{world} ranks");
+    }
+}
+
+#[test]
+fn weights_that_ranks_do_not_share_are_refused_by_all_of_them() {
+    for zero in [Zero::Zero0, Zero::Zero2] {
+        let case = Case {
+            merge: 2,
+            reduced: Reduced::PerMicroStep,
+            world: 2,
+            zero,
+            ..Case::default()
+        };
+        let outcomes = run_ranks(2, &Options::default(), |mut comm| {
+            let plan = case
+                .planner()
+                .plan_for(&case.params(), Topology::of(&comm))
+                .unwrap();
+            let backend = CpuBackend::with_all_threads().unwrap();
+            let rank = comm.rank();
+            let mut comms = Comms::direct(&mut comm);
+            let mut state = plan.allocate(&backend).unwrap();
+            state.set_weight(1.0 + rank as f64);
+            plan.run_with(&mut state, &backend, &mut comms).unwrap();
+            let error = plan.run_with(&mut state, &backend, &mut comms);
+            error.unwrap_err().to_string()
+        });
+        for error in outcomes.unwrap() {
+            assert!(error.unwrap().contains("same weights"));
         }
     }
 }

@@ -5,7 +5,8 @@ use std::time::Instant;
 use fusestep_collective::Link;
 use fusestep_fused_adam::Adam;
 use fusestep_planner::{
-    Bucket, FuseAllReduce, Oversize, Planner, RankPlan, Shard, Topology, Zero, groups_by_layer,
+    Bucket, FuseAllReduce, FuseBroadcast, Note, Oversize, Ownership, Planner, RankPlan, Shard,
+    Topology, Zero, groups_by_layer,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
 
@@ -105,6 +106,68 @@ fn layers_are_grouped_as_the_reference_groups_them() {
     assert_eq!(groups(32.0, 50), [vec![0, 1, 2, 4, 3, 6], vec![5]]);
     let buckets = plan(&params, FuseAllReduce::by_layer(5.0, 1), 2);
     assert_eq!(buckets.buckets().len(), 4);
+}
+
+#[test]
+fn updated_parameters_come_in_one_call_for_each_owner_and_cap() {
+    let mib = 1 << 18;
+    let params = params(&[
+        ("a", 20 * mib, DType::F32),
+        ("b", 10 * mib, DType::F32),
+        ("c", 5 * mib, DType::F32),
+        ("d", 40 * mib, DType::F32),
+        ("e", mib, DType::F32),
+        ("h", 3, DType::F16),
+    ]);
+    let planner = |zero, ownership, cap_mib: u64| {
+        Planner::new(Adam::default().into())
+            .with(FuseBroadcast::of_bytes(cap_mib << 20))
+            .with(Shard::new(zero).ownership(ownership))
+    };
+    let groups = |planner: &Planner, world| -> Vec<(usize, Vec<u32>)> {
+        let plan = planner.plan_for(&params, Topology::new(0, world).unwrap());
+        let groups = plan.unwrap().broadcasts().to_vec();
+        let found = groups.into_iter().map(|group| (group.owner, group.params));
+        found.collect()
+    };
+    // A part of 38 MiB each: `c` starts below it, `d` not; an owner's groups hold at most the cap, or one longer tensor.
+    let whole = planner(Zero::Zero2, Ownership::UseOrder, 32);
+    assert_eq!(
+        groups(&whole, 2),
+        [
+            (0, vec![0, 1]),
+            (0, vec![2]),
+            (0, vec![3]),
+            (1, vec![4]),
+            (0, vec![5]),
+        ]
+    );
+    // 20 and 10 MiB are exactly 30.
+    let exact = planner(Zero::Zero1, Ownership::UseOrder, 30);
+    assert_eq!(groups(&exact, 2).len(), 5);
+    let small = planner(Zero::Zero1, Ownership::UseOrder, 29);
+    assert_eq!(groups(&small, 2).len(), 6);
+    for (planner, world, why) in [
+        (
+            planner(Zero::Zero1, Ownership::Elements, 32),
+            2,
+            "one all-gather",
+        ),
+        (
+            planner(Zero::Zero3, Ownership::UseOrder, 32),
+            2,
+            "in their shards",
+        ),
+        (planner(Zero::Zero0, Ownership::UseOrder, 32), 2, "itself"),
+        (planner(Zero::Zero2, Ownership::UseOrder, 32), 1, "nobody"),
+    ] {
+        let plan = planner
+            .plan_for(&params, Topology::new(0, world).unwrap())
+            .unwrap();
+        assert!(plan.broadcasts().is_empty());
+        let refused = |note: &Note| note.pass == "fuse_broadcast" && note.reason.contains(why);
+        assert!(plan.explain().iter().any(refused), "{why}");
+    }
 }
 
 #[test]

@@ -11,8 +11,8 @@ use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_lion::Lion;
 use fusestep_planner::{
-    ClipByGlobalNorm, Comms, FuseAllReduce, GradientMerge, LocalSgd, LossScaling, Optimizer,
-    Oversize, Ownership, Planner, RankPlan, Shard, StepReport, Topology, Zero,
+    ClipByGlobalNorm, Comms, FuseAllReduce, FuseBroadcast, GradientMerge, LocalSgd, LossScaling,
+    Optimizer, Oversize, Ownership, Planner, RankPlan, Reduced, Shard, StepReport, Topology, Zero,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use half::bf16;
@@ -29,16 +29,27 @@ pub(crate) struct Case {
     pub(crate) ownership: Ownership,
     /// Bytes of a bucket; `None` for one call per tensor and no pass at all.
     pub(crate) cap: Option<u64>,
+    /// Bytes of a broadcast of updated parameters; `None` without the pass.
+    pub(crate) broadcast_cap: Option<u64>,
     pub(crate) rings: usize,
     pub(crate) clip: Option<f64>,
     pub(crate) scaled: Option<f64>,
     pub(crate) merge: u32,
+    pub(crate) reduced: Reduced,
+    /// Values are small integers over 16, whose sums are exact in any order.
+    pub(crate) exact: Exact,
     pub(crate) local_sgd: Option<LocalSgd>,
     pub(crate) steps: u64,
     /// Rank, step and parameter whose gradient is not given.
     pub(crate) absent: Vec<(usize, u64, usize)>,
     /// Rank, step and parameter whose gradient's last element is infinite.
     pub(crate) infinite: Option<(usize, u64, usize)>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Exact {
+    No,
+    Yes,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -57,10 +68,13 @@ impl Default for Case {
             zero: Zero::Zero0,
             ownership: Ownership::Elements,
             cap: Some(100_000),
+            broadcast_cap: None,
             rings: 0,
             clip: None,
             scaled: None,
             merge: 1,
+            reduced: Reduced::PerWindow,
+            exact: Exact::No,
             local_sgd: None,
             steps: 3,
             absent: Vec::new(),
@@ -116,6 +130,9 @@ impl Case {
                 planner = planner.with(FuseAllReduce::of_bytes(cap).oversize(Oversize::Split))
             }
         }
+        if let Some(cap) = self.broadcast_cap {
+            planner = planner.with(FuseBroadcast::of_bytes(cap));
+        }
         if let Some(norm) = self.clip {
             planner = planner.with(ClipByGlobalNorm::new(norm));
         }
@@ -123,7 +140,8 @@ impl Case {
             planner = planner.with(LossScaling::fixed(scale));
         }
         if self.merge > 1 {
-            planner = planner.with(GradientMerge::every(NonZeroU32::new(self.merge).unwrap()));
+            let every = NonZeroU32::new(self.merge).unwrap();
+            planner = planner.with(GradientMerge::every(every).reduced(self.reduced));
         }
         if let Some(rule) = self.local_sgd {
             planner = planner.with(rule);
@@ -145,8 +163,12 @@ impl Case {
             if self.infinite == Some((rank, step, param)) && element == last {
                 return f32::INFINITY;
             }
-            noise([rank as u64 + 1, step + 1, (param as u64) << 32 | element])
-                * self.scaled.unwrap_or(1.0) as f32
+            let value = noise([rank as u64 + 1, step + 1, (param as u64) << 32 | element]);
+            let value = match self.exact {
+                Exact::Yes => (value * 16.0).round() / 16.0,
+                Exact::No => value,
+            };
+            value * self.scaled.unwrap_or(1.0) as f32
         })
     }
 

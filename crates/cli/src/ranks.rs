@@ -5,7 +5,7 @@ use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 use anyhow::ensure;
 use clap::Args;
 use fusestep_collective::Link;
-use fusestep_planner::{FuseAllReduce, GradientMerge, LocalSgd, Planner, Shard, Zero};
+use fusestep_planner::{FuseAllReduce, GradientMerge, LocalSgd, Planner, Reduced, Shard, Zero};
 
 /// Bytes of a MiB.
 const MIB: f64 = 1_048_576.0;
@@ -25,6 +25,9 @@ pub(crate) struct RankArgs {
     /// Add the gradients of this many batches before each update
     #[arg(long, value_name = "K")]
     pub(crate) gradient_merge: Option<NonZeroU32>,
+    /// Reduce gradients across ranks in every batch of a merge, which takes less memory and more calls
+    #[arg(long, requires = "gradient_merge")]
+    pub(crate) merge_reduce_each: bool,
     /// Average parameters every this many steps in place of gradients every step
     #[arg(long, value_name = "K")]
     pub(crate) local_sgd: Option<NonZeroU64>,
@@ -59,7 +62,11 @@ impl RankArgs {
             planner = planner.with(FuseAllReduce::of_bytes(cap_bytes));
         }
         if let Some(every) = self.gradient_merge {
-            planner = planner.with(GradientMerge::every(every));
+            let reduced = match self.merge_reduce_each {
+                true => Reduced::PerMicroStep,
+                false => Reduced::PerWindow,
+            };
+            planner = planner.with(GradientMerge::every(every).reduced(reduced));
         }
         if let Some(every) = self.local_sgd {
             planner = planner.with(LocalSgd::every(every));

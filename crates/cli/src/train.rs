@@ -1,6 +1,6 @@
 //! `fusestep train`: a small model learns handwritten digits with the planned optimizer.
 
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -71,6 +71,9 @@ pub(crate) struct TrainArgs {
     /// Save parameters, optimizer state and position after every epoch
     #[arg(long, value_name = "DIR")]
     pub(crate) checkpoint: Option<PathBuf>,
+    /// Save after every this many updates, too
+    #[arg(long, value_name = "K", requires = "checkpoint")]
+    pub(crate) save_every: Option<NonZeroU64>,
     /// Go on from the checkpoint, of however many ranks it is
     #[arg(long, requires = "checkpoint")]
     pub(crate) resume: bool,

@@ -1,7 +1,7 @@
 //! `fusestep train` on many ranks: each has its part of every batch, of gradients, state and parameters.
 
 use std::collections::BTreeMap;
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU64, NonZeroUsize};
 use std::time::Instant;
 
 use anyhow::{Context, bail};
@@ -9,7 +9,7 @@ use candle_core::{Device, Tensor};
 use fusestep_collective::{Collectives, Communicator, ReduceOp, even_counts};
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::Backend;
-use fusestep_planner::{Comms, Planner, RankPlan, RankState, Topology};
+use fusestep_planner::{Comms, FolderLock, Planner, RankPlan, RankState, Topology};
 use fusestep_tensor::{DType, ParamDesc, Shape};
 use half::{bf16, f16};
 use rand::SeedableRng;
@@ -65,6 +65,9 @@ fn train(args: &TrainArgs, comm: &mut dyn Communicator) -> anyhow::Result<Traine
         std::fs::create_dir_all(folder)
             .with_context(|| format!("--checkpoint {}", folder.display()))?;
     }
+    let first = topology.rank == 0;
+    let folder = args.checkpoint.as_ref().filter(|_| first);
+    let _lock = folder.map(|folder| FolderLock::take(folder)).transpose()?;
     let mut state = plan.allocate(&backend)?;
     for (name, var) in model.parameters() {
         plan.write_param(&mut state, &backend, &name, &bytes_of(var.as_tensor())?)?;
@@ -166,15 +169,19 @@ impl Run<'_> {
         let mut rng = ChaCha8Rng::seed_from_u64(args.seed.wrapping_add(1));
         let mut order: Vec<usize> = (0..train.len()).collect();
         let mut history = Vec::new();
-        let done = self.resume(args)?;
+        let start = self.resume(args)?;
         for epoch in 1..=args.epochs.get() {
             order.shuffle(&mut rng);
             // The order of images follows from all shuffles before it.
-            if epoch <= done {
+            if epoch <= start.epochs {
                 continue;
             }
-            let mut sum = 0.0;
-            for positions in order.chunks(args.batch.get()) {
+            let (begun, mut sum) = match epoch == start.epochs + 1 {
+                true => (start.batches, start.loss_sum),
+                false => (0, 0.0),
+            };
+            for (at, positions) in order.chunks(args.batch.get()).enumerate().skip(begun) {
+                let before = self.steps;
                 let loss = self.step(args, train, positions)?;
                 // All ranks see the same mean, so they give up together.
                 if !loss.is_finite() {
@@ -183,6 +190,15 @@ impl Run<'_> {
                     );
                 }
                 sum += loss * positions.len() as f64;
+                let due = |every: NonZeroU64| self.steps.is_multiple_of(every.get());
+                if self.steps > before && args.save_every.is_some_and(due) {
+                    let position = Position {
+                        epochs: epoch - 1,
+                        batches: at + 1,
+                        loss_sum: sum,
+                    };
+                    self.save(args, position)?;
+                }
             }
             // What is left of a merge window belongs to this epoch's images.
             let report = self
@@ -197,35 +213,42 @@ impl Run<'_> {
                 loss: sum / train.len() as f64,
                 test_accuracy: layers::accuracy(self, test)?,
             });
-            self.save(args, epoch)?;
+            let position = Position {
+                epochs: epoch,
+                ..Position::default()
+            };
+            self.save(args, position)?;
         }
         Ok(history)
     }
 
-    /// Goes on from the checkpoint; returns the epochs that are done.
-    fn resume(&mut self, args: &TrainArgs) -> anyhow::Result<usize> {
+    /// Goes on from the checkpoint; returns where it was.
+    fn resume(&mut self, args: &TrainArgs) -> anyhow::Result<Position> {
         let Some(folder) = args.checkpoint.as_ref().filter(|_| args.resume) else {
-            return Ok(0);
+            return Ok(Position::default());
         };
         let caller = self.plan.load(&mut self.state, &self.backend, folder)?;
-        for (key, own) in position(args, 0) {
-            let found = caller.get(&key).map_or("nothing", String::as_str);
-            if key != EPOCH && found != own {
+        for (key, own) in images(args) {
+            let found = caller.get(key).map_or("nothing", String::as_str);
+            if found != own {
                 bail!(
                     "{}: {key}: expected {own}, found {found}; resume with the same images",
                     folder.display()
                 );
             }
         }
-        let epochs = caller.get(EPOCH).and_then(|text| text.parse().ok());
-        epochs.with_context(|| format!("{}: expected the epochs done", folder.display()))
+        let position = Position::read(&caller);
+        position.with_context(|| format!("{}: expected where the run was", folder.display()))
     }
 
-    fn save(&mut self, args: &TrainArgs, epoch: usize) -> anyhow::Result<()> {
+    fn save(&mut self, args: &TrainArgs, position: Position) -> anyhow::Result<()> {
         let Some(folder) = &args.checkpoint else {
             return Ok(());
         };
-        let caller = position(args, epoch);
+        let mut caller = position.texts();
+        for (key, own) in images(args) {
+            caller.insert(key.to_owned(), own);
+        }
         let (state, backend) = (&self.state, &self.backend);
         Ok(self
             .plan
@@ -322,17 +345,43 @@ impl Run<'_> {
     }
 }
 
-/// Key of the epochs done in a checkpoint.
-const EPOCH: &str = "epoch";
+/// Where in its images a run is.
+#[derive(Clone, Copy, Debug, Default)]
+struct Position {
+    /// Epochs that are over.
+    epochs: usize,
+    /// Batches of the next that are over, and the sum of their images' losses.
+    batches: usize,
+    loss_sum: f64,
+}
 
-/// Where in its images a run is, as a checkpoint says it.
-fn position(args: &TrainArgs, epoch: usize) -> BTreeMap<String, String> {
-    let entries = [
-        (EPOCH, epoch.to_string()),
+impl Position {
+    fn texts(self) -> BTreeMap<String, String> {
+        let entries = [
+            ("epochs", self.epochs.to_string()),
+            ("batches", self.batches.to_string()),
+            // Bits, so that the epoch's mean is the same to the last one.
+            ("loss_sum", format!("{:016x}", self.loss_sum.to_bits())),
+        ];
+        entries.map(|(key, value)| (key.to_owned(), value)).into()
+    }
+
+    fn read(texts: &BTreeMap<String, String>) -> Option<Self> {
+        let bits = u64::from_str_radix(texts.get("loss_sum")?, 16).ok()?;
+        Some(Self {
+            epochs: texts.get("epochs")?.parse().ok()?,
+            batches: texts.get("batches")?.parse().ok()?,
+            loss_sum: f64::from_bits(bits),
+        })
+    }
+}
+
+/// What decides which images a batch has.
+fn images(args: &TrainArgs) -> [(&'static str, String); 2] {
+    [
         ("seed", args.seed.to_string()),
         ("batch", args.batch.to_string()),
-    ];
-    entries.map(|(key, value)| (key.to_owned(), value)).into()
+    ]
 }
 
 /// A tensor's elements as they lie in memory.

@@ -191,7 +191,7 @@ impl NormState {
             sums: backend.allocate(0)?,
             control: backend.allocate(size_of::<ControlBlock>())?,
             block: GradientRule::first_block(rule.loss_scale),
-            scale_of_sums: rule.loss_scale.scale(),
+            scale_of_sums: Some(rule.loss_scale.scale()),
             placed: Placed::Yes,
         };
         state.block.write(backend, state.control.as_mut())?;

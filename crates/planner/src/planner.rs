@@ -113,8 +113,8 @@ impl Planner {
     /// # Cost
     /// Linear in the number of parameters.
     pub fn plan(&self, params: &[ParamDesc]) -> Result<Plan, PlanError> {
-        let of_ranks = |pass: &&Box<dyn Pass>| pass.acts_on() == ActsOn::Ranks;
-        if let Some(pass) = self.passes.iter().find(of_ranks) {
+        let mut passes = self.passes.iter();
+        if let Some(pass) = passes.find(|pass| pass.acts_on() == ActsOn::Ranks) {
             return Err(PlanError::WithoutRanks { pass: pass.name() });
         }
         self.plan_with(params, Topology::SOLO, |_| true)

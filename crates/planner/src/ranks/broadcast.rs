@@ -30,8 +30,10 @@ impl RankPlan {
             });
         }
         comms.set_plan(self.hash());
-        let fuse = self.whole.ranks.fuse.as_ref();
-        let cap_bytes = fuse.map_or(FuseAllReduce::DEFAULT_CAP_BYTES, |fuse| fuse.cap_bytes);
+        let options = &self.whole.ranks;
+        let of_buckets = options.fuse.as_ref().map(|fuse| fuse.cap_bytes);
+        let cap_bytes = options.broadcast_cap_bytes.or(of_buckets);
+        let cap_bytes = cap_bytes.unwrap_or(FuseAllReduce::DEFAULT_CAP_BYTES);
         for flat in &self.flats {
             let width = flat.dtype.len_bytes();
             let mut words = Words::zeroed(flat.total() as usize * width);

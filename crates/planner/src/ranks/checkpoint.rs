@@ -19,6 +19,9 @@ use crate::{PlanError, State};
 /// Bytes that each rank says about its file: outcome, length and checksum.
 const WORD_BYTES: usize = 24;
 
+/// Tensors that a refusal names, beside the first.
+const MOST_NAMED: usize = 8;
+
 impl RankPlan {
     /// Saves parameters, optimizer state and counts, and texts of the caller's own; all ranks call it, between windows.
     ///
@@ -291,27 +294,56 @@ impl RankPlan {
         if manifest.optimizer != own {
             return Err(refuse(folder, "optimizer", own, manifest.optimizer.clone()));
         }
+        let differences = self.differences(manifest)?;
+        let Some((name, expected, found)) = differences.first() else {
+            return self.check_steps(manifest, folder);
+        };
+        let mut found = found.clone();
+        if differences.len() > 1 {
+            let others = differences[1..].iter().map(|(name, ..)| name.as_str());
+            let others: Vec<&str> = others.take(MOST_NAMED).collect();
+            found += &format!(
+                "; {} others differ too: {}",
+                differences.len() - 1,
+                others.join(", ")
+            );
+        }
+        Err(refuse(folder, name, expected, found))
+    }
+
+    /// Tensors that the plan and a checkpoint have not alike: name, expected, found.
+    fn differences(&self, manifest: &Manifest) -> Result<Vec<(String, String, String)>, PlanError> {
         let own = self.tensors_of_checkpoint()?;
+        let none = || "no such tensor".to_owned();
+        let text = |spec: &TensorSpec| format!("{} {}", spec.dtype, spec.shape);
+        let mut differences = Vec::new();
         for (name, spec) in &own {
-            let expected = format!("{} {}", spec.dtype, spec.shape);
-            let found = match manifest.tensors.get(name) {
-                Some(found) if found == spec => continue,
-                Some(found) => format!("{} {}", found.dtype, found.shape),
-                None => "no such tensor".to_owned(),
-            };
-            return Err(refuse(folder, name, &expected, found));
-        }
-        match manifest
-            .tensors
-            .keys()
-            .find(|name| !own.contains_key(*name))
-        {
-            Some(name) => {
-                let found = "a tensor of no parameter of the plan".to_owned();
-                Err(refuse(folder, name, "no such tensor", found))
+            let found = manifest.tensors.get(name);
+            if found != Some(spec) {
+                differences.push((name.clone(), text(spec), found.map_or_else(none, text)));
             }
-            None => Ok(()),
         }
+        for (name, spec) in &manifest.tensors {
+            if !own.contains_key(name) {
+                differences.push((name.clone(), none(), text(spec)));
+            }
+        }
+        Ok(differences)
+    }
+
+    fn check_steps(&self, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
+        for (name, &step) in &manifest.steps_of {
+            let what = format!("steps of `{name}`");
+            if !self.index.contains_key(name) {
+                let found = "one of no parameter of the plan".to_owned();
+                return Err(refuse(folder, &what, "a parameter of the plan", found));
+            }
+            if step > manifest.step {
+                let expected = format!("at most the {} of the run", manifest.step);
+                return Err(refuse(folder, &what, &expected, step.to_string()));
+            }
+        }
+        Ok(())
     }
 }
 

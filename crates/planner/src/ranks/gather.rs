@@ -145,7 +145,7 @@ impl RankPlan {
                 state.local.read(backend, Role::Param, name, bytes)?;
                 local += 1;
             }
-            if self.topology().world > 1 {
+            if self.topology().world > 1 && self.broadcasts.is_empty() {
                 let counts: Vec<usize> = flat
                     .bounds
                     .windows(2)
@@ -153,6 +153,14 @@ impl RankPlan {
                     .collect();
                 comms.in_place(Operation::AllGather, flat.dtype, Some(&counts), replica)?;
             }
+        }
+        for group in &self.broadcasts {
+            let dtype = self.flats[group.flat].dtype;
+            let width = dtype.len_bytes();
+            let (from, to) = (group.elements.start as usize, group.elements.end as usize);
+            let bytes = &mut state.replicas[group.flat].bytes_mut()[from * width..to * width];
+            let operation = Operation::Broadcast { root: group.owner };
+            comms.in_place(operation, dtype, None, bytes)?;
         }
         Ok(())
     }

@@ -4,13 +4,16 @@
 //! buckets of gradients, the cut of every dtype's elements into shards and the calls between ranks.
 
 mod broadcast;
+mod broadcast_groups;
 mod bucket;
 mod checkpoint;
 mod comms;
 mod flat;
 mod folder;
 mod gather;
+mod lock;
 mod merge;
+mod micro_step;
 mod norm;
 mod plan;
 mod run;
@@ -18,11 +21,13 @@ mod state;
 mod topology;
 mod words;
 
+pub use broadcast_groups::BroadcastGroup;
 pub use bucket::{Bucket, Span, groups_by_layer};
 pub use comms::Comms;
 pub use flat::{Flat, Ownership, Piece, owners_greedy_even, owners_in_use_order};
 pub use folder::{Manifest, ShardSpec, TensorSpec, WholeTensors};
 pub use gather::GatheredParams;
+pub use lock::FolderLock;
 pub use plan::{RankPlan, RankSummary};
 pub use run::RankReport;
 pub use state::RankState;

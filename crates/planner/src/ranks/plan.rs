@@ -9,6 +9,7 @@ use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use serde::Serialize;
 use xxhash_rust::xxh3::Xxh3;
 
+use super::broadcast_groups::{BroadcastGroup, broadcast_groups};
 use super::bucket::{Bucket, buckets};
 use super::{Flat, Ownership, Piece, Topology};
 use crate::passes::{ActsOn, FuseAllReduce, GradientMerge, LocalSgd, Zero};
@@ -23,6 +24,7 @@ pub(crate) struct RankOptions {
     pub(crate) fuse: Option<FuseAllReduce>,
     pub(crate) merge: Option<GradientMerge>,
     pub(crate) local_sgd: Option<LocalSgd>,
+    pub(crate) broadcast_cap_bytes: Option<u64>,
 }
 
 /// A training step's tail as one rank of several runs it.
@@ -35,6 +37,7 @@ pub struct RankPlan {
     pub(crate) local: Plan,
     pub(crate) flats: Vec<Flat>,
     pub(crate) buckets: Vec<Bucket>,
+    pub(crate) broadcasts: Vec<BroadcastGroup>,
     /// For each line the pieces that this rank updates; entry `i` of all of them together is parameter `i` of the local plan.
     pub(crate) pieces: Vec<Vec<Piece>>,
     /// For each parameter its spans: bucket and position there.
@@ -64,6 +67,7 @@ impl Planner {
         let flats = flats(&whole)?;
         let options = &whole.ranks;
         let buckets = buckets(&whole.params, &flats, options.fuse.as_ref());
+        let (broadcasts, note) = broadcast_groups(&flats, options);
         let own = |flat: &Flat| match options.zero {
             Zero::Zero0 => 0..flat.total(),
             _ => flat.shard(topology.rank),
@@ -95,12 +99,13 @@ impl Planner {
         let names = params.iter().enumerate();
         let mut plan = RankPlan {
             index: names.map(|(i, param)| (param.name.clone(), i)).collect(),
-            notes: whole.notes.clone(),
-            hash: hash(&whole, &flats, &buckets),
+            notes: whole.notes.iter().cloned().chain(note).collect(),
+            hash: hash(&whole, &flats, &buckets, &broadcasts),
             whole,
             local,
             flats,
             buckets,
+            broadcasts,
             pieces,
             spans_of,
             places,
@@ -139,6 +144,11 @@ impl RankPlan {
     /// The buckets, in the order they are reduced.
     pub fn buckets(&self) -> &[Bucket] {
         &self.buckets
+    }
+
+    /// The calls that bring updated parameters to all ranks, if pass `fuse_broadcast` applies.
+    pub fn broadcasts(&self) -> &[BroadcastGroup] {
+        &self.broadcasts
     }
 
     /// What the passes did and why.
@@ -360,7 +370,7 @@ fn check_conflicts(whole: &Plan) -> Result<(), PlanError> {
     Ok(())
 }
 
-fn hash(whole: &Plan, flats: &[Flat], buckets: &[Bucket]) -> u64 {
+fn hash(whole: &Plan, flats: &[Flat], buckets: &[Bucket], broadcasts: &[BroadcastGroup]) -> u64 {
     let options = &whole.ranks;
     let mut hasher = Xxh3::new();
     hasher.write_u64(whole.hash());
@@ -368,6 +378,10 @@ fn hash(whole: &Plan, flats: &[Flat], buckets: &[Bucket]) -> u64 {
     hasher.write_u8(options.zero.number());
     hasher.write_u32(options.merge.map_or(0, |merge| merge.every.get()));
     hasher.write_u64(options.local_sgd.map_or(0, |rule| rule.every.get()));
+    hasher.write_u8(options.merge.map_or(0, |merge| merge.reduced as u8));
+    for group in broadcasts {
+        hasher.write_u64(group.elements.end);
+    }
     for flat in flats {
         for &member in &flat.members {
             hasher.write_u32(member);

@@ -1,5 +1,7 @@
 //! One step of one rank.
 
+use std::time::Instant;
+
 use fusestep_collective::{Operation, ReduceOp};
 use fusestep_launch::Backend;
 use fusestep_tensor::{DType, Role};
@@ -19,6 +21,17 @@ pub struct RankReport {
     pub update: Option<StepReport>,
     /// Whether parameters were averaged across ranks.
     pub averaged: bool,
+    /// Time from the end of the window's backward passes until its gradients were reduced, in nanoseconds: what of the calls was not
+    /// hidden behind them, and copying this rank's part.
+    pub exposed_ns: u64,
+}
+
+/// A window that ends.
+#[derive(Clone, Copy, Debug)]
+struct Window {
+    divisor: Divisor,
+    /// The weight of a micro-step that is still to be added; `None` if the window is flushed between two.
+    fresh: Option<Option<f64>>,
 }
 
 impl RankPlan {
@@ -38,16 +51,24 @@ impl RankPlan {
     ) -> Result<RankReport, PlanError> {
         self.check(state, comms)?;
         let last = state.micro_steps + 1 == self.micro_steps();
-        let weight = state.weight.take().unwrap_or(1.0);
+        let given_weight = state.weight.take();
+        let weight = given_weight.unwrap_or(1.0);
         let divisor = self.divisor(state, weight);
         if !last {
+            if self.reduces_each() {
+                self.reduce_micro_step(state, comms, given_weight)?;
+            }
             state.micro_steps += 1;
             state.weights += weight;
             state.given_now.fill(false);
             self.wait_for_all_again(state);
             return Ok(RankReport::default());
         }
-        self.update(state, backend, comms, divisor)
+        let window = Window {
+            divisor,
+            fresh: Some(given_weight),
+        };
+        self.update(state, backend, comms, window)
     }
 
     /// Updates from a window that is shorter than planned: what the last micro-steps before an epoch's end have added. Does
@@ -65,8 +86,11 @@ impl RankPlan {
         if state.micro_steps == 0 {
             return Ok(RankReport::default());
         }
-        let divisor = self.divisor(state, 0.0);
-        self.update(state, backend, comms, divisor)
+        let window = Window {
+            divisor: self.divisor(state, 0.0),
+            fresh: None,
+        };
+        self.update(state, backend, comms, window)
     }
 
     fn check(&self, state: &RankState, comms: &Comms<'_>) -> Result<(), PlanError> {
@@ -96,10 +120,10 @@ impl RankPlan {
         state: &mut RankState,
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
-        divisor: Divisor,
+        window: Window,
     ) -> Result<RankReport, PlanError> {
         comms.set_plan(self.hash());
-        let done = self.try_update(state, backend, comms, divisor);
+        let done = self.try_update(state, backend, comms, window);
         if done.is_err() {
             self.poison(state);
         }
@@ -111,16 +135,23 @@ impl RankPlan {
         state: &mut RankState,
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
-        divisor: Divisor,
+        window: Window,
     ) -> Result<RankReport, PlanError> {
-        self.complete(state, divisor);
-        let present = self.agree_on_present(state, comms)?;
-        if self.reduces() {
-            while state.next < self.buckets.len() {
-                self.start_next(state, comms)?;
+        let present = match (self.reduces_each(), window.fresh) {
+            (false, _) => {
+                self.reduce_buckets(state, comms, window.divisor)?;
+                self.agree_on_present(state, comms)?
             }
-        }
-        self.collect(state)?;
+            (true, fresh) => {
+                if let Some(weight) = fresh {
+                    self.reduce_buckets(state, comms, window.divisor)?;
+                    self.accumulate(state, weight);
+                }
+                let present = self.agree_on_present(state, comms)?;
+                self.conclude_window(state, window.divisor);
+                present
+            }
+        };
         self.decide(state, backend, comms, &present)?;
         self.hand_over(state, backend, &present)?;
         let report = self.local.run(&mut state.local, backend)?;
@@ -138,13 +169,34 @@ impl RankPlan {
         state.next = 0;
         state.micro_steps = 0;
         state.weights = 0.0;
+        state.weights_hash = 0;
         state.given.fill(0);
         state.given_now.fill(false);
         self.wait_for_all_again(state);
         Ok(RankReport {
             update: Some(report),
             averaged,
+            exposed_ns: std::mem::take(&mut state.exposed_ns),
         })
+    }
+
+    /// Reduces all buckets and copies this rank's part of them to its shards.
+    pub(crate) fn reduce_buckets(
+        &self,
+        state: &mut RankState,
+        comms: &mut Comms<'_>,
+        divisor: Divisor,
+    ) -> Result<(), PlanError> {
+        self.complete(state, divisor);
+        let start = Instant::now();
+        if self.reduces() {
+            while state.next < self.buckets.len() {
+                self.start_next(state, comms)?;
+            }
+        }
+        self.collect(state)?;
+        state.exposed_ns += start.elapsed().as_nanos() as u64;
+        Ok(())
     }
 
     /// Finishes gradients that were not given in the window's last micro-step: divides what earlier ones have added, and writes
@@ -154,7 +206,7 @@ impl RankPlan {
             if state.given_now[param] {
                 continue;
             }
-            let given = state.given[param] > 0;
+            let given = state.given[param] > 0 && !self.reduces_each();
             let how = Absorb {
                 first: false,
                 weight: None,
@@ -185,10 +237,16 @@ impl RankPlan {
             .iter()
             .map(|&given| u8::from(given > 0))
             .collect();
+        let params = present.len();
+        if self.reduces_each() {
+            present.extend(Self::weights_to_compare(state));
+        }
         if self.reduces() {
             let operation = Operation::AllReduce(ReduceOp::Max);
             comms.in_place(operation, DType::U8, None, &mut present)?;
         }
+        self.check_weights(&present[params..])?;
+        present.truncate(params);
         Ok(present)
     }
 

@@ -5,6 +5,7 @@ use fusestep_tensor::Role;
 
 use super::comms::{BucketCall, Comms, Reducing};
 use super::merge::{Absorb, Divisor, absorb};
+use super::micro_step::sums_of;
 use super::norm::RankNorm;
 use super::words::Words;
 use super::{Bucket, RankPlan};
@@ -34,9 +35,15 @@ pub struct RankState {
     pub(crate) sums: Vec<Vec<f32>>,
     /// For each line the gradients of this rank's shard.
     pub(crate) shards: Vec<Words>,
+    /// For each line the sums of this window's gradients in the shard, if they are reduced in every micro-step.
+    pub(crate) shard_sums: Vec<Words>,
+    /// Stands for the weights of this window's micro-steps, if gradients are reduced in each.
+    pub(crate) weights_hash: u64,
     /// For each line all parameters, if this rank updates only some but needs all.
     pub(crate) replicas: Vec<Words>,
     pub(crate) norm: Option<RankNorm>,
+    /// Time that this window's calls took behind its backward passes.
+    pub(crate) exposed_ns: u64,
     /// Steps since parameters were averaged.
     pub(crate) since_average: u64,
     /// For each parameter the steps it has taken, whoever holds it.
@@ -69,7 +76,7 @@ impl RankPlan {
         let numel_bytes = |bucket: &Bucket| {
             bucket.numel as usize * self.flats[bucket.flat].grad_dtype.len_bytes()
         };
-        let merges = self.micro_steps() > 1;
+        let merges = self.micro_steps() > 1 && !self.reduces_each();
         let narrow = |bucket: &Bucket| self.flats[bucket.flat].grad_dtype.len_bytes() == 2;
         let sums = self
             .buckets
@@ -82,6 +89,14 @@ impl RankPlan {
             let numel: u64 = pieces.iter().map(|piece| piece.numel).sum();
             Words::zeroed(numel as usize * flat.grad_dtype.len_bytes())
         });
+        let shard_sums =
+            self.flats
+                .iter()
+                .zip(&self.pieces)
+                .map(|(flat, pieces)| match self.reduces_each() {
+                    true => sums_of(flat, pieces.iter().map(|piece| piece.numel).sum()),
+                    false => Words::default(),
+                });
         let replicas = self.flats.iter().map(|flat| match self.zero() {
             Zero::Zero0 | Zero::Zero3 => Words::default(),
             Zero::Zero1 | Zero::Zero2 => {
@@ -106,8 +121,11 @@ impl RankPlan {
             weight: None,
             sums: sums.collect(),
             shards: shards.collect(),
+            shard_sums: shard_sums.collect(),
+            weights_hash: 0,
             replicas: replicas.collect(),
             norm,
+            exposed_ns: 0,
             since_average: 0,
             steps_of: vec![0; self.params().len()],
         })
@@ -141,10 +159,18 @@ impl RankPlan {
             });
         }
         let last = state.micro_steps + 1 == self.micro_steps();
-        let how = Absorb {
-            first: state.given[param] == 0,
-            weight: state.weight,
-            last: last.then(|| self.divisor(state, state.weight.unwrap_or(1.0))),
+        let now = last || self.reduces_each();
+        let how = match self.reduces_each() {
+            true => Absorb {
+                first: true,
+                weight: None,
+                last: None,
+            },
+            false => Absorb {
+                first: state.given[param] == 0,
+                weight: state.weight,
+                last: last.then(|| self.divisor(state, state.weight.unwrap_or(1.0))),
+            },
         };
         for &(bucket, position) in &self.spans_of[param] {
             let from =
@@ -155,7 +181,7 @@ impl RankPlan {
             state.missing[bucket as usize] -= 1;
         }
         state.given[param] += 1;
-        if last && comms.has_rings() && self.reduces() {
+        if now && comms.has_rings() && self.reduces() {
             while state.next < self.buckets.len() && state.missing[state.next] == 0 {
                 self.start_next(state, comms)?;
             }
