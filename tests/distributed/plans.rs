@@ -5,8 +5,8 @@ use std::time::Instant;
 use fusestep_collective::Link;
 use fusestep_fused_adam::Adam;
 use fusestep_planner::{
-    Bucket, FuseAllReduce, FuseBroadcast, Note, Oversize, Ownership, Planner, RankPlan, Shard,
-    Topology, Zero, groups_by_layer,
+    Bucket, CostModel, EventKind, FuseAllReduce, FuseBroadcast, Note, Oversize, Ownership, Planner,
+    RankPlan, Shard, Topology, Zero, groups_by_layer,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
 
@@ -144,9 +144,9 @@ fn updated_parameters_come_in_one_call_for_each_owner_and_cap() {
     );
     // 20 and 10 MiB are exactly 30.
     let exact = planner(Zero::Zero1, Ownership::UseOrder, 30);
-    assert_eq!(groups(&exact, 2).len(), 5);
+    assert_eq!(groups(&exact, 2)[0], (0, vec![0, 1]));
     let small = planner(Zero::Zero1, Ownership::UseOrder, 29);
-    assert_eq!(groups(&small, 2).len(), 6);
+    assert_eq!(groups(&small, 2)[..2], [(0, vec![0]), (0, vec![1, 2])]);
     for (planner, world, why) in [
         (
             planner(Zero::Zero1, Ownership::Elements, 32),
@@ -199,6 +199,66 @@ fn ranks_agree_on_the_plan_and_hold_their_share_of_the_state() {
             }
         }
     }
+}
+
+#[test]
+fn calls_are_hidden_behind_a_backward_pass_and_drawn() {
+    let params = params(&[("a", 1 << 20, DType::F32), ("b", 3 << 20, DType::F32)]);
+    let plan = plan(&params, FuseAllReduce::of_bytes(1 << 20), 2);
+    let link = Link {
+        alpha_seconds: 1e-5,
+        beta_bytes_per_second: 1e9,
+    };
+    let model = |rings| CostModel {
+        link,
+        backward_seconds: 0.1,
+        rings,
+    };
+    let [after, beside, two] = [0, 1, 2].map(|rings| plan.summary(model(rings)));
+    // 16 calls of 1 MiB: latency and bytes of all of them, or of the last.
+    let call = 1e-5 + f64::from(1 << 20) / 1e9;
+    assert!(
+        (after.exposed_ns / 1e9 - 16.0 * call).abs() < 1e-9,
+        "{after:?}"
+    );
+    assert!((beside.exposed_ns / 1e9 - call).abs() < 1e-9, "{beside:?}");
+    assert!(two.exposed_ns <= beside.exposed_ns * 1.000_001);
+    assert!((after.predicted_step_ns - after.exposed_ns - 1e8).abs() < 1.0);
+    assert_eq!(after.messages, 2 * 16);
+    // √(16 MiB · 10 µs · 1 GB/s)
+    assert_eq!(after.proposed_bucket_cap_bytes, 409_600);
+    let timeline = plan.timeline(&model(1));
+    let reduces = timeline
+        .iter()
+        .filter(|event| event.kind == EventKind::Reduce);
+    assert_eq!(reduces.clone().count(), 16);
+    assert!(
+        reduces
+            .clone()
+            .zip(reduces.skip(1))
+            .all(|(a, b)| a.end <= b.start + 1e-12)
+    );
+    let page = plan.to_html(&model(1));
+    assert!(page.matches("<rect").count() >= 17 && page.contains("bucket 15"));
+}
+
+#[test]
+fn predicted_memory_is_what_a_state_holds_per_stage() {
+    let params = params(&[("a", 100_000, DType::F32), ("b", 20_000, DType::F32)]);
+    let memory = |zero: Zero| {
+        let planner = Planner::new(Adam::default().into())
+            .with(FuseAllReduce::default())
+            .with(Shard::new(zero));
+        let plan = planner.plan_for(&params, Topology::new(0, 4).unwrap());
+        plan.unwrap().memory_bytes()
+    };
+    let bytes = 480_000;
+    let near = |found: u64, expected: u64| assert!(found.abs_diff(expected) < 4 * 512, "{found}");
+    // Parameter, gradient, two moments, buckets, and the reduced gradients.
+    near(memory(Zero::Zero0), 6 * bytes);
+    // A quarter of parameter, gradient, moments and reduced gradients, and whole buckets; up to stage 2 whole parameters.
+    near(memory(Zero::Zero2), 5 * bytes / 4 + 2 * bytes);
+    near(memory(Zero::Zero3), 5 * bytes / 4 + bytes);
 }
 
 #[test]

@@ -79,16 +79,16 @@ struct WorldSummary {
 
 fn run_world(args: &PlanArgs, planner: Planner, params: &[ParamDesc]) -> anyhow::Result<()> {
     let world = args.world.world.map_or(1, std::num::NonZeroUsize::get);
-    let link = args.world.link()?;
+    let model = args.world.cost_model()?;
     let planner = args
         .world
         .ranks
         .passes(planner, Fused::from(args.planning.naive))?;
     let plan = planner.plan_for(params, Topology::new(0, world)?)?;
     if let Some(path) = &args.html {
-        write_page(path, &plan.local().to_html())?;
+        write_page(path, &plan.to_html(&model))?;
     }
-    let ranks = plan.summary(link);
+    let ranks = plan.summary(model);
     if args.json {
         let plan = plan.local().summary();
         return print_json(&WorldSummary { plan, ranks });

@@ -2,13 +2,20 @@
 
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
-use anyhow::ensure;
+use anyhow::{Context, ensure};
 use clap::Args;
-use fusestep_collective::Link;
-use fusestep_planner::{FuseAllReduce, GradientMerge, LocalSgd, Planner, Reduced, Shard, Zero};
+use fusestep_collective::{Link, measure};
+use fusestep_planner::{
+    CostModel, FuseAllReduce, GradientMerge, LocalSgd, Planner, Reduced, Shard, Zero,
+};
+
+use crate::engine::Engine;
 
 /// Bytes of a MiB.
 const MIB: f64 = 1_048_576.0;
+
+/// Most threads between which a link is measured.
+const MOST_MEASURED: usize = 16;
 
 /// What ranks share out and how they talk.
 #[derive(Clone, Copy, Debug, Args)]
@@ -99,32 +106,63 @@ pub(crate) struct WorldArgs {
     pub(crate) world: Option<NonZeroUsize>,
     #[command(flatten)]
     pub(crate) ranks: RankArgs,
-    /// Microseconds of a call between ranks that moves next to nothing, for the predicted time
+    /// Microseconds of a call between ranks that moves next to nothing, as `fusestep check --engine` measures it
     #[arg(long, value_name = "US", default_value_t = 20.0)]
-    pub(crate) link_latency_us: f64,
-    /// Gigabytes of a buffer that an all-reduce gets through in a second
+    pub(crate) latency_us: f64,
+    /// Gigabytes of a buffer that an all-reduce gets through in a second, as `fusestep check --engine` measures them
     #[arg(long, value_name = "GB/S", default_value_t = 10.0)]
-    pub(crate) link_gb_per_s: f64,
+    pub(crate) bandwidth_gbs: f64,
+    /// Measure both between ranks that are threads of this machine
+    #[arg(long, conflicts_with_all = ["latency_us", "bandwidth_gbs"])]
+    pub(crate) measure: bool,
+    /// Milliseconds of one backward pass, behind which calls are hidden if there are --rings
+    #[arg(long, value_name = "MS", default_value_t = 0.0)]
+    pub(crate) backward_ms: f64,
 }
 
 impl WorldArgs {
-    /// What a call costs.
+    /// What the step's time is predicted from.
     ///
     /// # Errors
-    /// Values that are no positive numbers.
-    pub(crate) fn link(&self) -> anyhow::Result<Link> {
-        for (flag, value) in [
-            ("--link-latency-us", self.link_latency_us),
-            ("--link-gb-per-s", self.link_gb_per_s),
+    /// Values that are no positive numbers; more ranks to measure between than a machine has room for.
+    pub(crate) fn cost_model(&self) -> anyhow::Result<CostModel> {
+        let above_zero = |value: f64| value > 0.0 && value.is_finite();
+        for (flag, value, right) in [
+            ("--latency-us", self.latency_us, above_zero(self.latency_us)),
+            (
+                "--bandwidth-gbs",
+                self.bandwidth_gbs,
+                above_zero(self.bandwidth_gbs),
+            ),
+            (
+                "--backward-ms",
+                self.backward_ms,
+                self.backward_ms == 0.0 || above_zero(self.backward_ms),
+            ),
         ] {
-            ensure!(
-                value > 0.0 && value.is_finite(),
-                "{flag}: expected a number above 0, found {value}"
-            );
+            ensure!(right, "{flag}: expected a number above 0, found {value}");
         }
-        Ok(Link {
-            alpha_seconds: self.link_latency_us * 1e-6,
-            beta_bytes_per_second: self.link_gb_per_s * 1e9,
+        let link = match self.measure {
+            true => self.measured()?,
+            false => Link {
+                alpha_seconds: self.latency_us * 1e-6,
+                beta_bytes_per_second: self.bandwidth_gbs * 1e9,
+            },
+        };
+        Ok(CostModel {
+            link,
+            backward_seconds: self.backward_ms * 1e-3,
+            rings: self.ranks.rings.map_or(0, NonZeroUsize::get),
         })
+    }
+
+    fn measured(&self) -> anyhow::Result<Link> {
+        let world = self.world.unwrap_or(NonZeroUsize::MIN);
+        ensure!(
+            world.get() <= MOST_MEASURED,
+            "--measure: expected a world of at most {MOST_MEASURED}, found {world}; give --latency-us and --bandwidth-gbs"
+        );
+        let link = Engine::Thread.run(world, |comm| measure(comm))?;
+        link.context("rank 0 has measured nothing")
     }
 }

@@ -206,6 +206,31 @@ fn plans_of_many_ranks_count_their_calls() {
     assert!(plan["predicted_step_ns"].as_f64().unwrap() > 0.0);
     let naive = run(&["--world", "8", "--naive"]);
     assert_eq!(naive["collectives"], naive["naive_collectives"]);
+    let hidden = run(&["--world", "8", "--rings", "1", "--backward-ms", "100"]);
+    let exposed = |plan: &Value| plan["exposed_ns"].as_f64().unwrap();
+    assert!(exposed(&hidden) < exposed(&run(&["--world", "8"])));
+    assert!(hidden["proposed_bucket_cap_bytes"].as_u64().unwrap() > 0);
+    let measured = run(&["--world", "2", "--measure"]);
+    assert!(measured["predicted_step_ns"].as_f64().unwrap() > 0.0);
+    let folder = Folder::new();
+    let page = folder.path("plan.html");
+    ok(&[
+        "plan",
+        shapes,
+        "--world",
+        "4",
+        "--zero",
+        "2",
+        "--html",
+        text(&page),
+    ]);
+    assert!(
+        fs::read_to_string(&page)
+            .unwrap()
+            .contains("<h2>Timeline</h2>")
+    );
+    let error = refused(&["plan", shapes, "--world", "2", "--latency-us", "0"]);
+    assert!(error.contains("--latency-us"), "{error}");
     let error = refused(&["plan", shapes, "--world", "2", "--bucket-cap-mib", "0"]);
     assert!(error.contains("--bucket-cap-mib"), "{error}");
 }

@@ -39,7 +39,6 @@ impl RankPlan {
             return done;
         }
         self.accumulate(state, weight);
-        state.next = 0;
         Ok(())
     }
 

@@ -3,10 +3,8 @@
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hasher;
 
-use fusestep_collective::Link;
 use fusestep_launch::Rounding;
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
-use serde::Serialize;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::broadcast_groups::{BroadcastGroup, broadcast_groups};
@@ -184,63 +182,6 @@ impl RankPlan {
         self.topology().world > 1 && self.whole.ranks.local_sgd.is_none()
     }
 
-    /// The numbers of a step of `world` ranks; `link` predicts its time.
-    pub fn summary(&self, link: Link) -> RankSummary {
-        let world = self.topology().world as u64;
-        let options = &self.whole.ranks;
-        let width = |flat: &Flat| flat.grad_dtype.len_bytes() as u64;
-        let reduces = self.reduces();
-        let mut calls: Vec<(f64, u64)> = Vec::new();
-        let part = |bytes: u64| bytes * (world - 1) / world;
-        let mut sent = 0;
-        if reduces {
-            for bucket in &self.buckets {
-                let bytes = bucket.numel * width(&self.flats[bucket.flat]);
-                let share = if options.zero >= Zero::Zero2 { 1 } else { 2 };
-                sent += share * part(bytes);
-                calls.push((share as f64 / 2.0, bytes));
-            }
-        }
-        let gathers = match options.zero {
-            Zero::Zero0 => 0,
-            Zero::Zero1 | Zero::Zero2 => 1,
-            // Before the forward pass, and again before the backward pass.
-            Zero::Zero3 => 2,
-        };
-        if world > 1 {
-            for flat in &self.flats {
-                let bytes = flat.total() * flat.dtype.len_bytes() as u64;
-                for _ in 0..gathers {
-                    sent += part(bytes);
-                    calls.push((0.5, bytes));
-                }
-            }
-        }
-        let tensors = self
-            .params()
-            .iter()
-            .filter(|param| param.numel() > 0)
-            .count() as u64;
-        let naive = match reduces {
-            true => tensors * (1 + gathers),
-            false => 0,
-        };
-        let seconds = calls.iter().map(|&(share, bytes)| {
-            link.alpha_seconds + share * bytes as f64 / link.beta_bytes_per_second
-        });
-        RankSummary {
-            world: world as usize,
-            zero: options.zero.number(),
-            collectives: calls.len() as u64,
-            naive_collectives: naive,
-            bytes_on_wire: sent,
-            state_bytes_per_rank: self.state_bytes(),
-            buckets: self.buckets.len(),
-            micro_steps: self.micro_steps(),
-            predicted_step_ns: seconds.sum::<f64>() * 1e9,
-        }
-    }
-
     fn explain_buckets(&mut self) {
         let options = &self.whole.ranks;
         if options.topology.world == 1 || options.fuse.is_none() {
@@ -259,46 +200,6 @@ impl RankPlan {
         );
         let note = Note::new("fuse_all_reduce", Verdict::Applied, reason);
         self.notes.push(note);
-    }
-}
-
-/// The numbers of a step of several ranks.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct RankSummary {
-    /// The number of ranks.
-    pub world: usize,
-    /// ZeRO stage.
-    pub zero: u8,
-    /// Calls between ranks of one step that move gradients or parameters.
-    pub collectives: u64,
-    /// The same with one call for each tensor.
-    pub naive_collectives: u64,
-    /// Bytes that each rank sends in one step, by ring algorithms.
-    pub bytes_on_wire: u64,
-    /// Bytes of optimizer state on this rank, padding included.
-    pub state_bytes_per_rank: u64,
-    /// Buckets of gradients.
-    pub buckets: usize,
-    /// Micro-steps of an update.
-    pub micro_steps: u32,
-    /// Time of the calls, one after the other and not overlapped, in nanoseconds.
-    pub predicted_step_ns: f64,
-}
-
-impl std::fmt::Display for RankSummary {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        writeln!(
-            f,
-            "rank 0 of {}, zero stage {}: {} calls (naive: {}) in {} buckets, {} sent, {} optimizer state, {:.3} ms predicted",
-            self.world,
-            self.zero,
-            self.collectives,
-            self.naive_collectives,
-            self.buckets,
-            crate::display::bytes(self.bytes_on_wire),
-            crate::display::bytes(self.state_bytes_per_rank),
-            self.predicted_step_ns / 1e6,
-        )
     }
 }
 

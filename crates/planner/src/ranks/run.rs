@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::comms::{Comms, Reducing};
 use super::merge::{Absorb, Divisor};
-use super::state::Slot;
+use super::ready::Slot;
 use super::{RankPlan, RankState, Topology};
 use crate::passes::{Averaged, Zero};
 use crate::{PlanError, StepReport};
@@ -61,7 +61,7 @@ impl RankPlan {
             state.micro_steps += 1;
             state.weights += weight;
             state.given_now.fill(false);
-            self.wait_for_all_again(state);
+            state.ready.again();
             return Ok(RankReport::default());
         }
         let window = Window {
@@ -107,12 +107,6 @@ impl RankPlan {
                 world: found.1,
             }),
         })
-    }
-
-    fn wait_for_all_again(&self, state: &mut RankState) {
-        for (missing, bucket) in state.missing.iter_mut().zip(&self.buckets) {
-            *missing = bucket.spans.len();
-        }
     }
 
     fn update(
@@ -166,13 +160,12 @@ impl RankPlan {
             self.replicate(state, backend, comms)?;
         }
         let averaged = self.average(state, backend, comms)?;
-        state.next = 0;
         state.micro_steps = 0;
         state.weights = 0.0;
         state.weights_hash = 0;
         state.given.fill(0);
         state.given_now.fill(false);
-        self.wait_for_all_again(state);
+        state.ready.again();
         Ok(RankReport {
             update: Some(report),
             averaged,
@@ -190,8 +183,8 @@ impl RankPlan {
         self.complete(state, divisor);
         let start = Instant::now();
         if self.reduces() {
-            while state.next < self.buckets.len() {
-                self.start_next(state, comms)?;
+            while let Some(bucket) = state.ready.rest() {
+                self.start_bucket(state, comms, bucket)?;
             }
         }
         self.collect(state)?;

@@ -3,10 +3,11 @@
 use fusestep_launch::Backend;
 use fusestep_tensor::Role;
 
-use super::comms::{BucketCall, Comms, Reducing};
+use super::comms::{BucketCall, Comms};
 use super::merge::{Absorb, Divisor, absorb};
 use super::micro_step::sums_of;
 use super::norm::RankNorm;
+use super::ready::{Ready, Slot};
 use super::words::Words;
 use super::{Bucket, RankPlan};
 use crate::passes::{Merged, Zero};
@@ -18,10 +19,8 @@ pub struct RankState {
     pub(crate) plan_hash: u64,
     pub(crate) local: State,
     pub(crate) slots: Vec<Slot>,
-    /// Buckets before this one have been started.
-    pub(crate) next: usize,
-    /// Gradients that each bucket still waits for in this micro-step.
-    pub(crate) missing: Vec<usize>,
+    /// Which of them may be reduced.
+    pub(crate) ready: Ready,
     /// For each parameter how often its gradient has been given in this window.
     pub(crate) given: Vec<u32>,
     /// For each parameter whether it has been given in this micro-step.
@@ -48,17 +47,6 @@ pub struct RankState {
     pub(crate) since_average: u64,
     /// For each parameter the steps it has taken, whoever holds it.
     pub(crate) steps_of: Vec<u64>,
-}
-
-/// A bucket's memory: whoever reduces it owns it, so nobody can touch it on its way.
-#[derive(Debug)]
-pub(crate) enum Slot {
-    /// Gradients are being written.
-    Filling(Words),
-    /// A call has it.
-    InFlight(Reducing),
-    /// A call has failed with it.
-    Lost,
 }
 
 impl RankPlan {
@@ -103,17 +91,13 @@ impl RankPlan {
                 Words::zeroed(flat.total() as usize * flat.dtype.len_bytes())
             }
         });
+        let spans = self.buckets.iter().map(|bucket| bucket.spans.len());
         let slot = |bucket| Slot::Filling(Words::zeroed(numel_bytes(bucket)));
         Ok(RankState {
             plan_hash: self.hash(),
             local,
             slots: self.buckets.iter().map(slot).collect(),
-            next: 0,
-            missing: self
-                .buckets
-                .iter()
-                .map(|bucket| bucket.spans.len())
-                .collect(),
+            ready: Ready::new(spans.collect()),
             given: vec![0; self.params().len()],
             given_now: vec![false; self.params().len()],
             micro_steps: 0,
@@ -178,12 +162,12 @@ impl RankPlan {
             let numel = self.buckets[bucket as usize].spans[position as usize].numel as usize;
             let part = &bytes[from..from + numel * width];
             self.absorb_span(state, (bucket, position), Some(part), how);
-            state.missing[bucket as usize] -= 1;
+            state.ready.given(bucket as usize);
         }
         state.given[param] += 1;
         if now && comms.has_rings() && self.reduces() {
-            while state.next < self.buckets.len() && state.missing[state.next] == 0 {
-                self.start_next(state, comms)?;
+            while let Some(bucket) = state.ready.full() {
+                self.start_bucket(state, comms, bucket)?;
             }
         }
         Ok(())
@@ -227,16 +211,15 @@ impl RankPlan {
         }
     }
 
-    /// Starts reducing the first bucket that has not been; buckets are started in one order on all ranks.
-    pub(crate) fn start_next(
+    /// Starts reducing the bucket that `state.ready` says.
+    pub(crate) fn start_bucket(
         &self,
         state: &mut RankState,
         comms: &mut Comms<'_>,
+        index: usize,
     ) -> Result<(), PlanError> {
-        let index = state.next;
         let bucket = &self.buckets[index];
-        let slot = std::mem::replace(&mut state.slots[index], Slot::Lost);
-        let Slot::Filling(words) = slot else {
+        let Some(words) = state.slots[index].take() else {
             return Err(self.poison(state));
         };
         let call = BucketCall {
@@ -250,7 +233,7 @@ impl RankPlan {
         match comms.reduce(index, &call, words) {
             Ok(reducing) => {
                 state.slots[index] = Slot::InFlight(reducing);
-                state.next += 1;
+                state.ready.start();
                 Ok(())
             }
             Err(error) => {
@@ -388,7 +371,7 @@ impl RankState {
 
     /// Buckets whose reduction has been started: with rings, while gradients are still being given.
     pub fn buckets_started(&self) -> usize {
-        self.next
+        self.ready.started()
     }
 
     /// Steps skipped so far because a gradient was not finite.
