@@ -63,7 +63,7 @@ fn value(rank: usize, step: usize, gradient: usize) -> u64 {
 
 /// The order in which a rank's gradients become ready: not the same on all.
 fn order(rank: usize) -> [usize; 4] {
-    [[0, 1, 2, 3], [2, 1, 3, 0]][rank]
+    [[0, 1, 2, 3], [1, 0, 3, 2]][rank]
 }
 
 /// Whether a rank gives this gradient at all: the second has none of the last one in the second step.
