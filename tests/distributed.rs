@@ -10,3 +10,5 @@ mod merging;
 mod plans;
 #[path = "distributed/run.rs"]
 mod run;
+#[path = "distributed/slices.rs"]
+mod slices;

@@ -34,17 +34,18 @@ pub use group::SizeClass;
 pub use html::html_page;
 pub use optimizer::Optimizer;
 pub use passes::{
-    ActsOn, Averaged, ClipByGlobalNorm, CoalesceGradients, FuseAllReduce, FuseBroadcast,
-    FuseOptimizer, GradientMerge, LocalSgd, LossScaling, Merged, Oversize, Pass, Reduced, Shard,
-    Zero,
+    ActsOn, Averaged, ClipByGlobalNorm, CoalesceGradients, Distributed, FuseAllReduce,
+    FuseBroadcast, FuseOptimizer, GradientMerge, LocalSgd, LossScaling, Merged, Oversize, Pass,
+    Reduced, Shard, Zero,
 };
 pub use plan::{Plan, PlanSummary};
 pub use planner::{Planner, Tensors};
 pub(crate) use precision::Precisions;
 pub use ranks::{
     BroadcastGroup, Bucket, Comms, CostModel, Event, EventKind, Flat, FolderLock, GatheredParams,
-    Manifest, Ownership, Piece, RankPlan, RankReport, RankState, RankSummary, ShardSpec, Span,
-    TensorSpec, Topology, WholeTensors, groups_by_layer, owners_greedy_even, owners_in_use_order,
+    Held, Manifest, Ownership, Piece, RankPlan, RankReport, RankState, RankSummary, ShardSpec,
+    Span, TensorSpec, Topology, WholeTensors, groups_by_layer, owners_greedy_even,
+    owners_in_use_order,
 };
 pub use report::StepReport;
 pub use run::Lender;

@@ -6,6 +6,7 @@ use crate::{Plan, PlanError};
 
 mod clip;
 mod coalesce_gradients;
+mod distributed;
 mod fuse_all_reduce;
 mod fuse_broadcast;
 mod fuse_optimizer;
@@ -16,6 +17,7 @@ mod shard;
 
 pub use clip::ClipByGlobalNorm;
 pub use coalesce_gradients::CoalesceGradients;
+pub use distributed::Distributed;
 pub use fuse_all_reduce::{FuseAllReduce, Oversize};
 pub use fuse_broadcast::FuseBroadcast;
 pub use fuse_optimizer::FuseOptimizer;

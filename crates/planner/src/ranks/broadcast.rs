@@ -6,7 +6,7 @@ use fusestep_tensor::Role;
 
 use super::comms::Comms;
 use super::words::Words;
-use super::{RankPlan, RankState};
+use super::{Held, RankPlan, RankState};
 use crate::PlanError;
 use crate::passes::{FuseAllReduce, Zero};
 
@@ -34,7 +34,7 @@ impl RankPlan {
         let of_buckets = options.fuse.as_ref().map(|fuse| fuse.cap_bytes);
         let cap_bytes = options.broadcast_cap_bytes.or(of_buckets);
         let cap_bytes = cap_bytes.unwrap_or(FuseAllReduce::DEFAULT_CAP_BYTES);
-        for flat in &self.flats {
+        for flat in self.flats.iter().filter(|flat| flat.held == Held::Together) {
             let width = flat.dtype.len_bytes();
             let mut words = Words::zeroed(flat.total() as usize * width);
             let place =

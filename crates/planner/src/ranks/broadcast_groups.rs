@@ -5,7 +5,7 @@ use std::ops::Range;
 use serde::Serialize;
 
 use super::plan::RankOptions;
-use super::{Flat, Ownership};
+use super::{Flat, Held, Ownership};
 use crate::passes::Zero;
 use crate::{Note, Verdict};
 
@@ -45,7 +45,8 @@ pub(crate) fn broadcast_groups(
         return (Vec::new(), Some(note));
     }
     let mut groups = Vec::new();
-    for (index, flat) in flats.iter().enumerate() {
+    let together = |(_, flat): &(usize, &Flat)| flat.held == Held::Together;
+    for (index, flat) in flats.iter().enumerate().filter(together) {
         let width = flat.dtype.len_bytes() as u64;
         for owner in 0..options.topology.world {
             let shard = flat.shard(owner);

@@ -67,6 +67,8 @@ pub(crate) fn buckets(
         }
     }
     filling.close_all();
+    // Those that are never reduced come last.
+    filling.done.sort_by_key(|bucket| flats[bucket.flat].held);
     filling.done
 }
 

@@ -12,7 +12,7 @@ use super::folder::{
     Manifest, PieceBytes, ShardSpec, TURNS, TensorSpec, free_turn, generation, refuse, shard_file,
     write_shard,
 };
-use super::{RankPlan, RankState};
+use super::{Held, RankPlan, RankState};
 use crate::passes::Zero;
 use crate::{PlanError, State};
 
@@ -100,7 +100,7 @@ impl RankPlan {
             // Parameters first: a master that is written after its parameter keeps its own bits.
             for role in self.roles(param)? {
                 let bytes = whole
-                    .get(&key(&desc.name, role))
+                    .get(&self.key(param, role, self.topology().rank))
                     .map_or(&[][..], Vec::as_slice);
                 self.write_whole(state, backend, role, &desc.name, bytes)?;
             }
@@ -143,9 +143,24 @@ impl RankPlan {
         Ok(())
     }
 
+    /// Which ranks have a parameter.
+    fn held(&self, param: usize) -> Held {
+        self.flats[self.places[param].0].held
+    }
+
+    /// A tensor's name in a checkpoint; that of a rank's own slice has the rank.
+    fn key(&self, param: usize, role: Role, rank: usize) -> String {
+        let name = &self.params()[param].name;
+        match self.held(param) {
+            Held::Together => format!("{name}@{}", role.name()),
+            Held::Apart => format!("{name}@{}#{rank}", role.name()),
+        }
+    }
+
     /// Whether this rank has anything that others have not.
     fn saves(&self) -> bool {
-        self.zero() != Zero::Zero0 || self.topology().rank == 0
+        let rank_0 = self.topology().rank == 0;
+        self.zero() != Zero::Zero0 || rank_0 || !self.whole.ranks.distributed.is_empty()
     }
 
     /// Roles that are saved: all but the gradient's, the parameter's first.
@@ -172,7 +187,13 @@ impl RankPlan {
         if !self.saves() {
             return Ok(pieces);
         }
-        for (param, desc) in self.params().iter().enumerate() {
+        let rank = self.topology().rank;
+        for param in 0..self.params().len() {
+            // What all ranks have alike is saved once.
+            let once = self.zero() == Zero::Zero0 && self.held(param) == Held::Together;
+            if once && rank > 0 {
+                continue;
+            }
             for (piece, local) in self.pieces_of(param) {
                 let local = &self.local.params()[local].name;
                 for role in self.roles(param)? {
@@ -180,7 +201,7 @@ impl RankPlan {
                     let mut bytes = vec![0; piece.numel as usize * dtype.len_bytes()];
                     state.local.read(backend, role, local, &mut bytes)?;
                     pieces.push(PieceBytes {
-                        tensor: key(&desc.name, role),
+                        tensor: self.key(param, role, rank),
                         dtype,
                         first: piece.first,
                         bytes,
@@ -283,7 +304,15 @@ impl RankPlan {
             for role in self.roles(param)? {
                 let shape: Shape = desc.shape.clone();
                 let dtype = self.role_dtype(param, role)?;
-                tensors.insert(key(&desc.name, role), TensorSpec { dtype, shape });
+                let ranks = match self.held(param) {
+                    Held::Together => 0..1,
+                    Held::Apart => 0..self.topology().world,
+                };
+                for rank in ranks {
+                    let (dtype, shape) = (dtype, shape.clone());
+                    let key = self.key(param, role, rank);
+                    tensors.insert(key, TensorSpec { dtype, shape });
+                }
             }
         }
         Ok(tensors)
@@ -345,8 +374,4 @@ impl RankPlan {
         }
         Ok(())
     }
-}
-
-fn key(name: &str, role: Role) -> String {
-    format!("{name}@{}", role.name())
 }

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use fusestep_collective::Link;
 use serde::Serialize;
 
-use super::RankPlan;
+use super::{Held, RankPlan};
 use crate::display::{bytes, grouped};
 use crate::html::escape;
 use crate::html_page;
@@ -141,10 +141,11 @@ impl RankPlan {
         mut link_free: f64,
         events: &mut Vec<Event>,
     ) -> f64 {
-        let total: u64 = self.buckets.iter().map(|bucket| bucket.numel).sum();
+        let buckets = &self.buckets[..self.reduced];
+        let total: u64 = buckets.iter().map(|bucket| bucket.numel).sum();
         let share = self.reduce_share();
         let mut ready = 0;
-        for (index, bucket) in self.buckets.iter().enumerate() {
+        for (index, bucket) in buckets.iter().enumerate() {
             ready += bucket.numel;
             let part = match model.rings {
                 0 => 1.0,
@@ -181,7 +182,9 @@ impl RankPlan {
             let width = self.flats[index].dtype.len_bytes() as u64;
             (index, numel * width)
         };
-        let whole = || (0..self.flats.len()).map(|index| line(index, self.flats[index].total()));
+        let together = |index: &usize| self.flats[*index].held == Held::Together;
+        let lines = || (0..self.flats.len()).filter(together);
+        let whole = || lines().map(|index| line(index, self.flats[index].total()));
         match self.zero() {
             _ if self.topology().world == 1 => Vec::new(),
             Zero::Zero0 => Vec::new(),
@@ -209,21 +212,21 @@ impl RankPlan {
         };
         let part = |bytes: u64| bytes * (world - 1) / world;
         let reduce_parts = if self.zero() >= Zero::Zero2 { 1 } else { 2 };
-        let gradient_bytes = self.gradient_bytes();
+        let gradient_bytes = self.bucket_bytes(self.reduced);
         let gathered: u64 = self
             .gather_bytes()
             .iter()
             .map(|&(_, bytes)| part(bytes))
             .sum();
         let gathers = self.gather_bytes().len() as u64;
-        let tensors = self.params().iter().filter(|param| param.numel() > 0);
+        let tensors = self.reduced_tensors() as u64;
         let gathers_of_tensor = match self.zero() {
             _ if world == 1 => 0,
             Zero::Zero0 => 0,
             Zero::Zero1 | Zero::Zero2 => 1,
             Zero::Zero3 => 2,
         };
-        let buckets = self.buckets.len() as u64;
+        let buckets = self.reduced as u64;
         let events = self.timeline(&model);
         let end = events.last().map_or(0.0, |event| event.end);
         let hidden = f64::from(self.micro_steps()) * model.backward_seconds;
@@ -231,12 +234,12 @@ impl RankPlan {
             world: world as usize,
             zero: self.zero().number(),
             collectives: windows * buckets + gathers,
-            naive_collectives: tensors.count() as u64 * (windows + gathers_of_tensor),
+            naive_collectives: tensors * (windows + gathers_of_tensor),
             bytes_on_wire: windows * reduce_parts * part(gradient_bytes) + gathered,
             messages: (world - 1) * (windows * reduce_parts * buckets + gathers),
             state_bytes_per_rank: self.state_bytes(),
             memory_bytes_per_rank: self.memory_bytes(),
-            buckets: self.buckets.len(),
+            buckets: self.reduced,
             micro_steps: self.micro_steps(),
             exposed_ns: (end - hidden).max(0.0) * 1e9,
             predicted_step_ns: end * 1e9,
@@ -244,9 +247,9 @@ impl RankPlan {
         }
     }
 
-    fn gradient_bytes(&self) -> u64 {
-        let bytes = self
-            .buckets
+    /// Bytes of the first `count` buckets.
+    fn bucket_bytes(&self, count: usize) -> u64 {
+        let bytes = self.buckets[..count]
             .iter()
             .map(|bucket| bucket.numel * self.flats[bucket.flat].grad_dtype.len_bytes() as u64);
         bytes.sum()
@@ -255,7 +258,7 @@ impl RankPlan {
     /// `n` buckets of `S` bytes in all cost `n·α` in latency and leave `S / (n·β)` behind the backward pass: least together at buckets
     /// of `√(S·α·β)` bytes.
     fn proposed_cap(&self, link: Link) -> u64 {
-        let total = self.gradient_bytes();
+        let total = self.bucket_bytes(self.reduced);
         let cap =
             total as f64 * link.alpha_seconds * link.beta_bytes_per_second / self.reduce_share();
         (cap.sqrt() as u64).clamp(4.min(total), total)
@@ -288,7 +291,7 @@ impl RankPlan {
                 0
             }
         });
-        local + lines.sum::<u64>() + self.gradient_bytes() + narrow.sum::<u64>()
+        local + lines.sum::<u64>() + self.bucket_bytes(self.buckets.len()) + narrow.sum::<u64>()
     }
 
     /// A page: the timeline drawn to scale, what passes did, and this rank's own launches.

@@ -5,6 +5,8 @@ use std::ops::Range;
 use fusestep_tensor::{DType, ParamDesc};
 use serde::Serialize;
 
+use crate::passes::Zero;
+
 /// How the elements of a dtype are given to ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -18,6 +20,17 @@ pub enum Ownership {
     UseOrder,
     /// Whole tensors by [`owners_greedy_even`].
     GreedyEven,
+}
+
+/// Which ranks have the parameters of a line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Held {
+    /// They are the same on all ranks, or shared out among them.
+    #[default]
+    Together,
+    /// Each rank has slices of its own under these names (pass `distributed`).
+    Apart,
 }
 
 /// Consecutive elements of one tensor within a shard.
@@ -40,6 +53,8 @@ pub struct Flat {
     pub dtype: DType,
     /// Storage type of their gradients.
     pub grad_dtype: DType,
+    /// Which ranks have them.
+    pub held: Held,
     /// The parameters, in the order they lie.
     pub members: Vec<u32>,
     /// First element of each member, and the end of the last.
@@ -51,7 +66,7 @@ pub struct Flat {
 impl Flat {
     /// The parameters `members` cut into `world` shards.
     pub(crate) fn new(
-        dtypes: (DType, DType),
+        (dtypes, held): ((DType, DType), Held),
         mut members: Vec<u32>,
         params: &[ParamDesc],
         ownership: Ownership,
@@ -102,6 +117,7 @@ impl Flat {
         Self {
             dtype: dtypes.0,
             grad_dtype: dtypes.1,
+            held,
             members,
             starts,
             bounds,
@@ -116,6 +132,14 @@ impl Flat {
     /// The elements of a rank's shard.
     pub fn shard(&self, rank: usize) -> Range<u64> {
         self.bounds[rank]..self.bounds[rank + 1]
+    }
+
+    /// The elements that a rank updates.
+    pub(crate) fn own(&self, zero: Zero, rank: usize) -> Range<u64> {
+        match (zero, self.held) {
+            (Zero::Zero0, _) | (_, Held::Apart) => 0..self.total(),
+            _ => self.shard(rank),
+        }
     }
 
     /// What of each tensor lies in these elements, in the order it lies; `at` counts from their start.
@@ -219,7 +243,8 @@ mod tests {
             .map(|(i, &n)| ParamDesc::new(format!("p{i}"), Shape::new([n]).unwrap(), DType::F32))
             .collect();
         let members = (0..numels.len() as u32).collect();
-        Flat::new((DType::F32, DType::F32), members, &params, ownership, world)
+        let dtypes = ((DType::F32, DType::F32), Held::Together);
+        Flat::new(dtypes, members, &params, ownership, world)
     }
 
     #[test]

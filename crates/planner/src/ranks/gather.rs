@@ -7,7 +7,7 @@ use fusestep_tensor::Role;
 use super::comms::Comms;
 use super::flat::overlaps;
 use super::words::Words;
-use super::{RankPlan, RankState};
+use super::{Held, RankPlan, RankState};
 use crate::PlanError;
 use crate::passes::Zero;
 
@@ -84,6 +84,7 @@ impl RankPlan {
             return Ok(());
         }
         let numel = |at: usize| self.params()[indices[at]].numel();
+        let apart = flat.held == Held::Apart;
         let mut counts = vec![0; flat.bounds.len() - 1];
         for &(start, at) in &wanted {
             for (count, part) in counts
@@ -94,8 +95,15 @@ impl RankPlan {
             }
         }
         let rank = self.topology().rank;
-        let mut words = Words::zeroed(counts.iter().sum::<usize>() * width);
-        let mut next = counts[..rank].iter().sum::<usize>() * width;
+        let total = match apart {
+            true => wanted.iter().map(|&(_, at)| numel(at) as usize).sum(),
+            false => counts.iter().sum::<usize>(),
+        };
+        let mut words = Words::zeroed(total * width);
+        let mut next = match apart {
+            true => 0,
+            false => counts[..rank].iter().sum::<usize>() * width,
+        };
         for &(_, at) in &wanted {
             for (piece, local) in self.pieces_of(indices[at]) {
                 let end = next + piece.numel as usize * width;
@@ -105,12 +113,10 @@ impl RankPlan {
                 next = end;
             }
         }
-        comms.in_place(
-            Operation::AllGather,
-            flat.dtype,
-            Some(&counts),
-            words.bytes_mut(),
-        )?;
+        if !apart {
+            let counts = Some(counts.as_slice());
+            comms.in_place(Operation::AllGather, flat.dtype, counts, words.bytes_mut())?;
+        }
         let mut next = 0;
         for &(_, at) in &wanted {
             let end = next + numel(at) as usize * width;
@@ -136,7 +142,7 @@ impl RankPlan {
         let mut local = 0;
         for (line, flat) in self.flats.iter().enumerate() {
             let width = flat.dtype.len_bytes();
-            let start = flat.shard(rank).start;
+            let start = flat.own(self.zero(), rank).start;
             let replica = state.replicas[line].bytes_mut();
             for piece in &self.pieces[line] {
                 let (from, to) = (start + piece.at, start + piece.at + piece.numel);
@@ -145,7 +151,8 @@ impl RankPlan {
                 state.local.read(backend, Role::Param, name, bytes)?;
                 local += 1;
             }
-            if self.topology().world > 1 && self.broadcasts.is_empty() {
+            let together = flat.held == Held::Together && self.broadcasts.is_empty();
+            if self.topology().world > 1 && together {
                 let counts: Vec<usize> = flat
                     .bounds
                     .windows(2)

@@ -27,7 +27,7 @@ pub use broadcast_groups::BroadcastGroup;
 pub use bucket::{Bucket, Span, groups_by_layer};
 pub use comms::Comms;
 pub use cost::{CostModel, Event, EventKind, RankSummary};
-pub use flat::{Flat, Ownership, Piece, owners_greedy_even, owners_in_use_order};
+pub use flat::{Flat, Held, Ownership, Piece, owners_greedy_even, owners_in_use_order};
 pub use folder::{Manifest, ShardSpec, TensorSpec, WholeTensors};
 pub use gather::GatheredParams;
 pub use lock::FolderLock;

@@ -15,8 +15,9 @@ use fusestep_tensor::DType;
 
 use super::comms::Comms;
 use super::words::Words;
-use super::{Flat, RankPlan, RankState};
+use super::{Flat, Held, RankPlan, RankState, Topology};
 use crate::norm::NormState;
+use crate::passes::Zero;
 use crate::{PlanError, State};
 
 /// The memory of the norm.
@@ -25,8 +26,10 @@ pub(crate) struct RankNorm {
     lines: Vec<Line>,
     /// Sum of squares of every chunk, line after line.
     partials: Vec<SquareSum>,
-    /// Where each parameter's are.
+    /// Where each parameter's are; behind them those of other ranks' slices.
     tensors: Vec<TensorPartials>,
+    /// The parameter of each.
+    members: Vec<u32>,
     sums: Vec<SquareSum>,
 }
 
@@ -44,10 +47,13 @@ struct Line {
     kernel: Box<dyn MultiTensorReduction>,
     /// Elements of the line in each of this rank's chunks.
     own: Vec<Range<u64>>,
-    /// Chunks of each rank.
+    /// Chunks of each rank, to be gathered; empty if every rank has all.
     counts: Vec<usize>,
-    /// First chunk of the line among all.
-    first: usize,
+    /// The line's chunks among all, and the first of this rank's among them.
+    chunks: Range<usize>,
+    at: usize,
+    /// The elements of the line that this rank has.
+    held: Range<u64>,
     /// Elements at the start of each rank's shard that belong to a chunk of a rank before it.
     heads: Vec<usize>,
     gathered: Words,
@@ -67,11 +73,21 @@ impl RankNorm {
         };
         let mut tensors = vec![TensorPartials::default(); plan.params().len()];
         let mut lines = Vec::with_capacity(plan.flats.len());
-        let mut first = 0;
+        let mut members: Vec<u32> = (0..tensors.len() as u32).collect();
+        let (mut first, topology) = (0, plan.topology());
         for flat in &plan.flats {
             let kernel = norm_kernel(flat.grad_dtype)?;
-            let line = Line::new(kernel, flat, plan.topology().rank, first, &mut tensors);
-            first += line.counts.iter().sum::<usize>();
+            let line = match (flat.held, plan.zero()) {
+                (Held::Together, Zero::Zero0) => Line::whole(kernel, flat, first, &mut tensors),
+                (Held::Together, _) => {
+                    Line::sharded(kernel, flat, topology.rank, first, &mut tensors)
+                }
+                (Held::Apart, _) => {
+                    let own = Line::whole(kernel, flat, first, &mut tensors);
+                    own.of_ranks(flat, topology, &mut tensors, &mut members)
+                }
+            };
+            first = line.chunks.end;
             lines.push(line);
         }
         local.norm = Some(NormState::given(rule, backend)?);
@@ -82,12 +98,75 @@ impl RankNorm {
             partials: vec![SquareSum::default(); first],
             sums: vec![SquareSum::default(); tensors.len()],
             tensors,
+            members,
         }))
     }
 }
 
 impl Line {
-    fn new(
+    /// A line that this rank has all of.
+    fn whole(
+        kernel: Box<dyn MultiTensorReduction>,
+        flat: &Flat,
+        first: usize,
+        tensors: &mut [TensorPartials],
+    ) -> Self {
+        let chunk_elements = u64::from(kernel.chunk_elements());
+        let mut own = Vec::new();
+        for (position, &member) in flat.members.iter().enumerate() {
+            let (start, end) = (flat.starts[position], flat.starts[position + 1]);
+            let count = (end - start).div_ceil(chunk_elements);
+            tensors[member as usize] = TensorPartials {
+                first: (first + own.len()) as u64,
+                count,
+            };
+            own.extend((0..count).map(|chunk| {
+                let from = start + chunk * chunk_elements;
+                from..end.min(from + chunk_elements)
+            }));
+        }
+        Self {
+            kernel,
+            counts: Vec::new(),
+            chunks: first..first + own.len(),
+            at: 0,
+            held: 0..flat.total(),
+            own,
+            heads: vec![0; flat.bounds.len() - 1],
+            gathered: Words::default(),
+            straddling: Words::default(),
+        }
+    }
+
+    /// The same of every rank: a slice of each.
+    fn of_ranks(
+        self,
+        flat: &Flat,
+        Topology { rank, world }: Topology,
+        tensors: &mut Vec<TensorPartials>,
+        members: &mut Vec<u32>,
+    ) -> Self {
+        let count = self.own.len();
+        for other in 1..world {
+            for &member in &flat.members {
+                let own = tensors[member as usize];
+                tensors.push(TensorPartials {
+                    first: own.first + (other * count) as u64,
+                    ..own
+                });
+                members.push(member);
+            }
+        }
+        Self {
+            counts: vec![count; world],
+            chunks: self.chunks.start..self.chunks.start + world * count,
+            at: rank * count,
+            ..self
+        }
+    }
+
+    /// A line of which this rank has a shard.
+    fn sharded(
         kernel: Box<dyn MultiTensorReduction>,
         flat: &Flat,
         rank: usize,
@@ -122,10 +201,13 @@ impl Line {
             }
         }
         let width = flat.grad_dtype.len_bytes();
+        let chunks: usize = counts.iter().sum();
         Self {
             own,
+            chunks: first..first + chunks,
+            at: counts[..rank].iter().sum(),
+            held: flat.shard(rank),
             counts,
-            first,
             gathered: Words::zeroed(heads.iter().sum::<usize>() * width),
             straddling: Words::zeroed(chunk_elements as usize * width),
             heads,
@@ -143,7 +225,7 @@ impl Line {
     ) -> Result<(), PlanError> {
         let rank = comms.rank();
         let width = flat.grad_dtype.len_bytes();
-        let bounds = flat.shard(rank);
+        let held = self.held.clone();
         let before: usize = self.heads[..rank].iter().sum();
         let head = self.heads[rank];
         if !self.gathered.bytes().is_empty() {
@@ -154,12 +236,10 @@ impl Line {
             comms.in_place(Operation::AllGather, flat.grad_dtype, counts, gathered)?;
         }
         let level = Level::detect();
-        let chunks: usize = self.counts.iter().sum();
-        let partials = &mut partials[self.first..self.first + chunks];
-        let at: usize = self.counts[..rank].iter().sum();
-        for (partial, chunk) in partials[at..].iter_mut().zip(&self.own) {
-            let start = (chunk.start - bounds.start) as usize * width;
-            let end = (chunk.end.min(bounds.end) - bounds.start) as usize * width;
+        let partials = &mut partials[self.chunks.clone()];
+        for (partial, chunk) in partials[self.at..].iter_mut().zip(&self.own) {
+            let start = (chunk.start - held.start) as usize * width;
+            let end = (chunk.end.min(held.end) - held.start) as usize * width;
             let own = &shard.bytes()[start..end];
             let len_bytes = (chunk.end - chunk.start) as usize * width;
             if own.len() == len_bytes {
@@ -173,6 +253,9 @@ impl Line {
             whole[..own.len()].copy_from_slice(own);
             whole[own.len()..].copy_from_slice(rest);
             *partial = self.kernel.run_host(level, whole);
+        }
+        if self.counts.is_empty() {
+            return Ok(());
         }
         let counts: Vec<usize> = self
             .counts
@@ -199,9 +282,10 @@ impl RankPlan {
         for ((line, flat), shard) in norm.lines.iter_mut().zip(&self.flats).zip(&state.shards) {
             line.sum(flat, shard, &mut norm.partials, comms)?;
         }
+        let present = norm.members.iter().map(|&member| present[member as usize]);
         let tensors = norm.tensors.iter().zip(present);
         let tensors: Vec<TensorPartials> = tensors
-            .map(|(&tensor, &present)| match present {
+            .map(|(&tensor, present)| match present {
                 0 => TensorPartials { count: 0, ..tensor },
                 _ => tensor,
             })

@@ -9,7 +9,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::broadcast_groups::{BroadcastGroup, broadcast_groups};
 use super::bucket::{Bucket, buckets};
-use super::{Flat, Ownership, Piece, Topology};
+use super::{Flat, Held, Ownership, Piece, Topology};
 use crate::passes::{ActsOn, FuseAllReduce, GradientMerge, LocalSgd, Zero};
 use crate::{Note, Plan, PlanError, Planner, Verdict};
 
@@ -23,6 +23,8 @@ pub(crate) struct RankOptions {
     pub(crate) merge: Option<GradientMerge>,
     pub(crate) local_sgd: Option<LocalSgd>,
     pub(crate) broadcast_cap_bytes: Option<u64>,
+    /// For each parameter whether it is a slice of this rank's own; empty if none is.
+    pub(crate) distributed: Vec<bool>,
 }
 
 /// A training step's tail as one rank of several runs it.
@@ -35,6 +37,8 @@ pub struct RankPlan {
     pub(crate) local: Plan,
     pub(crate) flats: Vec<Flat>,
     pub(crate) buckets: Vec<Bucket>,
+    /// So many of them, the first, are reduced.
+    pub(crate) reduced: usize,
     pub(crate) broadcasts: Vec<BroadcastGroup>,
     /// For each line the pieces that this rank updates; entry `i` of all of them together is parameter `i` of the local plan.
     pub(crate) pieces: Vec<Vec<Piece>>,
@@ -66,20 +70,20 @@ impl Planner {
         let options = &whole.ranks;
         let buckets = buckets(&whole.params, &flats, options.fuse.as_ref());
         let (broadcasts, note) = broadcast_groups(&flats, options);
-        let own = |flat: &Flat| match options.zero {
-            Zero::Zero0 => 0..flat.total(),
-            _ => flat.shard(topology.rank),
-        };
         let pieces: Vec<Vec<Piece>> = flats
             .iter()
-            .map(|flat| flat.pieces(own(flat)).collect())
+            .map(|flat| flat.pieces(flat.own(options.zero, topology.rank)).collect())
             .collect();
+        let launches = |params: &[ParamDesc]| {
+            self.plan_with(params, Topology::SOLO, |acts| acts == ActsOn::Launches)
+        };
         let local = match options.zero {
+            Zero::Zero0 if norm_across(&whole) => launches(params)?,
             Zero::Zero0 => whole.clone(),
             _ => {
                 let descs = pieces.iter().flatten().map(|piece| describe(params, piece));
                 let descs = descs.collect::<Result<Vec<_>, _>>()?;
-                self.plan_with(&descs, Topology::SOLO, |acts| acts == ActsOn::Launches)?
+                launches(&descs)?
             }
         };
         let mut spans_of = vec![Vec::new(); params.len()];
@@ -101,8 +105,9 @@ impl Planner {
             hash: hash(&whole, &flats, &buckets, &broadcasts),
             whole,
             local,
-            flats,
+            reduced: buckets.partition_point(|bucket| flats[bucket.flat].held == Held::Together),
             buckets,
+            flats,
             broadcasts,
             pieces,
             spans_of,
@@ -182,20 +187,31 @@ impl RankPlan {
         self.topology().world > 1 && self.whole.ranks.local_sgd.is_none()
     }
 
+    /// Whether the norm of all gradients is formed across ranks, because no rank has all of them.
+    pub(crate) fn norm_across(&self) -> bool {
+        self.zero() != Zero::Zero0 || norm_across(&self.whole)
+    }
+
+    /// Tensors whose gradients are reduced.
+    pub(crate) fn reduced_tensors(&self) -> usize {
+        let numel = |member: &&u32| self.params()[**member as usize].numel() > 0;
+        let together = self.flats.iter().filter(|flat| flat.held == Held::Together);
+        together
+            .map(|flat| flat.members.iter().filter(numel).count())
+            .sum()
+    }
+
     fn explain_buckets(&mut self) {
         let options = &self.whole.ranks;
         if options.topology.world == 1 || options.fuse.is_none() {
             return;
         }
-        let spans: usize = self.buckets.iter().map(|bucket| bucket.spans.len()).sum();
-        let tensors = self
-            .params()
-            .iter()
-            .filter(|param| param.numel() > 0)
-            .count();
+        let buckets = &self.buckets[..self.reduced];
+        let spans: usize = buckets.iter().map(|bucket| bucket.spans.len()).sum();
+        let tensors = self.reduced_tensors();
         let reason = format!(
             "{tensors} gradients are reduced in {} calls ({} cut by the cap)",
-            self.buckets.len(),
+            buckets.len(),
             spans - tensors,
         );
         let note = Note::new("fuse_all_reduce", Verdict::Applied, reason);
@@ -205,18 +221,23 @@ impl RankPlan {
 
 /// One line for each dtype.
 fn flats(whole: &Plan) -> Result<Vec<Flat>, PlanError> {
-    let mut by_dtype: BTreeMap<DType, Vec<u32>> = BTreeMap::new();
+    let mut by_dtype: BTreeMap<(Held, DType), Vec<u32>> = BTreeMap::new();
     for (index, param) in whole.params.iter().enumerate() {
-        by_dtype.entry(param.dtype).or_default().push(index as u32);
+        let held = match whole.ranks.distributed.get(index) {
+            Some(true) => Held::Apart,
+            _ => Held::Together,
+        };
+        let line = by_dtype.entry((held, param.dtype)).or_default();
+        line.push(index as u32);
     }
     let options = &whole.ranks;
     let world = options.topology.world;
-    let lines = by_dtype.into_iter().map(|(dtype, members)| {
+    let lines = by_dtype.into_iter().map(|((held, dtype), members)| {
         let kernel = whole.kernel_of(members[0])?;
         let grads = kernel.lists().iter().find(|list| list.role == Role::Grad);
         let dtypes = (dtype, grads.map_or(dtype, |list| list.dtype));
         Ok(Flat::new(
-            dtypes,
+            (dtypes, held),
             members,
             &whole.params,
             options.ownership,
@@ -244,8 +265,33 @@ fn describe(params: &[ParamDesc], piece: &Piece) -> Result<ParamDesc, PlanError>
     })
 }
 
+/// Whether ranks have slices of their own and something needs the norm of all gradients.
+fn norm_across(whole: &Plan) -> bool {
+    !whole.ranks.distributed.is_empty() && whole.gradients.rule().is_some()
+}
+
 fn check_conflicts(whole: &Plan) -> Result<(), PlanError> {
     let options = &whole.ranks;
+    let conflict = |second: &str, why| PlanError::Conflict {
+        first: "distributed".to_owned(),
+        second: second.to_owned(),
+        why,
+    };
+    if norm_across(whole) && options.local_sgd.is_some() {
+        let why = "leave no gradients of which ranks could form one norm";
+        return Err(conflict("local_sgd with clipping or loss scaling", why));
+    }
+    for (param, _) in options
+        .distributed
+        .iter()
+        .enumerate()
+        .filter(|(_, marked)| **marked)
+    {
+        if whole.kernel_of(param as u32)?.normed().is_some() {
+            let why = "do not go together, since a trust ratio takes the norm of all slices";
+            return Err(conflict(whole.optimizer.name(), why));
+        }
+    }
     let zero = format!("zero stage {}", options.zero.number());
     if options.zero == Zero::Zero0 {
         return Ok(());
@@ -284,6 +330,7 @@ fn hash(whole: &Plan, flats: &[Flat], buckets: &[Bucket], broadcasts: &[Broadcas
         hasher.write_u64(group.elements.end);
     }
     for flat in flats {
+        hasher.write_u8(flat.held as u8);
         for &member in &flat.members {
             hasher.write_u32(member);
         }

@@ -29,7 +29,10 @@ impl Ready {
 
     /// Counts a gradient of a bucket.
     pub(crate) fn given(&mut self, bucket: usize) {
-        self.missing[bucket] = self.missing[bucket].saturating_sub(1);
+        // Buckets of slices that each rank has for itself are not among them.
+        if let Some(missing) = self.missing.get_mut(bucket) {
+            *missing = missing.saturating_sub(1);
+        }
     }
 
     /// The next bucket, if all its gradients are there.

@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::comms::{Comms, Reducing};
 use super::merge::{Absorb, Divisor};
 use super::ready::Slot;
-use super::{RankPlan, RankState, Topology};
+use super::{Held, RankPlan, RankState, Topology};
 use crate::passes::{Averaged, Zero};
 use crate::{PlanError, StepReport};
 
@@ -271,10 +271,7 @@ impl RankPlan {
 
     /// The elements of a line that this rank updates.
     pub(crate) fn own(&self, line: usize) -> std::ops::Range<u64> {
-        match self.zero() {
-            Zero::Zero0 => 0..self.flats[line].total(),
-            _ => self.flats[line].shard(self.topology().rank),
-        }
+        self.flats[line].own(self.zero(), self.topology().rank)
     }
 
     /// Gives the local state its gradients.
@@ -359,7 +356,7 @@ impl RankPlan {
         comms: &mut Comms<'_>,
         what: What,
     ) -> Result<(), PlanError> {
-        for line in &self.flats {
+        for line in self.flats.iter().filter(|line| line.held == Held::Together) {
             let Some(&first) = line.members.first() else {
                 continue;
             };

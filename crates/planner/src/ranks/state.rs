@@ -56,8 +56,7 @@ impl RankPlan {
     /// As [`crate::Plan::allocate`].
     pub fn allocate(&self, backend: &dyn Backend) -> Result<RankState, PlanError> {
         let mut local = self.local.allocate(backend)?;
-        let sharded = self.zero() != Zero::Zero0;
-        let norm = match sharded {
+        let norm = match self.norm_across() {
             true => RankNorm::attach(self, &mut local, backend)?,
             false => None,
         };
@@ -91,7 +90,9 @@ impl RankPlan {
                 Words::zeroed(flat.total() as usize * flat.dtype.len_bytes())
             }
         });
-        let spans = self.buckets.iter().map(|bucket| bucket.spans.len());
+        let spans = self.buckets[..self.reduced]
+            .iter()
+            .map(|bucket| bucket.spans.len());
         let slot = |bucket| Slot::Filling(Words::zeroed(numel_bytes(bucket)));
         Ok(RankState {
             plan_hash: self.hash(),
