@@ -290,6 +290,59 @@ fn an_average_that_is_due_on_a_skipped_step_still_runs() {
 }
 
 #[test]
+fn an_adaptive_interval_follows_the_mean_loss_on_all_ranks_alike() {
+    let case = Case {
+        world: 2,
+        numels: vec![5, 3],
+        local_sgd: Some(every(4).adaptive()),
+        ..Case::default()
+    };
+    let outcomes = run_ranks(2, &Options::default(), |mut comm| {
+        let plan = case
+            .planner()
+            .plan_for(&case.params(), Topology::of(&comm))
+            .unwrap();
+        let backend = CpuBackend::with_all_threads().unwrap();
+        let rank = comm.rank();
+        let mut comms = Comms::direct(&mut comm);
+        let mut state = plan.allocate(&backend).unwrap();
+        let mut found = Vec::new();
+        // Means of 8, 2 and 0.5, of ranks that see other losses; the last step has none.
+        for step in 0..8 {
+            let mean = match step {
+                0..=3 => 8.0,
+                4..=5 => 2.0,
+                _ => 0.5,
+            };
+            if step < 7 {
+                state.set_loss(mean * [0.5, 1.5][rank]);
+            }
+            let grad = case.gradient(rank, step, 0);
+            let name = &plan.params()[0].name;
+            plan.give_gradient(&mut state, &mut comms, name, &grad)
+                .unwrap();
+            let report = plan.run_with(&mut state, &backend, &mut comms).unwrap();
+            found.push((report.averaged, state.local_interval()));
+        }
+        found
+    });
+    // 4 steps, then ⌈√4⌉ = 2, then ⌈√(2 / 8 · 4)⌉ = 1, then 1; without a loss 1.
+    let expected = [
+        (false, None),
+        (false, None),
+        (false, None),
+        (true, Some(2)),
+        (false, Some(2)),
+        (true, Some(1)),
+        (true, Some(1)),
+        (true, Some(1)),
+    ];
+    for found in outcomes.unwrap() {
+        assert_eq!(found.unwrap(), expected);
+    }
+}
+
+#[test]
 fn passes_that_contradict_each_other_are_both_named() {
     let params = [ParamDesc::new("w", Shape::new([3]).unwrap(), DType::F32)];
     let two = Topology::new(0, 2).unwrap();

@@ -38,6 +38,9 @@ pub(crate) struct RankArgs {
     /// Average parameters every this many steps in place of gradients every step
     #[arg(long, value_name = "K")]
     pub(crate) local_sgd: Option<NonZeroU64>,
+    /// Let that number follow the loss
+    #[arg(long, requires = "local_sgd")]
+    pub(crate) adaptive: bool,
 }
 
 impl RankArgs {
@@ -76,7 +79,11 @@ impl RankArgs {
             planner = planner.with(GradientMerge::every(every).reduced(reduced));
         }
         if let Some(every) = self.local_sgd {
-            planner = planner.with(LocalSgd::every(every));
+            let rule = LocalSgd::every(every);
+            planner = planner.with(match self.adaptive {
+                true => rule.adaptive(),
+                false => rule,
+            });
         }
         Ok(match Zero::of(self.zero) {
             Some(zero) if zero != Zero::Zero0 => planner.with(Shard::new(zero)),

@@ -281,6 +281,7 @@ impl Run<'_> {
         self.comms
             .communicator()
             .all_reduce(&mut total, ReduceOp::Sum)?;
+        self.state.set_loss(total[0] / positions.len() as f64);
         let start = Instant::now();
         let report = self
             .plan

@@ -35,8 +35,8 @@ pub use html::html_page;
 pub use optimizer::Optimizer;
 pub use passes::{
     ActsOn, Averaged, ClipByGlobalNorm, CoalesceGradients, Distributed, FuseAllReduce,
-    FuseBroadcast, FuseOptimizer, GradientMerge, LocalSgd, LossScaling, Merged, Oversize, Pass,
-    Reduced, Shard, Zero,
+    FuseBroadcast, FuseOptimizer, GradientMerge, Interval, LocalSgd, LossScaling, Merged, Oversize,
+    Pass, Reduced, Shard, Zero,
 };
 pub use plan::{Plan, PlanSummary};
 pub use planner::{Planner, Tensors};

@@ -78,6 +78,8 @@ fn merged_batches_train_as_larger_ones_and_merging_one_changes_nothing() {
     let plain = train(&["--ranks", "2"]);
     let one = train(&["--ranks", "2", "--gradient-merge", "1"]);
     assert_eq!(plain["params_hash"], one["params_hash"]);
+    let adaptive = train(&["--ranks", "2", "--local-sgd", "1", "--adaptive"]);
+    assert!(adaptive["test_accuracy"].as_f64().unwrap() > 0.5);
     let local = train(&["--ranks", "2", "--local-sgd", "4"]);
     assert!(local["test_accuracy"].as_f64().unwrap() > 0.5);
     let error = refused(&["train", "--ranks", "2", "--zero", "2", "--local-sgd", "2"]);

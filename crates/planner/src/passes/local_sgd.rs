@@ -18,6 +18,18 @@ pub enum Averaged {
     ParamsAndState,
 }
 
+/// How the number of steps between two averages is found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Interval {
+    /// It stays.
+    #[default]
+    Fixed,
+    /// After every average [`LocalSgd::adapted`] takes it from the losses that [`crate::RankState::set_loss`] was told; steps
+    /// without a loss are followed by an average each.
+    Adaptive,
+}
+
 /// Averages parameters every `every` steps in place of gradients every step; up to step `begin` every step.
 ///
 /// Averaging is counted in steps taken or skipped since the last one, so a skipped step does not skip it.
@@ -32,6 +44,8 @@ pub struct LocalSgd {
     pub begin: u64,
     /// What is averaged.
     pub averaged: Averaged,
+    /// Whether `every` changes as the run goes on.
+    pub interval: Interval,
 }
 
 impl LocalSgd {
@@ -44,7 +58,14 @@ impl LocalSgd {
             every,
             begin: 0,
             averaged: Averaged::Params,
+            interval: Interval::Fixed,
         }
+    }
+
+    /// Lets the interval, `every` at first, follow the loss.
+    pub fn adaptive(mut self) -> Self {
+        self.interval = Interval::Adaptive;
+        self
     }
 
     /// The interval after a loss has fallen from `first_loss` to `loss` and the rate gone from `first_lr` to `lr`:
@@ -83,8 +104,12 @@ impl Pass for LocalSgd {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
         let reason = format!(
-            "parameters are averaged every {} steps, gradients never",
-            self.every
+            "parameters are averaged every {} steps{}, gradients never",
+            self.every,
+            match self.interval {
+                Interval::Fixed => "",
+                Interval::Adaptive => " at first, then as the loss falls",
+            }
         );
         let note = Note::new(self.name(), Verdict::Applied, reason);
         plan.notes.push(note);

@@ -22,7 +22,7 @@ pub use fuse_all_reduce::{FuseAllReduce, Oversize};
 pub use fuse_broadcast::FuseBroadcast;
 pub use fuse_optimizer::FuseOptimizer;
 pub use gradient_merge::{GradientMerge, Merged, Reduced};
-pub use local_sgd::{Averaged, LocalSgd};
+pub use local_sgd::{Averaged, Interval, LocalSgd};
 pub use loss_scaling::LossScaling;
 pub use shard::{Shard, Zero};
 

@@ -3,6 +3,7 @@
 //! A [`RankPlan`] is an ordinary [`crate::Plan`] of what one rank updates, whole tensors or pieces of them, and around it the
 //! buckets of gradients, the cut of every dtype's elements into shards and the calls between ranks.
 
+mod average;
 mod broadcast;
 mod broadcast_groups;
 mod bucket;

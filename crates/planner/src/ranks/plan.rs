@@ -325,6 +325,7 @@ fn hash(whole: &Plan, flats: &[Flat], buckets: &[Bucket], broadcasts: &[Broadcas
     hasher.write_u8(options.zero.number());
     hasher.write_u32(options.merge.map_or(0, |merge| merge.every.get()));
     hasher.write_u64(options.local_sgd.map_or(0, |rule| rule.every.get()));
+    hasher.write_u8(options.local_sgd.map_or(0, |rule| rule.interval as u8));
     hasher.write_u8(options.merge.map_or(0, |merge| merge.reduced as u8));
     for group in broadcasts {
         hasher.write_u64(group.elements.end);

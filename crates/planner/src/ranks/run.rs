@@ -10,8 +10,8 @@ use serde::Serialize;
 use super::comms::{Comms, Reducing};
 use super::merge::{Absorb, Divisor};
 use super::ready::Slot;
-use super::{Held, RankPlan, RankState, Topology};
-use crate::passes::{Averaged, Zero};
+use super::{RankPlan, RankState, Topology};
+use crate::passes::Zero;
 use crate::{PlanError, StepReport};
 
 /// What one micro-step did.
@@ -21,8 +21,8 @@ pub struct RankReport {
     pub update: Option<StepReport>,
     /// Whether parameters were averaged across ranks.
     pub averaged: bool,
-    /// Time from the end of the window's backward passes until its gradients were reduced, in nanoseconds: what of the calls was not
-    /// hidden behind them, and copying this rank's part.
+    /// Time in which the step waited for its gradients to be reduced, in nanoseconds: what of the calls the backward passes did not
+    /// hide.
     pub exposed_ns: u64,
 }
 
@@ -187,9 +187,8 @@ impl RankPlan {
                 self.start_bucket(state, comms, bucket)?;
             }
         }
-        self.collect(state)?;
         state.exposed_ns += start.elapsed().as_nanos() as u64;
-        Ok(())
+        self.collect(state)
     }
 
     /// Finishes gradients that were not given in the window's last micro-step: divides what earlier ones have added, and writes
@@ -248,7 +247,12 @@ impl RankPlan {
         for (index, bucket) in self.buckets.iter().enumerate() {
             let words = match std::mem::replace(&mut state.slots[index], Slot::Lost) {
                 Slot::Filling(words) | Slot::InFlight(Reducing::Done(words)) => words,
-                Slot::InFlight(Reducing::Pending(pending)) => pending.wait()?,
+                Slot::InFlight(Reducing::Pending(pending)) => {
+                    let start = Instant::now();
+                    let words = pending.wait()?;
+                    state.exposed_ns += start.elapsed().as_nanos() as u64;
+                    words
+                }
                 Slot::Lost => return Err(self.poison(state)),
             };
             let width = self.flats[bucket.flat].grad_dtype.len_bytes();
@@ -301,108 +305,5 @@ impl RankPlan {
             }
         }
         Ok(())
-    }
-
-    /// Averages parameters across ranks, if it is time to.
-    fn average(
-        &self,
-        state: &mut RankState,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-    ) -> Result<bool, PlanError> {
-        let Some(rule) = self.whole.ranks.local_sgd else {
-            return Ok(false);
-        };
-        state.since_average += 1;
-        // Skipped steps count, for other ranks may have taken theirs.
-        let step = state.local.step() + state.local.skipped();
-        if !rule.due(step, state.since_average) {
-            return Ok(false);
-        }
-        self.average_now(state, backend, comms)?;
-        Ok(true)
-    }
-
-    /// Averages parameters, and state if pass `local_sgd` says so, across all ranks.
-    ///
-    /// # Errors
-    /// As [`Self::run_with`].
-    pub fn average_now(
-        &self,
-        state: &mut RankState,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-    ) -> Result<(), PlanError> {
-        state.since_average = 0;
-        if self.topology().world == 1 || self.zero() != Zero::Zero0 {
-            return Ok(());
-        }
-        let with_state = self
-            .whole
-            .ranks
-            .local_sgd
-            .is_some_and(|rule| rule.averaged == Averaged::ParamsAndState);
-        let done = self.average_tensors(state, backend, comms, with_state.into());
-        if done.is_err() {
-            self.poison(state);
-        }
-        done
-    }
-
-    fn average_tensors(
-        &self,
-        state: &mut RankState,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        what: What,
-    ) -> Result<(), PlanError> {
-        for line in self.flats.iter().filter(|line| line.held == Held::Together) {
-            let Some(&first) = line.members.first() else {
-                continue;
-            };
-            let roles = state.local.roles(&self.params()[first as usize].name)?;
-            for role in roles {
-                if role != Role::Param && !(role.is_state() && what == What::ParamsAndState) {
-                    continue;
-                }
-                let dtype = state
-                    .local
-                    .dtype(role, &self.params()[first as usize].name)?;
-                let width = dtype.len_bytes();
-                let mut words = super::words::Words::zeroed(line.total() as usize * width);
-                let place = |at: usize| {
-                    line.starts[at] as usize * width..line.starts[at + 1] as usize * width
-                };
-                for (at, &member) in line.members.iter().enumerate() {
-                    let name = &self.params()[member as usize].name;
-                    let bytes = &mut words.bytes_mut()[place(at)];
-                    state.local.read(backend, role, name, bytes)?;
-                }
-                let operation = Operation::AllReduce(ReduceOp::Average);
-                comms.in_place(operation, dtype, None, words.bytes_mut())?;
-                for (at, &member) in line.members.iter().enumerate() {
-                    let name = &self.params()[member as usize].name;
-                    state
-                        .local
-                        .write(backend, role, name, &words.bytes()[place(at)])?;
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
-#[derive(Clone, Copy, PartialEq)]
-enum What {
-    Params,
-    ParamsAndState,
-}
-
-impl From<bool> for What {
-    fn from(with_state: bool) -> Self {
-        match with_state {
-            true => What::ParamsAndState,
-            false => What::Params,
-        }
     }
 }

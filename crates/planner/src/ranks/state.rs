@@ -1,8 +1,11 @@
 //! What one rank holds.
 
+use std::num::NonZeroU64;
+
 use fusestep_launch::Backend;
 use fusestep_tensor::Role;
 
+use super::average::Adapting;
 use super::comms::{BucketCall, Comms};
 use super::merge::{Absorb, Divisor, absorb};
 use super::micro_step::sums_of;
@@ -45,6 +48,7 @@ pub struct RankState {
     pub(crate) exposed_ns: u64,
     /// Steps since parameters were averaged.
     pub(crate) since_average: u64,
+    pub(crate) adapting: Adapting,
     /// For each parameter the steps it has taken, whoever holds it.
     pub(crate) steps_of: Vec<u64>,
 }
@@ -112,6 +116,7 @@ impl RankPlan {
             norm,
             exposed_ns: 0,
             since_average: 0,
+            adapting: Adapting::default(),
             steps_of: vec![0; self.params().len()],
         })
     }
@@ -389,6 +394,16 @@ impl RankState {
     /// windows are means of micro-steps of unequal length.
     pub fn set_weight(&mut self, weight: f64) {
         self.weight = Some(weight);
+    }
+
+    /// Tells the loss of the step under way, for an adaptive interval of LocalSGD.
+    pub fn set_loss(&mut self, loss: f64) {
+        self.adapting.loss = Some(loss);
+    }
+
+    /// Steps between two averages of LocalSGD, if they have been adapted.
+    pub fn local_interval(&self) -> Option<u64> {
+        self.adapting.every.map(NonZeroU64::get)
     }
 
     /// Sets the learning rate from the next step on.
