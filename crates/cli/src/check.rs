@@ -5,7 +5,9 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use fusestep_collective::{AllReduceRow, Link, fit, measure_all_reduce, self_test};
+use fusestep_collective::{
+    AllReduceRow, CollectiveError, Link, fit, measure_all_reduce, self_test,
+};
 use fusestep_cuda::CudaBackend;
 use fusestep_simd::Level;
 use serde::Serialize;
@@ -72,7 +74,7 @@ fn collectives(engine: Engine, args: &CheckArgs) -> anyhow::Result<()> {
             .iter()
             .map(|row| (row.len_bytes as f64, row.seconds))
             .collect();
-        Ok(Tested {
+        Ok::<_, CollectiveError>(Tested {
             engine: engine.name(),
             ranks: comm.world_size(),
             right,

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, ensure};
 use clap::{Args, ValueEnum};
-use fusestep_collective::{CollectiveError, Communicator, Options, run_ranks};
+use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_collective_mpi::{MpiCommunicator, MpiOptions, Reduction, launched_ranks};
 use fusestep_collective_nccl::{
     Meeting, NcclCommunicator, NcclError, NcclOptions, Reduction as NcclReduction,
@@ -44,6 +44,16 @@ pub(crate) struct Ranks {
 }
 
 impl Ranks {
+    /// So many threads.
+    pub(crate) fn threads(ranks: NonZeroUsize) -> Self {
+        Self {
+            ranks: Some(ranks),
+            meet: None,
+            rank: None,
+            gpu: None,
+        }
+    }
+
     /// How many there are.
     pub(crate) fn count(&self) -> usize {
         self.ranks.map_or(2, NonZeroUsize::get)
@@ -81,10 +91,10 @@ impl Engine {
     }
 
     /// Runs `body` on every rank; returns what rank 0 has found, on rank 0 only.
-    pub(crate) fn run<T: Send>(
+    pub(crate) fn run<T: Send, E: Into<anyhow::Error> + Send>(
         self,
         ranks: &Ranks,
-        body: impl Fn(&mut dyn Communicator) -> Result<T, CollectiveError> + Sync,
+        body: impl Fn(&mut dyn Communicator) -> Result<T, E> + Sync,
     ) -> anyhow::Result<Option<T>> {
         ensure!(
             ranks.meet.is_none() || matches!(self, Engine::Nccl | Engine::NcclNative),
@@ -99,7 +109,8 @@ impl Engine {
                 let outcomes = outcomes.context("cannot start a thread for each rank")?;
                 let mut first = None;
                 for outcome in outcomes {
-                    let found = outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+                    let found = outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+                    let found = found.map_err(Into::into)?;
                     first.get_or_insert(found);
                 }
                 return Ok(first);
@@ -114,23 +125,25 @@ impl Engine {
             ..MpiOptions::default()
         };
         let mut comm = MpiCommunicator::world(&options)?;
-        let found = body(&mut comm).with_context(|| format!("rank {}", comm.rank()))?;
+        let found = body(&mut comm).map_err(Into::into);
+        let found = found.with_context(|| format!("rank {}", comm.rank()))?;
         Ok((comm.rank() == 0).then_some(found))
     }
 }
 
 /// Runs `body` on ranks with a GPU each: threads of this process, or the processes that mpirun has started.
-fn on_gpus<T: Send>(
+fn on_gpus<T: Send, E: Into<anyhow::Error> + Send>(
     ranks: &Ranks,
     reduction: NcclReduction,
-    body: impl Fn(&mut dyn Communicator) -> Result<T, CollectiveError> + Sync,
+    body: impl Fn(&mut dyn Communicator) -> Result<T, E> + Sync,
 ) -> anyhow::Result<Option<T>> {
     let options = NcclOptions {
         reduction,
         ..NcclOptions::default()
     };
     let alone = |mut comm: NcclCommunicator| {
-        let found = body(&mut comm).with_context(|| format!("rank {}", comm.rank()))?;
+        let found = body(&mut comm).map_err(Into::into);
+        let found = found.with_context(|| format!("rank {}", comm.rank()))?;
         anyhow::Ok((comm.rank() == 0).then_some(found))
     };
     if let Some(meeting) = ranks.meeting() {
@@ -146,7 +159,7 @@ fn on_gpus<T: Send>(
     let outcomes = run_ranks(ranks.count(), &Options::default(), |control| {
         let gpu = control.rank();
         let mut comm = NcclCommunicator::new(Box::new(control), gpu, &options)?;
-        anyhow::Ok(body(&mut comm)?)
+        body(&mut comm).map_err(Into::into)
     });
     let mut first = None;
     let mut failed: Option<anyhow::Error> = None;
@@ -181,7 +194,7 @@ pub(crate) fn require_engine(engine: Option<Engine>) -> anyhow::Result<()> {
     ensure!(
         launched == 1 || engine.is_some_and(|engine| engine != Engine::Thread),
         "{launched} processes were started together, and each would take itself for the whole; expected --engine mpi \
-         (check, bench --collective), or a start without mpirun"
+         (check, train, bench --collective), or a start without mpirun"
     );
     Ok(())
 }

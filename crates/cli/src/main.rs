@@ -1,23 +1,27 @@
-//! The `fusestep` command: plan, step, train, bench, check.
+//! The `fusestep` command: plan, step, train, bench, check, checkpoint.
 #![forbid(unsafe_code)]
 
 mod bench;
 mod bench_collective;
 mod ceiling;
 mod check;
+mod checkpoint;
 mod digits;
 mod engine;
 mod gradients;
 mod inputs;
+mod layers;
 mod model;
 mod options;
 mod output;
 mod plan;
+mod ranks;
 mod report;
 mod rules;
 mod step;
 mod timer;
 mod train;
+mod train_ranks;
 
 use std::process::ExitCode;
 
@@ -41,6 +45,8 @@ enum Command {
     Train(train::TrainArgs),
     /// Time a step against the naive plan and the memory bandwidth of this machine
     Bench(bench::BenchArgs),
+    /// Look into a checkpoint, verify it, or write it for another number of ranks
+    Checkpoint(checkpoint::CheckpointArgs),
     /// Print what this machine offers and what is missing
     Check(check::CheckArgs),
 }
@@ -61,6 +67,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
     engine::require_engine(match command {
         Command::Bench(args) => args.engine(),
         Command::Check(args) => args.engine,
+        Command::Train(args) => args.engine,
         _ => None,
     })?;
     match command {
@@ -69,5 +76,6 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Train(args) => train::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Check(args) => check::run(args),
+        Command::Checkpoint(args) => checkpoint::run(args),
     }
 }

@@ -6,7 +6,8 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::digits::{CLASSES, Images, PIXELS};
 
-const LAYERS: [usize; 4] = [PIXELS, 128, 64, CLASSES];
+/// Inputs and outputs of the layers.
+pub(crate) const LAYERS: [usize; 4] = [PIXELS, 128, 64, CLASSES];
 
 /// Layers of weights and biases.
 pub(crate) struct Mlp {

@@ -1,6 +1,6 @@
 //! `fusestep train`: a small model learns handwritten digits with the planned optimizer.
 
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -23,40 +23,60 @@ use serde::Serialize;
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::digits::{self, Images};
+use crate::engine::Engine;
 use crate::gradients::GradientArgs;
 use crate::model::Mlp;
 use crate::options::{ParamDType, PrecisionArgs, parse_threads, threads};
 use crate::output::{duration, print, print_json, write_page};
+use crate::ranks::RankArgs;
 use crate::report::report_page;
 use crate::rules::{OptimizerArgs, Rule, warn_unmatched};
+use crate::train_ranks::{self, Trained};
 
 /// Flags of `train`.
 #[derive(Debug, Args)]
 pub(crate) struct TrainArgs {
     /// Passes over the training images
     #[arg(long, default_value = "20")]
-    epochs: NonZeroUsize,
-    /// Images of one step
+    pub(crate) epochs: NonZeroUsize,
+    /// Images of one step, of all ranks together
     #[arg(long, default_value = "32")]
-    batch: NonZeroUsize,
+    pub(crate) batch: NonZeroUsize,
     #[command(flatten)]
-    optimizer: OptimizerArgs,
+    pub(crate) optimizer: OptimizerArgs,
     #[command(flatten)]
-    gradients: GradientArgs,
+    pub(crate) gradients: GradientArgs,
     #[command(flatten)]
-    precision: PrecisionArgs,
+    pub(crate) precision: PrecisionArgs,
+    /// Number of ranks, each a thread with its part of every batch
+    #[arg(long, value_name = "N")]
+    pub(crate) ranks: Option<NonZeroUsize>,
+    /// What carries calls between ranks [default: thread]
+    #[arg(long, value_enum)]
+    pub(crate) engine: Option<Engine>,
+    #[command(flatten)]
+    pub(crate) rank_args: RankArgs,
     /// Element type of parameters and gradients
     #[arg(long, value_enum, default_value = "f32")]
-    dtype: ParamDType,
+    pub(crate) dtype: ParamDType,
     /// Decides the first parameters, the split and the order of images
     #[arg(long, default_value_t = 1)]
-    seed: u64,
-    /// Threads of the optimizer [default: all]
+    pub(crate) seed: u64,
+    /// Threads of the optimizer, of all ranks together [default: all]
     #[arg(long, value_parser = parse_threads)]
-    threads: Option<NonZeroUsize>,
-    /// One launch per tensor, no pass
+    pub(crate) threads: Option<NonZeroUsize>,
+    /// One launch and one call per tensor, no pass
     #[arg(long)]
-    naive: bool,
+    pub(crate) naive: bool,
+    /// Save parameters, optimizer state and position after every epoch
+    #[arg(long, value_name = "DIR")]
+    pub(crate) checkpoint: Option<PathBuf>,
+    /// Save after every this many updates, too
+    #[arg(long, value_name = "K", requires = "checkpoint")]
+    pub(crate) save_every: Option<NonZeroU64>,
+    /// Go on from the checkpoint, of however many ranks it is
+    #[arg(long, requires = "checkpoint")]
+    pub(crate) resume: bool,
     /// Write a page with the curves and the plan
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
@@ -86,7 +106,45 @@ pub(crate) struct TrainSummary {
     /// xxh3 of all parameter bytes in name order.
     pub(crate) params_hash: String,
     pub(crate) launches_per_step: usize,
+    #[serde(flatten)]
+    pub(crate) ranks: RankNumbers,
     pub(crate) history: Vec<Epoch>,
+}
+
+/// What each rank holds and sends.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct RankNumbers {
+    /// Number of ranks.
+    pub(crate) ranks: usize,
+    /// What carries calls between them.
+    pub(crate) engine: &'static str,
+    /// ZeRO stage.
+    pub(crate) zero: u8,
+    /// Bytes of optimizer state on rank 0, padding included.
+    pub(crate) state_bytes_per_rank: u64,
+    /// Calls between ranks for each update; of stage 3 also those that gather layers.
+    pub(crate) collectives_per_step: f64,
+    /// Bytes that each rank sends for each update, by ring algorithms.
+    pub(crate) bytes_sent_per_step: f64,
+    /// Most bytes of whole parameters that were held for layers in use.
+    pub(crate) layer_peak_bytes: u64,
+    /// Bytes of all parameters.
+    pub(crate) parameter_bytes: u64,
+}
+
+impl TrainArgs {
+    /// What carries calls between ranks.
+    pub(crate) fn engine(&self) -> Engine {
+        self.engine.unwrap_or(Engine::Thread)
+    }
+
+    /// Whether the step of many ranks is asked for, be it of one rank.
+    fn of_ranks(&self) -> bool {
+        self.ranks.is_some()
+            || self.engine.is_some()
+            || self.rank_args.any()
+            || self.checkpoint.is_some()
+    }
 }
 
 /// One pass over the training images.
@@ -98,6 +156,9 @@ pub(crate) struct Epoch {
 }
 
 pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
+    if args.of_ranks() {
+        return run_ranks(args);
+    }
     let (train, test) = digits::load(args.seed)?;
     let model = Mlp::new(args.seed, args.dtype.into())?;
     let lr = default_lr(args.optimizer.optimizer);
@@ -154,8 +215,21 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     print(&summary.to_string())
 }
 
+fn run_ranks(args: &TrainArgs) -> anyhow::Result<()> {
+    let Some(Trained { summary, plan }) = train_ranks::run(args)? else {
+        return Ok(());
+    };
+    if let Some(path) = &args.report {
+        write_page(path, &report_page(&summary, plan.local()))?;
+    }
+    match args.json {
+        true => print_json(&summary),
+        false => print(&summary.to_string()),
+    }
+}
+
 /// A learning rate at which the rule learns the digits.
-fn default_lr(rule: Rule) -> f64 {
+pub(crate) fn default_lr(rule: Rule) -> f64 {
     match rule {
         Rule::Adamw | Rule::Adam => 2e-3,
         Rule::Sgd => 0.2,
@@ -192,6 +266,21 @@ impl std::fmt::Display for TrainSummary {
             )?;
         }
         writeln!(f)?;
+        if self.ranks.ranks > 1 {
+            let numbers = &self.ranks;
+            writeln!(
+                f,
+                "{} ranks ({}), zero stage {}: {} bytes of optimizer state each, {:.1} calls and {:.0} bytes sent per step, at most {} of {} parameter bytes held for layers",
+                numbers.ranks,
+                numbers.engine,
+                numbers.zero,
+                numbers.state_bytes_per_rank,
+                numbers.collectives_per_step,
+                numbers.bytes_sent_per_step,
+                numbers.layer_peak_bytes,
+                numbers.parameter_bytes,
+            )?;
+        }
         writeln!(f, "parameters: xxh3 {}", self.params_hash)
     }
 }
@@ -268,6 +357,8 @@ impl Training {
             test_accuracy: 0.0,
         });
         let steps = self.steps.max(1) as f64;
+        let params = self.optimizer.plan().params().iter();
+        let parameter_bytes = params.map(|p| p.numel() * p.dtype.len_bytes() as u64).sum();
         Ok(TrainSummary {
             epochs: args.epochs.get(),
             steps: self.steps,
@@ -280,6 +371,16 @@ impl Training {
             candle_ns_per_step: self.shadow.as_ref().map(|shadow| shadow.ns / steps),
             params_hash: params_hash(&self.optimizer)?,
             launches_per_step: self.optimizer.plan().launches(),
+            ranks: RankNumbers {
+                ranks: 1,
+                engine: Engine::Thread.name(),
+                zero: 0,
+                state_bytes_per_rank: self.optimizer.plan().state_bytes(),
+                collectives_per_step: 0.0,
+                bytes_sent_per_step: 0.0,
+                layer_peak_bytes: parameter_bytes,
+                parameter_bytes,
+            },
             history,
         })
     }

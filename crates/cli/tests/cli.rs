@@ -13,6 +13,8 @@ use serde_json::Value;
 mod norms;
 #[path = "cli/precision.rs"]
 mod precision;
+#[path = "cli/ranks.rs"]
+mod ranks;
 #[path = "cli/runs.rs"]
 mod runs;
 

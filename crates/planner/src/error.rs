@@ -2,6 +2,7 @@
 
 use fusestep_amp::AmpError;
 use fusestep_coalesce::CoalesceError;
+use fusestep_collective::CollectiveError;
 use fusestep_launch::{BackendError, LaunchError, RuleError};
 use fusestep_tensor::{DType, Role, TensorError};
 use fusestep_tensor_file::TensorFileError;
@@ -24,6 +25,61 @@ pub enum PlanError {
     PassTwice {
         /// The pass.
         pass: &'static str,
+    },
+    /// Two passes contradict each other.
+    #[error("{first} and {second} {why}; remove one")]
+    Conflict {
+        /// One pass.
+        first: String,
+        /// The other.
+        second: String,
+        /// What both decide.
+        why: &'static str,
+    },
+    /// A pass says what ranks do, but the plan is made for none.
+    #[error("pass {pass}: expected a plan for a rank, found a plan by itself; use `plan_for`")]
+    WithoutRanks {
+        /// The pass.
+        pass: &'static str,
+    },
+    /// A rank, a world size or a communicator does not fit the plan.
+    #[error("ranks: expected {expected}, found {found}")]
+    Topology {
+        /// What the plan needs.
+        expected: String,
+        /// What was given.
+        found: String,
+    },
+    /// A call between ranks failed.
+    #[error(transparent)]
+    Collective(#[from] CollectiveError),
+    /// A checkpoint cannot be written, or is not complete, intact and this run's.
+    #[error("{path}: `{what}`: expected {expected}, found {found}")]
+    Checkpoint {
+        /// The file or folder.
+        path: String,
+        /// The tensor or field.
+        what: String,
+        /// What is needed.
+        expected: String,
+        /// What there is.
+        found: String,
+    },
+    /// A gradient was given twice in one micro-step.
+    #[error(
+        "gradient of `{name}`: expected it once in a micro-step, found it twice; run the step first"
+    )]
+    GradientTwice {
+        /// The parameter.
+        name: String,
+    },
+    /// A parameter lies in shards.
+    #[error(
+        "`{name}`: expected a parameter that this rank holds whole, found zero stage 3; use `gather`"
+    )]
+    InShards {
+        /// The parameter.
+        name: String,
     },
     /// The limits do not allow a launch.
     #[error(transparent)]

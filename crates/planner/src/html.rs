@@ -229,7 +229,7 @@ fn or_not(value: Option<f64>) -> String {
 }
 
 /// Text made safe for HTML: names come from files.
-fn escape(text: &str) -> String {
+pub(crate) fn escape(text: &str) -> String {
     text.replace('&', "&amp;")
         .replace('<', "&lt;")
         .replace('>', "&gt;")

@@ -18,6 +18,7 @@ mod passes;
 mod plan;
 mod planner;
 mod precision;
+mod ranks;
 mod report;
 mod run;
 mod stage;
@@ -32,10 +33,20 @@ pub use fusestep_launch::Precision;
 pub use group::SizeClass;
 pub use html::html_page;
 pub use optimizer::Optimizer;
-pub use passes::{ClipByGlobalNorm, CoalesceGradients, FuseOptimizer, LossScaling, Pass};
+pub use passes::{
+    ActsOn, Averaged, ClipByGlobalNorm, CoalesceGradients, Distributed, FuseAllReduce,
+    FuseBroadcast, FuseOptimizer, GradientMerge, Interval, LocalSgd, LossScaling, Merged, Oversize,
+    Pass, Reduced, Shard, Zero,
+};
 pub use plan::{Plan, PlanSummary};
 pub use planner::{Planner, Tensors};
 pub(crate) use precision::Precisions;
+pub use ranks::{
+    BroadcastGroup, Bucket, Comms, CostModel, Event, EventKind, Flat, FolderLock, GatheredParams,
+    Held, Manifest, Ownership, Piece, RankPlan, RankReport, RankState, RankSummary, ShardSpec,
+    Span, TensorSpec, Topology, WholeTensors, groups_by_layer, owners_greedy_even,
+    owners_in_use_order,
+};
 pub use report::StepReport;
 pub use run::Lender;
 pub use stage::{GradientRead, HyperClass, Norm, Optimize, Stage, StorageSpec};

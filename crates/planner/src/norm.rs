@@ -180,6 +180,24 @@ impl NormState {
         Ok(Some(state))
     }
 
+    /// A control block that others write: the norm of gradients in shards is taken across ranks.
+    pub(crate) fn given(rule: GradientRule, backend: &dyn Backend) -> Result<Self, PlanError> {
+        let mut state = Self {
+            kernels: Vec::new(),
+            rule,
+            scalars: Vec::new(),
+            partials: backend.allocate(0)?,
+            tensors: backend.allocate(0)?,
+            sums: backend.allocate(0)?,
+            control: backend.allocate(size_of::<ControlBlock>())?,
+            block: GradientRule::first_block(rule.loss_scale),
+            scale_of_sums: Some(rule.loss_scale.scale()),
+            placed: Placed::Yes,
+        };
+        state.block.write(backend, state.control.as_mut())?;
+        Ok(state)
+    }
+
     /// Writes where each tensor's partial sums lie, if the schedule has changed.
     pub(crate) fn place(
         &mut self,

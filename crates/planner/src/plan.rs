@@ -14,6 +14,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::group::Classes;
 use crate::norm::Gradients;
+use crate::ranks::RankOptions;
 use crate::{
     HyperClass, Note, Optimize, Optimizer, PlanError, Precisions, SizeClass, Stage, StorageSpec,
     TableKind, Tensors,
@@ -38,6 +39,8 @@ pub struct Plan {
     pub(crate) gradients: Gradients,
     pub(crate) classes: Classes,
     pub(crate) naive_launches: usize,
+    /// What passes say about ranks.
+    pub(crate) ranks: RankOptions,
     /// [`Plan::hash`], computed once the passes are through.
     pub(crate) hash: u64,
 }

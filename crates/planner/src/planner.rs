@@ -11,7 +11,8 @@ use serde::Serialize;
 
 use crate::group::Classes;
 use crate::norm::Gradients;
-use crate::passes::{CoalesceGradients, FuseOptimizer, Pass};
+use crate::passes::{ActsOn, CoalesceGradients, FuseOptimizer, Pass};
+use crate::ranks::{RankOptions, Topology};
 use crate::{
     Note, Optimizer, Plan, PlanError, Precisions, SizeClass, Stage, StorageSpec, TableKind, Verdict,
 };
@@ -112,6 +113,20 @@ impl Planner {
     /// # Cost
     /// Linear in the number of parameters.
     pub fn plan(&self, params: &[ParamDesc]) -> Result<Plan, PlanError> {
+        let mut passes = self.passes.iter();
+        if let Some(pass) = passes.find(|pass| pass.acts_on() == ActsOn::Ranks) {
+            return Err(PlanError::WithoutRanks { pass: pass.name() });
+        }
+        self.plan_with(params, Topology::SOLO, |_| true)
+    }
+
+    /// The plan of one rank by those passes that `takes_part` accepts.
+    pub(crate) fn plan_with(
+        &self,
+        params: &[ParamDesc],
+        topology: Topology,
+        takes_part: impl Fn(ActsOn) -> bool,
+    ) -> Result<Plan, PlanError> {
         self.optimizer.validate()?;
         self.limits.validate()?;
         if u32::try_from(params.len()).is_err() {
@@ -124,8 +139,11 @@ impl Planner {
             param.validate()?;
         }
         let mut plan = self.naive_plan(params)?;
+        plan.ranks.topology = topology;
         for pass in &self.passes {
-            pass.apply(&mut plan)?;
+            if takes_part(pass.acts_on()) {
+                pass.apply(&mut plan)?;
+            }
         }
         plan.place_norm()?;
         plan.place_tables(self.table)?;
@@ -148,6 +166,7 @@ impl Planner {
             gradients: Gradients::default(),
             classes: Classes::new(params, |_| 0),
             naive_launches: 0,
+            ranks: RankOptions::default(),
             hash: 0,
         };
         let mut kernels = HashMap::<DType, (&'static str, Vec<TensorList>)>::new();

@@ -2,7 +2,7 @@
 
 use fusestep_amp::MaxNorm;
 
-use super::Pass;
+use super::{ActsOn, Pass};
 use crate::{Note, Plan, PlanError, Verdict};
 
 /// Multiplies all gradients of a step by min(1, max_norm / (norm + 1e-6)), where norm is that of all of them together.
@@ -29,6 +29,10 @@ impl ClipByGlobalNorm {
 impl Pass for ClipByGlobalNorm {
     fn name(&self) -> &'static str {
         "clip_by_global_norm"
+    }
+
+    fn acts_on(&self) -> ActsOn {
+        ActsOn::Gradients
     }
 
     fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {

@@ -2,7 +2,7 @@
 
 use fusestep_amp::LossScale;
 
-use super::Pass;
+use super::{ActsOn, Pass};
 use crate::{Note, Plan, PlanError, Verdict};
 
 /// Divides all gradients of a step by the loss scale, and skips the step if one of them is infinite or NaN: nothing is written
@@ -50,6 +50,10 @@ impl From<LossScale> for LossScaling {
 impl Pass for LossScaling {
     fn name(&self) -> &'static str {
         "loss_scaling"
+    }
+
+    fn acts_on(&self) -> ActsOn {
+        ActsOn::Gradients
     }
 
     fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {

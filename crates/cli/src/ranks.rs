@@ -1,0 +1,175 @@
+//! Flags of the step of many ranks, spelled the same in each subcommand.
+
+use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
+
+use anyhow::{Context, ensure};
+use clap::Args;
+use fusestep_collective::{Link, measure};
+use fusestep_planner::{
+    CostModel, FuseAllReduce, GradientMerge, LocalSgd, Planner, Reduced, Shard, Zero,
+};
+
+use crate::engine::{Engine, Ranks};
+
+/// Bytes of a MiB.
+const MIB: f64 = 1_048_576.0;
+
+/// Most threads between which a link is measured.
+const MOST_MEASURED: usize = 16;
+
+/// What ranks share out and how they talk.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct RankArgs {
+    /// What ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too
+    #[arg(long, value_name = "0|1|2|3", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=3))]
+    pub(crate) zero: u8,
+    /// Most MiB of gradients that one call reduces [default: 25]
+    #[arg(long, value_name = "MIB")]
+    pub(crate) bucket_cap_mib: Option<f64>,
+    /// Reduce buckets on this many rings while gradients are still being computed [default: none, after the last gradient]
+    #[arg(long, value_name = "N")]
+    pub(crate) rings: Option<NonZeroUsize>,
+    /// Add the gradients of this many batches before each update
+    #[arg(long, value_name = "K")]
+    pub(crate) gradient_merge: Option<NonZeroU32>,
+    /// Reduce gradients across ranks in every batch of a merge, which takes less memory and more calls
+    #[arg(long, requires = "gradient_merge")]
+    pub(crate) merge_reduce_each: bool,
+    /// Average parameters every this many steps in place of gradients every step
+    #[arg(long, value_name = "K")]
+    pub(crate) local_sgd: Option<NonZeroU64>,
+    /// Let that number follow the loss
+    #[arg(long, requires = "local_sgd")]
+    pub(crate) adaptive: bool,
+}
+
+impl RankArgs {
+    /// Whether any of the flags asks for the step of many ranks.
+    pub(crate) fn any(&self) -> bool {
+        self.zero > 0
+            || self.bucket_cap_mib.is_some()
+            || self.rings.is_some()
+            || self.gradient_merge.is_some()
+            || self.local_sgd.is_some()
+    }
+
+    /// The planner with the passes asked for; a naive one reduces tensor by tensor.
+    ///
+    /// # Errors
+    /// A cap that is no positive number.
+    pub(crate) fn passes(&self, mut planner: Planner, fused: Fused) -> anyhow::Result<Planner> {
+        let cap_bytes = match self.bucket_cap_mib {
+            None => FuseAllReduce::DEFAULT_CAP_BYTES,
+            Some(mib) => {
+                ensure!(
+                    mib > 0.0 && mib.is_finite(),
+                    "--bucket-cap-mib: expected a number above 0, found {mib}"
+                );
+                (mib * MIB) as u64
+            }
+        };
+        if fused == Fused::Yes {
+            planner = planner.with(FuseAllReduce::of_bytes(cap_bytes));
+        }
+        if let Some(every) = self.gradient_merge {
+            let reduced = match self.merge_reduce_each {
+                true => Reduced::PerMicroStep,
+                false => Reduced::PerWindow,
+            };
+            planner = planner.with(GradientMerge::every(every).reduced(reduced));
+        }
+        if let Some(every) = self.local_sgd {
+            let rule = LocalSgd::every(every);
+            planner = planner.with(match self.adaptive {
+                true => rule.adaptive(),
+                false => rule,
+            });
+        }
+        Ok(match Zero::of(self.zero) {
+            Some(zero) if zero != Zero::Zero0 => planner.with(Shard::new(zero)),
+            _ => planner,
+        })
+    }
+}
+
+/// Whether passes run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fused {
+    Yes,
+    No,
+}
+
+impl From<bool> for Fused {
+    fn from(naive: bool) -> Self {
+        if naive { Fused::No } else { Fused::Yes }
+    }
+}
+
+/// The world that `plan` plans for.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct WorldArgs {
+    /// Number of ranks
+    #[arg(long, value_name = "N")]
+    pub(crate) world: Option<NonZeroUsize>,
+    #[command(flatten)]
+    pub(crate) ranks: RankArgs,
+    /// Microseconds of a call between ranks that moves next to nothing, as `fusestep check --engine` measures it
+    #[arg(long, value_name = "US", default_value_t = 20.0)]
+    pub(crate) latency_us: f64,
+    /// Gigabytes of a buffer that an all-reduce gets through in a second, as `fusestep check --engine` measures them
+    #[arg(long, value_name = "GB/S", default_value_t = 10.0)]
+    pub(crate) bandwidth_gbs: f64,
+    /// Measure both between ranks that are threads of this machine
+    #[arg(long, conflicts_with_all = ["latency_us", "bandwidth_gbs"])]
+    pub(crate) measure: bool,
+    /// Milliseconds of one backward pass, behind which calls are hidden if there are --rings
+    #[arg(long, value_name = "MS", default_value_t = 0.0)]
+    pub(crate) backward_ms: f64,
+}
+
+impl WorldArgs {
+    /// What the step's time is predicted from.
+    ///
+    /// # Errors
+    /// Values that are no positive numbers; more ranks to measure between than a machine has room for.
+    pub(crate) fn cost_model(&self) -> anyhow::Result<CostModel> {
+        let above_zero = |value: f64| value > 0.0 && value.is_finite();
+        for (flag, value, right) in [
+            ("--latency-us", self.latency_us, above_zero(self.latency_us)),
+            (
+                "--bandwidth-gbs",
+                self.bandwidth_gbs,
+                above_zero(self.bandwidth_gbs),
+            ),
+            (
+                "--backward-ms",
+                self.backward_ms,
+                self.backward_ms == 0.0 || above_zero(self.backward_ms),
+            ),
+        ] {
+            ensure!(right, "{flag}: expected a number above 0, found {value}");
+        }
+        let link = match self.measure {
+            true => self.measured()?,
+            false => Link {
+                alpha_seconds: self.latency_us * 1e-6,
+                beta_bytes_per_second: self.bandwidth_gbs * 1e9,
+            },
+        };
+        Ok(CostModel {
+            link,
+            backward_seconds: self.backward_ms * 1e-3,
+            rings: self.ranks.rings.map_or(0, NonZeroUsize::get),
+        })
+    }
+
+    fn measured(&self) -> anyhow::Result<Link> {
+        let world = self.world.unwrap_or(NonZeroUsize::MIN);
+        ensure!(
+            world.get() <= MOST_MEASURED,
+            "--measure: expected a world of at most {MOST_MEASURED}, found {world}; give --latency-us and --bandwidth-gbs"
+        );
+        let link = Engine::Thread.run(&Ranks::threads(world), |comm| measure(comm))?;
+        link.context("rank 0 has measured nothing")
+    }
+}

@@ -1,0 +1,371 @@
+//! Training on many ranks, their plans and checkpoints, as a user sees them.
+
+use std::fs;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::{Folder, ok, refused, text};
+
+fn train(more: &[&str]) -> Value {
+    let mut args = vec!["train", "--json", "--epochs", "2"];
+    args.extend(more);
+    serde_json::from_str(&ok(&args)).unwrap()
+}
+
+#[test]
+fn four_ranks_train_to_the_same_bits_however_they_share_the_work() {
+    for rule in ["adamw", "momentum", "lars"] {
+        let base = ["--ranks", "4", "--clip-norm", "1", "--optimizer", rule];
+        let run = |more: &[&str]| train(&[&base, more].concat());
+        let whole = run(&[]);
+        assert_eq!(
+            (&whole["ranks"], &whole["zero"], &whole["engine"]),
+            (&4.into(), &0.into(), &"thread".into())
+        );
+        let ways: [&[&str]; 6] = [
+            &["--naive"],
+            &["--zero", "1", "--bucket-cap-mib", "0.01"],
+            &["--zero", "2", "--rings", "2", "--bucket-cap-mib", "0.02"],
+            &["--zero", "3", "--rings", "1"],
+            &["--zero", "3", "--naive"],
+            &["--zero", "2", "--threads", "1"],
+        ];
+        for way in ways {
+            let found = run(way);
+            assert_eq!(found["params_hash"], whole["params_hash"], "{rule} {way:?}");
+            assert_eq!(found["final_loss"], whole["final_loss"], "{rule} {way:?}");
+        }
+    }
+}
+
+#[test]
+fn ranks_without_images_take_part() {
+    let base = [
+        "--ranks",
+        "5",
+        "--batch",
+        "3",
+        "--epochs",
+        "1",
+        "--clip-norm",
+        "1",
+    ];
+    let hash = |more: &[&str]| {
+        let found = ok(&[&["train", "--json"], &base[..], more].concat());
+        serde_json::from_str::<Value>(&found).unwrap()["params_hash"].clone()
+    };
+    let whole = hash(&[]);
+    assert_eq!(hash(&["--zero", "3", "--rings", "1"]), whole);
+    assert_eq!(hash(&["--zero", "2", "--naive"]), whole);
+}
+
+#[test]
+fn state_and_layers_in_use_shrink_as_the_stage_promises() {
+    let number = |run: &Value, key: &str| run[key].as_u64().unwrap();
+    let (whole, shared) = (
+        train(&["--ranks", "4"]),
+        train(&["--ranks", "4", "--zero", "1"]),
+    );
+    let (all, part) = (
+        number(&whole, "state_bytes_per_rank"),
+        number(&shared, "state_bytes_per_rank"),
+    );
+    assert!(part < all / 4 + 6 * 512, "{part} of {all}");
+    let third = train(&["--ranks", "4", "--zero", "3"]);
+    let (peak, parameters) = (
+        number(&third, "layer_peak_bytes"),
+        number(&third, "parameter_bytes"),
+    );
+    // The largest layer, and its tensors beside the gathered copy.
+    assert!(peak < parameters, "{peak} of {parameters}");
+}
+
+#[test]
+fn merged_batches_train_as_larger_ones_and_merging_one_changes_nothing() {
+    let momentum = ["--optimizer", "momentum", "--ranks", "1"];
+    let run = |more: &[&str]| train(&[&momentum, more].concat());
+    let (merged, large) = (
+        run(&["--batch", "16", "--gradient-merge", "4"]),
+        run(&["--batch", "64"]),
+    );
+    assert_eq!(merged["steps"], large["steps"]);
+    let loss = |run: &Value| run["final_loss"].as_f64().unwrap();
+    assert!(
+        (loss(&merged) - loss(&large)).abs() < 1e-6,
+        "{merged} {large}"
+    );
+    let plain = train(&["--ranks", "2"]);
+    let one = train(&["--ranks", "2", "--gradient-merge", "1"]);
+    assert_eq!(plain["params_hash"], one["params_hash"]);
+    let each = [
+        "--ranks",
+        "3",
+        "--gradient-merge",
+        "3",
+        "--merge-reduce-each",
+        "--dtype",
+        "bf16",
+    ];
+    let hash = |more: &[&str]| train(&[&each, more].concat())["params_hash"].clone();
+    assert_eq!(hash(&["--zero", "2", "--rings", "2"]), hash(&[]));
+    let adaptive = train(&["--ranks", "2", "--local-sgd", "1", "--adaptive"]);
+    assert!(adaptive["test_accuracy"].as_f64().unwrap() > 0.5);
+    let local = train(&["--ranks", "2", "--local-sgd", "4"]);
+    assert!(local["test_accuracy"].as_f64().unwrap() > 0.5);
+    let error = refused(&["train", "--ranks", "2", "--zero", "2", "--local-sgd", "2"]);
+    assert!(error.contains("zero stage 2 and local_sgd"), "{error}");
+}
+
+#[test]
+fn a_run_resumed_on_the_same_ranks_ends_with_the_same_parameters_and_on_others_goes_on() {
+    let folder = Folder::new();
+    let path = folder.path("checkpoint");
+    let base = ["--ranks", "4", "--zero", "2", "--batch", "32"];
+    let run = |more: &[&str]| train(&[&base, more].concat());
+    let whole = run(&[]);
+    let first = {
+        let args = [
+            "train",
+            "--json",
+            "--epochs",
+            "1",
+            "--checkpoint",
+            text(&path),
+        ];
+        serde_json::from_str::<Value>(&ok(&[&args[..], &base].concat())).unwrap()
+    };
+    assert_ne!(first["params_hash"], whole["params_hash"]);
+    let saved = fs::read_to_string(path.join("manifest.json")).unwrap();
+    let resumed = run(&["--checkpoint", text(&path), "--resume"]);
+    assert_eq!(resumed["params_hash"], whole["params_hash"]);
+    assert_ne!(
+        fs::read_to_string(path.join("manifest.json")).unwrap(),
+        saved
+    );
+
+    let verified: Value =
+        serde_json::from_str(&ok(&["checkpoint", "verify", text(&path), "--json"])).unwrap();
+    assert_eq!(
+        (&verified["intact"], &verified["shards"]),
+        (&true.into(), &4.into())
+    );
+    assert!(ok(&["checkpoint", "inspect", text(&path)]).contains("layer0.weight@moment1"));
+    let error = refused(&[
+        "train",
+        "--ranks",
+        "2",
+        "--seed",
+        "5",
+        "--checkpoint",
+        text(&path),
+        "--resume",
+    ]);
+    assert!(error.contains("seed"), "{error}");
+    let error = refused(&[
+        "train",
+        "--ranks",
+        "2",
+        "--optimizer",
+        "lion",
+        "--checkpoint",
+        text(&path),
+        "--resume",
+    ]);
+    assert!(error.contains("optimizer"), "{error}");
+    go_on_elsewhere(&folder, text(&path));
+}
+
+/// Writes the checkpoint for 3 ranks and trains on with 1, 2 and 3, from it and from the files as they were.
+fn go_on_elsewhere(folder: &Folder, path: &str) {
+    let other = folder.path("resharded");
+    ok(&[
+        "checkpoint",
+        "reshard",
+        path,
+        "--world",
+        "3",
+        "--out",
+        text(&other),
+    ]);
+    for ranks in ["1", "2", "3"] {
+        let mut ends = Vec::new();
+        for from in [path, text(&other)] {
+            let copy = tempfile::tempdir().unwrap();
+            let copied = Command::new("cp")
+                .args(["-r", from])
+                .arg(copy.path().join("c"))
+                .status();
+            assert!(copied.unwrap().success());
+            let at = copy.path().join("c");
+            let args = [
+                "train",
+                "--json",
+                "--epochs",
+                "3",
+                "--ranks",
+                ranks,
+                "--checkpoint",
+                text(&at),
+                "--resume",
+            ];
+            let went_on: Value = serde_json::from_str(&ok(&args)).unwrap();
+            assert!(went_on["test_accuracy"].as_f64().unwrap() > 0.8);
+            ends.push(went_on["params_hash"].clone());
+        }
+        assert_eq!(ends[0], ends[1], "{ranks} ranks");
+    }
+}
+
+#[test]
+fn plans_of_many_ranks_count_their_calls() {
+    let shapes = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../data/shapes/resnet50.json"
+    );
+    let run = |more: &[&str]| -> Value {
+        serde_json::from_str(&ok(&[&["plan", shapes, "--json"], more].concat())).unwrap()
+    };
+    let plan = run(&["--world", "8", "--zero", "2", "--bucket-cap-mib", "25"]);
+    let number = |key: &str| plan[key].as_u64().unwrap();
+    // 97.5 MiB of gradients in buckets of 25, and one gather of the parameters.
+    assert_eq!(
+        (number("collectives"), number("naive_collectives")),
+        (6, 322)
+    );
+    let bytes = 25_557_032 * 4;
+    assert!(number("bytes_on_wire").abs_diff(2 * bytes * 7 / 8) < 1_000);
+    assert!(number("state_bytes_per_rank").abs_diff(2 * bytes / 8) < 200_000);
+    assert!(plan["predicted_step_ns"].as_f64().unwrap() > 0.0);
+    let naive = run(&["--world", "8", "--naive"]);
+    assert_eq!(naive["collectives"], naive["naive_collectives"]);
+    let hidden = run(&["--world", "8", "--rings", "1", "--backward-ms", "100"]);
+    let exposed = |plan: &Value| plan["exposed_ns"].as_f64().unwrap();
+    assert!(exposed(&hidden) < exposed(&run(&["--world", "8"])));
+    assert!(hidden["proposed_bucket_cap_bytes"].as_u64().unwrap() > 0);
+    let measured = run(&["--world", "2", "--measure"]);
+    assert!(measured["predicted_step_ns"].as_f64().unwrap() > 0.0);
+    let folder = Folder::new();
+    let page = folder.path("plan.html");
+    ok(&[
+        "plan",
+        shapes,
+        "--world",
+        "4",
+        "--zero",
+        "2",
+        "--html",
+        text(&page),
+    ]);
+    assert!(
+        fs::read_to_string(&page)
+            .unwrap()
+            .contains("<h2>Timeline</h2>")
+    );
+    let error = refused(&["plan", shapes, "--world", "2", "--latency-us", "0"]);
+    assert!(error.contains("--latency-us"), "{error}");
+    let error = refused(&["plan", shapes, "--world", "2", "--bucket-cap-mib", "0"]);
+    assert!(error.contains("--bucket-cap-mib"), "{error}");
+}
+
+/// Kills a run that saves after every update at random instants and resumes it, `rounds` times; then lets it end.
+fn kill_and_resume(rounds: u64) {
+    let folder = Folder::new();
+    let (path, scratch) = (folder.path("checkpoint"), folder.path("scratch"));
+    let base = [
+        "train",
+        "--json",
+        "--epochs",
+        "1",
+        "--batch",
+        "64",
+        "--ranks",
+        "2",
+        "--zero",
+        "2",
+        "--save-every",
+        "1",
+        "--checkpoint",
+    ];
+    let hash = |text: &str| serde_json::from_str::<Value>(text).unwrap()["params_hash"].clone();
+    let start = Instant::now();
+    let whole = hash(&ok(&[&base[..], &[text(&scratch)]].concat()));
+    let length = start.elapsed();
+    let (mut killed, mut saved) = (0, 0);
+    for round in 0..rounds {
+        let resumes = path.join("manifest.json").exists();
+        saved += u64::from(resumes);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_fusestep"));
+        command.args(base).arg(&path).stdout(Stdio::piped());
+        let mut run = command.args(resumes.then_some("--resume")).spawn().unwrap();
+        // From right after the start to the whole run's length, in an order that jumps.
+        let share = (round * 7 % 16 + 1) as f64 / 16.0;
+        std::thread::sleep(Duration::from_secs_f64(length.as_secs_f64() * share));
+        // SIGKILL: nothing of the process runs after it.
+        run.kill().unwrap();
+        let output = run.wait_with_output().unwrap();
+        if output.status.success() {
+            let found = hash(&String::from_utf8(output.stdout).unwrap());
+            assert_eq!(found, whole, "round {round}");
+            fs::remove_dir_all(&path).unwrap();
+            continue;
+        }
+        killed += 1;
+        if path.join("manifest.json").exists() {
+            ok(&["checkpoint", "verify", text(&path)]);
+        }
+    }
+    assert!(killed > 0 && saved > 0, "{killed} killed, {saved} resumed");
+    let resume: &[&str] = match path.join("manifest.json").exists() {
+        true => &["--resume"],
+        false => &[],
+    };
+    let ended = ok(&[&base[..], &[text(&path)], resume].concat());
+    assert_eq!(hash(&ended), whole);
+}
+
+#[test]
+fn a_run_killed_at_any_instant_resumes_to_the_same_parameters() {
+    kill_and_resume(12);
+}
+
+#[test]
+#[ignore = "minutes; run with --ignored"]
+fn a_run_killed_at_200_instants_resumes_to_the_same_parameters() {
+    kill_and_resume(200);
+}
+
+#[test]
+fn a_damaged_checkpoint_ends_a_resumed_run_and_stays_as_it_is() {
+    let folder = Folder::new();
+    let path = folder.path("checkpoint");
+    let base = [
+        "train",
+        "--batch",
+        "512",
+        "--ranks",
+        "2",
+        "--zero",
+        "1",
+        "--checkpoint",
+        text(&path),
+    ];
+    let run = |more: &[&'static str]| [&base, more].concat();
+    ok(&run(&["--epochs", "1"]));
+    let manifest = fs::read_to_string(path.join("manifest.json")).unwrap();
+    let manifest: Value = serde_json::from_str(&manifest).unwrap();
+    let shard = path
+        .join(manifest["generation"].as_str().unwrap())
+        .join("shard-00001.safetensors");
+    let mut bytes = fs::read(&shard).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 16;
+    fs::write(&shard, &bytes).unwrap();
+    let error = refused(&run(&["--epochs", "2", "--resume"]));
+    assert!(
+        error.contains("shard-00001") && error.contains('@'),
+        "{error}"
+    );
+    assert_eq!(fs::read(&shard).unwrap(), bytes);
+}

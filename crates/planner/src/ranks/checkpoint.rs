@@ -1,0 +1,377 @@
+//! A run of many ranks saved and resumed, on as many ranks or others.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use fusestep_collective::{Operation, ReduceOp};
+use fusestep_launch::Backend;
+use fusestep_tensor::{DType, Role, Shape};
+
+use super::comms::Comms;
+use super::folder::{
+    Manifest, PieceBytes, ShardSpec, TURNS, TensorSpec, free_turn, generation, refuse, shard_file,
+    write_shard,
+};
+use super::{Held, RankPlan, RankState};
+use crate::passes::Zero;
+use crate::{PlanError, State};
+
+/// Bytes that each rank says about its file: outcome, length and checksum.
+const WORD_BYTES: usize = 24;
+
+/// Tensors that a refusal names, beside the first.
+const MOST_NAMED: usize = 8;
+
+impl RankPlan {
+    /// Saves parameters, optimizer state and counts, and texts of the caller's own; all ranks call it, between windows.
+    ///
+    /// Every rank writes what it updates. Rank 0 then writes the manifest, and only then removes the checkpoint before: a run
+    /// that is killed at any instant leaves the old one or the new one.
+    ///
+    /// # Errors
+    /// [`PlanError::Checkpoint`], [`PlanError::File`] of any rank, on that rank; [`PlanError::Topology`] on the others. The
+    /// checkpoint before is as it was. [`PlanError::Conflict`] in the middle of a window and between averages of LocalSGD, when
+    /// ranks differ.
+    pub fn save(
+        &self,
+        state: &RankState,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        folder: &Path,
+        caller: BTreeMap<String, String>,
+    ) -> Result<(), PlanError> {
+        self.check_state(state)?;
+        self.check_between(state)?;
+        let rank = self.topology().rank;
+        comms.set_plan(self.hash());
+        // Rank 0 alone looks, so that all write to one place.
+        let mut turn = [0u8];
+        if rank == 0 {
+            turn[0] = u8::from(free_turn(folder, state.local.step()) != TURNS[0]);
+        }
+        comms.in_place(Operation::Broadcast { root: 0 }, DType::U8, None, &mut turn)?;
+        let generation = generation(state.local.step(), TURNS[usize::from(turn[0] & 1)]);
+        let written = self
+            .pieces_to_save(state, backend)
+            .and_then(|pieces| match self.saves() {
+                true => write_shard(folder, &generation, rank, &pieces).map(Some),
+                false => Ok(None),
+            });
+        let shards = self.agree_on_shards(comms, written)?;
+        let committed = match rank {
+            0 => self
+                .manifest(state, caller, generation, shards)
+                .and_then(|m| m.commit(folder)),
+            _ => Ok(()),
+        };
+        self.agree(comms, committed)
+    }
+
+    /// Goes on from a checkpoint, of however many ranks; returns the texts that were saved with it. All ranks call it.
+    ///
+    /// # Errors
+    /// [`PlanError::Checkpoint`] naming what is missing, damaged or of another model or optimizer. Everything is checked before
+    /// anything is written.
+    pub fn load(
+        &self,
+        state: &mut RankState,
+        backend: &dyn Backend,
+        folder: &Path,
+    ) -> Result<BTreeMap<String, String>, PlanError> {
+        let manifest = Manifest::read(folder)?;
+        self.check_manifest(&manifest, folder)?;
+        let whole = manifest.read_tensors(folder)?;
+        let scale = match (&state.local.norm, manifest.loss_scale) {
+            (Some(norm), Some((scale, good, bad))) if state.local.scaled => {
+                let restored = norm.loss_scale().restored(scale, good, bad);
+                Some(restored.map_err(|error| {
+                    refuse(
+                        folder,
+                        "loss scale",
+                        "one of the plan's policy",
+                        error.to_string(),
+                    )
+                })?)
+            }
+            (Some(norm), _) => Some(norm.loss_scale()),
+            (None, _) => None,
+        };
+        for (param, desc) in self.params().iter().enumerate() {
+            // Parameters first: a master that is written after its parameter keeps its own bits.
+            for role in self.roles(param)? {
+                let bytes = whole
+                    .get(&self.key(param, role, self.topology().rank))
+                    .map_or(&[][..], Vec::as_slice);
+                self.write_whole(state, backend, role, &desc.name, bytes)?;
+            }
+        }
+        state.local.set_step(manifest.step);
+        state.steps_of.fill(manifest.step);
+        for (name, &step) in &manifest.steps_of {
+            let param = self.find(name)?;
+            state.steps_of[param] = step;
+            for (_, local) in self.pieces_of(param) {
+                let local = self.local.params()[local].name.clone();
+                state.local.set_step_of(&local, step)?;
+            }
+        }
+        if let (Some(norm), Some(scale)) = (&mut state.local.norm, scale) {
+            norm.restore(backend, scale, manifest.skipped)?;
+        }
+        state.local.poisoned = None;
+        state.micro_steps = 0;
+        state.weights = 0.0;
+        state.since_average = 0;
+        Ok(manifest.caller)
+    }
+
+    fn check_between(&self, state: &RankState) -> Result<(), PlanError> {
+        if state.micro_steps > 0 {
+            return Err(PlanError::Conflict {
+                first: "a checkpoint".to_owned(),
+                second: "a merge window under way".to_owned(),
+                why: "do not go together; run the window's last micro-step or `flush` it",
+            });
+        }
+        if self.whole.ranks.local_sgd.is_some() {
+            return Err(PlanError::Conflict {
+                first: "a checkpoint".to_owned(),
+                second: "local_sgd".to_owned(),
+                why: "do not go together, because every rank has state of its own",
+            });
+        }
+        Ok(())
+    }
+
+    /// Which ranks have a parameter.
+    fn held(&self, param: usize) -> Held {
+        self.flats[self.places[param].0].held
+    }
+
+    /// A tensor's name in a checkpoint; that of a rank's own slice has the rank.
+    fn key(&self, param: usize, role: Role, rank: usize) -> String {
+        let name = &self.params()[param].name;
+        match self.held(param) {
+            Held::Together => format!("{name}@{}", role.name()),
+            Held::Apart => format!("{name}@{}#{rank}", role.name()),
+        }
+    }
+
+    /// Whether this rank has anything that others have not.
+    fn saves(&self) -> bool {
+        let rank_0 = self.topology().rank == 0;
+        self.zero() != Zero::Zero0 || rank_0 || !self.whole.ranks.distributed.is_empty()
+    }
+
+    /// Roles that are saved: all but the gradient's, the parameter's first.
+    fn roles(&self, param: usize) -> Result<Vec<Role>, PlanError> {
+        let kernel = self.whole.kernel_of(param as u32)?;
+        let mut roles: Vec<Role> = kernel.lists().iter().map(|list| list.role).collect();
+        roles.retain(|role| role.is_state() || *role == Role::Param);
+        roles.sort_by_key(|role| *role != Role::Param);
+        Ok(roles)
+    }
+
+    fn role_dtype(&self, param: usize, role: Role) -> Result<DType, PlanError> {
+        let kernel = self.whole.kernel_of(param as u32)?;
+        let list = kernel.lists().iter().find(|list| list.role == role);
+        Ok(list.map_or(self.params()[param].dtype, |list| list.dtype))
+    }
+
+    fn pieces_to_save(
+        &self,
+        state: &RankState,
+        backend: &dyn Backend,
+    ) -> Result<Vec<PieceBytes>, PlanError> {
+        let mut pieces = Vec::new();
+        if !self.saves() {
+            return Ok(pieces);
+        }
+        let rank = self.topology().rank;
+        for param in 0..self.params().len() {
+            // What all ranks have alike is saved once.
+            let once = self.zero() == Zero::Zero0 && self.held(param) == Held::Together;
+            if once && rank > 0 {
+                continue;
+            }
+            for (piece, local) in self.pieces_of(param) {
+                let local = &self.local.params()[local].name;
+                for role in self.roles(param)? {
+                    let dtype = self.role_dtype(param, role)?;
+                    let mut bytes = vec![0; piece.numel as usize * dtype.len_bytes()];
+                    state.local.read(backend, role, local, &mut bytes)?;
+                    pieces.push(PieceBytes {
+                        tensor: self.key(param, role, rank),
+                        dtype,
+                        first: piece.first,
+                        bytes,
+                    });
+                }
+            }
+        }
+        // Two pieces of one tensor never lie on one rank: shards are ranges of a line.
+        Ok(pieces)
+    }
+
+    /// Tells all ranks what each has written; if one could not, all fail.
+    fn agree_on_shards(
+        &self,
+        comms: &mut Comms<'_>,
+        written: Result<Option<ShardSpec>, PlanError>,
+    ) -> Result<Vec<ShardSpec>, PlanError> {
+        let (rank, world) = (self.topology().rank, self.topology().world);
+        let mut words = vec![0u8; WORD_BYTES * world];
+        if let Ok(Some(spec)) = &written {
+            let sum = u64::from_str_radix(&spec.xxh3, 16).unwrap_or_default();
+            let own = [1u64, spec.len_bytes, sum].map(u64::to_le_bytes).concat();
+            words[WORD_BYTES * rank..WORD_BYTES * (rank + 1)].copy_from_slice(&own);
+        }
+        let outcome = written.map(|_| ());
+        comms.in_place(
+            Operation::AllGather,
+            DType::U8,
+            Some(&vec![WORD_BYTES; world]),
+            &mut words,
+        )?;
+        self.agree(comms, outcome)?;
+        let number = |rank: usize, at: usize| {
+            let from = WORD_BYTES * rank + 8 * at;
+            words[from..from + 8]
+                .iter()
+                .rev()
+                .fold(0u64, |n, &byte| n << 8 | u64::from(byte))
+        };
+        let wrote = (0..world).filter(|&rank| number(rank, 0) == 1);
+        let spec = |rank| ShardSpec {
+            file: shard_file(rank),
+            len_bytes: number(rank, 1),
+            xxh3: format!("{:016x}", number(rank, 2)),
+        };
+        Ok(wrote.map(spec).collect())
+    }
+
+    /// Fails on all ranks if it failed on one.
+    fn agree(
+        &self,
+        comms: &mut Comms<'_>,
+        outcome: Result<(), PlanError>,
+    ) -> Result<(), PlanError> {
+        let mut failed = [u8::from(outcome.is_err())];
+        comms.in_place(
+            Operation::AllReduce(ReduceOp::Max),
+            DType::U8,
+            None,
+            &mut failed,
+        )?;
+        outcome?;
+        match failed[0] {
+            0 => Ok(()),
+            _ => Err(PlanError::Topology {
+                expected: "all ranks to have written their part of the checkpoint".to_owned(),
+                found: "one that could not; its own error says why".to_owned(),
+            }),
+        }
+    }
+
+    fn manifest(
+        &self,
+        state: &RankState,
+        caller: BTreeMap<String, String>,
+        generation: String,
+        shards: Vec<ShardSpec>,
+    ) -> Result<Manifest, PlanError> {
+        let local: &State = &state.local;
+        let mut manifest = Manifest::new(self.whole.optimizer().name().to_owned(), local.step());
+        manifest.skipped = local.skipped();
+        manifest.loss_scale = local
+            .loss_scale()
+            .map(|scale| (scale.scale(), scale.good_steps(), scale.bad_steps()));
+        manifest.caller = caller;
+        for (param, desc) in self.params().iter().enumerate() {
+            let step = state.steps_of[param];
+            if step != local.step() && desc.numel() > 0 {
+                manifest.steps_of.insert(desc.name.clone(), step);
+            }
+        }
+        manifest.tensors = self.tensors_of_checkpoint()?;
+        (manifest.generation, manifest.shards) = (generation, shards);
+        Ok(manifest)
+    }
+
+    fn tensors_of_checkpoint(&self) -> Result<BTreeMap<String, TensorSpec>, PlanError> {
+        let mut tensors = BTreeMap::new();
+        for (param, desc) in self.params().iter().enumerate() {
+            for role in self.roles(param)? {
+                let shape: Shape = desc.shape.clone();
+                let dtype = self.role_dtype(param, role)?;
+                let ranks = match self.held(param) {
+                    Held::Together => 0..1,
+                    Held::Apart => 0..self.topology().world,
+                };
+                for rank in ranks {
+                    let (dtype, shape) = (dtype, shape.clone());
+                    let key = self.key(param, role, rank);
+                    tensors.insert(key, TensorSpec { dtype, shape });
+                }
+            }
+        }
+        Ok(tensors)
+    }
+
+    fn check_manifest(&self, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
+        let own = self.whole.optimizer().name();
+        if manifest.optimizer != own {
+            return Err(refuse(folder, "optimizer", own, manifest.optimizer.clone()));
+        }
+        let differences = self.differences(manifest)?;
+        let Some((name, expected, found)) = differences.first() else {
+            return self.check_steps(manifest, folder);
+        };
+        let mut found = found.clone();
+        if differences.len() > 1 {
+            let others = differences[1..].iter().map(|(name, ..)| name.as_str());
+            let others: Vec<&str> = others.take(MOST_NAMED).collect();
+            found += &format!(
+                "; {} others differ too: {}",
+                differences.len() - 1,
+                others.join(", ")
+            );
+        }
+        Err(refuse(folder, name, expected, found))
+    }
+
+    /// Tensors that the plan and a checkpoint have not alike: name, expected, found.
+    fn differences(&self, manifest: &Manifest) -> Result<Vec<(String, String, String)>, PlanError> {
+        let own = self.tensors_of_checkpoint()?;
+        let none = || "no such tensor".to_owned();
+        let text = |spec: &TensorSpec| format!("{} {}", spec.dtype, spec.shape);
+        let mut differences = Vec::new();
+        for (name, spec) in &own {
+            let found = manifest.tensors.get(name);
+            if found != Some(spec) {
+                differences.push((name.clone(), text(spec), found.map_or_else(none, text)));
+            }
+        }
+        for (name, spec) in &manifest.tensors {
+            if !own.contains_key(name) {
+                differences.push((name.clone(), none(), text(spec)));
+            }
+        }
+        Ok(differences)
+    }
+
+    fn check_steps(&self, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
+        for (name, &step) in &manifest.steps_of {
+            let what = format!("steps of `{name}`");
+            if !self.index.contains_key(name) {
+                let found = "one of no parameter of the plan".to_owned();
+                return Err(refuse(folder, &what, "a parameter of the plan", found));
+            }
+            if step > manifest.step {
+                let expected = format!("at most the {} of the run", manifest.step);
+                return Err(refuse(folder, &what, &expected, step.to_string()));
+            }
+        }
+        Ok(())
+    }
+}

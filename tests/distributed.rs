@@ -1,0 +1,14 @@
+//! The step of many ranks: the same bits however it is shared out.
+
+#[path = "distributed/checkpoints.rs"]
+mod checkpoints;
+#[path = "distributed/laws.rs"]
+mod laws;
+#[path = "distributed/merging.rs"]
+mod merging;
+#[path = "distributed/plans.rs"]
+mod plans;
+#[path = "distributed/run.rs"]
+mod run;
+#[path = "distributed/slices.rs"]
+mod slices;

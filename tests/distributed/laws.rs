@@ -1,0 +1,344 @@
+//! Same bits at every stage, with any buckets and rings.
+
+use std::num::NonZeroUsize;
+
+use fusestep_collective::{Communicator, Options, run_ranks};
+use fusestep_cpu::CpuBackend;
+use fusestep_planner::{Comms, Ownership, PlanError, Topology, Zero};
+
+use crate::run::{Case, Mixed, rules, whole_params};
+
+const STAGES: [Zero; 4] = [Zero::Zero0, Zero::Zero1, Zero::Zero2, Zero::Zero3];
+
+fn assert_same(case: &Case, expected: &crate::run::Outcome) {
+    let found = case.run();
+    assert!(
+        found.params == expected.params,
+        "other parameters: {case:?}"
+    );
+    for (found, expected) in found.reports.iter().zip(&expected.reports) {
+        assert_eq!(found.skipped, expected.skipped, "{case:?}");
+        assert_eq!(
+            found.grad_norm.map(f64::to_bits),
+            expected.grad_norm.map(f64::to_bits),
+            "{case:?}"
+        );
+        assert_eq!(found.absent, expected.absent, "{case:?}");
+    }
+}
+
+#[test]
+fn every_stage_and_world_gives_the_bits_of_a_mean_taken_by_hand() {
+    for world in 1..=5 {
+        let base = Case {
+            world,
+            ..Case::default()
+        };
+        let expected = base.by_hand();
+        for zero in STAGES {
+            assert_same(
+                &Case {
+                    zero,
+                    ..base.clone()
+                },
+                &expected,
+            );
+        }
+    }
+}
+
+#[test]
+fn buckets_rings_and_the_lack_of_them_change_no_bit() {
+    let base = Case {
+        world: 3,
+        steps: 2,
+        ..Case::default()
+    };
+    let expected = base.by_hand();
+    for zero in STAGES {
+        for (cap, rings) in [
+            (None, 0),
+            (None, 2),
+            (Some(1), 0),
+            (Some(4_000), 1),
+            (Some(1 << 30), 2),
+            (Some(65_536), 3),
+        ] {
+            // A cap of 1 byte means one element each: too many calls for large tensors.
+            let numels = match cap {
+                Some(1) => vec![5, 1, 3],
+                _ => base.numels.clone(),
+            };
+            let case = Case {
+                zero,
+                cap,
+                rings,
+                numels,
+                ..base.clone()
+            };
+            match cap {
+                Some(1) => assert_same(&case, &case.by_hand()),
+                _ => assert_same(&case, &expected),
+            }
+        }
+    }
+}
+
+#[test]
+fn every_rule_clipped_gives_its_unsharded_bits() {
+    for rule in rules() {
+        for clip in [None, Some(0.5)] {
+            let base = Case {
+                rule,
+                clip,
+                world: 3,
+                steps: 2,
+                ..Case::default()
+            };
+            let expected = base.by_hand();
+            for zero in STAGES {
+                assert_same(
+                    &Case {
+                        zero,
+                        rings: 1,
+                        ..base.clone()
+                    },
+                    &expected,
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn chunks_that_lie_in_many_shards_are_summed_as_one() {
+    for world in 2..=5 {
+        let numels = vec![9, 200_000, 1, 65_536, 65_537, 2];
+        let base = Case {
+            numels,
+            world,
+            steps: 1,
+            clip: Some(1e-3),
+            ..Case::default()
+        };
+        let expected = base.by_hand();
+        for zero in STAGES {
+            for ownership in [
+                Ownership::Elements,
+                Ownership::Tensors,
+                Ownership::UseOrder,
+                Ownership::GreedyEven,
+            ] {
+                assert_same(
+                    &Case {
+                        zero,
+                        ownership,
+                        ..base.clone()
+                    },
+                    &expected,
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn fewer_parameters_than_ranks_leave_some_shards_empty() {
+    for numels in [vec![1], vec![2, 1], vec![0], vec![0, 3]] {
+        for rule in rules() {
+            let base = Case {
+                rule,
+                numels: numels.clone(),
+                world: 5,
+                clip: Some(0.1),
+                ..Case::default()
+            };
+            let expected = base.by_hand();
+            for zero in STAGES {
+                assert_same(
+                    &Case {
+                        zero,
+                        ..base.clone()
+                    },
+                    &expected,
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn mixed_dtypes_give_the_same_bits_at_every_stage() {
+    let base = Case {
+        mixed: Mixed::Yes,
+        world: 4,
+        cap: None,
+        clip: Some(0.5),
+        ..Case::default()
+    };
+    let expected = base.run();
+    for zero in STAGES {
+        for cap in [None, Some(50_000)] {
+            assert_same(
+                &Case {
+                    zero,
+                    cap,
+                    ..base.clone()
+                },
+                &expected,
+            );
+        }
+    }
+}
+
+#[test]
+fn a_gradient_that_is_infinite_on_one_rank_skips_the_step_on_all() {
+    let infinite = Some((2, 1, 4));
+    let base = Case {
+        world: 3,
+        infinite,
+        scaled: Some(1024.0),
+        ..Case::default()
+    };
+    let expected = base.by_hand();
+    assert_eq!((expected.skipped, expected.reports[1].skipped), (1, true));
+    for zero in STAGES {
+        let case = Case {
+            zero,
+            ..base.clone()
+        };
+        assert_same(&case, &expected);
+        assert_eq!(case.run().skipped, 1);
+    }
+}
+
+#[test]
+fn a_gradient_missing_on_one_rank_is_zero_there_and_one_missing_on_all_is_left_out() {
+    let mut absent = vec![(0, 0, 4), (2, 1, 0)];
+    absent.extend((0..3).map(|rank| (rank, 1, 5)));
+    absent.extend((0..8).map(|param| (1, 2, param)));
+    let base = Case {
+        world: 3,
+        absent,
+        clip: Some(1.0),
+        ..Case::default()
+    };
+    let expected = base.by_hand();
+    assert_eq!(expected.reports[1].absent, 1);
+    for zero in STAGES {
+        for rings in [0, 2] {
+            let case = Case {
+                zero,
+                rings,
+                ..base.clone()
+            };
+            assert_same(&case, &expected);
+        }
+    }
+}
+
+#[test]
+fn with_rings_a_full_bucket_starts_before_the_last_gradient_is_given() {
+    let case = Case {
+        world: 2,
+        rings: 2,
+        cap: Some(1_000),
+        numels: vec![200; 6],
+        ..Case::default()
+    };
+    let outcomes = run_ranks(2, &Options::default(), |mut comm| {
+        let plan = case
+            .planner()
+            .plan_for(&case.params(), Topology::of(&comm))
+            .unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let rank = comm.rank();
+        let mut comms = Comms::with_rings(&mut comm, 2).unwrap();
+        let mut state = plan.allocate(&backend).unwrap();
+        let mut started = Vec::new();
+        for param in (0..6).rev() {
+            let bytes = case.gradient(rank, 0, param);
+            let name = &plan.params()[param].name;
+            plan.give_gradient(&mut state, &mut comms, name, &bytes)
+                .unwrap();
+            started.push(state.buckets_started());
+        }
+        let twice = plan.give_gradient(
+            &mut state,
+            &mut comms,
+            &plan.params()[0].name,
+            &case.gradient(rank, 0, 0),
+        );
+        assert!(matches!(twice, Err(PlanError::GradientTwice { .. })));
+        plan.run_with(&mut state, &backend, &mut comms).unwrap();
+        started
+    });
+    for started in outcomes.unwrap() {
+        assert_eq!(started.unwrap(), [1, 2, 3, 4, 5, 6]);
+    }
+}
+
+#[test]
+fn parameters_broadcast_by_their_owners_have_the_bits_of_gathered_ones() {
+    for rule in [rules()[0], rules()[4]] {
+        for (ownership, zero) in [
+            (Ownership::UseOrder, Zero::Zero1),
+            (Ownership::GreedyEven, Zero::Zero2),
+            (Ownership::Tensors, Zero::Zero1),
+        ] {
+            let case = Case {
+                rule,
+                world: 3,
+                zero,
+                ownership,
+                mixed: Mixed::Yes,
+                ..Case::default()
+            };
+            let expected = case.run();
+            for cap in [1, 300_000, 1 << 30] {
+                let fused = Case {
+                    broadcast_cap: Some(cap),
+                    ..case.clone()
+                };
+                assert!(fused.run().params == expected.params, "{fused:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn parameters_of_one_rank_come_to_all() {
+    for zero in [Zero::Zero0, Zero::Zero1, Zero::Zero2] {
+        let case = Case {
+            world: 3,
+            zero,
+            cap: Some(1_000),
+            ..Case::default()
+        };
+        let outcomes = run_ranks(3, &Options::default(), |mut comm| {
+            let plan = case
+                .planner()
+                .plan_for(&case.params(), Topology::of(&comm))
+                .unwrap();
+            let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+            let rank = comm.rank();
+            let mut comms = Comms::direct(&mut comm);
+            let mut state = plan.allocate(&backend).unwrap();
+            for (param, desc) in plan.params().iter().enumerate() {
+                if rank == 1 {
+                    plan.write_param(&mut state, &backend, &desc.name, &case.first_values(param))
+                        .unwrap();
+                }
+            }
+            plan.broadcast_params(&mut state, &backend, &mut comms, 1)
+                .unwrap();
+            whole_params(&plan, &state, &backend, &mut comms)
+        });
+        let expected: Vec<Vec<u8>> = (0..case.numels.len())
+            .map(|param| case.first_values(param))
+            .collect();
+        for params in outcomes.unwrap() {
+            assert!(params.unwrap() == expected, "{zero:?}");
+        }
+    }
+}

@@ -1,0 +1,359 @@
+//! Runs a few steps of a small model on a world of threads, and by hand.
+
+use std::num::{NonZeroU32, NonZeroUsize};
+
+use fusestep_adagrad::Adagrad;
+use fusestep_collective::{Communicator, Options, Solo, run_ranks};
+use fusestep_cpu::CpuBackend;
+use fusestep_fused_adam::Adam;
+use fusestep_fused_sgd::Sgd;
+use fusestep_lamb::Lamb;
+use fusestep_lars_momentum::Lars;
+use fusestep_lion::Lion;
+use fusestep_planner::{
+    ClipByGlobalNorm, Comms, FuseAllReduce, FuseBroadcast, GradientMerge, LocalSgd, LossScaling,
+    Optimizer, Oversize, Ownership, Planner, RankPlan, Reduced, Shard, StepReport, Topology, Zero,
+};
+use fusestep_tensor::{DType, ParamDesc, Role, Shape};
+use half::bf16;
+
+/// What is run.
+#[derive(Clone, Debug)]
+pub(crate) struct Case {
+    pub(crate) rule: Optimizer,
+    pub(crate) numels: Vec<u64>,
+    /// Every second tensor is bf16.
+    pub(crate) mixed: Mixed,
+    pub(crate) world: usize,
+    pub(crate) zero: Zero,
+    pub(crate) ownership: Ownership,
+    /// Bytes of a bucket; `None` for one call per tensor and no pass at all.
+    pub(crate) cap: Option<u64>,
+    /// Bytes of a broadcast of updated parameters; `None` without the pass.
+    pub(crate) broadcast_cap: Option<u64>,
+    pub(crate) rings: usize,
+    pub(crate) clip: Option<f64>,
+    pub(crate) scaled: Option<f64>,
+    pub(crate) merge: u32,
+    pub(crate) reduced: Reduced,
+    /// Values are small integers over 16, whose sums are exact in any order.
+    pub(crate) exact: Exact,
+    pub(crate) local_sgd: Option<LocalSgd>,
+    pub(crate) steps: u64,
+    /// Rank, step and parameter whose gradient is not given.
+    pub(crate) absent: Vec<(usize, u64, usize)>,
+    /// Rank, step and parameter whose gradient's last element is infinite.
+    pub(crate) infinite: Option<(usize, u64, usize)>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Exact {
+    No,
+    Yes,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Mixed {
+    No,
+    Yes,
+}
+
+impl Default for Case {
+    fn default() -> Self {
+        Self {
+            rule: Adam::default().into(),
+            numels: vec![70_001, 3, 0, 1, 5_000, 131_072, 17, 257],
+            mixed: Mixed::No,
+            world: 1,
+            zero: Zero::Zero0,
+            ownership: Ownership::Elements,
+            cap: Some(100_000),
+            broadcast_cap: None,
+            rings: 0,
+            clip: None,
+            scaled: None,
+            merge: 1,
+            reduced: Reduced::PerWindow,
+            exact: Exact::No,
+            local_sgd: None,
+            steps: 3,
+            absent: Vec::new(),
+            infinite: None,
+        }
+    }
+}
+
+/// What a run ends with.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Outcome {
+    pub(crate) params: Vec<Vec<u8>>,
+    pub(crate) reports: Vec<StepReport>,
+    pub(crate) skipped: u64,
+}
+
+pub(crate) fn rules() -> Vec<Optimizer> {
+    let sgd = Sgd {
+        lr: 0.01,
+        momentum: 0.9,
+        ..Sgd::default()
+    };
+    vec![
+        Adam::default().into(),
+        sgd.into(),
+        Lion::default().into(),
+        Adagrad::default().into(),
+        Lars::default().into(),
+        Lamb::default().into(),
+    ]
+}
+
+impl Case {
+    pub(crate) fn params(&self) -> Vec<ParamDesc> {
+        let describe = |(at, &numel): (usize, &u64)| {
+            let dtype = match (self.mixed, at % 2) {
+                (Mixed::Yes, 1) => DType::BF16,
+                _ => DType::F32,
+            };
+            let name = format!("layer{}.weight{at}", at / 2);
+            let mut param = ParamDesc::new(name, Shape::new([numel]).unwrap(), dtype);
+            param.lr_scale = [1.0, 0.5][at % 2];
+            param
+        };
+        self.numels.iter().enumerate().map(describe).collect()
+    }
+
+    pub(crate) fn planner(&self) -> Planner {
+        let mut planner = Planner::new(self.rule);
+        match self.cap {
+            None => planner = planner.naive(),
+            Some(cap) => {
+                planner = planner.with(FuseAllReduce::of_bytes(cap).oversize(Oversize::Split))
+            }
+        }
+        if let Some(cap) = self.broadcast_cap {
+            planner = planner.with(FuseBroadcast::of_bytes(cap));
+        }
+        if let Some(norm) = self.clip {
+            planner = planner.with(ClipByGlobalNorm::new(norm));
+        }
+        if let Some(scale) = self.scaled {
+            planner = planner.with(LossScaling::fixed(scale));
+        }
+        if self.merge > 1 {
+            let every = NonZeroU32::new(self.merge).unwrap();
+            planner = planner.with(GradientMerge::every(every).reduced(self.reduced));
+        }
+        if let Some(rule) = self.local_sgd {
+            planner = planner.with(rule);
+        }
+        match self.zero {
+            Zero::Zero0 => planner,
+            zero => planner.with(Shard::new(zero).ownership(self.ownership)),
+        }
+    }
+
+    pub(crate) fn first_values(&self, param: usize) -> Vec<u8> {
+        self.bytes(param, |element| noise([7, param as u64, element]) * 0.1)
+    }
+
+    /// The gradient of a rank; `step` counts micro-steps from 0.
+    pub(crate) fn gradient(&self, rank: usize, step: u64, param: usize) -> Vec<u8> {
+        let last = self.numels[param].saturating_sub(1);
+        self.bytes(param, |element| {
+            if self.infinite == Some((rank, step, param)) && element == last {
+                return f32::INFINITY;
+            }
+            let value = noise([rank as u64 + 1, step + 1, (param as u64) << 32 | element]);
+            let value = match self.exact {
+                Exact::Yes => (value * 16.0).round() / 16.0,
+                Exact::No => value,
+            };
+            value * self.scaled.unwrap_or(1.0) as f32
+        })
+    }
+
+    pub(crate) fn is_absent(&self, rank: usize, step: u64, param: usize) -> bool {
+        self.absent.contains(&(rank, step, param))
+    }
+
+    fn bytes(&self, param: usize, value: impl Fn(u64) -> f32) -> Vec<u8> {
+        let wide = self.mixed == Mixed::No || param.is_multiple_of(2);
+        let values = (0..self.numels[param]).map(value);
+        match wide {
+            true => values.flat_map(f32::to_le_bytes).collect(),
+            false => values
+                .flat_map(|v| bf16::from_f32(v).to_le_bytes())
+                .collect(),
+        }
+    }
+
+    /// The run on threads; every rank must end alike.
+    pub(crate) fn run(&self) -> Outcome {
+        let body = |comm: &mut dyn Communicator| self.rank(comm);
+        if self.world == 1 {
+            return body(&mut Solo::new());
+        }
+        let outcomes =
+            run_ranks(self.world, &Options::default(), |mut comm| body(&mut comm)).unwrap();
+        let outcomes: Vec<Outcome> = outcomes
+            .into_iter()
+            .map(|outcome| outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect();
+        for (rank, outcome) in outcomes.iter().enumerate() {
+            assert!(
+                outcome.params == outcomes[0].params,
+                "rank {rank} has other parameters: {self:?}"
+            );
+            let alike = |report: &StepReport| {
+                (
+                    report.step,
+                    report.skipped,
+                    report.absent,
+                    report.grad_norm.map(f64::to_bits),
+                )
+            };
+            let (own, first) = (&outcome.reports, &outcomes[0].reports);
+            assert!(self.local_sgd.is_some() || own.iter().map(alike).eq(first.iter().map(alike)));
+        }
+        outcomes.into_iter().next().unwrap()
+    }
+
+    fn rank(&self, comm: &mut dyn Communicator) -> Outcome {
+        let plan = self
+            .planner()
+            .plan_for(&self.params(), Topology::of(comm))
+            .unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let rank = comm.rank();
+        let mut comms = match self.rings {
+            0 => Comms::direct(comm),
+            rings => Comms::with_rings(comm, rings).unwrap(),
+        };
+        let mut state = plan.allocate(&backend).unwrap();
+        for (param, desc) in plan.params().iter().enumerate() {
+            plan.write_param(&mut state, &backend, &desc.name, &self.first_values(param))
+                .unwrap();
+        }
+        let mut reports = Vec::new();
+        for step in 0..self.steps * u64::from(self.merge) {
+            // Ranks report gradients in different orders; calls must not follow them.
+            let count = plan.params().len();
+            for at in 0..count {
+                let param = match rank % 2 {
+                    0 => count - 1 - at,
+                    _ => at,
+                };
+                if !self.is_absent(rank, step, param) {
+                    let bytes = self.gradient(rank, step, param);
+                    let name = &plan.params()[param].name;
+                    plan.give_gradient(&mut state, &mut comms, name, &bytes)
+                        .unwrap();
+                }
+            }
+            let report = plan.run_with(&mut state, &backend, &mut comms).unwrap();
+            reports.extend(report.update);
+        }
+        if self.local_sgd.is_some() {
+            plan.average_now(&mut state, &backend, &mut comms).unwrap();
+        }
+        Outcome {
+            params: whole_params(&plan, &state, &backend, &mut comms),
+            skipped: state.skipped(),
+            reports,
+        }
+    }
+
+    /// The mean over ranks in rank order, and the plain naive plan: no code of the step of many ranks.
+    pub(crate) fn by_hand(&self) -> Outcome {
+        assert!(self.mixed == Mixed::No && self.merge == 1 && self.local_sgd.is_none());
+        let mut planner = Planner::new(self.rule).naive();
+        if let Some(norm) = self.clip {
+            planner = planner.with(ClipByGlobalNorm::new(norm));
+        }
+        if let Some(scale) = self.scaled {
+            planner = planner.with(LossScaling::fixed(scale));
+        }
+        let plan = planner.plan(&self.params()).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let mut state = plan.allocate(&backend).unwrap();
+        for (param, desc) in plan.params().iter().enumerate() {
+            state
+                .write(&backend, Role::Param, &desc.name, &self.first_values(param))
+                .unwrap();
+        }
+        let mut reports = Vec::new();
+        for step in 0..self.steps {
+            for (param, desc) in plan.params().iter().enumerate() {
+                let mut sum = vec![0.0f32; self.numels[param] as usize];
+                let mut any = false;
+                for rank in 0..self.world {
+                    let grad: Vec<f32> = match self.is_absent(rank, step, param) {
+                        true => vec![0.0; sum.len()],
+                        false => {
+                            any = true;
+                            self.gradient(rank, step, param)
+                                .chunks_exact(4)
+                                .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+                                .collect()
+                        }
+                    };
+                    for (sum, grad) in sum.iter_mut().zip(grad) {
+                        *sum = if rank == 0 { grad } else { *sum + grad };
+                    }
+                }
+                sum.iter_mut().for_each(|sum| *sum /= self.world as f32);
+                match any || self.numels[param] == 0 {
+                    true => {
+                        let bytes: Vec<u8> = sum.into_iter().flat_map(f32::to_le_bytes).collect();
+                        state
+                            .write(&backend, Role::Grad, &desc.name, &bytes)
+                            .unwrap();
+                    }
+                    false => state.set_absent(&desc.name).unwrap(),
+                }
+            }
+            reports.push(plan.run(&mut state, &backend).unwrap());
+        }
+        let params = plan.params().iter().map(|desc| {
+            let mut bytes = vec![0; desc.numel() as usize * desc.dtype.len_bytes()];
+            state
+                .read(&backend, Role::Param, &desc.name, &mut bytes)
+                .unwrap();
+            bytes
+        });
+        Outcome {
+            params: params.collect(),
+            skipped: state.skipped(),
+            reports,
+        }
+    }
+}
+
+/// All parameters, gathered.
+pub(crate) fn whole_params(
+    plan: &RankPlan,
+    state: &fusestep_planner::RankState,
+    backend: &CpuBackend,
+    comms: &mut Comms<'_>,
+) -> Vec<Vec<u8>> {
+    let names: Vec<&str> = plan
+        .params()
+        .iter()
+        .map(|param| param.name.as_str())
+        .collect();
+    let gathered = plan.gather(state, backend, comms, &names).unwrap();
+    (0..names.len())
+        .map(|at| gathered.bytes(at).to_vec())
+        .collect()
+}
+
+/// A number from −1 to 1 that depends on the key alone.
+pub(crate) fn noise(key: [u64; 3]) -> f32 {
+    let mut x = 0x9e37_79b9_7f4a_7c15u64;
+    for part in key {
+        x ^= part.wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 30)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^= x >> 27;
+    }
+    (x >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+}

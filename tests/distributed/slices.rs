@@ -1,0 +1,274 @@
+//! Parameters of which every rank has a slice of its own.
+
+use std::collections::BTreeMap;
+use std::num::{NonZeroU64, NonZeroUsize};
+
+use fusestep_collective::{Communicator, Options, run_ranks};
+use fusestep_cpu::CpuBackend;
+use fusestep_fused_adam::Adam;
+use fusestep_lars_momentum::Lars;
+use fusestep_planner::{
+    ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, LocalSgd, Optimizer, Planner, RankPlan,
+    RankState, Shard, Topology, Zero,
+};
+use fusestep_tensor::{DType, ParamDesc, Role, Shape};
+
+use crate::run::noise;
+
+const WORLD: usize = 3;
+const STEPS: u64 = 3;
+/// Shared parameters, then slices.
+const NUMELS: [u64; 4] = [70_001, 40, 66_000, 7];
+const SLICES: [usize; 2] = [2, 3];
+
+fn name(param: usize) -> String {
+    format!("layer{param}")
+}
+
+fn desc(name: String, param: usize) -> ParamDesc {
+    ParamDesc::new(name, Shape::new([NUMELS[param]]).unwrap(), DType::F32)
+}
+
+fn params() -> Vec<ParamDesc> {
+    (0..NUMELS.len())
+        .map(|param| desc(name(param), param))
+        .collect()
+}
+
+fn bytes(param: usize, key: [u64; 2]) -> Vec<u8> {
+    let value = |element| noise([key[0], key[1], (param as u64) << 32 | element]);
+    (0..NUMELS[param])
+        .flat_map(|element| value(element).to_le_bytes())
+        .collect()
+}
+
+/// First values: one for all ranks, or the rank's own.
+fn first(param: usize, rank: usize) -> Vec<u8> {
+    let own = if SLICES.contains(&param) {
+        rank as u64 + 1
+    } else {
+        0
+    };
+    bytes(param, [100, own])
+}
+
+fn planner(zero: Zero) -> Planner {
+    let planner = Planner::new(Optimizer::from(Adam::default()))
+        .with(FuseAllReduce::of_bytes(100_000))
+        .with(Distributed::params(SLICES.map(name)));
+    match zero {
+        Zero::Zero0 => planner,
+        zero => planner.with(Shard::new(zero)),
+    }
+}
+
+fn start(plan: &RankPlan, backend: &CpuBackend) -> RankState {
+    let mut state = plan.allocate(backend).unwrap();
+    for param in 0..NUMELS.len() {
+        let value = first(param, plan.topology().rank);
+        plan.write_param(&mut state, backend, &name(param), &value)
+            .unwrap();
+    }
+    state
+}
+
+fn steps(
+    plan: &RankPlan,
+    state: &mut RankState,
+    backend: &CpuBackend,
+    comms: &mut Comms<'_>,
+    steps: std::ops::Range<u64>,
+) -> Vec<Option<u64>> {
+    let rank = plan.topology().rank as u64;
+    let norms = steps.map(|step| {
+        for param in 0..NUMELS.len() {
+            let grad = bytes(param, [step, rank]);
+            plan.give_gradient(state, comms, &name(param), &grad)
+                .unwrap();
+        }
+        let report = plan.run_with(state, backend, comms).unwrap();
+        report.update.unwrap().grad_norm.map(f64::to_bits)
+    });
+    norms.collect()
+}
+
+fn all(
+    plan: &RankPlan,
+    state: &RankState,
+    backend: &CpuBackend,
+    comms: &mut Comms<'_>,
+) -> Vec<Vec<u8>> {
+    let names: Vec<String> = (0..NUMELS.len()).map(name).collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let gathered = plan.gather(state, backend, comms, &names).unwrap();
+    (0..names.len())
+        .map(|at| gathered.bytes(at).to_vec())
+        .collect()
+}
+
+/// One plan of everything: shared parameters with the mean of gradients, and the slices of all ranks under names of their own.
+fn by_hand() -> (Vec<Vec<Vec<u8>>>, Vec<Option<u64>>) {
+    let slices = (0..WORLD).flat_map(|rank| SLICES.map(|param| (param, rank)));
+    let whole: Vec<(usize, usize)> = [(0, 0), (1, 0)].into_iter().chain(slices).collect();
+    let label = |param: usize, rank: usize| format!("layer{param}#{rank}");
+    let descs: Vec<ParamDesc> = whole.iter().map(|&(p, r)| desc(label(p, r), p)).collect();
+    let plan = Planner::new(Adam::default().into())
+        .naive()
+        .with(ClipByGlobalNorm::new(1.0))
+        .plan(&descs)
+        .unwrap();
+    let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+    let mut state = plan.allocate(&backend).unwrap();
+    for &(param, rank) in &whole {
+        let value = first(param, rank);
+        state
+            .write(&backend, Role::Param, &label(param, rank), &value)
+            .unwrap();
+    }
+    let mut norms = Vec::new();
+    for step in 0..STEPS {
+        for &(param, rank) in &whole {
+            let grad = match SLICES.contains(&param) {
+                true => bytes(param, [step, rank as u64]),
+                false => mean(param, step),
+            };
+            state
+                .write(&backend, Role::Grad, &label(param, rank), &grad)
+                .unwrap();
+        }
+        let report = plan.run(&mut state, &backend).unwrap();
+        norms.push(report.grad_norm.map(f64::to_bits));
+    }
+    let read = |param: usize, rank: usize| {
+        let of = if SLICES.contains(&param) { rank } else { 0 };
+        let mut value = vec![0; NUMELS[param] as usize * 4];
+        state
+            .read(&backend, Role::Param, &label(param, of), &mut value)
+            .unwrap();
+        value
+    };
+    let ranks = (0..WORLD).map(|rank| (0..NUMELS.len()).map(|p| read(p, rank)).collect());
+    (ranks.collect(), norms)
+}
+
+fn mean(param: usize, step: u64) -> Vec<u8> {
+    let grads: Vec<Vec<u8>> = (0..WORLD)
+        .map(|rank| bytes(param, [step, rank as u64]))
+        .collect();
+    let value = |grad: &Vec<u8>, at: usize| {
+        f32::from_le_bytes(grad[4 * at..4 * at + 4].try_into().unwrap())
+    };
+    let mean = |at| {
+        grads[1..]
+            .iter()
+            .fold(value(&grads[0], at), |sum, grad| sum + value(grad, at))
+    };
+    (0..NUMELS[param] as usize)
+        .flat_map(|at| (mean(at) / WORLD as f32).to_le_bytes())
+        .collect()
+}
+
+#[test]
+fn slices_are_updated_by_their_ranks_and_count_once_in_the_norm() {
+    let (expected, norms) = by_hand();
+    for zero in [Zero::Zero0, Zero::Zero1, Zero::Zero2, Zero::Zero3] {
+        let planner = planner(zero).with(ClipByGlobalNorm::new(1.0));
+        let outcomes = run_ranks(WORLD, &Options::default(), |mut comm| {
+            let plan = planner.plan_for(&params(), Topology::of(&comm)).unwrap();
+            let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+            let mut comms = Comms::with_rings(&mut comm, 1).unwrap();
+            let mut state = start(&plan, &backend);
+            let found = steps(&plan, &mut state, &backend, &mut comms, 0..STEPS);
+            (all(&plan, &state, &backend, &mut comms), found)
+        });
+        for (rank, outcome) in outcomes.unwrap().into_iter().enumerate() {
+            let (found, found_norms) = outcome.unwrap();
+            assert_eq!(found_norms, norms, "{zero:?}");
+            assert!(found == expected[rank], "{zero:?}, rank {rank}");
+        }
+    }
+}
+
+#[test]
+fn slices_are_neither_broadcast_nor_averaged() {
+    let planner = planner(Zero::Zero0).with(LocalSgd::every(NonZeroU64::MIN));
+    let outcomes = run_ranks(WORLD, &Options::default(), |mut comm| {
+        let plan = planner.plan_for(&params(), Topology::of(&comm)).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let rank = comm.rank();
+        let mut comms = Comms::direct(&mut comm);
+        let mut state = start(&plan, &backend);
+        plan.broadcast_params(&mut state, &backend, &mut comms, 1)
+            .unwrap();
+        let begun = all(&plan, &state, &backend, &mut comms);
+        assert!((0..4).all(|param| begun[param] == first(param, rank)));
+        steps(&plan, &mut state, &backend, &mut comms, 0..1);
+        all(&plan, &state, &backend, &mut comms)
+    });
+    let params: Vec<_> = outcomes.unwrap().into_iter().map(Result::unwrap).collect();
+    assert!(params[0][0] == params[1][0] && params[1][1] == params[2][1]);
+    assert!(params[0][2] != params[1][2] && params[1][3] != params[2][3]);
+}
+
+#[test]
+fn slices_are_saved_for_their_ranks_and_resumed_by_as_many() {
+    for zero in [Zero::Zero0, Zero::Zero2] {
+        let folder = tempfile::tempdir().unwrap();
+        let outcomes = run_ranks(WORLD, &Options::default(), |mut comm| {
+            let plan = planner(zero)
+                .plan_for(&params(), Topology::of(&comm))
+                .unwrap();
+            let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+            let mut comms = Comms::direct(&mut comm);
+            let mut state = start(&plan, &backend);
+            steps(&plan, &mut state, &backend, &mut comms, 0..1);
+            let caller = BTreeMap::new();
+            plan.save(&state, &backend, &mut comms, folder.path(), caller)
+                .unwrap();
+            steps(&plan, &mut state, &backend, &mut comms, 1..3);
+            let mut again = plan.allocate(&backend).unwrap();
+            plan.load(&mut again, &backend, folder.path()).unwrap();
+            steps(&plan, &mut again, &backend, &mut comms, 1..3);
+            all(&plan, &state, &backend, &mut comms) == all(&plan, &again, &backend, &mut comms)
+        });
+        assert!(
+            outcomes.unwrap().into_iter().all(Result::unwrap),
+            "{zero:?}"
+        );
+        let two = planner(zero)
+            .plan_for(&params(), Topology::new(0, 2).unwrap())
+            .unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let mut state = two.allocate(&backend).unwrap();
+        let error = two
+            .load(&mut state, &backend, folder.path())
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("#2"), "{error}");
+    }
+}
+
+#[test]
+fn what_slices_cannot_do_is_refused() {
+    let two = Topology::new(0, 2).unwrap();
+    let unknown = planner(Zero::Zero0)
+        .plan_for(&params()[..3], two)
+        .unwrap_err();
+    assert!(unknown.to_string().contains("layer3"), "{unknown}");
+    let lars = Planner::new(Lars::default().into()).with(Distributed::params(["layer2"]));
+    let error = lars.plan_for(&params(), two).unwrap_err().to_string();
+    assert!(error.contains("distributed and lars"), "{error}");
+    let averaged = planner(Zero::Zero0)
+        .with(LocalSgd::every(NonZeroU64::MIN))
+        .with(ClipByGlobalNorm::new(1.0));
+    let error = averaged.plan_for(&params(), two).unwrap_err().to_string();
+    assert!(error.contains("local_sgd"), "{error}");
+    let solo = planner(Zero::Zero0)
+        .plan_for(&params(), Topology::SOLO)
+        .unwrap();
+    assert!(
+        solo.explain()
+            .iter()
+            .any(|note| note.reason.contains("every slice"))
+    );
+}
