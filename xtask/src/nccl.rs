@@ -68,7 +68,13 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
 
 /// `fusestep check` on the emulated GPUs, and on more than there are.
 fn self_test(libraries: &[(&str, PathBuf)]) -> Result<()> {
-    let arguments = ["build", "--package", "fusestep-cli", "--features", "nccl"];
+    // With MPI where there is one, as `cargo xtask mpi` builds it: its bindings change the features of a crate that everything is
+    // built with, and the workspace would be compiled a second time.
+    let features = match Command::new("mpicc").arg("--version").output() {
+        Ok(_) => "mpi,nccl",
+        Err(_) => "nccl",
+    };
+    let arguments = ["build", "--package", "fusestep-cli", "--features", features];
     let programs = cargo(&arguments)?;
     let fusestep = programs.first().context("cargo built no `fusestep`")?;
     let folders = libraries[..2].iter().filter_map(|(_, path)| path.parent());
