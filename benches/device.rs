@@ -5,7 +5,7 @@
 //! none finds itself in the cache. Compare within one run only.
 
 use std::error::Error;
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 use std::time::Instant;
 
 use fusestep_cuda::CudaBackend;
@@ -52,12 +52,12 @@ fn run() -> Result<ExitCode, Box<dyn Error>> {
         }
         Asked::Run(arguments) => arguments,
     };
+    if let Some(module) = &arguments.warm {
+        return warm(module);
+    }
     let begun = Instant::now();
     let backend = CudaBackend::open(0)?;
     eprintln!("{}", backend.device_info());
-    if arguments.warm_only {
-        return warm();
-    }
     let mut report = Report::new(backend.device_info(), &arguments);
     for name in &arguments.sets {
         let mut bench = Bench::new(&backend, &arguments, begun);
@@ -103,25 +103,31 @@ fn all_rules(
     Ok(())
 }
 
-/// Loads every module once, all at the same time: a driver compiles PTX when it first meets it and keeps the outcome.
-fn warm() -> Result<ExitCode, Box<dyn Error>> {
-    let warmed = std::thread::scope(|scope| {
-        let threads: Vec<_> = rules::one_of_each_module()
-            .into_iter()
-            .map(|(name, planner)| {
-                scope.spawn(move || {
-                    let begun = Instant::now();
-                    contest::one_step(planner).map_err(|error| format!("{name}: {error}"))?;
-                    Ok::<_, String>((name, begun.elapsed()))
-                })
-            })
-            .collect();
-        let joined = threads.into_iter().map(|thread| thread.join());
-        joined.collect::<Vec<_>>()
-    });
-    for thread in warmed {
-        let (name, time) = thread.map_err(|_| "a thread that loads a module panicked")??;
-        println!("{name}: loaded and run once in {:.2} s", time.as_secs_f64());
+/// Loads one module and runs it once: a driver compiles PTX when it first meets it and keeps the outcome.
+///
+/// `all` starts a process for each module, because a process may compile one at a time.
+fn warm(asked: &str) -> Result<ExitCode, Box<dyn Error>> {
+    let modules = rules::one_of_each_module();
+    if asked == "all" {
+        let program = std::env::current_exe()?;
+        let start = |name: &&str| Command::new(&program).args(["--warm", name]).spawn();
+        let names = modules.iter().map(|module| module.0);
+        let started: Vec<_> = names.collect::<Vec<_>>().iter().map(start).collect();
+        let mut code = ExitCode::SUCCESS;
+        for process in started {
+            if !process?.wait()?.success() {
+                code = ExitCode::FAILURE;
+            }
+        }
+        return Ok(code);
     }
+    let names: Vec<_> = modules.iter().map(|module| module.0).collect();
+    let module = modules.into_iter().find(|module| module.0 == asked);
+    let (name, planner) = module
+        .ok_or_else(|| format!("--warm: expected all, {}, found {asked}", names.join(", ")))?;
+    let begun = Instant::now();
+    contest::one_step(planner)?;
+    let seconds = begun.elapsed().as_secs_f64();
+    println!("{name}: loaded and run once in {seconds:.2} s");
     Ok(ExitCode::SUCCESS)
 }

@@ -25,8 +25,8 @@ pub(crate) struct Arguments {
     pub(crate) json: Option<PathBuf>,
     /// Where the table goes.
     pub(crate) table: Option<PathBuf>,
-    /// Load every module and time nothing.
-    pub(crate) warm_only: bool,
+    /// Load this module, or `all`, and time nothing.
+    pub(crate) warm: Option<String>,
 }
 
 /// What is asked for.
@@ -52,7 +52,7 @@ pub(crate) fn parse(words: impl Iterator<Item = String>) -> Result<Asked, String
         shapes: PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../data/shapes")),
         json: None,
         table: None,
-        warm_only: false,
+        warm: None,
     };
     let mut words = words;
     while let Some(word) = words.next() {
@@ -63,7 +63,7 @@ pub(crate) fn parse(words: impl Iterator<Item = String>) -> Result<Asked, String
         };
         match word.as_str() {
             "--list" => return Ok(Asked::List),
-            "--warm" => asked.warm_only = true,
+            "--warm" => asked.warm = Some(value()?),
             "--sets" => asked.sets = known_sets(&value()?)?,
             "--steps" => asked.steps = Some(number(&word, &value()?)?),
             "--rounds" => asked.rounds = number::<NonZeroU32>(&word, &value()?)?.get() as usize,

@@ -263,7 +263,7 @@ def measure(torch, make, sizes, bytes_per_element, arguments):
 def contenders(torch, folder, report):
     """Name, maker and bytes per element; what cannot be had is noted in the report."""
     found = [("torch AdamW fused", torch_adamw(torch, "fused"), 28), ("torch AdamW foreach", torch_adamw(torch, "foreach"), 28),
-             ("torch foreach LARS", foreach_lars(torch), 28)]
+             ("torch foreach LARS", foreach_lars(torch), 20)]
     library, reason = build_apex(folder, torch.cuda.get_device_capability())
     if library:
         found.insert(1, ("Apex layout AdamW", apex_adam(torch, library), 28))

@@ -83,7 +83,7 @@ unpack() {
 warm() {
   say "loading every module once"
   local begun=$SECONDS status
-  limited "$(least "$(left)" 150)" "$(program device)" --warm
+  limited "$(least "$(left)" 150)" "$(program device)" --warm all
   status=$?
   warm_seconds=$((SECONDS - begun))
   [ $status -eq 0 ] || failed+=("loading the modules $(status_of $status)")
@@ -121,7 +121,7 @@ bench() {
   local options=() status seconds
   # What stays for the others: 70 seconds for their times, 100 for the sanitizers.
   seconds=$(least $(($(left) - 180)) 230)
-  [ $small -eq 1 ] && options=(--scale 4000 --steps 1 --rounds 1 --sets 10000x64,1000x1024,resnet50,norm_1e9)
+  [ $small -eq 1 ] && options=(--scale 4000 --steps 1 --rounds 1 --sets 10000x64,1000x1024,norm_1e9)
   say "times"
   limited $((seconds + 10)) "$(program device)" --shapes "$here/shapes" --seconds "$seconds" \
     --json "$work/device.json" --table "$work/device.md" ${options[@]+"${options[@]}"}
