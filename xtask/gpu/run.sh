@@ -119,11 +119,12 @@ suite() {
 
 bench() {
   local options=() status seconds
-  # What stays for the others: 70 seconds for their times, 100 for the sanitizers.
-  seconds=$(least $(($(left) - 180)) 230)
+  # The other half is for the times of others and the sanitizers. No line is begun behind this; one that was may end.
+  seconds=$(least $(($(left) / 2 - 30)) 230)
+  [ "$seconds" -ge 1 ] || seconds=1
   [ $small -eq 1 ] && options=(--scale 4000 --steps 1 --rounds 1 --sets 10000x64,1000x1024,norm_1e9)
   say "times"
-  limited $((seconds + 10)) "$(program device)" --shapes "$here/shapes" --seconds "$seconds" \
+  limited $((seconds + 30)) "$(program device)" --shapes "$here/shapes" --seconds "$seconds" \
     --json "$work/device.json" --table "$work/device.md" ${options[@]+"${options[@]}"}
   status=$?
   [ $status -eq 0 ] || failed+=("times: $(status_of $status)")
@@ -135,10 +136,11 @@ torch() {
     not_run+=("times of others: there is no python3")
     return
   fi
-  seconds=$(least $(($(left) - 110)) 70)
+  seconds=$(least $(($(left) / 2 - 15)) 70)
+  [ "$seconds" -ge 1 ] || seconds=1
   [ $small -eq 1 ] && options=(--scale 4000 --steps 1 --rounds 1)
   say "times of others"
-  limited $((seconds + 10)) python3 "$here/device_torch.py" --shapes "$here/shapes" --seconds "$seconds" \
+  limited $((seconds + 15)) python3 "$here/device_torch.py" --shapes "$here/shapes" --seconds "$seconds" \
     --json "$work/torch.json" --table "$work/torch.md" ${options[@]+"${options[@]}"}
   status=$?
   case $status in
