@@ -145,7 +145,7 @@ torch() {
   status=$?
   case $status in
     0) ;;
-    3) not_run+=("times of others: $(tail -n 1 "$log")") ;;
+    3) not_run+=("times of others: $(tail -n 1 "$log" | sed "s/^not run: //")") ;;
     # They are the yardstick, not what is to be proven.
     *) not_run+=("times of others, the rest of them: $(status_of $status)") ;;
   esac
