@@ -50,7 +50,7 @@ pub(crate) fn split(arguments: &[String]) -> (&[String], &[String]) {
 }
 
 /// Tests that reach the CUDA backend.
-const SUITES: [&[&str]; 2] = [
+pub(crate) const SUITES: [&[&str]; 2] = [
     &["--package", "fusestep-cuda", "--features", "cuda"],
     // The laws run on every backend of the testkit's runner; this feature adds CUDA to it.
     &[
@@ -64,7 +64,7 @@ const SUITES: [&[&str]; 2] = [
 ];
 
 /// Runs the CUDA tests, with `environment` for this command only.
-pub(crate) fn test(
+fn test(
     target_dir: &Path,
     environment: &[(OsString, OsString)],
     test_arguments: &[String],

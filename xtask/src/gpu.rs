@@ -1,13 +1,12 @@
-//! `gpu`: the CUDA tests on a real device.
+//! `gpu`: the proof on a real device, here or packed for another machine.
 
-use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::emulate::{split, test};
-use crate::workspace_root;
+use crate::emulate::split;
+use crate::{bundle, workspace_root};
 
 /// Where drivers put their library; the last one is WSL's.
 const LIBRARY_FOLDERS: [&str; 7] = [
@@ -33,30 +32,49 @@ cuda.cuDeviceGetName(name, 255, 0)
 print('%d device(s), the first is %s' % (count.value, name.value.decode()))
 ";
 
-/// Runs the CUDA tests on the first device of this machine.
+/// Packs the proof into a folder, or runs it on the first device of this machine.
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
-    let (own, test_arguments) = split(arguments);
-    if !own.is_empty() {
-        bail!("expected `gpu [-- TEST ARGUMENTS]`, found {own:?}");
+    let (own, script_arguments) = split(arguments);
+    match own {
+        [flag, folder] if flag == "--bundle" && script_arguments.is_empty() => {
+            bundle::pack(Path::new(folder))
+        }
+        [] => run_here(script_arguments),
+        _ => {
+            bail!("expected `gpu [-- RUN.SH ARGUMENTS]` or `gpu --bundle DIR`, found {arguments:?}")
+        }
     }
+}
+
+/// The same bundle, packed below `target` and run at once.
+fn run_here(script_arguments: &[String]) -> Result<()> {
     let library = find_driver().context(
-        "there is no CUDA driver: libcuda.so.1 is in none of the usual folders nor in LD_LIBRARY_PATH; `cargo xtask emulate` runs these tests without a GPU",
+        "there is no CUDA driver: libcuda.so.1 is in none of the usual folders nor in LD_LIBRARY_PATH; `cargo xtask emulate` runs the tests without a GPU, `cargo xtask gpu --bundle DIR` packs all for a machine with one",
     )?;
     println!("driver: {}", library.display());
     println!("{}", probe(&library)?);
     let folder = workspace_root().join("target/gpu");
-    link_folder(&folder.join("lib64"), &library)?;
-    let mut search = vec![folder.join("lib64")];
+    if folder.exists() {
+        std::fs::remove_dir_all(&folder)
+            .with_context(|| format!("cannot remove {}", folder.display()))?;
+    }
+    bundle::pack(&folder)?;
+    let mut search: Vec<PathBuf> = library
+        .parent()
+        .map(Path::to_path_buf)
+        .into_iter()
+        .collect();
     search.extend(library_path());
-    let environment: [(OsString, OsString); 2] = [
-        ("CUDA_LIBRARY_PATH".into(), folder.into_os_string()),
-        ("LD_LIBRARY_PATH".into(), std::env::join_paths(search)?),
-    ];
-    test(
-        &workspace_root().join("target/on-gpu"),
-        &environment,
-        test_arguments,
-    )
+    let status = Command::new("bash")
+        .arg(folder.join("run.sh"))
+        .arg("--out")
+        .arg(workspace_root().join("target/gpu-results"))
+        .args(script_arguments)
+        .env("LD_LIBRARY_PATH", std::env::join_paths(search)?)
+        .status()
+        .context("cannot start bash")?;
+    ensure!(status.success(), "the proof failed; its table says where");
+    Ok(())
 }
 
 fn library_path() -> Vec<PathBuf> {
@@ -82,23 +100,9 @@ fn probe(library: &Path) -> Result<String> {
         .context("cannot start python3, which looks for the device")?;
     ensure!(
         output.status.success(),
-        "{}: {}; `cargo xtask emulate` runs these tests without a GPU",
+        "{}: {}; `cargo xtask emulate` runs the tests without a GPU",
         library.display(),
         String::from_utf8_lossy(&output.stderr).trim()
     );
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
-}
-
-/// Makes the folder that the build links with: drivers often come without the plain `libcuda.so`.
-fn link_folder(folder: &Path, library: &Path) -> Result<()> {
-    let making = || format!("cannot fill {}", folder.display());
-    std::fs::create_dir_all(folder).with_context(making)?;
-    for name in ["libcuda.so", "libcuda.so.1"] {
-        let link = folder.join(name);
-        if link.symlink_metadata().is_ok() {
-            std::fs::remove_file(&link).with_context(making)?;
-        }
-        std::os::unix::fs::symlink(library, &link).with_context(making)?;
-    }
-    Ok(())
 }

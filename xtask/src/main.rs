@@ -5,6 +5,7 @@ use std::{env, path::PathBuf, process::ExitCode};
 
 use anyhow::{Context, Result, bail};
 
+mod bundle;
 mod emulate;
 mod gpu;
 mod mpi;
@@ -37,7 +38,7 @@ const COMMANDS: &[Command] = &[
     },
     Command {
         name: "gpu",
-        usage: "gpu [-- TEST ARGUMENTS]   run the CUDA tests on this machine's GPU",
+        usage: "gpu [--bundle DIR] [-- RUN.SH ARGUMENTS]   the proof on this machine's GPU: tests, sanitizers, times; or pack it for another one",
         run: gpu::run,
     },
     Command {

@@ -118,9 +118,9 @@ fn number(text: &str) -> u32 {
         .unwrap_or(u32::MAX / 4)
 }
 
-/// Zip files do not carry the permission.
+/// Lets a file be started: zip files do not carry the permission.
 #[cfg(unix)]
-fn make_executable(path: &Path) -> Result<()> {
+pub(crate) fn make_executable(path: &Path) -> Result<()> {
     use std::os::unix::fs::PermissionsExt;
     let mut permissions = path.metadata()?.permissions();
     permissions.set_mode(0o755);
@@ -128,7 +128,7 @@ fn make_executable(path: &Path) -> Result<()> {
 }
 
 #[cfg(not(unix))]
-fn make_executable(_: &Path) -> Result<()> {
+pub(crate) fn make_executable(_: &Path) -> Result<()> {
     Ok(())
 }
 

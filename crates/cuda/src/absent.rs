@@ -6,7 +6,7 @@ use fusestep_launch::{
     Backend, BackendError, Buffer, Conclude, Launch, LaunchLimits, LaunchReport, Reduce,
 };
 
-use crate::{DeviceInfo, NAME};
+use crate::{DeviceInfo, DeviceTime, NAME};
 
 /// Runs kernels on a CUDA device; this build leaves it out, so that there is no value of this type.
 #[derive(Debug)]
@@ -40,6 +40,31 @@ impl CudaBackend {
 
     /// The same backend without grids that wait for themselves; it changes the launches, not the bits.
     pub fn without_grid_sync(self) -> Self {
+        match self.never {}
+    }
+
+    /// Times steps by the device's clock.
+    ///
+    /// # Errors
+    /// None: there is no value to call it on.
+    pub fn timed<E: From<BackendError>>(
+        &self,
+        _steps: std::num::NonZeroU32,
+        _step: &mut dyn FnMut(u32) -> Result<(), E>,
+    ) -> Result<DeviceTime, E> {
+        match self.never {}
+    }
+
+    /// Copies between buffers of the device.
+    ///
+    /// # Errors
+    /// None: there is no value to call it on.
+    pub fn copy(
+        &self,
+        _from: &dyn Buffer,
+        _to: &mut dyn Buffer,
+        _len_bytes: usize,
+    ) -> Result<(), BackendError> {
         match self.never {}
     }
 

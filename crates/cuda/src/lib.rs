@@ -22,12 +22,14 @@ mod resident;
 mod session;
 #[cfg(feature = "cuda")]
 mod status;
+mod timing;
 
 #[cfg(not(feature = "cuda"))]
 pub use absent::CudaBackend;
 #[cfg(feature = "cuda")]
 pub use backend::CudaBackend;
 pub use info::{DeviceInfo, GridSync};
+pub use timing::DeviceTime;
 
 /// The backend's name in messages.
 const NAME: &str = "cuda";

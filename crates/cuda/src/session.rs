@@ -69,6 +69,10 @@ impl Session {
         self.stream.as_inner()
     }
 
+    pub(crate) fn own_stream(&self) -> &Stream {
+        &self.stream
+    }
+
     /// Waits for everything enqueued.
     pub(crate) fn synchronize(&self) -> Result<(), BackendError> {
         self.enter()?;

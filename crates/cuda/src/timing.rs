@@ -1,0 +1,140 @@
+//! Time on the device's own clock, and the copy that it is compared with.
+
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+/// How long some steps took that were enqueued one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceTime {
+    /// How many steps there were.
+    pub steps: NonZeroU32,
+    /// From the first step's start to the last one's end by the device's clock, gaps in which it waited for the host included.
+    pub device: Duration,
+    /// From before the first step was enqueued until the host has seen the last one's end.
+    pub wall: Duration,
+}
+
+impl DeviceTime {
+    /// Nanoseconds of a step by the device's clock.
+    pub fn device_ns(&self) -> f64 {
+        self.device.as_secs_f64() * 1e9 / f64::from(self.steps.get())
+    }
+
+    /// Nanoseconds of a step by the host's clock.
+    pub fn wall_ns(&self) -> f64 {
+        self.wall.as_secs_f64() * 1e9 / f64::from(self.steps.get())
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod events {
+    use std::num::NonZeroU32;
+    use std::time::{Duration, Instant};
+
+    use cust::event::{Event, EventFlags};
+    use cust::sys;
+    use fusestep_launch::{Backend, BackendError, Buffer};
+
+    use super::DeviceTime;
+    use crate::NAME;
+    use crate::backend::CudaBackend;
+    use crate::status::{check, wrapped};
+
+    impl CudaBackend {
+        /// Enqueues `step` so many times, numbered from 0, between two events, and waits for the last.
+        ///
+        /// What was enqueued before is waited for first. A step that waits for the device is timed with its waiting.
+        ///
+        /// # Errors
+        /// The first error of `step`, and none is enqueued after it; [`BackendError::Device`] with the driver's code.
+        pub fn timed<E: From<BackendError>>(
+            &self,
+            steps: NonZeroU32,
+            step: &mut dyn FnMut(u32) -> Result<(), E>,
+        ) -> Result<DeviceTime, E> {
+            self.synchronize()?;
+            let (start, end) = (self.event()?, self.event()?);
+            let begun = Instant::now();
+            self.mark(&start)?;
+            for index in 0..steps.get() {
+                step(index)?;
+            }
+            self.mark(&end)?;
+            self.synchronize()?;
+            let wall = begun.elapsed();
+            let between = end.elapsed_time_f32(&start);
+            let milliseconds = wrapped(between, || "reading the time between events".to_owned())?;
+            Ok(DeviceTime {
+                steps,
+                device: Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3),
+                wall,
+            })
+        }
+
+        /// Enqueues a copy of the first `len_bytes` bytes from one buffer of this device to another.
+        ///
+        /// # Errors
+        /// [`BackendError::OutOfBounds`] if a buffer is shorter, [`BackendError::ForeignBuffer`]; nothing is enqueued then.
+        /// # Cost
+        /// Twice `len_bytes` of memory traffic.
+        pub fn copy(
+            &self,
+            from: &dyn Buffer,
+            to: &mut dyn Buffer,
+            len_bytes: usize,
+        ) -> Result<(), BackendError> {
+            let (from, to) = (self.device_buffer(from)?, self.device_buffer(to)?);
+            let found = from.len_bytes().min(to.len_bytes());
+            if len_bytes > found {
+                return Err(BackendError::OutOfBounds {
+                    backend: NAME,
+                    offset_bytes: 0,
+                    len_bytes,
+                    found,
+                });
+            }
+            if len_bytes == 0 {
+                return Ok(());
+            }
+            self.session.enter()?;
+            let stream = self.session.stream();
+            // SAFETY: both buffers have `len_bytes` bytes, as was checked above, and memory is freed only behind what uses it.
+            let status = unsafe {
+                sys::cuMemcpyDtoDAsync_v2(to.address(), from.address(), len_bytes, stream)
+            };
+            check(status, || {
+                format!("copying {len_bytes} bytes on the device")
+            })
+        }
+
+        fn event(&self) -> Result<Event, BackendError> {
+            self.session.enter()?;
+            wrapped(Event::new(EventFlags::DEFAULT), || {
+                "creating an event".to_owned()
+            })
+        }
+
+        fn mark(&self, event: &Event) -> Result<(), BackendError> {
+            self.session.enter()?;
+            wrapped(event.record(self.session.own_stream()), || {
+                "recording an event".to_owned()
+            })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_shared_out_among_the_steps() {
+        let time = DeviceTime {
+            steps: NonZeroU32::new(4).unwrap(),
+            device: Duration::from_micros(2),
+            wall: Duration::from_micros(10),
+        };
+        assert!((time.device_ns() - 500.0).abs() < 1e-6);
+        assert!((time.wall_ns() - 2500.0).abs() < 1e-6);
+    }
+}

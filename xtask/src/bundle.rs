@@ -1,0 +1,290 @@
+//! What a bare machine with a GPU needs, in one folder: test and bench programs, shapes, the script of other implementations' times,
+//! and `run.sh`. Kernels are in the programs, as PTX.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+use fusestep_cuda_emulator::{Options, build};
+use serde_json::Value;
+
+use crate::emulate::SUITES;
+use crate::{parallel, ptxas, workspace_root};
+
+/// Most bytes of the folder.
+const MOST_BYTES: u64 = 64 << 20;
+
+/// What programs may ask the loader for: the driver, and what every Linux has.
+const LIBRARIES: [&str; 8] = [
+    "libcuda.so.1",
+    "libc.so.6",
+    "libm.so.6",
+    "libgcc_s.so.1",
+    "libdl.so.2",
+    "libpthread.so.0",
+    "librt.so.1",
+    "ld-linux",
+];
+
+const RUN: &str = include_str!("../gpu/run.sh");
+
+/// A program and its name without cargo's hash.
+#[derive(Debug, PartialEq)]
+struct Program {
+    name: String,
+    path: PathBuf,
+}
+
+/// Builds everything and fills `folder`, which must be new or empty.
+///
+/// # Errors
+/// If the folder holds something, a build fails, a program would not start on a bare machine, or the folder exceeds 64 MiB.
+pub(crate) fn pack(folder: &Path) -> Result<()> {
+    if let Ok(mut entries) = fs::read_dir(folder) {
+        ensure!(
+            entries.next().is_none(),
+            "{}: expected a new or empty folder, found files in it; name another or empty it",
+            folder.display()
+        );
+    }
+    let programs = build_programs()?;
+    let making = || format!("cannot fill {}", folder.display());
+    let bin = folder.join("bin");
+    fs::create_dir_all(&bin).with_context(making)?;
+    let glibc = parallel::map(&programs, |program| pack_program(program, &bin))?;
+    let glibc = glibc.into_iter().max().unwrap_or_default();
+    let root = workspace_root();
+    fs::create_dir_all(folder.join("shapes")).with_context(making)?;
+    for entry in fs::read_dir(root.join("data/shapes"))? {
+        let path = entry?.path();
+        let Some(name) = path.file_name() else {
+            continue;
+        };
+        fs::copy(&path, folder.join("shapes").join(name)).with_context(making)?;
+    }
+    let script = "device_torch.py";
+    fs::copy(root.join("benches/peers").join(script), folder.join(script)).with_context(making)?;
+    let machine = std::env::consts::ARCH;
+    let (major, minor) = glibc;
+    let needs = format!("Linux on {machine} with glibc {major}.{minor} or newer\n");
+    fs::write(folder.join("NEEDS"), &needs).with_context(making)?;
+    let run = folder.join("run.sh");
+    fs::write(&run, RUN).with_context(making)?;
+    ptxas::make_executable(&run)?;
+    let files = files_below(folder)?;
+    check_len_bytes(&files)?;
+    let len_bytes: u64 = files.iter().map(|file| file.1).sum();
+    println!(
+        "{}: {} programs, {:.1} MiB; needs a GPU, its driver and {needs}run it there: bash run.sh",
+        folder.display(),
+        programs.len(),
+        len_bytes as f64 / f64::from(1 << 20)
+    );
+    Ok(())
+}
+
+/// Test programs as the emulator's suite has them, and the bench. They are linked with the emulator's library, whose name is the
+/// driver's: so no driver is needed here, and the loader finds the real one there.
+fn build_programs() -> Result<Vec<Program>> {
+    let root = workspace_root();
+    let library = root.join("target/emulator");
+    build(&root.join("kernels"), &library, &Options::default())?;
+    let mut programs = Vec::new();
+    for suite in SUITES {
+        let target = root.join("target/emulated");
+        let mut command = cargo(&["test", "--no-run"], &target);
+        command.args(suite);
+        programs.extend(built(&mut command, &library)?);
+    }
+    let bench = "--package fusestep-benches --features cuda --bench device";
+    let mut command = cargo(&["bench", "--no-run"], &root.join("target"));
+    command.args(bench.split(' '));
+    programs.extend(built(&mut command, &library)?);
+    Ok(programs)
+}
+
+fn cargo(words: &[&str], target: &Path) -> Command {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(cargo);
+    command
+        .current_dir(workspace_root())
+        .args(words)
+        .arg("--message-format=json-render-diagnostics")
+        .arg("--target-dir")
+        .arg(target);
+    command
+}
+
+/// Runs cargo and returns the programs that it names.
+fn built(command: &mut Command, library: &Path) -> Result<Vec<Program>> {
+    let output = command
+        .env("CUDA_LIBRARY_PATH", library)
+        .stderr(Stdio::inherit())
+        .output()
+        .context("cannot start cargo")?;
+    ensure!(output.status.success(), "the programs cannot be built");
+    let programs = programs_of(&String::from_utf8(output.stdout)?);
+    ensure!(!programs.is_empty(), "cargo names no program that it built");
+    Ok(programs)
+}
+
+/// The test and bench programs that cargo's messages name, one JSON object a line.
+fn programs_of(messages: &str) -> Vec<Program> {
+    let messages = messages
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let programs = messages.filter_map(|message| {
+        if message["reason"] != "compiler-artifact" || message["profile"]["test"] != true {
+            return None;
+        }
+        Some(Program {
+            name: message["target"]["name"].as_str()?.to_owned(),
+            path: message["executable"].as_str()?.into(),
+        })
+    });
+    programs.collect()
+}
+
+/// Strips, checks and compresses one program; returns the glibc that it needs.
+fn pack_program(program: &Program, bin: &Path) -> Result<(u32, u32)> {
+    let stripped = bin.join(&program.name);
+    let path = program.path.as_os_str();
+    output(Command::new("strip").arg("-o").arg(&stripped).arg(path))?;
+    let headers = output(
+        Command::new("readelf")
+            .args(["-W", "-d", "-V"])
+            .arg(&stripped),
+    )?;
+    let glibc = check_headers(&program.name, &headers)?;
+    output(Command::new("gzip").args(["-9", "-n"]).arg(&stripped))?;
+    Ok(glibc)
+}
+
+/// Refuses a program that would not start elsewhere.
+fn check_headers(name: &str, headers: &str) -> Result<(u32, u32)> {
+    let mut newest = (0, 0);
+    for line in headers.lines() {
+        if line.contains("(RPATH)") || line.contains("(RUNPATH)") {
+            bail!("{name}: expected no search path of this machine in the program, found {line}");
+        }
+        if let Some((_, library)) = line.split_once("Shared library: [") {
+            let known = LIBRARIES.iter().any(|known| library.starts_with(known));
+            ensure!(
+                known,
+                "{name}: expected libraries among {LIBRARIES:?}, found {}",
+                library.trim_end_matches(']')
+            );
+        }
+        for version in line.split("GLIBC_").skip(1) {
+            let mut numbers = version
+                .split(|c: char| !c.is_ascii_digit())
+                .map(str::parse::<u32>);
+            if let (Some(Ok(major)), Some(Ok(minor))) = (numbers.next(), numbers.next()) {
+                newest = newest.max((major, minor));
+            }
+        }
+    }
+    Ok(newest)
+}
+
+fn output(command: &mut Command) -> Result<String> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output = command
+        .output()
+        .with_context(|| format!("cannot start {name}"))?;
+    ensure!(
+        output.status.success(),
+        "{name} failed: {}",
+        String::from_utf8_lossy(&output.stderr).trim()
+    );
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// All files with their lengths, the largest first.
+fn files_below(folder: &Path) -> Result<Vec<(PathBuf, u64)>> {
+    let mut files = Vec::new();
+    let mut folders = vec![folder.to_path_buf()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder)? {
+            let path = entry?.path();
+            match path.is_dir() {
+                true => folders.push(path),
+                false => {
+                    let len_bytes = path.metadata()?.len();
+                    files.push((path, len_bytes));
+                }
+            }
+        }
+    }
+    files.sort_by_key(|file| std::cmp::Reverse(file.1));
+    Ok(files)
+}
+
+/// Refuses a folder that is too large to be carried, naming its largest files.
+fn check_len_bytes(files: &[(PathBuf, u64)]) -> Result<()> {
+    let found: u64 = files.iter().map(|file| file.1).sum();
+    if found < MOST_BYTES {
+        return Ok(());
+    }
+    let largest = files
+        .iter()
+        .take(3)
+        .map(|(path, len_bytes)| format!("{} ({len_bytes})", path.display()));
+    let largest: Vec<_> = largest.collect();
+    bail!(
+        "the folder: expected less than {MOST_BYTES} bytes, found {found}; the largest files are {}",
+        largest.join(", ")
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cargo_s_messages_name_test_programs_only() {
+        let messages = r#"{"reason":"compiler-artifact","target":{"name":"fusestep_launch"},"profile":{"test":false},"executable":null}
+not json
+{"reason":"compiler-artifact","target":{"name":"laws"},"profile":{"test":true},"executable":"/t/laws-1"}
+{"reason":"compiler-artifact","target":{"name":"fusestep"},"profile":{"test":false},"executable":"/t/fusestep"}
+{"reason":"build-finished","success":true}"#;
+        let expected = Program {
+            name: "laws".to_owned(),
+            path: "/t/laws-1".into(),
+        };
+        assert_eq!(programs_of(messages), [expected]);
+    }
+
+    #[test]
+    fn programs_that_would_not_start_elsewhere_are_refused() {
+        let needed = |library: &str| format!(" 0x1 (NEEDED)  Shared library: [{library}]\n");
+        let plain = needed("libcuda.so.1") + &needed("ld-linux-x86-64.so.2");
+        let versions = "  0x0: Name: GLIBC_2.9  Flags: none\n  0x1: Name: GLIBC_2.34  Flags: none\n  0x2: Name: GLIBC_2.2.5\n";
+        assert_eq!(
+            check_headers("laws", &(plain.clone() + versions)).unwrap(),
+            (2, 34)
+        );
+        let error = check_headers("laws", &(plain.clone() + &needed("libssl.so.3"))).unwrap_err();
+        assert!(error.to_string().ends_with("found libssl.so.3"), "{error}");
+        let runpath = plain + " 0x1d (RUNPATH)  Library runpath: [/here]\n";
+        assert!(check_headers("laws", &runpath).is_err());
+    }
+
+    #[test]
+    fn a_folder_that_is_too_large_names_its_largest_files() {
+        let file = |name: &str, len_bytes| (PathBuf::from(name), len_bytes);
+        assert!(check_len_bytes(&[file("a", MOST_BYTES - 1)]).is_ok());
+        let error = check_len_bytes(&[file("a", MOST_BYTES - 1), file("b", 1)]).unwrap_err();
+        assert!(error.to_string().contains("a (67108863), b (1)"), "{error}");
+    }
+
+    #[test]
+    fn a_folder_in_use_is_refused_before_anything_is_built() {
+        let error = pack(&workspace_root().join("xtask")).unwrap_err();
+        assert!(
+            error.to_string().contains("expected a new or empty folder"),
+            "{error}"
+        );
+    }
+}
