@@ -6,6 +6,8 @@ mod checkpoints;
 mod laws;
 #[path = "distributed/merging.rs"]
 mod merging;
+#[path = "distributed/open_runs.rs"]
+mod open_runs;
 #[path = "distributed/plans.rs"]
 mod plans;
 #[path = "distributed/run.rs"]

@@ -182,7 +182,6 @@ impl Run<'_> {
                 false => (0, 0.0),
             };
             for (at, positions) in order.chunks(args.batch.get()).enumerate().skip(begun) {
-                let before = self.steps;
                 let loss = self.step(args, train, positions)?;
                 // All ranks see the same mean, so they give up together.
                 if !loss.is_finite() {
@@ -191,8 +190,9 @@ impl Run<'_> {
                     );
                 }
                 sum += loss * positions.len() as f64;
-                let due = |every: NonZeroU64| self.steps.is_multiple_of(every.get());
-                if self.steps > before && args.save_every.is_some_and(due) {
+                let batches = (epoch - 1) * order.len().div_ceil(args.batch.get()) + at + 1;
+                let due = |every: NonZeroU64| (batches as u64).is_multiple_of(every.get());
+                if args.save_every.is_some_and(due) {
                     let position = Position {
                         epochs: epoch - 1,
                         batches: at + 1,
