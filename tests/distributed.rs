@@ -10,6 +10,8 @@ mod merging;
 mod open_runs;
 #[path = "distributed/plans.rs"]
 mod plans;
+#[path = "distributed/rounding.rs"]
+mod rounding;
 #[path = "distributed/run.rs"]
 mod run;
 #[path = "distributed/slices.rs"]

@@ -9,6 +9,7 @@ use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
+use fusestep_launch::Precision;
 use fusestep_lion::Lion;
 use fusestep_planner::{
     ClipByGlobalNorm, Comms, FuseAllReduce, FuseBroadcast, GradientMerge, LocalSgd, LossScaling,
@@ -39,6 +40,8 @@ pub(crate) struct Case {
     /// Values are small integers over 16, whose sums are exact in any order.
     pub(crate) exact: Exact,
     pub(crate) local_sgd: Option<LocalSgd>,
+    /// How 16-bit parameters and their state are kept.
+    pub(crate) precision: Option<Precision>,
     pub(crate) steps: u64,
     /// Rank, step and parameter whose gradient is not given.
     pub(crate) absent: Vec<(usize, u64, usize)>,
@@ -76,6 +79,7 @@ impl Default for Case {
             reduced: Reduced::PerWindow,
             exact: Exact::No,
             local_sgd: None,
+            precision: None,
             steps: 3,
             absent: Vec::new(),
             infinite: None,
@@ -124,6 +128,9 @@ impl Case {
 
     pub(crate) fn planner(&self) -> Planner {
         let mut planner = Planner::new(self.rule);
+        if let Some(precision) = self.precision {
+            planner = planner.precision_of(DType::BF16, precision);
+        }
         match self.cap {
             None => planner = planner.naive(),
             Some(cap) => {

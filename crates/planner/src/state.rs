@@ -48,6 +48,9 @@ pub struct State {
 pub(crate) struct StorageState {
     pub(crate) kernel: Box<dyn MultiTensorKernel>,
     pub(crate) offsets: Vec<u64>,
+    /// For each tensor the parameter that it is, or is a piece of, and in that case the elements before it.
+    pub(crate) members: Vec<u32>,
+    pub(crate) before: Vec<u64>,
     pub(crate) lists: Vec<ListBuffer>,
     pub(crate) scalars: Vec<u8>,
     /// One set for each class of the schedule.
@@ -101,8 +104,19 @@ impl Plan {
             let layout = kernel.argument_layout();
             let mut scalars = vec![0; layout.scalar_bytes];
             kernel.write_scalars(&mut scalars);
+            let origins = || {
+                spec.members
+                    .iter()
+                    .map(|&member| self.origins.get(member as usize))
+            };
+            let (members, before) = match self.origins.is_empty() {
+                true => (spec.members.clone(), Vec::new()),
+                false => origins().flatten().copied().unzip(),
+            };
             storages.push(StorageState {
                 kernel,
+                members,
+                before,
                 offsets: spec.layout.offsets().to_vec(),
                 lists,
                 scalars,

@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hasher;
 
-use fusestep_launch::Rounding;
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -83,7 +82,14 @@ impl Planner {
             _ => {
                 let descs = pieces.iter().flatten().map(|piece| describe(params, piece));
                 let descs = descs.collect::<Result<Vec<_>, _>>()?;
-                launches(&descs)?
+                let mut local = launches(&descs)?;
+                // What is rounded at random must not depend on who rounds it.
+                local.origins = pieces
+                    .iter()
+                    .flatten()
+                    .map(|p| (p.param, p.first))
+                    .collect();
+                local
             }
         };
         let mut spans_of = vec![Vec::new(); params.len()];
@@ -301,17 +307,6 @@ fn check_conflicts(whole: &Plan) -> Result<(), PlanError> {
             first: zero,
             second: "local_sgd".to_owned(),
             why: "both decide how gradients are reduced",
-        });
-    }
-    let random = |param: &ParamDesc| {
-        let rounding = whole.precision(param.dtype).rounding;
-        matches!(rounding, Rounding::Stochastic { .. })
-    };
-    if whole.params.iter().any(random) {
-        return Err(PlanError::Conflict {
-            first: zero,
-            second: "stochastic rounding".to_owned(),
-            why: "number elements differently, so the bits would depend on the ranks",
         });
     }
     Ok(())
