@@ -2,6 +2,8 @@
 
 #[path = "distributed/checkpoints.rs"]
 mod checkpoints;
+#[path = "distributed/groups.rs"]
+mod groups;
 #[path = "distributed/laws.rs"]
 mod laws;
 #[path = "distributed/merging.rs"]

@@ -28,6 +28,8 @@ pub(crate) struct Case {
     pub(crate) world: usize,
     pub(crate) zero: Zero,
     pub(crate) ownership: Ownership,
+    /// Ranks that share shards; `None` for all.
+    pub(crate) shard_group: Option<NonZeroUsize>,
     /// Bytes of a bucket; `None` for one call per tensor and no pass at all.
     pub(crate) cap: Option<u64>,
     /// Bytes of a broadcast of updated parameters; `None` without the pass.
@@ -70,6 +72,7 @@ impl Default for Case {
             world: 1,
             zero: Zero::Zero0,
             ownership: Ownership::Elements,
+            shard_group: None,
             cap: Some(100_000),
             broadcast_cap: None,
             rings: 0,
@@ -155,7 +158,13 @@ impl Case {
         }
         match self.zero {
             Zero::Zero0 => planner,
-            zero => planner.with(Shard::new(zero).ownership(self.ownership)),
+            zero => {
+                let shard = Shard::new(zero).ownership(self.ownership);
+                planner.with(match self.shard_group {
+                    Some(group) => shard.group(group),
+                    None => shard,
+                })
+            }
         }
     }
 
@@ -232,9 +241,10 @@ impl Case {
             .unwrap();
         let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
         let rank = comm.rank();
-        let mut comms = match self.rings {
-            0 => Comms::direct(comm),
-            rings => Comms::with_rings(comm, rings).unwrap(),
+        let mut comms = match (self.shard_group, self.rings) {
+            (Some(group), rings) => Comms::in_groups(comm, group, rings).unwrap(),
+            (None, 0) => Comms::direct(comm),
+            (None, rings) => Comms::with_rings(comm, rings).unwrap(),
         };
         let mut state = plan.allocate(&backend).unwrap();
         for (param, desc) in plan.params().iter().enumerate() {
@@ -270,7 +280,7 @@ impl Case {
         }
     }
 
-    /// The mean over ranks in rank order, and the plain naive plan: no code of the step of many ranks.
+    /// The mean over ranks in rank order, within shard groups and then over groups, and the plain naive plan: no code of the step of many ranks.
     pub(crate) fn by_hand(&self) -> Outcome {
         assert!(self.mixed == Mixed::No && self.merge == 1 && self.local_sgd.is_none());
         let mut planner = Planner::new(self.rule).naive();
@@ -291,8 +301,10 @@ impl Case {
         let mut reports = Vec::new();
         for step in 0..self.steps {
             for (param, desc) in plan.params().iter().enumerate() {
-                let mut sum = vec![0.0f32; self.numels[param] as usize];
+                let numel = self.numels[param] as usize;
+                let (mut sum, mut means) = (vec![0.0f32; numel], vec![0.0f32; numel]);
                 let mut any = false;
+                let group = self.shard_group.map_or(self.world, NonZeroUsize::get);
                 for rank in 0..self.world {
                     let grad: Vec<f32> = match self.is_absent(rank, step, param) {
                         true => vec![0.0; sum.len()],
@@ -305,13 +317,20 @@ impl Case {
                         }
                     };
                     for (sum, grad) in sum.iter_mut().zip(grad) {
-                        *sum = if rank == 0 { grad } else { *sum + grad };
+                        *sum = if rank % group == 0 { grad } else { *sum + grad };
+                    }
+                    if rank % group == group - 1 {
+                        for (mean, sum) in means.iter_mut().zip(&sum) {
+                            let sum = sum / group as f32;
+                            *mean = if rank < group { sum } else { *mean + sum };
+                        }
                     }
                 }
-                sum.iter_mut().for_each(|sum| *sum /= self.world as f32);
+                let groups = (self.world / group) as f32;
+                let sum = means.into_iter().map(|mean| mean / groups);
                 match any || self.numels[param] == 0 {
                     true => {
-                        let bytes: Vec<u8> = sum.into_iter().flat_map(f32::to_le_bytes).collect();
+                        let bytes: Vec<u8> = sum.flat_map(f32::to_le_bytes).collect();
                         state
                             .write(&backend, Role::Grad, &desc.name, &bytes)
                             .unwrap();

@@ -75,9 +75,10 @@ fn train(args: &TrainArgs, comm: &mut dyn Communicator) -> anyhow::Result<Traine
     }
     // From here on parameters are where the plan says, not here.
     drop(model);
-    let comms = match args.rank_args.rings {
-        Some(rings) => Comms::with_rings(comm, rings.get())?,
-        None => Comms::direct(comm),
+    let rings = args.rank_args.rings.map_or(0, NonZeroUsize::get);
+    let comms = match args.rank_args.shard_group {
+        Some(group) => Comms::in_groups(comm, group, rings)?,
+        None => Comms::with_rings(comm, rings)?,
     };
     let mut run = Run {
         plan: &plan,

@@ -41,6 +41,32 @@ fn four_ranks_train_to_the_same_bits_however_they_share_the_work() {
 }
 
 #[test]
+fn shard_groups_train_to_the_same_bits_at_every_stage() {
+    let base = ["--ranks", "4", "--shard-group", "2", "--clip-norm", "1"];
+    let run = |more: &[&str]| train(&[&base, more].concat());
+    let whole = run(&["--zero", "1"]);
+    for way in [
+        &["--zero", "2", "--rings", "2"][..],
+        &["--zero", "3", "--bucket-cap-mib", "0.01"],
+    ] {
+        assert_eq!(run(way)["params_hash"], whole["params_hash"], "{way:?}");
+    }
+    let all = train(&["--ranks", "4", "--zero", "1"]);
+    let bytes = |run: &Value| run["state_bytes_per_rank"].as_u64().unwrap();
+    assert!(
+        bytes(&whole) > bytes(&all) * 3 / 2,
+        "a group's part, not the world's"
+    );
+    let error = refused(&["train", "--ranks", "4", "--shard-group", "3", "--zero", "2"]);
+    assert!(
+        error.contains("multiple of a shard group's 3 ranks"),
+        "{error}"
+    );
+    let error = refused(&["train", "--ranks", "4", "--shard-group", "2"]);
+    assert!(error.contains("--zero"), "{error}");
+}
+
+#[test]
 fn ranks_without_images_take_part() {
     let base = [
         "--ranks",

@@ -143,10 +143,17 @@ impl RankPlan {
 
     /// Whether this rank has anything that others have not.
     fn saves(&self, state: &RankState) -> bool {
-        let alike = self.zero() == Zero::Zero0
-            && self.whole.ranks.distributed.is_empty()
-            && self.open_run(state).is_none();
-        !alike || self.topology().rank == 0
+        let alike = self.whole.ranks.distributed.is_empty() && self.open_run(state).is_none();
+        !alike || self.saves_shared()
+    }
+
+    /// Whether this rank saves what others have as well: without shards rank 0, with them the first group of ranks.
+    pub(crate) fn saves_shared(&self) -> bool {
+        let rank = self.topology().rank;
+        match self.zero() {
+            Zero::Zero0 => rank == 0,
+            _ => rank < self.shard_place().world,
+        }
     }
 
     /// Roles that are saved: all but the gradient's, the parameter's first.
@@ -176,8 +183,7 @@ impl RankPlan {
         let rank = self.topology().rank;
         for param in 0..self.params().len() {
             // What all ranks have alike is saved once.
-            let once = self.zero() == Zero::Zero0 && !self.has_own(param);
-            if once && rank > 0 {
+            if !self.has_own(param) && !self.saves_shared() {
                 continue;
             }
             for (piece, local) in self.pieces_of(param) {

@@ -19,7 +19,7 @@ use super::ready::Slot;
 use super::words::Words;
 use super::{Held, RankPlan, RankState};
 use crate::PlanError;
-use crate::passes::{Reduced, Zero};
+use crate::passes::Reduced;
 
 /// Words of [`Progress`] that do not depend on the parameters.
 const FIXED_WORDS: usize = 16;
@@ -249,8 +249,7 @@ impl RankPlan {
                 add(0, self.own_sums(state, param));
                 continue;
             }
-            // Where nothing is sharded all ranks have the same sums.
-            if self.zero() == Zero::Zero0 && !self.has_own(param) && rank > 0 {
+            if !self.has_own(param) && !self.saves_shared() {
                 continue;
             }
             let sums = state.shard_sums[self.places[param].0].bytes();
