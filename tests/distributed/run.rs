@@ -268,6 +268,9 @@ impl Case {
                 }
             }
             let report = plan.run_with(&mut state, &backend, &mut comms).unwrap();
+            if report.update.is_some() {
+                assert_eq!(state.memory_bytes(), plan.memory_bytes(), "{self:?}");
+            }
             reports.extend(report.update);
         }
         if self.local_sgd.is_some() {
@@ -301,36 +304,10 @@ impl Case {
         let mut reports = Vec::new();
         for step in 0..self.steps {
             for (param, desc) in plan.params().iter().enumerate() {
-                let numel = self.numels[param] as usize;
-                let (mut sum, mut means) = (vec![0.0f32; numel], vec![0.0f32; numel]);
-                let mut any = false;
-                let group = self.shard_group.map_or(self.world, NonZeroUsize::get);
-                for rank in 0..self.world {
-                    let grad: Vec<f32> = match self.is_absent(rank, step, param) {
-                        true => vec![0.0; sum.len()],
-                        false => {
-                            any = true;
-                            self.gradient(rank, step, param)
-                                .chunks_exact(4)
-                                .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
-                                .collect()
-                        }
-                    };
-                    for (sum, grad) in sum.iter_mut().zip(grad) {
-                        *sum = if rank % group == 0 { grad } else { *sum + grad };
-                    }
-                    if rank % group == group - 1 {
-                        for (mean, sum) in means.iter_mut().zip(&sum) {
-                            let sum = sum / group as f32;
-                            *mean = if rank < group { sum } else { *mean + sum };
-                        }
-                    }
-                }
-                let groups = (self.world / group) as f32;
-                let sum = means.into_iter().map(|mean| mean / groups);
+                let (sum, any) = self.mean_gradient(step, param);
                 match any || self.numels[param] == 0 {
                     true => {
-                        let bytes: Vec<u8> = sum.flat_map(f32::to_le_bytes).collect();
+                        let bytes: Vec<u8> = sum.into_iter().flat_map(f32::to_le_bytes).collect();
                         state
                             .write(&backend, Role::Grad, &desc.name, &bytes)
                             .unwrap();
@@ -352,6 +329,37 @@ impl Case {
             skipped: state.skipped(),
             reports,
         }
+    }
+
+    /// The mean of all ranks' gradients, of means of groups, and whether any rank has one.
+    fn mean_gradient(&self, step: u64, param: usize) -> (Vec<f32>, bool) {
+        let numel = self.numels[param] as usize;
+        let (mut sum, mut means) = (vec![0.0f32; numel], vec![0.0f32; numel]);
+        let mut any = false;
+        let group = self.shard_group.map_or(self.world, NonZeroUsize::get);
+        for rank in 0..self.world {
+            let grad: Vec<f32> = match self.is_absent(rank, step, param) {
+                true => vec![0.0; sum.len()],
+                false => {
+                    any = true;
+                    self.gradient(rank, step, param)
+                        .chunks_exact(4)
+                        .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+                        .collect()
+                }
+            };
+            for (sum, grad) in sum.iter_mut().zip(grad) {
+                *sum = if rank % group == 0 { grad } else { *sum + grad };
+            }
+            if rank % group == group - 1 {
+                for (mean, sum) in means.iter_mut().zip(&sum) {
+                    let sum = sum / group as f32;
+                    *mean = if rank < group { sum } else { *mean + sum };
+                }
+            }
+        }
+        let groups = (self.world / group) as f32;
+        (means.into_iter().map(|mean| mean / groups).collect(), any)
     }
 }
 

@@ -23,6 +23,7 @@ mod report;
 mod run;
 mod stage;
 mod state;
+mod storage;
 mod table;
 
 pub use checkpoint::StateTensors;

@@ -3,12 +3,13 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use fusestep_launch::{Backend, Batch, ListBuffer, MultiTensorKernel};
+use fusestep_launch::{Backend, Batch, ListBuffer};
 use fusestep_tensor::{DType, Element, ParamDesc, Role};
 
 use crate::group::Classes;
 use crate::master::Masters;
 use crate::norm::{NormState, Placed};
+use crate::storage::StorageState;
 use crate::table::Tables;
 use crate::{Optimizer, Plan, PlanError, Precisions, Tensors};
 
@@ -42,28 +43,6 @@ pub struct State {
     /// Whether the plan scales the loss.
     pub(crate) scaled: bool,
     backend: &'static str,
-}
-
-/// The buffers of one storage and the scalars its kernel reads.
-pub(crate) struct StorageState {
-    pub(crate) kernel: Box<dyn MultiTensorKernel>,
-    pub(crate) offsets: Vec<u64>,
-    /// For each tensor the parameter that it is, or is a piece of, and in that case the elements before it.
-    pub(crate) members: Vec<u32>,
-    pub(crate) before: Vec<u64>,
-    pub(crate) lists: Vec<ListBuffer>,
-    pub(crate) scalars: Vec<u8>,
-    /// One set for each class of the schedule.
-    pub(crate) sets: Vec<u8>,
-}
-
-impl std::fmt::Debug for StorageState {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("StorageState")
-            .field("kernel", &self.kernel.entry())
-            .field("lists", &self.lists)
-            .finish_non_exhaustive()
-    }
 }
 
 /// The batches to run: the plan's own, unless tensors are absent or behind.
@@ -104,15 +83,7 @@ impl Plan {
             let layout = kernel.argument_layout();
             let mut scalars = vec![0; layout.scalar_bytes];
             kernel.write_scalars(&mut scalars);
-            let origins = || {
-                spec.members
-                    .iter()
-                    .map(|&member| self.origins.get(member as usize))
-            };
-            let (members, before) = match self.origins.is_empty() {
-                true => (spec.members.clone(), Vec::new()),
-                false => origins().flatten().copied().unzip(),
-            };
+            let (members, before) = self.origins_of(spec);
             storages.push(StorageState {
                 kernel,
                 members,

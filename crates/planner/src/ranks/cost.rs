@@ -82,6 +82,8 @@ pub struct RankSummary {
     pub state_bytes_per_rank: u64,
     /// Bytes of everything that this rank keeps between steps: parameters, gradients, buckets, state.
     pub memory_bytes_per_rank: u64,
+    /// Bytes of all buckets; where they are given back once reduced (from stage 2 on), a step takes up to this much more.
+    pub bucket_bytes_per_rank: u64,
     /// Buckets of gradients.
     pub buckets: usize,
     /// Micro-steps of an update.
@@ -256,6 +258,7 @@ impl RankPlan {
                 + 2 * (groups - 1) * calls_across,
             state_bytes_per_rank: self.state_bytes(),
             memory_bytes_per_rank: self.memory_bytes(),
+            bucket_bytes_per_rank: self.bucket_bytes(self.buckets.len()),
             buckets: self.reduced,
             micro_steps: self.micro_steps(),
             exposed_ns: (end - hidden).max(0.0) * 1e9,
@@ -281,7 +284,7 @@ impl RankPlan {
         (cap.sqrt() as u64).clamp(4.min(total), total)
     }
 
-    /// Bytes of everything that [`super::RankState`] keeps for this rank.
+    /// Bytes of everything that [`super::RankState`] keeps for this rank between steps.
     pub fn memory_bytes(&self) -> u64 {
         let local: u64 = self
             .local
@@ -308,7 +311,10 @@ impl RankPlan {
                 0
             }
         });
-        local + lines.sum::<u64>() + self.bucket_bytes(self.buckets.len()) + narrow.sum::<u64>()
+        let kept = self.buckets.iter().enumerate();
+        let kept = kept.filter(|&(index, _)| self.keeps(index));
+        let kept = kept.map(|(_, bucket)| self.len_bytes_of(bucket) as u64);
+        local + lines.sum::<u64>() + kept.sum::<u64>() + narrow.sum::<u64>()
     }
 
     /// A page: the timeline drawn to scale, what passes did, and this rank's own launches.

@@ -391,11 +391,10 @@ impl RankPlan {
         progress: &Progress,
         whole: &WholeTensors,
     ) {
-        for (slot, bucket) in state.slots.iter_mut().zip(&self.buckets) {
+        for slot in &mut state.slots {
             // A call that has failed has kept the memory.
             if !matches!(slot, Slot::Filling(_)) {
-                let width = self.flats[bucket.flat].grad_dtype.len_bytes();
-                *slot = Slot::Filling(Words::zeroed(bucket.numel as usize * width));
+                *slot = Slot::Filling(Words::default());
             }
         }
         state.ready.again();
@@ -443,7 +442,10 @@ impl RankPlan {
             let sums = &mut state.sums[bucket as usize];
             if !sums.is_empty() {
                 bytemuck::cast_slice_mut(&mut sums[at]).copy_from_slice(part);
-            } else if let Slot::Filling(words) = &mut state.slots[bucket as usize] {
+                continue;
+            }
+            let len_bytes = self.len_bytes_of(&self.buckets[bucket as usize]);
+            if let Some(words) = state.slots[bucket as usize].filling(len_bytes) {
                 words.bytes_mut()[at.start * width..at.end * width].copy_from_slice(part);
             }
         }

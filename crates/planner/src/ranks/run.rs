@@ -221,8 +221,11 @@ impl RankPlan {
             for &at in &self.spans_of[param] {
                 if given {
                     self.absorb_span(state, at, None, how);
-                } else if let Slot::Filling(words) = &mut state.slots[at.0 as usize] {
-                    let bucket = &self.buckets[at.0 as usize];
+                    continue;
+                }
+                let bucket = &self.buckets[at.0 as usize];
+                let len_bytes = self.len_bytes_of(bucket);
+                if let Some(words) = state.slots[at.0 as usize].filling(len_bytes) {
                     let span = &bucket.spans[at.1 as usize];
                     let width = self.flats[bucket.flat].grad_dtype.len_bytes();
                     let (start, end) = (span.at as usize, (span.at + span.numel) as usize);
@@ -287,7 +290,10 @@ impl RankPlan {
                     shard[at as usize * width..to as usize * width].copy_from_slice(part);
                 }
             }
-            state.slots[index] = Slot::Filling(words);
+            state.slots[index] = Slot::Filling(match self.keeps(index) {
+                true => words,
+                false => Words::default(),
+            });
         }
         Ok(())
     }
