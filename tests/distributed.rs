@@ -2,12 +2,18 @@
 
 #[path = "distributed/checkpoints.rs"]
 mod checkpoints;
+#[path = "distributed/groups.rs"]
+mod groups;
 #[path = "distributed/laws.rs"]
 mod laws;
 #[path = "distributed/merging.rs"]
 mod merging;
+#[path = "distributed/open_runs.rs"]
+mod open_runs;
 #[path = "distributed/plans.rs"]
 mod plans;
+#[path = "distributed/rounding.rs"]
+mod rounding;
 #[path = "distributed/run.rs"]
 mod run;
 #[path = "distributed/slices.rs"]

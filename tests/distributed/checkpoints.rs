@@ -216,7 +216,7 @@ fn damaged_manifests_are_refused_with_the_name_of_what_is_wrong() {
         assert!(error.contains("manifest"), "{length}: {error}");
     }
     for (from, to, named) in [
-        ("\"version\": 1", "\"version\": 2", "newer fusestep"),
+        ("\"version\": 1", "\"version\": 3", "newer fusestep"),
         ("fusestep-checkpoint", "something-else", "format"),
         ("\"optimizer\": \"", "\"optimizer\": \"un", "optimizer"),
         ("shard-00001", "../shard-00001", "file name"),

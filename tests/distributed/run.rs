@@ -9,6 +9,7 @@ use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
+use fusestep_launch::Precision;
 use fusestep_lion::Lion;
 use fusestep_planner::{
     ClipByGlobalNorm, Comms, FuseAllReduce, FuseBroadcast, GradientMerge, LocalSgd, LossScaling,
@@ -27,6 +28,8 @@ pub(crate) struct Case {
     pub(crate) world: usize,
     pub(crate) zero: Zero,
     pub(crate) ownership: Ownership,
+    /// Ranks that share shards; `None` for all.
+    pub(crate) shard_group: Option<NonZeroUsize>,
     /// Bytes of a bucket; `None` for one call per tensor and no pass at all.
     pub(crate) cap: Option<u64>,
     /// Bytes of a broadcast of updated parameters; `None` without the pass.
@@ -39,6 +42,8 @@ pub(crate) struct Case {
     /// Values are small integers over 16, whose sums are exact in any order.
     pub(crate) exact: Exact,
     pub(crate) local_sgd: Option<LocalSgd>,
+    /// How 16-bit parameters and their state are kept.
+    pub(crate) precision: Option<Precision>,
     pub(crate) steps: u64,
     /// Rank, step and parameter whose gradient is not given.
     pub(crate) absent: Vec<(usize, u64, usize)>,
@@ -67,6 +72,7 @@ impl Default for Case {
             world: 1,
             zero: Zero::Zero0,
             ownership: Ownership::Elements,
+            shard_group: None,
             cap: Some(100_000),
             broadcast_cap: None,
             rings: 0,
@@ -76,6 +82,7 @@ impl Default for Case {
             reduced: Reduced::PerWindow,
             exact: Exact::No,
             local_sgd: None,
+            precision: None,
             steps: 3,
             absent: Vec::new(),
             infinite: None,
@@ -124,6 +131,9 @@ impl Case {
 
     pub(crate) fn planner(&self) -> Planner {
         let mut planner = Planner::new(self.rule);
+        if let Some(precision) = self.precision {
+            planner = planner.precision_of(DType::BF16, precision);
+        }
         match self.cap {
             None => planner = planner.naive(),
             Some(cap) => {
@@ -148,7 +158,13 @@ impl Case {
         }
         match self.zero {
             Zero::Zero0 => planner,
-            zero => planner.with(Shard::new(zero).ownership(self.ownership)),
+            zero => {
+                let shard = Shard::new(zero).ownership(self.ownership);
+                planner.with(match self.shard_group {
+                    Some(group) => shard.group(group),
+                    None => shard,
+                })
+            }
         }
     }
 
@@ -225,9 +241,10 @@ impl Case {
             .unwrap();
         let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
         let rank = comm.rank();
-        let mut comms = match self.rings {
-            0 => Comms::direct(comm),
-            rings => Comms::with_rings(comm, rings).unwrap(),
+        let mut comms = match (self.shard_group, self.rings) {
+            (Some(group), rings) => Comms::in_groups(comm, group, rings).unwrap(),
+            (None, 0) => Comms::direct(comm),
+            (None, rings) => Comms::with_rings(comm, rings).unwrap(),
         };
         let mut state = plan.allocate(&backend).unwrap();
         for (param, desc) in plan.params().iter().enumerate() {
@@ -251,6 +268,9 @@ impl Case {
                 }
             }
             let report = plan.run_with(&mut state, &backend, &mut comms).unwrap();
+            if report.update.is_some() {
+                assert_eq!(state.memory_bytes(), plan.memory_bytes(), "{self:?}");
+            }
             reports.extend(report.update);
         }
         if self.local_sgd.is_some() {
@@ -263,7 +283,7 @@ impl Case {
         }
     }
 
-    /// The mean over ranks in rank order, and the plain naive plan: no code of the step of many ranks.
+    /// The mean over ranks in rank order, within shard groups and then over groups, and the plain naive plan: no code of the step of many ranks.
     pub(crate) fn by_hand(&self) -> Outcome {
         assert!(self.mixed == Mixed::No && self.merge == 1 && self.local_sgd.is_none());
         let mut planner = Planner::new(self.rule).naive();
@@ -284,24 +304,7 @@ impl Case {
         let mut reports = Vec::new();
         for step in 0..self.steps {
             for (param, desc) in plan.params().iter().enumerate() {
-                let mut sum = vec![0.0f32; self.numels[param] as usize];
-                let mut any = false;
-                for rank in 0..self.world {
-                    let grad: Vec<f32> = match self.is_absent(rank, step, param) {
-                        true => vec![0.0; sum.len()],
-                        false => {
-                            any = true;
-                            self.gradient(rank, step, param)
-                                .chunks_exact(4)
-                                .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
-                                .collect()
-                        }
-                    };
-                    for (sum, grad) in sum.iter_mut().zip(grad) {
-                        *sum = if rank == 0 { grad } else { *sum + grad };
-                    }
-                }
-                sum.iter_mut().for_each(|sum| *sum /= self.world as f32);
+                let (sum, any) = self.mean_gradient(step, param);
                 match any || self.numels[param] == 0 {
                     true => {
                         let bytes: Vec<u8> = sum.into_iter().flat_map(f32::to_le_bytes).collect();
@@ -326,6 +329,37 @@ impl Case {
             skipped: state.skipped(),
             reports,
         }
+    }
+
+    /// The mean of all ranks' gradients, of means of groups, and whether any rank has one.
+    fn mean_gradient(&self, step: u64, param: usize) -> (Vec<f32>, bool) {
+        let numel = self.numels[param] as usize;
+        let (mut sum, mut means) = (vec![0.0f32; numel], vec![0.0f32; numel]);
+        let mut any = false;
+        let group = self.shard_group.map_or(self.world, NonZeroUsize::get);
+        for rank in 0..self.world {
+            let grad: Vec<f32> = match self.is_absent(rank, step, param) {
+                true => vec![0.0; sum.len()],
+                false => {
+                    any = true;
+                    self.gradient(rank, step, param)
+                        .chunks_exact(4)
+                        .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+                        .collect()
+                }
+            };
+            for (sum, grad) in sum.iter_mut().zip(grad) {
+                *sum = if rank % group == 0 { grad } else { *sum + grad };
+            }
+            if rank % group == group - 1 {
+                for (mean, sum) in means.iter_mut().zip(&sum) {
+                    let sum = sum / group as f32;
+                    *mean = if rank < group { sum } else { *mean + sum };
+                }
+            }
+        }
+        let groups = (self.world / group) as f32;
+        (means.into_iter().map(|mean| mean / groups).collect(), any)
     }
 }
 

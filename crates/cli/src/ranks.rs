@@ -23,6 +23,9 @@ pub(crate) struct RankArgs {
     /// What ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too
     #[arg(long, value_name = "0|1|2|3", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=3))]
     pub(crate) zero: u8,
+    /// Share out among every this many consecutive ranks, in place of all; gradients are averaged within each group, then across
+    #[arg(long, value_name = "N")]
+    pub(crate) shard_group: Option<NonZeroUsize>,
     /// Most MiB of gradients that one call reduces [default: 25]
     #[arg(long, value_name = "MIB")]
     pub(crate) bucket_cap_mib: Option<f64>,
@@ -47,6 +50,7 @@ impl RankArgs {
     /// Whether any of the flags asks for the step of many ranks.
     pub(crate) fn any(&self) -> bool {
         self.zero > 0
+            || self.shard_group.is_some()
             || self.bucket_cap_mib.is_some()
             || self.rings.is_some()
             || self.gradient_merge.is_some()
@@ -85,10 +89,20 @@ impl RankArgs {
                 false => rule,
             });
         }
-        Ok(match Zero::of(self.zero) {
-            Some(zero) if zero != Zero::Zero0 => planner.with(Shard::new(zero)),
-            _ => planner,
-        })
+        let shard = match Zero::of(self.zero) {
+            Some(zero) if zero != Zero::Zero0 => Shard::new(zero),
+            _ => {
+                ensure!(
+                    self.shard_group.is_none(),
+                    "--shard-group: expected --zero 1, 2 or 3, found 0; without it nothing is shared out"
+                );
+                return Ok(planner);
+            }
+        };
+        Ok(planner.with(match self.shard_group {
+            Some(group) => shard.group(group),
+            None => shard,
+        }))
     }
 }
 

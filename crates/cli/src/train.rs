@@ -71,10 +71,10 @@ pub(crate) struct TrainArgs {
     /// Save parameters, optimizer state and position after every epoch
     #[arg(long, value_name = "DIR")]
     pub(crate) checkpoint: Option<PathBuf>,
-    /// Save after every this many updates, too
+    /// Save after every this many batches, too, within a merge window and between averages as well
     #[arg(long, value_name = "K", requires = "checkpoint")]
     pub(crate) save_every: Option<NonZeroU64>,
-    /// Go on from the checkpoint, of however many ranks it is
+    /// Go on from the checkpoint: of however many ranks, unless it was saved within a merge window or under --local-sgd
     #[arg(long, requires = "checkpoint")]
     pub(crate) resume: bool,
     /// Write a page with the curves and the plan

@@ -75,9 +75,10 @@ fn train(args: &TrainArgs, comm: &mut dyn Communicator) -> anyhow::Result<Traine
     }
     // From here on parameters are where the plan says, not here.
     drop(model);
-    let comms = match args.rank_args.rings {
-        Some(rings) => Comms::with_rings(comm, rings.get())?,
-        None => Comms::direct(comm),
+    let rings = args.rank_args.rings.map_or(0, NonZeroUsize::get);
+    let comms = match args.rank_args.shard_group {
+        Some(group) => Comms::in_groups(comm, group, rings)?,
+        None => Comms::with_rings(comm, rings)?,
     };
     let mut run = Run {
         plan: &plan,
@@ -182,7 +183,6 @@ impl Run<'_> {
                 false => (0, 0.0),
             };
             for (at, positions) in order.chunks(args.batch.get()).enumerate().skip(begun) {
-                let before = self.steps;
                 let loss = self.step(args, train, positions)?;
                 // All ranks see the same mean, so they give up together.
                 if !loss.is_finite() {
@@ -191,8 +191,9 @@ impl Run<'_> {
                     );
                 }
                 sum += loss * positions.len() as f64;
-                let due = |every: NonZeroU64| self.steps.is_multiple_of(every.get());
-                if self.steps > before && args.save_every.is_some_and(due) {
+                let batches = (epoch - 1) * order.len().div_ceil(args.batch.get()) + at + 1;
+                let due = |every: NonZeroU64| (batches as u64).is_multiple_of(every.get());
+                if args.save_every.is_some_and(due) {
                     let position = Position {
                         epochs: epoch - 1,
                         batches: at + 1,

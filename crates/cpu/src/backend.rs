@@ -7,12 +7,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use fusestep_coalesce::HostMemory;
 use fusestep_launch::{
     Backend, BackendError, Batch, Buffer, CONTROL_BYTES, Conclude, ControlBlock, Gate, HostCall,
-    Launch, LaunchLimits, LaunchReport, Reduce, SquareSum,
+    Launch, LaunchLimits, LaunchReport, Places, Reduce, SquareSum,
 };
 use fusestep_simd::{Level, Team};
 
 use crate::chunks::ChunkPieces;
-use crate::pieces::{Pieces, Places};
+use crate::pieces::Pieces;
 
 const NAME: &str = "cpu";
 
@@ -169,6 +169,7 @@ impl Backend for CpuBackend {
             Places {
                 offsets: launch.offsets,
                 members: launch.members,
+                before: launch.before,
             },
             launch.lists,
         )

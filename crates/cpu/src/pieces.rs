@@ -1,7 +1,8 @@
 //! The records of all batches as one piece of work that can be cut at any element.
 
 use fusestep_launch::{
-    Access, Batch, HostCall, HostList, HostSpans, ListBuffer, MAX_LISTS, MultiTensorKernel, Record,
+    Access, Batch, HostCall, HostList, HostSpans, ListBuffer, MAX_LISTS, MultiTensorKernel, Places,
+    Record,
 };
 use fusestep_simd::Split;
 
@@ -13,24 +14,13 @@ pub(crate) struct Pieces<'a> {
     kernel: &'a dyn MultiTensorKernel,
     call: HostCall<'a>,
     batches: &'a [Batch],
-    offsets: &'a [u64],
-    /// Each tensor's position among the caller's parameters.
-    members: &'a [u32],
+    places: Places<'a>,
     /// Each list's elements `first..end`.
     lists: [HostList<'a>; MAX_LISTS],
     /// Bytes of one element of each list.
     widths: [usize; MAX_LISTS],
     first: u64,
     end: u64,
-}
-
-/// Where the tensors of a storage lie, and which parameters they are.
-#[derive(Clone, Copy)]
-pub(crate) struct Places<'a> {
-    /// First element of each tensor.
-    pub(crate) offsets: &'a [u64],
-    /// Each tensor's position among the caller's parameters.
-    pub(crate) members: &'a [u32],
 }
 
 impl<'a> Pieces<'a> {
@@ -42,7 +32,6 @@ impl<'a> Pieces<'a> {
         places: Places<'a>,
         buffers: &'a mut [ListBuffer],
     ) -> Option<Self> {
-        let Places { offsets, members } = places;
         let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
         let mut widths = [0; MAX_LISTS];
         let mut end = u64::MAX;
@@ -58,8 +47,7 @@ impl<'a> Pieces<'a> {
             kernel,
             call,
             batches,
-            offsets,
-            members,
+            places,
             lists,
             widths,
             first: 0,
@@ -82,7 +70,7 @@ impl<'a> Pieces<'a> {
 
     /// The storage elements of a record.
     fn span(&self, record: &Record) -> (u64, u64) {
-        let start = self.offsets[record.tensor as usize] + record.first_element;
+        let start = self.places.offsets[record.tensor as usize] + record.first_element;
         (start, start + record.numel)
     }
 
@@ -101,8 +89,7 @@ impl<'a> Pieces<'a> {
             kernel: self.kernel,
             call: self.call,
             batches: self.batches,
-            offsets: self.offsets,
-            members: self.members,
+            places: self.places,
             widths: self.widths,
             end: self.end,
         };
@@ -122,13 +109,7 @@ impl Split for Pieces<'_> {
     }
 
     fn run(self) {
-        let spans = HostSpans::of(
-            self.batches,
-            self.offsets,
-            self.members,
-            self.first,
-            self.end,
-        );
+        let spans = HostSpans::of(self.batches, self.places, self.first, self.end);
         self.kernel.run_host(self.call, self.lists, spans);
     }
 }

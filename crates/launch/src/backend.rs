@@ -60,6 +60,9 @@ pub struct Launch<'a> {
     pub offsets: &'a [u64],
     /// Position of each tensor of the storage among the caller's parameters.
     pub members: &'a [u32],
+    /// Elements of the caller's parameter before each tensor of the storage, where tensors are pieces of parameters; empty if all
+    /// are whole. What is rounded at random is keyed by the element of the parameter.
+    pub before: &'a [u64],
     /// The kernel's lists, in its order.
     pub lists: &'a mut [ListBuffer],
     /// The kernel's scalars.

@@ -96,7 +96,7 @@ pub struct HostSpan {
     pub class: u32,
     /// The tensor's position among the caller's parameters.
     pub parameter: u32,
-    /// The tensor's elements before these.
+    /// The parameter's elements before these.
     pub first_element: u64,
 }
 
@@ -112,9 +112,21 @@ pub struct HostSpans<'a> {
     classes: &'a [u32],
     offsets: &'a [u64],
     members: &'a [u32],
+    before: &'a [u64],
     /// The storage elements that the lists hold.
     first: u64,
     end: u64,
+}
+
+/// Where the tensors of a storage lie, and which parameters they are.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Places<'a> {
+    /// First element of each tensor.
+    pub offsets: &'a [u64],
+    /// Each tensor's position among the caller's parameters.
+    pub members: &'a [u32],
+    /// Elements of the parameter before each tensor; empty if all are whole.
+    pub before: &'a [u64],
 }
 
 impl<'a> HostSpans<'a> {
@@ -134,20 +146,18 @@ impl<'a> HostSpans<'a> {
         };
         Self {
             single: (numel > 0).then_some(span),
-            ..Self::of(&[], &[], &[], 0, 0)
+            ..Self::of(&[], Places::default(), 0, 0)
         }
     }
 
-    /// What of these batches lies in the storage elements `first..end`, for lists that hold exactly those. `offsets` are the first
-    /// elements of the storage's tensors, `members` their positions among the caller's parameters; what lies between tensors is
+    /// What of these batches lies in the storage elements `first..end`, for lists that hold exactly those; what lies between tensors is
     /// passed over.
-    pub fn of(
-        batches: &'a [Batch],
-        offsets: &'a [u64],
-        members: &'a [u32],
-        first: u64,
-        end: u64,
-    ) -> Self {
+    pub fn of(batches: &'a [Batch], places: Places<'a>, first: u64, end: u64) -> Self {
+        let Places {
+            offsets,
+            members,
+            before,
+        } = places;
         let behind = |record: &Record| span(offsets, record).1 <= first;
         let skipped = batches.partition_point(|batch| batch.records.last().is_none_or(behind));
         let mut batches = batches[skipped..].iter();
@@ -165,6 +175,7 @@ impl<'a> HostSpans<'a> {
             classes,
             offsets,
             members,
+            before,
             first,
             end,
         }
@@ -194,13 +205,15 @@ impl Iterator for HostSpans<'_> {
         if start >= stop {
             return None;
         }
+        let before = self.before.get(record.tensor as usize);
         Some(HostSpan {
             // The lists lie in memory, so their element counts fit a usize.
             start: (start - self.first) as usize,
             numel: (stop - start) as usize,
             class: self.classes[usize::from(record.set)],
             parameter: self.members[record.tensor as usize],
-            first_element: start - self.offsets[record.tensor as usize],
+            first_element: before.copied().unwrap_or(0)
+                + (start - self.offsets[record.tensor as usize]),
         })
     }
 }
@@ -238,9 +251,13 @@ mod tests {
     #[test]
     fn spans_cover_what_lies_in_the_range_and_nothing_else() {
         let (batches, offsets) = (batches(), [0, 64, 64, 128, 192]);
-        let members = [9, 4, 6, 5];
+        let places = Places {
+            offsets: &offsets,
+            members: &[9, 4, 6, 5],
+            before: &[],
+        };
         let spans = |first, end| -> Vec<(usize, usize, u32)> {
-            HostSpans::of(&batches, &offsets, &members, first, end)
+            HostSpans::of(&batches, places, first, end)
                 .map(|span| (span.start, span.numel, span.class))
                 .collect()
         };
@@ -249,10 +266,14 @@ mod tests {
         assert_eq!(spans(65, 130), [(0, 2, 7), (63, 2, 8)]);
         assert_eq!(spans(5, 64), []);
         assert_eq!(spans(138, 192), []);
-        let origins: Vec<(u32, u64)> = HostSpans::of(&batches, &offsets, &members, 65, 130)
-            .map(|span| (span.parameter, span.first_element))
-            .collect();
-        assert_eq!(origins, [(6, 1), (5, 0)]);
+        let origins = |places| -> Vec<(u32, u64)> {
+            HostSpans::of(&batches, places, 65, 130)
+                .map(|span| (span.parameter, span.first_element))
+                .collect()
+        };
+        assert_eq!(origins(places), [(6, 1), (5, 0)]);
+        let before = &[0, 0, 100, 7];
+        assert_eq!(origins(Places { before, ..places }), [(6, 101), (5, 7)]);
         assert_eq!(HostSpans::one(0, 0).count(), 0);
         assert_eq!(HostSpans::one(9, 4).next().map(|span| span.class), Some(4));
     }

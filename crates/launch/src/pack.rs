@@ -50,7 +50,8 @@ pub fn pack(
         }
         if origin_words > 0 {
             writer.u64(launch.members[record.tensor as usize].into());
-            writer.u64(record.first_element);
+            let before = launch.before.get(record.tensor as usize);
+            writer.u64(before.copied().unwrap_or(0) + record.first_element);
         }
         writer.place(record);
     }

@@ -23,6 +23,7 @@ mod report;
 mod run;
 mod stage;
 mod state;
+mod storage;
 mod table;
 
 pub use checkpoint::StateTensors;
@@ -43,9 +44,9 @@ pub use planner::{Planner, Tensors};
 pub(crate) use precision::Precisions;
 pub use ranks::{
     BroadcastGroup, Bucket, Comms, CostModel, Event, EventKind, Flat, FolderLock, GatheredParams,
-    Held, Manifest, Ownership, Piece, RankPlan, RankReport, RankState, RankSummary, ShardSpec,
-    Span, TensorSpec, Topology, WholeTensors, groups_by_layer, owners_greedy_even,
-    owners_in_use_order,
+    Held, Manifest, OpenRun, OpenWindow, Ownership, Piece, RankPlan, RankReport, RankState,
+    RankSummary, ShardSpec, Span, TensorSpec, Topology, WholeTensors, groups_by_layer,
+    owners_greedy_even, owners_in_use_order,
 };
 pub use report::StepReport;
 pub use run::Lender;

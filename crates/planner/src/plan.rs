@@ -41,6 +41,8 @@ pub struct Plan {
     pub(crate) naive_launches: usize,
     /// What passes say about ranks.
     pub(crate) ranks: RankOptions,
+    /// For each parameter, if they are pieces of others, whose it is and its first element there; else empty.
+    pub(crate) origins: Vec<(u32, u64)>,
     /// [`Plan::hash`], computed once the passes are through.
     pub(crate) hash: u64,
 }

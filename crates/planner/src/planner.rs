@@ -167,6 +167,7 @@ impl Planner {
             classes: Classes::new(params, |_| 0),
             naive_launches: 0,
             ranks: RankOptions::default(),
+            origins: Vec::new(),
             hash: 0,
         };
         let mut kernels = HashMap::<DType, (&'static str, Vec<TensorList>)>::new();

@@ -3,12 +3,13 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use fusestep_launch::{Backend, Batch, ListBuffer, MultiTensorKernel};
+use fusestep_launch::{Backend, Batch, ListBuffer};
 use fusestep_tensor::{DType, Element, ParamDesc, Role};
 
 use crate::group::Classes;
 use crate::master::Masters;
 use crate::norm::{NormState, Placed};
+use crate::storage::StorageState;
 use crate::table::Tables;
 use crate::{Optimizer, Plan, PlanError, Precisions, Tensors};
 
@@ -42,25 +43,6 @@ pub struct State {
     /// Whether the plan scales the loss.
     pub(crate) scaled: bool,
     backend: &'static str,
-}
-
-/// The buffers of one storage and the scalars its kernel reads.
-pub(crate) struct StorageState {
-    pub(crate) kernel: Box<dyn MultiTensorKernel>,
-    pub(crate) offsets: Vec<u64>,
-    pub(crate) lists: Vec<ListBuffer>,
-    pub(crate) scalars: Vec<u8>,
-    /// One set for each class of the schedule.
-    pub(crate) sets: Vec<u8>,
-}
-
-impl std::fmt::Debug for StorageState {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("StorageState")
-            .field("kernel", &self.kernel.entry())
-            .field("lists", &self.lists)
-            .finish_non_exhaustive()
-    }
 }
 
 /// The batches to run: the plan's own, unless tensors are absent or behind.
@@ -101,8 +83,11 @@ impl Plan {
             let layout = kernel.argument_layout();
             let mut scalars = vec![0; layout.scalar_bytes];
             kernel.write_scalars(&mut scalars);
+            let (members, before) = self.origins_of(spec);
             storages.push(StorageState {
                 kernel,
+                members,
+                before,
                 offsets: spec.layout.offsets().to_vec(),
                 lists,
                 scalars,

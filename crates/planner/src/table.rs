@@ -384,13 +384,13 @@ impl State {
             return None;
         }
         let control = self.norm.as_ref().map(|norm| norm.control.as_ref());
-        let members = &plan.storages[storage].members;
         let storage = &mut self.storages[storage];
         Some(Launch {
             kernel: storage.kernel.as_ref(),
             batches,
             offsets: &storage.offsets,
-            members,
+            members: &storage.members,
+            before: &storage.before,
             lists: &mut storage.lists,
             scalars: &storage.scalars,
             control,

@@ -41,6 +41,32 @@ fn four_ranks_train_to_the_same_bits_however_they_share_the_work() {
 }
 
 #[test]
+fn shard_groups_train_to_the_same_bits_at_every_stage() {
+    let base = ["--ranks", "4", "--shard-group", "2", "--clip-norm", "1"];
+    let run = |more: &[&str]| train(&[&base, more].concat());
+    let whole = run(&["--zero", "1"]);
+    for way in [
+        &["--zero", "2", "--rings", "2"][..],
+        &["--zero", "3", "--bucket-cap-mib", "0.01"],
+    ] {
+        assert_eq!(run(way)["params_hash"], whole["params_hash"], "{way:?}");
+    }
+    let all = train(&["--ranks", "4", "--zero", "1"]);
+    let bytes = |run: &Value| run["state_bytes_per_rank"].as_u64().unwrap();
+    assert!(
+        bytes(&whole) > bytes(&all) * 3 / 2,
+        "a group's part, not the world's"
+    );
+    let error = refused(&["train", "--ranks", "4", "--shard-group", "3", "--zero", "2"]);
+    assert!(
+        error.contains("multiple of a shard group's 3 ranks"),
+        "{error}"
+    );
+    let error = refused(&["train", "--ranks", "4", "--shard-group", "2"]);
+    assert!(error.contains("--zero"), "{error}");
+}
+
+#[test]
 fn ranks_without_images_take_part() {
     let base = [
         "--ranks",
@@ -270,24 +296,16 @@ fn plans_of_many_ranks_count_their_calls() {
 }
 
 /// Kills a run that saves after every update at random instants and resumes it, `rounds` times; then lets it end.
-fn kill_and_resume(rounds: u64) {
+fn kill_and_resume(rounds: u64, more: &[&str]) {
     let folder = Folder::new();
     let (path, scratch) = (folder.path("checkpoint"), folder.path("scratch"));
+    let base = ["train", "--json", "--epochs", "1", "--batch", "64"];
     let base = [
-        "train",
-        "--json",
-        "--epochs",
-        "1",
-        "--batch",
-        "64",
-        "--ranks",
-        "2",
-        "--zero",
-        "2",
-        "--save-every",
-        "1",
-        "--checkpoint",
-    ];
+        &base[..],
+        more,
+        &["--ranks", "2", "--save-every", "1", "--checkpoint"],
+    ]
+    .concat();
     let hash = |text: &str| serde_json::from_str::<Value>(text).unwrap()["params_hash"].clone();
     let start = Instant::now();
     let whole = hash(&ok(&[&base[..], &[text(&scratch)]].concat()));
@@ -297,7 +315,7 @@ fn kill_and_resume(rounds: u64) {
         let resumes = path.join("manifest.json").exists();
         saved += u64::from(resumes);
         let mut command = Command::new(env!("CARGO_BIN_EXE_fusestep"));
-        command.args(base).arg(&path).stdout(Stdio::piped());
+        command.args(&base).arg(&path).stdout(Stdio::piped());
         let mut run = command.args(resumes.then_some("--resume")).spawn().unwrap();
         // From right after the start to the whole run's length, in an order that jumps.
         let share = (round * 7 % 16 + 1) as f64 / 16.0;
@@ -327,13 +345,19 @@ fn kill_and_resume(rounds: u64) {
 
 #[test]
 fn a_run_killed_at_any_instant_resumes_to_the_same_parameters() {
-    kill_and_resume(12);
+    kill_and_resume(12, &["--zero", "2"]);
+}
+
+#[test]
+fn runs_killed_within_a_merge_window_and_between_averages_resume_to_the_same_parameters() {
+    kill_and_resume(6, &["--zero", "2", "--gradient-merge", "5"]);
+    kill_and_resume(6, &["--local-sgd", "4"]);
 }
 
 #[test]
 #[ignore = "minutes; run with --ignored"]
 fn a_run_killed_at_200_instants_resumes_to_the_same_parameters() {
-    kill_and_resume(200);
+    kill_and_resume(200, &["--zero", "2"]);
 }
 
 #[test]

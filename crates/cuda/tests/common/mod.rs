@@ -142,6 +142,7 @@ pub(crate) fn launch_at(
         batches: &batches,
         offsets,
         members: &members,
+        before: &[],
         lists: &mut lists,
         scalars: &scalars,
         control: None,

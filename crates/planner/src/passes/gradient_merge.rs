@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU32;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::{ActsOn, Pass};
 use crate::{Note, Plan, PlanError, Verdict};
@@ -19,7 +19,7 @@ pub enum Merged {
 }
 
 /// When ranks add their gradients to each other's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reduced {
     /// Once per window: the fewest bytes between ranks; every rank keeps sums of all gradients.

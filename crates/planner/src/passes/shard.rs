@@ -1,5 +1,7 @@
 //! Pass `shard`: each rank updates, and keeps, only its part (ZeRO).
 
+use std::num::NonZeroUsize;
+
 use serde::Serialize;
 
 use super::{ActsOn, Pass};
@@ -44,6 +46,7 @@ impl Zero {
 pub struct Shard {
     zero: Zero,
     ownership: Ownership,
+    group: Option<NonZeroUsize>,
 }
 
 impl Shard {
@@ -52,7 +55,17 @@ impl Shard {
         Self {
             zero,
             ownership: Ownership::Elements,
+            group: None,
         }
+    }
+
+    /// Shares out among every `ranks` consecutive ranks in place of all: calls that gather parameters stay within such a group, and
+    /// state takes a group's part of the memory and not the world's. Gradients are reduced within the groups first, then each
+    /// shard's across them, so sums of more than one group differ by rounding from those of one. Needs
+    /// [`crate::Comms::in_groups`].
+    pub fn group(mut self, ranks: NonZeroUsize) -> Self {
+        self.group = Some(ranks);
+        self
     }
 
     /// Who gets what.
@@ -99,8 +112,22 @@ impl Pass for Shard {
             Zero::Zero2 => "optimizer state and gradients",
             Zero::Zero3 => "optimizer state, gradients and parameters",
         };
+        plan.ranks.shard_group = self.group;
         let world = plan.ranks.topology.world;
-        let reason = format!("{what} are shared out among {world} ranks");
+        let among = self.group.map_or(world, NonZeroUsize::get);
+        if among > world || !world.is_multiple_of(among) {
+            return Err(PlanError::Topology {
+                expected: format!("a world that is a multiple of a shard group's {among} ranks"),
+                found: format!("{world} ranks"),
+            });
+        }
+        let reason = format!(
+            "{what} are shared out among {among} ranks{}",
+            match world / among {
+                1 => String::new(),
+                groups => format!(", alike in {groups} groups"),
+            }
+        );
         let note = Note::new(self.name(), Verdict::Applied, reason);
         plan.notes.push(note);
         Ok(())

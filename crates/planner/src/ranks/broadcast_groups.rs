@@ -48,7 +48,7 @@ pub(crate) fn broadcast_groups(
     let together = |(_, flat): &(usize, &Flat)| flat.held == Held::Together;
     for (index, flat) in flats.iter().enumerate().filter(together) {
         let width = flat.dtype.len_bytes() as u64;
-        for owner in 0..options.topology.world {
+        for owner in 0..options.shard_place().world {
             let shard = flat.shard(owner);
             let mut open: Option<BroadcastGroup> = None;
             for piece in flat.pieces(shard.clone()) {

@@ -12,7 +12,7 @@ use super::folder::{
     Manifest, PieceBytes, ShardSpec, TURNS, TensorSpec, free_turn, generation, refuse, shard_file,
     write_shard,
 };
-use super::{Held, RankPlan, RankState};
+use super::{OpenRun, RankPlan, RankState};
 use crate::passes::Zero;
 use crate::{PlanError, State};
 
@@ -23,15 +23,15 @@ const WORD_BYTES: usize = 24;
 const MOST_NAMED: usize = 8;
 
 impl RankPlan {
-    /// Saves parameters, optimizer state and counts, and texts of the caller's own; all ranks call it, between windows.
+    /// Saves parameters, optimizer state and counts, and texts of the caller's own; all ranks call it, between micro-steps.
     ///
-    /// Every rank writes what it updates. Rank 0 then writes the manifest, and only then removes the checkpoint before: a run
+    /// Every rank writes what it updates; in the middle of a merge window also its sums, and under LocalSGD everything, because
+    /// ranks differ ([`OpenRun`]). Rank 0 then writes the manifest, and only then removes the checkpoint before: a run
     /// that is killed at any instant leaves the old one or the new one.
     ///
     /// # Errors
     /// [`PlanError::Checkpoint`], [`PlanError::File`] of any rank, on that rank; [`PlanError::Topology`] on the others. The
-    /// checkpoint before is as it was. [`PlanError::Conflict`] in the middle of a window and between averages of LocalSGD, when
-    /// ranks differ.
+    /// checkpoint before is as it was. [`PlanError::Conflict`] between the gradients of a micro-step.
     pub fn save(
         &self,
         state: &RankState,
@@ -41,19 +41,30 @@ impl RankPlan {
         caller: BTreeMap<String, String>,
     ) -> Result<(), PlanError> {
         self.check_state(state)?;
-        self.check_between(state)?;
         let rank = self.topology().rank;
         comms.set_plan(self.hash());
-        // Rank 0 alone looks, so that all write to one place.
-        let mut turn = [0u8];
+        // Rank 0 alone looks, so that all write to one place. Under LocalSGD ranks may have taken different steps.
+        let mut place = [0u8; 9];
         if rank == 0 {
-            turn[0] = u8::from(free_turn(folder, state.local.step()) != TURNS[0]);
+            let step = state.local.step();
+            place[..8].copy_from_slice(&step.to_le_bytes());
+            place[8] = u8::from(free_turn(folder, step) != TURNS[0]);
         }
-        comms.in_place(Operation::Broadcast { root: 0 }, DType::U8, None, &mut turn)?;
-        let generation = generation(state.local.step(), TURNS[usize::from(turn[0] & 1)]);
+        comms.in_place(
+            Operation::Broadcast { root: 0 },
+            DType::U8,
+            None,
+            &mut place,
+        )?;
+        let step = place[..8]
+            .iter()
+            .rev()
+            .fold(0, |n, &byte| n << 8 | u64::from(byte));
+        let generation = generation(step, TURNS[usize::from(place[8] & 1)]);
         let written = self
-            .pieces_to_save(state, backend)
-            .and_then(|pieces| match self.saves() {
+            .check_between(state)
+            .and_then(|()| self.pieces_to_save(state, backend))
+            .and_then(|pieces| match self.saves(state) {
                 true => write_shard(folder, &generation, rank, &pieces).map(Some),
                 false => Ok(None),
             });
@@ -69,6 +80,9 @@ impl RankPlan {
 
     /// Goes on from a checkpoint, of however many ranks; returns the texts that were saved with it. All ranks call it.
     ///
+    /// What was saved in the middle of a merge window or under LocalSGD ([`OpenRun`]) takes as many ranks as it was saved on,
+    /// at any ZeRO stage and with any buckets.
+    ///
     /// # Errors
     /// [`PlanError::Checkpoint`] naming what is missing, damaged or of another model or optimizer. Everything is checked before
     /// anything is written.
@@ -81,21 +95,17 @@ impl RankPlan {
         let manifest = Manifest::read(folder)?;
         self.check_manifest(&manifest, folder)?;
         let whole = manifest.read_tensors(folder)?;
-        let scale = match (&state.local.norm, manifest.loss_scale) {
-            (Some(norm), Some((scale, good, bad))) if state.local.scaled => {
-                let restored = norm.loss_scale().restored(scale, good, bad);
-                Some(restored.map_err(|error| {
-                    refuse(
-                        folder,
-                        "loss scale",
-                        "one of the plan's policy",
-                        error.to_string(),
-                    )
-                })?)
-            }
-            (Some(norm), _) => Some(norm.loss_scale()),
-            (None, _) => None,
-        };
+        let progress = self.progress(&manifest, &whole, folder)?;
+        if let (Some(norm), Some((scale, good, bad))) = (&state.local.norm, progress.loss_scale)
+            && state.local.scaled
+        {
+            norm.loss_scale()
+                .restored(scale, good, bad)
+                .map_err(|error| {
+                    let expected = "one of the plan's policy";
+                    refuse(folder, "loss scale", expected, error.to_string())
+                })?;
+        }
         for (param, desc) in self.params().iter().enumerate() {
             // Parameters first: a master that is written after its parameter keeps its own bits.
             for role in self.roles(param)? {
@@ -105,62 +115,45 @@ impl RankPlan {
                 self.write_whole(state, backend, role, &desc.name, bytes)?;
             }
         }
-        state.local.set_step(manifest.step);
-        state.steps_of.fill(manifest.step);
-        for (name, &step) in &manifest.steps_of {
-            let param = self.find(name)?;
-            state.steps_of[param] = step;
-            for (_, local) in self.pieces_of(param) {
-                let local = self.local.params()[local].name.clone();
-                state.local.set_step_of(&local, step)?;
-            }
-        }
-        if let (Some(norm), Some(scale)) = (&mut state.local.norm, scale) {
-            norm.restore(backend, scale, manifest.skipped)?;
-        }
+        self.restore_counts(state, backend, &progress)?;
+        self.restore_open(state, &progress, &whole);
         state.local.poisoned = None;
-        state.micro_steps = 0;
-        state.weights = 0.0;
-        state.since_average = 0;
         Ok(manifest.caller)
     }
 
     fn check_between(&self, state: &RankState) -> Result<(), PlanError> {
-        if state.micro_steps > 0 {
-            return Err(PlanError::Conflict {
+        match state.given_now.contains(&true) {
+            false => Ok(()),
+            true => Err(PlanError::Conflict {
                 first: "a checkpoint".to_owned(),
-                second: "a merge window under way".to_owned(),
-                why: "do not go together; run the window's last micro-step or `flush` it",
-            });
+                second: "gradients of a micro-step under way".to_owned(),
+                why: "do not go together; end the micro-step by `run_with` before saving",
+            }),
         }
-        if self.whole.ranks.local_sgd.is_some() {
-            return Err(PlanError::Conflict {
-                first: "a checkpoint".to_owned(),
-                second: "local_sgd".to_owned(),
-                why: "do not go together, because every rank has state of its own",
-            });
-        }
-        Ok(())
     }
 
-    /// Which ranks have a parameter.
-    fn held(&self, param: usize) -> Held {
-        self.flats[self.places[param].0].held
-    }
-
-    /// A tensor's name in a checkpoint; that of a rank's own slice has the rank.
+    /// A tensor's name in a checkpoint; that of values of a rank's own has the rank.
     fn key(&self, param: usize, role: Role, rank: usize) -> String {
         let name = &self.params()[param].name;
-        match self.held(param) {
-            Held::Together => format!("{name}@{}", role.name()),
-            Held::Apart => format!("{name}@{}#{rank}", role.name()),
+        match self.has_own(param) {
+            false => format!("{name}@{}", role.name()),
+            true => format!("{name}@{}#{rank}", role.name()),
         }
     }
 
     /// Whether this rank has anything that others have not.
-    fn saves(&self) -> bool {
-        let rank_0 = self.topology().rank == 0;
-        self.zero() != Zero::Zero0 || rank_0 || !self.whole.ranks.distributed.is_empty()
+    fn saves(&self, state: &RankState) -> bool {
+        let alike = self.whole.ranks.distributed.is_empty() && self.open_run(state).is_none();
+        !alike || self.saves_shared()
+    }
+
+    /// Whether this rank saves what others have as well: without shards rank 0, with them the first group of ranks.
+    pub(crate) fn saves_shared(&self) -> bool {
+        let rank = self.topology().rank;
+        match self.zero() {
+            Zero::Zero0 => rank == 0,
+            _ => rank < self.shard_place().world,
+        }
     }
 
     /// Roles that are saved: all but the gradient's, the parameter's first.
@@ -184,14 +177,13 @@ impl RankPlan {
         backend: &dyn Backend,
     ) -> Result<Vec<PieceBytes>, PlanError> {
         let mut pieces = Vec::new();
-        if !self.saves() {
+        if !self.saves(state) {
             return Ok(pieces);
         }
         let rank = self.topology().rank;
         for param in 0..self.params().len() {
             // What all ranks have alike is saved once.
-            let once = self.zero() == Zero::Zero0 && self.held(param) == Held::Together;
-            if once && rank > 0 {
+            if !self.has_own(param) && !self.saves_shared() {
                 continue;
             }
             for (piece, local) in self.pieces_of(param) {
@@ -208,6 +200,9 @@ impl RankPlan {
                     });
                 }
             }
+        }
+        if let Some(open) = self.open_run(state) {
+            pieces.extend(self.open_pieces(state, &open));
         }
         // Two pieces of one tensor never lie on one rank: shards are ranges of a line.
         Ok(pieces)
@@ -293,20 +288,29 @@ impl RankPlan {
                 manifest.steps_of.insert(desc.name.clone(), step);
             }
         }
-        manifest.tensors = self.tensors_of_checkpoint()?;
+        if let Some(open) = self.open_run(state) {
+            manifest.set_open(open);
+        }
+        manifest.tensors = self.tensors_of_checkpoint(manifest.open.as_ref())?;
         (manifest.generation, manifest.shards) = (generation, shards);
         Ok(manifest)
     }
 
-    fn tensors_of_checkpoint(&self) -> Result<BTreeMap<String, TensorSpec>, PlanError> {
+    fn tensors_of_checkpoint(
+        &self,
+        open: Option<&OpenRun>,
+    ) -> Result<BTreeMap<String, TensorSpec>, PlanError> {
         let mut tensors = BTreeMap::new();
+        if let Some(open) = open {
+            tensors.extend(self.open_tensors(open)?);
+        }
         for (param, desc) in self.params().iter().enumerate() {
             for role in self.roles(param)? {
                 let shape: Shape = desc.shape.clone();
                 let dtype = self.role_dtype(param, role)?;
-                let ranks = match self.held(param) {
-                    Held::Together => 0..1,
-                    Held::Apart => 0..self.topology().world,
+                let ranks = match self.has_own(param) {
+                    false => 0..1,
+                    true => 0..self.topology().world,
                 };
                 for rank in ranks {
                     let (dtype, shape) = (dtype, shape.clone());
@@ -323,6 +327,7 @@ impl RankPlan {
         if manifest.optimizer != own {
             return Err(refuse(folder, "optimizer", own, manifest.optimizer.clone()));
         }
+        self.check_open(manifest, folder)?;
         let differences = self.differences(manifest)?;
         let Some((name, expected, found)) = differences.first() else {
             return self.check_steps(manifest, folder);
@@ -342,7 +347,7 @@ impl RankPlan {
 
     /// Tensors that the plan and a checkpoint have not alike: name, expected, found.
     fn differences(&self, manifest: &Manifest) -> Result<Vec<(String, String, String)>, PlanError> {
-        let own = self.tensors_of_checkpoint()?;
+        let own = self.tensors_of_checkpoint(manifest.open.as_ref())?;
         let none = || "no such tensor".to_owned();
         let text = |spec: &TensorSpec| format!("{} {}", spec.dtype, spec.shape);
         let mut differences = Vec::new();

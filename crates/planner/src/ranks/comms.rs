@@ -1,10 +1,11 @@
 //! The calls of one rank's step, counted.
 
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use fusestep_collective::{
-    Buffers, Call, CallContext, CollectiveError, Communicator, Operation, Pending, ReduceOp, Ring,
-    rings,
+    Buffers, Call, CallContext, CollectiveError, Communicator, Membership, Operation, Pending,
+    ReduceOp, Ring, rings,
 };
 use fusestep_tensor::DType;
 
@@ -15,9 +16,16 @@ use super::words::Words;
 /// Without rings a bucket is reduced when the step is run; with them as soon as its last gradient is given, in turn on each ring.
 pub struct Comms<'a> {
     comm: &'a mut dyn Communicator,
+    groups: Option<Groups>,
     rings: Vec<Ring>,
     calls: u64,
     bytes: u64,
+}
+
+/// The ranks that share shards with this one, and those that have the same shard in other groups.
+struct Groups {
+    within: Box<dyn Communicator>,
+    across: Box<dyn Communicator>,
 }
 
 impl std::fmt::Debug for Comms<'_> {
@@ -35,6 +43,7 @@ impl<'a> Comms<'a> {
     pub fn direct(comm: &'a mut dyn Communicator) -> Self {
         Self {
             comm,
+            groups: None,
             rings: Vec::new(),
             calls: 0,
             bytes: 0,
@@ -55,6 +64,46 @@ impl<'a> Comms<'a> {
         };
         Ok(Self {
             rings,
+            ..Self::direct(comm)
+        })
+    }
+
+    /// For plans whose shards lie in groups of `group` consecutive ranks ([`crate::Shard::group`]), with `rings` rings; all ranks
+    /// call it. Rings carry the calls within a group; those across groups follow when the step is run.
+    ///
+    /// # Errors
+    /// As [`rings`]; [`CollectiveError::Refused`] if the world is no multiple of `group`.
+    pub fn in_groups(
+        comm: &'a mut dyn Communicator,
+        group: NonZeroUsize,
+        ring_count: usize,
+    ) -> Result<Self, CollectiveError> {
+        let (rank, world, group) = (comm.rank(), comm.world_size(), group.get());
+        let refused = || CollectiveError::Refused {
+            rank,
+            operation: "split",
+            reason: format!(
+                "expected a world that is a multiple of a shard group's {group} ranks, found {world} ranks"
+            ),
+        };
+        if !world.is_multiple_of(group) {
+            return Err(refused());
+        }
+        if group == world {
+            return Self::with_rings(comm, ring_count);
+        }
+        let (colour, key) = ((rank / group) as u32, 0);
+        let within = comm.split(Some(Membership { colour, key }))?;
+        let colour = (rank % group) as u32;
+        let across = comm.split(Some(Membership { colour, key }))?;
+        let (mut within, across) = within.zip(across).ok_or_else(refused)?;
+        let rings = match group {
+            1 => Vec::new(),
+            _ => rings(within.as_mut(), ring_count)?,
+        };
+        Ok(Self {
+            rings,
+            groups: Some(Groups { within, across }),
             ..Self::direct(comm)
         })
     }
@@ -83,15 +132,77 @@ impl<'a> Comms<'a> {
         self.comm.rank()
     }
 
+    /// The number of ranks that share shards.
+    pub(crate) fn group_size(&self) -> usize {
+        let groups = self.groups.as_ref();
+        groups.map_or(self.comm.world_size(), |groups| groups.within.world_size())
+    }
+
+    /// This rank among them.
+    pub(crate) fn group_rank(&self) -> usize {
+        let groups = self.groups.as_ref();
+        groups.map_or(self.comm.rank(), |groups| groups.within.rank())
+    }
+
     pub(crate) fn has_rings(&self) -> bool {
         !self.rings.is_empty()
     }
 
     pub(crate) fn set_plan(&mut self, plan_hash: u64) {
-        self.comm.set_context(CallContext {
+        let context = CallContext {
             plan_hash,
             bucket: None,
-        });
+        };
+        self.comm.set_context(context);
+        if let Some(groups) = &mut self.groups {
+            groups.within.set_context(context);
+            groups.across.set_context(context);
+        }
+    }
+
+    /// The same among the ranks that share shards.
+    pub(crate) fn in_group(
+        &mut self,
+        operation: Operation,
+        dtype: DType,
+        counts: Option<&[usize]>,
+        bytes: &mut [u8],
+    ) -> Result<(), CollectiveError> {
+        if self.groups.is_none() {
+            return self.in_place(operation, dtype, counts, bytes);
+        }
+        self.count(operation, bytes.len(), self.group_size());
+        let call = Call {
+            operation,
+            dtype,
+            counts,
+            buffers: Buffers::InPlace(bytes),
+        };
+        match &mut self.groups {
+            Some(groups) => groups.within.execute(call),
+            None => self.comm.execute(call),
+        }
+    }
+
+    /// The mean over groups; does nothing without them.
+    pub(crate) fn across_groups(
+        &mut self,
+        dtype: DType,
+        bytes: &mut [u8],
+    ) -> Result<(), CollectiveError> {
+        let Some(groups) = &mut self.groups else {
+            return Ok(());
+        };
+        let operation = Operation::AllReduce(ReduceOp::Average);
+        let (len_bytes, ranks) = (bytes.len(), groups.across.world_size());
+        groups.across.execute(Call {
+            operation,
+            dtype,
+            counts: None,
+            buffers: Buffers::InPlace(bytes),
+        })?;
+        self.count(operation, len_bytes, ranks);
+        Ok(())
     }
 
     /// Makes one call in place.
@@ -102,7 +213,7 @@ impl<'a> Comms<'a> {
         counts: Option<&[usize]>,
         bytes: &mut [u8],
     ) -> Result<(), CollectiveError> {
-        self.count(operation, bytes.len());
+        self.count(operation, bytes.len(), self.comm.world_size());
         self.comm.execute(Call {
             operation,
             dtype,
@@ -118,9 +229,12 @@ impl<'a> Comms<'a> {
         call: &BucketCall,
         mut words: Words,
     ) -> Result<Reducing, CollectiveError> {
-        self.count(call.operation(), words.bytes().len());
+        self.count(call.operation(), words.bytes().len(), self.group_size());
         if self.rings.is_empty() {
-            call.make(&mut *self.comm, &mut words)?;
+            match &mut self.groups {
+                Some(groups) => call.make(groups.within.as_mut(), &mut words)?,
+                None => call.make(&mut *self.comm, &mut words)?,
+            }
             return Ok(Reducing::Done(words));
         }
         let ring = &self.rings[index % self.rings.len()];
@@ -129,8 +243,8 @@ impl<'a> Comms<'a> {
         Ok(Reducing::Pending(pending))
     }
 
-    fn count(&mut self, operation: Operation, len_bytes: usize) {
-        let world = self.comm.world_size() as u64;
+    fn count(&mut self, operation: Operation, len_bytes: usize, ranks: usize) {
+        let world = ranks as u64;
         let part = len_bytes as u64 * (world - 1) / world;
         self.calls += 1;
         self.bytes += match operation {

@@ -82,6 +82,8 @@ pub struct RankSummary {
     pub state_bytes_per_rank: u64,
     /// Bytes of everything that this rank keeps between steps: parameters, gradients, buckets, state.
     pub memory_bytes_per_rank: u64,
+    /// Bytes of all buckets; where they are given back once reduced (from stage 2 on), a step takes up to this much more.
+    pub bucket_bytes_per_rank: u64,
     /// Buckets of gradients.
     pub buckets: usize,
     /// Micro-steps of an update.
@@ -144,6 +146,12 @@ impl RankPlan {
         let buckets = &self.buckets[..self.reduced];
         let total: u64 = buckets.iter().map(|bucket| bucket.numel).sum();
         let share = self.reduce_share();
+        let group = self.shard_place().world;
+        let groups = self.topology().world / group;
+        let share_across = match self.zero() >= Zero::Zero2 {
+            true => 1.0 / group as f64,
+            false => 1.0,
+        };
         let mut ready = 0;
         for (index, bucket) in buckets.iter().enumerate() {
             ready += bucket.numel;
@@ -153,7 +161,8 @@ impl RankPlan {
             };
             let full = start + model.backward_seconds * part;
             let len_bytes = bucket.numel * self.flats[bucket.flat].grad_dtype.len_bytes() as u64;
-            let transfer = share * len_bytes as f64 / model.link.beta_bytes_per_second;
+            let across = if groups > 1 { share_across } else { 0.0 };
+            let transfer = (share + across) * len_bytes as f64 / model.link.beta_bytes_per_second;
             // With two rings one call's latency passes behind the other's bytes; bytes share the link.
             let begin = match model.rings {
                 0 | 1 => full.max(link_free) + model.link.alpha_seconds,
@@ -205,12 +214,13 @@ impl RankPlan {
     pub fn summary(&self, model: impl Into<CostModel>) -> RankSummary {
         let model = model.into();
         let world = self.topology().world as u64;
+        let group = self.shard_place().world as u64;
         let windows = match (self.reduces(), self.reduces_each()) {
             (false, _) => 0,
             (true, false) => 1,
             (true, true) => u64::from(self.micro_steps()),
         };
-        let part = |bytes: u64| bytes * (world - 1) / world;
+        let part = |bytes: u64| bytes * (group - 1) / group;
         let reduce_parts = if self.zero() >= Zero::Zero2 { 1 } else { 2 };
         let gradient_bytes = self.bucket_bytes(self.reduced);
         let gathered: u64 = self
@@ -227,18 +237,28 @@ impl RankPlan {
             Zero::Zero3 => 2,
         };
         let buckets = self.reduced as u64;
+        let groups = world / group;
+        // Across groups each bucket, or this rank's part of it, is all-reduced once more.
+        let calls_across = if groups > 1 { windows * buckets } else { 0 };
+        let bytes_across = match self.zero() >= Zero::Zero2 {
+            true => 2 * gradient_bytes / group * (groups - 1) / groups,
+            false => 2 * gradient_bytes * (groups - 1) / groups,
+        };
         let events = self.timeline(&model);
         let end = events.last().map_or(0.0, |event| event.end);
         let hidden = f64::from(self.micro_steps()) * model.backward_seconds;
         RankSummary {
             world: world as usize,
             zero: self.zero().number(),
-            collectives: windows * buckets + gathers,
+            collectives: windows * buckets + calls_across + gathers,
             naive_collectives: tensors * (windows + gathers_of_tensor),
-            bytes_on_wire: windows * reduce_parts * part(gradient_bytes) + gathered,
-            messages: (world - 1) * (windows * reduce_parts * buckets + gathers),
+            bytes_on_wire: windows * (reduce_parts * part(gradient_bytes) + bytes_across)
+                + gathered,
+            messages: (group - 1) * (windows * reduce_parts * buckets + gathers)
+                + 2 * (groups - 1) * calls_across,
             state_bytes_per_rank: self.state_bytes(),
             memory_bytes_per_rank: self.memory_bytes(),
+            bucket_bytes_per_rank: self.bucket_bytes(self.buckets.len()),
             buckets: self.reduced,
             micro_steps: self.micro_steps(),
             exposed_ns: (end - hidden).max(0.0) * 1e9,
@@ -264,7 +284,7 @@ impl RankPlan {
         (cap.sqrt() as u64).clamp(4.min(total), total)
     }
 
-    /// Bytes of everything that [`super::RankState`] keeps for this rank.
+    /// Bytes of everything that [`super::RankState`] keeps for this rank between steps.
     pub fn memory_bytes(&self) -> u64 {
         let local: u64 = self
             .local
@@ -291,7 +311,10 @@ impl RankPlan {
                 0
             }
         });
-        local + lines.sum::<u64>() + self.bucket_bytes(self.buckets.len()) + narrow.sum::<u64>()
+        let kept = self.buckets.iter().enumerate();
+        let kept = kept.filter(|&(index, _)| self.keeps(index));
+        let kept = kept.map(|(_, bucket)| self.len_bytes_of(bucket) as u64);
+        local + lines.sum::<u64>() + kept.sum::<u64>() + narrow.sum::<u64>()
     }
 
     /// A page: the timeline drawn to scale, what passes did, and this rank's own launches.

@@ -15,14 +15,17 @@ use fusestep_tensor_file::{Prepared, TensorBytes, TensorFile};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::OpenRun;
 use crate::PlanError;
 
 /// Name of the manifest in its folder.
 const MANIFEST: &str = "manifest.json";
 /// What every manifest begins with.
 const FORMAT: &str = "fusestep-checkpoint";
-/// Newest version of the format that is written and read.
-const VERSION: u32 = 1;
+/// Newest version of the format that is read.
+const VERSION: u32 = 2;
+/// Version of a checkpoint that is the same for any number of ranks; older programs read it.
+const VERSION_CLOSED: u32 = 1;
 
 /// Suffixes of generations of one step.
 pub(crate) const TURNS: [&str; 2] = ["a", "b"];
@@ -44,6 +47,9 @@ pub struct Manifest {
     pub loss_scale: Option<(f64, u32, u32)>,
     /// Parameters that have missed steps, and the steps they have taken.
     pub steps_of: BTreeMap<String, u64>,
+    /// What belongs to single ranks, if there is any; version 2.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub open: Option<OpenRun>,
     /// Texts of the caller's: where in its data it was.
     pub caller: BTreeMap<String, String>,
     /// Whole tensors, `<name>@<role>`.
@@ -122,7 +128,7 @@ impl Manifest {
             refuse(
                 &path,
                 "manifest",
-                "the fields of version 1",
+                "the fields of a known version",
                 error.to_string(),
             )
         })?;
@@ -143,16 +149,22 @@ impl Manifest {
         }
     }
 
-    /// A manifest of the current version without files.
+    /// Says what belongs to single ranks, which programs of version 1 would not look for.
+    pub(crate) fn set_open(&mut self, open: OpenRun) {
+        (self.open, self.version) = (Some(open), VERSION);
+    }
+
+    /// A manifest without files.
     pub(crate) fn new(optimizer: String, step: u64) -> Self {
         Self {
             format: FORMAT.to_owned(),
-            version: VERSION,
+            version: VERSION_CLOSED,
             optimizer,
             step,
             skipped: 0,
             loss_scale: None,
             steps_of: BTreeMap::new(),
+            open: None,
             caller: BTreeMap::new(),
             tensors: BTreeMap::new(),
             generation: String::new(),

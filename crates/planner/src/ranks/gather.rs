@@ -94,7 +94,7 @@ impl RankPlan {
                 *count += part;
             }
         }
-        let rank = self.topology().rank;
+        let rank = self.shard_place().rank;
         let total = match apart {
             true => wanted.iter().map(|&(_, at)| numel(at) as usize).sum(),
             false => counts.iter().sum::<usize>(),
@@ -115,7 +115,7 @@ impl RankPlan {
         }
         if !apart {
             let counts = Some(counts.as_slice());
-            comms.in_place(Operation::AllGather, flat.dtype, counts, words.bytes_mut())?;
+            comms.in_group(Operation::AllGather, flat.dtype, counts, words.bytes_mut())?;
         }
         let mut next = 0;
         for &(_, at) in &wanted {
@@ -138,7 +138,7 @@ impl RankPlan {
         if !matches!(self.zero(), Zero::Zero1 | Zero::Zero2) {
             return Ok(());
         }
-        let rank = self.topology().rank;
+        let rank = self.shard_place().rank;
         let mut local = 0;
         for (line, flat) in self.flats.iter().enumerate() {
             let width = flat.dtype.len_bytes();
@@ -158,7 +158,7 @@ impl RankPlan {
                     .windows(2)
                     .map(|b| (b[1] - b[0]) as usize)
                     .collect();
-                comms.in_place(Operation::AllGather, flat.dtype, Some(&counts), replica)?;
+                comms.in_group(Operation::AllGather, flat.dtype, Some(&counts), replica)?;
             }
         }
         for group in &self.broadcasts {
@@ -167,7 +167,7 @@ impl RankPlan {
             let (from, to) = (group.elements.start as usize, group.elements.end as usize);
             let bytes = &mut state.replicas[group.flat].bytes_mut()[from * width..to * width];
             let operation = Operation::Broadcast { root: group.owner };
-            comms.in_place(operation, dtype, None, bytes)?;
+            comms.in_group(operation, dtype, None, bytes)?;
         }
         Ok(())
     }

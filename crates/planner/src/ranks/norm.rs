@@ -80,7 +80,7 @@ impl RankNorm {
             let line = match (flat.held, plan.zero()) {
                 (Held::Together, Zero::Zero0) => Line::whole(kernel, flat, first, &mut tensors),
                 (Held::Together, _) => {
-                    Line::sharded(kernel, flat, topology.rank, first, &mut tensors)
+                    Line::sharded(kernel, flat, plan.shard_place().rank, first, &mut tensors)
                 }
                 (Held::Apart, _) => {
                     let own = Line::whole(kernel, flat, first, &mut tensors);
@@ -223,7 +223,7 @@ impl Line {
         partials: &mut [SquareSum],
         comms: &mut Comms<'_>,
     ) -> Result<(), PlanError> {
-        let rank = comms.rank();
+        let rank = comms.group_rank();
         let width = flat.grad_dtype.len_bytes();
         let held = self.held.clone();
         let before: usize = self.heads[..rank].iter().sum();
@@ -233,7 +233,7 @@ impl Line {
             self.gathered.bytes_mut()[place].copy_from_slice(&shard.bytes()[..head * width]);
             let gathered = self.gathered.bytes_mut();
             let counts = Some(self.heads.as_slice());
-            comms.in_place(Operation::AllGather, flat.grad_dtype, counts, gathered)?;
+            comms.in_group(Operation::AllGather, flat.grad_dtype, counts, gathered)?;
         }
         let level = Level::detect();
         let partials = &mut partials[self.chunks.clone()];
@@ -263,7 +263,7 @@ impl Line {
             .map(|n| n * size_of::<SquareSum>())
             .collect();
         let bytes = bytemuck::cast_slice_mut(partials);
-        Ok(comms.in_place(Operation::AllGather, DType::U8, Some(&counts), bytes)?)
+        Ok(comms.in_group(Operation::AllGather, DType::U8, Some(&counts), bytes)?)
     }
 }
 

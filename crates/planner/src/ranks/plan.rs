@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hasher;
+use std::num::NonZeroUsize;
 
-use fusestep_launch::Rounding;
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -19,12 +19,26 @@ pub(crate) struct RankOptions {
     pub(crate) topology: Topology,
     pub(crate) zero: Zero,
     pub(crate) ownership: Ownership,
+    /// Ranks that share shards; `None` for all.
+    pub(crate) shard_group: Option<NonZeroUsize>,
     pub(crate) fuse: Option<FuseAllReduce>,
     pub(crate) merge: Option<GradientMerge>,
     pub(crate) local_sgd: Option<LocalSgd>,
     pub(crate) broadcast_cap_bytes: Option<u64>,
     /// For each parameter whether it is a slice of this rank's own; empty if none is.
     pub(crate) distributed: Vec<bool>,
+}
+
+impl RankOptions {
+    /// This rank among those that share shards, and their number.
+    pub(crate) fn shard_place(&self) -> Topology {
+        let Topology { rank, world } = self.topology;
+        let group = self.shard_group.map_or(world, NonZeroUsize::get);
+        Topology {
+            rank: rank % group,
+            world: group,
+        }
+    }
 }
 
 /// A training step's tail as one rank of several runs it.
@@ -72,7 +86,10 @@ impl Planner {
         let (broadcasts, note) = broadcast_groups(&flats, options);
         let pieces: Vec<Vec<Piece>> = flats
             .iter()
-            .map(|flat| flat.pieces(flat.own(options.zero, topology.rank)).collect())
+            .map(|flat| {
+                flat.pieces(flat.own(options.zero, options.shard_place().rank))
+                    .collect()
+            })
             .collect();
         let launches = |params: &[ParamDesc]| {
             self.plan_with(params, Topology::SOLO, |acts| acts == ActsOn::Launches)
@@ -83,7 +100,14 @@ impl Planner {
             _ => {
                 let descs = pieces.iter().flatten().map(|piece| describe(params, piece));
                 let descs = descs.collect::<Result<Vec<_>, _>>()?;
-                launches(&descs)?
+                let mut local = launches(&descs)?;
+                // What is rounded at random must not depend on who rounds it.
+                local.origins = pieces
+                    .iter()
+                    .flatten()
+                    .map(|p| (p.param, p.first))
+                    .collect();
+                local
             }
         };
         let mut spans_of = vec![Vec::new(); params.len()];
@@ -127,6 +151,11 @@ impl RankPlan {
     /// This rank.
     pub fn topology(&self) -> Topology {
         self.whole.ranks.topology
+    }
+
+    /// This rank within the group whose ranks share shards, and the size of that group: the world, unless pass `shard` says other.
+    pub fn shard_place(&self) -> Topology {
+        self.whole.ranks.shard_place()
     }
 
     /// What is shared out.
@@ -231,7 +260,7 @@ fn flats(whole: &Plan) -> Result<Vec<Flat>, PlanError> {
         line.push(index as u32);
     }
     let options = &whole.ranks;
-    let world = options.topology.world;
+    let world = options.shard_place().world;
     let lines = by_dtype.into_iter().map(|((held, dtype), members)| {
         let kernel = whole.kernel_of(members[0])?;
         let grads = kernel.lists().iter().find(|list| list.role == Role::Grad);
@@ -277,6 +306,10 @@ fn check_conflicts(whole: &Plan) -> Result<(), PlanError> {
         second: second.to_owned(),
         why,
     };
+    if !options.distributed.is_empty() && options.shard_place().world < options.topology.world {
+        let why = "do not go together, since slices of one's own would be shared out in a group";
+        return Err(conflict("shard groups", why));
+    }
     if norm_across(whole) && options.local_sgd.is_some() {
         let why = "leave no gradients of which ranks could form one norm";
         return Err(conflict("local_sgd with clipping or loss scaling", why));
@@ -303,17 +336,6 @@ fn check_conflicts(whole: &Plan) -> Result<(), PlanError> {
             why: "both decide how gradients are reduced",
         });
     }
-    let random = |param: &ParamDesc| {
-        let rounding = whole.precision(param.dtype).rounding;
-        matches!(rounding, Rounding::Stochastic { .. })
-    };
-    if whole.params.iter().any(random) {
-        return Err(PlanError::Conflict {
-            first: zero,
-            second: "stochastic rounding".to_owned(),
-            why: "number elements differently, so the bits would depend on the ranks",
-        });
-    }
     Ok(())
 }
 
@@ -322,6 +344,7 @@ fn hash(whole: &Plan, flats: &[Flat], buckets: &[Bucket], broadcasts: &[Broadcas
     let mut hasher = Xxh3::new();
     hasher.write_u64(whole.hash());
     hasher.write_usize(options.topology.world);
+    hasher.write_usize(options.shard_place().world);
     hasher.write_u8(options.zero.number());
     hasher.write_u32(options.merge.map_or(0, |merge| merge.every.get()));
     hasher.write_u64(options.local_sgd.map_or(0, |rule| rule.every.get()));

@@ -74,6 +74,19 @@ pub(crate) enum Slot {
 }
 
 impl Slot {
+    /// The memory, to be written to; allocated if it was given back. `None` if a call has it.
+    pub(crate) fn filling(&mut self, len_bytes: usize) -> Option<&mut Words> {
+        match self {
+            Slot::Filling(words) => {
+                if words.bytes().len() != len_bytes {
+                    *words = Words::zeroed(len_bytes);
+                }
+                Some(words)
+            }
+            Slot::InFlight(_) | Slot::Lost => None,
+        }
+    }
+
     /// The memory, to be given to a call; `None` if one has it already.
     pub(crate) fn take(&mut self) -> Option<Words> {
         match std::mem::replace(self, Slot::Lost) {

@@ -10,7 +10,8 @@ use serde::Serialize;
 use super::comms::{Comms, Reducing};
 use super::merge::{Absorb, Divisor};
 use super::ready::Slot;
-use super::{RankPlan, RankState, Topology};
+use super::words::Words;
+use super::{Bucket, RankPlan, RankState, Topology};
 use crate::passes::Zero;
 use crate::{PlanError, StepReport};
 
@@ -97,7 +98,7 @@ impl RankPlan {
         self.check_state(state)?;
         let (expected, found) = (self.topology(), (comms.rank(), comms.world()));
         if (expected.rank, expected.world) == found {
-            return Ok(());
+            return self.check_groups(comms);
         }
         let text = |Topology { rank, world }| format!("rank {rank} of {world}");
         Err(PlanError::Topology {
@@ -106,6 +107,19 @@ impl RankPlan {
                 rank: found.0,
                 world: found.1,
             }),
+        })
+    }
+
+    fn check_groups(&self, comms: &Comms<'_>) -> Result<(), PlanError> {
+        let (expected, found) = (self.shard_place().world, comms.group_size());
+        if expected == found {
+            return Ok(());
+        }
+        Err(PlanError::Topology {
+            expected: format!(
+                "calls within shard groups of {expected} ranks; make them by `Comms::in_groups`"
+            ),
+            found: format!("groups of {found}"),
         })
     }
 
@@ -188,7 +202,7 @@ impl RankPlan {
             }
         }
         state.exposed_ns += start.elapsed().as_nanos() as u64;
-        self.collect(state)
+        self.collect(state, comms)
     }
 
     /// Finishes gradients that were not given in the window's last micro-step: divides what earlier ones have added, and writes
@@ -207,8 +221,11 @@ impl RankPlan {
             for &at in &self.spans_of[param] {
                 if given {
                     self.absorb_span(state, at, None, how);
-                } else if let Slot::Filling(words) = &mut state.slots[at.0 as usize] {
-                    let bucket = &self.buckets[at.0 as usize];
+                    continue;
+                }
+                let bucket = &self.buckets[at.0 as usize];
+                let len_bytes = self.len_bytes_of(bucket);
+                if let Some(words) = state.slots[at.0 as usize].filling(len_bytes) {
                     let span = &bucket.spans[at.1 as usize];
                     let width = self.flats[bucket.flat].grad_dtype.len_bytes();
                     let (start, end) = (span.at as usize, (span.at + span.numel) as usize);
@@ -243,9 +260,9 @@ impl RankPlan {
     }
 
     /// Waits for all buckets and copies this rank's part of each to its shard.
-    fn collect(&self, state: &mut RankState) -> Result<(), PlanError> {
+    fn collect(&self, state: &mut RankState, comms: &mut Comms<'_>) -> Result<(), PlanError> {
         for (index, bucket) in self.buckets.iter().enumerate() {
-            let words = match std::mem::replace(&mut state.slots[index], Slot::Lost) {
+            let mut words = match std::mem::replace(&mut state.slots[index], Slot::Lost) {
                 Slot::Filling(words) | Slot::InFlight(Reducing::Done(words)) => words,
                 Slot::InFlight(Reducing::Pending(pending)) => {
                     let start = Instant::now();
@@ -255,6 +272,11 @@ impl RankPlan {
                 }
                 Slot::Lost => return Err(self.poison(state)),
             };
+            if self.reduces() && index < self.reduced {
+                let start = Instant::now();
+                self.reduce_across(bucket, comms, &mut words)?;
+                state.exposed_ns += start.elapsed().as_nanos() as u64;
+            }
             let width = self.flats[bucket.flat].grad_dtype.len_bytes();
             let own = self.own(bucket.flat);
             let shard = state.shards[bucket.flat].bytes_mut();
@@ -268,14 +290,35 @@ impl RankPlan {
                     shard[at as usize * width..to as usize * width].copy_from_slice(part);
                 }
             }
-            state.slots[index] = Slot::Filling(words);
+            state.slots[index] = Slot::Filling(match self.keeps(index) {
+                true => words,
+                false => Words::default(),
+            });
         }
         Ok(())
     }
 
+    /// Takes the mean over groups of what this rank's group has come to, in order of the groups.
+    fn reduce_across(
+        &self,
+        bucket: &Bucket,
+        comms: &mut Comms<'_>,
+        words: &mut Words,
+    ) -> Result<(), PlanError> {
+        let dtype = self.flats[bucket.flat].grad_dtype;
+        let width = dtype.len_bytes();
+        let rank = self.shard_place().rank;
+        let start: usize = bucket.counts[..rank].iter().sum();
+        let own = match self.zero() >= Zero::Zero2 {
+            true => start * width..(start + bucket.counts[rank]) * width,
+            false => 0..bucket.numel as usize * width,
+        };
+        Ok(comms.across_groups(dtype, &mut words.bytes_mut()[own])?)
+    }
+
     /// The elements of a line that this rank updates.
     pub(crate) fn own(&self, line: usize) -> std::ops::Range<u64> {
-        self.flats[line].own(self.zero(), self.topology().rank)
+        self.flats[line].own(self.zero(), self.shard_place().rank)
     }
 
     /// Gives the local state its gradients.

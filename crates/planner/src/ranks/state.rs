@@ -64,9 +64,6 @@ impl RankPlan {
             true => RankNorm::attach(self, &mut local, backend)?,
             false => None,
         };
-        let numel_bytes = |bucket: &Bucket| {
-            bucket.numel as usize * self.flats[bucket.flat].grad_dtype.len_bytes()
-        };
         let merges = self.micro_steps() > 1 && !self.reduces_each();
         let narrow = |bucket: &Bucket| self.flats[bucket.flat].grad_dtype.len_bytes() == 2;
         let sums = self
@@ -97,11 +94,14 @@ impl RankPlan {
         let spans = self.buckets[..self.reduced]
             .iter()
             .map(|bucket| bucket.spans.len());
-        let slot = |bucket| Slot::Filling(Words::zeroed(numel_bytes(bucket)));
+        let slot = |(index, bucket)| match self.keeps(index) {
+            true => Slot::Filling(Words::zeroed(self.len_bytes_of(bucket))),
+            false => Slot::Filling(Words::default()),
+        };
         Ok(RankState {
             plan_hash: self.hash(),
             local,
-            slots: self.buckets.iter().map(slot).collect(),
+            slots: self.buckets.iter().enumerate().map(slot).collect(),
             ready: Ready::new(spans.collect()),
             given: vec![0; self.params().len()],
             given_now: vec![false; self.params().len()],
@@ -199,12 +199,15 @@ impl RankPlan {
         let span = &spec.spans[position as usize];
         let dtype = self.flats[spec.flat].grad_dtype;
         let elements = span.at as usize..(span.at + span.numel) as usize;
-        let Slot::Filling(words) = &mut state.slots[bucket as usize] else {
+        let sums = &mut state.sums[bucket as usize];
+        if !sums.is_empty() && how.last.is_none() {
+            return absorb(dtype, &mut [], Some(&mut sums[elements]), grad, how);
+        }
+        let Some(words) = state.slots[bucket as usize].filling(self.len_bytes_of(spec)) else {
             return;
         };
         let width = dtype.len_bytes();
         let place = &mut words.bytes_mut()[elements.start * width..elements.end * width];
-        let sums = &mut state.sums[bucket as usize];
         match sums.is_empty() {
             // Without merge a 16-bit gradient goes to the call as it is.
             true if width == 2 => {
@@ -215,6 +218,17 @@ impl RankPlan {
             true => absorb(dtype, place, None, grad, how),
             false => absorb(dtype, place, Some(&mut sums[elements]), grad, how),
         }
+    }
+
+    /// Bytes of a bucket.
+    pub(crate) fn len_bytes_of(&self, bucket: &Bucket) -> usize {
+        bucket.numel as usize * self.flats[bucket.flat].grad_dtype.len_bytes()
+    }
+
+    /// Whether a bucket's memory is kept once it has been reduced. From ZeRO stage 2 on it is not, since a rank needs no more than
+    /// its shard; gradients of 4 bytes and more are added in their bucket, which takes it until the window ends.
+    pub(crate) fn keeps(&self, bucket: usize) -> bool {
+        self.zero() < Zero::Zero2 || !self.reduces() || bucket >= self.reduced
     }
 
     /// Starts reducing the bucket that `state.ready` says.
@@ -365,6 +379,20 @@ impl RankPlan {
 }
 
 impl RankState {
+    /// Bytes of tensors, gradients and buckets that this rank holds right now; between steps what [`RankPlan::memory_bytes`] says.
+    pub fn memory_bytes(&self) -> u64 {
+        let lists = self.local.storages.iter().flat_map(|s| &s.lists);
+        let local: usize = lists.map(|list| list.buffer.len_bytes()).sum();
+        let words = |all: &[Words]| all.iter().map(|words| words.bytes().len()).sum::<usize>();
+        let buckets = self.slots.iter().map(|slot| match slot {
+            Slot::Filling(words) => words.bytes().len(),
+            Slot::InFlight(_) | Slot::Lost => 0,
+        });
+        let sums = self.sums.iter().map(|sums| 4 * sums.len());
+        let lines = words(&self.shards) + words(&self.shard_sums) + words(&self.replicas);
+        (local + lines + buckets.sum::<usize>() + sums.sum::<usize>()) as u64
+    }
+
     /// Steps run so far.
     pub fn step(&self) -> u64 {
         self.local.step()

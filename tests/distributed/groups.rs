@@ -1,0 +1,212 @@
+//! Shards within groups of ranks: gradients are averaged in each group, then over groups, in order.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
+
+use fusestep_collective::{Options, run_ranks};
+use fusestep_cpu::CpuBackend;
+use fusestep_planner::{Comms, CostModel, Manifest, Topology, Zero};
+
+use crate::run::{Case, Mixed, rules, whole_params};
+
+fn grouped(world: usize, group: usize) -> Case {
+    Case {
+        numels: vec![70_001, 3, 0, 5_000, 257],
+        world,
+        shard_group: NonZeroUsize::new(group),
+        zero: Zero::Zero2,
+        clip: Some(1.0),
+        absent: vec![(1, 1, 1), (0, 2, 0)],
+        ..Case::default()
+    }
+}
+
+#[test]
+fn every_stage_and_any_buckets_give_the_bits_of_means_of_means() {
+    for (world, group) in [(4, 2), (6, 2), (6, 3), (3, 1), (4, 4)] {
+        let base = grouped(world, group);
+        let expected = base.by_hand().params;
+        for (zero, cap, rings) in [
+            (Zero::Zero1, Some(100_000), 0),
+            (Zero::Zero2, Some(4_000), 2),
+            (Zero::Zero2, None, 0),
+            (Zero::Zero3, Some(100_000), 1),
+        ] {
+            let case = Case {
+                zero,
+                cap,
+                rings,
+                ..base.clone()
+            };
+            assert!(
+                case.run().params == expected,
+                "{world} {group} {zero:?} {cap:?} {rings}"
+            );
+        }
+    }
+    let (one_group, world) = (
+        grouped(4, 4).by_hand(),
+        Case {
+            shard_group: None,
+            ..grouped(4, 4)
+        },
+    );
+    assert!(
+        one_group.params == world.run().params,
+        "a group of all ranks is no group"
+    );
+}
+
+#[test]
+fn every_rule_merges_and_skips_alike_in_groups() {
+    for rule in rules() {
+        let base = Case {
+            rule,
+            mixed: Mixed::Yes,
+            merge: 2,
+            scaled: Some(8.0),
+            infinite: Some((3, 2, 4)),
+            zero: Zero::Zero1,
+            ..grouped(4, 2)
+        };
+        let expected = base.run();
+        assert_eq!(expected.skipped, 1);
+        for zero in [Zero::Zero2, Zero::Zero3] {
+            let found = Case {
+                zero,
+                ..base.clone()
+            }
+            .run();
+            assert!(found.params == expected.params, "{} {zero:?}", rule.name());
+        }
+    }
+}
+
+/// Saves after a step, loads in a plan of other groups, and returns the parameters of both.
+#[test]
+fn one_group_saves_and_any_world_goes_on() {
+    let case = grouped(4, 2);
+    let folder = tempfile::tempdir().unwrap();
+    let whole = run_ranks(4, &Options::default(), |mut comm| {
+        let topology = Topology::of(&comm);
+        let plan = case.planner().plan_for(&case.params(), topology).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let mut comms = Comms::in_groups(&mut comm, NonZeroUsize::new(2).unwrap(), 0).unwrap();
+        let mut state = plan.allocate(&backend).unwrap();
+        for (param, desc) in plan.params().iter().enumerate() {
+            let values = case.first_values(param);
+            plan.write_param(&mut state, &backend, &desc.name, &values)
+                .unwrap();
+            let bytes = case.gradient(topology.rank, 0, param);
+            plan.give_gradient(&mut state, &mut comms, &desc.name, &bytes)
+                .unwrap();
+        }
+        plan.run_with(&mut state, &backend, &mut comms).unwrap();
+        plan.save(&state, &backend, &mut comms, folder.path(), BTreeMap::new())
+            .unwrap();
+        whole_params(&plan, &state, &backend, &mut comms)
+    });
+    let whole = whole.unwrap().pop().unwrap().unwrap();
+    assert_eq!(Manifest::read(folder.path()).unwrap().shards.len(), 2);
+    for (world, group) in [(1, 1), (2, 1), (3, 3), (4, 2)] {
+        let case = Case {
+            world,
+            ..grouped(4, group)
+        };
+        let found = run_ranks(world, &Options::default(), |mut comm| {
+            let topology = Topology::of(&comm);
+            let plan = case.planner().plan_for(&case.params(), topology).unwrap();
+            let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+            let group = NonZeroUsize::new(group).unwrap();
+            let mut comms = Comms::in_groups(&mut comm, group, 0).unwrap();
+            let mut state = plan.allocate(&backend).unwrap();
+            plan.load(&mut state, &backend, folder.path()).unwrap();
+            assert_eq!(state.step(), 1);
+            whole_params(&plan, &state, &backend, &mut comms)
+        });
+        for found in found.unwrap() {
+            assert!(found.unwrap() == whole, "{world} {group:?}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_keeps_its_groups_part_and_sends_less_within_it() {
+    let plan = |group| {
+        let case = Case {
+            shard_group: NonZeroUsize::new(group),
+            ..grouped(8, 8)
+        };
+        let topology = Topology::new(5, 8).unwrap();
+        case.planner().plan_for(&case.params(), topology).unwrap()
+    };
+    let state = |group| plan(group).state_bytes();
+    assert!(
+        state(4).abs_diff(2 * state(8)) < 6 * 512,
+        "{} {}",
+        state(4),
+        state(8)
+    );
+    assert!(
+        state(1).abs_diff(8 * state(8)) < 6 * 512,
+        "{} {}",
+        state(1),
+        state(8)
+    );
+    let (world, groups) = (plan(8), plan(4));
+    assert_eq!(
+        (groups.shard_place().rank, groups.shard_place().world),
+        (1, 4)
+    );
+    assert_ne!(world.hash(), groups.hash());
+    let link = fusestep_collective::Link {
+        alpha_seconds: 1e-5,
+        beta_bytes_per_second: 1e9,
+    };
+    let summary = |plan: &fusestep_planner::RankPlan| plan.summary(CostModel::from(link));
+    let buckets = summary(&world).buckets as u64;
+    assert_eq!(
+        summary(&groups).collectives,
+        summary(&world).collectives + buckets
+    );
+    // The same elements as in a plain reduce-scatter and all-gather, a group's at a time, and a shard's mean over two groups.
+    let bytes = 75_261 * 4;
+    let expected = 2 * bytes * 3 / 4 + 2 * bytes / 4 / 2;
+    assert!(summary(&groups).bytes_on_wire.abs_diff(expected) < 100);
+}
+
+#[test]
+fn groups_that_do_not_fit_are_refused() {
+    let case = grouped(3, 2);
+    let topology = Topology::new(0, 3).unwrap();
+    let error = case
+        .planner()
+        .plan_for(&case.params(), topology)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("multiple of a shard group's 2 ranks") && error.contains("3 ranks"),
+        "{error}"
+    );
+    let case = grouped(4, 2);
+    let errors = run_ranks(4, &Options::default(), |mut comm| {
+        let plan = case
+            .planner()
+            .plan_for(&case.params(), Topology::of(&comm))
+            .unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let mut state = plan.allocate(&backend).unwrap();
+        let error = Comms::in_groups(&mut comm, NonZeroUsize::new(3).unwrap(), 0).unwrap_err();
+        assert!(error.to_string().contains("multiple"), "{error}");
+        let mut comms = Comms::direct(&mut comm);
+        let error = plan.run_with(&mut state, &backend, &mut comms).unwrap_err();
+        error.to_string()
+    });
+    for error in errors.unwrap() {
+        let error = error.unwrap();
+        assert!(
+            error.contains("in_groups") && error.contains("2 ranks"),
+            "{error}"
+        );
+    }
+}
