@@ -27,6 +27,16 @@ fn assert_same(case: &Case, expected: &crate::run::Outcome) {
     }
 }
 
+fn same_at_every_stage(base: &Case, expected: &crate::run::Outcome) {
+    for zero in STAGES {
+        let case = Case {
+            zero,
+            ..base.clone()
+        };
+        assert_same(&case, expected);
+    }
+}
+
 #[test]
 fn every_stage_and_world_gives_the_bits_of_a_mean_taken_by_hand() {
     for world in 1..=5 {
@@ -35,15 +45,7 @@ fn every_stage_and_world_gives_the_bits_of_a_mean_taken_by_hand() {
             ..Case::default()
         };
         let expected = base.by_hand();
-        for zero in STAGES {
-            assert_same(
-                &Case {
-                    zero,
-                    ..base.clone()
-                },
-                &expected,
-            );
-        }
+        same_at_every_stage(&base, &expected);
     }
 }
 
@@ -154,15 +156,7 @@ fn fewer_parameters_than_ranks_leave_some_shards_empty() {
                 ..Case::default()
             };
             let expected = base.by_hand();
-            for zero in STAGES {
-                assert_same(
-                    &Case {
-                        zero,
-                        ..base.clone()
-                    },
-                    &expected,
-                );
-            }
+            same_at_every_stage(&base, &expected);
         }
     }
 }

@@ -16,6 +16,21 @@ fn every(steps: u64) -> LocalSgd {
     LocalSgd::every(NonZeroU64::new(steps).unwrap())
 }
 
+fn same_at_every_stage(base: &Case) {
+    let expected = base.run();
+    for zero in [Zero::Zero0, Zero::Zero1, Zero::Zero2, Zero::Zero3] {
+        for (cap, rings) in [(Some(40_000), 0), (Some(1 << 20), 2)] {
+            let case = Case {
+                zero,
+                cap,
+                rings,
+                ..base.clone()
+            };
+            assert!(case.run().params == expected.params, "{case:?}");
+        }
+    }
+}
+
 #[test]
 fn merged_steps_give_the_same_bits_at_every_stage_and_with_any_rings() {
     for mixed in [Mixed::No, Mixed::Yes] {
@@ -28,18 +43,7 @@ fn merged_steps_give_the_same_bits_at_every_stage_and_with_any_rings() {
             absent: vec![(0, 1, 3), (1, 5, 4), (0, 3, 0), (0, 4, 0)],
             ..Case::default()
         };
-        let expected = base.run();
-        for zero in [Zero::Zero0, Zero::Zero1, Zero::Zero2, Zero::Zero3] {
-            for (cap, rings) in [(Some(40_000), 0), (Some(1 << 20), 2)] {
-                let case = Case {
-                    zero,
-                    cap,
-                    rings,
-                    ..base.clone()
-                };
-                assert!(case.run().params == expected.params, "{case:?}");
-            }
-        }
+        same_at_every_stage(&base);
     }
 }
 
@@ -57,18 +61,7 @@ fn gradients_reduced_in_every_micro_step_give_the_same_bits_at_every_stage() {
             absent: vec![(0, 1, 3), (1, 5, 4), (0, 3, 0), (0, 4, 0)],
             ..Case::default()
         };
-        let expected = base.run();
-        for zero in [Zero::Zero0, Zero::Zero1, Zero::Zero2, Zero::Zero3] {
-            for (cap, rings) in [(Some(40_000), 0), (Some(1 << 20), 2)] {
-                let case = Case {
-                    zero,
-                    cap,
-                    rings,
-                    ..base.clone()
-                };
-                assert!(case.run().params == expected.params, "{case:?}");
-            }
-        }
+        same_at_every_stage(&base);
     }
 }
 

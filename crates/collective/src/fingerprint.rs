@@ -47,7 +47,8 @@ pub enum Field {
 }
 
 impl Field {
-    const ALL: [Field; 9] = [
+    /// All of them, in the order of comparison.
+    pub const ALL: [Field; 9] = [
         Field::Operation,
         Field::ReduceOp,
         Field::DType,

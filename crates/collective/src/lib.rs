@@ -17,6 +17,7 @@ mod ring;
 mod self_test;
 mod solo;
 mod thread;
+mod wire;
 
 pub use blocks::{Blocks, even_counts};
 pub use call::{Buffers, Call, CallContext};

@@ -102,19 +102,40 @@ pub enum Operation {
 impl Operation {
     /// The name in messages.
     pub const fn name(self) -> &'static str {
+        Self::NAMES[self.code()]
+    }
+
+    /// The names of all operations.
+    pub const NAMES: [&'static str; 12] = [
+        "all-reduce",
+        "reduce",
+        "broadcast",
+        "all-gather",
+        "reduce-scatter",
+        "scatter",
+        "gather",
+        "all-to-all",
+        "send",
+        "receive",
+        "barrier",
+        "split",
+    ];
+
+    /// Which operation it is, as a number for messages: its place in [`Self::NAMES`].
+    pub(crate) const fn code(self) -> usize {
         match self {
-            Operation::AllReduce(_) => "all-reduce",
-            Operation::Reduce { .. } => "reduce",
-            Operation::Broadcast { .. } => "broadcast",
-            Operation::AllGather => "all-gather",
-            Operation::ReduceScatter(_) => "reduce-scatter",
-            Operation::Scatter { .. } => "scatter",
-            Operation::Gather { .. } => "gather",
-            Operation::AllToAll => "all-to-all",
-            Operation::Send { .. } => "send",
-            Operation::Receive { .. } => "receive",
-            Operation::Barrier => "barrier",
-            Operation::Split => "split",
+            Operation::AllReduce(_) => 0,
+            Operation::Reduce { .. } => 1,
+            Operation::Broadcast { .. } => 2,
+            Operation::AllGather => 3,
+            Operation::ReduceScatter(_) => 4,
+            Operation::Scatter { .. } => 5,
+            Operation::Gather { .. } => 6,
+            Operation::AllToAll => 7,
+            Operation::Send { .. } => 8,
+            Operation::Receive { .. } => 9,
+            Operation::Barrier => 10,
+            Operation::Split => 11,
         }
     }
 

@@ -1,0 +1,135 @@
+//! Fingerprints as bytes, for engines whose ranks do not share memory.
+
+use fusestep_tensor::DType;
+
+use crate::{CallContext, Fingerprint, Operation, ReduceOp};
+
+/// What a message may name; one that is missing here is refused by its receiver, not taken for another.
+const DTYPES: [DType; 8] = [
+    DType::F32,
+    DType::F64,
+    DType::F16,
+    DType::BF16,
+    DType::I32,
+    DType::I64,
+    DType::U8,
+    DType::U16,
+];
+
+const WORDS: usize = 6;
+
+impl Fingerprint {
+    /// Bytes of a fingerprint in a message.
+    pub const WIRE_BYTES: usize = WORDS * size_of::<u64>();
+
+    /// The fingerprint for a message to a process of the same version, on a machine of any byte order.
+    pub fn to_bytes(&self) -> [u8; Self::WIRE_BYTES] {
+        let reduce = self.operation.reduce_op().map_or(0, |op| op as u64);
+        let CallContext { plan_hash, bucket } = self.context;
+        let words = [
+            self.sequence,
+            self.operation.code() as u64
+                | reduce << 8
+                | (self.dtype as u64) << 16
+                | u64::from(bucket.is_some()) << 24
+                | u64::from(bucket.unwrap_or(0)) << 32,
+            self.operation.root().unwrap_or(0) as u64,
+            self.numel,
+            self.counts_hash,
+            plan_hash,
+        ];
+        let mut bytes = [0; Self::WIRE_BYTES];
+        for (place, word) in bytes.chunks_exact_mut(size_of::<u64>()).zip(words) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// The fingerprint of which [`Self::to_bytes`] made these; `None` if it made others.
+    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let bytes: &[u8; Self::WIRE_BYTES] = bytes.try_into().ok()?;
+        let mut words = [0; WORDS];
+        for (word, place) in words.iter_mut().zip(bytes.as_chunks().0) {
+            *word = u64::from_le_bytes(*place);
+        }
+        let [sequence, call, root, numel, counts_hash, plan_hash] = words;
+        let byte = |at: u32| call >> (8 * at) & 0xff;
+        let reduce = |op: &ReduceOp| *op as u64 == byte(1);
+        let reduce = ReduceOp::ALL.into_iter().find(reduce)?;
+        let dtype = |dtype: &DType| *dtype as u64 == byte(2);
+        let bucket = match byte(3) {
+            0 => None,
+            1 => Some((call >> 32) as u32),
+            _ => return None,
+        };
+        Some(Self {
+            sequence,
+            operation: operation(byte(0), reduce, usize::try_from(root).ok()?)?,
+            dtype: DTYPES.into_iter().find(dtype)?,
+            numel,
+            counts_hash,
+            context: CallContext { plan_hash, bucket },
+        })
+    }
+}
+
+/// The operation of which [`Operation::code`] is this.
+fn operation(code: u64, reduce: ReduceOp, root: usize) -> Option<Operation> {
+    Some(match code {
+        0 => Operation::AllReduce(reduce),
+        1 => Operation::Reduce { reduce, root },
+        2 => Operation::Broadcast { root },
+        3 => Operation::AllGather,
+        4 => Operation::ReduceScatter(reduce),
+        5 => Operation::Scatter { root },
+        6 => Operation::Gather { root },
+        7 => Operation::AllToAll,
+        8 => Operation::Send { to: root },
+        9 => Operation::Receive { from: root },
+        10 => Operation::Barrier,
+        11 => Operation::Split,
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fingerprints_come_back_as_they_went_and_differ_where_calls_do() {
+        let mut seen = std::collections::HashSet::new();
+        for kind in 0..12 {
+            for reduce in ReduceOp::ALL {
+                for dtype in DTYPES {
+                    for bucket in [None, Some(0), Some(u32::MAX)] {
+                        let print = Fingerprint {
+                            sequence: u64::MAX - 1,
+                            operation: operation(kind, reduce, 3).unwrap(),
+                            dtype,
+                            numel: 1 << 40,
+                            counts_hash: 5,
+                            context: CallContext {
+                                plan_hash: u64::MAX,
+                                bucket,
+                            },
+                        };
+                        assert_eq!(Fingerprint::from_bytes(&print.to_bytes()), Some(print));
+                        seen.insert(print.to_bytes());
+                    }
+                }
+            }
+        }
+        // Of twelve operations three reduce, in five ways.
+        assert_eq!(seen.len(), (9 + 3 * 5) * 8 * 3);
+    }
+
+    #[test]
+    fn other_bytes_are_refused() {
+        assert_eq!(Fingerprint::from_bytes(&[0; 3]), None);
+        assert_eq!(
+            Fingerprint::from_bytes(&[0xff; Fingerprint::WIRE_BYTES]),
+            None
+        );
+    }
+}
