@@ -1,6 +1,5 @@
 //! Host memory, and launches as one parallel scope.
 
-use std::any::Any;
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,6 +10,7 @@ use fusestep_launch::{
 };
 use fusestep_simd::{Level, Team};
 
+use crate::buffer::HostBuffer;
 use crate::chunks::ChunkPieces;
 use crate::pieces::Pieces;
 
@@ -95,7 +95,7 @@ impl Backend for CpuBackend {
 
     fn allocate(&self, len_bytes: usize) -> Result<Box<dyn Buffer>, BackendError> {
         match HostMemory::zeroed(len_bytes) {
-            Ok(memory) => Ok(Box::new(HostBuffer(memory))),
+            Ok(memory) => Ok(Box::new(HostBuffer::new(memory))),
             Err(_) => Err(BackendError::OutOfMemory {
                 backend: NAME,
                 len_bytes,
@@ -261,30 +261,5 @@ fn out_of_bounds(offset_bytes: usize, len_bytes: usize, found: usize) -> Backend
         offset_bytes,
         len_bytes,
         found,
-    }
-}
-
-#[derive(Debug)]
-struct HostBuffer(HostMemory);
-
-impl Buffer for HostBuffer {
-    fn len_bytes(&self) -> usize {
-        self.0.bytes().len()
-    }
-
-    fn host(&self) -> Option<&[u8]> {
-        Some(self.0.bytes())
-    }
-
-    fn host_mut(&mut self) -> Option<&mut [u8]> {
-        Some(self.0.bytes_mut())
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-
-    fn as_any_mut(&mut self) -> &mut dyn Any {
-        self
     }
 }

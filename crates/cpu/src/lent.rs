@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use fusestep_elementwise::{Tensor, step_tensor};
+use fusestep_elementwise::{Carried, Tensor, step_tensor};
 use fusestep_launch::{
     Backend, BackendError, Batch, Gate, HostCall, HostList, Launch, LaunchReport, ListBuffer,
     MAX_LISTS, MultiTensorKernel, Outcome, Record,
@@ -19,6 +19,7 @@ use fusestep_tensor::Role;
 
 use crate::CpuBackend;
 use crate::backend::gate;
+use crate::carried::ParamSums;
 
 /// From this many elements on the team works on one tensor together: below it, waking the team costs more than it saves.
 const LARGE_ELEMENTS: u64 = 128 * 1024;
@@ -37,6 +38,7 @@ pub struct LentPiece<'a> {
     lists: [HostList<'a>; MAX_LISTS],
     /// The team, if the tensor is worth its while.
     team: Option<&'a Team>,
+    carried: Option<Carried<'a>>,
 }
 
 /// What is the same for all pieces of a launch.
@@ -64,7 +66,7 @@ impl CpuBackend {
     /// Calls `lend` once for each tensor, with the lists that are kept.
     pub(crate) fn launch_by_tensor(
         &self,
-        launch: Launch<'_>,
+        mut launch: Launch<'_>,
         lend: Lend<'_>,
     ) -> Result<LaunchReport, BackendError> {
         let report = LaunchReport::of(launch.batches);
@@ -84,6 +86,8 @@ impl CpuBackend {
             backend,
             skipped: self.count_skipped(),
         };
+        // Dropped with any error: the next step takes all sums anew.
+        let sums = ParamSums::take(&mut launch);
         for whole in Tensors::new(launch.batches).filter(Whole::is_large) {
             let elements = whole.span(launch.offsets);
             let lists = lists_of(launch.kernel, launch.lists, Some(elements));
@@ -93,6 +97,7 @@ impl CpuBackend {
                 parameter: launch.members[whole.tensor as usize],
                 lists: lists.ok_or(BackendError::ForeignBuffer { backend })?,
                 team: Some(self.team()),
+                carried: whole.carried(sums.as_ref()),
             })?;
         }
         let error = Mutex::new(None);
@@ -107,9 +112,16 @@ impl CpuBackend {
             elements: small_elements(Tensors::new(launch.batches)),
             lend,
             error: &error,
+            sums: sums.as_ref(),
         });
         let error = error.into_inner().unwrap_or_else(PoisonError::into_inner);
-        error.map_or(Ok(report), Err)
+        if let Some(error) = error {
+            return Err(error);
+        }
+        if let Some(sums) = sums {
+            sums.keep(launch.lists);
+        }
+        Ok(report)
     }
 }
 
@@ -168,6 +180,7 @@ impl LentPiece<'_> {
             parameter: self.parameter,
             first_element: 0,
             lists: self.lists,
+            carried: self.carried,
         };
         if step_tensor(tensor, self.team) == Outcome::Skip {
             self.call.skipped.fetch_add(1, Ordering::Relaxed);
@@ -186,6 +199,10 @@ pub(crate) struct Whole {
 impl Whole {
     pub(crate) fn is_large(&self) -> bool {
         self.numel >= LARGE_ELEMENTS
+    }
+
+    fn carried<'a>(&self, sums: Option<&'a ParamSums>) -> Option<Carried<'a>> {
+        sums?.of(self.tensor as usize, self.numel)
     }
 
     /// The storage elements of the tensor.
@@ -314,6 +331,7 @@ struct SmallPieces<'a> {
     elements: u64,
     lend: Lend<'a>,
     error: &'a Mutex<Option<BackendError>>,
+    sums: Option<&'a ParamSums>,
 }
 
 impl Split for SmallPieces<'_> {
@@ -364,6 +382,7 @@ impl Split for SmallPieces<'_> {
                 parameter: self.members[whole.tensor as usize],
                 lists: kept,
                 team: None,
+                carried: whole.carried(self.sums),
             });
             if let Err(error) = lent {
                 let mut first = self.error.lock().unwrap_or_else(PoisonError::into_inner);

@@ -2,6 +2,8 @@
 #![forbid(unsafe_code)]
 
 mod backend;
+mod buffer;
+mod carried;
 mod chunks;
 mod lent;
 mod lent_gradients;

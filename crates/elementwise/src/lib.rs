@@ -5,7 +5,9 @@
 //! instructions wherever a tensor was cut. [`step_slices`] is the same without a plan or a backend, for a kernel crate's own entry.
 #![forbid(unsafe_code)]
 
+mod alone;
 mod bytes;
+mod carried;
 mod compute;
 mod format;
 mod narrow;
@@ -20,7 +22,9 @@ mod slot;
 mod storage;
 mod tree;
 
+pub use alone::{grad_chunk_sum, param_chunk_sum};
 pub use bytes::{padded_bytes, read_values, write_padded};
+pub use carried::{Carried, run_chunk_format};
 pub use compute::Compute;
 pub use format::{FormatVisitor, run_format};
 pub use narrow::{

@@ -39,7 +39,7 @@ const AHEAD: usize = LEAF_ELEMENTS;
 /// One read of the elements.
 pub fn chunk_square_sum<C, P>(level: Level, chunk: &[P]) -> SquareSum
 where
-    C: Compute + Into<f64>,
+    C: Compute,
     P: Storage<C>,
 {
     assert!(
@@ -81,7 +81,7 @@ where
 /// One read of the elements.
 pub fn square_sum<C, P>(level: Level, tensor: &[P]) -> SquareSum
 where
-    C: Compute + Into<f64>,
+    C: Compute,
     P: Storage<C>,
 {
     let chunks = tensor.chunks(NORM_CHUNK_ELEMENTS);
@@ -108,19 +108,35 @@ pub fn fold(mut values: [f64; NORM_LANES]) -> f64 {
 #[inline(always)]
 fn leaf_sum<C, P>(leaf: &[P; LEAF_ELEMENTS], around: &[P], first: usize) -> f64
 where
-    C: Compute + Into<f64>,
+    C: Compute,
     P: Storage<C>,
 {
+    let ahead = |at: usize| {
+        prefetch_half_row(around, first + at + AHEAD);
+    };
+    sum_leaf(|at| leaf[at].widen().exact(), ahead)
+}
+
+/// Asks for the lines of as many elements as [`sum_leaf`] reads at a time.
+#[inline(always)]
+pub(crate) fn prefetch_half_row<P>(list: &[P], first: usize) {
+    for line in 0..(COLUMN_LANES * size_of::<P>()).div_ceil(64) {
+        // Not reached for elements without bytes, which divide by 0.
+        prefetch_ahead(list, first + line * 64 / size_of::<P>());
+    }
+}
+
+/// The sum of squares of a leaf's values; `ahead` is called with the first element of a part of a row before its values.
+#[inline(always)]
+pub(crate) fn sum_leaf(value: impl Fn(usize) -> f64, ahead: impl Fn(usize)) -> f64 {
     let mut lanes = [0.0f64; NORM_LANES];
     for column in 0..NORM_LANES / COLUMN_LANES {
         let mut sums = [0.0f64; COLUMN_LANES];
         for row in 0..LEAF_ELEMENTS / NORM_LANES {
             let at = row * NORM_LANES + column * COLUMN_LANES;
-            for line in 0..(COLUMN_LANES * size_of::<P>()).div_ceil(64) {
-                prefetch_ahead(around, first + at + AHEAD + line * 64 / size_of::<P>());
-            }
+            ahead(at);
             for lane in 0..COLUMN_LANES {
-                let x: f64 = leaf[at + lane].widen().into();
+                let x = value(at + lane);
                 sums[lane] += x * x;
             }
         }
@@ -134,14 +150,14 @@ where
 #[inline(always)]
 fn count_if_needed<C, P>(sum: f64, elements: &[P]) -> u64
 where
-    C: Compute + Into<f64>,
+    C: Compute,
     P: Storage<C>,
 {
     if sum.is_finite() {
         return 0;
     }
     let finite = |x: &&P| -> bool {
-        let x: f64 = x.widen().into();
+        let x = x.widen().exact();
         x.is_finite()
     };
     (elements.len() - elements.iter().filter(finite).count()) as u64

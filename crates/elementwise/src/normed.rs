@@ -4,10 +4,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fusestep_launch::{
-    CHUNK_ELEMENTS, FINISHED_BYTES, HostCall, HostList, HostSpans, MAX_LISTS, MAX_SUMS,
+    CHUNK_ELEMENTS, CarriedSum, FINISHED_BYTES, HostCall, HostList, HostSpans, MAX_LISTS, MAX_SUMS,
     MultiTensorKernel, Outcome,
 };
 use fusestep_simd::{MAX_SHARED, Order, Split, Team};
+
+use crate::Carried;
 
 /// Elements of a chunk of the fixed tree.
 const CHUNK: usize = CHUNK_ELEMENTS as usize;
@@ -34,12 +36,16 @@ pub struct Tensor<'a> {
     pub first_element: u64,
     /// The tensor in each of the kernel's lists, whole.
     pub lists: [HostList<'a>; MAX_LISTS],
+    /// Sums that the tensor's last update took along, and where this one leaves them, if somebody sees to it that they are still
+    /// those of the parameters.
+    pub carried: Option<Carried<'a>>,
 }
 
 /// Updates one tensor, on all threads of `team` if there is one; takes its sums before if the kernel needs them.
 ///
 /// # Cost
-/// A tensor of a kernel that takes sums is read twice; the second time from cache if it fits.
+/// A tensor of a kernel that takes sums is read twice, the second time from cache if it fits; but its parameters once if their sum was
+/// carried along.
 pub fn step_tensor(tensor: Tensor<'_>, team: Option<&Team>) -> Outcome {
     let Some(normed) = tensor.kernel.normed() else {
         update(tensor, team);
@@ -59,7 +65,15 @@ pub fn step_tensor(tensor: Tensor<'_>, team: Option<&Team>) -> Outcome {
             lists: tensor.lists,
             ..tensor
         };
+        let carried = finished.carrying().map(|(_, carried)| carried.valid);
+        // Between the two nobody may take the sums for those of the parameters, a caller that survives a panic included.
+        if let Some(valid) = carried {
+            valid.store(false, Ordering::Relaxed);
+        }
         update(finished, team);
+        if let Some(valid) = carried {
+            valid.store(true, Ordering::Relaxed);
+        }
     }
     outcome
 }
@@ -101,10 +115,23 @@ fn update_backward(tensor: Tensor<'_>) {
     while rest.numel > CHUNK {
         let last = (rest.numel - 1) / CHUNK * CHUNK;
         let (before, chunk) = rest.split(last as u64);
-        chunk.run();
+        update_chunk(chunk);
         rest = before;
     }
-    rest.run();
+    update_chunk(rest);
+}
+
+fn update_chunk(chunk: Tensor<'_>) {
+    let Some((kernel, carried)) = chunk.carrying() else {
+        return chunk.run();
+    };
+    let index = (chunk.first_element / u64::from(CHUNK_ELEMENTS)) as usize;
+    let Some(slot) = carried.chunks.get(index) else {
+        return chunk.run();
+    };
+    let spans = chunk.spans();
+    let sum = kernel.run_chunk(chunk.call, chunk.lists, spans);
+    slot.store(sum.to_bits(), Ordering::Relaxed);
 }
 
 fn lock<T>(slot: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -157,7 +184,26 @@ fn chunk_sums(tensor: &Tensor<'_>, chunk: usize) -> [f64; MAX_SUMS] {
         let width = declared.dtype.len_bytes();
         *bytes = &list.bytes()[elements.start * width..elements.end * width];
     }
-    normed.chunk_sums(tensor.call, tensor.class, lists)
+    match tensor.carrying() {
+        Some((kernel, carried)) if carried.valid.load(Ordering::Relaxed) => {
+            let mut sums = kernel.other_chunk_sums(tensor.call, tensor.class, lists);
+            sums[kernel.position()] = f64::from_bits(carried.chunks[chunk].load(Ordering::Relaxed));
+            sums
+        }
+        _ => normed.chunk_sums(tensor.call, tensor.class, lists),
+    }
+}
+
+impl<'a> Tensor<'a> {
+    /// The kernel's sum that can be carried, and where it is, if both are there.
+    fn carrying(&self) -> Option<(&'a dyn CarriedSum, Carried<'a>)> {
+        let kernel = self.kernel.normed()?.carried()?;
+        Some((kernel, self.carried?))
+    }
+
+    fn spans(&self) -> HostSpans<'static> {
+        HostSpans::part(self.numel, self.class, self.parameter, self.first_element)
+    }
 }
 
 /// What is left of a tensor between two cuts.
@@ -184,12 +230,13 @@ impl Split for Tensor<'_> {
             parameter: self.parameter,
             first_element: self.first_element + first as u64,
             lists,
+            carried: self.carried,
         };
         (part(self.lists, 0, at), part(right, at, self.numel - at))
     }
 
     fn run(self) {
-        let spans = HostSpans::part(self.numel, self.class, self.parameter, self.first_element);
+        let spans = self.spans();
         self.kernel.run_host(self.call, self.lists, spans);
     }
 }

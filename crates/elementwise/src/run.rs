@@ -112,7 +112,7 @@ pub(crate) fn run_slot<C, K, S, R, U, const N: usize>(
 /// The lists of one tensor, all of one numel.
 pub(crate) struct Tensor<'a, C: Compute, K: Slot<C>, S, R, const N: usize> {
     pub(crate) param: &'a mut [K::Param],
-    beside: &'a mut [K::Beside],
+    pub(crate) beside: &'a mut [K::Beside],
     pub(crate) grad: &'a [K::Param],
     pub(crate) state: [&'a mut [S]; N],
     pub(crate) grad_factor: C,
@@ -134,7 +134,7 @@ where
     R: Rounding,
 {
     #[inline(always)]
-    fn update<U: Update<C, N>>(&mut self, update: U, set: U::Set) {
+    pub(crate) fn update<U: Update<C, N>>(&mut self, update: U, set: U::Set) {
         let numel = self.param.len();
         if numel < LANES {
             let block = self.block(update, set, 0, numel);

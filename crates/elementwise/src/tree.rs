@@ -8,13 +8,18 @@ use fusestep_launch::{CHUNK_ELEMENTS, Format, MAX_LISTS};
 use fusestep_simd::{Level, prefetch_ahead};
 
 use crate::format::FormatVisitor;
-use crate::norm::{LEAF_ELEMENTS as LEAF, NORM_CHUNK_ELEMENTS, NORM_LANES as LANES, fold};
+use crate::norm::{
+    LEAF_ELEMENTS as LEAF, NORM_CHUNK_ELEMENTS, NORM_LANES as LANES, fold, sum_leaf,
+};
 use crate::rounding::Rounding;
 use crate::slot::Slot;
 use crate::{Compute, Storage};
 
-/// Lanes that are summed side by side: their sums stay in registers at every level.
-const COLUMN: usize = 16;
+/// Elements that are formed side by side.
+const BLOCK: usize = 16;
+
+/// The values of a leaf that are to be squared.
+type Leaf<C, const SUMS: usize> = [[C; LEAF]; SUMS];
 
 const _: () = assert!(NORM_CHUNK_ELEMENTS == CHUNK_ELEMENTS as usize);
 
@@ -102,9 +107,10 @@ impl<C: Compute, K: Slot<C>, S: Storage<C>, const N: usize> Chunk<'_, C, K, S, N
             || {
                 let numel = self.grad.len();
                 let mut leaves = [[0.0; LANES]; SUMS];
+                let mut values = [[C::ZERO; LEAF]; SUMS];
                 for leaf in 0..numel.div_ceil(LEAF) {
                     let elements = leaf * LEAF..numel.min((leaf + 1) * LEAF);
-                    let of_leaf = self.leaf_sums(terms, elements);
+                    let of_leaf = self.leaf_sums(terms, elements, &mut values);
                     for (leaves, sum) in leaves.iter_mut().zip(of_leaf) {
                         leaves[leaf] = sum;
                     }
@@ -116,74 +122,81 @@ impl<C: Compute, K: Slot<C>, S: Storage<C>, const N: usize> Chunk<'_, C, K, S, N
 
     /// The sums over one leaf.
     ///
-    /// The plain version walks the elements in order with 64 running sums for each term, more than there are registers. Columns of
-    /// 16 lanes give the same sums and stay in registers; each visit asks for the same place one leaf ahead, so that every line of
-    /// the next leaf is asked for once.
+    /// The plain version adds as it walks the elements, to 64 running sums for each term, more than there are registers. Here the
+    /// values are formed first, in the order the lists lie in memory, and `values` holds them, which the nearest cache does, until
+    /// they are summed in an order that keeps running sums in registers.
     #[inline(always)]
-    fn leaf_sums<T, const SUMS: usize>(&self, terms: &T, elements: Range<usize>) -> [f64; SUMS]
+    fn leaf_sums<T, const SUMS: usize>(
+        &self,
+        terms: &T,
+        elements: Range<usize>,
+        values: &mut Leaf<C, SUMS>,
+    ) -> [f64; SUMS]
     where
         T: Terms<C, N, SUMS>,
     {
-        let rows = elements.len() / LANES;
-        let mut lanes = [[0.0; LANES]; SUMS];
-        for column in 0..LANES / COLUMN {
-            let mut sums = [[0.0; COLUMN]; SUMS];
-            for row in 0..rows {
-                let first = elements.start + row * LANES + column * COLUMN;
-                let (p, g, state) = self.block(T::READ, first);
-                for lane in 0..COLUMN {
-                    let state = std::array::from_fn(|list| state[list][lane]);
-                    let values = terms.terms(p[lane], g[lane], state);
-                    for (sums, value) in sums.iter_mut().zip(values) {
-                        let value = value.exact();
-                        sums[lane] += value * value;
-                    }
+        let blocks = elements.len() / BLOCK;
+        for block in 0..blocks {
+            let at = block * BLOCK;
+            let (p, g, state) = self.block(T::READ, elements.start + at);
+            let mut formed = [[C::ZERO; BLOCK]; SUMS];
+            for lane in 0..BLOCK {
+                let state = std::array::from_fn(|list| state[list][lane]);
+                let of_lane = terms.terms(p[lane], g[lane], state);
+                for (formed, value) in formed.iter_mut().zip(of_lane) {
+                    formed[lane] = value;
                 }
             }
-            for (lanes, sums) in lanes.iter_mut().zip(sums) {
-                lanes[column * COLUMN..][..COLUMN].copy_from_slice(&sums);
+            for (values, formed) in values.iter_mut().zip(formed) {
+                values[at..at + BLOCK].copy_from_slice(&formed);
             }
         }
-        for (lane, at) in (elements.start + rows * LANES..elements.end).enumerate() {
+        for place in blocks * BLOCK..elements.len() {
+            let at = elements.start + place;
             let beside = self.beside.get(at).copied();
             let p = K::widen(self.param[at], beside.unwrap_or_else(K::Beside::zeroed));
             let state = std::array::from_fn(|list| match list < T::READ {
                 true => self.state[list][at].widen(),
                 false => C::ZERO,
             });
-            let values = terms.terms(p, self.grad[at].widen(), state);
-            for (lanes, value) in lanes.iter_mut().zip(values) {
-                let value = value.exact();
-                lanes[lane] += value * value;
+            let of_place = terms.terms(p, self.grad[at].widen(), state);
+            for (values, value) in values.iter_mut().zip(of_place) {
+                values[place] = value;
             }
         }
-        lanes.map(fold)
+        let mut sums = [0.0; SUMS];
+        for (sum, values) in sums.iter_mut().zip(values) {
+            // Adding 0 to a sum of squares changes no bit, so a leaf that ends early is one that goes on with zeros.
+            values[elements.len()..].fill(C::ZERO);
+            *sum = sum_leaf(|at| values[at].exact(), |_| {});
+        }
+        sums
     }
 
-    /// Parameter, gradient and the first `read` state tensors of the elements of a column in one row; asks for those one leaf ahead.
+    /// Parameter, gradient and the first `read` state tensors of the elements of a block; asks for those one leaf ahead.
     #[inline(always)]
     fn block(&self, read: usize, first: usize) -> Block<C, N> {
-        let mut param = [K::Param::zeroed(); COLUMN];
+        let mut param = [K::Param::zeroed(); BLOCK];
         if K::READS_PARAM {
             param = load(self.param, first);
         }
-        let mut beside = [K::Beside::zeroed(); COLUMN];
+        let mut beside = [K::Beside::zeroed(); BLOCK];
         if size_of::<K::Beside>() > 0 {
             beside = load(self.beside, first);
         }
         let grad = load(self.grad, first);
         // A loop for each list, on arrays of one width, as in the loop of updates.
-        let (mut p, mut g) = ([C::ZERO; COLUMN], [C::ZERO; COLUMN]);
-        for lane in 0..COLUMN {
+        let (mut p, mut g) = ([C::ZERO; BLOCK], [C::ZERO; BLOCK]);
+        for lane in 0..BLOCK {
             p[lane] = K::widen(param[lane], beside[lane]);
         }
-        for lane in 0..COLUMN {
+        for lane in 0..BLOCK {
             g[lane] = grad[lane].widen();
         }
-        let mut states = [[C::ZERO; COLUMN]; N];
+        let mut states = [[C::ZERO; BLOCK]; N];
         for (state, list) in states.iter_mut().zip(self.state).take(read) {
             let block = load(list, first);
-            for lane in 0..COLUMN {
+            for lane in 0..BLOCK {
                 state[lane] = block[lane].widen();
             }
         }
@@ -191,17 +204,17 @@ impl<C: Compute, K: Slot<C>, S: Storage<C>, const N: usize> Chunk<'_, C, K, S, N
     }
 }
 
-/// The values of a column in one row.
-type Block<C, const N: usize> = ([C; COLUMN], [C; COLUMN], [[C; COLUMN]; N]);
+/// The values of a block.
+type Block<C, const N: usize> = ([C; BLOCK], [C; BLOCK], [[C; BLOCK]; N]);
 
-/// A column in one row of a list; asks for that one leaf ahead.
+/// A block of a list; asks for that one leaf ahead.
 #[inline(always)]
-fn load<T: Copy>(list: &[T], first: usize) -> [T; COLUMN] {
+fn load<T: Copy>(list: &[T], first: usize) -> [T; BLOCK] {
     prefetch_ahead(list, first + LEAF);
     if size_of::<T>() == 8 {
-        prefetch_ahead(list, first + LEAF + COLUMN / 2);
+        prefetch_ahead(list, first + LEAF + BLOCK / 2);
     }
-    let block = &list[first..first + COLUMN];
+    let block = &list[first..first + BLOCK];
     std::array::from_fn(|lane| block[lane])
 }
 

@@ -150,6 +150,8 @@ impl<T: Compute> LambTensors<'_, T> {
             parameter: 0,
             first_element: 0,
             lists,
+            // The caller may write its parameters between two calls.
+            carried: None,
         }
     }
 }

@@ -3,12 +3,13 @@
 use std::marker::PhantomData;
 
 use fusestep_elementwise::{
-    Compute, Terms, Update, chunk_sums, padded_bytes, read_values, run_format, write_padded,
+    Compute, Update, grad_chunk_sum, padded_bytes, param_chunk_sum, read_values, run_chunk_format,
+    run_format, write_padded,
 };
 use fusestep_launch::{
-    ApartEntries, ArgumentLayout, FINISHED_BYTES, Format, HostCall, HostList, HostSpans, MAX_LISTS,
-    MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, ResidentSets, SetValues, TensorList,
-    WORKSPACE_BYTES, entry, sets_entry,
+    ApartEntries, ArgumentLayout, CarriedSum, FINISHED_BYTES, Format, HostCall, HostList,
+    HostSpans, MAX_LISTS, MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, ResidentSets,
+    SetValues, TensorList, WORKSPACE_BYTES, entry, sets_entry,
 };
 
 use crate::Lars;
@@ -24,8 +25,8 @@ const UPDATE_AT: usize = WORKSPACE_BYTES + size_of::<RateScalars>();
 /// `T`; the norm of a parameter with a master is the master's.
 ///
 /// # Cost
-/// 20 bytes of memory traffic per f32 element (read p, g, u; write p, u), 28 where a tensor does not fit into the cache and p and
-/// g are read again; twice that for f64.
+/// 20 bytes of memory traffic per f32 element (read p, g, u; write p, u). Where a tensor does not fit into the cache, g is read again,
+/// 24, and so is p, 28, unless the backend still has the sum that the update before took along; twice that for f64.
 #[derive(Debug, Clone)]
 pub struct LarsKernel<T> {
     config: Lars,
@@ -105,11 +106,7 @@ impl<T: Compute> MultiTensorKernel for LarsKernel<T> {
     }
 
     fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {
-        let [momentum, rescale] = read_values(&call.scalars[UPDATE_AT..]);
-        let update = LarsUpdate {
-            scalars: Scalars::<T> { momentum, rescale },
-        };
-        run_format::<T, _, 1>(&update, self.format, call, lists, spans);
+        run_format::<T, _, 1>(&LarsUpdate::<T>::of(call), self.format, call, lists, spans);
     }
 
     fn normed(&self) -> Option<&dyn NormedKernel> {
@@ -131,7 +128,11 @@ impl<T: Compute> NormedKernel for LarsKernel<T> {
         _class: u32,
         lists: [&[u8]; MAX_LISTS],
     ) -> [f64; MAX_SUMS] {
-        chunk_sums::<T, _, 1, 2>(call.level, &Both, self.format, lists)
+        let param = param_chunk_sum::<T, 1>(call.level, self.format, lists);
+        [
+            param,
+            grad_chunk_sum::<T>(call.level, self.format, lists[1]),
+        ]
     }
 
     fn finish(
@@ -159,6 +160,35 @@ impl<T: Compute> NormedKernel for LarsKernel<T> {
             None => Outcome::Skip,
         }
     }
+
+    fn carried(&self) -> Option<&dyn CarriedSum> {
+        Some(self)
+    }
+}
+
+/// The parameters' squares, for the next step's ‖p‖.
+impl<T: Compute> CarriedSum for LarsKernel<T> {
+    fn position(&self) -> usize {
+        0
+    }
+
+    fn other_chunk_sums(
+        &self,
+        call: HostCall<'_>,
+        _class: u32,
+        lists: [&[u8]; MAX_LISTS],
+    ) -> [f64; MAX_SUMS] {
+        [0.0, grad_chunk_sum::<T>(call.level, self.format, lists[1])]
+    }
+
+    fn run_chunk(
+        &self,
+        call: HostCall<'_>,
+        lists: [HostList<'_>; MAX_LISTS],
+        spans: HostSpans<'_>,
+    ) -> f64 {
+        run_chunk_format::<T, _, 1>(&LarsUpdate::<T>::of(call), self.format, call, lists, spans)
+    }
 }
 
 /// The tensor's rate, in f64 and rounded once, operation for operation that of `kernels/lars_momentum.cu`; `None` if it or a norm
@@ -182,22 +212,19 @@ fn finished<T: Compute>(
     })
 }
 
-/// The squares of parameter and gradient are summed.
-struct Both;
-
-impl<T: Compute> Terms<T, 1, 2> for Both {
-    const READ: usize = 0;
-
-    #[inline(always)]
-    fn terms(&self, p: T, g: T, _: [T; 1]) -> [T; 2] {
-        [p, g]
-    }
-}
-
 /// The update of `kernels/lars_momentum.cu`, operation for operation.
 #[derive(Clone, Copy)]
 struct LarsUpdate<T> {
     scalars: Scalars<T>,
+}
+
+impl<T: Compute> LarsUpdate<T> {
+    fn of(call: HostCall<'_>) -> Self {
+        let [momentum, rescale] = read_values(&call.scalars[UPDATE_AT..]);
+        Self {
+            scalars: Scalars { momentum, rescale },
+        }
+    }
 }
 
 impl<T: Compute> Update<T, 1> for LarsUpdate<T> {

@@ -135,6 +135,8 @@ impl<T: Compute> LarsTensors<'_, T> {
             parameter: 0,
             first_element: 0,
             lists,
+            // The caller may write its parameters between two calls.
+            carried: None,
         }
     }
 }

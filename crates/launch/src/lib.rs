@@ -33,8 +33,8 @@ pub use limits::{
     LaunchLimits,
 };
 pub use normed::{
-    ApartEntries, CHUNK_UNITS, Excluded, FINISHED_BYTES, MAX_SUMS, NormedKernel, Outcome,
-    SLOT_VALUES, WORKSPACE_BYTES, Workspace,
+    ApartEntries, CHUNK_UNITS, CarriedSum, Excluded, FINISHED_BYTES, MAX_SUMS, NormedKernel,
+    Outcome, SLOT_VALUES, WORKSPACE_BYTES, Workspace,
 };
 pub use pack::{CONCLUSION_BYTES, pack, pack_conclusion, pack_reduction};
 pub use precision::{

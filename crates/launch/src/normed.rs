@@ -2,7 +2,10 @@
 
 use fusestep_tensor::Trust;
 
-use crate::{CHUNK_ELEMENTS, HostCall, LaunchLimits, MAX_LISTS, MultiTensorKernel, SetValues};
+use crate::{
+    CHUNK_ELEMENTS, HostCall, HostList, HostSpans, LaunchLimits, MAX_LISTS, MultiTensorKernel,
+    SetValues,
+};
 
 /// Most sums that a kernel takes over a tensor.
 pub const MAX_SUMS: usize = 2;
@@ -84,6 +87,37 @@ pub trait NormedKernel: Send + Sync {
         sums: [f64; MAX_SUMS],
         set: &mut [u8; FINISHED_BYTES],
     ) -> Outcome;
+
+    /// What the kernel offers if an update can take one of the next step's sums along.
+    fn carried(&self) -> Option<&dyn CarriedSum> {
+        None
+    }
+}
+
+/// A sum over nothing but the parameters: the update that writes them has them at hand, so it can take the sum that the next step
+/// needs, which then reads the parameters once instead of twice.
+///
+/// A backend may use it for as long as it can tell that nobody else has written the parameters since. The bits are those of
+/// [`NormedKernel::chunk_sums`] over what was written.
+pub trait CarriedSum: Send + Sync {
+    /// Its position among the sums of [`NormedKernel::chunk_sums`].
+    fn position(&self) -> usize;
+
+    /// The sums of [`NormedKernel::chunk_sums`], but 0 for this one: the parameters are not read.
+    fn other_chunk_sums(
+        &self,
+        call: HostCall<'_>,
+        class: u32,
+        lists: [&[u8]; MAX_LISTS],
+    ) -> [f64; MAX_SUMS];
+
+    /// [`MultiTensorKernel::run_host`] for one chunk, and the sum over it afterwards.
+    fn run_chunk(
+        &self,
+        call: HostCall<'_>,
+        lists: [HostList<'_>; MAX_LISTS],
+        spans: HostSpans<'_>,
+    ) -> f64;
 }
 
 /// Device entries where a grid cannot wait for itself: all sums in one launch, all updates in the next.

@@ -1,0 +1,128 @@
+//! Sums over the parameter or the gradient alone, in the fixed tree of [`crate::norm`].
+
+use bytemuck::Zeroable;
+use fusestep_launch::{Format, MAX_LISTS};
+use fusestep_simd::Level;
+
+use crate::format::FormatVisitor;
+use crate::norm::{
+    LEAF_ELEMENTS as LEAF, NORM_LANES as LANES, chunk_square_sum, fold, prefetch_half_row, sum_leaf,
+};
+use crate::rounding::Rounding;
+use crate::slot::Slot;
+use crate::{Compute, Storage};
+
+/// The sum of squares over a chunk of a parameter alone, of its master where it has one: the bits of [`crate::chunk_sums`] over it.
+/// `lists` are the chunk's bytes in those of [`Format::lists`] with `N` roles of state.
+///
+/// # Panics
+/// As [`crate::run_format`].
+/// # Cost
+/// One read of the chunk. Lists by themselves are read faster than two side by side: 0.3 ns an f32 against 0.4.
+pub fn param_chunk_sum<C: Compute, const N: usize>(
+    level: Level,
+    format: Format,
+    lists: [&[u8]; MAX_LISTS],
+) -> f64 {
+    let (param, beside) = (lists[0], lists[2 + N]);
+    C::visit(
+        format,
+        Param {
+            level,
+            param,
+            beside,
+        },
+    )
+}
+
+/// A chunk of a parameter before its format is known to the compiler.
+struct Param<'a> {
+    level: Level,
+    param: &'a [u8],
+    beside: &'a [u8],
+}
+
+impl<C: Compute> FormatVisitor<C> for Param<'_> {
+    type Output = f64;
+
+    fn visit<K: Slot<C>, S: Storage<C>, R: Rounding>(self) -> f64 {
+        let param: &[K::Param] = bytemuck::cast_slice(self.param);
+        let mut none = Vec::new();
+        let beside: &[K::Beside] = match size_of::<K::Beside>() {
+            0 => {
+                none.resize(param.len(), K::Beside::zeroed());
+                &none
+            }
+            _ => bytemuck::cast_slice(self.beside),
+        };
+        self.level.run(
+            #[inline(always)]
+            || {
+                let mut leaves = [0.0; LANES];
+                for (leaf, sum) in leaves[..param.len().div_ceil(LEAF)].iter_mut().enumerate() {
+                    let first = leaf * LEAF;
+                    let elements = first..param.len().min(first + LEAF);
+                    let ahead = |at| {
+                        if K::READS_PARAM {
+                            prefetch_half_row(param, first + LEAF + at);
+                        }
+                        prefetch_half_row(beside, first + LEAF + at);
+                    };
+                    *sum = leaf_sum::<C, K>(&param[elements.clone()], &beside[elements], ahead);
+                }
+                fold(leaves)
+            },
+        )
+    }
+}
+
+/// The sum of squares over a chunk of a gradient alone, as it is stored: the bits of [`crate::chunk_sums`] over it.
+///
+/// # Panics
+/// As [`crate::run_format`].
+/// # Cost
+/// One read of the chunk.
+pub fn grad_chunk_sum<C: Compute>(level: Level, format: Format, grad: &[u8]) -> f64 {
+    C::visit(format, Gradient { level, grad })
+}
+
+/// A chunk of a gradient before its format is known to the compiler.
+struct Gradient<'a> {
+    level: Level,
+    grad: &'a [u8],
+}
+
+impl<C: Compute> FormatVisitor<C> for Gradient<'_> {
+    type Output = f64;
+
+    fn visit<K: Slot<C>, S: Storage<C>, R: Rounding>(self) -> f64 {
+        let grad: &[K::Param] = bytemuck::cast_slice(self.grad);
+        chunk_square_sum::<C, K::Param>(self.level, grad).sum
+    }
+}
+
+/// The sum over a leaf, or what there is of it.
+#[inline(always)]
+pub(crate) fn leaf_sum<C: Compute, K: Slot<C>>(
+    param: &[K::Param],
+    beside: &[K::Beside],
+    ahead: impl Fn(usize),
+) -> f64 {
+    if let (Ok(param), Ok(beside)) = (param.try_into(), beside.try_into()) {
+        return whole::<C, K>(param, beside, ahead);
+    }
+    // Adding 0 to a sum of squares changes no bit, so a leaf that ends early is one that goes on with zeros.
+    let (mut params, mut besides) = ([K::Param::zeroed(); LEAF], [K::Beside::zeroed(); LEAF]);
+    params[..param.len()].copy_from_slice(param);
+    besides[..beside.len()].copy_from_slice(beside);
+    whole::<C, K>(&params, &besides, ahead)
+}
+
+#[inline(always)]
+fn whole<C: Compute, K: Slot<C>>(
+    param: &[K::Param; LEAF],
+    beside: &[K::Beside; LEAF],
+    ahead: impl Fn(usize),
+) -> f64 {
+    sum_leaf(|at| K::widen(param[at], beside[at]).exact(), ahead)
+}

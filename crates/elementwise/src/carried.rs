@@ -1,0 +1,242 @@
+//! Updates that take the next step's sum over the parameters along.
+
+use std::sync::atomic::{AtomicBool, AtomicU64};
+
+use fusestep_launch::{Format, HostCall, HostList, HostSpan, HostSpans, MAX_LISTS};
+
+use crate::alone::leaf_sum;
+use crate::format::FormatVisitor;
+use crate::norm::{LEAF_ELEMENTS as LEAF, NORM_LANES as LANES, fold};
+use crate::rounding::Rounding;
+use crate::run::Tensor;
+use crate::slot::{Slot, beside};
+use crate::{Compute, Storage, Update};
+
+/// A tensor's sums of squares that its last update has taken along.
+#[derive(Clone, Copy, Debug)]
+pub struct Carried<'a> {
+    /// The sum over each chunk, as the bits of an f64.
+    pub chunks: &'a [AtomicU64],
+    /// Whether they are the sums over the parameters as they are now.
+    pub valid: &'a AtomicBool,
+}
+
+/// [`crate::run_format`] for one chunk of one tensor; returns the sum of squares over the parameters it has written, in the fixed tree
+/// of [`crate::norm`]: the bits of [`crate::chunk_sums`] over them. Of a parameter with a master it is the master's.
+///
+/// # Panics
+/// As [`crate::run_format`].
+/// # Cost
+/// That of the update, and arithmetic on what the cache still holds: a leaf is summed as soon as it is updated.
+pub fn run_chunk_format<C: Compute, U: Update<C, N>, const N: usize>(
+    update: &U,
+    format: Format,
+    call: HostCall<'_>,
+    lists: [HostList<'_>; MAX_LISTS],
+    mut spans: HostSpans<'_>,
+) -> f64 {
+    let Some(span) = spans.next() else {
+        return 0.0;
+    };
+    let call = Call::<U, N> {
+        update,
+        call,
+        lists,
+        span,
+    };
+    C::visit(format, call)
+}
+
+/// A chunk and its update before the format is known to the compiler.
+struct Call<'a, U, const N: usize> {
+    update: &'a U,
+    call: HostCall<'a>,
+    lists: [HostList<'a>; MAX_LISTS],
+    span: HostSpan,
+}
+
+impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, U, N> {
+    type Output = f64;
+
+    fn visit<K: Slot<C>, S: Storage<C>, R: Rounding>(self) -> f64 {
+        let Call {
+            update,
+            call,
+            lists,
+            span,
+        } = self;
+        let mut lists = lists.into_iter();
+        let mut next = || lists.next().unwrap_or_default();
+        let param = next().elements_mut::<K::Param>();
+        let grad = next().elements::<K::Param>();
+        let mut state: [&mut [S]; N] = std::array::from_fn(|_| next().elements_mut::<S>());
+        let mut none = Vec::new();
+        let beside = beside::<K::Beside>(next(), param.len(), &mut none);
+        call.level.run(
+            #[inline(always)]
+            || {
+                let update = *update;
+                let set_bytes = &call.sets[span.class as usize * (U::SET_BYTES + R::KEY_BYTES)..];
+                let set = update.set(set_bytes);
+                let mut leaves = [0.0; LANES];
+                for (leaf, sum) in leaves[..span.numel.div_ceil(LEAF)].iter_mut().enumerate() {
+                    let before = leaf * LEAF;
+                    let start = span.start + before;
+                    let numel = LEAF.min(span.numel - before);
+                    let of_leaf = HostSpan {
+                        start,
+                        numel,
+                        first_element: span.first_element + before as u64,
+                        ..span
+                    };
+                    let elements = start..start + numel;
+                    let mut rest = state.iter_mut();
+                    let mut tensor = Tensor::<C, K, S, R, N> {
+                        param: &mut param[elements.clone()],
+                        beside: &mut beside[elements.clone()],
+                        grad: &grad[elements.clone()],
+                        state: std::array::from_fn(|_| match rest.next() {
+                            Some(list) => &mut list[elements.clone()],
+                            None => &mut [],
+                        }),
+                        grad_factor: C::round(call.grad_factor),
+                        rounding: R::of(&set_bytes[U::SET_BYTES..], &of_leaf),
+                    };
+                    tensor.update(update, set);
+                    *sum = leaf_sum::<C, K>(&param[elements.clone()], &beside[elements], |_| {});
+                }
+                fold(leaves)
+            },
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fusestep_launch::{Access, Layout, Master, Precision, Rounding as Round, StateDType};
+    use fusestep_simd::Level;
+    use fusestep_tensor::{DType, Role};
+    use half::{bf16, f16};
+
+    use super::*;
+    use crate::{Terms, chunk_sums, grad_chunk_sum, param_chunk_sum, run_format};
+
+    #[derive(Clone, Copy)]
+    struct Mix;
+
+    impl<C: Compute> Update<C, 1> for Mix {
+        type Set = ();
+        const SET_BYTES: usize = 0;
+        fn set(&self, _: &[u8]) {}
+        fn element(&self, (): &(), p: C, g: C, [u]: [C; 1]) -> (C, [C; 1]) {
+            let u = u * C::round(0.9) + g;
+            (p - u * C::round(0.01), [u])
+        }
+    }
+
+    struct Both;
+
+    impl<C: Compute> Terms<C, 1, 2> for Both {
+        const READ: usize = 0;
+        fn terms(&self, p: C, g: C, _: [C; 1]) -> [C; 2] {
+            [p, g]
+        }
+    }
+
+    fn formats() -> Vec<Format> {
+        let mut formats = Vec::new();
+        for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+            for master in [Master::None, Master::F32, Master::Remainder] {
+                for state in [StateDType::Compute, StateDType::Bf16] {
+                    for rounding in [Round::Nearest, Round::Stochastic { seed: 7 }] {
+                        let precision = Precision {
+                            master,
+                            state,
+                            rounding,
+                        };
+                        formats.extend(Format::new("test", dtype, precision));
+                    }
+                }
+            }
+        }
+        formats
+    }
+
+    /// Bytes of all lists, of values that every type can hold.
+    fn lists(format: Format, numel: usize) -> Vec<Vec<u8>> {
+        let mut seed = 5u32;
+        let mut next = move || {
+            seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (f64::from(seed >> 8) / f64::from(1 << 23) - 1.0) * f64::from(1u32 << (seed % 7))
+        };
+        let declared = format.lists(&[Role::Velocity]);
+        let of = declared.iter().map(|list| {
+            let element = |value: f64| match list.dtype {
+                DType::F64 => value.to_le_bytes().to_vec(),
+                DType::F32 => (value as f32).to_le_bytes().to_vec(),
+                DType::F16 => f16::from_f64(value).to_le_bytes().to_vec(),
+                DType::BF16 => bf16::from_f64(value).to_le_bytes().to_vec(),
+                _ => ((value * 1000.0) as i16).to_le_bytes().to_vec(),
+            };
+            (0..numel).flat_map(|_| element(next())).collect()
+        });
+        of.collect()
+    }
+
+    fn host_lists<'a>(format: Format, bytes: &'a mut [Vec<u8>]) -> [HostList<'a>; MAX_LISTS] {
+        let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
+        let declared = format.lists(&[Role::Velocity]);
+        for ((list, bytes), declared) in lists.iter_mut().zip(bytes).zip(declared) {
+            *list = match declared.access {
+                Access::Read => HostList::Read(bytes),
+                _ => HostList::ReadWrite(bytes),
+            };
+        }
+        lists
+    }
+
+    fn check<C: Compute>(format: Format, numel: usize, level: Level) {
+        let case = format!("{format:?}, {numel} elements, {level}");
+        let call = HostCall {
+            level,
+            scalars: &[],
+            grad_factor: 0.5,
+            sets: &77u64.to_le_bytes(),
+        };
+        let spans = || HostSpans::part(numel, 0, 3, 65_536);
+        let (mut apart, mut carried) = (lists(format, numel), lists(format, numel));
+        run_format::<C, _, 1>(&Mix, format, call, host_lists(format, &mut apart), spans());
+        let lists = host_lists(format, &mut carried);
+        let sum = run_chunk_format::<C, _, 1>(&Mix, format, call, lists, spans());
+        assert!(apart == carried, "{case}");
+        let mut written: [&[u8]; MAX_LISTS] = [&[]; MAX_LISTS];
+        for (list, bytes) in written.iter_mut().zip(&carried) {
+            *list = bytes;
+        }
+        let [param, grad] = chunk_sums::<C, _, 1, 2>(level, &Both, format, written);
+        let alone = param_chunk_sum::<C, 1>(level, format, written);
+        assert_eq!(
+            [sum, alone].map(f64::to_bits),
+            [param.to_bits(); 2],
+            "{case}"
+        );
+        let alone = grad_chunk_sum::<C>(level, format, written[1]);
+        assert_eq!(alone.to_bits(), grad.to_bits(), "{case}");
+    }
+
+    #[test]
+    fn an_update_leaves_the_sum_that_the_next_step_would_take() {
+        let formats = formats();
+        assert!(formats.len() > 12, "{formats:?}");
+        for format in formats {
+            for numel in [1, 15, 17, 1023, 1024, 1025, 5000, 65_535, 65_536] {
+                for level in Level::available() {
+                    match format.layout() {
+                        Layout::F64 => check::<f64>(format, numel, level),
+                        _ => check::<f32>(format, numel, level),
+                    }
+                }
+            }
+        }
+    }
+}
