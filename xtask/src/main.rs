@@ -16,6 +16,7 @@ mod parallel;
 mod ptx;
 mod ptxas;
 mod sanitize;
+mod sass;
 mod wheels;
 
 /// A command: its name, what it does in one line, and its entry.

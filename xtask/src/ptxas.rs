@@ -1,11 +1,12 @@
 //! Assembles PTX for the promised devices and lists what each entry needs.
 
-use std::{path::Path, process::Command};
+use std::{collections::BTreeMap, path::Path, process::Command};
 
 use anyhow::{Context, Result, bail};
 
 use crate::parallel;
-use crate::wheels::{self, PTXAS};
+use crate::sass::{self, Wide};
+use crate::wheels::{self, NVDISASM, PTXAS};
 
 /// V100, A100, H100 and H200, B200.
 const DEVICES: [&str; 4] = ["sm_70", "sm_80", "sm_90", "sm_100"];
@@ -19,15 +20,23 @@ struct Entry {
     spill_bytes: u32,
 }
 
-/// A table of one row per entry with its registers on every device.
+/// A table of one row per entry with its registers on every device and its accesses of 16 bytes on some.
 ///
 /// # Errors
-/// If an entry spills, or keeps anything on a stack: its argument block was copied to local memory, or an array index is not constant.
+/// If an entry spills, or keeps anything on a stack: its argument block was copied to local memory, or an array index is not constant. As [`sass::count`].
 pub(crate) fn report(root: &Path, folder: &Path, stems: &[String]) -> Result<String> {
     let assembler = wheels::file_below(&PTXAS.unpacked(root)?, "ptxas")?;
     make_executable(&assembler)?;
-    let mut table = format!("| entry | {} |\n", DEVICES.join(" | "));
-    table += &format!("|---|{}\n", "---|".repeat(DEVICES.len()));
+    let disassembler = wheels::file_below(&NVDISASM.unpacked(root)?, "nvdisasm")?;
+    make_executable(&disassembler)?;
+    let wide_heads = sass::DEVICES.map(|device| format!("16-byte loads, stores on {device}"));
+    let mut table = format!(
+        "| entry | {} | {} |\n",
+        DEVICES.join(" | "),
+        wide_heads.join(" | ")
+    );
+    let columns = DEVICES.len() + wide_heads.len();
+    table += &format!("|---|{}\n", "---|".repeat(columns));
     let jobs: Vec<(&str, &str)> = stems
         .iter()
         .flat_map(|stem| DEVICES.map(|device| (stem.as_str(), device)))
@@ -35,6 +44,7 @@ pub(crate) fn report(root: &Path, folder: &Path, stems: &[String]) -> Result<Str
     let reports = parallel::map(&jobs, |(stem, device)| {
         assemble(&assembler, device, &folder.join(format!("{stem}.ptx")))
     })?;
+    let wide = wide(&disassembler, folder, stems)?;
     let mut failures = Vec::new();
     for of_stem in reports.chunks(DEVICES.len()) {
         let mut rows: Vec<(String, Vec<String>)> = Vec::new();
@@ -55,7 +65,12 @@ pub(crate) fn report(root: &Path, folder: &Path, stems: &[String]) -> Result<Str
             }
         }
         for (name, registers) in rows {
-            table += &format!("| `{name}` | {} |\n", registers.join(" | "));
+            let wide = wide.iter().map(|entries| {
+                let Wide { loads, stores } = entries.get(&name).copied().unwrap_or_default();
+                format!("{loads}, {stores}")
+            });
+            let cells: Vec<String> = registers.into_iter().chain(wide).collect();
+            table += &format!("| `{name}` | {} |\n", cells.join(" | "));
         }
     }
     if !failures.is_empty() {
@@ -63,6 +78,25 @@ pub(crate) fn report(root: &Path, folder: &Path, stems: &[String]) -> Result<Str
     }
     println!("{table}registers per thread; no stack and no spills");
     Ok(table)
+}
+
+/// The accesses of 16 bytes of all entries, for each device that is looked at.
+fn wide(
+    disassembler: &Path,
+    folder: &Path,
+    stems: &[String],
+) -> Result<Vec<BTreeMap<String, Wide>>> {
+    let jobs: Vec<(&str, &str)> = sass::DEVICES
+        .iter()
+        .flat_map(|device| stems.iter().map(|stem| (*device, stem.as_str())))
+        .collect();
+    let counts = parallel::map(&jobs, |(device, stem)| {
+        sass::count(disassembler, &folder.join(format!("{stem}.{device}.cubin")))
+    })?;
+    let of_devices = counts.chunks(stems.len());
+    Ok(of_devices
+        .map(|counts| counts.iter().cloned().flatten().collect())
+        .collect())
 }
 
 fn assemble(assembler: &Path, device: &str, ptx: &Path) -> Result<Vec<Entry>> {

@@ -37,6 +37,12 @@ pub(crate) const PTXAS: Wheel = Wheel {
     version: "12.9.86",
 };
 
+/// Lists machine code. The first release line that has a wheel of it.
+pub(crate) const NVDISASM: Wheel = Wheel {
+    name: "nvidia-cuda-nvdisasm",
+    version: "13.5.37",
+};
+
 impl Wheel {
     /// The folder the wheel is unpacked in; fetches it first if it is not there.
     pub(crate) fn unpacked(self, root: &Path) -> Result<PathBuf> {
