@@ -12,6 +12,8 @@ mod merging;
 mod open_runs;
 #[path = "distributed/plans.rs"]
 mod plans;
+#[path = "distributed/prefetch.rs"]
+mod prefetch;
 #[path = "distributed/rounding.rs"]
 mod rounding;
 #[path = "distributed/run.rs"]

@@ -4,12 +4,14 @@ use std::collections::BTreeMap;
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::time::Instant;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use candle_core::{Device, Tensor};
 use fusestep_collective::{Collectives, Communicator, ReduceOp, even_counts};
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::Backend;
-use fusestep_planner::{Comms, FolderLock, Planner, RankPlan, RankState, Topology};
+use fusestep_planner::{
+    Comms, FolderLock, GatheredParams, PendingGather, Planner, RankPlan, RankState, Topology, Zero,
+};
 use fusestep_tensor::{DType, ParamDesc, Shape};
 use half::{bf16, f16};
 use rand::SeedableRng;
@@ -84,6 +86,7 @@ fn train(args: &TrainArgs, comm: &mut dyn Communicator) -> anyhow::Result<Traine
         plan: &plan,
         state,
         backend,
+        ahead: None,
         comms,
         live_bytes: 0,
         peak_bytes: 0,
@@ -101,8 +104,10 @@ struct Run<'a> {
     plan: &'a RankPlan,
     state: RankState,
     backend: CpuBackend,
+    /// The layer asked for ahead. Before `comms`: giving it up closes the ring that `comms` would wait for.
+    ahead: Option<(usize, PendingGather)>,
     comms: Comms<'a>,
-    /// Bytes of parameters that layers hold right now, and the most they have held.
+    /// Bytes of parameters that layers hold right now, on their way or in use, and the most they have held.
     live_bytes: usize,
     peak_bytes: usize,
     layer_bytes: [usize; COUNT],
@@ -111,37 +116,51 @@ struct Run<'a> {
 }
 
 impl Ranked for Run<'_> {
+    fn ask(&mut self, index: usize) -> anyhow::Result<()> {
+        // Without rings it would be here at once, and only take memory longer.
+        if !self.comms.has_rings() || self.plan.zero() != Zero::Zero3 {
+            return Ok(());
+        }
+        let names = layers::names(index);
+        let names = [names[0].as_str(), names[1].as_str()];
+        let pending = self
+            .plan
+            .prefetch(&self.state, &self.backend, &mut self.comms, &names)?;
+        self.hold(pending.len_bytes());
+        self.ahead = Some((index, pending));
+        Ok(())
+    }
+
     fn layer(&mut self, index: usize) -> anyhow::Result<Layer> {
         let names = layers::names(index);
         let names = [names[0].as_str(), names[1].as_str()];
-        let gathered = self
-            .plan
-            .gather(&self.state, &self.backend, &mut self.comms, &names)?;
-        let tensor = |at: usize| -> anyhow::Result<Tensor> {
-            let name = names[at];
-            let desc = self.plan.params().iter().find(|param| param.name == name);
-            let desc =
-                desc.with_context(|| format!("`{name}`: expected a parameter of the model"))?;
-            let dims: Vec<usize> = desc.shape.dims().iter().map(|&dim| dim as usize).collect();
-            let dtype = match desc.dtype {
-                DType::F64 => candle_core::DType::F64,
-                DType::F16 => candle_core::DType::F16,
-                DType::BF16 => candle_core::DType::BF16,
-                _ => candle_core::DType::F32,
-            };
-            Ok(Tensor::from_raw_buffer(
-                gathered.bytes(at),
-                dtype,
-                &dims,
-                &Device::Cpu,
-            )?)
+        // The first layer of a pass nobody could ask for ahead: it goes the same way, so that calls keep one order.
+        if self.ahead.is_none() {
+            self.ask(index)?;
+        }
+        let gathered = match self.ahead.take() {
+            Some((asked, pending)) => {
+                let gathered = pending.wait(&self.state)?;
+                ensure!(
+                    asked == index,
+                    "layer{index}: expected to be asked for ahead, found layer{asked}"
+                );
+                gathered
+            }
+            None => {
+                let (state, backend) = (&self.state, &self.backend);
+                let gathered = self.plan.gather(state, backend, &mut self.comms, &names)?;
+                self.hold(gathered.len_bytes());
+                gathered
+            }
         };
-        let layer = (tensor(1)?, tensor(0)?);
+        let layer = (
+            self.tensor(&gathered, names, 1)?,
+            self.tensor(&gathered, names, 0)?,
+        );
         // The gathered copy and the tensors made of it lie side by side for a moment.
-        self.peak_bytes = self
-            .peak_bytes
-            .max(self.live_bytes + 2 * gathered.len_bytes());
-        self.live_bytes += gathered.len_bytes();
+        self.hold(gathered.len_bytes());
+        self.live_bytes -= gathered.len_bytes();
         self.layer_bytes[index] = gathered.len_bytes();
         Ok(layer)
     }
@@ -162,6 +181,32 @@ impl Ranked for Run<'_> {
 }
 
 impl Run<'_> {
+    /// Counts bytes of parameters that are whole from now on.
+    fn hold(&mut self, len_bytes: usize) {
+        self.live_bytes += len_bytes;
+        self.peak_bytes = self.peak_bytes.max(self.live_bytes);
+    }
+
+    fn tensor(
+        &self,
+        gathered: &GatheredParams,
+        names: [&str; 2],
+        at: usize,
+    ) -> anyhow::Result<Tensor> {
+        let name = names[at];
+        let desc = self.plan.params().iter().find(|param| param.name == name);
+        let desc = desc.with_context(|| format!("`{name}`: expected a parameter of the model"))?;
+        let dims: Vec<usize> = desc.shape.dims().iter().map(|&dim| dim as usize).collect();
+        let dtype = match desc.dtype {
+            DType::F64 => candle_core::DType::F64,
+            DType::F16 => candle_core::DType::F16,
+            DType::BF16 => candle_core::DType::BF16,
+            _ => candle_core::DType::F32,
+        };
+        let bytes = gathered.bytes(at);
+        Ok(Tensor::from_raw_buffer(bytes, dtype, &dims, &Device::Cpu)?)
+    }
+
     fn epochs(
         &mut self,
         args: &TrainArgs,

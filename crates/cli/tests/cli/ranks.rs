@@ -105,7 +105,14 @@ fn state_and_layers_in_use_shrink_as_the_stage_promises() {
         number(&third, "parameter_bytes"),
     );
     // The largest layer, and its tensors beside the gathered copy.
+    let largest = 4 * (64 * 128 + 128);
+    assert_eq!(peak, 2 * largest);
     assert!(peak < parameters, "{peak} of {parameters}");
+    // With rings the next layer comes while one is in use: two are whole, never more.
+    let ahead = train(&["--ranks", "4", "--zero", "3", "--rings", "2"]);
+    assert_eq!(ahead["params_hash"], third["params_hash"]);
+    assert_eq!(ahead["collectives_per_step"], third["collectives_per_step"]);
+    assert_eq!(number(&ahead, "layer_peak_bytes"), 2 * largest);
 }
 
 #[test]

@@ -131,6 +131,7 @@ impl RankPlan {
         window: Window,
     ) -> Result<RankReport, PlanError> {
         comms.set_plan(self.hash());
+        state.params_version += 1;
         let done = self.try_update(state, backend, comms, window);
         if done.is_err() {
             self.poison(state);

@@ -51,6 +51,8 @@ pub struct RankState {
     pub(crate) adapting: Adapting,
     /// For each parameter the steps it has taken, whoever holds it.
     pub(crate) steps_of: Vec<u64>,
+    /// How often parameters have been changed.
+    pub(crate) params_version: u64,
 }
 
 impl RankPlan {
@@ -118,6 +120,7 @@ impl RankPlan {
             since_average: 0,
             adapting: Adapting::default(),
             steps_of: vec![0; self.params().len()],
+            params_version: 0,
         })
     }
 
@@ -313,6 +316,7 @@ impl RankPlan {
         let (line, start) = self.places[param];
         let numel = self.params()[param].numel() as usize;
         if role == Role::Param {
+            state.params_version += 1;
             let width = self.flats[line].dtype.len_bytes();
             crate::state::check_len(role, name, numel * width, bytes.len())?;
             let replica = state.replicas[line].bytes_mut();
