@@ -10,6 +10,8 @@ mod bucket;
 mod checkpoint;
 mod comms;
 mod cost;
+mod cost_bytes;
+mod cost_page;
 mod flat;
 mod folder;
 mod gather;
