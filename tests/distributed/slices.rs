@@ -8,8 +8,8 @@ use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_lars_momentum::Lars;
 use fusestep_planner::{
-    ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, LocalSgd, Optimizer, Planner, RankPlan,
-    RankState, Shard, Topology, Zero,
+    ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, LocalSgd, Manifest, Optimizer, Planner,
+    RankPlan, RankState, Shard, Topology, Zero,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 
@@ -233,6 +233,7 @@ fn every_rank_has_slices_of_its_own_in_shard_groups_too_and_each_counts_once() {
 #[test]
 fn slices_are_neither_broadcast_nor_averaged() {
     let planner = planner(Zero::Zero0).with(LocalSgd::every(NonZeroU64::MIN));
+    let folder = tempfile::tempdir().unwrap();
     let outcomes = run_ranks(WORLD, &Options::default(), |mut comm| {
         let plan = planner.plan_for(&params(), Topology::of(&comm)).unwrap();
         let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
@@ -244,8 +245,20 @@ fn slices_are_neither_broadcast_nor_averaged() {
         let begun = all(&plan, &state, &backend, &mut comms);
         assert!((0..4).all(|param| begun[param] == first(param, rank)));
         steps(&plan, &mut state, &backend, &mut comms, 0..1);
+        let caller = BTreeMap::new();
+        plan.save(&state, &backend, &mut comms, folder.path(), caller)
+            .unwrap();
         all(&plan, &state, &backend, &mut comms)
     });
+    let manifest = Manifest::read(folder.path()).unwrap();
+    let out = tempfile::tempdir().unwrap();
+    let error = manifest.average(folder.path(), out.path(), 1).unwrap_err();
+    assert!(error.to_string().contains("layer2"), "{error}");
+    let two = planner.plan_for(&params(), Topology::new(0, 2).unwrap());
+    let (two, backend) = (two.unwrap(), CpuBackend::new(NonZeroUsize::MIN).unwrap());
+    let mut state = two.allocate(&backend).unwrap();
+    let error = two.load(&mut state, &backend, folder.path()).unwrap_err();
+    assert!(error.to_string().contains("cannot be averaged"), "{error}");
     let params: Vec<_> = outcomes.unwrap().into_iter().map(Result::unwrap).collect();
     assert!(params[0][0] == params[1][0] && params[1][1] == params[2][1]);
     assert!(params[0][2] != params[1][2] && params[1][3] != params[2][3]);
