@@ -9,7 +9,7 @@ use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_planner::{
-    Comms, CostModel, FuseAllReduce, Optimizer, Planner, Shard, Topology, Zero,
+    Comms, CostModel, EventKind, FuseAllReduce, Optimizer, Planner, Shard, Topology, Zero,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
 
@@ -67,22 +67,17 @@ fn line(
         }
     }
     let predicted = plan.summary(CostModel::from(costs));
+    let timeline = plan.timeline(&CostModel::from(costs));
+    let of_kind = |kind: EventKind| {
+        let events = timeline.iter().filter(|event| event.kind == kind);
+        events.map(|event| event.end - event.start).sum::<f64>() * 1e3
+    };
     // Parameters of stage 3 are gathered by the caller, who does not in this run.
     let gathers = match zero {
-        Zero::Zero3 => {
-            let timeline = plan.timeline(&CostModel::from(costs));
-            let kind = fusestep_planner::EventKind::Gather;
-            let gathers = timeline.iter().filter(|event| event.kind == kind);
-            gathers.map(|event| event.end - event.start).sum::<f64>() * 1e3
-        }
+        Zero::Zero3 => of_kind(EventKind::Gather),
         _ => 0.0,
     };
-    let waiting_predicted: f64 = plan
-        .timeline(&CostModel::from(costs))
-        .iter()
-        .filter(|event| event.kind == fusestep_planner::EventKind::Reduce)
-        .map(|event| (event.end - event.start) * 1e3)
-        .sum();
+    let waiting_predicted = of_kind(EventKind::Reduce);
     format!(
         "{} ranks {:8} {zero:?}: reductions {:6.1} ms, predicted {waiting_predicted:6.1}; step {:6.1} ms, predicted {:6.1}",
         comms.communicator().world_size(),
@@ -90,6 +85,42 @@ fn line(
         median_ms(waiting),
         median_ms(whole),
         predicted.predicted_step_ns / 1e6 - gathers,
+    )
+}
+
+/// The most bytes of buckets at one time, and the time of a step, of stage 2 with one ring behind a simulated backward pass.
+fn peak(comm: &mut dyn Communicator, params: &[ParamDesc], cap_bytes: u64) -> String {
+    let planner = Planner::new(Adam::default().into())
+        .with(FuseAllReduce::of_bytes(cap_bytes))
+        .with(Shard::new(Zero::Zero2));
+    let plan = planner.plan_for(params, Topology::of(comm)).unwrap();
+    let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+    let mut state = plan.allocate(&backend).unwrap();
+    let grad = |param: &ParamDesc| 1.0f32.to_le_bytes().repeat(param.numel() as usize);
+    let grads: Vec<Vec<u8>> = params.iter().map(grad).collect();
+    let mut comms = Comms::with_rings(comm, 1).unwrap();
+    let (mut peaks, mut busy) = (Vec::new(), Vec::new());
+    for _ in 0..5 {
+        comms.communicator().barrier().unwrap();
+        let mut seconds = 0.0;
+        for (param, grad) in params.iter().zip(&grads).rev() {
+            std::thread::sleep(std::time::Duration::from_nanos(12 * param.numel()));
+            let start = Instant::now();
+            plan.give_gradient(&mut state, &mut comms, &param.name, grad)
+                .unwrap();
+            seconds += start.elapsed().as_secs_f64();
+        }
+        let start = Instant::now();
+        let report = plan.run_with(&mut state, &backend, &mut comms).unwrap();
+        busy.push(seconds + start.elapsed().as_secs_f64());
+        peaks.push(report.bucket_peak_bytes as f64 / 1e3);
+    }
+    format!(
+        "buckets of {} MiB beside a backward pass of 300 ms: at most {:.1} MB of {:.1} MB at one time; {:.1} ms of a rank's own work",
+        cap_bytes >> 20,
+        median_ms(peaks) / 1e3,
+        grads.iter().map(Vec::len).sum::<usize>() as f64 / 1e6,
+        median_ms(busy),
     )
 }
 
@@ -105,6 +136,9 @@ fn predictions_beside_what_is_measured() {
         let lines = run_ranks(ranks, &Options::default(), |mut comm| {
             let costs = measure(&mut comm).unwrap();
             let mut lines = vec![format!("{costs:?}")];
+            for cap_bytes in [4 << 20, 25 << 20] {
+                lines.push(peak(&mut comm, &params, cap_bytes));
+            }
             for rule in [Optimizer::from(sgd), Adam::default().into()] {
                 for zero in [Zero::Zero0, Zero::Zero1, Zero::Zero2, Zero::Zero3] {
                     lines.push(line(&mut comm, &params, (rule, zero, costs)));

@@ -90,6 +90,7 @@ fn train(args: &TrainArgs, comm: &mut dyn Communicator) -> anyhow::Result<Traine
         comms,
         live_bytes: 0,
         peak_bytes: 0,
+        bucket_peak_bytes: 0,
         layer_bytes: [0; COUNT],
         update_ns: 0.0,
         steps: 0,
@@ -110,6 +111,8 @@ struct Run<'a> {
     /// Bytes of parameters that layers hold right now, on their way or in use, and the most they have held.
     live_bytes: usize,
     peak_bytes: usize,
+    /// The most bytes that buckets have held.
+    bucket_peak_bytes: u64,
     layer_bytes: [usize; COUNT],
     update_ns: f64,
     steps: u64,
@@ -335,6 +338,7 @@ impl Run<'_> {
             .run_with(&mut self.state, &self.backend, &mut self.comms)?;
         self.update_ns += start.elapsed().as_nanos() as f64;
         self.steps += u64::from(report.update.is_some());
+        self.bucket_peak_bytes = self.bucket_peak_bytes.max(report.bucket_peak_bytes);
         Ok(total[0] / positions.len() as f64)
     }
 
@@ -371,6 +375,7 @@ impl Run<'_> {
                 collectives_per_step: calls as f64 / steps,
                 bytes_sent_per_step: bytes as f64 / steps,
                 layer_peak_bytes: self.peak_bytes as u64,
+                bucket_peak_bytes: self.bucket_peak_bytes,
                 parameter_bytes: parameter_bytes.sum(),
             },
             history,

@@ -26,6 +26,7 @@ mod prefetch;
 mod progress;
 mod ready;
 mod run;
+mod slots;
 mod state;
 mod topology;
 mod words;

@@ -15,8 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::counts::Progress;
 use super::folder::{Manifest, PieceBytes, TensorSpec, WholeTensors, refuse};
-use super::ready::Slot;
-use super::words::Words;
+use super::slots::Slot;
 use super::{Held, RankPlan, RankState, Topology};
 use crate::PlanError;
 use crate::passes::Reduced;
@@ -172,7 +171,7 @@ impl RankPlan {
         for &(bucket, position) in &self.spans_of[param] {
             let (tensor, at) = self.span_ranges(bucket, position);
             let sums = &state.sums[bucket as usize];
-            let part: &[u8] = match (&state.slots[bucket as usize], sums.is_empty()) {
+            let part: &[u8] = match (state.slots.get(bucket as usize), sums.is_empty()) {
                 (_, false) => bytemuck::cast_slice(&sums[at]),
                 (Slot::Filling(words), true) => &words.bytes()[at.start * width..at.end * width],
                 _ => continue,
@@ -336,12 +335,7 @@ impl RankPlan {
         (progress, from): (&Progress, usize),
         whole: &WholeTensors,
     ) {
-        for slot in &mut state.slots {
-            // A call that has failed has kept the memory.
-            if !matches!(slot, Slot::Filling(_)) {
-                *slot = Slot::Filling(Words::default());
-            }
-        }
+        state.slots.restore();
         state.ready.again();
         state.given_now.fill(false);
         state.weight = None;
@@ -390,7 +384,7 @@ impl RankPlan {
                 continue;
             }
             let len_bytes = self.len_bytes_of(&self.buckets[bucket as usize]);
-            if let Some(words) = state.slots[bucket as usize].filling(len_bytes) {
+            if let Some(words) = state.slots.filling(bucket as usize, len_bytes) {
                 words.bytes_mut()[at.start * width..at.end * width].copy_from_slice(part);
             }
         }
