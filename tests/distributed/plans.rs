@@ -302,6 +302,23 @@ fn a_ranks_own_copies_and_its_update_take_as_long_as_their_bytes() {
             EventKind::Gather
         ]
     );
+    // One bucket, allocated anew in every step from stage 2 on.
+    let fresh = CostModel {
+        fresh_bytes_per_second: Some(2e9),
+        ..model
+    };
+    near(
+        plan(Zero::Zero2, 1).summary(fresh).local_ns,
+        6.5 / 1e10 + 1.0 / 2e9,
+    );
+    assert_eq!(plan(Zero::Zero0, 1).summary(fresh), whole);
+    let many = Planner::new(rule.into())
+        .with(FuseAllReduce::of_bytes(1 << 20))
+        .with(Shard::new(Zero::Zero2));
+    let many = many.plan_for(&params, Topology::new(1, 2).unwrap());
+    let many = many.unwrap();
+    let anew = [0, 1, 2].map(|rings| many.fresh_bytes(0, rings));
+    assert_eq!(anew, [8 << 20, 2 << 20, 3 << 20]);
     let without = plan(Zero::Zero0, 1).summary(link(1e9));
     assert_eq!(without.local_ns, 0.0);
     near(without.predicted_step_ns, 1.0 / 1e9);

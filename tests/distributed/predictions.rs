@@ -113,12 +113,12 @@ fn peak(comm: &mut dyn Communicator, params: &[ParamDesc], cap_bytes: u64) -> St
         let start = Instant::now();
         let report = plan.run_with(&mut state, &backend, &mut comms).unwrap();
         busy.push(seconds + start.elapsed().as_secs_f64());
-        peaks.push(report.bucket_peak_bytes as f64 / 1e3);
+        peaks.push(report.bucket_peak_bytes as f64 / 1e9);
     }
     format!(
         "buckets of {} MiB beside a backward pass of 300 ms: at most {:.1} MB of {:.1} MB at one time; {:.1} ms of a rank's own work",
         cap_bytes >> 20,
-        median_ms(peaks) / 1e3,
+        median_ms(peaks),
         grads.iter().map(Vec::len).sum::<usize>() as f64 / 1e6,
         median_ms(busy),
     )

@@ -1,5 +1,6 @@
 //! How fast an all-reduce is, beside what memory allows.
 
+use std::hint::black_box;
 use std::time::Instant;
 
 use fusestep_simd::Level;
@@ -117,6 +118,9 @@ pub struct Costs {
     pub all_gather: Link,
     /// Bytes that a rank reads and writes per second when it copies, each counted, while the other ranks do so too.
     pub memory_bytes_per_second: f64,
+    /// Bytes of memory just allocated that a rank writes for the first time per second, while the others do so too: what the
+    /// operating system takes to find the pages, and to take them back.
+    pub fresh_bytes_per_second: f64,
 }
 
 /// Bytes of all ranks' buffers that are gone through in turn: more than caches hold.
@@ -125,7 +129,10 @@ const COLD_BYTES: usize = 256 << 20;
 /// Lengths of calls that [`measure`] times.
 const MEASURED_BYTES: [usize; 4] = [4 << 10, 64 << 10, 1 << 20, 8 << 20];
 
-/// Times that a copy is measured.
+/// Bytes that are allocated, written and given back at a time: a bucket's.
+const FRESH_BYTES: usize = 25 << 20;
+
+/// Times that a copy and new memory are measured.
 const COPIES: usize = 5;
 
 /// Measures what calls between the ranks of `comm` cost; all ranks call it, and get nearly the same.
@@ -158,11 +165,21 @@ pub fn measure(comm: &mut dyn Communicator) -> Result<Costs, CollectiveError> {
         to[..len].copy_from_slice(&from[..len]);
         copies.push(start.elapsed().as_secs_f64());
     }
+    let mut fresh = Vec::with_capacity(COPIES);
+    for _ in 0..COPIES {
+        comm.barrier()?;
+        let start = Instant::now();
+        let mut words = vec![0u64; FRESH_BYTES / 8];
+        words.iter_mut().for_each(|word| *word = 1);
+        drop(black_box(words));
+        fresh.push(start.elapsed().as_secs_f64());
+    }
     Ok(Costs {
         all_reduce,
         reduce_scatter,
         all_gather,
         memory_bytes_per_second: 8.0 * len as f64 / median(copies),
+        fresh_bytes_per_second: FRESH_BYTES as f64 / median(fresh),
     })
 }
 

@@ -12,11 +12,12 @@ use crate::passes::Zero;
 /// ```text
 /// call of B bytes    α + B / β           of its kind: all-reduce, reduce-scatter or all-gather
 /// backward pass      as given + C / M    C: bytes read and written to put gradients into buckets, M: `memory_bytes_per_second`
+///                            + N / F    N: bytes of buckets that are allocated anew, F: `fresh_bytes_per_second`
 /// update             U / M               U: the same for buckets into shards, shards to the update, the update, updated parameters
 /// step               passes, the calls they do not hide, update, gathers
 /// ```
 ///
-/// `C` and `U` count what [`RankPlan::pass_bytes`] and [`RankPlan::update_bytes`] say.
+/// `C`, `U` and `N` count what [`RankPlan::pass_bytes`], [`RankPlan::update_bytes`] and [`RankPlan::fresh_bytes`] say.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CostModel {
     /// Latency and bandwidth of an all-reduce.
@@ -27,6 +28,8 @@ pub struct CostModel {
     pub gather: Option<Link>,
     /// Bytes that a rank reads and writes per second while the others do so too; `None` leaves such work out.
     pub memory_bytes_per_second: Option<f64>,
+    /// Bytes of memory just allocated that a rank writes for the first time per second; `None` leaves that out.
+    pub fresh_bytes_per_second: Option<f64>,
     /// Length of one backward pass; gradients become ready evenly, element by element.
     pub backward_seconds: f64,
     /// Rings, on which calls run beside the backward pass; 0 for calls after it.
@@ -40,6 +43,7 @@ impl From<Link> for CostModel {
             scatter: None,
             gather: None,
             memory_bytes_per_second: None,
+            fresh_bytes_per_second: None,
             backward_seconds: 0.0,
             rings: 0,
         }
@@ -52,6 +56,7 @@ impl From<Costs> for CostModel {
             scatter: Some(costs.reduce_scatter),
             gather: Some(costs.all_gather),
             memory_bytes_per_second: Some(costs.memory_bytes_per_second),
+            fresh_bytes_per_second: Some(costs.fresh_bytes_per_second),
             ..Self::from(costs.all_reduce)
         }
     }
@@ -148,7 +153,7 @@ impl RankPlan {
         let passes = self.micro_steps();
         let (mut events, mut now, mut link_free) = (Vec::new(), 0.0, 0.0f64);
         for pass in 0..passes {
-            let length = model.backward_seconds + model.local(self.pass_bytes(pass));
+            let length = model.backward_seconds + self.pass_seconds(model, pass);
             let (start, end) = (now, now + length);
             events.push(Event {
                 kind: EventKind::Backward,
@@ -231,6 +236,13 @@ impl RankPlan {
         link_free
     }
 
+    /// A rank's own work on the gradients of a backward pass.
+    fn pass_seconds(&self, model: &CostModel, pass: u32) -> f64 {
+        let fresh = |rate| self.fresh_bytes(pass, model.rings) as f64 / rate;
+        let fresh = model.fresh_bytes_per_second.map_or(0.0, fresh);
+        model.local(self.pass_bytes(pass)) + fresh
+    }
+
     /// What a bucket's call costs.
     fn reduce_link(&self, model: &CostModel) -> Link {
         match self.zero() >= Zero::Zero2 {
@@ -300,8 +312,8 @@ impl RankPlan {
         };
         let events = self.timeline(&model);
         let end = events.last().map_or(0.0, |event| event.end);
-        let passes = (0..self.micro_steps()).map(|pass| self.pass_bytes(pass));
-        let local = model.local(passes.sum::<u64>()) + model.local(self.update_bytes());
+        let passes = (0..self.micro_steps()).map(|pass| self.pass_seconds(&model, pass));
+        let local = passes.sum::<f64>() + model.local(self.update_bytes());
         let hidden = f64::from(self.micro_steps()) * model.backward_seconds + local;
         RankSummary {
             world: world as usize,

@@ -61,6 +61,26 @@ impl RankPlan {
         self.buckets.iter().map(of_bucket).sum()
     }
 
+    /// Bytes of buckets that are allocated in micro-step `pass`, because they were given back: from ZeRO stage 2 on all of them, or with
+    /// `rings`, if calls keep up, one for each ring and one that is being filled.
+    pub fn fresh_bytes(&self, pass: u32, rings: usize) -> u64 {
+        if pass > 0 && !self.reduces_each() {
+            return 0;
+        }
+        let given_back = self.buckets.iter().enumerate();
+        let given_back = given_back.filter(|&(index, _)| !self.keeps(index));
+        let bytes = given_back.map(|(_, bucket)| self.len_bytes_of(bucket) as u64);
+        let (all, largest) = bytes.fold((0, 0), |(all, largest), bytes: u64| {
+            (all + bytes, largest.max(bytes))
+        });
+        let groups = self.shard_place().world < self.topology().world;
+        match rings {
+            0 => all,
+            _ if groups => all,
+            _ => all.min((rings as u64 + 1) * largest),
+        }
+    }
+
     /// Bytes that this rank reads and writes once its gradients are reduced, each counted: its part out of the buckets and to the
     /// update, the norm if it is formed across ranks, what the update's kernels read and write, and its parameters into the replica.
     pub fn update_bytes(&self) -> u64 {
