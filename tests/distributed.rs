@@ -12,6 +12,10 @@ mod merging;
 mod open_runs;
 #[path = "distributed/plans.rs"]
 mod plans;
+#[path = "distributed/predictions.rs"]
+mod predictions;
+#[path = "distributed/prefetch.rs"]
+mod prefetch;
 #[path = "distributed/rounding.rs"]
 mod rounding;
 #[path = "distributed/run.rs"]

@@ -336,3 +336,68 @@ fn parameters_of_one_rank_come_to_all() {
         }
     }
 }
+
+#[test]
+fn buckets_that_are_through_give_their_memory_to_those_that_come() {
+    let base = Case {
+        numels: vec![1_000; 16],
+        world: 2,
+        cap: Some(4_000),
+        rings: 2,
+        zero: Zero::Zero2,
+        steps: 2,
+        ..Case::default()
+    };
+    let expected = base.by_hand();
+    for (zero, group, all) in [
+        (Zero::Zero1, None, true),
+        (Zero::Zero2, None, false),
+        (Zero::Zero2, NonZeroUsize::new(1), true),
+        (Zero::Zero3, None, false),
+    ] {
+        let case = Case {
+            zero,
+            shard_group: group,
+            ..base.clone()
+        };
+        let peaks = run_ranks(2, &Options::default(), |mut comm| {
+            let rank = comm.rank();
+            let plan = case.planner().plan_for(&case.params(), Topology::of(&comm));
+            let (plan, backend) = (plan.unwrap(), CpuBackend::new(NonZeroUsize::MIN).unwrap());
+            let mut comms = match group {
+                Some(group) => Comms::in_groups(&mut comm, group, 2).unwrap(),
+                None => Comms::with_rings(&mut comm, 2).unwrap(),
+            };
+            let mut state = plan.allocate(&backend).unwrap();
+            for (param, desc) in plan.params().iter().enumerate() {
+                let values = case.first_values(param);
+                plan.write_param(&mut state, &backend, &desc.name, &values)
+                    .unwrap();
+            }
+            let mut peaks = Vec::new();
+            for step in 0..case.steps {
+                for param in (0..16).rev() {
+                    let bytes = case.gradient(rank, step, param);
+                    let name = &plan.params()[param].name;
+                    plan.give_gradient(&mut state, &mut comms, name, &bytes)
+                        .unwrap();
+                    // A backward pass that takes longer than the calls.
+                    while !all && plan.take_reduced(&mut state).unwrap() > 0 {
+                        std::thread::yield_now();
+                    }
+                }
+                let report = plan.run_with(&mut state, &backend, &mut comms).unwrap();
+                assert_eq!(state.memory_bytes(), plan.memory_bytes());
+                peaks.push(report.bucket_peak_bytes);
+            }
+            let params = crate::run::whole_params(&plan, &state, &backend, &mut comms);
+            (peaks, params)
+        });
+        for outcome in peaks.unwrap() {
+            let (peaks, params) = outcome.unwrap();
+            let bytes = if all { 16 * 4_000 } else { 4_000 };
+            assert_eq!(peaks, [bytes; 2], "{zero:?} {group:?}");
+            assert!(params == expected.params, "{zero:?} {group:?}");
+        }
+    }
+}

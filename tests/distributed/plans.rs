@@ -4,9 +4,10 @@ use std::time::Instant;
 
 use fusestep_collective::Link;
 use fusestep_fused_adam::Adam;
+use fusestep_fused_sgd::Sgd;
 use fusestep_planner::{
-    Bucket, CostModel, EventKind, FuseAllReduce, FuseBroadcast, Note, Oversize, Ownership, Planner,
-    RankPlan, Shard, Topology, Zero, groups_by_layer,
+    Bucket, CostModel, EventKind, FuseAllReduce, FuseBroadcast, GradientMerge, Note, Oversize,
+    Ownership, Planner, RankPlan, Shard, Topology, Zero, groups_by_layer,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
 
@@ -210,9 +211,9 @@ fn calls_are_hidden_behind_a_backward_pass_and_drawn() {
         beta_bytes_per_second: 1e9,
     };
     let model = |rings| CostModel {
-        link,
         backward_seconds: 0.1,
         rings,
+        ..CostModel::from(link)
     };
     let [after, beside, two] = [0, 1, 2].map(|rings| plan.summary(model(rings)));
     // 16 calls of 1 MiB: latency and bytes of all of them, or of the last.
@@ -240,6 +241,87 @@ fn calls_are_hidden_behind_a_backward_pass_and_drawn() {
     );
     let page = plan.to_html(&model(1));
     assert!(page.matches("<rect").count() >= 17 && page.contains("bucket 15"));
+}
+
+#[test]
+fn a_ranks_own_copies_and_its_update_take_as_long_as_their_bytes() {
+    // 2 Mi elements in one bucket; SGD without momentum reads two tensors and writes one.
+    let params = params(&[("a", 1 << 20, DType::F32), ("b", 1 << 20, DType::F32)]);
+    let rule = Sgd {
+        momentum: 0.0,
+        ..Sgd::default()
+    };
+    let bytes = f64::from(8 << 20);
+    let link = |beta_bytes_per_second| Link {
+        alpha_seconds: 0.0,
+        beta_bytes_per_second,
+    };
+    let model = CostModel {
+        scatter: Some(link(4e9)),
+        gather: Some(link(5e9)),
+        memory_bytes_per_second: Some(1e10),
+        ..CostModel::from(link(1e9))
+    };
+    let plan = |zero, merge: u32| {
+        let planner = Planner::new(rule.into()).with(FuseAllReduce::of_bytes(1 << 30));
+        let planner = match merge {
+            1 => planner,
+            _ => planner.with(GradientMerge::every(merge.try_into().unwrap())),
+        };
+        let planner = match zero {
+            Zero::Zero0 => planner,
+            zero => planner.with(Shard::new(zero)),
+        };
+        let topology = Topology::new(1, 2).unwrap();
+        planner.plan_for(&params, topology).unwrap()
+    };
+    let near = |found: f64, expected: f64| {
+        let expected = expected * bytes * 1e9;
+        assert!((found / expected - 1.0).abs() < 1e-6, "{found} {expected}");
+    };
+    // Into the bucket, out of it and to the update: a copy each. Then three passes of the update.
+    let whole = plan(Zero::Zero0, 1).summary(model);
+    near(whole.local_ns, (2.0 + 4.0 + 3.0) / 1e10);
+    near(whole.exposed_ns, 1.0 / 1e9);
+    near(whole.predicted_step_ns, 9.0 / 1e10 + 1.0 / 1e9);
+    // Half of all that but the first, and half of the parameters into the replica; other calls.
+    let shared = plan(Zero::Zero2, 1).summary(model);
+    near(shared.local_ns, (2.0 + 2.0 + 1.5 + 1.0) / 1e10);
+    near(shared.exposed_ns, 1.0 / 4e9 + 1.0 / 5e9);
+    // Two more passes of three, and a division.
+    let merged = plan(Zero::Zero0, 3).summary(model);
+    near(merged.local_ns, (2.0 + 3.0 + 5.0 + 4.0 + 3.0) / 1e10);
+    let timeline = plan(Zero::Zero2, 1).timeline(&model);
+    let kinds: Vec<EventKind> = timeline.iter().map(|event| event.kind).collect();
+    assert_eq!(
+        kinds,
+        [
+            EventKind::Backward,
+            EventKind::Reduce,
+            EventKind::Update,
+            EventKind::Gather
+        ]
+    );
+    // One bucket, allocated anew in every step from stage 2 on.
+    let fresh = CostModel {
+        fresh_bytes_per_second: Some(2e9),
+        ..model
+    };
+    near(
+        plan(Zero::Zero2, 1).summary(fresh).local_ns,
+        6.5 / 1e10 + 1.0 / 2e9,
+    );
+    assert_eq!(plan(Zero::Zero0, 1).summary(fresh), whole);
+    let many = Planner::new(rule.into())
+        .with(FuseAllReduce::of_bytes(1 << 20))
+        .with(Shard::new(Zero::Zero2));
+    let many = many.plan_for(&params, Topology::new(1, 2).unwrap());
+    let many = many.unwrap();
+    let anew = [0, 1, 2].map(|rings| many.fresh_bytes(0, rings));
+    assert_eq!(anew, [8 << 20, 2 << 20, 3 << 20]);
+    let without = plan(Zero::Zero0, 1).summary(link(1e9));
+    assert_eq!(without.local_ns, 0.0);
+    near(without.predicted_step_ns, 1.0 / 1e9);
 }
 
 #[test]

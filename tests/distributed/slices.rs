@@ -8,8 +8,8 @@ use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_lars_momentum::Lars;
 use fusestep_planner::{
-    ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, LocalSgd, Optimizer, Planner, RankPlan,
-    RankState, Shard, Topology, Zero,
+    ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, LocalSgd, Manifest, Optimizer, Planner,
+    RankPlan, RankState, Shard, Topology, Zero,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 
@@ -107,8 +107,8 @@ fn all(
 }
 
 /// One plan of everything: shared parameters with the mean of gradients, and the slices of all ranks under names of their own.
-fn by_hand() -> (Vec<Vec<Vec<u8>>>, Vec<Option<u64>>) {
-    let slices = (0..WORLD).flat_map(|rank| SLICES.map(|param| (param, rank)));
+fn by_hand(world: usize, group: usize) -> (Vec<Vec<Vec<u8>>>, Vec<Option<u64>>) {
+    let slices = (0..world).flat_map(|rank| SLICES.map(|param| (param, rank)));
     let whole: Vec<(usize, usize)> = [(0, 0), (1, 0)].into_iter().chain(slices).collect();
     let label = |param: usize, rank: usize| format!("layer{param}#{rank}");
     let descs: Vec<ParamDesc> = whole.iter().map(|&(p, r)| desc(label(p, r), p)).collect();
@@ -130,7 +130,7 @@ fn by_hand() -> (Vec<Vec<Vec<u8>>>, Vec<Option<u64>>) {
         for &(param, rank) in &whole {
             let grad = match SLICES.contains(&param) {
                 true => bytes(param, [step, rank as u64]),
-                false => mean(param, step),
+                false => mean(param, step, world, group),
             };
             state
                 .write(&backend, Role::Grad, &label(param, rank), &grad)
@@ -147,30 +147,35 @@ fn by_hand() -> (Vec<Vec<Vec<u8>>>, Vec<Option<u64>>) {
             .unwrap();
         value
     };
-    let ranks = (0..WORLD).map(|rank| (0..NUMELS.len()).map(|p| read(p, rank)).collect());
+    let ranks = (0..world).map(|rank| (0..NUMELS.len()).map(|p| read(p, rank)).collect());
     (ranks.collect(), norms)
 }
 
-fn mean(param: usize, step: u64) -> Vec<u8> {
-    let grads: Vec<Vec<u8>> = (0..WORLD)
+/// The mean over groups of the means within them, in rank order.
+fn mean(param: usize, step: u64, world: usize, group: usize) -> Vec<u8> {
+    let grads: Vec<Vec<u8>> = (0..world)
         .map(|rank| bytes(param, [step, rank as u64]))
         .collect();
     let value = |grad: &Vec<u8>, at: usize| {
         f32::from_le_bytes(grad[4 * at..4 * at + 4].try_into().unwrap())
     };
     let mean = |at| {
-        grads[1..]
-            .iter()
-            .fold(value(&grads[0], at), |sum, grad| sum + value(grad, at))
+        let sum = |values: Vec<f32>| values.into_iter().reduce(|sum, value| sum + value);
+        let of_group = |group: &[Vec<u8>]| {
+            let values = group.iter().map(|grad| value(grad, at)).collect();
+            sum(values).unwrap() / group.len() as f32
+        };
+        let means = grads.chunks(group).map(of_group).collect();
+        sum(means).unwrap() / (world / group) as f32
     };
     (0..NUMELS[param] as usize)
-        .flat_map(|at| (mean(at) / WORLD as f32).to_le_bytes())
+        .flat_map(|at| mean(at).to_le_bytes())
         .collect()
 }
 
 #[test]
 fn slices_are_updated_by_their_ranks_and_count_once_in_the_norm() {
-    let (expected, norms) = by_hand();
+    let (expected, norms) = by_hand(WORLD, WORLD);
     for zero in [Zero::Zero0, Zero::Zero1, Zero::Zero2, Zero::Zero3] {
         let planner = planner(zero).with(ClipByGlobalNorm::new(1.0));
         let outcomes = run_ranks(WORLD, &Options::default(), |mut comm| {
@@ -190,8 +195,45 @@ fn slices_are_updated_by_their_ranks_and_count_once_in_the_norm() {
 }
 
 #[test]
+fn every_rank_has_slices_of_its_own_in_shard_groups_too_and_each_counts_once() {
+    for (world, group) in [(4, 2), (6, 3), (3, 1)] {
+        let (expected, norms) = by_hand(world, group);
+        let group = NonZeroUsize::new(group).unwrap();
+        for (zero, rings) in [(Zero::Zero1, 0), (Zero::Zero2, 1), (Zero::Zero3, 2)] {
+            let planner = Planner::new(Optimizer::from(Adam::default()))
+                .with(FuseAllReduce::of_bytes(100_000))
+                .with(Distributed::params(SLICES.map(name)))
+                .with(Shard::new(zero).group(group))
+                .with(ClipByGlobalNorm::new(1.0));
+            let folder = tempfile::tempdir().unwrap();
+            let outcomes = run_ranks(world, &Options::default(), |mut comm| {
+                let plan = planner.plan_for(&params(), Topology::of(&comm)).unwrap();
+                let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+                let mut comms = Comms::in_groups(&mut comm, group, rings).unwrap();
+                let mut state = start(&plan, &backend);
+                let mut found = steps(&plan, &mut state, &backend, &mut comms, 0..1);
+                let caller = BTreeMap::new();
+                plan.save(&state, &backend, &mut comms, folder.path(), caller)
+                    .unwrap();
+                // The rest of the run goes on from what was saved.
+                let mut state = plan.allocate(&backend).unwrap();
+                plan.load(&mut state, &backend, folder.path()).unwrap();
+                found.extend(steps(&plan, &mut state, &backend, &mut comms, 1..STEPS));
+                (all(&plan, &state, &backend, &mut comms), found)
+            });
+            for (rank, outcome) in outcomes.unwrap().into_iter().enumerate() {
+                let (found, found_norms) = outcome.unwrap();
+                assert_eq!(found_norms, norms, "{zero:?}, {world} in {group}s");
+                assert!(found == expected[rank], "{zero:?}, rank {rank} of {world}");
+            }
+        }
+    }
+}
+
+#[test]
 fn slices_are_neither_broadcast_nor_averaged() {
     let planner = planner(Zero::Zero0).with(LocalSgd::every(NonZeroU64::MIN));
+    let folder = tempfile::tempdir().unwrap();
     let outcomes = run_ranks(WORLD, &Options::default(), |mut comm| {
         let plan = planner.plan_for(&params(), Topology::of(&comm)).unwrap();
         let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
@@ -203,8 +245,20 @@ fn slices_are_neither_broadcast_nor_averaged() {
         let begun = all(&plan, &state, &backend, &mut comms);
         assert!((0..4).all(|param| begun[param] == first(param, rank)));
         steps(&plan, &mut state, &backend, &mut comms, 0..1);
+        let caller = BTreeMap::new();
+        plan.save(&state, &backend, &mut comms, folder.path(), caller)
+            .unwrap();
         all(&plan, &state, &backend, &mut comms)
     });
+    let manifest = Manifest::read(folder.path()).unwrap();
+    let out = tempfile::tempdir().unwrap();
+    let error = manifest.average(folder.path(), out.path(), 1).unwrap_err();
+    assert!(error.to_string().contains("layer2"), "{error}");
+    let two = planner.plan_for(&params(), Topology::new(0, 2).unwrap());
+    let (two, backend) = (two.unwrap(), CpuBackend::new(NonZeroUsize::MIN).unwrap());
+    let mut state = two.allocate(&backend).unwrap();
+    let error = two.load(&mut state, &backend, folder.path()).unwrap_err();
+    assert!(error.to_string().contains("cannot be averaged"), "{error}");
     let params: Vec<_> = outcomes.unwrap().into_iter().map(Result::unwrap).collect();
     assert!(params[0][0] == params[1][0] && params[1][1] == params[2][1]);
     assert!(params[0][2] != params[1][2] && params[1][3] != params[2][3]);

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use fusestep_collective::{
-    AllReduceRow, CollectiveError, Link, fit, measure_all_reduce, self_test,
+    AllReduceRow, CollectiveError, Costs, Link, measure, measure_all_reduce, self_test,
 };
 use fusestep_cuda::CudaBackend;
 use fusestep_simd::Level;
@@ -58,7 +58,10 @@ struct Tested {
     engine: &'static str,
     ranks: usize,
     right: Vec<&'static str>,
+    /// An all-reduce on memory that no cache has.
     link: Link,
+    /// What `plan` predicts a step from.
+    costs: Costs,
     rows: Vec<AllReduceRow>,
 }
 
@@ -70,15 +73,13 @@ fn collectives(engine: Engine, args: &CheckArgs) -> anyhow::Result<()> {
     let found = engine.run(&args.ranks, |comm| {
         let right = self_test(comm)?;
         let rows = measure_all_reduce(comm, &TABLE, Level::detect())?;
-        let points: Vec<_> = rows
-            .iter()
-            .map(|row| (row.len_bytes as f64, row.seconds))
-            .collect();
+        let costs = measure(comm)?;
         Ok::<_, CollectiveError>(Tested {
             engine: engine.name(),
             ranks: comm.world_size(),
             right,
-            link: fit(&points),
+            link: costs.all_reduce,
+            costs,
             rows,
         })
     })?;
@@ -105,9 +106,13 @@ fn collectives(engine: Engine, args: &CheckArgs) -> anyhow::Result<()> {
     }
     let _ = writeln!(
         text,
-        "a call costs {} and a second for each {:.2} GB\nevery collective is right",
+        "on memory that no cache has, a call costs {} and a second for each {:.2} GB, a reduce-scatter for each {:.2} GB, an \
+         all-gather for each {:.2} GB; copies move {:.2} GB in a second\nevery collective is right",
         duration(tested.link.alpha_seconds * 1e9),
-        tested.link.beta_bytes_per_second / 1e9
+        tested.link.beta_bytes_per_second / 1e9,
+        tested.costs.reduce_scatter.beta_bytes_per_second / 1e9,
+        tested.costs.all_gather.beta_bytes_per_second / 1e9,
+        tested.costs.memory_bytes_per_second / 1e9
     );
     print(&text)
 }

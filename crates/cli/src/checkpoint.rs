@@ -33,6 +33,9 @@ enum Action {
         /// An empty or new folder
         #[arg(long, value_name = "DIR")]
         out: PathBuf,
+        /// Average what ranks have for themselves (a LocalSGD run, sums of an open merge window), so that any number can go on
+        #[arg(long)]
+        average: bool,
     },
 }
 
@@ -76,7 +79,12 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
                 )),
             }
         }
-        Action::Reshard { folder, world, out } => {
+        Action::Reshard {
+            folder,
+            world,
+            out,
+            average,
+        } => {
             std::fs::create_dir_all(out)?;
             ensure!(
                 std::fs::read_dir(out)?.next().is_none(),
@@ -84,7 +92,12 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
                 out.display()
             );
             let manifest = Manifest::read(&folder.folder)?;
-            inspect(folder, &manifest.reshard(&folder.folder, out, world.get())?)
+            let (from, count) = (&folder.folder, world.get());
+            let written = match average {
+                true => manifest.average(from, out, count)?,
+                false => manifest.reshard(from, out, count)?,
+            };
+            inspect(folder, &written)
         }
     }
 }

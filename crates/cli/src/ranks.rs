@@ -4,7 +4,7 @@ use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
 use anyhow::{Context, ensure};
 use clap::Args;
-use fusestep_collective::{Link, measure};
+use fusestep_collective::{Costs, Link, measure};
 use fusestep_planner::{
     CostModel, FuseAllReduce, GradientMerge, LocalSgd, Planner, Reduced, Shard, Zero,
 };
@@ -133,8 +133,17 @@ pub(crate) struct WorldArgs {
     /// Gigabytes of a buffer that an all-reduce gets through in a second, as `fusestep check --engine` measures them
     #[arg(long, value_name = "GB/S", default_value_t = 10.0)]
     pub(crate) bandwidth_gbs: f64,
-    /// Measure both between ranks that are threads of this machine
-    #[arg(long, conflicts_with_all = ["latency_us", "bandwidth_gbs"])]
+    /// The same of a reduce-scatter [default: twice an all-reduce's]
+    #[arg(long, value_name = "GB/S")]
+    pub(crate) scatter_gbs: Option<f64>,
+    /// The same of an all-gather [default: twice an all-reduce's]
+    #[arg(long, value_name = "GB/S")]
+    pub(crate) gather_gbs: Option<f64>,
+    /// Gigabytes that a rank reads and writes in a second when it copies; its own copies and its update are predicted then
+    #[arg(long, value_name = "GB/S")]
+    pub(crate) memory_gbs: Option<f64>,
+    /// Measure all of these between ranks that are threads of this machine
+    #[arg(long, conflicts_with_all = ["latency_us", "bandwidth_gbs", "scatter_gbs", "gather_gbs", "memory_gbs"])]
     pub(crate) measure: bool,
     /// Milliseconds of one backward pass, behind which calls are hidden if there are --rings
     #[arg(long, value_name = "MS", default_value_t = 0.0)]
@@ -148,7 +157,15 @@ impl WorldArgs {
     /// Values that are no positive numbers; more ranks to measure between than a machine has room for.
     pub(crate) fn cost_model(&self) -> anyhow::Result<CostModel> {
         let above_zero = |value: f64| value > 0.0 && value.is_finite();
-        for (flag, value, right) in [
+        let given = [
+            ("--scatter-gbs", self.scatter_gbs),
+            ("--gather-gbs", self.gather_gbs),
+            ("--memory-gbs", self.memory_gbs),
+        ];
+        let given = given
+            .into_iter()
+            .filter_map(|(flag, value)| value.map(|value| (flag, value, above_zero(value))));
+        let always = [
             ("--latency-us", self.latency_us, above_zero(self.latency_us)),
             (
                 "--bandwidth-gbs",
@@ -160,30 +177,37 @@ impl WorldArgs {
                 self.backward_ms,
                 self.backward_ms == 0.0 || above_zero(self.backward_ms),
             ),
-        ] {
+        ];
+        for (flag, value, right) in always.into_iter().chain(given) {
             ensure!(right, "{flag}: expected a number above 0, found {value}");
         }
-        let link = match self.measure {
-            true => self.measured()?,
-            false => Link {
-                alpha_seconds: self.latency_us * 1e-6,
-                beta_bytes_per_second: self.bandwidth_gbs * 1e9,
+        let link = |gbs: f64| Link {
+            alpha_seconds: self.latency_us * 1e-6,
+            beta_bytes_per_second: gbs * 1e9,
+        };
+        let model = match self.measure {
+            true => CostModel::from(self.measured()?),
+            false => CostModel {
+                scatter: self.scatter_gbs.map(link),
+                gather: self.gather_gbs.map(link),
+                memory_bytes_per_second: self.memory_gbs.map(|gbs| gbs * 1e9),
+                ..CostModel::from(link(self.bandwidth_gbs))
             },
         };
         Ok(CostModel {
-            link,
             backward_seconds: self.backward_ms * 1e-3,
             rings: self.ranks.rings.map_or(0, NonZeroUsize::get),
+            ..model
         })
     }
 
-    fn measured(&self) -> anyhow::Result<Link> {
+    fn measured(&self) -> anyhow::Result<Costs> {
         let world = self.world.unwrap_or(NonZeroUsize::MIN);
         ensure!(
             world.get() <= MOST_MEASURED,
             "--measure: expected a world of at most {MOST_MEASURED}, found {world}; give --latency-us and --bandwidth-gbs"
         );
-        let link = Engine::Thread.run(&Ranks::threads(world), |comm| measure(comm))?;
-        link.context("rank 0 has measured nothing")
+        let costs = Engine::Thread.run(&Ranks::threads(world), |comm| measure(comm))?;
+        costs.context("rank 0 has measured nothing")
     }
 }

@@ -128,6 +128,8 @@ pub(crate) struct RankNumbers {
     pub(crate) bytes_sent_per_step: f64,
     /// Most bytes of whole parameters that were held for layers in use.
     pub(crate) layer_peak_bytes: u64,
+    /// Most bytes of buckets of gradients that were held at one time.
+    pub(crate) bucket_peak_bytes: u64,
     /// Bytes of all parameters.
     pub(crate) parameter_bytes: u64,
 }
@@ -379,6 +381,7 @@ impl Training {
                 collectives_per_step: 0.0,
                 bytes_sent_per_step: 0.0,
                 layer_peak_bytes: parameter_bytes,
+                bucket_peak_bytes: 0,
                 parameter_bytes,
             },
             history,

@@ -4,12 +4,14 @@ use std::collections::BTreeMap;
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::time::Instant;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use candle_core::{Device, Tensor};
 use fusestep_collective::{Collectives, Communicator, ReduceOp, even_counts};
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::Backend;
-use fusestep_planner::{Comms, FolderLock, Planner, RankPlan, RankState, Topology};
+use fusestep_planner::{
+    Comms, FolderLock, GatheredParams, PendingGather, Planner, RankPlan, RankState, Topology, Zero,
+};
 use fusestep_tensor::{DType, ParamDesc, Shape};
 use half::{bf16, f16};
 use rand::SeedableRng;
@@ -84,9 +86,11 @@ fn train(args: &TrainArgs, comm: &mut dyn Communicator) -> anyhow::Result<Traine
         plan: &plan,
         state,
         backend,
+        ahead: None,
         comms,
         live_bytes: 0,
         peak_bytes: 0,
+        bucket_peak_bytes: 0,
         layer_bytes: [0; COUNT],
         update_ns: 0.0,
         steps: 0,
@@ -101,47 +105,65 @@ struct Run<'a> {
     plan: &'a RankPlan,
     state: RankState,
     backend: CpuBackend,
+    /// The layer asked for ahead. Before `comms`: giving it up closes the ring that `comms` would wait for.
+    ahead: Option<(usize, PendingGather)>,
     comms: Comms<'a>,
-    /// Bytes of parameters that layers hold right now, and the most they have held.
+    /// Bytes of parameters that layers hold right now, on their way or in use, and the most they have held.
     live_bytes: usize,
     peak_bytes: usize,
+    /// The most bytes that buckets have held.
+    bucket_peak_bytes: u64,
     layer_bytes: [usize; COUNT],
     update_ns: f64,
     steps: u64,
 }
 
 impl Ranked for Run<'_> {
+    fn ask(&mut self, index: usize) -> anyhow::Result<()> {
+        // Without rings it would be here at once, and only take memory longer.
+        if !self.comms.has_rings() || self.plan.zero() != Zero::Zero3 {
+            return Ok(());
+        }
+        let names = layers::names(index);
+        let names = [names[0].as_str(), names[1].as_str()];
+        let pending = self
+            .plan
+            .prefetch(&self.state, &self.backend, &mut self.comms, &names)?;
+        self.hold(pending.len_bytes());
+        self.ahead = Some((index, pending));
+        Ok(())
+    }
+
     fn layer(&mut self, index: usize) -> anyhow::Result<Layer> {
         let names = layers::names(index);
         let names = [names[0].as_str(), names[1].as_str()];
-        let gathered = self
-            .plan
-            .gather(&self.state, &self.backend, &mut self.comms, &names)?;
-        let tensor = |at: usize| -> anyhow::Result<Tensor> {
-            let name = names[at];
-            let desc = self.plan.params().iter().find(|param| param.name == name);
-            let desc =
-                desc.with_context(|| format!("`{name}`: expected a parameter of the model"))?;
-            let dims: Vec<usize> = desc.shape.dims().iter().map(|&dim| dim as usize).collect();
-            let dtype = match desc.dtype {
-                DType::F64 => candle_core::DType::F64,
-                DType::F16 => candle_core::DType::F16,
-                DType::BF16 => candle_core::DType::BF16,
-                _ => candle_core::DType::F32,
-            };
-            Ok(Tensor::from_raw_buffer(
-                gathered.bytes(at),
-                dtype,
-                &dims,
-                &Device::Cpu,
-            )?)
+        // The first layer of a pass nobody could ask for ahead: it goes the same way, so that calls keep one order.
+        if self.ahead.is_none() {
+            self.ask(index)?;
+        }
+        let gathered = match self.ahead.take() {
+            Some((asked, pending)) => {
+                let gathered = pending.wait(&self.state)?;
+                ensure!(
+                    asked == index,
+                    "layer{index}: expected to be asked for ahead, found layer{asked}"
+                );
+                gathered
+            }
+            None => {
+                let (state, backend) = (&self.state, &self.backend);
+                let gathered = self.plan.gather(state, backend, &mut self.comms, &names)?;
+                self.hold(gathered.len_bytes());
+                gathered
+            }
         };
-        let layer = (tensor(1)?, tensor(0)?);
+        let layer = (
+            self.tensor(&gathered, names, 1)?,
+            self.tensor(&gathered, names, 0)?,
+        );
         // The gathered copy and the tensors made of it lie side by side for a moment.
-        self.peak_bytes = self
-            .peak_bytes
-            .max(self.live_bytes + 2 * gathered.len_bytes());
-        self.live_bytes += gathered.len_bytes();
+        self.hold(gathered.len_bytes());
+        self.live_bytes -= gathered.len_bytes();
         self.layer_bytes[index] = gathered.len_bytes();
         Ok(layer)
     }
@@ -162,6 +184,32 @@ impl Ranked for Run<'_> {
 }
 
 impl Run<'_> {
+    /// Counts bytes of parameters that are whole from now on.
+    fn hold(&mut self, len_bytes: usize) {
+        self.live_bytes += len_bytes;
+        self.peak_bytes = self.peak_bytes.max(self.live_bytes);
+    }
+
+    fn tensor(
+        &self,
+        gathered: &GatheredParams,
+        names: [&str; 2],
+        at: usize,
+    ) -> anyhow::Result<Tensor> {
+        let name = names[at];
+        let desc = self.plan.params().iter().find(|param| param.name == name);
+        let desc = desc.with_context(|| format!("`{name}`: expected a parameter of the model"))?;
+        let dims: Vec<usize> = desc.shape.dims().iter().map(|&dim| dim as usize).collect();
+        let dtype = match desc.dtype {
+            DType::F64 => candle_core::DType::F64,
+            DType::F16 => candle_core::DType::F16,
+            DType::BF16 => candle_core::DType::BF16,
+            _ => candle_core::DType::F32,
+        };
+        let bytes = gathered.bytes(at);
+        Ok(Tensor::from_raw_buffer(bytes, dtype, &dims, &Device::Cpu)?)
+    }
+
     fn epochs(
         &mut self,
         args: &TrainArgs,
@@ -290,6 +338,7 @@ impl Run<'_> {
             .run_with(&mut self.state, &self.backend, &mut self.comms)?;
         self.update_ns += start.elapsed().as_nanos() as f64;
         self.steps += u64::from(report.update.is_some());
+        self.bucket_peak_bytes = self.bucket_peak_bytes.max(report.bucket_peak_bytes);
         Ok(total[0] / positions.len() as f64)
     }
 
@@ -326,6 +375,7 @@ impl Run<'_> {
                 collectives_per_step: calls as f64 / steps,
                 bytes_sent_per_step: bytes as f64 / steps,
                 layer_peak_bytes: self.peak_bytes as u64,
+                bucket_peak_bytes: self.bucket_peak_bytes,
                 parameter_bytes: parameter_bytes.sum(),
             },
             history,

@@ -27,7 +27,7 @@ pub use communicator::{Aborter, Communicator, Membership};
 pub use error::CollectiveError;
 pub use fault::{Fault, FaultKind, Faulty};
 pub use fingerprint::{Field, Fingerprint};
-pub use measure::{AllReduceRow, Link, bench_all_reduce, fit, measure, measure_all_reduce};
+pub use measure::{AllReduceRow, Costs, Link, bench_all_reduce, fit, measure, measure_all_reduce};
 pub use operation::{Operation, ReduceOp};
 pub use rank_order::{Ranks, reduce_in_rank_order, reduce_slices};
 pub use recorder::{CallRecord, CallState, FlightRecorder};

@@ -1,11 +1,16 @@
 //! How fast an all-reduce is, beside what memory allows.
 
+use std::hint::black_box;
 use std::time::Instant;
 
 use fusestep_simd::Level;
+use fusestep_tensor::DType;
 use serde::Serialize;
 
-use crate::{CollectiveError, Collectives, Communicator, Options, ReduceOp, thread_ranks};
+use crate::{
+    Buffers, Call, CollectiveError, Collectives, Communicator, Operation, Options, ReduceOp,
+    even_counts, thread_ranks,
+};
 
 /// Times each length is measured at least.
 const MIN_ROUNDS: usize = 7;
@@ -101,23 +106,110 @@ pub struct Link {
     pub beta_bytes_per_second: f64,
 }
 
-/// Measures what an all-reduce between the ranks of `comm` costs; all ranks call it, and get nearly the same.
+/// What calls cost, and a rank's passes over its own memory, where no cache has that memory: as a training step finds it, which has
+/// gone through all its other tensors since it last used a bucket.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Costs {
+    /// An all-reduce of a buffer.
+    pub all_reduce: Link,
+    /// A reduce-scatter of a buffer of which each rank gets its part.
+    pub reduce_scatter: Link,
+    /// An all-gather into a buffer to which each rank gives its part.
+    pub all_gather: Link,
+    /// Bytes that a rank reads and writes per second when it copies, each counted, while the other ranks do so too.
+    pub memory_bytes_per_second: f64,
+    /// Bytes of memory just allocated that a rank writes for the first time per second, while the others do so too: what the
+    /// operating system takes to find the pages, and to take them back.
+    pub fresh_bytes_per_second: f64,
+}
+
+/// Bytes of all ranks' buffers that are gone through in turn: more than caches hold.
+const COLD_BYTES: usize = 256 << 20;
+
+/// Lengths of calls that [`measure`] times.
+const MEASURED_BYTES: [usize; 4] = [4 << 10, 64 << 10, 1 << 20, 8 << 20];
+
+/// Bytes that are allocated, written and given back at a time: a bucket's.
+const FRESH_BYTES: usize = 25 << 20;
+
+/// Times that a copy and new memory are measured.
+const COPIES: usize = 5;
+
+/// Measures what calls between the ranks of `comm` cost; all ranks call it, and get nearly the same.
 ///
 /// # Errors
-/// As [`measure_all_reduce`].
+/// [`CollectiveError`] of the communicator.
 /// # Cost
-/// About a second.
-pub fn measure(comm: &mut dyn Communicator) -> Result<Link, CollectiveError> {
-    let rows = measure_all_reduce(
-        comm,
-        &[4 << 10, 64 << 10, 1 << 20, 16 << 20],
-        Level::detect(),
-    )?;
-    let points: Vec<(f64, f64)> = rows
-        .iter()
-        .map(|row| (row.len_bytes as f64, row.seconds))
-        .collect();
-    Ok(fit(&points))
+/// About two seconds, and a quarter of a GiB in all.
+pub fn measure(comm: &mut dyn Communicator) -> Result<Costs, CollectiveError> {
+    let largest = MEASURED_BYTES[MEASURED_BYTES.len() - 1];
+    let calls = (COLD_BYTES / comm.world_size() / largest).max(2);
+    let mut memory = vec![1.0f32; calls * largest / 4];
+    let mut link = |operation| {
+        let mut points = Vec::with_capacity(MEASURED_BYTES.len());
+        for len_bytes in MEASURED_BYTES {
+            let seconds = median_of_calls(comm, operation, memory.chunks_mut(len_bytes / 4))?;
+            points.push((len_bytes as f64, seconds));
+        }
+        Ok::<_, CollectiveError>(fit(&points))
+    };
+    let all_reduce = link(Operation::AllReduce(ReduceOp::Average))?;
+    let reduce_scatter = link(Operation::ReduceScatter(ReduceOp::Average))?;
+    let all_gather = link(Operation::AllGather)?;
+    let (from, to) = memory.split_at_mut(calls / 2 * largest / 4);
+    let len = from.len().min(to.len());
+    let mut copies = Vec::with_capacity(COPIES);
+    for _ in 0..COPIES {
+        comm.barrier()?;
+        let start = Instant::now();
+        to[..len].copy_from_slice(&from[..len]);
+        copies.push(start.elapsed().as_secs_f64());
+    }
+    let mut fresh = Vec::with_capacity(COPIES);
+    for _ in 0..COPIES {
+        comm.barrier()?;
+        let start = Instant::now();
+        let mut words = vec![0u64; FRESH_BYTES / 8];
+        words.iter_mut().for_each(|word| *word = 1);
+        drop(black_box(words));
+        fresh.push(start.elapsed().as_secs_f64());
+    }
+    Ok(Costs {
+        all_reduce,
+        reduce_scatter,
+        all_gather,
+        memory_bytes_per_second: 8.0 * len as f64 / median(copies),
+        fresh_bytes_per_second: FRESH_BYTES as f64 / median(fresh),
+    })
+}
+
+/// The median time of a call in place, on one buffer after the other.
+fn median_of_calls<'a>(
+    comm: &mut dyn Communicator,
+    operation: Operation,
+    buffers: impl Iterator<Item = &'a mut [f32]>,
+) -> Result<f64, CollectiveError> {
+    let world = comm.world_size();
+    let mut times = Vec::new();
+    for buffer in buffers.take(MAX_ROUNDS) {
+        let counts = even_counts(buffer.len(), world);
+        let parts = !matches!(operation, Operation::AllReduce(_));
+        comm.barrier()?;
+        let start = Instant::now();
+        comm.execute(Call {
+            operation,
+            dtype: DType::F32,
+            counts: parts.then_some(&counts),
+            buffers: Buffers::InPlace(bytemuck::cast_slice_mut(buffer)),
+        })?;
+        times.push(start.elapsed().as_secs_f64());
+    }
+    Ok(median(times))
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 /// The line `seconds = alpha + bytes / beta` through points of (bytes, seconds) with the least squares of relative errors, so that
@@ -233,6 +325,22 @@ mod tests {
         );
         let falling = fit(&[(1.0, 2.0), (100.0, 1.0)]);
         assert!(falling.alpha_seconds >= 0.0 && falling.beta_bytes_per_second > 0.0);
+    }
+
+    #[test]
+    fn calls_and_copies_have_a_price() {
+        let ranks = crate::run_ranks(2, &Options::default(), |mut comm| measure(&mut comm));
+        for costs in ranks.unwrap() {
+            let costs = costs.unwrap().unwrap();
+            for link in [costs.all_reduce, costs.reduce_scatter, costs.all_gather] {
+                assert!(link.beta_bytes_per_second > 0.0 && link.alpha_seconds >= 0.0);
+                assert!(link.beta_bytes_per_second.is_finite(), "{costs:?}");
+            }
+            assert!(
+                costs.memory_bytes_per_second > 0.0 && costs.memory_bytes_per_second.is_finite()
+            );
+        }
+        assert!(measure(&mut Solo::new()).is_ok());
     }
 
     #[test]

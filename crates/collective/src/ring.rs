@@ -133,6 +133,22 @@ impl Drop for Ring {
 }
 
 impl<B> Pending<B> {
+    /// What [`Self::wait`] would return, if the call is through; else the pending result itself, at once.
+    ///
+    /// # Errors
+    /// `Err` is no failure: the call is still under way. Its own outcome lies within `Ok`.
+    pub fn try_wait(mut self) -> Result<Result<B, CollectiveError>, Self> {
+        let received = self.result.as_ref().map(mpsc::Receiver::try_recv);
+        match received {
+            Some(Err(mpsc::TryRecvError::Empty)) => Err(self),
+            Some(Ok(outcome)) => {
+                self.result = None;
+                Ok(outcome)
+            }
+            _ => Ok(self.wait()),
+        }
+    }
+
     /// Waits until the call is done and hands the buffer back. Ends, since every wait within the call does.
     ///
     /// # Errors
@@ -159,6 +175,53 @@ impl<B> Drop for Pending<B> {
                 rank: self.aborter.rank(),
                 operation: self.operation,
             });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+    use crate::{Options, run_ranks};
+
+    #[test]
+    fn what_is_under_way_is_handed_back_and_what_is_through_hands_its_buffer_over() {
+        let ranks = run_ranks(2, &Options::default(), |mut comm| {
+            let ring = rings(&mut comm, 1)?.remove(0);
+            let (go, gate) = channel::<()>();
+            let mut pending = ring.start("gated", vec![1.0f32; 4], move |comm, buffer| {
+                // Disconnected is as good: the test has gone on.
+                let _ = gate.recv();
+                comm.all_reduce(buffer, ReduceOp::Sum)
+            });
+            pending = pending.try_wait().expect_err("nobody has opened the gate");
+            drop(go);
+            let buffer = loop {
+                match pending.try_wait() {
+                    Ok(outcome) => break outcome?,
+                    Err(under_way) => pending = under_way,
+                }
+                std::thread::yield_now();
+            };
+            assert_eq!(buffer, [2.0; 4]);
+            let failed = ring.start("failing", (), |_, ()| {
+                Err(CollectiveError::Aborted {
+                    rank: 7,
+                    reason: "on purpose".to_owned(),
+                })
+            });
+            let outcome = match failed.try_wait() {
+                Ok(outcome) => outcome,
+                Err(under_way) => under_way.wait(),
+            };
+            let error = outcome.expect_err("it fails");
+            assert!(error.to_string().contains("on purpose"));
+            Ok::<(), CollectiveError>(())
+        });
+        for rank in ranks.unwrap() {
+            rank.unwrap().unwrap();
         }
     }
 }

@@ -223,6 +223,14 @@ pub enum PlanError {
         /// The state's hash.
         found: u64,
     },
+    /// Parameters have changed while copies of them were on their way.
+    #[error(
+        "parameters asked for ahead: expected none to change until they are there, found {changes} updates or writes since; wait for them first"
+    )]
+    StaleParams {
+        /// Updates, averages and writes of parameters since they were asked for.
+        changes: u64,
+    },
     /// An earlier step failed on the device half-way, so the state may be half-changed.
     #[error(
         "state: expected an intact state, found one whose step {step} failed on the device; load it from a file"

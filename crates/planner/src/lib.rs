@@ -44,8 +44,8 @@ pub use planner::{Planner, Tensors};
 pub(crate) use precision::Precisions;
 pub use ranks::{
     BroadcastGroup, Bucket, Comms, CostModel, Event, EventKind, Flat, FolderLock, GatheredParams,
-    Held, Manifest, OpenRun, OpenWindow, Ownership, Piece, RankPlan, RankReport, RankState,
-    RankSummary, ShardSpec, Span, TensorSpec, Topology, WholeTensors, groups_by_layer,
+    Held, Manifest, OpenRun, OpenWindow, Ownership, PendingGather, Piece, RankPlan, RankReport,
+    RankState, RankSummary, ShardSpec, Span, TensorSpec, Topology, WholeTensors, groups_by_layer,
     owners_greedy_even, owners_in_use_order,
 };
 pub use report::StepReport;

@@ -105,7 +105,14 @@ fn state_and_layers_in_use_shrink_as_the_stage_promises() {
         number(&third, "parameter_bytes"),
     );
     // The largest layer, and its tensors beside the gathered copy.
+    let largest = 4 * (64 * 128 + 128);
+    assert_eq!(peak, 2 * largest);
     assert!(peak < parameters, "{peak} of {parameters}");
+    // With rings the next layer comes while one is in use: two are whole, never more.
+    let ahead = train(&["--ranks", "4", "--zero", "3", "--rings", "2"]);
+    assert_eq!(ahead["params_hash"], third["params_hash"]);
+    assert_eq!(ahead["collectives_per_step"], third["collectives_per_step"]);
+    assert_eq!(number(&ahead, "layer_peak_bytes"), 2 * largest);
 }
 
 #[test]
@@ -245,6 +252,40 @@ fn go_on_elsewhere(folder: &Folder, path: &str) {
 }
 
 #[test]
+fn a_local_sgd_run_averaged_by_hand_goes_on_with_other_ranks() {
+    let folder = Folder::new();
+    let (path, mean) = (folder.path("checkpoint"), folder.path("mean"));
+    let run = |ranks: &str, more: &[&str]| {
+        let base = ["train", "--local-sgd", "4", "--ranks", ranks, "--epochs"];
+        [&base[..], more].concat().join(" ")
+    };
+    let args = run("3", &["1", "--checkpoint", text(&path)]);
+    ok(&args.split(' ').collect::<Vec<_>>());
+    let args = run("2", &["2", "--resume", "--checkpoint", text(&path)]);
+    let error = refused(&args.split(' ').collect::<Vec<_>>());
+    assert!(error.contains("reshard --average"), "{error}");
+    let reshard = ["checkpoint", "reshard", text(&path), "--world", "1"];
+    let written = ok(&[&reshard[..], &["--out", text(&mean), "--average"]].concat());
+    assert!(
+        written.contains("#0") && !written.contains("#1"),
+        "{written}"
+    );
+    let args = run("2", &["2", "--resume", "--checkpoint", text(&mean)]);
+    ok(&args.split(' ').collect::<Vec<_>>());
+    let error = refused(&[
+        "checkpoint",
+        "reshard",
+        text(&mean),
+        "--world",
+        "1",
+        "--average",
+        "--out",
+        text(&path),
+    ]);
+    assert!(error.contains("empty folder"), "{error}");
+}
+
+#[test]
 fn plans_of_many_ranks_count_their_calls() {
     let shapes = concat!(
         env!("CARGO_MANIFEST_DIR"),
@@ -270,7 +311,12 @@ fn plans_of_many_ranks_count_their_calls() {
     let exposed = |plan: &Value| plan["exposed_ns"].as_f64().unwrap();
     assert!(exposed(&hidden) < exposed(&run(&["--world", "8"])));
     assert!(hidden["proposed_bucket_cap_bytes"].as_u64().unwrap() > 0);
+    let given = ["--world", "2", "--memory-gbs", "10", "--gather-gbs", "5"];
+    let given = run(&given);
+    let number = |key: &str| given[key].as_f64().unwrap();
+    assert!(number("local_ns") > 0.0 && number("predicted_step_ns") > number("local_ns"));
     let measured = run(&["--world", "2", "--measure"]);
+    assert!(measured["local_ns"].as_f64().unwrap() > 0.0);
     assert!(measured["predicted_step_ns"].as_f64().unwrap() > 0.0);
     let folder = Folder::new();
     let page = folder.path("plan.html");

@@ -7,7 +7,8 @@ use crate::{Note, Plan, PlanError, Verdict};
 /// with millions of classes, for example. All ranks name them alike, and slices have one shape.
 ///
 /// Their gradients are not reduced, their values neither broadcast nor averaged, their state is not sharded, and each slice counts
-/// once in the norm of all gradients. Checkpoints keep every rank's slice, for as many ranks.
+/// once in the norm of all gradients. Checkpoints keep every rank's slice, for as many ranks. With [`crate::Shard::group`] too no two
+/// ranks have the same slice: groups share out the other parameters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Distributed {
     names: Vec<String>,

@@ -77,6 +77,7 @@ impl RankPlan {
             .ranks
             .local_sgd
             .is_some_and(|rule| rule.averaged == Averaged::ParamsAndState);
+        state.params_version += 1;
         let done = self.average_tensors(state, backend, comms, with_state.into());
         if done.is_err() {
             self.poison(state);

@@ -80,8 +80,9 @@ impl RankPlan {
 
     /// Goes on from a checkpoint, of however many ranks; returns the texts that were saved with it. All ranks call it.
     ///
-    /// What was saved in the middle of a merge window or under LocalSGD ([`OpenRun`]) takes as many ranks as it was saved on,
-    /// at any ZeRO stage and with any buckets.
+    /// What was saved in the middle of a merge window or under LocalSGD ([`OpenRun`]) takes as many ranks as it was saved on, at any
+    /// ZeRO stage and with any buckets, unless all ranks were alike: at an average whose state is averaged too or empty, in a window
+    /// whose gradients are reduced in every micro-step, or after [`Manifest::average`].
     ///
     /// # Errors
     /// [`PlanError::Checkpoint`] naming what is missing, damaged or of another model or optimizer. Everything is checked before
@@ -95,7 +96,8 @@ impl RankPlan {
         let manifest = Manifest::read(folder)?;
         self.check_manifest(&manifest, folder)?;
         let whole = manifest.read_tensors(folder)?;
-        let progress = self.progress(&manifest, &whole, folder)?;
+        let from = self.source_rank(&manifest, &whole, folder)?;
+        let progress = self.progress((&manifest, from), &whole, folder)?;
         if let (Some(norm), Some((scale, good, bad))) = (&state.local.norm, progress.loss_scale)
             && state.local.scaled
         {
@@ -110,13 +112,13 @@ impl RankPlan {
             // Parameters first: a master that is written after its parameter keeps its own bits.
             for role in self.roles(param)? {
                 let bytes = whole
-                    .get(&self.key(param, role, self.topology().rank))
+                    .get(&self.key(param, role, from))
                     .map_or(&[][..], Vec::as_slice);
                 self.write_whole(state, backend, role, &desc.name, bytes)?;
             }
         }
         self.restore_counts(state, backend, &progress)?;
-        self.restore_open(state, &progress, &whole);
+        self.restore_open(state, (&progress, from), &whole);
         state.local.poisoned = None;
         Ok(manifest.caller)
     }
@@ -308,9 +310,10 @@ impl RankPlan {
             for role in self.roles(param)? {
                 let shape: Shape = desc.shape.clone();
                 let dtype = self.role_dtype(param, role)?;
-                let ranks = match self.has_own(param) {
-                    false => 0..1,
-                    true => 0..self.topology().world,
+                let ranks = match (self.has_own(param), open) {
+                    (false, _) => 0..1,
+                    (true, Some(open)) => 0..open.ranks,
+                    (true, None) => 0..self.topology().world,
                 };
                 for rank in ranks {
                     let (dtype, shape) = (dtype, shape.clone());

@@ -18,6 +18,8 @@ pub struct Comms<'a> {
     comm: &'a mut dyn Communicator,
     groups: Option<Groups>,
     rings: Vec<Ring>,
+    /// Carries calls that bring parameters ahead of their use; made for the first of them.
+    ahead: Option<Ring>,
     calls: u64,
     bytes: u64,
 }
@@ -45,6 +47,7 @@ impl<'a> Comms<'a> {
             comm,
             groups: None,
             rings: Vec::new(),
+            ahead: None,
             calls: 0,
             bytes: 0,
         }
@@ -144,8 +147,28 @@ impl<'a> Comms<'a> {
         groups.map_or(self.comm.rank(), |groups| groups.within.rank())
     }
 
-    pub(crate) fn has_rings(&self) -> bool {
+    /// Whether calls run beside the caller's own work: there are rings, and ranks to call.
+    pub fn has_rings(&self) -> bool {
         !self.rings.is_empty()
+    }
+
+    /// The ring of parameters that are asked for ahead; `None` without rings.
+    ///
+    /// Apart from those of buckets, because a rank starts these when its gradients are given, and some give theirs late or not at
+    /// all: on one ring both kinds of calls would come in orders that ranks do not share.
+    pub(crate) fn ring_ahead(&mut self) -> Result<Option<&Ring>, CollectiveError> {
+        if self.has_rings() && self.ahead.is_none() {
+            self.ahead = rings(self.within_group(), 1)?.pop();
+        }
+        Ok(self.ahead.as_ref())
+    }
+
+    /// The communicator of the ranks that share shards.
+    pub(crate) fn within_group(&mut self) -> &mut dyn Communicator {
+        match &mut self.groups {
+            Some(groups) => groups.within.as_mut(),
+            None => self.comm,
+        }
     }
 
     pub(crate) fn set_plan(&mut self, plan_hash: u64) {
@@ -168,20 +191,13 @@ impl<'a> Comms<'a> {
         counts: Option<&[usize]>,
         bytes: &mut [u8],
     ) -> Result<(), CollectiveError> {
-        if self.groups.is_none() {
-            return self.in_place(operation, dtype, counts, bytes);
-        }
-        self.count(operation, bytes.len(), self.group_size());
-        let call = Call {
+        self.count_in_group(operation, bytes.len());
+        self.within_group().execute(Call {
             operation,
             dtype,
             counts,
             buffers: Buffers::InPlace(bytes),
-        };
-        match &mut self.groups {
-            Some(groups) => groups.within.execute(call),
-            None => self.comm.execute(call),
-        }
+        })
     }
 
     /// The mean over groups; does nothing without them.
@@ -229,18 +245,20 @@ impl<'a> Comms<'a> {
         call: &BucketCall,
         mut words: Words,
     ) -> Result<Reducing, CollectiveError> {
-        self.count(call.operation(), words.bytes().len(), self.group_size());
+        self.count_in_group(call.operation(), words.bytes().len());
         if self.rings.is_empty() {
-            match &mut self.groups {
-                Some(groups) => call.make(groups.within.as_mut(), &mut words)?,
-                None => call.make(&mut *self.comm, &mut words)?,
-            }
+            call.make(self.within_group(), &mut words)?;
             return Ok(Reducing::Done(words));
         }
         let ring = &self.rings[index % self.rings.len()];
         let call = call.clone();
         let pending = ring.start("bucket", words, move |comm, words| call.make(comm, words));
         Ok(Reducing::Pending(pending))
+    }
+
+    /// Counts a call among the ranks that share shards.
+    pub(crate) fn count_in_group(&mut self, operation: Operation, len_bytes: usize) {
+        self.count(operation, len_bytes, self.group_size());
     }
 
     fn count(&mut self, operation: Operation, len_bytes: usize, ranks: usize) {

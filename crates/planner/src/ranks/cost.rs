@@ -1,25 +1,35 @@
 //! What a step of many ranks costs, before it has been run.
 
-use std::fmt::Write;
-
-use fusestep_collective::Link;
+use fusestep_collective::{Costs, Link};
 use serde::Serialize;
 
 use super::{Held, RankPlan};
-use crate::display::{bytes, grouped};
-use crate::html::escape;
-use crate::html_page;
+use crate::display::bytes;
 use crate::passes::Zero;
 
-/// Width and height of the timeline's drawing, and of a row.
-const WIDTH: f64 = 1_000.0;
-const ROW: f64 = 22.0;
-
 /// What a step is predicted from.
+///
+/// ```text
+/// call of B bytes    α + B / β           of its kind: all-reduce, reduce-scatter or all-gather
+/// backward pass      as given + C / M    C: bytes read and written to put gradients into buckets, M: `memory_bytes_per_second`
+///                            + N / F    N: bytes of buckets that are allocated anew, F: `fresh_bytes_per_second`
+/// update             U / M               U: the same for buckets into shards, shards to the update, the update, updated parameters
+/// step               passes, the calls they do not hide, update, gathers
+/// ```
+///
+/// `C`, `U` and `N` count what [`RankPlan::pass_bytes`], [`RankPlan::update_bytes`] and [`RankPlan::fresh_bytes`] say.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CostModel {
-    /// Latency and bandwidth of an all-reduce; a reduce-scatter or an all-gather moves half of the bytes.
+    /// Latency and bandwidth of an all-reduce.
     pub link: Link,
+    /// The same of a reduce-scatter; `None` for half of an all-reduce's bytes.
+    pub scatter: Option<Link>,
+    /// The same of an all-gather; `None` for half of an all-reduce's bytes.
+    pub gather: Option<Link>,
+    /// Bytes that a rank reads and writes per second while the others do so too; `None` leaves such work out.
+    pub memory_bytes_per_second: Option<f64>,
+    /// Bytes of memory just allocated that a rank writes for the first time per second; `None` leaves that out.
+    pub fresh_bytes_per_second: Option<f64>,
     /// Length of one backward pass; gradients become ready evenly, element by element.
     pub backward_seconds: f64,
     /// Rings, on which calls run beside the backward pass; 0 for calls after it.
@@ -30,9 +40,41 @@ impl From<Link> for CostModel {
     fn from(link: Link) -> Self {
         Self {
             link,
+            scatter: None,
+            gather: None,
+            memory_bytes_per_second: None,
+            fresh_bytes_per_second: None,
             backward_seconds: 0.0,
             rings: 0,
         }
+    }
+}
+
+impl From<Costs> for CostModel {
+    fn from(costs: Costs) -> Self {
+        Self {
+            scatter: Some(costs.reduce_scatter),
+            gather: Some(costs.all_gather),
+            memory_bytes_per_second: Some(costs.memory_bytes_per_second),
+            fresh_bytes_per_second: Some(costs.fresh_bytes_per_second),
+            ..Self::from(costs.all_reduce)
+        }
+    }
+}
+
+impl CostModel {
+    /// A call that moves half of an all-reduce's bytes, unless it is known.
+    fn half(&self, known: Option<Link>) -> Link {
+        known.unwrap_or(Link {
+            beta_bytes_per_second: 2.0 * self.link.beta_bytes_per_second,
+            ..self.link
+        })
+    }
+
+    /// Seconds in which this many bytes are read and written.
+    fn local(&self, len_bytes: u64) -> f64 {
+        let seconds = |rate| len_bytes as f64 / rate;
+        self.memory_bytes_per_second.map_or(0.0, seconds)
     }
 }
 
@@ -55,10 +97,12 @@ pub struct Event {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EventKind {
-    /// The framework computes gradients.
+    /// The framework computes gradients, and they are put into buckets.
     Backward,
     /// A bucket of gradients is reduced.
     Reduce,
+    /// This rank's part of the gradients goes to the update, which is made.
+    Update,
     /// Parameters come out of their shards.
     Gather,
 }
@@ -90,7 +134,9 @@ pub struct RankSummary {
     pub micro_steps: u32,
     /// Time of calls that no backward pass hides, in nanoseconds.
     pub exposed_ns: f64,
-    /// Time of the backward passes and of what they do not hide, in nanoseconds. The update itself is not in it.
+    /// Time of this rank's own copies and of its update, in nanoseconds; 0 if the model does not know how fast memory is.
+    pub local_ns: f64,
+    /// Time of the backward passes, of what they do not hide and of this rank's own work, in nanoseconds.
     pub predicted_step_ns: f64,
     /// The cap of buckets at which latency and the wait for the last bucket cost least together.
     pub proposed_bucket_cap_bytes: u64,
@@ -107,7 +153,8 @@ impl RankPlan {
         let passes = self.micro_steps();
         let (mut events, mut now, mut link_free) = (Vec::new(), 0.0, 0.0f64);
         for pass in 0..passes {
-            let (start, end) = (now, now + model.backward_seconds);
+            let length = model.backward_seconds + self.pass_seconds(model, pass);
+            let (start, end) = (now, now + length);
             events.push(Event {
                 kind: EventKind::Backward,
                 index: pass as usize,
@@ -117,35 +164,43 @@ impl RankPlan {
             });
             now = end;
             if self.reduces() && pass + windows >= passes {
-                link_free = self.reduce_events(model, start, link_free, &mut events);
+                link_free = self.reduce_events(model, (start, length), link_free, &mut events);
                 now = end.max(link_free);
             }
         }
-        for (index, len_bytes) in self.gather_bytes() {
-            let length = model.length(len_bytes, 0.5);
+        let mut follow = |kind, index, len_bytes, length| {
             events.push(Event {
-                kind: EventKind::Gather,
+                kind,
                 index,
                 len_bytes,
                 start: now,
                 end: now + length,
             });
             now += length;
+        };
+        if model.memory_bytes_per_second.is_some() {
+            let len_bytes = self.update_bytes();
+            follow(EventKind::Update, 0, len_bytes, model.local(len_bytes));
+        }
+        let gather = model.half(model.gather);
+        for (index, len_bytes) in self.gather_bytes() {
+            let length = gather.alpha_seconds + len_bytes as f64 / gather.beta_bytes_per_second;
+            follow(EventKind::Gather, index, len_bytes, length);
         }
         events
     }
 
-    /// Adds the calls of one backward pass that begins at `start`; returns when the last is through.
+    /// Adds the calls of one backward pass that begins at `start` and takes `length`; returns when the last is through.
     fn reduce_events(
         &self,
         model: &CostModel,
-        start: f64,
+        (start, length): (f64, f64),
         mut link_free: f64,
         events: &mut Vec<Event>,
     ) -> f64 {
         let buckets = &self.buckets[..self.reduced];
         let total: u64 = buckets.iter().map(|bucket| bucket.numel).sum();
-        let share = self.reduce_share();
+        let link = self.reduce_link(model);
         let group = self.shard_place().world;
         let groups = self.topology().world / group;
         let share_across = match self.zero() >= Zero::Zero2 {
@@ -159,30 +214,41 @@ impl RankPlan {
                 0 => 1.0,
                 _ => ready as f64 / total.max(1) as f64,
             };
-            let full = start + model.backward_seconds * part;
+            let full = start + length * part;
             let len_bytes = bucket.numel * self.flats[bucket.flat].grad_dtype.len_bytes() as u64;
             let across = if groups > 1 { share_across } else { 0.0 };
-            let transfer = (share + across) * len_bytes as f64 / model.link.beta_bytes_per_second;
+            let transfer = len_bytes as f64 / link.beta_bytes_per_second
+                + across * len_bytes as f64 / model.link.beta_bytes_per_second;
             // With two rings one call's latency passes behind the other's bytes; bytes share the link.
             let begin = match model.rings {
-                0 | 1 => full.max(link_free) + model.link.alpha_seconds,
-                _ => (full + model.link.alpha_seconds).max(link_free),
+                0 | 1 => full.max(link_free) + link.alpha_seconds,
+                _ => (full + link.alpha_seconds).max(link_free),
             };
             link_free = begin + transfer;
             events.push(Event {
                 kind: EventKind::Reduce,
                 index,
                 len_bytes,
-                start: begin - model.link.alpha_seconds,
+                start: begin - link.alpha_seconds,
                 end: link_free,
             });
         }
         link_free
     }
 
-    /// The part of an all-reduce's bytes that a bucket's call moves.
-    fn reduce_share(&self) -> f64 {
-        if self.zero() >= Zero::Zero2 { 0.5 } else { 1.0 }
+    /// A rank's own work on the gradients of a backward pass.
+    fn pass_seconds(&self, model: &CostModel, pass: u32) -> f64 {
+        let fresh = |rate| self.fresh_bytes(pass, model.rings) as f64 / rate;
+        let fresh = model.fresh_bytes_per_second.map_or(0.0, fresh);
+        model.local(self.pass_bytes(pass)) + fresh
+    }
+
+    /// What a bucket's call costs.
+    fn reduce_link(&self, model: &CostModel) -> Link {
+        match self.zero() >= Zero::Zero2 {
+            true => model.half(model.scatter),
+            false => model.link,
+        }
     }
 
     /// Line and bytes of every call that brings parameters out of shards.
@@ -246,7 +312,9 @@ impl RankPlan {
         };
         let events = self.timeline(&model);
         let end = events.last().map_or(0.0, |event| event.end);
-        let hidden = f64::from(self.micro_steps()) * model.backward_seconds;
+        let passes = (0..self.micro_steps()).map(|pass| self.pass_seconds(&model, pass));
+        let local = passes.sum::<f64>() + model.local(self.update_bytes());
+        let hidden = f64::from(self.micro_steps()) * model.backward_seconds + local;
         RankSummary {
             world: world as usize,
             zero: self.zero().number(),
@@ -262,8 +330,9 @@ impl RankPlan {
             buckets: self.reduced,
             micro_steps: self.micro_steps(),
             exposed_ns: (end - hidden).max(0.0) * 1e9,
+            local_ns: local * 1e9,
             predicted_step_ns: end * 1e9,
-            proposed_bucket_cap_bytes: self.proposed_cap(model.link),
+            proposed_bucket_cap_bytes: self.proposed_cap(self.reduce_link(&model)),
         }
     }
 
@@ -279,103 +348,9 @@ impl RankPlan {
     /// of `√(S·α·β)` bytes.
     fn proposed_cap(&self, link: Link) -> u64 {
         let total = self.bucket_bytes(self.reduced);
-        let cap =
-            total as f64 * link.alpha_seconds * link.beta_bytes_per_second / self.reduce_share();
+        let cap = total as f64 * link.alpha_seconds * link.beta_bytes_per_second;
         (cap.sqrt() as u64).clamp(4.min(total), total)
     }
-
-    /// Bytes of everything that [`super::RankState`] keeps for this rank between steps.
-    pub fn memory_bytes(&self) -> u64 {
-        let local: u64 = self
-            .local
-            .storages
-            .iter()
-            .map(|storage| storage.len_bytes())
-            .sum();
-        let lines = self.flats.iter().zip(&self.pieces).map(|(flat, pieces)| {
-            let numel: u64 = pieces.iter().map(|piece| piece.numel).sum();
-            let width = flat.grad_dtype.len_bytes() as u64;
-            let sums = if self.reduces_each() { width.max(4) } else { 0 };
-            let replica = match self.zero() {
-                Zero::Zero0 | Zero::Zero3 => 0,
-                Zero::Zero1 | Zero::Zero2 => flat.total() * flat.dtype.len_bytes() as u64,
-            };
-            numel * (width + sums) + replica
-        });
-        let merges = self.micro_steps() > 1 && !self.reduces_each();
-        let narrow = self.buckets.iter().map(|bucket| {
-            let narrow = self.flats[bucket.flat].grad_dtype.len_bytes() == 2;
-            if merges && narrow {
-                4 * bucket.numel
-            } else {
-                0
-            }
-        });
-        let kept = self.buckets.iter().enumerate();
-        let kept = kept.filter(|&(index, _)| self.keeps(index));
-        let kept = kept.map(|(_, bucket)| self.len_bytes_of(bucket) as u64);
-        local + lines.sum::<u64>() + kept.sum::<u64>() + narrow.sum::<u64>()
-    }
-
-    /// A page: the timeline drawn to scale, what passes did, and this rank's own launches.
-    pub fn to_html(&self, model: &CostModel) -> String {
-        let topology = self.topology();
-        let title = format!("Step of rank {} of {}", topology.rank, topology.world);
-        let mut page = String::new();
-        let summary = self.summary(*model);
-        let _ = writeln!(page, "<pre>{}</pre>", escape(&summary.to_string()));
-        page.push_str("<h2>Timeline</h2>\n<p class=\"muted\">Backward passes, calls that reduce buckets, calls that gather \
-             parameters, as the cost model predicts them. Hover for numbers.</p>\n");
-        draw(&mut page, &self.timeline(model));
-        page.push_str("<h2>Passes of ranks</h2>\n<ul>\n");
-        for note in self.explain() {
-            let _ = writeln!(page, "<li>{}</li>", escape(&note.to_string()));
-        }
-        page.push_str("</ul>\n");
-        page.push_str(&self.local.to_html_fragment());
-        html_page(&title, &page)
-    }
-}
-
-impl CostModel {
-    fn length(&self, len_bytes: u64, share: f64) -> f64 {
-        self.link.alpha_seconds + share * len_bytes as f64 / self.link.beta_bytes_per_second
-    }
-}
-
-fn draw(page: &mut String, events: &[Event]) {
-    let end = events.iter().map(|event| event.end).fold(0.0, f64::max);
-    let scale = WIDTH / end.max(f64::MIN_POSITIVE);
-    let _ = write!(
-        page,
-        "<svg viewBox=\"0 0 {WIDTH} {}\" role=\"img\">",
-        3.0 * ROW
-    );
-    for event in events {
-        let (row, color) = match event.kind {
-            EventKind::Backward => (0.0, "#7a8ca3"),
-            EventKind::Reduce => (1.0, "#4878a8"),
-            EventKind::Gather => (2.0, "#a8784a"),
-        };
-        let name = match event.kind {
-            EventKind::Backward => "backward pass",
-            EventKind::Reduce => "bucket",
-            EventKind::Gather => "gather of line",
-        };
-        let _ = write!(
-            page,
-            "<rect x=\"{:.2}\" y=\"{:.1}\" width=\"{:.2}\" height=\"{:.1}\" fill=\"{color}\"><title>{name} {}: {} bytes, {:.3} to {:.3} ms</title></rect>",
-            event.start * scale,
-            row * ROW + 1.0,
-            ((event.end - event.start) * scale - 0.3).max(0.2),
-            ROW - 2.0,
-            event.index,
-            grouped(event.len_bytes),
-            event.start * 1e3,
-            event.end * 1e3,
-        );
-    }
-    page.push_str("</svg>\n");
 }
 
 impl std::fmt::Display for RankSummary {
@@ -399,9 +374,16 @@ impl std::fmt::Display for RankSummary {
         )?;
         writeln!(
             f,
-            "predicted: {:.3} ms, of it {:.3} ms not hidden behind backward passes; buckets of {} would cost least",
+            "predicted: {:.3} ms, of it {:.3} ms not hidden behind backward passes{}; buckets of {} would cost least",
             self.predicted_step_ns / 1e6,
             self.exposed_ns / 1e6,
+            match self.local_ns > 0.0 {
+                true => format!(
+                    " and {:.3} ms of this rank's own copies and update",
+                    self.local_ns / 1e6
+                ),
+                false => String::new(),
+            },
             bytes(self.proposed_bucket_cap_bytes),
         )
     }

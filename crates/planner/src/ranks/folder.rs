@@ -302,6 +302,16 @@ impl Manifest {
     /// As [`Self::read_tensors`]; [`PlanError::File`].
     pub fn reshard(&self, from: &Path, to: &Path, count: usize) -> Result<Self, PlanError> {
         let whole = self.read_tensors(from)?;
+        self.write_whole(&whole, to, count)
+    }
+
+    /// Writes tensors as a checkpoint of `count` files.
+    pub(crate) fn write_whole(
+        &self,
+        whole: &WholeTensors,
+        to: &Path,
+        count: usize,
+    ) -> Result<Self, PlanError> {
         let mut manifest = self.clone();
         manifest.generation = generation(self.step, free_turn(to, self.step));
         manifest.shards.clear();

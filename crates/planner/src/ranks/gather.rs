@@ -1,8 +1,10 @@
 //! Parameters out of their shards.
 
+use std::ops::Range;
+
 use fusestep_collective::Operation;
 use fusestep_launch::Backend;
-use fusestep_tensor::Role;
+use fusestep_tensor::{DType, Role};
 
 use super::comms::Comms;
 use super::flat::overlaps;
@@ -14,24 +16,61 @@ use crate::passes::Zero;
 /// Whole parameters, for as long as this value lives.
 #[derive(Debug)]
 pub struct GatheredParams {
-    params: Vec<Words>,
+    lines: Vec<Words>,
+    /// For each parameter its buffer and its bytes there.
+    places: Vec<(usize, Range<usize>)>,
 }
 
 impl GatheredParams {
     /// The bytes of the parameter that was asked for at this position.
     pub fn bytes(&self, position: usize) -> &[u8] {
-        self.params.get(position).map_or(&[], Words::bytes)
+        match self.places.get(position) {
+            Some((line, range)) => &self.lines[*line].bytes()[range.clone()],
+            None => &[],
+        }
     }
 
     /// Bytes of all of them: what dropping this value gives back.
     pub fn len_bytes(&self) -> usize {
-        self.params.iter().map(|words| words.bytes().len()).sum()
+        self.lines.iter().map(|words| words.bytes().len()).sum()
+    }
+}
+
+/// Buffers that have this rank's part of parameters and take the others'.
+#[derive(Debug)]
+pub(crate) struct Asked {
+    pub(crate) lines: Vec<LineBuffer>,
+    places: Vec<(usize, Range<usize>)>,
+}
+
+/// Parameters of one dtype.
+#[derive(Debug)]
+pub(crate) struct LineBuffer {
+    pub(crate) dtype: DType,
+    /// Elements of each rank's part; `None` if this rank has them all.
+    pub(crate) counts: Option<Vec<usize>>,
+    pub(crate) words: Words,
+}
+
+impl Asked {
+    /// Bytes of all buffers.
+    pub(crate) fn len_bytes(&self) -> usize {
+        let lines = self.lines.iter();
+        lines.map(|line| line.words.bytes().len()).sum()
+    }
+
+    /// What the buffers hold, once all parts are there.
+    pub(crate) fn whole(self) -> GatheredParams {
+        GatheredParams {
+            lines: self.lines.into_iter().map(|line| line.words).collect(),
+            places: self.places,
+        }
     }
 }
 
 impl RankPlan {
     /// Parameters just before they are used; dropping them releases their memory. Under ZeRO stage 3 they come from all ranks, in
-    /// one call for each dtype, and all ranks ask for the same; at other stages they are copied.
+    /// one call for each dtype, and all ranks ask for the same; at other stages they are copied. [`Self::prefetch`] asks ahead.
     ///
     /// # Errors
     /// [`PlanError::UnknownName`], [`PlanError::Backend`]; [`PlanError::Collective`].
@@ -42,33 +81,55 @@ impl RankPlan {
         comms: &mut Comms<'_>,
         names: &[&str],
     ) -> Result<GatheredParams, PlanError> {
-        let indices = names.iter().map(|name| self.find(name));
-        let indices = indices.collect::<Result<Vec<usize>, _>>()?;
-        let mut params: Vec<Words> = indices
-            .iter()
-            .map(|&param| {
-                let width = self.flats[self.places[param].0].dtype.len_bytes();
-                Words::zeroed(self.params()[param].numel() as usize * width)
-            })
-            .collect();
-        if self.zero() != Zero::Zero3 {
-            for (name, words) in names.iter().zip(&mut params) {
-                self.read_param(state, backend, name, words.bytes_mut())?;
+        let mut asked = self.own_parts(state, backend, names)?;
+        for line in &mut asked.lines {
+            if let Some(counts) = &line.counts {
+                let bytes = line.words.bytes_mut();
+                comms.in_group(Operation::AllGather, line.dtype, Some(counts), bytes)?;
             }
-            return Ok(GatheredParams { params });
         }
-        for line in 0..self.flats.len() {
-            self.gather_line(state, backend, comms, (line, &indices, &mut params))?;
-        }
-        Ok(GatheredParams { params })
+        Ok(asked.whole())
     }
 
-    fn gather_line(
+    /// Buffers for parameters, with this rank's part of them in its place.
+    pub(crate) fn own_parts(
         &self,
         state: &RankState,
         backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        (line, indices, params): (usize, &[usize], &mut [Words]),
+        names: &[&str],
+    ) -> Result<Asked, PlanError> {
+        let indices = names.iter().map(|name| self.find(name));
+        let indices = indices.collect::<Result<Vec<usize>, _>>()?;
+        let mut asked = Asked {
+            lines: Vec::new(),
+            places: vec![(0, 0..0); names.len()],
+        };
+        if self.zero() == Zero::Zero3 {
+            for line in 0..self.flats.len() {
+                self.own_part(state, backend, (line, &indices, &mut asked))?;
+            }
+            return Ok(asked);
+        }
+        for (at, (name, &param)) in names.iter().zip(&indices).enumerate() {
+            let dtype = self.flats[self.places[param].0].dtype;
+            let len_bytes = self.params()[param].numel() as usize * dtype.len_bytes();
+            let mut words = Words::zeroed(len_bytes);
+            self.read_param(state, backend, name, words.bytes_mut())?;
+            asked.places[at] = (at, 0..len_bytes);
+            asked.lines.push(LineBuffer {
+                dtype,
+                counts: None,
+                words,
+            });
+        }
+        Ok(asked)
+    }
+
+    fn own_part(
+        &self,
+        state: &RankState,
+        backend: &dyn Backend,
+        (line, indices, asked): (usize, &[usize], &mut Asked),
     ) -> Result<(), PlanError> {
         let flat = &self.flats[line];
         let width = flat.dtype.len_bytes();
@@ -84,26 +145,23 @@ impl RankPlan {
             return Ok(());
         }
         let numel = |at: usize| self.params()[indices[at]].numel();
-        let apart = flat.held == Held::Apart;
         let mut counts = vec![0; flat.bounds.len() - 1];
+        let mut total = 0;
         for &(start, at) in &wanted {
-            for (count, part) in counts
-                .iter_mut()
-                .zip(overlaps(&flat.bounds, &(start..start + numel(at))))
-            {
+            let elements = start..start + numel(at);
+            for (count, part) in counts.iter_mut().zip(overlaps(&flat.bounds, &elements)) {
                 *count += part;
             }
+            let from = total * width;
+            total += numel(at) as usize;
+            asked.places[at] = (asked.lines.len(), from..total * width);
         }
-        let rank = self.shard_place().rank;
-        let total = match apart {
-            true => wanted.iter().map(|&(_, at)| numel(at) as usize).sum(),
-            false => counts.iter().sum::<usize>(),
-        };
+        let counts = (flat.held == Held::Together).then_some(counts);
         let mut words = Words::zeroed(total * width);
-        let mut next = match apart {
-            true => 0,
-            false => counts[..rank].iter().sum::<usize>() * width,
-        };
+        let rank = self.shard_place().rank;
+        let mut next = counts
+            .as_ref()
+            .map_or(0, |counts| counts[..rank].iter().sum::<usize>() * width);
         for &(_, at) in &wanted {
             for (piece, local) in self.pieces_of(indices[at]) {
                 let end = next + piece.numel as usize * width;
@@ -113,18 +171,11 @@ impl RankPlan {
                 next = end;
             }
         }
-        if !apart {
-            let counts = Some(counts.as_slice());
-            comms.in_group(Operation::AllGather, flat.dtype, counts, words.bytes_mut())?;
-        }
-        let mut next = 0;
-        for &(_, at) in &wanted {
-            let end = next + numel(at) as usize * width;
-            params[at]
-                .bytes_mut()
-                .copy_from_slice(&words.bytes()[next..end]);
-            next = end;
-        }
+        asked.lines.push(LineBuffer {
+            dtype: flat.dtype,
+            counts,
+            words,
+        });
         Ok(())
     }
 

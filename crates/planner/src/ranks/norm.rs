@@ -262,8 +262,14 @@ impl Line {
             .iter()
             .map(|n| n * size_of::<SquareSum>())
             .collect();
-        let bytes = bytemuck::cast_slice_mut(partials);
-        Ok(comms.in_group(Operation::AllGather, DType::U8, Some(&counts), bytes)?)
+        let (counts, bytes) = (Some(counts.as_slice()), bytemuck::cast_slice_mut(partials));
+        match flat.held {
+            // Shards are those of a group, and every group has them all.
+            Held::Together => comms.in_group(Operation::AllGather, DType::U8, counts, bytes)?,
+            // No two ranks have the same slice, in whatever groups they are.
+            Held::Apart => comms.in_place(Operation::AllGather, DType::U8, counts, bytes)?,
+        }
+        Ok(())
     }
 }
 

@@ -306,10 +306,6 @@ fn check_conflicts(whole: &Plan) -> Result<(), PlanError> {
         second: second.to_owned(),
         why,
     };
-    if !options.distributed.is_empty() && options.shard_place().world < options.topology.world {
-        let why = "do not go together, since slices of one's own would be shared out in a group";
-        return Err(conflict("shard groups", why));
-    }
     if norm_across(whole) && options.local_sgd.is_some() {
         let why = "leave no gradients of which ranks could form one norm";
         return Err(conflict("local_sgd with clipping or loss scaling", why));

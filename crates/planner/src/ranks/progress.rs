@@ -6,7 +6,6 @@
 //! @progress#<rank>       counts of a rank: 64-bit words, see `Progress`
 //! ```
 
-use std::num::NonZeroU64;
 use std::ops::Range;
 use std::path::Path;
 
@@ -14,17 +13,18 @@ use fusestep_launch::Backend;
 use fusestep_tensor::{DType, Shape};
 use serde::{Deserialize, Serialize};
 
+use super::counts::Progress;
 use super::folder::{Manifest, PieceBytes, TensorSpec, WholeTensors, refuse};
-use super::ready::Slot;
-use super::words::Words;
-use super::{Held, RankPlan, RankState};
+use super::slots::Slot;
+use super::{Held, RankPlan, RankState, Topology};
 use crate::PlanError;
 use crate::passes::Reduced;
 
-/// Words of [`Progress`] that do not depend on the parameters.
-const FIXED_WORDS: usize = 16;
+/// What counts are called, before the rank.
+pub(crate) const PROGRESS: &str = "@progress";
 
-/// What a checkpoint holds that belongs to single ranks, so that only as many can go on from it.
+/// What a checkpoint holds that belongs to single ranks. If it is the same for all of them, any number of ranks can go on from it, else
+/// as many; [`Manifest::average`] makes it the same.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OpenRun {
     /// The number of ranks.
@@ -33,6 +33,9 @@ pub struct OpenRun {
     pub window: Option<OpenWindow>,
     /// Steps between two averages as planned, if ranks average parameters and have state of their own.
     pub local_sgd: Option<u64>,
+    /// Parameters of which each rank has a slice of its own.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub slices: Vec<String>,
 }
 
 /// A merge window some of whose micro-steps are over.
@@ -44,118 +47,6 @@ pub struct OpenWindow {
     pub every: u32,
     /// When gradients are reduced.
     pub reduced: Reduced,
-}
-
-/// A rank's counts.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Progress {
-    pub(crate) step: u64,
-    pub(crate) skipped: u64,
-    /// Scale, good steps, bad steps.
-    pub(crate) loss_scale: Option<(f64, u32, u32)>,
-    micro_steps: u64,
-    weights: f64,
-    weights_hash: u64,
-    since_average: u64,
-    loss: Option<f64>,
-    first: Option<(f64, f64)>,
-    every: Option<NonZeroU64>,
-    /// For each parameter.
-    pub(crate) steps_of: Vec<u64>,
-    given: Vec<u64>,
-}
-
-impl Progress {
-    fn of(state: &RankState) -> Self {
-        let local = &state.local;
-        Self {
-            step: local.step(),
-            skipped: local.skipped(),
-            loss_scale: local
-                .loss_scale()
-                .map(|scale| (scale.scale(), scale.good_steps(), scale.bad_steps())),
-            micro_steps: u64::from(state.micro_steps),
-            weights: state.weights,
-            weights_hash: state.weights_hash,
-            since_average: state.since_average,
-            loss: state.adapting.loss,
-            first: state.adapting.first,
-            every: state.adapting.every,
-            steps_of: state.steps_of.clone(),
-            given: state.given.iter().map(|&given| u64::from(given)).collect(),
-        }
-    }
-
-    /// The counts of a checkpoint that is the same for all ranks.
-    fn of_all(plan: &RankPlan, manifest: &Manifest) -> Self {
-        let steps = |name: &String| manifest.steps_of.get(name).copied();
-        let params = plan.params().iter();
-        Self {
-            step: manifest.step,
-            skipped: manifest.skipped,
-            loss_scale: manifest.loss_scale,
-            steps_of: params
-                .map(|param| steps(&param.name).unwrap_or(manifest.step))
-                .collect(),
-            given: vec![0; plan.params().len()],
-            ..Self::default()
-        }
-    }
-
-    fn len_bytes(params: usize) -> usize {
-        8 * (FIXED_WORDS + 2 * params)
-    }
-
-    fn to_bytes(&self) -> Vec<u8> {
-        let (scale, good, bad) = self.loss_scale.unwrap_or_default();
-        let (first_loss, first_lr) = self.first.unwrap_or_default();
-        let fixed: [u64; FIXED_WORDS] = [
-            self.step,
-            self.skipped,
-            u64::from(self.loss_scale.is_some()),
-            scale.to_bits(),
-            u64::from(good),
-            u64::from(bad),
-            self.micro_steps,
-            self.weights.to_bits(),
-            self.weights_hash,
-            self.since_average,
-            u64::from(self.loss.is_some()),
-            self.loss.unwrap_or_default().to_bits(),
-            u64::from(self.first.is_some()),
-            first_loss.to_bits(),
-            first_lr.to_bits(),
-            self.every.map_or(0, NonZeroU64::get),
-        ];
-        let words = fixed.iter().chain(&self.steps_of).chain(&self.given);
-        words.flat_map(|word| word.to_le_bytes()).collect()
-    }
-
-    /// `None` if the bytes are not those of so many parameters.
-    fn from_bytes(bytes: &[u8], params: usize) -> Option<Self> {
-        if bytes.len() != Self::len_bytes(params) {
-            return None;
-        }
-        let word = |bytes: &[u8]| Some(u64::from_le_bytes(bytes.try_into().ok()?));
-        let words: Vec<u64> = bytes.chunks_exact(8).map(word).collect::<Option<_>>()?;
-        let float = |at: usize| f64::from_bits(words[at]);
-        let (good, bad) = (words[4].try_into().ok()?, words[5].try_into().ok()?);
-        let (steps_of, given) = words[FIXED_WORDS..].split_at(params);
-        Some(Self {
-            step: words[0],
-            skipped: words[1],
-            loss_scale: (words[2] > 0).then_some((float(3), good, bad)),
-            micro_steps: words[6],
-            weights: float(7),
-            weights_hash: words[8],
-            since_average: words[9],
-            loss: (words[10] > 0).then_some(float(11)),
-            first: (words[12] > 0).then_some((float(13), float(14))),
-            every: NonZeroU64::new(words[15]),
-            steps_of: steps_of.to_vec(),
-            given: given.to_vec(),
-        })
-    }
 }
 
 impl RankPlan {
@@ -170,8 +61,16 @@ impl RankPlan {
                 reduced: merge.reduced,
             }),
             local_sgd: self.whole.ranks.local_sgd.map(|rule| rule.every.get()),
+            slices: self.slices().map(str::to_owned).collect(),
         };
         (open.window.is_some() || open.local_sgd.is_some()).then_some(open)
+    }
+
+    /// Parameters of which each rank has a slice of its own.
+    fn slices(&self) -> impl Iterator<Item = &str> {
+        let marked = self.whole.ranks.distributed.iter();
+        let marked = self.params().iter().zip(marked);
+        marked.filter_map(|(param, &marked)| marked.then_some(param.name.as_str()))
     }
 
     /// Whether every rank has its own values of a parameter and of its state.
@@ -272,7 +171,7 @@ impl RankPlan {
         for &(bucket, position) in &self.spans_of[param] {
             let (tensor, at) = self.span_ranges(bucket, position);
             let sums = &state.sums[bucket as usize];
-            let part: &[u8] = match (&state.slots[bucket as usize], sums.is_empty()) {
+            let part: &[u8] = match (state.slots.get(bucket as usize), sums.is_empty()) {
                 (_, false) => bytemuck::cast_slice(&sums[at]),
                 (Slot::Filling(words), true) => &words.bytes()[at.start * width..at.end * width],
                 _ => continue,
@@ -304,25 +203,14 @@ impl RankPlan {
         let Some(open) = found else {
             return Ok(());
         };
-        let world = self.topology().world;
-        if open.ranks != world {
-            let (what, way) = match (&open.local_sgd, &open.window) {
-                (Some(_), _) => (
-                    "local_sgd",
-                    "parameters and state of their own; to go on with others, average them on those ranks and write the \
-                     parameters into a new run",
-                ),
-                _ => (
-                    "gradient_merge",
-                    "a merge window under way; to go on with others, end the window on those ranks, or `flush` it, and save then",
-                ),
-            };
-            let expected = format!("{world} ranks, as the plan has");
+        // Each rank has its counts among the tensors, so a damaged number cannot ask for more work than the file is long.
+        if !(1..=manifest.tensors.len()).contains(&open.ranks) {
+            let found = format!("{} ranks", open.ranks);
             return Err(refuse(
                 folder,
-                what,
-                &expected,
-                format!("{} ranks with {way}", open.ranks),
+                "ranks",
+                "at least 1, and counts of each",
+                found,
             ));
         }
         let Some(window) = open.window else {
@@ -353,22 +241,78 @@ impl RankPlan {
         Err(refuse(folder, "gradient_merge", &expected, found))
     }
 
+    /// The rank whose values this one takes over: its own number, or 0 if the checkpoint is one of other ranks that were all alike.
+    ///
+    /// # Errors
+    /// [`PlanError::Checkpoint`] naming what is not alike.
+    pub(crate) fn source_rank(
+        &self,
+        manifest: &Manifest,
+        whole: &WholeTensors,
+        folder: &Path,
+    ) -> Result<usize, PlanError> {
+        let Topology { rank, world } = self.topology();
+        let Some(open) = manifest.open.as_ref().filter(|open| open.ranks != world) else {
+            return Ok(rank);
+        };
+        let different = match (open.slices.first(), self.slices().next()) {
+            (Some(name), _) => Some(name.clone()),
+            (_, Some(name)) => Some(name.to_owned()),
+            (None, None) => manifest.difference(whole),
+        };
+        let Some(different) = different else {
+            return Ok(0);
+        };
+        let (what, whose) = match (&open.local_sgd, &open.window) {
+            (Some(_), _) => ("local_sgd", "parameters and state of their own"),
+            _ => ("gradient_merge", "a merge window under way"),
+        };
+        let sliced = !open.slices.is_empty() || self.slices().next().is_some();
+        let way = match (sliced, &open.local_sgd) {
+            (true, _) => "slices of a rank's own cannot be averaged",
+            (false, Some(_)) => {
+                "to go on with others, average them: `fusestep checkpoint reshard --average`, or `Manifest::average`"
+            }
+            (false, None) => {
+                "to go on with others, end the window on those ranks, or `flush` it, and save then; or share its mean out by `fusestep \
+                 checkpoint reshard --average`, or `Manifest::average`"
+            }
+        };
+        let found = format!(
+            "{} ranks with {whose}, which differ in {different}; {way}",
+            open.ranks
+        );
+        let expected = format!("{world} ranks, as the plan has");
+        Err(refuse(folder, what, &expected, found))
+    }
+
     /// This rank's counts, checked.
     pub(crate) fn progress(
         &self,
-        manifest: &Manifest,
+        (manifest, from): (&Manifest, usize),
         whole: &WholeTensors,
         folder: &Path,
     ) -> Result<Progress, PlanError> {
         let Some(open) = &manifest.open else {
             return Ok(Progress::of_all(self, manifest));
         };
-        let key = progress_key(self.topology().rank);
-        let bytes = whole.get(&key).map_or(&[][..], Vec::as_slice);
+        let key = progress_key(from);
+        let bytes = |key: &str| whole.get(key).map_or(&[][..], Vec::as_slice);
+        let params = self.params().len();
+        let right_len = |key: &str| bytes(key).len() == Progress::len_bytes(params);
+        let progress = match open.ranks == self.topology().world {
+            true => Progress::from_bytes(bytes(&key), params),
+            // Which gradients there are is known to all of them together.
+            false => {
+                let keys: Vec<String> = (0..open.ranks).map(progress_key).collect();
+                let all: Vec<&[u8]> = keys.iter().map(|key| bytes(key)).collect();
+                let right = keys.iter().all(|key| right_len(key));
+                right.then(|| Progress::together(&all).ok()).flatten()
+            }
+        };
         let micro_steps = open
             .window
             .map_or(0, |window| u64::from(window.micro_steps));
-        let progress = Progress::from_bytes(bytes, self.params().len());
         let right = |progress: &Progress| {
             progress.micro_steps == micro_steps
                 && progress
@@ -388,15 +332,10 @@ impl RankPlan {
     pub(crate) fn restore_open(
         &self,
         state: &mut RankState,
-        progress: &Progress,
+        (progress, from): (&Progress, usize),
         whole: &WholeTensors,
     ) {
-        for slot in &mut state.slots {
-            // A call that has failed has kept the memory.
-            if !matches!(slot, Slot::Filling(_)) {
-                *slot = Slot::Filling(Words::default());
-            }
-        }
+        state.slots.restore();
         state.ready.again();
         state.given_now.fill(false);
         state.weight = None;
@@ -414,7 +353,7 @@ impl RankPlan {
             return;
         }
         for param in 0..self.params().len() {
-            let key = self.window_key(param, self.topology().rank);
+            let key = self.window_key(param, from);
             if let Some(bytes) = whole.get(&key) {
                 self.restore_sums(state, param, bytes);
             }
@@ -445,7 +384,7 @@ impl RankPlan {
                 continue;
             }
             let len_bytes = self.len_bytes_of(&self.buckets[bucket as usize]);
-            if let Some(words) = state.slots[bucket as usize].filling(len_bytes) {
+            if let Some(words) = state.slots.filling(bucket as usize, len_bytes) {
                 words.bytes_mut()[at.start * width..at.end * width].copy_from_slice(part);
             }
         }
@@ -482,6 +421,7 @@ impl RankPlan {
     }
 }
 
-fn progress_key(rank: usize) -> String {
-    format!("@progress#{rank}")
+/// The name of a rank's counts.
+pub(crate) fn progress_key(rank: usize) -> String {
+    format!("{PROGRESS}#{rank}")
 }

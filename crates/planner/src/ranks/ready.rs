@@ -1,7 +1,4 @@
-//! Which bucket is reduced when, and who has its memory.
-
-use super::comms::Reducing;
-use super::words::Words;
+//! Which bucket is reduced when.
 
 /// Which buckets may start, in one order on all ranks.
 ///
@@ -59,43 +56,6 @@ impl Ready {
     pub(crate) fn again(&mut self) {
         self.next = 0;
         self.missing.clone_from(&self.of);
-    }
-}
-
-/// A bucket's memory: whoever reduces it owns it, so nobody can touch it on its way.
-#[derive(Debug)]
-pub(crate) enum Slot {
-    /// Gradients are being written.
-    Filling(Words),
-    /// A call has it.
-    InFlight(Reducing),
-    /// A call has failed with it.
-    Lost,
-}
-
-impl Slot {
-    /// The memory, to be written to; allocated if it was given back. `None` if a call has it.
-    pub(crate) fn filling(&mut self, len_bytes: usize) -> Option<&mut Words> {
-        match self {
-            Slot::Filling(words) => {
-                if words.bytes().len() != len_bytes {
-                    *words = Words::zeroed(len_bytes);
-                }
-                Some(words)
-            }
-            Slot::InFlight(_) | Slot::Lost => None,
-        }
-    }
-
-    /// The memory, to be given to a call; `None` if one has it already.
-    pub(crate) fn take(&mut self) -> Option<Words> {
-        match std::mem::replace(self, Slot::Lost) {
-            Slot::Filling(words) => Some(words),
-            other => {
-                *self = other;
-                None
-            }
-        }
     }
 }
 

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::comms::{Comms, Reducing};
 use super::merge::{Absorb, Divisor};
-use super::ready::Slot;
+use super::slots::Slot;
 use super::words::Words;
 use super::{Bucket, RankPlan, RankState, Topology};
 use crate::passes::Zero;
@@ -25,6 +25,9 @@ pub struct RankReport {
     /// Time in which the step waited for its gradients to be reduced, in nanoseconds: what of the calls the backward passes did not
     /// hide.
     pub exposed_ns: u64,
+    /// Most bytes of buckets at one time since the update before: with rings from ZeRO stage 2 on fewer than of all of them, since
+    /// those that are through give their memory to those that come.
+    pub bucket_peak_bytes: u64,
 }
 
 /// A window that ends.
@@ -131,6 +134,7 @@ impl RankPlan {
         window: Window,
     ) -> Result<RankReport, PlanError> {
         comms.set_plan(self.hash());
+        state.params_version += 1;
         let done = self.try_update(state, backend, comms, window);
         if done.is_err() {
             self.poison(state);
@@ -184,6 +188,7 @@ impl RankPlan {
             update: Some(report),
             averaged,
             exposed_ns: std::mem::take(&mut state.exposed_ns),
+            bucket_peak_bytes: std::mem::take(&mut state.bucket_peak_bytes),
         })
     }
 
@@ -225,7 +230,7 @@ impl RankPlan {
                 }
                 let bucket = &self.buckets[at.0 as usize];
                 let len_bytes = self.len_bytes_of(bucket);
-                if let Some(words) = state.slots[at.0 as usize].filling(len_bytes) {
+                if let Some(words) = state.slots.filling(at.0 as usize, len_bytes) {
                     let span = &bucket.spans[at.1 as usize];
                     let width = self.flats[bucket.flat].grad_dtype.len_bytes();
                     let (start, end) = (span.at as usize, (span.at + span.numel) as usize);
@@ -262,13 +267,17 @@ impl RankPlan {
     /// Waits for all buckets and copies this rank's part of each to its shard.
     fn collect(&self, state: &mut RankState, comms: &mut Comms<'_>) -> Result<(), PlanError> {
         for (index, bucket) in self.buckets.iter().enumerate() {
-            let mut words = match std::mem::replace(&mut state.slots[index], Slot::Lost) {
+            let mut words = match state.slots.take(index) {
                 Slot::Filling(words) | Slot::InFlight(Reducing::Done(words)) => words,
                 Slot::InFlight(Reducing::Pending(pending)) => {
                     let start = Instant::now();
                     let words = pending.wait()?;
                     state.exposed_ns += start.elapsed().as_nanos() as u64;
                     words
+                }
+                Slot::Through => {
+                    state.slots.put(index, Slot::Filling(Words::default()));
+                    continue;
                 }
                 Slot::Lost => return Err(self.poison(state)),
             };
@@ -277,25 +286,34 @@ impl RankPlan {
                 self.reduce_across(bucket, comms, &mut words)?;
                 state.exposed_ns += start.elapsed().as_nanos() as u64;
             }
-            let width = self.flats[bucket.flat].grad_dtype.len_bytes();
-            let own = self.own(bucket.flat);
-            let shard = state.shards[bucket.flat].bytes_mut();
-            for span in &bucket.spans {
-                let start = span.flat_at.max(own.start);
-                let end = (span.flat_at + span.numel).min(own.end);
-                if start < end {
-                    let from = (span.at + start - span.flat_at) as usize * width;
-                    let (at, to) = (start - own.start, end - own.start);
-                    let part = &words.bytes()[from..from + (to - at) as usize * width];
-                    shard[at as usize * width..to as usize * width].copy_from_slice(part);
-                }
-            }
-            state.slots[index] = Slot::Filling(match self.keeps(index) {
+            self.take_own_part(state, index, &words);
+            let kept = match self.keeps(index) {
                 true => words,
                 false => Words::default(),
-            });
+            };
+            state.slots.put(index, Slot::Filling(kept));
         }
+        let peak_bytes = state.slots.settle() as u64;
+        state.bucket_peak_bytes = state.bucket_peak_bytes.max(peak_bytes);
         Ok(())
+    }
+
+    /// Copies this rank's part of a reduced bucket to its shard.
+    pub(crate) fn take_own_part(&self, state: &mut RankState, index: usize, words: &Words) {
+        let bucket = &self.buckets[index];
+        let width = self.flats[bucket.flat].grad_dtype.len_bytes();
+        let own = self.own(bucket.flat);
+        let shard = state.shards[bucket.flat].bytes_mut();
+        for span in &bucket.spans {
+            let start = span.flat_at.max(own.start);
+            let end = (span.flat_at + span.numel).min(own.end);
+            if start < end {
+                let from = (span.at + start - span.flat_at) as usize * width;
+                let (at, to) = (start - own.start, end - own.start);
+                let part = &words.bytes()[from..from + (to - at) as usize * width];
+                shard[at as usize * width..to as usize * width].copy_from_slice(part);
+            }
+        }
     }
 
     /// Takes the mean over groups of what this rank's group has come to, in order of the groups.

@@ -10,7 +10,8 @@ use super::comms::{BucketCall, Comms};
 use super::merge::{Absorb, Divisor, absorb};
 use super::micro_step::sums_of;
 use super::norm::RankNorm;
-use super::ready::{Ready, Slot};
+use super::ready::Ready;
+use super::slots::{Slot, Slots};
 use super::words::Words;
 use super::{Bucket, RankPlan};
 use crate::passes::{Merged, Zero};
@@ -21,7 +22,7 @@ use crate::{PlanError, State};
 pub struct RankState {
     pub(crate) plan_hash: u64,
     pub(crate) local: State,
-    pub(crate) slots: Vec<Slot>,
+    pub(crate) slots: Slots,
     /// Which of them may be reduced.
     pub(crate) ready: Ready,
     /// For each parameter how often its gradient has been given in this window.
@@ -51,6 +52,10 @@ pub struct RankState {
     pub(crate) adapting: Adapting,
     /// For each parameter the steps it has taken, whoever holds it.
     pub(crate) steps_of: Vec<u64>,
+    /// Most bytes of buckets at one time since the last update.
+    pub(crate) bucket_peak_bytes: u64,
+    /// How often parameters have been changed.
+    pub(crate) params_version: u64,
 }
 
 impl RankPlan {
@@ -101,7 +106,7 @@ impl RankPlan {
         Ok(RankState {
             plan_hash: self.hash(),
             local,
-            slots: self.buckets.iter().enumerate().map(slot).collect(),
+            slots: Slots::new(self.buckets.iter().enumerate().map(slot).collect()),
             ready: Ready::new(spans.collect()),
             given: vec![0; self.params().len()],
             given_now: vec![false; self.params().len()],
@@ -118,6 +123,8 @@ impl RankPlan {
             since_average: 0,
             adapting: Adapting::default(),
             steps_of: vec![0; self.params().len()],
+            bucket_peak_bytes: 0,
+            params_version: 0,
         })
     }
 
@@ -172,6 +179,7 @@ impl RankPlan {
         }
         state.given[param] += 1;
         if now && comms.has_rings() && self.reduces() {
+            self.take_reduced(state)?;
             while let Some(bucket) = state.ready.full() {
                 self.start_bucket(state, comms, bucket)?;
             }
@@ -203,7 +211,8 @@ impl RankPlan {
         if !sums.is_empty() && how.last.is_none() {
             return absorb(dtype, &mut [], Some(&mut sums[elements]), grad, how);
         }
-        let Some(words) = state.slots[bucket as usize].filling(self.len_bytes_of(spec)) else {
+        let len_bytes = self.len_bytes_of(spec);
+        let Some(words) = state.slots.filling(bucket as usize, len_bytes) else {
             return;
         };
         let width = dtype.len_bytes();
@@ -239,7 +248,7 @@ impl RankPlan {
         index: usize,
     ) -> Result<(), PlanError> {
         let bucket = &self.buckets[index];
-        let Some(words) = state.slots[index].take() else {
+        let Some(words) = state.slots.start(index) else {
             return Err(self.poison(state));
         };
         let call = BucketCall {
@@ -252,7 +261,7 @@ impl RankPlan {
         };
         match comms.reduce(index, &call, words) {
             Ok(reducing) => {
-                state.slots[index] = Slot::InFlight(reducing);
+                state.slots.put(index, Slot::InFlight(reducing));
                 state.ready.start();
                 Ok(())
             }
@@ -313,6 +322,7 @@ impl RankPlan {
         let (line, start) = self.places[param];
         let numel = self.params()[param].numel() as usize;
         if role == Role::Param {
+            state.params_version += 1;
             let width = self.flats[line].dtype.len_bytes();
             crate::state::check_len(role, name, numel * width, bytes.len())?;
             let replica = state.replicas[line].bytes_mut();
@@ -384,13 +394,9 @@ impl RankState {
         let lists = self.local.storages.iter().flat_map(|s| &s.lists);
         let local: usize = lists.map(|list| list.buffer.len_bytes()).sum();
         let words = |all: &[Words]| all.iter().map(|words| words.bytes().len()).sum::<usize>();
-        let buckets = self.slots.iter().map(|slot| match slot {
-            Slot::Filling(words) => words.bytes().len(),
-            Slot::InFlight(_) | Slot::Lost => 0,
-        });
         let sums = self.sums.iter().map(|sums| 4 * sums.len());
         let lines = words(&self.shards) + words(&self.shard_sums) + words(&self.replicas);
-        (local + lines + buckets.sum::<usize>() + sums.sum::<usize>()) as u64
+        (local + lines + self.slots.held_bytes() + sums.sum::<usize>()) as u64
     }
 
     /// Steps run so far.

@@ -16,6 +16,20 @@ impl Words {
         }
     }
 
+    /// Bytes of memory that are held.
+    pub(crate) fn held_bytes(&self) -> usize {
+        8 * self.words.len()
+    }
+
+    /// The same memory for other contents, of any value at first; back as it was if it is too short.
+    pub(crate) fn reused(mut self, len_bytes: usize) -> Result<Self, Self> {
+        if self.held_bytes() < len_bytes {
+            return Err(self);
+        }
+        self.len_bytes = len_bytes;
+        Ok(self)
+    }
+
     pub(crate) fn bytes(&self) -> &[u8] {
         &bytemuck::cast_slice(&self.words)[..self.len_bytes]
     }

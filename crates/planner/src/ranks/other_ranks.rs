@@ -1,0 +1,119 @@
+//! What belonged to single ranks, for other numbers of them.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use fusestep_collective::{ReduceOp, reduce_slices};
+use fusestep_simd::Level;
+use fusestep_tensor::DType;
+
+use super::counts::Progress;
+use super::folder::{Manifest, WholeTensors, refuse};
+use super::progress::PROGRESS;
+use crate::PlanError;
+
+impl Manifest {
+    /// Writes a checkpoint whose ranks have become one by the mean, from which any number of ranks can go on.
+    ///
+    /// ```text
+    /// parameters, state   ((x₀ + x₁) + … ) / n over ranks, in their order: what a LocalSGD run averages, and its optimizer state too
+    /// sums of a window    the same: the mean of m ranks that all have the mean of n is the mean of the n, up to rounding
+    /// counts              those of the rank with most steps, the smallest loss scale
+    /// ```
+    ///
+    /// That is a state in which no rank has been, so it is never done unasked.
+    ///
+    /// # Errors
+    /// As [`Self::reshard`]; [`PlanError::Checkpoint`] if nothing belongs to single ranks, if ranks have slices of their own, or
+    /// other weights of a window's micro-steps.
+    pub fn average(&self, from: &Path, to: &Path, count: usize) -> Result<Self, PlanError> {
+        let refuse = |what: &str, expected: &str, found: &str| {
+            refuse(from, what, expected, found.to_owned())
+        };
+        let Some(open) = &self.open else {
+            let expected = "something that belongs to single ranks";
+            return Err(refuse(
+                "average",
+                expected,
+                "nothing of the kind: any number of ranks can load it",
+            ));
+        };
+        if let Some(name) = open.slices.first() {
+            let expected = "values that ranks can share";
+            return Err(refuse(name, expected, "a slice of each rank's own"));
+        }
+        let mut whole = self.read_tensors(from)?;
+        let mut manifest = self.clone();
+        for (base, keys) in self.of_ranks() {
+            let inputs: Vec<&[u8]> = keys.iter().map(|key| whole[key].as_slice()).collect();
+            let dtype = self.tensors[&keys[0]].dtype;
+            let mean = if base == PROGRESS {
+                let counts = Progress::averaged(&inputs);
+                let counts =
+                    counts.map_err(|what| refuse(&base, what, "other ones on some ranks"))?;
+                (manifest.step, manifest.skipped) = (counts.step, counts.skipped);
+                manifest.loss_scale = counts.loss_scale;
+                counts.to_bytes()
+            } else if matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64) {
+                let mut mean = vec![0; inputs[0].len()];
+                reduce_slices(
+                    Level::detect(),
+                    dtype,
+                    ReduceOp::Average,
+                    &inputs,
+                    &mut mean,
+                );
+                mean
+            } else {
+                return Err(refuse(&base, "floating-point elements", dtype.name()));
+            };
+            for key in &keys[1..] {
+                whole.remove(key);
+                manifest.tensors.remove(key);
+            }
+            whole.insert(keys[0].clone(), mean);
+        }
+        manifest.set_open(super::OpenRun {
+            ranks: 1,
+            ..open.clone()
+        });
+        manifest.write_whole(&whole, to, count)
+    }
+
+    /// The first tensor, or count, that ranks do not have alike; `None` if any number of ranks can go on from rank 0's.
+    pub(crate) fn difference(&self, whole: &WholeTensors) -> Option<String> {
+        for (base, keys) in self.of_ranks() {
+            let mut all = keys.iter().filter_map(|key| whole.get(key));
+            let alike = match base == PROGRESS {
+                true => {
+                    let all: Vec<&[u8]> = all.map(Vec::as_slice).collect();
+                    Progress::together(&all).map_err(str::to_owned).err()
+                }
+                false => {
+                    let first = all.next();
+                    let other = all.any(|bytes| Some(bytes) != first);
+                    other.then(|| format!("`{base}`"))
+                }
+            };
+            if alike.is_some() {
+                return alike;
+            }
+        }
+        None
+    }
+
+    /// Tensors that each rank has for itself, with their names in order of ranks.
+    fn of_ranks(&self) -> BTreeMap<String, Vec<String>> {
+        let ranks = self.open.as_ref().map_or(0, |open| open.ranks);
+        let ranks = ranks.min(self.tensors.len());
+        let bases = self.tensors.keys().filter_map(|key| key.strip_suffix("#0"));
+        let keys = |base: &str| (0..ranks).map(|rank| format!("{base}#{rank}")).collect();
+        let all = bases.map(|base| (base.to_owned(), keys(base)));
+        // A name may end so by itself: those of ranks are there for all of them.
+        let there = |keys: &Vec<String>| keys.iter().all(|key| self.tensors.contains_key(key));
+        all.filter(|(base, keys): &(String, Vec<String>)| {
+            there(keys) && (base == PROGRESS || base.contains('@'))
+        })
+        .collect()
+    }
+}

@@ -1,0 +1,128 @@
+//! Parameters out of their shards, ahead of their use.
+
+use fusestep_collective::{
+    Buffers, Call, CallContext, CollectiveError, Communicator, Operation, Pending,
+};
+use fusestep_launch::Backend;
+
+use super::comms::Comms;
+use super::gather::Asked;
+use super::{GatheredParams, RankPlan, RankState};
+use crate::PlanError;
+
+/// Parameters on their way, started by [`RankPlan::prefetch`].
+///
+/// Wait for every one: dropping it while its call is under way closes the ring that carries it, on all ranks, with an error that
+/// names this one.
+#[must_use = "dropping parameters on their way closes their ring; call `wait`"]
+#[derive(Debug)]
+pub struct PendingGather {
+    way: Way,
+    len_bytes: usize,
+    plan_hash: u64,
+    version: u64,
+}
+
+#[derive(Debug)]
+enum Way {
+    Here(Asked),
+    Ring(Pending<Asked>),
+}
+
+impl RankPlan {
+    /// Asks for parameters ahead of their use; they come while the caller goes on, if `comms` has rings, else at once. All ranks
+    /// ask for the same in one order, whatever else they do in between.
+    ///
+    /// This rank's part is copied before anything is sent, so nothing borrows the state: gradients can be given meanwhile. The
+    /// values are those of this moment, the same bits as [`Self::gather`]'s. Buckets and these calls have rings of their own: a
+    /// rank may start its buckets earlier or later than others do.
+    ///
+    /// # Errors
+    /// As [`Self::gather`]; [`PlanError::ForeignState`], [`PlanError::Poisoned`].
+    /// # Cost
+    /// The parameters' memory from now on; one more thread for each rank, started with the first call.
+    pub fn prefetch(
+        &self,
+        state: &RankState,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        names: &[&str],
+    ) -> Result<PendingGather, PlanError> {
+        self.check_state(state)?;
+        let mut asked = self.own_parts(state, backend, names)?;
+        let len_bytes = asked.len_bytes();
+        for line in asked.lines.iter().filter(|line| line.counts.is_some()) {
+            let len_bytes = line.words.bytes().len();
+            comms.count_in_group(Operation::AllGather, len_bytes);
+        }
+        let context = CallContext {
+            plan_hash: self.hash(),
+            bucket: None,
+        };
+        let calls = asked.lines.iter().any(|line| line.counts.is_some());
+        let way = match comms.ring_ahead()? {
+            Some(ring) if calls => {
+                let work = move |comm: &mut dyn Communicator, asked: &mut Asked| {
+                    comm.set_context(context);
+                    make_calls(comm, asked)
+                };
+                Way::Ring(ring.start("prefetch", asked, work))
+            }
+            _ => {
+                make_calls(comms.within_group(), &mut asked)?;
+                Way::Here(asked)
+            }
+        };
+        Ok(PendingGather {
+            way,
+            len_bytes,
+            plan_hash: self.hash(),
+            version: state.params_version,
+        })
+    }
+}
+
+fn make_calls(comm: &mut dyn Communicator, asked: &mut Asked) -> Result<(), CollectiveError> {
+    for line in &mut asked.lines {
+        if let Some(counts) = &line.counts {
+            comm.execute(Call {
+                operation: Operation::AllGather,
+                dtype: line.dtype,
+                counts: Some(counts),
+                buffers: Buffers::InPlace(line.words.bytes_mut()),
+            })?;
+        }
+    }
+    Ok(())
+}
+
+impl PendingGather {
+    /// Bytes of the parameters, held from the moment they were asked for.
+    pub fn len_bytes(&self) -> usize {
+        self.len_bytes
+    }
+
+    /// Waits until all parts are there. `state` is that which was asked, and its parameters are those of that moment still.
+    ///
+    /// # Errors
+    /// [`PlanError::StaleParams`] if they have been updated, averaged or written since, [`PlanError::ForeignState`] if it is
+    /// another one: the call is through then, and the ring goes on. [`PlanError::Collective`].
+    pub fn wait(self, state: &RankState) -> Result<GatheredParams, PlanError> {
+        let asked = match self.way {
+            Way::Here(asked) => asked,
+            Way::Ring(pending) => pending.wait()?,
+        };
+        if state.plan_hash != self.plan_hash {
+            return Err(PlanError::ForeignState {
+                expected: self.plan_hash,
+                found: state.plan_hash,
+            });
+        }
+        if state.params_version != self.version {
+            return Err(PlanError::StaleParams {
+                changes: state.params_version.abs_diff(self.version),
+            });
+        }
+        Ok(asked.whole())
+    }
+}

@@ -1,0 +1,311 @@
+//! Parameters of stage 3 that are asked for ahead of their use.
+
+use std::num::NonZeroUsize;
+use std::time::Duration;
+
+use fusestep_collective::{
+    Aborter, Call, CallContext, CollectiveError, Collectives, Communicator, Fault, FaultKind,
+    Faulty, FlightRecorder, Membership, Options, run_ranks,
+};
+use fusestep_cpu::CpuBackend;
+use fusestep_planner::{Comms, PlanError, RankPlan, RankState, Topology, Zero};
+
+use crate::run::{Case, Mixed, whole_params};
+
+fn case(world: usize) -> Case {
+    Case {
+        numels: vec![70_001, 3, 0, 1, 5_000, 257],
+        world,
+        zero: Zero::Zero3,
+        clip: Some(1.0),
+        ..Case::default()
+    }
+}
+
+fn comms<'a>(case: &Case, comm: &'a mut dyn Communicator) -> Result<Comms<'a>, CollectiveError> {
+    match case.shard_group {
+        Some(group) => Comms::in_groups(comm, group, case.rings),
+        None => Comms::with_rings(comm, case.rings),
+    }
+}
+
+fn start(case: &Case, comm: &dyn Communicator, backend: &CpuBackend) -> (RankPlan, RankState) {
+    let plan = case.planner();
+    let plan = plan.plan_for(&case.params(), Topology::of(comm)).unwrap();
+    let mut state = plan.allocate(backend).unwrap();
+    for (param, desc) in plan.params().iter().enumerate() {
+        let values = case.first_values(param);
+        plan.write_param(&mut state, backend, &desc.name, &values)
+            .unwrap();
+    }
+    (plan, state)
+}
+
+/// Two steps in which each parameter is asked for while the one after it gives its gradient, and compared with what is gathered.
+fn train_ahead(case: &Case, comm: &mut dyn Communicator) -> Result<Vec<Vec<u8>>, PlanError> {
+    let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+    let (plan, mut state) = start(case, comm, &backend);
+    let rank = comm.rank();
+    let mut comms = comms(case, comm)?;
+    let name = |param: usize| plan.params()[param].name.as_str();
+    for step in 0..case.steps {
+        let mut ahead = None;
+        for param in (0..case.numels.len()).rev() {
+            let pending = match ahead.take() {
+                Some(pending) => pending,
+                None => plan.prefetch(&state, &backend, &mut comms, &[name(param)])?,
+            };
+            let here = pending.wait(&state)?;
+            if param > 0 {
+                let pending = plan.prefetch(&state, &backend, &mut comms, &[name(param - 1)])?;
+                assert_eq!(pending.len_bytes() as u64, 4 * case.numels[param - 1]);
+                ahead = Some(pending);
+            }
+            if step == 0 {
+                assert!(here.bytes(0) == case.first_values(param));
+            }
+            if !case.is_absent(rank, step, param) {
+                let gradient = case.gradient(rank, step, param);
+                plan.give_gradient(&mut state, &mut comms, name(param), &gradient)?;
+            }
+        }
+        plan.run_with(&mut state, &backend, &mut comms)?;
+    }
+    Ok(whole_params(&plan, &state, &backend, &mut comms))
+}
+
+#[test]
+fn asking_ahead_changes_no_bit_whatever_gradients_ranks_give_meanwhile() {
+    for world in 1..=5 {
+        // One rank gives nothing at all, so it starts its buckets long after the others.
+        let absent = (0..6).map(|param| (world - 1, 1, param)).collect();
+        let base = Case {
+            absent,
+            ..case(world)
+        };
+        let expected = base.run().params;
+        for (rings, group) in [(0, None), (1, None), (2, None), (1, NonZeroUsize::new(2))] {
+            let shard_group = group.filter(|group| world.is_multiple_of(group.get()));
+            let case = Case {
+                rings,
+                shard_group,
+                cap: Some(4_000),
+                ..base.clone()
+            };
+            let expected = match shard_group {
+                Some(_) => case.by_hand().params,
+                None => expected.clone(),
+            };
+            let found = run_ranks(world, &Options::default(), |mut comm| {
+                train_ahead(&case, &mut comm).unwrap()
+            });
+            for found in found.unwrap() {
+                assert!(found.unwrap() == expected, "{world} {rings} {group:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn several_dtypes_come_in_one_go_and_other_stages_copy() {
+    for zero in [Zero::Zero0, Zero::Zero1, Zero::Zero2, Zero::Zero3] {
+        let case = Case {
+            zero,
+            rings: 1,
+            mixed: Mixed::Yes,
+            ..case(3)
+        };
+        let ranks = run_ranks(3, &Options::default(), |mut comm| {
+            let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+            let (plan, state) = start(&case, &comm, &backend);
+            let mut comms = comms(&case, &mut comm).unwrap();
+            let order = [5, 0, 4, 1, 2];
+            let names: Vec<&str> = order.map(|at| plan.params()[at].name.as_str()).to_vec();
+            let first = plan.prefetch(&state, &backend, &mut comms, &names).unwrap();
+            let second = plan.prefetch(&state, &backend, &mut comms, &names[..1]);
+            // In another order than they were asked for.
+            let second = second.unwrap().wait(&state).unwrap();
+            let first = first.wait(&state).unwrap();
+            for (at, &param) in order.iter().enumerate() {
+                assert!(first.bytes(at) == case.first_values(param), "{zero:?}");
+            }
+            assert!(second.bytes(0) == case.first_values(5) && second.bytes(1).is_empty());
+            assert_eq!(comms.calls(), if zero == Zero::Zero3 { 3 } else { 0 });
+        });
+        ranks.unwrap().into_iter().for_each(|rank| rank.unwrap());
+    }
+}
+
+#[test]
+fn parameters_that_change_on_the_way_are_refused_and_the_ring_goes_on() {
+    for rings in [0, 1] {
+        let case = Case { rings, ..case(2) };
+        let ranks = run_ranks(2, &Options::default(), |mut comm| {
+            let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+            let (plan, mut state) = start(&case, &comm, &backend);
+            let mut comms = comms(&case, &mut comm).unwrap();
+            let name = plan.params()[0].name.as_str();
+            let pending = plan.prefetch(&state, &backend, &mut comms, &[name]);
+            let gradient = case.gradient(0, 0, 0);
+            plan.give_gradient(&mut state, &mut comms, name, &gradient)
+                .unwrap();
+            plan.run_with(&mut state, &backend, &mut comms).unwrap();
+            let error = pending.unwrap().wait(&state).unwrap_err();
+            assert!(
+                matches!(error, PlanError::StaleParams { changes: 1 }),
+                "{error}"
+            );
+            let pending = plan.prefetch(&state, &backend, &mut comms, &[name]);
+            let other = plan.allocate(&backend).unwrap();
+            let error = pending.unwrap().wait(&other).unwrap_err();
+            assert!(matches!(error, PlanError::StaleParams { .. }), "{error}");
+            let pending = plan.prefetch(&state, &backend, &mut comms, &[name]);
+            let found = pending.unwrap().wait(&state).unwrap();
+            let whole = plan.gather(&state, &backend, &mut comms, &[name]).unwrap();
+            assert!(found.bytes(0) == whole.bytes(0));
+            let error = plan.prefetch(&state, &backend, &mut comms, &["none"]);
+            assert!(matches!(error.unwrap_err(), PlanError::UnknownName { .. }));
+        });
+        ranks.unwrap().into_iter().for_each(|rank| rank.unwrap());
+    }
+}
+
+#[test]
+fn parameters_given_up_on_their_way_close_the_ring_with_an_error_that_names_the_rank() {
+    let case = Case {
+        rings: 1,
+        ..case(3)
+    };
+    let errors = run_ranks(3, &Options::default(), |mut comm| {
+        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let (plan, state) = start(&case, &comm, &backend);
+        let rank = comm.rank();
+        let mut comms = comms(&case, &mut comm).unwrap();
+        let name = plan.params()[0].name.as_str();
+        let pending = plan.prefetch(&state, &backend, &mut comms, &[name]);
+        match rank {
+            1 => drop(pending.unwrap()),
+            _ => drop(pending.unwrap().wait(&state)),
+        }
+        comms.communicator().barrier().unwrap();
+        let next = plan.prefetch(&state, &backend, &mut comms, &[name]);
+        next.unwrap().wait(&state).unwrap_err().to_string()
+    });
+    for error in errors.unwrap() {
+        let error = error.unwrap();
+        assert!(
+            error.contains("rank 1") && error.contains("prefetch"),
+            "{error}"
+        );
+    }
+}
+
+/// A communicator whose third group, the ring of parameters, misbehaves.
+struct RingFaults<C> {
+    inner: C,
+    splits: usize,
+    fault: Fault,
+}
+
+impl<C: Communicator> Communicator for RingFaults<C> {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+    fn world_size(&self) -> usize {
+        self.inner.world_size()
+    }
+    fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
+        self.inner.execute(call)
+    }
+    fn split(
+        &mut self,
+        membership: Option<Membership>,
+    ) -> Result<Option<Box<dyn Communicator>>, CollectiveError> {
+        self.splits += 1;
+        let made = self.inner.split(membership)?;
+        Ok(made.map(|made| match self.splits {
+            3 => Box::new(Faulty::new(made, &[self.fault])) as Box<dyn Communicator>,
+            _ => made,
+        }))
+    }
+    fn set_context(&mut self, context: CallContext) {
+        self.inner.set_context(context);
+    }
+    fn aborter(&self) -> Aborter {
+        self.inner.aborter()
+    }
+    fn recorder(&self) -> &FlightRecorder {
+        self.inner.recorder()
+    }
+    fn failure(&self) -> Option<CollectiveError> {
+        self.inner.failure()
+    }
+}
+
+#[test]
+fn a_rank_that_fails_dies_or_stalls_on_the_way_ends_all_ranks_with_an_error_that_names_it() {
+    let options = Options {
+        timeout: Duration::from_millis(400),
+        ..Options::default()
+    };
+    for kind in [FaultKind::Fail, FaultKind::Kill, FaultKind::StallMs(1_500)] {
+        for call in [1, 4, 9] {
+            let (rank, world) = (call as usize % 3, 3);
+            let fault = Fault { rank, call, kind };
+            let case = Case {
+                rings: 2,
+                ..case(world)
+            };
+            let ended = run_ranks(world, &options, |comm| {
+                let mut comm = RingFaults {
+                    inner: comm,
+                    splits: 0,
+                    fault,
+                };
+                train_ahead(&case, &mut comm).map(drop)
+            });
+            let errors: Vec<String> = ended
+                .unwrap()
+                .into_iter()
+                .map(|ended| ended.unwrap().unwrap_err().to_string())
+                .collect();
+            // Every rank's error says whose fault it was.
+            let names = [format!("rank {rank}"), format!("[{rank}]")];
+            let named = |error: &String| names.iter().any(|name| error.contains(name));
+            assert!(errors.iter().all(named), "{fault:?}: {errors:?}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_whose_own_code_fails_while_parameters_are_on_their_way_ends_the_others_too() {
+    let case = Case {
+        rings: 1,
+        ..case(3)
+    };
+    let errors = run_ranks(3, &Options::default(), |mut comm| {
+        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let (plan, state) = start(&case, &comm, &backend);
+        let rank = comm.rank();
+        let mut comms = comms(&case, &mut comm).unwrap();
+        let name = plan.params()[0].name.as_str();
+        for round in 0.. {
+            if rank == 2 && round == 3 {
+                let _on_its_way = plan.prefetch(&state, &backend, &mut comms, &[name]);
+                return "the model's own error".to_owned();
+            }
+            let pending = plan.prefetch(&state, &backend, &mut comms, &[name]);
+            if let Err(error) = pending.and_then(|pending| pending.wait(&state)) {
+                return error.to_string();
+            }
+            if let Err(error) = comms.communicator().barrier() {
+                return error.to_string();
+            }
+        }
+        String::new()
+    });
+    let errors: Vec<String> = errors.unwrap().into_iter().map(Result::unwrap).collect();
+    for error in &errors[..2] {
+        assert!(error.contains("rank 2"), "{errors:?}");
+    }
+}
