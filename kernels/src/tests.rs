@@ -43,6 +43,12 @@ fn every_declared_entry_is_in_the_ptx_for_every_argument_block() {
         assert!(!declared.is_empty(), "{stem}: no entry found in the source");
         assert_eq!(declared, found, "{stem}: run `cargo xtask ptx`");
         for name in declared {
+            if stem == "rank_order" {
+                assert_eq!(stem_of_entry(name), Some(stem));
+                let parameter = format!(".param .align 8 .b8 {name}_param_0[56]");
+                assert!(ptx(stem).unwrap().contains(&parameter), "{parameter}");
+                continue;
+            }
             let base = name
                 .strip_suffix("_4k")
                 .or_else(|| name.strip_suffix("_32k"))

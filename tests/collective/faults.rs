@@ -210,7 +210,7 @@ fn a_rank_that_leaves_is_named_but_does_not_disturb_transfers_of_others() {
 fn flight_recorders_are_on_disk_after_an_error() {
     let folder = std::env::temp_dir().join(format!("fusestep-collective-{}", std::process::id()));
     let options = Options {
-        timeout: Duration::from_millis(100),
+        timeout: Duration::from_millis(TIMEOUT_MS),
         recorded_calls: 4,
         dump_folder: Some(folder.clone()),
         ..Options::default()
@@ -219,8 +219,9 @@ fn flight_recorders_are_on_disk_after_an_error() {
         for _ in 0..6 {
             comm.all_reduce(&mut [1.0f32; 3], ReduceOp::Sum).unwrap();
         }
-        if comm.rank() == 1 {
-            std::thread::sleep(Duration::from_millis(400));
+        // However long the other rank takes to get there: it is the one that finds this one late.
+        while comm.rank() == 1 && comm.failure().is_none() {
+            std::thread::sleep(Duration::from_millis(10));
         }
         comm.broadcast(&mut [0u8; 2], 1).unwrap_err();
         assert!(

@@ -112,7 +112,7 @@ macro_rules! integer {
     )*};
 }
 
-integer!(i32, i64, u8);
+integer!(i32, i64, u16, u8);
 
 /// The reductions that a type has.
 pub(crate) fn ops<T: Number>() -> impl Iterator<Item = ReduceOp> {

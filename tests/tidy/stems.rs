@@ -1,16 +1,29 @@
 //! Every kernel has its reference, test, bench, documentation and compiled form under the same stem.
 
+/// Kernels that serve collectives and no optimizer have these for their reference, test and bench.
+const OF_COLLECTIVES: [(&str, [&str; 3]); 1] = [(
+    "rank_order",
+    [
+        "tests/collective/numbers.rs",
+        "crates/collective-nccl/tests/nccl/rank_order.rs",
+        "benches/collective.rs",
+    ],
+)];
+
 /// What is missing for the kernel `kernels/<stem>.cu`; `exists` answers for a path, `docs` is the text of `docs/kernels.md`.
 pub(crate) fn violations(stem: &str, exists: &dyn Fn(&str) -> bool, docs: &str) -> Vec<String> {
     let dashed = stem.replace('_', "-");
-    let files = [
-        format!("crates/{dashed}/src/reference.rs"),
-        format!("tests/{stem}.rs"),
-        format!("benches/{stem}.rs"),
-        format!("kernels/ptx/{stem}.ptx"),
-    ];
+    let parts = match OF_COLLECTIVES.iter().find(|(own, _)| *own == stem) {
+        Some((_, parts)) => parts.map(str::to_owned),
+        None => [
+            format!("crates/{dashed}/src/reference.rs"),
+            format!("tests/{stem}.rs"),
+            format!("benches/{stem}.rs"),
+        ],
+    };
+    let ptx = format!("kernels/ptx/{stem}.ptx");
+    let files = parts.into_iter().chain([ptx]);
     let mut found: Vec<String> = files
-        .iter()
         .filter(|path| !exists(path))
         .map(|path| format!("kernels/{stem}.cu: expected {path}, found none"))
         .collect();
@@ -37,4 +50,14 @@ fn each_missing_part_is_named() {
         ["kernels/fused_adam.cu: expected benches/fused_adam.rs, found none"]
     );
     assert_eq!(violations("fused_sgd", &|_| false, "").len(), 5);
+    assert_eq!(violations("rank_order", &|_| false, "").len(), 5);
+    let found = violations(
+        "rank_order",
+        &|path| !path.starts_with("tests"),
+        "## rank-order\n",
+    );
+    assert_eq!(
+        found,
+        ["kernels/rank_order.cu: expected tests/collective/numbers.rs, found none"]
+    );
 }

@@ -1,37 +1,35 @@
 //! `sanitize`: the tests of what threads share, under the sanitizers of the compiler.
 
+use std::path::PathBuf;
 use std::process::Command;
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::workspace_root;
 
-/// What runs under a sanitizer: cargo's arguments, then the tests' own. Long tests of numbers are left out; they share nothing
-/// that shorter ones do not.
-const SUITES: [(&[&str], &[&str]); 2] = [
-    (
-        &[
-            "--package",
-            "fusestep-simd",
-            "--package",
-            "fusestep-collective",
-            "--package",
-            "fusestep-cpu",
-            "--lib",
-        ],
-        &[],
-    ),
-    (
-        &["--package", "fusestep-tests", "--test", "collective"],
-        &[
-            "faults::",
-            "rings::",
-            "mismatches::",
-            "transfers",
-            "some_ranks",
-        ],
-    ),
+/// What runs under both sanitizers, as cargo's arguments: whatever threads share, and the collectives between them whole.
+const SHARED: [&[&str]; 2] = [
+    &[
+        "--package",
+        "fusestep-simd",
+        "--package",
+        "fusestep-collective",
+        "--package",
+        "fusestep-cpu",
+        "--lib",
+    ],
+    &["--package", "fusestep-collective", "--test", "collective"],
 ];
+
+/// What runs under the address sanitizer besides: memory that is mapped, cut up or handed to C++.
+const MEMORY: [&[&str]; 1] = [&[
+    "--package",
+    "fusestep-coalesce",
+    "--package",
+    "fusestep-launch",
+    "--lib",
+]];
 
 /// Builds the suites for a sanitizer and runs them.
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
@@ -60,18 +58,25 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         require_sources()?;
     }
     let root = workspace_root();
-    for (suite, own) in SUITES {
+    // Beside the ordinary build, whose crates carry no sanitizer.
+    let target = std::env::var_os("CARGO_TARGET_DIR").map_or(root.join("target"), PathBuf::from);
+    let target = target.join(format!("sanitize-{sanitizer}"));
+    let more: &[_] = match sanitizer == "address" {
+        true => &MEMORY,
+        false => &[],
+    };
+    for suite in SHARED.iter().chain(more) {
+        let begun = Instant::now();
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let status = Command::new(cargo)
             .current_dir(&root)
             .args(["test", "--release", "--target", host])
             .args(std)
-            .args(suite)
+            .args(*suite)
             .arg("--target-dir")
-            .arg(root.join("target").join(format!("sanitize-{sanitizer}")))
+            .arg(&target)
             // One test at a time, in the thread that started: the test runner's own threads are not what is looked at.
             .args(["--", "--test-threads=1"])
-            .args(own)
             .args(test_arguments)
             .env("RUSTC_BOOTSTRAP", "1")
             .env("RUSTFLAGS", &flags)
@@ -81,6 +86,11 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
             status.success(),
             "under the {sanitizer} sanitizer failed: {}",
             suite.join(" ")
+        );
+        println!(
+            "sanitize {sanitizer}: {} in {:.0} s",
+            suite.join(" "),
+            begun.elapsed().as_secs_f64()
         );
     }
     println!("sanitize {sanitizer}: all is well");

@@ -48,8 +48,6 @@ pub struct NcclCommunicator {
     pub(crate) made: HashMap<(usize, usize), u64>,
     /// What others contribute to the part that this rank reduces.
     pub(crate) scratch: Option<DeviceBuffer>,
-    /// The same on the host, and the result; words, so that elements are aligned.
-    pub(crate) host: Vec<u64>,
     /// Where host buffers go.
     pub(crate) staged: [Option<DeviceBuffer>; 2],
     closed: Option<CollectiveError>,
@@ -127,7 +125,6 @@ impl NcclCommunicator {
             last: None,
             made: HashMap::new(),
             scratch: None,
-            host: Vec::new(),
             staged: [None, None],
             closed: None,
             dumped: None,
@@ -170,7 +167,7 @@ impl NcclCommunicator {
         unsafe { DeviceBuffer::borrow(&self.site.device, address, len_bytes) }
     }
 
-    /// [`execute`](Communicator::execute) on device memory, without a copy through the host but for sums in rank order.
+    /// [`execute`](Communicator::execute) on device memory: nothing goes through the host.
     ///
     /// # Errors
     /// As there; [`CollectiveError::Refused`] for memory of another GPU.

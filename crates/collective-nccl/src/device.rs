@@ -2,10 +2,11 @@
 
 use std::ffi::{CStr, c_int};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::NcclError;
 use crate::driver::{Address, Context, Driver};
+use crate::kernel::Kernels;
 use crate::library::Stream;
 
 /// A GPU with its primary context, which other users of the GPU in this process share.
@@ -14,12 +15,14 @@ pub(crate) struct Device {
     pub(crate) driver: Driver,
     context: Context,
     handle: c_int,
+    /// Loaded when a reduction first needs it, or why it cannot be.
+    kernels: OnceLock<Result<Kernels, String>>,
     pub(crate) index: usize,
     pub(crate) name: String,
     pub(crate) uuid: [u8; 16],
 }
 
-// SAFETY: contexts may be used from any thread that makes them current, and the driver's functions from all at once.
+// SAFETY: contexts and modules may be used from any thread that makes them current, and the driver's functions from all at once.
 unsafe impl Send for Device {}
 // SAFETY: as above.
 unsafe impl Sync for Device {}
@@ -72,6 +75,7 @@ impl Device {
                 driver,
                 context,
                 handle,
+                kernels: OnceLock::new(),
                 index,
                 uuid,
             })
@@ -92,6 +96,12 @@ impl Device {
             before,
         })
     }
+
+    /// The kernels of this device, whose context is current.
+    pub(crate) fn kernels(&self) -> Result<&Kernels, String> {
+        let loaded = self.kernels.get_or_init(|| Kernels::load(&self.driver));
+        loaded.as_ref().map_err(Clone::clone)
+    }
 }
 
 impl Drop for Entered<'_> {
@@ -103,6 +113,11 @@ impl Drop for Entered<'_> {
 
 impl Drop for Device {
     fn drop(&mut self) {
+        if let Some(Ok(kernels)) = self.kernels.get()
+            && let Ok(_entered) = self.enter()
+        {
+            kernels.unload(&self.driver);
+        }
         // SAFETY: retained once, by `open`; memory, streams and events on it hold the device.
         unsafe { (self.driver.context_release)(self.handle) };
     }

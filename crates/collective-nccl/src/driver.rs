@@ -1,4 +1,4 @@
-//! The CUDA driver as it is found at run time: the few calls that memory, streams and events take.
+//! The CUDA driver as it is found at run time: the few calls that memory, streams, events and one kernel take.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::ManuallyDrop;
@@ -14,6 +14,10 @@ const NOT_READY: c_int = 600;
 pub(crate) type Context = *mut c_void;
 /// `CUevent`.
 pub(crate) type Event = *mut c_void;
+/// `CUmodule`.
+pub(crate) type Module = *mut c_void;
+/// `CUfunction`.
+pub(crate) type Function = *mut c_void;
 /// `CUdeviceptr`.
 pub(crate) type Address = u64;
 
@@ -35,6 +39,10 @@ functions! {
         upload = "cuMemcpyHtoDAsync_v2": fn(Address, *const c_void, usize, Stream) -> c_int;
         download = "cuMemcpyDtoHAsync_v2": fn(*mut c_void, Address, usize, Stream) -> c_int;
         copy = "cuMemcpyDtoDAsync_v2": fn(Address, Address, usize, Stream) -> c_int;
+        module_load = "cuModuleLoadData": fn(*mut Module, *const c_void) -> c_int;
+        module_unload = "cuModuleUnload": fn(Module) -> c_int;
+        module_function = "cuModuleGetFunction": fn(*mut Function, Module, *const c_char) -> c_int;
+        launch = "cuLaunchKernel": fn(Function, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Stream, *mut *mut c_void, *mut *mut c_void) -> c_int;
         stream_create = "cuStreamCreate": fn(*mut Stream, c_uint) -> c_int;
         stream_destroy = "cuStreamDestroy_v2": fn(Stream) -> c_int;
         stream_synchronize = "cuStreamSynchronize": fn(Stream) -> c_int;

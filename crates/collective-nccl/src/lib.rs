@@ -15,6 +15,8 @@ mod folder;
 #[cfg(feature = "nccl")]
 mod founding;
 #[cfg(feature = "nccl")]
+mod kernel;
+#[cfg(feature = "nccl")]
 mod library;
 #[cfg(feature = "nccl")]
 mod link;

@@ -3,8 +3,6 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use fusestep_simd::Level;
-
 /// The oldest NCCL that will do, 2.14.0 as NCCL counts: the first with communicators that do not block their callers.
 pub const MIN_VERSION: u32 = 21_400;
 
@@ -29,8 +27,6 @@ pub struct NcclOptions {
     pub recorded_calls: usize,
     /// Where flight recorders are written on the first error; nowhere by default.
     pub dump_folder: Option<PathBuf>,
-    /// Instruction set of reductions; the widest by default. Changes no bits.
-    pub level: Level,
     /// Who adds up.
     pub reduction: Reduction,
     /// The NCCL to load; by default `libnccl.so.2`, as the system finds it.
@@ -45,7 +41,6 @@ impl Default for NcclOptions {
             timeout: Duration::from_secs(60),
             recorded_calls: 256,
             dump_folder: None,
-            level: Level::detect(),
             reduction: Reduction::default(),
             nccl_library: "libnccl.so.2".into(),
             driver_library: "libcuda.so.1".into(),

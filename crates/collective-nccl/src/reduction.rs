@@ -1,16 +1,16 @@
-//! The collectives that reduce: blocks are exchanged pairwise, each rank reduces its own in rank order, results go where they belong.
+//! The collectives that reduce: blocks are exchanged pairwise, each rank reduces its own in rank order where they lie, results go where
+//! they belong.
 
 use std::ffi::c_int;
 use std::ops::Range;
 
-use fusestep_collective::{
-    CollectiveError, Communicator, Fingerprint, Operation, ReduceOp, reduce_slices,
-};
+use fusestep_collective::{CollectiveError, Communicator, Fingerprint, Operation, ReduceOp};
 
 use crate::Reduction;
 use crate::communicator::{Memory, NcclCommunicator};
 use crate::device::DeviceBuffer;
 use crate::driver::Address;
+use crate::kernel::{PACK_BYTES, Parts};
 use crate::library::names;
 use crate::link::Piece;
 
@@ -27,38 +27,40 @@ impl NcclCommunicator {
         }
         let rank = self.rank();
         let own = ranges[rank].clone();
-        let slot = own.len();
-        let incoming = self.scratch(slot * ranges.len(), print)?;
-        let mut pieces = Vec::with_capacity(2 * ranges.len());
-        for peer in (0..ranges.len()).filter(|&peer| peer != rank) {
-            pieces.push(Piece::Out {
-                to: peer,
-                address: memory.input(ranges[peer].start),
-                len_bytes: ranges[peer].len(),
-            });
-            pieces.push(Piece::In {
-                from: peer,
-                address: incoming + (peer * slot) as u64,
-                len_bytes: slot,
-            });
-        }
-        self.engine(print, |link| {
-            link.copy(
-                memory.input(own.start),
-                incoming + (rank * slot) as u64,
-                slot,
-            )
-        })?;
-        self.transfers(&pieces, print)?;
+        // Slots begin where packs do, so that whole packs are read from them.
+        let slot_bytes = own.len().next_multiple_of(PACK_BYTES);
+        let slots = self.scratch(slot_bytes * ranges.len(), print)?;
+        let slot = |of: usize| slots + (of * slot_bytes) as u64;
+        self.exchange_blocks(memory, ranges, slot, print)?;
         let result = match print.operation {
             Operation::ReduceScatter(_) => memory.result_block(&own),
             Operation::AllReduce(_) => memory.result(own.start),
             // Only the root has room for results; the others' leave from scratch memory.
             Operation::Reduce { root, .. } if root == rank => memory.result(own.start),
-            _ => incoming,
+            _ => slot(rank),
         };
-        self.reduce_blocks(slot, ranges.len(), op, print)?;
-        self.keep(result, incoming, slot, print)?;
+        // Memory that a caller has brought may lie between elements, where the kernel cannot read.
+        let element_bytes = print.dtype.len_bytes() as u64;
+        let or_slot = |address: Address| match address.is_multiple_of(element_bytes) {
+            true => address,
+            false => slot(rank),
+        };
+        let input = memory.input(own.start);
+        let parts = Parts {
+            own: or_slot(input),
+            slots,
+            slot_bytes,
+            result: or_slot(result),
+            len_bytes: own.len(),
+            ranks: ranges.len(),
+            own_rank: rank,
+        };
+        // All of it in the order of the stream: the host waits for nothing here.
+        self.engine(print, |link| {
+            link.copy(input, parts.own, own.len())?;
+            link.reduce(&parts, print.dtype, op)?;
+            link.copy(parts.result, result, own.len())
+        })?;
         match print.operation {
             Operation::AllReduce(_) => {
                 self.all_gather(Memory::Same(memory.result(0)), ranges, print)?;
@@ -79,49 +81,29 @@ impl NcclCommunicator {
         self.finish(print)
     }
 
-    /// Reduces the slots of the scratch memory into its first one, in rank order.
-    fn reduce_blocks(
+    /// Sends each rank its block and receives what the others have of this rank's, each in its slot.
+    fn exchange_blocks(
         &mut self,
-        slot: usize,
-        slots: usize,
-        op: ReduceOp,
+        memory: Memory,
+        ranges: &[Range<usize>],
+        slot: impl Fn(usize) -> Address,
         print: &Fingerprint,
     ) -> Result<(), CollectiveError> {
-        if slot == 0 {
-            return Ok(());
+        let rank = self.rank();
+        let mut pieces = Vec::with_capacity(2 * ranges.len());
+        for peer in (0..ranges.len()).filter(|&peer| peer != rank) {
+            pieces.push(Piece::Out {
+                to: peer,
+                address: memory.input(ranges[peer].start),
+                len_bytes: ranges[peer].len(),
+            });
+            pieces.push(Piece::In {
+                from: peer,
+                address: slot(peer),
+                len_bytes: ranges[rank].len(),
+            });
         }
-        // The data must be there before the host reads it: that wait has the deadline, the copy has none.
-        self.finish(print)?;
-        let words = (slot * (slots + 1)).div_ceil(8);
-        if self.host.len() < words {
-            self.host.resize(words, 0);
-        }
-        let mut host = std::mem::take(&mut self.host);
-        let bytes: &mut [u8] = as_bytes(&mut host);
-        let (inputs, rest) = bytes.split_at_mut(slot * slots);
-        let result = &mut rest[..slot];
-        let scratch = self.scratch.take();
-        let level = self.options.level;
-        let outcome = self.engine(print, |link| {
-            let scratch = scratch.as_ref().ok_or("no scratch memory")?;
-            scratch.get(0, inputs, link.stream)?;
-            let slices: Vec<&[u8]> = inputs.chunks_exact(slot).collect();
-            reduce_slices(level, print.dtype, op, &slices, result);
-            scratch.put(0, result, link.stream)
-        });
-        (self.host, self.scratch) = (host, scratch);
-        outcome
-    }
-
-    /// Puts the result where it belongs.
-    fn keep(
-        &mut self,
-        place: Address,
-        result: Address,
-        len_bytes: usize,
-        print: &Fingerprint,
-    ) -> Result<(), CollectiveError> {
-        self.engine(print, |link| link.copy(result, place, len_bytes))
+        self.transfers(&pieces, print)
     }
 
     /// NCCL's own all-reduce or reduce; says whether it has one.
@@ -190,11 +172,4 @@ impl NcclCommunicator {
         };
         Ok(self.scratch.insert(buffer).address)
     }
-}
-
-/// Words as bytes.
-fn as_bytes(words: &mut [u64]) -> &mut [u8] {
-    let len_bytes = size_of_val(words);
-    // SAFETY: the same memory; every byte of a word is a byte, and any bytes make a word.
-    unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), len_bytes) }
 }

@@ -15,6 +15,8 @@ mod numbers;
 mod operations;
 #[path = "../../../tests/collective/perturbed.rs"]
 mod perturbed;
+#[path = "nccl/rank_order.rs"]
+mod rank_order;
 #[path = "nccl/rings.rs"]
 mod rings;
 #[path = "nccl/same_bits.rs"]

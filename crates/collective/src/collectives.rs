@@ -172,6 +172,28 @@ pub trait Collectives: Communicator {
         self.execute(apart(Operation::ReduceScatter(reduce), None, send, block))
     }
 
+    /// [`reduce_scatter`](Self::reduce_scatter) to blocks of any lengths.
+    ///
+    /// ```
+    /// # use fusestep_collective::*;
+    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// let mut block = vec![0.0f32; [0, 2][comm.rank()]];
+    /// comm.reduce_scatter_counts(&[0, 2], &[1.0, 2.0], &mut block, ReduceOp::Average).unwrap();
+    /// assert_eq!(block, [vec![], vec![1.0, 2.0]][comm.rank()]);
+    /// # }).unwrap();
+    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// ```
+    fn reduce_scatter_counts<T: Element>(
+        &mut self,
+        counts: &[usize],
+        send: &[T],
+        block: &mut [T],
+        reduce: ReduceOp,
+    ) -> Result<(), CollectiveError> {
+        let operation = Operation::ReduceScatter(reduce);
+        self.execute(apart(operation, Some(counts), send, block))
+    }
+
     /// `block ← own block of the root's send`; blocks of one length. Other ranks' `send` is not looked at.
     ///
     /// ```
@@ -250,7 +272,20 @@ pub trait Collectives: Communicator {
         self.execute(apart(Operation::Send { to }, None, elements, &mut []))
     }
 
-    /// Takes the elements that rank `from` hands over by [`send`](Self::send), whose example shows both.
+    /// Takes the elements that rank `from` hands over by [`send`](Self::send).
+    ///
+    /// ```
+    /// # use fusestep_collective::*;
+    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// let mut elements = [comm.rank() as i64; 3];
+    /// match comm.rank() {
+    ///     0 => comm.receive(&mut elements, 1).unwrap(),
+    ///     _ => comm.send(&elements, 0).unwrap(),
+    /// }
+    /// assert_eq!(elements, [1; 3]);
+    /// # }).unwrap();
+    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// ```
     fn receive<T: Element>(
         &mut self,
         elements: &mut [T],

@@ -1,0 +1,151 @@
+//! The sum in rank order on the GPU: `kernels/rank_order.cu`, loaded and launched.
+
+use std::ffi::{CString, c_uint, c_void};
+
+use fusestep_collective::ReduceOp;
+use fusestep_tensor::DType;
+
+use crate::driver::{Address, Driver, Function, Module};
+use crate::link::Link;
+
+/// The kernel's file name and the start of its entries' names.
+const STEM: &str = "rank_order";
+
+/// Threads of a block.
+const BLOCK_THREADS: c_uint = 512;
+
+/// Most blocks of a launch, some for each multiprocessor of a large GPU; a thread goes on where the grid ends.
+const GRID_BLOCKS: usize = 1024;
+
+/// Bytes that a thread takes at a time, and what slots are aligned to so that it may.
+pub(crate) const PACK_BYTES: usize = 16;
+
+/// The kernel's module; it is unloaded with its device's context.
+#[derive(Debug)]
+pub(crate) struct Kernels {
+    module: Module,
+}
+
+/// Where the elements of all ranks lie, and where their reduction goes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Parts {
+    /// Those of this rank.
+    pub(crate) own: Address,
+    /// Those of the others: slot `r` is rank `r`'s, and the own one is not read.
+    pub(crate) slots: Address,
+    /// From slot to slot.
+    pub(crate) slot_bytes: usize,
+    /// The result, which may lie upon `own` or a slot.
+    pub(crate) result: Address,
+    /// Bytes of each part.
+    pub(crate) len_bytes: usize,
+    /// Number of parts.
+    pub(crate) ranks: usize,
+    /// This rank.
+    pub(crate) own_rank: usize,
+}
+
+/// As the kernel reads it.
+#[repr(C)]
+struct Arguments {
+    own: u64,
+    slots: u64,
+    slot_bytes: u64,
+    result: u64,
+    numel: u64,
+    ranks: u32,
+    own_rank: u32,
+    op: u32,
+    reserved: u32,
+}
+
+impl Kernels {
+    /// Loads the module into the current context.
+    pub(crate) fn load(driver: &Driver) -> Result<Self, String> {
+        let ptx = fusestep_kernels::ptx(STEM).ok_or("no PTX of the sum in rank order")?;
+        let text = CString::new(ptx).map_err(|_| "PTX with a zero byte")?;
+        let mut module = std::ptr::null_mut();
+        // SAFETY: the image ends in 0, as PTX must, and has been read when the call returns; it writes one handle.
+        let code = unsafe { (driver.module_load)(&mut module, text.as_ptr().cast()) };
+        driver.check(code).map_err(|reason| {
+            format!(
+                "{reason}, for the kernel that sums in rank order; expected a driver that reads PTX ISA 8.4 (550 or newer), \
+                 or `Reduction::Engine`"
+            )
+        })?;
+        Ok(Self { module })
+    }
+
+    fn function(&self, driver: &Driver, dtype: DType) -> Result<Function, String> {
+        let name = format!("{STEM}_{dtype}");
+        let name = CString::new(name).map_err(|_| "a dtype with a zero byte")?;
+        let mut function = std::ptr::null_mut();
+        // SAFETY: the module is loaded; the name ends in 0; it writes one handle.
+        let code = unsafe { (driver.module_function)(&mut function, self.module, name.as_ptr()) };
+        driver.check(code).map(|()| function)
+    }
+
+    /// Unloads the module; its context is current.
+    pub(crate) fn unload(&self, driver: &Driver) {
+        // SAFETY: loaded by `load`, unloaded once, by the device's drop. Launches have ended, or their communicator was aborted.
+        unsafe { (driver.module_unload)(self.module) };
+    }
+}
+
+impl Link {
+    /// Reduces the parts in rank order, in the order of the stream, as `fusestep_collective::reduce_in_rank_order` does on the host.
+    ///
+    /// All addresses are multiples of an element's length.
+    pub(crate) fn reduce(&self, parts: &Parts, dtype: DType, op: ReduceOp) -> Result<(), String> {
+        let numel = parts.len_bytes / dtype.len_bytes();
+        if numel == 0 {
+            return Ok(());
+        }
+        let _entered = self.device.enter()?;
+        let driver = &self.device.driver;
+        let function = self.device.kernels()?.function(driver, dtype)?;
+        let mut arguments = Arguments {
+            own: parts.own,
+            slots: parts.slots,
+            slot_bytes: parts.slot_bytes as u64,
+            result: parts.result,
+            numel: numel as u64,
+            ranks: u32::try_from(parts.ranks).map_err(|_| "more ranks than 32 bits count")?,
+            own_rank: u32::try_from(parts.own_rank).map_err(|_| "a rank beyond 32 bits")?,
+            op: code(op),
+            reserved: 0,
+        };
+        let packs = parts.len_bytes.div_ceil(PACK_BYTES);
+        let blocks = packs.div_ceil(BLOCK_THREADS as usize).min(GRID_BLOCKS) as c_uint;
+        let mut parameters = [(&raw mut arguments).cast::<c_void>()];
+        // SAFETY: the entry takes one block of these arguments, which is copied before the call returns. They lead to device memory
+        // of the stated lengths that the call holds until its mark was reached or the communicator aborted.
+        let launched = unsafe {
+            (driver.launch)(
+                function,
+                blocks,
+                1,
+                1,
+                BLOCK_THREADS,
+                1,
+                1,
+                0,
+                self.stream,
+                parameters.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        driver.check(launched)
+    }
+}
+
+/// `rank_order::Op` of the kernel.
+fn code(op: ReduceOp) -> u32 {
+    match op {
+        ReduceOp::Sum => 0,
+        ReduceOp::Average => 1,
+        ReduceOp::Prod => 2,
+        ReduceOp::Max => 3,
+        ReduceOp::Min => 4,
+    }
+}
