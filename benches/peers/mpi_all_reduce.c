@@ -2,6 +2,7 @@
  *
  *   mpicc -O2 mpi_all_reduce.c -o mpi_all_reduce
  *   mpirun -n 2 ./mpi_all_reduce sizes BYTES...      one line for each: bytes, median seconds, best seconds
+ *   mpirun -n 2 ./mpi_all_reduce sizes-threaded BYTES...   the same on an MPI that several threads may call at once
  *   mpirun -n 2 ./mpi_all_reduce list BYTES...       one line for all of them one behind the other: total bytes, median, best
  */
 #include <mpi.h>
@@ -42,8 +43,9 @@ static void measure(float *buffer, const size_t *bytes, int count, int rank) {
 }
 
 int main(int argc, char **argv) {
-    MPI_Init(&argc, &argv);
-    int rank, count = argc - 2;
+    int rank, level, count = argc - 2;
+    int threaded = argc > 1 && strcmp(argv[1], "sizes-threaded") == 0;
+    MPI_Init_thread(&argc, &argv, threaded ? MPI_THREAD_MULTIPLE : MPI_THREAD_SINGLE, &level);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     if (count < 1) {
         fprintf(stderr, "expected `sizes BYTES...` or `list BYTES...`\n");

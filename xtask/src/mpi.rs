@@ -72,6 +72,11 @@ fn suite() -> Result<()> {
         &["operations::", "rings::", "mismatches::", "zz_leave::"],
         &engine,
     )?;
+    let fast = [
+        ("FUSESTEP_MPI_ENGINE", "1"),
+        ("FUSESTEP_MPI_FIRST_OF_EACH", "1"),
+    ];
+    tests(suite, 2, &["operations::", "rings::", "zz_leave::"], &fast)?;
     mpi_victims::run(victim)?;
     self_test()?;
     println!("mpi: all is well");

@@ -40,26 +40,30 @@ pub(crate) fn run() -> Result<()> {
     let total: u64 = gradients.iter().sum();
     let mut sizes = SIZES.to_vec();
     sizes.push(total % BUCKET);
-    let [mut direct, mut native, mut ours, mut threads] = [const { Times::new() }; 4];
+    let [mut direct, mut threaded, mut native, mut ours, mut threads] = [const { Times::new() }; 5];
     let mut one_by_one = Times::new();
     for _ in 0..ROUNDS {
         better(&mut direct, of_peer(&peer, "sizes", &sizes)?);
+        better(&mut threaded, of_peer(&peer, "sizes-threaded", &sizes)?);
         better(&mut native, of_fusestep(fusestep, "mpi-native", &sizes)?);
         better(&mut ours, of_fusestep(fusestep, "mpi", &sizes)?);
         better(&mut threads, of_fusestep(fusestep, "thread", &sizes)?);
         better(&mut one_by_one, of_peer(&peer, "list", &gradients)?);
     }
-    println!("| bytes | MPI from C | mpi-native | ratio | mpi | thread | C / thread |");
-    println!("|---|---|---|---|---|---|---|");
+    println!(
+        "| bytes | MPI from C | for threads | mpi-native | ratio | mpi | thread | C / thread |"
+    );
+    println!("|---|---|---|---|---|---|---|---|");
     for (at, bytes) in sizes.iter().enumerate() {
-        let times = [direct[at], native[at], ours[at], threads[at]].map(readable);
+        let times = [direct[at], threaded[at], native[at], ours[at], threads[at]].map(readable);
         println!(
-            "| {bytes} | {} | {} | {:.3} | {} | {} | {:.2} |",
+            "| {bytes} | {} | {} | {} | {:.3} | {} | {} | {:.2} |",
             times[0],
             times[1],
-            native[at] / direct[at],
             times[2],
+            native[at] / direct[at],
             times[3],
+            times[4],
             direct[at] / threads[at]
         );
     }

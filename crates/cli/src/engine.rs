@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::{Context, ensure};
 use clap::{Args, ValueEnum};
 use fusestep_collective::{Communicator, Options, run_ranks};
-use fusestep_collective_mpi::{MpiCommunicator, MpiOptions, Reduction, launched_ranks};
+use fusestep_collective_mpi::{Compare, MpiCommunicator, MpiOptions, Reduction, launched_ranks};
 use fusestep_collective_nccl::{
     Meeting, NcclCommunicator, NcclError, NcclOptions, Reduction as NcclReduction,
 };
@@ -18,7 +18,7 @@ pub(crate) enum Engine {
     Thread,
     /// Ranks are processes that mpirun has started; the same bits as threads
     Mpi,
-    /// The same with MPI's own all-reduce, in an order of its choice
+    /// The same with MPI's own all-reduce, in an order of its choice; calls are compared the first time they are made
     MpiNative,
     /// Ranks have a GPU each and are threads or, under mpirun, processes; the same bits as threads
     Nccl,
@@ -101,7 +101,7 @@ impl Engine {
             "expected --engine nccl or nccl-native with --meet, found {}; a folder carries what ranks say and no gradients",
             self.name()
         );
-        let reduction = match self {
+        let (reduction, compare) = match self {
             Engine::Thread => {
                 let outcomes = run_ranks(ranks.count(), &Options::default(), |mut comm| {
                     body(&mut comm)
@@ -115,13 +115,15 @@ impl Engine {
                 }
                 return Ok(first);
             }
-            Engine::Mpi => Reduction::Reproducible,
-            Engine::MpiNative => Reduction::Engine,
+            Engine::Mpi => (Reduction::Reproducible, Compare::EveryCall),
+            // As little as can be between the caller and MPI: whoever asks for its sums asks for its speed.
+            Engine::MpiNative => (Reduction::Engine, Compare::FirstOfEach),
             Engine::Nccl => return on_gpus(ranks, NcclReduction::Reproducible, body),
             Engine::NcclNative => return on_gpus(ranks, NcclReduction::Engine, body),
         };
         let options = MpiOptions {
             reduction,
+            compare,
             ..MpiOptions::default()
         };
         let mut comm = MpiCommunicator::world(&options)?;

@@ -114,16 +114,18 @@ impl MpiCommunicator {
         }
     }
 
-    fn mirror(&self) -> MutexGuard<'_, FlightRecorder> {
-        self.group
-            .mirror
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+    /// The recorder that other threads can write to disk; none if there is no folder for it, which saves locks and looks at the clock.
+    fn mirror(&self) -> Option<MutexGuard<'_, FlightRecorder>> {
+        self.group.options.dump_folder.as_ref()?;
+        let locked = self.group.mirror.lock();
+        Some(locked.unwrap_or_else(PoisonError::into_inner))
     }
 
     fn begin(&mut self, print: &Fingerprint) {
         self.recorder.begin(print);
-        self.mirror().begin(print);
+        if let Some(mut mirror) = self.mirror() {
+            mirror.begin(print);
+        }
     }
 
     /// Writes an outcome down; an error becomes that of all ranks.
@@ -133,7 +135,9 @@ impl MpiCommunicator {
             error => self.group.settle(error),
         });
         let said = outcome.as_ref().map(|_| ());
-        self.mirror().end(said);
+        if let Some(mut mirror) = self.mirror() {
+            mirror.end(said);
+        }
         self.recorder.end(said);
         if outcome.is_err() {
             self.dump();
@@ -174,7 +178,9 @@ impl MpiCommunicator {
         if let Some(last) = self.meeting.meet(&self.group, party, header, deadline)? {
             let waited_ns = u64::try_from(last.waited.as_nanos()).unwrap_or(u64::MAX);
             self.recorder.waited(last.rank, waited_ns);
-            self.mirror().waited(last.rank, waited_ns);
+            if let Some(mut mirror) = self.mirror() {
+                mirror.waited(last.rank, waited_ns);
+            }
         }
         let headers = self.meeting.headers();
         Fingerprint::compare(headers.len(), |rank| &headers[rank].fingerprint)?;
