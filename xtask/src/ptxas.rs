@@ -95,7 +95,13 @@ fn wide(
     })?;
     let of_devices = counts.chunks(stems.len());
     Ok(of_devices
-        .map(|counts| counts.iter().cloned().flatten().collect())
+        .map(|counts| {
+            counts
+                .iter()
+                .flatten()
+                .map(|(name, wide)| (name.clone(), *wide))
+                .collect()
+        })
         .collect())
 }
 
