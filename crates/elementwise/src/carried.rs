@@ -22,7 +22,7 @@ pub struct Carried<'a> {
 }
 
 /// [`crate::run_format`] for one chunk of one tensor; returns the sum of squares over the parameters it has written, in the fixed tree
-/// of [`crate::norm`]: the bits of [`crate::chunk_sums`] over them. Of a parameter with a master it is the master's.
+/// of [`crate::square_sum`]: the bits of [`crate::chunk_sums`] over them. Of a parameter with a master it is the master's.
 ///
 /// # Panics
 /// As [`crate::run_format`].
