@@ -40,10 +40,16 @@ impl ParamSums {
     pub(crate) fn take(launch: &mut Launch<'_>) -> Option<Self> {
         launch.kernel.normed()?.carried()?;
         let written = Written::of(launch.lists)?;
+        let list = launch
+            .lists
+            .iter()
+            .find(|list| list.role() == Role::Param)?;
+        let end = (list.buffer.len_bytes() / list.dtype().len_bytes()) as u64;
+        let starts = || starts(launch.offsets, end);
         let sums = param(launch.lists)?.sums.take();
-        let mut sums = match sums.filter(|sums| sums.fit(launch.offsets)) {
+        let mut sums = match sums.filter(|sums| starts().eq(sums.starts.iter().copied())) {
             Some(sums) => sums,
-            None => Self::new(launch.offsets),
+            None => Self::new(starts().collect()),
         };
         if sums.of.take() != Some(written) {
             for valid in &mut sums.valid {
@@ -63,18 +69,16 @@ impl ParamSums {
 
     /// Those of one tensor of so many elements.
     pub(crate) fn of(&self, tensor: usize, numel: u64) -> Option<Carried<'_>> {
-        let chunks = self
-            .chunks
-            .get(self.starts[tensor]..self.starts[tensor + 1])?;
+        let range = *self.starts.get(tensor)?..*self.starts.get(tensor + 1)?;
+        let chunks = numel.div_ceil(u64::from(CHUNK_ELEMENTS)) as usize;
         Some(Carried {
-            chunks: chunks.get(..numel.div_ceil(u64::from(CHUNK_ELEMENTS)) as usize)?,
-            valid: &self.valid[tensor],
+            chunks: self.chunks.get(range)?.get(..chunks)?,
+            valid: self.valid.get(tensor)?,
         })
     }
 
-    /// For tensors that lie at these elements.
-    fn new(offsets: &[u64]) -> Self {
-        let starts: Vec<usize> = starts(offsets).collect();
+    /// None of them valid yet.
+    fn new(starts: Vec<usize>) -> Self {
         let chunks = starts.last().copied().unwrap_or(0);
         Self {
             chunks: (0..chunks).map(|_| AtomicU64::new(0)).collect(),
@@ -83,17 +87,15 @@ impl ParamSums {
             of: None,
         }
     }
-
-    fn fit(&self, offsets: &[u64]) -> bool {
-        starts(offsets).eq(self.starts.iter().copied())
-    }
 }
 
-/// Where the sums of tensors start that lie at these elements, padding included.
-fn starts(offsets: &[u64]) -> impl Iterator<Item = usize> {
-    let chunks = offsets.windows(2).map(|tensor| {
+/// Where the sums of tensors start that lie at these elements of a storage that ends at `end`, padding included.
+fn starts(offsets: &[u64], end: u64) -> impl Iterator<Item = usize> {
+    let ends = offsets.iter().skip(1).copied().chain([end]);
+    let chunks = offsets.iter().zip(ends).map(|(&start, end)| {
         // The storage lies in host memory, so its element counts fit a usize.
-        (tensor[1] - tensor[0]).div_ceil(u64::from(CHUNK_ELEMENTS)) as usize
+        end.saturating_sub(start)
+            .div_ceil(u64::from(CHUNK_ELEMENTS)) as usize
     });
     std::iter::once(0).chain(chunks.scan(0, |start, chunks| {
         *start += chunks;
@@ -125,4 +127,29 @@ impl Written {
 fn param(lists: &mut [ListBuffer]) -> Option<&mut HostBuffer> {
     let list = lists.iter_mut().find(|list| list.role() == Role::Param)?;
     list.buffer.as_any_mut().downcast_mut()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_tensor_goes_on_to_the_end_of_its_storage() {
+        for (offsets, end, expected) in [
+            (&[0, 64, 128][..], 128 + 65_537, &[0, 1, 2, 4][..]),
+            (&[0, 64, 70_000], 70_000, &[0, 1, 3, 3]),
+            (&[0], 65_536, &[0, 1]),
+            (&[], 0, &[0]),
+        ] {
+            let starts: Vec<usize> = starts(offsets, end).collect();
+            assert_eq!(starts, expected);
+            let sums = ParamSums::new(starts);
+            let numel = |tensor: usize| offsets.get(tensor + 1).unwrap_or(&end) - offsets[tensor];
+            for tensor in 0..offsets.len() {
+                let carried = sums.of(tensor, numel(tensor)).map(|sums| sums.chunks.len());
+                assert_eq!(carried, Some(numel(tensor).div_ceil(65_536) as usize));
+            }
+            assert!(sums.of(offsets.len(), 1).is_none());
+        }
+    }
 }
