@@ -4,18 +4,6 @@ use fusestep_tensor::DType;
 
 use crate::{CallContext, Fingerprint, Operation, ReduceOp};
 
-/// What a message may name; one that is missing here is refused by its receiver, not taken for another.
-const DTYPES: [DType; 8] = [
-    DType::F32,
-    DType::F64,
-    DType::F16,
-    DType::BF16,
-    DType::I32,
-    DType::I64,
-    DType::U8,
-    DType::U16,
-];
-
 const WORDS: usize = 6;
 
 impl Fingerprint {
@@ -65,7 +53,7 @@ impl Fingerprint {
         Some(Self {
             sequence,
             operation: operation(byte(0), reduce, usize::try_from(root).ok()?)?,
-            dtype: DTYPES.into_iter().find(dtype)?,
+            dtype: DType::ALL.into_iter().find(dtype)?,
             numel,
             counts_hash,
             context: CallContext { plan_hash, bucket },
@@ -101,7 +89,7 @@ mod tests {
         let mut seen = std::collections::HashSet::new();
         for kind in 0..12 {
             for reduce in ReduceOp::ALL {
-                for dtype in DTYPES {
+                for dtype in DType::ALL {
                     for bucket in [None, Some(0), Some(u32::MAX)] {
                         let print = Fingerprint {
                             sequence: u64::MAX - 1,

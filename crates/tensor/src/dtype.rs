@@ -29,6 +29,18 @@ pub enum DType {
 }
 
 impl DType {
+    /// All of them.
+    pub const ALL: [Self; 8] = [
+        Self::F32,
+        Self::F64,
+        Self::F16,
+        Self::BF16,
+        Self::I32,
+        Self::I64,
+        Self::U8,
+        Self::U16,
+    ];
+
     /// Bytes of one element.
     pub const fn len_bytes(self) -> usize {
         match self {
@@ -64,17 +76,8 @@ impl FromStr for DType {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let all = [
-            DType::F32,
-            DType::F64,
-            DType::F16,
-            DType::BF16,
-            DType::I32,
-            DType::I64,
-            DType::U8,
-            DType::U16,
-        ];
-        all.into_iter()
+        Self::ALL
+            .into_iter()
             .find(|dtype| dtype.name().eq_ignore_ascii_case(text))
             .ok_or_else(|| {
                 format!("unknown dtype `{text}`: expected f32, f64, f16, bf16, i32, i64, u8 or u16")
@@ -116,6 +119,14 @@ impl Element for u16 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn all_of_them_are_listed_in_their_order() {
+        for (index, dtype) in DType::ALL.into_iter().enumerate() {
+            assert_eq!(dtype as usize, index);
+        }
+        assert_eq!(DType::ALL.last(), Some(&u16::DTYPE));
+    }
 
     #[test]
     fn names_round_trip_and_lengths_match_the_rust_types() {
