@@ -21,8 +21,11 @@ use crate::CpuBackend;
 use crate::backend::gate;
 use crate::carried::ParamSums;
 
-/// From this many elements on the team works on one tensor together: below it, waking the team costs more than it saves.
+/// Below this many elements the team never works on one tensor together: waking it costs more than it saves.
 const LARGE_ELEMENTS: u64 = 128 * 1024;
+
+/// A tensor that is more than a thread's work divided by this would leave the other threads waiting for its own at the end.
+pub(crate) const TENSORS_PER_THREAD: u64 = 16;
 
 /// Lends one tensor: calls [`LentPiece::update`] with its parameter and gradient. It is called from any thread of the team, on one
 /// thread never for two tensors at once.
@@ -88,7 +91,9 @@ impl CpuBackend {
         };
         // Dropped with any error: the next step takes all sums anew.
         let sums = ParamSums::take(&mut launch);
-        for whole in Tensors::new(launch.batches).filter(Whole::is_large) {
+        let tensors = Tensors::new(launch.batches);
+        let large = large_elements(tensors, self.team().threads());
+        for whole in tensors.filter(|whole| whole.is_large(large)) {
             let elements = whole.span(launch.offsets);
             let lists = lists_of(launch.kernel, launch.lists, Some(elements));
             lend(LentPiece {
@@ -104,12 +109,13 @@ impl CpuBackend {
         let lists = lists_of(launch.kernel, launch.lists, None);
         self.team().run(SmallPieces {
             call,
-            tensors: Tensors::new(launch.batches),
+            tensors,
+            large,
             offsets: launch.offsets,
             members: launch.members,
             lists: lists.ok_or(BackendError::ForeignBuffer { backend })?,
             first: 0,
-            elements: small_elements(Tensors::new(launch.batches)),
+            elements: small_elements(tensors, large),
             lend,
             error: &error,
             sums: sums.as_ref(),
@@ -197,8 +203,9 @@ pub(crate) struct Whole {
 }
 
 impl Whole {
-    pub(crate) fn is_large(&self) -> bool {
-        self.numel >= LARGE_ELEMENTS
+    /// Whether the team works on it together, where tensors from `large` elements on are.
+    pub(crate) fn is_large(&self, large: u64) -> bool {
+        self.numel >= large
     }
 
     fn carried<'a>(&self, sums: Option<&'a ParamSums>) -> Option<Carried<'a>> {
@@ -313,8 +320,15 @@ impl Iterator for Tensors<'_> {
     }
 }
 
-pub(crate) fn small_elements(tensors: Tensors<'_>) -> u64 {
-    let small = tensors.filter(|whole| !whole.is_large());
+/// The elements from which on the whole team works on one tensor. Smaller ones are one thread's each: nobody waits for another
+/// between the sums of a tensor and its update, and there are enough of them to leave no thread without work.
+pub(crate) fn large_elements(tensors: Tensors<'_>, threads: usize) -> u64 {
+    let total: u64 = tensors.map(|whole| whole.numel).sum();
+    (total / (threads as u64 * TENSORS_PER_THREAD)).max(LARGE_ELEMENTS)
+}
+
+pub(crate) fn small_elements(tensors: Tensors<'_>, large: u64) -> u64 {
+    let small = tensors.filter(|whole| !whole.is_large(large));
     small.map(|whole| whole.numel).sum()
 }
 
@@ -322,6 +336,8 @@ pub(crate) fn small_elements(tensors: Tensors<'_>) -> u64 {
 struct SmallPieces<'a> {
     call: LentCall<'a>,
     tensors: Tensors<'a>,
+    /// Tensors from so many elements on are not small.
+    large: u64,
     offsets: &'a [u64],
     members: &'a [u32],
     /// The kept lists from storage element `first` on.
@@ -335,6 +351,8 @@ struct SmallPieces<'a> {
 }
 
 impl Split for SmallPieces<'_> {
+    const PARTS_PER_THREAD: usize = TENSORS_PER_THREAD as usize * 2;
+
     fn elements(&self) -> u64 {
         self.elements
     }
@@ -345,7 +363,11 @@ impl Split for SmallPieces<'_> {
             let Some(whole) = rest.next() else {
                 break;
             };
-            taken += if whole.is_large() { 0 } else { whole.numel };
+            taken += if whole.is_large(self.large) {
+                0
+            } else {
+                whole.numel
+            };
             end = whole.span(self.offsets).end;
         }
         let (left, right) = cut(self.lists, self.call.kernel, end - self.first);
@@ -369,7 +391,7 @@ impl Split for SmallPieces<'_> {
         let mut lists = self.lists;
         let mut first = self.first;
         for whole in self.tensors {
-            if whole.is_large() {
+            if whole.is_large(self.large) {
                 continue;
             }
             let elements = whole.span(self.offsets);

@@ -9,7 +9,7 @@ use fusestep_simd::{Level, Split, Team};
 
 use crate::CpuBackend;
 use crate::backend::partials;
-use crate::lent::{Tensors, Whole, small_elements};
+use crate::lent::{TENSORS_PER_THREAD, Tensors, Whole, large_elements, small_elements};
 
 /// Lends one gradient: calls [`LentGradient::read`] with it. It is called from any thread of the team, on one thread never for two
 /// tensors at once.
@@ -50,10 +50,11 @@ impl CpuBackend {
         };
         let mut sums = partials(reduce.partials, reduce.first_partial, reduce.batches)?;
         let tensors = Tensors::new(reduce.batches);
+        let large = large_elements(tensors, self.team().threads());
         let mut rest = &mut *sums;
         for whole in tensors {
             let own = rest.split_off_mut(..chunks(call.kernel, &whole));
-            if let Some(sums) = own.filter(|_| whole.is_large()) {
+            if let Some(sums) = own.filter(|_| whole.is_large(large)) {
                 lend(LentGradient {
                     call,
                     whole,
@@ -67,8 +68,9 @@ impl CpuBackend {
         self.team().run(SmallGradients {
             call,
             tensors,
+            large,
             sums,
-            elements: small_elements(tensors),
+            elements: small_elements(tensors, large),
             lend,
             error: &error,
         });
@@ -153,6 +155,8 @@ impl Split for TensorChunks<'_> {
 struct SmallGradients<'a> {
     call: Call<'a>,
     tensors: Tensors<'a>,
+    /// Tensors from so many elements on are not small.
+    large: u64,
     /// One for each chunk of all these tensors, the large ones included.
     sums: &'a mut [SquareSum],
     /// Elements of the small tensors.
@@ -162,6 +166,8 @@ struct SmallGradients<'a> {
 }
 
 impl Split for SmallGradients<'_> {
+    const PARTS_PER_THREAD: usize = TENSORS_PER_THREAD as usize * 2;
+
     fn elements(&self) -> u64 {
         self.elements
     }
@@ -170,7 +176,11 @@ impl Split for SmallGradients<'_> {
         let (mut rest, mut taken, mut count) = (self.tensors, 0, 0);
         while taken < elements {
             let Some(whole) = rest.next() else { break };
-            taken += if whole.is_large() { 0 } else { whole.numel };
+            taken += if whole.is_large(self.large) {
+                0
+            } else {
+                whole.numel
+            };
             count += chunks(self.call.kernel, &whole);
         }
         let (left_sums, right_sums) = self.sums.split_at_mut(count);
@@ -193,7 +203,7 @@ impl Split for SmallGradients<'_> {
         let mut rest = self.sums;
         for whole in self.tensors {
             let own = rest.split_off_mut(..chunks(self.call.kernel, &whole));
-            let Some(sums) = own.filter(|_| !whole.is_large()) else {
+            let Some(sums) = own.filter(|_| !whole.is_large(self.large)) else {
                 continue;
             };
             let lent = (self.lend)(LentGradient {

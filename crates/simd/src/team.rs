@@ -3,6 +3,7 @@
 //! A plain work-stealing pool allocates when a thread outside the pool hands it work; a step with an unchanged plan must not
 //! allocate. A [`Team`] keeps its threads parked and lends them one borrowed closure at a time.
 
+use std::cmp::Reverse;
 use std::num::NonZeroUsize;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -12,9 +13,6 @@ use std::thread::JoinHandle;
 /// Most threads of one team.
 pub const MAX_THREADS: usize = 256;
 
-/// Parts a piece of work is cut into for each thread, so that a thread that is held up leaves parts to the others.
-const PARTS_PER_THREAD: usize = 8;
-
 /// Most parts of one piece of work; they live on the stack.
 const MAX_PARTS: usize = 64;
 
@@ -23,6 +21,10 @@ const MIN_PART_ELEMENTS: u64 = 16 * 1024;
 
 /// Work that can be cut in two and done by different threads.
 pub trait Split: Send + Sized {
+    /// Parts that it is cut into for each thread, so that a thread that is held up leaves parts to the others. Work that cannot be
+    /// cut anywhere wants more of them.
+    const PARTS_PER_THREAD: usize = 8;
+
     /// How much there is, in elements.
     fn elements(&self) -> u64;
     /// Cuts off about the first `elements`; the parts together do what the whole would have done.
@@ -179,34 +181,43 @@ impl Team {
         }
     }
 
-    /// Does `work` on all threads; small work stays on the caller's.
+    /// Does `work` on all threads, the largest parts first, so that all end at about the same time; small work stays on the caller's.
     ///
     /// The cut depends on the number of threads, so `work` must give the same result for any cut.
     pub fn run<W: Split>(&self, work: W) {
         let wanted = (work.elements() / MIN_PART_ELEMENTS).min(MAX_PARTS as u64) as usize;
-        let parts = wanted.min(self.threads() * PARTS_PER_THREAD);
+        let parts = wanted.min(self.threads() * W::PARTS_PER_THREAD);
         if self.threads() == 1 || parts < 2 {
             return work.run();
         }
         let mut slots: [Mutex<Option<W>>; MAX_PARTS] = std::array::from_fn(|_| Mutex::new(None));
         let share = work.elements().div_ceil(parts as u64);
-        let mut rest = work;
-        for slot in &mut slots[..parts - 1] {
-            let (part, remainder) = rest.split(share);
-            *slot.get_mut().unwrap_or_else(PoisonError::into_inner) = Some(part);
+        let mut order: [(u64, usize); MAX_PARTS] = [(0, 0); MAX_PARTS];
+        let mut rest = Some(work);
+        for (index, slot) in slots[..parts].iter_mut().enumerate() {
+            let (part, remainder) = match rest.take() {
+                Some(work) if index + 1 < parts => {
+                    let (part, remainder) = work.split(share);
+                    (Some(part), Some(remainder))
+                }
+                last => (last, None),
+            };
+            order[index] = (part.as_ref().map_or(0, W::elements), index);
+            *slot.get_mut().unwrap_or_else(PoisonError::into_inner) = part;
             rest = remainder;
         }
-        *slots[parts - 1]
-            .get_mut()
-            .unwrap_or_else(PoisonError::into_inner) = Some(rest);
+        let order = &mut order[..parts];
+        order.sort_unstable_by_key(|&(elements, index)| (Reverse(elements), index));
         let next = AtomicUsize::new(0);
         self.broadcast(&|_| {
             loop {
-                let index = next.fetch_add(1, Ordering::Relaxed);
-                let Some(slot) = slots[..parts].get(index) else {
+                let Some(&(_, index)) = order.get(next.fetch_add(1, Ordering::Relaxed)) else {
                     return;
                 };
-                let part = slot.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let part = slots[index]
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .take();
                 if let Some(part) = part {
                     part.run();
                 }
