@@ -78,7 +78,10 @@ fn suite() -> Result<()> {
     ];
     tests(suite, 2, &["operations::", "rings::", "zz_leave::"], &fast)?;
     mpi_victims::run(victim)?;
-    self_test()?;
+    let built = build(&["build", "--package", "fusestep-cli", "--features", "mpi"])?;
+    let fusestep = built.first().context("cargo built no `fusestep`")?;
+    self_test(fusestep)?;
+    mpi_victims::training(fusestep)?;
     println!("mpi: all is well");
     Ok(())
 }
@@ -115,9 +118,7 @@ fn tests(
 }
 
 /// `fusestep check` on four processes, and that a job is not taken for four runs.
-fn self_test() -> Result<()> {
-    let built = build(&["build", "--package", "fusestep-cli", "--features", "mpi"])?;
-    let fusestep = built.first().context("cargo built no `fusestep`")?;
+fn self_test(fusestep: &Path) -> Result<()> {
     let job = |arguments: &'static [&'static str]| Job {
         ranks: 4,
         program: fusestep,

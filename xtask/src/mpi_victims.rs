@@ -39,6 +39,65 @@ pub(crate) fn run(program: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Stops a process of a shell's arguments, which takes the shell's place, in the midst of its work.
+const STOPPED_LATER: &str = r#"if [ "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" = 1 ]; then (sleep 3; kill -STOP $$) & fi; exec "$@""#;
+
+/// Training in which a process stops: at stages at which ranks wait in reductions, in gathers, and on rings beside their own work.
+pub(crate) fn training(fusestep: &Path) -> Result<()> {
+    let [first, second] = TIMEOUTS_MS;
+    for flags in [
+        &["--zero", "0"][..],
+        &["--zero", "2", "--rings", "1"],
+        &["--zero", "3", "--rings", "2"],
+    ] {
+        stopped(fusestep, flags, first).or_else(|error| {
+            eprintln!("mpi: once more with {second} ms in place of {first}: {error:#}");
+            stopped(fusestep, flags, second)
+        })?;
+        println!("mpi: training {flags:?} of which a rank stops: ok");
+    }
+    Ok(())
+}
+
+fn stopped(fusestep: &Path, flags: &[&str], timeout_ms: u64) -> Result<()> {
+    let folder = std::env::temp_dir().join(format!("fusestep-mpi-training-{}", std::process::id()));
+    if folder.exists() {
+        std::fs::remove_dir_all(&folder)?;
+    }
+    let (path, program) = (folder.to_string_lossy(), fusestep.to_string_lossy());
+    let seconds = (timeout_ms as f64 / 1000.0).to_string();
+    let mut arguments = vec!["-c", STOPPED_LATER, "sh", &program, "train"];
+    arguments.extend(["--engine", "mpi", "--epochs", "1000000", "--json"]);
+    arguments.extend(["--timeout", &seconds, "--flight-recorder", &path]);
+    arguments.extend(flags);
+    let end = Job {
+        ranks: 3,
+        program: Path::new("sh"),
+        arguments: &arguments,
+        environment: &[],
+        limit: Duration::from_millis(4 * timeout_ms + 13_000),
+    }
+    .run()?;
+    let what = format!("training {flags:?} of which rank 1 stops");
+    ensure!(
+        end.ended == Ended::Failure && end.output.contains("rank 1"),
+        "{what}: expected an error that names it, found {:?}:\n{}",
+        end.ended,
+        end.output
+    );
+    for survivor in [0, 2] {
+        let recorder = folder.join(format!("flight-recorder-rank-{survivor}.json"));
+        ensure!(
+            recorder.is_file(),
+            "{what}: expected {}:\n{}",
+            recorder.display(),
+            end.output
+        );
+    }
+    std::fs::remove_dir_all(&folder)?;
+    Ok(())
+}
+
 fn one(program: &Path, how: &str, collective: &str, culprit: usize) -> Result<()> {
     let [first, second] = TIMEOUTS_MS;
     one_within(program, how, collective, culprit, first).or_else(|error| {

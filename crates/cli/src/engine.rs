@@ -2,6 +2,7 @@
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use clap::{Args, ValueEnum};
@@ -10,6 +11,9 @@ use fusestep_collective_mpi::{Compare, MpiCommunicator, MpiOptions, Reduction, l
 use fusestep_collective_nccl::{
     Meeting, NcclCommunicator, NcclError, NcclOptions, Reduction as NcclReduction,
 };
+
+/// Longest time that ranks wait for each other.
+const LONGEST_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Engines of collectives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -26,7 +30,76 @@ pub(crate) enum Engine {
     NcclNative,
 }
 
-/// How many ranks there are, and how they find each other.
+/// How ranks look after each other.
+#[derive(Clone, Debug, Default, Args)]
+pub(crate) struct Watch {
+    /// Seconds that a rank waits for others before the run ends and names them [default: 60]
+    #[arg(long, value_name = "SECONDS", value_parser = parse_timeout)]
+    timeout: Option<Duration>,
+    /// Where each rank writes its last calls if the run ends in an error or is ended by its launcher [default: nowhere]
+    #[arg(long, value_name = "FOLDER")]
+    flight_recorder: Option<PathBuf>,
+}
+
+/// Seconds above zero, a day at most.
+fn parse_timeout(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok();
+    let timeout = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    timeout
+        .filter(|timeout| !timeout.is_zero() && *timeout <= LONGEST_TIMEOUT)
+        .ok_or_else(|| {
+            format!(
+                "expected seconds above 0, {} at most",
+                LONGEST_TIMEOUT.as_secs()
+            )
+        })
+}
+
+impl Watch {
+    /// Refuses flags that would do nothing, without those that `what` names.
+    pub(crate) fn require_none(&self, what: &str) -> anyhow::Result<()> {
+        ensure!(
+            self.timeout.is_none() && self.flight_recorder.is_none(),
+            "--timeout and --flight-recorder: expected {what} too, found no such flag; one rank waits for nobody"
+        );
+        Ok(())
+    }
+
+    /// For ranks that are threads.
+    fn of_threads(&self) -> Options {
+        let default = Options::default();
+        Options {
+            timeout: self.timeout.unwrap_or(default.timeout),
+            dump_folder: self.flight_recorder.clone(),
+            ..default
+        }
+    }
+
+    /// For processes that mpirun has started.
+    fn of_processes(&self, reduction: Reduction, compare: Compare) -> MpiOptions {
+        let default = MpiOptions::default();
+        MpiOptions {
+            timeout: self.timeout.unwrap_or(default.timeout),
+            dump_folder: self.flight_recorder.clone(),
+            reduction,
+            compare,
+            ..default
+        }
+    }
+
+    /// For ranks with a GPU each.
+    fn of_gpus(&self, reduction: NcclReduction) -> NcclOptions {
+        let default = NcclOptions::default();
+        NcclOptions {
+            timeout: self.timeout.unwrap_or(default.timeout),
+            dump_folder: self.flight_recorder.clone(),
+            reduction,
+            ..default
+        }
+    }
+}
+
+/// How many ranks there are, and how they find and look after each other.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Ranks {
     /// Ranks that are threads, 2 by default; mpirun says how many processes there are
@@ -41,16 +114,19 @@ pub(crate) struct Ranks {
     /// This process's GPU; by default the one of its rank's number
     #[arg(long, requires = "meet")]
     gpu: Option<usize>,
+    #[command(flatten)]
+    watch: Watch,
 }
 
 impl Ranks {
     /// So many threads.
-    pub(crate) fn threads(ranks: NonZeroUsize) -> Self {
+    pub(crate) fn threads(ranks: NonZeroUsize, watch: Watch) -> Self {
         Self {
             ranks: Some(ranks),
             meet: None,
             rank: None,
             gpu: None,
+            watch,
         }
     }
 
@@ -65,15 +141,17 @@ impl Ranks {
             self.ranks.is_none() && self.meet.is_none(),
             "--ranks and --meet: expected {what} too, found none; ranks are those of collectives"
         );
-        Ok(())
+        self.watch.require_none(what)
     }
 
     /// Where this process meets others, if it does.
     fn meeting(&self) -> Option<Meeting> {
+        let default = Meeting::at(self.meet.clone()?);
         Some(Meeting {
             rank: self.rank?,
             world_size: self.count(),
-            ..Meeting::at(self.meet.clone()?)
+            timeout: self.watch.timeout.unwrap_or(default.timeout),
+            ..default
         })
     }
 }
@@ -103,7 +181,7 @@ impl Engine {
         );
         let (reduction, compare) = match self {
             Engine::Thread => {
-                let outcomes = run_ranks(ranks.count(), &Options::default(), |mut comm| {
+                let outcomes = run_ranks(ranks.count(), &ranks.watch.of_threads(), |mut comm| {
                     body(&mut comm)
                 });
                 let outcomes = outcomes.context("cannot start a thread for each rank")?;
@@ -121,11 +199,7 @@ impl Engine {
             Engine::Nccl => return on_gpus(ranks, NcclReduction::Reproducible, body),
             Engine::NcclNative => return on_gpus(ranks, NcclReduction::Engine, body),
         };
-        let options = MpiOptions {
-            reduction,
-            compare,
-            ..MpiOptions::default()
-        };
+        let options = ranks.watch.of_processes(reduction, compare);
         let mut comm = MpiCommunicator::world(&options)?;
         let found = body(&mut comm).map_err(Into::into);
         let found = found.with_context(|| format!("rank {}", comm.rank()))?;
@@ -139,9 +213,11 @@ fn on_gpus<T: Send, E: Into<anyhow::Error> + Send>(
     reduction: NcclReduction,
     body: impl Fn(&mut dyn Communicator) -> Result<T, E> + Sync,
 ) -> anyhow::Result<Option<T>> {
-    let options = NcclOptions {
-        reduction,
-        ..NcclOptions::default()
+    let options = ranks.watch.of_gpus(reduction);
+    // The recorder is that of the calls that move data.
+    let control = Watch {
+        flight_recorder: None,
+        ..ranks.watch.clone()
     };
     let alone = |mut comm: NcclCommunicator| {
         let found = body(&mut comm).map_err(Into::into);
@@ -154,11 +230,13 @@ fn on_gpus<T: Send, E: Into<anyhow::Error> + Send>(
         return alone(NcclCommunicator::new(Box::new(control), gpu, &options)?);
     }
     if launched_ranks().is_some() {
-        let world = MpiCommunicator::world(&MpiOptions::default())?;
+        let world = MpiCommunicator::world(
+            &control.of_processes(Reduction::default(), Compare::default()),
+        )?;
         let gpu = local_rank().unwrap_or(world.rank());
         return alone(NcclCommunicator::new(Box::new(world), gpu, &options)?);
     }
-    let outcomes = run_ranks(ranks.count(), &Options::default(), |control| {
+    let outcomes = run_ranks(ranks.count(), &control.of_threads(), |control| {
         let gpu = control.rank();
         let mut comm = NcclCommunicator::new(Box::new(control), gpu, &options)?;
         body(&mut comm).map_err(Into::into)

@@ -23,6 +23,7 @@ mod timer;
 mod train;
 mod train_ranks;
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -57,7 +58,9 @@ fn main() -> ExitCode {
     match run(&cli.command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            // In one piece, since other ranks may write there, too; nobody is left to tell if it cannot be written.
+            let line = format!("error: {error:#}\n");
+            let _ = std::io::stderr().write_all(line.as_bytes());
             ExitCode::FAILURE
         }
     }

@@ -9,7 +9,7 @@ use fusestep_planner::{
     CostModel, FuseAllReduce, GradientMerge, LocalSgd, Planner, Reduced, Shard, Zero,
 };
 
-use crate::engine::{Engine, Ranks};
+use crate::engine::{Engine, Ranks, Watch};
 
 /// Bytes of a MiB.
 const MIB: f64 = 1_048_576.0;
@@ -207,7 +207,9 @@ impl WorldArgs {
             world.get() <= MOST_MEASURED,
             "--measure: expected a world of at most {MOST_MEASURED}, found {world}; give --latency-us and --bandwidth-gbs"
         );
-        let costs = Engine::Thread.run(&Ranks::threads(world), |comm| measure(comm))?;
+        let costs = Engine::Thread.run(&Ranks::threads(world, Watch::default()), |comm| {
+            measure(comm)
+        })?;
         costs.context("rank 0 has measured nothing")
     }
 }

@@ -23,7 +23,7 @@ use serde::Serialize;
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::digits::{self, Images};
-use crate::engine::Engine;
+use crate::engine::{Engine, Watch};
 use crate::gradients::GradientArgs;
 use crate::model::Mlp;
 use crate::options::{ParamDType, PrecisionArgs, parse_threads, threads};
@@ -54,6 +54,8 @@ pub(crate) struct TrainArgs {
     /// What carries calls between ranks [default: thread]
     #[arg(long, value_enum)]
     pub(crate) engine: Option<Engine>,
+    #[command(flatten)]
+    pub(crate) watch: Watch,
     #[command(flatten)]
     pub(crate) rank_args: RankArgs,
     /// Element type of parameters and gradients
@@ -161,6 +163,7 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     if args.of_ranks() {
         return run_ranks(args);
     }
+    args.watch.require_none("--ranks or --engine")?;
     let (train, test) = digits::load(args.seed)?;
     let model = Mlp::new(args.seed, args.dtype.into())?;
     let lr = default_lr(args.optimizer.optimizer);

@@ -37,7 +37,9 @@ pub(crate) struct Trained {
 pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<Option<Trained>> {
     let engine = args.engine();
     let ranks = args.ranks.unwrap_or(NonZeroUsize::MIN);
-    engine.run(&Ranks::threads(ranks), |comm| train(args, comm))
+    engine.run(&Ranks::threads(ranks, args.watch.clone()), |comm| {
+        train(args, comm)
+    })
 }
 
 fn train(args: &TrainArgs, comm: &mut dyn Communicator) -> anyhow::Result<Trained> {

@@ -9,7 +9,7 @@ use mpi::Threading;
 use mpi::environment::Universe;
 use mpi::ffi;
 
-use crate::{MpiError, MpiOptions, Reduction};
+use crate::{MpiError, MpiOptions, Reduction, watch};
 
 /// What a message is for; the lowest bits of its tag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -285,11 +285,11 @@ impl Drop for Engine {
                 gone[from] = true;
             } else if Instant::now() > deadline {
                 let ranks: Vec<usize> = (0..self.world_size).filter(|&rank| !gone[rank]).collect();
-                eprintln!(
+                watch::say(&format!(
                     "rank {}: ranks {ranks:?} have not left MPI within {} ms of this one; the job is ended",
                     self.rank,
                     patience.as_millis()
-                );
+                ));
                 self.abort();
             } else {
                 std::thread::sleep(Duration::from_micros(200));

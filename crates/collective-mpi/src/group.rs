@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use fusestep_collective::{CollectiveError, FlightRecorder};
 
-use crate::MpiOptions;
 use crate::engine::{Engine, Kind};
 use crate::wire::Notice;
+use crate::{MpiOptions, watch};
 
 /// Longest timeout; a longer one is cut to this, so that every wait ends.
 const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
@@ -343,10 +343,11 @@ impl Group {
             Some(Ok(path)) => format!("the flight recorder is {}", path.display()),
             Some(Err(error)) => format!("the flight recorder could not be written: {error}"),
         };
-        eprintln!(
+        watch::say(&format!(
             "rank {}: {error}; data was under way, so the job is ended; {place}",
             self.rank
-        );
+        ));
+        watch::dump_others(self);
         // The others write theirs, too, before the launcher ends them.
         std::thread::sleep(self.grace());
         self.engine.abort()

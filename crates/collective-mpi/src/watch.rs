@@ -1,5 +1,6 @@
 //! Threads that look after ranks which cannot look after themselves: blocked within MPI, or about to be ended by the launcher.
 
+use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -52,13 +53,33 @@ fn dump_all() {
         .clone();
     for group in groups.iter().filter_map(Weak::upgrade) {
         if let Some(Ok(path)) = group.dump() {
-            eprintln!(
+            say(&format!(
                 "rank {}: the launcher ends the job; the flight recorder is {}",
                 group.rank,
                 path.display()
-            );
+            ));
         }
     }
+}
+
+/// Writes the recorders of all groups but `reported`, which has written its own and said so.
+pub(crate) fn dump_others(reported: &Group) {
+    let groups = GROUPS
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .clone();
+    for group in groups.iter().filter_map(Weak::upgrade) {
+        if !std::ptr::eq(Arc::as_ptr(&group), reported) {
+            // Nothing more can be done about an error: the job ends.
+            let _ = group.dump();
+        }
+    }
+}
+
+/// Writes a line to standard error in one piece: other threads and ranks write there, too.
+pub(crate) fn say(line: &str) {
+    // Nobody is left to tell that it cannot be written.
+    let _ = std::io::stderr().write_all(format!("{line}\n").as_bytes());
 }
 
 /// Ends the watch over one call.

@@ -67,6 +67,33 @@ fn shard_groups_train_to_the_same_bits_at_every_stage() {
 }
 
 #[test]
+fn how_long_ranks_wait_is_checked_and_changes_no_bits() {
+    let base = ["--ranks", "2", "--epochs", "1"];
+    let folder = Folder::new();
+    let recorder = folder.path("recorder");
+    let watched = ["--timeout", "2.5", "--flight-recorder", text(&recorder)];
+    let plain = ok(&[&["train", "--json"], &base[..]].concat());
+    let found = ok(&[&["train", "--json"], &base[..], &watched].concat());
+    let hash = |text: &str| serde_json::from_str::<Value>(text).unwrap()["params_hash"].clone();
+    assert_eq!(hash(&found), hash(&plain));
+    assert!(!recorder.exists(), "nothing went wrong");
+    for timeout in ["0", "-1", "NaN", "inf", "86401", "soon"] {
+        let error = refused(&["train", "--ranks", "2", &format!("--timeout={timeout}")]);
+        assert!(
+            error.contains("expected seconds above 0, 86400 at most"),
+            "{timeout}: {error}"
+        );
+    }
+    for (command, expected) in [("check", "--engine"), ("train", "--ranks")] {
+        let error = refused(&[command, "--timeout", "1"]);
+        assert!(
+            error.contains("--timeout") && error.contains(expected),
+            "{error}"
+        );
+    }
+}
+
+#[test]
 fn ranks_without_images_take_part() {
     let base = [
         "--ranks",
