@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use fusestep_cuda_emulator::{Options, build};
 use serde_json::Value;
 
-use crate::emulate::SUITES;
+use crate::emulate::SUITE;
 use crate::{parallel, ptxas, workspace_root};
 
 /// Most bytes of the folder.
@@ -90,29 +90,23 @@ fn build_programs() -> Result<Vec<Program>> {
     let root = workspace_root();
     let library = root.join("target/emulator");
     build(&root.join("kernels"), &library, &Options::default())?;
-    let mut programs = Vec::new();
-    for suite in SUITES {
-        let target = root.join("target/emulated");
-        let mut command = cargo(&["test", "--no-run"], &target);
-        command.args(suite);
-        programs.extend(built(&mut command, &library)?);
-    }
+    let mut command = cargo(&["test", "--no-run"]);
+    command.args(SUITE);
+    let mut programs = built(&mut command, &library)?;
     let bench = "--package fusestep-benches --features cuda --bench device";
-    let mut command = cargo(&["bench", "--no-run"], &root.join("target"));
+    let mut command = cargo(&["bench", "--no-run"]);
     command.args(bench.split(' '));
     programs.extend(built(&mut command, &library)?);
     Ok(programs)
 }
 
-fn cargo(words: &[&str], target: &Path) -> Command {
+fn cargo(words: &[&str]) -> Command {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
     command
         .current_dir(workspace_root())
         .args(words)
-        .arg("--message-format=json-render-diagnostics")
-        .arg("--target-dir")
-        .arg(target);
+        .arg("--message-format=json-render-diagnostics");
     command
 }
 

@@ -38,7 +38,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
             environment.push(runner(&folder, &options)?);
         }
     }
-    test(&root.join("target/emulated"), &environment, test_arguments)
+    test(&environment, test_arguments)
 }
 
 /// What stands before and behind `--`.
@@ -49,46 +49,52 @@ pub(crate) fn split(arguments: &[String]) -> (&[String], &[String]) {
     }
 }
 
-/// Tests that reach the CUDA backend.
-pub(crate) const SUITES: [&[&str]; 2] = [
-    &["--package", "fusestep-cuda", "--features", "cuda"],
-    // The laws run on every backend of the testkit's runner; this feature adds CUDA to it.
-    &[
-        "--package",
-        "fusestep-tests",
-        "--features",
-        "fusestep-testkit/cuda",
-        "--test",
-        "laws",
-    ],
+/// Tests that reach the CUDA backend: its own, and the laws, which run on every backend of the testkit's runner.
+///
+/// The command line is named for its dependencies: with them, what these tests are built on has the features that it has in
+/// `cargo test --release`, and is not compiled a second time.
+pub(crate) const SUITE: [&str; 22] = [
+    "--release",
+    "--package",
+    "fusestep-cuda",
+    "--package",
+    "fusestep-tests",
+    "--package",
+    "fusestep-cli",
+    "--features",
+    "fusestep-cuda/cuda,fusestep-testkit/cuda",
+    "--lib",
+    "--test",
+    "emulated",
+    "--test",
+    "faults",
+    "--test",
+    "normed",
+    "--test",
+    "resident",
+    "--test",
+    "timing",
+    "--test",
+    "laws",
 ];
 
 /// Runs the CUDA tests, with `environment` for this command only.
-fn test(
-    target_dir: &Path,
-    environment: &[(OsString, OsString)],
-    test_arguments: &[String],
-) -> Result<()> {
-    let root = workspace_root();
-    for suite in SUITES {
-        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-        let status = Command::new(cargo)
-            .current_dir(&root)
-            .arg("test")
-            .args(suite)
-            .arg("--target-dir")
-            .arg(target_dir)
-            .arg("--")
-            .args(test_arguments)
-            .envs(environment.iter().cloned())
-            .status()
-            .context("cannot start cargo")?;
-        ensure!(
-            status.success(),
-            "the CUDA tests failed: cargo test {}",
-            suite.join(" ")
-        );
-    }
+fn test(environment: &[(OsString, OsString)], test_arguments: &[String]) -> Result<()> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let status = Command::new(cargo)
+        .current_dir(workspace_root())
+        .arg("test")
+        .args(SUITE)
+        .arg("--")
+        .args(test_arguments)
+        .envs(environment.iter().cloned())
+        .status()
+        .context("cannot start cargo")?;
+    ensure!(
+        status.success(),
+        "the CUDA tests failed: cargo test {}",
+        SUITE.join(" ")
+    );
     Ok(())
 }
 

@@ -24,14 +24,10 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
 }
 
 fn suite() -> Result<()> {
-    let programs = build(&[
+    let programs = build(
         "test",
-        "--no-run",
-        "--package",
-        "fusestep-collective-mpi",
-        "--features",
-        "mpi",
-    ])?;
+        &["--no-run", "--lib", "--test=mpi", "--test=victim"],
+    )?;
     let program = |name: &str| {
         let starts = format!("{name}-");
         let named = |path: &&PathBuf| {
@@ -78,7 +74,7 @@ fn suite() -> Result<()> {
     ];
     tests(suite, 2, &["operations::", "rings::", "zz_leave::"], &fast)?;
     mpi_victims::run(victim)?;
-    let built = build(&["build", "--package", "fusestep-cli", "--features", "mpi"])?;
+    let built = build("build", &["--bin=fusestep"])?;
     let fusestep = built.first().context("cargo built no `fusestep`")?;
     self_test(fusestep)?;
     mpi_victims::training(fusestep)?;
@@ -140,20 +136,31 @@ fn self_test(fusestep: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Has cargo build something, optimised, and returns the programs it made.
-pub(crate) fn build(arguments: &[&str]) -> Result<Vec<PathBuf>> {
+/// Has cargo build some targets of the engines and the command line, optimised, and returns the programs it made.
+///
+/// Always of the same packages with the same features, MPI among them where there is one: so nothing is compiled twice for two
+/// suites, and what they are built on has the features that it has in `cargo test --release`, as far as MPI's bindings allow.
+pub(crate) fn build(command: &str, targets: &[&str]) -> Result<Vec<PathBuf>> {
+    let features = match Command::new("mpicc").arg("--version").output() {
+        Ok(_) => "fusestep-cli/mpi,fusestep-cli/nccl",
+        Err(_) => "fusestep-cli/nccl",
+    };
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let output = Command::new(cargo)
         .current_dir(workspace_root())
-        .args(arguments)
+        .arg(command)
+        .args(["--package", "fusestep-collective-mpi"])
+        .args(["--package", "fusestep-collective-nccl"])
+        .args(["--package", "fusestep-cli", "--features", features])
+        .args(targets)
         .args(["--release", "--message-format=json-render-diagnostics"])
         .stderr(Stdio::inherit())
         .output()
         .context("cannot start cargo")?;
     ensure!(
         output.status.success(),
-        "cargo {} failed",
-        arguments.join(" ")
+        "cargo {command} {} failed",
+        targets.join(" ")
     );
     let text = String::from_utf8(output.stdout)?;
     let key = "\"executable\":\"";

@@ -23,7 +23,7 @@ type Times = Vec<f64>;
 
 pub(crate) fn run() -> Result<()> {
     let root = workspace_root();
-    let built = build(&["build", "--package", "fusestep-cli", "--features", "mpi"])?;
+    let built = build("build", &["--bin=fusestep"])?;
     let fusestep = built.first().context("cargo built no `fusestep`")?;
     let folder = root.join("target/mpi");
     std::fs::create_dir_all(&folder)?;

@@ -42,15 +42,19 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
             stand_in("nccl-stand-in-lacking", Nccl::WithoutConfig)?,
         ),
     ];
-    let programs = cargo(&[
+    let programs = cargo(
         "test",
-        "--no-run",
-        "--package",
-        "fusestep-collective-nccl",
-        "--features",
-        "nccl",
-    ])?;
-    for program in &programs {
+        &["--no-run", "--lib", "--test=folder", "--test=nccl"],
+    )?;
+    // The library tests of the engine for MPI are those of `cargo xtask mpi`.
+    let own = |path: &&PathBuf| {
+        path.file_name().is_some_and(|name| {
+            !name
+                .to_string_lossy()
+                .starts_with("fusestep_collective_mpi-")
+        })
+    };
+    for program in programs.iter().filter(own) {
         let status = Command::new(program)
             .args(test_arguments)
             .envs(libraries.iter().cloned())
@@ -68,14 +72,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
 
 /// `fusestep check` on the emulated GPUs, and on more than there are.
 fn self_test(libraries: &[(&str, PathBuf)]) -> Result<()> {
-    // With MPI where there is one, as `cargo xtask mpi` builds it: its bindings change the features of a crate that everything is
-    // built with, and the workspace would be compiled a second time.
-    let features = match Command::new("mpicc").arg("--version").output() {
-        Ok(_) => "mpi,nccl",
-        Err(_) => "nccl",
-    };
-    let arguments = ["build", "--package", "fusestep-cli", "--features", features];
-    let programs = cargo(&arguments)?;
+    let programs = cargo("build", &["--bin=fusestep"])?;
     let fusestep = programs.first().context("cargo built no `fusestep`")?;
     let folders = libraries[..2].iter().filter_map(|(_, path)| path.parent());
     let path = std::env::join_paths(folders)?;
