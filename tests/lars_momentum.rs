@@ -6,17 +6,17 @@ use bytemuck::pod_collect_to_vec;
 use fusestep_cpu::CpuBackend;
 use fusestep_lars_momentum::reference::update;
 use fusestep_lars_momentum::{Excluded, Lars, LarsTensors, Trust};
-use fusestep_launch::{Master, Precision};
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_simd::Team;
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, backends, check, outcome};
-use half::bf16;
 
 #[path = "support/golden.rs"]
 mod golden;
 #[path = "support/merged.rs"]
 mod merged;
+#[path = "lars_momentum/sums.rs"]
+mod sums;
 #[path = "support/units.rs"]
 mod units;
 
@@ -228,99 +228,6 @@ fn a_team_gives_the_same_bits_as_one_thread() {
     assert!(p.0 == p.1 && u.0 == u.1 && p.0 != start);
 }
 
-/// What is written between steps of the law below.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Between {
-    Nothing,
-    /// Other values, by a copy.
-    Copied(Role),
-    /// Other values, in place.
-    InPlace,
-}
-
-/// All tensors after four steps on the host. `anew` lends parameters or masters for writing before each step, so that all sums are taken
-/// anew.
-fn after_four_steps(precision: Precision, dtype: DType, between: Between, anew: bool) -> Vec<u8> {
-    let case = Case::new([70_000, 3, 200_001, 0], dtype);
-    let backend = CpuBackend::new(NonZeroUsize::new(2).unwrap()).unwrap();
-    let planner = Planner::new(Optimizer::Lars(lars())).precision(precision);
-    let plan = planner.plan(&case.params).unwrap();
-    let mut state = plan.allocate(&backend).unwrap();
-    for step in 0..4 {
-        for (index, param) in case.params.iter().enumerate() {
-            let name = &param.name;
-            if step == 0 {
-                let bytes = case.param_bytes(index);
-                state.write(&backend, Role::Param, name, &bytes).unwrap();
-            }
-            let bytes = case.grad_bytes(index, step);
-            state.write(&backend, Role::Grad, name, &bytes).unwrap();
-            match (dtype, precision.master) {
-                _ if !anew => {}
-                // A master follows a parameter that was lent, so here it is lent itself.
-                (_, Master::F32) => drop(state.view_mut::<f32>(Role::Master, name).unwrap()),
-                (DType::F32, _) => drop(state.view_mut::<f32>(Role::Param, name).unwrap()),
-                _ => drop(state.view_mut::<bf16>(Role::Param, name).unwrap()),
-            }
-        }
-        let name = "tensor.2";
-        match between {
-            Between::Copied(role) if step == 2 => {
-                let width = state.dtype(role, name).unwrap().len_bytes();
-                let mut bytes = vec![0; 200_001 * width];
-                state.read(&backend, role, name, &mut bytes).unwrap();
-                // Half as many values, each twice.
-                bytes.copy_within(..100_000 * width, 100_000 * width);
-                state.write(&backend, role, name, &bytes).unwrap();
-            }
-            Between::InPlace if step == 2 && dtype == DType::F32 => {
-                state.view_mut::<f32>(Role::Param, name).unwrap()[5..1000].fill(3.0);
-            }
-            Between::InPlace if step == 2 => {
-                let values = state.view_mut::<bf16>(Role::Param, name).unwrap();
-                values[5..1000].fill(bf16::from_f32(3.0));
-            }
-            _ => {}
-        }
-        plan.run(&mut state, &backend).unwrap();
-    }
-    let mut found = Vec::new();
-    for param in &case.params {
-        for role in state.roles(&param.name).unwrap() {
-            let width = state.dtype(role, &param.name).unwrap().len_bytes();
-            let mut bytes = vec![0; param.numel() as usize * width];
-            state.read(&backend, role, &param.name, &mut bytes).unwrap();
-            found.extend(bytes);
-        }
-    }
-    found
-}
-
-#[test]
-fn norms_carried_from_the_update_before_are_those_of_what_the_parameters_hold() {
-    for (dtype, master, beside) in [
-        (DType::F32, Master::None, None),
-        (DType::BF16, Master::None, None),
-        (DType::BF16, Master::F32, Some(Role::Master)),
-        (DType::BF16, Master::Remainder, Some(Role::Remainder)),
-    ] {
-        let precision = Precision {
-            master,
-            ..Precision::default()
-        };
-        let writes = [Between::Copied(Role::Param), Between::InPlace];
-        let writes = writes.into_iter().chain(beside.map(Between::Copied));
-        let plain = after_four_steps(precision, dtype, Between::Nothing, true);
-        for between in std::iter::once(Between::Nothing).chain(writes) {
-            let carried = after_four_steps(precision, dtype, between, false);
-            let anew = after_four_steps(precision, dtype, between, true);
-            assert!(carried == anew, "{dtype}, {precision}, {between:?}");
-            assert_eq!(anew == plain, between == Between::Nothing, "{between:?}");
-        }
-    }
-}
-
-/// Largest error of a parameter after each of `marks`, in units in the last place of the largest value it has had.
 fn errors_in_units(rule: Lars, marks: &[u64]) -> Vec<f64> {
     let case = Case::new([1031], DType::F32);
     let mut p: Vec<f32> = pod_collect_to_vec(&case.param_bytes(0));

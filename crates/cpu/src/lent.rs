@@ -11,8 +11,8 @@ use std::sync::{Mutex, PoisonError};
 
 use fusestep_elementwise::{Carried, Tensor, step_tensor};
 use fusestep_launch::{
-    Backend, BackendError, Batch, Gate, HostCall, HostList, Launch, LaunchReport, ListBuffer,
-    MAX_LISTS, MultiTensorKernel, Outcome, Record,
+    Backend, BackendError, Batch, Buffer, Gate, HostCall, HostList, Launch, LaunchReport,
+    ListBuffer, MAX_LISTS, MultiTensorKernel, Outcome, Record, SquareSum,
 };
 use fusestep_simd::{Split, Team};
 use fusestep_tensor::Role;
@@ -49,6 +49,8 @@ pub struct LentPiece<'a> {
 struct LentCall<'a> {
     kernel: &'a dyn MultiTensorKernel,
     host: HostCall<'a>,
+    /// The sums of all parameters' gradients, if they have been taken.
+    grad_sums: Option<&'a [SquareSum]>,
     backend: &'static str,
     skipped: &'a AtomicU64,
 }
@@ -86,6 +88,7 @@ impl CpuBackend {
         let call = LentCall {
             kernel: launch.kernel,
             host,
+            grad_sums: launch.grad_sums.and_then(Buffer::host).and_then(sums_of),
             backend,
             skipped: self.count_skipped(),
         };
@@ -187,6 +190,10 @@ impl LentPiece<'_> {
             first_element: 0,
             lists: self.lists,
             carried: self.carried,
+            grad_sum: self.call.grad_sums.and_then(|sums| {
+                let own = sums.get(self.parameter as usize)?;
+                Some(own.sum)
+            }),
         };
         if step_tensor(tensor, self.team) == Outcome::Skip {
             self.call.skipped.fetch_add(1, Ordering::Relaxed);
@@ -218,6 +225,11 @@ impl Whole {
         let start = offsets[self.tensor as usize] as usize;
         start..start + self.numel as usize
     }
+}
+
+/// Memory of sums, which is aligned for them.
+fn sums_of(bytes: &[u8]) -> Option<&[SquareSum]> {
+    bytemuck::try_cast_slice(bytes).ok()
 }
 
 /// The kept lists in the kernel's order, all of them or some elements; `None` if their memory is not the host's.

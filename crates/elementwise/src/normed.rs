@@ -39,13 +39,15 @@ pub struct Tensor<'a> {
     /// Sums that the tensor's last update took along, and where this one leaves them, if somebody sees to it that they are still
     /// those of the parameters.
     pub carried: Option<Carried<'a>>,
+    /// Σ g² over the whole tensor, if somebody has taken it: chunks of the fixed tree, added in order.
+    pub grad_sum: Option<f64>,
 }
 
 /// Updates one tensor, on all threads of `team` if there is one; takes its sums before if the kernel needs them.
 ///
 /// # Cost
 /// A tensor of a kernel that takes sums is read twice, the second time from cache if it fits; but its parameters once if their sum was
-/// carried along.
+/// carried along, and its gradient once if its sum is given.
 pub fn step_tensor(tensor: Tensor<'_>, team: Option<&Team>) -> Outcome {
     let Some(normed) = tensor.kernel.normed() else {
         update(tensor, team);
@@ -138,17 +140,23 @@ fn lock<T>(slot: &Mutex<T>) -> MutexGuard<'_, T> {
     slot.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The sums over a tensor: its chunks' in order, whoever computed them.
+/// The sums over a tensor: those at hand, and its chunks' in order, whoever computed them.
 fn tensor_sums(tensor: &Tensor<'_>, team: Option<&Team>) -> [f64; MAX_SUMS] {
-    let chunks = tensor.numel.div_ceil(CHUNK);
-    let mut total = [0.0; MAX_SUMS];
+    let at_hand = tensor.sums_at_hand();
+    let wanted = at_hand.map(|sum| sum.is_none());
+    let mut total = at_hand.map(Option::unwrap_or_default);
+    if wanted == [false; MAX_SUMS] {
+        return total;
+    }
     let mut add = |sums: [f64; MAX_SUMS]| {
-        for (total, sum) in total.iter_mut().zip(sums) {
+        let wanted = total.iter_mut().zip(sums).zip(wanted);
+        for ((total, sum), _) in wanted.filter(|(_, wanted)| *wanted) {
             *total += sum;
         }
     };
+    let chunks = tensor.numel.div_ceil(CHUNK);
     let Some(team) = team.filter(|team| chunks > 1 && team.threads() > 1) else {
-        (0..chunks).for_each(|chunk| add(chunk_sums(tensor, chunk)));
+        (0..chunks).for_each(|chunk| add(chunk_sums(tensor, chunk, wanted)));
         return total;
     };
     for first in (0..chunks).step_by(GROUP) {
@@ -156,7 +164,7 @@ fn tensor_sums(tensor: &Tensor<'_>, team: Option<&Team>) -> [f64; MAX_SUMS] {
         let partials: [[AtomicU64; MAX_SUMS]; GROUP] =
             std::array::from_fn(|_| std::array::from_fn(|_| AtomicU64::new(0)));
         team.share(count, Order::Forward, &|index| {
-            let sums = chunk_sums(tensor, first + index);
+            let sums = chunk_sums(tensor, first + index, wanted);
             for (partial, sum) in partials[index].iter().zip(sums) {
                 partial.store(sum.to_bits(), Ordering::Relaxed);
             }
@@ -170,7 +178,7 @@ fn tensor_sums(tensor: &Tensor<'_>, team: Option<&Team>) -> [f64; MAX_SUMS] {
     total
 }
 
-fn chunk_sums(tensor: &Tensor<'_>, chunk: usize) -> [f64; MAX_SUMS] {
+fn chunk_sums(tensor: &Tensor<'_>, chunk: usize, wanted: [bool; MAX_SUMS]) -> [f64; MAX_SUMS] {
     let Some(normed) = tensor.kernel.normed() else {
         return [0.0; MAX_SUMS];
     };
@@ -184,14 +192,7 @@ fn chunk_sums(tensor: &Tensor<'_>, chunk: usize) -> [f64; MAX_SUMS] {
         let width = declared.dtype.len_bytes();
         *bytes = &list.bytes()[elements.start * width..elements.end * width];
     }
-    match tensor.carrying() {
-        Some((kernel, carried)) if carried.valid.load(Ordering::Relaxed) => {
-            let mut sums = kernel.other_chunk_sums(tensor.call, tensor.class, lists);
-            sums[kernel.position()] = f64::from_bits(carried.chunks[chunk].load(Ordering::Relaxed));
-            sums
-        }
-        _ => normed.chunk_sums(tensor.call, tensor.class, lists),
-    }
+    normed.chunk_sums(tensor.call, tensor.class, lists, wanted)
 }
 
 impl<'a> Tensor<'a> {
@@ -199,6 +200,23 @@ impl<'a> Tensor<'a> {
     fn carrying(&self) -> Option<(&'a dyn CarriedSum, Carried<'a>)> {
         let kernel = self.kernel.normed()?.carried()?;
         Some((kernel, self.carried?))
+    }
+
+    /// The sums over the tensor that are there without a look at it.
+    fn sums_at_hand(&self) -> [Option<f64>; MAX_SUMS] {
+        let mut sums = [None; MAX_SUMS];
+        if let Some((kernel, carried)) = self.carrying()
+            && carried.valid.load(Ordering::Relaxed)
+        {
+            let chunks = carried.chunks.iter();
+            sums[kernel.position()] = Some(chunks.fold(0.0, |total, chunk| {
+                total + f64::from_bits(chunk.load(Ordering::Relaxed))
+            }));
+        }
+        if let Some(position) = self.kernel.normed().and_then(|normed| normed.grad_sum()) {
+            sums[position] = self.grad_sum;
+        }
+        sums
     }
 
     fn spans(&self) -> HostSpans<'static> {
@@ -231,6 +249,7 @@ impl Split for Tensor<'_> {
             first_element: self.first_element + first as u64,
             lists,
             carried: self.carried,
+            grad_sum: None,
         };
         (part(self.lists, 0, at), part(right, at, self.numel - at))
     }

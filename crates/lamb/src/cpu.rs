@@ -130,6 +130,7 @@ impl<T: Compute> NormedKernel for LambKernel<T> {
         call: HostCall<'_>,
         class: u32,
         lists: [&[u8]; MAX_LISTS],
+        _wanted: [bool; MAX_SUMS],
     ) -> [f64; MAX_SUMS] {
         let terms = ParamAndDirection {
             scalars: Scalars::<T>::read(call.scalars),

@@ -152,6 +152,7 @@ impl<T: Compute> LambTensors<'_, T> {
             lists,
             // The caller may write its parameters between two calls.
             carried: None,
+            grad_sum: None,
         }
     }
 }

@@ -21,12 +21,17 @@ const SET_BYTES: usize = size_of::<Set>();
 /// Where the scalars of the update start.
 const UPDATE_AT: usize = WORKSPACE_BYTES + size_of::<RateScalars>();
 
+/// Positions of the sums.
+const PARAM_SUM: usize = 0;
+const GRAD_SUM: usize = 1;
+
 /// LARS with all arithmetic of an element in `T`, norms and rates in f64, for tensors kept in any format that is computed in
 /// `T`; the norm of a parameter with a master is the master's.
 ///
 /// # Cost
 /// 20 bytes of memory traffic per f32 element (read p, g, u; write p, u). Where a tensor does not fit into the cache, g is read again,
-/// 24, and so is p, 28, unless the backend still has the sum that the update before took along; twice that for f64.
+/// 24, and so is p, 28, unless the backend still has the sum that the update before took along; nor is g if the step has summed it for
+/// the global norm. Twice that for f64.
 #[derive(Debug, Clone)]
 pub struct LarsKernel<T> {
     config: Lars,
@@ -127,12 +132,16 @@ impl<T: Compute> NormedKernel for LarsKernel<T> {
         call: HostCall<'_>,
         _class: u32,
         lists: [&[u8]; MAX_LISTS],
+        [param, grad]: [bool; MAX_SUMS],
     ) -> [f64; MAX_SUMS] {
-        let param = param_chunk_sum::<T, 1>(call.level, self.format, lists);
-        [
-            param,
-            grad_chunk_sum::<T>(call.level, self.format, lists[1]),
-        ]
+        let mut sums = [0.0; MAX_SUMS];
+        if param {
+            sums[PARAM_SUM] = param_chunk_sum::<T, 1>(call.level, self.format, lists);
+        }
+        if grad {
+            sums[GRAD_SUM] = grad_chunk_sum::<T>(call.level, self.format, lists[1]);
+        }
+        sums
     }
 
     fn finish(
@@ -161,6 +170,10 @@ impl<T: Compute> NormedKernel for LarsKernel<T> {
         }
     }
 
+    fn grad_sum(&self) -> Option<usize> {
+        Some(GRAD_SUM)
+    }
+
     fn carried(&self) -> Option<&dyn CarriedSum> {
         Some(self)
     }
@@ -169,16 +182,7 @@ impl<T: Compute> NormedKernel for LarsKernel<T> {
 /// The parameters' squares, for the next step's ‖p‖.
 impl<T: Compute> CarriedSum for LarsKernel<T> {
     fn position(&self) -> usize {
-        0
-    }
-
-    fn other_chunk_sums(
-        &self,
-        call: HostCall<'_>,
-        _class: u32,
-        lists: [&[u8]; MAX_LISTS],
-    ) -> [f64; MAX_SUMS] {
-        [0.0, grad_chunk_sum::<T>(call.level, self.format, lists[1])]
+        PARAM_SUM
     }
 
     fn run_chunk(
@@ -198,8 +202,8 @@ fn finished<T: Compute>(
     set: &Set,
     sums: [f64; MAX_SUMS],
 ) -> Option<Finished<T>> {
-    let p = sums[0].sqrt();
-    let g = scalars.rescale * sums[1].sqrt();
+    let p = sums[PARAM_SUM].sqrt();
+    let g = scalars.rescale * sums[GRAD_SUM].sqrt();
     let mut local = set.lr;
     if set.trust != 0.0 && p > 0.0 && g > 0.0 {
         local = set.lr * scalars.trust_coefficient * p / (g + set.lambda * p + scalars.eps);

@@ -137,6 +137,7 @@ impl<T: Compute> LarsTensors<'_, T> {
             lists,
             // The caller may write its parameters between two calls.
             carried: None,
+            grad_sum: None,
         }
     }
 }

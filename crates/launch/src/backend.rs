@@ -70,6 +70,9 @@ pub struct Launch<'a> {
     /// The [`crate::ControlBlock`] that decides whether anything is written and with which factor on every gradient; without one
     /// everything is, with factor 1.
     pub control: Option<&'a dyn Buffer>,
+    /// The [`crate::SquareSum`] of each parameter's gradient, by the position that `members` says, if the step has read all gradients
+    /// before: a kernel that needs the same sums ([`crate::NormedKernel::grad_sum`]) need not read them once more.
+    pub grad_sums: Option<&'a dyn Buffer>,
     /// The kernel's sets by class.
     pub sets: &'a [u8],
     /// The limits the batches were made with.

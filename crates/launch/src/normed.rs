@@ -71,12 +71,13 @@ pub trait NormedKernel: Send + Sync {
     fn apart(&self) -> ApartEntries;
 
     /// The sums over one chunk, at most [`CHUNK_ELEMENTS`] elements; `lists` hold exactly those, in the kernel's order. Sums that
-    /// the kernel does not take are 0.
+    /// the kernel does not take are 0; those that are not wanted may be anything, and nothing need be read for them.
     fn chunk_sums(
         &self,
         call: HostCall<'_>,
         class: u32,
         lists: [&[u8]; MAX_LISTS],
+        wanted: [bool; MAX_SUMS],
     ) -> [f64; MAX_SUMS];
 
     /// Derives the scalars of a tensor's update from its sums, in f64 and rounded once, and writes them into `set`.
@@ -87,6 +88,12 @@ pub trait NormedKernel: Send + Sync {
         sums: [f64; MAX_SUMS],
         set: &mut [u8; FINISHED_BYTES],
     ) -> Outcome;
+
+    /// The position of the sum that is Σ g² over the gradient as it is stored, if there is one. A step that clips by the global norm
+    /// has taken it already, in the same tree.
+    fn grad_sum(&self) -> Option<usize> {
+        None
+    }
 
     /// What the kernel offers if an update can take one of the next step's sums along.
     fn carried(&self) -> Option<&dyn CarriedSum> {
@@ -102,14 +109,6 @@ pub trait NormedKernel: Send + Sync {
 pub trait CarriedSum: Send + Sync {
     /// Its position among the sums of [`NormedKernel::chunk_sums`].
     fn position(&self) -> usize;
-
-    /// The sums of [`NormedKernel::chunk_sums`], but 0 for this one: the parameters are not read.
-    fn other_chunk_sums(
-        &self,
-        call: HostCall<'_>,
-        class: u32,
-        lists: [&[u8]; MAX_LISTS],
-    ) -> [f64; MAX_SUMS];
 
     /// [`MultiTensorKernel::run_host`] for one chunk, and the sum over it afterwards.
     fn run_chunk(

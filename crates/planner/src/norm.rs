@@ -127,7 +127,8 @@ pub(crate) struct NormState {
     scalars: Vec<u8>,
     pub(crate) partials: Box<dyn Buffer>,
     tensors: Box<dyn Buffer>,
-    sums: Box<dyn Buffer>,
+    /// Of each parameter's gradient; nothing if others write the control block.
+    pub(crate) sums: Box<dyn Buffer>,
     pub(crate) control: Box<dyn Buffer>,
     /// What `control` holds, as far as the host knows.
     pub(crate) block: ControlBlock,

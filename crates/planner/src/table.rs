@@ -383,7 +383,11 @@ impl State {
         if batches.is_empty() {
             return None;
         }
-        let control = self.norm.as_ref().map(|norm| norm.control.as_ref());
+        let norm = self.norm.as_ref();
+        let control = norm.map(|norm| norm.control.as_ref());
+        // Sums of pieces are others than those of the parameters that they are of.
+        let whole = norm.filter(|norm| !norm.kernels.is_empty() && plan.origins.is_empty());
+        let grad_sums = whole.map(|norm| norm.sums.as_ref());
         let storage = &mut self.storages[storage];
         Some(Launch {
             kernel: storage.kernel.as_ref(),
@@ -394,6 +398,7 @@ impl State {
             lists: &mut storage.lists,
             scalars: &storage.scalars,
             control,
+            grad_sums,
             sets: &storage.sets,
             limits: plan.limits.of(storage.kernel.as_ref()),
         })

@@ -146,6 +146,7 @@ pub(crate) fn launch_at(
         lists: &mut lists,
         scalars: &scalars,
         control: None,
+        grad_sums: None,
         sets: &sets,
         limits,
     })?;
