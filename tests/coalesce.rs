@@ -243,6 +243,7 @@ impl Backend for PaddingInspector {
             lists,
             scalars,
             control,
+            grad_sums,
             sets,
             limits,
         } = launch;
@@ -255,6 +256,7 @@ impl Backend for PaddingInspector {
             lists: &mut *lists,
             scalars,
             control,
+            grad_sums,
             sets,
             limits,
         })?;

@@ -74,8 +74,8 @@ fn stopped(fusestep: &Path, flags: &[&str], timeout_ms: u64) -> Result<()> {
         ranks: 3,
         program: Path::new("sh"),
         arguments: &arguments,
-        environment: &[],
-        limit: Duration::from_millis(4 * timeout_ms + 13_000),
+        environment: grace(timeout_ms),
+        limit: Duration::from_millis(4 * timeout_ms + 23_000),
     }
     .run()?;
     let what = format!("training {flags:?} of which rank 1 stops");
@@ -96,6 +96,18 @@ fn stopped(fusestep: &Path, flags: &[&str], timeout_ms: u64) -> Result<()> {
     }
     std::fs::remove_dir_all(&folder)?;
     Ok(())
+}
+
+/// Open MPI asks processes to end and kills them a second later, in which a machine with other work may not get to writing a file: the
+/// second try gives them more.
+fn grace(timeout_ms: u64) -> &'static [(&'static str, &'static str)] {
+    match timeout_ms == TIMEOUTS_MS[0] {
+        true => &[],
+        false => &[
+            ("OMPI_MCA_odls_base_sigkill_timeout", "10"),
+            ("PRTE_MCA_odls_base_sigkill_timeout", "10"),
+        ],
+    }
 }
 
 fn one(program: &Path, how: &str, collective: &str, culprit: usize) -> Result<()> {
@@ -123,9 +135,9 @@ fn one_within(
         ranks: 3,
         program,
         arguments: &[how, collective, &rank, &timeout, &path],
-        environment: &[],
-        // Starting, twice the timeout, leaving, and Open MPI's second of grace.
-        limit: Duration::from_millis(4 * timeout_ms + 10_000),
+        environment: grace(timeout_ms),
+        // Starting, twice the timeout, leaving, and Open MPI's grace.
+        limit: Duration::from_millis(4 * timeout_ms + 20_000),
     }
     .run()?;
     let what = format!("rank {culprit} does `{how}` in {collective}");
