@@ -196,14 +196,26 @@ pub(crate) struct Job<'a> {
     pub(crate) limit: Duration,
 }
 
+/// Has a program of a shell's arguments, which takes the shell's place, write into a file of its own: what several processes write
+/// into mpirun's one pipe is mixed within lines.
+const INTO_A_FILE: &str = r#"exec "$@" >"$FUSESTEP_MPI_OUTPUT/$$" 2>&1"#;
+
 impl Job<'_> {
     /// Runs the job; the watchdog over its time lies here, outside of what is tested.
     pub(crate) fn run(&self) -> Result<End> {
+        let folder =
+            std::env::temp_dir().join(format!("fusestep-mpi-output-{}", std::process::id()));
+        if folder.exists() {
+            std::fs::remove_dir_all(&folder)?;
+        }
+        std::fs::create_dir_all(&folder)?;
         let mut command = Command::new("mpirun");
         command
             .args(["-n", &self.ranks.to_string()])
+            .args(["sh", "-c", INTO_A_FILE, "sh"])
             .arg(self.program)
             .args(self.arguments)
+            .env("FUSESTEP_MPI_OUTPUT", &folder)
             // More ranks than cores, and root in containers; each variable is one MPI's.
             .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
             .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
@@ -248,12 +260,18 @@ impl Job<'_> {
             }
         };
         let elapsed = start.elapsed();
-        let texts = readers
+        let mut texts: Vec<_> = readers
             .into_iter()
-            .map(|reader| reader.join().unwrap_or_default());
+            .map(|reader| reader.join().unwrap_or_default())
+            .collect();
+        for file in std::fs::read_dir(&folder)? {
+            let bytes = std::fs::read(file?.path())?;
+            texts.push(String::from_utf8_lossy(&bytes).into_owned());
+        }
+        std::fs::remove_dir_all(&folder)?;
         Ok(End {
             ended,
-            output: texts.collect::<Vec<_>>().join("\n"),
+            output: texts.join("\n"),
             elapsed,
         })
     }

@@ -80,8 +80,8 @@ fn stopped(fusestep: &Path, flags: &[&str], timeout_ms: u64) -> Result<()> {
     .run()?;
     let what = format!("training {flags:?} of which rank 1 stops");
     ensure!(
-        end.ended == Ended::Failure && end.output.contains("rank 1"),
-        "{what}: expected an error that names it, found {:?}:\n{}",
+        end.ended == Ended::Failure && end.output.contains("found none of [1]"),
+        "{what}: expected an error with `found none of [1]`, found {:?}:\n{}",
         end.ended,
         end.output
     );

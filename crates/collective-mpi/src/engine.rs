@@ -2,9 +2,10 @@
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use fusestep_collective::CollectiveError;
 use mpi::Threading;
 use mpi::environment::Universe;
 use mpi::ffi;
@@ -57,6 +58,8 @@ pub(crate) struct Engine {
     timeout: Duration,
     /// Some group has ended in an error: messages may be under way that never arrive.
     pub(crate) troubled: AtomicBool,
+    /// The first error that a group has ended in, for the case that the job ends before the program has said so.
+    pub(crate) first_error: OnceLock<CollectiveError>,
     universe: Mutex<Option<Universe>>,
 }
 
@@ -107,6 +110,7 @@ impl Engine {
             leave_timeout: options.leave_timeout,
             timeout: options.timeout,
             troubled: AtomicBool::new(false),
+            first_error: OnceLock::new(),
             universe: Mutex::new(Some(universe)),
         })
     }
@@ -285,8 +289,12 @@ impl Drop for Engine {
                 gone[from] = true;
             } else if Instant::now() > deadline {
                 let ranks: Vec<usize> = (0..self.world_size).filter(|&rank| !gone[rank]).collect();
+                let before = match self.first_error.get() {
+                    Some(error) => format!("{error}; then "),
+                    None => String::new(),
+                };
                 watch::say(&format!(
-                    "rank {}: ranks {ranks:?} have not left MPI within {} ms of this one; the job is ended",
+                    "rank {}: {before}ranks {ranks:?} have not left MPI within {} ms of this one; the job is ended",
                     self.rank,
                     patience.as_millis()
                 ));

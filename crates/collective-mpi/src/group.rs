@@ -316,7 +316,9 @@ impl Group {
                 *ranks = late;
             }
         }
-        state.settled.get_or_insert(error).clone()
+        let settled = state.settled.get_or_insert(error).clone();
+        self.engine.first_error.get_or_init(|| settled.clone());
+        settled
     }
 
     /// The error of a group that somebody else has ended.
