@@ -16,6 +16,12 @@ static int rounds_of(size_t bytes) {
     return rounds < 7 ? 7 : rounds > 2000 ? 2000 : (int)rounds;
 }
 
+/* As there: at least 64 KiB between two looks at the clock, in at most 16 calls. */
+static int calls_of(size_t bytes) {
+    size_t calls = ((size_t)64 << 10) / (bytes ? bytes : 1);
+    return calls < 1 ? 1 : calls > 16 ? 16 : (int)calls;
+}
+
 static int ascending(const void *a, const void *b) {
     double x = *(const double *)a, y = *(const double *)b;
     return x < y ? -1 : x > y;
@@ -25,17 +31,19 @@ static int ascending(const void *a, const void *b) {
 static void measure(float *buffer, const size_t *bytes, int count, int rank) {
     size_t total = 0;
     for (int i = 0; i < count; i++) total += bytes[i];
-    int rounds = rounds_of(total);
+    int rounds = rounds_of(total), calls = calls_of(total);
     double *seconds = malloc(rounds * sizeof *seconds);
     for (int round = -1; round < rounds; round++) {
         MPI_Barrier(MPI_COMM_WORLD);
         double start = MPI_Wtime();
-        float *at = buffer;
-        for (int i = 0; i < count; i++) {
-            MPI_Allreduce(MPI_IN_PLACE, at, (int)(bytes[i] / 4), MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
-            at += bytes[i] / 4;
+        for (int call = 0; call < calls; call++) {
+            float *at = buffer;
+            for (int i = 0; i < count; i++) {
+                MPI_Allreduce(MPI_IN_PLACE, at, (int)(bytes[i] / 4), MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
+                at += bytes[i] / 4;
+            }
         }
-        if (round >= 0) seconds[round] = MPI_Wtime() - start;
+        if (round >= 0) seconds[round] = (MPI_Wtime() - start) / calls;
     }
     qsort(seconds, rounds, sizeof *seconds, ascending);
     if (rank == 0) printf("%zu %.9f %.9f\n", total, seconds[rounds / 2], seconds[0]);

@@ -51,17 +51,18 @@ pub(crate) fn run() -> Result<()> {
         better(&mut one_by_one, of_peer(&peer, "list", &gradients)?);
     }
     println!(
-        "| bytes | MPI from C | for threads | mpi-native | ratio | mpi | thread | C / thread |"
+        "| bytes | MPI from C | the same on an MPI for threads | mpi-native | / C | / C for threads | mpi | thread | C / thread |"
     );
-    println!("|---|---|---|---|---|---|---|---|");
+    println!("|---|---|---|---|---|---|---|---|---|");
     for (at, bytes) in sizes.iter().enumerate() {
         let times = [direct[at], threaded[at], native[at], ours[at], threads[at]].map(readable);
         println!(
-            "| {bytes} | {} | {} | {} | {:.3} | {} | {} | {:.2} |",
+            "| {bytes} | {} | {} | {} | {:.3} | {:.3} | {} | {} | {:.2} |",
             times[0],
             times[1],
             times[2],
             native[at] / direct[at],
+            native[at] / threaded[at],
             times[3],
             times[4],
             direct[at] / threads[at]

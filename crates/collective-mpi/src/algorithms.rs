@@ -18,18 +18,20 @@ impl MpiCommunicator {
     ) -> Result<(), CollectiveError> {
         let element_bytes = call.dtype.len_bytes();
         let world_size = self.group.world_size();
-        let ranges: Vec<Range<usize>> = (0..world_size)
-            .map(|rank| blocks.of_bytes(rank, element_bytes))
-            .collect();
+        let ranges = || -> Vec<Range<usize>> {
+            (0..world_size)
+                .map(|rank| blocks.of_bytes(rank, element_bytes))
+                .collect()
+        };
         match call.operation {
             Operation::AllReduce(op)
             | Operation::Reduce { reduce: op, .. }
             | Operation::ReduceScatter(op) => return self.reduction(call, blocks, op, print),
             Operation::Broadcast { root } => self.broadcast(call.buffers, root, print),
-            Operation::AllGather => self.all_gather(call.buffers, &ranges, print),
-            Operation::Scatter { root } => self.scatter(call.buffers, root, &ranges, print),
-            Operation::Gather { root } => self.gather(call.buffers, root, &ranges, print),
-            Operation::AllToAll => self.all_to_all(call.buffers, &ranges, print),
+            Operation::AllGather => self.all_gather(call.buffers, &ranges(), print),
+            Operation::Scatter { root } => self.scatter(call.buffers, root, &ranges(), print),
+            Operation::Gather { root } => self.gather(call.buffers, root, &ranges(), print),
+            Operation::AllToAll => self.all_to_all(call.buffers, &ranges(), print),
             Operation::Barrier
             | Operation::Split
             | Operation::Send { .. }

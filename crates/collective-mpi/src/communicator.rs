@@ -1,7 +1,6 @@
 //! The communicator: what it keeps between calls, and the order of steps of each call.
 
 use std::collections::{HashMap, HashSet};
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -19,6 +18,10 @@ use crate::meeting::{Meeting, Party};
 use crate::native::Native;
 use crate::wire::Header;
 use crate::{Compare, MpiError, MpiOptions, Reduction, watch};
+
+/// Least time between two looks for what the others say about the group's end where calls are not compared: a look takes 0.3 µs, and
+/// calls may take ten times that.
+const POLL_NS: u64 = 100_000;
 
 /// One rank of an MPI job, or of a subgroup of it.
 ///
@@ -46,9 +49,12 @@ pub struct MpiCommunicator {
     pub(crate) reduced: Vec<u64>,
     /// Transfers made, by sender and receiver.
     transfers: HashMap<(usize, usize), u64>,
-    /// Hashes of fingerprints that all ranks have agreed on, if that is asked for once.
-    agreed: HashSet<u64>,
+    agreed: Agreed,
     pub(crate) native: Option<Native>,
+    /// When the call under way began, in nanoseconds of the group's life.
+    pub(crate) begun_ns: u64,
+    /// When what the others say about the group's end was last looked for.
+    polled_ns: u64,
     dumped: Option<Result<PathBuf, String>>,
 }
 
@@ -91,12 +97,15 @@ impl MpiCommunicator {
 
     fn new(group: Arc<Group>, native: Option<Native>) -> Self {
         watch::register(&group);
+        if native.is_some() {
+            watch::register_timed(&group);
+        }
         let options = &group.options;
         let recorder = FlightRecorder::new(
             group.rank,
             group.world_size(),
             options.recorded_calls,
-            Instant::now(),
+            group.begun,
         );
         Self {
             sequence: 0,
@@ -107,8 +116,10 @@ impl MpiCommunicator {
             incoming: Vec::new(),
             reduced: Vec::new(),
             transfers: HashMap::new(),
-            agreed: HashSet::new(),
+            agreed: Agreed::default(),
             native,
+            begun_ns: 0,
+            polled_ns: 0,
             dumped: None,
             group,
         }
@@ -122,7 +133,7 @@ impl MpiCommunicator {
     }
 
     fn begin(&mut self, print: &Fingerprint) {
-        self.recorder.begin(print);
+        self.begun_ns = self.recorder.begin(print);
         if let Some(mut mirror) = self.mirror() {
             mirror.begin(print);
         }
@@ -153,7 +164,6 @@ impl MpiCommunicator {
 
     /// What ends a call before it begins.
     fn ended(&self, party: Party) -> Result<(), CollectiveError> {
-        self.group.poll();
         if let Some(error) = self.group.settled() {
             return Err(error);
         }
@@ -173,6 +183,7 @@ impl MpiCommunicator {
         party: Party,
         header: Header,
     ) -> Result<&[Header], CollectiveError> {
+        self.group.poll();
         self.ended(party)?;
         let deadline = Instant::now() + self.group.timeout();
         if let Some(last) = self.meeting.meet(&self.group, party, header, deadline)? {
@@ -195,7 +206,7 @@ impl MpiCommunicator {
             // A barrier is its exchange of headers.
             _ if call.operation == Operation::Barrier => true,
             Compare::EveryCall => true,
-            Compare::FirstOfEach => self.agreed.insert(hash(&print)),
+            Compare::FirstOfEach => self.agreed.insert(print),
         };
         let party = Party::All(self.sequence);
         match first {
@@ -203,8 +214,13 @@ impl MpiCommunicator {
                 self.meet(party, header(print))?;
             }
             false => {
+                // What is said after the look goes unheard until the deadline in any case.
+                if self.begun_ns.saturating_sub(self.polled_ns) >= POLL_NS {
+                    self.group.poll();
+                    self.polled_ns = self.begun_ns;
+                }
                 self.ended(party)?;
-                self.group.entered.store(self.sequence, Ordering::SeqCst);
+                self.group.entered.store(self.sequence, Ordering::Release);
             }
         }
         self.move_data(call, blocks, &print)
@@ -290,12 +306,26 @@ pub(crate) fn header(fingerprint: Fingerprint) -> Header {
     }
 }
 
-/// Of everything but the sequence.
-fn hash(print: &Fingerprint) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    (print.operation, print.dtype, print.numel, print.counts_hash).hash(&mut hasher);
-    (print.context.plan_hash, print.context.bucket).hash(&mut hasher);
-    hasher.finish()
+/// Calls that all ranks have agreed on, if they compare each kind once: fingerprints but for the sequence.
+#[derive(Debug, Default)]
+struct Agreed {
+    all: HashSet<Fingerprint>,
+    /// One of them: calls that are often made are often made in a row, and short ones take as long as ten look-ups.
+    last: Option<Fingerprint>,
+}
+
+impl Agreed {
+    /// Adds a call; says whether it was not there yet.
+    fn insert(&mut self, print: Fingerprint) -> bool {
+        let kind = Fingerprint {
+            sequence: 0,
+            ..print
+        };
+        self.last != Some(kind) && {
+            self.last = Some(kind);
+            self.all.insert(kind)
+        }
+    }
 }
 
 impl Communicator for MpiCommunicator {
@@ -341,7 +371,7 @@ impl Communicator for MpiCommunicator {
             None => None,
             Some(native) => {
                 // All are here, but MPI's own setting up does not come back by itself.
-                let _watched = watch::arm(&self.group, Instant::now() + self.group.timeout());
+                let _watched = self.group.watched(self.begun_ns);
                 let made = native.of_members(&founding.members, number);
                 let refused = |reason| CollectiveError::Engine {
                     rank: self.group.rank,
@@ -391,6 +421,40 @@ impl Drop for MpiCommunicator {
                 .announce(CollectiveError::Panicked { rank, calls });
         } else {
             self.group.leave(calls);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_are_agreed_on_once_whatever_is_between_them() {
+        let mut agreed = Agreed::default();
+        let print = |sequence, numel, bucket| Fingerprint {
+            sequence,
+            operation: Operation::Barrier,
+            dtype: DType::F32,
+            numel,
+            counts_hash: 0,
+            context: CallContext {
+                plan_hash: 7,
+                bucket,
+            },
+        };
+        let calls = [
+            (print(1, 3, None), true),
+            (print(2, 3, None), false),
+            (print(3, 4, None), true),
+            (print(4, 3, Some(0)), true),
+            (print(5, 3, None), false),
+            (print(6, 4, None), false),
+            (print(7, 4, Some(0)), true),
+            (print(8, 3, Some(0)), false),
+        ];
+        for (print, is_new) in calls {
+            assert_eq!(agreed.insert(print), is_new, "{print:?}");
         }
     }
 }

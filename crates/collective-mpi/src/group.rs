@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use fusestep_collective::{CollectiveError, FlightRecorder};
 
 use crate::engine::{Engine, Kind};
+use crate::watch::{Armed, Deadline};
 use crate::wire::Notice;
 use crate::{MpiOptions, watch};
 
@@ -27,6 +28,10 @@ pub(crate) struct Group {
     pub(crate) tag: i32,
     /// As given, but for the timeout.
     pub(crate) options: MpiOptions,
+    /// When its times count from.
+    pub(crate) begun: Instant,
+    /// Of a call that MPI may not come back from.
+    pub(crate) deadline: Deadline,
     timeout_ns: AtomicU64,
     /// Calls of all ranks that this one has entered: for which it has sent, or need not send, its header.
     pub(crate) entered: AtomicU64,
@@ -69,14 +74,16 @@ impl Group {
             tag,
             options,
         } = founding;
-        let recorder =
-            FlightRecorder::new(rank, members.len(), options.recorded_calls, Instant::now());
+        let begun = Instant::now();
+        let recorder = FlightRecorder::new(rank, members.len(), options.recorded_calls, begun);
         let notices = vec![None; members.len()];
         let group = Arc::new(Self {
             engine,
             members,
             rank,
             tag,
+            begun,
+            deadline: Deadline::default(),
             timeout_ns: AtomicU64::new(nanoseconds(options.timeout)),
             options,
             entered: AtomicU64::new(0),
@@ -111,6 +118,17 @@ impl Group {
     pub(crate) fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let own = self.rank;
         (0..self.members.len()).filter(move |&rank| rank != own)
+    }
+
+    /// Nanoseconds since it was founded.
+    pub(crate) fn now_ns(&self) -> u64 {
+        u64::try_from(self.begun.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    /// Ends the job, from another thread, if the result is not dropped within the timeout.
+    pub(crate) fn watched(&self, now_ns: u64) -> Armed<'_> {
+        let timeout_ns = self.timeout_ns.load(Ordering::SeqCst);
+        self.deadline.set(now_ns.saturating_add(timeout_ns))
     }
 
     pub(crate) fn timeout(&self) -> Duration {

@@ -2,7 +2,6 @@
 
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
-use std::time::Instant;
 
 use fusestep_collective::{Buffers, Call, CollectiveError, Operation, ReduceOp};
 use fusestep_tensor::DType;
@@ -11,7 +10,6 @@ use mpi::ffi;
 use crate::MpiError;
 use crate::communicator::MpiCommunicator;
 use crate::engine::{Engine, Handle, check};
-use crate::watch;
 
 /// What the MPI's own collectives need.
 #[derive(Clone, Debug)]
@@ -138,7 +136,7 @@ impl MpiCommunicator {
             }
         };
         let in_place = native.in_place.unwrap_or_default() as *const c_void;
-        let _watched = watch::arm(&self.group, Instant::now() + self.group.timeout());
+        let _watched = self.group.watched(self.begun_ns);
         for chunk in receive.chunks_mut(limit) {
             // SAFETY: `chunk` is a borrowed slice of whole, aligned elements, in use until the call returns. All ranks make the
             // same calls, which they have compared. This level of reduction was given only with an MPI for many threads.

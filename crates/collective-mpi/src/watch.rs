@@ -1,9 +1,9 @@
 //! Threads that look after ranks which cannot look after themselves: blocked within MPI, or about to be ended by the launcher.
 
 use std::io::Write;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
 
 use fusestep_collective::CollectiveError;
 use signal_hook::consts::SIGTERM;
@@ -14,8 +14,8 @@ use crate::group::Group;
 /// Groups whose recorders are written when the launcher ends the job.
 static GROUPS: Mutex<Vec<Weak<Group>>> = Mutex::new(Vec::new());
 
-/// Groups that are within a call of MPI which does not come back by itself.
-static BLOCKED: Mutex<Vec<(u64, Weak<Group>, Instant)>> = Mutex::new(Vec::new());
+/// Groups that make calls of MPI which do not come back by themselves.
+static TIMED: Mutex<Vec<Weak<Group>>> = Mutex::new(Vec::new());
 
 static SIGNALS_WATCHED: AtomicBool = AtomicBool::new(false);
 static CLOCK_WATCHED: AtomicBool = AtomicBool::new(false);
@@ -25,7 +25,7 @@ pub(crate) fn register(group: &Arc<Group>) {
     if group.options.dump_folder.is_none() {
         return;
     }
-    let mut groups = GROUPS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut groups = lock(&GROUPS);
     groups.retain(|group| group.strong_count() > 0);
     groups.push(Arc::downgrade(group));
     drop(groups);
@@ -46,11 +46,12 @@ pub(crate) fn register(group: &Arc<Group>) {
     }
 }
 
+fn lock<T>(list: &Mutex<T>) -> MutexGuard<'_, T> {
+    list.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 fn dump_all() {
-    let groups = GROUPS
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .clone();
+    let groups = lock(&GROUPS).clone();
     for group in groups.iter().filter_map(Weak::upgrade) {
         if let Some(Ok(path)) = group.dump() {
             say(&format!(
@@ -64,10 +65,7 @@ fn dump_all() {
 
 /// Writes the recorders of all groups but `reported`, which has written its own and said so.
 pub(crate) fn dump_others(reported: &Group) {
-    let groups = GROUPS
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .clone();
+    let groups = lock(&GROUPS).clone();
     for group in groups.iter().filter_map(Weak::upgrade) {
         if !std::ptr::eq(Arc::as_ptr(&group), reported) {
             // Nothing more can be done about an error: the job ends.
@@ -82,28 +80,13 @@ pub(crate) fn say(line: &str) {
     let _ = std::io::stderr().write_all(format!("{line}\n").as_bytes());
 }
 
-/// Ends the watch over one call.
-pub(crate) struct Watched(u64);
-
-impl Drop for Watched {
-    fn drop(&mut self) {
-        BLOCKED
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .retain(|(id, _, _)| *id != self.0);
-    }
-}
-
-/// Ends the job if the result is not dropped by `deadline`.
-pub(crate) fn arm(group: &Arc<Group>, deadline: Instant) -> Watched {
-    let mut blocked = BLOCKED.lock().unwrap_or_else(PoisonError::into_inner);
-    let id = blocked
-        .iter()
-        .map(|(id, _, _)| *id)
-        .max()
-        .map_or(0, |id| id + 1);
-    blocked.push((id, Arc::downgrade(group), deadline));
-    drop(blocked);
+/// Looks after calls of a group that MPI may not come back from: ends the job when one is still under way at its
+/// [deadline](Deadline).
+pub(crate) fn register_timed(group: &Arc<Group>) {
+    let mut timed = lock(&TIMED);
+    timed.retain(|group| group.strong_count() > 0);
+    timed.push(Arc::downgrade(group));
+    drop(timed);
     if !CLOCK_WATCHED.swap(true, Ordering::SeqCst) {
         let watch = || {
             loop {
@@ -115,17 +98,40 @@ pub(crate) fn arm(group: &Arc<Group>, deadline: Instant) -> Watched {
             .name("mpi-clock".to_owned())
             .spawn(watch);
     }
-    Watched(id)
+}
+
+/// By when the call under way in a group must be back; two stores per call, since short calls take no more than microseconds.
+#[derive(Debug, Default)]
+pub(crate) struct Deadline(AtomicU64);
+
+impl Deadline {
+    /// Sets it, in nanoseconds of the group's life, until the result is dropped. One call at a time.
+    pub(crate) fn set(&self, ns: u64) -> Armed<'_> {
+        self.0.store(ns.max(1), Ordering::Release);
+        Armed(self)
+    }
+
+    fn is_over(&self, now_ns: u64) -> bool {
+        let ns = self.0.load(Ordering::Acquire);
+        ns != 0 && now_ns > ns
+    }
+}
+
+/// Takes the deadline back when dropped.
+pub(crate) struct Armed<'a>(&'a Deadline);
+
+impl Drop for Armed<'_> {
+    fn drop(&mut self) {
+        self.0.0.store(0, Ordering::Release);
+    }
 }
 
 fn end_overdue() {
-    let now = Instant::now();
-    let blocked = BLOCKED.lock().unwrap_or_else(PoisonError::into_inner);
-    let overdue = blocked.iter().find(|(_, _, deadline)| now > *deadline);
-    let Some(group) = overdue.and_then(|(_, group, _)| group.upgrade()) else {
+    let groups = lock(&TIMED).clone();
+    let mut groups = groups.iter().filter_map(Weak::upgrade);
+    let Some(group) = groups.find(|group| group.deadline.is_over(group.now_ns())) else {
         return;
     };
-    drop(blocked);
     // Those that are blocked, too, say so and are not late.
     group.die(CollectiveError::Late {
         ranks: group.others().collect(),
@@ -134,4 +140,21 @@ fn end_overdue() {
         bucket: None,
         timeout_ms: group.timeout_ms(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_deadline_counts_while_a_call_is_under_way() {
+        let deadline = Deadline::default();
+        assert!(!deadline.is_over(u64::MAX));
+        let armed = deadline.set(10);
+        assert!(!deadline.is_over(10) && deadline.is_over(11));
+        drop(armed);
+        assert!(!deadline.is_over(u64::MAX));
+        let _armed = deadline.set(0);
+        assert!(deadline.is_over(2), "0 means none");
+    }
 }

@@ -50,7 +50,7 @@ pub struct Call<'a> {
 }
 
 /// What a call is for; compared between ranks and shown in errors.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct CallContext {
     /// Identifies the plan that makes the calls; 0 for none.
     pub plan_hash: u64,

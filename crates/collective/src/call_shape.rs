@@ -103,7 +103,10 @@ impl<'a> CallShape<'a> {
             )),
         };
         let (send, receive) = match self.lengths {
-            Lengths::InPlace(buffer) => (numel_of("buffer", buffer)?, numel_of("buffer", buffer)?),
+            Lengths::InPlace(buffer) => {
+                let numel = numel_of("buffer", buffer)?;
+                (numel, numel)
+            }
             Lengths::Apart { send, receive } => {
                 (numel_of("send", send)?, numel_of("receive", receive)?)
             }

@@ -7,7 +7,7 @@ use fusestep_tensor::DType;
 use crate::{Call, CallContext, CallShape, CollectiveError, Operation};
 
 /// A call as the other ranks must make it too. Buffers may be in place on one rank and apart on another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Fingerprint {
     /// Number of the call within its group, from 1; transfers count apart, for each pair and direction.
     pub sequence: u64,
