@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* As fusestep's measure: at least 7 rounds and 16 MiB, at most 2,000 rounds. */
+/* As fusestep's measure: at least 7 calls and 16 MiB, at most 2,000 calls. */
 static int rounds_of(size_t bytes) {
     size_t rounds = ((size_t)16 << 20) / (bytes ? bytes : 1);
     return rounds < 7 ? 7 : rounds > 2000 ? 2000 : (int)rounds;
@@ -31,7 +31,7 @@ static int ascending(const void *a, const void *b) {
 static void measure(float *buffer, const size_t *bytes, int count, int rank) {
     size_t total = 0;
     for (int i = 0; i < count; i++) total += bytes[i];
-    int rounds = rounds_of(total), calls = calls_of(total);
+    int calls = calls_of(total), rounds = rounds_of(total) / calls;
     double *seconds = malloc(rounds * sizeof *seconds);
     for (int round = -1; round < rounds; round++) {
         MPI_Barrier(MPI_COMM_WORLD);

@@ -2,7 +2,7 @@
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -243,22 +243,7 @@ impl Job<'_> {
                 })
             })
             .collect();
-        let ended = loop {
-            match child.try_wait()? {
-                Some(status) if status.success() => break Ended::Success,
-                Some(_) => break Ended::Failure,
-                None if start.elapsed() > self.limit => {
-                    // mpirun ends its processes on this signal, stopped ones too.
-                    let id = child.id().to_string();
-                    Command::new("kill").args(["-TERM", &id]).status()?;
-                    std::thread::sleep(Duration::from_secs(3));
-                    child.kill()?;
-                    child.wait()?;
-                    break Ended::Never;
-                }
-                None => std::thread::sleep(Duration::from_millis(10)),
-            }
-        };
+        let ended = wait(&mut child, start + self.limit)?;
         let elapsed = start.elapsed();
         let mut texts: Vec<_> = readers
             .into_iter()
@@ -274,5 +259,25 @@ impl Job<'_> {
             output: texts.join("\n"),
             elapsed,
         })
+    }
+}
+
+/// Waits for a launcher until `deadline`, then ends it.
+fn wait(launcher: &mut Child, deadline: Instant) -> Result<Ended> {
+    loop {
+        match launcher.try_wait()? {
+            Some(status) if status.success() => return Ok(Ended::Success),
+            Some(_) => return Ok(Ended::Failure),
+            None if Instant::now() > deadline => {
+                // mpirun ends its processes on this signal, stopped ones too.
+                let id = launcher.id().to_string();
+                Command::new("kill").args(["-TERM", &id]).status()?;
+                std::thread::sleep(Duration::from_secs(3));
+                launcher.kill()?;
+                launcher.wait()?;
+                return Ok(Ended::Never);
+            }
+            None => std::thread::sleep(Duration::from_millis(10)),
+        }
     }
 }

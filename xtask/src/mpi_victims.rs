@@ -46,7 +46,8 @@ const STOPPED_LATER: &str = r#"if [ "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" = 1 ]; 
 pub(crate) fn training(fusestep: &Path) -> Result<()> {
     let [first, second] = TIMEOUTS_MS;
     for flags in [
-        &["--zero", "0"][..],
+        &["--zero", "0", "--rings", "0"][..],
+        &["--zero", "1"],
         &["--zero", "2", "--rings", "1"],
         &["--zero", "3", "--rings", "2"],
     ] {

@@ -79,7 +79,7 @@ struct WorldSummary {
 
 fn run_world(args: &PlanArgs, planner: Planner, params: &[ParamDesc]) -> anyhow::Result<()> {
     let world = args.world.world.map_or(1, std::num::NonZeroUsize::get);
-    let model = args.world.cost_model()?;
+    let model = args.world.cost_model(Fused::from(args.planning.naive))?;
     let planner = args
         .world
         .ranks

@@ -6,7 +6,7 @@ use anyhow::{Context, ensure};
 use clap::Args;
 use fusestep_collective::{Costs, Link, measure};
 use fusestep_planner::{
-    CostModel, FuseAllReduce, GradientMerge, LocalSgd, Planner, Reduced, Shard, Zero,
+    Comms, CostModel, FuseAllReduce, GradientMerge, LocalSgd, Planner, Reduced, Shard, Zero,
 };
 
 use crate::engine::{Engine, Ranks, Watch};
@@ -29,9 +29,10 @@ pub(crate) struct RankArgs {
     /// Most MiB of gradients that one call reduces [default: 25]
     #[arg(long, value_name = "MIB")]
     pub(crate) bucket_cap_mib: Option<f64>,
-    /// Reduce buckets on this many rings while gradients are still being computed [default: none, after the last gradient]
+    /// Reduce buckets on this many rings while gradients are still being computed; 0: after the last gradient [default: 2, with
+    /// --naive 0]
     #[arg(long, value_name = "N")]
-    pub(crate) rings: Option<NonZeroUsize>,
+    pub(crate) rings: Option<usize>,
     /// Add the gradients of this many batches before each update
     #[arg(long, value_name = "K")]
     pub(crate) gradient_merge: Option<NonZeroU32>,
@@ -55,6 +56,14 @@ impl RankArgs {
             || self.rings.is_some()
             || self.gradient_merge.is_some()
             || self.local_sgd.is_some()
+    }
+
+    /// On how many rings buckets are reduced.
+    pub(crate) fn ring_count(&self, fused: Fused) -> usize {
+        self.rings.unwrap_or(match fused {
+            Fused::Yes => Comms::DEFAULT_RINGS,
+            Fused::No => 0,
+        })
     }
 
     /// The planner with the passes asked for; a naive one reduces tensor by tensor.
@@ -145,7 +154,7 @@ pub(crate) struct WorldArgs {
     /// Measure all of these between ranks that are threads of this machine
     #[arg(long, conflicts_with_all = ["latency_us", "bandwidth_gbs", "scatter_gbs", "gather_gbs", "memory_gbs"])]
     pub(crate) measure: bool,
-    /// Milliseconds of one backward pass, behind which calls are hidden if there are --rings
+    /// Milliseconds of one backward pass, behind which calls are hidden unless there are no --rings
     #[arg(long, value_name = "MS", default_value_t = 0.0)]
     pub(crate) backward_ms: f64,
 }
@@ -155,7 +164,7 @@ impl WorldArgs {
     ///
     /// # Errors
     /// Values that are no positive numbers; more ranks to measure between than a machine has room for.
-    pub(crate) fn cost_model(&self) -> anyhow::Result<CostModel> {
+    pub(crate) fn cost_model(&self, fused: Fused) -> anyhow::Result<CostModel> {
         let above_zero = |value: f64| value > 0.0 && value.is_finite();
         let given = [
             ("--scatter-gbs", self.scatter_gbs),
@@ -196,7 +205,7 @@ impl WorldArgs {
         };
         Ok(CostModel {
             backward_seconds: self.backward_ms * 1e-3,
-            rings: self.ranks.rings.map_or(0, NonZeroUsize::get),
+            rings: self.ranks.ring_count(fused),
             ..model
         })
     }

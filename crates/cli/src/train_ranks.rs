@@ -79,7 +79,7 @@ fn train(args: &TrainArgs, comm: &mut dyn Communicator) -> anyhow::Result<Traine
     }
     // From here on parameters are where the plan says, not here.
     drop(model);
-    let rings = args.rank_args.rings.map_or(0, NonZeroUsize::get);
+    let rings = args.rank_args.ring_count(Fused::from(args.naive));
     let comms = match args.rank_args.shard_group {
         Some(group) => Comms::in_groups(comm, group, rings)?,
         None => Comms::with_rings(comm, rings)?,

@@ -18,7 +18,7 @@ const MIN_ROUNDS: usize = 7;
 /// Bytes reduced in all for one length, at least; small lengths get many rounds.
 const MIN_TOTAL_BYTES: usize = 16 << 20;
 
-/// Most rounds of one length.
+/// Most calls of one length that are timed.
 const MAX_ROUNDS: usize = 2_000;
 
 /// Bytes reduced between two looks at the clock, if [`MAX_CALLS`] suffice: of short calls several are timed one behind the other, since
@@ -273,8 +273,8 @@ fn row(
         )));
     }
     // The sums grow to infinity, which takes no longer than other values.
-    let rounds = (MIN_TOTAL_BYTES / (4 * numel).max(1)).clamp(MIN_ROUNDS, MAX_ROUNDS);
     let calls = (MIN_TIMED_BYTES / (4 * numel).max(1)).clamp(1, MAX_CALLS);
+    let rounds = (MIN_TOTAL_BYTES / (4 * numel).max(1)).clamp(MIN_ROUNDS, MAX_ROUNDS) / calls;
     let (mut ours, mut ceiling) = (Vec::with_capacity(rounds), Vec::with_capacity(rounds));
     for _ in 0..rounds {
         comm.barrier()?;

@@ -26,8 +26,8 @@ fn four_ranks_train_to_the_same_bits_however_they_share_the_work() {
         );
         let ways: [&[&str]; 6] = [
             &["--naive"],
-            &["--zero", "1", "--bucket-cap-mib", "0.01"],
-            &["--zero", "2", "--rings", "2", "--bucket-cap-mib", "0.02"],
+            &["--zero", "1", "--bucket-cap-mib", "0.01", "--rings", "0"],
+            &["--zero", "2", "--rings", "3", "--bucket-cap-mib", "0.02"],
             &["--zero", "3", "--rings", "1"],
             &["--zero", "3", "--naive"],
             &["--zero", "2", "--threads", "1"],
@@ -46,7 +46,7 @@ fn shard_groups_train_to_the_same_bits_at_every_stage() {
     let run = |more: &[&str]| train(&[&base, more].concat());
     let whole = run(&["--zero", "1"]);
     for way in [
-        &["--zero", "2", "--rings", "2"][..],
+        &["--zero", "2", "--rings", "0"][..],
         &["--zero", "3", "--bucket-cap-mib", "0.01"],
     ] {
         assert_eq!(run(way)["params_hash"], whole["params_hash"], "{way:?}");
@@ -126,7 +126,7 @@ fn state_and_layers_in_use_shrink_as_the_stage_promises() {
         number(&shared, "state_bytes_per_rank"),
     );
     assert!(part < all / 4 + 6 * 512, "{part} of {all}");
-    let third = train(&["--ranks", "4", "--zero", "3"]);
+    let third = train(&["--ranks", "4", "--zero", "3", "--rings", "0"]);
     let (peak, parameters) = (
         number(&third, "layer_peak_bytes"),
         number(&third, "parameter_bytes"),
@@ -136,7 +136,7 @@ fn state_and_layers_in_use_shrink_as_the_stage_promises() {
     assert_eq!(peak, 2 * largest);
     assert!(peak < parameters, "{peak} of {parameters}");
     // With rings the next layer comes while one is in use: two are whole, never more.
-    let ahead = train(&["--ranks", "4", "--zero", "3", "--rings", "2"]);
+    let ahead = train(&["--ranks", "4", "--zero", "3"]);
     assert_eq!(ahead["params_hash"], third["params_hash"]);
     assert_eq!(ahead["collectives_per_step"], third["collectives_per_step"]);
     assert_eq!(number(&ahead, "layer_peak_bytes"), 2 * largest);
@@ -169,7 +169,7 @@ fn merged_batches_train_as_larger_ones_and_merging_one_changes_nothing() {
         "bf16",
     ];
     let hash = |more: &[&str]| train(&[&each, more].concat())["params_hash"].clone();
-    assert_eq!(hash(&["--zero", "2", "--rings", "2"]), hash(&[]));
+    assert_eq!(hash(&["--zero", "2", "--rings", "0"]), hash(&[]));
     let adaptive = train(&["--ranks", "2", "--local-sgd", "1", "--adaptive"]);
     assert!(adaptive["test_accuracy"].as_f64().unwrap() > 0.5);
     let local = train(&["--ranks", "2", "--local-sgd", "4"]);
@@ -334,9 +334,10 @@ fn plans_of_many_ranks_count_their_calls() {
     assert!(plan["predicted_step_ns"].as_f64().unwrap() > 0.0);
     let naive = run(&["--world", "8", "--naive"]);
     assert_eq!(naive["collectives"], naive["naive_collectives"]);
-    let hidden = run(&["--world", "8", "--rings", "1", "--backward-ms", "100"]);
+    let hidden = run(&["--world", "8", "--backward-ms", "100"]);
+    let after = run(&["--world", "8", "--backward-ms", "100", "--rings", "0"]);
     let exposed = |plan: &Value| plan["exposed_ns"].as_f64().unwrap();
-    assert!(exposed(&hidden) < exposed(&run(&["--world", "8"])));
+    assert!(exposed(&hidden) < exposed(&after));
     assert!(hidden["proposed_bucket_cap_bytes"].as_u64().unwrap() > 0);
     let given = ["--world", "2", "--memory-gbs", "10", "--gather-gbs", "5"];
     let given = run(&given);

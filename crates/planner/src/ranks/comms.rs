@@ -41,6 +41,9 @@ impl std::fmt::Debug for Comms<'_> {
 }
 
 impl<'a> Comms<'a> {
+    /// Rings for buckets unless there is a reason for another number: one reduces while the next bucket of gradients fills the other.
+    pub const DEFAULT_RINGS: usize = 2;
+
     /// All calls by `comm`, one after the other.
     pub fn direct(comm: &'a mut dyn Communicator) -> Self {
         Self {
