@@ -9,20 +9,14 @@ use half::{bf16, f16};
 
 use crate::ReduceOp;
 
-/// Elements reduced at a time: the running result and what is added to it stay in the first-level cache.
-const BLOCK: usize = 2048;
-
-/// The same for short reductions, where clearing the larger blocks would be a good part of the work.
-const SHORT_BLOCK: usize = 512;
-
-/// Bytes reduced at a time where inputs come from memory. Loads and stores of larger blocks come in turns, and memory has nothing to
-/// do while results go from the first-level cache to the second: two ranks took 4.1 ms for 25 MiB, and take 2.8.
-const STREAM_BYTES: usize = 512;
+/// Elements reduced at a time. Loads and stores of larger blocks come in turns, and memory has nothing to do while results go from the
+/// first-level cache to the second; of smaller ones each costs more than its arithmetic.
+const BLOCK: usize = 128;
 
 /// How far ahead of a block inputs from memory are asked for.
-const AHEAD_BYTES: usize = 1024;
+const AHEAD_BYTES: usize = 2048;
 
-/// Inputs of fewer bytes in all may be in a core's cache, where asking for them takes more time than it saves: half again for 1 MiB.
+/// Inputs of fewer bytes in all may be in a core's cache, where asking for them takes time and saves none.
 const CACHED_BYTES: usize = 2 << 20;
 
 const LINE_BYTES: usize = 64;
@@ -92,47 +86,34 @@ struct Slices<'a> {
 }
 
 impl Ranks for Slices<'_> {
+    #[inline(always)]
     fn world_size(&self) -> usize {
         self.inputs.len()
     }
+    #[inline(always)]
     fn input(&self, rank: usize, bytes: Range<usize>) -> &[u8] {
         &self.inputs[rank][bytes]
     }
+    #[inline(always)]
     fn store(&mut self, bytes: Range<usize>, result: &[u8]) {
         self.out[bytes].copy_from_slice(result);
     }
 }
 
 fn reduce<T: Number>(level: Level, op: ReduceOp, len_bytes: usize, ranks: &mut impl Ranks) {
-    let element_bytes = size_of::<T>();
-    if len_bytes.saturating_mul(ranks.world_size()) > CACHED_BYTES {
-        let walk = Walk {
-            step: STREAM_BYTES / element_bytes,
-            ahead_bytes: Some(AHEAD_BYTES),
-        };
-        return reduce_blocks::<T, SHORT_BLOCK>((level, op), walk, len_bytes, ranks);
-    }
-    let walk = |step| Walk {
-        step,
-        ahead_bytes: None,
-    };
-    match len_bytes <= SHORT_BLOCK * element_bytes {
-        true => {
-            reduce_blocks::<T, SHORT_BLOCK>((level, op), walk(SHORT_BLOCK), len_bytes, ranks);
-        }
-        false => reduce_blocks::<T, BLOCK>((level, op), walk(BLOCK), len_bytes, ranks),
-    }
-}
-
-/// How blocks follow each other.
-#[derive(Clone, Copy)]
-struct Walk {
-    /// Elements of a block.
-    step: usize,
-    ahead_bytes: Option<usize>,
+    let in_all = len_bytes.saturating_mul(ranks.world_size());
+    // The whole loop is compiled for the level: a block is done in the time that calls for its parts would take.
+    level.run(
+        #[inline(always)]
+        || {
+            let ahead_bytes = (in_all > CACHED_BYTES).then_some(AHEAD_BYTES);
+            reduce_blocks::<T>(op, ahead_bytes, len_bytes, ranks);
+        },
+    );
 }
 
 /// Asks for what all ranks have of these bytes.
+#[inline(always)]
 fn ask_for(ranks: &impl Ranks, bytes: Range<usize>) {
     for rank in 0..ranks.world_size() {
         let input = ranks.input(rank, bytes.clone());
@@ -142,53 +123,83 @@ fn ask_for(ranks: &impl Ranks, bytes: Range<usize>) {
     }
 }
 
-fn reduce_blocks<T: Number, const BLOCK: usize>(
-    (level, op): (Level, ReduceOp),
-    walk: Walk,
+/// What a block is worked on in.
+struct Scratch<T: Number> {
+    result: [T::Wide; BLOCK],
+    wide: [T::Wide; BLOCK],
+    narrow: [T; BLOCK],
+}
+
+#[inline(always)]
+fn reduce_blocks<T: Number>(
+    op: ReduceOp,
+    ahead_bytes: Option<usize>,
     len_bytes: usize,
     ranks: &mut impl Ranks,
 ) {
-    let element_bytes = size_of::<T>();
-    let mut result = [T::Wide::default(); BLOCK];
-    let mut wide = [T::Wide::default(); BLOCK];
-    let mut narrow = [T::default(); BLOCK];
-    let step_bytes = walk.step * element_bytes;
-    for start in (0..len_bytes).step_by(step_bytes) {
-        let bytes = start..len_bytes.min(start + step_bytes);
-        if let Some(ahead) = walk.ahead_bytes {
-            ask_for(
-                ranks,
-                len_bytes.min(start + ahead)..len_bytes.min(bytes.end + ahead),
-            );
+    let mut scratch = Scratch::<T> {
+        result: [T::Wide::default(); BLOCK],
+        wide: [T::Wide::default(); BLOCK],
+        narrow: [T::default(); BLOCK],
+    };
+    let step_bytes = BLOCK * size_of::<T>();
+    let mut start = 0;
+    while start + step_bytes <= len_bytes {
+        if let Some(ahead) = ahead_bytes {
+            let from = start + ahead;
+            ask_for(ranks, len_bytes.min(from)..len_bytes.min(from + step_bytes));
         }
-        let numel = bytes.len() / element_bytes;
-        let (result, wide, narrow) = (
-            &mut result[..numel],
-            &mut wide[..numel],
-            &mut narrow[..numel],
-        );
-        T::widen(
-            level,
-            elements(ranks.input(0, bytes.clone()), narrow),
-            result,
-        );
-        for rank in 1..ranks.world_size() {
-            let input = elements(ranks.input(rank, bytes.clone()), narrow);
-            fold(level, op, result, T::widened(level, input, wide));
-        }
-        if op == ReduceOp::Average {
-            let world_size = ranks.world_size();
-            level.run(
-                #[inline(always)]
-                || result.iter_mut().for_each(|x| *x = x.divided(world_size)),
-            );
-        }
-        let result = T::narrowed(level, result, narrow);
-        ranks.store(bytes, bytemuck::cast_slice(result));
+        // Of a length that the compiler knows.
+        reduce_block(op, &mut scratch, start, BLOCK, ranks);
+        start += step_bytes;
+    }
+    if start < len_bytes {
+        let numel = (len_bytes - start) / size_of::<T>();
+        reduce_block(op, &mut scratch, start, numel, ranks);
     }
 }
 
+#[inline(always)]
+fn reduce_block<T: Number>(
+    op: ReduceOp,
+    scratch: &mut Scratch<T>,
+    start: usize,
+    numel: usize,
+    ranks: &mut impl Ranks,
+) {
+    let bytes = start..start + numel * size_of::<T>();
+    let world_size = ranks.world_size();
+    let result = &mut scratch.result[..numel];
+    let wide = &mut scratch.wide[..numel];
+    let narrow = &mut scratch.narrow[..numel];
+    let first = ranks.input(0, bytes.clone());
+    let second = (world_size > 1).then(|| ranks.input(1, bytes.clone()));
+    let begun = match (T::as_wide(first), second.and_then(T::as_wide)) {
+        (Some(x), Some(y)) => {
+            combine(op, result, x, y);
+            2
+        }
+        _ => {
+            T::widen(elements(first, narrow), result);
+            1
+        }
+    };
+    for rank in begun..world_size {
+        let input = elements(ranks.input(rank, bytes.clone()), narrow);
+        fold(op, result, T::widened(input, wide));
+    }
+    if op == ReduceOp::Average {
+        result.iter_mut().for_each(
+            #[inline(always)]
+            |x| *x = x.divided(world_size),
+        );
+    }
+    let result = T::narrowed(result, narrow);
+    ranks.store(bytes, bytemuck::cast_slice(result));
+}
+
 /// Bytes as elements; if they are not aligned, a copy in `scratch`.
+#[inline(always)]
 fn elements<'a, T: Element>(bytes: &'a [u8], scratch: &'a mut [T]) -> &'a [T] {
     match bytemuck::try_cast_slice(bytes) {
         Ok(elements) => elements,
@@ -199,48 +210,39 @@ fn elements<'a, T: Element>(bytes: &'a [u8], scratch: &'a mut [T]) -> &'a [T] {
     }
 }
 
-/// One more rank.
-fn fold<W: Arithmetic>(level: Level, op: ReduceOp, result: &mut [W], input: &[W]) {
-    #[inline(always)]
-    fn each<W: Copy>(level: Level, result: &mut [W], input: &[W], combine: impl Fn(W, W) -> W) {
-        level.run(
-            #[inline(always)]
-            || {
-                for (x, &y) in result.iter_mut().zip(input) {
-                    *x = combine(*x, y);
-                }
-            },
-        );
+/// `x op y` of each pair.
+#[inline(always)]
+fn combine<W: Arithmetic>(op: ReduceOp, result: &mut [W], x: &[W], y: &[W]) {
+    macro_rules! each {
+        ($op:expr) => {
+            for ((to, &x), &y) in result.iter_mut().zip(x).zip(y) {
+                *to = $op(x, y);
+            }
+        };
     }
     match op {
-        ReduceOp::Sum | ReduceOp::Average => each(
-            level,
-            result,
-            input,
-            #[inline(always)]
-            |x, y| x.plus(y),
-        ),
-        ReduceOp::Prod => each(
-            level,
-            result,
-            input,
-            #[inline(always)]
-            |x, y| x.times(y),
-        ),
-        ReduceOp::Max => each(
-            level,
-            result,
-            input,
-            #[inline(always)]
-            |x, y| if y.wins_over(x) | y.is_nan() { y } else { x },
-        ),
-        ReduceOp::Min => each(
-            level,
-            result,
-            input,
-            #[inline(always)]
-            |x, y| if x.wins_over(y) | y.is_nan() { y } else { x },
-        ),
+        ReduceOp::Sum | ReduceOp::Average => each!(W::plus),
+        ReduceOp::Prod => each!(W::times),
+        ReduceOp::Max => each!(W::max),
+        ReduceOp::Min => each!(W::min),
+    }
+}
+
+/// One more rank.
+#[inline(always)]
+fn fold<W: Arithmetic>(op: ReduceOp, result: &mut [W], input: &[W]) {
+    macro_rules! each {
+        ($op:expr) => {
+            for (x, &y) in result.iter_mut().zip(input) {
+                *x = $op(*x, y);
+            }
+        };
+    }
+    match op {
+        ReduceOp::Sum | ReduceOp::Average => each!(W::plus),
+        ReduceOp::Prod => each!(W::times),
+        ReduceOp::Max => each!(W::max),
+        ReduceOp::Min => each!(W::min),
     }
 }
 
@@ -252,6 +254,24 @@ trait Arithmetic: Copy + Default {
     fn wins_over(self, other: Self) -> bool;
     fn is_nan(self) -> bool;
     fn divided(self, world_size: usize) -> Self;
+    /// The greater; `self` of equals, NaN if there is one.
+    #[inline(always)]
+    fn max(self, other: Self) -> Self {
+        if other.wins_over(self) | other.is_nan() {
+            other
+        } else {
+            self
+        }
+    }
+    /// The lesser; `self` of equals, NaN if there is one.
+    #[inline(always)]
+    fn min(self, other: Self) -> Self {
+        if self.wins_over(other) | other.is_nan() {
+            other
+        } else {
+            self
+        }
+    }
 }
 
 macro_rules! floats {
@@ -313,29 +333,34 @@ integers!(i32, i64, u8, u16);
 /// A storage type and the type it is reduced in.
 trait Number: Element {
     type Wide: Arithmetic;
+    /// The elements where they lie, if they are aligned and need no widening.
+    fn as_wide(bytes: &[u8]) -> Option<&[Self::Wide]>;
     /// Writes the widened elements.
-    fn widen(level: Level, from: &[Self], to: &mut [Self::Wide]);
+    fn widen(from: &[Self], to: &mut [Self::Wide]);
     /// The widened elements, in `scratch` if they are not so already.
-    fn widened<'a>(
-        level: Level,
-        from: &'a [Self],
-        scratch: &'a mut [Self::Wide],
-    ) -> &'a [Self::Wide];
+    fn widened<'a>(from: &'a [Self], scratch: &'a mut [Self::Wide]) -> &'a [Self::Wide];
     /// The elements rounded to nearest even, in `scratch` if they are not stored so already.
-    fn narrowed<'a>(level: Level, from: &'a [Self::Wide], scratch: &'a mut [Self]) -> &'a [Self];
+    fn narrowed<'a>(from: &'a [Self::Wide], scratch: &'a mut [Self]) -> &'a [Self];
 }
 
 macro_rules! reduced_as_stored {
     ($($number:ty),*) => {$(
         impl Number for $number {
             type Wide = Self;
-            fn widen(_: Level, from: &[Self], to: &mut [Self]) {
+            #[inline(always)]
+            fn as_wide(bytes: &[u8]) -> Option<&[Self]> {
+                bytemuck::try_cast_slice(bytes).ok()
+            }
+            #[inline(always)]
+            fn widen(from: &[Self], to: &mut [Self]) {
                 to.copy_from_slice(from);
             }
-            fn widened<'a>(_: Level, from: &'a [Self], _: &'a mut [Self]) -> &'a [Self] {
+            #[inline(always)]
+            fn widened<'a>(from: &'a [Self], _: &'a mut [Self]) -> &'a [Self] {
                 from
             }
-            fn narrowed<'a>(_: Level, from: &'a [Self], _: &'a mut [Self]) -> &'a [Self] {
+            #[inline(always)]
+            fn narrowed<'a>(from: &'a [Self], _: &'a mut [Self]) -> &'a [Self] {
                 from
             }
         }
@@ -348,15 +373,22 @@ macro_rules! reduced_in_f32 {
     ($($number:ty),*) => {$(
         impl Number for $number {
             type Wide = f32;
-            fn widen(level: Level, from: &[Self], to: &mut [f32]) {
-                level.run(#[inline(always)] || from.convert_to_f32_slice(to));
+            #[inline(always)]
+            fn as_wide(_: &[u8]) -> Option<&[f32]> {
+                None
             }
-            fn widened<'a>(level: Level, from: &'a [Self], scratch: &'a mut [f32]) -> &'a [f32] {
-                Self::widen(level, from, scratch);
+            #[inline(always)]
+            fn widen(from: &[Self], to: &mut [f32]) {
+                from.convert_to_f32_slice(to);
+            }
+            #[inline(always)]
+            fn widened<'a>(from: &'a [Self], scratch: &'a mut [f32]) -> &'a [f32] {
+                Self::widen(from, scratch);
                 scratch
             }
-            fn narrowed<'a>(level: Level, from: &'a [f32], scratch: &'a mut [Self]) -> &'a [Self] {
-                level.run(#[inline(always)] || scratch.convert_from_f32_slice(from));
+            #[inline(always)]
+            fn narrowed<'a>(from: &'a [f32], scratch: &'a mut [Self]) -> &'a [Self] {
+                scratch.convert_from_f32_slice(from);
                 scratch
             }
         }

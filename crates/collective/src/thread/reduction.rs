@@ -118,10 +118,12 @@ struct Columns<'a, 'p> {
 }
 
 impl Ranks for Columns<'_, '_> {
+    #[inline(always)]
     fn world_size(&self) -> usize {
         self.peers.parties()
     }
 
+    #[inline(always)]
     fn input(&self, rank: usize, bytes: Range<usize>) -> &[u8] {
         match self.peers.header(rank).placement {
             Placement::Lent => &self.peers.lent(rank)[bytes],
@@ -131,6 +133,7 @@ impl Ranks for Columns<'_, '_> {
         }
     }
 
+    #[inline(always)]
     fn store(&mut self, bytes: Range<usize>, result: &[u8]) {
         match &mut self.into {
             Into::All => {
