@@ -51,7 +51,7 @@ pub struct MpiCommunicator {
     transfers: HashMap<(usize, usize), u64>,
     agreed: Agreed,
     pub(crate) native: Option<Native>,
-    /// When the call under way began, in nanoseconds of the group's life.
+    /// When the call under way began, or all had come to it, in nanoseconds of the group's life.
     pub(crate) begun_ns: u64,
     /// When what the others say about the group's end was last looked for.
     polled_ns: u64,
@@ -212,6 +212,7 @@ impl MpiCommunicator {
         match first {
             true => {
                 self.meet(party, header(print))?;
+                self.begun_ns = self.group.now_ns();
             }
             false => {
                 // What is said after the look goes unheard until the deadline in any case.
@@ -371,7 +372,7 @@ impl Communicator for MpiCommunicator {
             None => None,
             Some(native) => {
                 // All are here, but MPI's own setting up does not come back by itself.
-                let _watched = self.group.watched(self.begun_ns);
+                let _watched = self.group.watched(self.group.now_ns());
                 let made = native.of_members(&founding.members, number);
                 let refused = |reason| CollectiveError::Engine {
                     rank: self.group.rank,
