@@ -154,7 +154,7 @@ pub(crate) struct WorldArgs {
     /// Measure all of these between ranks that are threads of this machine
     #[arg(long, conflicts_with_all = ["latency_us", "bandwidth_gbs", "scatter_gbs", "gather_gbs", "memory_gbs"])]
     pub(crate) measure: bool,
-    /// Milliseconds of one backward pass, behind which calls are hidden unless there are no --rings
+    /// Milliseconds of one backward pass, behind which calls are hidden unless --rings is 0
     #[arg(long, value_name = "MS", default_value_t = 0.0)]
     pub(crate) backward_ms: f64,
 }

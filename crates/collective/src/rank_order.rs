@@ -210,40 +210,48 @@ fn elements<'a, T: Element>(bytes: &'a [u8], scratch: &'a mut [T]) -> &'a [T] {
     }
 }
 
-/// `x op y` of each pair.
+/// A loop for each operation, with the operation as `$combine`: chosen once, outside of the loop.
+macro_rules! by_operation {
+    ($op:expr, $combine:ident, $loop:expr) => {
+        match $op {
+            ReduceOp::Sum | ReduceOp::Average => {
+                let $combine = W::plus;
+                $loop
+            }
+            ReduceOp::Prod => {
+                let $combine = W::times;
+                $loop
+            }
+            ReduceOp::Max => {
+                let $combine = W::max;
+                $loop
+            }
+            ReduceOp::Min => {
+                let $combine = W::min;
+                $loop
+            }
+        }
+    };
+}
+
+/// The first two ranks.
 #[inline(always)]
 fn combine<W: Arithmetic>(op: ReduceOp, result: &mut [W], x: &[W], y: &[W]) {
-    macro_rules! each {
-        ($op:expr) => {
-            for ((to, &x), &y) in result.iter_mut().zip(x).zip(y) {
-                *to = $op(x, y);
-            }
-        };
-    }
-    match op {
-        ReduceOp::Sum | ReduceOp::Average => each!(W::plus),
-        ReduceOp::Prod => each!(W::times),
-        ReduceOp::Max => each!(W::max),
-        ReduceOp::Min => each!(W::min),
-    }
+    by_operation!(op, combine, {
+        for ((to, &x), &y) in result.iter_mut().zip(x).zip(y) {
+            *to = combine(x, y);
+        }
+    });
 }
 
 /// One more rank.
 #[inline(always)]
 fn fold<W: Arithmetic>(op: ReduceOp, result: &mut [W], input: &[W]) {
-    macro_rules! each {
-        ($op:expr) => {
-            for (x, &y) in result.iter_mut().zip(input) {
-                *x = $op(*x, y);
-            }
-        };
-    }
-    match op {
-        ReduceOp::Sum | ReduceOp::Average => each!(W::plus),
-        ReduceOp::Prod => each!(W::times),
-        ReduceOp::Max => each!(W::max),
-        ReduceOp::Min => each!(W::min),
-    }
+    by_operation!(op, combine, {
+        for (x, &y) in result.iter_mut().zip(input) {
+            *x = combine(*x, y);
+        }
+    });
 }
 
 /// Arithmetic in the type that reductions are done in.
