@@ -9,7 +9,7 @@ use fusestep_simd::{Level, Split, Team};
 
 use crate::CpuBackend;
 use crate::backend::partials;
-use crate::lent::{TENSORS_PER_THREAD, Tensors, Whole, large_elements, small_elements};
+use crate::lent::{PARTS_PER_THREAD, Tensors, Whole, large_elements, small_elements};
 
 /// Lends one gradient: calls [`LentGradient::read`] with it. It is called from any thread of the team, on one thread never for two
 /// tensors at once.
@@ -166,7 +166,7 @@ struct SmallGradients<'a> {
 }
 
 impl Split for SmallGradients<'_> {
-    const PARTS_PER_THREAD: usize = TENSORS_PER_THREAD as usize * 2;
+    const PARTS_PER_THREAD: usize = PARTS_PER_THREAD;
 
     fn elements(&self) -> u64 {
         self.elements

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use fusestep_launch::{Format, HostCall, HostList, HostSpan, HostSpans, MAX_LISTS};
+use fusestep_simd::prefetch_bytes;
 
 use crate::alone::leaf_sum;
 use crate::format::FormatVisitor;
@@ -75,7 +76,7 @@ impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, 
         call.level.run(
             #[inline(always)]
             || {
-                let update = *update;
+                let (update, ahead_bytes) = (*update, prefetch_bytes());
                 let set_bytes = &call.sets[span.class as usize * (U::SET_BYTES + R::KEY_BYTES)..];
                 let set = update.set(set_bytes);
                 let mut leaves = [0.0; LANES];
@@ -101,6 +102,7 @@ impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, 
                         }),
                         grad_factor: C::round(call.grad_factor),
                         rounding: R::of(&set_bytes[U::SET_BYTES..], &of_leaf),
+                        ahead_bytes,
                     };
                     tensor.update(update, set);
                     *sum = leaf_sum::<C, K>(&param[elements.clone()], &beside[elements], |_| {});

@@ -2,13 +2,13 @@
 //!
 //! The plain version is `for i in 0..numel { update(i) }`. Two deviations, both for memory speed: elements go in blocks of
 //! [`LANES`], whose fixed length the compiler turns into vector instructions, and each block asks for the cache lines
-//! [`PREFETCH_BYTES`] ahead on all streams, worth 13 to 15 % where tensors exceed the cache (`benches/fused_adam.rs`).
+//! [`prefetch_bytes`] ahead on all streams, worth 13 to 15 % where tensors exceed the cache (`benches/fused_adam.rs`).
 //! What is left over after whole blocks is computed as one more block that ends with the tensor and overlaps the one before; only
 //! a tensor shorter than a block is computed in a copy padded with zeros. Copies of varying length cost a small tensor more than
 //! its arithmetic: 76 ns of 608 for 64 to 512 elements (`fusestep bench` on 10,000 of them).
 
 use fusestep_launch::{HostCall, HostList, HostSpans, MAX_LISTS};
-use fusestep_simd::prefetch_ahead;
+use fusestep_simd::{prefetch_ahead, prefetch_bytes};
 
 use crate::rounding::{Nearest, Rounding};
 use crate::slot::{Plain, Slot, beside};
@@ -16,9 +16,6 @@ use crate::{Compute, Storage};
 
 /// Elements of a block: one cache line of f32, two of f64.
 pub const LANES: usize = 16;
-
-/// How far ahead of the block cache lines are asked for.
-const PREFETCH_BYTES: usize = 512;
 
 const LINE_BYTES: usize = 64;
 
@@ -86,7 +83,7 @@ pub(crate) fn run_slot<C, K, S, R, U, const N: usize>(
         || {
             // Copies, since what may lie anywhere in memory may overlap a block, says the compiler, and then keeps blocks in memory.
             let update = *update;
-            let grad_factor = C::round(call.grad_factor);
+            let (grad_factor, ahead_bytes) = (C::round(call.grad_factor), prefetch_bytes());
             for span in spans {
                 let set_bytes = &call.sets[span.class as usize * (U::SET_BYTES + R::KEY_BYTES)..];
                 let set = update.set(set_bytes);
@@ -102,6 +99,7 @@ pub(crate) fn run_slot<C, K, S, R, U, const N: usize>(
                     }),
                     grad_factor,
                     rounding: R::of(&set_bytes[U::SET_BYTES..], &span),
+                    ahead_bytes,
                 };
                 tensor.update(update, set);
             }
@@ -117,6 +115,8 @@ pub(crate) struct Tensor<'a, C: Compute, K: Slot<C>, S, R, const N: usize> {
     pub(crate) state: [&'a mut [S]; N],
     pub(crate) grad_factor: C,
     pub(crate) rounding: R,
+    /// How far ahead of a block cache lines are asked for.
+    pub(crate) ahead_bytes: usize,
 }
 
 /// New values of consecutive elements.
@@ -234,24 +234,24 @@ where
         }
     }
 
-    /// Asks for the lines of the block [`PREFETCH_BYTES`] ahead; beyond the tensor's end lies the next tensor of the arena.
+    /// Asks for the lines of the block so far ahead; beyond the tensor's end lies the next tensor of the arena.
     #[inline(always)]
     fn prefetch(&self, first: usize) {
-        prefetch_block(self.param, first);
-        prefetch_block(self.beside, first);
-        prefetch_block(self.grad, first);
+        prefetch_block(self.param, first, self.ahead_bytes);
+        prefetch_block(self.beside, first, self.ahead_bytes);
+        prefetch_block(self.grad, first, self.ahead_bytes);
         for list in &self.state {
-            prefetch_block(list, first);
+            prefetch_block(list, first, self.ahead_bytes);
         }
     }
 }
 
 #[inline(always)]
-fn prefetch_block<T>(list: &[T], first: usize) {
+fn prefetch_block<T>(list: &[T], first: usize, ahead_bytes: usize) {
     let mut line = 0;
     while line * LINE_BYTES < LANES * size_of::<T>() {
         // Not reached for elements without bytes, which divide by 0.
-        let ahead = first + (PREFETCH_BYTES + line * LINE_BYTES) / size_of::<T>();
+        let ahead = first + (ahead_bytes + line * LINE_BYTES) / size_of::<T>();
         prefetch_ahead(list, ahead);
         line += 1;
     }

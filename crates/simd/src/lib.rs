@@ -18,6 +18,6 @@ mod team;
 
 pub use level::{Level, LevelError};
 pub use meet::{Meet, Offer, Peers, Seat, seats};
-pub use prefetch::prefetch_ahead;
+pub use prefetch::{prefetch_ahead, prefetch_bytes};
 pub use stream::{MAX_WRITTEN, PREFETCH_DISTANCES, stream};
 pub use team::{MAX_SHARED, MAX_THREADS, Order, Split, Team};

@@ -3,7 +3,7 @@
 use crate::{Level, Split, Team, prefetch_ahead};
 
 /// Prefetch distances worth trying, in f32 elements; 0 is no prefetch.
-pub const PREFETCH_DISTANCES: [usize; 5] = [0, 128, 256, 512, 1024];
+pub const PREFETCH_DISTANCES: [usize; 6] = [0, 128, 256, 512, 768, 1024];
 
 /// Elements between two prefetches of one stream: one cache line of f32.
 const LINE: usize = 16;
