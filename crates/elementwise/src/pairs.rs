@@ -25,14 +25,36 @@ where
     pub(crate) const PAIRED: bool =
         size_of::<K::Beside>() == 0 && K::Param::PAIRED && (N == 0 || S::PAIRED);
 
-    /// Updates the `2 · LANES` elements from `first` on; only where [`Self::PAIRED`].
+    /// Updates elements by the pair from the first on and returns how many, all but some that the caller updates.
     #[inline(always)]
-    pub(crate) fn update_pairs<U: Update<C, N>>(&mut self, update: U, set: U::Set, first: usize) {
+    pub(crate) fn update_all_pairs<U: Update<C, N>, const SCALED: bool>(
+        &mut self,
+        update: U,
+        set: U::Set,
+    ) -> usize {
+        let (numel, mut first) = (self.param.len(), 0);
+        while first + 3 * LANES <= numel {
+            self.prefetch(first);
+            self.update_pairs::<U, SCALED>(update, set, first);
+            first += 2 * LANES;
+        }
+        first
+    }
+
+    /// Updates the `2 · LANES` elements from `first` on; only where [`Self::PAIRED`]. Gradients are multiplied by their factor if
+    /// they are `SCALED`.
+    #[inline(always)]
+    fn update_pairs<U: Update<C, N>, const SCALED: bool>(
+        &mut self,
+        update: U,
+        set: U::Set,
+        first: usize,
+    ) {
         let param = load(self.param, first);
         let grad = load(self.grad, first);
         let state: [Words; N] = std::array::from_fn(|list| load(self.state[list], first));
-        let (low, low_states) = self.half(update, set, param, grad, &state, 0);
-        let (high, high_states) = self.half(update, set, param, grad, &state, 1);
+        let (low, low_states) = self.half::<U, SCALED>(update, set, param, grad, &state, 0);
+        let (high, high_states) = self.half::<U, SCALED>(update, set, param, grad, &state, 1);
         // The state first: it is there while the parameter still waits for a division.
         let draws = self.rounding.at(first);
         for list in 0..N {
@@ -45,7 +67,7 @@ where
 
     /// The new values of the elements in one half of the words.
     #[inline(always)]
-    fn half<U: Update<C, N>>(
+    fn half<U: Update<C, N>, const SCALED: bool>(
         &self,
         update: U,
         set: U::Set,
@@ -56,8 +78,10 @@ where
     ) -> ([C; LANES], [[C; LANES]; N]) {
         let mut values = widen::<C, K::Param>(param, half);
         let mut grads = widen::<C, K::Param>(grad, half);
-        for grad in &mut grads {
-            *grad = *grad * self.grad_factor;
+        if SCALED {
+            for grad in &mut grads {
+                *grad = *grad * self.grad_factor;
+            }
         }
         let mut states = [[C::ZERO; LANES]; N];
         for list in 0..N {
@@ -158,7 +182,7 @@ mod tests {
         level: Level,
         lists: &mut Lists,
         part: std::ops::Range<usize>,
-        key: &[u8],
+        (grad_factor, key): (f64, &[u8]),
     ) {
         let mut all: [HostList<'_>; MAX_LISTS] = Default::default();
         for (at, (list, values)) in all.iter_mut().zip(lists.iter_mut()).enumerate() {
@@ -171,7 +195,7 @@ mod tests {
         let call = HostCall {
             level,
             scalars: &[],
-            grad_factor: 0.7,
+            grad_factor,
             sets: key,
         };
         let spans = HostSpans::part(part.len(), 0, 5, part.start as u64);
@@ -194,17 +218,20 @@ mod tests {
     }
 
     fn pairs_are_elements<R: Rounding>(key: &[u8]) {
-        for numel in [
-            0, 1, 15, 16, 31, 32, 33, 47, 48, 49, 79, 80, 81, 95, 96, 97, 1000,
-        ] {
-            let mut alone = lists(numel);
-            for at in 0..numel {
-                run_part::<R>(Level::PORTABLE, &mut alone, at..at + 1, key);
-            }
-            for level in Level::available() {
-                let mut whole = lists(numel);
-                run_part::<R>(level, &mut whole, 0..numel, key);
-                assert_eq!(bits(&whole), bits(&alone), "{numel}, {level}");
+        // By 1 pairs do not multiply, elements do.
+        for factor in [0.7, 1.0] {
+            for numel in [
+                0, 1, 15, 16, 31, 32, 33, 47, 48, 49, 79, 80, 81, 95, 96, 97, 1000,
+            ] {
+                let mut alone = lists(numel);
+                for at in 0..numel {
+                    run_part::<R>(Level::PORTABLE, &mut alone, at..at + 1, (factor, key));
+                }
+                for level in Level::available() {
+                    let mut whole = lists(numel);
+                    run_part::<R>(level, &mut whole, 0..numel, (factor, key));
+                    assert_eq!(bits(&whole), bits(&alone), "{numel}, {level}, by {factor}");
+                }
             }
         }
     }

@@ -141,10 +141,12 @@ where
             return self.store(&block, 0, numel);
         }
         let mut first = 0;
-        while Self::PAIRED && first + 3 * LANES <= numel {
-            self.prefetch(first);
-            self.update_pairs(update, set, first);
-            first += 2 * LANES;
+        if Self::PAIRED {
+            // A factor of 1 changes no bit, and arithmetic is what these formats wait for: 2 % of Adam.
+            first = match self.grad_factor == C::ONE {
+                true => self.update_all_pairs::<U, false>(update, set),
+                false => self.update_all_pairs::<U, true>(update, set),
+            };
         }
         while first + 2 * LANES <= numel {
             self.prefetch(first);
@@ -236,7 +238,7 @@ where
 
     /// Asks for the lines of the block so far ahead; beyond the tensor's end lies the next tensor of the arena.
     #[inline(always)]
-    fn prefetch(&self, first: usize) {
+    pub(crate) fn prefetch(&self, first: usize) {
         prefetch_block(self.param, first, self.ahead_bytes);
         prefetch_block(self.beside, first, self.ahead_bytes);
         prefetch_block(self.grad, first, self.ahead_bytes);
