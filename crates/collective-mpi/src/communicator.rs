@@ -159,6 +159,8 @@ impl MpiCommunicator {
     fn dump(&mut self) {
         if self.dumped.is_none() {
             self.dumped = self.group.dump();
+            // A ring that finds a rank missing says little about why: what the rank did last may stand in another group's.
+            watch::dump_others(&self.group);
         }
     }
 
