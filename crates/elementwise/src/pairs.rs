@@ -25,7 +25,8 @@ where
     pub(crate) const PAIRED: bool =
         size_of::<K::Beside>() == 0 && K::Param::PAIRED && (N == 0 || S::PAIRED);
 
-    /// Updates elements by the pair from the first on and returns how many, all but some that the caller updates.
+    /// Updates elements by the pair from the first on, only where [`Self::PAIRED`]; returns how many, all but the last 16 to 47, which the
+    /// caller updates.
     #[inline(always)]
     pub(crate) fn update_all_pairs<U: Update<C, N>, const SCALED: bool>(
         &mut self,

@@ -142,7 +142,7 @@ where
         }
         let mut first = 0;
         if Self::PAIRED {
-            // A factor of 1 changes no bit, and arithmetic is what these formats wait for: 2 % of Adam.
+            // A factor of 1 changes no bit, and arithmetic is what these formats wait for: 3 to 5 % of Adam.
             first = match self.grad_factor == C::ONE {
                 true => self.update_all_pairs::<U, false>(update, set),
                 false => self.update_all_pairs::<U, true>(update, set),
@@ -236,7 +236,7 @@ where
         }
     }
 
-    /// Asks for the lines of the block so far ahead; beyond the tensor's end lies the next tensor of the arena.
+    /// Asks for the lines of the block `ahead_bytes` ahead; beyond the tensor's end lies the next tensor of the arena.
     #[inline(always)]
     pub(crate) fn prefetch(&self, first: usize) {
         prefetch_block(self.param, first, self.ahead_bytes);
