@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 
 use crate::mpi::{End, Ended, Job};
 
@@ -86,19 +86,12 @@ fn stopped(fusestep: &Path, flags: &[&str], timeout_ms: u64) -> Result<()> {
         end.ended,
         end.output
     );
-    // The world's, or that of the ring on which the rank was missed.
-    let folders = std::fs::read_dir(&folder)
-        .with_context(|| format!("{what}: no recorder:\n{}", end.output))?;
-    let mut folders = folders
-        .map(|entry| Ok(entry?.path()))
-        .collect::<Result<Vec<_>>>()?;
-    folders.push(folder.clone());
     for survivor in [0, 2] {
-        let file = format!("flight-recorder-rank-{survivor}.json");
+        let recorder = folder.join(format!("flight-recorder-rank-{survivor}.json"));
         ensure!(
-            folders.iter().any(|folder| folder.join(&file).is_file()),
-            "{what}: expected {file} in {}, or in the folder of a group there:\n{}",
-            folder.display(),
+            recorder.is_file(),
+            "{what}: expected {}:\n{}",
+            recorder.display(),
             end.output
         );
     }
