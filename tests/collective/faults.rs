@@ -110,7 +110,7 @@ fn a_delay_below_the_deadline_does_no_damage_and_names_the_straggler() {
         let mut buffer = [comm.rank() as f32; 4];
         comm.all_reduce(&mut buffer, ReduceOp::Sum).unwrap();
         assert_eq!(buffer, [3.0; 4]);
-        let last = comm.recorder().calls().last().unwrap().clone();
+        let last = comm.recorder().calls().last().unwrap();
         (last.straggler, last.waited_ns)
     }));
     assert!(

@@ -103,7 +103,7 @@ fn flight_recorder() -> Result<(), Box<dyn Error>> {
         let mut comm = Faulty::new(comm, &slow);
         comm.broadcast(&mut [0u8; 16], 0)?;
         comm.barrier()?;
-        let first = comm.recorder().calls().next().cloned();
+        let first = comm.recorder().calls().next();
         Ok::<_, CollectiveError>((first, comm.recorder().to_json()))
     })?;
     let rank0 = recorded.into_iter().next().ok_or("there are two ranks")?;

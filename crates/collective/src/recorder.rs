@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use fusestep_simd::Stopwatch;
 use fusestep_tensor::DType;
 use serde::Serialize;
 
@@ -52,26 +53,55 @@ pub struct CallRecord {
     pub state: CallState,
 }
 
+/// A call as it is kept: one cache line, so that many of them leave the cache to those who make the calls.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
+struct Kept {
+    sequence: u64,
+    /// [`Fingerprint::kind`].
+    kind: u64,
+    numel: u64,
+    plan_hash: u64,
+    started_ns: u64,
+    /// 0 while running.
+    ended_ns: u64,
+    waited_ns: u64,
+    root: u32,
+    /// [`NOBODY`] if the engine cannot tell.
+    straggler: u32,
+}
+
+const _: () = assert!(size_of::<Kept>() == 64);
+
+/// No rank.
+const NOBODY: u32 = u32::MAX;
+
+fn rank_bits(rank: Option<usize>) -> u32 {
+    rank.map_or(NOBODY, |rank| u32::try_from(rank).unwrap_or(NOBODY))
+}
+
 /// The last calls of one rank, in a ring of fixed length.
 ///
 /// # Cost
-/// A few words per call and no allocation while calls succeed.
+/// 64 bytes per call, two looks at a [`Stopwatch`], and no allocation while calls succeed.
 #[derive(Debug)]
 pub struct FlightRecorder {
     rank: usize,
     world_size: usize,
     capacity: usize,
-    begun: Instant,
-    calls: VecDeque<CallRecord>,
+    clock: Stopwatch,
+    calls: VecDeque<Kept>,
+    /// Which calls of all failed, from 1, and how.
+    failures: VecDeque<(u64, String)>,
     total: u64,
 }
 
 #[derive(Serialize)]
-struct Dump<'a> {
+struct Dump {
     rank: usize,
     world_size: usize,
     calls_begun: u64,
-    calls: &'a VecDeque<CallRecord>,
+    calls: Vec<CallRecord>,
 }
 
 impl FlightRecorder {
@@ -82,15 +112,43 @@ impl FlightRecorder {
             rank,
             world_size,
             capacity,
-            begun,
+            clock: Stopwatch::new(begun),
             calls: VecDeque::with_capacity(capacity),
+            failures: VecDeque::new(),
             total: 0,
         }
     }
 
     /// The calls kept, oldest first.
-    pub fn calls(&self) -> impl ExactSizeIterator<Item = &CallRecord> {
-        self.calls.iter()
+    pub fn calls(&self) -> impl ExactSizeIterator<Item = CallRecord> {
+        let before = self.total - self.calls.len() as u64;
+        let numbered = self.calls.iter().enumerate();
+        numbered.map(move |(at, kept)| self.record(before + 1 + at as u64, kept))
+    }
+
+    fn record(&self, number: u64, kept: &Kept) -> CallRecord {
+        let (operation, dtype, bucket) = Fingerprint::of_kind(kept.kind, kept.root as usize)
+            .expect("the word was made of a fingerprint");
+        let failure = self.failures.iter().find(|(failed, _)| *failed == number);
+        CallRecord {
+            sequence: kept.sequence,
+            operation: operation.name(),
+            reduce: operation.reduce_op(),
+            dtype,
+            len_bytes: kept.numel * dtype.len_bytes() as u64,
+            root: operation.root(),
+            bucket,
+            plan_hash: kept.plan_hash,
+            started_ns: kept.started_ns,
+            ended_ns: kept.ended_ns,
+            straggler: (kept.straggler != NOBODY).then_some(kept.straggler as usize),
+            waited_ns: kept.waited_ns,
+            state: match failure {
+                Some((_, reason)) => CallState::Failed(reason.clone()),
+                None if kept.ended_ns == 0 => CallState::Running,
+                None => CallState::Done,
+            },
+        }
     }
 
     /// How many calls were begun in all.
@@ -102,23 +160,27 @@ impl FlightRecorder {
     pub fn begin(&mut self, fingerprint: &Fingerprint) -> u64 {
         if self.calls.len() == self.capacity {
             self.calls.pop_front();
+            let forgotten = self.total + 1 - self.capacity as u64;
+            while self
+                .failures
+                .front()
+                .is_some_and(|(failed, _)| *failed <= forgotten)
+            {
+                self.failures.pop_front();
+            }
         }
         self.total += 1;
-        let started_ns = self.now_ns();
-        self.calls.push_back(CallRecord {
+        let started_ns = self.clock.now_ns();
+        self.calls.push_back(Kept {
             sequence: fingerprint.sequence,
-            operation: fingerprint.operation.name(),
-            reduce: fingerprint.operation.reduce_op(),
-            dtype: fingerprint.dtype,
-            len_bytes: fingerprint.numel * fingerprint.dtype.len_bytes() as u64,
-            root: fingerprint.operation.root(),
-            bucket: fingerprint.context.bucket,
+            kind: fingerprint.kind(),
+            numel: fingerprint.numel,
             plan_hash: fingerprint.context.plan_hash,
             started_ns,
             ended_ns: 0,
-            straggler: None,
             waited_ns: 0,
-            state: CallState::Running,
+            root: rank_bits(fingerprint.operation.root()),
+            straggler: NOBODY,
         });
         started_ns
     }
@@ -126,20 +188,26 @@ impl FlightRecorder {
     /// Writes down who came last to the call that is running, and how long after this rank.
     pub fn waited(&mut self, straggler: usize, waited_ns: u64) {
         if let Some(call) = self.calls.back_mut() {
-            call.straggler = Some(straggler);
+            call.straggler = rank_bits(Some(straggler));
             call.waited_ns = waited_ns;
         }
     }
 
     /// Writes down how the call that is running ended.
     pub fn end(&mut self, outcome: Result<(), &CollectiveError>) {
-        let ended_ns = self.now_ns();
+        let ended_ns = self.clock.now_ns();
         if let Some(call) = self.calls.back_mut() {
-            call.ended_ns = ended_ns;
-            call.state = match outcome {
-                Ok(()) => CallState::Done,
-                Err(error) => CallState::Failed(error.to_string()),
-            };
+            call.ended_ns = ended_ns.max(1);
+            if self
+                .failures
+                .back()
+                .is_some_and(|(failed, _)| *failed == self.total)
+            {
+                self.failures.pop_back();
+            }
+            if let Err(error) = outcome {
+                self.failures.push_back((self.total, error.to_string()));
+            }
         }
     }
 
@@ -149,7 +217,7 @@ impl FlightRecorder {
             rank: self.rank,
             world_size: self.world_size,
             calls_begun: self.total,
-            calls: &self.calls,
+            calls: self.calls().collect(),
         };
         serde_json::to_string_pretty(&dump).expect("records are plain data with text keys")
     }
@@ -164,8 +232,77 @@ impl FlightRecorder {
         std::fs::write(&path, self.to_json())?;
         Ok(path)
     }
+}
 
-    fn now_ns(&self) -> u64 {
-        u64::try_from(self.begun.elapsed().as_nanos()).unwrap_or(u64::MAX)
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{CallContext, Operation};
+
+    fn print(sequence: u64) -> Fingerprint {
+        let root = sequence as usize;
+        Fingerprint {
+            sequence,
+            operation: match sequence % 3 {
+                0 => Operation::AllReduce(ReduceOp::Max),
+                1 => Operation::Broadcast { root },
+                _ => Operation::Receive { from: root },
+            },
+            dtype: DType::BF16,
+            numel: 10 * sequence,
+            counts_hash: 3,
+            context: CallContext {
+                plan_hash: sequence << 40,
+                bucket: sequence.is_multiple_of(2).then_some(sequence as u32),
+            },
+        }
+    }
+
+    #[test]
+    fn the_last_calls_are_kept_whole_with_the_failures_among_them() {
+        let error = |calls| CollectiveError::Left { rank: 2, calls };
+        let mut recorder = FlightRecorder::new(1, 4, 3, Instant::now());
+        assert_eq!(recorder.calls().len(), 0);
+        for sequence in 1..=8 {
+            recorder.begin(&print(sequence));
+            let running = recorder.calls().last().unwrap();
+            assert_eq!((running.state, running.ended_ns), (CallState::Running, 0));
+            if sequence >= 6 {
+                recorder.waited(sequence as usize - 6, 100 * sequence);
+            }
+            match sequence {
+                1 | 5 | 7 => recorder.end(Err(&error(sequence))),
+                8 => {}
+                _ => recorder.end(Ok(())),
+            }
+            assert!(recorder.calls().len() <= 3);
+        }
+        assert_eq!(recorder.calls_begun(), 8);
+        let calls: Vec<_> = recorder.calls().collect();
+        for (call, sequence) in calls.iter().zip(6u64..) {
+            let made = print(sequence);
+            assert_eq!(call.sequence, sequence);
+            assert_eq!(call.operation, made.operation.name());
+            assert_eq!(call.reduce, made.operation.reduce_op());
+            assert_eq!(call.root, made.operation.root());
+            assert_eq!((call.dtype, call.len_bytes), (DType::BF16, 20 * sequence));
+            assert_eq!(call.bucket, made.context.bucket);
+            assert_eq!(call.plan_hash, made.context.plan_hash);
+            assert_eq!(call.straggler, Some(sequence as usize - 6));
+            assert_eq!(call.waited_ns, 100 * sequence);
+        }
+        assert_eq!(calls[0].state, CallState::Done);
+        assert_eq!(calls[1].state, CallState::Failed(error(7).to_string()));
+        assert_eq!(calls[2].state, CallState::Running);
+        assert!(calls[0].started_ns <= calls[0].ended_ns && calls[0].ended_ns > 0);
+        assert!(calls[1].ended_ns <= calls[2].started_ns);
+        // What was forgotten is forgotten with its reason.
+        assert_eq!(recorder.failures.len(), 1);
+        // An outcome told twice is the last one told.
+        recorder.end(Err(&error(1)));
+        recorder.end(Err(&error(2)));
+        let last = recorder.calls().last().unwrap();
+        assert_eq!(last.state, CallState::Failed(error(2).to_string()));
+        assert!(recorder.to_json().contains("\"calls_begun\": 8"));
     }
 }

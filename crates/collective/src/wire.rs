@@ -12,19 +12,13 @@ impl Fingerprint {
 
     /// The fingerprint for a message to a process of the same version, on a machine of any byte order.
     pub fn to_bytes(&self) -> [u8; Self::WIRE_BYTES] {
-        let reduce = self.operation.reduce_op().map_or(0, |op| op as u64);
-        let CallContext { plan_hash, bucket } = self.context;
         let words = [
             self.sequence,
-            self.operation.code() as u64
-                | reduce << 8
-                | (self.dtype as u64) << 16
-                | u64::from(bucket.is_some()) << 24
-                | u64::from(bucket.unwrap_or(0)) << 32,
+            self.kind(),
             self.operation.root().unwrap_or(0) as u64,
             self.numel,
             self.counts_hash,
-            plan_hash,
+            self.context.plan_hash,
         ];
         let mut bytes = [0; Self::WIRE_BYTES];
         for (place, word) in bytes.chunks_exact_mut(size_of::<u64>()).zip(words) {
@@ -40,24 +34,42 @@ impl Fingerprint {
         for (word, place) in words.iter_mut().zip(bytes.as_chunks().0) {
             *word = u64::from_le_bytes(*place);
         }
-        let [sequence, call, root, numel, counts_hash, plan_hash] = words;
-        let byte = |at: u32| call >> (8 * at) & 0xff;
+        let [sequence, kind, root, numel, counts_hash, plan_hash] = words;
+        let (operation, dtype, bucket) = Self::of_kind(kind, usize::try_from(root).ok()?)?;
+        Some(Self {
+            sequence,
+            operation,
+            dtype,
+            numel,
+            counts_hash,
+            context: CallContext { plan_hash, bucket },
+        })
+    }
+
+    /// Operation but for its root, dtype and bucket in one word.
+    pub(crate) fn kind(&self) -> u64 {
+        let reduce = self.operation.reduce_op().map_or(0, |op| op as u64);
+        let bucket = self.context.bucket;
+        self.operation.code() as u64
+            | reduce << 8
+            | (self.dtype as u64) << 16
+            | u64::from(bucket.is_some()) << 24
+            | u64::from(bucket.unwrap_or(0)) << 32
+    }
+
+    /// What [`Self::kind`] made the word of; `None` if it made another.
+    pub(crate) fn of_kind(word: u64, root: usize) -> Option<(Operation, DType, Option<u32>)> {
+        let byte = |at: u32| word >> (8 * at) & 0xff;
         let reduce = |op: &ReduceOp| *op as u64 == byte(1);
         let reduce = ReduceOp::ALL.into_iter().find(reduce)?;
         let dtype = |dtype: &DType| *dtype as u64 == byte(2);
         let bucket = match byte(3) {
             0 => None,
-            1 => Some((call >> 32) as u32),
+            1 => Some((word >> 32) as u32),
             _ => return None,
         };
-        Some(Self {
-            sequence,
-            operation: operation(byte(0), reduce, usize::try_from(root).ok()?)?,
-            dtype: DType::ALL.into_iter().find(dtype)?,
-            numel,
-            counts_hash,
-            context: CallContext { plan_hash, bucket },
-        })
+        let operation = operation(byte(0), reduce, root)?;
+        Some((operation, DType::ALL.into_iter().find(dtype)?, bucket))
     }
 }
 
