@@ -1,6 +1,6 @@
 //! The communicator: what it keeps between calls, and the order of steps of each call.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -12,6 +12,7 @@ use fusestep_collective::{
 };
 use fusestep_tensor::DType;
 
+use crate::agreed::Agreed;
 use crate::engine::{Engine, Request};
 use crate::group::{Founding, Group};
 use crate::meeting::{Meeting, Party};
@@ -210,22 +211,42 @@ impl MpiCommunicator {
             Compare::EveryCall => true,
             Compare::FirstOfEach => self.agreed.insert(print),
         };
-        let party = Party::All(self.sequence);
         match first {
             true => {
-                self.meet(party, header(print))?;
+                self.meet(Party::All(self.sequence), header(print))?;
                 self.begun_ns = self.group.now_ns();
             }
-            false => {
-                // What is said after the look goes unheard until the deadline in any case.
-                if self.begun_ns.saturating_sub(self.polled_ns) >= POLL_NS {
-                    self.group.poll();
-                    self.polled_ns = self.begun_ns;
-                }
-                self.ended(party)?;
-                self.group.entered.store(self.sequence, Ordering::Release);
-            }
+            false => self.enter()?,
         }
+        self.move_data(call, blocks, &print)
+    }
+
+    /// Begins to move the data of a call that is not compared.
+    fn enter(&mut self) -> Result<(), CollectiveError> {
+        // What is said after the look goes unheard until the deadline in any case.
+        if self.begun_ns.saturating_sub(self.polled_ns) >= POLL_NS {
+            self.group.poll();
+            self.polled_ns = self.begun_ns;
+        }
+        self.ended(Party::All(self.sequence))?;
+        self.group.entered.store(self.sequence, Ordering::Release);
+        Ok(())
+    }
+
+    /// Makes a call like the last one that all ranks have agreed on.
+    fn again(&mut self, call: Call<'_>, last: Fingerprint) -> Result<(), CollectiveError> {
+        self.sequence += 1;
+        let print = Fingerprint {
+            sequence: self.sequence,
+            ..last
+        };
+        self.begin(&print);
+        self.enter()?;
+        let blocks = Blocks {
+            numel: last.numel as usize,
+            world_size: self.group.world_size(),
+            counts: None,
+        };
         self.move_data(call, blocks, &print)
     }
 
@@ -309,28 +330,6 @@ pub(crate) fn header(fingerprint: Fingerprint) -> Header {
     }
 }
 
-/// Calls that all ranks have agreed on, if they compare each kind once: fingerprints but for the sequence.
-#[derive(Debug, Default)]
-struct Agreed {
-    all: HashSet<Fingerprint>,
-    /// One of them: calls that are often made are often made in a row, and short ones take as long as ten look-ups.
-    last: Option<Fingerprint>,
-}
-
-impl Agreed {
-    /// Adds a call; says whether it was not there yet.
-    fn insert(&mut self, print: Fingerprint) -> bool {
-        let kind = Fingerprint {
-            sequence: 0,
-            ..print
-        };
-        self.last != Some(kind) && {
-            self.last = Some(kind);
-            self.all.insert(kind)
-        }
-    }
-}
-
 impl Communicator for MpiCommunicator {
     fn rank(&self) -> usize {
         self.group.rank
@@ -341,6 +340,10 @@ impl Communicator for MpiCommunicator {
     }
 
     fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
+        if let Some(last) = self.agreed.like(&call, self.context) {
+            let outcome = self.again(call, last);
+            return self.end(outcome);
+        }
         let blocks = match call.blocks(self.group.rank, self.group.world_size()) {
             Ok(blocks) => blocks,
             Err(error) => {
@@ -424,40 +427,6 @@ impl Drop for MpiCommunicator {
                 .announce(CollectiveError::Panicked { rank, calls });
         } else {
             self.group.leave(calls);
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn calls_are_agreed_on_once_whatever_is_between_them() {
-        let mut agreed = Agreed::default();
-        let print = |sequence, numel, bucket| Fingerprint {
-            sequence,
-            operation: Operation::Barrier,
-            dtype: DType::F32,
-            numel,
-            counts_hash: 0,
-            context: CallContext {
-                plan_hash: 7,
-                bucket,
-            },
-        };
-        let calls = [
-            (print(1, 3, None), true),
-            (print(2, 3, None), false),
-            (print(3, 4, None), true),
-            (print(4, 3, Some(0)), true),
-            (print(5, 3, None), false),
-            (print(6, 4, None), false),
-            (print(7, 4, Some(0)), true),
-            (print(8, 3, Some(0)), false),
-        ];
-        for (print, is_new) in calls {
-            assert_eq!(agreed.insert(print), is_new, "{print:?}");
         }
     }
 }

@@ -4,6 +4,8 @@
 #[cfg(not(feature = "mpi"))]
 mod absent;
 #[cfg(feature = "mpi")]
+mod agreed;
+#[cfg(feature = "mpi")]
 mod algorithms;
 #[cfg(feature = "mpi")]
 mod communicator;
