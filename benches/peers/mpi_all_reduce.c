@@ -10,16 +10,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* As fusestep's measure: at least 7 calls and 16 MiB, at most 2,000 calls. */
+/* As fusestep's measure: at least 7 calls and 16 MiB, at most 10,000 calls. */
 static int rounds_of(size_t bytes) {
     size_t rounds = ((size_t)16 << 20) / (bytes ? bytes : 1);
-    return rounds < 7 ? 7 : rounds > 2000 ? 2000 : (int)rounds;
+    return rounds < 7 ? 7 : rounds > 10000 ? 10000 : (int)rounds;
 }
 
-/* As there: at least 64 KiB between two looks at the clock, in at most 16 calls. */
+/* As there: at least 512 KiB between two looks at the clock, in at most 128 calls. */
 static int calls_of(size_t bytes) {
-    size_t calls = ((size_t)64 << 10) / (bytes ? bytes : 1);
-    return calls < 1 ? 1 : calls > 16 ? 16 : (int)calls;
+    size_t calls = ((size_t)512 << 10) / (bytes ? bytes : 1);
+    return calls < 1 ? 1 : calls > 128 ? 128 : (int)calls;
 }
 
 static int ascending(const void *a, const void *b) {

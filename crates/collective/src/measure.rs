@@ -19,14 +19,14 @@ const MIN_ROUNDS: usize = 7;
 const MIN_TOTAL_BYTES: usize = 16 << 20;
 
 /// Most calls of one length that are timed.
-const MAX_ROUNDS: usize = 2_000;
+const MAX_ROUNDS: usize = 10_000;
 
 /// Bytes reduced between two looks at the clock, if [`MAX_CALLS`] suffice: of short calls several are timed one behind the other, since
 /// ranks leave the barrier before them at times that differ by as much as such a call takes.
-const MIN_TIMED_BYTES: usize = 64 << 10;
+const MIN_TIMED_BYTES: usize = 512 << 10;
 
 /// Most calls between two looks at the clock.
-const MAX_CALLS: usize = 16;
+const MAX_CALLS: usize = 128;
 
 /// One length of buffer, f32 and in place.
 #[derive(Clone, Debug, PartialEq, Serialize)]
