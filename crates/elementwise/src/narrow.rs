@@ -77,13 +77,13 @@ pub(crate) fn widen_bf16_pair(word: u32) -> [f32; 2] {
 /// The nearest bf16, ties to even.
 #[inline(always)]
 pub fn narrow_bf16(value: f32) -> u16 {
-    (nearest(value) >> 16) as u16
+    (nearest::<false>(value) >> 16) as u16
 }
 
-/// Two of [`narrow_bf16`], in the lower and in the upper half of a word.
+/// Two of [`narrow_bf16`], in the lower and in the upper half of a word; neither is NaN if they are `NUMBERS`.
 #[inline(always)]
-pub(crate) fn narrow_bf16_pair([low, high]: [f32; 2]) -> u32 {
-    nearest(low) >> 16 | nearest(high) & UPPER
+pub(crate) fn narrow_bf16_pair<const NUMBERS: bool>([low, high]: [f32; 2]) -> u32 {
+    nearest::<NUMBERS>(low) >> 16 | nearest::<NUMBERS>(high) & UPPER
 }
 
 /// One of the two neighbouring bf16, the upper in magnitude with the probability that makes the expected value exact. Of `draw` the
@@ -101,24 +101,28 @@ pub(crate) fn narrow_bf16_pair_at_random([low, high]: [f32; 2], draws: [u32; 2])
 
 /// The nearest bf16 in the upper half.
 #[inline(always)]
-fn nearest(value: f32) -> u32 {
+fn nearest<const NUMBER: bool>(value: f32) -> u32 {
     let odd = value.to_bits() >> 16 & 1;
-    rounded(value, 0x7fff + odd)
+    rounded::<NUMBER>(value, 0x7fff + odd)
 }
 
 /// The bf16 that `draw` chose in the upper half.
 #[inline(always)]
 fn at_random(value: f32, draw: u32) -> u32 {
-    rounded(value, draw & 0xffff)
+    rounded::<false>(value, draw & 0xffff)
 }
 
 /// The bits after `addend`, less than 2¹⁶, was added, of which the upper half counts; NaN stay NaN.
 #[inline(always)]
-fn rounded(value: f32, addend: u32) -> u32 {
+fn rounded<const NUMBER: bool>(value: f32, addend: u32) -> u32 {
     let bits = value.to_bits();
     let sum = bits.wrapping_add(addend);
     // A comparison of floats is one instruction, one of their bits two.
-    if value.is_nan() { bits | QUIET } else { sum }
+    if !NUMBER && value.is_nan() {
+        bits | QUIET
+    } else {
+        sum
+    }
 }
 
 /// An f32 as the nearest bf16, ties away from zero, and the signed difference of the bits: nothing is lost.

@@ -25,12 +25,12 @@ pub trait Storage<C: Compute>: Pod + Send + Sync {
     fn widen_pair(_word: u32) -> [C; 2] {
         [C::ZERO; 2]
     }
-    /// The word of two values, each as by [`Self::narrow`]; only where [`Self::PAIRED`].
+    /// The word of two values, each as by [`Self::narrow`]; only where [`Self::PAIRED`]. Neither is NaN if they are `NUMBERS`.
     #[inline(always)]
-    fn narrow_pair(_values: [C; 2]) -> u32 {
+    fn narrow_pair<const NUMBERS: bool>(_values: [C; 2]) -> u32 {
         0
     }
-    /// The same, each as by [`Self::narrow_at_random`].
+    /// The word of two values, each as by [`Self::narrow_at_random`]; only where [`Self::PAIRED`].
     #[inline(always)]
     fn narrow_pair_at_random(_values: [C; 2], _draws: [u32; 2]) -> u32 {
         0
@@ -86,8 +86,8 @@ impl Storage<f32> for bf16 {
         widen_bf16_pair(word)
     }
     #[inline(always)]
-    fn narrow_pair(values: [f32; 2]) -> u32 {
-        narrow_bf16_pair(values)
+    fn narrow_pair<const NUMBERS: bool>(values: [f32; 2]) -> u32 {
+        narrow_bf16_pair::<NUMBERS>(values)
     }
     #[inline(always)]
     fn narrow_pair_at_random(values: [f32; 2], draws: [u32; 2]) -> u32 {
