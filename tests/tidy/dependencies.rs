@@ -22,7 +22,7 @@ enum Kind {
 const LAYERS: [&[&str]; 8] = [
     &["tensor", "simd", "kernels", "cuda-emulator"],
     &["launch", "tensor-file"],
-    &["elementwise"],
+    &["elementwise", "coalesce"],
     &[
         "fused-adam",
         "fused-sgd",
@@ -31,7 +31,6 @@ const LAYERS: [&[&str]; 8] = [
         "lion",
         "adagrad",
         "amp",
-        "coalesce",
         "collective",
     ],
     &[
