@@ -4,11 +4,15 @@
  *   mpirun -n 2 ./mpi_all_reduce sizes BYTES...      one line for each: bytes, median seconds, best seconds
  *   mpirun -n 2 ./mpi_all_reduce sizes-threaded BYTES...   the same on an MPI that several threads may call at once
  *   mpirun -n 2 ./mpi_all_reduce list BYTES...       one line for all of them one behind the other: total bytes, median, best
+ *
+ * `huge` before any of them: the buffer in pages of 2 MiB, as fusestep has buckets of that size and more.
  */
+#define _DEFAULT_SOURCE
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 /* As fusestep's measure: at least 7 calls and 16 MiB, at most 10,000 calls. */
 static int rounds_of(size_t bytes) {
@@ -50,18 +54,34 @@ static void measure(float *buffer, const size_t *bytes, int count, int rank) {
     free(seconds);
 }
 
+/* Memory of the allocator, or in huge pages. */
+static float *buffer_of(size_t bytes, int huge) {
+    const size_t page = (size_t)2 << 20;
+    if (!huge) return malloc(bytes ? bytes : 4);
+    size_t whole = (bytes + page) / page * page;
+    void *buffer = aligned_alloc(page, whole);
+    if (buffer) madvise(buffer, whole, MADV_HUGEPAGE);
+    return buffer;
+}
+
 int main(int argc, char **argv) {
+    int huge = argc > 1 && strcmp(argv[1], "huge") == 0;
+    argc -= huge, argv += huge;
     int rank, level, count = argc - 2;
     int threaded = argc > 1 && strcmp(argv[1], "sizes-threaded") == 0;
     MPI_Init_thread(&argc, &argv, threaded ? MPI_THREAD_MULTIPLE : MPI_THREAD_SINGLE, &level);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     if (count < 1) {
-        fprintf(stderr, "expected `sizes BYTES...` or `list BYTES...`\n");
+        fprintf(stderr, "expected `[huge] sizes BYTES...`, `sizes-threaded` or `list`\n");
         MPI_Abort(MPI_COMM_WORLD, 2);
     }
     size_t *bytes = malloc(count * sizeof *bytes), total = 0;
     for (int i = 0; i < count; i++) total += bytes[i] = strtoull(argv[i + 2], NULL, 10) / 4 * 4;
-    float *buffer = malloc(total ? total : 4);
+    float *buffer = buffer_of(total, huge);
+    if (!buffer) {
+        fprintf(stderr, "expected %zu bytes of memory, found less\n", total);
+        MPI_Abort(MPI_COMM_WORLD, 2);
+    }
     for (size_t i = 0; i < total / 4; i++) buffer[i] = (float)(i % 64 + rank);
     if (strcmp(argv[1], "list") == 0) {
         measure(buffer, bytes, count, rank);
