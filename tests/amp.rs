@@ -112,6 +112,13 @@ fn absent_parameters_are_no_part_of_the_norm() {
     // With its gradient the step is skipped, and nobody has missed anything.
     state.set_absent("tensor.0").unwrap();
     assert!(plan.run(&mut state, &backend).unwrap().skipped);
+    let reports = state.grad_reports(&backend).unwrap().unwrap();
+    assert_eq!(
+        reports.iter().map(|g| g.non_finite).collect::<Vec<_>>(),
+        [0, 20, 0]
+    );
+    assert_eq!([reports[0].norm, reports[2].norm], [0.0, 120f64.sqrt()]);
+    assert!(!reports[1].norm.is_finite());
     let steps = ["tensor.0", "tensor.1"].map(|name| state.step_of(name).unwrap());
     assert_eq!((steps, state.step()), ([1, 0], 1));
     state.grad_mut::<f32>("tensor.1").unwrap().fill(2.0);

@@ -8,7 +8,7 @@ use std::time::Instant;
 use anyhow::{bail, ensure};
 use clap::Args;
 use fusestep_launch::Backend;
-use fusestep_planner::{Plan, State, StepReport};
+use fusestep_planner::{GradReport, Plan, State, StepReport};
 use fusestep_tensor::{ParamDesc, Role};
 use fusestep_tensor_file::{Prepared, TensorBytes, TensorFile, check_writable};
 use serde::Serialize;
@@ -77,6 +77,38 @@ struct StepSummary {
     skipped: u64,
     /// The factor on the next step's loss; `null` unless it is scaled.
     loss_scale: Option<f64>,
+    /// Norms and infinite or NaN elements of each gradient in the last step; `null` unless they are clipped or scaled.
+    gradients: Option<Vec<Gradient>>,
+}
+
+/// What the last step saw of one gradient.
+#[derive(Debug, Serialize)]
+struct Gradient {
+    name: String,
+    #[serde(flatten)]
+    report: GradReport,
+}
+
+/// Tensors named when a step was skipped for them.
+const NAMED: usize = 5;
+
+/// The tensors that made the last step be skipped; empty if it was not.
+fn culprits(gradients: &[Gradient]) -> String {
+    let found: Vec<_> = gradients
+        .iter()
+        .filter(|g| g.report.non_finite > 0)
+        .collect();
+    let mut text = String::new();
+    for gradient in found.iter().take(NAMED) {
+        text += &format!(
+            "gradient `{}`: expected finite elements, found {} infinite or NaN\n",
+            gradient.name, gradient.report.non_finite
+        );
+    }
+    if found.len() > NAMED {
+        text += &format!("and {} gradients more\n", found.len() - NAMED);
+    }
+    text
 }
 
 pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
@@ -132,7 +164,8 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     if let Some(norm) = summary.grad_norm {
         let skipped = summary.skipped;
         print(&format!(
-            "norm of the gradients: {norm}; {skipped} steps skipped\n"
+            "norm of the gradients: {norm}; {skipped} steps skipped\n{}",
+            culprits(summary.gradients.as_deref().unwrap_or_default())
         ))?;
     }
     Ok(())
@@ -162,7 +195,20 @@ fn run_steps(
             "warning: tensors were left as they were {tensors_skipped} times: their norms or rates are not finite"
         );
     }
+    let reports = match args.steps {
+        0 => None,
+        _ => state.grad_reports(backend)?,
+    };
+    let named = |reports: Vec<GradReport>| {
+        let params = plan.params().iter();
+        let gradients = params.zip(reports).map(|(param, report)| Gradient {
+            name: param.name.clone(),
+            report,
+        });
+        gradients.collect()
+    };
     Ok(StepSummary {
+        gradients: reports.map(named),
         steps: args.steps,
         step: state.step(),
         launches: last.launches,

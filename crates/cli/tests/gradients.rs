@@ -43,17 +43,21 @@ impl Model {
         self.folder.path().join(name)
     }
 
-    /// Runs `step` on these gradients into `out`; standard output, or standard error if it is refused.
-    fn step(&self, grads: &str, out: &str, more: &[&str]) -> Result<Value, String> {
+    fn command(&self, grads: &str, out: &str, more: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_fusestep"));
         command.arg("step").arg("--params").arg(self.path("p"));
         command.arg("--grads").arg(self.path(grads));
+        command.arg("--out").arg(self.path(out)).args(more);
         command
-            .arg("--out")
-            .arg(self.path(out))
+    }
+
+    /// Runs `step` on these gradients into `out`; standard output, or standard error if it is refused.
+    fn step(&self, grads: &str, out: &str, more: &[&str]) -> Result<Value, String> {
+        let output = self
+            .command(grads, out, more)
             .arg("--json")
-            .args(more);
-        let output = command.output().unwrap();
+            .output()
+            .unwrap();
         match output.status.success() {
             true => Ok(serde_json::from_slice(&output.stdout).unwrap()),
             false => Err(String::from_utf8(output.stderr).unwrap()),
@@ -68,10 +72,18 @@ fn a_scaled_loss_gives_the_bits_of_an_unscaled_one() {
     let plain = model.step("g", "plain", &clip).unwrap();
     let norm = plain["grad_norm"].as_f64().unwrap();
     assert!(norm > 0.5 && plain["loss_scale"].is_null() && plain["skipped"] == 0);
+    // Of one tensor the norm of all is its own.
+    let gradient = &plain["gradients"][0];
+    assert_eq!(
+        (&gradient["name"], &gradient["non_finite"]),
+        (&"w".into(), &0.into())
+    );
+    assert_eq!(gradient["norm"].as_f64(), Some(norm));
     for more in [&["--threads", "1"][..], &["--naive"], &[]] {
         let args = [&clip[..], &["--loss-scale", "1024"], more].concat();
         let scaled = model.step("scaled", "scaled_out", &args).unwrap();
         assert_eq!(scaled["grad_norm"].as_f64(), Some(norm));
+        assert_eq!(scaled["gradients"], plain["gradients"]);
         assert_eq!(scaled["loss_scale"], 1024.0);
         assert!(read(&model.path("scaled_out")) == read(&model.path("plain")));
     }
@@ -88,6 +100,7 @@ fn a_gradient_that_is_not_finite_skips_and_the_state_file_remembers_the_scale() 
     let found = model.step("bad", "out", &args).unwrap();
     assert_eq!((&found["skipped"], &found["step"]), (&1.into(), &0.into()));
     assert_eq!(found["loss_scale"], 32_768.0);
+    assert_eq!(found["gradients"][0]["non_finite"], 1);
     assert!(read(&model.path("out")) == read(&model.path("p")));
     let again = [&args[..], &["--state", state, "--steps", "2"]].concat();
     let found = model.step("bad", "out", &again).unwrap();
@@ -99,6 +112,17 @@ fn a_gradient_that_is_not_finite_skips_and_the_state_file_remembers_the_scale() 
         .step("g", "out", &["--loss-scale", "dynamic", "--state", state])
         .unwrap();
     assert_eq!((&found["skipped"], &found["step"]), (&0.into(), &1.into()));
+}
+
+#[test]
+fn a_skipped_step_names_the_gradients_at_fault() {
+    let model = Model::new();
+    for (grads, named) in [("bad", true), ("g", false)] {
+        let output = model.command(grads, "out", &["--clip-norm", "1"]).output();
+        let text = String::from_utf8(output.unwrap().stdout).unwrap();
+        let line = "gradient `w`: expected finite elements, found 1 infinite or NaN\n";
+        assert_eq!(text.contains(line), named, "{text}");
+    }
 }
 
 #[test]

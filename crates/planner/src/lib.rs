@@ -48,7 +48,7 @@ pub use ranks::{
     RankState, RankSummary, ShardSpec, Span, TensorSpec, Topology, WholeTensors, groups_by_layer,
     owners_greedy_even, owners_in_use_order,
 };
-pub use report::StepReport;
+pub use report::{GradReport, StepReport};
 pub use run::Lender;
 pub use stage::{GradientRead, HyperClass, Norm, Optimize, Stage, StorageSpec};
 pub use state::State;

@@ -8,7 +8,7 @@ use fusestep_launch::{
 use fusestep_tensor::Role;
 
 use crate::run::Executor;
-use crate::{GradientRead, Norm, Note, Plan, PlanError, Stage, State, Verdict};
+use crate::{GradReport, GradientRead, Norm, Note, Plan, PlanError, Stage, State, Verdict};
 
 /// What passes ask of all gradients together.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -345,15 +345,33 @@ impl State {
     /// # Errors
     /// [`PlanError::Backend`].
     /// # Cost
-    /// Reads 16 bytes for each parameter; the sums are there.
+    /// As [`Self::grad_reports`].
     pub fn grad_norms(&self, backend: &dyn Backend) -> Result<Option<Vec<f64>>, PlanError> {
+        let reports = self.grad_reports(backend)?;
+        Ok(reports.map(|reports| reports.iter().map(|report| report.norm).collect()))
+    }
+
+    /// What the pass that reads the gradients saw of each parameter's in the last step, in plan order, whether the step was skipped or not;
+    /// `None` without such a pass.
+    ///
+    /// # Errors
+    /// [`PlanError::Backend`].
+    /// # Cost
+    /// Reads 16 bytes for each parameter; the sums are there.
+    pub fn grad_reports(
+        &self,
+        backend: &dyn Backend,
+    ) -> Result<Option<Vec<GradReport>>, PlanError> {
         let Some(norm) = &self.norm else {
             return Ok(None);
         };
         let mut sums = vec![SquareSum::default(); self.params.len()];
         backend.read(norm.sums.as_ref(), 0, bytemuck::cast_slice_mut(&mut sums))?;
         let scale = norm.scale_of_sums.unwrap_or_else(|| norm.scale_of(&sums));
-        let norms = sums.iter().map(|sum| sum.sum.sqrt() / scale);
-        Ok(Some(norms.collect()))
+        let report = |sum: &SquareSum| GradReport {
+            norm: sum.sum.sqrt() / scale,
+            non_finite: sum.non_finite,
+        };
+        Ok(Some(sums.iter().map(report).collect()))
     }
 }

@@ -22,3 +22,12 @@ pub struct StepReport {
     /// The factor to multiply the next step's loss with; `None` without pass `loss_scaling`.
     pub loss_scale: Option<f64>,
 }
+
+/// What was seen of one parameter's gradient; see [`State::grad_reports`](crate::State::grad_reports).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct GradReport {
+    /// Its norm, with the loss scale taken out; infinite or NaN if an element is.
+    pub norm: f64,
+    /// Elements that are infinite or NaN.
+    pub non_finite: u64,
+}
