@@ -1,6 +1,5 @@
 //! The time since a moment, for those who ask more often than the system's clock is quick.
 
-use std::sync::OnceLock;
 use std::time::Instant;
 
 /// Shortest time after which the counter's pace is known well enough: the system's clock was read to some 50 ns at both ends.
@@ -140,6 +139,7 @@ impl Counter {
 fn ticks() -> Option<u64> {
     #[cfg(target_arch = "x86_64")]
     {
+        use std::sync::OnceLock;
         static IS_CLOCK: OnceLock<bool> = OnceLock::new();
         let is_clock = || {
             let path = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
