@@ -50,12 +50,14 @@ pub struct AllReduceRow {
 
 /// Measures an all-reduce (sum, f32, in place) of `ranks` threads for each length, and the ceiling of the same bytes in turn with it.
 ///
-/// The first result of each length is compared with the expected sums before anything is timed.
+/// The first result of each length is compared with the expected sums before anything is timed. Buffers lie as the buckets of a step do
+/// ([`HostMemory`]): in huge pages from 2 MiB on.
 ///
 /// # Units
 /// `sizes` are bytes of each rank's buffer, rounded down to whole f32.
 /// # Errors
-/// [`CollectiveError`] of the communicators; [`CollectiveError::Refused`] if a thread cannot be started or a sum is wrong.
+/// [`CollectiveError`] of the communicators; [`CollectiveError::Refused`] if a thread cannot be started, memory does not suffice or a sum
+/// is wrong.
 pub fn bench_all_reduce(
     ranks: usize,
     sizes: &[u64],
