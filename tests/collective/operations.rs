@@ -12,7 +12,7 @@ use super::numbers::{Number, input, ops, reduced};
 use super::worlds::{sizes, world};
 
 fn lengths(ranks: usize) -> Vec<usize> {
-    let mut lengths = vec![0, 1, ranks - 1, ranks, ranks + 1, 100_003];
+    let mut lengths = vec![0, 1, ranks - 1, ranks, ranks + 1, 1_000_001];
     lengths.sort_unstable();
     lengths.dedup();
     lengths
