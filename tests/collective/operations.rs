@@ -12,17 +12,17 @@ use super::numbers::{Number, input, ops, reduced};
 use super::worlds::{sizes, world};
 
 fn lengths(ranks: usize) -> Vec<usize> {
-    let mut lengths = vec![0, 1, ranks - 1, ranks, ranks + 1, 1_000_001];
+    let mut lengths = vec![0, 1, ranks - 1, ranks, ranks + 1, 100_003];
     lengths.sort_unstable();
     lengths.dedup();
     lengths
 }
 
-/// Runs `$body::<T>(ranks, numel)` for all worlds, lengths and dtypes.
+/// Runs `$body::<T>(ranks, numel)` for all worlds, all dtypes and the lengths that `$lengths` has for a world.
 macro_rules! everywhere {
-    ($body:ident) => {
+    ($body:ident, $lengths:expr) => {
         for ranks in sizes() {
-            for numel in lengths(ranks) {
+            for numel in $lengths(ranks) {
                 $body::<f32>(ranks, numel);
                 $body::<f64>(ranks, numel);
                 $body::<f16>(ranks, numel);
@@ -144,7 +144,7 @@ fn reduces<T: Number>(ranks: usize, numel: usize) {
 
 #[test]
 fn reductions_are_those_of_the_plain_loop_in_rank_order() {
-    everywhere!(reduces);
+    everywhere!(reduces, lengths);
 }
 
 fn moves<T: Number>(ranks: usize, numel: usize) {
@@ -257,7 +257,7 @@ fn gathers_and_scatters<T: Number>(
 
 #[test]
 fn elements_arrive_where_they_belong() {
-    everywhere!(moves);
+    everywhere!(moves, lengths);
 }
 
 #[test]
@@ -367,4 +367,11 @@ fn every_level_and_alignment_gives_the_same_bits() {
     every_level::<i32>();
     every_level::<i64>();
     every_level::<u8>();
+}
+
+/// Apart, since it takes the thread sanitizer many minutes.
+#[test]
+fn a_million_and_one_elements_are_reduced_and_moved() {
+    everywhere!(reduces, |_| [1_000_001]);
+    everywhere!(moves, |_| [1_000_001]);
 }
