@@ -258,7 +258,7 @@ mod tests {
     }
 
     fn pairs_are_elements<R: Rounding>(key: &[u8]) {
-        // By 1 pairs do not multiply, elements do; blocks without NaN are not looked through for them.
+        // By 1 pairs do not multiply, elements do; blocks without NaN are narrowed by a path of their own.
         for (factor, numbers) in [(0.7, false), (1.0, false), (0.7, true), (1.0, true)] {
             for numel in [
                 0, 1, 15, 16, 31, 32, 33, 47, 48, 49, 79, 80, 81, 95, 96, 97, 1000,
