@@ -244,6 +244,7 @@ impl Backend for PaddingInspector {
             scalars,
             control,
             grad_sums,
+            update_sums: _,
             sets,
             limits,
         } = launch;
@@ -257,6 +258,7 @@ impl Backend for PaddingInspector {
             scalars,
             control,
             grad_sums,
+            update_sums: None,
             sets,
             limits,
         })?;

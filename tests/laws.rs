@@ -14,6 +14,8 @@ use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, check, outcome};
 
 #[path = "laws/gradients.rs"]
 mod gradients;
+#[path = "laws/updates.rs"]
+mod updates;
 
 fn adam(weight_decay: WeightDecay) -> Adam {
     Adam {

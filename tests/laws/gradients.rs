@@ -51,7 +51,7 @@ fn a_large_max_norm_is_no_clipping() {
 }
 
 /// Writes a step's gradients, each element through `change`, and runs the step.
-fn step(
+pub(crate) fn step(
     (plan, state, backend): (&Plan, &mut State, &dyn Backend),
     (case, step): (&Case, u64),
     change: &dyn Fn(usize, usize, f64) -> f64,
@@ -96,7 +96,7 @@ fn contents(case: &Case, state: &State, backend: &dyn Backend) -> Vec<u8> {
     all
 }
 
-fn started(case: &Case, planner: &Planner, backend: &dyn Backend) -> (Plan, State) {
+pub(crate) fn started(case: &Case, planner: &Planner, backend: &dyn Backend) -> (Plan, State) {
     let plan = planner.plan(&case.params).unwrap();
     let mut state = plan.allocate(backend).unwrap();
     for (index, param) in case.params.iter().enumerate() {

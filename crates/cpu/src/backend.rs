@@ -13,6 +13,7 @@ use fusestep_simd::{Level, Team};
 use crate::buffer::HostBuffer;
 use crate::chunks::ChunkPieces;
 use crate::pieces::Pieces;
+use crate::update_sums::slots;
 
 const NAME: &str = "cpu";
 
@@ -172,6 +173,7 @@ impl Backend for CpuBackend {
                 before: launch.before,
             },
             launch.lists,
+            slots(launch.update_sums, launch.offsets)?,
         )
         .ok_or(BackendError::ForeignBuffer { backend: NAME })?;
         self.team.run(pieces);
@@ -255,7 +257,7 @@ pub(crate) fn gate(launch: &Launch<'_>) -> Result<Gate, BackendError> {
     Gate::on_host(launch.control).ok_or(BackendError::ForeignBuffer { backend: NAME })
 }
 
-fn out_of_bounds(offset_bytes: usize, len_bytes: usize, found: usize) -> BackendError {
+pub(crate) fn out_of_bounds(offset_bytes: usize, len_bytes: usize, found: usize) -> BackendError {
     BackendError::OutOfBounds {
         backend: NAME,
         offset_bytes,

@@ -12,7 +12,7 @@ use std::sync::{Mutex, PoisonError};
 use fusestep_elementwise::{Carried, Tensor, step_tensor};
 use fusestep_launch::{
     Backend, BackendError, Batch, Buffer, Gate, HostCall, HostList, Launch, LaunchReport,
-    ListBuffer, MAX_LISTS, MultiTensorKernel, Outcome, Record, SquareSum,
+    ListBuffer, MAX_LISTS, MultiTensorKernel, Outcome, Record, SquareSum, UnitSums,
 };
 use fusestep_simd::{Split, Team};
 use fusestep_tensor::Role;
@@ -20,6 +20,7 @@ use fusestep_tensor::Role;
 use crate::CpuBackend;
 use crate::backend::gate;
 use crate::carried::ParamSums;
+use crate::update_sums::{Slots, slots};
 
 /// Below this many elements the team never works on one tensor together: waking it costs more than it saves.
 const LARGE_ELEMENTS: u64 = 128 * 1024;
@@ -46,6 +47,8 @@ pub struct LentPiece<'a> {
     /// The team, if the tensor is worth its while.
     team: Option<&'a Team>,
     carried: Option<Carried<'a>>,
+    /// Places for the sums over what the update changes, if they are wanted.
+    update_sums: Option<&'a mut [UnitSums]>,
 }
 
 /// What is the same for all pieces of a launch.
@@ -96,6 +99,7 @@ impl CpuBackend {
             backend,
             skipped: self.count_skipped(),
         };
+        let mut slots = slots(launch.update_sums.take(), launch.offsets)?;
         // Dropped with any error: the next step takes all sums anew.
         let sums = ParamSums::take(&mut launch);
         let tensors = Tensors::new(launch.batches);
@@ -110,6 +114,7 @@ impl CpuBackend {
                 lists: lists.ok_or(BackendError::ForeignBuffer { backend })?,
                 team: Some(self.team()),
                 carried: whole.carried(sums.as_ref()),
+                update_sums: whole.update_sums(&mut slots),
             })?;
         }
         let error = Mutex::new(None);
@@ -126,6 +131,7 @@ impl CpuBackend {
             lend,
             error: &error,
             sums: sums.as_ref(),
+            slots,
         });
         let error = error.into_inner().unwrap_or_else(PoisonError::into_inner);
         if let Some(error) = error {
@@ -198,6 +204,7 @@ impl LentPiece<'_> {
                 let own = sums.get(self.parameter as usize)?;
                 Some(own.sum)
             }),
+            update_sums: self.update_sums,
         };
         if step_tensor(tensor, self.team) == Outcome::Skip {
             self.call.skipped.fetch_add(1, Ordering::Relaxed);
@@ -221,6 +228,10 @@ impl Whole {
 
     fn carried<'a>(&self, sums: Option<&'a ParamSums>) -> Option<Carried<'a>> {
         sums?.of(self.tensor as usize, self.numel)
+    }
+
+    fn update_sums<'a>(&self, slots: &'a mut Option<Slots<'_>>) -> Option<&'a mut [UnitSums]> {
+        slots.as_mut()?.of_tensor(self.tensor)
     }
 
     /// The storage elements of the tensor.
@@ -364,6 +375,8 @@ struct SmallPieces<'a> {
     lend: Lend<'a>,
     error: &'a Mutex<Option<BackendError>>,
     sums: Option<&'a ParamSums>,
+    /// Of the chunks from storage element `first` on.
+    slots: Option<Slots<'a>>,
 }
 
 impl Split for SmallPieces<'_> {
@@ -387,18 +400,28 @@ impl Split for SmallPieces<'_> {
             end = whole.span(self.offsets).end;
         }
         let (left, right) = cut(self.lists, self.call.kernel, end - self.first);
-        let left = SmallPieces {
-            tensors: self.tensors.before(rest),
-            lists: left,
-            elements: taken,
-            ..self
+        let (left_slots, right_slots) = match self.slots {
+            Some(slots) => {
+                let (left, right) = slots.cut(self.offsets, end as u64);
+                (Some(left), Some(right))
+            }
+            None => (None, None),
         };
         let right = SmallPieces {
             tensors: rest,
             lists: right,
             first: end,
             elements: self.elements - taken,
-            ..left
+            slots: right_slots,
+            ..self
+        };
+        let left = SmallPieces {
+            tensors: self.tensors.before(rest),
+            lists: left,
+            first: self.first,
+            elements: taken,
+            slots: left_slots,
+            ..right
         };
         (left, right)
     }
@@ -406,6 +429,7 @@ impl Split for SmallPieces<'_> {
     fn run(self) {
         let mut lists = self.lists;
         let mut first = self.first;
+        let mut slots = self.slots;
         for whole in self.tensors {
             if whole.is_large(self.large) {
                 continue;
@@ -421,6 +445,7 @@ impl Split for SmallPieces<'_> {
                 lists: kept,
                 team: None,
                 carried: whole.carried(self.sums),
+                update_sums: whole.update_sums(&mut slots),
             });
             if let Err(error) = lent {
                 let mut first = self.error.lock().unwrap_or_else(PoisonError::into_inner);

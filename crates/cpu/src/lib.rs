@@ -8,6 +8,7 @@ mod chunks;
 mod lent;
 mod lent_gradients;
 mod pieces;
+mod update_sums;
 
 pub use backend::CpuBackend;
 pub use lent::{Lend, LentPiece};

@@ -1,10 +1,14 @@
-//! The records of all batches as one piece of work that can be cut at any element.
+//! The records of all batches as one piece of work that can be cut at any element, or at any chunk if sums are taken over what it
+//! changes.
 
+use fusestep_elementwise::Tensor;
 use fusestep_launch::{
-    Access, Batch, HostCall, HostList, HostSpans, ListBuffer, MAX_LISTS, MultiTensorKernel, Places,
-    Record,
+    Access, Batch, CHUNK_ELEMENTS, HostCall, HostList, HostSpan, HostSpans, ListBuffer, MAX_LISTS,
+    MultiTensorKernel, Places, Record,
 };
 use fusestep_simd::Split;
+
+use crate::update_sums::Slots;
 
 /// Cuts lie on multiples of this many elements, so that two threads never write one cache line of any dtype.
 const CUT_ELEMENTS: u64 = 1024;
@@ -21,6 +25,8 @@ pub(crate) struct Pieces<'a> {
     widths: [usize; MAX_LISTS],
     first: u64,
     end: u64,
+    /// Of the chunks in `first..end`.
+    sums: Option<Slots<'a>>,
 }
 
 impl<'a> Pieces<'a> {
@@ -31,6 +37,7 @@ impl<'a> Pieces<'a> {
         batches: &'a [Batch],
         places: Places<'a>,
         buffers: &'a mut [ListBuffer],
+        sums: Option<Slots<'a>>,
     ) -> Option<Self> {
         let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
         let mut widths = [0; MAX_LISTS];
@@ -52,6 +59,7 @@ impl<'a> Pieces<'a> {
             widths,
             first: 0,
             end,
+            sums,
         };
         // Only what the batches cover counts as work: a launch of one small tensor must not wake the team.
         let (start, stop) = (whole.start_of_first()?, whole.end_of_last()?);
@@ -83,7 +91,16 @@ impl<'a> Pieces<'a> {
             let len_bytes = (at - self.first) as usize * width;
             (*list, *right) = std::mem::take(list).split_at(len_bytes);
         }
+        let offsets = self.places.offsets;
+        let (left_sums, right_sums) = match self.sums.take() {
+            Some(sums) => {
+                let (left, right) = sums.cut(offsets, at);
+                (Some(left), Some(right))
+            }
+            None => (None, None),
+        };
         let right = Self {
+            sums: right_sums,
             lists: right_lists,
             first: at,
             kernel: self.kernel,
@@ -93,7 +110,11 @@ impl<'a> Pieces<'a> {
             widths: self.widths,
             end: self.end,
         };
-        let left = Self { end: at, ..self };
+        let left = Self {
+            end: at,
+            sums: left_sums,
+            ..self
+        };
         (left, right)
     }
 }
@@ -104,12 +125,60 @@ impl Split for Pieces<'_> {
     }
 
     fn split(self, elements: u64) -> (Self, Self) {
-        let at = (self.first + elements).next_multiple_of(CUT_ELEMENTS);
-        self.cut(at)
+        let at = self.first + elements;
+        match self.sums {
+            Some(_) => {
+                let at = end_of_chunk(self.places.offsets, at);
+                self.cut(at)
+            }
+            None => self.cut(at.next_multiple_of(CUT_ELEMENTS)),
+        }
     }
 
     fn run(self) {
         let spans = HostSpans::of(self.batches, self.places, self.first, self.end);
-        self.kernel.run_host(self.call, self.lists, spans);
+        match self.sums {
+            Some(sums) => {
+                let (mut lists, mut sums) = (self.lists, sums);
+                for span in spans {
+                    let mut own: [HostList<'_>; MAX_LISTS] = Default::default();
+                    for ((own, list), width) in own.iter_mut().zip(&mut lists).zip(self.widths) {
+                        *own = list.part(span.start * width..(span.start + span.numel) * width);
+                    }
+                    let HostSpan {
+                        numel,
+                        class,
+                        parameter,
+                        first_element,
+                        ..
+                    } = span;
+                    let first = self.first + span.start as u64;
+                    let tensor = Tensor {
+                        kernel: self.kernel,
+                        call: self.call,
+                        class,
+                        numel,
+                        parameter,
+                        first_element,
+                        lists: own,
+                        carried: None,
+                        grad_sum: None,
+                        update_sums: sums.of(self.places.offsets, first, numel),
+                    };
+                    tensor.run();
+                }
+            }
+            None => self.kernel.run_host(self.call, self.lists, spans),
+        }
     }
+}
+
+/// The end of the chunk of a tensor that has storage element `at`, or that ends there; it may lie behind the tensor's last element.
+fn end_of_chunk(offsets: &[u64], at: u64) -> u64 {
+    let tensor = offsets.partition_point(|&offset| offset < at);
+    let start = tensor.checked_sub(1).and_then(|tensor| offsets.get(tensor));
+    let start = start.copied().unwrap_or(0);
+    let end = start + (at - start).next_multiple_of(u64::from(CHUNK_ELEMENTS));
+    let next = offsets.get(tensor).copied();
+    end.min(next.unwrap_or(u64::MAX))
 }

@@ -8,14 +8,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cust::sys;
 use fusestep_kernels::ArgumentBlock;
 use fusestep_launch::{
-    Backend, BackendError, Batch, Buffer, CONTROL_BYTES, Conclude, Graph, Launch, LaunchLimits,
-    LaunchReport, ListBuffer, MAX_LISTS, Reduce, ResidentTable, SetValues, pack,
+    Addresses, Backend, BackendError, Batch, Buffer, CONTROL_BYTES, Conclude, Graph, Launch,
+    LaunchLimits, LaunchReport, ListBuffer, MAX_LISTS, Reduce, ResidentTable, SetValues, pack,
 };
 
 use crate::buffer::{Allocation, DeviceBuffer};
 use crate::kernels::Kernels;
 use crate::session::{Session, unavailable};
 use crate::status::check;
+use crate::update_sums::check_update_sums;
 use crate::{DeviceInfo, GridSync, NAME};
 
 /// Threads of a block, as the kernels are compiled for.
@@ -297,18 +298,22 @@ impl Backend for CudaBackend {
         for (address, list) in addresses.iter_mut().zip(launch.lists.iter()) {
             *address = self.device_buffer(list.buffer.as_ref())?.address();
         }
-        let addresses = &addresses[..launch.lists.len()];
-        let control = match launch.control {
-            Some(control) => self.control_address(control)?,
-            None => 0,
+        let addresses = Addresses {
+            lists: &addresses[..launch.lists.len()],
+            control: match launch.control {
+                Some(control) => self.control_address(control)?,
+                None => 0,
+            },
+            update_sums: self.update_sums_address(&launch)?,
         };
         // All batches are checked before the first is launched.
+        check_update_sums(&launch)?;
         for batch in launch.batches {
             check_records(launch.lists, launch.offsets, batch)?;
             self.block_for(argument_bytes(&launch, batch))?;
         }
         if let Some(normed) = launch.kernel.normed() {
-            self.launch_normed(&launch, normed, addresses, control)?;
+            self.launch_normed(&launch, normed, addresses)?;
             return Ok(LaunchReport::of(launch.batches));
         }
         for batch in launch.batches.iter().filter(|batch| batch.chunks > 0) {
@@ -320,7 +325,7 @@ impl Backend for CudaBackend {
                 grid: Grid::Apart(batch.chunks),
             };
             self.enqueue(entry, &mut |bytes| {
-                pack(&launch, batch, addresses, control, bytes);
+                pack(&launch, batch, addresses, bytes);
             })?;
         }
         Ok(LaunchReport::of(launch.batches))
@@ -388,7 +393,6 @@ impl Backend for CudaBackend {
 
 pub(crate) fn argument_bytes(launch: &Launch<'_>, batch: &Batch) -> usize {
     launch
-        .kernel
         .argument_layout()
         .bytes(batch.records.len(), batch.classes.len())
 }

@@ -23,6 +23,8 @@ mod session;
 #[cfg(feature = "cuda")]
 mod status;
 mod timing;
+#[cfg(feature = "cuda")]
+mod update_sums;
 
 #[cfg(not(feature = "cuda"))]
 pub use absent::CudaBackend;

@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use fusestep_launch::{
-    BackendError, Batch, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, HEADER_BYTES, Launch, NormedKernel,
-    SLOT_VALUES, WORKSPACE_BYTES, Workspace, pack,
+    Addresses, BackendError, Batch, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, HEADER_BYTES, Launch,
+    NormedKernel, SLOT_VALUES, WORKSPACE_BYTES, Workspace, pack,
 };
 
 use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, Grid, argument_bytes};
@@ -85,8 +85,7 @@ impl CudaBackend {
         &self,
         launch: &Launch<'_>,
         normed: &dyn NormedKernel,
-        addresses: &[u64],
-        control: u64,
+        addresses: Addresses<'_>,
     ) -> Result<(), BackendError> {
         let slots = self.slots(slot_count(launch)?)?;
         let wave_chunks = self.wave_chunks(launch);
@@ -101,7 +100,7 @@ impl CudaBackend {
             };
             let workspace = workspace(launch, index, slots, wave_chunks).bytes();
             self.enqueue(entry, &mut |bytes| {
-                pack(launch, batch, addresses, control, bytes);
+                pack(launch, batch, addresses, bytes);
                 bytes[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace);
             })
         };
@@ -142,18 +141,24 @@ impl CudaBackend {
     }
 }
 
+/// Refuses batches that are not cut at the chunks of the sums.
+pub(crate) fn check_chunks(launch: &Launch<'_>) -> Result<(), BackendError> {
+    if launch.limits.chunk_elements == CHUNK_ELEMENTS {
+        return Ok(());
+    }
+    Err(unavailable(format!(
+        "`{}` takes sums over chunks of {CHUNK_ELEMENTS} elements, the launch has chunks of {}; make batches with `limits.of(kernel, update_sums)`",
+        launch.kernel.entry(),
+        launch.limits.chunk_elements
+    )))
+}
+
 /// Slots that a launch takes, one for each chunk.
 ///
 /// # Errors
 /// [`BackendError::Unavailable`] for batches that are not cut at the chunks of the sums, or too many chunks.
 pub(crate) fn slot_count(launch: &Launch<'_>) -> Result<u64, BackendError> {
-    if launch.limits.chunk_elements != CHUNK_ELEMENTS {
-        return Err(unavailable(format!(
-            "`{}` has chunks of {CHUNK_ELEMENTS} elements, the launch of {}; make batches with `limits.of(kernel)`",
-            launch.kernel.entry(),
-            launch.limits.chunk_elements
-        )));
-    }
+    check_chunks(launch)?;
     let chunks = launch.batches.iter().map(|batch| u64::from(batch.chunks));
     let chunks: u64 = chunks.sum();
     if u32::try_from(chunks).is_err() {

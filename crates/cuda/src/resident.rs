@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex};
 
 use fusestep_kernels::ArgumentBlock;
 use fusestep_launch::{
-    BackendError, Batch, HEADER_BYTES, Launch, LaunchReport, Reduce, ResidentTable, SetValues,
-    SquareSum, WORKSPACE_BYTES, pack_reduction_table, pack_steps, pack_table, push_waves,
-    resident_sets,
+    Addresses, BackendError, Batch, HEADER_BYTES, Launch, LaunchReport, Reduce, ResidentTable,
+    SetValues, SquareSum, WORKSPACE_BYTES, pack_reduction_table, pack_steps, pack_table,
+    push_waves, resident_sets,
 };
 
 use crate::NAME;
@@ -15,6 +15,7 @@ use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, Grid, check_records};
 use crate::buffer::DeviceBuffer;
 use crate::normed::{Slots, slot_count, units, workspace};
 use crate::reduce::{check_end, read_list};
+use crate::update_sums::check_update_sums;
 
 /// Elements that a thread takes at a time, and threads of the smallest block worth its place.
 const THREAD_ELEMENTS: u64 = 4;
@@ -26,7 +27,7 @@ const MOST_THREADS: u64 = 256;
 /// The tables of one launch, one for each batch.
 #[derive(Debug)]
 pub(crate) struct DeviceTable {
-    /// The lists and then the control block, or the list and then the partial sums, that the tables were built from.
+    /// The lists, the control block and the slots for update sums, or the list and then the partial sums, that the tables were built from.
     addresses: Vec<u64>,
     /// Of the kernel that it was built for.
     entry: &'static str,
@@ -80,7 +81,13 @@ impl CudaBackend {
         for batch in launch.batches {
             check_records(launch.lists, launch.offsets, batch)?;
         }
-        let (lists, control) = addresses.split_at(launch.lists.len());
+        check_update_sums(launch)?;
+        let (lists, others) = addresses.split_at(launch.lists.len());
+        let packed = Addresses {
+            lists,
+            control: others[0],
+            update_sums: others[1],
+        };
         let normed = launch.kernel.normed().is_some();
         let slots = match normed {
             true => Some(self.kernels().place_slots(slot_count(launch)?)?),
@@ -88,8 +95,8 @@ impl CudaBackend {
         };
         let mut batches = Vec::with_capacity(launch.batches.len());
         for (index, batch) in launch.batches.iter().enumerate() {
-            let steps = pack_steps(&sets, launch.kernel.argument_layout(), batch, values);
-            let mut table = pack_table(launch, batch, lists, control[0]);
+            let steps = pack_steps(&sets, launch.argument_layout(), batch, values);
+            let mut table = pack_table(launch, batch, packed);
             if let Some((_, slots)) = &slots {
                 let wave_chunks = self.wave_chunks(launch);
                 let workspace = workspace(launch, index, *slots, wave_chunks).bytes();
@@ -136,9 +143,9 @@ impl CudaBackend {
         })
     }
 
-    /// The lists' addresses, then that of the control block or 0.
+    /// The lists' addresses, then those of the control block and of the slots for update sums, or 0.
     fn launch_addresses(&self, launch: &Launch<'_>) -> Result<Vec<u64>, BackendError> {
-        let mut addresses = Vec::with_capacity(launch.lists.len() + 1);
+        let mut addresses = Vec::with_capacity(launch.lists.len() + 2);
         for list in launch.lists.iter() {
             addresses.push(self.device_buffer(list.buffer.as_ref())?.address());
         }
@@ -146,6 +153,7 @@ impl CudaBackend {
             Some(control) => self.control_address(control)?,
             None => 0,
         });
+        addresses.push(self.update_sums_address(launch)?);
         Ok(addresses)
     }
 

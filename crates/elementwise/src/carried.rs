@@ -7,7 +7,7 @@ use fusestep_simd::prefetch_bytes;
 
 use crate::alone::leaf_sum;
 use crate::format::FormatVisitor;
-use crate::norm::{LEAF_ELEMENTS as LEAF, NORM_LANES as LANES, fold};
+use crate::norm::LEAF_ELEMENTS as LEAF;
 use crate::rounding::Rounding;
 use crate::run::Tensor;
 use crate::slot::{Slot, beside};
@@ -22,49 +22,54 @@ pub struct Carried<'a> {
     pub valid: &'a AtomicBool,
 }
 
-/// [`crate::run_format`] for one chunk of one tensor; returns the sum of squares over the parameters it has written, in the fixed tree
-/// of [`crate::square_sum`]: the bits of [`crate::chunk_sums`] over them. Of a parameter with a master it is the master's.
+/// [`crate::run_format`] for whole leaves of one tensor, its last one perhaps shorter; leaves in `leaves` the sum of squares over the
+/// parameters written in each, in the fixed tree of [`crate::square_sum`]: folded, the bits of [`crate::chunk_sums`] over them. Of a
+/// parameter with a master it is the master's.
 ///
 /// # Panics
-/// As [`crate::run_format`].
+/// As [`crate::run_format`]; if there is no place for each leaf.
 /// # Cost
 /// That of the update, and arithmetic on what the cache still holds: a leaf is summed as soon as it is updated.
-pub fn run_chunk_format<C: Compute, U: Update<C, N>, const N: usize>(
+pub fn run_leaves_format<C: Compute, U: Update<C, N>, const N: usize>(
     update: &U,
     format: Format,
     call: HostCall<'_>,
     lists: [HostList<'_>; MAX_LISTS],
     mut spans: HostSpans<'_>,
-) -> f64 {
+    leaves: &mut [f64],
+) {
     let Some(span) = spans.next() else {
-        return 0.0;
+        return;
     };
     let call = Call::<U, N> {
         update,
         call,
         lists,
         span,
+        leaves,
     };
-    C::visit(format, call)
+    C::visit(format, call);
 }
 
-/// A chunk and its update before the format is known to the compiler.
+/// Leaves and their update before the format is known to the compiler.
 struct Call<'a, U, const N: usize> {
     update: &'a U,
     call: HostCall<'a>,
     lists: [HostList<'a>; MAX_LISTS],
     span: HostSpan,
+    leaves: &'a mut [f64],
 }
 
 impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, U, N> {
-    type Output = f64;
+    type Output = ();
 
-    fn visit<K: Slot<C>, S: Storage<C>, R: Rounding>(self) -> f64 {
+    fn visit<K: Slot<C>, S: Storage<C>, R: Rounding>(self) {
         let Call {
             update,
             call,
             lists,
             span,
+            leaves,
         } = self;
         let mut lists = lists.into_iter();
         let mut next = || lists.next().unwrap_or_default();
@@ -79,7 +84,6 @@ impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, 
                 let (update, ahead_bytes) = (*update, prefetch_bytes());
                 let set_bytes = &call.sets[span.class as usize * (U::SET_BYTES + R::KEY_BYTES)..];
                 let set = update.set(set_bytes);
-                let mut leaves = [0.0; LANES];
                 for (leaf, sum) in leaves[..span.numel.div_ceil(LEAF)].iter_mut().enumerate() {
                     let before = leaf * LEAF;
                     let start = span.start + before;
@@ -107,9 +111,8 @@ impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, 
                     tensor.update(update, set);
                     *sum = leaf_sum::<C, K>(&param[elements.clone()], &beside[elements], |_| {});
                 }
-                fold(leaves)
             },
-        )
+        );
     }
 }
 
@@ -121,7 +124,7 @@ mod tests {
     use half::{bf16, f16};
 
     use super::*;
-    use crate::{Terms, chunk_sums, grad_chunk_sum, param_chunk_sum, run_format};
+    use crate::{Terms, chunk_sums, fold, grad_chunk_sum, param_chunk_sum, run_format};
 
     #[derive(Clone, Copy)]
     struct Mix;
@@ -209,7 +212,9 @@ mod tests {
         let (mut apart, mut carried) = (lists(format, numel), lists(format, numel));
         run_format::<C, _, 1>(&Mix, format, call, host_lists(format, &mut apart), spans());
         let lists = host_lists(format, &mut carried);
-        let sum = run_chunk_format::<C, _, 1>(&Mix, format, call, lists, spans());
+        let mut leaves = [0.0; 64];
+        run_leaves_format::<C, _, 1>(&Mix, format, call, lists, spans(), &mut leaves);
+        let sum = fold(leaves);
         assert!(apart == carried, "{case}");
         let mut written: [&[u8]; MAX_LISTS] = [&[]; MAX_LISTS];
         for (list, bytes) in written.iter_mut().zip(&carried) {

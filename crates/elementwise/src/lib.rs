@@ -8,6 +8,7 @@
 mod alone;
 mod bytes;
 mod carried;
+mod change;
 mod compute;
 mod format;
 mod narrow;
@@ -24,7 +25,7 @@ mod tree;
 
 pub use alone::{grad_chunk_sum, param_chunk_sum};
 pub use bytes::{padded_bytes, read_values, write_padded};
-pub use carried::{Carried, run_chunk_format};
+pub use carried::{Carried, run_leaves_format};
 pub use compute::Compute;
 pub use format::{FormatVisitor, run_format};
 pub use narrow::{

@@ -5,11 +5,13 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fusestep_launch::{
     CHUNK_ELEMENTS, CarriedSum, FINISHED_BYTES, HostCall, HostList, HostSpans, MAX_LISTS, MAX_SUMS,
-    MultiTensorKernel, Outcome,
+    MultiTensorKernel, Outcome, UnitSums,
 };
 use fusestep_simd::{MAX_SHARED, Order, Split, Team};
 
 use crate::Carried;
+use crate::change::Change;
+use crate::norm::{NORM_LANES, fold};
 
 /// Elements of a chunk of the fixed tree.
 const CHUNK: usize = CHUNK_ELEMENTS as usize;
@@ -41,6 +43,8 @@ pub struct Tensor<'a> {
     pub carried: Option<Carried<'a>>,
     /// Σ g² over the whole tensor, if somebody has taken it: chunks of the fixed tree, added in order.
     pub grad_sum: Option<f64>,
+    /// Places for the sums over what the update changes, one for each chunk, if they are wanted; 0 if the tensor is skipped.
+    pub update_sums: Option<&'a mut [UnitSums]>,
 }
 
 /// Updates one tensor, on all threads of `team` if there is one; takes its sums before if the kernel needs them.
@@ -53,6 +57,7 @@ pub fn step_tensor(tensor: Tensor<'_>, team: Option<&Team>) -> Outcome {
         update(tensor, team);
         return Outcome::Update;
     };
+    let mut tensor = tensor;
     let sums = tensor_sums(&tensor, team);
     let mut set = [0; FINISHED_BYTES];
     let outcome = normed.finish(tensor.call, tensor.class, sums, &mut set);
@@ -76,6 +81,8 @@ pub fn step_tensor(tensor: Tensor<'_>, team: Option<&Team>) -> Outcome {
         if let Some(valid) = carried {
             valid.store(true, Ordering::Relaxed);
         }
+    } else if let Some(sums) = &mut tensor.update_sums {
+        sums.fill(UnitSums::default());
     }
     outcome
 }
@@ -124,16 +131,33 @@ fn update_backward(tensor: Tensor<'_>) {
 }
 
 fn update_chunk(chunk: Tensor<'_>) {
-    let Some((kernel, carried)) = chunk.carrying() else {
-        return chunk.run();
-    };
-    let index = (chunk.first_element / u64::from(CHUNK_ELEMENTS)) as usize;
-    let Some(slot) = carried.chunks.get(index) else {
-        return chunk.run();
-    };
+    let carried = chunk.carrying().and_then(|(kernel, carried)| {
+        let index = (chunk.first_element / u64::from(CHUNK_ELEMENTS)) as usize;
+        Some((kernel, carried.chunks.get(index)?))
+    });
     let spans = chunk.spans();
-    let sum = kernel.run_chunk(chunk.call, chunk.lists, spans);
-    slot.store(sum.to_bits(), Ordering::Relaxed);
+    let mut leaves = [0.0; NORM_LANES];
+    match (chunk.update_sums.and_then(<[_]>::first_mut), carried) {
+        (Some(sum), _) => {
+            let change = Change {
+                kernel: chunk.kernel,
+                carried: carried.map(|(kernel, _)| kernel),
+                call: chunk.call,
+                class: chunk.class,
+                numel: chunk.numel,
+                parameter: chunk.parameter,
+                first_element: chunk.first_element,
+            };
+            *sum = change.run(chunk.lists, &mut leaves);
+        }
+        (None, Some((kernel, _))) => {
+            kernel.run_leaves(chunk.call, chunk.lists, spans, &mut leaves);
+        }
+        (None, None) => return chunk.kernel.run_host(chunk.call, chunk.lists, spans),
+    }
+    if let Some((_, slot)) = carried {
+        slot.store(fold(leaves).to_bits(), Ordering::Relaxed);
+    }
 }
 
 fn lock<T>(slot: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -231,8 +255,12 @@ impl Split for Tensor<'_> {
     }
 
     fn split(mut self, elements: u64) -> (Self, Self) {
+        let cut_elements = match self.update_sums {
+            Some(_) => u64::from(CHUNK_ELEMENTS),
+            None => CUT_ELEMENTS,
+        };
         let at = elements
-            .next_multiple_of(CUT_ELEMENTS)
+            .next_multiple_of(cut_elements)
             .min(self.numel as u64) as usize;
         let mut right: [HostList<'_>; MAX_LISTS] = Default::default();
         let declared = self.kernel.lists();
@@ -240,7 +268,14 @@ impl Split for Tensor<'_> {
             let len_bytes = at * declared.dtype.len_bytes();
             (*list, *rest) = std::mem::take(list).split_at(len_bytes);
         }
-        let part = |lists, first, numel| Tensor {
+        let (left_sums, right_sums) = match self.update_sums.take() {
+            Some(sums) => {
+                let (left, right) = sums.split_at_mut(at.div_ceil(CHUNK));
+                (Some(left), Some(right))
+            }
+            None => (None, None),
+        };
+        let part = |lists, update_sums, first, numel| Tensor {
             kernel: self.kernel,
             call: self.call,
             class: self.class,
@@ -250,11 +285,24 @@ impl Split for Tensor<'_> {
             lists,
             carried: self.carried,
             grad_sum: None,
+            update_sums,
         };
-        (part(self.lists, 0, at), part(right, at, self.numel - at))
+        (
+            part(self.lists, left_sums, 0, at),
+            part(right, right_sums, at, self.numel - at),
+        )
     }
 
     fn run(self) {
+        if self.update_sums.is_some() {
+            let mut rest = self;
+            while rest.numel > CHUNK {
+                let (chunk, after) = rest.split(CHUNK as u64);
+                update_chunk(chunk);
+                rest = after;
+            }
+            return update_chunk(rest);
+        }
         let spans = self.spans();
         self.kernel.run_host(self.call, self.lists, spans);
     }

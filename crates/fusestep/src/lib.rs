@@ -17,7 +17,7 @@ pub use fusestep_launch::{
 pub use fusestep_lion::{self as lion, Lion, LionTensors};
 pub use fusestep_planner::{
     self as planner, ClipByGlobalNorm, GradReport, LossScale, LossScaling, Note, Optimizer, Plan,
-    PlanError, Planner, State, StepReport, Tensors, Verdict,
+    PlanError, Planner, State, StepReport, Tensors, UpdateNorms, Verdict,
 };
 pub use fusestep_simd::{self as simd, Level, Team};
 pub use fusestep_tensor::{self as tensor, DType, ParamDesc, Role, Shape, TensorError, Trust};

@@ -3,8 +3,8 @@
 use std::marker::PhantomData;
 
 use fusestep_elementwise::{
-    Compute, Update, grad_chunk_sum, padded_bytes, param_chunk_sum, read_values, run_chunk_format,
-    run_format, write_padded,
+    Compute, Update, grad_chunk_sum, padded_bytes, param_chunk_sum, read_values, run_format,
+    run_leaves_format, write_padded,
 };
 use fusestep_launch::{
     ApartEntries, ArgumentLayout, CarriedSum, FINISHED_BYTES, Format, HostCall, HostList,
@@ -185,13 +185,15 @@ impl<T: Compute> CarriedSum for LarsKernel<T> {
         PARAM_SUM
     }
 
-    fn run_chunk(
+    fn run_leaves(
         &self,
         call: HostCall<'_>,
         lists: [HostList<'_>; MAX_LISTS],
         spans: HostSpans<'_>,
-    ) -> f64 {
-        run_chunk_format::<T, _, 1>(&LarsUpdate::<T>::of(call), self.format, call, lists, spans)
+        leaves: &mut [f64],
+    ) {
+        let update = LarsUpdate::<T>::of(call);
+        run_leaves_format::<T, _, 1>(&update, self.format, call, lists, spans, leaves);
     }
 }
 

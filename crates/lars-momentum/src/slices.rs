@@ -138,6 +138,7 @@ impl<T: Compute> LarsTensors<'_, T> {
             // The caller may write its parameters between two calls.
             carried: None,
             grad_sum: None,
+            update_sums: None,
         }
     }
 }

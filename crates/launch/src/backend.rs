@@ -7,7 +7,7 @@ use fusestep_tensor::{DType, Role};
 
 use crate::{
     Access, Batch, Conclude, Graph, LaunchLimits, MultiTensorKernel, Reduce, ResidentTable,
-    SetValues, TensorList,
+    SetValues, TensorList, UpdateSums,
 };
 
 /// Memory of a backend: zeroed at allocation, aligned to 256 bytes.
@@ -73,6 +73,8 @@ pub struct Launch<'a> {
     /// The [`crate::SquareSum`] of each parameter's gradient, by the position that `members` says, if the step has read all gradients
     /// before: a kernel that needs the same sums ([`crate::NormedKernel::grad_sum`]) need not read them once more.
     pub grad_sums: Option<&'a dyn Buffer>,
+    /// Where to leave the sums over what is changed, if they are asked for. If the control block stops the step, nothing is left.
+    pub update_sums: Option<UpdateSums<'a>>,
     /// The kernel's sets by class.
     pub sets: &'a [u8],
     /// The limits the batches were made with.

@@ -1,5 +1,7 @@
 //! Tensors in host memory, as one thread updates them.
 
+use std::ops::Range;
+
 use bytemuck::Pod;
 use fusestep_simd::Level;
 
@@ -63,6 +65,18 @@ impl<'a> HostList<'a> {
         match self {
             HostList::ReadWrite(bytes) => bytemuck::cast_slice_mut(bytes),
             _ => panic!("the kernel asked to write a list that it declared as read only"),
+        }
+    }
+
+    /// The bytes in `range`, lent for as long as the list is not used otherwise.
+    ///
+    /// # Panics
+    /// If the list is shorter.
+    pub fn part(&mut self, range: Range<usize>) -> HostList<'_> {
+        match self {
+            HostList::Absent => HostList::Absent,
+            HostList::Read(bytes) => HostList::Read(&bytes[range]),
+            HostList::ReadWrite(bytes) => HostList::ReadWrite(&mut bytes[range]),
         }
     }
 

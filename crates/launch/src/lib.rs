@@ -21,6 +21,7 @@ mod recorder;
 mod reduction;
 mod resident;
 mod rule;
+mod update_sums;
 
 pub use backend::{Backend, BackendError, Buffer, Launch, LaunchReport, ListBuffer};
 pub use batch::{Batch, Batchable, Record, batches};
@@ -36,7 +37,7 @@ pub use normed::{
     ApartEntries, CHUNK_UNITS, CarriedSum, Excluded, FINISHED_BYTES, MAX_SUMS, NormedKernel,
     Outcome, SLOT_VALUES, WORKSPACE_BYTES, Workspace,
 };
-pub use pack::{CONCLUSION_BYTES, pack, pack_conclusion, pack_reduction};
+pub use pack::{Addresses, CONCLUSION_BYTES, pack, pack_conclusion, pack_reduction};
 pub use precision::{
     FLAG_STOCHASTIC, Format, KEY_BYTES, Layout, Master, ORIGIN_WORDS, Precision, Rounding,
     StateDType,
@@ -50,3 +51,4 @@ pub use resident::{
     pack_reduction_table, pack_steps, pack_table, push_waves, resident_sets,
 };
 pub use rule::{Domain, Objective, RuleError, UpdateRule, WeightDecay, check_hyper};
+pub use update_sums::{FLAG_UPDATE_SUMS, UPDATE_SUM_WORDS, UnitSums, UpdateSums, fold_units};

@@ -2,10 +2,7 @@
 
 use fusestep_tensor::Trust;
 
-use crate::{
-    CHUNK_ELEMENTS, HostCall, HostList, HostSpans, LaunchLimits, MAX_LISTS, MultiTensorKernel,
-    SetValues,
-};
+use crate::{HostCall, HostList, HostSpans, MAX_LISTS, SetValues};
 
 /// Most sums that a kernel takes over a tensor.
 pub const MAX_SUMS: usize = 2;
@@ -60,17 +57,17 @@ impl Excluded {
     }
 }
 
-/// What a kernel offers besides [`MultiTensorKernel`] if it needs sums over a tensor before it can update it.
+/// What a kernel offers besides [`crate::MultiTensorKernel`] if it needs sums over a tensor before it can update it.
 ///
 /// A backend takes the sums of every chunk ([`NormedKernel::chunk_sums`]), adds a tensor's chunks in order, starting from 0,
 /// lets the kernel derive the scalars of the update ([`NormedKernel::finish`]) and then runs
-/// [`MultiTensorKernel::run_host`] with what that wrote in place of the class's set. Sums follow the fixed tree, whose chunk is
-/// [`CHUNK_ELEMENTS`] whatever the limits say, so they depend on the tensor alone.
+/// [`crate::MultiTensorKernel::run_host`] with what that wrote in place of the class's set. Sums follow the fixed tree, whose chunk is
+/// [`crate::CHUNK_ELEMENTS`] whatever the limits say, so they depend on the tensor alone.
 pub trait NormedKernel: Send + Sync {
     /// The device entries of the plan in two launches, without their argument suffix.
     fn apart(&self) -> ApartEntries;
 
-    /// The sums over one chunk, at most [`CHUNK_ELEMENTS`] elements; `lists` hold exactly those, in the kernel's order. Sums that
+    /// The sums over one chunk, at most [`crate::CHUNK_ELEMENTS`] elements; `lists` hold exactly those, in the kernel's order. Sums that
     /// the kernel does not take are 0; those that are not wanted may be anything, and nothing need be read for them.
     fn chunk_sums(
         &self,
@@ -110,13 +107,15 @@ pub trait CarriedSum: Send + Sync {
     /// Its position among the sums of [`NormedKernel::chunk_sums`].
     fn position(&self) -> usize;
 
-    /// [`MultiTensorKernel::run_host`] for one chunk, and the sum over it afterwards.
-    fn run_chunk(
+    /// [`crate::MultiTensorKernel::run_host`] for whole leaves of the tree, the tensor's last one perhaps shorter, and in `leaves` the sum
+    /// over each of them afterwards.
+    fn run_leaves(
         &self,
         call: HostCall<'_>,
         lists: [HostList<'_>; MAX_LISTS],
         spans: HostSpans<'_>,
-    ) -> f64;
+        leaves: &mut [f64],
+    );
 }
 
 /// Device entries where a grid cannot wait for itself: all sums in one launch, all updates in the next.
@@ -126,19 +125,6 @@ pub struct ApartEntries {
     pub sums: &'static str,
     /// Updates: `lars_momentum_update_f32`.
     pub update: &'static str,
-}
-
-impl LaunchLimits {
-    /// The limits for batches of `kernel`: a kernel that takes sums is cut at the chunks of their tree.
-    pub fn of(self, kernel: &dyn MultiTensorKernel) -> Self {
-        match kernel.normed() {
-            Some(_) => Self {
-                chunk_elements: CHUNK_ELEMENTS,
-                ..self
-            },
-            None => self,
-        }
-    }
 }
 
 /// Where a device keeps partial sums, and which of them a launch touches; the first part of a normed kernel's scalars.

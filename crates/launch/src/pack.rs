@@ -1,43 +1,57 @@
 //! A batch as the argument bytes that a device kernel reads.
 
 use crate::{
-    ArgumentLayout, Batch, FLAG_STOCHASTIC, HEADER_BYTES, Launch, MultiTensorReduction,
-    ORIGIN_WORDS, Record,
+    ArgumentLayout, Batch, FLAG_STOCHASTIC, FLAG_UPDATE_SUMS, HEADER_BYTES, Launch,
+    MultiTensorReduction, ORIGIN_WORDS, Record, UPDATE_SUM_WORDS, UnitSums,
 };
 
 /// Bytes of a conclusion's arguments before the rule's own: header, three addresses and the tensor count.
 pub const CONCLUSION_BYTES: usize = HEADER_BYTES + 4 * size_of::<u64>();
 
+/// Device addresses of what a launch refers to.
+#[derive(Clone, Copy, Debug)]
+pub struct Addresses<'a> {
+    /// The lists, in the kernel's order.
+    pub lists: &'a [u64],
+    /// The control block; 0 if there is none.
+    pub control: u64,
+    /// The slots of [`crate::UpdateSums`]; 0 if there are none.
+    pub update_sums: u64,
+}
+
 /// Writes the arguments of one batch of `launch` into `out` and returns their length in bytes.
 ///
-/// `addresses` are the lists' device addresses, in the kernel's order, `control` that of the control block or 0. The layout is that of [`crate::ArgumentLayout`],
-/// little-endian; `kernels/multi_tensor.cuh` reads it.
+/// `addresses` are the device addresses of what the launch refers to. The layout is that of [`crate::ArgumentLayout`], little-endian;
+/// `kernels/multi_tensor.cuh` reads it.
 ///
 /// # Panics
 /// If `out` is shorter than the batch's argument bytes: batches are made for a limit, and `out` is as long as that limit.
-pub fn pack(
-    launch: &Launch<'_>,
-    batch: &Batch,
-    addresses: &[u64],
-    control: u64,
-    out: &mut [u8],
-) -> usize {
-    let layout = launch.kernel.argument_layout();
+pub fn pack(launch: &Launch<'_>, batch: &Batch, addresses: Addresses<'_>, out: &mut [u8]) -> usize {
+    let layout = launch.argument_layout();
     let len_bytes = layout.bytes(batch.records.len(), batch.classes.len());
-    let flags = launch.kernel.flags();
-    let origin_words = if flags & FLAG_STOCHASTIC == 0 {
-        0
-    } else {
-        ORIGIN_WORDS
-    };
+    let mut flags = launch.kernel.flags();
+    let mut words = addresses.lists.len();
+    let origin = flags & FLAG_STOCHASTIC != 0;
+    if origin {
+        words += ORIGIN_WORDS;
+    }
+    if launch.update_sums.is_some() {
+        flags |= FLAG_UPDATE_SUMS;
+        words += UPDATE_SUM_WORDS;
+    }
     assert!(
-        len_bytes <= out.len() && addresses.len() + origin_words == layout.lists,
+        len_bytes <= out.len() && words == layout.lists,
         "a batch of {len_bytes} argument bytes and {} words per record was made for other limits",
         layout.lists
     );
     let mut writer = Writer { out, at: 0 };
     let counts = [batch.records.len() as u32, batch.classes.len() as u32];
-    writer.header(counts, launch.limits.chunk_elements, flags, control);
+    writer.header(
+        counts,
+        launch.limits.chunk_elements,
+        flags,
+        addresses.control,
+    );
     writer.bytes(launch.scalars);
     for &class in &batch.classes {
         let start = class as usize * layout.set_bytes;
@@ -45,13 +59,17 @@ pub fn pack(
     }
     for record in &batch.records {
         let first = launch.offsets[record.tensor as usize] + record.first_element;
-        for (list, &address) in launch.lists.iter().zip(addresses) {
+        for (list, &address) in launch.lists.iter().zip(addresses.lists) {
             writer.u64(address + first * list.dtype().len_bytes() as u64);
         }
-        if origin_words > 0 {
+        if origin {
             writer.u64(launch.members[record.tensor as usize].into());
             let before = launch.before.get(record.tensor as usize);
             writer.u64(before.copied().unwrap_or(0) + record.first_element);
+        }
+        if let Some(sums) = &launch.update_sums {
+            let slot = sums.slot(record.tensor, record.first_element);
+            writer.u64(addresses.update_sums + slot * size_of::<UnitSums>() as u64);
         }
         writer.place(record);
     }

@@ -17,8 +17,8 @@ use std::fmt;
 use fusestep_tensor::Trust;
 
 use crate::{
-    ArgumentLayout, Batch, Launch, MultiTensorKernel, MultiTensorReduction, Reduce, SetValues,
-    pack, pack_reduction,
+    Addresses, ArgumentLayout, Batch, Launch, MultiTensorKernel, MultiTensorReduction, Reduce,
+    SetValues, pack, pack_reduction,
 };
 
 /// Hyper-parameters that a device derives sets from, the learning rate first.
@@ -131,10 +131,10 @@ pub fn pack_steps(
 }
 
 /// The bytes of a batch's table: its argument block, and the record of every chunk.
-pub fn pack_table(launch: &Launch<'_>, batch: &Batch, addresses: &[u64], control: u64) -> Vec<u8> {
-    let layout = launch.kernel.argument_layout();
+pub fn pack_table(launch: &Launch<'_>, batch: &Batch, addresses: Addresses<'_>) -> Vec<u8> {
+    let layout = launch.argument_layout();
     let mut out = vec![0; layout.bytes(batch.records.len(), batch.classes.len())];
-    pack(launch, batch, addresses, control, &mut out);
+    pack(launch, batch, addresses, &mut out);
     push_chunks(&mut out, batch, launch.limits.chunk_elements);
     out
 }

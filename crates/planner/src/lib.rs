@@ -25,6 +25,7 @@ mod stage;
 mod state;
 mod storage;
 mod table;
+mod update_norms;
 
 pub use checkpoint::StateTensors;
 pub use error::PlanError;
@@ -37,7 +38,7 @@ pub use optimizer::Optimizer;
 pub use passes::{
     ActsOn, Averaged, ClipByGlobalNorm, CoalesceGradients, Distributed, FuseAllReduce,
     FuseBroadcast, FuseOptimizer, GradientMerge, Interval, LocalSgd, LossScaling, Merged, Oversize,
-    Pass, Reduced, Shard, Zero,
+    Pass, Reduced, Shard, UpdateNorms, Zero,
 };
 pub use plan::{Plan, PlanSummary};
 pub use planner::{Planner, Tensors};

@@ -37,6 +37,8 @@ pub struct Plan {
     pub(crate) notes: Vec<Note>,
     /// What passes ask of all gradients together.
     pub(crate) gradients: Gradients,
+    /// Whether updates leave sums over what they change.
+    pub(crate) update_norms: bool,
     pub(crate) classes: Classes,
     pub(crate) naive_launches: usize,
     /// What passes say about ranks.
@@ -160,6 +162,9 @@ impl Plan {
                 hasher.write_u32(tensor);
             }
         }
+        if self.update_norms {
+            hasher.write(b"update norms");
+        }
         // Ranks that clip or scale differently must not take each other for equal.
         if let Some(rule) = self.gradients.rule() {
             hasher.write(&rule.scalars());
@@ -227,8 +232,11 @@ impl Plan {
             numel: spec.layout.numel(tensor as usize),
             class: classes.of_param[spec.members[tensor as usize] as usize],
         });
-        let layout = kernel.argument_layout();
-        let limits = self.batch_limits(self.limits.of(kernel.as_ref()));
+        let mut layout = kernel.argument_layout();
+        if self.update_norms {
+            layout = layout.with_update_sums();
+        }
+        let limits = self.batch_limits(self.limits.of(kernel.as_ref(), self.update_norms));
         Ok(batches(kernel.entry(), batchable, layout, limits)?)
     }
 

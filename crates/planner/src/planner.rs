@@ -145,6 +145,10 @@ impl Planner {
                 pass.apply(&mut plan)?;
             }
         }
+        if plan.update_norms {
+            // Those made before the pass have chunks and records of other sizes.
+            plan.make_batches_anew()?;
+        }
         plan.place_norm()?;
         plan.place_tables(self.table)?;
         plan.hash = plan.compute_hash();
@@ -164,6 +168,7 @@ impl Planner {
             stages: Vec::with_capacity(params.len()),
             notes: Vec::new(),
             gradients: Gradients::default(),
+            update_norms: false,
             classes: Classes::new(params, |_| 0),
             naive_launches: 0,
             ranks: RankOptions::default(),

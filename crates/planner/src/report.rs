@@ -15,6 +15,8 @@ pub struct StepReport {
     pub absent: u64,
     /// Norm of all gradients, with the loss scale taken out; `None` without a pass that reads them.
     pub grad_norm: Option<f64>,
+    /// Norm of what the step changed in all parameters, ‖new − old‖; `None` without pass `update_norms`.
+    pub update_norm: Option<f64>,
     /// Gradient elements that are infinite or NaN; 0 without a pass that reads them.
     pub non_finite: u64,
     /// Whether the step was skipped because of them: nothing was written, no step counted.

@@ -178,6 +178,7 @@ fn settle(
     if report.skipped {
         report.elements = 0;
     }
+    state.report_update_norm(executor.backend(), report)?;
     report.loss_scale = state.loss_scale().map(|scale| scale.scale());
     Ok(())
 }

@@ -11,6 +11,7 @@ use crate::master::Masters;
 use crate::norm::{NormState, Placed};
 use crate::storage::StorageState;
 use crate::table::Tables;
+use crate::update_norms::{UpdateReader, UpdateSlots};
 use crate::{Optimizer, Plan, PlanError, Precisions, Tensors};
 
 /// Tensors, step counts and learning rate of one training run, allocated by [`Plan::allocate`].
@@ -42,6 +43,10 @@ pub struct State {
     pub(crate) norm: Option<NormState>,
     /// Whether the plan scales the loss.
     pub(crate) scaled: bool,
+    /// The storage of each stage that updates.
+    pub(crate) updated: Vec<usize>,
+    /// If updates leave sums over what they change.
+    pub(crate) update_reader: Option<UpdateReader>,
     backend: &'static str,
 }
 
@@ -89,9 +94,14 @@ impl Plan {
                 members,
                 before,
                 offsets: spec.layout.offsets().to_vec(),
+                params: spec.members.clone(),
                 lists,
                 scalars,
                 sets: vec![0; layout.set_bytes * self.classes.classes.len()],
+                update_slots: match self.update_norms {
+                    true => Some(UpdateSlots::allocate(spec, backend)?),
+                    false => None,
+                },
             });
         }
         let names = self.params.iter().enumerate();
@@ -121,6 +131,8 @@ impl Plan {
             poisoned: None,
             norm: NormState::allocate(self, backend)?,
             scaled: self.gradients.loss_scale.is_some(),
+            updated: self.optimize_stages().map(|stage| stage.storage).collect(),
+            update_reader: UpdateReader::of(self),
             backend: backend.name(),
         })
     }

@@ -2,12 +2,15 @@
 
 use fusestep_launch::{ListBuffer, MultiTensorKernel};
 
+use crate::update_norms::UpdateSlots;
 use crate::{Plan, StorageSpec};
 
 /// The buffers of one storage and the scalars its kernel reads.
 pub(crate) struct StorageState {
     pub(crate) kernel: Box<dyn MultiTensorKernel>,
     pub(crate) offsets: Vec<u64>,
+    /// For each tensor its position among the plan's parameters.
+    pub(crate) params: Vec<u32>,
     /// For each tensor the parameter that it is, or is a piece of, and in that case the elements before it.
     pub(crate) members: Vec<u32>,
     pub(crate) before: Vec<u64>,
@@ -15,6 +18,8 @@ pub(crate) struct StorageState {
     pub(crate) scalars: Vec<u8>,
     /// One set for each class of the schedule.
     pub(crate) sets: Vec<u8>,
+    /// Where updates leave sums over what they change, if the plan asks for them.
+    pub(crate) update_slots: Option<UpdateSlots>,
 }
 
 impl std::fmt::Debug for StorageState {

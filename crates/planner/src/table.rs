@@ -9,6 +9,7 @@ use fusestep_tensor::Role;
 use serde::Serialize;
 
 use crate::run::Executor;
+use crate::update_norms::UpdateSlots;
 use crate::{Note, Optimize, Plan, PlanError, Stage, State, StepReport, Tensors, Verdict};
 
 /// Where a launch's table of tensors lies. It changes launches and what the host does for them, never a bit.
@@ -79,7 +80,7 @@ impl Plan {
         Ok(())
     }
 
-    fn make_batches_anew(&mut self) -> Result<(), PlanError> {
+    pub(crate) fn make_batches_anew(&mut self) -> Result<(), PlanError> {
         let mut stages = std::mem::take(&mut self.stages);
         for stage in &mut stages {
             match stage {
@@ -399,8 +400,9 @@ impl State {
             scalars: &storage.scalars,
             control,
             grad_sums,
+            update_sums: storage.update_slots.as_mut().map(UpdateSlots::lend),
             sets: &storage.sets,
-            limits: plan.limits.of(storage.kernel.as_ref()),
+            limits: plan.limits.of(storage.kernel.as_ref(), plan.update_norms),
         })
     }
 

@@ -58,7 +58,7 @@ fn limits() -> [LaunchLimits; 4] {
 }
 
 /// Runs a case on a plan and returns the bytes of all parameters and state, in plan order, and behind them what the reports say of
-/// all gradients; NaN have one payload.
+/// all gradients and updates; NaN have one payload.
 ///
 /// # Panics
 /// If the case cannot be run: tests give cases that can.
@@ -83,6 +83,11 @@ pub fn outcome(plan: &Plan, case: &Case, backend: &dyn Backend) -> Vec<u8> {
         if let Some(norm) = report.grad_norm {
             let scale = report.loss_scale.unwrap_or(1.0);
             reported.extend([norm, report.non_finite as f64, scale, report.step as f64]);
+        }
+        if let Some(norm) = report.update_norm {
+            reported.push(norm);
+            let norms = state.update_norms(backend).expect("sums can be read");
+            reported.extend(norms.expect("the plan asks for them"));
         }
     }
     backend.synchronize().expect("the device finishes");

@@ -111,7 +111,7 @@ pub(crate) fn launch_at(
         chunk_elements: 64,
         ..LaunchLimits::with_argument_bytes(4096)
     }
-    .of(kernel);
+    .of(kernel, false);
     let tensors = (0..offsets.len() as u32).map(|tensor| Batchable {
         tensor,
         numel,
@@ -147,6 +147,7 @@ pub(crate) fn launch_at(
         scalars: &scalars,
         control: None,
         grad_sums: None,
+        update_sums: None,
         sets: &sets,
         limits,
     })?;

@@ -14,6 +14,7 @@ mod gradient_merge;
 mod local_sgd;
 mod loss_scaling;
 mod shard;
+mod update_norms;
 
 pub use clip::ClipByGlobalNorm;
 pub use coalesce_gradients::CoalesceGradients;
@@ -25,6 +26,7 @@ pub use gradient_merge::{GradientMerge, Merged, Reduced};
 pub use local_sgd::{Averaged, Interval, LocalSgd};
 pub use loss_scaling::LossScaling;
 pub use shard::{Shard, Zero};
+pub use update_norms::UpdateNorms;
 
 /// What a pass decides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

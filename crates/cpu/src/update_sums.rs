@@ -1,0 +1,129 @@
+//! Places for the sums over what a launch changes, cut as its work is.
+
+use fusestep_launch::{BackendError, CHUNK_ELEMENTS, UnitSums, UpdateSums};
+
+use crate::backend::out_of_bounds;
+
+const FOREIGN: BackendError = BackendError::ForeignBuffer { backend: "cpu" };
+
+/// The slots of consecutive chunks of a storage.
+pub(crate) struct Slots<'a> {
+    slots: &'a mut [UnitSums],
+    /// Slot of each tensor's first chunk, and one past the last tensor's, in the whole storage.
+    firsts: &'a [u64],
+    /// The first of `slots` in the whole storage.
+    first: u64,
+}
+
+impl<'a> Slots<'a> {
+    /// Those of a launch over tensors at `offsets`.
+    ///
+    /// # Errors
+    /// [`BackendError::OutOfBounds`] if there are fewer slots than the tensors have chunks.
+    pub(crate) fn new(sums: UpdateSums<'a>, offsets: &[u64]) -> Result<Self, BackendError> {
+        let found = sums.slots.len_bytes();
+        let bytes = sums.slots.host_mut().ok_or(FOREIGN)?;
+        let whole = bytes.len() / size_of::<UnitSums>() * size_of::<UnitSums>();
+        let slots: &mut [UnitSums] = bytemuck::cast_slice_mut(&mut bytes[..whole]);
+        let expected = match sums.firsts.last() {
+            Some(&end) if sums.firsts.len() >= offsets.len() => end as usize,
+            _ => usize::MAX,
+        };
+        if slots.len() < expected {
+            let len_bytes = expected.saturating_mul(size_of::<UnitSums>());
+            return Err(out_of_bounds(0, len_bytes, found));
+        }
+        Ok(Self {
+            slots,
+            firsts: sums.firsts,
+            first: 0,
+        })
+    }
+
+    /// Those of chunks that start before storage element `at`, and the others.
+    pub(crate) fn cut(self, offsets: &[u64], at: u64) -> (Self, Self) {
+        let Self {
+            slots,
+            firsts,
+            first,
+        } = self;
+        let middle = self::slot(offsets, firsts, at).max(first);
+        let count = (middle - first).min(slots.len() as u64);
+        let (left, right) = slots.split_at_mut(count as usize);
+        let part = |slots, first| Slots {
+            slots,
+            firsts,
+            first,
+        };
+        (part(left, first), part(right, middle))
+    }
+
+    /// Those of `numel` elements from storage element `start` on, all of one tensor.
+    pub(crate) fn of(
+        &mut self,
+        offsets: &[u64],
+        start: u64,
+        numel: usize,
+    ) -> Option<&mut [UnitSums]> {
+        let chunks = numel.div_ceil(CHUNK_ELEMENTS as usize);
+        let from = slot(offsets, self.firsts, start).checked_sub(self.first)? as usize;
+        self.slots.get_mut(from..)?.get_mut(..chunks)
+    }
+
+    /// Those of a whole tensor.
+    pub(crate) fn of_tensor(&mut self, tensor: u32) -> Option<&mut [UnitSums]> {
+        let tensor = tensor as usize;
+        let [start, end] = [tensor, tensor + 1].map(|at| self.firsts.get(at).copied());
+        let from = start?.checked_sub(self.first)? as usize;
+        let to = end?.checked_sub(self.first)? as usize;
+        self.slots.get_mut(from..to)
+    }
+}
+
+/// The first slot of chunks that start at storage element `at` or behind it.
+fn slot(offsets: &[u64], firsts: &[u64], at: u64) -> u64 {
+    let behind = offsets.partition_point(|&offset| offset < at);
+    let end = firsts.get(behind).or(firsts.last());
+    let end = end.copied().unwrap_or(0);
+    let Some(tensor) = behind.checked_sub(1) else {
+        return end;
+    };
+    let chunks = (at - offsets[tensor]).div_ceil(u64::from(CHUNK_ELEMENTS));
+    (firsts[tensor] + chunks).min(end)
+}
+
+/// The slots of a launch, if it has any.
+pub(crate) fn slots<'a>(
+    sums: Option<UpdateSums<'a>>,
+    offsets: &[u64],
+) -> Result<Option<Slots<'a>>, BackendError> {
+    sums.map(|sums| Slots::new(sums, offsets)).transpose()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_are_found_by_element_and_cut_between_tensors() {
+        let chunk = u64::from(CHUNK_ELEMENTS);
+        // 2 chunks, none, 1, 3; with padding behind the first.
+        let offsets = [0, 2 * chunk, 2 * chunk, 2 * chunk + 64, 5 * chunk + 64];
+        let firsts = [0, 2, 2, 3, 6];
+        for (at, expected) in [
+            (0, 0),
+            (1, 1),
+            (chunk, 1),
+            (chunk + 1, 2),
+            (2 * chunk, 2),
+            (2 * chunk + 1, 3),
+            (2 * chunk + 64, 3),
+            (2 * chunk + 65, 4),
+            (3 * chunk + 64, 4),
+            (5 * chunk + 64, 6),
+            (9 * chunk, 6),
+        ] {
+            assert_eq!(slot(&offsets, &firsts, at), expected, "{at}");
+        }
+    }
+}

@@ -1,0 +1,41 @@
+//! Pass `update_norms`: how far each parameter moves in a step, measured by the update itself.
+
+use super::{ActsOn, Pass};
+use crate::{Note, Plan, PlanError, Verdict};
+
+/// Measures ‖new − old‖ of every parameter as the update writes it: [`crate::StepReport::update_norm`] for all of them together,
+/// [`crate::State::update_norms`] for each. Together with ‖parameter‖ it tells whether a learning rate is too high, and which
+/// tensors stand still.
+///
+/// ```text
+/// norm = √(Σ (new − old)²)    in f64, of the parameter as it is stored, or of its master where it has one
+/// ```
+/// The sum follows the fixed tree of docs/numerics.md, so it has the same bits whatever the threads, caps or backend. Of a step that
+/// is skipped it is 0, of a parameter that took no part as well.
+///
+/// # Cost
+/// No memory traffic besides 64 bytes for each 65,536 elements: what the sum needs is at hand. Chunks are of 65,536 elements whatever
+/// the limits, and a tensor takes 8 bytes more of a launch's arguments. [`Plan::run`] waits for a device to read the sums.
+#[derive(Clone, Copy, Debug)]
+pub struct UpdateNorms;
+
+impl Pass for UpdateNorms {
+    fn name(&self) -> &'static str {
+        "update_norms"
+    }
+
+    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+        if plan.update_norms {
+            return Err(PlanError::PassTwice { pass: self.name() });
+        }
+        plan.update_norms = true;
+        let reason = "updates sum the squares of what they change, as they write it";
+        plan.notes
+            .push(Note::new(self.name(), Verdict::Applied, reason.to_owned()));
+        Ok(())
+    }
+
+    fn acts_on(&self) -> ActsOn {
+        ActsOn::Launches
+    }
+}

@@ -1,0 +1,148 @@
+//! How far parameters moved: the memory for the sums that updates leave, and their readers.
+
+use fusestep_launch::{
+    Backend, Buffer, CHUNK_ELEMENTS, ControlBlock, UnitSums, UpdateSums, fold_units,
+};
+
+use crate::{Plan, PlanError, State, StepReport, StorageSpec};
+
+/// Places for the sums over what updates change in one storage.
+#[derive(Debug)]
+pub(crate) struct UpdateSlots {
+    /// A [`UnitSums`] for each chunk.
+    slots: Box<dyn Buffer>,
+    /// Slot of each tensor's first chunk, and one past the last tensor's.
+    firsts: Vec<u64>,
+}
+
+impl UpdateSlots {
+    pub(crate) fn allocate(spec: &StorageSpec, backend: &dyn Backend) -> Result<Self, PlanError> {
+        let mut firsts = Vec::with_capacity(spec.members.len() + 1);
+        let mut next = 0;
+        firsts.push(next);
+        for tensor in 0..spec.members.len() {
+            let chunks = spec.layout.numel(tensor);
+            next += chunks.div_ceil(u64::from(CHUNK_ELEMENTS));
+            firsts.push(next);
+        }
+        Ok(Self {
+            // A slot is smaller than the chunk's elements, of which there is a list as long.
+            slots: backend.allocate(next as usize * size_of::<UnitSums>())?,
+            firsts,
+        })
+    }
+
+    /// To be lent to a launch.
+    pub(crate) fn lend(&mut self) -> UpdateSums<'_> {
+        UpdateSums {
+            slots: self.slots.as_mut(),
+            firsts: &self.firsts,
+        }
+    }
+}
+
+/// What is kept to read the sums without allocating.
+#[derive(Debug, Default)]
+pub(crate) struct UpdateReader {
+    /// Of each parameter.
+    sums: Vec<f64>,
+    /// A copy of slots that the host cannot read in place.
+    copy: Vec<UnitSums>,
+}
+
+impl UpdateReader {
+    pub(crate) fn of(plan: &Plan) -> Option<Self> {
+        plan.update_norms.then(|| Self {
+            sums: vec![0.0; plan.params.len()],
+            copy: Vec::new(),
+        })
+    }
+}
+
+impl State {
+    /// How far each parameter moved in the last step, ‖new − old‖ in plan order; `None` without pass
+    /// [`UpdateNorms`](crate::UpdateNorms). A parameter that took no part has 0, and in a step that was skipped all have.
+    ///
+    /// # Errors
+    /// [`PlanError::Backend`].
+    /// # Cost
+    /// Waits for a device; reads 64 bytes for each 65,536 elements.
+    pub fn update_norms(&self, backend: &dyn Backend) -> Result<Option<Vec<f64>>, PlanError> {
+        let Some(reader) = &self.update_reader else {
+            return Ok(None);
+        };
+        let mut own = UpdateReader {
+            sums: vec![0.0; reader.sums.len()],
+            copy: Vec::new(),
+        };
+        let skipped = match &self.norm {
+            Some(norm) => ControlBlock::read(backend, norm.control.as_ref())?.found != 0,
+            None => false,
+        };
+        if !skipped {
+            self.read_update_sums(backend, &mut own)?;
+        }
+        Ok(Some(own.sums.into_iter().map(f64::sqrt).collect()))
+    }
+
+    /// Writes the norm of what the step that `report` is of has changed.
+    pub(crate) fn report_update_norm(
+        &mut self,
+        backend: &dyn Backend,
+        report: &mut StepReport,
+    ) -> Result<(), PlanError> {
+        // Taken out, so that the rest of the state can be read.
+        let Some(mut reader) = self.update_reader.take() else {
+            return Ok(());
+        };
+        let read = match report.skipped {
+            true => {
+                reader.sums.fill(0.0);
+                Ok(())
+            }
+            false => self.read_update_sums(backend, &mut reader),
+        };
+        let sum: f64 = reader.sums.iter().fold(0.0, |sum, own| sum + own);
+        report.update_norm = Some(sum.sqrt());
+        self.update_reader = Some(reader);
+        read
+    }
+
+    /// Adds up the chunks of each parameter that the last step's batches have, in order.
+    fn read_update_sums(
+        &self,
+        backend: &dyn Backend,
+        reader: &mut UpdateReader,
+    ) -> Result<(), PlanError> {
+        let UpdateReader { sums, copy } = reader;
+        sums.fill(0.0);
+        let mut copied = None;
+        for (&storage, batches) in self.updated.iter().zip(&self.schedule.batches) {
+            let own = &self.storages[storage];
+            let Some(UpdateSlots { slots, firsts }) = &own.update_slots else {
+                continue;
+            };
+            let units: &[UnitSums] = match slots.host() {
+                Some(bytes) => bytemuck::cast_slice(bytes),
+                None => {
+                    if copied != Some(storage) {
+                        let count = slots.len_bytes() / size_of::<UnitSums>();
+                        copy.resize(count, UnitSums::default());
+                        backend.read(slots.as_ref(), 0, bytemuck::cast_slice_mut(copy))?;
+                        copied = Some(storage);
+                    }
+                    copy
+                }
+            };
+            for record in batches.iter().flat_map(|batch| &batch.records) {
+                let chunks = |elements: u64| elements.div_ceil(u64::from(CHUNK_ELEMENTS)) as usize;
+                let first = firsts[record.tensor as usize] as usize + chunks(record.first_element);
+                let sum = &mut sums[own.params[record.tensor as usize] as usize];
+                for units in &units[first..first + chunks(record.numel)] {
+                    *sum += fold_units(units);
+                }
+            }
+        }
+        Ok(())
+    }
+}
