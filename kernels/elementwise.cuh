@@ -12,6 +12,7 @@
 #pragma once
 
 #include "resident.cuh"
+#include "update_sums.cuh"
 
 namespace elementwise {
 
@@ -37,6 +38,13 @@ struct Body {
 
     template <int WIDTH, int IN_FLIGHT>
     __device__ __forceinline__ void visit(u32 first, u32 stride) const {
+        update_sums::Ignored ignored;
+        watch<WIDTH, IN_FLIGHT>(first, stride, ignored);
+    }
+
+    // Adds what it changes to `changes`.
+    template <int WIDTH, int IN_FLIGHT, class Changes>
+    __device__ __forceinline__ void watch(u32 first, u32 stride, Changes& changes) const {
         // Read anew each time: kept over the loop, it costs registers.
         const Compute grad_factor = Compute(multi_tensor::grad_factor(header));
         Lanes<WIDTH, Param> p[IN_FLIGHT], g[IN_FLIGHT];
@@ -57,7 +65,8 @@ struct Body {
         }
         for (int i = 0; i < IN_FLIGHT; i++) {
             for (int lane = 0; lane < WIDTH; lane++) {
-                Compute value = Format::value(p[i].lane[lane], b[i].lane[lane]);
+                const Compute before = Format::value(p[i].lane[lane], b[i].lane[lane]);
+                Compute value = before;
                 Compute own[PLACES];
                 for (int list = 0; list < STATES; list++) {
                     own[list] = storage::widen(s[i][list].lane[lane]);
@@ -70,6 +79,7 @@ struct Body {
                     }
                 }
                 Format::template keep<AT_RANDOM>(p[i].lane[lane], b[i].lane[lane], value, words[0]);
+                changes.add(lane, before, Format::value(p[i].lane[lane], b[i].lane[lane]));
                 for (int list = 0; list < STATES; list++) {
                     const u32 draw = words[(list + 1) / 2] >> (16 * ((list + 1) % 2));
                     storage::narrow<AT_RANDOM>(s[i][list].lane[lane], own[list], draw);
@@ -102,7 +112,8 @@ __device__ __forceinline__ void update_chunk(Source arguments) {
     if (multi_tensor::is_skipped(table.header())) {
         return;
     }
-    const multi_tensor::Record<WORDS>& record = table.record(table.record_of_chunk(blockIdx.x));
+    const u32 index = table.record_of_chunk(blockIdx.x);
+    const multi_tensor::Record<WORDS>& record = table.record(index);
     const multi_tensor::Chunk chunk = multi_tensor::chunk_of_block(table.header(), record);
     const KeyedSet& set = table.set(record.set);
     Body<Format, STATES, Update, AT_RANDOM, Source> body = {
@@ -122,6 +133,12 @@ __device__ __forceinline__ void update_chunk(Source arguments) {
     if constexpr (Format::LISTS_BESIDE > 0) {
         body.beside = multi_tensor::chunk_start<Beside>(record, LISTS - 1, chunk);
         packs = packs && multi_tensor::takes_packs(body.beside);
+    }
+    if (table.header().flags & multi_tensor::FLAG_UPDATE_SUMS) {
+        constexpr int WIDTH = AT_RANDOM ? 2 : int(storage::Width<Format>::VALUE);
+        double* const slot = table.update_sums(index) + chunk.first_element / update_sums::CHUNK * update_sums::UNITS;
+        update_sums::update_chunk<WIDTH>(body, chunk.numel, packs, slot);
+        return;
     }
     // Two packs of each of two or three lists are 64 or 96 bytes in flight per thread, within the 64 registers that let two
     // blocks of 512 threads share a multiprocessor. Where all lists are of 16 bits one pack is eight elements, as many as two packs of

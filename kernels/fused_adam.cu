@@ -8,6 +8,7 @@
 // multiplied by the learning rate; Reddi, Kale & Kumar 2018 for AMSGrad. Every operation is rounded once, in the order written in
 // `update`, without contraction: the bits are those of crates/fused-adam/src/cpu.rs.
 #include "resident.cuh"
+#include "update_sums.cuh"
 
 namespace fused_adam {
 
@@ -90,6 +91,13 @@ struct Body {
 
     template <int WIDTH, int IN_FLIGHT>
     __device__ __forceinline__ void visit(u32 first, u32 stride) const {
+        update_sums::Ignored ignored;
+        watch<WIDTH, IN_FLIGHT>(first, stride, ignored);
+    }
+
+    // Adds what it changes to `changes`.
+    template <int WIDTH, int IN_FLIGHT, class Changes>
+    __device__ __forceinline__ void watch(u32 first, u32 stride, Changes& changes) const {
         // Read anew each time: kept over the loop, it costs the registers that f64 has not got.
         const Compute grad_factor = Compute(multi_tensor::grad_factor(header));
         Lanes<WIDTH, Param> p[IN_FLIGHT], g[IN_FLIGHT];
@@ -114,8 +122,9 @@ struct Body {
         }
         for (int i = 0; i < IN_FLIGHT; i++) {
             for (int lane = 0; lane < WIDTH; lane++) {
-                Element<Compute> element = {Format::value(p[i].lane[lane], b[i].lane[lane]), storage::widen(m[i].lane[lane]),
-                                            storage::widen(v[i].lane[lane]), storage::widen(w[i].lane[lane])};
+                const Compute before = Format::value(p[i].lane[lane], b[i].lane[lane]);
+                Element<Compute> element = {before, storage::widen(m[i].lane[lane]), storage::widen(v[i].lane[lane]),
+                                            storage::widen(w[i].lane[lane])};
                 update<Compute, SECOND>(element, storage::widen(g[i].lane[lane]) * grad_factor, scalars, set, header.flags);
                 u32 word0 = 0, word1 = 0;
                 if constexpr (AT_RANDOM) {
@@ -123,6 +132,7 @@ struct Body {
                     word1 = draws.word(first + i * stride + lane, 1);
                 }
                 Format::template keep<AT_RANDOM>(p[i].lane[lane], b[i].lane[lane], element.param, word0);
+                changes.add(lane, before, Format::value(p[i].lane[lane], b[i].lane[lane]));
                 storage::narrow<AT_RANDOM>(m[i].lane[lane], element.moment1, word0 >> 16);
                 storage::narrow<AT_RANDOM>(v[i].lane[lane], element.moment2, word1);
                 storage::narrow<AT_RANDOM>(w[i].lane[lane], element.max_moment2, word1 >> 16);
@@ -156,7 +166,8 @@ __device__ __forceinline__ void update_chunk(Source arguments) {
     if (multi_tensor::is_skipped(table.header())) {
         return;
     }
-    const multi_tensor::Record<WORDS>& record = table.record(table.record_of_chunk(blockIdx.x));
+    const u32 index = table.record_of_chunk(blockIdx.x);
+    const multi_tensor::Record<WORDS>& record = table.record(index);
     const multi_tensor::Chunk chunk = multi_tensor::chunk_of_block(table.header(), record);
     Body<Format, SECOND, AT_RANDOM, Source> body = {
         multi_tensor::chunk_start<Param>(record, 0, chunk),
@@ -179,6 +190,12 @@ __device__ __forceinline__ void update_chunk(Source arguments) {
     const bool packs = multi_tensor::takes_packs(body.param) && multi_tensor::takes_packs(body.grad) &&
                        multi_tensor::takes_packs(body.moment1) && multi_tensor::takes_packs(body.moment2) &&
                        multi_tensor::takes_packs(body.max_moment2) && multi_tensor::takes_packs(body.beside);
+    if (table.header().flags & multi_tensor::FLAG_UPDATE_SUMS) {
+        constexpr int WATCHED = AT_RANDOM ? 2 : int(storage::Width<Format>::VALUE);
+        double* const slot = table.update_sums(index) + chunk.first_element / update_sums::CHUNK * update_sums::UNITS;
+        update_sums::update_chunk<WATCHED>(body, chunk.numel, packs, slot);
+        return;
+    }
     // One access per list is four or five packs in flight per thread already. A second would cost more registers than the 64 that
     // let two blocks of 512 threads share a multiprocessor, and so would bring no further bytes in flight.
     // The words of four elements at a time would spill on sm_70.

@@ -108,6 +108,10 @@ struct Record {
     u16 reserved;
 };
 
+// A flag of the header: behind every record stands the address of the sums over what its first chunk changes;
+// crates/launch/src/update_sums.rs.
+enum Flag : u32 { FLAG_UPDATE_SUMS = 1u << 30 };
+
 static_assert(sizeof(Record<1>) == 24 && sizeof(Record<4>) == 48 && sizeof(Record<5>) == 56, "crates/launch: record_bytes");
 
 // How parts of a table are reached, by where it lies.
@@ -169,16 +173,28 @@ struct Table {
         return part<Set>(SETS_AT + index * sizeof(Set));
     }
 
+    // From record to record: 8 bytes more with FLAG_UPDATE_SUMS.
+    __device__ __forceinline__ u32 record_bytes() const {
+        static_assert(FLAG_UPDATE_SUMS >> 27 == 8, "the flag becomes the bytes of an address");
+        return sizeof(Record<LISTS>) + (header().flags >> 27 & 8);
+    }
+
+    __device__ __forceinline__ u32 record_at(u32 index) const {
+        return SETS_AT + header().set_count * sizeof(Set) + index * record_bytes();
+    }
+
     __device__ __forceinline__ const Record<LISTS>& record(u32 index) const {
-        const u32 records_at = SETS_AT + header().set_count * sizeof(Set);
-        return part<Record<LISTS>>(records_at + index * sizeof(Record<LISTS>));
+        return part<Record<LISTS>>(record_at(index));
+    }
+
+    // Where the sums over what a record's first chunk changes go; only with FLAG_UPDATE_SUMS.
+    __device__ __forceinline__ double* update_sums(u32 index) const {
+        return reinterpret_cast<double*>(part<u64>(record_at(index) + sizeof(Record<LISTS>)));
     }
 
     // Entry `index` of what a resident table has behind its records.
     __device__ __forceinline__ u32 behind_records(u64 index) const {
-        const auto header = this->header();
-        const u64 at = SETS_AT + header.set_count * sizeof(Set) + header.record_count * sizeof(Record<LISTS>);
-        return part<u32>(at + index * sizeof(u32));
+        return part<u32>(record_at(header().record_count) + index * sizeof(u32));
     }
 
     // The last record that starts at or before `chunk`.

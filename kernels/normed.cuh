@@ -13,6 +13,7 @@
 #pragma once
 
 #include "resident.cuh"
+#include "update_sums.cuh"
 
 namespace normed {
 
@@ -216,10 +217,7 @@ struct Engine {
         // The lower half of a leaf's lanes is a whole warp.
         if (lane < LEAF_LANES / 2) {
             for (int sum = 0; sum < int(SUMS); sum++) {
-                double total = lanes[threadIdx.x * SUMS + sum] + lanes[(threadIdx.x + LEAF_LANES / 2) * SUMS + sum];
-                for (int half = 16; half > 0; half /= 2) {
-                    total = total + dialect::shuffle_xor(total, half);
-                }
+                const double total = fold_warp(lanes[threadIdx.x * SUMS + sum] + lanes[(threadIdx.x + LEAF_LANES / 2) * SUMS + sum]);
                 if (lane == 0) {
                     leaves[leaf * SUMS + sum] = total;
                 }
@@ -228,23 +226,10 @@ struct Engine {
         dialect::block_sync();
         if (threadIdx.x < SUMS) {
             double* const out = slot(workspace().first_slot + chunk) + unit * SUMS;
-            dialect::store(out + threadIdx.x, fold_8<SUMS>(leaves + threadIdx.x));
+            dialect::store(out + threadIdx.x, update_sums::fold_8<SUMS>(leaves + threadIdx.x));
         }
         // `lanes` and `leaves` are written again by the next unit.
         dialect::block_sync();
-    }
-
-    // Eight values, `STRIDE` apart, by halves.
-    template <int STRIDE>
-    __device__ __forceinline__ static double fold_8(const double* values) {
-        double half[4], quarter[2];
-        for (int i = 0; i < 4; i++) {
-            half[i] = values[i * STRIDE] + values[(i + 4) * STRIDE];
-        }
-        for (int i = 0; i < 2; i++) {
-            quarter[i] = half[i] + half[i + 2];
-        }
-        return quarter[0] + quarter[1];
     }
 
     __device__ __forceinline__ void sum_chunks(u64 first, u64 end) const {
@@ -272,7 +257,7 @@ struct Engine {
                 for (int unit = 0; unit < int(UNITS); unit++) {
                     values[unit] = dialect::load(own + unit * SUMS);
                 }
-                of_chunks[threadIdx.x] = fold_8<1>(values);
+                of_chunks[threadIdx.x] = update_sums::fold_8<1>(values);
             }
             dialect::block_sync();
             if (threadIdx.x < SUMS) {
@@ -291,9 +276,9 @@ struct Engine {
     }
 
     // One visit of `WIDTH` neighbouring elements in all lists.
-    template <int WIDTH>
+    template <int WIDTH, class Changes>
     __device__ __forceinline__ void update_lanes(const Row& record, u64 at, const typename Rule::Finished& finished,
-                                                 const storage::Draws& draws) const {
+                                                 const storage::Draws& draws, Changes& changes) const {
         const Compute grad_factor = Compute(multi_tensor::grad_factor(table.header()));
         Lanes<WIDTH, Param> p, g;
         Lanes<WIDTH, State> s[STATES];
@@ -309,8 +294,9 @@ struct Engine {
             b = multi_tensor::load_lanes<WIDTH>(list_of<const Beside>(record, LISTS - 1) + at);
         }
         for (int lane = 0; lane < WIDTH; lane++) {
+            const Compute before = Format::value(p.lane[lane], b.lane[lane]);
             Compute element[Rule::VALUES];
-            element[0] = Format::value(p.lane[lane], b.lane[lane]);
+            element[0] = before;
             element[1] = storage::widen(g.lane[lane]) * grad_factor;
             for (int list = 0; list < STATES; list++) {
                 element[2 + list] = storage::widen(s[list].lane[lane]);
@@ -326,6 +312,7 @@ struct Engine {
                 }
             }
             Format::template keep<AT_RANDOM>(p.lane[lane], b.lane[lane], element[0], words[0]);
+            changes.add(lane, before, Format::value(p.lane[lane], b.lane[lane]));
             for (int list = 0; list < STATES; list++) {
                 const u32 draw = words[(list + 1) / 2] >> (16 * ((list + 1) % 2));
                 storage::narrow<AT_RANDOM>(s[list].lane[lane], element[2 + list], draw);
@@ -343,6 +330,7 @@ struct Engine {
     __device__ __forceinline__ void update_unit(const Row& record, u64 chunk, u32 unit, const typename Rule::Finished& finished) const {
         constexpr u32 WIDTH = AT_RANDOM ? 2 : storage::Width<Format>::VALUE;
         const storage::Draws draws = storage::draws_of<LISTS>(record, table.set(record.set), multi_tensor::Chunk{0, 0});
+        update_sums::Ignored ignored;
         bool packs = true;
         for (int list = 0; list < LISTS; list++) {
             packs = packs && multi_tensor::takes_packs(list_of<const unsigned char>(record, list));
@@ -350,13 +338,53 @@ struct Engine {
         for (u32 i = threadIdx.x * WIDTH; i < UNIT_ELEMENTS; i += BLOCK_THREADS * WIDTH) {
             const u64 at = first_element(record, chunk) + (unit + i / LEAF * UNITS) * LEAF + i % LEAF;
             if (packs && at + WIDTH <= record.numel) {
-                update_lanes<WIDTH>(record, at, finished, draws);
+                update_lanes<WIDTH>(record, at, finished, draws, ignored);
             } else {
                 for (u64 element = at; element < at + WIDTH && element < record.numel; element++) {
-                    update_lanes<1>(record, element, finished, draws);
+                    update_lanes<1>(record, element, finished, draws, ignored);
                 }
             }
         }
+    }
+
+    // The same, a thread to a lane of a leaf; the sum over what the unit changes goes to `out`.
+    __device__ __forceinline__ void update_unit_summed(const Row& record, u64 chunk, u32 unit, const typename Rule::Finished& finished,
+                                                       double* out) const {
+        double* const lanes = shared_lanes();
+        double* const leaves = shared_leaves();
+        const storage::Draws draws = storage::draws_of<LISTS>(record, table.set(record.set), multi_tensor::Chunk{0, 0});
+        const u32 leaf = threadIdx.x / LEAF_LANES;
+        const u32 lane = threadIdx.x % LEAF_LANES;
+        const u64 first = first_element(record, chunk) + (unit + leaf * UNITS) * LEAF + lane;
+        update_sums::Squares<1> squares = {};
+        for (u32 row = 0; row < LEAF / LEAF_LANES; row++) {
+            const u64 element = first + row * LEAF_LANES;
+            if (element < record.numel) {
+                update_lanes<1>(record, element, finished, draws, squares);
+            }
+        }
+        lanes[threadIdx.x] = squares.sums[0];
+        dialect::block_sync();
+        if (lane < LEAF_LANES / 2) {
+            const double total = fold_warp(lanes[threadIdx.x] + lanes[threadIdx.x + LEAF_LANES / 2]);
+            if (lane == 0) {
+                leaves[leaf] = total;
+            }
+        }
+        dialect::block_sync();
+        if (threadIdx.x == 0) {
+            dialect::store(out, update_sums::fold_8<1>(leaves));
+        }
+        // `lanes` and `leaves` are written again by the next unit.
+        dialect::block_sync();
+    }
+
+    // The values of a warp, by halves.
+    __device__ __forceinline__ static double fold_warp(double value) {
+        for (int half = 16; half > 0; half /= 2) {
+            value = value + dialect::shuffle_xor(value, half);
+        }
+        return value;
     }
 
     __device__ __forceinline__ void update_chunks(u64 first, u64 end) const {
@@ -378,9 +406,18 @@ struct Engine {
                 finite = Rule::finish(sums, table.scalars(), table.set(record.set).own, multi_tensor::grad_factor(table.header()), finished);
                 known = index;
             }
-            if (finite) {
-                update_unit(record, chunk, u32(at % UNITS), finished);
-            } else if (threadIdx.x == 0 && at == u64(record.first_chunk) * UNITS && tensor(index).starts_here) {
+            const u32 unit = u32(at % UNITS);
+            if (table.header().flags & multi_tensor::FLAG_UPDATE_SUMS) {
+                double* const out = table.update_sums(index) + (chunk - record.first_chunk) * UNITS + unit;
+                if (finite) {
+                    update_unit_summed(record, chunk, unit, finished, out);
+                } else if (threadIdx.x == 0) {
+                    dialect::store(out, 0.0);
+                }
+            } else if (finite) {
+                update_unit(record, chunk, unit, finished);
+            }
+            if (!finite && threadIdx.x == 0 && at == u64(record.first_chunk) * UNITS && tensor(index).starts_here) {
                 double* const skipped = slot(tensor(index).first_slot) + UNITS * SUMS;
                 dialect::store(skipped, dialect::load(skipped) + 1.0);
             }

@@ -86,8 +86,8 @@ impl LaunchLimits {
 /// binary search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ArgumentLayout {
-    /// Words of a record before its numel: one address for each tensor list, and [`crate::ORIGIN_WORDS`] behind them for a kernel
-    /// that rounds at random, [`crate::UPDATE_SUM_WORDS`] for a launch that leaves sums over what it changes.
+    /// Words of a record besides its numel and place: one address for each tensor list, [`crate::ORIGIN_WORDS`] behind them for a
+    /// kernel that rounds at random, and [`crate::UPDATE_SUM_WORDS`] at the end for a launch that leaves sums over what it changes.
     pub lists: usize,
     /// Bytes of the scalars shared by all tensors; a multiple of 8.
     pub scalar_bytes: usize,

@@ -67,11 +67,11 @@ pub fn pack(launch: &Launch<'_>, batch: &Batch, addresses: Addresses<'_>, out: &
             let before = launch.before.get(record.tensor as usize);
             writer.u64(before.copied().unwrap_or(0) + record.first_element);
         }
+        writer.place(record);
         if let Some(sums) = &launch.update_sums {
             let slot = sums.slot(record.tensor, record.first_element);
             writer.u64(addresses.update_sums + slot * size_of::<UnitSums>() as u64);
         }
-        writer.place(record);
     }
     debug_assert_eq!(writer.at, len_bytes);
     len_bytes

@@ -11,10 +11,10 @@ use crate::{
     ArgumentLayout, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, Launch, LaunchLimits, MultiTensorKernel,
 };
 
-/// A kernel's flag: behind the addresses of a record stands that of the [`UnitSums`] of its first chunk.
+/// A flag of the header: behind every record stands the address of the [`UnitSums`] of its first chunk.
 pub const FLAG_UPDATE_SUMS: u32 = 1 << 30;
 
-/// Words of a record for it.
+/// Words for it.
 pub const UPDATE_SUM_WORDS: usize = 1;
 
 /// What is kept of a chunk.
