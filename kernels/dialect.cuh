@@ -12,6 +12,9 @@
 #include <cooperative_groups.h>
 #endif
 
+// Before a loop: its turns one after the other, each in the registers of the one before.
+#define ROLLED _Pragma("unroll 1")
+
 // Memory of the block: `count` values of `T`, not initialised.
 #define SHARED(T, name, count) __shared__ T name[count]
 

@@ -134,10 +134,9 @@ __device__ __forceinline__ void update_chunk(Source arguments) {
         body.beside = multi_tensor::chunk_start<Beside>(record, LISTS - 1, chunk);
         packs = packs && multi_tensor::takes_packs(body.beside);
     }
-    if (table.header().flags & multi_tensor::FLAG_UPDATE_SUMS) {
-        constexpr int WIDTH = AT_RANDOM ? 2 : int(storage::Width<Format>::VALUE);
+    if constexpr (multi_tensor::Place<Source>::IS_MEASURED) {
         double* const slot = table.update_sums(index) + chunk.first_element / update_sums::CHUNK * update_sums::UNITS;
-        update_sums::update_chunk<WIDTH>(body, chunk.numel, packs, slot);
+        update_sums::update_chunk<AT_RANDOM ? 2 : int(storage::Width<Format>::VALUE)>(body, chunk.numel, packs, slot);
         return;
     }
     // Two packs of each of two or three lists are 64 or 96 bytes in flight per thread, within the 64 registers that let two

@@ -190,10 +190,9 @@ __device__ __forceinline__ void update_chunk(Source arguments) {
     const bool packs = multi_tensor::takes_packs(body.param) && multi_tensor::takes_packs(body.grad) &&
                        multi_tensor::takes_packs(body.moment1) && multi_tensor::takes_packs(body.moment2) &&
                        multi_tensor::takes_packs(body.max_moment2) && multi_tensor::takes_packs(body.beside);
-    if (table.header().flags & multi_tensor::FLAG_UPDATE_SUMS) {
-        constexpr int WATCHED = AT_RANDOM ? 2 : int(storage::Width<Format>::VALUE);
+    if constexpr (multi_tensor::Place<Source>::IS_MEASURED) {
         double* const slot = table.update_sums(index) + chunk.first_element / update_sums::CHUNK * update_sums::UNITS;
-        update_sums::update_chunk<WATCHED>(body, chunk.numel, packs, slot);
+        update_sums::update_chunk<AT_RANDOM ? 2 : int(storage::Width<Format>::VALUE)>(body, chunk.numel, packs, slot);
         return;
     }
     // One access per list is four or five packs in flight per thread already. A second would cost more registers than the 64 that
@@ -354,6 +353,19 @@ extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_r16_resident(c
 extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_bf16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::Plain<fused_adam::BF16, fused_adam::BF16, float>>(multi_tensor::in_memory(resident)); }
 extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_m32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::WithMaster<fused_adam::BF16, fused_adam::BF16>>(multi_tensor::in_memory(resident)); }
 extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_r16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::WithRemainder<fused_adam::BF16>>(multi_tensor::in_memory(resident)); }
+
+// The same with the sums over what is changed.
+extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_f32_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::Plain<float, float, float>>(multi_tensor::measured(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_f64_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::Plain<double, double, double>>(multi_tensor::measured(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_f32_s16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::Plain<float, fused_adam::BF16, float>>(multi_tensor::measured(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_f16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::Plain<fused_adam::F16, float, float>>(multi_tensor::measured(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_f16_m32_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::WithMaster<fused_adam::F16, float>>(multi_tensor::measured(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_bf16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::Plain<fused_adam::BF16, float, float>>(multi_tensor::measured(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_bf16_m32_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::WithMaster<fused_adam::BF16, float>>(multi_tensor::measured(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_bf16_r16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::WithRemainder<float>>(multi_tensor::measured(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_bf16_s16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::Plain<fused_adam::BF16, fused_adam::BF16, float>>(multi_tensor::measured(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_bf16_m32_s16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::WithMaster<fused_adam::BF16, fused_adam::BF16>>(multi_tensor::measured(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_bf16_r16_s16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::WithRemainder<fused_adam::BF16>>(multi_tensor::measured(resident)); }
 
 // The sets of a resident table.
 extern "C" __global__ void __launch_bounds__(512) fused_adam_sets_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<fused_adam::Sets<float>>(resident); }

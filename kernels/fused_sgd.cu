@@ -122,6 +122,19 @@ extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_s16_resident(co
 extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_m32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::WithMaster<storage::BF16, storage::BF16>>(multi_tensor::in_memory(resident)); }
 extern "C" __global__ void __launch_bounds__(512) fused_sgd_bf16_r16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::WithRemainder<storage::BF16>>(multi_tensor::in_memory(resident)); }
 
+// The same with the sums over what is changed.
+extern "C" __global__ void __launch_bounds__(512, 1) fused_sgd_f32_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::Plain<float, float, float>>(multi_tensor::measured(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_sgd_f64_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::Plain<double, double, double>>(multi_tensor::measured(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_sgd_f32_s16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::Plain<float, storage::BF16, float>>(multi_tensor::measured(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_sgd_f16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::Plain<storage::F16, float, float>>(multi_tensor::measured(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_sgd_f16_m32_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::WithMaster<storage::F16, float>>(multi_tensor::measured(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_sgd_bf16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::Plain<storage::BF16, float, float>>(multi_tensor::measured(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_sgd_bf16_m32_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::WithMaster<storage::BF16, float>>(multi_tensor::measured(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_sgd_bf16_r16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::WithRemainder<float>>(multi_tensor::measured(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_sgd_bf16_s16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::Plain<storage::BF16, storage::BF16, float>>(multi_tensor::measured(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_sgd_bf16_m32_s16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::WithMaster<storage::BF16, storage::BF16>>(multi_tensor::measured(resident)); }
+extern "C" __global__ void __launch_bounds__(512, 1) fused_sgd_bf16_r16_s16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_sgd::run<storage::WithRemainder<storage::BF16>>(multi_tensor::measured(resident)); }
+
 // The sets of a resident table.
 extern "C" __global__ void __launch_bounds__(512) fused_sgd_sets_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<fused_sgd::Sets<float>>(resident); }
 extern "C" __global__ void __launch_bounds__(512) fused_sgd_sets_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<fused_sgd::Sets<double>>(resident); }

@@ -7,7 +7,7 @@
 // chunk counts, so that the table holds bytes per tensor only, however long the tensors are.
 //
 // A resident table is the same bytes in global memory, built once, with a map from chunks to records behind the records: u32 for
-// each chunk, for one load in place of the search. `resident.cuh` derives its sets.
+// each chunk, for one load in place of the search. `resident.cuh` derives its sets. A measured one has an address behind every record.
 #pragma once
 
 #include "dialect.cuh"
@@ -55,6 +55,15 @@ struct InMemory {
 };
 
 __device__ __forceinline__ InMemory in_memory(const Resident& resident) {
+    return {reinterpret_cast<const unsigned char*>(resident.table)};
+}
+
+// The same of a launch that leaves sums over what it changes: behind every record stands the address of those of its first chunk.
+struct Measured {
+    const unsigned char* bytes;
+};
+
+__device__ __forceinline__ Measured measured(const Resident& resident) {
     return {reinterpret_cast<const unsigned char*>(resident.table)};
 }
 
@@ -108,10 +117,6 @@ struct Record {
     u16 reserved;
 };
 
-// A flag of the header: behind every record stands the address of the sums over what its first chunk changes;
-// crates/launch/src/update_sums.rs.
-enum Flag : u32 { FLAG_UPDATE_SUMS = 1u << 30 };
-
 static_assert(sizeof(Record<1>) == 24 && sizeof(Record<4>) == 48 && sizeof(Record<5>) == 56, "crates/launch: record_bytes");
 
 // How parts of a table are reached, by where it lies.
@@ -121,7 +126,7 @@ struct Place;
 template <>
 struct Place<const unsigned char*> {
     typedef const Header& HeaderView;
-    enum : int { IS_RESIDENT = 0 };
+    enum : int { IS_RESIDENT = 0, IS_MEASURED = 0, BEHIND_RECORD = 0 };
 
     template <class T>
     __device__ __forceinline__ static const T& part(const unsigned char* bytes, u64 at) {
@@ -133,11 +138,22 @@ template <>
 struct Place<InMemory> {
     // A copy: stores to tensors could change what lies in memory, for all that the compiler knows.
     typedef Header HeaderView;
-    enum : int { IS_RESIDENT = 1 };
+    enum : int { IS_RESIDENT = 1, IS_MEASURED = 0, BEHIND_RECORD = 0 };
 
     template <class T>
     __device__ __forceinline__ static const T& part(const InMemory& memory, u64 at) {
         return *dialect::global(reinterpret_cast<const T*>(memory.bytes + at));
+    }
+};
+
+template <>
+struct Place<Measured> {
+    typedef Header HeaderView;
+    enum : int { IS_RESIDENT = 1, IS_MEASURED = 1, BEHIND_RECORD = 8 };
+
+    template <class T>
+    __device__ __forceinline__ static const T& part(const Measured& memory, u64 at) {
+        return Place<InMemory>::part<T>(InMemory{memory.bytes}, at);
     }
 };
 
@@ -155,6 +171,8 @@ struct Table {
     Source source;
 
     enum : u32 { SETS_AT = sizeof(Header) + (sizeof(Scalars) + 7) / 8 * 8 };
+    // From record to record, in a table that may be long.
+    enum : u64 { RECORD_BYTES = sizeof(Record<LISTS>) + Place<Source>::BEHIND_RECORD };
 
     template <class T>
     __device__ __forceinline__ const T& part(u64 at) const {
@@ -173,28 +191,22 @@ struct Table {
         return part<Set>(SETS_AT + index * sizeof(Set));
     }
 
-    // From record to record: 8 bytes more with FLAG_UPDATE_SUMS.
-    __device__ __forceinline__ u32 record_bytes() const {
-        static_assert(FLAG_UPDATE_SUMS >> 27 == 8, "the flag becomes the bytes of an address");
-        return sizeof(Record<LISTS>) + (header().flags >> 27 & 8);
-    }
-
-    __device__ __forceinline__ u32 record_at(u32 index) const {
-        return SETS_AT + header().set_count * sizeof(Set) + index * record_bytes();
-    }
-
     __device__ __forceinline__ const Record<LISTS>& record(u32 index) const {
-        return part<Record<LISTS>>(record_at(index));
+        const u32 records_at = SETS_AT + header().set_count * sizeof(Set);
+        return part<Record<LISTS>>(records_at + index * RECORD_BYTES);
     }
 
-    // Where the sums over what a record's first chunk changes go; only with FLAG_UPDATE_SUMS.
+    // Where the sums over what a record's first chunk changes go; only of a table that is measured.
     __device__ __forceinline__ double* update_sums(u32 index) const {
-        return reinterpret_cast<double*>(part<u64>(record_at(index) + sizeof(Record<LISTS>)));
+        const u32 records_at = SETS_AT + header().set_count * sizeof(Set);
+        return reinterpret_cast<double*>(part<u64>(records_at + index * RECORD_BYTES + sizeof(Record<LISTS>)));
     }
 
     // Entry `index` of what a resident table has behind its records.
     __device__ __forceinline__ u32 behind_records(u64 index) const {
-        return part<u32>(record_at(header().record_count) + index * sizeof(u32));
+        const auto header = this->header();
+        const u64 at = SETS_AT + header.set_count * sizeof(Set) + header.record_count * RECORD_BYTES;
+        return part<u32>(at + index * sizeof(u32));
     }
 
     // The last record that starts at or before `chunk`.

@@ -92,6 +92,7 @@ struct Engine {
         // State lists that the sums read; C++ has no arrays of length 0.
         SUMMED = Rule::READ - 2,
         PLACES = SUMMED > 0 ? SUMMED : 1,
+        IS_MEASURED = multi_tensor::Place<Source>::IS_MEASURED,
         ROW_BYTES = sizeof(Param) * (1 + Format::READS_PARAM) + sizeof(State) * SUMMED + sizeof(Beside) * Format::LISTS_BESIDE,
     };
     typedef multi_tensor::Record<WORDS> Row;
@@ -357,7 +358,7 @@ struct Engine {
         const u32 lane = threadIdx.x % LEAF_LANES;
         const u64 first = first_element(record, chunk) + (unit + leaf * UNITS) * LEAF + lane;
         update_sums::Squares<1> squares = {};
-        for (u32 row = 0; row < LEAF / LEAF_LANES; row++) {
+        ROLLED for (u32 row = 0; row < LEAF / LEAF_LANES; row++) {
             const u64 element = first + row * LEAF_LANES;
             if (element < record.numel) {
                 update_lanes<1>(record, element, finished, draws, squares);
@@ -387,6 +388,11 @@ struct Engine {
         return value;
     }
 
+    // Where the sum over what a unit changes goes.
+    __device__ __forceinline__ double* update_sum(u32 index, u64 chunk, u32 unit) const {
+        return table.update_sums(index) + (chunk - table.record(index).first_chunk) * UNITS + unit;
+    }
+
     __device__ __forceinline__ void update_chunks(u64 first, u64 end) const {
         if (multi_tensor::is_skipped(table.header())) {
             return;
@@ -406,20 +412,20 @@ struct Engine {
                 finite = Rule::finish(sums, table.scalars(), table.set(record.set).own, multi_tensor::grad_factor(table.header()), finished);
                 known = index;
             }
-            const u32 unit = u32(at % UNITS);
-            if (table.header().flags & multi_tensor::FLAG_UPDATE_SUMS) {
-                double* const out = table.update_sums(index) + (chunk - record.first_chunk) * UNITS + unit;
-                if (finite) {
-                    update_unit_summed(record, chunk, unit, finished, out);
-                } else if (threadIdx.x == 0) {
-                    dialect::store(out, 0.0);
+            if (finite) {
+                if constexpr (IS_MEASURED) {
+                    update_unit_summed(record, chunk, u32(at % UNITS), finished, update_sum(index, chunk, u32(at % UNITS)));
+                } else {
+                    update_unit(record, chunk, u32(at % UNITS), finished);
                 }
-            } else if (finite) {
-                update_unit(record, chunk, unit, finished);
-            }
-            if (!finite && threadIdx.x == 0 && at == u64(record.first_chunk) * UNITS && tensor(index).starts_here) {
+            } else if (threadIdx.x == 0 && at == u64(record.first_chunk) * UNITS && tensor(index).starts_here) {
                 double* const skipped = slot(tensor(index).first_slot) + UNITS * SUMS;
                 dialect::store(skipped, dialect::load(skipped) + 1.0);
+            }
+            if constexpr (IS_MEASURED) {
+                if (!finite && threadIdx.x == 0) {
+                    dialect::store(update_sum(index, chunk, u32(at % UNITS)), 0.0);
+                }
             }
         }
     }

@@ -11,7 +11,14 @@ namespace update_sums {
 using multi_tensor::u32;
 using multi_tensor::u64;
 
-enum Shape : u32 { LANES = 64, LEAF = 1024, ROWS = LEAF / LANES, LEAVES = 64, CHUNK = LEAF * LEAVES, UNITS = 8 };
+enum Shape : u32 {
+    LANES = 64,
+    LEAF = 1024,
+    ROWS = LEAF / LANES,
+    LEAVES = 64,
+    CHUNK = LEAF * LEAVES,
+    UNITS = 8,
+};
 
 // Of a visit whose changes nobody wants.
 struct Ignored {
@@ -48,15 +55,14 @@ __device__ __forceinline__ double fold_8(const double* values) {
 // threads of the warp arrive here. The result is that of member 0.
 template <int WIDTH, class Body>
 __device__ __forceinline__ double update_leaf(const Body& body, u32 first, u32 numel, bool packs, u32 member) {
-    constexpr u32 GROUP = LANES / WIDTH;
     Squares<WIDTH> squares = {};
     const u32 at = first + member * WIDTH;
     if (packs && first + LEAF <= numel) {
-        for (u32 row = 0; row < ROWS; row++) {
+        ROLLED for (u32 row = 0; row < ROWS; row++) {
             body.template watch<WIDTH, 1>(at + row * LANES, LANES, squares);
         }
     } else {
-        for (u32 row = 0; row < ROWS; row++) {
+        ROLLED for (u32 row = 0; row < ROWS; row++) {
             for (int i = 0; i < WIDTH; i++) {
                 const u32 element = at + row * LANES + i;
                 if (element < numel) {
@@ -67,7 +73,7 @@ __device__ __forceinline__ double update_leaf(const Body& body, u32 first, u32 n
             }
         }
     }
-    for (u32 half = GROUP / 2; half > 0; half /= 2) {
+    for (u32 half = LANES / WIDTH / 2; half > 0; half /= 2) {
         for (int i = 0; i < WIDTH; i++) {
             squares.sums[i] = squares.sums[i] + dialect::shuffle_xor(squares.sums[i], int(half));
         }
@@ -87,7 +93,7 @@ __device__ __forceinline__ void update_chunk(const Body& body, u32 numel, bool p
     constexpr u32 GROUP = LANES / WIDTH;
     static_assert(GROUP <= 32, "a leaf is a warp's at most");
     SHARED(double, leaves, LEAVES);
-    for (u32 leaf = threadIdx.x / GROUP; leaf < LEAVES; leaf += blockDim.x / GROUP) {
+    ROLLED for (u32 leaf = threadIdx.x / GROUP; leaf < LEAVES; leaf += blockDim.x / GROUP) {
         const double sum = update_leaf<WIDTH>(body, leaf * LEAF, numel, packs, threadIdx.x % GROUP);
         if (threadIdx.x % GROUP == 0) {
             leaves[leaf] = sum;

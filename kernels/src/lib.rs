@@ -66,6 +66,7 @@ const HEADERS: &[(&str, &str)] = &[
     ("normed.cuh", include_str!("../normed.cuh")),
     ("resident.cuh", include_str!("../resident.cuh")),
     ("storage.cuh", include_str!("../storage.cuh")),
+    ("update_sums.cuh", include_str!("../update_sums.cuh")),
 ];
 
 /// The by-value parameter of a device entry.
@@ -77,6 +78,8 @@ pub enum ArgumentBlock {
     Large,
     /// 16 bytes: where a table lies in the device's memory, and what its sets are derived from.
     Resident,
+    /// The same, where the launch leaves sums over what it changes.
+    Measured,
 }
 
 impl ArgumentBlock {
@@ -85,7 +88,7 @@ impl ArgumentBlock {
         match self {
             Self::Classic => 4096,
             Self::Large => 32_760,
-            Self::Resident => 16,
+            Self::Resident | Self::Measured => 16,
         }
     }
 
@@ -105,6 +108,7 @@ impl ArgumentBlock {
             Self::Classic => "_4k",
             Self::Large => "_32k",
             Self::Resident => "_resident",
+            Self::Measured => "_measured",
         }
     }
 }

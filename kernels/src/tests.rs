@@ -53,15 +53,22 @@ fn every_declared_entry_is_in_the_ptx_for_every_argument_block() {
                 .strip_suffix("_4k")
                 .or_else(|| name.strip_suffix("_32k"))
                 .or_else(|| name.strip_suffix("_resident"))
-                .unwrap_or_else(|| panic!("{name}: expected the suffix _4k, _32k or _resident"));
+                .or_else(|| name.strip_suffix("_measured"))
+                .unwrap_or_else(|| {
+                    panic!("{name}: expected the suffix _4k, _32k, _resident or _measured")
+                });
             assert_eq!(stem_of_entry(base), Some(stem));
-            use ArgumentBlock::{Classic, Large, Resident};
+            use ArgumentBlock::{Classic, Large, Measured, Resident};
             let blocks: &[ArgumentBlock] = match base {
                 // One block, with fixed arguments.
                 "amp_finish" => &[Classic, Large],
                 // Derives sets where they lie.
                 _ if base.starts_with(&format!("{stem}_sets_")) => &[Resident],
-                _ => &[Classic, Large, Resident],
+                "amp_norm_f16" | "amp_norm_bf16" | "amp_norm_f32" | "amp_norm_f64" => {
+                    &[Classic, Large, Resident]
+                }
+                // All that update.
+                _ => &[Classic, Large, Resident, Measured],
             };
             for &block in blocks {
                 let name = entry(base, block);

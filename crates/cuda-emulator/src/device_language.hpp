@@ -52,6 +52,8 @@ void shuffle(void* value, std::size_t len_bytes, int lane_mask);
 #define blockDim (::emulator::position->block_size)
 #define gridDim (::emulator::position->grid_size)
 
+#define ROLLED
+
 #define SHARED(T, name, count)    \
     static char name##_site;      \
     T* const name = static_cast<T*>(::emulator::shared_memory(&name##_site, sizeof(T) * (count)))

@@ -16,7 +16,7 @@ use crate::buffer::{Allocation, DeviceBuffer};
 use crate::kernels::Kernels;
 use crate::session::{Session, unavailable};
 use crate::status::check;
-use crate::update_sums::check_update_sums;
+use crate::update_sums::check_without_update_sums;
 use crate::{DeviceInfo, GridSync, NAME};
 
 /// Threads of a block, as the kernels are compiled for.
@@ -294,6 +294,7 @@ impl Backend for CudaBackend {
     }
 
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
+        check_without_update_sums(&launch)?;
         let mut addresses = [0; MAX_LISTS];
         for (address, list) in addresses.iter_mut().zip(launch.lists.iter()) {
             *address = self.device_buffer(list.buffer.as_ref())?.address();
@@ -304,10 +305,9 @@ impl Backend for CudaBackend {
                 Some(control) => self.control_address(control)?,
                 None => 0,
             },
-            update_sums: self.update_sums_address(&launch)?,
+            update_sums: 0,
         };
         // All batches are checked before the first is launched.
-        check_update_sums(&launch)?;
         for batch in launch.batches {
             check_records(launch.lists, launch.offsets, batch)?;
             self.block_for(argument_bytes(&launch, batch))?;

@@ -170,14 +170,21 @@ impl CudaBackend {
         let sets = resident_sets(NAME, launch.kernel)?;
         self.keep_table(table);
         let mut launches = 0;
-        let mut enqueue = |name, batch: &PlacedBatch, threads, grid| {
-            launches += 1;
-            self.enqueue_placed((launch.kernel.stem(), name), batch, threads, grid)
-        };
+        let stem = launch.kernel.stem();
         for batch in &table.batches {
             let blocks = batch.classes.div_ceil(BLOCK_THREADS);
-            enqueue(sets.entry, batch, BLOCK_THREADS, Grid::Apart(blocks))?;
+            let entry = (stem, sets.entry, ArgumentBlock::Resident);
+            self.enqueue_placed(entry, batch, BLOCK_THREADS, Grid::Apart(blocks))?;
+            launches += 1;
         }
+        let block = match launch.update_sums {
+            Some(_) => ArgumentBlock::Measured,
+            None => ArgumentBlock::Resident,
+        };
+        let mut enqueue = |name, batch: &PlacedBatch, threads, grid| {
+            launches += 1;
+            self.enqueue_placed((stem, name, block), batch, threads, grid)
+        };
         match (table.way, launch.kernel.normed()) {
             (Way::Apart, Some(normed)) => {
                 for name in [normed.apart().sums, normed.apart().update] {
@@ -207,7 +214,7 @@ impl CudaBackend {
 
     fn enqueue_placed(
         &self,
-        (stem, entry): (&'static str, &'static str),
+        (stem, entry, block): (&'static str, &'static str, ArgumentBlock),
         batch: &PlacedBatch,
         threads: u32,
         grid: Grid,
@@ -215,7 +222,7 @@ impl CudaBackend {
         let entry = Entry {
             stem,
             entry,
-            block: ArgumentBlock::Resident,
+            block,
             threads,
             grid,
         };
@@ -305,7 +312,7 @@ impl CudaBackend {
         }
         self.keep_table(table);
         for batch in &table.batches {
-            let name = (reduce.kernel.stem(), table.entry);
+            let name = (reduce.kernel.stem(), table.entry, ArgumentBlock::Resident);
             self.enqueue_placed(name, batch, batch.threads, Grid::Apart(batch.chunks))?;
         }
         Ok(LaunchReport {

@@ -5,6 +5,7 @@ use fusestep_launch::{BackendError, CHUNK_ELEMENTS, Launch, UnitSums};
 use crate::backend::CudaBackend;
 use crate::normed::check_chunks;
 use crate::reduce::check_end;
+use crate::session::unavailable;
 
 impl CudaBackend {
     /// The address of the launch's slots; 0 if it leaves no sums.
@@ -13,6 +14,17 @@ impl CudaBackend {
             Some(sums) => Ok(self.device_buffer(&*sums.slots)?.address()),
             None => Ok(0),
         }
+    }
+}
+
+/// Refuses a launch that leaves sums and whose table is in its arguments: there are entries for tables in memory only.
+pub(crate) fn check_without_update_sums(launch: &Launch<'_>) -> Result<(), BackendError> {
+    match launch.update_sums {
+        None => Ok(()),
+        Some(_) => Err(unavailable(format!(
+            "`{}`: expected a table in the device's memory for a launch that leaves sums over what it changes, found one in arguments; plan with resident tables",
+            launch.kernel.entry()
+        ))),
     }
 }
 

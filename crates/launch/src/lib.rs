@@ -51,4 +51,4 @@ pub use resident::{
     pack_reduction_table, pack_steps, pack_table, push_waves, resident_sets,
 };
 pub use rule::{Domain, Objective, RuleError, UpdateRule, WeightDecay, check_hyper};
-pub use update_sums::{FLAG_UPDATE_SUMS, UPDATE_SUM_WORDS, UnitSums, UpdateSums, fold_units};
+pub use update_sums::{UPDATE_SUM_WORDS, UnitSums, UpdateSums, fold_units};

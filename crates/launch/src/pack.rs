@@ -1,8 +1,8 @@
 //! A batch as the argument bytes that a device kernel reads.
 
 use crate::{
-    ArgumentLayout, Batch, FLAG_STOCHASTIC, FLAG_UPDATE_SUMS, HEADER_BYTES, Launch,
-    MultiTensorReduction, ORIGIN_WORDS, Record, UPDATE_SUM_WORDS, UnitSums,
+    ArgumentLayout, Batch, FLAG_STOCHASTIC, HEADER_BYTES, Launch, MultiTensorReduction,
+    ORIGIN_WORDS, Record, UPDATE_SUM_WORDS, UnitSums,
 };
 
 /// Bytes of a conclusion's arguments before the rule's own: header, three addresses and the tensor count.
@@ -29,14 +29,13 @@ pub struct Addresses<'a> {
 pub fn pack(launch: &Launch<'_>, batch: &Batch, addresses: Addresses<'_>, out: &mut [u8]) -> usize {
     let layout = launch.argument_layout();
     let len_bytes = layout.bytes(batch.records.len(), batch.classes.len());
-    let mut flags = launch.kernel.flags();
+    let flags = launch.kernel.flags();
     let mut words = addresses.lists.len();
     let origin = flags & FLAG_STOCHASTIC != 0;
     if origin {
         words += ORIGIN_WORDS;
     }
     if launch.update_sums.is_some() {
-        flags |= FLAG_UPDATE_SUMS;
         words += UPDATE_SUM_WORDS;
     }
     assert!(

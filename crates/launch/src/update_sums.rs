@@ -11,10 +11,7 @@ use crate::{
     ArgumentLayout, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, Launch, LaunchLimits, MultiTensorKernel,
 };
 
-/// A flag of the header: behind every record stands the address of the [`UnitSums`] of its first chunk.
-pub const FLAG_UPDATE_SUMS: u32 = 1 << 30;
-
-/// Words for it.
+/// Words behind a record: the address of the [`UnitSums`] of its first chunk.
 pub const UPDATE_SUM_WORDS: usize = 1;
 
 /// What is kept of a chunk.

@@ -53,6 +53,8 @@ impl Plan {
         let lent = self.tensors == Tensors::Lent;
         let note = |verdict, reason: String| Note::new("table", verdict, reason);
         match asked {
+            // Devices have entries that measure for tables in memory only, and would otherwise need twice as many.
+            TableKind::Arguments | TableKind::Auto if self.update_norms && !lent => {}
             TableKind::Arguments => return Ok(()),
             TableKind::Resident if lent => return Err(PlanError::LentTable),
             TableKind::Auto if lent => {
@@ -68,6 +70,7 @@ impl Plan {
             TableKind::Resident | TableKind::Auto => {}
         }
         let why = match asked {
+            _ if self.update_norms => "for pass `update_norms`".to_owned(),
             TableKind::Resident => "as asked for".to_owned(),
             _ => format!("a stage would take {most} launches with tables in arguments"),
         };

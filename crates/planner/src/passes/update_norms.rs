@@ -15,7 +15,7 @@ use crate::{Note, Plan, PlanError, Verdict};
 ///
 /// # Cost
 /// No memory traffic besides 64 bytes for each 65,536 elements: what the sum needs is at hand. Chunks are of 65,536 elements whatever
-/// the limits, and a tensor takes 8 bytes more of a launch's arguments. [`Plan::run`] waits for a device to read the sums.
+/// the limits, and tables are resident unless the caller lends tensors. [`Plan::run`] waits for a device to read the sums.
 #[derive(Clone, Copy, Debug)]
 pub struct UpdateNorms;
 
