@@ -53,7 +53,7 @@ pub(crate) fn split(arguments: &[String]) -> (&[String], &[String]) {
 ///
 /// The command line is named for its dependencies: with them, what these tests are built on has the features that it has in
 /// `cargo test --release`, and is not compiled a second time.
-pub(crate) const SUITE: [&str; 22] = [
+pub(crate) const SUITE: [&str; 24] = [
     "--release",
     "--package",
     "fusestep-cuda",
@@ -68,6 +68,8 @@ pub(crate) const SUITE: [&str; 22] = [
     "emulated",
     "--test",
     "faults",
+    "--test",
+    "measured",
     "--test",
     "normed",
     "--test",
