@@ -12,7 +12,7 @@ use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::{Precision, Rounding, StateDType};
 use fusestep_lion::Lion;
-use fusestep_planner::{ClipByGlobalNorm, LossScaling, Optimizer, Planner};
+use fusestep_planner::{ClipByGlobalNorm, LossScaling, Optimizer, Planner, UpdateNorms};
 use fusestep_tensor::DType;
 use fusestep_testkit::Case;
 
@@ -55,6 +55,7 @@ fn a_step_with_an_unchanged_plan_allocates_nothing() {
             Planner::new(rule),
             Planner::new(rule).naive(),
             clipped.with(LossScaling::dynamic()),
+            Planner::new(rule).with(UpdateNorms),
         ]
     });
     let random = Planner::new(Adam::default().into()).precision(Precision {

@@ -4,9 +4,10 @@ use std::num::NonZeroUsize;
 
 use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_cpu::CpuBackend;
+use fusestep_launch::{Master, Precision};
 use fusestep_planner::{Comms, Ownership, PlanError, Topology, Zero};
 
-use crate::run::{Case, Mixed, rules, whole_params};
+use crate::run::{Case, Measured, Mixed, rules, whole_params};
 
 const STAGES: [Zero; 4] = [Zero::Zero0, Zero::Zero1, Zero::Zero2, Zero::Zero3];
 
@@ -23,8 +24,14 @@ fn assert_same(case: &Case, expected: &crate::run::Outcome) {
             expected.grad_norm.map(f64::to_bits),
             "{case:?}"
         );
+        assert_eq!(
+            found.update_norm.map(f64::to_bits),
+            expected.update_norm.map(f64::to_bits),
+            "{case:?}"
+        );
         assert_eq!(found.absent, expected.absent, "{case:?}");
     }
+    assert_eq!(found.update_norms, expected.update_norms, "{case:?}");
 }
 
 fn same_at_every_stage(base: &Case, expected: &crate::run::Outcome) {
@@ -141,6 +148,70 @@ fn chunks_that_lie_in_many_shards_are_summed_as_one() {
                 );
             }
         }
+    }
+}
+
+#[test]
+fn norms_of_updates_are_those_of_one_rank() {
+    for world in 1..=5 {
+        for rule in rules() {
+            let base = Case {
+                rule,
+                numels: vec![9, 200_000, 0, 1, 65_536, 65_537, 2],
+                world,
+                steps: 3,
+                measured: Measured::Yes,
+                clip: Some(0.5),
+                // A step is skipped, and another leaves a parameter out.
+                infinite: Some((world - 1, 1, 3)),
+                absent: (0..world).map(|rank| (rank, 2, 5)).collect(),
+                ..Case::default()
+            };
+            let expected = base.by_hand();
+            assert!(expected.reports[1].skipped && expected.reports[2].update_norm > Some(0.0));
+            same_at_every_stage(&base, &expected);
+        }
+    }
+    for (ownership, rings) in [
+        (Ownership::Chunks, 2),
+        (Ownership::Tensors, 1),
+        (Ownership::UseOrder, 0),
+        (Ownership::GreedyEven, 2),
+    ] {
+        let base = Case {
+            world: 3,
+            measured: Measured::Yes,
+            ownership,
+            rings,
+            ..Case::default()
+        };
+        same_at_every_stage(&base, &base.by_hand());
+    }
+}
+
+#[test]
+fn norms_of_updates_are_the_same_at_every_stage_in_mixed_dtypes_and_groups() {
+    let base = Case {
+        mixed: Mixed::Yes,
+        world: 4,
+        measured: Measured::Yes,
+        precision: Some(Precision {
+            master: Master::Remainder,
+            ..Precision::default()
+        }),
+        ..Case::default()
+    };
+    same_at_every_stage(&base, &base.run());
+    let group = NonZeroUsize::new(2);
+    for zero in [Zero::Zero1, Zero::Zero3] {
+        let case = Case {
+            mixed: Mixed::No,
+            precision: None,
+            shard_group: group,
+            zero,
+            ..base.clone()
+        };
+        assert_same(&case, &case.by_hand());
     }
 }
 

@@ -13,7 +13,8 @@ use fusestep_launch::Precision;
 use fusestep_lion::Lion;
 use fusestep_planner::{
     ClipByGlobalNorm, Comms, FuseAllReduce, FuseBroadcast, GradientMerge, LocalSgd, LossScaling,
-    Optimizer, Oversize, Ownership, Planner, RankPlan, Reduced, Shard, StepReport, Topology, Zero,
+    Optimizer, Oversize, Ownership, Planner, RankPlan, Reduced, Shard, StepReport, Topology,
+    UpdateNorms, Zero,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use half::bf16;
@@ -37,6 +38,7 @@ pub(crate) struct Case {
     pub(crate) rings: usize,
     pub(crate) clip: Option<f64>,
     pub(crate) scaled: Option<f64>,
+    pub(crate) measured: Measured,
     pub(crate) merge: u32,
     pub(crate) reduced: Reduced,
     /// Values are small integers over 16, whose sums are exact in any order.
@@ -53,6 +55,13 @@ pub(crate) struct Case {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Exact {
+    No,
+    Yes,
+}
+
+/// Whether updates are measured.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Measured {
     No,
     Yes,
 }
@@ -78,6 +87,7 @@ impl Default for Case {
             rings: 0,
             clip: None,
             scaled: None,
+            measured: Measured::No,
             merge: 1,
             reduced: Reduced::PerWindow,
             exact: Exact::No,
@@ -95,6 +105,8 @@ impl Default for Case {
 pub(crate) struct Outcome {
     pub(crate) params: Vec<Vec<u8>>,
     pub(crate) reports: Vec<StepReport>,
+    /// After each update, if it is measured.
+    pub(crate) update_norms: Vec<Option<Vec<f64>>>,
     pub(crate) skipped: u64,
 }
 
@@ -148,6 +160,9 @@ impl Case {
         }
         if let Some(scale) = self.scaled {
             planner = planner.with(LossScaling::fixed(scale));
+        }
+        if self.measured == Measured::Yes {
+            planner = planner.with(UpdateNorms);
         }
         if self.merge > 1 {
             let every = NonZeroU32::new(self.merge).unwrap();
@@ -226,6 +241,7 @@ impl Case {
                     report.skipped,
                     report.absent,
                     report.grad_norm.map(f64::to_bits),
+                    report.update_norm.map(f64::to_bits),
                 )
             };
             let (own, first) = (&outcome.reports, &outcomes[0].reports);
@@ -251,7 +267,7 @@ impl Case {
             plan.write_param(&mut state, &backend, &desc.name, &self.first_values(param))
                 .unwrap();
         }
-        let mut reports = Vec::new();
+        let (mut reports, mut update_norms) = (Vec::new(), Vec::new());
         for step in 0..self.steps * u64::from(self.merge) {
             // Ranks report gradients in different orders; calls must not follow them.
             let count = plan.params().len();
@@ -271,6 +287,9 @@ impl Case {
             if report.update.is_some() {
                 assert_eq!(state.memory_bytes(), plan.memory_bytes(), "{self:?}");
             }
+            if report.update.is_some() {
+                update_norms.push(state.update_norms());
+            }
             reports.extend(report.update);
         }
         if self.local_sgd.is_some() {
@@ -280,6 +299,7 @@ impl Case {
             params: whole_params(&plan, &state, &backend, &mut comms),
             skipped: state.skipped(),
             reports,
+            update_norms,
         }
     }
 
@@ -293,6 +313,9 @@ impl Case {
         if let Some(scale) = self.scaled {
             planner = planner.with(LossScaling::fixed(scale));
         }
+        if self.measured == Measured::Yes {
+            planner = planner.with(UpdateNorms);
+        }
         let plan = planner.plan(&self.params()).unwrap();
         let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
         let mut state = plan.allocate(&backend).unwrap();
@@ -301,7 +324,7 @@ impl Case {
                 .write(&backend, Role::Param, &desc.name, &self.first_values(param))
                 .unwrap();
         }
-        let mut reports = Vec::new();
+        let (mut reports, mut update_norms) = (Vec::new(), Vec::new());
         for step in 0..self.steps {
             for (param, desc) in plan.params().iter().enumerate() {
                 let (sum, any) = self.mean_gradient(step, param);
@@ -316,6 +339,7 @@ impl Case {
                 }
             }
             reports.push(plan.run(&mut state, &backend).unwrap());
+            update_norms.push(state.update_norms(&backend).unwrap());
         }
         let params = plan.params().iter().map(|desc| {
             let mut bytes = vec![0; desc.numel() as usize * desc.dtype.len_bytes()];
@@ -328,6 +352,7 @@ impl Case {
             params: params.collect(),
             skipped: state.skipped(),
             reports,
+            update_norms,
         }
     }
 

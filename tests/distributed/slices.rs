@@ -9,7 +9,7 @@ use fusestep_fused_adam::Adam;
 use fusestep_lars_momentum::Lars;
 use fusestep_planner::{
     ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, LocalSgd, Manifest, Optimizer, Planner,
-    RankPlan, RankState, Shard, Topology, Zero,
+    RankPlan, RankState, Shard, StepReport, Topology, UpdateNorms, Zero,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 
@@ -72,13 +72,20 @@ fn start(plan: &RankPlan, backend: &CpuBackend) -> RankState {
     state
 }
 
+/// Bits of the norms of all gradients and of all updates.
+type Norms = [Option<u64>; 2];
+
+fn norms_of(report: &StepReport) -> Norms {
+    [report.grad_norm, report.update_norm].map(|norm| norm.map(f64::to_bits))
+}
+
 fn steps(
     plan: &RankPlan,
     state: &mut RankState,
     backend: &CpuBackend,
     comms: &mut Comms<'_>,
     steps: std::ops::Range<u64>,
-) -> Vec<Option<u64>> {
+) -> Vec<Norms> {
     let rank = plan.topology().rank as u64;
     let norms = steps.map(|step| {
         for param in 0..NUMELS.len() {
@@ -87,7 +94,7 @@ fn steps(
                 .unwrap();
         }
         let report = plan.run_with(state, backend, comms).unwrap();
-        report.update.unwrap().grad_norm.map(f64::to_bits)
+        norms_of(&report.update.unwrap())
     });
     norms.collect()
 }
@@ -107,7 +114,7 @@ fn all(
 }
 
 /// One plan of everything: shared parameters with the mean of gradients, and the slices of all ranks under names of their own.
-fn by_hand(world: usize, group: usize) -> (Vec<Vec<Vec<u8>>>, Vec<Option<u64>>) {
+fn by_hand(world: usize, group: usize) -> (Vec<Vec<Vec<u8>>>, Vec<Norms>) {
     let slices = (0..world).flat_map(|rank| SLICES.map(|param| (param, rank)));
     let whole: Vec<(usize, usize)> = [(0, 0), (1, 0)].into_iter().chain(slices).collect();
     let label = |param: usize, rank: usize| format!("layer{param}#{rank}");
@@ -115,6 +122,7 @@ fn by_hand(world: usize, group: usize) -> (Vec<Vec<Vec<u8>>>, Vec<Option<u64>>) 
     let plan = Planner::new(Adam::default().into())
         .naive()
         .with(ClipByGlobalNorm::new(1.0))
+        .with(UpdateNorms)
         .plan(&descs)
         .unwrap();
     let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
@@ -137,7 +145,7 @@ fn by_hand(world: usize, group: usize) -> (Vec<Vec<Vec<u8>>>, Vec<Option<u64>>) 
                 .unwrap();
         }
         let report = plan.run(&mut state, &backend).unwrap();
-        norms.push(report.grad_norm.map(f64::to_bits));
+        norms.push(norms_of(&report));
     }
     let read = |param: usize, rank: usize| {
         let of = if SLICES.contains(&param) { rank } else { 0 };
@@ -176,8 +184,25 @@ fn mean(param: usize, step: u64, world: usize, group: usize) -> Vec<u8> {
 #[test]
 fn slices_are_updated_by_their_ranks_and_count_once_in_the_norm() {
     let (expected, norms) = by_hand(WORLD, WORLD);
-    for zero in [Zero::Zero0, Zero::Zero1, Zero::Zero2, Zero::Zero3] {
+    for (at, zero) in [
+        Zero::Zero0,
+        Zero::Zero1,
+        Zero::Zero2,
+        Zero::Zero3,
+        Zero::Zero3,
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        // The last one alone does not measure: its shards end inside chunks.
         let planner = planner(zero).with(ClipByGlobalNorm::new(1.0));
+        let (planner, norms) = match at {
+            4 => (
+                planner,
+                norms.iter().map(|[grad, _]| [*grad, None]).collect(),
+            ),
+            _ => (planner.with(UpdateNorms), norms.clone()),
+        };
         let outcomes = run_ranks(WORLD, &Options::default(), |mut comm| {
             let plan = planner.plan_for(&params(), Topology::of(&comm)).unwrap();
             let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
@@ -204,6 +229,7 @@ fn every_rank_has_slices_of_its_own_in_shard_groups_too_and_each_counts_once() {
                 .with(FuseAllReduce::of_bytes(100_000))
                 .with(Distributed::params(SLICES.map(name)))
                 .with(Shard::new(zero).group(group))
+                .with(UpdateNorms)
                 .with(ClipByGlobalNorm::new(1.0));
             let folder = tempfile::tempdir().unwrap();
             let outcomes = run_ranks(world, &Options::default(), |mut comm| {

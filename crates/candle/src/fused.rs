@@ -9,7 +9,7 @@ use candle_nn::Optimizer;
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::Backend;
 use fusestep_planner::{
-    ClipByGlobalNorm, LossScaling, Optimizer as Rule, Plan, Planner, State, Tensors,
+    ClipByGlobalNorm, LossScaling, Optimizer as Rule, Plan, Planner, State, Tensors, UpdateNorms,
 };
 use fusestep_tensor::{Element, Role};
 use half::bf16;
@@ -50,6 +50,8 @@ pub struct Report {
     pub copied_gradients: u64,
     /// Norm of all gradients, with the loss scale taken out; `None` unless [`Options`] clip or scale.
     pub grad_norm: Option<f64>,
+    /// Norm of what the step changed in all variables, ‖new − old‖; `None` unless [`Options`] ask for it.
+    pub update_norm: Option<f64>,
     /// Gradient elements that are infinite or NaN; counted where [`Options`] clip or scale.
     pub non_finite: u64,
     /// Whether the step was skipped because of them: no variable, no state and no step count has changed.
@@ -173,6 +175,15 @@ impl<P: Params> Fused<P> {
         scale.map_or(1.0, |scale| scale.scale())
     }
 
+    /// How far each variable moved in the last step, ‖new − old‖ in plan order; `None` without [`Options::update_norms`].
+    ///
+    /// # Errors
+    /// An [`AdapterError`] inside candle's error: the sums cannot be read.
+    pub fn update_norms(&self) -> candle_core::Result<Option<Vec<f64>>> {
+        let norms = self.state.update_norms(&self.backend);
+        Ok(norms.map_err(AdapterError::from)?)
+    }
+
     /// The hyper-parameters.
     pub fn params(&self) -> &P {
         &self.params
@@ -293,6 +304,7 @@ impl<P: Params> Optimizer for Fused<P> {
             absent: report.absent,
             copied_gradients: gradients.copied,
             grad_norm: report.grad_norm,
+            update_norm: report.update_norm,
             non_finite: report.non_finite,
             skipped: report.skipped,
         };
@@ -322,6 +334,9 @@ fn planner(rule: Rule, backend: &CpuBackend, options: &Options) -> Planner {
     }
     if let Some(norm) = options.clip_norm {
         planner = planner.with(ClipByGlobalNorm::new(norm));
+    }
+    if options.update_norms {
+        planner = planner.with(UpdateNorms);
     }
     planner
 }

@@ -27,6 +27,9 @@ pub struct Options {
     /// The loss is multiplied by [`crate::Fused::loss_scale`] before `backward`; the step takes it out again, and is skipped if a
     /// gradient is not finite.
     pub loss_scale: Option<LossScale>,
+    /// How far each variable moves in a step is measured as the update writes it: [`crate::Report::update_norm`],
+    /// [`crate::Fused::update_norms`].
+    pub update_norms: bool,
     /// How exactly f16 and bf16 variables and the state are kept.
     pub precision: Precision,
     /// Variables whose name contains one of these have no weight decay, and with LARS and LAMB the rate that the rule's `excluded`

@@ -10,7 +10,7 @@ use fusestep_candle::{
     StateDType,
 };
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{ClipByGlobalNorm, LossScaling, Planner};
+use fusestep_planner::{ClipByGlobalNorm, LossScaling, Planner, UpdateNorms};
 use fusestep_tensor::{ParamDesc, Role, Shape};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -83,12 +83,15 @@ fn bits(vars: &[(String, Var)]) -> Vec<Vec<u8>> {
     vars.iter().map(|(_, var)| bytes(var.as_tensor())).collect()
 }
 
-/// The parameters and gradient norm after three steps of a state that keeps them itself.
+/// Norms of gradients and updates: of all together, and the latter of each.
+type Norms = (Option<f64>, Option<f64>, Option<Vec<f64>>);
+
+/// The parameters, and the norms after three steps of a state that keeps them itself.
 fn planned(
     params: &impl Params,
     options: &Options,
     (dtype, planned): (DType, fusestep_tensor::DType),
-) -> (Vec<Vec<u8>>, Option<f64>) {
+) -> (Vec<Vec<u8>>, Norms) {
     let vars = vars(dtype);
     let describe = |(name, var): &(String, Var)| {
         let shape = Shape::new([var.elem_count() as u64]).unwrap();
@@ -103,33 +106,38 @@ fn planned(
     if let Some(norm) = options.clip_norm {
         planner = planner.with(ClipByGlobalNorm::new(norm));
     }
+    if options.update_norms {
+        planner = planner.with(UpdateNorms);
+    }
     let plan = planner.plan(&descs).unwrap();
     let mut state = plan.allocate(&backend).unwrap();
     for (name, var) in &vars {
         let bytes = bytes(var.as_tensor());
         state.write(&backend, Role::Param, name, &bytes).unwrap();
     }
-    let mut grad_norm = None;
+    let mut norms = (None, None, None);
     for step in 1..=3 {
         let store = grads(&vars, step);
         for (name, var) in &vars {
             let grad = bytes(store.get(var).unwrap());
             state.write(&backend, Role::Grad, name, &grad).unwrap();
         }
-        grad_norm = plan.run(&mut state, &backend).unwrap().grad_norm;
+        let report = plan.run(&mut state, &backend).unwrap();
+        let each = state.update_norms(&backend).unwrap();
+        norms = (report.grad_norm, report.update_norm, each);
     }
     let found = vars.iter().map(|(name, var)| {
         let mut found = bytes(var.as_tensor());
         state.read(&backend, Role::Param, name, &mut found).unwrap();
         found
     });
-    (found.collect(), grad_norm)
+    (found.collect(), norms)
 }
 
 fn has_the_bits_of_a_planned_state(options: &Options, dtypes: &[usize]) {
     let params = ParamsAdamW::default();
     for &(dtype, of_plan) in dtypes.iter().map(|&dtype| &DTYPES[dtype]) {
-        let (expected, norm) = planned(&params, options, (dtype, of_plan));
+        let (expected, norms) = planned(&params, options, (dtype, of_plan));
         for threads in [1, 2, 3] {
             for fusion in [Fusion::Fused, Fusion::Naive] {
                 let options = Options {
@@ -147,8 +155,10 @@ fn has_the_bits_of_a_planned_state(options: &Options, dtypes: &[usize]) {
                     bits(&vars) == expected,
                     "{dtype:?} {options:?}, {threads} threads"
                 );
-                assert_eq!(optimizer.report().grad_norm, norm);
-                assert!(!optimizer.report().skipped);
+                let report = optimizer.report();
+                let each = optimizer.update_norms().unwrap();
+                assert_eq!((report.grad_norm, report.update_norm, each), norms);
+                assert!(!report.skipped);
             }
         }
     }
@@ -166,6 +176,24 @@ fn clipped_and_scaled_steps_have_the_bits_of_a_planned_state() {
         ..clipped
     };
     has_the_bits_of_a_planned_state(&scaled, &[0, 3]);
+}
+
+#[test]
+fn measured_steps_have_the_bits_and_norms_of_a_planned_state() {
+    let measured = Options {
+        update_norms: true,
+        ..Options::default()
+    };
+    has_the_bits_of_a_planned_state(&measured, &[0, 1, 2, 3]);
+    let skipping = Options {
+        loss_scale: Some(LossScale::dynamic()),
+        precision: Precision {
+            master: Master::F32,
+            ..Precision::default()
+        },
+        ..measured
+    };
+    has_the_bits_of_a_planned_state(&skipping, &[2, 3]);
 }
 
 #[test]

@@ -1,13 +1,13 @@
-//! What is done to all gradients together: clipping and loss scaling.
+//! What is done to all gradients together, clipping and loss scaling; and what is measured of updates.
 
 use std::fmt;
 use std::str::FromStr;
 
 use anyhow::bail;
 use clap::Args;
-use fusestep_planner::{ClipByGlobalNorm, LossScale, LossScaling, Planner};
+use fusestep_planner::{ClipByGlobalNorm, LossScale, LossScaling, Planner, UpdateNorms};
 
-/// Clipping and loss scaling.
+/// Clipping, loss scaling, and norms of updates.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct GradientArgs {
     /// Largest norm of all gradients together; larger ones are scaled down to it
@@ -16,6 +16,9 @@ pub(crate) struct GradientArgs {
     /// Factor that the loss was multiplied with, a power of two, or `dynamic`; a step with a gradient that is not finite is skipped
     #[arg(long, value_name = "SCALE|dynamic", allow_hyphen_values = true)]
     pub(crate) loss_scale: Option<ScaleArg>,
+    /// Measure how far each parameter moves in a step, ‖new − old‖, as the update writes it
+    #[arg(long)]
+    pub(crate) update_norms: bool,
 }
 
 impl GradientArgs {
@@ -35,6 +38,9 @@ impl GradientArgs {
     pub(crate) fn passes(&self, mut planner: Planner) -> Planner {
         if let Some(max_norm) = self.clip_norm {
             planner = planner.with(ClipByGlobalNorm::new(max_norm));
+        }
+        if self.update_norms {
+            planner = planner.with(UpdateNorms);
         }
         match self.loss_scale {
             Some(ScaleArg::Dynamic) => planner.with(LossScaling::dynamic()),

@@ -79,6 +79,17 @@ struct StepSummary {
     loss_scale: Option<f64>,
     /// Norms and infinite or NaN elements of each gradient in the last step; `null` unless they are clipped or scaled.
     gradients: Option<Vec<Gradient>>,
+    /// Norm of what the last step changed in all parameters, ‖new − old‖; `null` without `--update-norms`.
+    update_norm: Option<f64>,
+    /// The same of each parameter.
+    updates: Option<Vec<Update>>,
+}
+
+/// How far the last step moved one parameter.
+#[derive(Debug, Serialize)]
+struct Update {
+    name: String,
+    norm: f64,
 }
 
 /// What the last step saw of one gradient.
@@ -89,7 +100,7 @@ struct Gradient {
     report: GradReport,
 }
 
-/// Tensors named when a step was skipped for them.
+/// Tensors named when a step was skipped for them, or moved them far.
 const NAMED: usize = 5;
 
 /// The tensors that made the last step be skipped; empty if it was not.
@@ -107,6 +118,19 @@ fn culprits(gradients: &[Gradient]) -> String {
     }
     if found.len() > NAMED {
         text += &format!("and {} gradients more\n", found.len() - NAMED);
+    }
+    text
+}
+
+/// The parameters that moved the most.
+fn farthest(updates: &[Update]) -> String {
+    let mut ranked: Vec<&Update> = updates.iter().collect();
+    ranked.sort_by(|a, b| b.norm.total_cmp(&a.norm));
+    let lines = ranked.iter().take(NAMED);
+    let lines = lines.map(|update| format!("{:>14.6e}  {}\n", update.norm, update.name));
+    let mut text: String = lines.collect();
+    if ranked.len() > NAMED {
+        text += &format!("and {} parameters that moved less\n", ranked.len() - NAMED);
     }
     text
 }
@@ -168,6 +192,13 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
             culprits(summary.gradients.as_deref().unwrap_or_default())
         ))?;
     }
+    if let Some(norm) = summary.update_norm {
+        let updates = summary.updates.as_deref().unwrap_or_default();
+        print(&format!(
+            "norm of the last update: {norm}\n{}",
+            farthest(updates)
+        ))?;
+    }
     Ok(())
 }
 
@@ -199,6 +230,18 @@ fn run_steps(
         0 => None,
         _ => state.grad_reports(backend)?,
     };
+    let norms = match args.steps {
+        0 => None,
+        _ => state.update_norms(backend)?,
+    };
+    let updates = norms.map(|norms| {
+        let params = plan.params().iter().zip(norms);
+        let updates = params.map(|(param, norm)| Update {
+            name: param.name.clone(),
+            norm,
+        });
+        updates.collect()
+    });
     let named = |reports: Vec<GradReport>| {
         let params = plan.params().iter();
         let gradients = params.zip(reports).map(|(param, report)| Gradient {
@@ -209,6 +252,8 @@ fn run_steps(
     };
     Ok(StepSummary {
         gradients: reports.map(named),
+        update_norm: last.update_norm,
+        updates,
         steps: args.steps,
         step: state.step(),
         launches: last.launches,

@@ -105,6 +105,9 @@ pub(crate) struct TrainSummary {
     /// Mean time of candle's AdamW on the same gradients, if the rule is AdamW.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) candle_ns_per_step: Option<f64>,
+    /// How far the last step moved all parameters, ‖new − old‖, with `--update-norms`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) update_norm: Option<f64>,
     /// xxh3 of all parameter bytes in name order.
     pub(crate) params_hash: String,
     pub(crate) launches_per_step: usize,
@@ -176,6 +179,7 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
             false => Fusion::Fused,
         },
         clip_norm: args.gradients.clip_norm,
+        update_norms: args.gradients.update_norms,
         loss_scale: args.gradients.loss_scale()?,
         exclude: args.optimizer.exclude.clone(),
     };
@@ -188,6 +192,7 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
         && options.precision == Precision::default()
         && options.clip_norm.is_none()
         && options.loss_scale.is_none()
+        && !options.update_norms
         && options.exclude.is_empty();
     let shadow = match alike {
         true => Shadow::new(&model.parameters(), rule)?,
@@ -271,6 +276,9 @@ impl std::fmt::Display for TrainSummary {
             )?;
         }
         writeln!(f)?;
+        if let Some(norm) = self.update_norm {
+            writeln!(f, "norm of the last update: {norm}")?;
+        }
         if self.ranks.ranks > 1 {
             let numbers = &self.ranks;
             writeln!(
@@ -374,6 +382,7 @@ impl Training {
             optimizer: self.optimizer.plan().optimizer().name(),
             dtype: DType::from(args.dtype).name(),
             candle_ns_per_step: self.shadow.as_ref().map(|shadow| shadow.ns / steps),
+            update_norm: self.optimizer.report().update_norm,
             params_hash: params_hash(&self.optimizer)?,
             launches_per_step: self.optimizer.plan().launches(),
             ranks: RankNumbers {

@@ -93,6 +93,7 @@ fn train(args: &TrainArgs, comm: &mut dyn Communicator) -> anyhow::Result<Traine
         live_bytes: 0,
         peak_bytes: 0,
         bucket_peak_bytes: 0,
+        update_norm: None,
         layer_bytes: [0; COUNT],
         update_ns: 0.0,
         steps: 0,
@@ -115,6 +116,8 @@ struct Run<'a> {
     peak_bytes: usize,
     /// The most bytes that buckets have held.
     bucket_peak_bytes: u64,
+    /// Of the last update, if it is measured.
+    update_norm: Option<f64>,
     layer_bytes: [usize; COUNT],
     update_ns: f64,
     steps: u64,
@@ -257,6 +260,9 @@ impl Run<'_> {
                 .plan
                 .flush(&mut self.state, &self.backend, &mut self.comms)?;
             self.steps += u64::from(report.update.is_some());
+            self.update_norm = report
+                .update
+                .map_or(self.update_norm, |update| update.update_norm);
             if args.rank_args.local_sgd.is_some() {
                 self.plan
                     .average_now(&mut self.state, &self.backend, &mut self.comms)?;
@@ -340,6 +346,9 @@ impl Run<'_> {
             .run_with(&mut self.state, &self.backend, &mut self.comms)?;
         self.update_ns += start.elapsed().as_nanos() as f64;
         self.steps += u64::from(report.update.is_some());
+        self.update_norm = report
+            .update
+            .map_or(self.update_norm, |update| update.update_norm);
         self.bucket_peak_bytes = self.bucket_peak_bytes.max(report.bucket_peak_bytes);
         Ok(total[0] / positions.len() as f64)
     }
@@ -367,6 +376,7 @@ impl Run<'_> {
             optimizer: self.plan.local().optimizer().name(),
             dtype: DType::from(args.dtype).name(),
             candle_ns_per_step: None,
+            update_norm: self.update_norm,
             params_hash,
             launches_per_step: self.plan.local().launches(),
             ranks: RankNumbers {

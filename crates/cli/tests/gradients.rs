@@ -1,4 +1,4 @@
-//! Clipping and loss scaling of the built command.
+//! Clipping, loss scaling and norms of updates of the built command.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -123,6 +123,51 @@ fn a_skipped_step_names_the_gradients_at_fault() {
         let line = "gradient `w`: expected finite elements, found 1 infinite or NaN\n";
         assert_eq!(text.contains(line), named, "{text}");
     }
+}
+
+#[test]
+fn an_update_is_measured_and_changes_no_bit() {
+    let model = Model::new();
+    let plain = model.step("g", "plain", &["--lr", "0.01"]).unwrap();
+    assert!(plain["update_norm"].is_null() && plain["updates"].is_null());
+    let mut found = Vec::new();
+    for more in [&["--threads", "1"][..], &["--naive"], &[]] {
+        let args = [&["--update-norms", "--lr", "0.01"], more].concat();
+        let measured = model.step("g", "measured", &args).unwrap();
+        assert!(read(&model.path("measured")) == read(&model.path("plain")));
+        found.push((measured["update_norm"].clone(), measured["updates"].clone()));
+    }
+    assert!(found.iter().all(|other| *other == found[0]), "{found:?}");
+    let (norm, updates) = &found[0];
+    assert_eq!(updates[0]["name"], "w");
+    assert_eq!(&updates[0]["norm"], norm);
+    // Of the files' own values.
+    let values =
+        |name: &str| -> Vec<f32> { bytemuck::pod_collect_to_vec(&read(&model.path(name))) };
+    let (before, after) = (values("p"), values("plain"));
+    let change = |(b, a): (&f32, &f32)| (f64::from(*a) - f64::from(*b)).powi(2);
+    let expected = before.iter().zip(&after).map(change).sum::<f64>().sqrt();
+    let found = norm.as_f64().unwrap();
+    assert!(
+        (found / expected - 1.0).abs() < 1e-12 && expected > 0.1,
+        "{found} {expected}"
+    );
+
+    let skipped = ["--update-norms", "--loss-scale", "dynamic"];
+    let skipped = model.step("bad", "out", &skipped).unwrap();
+    assert_eq!(
+        (&skipped["skipped"], &skipped["update_norm"]),
+        (&1.into(), &0.0.into())
+    );
+    let none = ["--update-norms", "--steps", "0"];
+    let none = model.step("g", "out", &none).unwrap();
+    assert!(none["update_norm"].is_null() && none["updates"].is_null());
+    let output = model.command("g", "out", &["--update-norms"]).output();
+    let text = String::from_utf8(output.unwrap().stdout).unwrap();
+    assert!(
+        text.contains("norm of the last update: ") && text.ends_with("  w\n"),
+        "{text}"
+    );
 }
 
 #[test]

@@ -373,7 +373,8 @@ impl State {
             storage.sets.resize(set_bytes * classes.classes.len(), 0);
         }
         let mut norm = Vec::new();
-        if let Some(state) = &mut self.norm {
+        // Without the stage others read the gradients: those of shards are summed across ranks.
+        if let (Some(state), Some(_)) = (&mut self.norm, plan.norm_stage()) {
             for storage in 0..plan.storages.len() {
                 norm.push(plan.norm_batches(storage, |param| !self.absent[param])?);
             }

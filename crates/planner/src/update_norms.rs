@@ -42,21 +42,53 @@ impl UpdateSlots {
 }
 
 /// What is kept to read the sums without allocating.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct UpdateReader {
-    /// Of each parameter.
-    sums: Vec<f64>,
+    /// Of each chunk, parameter by parameter; 0 of those that took no part.
+    chunks: Vec<f64>,
+    /// Each parameter's first chunk, and one past the last's.
+    firsts: Vec<usize>,
     /// A copy of slots that the host cannot read in place.
     copy: Vec<UnitSums>,
 }
 
 impl UpdateReader {
     pub(crate) fn of(plan: &Plan) -> Option<Self> {
-        plan.update_norms.then(|| Self {
-            sums: vec![0.0; plan.params.len()],
+        if !plan.update_norms {
+            return None;
+        }
+        let chunks = plan.params.iter().map(|param| chunks_of(param.numel()));
+        let firsts = std::iter::once(0).chain(chunks.scan(0, |next, chunks| {
+            *next += chunks;
+            Some(*next)
+        }));
+        let firsts: Vec<usize> = firsts.collect();
+        Some(Self {
+            chunks: vec![0.0; firsts.last().copied().unwrap_or(0)],
+            firsts,
             copy: Vec::new(),
         })
     }
+
+    /// Those of one parameter.
+    fn chunks(&self, param: usize) -> &[f64] {
+        &self.chunks[self.firsts[param]..self.firsts[param + 1]]
+    }
+
+    /// The sum over each parameter: its chunks in order.
+    fn sums(&self) -> impl Iterator<Item = f64> + '_ {
+        let params = 0..self.firsts.len() - 1;
+        params.map(|param| {
+            self.chunks(param)
+                .iter()
+                .fold(0.0, |sum, chunk| sum + chunk)
+        })
+    }
+}
+
+fn chunks_of(numel: u64) -> usize {
+    // Tensors are allocated, so their element counts fit a usize.
+    numel.div_ceil(u64::from(CHUNK_ELEMENTS)) as usize
 }
 
 impl State {
@@ -72,7 +104,8 @@ impl State {
             return Ok(None);
         };
         let mut own = UpdateReader {
-            sums: vec![0.0; reader.sums.len()],
+            chunks: vec![0.0; reader.chunks.len()],
+            firsts: reader.firsts.clone(),
             copy: Vec::new(),
         };
         let skipped = match &self.norm {
@@ -82,7 +115,15 @@ impl State {
         if !skipped {
             self.read_update_sums(backend, &mut own)?;
         }
-        Ok(Some(own.sums.into_iter().map(f64::sqrt).collect()))
+        Ok(Some(own.sums().map(f64::sqrt).collect()))
+    }
+
+    /// The sums over each chunk of a parameter, as the last report has read them; none if updates are not measured.
+    pub(crate) fn update_chunks(&self, param: usize) -> &[f64] {
+        match &self.update_reader {
+            Some(reader) => reader.chunks(param),
+            None => &[],
+        }
     }
 
     /// Writes the norm of what the step that `report` is of has changed.
@@ -97,25 +138,29 @@ impl State {
         };
         let read = match report.skipped {
             true => {
-                reader.sums.fill(0.0);
+                reader.chunks.fill(0.0);
                 Ok(())
             }
             false => self.read_update_sums(backend, &mut reader),
         };
-        let sum: f64 = reader.sums.iter().fold(0.0, |sum, own| sum + own);
+        let sum = reader.sums().fold(0.0, |sum, own| sum + own);
         report.update_norm = Some(sum.sqrt());
         self.update_reader = Some(reader);
         read
     }
 
-    /// Adds up the chunks of each parameter that the last step's batches have, in order.
+    /// Reads the chunks of each parameter that the last step's batches have.
     fn read_update_sums(
         &self,
         backend: &dyn Backend,
         reader: &mut UpdateReader,
     ) -> Result<(), PlanError> {
-        let UpdateReader { sums, copy } = reader;
-        sums.fill(0.0);
+        let UpdateReader {
+            chunks,
+            firsts: places,
+            copy,
+        } = reader;
+        chunks.fill(0.0);
         let mut copied = None;
         for (&storage, batches) in self.updated.iter().zip(&self.schedule.batches) {
             let own = &self.storages[storage];
@@ -135,11 +180,13 @@ impl State {
                 }
             };
             for record in batches.iter().flat_map(|batch| &batch.records) {
-                let chunks = |elements: u64| elements.div_ceil(u64::from(CHUNK_ELEMENTS)) as usize;
-                let first = firsts[record.tensor as usize] as usize + chunks(record.first_element);
-                let sum = &mut sums[own.params[record.tensor as usize] as usize];
-                for units in &units[first..first + chunks(record.numel)] {
-                    *sum += fold_units(units);
+                let before = chunks_of(record.first_element);
+                let count = chunks_of(record.numel);
+                let from = firsts[record.tensor as usize] as usize + before;
+                let to = places[own.params[record.tensor as usize] as usize] + before;
+                let units = units[from..from + count].iter();
+                for (chunk, units) in chunks[to..to + count].iter_mut().zip(units) {
+                    *chunk = fold_units(units);
                 }
             }
         }

@@ -35,7 +35,7 @@ pub(crate) fn broadcast_groups(
         _ if options.topology.world == 1 => Some("a world of 1 rank has nobody to tell"),
         (Zero::Zero0, _) => Some("every rank updates all parameters itself"),
         (Zero::Zero3, _) => Some("parameters stay in their shards until a layer asks for them"),
-        (_, Ownership::Elements) => {
+        (_, Ownership::Elements | Ownership::Chunks) => {
             Some("shards of equal length come together in one all-gather for each dtype")
         }
         _ => None,

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use fusestep_launch::CHUNK_ELEMENTS;
 use fusestep_tensor::{DType, ParamDesc};
 use serde::Serialize;
 
@@ -14,6 +15,9 @@ pub enum Ownership {
     /// Element ranges as equal as can be; a boundary may lie inside a tensor.
     #[default]
     Elements,
+    /// The same with boundaries between chunks of the fixed tree, 65,536 elements counted from a tensor's start: what pass
+    /// `update_norms` makes of [`Ownership::Elements`].
+    Chunks,
     /// Whole tensors in plan order: a boundary lies at the tensor's edge next to the equal cut.
     Tensors,
     /// Whole tensors by [`owners_in_use_order`].
@@ -74,7 +78,7 @@ impl Flat {
     ) -> Self {
         let numel = |member: &u32| params[*member as usize].numel();
         let owners = match ownership {
-            Ownership::Elements | Ownership::Tensors => None,
+            Ownership::Elements | Ownership::Chunks | Ownership::Tensors => None,
             Ownership::UseOrder => {
                 let width = dtypes.0.len_bytes() as u64;
                 let bytes: Vec<u64> = members.iter().map(|m| numel(m) * width).collect();
@@ -112,6 +116,7 @@ impl Flat {
                 bounds
             }
             (None, Ownership::Tensors) => nearest_edges(&starts, world),
+            (None, Ownership::Chunks) => nearest_edges(&chunk_edges(&starts), world),
             (None, _) => even_bounds(total, world),
         };
         Self {
@@ -180,7 +185,14 @@ fn even_bounds(total: u64, world: usize) -> Vec<u64> {
     (0..=world as u64).map(bound).collect()
 }
 
-/// The tensors' edges next to the equal cut.
+/// Where chunks begin, and the end of the last.
+fn chunk_edges(starts: &[u64]) -> Vec<u64> {
+    let tensors = starts.windows(2).map(|ends| ends[0]..ends[1]);
+    let edges = tensors.flat_map(|elements| elements.step_by(CHUNK_ELEMENTS as usize));
+    edges.chain(starts.last().copied()).collect()
+}
+
+/// The edges next to the equal cut.
 fn nearest_edges(starts: &[u64], world: usize) -> Vec<u64> {
     let total = starts[starts.len() - 1];
     let nearest = |cut: u64| {
@@ -262,6 +274,7 @@ mod tests {
             for world in 1..=6 {
                 for ownership in [
                     Ownership::Elements,
+                    Ownership::Chunks,
                     Ownership::Tensors,
                     Ownership::UseOrder,
                     Ownership::GreedyEven,
@@ -277,6 +290,7 @@ mod tests {
                             for element in piece.first..piece.first + piece.numel {
                                 seen[piece.param as usize][element as usize] += 1;
                             }
+                            // The tensors here are of one chunk each.
                             if ownership != Ownership::Elements {
                                 assert_eq!(
                                     (piece.first, piece.numel),
@@ -293,6 +307,18 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn chunk_shards_end_at_the_chunks_next_to_the_equal_cut() {
+        let chunk = u64::from(CHUNK_ELEMENTS);
+        let bounds = |numels: &[u64], world| flat(numels, Ownership::Chunks, world).bounds;
+        let end = 3 * chunk + 110;
+        assert_eq!(bounds(&[100, 3 * chunk + 10], 2), [0, chunk + 100, end]);
+        let thirds = [0, chunk + 100, 2 * chunk + 100, end];
+        assert_eq!(bounds(&[100, 3 * chunk + 10], 3), thirds);
+        assert_eq!(bounds(&[10], 3), [0, 0, 10, 10]);
+        assert_eq!(bounds(&[], 2), [0, 0, 0]);
     }
 
     #[test]

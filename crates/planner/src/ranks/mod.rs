@@ -29,6 +29,7 @@ mod run;
 mod slots;
 mod state;
 mod topology;
+mod update_norms;
 mod words;
 
 pub use broadcast_groups::BroadcastGroup;

@@ -78,8 +78,13 @@ impl Planner {
         topology: Topology,
     ) -> Result<RankPlan, PlanError> {
         topology.validate()?;
-        let whole = self.plan_with(params, topology, |_| true)?;
+        let mut whole = self.plan_with(params, topology, |_| true)?;
         check_conflicts(&whole)?;
+        if whole.update_norms && whole.ranks.zero != Zero::Zero0 {
+            let reason = "shards begin and end with chunks of 65536 elements, so that one rank measures each";
+            let note = Note::new("update_norms", Verdict::Split, reason.to_owned());
+            whole.notes.push(note);
+        }
         let flats = flats(&whole)?;
         let options = &whole.ranks;
         let buckets = buckets(&whole.params, &flats, options.fuse.as_ref());
@@ -261,6 +266,10 @@ fn flats(whole: &Plan) -> Result<Vec<Flat>, PlanError> {
     }
     let options = &whole.ranks;
     let world = options.shard_place().world;
+    let ownership = match options.ownership {
+        Ownership::Elements if whole.update_norms => Ownership::Chunks,
+        other => other,
+    };
     let lines = by_dtype.into_iter().map(|((held, dtype), members)| {
         let kernel = whole.kernel_of(members[0])?;
         let grads = kernel.lists().iter().find(|list| list.role == Role::Grad);
@@ -269,7 +278,7 @@ fn flats(whole: &Plan) -> Result<Vec<Flat>, PlanError> {
             (dtypes, held),
             members,
             &whole.params,
-            options.ownership,
+            ownership,
             world,
         ))
     });

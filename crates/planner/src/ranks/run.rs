@@ -167,10 +167,11 @@ impl RankPlan {
         self.decide(state, backend, comms, &present)?;
         self.hand_over(state, backend, &present)?;
         let report = self.local.run(&mut state.local, backend)?;
-        let report = StepReport {
+        let mut report = StepReport {
             absent: present.iter().filter(|&&present| present == 0).count() as u64,
             ..report
         };
+        self.report_update_norm(state, comms, &mut report)?;
         if !report.skipped {
             for (steps, &present) in state.steps_of.iter_mut().zip(&present) {
                 *steps += u64::from(present);

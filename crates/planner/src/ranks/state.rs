@@ -12,6 +12,7 @@ use super::micro_step::sums_of;
 use super::norm::RankNorm;
 use super::ready::Ready;
 use super::slots::{Slot, Slots};
+use super::update_norms::RankUpdates;
 use super::words::Words;
 use super::{Bucket, RankPlan};
 use crate::passes::{Merged, Zero};
@@ -45,6 +46,8 @@ pub struct RankState {
     /// For each line all parameters, if this rank updates only some but needs all.
     pub(crate) replicas: Vec<Words>,
     pub(crate) norm: Option<RankNorm>,
+    /// Sums over what updates change, if they are measured.
+    pub(crate) updates: Option<RankUpdates>,
     /// Time that this window's calls took behind its backward passes.
     pub(crate) exposed_ns: u64,
     /// Steps since parameters were averaged.
@@ -119,6 +122,7 @@ impl RankPlan {
             weights_hash: 0,
             replicas: replicas.collect(),
             norm,
+            updates: RankUpdates::of(self),
             exposed_ns: 0,
             since_average: 0,
             adapting: Adapting::default(),
