@@ -157,6 +157,7 @@ fn after_one_step(given: Option<f64>, team: Option<&Team>) -> Vec<f32> {
             scalars: &scalars,
             grad_factor: 0.5,
             sets: &sets,
+            changes: None,
         },
         class: 0,
         numel: 200_001,

@@ -162,6 +162,7 @@ impl Backend for CpuBackend {
             scalars: launch.scalars,
             grad_factor,
             sets: launch.sets,
+            changes: None,
         };
         let pieces = Pieces::new(
             launch.kernel,

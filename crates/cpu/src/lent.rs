@@ -91,6 +91,7 @@ impl CpuBackend {
             scalars: launch.scalars,
             grad_factor,
             sets: launch.sets,
+            changes: None,
         };
         let call = LentCall {
             kernel: launch.kernel,

@@ -108,7 +108,10 @@ impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, 
                         rounding: R::of(&set_bytes[U::SET_BYTES..], &of_leaf),
                         ahead_bytes,
                     };
-                    tensor.update(update, set);
+                    match call.changes {
+                        Some(leaves) => tensor.update_measured(update, set, &leaves[leaf..]),
+                        None => tensor.update(update, set),
+                    }
                     *sum = leaf_sum::<C, K>(&param[elements.clone()], &beside[elements], |_| {});
                 }
             },
@@ -207,6 +210,7 @@ mod tests {
             scalars: &[],
             grad_factor: 0.5,
             sets: &77u64.to_le_bytes(),
+            changes: None,
         };
         let spans = || HostSpans::part(numel, 0, 3, 65_536);
         let (mut apart, mut carried) = (lists(format, numel), lists(format, numel));

@@ -1,224 +1,173 @@
-//! How far a chunk moves: an update, and the sum of squares over what it changed.
-//!
-//! The kernel runs as ever, a stripe at a time; before, the stripe's parameters are set aside, and after, what they have become is
-//! compared with them. All of that is in the nearest cache, so memory is read and written as often as by the update alone.
+//! How far elements move: squares of new − old, added up while both are in registers.
 
-use bytemuck::Zeroable;
-use fusestep_launch::{
-    CHUNK_UNITS, CarriedSum, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, UnitSums,
-};
-use fusestep_tensor::{DType, Role};
-use half::{bf16, f16};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use fusestep_launch::{CHUNK_UNITS, LeafSums, UnitSums};
 
 use crate::Compute;
-use crate::norm::{LEAF_ELEMENTS as LEAF, NORM_LANES as LANES, sum_leaf};
-use crate::slot::{Plain, Slot, WithRemainder};
+use crate::norm::{LEAF_ELEMENTS as LEAF, NORM_LANES, fold};
+use crate::rounding::Rounding;
+use crate::run::{LANES, Tensor, Update};
+use crate::slot::Slot;
+use crate::storage::Storage;
 
-/// Leaves of a stripe. One call of the kernel costs as much as the arithmetic on some hundred elements, and what was set aside has to
-/// stay in the nearest cache.
-const STRIPE_LEAVES: usize = 4;
+/// What becomes of the changes of a block.
+pub(crate) trait Changes<C: Compute> {
+    /// Whether they are asked for.
+    const ASKED: bool;
 
-const STRIPE: usize = STRIPE_LEAVES * LEAF;
+    /// Takes those of `count` elements from `first` of the leaf on.
+    fn add(&mut self, first: usize, count: usize, old: &[C; LANES], new: &[C; LANES]);
 
-/// An update of whole leaves of one tensor, at most a chunk.
-pub(crate) struct Change<'a> {
-    pub(crate) kernel: &'a dyn MultiTensorKernel,
-    /// Takes the update's place if the sums over what it writes are to be carried along.
-    pub(crate) carried: Option<&'a dyn CarriedSum>,
-    pub(crate) call: HostCall<'a>,
-    pub(crate) class: u32,
-    pub(crate) numel: usize,
-    pub(crate) parameter: u32,
-    /// Elements of the parameter before these.
-    pub(crate) first_element: u64,
+    /// Takes those of `2 · LANES` elements from `first` on: of those at even places, and of those at odd ones.
+    fn add_pairs(&mut self, first: usize, old: [&[C; LANES]; 2], new: [&[C; LANES]; 2]);
 }
 
-impl Change<'_> {
-    /// Runs it; returns Σ (new − old)² over each unit, and leaves in `written` the carried sums of each leaf.
-    pub(crate) fn run(
-        &self,
-        mut lists: [HostList<'_>; MAX_LISTS],
-        written: &mut [f64; LANES],
-    ) -> UnitSums {
-        let declared = self.kernel.lists();
-        let position = |role| declared.iter().position(|list| list.role == role);
-        let param = position(Role::Param).unwrap_or(0);
-        let leaves = match (position(Role::Master), position(Role::Remainder)) {
-            (Some(master), _) => self.by_dtype(declared[master].dtype, master, &mut lists, written),
-            (None, Some(beside)) => {
-                self.leaves::<f32, WithRemainder>((param, beside), &mut lists, written)
-            }
-            (None, None) => self.by_dtype(declared[param].dtype, param, &mut lists, written),
-        };
-        units(leaves)
-    }
+/// Nobody asks.
+pub(crate) struct Ignored;
 
-    /// The sums over a list that holds the values as they are.
-    fn by_dtype(
-        &self,
-        dtype: DType,
-        list: usize,
-        lists: &mut [HostList<'_>; MAX_LISTS],
-        written: &mut [f64; LANES],
-    ) -> [f64; LANES] {
-        let places = (list, list);
-        match dtype {
-            DType::F64 => self.leaves::<f64, Plain<f64>>(places, lists, written),
-            DType::F16 => self.leaves::<f32, Plain<f16>>(places, lists, written),
-            DType::BF16 => self.leaves::<f32, Plain<bf16>>(places, lists, written),
-            _ => self.leaves::<f32, Plain<f32>>(places, lists, written),
-        }
-    }
+impl<C: Compute> Changes<C> for Ignored {
+    const ASKED: bool = false;
 
-    /// The sums over all leaves; what is missing is 0.
-    fn leaves<C: Compute, K: Slot<C>>(
-        &self,
-        (param, beside): (usize, usize),
-        lists: &mut [HostList<'_>; MAX_LISTS],
-        written: &mut [f64; LANES],
-    ) -> [f64; LANES] {
-        let mut leaves = [0.0; LANES];
-        let mut old = [C::ZERO; STRIPE];
-        for (stripe, sums) in leaves.chunks_mut(STRIPE_LEAVES).enumerate() {
-            let first = stripe * STRIPE;
-            let numel = STRIPE.min(self.numel.saturating_sub(first));
-            if numel == 0 {
-                break;
-            }
-            let mut own = self.stripe(lists, first, numel);
-            let values = Values::<C, K>::of(&own, param, beside);
-            let old = &mut old[..numel];
-            self.call.level.run(
-                #[inline(always)]
-                || values.widen(old),
-            );
-            let count = numel.div_ceil(LEAF);
-            self.update(
-                &mut own,
-                first,
-                &mut written[stripe * STRIPE_LEAVES..][..count],
-            );
-            let values = Values::<C, K>::of(&own, param, beside);
-            self.call.level.run(
-                #[inline(always)]
-                || values.change(old, &mut sums[..count]),
-            );
-        }
-        leaves
-    }
+    #[inline(always)]
+    fn add(&mut self, _: usize, _: usize, _: &[C; LANES], _: &[C; LANES]) {}
 
-    /// The lists of a stripe.
-    fn stripe<'b>(
-        &self,
-        lists: &'b mut [HostList<'_>; MAX_LISTS],
-        first: usize,
-        numel: usize,
-    ) -> [HostList<'b>; MAX_LISTS] {
-        let mut stripe: [HostList<'b>; MAX_LISTS] = Default::default();
-        for ((to, list), declared) in stripe.iter_mut().zip(lists).zip(self.kernel.lists()) {
-            let width = declared.dtype.len_bytes();
-            *to = list.part(first * width..(first + numel) * width);
-        }
-        stripe
-    }
-
-    fn update(&self, stripe: &mut [HostList<'_>; MAX_LISTS], first: usize, written: &mut [f64]) {
-        let mut lists: [HostList<'_>; MAX_LISTS] = Default::default();
-        let mut numel = 0;
-        for ((to, list), declared) in lists.iter_mut().zip(stripe).zip(self.kernel.lists()) {
-            let len_bytes = list.bytes().len();
-            numel = len_bytes / declared.dtype.len_bytes();
-            *to = list.part(0..len_bytes);
-        }
-        let first_element = self.first_element + first as u64;
-        let spans = HostSpans::part(numel, self.class, self.parameter, first_element);
-        match self.carried {
-            Some(carried) => carried.run_leaves(self.call, lists, spans, written),
-            None => self.kernel.run_host(self.call, lists, spans),
-        }
-    }
+    #[inline(always)]
+    fn add_pairs(&mut self, _: usize, _: [&[C; LANES]; 2], _: [&[C; LANES]; 2]) {}
 }
 
-/// The parameters of a stripe, as they are kept.
-struct Values<'a, C: Compute, K: Slot<C>> {
-    param: &'a [K::Param],
-    /// Empty if there is no such list.
-    beside: &'a [K::Beside],
+/// The squares of a leaf, added up in its lanes.
+///
+/// They stay in memory: 64 of f64 beside those of an update are more than any instruction set has registers for, and the nearest cache
+/// gives them back before the next row needs them.
+struct Squares {
+    lanes: [f64; NORM_LANES],
+    /// Lanes of which blocks of pairs are the first to add: of two blocks in a row, the even and the odd ones.
+    pairs: [[[f64; LANES]; 2]; 2],
 }
 
-impl<'a, C: Compute, K: Slot<C>> Values<'a, C, K> {
-    fn of(lists: &'a [HostList<'_>; MAX_LISTS], param: usize, beside: usize) -> Self {
+impl Squares {
+    #[inline(always)]
+    fn new() -> Self {
         Self {
-            param: bytemuck::cast_slice(lists[param].bytes()),
-            beside: match size_of::<K::Beside>() {
-                0 => &[],
-                _ => bytemuck::cast_slice(lists[beside].bytes()),
-            },
+            lanes: [0.0; NORM_LANES],
+            pairs: [[[0.0; LANES]; 2]; 2],
         }
     }
 
+    /// Puts the sums over pairs where those that follow are added; before these, every lane is 0.
     #[inline(always)]
-    fn value(&self, at: usize) -> C {
-        let beside = match size_of::<K::Beside>() {
-            0 => K::Beside::zeroed(),
-            _ => self.beside[at],
-        };
-        K::widen(self.param[at], beside)
-    }
-
-    #[inline(always)]
-    fn widen(&self, values: &mut [C]) {
-        // One length for all, which the loop need not check.
-        let own = self.part(0, values.len());
-        for (at, value) in values.iter_mut().enumerate() {
-            *value = own.value(at);
-        }
-    }
-
-    #[inline(always)]
-    fn part(&self, first: usize, numel: usize) -> Self {
-        let elements = first..first + numel;
-        Self {
-            param: &self.param[elements.clone()],
-            beside: match size_of::<K::Beside>() {
-                0 => &[],
-                _ => &self.beside[elements],
-            },
-        }
-    }
-
-    /// The sum over each leaf.
-    #[inline(always)]
-    fn change(&self, old: &[C], leaves: &mut [f64]) {
-        for (leaf, sum) in leaves.iter_mut().enumerate() {
-            let first = leaf * LEAF;
-            let numel = LEAF.min(old.len() - first);
-            let (own, old) = (self.part(first, numel), &old[first..first + numel]);
-            *sum = match old.first_chunk::<LEAF>() {
-                Some(old) => sum_leaf(|at| own.value(at).exact() - old[at].exact(), |_| {}),
-                None => {
-                    // Adding 0 to a sum of squares changes no bit, so a leaf that ends early is one that goes on without change.
-                    let mut change = [0.0; LEAF];
-                    for (at, change) in change[..numel].iter_mut().enumerate() {
-                        *change = own.value(at).exact() - old[at].exact();
-                    }
-                    sum_leaf(|at| change[at], |_| {})
+    fn unpair(&mut self) {
+        for (block, halves) in self.pairs.iter().enumerate() {
+            for (half, sums) in halves.iter().enumerate() {
+                for (pair, sum) in sums.iter().enumerate() {
+                    self.lanes[block * 2 * LANES + 2 * pair + half] = *sum;
                 }
-            };
+            }
         }
+    }
+}
+
+#[inline(always)]
+fn add_squares<C: Compute>(sums: &mut [f64], old: &[C; LANES], new: &[C; LANES]) {
+    for (lane, sum) in sums.iter_mut().enumerate() {
+        let change = new[lane].exact() - old[lane].exact();
+        *sum += change * change;
+    }
+}
+
+impl<C: Compute> Changes<C> for Squares {
+    const ASKED: bool = true;
+
+    #[inline(always)]
+    fn add(&mut self, first: usize, count: usize, old: &[C; LANES], new: &[C; LANES]) {
+        let row = &mut self.lanes[first % NORM_LANES..][..LANES];
+        match count {
+            LANES => add_squares(row, old, new),
+            _ => add_squares(&mut row[..count], old, new),
+        }
+    }
+
+    #[inline(always)]
+    fn add_pairs(&mut self, first: usize, old: [&[C; LANES]; 2], new: [&[C; LANES]; 2]) {
+        let halves = &mut self.pairs[first / (2 * LANES) % 2];
+        for (half, sums) in halves.iter_mut().enumerate() {
+            add_squares(sums, old[half], new[half]);
+        }
+    }
+}
+
+impl<C, K, S, R, const N: usize> Tensor<'_, C, K, S, R, N>
+where
+    C: Compute,
+    K: Slot<C>,
+    S: Storage<C>,
+    R: Rounding,
+{
+    /// Updates whole leaves from a chunk's start on, the last one perhaps shorter, and leaves in `leaves` Σ (new − old)² over each.
+    #[inline(always)]
+    pub(crate) fn update_measured<U: Update<C, N>>(
+        &mut self,
+        update: U,
+        set: U::Set,
+        leaves: &[AtomicU64],
+    ) {
+        let numel = self.param.len();
+        for (leaf, sum) in leaves[..numel.div_ceil(LEAF)].iter().enumerate() {
+            let elements = leaf * LEAF..numel.min((leaf + 1) * LEAF);
+            let change = self.update_leaf(update, set, elements.start, elements.end);
+            sum.store(change.to_bits(), Ordering::Relaxed);
+        }
+    }
+
+    /// Updates the elements `first..end`, at most a leaf; returns Σ (new − old)² over them.
+    #[inline(always)]
+    fn update_leaf<U: Update<C, N>>(
+        &mut self,
+        update: U,
+        set: U::Set,
+        mut first: usize,
+        end: usize,
+    ) -> f64 {
+        let mut squares = Squares::new();
+        if Self::PAIRED {
+            while first + 2 * LANES <= end {
+                self.prefetch(first);
+                self.update_pairs::<U, _, true>(update, set, first, &mut squares);
+                first += 2 * LANES;
+            }
+            squares.unpair();
+        }
+        while first + LANES <= end {
+            self.prefetch(first);
+            let block = self.block(update, set, first, LANES, &mut squares);
+            self.store(&block, first, LANES);
+            first += LANES;
+        }
+        if first < end {
+            let block = self.block(update, set, first, end - first, &mut squares);
+            self.store(&block, first, end - first);
+        }
+        fold(squares.lanes)
     }
 }
 
 /// The leaves of a chunk, folded by 32, 16 and 8.
-fn units(mut leaves: [f64; LANES]) -> UnitSums {
+pub(crate) fn units(leaves: &LeafSums) -> UnitSums {
     const UNITS: usize = CHUNK_UNITS as usize;
-    let mut half = LANES / 2;
+    let mut sums = values(leaves);
+    let mut half = NORM_LANES / 2;
     while half >= UNITS {
-        let (low, high) = leaves.split_at_mut(half);
+        let (low, high) = sums.split_at_mut(half);
         for (low, high) in low.iter_mut().zip(high) {
             *low += *high;
         }
         half /= 2;
     }
-    std::array::from_fn(|unit| leaves[unit])
+    std::array::from_fn(|unit| sums[unit])
+}
+
+/// The sums as values.
+pub(crate) fn values(leaves: &LeafSums) -> [f64; NORM_LANES] {
+    std::array::from_fn(|leaf| f64::from_bits(leaves[leaf].load(Ordering::Relaxed)))
 }

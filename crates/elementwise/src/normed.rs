@@ -4,13 +4,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fusestep_launch::{
-    CHUNK_ELEMENTS, CarriedSum, FINISHED_BYTES, HostCall, HostList, HostSpans, MAX_LISTS, MAX_SUMS,
-    MultiTensorKernel, Outcome, UnitSums,
+    CHUNK_ELEMENTS, CarriedSum, FINISHED_BYTES, HostCall, HostList, HostSpans, LeafSums, MAX_LISTS,
+    MAX_SUMS, MultiTensorKernel, Outcome, UnitSums,
 };
 use fusestep_simd::{MAX_SHARED, Order, Split, Team};
 
 use crate::Carried;
-use crate::change::Change;
+use crate::change::units;
 use crate::norm::{NORM_LANES, fold};
 
 /// Elements of a chunk of the fixed tree.
@@ -131,29 +131,27 @@ fn update_backward(tensor: Tensor<'_>) {
 }
 
 fn update_chunk(chunk: Tensor<'_>) {
+    let spans = chunk.spans();
     let carried = chunk.carrying().and_then(|(kernel, carried)| {
         let index = (chunk.first_element / u64::from(CHUNK_ELEMENTS)) as usize;
         Some((kernel, carried.chunks.get(index)?))
     });
-    let spans = chunk.spans();
+    let sum = chunk.update_sums.and_then(<[_]>::first_mut);
+    if sum.is_none() && carried.is_none() {
+        return chunk.kernel.run_host(chunk.call, chunk.lists, spans);
+    }
+    let changes: LeafSums = std::array::from_fn(|_| AtomicU64::new(0));
+    let call = HostCall {
+        changes: sum.is_some().then_some(&changes),
+        ..chunk.call
+    };
     let mut leaves = [0.0; NORM_LANES];
-    match (chunk.update_sums.and_then(<[_]>::first_mut), carried) {
-        (Some(sum), _) => {
-            let change = Change {
-                kernel: chunk.kernel,
-                carried: carried.map(|(kernel, _)| kernel),
-                call: chunk.call,
-                class: chunk.class,
-                numel: chunk.numel,
-                parameter: chunk.parameter,
-                first_element: chunk.first_element,
-            };
-            *sum = change.run(chunk.lists, &mut leaves);
-        }
-        (None, Some((kernel, _))) => {
-            kernel.run_leaves(chunk.call, chunk.lists, spans, &mut leaves);
-        }
-        (None, None) => return chunk.kernel.run_host(chunk.call, chunk.lists, spans),
+    match carried {
+        Some((kernel, _)) => kernel.run_leaves(call, chunk.lists, spans, &mut leaves),
+        None => chunk.kernel.run_host(call, chunk.lists, spans),
+    }
+    if let Some(sum) = sum {
+        *sum = units(&changes);
     }
     if let Some((_, slot)) = carried {
         slot.store(fold(leaves).to_bits(), Ordering::Relaxed);

@@ -6,6 +6,7 @@
 
 use bytemuck::Pod;
 
+use crate::change::{Changes, Ignored};
 use crate::rounding::Rounding;
 use crate::run::{LANES, Tensor, Update};
 use crate::slot::Slot;
@@ -39,7 +40,7 @@ where
         let (numel, mut first) = (self.param.len(), 0);
         while first + 3 * LANES <= numel {
             self.prefetch(first);
-            self.update_pairs::<U, SCALED>(update, set, first);
+            self.update_pairs::<U, _, SCALED>(update, set, first, &mut Ignored);
             first += 2 * LANES;
         }
         first
@@ -48,11 +49,12 @@ where
     /// Updates the `2 · LANES` elements from `first` on; only where [`Self::PAIRED`]. Gradients are multiplied by their factor if
     /// they are `SCALED`.
     #[inline(always)]
-    fn update_pairs<U: Update<C, N>, const SCALED: bool>(
+    pub(crate) fn update_pairs<U: Update<C, N>, W: Changes<C>, const SCALED: bool>(
         &mut self,
         update: U,
         set: U::Set,
         first: usize,
+        changes: &mut W,
     ) {
         let param = load(self.param, first);
         let grad = load(self.grad, first);
@@ -68,21 +70,29 @@ where
                 nan |= unordered(&low.1[list], &high.1[list]);
             }
         }
-        if asks && !nan {
-            self.store_pairs::<true>(first, &low, &high);
-        } else {
-            self.store_pairs::<false>(first, &low, &high);
+        let written = match asks && !nan {
+            true => self.store_pairs::<true>(first, &low, &high),
+            false => self.store_pairs::<false>(first, &low, &high),
+        };
+        if W::ASKED {
+            let [old, new] = [param, written].map(|words| {
+                [
+                    widen::<C, K::Param>(words, 0),
+                    widen::<C, K::Param>(words, 1),
+                ]
+            });
+            changes.add_pairs(first, old.each_ref(), new.each_ref());
         }
     }
 
-    /// Narrows and writes new values, of which none is NaN if they are `NUMBERS`.
+    /// Narrows and writes new values, of which none is NaN if they are `NUMBERS`; returns the parameters' words.
     #[inline(always)]
     fn store_pairs<const NUMBERS: bool>(
         &mut self,
         first: usize,
         (low, low_states): &Half<C, N>,
         (high, high_states): &Half<C, N>,
-    ) {
+    ) -> Words {
         // The state first: it is there while the parameter still waits for a division.
         let draws = self.rounding.at(first);
         for list in 0..N {
@@ -92,6 +102,7 @@ where
         }
         let words = narrow::<C, K::Param, R, NUMBERS>(low, high, draws, 0);
         store(self.param, first, words);
+        words
     }
 
     /// The new values of the elements in one half of the words.
@@ -236,6 +247,7 @@ mod tests {
             scalars: &[],
             grad_factor,
             sets: key,
+            changes: None,
         };
         let spans = HostSpans::part(part.len(), 0, 5, part.start as u64);
         run_slot::<f32, Plain<bf16>, bf16, R, _, 2>(&Mix, call, all, spans);

@@ -10,6 +10,7 @@
 use fusestep_launch::{HostCall, HostList, HostSpans, MAX_LISTS};
 use fusestep_simd::{prefetch_ahead, prefetch_bytes};
 
+use crate::change::{Changes, Ignored};
 use crate::rounding::{Nearest, Rounding};
 use crate::slot::{Plain, Slot, beside};
 use crate::{Compute, Storage};
@@ -101,7 +102,10 @@ pub(crate) fn run_slot<C, K, S, R, U, const N: usize>(
                     rounding: R::of(&set_bytes[U::SET_BYTES..], &span),
                     ahead_bytes,
                 };
-                tensor.update(update, set);
+                match call.changes {
+                    Some(leaves) => tensor.update_measured(update, set, leaves),
+                    None => tensor.update(update, set),
+                }
             }
         },
     );
@@ -120,7 +124,7 @@ pub(crate) struct Tensor<'a, C: Compute, K: Slot<C>, S, R, const N: usize> {
 }
 
 /// New values of consecutive elements.
-struct Block<P, B, S, const N: usize> {
+pub(crate) struct Block<P, B, S, const N: usize> {
     param: [P; LANES],
     beside: [B; LANES],
     state: [[S; LANES]; N],
@@ -137,7 +141,7 @@ where
     pub(crate) fn update<U: Update<C, N>>(&mut self, update: U, set: U::Set) {
         let numel = self.param.len();
         if numel < LANES {
-            let block = self.block(update, set, 0, numel);
+            let block = self.block(update, set, 0, numel, &mut Ignored);
             return self.store(&block, 0, numel);
         }
         let mut first = 0;
@@ -150,30 +154,31 @@ where
         }
         while first + 2 * LANES <= numel {
             self.prefetch(first);
-            let block = self.block(update, set, first, LANES);
+            let block = self.block(update, set, first, LANES, &mut Ignored);
             self.store(&block, first, LANES);
             first += LANES;
         }
         // The last whole block and the last LANES elements overlap unless numel is a multiple of LANES; both are computed from
         // the old values before either is stored, so the overlap is written twice with the same bits.
         self.prefetch(first);
-        let block = self.block(update, set, first, LANES);
+        let block = self.block(update, set, first, LANES, &mut Ignored);
         if first + LANES < numel {
             let last = numel - LANES;
-            let overlapping = self.block(update, set, last, LANES);
+            let overlapping = self.block(update, set, last, LANES, &mut Ignored);
             self.store(&overlapping, last, LANES);
         }
         self.store(&block, first, LANES);
     }
 
-    /// The new values of `count` elements from `first` on.
+    /// The new values of `count` elements from `first` on, and what changes in them.
     #[inline(always)]
-    fn block<U: Update<C, N>>(
+    pub(crate) fn block<U: Update<C, N>, W: Changes<C>>(
         &self,
         update: U,
         set: U::Set,
         first: usize,
         count: usize,
+        changes: &mut W,
     ) -> Block<K::Param, K::Beside, S, N> {
         let mut param: [K::Param; LANES] = load(self.param, first, count);
         let mut beside: [K::Beside; LANES] = load(self.beside, first, count);
@@ -187,6 +192,7 @@ where
         for lane in 0..LANES {
             values[lane] = K::widen(param[lane], beside[lane]);
         }
+        let old = values;
         for lane in 0..LANES {
             grads[lane] = grad[lane].widen() * self.grad_factor;
         }
@@ -219,6 +225,12 @@ where
                 false => K::narrow(values[lane]),
             };
         }
+        if W::ASKED {
+            for lane in 0..LANES {
+                values[lane] = K::widen(param[lane], beside[lane]);
+            }
+            changes.add(first, count, &old, &values);
+        }
         Block {
             param,
             beside,
@@ -227,7 +239,12 @@ where
     }
 
     #[inline(always)]
-    fn store(&mut self, block: &Block<K::Param, K::Beside, S, N>, first: usize, count: usize) {
+    pub(crate) fn store(
+        &mut self,
+        block: &Block<K::Param, K::Beside, S, N>,
+        first: usize,
+        count: usize,
+    ) {
         let elements = first..first + count;
         self.param[elements.clone()].copy_from_slice(&block.param[..count]);
         self.beside[elements.clone()].copy_from_slice(&block.beside[..count]);

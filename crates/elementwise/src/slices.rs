@@ -111,6 +111,7 @@ pub fn step_slices<T: Compute, const N: usize>(
             level: Level::detect(),
             grad_factor: 1.0,
             scalars: &scalars,
+            changes: None,
             sets: &set,
         },
         tensors,

@@ -247,6 +247,7 @@ impl<T: Compute> Split for Work<'_, T> {
             grad_factor: 1.0,
             scalars: &self.step.scalars,
             sets: &self.step.set,
+            changes: None,
         };
         for tensors in self.many {
             let spans = HostSpans::one(tensors.param.len(), 0);

@@ -125,6 +125,7 @@ impl Lamb {
                 scalars: &scalars,
                 grad_factor: 1.0,
                 sets: &set,
+                changes: None,
             };
             if step_tensor(tensor.on(&kernel, call), team) == Outcome::Skip {
                 skipped.push(index);

@@ -1,6 +1,7 @@
 //! Tensors in host memory, as one thread updates them.
 
 use std::ops::Range;
+use std::sync::atomic::AtomicU64;
 
 use bytemuck::Pod;
 use fusestep_simd::Level;
@@ -21,7 +22,16 @@ pub struct HostCall<'a> {
     pub grad_factor: f64,
     /// The kernel's sets, one after the other, as it wrote them; a tensor names its own by [`HostSpan::class`].
     pub sets: &'a [u8],
+    /// Where to leave Σ (new − old)² over each leaf of the fixed tree, as the bits of an f64, if it is asked for: then there is one span,
+    /// which starts with a chunk of its tensor and is no longer than that.
+    pub changes: Option<&'a LeafSums>,
 }
+
+/// The sums over the leaves of a chunk.
+pub type LeafSums = [AtomicU64; CHUNK_LEAVES];
+
+/// Leaves of a chunk.
+pub const CHUNK_LEAVES: usize = 64;
 
 /// The bytes of one list.
 #[derive(Debug, Default)]

@@ -27,7 +27,9 @@ pub use backend::{Backend, BackendError, Buffer, Launch, LaunchReport, ListBuffe
 pub use batch::{Batch, Batchable, Record, batches};
 pub use control::{CONTROL_BYTES, ControlBlock, Gate};
 pub use error::LaunchError;
-pub use host::{HostCall, HostList, HostSpan, HostSpans, MAX_LISTS, Places};
+pub use host::{
+    CHUNK_LEAVES, HostCall, HostList, HostSpan, HostSpans, LeafSums, MAX_LISTS, Places,
+};
 pub use kernel::{Access, MultiTensorKernel, SetValues, TensorList};
 pub use limits::{
     ARGUMENT_BYTES_CLASSIC, ARGUMENT_BYTES_LARGE, ArgumentLayout, CHUNK_ELEMENTS, HEADER_BYTES,
