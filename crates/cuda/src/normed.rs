@@ -147,7 +147,7 @@ pub(crate) fn check_chunks(launch: &Launch<'_>) -> Result<(), BackendError> {
         return Ok(());
     }
     Err(unavailable(format!(
-        "`{}` takes sums over chunks of {CHUNK_ELEMENTS} elements, the launch has chunks of {}; make batches with `limits.of(kernel, update_sums)`",
+        "`{}` takes sums over chunks of {CHUNK_ELEMENTS} elements, the launch has chunks of {}; make batches with `limits.of(kernel)`, or `limits.measured()` for sums over what is changed",
         launch.kernel.entry(),
         launch.limits.chunk_elements
     )))

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use bytemuck::Zeroable;
 use fusestep_launch::{CHUNK_UNITS, LeafSums, UnitSums};
 
 use crate::Compute;
@@ -19,8 +20,8 @@ pub(crate) trait Changes<C: Compute> {
     /// Takes those of `count` elements from `first` of the leaf on.
     fn add(&mut self, first: usize, count: usize, old: &[C; LANES], new: &[C; LANES]);
 
-    /// Takes those of `2 · LANES` elements from `first` on: of those at even places, and of those at odd ones.
-    fn add_pairs(&mut self, first: usize, old: [&[C; LANES]; 2], new: [&[C; LANES]; 2]);
+    /// Takes those of half of the `2 · LANES` elements from `first` on: 0 for those at even places, 1 for those at odd ones.
+    fn add_half(&mut self, first: usize, half: usize, old: &[C; LANES], new: &[C; LANES]);
 }
 
 /// Nobody asks.
@@ -33,7 +34,7 @@ impl<C: Compute> Changes<C> for Ignored {
     fn add(&mut self, _: usize, _: usize, _: &[C; LANES], _: &[C; LANES]) {}
 
     #[inline(always)]
-    fn add_pairs(&mut self, _: usize, _: [&[C; LANES]; 2], _: [&[C; LANES]; 2]) {}
+    fn add_half(&mut self, _: usize, _: usize, _: &[C; LANES], _: &[C; LANES]) {}
 }
 
 /// The squares of a leaf, added up in its lanes.
@@ -69,10 +70,10 @@ impl Squares {
 }
 
 #[inline(always)]
-fn add_squares<C: Compute>(sums: &mut [f64], old: &[C; LANES], new: &[C; LANES]) {
-    for (lane, sum) in sums.iter_mut().enumerate() {
+fn add_squares<C: Compute>(sums: &mut [f64; LANES], old: &[C; LANES], new: &[C; LANES]) {
+    for lane in 0..LANES {
         let change = new[lane].exact() - old[lane].exact();
-        *sum += change * change;
+        sums[lane] += change * change;
     }
 }
 
@@ -81,19 +82,21 @@ impl<C: Compute> Changes<C> for Squares {
 
     #[inline(always)]
     fn add(&mut self, first: usize, count: usize, old: &[C; LANES], new: &[C; LANES]) {
-        let row = &mut self.lanes[first % NORM_LANES..][..LANES];
-        match count {
-            LANES => add_squares(row, old, new),
-            _ => add_squares(&mut row[..count], old, new),
+        let row = &mut self.lanes[first % NORM_LANES..];
+        match row.first_chunk_mut() {
+            Some(row) if count == LANES => add_squares(row, old, new),
+            _ => {
+                for (lane, sum) in row[..count].iter_mut().enumerate() {
+                    let change = new[lane].exact() - old[lane].exact();
+                    *sum += change * change;
+                }
+            }
         }
     }
 
     #[inline(always)]
-    fn add_pairs(&mut self, first: usize, old: [&[C; LANES]; 2], new: [&[C; LANES]; 2]) {
-        let halves = &mut self.pairs[first / (2 * LANES) % 2];
-        for (half, sums) in halves.iter_mut().enumerate() {
-            add_squares(sums, old[half], new[half]);
-        }
+    fn add_half(&mut self, first: usize, half: usize, old: &[C; LANES], new: &[C; LANES]) {
+        add_squares(&mut self.pairs[first / (2 * LANES) % 2][half], old, new);
     }
 }
 
@@ -131,11 +134,15 @@ where
     ) -> f64 {
         let mut squares = Squares::new();
         if Self::PAIRED {
-            while first + 2 * LANES <= end {
-                self.prefetch(first);
-                self.update_pairs::<U, _, true>(update, set, first, &mut squares);
-                first += 2 * LANES;
-            }
+            let start = first;
+            let mut old = [K::Param::zeroed(); LEAF];
+            old[..end - start].copy_from_slice(&self.param[start..end]);
+            // As in `update`: a factor of 1 changes no bit.
+            first = match self.grad_factor == C::ONE {
+                true => self.update_leaf_pairs::<U, false>(update, set, start, end),
+                false => self.update_leaf_pairs::<U, true>(update, set, start, end),
+            };
+            self.measure_pairs(&old, start, first, &mut squares);
             squares.unpair();
         }
         while first + LANES <= end {
@@ -149,6 +156,23 @@ where
             self.store(&block, first, end - first);
         }
         fold(squares.lanes)
+    }
+
+    /// Updates as many of the elements `first..end` as there are blocks of pairs; returns where they end.
+    #[inline(always)]
+    fn update_leaf_pairs<U: Update<C, N>, const SCALED: bool>(
+        &mut self,
+        update: U,
+        set: U::Set,
+        mut first: usize,
+        end: usize,
+    ) -> usize {
+        while first + 2 * LANES <= end {
+            self.prefetch(first);
+            self.update_pairs::<U, SCALED>(update, set, first);
+            first += 2 * LANES;
+        }
+        first
     }
 }
 

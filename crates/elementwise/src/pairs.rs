@@ -6,7 +6,7 @@
 
 use bytemuck::Pod;
 
-use crate::change::{Changes, Ignored};
+use crate::change::Changes;
 use crate::rounding::Rounding;
 use crate::run::{LANES, Tensor, Update};
 use crate::slot::Slot;
@@ -40,7 +40,7 @@ where
         let (numel, mut first) = (self.param.len(), 0);
         while first + 3 * LANES <= numel {
             self.prefetch(first);
-            self.update_pairs::<U, _, SCALED>(update, set, first, &mut Ignored);
+            self.update_pairs::<U, SCALED>(update, set, first);
             first += 2 * LANES;
         }
         first
@@ -49,12 +49,11 @@ where
     /// Updates the `2 · LANES` elements from `first` on; only where [`Self::PAIRED`]. Gradients are multiplied by their factor if
     /// they are `SCALED`.
     #[inline(always)]
-    pub(crate) fn update_pairs<U: Update<C, N>, W: Changes<C>, const SCALED: bool>(
+    pub(crate) fn update_pairs<U: Update<C, N>, const SCALED: bool>(
         &mut self,
         update: U,
         set: U::Set,
         first: usize,
-        changes: &mut W,
     ) {
         let param = load(self.param, first);
         let grad = load(self.grad, first);
@@ -70,29 +69,42 @@ where
                 nan |= unordered(&low.1[list], &high.1[list]);
             }
         }
-        let written = match asks && !nan {
-            true => self.store_pairs::<true>(first, &low, &high),
-            false => self.store_pairs::<false>(first, &low, &high),
-        };
-        if W::ASKED {
-            let [old, new] = [param, written].map(|words| {
-                [
-                    widen::<C, K::Param>(words, 0),
-                    widen::<C, K::Param>(words, 1),
-                ]
-            });
-            changes.add_pairs(first, old.each_ref(), new.each_ref());
+        if asks && !nan {
+            self.store_pairs::<true>(first, &low, &high);
+        } else {
+            self.store_pairs::<false>(first, &low, &high);
         }
     }
 
-    /// Narrows and writes new values, of which none is NaN if they are `NUMBERS`; returns the parameters' words.
+    /// Takes the changes of the elements `first..end` by the pair, that many times `2 · LANES`; `old` is what they were.
+    ///
+    /// By itself, behind the updates of a whole leaf: in the loop of updates words that are used twice were compiled to scalars.
+    #[inline(always)]
+    pub(crate) fn measure_pairs(
+        &self,
+        old: &[K::Param],
+        first: usize,
+        end: usize,
+        changes: &mut impl Changes<C>,
+    ) {
+        for at in (0..end - first).step_by(2 * LANES) {
+            let (old, new) = (load(old, at), load(self.param, first + at));
+            // Not a loop over the halves: one that the compiler does not know becomes a choice for every element.
+            let low = [widen::<C, K::Param>(old, 0), widen::<C, K::Param>(new, 0)];
+            changes.add_half(at, 0, &low[0], &low[1]);
+            let high = [widen::<C, K::Param>(old, 1), widen::<C, K::Param>(new, 1)];
+            changes.add_half(at, 1, &high[0], &high[1]);
+        }
+    }
+
+    /// Narrows and writes new values, of which none is NaN if they are `NUMBERS`.
     #[inline(always)]
     fn store_pairs<const NUMBERS: bool>(
         &mut self,
         first: usize,
         (low, low_states): &Half<C, N>,
         (high, high_states): &Half<C, N>,
-    ) -> Words {
+    ) {
         // The state first: it is there while the parameter still waits for a division.
         let draws = self.rounding.at(first);
         for list in 0..N {
@@ -102,7 +114,6 @@ where
         }
         let words = narrow::<C, K::Param, R, NUMBERS>(low, high, draws, 0);
         store(self.param, first, words);
-        words
     }
 
     /// The new values of the elements in one half of the words.

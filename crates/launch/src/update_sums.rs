@@ -62,14 +62,19 @@ impl ArgumentLayout {
 }
 
 impl LaunchLimits {
-    /// The limits for batches of `kernel`: cut at the chunks of the tree where sums are taken, before the update or over it.
-    pub fn of(self, kernel: &dyn MultiTensorKernel, update_sums: bool) -> Self {
-        match kernel.normed().is_some() || update_sums {
-            true => Self {
-                chunk_elements: CHUNK_ELEMENTS,
-                ..self
-            },
-            false => self,
+    /// The limits for batches of `kernel`: a kernel that takes sums is cut at the chunks of their tree.
+    pub fn of(self, kernel: &dyn MultiTensorKernel) -> Self {
+        match kernel.normed() {
+            Some(_) => self.measured(),
+            None => self,
+        }
+    }
+
+    /// The limits for launches that leave sums over what they change, whatever the kernel.
+    pub fn measured(self) -> Self {
+        Self {
+            chunk_elements: CHUNK_ELEMENTS,
+            ..self
         }
     }
 }

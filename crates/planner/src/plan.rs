@@ -236,8 +236,16 @@ impl Plan {
         if self.update_norms {
             layout = layout.with_update_sums();
         }
-        let limits = self.batch_limits(self.limits.of(kernel.as_ref(), self.update_norms));
+        let limits = self.batch_limits(self.limits_of(kernel.as_ref()));
         Ok(batches(kernel.entry(), batchable, layout, limits)?)
+    }
+
+    /// The limits of launches of a kernel.
+    pub(crate) fn limits_of(&self, kernel: &dyn MultiTensorKernel) -> LaunchLimits {
+        match self.update_norms {
+            true => self.limits.measured(),
+            false => self.limits.of(kernel),
+        }
     }
 
     /// The limits of batches: a resident table has room for any number of tensors.

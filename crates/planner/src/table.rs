@@ -405,7 +405,7 @@ impl State {
             grad_sums,
             update_sums: storage.update_slots.as_mut().map(UpdateSlots::lend),
             sets: &storage.sets,
-            limits: plan.limits.of(storage.kernel.as_ref(), plan.update_norms),
+            limits: plan.limits_of(storage.kernel.as_ref()),
         })
     }
 

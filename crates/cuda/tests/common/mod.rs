@@ -111,7 +111,7 @@ pub(crate) fn launch_at(
         chunk_elements: 64,
         ..LaunchLimits::with_argument_bytes(4096)
     }
-    .of(kernel, false);
+    .of(kernel);
     let tensors = (0..offsets.len() as u32).map(|tensor| Batchable {
         tensor,
         numel,
