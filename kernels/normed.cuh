@@ -12,70 +12,13 @@
 // does) and the functions `terms`, `finish` and `update`. A parameter with a master is its master, in sums as in updates.
 #pragma once
 
+#include "normed_memory.cuh"
 #include "resident.cuh"
 #include "update_sums.cuh"
 
 namespace normed {
 
 using multi_tensor::Lanes;
-using multi_tensor::Record;
-using multi_tensor::u32;
-using multi_tensor::u64;
-
-enum Shape : u32 {
-    BLOCK_THREADS = 512,
-    LEAF = 1024,
-    LEAF_LANES = 64,
-    CHUNK = 65536,
-    UNITS = 8,
-    UNIT_ELEMENTS = CHUNK / UNITS,
-    SUMS = 2,
-    // Sums of each unit, then how often the tensor was skipped.
-    SLOT_VALUES = UNITS * SUMS + 1,
-};
-
-static_assert(BLOCK_THREADS == UNITS * LEAF_LANES, "a unit's leaves fill the block, a thread to a lane");
-
-// First part of the scalars, written by the backend; crates/launch/src/normed.rs: Workspace.
-struct Workspace {
-    u64 slots;
-    u32 wave_chunks;
-    u32 first_slot;
-    u32 head_chunks;
-    u32 tail_chunks;
-};
-
-static_assert(sizeof(Workspace) == 24, "crates/launch: WORKSPACE_BYTES");
-
-// The chunks of one record, and the slots of the whole tensor that it belongs to.
-struct Tensor {
-    u32 record;
-    u32 chunks;
-    u64 first_slot;
-    u64 slots;
-    bool starts_here;
-};
-
-// Shared memory stands outside of the engine, so that an entry with two engines has it once.
-__device__ __forceinline__ double* shared_lanes() {
-    SHARED(double, lanes, BLOCK_THREADS * SUMS);
-    return lanes;
-}
-
-__device__ __forceinline__ double* shared_leaves() {
-    SHARED(double, leaves, UNITS * SUMS);
-    return leaves;
-}
-
-__device__ __forceinline__ double* shared_chunks() {
-    SHARED(double, of_chunks, BLOCK_THREADS);
-    return of_chunks;
-}
-
-__device__ __forceinline__ double* shared_total() {
-    SHARED(double, total, SUMS);
-    return total;
-}
 
 template <class Rule, bool AT_RANDOM, class Source>
 struct Engine {

@@ -64,6 +64,7 @@ const HEADERS: &[(&str, &str)] = &[
     ("elementwise.cuh", include_str!("../elementwise.cuh")),
     ("multi_tensor.cuh", include_str!("../multi_tensor.cuh")),
     ("normed.cuh", include_str!("../normed.cuh")),
+    ("normed_memory.cuh", include_str!("../normed_memory.cuh")),
     ("resident.cuh", include_str!("../resident.cuh")),
     ("storage.cuh", include_str!("../storage.cuh")),
     ("update_sums.cuh", include_str!("../update_sums.cuh")),

@@ -13,8 +13,8 @@ use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::{
-    Backend, BackendError, Batchable, Launch, LaunchLimits, ListBuffer, Precision, SetValues,
-    UnitSums, UpdateSums, batches,
+    Backend, BackendError, Batchable, Launch, LaunchLimits, ListBuffer, MultiTensorKernel,
+    Precision, SetValues, UnitSums, UpdateSums, batches,
 };
 use fusestep_planner::{Optimizer, Planner, TableKind, UpdateNorms};
 use fusestep_tensor::{DType, Role};
@@ -106,6 +106,23 @@ fn norms_are_there_after_steps_that_nobody_waits_for() {
     }
 }
 
+/// A kernel's lists, of so many values.
+fn lists_of(
+    backend: &dyn Backend,
+    kernel: &dyn MultiTensorKernel,
+    numel: u64,
+) -> Result<Vec<ListBuffer>, BackendError> {
+    let mut lists = Vec::new();
+    for (index, &list) in kernel.lists().iter().enumerate() {
+        let value = |i: u64| (i * 7 % 1000 + index as u64 * 3 + 1) as f32 / 64.0;
+        let bytes: Vec<u8> = (0..numel).flat_map(|i| value(i).to_le_bytes()).collect();
+        let mut buffer = backend.allocate(bytes.len())?;
+        backend.write(buffer.as_mut(), 0, &bytes)?;
+        lists.push(ListBuffer { list, buffer });
+    }
+    Ok(lists)
+}
+
 /// One step of a rule over tensors at these offsets, which lie in slots of their own; with so many slots for so many chunks.
 fn step_at(
     backend: &dyn Backend,
@@ -128,15 +145,7 @@ fn step_at(
     });
     let layout = kernel.argument_layout();
     let batches = batches("test", tensors, layout.with_update_sums(), limits).unwrap();
-    let end = offsets.last().unwrap() + numel;
-    let mut lists = Vec::new();
-    for (index, &list) in kernel.lists().iter().enumerate() {
-        let value = |i: u64| (i * 7 % 1000 + index as u64 * 3 + 1) as f32 / 64.0;
-        let bytes: Vec<u8> = (0..end).flat_map(|i| value(i).to_le_bytes()).collect();
-        let mut buffer = backend.allocate(bytes.len())?;
-        backend.write(buffer.as_mut(), 0, &bytes)?;
-        lists.push(ListBuffer { list, buffer });
-    }
+    let mut lists = lists_of(backend, kernel.as_ref(), offsets.last().unwrap() + numel)?;
     let (mut scalars, mut sets) = (vec![0; layout.scalar_bytes], vec![0; layout.set_bytes]);
     kernel.write_scalars(&mut scalars);
     let values = SetValues {

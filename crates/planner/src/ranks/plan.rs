@@ -80,12 +80,7 @@ impl Planner {
         topology.validate()?;
         let mut whole = self.plan_with(params, topology, |_| true)?;
         check_conflicts(&whole)?;
-        if whole.update_norms && whole.ranks.zero != Zero::Zero0 {
-            let reason = "shards begin and end with chunks of 65536 elements, so that one rank measures each";
-            let note = Note::new("update_norms", Verdict::Split, reason.to_owned());
-            whole.notes.push(note);
-        }
-        let flats = flats(&whole)?;
+        let flats = flats(&mut whole)?;
         let options = &whole.ranks;
         let buckets = buckets(&whole.params, &flats, options.fuse.as_ref());
         let (broadcasts, note) = broadcast_groups(&flats, options);
@@ -254,7 +249,14 @@ impl RankPlan {
 }
 
 /// One line for each dtype.
-fn flats(whole: &Plan) -> Result<Vec<Flat>, PlanError> {
+/// The lines; notes where their shards end if not where they would.
+fn flats(whole: &mut Plan) -> Result<Vec<Flat>, PlanError> {
+    if whole.update_norms && whole.ranks.zero != Zero::Zero0 {
+        let reason =
+            "shards begin and end with chunks of 65536 elements, so that one rank measures each";
+        let note = Note::new("update_norms", Verdict::Split, reason.to_owned());
+        whole.notes.push(note);
+    }
     let mut by_dtype: BTreeMap<(Held, DType), Vec<u32>> = BTreeMap::new();
     for (index, param) in whole.params.iter().enumerate() {
         let held = match whole.ranks.distributed.get(index) {
