@@ -268,7 +268,7 @@ impl Split for Tensor<'_> {
         }
         let (left_sums, right_sums) = match self.update_sums.take() {
             Some(sums) => {
-                let (left, right) = sums.split_at_mut(at.div_ceil(CHUNK));
+                let (left, right) = sums.split_at_mut(at.div_ceil(CHUNK).min(sums.len()));
                 (Some(left), Some(right))
             }
             None => (None, None),
