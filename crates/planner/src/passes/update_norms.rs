@@ -14,7 +14,8 @@ use crate::{Note, Plan, PlanError, Verdict};
 /// is skipped it is 0, of a parameter that took no part as well.
 ///
 /// # Cost
-/// No memory traffic besides 64 bytes for each 65,536 elements: what the sum needs is at hand. Chunks are of 65,536 elements whatever
+/// No memory traffic besides 64 bytes for each 65,536 elements: what the sum needs is at hand. Its arithmetic hides behind memory with
+/// f32; where parameters and state are all bf16, a step on the host takes half as long again (docs/PERFORMANCE.md). Chunks are of 65,536 elements whatever
 /// the limits, and tables are resident unless the caller lends tensors. [`Plan::run`] waits for a device to read the sums.
 #[derive(Clone, Copy, Debug)]
 pub struct UpdateNorms;
