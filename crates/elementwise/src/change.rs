@@ -179,7 +179,8 @@ where
 /// The leaves of a chunk, folded by 32, 16 and 8.
 pub(crate) fn units(leaves: &LeafSums) -> UnitSums {
     const UNITS: usize = CHUNK_UNITS as usize;
-    let mut sums = values(leaves);
+    let mut sums: [f64; NORM_LANES] =
+        std::array::from_fn(|leaf| f64::from_bits(leaves[leaf].load(Ordering::Relaxed)));
     let mut half = NORM_LANES / 2;
     while half >= UNITS {
         let (low, high) = sums.split_at_mut(half);
@@ -189,9 +190,4 @@ pub(crate) fn units(leaves: &LeafSums) -> UnitSums {
         half /= 2;
     }
     std::array::from_fn(|unit| sums[unit])
-}
-
-/// The sums as values.
-pub(crate) fn values(leaves: &LeafSums) -> [f64; NORM_LANES] {
-    std::array::from_fn(|leaf| f64::from_bits(leaves[leaf].load(Ordering::Relaxed)))
 }

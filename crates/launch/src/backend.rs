@@ -73,7 +73,9 @@ pub struct Launch<'a> {
     /// The [`crate::SquareSum`] of each parameter's gradient, by the position that `members` says, if the step has read all gradients
     /// before: a kernel that needs the same sums ([`crate::NormedKernel::grad_sum`]) need not read them once more.
     pub grad_sums: Option<&'a dyn Buffer>,
-    /// Where to leave the sums over what is changed, if they are asked for. If the control block stops the step, nothing is left.
+    /// Where to leave the sums over what is changed, if they are asked for. If the control block stops the step, nothing is left. Cuda
+    /// leaves them where a launch goes from a resident table ([`Backend::launch_table`]) and refuses others with
+    /// [`BackendError::Unavailable`].
     pub update_sums: Option<UpdateSums<'a>>,
     /// The kernel's sets by class.
     pub sets: &'a [u8],

@@ -86,7 +86,8 @@ impl UpdateReader {
     }
 }
 
-fn chunks_of(numel: u64) -> usize {
+/// Chunks of the fixed tree that so many elements have.
+pub(crate) fn chunks_of(numel: u64) -> usize {
     // Tensors are allocated, so their element counts fit a usize.
     numel.div_ceil(u64::from(CHUNK_ELEMENTS)) as usize
 }

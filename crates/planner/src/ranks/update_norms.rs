@@ -4,12 +4,12 @@
 //! the sums of all chunks and add them up alike.
 
 use fusestep_collective::Operation;
-use fusestep_launch::CHUNK_ELEMENTS;
 use fusestep_tensor::DType;
 
 use super::comms::Comms;
 use super::{Flat, Held, RankPlan, RankState};
 use crate::passes::Zero;
+use crate::update_norms::chunks_of;
 use crate::{PlanError, StepReport};
 
 /// The memory for the sums.
@@ -48,11 +48,6 @@ impl RankUpdates {
             of_first: vec![0.0; params],
         })
     }
-}
-
-fn chunks_of(numel: u64) -> usize {
-    // Tensors are allocated, so their element counts fit a usize.
-    numel.div_ceil(u64::from(CHUNK_ELEMENTS)) as usize
 }
 
 impl RankPlan {
