@@ -3,7 +3,6 @@
 use std::num::NonZeroUsize;
 
 use fusestep_cpu::CpuBackend;
-use fusestep_elementwise::{join_bf16, narrow_bf16, narrow_f16};
 use fusestep_fused_adam::{Adam, SecondMoment};
 use fusestep_launch::{
     Backend, BackendError, Launch, LaunchLimits, LaunchReport, Master, Precision, Reduce, Rounding,
@@ -12,6 +11,7 @@ use fusestep_launch::{
 use fusestep_planner::{
     ClipByGlobalNorm, Lender, Optimizer, Plan, PlanError, Planner, State, Tensors,
 };
+use fusestep_simd::{join_bf16, narrow_bf16, narrow_f16};
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, Gradients, check_at, check_bits, outcome};
 use half::bf16;

@@ -10,7 +10,8 @@ pub(crate) fn sizes() -> Vec<usize> {
     vec![1, 2, 3, 4, 5, 8]
 }
 
-/// Runs `body` on every rank of a world, of one also as [`Solo`]; a panic of any rank is the test's.
+/// Runs `body` on every rank of a world, of one also as [`Solo`]; a panic of any rank is the test's. Ranks claim little at a time, so that
+/// buffers need not be long to be reduced in turns.
 pub(crate) fn world<R: Send>(
     ranks: usize,
     body: impl Fn(&mut dyn Communicator) -> R + Sync,
@@ -18,7 +19,20 @@ pub(crate) fn world<R: Send>(
     if ranks == 1 {
         body(&mut Solo::new());
     }
-    all(run_ranks(ranks, &Options::default(), |mut comm| body(&mut comm)).unwrap())
+    let options = Options {
+        claim_bytes: 4 << 10,
+        ..Options::default()
+    };
+    world_with(ranks, &options, body)
+}
+
+/// Runs `body` on every rank of a group of threads; a panic of any rank is the test's.
+pub(crate) fn world_with<R: Send>(
+    ranks: usize,
+    options: &Options,
+    body: impl Fn(&mut dyn Communicator) -> R + Sync,
+) -> Vec<R> {
+    all(run_ranks(ranks, options, |mut comm| body(&mut comm)).unwrap())
 }
 
 /// Runs `body` on threads with a timeout of so many milliseconds.

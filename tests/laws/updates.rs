@@ -1,12 +1,13 @@
 //! Norms of updates: measuring changes no bit, and what is measured is what changed.
 
-use fusestep_elementwise::{join_bf16, square_sum};
+use fusestep_elementwise::square_sum;
 use fusestep_fused_adam::Adam;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::{Backend, LaunchLimits, Master, Precision, Rounding, StateDType};
 use fusestep_planner::{LossScaling, Optimizer, Planner, State, StepReport, UpdateNorms};
 use fusestep_simd::Level;
+use fusestep_simd::join_bf16;
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, backends, check_bits, outcome};
 use half::{bf16, f16};

@@ -1,7 +1,6 @@
 //! How far 16-bit formats get from an f64 reference that rounds what is kept in 16 bits, and nothing else.
 
 use fusestep_adagrad::reference as adagrad;
-use fusestep_elementwise::{join_bf16, narrow_bf16_at_random};
 use fusestep_fused_adam::reference as adam;
 use fusestep_fused_sgd::reference as sgd;
 use fusestep_lamb::reference as lamb;
@@ -10,6 +9,7 @@ use fusestep_launch::draw::{element_word, step_key, tensor_key};
 use fusestep_launch::{Format, Master, Rounding};
 use fusestep_lion::reference as lion;
 use fusestep_planner::{Optimizer, Planner, State};
+use fusestep_simd::{join_bf16, narrow_bf16_at_random};
 use fusestep_tensor::{DType, Role, Trust};
 use fusestep_testkit::Case;
 use half::{bf16, f16};

@@ -1,7 +1,6 @@
 //! Every rule in every format.
 
 use fusestep_adagrad::Adagrad;
-use fusestep_elementwise::{join_bf16, narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 use fusestep_fused_adam::{Adam, SecondMoment};
 use fusestep_fused_sgd::{Nesterov, Sgd};
 use fusestep_lamb::Lamb;
@@ -9,6 +8,7 @@ use fusestep_lars_momentum::Lars;
 use fusestep_launch::{Master, Precision, Rounding, StateDType, WeightDecay};
 use fusestep_lion::Lion;
 use fusestep_planner::{ClipByGlobalNorm, LossScaling, Optimizer, Plan, Planner, State};
+use fusestep_simd::{join_bf16, narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, Gradients, check_at, check_bits};
 

@@ -330,7 +330,7 @@ fn read_and_write(level: Level, buffer: &mut [f32]) {
         || {
             let mut lines = buffer.chunks_exact_mut(16);
             for line in &mut lines {
-                prefetch_ahead(line, 512);
+                prefetch_ahead(line, 256);
                 line.iter_mut().for_each(|x| *x = -*x);
             }
             lines.into_remainder().iter_mut().for_each(|x| *x = -*x);

@@ -1,20 +1,25 @@
 //! Reduction of every element in rank order.
 
+mod number;
+
 use std::ops::Range;
 
 use fusestep_simd::{Level, prefetch_ahead};
-use fusestep_tensor::{DType, Element};
-use half::slice::HalfFloatSliceExt;
+use fusestep_tensor::DType;
 use half::{bf16, f16};
 
+use self::number::{Arithmetic, Number};
 use crate::ReduceOp;
 
-/// Elements reduced at a time. Loads and stores of larger blocks come in turns, and memory has nothing to do while results go from the
-/// first-level cache to the second; of smaller ones each costs more than its arithmetic.
-const BLOCK: usize = 128;
+/// Elements that are in registers at a time, from the first rank's to the result.
+const LANES: usize = 32;
 
-/// How far ahead of a block inputs from memory are asked for.
-const AHEAD_BYTES: usize = 2048;
+/// Bytes of a rank that are asked for at a time. Memory gives lines that lie one behind the other faster than lines of one rank and of
+/// another in turns; more of them at a time keep each other waiting.
+const BURST_BYTES: usize = 512;
+
+/// How far ahead of their use inputs from memory are asked for.
+const AHEAD_BYTES: usize = 1024;
 
 /// Inputs of fewer bytes in all may be in a core's cache, where asking for them takes time and saves none.
 const CACHED_BYTES: usize = 2 << 20;
@@ -25,10 +30,17 @@ const LINE_BYTES: usize = 64;
 pub trait Ranks {
     /// The number of ranks, at least 1.
     fn world_size(&self) -> usize;
+    /// How many bytes of each rank come one after the other to one core, these among them. Of many, few are in its cache.
+    fn share_bytes(&self) -> usize;
     /// A range of bytes of what `rank` contributes.
     fn input(&self, rank: usize, bytes: Range<usize>) -> &[u8];
     /// Takes the result of a range of bytes; their inputs are not asked for again.
     fn store(&mut self, bytes: Range<usize>, result: &[u8]);
+    /// The same of both ranks at once, if there are two and results go where inputs lie, in a sixth less time; and which of them get
+    /// the result.
+    fn pair(&mut self, _bytes: Range<usize>) -> Option<([&mut [u8]; 2], Range<usize>)> {
+        None
+    }
 }
 
 /// Reduces `len_bytes` bytes of every rank, element by element, in rank order.
@@ -91,6 +103,10 @@ impl Ranks for Slices<'_> {
         self.inputs.len()
     }
     #[inline(always)]
+    fn share_bytes(&self) -> usize {
+        self.out.len()
+    }
+    #[inline(always)]
     fn input(&self, rank: usize, bytes: Range<usize>) -> &[u8] {
         &self.inputs[rank][bytes]
     }
@@ -101,306 +117,144 @@ impl Ranks for Slices<'_> {
 }
 
 fn reduce<T: Number>(level: Level, op: ReduceOp, len_bytes: usize, ranks: &mut impl Ranks) {
-    let in_all = len_bytes.saturating_mul(ranks.world_size());
-    // The whole loop is compiled for the level: a block is done in the time that calls for its parts would take.
+    let in_all = ranks.share_bytes().saturating_mul(ranks.world_size());
+    // The whole loop is compiled for the level: a line is done in the time that calls for its parts would take.
     level.run(
         #[inline(always)]
-        || {
-            let ahead_bytes = (in_all > CACHED_BYTES).then_some(AHEAD_BYTES);
-            reduce_blocks::<T>(op, ahead_bytes, len_bytes, ranks);
+        || match in_all > CACHED_BYTES {
+            false => reduce_bursts::<T, 0>(op, len_bytes, ranks),
+            true => reduce_bursts::<T, AHEAD_BYTES>(op, len_bytes, ranks),
         },
     );
 }
 
-/// Asks for what all ranks have of these bytes.
+/// All bursts, each after what lies `AHEAD` bytes behind it was asked for; 0 for nothing.
 #[inline(always)]
-fn ask_for(ranks: &impl Ranks, bytes: Range<usize>) {
-    for rank in 0..ranks.world_size() {
-        let input = ranks.input(rank, bytes.clone());
-        for line in (0..input.len()).step_by(LINE_BYTES) {
-            prefetch_ahead(input, line);
-        }
-    }
-}
-
-/// What a block is worked on in.
-struct Scratch<T: Number> {
-    result: [T::Wide; BLOCK],
-    wide: [T::Wide; BLOCK],
-    narrow: [T; BLOCK],
-}
-
-#[inline(always)]
-fn reduce_blocks<T: Number>(
+fn reduce_bursts<T: Number, const AHEAD: usize>(
     op: ReduceOp,
-    ahead_bytes: Option<usize>,
     len_bytes: usize,
     ranks: &mut impl Ranks,
 ) {
-    let mut scratch = Scratch::<T> {
-        result: [T::Wide::default(); BLOCK],
-        wide: [T::Wide::default(); BLOCK],
-        narrow: [T::default(); BLOCK],
-    };
-    let step_bytes = BLOCK * size_of::<T>();
+    let line_bytes = LANES * size_of::<T>();
     let mut start = 0;
-    while start + step_bytes <= len_bytes {
-        if let Some(ahead) = ahead_bytes {
-            let from = start + ahead;
-            ask_for(ranks, len_bytes.min(from)..len_bytes.min(from + step_bytes));
+    while start + BURST_BYTES <= len_bytes {
+        let burst = start..start + BURST_BYTES;
+        if AHEAD > 0 {
+            ask_ahead(ranks, burst.clone(), AHEAD);
         }
-        // Of a length that the compiler knows.
-        reduce_block(op, &mut scratch, start, BLOCK, ranks);
-        start += step_bytes;
+        match ranks.pair(burst.clone()) {
+            Some((pair, into)) => reduce_pair::<T>(op, pair, into),
+            None => {
+                for line in burst.step_by(line_bytes) {
+                    reduce_line::<T>(op, line..line + line_bytes, ranks);
+                }
+            }
+        }
+        start += BURST_BYTES;
     }
-    if start < len_bytes {
-        let numel = (len_bytes - start) / size_of::<T>();
-        reduce_block(op, &mut scratch, start, numel, ranks);
+    while start < len_bytes {
+        let end = len_bytes.min(start + line_bytes);
+        reduce_line::<T>(op, start..end, ranks);
+        start = end;
     }
 }
 
+/// Asks for what all ranks have `ahead` bytes after these, which may lie beyond what is reduced here.
 #[inline(always)]
-fn reduce_block<T: Number>(
-    op: ReduceOp,
-    scratch: &mut Scratch<T>,
-    start: usize,
-    numel: usize,
-    ranks: &mut impl Ranks,
-) {
-    let bytes = start..start + numel * size_of::<T>();
-    let world_size = ranks.world_size();
-    let result = &mut scratch.result[..numel];
-    let wide = &mut scratch.wide[..numel];
-    let narrow = &mut scratch.narrow[..numel];
-    let first = ranks.input(0, bytes.clone());
-    let second = (world_size > 1).then(|| ranks.input(1, bytes.clone()));
-    let begun = match (T::as_wide(first), second.and_then(T::as_wide)) {
-        (Some(x), Some(y)) => {
-            combine(op, result, x, y);
-            2
+fn ask_ahead(ranks: &impl Ranks, bytes: Range<usize>, ahead: usize) {
+    for rank in 0..ranks.world_size() {
+        let input = ranks.input(rank, bytes.clone());
+        for line in (0..BURST_BYTES).step_by(LINE_BYTES) {
+            prefetch_ahead(input, ahead + line);
         }
-        _ => {
-            T::widen(elements(first, narrow), result);
-            1
-        }
-    };
-    for rank in begun..world_size {
-        let input = elements(ranks.input(rank, bytes.clone()), narrow);
-        fold(op, result, T::widened(input, wide));
     }
-    if op == ReduceOp::Average {
-        result.iter_mut().for_each(
-            #[inline(always)]
-            |x| *x = x.divided(world_size),
+}
+
+/// A burst of two ranks.
+#[inline(always)]
+fn reduce_pair<T: Number>(op: ReduceOp, [x, y]: [&mut [u8]; 2], into: Range<usize>) {
+    // Of a length that the compiler knows.
+    let (x, y) = (&mut x[..BURST_BYTES], &mut y[..BURST_BYTES]);
+    let line_bytes = LANES * size_of::<T>();
+    for line in (0..BURST_BYTES).step_by(line_bytes) {
+        let (x, y) = (
+            &mut x[line..line + line_bytes],
+            &mut y[line..line + line_bytes],
         );
-    }
-    let result = T::narrowed(result, narrow);
-    ranks.store(bytes, bytemuck::cast_slice(result));
-}
-
-/// Bytes as elements; if they are not aligned, a copy in `scratch`.
-#[inline(always)]
-fn elements<'a, T: Element>(bytes: &'a [u8], scratch: &'a mut [T]) -> &'a [T] {
-    match bytemuck::try_cast_slice(bytes) {
-        Ok(elements) => elements,
-        Err(_) => {
-            bytemuck::cast_slice_mut::<T, u8>(scratch).copy_from_slice(bytes);
-            scratch
+        let mut result = wide::<T>(x);
+        combine(op, &mut result, wide::<T>(y));
+        let result = narrow::<T>(op, 2, result);
+        let result = bytemuck::bytes_of(&result);
+        if into.contains(&0) {
+            x.copy_from_slice(result);
+        }
+        if into.contains(&1) {
+            y.copy_from_slice(result);
         }
     }
 }
 
-/// A loop for each operation, with the operation as `$combine`: chosen once, outside of the loop.
-macro_rules! by_operation {
-    ($op:expr, $combine:ident, $loop:expr) => {
-        match $op {
-            ReduceOp::Sum | ReduceOp::Average => {
-                let $combine = W::plus;
-                $loop
-            }
-            ReduceOp::Prod => {
-                let $combine = W::times;
-                $loop
-            }
-            ReduceOp::Max => {
-                let $combine = W::max;
-                $loop
-            }
-            ReduceOp::Min => {
-                let $combine = W::min;
-                $loop
-            }
-        }
-    };
+/// [`LANES`] elements, or the last ones if they are fewer.
+#[inline(always)]
+fn reduce_line<T: Number>(op: ReduceOp, bytes: Range<usize>, ranks: &mut impl Ranks) {
+    let (world_size, len) = (ranks.world_size(), bytes.len());
+    let mut result = wide::<T>(ranks.input(0, bytes.clone()));
+    for rank in 1..world_size {
+        combine(op, &mut result, wide::<T>(ranks.input(rank, bytes.clone())));
+    }
+    let result = narrow::<T>(op, world_size, result);
+    let result = bytemuck::bytes_of(&result);
+    match len == result.len() {
+        true => ranks.store(bytes, result),
+        false => ranks.store(bytes, &result[..len]),
+    }
 }
 
-/// The first two ranks.
+/// The result as it is stored.
 #[inline(always)]
-fn combine<W: Arithmetic>(op: ReduceOp, result: &mut [W], x: &[W], y: &[W]) {
-    by_operation!(op, combine, {
-        for ((to, &x), &y) in result.iter_mut().zip(x).zip(y) {
-            *to = combine(x, y);
+fn narrow<T: Number>(op: ReduceOp, world_size: usize, mut result: [T::Wide; LANES]) -> [T; LANES] {
+    if op == ReduceOp::Average {
+        for x in &mut result {
+            *x = x.divided(world_size);
         }
-    });
+    }
+    let mut narrow = [T::default(); LANES];
+    for lane in 0..LANES {
+        narrow[lane] = T::narrow(result[lane]);
+    }
+    narrow
+}
+
+/// The elements of a line, which need no alignment; what is missing of it is zero.
+#[inline(always)]
+fn wide<T: Number>(bytes: &[u8]) -> [T::Wide; LANES] {
+    let mut line = [T::default(); LANES];
+    let into = bytemuck::bytes_of_mut(&mut line);
+    match bytes.len() == into.len() {
+        true => into.copy_from_slice(bytes),
+        false => into[..bytes.len()].copy_from_slice(bytes),
+    }
+    let mut wide = [T::Wide::default(); LANES];
+    for lane in 0..LANES {
+        wide[lane] = line[lane].wide();
+    }
+    wide
 }
 
 /// One more rank.
 #[inline(always)]
-fn fold<W: Arithmetic>(op: ReduceOp, result: &mut [W], input: &[W]) {
-    by_operation!(op, combine, {
-        for (x, &y) in result.iter_mut().zip(input) {
-            *x = combine(*x, y);
-        }
-    });
-}
-
-/// Arithmetic in the type that reductions are done in.
-trait Arithmetic: Copy + Default {
-    fn plus(self, other: Self) -> Self;
-    fn times(self, other: Self) -> Self;
-    /// Strictly greater; false with NaN on either side.
-    fn wins_over(self, other: Self) -> bool;
-    fn is_nan(self) -> bool;
-    fn divided(self, world_size: usize) -> Self;
-    /// The greater; `self` of equals, NaN if there is one.
-    #[inline(always)]
-    fn max(self, other: Self) -> Self {
-        if other.wins_over(self) | other.is_nan() {
-            other
-        } else {
-            self
-        }
+fn combine<W: Arithmetic>(op: ReduceOp, result: &mut [W; LANES], input: [W; LANES]) {
+    macro_rules! lanes {
+        ($combine:ident) => {
+            for lane in 0..LANES {
+                result[lane] = result[lane].$combine(input[lane]);
+            }
+        };
     }
-    /// The lesser; `self` of equals, NaN if there is one.
-    #[inline(always)]
-    fn min(self, other: Self) -> Self {
-        if self.wins_over(other) | other.is_nan() {
-            other
-        } else {
-            self
-        }
+    match op {
+        ReduceOp::Sum | ReduceOp::Average => lanes!(plus),
+        ReduceOp::Prod => lanes!(times),
+        ReduceOp::Max => lanes!(max),
+        ReduceOp::Min => lanes!(min),
     }
 }
-
-macro_rules! floats {
-    ($($float:ty),*) => {$(
-        impl Arithmetic for $float {
-            #[inline(always)]
-            fn plus(self, other: Self) -> Self {
-                self + other
-            }
-            #[inline(always)]
-            fn times(self, other: Self) -> Self {
-                self * other
-            }
-            #[inline(always)]
-            fn wins_over(self, other: Self) -> bool {
-                self > other
-            }
-            #[inline(always)]
-            fn is_nan(self) -> bool {
-                self != self
-            }
-            #[inline(always)]
-            fn divided(self, world_size: usize) -> Self {
-                self / world_size as $float
-            }
-        }
-    )*};
-}
-
-macro_rules! integers {
-    ($($integer:ty),*) => {$(
-        impl Arithmetic for $integer {
-            #[inline(always)]
-            fn plus(self, other: Self) -> Self {
-                self.wrapping_add(other)
-            }
-            #[inline(always)]
-            fn times(self, other: Self) -> Self {
-                self.wrapping_mul(other)
-            }
-            #[inline(always)]
-            fn wins_over(self, other: Self) -> bool {
-                self > other
-            }
-            #[inline(always)]
-            fn is_nan(self) -> bool {
-                false
-            }
-            fn divided(self, _: usize) -> Self {
-                panic!("an average of integers is refused before any data is read")
-            }
-        }
-    )*};
-}
-
-floats!(f32, f64);
-integers!(i32, i64, u8, u16);
-
-/// A storage type and the type it is reduced in.
-trait Number: Element {
-    type Wide: Arithmetic;
-    /// The elements where they lie, if they are aligned and need no widening.
-    fn as_wide(bytes: &[u8]) -> Option<&[Self::Wide]>;
-    /// Writes the widened elements.
-    fn widen(from: &[Self], to: &mut [Self::Wide]);
-    /// The widened elements, in `scratch` if they are not so already.
-    fn widened<'a>(from: &'a [Self], scratch: &'a mut [Self::Wide]) -> &'a [Self::Wide];
-    /// The elements rounded to nearest even, in `scratch` if they are not stored so already.
-    fn narrowed<'a>(from: &'a [Self::Wide], scratch: &'a mut [Self]) -> &'a [Self];
-}
-
-macro_rules! reduced_as_stored {
-    ($($number:ty),*) => {$(
-        impl Number for $number {
-            type Wide = Self;
-            #[inline(always)]
-            fn as_wide(bytes: &[u8]) -> Option<&[Self]> {
-                bytemuck::try_cast_slice(bytes).ok()
-            }
-            #[inline(always)]
-            fn widen(from: &[Self], to: &mut [Self]) {
-                to.copy_from_slice(from);
-            }
-            #[inline(always)]
-            fn widened<'a>(from: &'a [Self], _: &'a mut [Self]) -> &'a [Self] {
-                from
-            }
-            #[inline(always)]
-            fn narrowed<'a>(from: &'a [Self], _: &'a mut [Self]) -> &'a [Self] {
-                from
-            }
-        }
-    )*};
-}
-
-reduced_as_stored!(f32, f64, i32, i64, u8, u16);
-
-macro_rules! reduced_in_f32 {
-    ($($number:ty),*) => {$(
-        impl Number for $number {
-            type Wide = f32;
-            #[inline(always)]
-            fn as_wide(_: &[u8]) -> Option<&[f32]> {
-                None
-            }
-            #[inline(always)]
-            fn widen(from: &[Self], to: &mut [f32]) {
-                from.convert_to_f32_slice(to);
-            }
-            #[inline(always)]
-            fn widened<'a>(from: &'a [Self], scratch: &'a mut [f32]) -> &'a [f32] {
-                Self::widen(from, scratch);
-                scratch
-            }
-            #[inline(always)]
-            fn narrowed<'a>(from: &'a [f32], scratch: &'a mut [Self]) -> &'a [Self] {
-                scratch.convert_from_f32_slice(from);
-                scratch
-            }
-        }
-    )*};
-}
-
-reduced_in_f32!(f16, bf16);

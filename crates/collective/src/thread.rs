@@ -32,6 +32,10 @@ pub struct Options {
     pub dump_folder: Option<PathBuf>,
     /// Instruction set of reductions; the widest by default. Changes no bits.
     pub level: Level,
+    /// Bytes of its part that a rank reduces before it looks again, 512 KiB by default. Where parts are longer, a rank that is done with its
+    /// own goes on with what is left of the others': cores are never equally fast, and a rank whose core the system has given away for
+    /// a while would keep all others waiting. Changes no bits.
+    pub claim_bytes: usize,
 }
 
 impl Default for Options {
@@ -41,6 +45,7 @@ impl Default for Options {
             recorded_calls: 256,
             dump_folder: None,
             level: Level::detect(),
+            claim_bytes: 512 << 10,
         }
     }
 }
@@ -52,7 +57,7 @@ impl Default for Options {
 ///
 /// # Cost
 /// Each rank reduces its part of every buffer where it lies; nothing is copied through mailboxes and nothing is allocated, except
-/// by an all-to-all in place. Two waits for all ranks per call.
+/// by an all-to-all in place and by reductions of more than 16 ranks. Two waits for all ranks per call.
 #[derive(Debug)]
 pub struct ThreadCommunicator {
     group: Arc<Group>,

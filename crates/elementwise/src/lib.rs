@@ -11,7 +11,6 @@ mod carried;
 mod change;
 mod compute;
 mod format;
-mod narrow;
 mod norm;
 mod normed;
 mod pairs;
@@ -28,9 +27,6 @@ pub use bytes::{padded_bytes, read_values, write_padded};
 pub use carried::{Carried, run_leaves_format};
 pub use compute::Compute;
 pub use format::{FormatVisitor, run_format};
-pub use narrow::{
-    join_bf16, narrow_bf16, narrow_bf16_at_random, narrow_f16, split_bf16, widen_bf16, widen_f16,
-};
 pub use norm::{
     LEAF_ELEMENTS, NORM_CHUNK_ELEMENTS, NORM_LANES, chunk_square_sum, fold, square_sum,
 };

@@ -6,8 +6,8 @@ use bytemuck::Pod;
 use fusestep_launch::HostList;
 use half::bf16;
 
-use crate::narrow::{join_bf16, split_bf16};
 use crate::{Compute, Storage};
+use fusestep_simd::{join_bf16, split_bf16};
 
 /// How the update reads and writes a parameter.
 pub trait Slot<C: Compute> {

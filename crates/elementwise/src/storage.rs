@@ -1,14 +1,14 @@
 //! The type that tensors are kept in.
 
 use bytemuck::Pod;
+use fusestep_simd::{
+    narrow_bf16, narrow_bf16_at_random, narrow_bf16_pair, narrow_bf16_pair_at_random, narrow_f16,
+    widen_bf16, widen_bf16_pair, widen_f16,
+};
 use fusestep_tensor::DType;
 use half::{bf16, f16};
 
 use crate::Compute;
-use crate::narrow::{
-    narrow_bf16, narrow_bf16_at_random, narrow_bf16_pair, narrow_bf16_pair_at_random, narrow_f16,
-    widen_bf16, widen_bf16_pair, widen_f16,
-};
 
 /// A type that tensors are kept in and that arithmetic in `C` reads exactly and writes with one rounding.
 pub trait Storage<C: Compute>: Pod + Send + Sync {

@@ -225,7 +225,7 @@ mod tests {
     use half::bf16;
 
     use super::*;
-    use crate::split_bf16;
+    use fusestep_simd::split_bf16;
 
     struct Itself;
 

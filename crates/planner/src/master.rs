@@ -3,8 +3,8 @@
 //! A parameter with a master is the master rounded. Whoever writes the parameter means the value written, so where the master does
 //! not round to it, the master takes it over. Where it does, it stays: a parameter and its state can be read back in any order.
 
-use fusestep_elementwise::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 use fusestep_launch::Backend;
+use fusestep_simd::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 use fusestep_tensor::{DType, Role};
 
 use crate::state::check_len;

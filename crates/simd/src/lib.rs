@@ -1,4 +1,4 @@
-//! Run-time SIMD dispatch, prefetch, a thread team, memory streams and a stopwatch.
+//! Run-time SIMD dispatch, conversions of 16-bit floats, prefetch, a thread team, memory streams and a stopwatch.
 //!
 //! Kernel bodies are ordinary Rust loops over fixed-size blocks; [`Level::run`] compiles them once per instruction set and
 //! calls the widest that the processor has. Rust neither contracts nor reassociates floating-point operations, so every level
@@ -11,6 +11,7 @@ mod level;
 mod meet;
 #[cfg(test)]
 mod meet_tests;
+mod narrow;
 mod prefetch;
 mod stopwatch;
 mod stream;
@@ -18,7 +19,11 @@ mod sync;
 mod team;
 
 pub use level::{Level, LevelError};
-pub use meet::{Meet, Offer, Peers, Seat, seats};
+pub use meet::{Claim, Meet, Offer, Peers, Seat, seats};
+pub use narrow::{
+    join_bf16, narrow_bf16, narrow_bf16_at_random, narrow_bf16_pair, narrow_bf16_pair_at_random,
+    narrow_f16, split_bf16, widen_bf16, widen_bf16_pair, widen_f16,
+};
 pub use prefetch::{prefetch_ahead, prefetch_bytes};
 pub use stopwatch::Stopwatch;
 pub use stream::{MAX_WRITTEN, PREFETCH_DISTANCES, stream};

@@ -1,15 +1,17 @@
 //! Lending slices between threads that meet: the one place where ranks of a process touch each other's memory.
 //!
 //! [`seats`] makes places for a fixed number of parties. In each round every party brings one slice that all may read and one
-//! that is cut into a part for each party; when all have arrived, every party works on what was brought, and none returns before
-//! all have finished. A round opens for all parties or for none: a failure (a deadline, a call of [`Meet::fail`]) that comes
-//! before the last arrival closes the meet for ever, one that comes later strikes the next round.
+//! that is cut into parts, whose bytes the parties claim; when all have arrived, every party works on what was brought, and none
+//! returns before all have finished. A round opens for all parties or for none: a failure (a deadline, a call of [`Meet::fail`])
+//! that comes before the last arrival closes the meet for ever, one that comes later strikes the next round.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use crate::bell::Bell;
-use crate::sync::{AtomicU64, Cell, Instant, Mutex, MutexGuard, Ordering, PoisonError, yield_now};
+use crate::sync::{
+    AtomicU64, AtomicUsize, Cell, Instant, Mutex, MutexGuard, Ordering, PoisonError, yield_now,
+};
 
 /// The bit of the gate that says the meet has failed; the others count arrivals.
 const FAILED: u64 = 1 << 63;
@@ -21,10 +23,12 @@ pub struct Offer<'a, H> {
     pub header: H,
     /// Bytes that every party may read.
     pub shared: &'a [u8],
-    /// Bytes cut into one part for each party, which alone may read and write it.
+    /// Bytes cut into as many parts as there are parties; whoever claims some of a part alone may read and write them.
     pub lent: &'a mut [u8],
-    /// Where in `lent` the part of each party ends, in party order; parts begin where the one before ends.
+    /// Where in `lent` each part ends; parts begin where the one before ends.
     pub ends: &'a [usize],
+    /// How many bytes of the part that has this party's number are claimed for it from the start ([`Peers::reserved`]).
+    pub reserved: usize,
 }
 
 /// A meet as seen by someone who may only break it off; clones are the same meet.
@@ -42,6 +46,16 @@ pub struct Seat<H, F> {
 pub struct Peers<'a, H> {
     slots: &'a [Slot<H>],
     party: usize,
+    /// Bytes of this party's part that are claimed for it and were not handed out yet.
+    reserved: usize,
+}
+
+/// Bytes of a part of every party's lent memory, for one party alone to read and write.
+pub struct Claim<'a, H> {
+    slots: &'a [Slot<H>],
+    part: usize,
+    /// Within the part; no other claim of this part in this round has any byte of it.
+    range: Range<usize>,
 }
 
 struct Inner<H, F> {
@@ -63,14 +77,20 @@ struct Slot<H> {
     /// The last round this party has arrived at; names late parties and guards nothing.
     arrived: AtomicU64,
     brought: Cell<Brought<H>>,
+    /// How many bytes of the part of this party's number are claimed, in everyone's lent memory.
+    claimed: Claimed,
 }
+
+/// Alone on its cache lines: claims leave in peace who reads what was brought.
+#[repr(align(128))]
+struct Claimed(AtomicUsize);
 
 struct Brought<H> {
     header: Option<H>,
     shared: *const u8,
     shared_len: usize,
     lent: *mut u8,
-    /// The part of each party; established by `Offer::parts` as disjoint ranges within `lent`.
+    /// Disjoint ranges within `lent`; checked by `cuts`.
     parts: Box<[Range<usize>]>,
 }
 
@@ -93,6 +113,7 @@ pub fn seats<H, F>(parties: usize) -> Vec<Seat<H, F>> {
             lent: std::ptr::null_mut(),
             parts: vec![0..0; parties].into_boxed_slice(),
         }),
+        claimed: Claimed(AtomicUsize::new(0)),
     };
     let meet = Meet(Arc::new(Inner {
         slots: (0..parties).map(|_| slot()).collect(),
@@ -238,11 +259,14 @@ impl<H, F: Clone> Seat<H, F> {
             return Err(self.meet.broken());
         }
         let slot = &inner.slots[self.party];
+        let reserved = offer.reserved;
         slot.brought.with_mut(|brought| {
             // SAFETY: nobody reads this party's slot now: readers are parties in an open round, the last round this party was in
             // is over (the wait in `Departure` saw all departures), and the next cannot open without the arrival below.
             bring(unsafe { &mut *brought }, offer)
         });
+        // For the same reasons nobody claims now.
+        slot.claimed.0.store(reserved, Ordering::Relaxed);
         self.meet.arrive()?;
         self.round += 1;
         slot.arrived.store(self.round, Ordering::SeqCst);
@@ -270,6 +294,7 @@ impl<H, F: Clone> Seat<H, F> {
         Ok(work(&mut Peers {
             slots: &inner.slots,
             party: self.party,
+            reserved,
         }))
     }
 }
@@ -331,29 +356,97 @@ impl<'a, H> Peers<'a, H> {
         unsafe { std::slice::from_raw_parts(brought.shared, brought.shared_len) }
     }
 
-    /// The part of `party`'s lent bytes that is this party's.
-    pub fn lent(&self, party: usize) -> &[u8] {
-        let brought = self.brought(party);
-        let part = &brought.parts[self.party];
-        // SAFETY: lifetime as in `shared`. The range lies within the lent slice and overlaps no other party's (`cuts`), nobody
-        // uses it through its owner's `&mut` while that is in `meet`, and `&self` excludes `lent_mut` of this party.
-        unsafe { std::slice::from_raw_parts(brought.lent.add(part.start), part.len()) }
+    /// The bytes that were claimed for this party before the round; none when asked again.
+    ///
+    /// # Cost
+    /// None: for a part that nobody else claims of, this spares the atomic addition.
+    pub fn reserved(&mut self) -> Claim<'a, H> {
+        Claim {
+            slots: self.slots,
+            part: self.party,
+            range: 0..std::mem::take(&mut self.reserved),
+        }
     }
 
-    /// The part of `party`'s lent bytes that is this party's, to be written.
-    pub fn lent_mut(&mut self, party: usize) -> &mut [u8] {
-        let brought = self.brought(party);
-        let part = &brought.parts[self.party];
-        // SAFETY: as in `lent`; `&mut self` makes it the only use of any part by this party.
-        unsafe { std::slice::from_raw_parts_mut(brought.lent.add(part.start), part.len()) }
+    /// Takes the next `len` bytes of a part that nobody has taken yet, or all that is left of it if that is less. Those of a
+    /// party whose part is shorter end with it; of a part that is used up they are none.
+    ///
+    /// # Panics
+    /// If there are no more than `part` parties.
+    /// # Cost
+    /// One atomic addition, in whose order threads that claim of the same part wait for each other.
+    pub fn claim(&self, part: usize, len: usize) -> Claim<'a, H> {
+        let claimed = &self.slots[part].claimed.0;
+        // It stops at the greatest number instead of beginning anew. Arrivals and departures order what is done with the bytes.
+        let claim = |start: usize| Some(start.saturating_add(len));
+        let (Ok(start) | Err(start)) =
+            claimed.fetch_update(Ordering::Relaxed, Ordering::Relaxed, claim);
+        Claim {
+            slots: self.slots,
+            part,
+            range: start..start.saturating_add(len),
+        }
     }
 
     fn brought(&self, party: usize) -> &'a Brought<H> {
-        self.slots[party].brought.with(|brought| {
-            // SAFETY: `Peers` exists while the round is open, and a slot is written only outside of open rounds (`meet`).
-            unsafe { &*brought }
+        brought(self.slots, party)
+    }
+}
+
+impl<H> Claim<'_, H> {
+    /// The bytes that are claimed, counted from where the part begins; they may end beyond the end of the part.
+    pub fn range(&self) -> Range<usize> {
+        self.range.clone()
+    }
+
+    /// These bytes of what `party` lent.
+    pub fn lent(&self, party: usize) -> &[u8] {
+        let (start, len) = self.place(party);
+        // SAFETY: lifetime as in `Peers::shared`: the borrow of the slots ends with `work`. The bytes lie within the lent slice. No
+        // other claim of this round has them: parts are disjoint (`cuts`), ranges of one part come from one counter that only
+        // rises and begins after what was reserved, and that is handed out once. Claims of other rounds are gone, nobody uses
+        // the bytes through their owner's `&mut` while that is in `meet`, and `&self` excludes `lent_mut`.
+        unsafe { std::slice::from_raw_parts(start, len) }
+    }
+
+    /// These bytes of what `party` lent, to be written.
+    pub fn lent_mut(&mut self, party: usize) -> &mut [u8] {
+        let (start, len) = self.place(party);
+        // SAFETY: as in `lent`; `&mut self` makes it the only use of this claim.
+        unsafe { std::slice::from_raw_parts_mut(start, len) }
+    }
+
+    /// These bytes of what each party lent, in party order, to be written.
+    pub fn all_mut(&mut self) -> impl Iterator<Item = &mut [u8]> {
+        let claim = &*self;
+        (0..claim.slots.len()).map(|party| {
+            let (start, len) = claim.place(party);
+            // SAFETY: as in `lent_mut`; parties lend different memory, since each brought a `&mut` of its own.
+            unsafe { std::slice::from_raw_parts_mut(start, len) }
         })
     }
+
+    #[inline(always)]
+    fn place(&self, party: usize) -> (*mut u8, usize) {
+        let brought = brought(self.slots, party);
+        let part = &brought.parts[self.part];
+        let (start, end) = (
+            self.range.start.min(part.len()),
+            self.range.end.min(part.len()),
+        );
+        // SAFETY: `part` lies within the lent slice (`cuts`), and `start` within the part.
+        (unsafe { brought.lent.add(part.start + start) }, end - start)
+    }
+}
+
+/// What a party brought to the round that is open.
+#[inline(always)]
+fn brought<H>(slots: &[Slot<H>], party: usize) -> &Brought<H> {
+    slots[party].brought.with(|brought| {
+        // SAFETY: `Peers` and `Claim`, which alone call this, exist while the round is open, and a slot is written only outside
+        // of open rounds (`meet`).
+        unsafe { &*brought }
+    })
 }
 
 impl<H, F> std::fmt::Debug for Meet<H, F> {

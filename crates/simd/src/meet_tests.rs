@@ -1,6 +1,6 @@
 //! The meeting of threads, on real ones; `tests/model.rs` has all interleavings.
 
-use crate::meet::{Offer, Seat, seats};
+use crate::meet::{Claim, Offer, Seat, seats};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
@@ -21,6 +21,7 @@ fn idle(seat: &mut TestSeat, deadline: Instant) -> Result<(), String> {
         shared: &[],
         lent: &mut [],
         ends: &ends,
+        reserved: 0,
     };
     seat.meet(offer, deadline, name, |_| ())
 }
@@ -56,18 +57,22 @@ fn every_party_reads_all_shares_and_writes_its_parts_in_every_round() {
                     shared: &shared,
                     lent: &mut lent,
                     ends: &ends,
+                    reserved: usize::MAX,
                 };
                 let seen = seat.meet(offer, soon(60_000), name, |peers| {
-                    for peer in 0..parties {
-                        peers.lent_mut(peer).fill((own + round as usize) as u8);
+                    let mut claim = peers.reserved();
+                    for lent in claim.all_mut() {
+                        lent.fill((own + round as usize) as u8);
                     }
+                    assert!(peers.reserved().range().is_empty(), "handed out once");
+                    assert!(peers.claim(own, 1).lent(own).is_empty());
                     (0..peers.parties())
                         .map(|p| {
                             (
                                 *peers.header(p),
                                 peers.shared(p)[0],
                                 peers.shared(p)[1],
-                                peers.lent(p).len(),
+                                claim.lent(p).len(),
                             )
                         })
                         .collect::<Vec<_>>()
@@ -87,6 +92,76 @@ fn every_party_reads_all_shares_and_writes_its_parts_in_every_round() {
             }
         });
     }
+}
+
+#[test]
+fn every_byte_is_claimed_by_one_party() {
+    let (parties, rounds) = (3, 200u64);
+    each(parties, |mut seat| {
+        let own = seat.party();
+        for round in 0..rounds {
+            // Parts of 100, 0 and 1,000 bytes; the last party lends nothing.
+            let ends = if own == 2 { [0; 3] } else { [100, 100, 1100] };
+            let mut lent = vec![0u8; ends[2]];
+            let offer = Offer {
+                header: own,
+                shared: &[],
+                lent: &mut lent,
+                ends: &ends,
+                reserved: [7, 0, 50][own],
+            };
+            let step = 1 + (round as usize + own) % 13;
+            let claimed = seat.meet(offer, soon(60_000), name, |peers| {
+                let mut claimed = 0;
+                let mut work = |claim: &mut Claim<'_, usize>| {
+                    claim.lent_mut(0).iter_mut().for_each(|byte| *byte += 1);
+                    let mut all = claim.all_mut();
+                    let lengths = [(); 3].map(|()| all.next().map_or(0, |lent| lent.len()));
+                    assert_eq!((lengths[1], lengths[2]), (lengths[0], 0));
+                    all.next().inspect(|_| panic!("a fourth party"));
+                    drop(all);
+                    claim.lent_mut(1).iter_mut().for_each(|byte| *byte += 1);
+                    claimed += lengths[0];
+                    lengths[0] > 0
+                };
+                work(&mut peers.reserved());
+                for part in [own, (own + 1) % 3, (own + 2) % 3] {
+                    while work(&mut peers.claim(part, step)) {}
+                }
+                claimed
+            });
+            assert!(claimed.is_ok());
+            assert!(lent.iter().all(|&byte| byte == 1), "{round} {own}");
+        }
+    });
+}
+
+#[test]
+fn claims_stop_at_the_greatest_number() {
+    let mut seats = seats::<usize, String>(1);
+    let mut lent = [0u8; 10];
+    let offer = Offer {
+        header: 0,
+        shared: &[],
+        lent: &mut lent,
+        ends: &[10],
+        reserved: 4,
+    };
+    let outcome = seats[0].meet(offer, soon(60_000), name, |peers| {
+        let lens = [3, 0, usize::MAX, usize::MAX, 1];
+        (
+            peers.reserved().lent(0).len(),
+            lens.map(|len| {
+                (
+                    peers.claim(0, len).range().start,
+                    peers.claim(0, 0).lent(0).len(),
+                )
+            }),
+            lens.map(|len| peers.claim(0, len).lent(0).len()),
+        )
+    });
+    let starts = [(4, 0), (7, 0), (7, 0), (usize::MAX, 0), (usize::MAX, 0)];
+    assert_eq!(outcome, Ok((4, starts, [0; 5])));
 }
 
 #[test]
@@ -127,6 +202,7 @@ fn a_failure_in_an_open_round_strikes_the_next() {
             shared: &[],
             lent: &mut [],
             ends: &[0, 0],
+            reserved: 0,
         };
         let first = seat.meet(offer, soon(60_000), name, |_| meet.fail("later".to_owned()));
         (first, idle(&mut seat, soon(60_000)))
@@ -162,13 +238,14 @@ fn a_panic_at_work_still_waits_for_the_others() {
                 shared: &[],
                 lent: &mut lent,
                 ends: &[1, 2],
+                reserved: 1,
             };
             seat.meet(offer, soon(60_000), name, |peers| {
                 if own == 0 {
                     panic!("at work");
                 }
                 std::thread::sleep(Duration::from_millis(100));
-                peers.lent_mut(0).fill(7);
+                peers.reserved().lent_mut(0).fill(7);
             })
         }));
         (caught.is_err(), lent)
@@ -191,6 +268,7 @@ fn ends_that_do_not_cut_are_refused_before_anyone_sees_them() {
             shared: &[],
             lent: &mut lent,
             ends,
+            reserved: 0,
         };
         let outcome = catch_unwind(AssertUnwindSafe(|| {
             seats[0].meet(offer, soon(10), name, |_| ())

@@ -20,7 +20,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use loom::cell::UnsafeCell;
-use meet::{Meet, Offer, Seat, seats};
+use meet::{Claim, Meet, Offer, Seat, seats};
 use sync::{Change, Instant, NEVER, PASSED};
 
 /// Why a meet is closed.
@@ -77,12 +77,14 @@ fn round(
         shared: &shared,
         lent: &mut lent,
         ends: &ends,
+        reserved: bytes,
     };
     let late = |late: &[usize]| Failure::Late(late.to_vec());
     let outcome = seat.meet(offer, deadline, late, |peers| {
+        let mut claim = peers.reserved();
         (0..parties)
             .map(|party| {
-                peers.lent_mut(party).fill(value as u8);
+                claim.lent_mut(party).fill(value as u8);
                 let shared = peers.shared(party).iter().map(|&byte| u64::from(byte));
                 shared.sum::<u64>() + peers.header(party).read()
             })
@@ -180,6 +182,52 @@ fn in_a_hurry(parties: usize, hurried: usize) {
     }
 }
 
+/// Two parties claim two parts of two bytes each, one by one; bytes are what the model watches, and both may write those they claim.
+// As in `Memory::new`.
+#[allow(clippy::arc_with_non_send_sync)]
+fn claims(rounds: u64) {
+    let bytes: Arc<Vec<Memory>> = Arc::new((0..4).map(|_| Memory::new()).collect());
+    let claim_all = move |mut seat: Seat<Arc<Vec<Memory>>, Failure>, own: Arc<Vec<Memory>>| {
+        for _ in 0..rounds {
+            let offer = Offer {
+                header: Arc::clone(&own),
+                shared: &[],
+                lent: &mut [],
+                ends: &[0, 0],
+                reserved: 1,
+            };
+            let (party, late) = (seat.party(), |_: &[usize]| Failure::Stop);
+            let outcome = seat.meet(offer, NEVER, late, |peers| {
+                let bytes = peers.header(1 - party);
+                let work = |part: usize, claim: &Claim<'_, _>| {
+                    let first = claim.range().start;
+                    let byte = (first < 2).then(|| &bytes[2 * part + first]);
+                    byte.inspect(|byte| byte.write(byte.read() + 1));
+                };
+                work(party, &peers.reserved());
+                work(party, &peers.claim(party, 1));
+                work(1 - party, &peers.claim(1 - party, 1));
+            });
+            assert_eq!(outcome, Ok(()));
+        }
+    };
+    let mut threads = Vec::new();
+    for seat in seats(2) {
+        let own = Arc::clone(&bytes);
+        threads.push(loom::thread::spawn(move || claim_all(seat, own)));
+    }
+    for thread in threads {
+        thread.join().unwrap();
+    }
+    assert!(bytes.iter().all(|byte| byte.read() == rounds));
+}
+
+#[test]
+fn what_is_claimed_is_one_partys() {
+    check(Some(3), || claims(1));
+    check(Some(2), || claims(2));
+}
+
 #[test]
 fn every_round_opens_and_ends_and_memory_is_given_back_unused() {
     check(Some(3), || rounds(2, 2));
@@ -214,6 +262,8 @@ fn a_failure_in_an_open_round_strikes_the_next() {
 #[ignore = "minutes"]
 fn without_bound() {
     check(None, || rounds(2, 1));
+    check(Some(5), || claims(1));
+    check(Some(3), || claims(2));
     check(None, || broken_off(2));
     check(None, || in_a_hurry(2, 2));
     check(Some(4), || rounds(2, 2));
@@ -228,6 +278,7 @@ fn each_change_for_the_worse_is_found() {
     let two_rounds: fn() = || rounds(2, 2);
     let abort: fn() = || broken_off(2);
     let deadlines: fn() = || in_a_hurry(2, 2);
+    let claimed: fn() = || claims(1);
     // Departures that are not waited for show as memory used by two, or as two rounds run into each other.
     let early = ["Causality violation", "deadlock", "a round opens when"];
     for (change, scenario, expected) in [
@@ -241,6 +292,7 @@ fn each_change_for_the_worse_is_found() {
         // Who counts the late parties waits for ever for one that is counted and does not say so.
         (Change::GateTorn, deadlines, &["maximum number of branches"]),
         (Change::EarlyDeparture, two_rounds, &early),
+        (Change::ClaimsTorn, claimed, &["Causality violation"]),
     ] {
         let found = catch_unwind(AssertUnwindSafe(|| {
             check(Some(3), move || sync::with_change(change, scenario));

@@ -3,12 +3,12 @@
 //! Without it, every law would hold for kernels that do nothing.
 
 use fusestep_adagrad::{Adagrad, reference as adagrad};
-use fusestep_elementwise::join_bf16;
 use fusestep_fused_adam::{Adam, SecondMoment, reference as adam};
 use fusestep_fused_sgd::{Sgd, reference as sgd};
 use fusestep_launch::{Format, WeightDecay};
 use fusestep_lion::{Lion, reference as lion};
 use fusestep_planner::{Optimizer, Plan};
+use fusestep_simd::join_bf16;
 use fusestep_tensor::{DType, ParamDesc, Role};
 use half::{bf16, f16};
 

@@ -21,6 +21,8 @@ pub(super) enum Cut<'a> {
     Lines,
     /// Into the ranks' blocks.
     Blocks(Blocks<'a>, usize),
+    /// All of it is this rank's part.
+    Own,
 }
 
 /// What a rank brings to a round, with everything that belongs to it.
@@ -30,6 +32,8 @@ pub(super) struct Round<'a> {
     pub(super) shared: &'a [u8],
     pub(super) lent: &'a mut [u8],
     pub(super) cut: Cut<'a>,
+    /// Bytes of this rank's part that nobody else works on.
+    pub(super) reserved: usize,
 }
 
 type Joined = (Arc<Group>, usize, Seat<Header, CollectiveError>);
@@ -53,6 +57,7 @@ impl ThreadCommunicator {
             shared: &[],
             lent: &mut [],
             cut: Cut::None,
+            reserved: usize::MAX,
         };
         let bytes = |rank: usize| blocks.of_bytes(rank, call.dtype.len_bytes());
         match call.operation {
@@ -92,6 +97,10 @@ impl ThreadCommunicator {
                     self.ends[rank] = blocks.of_bytes(rank, element_bytes).end;
                 }
             }
+            Cut::Own => {
+                self.ends[..self.rank].fill(0);
+                self.ends[self.rank..].fill(round.lent.len());
+            }
         }
         let fingerprint = round.header.fingerprint;
         let timeout = self.group.options().timeout;
@@ -100,6 +109,7 @@ impl ThreadCommunicator {
             shared: round.shared,
             lent: round.lent,
             ends: &self.ends,
+            reserved: round.reserved,
         };
         let (group, own) = (&self.group, self.rank);
         let late = |ranks: &[usize]| late(group.behind(own, ranks), &fingerprint, timeout);
@@ -226,7 +236,10 @@ impl ThreadCommunicator {
                 self.round(Round { lent, cut, ..round }, |_| ())
             }
             Buffers::InPlace(buffer) => self.round(round, |peers| {
-                peers.lent_mut(root).copy_from_slice(&buffer[own])
+                peers
+                    .reserved()
+                    .lent_mut(root)
+                    .copy_from_slice(&buffer[own])
             }),
             Buffers::Apart { send, receive } => {
                 let (lent, cut) = if root == self.rank {
@@ -235,7 +248,7 @@ impl ThreadCommunicator {
                     (&mut [][..], Cut::None)
                 };
                 self.round(Round { lent, cut, ..round }, |peers| {
-                    peers.lent_mut(root).copy_from_slice(send)
+                    peers.reserved().lent_mut(root).copy_from_slice(send)
                 })
             }
         }
@@ -295,6 +308,7 @@ impl ThreadCommunicator {
             shared,
             lent: &mut [],
             ends: &[0, 0],
+            reserved: 0,
         };
         let named = Fingerprint {
             operation: own_name,
@@ -342,6 +356,7 @@ impl ThreadCommunicator {
             shared: &[],
             lent: &mut [],
             cut: Cut::None,
+            reserved: usize::MAX,
         };
         let (group, rank, sequence) = (Arc::clone(&self.group), self.rank, self.sequence);
         self.round(round, |peers| {

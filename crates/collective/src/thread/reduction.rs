@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use fusestep_simd::Peers;
+use fusestep_simd::{Claim, Peers};
+use smallvec::SmallVec;
 
 use super::ThreadCommunicator;
 use super::algorithms::{Cut, Round};
@@ -16,7 +17,8 @@ const LINE_BYTES: usize = 64;
 const _: () = assert!(LINE_BYTES.is_multiple_of(8), "no element is cut in two");
 
 impl ThreadCommunicator {
-    /// All-reduce, reduce and reduce-scatter: each rank reduces its part straight from where the others' elements lie.
+    /// All-reduce, reduce and reduce-scatter: each rank reduces its part straight from where the others' elements lie, then what is left
+    /// of theirs.
     pub(super) fn reduction(
         &mut self,
         round: Round<'_>,
@@ -24,68 +26,95 @@ impl ThreadCommunicator {
         blocks: Blocks<'_>,
         op: ReduceOp,
     ) -> Result<(), CollectiveError> {
-        let (rank, world_size, level) = (self.rank, self.ends.len(), self.group.options().level);
+        let (rank, world_size) = (self.rank, self.ends.len());
+        let (level, claim_bytes) = {
+            let options = self.group.options();
+            (options.level, claim_bytes(options.claim_bytes))
+        };
         let element_bytes = call.dtype.len_bytes();
-        let (whole_bytes, block) = (
-            blocks.numel * element_bytes,
-            blocks.of_bytes(rank, element_bytes),
+        let whole_bytes = blocks.numel * element_bytes;
+        let cut = match call.operation {
+            Operation::ReduceScatter(_) => Cut::Blocks(blocks, element_bytes),
+            _ => Cut::Lines,
+        };
+        let part = |owner: usize| match cut {
+            Cut::Blocks(..) => blocks.of_bytes(owner, element_bytes),
+            _ => lines(whole_bytes, owner, world_size),
+        };
+        let reserved = claim_bytes;
+        let (round, into) = bring(
+            Round {
+                cut,
+                reserved,
+                ..round
+            },
+            rank,
+            call.operation,
+            call.buffers,
         );
-        let (cut, own) = match call.operation {
-            Operation::ReduceScatter(_) => (Cut::Blocks(blocks, element_bytes), block),
-            _ => (Cut::Lines, lines(whole_bytes, rank, world_size)),
-        };
-        let (round, into) = match (call.operation, call.buffers) {
-            (Operation::Reduce { root, .. }, Buffers::Apart { send, receive }) => {
-                let (lent, cut) = match rank == root {
-                    true => (receive, cut),
-                    false => (&mut [][..], Cut::None),
-                };
-                (
-                    Round {
-                        shared: send,
-                        lent,
-                        cut,
-                        ..round
-                    },
-                    Into::Rank(root),
-                )
-            }
-            (Operation::Reduce { root, .. }, Buffers::InPlace(lent)) => {
-                (Round { lent, cut, ..round }, Into::Rank(root))
-            }
-            (Operation::ReduceScatter(_), Buffers::Apart { send, receive }) => (
-                Round {
-                    shared: send,
-                    ..round
-                },
-                Into::Slice(receive),
-            ),
-            (Operation::ReduceScatter(_), Buffers::InPlace(lent)) => {
-                (Round { lent, cut, ..round }, Into::Rank(rank))
-            }
-            (
-                _,
-                Buffers::Apart {
-                    send,
-                    receive: lent,
-                },
-            ) => (
-                Round {
-                    shared: send,
-                    lent,
-                    cut,
-                    ..round
-                },
-                Into::All,
-            ),
-            (_, Buffers::InPlace(lent)) => (Round { lent, cut, ..round }, Into::All),
-        };
         self.round(round, |peers| {
-            let len_bytes = own.len();
-            let mut columns = Columns { peers, own, into };
-            reduce_in_rank_order(level, call.dtype, op, len_bytes, &mut columns);
+            let mut reserved = peers.reserved();
+            let reduce_claim = |owner, part: &Range<usize>, claim: &mut Claim<'_, _>| {
+                let Range { start, end } = claim.range();
+                let (start, end) = (start.min(part.len()), end.min(part.len()));
+                let mut columns = Columns {
+                    columns: &mut columns(peers, claim, part.start + start..part.start + end),
+                    into: into.of(owner, world_size),
+                    share_bytes: part.len(),
+                };
+                reduce_in_rank_order(level, call.dtype, op, end - start, &mut columns);
+                end < part.len()
+            };
+            reduce_claim(rank, &part(rank), &mut reserved);
+            if whole_bytes > claim_bytes {
+                for owner in (rank..world_size).chain(0..rank) {
+                    let part = part(owner);
+                    // A part that is no longer was reserved for its owner.
+                    let mut more = part.len() > claim_bytes;
+                    while more {
+                        more = reduce_claim(owner, &part, &mut peers.claim(owner, claim_bytes));
+                    }
+                }
+            }
         })
     }
+}
+
+/// What a rank brings to a reduction, `round` with its memory, and where results go.
+fn bring<'a>(
+    round: Round<'a>,
+    rank: usize,
+    operation: Operation,
+    buffers: Buffers<'a>,
+) -> (Round<'a>, Into) {
+    let into = match operation {
+        Operation::Reduce { root, .. } => Into::Rank(root),
+        Operation::ReduceScatter(_) => Into::Owner,
+        _ => Into::All,
+    };
+    let (shared, lent, cut): (&[u8], _, _) = match (buffers, into) {
+        (Buffers::InPlace(lent), _) => (&[], lent, round.cut),
+        (Buffers::Apart { send, .. }, Into::Rank(root)) if root != rank => {
+            (send, &mut [][..], Cut::None)
+        }
+        (Buffers::Apart { send, receive }, Into::Owner) => (send, receive, Cut::Own),
+        (Buffers::Apart { send, receive }, _) => (send, receive, round.cut),
+    };
+    (
+        Round {
+            shared,
+            lent,
+            cut,
+            ..round
+        },
+        into,
+    )
+}
+
+/// A length of claims that ends with a cache line.
+fn claim_bytes(asked: usize) -> usize {
+    let longest = usize::MAX / LINE_BYTES * LINE_BYTES;
+    asked.clamp(1, longest).next_multiple_of(LINE_BYTES)
 }
 
 /// The part of `len_bytes` bytes that rank `rank` reduces.
@@ -100,49 +129,94 @@ pub(super) fn lines(len_bytes: usize, rank: usize, world_size: usize) -> Range<u
 }
 
 /// Where the result of a reduction goes.
-enum Into<'a> {
-    /// To this rank's part of everyone's lent memory.
+#[derive(Clone, Copy)]
+enum Into {
+    /// To everyone's lent memory.
     All,
-    /// To this rank's part of one rank's lent memory.
+    /// To one rank's lent memory.
     Rank(usize),
-    /// To memory of this rank's own.
-    Slice(&'a mut [u8]),
+    /// To the lent memory of whose part it is.
+    Owner,
 }
 
-/// This rank's part of every rank's elements, where they lie.
-struct Columns<'a, 'p> {
-    peers: &'a mut Peers<'p, Header>,
-    /// The part within the whole.
-    own: Range<usize>,
-    into: Into<'a>,
+impl Into {
+    /// The ranks that get what is reduced of the part of `owner`.
+    fn of(self, owner: usize, world_size: usize) -> Range<usize> {
+        match self {
+            Self::All => 0..world_size,
+            Self::Rank(rank) => rank..rank + 1,
+            Self::Owner => owner..owner + 1,
+        }
+    }
+}
+
+/// What is claimed of one rank's elements, where they lie.
+struct Column<'a> {
+    /// Where they are read, if that is not where the result goes.
+    shared: Option<&'a [u8]>,
+    /// Where the result goes, if this rank gets it.
+    lent: &'a mut [u8],
+}
+
+/// The ranks' elements in `claim`, which begins and ends at `bytes` of the whole.
+fn columns<'a>(
+    peers: &'a Peers<'_, Header>,
+    claim: &'a mut Claim<'_, Header>,
+    bytes: Range<usize>,
+) -> SmallVec<[Column<'a>; 16]> {
+    let mut columns = SmallVec::new();
+    for (rank, lent) in claim.all_mut().enumerate() {
+        let shared = match peers.header(rank).placement {
+            Placement::Lent => None,
+            Placement::Shared => Some(&peers.shared(rank)[bytes.clone()]),
+        };
+        columns.push(Column { shared, lent });
+    }
+    columns
+}
+
+struct Columns<'a, 'c> {
+    columns: &'a mut [Column<'c>],
+    /// The ranks that get the result.
+    into: Range<usize>,
+    share_bytes: usize,
 }
 
 impl Ranks for Columns<'_, '_> {
     #[inline(always)]
     fn world_size(&self) -> usize {
-        self.peers.parties()
+        self.columns.len()
+    }
+
+    #[inline(always)]
+    fn share_bytes(&self) -> usize {
+        self.share_bytes
     }
 
     #[inline(always)]
     fn input(&self, rank: usize, bytes: Range<usize>) -> &[u8] {
-        match self.peers.header(rank).placement {
-            Placement::Lent => &self.peers.lent(rank)[bytes],
-            Placement::Shared => {
-                &self.peers.shared(rank)[self.own.start + bytes.start..self.own.start + bytes.end]
-            }
+        let column = &self.columns[rank];
+        match column.shared {
+            None => &column.lent[bytes],
+            Some(shared) => &shared[bytes],
         }
     }
 
     #[inline(always)]
     fn store(&mut self, bytes: Range<usize>, result: &[u8]) {
-        match &mut self.into {
-            Into::All => {
-                for rank in 0..self.peers.parties() {
-                    self.peers.lent_mut(rank)[bytes.clone()].copy_from_slice(result);
-                }
+        for column in &mut self.columns[self.into.clone()] {
+            column.lent[bytes.clone()].copy_from_slice(result);
+        }
+    }
+
+    #[inline(always)]
+    fn pair(&mut self, bytes: Range<usize>) -> Option<([&mut [u8]; 2], Range<usize>)> {
+        match &mut *self.columns {
+            [x, y] if x.shared.is_none() && y.shared.is_none() => {
+                let both = [&mut x.lent[bytes.clone()], &mut y.lent[bytes]];
+                Some((both, self.into.clone()))
             }
-            Into::Rank(rank) => self.peers.lent_mut(*rank)[bytes].copy_from_slice(result),
-            Into::Slice(slice) => slice[bytes].copy_from_slice(result),
+            _ => None,
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Gradients of one micro-step, added to those before.
 
 use bytemuck::Pod;
-use fusestep_elementwise::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
+use fusestep_simd::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 use fusestep_tensor::DType;
 
 /// What becomes of a gradient that is given.

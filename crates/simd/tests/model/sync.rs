@@ -29,6 +29,8 @@ pub(crate) enum Change {
     GateTorn,
     /// A party takes the others' departures for counted before they are.
     EarlyDeparture,
+    /// Claims look at what is claimed first and write it later, and so get the same bytes.
+    ClaimsTorn,
 }
 
 thread_local! {
@@ -134,8 +136,8 @@ impl AtomicU64 {
     }
 }
 
-/// The count of sleepers. Either the bell sees a sleeper or the sleeper sees the change: that takes one order of all accesses,
-/// which the model knows of fences only.
+/// The count of sleepers, and of claimed bytes. Either the bell sees a sleeper or the sleeper sees the change: that takes one order of
+/// all accesses, which the model knows of fences only. Claims take no order but their own.
 #[derive(Debug)]
 pub(crate) struct AtomicUsize(loom::sync::atomic::AtomicUsize);
 
@@ -158,6 +160,22 @@ impl AtomicUsize {
     }
     pub(crate) fn fetch_add(&self, value: usize, asked: Ordering) -> usize {
         fenced(|| self.0.fetch_add(value, asked))
+    }
+    pub(crate) fn store(&self, value: usize, asked: Ordering) {
+        self.0.store(value, asked);
+    }
+    pub(crate) fn fetch_update(
+        &self,
+        set: Ordering,
+        fetch: Ordering,
+        mut update: impl FnMut(usize) -> Option<usize>,
+    ) -> Result<usize, usize> {
+        if changed(Change::ClaimsTorn) {
+            let seen = self.0.load(fetch);
+            self.0.store(update(seen).ok_or(seen)?, set);
+            return Ok(seen);
+        }
+        self.0.fetch_update(set, fetch, update)
     }
     pub(crate) fn fetch_sub(&self, value: usize, asked: Ordering) -> usize {
         fenced(|| self.0.fetch_sub(value, asked))

@@ -70,7 +70,7 @@ pub fn widen_bf16(bits: u16) -> f32 {
 
 /// The values of the bf16 in the lower and in the upper half of a word.
 #[inline(always)]
-pub(crate) fn widen_bf16_pair(word: u32) -> [f32; 2] {
+pub fn widen_bf16_pair(word: u32) -> [f32; 2] {
     [word << 16, word & UPPER].map(f32::from_bits)
 }
 
@@ -82,7 +82,7 @@ pub fn narrow_bf16(value: f32) -> u16 {
 
 /// Two of [`narrow_bf16`], in the lower and in the upper half of a word; neither is NaN if they are `NUMBERS`.
 #[inline(always)]
-pub(crate) fn narrow_bf16_pair<const NUMBERS: bool>([low, high]: [f32; 2]) -> u32 {
+pub fn narrow_bf16_pair<const NUMBERS: bool>([low, high]: [f32; 2]) -> u32 {
     nearest::<NUMBERS>(low) >> 16 | nearest::<NUMBERS>(high) & UPPER
 }
 
@@ -95,7 +95,7 @@ pub fn narrow_bf16_at_random(value: f32, draw: u32) -> u16 {
 
 /// Two of [`narrow_bf16_at_random`], in the lower and in the upper half of a word.
 #[inline(always)]
-pub(crate) fn narrow_bf16_pair_at_random([low, high]: [f32; 2], draws: [u32; 2]) -> u32 {
+pub fn narrow_bf16_pair_at_random([low, high]: [f32; 2], draws: [u32; 2]) -> u32 {
     at_random(low, draws[0]) >> 16 | at_random(high, draws[1]) & UPPER
 }
 
