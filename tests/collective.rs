@@ -1,5 +1,7 @@
 //! The collectives between ranks that are threads, and in a world of one.
 
+#[path = "collective/claims.rs"]
+mod claims;
 #[path = "collective/faults.rs"]
 mod faults;
 #[path = "collective/mismatches.rs"]

@@ -1,7 +1,7 @@
 //! Every operation, for many worlds, lengths and dtypes, in place and apart: what each rank must find.
 
 use fusestep_collective::{
-    Blocks, Buffers, Call, Collectives, Communicator, Operation, Options, ReduceOp, even_counts,
+    Blocks, Buffers, Call, Collectives, Communicator, Operation, ReduceOp, even_counts,
     reduce_slices,
 };
 use fusestep_simd::Level;
@@ -9,7 +9,7 @@ use fusestep_tensor::Element;
 use half::{bf16, f16};
 
 use super::numbers::{Number, input, ops, reduced};
-use super::worlds::{sizes, world, world_with};
+use super::worlds::{sizes, world};
 
 fn lengths(ranks: usize) -> Vec<usize> {
     let mut lengths = vec![0, 1, ranks - 1, ranks, ranks + 1, 100_003];
@@ -35,7 +35,7 @@ macro_rules! everywhere {
     };
 }
 
-fn in_place<T: Element>(
+pub(crate) fn in_place<T: Element>(
     comm: &mut dyn Communicator,
     operation: Operation,
     counts: Option<&[usize]>,
@@ -51,7 +51,7 @@ fn in_place<T: Element>(
     comm.execute(call).unwrap();
 }
 
-fn apart<T: Element>(
+pub(crate) fn apart<T: Element>(
     comm: &mut dyn Communicator,
     operation: Operation,
     counts: Option<&[usize]>,
@@ -73,7 +73,7 @@ fn apart<T: Element>(
 
 /// Bytes must be equal, not only values: 0 and −0 differ.
 #[track_caller]
-fn same<T: Element>(found: &[T], expected: &[T], what: &str) {
+pub(crate) fn same<T: Element>(found: &[T], expected: &[T], what: &str) {
     let (found, expected): (&[u8], &[u8]) =
         (bytemuck::cast_slice(found), bytemuck::cast_slice(expected));
     assert!(
@@ -281,60 +281,6 @@ fn transfers_go_between_any_two_ranks_in_both_directions() {
             });
         }
     }
-}
-
-/// All reductions of f32 and of an element of two bytes, with claims of any length.
-#[test]
-fn the_bits_do_not_depend_on_how_much_is_claimed() {
-    for claim_bytes in [0, 1, 64, 65, 1000, 512 << 10, usize::MAX] {
-        let options = Options {
-            claim_bytes,
-            ..Options::default()
-        };
-        for ranks in [1, 2, 3, 5] {
-            claimed::<f32>(ranks, 5003, &options);
-            claimed::<bf16>(ranks, 5003, &options);
-        }
-    }
-    // The default is crossed by long buffers only.
-    claimed::<f64>(2, 1_000_001, &Options::default());
-}
-
-fn claimed<T: Number>(ranks: usize, numel: usize, options: &Options) {
-    let expected: Vec<T> = reduced(ReduceOp::Sum, ranks, numel);
-    // Nearly everything is the last rank's.
-    let mut counts = vec![1; ranks];
-    counts[ranks - 1] = numel + 1 - ranks;
-    world_with(ranks, options, |comm| {
-        let own: Vec<T> = input(comm.rank(), numel);
-        let what = format!("{numel} on {ranks} ranks by {}", options.claim_bytes);
-        let mut buffer = own.clone();
-        in_place(comm, Operation::AllReduce(ReduceOp::Sum), None, &mut buffer);
-        same(&buffer, &expected, &format!("all-reduce, {what}"));
-        let blocks = Blocks {
-            numel,
-            world_size: ranks,
-            counts: Some(&counts),
-        };
-        let block = blocks.of(comm.rank());
-        let (mut buffer, mut result) = (own.clone(), vec![T::default(); block.len()]);
-        let operation = Operation::ReduceScatter(ReduceOp::Sum);
-        in_place(comm, operation, Some(&counts), &mut buffer);
-        apart(comm, operation, Some(&counts), &own, &mut result);
-        same(
-            &result,
-            &expected[block.clone()],
-            &format!("reduce-scatter, {what}"),
-        );
-        same(
-            &buffer[block.clone()],
-            &result,
-            &format!("reduce-scatter in place, {what}"),
-        );
-        // What is not this rank's stays.
-        same(&buffer[..block.start], &own[..block.start], &what);
-        same(&buffer[block.end..], &own[block.end..], &what);
-    });
 }
 
 #[test]
