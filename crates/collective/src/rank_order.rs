@@ -218,11 +218,7 @@ fn narrow<T: Number>(op: ReduceOp, world_size: usize, mut result: [T::Wide; LANE
             *x = x.divided(world_size);
         }
     }
-    let mut narrow = [T::default(); LANES];
-    for lane in 0..LANES {
-        narrow[lane] = T::narrow(result[lane]);
-    }
-    narrow
+    T::narrow(&result)
 }
 
 /// The elements of a line, which need no alignment; what is missing of it is zero.
@@ -234,11 +230,7 @@ fn wide<T: Number>(bytes: &[u8]) -> [T::Wide; LANES] {
         true => into.copy_from_slice(bytes),
         false => into[..bytes.len()].copy_from_slice(bytes),
     }
-    let mut wide = [T::Wide::default(); LANES];
-    for lane in 0..LANES {
-        wide[lane] = line[lane].wide();
-    }
-    wide
+    T::widen(&line)
 }
 
 /// One more rank.

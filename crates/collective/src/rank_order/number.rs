@@ -1,8 +1,11 @@
 //! The element types as numbers.
 
-use fusestep_simd::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
+use fusestep_simd::{narrow_bf16, widen_bf16};
 use fusestep_tensor::Element;
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+
+use super::LANES;
 
 /// Arithmetic in the type that reductions are done in.
 pub(super) trait Arithmetic: Copy + Default {
@@ -91,10 +94,10 @@ integers!(i32, i64, u8, u16);
 /// A storage type and the type it is reduced in.
 pub(super) trait Number: Element {
     type Wide: Arithmetic;
-    /// The same value.
-    fn wide(self) -> Self::Wide;
-    /// The nearest value, ties to even.
-    fn narrow(wide: Self::Wide) -> Self;
+    /// The same values.
+    fn widen(line: &[Self; LANES]) -> [Self::Wide; LANES];
+    /// The nearest values, ties to even.
+    fn narrow(line: &[Self::Wide; LANES]) -> [Self; LANES];
 }
 
 macro_rules! reduced_as_stored {
@@ -102,12 +105,12 @@ macro_rules! reduced_as_stored {
         impl Number for $number {
             type Wide = Self;
             #[inline(always)]
-            fn wide(self) -> Self {
-                self
+            fn widen(line: &[Self; LANES]) -> [Self; LANES] {
+                *line
             }
             #[inline(always)]
-            fn narrow(wide: Self) -> Self {
-                wide
+            fn narrow(line: &[Self; LANES]) -> [Self; LANES] {
+                *line
             }
         }
     )*};
@@ -115,20 +118,39 @@ macro_rules! reduced_as_stored {
 
 reduced_as_stored!(f32, f64, i32, i64, u8, u16);
 
-macro_rules! reduced_in_f32 {
-    ($($number:ty, $widen:ident, $narrow:ident);*) => {$(
-        impl Number for $number {
-            type Wide = f32;
-            #[inline(always)]
-            fn wide(self) -> f32 {
-                $widen(self.to_bits())
-            }
-            #[inline(always)]
-            fn narrow(wide: f32) -> Self {
-                Self::from_bits($narrow(wide))
-            }
+impl Number for bf16 {
+    type Wide = f32;
+    #[inline(always)]
+    fn widen(line: &[Self; LANES]) -> [f32; LANES] {
+        let mut wide = [0.0; LANES];
+        for lane in 0..LANES {
+            wide[lane] = widen_bf16(line[lane].to_bits());
         }
-    )*};
+        wide
+    }
+    #[inline(always)]
+    fn narrow(line: &[f32; LANES]) -> [Self; LANES] {
+        let mut narrow = [Self::ZERO; LANES];
+        for lane in 0..LANES {
+            narrow[lane] = Self::from_bits(narrow_bf16(line[lane]));
+        }
+        narrow
+    }
 }
 
-reduced_in_f32!(f16, widen_f16, narrow_f16; bf16, widen_bf16, narrow_bf16);
+/// By the processor's own conversions, which `half` finds at run time: ours take longer than all else that is done with a line.
+impl Number for f16 {
+    type Wide = f32;
+    #[inline(always)]
+    fn widen(line: &[Self; LANES]) -> [f32; LANES] {
+        let mut wide = [0.0; LANES];
+        line.convert_to_f32_slice(&mut wide);
+        wide
+    }
+    #[inline(always)]
+    fn narrow(line: &[f32; LANES]) -> [Self; LANES] {
+        let mut narrow = [Self::ZERO; LANES];
+        narrow.convert_from_f32_slice(line);
+        narrow
+    }
+}
