@@ -36,8 +36,8 @@ pub trait Ranks {
     fn input(&self, rank: usize, bytes: Range<usize>) -> &[u8];
     /// Takes the result of a range of bytes; their inputs are not asked for again.
     fn store(&mut self, bytes: Range<usize>, result: &[u8]);
-    /// The same of both ranks at once, if there are two and results go where inputs lie, in a sixth less time; and which of them get
-    /// the result.
+    /// The same of both ranks at once, and which of them get the result, if there are two and results go where inputs lie: memory waits
+    /// for loops that look slices up for every line.
     fn pair(&mut self, _bytes: Range<usize>) -> Option<([&mut [u8]; 2], Range<usize>)> {
         None
     }

@@ -1,7 +1,8 @@
 //! f16 and bf16 as plain integer and float operations without a branch, so that loops over them become vector instructions.
 //!
 //! Widening is exact. Narrowing rounds once, to nearest even, keeps subnormals and makes every NaN a quiet one. But for the payload
-//! of NaN that are widened, the bits are those of the `half` crate, whose own conversions ask the processor what it can do for each value, which no loop profits from.
+//! of NaN that are widened, the bits are those of the `half` crate, whose own conversions ask the processor what it can do for each value,
+//! which no loop profits from. Its conversions of f16 slices ask once for all of them and are faster than these; those of bf16 are slower.
 
 const SIGN: u32 = 0x8000_0000;
 const MAGNITUDE: u32 = 0x7fff_ffff;
