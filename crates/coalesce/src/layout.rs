@@ -157,6 +157,12 @@ pub enum CoalesceError {
         /// Its element count.
         numel: u64,
     },
+    /// Memory from elsewhere begins at an address that no buffer may begin at.
+    #[error("expected memory that begins at a multiple of 256 bytes, found address {address:#x}")]
+    Misaligned {
+        /// Where it begins.
+        address: usize,
+    },
     /// Memory could not be had.
     #[error("coalesced buffer: expected {len_bytes} bytes of memory, found less")]
     OutOfMemory {

@@ -7,4 +7,4 @@ mod memory;
 
 pub use arena::Coalesced;
 pub use layout::{CoalesceError, FlatLayout, LayoutOptions, SLOT_BYTES};
-pub use memory::{HUGE_PAGE_BYTES, HostMemory};
+pub use memory::{HUGE_PAGE_BYTES, HostMemory, MemoryOwner};

@@ -1,6 +1,9 @@
 //! Where the buffers lie: aligned host memory, in huge pages once it is large.
 
+use std::any::Any;
+
 use bytemuck::Pod;
+use fusestep_launch::Buffer;
 use memmap2::MmapMut;
 
 use crate::{CoalesceError, SLOT_BYTES};
@@ -23,6 +26,17 @@ pub struct HostMemory {
 enum Words {
     Allocated(Vec<u64>),
     Mapped(MmapMut),
+    Given(Box<dyn MemoryOwner>),
+}
+
+/// Memory that comes from elsewhere: a segment that several processes see, a window of MPI.
+///
+/// Both methods give the same bytes, at the same address for as long as the value lives.
+pub trait MemoryOwner: Send + Sync + std::fmt::Debug {
+    /// The bytes.
+    fn bytes(&self) -> &[u8];
+    /// The bytes, to be written.
+    fn bytes_mut(&mut self) -> &mut [u8];
 }
 
 const WORD_BYTES: usize = size_of::<u64>();
@@ -51,6 +65,24 @@ impl HostMemory {
         })
     }
 
+    /// Memory from elsewhere, as its owner gives it.
+    ///
+    /// # Errors
+    /// [`CoalesceError::Misaligned`] if it does not begin at a multiple of [`SLOT_BYTES`].
+    pub fn given(owner: Box<dyn MemoryOwner>) -> Result<Self, CoalesceError> {
+        let (address, len_bytes) = (owner.bytes().as_ptr(), owner.bytes().len());
+        if len_bytes > 0 && !(address as usize).is_multiple_of(SLOT_BYTES as usize) {
+            return Err(CoalesceError::Misaligned {
+                address: address as usize,
+            });
+        }
+        Ok(Self {
+            words: Words::Given(owner),
+            start: 0,
+            len_bytes,
+        })
+    }
+
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
         &self.words.bytes()[self.start..][..self.len_bytes]
@@ -71,6 +103,28 @@ impl HostMemory {
     pub fn elements_mut<T: Pod>(&mut self) -> &mut [T] {
         let whole = self.len_bytes / size_of::<T>() * size_of::<T>();
         bytemuck::cast_slice_mut(&mut self.bytes_mut()[..whole])
+    }
+}
+
+impl Buffer for HostMemory {
+    fn len_bytes(&self) -> usize {
+        self.len_bytes
+    }
+
+    fn host(&self) -> Option<&[u8]> {
+        Some(self.bytes())
+    }
+
+    fn host_mut(&mut self) -> Option<&mut [u8]> {
+        Some(self.bytes_mut())
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
     }
 }
 
@@ -95,6 +149,7 @@ impl Words {
         match self {
             Self::Allocated(words) => bytemuck::cast_slice(words),
             Self::Mapped(map) => map,
+            Self::Given(owner) => owner.bytes(),
         }
     }
 
@@ -102,6 +157,7 @@ impl Words {
         match self {
             Self::Allocated(words) => bytemuck::cast_slice_mut(words),
             Self::Mapped(map) => map,
+            Self::Given(owner) => owner.bytes_mut(),
         }
     }
 }

@@ -34,6 +34,7 @@ impl MpiCommunicator {
             Operation::AllToAll => self.all_to_all(call.buffers, &ranges(), print),
             Operation::Barrier
             | Operation::Split
+            | Operation::ReduceUpdate
             | Operation::Send { .. }
             | Operation::Receive { .. } => {}
         }

@@ -78,7 +78,7 @@ impl NcclCommunicator {
             Operation::Receive { from } => {
                 self.transfers(&[into(from, memory.result(0), whole)], print)?;
             }
-            Operation::Barrier | Operation::Split => {}
+            Operation::Barrier | Operation::Split | Operation::ReduceUpdate => {}
         }
         self.finish(print)
     }

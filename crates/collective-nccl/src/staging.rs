@@ -74,7 +74,10 @@ impl NcclCommunicator {
 fn gets_a_result(operation: Operation, rank: usize) -> bool {
     match operation {
         Operation::Reduce { root, .. } | Operation::Gather { root } => rank == root,
-        Operation::Send { .. } | Operation::Barrier | Operation::Split => false,
+        Operation::Send { .. }
+        | Operation::Barrier
+        | Operation::Split
+        | Operation::ReduceUpdate => false,
         _ => true,
     }
 }

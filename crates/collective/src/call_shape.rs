@@ -77,6 +77,9 @@ impl<'a> CallShape<'a> {
             Operation::Split => {
                 return Err("expected a call with data; use the method `split`".to_owned());
             }
+            Operation::ReduceUpdate => {
+                return Err("expected one buffer; use the method `reduce_update`".to_owned());
+            }
             Operation::Send { to: peer } | Operation::Receive { from: peer } if peer == rank => {
                 return Err(format!(
                     "expected another rank as the peer, found {peer}, this rank; copy the elements instead"
@@ -178,7 +181,7 @@ impl<'a> CallShape<'a> {
             Operation::Gather { root } => (Some(own), at(root, whole)),
             Operation::Send { .. } => (Some(whole), None),
             Operation::Receive { .. } => (None, Some(whole)),
-            Operation::Barrier | Operation::Split => (None, None),
+            Operation::Barrier | Operation::Split | Operation::ReduceUpdate => (None, None),
         };
         let require = |name: &str, len_bytes: usize, expected: Option<usize>| match expected {
             Some(expected) if len_bytes != expected * element_bytes => Err(format!(
@@ -206,6 +209,7 @@ impl Operation {
                 | Operation::ReduceScatter(_)
                 | Operation::Scatter { .. }
                 | Operation::Gather { .. }
+                | Operation::ReduceUpdate
         )
     }
 }

@@ -3,7 +3,11 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::{Call, CallContext, CollectiveError, FlightRecorder};
+use fusestep_coalesce::HostMemory;
+
+use crate::{
+    Call, CallContext, CollectiveError, FlightRecorder, Operation, RankMemory, ReduceUpdate,
+};
 
 /// One rank's place in a group of ranks.
 ///
@@ -127,6 +131,85 @@ pub trait Communicator: Send {
     /// ```
     fn recorder(&self) -> &FlightRecorder;
 
+    /// Zeroed memory for buffers that calls move. An engine whose ranks can see each other's memory gives such memory; calls take
+    /// any other memory too, and copy it then. Ranks need not ask alike.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Refused`] if there is not so much.
+    ///
+    /// ```
+    /// # use fusestep_collective::*;
+    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// let mut arena = comm.allocate(8).unwrap();
+    /// comm.all_reduce(arena.elements_mut::<f32>(), ReduceOp::Sum).unwrap();
+    /// assert_eq!(arena.bytes(), [0; 8]);
+    /// # }).unwrap();
+    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// ```
+    fn allocate(&mut self, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
+        HostMemory::zeroed(len_bytes).map_err(|error| CollectiveError::Refused {
+            rank: self.rank(),
+            operation: "allocate",
+            reason: error.to_string(),
+        })
+    }
+
+    /// Whether [`reduce_update`](Self::reduce_update) works here, on memory that [`allocate`](Self::allocate) gave.
+    ///
+    /// ```
+    /// # use fusestep_collective::*;
+    /// # let ranks = run_ranks(2, &Options::default(), |comm| {
+    /// assert!(comm.shares_memory());
+    /// # }).unwrap();
+    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// ```
+    fn shares_memory(&self) -> bool {
+        false
+    }
+
+    /// Brings the gradients and parameters of all ranks together and does `work` on this rank's block of them, once all ranks have
+    /// come; returns when all have finished. No rank writes gradients meanwhile, so nothing is copied.
+    ///
+    /// # Errors
+    /// As [`execute`](Self::execute); [`CollectiveError::Refused`] on an engine whose ranks do not see each other's memory.
+    ///
+    /// ```
+    /// # use fusestep_collective::*;
+    /// # use fusestep_tensor::DType;
+    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// let grads = [comm.rank() as u8 + 1; 4];
+    /// let mut params = [9u8; 4];
+    /// let call = ReduceUpdate {
+    ///     grad_dtype: DType::U8,
+    ///     param_dtype: DType::U8,
+    ///     grads: &grads,
+    ///     params: &mut params,
+    ///     counts: &[3, 1],
+    /// };
+    /// comm.reduce_update(call, &mut |memory| {
+    ///     let sum: u8 = memory.grads.iter().map(|grads| grads[0]).sum();
+    ///     for params in memory.params {
+    ///         params.fill(sum + memory.rank as u8);
+    ///     }
+    /// }).unwrap();
+    /// assert_eq!(params, [3, 3, 3, 4]);
+    /// # }).unwrap();
+    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// ```
+    fn reduce_update(
+        &mut self,
+        call: ReduceUpdate<'_>,
+        work: &mut dyn FnMut(RankMemory<'_>),
+    ) -> Result<(), CollectiveError> {
+        let (_, _) = (call, work);
+        Err(CollectiveError::Refused {
+            rank: self.rank(),
+            operation: Operation::ReduceUpdate.name(),
+            reason: "expected ranks that see each other's memory, found an engine that sends it; reduce first and update then"
+                .to_owned(),
+        })
+    }
+
     /// What has closed the group, as far as this rank can tell without a call. `None` is no promise that all is well.
     ///
     /// ```
@@ -219,6 +302,19 @@ impl<C: Communicator + ?Sized> Communicator for Box<C> {
     }
     fn recorder(&self) -> &FlightRecorder {
         (**self).recorder()
+    }
+    fn allocate(&mut self, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
+        (**self).allocate(len_bytes)
+    }
+    fn shares_memory(&self) -> bool {
+        (**self).shares_memory()
+    }
+    fn reduce_update(
+        &mut self,
+        call: ReduceUpdate<'_>,
+        work: &mut dyn FnMut(RankMemory<'_>),
+    ) -> Result<(), CollectiveError> {
+        (**self).reduce_update(call, work)
     }
     fn failure(&self) -> Option<CollectiveError> {
         (**self).failure()

@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
+use fusestep_coalesce::HostMemory;
 use serde::{Deserialize, Serialize};
 
 use crate::{
     Aborter, Buffers, Call, CallContext, CollectiveError, Collectives, Communicator,
-    FlightRecorder, Membership,
+    FlightRecorder, Membership, RankMemory, ReduceUpdate,
 };
 
 /// One fault: what happens at which call of which rank. Lists of them are scenarios, and can be kept as JSON.
@@ -143,6 +144,34 @@ impl<C: Communicator> Communicator for Faulty<C> {
 
     fn recorder(&self) -> &FlightRecorder {
         self.inner.recorder()
+    }
+
+    fn allocate(&mut self, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
+        self.inner.allocate(len_bytes)
+    }
+
+    fn shares_memory(&self) -> bool {
+        self.inner.shares_memory()
+    }
+
+    fn reduce_update(
+        &mut self,
+        call: ReduceUpdate<'_>,
+        work: &mut dyn FnMut(RankMemory<'_>),
+    ) -> Result<(), CollectiveError> {
+        let Some(byte) = self.before_call()? else {
+            return self.inner.reduce_update(call, work);
+        };
+        let mut grads = call.grads.to_vec();
+        if !grads.is_empty() {
+            let byte = byte % grads.len();
+            grads[byte] ^= 1;
+        }
+        let call = ReduceUpdate {
+            grads: &grads,
+            ..call
+        };
+        self.inner.reduce_update(call, work)
     }
 
     fn failure(&self) -> Option<CollectiveError> {

@@ -13,6 +13,7 @@ mod measure;
 mod operation;
 mod rank_order;
 mod recorder;
+mod reduce_update;
 mod ring;
 mod self_test;
 mod solo;
@@ -31,6 +32,7 @@ pub use measure::{AllReduceRow, Costs, Link, bench_all_reduce, fit, measure, mea
 pub use operation::{Operation, ReduceOp};
 pub use rank_order::{Ranks, reduce_in_rank_order, reduce_slices};
 pub use recorder::{CallRecord, CallState, FlightRecorder};
+pub use reduce_update::{RankMemory, ReduceUpdate};
 pub use ring::{Pending, Ring, rings};
 pub use self_test::self_test;
 pub use solo::Solo;

@@ -95,6 +95,9 @@ pub enum Operation {
     },
     /// Nobody goes on before everybody has come.
     Barrier,
+    /// Rank `i` reduces block `i` of all gradients and updates block `i` of all parameters; done by
+    /// [`Communicator::reduce_update`](crate::Communicator::reduce_update) only.
+    ReduceUpdate,
     /// Membership in subgroups is exchanged; done by [`Communicator::split`](crate::Communicator::split) only.
     Split,
 }
@@ -106,7 +109,7 @@ impl Operation {
     }
 
     /// The names of all operations.
-    pub const NAMES: [&'static str; 12] = [
+    pub const NAMES: [&'static str; 13] = [
         "all-reduce",
         "reduce",
         "broadcast",
@@ -119,6 +122,7 @@ impl Operation {
         "receive",
         "barrier",
         "split",
+        "reduce-update",
     ];
 
     /// Which operation it is, as a number for messages: its place in [`Self::NAMES`].
@@ -136,6 +140,7 @@ impl Operation {
             Operation::Receive { .. } => 9,
             Operation::Barrier => 10,
             Operation::Split => 11,
+            Operation::ReduceUpdate => 12,
         }
     }
 

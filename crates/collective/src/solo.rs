@@ -4,8 +4,9 @@ use std::time::Instant;
 
 use crate::{
     Aborter, Buffers, Call, CallContext, CollectiveError, Communicator, Fingerprint,
-    FlightRecorder, Membership, Operation,
+    FlightRecorder, Membership, Operation, RankMemory, ReduceUpdate,
 };
+use smallvec::smallvec;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The only rank of its world: every call copies input to result, if they are apart, and never waits.
@@ -105,6 +106,32 @@ impl Communicator for Solo {
 
     fn recorder(&self) -> &FlightRecorder {
         &self.recorder
+    }
+
+    fn shares_memory(&self) -> bool {
+        true
+    }
+
+    fn reduce_update(
+        &mut self,
+        call: ReduceUpdate<'_>,
+        work: &mut dyn FnMut(RankMemory<'_>),
+    ) -> Result<(), CollectiveError> {
+        if let Some(error) = self.failure() {
+            return Err(error);
+        }
+        let blocks = call.blocks(0, 1).map_err(|error| self.close(error))?;
+        self.sequence += 1;
+        let shape = call.shape();
+        let fingerprint = shape.fingerprint(blocks.numel, self.sequence, self.context);
+        self.recorder.begin(&fingerprint);
+        work(RankMemory {
+            rank: 0,
+            grads: smallvec![call.grads],
+            params: smallvec![call.params],
+        });
+        self.recorder.end(Ok(()));
+        Ok(())
     }
 
     fn failure(&self) -> Option<CollectiveError> {

@@ -14,7 +14,7 @@ use fusestep_simd::Seat;
 
 use crate::{
     Aborter, Call, CallContext, CollectiveError, Communicator, Fingerprint, FlightRecorder,
-    Membership, Operation,
+    Membership, Operation, RankMemory, ReduceUpdate,
 };
 use group::{Group, Header, Placement};
 
@@ -228,6 +228,28 @@ impl Communicator for ThreadCommunicator {
 
     fn recorder(&self) -> &FlightRecorder {
         &self.recorder
+    }
+
+    fn shares_memory(&self) -> bool {
+        true
+    }
+
+    fn reduce_update(
+        &mut self,
+        call: ReduceUpdate<'_>,
+        work: &mut dyn FnMut(RankMemory<'_>),
+    ) -> Result<(), CollectiveError> {
+        let blocks = match call.blocks(self.rank, self.world_size()) {
+            Ok(blocks) => blocks,
+            Err(error) => {
+                let error = self.close(error);
+                self.dump();
+                return Err(error);
+            }
+        };
+        self.sequence += 1;
+        let outcome = self.update_everywhere(call, blocks, work);
+        self.end(outcome)
     }
 
     fn failure(&self) -> Option<CollectiveError> {

@@ -88,6 +88,7 @@ fn operation(code: u64, reduce: ReduceOp, root: usize) -> Option<Operation> {
         9 => Operation::Receive { from: root },
         10 => Operation::Barrier,
         11 => Operation::Split,
+        12 => Operation::ReduceUpdate,
         _ => return None,
     })
 }
@@ -99,7 +100,7 @@ mod tests {
     #[test]
     fn fingerprints_come_back_as_they_went_and_differ_where_calls_do() {
         let mut seen = std::collections::HashSet::new();
-        for kind in 0..12 {
+        for kind in 0..13 {
             for reduce in ReduceOp::ALL {
                 for dtype in DType::ALL {
                     for bucket in [None, Some(0), Some(u32::MAX)] {
@@ -120,8 +121,8 @@ mod tests {
                 }
             }
         }
-        // Of twelve operations three reduce, in five ways.
-        assert_eq!(seen.len(), (9 + 3 * 5) * 8 * 3);
+        // Of thirteen operations three reduce, in five ways.
+        assert_eq!(seen.len(), (10 + 3 * 5) * 8 * 3);
     }
 
     #[test]

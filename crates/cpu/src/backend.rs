@@ -171,7 +171,6 @@ impl Backend for CpuBackend {
             Places {
                 offsets: launch.offsets,
                 members: launch.members,
-                before: launch.before,
             },
             launch.lists,
             slots(launch.update_sums, launch.offsets)?,

@@ -166,11 +166,12 @@ fn step_at(
         batches: &batches,
         offsets,
         members: &members,
-        before: &[],
         lists: &mut lists,
+        firsts: &[],
         scalars: &scalars,
         control: None,
         grad_sums: None,
+        tensor_sums: None,
         update_sums: Some(UpdateSums {
             slots: sums.as_mut(),
             firsts: &firsts,

@@ -3,11 +3,12 @@
 use std::any::Any;
 use std::fmt;
 
+use fusestep_simd::Level;
 use fusestep_tensor::{DType, Role};
 
 use crate::{
-    Access, Batch, Conclude, Graph, LaunchLimits, MultiTensorKernel, Reduce, ResidentTable,
-    SetValues, TensorList, UpdateSums,
+    Access, Batch, Conclude, Graph, LEAF_ELEMENTS, LaunchLimits, MAX_SUMS, MultiTensorKernel,
+    MultiTensorReduction, Reduce, ResidentTable, SetValues, SquareSum, TensorList, UpdateSums,
 };
 
 /// Memory of a backend: zeroed at allocation, aligned to 256 bytes.
@@ -60,11 +61,12 @@ pub struct Launch<'a> {
     pub offsets: &'a [u64],
     /// Position of each tensor of the storage among the caller's parameters.
     pub members: &'a [u32],
-    /// Elements of the caller's parameter before each tensor of the storage, where tensors are pieces of parameters; empty if all
-    /// are whole. What is rounded at random is keyed by the element of the parameter.
-    pub before: &'a [u64],
     /// The kernel's lists, in its order.
     pub lists: &'a mut [ListBuffer],
+    /// For each list the element of the storage that its memory begins with; empty if all begin with element 0. Element `e` of the
+    /// storage lies at place `e.wrapping_sub(first)`, so several shards can lie one behind the other in one list. The batches' elements
+    /// lie in all lists.
+    pub firsts: &'a [u64],
     /// The kernel's scalars.
     pub scalars: &'a [u8],
     /// The [`crate::ControlBlock`] that decides whether anything is written and with which factor on every gradient; without one
@@ -73,6 +75,9 @@ pub struct Launch<'a> {
     /// The [`crate::SquareSum`] of each parameter's gradient, by the position that `members` says, if the step has read all gradients
     /// before: a kernel that needs the same sums ([`crate::NormedKernel::grad_sum`]) need not read them once more.
     pub grad_sums: Option<&'a dyn Buffer>,
+    /// For each tensor of the storage the sums that a kernel with [`crate::NormedKernel`] needs of it, if they have been taken: the
+    /// batches hold parts of tensors then, and the sums of a whole tensor come from all ranks ([`Backend::leaf_sums`]).
+    pub tensor_sums: Option<&'a [[f64; MAX_SUMS]]>,
     /// Where to leave the sums over what is changed, if they are asked for. If the control block stops the step, nothing is left. Cuda
     /// leaves them where a launch goes from a resident table ([`Backend::launch_table`]) and refuses others with
     /// [`BackendError::Unavailable`].
@@ -81,6 +86,55 @@ pub struct Launch<'a> {
     pub sets: &'a [u8],
     /// The limits the batches were made with.
     pub limits: LaunchLimits,
+}
+
+impl Launch<'_> {
+    /// The element of the storage that a list's memory begins with.
+    pub fn first(&self, list: usize) -> u64 {
+        self.firsts.get(list).copied().unwrap_or(0)
+    }
+}
+
+/// The memory of all ranks that a launch reduces from and writes to, where ranks see each other's.
+#[derive(Debug)]
+pub struct Replicas<'a, 'b> {
+    /// This rank.
+    pub rank: usize,
+    /// Element of the storage that all these slices begin with; they are of one numel and hold all elements of the batches.
+    pub first: u64,
+    /// Each rank's gradients, in rank order.
+    pub grads: &'a [&'b [u8]],
+    /// Each rank's parameters, in rank order, all with the same values.
+    pub params: &'a mut [&'b mut [u8]],
+}
+
+/// Leaves of gradients, 1,024 elements from the start of their tensor on, whose sums of squares are wanted.
+#[derive(Clone, Copy)]
+pub struct LeafSquares<'a> {
+    /// The kernel whose tree they belong to.
+    pub kernel: &'a dyn MultiTensorReduction,
+    /// What is read; records begin with a leaf.
+    pub batches: &'a [Batch],
+    /// First element of each tensor of the storage.
+    pub offsets: &'a [u64],
+    /// The gradients.
+    pub list: &'a ListBuffer,
+    /// The element of the storage that the list's memory begins with; see [`Launch::firsts`].
+    pub first: u64,
+}
+
+impl<'a> LeafSquares<'a> {
+    /// Place of each leaf's first element in the list, and its element count, in order.
+    pub fn places(&self) -> impl Iterator<Item = (u64, u64)> + 'a {
+        let (offsets, list_first) = (self.offsets, self.first);
+        let records = self.batches.iter().flat_map(|batch| &batch.records);
+        records.flat_map(move |record| {
+            let element = offsets[record.tensor as usize] + record.first_element;
+            let first = element.wrapping_sub(list_first);
+            let leaves = (0..record.numel).step_by(LEAF_ELEMENTS as usize);
+            leaves.map(move |at| (first + at, LEAF_ELEMENTS.min(record.numel - at)))
+        })
+    }
 }
 
 /// What running a [`Launch`] took.
@@ -157,6 +211,70 @@ pub trait Backend {
     /// # Errors
     /// [`BackendError::OutOfBounds`] if a buffer is too short; [`BackendError::Device`] with the device's own code.
     fn conclude(&self, conclude: Conclude<'_>) -> Result<LaunchReport, BackendError>;
+
+    /// Reduces gradients over all ranks, averages them, updates from what that gives, and writes parameters to all ranks: one pass, and
+    /// the averages are never written. The list of parameters is that of `replicas`, and the gradients' list is not looked at.
+    ///
+    /// # Errors
+    /// [`BackendError::Unavailable`] on a backend that does not work in the host's memory.
+    fn launch_reduced(
+        &self,
+        _launch: Launch<'_>,
+        _replicas: Replicas<'_, '_>,
+    ) -> Result<LaunchReport, BackendError> {
+        Err(BackendError::Unavailable {
+            backend: self.name(),
+            reason: "expected gradients in host memory to reduce and update in one pass; reduce first and update then".to_owned(),
+        })
+    }
+
+    /// The sum of squares of every leaf, in the order of the records: `⌈numel / 1024⌉` of each.
+    ///
+    /// # Errors
+    /// [`BackendError::OutOfBounds`] if `sums` has another length or the list is too short.
+    fn leaf_squares(
+        &self,
+        leaves: LeafSquares<'_>,
+        sums: &mut [SquareSum],
+    ) -> Result<(), BackendError> {
+        let (level, width) = (Level::detect(), leaves.list.dtype().len_bytes());
+        let mut bytes = vec![0; LEAF_ELEMENTS as usize * width];
+        let mut places = sums.iter_mut();
+        for (first, numel) in leaves.places() {
+            let Some(sum) = places.next() else {
+                return Err(BackendError::OutOfBounds {
+                    backend: self.name(),
+                    offset_bytes: 0,
+                    len_bytes: leaves.places().count() * size_of::<SquareSum>(),
+                    found: size_of_val(sums),
+                });
+            };
+            let leaf = &mut bytes[..numel as usize * width];
+            self.read(leaves.list.buffer.as_ref(), first as usize * width, leaf)?;
+            *sum = leaves.kernel.run_host(level, leaf);
+        }
+        Ok(())
+    }
+
+    /// The sums over every leaf that the kernel of a launch takes of a tensor before it updates it, in the order of the records.
+    ///
+    /// # Errors
+    /// [`BackendError::Unavailable`] on a backend that takes them in the update only; as [`Backend::leaf_squares`].
+    fn leaf_sums(
+        &self,
+        _launch: &Launch<'_>,
+        _sums: &mut [[f64; MAX_SUMS]],
+    ) -> Result<(), BackendError> {
+        Err(BackendError::Unavailable {
+            backend: self.name(),
+            reason: "expected a host backend to sum parts of tensors; give whole tensors to ranks (`Ownership::Tensors`)".to_owned(),
+        })
+    }
+
+    /// Whether launches take any [`Buffer`] that the host can write, whoever allocated it.
+    fn takes_host_memory(&self) -> bool {
+        false
+    }
 
     /// Builds the tables of a launch in this memory; `values` are those of the next step, by class. `None` on a backend whose
     /// launches read the batches in place: it takes [`Backend::launch`] with sets from the host.

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicU64;
 use bytemuck::Pod;
 use fusestep_simd::Level;
 
-use crate::{Batch, Record};
+use crate::{Batch, CHUNK_ELEMENTS, Record};
 
 /// Most tensor lists of one kernel.
 pub const MAX_LISTS: usize = 8;
@@ -32,6 +32,9 @@ pub type LeafSums = [AtomicU64; CHUNK_LEAVES];
 
 /// Leaves of a chunk.
 pub const CHUNK_LEAVES: usize = 64;
+
+/// Elements of a leaf of the fixed tree, counted from the start of its tensor.
+pub const LEAF_ELEMENTS: u64 = CHUNK_ELEMENTS as u64 / CHUNK_LEAVES as u64;
 
 /// The bytes of one list.
 #[derive(Debug, Default)]
@@ -136,7 +139,6 @@ pub struct HostSpans<'a> {
     classes: &'a [u32],
     offsets: &'a [u64],
     members: &'a [u32],
-    before: &'a [u64],
     /// The storage elements that the lists hold.
     first: u64,
     end: u64,
@@ -149,8 +151,6 @@ pub struct Places<'a> {
     pub offsets: &'a [u64],
     /// Each tensor's position among the caller's parameters.
     pub members: &'a [u32],
-    /// Elements of the parameter before each tensor; empty if all are whole.
-    pub before: &'a [u64],
 }
 
 impl<'a> HostSpans<'a> {
@@ -177,11 +177,7 @@ impl<'a> HostSpans<'a> {
     /// What of these batches lies in the storage elements `first..end`, for lists that hold exactly those; what lies between tensors is
     /// passed over.
     pub fn of(batches: &'a [Batch], places: Places<'a>, first: u64, end: u64) -> Self {
-        let Places {
-            offsets,
-            members,
-            before,
-        } = places;
+        let Places { offsets, members } = places;
         let behind = |record: &Record| span(offsets, record).1 <= first;
         let skipped = batches.partition_point(|batch| batch.records.last().is_none_or(behind));
         let mut batches = batches[skipped..].iter();
@@ -199,7 +195,6 @@ impl<'a> HostSpans<'a> {
             classes,
             offsets,
             members,
-            before,
             first,
             end,
         }
@@ -229,15 +224,13 @@ impl Iterator for HostSpans<'_> {
         if start >= stop {
             return None;
         }
-        let before = self.before.get(record.tensor as usize);
         Some(HostSpan {
             // The lists lie in memory, so their element counts fit a usize.
             start: (start - self.first) as usize,
             numel: (stop - start) as usize,
             class: self.classes[usize::from(record.set)],
             parameter: self.members[record.tensor as usize],
-            first_element: before.copied().unwrap_or(0)
-                + (start - self.offsets[record.tensor as usize]),
+            first_element: start - self.offsets[record.tensor as usize],
         })
     }
 }
@@ -278,7 +271,6 @@ mod tests {
         let places = Places {
             offsets: &offsets,
             members: &[9, 4, 6, 5],
-            before: &[],
         };
         let spans = |first, end| -> Vec<(usize, usize, u32)> {
             HostSpans::of(&batches, places, first, end)
@@ -296,8 +288,6 @@ mod tests {
                 .collect()
         };
         assert_eq!(origins(places), [(6, 1), (5, 0)]);
-        let before = &[0, 0, 100, 7];
-        assert_eq!(origins(Places { before, ..places }), [(6, 101), (5, 7)]);
         assert_eq!(HostSpans::one(0, 0).count(), 0);
         assert_eq!(HostSpans::one(9, 4).next().map(|span| span.class), Some(4));
     }

@@ -23,12 +23,15 @@ mod resident;
 mod rule;
 mod update_sums;
 
-pub use backend::{Backend, BackendError, Buffer, Launch, LaunchReport, ListBuffer};
+pub use backend::{
+    Backend, BackendError, Buffer, Launch, LaunchReport, LeafSquares, ListBuffer, Replicas,
+};
 pub use batch::{Batch, Batchable, Record, batches};
 pub use control::{CONTROL_BYTES, ControlBlock, Gate};
 pub use error::LaunchError;
 pub use host::{
-    CHUNK_LEAVES, HostCall, HostList, HostSpan, HostSpans, LeafSums, MAX_LISTS, Places,
+    CHUNK_LEAVES, HostCall, HostList, HostSpan, HostSpans, LEAF_ELEMENTS, LeafSums, MAX_LISTS,
+    Places,
 };
 pub use kernel::{Access, MultiTensorKernel, SetValues, TensorList};
 pub use limits::{

@@ -57,14 +57,14 @@ pub fn pack(launch: &Launch<'_>, batch: &Batch, addresses: Addresses<'_>, out: &
         writer.bytes(&launch.sets[start..start + layout.set_bytes]);
     }
     for record in &batch.records {
-        let first = launch.offsets[record.tensor as usize] + record.first_element;
-        for (list, &address) in launch.lists.iter().zip(addresses.lists) {
-            writer.u64(address + first * list.dtype().len_bytes() as u64);
+        let element = launch.offsets[record.tensor as usize] + record.first_element;
+        for (index, (list, &address)) in launch.lists.iter().zip(addresses.lists).enumerate() {
+            let place = element.wrapping_sub(launch.first(index));
+            writer.u64(address + place * list.dtype().len_bytes() as u64);
         }
         if origin {
             writer.u64(launch.members[record.tensor as usize].into());
-            let before = launch.before.get(record.tensor as usize);
-            writer.u64(before.copied().unwrap_or(0) + record.first_element);
+            writer.u64(record.first_element);
         }
         writer.place(record);
         if let Some(sums) = &launch.update_sums {

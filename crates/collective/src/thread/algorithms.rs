@@ -10,7 +10,10 @@ use fusestep_tensor::DType;
 use super::ThreadCommunicator;
 use super::group::{Group, Header, Placement};
 use super::reduction::lines;
-use crate::{Blocks, Buffers, Call, CollectiveError, Fingerprint, Membership, Operation};
+use crate::{
+    Blocks, Buffers, Call, CollectiveError, Fingerprint, Membership, Operation, RankMemory,
+    ReduceUpdate,
+};
 
 /// How lent memory is cut into a part for each rank.
 #[derive(Clone, Copy)]
@@ -73,6 +76,7 @@ impl ThreadCommunicator {
             Operation::AllToAll => self.all_to_all(round, call.buffers, bytes),
             Operation::Barrier
             | Operation::Split
+            | Operation::ReduceUpdate
             | Operation::Send { .. }
             | Operation::Receive { .. } => self.round(round, |_| ()),
         }
@@ -275,6 +279,37 @@ impl ThreadCommunicator {
             for from in 0..world_size {
                 receive[bytes(from)].copy_from_slice(&peers.shared(from)[own.clone()]);
             }
+        })
+    }
+
+    /// This rank's block of everyone's gradients and parameters.
+    pub(super) fn update_everywhere(
+        &mut self,
+        call: ReduceUpdate<'_>,
+        blocks: Blocks<'_>,
+        work: &mut dyn FnMut(RankMemory<'_>),
+    ) -> Result<(), CollectiveError> {
+        let (rank, sequence) = (self.rank, self.sequence);
+        let shape = call.shape();
+        let fingerprint = shape.fingerprint(blocks.numel, sequence, self.context);
+        let (header, deadline) = self.header(fingerprint, Placement::Shared);
+        let own = blocks.of_bytes(rank, call.grad_dtype.len_bytes());
+        let round = Round {
+            header,
+            deadline,
+            shared: call.grads,
+            lent: call.params,
+            cut: Cut::Blocks(blocks, call.param_dtype.len_bytes()),
+            reserved: usize::MAX,
+        };
+        self.round(round, |peers| {
+            let mut claim = peers.reserved();
+            let grads = (0..peers.parties()).map(|rank| &peers.shared(rank)[own.clone()]);
+            work(RankMemory {
+                rank,
+                grads: grads.collect(),
+                params: claim.all_mut().collect(),
+            });
         })
     }
 
