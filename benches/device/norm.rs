@@ -92,6 +92,7 @@ fn batches_of(
     };
     let tensor = Batchable {
         tensor: 0,
+        first_element: 0,
         numel,
         class: 0,
     };

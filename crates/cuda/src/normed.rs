@@ -241,6 +241,7 @@ mod tests {
         let numels = [chunk, 7 * chunk + 1, 5];
         let tensors = (0..).zip(numels).map(|(tensor, numel)| Batchable {
             tensor,
+            first_element: 0,
             numel,
             class: 0,
         });

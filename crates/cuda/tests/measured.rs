@@ -140,6 +140,7 @@ fn step_at(
     };
     let tensors = (0..offsets.len() as u32).map(|tensor| Batchable {
         tensor,
+        first_element: 0,
         numel,
         class: 0,
     });

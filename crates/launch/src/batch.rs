@@ -11,7 +11,9 @@ use crate::{ArgumentLayout, LaunchError, LaunchLimits};
 pub struct Batchable {
     /// Index of the tensor in its storage.
     pub tensor: u32,
-    /// Element count; empty tensors take no place.
+    /// First element that takes part; 0 unless only a part of the tensor does.
+    pub first_element: u64,
+    /// Element count of what takes part; empty tensors take no place.
     pub numel: u64,
     /// Index of the tensor's hyper-parameters; tensors of one class share a set.
     pub class: u32,
@@ -75,9 +77,11 @@ pub fn batches(
     }
     let mut filling = Filling::new(layout, limits);
     for tensor in tensors {
-        let mut first_element = 0;
-        while first_element < tensor.numel {
-            first_element += filling.add(tensor, first_element);
+        let mut rest = tensor;
+        while rest.numel > 0 {
+            let added = filling.add(rest);
+            rest.first_element += added;
+            rest.numel -= added;
         }
     }
     Ok(filling.finish())
@@ -104,8 +108,8 @@ impl Filling {
         }
     }
 
-    /// Adds as much of `tensor`, from `first_element` on, as one launch can still take; returns the elements added, at least 1.
-    fn add(&mut self, tensor: Batchable, first_element: u64) -> u64 {
+    /// Adds as much of `tensor` as one launch can still take; returns the elements added, at least 1.
+    fn add(&mut self, tensor: Batchable) -> u64 {
         if !self.has_room(tensor.class) {
             self.close();
         }
@@ -116,12 +120,11 @@ impl Filling {
         });
         let chunk_elements = u64::from(self.limits.chunk_elements);
         let chunks_left = u64::from(self.limits.chunks_per_launch - self.batch.chunks);
-        let elements_left = tensor.numel - first_element;
-        let chunks = elements_left.div_ceil(chunk_elements).min(chunks_left);
-        let numel = elements_left.min(chunks.saturating_mul(chunk_elements));
+        let chunks = tensor.numel.div_ceil(chunk_elements).min(chunks_left);
+        let numel = tensor.numel.min(chunks.saturating_mul(chunk_elements));
         self.batch.records.push(Record {
             tensor: tensor.tensor,
-            first_element,
+            first_element: tensor.first_element,
             numel,
             first_chunk: self.batch.chunks,
             set,
@@ -167,6 +170,7 @@ mod tests {
     fn run(numels: &[u64], classes: &[u32], limits: LaunchLimits) -> Vec<Batch> {
         let tensors = numels.iter().enumerate().map(|(i, &numel)| Batchable {
             tensor: i as u32,
+            first_element: 0,
             numel,
             class: classes[i % classes.len()],
         });
@@ -265,6 +269,7 @@ mod tests {
     fn a_limit_too_small_for_one_tensor_is_an_error() {
         let tensor = Batchable {
             tensor: 0,
+            first_element: 0,
             numel: 1,
             class: 0,
         };

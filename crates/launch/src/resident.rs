@@ -218,6 +218,7 @@ mod tests {
         };
         let tensors = (0..).zip(numels).map(|(tensor, &numel)| Batchable {
             tensor,
+            first_element: 0,
             numel,
             class: tensor % 2,
         });

@@ -4,14 +4,19 @@ use std::fmt;
 
 use fusestep_launch::Precision;
 
-use crate::{Norm, Plan, Stage, TableKind};
+use crate::stage::{GatheredLists, Reduced};
+use crate::{Norm, Optimize, Plan, Stage, TableKind, Topology};
 
 /// Batches of a stage that are printed one by one; the rest is summed up.
 const BATCHES_SHOWN: usize = 8;
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "plan {}", self.optimizer)?;
+        writeln!(f, "plan {}", self.optimizer())?;
+        for rule in &self.rules[1..] {
+            writeln!(f, "  and {rule}")?;
+        }
+        self.fmt_ranks(f)?;
         writeln!(
             f,
             "  {} parameters, {} elements, {} optimizer state, {} memory traffic per step",
@@ -62,6 +67,23 @@ impl fmt::Display for Plan {
 }
 
 impl Plan {
+    /// Where this rank stands among others.
+    fn fmt_ranks(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Topology { rank, world, .. } = self.topology;
+        if world == 1 {
+            return Ok(());
+        }
+        let (zero, buckets) = (self.zero.number(), self.buckets.len());
+        write!(
+            f,
+            "  rank {rank} of {world}, zero stage {zero}, {buckets} buckets"
+        )?;
+        if self.shard_group != world {
+            write!(f, ", shards among {} ranks", self.shard_group)?;
+        }
+        writeln!(f)
+    }
+
     /// One line for every dtype that is kept otherwise than by default.
     fn fmt_precisions(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut dtypes: Vec<_> = self.params.iter().map(|param| param.dtype).collect();
@@ -77,14 +99,62 @@ impl Plan {
     }
 
     fn fmt_stage(&self, f: &mut fmt::Formatter<'_>, index: usize, stage: &Stage) -> fmt::Result {
-        let stage = match stage {
-            Stage::Norm(norm) => return self.fmt_norm(f, index, norm),
-            Stage::Optimize(optimize) => optimize,
-        };
+        write!(f, "stage {index}: ")?;
+        match stage {
+            Stage::Norm(norm) => self.fmt_norm(f, norm),
+            Stage::Optimize(optimize) => self.fmt_update(f, "optimize", optimize),
+            Stage::ReduceUpdate(optimize) => self.fmt_update(f, "reduce and optimize", optimize),
+            Stage::Accumulate(accumulate) => {
+                writeln!(f, "accumulate {} micro-steps", accumulate.rule.every)
+            }
+            Stage::Reduce(reduce) => {
+                let call = match reduce.result {
+                    Reduced::Whole => "all-reduce",
+                    Reduced::Part => "reduce-scatter",
+                };
+                writeln!(f, "{call} {}", self.text_of_bucket(reduce.bucket))
+            }
+            Stage::Trust => writeln!(f, "sums over whole tensors, each rank its part"),
+            Stage::Gather(gather) => {
+                let lists = match gather.lists {
+                    GatheredLists::Params => "parameters",
+                    GatheredLists::State => "state",
+                };
+                let calls = match gather.broadcasts.len() {
+                    0 => "all-gather".to_owned(),
+                    calls => format!("{calls} broadcasts"),
+                };
+                writeln!(
+                    f,
+                    "{calls} of {lists}, {}",
+                    self.text_of_bucket(gather.bucket)
+                )
+            }
+            Stage::Average(rule) => {
+                writeln!(f, "average parameters every {} steps", rule.every)
+            }
+        }
+    }
+
+    /// A bucket and what lies in it.
+    fn text_of_bucket(&self, index: usize) -> String {
+        let bucket = &self.buckets[index];
+        let width = self.storages[bucket.storage].grad_dtype().len_bytes() as u64;
+        format!(
+            "bucket {index} ({} elements, {} of gradients)",
+            grouped(bucket.numel()),
+            bytes(bucket.numel() * width)
+        )
+    }
+
+    fn fmt_update(&self, f: &mut fmt::Formatter<'_>, what: &str, stage: &Optimize) -> fmt::Result {
         let storage = &self.storages[stage.storage];
+        let bucket = stage.bucket.map_or(String::new(), |bucket| {
+            format!("{} of ", self.text_of_bucket(bucket))
+        });
         writeln!(
             f,
-            "stage {index}: optimize storage {} with {}, {} tensors ({})",
+            "{what} {bucket}storage {} with {}, {} tensors ({})",
             stage.storage,
             storage.kernel,
             stage.tensors.len(),
@@ -115,10 +185,10 @@ impl Plan {
         Ok(())
     }
 
-    fn fmt_norm(&self, f: &mut fmt::Formatter<'_>, index: usize, norm: &Norm) -> fmt::Result {
+    fn fmt_norm(&self, f: &mut fmt::Formatter<'_>, norm: &Norm) -> fmt::Result {
         write!(
             f,
-            "stage {index}: norm of all gradients in {} launches, {} chunks",
+            "norm of all gradients in {} launches, {} chunks",
             norm.launches(),
             grouped(norm.chunks()),
         )?;

@@ -36,12 +36,6 @@ pub enum PlanError {
         /// What both decide.
         why: &'static str,
     },
-    /// A pass says what ranks do, but the plan is made for none.
-    #[error("pass {pass}: expected a plan for a rank, found a plan by itself; use `plan_for`")]
-    WithoutRanks {
-        /// The pass.
-        pass: &'static str,
-    },
     /// A rank, a world size or a communicator does not fit the plan.
     #[error("ranks: expected {expected}, found {found}")]
     Topology {
@@ -111,6 +105,44 @@ pub enum PlanError {
         /// Lists of the state.
         expected: String,
         /// Lists of the rule given.
+        found: String,
+    },
+    /// The rule cannot be changed to one whose kernel takes other scalars or sums.
+    #[error(
+        "optimizer: expected a rule with the arguments of {expected}, found {found}; plan anew"
+    )]
+    OtherRule {
+        /// The state's rule.
+        expected: &'static str,
+        /// The rule given.
+        found: &'static str,
+    },
+    /// The plan has no such rule.
+    #[error("rule {rule}: expected one of the plan's {count}, counted from 0")]
+    UnknownRule {
+        /// The rule asked for.
+        rule: usize,
+        /// Rules of the plan.
+        count: usize,
+    },
+    /// A micro-step cannot be weighed so.
+    #[error("weight of the micro-step: expected a number above 0, found {found}")]
+    Weight {
+        /// The weight given.
+        found: f64,
+    },
+    /// Ranks of one run differ in what decides its bits.
+    #[error(
+        "{field}: expected {expected} as on rank 0, found {found} on rank {rank}; start all ranks with the same settings"
+    )]
+    RanksDiffer {
+        /// What differs.
+        field: String,
+        /// Rank 0's value.
+        expected: String,
+        /// The rank that differs.
+        rank: usize,
+        /// Its value.
         found: String,
     },
     /// The optimizer has no kernel for a parameter's dtype.

@@ -38,7 +38,7 @@ pub fn html_page(title: &str, body: &str) -> String {
 impl Plan {
     /// A self-contained HTML page: totals, storages and launches drawn to scale, and every note.
     pub fn to_html(&self) -> String {
-        let title = format!("Plan: {}", self.optimizer);
+        let title = format!("Plan: {}", self.optimizer());
         html_page(&title, &self.to_html_fragment())
     }
 
@@ -105,11 +105,12 @@ impl Plan {
             .flat_map(|stage| -> Vec<(&str, usize, &Batch)> {
                 match stage {
                     Stage::Norm(norm) => norm.reads.iter().flat_map(read_launches).collect(),
-                    Stage::Optimize(stage) => {
+                    Stage::Optimize(stage) | Stage::ReduceUpdate(stage) => {
                         let kernel = self.storages[stage.storage].kernel;
                         let launch = |batch| (kernel, stage.storage, batch);
                         stage.batches.iter().map(launch).collect()
                     }
+                    _ => Vec::new(),
                 }
             })
             .collect();

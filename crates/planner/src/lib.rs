@@ -1,14 +1,24 @@
 //! A training step planned once and run many times.
 //!
-//! Parameter descriptors become a naive [`Plan`], one launch per tensor; passes rewrite it and write down what they did, why they
+//! Parameter descriptors become a naive [`Plan`], one launch and one call between ranks per tensor; passes rewrite it and write down what they did, why they
 //! split and why they refused ([`Note`]). A plan is an ordinary value: print it, compare it, cost it, test it without a device.
 //! [`Plan::allocate`] makes the [`State`] it runs on, [`Plan::run`] runs one step; naive and rewritten plans run in the same loop.
 #![forbid(unsafe_code)]
 
+mod absorb;
+mod average;
+mod bucket;
 mod checkpoint;
+mod comms;
+mod cost;
+mod cost_page;
 mod display;
 mod error;
+mod exchange;
 mod explain;
+mod finish;
+mod gather;
+mod gradients;
 mod group;
 mod html;
 mod master;
@@ -18,39 +28,48 @@ mod passes;
 mod plan;
 mod planner;
 mod precision;
-mod ranks;
+mod prefetch;
+mod ready;
+mod reduce;
 mod report;
 mod run;
 mod stage;
 mod state;
+mod step;
 mod storage;
 mod table;
+mod topology;
 mod update_norms;
 
-pub use checkpoint::StateTensors;
+pub use bucket::{Bucket, Segment};
+pub use checkpoint::{
+    FolderLock, Manifest, OpenRun, OpenWindow, ShardSpec, StateTensors, TensorSpec, WholeTensors,
+};
+pub use comms::Comms;
+pub use cost::{CallPurpose, CostModel, Event, EventKind, PlannedCall, RankBytes, RankSummary};
 pub use error::PlanError;
 pub use explain::{Note, Verdict};
 pub use fusestep_amp::{AmpError, LossScale, ScalePolicy};
 pub use fusestep_launch::Precision;
+pub use gather::GatheredParams;
 pub use group::SizeClass;
 pub use html::html_page;
 pub use optimizer::Optimizer;
 pub use passes::{
-    ActsOn, Averaged, ClipByGlobalNorm, CoalesceGradients, Distributed, FuseAllReduce,
-    FuseBroadcast, FuseOptimizer, GradientMerge, Interval, LocalSgd, LossScaling, Merged, Oversize,
-    Pass, Reduced, Shard, UpdateNorms, Zero,
+    Accumulated, ActsOn, Averaged, ClipByGlobalNorm, CoalesceGradients, Distributed, FuseAllReduce,
+    FuseBroadcast, FuseOptimizer, FuseReduceIntoUpdate, GradientAccumulation, Interval, LocalSgd,
+    LossScaling, Oversize, Ownership, Pass, ReducedWhen, Shard, UpdateNorms, ZeroStage,
 };
 pub use plan::{Plan, PlanSummary};
 pub use planner::{Planner, Tensors};
 pub(crate) use precision::Precisions;
-pub use ranks::{
-    BroadcastGroup, Bucket, Comms, CostModel, Event, EventKind, Flat, FolderLock, GatheredParams,
-    Held, Manifest, OpenRun, OpenWindow, Ownership, PendingGather, Piece, RankPlan, RankReport,
-    RankState, RankSummary, ShardSpec, Span, TensorSpec, Topology, WholeTensors, groups_by_layer,
-    owners_greedy_even, owners_in_use_order,
-};
-pub use report::{GradReport, StepReport};
+pub use prefetch::PendingGather;
+pub use report::{GradReport, MicroStepReport, StepReport};
 pub use run::Lender;
-pub use stage::{GradientRead, HyperClass, Norm, Optimize, Stage, StorageSpec};
+pub use stage::{
+    Accumulate, Broadcast, Extent, Gather, GatheredLists, GradientRead, HyperClass, Norm, Optimize,
+    Part, Reduce, Reduced, Stage, StorageSpec, When,
+};
 pub use state::State;
 pub use table::{StepGraph, TableKind};
+pub use topology::{MAX_WORLD, Reach, Topology};

@@ -7,7 +7,9 @@ use fusestep_launch::Backend;
 use fusestep_simd::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 use fusestep_tensor::{DType, Role};
 
+use crate::stage::Extent;
 use crate::state::check_len;
+use crate::storage::Held;
 use crate::{Plan, PlanError, State, Tensors};
 
 /// What masters have to follow before the next step.
@@ -99,32 +101,60 @@ impl State {
         Ok(())
     }
 
-    /// After `bytes` were to be written to a parameter: makes what is beside it follow; `bytes` are not written here.
+    /// After `bytes` were to be written to a parameter: makes master and residual follow; `bytes` are not written here.
     fn follow_write(
         &mut self,
         backend: &dyn Backend,
         name: &str,
         bytes: &[u8],
     ) -> Result<(), PlanError> {
+        let param = self.find(name)?;
         let roles = self.roles(name)?;
         if roles.contains(&Role::Master) {
             let dtype = self.dtype(Role::Param, name)?;
-            let mut master = vec![0; 2 * bytes.len()];
-            self.read(backend, Role::Master, name, &mut master)?;
-            follow_master(dtype, bytes, &mut master);
-            self.write(backend, Role::Master, name, &master)?;
+            let mut written = Vec::new();
+            self.read_shard(backend, Role::Master, param, |held, mut master| {
+                follow_master(dtype, &bytes[held.within(2)], &mut master);
+                written.push((held.clone(), master));
+            })?;
+            self.write_shard(backend, Role::Master, param, written)?;
         }
         if roles.contains(&Role::Remainder) {
-            let (mut old, mut remainder) = (vec![0; bytes.len()], vec![0; bytes.len()]);
-            self.read(backend, Role::Param, name, &mut old)?;
-            self.read(backend, Role::Remainder, name, &mut remainder)?;
-            let written = bytes.chunks_exact(2).zip(old.chunks_exact(2));
-            for (remainder, (new, old)) in remainder.chunks_exact_mut(2).zip(written) {
-                if new != old {
-                    remainder.fill(0);
+            let mut old = Vec::new();
+            self.read_shard(backend, Role::Param, param, |_, bytes| old.push(bytes))?;
+            let (mut written, mut old) = (Vec::new(), old.into_iter());
+            self.read_shard(backend, Role::Remainder, param, |held, mut remainder| {
+                let old = old.next().unwrap_or_default();
+                let new = bytes[held.within(2)]
+                    .chunks_exact(2)
+                    .zip(old.chunks_exact(2));
+                for (remainder, (new, old)) in remainder.chunks_exact_mut(2).zip(new) {
+                    if new != old {
+                        remainder.fill(0);
+                    }
                 }
-            }
-            self.write(backend, Role::Remainder, name, &remainder)?;
+                written.push((held.clone(), remainder));
+            })?;
+            self.write_shard(backend, Role::Remainder, param, written)?;
+        }
+        Ok(())
+    }
+
+    /// Writes ranges of a tensor that lie in this rank's shard, as [`State::read_shard`] gave them.
+    pub(crate) fn write_shard(
+        &mut self,
+        backend: &dyn Backend,
+        role: Role,
+        param: usize,
+        ranges: Vec<(Held, Vec<u8>)>,
+    ) -> Result<(), PlanError> {
+        let name = self.params[param].name.clone();
+        let (storage, list) = self.list_index(role, &name)?;
+        let buffer = &mut self.storages[storage].lists[list];
+        let width = buffer.dtype().len_bytes();
+        for (held, bytes) in ranges {
+            let place = held.place(width);
+            backend.write(buffer.buffer.as_mut(), place.start, &bytes)?;
         }
         Ok(())
     }
@@ -148,22 +178,32 @@ impl State {
             if !std::mem::take(lent) {
                 continue;
             }
-            let (storage, position) = self.places[param];
+            let (storage, tensor) = self.places[param];
             let storage = &mut self.storages[storage];
-            let first = storage.offsets[position] as usize;
-            let elements = first..first + self.params[param].numel() as usize;
-            let place = |role| storage.lists.iter().position(|list| list.role() == role);
-            let (Some(param), Some(master)) = (place(Role::Param), place(Role::Master)) else {
+            let start = storage.spec.layout.offset(tensor);
+            let (Some(param), Some(master)) =
+                (storage.list(Role::Param), storage.list(Role::Master))
+            else {
                 continue;
             };
+            let whole = storage.spec.extents[param] == Extent::Whole;
+            let held: Vec<Held> = storage.spec.held(tensor, master);
             let Ok([param, master]) = storage.lists.get_disjoint_mut([param, master]) else {
                 continue;
             };
             let dtype = param.dtype();
-            if let (Some(param), Some(master)) = (param.buffer.host(), master.buffer.host_mut()) {
-                let param = &param[2 * elements.start..2 * elements.end];
-                let master = &mut master[4 * elements.start..4 * elements.end];
-                follow_master(dtype, param, master);
+            let (Some(param), Some(master)) = (param.buffer.host(), master.buffer.host_mut())
+            else {
+                continue;
+            };
+            for held in held {
+                let at = if whole {
+                    start + held.elements.start
+                } else {
+                    held.at
+                };
+                let own = Held { at, ..held.clone() };
+                follow_master(dtype, &param[own.place(2)], &mut master[held.place(4)]);
             }
         }
     }

@@ -2,11 +2,12 @@
 
 use fusestep_amp::{GradientRule, LossScale, MaxNorm, norm_kernel};
 use fusestep_launch::{
-    Backend, Batch, Batchable, Buffer, Conclude, ControlBlock, ControlRule, LaunchLimits,
-    LaunchReport, MultiTensorReduction, Reduce, SquareSum, TensorPartials, batches,
+    Backend, Batch, Buffer, Conclude, ControlBlock, ControlRule, LaunchLimits, LaunchReport,
+    MultiTensorReduction, Reduce, SquareSum, TensorPartials, batches,
 };
 use fusestep_tensor::Role;
 
+use crate::plan::within;
 use crate::run::Executor;
 use crate::{GradReport, GradientRead, Norm, Note, Plan, PlanError, Stage, State, Verdict};
 
@@ -31,19 +32,31 @@ impl Gradients {
 }
 
 impl Plan {
-    /// Puts the stage before all others, once the passes have said where tensors lie.
+    /// Adds the stage, once the passes have said where tensors lie.
     pub(crate) fn place_norm(&mut self) -> Result<(), PlanError> {
         if self.gradients.rule().is_none() {
             return Ok(());
         }
-        let reads = (0..self.storages.len())
-            .map(|storage| {
-                Ok(GradientRead {
-                    storage,
-                    batches: self.norm_batches(storage, |_| true)?,
-                })
-            })
-            .collect::<Result<Vec<_>, PlanError>>()?;
+        let rank = self.shard_place().rank;
+        let mut reads = Vec::new();
+        let read = |storage, bucket, elements| GradientRead {
+            storage,
+            bucket,
+            elements,
+            batches: Vec::new(),
+        };
+        // Of reduced gradients every rank reads its part, even where it has all of them.
+        for (index, bucket) in self.buckets.iter().enumerate() {
+            reads.push(read(bucket.storage, Some(index), bucket.part(rank)));
+        }
+        for (storage, spec) in self.storages.iter().enumerate() {
+            if self.buckets.is_empty() || spec.distributed {
+                reads.push(read(storage, None, 0..spec.layout.total_numel()));
+            }
+        }
+        for read in &mut reads {
+            read.batches = self.norm_batches(read, |_| true)?;
+        }
         let norm = Norm { reads };
         let reason = format!(
             "{} launches read {} of gradients once, before the first update",
@@ -55,23 +68,19 @@ impl Plan {
         Ok(())
     }
 
-    /// The batches that read a storage's gradients, of those parameters that take part.
+    /// The batches of a read, of those parameters that take part.
     pub(crate) fn norm_batches(
         &self,
-        storage: usize,
+        read: &GradientRead,
         takes_part: impl Fn(usize) -> bool,
     ) -> Result<Vec<Batch>, PlanError> {
-        let spec = &self.storages[storage];
-        let Some(kernel) = self.norm_kernel(storage)? else {
+        let spec = &self.storages[read.storage];
+        let Some(kernel) = self.norm_kernel(read.storage)? else {
             return Ok(Vec::new());
         };
         let members = spec.members.iter().enumerate();
         let tensors = members.filter(|&(_, &member)| takes_part(member as usize));
-        let batchable = tensors.map(|(tensor, _)| Batchable {
-            tensor: tensor as u32,
-            numel: spec.layout.numel(tensor),
-            class: 0,
-        });
+        let batchable = tensors.map(|(tensor, _)| within(spec, tensor as u32, &read.elements, 0));
         let limits = self.batch_limits(LaunchLimits {
             chunk_elements: kernel.chunk_elements(),
             ..self.limits
@@ -113,7 +122,7 @@ impl Plan {
     pub(crate) fn norm_stage(&self) -> Option<&Norm> {
         self.stages.iter().find_map(|stage| match stage {
             Stage::Norm(norm) => Some(norm),
-            Stage::Optimize(_) => None,
+            _ => None,
         })
     }
 }
@@ -123,7 +132,7 @@ impl Plan {
 pub(crate) struct NormState {
     /// One for each storage.
     pub(crate) kernels: Vec<Reader>,
-    rule: GradientRule,
+    pub(crate) rule: GradientRule,
     scalars: Vec<u8>,
     pub(crate) partials: Box<dyn Buffer>,
     tensors: Box<dyn Buffer>,
@@ -160,16 +169,19 @@ impl NormState {
         let (Some(rule), Some(norm)) = (plan.gradients.rule(), plan.norm_stage()) else {
             return Ok(None);
         };
-        let mut kernels = Vec::with_capacity(norm.reads.len());
-        for read in &norm.reads {
+        let mut kernels = Vec::new();
+        // Several ranks form sums and control block together, on the host.
+        let alone = plan.topology.world == 1;
+        for read in norm.reads.iter().filter(|_| alone) {
             kernels.extend(plan.norm_kernel(read.storage)?.map(Reader));
         }
+        let chunks = if alone { norm.chunks() as usize } else { 0 };
         let tensors = plan.params.len();
         let mut state = Self {
             kernels,
             rule,
             scalars: rule.scalars(),
-            partials: backend.allocate(norm.chunks() as usize * size_of::<SquareSum>())?,
+            partials: backend.allocate(chunks * size_of::<SquareSum>())?,
             tensors: backend.allocate(tensors * size_of::<TensorPartials>())?,
             sums: backend.allocate(tensors * size_of::<SquareSum>())?,
             control: backend.allocate(size_of::<ControlBlock>())?,
@@ -179,24 +191,6 @@ impl NormState {
         };
         state.block.write(backend, state.control.as_mut())?;
         Ok(Some(state))
-    }
-
-    /// A control block that others write: the norm of gradients in shards is taken across ranks.
-    pub(crate) fn given(rule: GradientRule, backend: &dyn Backend) -> Result<Self, PlanError> {
-        let mut state = Self {
-            kernels: Vec::new(),
-            rule,
-            scalars: Vec::new(),
-            partials: backend.allocate(0)?,
-            tensors: backend.allocate(0)?,
-            sums: backend.allocate(0)?,
-            control: backend.allocate(size_of::<ControlBlock>())?,
-            block: GradientRule::first_block(rule.loss_scale),
-            scale_of_sums: Some(rule.loss_scale.scale()),
-            placed: Placed::Yes,
-        };
-        state.block.write(backend, state.control.as_mut())?;
-        Ok(state)
     }
 
     /// Writes where each tensor's partial sums lie, if the schedule has changed.
@@ -239,9 +233,10 @@ impl NormState {
             .log2()
             .round()
             .exp2();
-        match scale.is_finite() && scale > 0.0 {
-            true => scale,
-            false => self.block.loss_scale,
+        if scale.is_finite() && scale > 0.0 {
+            scale
+        } else {
+            self.block.loss_scale
         }
     }
 
@@ -303,7 +298,7 @@ impl State {
             let reduce = Reduce {
                 kernel: norm.kernels[index].0.as_ref(),
                 batches,
-                offsets: &storage.offsets,
+                offsets: storage.spec.layout.offsets(),
                 members: &plan.storages[index].members,
                 list: storage.lists.iter().find(|list| list.role() == Role::Grad),
                 partials: norm.partials.as_mut(),

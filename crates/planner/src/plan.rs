@@ -1,38 +1,58 @@
 //! The plan as a value.
 
+use std::fmt::Write;
 use std::hash::Hasher;
+use std::ops::Range;
 use std::sync::Arc;
 
 use fusestep_amp::MaxNorm;
 use fusestep_launch::{
-    Batchable, ControlRule, LaunchLimits, MultiTensorKernel, Precision, Rounding, TensorList,
-    batches,
+    Batch, Batchable, LaunchLimits, MultiTensorKernel, Precision, TensorList, batches,
 };
 use fusestep_tensor::{DType, ParamDesc, Role};
 use serde::Serialize;
 use xxhash_rust::xxh3::Xxh3;
 
+use crate::bucket::{Caps, Grain};
 use crate::group::Classes;
 use crate::norm::Gradients;
-use crate::ranks::RankOptions;
+use crate::passes::{GradientAccumulation, LocalSgd, Ownership, ReducedWhen};
 use crate::{
-    HyperClass, Note, Optimize, Optimizer, PlanError, Precisions, SizeClass, Stage, StorageSpec,
-    TableKind, Tensors,
+    Bucket, HyperClass, Note, Optimize, Optimizer, PlanError, Precisions, Segment, SizeClass,
+    Stage, StorageSpec, TableKind, Tensors, Topology, When, ZeroStage,
 };
 
-/// A training step's tail, planned: where tensors lie and what is launched, in order.
+/// A training step's tail, planned: where tensors lie, what is launched and what ranks send, in order.
 ///
-/// Made by [`crate::Planner`]; `println!("{plan}")` documents the run.
+/// Made by [`crate::Planner`]; `println!("{plan}")` documents the run. One rank is a world like any other.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     pub(crate) params: Arc<[ParamDesc]>,
-    pub(crate) optimizer: Optimizer,
+    /// The rule of all parameters without one of their own, then the others.
+    pub(crate) rules: Vec<Optimizer>,
+    /// For each parameter its rule.
+    pub(crate) rule_of: Arc<[u32]>,
     pub(crate) precisions: Precisions,
     pub(crate) limits: LaunchLimits,
     pub(crate) tensors: Tensors,
     /// Never [`TableKind::Auto`].
     pub(crate) table: TableKind,
+    pub(crate) topology: Topology,
+    pub(crate) zero: ZeroStage,
+    /// Ranks that share one set of shards; the world unless pass `shard` says other.
+    pub(crate) shard_group: usize,
+    pub(crate) ownership: Ownership,
     pub(crate) storages: Vec<StorageSpec>,
+    /// For each parameter its storage and its position there.
+    pub(crate) places: Vec<(usize, usize)>,
+    pub(crate) segments: Vec<Segment>,
+    pub(crate) buckets: Vec<Bucket>,
+    /// The order in which gradients become ready.
+    pub(crate) ready: Vec<u32>,
+    /// How gradients are put into buckets; `None` for one each.
+    pub(crate) caps: Option<Caps>,
+    /// Bytes of a call that brings parameters of one owner; `None` for all-gathers.
+    pub(crate) broadcast_cap_bytes: Option<u64>,
     pub(crate) stages: Vec<Stage>,
     pub(crate) notes: Vec<Note>,
     /// What passes ask of all gradients together.
@@ -41,10 +61,6 @@ pub struct Plan {
     pub(crate) update_norms: bool,
     pub(crate) classes: Classes,
     pub(crate) naive_launches: usize,
-    /// What passes say about ranks.
-    pub(crate) ranks: RankOptions,
-    /// For each parameter, if they are pieces of others, whose it is and its first element there; else empty.
-    pub(crate) origins: Vec<(u32, u64)>,
     /// [`Plan::hash`], computed once the passes are through.
     pub(crate) hash: u64,
 }
@@ -55,9 +71,17 @@ impl Plan {
         &self.params
     }
 
-    /// The update rule.
+    /// The update rule of parameters without one of their own.
     pub fn optimizer(&self) -> &Optimizer {
-        &self.optimizer
+        &self.rules[0]
+    }
+
+    /// The update rule of one parameter.
+    ///
+    /// # Panics
+    /// If the plan has no such parameter.
+    pub fn optimizer_of(&self, param: usize) -> &Optimizer {
+        &self.rules[self.rule_of[param] as usize]
     }
 
     /// How exactly parameters of this dtype and their state are kept.
@@ -70,9 +94,38 @@ impl Plan {
         self.limits
     }
 
+    /// This rank and the number of ranks.
+    pub fn topology(&self) -> Topology {
+        self.topology
+    }
+
+    /// This rank within the group whose ranks share shards, and the size of that group: the world, unless pass `shard` says other.
+    pub fn shard_place(&self) -> Topology {
+        Topology {
+            rank: self.topology.rank % self.shard_group,
+            world: self.shard_group,
+            reach: self.topology.reach,
+        }
+    }
+
+    /// What is shared out.
+    pub fn zero(&self) -> ZeroStage {
+        self.zero
+    }
+
     /// Where tensors lie.
     pub fn storages(&self) -> &[StorageSpec] {
         &self.storages
+    }
+
+    /// Allocations of gradients that ranks reduce, in the order they become ready.
+    pub fn segments(&self) -> &[Segment] {
+        &self.segments
+    }
+
+    /// Ranges of gradients that one call reduces, in the order of the calls; none on one rank.
+    pub fn buckets(&self) -> &[Bucket] {
+        &self.buckets
     }
 
     /// What is run, in order.
@@ -90,11 +143,17 @@ impl Plan {
         &self.notes
     }
 
-    /// Launches of one step.
+    /// Micro-steps of an update.
+    pub fn micro_steps(&self) -> u32 {
+        self.accumulation().map_or(1, |rule| rule.every.get())
+    }
+
+    /// Launches of one step of this rank.
     pub fn launches(&self) -> usize {
         let launches = self.stages.iter().map(|stage| match stage {
             Stage::Norm(norm) => norm.launches(),
-            Stage::Optimize(optimize) => self.launches_of(optimize),
+            Stage::Optimize(optimize) | Stage::ReduceUpdate(optimize) => self.launches_of(optimize),
+            _ => 0,
         });
         launches.sum()
     }
@@ -109,74 +168,121 @@ impl Plan {
         self.params.iter().map(ParamDesc::numel).sum()
     }
 
-    /// Bytes of optimizer state, padding included.
+    /// Bytes of optimizer state on this rank, padding included.
     pub fn state_bytes(&self) -> u64 {
         self.storages.iter().map(StorageSpec::state_bytes).sum()
     }
 
-    /// Bytes of memory traffic of one step: what the kernels' lists read and write, and the gradients once more for their norm.
+    /// Bytes of everything that this rank keeps between steps, padding included.
+    pub fn memory_bytes(&self) -> u64 {
+        let arenas = self.storages.iter().map(StorageSpec::len_bytes);
+        arenas.sum::<u64>() + self.accumulator_bytes()
+    }
+
+    /// Bytes of the f32 sums of 16-bit gradients, or of sums that lie in shards.
+    fn accumulator_bytes(&self) -> u64 {
+        let Some(rule) = self.accumulation().filter(|rule| rule.every.get() > 1) else {
+            return 0;
+        };
+        let storages = self.storages.iter().map(|spec| {
+            let width = spec.grad_dtype().len_bytes() as u64;
+            match rule.reduced {
+                ReducedWhen::PerMicroStep => spec.shard_numel() * width.max(4),
+                ReducedWhen::PerWindow if width < 4 => spec.layout.total_numel() * 4,
+                ReducedWhen::PerWindow => 0,
+            }
+        });
+        storages.sum()
+    }
+
+    /// Bytes of memory traffic of one step on this rank: what the kernels' lists read and write, and the gradients once more for
+    /// their norm.
     pub fn traffic_bytes(&self) -> u64 {
-        let bytes = self.params.iter().map(|param| {
-            let per_element = self
-                .optimizer
-                .kernel(param, &self.precisions)
-                .map_or(0, |k| k.traffic_bytes());
-            per_element * param.numel()
+        let updates = self.stages.iter().filter_map(|stage| match stage {
+            Stage::Optimize(optimize) => Some((optimize, false)),
+            Stage::ReduceUpdate(optimize) => Some((optimize, true)),
+            _ => None,
+        });
+        let bytes = updates.map(|(optimize, reduces)| {
+            let Some(&tensor) = optimize.tensors.first() else {
+                return 0;
+            };
+            let spec = &self.storages[optimize.storage];
+            let member = spec.members[tensor as usize];
+            let per_element = self.kernel_of(member).map_or(0, |k| k.traffic_bytes());
+            // One pass reads every rank's gradient and writes every rank's parameter.
+            let others = if reduces {
+                self.topology.world as u64 - 1
+            } else {
+                0
+            };
+            let width = spec.grad_dtype().len_bytes() + spec.param_dtype().len_bytes();
+            let elements: u64 = optimize.batches.iter().map(Batch::elements).sum();
+            (per_element + others * width as u64) * elements
         });
         let norm = self.norm_stage().map_or(0, |_| self.gradient_bytes());
         bytes.sum::<u64>() + norm
     }
 
-    /// Identifies parameters, layout and stages: states and ranks with equal hashes fit together.
+    /// Identifies parameters, layout, passes and stages: states and ranks with equal hashes fit together.
     pub fn hash(&self) -> u64 {
         self.hash
     }
 
+    /// The hash of everything that is the same on all ranks and decides where things lie and what is done, read off the plan.
     pub(crate) fn compute_hash(&self) -> u64 {
-        let mut hasher = Xxh3::new();
-        for param in self.params.iter() {
-            hasher.write_usize(param.name.len());
-            hasher.write(param.name.as_bytes());
-            hasher.write(param.dtype.name().as_bytes());
-            if let Rounding::Stochastic { seed } = self.precision(param.dtype).rounding {
-                hasher.write_u64(seed);
-            }
-            for &dim in param.shape.dims() {
-                hasher.write_u64(dim);
-            }
+        let mut text = HashWriter(Xxh3::new());
+        let names = self.rules.iter().map(Optimizer::name).collect::<Vec<_>>();
+        let (params, precisions) = (&self.params, &self.precisions);
+        let shape = (
+            self.topology.world,
+            self.shard_group,
+            self.zero,
+            self.ownership,
+        );
+        let asked = (
+            &self.gradients,
+            self.update_norms,
+            self.accumulation(),
+            self.local_sgd(),
+        );
+        // A hash has no error to return.
+        let _ = write!(
+            text,
+            "{names:?}{:?}{params:?}{precisions:?}{shape:?}{asked:?}{:?}{:?}{:?}",
+            self.rule_of, self.tensors, self.segments, self.buckets
+        );
+        for spec in &self.storages {
+            let lists = (
+                spec.kernel,
+                spec.rule,
+                &spec.members,
+                &spec.layout,
+                &spec.lists,
+            );
+            let _ = write!(text, "{lists:?}{}", spec.distributed);
         }
-        for storage in &self.storages {
-            hasher.write(storage.kernel.as_bytes());
-            for list in &storage.lists {
-                hasher.write(list.role.name().as_bytes());
-                hasher.write(list.dtype.name().as_bytes());
-            }
-            for (&member, &offset) in storage.members.iter().zip(storage.layout.offsets()) {
-                hasher.write_u32(member);
-                hasher.write_u64(offset);
-            }
+        for stage in &self.stages {
+            let _ = match stage {
+                // Elements and batches are this rank's own.
+                Stage::Optimize(own) | Stage::ReduceUpdate(own) => {
+                    write!(
+                        text,
+                        "update{:?}{:?}{:?}",
+                        own.storage, own.bucket, own.tensors
+                    )
+                }
+                Stage::Norm(_) => write!(text, "norm"),
+                other => write!(text, "{other:?}"),
+            };
         }
-        for stage in self.optimize_stages() {
-            hasher.write_usize(stage.storage);
-            for &tensor in &stage.tensors {
-                hasher.write_u32(tensor);
-            }
-        }
-        if self.update_norms {
-            hasher.write(b"update norms");
-        }
-        // Ranks that clip or scale differently must not take each other for equal.
-        if let Some(rule) = self.gradients.rule() {
-            hasher.write(&rule.scalars());
-            hasher.write_u64(rule.loss_scale.scale().to_bits());
-        }
-        hasher.finish()
+        text.0.finish()
     }
 
     /// The numbers that `fusestep plan --json` prints.
     pub fn summary(&self) -> PlanSummary {
         PlanSummary {
-            optimizer: self.optimizer.name(),
+            optimizer: self.optimizer().name(),
             parameters: self.params.len(),
             elements: self.elements(),
             launches: self.launches(),
@@ -192,45 +298,109 @@ impl Plan {
         }
     }
 
-    pub(crate) fn optimize_stages(&self) -> impl Iterator<Item = &Optimize> {
-        self.stages.iter().filter_map(|stage| match stage {
-            Stage::Norm(_) => None,
-            Stage::Optimize(optimize) => Some(optimize),
+    /// Whether gradients are reduced across ranks.
+    pub fn reduces(&self) -> bool {
+        self.topology.world > 1 && self.local_sgd().is_none()
+    }
+
+    pub(crate) fn accumulation(&self) -> Option<GradientAccumulation> {
+        self.stages.iter().find_map(|stage| match stage {
+            Stage::Accumulate(accumulate) => Some(accumulate.rule),
+            _ => None,
         })
     }
 
-    /// A stage over these tensors of a storage, with its batches.
+    pub(crate) fn local_sgd(&self) -> Option<LocalSgd> {
+        self.stages.iter().find_map(|stage| match stage {
+            Stage::Average(rule) => Some(*rule),
+            _ => None,
+        })
+    }
+
+    /// Whether gradients are reduced in every micro-step.
+    pub(crate) fn reduces_each(&self) -> bool {
+        let each = |rule: GradientAccumulation| {
+            rule.every.get() > 1 && rule.reduced == ReducedWhen::PerMicroStep
+        };
+        self.accumulation().is_some_and(each)
+    }
+
+    /// Stages that update, in order.
+    pub(crate) fn optimize_stages(&self) -> impl Iterator<Item = &Optimize> {
+        self.stages.iter().filter_map(|stage| match stage {
+            Stage::Optimize(optimize) | Stage::ReduceUpdate(optimize) => Some(optimize),
+            _ => None,
+        })
+    }
+
+    pub(crate) fn optimize_stages_mut(&mut self) -> impl Iterator<Item = &mut Optimize> {
+        self.stages.iter_mut().filter_map(|stage| match stage {
+            Stage::Optimize(optimize) | Stage::ReduceUpdate(optimize) => Some(optimize),
+            _ => None,
+        })
+    }
+
+    /// Whether any rule needs sums over whole tensors.
+    pub(crate) fn has_normed(&self) -> Result<bool, PlanError> {
+        for spec in &self.storages {
+            if let Some(&member) = spec.members.first()
+                && self.kernel_of(member)?.normed().is_some()
+            {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Where buckets and parts may be cut.
+    pub(crate) fn grain(&self) -> Result<Grain, PlanError> {
+        Ok(if self.ownership == Ownership::Tensors {
+            Grain::Tensors
+        } else if self.update_norms {
+            Grain::Of(fusestep_launch::CHUNK_ELEMENTS.into())
+        } else if self.gradients.rule().is_some() || self.has_normed()? {
+            Grain::Of(fusestep_launch::LEAF_ELEMENTS)
+        } else {
+            Grain::Elements
+        })
+    }
+
+    /// A stage over whole tensors of a storage, with its batches.
     pub(crate) fn optimize(
         &self,
         storage: usize,
         size_class: SizeClass,
         tensors: Vec<u32>,
     ) -> Result<Optimize, PlanError> {
-        let batches = self.batches(storage, &tensors, &self.classes)?;
-        Ok(Optimize {
+        let mut optimize = Optimize {
             storage,
+            bucket: None,
             size_class,
             tensors,
-            batches,
-        })
+            elements: 0..self.storages[storage].layout.total_numel(),
+            batches: Vec::new(),
+        };
+        optimize.batches = self.batches(&optimize, |_| true, &self.classes)?;
+        Ok(optimize)
     }
 
-    /// The batches of these tensors of a storage.
+    /// The batches of those tensors of a stage that take part, as far as they lie in its elements.
     pub(crate) fn batches(
         &self,
-        storage: usize,
-        tensors: &[u32],
+        stage: &Optimize,
+        takes_part: impl Fn(usize) -> bool,
         classes: &Classes,
-    ) -> Result<Vec<fusestep_launch::Batch>, PlanError> {
-        let spec = &self.storages[storage];
+    ) -> Result<Vec<Batch>, PlanError> {
+        let spec = &self.storages[stage.storage];
         let Some(&member) = spec.members.first() else {
             return Ok(Vec::new());
         };
         let kernel = self.kernel_of(member)?;
-        let batchable = tensors.iter().map(|&tensor| Batchable {
-            tensor,
-            numel: spec.layout.numel(tensor as usize),
-            class: classes.of_param[spec.members[tensor as usize] as usize],
+        let members = &spec.members;
+        let present = |tensor: &&u32| takes_part(members[**tensor as usize] as usize);
+        let batchable = stage.tensors.iter().filter(present).map(|&tensor| {
+            let class = classes.of_param[members[tensor as usize] as usize];
+            within(spec, tensor, &stage.elements, class)
         });
         let mut layout = kernel.argument_layout();
         if self.update_norms {
@@ -242,9 +412,10 @@ impl Plan {
 
     /// The limits of launches of a kernel.
     pub(crate) fn limits_of(&self, kernel: &dyn MultiTensorKernel) -> LaunchLimits {
-        match self.update_norms {
-            true => self.limits.measured(),
-            false => self.limits.of(kernel),
+        if self.update_norms {
+            self.limits.measured()
+        } else {
+            self.limits.of(kernel)
         }
     }
 
@@ -261,8 +432,8 @@ impl Plan {
 
     /// The kernel of one parameter.
     pub(crate) fn kernel_of(&self, param: u32) -> Result<Box<dyn MultiTensorKernel>, PlanError> {
-        let param = &self.params[param as usize];
-        self.optimizer.kernel(param, &self.precisions)
+        let rule = self.optimizer_of(param as usize);
+        rule.kernel(&self.params[param as usize], &self.precisions)
     }
 
     /// Bytes of the narrowest element among lists, or of `dtype` if there is none: slots made for it are aligned in every list.
@@ -279,6 +450,54 @@ impl Plan {
             Tensors::Kept => lists.collect(),
             Tensors::Lent => lists.filter(|list| !lent(list.role)).collect(),
         }
+    }
+
+    /// Writes down where each parameter lies.
+    pub(crate) fn index_places(&mut self) {
+        self.places = vec![(0, 0); self.params.len()];
+        for (storage, spec) in self.storages.iter().enumerate() {
+            for (position, &member) in spec.members.iter().enumerate() {
+                self.places[member as usize] = (storage, position);
+            }
+        }
+    }
+
+    /// When a stage runs.
+    pub fn when(&self, stage: &Stage) -> When {
+        match stage {
+            Stage::Accumulate(_) => When::MicroStep,
+            Stage::Reduce(_) if self.reduces_each() => When::MicroStep,
+            Stage::Average(rule) => When::Every(rule.every.get()),
+            _ => When::Step,
+        }
+    }
+}
+
+/// What of a tensor lies in some elements of its storage.
+pub(crate) fn within(
+    spec: &StorageSpec,
+    tensor: u32,
+    elements: &Range<u64>,
+    class: u32,
+) -> Batchable {
+    let own = spec.layout.range(tensor as usize);
+    let start = own.start.max(elements.start).min(own.end);
+    let end = own.end.min(elements.end).max(start);
+    Batchable {
+        tensor,
+        first_element: start - own.start,
+        numel: end - start,
+        class,
+    }
+}
+
+/// Text that is hashed as it is written.
+struct HashWriter(Xxh3);
+
+impl Write for HashWriter {
+    fn write_str(&mut self, text: &str) -> std::fmt::Result {
+        self.0.write(text.as_bytes());
+        Ok(())
     }
 }
 

@@ -11,10 +11,11 @@ use serde::Serialize;
 
 use crate::group::Classes;
 use crate::norm::Gradients;
-use crate::passes::{ActsOn, CoalesceGradients, FuseOptimizer, Pass};
-use crate::ranks::{RankOptions, Topology};
+use crate::passes::{CoalesceGradients, FuseOptimizer, Ownership, Pass};
+use crate::stage::{Reduce, Reduced};
 use crate::{
-    Note, Optimizer, Plan, PlanError, Precisions, SizeClass, Stage, StorageSpec, TableKind, Verdict,
+    Note, Optimizer, Plan, PlanError, Precisions, SizeClass, Stage, StorageSpec, TableKind,
+    Topology, Verdict, ZeroStage,
 };
 
 /// Who keeps parameters and gradients.
@@ -42,6 +43,7 @@ pub enum Tensors {
 #[derive(Debug)]
 pub struct Planner {
     optimizer: Optimizer,
+    groups: Vec<(Vec<String>, Optimizer)>,
     limits: LaunchLimits,
     precisions: Precisions,
     tensors: Tensors,
@@ -54,12 +56,28 @@ impl Planner {
     pub fn new(optimizer: Optimizer) -> Self {
         Self {
             optimizer,
+            groups: Vec::new(),
             limits: LaunchLimits::default(),
             precisions: Precisions::default(),
             tensors: Tensors::Kept,
             table: TableKind::default(),
             passes: vec![Box::new(CoalesceGradients), Box::new(FuseOptimizer)],
         }
+    }
+
+    /// Gives some parameters a rule and settings of their own: LARS for all but the embeddings, for example. Clipping and loss scaling
+    /// go over all parameters alike. Launches are split by rule; the plan says so.
+    ///
+    /// Where groups with equal rules and settings are given they share launches: use factors on the learning rate, weight decay and
+    /// trust of [`ParamDesc`] for what differs between tensors of one rule.
+    pub fn group(
+        mut self,
+        names: impl IntoIterator<Item = impl Into<String>>,
+        optimizer: Optimizer,
+    ) -> Self {
+        let names = names.into_iter().map(Into::into).collect();
+        self.groups.push((names, optimizer));
+        self
     }
 
     /// Plans for these limits, a backend's for example.
@@ -93,41 +111,38 @@ impl Planner {
         self
     }
 
-    /// Plans without any pass: one storage and one launch per tensor. The oracle of every pass.
+    /// Plans without any pass: one storage, one launch and, between ranks, one call per tensor. The oracle of every pass.
     pub fn naive(mut self) -> Self {
         self.passes.clear();
         self
     }
 
-    /// Adds a pass after those already there.
+    /// Adds a pass. Passes that rewrite the same part of a plan apply in the order given.
     pub fn with(mut self, pass: impl Pass + 'static) -> Self {
         self.passes.push(Box::new(pass));
         self
     }
 
-    /// Makes the plan.
+    /// Makes the plan of one rank that has everything.
     ///
     /// # Errors
     /// A hyper-parameter or descriptor out of range, a name given twice, a dtype without a kernel, a precision that a parameter
-    /// cannot have, or limits too small for one tensor; each names what is wrong.
+    /// cannot have, limits too small for one tensor, two passes that contradict each other; each names what is wrong.
     /// # Cost
     /// Linear in the number of parameters.
     pub fn plan(&self, params: &[ParamDesc]) -> Result<Plan, PlanError> {
-        let mut passes = self.passes.iter();
-        if let Some(pass) = passes.find(|pass| pass.acts_on() == ActsOn::Ranks) {
-            return Err(PlanError::WithoutRanks { pass: pass.name() });
-        }
-        self.plan_with(params, Topology::SOLO, |_| true)
+        self.plan_for(params, Topology::SOLO)
     }
 
-    /// The plan of one rank by those passes that `takes_part` accepts.
-    pub(crate) fn plan_with(
-        &self,
-        params: &[ParamDesc],
-        topology: Topology,
-        takes_part: impl Fn(ActsOn) -> bool,
-    ) -> Result<Plan, PlanError> {
-        self.optimizer.validate()?;
+    /// Makes the plan of the rank that `topology` names. Ranks that plan the same parameters with the same passes have plans of equal
+    /// hashes, whose calls fit together.
+    ///
+    /// # Errors
+    /// As [`Planner::plan`]; [`PlanError::Topology`].
+    /// # Cost
+    /// Linear in the number of parameters and in buckets times ranks.
+    pub fn plan_for(&self, params: &[ParamDesc], topology: Topology) -> Result<Plan, PlanError> {
+        topology.validate()?;
         self.limits.validate()?;
         if u32::try_from(params.len()).is_err() {
             return Err(PlanError::TooManyParameters {
@@ -138,67 +153,122 @@ impl Planner {
         for param in params {
             param.validate()?;
         }
-        let mut plan = self.naive_plan(params)?;
-        plan.ranks.topology = topology;
-        for pass in &self.passes {
-            if takes_part(pass.acts_on()) {
-                pass.apply(&mut plan)?;
-            }
+        let mut plan = self.naive_plan(params, topology)?;
+        let mut passes: Vec<&dyn Pass> = self.passes.iter().map(AsRef::as_ref).collect();
+        passes.sort_by_key(|pass| pass.acts_on());
+        for pass in passes {
+            pass.apply(&mut plan)?;
         }
-        if plan.update_norms {
-            // Those made before the pass have chunks and records of other sizes.
-            plan.make_batches_anew()?;
-        }
-        plan.place_norm()?;
-        plan.place_tables(self.table)?;
-        plan.hash = plan.compute_hash();
+        plan.finish(self.table)?;
         Ok(plan)
     }
 
-    /// One storage and one stage per tensor.
-    fn naive_plan(&self, params: &[ParamDesc]) -> Result<Plan, PlanError> {
+    /// The distinct rules, and each parameter's.
+    fn rules(&self, params: &[ParamDesc]) -> Result<(Vec<Optimizer>, Vec<u32>), PlanError> {
+        let mut rules = vec![self.optimizer];
+        let mut rule_of = vec![0; params.len()];
+        let names = params.iter().enumerate();
+        let index: HashMap<&str, usize> = names.map(|(at, p)| (p.name.as_str(), at)).collect();
+        for (names, rule) in &self.groups {
+            let known = rules.iter().position(|known| known == rule);
+            let at = known.unwrap_or_else(|| {
+                rules.push(*rule);
+                rules.len() - 1
+            });
+            for name in names {
+                let Some(&param) = index.get(name.as_str()) else {
+                    return Err(PlanError::UnknownName {
+                        name: name.clone(),
+                        parameters: params.len(),
+                    });
+                };
+                if rule_of[param] != 0 {
+                    return Err(PlanError::Conflict {
+                        first: format!("the group of {}", rules[rule_of[param] as usize].name()),
+                        second: format!("the group of {}", rule.name()),
+                        why: "both have a parameter of the same name",
+                    });
+                }
+                rule_of[param] = at as u32;
+            }
+        }
+        for rule in &rules {
+            rule.validate()?;
+        }
+        Ok((rules, rule_of))
+    }
+
+    /// One storage, one launch and one call for each tensor.
+    fn naive_plan(&self, params: &[ParamDesc], topology: Topology) -> Result<Plan, PlanError> {
+        let (rules, rule_of) = self.rules(params)?;
         let mut plan = Plan {
             params: Arc::from(params),
-            optimizer: self.optimizer,
+            rules,
+            rule_of: Arc::from(rule_of),
             precisions: self.precisions.clone(),
             limits: self.limits,
             tensors: self.tensors,
             table: TableKind::Arguments,
+            topology,
+            zero: ZeroStage::None,
+            shard_group: topology.world,
+            ownership: Ownership::default(),
             storages: Vec::with_capacity(params.len()),
+            places: Vec::new(),
+            segments: Vec::new(),
+            buckets: Vec::new(),
+            ready: (0..params.len() as u32).rev().collect(),
+            caps: None,
+            broadcast_cap_bytes: None,
             stages: Vec::with_capacity(params.len()),
             notes: Vec::new(),
             gradients: Gradients::default(),
             update_norms: false,
             classes: Classes::new(params, |_| 0),
             naive_launches: 0,
-            ranks: RankOptions::default(),
-            origins: Vec::new(),
             hash: 0,
         };
-        let mut kernels = HashMap::<DType, (&'static str, Vec<TensorList>)>::new();
+        let mut kernels = HashMap::<(DType, u32), (&'static str, Vec<TensorList>)>::new();
         for (index, param) in params.iter().enumerate() {
-            let (kernel, lists) = match kernels.entry(param.dtype) {
+            let rule = plan.rule_of[index];
+            let (kernel, lists) = match kernels.entry((param.dtype, rule)) {
                 Entry::Occupied(known) => known.into_mut(),
                 Entry::Vacant(new) => {
-                    let kernel = self.optimizer.kernel(param, &self.precisions)?;
+                    let kernel = plan.kernel_of(index as u32)?;
                     let lists = Plan::kept_lists(self.tensors, kernel.as_ref());
                     new.insert((kernel.entry(), lists))
                 }
             };
             plan.storages.push(StorageSpec {
                 kernel,
+                rule: rule as usize,
                 members: vec![index as u32],
                 layout: FlatLayout::new(
                     [param.numel()],
                     LayoutOptions::new(Plan::narrowest(lists, param.dtype)),
                 )?,
                 lists: lists.clone(),
+                distributed: false,
+                shard: Vec::new(),
+                extents: Vec::new(),
             });
             let size_class = SizeClass::of(param.numel(), self.limits);
             let stage = plan.optimize(index, size_class, vec![0])?;
             plan.stages.push(Stage::Optimize(stage));
         }
+        plan.index_places();
         plan.naive_launches = plan.launches();
+        if topology.world > 1 {
+            // Where the first call stands is where all of them come.
+            plan.stages.insert(
+                0,
+                Stage::Reduce(Reduce {
+                    bucket: 0,
+                    result: Reduced::Whole,
+                }),
+            );
+            plan.make_buckets()?;
+        }
         let empty = params.iter().filter(|param| param.numel() == 0).count();
         if empty > 0 {
             plan.notes.push(Note::new(

@@ -23,6 +23,25 @@ pub struct StepReport {
     pub skipped: bool,
     /// The factor to multiply the next step's loss with; `None` without pass `loss_scaling`.
     pub loss_scale: Option<f64>,
+    /// Tensors that a layer-wise rule has left as they are, because a norm of theirs is not finite; of those that this rank updates.
+    pub tensors_skipped: u64,
+}
+
+/// What one micro-step of one rank did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct MicroStepReport {
+    /// The update; `None` if the micro-step only added gradients.
+    pub update: Option<StepReport>,
+    /// Whether parameters were averaged across ranks.
+    pub averaged: bool,
+    /// Time in which the step waited for its gradients to be reduced, in nanoseconds: what of the calls the backward passes did not
+    /// hide. Where the update is fused into the reduction there is nothing to wait for.
+    pub exposed_ns: u64,
+    /// Most bytes of gradient segments at one time since the update before: with communication streams from ZeRO stage 2 on fewer
+    /// than of all of them, since those that are through give their memory to those that come.
+    pub segment_peak_bytes: u64,
+    /// Bytes of gradients copied from one place to another since the update before.
+    pub gradient_bytes_copied: u64,
 }
 
 /// What was seen of one parameter's gradient; see [`State::grad_reports`](crate::State::grad_reports).

@@ -2,6 +2,7 @@
 
 use fusestep_launch::{Backend, BackendError, Launch, LaunchReport, Reduce, SetValues};
 
+use crate::comms::Comms;
 use crate::{Plan, PlanError, Stage, State, StepReport, Tensors};
 
 impl Plan {
@@ -46,6 +47,26 @@ impl Plan {
         mut executor: Executor<'_>,
     ) -> Result<StepReport, PlanError> {
         self.check_state(state)?;
+        if self.topology.world > 1 || self.micro_steps() > 1 {
+            return Err(PlanError::Topology {
+                expected: "a plan of one rank and one micro-step for `run`".to_owned(),
+                found: format!(
+                    "{} ranks and {} micro-steps; use `step`",
+                    self.topology.world,
+                    self.micro_steps()
+                ),
+            });
+        }
+        self.run_update(state, &mut executor, None)
+    }
+
+    /// One update: all stages but those that collect gradients.
+    pub(crate) fn run_update(
+        &self,
+        state: &mut State,
+        executor: &mut Executor<'_>,
+        comms: Option<&mut Comms<'_>>,
+    ) -> Result<StepReport, PlanError> {
         state.follow_views();
         let derived = match &executor {
             Executor::Backend(backend) => {
@@ -65,14 +86,16 @@ impl Plan {
             absent: state.absent_count,
             ..StepReport::default()
         };
-        let done = self.each_stage(state, &mut executor, &mut report);
-        if let Err(error) = done.and_then(|()| settle(state, &executor, &mut report)) {
-            state.poisoned = Some(state.step + 1);
+        let done = self.each_stage(state, executor, comms, &mut report);
+        if let Err(error) = done.and_then(|()| settle(state, executor, &mut report)) {
+            self.poison(state);
             return Err(error);
         }
-        match report.skipped {
-            true => state.forget_absent(),
-            false => state.advance(),
+        state.params_version += 1;
+        if report.skipped {
+            state.forget_absent();
+        } else {
+            state.advance();
         }
         report.step = state.step;
         Ok(report)
@@ -92,25 +115,82 @@ impl Plan {
         }
     }
 
+    /// Marks a state as half-changed and says so.
+    pub(crate) fn poison(&self, state: &mut State) -> PlanError {
+        let step = *state.poisoned.get_or_insert(state.step + 1);
+        PlanError::Poisoned { step }
+    }
+
+    /// Runs the stages of an update, in order; `comms` where there are several ranks.
     pub(crate) fn each_stage(
         &self,
         state: &mut State,
         executor: &mut Executor<'_>,
+        mut comms: Option<&mut Comms<'_>>,
         report: &mut StepReport,
     ) -> Result<(), PlanError> {
-        let mut updates = 0;
+        let (mut updates, mut skipped) = (0, false);
         for stage in &self.stages {
-            let done = match stage {
-                Stage::Norm(_) => state.run_norm(self, executor)?,
-                Stage::Optimize(optimize) => {
-                    updates += 1;
-                    state.launch_update(self, (optimize.storage, updates - 1), executor)?
+            let done = match (stage, comms.as_deref_mut()) {
+                // Gradients of earlier micro-steps are in the arena already.
+                (Stage::Accumulate(_), _) => LaunchReport::default(),
+                (Stage::Norm(_), None) => state.run_norm(self, executor)?,
+                (Stage::Norm(_), Some(comms)) => {
+                    skipped = self.decide(state, executor.backend(), comms)?;
+                    LaunchReport::default()
                 }
+                (Stage::Optimize(optimize), _) => {
+                    updates += 1;
+                    self.with_gradients(state, optimize.bucket, |state| {
+                        state.launch_update(self, (optimize, updates - 1), executor)
+                    })?
+                }
+                (_, None) => LaunchReport::default(),
+                (Stage::Reduce(_), Some(_)) if self.reduces_each() => LaunchReport::default(),
+                (Stage::Reduce(reduce), Some(comms)) => {
+                    let segment = self.buckets[reduce.bucket].segment;
+                    self.reduce_once(state, executor.backend(), comms, (segment, reduce.bucket))?
+                }
+                (Stage::Trust, Some(_)) if skipped => LaunchReport::default(),
+                (Stage::Trust, Some(comms)) => {
+                    self.sum_tensors(state, executor.backend(), comms)?;
+                    LaunchReport::default()
+                }
+                (Stage::ReduceUpdate(optimize), Some(comms)) => {
+                    updates += 1;
+                    let place = (optimize, updates - 1);
+                    self.reduce_and_update(state, place, executor.backend(), comms)?
+                }
+                // After a skipped step nothing has changed.
+                (Stage::Gather(_), Some(_)) if skipped => LaunchReport::default(),
+                (Stage::Gather(gather), Some(comms)) => {
+                    self.bring(state, executor.backend(), comms, gather)?;
+                    LaunchReport::default()
+                }
+                // Averages count steps, so they follow once this one is counted.
+                (Stage::Average(_), Some(_)) => LaunchReport::default(),
             };
             report.launches += done.launches;
             report.elements += done.elements;
         }
+        if let Some(comms) = comms {
+            self.share_update_sums(state, executor.backend(), comms, skipped)?;
+        }
         Ok(())
+    }
+
+    /// Reduces a segment at the first of its buckets.
+    fn reduce_once(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        (segment, bucket): (usize, usize),
+    ) -> Result<LaunchReport, PlanError> {
+        if self.segments[segment].buckets.start == bucket {
+            self.reduce_segment(state, backend, comms, segment)?;
+        }
+        Ok(LaunchReport::default())
     }
 }
 
@@ -178,6 +258,7 @@ fn settle(
     if report.skipped {
         report.elements = 0;
     }
+    report.tensors_skipped = executor.backend().take_skipped()?;
     state.report_update_norm(executor.backend(), report)?;
     report.loss_scale = state.loss_scale().map(|scale| scale.scale());
     Ok(())
@@ -188,7 +269,8 @@ fn write_sets(state: &mut State) {
     for storage in 0..state.storages.len() {
         let set_bytes = state.storages[storage].kernel.argument_layout().set_bytes;
         for class in 0..state.schedule.classes.classes.len() {
-            let values = state.values_of(class);
+            let rule = state.storages[storage].spec.rule;
+            let values = state.values_of(rule, class);
             let storage = &mut state.storages[storage];
             let set = &mut storage.sets[class * set_bytes..][..set_bytes];
             storage.kernel.write_set(values, set);
@@ -197,11 +279,11 @@ fn write_sets(state: &mut State) {
 }
 
 impl State {
-    /// The hyper-parameters of a class at the step to come.
-    fn values_of(&self, class: usize) -> SetValues {
+    /// The hyper-parameters of a class of one rule at the step to come.
+    fn values_of(&self, rule: usize, class: usize) -> SetValues {
         let class = &self.schedule.classes.classes[class];
         SetValues {
-            lr: self.optimizer.lr(),
+            lr: self.rules[rule].lr(),
             lr_scale: class.lr_scale,
             weight_decay: class.weight_decay,
             trust: class.trust,
@@ -210,7 +292,8 @@ impl State {
     }
 
     /// Those of all classes.
-    pub(crate) fn set_values(&self) -> impl Iterator<Item = SetValues> {
-        (0..self.schedule.classes.classes.len()).map(|class| self.values_of(class))
+    pub(crate) fn set_values(&self, rule: usize) -> impl Iterator<Item = SetValues> {
+        let classes = 0..self.schedule.classes.classes.len();
+        classes.map(move |class| self.values_of(rule, class))
     }
 }

@@ -1,11 +1,14 @@
 //! What a plan consists of.
 
+use std::ops::Range;
+
 use fusestep_coalesce::FlatLayout;
 use fusestep_launch::{Batch, TensorList};
-use fusestep_tensor::Trust;
+use fusestep_tensor::{DType, Role, Trust};
 use serde::Serialize;
 
 use crate::SizeClass;
+use crate::passes::{GradientAccumulation, LocalSgd};
 
 /// Hyper-parameters that tensors share; a per-tensor index in the argument table, never a reason to split a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -20,45 +23,161 @@ pub struct HyperClass {
     pub steps_behind: u64,
 }
 
-/// Tensors that lie in common buffers, one buffer for each list.
+/// Tensors that lie in common arenas, one for each list.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct StorageSpec {
     /// The kernel that updates these tensors.
     pub kernel: &'static str,
+    /// Index of their rule among the plan's.
+    pub rule: usize,
     /// Indices into the plan's parameters.
     pub members: Vec<u32>,
-    /// Where each member lies, the same element offsets in every buffer.
+    /// Where each member lies, the same element offsets in every list.
     pub layout: FlatLayout,
-    /// The lists that have a buffer here; lists that the caller lends have none.
+    /// The lists that have an arena here; lists that the caller lends have none.
     pub lists: Vec<TensorList>,
+    /// Whether each rank has slices of its own under these names (pass `distributed`).
+    pub distributed: bool,
+    /// The shard of this rank: what it updates and keeps the state of, in order. All of the storage unless state is shared out.
+    pub shard: Vec<Part>,
+    /// How much of each list this rank has.
+    pub extents: Vec<Extent>,
+}
+
+/// A range of a storage that lies in a shard.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Part {
+    /// Elements of the storage.
+    pub elements: Range<u64>,
+    /// Place of the first of them in the shard.
+    pub at: u64,
+}
+
+/// How much of a list a rank has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Extent {
+    /// All elements of the storage, in one allocation.
+    Whole,
+    /// The shard's parts, one behind the other.
+    Shard,
+    /// All elements, in an allocation for each segment: gradients that ranks reduce.
+    Segments,
 }
 
 impl StorageSpec {
-    /// What the buffers hold; with the dtypes, unless there is only one.
+    /// What the arenas hold; with the dtypes, unless there is only one.
     pub(crate) fn roles(&self) -> Vec<String> {
         let one = self
             .lists
             .windows(2)
             .all(|two| two[0].dtype == two[1].dtype);
-        let lists = self.lists.iter().map(|list| match one {
-            true => list.role.to_string(),
-            false => format!("{} {}", list.role, list.dtype),
-        });
-        lists.collect()
+        let name = |list: &TensorList| {
+            if one {
+                list.role.to_string()
+            } else {
+                format!("{} {}", list.role, list.dtype)
+            }
+        };
+        self.lists.iter().map(name).collect()
     }
 
-    /// Bytes of all buffers, padding included.
+    /// Elements of this rank's shard, padding included.
+    pub fn shard_numel(&self) -> u64 {
+        let parts = self.shard.iter();
+        parts
+            .map(|part| part.elements.end - part.elements.start)
+            .sum()
+    }
+
+    /// Elements of a list's arenas on this rank, padding included.
+    pub(crate) fn list_numel(&self, list: usize) -> u64 {
+        match self.extents.get(list) {
+            Some(Extent::Shard) => self.shard_numel(),
+            _ => self.layout.total_numel(),
+        }
+    }
+
+    /// Bytes of all arenas, padding included.
     pub fn len_bytes(&self) -> u64 {
-        let widths = self.lists.iter().map(|list| list.dtype.len_bytes() as u64);
-        widths.sum::<u64>() * self.layout.total_numel()
+        self.bytes_of(|_| true)
     }
 
-    /// Bytes of the buffers of optimizer state, padding included.
+    /// Bytes of the arenas of optimizer state, padding included.
     pub fn state_bytes(&self) -> u64 {
-        let state = self.lists.iter().filter(|list| list.role.is_state());
-        let widths = state.map(|list| list.dtype.len_bytes() as u64);
-        widths.sum::<u64>() * self.layout.total_numel()
+        self.bytes_of(Role::is_state)
     }
+
+    /// Bytes of the arenas whose role is asked for.
+    pub(crate) fn bytes_of(&self, wanted: impl Fn(Role) -> bool) -> u64 {
+        let lists = self.lists.iter().enumerate();
+        let wanted = lists.filter(|(_, list)| wanted(list.role));
+        wanted
+            .map(|(index, list)| list.dtype.len_bytes() as u64 * self.list_numel(index))
+            .sum()
+    }
+
+    /// Position of a list.
+    pub(crate) fn list(&self, role: Role) -> Option<usize> {
+        self.lists.iter().position(|list| list.role == role)
+    }
+
+    /// Storage type of the gradients; of the first list where the caller lends them.
+    pub(crate) fn grad_dtype(&self) -> DType {
+        let list = self.list(Role::Grad).or(self.list(Role::Param));
+        list.map_or(DType::F32, |list| self.lists[list].dtype)
+    }
+
+    /// Storage type of the parameters.
+    pub(crate) fn param_dtype(&self) -> DType {
+        let list = self.list(Role::Param);
+        list.map_or(DType::F32, |list| self.lists[list].dtype)
+    }
+
+    /// The elements of a tensor that this rank's shard has, as elements of the storage.
+    pub(crate) fn own_elements(&self, tensor: usize) -> impl Iterator<Item = Part> + '_ {
+        let elements = self.layout.range(tensor);
+        let first = self
+            .shard
+            .partition_point(|part| part.elements.end <= elements.start);
+        let parts = self.shard[first..].iter();
+        let end = elements.end;
+        parts
+            .take_while(move |part| part.elements.start < end)
+            .map(move |part| {
+                let start = part.elements.start.max(elements.start);
+                Part {
+                    elements: start..part.elements.end.min(elements.end),
+                    at: part.at + start - part.elements.start,
+                }
+            })
+    }
+}
+
+/// Gradients of several micro-steps, added before they are used: the first writes, later ones add, the last one also divides.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Accumulate {
+    /// How many, and what becomes of them.
+    pub rule: GradientAccumulation,
+}
+
+/// One call that reduces a bucket over all ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Reduce {
+    /// Index into the plan's buckets.
+    pub bucket: usize,
+    /// What each rank gets.
+    pub result: Reduced,
+}
+
+/// What each rank gets of a bucket that is reduced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reduced {
+    /// All of it: an all-reduce.
+    Whole,
+    /// Its part: a reduce-scatter.
+    Part,
 }
 
 /// The update of tensors of one storage.
@@ -66,10 +185,14 @@ impl StorageSpec {
 pub struct Optimize {
     /// Index into the plan's storages.
     pub storage: usize,
+    /// The bucket whose elements are updated; `None` for all elements of the tensors.
+    pub bucket: Option<usize>,
     /// Whether tensors fit into one launch.
     pub size_class: SizeClass,
     /// Tensors of the storage (their positions in it) that this stage updates, in storage order.
     pub tensors: Vec<u32>,
+    /// Elements of the storage that are updated here: those of the bucket, or this rank's part of them.
+    pub elements: Range<u64>,
     /// One launch each.
     pub batches: Vec<Batch>,
 }
@@ -77,7 +200,7 @@ pub struct Optimize {
 /// The read of all gradients: their norm, the finite check and the factor that updates multiply gradients with.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Norm {
-    /// One for each storage, in order.
+    /// One for each storage, in order; of several ranks one for each bucket, of this rank's part.
     pub reads: Vec<GradientRead>,
 }
 
@@ -95,13 +218,47 @@ impl Norm {
     }
 }
 
-/// The read of one storage's gradients.
+/// The read of one storage's gradients, or of a part of them.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct GradientRead {
     /// Index into the plan's storages.
     pub storage: usize,
+    /// The bucket whose part is read; `None` for the whole storage.
+    pub bucket: Option<usize>,
+    /// Elements of the storage.
+    pub elements: Range<u64>,
     /// One launch each, in chunks of 65,536 elements whatever the limits.
     pub batches: Vec<Batch>,
+}
+
+/// The calls that bring this rank's part of lists to other ranks, and theirs here.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Gather {
+    /// Index into the plan's buckets.
+    pub bucket: usize,
+    /// Parameters, or the state that an update in one pass has left with one rank.
+    pub lists: GatheredLists,
+    /// Ranges that come by a broadcast of the rank that has them; empty for one all-gather of all parts.
+    pub broadcasts: Vec<Broadcast>,
+}
+
+/// Which lists a gather brings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GatheredLists {
+    /// Parameters.
+    Params,
+    /// All state.
+    State,
+}
+
+/// Parameters of one owner that one call brings to all ranks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Broadcast {
+    /// The rank of the shard group that has updated them.
+    pub owner: usize,
+    /// Elements of the storage.
+    pub elements: Range<u64>,
 }
 
 /// One entry of a plan.
@@ -109,10 +266,34 @@ pub struct GradientRead {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Stage {
+    /// Add the gradients of micro-steps.
+    Accumulate(Accumulate),
+    /// Reduce a bucket over all ranks, as soon as it is ready where there are communication streams.
+    Reduce(Reduce),
     /// Read all gradients and decide on the step.
     Norm(Norm),
+    /// Take the sums over whole tensors that a layer-wise rule needs, each rank those of its part.
+    Trust,
     /// Apply the update rule.
     Optimize(Optimize),
+    /// Reduce a bucket and apply the update rule in one pass: each rank its part, on the memory of all.
+    ReduceUpdate(Optimize),
+    /// Bring what other ranks have updated.
+    Gather(Gather),
+    /// Average parameters across ranks, now and then.
+    Average(LocalSgd),
+}
+
+/// When a stage runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum When {
+    /// In every micro-step.
+    MicroStep,
+    /// In every step.
+    Step,
+    /// In every so many-th step.
+    Every(u64),
 }
 
 /// The roles of a kernel's lists, as an error names them.

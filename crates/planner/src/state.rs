@@ -3,25 +3,31 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use fusestep_launch::{Backend, Batch, ListBuffer};
+use fusestep_coalesce::HostMemory;
+use fusestep_collective::Communicator;
+use fusestep_launch::{Backend, Batch, Buffer, ListBuffer, MAX_SUMS};
 use fusestep_tensor::{DType, Element, ParamDesc, Role};
 
+use crate::average::Adapting;
+use crate::exchange::Exchange;
+use crate::gradients::GradientArena;
 use crate::group::Classes;
 use crate::master::Masters;
 use crate::norm::{NormState, Placed};
-use crate::storage::StorageState;
+use crate::stage::Extent;
+use crate::storage::{Held, StorageState};
 use crate::table::Tables;
 use crate::update_norms::{UpdateReader, UpdateSlots};
 use crate::{Optimizer, Plan, PlanError, Precisions, Tensors};
 
-/// Tensors, step counts and learning rate of one training run, allocated by [`Plan::allocate`].
+/// Tensors, step counts, gradients and learning rate of one rank of a training run, allocated by [`Plan::allocate`].
 #[derive(Debug)]
 pub struct State {
     pub(crate) plan_hash: u64,
     pub(crate) params: Arc<[ParamDesc]>,
     pub(crate) tensors: Tensors,
-    /// The rule at the current learning rate.
-    pub(crate) optimizer: Optimizer,
+    /// The rules at their current learning rates.
+    pub(crate) rules: Vec<Optimizer>,
     precisions: Precisions,
     pub(crate) storages: Vec<StorageState>,
     /// For each parameter its storage and its position there.
@@ -32,7 +38,7 @@ pub struct State {
     /// Steps run.
     pub(crate) step: u64,
     /// For each parameter the steps it has missed.
-    steps_behind: Vec<u64>,
+    pub(crate) steps_behind: Vec<u64>,
     /// For each parameter whether the next step leaves it out.
     absent: Vec<bool>,
     pub(crate) absent_count: u64,
@@ -47,6 +53,15 @@ pub struct State {
     pub(crate) updated: Vec<usize>,
     /// If updates leave sums over what they change.
     pub(crate) update_reader: Option<UpdateReader>,
+    /// Gradients that micro-steps add and ranks reduce.
+    pub(crate) arena: GradientArena,
+    /// Sums that ranks tell each other.
+    pub(crate) exchange: Exchange,
+    /// Steps since parameters were averaged across ranks.
+    pub(crate) since_average: u64,
+    pub(crate) adapting: Adapting,
+    /// How often parameters have been changed.
+    pub(crate) params_version: u64,
     backend: &'static str,
 }
 
@@ -56,63 +71,116 @@ pub(crate) struct Schedule {
     pub(crate) classes: Classes,
     /// One entry for each stage that updates.
     pub(crate) batches: Vec<Vec<Batch>>,
-    /// One entry for each storage, if gradients are read before they are used.
+    /// One entry for each read of stage `norm`.
     pub(crate) norm: Vec<Vec<Batch>>,
     /// The pattern of absent tensors or missed steps has changed since it was made.
     pub(crate) stale: bool,
+}
+
+/// Who gives memory for what ranks move.
+pub(crate) enum Allocator<'a> {
+    /// The backend, for everything.
+    Backend(&'a dyn Backend),
+    /// The communicator, so that ranks see it.
+    Communicator(&'a dyn Backend, &'a mut dyn Communicator),
+}
+
+impl Allocator<'_> {
+    pub(crate) fn backend(&self) -> &dyn Backend {
+        match self {
+            Allocator::Backend(backend) | Allocator::Communicator(backend, _) => *backend,
+        }
+    }
+
+    /// Memory of an arena that calls move, or one that they do not.
+    pub(crate) fn arena(
+        &mut self,
+        len_bytes: usize,
+        moves: bool,
+    ) -> Result<Box<dyn Buffer>, PlanError> {
+        match self {
+            Allocator::Communicator(backend, comm) if moves && backend.takes_host_memory() => {
+                let memory: HostMemory = comm.allocate(len_bytes)?;
+                Ok(Box::new(memory))
+            }
+            Allocator::Backend(backend) | Allocator::Communicator(backend, _) => {
+                Ok(backend.allocate(len_bytes)?)
+            }
+        }
+    }
 }
 
 impl Plan {
     /// Allocates zeroed tensors on `backend`; parameters are zero until written.
     ///
     /// # Errors
-    /// [`PlanError::Backend`] if memory cannot be had.
+    /// [`PlanError::Backend`] if memory cannot be had, or the backend cannot do what a stage needs.
     pub fn allocate(&self, backend: &dyn Backend) -> Result<State, PlanError> {
+        self.allocate_from(Allocator::Backend(backend))
+    }
+
+    /// [`Plan::allocate`], with arenas that calls move from the communicator: ranks of one machine then see each other's, and nothing
+    /// is copied on the way.
+    ///
+    /// # Errors
+    /// As [`Plan::allocate`]; [`PlanError::Collective`] if the communicator has not so much memory.
+    pub fn allocate_on(
+        &self,
+        backend: &dyn Backend,
+        comm: &mut dyn Communicator,
+    ) -> Result<State, PlanError> {
+        self.allocate_from(Allocator::Communicator(backend, comm))
+    }
+
+    fn allocate_from(&self, mut allocator: Allocator<'_>) -> Result<State, PlanError> {
+        self.check_backend(allocator.backend())?;
         let mut storages = Vec::with_capacity(self.storages.len());
-        let mut places = vec![(0, 0); self.params.len()];
-        for (storage, spec) in self.storages.iter().enumerate() {
-            for (position, &member) in spec.members.iter().enumerate() {
-                places[member as usize] = (storage, position);
-            }
+        for spec in &self.storages {
             let Some(&first) = spec.members.first() else {
                 continue;
             };
             let kernel = self.kernel_of(first)?;
             let mut lists = Vec::with_capacity(spec.lists.len());
-            for &list in &spec.lists {
+            for (index, &list) in spec.lists.iter().enumerate() {
                 // The layout guarantees that the widest element's bytes fit an i64.
-                let len_bytes = spec.layout.total_numel() as usize * list.dtype.len_bytes();
-                let buffer = backend.allocate(len_bytes)?;
+                let len_bytes = match spec.extents[index] {
+                    Extent::Segments => 0,
+                    _ => spec.list_numel(index) as usize * list.dtype.len_bytes(),
+                };
+                let moves = self.topology.world > 1 && spec.extents[index] == Extent::Whole;
+                let buffer = allocator.arena(len_bytes, moves)?;
                 lists.push(ListBuffer { list, buffer });
             }
             let layout = kernel.argument_layout();
             let mut scalars = vec![0; layout.scalar_bytes];
             kernel.write_scalars(&mut scalars);
-            let (members, before) = self.origins_of(spec);
+            let summed = self.reduces() && kernel.normed().is_some();
             storages.push(StorageState {
+                tensor_sums: summed.then(|| vec![[0.0; MAX_SUMS]; spec.members.len()]),
                 kernel,
-                members,
-                before,
-                offsets: spec.layout.offsets().to_vec(),
-                params: spec.members.clone(),
+                spec: spec.clone(),
                 lists,
+                firsts: Vec::new(),
                 scalars,
                 sets: vec![0; layout.set_bytes * self.classes.classes.len()],
-                update_slots: match self.update_norms {
-                    true => Some(UpdateSlots::allocate(spec, backend)?),
-                    false => None,
+                update_slots: if self.update_norms {
+                    Some(UpdateSlots::allocate(spec, allocator.backend())?)
+                } else {
+                    None
                 },
             });
         }
+        let arena = GradientArena::allocate(self, &mut allocator)?;
+        let backend = allocator.backend();
         let names = self.params.iter().enumerate();
         Ok(State {
             plan_hash: self.hash,
             params: Arc::clone(&self.params),
             tensors: self.tensors,
-            optimizer: self.optimizer,
+            rules: self.rules.clone(),
             precisions: self.precisions.clone(),
             storages,
-            places,
+            places: self.places.clone(),
             masters: Masters::new(self),
             index: names.map(|(i, param)| (param.name.clone(), i)).collect(),
             step: 0,
@@ -133,7 +201,28 @@ impl Plan {
             scaled: self.gradients.loss_scale.is_some(),
             updated: self.optimize_stages().map(|stage| stage.storage).collect(),
             update_reader: UpdateReader::of(self),
+            arena,
+            exchange: Exchange::of(self)?,
+            since_average: 0,
+            adapting: Adapting::default(),
+            params_version: 0,
             backend: backend.name(),
+        })
+    }
+
+    /// Refuses a backend that cannot run a stage of the plan.
+    fn check_backend(&self, backend: &dyn Backend) -> Result<(), PlanError> {
+        let in_host_memory = |stage: &crate::Stage| {
+            matches!(stage, crate::Stage::Trust | crate::Stage::ReduceUpdate(_))
+        };
+        if backend.takes_host_memory() || !self.stages.iter().any(in_host_memory) {
+            return Ok(());
+        }
+        Err(PlanError::Conflict {
+            first: format!("backend {}", backend.name()),
+            second: "a rule with sums over tensors, or fuse_reduce_into_update, on several ranks"
+                .to_owned(),
+            why: "do not go together, since ranks work on parts of tensors in host memory",
         })
     }
 }
@@ -179,41 +268,60 @@ impl State {
         Ok(())
     }
 
-    /// The learning rate of the next step.
+    /// The learning rate of the next step, of parameters without a rule of their own.
     pub fn lr(&self) -> f64 {
-        self.optimizer.lr()
+        self.rules[0].lr()
     }
 
-    /// Sets the learning rate from the next step on.
+    /// Sets the learning rate from the next step on, of parameters without a rule of their own.
     ///
     /// # Errors
     /// The optimizer's error if `lr` is negative or not finite; the old one stays.
     pub fn set_lr(&mut self, lr: f64) -> Result<(), PlanError> {
-        let optimizer = self.optimizer.with_lr(lr);
+        self.set_lr_of(0, lr)
+    }
+
+    /// Sets the learning rate of one of the plan's rules ([`crate::Planner::group`]), which are numbered in the order they were given;
+    /// 0 is that of all other parameters.
+    ///
+    /// # Errors
+    /// As [`State::set_lr`]; [`PlanError::UnknownRule`].
+    pub fn set_lr_of(&mut self, rule: usize, lr: f64) -> Result<(), PlanError> {
+        let count = self.rules.len();
+        let own = self.rules.get_mut(rule);
+        let own = own.ok_or(PlanError::UnknownRule { rule, count })?;
+        let optimizer = own.with_lr(lr);
         optimizer.validate()?;
-        self.optimizer = optimizer;
+        *own = optimizer;
         Ok(())
     }
 
-    /// The rule, at the current learning rate.
+    /// The rule of parameters without one of their own, at the current learning rate.
     pub fn optimizer(&self) -> &Optimizer {
-        &self.optimizer
+        &self.rules[0]
     }
 
-    /// Changes the rule's hyper-parameters from the next step on.
+    /// All rules, at their current learning rates.
+    pub fn rules(&self) -> &[Optimizer] {
+        &self.rules
+    }
+
+    /// Changes the hyper-parameters of parameters without a rule of their own, from the next step on.
     ///
     /// # Errors
-    /// The optimizer's error for a value out of range; [`PlanError::OtherLists`] if the rule keeps other tensors. The old rule
-    /// stays then.
+    /// The optimizer's error for a value out of range; [`PlanError::OtherLists`] if the rule keeps other tensors,
+    /// [`PlanError::OtherRule`] if its kernel takes other scalars. The old rule stays then.
     pub fn set_optimizer(&mut self, optimizer: Optimizer) -> Result<(), PlanError> {
         optimizer.validate()?;
         let mut kernels = Vec::with_capacity(self.storages.len());
         for (index, storage) in self.storages.iter().enumerate() {
-            let member = self.places.iter().position(|place| place.0 == index);
-            let Some(member) = member else {
+            if storage.spec.rule != 0 {
+                continue;
+            }
+            let Some(&member) = storage.spec.members.first() else {
                 continue;
             };
-            let kernel = optimizer.kernel(&self.params[member], &self.precisions)?;
+            let kernel = optimizer.kernel(&self.params[member as usize], &self.precisions)?;
             let (expected, found) = (storage.kernel.lists(), kernel.lists());
             if expected != found {
                 return Err(PlanError::OtherLists {
@@ -221,14 +329,24 @@ impl State {
                     found: crate::stage::role_names(found),
                 });
             }
-            kernels.push(kernel);
+            // Batches and workspaces were made for the kernel's argument layout and for whether it takes sums.
+            let fits = storage.kernel.argument_layout() == kernel.argument_layout()
+                && storage.kernel.normed().is_some() == kernel.normed().is_some();
+            if !fits {
+                return Err(PlanError::OtherRule {
+                    expected: self.rules[0].name(),
+                    found: optimizer.name(),
+                });
+            }
+            kernels.push((index, kernel));
         }
-        for (storage, kernel) in self.storages.iter_mut().zip(kernels) {
+        for (index, kernel) in kernels {
+            let storage = &mut self.storages[index];
             kernel.write_scalars(&mut storage.scalars);
             storage.kernel = kernel;
         }
         self.schedule.stale = true;
-        self.optimizer = optimizer;
+        self.rules[0] = optimizer;
         Ok(())
     }
 
@@ -254,33 +372,52 @@ impl State {
         }
     }
 
-    /// A tensor on the host.
+    /// A tensor on the host that this rank has whole.
     ///
     /// # Errors
-    /// [`PlanError::UnknownName`], [`PlanError::NoSuchList`], [`PlanError::WrongDType`], [`PlanError::NotOnHost`].
+    /// [`PlanError::UnknownName`], [`PlanError::NoSuchList`], [`PlanError::WrongDType`], [`PlanError::NotOnHost`],
+    /// [`PlanError::InShards`].
     pub fn view<T: Element>(&self, role: Role, name: &str) -> Result<&[T], PlanError> {
-        let (list, range) = self.locate(role, name)?;
-        self.check_dtype::<T>(list, name)?;
-        let bytes = list.buffer.host().and_then(|bytes| bytes.get(range));
+        let (storage, list) = self.list_index(role, name)?;
+        self.check_dtype::<T>(&self.storages[storage].lists[list], name)?;
+        let (_, tensor) = self.places[self.find(name)?];
+        let own = &self.storages[storage];
+        let bytes = if own.spec.extents[list] == Extent::Segments {
+            self.arena.view(&own.spec, storage, tensor)
+        } else {
+            let held = whole(own.spec.held(tensor, list), &self.params[self.find(name)?])?;
+            let place = held.place(size_of::<T>());
+            let bytes = own.lists[list].buffer.host();
+            bytes.and_then(|bytes| bytes.get(place))
+        };
         let bytes = bytes.ok_or_else(|| self.not_on_host(role, name))?;
         Ok(bytemuck::cast_slice(bytes))
     }
 
-    /// A tensor on the host, to be written. At the next step an f32 master takes over the values of a parameter that it does not
-    /// round to.
+    /// A tensor on the host that this rank has whole, to be written. At the next step an f32 master takes over the values of a parameter
+    /// that it does not round to.
     ///
     /// # Errors
     /// As [`State::view`].
     pub fn view_mut<T: Element>(&mut self, role: Role, name: &str) -> Result<&mut [T], PlanError> {
-        let (list, range) = self.locate(role, name)?;
-        self.check_dtype::<T>(list, name)?;
-        let error = self.not_on_host(role, name);
-        if role == Role::Param {
-            self.lend_for_writing(self.find(name)?);
-        }
         let (storage, list) = self.list_index(role, name)?;
-        let buffer = &mut self.storages[storage].lists[list].buffer;
-        let bytes = buffer.host_mut().and_then(|bytes| bytes.get_mut(range));
+        self.check_dtype::<T>(&self.storages[storage].lists[list], name)?;
+        let error = self.not_on_host(role, name);
+        let param = self.find(name)?;
+        let (_, tensor) = self.places[param];
+        if role == Role::Param {
+            self.lend_for_writing(param);
+            self.params_version += 1;
+        }
+        if role == Role::Grad {
+            return Ok(bytemuck::cast_slice_mut(
+                self.grad_view(param)?.ok_or(error)?,
+            ));
+        }
+        let own = &mut self.storages[storage];
+        let held = whole(own.spec.held(tensor, list), &self.params[param])?;
+        let bytes = own.lists[list].buffer.host_mut();
+        let bytes = bytes.and_then(|bytes| bytes.get_mut(held.place(size_of::<T>())));
         Ok(bytemuck::cast_slice_mut(bytes.ok_or(error)?))
     }
 
@@ -292,16 +429,17 @@ impl State {
         self.view(Role::Param, name)
     }
 
-    /// A gradient on the host, to be written: a view into the coalesced buffer, no copy.
+    /// A gradient on the host, to be written: a view into the arena that ranks reduce and updates read, no copy. It counts as given in
+    /// the micro-step under way. With several micro-steps to an update it is that of the micro-step, and added when that ends.
     ///
     /// # Errors
-    /// As [`State::view`].
+    /// As [`State::view`]; [`PlanError::GradientTwice`] if it was pushed in this micro-step.
     pub fn grad_mut<T: Element>(&mut self, name: &str) -> Result<&mut [T], PlanError> {
         self.view_mut(Role::Grad, name)
     }
 
-    /// Copies a tensor from the host, wherever the state lies. With a parameter goes its master, where it does not round to the
-    /// values written.
+    /// Copies a whole tensor from the host; of one that is shared out this rank keeps what it has, and all ranks write the same. With a
+    /// parameter goes its master, where it does not round to the values written.
     ///
     /// # Errors
     /// [`PlanError::UnknownName`], [`PlanError::NoSuchList`], [`PlanError::LenBytes`], [`PlanError::Backend`].
@@ -312,18 +450,32 @@ impl State {
         name: &str,
         bytes: &[u8],
     ) -> Result<(), PlanError> {
-        let (_, range) = self.locate(role, name)?;
-        check_len(role, name, range.len(), bytes.len())?;
-        self.before_write(backend, role, name, bytes)?;
         let (storage, list) = self.list_index(role, name)?;
-        let buffer = self.storages[storage].lists[list].buffer.as_mut();
-        Ok(backend.write(buffer, range.start, bytes)?)
+        let param = self.find(name)?;
+        let (_, tensor) = self.places[param];
+        let width = self.storages[storage].lists[list].dtype().len_bytes();
+        let len_bytes = self.params[param].numel() as usize * width;
+        check_len(role, name, len_bytes, bytes.len())?;
+        self.before_write(backend, role, name, bytes)?;
+        if role == Role::Param {
+            self.params_version += 1;
+        }
+        if role == Role::Grad && self.storages[storage].spec.extents[list] != Extent::Whole {
+            return self.write_gradient(backend, param, bytes);
+        }
+        let own = &mut self.storages[storage];
+        for held in own.spec.held(tensor, list) {
+            let buffer = own.lists[list].buffer.as_mut();
+            let place = held.place(width);
+            backend.write(buffer, place.start, &bytes[held.within(width)])?;
+        }
+        Ok(())
     }
 
-    /// Copies a tensor to the host, wherever the state lies.
+    /// Copies a tensor that this rank has whole to the host, wherever the state lies.
     ///
     /// # Errors
-    /// As [`State::write`].
+    /// As [`State::write`]; [`PlanError::InShards`] if this rank has only a part of it; use [`crate::Plan::gather`] for parameters.
     pub fn read(
         &self,
         backend: &dyn Backend,
@@ -331,9 +483,52 @@ impl State {
         name: &str,
         bytes: &mut [u8],
     ) -> Result<(), PlanError> {
-        let (list, range) = self.locate(role, name)?;
-        check_len(role, name, range.len(), bytes.len())?;
-        Ok(backend.read(list.buffer.as_ref(), range.start, bytes)?)
+        let (storage, list) = self.list_index(role, name)?;
+        let param = self.find(name)?;
+        let (_, tensor) = self.places[param];
+        let own = &self.storages[storage];
+        let width = own.lists[list].dtype().len_bytes();
+        let len_bytes = self.params[param].numel() as usize * width;
+        check_len(role, name, len_bytes, bytes.len())?;
+        if own.spec.extents[list] == Extent::Segments {
+            let view = self.arena.view(&own.spec, storage, tensor);
+            bytes.copy_from_slice(view.ok_or_else(|| self.not_on_host(role, name))?);
+            return Ok(());
+        }
+        let held = whole(own.spec.held(tensor, list), &self.params[param])?;
+        let place = held.place(width);
+        Ok(backend.read(own.lists[list].buffer.as_ref(), place.start, bytes)?)
+    }
+
+    /// Copies what this rank's shard has of a tensor to the host, one call of `with` for each range of its elements.
+    pub(crate) fn read_shard(
+        &self,
+        backend: &dyn Backend,
+        role: Role,
+        param: usize,
+        mut with: impl FnMut(&Held, Vec<u8>),
+    ) -> Result<(), PlanError> {
+        let (storage, list) = self.list_index(role, &self.params[param].name)?;
+        let (_, tensor) = self.places[param];
+        let own = &self.storages[storage];
+        let width = own.lists[list].dtype().len_bytes();
+        let start = own.spec.layout.offset(tensor);
+        for held in own.spec.held_of_shard(tensor) {
+            // The same elements lie elsewhere in a list that this rank has whole.
+            let at = match own.spec.extents[list] {
+                Extent::Shard => held.at,
+                _ => start + held.elements.start,
+            };
+            let placed = Held {
+                elements: held.elements,
+                at,
+            };
+            let place = placed.place(width);
+            let mut bytes = vec![0; place.len()];
+            backend.read(own.lists[list].buffer.as_ref(), place.start, &mut bytes)?;
+            with(&placed, bytes);
+        }
+        Ok(())
     }
 
     /// Roles that the state keeps for a parameter.
@@ -363,23 +558,22 @@ impl State {
         let classes = Classes::new(&self.params, |param| self.steps_behind[param]);
         let mut batches = Vec::with_capacity(plan.stages.len());
         for stage in plan.optimize_stages() {
-            let members = &plan.storages[stage.storage].members;
-            let present = |&tensor: &u32| !self.absent[members[tensor as usize] as usize];
-            let tensors: Vec<u32> = stage.tensors.iter().copied().filter(present).collect();
-            batches.push(plan.batches(stage.storage, &tensors, &classes)?);
+            batches.push(plan.batches(stage, |param| !self.absent[param], &classes)?);
         }
         for storage in &mut self.storages {
             let set_bytes = storage.kernel.argument_layout().set_bytes;
             storage.sets.resize(set_bytes * classes.classes.len(), 0);
         }
         let mut norm = Vec::new();
-        // Without the stage others read the gradients: those of shards are summed across ranks.
-        if let (Some(state), Some(_)) = (&mut self.norm, plan.norm_stage()) {
-            for storage in 0..plan.storages.len() {
-                norm.push(plan.norm_batches(storage, |param| !self.absent[param])?);
+        if let (Some(state), Some(stage)) = (&mut self.norm, plan.norm_stage()) {
+            for read in &stage.reads {
+                norm.push(plan.norm_batches(read, |param| !self.absent[param])?);
             }
             state.placed = Placed::No;
         }
+        let absent = &self.absent;
+        self.exchange
+            .refresh(plan, |param| !absent[param], &classes)?;
         self.schedule = Schedule {
             classes,
             batches,
@@ -418,7 +612,7 @@ impl State {
         })
     }
 
-    fn list_index(&self, role: Role, name: &str) -> Result<(usize, usize), PlanError> {
+    pub(crate) fn list_index(&self, role: Role, name: &str) -> Result<(usize, usize), PlanError> {
         let (storage, _) = self.places[self.find(name)?];
         let lists = &self.storages[storage].lists;
         let list = lists.iter().position(|list| list.role() == role);
@@ -436,23 +630,6 @@ impl State {
             hint,
         })?;
         Ok((storage, list))
-    }
-
-    /// A tensor's list and its bytes there.
-    fn locate(
-        &self,
-        role: Role,
-        name: &str,
-    ) -> Result<(&ListBuffer, std::ops::Range<usize>), PlanError> {
-        let param = self.find(name)?;
-        let (storage, list) = self.list_index(role, name)?;
-        let (_, position) = self.places[param];
-        let storage = &self.storages[storage];
-        let list = &storage.lists[list];
-        let width = list.dtype().len_bytes();
-        let start = storage.offsets[position] as usize * width;
-        let len_bytes = self.params[param].numel() as usize * width;
-        Ok((list, start..start + len_bytes))
     }
 
     fn check_dtype<T: Element>(&self, list: &ListBuffer, name: &str) -> Result<(), PlanError> {
@@ -474,6 +651,21 @@ impl State {
             backend: self.backend,
         }
     }
+}
+
+/// The one range that has a whole tensor.
+fn whole(held: Vec<Held>, desc: &ParamDesc) -> Result<Held, PlanError> {
+    let nothing = Held {
+        elements: 0..0,
+        at: 0,
+    };
+    let one = held.into_iter().next().unwrap_or(nothing);
+    if one.elements == (0..desc.numel()) {
+        return Ok(one);
+    }
+    Err(PlanError::InShards {
+        name: desc.name.clone(),
+    })
 }
 
 pub(crate) fn check_len(

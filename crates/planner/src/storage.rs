@@ -1,23 +1,27 @@
 //! The memory of one storage.
 
-use fusestep_launch::{ListBuffer, MultiTensorKernel};
+use std::ops::Range;
 
+use fusestep_launch::{ListBuffer, MAX_SUMS, MultiTensorKernel};
+use fusestep_tensor::Role;
+
+use crate::StorageSpec;
+use crate::stage::{Extent, Part};
 use crate::update_norms::UpdateSlots;
-use crate::{Plan, StorageSpec};
 
-/// The buffers of one storage and the scalars its kernel reads.
+/// The arenas of one storage and the scalars its kernel reads.
 pub(crate) struct StorageState {
     pub(crate) kernel: Box<dyn MultiTensorKernel>,
-    pub(crate) offsets: Vec<u64>,
-    /// For each tensor its position among the plan's parameters.
-    pub(crate) params: Vec<u32>,
-    /// For each tensor the parameter that it is, or is a piece of, and in that case the elements before it.
-    pub(crate) members: Vec<u32>,
-    pub(crate) before: Vec<u64>,
+    pub(crate) spec: StorageSpec,
+    /// An arena for each list; an empty one for gradients that lie in segments.
     pub(crate) lists: Vec<ListBuffer>,
+    /// The element of the storage that each list's memory begins with, for the launch under way; empty if all begin with 0.
+    pub(crate) firsts: Vec<u64>,
     pub(crate) scalars: Vec<u8>,
     /// One set for each class of the schedule.
     pub(crate) sets: Vec<u8>,
+    /// Sums over whole tensors, from all ranks, where a layer-wise rule updates parts of them.
+    pub(crate) tensor_sums: Option<Vec<[f64; MAX_SUMS]>>,
     /// Where updates leave sums over what they change, if the plan asks for them.
     pub(crate) update_slots: Option<UpdateSlots>,
 }
@@ -31,13 +35,87 @@ impl std::fmt::Debug for StorageState {
     }
 }
 
-impl Plan {
-    /// For each tensor of a storage the caller's parameter that it is, or is a piece of; and in that case the elements before it.
-    pub(crate) fn origins_of(&self, spec: &StorageSpec) -> (Vec<u32>, Vec<u64>) {
-        if self.origins.is_empty() {
-            return (spec.members.clone(), Vec::new());
+/// Consecutive elements of one tensor that a rank has, and where they lie in the list that was asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Held {
+    /// Elements of the tensor.
+    pub(crate) elements: Range<u64>,
+    /// Place of the first in the list's arena.
+    pub(crate) at: u64,
+}
+
+impl Held {
+    /// Their bytes in the arena.
+    pub(crate) fn place(&self, width: usize) -> Range<usize> {
+        let numel = (self.elements.end - self.elements.start) as usize;
+        self.at as usize * width..(self.at as usize + numel) * width
+    }
+
+    /// Their bytes in the whole tensor.
+    pub(crate) fn within(&self, width: usize) -> Range<usize> {
+        self.elements.start as usize * width..self.elements.end as usize * width
+    }
+}
+
+impl StorageSpec {
+    /// What of a tensor lies in this rank's arena of a list.
+    pub(crate) fn held(&self, tensor: usize, list: usize) -> Vec<Held> {
+        let own = self.layout.range(tensor);
+        match self.extents[list] {
+            Extent::Shard => self.held_of_shard(tensor).collect(),
+            Extent::Segments => Vec::new(),
+            Extent::Whole => vec![Held {
+                elements: 0..own.end - own.start,
+                at: own.start,
+            }],
         }
-        let origins = spec.members.iter();
-        origins.map(|&member| self.origins[member as usize]).unzip()
+    }
+
+    /// What of a tensor lies in this rank's shard, and where.
+    pub(crate) fn held_of_shard(&self, tensor: usize) -> impl Iterator<Item = Held> + '_ {
+        let start = self.layout.offset(tensor);
+        self.own_elements(tensor).map(move |part| Held {
+            elements: part.elements.start - start..part.elements.end - start,
+            at: part.at,
+        })
+    }
+
+    /// The element of the storage that the memory of a list begins with, where a launch updates `elements`; gradients lie in a segment
+    /// that begins with `segment`.
+    pub(crate) fn first_of(&self, list: usize, elements: &Range<u64>, segment: u64) -> u64 {
+        match self.extents[list] {
+            Extent::Whole => 0,
+            Extent::Segments => segment,
+            Extent::Shard => {
+                let part = self.part_of(elements.start);
+                part.map_or(0, |part| part.elements.start.wrapping_sub(part.at))
+            }
+        }
+    }
+
+    /// The part of the shard that has an element.
+    fn part_of(&self, element: u64) -> Option<&Part> {
+        let at = self
+            .shard
+            .partition_point(|part| part.elements.end <= element);
+        self.shard.get(at)
+    }
+}
+
+impl StorageState {
+    /// Position of a list.
+    pub(crate) fn list(&self, role: Role) -> Option<usize> {
+        self.spec.list(role)
+    }
+
+    /// Says where lists begin for a launch over `elements`.
+    pub(crate) fn set_firsts(&mut self, elements: &Range<u64>, segment: u64) {
+        let spec = &self.spec;
+        self.firsts.clear();
+        let firsts = (0..self.lists.len()).map(|list| spec.first_of(list, elements, segment));
+        self.firsts.extend(firsts);
+        if self.firsts.iter().all(|&first| first == 0) {
+            self.firsts.clear();
+        }
     }
 }

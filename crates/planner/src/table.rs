@@ -3,12 +3,14 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use fusestep_launch::{
-    Backend, BackendError, Graph, Launch, LaunchReport, Reduce, ResidentTable, SetValues,
+    Backend, BackendError, Batch, Graph, Launch, LaunchReport, Reduce, ResidentTable, SetValues,
 };
 use fusestep_tensor::Role;
 use serde::Serialize;
 
+use crate::norm::NormState;
 use crate::run::Executor;
+use crate::storage::StorageState;
 use crate::update_norms::UpdateSlots;
 use crate::{Note, Optimize, Plan, PlanError, Stage, State, StepReport, Tensors, Verdict};
 
@@ -48,10 +50,18 @@ impl Plan {
         let most = self.stages.iter().map(|stage| match stage {
             Stage::Norm(norm) => norm.launches() - 1,
             Stage::Optimize(optimize) => optimize.batches.len(),
+            _ => 0,
         });
         let most = most.max().unwrap_or(0);
         let lent = self.tensors == Tensors::Lent;
         let note = |verdict, reason: String| Note::new("table", verdict, reason);
+        if self.topology.world > 1 {
+            if asked == TableKind::Resident {
+                let reason = "arguments: gradients of several ranks change their place in memory";
+                self.notes.push(note(Verdict::Refused, reason.to_owned()));
+            }
+            return Ok(());
+        }
         match asked {
             // Devices have entries that measure for tables in memory only, and would otherwise need twice as many.
             TableKind::Arguments | TableKind::Auto if self.update_norms && !lent => {}
@@ -83,24 +93,6 @@ impl Plan {
         Ok(())
     }
 
-    pub(crate) fn make_batches_anew(&mut self) -> Result<(), PlanError> {
-        let mut stages = std::mem::take(&mut self.stages);
-        for stage in &mut stages {
-            match stage {
-                Stage::Norm(norm) => {
-                    for read in &mut norm.reads {
-                        read.batches = self.norm_batches(read.storage, |_| true)?;
-                    }
-                }
-                Stage::Optimize(stage) => {
-                    stage.batches = self.batches(stage.storage, &stage.tensors, &self.classes)?;
-                }
-            }
-        }
-        self.stages = stages;
-        Ok(())
-    }
-
     /// Launches of a stage: before the updates from a resident table, one derives its sets.
     pub(crate) fn launches_of(&self, stage: &Optimize) -> usize {
         match self.table {
@@ -129,9 +121,9 @@ impl Plan {
             return self.run(state, backend).map(|_| ());
         }
         let mut report = StepReport::default();
-        let done = self.each_stage(state, &mut Executor::Backend(backend), &mut report);
+        let done = self.each_stage(state, &mut Executor::Backend(backend), None, &mut report);
         if let Err(error) = done {
-            state.poisoned = Some(state.step + 1);
+            self.poison(state);
             return Err(error);
         }
         state.count_enqueued(backend)
@@ -157,7 +149,7 @@ impl Plan {
         state.prepare(self, backend)?;
         let graph = backend.capture(&mut || {
             let mut executor = Executor::Backend(backend);
-            let done = self.each_stage(state, &mut executor, &mut StepReport::default());
+            let done = self.each_stage(state, &mut executor, None, &mut StepReport::default());
             done.map_err(|error| match error {
                 PlanError::Backend(error) => error,
                 other => BackendError::Unavailable {
@@ -219,8 +211,8 @@ pub(crate) struct Tables {
     pub(crate) reads: Vec<Option<Box<dyn ResidentTable>>>,
     /// Which tables these are among all that were built; 0 before the first.
     generation: u64,
-    /// The learning rate that they derive sets from.
-    lr: f64,
+    /// The bits of the learning rates that they derive sets from, of each rule.
+    rates: Vec<u64>,
     /// Steps enqueued whose outcome the host does not know.
     pending: u64,
     /// The steps pending were counted before the state's step was set from outside.
@@ -319,12 +311,16 @@ impl State {
     }
 
     fn publish_lr(&mut self, backend: &dyn Backend) -> Result<(), PlanError> {
-        let lr = self.optimizer.lr();
-        if self.tables.lr.to_bits() != lr.to_bits() {
-            for table in self.tables.updates.iter_mut().flatten() {
-                backend.set_table_lr(table.as_mut(), lr)?;
+        let rates: Vec<u64> = self.rules.iter().map(|rule| rule.lr().to_bits()).collect();
+        if self.tables.rates != rates {
+            let tables = self.tables.updates.iter_mut().zip(&self.updated);
+            for (table, &storage) in tables {
+                let rule = self.storages[storage].spec.rule;
+                if let Some(table) = table {
+                    backend.set_table_lr(table.as_mut(), self.rules[rule].lr())?;
+                }
             }
-            self.tables.lr = lr;
+            self.tables.rates = rates;
         }
         Ok(())
     }
@@ -332,11 +328,12 @@ impl State {
     fn build_tables(&mut self, plan: &Plan, backend: &dyn Backend) -> Result<(), PlanError> {
         // Numbers of no meaning but to be different, so that a graph is not taken for one of another state.
         static GENERATIONS: AtomicU64 = AtomicU64::new(1);
-        let values: Vec<SetValues> = self.set_values().collect();
         self.tables.updates.clear();
         self.tables.reads.clear();
         for (update, stage) in plan.optimize_stages().enumerate() {
-            let launch = self.launch_of(plan, stage.storage, update);
+            let rule = self.storages[stage.storage].spec.rule;
+            let values: Vec<SetValues> = self.set_values(rule).collect();
+            let launch = self.launch_of(plan, stage, update);
             let table = match launch {
                 Some(launch) => backend.place_table(&launch, &values)?,
                 None => None,
@@ -344,7 +341,8 @@ impl State {
             self.tables.updates.push(table);
         }
         self.build_reads(plan, backend)?;
-        self.tables.lr = self.optimizer.lr();
+        let rates = self.rules.iter().map(|rule| rule.lr().to_bits());
+        self.tables.rates = rates.collect();
         self.tables.generation = GENERATIONS.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
@@ -362,7 +360,7 @@ impl State {
                 Some(list) => backend.place_reduction(&Reduce {
                     kernel: norm.kernels[index].0.as_ref(),
                     batches,
-                    offsets: &storage.offsets,
+                    offsets: storage.spec.layout.offsets(),
                     members: &plan.storages[index].members,
                     list: Some(list),
                     partials: norm.partials.as_mut(),
@@ -377,50 +375,51 @@ impl State {
     }
 
     /// The launch of a stage that updates; `None` if it has no batches.
-    fn launch_of<'a>(
+    pub(crate) fn launch_of<'a>(
         &'a mut self,
         plan: &'a Plan,
-        storage: usize,
+        stage: &Optimize,
         update: usize,
     ) -> Option<Launch<'a>> {
-        let batches = &self.schedule.batches[update];
-        if batches.is_empty() {
-            return None;
-        }
-        let norm = self.norm.as_ref();
-        let control = norm.map(|norm| norm.control.as_ref());
-        // Sums of pieces are others than those of the parameters that they are of.
-        let whole = norm.filter(|norm| !norm.kernels.is_empty() && plan.origins.is_empty());
-        let grad_sums = whole.map(|norm| norm.sums.as_ref());
-        let storage = &mut self.storages[storage];
-        Some(Launch {
-            kernel: storage.kernel.as_ref(),
-            batches,
-            offsets: &storage.offsets,
-            members: &storage.members,
-            lists: &mut storage.lists,
-            firsts: &[],
-            scalars: &storage.scalars,
-            control,
-            grad_sums,
-            tensor_sums: None,
-            update_sums: storage.update_slots.as_mut().map(UpdateSlots::lend),
-            sets: &storage.sets,
-            limits: plan.limits_of(storage.kernel.as_ref()),
-        })
+        // Taken apart so that the launch can borrow the batches beside the storage.
+        let Self {
+            schedule,
+            storages,
+            norm,
+            ..
+        } = self;
+        launch(
+            plan,
+            stage,
+            (&schedule.batches[update], storages, norm.as_ref()),
+        )
+    }
+
+    /// The launch of a stage with batches of the caller's.
+    pub(crate) fn launch_with<'a>(
+        &'a mut self,
+        plan: &'a Plan,
+        stage: &Optimize,
+        batches: &'a [Batch],
+    ) -> Option<Launch<'a>> {
+        launch(
+            plan,
+            stage,
+            (batches, &mut self.storages, self.norm.as_ref()),
+        )
     }
 
     /// Runs a stage that updates, from its table if it has one.
     pub(crate) fn launch_update(
         &mut self,
         plan: &Plan,
-        (storage, update): (usize, usize),
+        (stage, update): (&Optimize, usize),
         executor: &mut Executor<'_>,
     ) -> Result<LaunchReport, PlanError> {
         // Taken out, so that the launch can borrow the rest of the state.
         let place = self.tables.updates.get_mut(update);
         let table = place.and_then(Option::take);
-        let done = match (self.launch_of(plan, storage, update), &table, executor) {
+        let done = match (self.launch_of(plan, stage, update), &table, executor) {
             (None, ..) => Ok(LaunchReport::default()),
             (Some(launch), Some(table), Executor::Backend(backend)) => {
                 backend.launch_table(launch, table.as_ref())
@@ -432,4 +431,35 @@ impl State {
         }
         Ok(done?)
     }
+}
+
+fn launch<'a>(
+    plan: &'a Plan,
+    stage: &Optimize,
+    (batches, storages, norm): (&'a [Batch], &'a mut [StorageState], Option<&'a NormState>),
+) -> Option<Launch<'a>> {
+    if batches.is_empty() {
+        return None;
+    }
+    let control = norm.map(|norm| norm.control.as_ref());
+    // Those of several ranks are formed on the host, for tensors that this rank may have in parts.
+    let alone = norm.filter(|_| plan.topology.world == 1);
+    let segment = stage.bucket.map_or(0, |bucket| plan.segment_start(bucket));
+    let storage = &mut storages[stage.storage];
+    storage.set_firsts(&stage.elements, segment);
+    Some(Launch {
+        kernel: storage.kernel.as_ref(),
+        batches,
+        offsets: storage.spec.layout.offsets(),
+        members: &storage.spec.members,
+        lists: &mut storage.lists,
+        firsts: &storage.firsts,
+        scalars: &storage.scalars,
+        control,
+        grad_sums: alone.map(|norm| norm.sums.as_ref()),
+        tensor_sums: storage.tensor_sums.as_deref(),
+        update_sums: storage.update_slots.as_mut().map(UpdateSlots::lend),
+        sets: &storage.sets,
+        limits: plan.limits_of(storage.kernel.as_ref()),
+    })
 }

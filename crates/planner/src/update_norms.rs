@@ -104,6 +104,9 @@ impl State {
         let Some(reader) = &self.update_reader else {
             return Ok(None);
         };
+        if let Some((sums, _)) = &self.exchange.update_sums {
+            return Ok(Some(sums.iter().map(|sum| sum.sqrt()).collect()));
+        }
         let mut own = UpdateReader {
             chunks: vec![0.0; reader.chunks.len()],
             firsts: reader.firsts.clone(),
@@ -119,12 +122,25 @@ impl State {
         Ok(Some(own.sums().map(f64::sqrt).collect()))
     }
 
-    /// The sums over each chunk of a parameter, as the last report has read them; none if updates are not measured.
-    pub(crate) fn update_chunks(&self, param: usize) -> &[f64] {
-        match &self.update_reader {
-            Some(reader) => reader.chunks(param),
-            None => &[],
-        }
+    /// The sums over each chunk of every parameter that the last update on this rank has left.
+    pub(crate) fn chunk_sums_of_update(
+        &mut self,
+        backend: &dyn Backend,
+        skipped: bool,
+    ) -> Result<Vec<Vec<f64>>, PlanError> {
+        let Some(mut reader) = self.update_reader.take() else {
+            return Ok(Vec::new());
+        };
+        let read = if skipped {
+            reader.chunks.fill(0.0);
+            Ok(())
+        } else {
+            self.read_update_sums(backend, &mut reader)
+        };
+        let params = 0..self.params.len();
+        let chunks = params.map(|param| reader.chunks(param).to_vec()).collect();
+        self.update_reader = Some(reader);
+        read.map(|()| chunks)
     }
 
     /// Writes the norm of what the step that `report` is of has changed.
@@ -133,16 +149,19 @@ impl State {
         backend: &dyn Backend,
         report: &mut StepReport,
     ) -> Result<(), PlanError> {
+        if let Some((_, total)) = &self.exchange.update_sums {
+            report.update_norm = Some(total.sqrt());
+            return Ok(());
+        }
         // Taken out, so that the rest of the state can be read.
         let Some(mut reader) = self.update_reader.take() else {
             return Ok(());
         };
-        let read = match report.skipped {
-            true => {
-                reader.chunks.fill(0.0);
-                Ok(())
-            }
-            false => self.read_update_sums(backend, &mut reader),
+        let read = if report.skipped {
+            reader.chunks.fill(0.0);
+            Ok(())
+        } else {
+            self.read_update_sums(backend, &mut reader)
         };
         let sum = reader.sums().fold(0.0, |sum, own| sum + own);
         report.update_norm = Some(sum.sqrt());
@@ -184,7 +203,7 @@ impl State {
                 let before = chunks_of(record.first_element);
                 let count = chunks_of(record.numel);
                 let from = firsts[record.tensor as usize] as usize + before;
-                let to = places[own.params[record.tensor as usize] as usize] + before;
+                let to = places[own.spec.members[record.tensor as usize] as usize] + before;
                 let units = units[from..from + count].iter();
                 for (chunk, units) in chunks[to..to + count].iter_mut().zip(units) {
                     *chunk = fold_units(units);

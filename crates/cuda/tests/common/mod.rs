@@ -114,6 +114,7 @@ pub(crate) fn launch_at(
     .of(kernel);
     let tensors = (0..offsets.len() as u32).map(|tensor| Batchable {
         tensor,
+        first_element: 0,
         numel,
         class: 0,
     });

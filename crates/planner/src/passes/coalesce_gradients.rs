@@ -6,7 +6,7 @@ use fusestep_coalesce::{FlatLayout, LayoutOptions};
 use fusestep_tensor::DType;
 
 use super::Pass;
-use crate::{Note, Optimize, Plan, PlanError, Stage, StorageSpec, Verdict};
+use crate::{Note, Optimize, Optimizer, Plan, PlanError, Stage, StorageSpec, Verdict};
 
 /// Puts the tensors of all parameters of one dtype into common buffers, in plan order.
 ///
@@ -30,15 +30,26 @@ impl Pass for CoalesceGradients {
                 .push(Note::new(self.name(), Verdict::Refused, reason));
             return Ok(());
         }
-        let mut by_dtype: BTreeMap<DType, Vec<u32>> = BTreeMap::new();
+        let mut groups: BTreeMap<(DType, u32), Vec<u32>> = BTreeMap::new();
         for storage in &plan.storages {
             for &member in &storage.members {
                 let dtype = plan.params[member as usize].dtype;
-                by_dtype.entry(dtype).or_default().push(member);
+                let rule = plan.rule_of[member as usize];
+                groups.entry((dtype, rule)).or_default().push(member);
             }
         }
-        if by_dtype.len() > 1 {
-            let dtypes: Vec<&str> = by_dtype.keys().map(|dtype| dtype.name()).collect();
+        let mut dtypes: Vec<&str> = groups.keys().map(|(dtype, _)| dtype.name()).collect();
+        dtypes.dedup();
+        if groups.len() > dtypes.len() {
+            let rules: Vec<String> = plan.rules.iter().map(Optimizer::to_string).collect();
+            let reason = format!(
+                "a launch has one rule, so parameters of {} lie apart",
+                rules.join("; ")
+            );
+            plan.notes
+                .push(Note::new(self.name(), Verdict::Split, reason));
+        }
+        if dtypes.len() > 1 {
             let reason = format!(
                 "a buffer holds one dtype, so {} lie apart",
                 dtypes.join(", ")
@@ -47,13 +58,18 @@ impl Pass for CoalesceGradients {
                 .push(Note::new(self.name(), Verdict::Split, reason));
         }
         let storages_before = plan.storages.len();
-        let mut storages = Vec::with_capacity(by_dtype.len());
-        for (dtype, mut members) in by_dtype {
+        let mut storages = Vec::with_capacity(groups.len());
+        for ((dtype, rule), mut members) in groups {
             members.sort_unstable();
-            storages.push(together(plan, dtype, members)?);
+            storages.push(together(plan, (dtype, rule), members)?);
         }
-        plan.stages = stages_in(plan, &storages);
+        let stages = stages_in(plan, &storages);
+        plan.stages
+            .retain(|stage| !matches!(stage, Stage::Optimize(_)));
+        plan.stages.extend(stages);
         plan.storages = storages;
+        plan.index_places();
+        plan.make_buckets()?;
         let padded: u64 = plan.storages.iter().map(|s| s.layout.total_numel()).sum();
         let elements = plan.elements();
         let reason = format!(
@@ -68,16 +84,24 @@ impl Pass for CoalesceGradients {
 }
 
 /// One storage of all members of a dtype; the lists are those their own storages had.
-fn together(plan: &Plan, dtype: DType, members: Vec<u32>) -> Result<StorageSpec, PlanError> {
+fn together(
+    plan: &Plan,
+    (dtype, rule): (DType, u32),
+    members: Vec<u32>,
+) -> Result<StorageSpec, PlanError> {
     let kernel = plan.kernel_of(members[0])?;
     let lists = Plan::kept_lists(plan.tensors, kernel.as_ref());
     let unit = Plan::narrowest(&lists, dtype);
     let numels = members.iter().map(|&m| plan.params[m as usize].numel());
     Ok(StorageSpec {
         kernel: kernel.entry(),
+        rule: rule as usize,
         layout: FlatLayout::new(numels, LayoutOptions::new(unit))?,
         members,
         lists,
+        distributed: false,
+        shard: Vec::new(),
+        extents: Vec::new(),
     })
 }
 
@@ -103,8 +127,10 @@ fn stages_in(plan: &Plan, storages: &[StorageSpec]) -> Vec<Stage> {
             }
             Stage::Optimize(Optimize {
                 storage,
+                bucket: None,
                 size_class: stage.size_class,
                 tensors: vec![tensor],
+                elements: 0..storages[storage].layout.total_numel(),
                 batches,
             })
         })

@@ -1,7 +1,10 @@
 //! Pass `distributed`: parameters of which every rank has a slice of its own.
 
+use fusestep_coalesce::{FlatLayout, LayoutOptions};
+
 use super::{ActsOn, Pass};
-use crate::{Note, Plan, PlanError, Verdict};
+use crate::stage::Optimize;
+use crate::{Note, Plan, PlanError, Stage, StorageSpec, Verdict};
 
 /// Says that these parameters are slices of a layer that is spread over the ranks, another on each: the last layer of a classifier
 /// with millions of classes, for example. All ranks name them alike, and slices have one shape.
@@ -29,11 +32,11 @@ impl Pass for Distributed {
     }
 
     fn acts_on(&self) -> ActsOn {
-        ActsOn::Ranks
+        ActsOn::Distributed
     }
 
     fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
-        if !plan.ranks.distributed.is_empty() {
+        if plan.storages.iter().any(|spec| spec.distributed) {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
         let mut marked = vec![false; plan.params.len()];
@@ -48,18 +51,90 @@ impl Pass for Distributed {
             marked[at] = true;
         }
         let count = marked.iter().filter(|&&marked| marked).count();
-        let (verdict, reason) = match plan.ranks.topology.world {
-            1 => (
-                Verdict::Skipped,
-                "a world of 1 rank has every slice".to_owned(),
-            ),
-            _ => {
-                plan.ranks.distributed = marked;
-                let reason = format!("{count} parameters are slices that each rank has for itself");
-                (Verdict::Applied, reason)
+        if plan.topology.world == 1 {
+            let reason = "a world of 1 rank has every slice".to_owned();
+            plan.notes
+                .push(Note::new(self.name(), Verdict::Skipped, reason));
+            return Ok(());
+        }
+        for (param, _) in marked.iter().enumerate().filter(|(_, marked)| **marked) {
+            if plan.kernel_of(param as u32)?.normed().is_some() {
+                return Err(PlanError::Conflict {
+                    first: self.name().to_owned(),
+                    second: plan.optimizer_of(param).name().to_owned(),
+                    why: "do not go together, since a trust ratio takes the norm of all slices",
+                });
             }
-        };
-        plan.notes.push(Note::new(self.name(), verdict, reason));
+        }
+        take_out(plan, &marked)?;
+        plan.make_buckets()?;
+        let reason = format!("{count} parameters are slices that each rank has for itself");
+        plan.notes
+            .push(Note::new(self.name(), Verdict::Applied, reason));
         Ok(())
     }
+}
+
+/// Moves marked parameters to storages of their own, behind those they were in; stages follow.
+fn take_out(plan: &mut Plan, marked: &[bool]) -> Result<(), PlanError> {
+    let mut stages = Vec::new();
+    for storage in 0..plan.storages.len() {
+        let spec = &plan.storages[storage];
+        let is_marked = |member: &u32| marked[*member as usize];
+        let (own, kept): (Vec<u32>, Vec<u32>) = spec.members.iter().partition(|m| is_marked(m));
+        if own.is_empty() {
+            continue;
+        }
+        if kept.is_empty() {
+            plan.storages[storage].distributed = true;
+            continue;
+        }
+        let with = |members: Vec<u32>, distributed| -> Result<StorageSpec, PlanError> {
+            let numels = members.iter().map(|&m| plan.params[m as usize].numel());
+            let unit = spec.layout.options().unit_bytes as usize;
+            Ok(StorageSpec {
+                layout: FlatLayout::new(numels, LayoutOptions::new(unit))?,
+                members,
+                distributed,
+                ..spec.clone()
+            })
+        };
+        let (own, kept) = (with(own, true)?, with(kept, false)?);
+        stages.push((storage, plan.storages.len()));
+        plan.storages[storage] = kept;
+        plan.storages.push(own);
+    }
+    let before = plan.places.clone();
+    plan.index_places();
+    let mut added = Vec::new();
+    for stage in plan.stages.iter_mut() {
+        let Stage::Optimize(optimize) = stage else {
+            continue;
+        };
+        let Some(&(_, new)) = stages.iter().find(|(old, _)| *old == optimize.storage) else {
+            continue;
+        };
+        let (mut stay, mut go) = (Vec::new(), Vec::new());
+        for &tensor in &optimize.tensors {
+            let old = (optimize.storage, tensor as usize);
+            let param = before.iter().position(|place| *place == old);
+            let (storage, position) = param.map_or(old, |param| plan.places[param]);
+            if storage == new {
+                go.push(position as u32);
+            } else {
+                stay.push(position as u32);
+            }
+        }
+        optimize.tensors = stay;
+        if !go.is_empty() {
+            added.push(Stage::Optimize(Optimize {
+                storage: new,
+                tensors: go,
+                batches: Vec::new(),
+                ..optimize.clone()
+            }));
+        }
+    }
+    plan.stages.extend(added);
+    Ok(())
 }

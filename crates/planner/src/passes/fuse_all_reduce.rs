@@ -1,31 +1,33 @@
 //! Pass `fuse_all_reduce`: many gradients in one call.
 
-use fusestep_tensor::ParamDesc;
+use fusestep_coalesce::FlatLayout;
 
 use super::{ActsOn, Pass};
-use crate::{Note, Plan, PlanError, Verdict, groups_by_layer};
+use crate::bucket::{Caps, segments};
+use crate::stage::{Gather, Reduce};
+use crate::{Note, Plan, PlanError, Stage, Verdict};
 
 /// What becomes of a gradient that is longer than a bucket's cap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Oversize {
-    /// It is cut into buckets of exactly the cap and a rest.
+    /// It is cut into buckets of the cap and a rest.
     #[default]
     Split,
     /// It is a bucket of its own, beyond the cap.
     Alone,
 }
 
-/// Puts gradients of one dtype into buckets, in the order they become ready: the plan's from its end, unless another is given.
+/// Lays gradients in the order in which they become ready, the plan's from its end unless another is given, and cuts that into
+/// buckets, each reduced by one call.
 ///
-/// A bucket has at most the cap's bytes, without padding, and at most a number of gradients. Bits do not depend on either: sums
+/// A bucket has at most the cap's bytes, padding included, and at most a number of gradients. Bits do not depend on either: sums
 /// across ranks are formed element by element in rank order.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FuseAllReduce {
-    pub(crate) cap_bytes: u64,
-    pub(crate) cap_count: usize,
-    pub(crate) oversize: Oversize,
-    ready: Option<Vec<u32>>,
-    pub(crate) layers: Option<(f64, usize)>,
+    cap_bytes: u64,
+    cap_count: usize,
+    oversize: Oversize,
+    ready: Vec<u32>,
 }
 
 impl Default for FuseAllReduce {
@@ -44,16 +46,7 @@ impl FuseAllReduce {
             cap_bytes,
             cap_count: usize::MAX,
             oversize: Oversize::Split,
-            ready: None,
-            layers: None,
-        }
-    }
-
-    /// Groups of layers in place of the caps; see [`groups_by_layer`].
-    pub fn by_layer(mib: f64, most: usize) -> Self {
-        Self {
-            layers: Some((mib, most)),
-            ..Self::default()
+            ready: Vec::new(),
         }
     }
 
@@ -71,30 +64,23 @@ impl FuseAllReduce {
 
     /// The order in which gradients become ready, as positions in the plan; parameters that it leaves out come last.
     pub fn ready_order(mut self, order: Vec<u32>) -> Self {
-        self.ready = Some(order);
+        self.ready = order;
         self
     }
 
-    /// The parameters in groups that share no bucket, each in the order their gradients become ready.
-    pub(crate) fn groups(&self, params: &[ParamDesc]) -> Vec<Vec<u32>> {
-        let count = params.len() as u32;
-        if let Some((mib, most)) = self.layers {
-            let order: Vec<u32> = (0..count).collect();
-            let mut groups = groups_by_layer(params, &order, mib, most);
-            groups.reverse();
-            return groups;
-        }
-        let mut order = Vec::with_capacity(params.len());
-        let mut known = vec![false; params.len()];
-        let given = self.ready.iter().flatten().copied();
-        for param in given.chain((0..count).rev()) {
+    /// All parameters in the order their gradients become ready.
+    fn order(&self, params: usize) -> Vec<u32> {
+        let mut order = Vec::with_capacity(params);
+        let mut known = vec![false; params];
+        let given = self.ready.iter().copied();
+        for param in given.chain((0..params as u32).rev()) {
             if let Some(known) = known.get_mut(param as usize)
                 && !std::mem::replace(known, true)
             {
                 order.push(param);
             }
         }
-        vec![order]
+        order
     }
 }
 
@@ -104,19 +90,130 @@ impl Pass for FuseAllReduce {
     }
 
     fn acts_on(&self) -> ActsOn {
-        ActsOn::Ranks
+        ActsOn::Buckets
     }
 
     fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
-        if plan.ranks.fuse.is_some() {
+        if plan.caps.is_some() {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
-        if plan.ranks.topology.world == 1 {
+        if plan.topology.world == 1 {
             let reason = "a world of 1 rank has nothing to reduce".to_owned();
-            let note = Note::new(self.name(), Verdict::Skipped, reason);
-            plan.notes.push(note);
+            plan.notes
+                .push(Note::new(self.name(), Verdict::Skipped, reason));
+            return Ok(());
         }
-        plan.ranks.fuse = Some(self.clone());
+        plan.ready = self.order(plan.params.len());
+        lay_in_order(plan)?;
+        plan.caps = Some(Caps {
+            bytes: self.cap_bytes,
+            count: self.cap_count,
+            oversize: self.oversize,
+        });
+        plan.make_buckets()?;
+        self.explain(plan);
+        Ok(())
+    }
+}
+
+impl FuseAllReduce {
+    fn explain(&self, plan: &mut Plan) {
+        let reduced = plan.segments.iter().filter(|segment| {
+            let spec = &plan.storages[segment.storage];
+            !spec.distributed
+        });
+        let (mut tensors, mut calls, mut cut) = (0, 0, 0);
+        for segment in reduced {
+            let layout = &plan.storages[segment.storage].layout;
+            let full = |&tensor: &u32| layout.numel(tensor as usize) > 0;
+            tensors += segment.tensors.clone().filter(full).count();
+            calls += segment.buckets.len();
+            cut += segment.buckets.len() - 1;
+        }
+        let reason =
+            format!("{tensors} gradients are reduced in {calls} calls ({cut} cut by the cap)");
+        plan.notes
+            .push(Note::new(self.name(), Verdict::Applied, reason));
+    }
+}
+
+/// Puts the members of every storage into the order of readiness; stages follow.
+fn lay_in_order(plan: &mut Plan) -> Result<(), PlanError> {
+    let mut turn = vec![0usize; plan.params.len()];
+    for (at, &param) in plan.ready.iter().enumerate() {
+        turn[param as usize] = at;
+    }
+    let mut moved = Vec::with_capacity(plan.storages.len());
+    for spec in &mut plan.storages {
+        let mut order: Vec<u32> = (0..spec.members.len() as u32).collect();
+        order.sort_by_key(|&position| turn[spec.members[position as usize] as usize]);
+        let numels = order
+            .iter()
+            .map(|&position| spec.layout.numel(position as usize));
+        spec.layout = FlatLayout::new(numels, spec.layout.options())?;
+        let members = order
+            .iter()
+            .map(|&position| spec.members[position as usize]);
+        spec.members = members.collect();
+        let mut new = vec![0; order.len()];
+        for (at, &position) in order.iter().enumerate() {
+            new[position as usize] = at as u32;
+        }
+        moved.push(new);
+    }
+    for stage in plan.optimize_stages_mut() {
+        for tensor in &mut stage.tensors {
+            *tensor = moved[stage.storage][*tensor as usize];
+        }
+        stage.tensors.sort_unstable();
+    }
+    plan.index_places();
+    Ok(())
+}
+
+impl Plan {
+    /// Makes the buckets for the storages as they are, with a call for each that is reduced and for each that is gathered.
+    pub(crate) fn make_buckets(&mut self) -> Result<(), PlanError> {
+        if self.topology.world == 1 {
+            return Ok(());
+        }
+        let result = self.stages.iter().find_map(|stage| match stage {
+            Stage::Reduce(reduce) => Some(reduce.result),
+            _ => None,
+        });
+        let gathered = self.stages.iter().find_map(|stage| match stage {
+            Stage::Gather(gather) => Some(gather.lists),
+            _ => None,
+        });
+        (self.segments, self.buckets) =
+            segments(self, &self.ready, self.caps.as_ref(), self.grain()?);
+        let before = self
+            .stages
+            .iter()
+            .position(|stage| matches!(stage, Stage::Reduce(_)));
+        let calls = |stage: &Stage| matches!(stage, Stage::Reduce(_) | Stage::Gather(_));
+        self.stages.retain(|stage| !calls(stage));
+        let storages = &self.storages;
+        let replicated = |bucket: &usize| !storages[self.buckets[*bucket].storage].distributed;
+        let buckets: Vec<usize> = (0..self.buckets.len()).filter(replicated).collect();
+        if let (Some(result), Some(at)) = (result, before) {
+            let reduces = buckets
+                .iter()
+                .map(|&bucket| Stage::Reduce(Reduce { bucket, result }));
+            let reduces: Vec<Stage> = reduces.collect();
+            self.stages.splice(at..at, reduces);
+        }
+        if let Some(lists) = gathered {
+            let gather = |&bucket: &usize| {
+                Stage::Gather(Gather {
+                    bucket,
+                    lists,
+                    broadcasts: Vec::new(),
+                })
+            };
+            let gathers: Vec<Stage> = buckets.iter().map(gather).collect();
+            self.stages.extend(gathers);
+        }
         Ok(())
     }
 }

@@ -1,14 +1,14 @@
 //! Pass `fuse_broadcast`: updated parameters of one owner in one call.
 
-use super::{ActsOn, Pass};
-use crate::{Plan, PlanError};
+use super::{ActsOn, Ownership, Pass};
+use crate::{Note, Plan, PlanError, Verdict, ZeroStage};
 
 /// Brings updated parameters from the ranks that own them to all ranks in calls of at most this many bytes, each of one owner and
-/// dtype; a longer tensor is a call of its own.
+/// bucket; a longer tensor is a call of its own.
 ///
-/// It is for ZeRO stages 1 and 2 with whole tensors owned, where shards may differ so much in length that the all-gather which
-/// they have otherwise waits for the longest. With shards of equal length it refuses, and the all-gather stays. The same cap holds
-/// for [`crate::RankPlan::broadcast_params`].
+/// It is for ZeRO stages 1 and 2 with whole tensors owned ([`Ownership::Tensors`]), where parts may differ so much in length that the
+/// all-gather which they have otherwise waits for the longest. With parts of equal length it refuses, and the all-gather stays. The
+/// same cap holds for [`crate::Plan::broadcast_parameters`].
 ///
 /// # Source
 /// PaddlePaddle, `sharding/utils.py` (`fuse_opt_broadcast_param_ops`), 2023: there in MB, 32 by default.
@@ -36,13 +36,28 @@ impl Pass for FuseBroadcast {
     }
 
     fn acts_on(&self) -> ActsOn {
-        ActsOn::Ranks
+        ActsOn::Fusion
     }
 
     fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
-        match plan.ranks.broadcast_cap_bytes.replace(self.cap_bytes) {
-            Some(_) => Err(PlanError::PassTwice { pass: self.name() }),
-            None => Ok(()),
+        if plan.broadcast_cap_bytes.replace(self.cap_bytes).is_some() {
+            return Err(PlanError::PassTwice { pass: self.name() });
         }
+        let refusal = match (plan.zero, plan.ownership) {
+            _ if plan.topology.world == 1 => Some("a world of 1 rank has nobody to tell"),
+            (ZeroStage::None, _) => Some("every rank updates all parameters itself"),
+            (ZeroStage::Three, _) => {
+                Some("parameters stay in their shards until a layer asks for them")
+            }
+            (_, Ownership::Elements) => {
+                Some("parts of equal length come together in one all-gather for each bucket")
+            }
+            _ => None,
+        };
+        if let Some(reason) = refusal {
+            let note = Note::new(self.name(), Verdict::Skipped, reason.to_owned());
+            plan.notes.push(note);
+        }
+        Ok(())
     }
 }

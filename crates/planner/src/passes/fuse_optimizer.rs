@@ -20,13 +20,14 @@ impl Pass for FuseOptimizer {
 
     fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
         let before = plan.launches();
-        if plan.stages.len() < 2 {
-            let reason = format!("{} update has nothing to be fused with", plan.stages.len());
+        let updates = plan.optimize_stages().count();
+        if updates < 2 {
+            let reason = format!("{updates} update has nothing to be fused with");
             plan.notes
                 .push(Note::new(self.name(), Verdict::Refused, reason));
             return Ok(());
         }
-        if plan.storages.len() == plan.params.len() && plan.storages.len() > dtypes(plan) {
+        if plan.storages.len() == plan.params.len() && plan.storages.len() > groups(plan) {
             let reason = format!(
                 "{} tensors lie in storages of their own; put pass coalesce_gradients before this one",
                 plan.storages.len()
@@ -45,7 +46,9 @@ impl Pass for FuseOptimizer {
             tensors.sort_unstable();
             stages.push(plan.optimize(storage, size_class, tensors)?);
         }
-        plan.stages = stages.into_iter().map(Stage::Optimize).collect();
+        plan.stages
+            .retain(|stage| !matches!(stage, Stage::Optimize(_)));
+        plan.stages.extend(stages.into_iter().map(Stage::Optimize));
         self.explain(plan, before);
         Ok(())
     }
@@ -116,9 +119,11 @@ impl FuseOptimizer {
     }
 }
 
-fn dtypes(plan: &Plan) -> usize {
-    let mut dtypes: Vec<_> = plan.params.iter().map(|param| param.dtype).collect();
-    dtypes.sort_unstable();
-    dtypes.dedup();
-    dtypes.len()
+/// Groups of parameters that can lie together.
+fn groups(plan: &Plan) -> usize {
+    let keys = plan.params.iter().zip(plan.rule_of.iter());
+    let mut keys: Vec<_> = keys.map(|(param, rule)| (param.dtype, *rule)).collect();
+    keys.sort_unstable();
+    keys.dedup();
+    keys.len()
 }

@@ -5,7 +5,7 @@ use std::num::NonZeroU64;
 use serde::Serialize;
 
 use super::{ActsOn, Pass};
-use crate::{Note, Plan, PlanError, Verdict};
+use crate::{Note, Plan, PlanError, Stage, Verdict};
 
 /// Which tensors are averaged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize)]
@@ -25,7 +25,7 @@ pub enum Interval {
     /// It stays.
     #[default]
     Fixed,
-    /// After every average [`LocalSgd::adapted`] takes it from the losses that [`crate::RankState::set_loss`] was told; steps
+    /// After every average [`LocalSgd::adapted`] takes it from the losses that [`crate::State::set_loss`] was told; steps
     /// without a loss are followed by an average each.
     Adaptive,
 }
@@ -100,9 +100,12 @@ impl Pass for LocalSgd {
     }
 
     fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
-        if plan.ranks.local_sgd.replace(*self).is_some() {
+        if plan.local_sgd().is_some() {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
+        plan.stages
+            .retain(|stage| !matches!(stage, Stage::Reduce(_)));
+        plan.stages.push(Stage::Average(*self));
         let reason = format!(
             "parameters are averaged every {} steps{}, gradients never",
             self.every,

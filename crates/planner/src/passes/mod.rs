@@ -4,43 +4,51 @@ use std::fmt;
 
 use crate::{Plan, PlanError};
 
+mod accumulate;
 mod clip;
 mod coalesce_gradients;
 mod distributed;
 mod fuse_all_reduce;
 mod fuse_broadcast;
 mod fuse_optimizer;
-mod gradient_merge;
+mod fuse_reduce_into_update;
 mod local_sgd;
 mod loss_scaling;
 mod shard;
 mod update_norms;
 
+pub use accumulate::{Accumulated, GradientAccumulation, ReducedWhen};
 pub use clip::ClipByGlobalNorm;
 pub use coalesce_gradients::CoalesceGradients;
 pub use distributed::Distributed;
 pub use fuse_all_reduce::{FuseAllReduce, Oversize};
 pub use fuse_broadcast::FuseBroadcast;
 pub use fuse_optimizer::FuseOptimizer;
-pub use gradient_merge::{GradientMerge, Merged, Reduced};
+pub use fuse_reduce_into_update::FuseReduceIntoUpdate;
 pub use local_sgd::{Averaged, Interval, LocalSgd};
 pub use loss_scaling::LossScaling;
-pub use shard::{Shard, Zero};
+pub use shard::{Ownership, Shard, ZeroStage};
 pub use update_norms::UpdateNorms;
 
-/// What a pass decides.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What a pass rewrites. Passes apply in this order, and in that in which they were given where they rewrite the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ActsOn {
-    /// How the tensors of one rank are laid out and launched.
+    /// How tensors are laid out and launched.
     Launches,
-    /// What is done to all gradients together, those of all shards.
+    /// Which tensors each rank has for itself.
+    Distributed,
+    /// What is done to all gradients together.
     Gradients,
-    /// What ranks hold and send; only [`crate::Planner::plan_for`] obeys it.
+    /// What ranks share out.
     Ranks,
+    /// What goes into one call.
+    Buckets,
+    /// Stages that become one.
+    Fusion,
 }
 
 /// A rewrite of a plan: how a step runs, never its bits. Only [`ClipByGlobalNorm`], [`LossScaling`],
-/// [`GradientMerge`] and [`LocalSgd`] add to the arithmetic.
+/// [`GradientAccumulation`] and [`LocalSgd`] add to the arithmetic.
 ///
 /// A pass writes a [`crate::Note`] for everything it does, splits, skips or refuses. A refusal is no error: the plan stays as it
 /// was and says why.

@@ -5,26 +5,27 @@ use std::num::NonZeroUsize;
 use serde::Serialize;
 
 use super::{ActsOn, Pass};
-use crate::{Note, Ownership, Plan, PlanError, Verdict};
+use crate::stage::{Gather, GatheredLists, Reduced};
+use crate::{Note, Plan, PlanError, Stage, Verdict};
 
 /// What ranks share out among each other.
 ///
 /// # Source
 /// Rajbhandari et al. 2020, arXiv:1910.02054.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Default, Serialize)]
-pub enum Zero {
-    /// Nothing: every rank updates everything.
+pub enum ZeroStage {
+    /// Nothing: every rank has everything.
     #[default]
-    Zero0,
-    /// The optimizer's state and the update; gradients are all-reduced, parameters all-gathered after the update.
-    Zero1,
-    /// Gradients too: they are reduce-scattered.
-    Zero2,
+    None,
+    /// The optimizer's state and the update; parameters are gathered after it.
+    One,
+    /// Gradients too: a rank keeps those of its shard.
+    Two,
     /// Parameters too: they are gathered when they are needed.
-    Zero3,
+    Three,
 }
 
-impl Zero {
+impl ZeroStage {
     /// The stage as a number.
     pub fn number(self) -> u8 {
         self as u8
@@ -32,26 +33,37 @@ impl Zero {
 
     /// The stage of this number.
     pub fn of(number: u8) -> Option<Self> {
-        [Zero::Zero0, Zero::Zero1, Zero::Zero2, Zero::Zero3]
+        [Self::None, Self::One, Self::Two, Self::Three]
             .get(usize::from(number))
             .copied()
     }
 }
 
-/// Cuts the elements of every dtype into a shard for each rank; see [`Zero`] for the stages.
+/// Where shards end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Ownership {
+    /// Between elements, so that shards are as equal as can be: at leaves of the fixed tree (1,024 elements from a tensor's start) where
+    /// sums are taken over gradients or tensors, at its chunks (65,536) where updates are measured.
+    #[default]
+    Elements,
+    /// Between tensors.
+    Tensors,
+}
+
+/// Cuts every bucket into a part for each rank; see [`ZeroStage`] for what a rank keeps of the others' parts.
 ///
-/// The bits are those of an update that is not sharded. Layer-wise rules need sums over whole tensors, so their shards hold whole
-/// tensors, whatever ownership is asked for.
+/// The bits are those of an update that is not sharded, for every rule: sums over whole tensors are exchanged.
 #[derive(Clone, Copy, Debug)]
 pub struct Shard {
-    zero: Zero,
+    zero: ZeroStage,
     ownership: Ownership,
     group: Option<NonZeroUsize>,
 }
 
 impl Shard {
     /// The stage, on shards of equal length.
-    pub fn new(zero: Zero) -> Self {
+    pub fn new(zero: ZeroStage) -> Self {
         Self {
             zero,
             ownership: Ownership::Elements,
@@ -68,7 +80,7 @@ impl Shard {
         self
     }
 
-    /// Who gets what.
+    /// Where shards end.
     pub fn ownership(mut self, ownership: Ownership) -> Self {
         self.ownership = ownership;
         self
@@ -85,35 +97,13 @@ impl Pass for Shard {
     }
 
     fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
-        if plan.ranks.zero != Zero::Zero0 {
+        if plan.zero != ZeroStage::None {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
-        if self.zero == Zero::Zero0 {
+        if self.zero == ZeroStage::None {
             return Ok(());
         }
-        let mut ownership = self.ownership;
-        let first = plan.storages.iter().find_map(|spec| spec.members.first());
-        let normed = match first {
-            Some(&member) => plan.kernel_of(member)?.normed().is_some(),
-            None => false,
-        };
-        if normed && ownership == Ownership::Elements {
-            ownership = Ownership::Tensors;
-            let reason = format!(
-                "{} needs sums over whole tensors, so shards begin and end with tensors",
-                plan.optimizer.name()
-            );
-            let note = Note::new(self.name(), Verdict::Split, reason);
-            plan.notes.push(note);
-        }
-        (plan.ranks.zero, plan.ranks.ownership) = (self.zero, ownership);
-        let what = match self.zero {
-            Zero::Zero0 | Zero::Zero1 => "optimizer state",
-            Zero::Zero2 => "optimizer state and gradients",
-            Zero::Zero3 => "optimizer state, gradients and parameters",
-        };
-        plan.ranks.shard_group = self.group;
-        let world = plan.ranks.topology.world;
+        let world = plan.topology.world;
         let among = self.group.map_or(world, NonZeroUsize::get);
         if among > world || !world.is_multiple_of(among) {
             return Err(PlanError::Topology {
@@ -121,15 +111,39 @@ impl Pass for Shard {
                 found: format!("{world} ranks"),
             });
         }
-        let reason = format!(
-            "{what} are shared out among {among} ranks{}",
-            match world / among {
-                1 => String::new(),
-                groups => format!(", alike in {groups} groups"),
+        (plan.zero, plan.ownership, plan.shard_group) = (self.zero, self.ownership, among);
+        for stage in &mut plan.stages {
+            if let Stage::Reduce(reduce) = stage {
+                reduce.result = Reduced::Part;
             }
-        );
-        let note = Note::new(self.name(), Verdict::Applied, reason);
-        plan.notes.push(note);
+        }
+        if world > 1 && self.zero != ZeroStage::Three {
+            let replicated = |&bucket: &usize| {
+                let storage = plan.buckets[bucket].storage;
+                !plan.storages[storage].distributed
+            };
+            let gathers = (0..plan.buckets.len()).filter(replicated).map(|bucket| {
+                Stage::Gather(Gather {
+                    bucket,
+                    lists: GatheredLists::Params,
+                    broadcasts: Vec::new(),
+                })
+            });
+            let gathers: Vec<Stage> = gathers.collect();
+            plan.stages.extend(gathers);
+        }
+        let what = match self.zero {
+            ZeroStage::None | ZeroStage::One => "optimizer state",
+            ZeroStage::Two => "optimizer state and gradients",
+            ZeroStage::Three => "optimizer state, gradients and parameters",
+        };
+        let groups = match world / among {
+            1 => String::new(),
+            groups => format!(", alike in {groups} groups"),
+        };
+        let reason = format!("{what} are shared out among {among} ranks{groups}");
+        plan.notes
+            .push(Note::new(self.name(), Verdict::Applied, reason));
         Ok(())
     }
 }

@@ -6,7 +6,6 @@
 //! @progress#<rank>       counts of a rank: 64-bit words, see `Progress`
 //! ```
 
-use std::ops::Range;
 use std::path::Path;
 
 use fusestep_launch::Backend;
@@ -15,10 +14,9 @@ use serde::{Deserialize, Serialize};
 
 use super::counts::Progress;
 use super::folder::{Manifest, PieceBytes, TensorSpec, WholeTensors, refuse};
-use super::slots::Slot;
-use super::{Held, RankPlan, RankState, Topology};
-use crate::PlanError;
-use crate::passes::Reduced;
+use crate::gradients::sum_width;
+use crate::passes::ReducedWhen;
+use crate::{Plan, PlanError, State, Topology};
 
 /// What counts are called, before the rank.
 pub(crate) const PROGRESS: &str = "@progress";
@@ -46,21 +44,21 @@ pub struct OpenWindow {
     /// Micro-steps of the whole window.
     pub every: u32,
     /// When gradients are reduced.
-    pub reduced: Reduced,
+    pub reduced: ReducedWhen,
 }
 
-impl RankPlan {
+impl Plan {
     /// What of a state belongs to this rank alone; `None` if a checkpoint of it is the same for any number of ranks.
-    pub(crate) fn open_run(&self, state: &RankState) -> Option<OpenRun> {
-        let merge = self.whole.ranks.merge.filter(|_| state.micro_steps > 0);
+    pub(crate) fn open_run(&self, state: &State) -> Option<OpenRun> {
+        let merge = self.accumulation().filter(|_| state.arena.micro_steps > 0);
         let open = OpenRun {
             ranks: self.topology().world,
             window: merge.map(|merge| OpenWindow {
-                micro_steps: state.micro_steps,
+                micro_steps: state.arena.micro_steps,
                 every: merge.every.get(),
                 reduced: merge.reduced,
             }),
-            local_sgd: self.whole.ranks.local_sgd.map(|rule| rule.every.get()),
+            local_sgd: self.local_sgd().map(|rule| rule.every.get()),
             slices: self.slices().map(str::to_owned).collect(),
         };
         (open.window.is_some() || open.local_sgd.is_some()).then_some(open)
@@ -68,15 +66,19 @@ impl RankPlan {
 
     /// Parameters of which each rank has a slice of its own.
     fn slices(&self) -> impl Iterator<Item = &str> {
-        let marked = self.whole.ranks.distributed.iter();
-        let marked = self.params().iter().zip(marked);
-        marked.filter_map(|(param, &marked)| marked.then_some(param.name.as_str()))
+        let params = self.params().iter().enumerate();
+        params.filter_map(|(param, desc)| {
+            let (storage, _) = self.places[param];
+            self.storages[storage]
+                .distributed
+                .then_some(desc.name.as_str())
+        })
     }
 
     /// Whether every rank has its own values of a parameter and of its state.
     pub(crate) fn has_own(&self, param: usize) -> bool {
-        let held = self.flats[self.places[param].0].held;
-        held == Held::Apart || self.whole.ranks.local_sgd.is_some()
+        let distributed = self.storages[self.places[param].0].distributed;
+        distributed || self.local_sgd().is_some()
     }
 
     fn window_key(&self, param: usize, rank: usize) -> String {
@@ -89,7 +91,7 @@ impl RankPlan {
 
     /// Sums of 16-bit gradients are f32.
     fn window_dtype(&self, param: usize) -> DType {
-        match self.flats[self.places[param].0].grad_dtype {
+        match self.storages[self.places[param].0].grad_dtype() {
             DType::F16 | DType::BF16 => DType::F32,
             dtype => dtype,
         }
@@ -123,7 +125,7 @@ impl RankPlan {
     }
 
     /// What this rank saves of them.
-    pub(crate) fn open_pieces(&self, state: &RankState, open: &OpenRun) -> Vec<PieceBytes> {
+    pub(crate) fn open_pieces(&self, state: &State, open: &OpenRun) -> Vec<PieceBytes> {
         let rank = self.topology().rank;
         let mut pieces = vec![PieceBytes {
             tensor: progress_key(rank),
@@ -145,52 +147,29 @@ impl RankPlan {
                 });
             };
             if !self.reduces_each() {
-                add(0, self.own_sums(state, param));
+                add(0, state.sums_so_far(self, param));
                 continue;
             }
             if !self.has_own(param) && !self.saves_shared() {
                 continue;
             }
-            let sums = state.shard_sums[self.places[param].0].bytes();
-            for (piece, _) in self.pieces_of(param) {
-                let (at, numel) = (piece.at as usize, piece.numel as usize);
-                let width = dtype.len_bytes();
-                add(piece.first, sums[at * width..(at + numel) * width].to_vec());
+            let (storage, tensor) = self.places[param];
+            let spec = &self.storages[storage];
+            let sums = state.arena.reduced_sums[storage].as_ref();
+            let sums = sums.map_or(&[][..], |memory| memory.bytes());
+            for held in spec.held_of_shard(tensor) {
+                add(
+                    held.elements.start,
+                    sums[held.place(dtype.len_bytes())].to_vec(),
+                );
             }
         }
         pieces
     }
 
-    /// The sums of a rank's own gradients of one parameter; zeros if none has been given.
-    fn own_sums(&self, state: &RankState, param: usize) -> Vec<u8> {
-        let width = self.window_dtype(param).len_bytes();
-        let mut whole = vec![0; self.params()[param].numel() as usize * width];
-        if state.given[param] == 0 {
-            return whole;
-        }
-        for &(bucket, position) in &self.spans_of[param] {
-            let (tensor, at) = self.span_ranges(bucket, position);
-            let sums = &state.sums[bucket as usize];
-            let part: &[u8] = match (state.slots.get(bucket as usize), sums.is_empty()) {
-                (_, false) => bytemuck::cast_slice(&sums[at]),
-                (Slot::Filling(words), true) => &words.bytes()[at.start * width..at.end * width],
-                _ => continue,
-            };
-            whole[tensor.start * width..tensor.end * width].copy_from_slice(part);
-        }
-        whole
-    }
-
-    /// Elements of a span within its tensor and within its bucket.
-    fn span_ranges(&self, bucket: u32, position: u32) -> (Range<usize>, Range<usize>) {
-        let span = &self.buckets[bucket as usize].spans[position as usize];
-        let range = |first: u64| first as usize..(first + span.numel) as usize;
-        (range(span.first), range(span.at))
-    }
-
     /// Refuses what only other ranks or another plan could go on from.
     pub(crate) fn check_open(&self, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
-        let own = self.whole.ranks.local_sgd.map(|rule| rule.every.get());
+        let own = self.local_sgd().map(|rule| rule.every.get());
         let found = manifest.open.as_ref();
         let averages = found.and_then(|open| open.local_sgd);
         if own.is_some() != averages.is_some() {
@@ -216,7 +195,7 @@ impl RankPlan {
         let Some(window) = open.window else {
             return Ok(());
         };
-        let merge = self.whole.ranks.merge;
+        let merge = self.accumulation();
         let fits = merge.is_some_and(|merge| {
             (merge.every.get(), merge.reduced) == (window.every, window.reduced)
                 && (1..window.every).contains(&window.micro_steps)
@@ -224,11 +203,11 @@ impl RankPlan {
         if fits {
             return Ok(());
         }
-        let text = |every: u32, reduced: Reduced| match reduced {
-            Reduced::PerWindow => {
+        let text = |every: u32, reduced: ReducedWhen| match reduced {
+            ReducedWhen::PerWindow => {
                 format!("windows of {every} micro-steps, reduced once per window")
             }
-            Reduced::PerMicroStep => {
+            ReducedWhen::PerMicroStep => {
                 format!("windows of {every} micro-steps, reduced in every one")
             }
         };
@@ -251,7 +230,7 @@ impl RankPlan {
         whole: &WholeTensors,
         folder: &Path,
     ) -> Result<usize, PlanError> {
-        let Topology { rank, world } = self.topology();
+        let Topology { rank, world, .. } = self.topology();
         let Some(open) = manifest.open.as_ref().filter(|open| open.ranks != world) else {
             return Ok(rank);
         };
@@ -331,88 +310,66 @@ impl RankPlan {
     /// Puts a rank back where it was in its window and between averages.
     pub(crate) fn restore_open(
         &self,
-        state: &mut RankState,
+        state: &mut State,
+        backend: &dyn Backend,
         (progress, from): (&Progress, usize),
         whole: &WholeTensors,
-    ) {
-        state.slots.restore();
-        state.ready.again();
-        state.given_now.fill(false);
-        state.weight = None;
-        state.micro_steps = progress.micro_steps as u32;
-        state.weights = progress.weights;
-        state.weights_hash = progress.weights_hash;
+    ) -> Result<(), PlanError> {
+        let arena = &mut state.arena;
+        arena.restore();
+        arena.micro_steps = progress.micro_steps as u32;
+        arena.weights = progress.weights;
+        arena.weights_hash = progress.weights_hash;
+        for (own, &given) in arena.given.iter_mut().zip(&progress.given) {
+            *own = given as u32;
+        }
         state.since_average = progress.since_average;
         state.adapting.loss = progress.loss;
         state.adapting.first = progress.first;
         state.adapting.every = progress.every;
-        for (own, &given) in state.given.iter_mut().zip(&progress.given) {
-            *own = given as u32;
-        }
         if progress.micro_steps == 0 {
-            return;
+            return Ok(());
         }
         for param in 0..self.params().len() {
-            let key = self.window_key(param, from);
-            if let Some(bytes) = whole.get(&key) {
-                self.restore_sums(state, param, bytes);
-            }
-        }
-    }
-
-    fn restore_sums(&self, state: &mut RankState, param: usize, bytes: &[u8]) {
-        let width = self.window_dtype(param).len_bytes();
-        if self.reduces_each() {
-            let sums = state.shard_sums[self.places[param].0].bytes_mut();
-            for (piece, _) in self.pieces_of(param) {
-                let (at, first, numel) = (
-                    piece.at as usize,
-                    piece.first as usize,
-                    piece.numel as usize,
-                );
-                let part = &bytes[first * width..(first + numel) * width];
-                sums[at * width..(at + numel) * width].copy_from_slice(part);
-            }
-            return;
-        }
-        for &(bucket, position) in &self.spans_of[param] {
-            let (tensor, at) = self.span_ranges(bucket, position);
-            let part = &bytes[tensor.start * width..tensor.end * width];
-            let sums = &mut state.sums[bucket as usize];
-            if !sums.is_empty() {
-                bytemuck::cast_slice_mut(&mut sums[at]).copy_from_slice(part);
+            let Some(bytes) = whole.get(&self.window_key(param, from)) else {
+                continue;
+            };
+            if !self.reduces_each() {
+                state.restore_sums(self, backend, param, bytes)?;
                 continue;
             }
-            let len_bytes = self.len_bytes_of(&self.buckets[bucket as usize]);
-            if let Some(words) = state.slots.filling(bucket as usize, len_bytes) {
-                words.bytes_mut()[at.start * width..at.end * width].copy_from_slice(part);
+            let (storage, tensor) = self.places[param];
+            let spec = &self.storages[storage];
+            let width = sum_width(spec.grad_dtype());
+            if let Some(sums) = &mut state.arena.reduced_sums[storage] {
+                for held in spec.held_of_shard(tensor) {
+                    let own = &bytes[held.within(width)];
+                    sums.bytes_mut()[held.place(width)].copy_from_slice(own);
+                }
             }
         }
+        Ok(())
     }
 
     /// Puts steps, skipped steps and the loss scale back.
     pub(crate) fn restore_counts(
         &self,
-        state: &mut RankState,
+        state: &mut State,
         backend: &dyn Backend,
         progress: &Progress,
     ) -> Result<(), PlanError> {
-        state.local.set_step(progress.step);
-        state.steps_of.clone_from(&progress.steps_of);
-        for (param, &step) in progress.steps_of.iter().enumerate() {
-            if step == progress.step {
-                continue;
-            }
-            for (_, local) in self.pieces_of(param) {
-                let local = self.local.params()[local].name.clone();
-                state.local.set_step_of(&local, step)?;
+        state.set_step(progress.step);
+        for (desc, &step) in self.params().iter().zip(&progress.steps_of) {
+            if step != progress.step {
+                state.set_step_of(&desc.name, step)?;
             }
         }
-        let Some(norm) = &mut state.local.norm else {
+        let scaled = state.scaled;
+        let Some(norm) = &mut state.norm else {
             return Ok(());
         };
         let scale = norm.loss_scale();
-        let scale = match progress.loss_scale.filter(|_| state.local.scaled) {
+        let scale = match progress.loss_scale.filter(|_| scaled) {
             // Checked before: a scale that does not fit the policy was refused.
             Some((value, good, bad)) => scale.restored(value, good, bad).unwrap_or(scale),
             None => scale,

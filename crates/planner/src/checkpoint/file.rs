@@ -45,7 +45,7 @@ impl State {
         self.tables.check_settled()?;
         let mut metadata = HashMap::from([
             (STEP.to_owned(), self.step.to_string()),
-            ("optimizer".to_owned(), self.optimizer.name().to_owned()),
+            ("optimizer".to_owned(), self.optimizer().name().to_owned()),
         ]);
         if let Some(scale) = self.loss_scale() {
             let [good, bad] = [scale.good_steps(), scale.bad_steps()];

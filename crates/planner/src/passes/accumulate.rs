@@ -1,16 +1,17 @@
-//! Pass `gradient_merge`: the gradients of several backward passes in one update.
+//! Pass `accumulate`: the gradients of several backward passes in one update.
 
 use std::num::NonZeroU32;
 
 use serde::{Deserialize, Serialize};
 
 use super::{ActsOn, Pass};
-use crate::{Note, Plan, PlanError, Verdict};
+use crate::stage::Accumulate;
+use crate::{Note, Plan, PlanError, Stage, Verdict};
 
-/// What is made of the gradients of a window.
+/// What becomes of the gradients of all micro-steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Merged {
+pub enum Accumulated {
     /// Their mean; weighted, if weights were given.
     #[default]
     Mean,
@@ -21,13 +22,13 @@ pub enum Merged {
 /// When ranks add their gradients to each other's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Reduced {
-    /// Once per window: the fewest bytes between ranks; every rank keeps sums of all gradients.
+pub enum ReducedWhen {
+    /// Once per update: the fewest bytes between ranks; every rank keeps sums of all gradients.
     #[default]
     PerWindow,
     /// In every micro-step: from ZeRO stage 2 on a rank keeps sums of its shard only.
     ///
-    /// Sums are the same at every stage, but not those of [`Reduced::PerWindow`]: ranks come first, micro-steps after.
+    /// Sums are the same at every stage, but not those of [`ReducedWhen::PerWindow`]: ranks come first, micro-steps after.
     PerMicroStep,
 }
 
@@ -35,61 +36,63 @@ pub enum Reduced {
 ///
 /// The first micro-step writes, the others add, the last one also divides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct GradientMerge {
-    /// Micro-steps of a window.
+pub struct GradientAccumulation {
+    /// Micro-steps of an update.
     pub every: NonZeroU32,
-    /// What is made of their gradients.
-    pub merged: Merged,
+    /// What becomes of their gradients.
+    pub accumulated: Accumulated,
     /// When gradients are reduced across ranks.
-    pub reduced: Reduced,
+    pub reduced: ReducedWhen,
 }
 
-impl GradientMerge {
+impl GradientAccumulation {
     /// The mean of this many micro-steps.
     pub fn every(every: NonZeroU32) -> Self {
         Self {
             every,
-            merged: Merged::Mean,
-            reduced: Reduced::PerWindow,
+            accumulated: Accumulated::Mean,
+            reduced: ReducedWhen::PerWindow,
         }
     }
 
     /// Takes the sum in place of the mean.
     pub fn sum(mut self) -> Self {
-        self.merged = Merged::Sum;
+        self.accumulated = Accumulated::Sum;
         self
     }
 
     /// Says when gradients are reduced across ranks.
-    pub fn reduced(mut self, reduced: Reduced) -> Self {
+    pub fn reduced(mut self, reduced: ReducedWhen) -> Self {
         self.reduced = reduced;
         self
     }
 }
 
-impl Pass for GradientMerge {
+impl Pass for GradientAccumulation {
     fn name(&self) -> &'static str {
-        "gradient_merge"
+        "accumulate"
     }
 
     fn acts_on(&self) -> ActsOn {
-        ActsOn::Ranks
+        ActsOn::Gradients
     }
 
     fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
-        if plan.ranks.merge.replace(*self).is_some() {
+        if plan.accumulation().is_some() {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
+        plan.stages
+            .insert(0, Stage::Accumulate(Accumulate { rule: *self }));
         let reason = format!(
             "{} micro-steps make one update, of the {} of their gradients, reduced {}",
             self.every,
-            match self.merged {
-                Merged::Mean => "mean",
-                Merged::Sum => "sum",
+            match self.accumulated {
+                Accumulated::Mean => "mean",
+                Accumulated::Sum => "sum",
             },
             match self.reduced {
-                Reduced::PerWindow => "once per window",
-                Reduced::PerMicroStep => "in every micro-step",
+                ReducedWhen::PerWindow => "once per update",
+                ReducedWhen::PerMicroStep => "in every micro-step",
             }
         );
         let note = Note::new(self.name(), Verdict::Applied, reason);

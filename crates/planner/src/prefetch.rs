@@ -5,16 +5,15 @@ use fusestep_collective::{
 };
 use fusestep_launch::Backend;
 
-use super::comms::Comms;
-use super::gather::Asked;
-use super::{GatheredParams, RankPlan, RankState};
-use crate::PlanError;
+use crate::comms::Comms;
+use crate::gather::Asked;
+use crate::{GatheredParams, Plan, PlanError, State};
 
-/// Parameters on their way, started by [`RankPlan::prefetch`].
+/// Parameters on their way, started by [`Plan::prefetch`].
 ///
-/// Wait for every one: dropping it while its call is under way closes the ring that carries it, on all ranks, with an error that
+/// Wait for every one: dropping it while its call is under way closes the stream that carries it, on all ranks, with an error that
 /// names this one.
-#[must_use = "dropping parameters on their way closes their ring; call `wait`"]
+#[must_use = "dropping parameters on their way closes their stream; call `wait`"]
 #[derive(Debug)]
 pub struct PendingGather {
     way: Way,
@@ -26,15 +25,15 @@ pub struct PendingGather {
 #[derive(Debug)]
 enum Way {
     Here(Asked),
-    Ring(Pending<Asked>),
+    Stream(Pending<Asked>),
 }
 
-impl RankPlan {
-    /// Asks for parameters ahead of their use; they come while the caller goes on, if `comms` has rings, else at once. All ranks
+impl Plan {
+    /// Asks for parameters ahead of their use; they come while the caller goes on, if `comms` has communication streams, else at once. All ranks
     /// ask for the same in one order, whatever else they do in between.
     ///
     /// This rank's part is copied before anything is sent, so nothing borrows the state: gradients can be given meanwhile. The
-    /// values are those of this moment, the same bits as [`Self::gather`]'s. Buckets and these calls have rings of their own: a
+    /// values are those of this moment, the same bits as [`Self::gather`]'s. Buckets and these calls have streams of their own: a
     /// rank may start its buckets earlier or later than others do.
     ///
     /// # Errors
@@ -43,7 +42,7 @@ impl RankPlan {
     /// The parameters' memory from now on; one more thread for each rank, started with the first call.
     pub fn prefetch(
         &self,
-        state: &RankState,
+        state: &State,
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
         names: &[&str],
@@ -51,22 +50,23 @@ impl RankPlan {
         self.check_state(state)?;
         let mut asked = self.own_parts(state, backend, names)?;
         let len_bytes = asked.len_bytes();
-        for line in asked.lines.iter().filter(|line| line.counts.is_some()) {
-            let len_bytes = line.words.bytes().len();
-            comms.count_in_group(Operation::AllGather, len_bytes);
+        for buffer in &asked.buffers {
+            for (range, _) in &buffer.calls {
+                comms.count_in_group(Operation::AllGather, range.len());
+            }
         }
         let context = CallContext {
             plan_hash: self.hash(),
             bucket: None,
         };
-        let calls = asked.lines.iter().any(|line| line.counts.is_some());
-        let way = match comms.ring_ahead()? {
-            Some(ring) if calls => {
+        let calls = asked.buffers.iter().any(|buffer| !buffer.calls.is_empty());
+        let way = match comms.stream_ahead()? {
+            Some(stream) if calls => {
                 let work = move |comm: &mut dyn Communicator, asked: &mut Asked| {
                     comm.set_context(context);
                     make_calls(comm, asked)
                 };
-                Way::Ring(ring.start("prefetch", asked, work))
+                Way::Stream(stream.start("prefetch", asked, work))
             }
             _ => {
                 make_calls(comms.within_group(), &mut asked)?;
@@ -83,13 +83,13 @@ impl RankPlan {
 }
 
 fn make_calls(comm: &mut dyn Communicator, asked: &mut Asked) -> Result<(), CollectiveError> {
-    for line in &mut asked.lines {
-        if let Some(counts) = &line.counts {
+    for buffer in &mut asked.buffers {
+        for (range, counts) in &buffer.calls {
             comm.execute(Call {
                 operation: Operation::AllGather,
-                dtype: line.dtype,
+                dtype: buffer.dtype,
                 counts: Some(counts),
-                buffers: Buffers::InPlace(line.words.bytes_mut()),
+                buffers: Buffers::InPlace(&mut buffer.memory.bytes_mut()[range.clone()]),
             })?;
         }
     }
@@ -106,11 +106,11 @@ impl PendingGather {
     ///
     /// # Errors
     /// [`PlanError::StaleParams`] if they have been updated, averaged or written since, [`PlanError::ForeignState`] if it is
-    /// another one: the call is through then, and the ring goes on. [`PlanError::Collective`].
-    pub fn wait(self, state: &RankState) -> Result<GatheredParams, PlanError> {
+    /// another one: the call is through then, and the stream goes on. [`PlanError::Collective`].
+    pub fn wait(self, state: &State) -> Result<GatheredParams, PlanError> {
         let asked = match self.way {
             Way::Here(asked) => asked,
-            Way::Ring(pending) => pending.wait()?,
+            Way::Stream(pending) => pending.wait()?,
         };
         if state.plan_hash != self.plan_hash {
             return Err(PlanError::ForeignState {

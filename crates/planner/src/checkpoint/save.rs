@@ -7,14 +7,14 @@ use fusestep_collective::{Operation, ReduceOp};
 use fusestep_launch::Backend;
 use fusestep_tensor::{DType, Role, Shape};
 
-use super::comms::Comms;
+use super::OpenRun;
 use super::folder::{
     Manifest, PieceBytes, ShardSpec, TURNS, TensorSpec, free_turn, generation, refuse, shard_file,
     write_shard,
 };
-use super::{OpenRun, RankPlan, RankState};
-use crate::passes::Zero;
-use crate::{PlanError, State};
+use crate::comms::Comms;
+use crate::gradients::Given;
+use crate::{Plan, PlanError, State, ZeroStage};
 
 /// Bytes that each rank says about its file: outcome, length and checksum.
 const WORD_BYTES: usize = 24;
@@ -22,7 +22,7 @@ const WORD_BYTES: usize = 24;
 /// Tensors that a refusal names, beside the first.
 const MOST_NAMED: usize = 8;
 
-impl RankPlan {
+impl Plan {
     /// Saves parameters, optimizer state and counts, and texts of the caller's own; all ranks call it, between micro-steps.
     ///
     /// Every rank writes what it updates; in the middle of a merge window also its sums, and under LocalSGD everything, because
@@ -34,7 +34,7 @@ impl RankPlan {
     /// checkpoint before is as it was. [`PlanError::Conflict`] between the gradients of a micro-step.
     pub fn save(
         &self,
-        state: &RankState,
+        state: &State,
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
         folder: &Path,
@@ -46,7 +46,7 @@ impl RankPlan {
         // Rank 0 alone looks, so that all write to one place. Under LocalSGD ranks may have taken different steps.
         let mut place = [0u8; 9];
         if rank == 0 {
-            let step = state.local.step();
+            let step = state.step();
             place[..8].copy_from_slice(&step.to_le_bytes());
             place[8] = u8::from(free_turn(folder, step) != TURNS[0]);
         }
@@ -89,7 +89,7 @@ impl RankPlan {
     /// anything is written.
     pub fn load(
         &self,
-        state: &mut RankState,
+        state: &mut State,
         backend: &dyn Backend,
         folder: &Path,
     ) -> Result<BTreeMap<String, String>, PlanError> {
@@ -98,8 +98,8 @@ impl RankPlan {
         let whole = manifest.read_tensors(folder)?;
         let from = self.source_rank(&manifest, &whole, folder)?;
         let progress = self.progress((&manifest, from), &whole, folder)?;
-        if let (Some(norm), Some((scale, good, bad))) = (&state.local.norm, progress.loss_scale)
-            && state.local.scaled
+        if let (Some(norm), Some((scale, good, bad))) = (&state.norm, progress.loss_scale)
+            && state.scaled
         {
             norm.loss_scale()
                 .restored(scale, good, bad)
@@ -114,24 +114,25 @@ impl RankPlan {
                 let bytes = whole
                     .get(&self.key(param, role, from))
                     .map_or(&[][..], Vec::as_slice);
-                self.write_whole(state, backend, role, &desc.name, bytes)?;
+                state.write(backend, role, &desc.name, bytes)?;
             }
         }
         self.restore_counts(state, backend, &progress)?;
-        self.restore_open(state, (&progress, from), &whole);
-        state.local.poisoned = None;
+        self.restore_open(state, backend, (&progress, from), &whole)?;
+        state.poisoned = None;
         Ok(manifest.caller)
     }
 
-    fn check_between(&self, state: &RankState) -> Result<(), PlanError> {
-        match state.given_now.contains(&true) {
-            false => Ok(()),
-            true => Err(PlanError::Conflict {
-                first: "a checkpoint".to_owned(),
-                second: "gradients of a micro-step under way".to_owned(),
-                why: "do not go together; end the micro-step by `run_with` before saving",
-            }),
+    fn check_between(&self, state: &State) -> Result<(), PlanError> {
+        let given = |given: &Given| *given != Given::No;
+        if !state.arena.now.iter().any(given) {
+            return Ok(());
         }
+        Err(PlanError::Conflict {
+            first: "a checkpoint".to_owned(),
+            second: "gradients of a micro-step under way".to_owned(),
+            why: "do not go together; end the micro-step by `step` before saving",
+        })
     }
 
     /// A tensor's name in a checkpoint; that of values of a rank's own has the rank.
@@ -144,8 +145,9 @@ impl RankPlan {
     }
 
     /// Whether this rank has anything that others have not.
-    fn saves(&self, state: &RankState) -> bool {
-        let alike = self.whole.ranks.distributed.is_empty() && self.open_run(state).is_none();
+    fn saves(&self, state: &State) -> bool {
+        let distributed = self.storages.iter().any(|spec| spec.distributed);
+        let alike = !distributed && self.open_run(state).is_none();
         !alike || self.saves_shared()
     }
 
@@ -153,14 +155,14 @@ impl RankPlan {
     pub(crate) fn saves_shared(&self) -> bool {
         let rank = self.topology().rank;
         match self.zero() {
-            Zero::Zero0 => rank == 0,
-            _ => rank < self.shard_place().world,
+            ZeroStage::None => rank == 0,
+            _ => rank < self.shard_group,
         }
     }
 
     /// Roles that are saved: all but the gradient's, the parameter's first.
     fn roles(&self, param: usize) -> Result<Vec<Role>, PlanError> {
-        let kernel = self.whole.kernel_of(param as u32)?;
+        let kernel = self.kernel_of(param as u32)?;
         let mut roles: Vec<Role> = kernel.lists().iter().map(|list| list.role).collect();
         roles.retain(|role| role.is_state() || *role == Role::Param);
         roles.sort_by_key(|role| *role != Role::Param);
@@ -168,14 +170,14 @@ impl RankPlan {
     }
 
     fn role_dtype(&self, param: usize, role: Role) -> Result<DType, PlanError> {
-        let kernel = self.whole.kernel_of(param as u32)?;
+        let kernel = self.kernel_of(param as u32)?;
         let list = kernel.lists().iter().find(|list| list.role == role);
         Ok(list.map_or(self.params()[param].dtype, |list| list.dtype))
     }
 
     fn pieces_to_save(
         &self,
-        state: &RankState,
+        state: &State,
         backend: &dyn Backend,
     ) -> Result<Vec<PieceBytes>, PlanError> {
         let mut pieces = Vec::new();
@@ -188,25 +190,21 @@ impl RankPlan {
             if !self.has_own(param) && !self.saves_shared() {
                 continue;
             }
-            for (piece, local) in self.pieces_of(param) {
-                let local = &self.local.params()[local].name;
-                for role in self.roles(param)? {
-                    let dtype = self.role_dtype(param, role)?;
-                    let mut bytes = vec![0; piece.numel as usize * dtype.len_bytes()];
-                    state.local.read(backend, role, local, &mut bytes)?;
+            for role in self.roles(param)? {
+                let dtype = self.role_dtype(param, role)?;
+                state.read_shard(backend, role, param, |held, bytes| {
                     pieces.push(PieceBytes {
                         tensor: self.key(param, role, rank),
                         dtype,
-                        first: piece.first,
+                        first: held.elements.start,
                         bytes,
                     });
-                }
+                })?;
             }
         }
         if let Some(open) = self.open_run(state) {
             pieces.extend(self.open_pieces(state, &open));
         }
-        // Two pieces of one tensor never lie on one rank: shards are ranges of a line.
         Ok(pieces)
     }
 
@@ -272,21 +270,20 @@ impl RankPlan {
 
     fn manifest(
         &self,
-        state: &RankState,
+        state: &State,
         caller: BTreeMap<String, String>,
         generation: String,
         shards: Vec<ShardSpec>,
     ) -> Result<Manifest, PlanError> {
-        let local: &State = &state.local;
-        let mut manifest = Manifest::new(self.whole.optimizer().name().to_owned(), local.step());
-        manifest.skipped = local.skipped();
-        manifest.loss_scale = local
+        let mut manifest = Manifest::new(self.optimizer().name().to_owned(), state.step());
+        manifest.skipped = state.skipped();
+        manifest.loss_scale = state
             .loss_scale()
             .map(|scale| (scale.scale(), scale.good_steps(), scale.bad_steps()));
         manifest.caller = caller;
         for (param, desc) in self.params().iter().enumerate() {
-            let step = state.steps_of[param];
-            if step != local.step() && desc.numel() > 0 {
+            let step = state.step - state.steps_behind[param];
+            if step != state.step() && desc.numel() > 0 {
                 manifest.steps_of.insert(desc.name.clone(), step);
             }
         }
@@ -326,7 +323,7 @@ impl RankPlan {
     }
 
     fn check_manifest(&self, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
-        let own = self.whole.optimizer().name();
+        let own = self.optimizer().name();
         if manifest.optimizer != own {
             return Err(refuse(folder, "optimizer", own, manifest.optimizer.clone()));
         }
@@ -371,7 +368,7 @@ impl RankPlan {
     fn check_steps(&self, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
         for (name, &step) in &manifest.steps_of {
             let what = format!("steps of `{name}`");
-            if !self.index.contains_key(name) {
+            if !self.params.iter().any(|param| param.name == *name) {
                 let found = "one of no parameter of the plan".to_owned();
                 return Err(refuse(folder, &what, "a parameter of the plan", found));
             }

@@ -1,23 +1,22 @@
-//! The calls of one rank's step, counted.
+//! The calls of one rank's step, counted, and the communication streams that carry some of them.
 
 use std::num::NonZeroUsize;
-use std::sync::Arc;
+use std::ops::Range;
 
 use fusestep_collective::{
     Buffers, Call, CallContext, CollectiveError, Communicator, Membership, Operation, Pending,
-    ReduceOp, Ring, rings,
+    RankMemory, ReduceOp, ReduceUpdate, Ring, rings,
 };
+use fusestep_launch::Buffer;
 use fusestep_tensor::DType;
 
-use super::words::Words;
-
-/// What a rank's step makes its calls with: one communicator, and rings for calls that run beside the backward pass.
+/// What a rank's step makes its calls with: one communicator, and communication streams for calls that run beside the backward pass.
 ///
-/// Without rings a bucket is reduced when the step is run; with them as soon as its last gradient is given, in turn on each ring.
+/// Without streams a bucket is reduced when the step is run; with them as soon as its last gradient is given, on each stream in turn.
 pub struct Comms<'a> {
     comm: &'a mut dyn Communicator,
     groups: Option<Groups>,
-    rings: Vec<Ring>,
+    streams: Vec<Ring>,
     /// Carries calls that bring parameters ahead of their use; made for the first of them.
     ahead: Option<Ring>,
     calls: u64,
@@ -34,55 +33,55 @@ impl std::fmt::Debug for Comms<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Comms")
             .field("rank", &self.comm.rank())
-            .field("rings", &self.rings.len())
+            .field("streams", &self.streams.len())
             .field("calls", &self.calls)
             .finish_non_exhaustive()
     }
 }
 
 impl<'a> Comms<'a> {
-    /// Rings for buckets unless there is a reason for another number: one reduces while the next bucket of gradients fills the other.
-    pub const DEFAULT_RINGS: usize = 2;
+    /// Streams for buckets where ranks do not see each other's memory: one reduces while gradients fill the next bucket.
+    pub const DEFAULT_STREAMS: usize = 2;
 
     /// All calls by `comm`, one after the other.
     pub fn direct(comm: &'a mut dyn Communicator) -> Self {
         Self {
             comm,
             groups: None,
-            rings: Vec::new(),
+            streams: Vec::new(),
             ahead: None,
             calls: 0,
             bytes: 0,
         }
     }
 
-    /// Buckets in turn on `count` rings, each a group and a thread of its own; all ranks ask for the same number.
+    /// Buckets in turn on `count` streams, each a group and a thread of its own; all ranks ask for the same number.
     ///
     /// # Errors
     /// As [`rings`].
-    pub fn with_rings(
+    pub fn with_streams(
         comm: &'a mut dyn Communicator,
         count: usize,
     ) -> Result<Self, CollectiveError> {
-        let rings = match comm.world_size() {
+        let streams = match comm.world_size() {
             1 => Vec::new(),
             _ => rings(comm, count)?,
         };
         Ok(Self {
-            rings,
+            streams,
             ..Self::direct(comm)
         })
     }
 
-    /// For plans whose shards lie in groups of `group` consecutive ranks ([`crate::Shard::group`]), with `rings` rings; all ranks
-    /// call it. Rings carry the calls within a group; those across groups follow when the step is run.
+    /// For plans whose shards lie in groups of `group` consecutive ranks ([`crate::Shard::group`]), with so many streams; all ranks
+    /// call it. Streams carry the calls within a group; those across groups follow when the step is run.
     ///
     /// # Errors
     /// As [`rings`]; [`CollectiveError::Refused`] if the world is no multiple of `group`.
     pub fn in_groups(
         comm: &'a mut dyn Communicator,
         group: NonZeroUsize,
-        ring_count: usize,
+        stream_count: usize,
     ) -> Result<Self, CollectiveError> {
         let (rank, world, group) = (comm.rank(), comm.world_size(), group.get());
         let refused = || CollectiveError::Refused {
@@ -96,19 +95,19 @@ impl<'a> Comms<'a> {
             return Err(refused());
         }
         if group == world {
-            return Self::with_rings(comm, ring_count);
+            return Self::with_streams(comm, stream_count);
         }
         let (colour, key) = ((rank / group) as u32, 0);
         let within = comm.split(Some(Membership { colour, key }))?;
         let colour = (rank % group) as u32;
         let across = comm.split(Some(Membership { colour, key }))?;
         let (mut within, across) = within.zip(across).ok_or_else(refused)?;
-        let rings = match group {
+        let streams = match group {
             1 => Vec::new(),
-            _ => rings(within.as_mut(), ring_count)?,
+            _ => rings(within.as_mut(), stream_count)?,
         };
         Ok(Self {
-            rings,
+            streams,
             groups: Some(Groups { within, across }),
             ..Self::direct(comm)
         })
@@ -150,17 +149,17 @@ impl<'a> Comms<'a> {
         groups.map_or(self.comm.rank(), |groups| groups.within.rank())
     }
 
-    /// Whether calls run beside the caller's own work: there are rings, and ranks to call.
-    pub fn has_rings(&self) -> bool {
-        !self.rings.is_empty()
+    /// Whether calls run beside the caller's own work: there are streams, and ranks to call.
+    pub fn has_streams(&self) -> bool {
+        !self.streams.is_empty()
     }
 
-    /// The ring of parameters that are asked for ahead; `None` without rings.
+    /// The stream of parameters that are asked for ahead; `None` without streams.
     ///
-    /// Apart from those of buckets, because a rank starts these when its gradients are given, and some give theirs late or not at
-    /// all: on one ring both kinds of calls would come in orders that ranks do not share.
-    pub(crate) fn ring_ahead(&mut self) -> Result<Option<&Ring>, CollectiveError> {
-        if self.has_rings() && self.ahead.is_none() {
+    /// Another than those of buckets, because a rank starts these when its gradients are given, and some give theirs late or not at
+    /// all: on one stream both kinds of calls would come in orders that ranks do not share.
+    pub(crate) fn stream_ahead(&mut self) -> Result<Option<&Ring>, CollectiveError> {
+        if self.has_streams() && self.ahead.is_none() {
             self.ahead = rings(self.within_group(), 1)?.pop();
         }
         Ok(self.ahead.as_ref())
@@ -186,7 +185,7 @@ impl<'a> Comms<'a> {
         }
     }
 
-    /// The same among the ranks that share shards.
+    /// Makes one call in place among the ranks that share shards.
     pub(crate) fn in_group(
         &mut self,
         operation: Operation,
@@ -241,22 +240,44 @@ impl<'a> Comms<'a> {
         })
     }
 
-    /// Starts reducing bucket `index`: on its ring, or at once.
+    /// Reduces a bucket of all ranks and updates it in one pass.
+    pub(crate) fn reduce_update(
+        &mut self,
+        call: ReduceUpdate<'_>,
+        context: CallContext,
+        work: &mut dyn FnMut(RankMemory<'_>),
+    ) -> Result<(), CollectiveError> {
+        // Every gradient but the rank's own comes here, and its parameters go to everybody: as much as an all-reduce moves.
+        let len_bytes = call.grads.len() + call.params.len();
+        self.count(Operation::ReduceUpdate, len_bytes, self.comm.world_size());
+        self.comm.set_context(context);
+        let done = self.comm.reduce_update(call, work);
+        self.comm.set_context(CallContext {
+            bucket: None,
+            ..context
+        });
+        done
+    }
+
+    /// Starts the calls of a segment: on its stream, or at once.
     pub(crate) fn reduce(
         &mut self,
         index: usize,
-        call: &BucketCall,
-        mut words: Words,
+        calls: SegmentCalls,
+        mut memory: Box<dyn Buffer>,
     ) -> Result<Reducing, CollectiveError> {
-        self.count_in_group(call.operation(), words.bytes().len());
-        if self.rings.is_empty() {
-            call.make(self.within_group(), &mut words)?;
-            return Ok(Reducing::Done(words));
+        for call in &calls.buckets {
+            self.count_in_group(call.operation(), call.bytes.len());
         }
-        let ring = &self.rings[index % self.rings.len()];
-        let call = call.clone();
-        let pending = ring.start("bucket", words, move |comm, words| call.make(comm, words));
-        Ok(Reducing::Pending(pending))
+        if self.streams.is_empty() {
+            calls.make(self.within_group(), &mut memory)?;
+            return Ok(Reducing::Done(memory));
+        }
+        let stream = &self.streams[index % self.streams.len()];
+        let work = move |comm: &mut dyn Communicator, memory: &mut Box<dyn Buffer>| {
+            calls.make(comm, memory)
+        };
+        Ok(Reducing::Pending(stream.start("bucket", memory, work)))
     }
 
     /// Counts a call among the ranks that share shards.
@@ -265,52 +286,86 @@ impl<'a> Comms<'a> {
     }
 
     fn count(&mut self, operation: Operation, len_bytes: usize, ranks: usize) {
-        let world = ranks as u64;
-        let part = len_bytes as u64 * (world - 1) / world;
         self.calls += 1;
-        self.bytes += match operation {
-            Operation::AllReduce(_) => 2 * part,
-            _ => part,
-        };
+        self.bytes += bytes_sent(operation, len_bytes as u64, ranks as u64);
     }
 }
 
-/// A bucket on its way.
+/// Bytes that a rank sends for a call on buffers of so many bytes, by ring algorithms.
+pub(crate) fn bytes_sent(operation: Operation, len_bytes: u64, ranks: u64) -> u64 {
+    let part = len_bytes / ranks * (ranks - 1) + len_bytes % ranks * (ranks - 1) / ranks;
+    match operation {
+        Operation::AllReduce(_) => 2 * part,
+        _ => part,
+    }
+}
+
+/// A segment on its way.
 #[derive(Debug)]
 pub(crate) enum Reducing {
-    Done(Words),
-    Pending(Pending<Words>),
+    Done(Box<dyn Buffer>),
+    Pending(Pending<Box<dyn Buffer>>),
+}
+
+/// The calls that reduce the buckets of a segment, one after the other.
+#[derive(Debug)]
+pub(crate) struct SegmentCalls {
+    pub(crate) dtype: DType,
+    pub(crate) plan_hash: u64,
+    pub(crate) buckets: Vec<BucketCall>,
 }
 
 /// How a bucket is reduced.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct BucketCall {
-    pub(crate) dtype: DType,
-    /// Each rank's part, if each gets only its own.
-    pub(crate) counts: Option<Arc<[usize]>>,
-    pub(crate) context: CallContext,
+    pub(crate) bucket: usize,
+    /// Its bytes in the segment.
+    pub(crate) bytes: Range<usize>,
+    /// Elements of each rank's part, if each gets only its own.
+    pub(crate) counts: Option<Vec<usize>>,
 }
 
 impl BucketCall {
     fn operation(&self) -> Operation {
-        match self.counts {
-            Some(_) => Operation::ReduceScatter(ReduceOp::Average),
-            None => Operation::AllReduce(ReduceOp::Average),
+        if self.counts.is_some() {
+            Operation::ReduceScatter(ReduceOp::Average)
+        } else {
+            Operation::AllReduce(ReduceOp::Average)
         }
     }
+}
 
-    fn make(&self, comm: &mut dyn Communicator, words: &mut Words) -> Result<(), CollectiveError> {
-        comm.set_context(self.context);
-        let done = comm.execute(Call {
-            operation: self.operation(),
-            dtype: self.dtype,
-            counts: self.counts.as_deref(),
-            buffers: Buffers::InPlace(words.bytes_mut()),
-        });
+impl SegmentCalls {
+    /// Makes the calls on the segment's memory; that of a device goes through the host.
+    fn make(
+        &self,
+        comm: &mut dyn Communicator,
+        memory: &mut Box<dyn Buffer>,
+    ) -> Result<(), CollectiveError> {
+        let Some(bytes) = memory.host_mut() else {
+            return Err(CollectiveError::Refused {
+                rank: comm.rank(),
+                operation: "bucket",
+                reason: "expected gradients in host memory, found a device's; stage them first"
+                    .to_owned(),
+            });
+        };
+        for call in &self.buckets {
+            comm.set_context(CallContext {
+                plan_hash: self.plan_hash,
+                bucket: Some(call.bucket as u32),
+            });
+            comm.execute(Call {
+                operation: call.operation(),
+                dtype: self.dtype,
+                counts: call.counts.as_deref(),
+                buffers: Buffers::InPlace(&mut bytes[call.bytes.clone()]),
+            })?;
+        }
         comm.set_context(CallContext {
+            plan_hash: self.plan_hash,
             bucket: None,
-            ..self.context
         });
-        done
+        Ok(())
     }
 }

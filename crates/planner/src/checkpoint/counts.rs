@@ -2,7 +2,8 @@
 
 use std::num::NonZeroU64;
 
-use super::{Manifest, RankPlan, RankState};
+use super::Manifest;
+use crate::{Plan, State};
 
 /// Words of [`Progress`] that do not depend on the parameters.
 const FIXED_WORDS: usize = 16;
@@ -27,28 +28,29 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    pub(super) fn of(state: &RankState) -> Self {
-        let local = &state.local;
+    pub(super) fn of(state: &State) -> Self {
+        let steps_of = state.steps_behind.iter().map(|behind| state.step - behind);
+        let arena = &state.arena;
         Self {
-            step: local.step(),
-            skipped: local.skipped(),
-            loss_scale: local
+            step: state.step(),
+            skipped: state.skipped(),
+            loss_scale: state
                 .loss_scale()
                 .map(|scale| (scale.scale(), scale.good_steps(), scale.bad_steps())),
-            micro_steps: u64::from(state.micro_steps),
-            weights: state.weights,
-            weights_hash: state.weights_hash,
+            micro_steps: u64::from(arena.micro_steps),
+            weights: arena.weights,
+            weights_hash: arena.weights_hash,
             since_average: state.since_average,
             loss: state.adapting.loss,
             first: state.adapting.first,
             every: state.adapting.every,
-            steps_of: state.steps_of.clone(),
-            given: state.given.iter().map(|&given| u64::from(given)).collect(),
+            steps_of: steps_of.collect(),
+            given: arena.given.iter().map(|&given| u64::from(given)).collect(),
         }
     }
 
     /// The counts of a checkpoint that is the same for all ranks.
-    pub(super) fn of_all(plan: &RankPlan, manifest: &Manifest) -> Self {
+    pub(super) fn of_all(plan: &Plan, manifest: &Manifest) -> Self {
         let steps = |name: &String| manifest.steps_of.get(name).copied();
         let params = plan.params().iter();
         Self {

@@ -2,11 +2,12 @@
 //!
 //! ```text
 //! DIR/manifest.json                     names the generation that counts, its files and their checksums
-//! DIR/step-00000012/shard-00000.safetensors   pieces of tensors, `<name>@<role>`, and where each begins
+//! DIR/step-00000012/shard-00000.safetensors   ranges of tensors, `<name>@<role>`, and where each begins; a rank's further ranges of a
+//!                                             tensor are `<name>@<role>~<n>`, and metadata say whose they are
 //! ```
 
 use std::borrow::Cow;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -212,7 +213,8 @@ impl Manifest {
             let path = folder.join(&shard.file);
             let file = read_shard(&path, shard)?;
             for (name, entry) in file.entries() {
-                let Some((tensor, spec)) = self.tensors.get_key_value(name) else {
+                let tensor = file.metadata().get(&tensor_key(name)).unwrap_or(name);
+                let Some((tensor, spec)) = self.tensors.get_key_value(tensor) else {
                     return Err(refuse(
                         &path,
                         name,
@@ -374,13 +376,26 @@ pub(crate) fn write_shard(
     let path = within.join(shard_file(shard));
     let mut metadata = HashMap::new();
     let mut tensors = Vec::with_capacity(pieces.len());
+    let mut names: HashSet<String> = pieces.iter().map(|piece| piece.tensor.clone()).collect();
+    let mut known = HashSet::new();
     for piece in pieces {
-        metadata.insert(first_key(&piece.tensor), piece.first.to_string());
-        metadata.insert(sum_key(&piece.tensor), checksum(&piece.bytes));
+        // A rank may have several ranges of one tensor: behind the first they have names of their own.
+        let mut name = piece.tensor.clone();
+        if !known.insert(&piece.tensor) {
+            let free = (1..).map(|at| format!("{}~{at}", piece.tensor));
+            name = free
+                .into_iter()
+                .find(|name| !names.contains(name))
+                .unwrap_or(name);
+            names.insert(name.clone());
+            metadata.insert(tensor_key(&name), piece.tensor.clone());
+        }
+        metadata.insert(first_key(&name), piece.first.to_string());
+        metadata.insert(sum_key(&name), checksum(&piece.bytes));
         let numel = (piece.bytes.len() / piece.dtype.len_bytes()) as u64;
         let shape = Shape::new([numel])?;
         let bytes = TensorBytes::of(piece.dtype, &shape, Cow::Borrowed(&piece.bytes));
-        tensors.push((piece.tensor.clone(), bytes));
+        tensors.push((name, bytes));
     }
     Prepared::tensors(&path, &tensors, metadata)?.commit()?;
     let bytes = read_bytes(&path)?;
@@ -431,6 +446,10 @@ fn checksum(bytes: &[u8]) -> String {
 
 fn first_key(tensor: &str) -> String {
     format!("first@{tensor}")
+}
+
+fn tensor_key(entry: &str) -> String {
+    format!("tensor@{entry}")
 }
 
 fn sum_key(tensor: &str) -> String {

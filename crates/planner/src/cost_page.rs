@@ -2,32 +2,26 @@
 
 use std::fmt::Write;
 
-use super::{CostModel, Event, EventKind, RankPlan};
 use crate::display::grouped;
 use crate::html::escape;
-use crate::html_page;
+use crate::{CostModel, Event, EventKind, Plan, html_page};
 
 /// Width and height of the timeline's drawing, and of a row.
 const WIDTH: f64 = 1_000.0;
 const ROW: f64 = 22.0;
 
-impl RankPlan {
+impl Plan {
     /// A page: the timeline drawn to scale, what passes did, and this rank's own launches.
-    pub fn to_html(&self, model: &CostModel) -> String {
+    pub fn ranks_to_html(&self, model: &CostModel) -> String {
         let topology = self.topology();
         let title = format!("Step of rank {} of {}", topology.rank, topology.world);
         let mut page = String::new();
-        let summary = self.summary(*model);
+        let summary = self.rank_summary(*model);
         let _ = writeln!(page, "<pre>{}</pre>", escape(&summary.to_string()));
         page.push_str("<h2>Timeline</h2>\n<p class=\"muted\">Backward passes and the update, calls that reduce buckets, \
              calls that gather parameters, as the cost model predicts them. Hover for numbers.</p>\n");
         draw(&mut page, &self.timeline(model));
-        page.push_str("<h2>Passes of ranks</h2>\n<ul>\n");
-        for note in self.explain() {
-            let _ = writeln!(page, "<li>{}</li>", escape(&note.to_string()));
-        }
-        page.push_str("</ul>\n");
-        page.push_str(&self.local.to_html_fragment());
+        page.push_str(&self.to_html_fragment());
         html_page(&title, &page)
     }
 }

@@ -1,0 +1,133 @@
+//! Gradients of one micro-step, added to those before.
+
+use bytemuck::Pod;
+use fusestep_simd::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
+use fusestep_tensor::DType;
+
+/// What becomes of a gradient that is given.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Absorb {
+    /// It is the first since the last update.
+    pub(crate) first: bool,
+    /// What it is multiplied with.
+    pub(crate) weight: Option<f64>,
+    /// It is the last before the next update, and the sum is divided by this; `None` if others follow.
+    pub(crate) last: Option<Divisor>,
+}
+
+/// What the sum over micro-steps is divided by.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Divisor(pub(crate) f64);
+
+/// Adds `grad` to `sums`, or writes it there if it is the first, and puts what the sums come to into `out` if it is the last. Sums of
+/// 16-bit gradients are f32, others of the gradients' own type; without `sums` they are formed in `out` itself.
+///
+/// `grad` is `None` for a tensor without a gradient in this micro-step.
+pub(crate) fn absorb(
+    dtype: DType,
+    out: &mut [u8],
+    sums: Option<&mut [u8]>,
+    grad: Option<&[u8]>,
+    how: Absorb,
+) {
+    match (dtype, sums) {
+        (DType::F16 | DType::BF16, Some(sums)) => {
+            let sums: &mut [f32] = bytemuck::cast_slice_mut(sums);
+            if let Some(grad) = grad {
+                add_widened(dtype, sums, grad, how);
+            }
+            if let Some(divisor) = how.last {
+                round(dtype, sums, out, divisor);
+            }
+        }
+        (DType::F32, Some(sums)) => {
+            let weight = how.weight.map(|weight| weight as f32);
+            add::<f32>(sums, grad, how.first, weight);
+            if let Some(divisor) = how.last {
+                out.copy_from_slice(sums);
+                divide(out, divisor.0 as f32, 1.0f32);
+            }
+        }
+        (DType::F64, Some(sums)) => {
+            add::<f64>(sums, grad, how.first, how.weight);
+            if let Some(divisor) = how.last {
+                out.copy_from_slice(sums);
+                divide(out, divisor.0, 1.0f64);
+            }
+        }
+        (DType::F32, None) => {
+            add::<f32>(out, grad, how.first, how.weight.map(|weight| weight as f32));
+            if let Some(divisor) = how.last {
+                divide(out, divisor.0 as f32, 1.0f32);
+            }
+        }
+        (DType::F64, None) => {
+            add::<f64>(out, grad, how.first, how.weight);
+            if let Some(divisor) = how.last {
+                divide(out, divisor.0, 1.0f64);
+            }
+        }
+        _ => {
+            if let Some(grad) = grad {
+                out.copy_from_slice(grad);
+            }
+        }
+    }
+}
+
+/// `sums ← sums + grad · weight`, or `grad · weight` if it is the first.
+fn add<T>(sums: &mut [u8], grad: Option<&[u8]>, first: bool, weight: Option<T>)
+where
+    T: Pod + std::ops::Add<Output = T> + std::ops::Mul<Output = T>,
+{
+    let Some(grad) = grad else {
+        return;
+    };
+    if first && weight.is_none() {
+        return sums.copy_from_slice(grad);
+    }
+    let sums: &mut [T] = bytemuck::cast_slice_mut(sums);
+    for (sum, grad) in sums.iter_mut().zip(grad.chunks_exact(size_of::<T>())) {
+        let grad: T = bytemuck::pod_read_unaligned(grad);
+        let grad = weight.map_or(grad, |weight| grad * weight);
+        *sum = if first { grad } else { *sum + grad };
+    }
+}
+
+fn divide<T>(sums: &mut [u8], divisor: T, one: T)
+where
+    T: Pod + PartialEq + std::ops::Div<Output = T>,
+{
+    if divisor == one {
+        return;
+    }
+    let sums: &mut [T] = bytemuck::cast_slice_mut(sums);
+    for sum in sums {
+        *sum = *sum / divisor;
+    }
+}
+
+fn add_widened(dtype: DType, sums: &mut [f32], grad: &[u8], how: Absorb) {
+    let weight = how.weight.map(|weight| weight as f32);
+    for (sum, grad) in sums.iter_mut().zip(grad.chunks_exact(2)) {
+        let bits = u16::from_le_bytes([grad[0], grad[1]]);
+        let grad = match dtype {
+            DType::F16 => widen_f16(bits),
+            _ => widen_bf16(bits),
+        };
+        let grad = weight.map_or(grad, |weight| grad * weight);
+        *sum = if how.first { grad } else { *sum + grad };
+    }
+}
+
+fn round(dtype: DType, sums: &[f32], out: &mut [u8], divisor: Divisor) {
+    let divisor = divisor.0 as f32;
+    for (sum, out) in sums.iter().zip(out.chunks_exact_mut(2)) {
+        let mean = sum / divisor;
+        let bits = match dtype {
+            DType::F16 => narrow_f16(mean),
+            _ => narrow_bf16(mean),
+        };
+        out.copy_from_slice(&bits.to_le_bytes());
+    }
+}

@@ -1,0 +1,208 @@
+//! Parameters averaged across ranks.
+
+use std::num::NonZeroU64;
+
+use fusestep_collective::{Operation, ReduceOp};
+use fusestep_simd::{join_bf16, narrow_bf16, narrow_f16, split_bf16};
+use fusestep_tensor::{DType, Role};
+
+use crate::comms::Comms;
+use crate::passes::{Averaged, Interval, LocalSgd};
+use crate::storage::StorageState;
+use crate::{Plan, PlanError, State};
+
+/// An interval that follows the loss.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Adapting {
+    /// This rank's loss of the step under way.
+    pub(crate) loss: Option<f64>,
+    /// All ranks' mean loss in the first step, and the learning rate.
+    pub(crate) first: Option<(f64, f64)>,
+    /// The interval it has come to.
+    pub(crate) every: Option<NonZeroU64>,
+}
+
+impl Plan {
+    /// Averages parameters across ranks, if it is time to.
+    pub(crate) fn average(
+        &self,
+        state: &mut State,
+        comms: &mut Comms<'_>,
+    ) -> Result<bool, PlanError> {
+        let Some(rule) = self.local_sgd() else {
+            return Ok(false);
+        };
+        let adapts = rule.interval == Interval::Adaptive;
+        if adapts && state.adapting.first.is_none() {
+            let loss = mean_loss(state, comms)?;
+            state.adapting.first = Some((loss, state.lr()));
+        }
+        let now = LocalSgd {
+            every: state.adapting.every.unwrap_or(rule.every),
+            ..rule
+        };
+        state.since_average += 1;
+        // Skipped steps count, for other ranks may have taken theirs.
+        let step = state.step() + state.skipped();
+        if !now.due(step, state.since_average) {
+            return Ok(false);
+        }
+        self.average_now(state, comms)?;
+        if adapts && let Some((first_loss, first_lr)) = state.adapting.first {
+            let loss = mean_loss(state, comms)?;
+            let adapted = rule.adapted(first_loss, loss, first_lr, state.lr());
+            state.adapting.every = Some(adapted.every);
+        }
+        state.adapting.loss = None;
+        Ok(true)
+    }
+
+    /// Averages parameters, and state if pass `local_sgd` says so, across all ranks.
+    ///
+    /// # Errors
+    /// As [`Self::step`].
+    pub fn average_now(&self, state: &mut State, comms: &mut Comms<'_>) -> Result<(), PlanError> {
+        state.since_average = 0;
+        let Some(rule) = self.local_sgd().filter(|_| self.topology.world > 1) else {
+            return Ok(());
+        };
+        state.follow_views();
+        state.params_version += 1;
+        let with_state = rule.averaged == Averaged::ParamsAndState;
+        let done = self.average_lists(state, comms, with_state);
+        if done.is_err() {
+            self.poison(state);
+        }
+        done
+    }
+
+    /// Averages every list that pass `local_sgd` asks for. Of a parameter with a 32-bit value that value is averaged, and the 16-bit one
+    /// is derived from it: a mean of rounded values would forget what masters and residuals keep.
+    fn average_lists(
+        &self,
+        state: &mut State,
+        comms: &mut Comms<'_>,
+        with_state: bool,
+    ) -> Result<(), PlanError> {
+        for (storage, spec) in self.storages.iter().enumerate() {
+            if spec.distributed || spec.members.is_empty() {
+                continue;
+            }
+            let own = &mut state.storages[storage];
+            let list = |role| spec.list(role);
+            match (list(Role::Param), list(Role::Master), list(Role::Remainder)) {
+                (Some(param), Some(master), _) => {
+                    average_list(own, master, comms)?;
+                    let (master, dtype) = (host_of(own, master)?.to_vec(), spec.param_dtype());
+                    let out = host_mut_of(own, param)?;
+                    round_masters(dtype, &master, out);
+                }
+                (Some(param), None, Some(residual)) => {
+                    average_split(own, (param, residual), comms)?
+                }
+                (Some(param), None, None) => average_list(own, param, comms)?,
+                (None, ..) => {}
+            }
+            let kept = [Role::Master, Role::Remainder];
+            for (index, list) in spec.lists.iter().enumerate() {
+                if with_state && list.role.is_state() && !kept.contains(&list.role) {
+                    average_list(own, index, comms)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn host_of(storage: &StorageState, list: usize) -> Result<&[u8], PlanError> {
+    let bytes = storage.lists[list].buffer.host();
+    bytes.ok_or_else(|| not_on_host(storage, list))
+}
+
+fn host_mut_of(storage: &mut StorageState, list: usize) -> Result<&mut [u8], PlanError> {
+    let error = not_on_host(storage, list);
+    storage.lists[list].buffer.host_mut().ok_or(error)
+}
+
+fn not_on_host(storage: &StorageState, list: usize) -> PlanError {
+    PlanError::NotOnHost {
+        role: storage.lists[list].role(),
+        name: storage.kernel.entry().to_owned(),
+        backend: "device",
+    }
+}
+
+/// Averages an arena in place.
+fn average_list(
+    storage: &mut StorageState,
+    list: usize,
+    comms: &mut Comms<'_>,
+) -> Result<(), PlanError> {
+    let dtype = storage.lists[list].dtype();
+    let bytes = host_mut_of(storage, list)?;
+    Ok(comms.in_place(Operation::AllReduce(ReduceOp::Average), dtype, None, bytes)?)
+}
+
+/// Averages 32-bit values that are kept as bf16 parameters and the bits these lack.
+fn average_split(
+    storage: &mut StorageState,
+    (param, residual): (usize, usize),
+    comms: &mut Comms<'_>,
+) -> Result<(), PlanError> {
+    let (high, low) = (host_of(storage, param)?, host_of(storage, residual)?);
+    let pairs = high.as_chunks::<2>().0.iter().zip(low.as_chunks::<2>().0);
+    let values =
+        pairs.map(|(high, low)| join_bf16(u16::from_le_bytes(*high), u16::from_le_bytes(*low)));
+    let mut values: Vec<f32> = values.collect();
+    let operation = Operation::AllReduce(ReduceOp::Average);
+    let bytes = bytemuck::cast_slice_mut(&mut values);
+    comms.in_place(operation, DType::F32, None, bytes)?;
+    let split: Vec<(u16, u16)> = values.into_iter().map(split_bf16).collect();
+    let high = host_mut_of(storage, param)?.as_chunks_mut::<2>().0;
+    for (out, (high, _)) in high.iter_mut().zip(&split) {
+        *out = high.to_le_bytes();
+    }
+    let low = host_mut_of(storage, residual)?.as_chunks_mut::<2>().0;
+    for (out, (_, low)) in low.iter_mut().zip(&split) {
+        *out = low.to_le_bytes();
+    }
+    Ok(())
+}
+
+/// 16-bit parameters from their masters, rounded to nearest even.
+fn round_masters(dtype: DType, masters: &[u8], params: &mut [u8]) {
+    let masters = masters.as_chunks::<4>().0.iter();
+    for (param, master) in params.as_chunks_mut::<2>().0.iter_mut().zip(masters) {
+        let value = f32::from_le_bytes(*master);
+        let bits = match dtype {
+            DType::F16 => narrow_f16(value),
+            _ => narrow_bf16(value),
+        };
+        *param = bits.to_le_bytes();
+    }
+}
+
+/// The mean of all ranks' losses; not a number if one has none.
+fn mean_loss(state: &State, comms: &mut Comms<'_>) -> Result<f64, PlanError> {
+    let mut loss = [state.adapting.loss.unwrap_or(f64::NAN)];
+    let operation = Operation::AllReduce(ReduceOp::Average);
+    comms.in_place(
+        operation,
+        DType::F64,
+        None,
+        bytemuck::cast_slice_mut(&mut loss),
+    )?;
+    Ok(loss[0])
+}
+
+impl State {
+    /// Tells the loss of the step under way, for an adaptive interval of LocalSGD.
+    pub fn set_loss(&mut self, loss: f64) {
+        self.adapting.loss = Some(loss);
+    }
+
+    /// Steps between two averages of LocalSGD, if they have been adapted.
+    pub fn local_interval(&self) -> Option<u64> {
+        self.adapting.every.map(NonZeroU64::get)
+    }
+}

@@ -1,0 +1,278 @@
+//! Ranges of the gradient arena: what one call reduces, and which part of it each rank updates.
+
+use std::ops::Range;
+
+use serde::Serialize;
+
+use crate::passes::Oversize;
+use crate::{Plan, StorageSpec};
+
+/// Consecutive whole tensors whose gradients share one allocation and become ready together for the calls of their buckets.
+///
+/// It is one bucket, unless a tensor is longer than the cap of buckets: then it is that tensor, in several.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Segment {
+    /// Index of the storage.
+    pub storage: usize,
+    /// Elements of the storage, padding included.
+    pub elements: Range<u64>,
+    /// The tensors: positions in the storage.
+    pub tensors: Range<u32>,
+    /// Its buckets.
+    pub buckets: Range<usize>,
+}
+
+/// A range of the gradient arena that one call reduces.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Bucket {
+    /// Index of the storage.
+    pub storage: usize,
+    /// Index of the segment it lies in.
+    pub segment: usize,
+    /// Elements of the storage, padding included.
+    pub elements: Range<u64>,
+    /// Where each rank's part begins, of the ranks that share shards, and where the last one ends.
+    pub bounds: Vec<u64>,
+}
+
+impl Bucket {
+    /// Element count, padding included.
+    pub fn numel(&self) -> u64 {
+        self.elements.end - self.elements.start
+    }
+
+    /// The elements of the storage that a rank of the shard group updates, if updates are shared out.
+    pub fn part(&self, rank: usize) -> Range<u64> {
+        self.bounds[rank]..self.bounds[rank + 1]
+    }
+
+    /// Elements of each rank's part.
+    pub fn counts(&self) -> Vec<usize> {
+        let parts = self.bounds.windows(2);
+        parts.map(|part| (part[1] - part[0]) as usize).collect()
+    }
+
+    /// How many of these elements lie in each rank's part.
+    pub fn overlaps(&self, elements: &Range<u64>) -> Vec<usize> {
+        let parts = self.bounds.windows(2);
+        let overlap = |part: &[u64]| {
+            let (start, end) = (part[0].max(elements.start), part[1].min(elements.end));
+            end.saturating_sub(start) as usize
+        };
+        parts.map(overlap).collect()
+    }
+}
+
+/// How gradients are put into buckets.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Caps {
+    pub(crate) bytes: u64,
+    pub(crate) count: usize,
+    pub(crate) oversize: Oversize,
+}
+
+/// Where parts and buckets may be cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Grain {
+    /// Between any two elements; at multiples of a slot where that is little beside the bucket, because devices load 16 bytes at a time.
+    Elements,
+    /// At multiples of so many elements from the start of a tensor: sums in the fixed tree belong to one rank then.
+    Of(u64),
+    /// Between tensors.
+    Tensors,
+}
+
+/// Elements that parts are multiples of where buckets are long.
+const SLOT_ELEMENTS: u64 = 64;
+
+/// A bucket has at least so many slots for each rank where parts are cut at slots: they differ by 2 % at most then.
+const SLOTS_OF_RANK: u64 = 64;
+
+/// The segments and buckets of a plan's gradients, in the order of `ready` (parameters), those that are never reduced last.
+pub(crate) fn segments(
+    plan: &Plan,
+    ready: &[u32],
+    caps: Option<&Caps>,
+    grain: Grain,
+) -> (Vec<Segment>, Vec<Bucket>) {
+    let mut filling = Filling {
+        plan,
+        caps,
+        grain,
+        open: vec![None; plan.storages.len()],
+        segments: Vec::new(),
+        buckets: Vec::new(),
+    };
+    for distributed in [false, true] {
+        for &param in ready {
+            let (storage, position) = plan.places[param as usize];
+            let spec = &plan.storages[storage];
+            if spec.distributed == distributed && spec.layout.numel(position) > 0 {
+                filling.add(storage, position as u32);
+            }
+        }
+        for storage in 0..plan.storages.len() {
+            filling.close(storage);
+        }
+    }
+    (filling.segments, filling.buckets)
+}
+
+struct Filling<'a> {
+    plan: &'a Plan,
+    caps: Option<&'a Caps>,
+    grain: Grain,
+    /// For each storage the tensors of the segment that is being filled.
+    open: Vec<Option<Range<u32>>>,
+    segments: Vec<Segment>,
+    buckets: Vec<Bucket>,
+}
+
+impl Filling<'_> {
+    fn add(&mut self, storage: usize, tensor: u32) {
+        let spec = &self.plan.storages[storage];
+        let Some(caps) = self.caps else {
+            self.open[storage] = Some(tensor..tensor + 1);
+            return self.close(storage);
+        };
+        let cap = (caps.bytes / spec.grad_dtype().len_bytes() as u64).max(1);
+        let numel = spec.layout.numel(tensor as usize);
+        if let Some(open) = self.open[storage].clone() {
+            let together = end_of(spec, tensor) - spec.layout.offset(open.start as usize);
+            let count = open
+                .clone()
+                .filter(|&t| spec.layout.numel(t as usize) > 0)
+                .count();
+            // Only neighbours can share a range; a layout in the order of readiness makes all of them neighbours.
+            let next = (open.end..tensor).all(|t| spec.layout.numel(t as usize) == 0)
+                && open.end <= tensor;
+            if next && together <= cap.max(1) && count < caps.count {
+                self.open[storage] = Some(open.start..tensor + 1);
+                return;
+            }
+            self.close(storage);
+        }
+        self.open[storage] = Some(tensor..tensor + 1);
+        if numel >= cap {
+            self.close(storage);
+        }
+    }
+
+    fn close(&mut self, storage: usize) {
+        let Some(tensors) = self.open[storage].take() else {
+            return;
+        };
+        let spec = &self.plan.storages[storage];
+        let start = spec.layout.offset(tensors.start as usize);
+        let elements = start..end_of(spec, tensors.end - 1);
+        let segment = self.segments.len();
+        let first = self.buckets.len();
+        let mut at = start;
+        while at < elements.end {
+            let end = self.end_of_bucket(spec, &elements, at);
+            self.buckets.push(Bucket {
+                storage,
+                segment,
+                elements: at..end,
+                bounds: Vec::new(),
+            });
+            at = end;
+        }
+        self.segments.push(Segment {
+            storage,
+            elements,
+            tensors,
+            buckets: first..self.buckets.len(),
+        });
+    }
+
+    /// Where the bucket that begins at `at` ends: with the segment, unless that is one tensor longer than the cap.
+    fn end_of_bucket(&self, spec: &StorageSpec, elements: &Range<u64>, at: u64) -> u64 {
+        let Some(caps) = self.caps.filter(|caps| caps.oversize == Oversize::Split) else {
+            return elements.end;
+        };
+        let grain = match self.grain {
+            Grain::Elements => 1,
+            Grain::Of(elements) => elements,
+            Grain::Tensors => return elements.end,
+        };
+        let cap = (caps.bytes / spec.grad_dtype().len_bytes() as u64).max(1);
+        let cap = (cap / grain * grain).max(grain);
+        // What is left beyond the cap may be padding only.
+        let first = spec
+            .layout
+            .offsets()
+            .partition_point(|&offset| offset <= elements.start)
+            - 1;
+        let last = spec.layout.offset(first) + spec.layout.numel(first);
+        let one = end_of(spec, first as u32) == elements.end;
+        if one && last.saturating_sub(at) > cap {
+            at + cap
+        } else {
+            elements.end
+        }
+    }
+}
+
+/// The end of a tensor's slot.
+fn end_of(spec: &StorageSpec, tensor: u32) -> u64 {
+    spec.layout.offsets()[tensor as usize + 1]
+}
+
+/// Cuts every bucket into a part for each rank, so that what each rank has of a storage is as equal as the grain allows.
+pub(crate) fn cut(storages: &[StorageSpec], buckets: &mut [Bucket], ranks: usize, grain: Grain) {
+    let mut loads = vec![vec![0u64; ranks]; storages.len()];
+    for bucket in buckets {
+        let (spec, loads) = (&storages[bucket.storage], &mut loads[bucket.storage]);
+        let numel = bucket.numel();
+        let unit = match grain {
+            Grain::Elements if numel >= SLOT_ELEMENTS * SLOTS_OF_RANK * ranks as u64 => {
+                Grain::Of(SLOT_ELEMENTS)
+            }
+            other => other,
+        };
+        // What a rank would need to have as much as all others, and all of them together.
+        let fair = (loads.iter().sum::<u64>() + numel).div_ceil(ranks as u64);
+        let wanted: Vec<u64> = loads
+            .iter()
+            .map(|load| fair.saturating_sub(*load))
+            .collect();
+        let all: u64 = wanted.iter().sum::<u64>().max(1);
+        let mut sum = 0;
+        bucket.bounds = vec![bucket.elements.start];
+        for (rank, wanted) in wanted.iter().enumerate() {
+            sum += wanted;
+            let ideal = (u128::from(numel) * u128::from(sum) / u128::from(all)) as u64;
+            let before = bucket.bounds[rank];
+            let at = if rank + 1 == ranks {
+                bucket.elements.end
+            } else {
+                snap(spec, &bucket.elements, bucket.elements.start + ideal, unit).max(before)
+            };
+            loads[rank] += at - before;
+            bucket.bounds.push(at);
+        }
+    }
+}
+
+/// The place next to `at` where the grain allows a cut.
+fn snap(spec: &StorageSpec, elements: &Range<u64>, at: u64, grain: Grain) -> u64 {
+    let offsets = spec.layout.offsets();
+    let tensor = offsets.partition_point(|&offset| offset <= at).max(1) - 1;
+    if tensor >= spec.layout.tensors() {
+        return elements.end;
+    }
+    let (start, next) = (offsets[tensor], offsets[tensor + 1]);
+    let (low, high) = match grain {
+        Grain::Elements => return at,
+        Grain::Tensors => (start, next),
+        Grain::Of(grain) => {
+            let low = start + (at - start) / grain * grain;
+            let end = start + spec.layout.numel(tensor);
+            let high = if low + grain < end { low + grain } else { next };
+            (low, high)
+        }
+    };
+    let nearest = if at - low <= high - at { low } else { high };
+    nearest.clamp(elements.start, elements.end)
+}

@@ -1,0 +1,721 @@
+//! What a step of many ranks costs, before it has been run: its calls, read off the stages, and a prediction of its time.
+
+use fusestep_collective::{Costs, Link, Operation, ReduceOp};
+use fusestep_launch::{LEAF_ELEMENTS, MAX_SUMS};
+use fusestep_tensor::Role;
+use serde::Serialize;
+
+use crate::comms::bytes_sent;
+use crate::display::bytes;
+use crate::gradients::keeps_segments;
+use crate::stage::{GatheredLists, Reduced};
+use crate::{Plan, Stage, ZeroStage};
+
+/// What a step is predicted from.
+///
+/// ```text
+/// call of B bytes    α + B / β           of its kind: all-reduce, reduce-scatter or all-gather
+/// backward pass      as given + N / F    N: bytes of segments that are allocated anew, F: `fresh_bytes_per_second`
+/// update             U / M               U: [`Plan::traffic_bytes`], M: `memory_bytes_per_second`
+/// step               passes, the calls they do not hide, update, gathers
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CostModel {
+    /// Latency and bandwidth of an all-reduce.
+    pub link: Link,
+    /// The same of a reduce-scatter; `None` for half of an all-reduce's bytes.
+    pub scatter: Option<Link>,
+    /// The same of an all-gather; `None` for half of an all-reduce's bytes.
+    pub gather: Option<Link>,
+    /// Bytes that a rank reads and writes per second while the others do so too; `None` leaves such work out.
+    pub memory_bytes_per_second: Option<f64>,
+    /// Bytes of memory just allocated that a rank writes for the first time per second; `None` leaves that out.
+    pub fresh_bytes_per_second: Option<f64>,
+    /// Length of one backward pass; gradients become ready evenly, element by element.
+    pub backward_seconds: f64,
+    /// Communication streams, on which calls run beside the backward pass; 0 for calls after it.
+    pub comm_streams: usize,
+}
+
+impl From<Link> for CostModel {
+    fn from(link: Link) -> Self {
+        Self {
+            link,
+            scatter: None,
+            gather: None,
+            memory_bytes_per_second: None,
+            fresh_bytes_per_second: None,
+            backward_seconds: 0.0,
+            comm_streams: 0,
+        }
+    }
+}
+
+impl From<Costs> for CostModel {
+    fn from(costs: Costs) -> Self {
+        Self {
+            scatter: Some(costs.reduce_scatter),
+            gather: Some(costs.all_gather),
+            memory_bytes_per_second: Some(costs.memory_bytes_per_second),
+            fresh_bytes_per_second: Some(costs.fresh_bytes_per_second),
+            ..Self::from(costs.all_reduce)
+        }
+    }
+}
+
+impl CostModel {
+    /// A call that moves half of an all-reduce's bytes, unless it is known.
+    fn half(&self, known: Option<Link>) -> Link {
+        known.unwrap_or(Link {
+            beta_bytes_per_second: 2.0 * self.link.beta_bytes_per_second,
+            ..self.link
+        })
+    }
+
+    /// What was assumed about calls.
+    fn text(&self) -> String {
+        format!(
+            "an all-reduce taken to cost {:.1} us and {:.1} GB/s",
+            self.link.alpha_seconds * 1e6,
+            self.link.beta_bytes_per_second / 1e9
+        )
+    }
+
+    /// Seconds in which this many bytes are read and written.
+    fn local(&self, len_bytes: u64) -> f64 {
+        let seconds = |rate| len_bytes as f64 / rate;
+        self.memory_bytes_per_second.map_or(0.0, seconds)
+    }
+}
+
+/// A call between ranks, or a backward pass, on a step's clock.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Event {
+    /// What happens.
+    pub kind: EventKind,
+    /// Which: the micro-step of a backward pass, the bucket of a call.
+    pub index: usize,
+    /// Bytes of each rank's buffer.
+    pub len_bytes: u64,
+    /// Seconds from the first backward pass's start.
+    pub start: f64,
+    /// The same for its end.
+    pub end: f64,
+}
+
+/// What happens between two moments of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EventKind {
+    /// The framework computes gradients, and they are put into buckets.
+    Backward,
+    /// A bucket of gradients is reduced.
+    Reduce,
+    /// This rank's part of the gradients goes to the update, which is made.
+    Update,
+    /// Parameters come out of their shards.
+    Gather,
+}
+
+/// A call of a step, before it is made.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct PlannedCall {
+    /// What it is for.
+    pub what: CallPurpose,
+    /// The operation, as messages name it.
+    pub operation: &'static str,
+    /// The bucket, where it is of one.
+    pub bucket: Option<usize>,
+    /// Bytes of each rank's buffer.
+    pub len_bytes: u64,
+    /// Bytes that each rank sends, by ring algorithms.
+    pub bytes_sent: u64,
+    /// How often it is made in a step.
+    pub times: u64,
+    /// In every so many-th step only.
+    pub every: u64,
+}
+
+/// What a call is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CallPurpose {
+    /// Gradients, parameters or state move.
+    Data,
+    /// Ranks tell each other which gradients there are, norms, whether to skip.
+    Control,
+}
+
+/// Bytes of one rank, or of all in the mean.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct RankBytes {
+    /// Optimizer state, padding included.
+    pub state_bytes: u64,
+    /// Everything that is kept between steps.
+    pub memory_bytes: u64,
+    /// What it sends in a step, by ring algorithms.
+    pub bytes_sent: u64,
+}
+
+/// The numbers of a step of several ranks.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct RankSummary {
+    /// The number of ranks.
+    pub world: usize,
+    /// ZeRO stage.
+    pub zero: u8,
+    /// Calls between ranks of one step that move gradients, parameters or state; those of every k-th step count 1 / k, rounded up.
+    pub collectives: u64,
+    /// The same with one call for each tensor.
+    pub naive_collectives: u64,
+    /// Small calls of a step: which gradients there are, norms, whether to skip.
+    pub control_calls: u64,
+    /// Bytes that each rank sends in one step, by ring algorithms.
+    pub bytes_on_wire: u64,
+    /// Bytes of optimizer state on this rank, padding included.
+    pub state_bytes_per_rank: u64,
+    /// Bytes of everything that this rank keeps between steps.
+    pub memory_bytes_per_rank: u64,
+    /// The rank that keeps most.
+    pub worst_rank: RankBytes,
+    /// The mean over ranks.
+    pub mean_rank: RankBytes,
+    /// Buckets of gradients.
+    pub buckets: usize,
+    /// Micro-steps of an update.
+    pub micro_steps: u32,
+    /// How fast calls were taken to be, as a sentence.
+    pub link: String,
+    /// Time of calls that no backward pass hides, in nanoseconds.
+    pub exposed_ns: f64,
+    /// Time of this rank's update, in nanoseconds; 0 if the model does not know how fast memory is.
+    pub local_ns: f64,
+    /// Time of the backward passes, of what they do not hide and of this rank's own work, in nanoseconds.
+    pub predicted_step_ns: f64,
+    /// The cap of buckets at which latency and the wait for the last bucket cost least together.
+    pub proposed_bucket_cap_bytes: u64,
+}
+
+impl Plan {
+    /// The calls of a step, in order. At ZeRO stage 3 parameters are gathered for each layer, the name up to the last `.`, before the
+    /// forward pass and again before the backward pass; a program that asks otherwise makes other calls.
+    pub fn calls(&self) -> Vec<PlannedCall> {
+        let mut calls = Calls {
+            all: Vec::new(),
+            world: self.topology.world as u64,
+            group: self.shard_group as u64,
+        };
+        if self.topology.world == 1 {
+            return calls.all;
+        }
+        let windows = if self.reduces_each() {
+            u64::from(self.micro_steps())
+        } else {
+            1
+        };
+        if self.reduces() {
+            let params = self.params.len() as u64 + if self.reduces_each() { 16 } else { 0 };
+            calls.control(Operation::AllReduce(ReduceOp::Max), params, calls.world);
+        }
+        if self.zero == ZeroStage::Three && self.reduces() {
+            self.layer_gathers(&mut calls);
+        }
+        for stage in &self.stages {
+            match stage {
+                Stage::Reduce(reduce) => self.reduce_calls(&mut calls, reduce, windows),
+                Stage::ReduceUpdate(update) => {
+                    let numel = update
+                        .bucket
+                        .map_or(0, |bucket| self.buckets[bucket].numel());
+                    let spec = &self.storages[update.storage];
+                    let width = spec.grad_dtype().len_bytes() + spec.param_dtype().len_bytes();
+                    let len_bytes = numel * width as u64;
+                    let world = calls.world;
+                    calls.data(
+                        Operation::ReduceUpdate,
+                        update.bucket,
+                        (len_bytes, world),
+                        1,
+                    );
+                }
+                Stage::Norm(_) => self.norm_calls(&mut calls),
+                Stage::Trust => {
+                    let len_bytes = self.leaves() * 8 * MAX_SUMS as u64;
+                    calls.control(Operation::AllReduce(ReduceOp::Sum), len_bytes, calls.group);
+                }
+                Stage::Gather(gather) => self.gather_calls(&mut calls, gather),
+                Stage::Average(rule) => {
+                    let first = calls.all.len();
+                    self.average_calls(&mut calls, rule.averaged);
+                    for call in &mut calls.all[first..] {
+                        call.every = rule.every.get();
+                    }
+                }
+                Stage::Accumulate(_) | Stage::Optimize(_) => {}
+            }
+        }
+        if self.update_norms && self.zero != ZeroStage::None {
+            let chunk = u64::from(fusestep_launch::CHUNK_ELEMENTS);
+            let chunks = self
+                .params
+                .iter()
+                .map(|param| param.numel().div_ceil(chunk));
+            let len_bytes = 8 * chunks.sum::<u64>();
+            calls.control(Operation::AllReduce(ReduceOp::Sum), len_bytes, calls.group);
+        }
+        calls.all
+    }
+
+    fn leaves(&self) -> u64 {
+        let leaves = self
+            .params
+            .iter()
+            .map(|param| param.numel().div_ceil(LEAF_ELEMENTS));
+        leaves.sum()
+    }
+
+    fn reduce_calls(&self, calls: &mut Calls, reduce: &crate::Reduce, windows: u64) {
+        let bucket = &self.buckets[reduce.bucket];
+        let width = self.storages[bucket.storage].grad_dtype().len_bytes() as u64;
+        let (len_bytes, index) = (bucket.numel() * width, Some(reduce.bucket));
+        let (operation, own) = match reduce.result {
+            Reduced::Whole => (Operation::AllReduce(ReduceOp::Average), len_bytes),
+            Reduced::Part => {
+                let part = bucket.part(self.shard_place().rank);
+                let own = (part.end - part.start) * width;
+                (Operation::ReduceScatter(ReduceOp::Average), own)
+            }
+        };
+        let group = calls.group;
+        calls.data(operation, index, (len_bytes, group), windows);
+        if calls.group < calls.world {
+            let groups = calls.world / calls.group;
+            let across = Operation::AllReduce(ReduceOp::Average);
+            calls.data(across, index, (own, groups), windows);
+        }
+    }
+
+    fn norm_calls(&self, calls: &mut Calls) {
+        let sum = Operation::AllReduce(ReduceOp::Sum);
+        if !self.reduces() {
+            return calls.control(sum, 8, calls.world);
+        }
+        let slices = self.storages.iter().filter(|spec| spec.distributed);
+        let slices: u64 = slices.map(|spec| spec.members.len() as u64).sum();
+        if slices > 0 {
+            calls.control(sum, 16 * slices * calls.world, calls.world);
+        }
+        calls.control(sum, 16 * self.leaves(), calls.group);
+    }
+
+    fn gather_calls(&self, calls: &mut Calls, gather: &crate::Gather) {
+        let bucket = &self.buckets[gather.bucket];
+        let group = calls.group;
+        for list in &self.storages[bucket.storage].lists {
+            let wanted = match gather.lists {
+                GatheredLists::Params => list.role == Role::Param,
+                GatheredLists::State => list.role.is_state(),
+            };
+            if !wanted {
+                continue;
+            }
+            let width = list.dtype.len_bytes() as u64;
+            let index = Some(gather.bucket);
+            for call in &gather.broadcasts {
+                let len_bytes = (call.elements.end - call.elements.start) * width;
+                let operation = Operation::Broadcast { root: call.owner };
+                calls.data(operation, index, (len_bytes, group), 1);
+            }
+            if gather.broadcasts.is_empty() {
+                calls.data(
+                    Operation::AllGather,
+                    index,
+                    (bucket.numel() * width, group),
+                    1,
+                );
+            }
+        }
+    }
+
+    fn average_calls(&self, calls: &mut Calls, averaged: crate::Averaged) {
+        let world = calls.world;
+        for spec in self.storages.iter().filter(|spec| !spec.distributed) {
+            let values =
+                if spec.list(Role::Master).is_some() || spec.list(Role::Remainder).is_some() {
+                    4
+                } else {
+                    spec.param_dtype().len_bytes()
+                };
+            let state = spec.lists.iter().filter(|list| {
+                let kept = matches!(list.role, Role::Master | Role::Remainder);
+                averaged == crate::Averaged::ParamsAndState && list.role.is_state() && !kept
+            });
+            let widths = state.map(|list| list.dtype.len_bytes());
+            for width in std::iter::once(values).chain(widths) {
+                let len_bytes = spec.layout.total_numel() * width as u64;
+                let operation = Operation::AllReduce(ReduceOp::Average);
+                calls.data(operation, None, (len_bytes, world), 1);
+            }
+        }
+    }
+
+    /// The gathers of a program that asks for a layer's parameters before its forward and before its backward pass.
+    fn layer_gathers(&self, calls: &mut Calls) {
+        let layer = |name: &str| {
+            name.rsplit_once('.')
+                .map_or(name, |(layer, _)| layer)
+                .to_owned()
+        };
+        let mut asked: std::collections::BTreeMap<(String, usize), u64> = Default::default();
+        for (index, segment) in self.segments.iter().enumerate() {
+            let spec = &self.storages[segment.storage];
+            let width = spec.param_dtype().len_bytes() as u64;
+            for tensor in segment.tensors.clone() {
+                let param = &self.params[spec.members[tensor as usize] as usize];
+                if param.numel() == 0 {
+                    continue;
+                }
+                for bucket in segment.buckets.clone() {
+                    let range = spec.layout.range(tensor as usize);
+                    let inside = self.buckets[bucket].overlaps(&range);
+                    let numel: usize = inside.iter().sum();
+                    let key = (
+                        layer(&param.name),
+                        if segment.buckets.len() > 1 {
+                            bucket
+                        } else {
+                            self.segments[index].buckets.start
+                        },
+                    );
+                    *asked.entry(key).or_default() += numel as u64 * width;
+                }
+            }
+        }
+        let group = calls.group;
+        for ((_, bucket), len_bytes) in asked {
+            calls.data(Operation::AllGather, Some(bucket), (len_bytes, group), 2);
+        }
+    }
+
+    /// The calls of a step on its clock, in the order they start.
+    pub fn timeline(&self, model: &CostModel) -> Vec<Event> {
+        let calls = self.calls();
+        let is_reduce = |call: &&PlannedCall| {
+            call.what == CallPurpose::Data && call.operation.starts_with("reduce-scatter")
+                || call.what == CallPurpose::Data
+                    && call.operation == "all-reduce"
+                    && call.bucket.is_some()
+        };
+        let reduces: Vec<&PlannedCall> = calls.iter().filter(is_reduce).collect();
+        let passes = self.micro_steps();
+        let (mut events, mut now, mut link_free) = (Vec::new(), 0.0, 0.0f64);
+        for pass in 0..passes {
+            let length = model.backward_seconds + self.fresh_seconds(model);
+            let (start, end) = (now, now + length);
+            events.push(Event {
+                kind: EventKind::Backward,
+                index: pass as usize,
+                len_bytes: 0,
+                start,
+                end,
+            });
+            now = end;
+            if self.reduces_each() || pass + 1 == passes {
+                link_free = reduce_events(model, (start, length), link_free, &reduces, &mut events);
+                now = end.max(link_free);
+            }
+        }
+        let mut follow = |kind, index, len_bytes, length| {
+            events.push(Event {
+                kind,
+                index,
+                len_bytes,
+                start: now,
+                end: now + length,
+            });
+            now += length;
+        };
+        if model.memory_bytes_per_second.is_some() {
+            let len_bytes = self.traffic_bytes();
+            follow(EventKind::Update, 0, len_bytes, model.local(len_bytes));
+        }
+        let others = calls.iter().filter(|call| {
+            call.what == CallPurpose::Data
+                && call.operation != "reduce-update"
+                && !reduces.iter().any(|reduce| std::ptr::eq(*reduce, *call))
+        });
+        for call in others {
+            let link = if call.operation == "all-reduce" {
+                model.link
+            } else {
+                model.half(model.gather)
+            };
+            let length = link.alpha_seconds + call.len_bytes as f64 / link.beta_bytes_per_second;
+            let length = length * call.times as f64 / call.every as f64;
+            follow(
+                EventKind::Gather,
+                call.bucket.unwrap_or(0),
+                call.len_bytes,
+                length,
+            );
+        }
+        events
+    }
+
+    /// Time to make memory for segments that is given back once they are reduced.
+    fn fresh_seconds(&self, model: &CostModel) -> f64 {
+        if keeps_segments(self) {
+            return 0.0;
+        }
+        let sizes = self.segments.iter().map(|segment| {
+            let width = self.storages[segment.storage].grad_dtype().len_bytes() as u64;
+            (segment.elements.end - segment.elements.start) * width
+        });
+        let (all, largest) = sizes.fold((0, 0u64), |(all, most), one| (all + one, most.max(one)));
+        // With streams, one for each and one that is being filled.
+        let fresh = match model.comm_streams {
+            0 => all,
+            streams => all.min((streams as u64 + 1) * largest),
+        };
+        model
+            .fresh_bytes_per_second
+            .map_or(0.0, |rate| fresh as f64 / rate)
+    }
+
+    /// What a rank keeps and sends.
+    fn rank_bytes(&self, rank: usize, bytes_sent: u64) -> RankBytes {
+        let shared = self.zero != ZeroStage::None && self.reduces();
+        let mut found = RankBytes {
+            bytes_sent,
+            ..RankBytes::default()
+        };
+        for (index, spec) in self.storages.iter().enumerate() {
+            let own: u64 = if shared && !spec.distributed {
+                let buckets = self.buckets.iter().filter(|bucket| bucket.storage == index);
+                let part = |bucket: &crate::Bucket| bucket.part(rank % self.shard_group);
+                buckets.map(part).map(|part| part.end - part.start).sum()
+            } else {
+                spec.layout.total_numel()
+            };
+            for (list, extent) in spec.lists.iter().zip(&spec.extents) {
+                let numel = if *extent == crate::Extent::Shard {
+                    own
+                } else {
+                    spec.layout.total_numel()
+                };
+                let len_bytes = numel * list.dtype.len_bytes() as u64;
+                found.memory_bytes += len_bytes;
+                if list.role.is_state() {
+                    found.state_bytes += len_bytes;
+                }
+            }
+        }
+        found
+    }
+
+    /// The numbers of a step of ranks; `model` predicts its time.
+    pub fn rank_summary(&self, model: impl Into<CostModel>) -> RankSummary {
+        let model = model.into();
+        let calls = self.calls();
+        let count = |what| {
+            let of = calls.iter().filter(move |call| call.what == what);
+            of.map(|call| call.times.div_ceil(call.every)).sum::<u64>()
+        };
+        let sent = calls
+            .iter()
+            .map(|call| call.bytes_sent * call.times / call.every);
+        let sent: u64 = sent.sum();
+        let of_rank = |rank| self.rank_bytes(rank, sent);
+        let ranks: Vec<RankBytes> = (0..self.shard_group).map(of_rank).collect();
+        let mean = |of: fn(&RankBytes) -> u64| {
+            ranks.iter().map(|rank| u128::from(of(rank))).sum::<u128>() / ranks.len() as u128
+        };
+        let worst = ranks.iter().max_by_key(|rank| rank.memory_bytes);
+        let events = self.timeline(&model);
+        let end = events.last().map_or(0.0, |event| event.end);
+        let local = model.local(self.traffic_bytes());
+        let hidden = f64::from(self.micro_steps()) * model.backward_seconds + local;
+        RankSummary {
+            world: self.topology.world,
+            zero: self.zero.number(),
+            collectives: count(CallPurpose::Data),
+            naive_collectives: self.naive_collectives(),
+            control_calls: count(CallPurpose::Control),
+            bytes_on_wire: sent,
+            state_bytes_per_rank: self.state_bytes(),
+            memory_bytes_per_rank: self.memory_bytes(),
+            worst_rank: worst.copied().unwrap_or_default(),
+            mean_rank: RankBytes {
+                state_bytes: mean(|rank| rank.state_bytes) as u64,
+                memory_bytes: mean(|rank| rank.memory_bytes) as u64,
+                bytes_sent: mean(|rank| rank.bytes_sent) as u64,
+            },
+            buckets: self.buckets.len(),
+            micro_steps: self.micro_steps(),
+            link: model.text(),
+            exposed_ns: (end - hidden).max(0.0) * 1e9,
+            local_ns: local * 1e9,
+            predicted_step_ns: end * 1e9,
+            proposed_bucket_cap_bytes: self.proposed_cap(&model),
+        }
+    }
+
+    /// Calls of a plan without passes that moves the same.
+    fn naive_collectives(&self) -> u64 {
+        if !self.reduces() {
+            return 0;
+        }
+        let tensors = self.storages.iter().filter(|spec| !spec.distributed);
+        let full = tensors.map(|spec| {
+            (0..spec.layout.tensors())
+                .filter(|&tensor| spec.layout.numel(tensor) > 0)
+                .count()
+        });
+        let tensors = full.sum::<usize>() as u64;
+        let windows = if self.reduces_each() {
+            u64::from(self.micro_steps())
+        } else {
+            1
+        };
+        let gathers = match self.zero {
+            ZeroStage::None => 0,
+            ZeroStage::One | ZeroStage::Two => 1,
+            ZeroStage::Three => 2,
+        };
+        tensors * (windows + gathers)
+    }
+
+    /// `n` buckets of `S` bytes in all cost `n·α` in latency and leave `S / (n·β)` behind the backward pass: least together at buckets
+    /// of `√(S·α·β)` bytes.
+    fn proposed_cap(&self, model: &CostModel) -> u64 {
+        let link = if self.zero >= ZeroStage::One {
+            model.half(model.scatter)
+        } else {
+            model.link
+        };
+        let bytes = self.buckets.iter().map(|bucket| {
+            let width = self.storages[bucket.storage].grad_dtype().len_bytes() as u64;
+            bucket.numel() * width
+        });
+        let total: u64 = bytes.sum();
+        let cap = total as f64 * link.alpha_seconds * link.beta_bytes_per_second;
+        (cap.sqrt() as u64).clamp(4.min(total), total)
+    }
+}
+
+/// Adds the calls of one backward pass that begins at `start` and takes `length`; returns when the last is through.
+fn reduce_events(
+    model: &CostModel,
+    (start, length): (f64, f64),
+    mut link_free: f64,
+    reduces: &[&PlannedCall],
+    events: &mut Vec<Event>,
+) -> f64 {
+    let total: u64 = reduces.iter().map(|call| call.len_bytes).sum();
+    let mut ready = 0;
+    for call in reduces {
+        ready += call.len_bytes;
+        let link = if call.operation == "all-reduce" {
+            model.link
+        } else {
+            model.half(model.scatter)
+        };
+        let part = match model.comm_streams {
+            0 => 1.0,
+            _ => ready as f64 / total.max(1) as f64,
+        };
+        let full = start + length * part;
+        // With two streams one call's latency passes behind the other's bytes; bytes share the link.
+        let begin = match model.comm_streams {
+            0 | 1 => full.max(link_free) + link.alpha_seconds,
+            _ => (full + link.alpha_seconds).max(link_free),
+        };
+        link_free = begin + call.len_bytes as f64 / link.beta_bytes_per_second;
+        events.push(Event {
+            kind: EventKind::Reduce,
+            index: call.bucket.unwrap_or(0),
+            len_bytes: call.len_bytes,
+            start: begin - link.alpha_seconds,
+            end: link_free,
+        });
+    }
+    link_free
+}
+
+/// Calls as they are listed.
+struct Calls {
+    all: Vec<PlannedCall>,
+    world: u64,
+    group: u64,
+}
+
+impl Calls {
+    fn data(
+        &mut self,
+        operation: Operation,
+        bucket: Option<usize>,
+        (len_bytes, ranks): (u64, u64),
+        times: u64,
+    ) {
+        self.all.push(PlannedCall {
+            what: CallPurpose::Data,
+            operation: operation.name(),
+            bucket,
+            len_bytes,
+            bytes_sent: bytes_sent(operation, len_bytes, ranks),
+            times,
+            every: 1,
+        });
+    }
+
+    fn control(&mut self, operation: Operation, len_bytes: u64, ranks: u64) {
+        self.all.push(PlannedCall {
+            what: CallPurpose::Control,
+            operation: operation.name(),
+            bucket: None,
+            len_bytes,
+            bytes_sent: bytes_sent(operation, len_bytes, ranks),
+            times: 1,
+            every: 1,
+        });
+    }
+}
+
+impl std::fmt::Display for RankSummary {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(
+            f,
+            "{} ranks, zero stage {}: {} calls a step (naive: {}) and {} small ones, {} sent, {} buckets",
+            self.world,
+            self.zero,
+            self.collectives,
+            self.naive_collectives,
+            self.control_calls,
+            bytes(self.bytes_on_wire),
+            self.buckets,
+        )?;
+        let line = |f: &mut std::fmt::Formatter<'_>, what: &str, of: &RankBytes| {
+            writeln!(
+                f,
+                "  {what}: {} of optimizer state, {} in all",
+                bytes(of.state_bytes),
+                bytes(of.memory_bytes)
+            )
+        };
+        line(f, "worst rank", &self.worst_rank)?;
+        line(f, "mean rank", &self.mean_rank)?;
+        writeln!(
+            f,
+            "  predicted: {:.2} ms, of which {:.2} ms are calls that nothing hides and {:.2} ms this rank's update; {}",
+            self.predicted_step_ns / 1e6,
+            self.exposed_ns / 1e6,
+            self.local_ns / 1e6,
+            self.link,
+        )?;
+        writeln!(
+            f,
+            "  buckets of {} would cost least latency and waiting together",
+            bytes(self.proposed_bucket_cap_bytes)
+        )
+    }
+}

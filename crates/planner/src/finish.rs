@@ -1,0 +1,298 @@
+//! What follows from the stages that passes have left: shards, batches and the order in which everything runs.
+
+use fusestep_launch::Batch;
+use fusestep_tensor::Role;
+
+use crate::bucket::cut;
+use crate::passes::Ownership;
+use crate::stage::{Broadcast, Extent, GatheredLists, Part};
+use crate::{
+    Note, Optimize, Plan, PlanError, Stage, StorageSpec, TableKind, Tensors, Verdict, ZeroStage,
+};
+
+impl Plan {
+    /// Completes a plan once all passes are through.
+    pub(crate) fn finish(&mut self, table: TableKind) -> Result<(), PlanError> {
+        self.check_conflicts()?;
+        if !self.reduces() {
+            // Ranks that reduce nothing need no ranges of what is reduced.
+            self.segments.clear();
+            self.buckets.clear();
+            let calls = |stage: &Stage| matches!(stage, Stage::Reduce(_) | Stage::Gather(_));
+            self.stages.retain(|stage| !calls(stage));
+        }
+        let grain = self.grain()?;
+        cut(&self.storages, &mut self.buckets, self.shard_group, grain);
+        self.share_out();
+        self.split_updates_by_bucket();
+        self.place_broadcasts();
+        self.place_norm()?;
+        if self.reduces() && self.has_normed()? {
+            self.stages.push(Stage::Trust);
+        }
+        self.put_in_order();
+        self.make_batches_anew()?;
+        self.place_tables(table)?;
+        self.explain_shards();
+        self.hash = self.compute_hash();
+        Ok(())
+    }
+
+    fn check_conflicts(&self) -> Result<(), PlanError> {
+        let conflict = |first: &str, second: &str, why| {
+            Err(PlanError::Conflict {
+                first: first.to_owned(),
+                second: second.to_owned(),
+                why,
+            })
+        };
+        let local = self.local_sgd().is_some();
+        let zero = format!("zero stage {}", self.zero.number());
+        if self.topology.world > 1 && self.tensors == Tensors::Lent {
+            let why = "do not go together, since ranks reduce gradients where the state keeps them";
+            return conflict("lent tensors", "more than one rank", why);
+        }
+        if self.accumulation().is_some() && self.tensors == Tensors::Lent {
+            let why = "do not go together, since micro-steps are added where the state keeps them";
+            return conflict("lent tensors", "accumulate", why);
+        }
+        if self.zero != ZeroStage::None && local {
+            return conflict(&zero, "local_sgd", "both decide how gradients are reduced");
+        }
+        let distributed = self.storages.iter().any(|spec| spec.distributed);
+        if distributed && local && self.gradients.rule().is_some() {
+            let why = "leave no gradients of which ranks could form one norm";
+            return conflict(
+                "distributed",
+                "local_sgd with clipping or loss scaling",
+                why,
+            );
+        }
+        Ok(())
+    }
+
+    /// Says which part of every storage this rank updates, and how much of each list it has.
+    fn share_out(&mut self) {
+        let rank = self.shard_place().rank;
+        let reduces = self.reduces();
+        for (index, spec) in self.storages.iter_mut().enumerate() {
+            let shared = self.zero != ZeroStage::None && reduces && !spec.distributed;
+            spec.shard = if shared {
+                let buckets = self.buckets.iter().filter(|bucket| bucket.storage == index);
+                let mut parts: Vec<_> = buckets.map(|bucket| bucket.part(rank)).collect();
+                parts.retain(|part| part.start < part.end);
+                parts.sort_by_key(|part| part.start);
+                let mut at = 0;
+                let place = |elements: std::ops::Range<u64>| {
+                    let part = Part { elements, at };
+                    at += part.elements.end - part.elements.start;
+                    part
+                };
+                parts.into_iter().map(place).collect()
+            } else {
+                vec![Part {
+                    elements: 0..spec.layout.total_numel(),
+                    at: 0,
+                }]
+            };
+            let zero = if shared { self.zero } else { ZeroStage::None };
+            let segmented = reduces && !spec.distributed;
+            let extent = |role: Role| match role {
+                Role::Grad if zero >= ZeroStage::Two => Extent::Shard,
+                Role::Grad if segmented => Extent::Segments,
+                Role::Param if zero < ZeroStage::Three => Extent::Whole,
+                Role::Grad => Extent::Whole,
+                _ if zero == ZeroStage::None => Extent::Whole,
+                _ => Extent::Shard,
+            };
+            spec.extents = spec.lists.iter().map(|list| extent(list.role)).collect();
+        }
+    }
+
+    /// An update reads gradients of one bucket, so that it can follow the bucket's reduction.
+    fn split_updates_by_bucket(&mut self) {
+        let rank = self.shard_place().rank;
+        let mut stages = Vec::with_capacity(self.stages.len());
+        for stage in std::mem::take(&mut self.stages) {
+            match stage {
+                Stage::Optimize(optimize) if !self.buckets.is_empty() => {
+                    let spec = &self.storages[optimize.storage];
+                    if spec.distributed {
+                        stages.push(Stage::Optimize(optimize));
+                        continue;
+                    }
+                    stages.extend(self.by_bucket(&optimize, rank).map(Stage::Optimize));
+                }
+                Stage::ReduceUpdate(mut optimize) => {
+                    if let Some(bucket) = optimize.bucket {
+                        optimize.elements = self.buckets[bucket].part(rank);
+                    }
+                    stages.push(Stage::ReduceUpdate(optimize));
+                }
+                other => stages.push(other),
+            }
+        }
+        self.stages = stages;
+    }
+
+    /// A stage's part in each bucket that has some of its tensors.
+    fn by_bucket<'a>(
+        &'a self,
+        optimize: &'a Optimize,
+        rank: usize,
+    ) -> impl Iterator<Item = Optimize> + 'a {
+        let spec = &self.storages[optimize.storage];
+        let buckets = self.buckets.iter().enumerate();
+        let own = buckets.filter(|(_, bucket)| bucket.storage == optimize.storage);
+        own.filter_map(move |(index, bucket)| {
+            let first = |tensor: &u32| spec.layout.range(*tensor as usize);
+            let from = optimize
+                .tensors
+                .partition_point(|tensor| first(tensor).end <= bucket.elements.start);
+            let to = optimize
+                .tensors
+                .partition_point(|tensor| first(tensor).start < bucket.elements.end);
+            let tensors: Vec<u32> = optimize.tensors.get(from..to)?.to_vec();
+            let elements = match self.zero {
+                ZeroStage::None => bucket.elements.clone(),
+                _ => bucket.part(rank),
+            };
+            (!tensors.is_empty()).then(|| Optimize {
+                bucket: Some(index),
+                tensors,
+                elements,
+                batches: Vec::new(),
+                ..*optimize
+            })
+        })
+    }
+
+    /// Replaces all-gathers of parts that are whole tensors by broadcasts, if pass `fuse_broadcast` asks for it.
+    fn place_broadcasts(&mut self) {
+        let Some(cap_bytes) = self.broadcast_cap_bytes else {
+            return;
+        };
+        if self.ownership != Ownership::Tensors {
+            return;
+        }
+        let (mut params, mut calls) = (0, 0);
+        let (storages, buckets) = (&self.storages, &self.buckets);
+        for stage in &mut self.stages {
+            let Stage::Gather(gather) = stage else {
+                continue;
+            };
+            if gather.lists != GatheredLists::Params {
+                continue;
+            }
+            let bucket = &buckets[gather.bucket];
+            let spec = &storages[bucket.storage];
+            for owner in 0..bucket.bounds.len() - 1 {
+                let (count, more) = broadcasts(spec, bucket.part(owner), (owner, cap_bytes));
+                params += count;
+                gather.broadcasts.extend(more);
+            }
+            calls += gather.broadcasts.len();
+        }
+        if calls > 0 {
+            let reason = format!("{params} parameters come from their owners in {calls} calls");
+            self.notes
+                .push(Note::new("fuse_broadcast", Verdict::Applied, reason));
+        }
+    }
+
+    /// Puts stages in the order they run: an update follows its bucket's reduction, unless all gradients have to be known first.
+    fn put_in_order(&mut self) {
+        let decides = |stage: &Stage| matches!(stage, Stage::Norm(_) | Stage::Trust);
+        let waits = self.stages.iter().any(decides);
+        let after = |bucket: Option<usize>| bucket.map_or(usize::MAX, |bucket| bucket);
+        let reduced_first = waits || self.reduces_each();
+        self.stages.sort_by_key(|stage| match stage {
+            Stage::Accumulate(_) => (0, 0, 0),
+            Stage::Reduce(reduce) if reduced_first => (1, reduce.bucket, 0),
+            Stage::Norm(_) => (2, 0, 0),
+            Stage::Trust => (3, 0, 0),
+            Stage::Reduce(reduce) => (4, reduce.bucket, 0),
+            Stage::Optimize(optimize) | Stage::ReduceUpdate(optimize) => {
+                (4, after(optimize.bucket), 1)
+            }
+            Stage::Gather(gather) => (4, gather.bucket, 2),
+            Stage::Average(_) => (5, 0, 0),
+        });
+    }
+
+    /// Makes all batches, for the stages and tables as they are.
+    pub(crate) fn make_batches_anew(&mut self) -> Result<(), PlanError> {
+        let mut stages = std::mem::take(&mut self.stages);
+        for stage in &mut stages {
+            match stage {
+                Stage::Norm(norm) => {
+                    for read in &mut norm.reads {
+                        read.batches = self.norm_batches(read, |_| true)?;
+                    }
+                }
+                Stage::Optimize(stage) | Stage::ReduceUpdate(stage) => {
+                    stage.batches = self.batches(stage, |_| true, &self.classes)?;
+                }
+                _ => {}
+            }
+        }
+        self.stages = stages;
+        Ok(())
+    }
+
+    fn explain_shards(&mut self) {
+        if self.zero == ZeroStage::None || !self.reduces() {
+            return;
+        }
+        if self.update_norms && self.ownership == Ownership::Elements {
+            let reason =
+                "parts end with chunks of 65536 elements, so that one rank measures each chunk";
+            let note = Note::new("update_norms", Verdict::Split, reason.to_owned());
+            self.notes.push(note);
+        }
+        let updates = self.optimize_stages();
+        let elements: u64 = updates
+            .flat_map(|stage| &stage.batches)
+            .map(Batch::elements)
+            .sum();
+        let reason = format!(
+            "rank {} of {} updates {elements} of {} elements",
+            self.topology.rank,
+            self.topology.world,
+            self.elements()
+        );
+        self.notes
+            .push(Note::new("shard", Verdict::Applied, reason));
+    }
+}
+
+/// Calls of at most `cap_bytes` that bring the tensors of a part from their owner, and how many tensors these are.
+fn broadcasts(
+    spec: &StorageSpec,
+    part: std::ops::Range<u64>,
+    (owner, cap_bytes): (usize, u64),
+) -> (usize, Vec<Broadcast>) {
+    let width = spec.param_dtype().len_bytes() as u64;
+    let mut calls: Vec<Broadcast> = Vec::new();
+    let offsets = spec.layout.offsets();
+    let first = offsets.partition_point(|&offset| offset < part.start);
+    let mut count = 0;
+    let tensors = first..spec.layout.tensors();
+    for tensor in tensors.filter(|&tensor| spec.layout.numel(tensor) > 0) {
+        let own = spec.layout.range(tensor);
+        if own.start >= part.end {
+            break;
+        }
+        count += 1;
+        match calls.last_mut() {
+            Some(call) if (own.end - call.elements.start) * width <= cap_bytes => {
+                call.elements.end = own.end;
+            }
+            _ => calls.push(Broadcast {
+                owner,
+                elements: own,
+            }),
+        }
+    }
+    (count, calls)
+}

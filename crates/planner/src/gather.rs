@@ -1,0 +1,323 @@
+//! Parameters, and state, out of the parts of ranks.
+
+use std::ops::Range;
+
+use fusestep_coalesce::HostMemory;
+use fusestep_collective::Operation;
+use fusestep_launch::{Backend, Buffer};
+use fusestep_tensor::{DType, Role};
+
+use crate::comms::Comms;
+use crate::passes::FuseAllReduce;
+use crate::stage::{Gather, GatheredLists};
+use crate::{Plan, PlanError, State, ZeroStage};
+
+/// Whole parameters, for as long as this value lives.
+#[derive(Debug)]
+pub struct GatheredParams {
+    buffers: Vec<HostMemory>,
+    /// For each parameter its buffer and its bytes there.
+    places: Vec<(usize, Range<usize>)>,
+}
+
+impl GatheredParams {
+    /// The bytes of the parameter that was asked for at this position.
+    pub fn bytes(&self, position: usize) -> &[u8] {
+        match self.places.get(position) {
+            Some((buffer, range)) => &self.buffers[*buffer].bytes()[range.clone()],
+            None => &[],
+        }
+    }
+
+    /// Bytes of all of them: what dropping this value gives back.
+    pub fn len_bytes(&self) -> usize {
+        self.buffers.iter().map(|memory| memory.bytes().len()).sum()
+    }
+}
+
+/// Buffers that have this rank's part of parameters and take the others'.
+#[derive(Debug)]
+pub(crate) struct Asked {
+    pub(crate) buffers: Vec<AskedBuffer>,
+    places: Vec<(usize, Range<usize>)>,
+}
+
+/// Parameters that lie one behind the other in one segment's range.
+#[derive(Debug)]
+pub(crate) struct AskedBuffer {
+    pub(crate) dtype: DType,
+    /// For each bucket its bytes here and the elements of each rank's part; nothing if this rank has them all.
+    pub(crate) calls: Vec<(Range<usize>, Vec<usize>)>,
+    pub(crate) memory: HostMemory,
+}
+
+impl Asked {
+    /// Bytes of all buffers.
+    pub(crate) fn len_bytes(&self) -> usize {
+        let buffers = self.buffers.iter();
+        buffers.map(|buffer| buffer.memory.bytes().len()).sum()
+    }
+
+    /// What the buffers hold, once all parts are there.
+    pub(crate) fn whole(self) -> GatheredParams {
+        GatheredParams {
+            buffers: self.buffers.into_iter().map(|b| b.memory).collect(),
+            places: self.places,
+        }
+    }
+}
+
+impl Plan {
+    /// Stage `gather`: brings this rank's part of a bucket to all ranks, and theirs here.
+    pub(crate) fn bring(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        gather: &Gather,
+    ) -> Result<(), PlanError> {
+        let bucket = &self.buckets[gather.bucket];
+        let spec = &self.storages[bucket.storage];
+        let wanted = |role: Role| match gather.lists {
+            GatheredLists::Params => role == Role::Param,
+            GatheredLists::State => role.is_state(),
+        };
+        for (index, list) in spec
+            .lists
+            .iter()
+            .enumerate()
+            .filter(|(_, l)| wanted(l.role))
+        {
+            let width = list.dtype.len_bytes();
+            let bytes =
+                |range: &Range<u64>| range.start as usize * width..range.end as usize * width;
+            let buffer = state.storages[bucket.storage].lists[index].buffer.as_mut();
+            for call in &gather.broadcasts {
+                let operation = Operation::Broadcast { root: call.owner };
+                in_place(backend, buffer, bytes(&call.elements), |own| {
+                    Ok(comms.in_group(operation, list.dtype, None, own)?)
+                })?;
+            }
+            if gather.broadcasts.is_empty() {
+                let counts = bucket.counts();
+                in_place(backend, buffer, bytes(&bucket.elements), |own| {
+                    let counts = Some(counts.as_slice());
+                    Ok(comms.in_group(Operation::AllGather, list.dtype, counts, own)?)
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Parameters just before they are used; dropping them releases their memory. Under ZeRO stage 3 they come from all ranks, in
+    /// one call for each bucket, and all ranks ask for the same; at other stages they are copied. [`Self::prefetch`] asks ahead.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownName`], [`PlanError::Backend`]; [`PlanError::Collective`].
+    pub fn gather(
+        &self,
+        state: &State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        names: &[&str],
+    ) -> Result<GatheredParams, PlanError> {
+        let mut asked = self.own_parts(state, backend, names)?;
+        for buffer in &mut asked.buffers {
+            for (range, counts) in &buffer.calls {
+                let bytes = &mut buffer.memory.bytes_mut()[range.clone()];
+                comms.in_group(Operation::AllGather, buffer.dtype, Some(counts), bytes)?;
+            }
+        }
+        Ok(asked.whole())
+    }
+
+    /// Buffers for parameters, with this rank's part of them in its place.
+    pub(crate) fn own_parts(
+        &self,
+        state: &State,
+        backend: &dyn Backend,
+        names: &[&str],
+    ) -> Result<Asked, PlanError> {
+        let mut asked = Asked {
+            buffers: Vec::new(),
+            places: vec![(0, 0..0); names.len()],
+        };
+        // By bucket and place there, so that each rank's part of neighbours is one block.
+        let mut wanted = Vec::with_capacity(names.len());
+        for (at, name) in names.iter().enumerate() {
+            let param = state.find(name)?;
+            let (storage, tensor) = self.places[param];
+            let spec = &self.storages[storage];
+            let elements = spec.layout.range(tensor);
+            let shared = self.zero == ZeroStage::Three && self.reduces() && !spec.distributed;
+            let segment = self.segments.iter().position(|segment| {
+                segment.storage == storage && segment.elements.contains(&elements.start)
+            });
+            match segment.filter(|_| shared && !elements.is_empty()) {
+                Some(segment) => wanted.push((segment, elements, at)),
+                None => {
+                    let len_bytes =
+                        self.params[param].numel() as usize * spec.param_dtype().len_bytes();
+                    let mut memory = HostMemory::zeroed(len_bytes)?;
+                    if len_bytes > 0 {
+                        state.read(backend, Role::Param, name, memory.bytes_mut())?;
+                    }
+                    asked.places[at] = (asked.buffers.len(), 0..len_bytes);
+                    asked.buffers.push(AskedBuffer {
+                        dtype: spec.param_dtype(),
+                        calls: Vec::new(),
+                        memory,
+                    });
+                }
+            }
+        }
+        wanted.sort_unstable_by_key(|(segment, elements, _)| (*segment, elements.start));
+        for group in wanted.chunk_by(|a, b| a.0 == b.0) {
+            self.own_part(state, backend, group, &mut asked)?;
+        }
+        Ok(asked)
+    }
+
+    /// The tensors of one segment, one call for each of its buckets.
+    fn own_part(
+        &self,
+        state: &State,
+        backend: &dyn Backend,
+        wanted: &[(usize, Range<u64>, usize)],
+        asked: &mut Asked,
+    ) -> Result<(), PlanError> {
+        let segment = &self.segments[wanted[0].0];
+        let dtype = self.storages[segment.storage].param_dtype();
+        let width = dtype.len_bytes();
+        let rank = self.shard_place().rank;
+        let mut total = 0;
+        for (_, elements, at) in wanted {
+            let from = total;
+            total += (elements.end - elements.start) as usize * width;
+            asked.places[*at] = (asked.buffers.len(), from..total);
+        }
+        let mut memory = HostMemory::zeroed(total)?;
+        let (mut calls, mut end) = (Vec::new(), 0);
+        for bucket in &self.buckets[segment.buckets.clone()] {
+            let mut counts = vec![0; bucket.bounds.len() - 1];
+            for (_, elements, _) in wanted {
+                for (count, part) in counts.iter_mut().zip(bucket.overlaps(elements)) {
+                    *count += part;
+                }
+            }
+            let from = end;
+            end += counts.iter().sum::<usize>() * width;
+            let mut next = from + counts[..rank].iter().sum::<usize>() * width;
+            let own = bucket.part(rank);
+            for (_, elements, _) in wanted {
+                let inside = own.start.max(elements.start)..own.end.min(elements.end);
+                for bytes in self.own_bytes(state, backend, segment.storage, &inside)? {
+                    memory.bytes_mut()[next..next + bytes.len()].copy_from_slice(&bytes);
+                    next += bytes.len();
+                }
+            }
+            if from < end {
+                calls.push((from..end, counts));
+            }
+        }
+        asked.buffers.push(AskedBuffer {
+            dtype,
+            calls,
+            memory,
+        });
+        Ok(())
+    }
+
+    /// This rank's bytes of some elements of a storage's parameters, range by range.
+    fn own_bytes(
+        &self,
+        state: &State,
+        backend: &dyn Backend,
+        storage: usize,
+        elements: &Range<u64>,
+    ) -> Result<Vec<Vec<u8>>, PlanError> {
+        let spec = &self.storages[storage];
+        let width = spec.param_dtype().len_bytes();
+        let Some(list) = spec.list(Role::Param) else {
+            return Ok(Vec::new());
+        };
+        let buffer = state.storages[storage].lists[list].buffer.as_ref();
+        let mut ranges = Vec::new();
+        for part in &spec.shard {
+            let start = part.elements.start.max(elements.start);
+            let end = part.elements.end.min(elements.end);
+            if start < end {
+                let mut bytes = vec![0; (end - start) as usize * width];
+                let at = (part.at + start - part.elements.start) as usize * width;
+                backend.read(buffer, at, &mut bytes)?;
+                ranges.push(bytes);
+            }
+        }
+        Ok(ranges)
+    }
+
+    /// Brings the parameters of rank `root` to all ranks, before the first step: many in one call, as many bytes at once as a bucket
+    /// has. At ZeRO stage 3 every rank sends what it has of them to nobody: all have written the same ([`State::write`]).
+    ///
+    /// # Errors
+    /// [`PlanError::InShards`] at ZeRO stage 3; [`PlanError::Collective`]; [`PlanError::Backend`].
+    pub fn broadcast_parameters(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        root: usize,
+    ) -> Result<(), PlanError> {
+        self.check_state(state)?;
+        if let (ZeroStage::Three, Some(first)) = (self.zero, self.params.first()) {
+            return Err(PlanError::InShards {
+                name: first.name.clone(),
+            });
+        }
+        comms.set_plan(self.hash());
+        let of_buckets = self.caps.as_ref().map(|caps| caps.bytes);
+        let cap_bytes = self.broadcast_cap_bytes.or(of_buckets);
+        let cap_bytes = cap_bytes.unwrap_or(FuseAllReduce::DEFAULT_CAP_BYTES);
+        for spec in self.storages.iter().filter(|spec| !spec.distributed) {
+            let dtype = spec.param_dtype();
+            let width = dtype.len_bytes();
+            let cap = (usize::try_from(cap_bytes).unwrap_or(usize::MAX) / width).max(1) * width;
+            let mut memory = HostMemory::zeroed(spec.layout.total_numel() as usize * width)?;
+            let place = |tensor: usize| {
+                let range = spec.layout.range(tensor);
+                range.start as usize * width..range.end as usize * width
+            };
+            if comms.rank() == root {
+                for (tensor, &member) in spec.members.iter().enumerate() {
+                    let name = &self.params[member as usize].name;
+                    let bytes = &mut memory.bytes_mut()[place(tensor)];
+                    state.read(backend, Role::Param, name, bytes)?;
+                }
+            }
+            for part in memory.bytes_mut().chunks_mut(cap) {
+                comms.in_place(Operation::Broadcast { root }, dtype, None, part)?;
+            }
+            for (tensor, &member) in spec.members.iter().enumerate() {
+                let name = &self.params[member as usize].name;
+                state.write(backend, Role::Param, name, &memory.bytes()[place(tensor)])?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Does `work` on bytes of a buffer where they lie, or on a copy of a device's.
+fn in_place(
+    backend: &dyn Backend,
+    buffer: &mut dyn Buffer,
+    range: Range<usize>,
+    work: impl FnOnce(&mut [u8]) -> Result<(), PlanError>,
+) -> Result<(), PlanError> {
+    if let Some(bytes) = buffer.host_mut() {
+        return work(&mut bytes[range]);
+    }
+    let mut staged = vec![0; range.len()];
+    backend.read(buffer, range.start, &mut staged)?;
+    work(&mut staged)?;
+    Ok(backend.write(buffer, range.start, &staged)?)
+}

@@ -1,0 +1,373 @@
+//! Stages `Reduce` and `ReduceUpdate`: buckets of gradients become those of all ranks.
+
+use std::time::Instant;
+
+use fusestep_coalesce::HostMemory;
+use fusestep_collective::{CallContext, Operation, ReduceOp, ReduceUpdate};
+use fusestep_launch::{Backend, Buffer, LaunchReport, Replicas};
+use fusestep_tensor::{DType, Role};
+
+use crate::comms::{BucketCall, Comms, Reducing, SegmentCalls};
+use crate::gradients::{SegmentState, keeps_segments};
+use crate::stage::{Extent, Reduced};
+use crate::{Optimize, Plan, PlanError, Stage, State};
+
+impl Plan {
+    /// Starts reducing a segment.
+    pub(crate) fn start_segment(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        index: usize,
+    ) -> Result<(), PlanError> {
+        let spec = &self.segments[index];
+        let dtype = self.storages[spec.storage].grad_dtype();
+        let width = dtype.len_bytes();
+        let result = self.result_of_reduce();
+        let buckets = spec.buckets.clone().map(|at| {
+            let bucket = &self.buckets[at];
+            let place = |element: u64| (element - spec.elements.start) as usize * width;
+            BucketCall {
+                bucket: at,
+                bytes: place(bucket.elements.start)..place(bucket.elements.end),
+                counts: (result == Reduced::Part).then(|| bucket.counts()),
+            }
+        });
+        let calls = SegmentCalls {
+            dtype,
+            plan_hash: self.hash(),
+            buckets: buckets.collect(),
+        };
+        let SegmentState::Here(Some(memory)) = state.arena.take(index) else {
+            return Err(self.poison(state));
+        };
+        let memory = self.to_host(backend, memory)?;
+        match comms.reduce(index, calls, memory) {
+            Ok(Reducing::Done(memory)) => {
+                state.arena.segments[index] = SegmentState::Here(Some(memory));
+            }
+            Ok(Reducing::Pending(pending)) => {
+                state.arena.segments[index] = SegmentState::InFlight(pending);
+            }
+            Err(error) => {
+                self.poison(state);
+                return Err(error.into());
+            }
+        }
+        state.arena.ready.start();
+        Ok(())
+    }
+
+    /// A segment's memory where calls can take it.
+    fn to_host(
+        &self,
+        backend: &dyn Backend,
+        memory: Box<dyn Buffer>,
+    ) -> Result<Box<dyn Buffer>, PlanError> {
+        if memory.host().is_some() {
+            return Ok(memory);
+        }
+        let mut staged = HostMemory::zeroed(memory.len_bytes())?;
+        backend.read(memory.as_ref(), 0, staged.bytes_mut())?;
+        Ok(Box::new(staged))
+    }
+
+    /// The same memory where launches can take it.
+    fn to_backend(
+        &self,
+        backend: &dyn Backend,
+        memory: Box<dyn Buffer>,
+    ) -> Result<Box<dyn Buffer>, PlanError> {
+        if backend.takes_host_memory() {
+            return Ok(memory);
+        }
+        let mut own = backend.allocate(memory.len_bytes())?;
+        backend.write(own.as_mut(), 0, memory.host().unwrap_or_default())?;
+        Ok(own)
+    }
+
+    fn result_of_reduce(&self) -> Reduced {
+        let result = self.stages.iter().find_map(|stage| match stage {
+            Stage::Reduce(reduce) => Some(reduce.result),
+            _ => None,
+        });
+        result.unwrap_or(Reduced::Whole)
+    }
+
+    /// Takes this rank's part out of the next segments that are through, without waiting, so that those that come use their memory.
+    /// Giving a gradient does so too. Returns how many have been started and not been taken.
+    ///
+    /// Below ZeRO stage 2 segments keep their memory, and with shard groups they go on across groups when the step is run: nothing is
+    /// taken then.
+    ///
+    /// # Errors
+    /// [`PlanError::Collective`], and the state refuses further steps then.
+    pub fn take_reduced(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+    ) -> Result<usize, PlanError> {
+        let groups = self.shard_group < self.topology.world;
+        let started = state.arena.ready.started();
+        while state.arena.through < started && !keeps_segments(self) && !groups {
+            let index = state.arena.through;
+            match state.arena.take(index) {
+                SegmentState::InFlight(pending) => match pending.try_wait() {
+                    Ok(Ok(memory)) => {
+                        self.take_own_part(state, backend, index, memory.as_ref())?;
+                        state.arena.give_back(index, memory);
+                    }
+                    Ok(Err(error)) => {
+                        self.poison(state);
+                        return Err(error.into());
+                    }
+                    Err(pending) => {
+                        state.arena.segments[index] = SegmentState::InFlight(pending);
+                        break;
+                    }
+                },
+                other => {
+                    state.arena.segments[index] = other;
+                    break;
+                }
+            }
+            state.arena.through = index + 1;
+        }
+        Ok(started.saturating_sub(state.arena.through))
+    }
+
+    /// Reduces one segment, or waits until that is done, and puts it where updates read it.
+    pub(crate) fn reduce_segment(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        index: usize,
+    ) -> Result<(), PlanError> {
+        let start = Instant::now();
+        while state.arena.ready.started() <= index {
+            let next = state.arena.ready.started();
+            self.start_segment(state, backend, comms, next)?;
+        }
+        let mut memory = match state.arena.take(index) {
+            SegmentState::Here(Some(memory)) => memory,
+            SegmentState::InFlight(pending) => pending.wait()?,
+            SegmentState::Through => {
+                state.arena.segments[index] = SegmentState::Through;
+                return Ok(());
+            }
+            SegmentState::Here(None) | SegmentState::Lost => return Err(self.poison(state)),
+        };
+        self.reduce_across(index, comms, memory.as_mut())?;
+        state.arena.exposed_ns += start.elapsed().as_nanos() as u64;
+        if keeps_segments(self) {
+            let memory = self.to_backend(backend, memory)?;
+            state.arena.segments[index] = SegmentState::Here(Some(memory));
+        } else {
+            self.take_own_part(state, backend, index, memory.as_ref())?;
+            state.arena.give_back(index, memory);
+        }
+        Ok(())
+    }
+
+    /// Reduces all segments.
+    pub(crate) fn reduce_all(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+    ) -> Result<(), PlanError> {
+        for index in 0..self.segments.len() {
+            self.reduce_segment(state, backend, comms, index)?;
+        }
+        Ok(())
+    }
+
+    /// Takes the mean over shard groups of what this rank's group has come to, in order of the groups.
+    fn reduce_across(
+        &self,
+        index: usize,
+        comms: &mut Comms<'_>,
+        memory: &mut dyn Buffer,
+    ) -> Result<(), PlanError> {
+        if self.shard_group == self.topology.world {
+            return Ok(());
+        }
+        let segment = &self.segments[index];
+        let dtype = self.storages[segment.storage].grad_dtype();
+        let rank = self.shard_place().rank;
+        for bucket in &self.buckets[segment.buckets.clone()] {
+            let own = match self.result_of_reduce() {
+                Reduced::Part => bucket.part(rank),
+                Reduced::Whole => bucket.elements.clone(),
+            };
+            let place = |element: u64| (element - segment.elements.start) as usize;
+            let range = place(own.start) * dtype.len_bytes()..place(own.end) * dtype.len_bytes();
+            if let Some(bytes) = memory.host_mut() {
+                comms.across_groups(dtype, &mut bytes[range])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies this rank's part of a reduced segment to its shard.
+    fn take_own_part(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        index: usize,
+        memory: &dyn Buffer,
+    ) -> Result<(), PlanError> {
+        let segment = &self.segments[index];
+        let spec = &self.storages[segment.storage];
+        let Some(list) = spec.list(Role::Grad) else {
+            return Ok(());
+        };
+        let width = spec.grad_dtype().len_bytes();
+        let bytes = memory.host().unwrap_or_default();
+        for part in &spec.shard {
+            let start = part.elements.start.max(segment.elements.start);
+            let end = part.elements.end.min(segment.elements.end);
+            if start < end {
+                let from = (start - segment.elements.start) as usize * width;
+                let own = &bytes[from..from + (end - start) as usize * width];
+                let at = (part.at + start - part.elements.start) as usize * width;
+                let buffer = state.storages[segment.storage].lists[list].buffer.as_mut();
+                backend.write(buffer, at, own)?;
+                state.arena.copied_bytes += own.len() as u64;
+            }
+        }
+        Ok(())
+    }
+
+    /// For each parameter whether any rank has given a gradient; fails on all ranks if they have weighed micro-steps differently.
+    pub(crate) fn agree_on_given(
+        &self,
+        state: &State,
+        comms: &mut Comms<'_>,
+    ) -> Result<Vec<u8>, PlanError> {
+        let given = state.arena.given.iter();
+        let mut given: Vec<u8> = given.map(|&given| u8::from(given > 0)).collect();
+        if !self.reduces() {
+            return Ok(given);
+        }
+        let params = given.len();
+        if self.reduces_each() {
+            let hash = state.arena.weights_hash;
+            given.extend(hash.to_le_bytes());
+            given.extend((!hash).to_le_bytes());
+        }
+        let operation = Operation::AllReduce(ReduceOp::Max);
+        comms.in_place(operation, DType::U8, None, &mut given)?;
+        let (low, high) = given[params..].split_at((given.len() - params) / 2);
+        // The largest of each byte and of its complement fit each other only where all ranks have the same.
+        if low
+            .iter()
+            .zip(high)
+            .any(|(byte, complement)| byte ^ complement != 0xff)
+        {
+            return Err(PlanError::Topology {
+                expected: "the same weights of micro-steps on all ranks, since gradients are reduced in each"
+                    .to_owned(),
+                found: "others; weigh gradients themselves, or reduce once per update".to_owned(),
+            });
+        }
+        given.truncate(params);
+        Ok(given)
+    }
+
+    /// Reduces a bucket and updates this rank's part of it, everywhere, in one pass.
+    pub(crate) fn reduce_and_update(
+        &self,
+        state: &mut State,
+        (stage, update): (&Optimize, usize),
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+    ) -> Result<LaunchReport, PlanError> {
+        let Some(index) = stage.bucket else {
+            return Ok(LaunchReport::default());
+        };
+        let bucket = &self.buckets[index];
+        let segment = &self.segments[bucket.segment];
+        let spec = &self.storages[bucket.storage];
+        let (grad, param) = (spec.grad_dtype(), spec.param_dtype());
+        let SegmentState::Here(Some(memory)) = state.arena.take(bucket.segment) else {
+            return Err(self.poison(state));
+        };
+        let Some(list) = spec.list(Role::Param) else {
+            return Err(self.poison(state));
+        };
+        let empty: Box<dyn Buffer> = Box::new(HostMemory::zeroed(0)?);
+        let buffer = &mut state.storages[bucket.storage].lists[list].buffer;
+        let mut params = std::mem::replace(buffer, empty);
+        let place = |first: u64, width: usize| {
+            let at = |element: u64| (element - first) as usize * width;
+            at(bucket.elements.start)..at(bucket.elements.end)
+        };
+        let in_segment = place(segment.elements.start, grad.len_bytes());
+        let in_params = place(0, param.len_bytes());
+        let call = ReduceUpdate {
+            grad_dtype: grad,
+            param_dtype: param,
+            grads: memory
+                .host()
+                .and_then(|all| all.get(in_segment))
+                .unwrap_or_default(),
+            params: params
+                .host_mut()
+                .and_then(|all| all.get_mut(in_params))
+                .unwrap_or_default(),
+            counts: &bucket.counts(),
+        };
+        let context = CallContext {
+            plan_hash: self.hash(),
+            bucket: Some(index as u32),
+        };
+        let mut outcome = Ok(LaunchReport::default());
+        let done = comms.reduce_update(call, context, &mut |mut memory| {
+            let replicas = Replicas {
+                rank: memory.rank,
+                first: stage.elements.start,
+                grads: &memory.grads,
+                params: &mut memory.params,
+            };
+            if let Some(launch) = state.launch_of(self, stage, update) {
+                outcome = backend.launch_reduced(launch, replicas);
+            }
+        });
+        state.arena.segments[bucket.segment] = SegmentState::Here(Some(memory));
+        state.storages[bucket.storage].lists[list].buffer = params;
+        done?;
+        Ok(outcome?)
+    }
+
+    /// Does `work` with the gradients of a stage's bucket in their list, where the launch looks for them.
+    pub(crate) fn with_gradients<R>(
+        &self,
+        state: &mut State,
+        bucket: Option<usize>,
+        work: impl FnOnce(&mut State) -> Result<R, PlanError>,
+    ) -> Result<R, PlanError> {
+        let Some(bucket) = bucket.map(|bucket| &self.buckets[bucket]) else {
+            return work(state);
+        };
+        let spec = &self.storages[bucket.storage];
+        let list = spec.list(Role::Grad);
+        let Some(list) = list.filter(|&list| spec.extents[list] == Extent::Segments) else {
+            return work(state);
+        };
+        let (storage, segment) = (bucket.storage, bucket.segment);
+        match &mut state.arena.segments[segment] {
+            SegmentState::Here(Some(memory)) => {
+                std::mem::swap(memory, &mut state.storages[storage].lists[list].buffer);
+            }
+            _ => return Err(self.poison(state)),
+        }
+        let done = work(state);
+        if let SegmentState::Here(Some(memory)) = &mut state.arena.segments[segment] {
+            std::mem::swap(memory, &mut state.storages[storage].lists[list].buffer);
+        }
+        done
+    }
+}
