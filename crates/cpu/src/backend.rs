@@ -6,16 +6,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use fusestep_coalesce::HostMemory;
 use fusestep_launch::{
     Backend, BackendError, Batch, Buffer, CONTROL_BYTES, Conclude, ControlBlock, Gate, HostCall,
-    Launch, LaunchLimits, LaunchReport, Places, Reduce, SquareSum,
+    Launch, LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS, Reduce, Replicas, SquareSum,
 };
 use fusestep_simd::{Level, Team};
 
 use crate::buffer::HostBuffer;
 use crate::chunks::ChunkPieces;
+use crate::leaves;
 use crate::pieces::Pieces;
-use crate::update_sums::slots;
+use crate::reduced::ReducedPieces;
 
-const NAME: &str = "cpu";
+pub(crate) const NAME: &str = "cpu";
+
+pub(crate) const FOREIGN: BackendError = BackendError::ForeignBuffer { backend: NAME };
 
 /// Runs kernels on the host.
 ///
@@ -164,18 +167,7 @@ impl Backend for CpuBackend {
             sets: launch.sets,
             changes: None,
         };
-        let pieces = Pieces::new(
-            launch.kernel,
-            call,
-            launch.batches,
-            Places {
-                offsets: launch.offsets,
-                members: launch.members,
-            },
-            launch.lists,
-            slots(launch.update_sums, launch.offsets)?,
-        )
-        .ok_or(BackendError::ForeignBuffer { backend: NAME })?;
+        let pieces = Pieces::new(launch, call)?;
         self.team.run(pieces);
         Ok(report)
     }
@@ -221,6 +213,38 @@ impl Backend for CpuBackend {
             launches: 1,
             elements: 0,
         })
+    }
+
+    fn launch_reduced(
+        &self,
+        launch: Launch<'_>,
+        replicas: Replicas<'_, '_>,
+    ) -> Result<LaunchReport, BackendError> {
+        let report = LaunchReport::of(launch.batches);
+        if let Some(pieces) = ReducedPieces::new(launch, replicas, self.level)? {
+            self.team.run(pieces);
+        }
+        Ok(report)
+    }
+
+    fn leaf_squares(
+        &self,
+        leaves: LeafSquares<'_>,
+        sums: &mut [SquareSum],
+    ) -> Result<(), BackendError> {
+        leaves::leaf_squares(&self.team, self.level, leaves, sums)
+    }
+
+    fn leaf_sums(
+        &self,
+        launch: &Launch<'_>,
+        sums: &mut [[f64; MAX_SUMS]],
+    ) -> Result<(), BackendError> {
+        leaves::leaf_sums(&self.team, self.level, launch, sums)
+    }
+
+    fn takes_host_memory(&self) -> bool {
+        true
     }
 
     fn take_skipped(&self) -> Result<u64, BackendError> {

@@ -11,23 +11,18 @@ use std::sync::{Mutex, PoisonError};
 
 use fusestep_elementwise::{Carried, Tensor, step_tensor};
 use fusestep_launch::{
-    Backend, BackendError, Batch, Buffer, Gate, HostCall, HostList, Launch, LaunchReport,
-    ListBuffer, MAX_LISTS, MultiTensorKernel, Outcome, Record, SquareSum, UnitSums,
+    Backend, BackendError, Buffer, Gate, HostCall, HostList, Launch, LaunchReport, ListBuffer,
+    MAX_LISTS, MAX_SUMS, MultiTensorKernel, Outcome, SquareSum, UnitSums,
 };
 use fusestep_simd::{Split, Team};
 use fusestep_tensor::Role;
 
 use crate::CpuBackend;
-use crate::backend::gate;
+use crate::backend::{FOREIGN, NAME, gate, out_of_bounds};
 use crate::carried::ParamSums;
+use crate::tensors::{Tensors, Whole, large_elements, small_elements};
 use crate::update_sums::{Slots, slots};
-
-/// Below this many elements the team never works on one tensor together: waking it costs more than it saves.
-const LARGE_ELEMENTS: u64 = 128 * 1024;
-
-/// A tensor of more than a thread's work divided by this would leave the other threads waiting for its own at the end. What the team
-/// does together costs two hand-overs, at which all wait for the last: with 16 here LARS took a tenth longer on ResNet-50.
-const TENSORS_PER_THREAD: u64 = 5;
+use crate::window::{covered, window};
 
 /// Parts that small tensors are cut into for each thread, on the boundaries of tensors.
 pub(crate) const PARTS_PER_THREAD: usize = 32;
@@ -58,6 +53,8 @@ struct LentCall<'a> {
     host: HostCall<'a>,
     /// The sums of all parameters' gradients, if they have been taken.
     grad_sums: Option<&'a [SquareSum]>,
+    /// The sums over whole tensors of the storage, if they have been taken.
+    tensor_sums: Option<&'a [[f64; MAX_SUMS]]>,
     backend: &'static str,
     skipped: &'a AtomicU64,
 }
@@ -97,37 +94,48 @@ impl CpuBackend {
             kernel: launch.kernel,
             host,
             grad_sums: launch.grad_sums.and_then(Buffer::host).and_then(sums_of),
+            tensor_sums: launch.tensor_sums,
             backend,
             skipped: self.count_skipped(),
         };
-        let mut slots = slots(launch.update_sums.take(), launch.offsets)?;
-        // Dropped with any error: the next step takes all sums anew.
-        let sums = ParamSums::take(&mut launch);
-        let tensors = Tensors::new(launch.batches);
+        let (tensors, offsets) = (Tensors::new(launch.batches), launch.offsets);
+        check_parts(&launch, tensors)?;
+        let starts = tensors.map(|whole| whole.first_element);
+        let mut slots = slots(launch.update_sums.take(), offsets, starts)?;
+        // Dropped with any error: the next step takes all sums anew. Sums over whole tensors are no
+        // business of a launch that has parts.
+        let sums = match launch.tensor_sums {
+            Some(_) => None,
+            None => ParamSums::take(&mut launch),
+        };
         let large = large_elements(tensors, self.team().threads());
         for whole in tensors.filter(|whole| whole.is_large(large)) {
-            let elements = whole.span(launch.offsets);
-            let lists = lists_of(launch.kernel, launch.lists, Some(elements));
+            let lists = lists_of(
+                launch.kernel,
+                (launch.lists, launch.firsts),
+                &whole.span(offsets),
+            )?;
             lend(LentPiece {
                 call,
                 whole,
                 parameter: launch.members[whole.tensor as usize],
-                lists: lists.ok_or(BackendError::ForeignBuffer { backend })?,
+                lists,
                 team: Some(self.team()),
                 carried: whole.carried(sums.as_ref()),
                 update_sums: whole.update_sums(&mut slots),
             })?;
         }
         let error = Mutex::new(None);
-        let lists = lists_of(launch.kernel, launch.lists, None);
+        let elements = covered(launch.batches, offsets);
+        let lists = lists_of(launch.kernel, (launch.lists, launch.firsts), &elements)?;
         self.team().run(SmallPieces {
             call,
             tensors,
             large,
-            offsets: launch.offsets,
+            offsets,
             members: launch.members,
-            lists: lists.ok_or(BackendError::ForeignBuffer { backend })?,
-            first: 0,
+            lists,
+            first: elements.start,
             elements: small_elements(tensors, large),
             lend,
             error: &error,
@@ -156,15 +164,21 @@ impl LentPiece<'_> {
     /// # Errors
     /// [`BackendError::OutOfBounds`] if one of them is shorter than the tensor; nothing is written then.
     pub fn update(self, param: &mut [u8], grad: &[u8]) -> Result<(), BackendError> {
-        let numel = self.whole.numel as usize;
+        let Whole {
+            first_element,
+            numel,
+            ..
+        } = self.whole;
         let check = |width: usize, found: usize| {
-            let len_bytes = numel * width;
-            if len_bytes <= found {
-                return Ok(len_bytes);
+            // Tensors lie in host memory, so their element counts fit a usize.
+            let (offset_bytes, len_bytes) =
+                (first_element as usize * width, numel as usize * width);
+            if offset_bytes + len_bytes <= found {
+                return Ok((offset_bytes, len_bytes));
             }
             Err(BackendError::OutOfBounds {
                 backend: self.call.backend,
-                offset_bytes: 0,
+                offset_bytes,
                 len_bytes,
                 found,
             })
@@ -183,8 +197,8 @@ impl LentPiece<'_> {
                     continue;
                 }
             };
-            let len_bytes = check(width, lent.bytes().len())?;
-            *list = lent.split_at(len_bytes).0;
+            let (offset_bytes, len_bytes) = check(width, lent.bytes().len())?;
+            *list = lent.split_at(offset_bytes).1.split_at(len_bytes).0;
         }
         LentPiece { lists, ..self }.run();
         Ok(())
@@ -192,19 +206,21 @@ impl LentPiece<'_> {
 
     /// Updates a tensor all of whose lists are at hand.
     pub(crate) fn run(self) {
+        let sums = self.call.tensor_sums;
         let tensor = Tensor {
             kernel: self.call.kernel,
             call: self.call.host,
             class: self.whole.class,
             numel: self.whole.numel as usize,
             parameter: self.parameter,
-            first_element: 0,
+            first_element: self.whole.first_element,
             lists: self.lists,
             carried: self.carried,
             grad_sum: self.call.grad_sums.and_then(|sums| {
                 let own = sums.get(self.parameter as usize)?;
                 Some(own.sum)
             }),
+            sums: sums.map(|sums| sums[self.whole.tensor as usize]),
             update_sums: self.update_sums,
         };
         if step_tensor(tensor, self.team) == Outcome::Skip {
@@ -213,151 +229,68 @@ impl LentPiece<'_> {
     }
 }
 
-/// A tensor of a launch, put together from the records that its batches cut it into.
-#[derive(Clone, Copy)]
-pub(crate) struct Whole {
-    pub(crate) tensor: u32,
-    pub(crate) numel: u64,
-    class: u32,
-}
-
-impl Whole {
-    /// Whether the team works on it together, where tensors from `large` elements on are.
-    pub(crate) fn is_large(&self, large: u64) -> bool {
-        self.numel >= large
-    }
-
-    fn carried<'a>(&self, sums: Option<&'a ParamSums>) -> Option<Carried<'a>> {
-        sums?.of(self.tensor as usize, self.numel)
-    }
-
-    fn update_sums<'a>(&self, slots: &'a mut Option<Slots<'_>>) -> Option<&'a mut [UnitSums]> {
-        slots.as_mut()?.of_tensor(self.tensor)
-    }
-
-    /// The storage elements of the tensor.
-    fn span(&self, offsets: &[u64]) -> Range<usize> {
-        // Storages lie in host memory, so their element counts fit a usize.
-        let start = offsets[self.tensor as usize] as usize;
-        start..start + self.numel as usize
-    }
-}
-
 /// Memory of sums, which is aligned for them.
 fn sums_of(bytes: &[u8]) -> Option<&[SquareSum]> {
     bytemuck::try_cast_slice(bytes).ok()
 }
 
-/// The kept lists in the kernel's order, all of them or some elements; `None` if their memory is not the host's.
+/// Refuses sums over whole tensors that are fewer than the tensors, and parts of tensors without them.
+fn check_parts(launch: &Launch<'_>, mut tensors: Tensors<'_>) -> Result<(), BackendError> {
+    if let Some(sums) = launch.tensor_sums {
+        let len_bytes = launch.offsets.len() * size_of::<[f64; MAX_SUMS]>();
+        if size_of_val(sums) < len_bytes {
+            return Err(out_of_bounds(0, len_bytes, size_of_val(sums)));
+        }
+        return Ok(());
+    }
+    let part = tensors.find(|whole| whole.first_element > 0);
+    let Some(part) = part.filter(|_| launch.kernel.normed().is_some()) else {
+        return Ok(());
+    };
+    Err(BackendError::Unavailable {
+        backend: NAME,
+        reason: format!(
+            "`{}`: expected whole tensors or their sums, found tensor {} from element {} on and \
+             none; take sums over leaves before",
+            launch.kernel.entry(),
+            part.tensor,
+            part.first_element
+        ),
+    })
+}
+
+/// These elements of the kept lists, in the kernel's order; `firsts` are those of the launch.
+///
+/// # Errors
+/// [`BackendError::ForeignBuffer`] for a list that the kernel does not have; as [`window`].
 fn lists_of<'a>(
     kernel: &dyn MultiTensorKernel,
-    buffers: &'a mut [ListBuffer],
-    elements: Option<Range<usize>>,
-) -> Option<[HostList<'a>; MAX_LISTS]> {
+    (buffers, firsts): (&'a mut [ListBuffer], &[u64]),
+    elements: &Range<u64>,
+) -> Result<[HostList<'a>; MAX_LISTS], BackendError> {
     let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
-    for buffer in buffers {
+    for (index, buffer) in buffers.iter_mut().enumerate() {
         let role = buffer.role();
-        let position = kernel.lists().iter().position(|list| list.role == role)?;
-        let width = buffer.dtype().len_bytes();
-        let bytes = buffer.buffer.host_mut()?;
-        let bytes = match &elements {
-            Some(elements) => bytes.get_mut(elements.start * width..elements.end * width)?,
-            None => bytes,
-        };
-        lists[position] = HostList::ReadWrite(bytes);
+        let position = kernel.lists().iter().position(|list| list.role == role);
+        let first = firsts.get(index).copied().unwrap_or(0);
+        lists[position.ok_or(FOREIGN)?] = window(buffer, first, elements)?;
     }
-    Some(lists)
+    Ok(lists)
 }
 
 /// Cuts all lists after so many elements.
 fn cut<'a>(
     mut lists: [HostList<'a>; MAX_LISTS],
     kernel: &dyn MultiTensorKernel,
-    elements: usize,
+    elements: u64,
 ) -> ([HostList<'a>; MAX_LISTS], [HostList<'a>; MAX_LISTS]) {
     let mut right: [HostList<'a>; MAX_LISTS] = Default::default();
     for ((list, rest), declared) in lists.iter_mut().zip(&mut right).zip(kernel.lists()) {
-        let len_bytes = elements * declared.dtype.len_bytes();
+        // Lists lie in host memory, so their element counts fit a usize.
+        let len_bytes = elements as usize * declared.dtype.len_bytes();
         (*list, *rest) = std::mem::take(list).split_at(len_bytes);
     }
     (lists, right)
-}
-
-/// Tensors of consecutive batches, in order.
-#[derive(Clone, Copy)]
-pub(crate) struct Tensors<'a> {
-    batches: &'a [Batch],
-    /// Records of the first batch that are already gone.
-    gone: usize,
-    /// Records there are left, of all batches.
-    left: usize,
-}
-
-impl<'a> Tensors<'a> {
-    pub(crate) fn new(batches: &'a [Batch]) -> Self {
-        Self {
-            batches,
-            gone: 0,
-            left: batches.iter().map(|batch| batch.records.len()).sum(),
-        }
-    }
-
-    /// These tensors without those of `rest`, their end.
-    pub(crate) fn before(self, rest: Self) -> Self {
-        Self {
-            left: self.left - rest.left,
-            ..self
-        }
-    }
-
-    fn record(&mut self) -> Option<(&'a Batch, &'a Record)> {
-        if self.left == 0 {
-            return None;
-        }
-        loop {
-            let (batch, rest) = self.batches.split_first()?;
-            if let Some(record) = batch.records.get(self.gone) {
-                self.gone += 1;
-                self.left -= 1;
-                return Some((batch, record));
-            }
-            self.batches = rest;
-            self.gone = 0;
-        }
-    }
-}
-
-impl Iterator for Tensors<'_> {
-    type Item = Whole;
-
-    fn next(&mut self) -> Option<Whole> {
-        let (batch, record) = self.record()?;
-        let mut whole = Whole {
-            tensor: record.tensor,
-            numel: record.numel,
-            class: batch.classes[usize::from(record.set)],
-        };
-        let mut ahead = *self;
-        while let Some((_, more)) = ahead.record()
-            && more.tensor == whole.tensor
-        {
-            whole.numel += more.numel;
-            *self = ahead;
-        }
-        Some(whole)
-    }
-}
-
-/// The elements from which on the whole team works on one tensor. Smaller ones are one thread's each: nobody waits for another
-/// between the sums of a tensor and its update, and there are enough of them to leave no thread without work.
-pub(crate) fn large_elements(tensors: Tensors<'_>, threads: usize) -> u64 {
-    let total: u64 = tensors.map(|whole| whole.numel).sum();
-    (total / (threads as u64 * TENSORS_PER_THREAD)).max(LARGE_ELEMENTS)
-}
-
-pub(crate) fn small_elements(tensors: Tensors<'_>, large: u64) -> u64 {
-    let small = tensors.filter(|whole| !whole.is_large(large));
-    small.map(|whole| whole.numel).sum()
 }
 
 /// The small tensors among some tensors of a launch.
@@ -370,7 +303,7 @@ struct SmallPieces<'a> {
     members: &'a [u32],
     /// The kept lists from storage element `first` on.
     lists: [HostList<'a>; MAX_LISTS],
-    first: usize,
+    first: u64,
     /// Elements of the small tensors.
     elements: u64,
     lend: Lend<'a>,
@@ -403,7 +336,7 @@ impl Split for SmallPieces<'_> {
         let (left, right) = cut(self.lists, self.call.kernel, end - self.first);
         let (left_slots, right_slots) = match self.slots {
             Some(slots) => {
-                let (left, right) = slots.cut(self.offsets, end as u64);
+                let (left, right) = slots.cut(self.offsets, end);
                 (Some(left), Some(right))
             }
             None => (None, None),
@@ -437,7 +370,7 @@ impl Split for SmallPieces<'_> {
             }
             let elements = whole.span(self.offsets);
             let (_, from_here) = cut(lists, self.call.kernel, elements.start - first);
-            let (kept, rest) = cut(from_here, self.call.kernel, elements.len());
+            let (kept, rest) = cut(from_here, self.call.kernel, whole.numel);
             (lists, first) = (rest, elements.end);
             let lent = (self.lend)(LentPiece {
                 call: self.call,

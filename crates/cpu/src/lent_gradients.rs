@@ -9,7 +9,8 @@ use fusestep_simd::{Level, Split, Team};
 
 use crate::CpuBackend;
 use crate::backend::partials;
-use crate::lent::{PARTS_PER_THREAD, Tensors, Whole, large_elements, small_elements};
+use crate::lent::PARTS_PER_THREAD;
+use crate::tensors::{Tensors, Whole, large_elements, small_elements};
 
 /// Lends one gradient: calls [`LentGradient::read`] with it. It is called from any thread of the team, on one thread never for two
 /// tensors at once.

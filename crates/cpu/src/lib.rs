@@ -5,10 +5,14 @@ mod backend;
 mod buffer;
 mod carried;
 mod chunks;
+mod leaves;
 mod lent;
 mod lent_gradients;
 mod pieces;
+mod reduced;
+mod tensors;
 mod update_sums;
+mod window;
 
 pub use backend::CpuBackend;
 pub use lent::{Lend, LentPiece};

@@ -3,15 +3,16 @@
 
 use fusestep_elementwise::Tensor;
 use fusestep_launch::{
-    Access, Batch, CHUNK_ELEMENTS, HostCall, HostList, HostSpan, HostSpans, ListBuffer, MAX_LISTS,
-    MultiTensorKernel, Places, Record,
+    BackendError, Batch, CHUNK_ELEMENTS, HostCall, HostList, HostSpan, HostSpans, Launch,
+    MAX_LISTS, MultiTensorKernel, Places,
 };
 use fusestep_simd::Split;
 
-use crate::update_sums::Slots;
+use crate::update_sums::{Slots, slots};
+use crate::window::{covered, window};
 
 /// Cuts lie on multiples of this many elements, so that two threads never write one cache line of any dtype.
-const CUT_ELEMENTS: u64 = 1024;
+pub(crate) const CUT_ELEMENTS: u64 = 1024;
 
 /// The part of a launch whose elements lie in `first..end` of the storage.
 pub(crate) struct Pieces<'a> {
@@ -30,56 +31,41 @@ pub(crate) struct Pieces<'a> {
 }
 
 impl<'a> Pieces<'a> {
-    /// All of a launch; `None` if a list's memory is not the host's.
-    pub(crate) fn new(
-        kernel: &'a dyn MultiTensorKernel,
-        call: HostCall<'a>,
-        batches: &'a [Batch],
-        places: Places<'a>,
-        buffers: &'a mut [ListBuffer],
-        sums: Option<Slots<'a>>,
-    ) -> Option<Self> {
+    /// All of a launch.
+    ///
+    /// # Errors
+    /// [`BackendError::ForeignBuffer`] if a list's memory is not the host's,
+    /// [`BackendError::OutOfBounds`] if a list does not hold all that the batches cover.
+    pub(crate) fn new(launch: Launch<'a>, call: HostCall<'a>) -> Result<Self, BackendError> {
+        let (batches, offsets, firsts) = (launch.batches, launch.offsets, launch.firsts);
+        let records = batches.iter().flat_map(|batch| &batch.records);
+        let starts = records.map(|record| record.first_element);
+        let sums = slots(launch.update_sums, offsets, starts)?;
+        // Only what the batches cover counts as work: one small tensor must not wake the team.
+        let elements = covered(batches, offsets);
         let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
         let mut widths = [0; MAX_LISTS];
-        let mut end = u64::MAX;
-        for ((list, width), buffer) in lists.iter_mut().zip(&mut widths).zip(buffers) {
+        let buffers = launch.lists.iter_mut().enumerate();
+        for ((list, width), (index, buffer)) in lists.iter_mut().zip(&mut widths).zip(buffers) {
             *width = buffer.dtype().len_bytes();
-            end = end.min((buffer.buffer.len_bytes() / *width) as u64);
-            *list = match buffer.access() {
-                Access::Read => HostList::Read(buffer.buffer.host()?),
-                Access::ReadWrite | Access::Write => HostList::ReadWrite(buffer.buffer.host_mut()?),
-            };
+            let first = firsts.get(index).copied().unwrap_or(0);
+            *list = window(buffer, first, &elements)?;
         }
-        let whole = Self {
-            kernel,
+        let sums = sums.map(|sums| sums.cut(offsets, elements.start).1);
+        Ok(Self {
+            kernel: launch.kernel,
             call,
             batches,
-            places,
+            places: Places {
+                offsets,
+                members: launch.members,
+            },
             lists,
             widths,
-            first: 0,
-            end,
+            first: elements.start,
+            end: elements.end,
             sums,
-        };
-        // Only what the batches cover counts as work: a launch of one small tensor must not wake the team.
-        let (start, stop) = (whole.start_of_first()?, whole.end_of_last()?);
-        Some(whole.cut(start).1.cut(stop).0)
-    }
-
-    fn start_of_first(&self) -> Option<u64> {
-        let first = self.batches.first().and_then(|batch| batch.records.first());
-        Some(first.map_or(0, |record| self.span(record).0))
-    }
-
-    fn end_of_last(&self) -> Option<u64> {
-        let last = self.batches.last().and_then(|batch| batch.records.last());
-        Some(last.map_or(0, |record| self.span(record).1))
-    }
-
-    /// The storage elements of a record.
-    fn span(&self, record: &Record) -> (u64, u64) {
-        let start = self.places.offsets[record.tensor as usize] + record.first_element;
-        (start, start + record.numel)
+        })
     }
 
     /// Cuts at element `at` of the storage, which lies in `first..=end`.
@@ -163,6 +149,7 @@ impl Split for Pieces<'_> {
                         lists: own,
                         carried: None,
                         grad_sum: None,
+                        sums: None,
                         update_sums: sums.of(self.places.offsets, first, numel),
                     };
                     tensor.run();

@@ -2,9 +2,7 @@
 
 use fusestep_launch::{BackendError, CHUNK_ELEMENTS, UnitSums, UpdateSums};
 
-use crate::backend::out_of_bounds;
-
-const FOREIGN: BackendError = BackendError::ForeignBuffer { backend: "cpu" };
+use crate::backend::{FOREIGN, NAME, out_of_bounds};
 
 /// The slots of consecutive chunks of a storage.
 pub(crate) struct Slots<'a> {
@@ -70,13 +68,19 @@ impl<'a> Slots<'a> {
         self.slots.get_mut(from..)?.get_mut(..chunks)
     }
 
-    /// Those of a whole tensor.
-    pub(crate) fn of_tensor(&mut self, tensor: u32) -> Option<&mut [UnitSums]> {
-        let tensor = tensor as usize;
-        let [start, end] = [tensor, tensor + 1].map(|at| self.firsts.get(at).copied());
-        let from = start?.checked_sub(self.first)? as usize;
-        let to = end?.checked_sub(self.first)? as usize;
-        self.slots.get_mut(from..to)
+    /// Those of `numel` elements of a tensor from `first_element` on, where a chunk begins.
+    pub(crate) fn of_part(
+        &mut self,
+        tensor: u32,
+        first_element: u64,
+        numel: u64,
+    ) -> Option<&mut [UnitSums]> {
+        let chunk = u64::from(CHUNK_ELEMENTS);
+        let from = self.firsts.get(tensor as usize)? + first_element / chunk;
+        let from = from.checked_sub(self.first)? as usize;
+        self.slots
+            .get_mut(from..)?
+            .get_mut(..numel.div_ceil(chunk) as usize)
     }
 }
 
@@ -92,12 +96,30 @@ fn slot(offsets: &[u64], firsts: &[u64], at: u64) -> u64 {
     (firsts[tensor] + chunks).min(end)
 }
 
-/// The slots of a launch, if it has any.
+/// The slots of a launch, if it has any; `starts` are the elements of their tensors that its records
+/// begin with.
+///
+/// # Errors
+/// As [`Slots::new`]; [`BackendError::Unavailable`] if a record begins within a chunk, whose sum
+/// would be that of several launches.
 pub(crate) fn slots<'a>(
     sums: Option<UpdateSums<'a>>,
     offsets: &[u64],
+    mut starts: impl Iterator<Item = u64>,
 ) -> Result<Option<Slots<'a>>, BackendError> {
-    sums.map(|sums| Slots::new(sums, offsets)).transpose()
+    let Some(sums) = sums else { return Ok(None) };
+    let chunk = u64::from(CHUNK_ELEMENTS);
+    if let Some(start) = starts.find(|start| !start.is_multiple_of(chunk)) {
+        return Err(BackendError::Unavailable {
+            backend: NAME,
+            reason: format!(
+                "expected records that begin with a chunk of {chunk} elements for sums over what \
+                 is changed, found one that begins with element {start} of its tensor; \
+                 make batches with `limits.measured()` and cut shards at chunks"
+            ),
+        });
+    }
+    Slots::new(sums, offsets).map(Some)
 }
 
 #[cfg(test)]

@@ -22,7 +22,10 @@ const GROUP: usize = MAX_SHARED;
 /// Cuts lie on multiples of this many elements, so that two threads never write one cache line of any dtype.
 const CUT_ELEMENTS: u64 = 1024;
 
-/// A whole tensor in host memory and what updates it.
+/// A tensor in host memory, or a part of one, and what updates it.
+///
+/// It is whole for a kernel that takes sums, unless these are given, and begins with a chunk if the
+/// sums over what is changed are asked for.
 pub struct Tensor<'a> {
     /// The kernel.
     pub kernel: &'a dyn MultiTensorKernel,
@@ -36,13 +39,16 @@ pub struct Tensor<'a> {
     pub parameter: u32,
     /// Elements of the tensor before these: 0 unless it was cut.
     pub first_element: u64,
-    /// The tensor in each of the kernel's lists, whole.
+    /// The elements in each of the kernel's lists.
     pub lists: [HostList<'a>; MAX_LISTS],
     /// Sums that the tensor's last update took along, and where this one leaves them, if somebody sees to it that they are still
     /// those of the parameters.
     pub carried: Option<Carried<'a>>,
     /// Σ g² over the whole tensor, if somebody has taken it: chunks of the fixed tree, added in order.
     pub grad_sum: Option<f64>,
+    /// All sums over the whole tensor that the kernel needs, if somebody has taken them: nothing is
+    /// read for them then, and `grad_sum` is not looked at. Nothing is carried along with them.
+    pub sums: Option<[f64; MAX_SUMS]>,
     /// Places for the sums over what the update changes, one for each chunk, if they are wanted; 0 if the tensor is skipped.
     pub update_sums: Option<&'a mut [UnitSums]>,
 }
@@ -58,7 +64,10 @@ pub fn step_tensor(tensor: Tensor<'_>, team: Option<&Team>) -> Outcome {
         return Outcome::Update;
     };
     let mut tensor = tensor;
-    let sums = tensor_sums(&tensor, team);
+    let sums = match tensor.sums {
+        Some(sums) => sums,
+        None => tensor_sums(&tensor, team),
+    };
     let mut set = [0; FINISHED_BYTES];
     let outcome = normed.finish(tensor.call, tensor.class, sums, &mut set);
     if outcome == Outcome::Update {
@@ -283,6 +292,7 @@ impl Split for Tensor<'_> {
             lists,
             carried: self.carried,
             grad_sum: None,
+            sums: None,
             update_sums,
         };
         (

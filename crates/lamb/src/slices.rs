@@ -154,6 +154,7 @@ impl<T: Compute> LambTensors<'_, T> {
             // The caller may write its parameters between two calls.
             carried: None,
             grad_sum: None,
+            sums: None,
             update_sums: None,
         }
     }

@@ -53,6 +53,17 @@ impl Level {
         }
     }
 
+    /// Bytes of the level's vectors. On x86-64 holding a level of 64 proves that the processor has
+    /// AVX-512F, one of 32 that it has AVX: only `available` makes them, where pulp has found both.
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    pub(crate) fn vector_bytes(self) -> usize {
+        match self.0 {
+            Kind::Portable => 16,
+            Kind::Avx2(_) => 32,
+            Kind::Avx512(_) => 64,
+        }
+    }
+
     /// Calls `body` compiled for this level; everything that is to profit must be inlined into it.
     ///
     /// The bits do not depend on the level: Rust neither contracts nor reassociates floating-point operations.

@@ -1,0 +1,297 @@
+//! The leaves of some batches as one piece of work that can be cut between any two of them.
+
+use std::ops::Range;
+
+use fusestep_launch::{
+    BackendError, Batch, Gate, HostCall, LEAF_ELEMENTS, Launch, LeafSquares, MAX_LISTS, MAX_SUMS,
+    Record, SquareSum,
+};
+use fusestep_simd::{Level, Split, Team};
+
+use crate::backend::{FOREIGN, NAME, gate, out_of_bounds};
+use crate::window::{covered, place};
+
+/// A leaf of a tensor, or its last elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Leaf {
+    /// First element of the storage.
+    element: u64,
+    numel: u64,
+    /// The set of its tensor.
+    class: u32,
+}
+
+/// Leaves from some record of some batches on, in order.
+#[derive(Clone, Copy)]
+struct Leaves<'a> {
+    batches: &'a [Batch],
+    offsets: &'a [u64],
+    /// The record of the first batch, and elements of it that are gone.
+    record: usize,
+    gone: u64,
+}
+
+impl<'a> Leaves<'a> {
+    fn new(batches: &'a [Batch], offsets: &'a [u64]) -> Self {
+        Self {
+            batches,
+            offsets,
+            record: 0,
+            gone: 0,
+        }
+    }
+
+    /// How many there are in all batches.
+    fn count(batches: &[Batch]) -> usize {
+        let records = batches.iter().flat_map(|batch| &batch.records);
+        // Lists lie in host memory, so their element counts fit a usize.
+        let leaves = records.map(|record| record.numel.div_ceil(LEAF_ELEMENTS) as usize);
+        leaves.sum()
+    }
+
+    /// The record that the next leaf lies in.
+    fn current(&mut self) -> Option<(&'a Batch, &'a Record)> {
+        loop {
+            let (batch, rest) = self.batches.split_first()?;
+            match batch.records.get(self.record) {
+                Some(record) if self.gone < record.numel => return Some((batch, record)),
+                Some(_) => self.record += 1,
+                None => (self.batches, self.record) = (rest, 0),
+            }
+            self.gone = 0;
+        }
+    }
+
+    /// Passes over so many, record by record.
+    fn pass(&mut self, mut leaves: u64) {
+        while leaves > 0 {
+            let Some((_, record)) = self.current() else {
+                return;
+            };
+            let passed = leaves.min((record.numel - self.gone).div_ceil(LEAF_ELEMENTS));
+            self.gone += passed * LEAF_ELEMENTS;
+            leaves -= passed;
+        }
+    }
+}
+
+impl Iterator for Leaves<'_> {
+    type Item = Leaf;
+
+    fn next(&mut self) -> Option<Leaf> {
+        let (batch, record) = self.current()?;
+        let start = self.offsets[record.tensor as usize] + record.first_element;
+        let leaf = Leaf {
+            element: start + self.gone,
+            numel: LEAF_ELEMENTS.min(record.numel - self.gone),
+            class: batch.classes[usize::from(record.set)],
+        };
+        self.gone += leaf.numel;
+        Some(leaf)
+    }
+}
+
+/// Consecutive leaves, the places of what is taken of each, and how it is taken.
+struct LeafPieces<'a, T, F> {
+    leaves: Leaves<'a>,
+    sums: &'a mut [T],
+    sum: &'a F,
+}
+
+impl<T: Send, F: Fn(Leaf) -> T + Sync> Split for LeafPieces<'_, T, F> {
+    fn elements(&self) -> u64 {
+        self.sums.len() as u64 * LEAF_ELEMENTS
+    }
+
+    fn split(self, elements: u64) -> (Self, Self) {
+        let count = elements.div_ceil(LEAF_ELEMENTS);
+        let count = count.min(self.sums.len() as u64);
+        let mut rest = self.leaves;
+        rest.pass(count);
+        let (left, right) = self.sums.split_at_mut(count as usize);
+        let left = LeafPieces {
+            sums: left,
+            ..self
+        };
+        let right = LeafPieces {
+            leaves: rest,
+            sums: right,
+            sum: left.sum,
+        };
+        (left, right)
+    }
+
+    fn run(self) {
+        for (place, leaf) in self.sums.iter_mut().zip(self.leaves) {
+            *place = (self.sum)(leaf);
+        }
+    }
+}
+
+/// Refuses places that are not one for each leaf.
+fn check_count<T>(batches: &[Batch], sums: &[T]) -> Result<(), BackendError> {
+    let count = Leaves::count(batches);
+    if count == sums.len() {
+        return Ok(());
+    }
+    let expected = count.saturating_mul(size_of::<T>());
+    Err(out_of_bounds(0, expected, size_of_val(sums)))
+}
+
+/// Elements of a list that begins with element `start` of the storage.
+#[derive(Clone, Copy, Default)]
+struct Part<'a> {
+    bytes: &'a [u8],
+    start: u64,
+    width: usize,
+}
+
+impl<'a> Part<'a> {
+    /// `elements` of a list whose bytes, all of them, begin with element `first` of the storage.
+    fn of(
+        bytes: &'a [u8],
+        first: u64,
+        width: usize,
+        elements: &Range<u64>,
+    ) -> Result<Self, BackendError> {
+        Ok(Self {
+            bytes: &bytes[place(elements, first, width, bytes.len())?],
+            start: elements.start,
+            width,
+        })
+    }
+
+    fn leaf(&self, leaf: Leaf) -> &'a [u8] {
+        if self.width == 0 {
+            return &[];
+        }
+        let at = (leaf.element - self.start) as usize * self.width;
+        &self.bytes[at..][..leaf.numel as usize * self.width]
+    }
+}
+
+/// The sum of squares of every leaf, where the list lies.
+///
+/// # Errors
+/// As [`fusestep_launch::Backend::leaf_squares`].
+pub(crate) fn leaf_squares(
+    team: &Team,
+    level: Level,
+    leaves: LeafSquares<'_>,
+    sums: &mut [SquareSum],
+) -> Result<(), BackendError> {
+    let LeafSquares {
+        kernel,
+        batches,
+        offsets,
+        list,
+        first,
+    } = leaves;
+    check_count(batches, sums)?;
+    let bytes = list.buffer.host().ok_or(FOREIGN)?;
+    let elements = covered(batches, offsets);
+    let list = Part::of(bytes, first, list.dtype().len_bytes(), &elements)?;
+    team.run(LeafPieces {
+        leaves: Leaves::new(batches, offsets),
+        sums,
+        sum: &|leaf| kernel.run_host(level, list.leaf(leaf)),
+    });
+    Ok(())
+}
+
+/// The sums that the kernel of a launch takes over every leaf; 0 if the control block stops the
+/// step.
+///
+/// # Errors
+/// As [`fusestep_launch::Backend::leaf_sums`]; [`BackendError::Unavailable`] for a kernel that takes
+/// no sums.
+pub(crate) fn leaf_sums(
+    team: &Team,
+    level: Level,
+    launch: &Launch<'_>,
+    sums: &mut [[f64; MAX_SUMS]],
+) -> Result<(), BackendError> {
+    let Some(normed) = launch.kernel.normed() else {
+        let entry = launch.kernel.entry();
+        return Err(BackendError::Unavailable {
+            backend: NAME,
+            reason: format!("expected a kernel that takes sums over tensors, found `{entry}`"),
+        });
+    };
+    let (batches, offsets) = (launch.batches, launch.offsets);
+    check_count(batches, sums)?;
+    let Gate::Open(grad_factor) = gate(launch)? else {
+        sums.fill([0.0; MAX_SUMS]);
+        return Ok(());
+    };
+    let call = HostCall {
+        level,
+        scalars: launch.scalars,
+        grad_factor,
+        sets: launch.sets,
+        changes: None,
+    };
+    let elements = covered(batches, offsets);
+    let mut lists = [Part::default(); MAX_LISTS];
+    for (index, (part, list)) in lists.iter_mut().zip(launch.lists.iter()).enumerate() {
+        let bytes = list.buffer.host().ok_or(FOREIGN)?;
+        let width = list.dtype().len_bytes();
+        *part = Part::of(bytes, launch.first(index), width, &elements)?;
+    }
+    team.run(LeafPieces {
+        leaves: Leaves::new(batches, offsets),
+        sums,
+        sum: &|leaf| {
+            let lists = lists.each_ref().map(|list| list.leaf(leaf));
+            normed.chunk_sums(call, leaf.class, lists, [true; MAX_SUMS])
+        },
+    });
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn leaves_go_on_within_their_record_and_can_be_passed_over() {
+        let record = |tensor, first_element, numel| Record {
+            tensor,
+            first_element,
+            numel,
+            first_chunk: 0,
+            set: 0,
+        };
+        let batch = |records, class| Batch {
+            records,
+            classes: vec![class],
+            chunks: 0,
+        };
+        let batches = [
+            batch(vec![record(0, 1024, 2049), record(1, 0, 5)], 7),
+            batch(vec![], 8),
+            batch(vec![record(3, 0, 1024)], 9),
+        ];
+        let leaves = Leaves::new(&batches, &[0, 4096, 4160, 4160]);
+        let leaf = |element, numel, class| Leaf {
+            element,
+            numel,
+            class,
+        };
+        let expected = [
+            leaf(1024, 1024, 7),
+            leaf(2048, 1024, 7),
+            leaf(3072, 1, 7),
+            leaf(4096, 5, 7),
+            leaf(4160, 1024, 9),
+        ];
+        assert_eq!(leaves.collect::<Vec<_>>(), expected);
+        assert_eq!(Leaves::count(&batches), expected.len());
+        for passed in 0..=6 {
+            let mut rest = leaves;
+            rest.pass(passed as u64);
+            let expected = &expected[passed.min(5)..];
+            assert_eq!(rest.collect::<Vec<_>>(), expected, "{passed}");
+        }
+    }
+}
