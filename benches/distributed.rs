@@ -96,7 +96,7 @@ fn time(params: &[ParamDesc], ranks: usize, (way, timed): (Way, Timed), rounds: 
         let total: u64 = params.iter().map(ParamDesc::numel).sum();
         let mut comms = match way.rings {
             0 => Comms::direct(&mut comm),
-            rings => Comms::with_rings(&mut comm, rings).expect("rings"),
+            rings => Comms::with_streams(&mut comm, rings).expect("rings"),
         };
         let mut exposed = Duration::ZERO;
         for round in 0..=rounds {
@@ -109,7 +109,7 @@ fn time(params: &[ParamDesc], ranks: usize, (way, timed): (Way, Timed), rounds: 
                     let due = start + BACKWARD.mul_f64(ready as f64 / total as f64);
                     std::thread::sleep(due.saturating_duration_since(Instant::now()));
                 }
-                plan.give_gradient(&mut state, &mut comms, &param.name, grad)
+                plan.push_grad(&mut state, &backend, &mut comms, &param.name, grad)
                     .expect("a gradient of the plan");
             }
             let report = plan

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Comms, FolderLock, Manifest, PlanError, Topology, Zero};
+use fusestep_planner::{Comms, FolderLock, Manifest, PlanError, Topology, ZeroStage};
 
 use crate::run::{Case, Mixed, whole_params};
 
@@ -26,7 +26,8 @@ fn part(case: &Case, folder: &Path, from: u64, to: u64) -> Vec<Vec<u8>> {
             assert_eq!(caller["at"], from.to_string());
         } else {
             for (param, desc) in plan.params().iter().enumerate() {
-                plan.write_param(&mut state, &backend, &desc.name, &case.first_values(param))
+                state
+                    .write(&backend, Role::Param, &desc.name, &case.first_values(param))
                     .unwrap();
             }
         }
@@ -35,11 +36,11 @@ fn part(case: &Case, folder: &Path, from: u64, to: u64) -> Vec<Vec<u8>> {
                 // The same gradients on all ranks, so that their mean does not depend on how many there are.
                 if !case.is_absent(0, step, param) {
                     let bytes = case.gradient(0, step, param);
-                    plan.give_gradient(&mut state, &mut comms, &desc.name, &bytes)
+                    plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes)
                         .unwrap();
                 }
             }
-            plan.run_with(&mut state, &backend, &mut comms).unwrap();
+            plan.step(&mut state, &backend, &mut comms).unwrap();
         }
         let caller = BTreeMap::from([("at".to_owned(), to.to_string())]);
         plan.save(&state, &backend, &mut comms, folder, caller)
@@ -55,7 +56,7 @@ fn a_run_saved_on_4_ranks_goes_on_exactly_on_1_2_4_and_5() {
     for mixed in [Mixed::No, Mixed::Yes] {
         let base = Case {
             world: 4,
-            zero: Zero::Zero2,
+            zero: ZeroStage::Two,
             mixed,
             clip: Some(1.0),
             scaled: Some(64.0),
@@ -65,11 +66,11 @@ fn a_run_saved_on_4_ranks_goes_on_exactly_on_1_2_4_and_5() {
         let folder = tempfile::tempdir().unwrap();
         part(&base, folder.path(), 0, 2);
         for (world, zero) in [
-            (1, Zero::Zero0),
-            (2, Zero::Zero3),
-            (4, Zero::Zero2),
-            (4, Zero::Zero0),
-            (5, Zero::Zero1),
+            (1, ZeroStage::None),
+            (2, ZeroStage::Three),
+            (4, ZeroStage::Two),
+            (4, ZeroStage::None),
+            (5, ZeroStage::One),
         ] {
             let other = Case {
                 world,
@@ -111,7 +112,7 @@ fn small(world: usize) -> Case {
     Case {
         numels: vec![40, 3, 0, 9],
         world,
-        zero: Zero::Zero2,
+        zero: ZeroStage::Two,
         steps: 1,
         ..Case::default()
     }
@@ -383,9 +384,9 @@ fn a_save_that_fails_on_one_rank_fails_on_all_and_keeps_the_old_checkpoint() {
         let mut state = plan.allocate(&backend).unwrap();
         plan.load(&mut state, &backend, folder.path()).unwrap();
         let bytes = case.gradient(0, 1, 0);
-        plan.give_gradient(&mut state, &mut comms, "layer0.weight0", &bytes)
+        plan.push_grad(&mut state, &backend, &mut comms, "layer0.weight0", &bytes)
             .unwrap();
-        plan.run_with(&mut state, &backend, &mut comms).unwrap();
+        plan.step(&mut state, &backend, &mut comms).unwrap();
         let saved = plan.save(&state, &backend, &mut comms, folder.path(), BTreeMap::new());
         saved.unwrap_err().to_string()
     });

@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 
 use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Comms, CostModel, Manifest, Topology, Zero};
+use fusestep_planner::{Comms, CostModel, Manifest, Topology, ZeroStage};
 
 use crate::run::{Case, Mixed, rules, whole_params};
 
@@ -14,7 +14,7 @@ fn grouped(world: usize, group: usize) -> Case {
         numels: vec![70_001, 3, 0, 5_000, 257],
         world,
         shard_group: NonZeroUsize::new(group),
-        zero: Zero::Zero2,
+        zero: ZeroStage::Two,
         clip: Some(1.0),
         absent: vec![(1, 1, 1), (0, 2, 0)],
         ..Case::default()
@@ -27,10 +27,10 @@ fn every_stage_and_any_buckets_give_the_bits_of_means_of_means() {
         let base = grouped(world, group);
         let expected = base.by_hand().params;
         for (zero, cap, rings) in [
-            (Zero::Zero1, Some(100_000), 0),
-            (Zero::Zero2, Some(4_000), 2),
-            (Zero::Zero2, None, 0),
-            (Zero::Zero3, Some(100_000), 1),
+            (ZeroStage::One, Some(100_000), 0),
+            (ZeroStage::Two, Some(4_000), 2),
+            (ZeroStage::Two, None, 0),
+            (ZeroStage::Three, Some(100_000), 1),
         ] {
             let case = Case {
                 zero,
@@ -66,12 +66,12 @@ fn every_rule_merges_and_skips_alike_in_groups() {
             merge: 2,
             scaled: Some(8.0),
             infinite: Some((3, 2, 4)),
-            zero: Zero::Zero1,
+            zero: ZeroStage::One,
             ..grouped(4, 2)
         };
         let expected = base.run();
         assert_eq!(expected.skipped, 1);
-        for zero in [Zero::Zero2, Zero::Zero3] {
+        for zero in [ZeroStage::Two, ZeroStage::Three] {
             let found = Case {
                 zero,
                 ..base.clone()
@@ -95,13 +95,14 @@ fn one_group_saves_and_any_world_goes_on() {
         let mut state = plan.allocate(&backend).unwrap();
         for (param, desc) in plan.params().iter().enumerate() {
             let values = case.first_values(param);
-            plan.write_param(&mut state, &backend, &desc.name, &values)
+            state
+                .write(&backend, Role::Param, &desc.name, &values)
                 .unwrap();
             let bytes = case.gradient(topology.rank, 0, param);
-            plan.give_gradient(&mut state, &mut comms, &desc.name, &bytes)
+            plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes)
                 .unwrap();
         }
-        plan.run_with(&mut state, &backend, &mut comms).unwrap();
+        plan.step(&mut state, &backend, &mut comms).unwrap();
         plan.save(&state, &backend, &mut comms, folder.path(), BTreeMap::new())
             .unwrap();
         whole_params(&plan, &state, &backend, &mut comms)
@@ -163,7 +164,7 @@ fn a_rank_keeps_its_groups_part_and_sends_less_within_it() {
         alpha_seconds: 1e-5,
         beta_bytes_per_second: 1e9,
     };
-    let summary = |plan: &fusestep_planner::RankPlan| plan.summary(CostModel::from(link));
+    let summary = |plan: &fusestep_planner::Plan| plan.summary(CostModel::from(link));
     let buckets = summary(&world).buckets as u64;
     assert_eq!(
         summary(&groups).collectives,
@@ -199,7 +200,7 @@ fn groups_that_do_not_fit_are_refused() {
         let error = Comms::in_groups(&mut comm, NonZeroUsize::new(3).unwrap(), 0).unwrap_err();
         assert!(error.to_string().contains("multiple"), "{error}");
         let mut comms = Comms::direct(&mut comm);
-        let error = plan.run_with(&mut state, &backend, &mut comms).unwrap_err();
+        let error = plan.step(&mut state, &backend, &mut comms).unwrap_err();
         error.to_string()
     });
     for error in errors.unwrap() {

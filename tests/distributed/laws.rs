@@ -5,11 +5,16 @@ use std::num::NonZeroUsize;
 use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::{Master, Precision};
-use fusestep_planner::{Comms, Ownership, PlanError, Topology, Zero};
+use fusestep_planner::{Comms, Ownership, PlanError, Topology, ZeroStage};
 
 use crate::run::{Case, Measured, Mixed, rules, whole_params};
 
-const STAGES: [Zero; 4] = [Zero::Zero0, Zero::Zero1, Zero::Zero2, Zero::Zero3];
+const STAGES: [ZeroStage; 4] = [
+    ZeroStage::None,
+    ZeroStage::One,
+    ZeroStage::Two,
+    ZeroStage::Three,
+];
 
 fn assert_same(case: &Case, expected: &crate::run::Outcome) {
     let found = case.run();
@@ -203,7 +208,7 @@ fn norms_of_updates_are_the_same_at_every_stage_in_mixed_dtypes_and_groups() {
     };
     same_at_every_stage(&base, &base.run());
     let group = NonZeroUsize::new(2);
-    for zero in [Zero::Zero1, Zero::Zero3] {
+    for zero in [ZeroStage::One, ZeroStage::Three] {
         let case = Case {
             mixed: Mixed::No,
             precision: None,
@@ -318,13 +323,13 @@ fn with_rings_a_full_bucket_starts_before_the_last_gradient_is_given() {
             .unwrap();
         let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
         let rank = comm.rank();
-        let mut comms = Comms::with_rings(&mut comm, 2).unwrap();
+        let mut comms = Comms::with_streams(&mut comm, 2).unwrap();
         let mut state = plan.allocate(&backend).unwrap();
         let mut started = Vec::new();
         for param in (0..6).rev() {
             let bytes = case.gradient(rank, 0, param);
             let name = &plan.params()[param].name;
-            plan.give_gradient(&mut state, &mut comms, name, &bytes)
+            plan.push_grad(&mut state, &backend, &mut comms, name, &bytes)
                 .unwrap();
             started.push(state.buckets_started());
         }
@@ -335,7 +340,7 @@ fn with_rings_a_full_bucket_starts_before_the_last_gradient_is_given() {
             &case.gradient(rank, 0, 0),
         );
         assert!(matches!(twice, Err(PlanError::GradientTwice { .. })));
-        plan.run_with(&mut state, &backend, &mut comms).unwrap();
+        plan.step(&mut state, &backend, &mut comms).unwrap();
         started
     });
     for started in outcomes.unwrap() {
@@ -347,9 +352,9 @@ fn with_rings_a_full_bucket_starts_before_the_last_gradient_is_given() {
 fn parameters_broadcast_by_their_owners_have_the_bits_of_gathered_ones() {
     for rule in [rules()[0], rules()[4]] {
         for (ownership, zero) in [
-            (Ownership::UseOrder, Zero::Zero1),
-            (Ownership::GreedyEven, Zero::Zero2),
-            (Ownership::Tensors, Zero::Zero1),
+            (Ownership::UseOrder, ZeroStage::One),
+            (Ownership::GreedyEven, ZeroStage::Two),
+            (Ownership::Tensors, ZeroStage::One),
         ] {
             let case = Case {
                 rule,
@@ -373,7 +378,7 @@ fn parameters_broadcast_by_their_owners_have_the_bits_of_gathered_ones() {
 
 #[test]
 fn parameters_of_one_rank_come_to_all() {
-    for zero in [Zero::Zero0, Zero::Zero1, Zero::Zero2] {
+    for zero in [ZeroStage::None, ZeroStage::One, ZeroStage::Two] {
         let case = Case {
             world: 3,
             zero,
@@ -391,11 +396,12 @@ fn parameters_of_one_rank_come_to_all() {
             let mut state = plan.allocate(&backend).unwrap();
             for (param, desc) in plan.params().iter().enumerate() {
                 if rank == 1 {
-                    plan.write_param(&mut state, &backend, &desc.name, &case.first_values(param))
+                    state
+                        .write(&backend, Role::Param, &desc.name, &case.first_values(param))
                         .unwrap();
                 }
             }
-            plan.broadcast_params(&mut state, &backend, &mut comms, 1)
+            plan.broadcast_parameters(&mut state, &backend, &mut comms, 1)
                 .unwrap();
             whole_params(&plan, &state, &backend, &mut comms)
         });
@@ -415,16 +421,16 @@ fn buckets_that_are_through_give_their_memory_to_those_that_come() {
         world: 2,
         cap: Some(4_000),
         rings: 2,
-        zero: Zero::Zero2,
+        zero: ZeroStage::Two,
         steps: 2,
         ..Case::default()
     };
     let expected = base.by_hand();
     for (zero, group, all) in [
-        (Zero::Zero1, None, true),
-        (Zero::Zero2, None, false),
-        (Zero::Zero2, NonZeroUsize::new(1), true),
-        (Zero::Zero3, None, false),
+        (ZeroStage::One, None, true),
+        (ZeroStage::Two, None, false),
+        (ZeroStage::Two, NonZeroUsize::new(1), true),
+        (ZeroStage::Three, None, false),
     ] {
         let case = Case {
             zero,
@@ -437,12 +443,13 @@ fn buckets_that_are_through_give_their_memory_to_those_that_come() {
             let (plan, backend) = (plan.unwrap(), CpuBackend::new(NonZeroUsize::MIN).unwrap());
             let mut comms = match group {
                 Some(group) => Comms::in_groups(&mut comm, group, 2).unwrap(),
-                None => Comms::with_rings(&mut comm, 2).unwrap(),
+                None => Comms::with_streams(&mut comm, 2).unwrap(),
             };
             let mut state = plan.allocate(&backend).unwrap();
             for (param, desc) in plan.params().iter().enumerate() {
                 let values = case.first_values(param);
-                plan.write_param(&mut state, &backend, &desc.name, &values)
+                state
+                    .write(&backend, Role::Param, &desc.name, &values)
                     .unwrap();
             }
             let mut peaks = Vec::new();
@@ -450,14 +457,14 @@ fn buckets_that_are_through_give_their_memory_to_those_that_come() {
                 for param in (0..16).rev() {
                     let bytes = case.gradient(rank, step, param);
                     let name = &plan.params()[param].name;
-                    plan.give_gradient(&mut state, &mut comms, name, &bytes)
+                    plan.push_grad(&mut state, &backend, &mut comms, name, &bytes)
                         .unwrap();
                     // A backward pass that takes longer than the calls.
                     while !all && plan.take_reduced(&mut state).unwrap() > 0 {
                         std::thread::yield_now();
                     }
                 }
-                let report = plan.run_with(&mut state, &backend, &mut comms).unwrap();
+                let report = plan.step(&mut state, &backend, &mut comms).unwrap();
                 assert_eq!(state.memory_bytes(), plan.memory_bytes());
                 peaks.push(report.bucket_peak_bytes);
             }

@@ -6,7 +6,8 @@ use fusestep_collective::{Communicator, Options, Solo, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_sgd::Sgd;
 use fusestep_planner::{
-    Averaged, Comms, GradientMerge, LocalSgd, PlanError, Planner, Reduced, Shard, Topology, Zero,
+    Averaged, Comms, GradientAccumulation, LocalSgd, PlanError, Planner, ReducedWhen, Shard,
+    Topology, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
 
@@ -18,7 +19,12 @@ fn every(steps: u64) -> LocalSgd {
 
 fn same_at_every_stage(base: &Case) {
     let expected = base.run();
-    for zero in [Zero::Zero0, Zero::Zero1, Zero::Zero2, Zero::Zero3] {
+    for zero in [
+        ZeroStage::None,
+        ZeroStage::One,
+        ZeroStage::Two,
+        ZeroStage::Three,
+    ] {
         for (cap, rings) in [(Some(40_000), 0), (Some(1 << 20), 2)] {
             let case = Case {
                 zero,
@@ -52,7 +58,7 @@ fn gradients_reduced_in_every_micro_step_give_the_same_bits_at_every_stage() {
     for mixed in [Mixed::No, Mixed::Yes] {
         let base = Case {
             merge: 3,
-            reduced: Reduced::PerMicroStep,
+            reduced: ReducedWhen::PerMicroStep,
             world: 3,
             mixed,
             steps: 2,
@@ -72,12 +78,12 @@ fn reduced_per_micro_step_or_per_window_sums_are_the_same_where_they_are_exact()
             merge: 4,
             world,
             exact,
-            zero: Zero::Zero2,
+            zero: ZeroStage::Two,
             absent: vec![(0, 1, 3), (0, 5, 4)],
             ..Case::default()
         };
         let each = Case {
-            reduced: Reduced::PerMicroStep,
+            reduced: ReducedWhen::PerMicroStep,
             ..once.clone()
         };
         assert!(each.run().params == once.run().params, "{world} ranks");
@@ -86,10 +92,10 @@ fn reduced_per_micro_step_or_per_window_sums_are_the_same_where_they_are_exact()
 
 #[test]
 fn weights_that_ranks_do_not_share_are_refused_by_all_of_them() {
-    for zero in [Zero::Zero0, Zero::Zero2] {
+    for zero in [ZeroStage::None, ZeroStage::Two] {
         let case = Case {
             merge: 2,
-            reduced: Reduced::PerMicroStep,
+            reduced: ReducedWhen::PerMicroStep,
             world: 2,
             zero,
             ..Case::default()
@@ -104,8 +110,8 @@ fn weights_that_ranks_do_not_share_are_refused_by_all_of_them() {
             let mut comms = Comms::direct(&mut comm);
             let mut state = plan.allocate(&backend).unwrap();
             state.set_weight(1.0 + rank as f64);
-            plan.run_with(&mut state, &backend, &mut comms).unwrap();
-            let error = plan.run_with(&mut state, &backend, &mut comms);
+            plan.step(&mut state, &backend, &mut comms).unwrap();
+            let error = plan.step(&mut state, &backend, &mut comms);
             error.unwrap_err().to_string()
         });
         for error in outcomes.unwrap() {
@@ -140,10 +146,10 @@ fn updates(planner: Planner, dtype: DType, micro_steps: &[Option<(f32, f64)>]) -
                 DType::BF16 => half::bf16::from_f32(*value).to_le_bytes().repeat(3),
                 _ => value.to_le_bytes().repeat(3),
             };
-            plan.give_gradient(&mut state, &mut comms, "w", &bytes)
+            plan.push_grad(&mut state, &backend, &mut comms, "w", &bytes)
                 .unwrap();
         }
-        plan.run_with(&mut state, &backend, &mut comms).unwrap();
+        plan.step(&mut state, &backend, &mut comms).unwrap();
         found.push(-read(&state));
     }
     if plan
@@ -166,8 +172,8 @@ fn sgd() -> Planner {
     Planner::new(rule.into())
 }
 
-fn merge(every: u32) -> GradientMerge {
-    GradientMerge::every(NonZeroU32::new(every).unwrap())
+fn merge(every: u32) -> GradientAccumulation {
+    GradientAccumulation::every(NonZeroU32::new(every).unwrap())
 }
 
 #[test]
@@ -312,9 +318,9 @@ fn an_adaptive_interval_follows_the_mean_loss_on_all_ranks_alike() {
             }
             let grad = case.gradient(rank, step, 0);
             let name = &plan.params()[0].name;
-            plan.give_gradient(&mut state, &mut comms, name, &grad)
+            plan.push_grad(&mut state, &backend, &mut comms, name, &grad)
                 .unwrap();
-            let report = plan.run_with(&mut state, &backend, &mut comms).unwrap();
+            let report = plan.step(&mut state, &backend, &mut comms).unwrap();
             found.push((report.averaged, state.local_interval()));
         }
         found
@@ -339,7 +345,7 @@ fn an_adaptive_interval_follows_the_mean_loss_on_all_ranks_alike() {
 fn passes_that_contradict_each_other_are_both_named() {
     let params = [ParamDesc::new("w", Shape::new([3]).unwrap(), DType::F32)];
     let two = Topology::new(0, 2).unwrap();
-    let planner = sgd().with(Shard::new(Zero::Zero2)).with(every(2));
+    let planner = sgd().with(Shard::new(ZeroStage::Two)).with(every(2));
     let error = planner.plan_for(&params, two).unwrap_err();
     assert_eq!(
         error.to_string(),

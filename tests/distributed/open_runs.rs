@@ -7,7 +7,7 @@ use std::path::Path;
 use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_sgd::Sgd;
-use fusestep_planner::{Comms, Interval, LocalSgd, Manifest, Reduced, Topology, Zero};
+use fusestep_planner::{Comms, Interval, LocalSgd, Manifest, ReducedWhen, Topology, ZeroStage};
 
 use crate::run::{Case, Exact, Mixed, whole_params};
 
@@ -35,7 +35,8 @@ fn part_with(
             None => {
                 for (param, desc) in plan.params().iter().enumerate() {
                     let values = case.first_values(param);
-                    plan.write_param(&mut state, &backend, &desc.name, &values)
+                    state
+                        .write(&backend, Role::Param, &desc.name, &values)
                         .unwrap();
                 }
             }
@@ -48,12 +49,12 @@ fn part_with(
                 let rank = of(topology.rank, step);
                 if !case.is_absent(rank, step, param) {
                     let bytes = case.gradient(rank, step, param);
-                    plan.give_gradient(&mut state, &mut comms, &desc.name, &bytes)
+                    plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes)
                         .unwrap();
                 }
             }
             state.set_loss(1.0 + step as f64 + topology.rank as f64);
-            plan.run_with(&mut state, &backend, &mut comms).unwrap();
+            plan.step(&mut state, &backend, &mut comms).unwrap();
         }
         if let Some(folder) = folder {
             plan.save(&state, &backend, &mut comms, folder, BTreeMap::new())
@@ -82,7 +83,7 @@ fn refusal(case: &Case, folder: &Path) -> String {
     error.to_string()
 }
 
-fn merging(reduced: Reduced, mixed: Mixed) -> Case {
+fn merging(reduced: ReducedWhen, mixed: Mixed) -> Case {
     Case {
         numels: vec![700, 3, 0, 91, 40],
         world: 3,
@@ -98,11 +99,16 @@ fn merging(reduced: Reduced, mixed: Mixed) -> Case {
 
 #[test]
 fn a_run_saved_within_a_window_goes_on_bit_for_bit() {
-    for reduced in [Reduced::PerWindow, Reduced::PerMicroStep] {
+    for reduced in [ReducedWhen::PerWindow, ReducedWhen::PerMicroStep] {
         for mixed in [Mixed::No, Mixed::Yes] {
             let base = merging(reduced, mixed);
             let whole = part(&base, None, 0, 9);
-            for zero in [Zero::Zero0, Zero::Zero1, Zero::Zero2, Zero::Zero3] {
+            for zero in [
+                ZeroStage::None,
+                ZeroStage::One,
+                ZeroStage::Two,
+                ZeroStage::Three,
+            ] {
                 let case = Case {
                     zero,
                     ..base.clone()
@@ -116,7 +122,7 @@ fn a_run_saved_within_a_window_goes_on_bit_for_bit() {
                     assert_eq!((manifest.version, manifest.step), (2, at / 3));
                     // At another stage and with other buckets: sums are saved by tensor.
                     let resumed = Case {
-                        zero: Zero::of((zero.number() + 1) % 4).unwrap(),
+                        zero: ZeroStage::of((zero.number() + 1) % 4).unwrap(),
                         cap: Some(400),
                         ..case.clone()
                     };
@@ -130,7 +136,7 @@ fn a_run_saved_within_a_window_goes_on_bit_for_bit() {
 
 #[test]
 fn one_saves_twice_within_a_window_and_the_newer_counts() {
-    let case = merging(Reduced::PerWindow, Mixed::No);
+    let case = merging(ReducedWhen::PerWindow, Mixed::No);
     let folder = tempfile::tempdir().unwrap();
     part(&case, Some(folder.path()), 0, 4);
     part(&case, Some(folder.path()), 4, 5);
@@ -151,7 +157,7 @@ fn one_saves_twice_within_a_window_and_the_newer_counts() {
 
 #[test]
 fn an_open_window_is_refused_where_it_does_not_fit() {
-    let case = merging(Reduced::PerWindow, Mixed::No);
+    let case = merging(ReducedWhen::PerWindow, Mixed::No);
     let folder = tempfile::tempdir().unwrap();
     part(&case, Some(folder.path()), 0, 4);
     let others = [
@@ -178,7 +184,7 @@ fn an_open_window_is_refused_where_it_does_not_fit() {
         ),
         (
             Case {
-                reduced: Reduced::PerMicroStep,
+                reduced: ReducedWhen::PerMicroStep,
                 ..case.clone()
             },
             ["reduced in every one", "once per window"],
@@ -269,7 +275,7 @@ fn own_then_first(rank: usize, step: u64) -> usize {
     if step < 6 { rank } else { 0 }
 }
 
-fn window_of_four(reduced: Reduced, mixed: Mixed) -> Case {
+fn window_of_four(reduced: ReducedWhen, mixed: Mixed) -> Case {
     Case {
         world: 4,
         merge: 4,
@@ -282,7 +288,7 @@ fn window_of_four(reduced: Reduced, mixed: Mixed) -> Case {
 #[test]
 fn the_mean_of_an_open_window_goes_on_with_any_number_of_ranks() {
     for mixed in [Mixed::No, Mixed::Yes] {
-        let case = window_of_four(Reduced::PerWindow, mixed);
+        let case = window_of_four(ReducedWhen::PerWindow, mixed);
         let expected = part_with(&case, None, (0, 12), own_then_first);
         let folder = tempfile::tempdir().unwrap();
         part(&case, Some(folder.path()), 0, 6);
@@ -300,7 +306,7 @@ fn the_mean_of_an_open_window_goes_on_with_any_number_of_ranks() {
         let written = manifest.average(folder.path(), mean.path(), 3).unwrap();
         assert_eq!(written.open.as_ref().unwrap().ranks, 1);
         for world in [1, 2, 4] {
-            for zero in [Zero::Zero0, Zero::Zero2, Zero::Zero3] {
+            for zero in [ZeroStage::None, ZeroStage::Two, ZeroStage::Three] {
                 let other = Case {
                     world,
                     zero,
@@ -317,14 +323,14 @@ fn the_mean_of_an_open_window_goes_on_with_any_number_of_ranks() {
 
 #[test]
 fn a_window_reduced_in_every_micro_step_goes_on_with_any_number_of_ranks_as_it_is() {
-    let case = window_of_four(Reduced::PerMicroStep, Mixed::No);
+    let case = window_of_four(ReducedWhen::PerMicroStep, Mixed::No);
     let expected = part_with(&case, None, (0, 12), own_then_first);
     for world in [1, 2] {
         let folder = tempfile::tempdir().unwrap();
         part(&case, Some(folder.path()), 0, 6);
         let other = Case {
             world,
-            zero: Zero::Zero1,
+            zero: ZeroStage::One,
             ..case.clone()
         };
         let found = part_with(&other, Some(folder.path()), (6, 12), own_then_first);

@@ -6,8 +6,8 @@ use fusestep_collective::Link;
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_planner::{
-    Bucket, CostModel, EventKind, FuseAllReduce, FuseBroadcast, GradientMerge, Note, Oversize,
-    Ownership, Planner, RankPlan, Shard, Topology, Zero, groups_by_layer,
+    Bucket, CostModel, EventKind, FuseAllReduce, FuseBroadcast, GradientAccumulation, Note,
+    Oversize, Ownership, Plan, Planner, Shard, Topology, ZeroStage, groups_by_layer,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
 
@@ -18,14 +18,14 @@ fn params(shapes: &[(&str, u64, DType)]) -> Vec<ParamDesc> {
     shapes.iter().map(describe).collect()
 }
 
-fn plan(params: &[ParamDesc], fuse: FuseAllReduce, world: usize) -> RankPlan {
+fn plan(params: &[ParamDesc], fuse: FuseAllReduce, world: usize) -> Plan {
     let planner = Planner::new(Adam::default().into()).with(fuse);
     planner
         .plan_for(params, Topology::new(0, world).unwrap())
         .unwrap()
 }
 
-fn numels(plan: &RankPlan) -> Vec<Vec<(u32, u64, u64)>> {
+fn numels(plan: &Plan) -> Vec<Vec<(u32, u64, u64)>> {
     let spans = |bucket: &Bucket| {
         let spans = bucket.spans.iter();
         spans
@@ -132,7 +132,7 @@ fn updated_parameters_come_in_one_call_for_each_owner_and_cap() {
         found.collect()
     };
     // A part of 38 MiB each: `c` starts below it, `d` not; an owner's groups hold at most the cap, or one longer tensor.
-    let whole = planner(Zero::Zero2, Ownership::UseOrder, 32);
+    let whole = planner(ZeroStage::Two, Ownership::UseOrder, 32);
     assert_eq!(
         groups(&whole, 2),
         [
@@ -144,23 +144,31 @@ fn updated_parameters_come_in_one_call_for_each_owner_and_cap() {
         ]
     );
     // 20 and 10 MiB are exactly 30.
-    let exact = planner(Zero::Zero1, Ownership::UseOrder, 30);
+    let exact = planner(ZeroStage::One, Ownership::UseOrder, 30);
     assert_eq!(groups(&exact, 2)[0], (0, vec![0, 1]));
-    let small = planner(Zero::Zero1, Ownership::UseOrder, 29);
+    let small = planner(ZeroStage::One, Ownership::UseOrder, 29);
     assert_eq!(groups(&small, 2)[..2], [(0, vec![0]), (0, vec![1, 2])]);
     for (planner, world, why) in [
         (
-            planner(Zero::Zero1, Ownership::Elements, 32),
+            planner(ZeroStage::One, Ownership::Elements, 32),
             2,
             "one all-gather",
         ),
         (
-            planner(Zero::Zero3, Ownership::UseOrder, 32),
+            planner(ZeroStage::Three, Ownership::UseOrder, 32),
             2,
             "in their shards",
         ),
-        (planner(Zero::Zero0, Ownership::UseOrder, 32), 2, "itself"),
-        (planner(Zero::Zero2, Ownership::UseOrder, 32), 1, "nobody"),
+        (
+            planner(ZeroStage::None, Ownership::UseOrder, 32),
+            2,
+            "itself",
+        ),
+        (
+            planner(ZeroStage::Two, Ownership::UseOrder, 32),
+            1,
+            "nobody",
+        ),
     ] {
         let plan = planner
             .plan_for(&params, Topology::new(0, world).unwrap())
@@ -178,12 +186,12 @@ fn ranks_agree_on_the_plan_and_hold_their_share_of_the_state() {
         ("b", 3, DType::F32),
         ("c", 60_000, DType::F32),
     ]);
-    for zero in [Zero::Zero1, Zero::Zero2, Zero::Zero3] {
+    for zero in [ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
         for world in [1usize, 2, 3, 4, 7] {
             let planner = Planner::new(Adam::default().into())
                 .with(FuseAllReduce::default())
                 .with(Shard::new(zero));
-            let plans: Vec<RankPlan> = (0..world)
+            let plans: Vec<Plan> = (0..world)
                 .map(|rank| {
                     planner
                         .plan_for(&params, Topology::new(rank, world).unwrap())
@@ -266,10 +274,10 @@ fn a_ranks_own_copies_and_its_update_take_as_long_as_their_bytes() {
         let planner = Planner::new(rule.into()).with(FuseAllReduce::of_bytes(1 << 30));
         let planner = match merge {
             1 => planner,
-            _ => planner.with(GradientMerge::every(merge.try_into().unwrap())),
+            _ => planner.with(GradientAccumulation::every(merge.try_into().unwrap())),
         };
         let planner = match zero {
-            Zero::Zero0 => planner,
+            ZeroStage::None => planner,
             zero => planner.with(Shard::new(zero)),
         };
         let topology = Topology::new(1, 2).unwrap();
@@ -280,18 +288,18 @@ fn a_ranks_own_copies_and_its_update_take_as_long_as_their_bytes() {
         assert!((found / expected - 1.0).abs() < 1e-6, "{found} {expected}");
     };
     // Into the bucket, out of it and to the update: a copy each. Then three passes of the update.
-    let whole = plan(Zero::Zero0, 1).summary(model);
+    let whole = plan(ZeroStage::None, 1).summary(model);
     near(whole.local_ns, (2.0 + 4.0 + 3.0) / 1e10);
     near(whole.exposed_ns, 1.0 / 1e9);
     near(whole.predicted_step_ns, 9.0 / 1e10 + 1.0 / 1e9);
     // Half of all that but the first, and half of the parameters into the replica; other calls.
-    let shared = plan(Zero::Zero2, 1).summary(model);
+    let shared = plan(ZeroStage::Two, 1).summary(model);
     near(shared.local_ns, (2.0 + 2.0 + 1.5 + 1.0) / 1e10);
     near(shared.exposed_ns, 1.0 / 4e9 + 1.0 / 5e9);
     // Two more passes of three, and a division.
-    let merged = plan(Zero::Zero0, 3).summary(model);
+    let merged = plan(ZeroStage::None, 3).summary(model);
     near(merged.local_ns, (2.0 + 3.0 + 5.0 + 4.0 + 3.0) / 1e10);
-    let timeline = plan(Zero::Zero2, 1).timeline(&model);
+    let timeline = plan(ZeroStage::Two, 1).timeline(&model);
     let kinds: Vec<EventKind> = timeline.iter().map(|event| event.kind).collect();
     assert_eq!(
         kinds,
@@ -302,24 +310,24 @@ fn a_ranks_own_copies_and_its_update_take_as_long_as_their_bytes() {
             EventKind::Gather
         ]
     );
-    let without = plan(Zero::Zero0, 1).summary(link(1e9));
+    let without = plan(ZeroStage::None, 1).summary(link(1e9));
     assert_eq!(without.local_ns, 0.0);
     near(without.predicted_step_ns, 1.0 / 1e9);
 }
 
 #[test]
-fn buckets_that_were_given_back_are_allocated_anew_and_fewer_with_rings() {
+fn buckets_that_were_given_back_are_allocated_anew_and_fewer_with_streams() {
     let params = params(&[("a", 1 << 20, DType::F32), ("b", 1 << 20, DType::F32)]);
     let plan = |zero| {
         let planner = Planner::new(Sgd::default().into()).with(FuseAllReduce::of_bytes(1 << 20));
         let planner = match zero {
-            Zero::Zero0 => planner,
+            ZeroStage::None => planner,
             zero => planner.with(Shard::new(zero)),
         };
         let topology = Topology::new(1, 2).unwrap();
         planner.plan_for(&params, topology).unwrap()
     };
-    let shared = plan(Zero::Zero2);
+    let shared = plan(ZeroStage::Two);
     let anew = [0, 1, 2].map(|rings| shared.fresh_bytes(0, rings));
     assert_eq!(anew, [8 << 20, 2 << 20, 3 << 20]);
     let model = CostModel::from(Link {
@@ -333,14 +341,14 @@ fn buckets_that_were_given_back_are_allocated_anew_and_fewer_with_rings() {
     let expected = f64::from(8 << 20) / 2e9 * 1e9;
     let found = shared.summary(fresh).local_ns - shared.summary(model).local_ns;
     assert!((found / expected - 1.0).abs() < 1e-6, "{found} {expected}");
-    let whole = plan(Zero::Zero0);
+    let whole = plan(ZeroStage::None);
     assert_eq!(whole.summary(fresh), whole.summary(model));
 }
 
 #[test]
 fn predicted_memory_is_what_a_state_holds_per_stage() {
     let params = params(&[("a", 100_000, DType::F32), ("b", 20_000, DType::F32)]);
-    let memory = |zero: Zero| {
+    let memory = |zero: ZeroStage| {
         let planner = Planner::new(Adam::default().into())
             .with(FuseAllReduce::default())
             .with(Shard::new(zero));
@@ -350,11 +358,11 @@ fn predicted_memory_is_what_a_state_holds_per_stage() {
     let bytes = 480_000;
     let near = |found: u64, expected: u64| assert!(found.abs_diff(expected) < 4 * 512, "{found}");
     // Parameter, gradient, two moments, buckets, and the reduced gradients.
-    near(memory(Zero::Zero0), 6 * bytes);
-    near(memory(Zero::Zero1), 5 * bytes / 4 + 2 * bytes);
+    near(memory(ZeroStage::None), 6 * bytes);
+    near(memory(ZeroStage::One), 5 * bytes / 4 + 2 * bytes);
     // A quarter of parameter, gradient, moments and reduced gradients, no buckets; up to stage 2 whole parameters.
-    near(memory(Zero::Zero2), 5 * bytes / 4 + bytes);
-    near(memory(Zero::Zero3), 5 * bytes / 4);
+    near(memory(ZeroStage::Two), 5 * bytes / 4 + bytes);
+    near(memory(ZeroStage::Three), 5 * bytes / 4);
 }
 
 #[test]
@@ -398,7 +406,7 @@ fn a_model_of_7_billion_on_1024_ranks_is_planned_within_a_second() {
     let start = Instant::now();
     let planner = Planner::new(Adam::default().into())
         .with(FuseAllReduce::default())
-        .with(Shard::new(Zero::Zero3));
+        .with(Shard::new(ZeroStage::Three));
     let plan = planner
         .plan_for(&params, Topology::new(0, 1024).unwrap())
         .unwrap();

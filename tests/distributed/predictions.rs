@@ -9,7 +9,7 @@ use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_planner::{
-    Comms, CostModel, EventKind, FuseAllReduce, Optimizer, Planner, Shard, Topology, Zero,
+    Comms, CostModel, EventKind, FuseAllReduce, Optimizer, Planner, Shard, Topology, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
 
@@ -38,11 +38,11 @@ fn median_ms(mut seconds: Vec<f64>) -> f64 {
 fn line(
     comm: &mut dyn Communicator,
     params: &[ParamDesc],
-    (rule, zero, costs): (Optimizer, Zero, Costs),
+    (rule, zero, costs): (Optimizer, ZeroStage, Costs),
 ) -> String {
     let planner = Planner::new(rule).with(FuseAllReduce::of_bytes(25 << 20));
     let planner = match zero {
-        Zero::Zero0 => planner,
+        ZeroStage::None => planner,
         zero => planner.with(Shard::new(zero)),
     };
     let plan = planner.plan_for(params, Topology::of(comm)).unwrap();
@@ -56,10 +56,10 @@ fn line(
         comms.communicator().barrier().unwrap();
         let start = Instant::now();
         for (param, grad) in params.iter().zip(&grads).rev() {
-            plan.give_gradient(&mut state, &mut comms, &param.name, grad)
+            plan.push_grad(&mut state, &backend, &mut comms, &param.name, grad)
                 .unwrap();
         }
-        let report = plan.run_with(&mut state, &backend, &mut comms).unwrap();
+        let report = plan.step(&mut state, &backend, &mut comms).unwrap();
         // The first touches memory for the first time.
         if round > 0 {
             whole.push(start.elapsed().as_secs_f64());
@@ -74,7 +74,7 @@ fn line(
     };
     // Parameters of stage 3 are gathered by the caller, who does not in this run.
     let gathers = match zero {
-        Zero::Zero3 => of_kind(EventKind::Gather),
+        ZeroStage::Three => of_kind(EventKind::Gather),
         _ => 0.0,
     };
     let waiting_predicted = of_kind(EventKind::Reduce);
@@ -92,13 +92,13 @@ fn line(
 fn peak(comm: &mut dyn Communicator, params: &[ParamDesc], cap_bytes: u64) -> String {
     let planner = Planner::new(Adam::default().into())
         .with(FuseAllReduce::of_bytes(cap_bytes))
-        .with(Shard::new(Zero::Zero2));
+        .with(Shard::new(ZeroStage::Two));
     let plan = planner.plan_for(params, Topology::of(comm)).unwrap();
     let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
     let mut state = plan.allocate(&backend).unwrap();
     let grad = |param: &ParamDesc| 1.0f32.to_le_bytes().repeat(param.numel() as usize);
     let grads: Vec<Vec<u8>> = params.iter().map(grad).collect();
-    let mut comms = Comms::with_rings(comm, 1).unwrap();
+    let mut comms = Comms::with_streams(comm, 1).unwrap();
     let (mut peaks, mut busy) = (Vec::new(), Vec::new());
     for _ in 0..5 {
         comms.communicator().barrier().unwrap();
@@ -106,12 +106,12 @@ fn peak(comm: &mut dyn Communicator, params: &[ParamDesc], cap_bytes: u64) -> St
         for (param, grad) in params.iter().zip(&grads).rev() {
             std::thread::sleep(std::time::Duration::from_nanos(12 * param.numel()));
             let start = Instant::now();
-            plan.give_gradient(&mut state, &mut comms, &param.name, grad)
+            plan.push_grad(&mut state, &backend, &mut comms, &param.name, grad)
                 .unwrap();
             seconds += start.elapsed().as_secs_f64();
         }
         let start = Instant::now();
-        let report = plan.run_with(&mut state, &backend, &mut comms).unwrap();
+        let report = plan.step(&mut state, &backend, &mut comms).unwrap();
         busy.push(seconds + start.elapsed().as_secs_f64());
         peaks.push(report.bucket_peak_bytes as f64 / 1e9);
     }
@@ -140,7 +140,12 @@ fn predictions_beside_what_is_measured() {
                 lines.push(peak(&mut comm, &params, cap_bytes));
             }
             for rule in [Optimizer::from(sgd), Adam::default().into()] {
-                for zero in [Zero::Zero0, Zero::Zero1, Zero::Zero2, Zero::Zero3] {
+                for zero in [
+                    ZeroStage::None,
+                    ZeroStage::One,
+                    ZeroStage::Two,
+                    ZeroStage::Three,
+                ] {
                     lines.push(line(&mut comm, &params, (rule, zero, costs)));
                 }
             }

@@ -8,7 +8,7 @@ use fusestep_collective::{
     Faulty, FlightRecorder, Membership, Options, run_ranks,
 };
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Comms, PlanError, RankPlan, RankState, Topology, Zero};
+use fusestep_planner::{Comms, Plan, PlanError, State, Topology, ZeroStage};
 
 use crate::run::{Case, Mixed, whole_params};
 
@@ -16,7 +16,7 @@ fn case(world: usize) -> Case {
     Case {
         numels: vec![70_001, 3, 0, 1, 5_000, 257],
         world,
-        zero: Zero::Zero3,
+        zero: ZeroStage::Three,
         clip: Some(1.0),
         ..Case::default()
     }
@@ -25,11 +25,11 @@ fn case(world: usize) -> Case {
 fn comms<'a>(case: &Case, comm: &'a mut dyn Communicator) -> Result<Comms<'a>, CollectiveError> {
     match case.shard_group {
         Some(group) => Comms::in_groups(comm, group, case.rings),
-        None => Comms::with_rings(comm, case.rings),
+        None => Comms::with_streams(comm, case.rings),
     }
 }
 
-fn start(case: &Case, comm: &dyn Communicator, backend: &CpuBackend) -> (RankPlan, RankState) {
+fn start(case: &Case, comm: &dyn Communicator, backend: &CpuBackend) -> (Plan, State) {
     let plan = case.planner();
     let plan = plan.plan_for(&case.params(), Topology::of(comm)).unwrap();
     let mut state = plan.allocate(backend).unwrap();
@@ -66,10 +66,10 @@ fn train_ahead(case: &Case, comm: &mut dyn Communicator) -> Result<Vec<Vec<u8>>,
             }
             if !case.is_absent(rank, step, param) {
                 let gradient = case.gradient(rank, step, param);
-                plan.give_gradient(&mut state, &mut comms, name(param), &gradient)?;
+                plan.push_grad(&mut state, &backend, &mut comms, name(param), &gradient)?;
             }
         }
-        plan.run_with(&mut state, &backend, &mut comms)?;
+        plan.step(&mut state, &backend, &mut comms)?;
     }
     Ok(whole_params(&plan, &state, &backend, &mut comms))
 }
@@ -108,7 +108,12 @@ fn asking_ahead_changes_no_bit_whatever_gradients_ranks_give_meanwhile() {
 
 #[test]
 fn several_dtypes_come_in_one_go_and_other_stages_copy() {
-    for zero in [Zero::Zero0, Zero::Zero1, Zero::Zero2, Zero::Zero3] {
+    for zero in [
+        ZeroStage::None,
+        ZeroStage::One,
+        ZeroStage::Two,
+        ZeroStage::Three,
+    ] {
         let case = Case {
             zero,
             rings: 1,
@@ -130,7 +135,7 @@ fn several_dtypes_come_in_one_go_and_other_stages_copy() {
                 assert!(first.bytes(at) == case.first_values(param), "{zero:?}");
             }
             assert!(second.bytes(0) == case.first_values(5) && second.bytes(1).is_empty());
-            assert_eq!(comms.calls(), if zero == Zero::Zero3 { 3 } else { 0 });
+            assert_eq!(comms.calls(), if zero == ZeroStage::Three { 3 } else { 0 });
         });
         ranks.unwrap().into_iter().for_each(|rank| rank.unwrap());
     }
@@ -147,9 +152,9 @@ fn parameters_that_change_on_the_way_are_refused_and_the_ring_goes_on() {
             let name = plan.params()[0].name.as_str();
             let pending = plan.prefetch(&state, &backend, &mut comms, &[name]);
             let gradient = case.gradient(0, 0, 0);
-            plan.give_gradient(&mut state, &mut comms, name, &gradient)
+            plan.push_grad(&mut state, &backend, &mut comms, name, &gradient)
                 .unwrap();
-            plan.run_with(&mut state, &backend, &mut comms).unwrap();
+            plan.step(&mut state, &backend, &mut comms).unwrap();
             let error = pending.unwrap().wait(&state).unwrap_err();
             assert!(
                 matches!(error, PlanError::StaleParams { changes: 1 }),

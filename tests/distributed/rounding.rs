@@ -1,7 +1,7 @@
 //! What is rounded at random is keyed by element and parameter, so it does not depend on who rounds it.
 
 use fusestep_launch::{Master, Precision, Rounding, StateDType};
-use fusestep_planner::{Ownership, Zero};
+use fusestep_planner::{Ownership, ZeroStage};
 
 use crate::run::{Case, Mixed, rules};
 
@@ -42,7 +42,7 @@ fn shards_round_at_random_as_whole_tensors_do() {
                     ..case()
                 };
                 let expected = whole.run();
-                for zero in [Zero::Zero1, Zero::Zero2, Zero::Zero3] {
+                for zero in [ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
                     let found = Case {
                         zero,
                         ..whole.clone()
@@ -72,9 +72,9 @@ fn owners_of_whole_tensors_round_as_well_and_seeds_draw_apart() {
         };
         case.run().params
     };
-    let whole = run(5, Zero::Zero0, Ownership::Elements);
+    let whole = run(5, ZeroStage::None, Ownership::Elements);
     for ownership in [Ownership::UseOrder, Ownership::GreedyEven] {
-        assert!(run(5, Zero::Zero2, ownership) == whole, "{ownership:?}");
+        assert!(run(5, ZeroStage::Two, ownership) == whole, "{ownership:?}");
     }
-    assert!(run(6, Zero::Zero2, Ownership::Elements) != whole);
+    assert!(run(6, ZeroStage::Two, Ownership::Elements) != whole);
 }

@@ -12,9 +12,9 @@ use fusestep_lars_momentum::Lars;
 use fusestep_launch::Precision;
 use fusestep_lion::Lion;
 use fusestep_planner::{
-    ClipByGlobalNorm, Comms, FuseAllReduce, FuseBroadcast, GradientMerge, LocalSgd, LossScaling,
-    Optimizer, Oversize, Ownership, Planner, RankPlan, Reduced, Shard, StepReport, Topology,
-    UpdateNorms, Zero,
+    ClipByGlobalNorm, Comms, FuseAllReduce, FuseBroadcast, GradientAccumulation, LocalSgd,
+    LossScaling, Optimizer, Oversize, Ownership, Plan, Planner, ReducedWhen, Shard, StepReport,
+    Topology, UpdateNorms, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use half::bf16;
@@ -27,7 +27,7 @@ pub(crate) struct Case {
     /// Every second tensor is bf16.
     pub(crate) mixed: Mixed,
     pub(crate) world: usize,
-    pub(crate) zero: Zero,
+    pub(crate) zero: ZeroStage,
     pub(crate) ownership: Ownership,
     /// Ranks that share shards; `None` for all.
     pub(crate) shard_group: Option<NonZeroUsize>,
@@ -40,7 +40,7 @@ pub(crate) struct Case {
     pub(crate) scaled: Option<f64>,
     pub(crate) measured: Measured,
     pub(crate) merge: u32,
-    pub(crate) reduced: Reduced,
+    pub(crate) reduced: ReducedWhen,
     /// Values are small integers over 16, whose sums are exact in any order.
     pub(crate) exact: Exact,
     pub(crate) local_sgd: Option<LocalSgd>,
@@ -79,7 +79,7 @@ impl Default for Case {
             numels: vec![70_001, 3, 0, 1, 5_000, 131_072, 17, 257],
             mixed: Mixed::No,
             world: 1,
-            zero: Zero::Zero0,
+            zero: ZeroStage::None,
             ownership: Ownership::Elements,
             shard_group: None,
             cap: Some(100_000),
@@ -89,7 +89,7 @@ impl Default for Case {
             scaled: None,
             measured: Measured::No,
             merge: 1,
-            reduced: Reduced::PerWindow,
+            reduced: ReducedWhen::PerWindow,
             exact: Exact::No,
             local_sgd: None,
             precision: None,
@@ -166,13 +166,13 @@ impl Case {
         }
         if self.merge > 1 {
             let every = NonZeroU32::new(self.merge).unwrap();
-            planner = planner.with(GradientMerge::every(every).reduced(self.reduced));
+            planner = planner.with(GradientAccumulation::every(every).reduced(self.reduced));
         }
         if let Some(rule) = self.local_sgd {
             planner = planner.with(rule);
         }
         match self.zero {
-            Zero::Zero0 => planner,
+            ZeroStage::None => planner,
             zero => {
                 let shard = Shard::new(zero).ownership(self.ownership);
                 planner.with(match self.shard_group {
@@ -260,11 +260,12 @@ impl Case {
         let mut comms = match (self.shard_group, self.rings) {
             (Some(group), rings) => Comms::in_groups(comm, group, rings).unwrap(),
             (None, 0) => Comms::direct(comm),
-            (None, rings) => Comms::with_rings(comm, rings).unwrap(),
+            (None, rings) => Comms::with_streams(comm, rings).unwrap(),
         };
         let mut state = plan.allocate(&backend).unwrap();
         for (param, desc) in plan.params().iter().enumerate() {
-            plan.write_param(&mut state, &backend, &desc.name, &self.first_values(param))
+            state
+                .write(&backend, Role::Param, &desc.name, &self.first_values(param))
                 .unwrap();
         }
         let (mut reports, mut update_norms) = (Vec::new(), Vec::new());
@@ -279,21 +280,21 @@ impl Case {
                 if !self.is_absent(rank, step, param) {
                     let bytes = self.gradient(rank, step, param);
                     let name = &plan.params()[param].name;
-                    plan.give_gradient(&mut state, &mut comms, name, &bytes)
+                    plan.push_grad(&mut state, &backend, &mut comms, name, &bytes)
                         .unwrap();
                 }
             }
-            let report = plan.run_with(&mut state, &backend, &mut comms).unwrap();
+            let report = plan.step(&mut state, &backend, &mut comms).unwrap();
             if report.update.is_some() {
                 assert_eq!(state.memory_bytes(), plan.memory_bytes(), "{self:?}");
             }
             if report.update.is_some() {
-                update_norms.push(state.update_norms());
+                update_norms.push(state.update_norms(&backend).unwrap());
             }
             reports.extend(report.update);
         }
         if self.local_sgd.is_some() {
-            plan.average_now(&mut state, &backend, &mut comms).unwrap();
+            plan.average_now(&mut state, &mut comms).unwrap();
         }
         Outcome {
             params: whole_params(&plan, &state, &backend, &mut comms),
@@ -390,8 +391,8 @@ impl Case {
 
 /// All parameters, gathered.
 pub(crate) fn whole_params(
-    plan: &RankPlan,
-    state: &fusestep_planner::RankState,
+    plan: &Plan,
+    state: &fusestep_planner::State,
     backend: &CpuBackend,
     comms: &mut Comms<'_>,
 ) -> Vec<Vec<u8>> {

@@ -8,8 +8,8 @@ use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_lars_momentum::Lars;
 use fusestep_planner::{
-    ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, LocalSgd, Manifest, Optimizer, Planner,
-    RankPlan, RankState, Shard, StepReport, Topology, UpdateNorms, Zero,
+    ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, LocalSgd, Manifest, Optimizer, Plan,
+    Planner, Shard, State, StepReport, Topology, UpdateNorms, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 
@@ -52,17 +52,17 @@ fn first(param: usize, rank: usize) -> Vec<u8> {
     bytes(param, [100, own])
 }
 
-fn planner(zero: Zero) -> Planner {
+fn planner(zero: ZeroStage) -> Planner {
     let planner = Planner::new(Optimizer::from(Adam::default()))
         .with(FuseAllReduce::of_bytes(100_000))
         .with(Distributed::params(SLICES.map(name)));
     match zero {
-        Zero::Zero0 => planner,
+        ZeroStage::None => planner,
         zero => planner.with(Shard::new(zero)),
     }
 }
 
-fn start(plan: &RankPlan, backend: &CpuBackend) -> RankState {
+fn start(plan: &Plan, backend: &CpuBackend) -> State {
     let mut state = plan.allocate(backend).unwrap();
     for param in 0..NUMELS.len() {
         let value = first(param, plan.topology().rank);
@@ -80,8 +80,8 @@ fn norms_of(report: &StepReport) -> Norms {
 }
 
 fn steps(
-    plan: &RankPlan,
-    state: &mut RankState,
+    plan: &Plan,
+    state: &mut State,
     backend: &CpuBackend,
     comms: &mut Comms<'_>,
     steps: std::ops::Range<u64>,
@@ -99,12 +99,7 @@ fn steps(
     norms.collect()
 }
 
-fn all(
-    plan: &RankPlan,
-    state: &RankState,
-    backend: &CpuBackend,
-    comms: &mut Comms<'_>,
-) -> Vec<Vec<u8>> {
+fn all(plan: &Plan, state: &State, backend: &CpuBackend, comms: &mut Comms<'_>) -> Vec<Vec<u8>> {
     let names: Vec<String> = (0..NUMELS.len()).map(name).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     let gathered = plan.gather(state, backend, comms, &names).unwrap();
@@ -185,11 +180,11 @@ fn mean(param: usize, step: u64, world: usize, group: usize) -> Vec<u8> {
 fn slices_are_updated_by_their_ranks_and_count_once_in_the_norm() {
     let (expected, norms) = by_hand(WORLD, WORLD);
     for (at, zero) in [
-        Zero::Zero0,
-        Zero::Zero1,
-        Zero::Zero2,
-        Zero::Zero3,
-        Zero::Zero3,
+        ZeroStage::None,
+        ZeroStage::One,
+        ZeroStage::Two,
+        ZeroStage::Three,
+        ZeroStage::Three,
     ]
     .into_iter()
     .enumerate()
@@ -206,7 +201,7 @@ fn slices_are_updated_by_their_ranks_and_count_once_in_the_norm() {
         let outcomes = run_ranks(WORLD, &Options::default(), |mut comm| {
             let plan = planner.plan_for(&params(), Topology::of(&comm)).unwrap();
             let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
-            let mut comms = Comms::with_rings(&mut comm, 1).unwrap();
+            let mut comms = Comms::with_streams(&mut comm, 1).unwrap();
             let mut state = start(&plan, &backend);
             let found = steps(&plan, &mut state, &backend, &mut comms, 0..STEPS);
             (all(&plan, &state, &backend, &mut comms), found)
@@ -224,7 +219,11 @@ fn every_rank_has_slices_of_its_own_in_shard_groups_too_and_each_counts_once() {
     for (world, group) in [(4, 2), (6, 3), (3, 1)] {
         let (expected, norms) = by_hand(world, group);
         let group = NonZeroUsize::new(group).unwrap();
-        for (zero, rings) in [(Zero::Zero1, 0), (Zero::Zero2, 1), (Zero::Zero3, 2)] {
+        for (zero, rings) in [
+            (ZeroStage::One, 0),
+            (ZeroStage::Two, 1),
+            (ZeroStage::Three, 2),
+        ] {
             let planner = Planner::new(Optimizer::from(Adam::default()))
                 .with(FuseAllReduce::of_bytes(100_000))
                 .with(Distributed::params(SLICES.map(name)))
@@ -258,7 +257,7 @@ fn every_rank_has_slices_of_its_own_in_shard_groups_too_and_each_counts_once() {
 
 #[test]
 fn slices_are_neither_broadcast_nor_averaged() {
-    let planner = planner(Zero::Zero0).with(LocalSgd::every(NonZeroU64::MIN));
+    let planner = planner(ZeroStage::None).with(LocalSgd::every(NonZeroU64::MIN));
     let folder = tempfile::tempdir().unwrap();
     let outcomes = run_ranks(WORLD, &Options::default(), |mut comm| {
         let plan = planner.plan_for(&params(), Topology::of(&comm)).unwrap();
@@ -266,7 +265,7 @@ fn slices_are_neither_broadcast_nor_averaged() {
         let rank = comm.rank();
         let mut comms = Comms::direct(&mut comm);
         let mut state = start(&plan, &backend);
-        plan.broadcast_params(&mut state, &backend, &mut comms, 1)
+        plan.broadcast_parameters(&mut state, &backend, &mut comms, 1)
             .unwrap();
         let begun = all(&plan, &state, &backend, &mut comms);
         assert!((0..4).all(|param| begun[param] == first(param, rank)));
@@ -292,7 +291,7 @@ fn slices_are_neither_broadcast_nor_averaged() {
 
 #[test]
 fn slices_are_saved_for_their_ranks_and_resumed_by_as_many() {
-    for zero in [Zero::Zero0, Zero::Zero2] {
+    for zero in [ZeroStage::None, ZeroStage::Two] {
         let folder = tempfile::tempdir().unwrap();
         let outcomes = run_ranks(WORLD, &Options::default(), |mut comm| {
             let plan = planner(zero)
@@ -331,19 +330,19 @@ fn slices_are_saved_for_their_ranks_and_resumed_by_as_many() {
 #[test]
 fn what_slices_cannot_do_is_refused() {
     let two = Topology::new(0, 2).unwrap();
-    let unknown = planner(Zero::Zero0)
+    let unknown = planner(ZeroStage::None)
         .plan_for(&params()[..3], two)
         .unwrap_err();
     assert!(unknown.to_string().contains("layer3"), "{unknown}");
     let lars = Planner::new(Lars::default().into()).with(Distributed::params(["layer2"]));
     let error = lars.plan_for(&params(), two).unwrap_err().to_string();
     assert!(error.contains("distributed and lars"), "{error}");
-    let averaged = planner(Zero::Zero0)
+    let averaged = planner(ZeroStage::None)
         .with(LocalSgd::every(NonZeroU64::MIN))
         .with(ClipByGlobalNorm::new(1.0));
     let error = averaged.plan_for(&params(), two).unwrap_err().to_string();
     assert!(error.contains("local_sgd"), "{error}");
-    let solo = planner(Zero::Zero0)
+    let solo = planner(ZeroStage::None)
         .plan_for(&params(), Topology::SOLO)
         .unwrap();
     assert!(

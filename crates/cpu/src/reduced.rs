@@ -13,8 +13,8 @@ use std::ops::Range;
 
 use fusestep_collective::{Ranks, ReduceOp, reduce_in_rank_order};
 use fusestep_launch::{
-    BackendError, Batch, Gate, HostCall, HostList, HostSpans, Launch, MAX_LISTS,
-    MultiTensorKernel, Places, Replicas,
+    BackendError, Batch, Gate, HostCall, HostList, HostSpans, Launch, MAX_LISTS, MultiTensorKernel,
+    Places, Replicas,
 };
 use fusestep_simd::{Level, Split, copy_streaming, prefetch_ahead};
 use fusestep_tensor::{DType, Role};
@@ -86,7 +86,10 @@ impl<'a> ReducedPieces<'a> {
         let kernel = launch.kernel;
         let (batches, offsets, firsts) = (launch.batches, launch.offsets, launch.firsts);
         let elements = covered(batches, offsets);
-        let (param, grad) = (position(kernel, Role::Param)?, position(kernel, Role::Grad)?);
+        let (param, grad) = (
+            position(kernel, Role::Param)?,
+            position(kernel, Role::Grad)?,
+        );
         let widths = widths(kernel);
         let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
         for (index, buffer) in launch.lists.iter_mut().enumerate() {
@@ -319,7 +322,10 @@ fn position(kernel: &dyn MultiTensorKernel, role: Role) -> Result<usize, Backend
     let position = kernel.lists().iter().position(|list| list.role == role);
     position.ok_or_else(|| BackendError::Unavailable {
         backend: NAME,
-        reason: format!("`{}`: expected a list of {role:?}, found none", kernel.entry()),
+        reason: format!(
+            "`{}`: expected a list of {role:?}, found none",
+            kernel.entry()
+        ),
     })
 }
 
