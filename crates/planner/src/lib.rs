@@ -20,6 +20,7 @@ mod finish;
 mod gather;
 mod gradients;
 mod group;
+mod handshake;
 mod html;
 mod master;
 mod norm;
