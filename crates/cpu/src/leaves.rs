@@ -109,10 +109,7 @@ impl<T: Send, F: Fn(Leaf) -> T + Sync> Split for LeafPieces<'_, T, F> {
         let mut rest = self.leaves;
         rest.pass(count);
         let (left, right) = self.sums.split_at_mut(count as usize);
-        let left = LeafPieces {
-            sums: left,
-            ..self
-        };
+        let left = LeafPieces { sums: left, ..self };
         let right = LeafPieces {
             leaves: rest,
             sums: right,

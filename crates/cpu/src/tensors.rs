@@ -129,4 +129,3 @@ pub(crate) fn small_elements(tensors: Tensors<'_>, large: u64) -> u64 {
     let small = tensors.filter(|whole| !whole.is_large(large));
     small.map(|whole| whole.numel).sum()
 }
-

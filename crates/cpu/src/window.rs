@@ -11,10 +11,7 @@ use crate::backend::{FOREIGN, out_of_bounds};
 pub(crate) fn covered(batches: &[Batch], offsets: &[u64]) -> Range<u64> {
     let start = |tensor: u32, first_element| offsets[tensor as usize] + first_element;
     let first = batches.iter().find_map(|batch| batch.records.first());
-    let last = batches
-        .iter()
-        .rev()
-        .find_map(|batch| batch.records.last());
+    let last = batches.iter().rev().find_map(|batch| batch.records.last());
     let (Some(first), Some(last)) = (first, last) else {
         return 0..0;
     };

@@ -26,7 +26,6 @@ const STEPS: usize = 40;
 
 /// What updates a rank's half: state of that half alone.
 struct Rank {
-    rank: usize,
     backend: CpuBackend,
     storage: common::Storage,
     batches: Vec<Batch>,
@@ -65,7 +64,6 @@ impl Rank {
             }
         });
         Self {
-            rank,
             backend: backend(1),
             lists: lists.collect(),
             batches: vec![batch],

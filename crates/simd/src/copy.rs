@@ -87,8 +87,20 @@ mod x86_64 {
         };
     }
 
-    copy!(copy_512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_stream_si512);
-    copy!(copy_256, "avx", __m256i, _mm256_loadu_si256, _mm256_stream_si256);
+    copy!(
+        copy_512,
+        "avx512f",
+        __m512i,
+        _mm512_loadu_si512,
+        _mm512_stream_si512
+    );
+    copy!(
+        copy_256,
+        "avx",
+        __m256i,
+        _mm256_loadu_si256,
+        _mm256_stream_si256
+    );
     copy!(copy_128, "sse2", __m128i, _mm_loadu_si128, _mm_stream_si128);
 }
 
