@@ -35,12 +35,7 @@ struct Case {
 type Outcome = Vec<Vec<u8>>;
 
 impl Case {
-    fn new(
-        rule: &dyn UpdateRule,
-        kind: (DType, Precision),
-        numels: &[u64],
-        ranks: usize,
-    ) -> Self {
+    fn new(rule: &dyn UpdateRule, kind: (DType, Precision), numels: &[u64], ranks: usize) -> Self {
         let storage = Storage::new(rule, kind, numels);
         let numel = storage.elements as usize;
         // No rank's block begins with a cache line, and some have a tensor's end within.
@@ -88,7 +83,9 @@ impl Case {
         let grad = storage.position(Role::Grad);
         lists[grad].buffer = buffer(&averages);
         let batches = storage.batches(&(0..storage.elements));
-        let control = self.control.map(|control| buffer(bytemuck::bytes_of(&control)));
+        let control = self
+            .control
+            .map(|control| buffer(bytemuck::bytes_of(&control)));
         let mut launch = storage.launch(&batches, &mut lists, &[]);
         launch.control = control.as_deref();
         let backend = backend(1).at_level(Level::PORTABLE);
@@ -116,7 +113,9 @@ impl Case {
         let batches = storage.batches(&elements);
         let mut params = behind_lead(&storage.lists[param], storage.width(param));
         let grads = behind_lead(&self.grads[rank], storage.width(grad));
-        let control = self.control.map(|control| buffer(bytemuck::bytes_of(&control)));
+        let control = self
+            .control
+            .map(|control| buffer(bytemuck::bytes_of(&control)));
         let (backend, firsts) = (backend(threads), [elements.start; 8]);
         let call = ReduceUpdate {
             grad_dtype: self.dtype(),
@@ -238,7 +237,10 @@ fn kinds() -> [(DType, Precision); 4] {
         (DType::F32, Precision::default()),
         (DType::F16, Precision::default()),
         (DType::BF16, of(Master::F32, Rounding::Nearest)),
-        (DType::BF16, of(Master::None, Rounding::Stochastic { seed: 5 })),
+        (
+            DType::BF16,
+            of(Master::None, Rounding::Stochastic { seed: 5 }),
+        ),
     ]
 }
 

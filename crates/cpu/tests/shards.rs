@@ -15,8 +15,8 @@ use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::{
     Backend, BackendError, CHUNK_ELEMENTS, CHUNK_LEAVES, ControlBlock, HostCall, LEAF_ELEMENTS,
-    LeafSquares, ListBuffer, MAX_LISTS, MAX_SUMS, Master, Precision,
-    Rounding, SquareSum, StateDType, UnitSums, UpdateRule, UpdateSums,
+    LeafSquares, ListBuffer, MAX_LISTS, MAX_SUMS, Master, Precision, Rounding, SquareSum,
+    StateDType, UnitSums, UpdateRule, UpdateSums,
 };
 use fusestep_simd::Level;
 use fusestep_tensor::{DType, Role};
@@ -324,14 +324,14 @@ fn leaf_sums_fold_to_the_sums_of_chunks_in_every_format() {
 
 #[test]
 fn a_shut_gate_leaves_sums_of_zero() {
-    let storage = Storage::new(&Lamb::default(), F32, &[2000]);
-    let mut sharded = Sharded::new(&storage, vec![0..storage.elements]);
+    let storage = Storage::new(&Lamb::default(), F32, &NUMELS);
+    let mut sharded = Sharded::new(&storage, shards(&storage, LEAF_ELEMENTS));
     let shut = ControlBlock {
         found: 1,
         ..ControlBlock::default()
     };
     let sums = take_leaf_sums(&storage, &mut sharded, Some(&shut), &backend(1));
-    assert_eq!(sums, [[0.0; MAX_SUMS]]);
+    assert_eq!(sums, [[0.0; MAX_SUMS]; NUMELS.len()]);
 }
 
 #[test]
@@ -430,7 +430,11 @@ fn a_list_that_does_not_hold_its_shard_and_parts_without_sums_are_refused() {
         if storage.kernel.normed().is_some() {
             let launch = storage.launch(&batches, &mut lists, &[]);
             let refused = backend(1).launch(launch).unwrap_err();
-            assert!(refused.to_string().contains("found tensor 0 from element 1024 on"));
+            assert!(
+                refused
+                    .to_string()
+                    .contains("found tensor 0 from element 1024 on")
+            );
         }
     }
 }
