@@ -295,6 +295,7 @@ impl Backend for CudaBackend {
 
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         check_without_update_sums(&launch)?;
+        check_without_tensor_sums(&launch)?;
         let mut addresses = [0; MAX_LISTS];
         for (address, list) in addresses.iter_mut().zip(launch.lists.iter()) {
             *address = self.device_buffer(list.buffer.as_ref())?.address();
@@ -309,7 +310,7 @@ impl Backend for CudaBackend {
         };
         // All batches are checked before the first is launched.
         for batch in launch.batches {
-            check_records(launch.lists, launch.offsets, batch)?;
+            check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
             self.block_for(argument_bytes(&launch, batch))?;
         }
         if let Some(normed) = launch.kernel.normed() {
@@ -398,8 +399,9 @@ pub(crate) fn argument_bytes(launch: &Launch<'_>, batch: &Batch) -> usize {
 }
 
 /// Refuses a batch that is too large for one grid or that reaches beyond a buffer: a device would notice late, or not at all.
+/// `firsts` are those of [`Launch::firsts`].
 pub(crate) fn check_records(
-    lists: &[ListBuffer],
+    (lists, firsts): (&[ListBuffer], &[u64]),
     offsets: &[u64],
     batch: &Batch,
 ) -> Result<(), BackendError> {
@@ -410,20 +412,22 @@ pub(crate) fn check_records(
         )));
     }
     for record in &batch.records {
-        let first = offsets
+        let element = offsets
             .get(record.tensor as usize)
             .copied()
             .unwrap_or(u64::MAX)
             .saturating_add(record.first_element);
-        for list in lists {
+        for (index, list) in lists.iter().enumerate() {
             let element_bytes = list.dtype().len_bytes() as u64;
-            let end = first
+            let first = firsts.get(index).copied().unwrap_or(0);
+            let place = element.wrapping_sub(first);
+            let end = place
                 .saturating_add(record.numel)
                 .saturating_mul(element_bytes);
             if end > list.buffer.len_bytes() as u64 {
                 return Err(BackendError::OutOfBounds {
                     backend: NAME,
-                    offset_bytes: saturate(first.saturating_mul(element_bytes)),
+                    offset_bytes: saturate(place.saturating_mul(element_bytes)),
                     len_bytes: saturate(record.numel.saturating_mul(element_bytes)),
                     found: list.buffer.len_bytes(),
                 });
@@ -431,6 +435,18 @@ pub(crate) fn check_records(
         }
     }
     Ok(())
+}
+
+/// Refuses sums that others have taken: the kernels here take those of whole tensors themselves.
+pub(crate) fn check_without_tensor_sums(launch: &Launch<'_>) -> Result<(), BackendError> {
+    match launch.tensor_sums {
+        None => Ok(()),
+        Some(_) => Err(unavailable(format!(
+            "`{}`: expected whole tensors, found parts and the sums over the whole of them; \
+             give whole tensors to ranks (`Ownership::Tensors`)",
+            launch.kernel.entry()
+        ))),
+    }
 }
 
 fn saturate(bytes: u64) -> usize {

@@ -24,7 +24,7 @@ impl CudaBackend {
         let layout = reduce.kernel.argument_layout();
         for batch in reduce.batches {
             let lists = std::slice::from_ref(read);
-            check_records(lists, reduce.offsets, batch)?;
+            check_records((lists, &[]), reduce.offsets, batch)?;
             self.block_for(layout.bytes(batch.records.len(), 0))?;
         }
         let mut next = reduce.first_partial;

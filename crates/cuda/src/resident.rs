@@ -11,7 +11,9 @@ use fusestep_launch::{
 };
 
 use crate::NAME;
-use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, Grid, check_records};
+use crate::backend::{
+    BLOCK_THREADS, CudaBackend, Entry, Grid, check_records, check_without_tensor_sums,
+};
 use crate::buffer::DeviceBuffer;
 use crate::normed::{Slots, slot_count, units, workspace};
 use crate::reduce::{check_end, read_list};
@@ -27,7 +29,8 @@ const MOST_THREADS: u64 = 256;
 /// The tables of one launch, one for each batch.
 #[derive(Debug)]
 pub(crate) struct DeviceTable {
-    /// The lists, the control block and the slots for update sums, or the list and then the partial sums, that the tables were built from.
+    /// The lists, the control block, the slots for update sums and the element that each list begins
+    /// with, or the list and then the partial sums, that the tables were built from.
     addresses: Vec<u64>,
     /// Of the kernel that it was built for.
     entry: &'static str,
@@ -77,9 +80,10 @@ impl CudaBackend {
         values: &[SetValues],
     ) -> Result<DeviceTable, BackendError> {
         let sets = resident_sets(NAME, launch.kernel)?;
+        check_without_tensor_sums(launch)?;
         let addresses = self.launch_addresses(launch)?;
         for batch in launch.batches {
-            check_records(launch.lists, launch.offsets, batch)?;
+            check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
         }
         check_update_sums(launch)?;
         let (lists, others) = addresses.split_at(launch.lists.len());
@@ -143,9 +147,11 @@ impl CudaBackend {
         })
     }
 
-    /// The lists' addresses, then those of the control block and of the slots for update sums, or 0.
+    /// The lists' addresses, those of the control block and of the slots for update sums, or 0, and the
+    /// elements that the lists begin with.
     fn launch_addresses(&self, launch: &Launch<'_>) -> Result<Vec<u64>, BackendError> {
-        let mut addresses = Vec::with_capacity(launch.lists.len() + 2);
+        let count = launch.lists.len();
+        let mut addresses = Vec::with_capacity(2 * count + 2);
         for list in launch.lists.iter() {
             addresses.push(self.device_buffer(list.buffer.as_ref())?.address());
         }
@@ -154,6 +160,7 @@ impl CudaBackend {
             None => 0,
         });
         addresses.push(self.update_sums_address(launch)?);
+        addresses.extend((0..count).map(|list| launch.first(list)));
         Ok(addresses)
     }
 
@@ -162,6 +169,7 @@ impl CudaBackend {
         launch: &Launch<'_>,
         table: &dyn ResidentTable,
     ) -> Result<LaunchReport, BackendError> {
+        check_without_tensor_sums(launch)?;
         let table = own(table)?;
         let addresses = self.launch_addresses(launch)?;
         if table.addresses != addresses || table.entry != launch.kernel.entry() {
@@ -271,11 +279,8 @@ impl CudaBackend {
         let mut batches = Vec::with_capacity(reduce.batches.len());
         let mut next = partials;
         for batch in reduce.batches {
-            check_records(
-                std::slice::from_ref(read_list(reduce)?),
-                reduce.offsets,
-                batch,
-            )?;
+            let read = std::slice::from_ref(read_list(reduce)?);
+            check_records((read, &[]), reduce.offsets, batch)?;
             let table = pack_reduction_table(reduce, batch, (list, next));
             batches.push(self.place_batch(&[], &table, batch, BLOCK_THREADS)?);
             next += u64::from(batch.chunks) * width;
