@@ -237,7 +237,7 @@ fn sums_of(bytes: &[u8]) -> Option<&[SquareSum]> {
 /// Refuses sums over whole tensors that are fewer than the tensors, and parts of tensors without them.
 fn check_parts(launch: &Launch<'_>, mut tensors: Tensors<'_>) -> Result<(), BackendError> {
     if let Some(sums) = launch.tensor_sums {
-        let len_bytes = launch.offsets.len() * size_of::<[f64; MAX_SUMS]>();
+        let len_bytes = launch.members.len() * size_of::<[f64; MAX_SUMS]>();
         if size_of_val(sums) < len_bytes {
             return Err(out_of_bounds(0, len_bytes, size_of_val(sums)));
         }
