@@ -1,8 +1,44 @@
 //! The step of many ranks: the same bits however it is shared out.
 
+#[path = "distributed/averages.rs"]
+mod averages;
+#[path = "distributed/calls.rs"]
+mod calls;
+#[path = "distributed/checkpoints.rs"]
+mod checkpoints;
+#[path = "distributed/fused.rs"]
+mod fused;
+#[path = "distributed/groups.rs"]
+mod groups;
 #[path = "distributed/laws.rs"]
 mod laws;
+#[path = "distributed/layerwise.rs"]
+mod layerwise;
+#[path = "distributed/merging.rs"]
+mod merging;
+#[path = "distributed/open_runs.rs"]
+mod open_runs;
+#[path = "distributed/plans.rs"]
+mod plans;
+#[path = "distributed/predictions.rs"]
+mod predictions;
+#[path = "distributed/prefetch.rs"]
+mod prefetch;
+#[path = "distributed/refusals.rs"]
+mod refusals;
 #[path = "distributed/rounding.rs"]
 mod rounding;
+#[path = "distributed/rules.rs"]
+mod rules;
 #[path = "distributed/run.rs"]
 mod run;
+#[path = "distributed/shards.rs"]
+mod shards;
+#[path = "distributed/slices.rs"]
+mod slices;
+#[path = "distributed/stages.rs"]
+mod stages;
+#[path = "distributed/train.rs"]
+mod train;
+#[path = "distributed/views.rs"]
+mod views;

@@ -8,6 +8,7 @@ use std::path::Path;
 use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Comms, FolderLock, Manifest, PlanError, Topology, ZeroStage};
+use fusestep_tensor::Role;
 
 use crate::run::{Case, Mixed, whole_params};
 
@@ -123,11 +124,11 @@ fn load(case: &Case, folder: &Path) -> Result<(), PlanError> {
     let plan = case.planner().plan_for(&case.params(), topology).unwrap();
     let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
     let mut state = plan.allocate(&backend).unwrap();
-    let before = format!("{:?}", state.local());
+    let before = format!("{:?}", state);
     let outcome = plan.load(&mut state, &backend, folder);
     if outcome.is_err() {
         assert_eq!(
-            format!("{:?}", state.local()),
+            format!("{:?}", state),
             before,
             "a load that failed has changed the state"
         );

@@ -8,6 +8,7 @@ use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_sgd::Sgd;
 use fusestep_planner::{Comms, Interval, LocalSgd, Manifest, ReducedWhen, Topology, ZeroStage};
+use fusestep_tensor::Role;
 
 use crate::run::{Case, Exact, Mixed, whole_params};
 
@@ -43,7 +44,7 @@ fn part_with(
         }
         for step in from..to {
             if !case.merge.is_multiple_of(2) {
-                state.set_weight(1.0 + step as f64);
+                state.set_weight(1.0 + step as f64).unwrap();
             }
             for (param, desc) in plan.params().iter().enumerate() {
                 let rank = of(topology.rank, step);
@@ -192,7 +193,7 @@ fn an_open_window_is_refused_where_it_does_not_fit() {
     ];
     for (other, named) in others {
         let error = refusal(&other, folder.path());
-        for part in ["gradient_merge", named[0], named[1]] {
+        for part in ["accumulate", named[0], named[1]] {
             assert!(error.contains(part), "{part}: {error}");
         }
     }

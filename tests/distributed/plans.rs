@@ -6,8 +6,8 @@ use fusestep_collective::Link;
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_planner::{
-    Bucket, CostModel, EventKind, FuseAllReduce, FuseBroadcast, GradientAccumulation, Note,
-    Oversize, Ownership, Plan, Planner, Shard, Topology, ZeroStage, groups_by_layer,
+    ClipByGlobalNorm, CostModel, EventKind, FuseAllReduce, FuseBroadcast, GradientAccumulation,
+    Note, Oversize, Ownership, Plan, Planner, Shard, Stage, Topology, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
 
@@ -18,99 +18,132 @@ fn params(shapes: &[(&str, u64, DType)]) -> Vec<ParamDesc> {
     shapes.iter().map(describe).collect()
 }
 
-fn plan(params: &[ParamDesc], fuse: FuseAllReduce, world: usize) -> Plan {
-    let planner = Planner::new(Adam::default().into()).with(fuse);
-    planner
-        .plan_for(params, Topology::new(0, world).unwrap())
-        .unwrap()
+fn planner(fuse: FuseAllReduce) -> Planner {
+    Planner::new(Adam::default().into()).with(fuse)
 }
 
-fn numels(plan: &Plan) -> Vec<Vec<(u32, u64, u64)>> {
-    let spans = |bucket: &Bucket| {
-        let spans = bucket.spans.iter();
-        spans
-            .map(|span| (span.param, span.first, span.numel))
+fn plan(params: &[ParamDesc], fuse: FuseAllReduce, world: usize) -> Plan {
+    let topology = Topology::new(0, world).unwrap();
+    planner(fuse).plan_for(params, topology).unwrap()
+}
+
+/// The names in each segment and the elements of each of its buckets, padding included.
+fn buckets(plan: &Plan) -> Vec<(String, Vec<u64>)> {
+    let of_segment = |segment: &fusestep_planner::Segment| {
+        let members = &plan.storages()[segment.storage].members;
+        let names = segment.tensors.clone().map(|tensor| {
+            let param = members[tensor as usize] as usize;
+            plan.params()[param].name.as_str()
+        });
+        let numels = plan.buckets()[segment.buckets.clone()].iter();
+        (
+            names.collect(),
+            numels.map(|bucket| bucket.numel()).collect(),
+        )
+    };
+    plan.segments().iter().map(of_segment).collect()
+}
+
+/// Elements of a slot of f32, and what so many slots take.
+const SLOT: u64 = 64;
+
+fn slots(count: u64) -> u64 {
+    4 * SLOT * count
+}
+
+/// Tensors of 20, 10, 5, 40 and 1 slots; the third does not fill its last one.
+fn slotted() -> Vec<ParamDesc> {
+    params(&[
+        ("a", 20 * SLOT, DType::F32),
+        ("b", 10 * SLOT, DType::F32),
+        ("c", 5 * SLOT - 3, DType::F32),
+        ("d", 40 * SLOT, DType::F32),
+        ("e", 1, DType::F32),
+    ])
+}
+
+#[test]
+fn caps_are_exact_in_bytes_with_padding_and_in_count() {
+    let params = slotted();
+    let found = |fuse| buckets(&plan(&params, fuse, 2));
+    let named = |segments: &[(&str, &[u64])]| -> Vec<(String, Vec<u64>)> {
+        let segments = segments.iter();
+        let numels = |slots: &[u64]| slots.iter().map(|slots| slots * SLOT).collect();
+        segments
+            .map(|(names, slots)| ((*names).to_owned(), numels(slots)))
             .collect()
     };
-    plan.buckets().iter().map(spans).collect()
-}
-
-#[test]
-fn caps_are_exact_in_bytes_and_in_count() {
-    let f32s = [
-        ("a", 20, DType::F32),
-        ("b", 10, DType::F32),
-        ("c", 5, DType::F32),
-        ("d", 40, DType::F32),
-        ("e", 1, DType::F32),
-    ];
-    let params = params(&f32s);
-    let found = numels(&plan(&params, FuseAllReduce::of_bytes(4 * 15), 2));
-    // From the plan's end; `d` is cut at exactly the cap, and its rest has room for `c`.
+    // From the plan's end; `d` and `a` are cut at exactly the cap, and `c` and `b` are exactly as long.
     assert_eq!(
-        found,
-        [
-            vec![(4, 0, 1)],
-            vec![(3, 0, 15)],
-            vec![(3, 15, 15)],
-            vec![(2, 0, 5), (3, 30, 10)],
-            vec![(1, 0, 10)],
-            vec![(0, 0, 15)],
-            vec![(0, 15, 5)],
-        ]
+        found(FuseAllReduce::of_bytes(slots(15))),
+        named(&[
+            ("e", &[1]),
+            ("d", &[15, 15, 10]),
+            ("cb", &[15]),
+            ("a", &[15, 5])
+        ])
     );
-    let alone = FuseAllReduce::of_bytes(4 * 32)
+    // One byte less, and the padding behind `c` is too much.
+    let less = found(FuseAllReduce::of_bytes(slots(15) - 1));
+    let names: Vec<&str> = less.iter().map(|(names, _)| names.as_str()).collect();
+    assert_eq!(names, ["e", "d", "c", "b", "a"]);
+    let alone = FuseAllReduce::of_bytes(slots(32))
         .oversize(Oversize::Alone)
         .ready_order(vec![0, 1, 2, 3, 4]);
-    let found = numels(&plan(&params, alone, 2));
     assert_eq!(
-        found,
-        [
-            vec![(0, 0, 20), (1, 0, 10)],
-            vec![(2, 0, 5)],
-            vec![(3, 0, 40)],
-            vec![(4, 0, 1)]
-        ]
+        found(alone),
+        named(&[("ab", &[30]), ("c", &[5]), ("d", &[40]), ("e", &[1])])
     );
-    let exact = numels(&plan(&params, FuseAllReduce::of_bytes(4 * 76), 2));
-    assert_eq!(exact.len(), 1);
-    let count = numels(&plan(&params, FuseAllReduce::default().cap_count(2), 2));
-    assert_eq!(count.iter().map(Vec::len).collect::<Vec<_>>(), [2, 2, 1]);
+    let all = found(FuseAllReduce::of_bytes(slots(76)));
+    assert_eq!(all, named(&[("edcba", &[76])]));
+    assert_eq!(found(FuseAllReduce::of_bytes(slots(76) - 1)).len(), 2);
+    let count = found(FuseAllReduce::default().cap_count(2));
+    assert_eq!(count, named(&[("ed", &[41]), ("cb", &[15]), ("a", &[20])]));
 }
 
 #[test]
-fn layers_are_grouped_as_the_reference_groups_them() {
-    let mib = 1 << 18;
-    let params = params(&[
-        ("a.w", 4 * mib, DType::F32),
-        ("a.b", 1, DType::F32),
-        ("b.w", 2 * mib, DType::F32),
-        ("c", 8 * mib, DType::F32),
-        ("b.b", 1, DType::F32),
-        ("d.w", mib, DType::F16),
-        ("d.b", mib, DType::F32),
-    ]);
-    let order: Vec<u32> = (0..7).collect();
-    let groups = |mib, most| groups_by_layer(&params, &order, mib, most);
-    let layers: Vec<Vec<u32>> = vec![vec![0, 1], vec![2, 4], vec![3], vec![5], vec![6]];
-    assert_eq!(groups(-1.0, 1), layers);
-    assert_eq!(groups(-1.0, 50), layers);
-    assert_eq!(groups(1e-6, 1), layers);
-    // All in order of names, then split by dtype.
-    assert_eq!(groups(0.0, 1), [vec![1, 0, 4, 2, 3, 6], vec![5]]);
-    // Soft limits: 4 MiB of `a`, 2 of `b` and 8 of `c` together pass 5 MiB only with `b`.
-    assert_eq!(
-        groups(5.0, 1),
-        [vec![0, 1, 2, 4], vec![3], vec![5], vec![6]]
-    );
-    assert_eq!(groups(32.0, 3), [vec![0, 1, 2, 4], vec![3, 6], vec![5]]);
-    assert_eq!(groups(32.0, 50), [vec![0, 1, 2, 4, 3, 6], vec![5]]);
-    let buckets = plan(&params, FuseAllReduce::by_layer(5.0, 1), 2);
-    assert_eq!(buckets.buckets().len(), 4);
+fn buckets_of_one_tensor_end_with_leaves_where_norms_are_taken() {
+    let params = params(&[("a", 5_000, DType::F32), ("b", 700, DType::F32)]);
+    let numels = |cap_bytes, clipped: bool| -> Vec<u64> {
+        let planner = planner(FuseAllReduce::of_bytes(cap_bytes));
+        let planner = if clipped {
+            planner.with(ClipByGlobalNorm::new(1.0))
+        } else {
+            planner
+        };
+        let plan = planner.plan_for(&params, Topology::new(0, 2).unwrap());
+        let plan = plan.unwrap();
+        plan.buckets().iter().map(|bucket| bucket.numel()).collect()
+    };
+    // 704 elements of `b`, then `a`: 2,500 at a time, and two leaves of 1,024; a cap below a leaf takes one. 5,000 are 5,056 in slots.
+    assert_eq!(numels(10_000, false), [704, 2_500, 2_556]);
+    assert_eq!(numels(10_000, true), [704, 2_048, 2_048, 960]);
+    assert_eq!(numels(100, true)[1..], [1_024, 1_024, 1_024, 1_024, 960]);
+}
+
+/// Owner and names of every broadcast, in order.
+fn broadcasts(plan: &Plan) -> Vec<(usize, String)> {
+    let mut found = Vec::new();
+    for stage in plan.stages() {
+        let Stage::Gather(gather) = stage else {
+            continue;
+        };
+        let spec = &plan.storages()[plan.buckets()[gather.bucket].storage];
+        for call in &gather.broadcasts {
+            let inside = |tensor: &usize| call.elements.contains(&spec.layout.offset(*tensor));
+            let tensors = (0..spec.members.len()).filter(inside);
+            let names = tensors.map(|tensor| {
+                let param = spec.members[tensor] as usize;
+                plan.params()[param].name.as_str()
+            });
+            found.push((call.owner, names.collect()));
+        }
+    }
+    found
 }
 
 #[test]
-fn updated_parameters_come_in_one_call_for_each_owner_and_cap() {
+fn updated_parameters_come_in_one_call_for_each_owner_bucket_and_cap() {
     let mib = 1 << 18;
     let params = params(&[
         ("a", 20 * mib, DType::F32),
@@ -120,60 +153,46 @@ fn updated_parameters_come_in_one_call_for_each_owner_and_cap() {
         ("e", mib, DType::F32),
         ("h", 3, DType::F16),
     ]);
-    let planner = |zero, ownership, cap_mib: u64| {
-        Planner::new(Adam::default().into())
-            .with(FuseBroadcast::of_bytes(cap_mib << 20))
-            .with(Shard::new(zero).ownership(ownership))
-    };
-    let groups = |planner: &Planner, world| -> Vec<(usize, Vec<u32>)> {
+    let plan = |zero, ownership, cap_bytes, world| {
+        let planner = planner(FuseAllReduce::of_bytes(1 << 30))
+            .with(FuseBroadcast::of_bytes(cap_bytes))
+            .with(Shard::new(zero).ownership(ownership));
         let plan = planner.plan_for(&params, Topology::new(0, world).unwrap());
-        let groups = plan.unwrap().broadcasts().to_vec();
-        let found = groups.into_iter().map(|group| (group.owner, group.params));
-        found.collect()
+        plan.unwrap()
     };
-    // A part of 38 MiB each: `c` starts below it, `d` not; an owner's groups hold at most the cap, or one longer tensor.
-    let whole = planner(ZeroStage::Two, Ownership::UseOrder, 32);
+    let groups =
+        |cap_bytes: u64| broadcasts(&plan(ZeroStage::One, Ownership::Tensors, cap_bytes, 2));
+    let named = |groups: &[(usize, &str)]| -> Vec<(usize, String)> {
+        let groups = groups.iter();
+        groups
+            .map(|(owner, names)| (*owner, (*names).to_owned()))
+            .collect()
+    };
+    // From the plan's end 76 MiB; half of them lies in `d`, nearer to its end, so rank 0 owns `e` and `d`, 41 MiB.
+    // The half of `h` is as near to its start as to its end; rank 1 owns it.
     assert_eq!(
-        groups(&whole, 2),
-        [
-            (0, vec![0, 1]),
-            (0, vec![2]),
-            (0, vec![3]),
-            (1, vec![4]),
-            (0, vec![5]),
-        ]
+        groups(32 << 20),
+        named(&[(0, "e"), (0, "d"), (1, "cb"), (1, "a"), (1, "h")])
     );
-    // 20 and 10 MiB are exactly 30.
-    let exact = planner(ZeroStage::One, Ownership::UseOrder, 30);
-    assert_eq!(groups(&exact, 2)[0], (0, vec![0, 1]));
-    let small = planner(ZeroStage::One, Ownership::UseOrder, 29);
-    assert_eq!(groups(&small, 2)[..2], [(0, vec![0]), (0, vec![1, 2])]);
-    for (planner, world, why) in [
-        (
-            planner(ZeroStage::One, Ownership::Elements, 32),
-            2,
-            "one all-gather",
-        ),
-        (
-            planner(ZeroStage::Three, Ownership::UseOrder, 32),
-            2,
-            "in their shards",
-        ),
-        (
-            planner(ZeroStage::None, Ownership::UseOrder, 32),
-            2,
-            "itself",
-        ),
-        (
-            planner(ZeroStage::Two, Ownership::UseOrder, 32),
-            1,
-            "nobody",
-        ),
+    // 5, 10 and 20 MiB are exactly 35.
+    assert_eq!(
+        groups(35 << 20),
+        named(&[(0, "e"), (0, "d"), (1, "cba"), (1, "h")])
+    );
+    assert_eq!(
+        groups((35 << 20) - 1)[2..],
+        named(&[(1, "cb"), (1, "a"), (1, "h")])
+    );
+    assert_eq!(groups(41 << 20), named(&[(0, "ed"), (1, "cba"), (1, "h")]));
+    assert_eq!(groups(1).len(), params.len());
+    for (zero, ownership, world, why) in [
+        (ZeroStage::One, Ownership::Elements, 2, "one all-gather"),
+        (ZeroStage::Three, Ownership::Tensors, 2, "in their shards"),
+        (ZeroStage::None, Ownership::Tensors, 2, "itself"),
+        (ZeroStage::Two, Ownership::Tensors, 1, "nobody"),
     ] {
-        let plan = planner
-            .plan_for(&params, Topology::new(0, world).unwrap())
-            .unwrap();
-        assert!(plan.broadcasts().is_empty());
+        let plan = plan(zero, ownership, 32 << 20, world);
+        assert!(broadcasts(&plan).is_empty());
         let refused = |note: &Note| note.pass == "fuse_broadcast" && note.reason.contains(why);
         assert!(plan.explain().iter().any(refused), "{why}");
     }
@@ -186,11 +205,11 @@ fn ranks_agree_on_the_plan_and_hold_their_share_of_the_state() {
         ("b", 3, DType::F32),
         ("c", 60_000, DType::F32),
     ]);
+    // In slots 10,048, 64 and 60,032 elements, of two moments.
+    let all = 8 * 70_144;
     for zero in [ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
         for world in [1usize, 2, 3, 4, 7] {
-            let planner = Planner::new(Adam::default().into())
-                .with(FuseAllReduce::default())
-                .with(Shard::new(zero));
+            let planner = planner(FuseAllReduce::default()).with(Shard::new(zero));
             let plans: Vec<Plan> = (0..world)
                 .map(|rank| {
                     planner
@@ -199,13 +218,19 @@ fn ranks_agree_on_the_plan_and_hold_their_share_of_the_state() {
                 })
                 .collect();
             assert!(plans.iter().all(|plan| plan.hash() == plans[0].hash()));
-            for plan in &plans {
-                // Two moments of 4 bytes, and a slot's padding for each piece and moment.
-                let share = 8 * 70_010u64.div_ceil(world as u64);
-                assert!(
-                    plan.state_bytes() >= share - 8 && plan.state_bytes() <= share + 3 * 2 * 256
-                );
-            }
+            let bytes = plans.iter().map(Plan::state_bytes);
+            assert_eq!(bytes.clone().sum::<u64>(), all);
+            // Parts are cut between slots of 64 elements.
+            let share = all / world as u64;
+            assert!(bytes.clone().all(|bytes| bytes.abs_diff(share) <= 8 * 64));
+            let updated = |plan: &Plan| -> u64 {
+                let batches = plan.stages().iter().flat_map(|stage| match stage {
+                    Stage::Optimize(optimize) => optimize.batches.as_slice(),
+                    _ => &[],
+                });
+                batches.map(|batch| batch.elements()).sum()
+            };
+            assert_eq!(plans.iter().map(updated).sum::<u64>(), 70_010);
         }
     }
 }
@@ -218,12 +243,12 @@ fn calls_are_hidden_behind_a_backward_pass_and_drawn() {
         alpha_seconds: 1e-5,
         beta_bytes_per_second: 1e9,
     };
-    let model = |rings| CostModel {
+    let model = |comm_streams| CostModel {
         backward_seconds: 0.1,
-        rings,
+        comm_streams,
         ..CostModel::from(link)
     };
-    let [after, beside, two] = [0, 1, 2].map(|rings| plan.summary(model(rings)));
+    let [after, beside, two] = [0, 1, 2].map(|streams| plan.rank_summary(model(streams)));
     // 16 calls of 1 MiB: latency and bytes of all of them, or of the last.
     let call = 1e-5 + f64::from(1 << 20) / 1e9;
     assert!(
@@ -233,7 +258,10 @@ fn calls_are_hidden_behind_a_backward_pass_and_drawn() {
     assert!((beside.exposed_ns / 1e9 - call).abs() < 1e-9, "{beside:?}");
     assert!(two.exposed_ns <= beside.exposed_ns * 1.000_001);
     assert!((after.predicted_step_ns - after.exposed_ns - 1e8).abs() < 1.0);
-    assert_eq!(after.messages, 2 * 16);
+    assert_eq!((after.collectives, after.naive_collectives), (16, 2));
+    // Which of the two parameters have a gradient: a byte each. Each of two ranks sends half of a buffer twice.
+    assert_eq!(after.control_calls, 1);
+    assert_eq!(after.bytes_on_wire, (16 << 20) + 2);
     // √(16 MiB · 10 µs · 1 GB/s)
     assert_eq!(after.proposed_bucket_cap_bytes, 409_600);
     let timeline = plan.timeline(&model(1));
@@ -247,12 +275,12 @@ fn calls_are_hidden_behind_a_backward_pass_and_drawn() {
             .zip(reduces.skip(1))
             .all(|(a, b)| a.end <= b.start + 1e-12)
     );
-    let page = plan.to_html(&model(1));
+    let page = plan.ranks_to_html(&model(1));
     assert!(page.matches("<rect").count() >= 17 && page.contains("bucket 15"));
 }
 
 #[test]
-fn a_ranks_own_copies_and_its_update_take_as_long_as_their_bytes() {
+fn an_update_takes_as_long_as_its_bytes() {
     // 2 Mi elements in one bucket; SGD without momentum reads two tensors and writes one.
     let params = params(&[("a", 1 << 20, DType::F32), ("b", 1 << 20, DType::F32)]);
     let rule = Sgd {
@@ -271,15 +299,11 @@ fn a_ranks_own_copies_and_its_update_take_as_long_as_their_bytes() {
         ..CostModel::from(link(1e9))
     };
     let plan = |zero, merge: u32| {
-        let planner = Planner::new(rule.into()).with(FuseAllReduce::of_bytes(1 << 30));
-        let planner = match merge {
-            1 => planner,
-            _ => planner.with(GradientAccumulation::every(merge.try_into().unwrap())),
-        };
-        let planner = match zero {
-            ZeroStage::None => planner,
-            zero => planner.with(Shard::new(zero)),
-        };
+        let every = GradientAccumulation::every(merge.try_into().unwrap());
+        let planner = Planner::new(rule.into())
+            .with(FuseAllReduce::of_bytes(1 << 30))
+            .with(every)
+            .with(Shard::new(zero));
         let topology = Topology::new(1, 2).unwrap();
         planner.plan_for(&params, topology).unwrap()
     };
@@ -287,18 +311,26 @@ fn a_ranks_own_copies_and_its_update_take_as_long_as_their_bytes() {
         let expected = expected * bytes * 1e9;
         assert!((found / expected - 1.0).abs() < 1e-6, "{found} {expected}");
     };
-    // Into the bucket, out of it and to the update: a copy each. Then three passes of the update.
-    let whole = plan(ZeroStage::None, 1).summary(model);
-    near(whole.local_ns, (2.0 + 4.0 + 3.0) / 1e10);
+    // Gradients are reduced and read where they are given, so the update's three passes are all there is.
+    let whole = plan(ZeroStage::None, 1).rank_summary(model);
+    near(whole.local_ns, 3.0 / 1e10);
     near(whole.exposed_ns, 1.0 / 1e9);
-    near(whole.predicted_step_ns, 9.0 / 1e10 + 1.0 / 1e9);
-    // Half of all that but the first, and half of the parameters into the replica; other calls.
-    let shared = plan(ZeroStage::Two, 1).summary(model);
-    near(shared.local_ns, (2.0 + 2.0 + 1.5 + 1.0) / 1e10);
+    near(whole.predicted_step_ns, 3.0 / 1e10 + 1.0 / 1e9);
+    // Half of that, and other calls.
+    let shared = plan(ZeroStage::Two, 1).rank_summary(model);
+    near(shared.local_ns, 1.5 / 1e10);
     near(shared.exposed_ns, 1.0 / 4e9 + 1.0 / 5e9);
-    // Two more passes of three, and a division.
-    let merged = plan(ZeroStage::None, 3).summary(model);
-    near(merged.local_ns, (2.0 + 3.0 + 5.0 + 4.0 + 3.0) / 1e10);
+    // Gradients are reduced once, after three passes.
+    let merged = plan(ZeroStage::None, 3);
+    near(merged.rank_summary(model).exposed_ns, 1.0 / 1e9);
+    let merged = merged.timeline(&model);
+    assert_eq!(
+        merged
+            .iter()
+            .filter(|event| event.kind == EventKind::Backward)
+            .count(),
+        3
+    );
     let timeline = plan(ZeroStage::Two, 1).timeline(&model);
     let kinds: Vec<EventKind> = timeline.iter().map(|event| event.kind).collect();
     assert_eq!(
@@ -310,59 +342,62 @@ fn a_ranks_own_copies_and_its_update_take_as_long_as_their_bytes() {
             EventKind::Gather
         ]
     );
-    let without = plan(ZeroStage::None, 1).summary(link(1e9));
+    let without = plan(ZeroStage::None, 1).rank_summary(link(1e9));
     assert_eq!(without.local_ns, 0.0);
     near(without.predicted_step_ns, 1.0 / 1e9);
 }
 
 #[test]
-fn buckets_that_were_given_back_are_allocated_anew_and_fewer_with_streams() {
-    let params = params(&[("a", 1 << 20, DType::F32), ("b", 1 << 20, DType::F32)]);
+fn segments_that_were_given_back_are_allocated_anew_and_fewer_with_streams() {
+    let names = ["a", "b", "c", "d", "e", "f", "g", "h"];
+    let params = params(&names.map(|name| (name, 1 << 18, DType::F32)));
     let plan = |zero| {
         let planner = Planner::new(Sgd::default().into()).with(FuseAllReduce::of_bytes(1 << 20));
-        let planner = match zero {
-            ZeroStage::None => planner,
-            zero => planner.with(Shard::new(zero)),
-        };
         let topology = Topology::new(1, 2).unwrap();
+        let planner = planner.with(Shard::new(zero));
         planner.plan_for(&params, topology).unwrap()
     };
-    let shared = plan(ZeroStage::Two);
-    let anew = [0, 1, 2].map(|rings| shared.fresh_bytes(0, rings));
-    assert_eq!(anew, [8 << 20, 2 << 20, 3 << 20]);
-    let model = CostModel::from(Link {
-        alpha_seconds: 0.0,
-        beta_bytes_per_second: 1e9,
-    });
-    let fresh = CostModel {
-        fresh_bytes_per_second: Some(2e9),
-        ..model
+    let model = |comm_streams| CostModel {
+        comm_streams,
+        ..CostModel::from(Link {
+            alpha_seconds: 0.0,
+            beta_bytes_per_second: 1e9,
+        })
     };
-    let expected = f64::from(8 << 20) / 2e9 * 1e9;
-    let found = shared.summary(fresh).local_ns - shared.summary(model).local_ns;
-    assert!((found / expected - 1.0).abs() < 1e-6, "{found} {expected}");
+    let fresh = |comm_streams| CostModel {
+        fresh_bytes_per_second: Some(2e9),
+        ..model(comm_streams)
+    };
+    let shared = plan(ZeroStage::Two);
+    // 8 segments of 1 MiB; with streams one for each and one that is being filled.
+    for (streams, mib) in [(0, 8.0), (1, 2.0), (2, 3.0), (9, 8.0)] {
+        let backward = &shared.timeline(&fresh(streams))[0];
+        assert_eq!(backward.kind, EventKind::Backward);
+        let expected = mib * f64::from(1 << 20) / 2e9;
+        let found = backward.end - backward.start;
+        assert!((found / expected - 1.0).abs() < 1e-6, "{found} {expected}");
+        assert_eq!(shared.timeline(&model(streams))[0].end, 0.0);
+    }
     let whole = plan(ZeroStage::None);
-    assert_eq!(whole.summary(fresh), whole.summary(model));
+    assert_eq!(whole.rank_summary(fresh(0)), whole.rank_summary(model(0)));
 }
 
 #[test]
 fn predicted_memory_is_what_a_state_holds_per_stage() {
     let params = params(&[("a", 100_000, DType::F32), ("b", 20_000, DType::F32)]);
     let memory = |zero: ZeroStage| {
-        let planner = Planner::new(Adam::default().into())
-            .with(FuseAllReduce::default())
-            .with(Shard::new(zero));
+        let planner = planner(FuseAllReduce::default()).with(Shard::new(zero));
         let plan = planner.plan_for(&params, Topology::new(0, 4).unwrap());
         plan.unwrap().memory_bytes()
     };
     let bytes = 480_000;
     let near = |found: u64, expected: u64| assert!(found.abs_diff(expected) < 4 * 512, "{found}");
-    // Parameter, gradient, two moments, buckets, and the reduced gradients.
-    near(memory(ZeroStage::None), 6 * bytes);
-    near(memory(ZeroStage::One), 5 * bytes / 4 + 2 * bytes);
-    // A quarter of parameter, gradient, moments and reduced gradients, no buckets; up to stage 2 whole parameters.
-    near(memory(ZeroStage::Two), 5 * bytes / 4 + bytes);
-    near(memory(ZeroStage::Three), 5 * bytes / 4);
+    // Parameter, gradient and two moments, in which the gradient is reduced where it lies.
+    near(memory(ZeroStage::None), 4 * bytes);
+    near(memory(ZeroStage::One), 2 * bytes + 2 * bytes / 4);
+    // Segments of gradients are given back, a quarter is kept; up to stage 2 whole parameters.
+    near(memory(ZeroStage::Two), bytes + 3 * bytes / 4);
+    near(memory(ZeroStage::Three), bytes);
 }
 
 #[test]
@@ -373,7 +408,7 @@ fn a_world_of_one_is_told_that_it_has_nothing_to_reduce() {
         alpha_seconds: 1e-5,
         beta_bytes_per_second: 1e9,
     };
-    let summary = plan.summary(link);
+    let summary = plan.rank_summary(link);
     assert_eq!((summary.collectives, summary.bytes_on_wire), (0, 0));
     assert!(
         plan.explain()
@@ -414,6 +449,6 @@ fn a_model_of_7_billion_on_1024_ranks_is_planned_within_a_second() {
         alpha_seconds: 1e-5,
         beta_bytes_per_second: 1e10,
     };
-    assert!(plan.summary(link).collectives > 100);
+    assert!(plan.rank_summary(link).collectives > 100);
     assert!(start.elapsed().as_millis() < 1_000, "{:?}", start.elapsed());
 }

@@ -66,7 +66,7 @@ fn line(
             waiting.push(report.exposed_ns as f64 * 1e-9);
         }
     }
-    let predicted = plan.summary(CostModel::from(costs));
+    let predicted = plan.rank_summary(CostModel::from(costs));
     let timeline = plan.timeline(&CostModel::from(costs));
     let of_kind = |kind: EventKind| {
         let events = timeline.iter().filter(|event| event.kind == kind);
@@ -113,7 +113,7 @@ fn peak(comm: &mut dyn Communicator, params: &[ParamDesc], cap_bytes: u64) -> St
         let start = Instant::now();
         let report = plan.step(&mut state, &backend, &mut comms).unwrap();
         busy.push(seconds + start.elapsed().as_secs_f64());
-        peaks.push(report.bucket_peak_bytes as f64 / 1e9);
+        peaks.push(report.segment_peak_bytes as f64 / 1e9);
     }
     format!(
         "buckets of {} MiB beside a backward pass of 300 ms: at most {:.1} MB of {:.1} MB at one time; {:.1} ms of a rank's own work",

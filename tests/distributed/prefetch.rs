@@ -9,6 +9,7 @@ use fusestep_collective::{
 };
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Comms, Plan, PlanError, State, Topology, ZeroStage};
+use fusestep_tensor::Role;
 
 use crate::run::{Case, Mixed, whole_params};
 
@@ -35,7 +36,8 @@ fn start(case: &Case, comm: &dyn Communicator, backend: &CpuBackend) -> (Plan, S
     let mut state = plan.allocate(backend).unwrap();
     for (param, desc) in plan.params().iter().enumerate() {
         let values = case.first_values(param);
-        plan.write_param(&mut state, backend, &desc.name, &values)
+        state
+            .write(backend, Role::Param, &desc.name, &values)
             .unwrap();
     }
     (plan, state)

@@ -66,7 +66,8 @@ fn start(plan: &Plan, backend: &CpuBackend) -> State {
     let mut state = plan.allocate(backend).unwrap();
     for param in 0..NUMELS.len() {
         let value = first(param, plan.topology().rank);
-        plan.write_param(&mut state, backend, &name(param), &value)
+        state
+            .write(backend, Role::Param, &name(param), &value)
             .unwrap();
     }
     state
@@ -90,10 +91,10 @@ fn steps(
     let norms = steps.map(|step| {
         for param in 0..NUMELS.len() {
             let grad = bytes(param, [step, rank]);
-            plan.give_gradient(state, comms, &name(param), &grad)
+            plan.push_grad(state, backend, comms, &name(param), &grad)
                 .unwrap();
         }
-        let report = plan.run_with(state, backend, comms).unwrap();
+        let report = plan.step(state, backend, comms).unwrap();
         norms_of(&report.update.unwrap())
     });
     norms.collect()
