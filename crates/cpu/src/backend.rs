@@ -29,8 +29,10 @@ pub struct CpuBackend {
     team: Team,
     level: Level,
     limits: LaunchLimits,
-    /// Tensors left as they are since they were last asked for.
+    /// Tensors left as they are.
     skipped: AtomicU64,
+    /// How many of them there were when they were last asked for.
+    told: AtomicU64,
 }
 
 impl CpuBackend {
@@ -50,6 +52,7 @@ impl CpuBackend {
             level: Level::detect(),
             limits: LaunchLimits::default(),
             skipped: AtomicU64::new(0),
+            told: AtomicU64::new(0),
         })
     }
 
@@ -248,7 +251,12 @@ impl Backend for CpuBackend {
     }
 
     fn take_skipped(&self) -> Result<u64, BackendError> {
-        Ok(self.skipped.swap(0, Ordering::Relaxed))
+        let all = self.skipped.load(Ordering::Relaxed);
+        Ok(all - self.told.swap(all, Ordering::Relaxed))
+    }
+
+    fn skipped(&self) -> u64 {
+        self.skipped.load(Ordering::Relaxed)
     }
 
     fn synchronize(&self) -> Result<(), BackendError> {
