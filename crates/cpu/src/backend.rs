@@ -163,13 +163,7 @@ impl Backend for CpuBackend {
         let Gate::Open(grad_factor) = gate(&launch)? else {
             return Ok(report);
         };
-        let call = HostCall {
-            level: self.level,
-            scalars: launch.scalars,
-            grad_factor,
-            sets: launch.sets,
-            changes: None,
-        };
+        let call = host_call(self.level, &launch, grad_factor);
         let pieces = Pieces::new(launch, call)?;
         self.team.run(pieces);
         Ok(report)
@@ -287,6 +281,17 @@ pub(crate) fn partials<'a>(
 /// What the launch's control block says.
 pub(crate) fn gate(launch: &Launch<'_>) -> Result<Gate, BackendError> {
     Gate::on_host(launch.control).ok_or(BackendError::ForeignBuffer { backend: NAME })
+}
+
+/// What all parts of a launch are called with.
+pub(crate) fn host_call<'a>(level: Level, launch: &Launch<'a>, grad_factor: f64) -> HostCall<'a> {
+    HostCall {
+        level,
+        scalars: launch.scalars,
+        grad_factor,
+        sets: launch.sets,
+        changes: None,
+    }
 }
 
 pub(crate) fn out_of_bounds(offset_bytes: usize, len_bytes: usize, found: usize) -> BackendError {
