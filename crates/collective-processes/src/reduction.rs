@@ -251,6 +251,9 @@ fn take_result(
         }
         _ => (range.clone(), 0),
     };
+    if taken.is_empty() {
+        return;
+    }
     let place = taken.start - first..taken.end - first;
     let from = &stage[taken.start - range.start..taken.end - range.start];
     output[place].copy_from_slice(from);
@@ -316,6 +319,9 @@ impl<'a> Round<'a> {
     fn reduce_claim(&self, owner: usize, claim: Range<usize>) -> bool {
         let part = self.part(owner);
         let (start, end) = (claim.start.min(part.len()), claim.end.min(part.len()));
+        if start == end {
+            return false;
+        }
         let bytes = part.start + start..part.start + end;
         let ranks = self.cards.parties();
         let into = match self.plan.into {
