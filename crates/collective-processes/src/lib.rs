@@ -8,6 +8,7 @@ mod files;
 mod group;
 mod heap;
 mod layout;
+mod launch;
 mod life;
 mod meet;
 mod movement;
@@ -19,4 +20,5 @@ mod session;
 
 pub use communicator::ProcessCommunicator;
 pub use environment::{Rendezvous, launched_processes};
+pub use launch::{LaunchOptions, Launched, launch};
 pub use options::{ProcessError, ProcessOptions};
