@@ -1,4 +1,4 @@
-use fusestep_collective::CallContext;
+use fusestep_collective::{CallContext, Operation};
 use fusestep_tensor::DType;
 
 use super::*;
