@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use fusestep_coalesce::HostMemory;
 use fusestep_collective::{
-    Aborter, Call, CallContext, CollectiveError, Communicator, FlightRecorder, Membership, Operation,
-    RankMemory, ReduceUpdate,
+    Aborter, Call, CallContext, CollectiveError, Communicator, FlightRecorder, Membership,
+    Operation, RankMemory, ReduceUpdate,
 };
 use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions, Rendezvous};
 use mpi::ffi;

@@ -27,9 +27,10 @@ impl Patience {
     /// For `ranks` processes of one machine. With fewer cores, whoever spins keeps others away.
     pub(crate) fn of(ranks: usize) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-        let (spins, yields) = match ranks <= cores {
-            true => (SPINS, YIELDS),
-            false => (0, YIELDS / 3),
+        let (spins, yields) = if ranks <= cores {
+            (SPINS, YIELDS)
+        } else {
+            (0, YIELDS / 3)
         };
         Self { spins, yields }
     }

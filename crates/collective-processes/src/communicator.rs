@@ -257,7 +257,12 @@ impl ProcessCommunicator {
     }
 
     /// Writes down who came last.
-    pub(crate) fn note(recorder: &mut FlightRecorder, cards: Cards<'_>, own: &Card, ranks: &[usize]) {
+    pub(crate) fn note(
+        recorder: &mut FlightRecorder,
+        cards: Cards<'_>,
+        own: &Card,
+        ranks: &[usize],
+    ) {
         let arrived = |party: usize| cards.arrived_ns(party);
         if let Some(last) = (0..cards.parties()).max_by_key(|&party| arrived(party)) {
             let waited_ns = arrived(last).saturating_sub(own.arrived_ns);

@@ -136,7 +136,11 @@ mod tests {
                 "FUSESTEP_SESSION=(not set)",
             ),
             (
-                &[("WORLD_SIZE", "4"), ("RANK", "1"), ("LOCAL_WORLD_SIZE", "2")][..],
+                &[
+                    ("WORLD_SIZE", "4"),
+                    ("RANK", "1"),
+                    ("LOCAL_WORLD_SIZE", "2"),
+                ][..],
                 "expected all 4 ranks on this machine, found 2 here",
             ),
         ] {

@@ -10,7 +10,7 @@ use rustix::time::{ClockId, clock_gettime};
 use crate::bell::Patience;
 use crate::heap::Arena;
 use crate::layout::{
-    BlockPlan, FAILED, GroupHead, Member, MeetHead, RECORD_WORDS, put_bytes, take_bytes,
+    BlockPlan, FAILED, GroupHead, MeetHead, Member, RECORD_WORDS, put_bytes, take_bytes,
 };
 use crate::meet::Place;
 use crate::session::Session;
@@ -168,10 +168,7 @@ impl Group {
     }
 
     /// The words of whoever has closed a gate, which come a moment later than the closing.
-    pub(crate) fn published(
-        &self,
-        find: impl Fn() -> Option<CollectiveError>,
-    ) -> CollectiveError {
+    pub(crate) fn published(&self, find: impl Fn() -> Option<CollectiveError>) -> CollectiveError {
         let deadline = Instant::now() + WORDS_TIME;
         loop {
             if let Some(error) = find() {
@@ -192,7 +189,10 @@ impl Group {
     pub(crate) fn close(&self, error: CollectiveError) -> CollectiveError {
         let head = self.head();
         let (set, get) = (Ordering::SeqCst, Ordering::SeqCst);
-        let mut published = self.published.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut published = self
+            .published
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         if !*published {
             *published = true;
             let mut bytes = error.to_bytes();
@@ -236,7 +236,10 @@ impl Group {
         table.bell.0.ring();
         for rank in 0..self.members.len() {
             let peer = self.member(rank).transfer.load(Ordering::SeqCst) as usize;
-            if let Some(peer) = peer.checked_sub(1).filter(|&peer| peer < self.members.len()) {
+            if let Some(peer) = peer
+                .checked_sub(1)
+                .filter(|&peer| peer < self.members.len())
+            {
                 for pair in [(rank, peer), (peer, rank)] {
                     let table: &MeetHead = segment.at(self.block + self.plan().pair(pair));
                     table.bell.0.ring();
@@ -275,7 +278,9 @@ impl Group {
     /// Makes a block for a new group of `ranks` in memory of this process, zeroed.
     pub(crate) fn found(session: &Session, ranks: usize) -> std::io::Result<Arena> {
         session.collect();
-        let memory = session.heap.allocate(BlockPlan::new(ranks).bytes() as usize)?;
+        let memory = session
+            .heap
+            .allocate(BlockPlan::new(ranks).bytes() as usize)?;
         let head: &GroupHead = session.segment.at(memory.offset());
         head.users.store(ranks as u32, Ordering::SeqCst);
         Ok(memory)
@@ -285,7 +290,10 @@ impl Group {
 impl Drop for Group {
     fn drop(&mut self) {
         self.head().users.fetch_sub(1, Ordering::SeqCst);
-        let memory = self.memory.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let memory = self
+            .memory
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner);
         if let Some(memory) = memory.take() {
             self.session.retire(memory);
             self.session.collect();

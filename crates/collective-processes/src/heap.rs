@@ -31,9 +31,10 @@ impl Heap {
     pub(crate) fn allocate(self: &Arc<Self>, len_bytes: usize) -> io::Result<Arena> {
         let too_long = || io::Error::from(io::ErrorKind::OutOfMemory);
         let asked = len_bytes as u64;
-        let alignment = match asked < HUGE_PAGE_BYTES {
-            true => PAGE_BYTES,
-            false => HUGE_PAGE_BYTES,
+        let alignment = if asked < HUGE_PAGE_BYTES {
+            PAGE_BYTES
+        } else {
+            HUGE_PAGE_BYTES
         };
         let place_bytes = asked.checked_next_multiple_of(alignment);
         let place_bytes = place_bytes.ok_or_else(too_long)?.max(PAGE_BYTES);

@@ -246,9 +246,10 @@ impl Table<'_> {
         let mut in_use = Vec::new();
         let mut dead = None;
         for (_, &rank) in seats().filter(|(seat, _)| is_in(seat)) {
-            match self.group.is_alive(rank) {
-                true => in_use.push(rank),
-                false => dead = dead.or(Some(rank)),
+            if self.group.is_alive(rank) {
+                in_use.push(rank);
+            } else {
+                dead = dead.or(Some(rank));
             }
         }
         in_use.retain(|rank| {

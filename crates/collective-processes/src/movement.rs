@@ -75,7 +75,10 @@ impl Movement<'_> {
             }
         }
         let staged = (0..cards.parties()).filter(|&party| cards.is_staged(party));
-        let longest = staged.map(|party| cards.input_len(party)).max().unwrap_or(0);
+        let longest = staged
+            .map(|party| cards.input_len(party))
+            .max()
+            .unwrap_or(0);
         longest.div_ceil(STAGE_BYTES as u64).max(1) as usize
     }
 }
@@ -153,7 +156,9 @@ impl ProcessCommunicator {
             _ => None,
         };
         task.card.is_staged = stage.is_some();
-        task.card.input = stage.as_ref().map_or(offset.unwrap_or(0), |stage| stage.offset());
+        task.card.input = stage
+            .as_ref()
+            .map_or(offset.unwrap_or(0), |stage| stage.offset());
         task.card.input_len = len as u64;
         let (mut piece, mut pieces) = (0, 1);
         let mut outcome = Ok(());
@@ -225,9 +230,10 @@ fn plan<'a>(
     let (input, output) = match buffers {
         Buffers::InPlace(buffer) if shows => (Input::Within(within), buffer),
         Buffers::Apart { send, receive } if shows => (Input::Apart(send), receive),
-        Buffers::InPlace(output) | Buffers::Apart { receive: output, .. } => {
-            (Input::Nothing, output)
-        }
+        Buffers::InPlace(output)
+        | Buffers::Apart {
+            receive: output, ..
+        } => (Input::Nothing, output),
     };
     let mut pulls = SmallVec::new();
     let mut pull = |from: usize, range: Range<usize>, to: usize| {

@@ -39,9 +39,7 @@ impl Default for ProcessOptions {
 #[non_exhaustive]
 pub enum ProcessError {
     /// The system lacks what the engine is made of.
-    #[error(
-        "processes: expected Linux, found another system; use ranks that are threads, or MPI"
-    )]
+    #[error("processes: expected Linux, found another system; use ranks that are threads, or MPI")]
     NotHere,
     /// The launcher's variables do not say which rank this is.
     #[error(

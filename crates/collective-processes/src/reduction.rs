@@ -152,7 +152,11 @@ impl ProcessCommunicator {
                 Self::note(recorder, cards, &task.card, &ranks);
             }
             let is_staged = (0..cards.parties()).any(|party| cards.is_staged(party));
-            let range = if is_staged { piece.clone() } else { 0..plan.whole_bytes };
+            let range = if is_staged {
+                piece.clone()
+            } else {
+                0..plan.whole_bytes
+            };
             let end = range.end;
             let round = Round {
                 segment: &group.session.segment,
@@ -302,7 +306,10 @@ impl<'a> Round<'a> {
     /// The bytes that rank `owner` is to reduce.
     fn part(&self, owner: usize) -> Range<usize> {
         if self.plan.into == Into::Owner {
-            let block = self.plan.blocks.of_bytes(owner, self.plan.dtype.len_bytes());
+            let block = self
+                .plan
+                .blocks
+                .of_bytes(owner, self.plan.dtype.len_bytes());
             return common(&block, &self.range);
         }
         let lines = Blocks {
@@ -346,8 +353,14 @@ impl<'a> Round<'a> {
     fn column(&self, party: usize, bytes: &Range<usize>, gets: bool) -> Column<'a> {
         let (cards, len) = (self.cards, bytes.len());
         // Offsets count from where the whole would begin.
-        let first = if cards.is_staged(party) { self.range.start } else { 0 };
-        let from = cards.input(party).wrapping_add((bytes.start.wrapping_sub(first)) as u64);
+        let first = if cards.is_staged(party) {
+            self.range.start
+        } else {
+            0
+        };
+        let from = cards
+            .input(party)
+            .wrapping_add((bytes.start.wrapping_sub(first)) as u64);
         let from = self.segment.address(from, len);
         if cards.is_in_place(party) {
             return Column {

@@ -47,7 +47,11 @@ pub(crate) fn join(place: &Rendezvous, timeout: Duration) -> Result<Session, Pro
 
 fn file(path: &Path, is_new: bool) -> io::Result<File> {
     let mut options = OpenOptions::new();
-    options.read(true).write(true).create_new(is_new).mode(0o600);
+    options
+        .read(true)
+        .write(true)
+        .create_new(is_new)
+        .mode(0o600);
     options.open(path)
 }
 
@@ -100,11 +104,7 @@ fn create(place: &Rendezvous) -> Result<Found, ProcessError> {
 }
 
 /// The file for what the system's shared memory has no room for; without one there is less room.
-fn second_file(
-    name: &str,
-    plan: &mut SessionPlan,
-    names: &mut Names,
-) -> Option<(File, PathBuf)> {
+fn second_file(name: &str, plan: &mut SessionPlan, names: &mut Names) -> Option<(File, PathBuf)> {
     let path = std::env::temp_dir().join(format!("{name}.{}.2", std::process::id()));
     let made = file(&path, true).and_then(|second| {
         second.set_len(plan.file_bytes()[1])?;
@@ -129,10 +129,14 @@ fn fill(first: File, second: Option<(File, PathBuf)>, plan: SessionPlan) -> io::
     let segment = Segment::map(std::iter::once(first).chain(second).collect())?;
     segment.reserve(0, plan.head_bytes())?;
     let head: &SessionHead = segment.at(0);
-    let path = path.unwrap_or_default().into_os_string().into_encoded_bytes();
+    let path = path
+        .unwrap_or_default()
+        .into_os_string()
+        .into_encoded_bytes();
     put_bytes(&head.second, &path);
     head.second_len.store(path.len() as u64, Ordering::SeqCst);
-    head.world_size.store(plan.world_size as u64, Ordering::SeqCst);
+    head.world_size
+        .store(plan.world_size as u64, Ordering::SeqCst);
     for (word, bytes) in head.part_bytes.iter().zip(plan.part_bytes) {
         word.store(bytes, Ordering::SeqCst);
     }
@@ -143,11 +147,7 @@ fn fill(first: File, second: Option<(File, PathBuf)>, plan: SessionPlan) -> io::
 }
 
 /// Looks for the files until rank 0 has made them.
-fn find(
-    place: &Rendezvous,
-    timeout: Duration,
-    deadline: Instant,
-) -> Result<Found, ProcessError> {
+fn find(place: &Rendezvous, timeout: Duration, deadline: Instant) -> Result<Found, ProcessError> {
     let name = segment_name(&place.session);
     while Instant::now() < deadline {
         for folder in folders() {
@@ -239,7 +239,9 @@ fn come(
 ) -> Result<(), ProcessError> {
     let (rank, ranks) = (place.rank, place.world_size as u64);
     let head: &SessionHead = found.segment.at(0);
-    let processes: &[Process] = found.segment.list_at(found.plan.processes(), place.world_size);
+    let processes: &[Process] = found
+        .segment
+        .list_at(found.plan.processes(), place.world_size);
     let own = word_of(Life::own());
     let word = &processes[rank].0;
     if let Err(other) = word.compare_exchange(0, own, Ordering::SeqCst, Ordering::SeqCst)
@@ -270,7 +272,8 @@ fn come(
         head.bell.ring();
         let over = || gate() & FAILED != 0 || gate() == ranks;
         let patience = Patience::of(usize::MAX);
-        head.bell.wait(patience, deadline, over, || dead().is_some());
+        head.bell
+            .wait(patience, deadline, over, || dead().is_some());
         if gate() == ranks {
             return Ok(());
         }

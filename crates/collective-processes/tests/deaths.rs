@@ -50,7 +50,11 @@ fn a_rank() {
         ("sum", _) => sums(&mut comm, number("TEST_CULPRIT")),
         ("kill-at-work" | "stop-at-work", is_culprit) => {
             let signal = how.trim_end_matches("-at-work").to_uppercase();
-            update(&mut comm, || if is_culprit { raise(&signal) })
+            update(&mut comm, || {
+                if is_culprit {
+                    raise(&signal)
+                }
+            })
         }
         ("exit", true) => std::process::exit(0),
         ("kill" | "stop", true) => {
@@ -77,15 +81,15 @@ fn a_rank() {
     }
 }
 
-/// A line that the test harness does not keep.
 fn say(line: &str) {
-    use std::io::Write;
-    writeln!(std::io::stderr(), "{line}").unwrap();
+    eprintln!("{line}");
 }
 
 fn raise(signal: &str) {
     let own = std::process::id().to_string();
-    let sent = Command::new("kill").args([&format!("-{signal}"), &own]).status();
+    let sent = Command::new("kill")
+        .args([&format!("-{signal}"), &own])
+        .status();
     assert!(sent.unwrap().success());
     // The signal may take a moment to reach this thread.
     std::thread::sleep(Duration::from_secs(1));
@@ -288,7 +292,10 @@ fn a_wrong_place_is_refused() {
     assert!(ends[1].output.contains(expected), "{}", ends[1].output);
     let ends = Started(vec![start(0, 3), start(1, 3), start(1, 3)]).wait(Duration::from_secs(20));
     let outputs: String = ends.iter().map(|end| end.output.as_str()).collect();
-    assert!(outputs.contains("expected no other rank 1 in session"), "{outputs}");
+    assert!(
+        outputs.contains("expected no other rank 1 in session"),
+        "{outputs}"
+    );
     assert!(outputs.contains("found none of [2]"), "{outputs}");
     nothing_is_left();
 }

@@ -81,6 +81,9 @@ fn survivors_have_time_to_name_the_dead() {
     let begun = Instant::now();
     let Launched { code, failed } = launch(&options).unwrap();
     assert_eq!((code, failed), (137, Some(1)));
-    assert!(begun.elapsed() < Duration::from_secs(5), "they end by themselves");
+    assert!(
+        begun.elapsed() < Duration::from_secs(5),
+        "they end by themselves"
+    );
     assert_eq!(start::left_behind(), Vec::<String>::new());
 }
