@@ -73,12 +73,6 @@ impl MpiCommunicator {
     /// work, MPI itself ends the process.
     pub fn world(options: &MpiOptions) -> Result<Self, MpiError> {
         let engine = Arc::new(Engine::start(options)?);
-        let founding = Founding {
-            members: (0..engine.world_size).collect(),
-            rank: engine.rank,
-            tag: 0,
-            options: options.clone(),
-        };
         let native = match options.reduction {
             Reduction::Reproducible => None,
             Reduction::Engine => Some(Native::world(&engine)?),
@@ -86,6 +80,17 @@ impl MpiCommunicator {
         let shared = match options.reduction {
             Reduction::Reproducible if options.share_memory => machine::share(&engine, options)?,
             _ => None,
+        };
+        let mut options = options.clone();
+        if shared.is_some() {
+            // The calls, and so the recorder, are those of shared memory.
+            options.dump_folder = None;
+        }
+        let founding = Founding {
+            members: (0..engine.world_size).collect(),
+            rank: engine.rank,
+            tag: 0,
+            options,
         };
         let mut world = Self::new(Group::new(engine, founding, None), native);
         world.shared = shared;
