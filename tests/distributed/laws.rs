@@ -138,10 +138,7 @@ fn chunks_that_lie_in_many_shards_are_summed_as_one() {
         };
         let expected = base.by_hand();
         for zero in STAGES {
-            for ownership in [
-                Ownership::Elements,
-                Ownership::Tensors,
-            ] {
+            for ownership in [Ownership::Elements, Ownership::Tensors] {
                 assert_same(
                     &Case {
                         zero,
@@ -176,10 +173,7 @@ fn norms_of_updates_are_those_of_one_rank() {
             same_at_every_stage(&base, &expected);
         }
     }
-    for (ownership, rings) in [
-        (Ownership::Elements, 2),
-        (Ownership::Tensors, 1),
-    ] {
+    for (ownership, rings) in [(Ownership::Elements, 2), (Ownership::Tensors, 1)] {
         let base = Case {
             world: 3,
             measured: Measured::Yes,

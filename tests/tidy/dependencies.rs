@@ -19,7 +19,7 @@ enum Kind {
 
 /// Layers of the packages, lowest first: normal dependencies go down, never sideways or up. So kernel crates depend neither on
 /// each other nor on the planner or a backend, and backends and planner do not know each other.
-const LAYERS: [&[&str]; 8] = [
+const LAYERS: [&[&str]; 9] = [
     &["tensor", "simd", "kernels", "cuda-emulator"],
     &["launch", "tensor-file"],
     &["elementwise", "coalesce"],
@@ -33,6 +33,8 @@ const LAYERS: [&[&str]; 8] = [
         "amp",
         "collective",
     ],
+    // Below the other engines: ranks of an MPI job that share a machine use it.
+    &["collective-processes"],
     &[
         "planner",
         "cpu",

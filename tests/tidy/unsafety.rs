@@ -3,10 +3,11 @@
 use crate::source::{code_only, line_of, words};
 
 /// Folders whose code may be unsafe.
-const MAY_BE_UNSAFE: [&str; 6] = [
+const MAY_BE_UNSAFE: [&str; 7] = [
     "crates/simd/",
     "crates/collective-mpi/",
     "crates/collective-nccl/",
+    "crates/collective-processes/",
     "crates/cuda/",
     "crates/cuda-emulator/",
     // A counting allocator, which Rust lets no safe code be.

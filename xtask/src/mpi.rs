@@ -23,6 +23,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     }
 }
 
+/// Has ranks of one machine send messages all the same.
+const MESSAGES: (&str, &str) = ("FUSESTEP_MPI_MESSAGES", "1");
+
 fn suite() -> Result<()> {
     let programs = build(
         "test",
@@ -47,16 +50,20 @@ fn suite() -> Result<()> {
     );
     for ranks in 1..=5 {
         tests(suite, ranks, &[], &[])?;
+        // As between machines.
+        tests(suite, ranks, &[], &[MESSAGES])?;
     }
     let bits = ["operations::", "same_bits::", "rings::", "zz_leave::"];
     // Messages cut in the midst of elements, and segments of a few elements.
     let cut = [
+        MESSAGES,
         ("FUSESTEP_MPI_CHUNK_BYTES", "4001"),
         ("FUSESTEP_MPI_SEGMENT_BYTES", "5000"),
     ];
     tests(suite, 2, &bits, &cut)?;
     tests(suite, 3, &bits, &cut)?;
-    tests(suite, 3, &bits, &[("FUSESTEP_MPI_FIRST_OF_EACH", "1")])?;
+    let first = [MESSAGES, ("FUSESTEP_MPI_FIRST_OF_EACH", "1")];
+    tests(suite, 3, &bits, &first)?;
     // Between two ranks there is one order only, so that the engine's sums are ours.
     let engine = [
         ("FUSESTEP_MPI_ENGINE", "1"),
@@ -73,7 +80,8 @@ fn suite() -> Result<()> {
         ("FUSESTEP_MPI_FIRST_OF_EACH", "1"),
     ];
     tests(suite, 2, &["operations::", "rings::", "zz_leave::"], &fast)?;
-    mpi_victims::run(victim)?;
+    mpi_victims::run(victim, &[])?;
+    mpi_victims::run(victim, &[MESSAGES])?;
     let built = build("build", &["--bin=fusestep"])?;
     let fusestep = built.first().context("cargo built no `fusestep`")?;
     self_test(fusestep)?;

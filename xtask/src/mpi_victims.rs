@@ -26,13 +26,13 @@ const COLLECTIVES: [&str; 11] = [
 ];
 
 /// Runs them all.
-pub(crate) fn run(program: &Path) -> Result<()> {
+pub(crate) fn run(program: &Path, variables: &[(&str, &str)]) -> Result<()> {
     for how in ["stop", "kill", "leave", "exit", "nap"] {
         for (index, collective) in COLLECTIVES.into_iter().enumerate() {
-            one(program, how, collective, index % 3)?;
+            one(program, how, collective, index % 3, variables)?;
         }
         println!(
-            "mpi: a rank that does `{how}`, in {} collectives: ok",
+            "mpi: a rank that does `{how}`, in {} collectives {variables:?}: ok",
             COLLECTIVES.len()
         );
     }
@@ -111,20 +111,30 @@ fn grace(timeout_ms: u64) -> &'static [(&'static str, &'static str)] {
     }
 }
 
-fn one(program: &Path, how: &str, collective: &str, culprit: usize) -> Result<()> {
+fn one(
+    program: &Path,
+    how: &str,
+    collective: &str,
+    culprit: usize,
+    variables: &[(&str, &str)],
+) -> Result<()> {
     let [first, second] = TIMEOUTS_MS;
-    one_within(program, how, collective, culprit, first).or_else(|error| {
+    let within = |timeout_ms| {
+        let variables = [grace(timeout_ms), variables].concat();
+        one_within(program, (how, collective), culprit, timeout_ms, &variables)
+    };
+    within(first).or_else(|error| {
         eprintln!("mpi: once more with {second} ms in place of {first}: {error:#}");
-        one_within(program, how, collective, culprit, second)
+        within(second)
     })
 }
 
 fn one_within(
     program: &Path,
-    how: &str,
-    collective: &str,
+    (how, collective): (&str, &str),
     culprit: usize,
     timeout_ms: u64,
+    variables: &[(&str, &str)],
 ) -> Result<()> {
     let folder = std::env::temp_dir().join(format!("fusestep-mpi-victim-{}", std::process::id()));
     if folder.exists() {
@@ -136,7 +146,7 @@ fn one_within(
         ranks: 3,
         program,
         arguments: &[how, collective, &rank, &timeout, &path],
-        environment: grace(timeout_ms),
+        environment: variables,
         // Starting, twice the timeout, leaving, and Open MPI's grace.
         limit: Duration::from_millis(4 * timeout_ms + 20_000),
     }

@@ -11,6 +11,9 @@ use fusestep_collective_mpi::{Compare, MpiCommunicator, MpiOptions, Reduction, l
 use fusestep_collective_nccl::{
     Meeting, NcclCommunicator, NcclError, NcclOptions, Reduction as NcclReduction,
 };
+use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions, launched_processes};
+
+use crate::launch;
 
 /// Longest time that ranks wait for each other.
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
@@ -20,6 +23,8 @@ const LONGEST_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 pub(crate) enum Engine {
     /// Ranks are threads of this process
     Thread,
+    /// Ranks are processes of this machine, on memory that they share; started by `fusestep launch`, torchrun or this command itself
+    Processes,
     /// Ranks are processes that mpirun has started; the same bits as threads
     Mpi,
     /// The same with MPI's own all-reduce, in an order of its choice; calls are compared the first time they are made
@@ -83,6 +88,16 @@ impl Watch {
             dump_folder: self.flight_recorder.clone(),
             reduction,
             compare,
+            ..default
+        }
+    }
+
+    /// For processes of this machine.
+    fn of_machine(&self) -> ProcessOptions {
+        let default = ProcessOptions::default();
+        ProcessOptions {
+            timeout: self.timeout.unwrap_or(default.timeout),
+            dump_folder: self.flight_recorder.clone(),
             ..default
         }
     }
@@ -161,6 +176,7 @@ impl Engine {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Engine::Thread => "thread",
+            Engine::Processes => "processes",
             Engine::Mpi => "mpi",
             Engine::MpiNative => "mpi-native",
             Engine::Nccl => "nccl",
@@ -193,6 +209,7 @@ impl Engine {
                 }
                 return Ok(first);
             }
+            Engine::Processes => return on_machine(ranks, body),
             Engine::Mpi => (Reduction::Reproducible, Compare::EveryCall),
             // As little as can be between the caller and MPI: whoever asks for its sums asks for its speed.
             Engine::MpiNative => (Reduction::Engine, Compare::FirstOfEach),
@@ -205,6 +222,21 @@ impl Engine {
         let found = found.with_context(|| format!("rank {}", comm.rank()))?;
         Ok((comm.rank() == 0).then_some(found))
     }
+}
+
+/// Runs `body` on this rank of those that a launcher has started; is that launcher if there is none.
+fn on_machine<T, E: Into<anyhow::Error>>(
+    ranks: &Ranks,
+    body: impl Fn(&mut dyn Communicator) -> Result<T, E>,
+) -> anyhow::Result<Option<T>> {
+    if std::env::var_os("RANK").is_none() {
+        launch::again(ranks.count())?;
+        return Ok(None);
+    }
+    let mut comm = ProcessCommunicator::world(&ranks.watch.of_machine())?;
+    let found = body(&mut comm).map_err(Into::into);
+    let found = found.with_context(|| format!("rank {}", comm.rank()))?;
+    Ok((comm.rank() == 0).then_some(found))
 }
 
 /// Runs `body` on ranks with a GPU each: threads of this process, or the processes that mpirun has started.
@@ -270,11 +302,11 @@ fn local_rank() -> Option<usize> {
 
 /// Refuses to be one of several processes that know nothing of each other: each would take itself for the whole.
 pub(crate) fn require_engine(engine: Option<Engine>) -> anyhow::Result<()> {
-    let launched = launched_ranks().unwrap_or(1);
+    let launched = launched_ranks().or_else(launched_processes).unwrap_or(1);
     ensure!(
         launched == 1 || engine.is_some_and(|engine| engine != Engine::Thread),
-        "{launched} processes were started together, and each would take itself for the whole; expected --engine mpi \
-         (check, train, bench --collective), or a start without mpirun"
+        "{launched} processes were started together, and each would take itself for the whole; expected --engine mpi or processes \
+         (check, train, bench --collective), or a start without a launcher"
     );
     Ok(())
 }

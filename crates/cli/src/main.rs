@@ -10,6 +10,7 @@ mod digits;
 mod engine;
 mod gradients;
 mod inputs;
+mod launch;
 mod layers;
 mod model;
 mod options;
@@ -44,6 +45,8 @@ enum Command {
     Step(step::StepArgs),
     /// Train a model on handwritten digits with the planned optimizer
     Train(train::TrainArgs),
+    /// Start a program as several ranks of this machine, for the engine `processes`
+    Launch(launch::LaunchArgs),
     /// Time a step against the naive plan and the memory bandwidth of this machine
     Bench(bench::BenchArgs),
     /// Look into a checkpoint, verify it, or write it for another number of ranks
@@ -77,6 +80,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Plan(args) => plan::run(args),
         Command::Step(args) => step::run(args),
         Command::Train(args) => train::run(args),
+        Command::Launch(args) => launch::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Check(args) => check::run(args),
         Command::Checkpoint(args) => checkpoint::run(args),

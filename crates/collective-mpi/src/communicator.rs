@@ -6,15 +6,18 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use fusestep_coalesce::HostMemory;
 use fusestep_collective::{
     Aborter, Blocks, Buffers, Call, CallContext, CollectiveError, Communicator, Fingerprint,
-    FlightRecorder, Membership, Operation,
+    FlightRecorder, Membership, Operation, RankMemory, ReduceUpdate,
 };
+use fusestep_collective_processes::ProcessCommunicator;
 use fusestep_tensor::DType;
 
 use crate::agreed::Agreed;
 use crate::engine::{Engine, Request};
 use crate::group::{Founding, Group};
+use crate::machine::{self, OnMachine};
 use crate::meeting::{Meeting, Party};
 use crate::native::Native;
 use crate::wire::Header;
@@ -52,6 +55,8 @@ pub struct MpiCommunicator {
     transfers: HashMap<(usize, usize), u64>,
     agreed: Agreed,
     pub(crate) native: Option<Native>,
+    /// Carries every call instead, where all ranks run on one machine.
+    shared: Option<OnMachine<ProcessCommunicator>>,
     /// When the call under way began, or all had come to it, in nanoseconds of the group's life.
     pub(crate) begun_ns: u64,
     /// When what the others say about the group's end was last looked for.
@@ -68,22 +73,36 @@ impl MpiCommunicator {
     /// work, MPI itself ends the process.
     pub fn world(options: &MpiOptions) -> Result<Self, MpiError> {
         let engine = Arc::new(Engine::start(options)?);
-        let founding = Founding {
-            members: (0..engine.world_size).collect(),
-            rank: engine.rank,
-            tag: 0,
-            options: options.clone(),
-        };
         let native = match options.reduction {
             Reduction::Reproducible => None,
             Reduction::Engine => Some(Native::world(&engine)?),
         };
-        Ok(Self::new(Group::new(engine, founding, None), native))
+        let shared = match options.reduction {
+            Reduction::Reproducible if options.share_memory => machine::share(&engine, options)?,
+            _ => None,
+        };
+        let mut options = options.clone();
+        if shared.is_some() {
+            // The calls, and so the recorder, are those of shared memory.
+            options.dump_folder = None;
+        }
+        let founding = Founding {
+            members: (0..engine.world_size).collect(),
+            rank: engine.rank,
+            tag: 0,
+            options,
+        };
+        let mut world = Self::new(Group::new(engine, founding, None), native);
+        world.shared = shared;
+        Ok(world)
     }
 
     /// How long this rank waits for others from the next call on; groups made by a split take it over.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.group.set_timeout(timeout);
+        if let Some(shared) = &mut self.shared {
+            shared.inner.set_timeout(timeout);
+        }
     }
 
     /// What the MPI calls itself.
@@ -93,7 +112,10 @@ impl MpiCommunicator {
 
     /// Where the flight recorder was written, or why it could not be; `None` while all is well or without a folder.
     pub fn dumped(&self) -> Option<&Result<PathBuf, String>> {
-        self.dumped.as_ref()
+        match &self.shared {
+            Some(shared) => shared.inner.dumped(),
+            None => self.dumped.as_ref(),
+        }
     }
 
     fn new(group: Arc<Group>, native: Option<Native>) -> Self {
@@ -119,6 +141,7 @@ impl MpiCommunicator {
             transfers: HashMap::new(),
             agreed: Agreed::default(),
             native,
+            shared: None,
             begun_ns: 0,
             polled_ns: 0,
             dumped: None,
@@ -340,6 +363,9 @@ impl Communicator for MpiCommunicator {
     }
 
     fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
+        if let Some(shared) = &mut self.shared {
+            return shared.execute(call);
+        }
         if let Some(last) = self.agreed.like(&call, self.context) {
             let outcome = self.again(call, last);
             return self.end(outcome);
@@ -368,6 +394,9 @@ impl Communicator for MpiCommunicator {
         &mut self,
         membership: Option<Membership>,
     ) -> Result<Option<Box<dyn Communicator>>, CollectiveError> {
+        if let Some(shared) = &mut self.shared {
+            return shared.split(membership);
+        }
         self.sequence += 1;
         let outcome = self.join(membership);
         let Some((founding, number)) = self.end(outcome)? else {
@@ -394,9 +423,15 @@ impl Communicator for MpiCommunicator {
 
     fn set_context(&mut self, context: CallContext) {
         self.context = context;
+        if let Some(shared) = &mut self.shared {
+            shared.set_context(context);
+        }
     }
 
     fn aborter(&self) -> Aborter {
+        if let Some(shared) = &self.shared {
+            return shared.aborter();
+        }
         let group = Arc::downgrade(&self.group);
         Aborter::new(self.group.rank, move |error| {
             if let Some(group) = group.upgrade() {
@@ -406,10 +441,38 @@ impl Communicator for MpiCommunicator {
     }
 
     fn recorder(&self) -> &FlightRecorder {
-        &self.recorder
+        match &self.shared {
+            Some(shared) => shared.recorder(),
+            None => &self.recorder,
+        }
+    }
+
+    fn allocate(&mut self, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
+        match &mut self.shared {
+            Some(shared) => shared.allocate(len_bytes),
+            None => machine::unshared(self.group.rank, len_bytes),
+        }
+    }
+
+    fn shares_memory(&self) -> bool {
+        self.shared.is_some()
+    }
+
+    fn reduce_update(
+        &mut self,
+        call: ReduceUpdate<'_>,
+        work: &mut dyn FnMut(RankMemory<'_>),
+    ) -> Result<(), CollectiveError> {
+        if let Some(shared) = &mut self.shared {
+            return shared.reduce_update(call, work);
+        }
+        Err(machine::unseen(self.group.rank))
     }
 
     fn failure(&self) -> Option<CollectiveError> {
+        if let Some(shared) = &self.shared {
+            return shared.failure();
+        }
         self.group.poll();
         match self.group.settled() {
             None if self.group.is_ending() => Some(self.group.settle_as_told()),
@@ -420,6 +483,9 @@ impl Communicator for MpiCommunicator {
 
 impl Drop for MpiCommunicator {
     fn drop(&mut self) {
+        if self.shared.is_some() {
+            return;
+        }
         let (rank, calls) = (self.group.rank, self.recorder.calls_begun());
         if std::thread::panicking() {
             self.dump();

@@ -17,6 +17,8 @@ mod exchange;
 mod group;
 mod launcher;
 #[cfg(feature = "mpi")]
+mod machine;
+#[cfg(feature = "mpi")]
 mod meeting;
 #[cfg(feature = "mpi")]
 mod native;

@@ -43,8 +43,13 @@ pub struct MpiOptions {
     pub level: Level,
     /// Who adds up.
     pub reduction: Reduction,
-    /// When fingerprints are compared.
+    /// When fingerprints are compared. Ranks that share memory compare every call: it costs them
+    /// next to nothing.
     pub compare: Compare,
+    /// Whether ranks use each other's memory where all of them run on one machine, as the engine of
+    /// processes does; yes by default. Not with [`Reduction::Engine`], whose calls are MPI's.
+    /// Changes no bits.
+    pub share_memory: bool,
     /// Most bytes of one message; 1 GiB by default, cut to what MPI counts. Changes no bits.
     pub chunk_limit_bytes: usize,
     /// Bytes of a rank's part of a reduction that are under way at a time; 1 MiB by default. Changes no bits.
@@ -61,6 +66,7 @@ impl Default for MpiOptions {
             level: Level::detect(),
             reduction: Reduction::default(),
             compare: Compare::default(),
+            share_memory: true,
             chunk_limit_bytes: 1 << 30,
             segment_bytes: 1 << 20,
         }

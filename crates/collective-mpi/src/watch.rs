@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use fusestep_collective::CollectiveError;
+use fusestep_collective::{Aborter, CollectiveError};
 use signal_hook::consts::SIGTERM;
 use signal_hook::iterator::Signals;
 
@@ -16,6 +16,12 @@ static GROUPS: Mutex<Vec<Weak<Group>>> = Mutex::new(Vec::new());
 
 /// Groups that make calls of MPI which do not come back by themselves.
 static TIMED: Mutex<Vec<Weak<Group>>> = Mutex::new(Vec::new());
+
+/// Groups on shared memory, which write their recorders when they are broken off.
+static ABORTERS: Mutex<Vec<Aborter>> = Mutex::new(Vec::new());
+
+/// How long those have for it.
+const WRITING_TIME: Duration = Duration::from_millis(200);
 
 static SIGNALS_WATCHED: AtomicBool = AtomicBool::new(false);
 static CLOCK_WATCHED: AtomicBool = AtomicBool::new(false);
@@ -29,6 +35,17 @@ pub(crate) fn register(group: &Arc<Group>) {
     groups.retain(|group| group.strong_count() > 0);
     groups.push(Arc::downgrade(group));
     drop(groups);
+    watch_signals();
+}
+
+/// Breaks a group on shared memory off when the launcher ends the job: whoever waits in a call of
+/// it writes its recorder then.
+pub(crate) fn abort_at_end(aborter: Aborter) {
+    lock(&ABORTERS).push(aborter);
+    watch_signals();
+}
+
+fn watch_signals() {
     if SIGNALS_WATCHED.swap(true, Ordering::SeqCst) {
         return;
     }
@@ -37,6 +54,7 @@ pub(crate) fn register(group: &Arc<Group>) {
         let watch = move || {
             for signal in signals.forever() {
                 dump_all();
+                abort_all();
                 let _ = signal_hook::low_level::emulate_default_handler(signal);
             }
         };
@@ -60,6 +78,16 @@ fn dump_all() {
                 path.display()
             ));
         }
+    }
+}
+
+fn abort_all() {
+    let aborters = std::mem::take(&mut *lock(&ABORTERS));
+    for aborter in &aborters {
+        aborter.abort("the launcher ends the job");
+    }
+    if !aborters.is_empty() {
+        std::thread::sleep(WRITING_TIME);
     }
 }
 

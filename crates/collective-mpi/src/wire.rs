@@ -1,13 +1,9 @@
 //! What ranks tell each other besides data: fingerprints, and why a group ends.
 
-use fusestep_collective::{CollectiveError, Field, Fingerprint, Membership, Operation, ReduceOp};
-use serde_json::{Value, json};
+use fusestep_collective::{CollectiveError, Fingerprint, Membership};
 
 /// Bytes of a [`Header`].
 pub(crate) const HEADER_BYTES: usize = Fingerprint::WIRE_BYTES + 3 * 8;
-
-/// Longest text that goes into a notice, so that a notice is short enough to need no answer from its receiver.
-const TEXT_BYTES: usize = 1024;
 
 /// What a rank tells the others before data moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,10 +51,6 @@ impl Header {
     }
 }
 
-fn position<T: PartialEq>(all: &[T], one: T) -> u64 {
-    all.iter().position(|other| *other == one).unwrap_or(0) as u64
-}
-
 /// What a rank says once about the end of a group.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Notice {
@@ -72,170 +64,20 @@ pub(crate) struct Notice {
 
 impl Notice {
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
-        let value = json!([self.origin, self.entered, error_value(&self.error)]);
-        value.to_string().into_bytes()
+        let words = [self.origin as u64, self.entered].map(u64::to_le_bytes);
+        [words.as_flattened(), &self.error.to_bytes()].concat()
     }
 
     /// `None` if these are not the bytes of a notice.
     pub(crate) fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let value: Value = serde_json::from_slice(bytes).ok()?;
+        let (origin, rest) = bytes.split_first_chunk()?;
+        let (entered, error) = rest.split_first_chunk()?;
         Some(Self {
-            origin: number(&value[0])?,
-            entered: value[1].as_u64()?,
-            error: error_from(&value[2])?,
+            origin: usize::try_from(u64::from_le_bytes(*origin)).ok()?,
+            entered: u64::from_le_bytes(*entered),
+            error: CollectiveError::from_bytes(error)?,
         })
     }
-}
-
-/// The part of a text that fits a notice.
-pub(crate) fn short(text: &str) -> String {
-    let end = (0..=text.len().min(TEXT_BYTES))
-        .rev()
-        .find(|&end| text.is_char_boundary(end));
-    text[..end.unwrap_or(0)].to_owned()
-}
-
-fn error_value(error: &CollectiveError) -> Value {
-    use CollectiveError as E;
-    match error {
-        E::Late {
-            ranks,
-            operation,
-            sequence,
-            bucket,
-            timeout_ms,
-        } => {
-            json!(["late", ranks, operation, sequence, bucket, timeout_ms])
-        }
-        E::Mismatch {
-            field,
-            sequence,
-            bucket,
-            expected_rank,
-            expected,
-            expected_operation,
-            found_rank,
-            found,
-            found_operation,
-        } => json!([
-            "mismatch",
-            position(&Field::ALL, *field),
-            sequence,
-            bucket,
-            expected_rank,
-            expected,
-            expected_operation,
-            found_rank,
-            found,
-            found_operation
-        ]),
-        E::Panicked { rank, calls } => json!(["panicked", rank, calls]),
-        E::Left { rank, calls } => json!(["left", rank, calls]),
-        E::Aborted { rank, reason } => json!(["aborted", rank, short(reason)]),
-        E::Dropped { rank, operation } => json!(["dropped", rank, operation]),
-        E::Refused {
-            rank,
-            operation,
-            reason,
-        } => json!(["refused", rank, operation, short(reason)]),
-        E::Engine {
-            rank,
-            operation,
-            reason,
-        } => json!(["engine", rank, operation, short(reason)]),
-        E::Undefined {
-            rank,
-            operation,
-            reduce,
-            dtype,
-        } => json!([
-            "undefined",
-            rank,
-            operation,
-            position(&ReduceOp::ALL, *reduce),
-            dtype.name()
-        ]),
-        // A kind of error that this version does not know of still ends the group, by its words.
-        other => json!(["aborted", 0, short(&other.to_string())]),
-    }
-}
-
-fn error_from(value: &Value) -> Option<CollectiveError> {
-    use CollectiveError as E;
-    let rank = || number(&value[1]);
-    Some(match value[0].as_str()? {
-        "late" => E::Late {
-            ranks: value[1]
-                .as_array()?
-                .iter()
-                .map(number)
-                .collect::<Option<_>>()?,
-            operation: name(&value[2])?,
-            sequence: value[3].as_u64()?,
-            bucket: value[4].as_u64().map(|bucket| bucket as u32),
-            timeout_ms: value[5].as_u64()?,
-        },
-        "mismatch" => E::Mismatch {
-            field: *Field::ALL.get(number(&value[1])?)?,
-            sequence: value[2].as_u64()?,
-            bucket: value[3].as_u64().map(|bucket| bucket as u32),
-            expected_rank: number(&value[4])?,
-            expected: text(&value[5])?,
-            expected_operation: name(&value[6])?,
-            found_rank: number(&value[7])?,
-            found: text(&value[8])?,
-            found_operation: name(&value[9])?,
-        },
-        "panicked" => E::Panicked {
-            rank: rank()?,
-            calls: value[2].as_u64()?,
-        },
-        "left" => E::Left {
-            rank: rank()?,
-            calls: value[2].as_u64()?,
-        },
-        "aborted" => E::Aborted {
-            rank: rank()?,
-            reason: text(&value[2])?,
-        },
-        "dropped" => E::Dropped {
-            rank: rank()?,
-            operation: name(&value[2])?,
-        },
-        "refused" => E::Refused {
-            rank: rank()?,
-            operation: name(&value[2])?,
-            reason: text(&value[3])?,
-        },
-        "engine" => E::Engine {
-            rank: rank()?,
-            operation: name(&value[2])?,
-            reason: text(&value[3])?,
-        },
-        "undefined" => E::Undefined {
-            rank: rank()?,
-            operation: name(&value[2])?,
-            reduce: *ReduceOp::ALL.get(number(&value[3])?)?,
-            dtype: value[4].as_str()?.parse().ok()?,
-        },
-        _ => return None,
-    })
-}
-
-fn number(value: &Value) -> Option<usize> {
-    value.as_u64().map(|number| number as usize)
-}
-
-fn text(value: &Value) -> Option<String> {
-    value.as_str().map(str::to_owned)
-}
-
-/// The name of an operation as the constant that it is here.
-fn name(value: &Value) -> Option<&'static str> {
-    let found = value.as_str()?;
-    let known = Operation::NAMES.into_iter().find(|name| *name == found);
-    // The caller's own name for a call; a group ends once, so this happens once in its life.
-    Some(known.unwrap_or_else(|| Box::leak(short(found).into_boxed_str())))
 }
 
 #[cfg(test)]

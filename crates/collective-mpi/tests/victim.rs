@@ -23,6 +23,7 @@ fn main() {
     let options = MpiOptions {
         timeout,
         dump_folder: Some(folder.into()),
+        share_memory: std::env::var_os("FUSESTEP_MPI_MESSAGES").is_none(),
         ..MpiOptions::default()
     };
     let mut comm = MpiCommunicator::world(&options).expect("started by mpirun");

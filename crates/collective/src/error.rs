@@ -62,6 +62,16 @@ pub enum CollectiveError {
         /// Calls it had begun.
         calls: u64,
     },
+    /// A rank's process is gone.
+    #[error(
+        "rank {rank} died after {calls} calls: its process is gone; see what it printed, and whether the system ended it for memory"
+    )]
+    Died {
+        /// Which.
+        rank: usize,
+        /// Calls it had begun.
+        calls: u64,
+    },
     /// Somebody broke the group off.
     #[error("aborted by rank {rank}: {reason}")]
     Aborted {

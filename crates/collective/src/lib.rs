@@ -7,6 +7,7 @@ mod call_shape;
 mod collectives;
 mod communicator;
 mod error;
+mod error_bytes;
 mod fault;
 mod fingerprint;
 mod measure;

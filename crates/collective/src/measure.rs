@@ -3,7 +3,6 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use fusestep_coalesce::HostMemory;
 use fusestep_simd::{Level, prefetch_ahead};
 use fusestep_tensor::DType;
 use serde::Serialize;
@@ -50,8 +49,8 @@ pub struct AllReduceRow {
 
 /// Measures an all-reduce (sum, f32, in place) of `ranks` threads for each length, and the ceiling of the same bytes in turn with it.
 ///
-/// The first result of each length is compared with the expected sums before anything is timed. Buffers lie as the buckets of a step do
-/// ([`HostMemory`]): in huge pages from 2 MiB on.
+/// The first result of each length is compared with the expected sums before anything is timed. Buffers lie as the buckets of a step do,
+/// where [`Communicator::allocate`] puts them: for threads in huge pages from 2 MiB on.
 ///
 /// # Units
 /// `sizes` are bytes of each rank's buffer, rounded down to whole f32.
@@ -266,7 +265,7 @@ fn row(
             "expected a length that fits memory, found {len_bytes} bytes"
         ))
     })? / 4;
-    let mut memory = memory(comm, 4 * numel)?;
+    let mut memory = comm.allocate(4 * numel)?;
     let buffer: &mut [f32] = memory.elements_mut();
     for (i, x) in buffer.iter_mut().enumerate() {
         *x = (i % 64 + rank) as f32;
@@ -311,15 +310,6 @@ fn row(
         bytes_per_second: traffic_bytes / seconds,
         ceiling_seconds,
         share_of_ceiling: ceiling_seconds / seconds,
-    })
-}
-
-/// Memory as buckets have it: with huge pages, it takes a fifth less time to go through.
-fn memory(comm: &dyn Communicator, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
-    HostMemory::zeroed(len_bytes).map_err(|error| CollectiveError::Refused {
-        rank: comm.rank(),
-        operation: "all-reduce benchmark",
-        reason: error.to_string(),
     })
 }
 

@@ -29,8 +29,10 @@ pub struct CpuBackend {
     team: Team,
     level: Level,
     limits: LaunchLimits,
-    /// Tensors left as they are since they were last asked for.
+    /// Tensors left as they are.
     skipped: AtomicU64,
+    /// How many of them there were when they were last asked for.
+    told: AtomicU64,
 }
 
 impl CpuBackend {
@@ -50,6 +52,7 @@ impl CpuBackend {
             level: Level::detect(),
             limits: LaunchLimits::default(),
             skipped: AtomicU64::new(0),
+            told: AtomicU64::new(0),
         })
     }
 
@@ -160,13 +163,7 @@ impl Backend for CpuBackend {
         let Gate::Open(grad_factor) = gate(&launch)? else {
             return Ok(report);
         };
-        let call = HostCall {
-            level: self.level,
-            scalars: launch.scalars,
-            grad_factor,
-            sets: launch.sets,
-            changes: None,
-        };
+        let call = host_call(self.level, &launch, grad_factor);
         let pieces = Pieces::new(launch, call)?;
         self.team.run(pieces);
         Ok(report)
@@ -248,7 +245,12 @@ impl Backend for CpuBackend {
     }
 
     fn take_skipped(&self) -> Result<u64, BackendError> {
-        Ok(self.skipped.swap(0, Ordering::Relaxed))
+        let all = self.skipped.load(Ordering::Relaxed);
+        Ok(all - self.told.swap(all, Ordering::Relaxed))
+    }
+
+    fn skipped(&self) -> u64 {
+        self.skipped.load(Ordering::Relaxed)
     }
 
     fn synchronize(&self) -> Result<(), BackendError> {
@@ -279,6 +281,17 @@ pub(crate) fn partials<'a>(
 /// What the launch's control block says.
 pub(crate) fn gate(launch: &Launch<'_>) -> Result<Gate, BackendError> {
     Gate::on_host(launch.control).ok_or(BackendError::ForeignBuffer { backend: NAME })
+}
+
+/// What all parts of a launch are called with.
+pub(crate) fn host_call<'a>(level: Level, launch: &Launch<'a>, grad_factor: f64) -> HostCall<'a> {
+    HostCall {
+        level,
+        scalars: launch.scalars,
+        grad_factor,
+        sets: launch.sets,
+        changes: None,
+    }
 }
 
 pub(crate) fn out_of_bounds(offset_bytes: usize, len_bytes: usize, found: usize) -> BackendError {

@@ -3,12 +3,12 @@
 use std::ops::Range;
 
 use fusestep_launch::{
-    BackendError, Batch, Gate, HostCall, LEAF_ELEMENTS, Launch, LeafSquares, MAX_LISTS, MAX_SUMS,
-    Record, SquareSum,
+    BackendError, Batch, Gate, LEAF_ELEMENTS, Launch, LeafSquares, MAX_LISTS, MAX_SUMS, Record,
+    SquareSum,
 };
 use fusestep_simd::{Level, Split, Team};
 
-use crate::backend::{FOREIGN, NAME, gate, out_of_bounds};
+use crate::backend::{FOREIGN, NAME, gate, host_call, out_of_bounds};
 use crate::window::{covered, place};
 
 /// A leaf of a tensor, or its last elements.
@@ -221,13 +221,7 @@ pub(crate) fn leaf_sums(
         sums.fill([0.0; MAX_SUMS]);
         return Ok(());
     };
-    let call = HostCall {
-        level,
-        scalars: launch.scalars,
-        grad_factor,
-        sets: launch.sets,
-        changes: None,
-    };
+    let call = host_call(level, launch, grad_factor);
     let elements = covered(batches, offsets);
     let mut lists = [Part::default(); MAX_LISTS];
     for (index, (part, list)) in lists.iter_mut().zip(launch.lists.iter()).enumerate() {

@@ -18,7 +18,7 @@ use fusestep_simd::{Split, Team};
 use fusestep_tensor::Role;
 
 use crate::CpuBackend;
-use crate::backend::{FOREIGN, NAME, gate, out_of_bounds};
+use crate::backend::{FOREIGN, NAME, gate, host_call, out_of_bounds};
 use crate::carried::ParamSums;
 use crate::tensors::{Tensors, Whole, large_elements, small_elements};
 use crate::update_sums::{Slots, slots};
@@ -83,16 +83,9 @@ impl CpuBackend {
         let Gate::Open(grad_factor) = gate(&launch)? else {
             return Ok(report);
         };
-        let host = HostCall {
-            level: self.level(),
-            scalars: launch.scalars,
-            grad_factor,
-            sets: launch.sets,
-            changes: None,
-        };
         let call = LentCall {
             kernel: launch.kernel,
-            host,
+            host: host_call(self.level(), &launch, grad_factor),
             grad_sums: launch.grad_sums.and_then(Buffer::host).and_then(sums_of),
             tensor_sums: launch.tensor_sums,
             backend,
@@ -110,11 +103,8 @@ impl CpuBackend {
         };
         let large = large_elements(tensors, self.team().threads());
         for whole in tensors.filter(|whole| whole.is_large(large)) {
-            let lists = lists_of(
-                launch.kernel,
-                (launch.lists, launch.firsts),
-                &whole.span(offsets),
-            )?;
+            let (kept, span) = ((&mut *launch.lists, launch.firsts), whole.span(offsets));
+            let lists = lists_of(launch.kernel, kept, &span)?;
             lend(LentPiece {
                 call,
                 whole,

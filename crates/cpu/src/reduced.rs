@@ -20,7 +20,7 @@ use fusestep_simd::{Level, Split, copy_streaming};
 use fusestep_tensor::{DType, Role};
 use smallvec::SmallVec;
 
-use crate::backend::{NAME, gate, out_of_bounds};
+use crate::backend::{NAME, gate, host_call, out_of_bounds};
 use crate::pieces::CUT_ELEMENTS;
 use crate::window::{covered, place, window};
 
@@ -79,7 +79,7 @@ impl<'a> ReducedPieces<'a> {
         let Gate::Open(grad_factor) = gate(&launch)? else {
             return Ok(None);
         };
-        let kernel = launch.kernel;
+        let (kernel, call) = (launch.kernel, host_call(level, &launch, grad_factor));
         let (batches, offsets, firsts) = (launch.batches, launch.offsets, launch.firsts);
         let elements = covered(batches, offsets);
         let (param, grad) = (
@@ -112,13 +112,7 @@ impl<'a> ReducedPieces<'a> {
         let len_bytes = (elements.end - elements.start) as usize * widths[param];
         Ok(Some(Self {
             kernel,
-            call: HostCall {
-                level,
-                scalars: launch.scalars,
-                grad_factor,
-                sets: launch.sets,
-                changes: None,
-            },
+            call,
             batches,
             places: Places {
                 offsets,

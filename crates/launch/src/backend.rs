@@ -364,6 +364,11 @@ pub trait Backend {
         Ok(0)
     }
 
+    /// Tensors that kernels have skipped since the backend was made, as far as the host knows without waiting: 0 on a device.
+    fn skipped(&self) -> u64 {
+        0
+    }
+
     /// Waits until everything enqueued is done.
     ///
     /// # Errors

@@ -200,6 +200,10 @@ impl<B: Backend> Backend for Recorder<B> {
         self.inner.take_skipped()
     }
 
+    fn skipped(&self) -> u64 {
+        self.inner.skipped()
+    }
+
     fn synchronize(&self) -> Result<(), BackendError> {
         self.inner.synchronize()
     }

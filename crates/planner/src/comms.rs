@@ -143,12 +143,6 @@ impl<'a> Comms<'a> {
         groups.map_or(self.comm.world_size(), |groups| groups.within.world_size())
     }
 
-    /// This rank among them.
-    pub(crate) fn group_rank(&self) -> usize {
-        let groups = self.groups.as_ref();
-        groups.map_or(self.comm.rank(), |groups| groups.within.rank())
-    }
-
     /// Whether calls run beside the caller's own work: there are streams, and ranks to call.
     pub fn has_streams(&self) -> bool {
         !self.streams.is_empty()

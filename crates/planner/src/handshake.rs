@@ -37,7 +37,11 @@ impl Plan {
             return Ok(());
         }
         let mut fields = self.settings(state);
-        fields.extend(caller.iter().map(|(name, value)| ((*name).to_owned(), value.clone())));
+        fields.extend(
+            caller
+                .iter()
+                .map(|(name, value)| ((*name).to_owned(), value.clone())),
+        );
         fields.extend(self.values(state, backend)?);
         compare(comms, &fields)
     }
@@ -62,7 +66,10 @@ impl Plan {
     fn settings(&self, state: &State) -> Vec<Field> {
         let mut fields = vec![
             ("world size".to_owned(), self.topology.world.to_string()),
-            ("number of parameters".to_owned(), self.params.len().to_string()),
+            (
+                "number of parameters".to_owned(),
+                self.params.len().to_string(),
+            ),
             ("number of rules".to_owned(), self.rules.len().to_string()),
         ];
         let mut add = |name: &str, value: String| fields.push((name.to_owned(), value));
@@ -86,13 +93,19 @@ impl Plan {
         add("ranks that share shards", self.shard_group.to_string());
         add("ownership", format!("{:?}", self.ownership));
         add("buckets", format!("{:?}", self.caps));
-        add("clip_by_global_norm, loss_scaling", format!("{:?}", self.gradients));
+        add(
+            "clip_by_global_norm, loss_scaling",
+            format!("{:?}", self.gradients),
+        );
         add("update_norms", self.update_norms.to_string());
         add("accumulate", format!("{:?}", self.accumulation()));
         add("local_sgd", format!("{:?}", self.local_sgd()));
         add("precision", format!("{:?}", self.precisions));
         for (param, rule) in self.params.iter().zip(self.rule_of.iter()) {
-            add(&format!("parameter `{}`", param.name), text_of(param, *rule));
+            add(
+                &format!("parameter `{}`", param.name),
+                text_of(param, *rule),
+            );
         }
         add("plan", format!("{:016x}", self.hash));
         fields
@@ -147,7 +160,9 @@ fn compare(comms: &mut Comms<'_>, fields: &[Field]) -> Result<(), PlanError> {
     let mut told = [0u8; TOLD_BYTES];
     if rank == other {
         let at = found[other] as usize - 1;
-        let value = fields.get(at).map_or("nothing", |(_, value)| value.as_str());
+        let value = fields
+            .get(at)
+            .map_or("nothing", |(_, value)| value.as_str());
         let len = (0..=value.len().min(TOLD_BYTES))
             .rev()
             .find(|&len| value.is_char_boundary(len))
@@ -157,12 +172,16 @@ fn compare(comms: &mut Comms<'_>, fields: &[Field]) -> Result<(), PlanError> {
     let broadcast = Operation::Broadcast { root: other };
     comms.in_place(broadcast, DType::U8, None, &mut told)?;
     let line = of_first.get(found[other] as usize - 1).copied();
-    let (field, expected) = line.and_then(|line| line.split_once('\0')).unwrap_or(("fields", "none"));
+    let (field, expected) = line
+        .and_then(|line| line.split_once('\0'))
+        .unwrap_or(("fields", "none"));
     Err(PlanError::RanksDiffer {
         field: field.to_owned(),
         expected: expected.chars().take(TOLD_BYTES).collect(),
         rank: other,
-        found: String::from_utf8_lossy(&told).trim_end_matches('\0').to_owned(),
+        found: String::from_utf8_lossy(&told)
+            .trim_end_matches('\0')
+            .to_owned(),
     })
 }
 
@@ -185,6 +204,11 @@ fn told_by_each(comms: &mut Comms<'_>, own: f64) -> Result<Vec<f64>, PlanError> 
     let mut all = vec![0.0; comms.world()];
     all[comms.rank()] = own;
     let operation = Operation::AllReduce(ReduceOp::Sum);
-    comms.in_place(operation, DType::F64, None, bytemuck::cast_slice_mut(&mut all))?;
+    comms.in_place(
+        operation,
+        DType::F64,
+        None,
+        bytemuck::cast_slice_mut(&mut all),
+    )?;
     Ok(all)
 }

@@ -146,8 +146,7 @@ impl Plan {
         index: usize,
     ) -> Result<(), PlanError> {
         let start = Instant::now();
-        while state.arena.ready.started() <= index {
-            let next = state.arena.ready.started();
+        while let Some(next) = state.arena.ready.rest().filter(|&next| next <= index) {
             self.start_segment(state, backend, comms, next)?;
         }
         let mut memory = match state.arena.take(index) {

@@ -23,7 +23,8 @@ pub struct StepReport {
     pub skipped: bool,
     /// The factor to multiply the next step's loss with; `None` without pass `loss_scaling`.
     pub loss_scale: Option<f64>,
-    /// Tensors that a layer-wise rule has left as they are, because a norm of theirs is not finite; of those that this rank updates.
+    /// Tensors that a layer-wise rule has left as they are, because a norm of theirs is not finite; of
+    /// those that this rank updates. 0 on a device, whose [`Backend::take_skipped`](fusestep_launch::Backend::take_skipped) says it.
     pub tensors_skipped: u64,
 }
 

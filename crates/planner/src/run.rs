@@ -86,8 +86,10 @@ impl Plan {
             absent: state.absent_count,
             ..StepReport::default()
         };
+        let skipped_before = executor.backend().skipped();
         let done = self.each_stage(state, executor, comms, &mut report);
-        if let Err(error) = done.and_then(|()| settle(state, executor, &mut report)) {
+        if let Err(error) = done.and_then(|()| settle(state, executor, skipped_before, &mut report))
+        {
             self.poison(state);
             return Err(error);
         }
@@ -247,6 +249,7 @@ impl Executor<'_> {
 fn settle(
     state: &mut State,
     executor: &Executor<'_>,
+    skipped_before: u64,
     report: &mut StepReport,
 ) -> Result<(), PlanError> {
     if let Some(norm) = &mut state.norm {
@@ -258,7 +261,7 @@ fn settle(
     if report.skipped {
         report.elements = 0;
     }
-    report.tensors_skipped = executor.backend().take_skipped()?;
+    report.tensors_skipped = executor.backend().skipped() - skipped_before;
     state.report_update_norm(executor.backend(), report)?;
     report.loss_scale = state.loss_scale().map(|scale| scale.scale());
     Ok(())

@@ -34,6 +34,7 @@ pub(crate) fn with_world<R>(body: impl FnOnce(&mut MpiCommunicator) -> R) -> R {
                 Some(_) => Reduction::Engine,
                 None => Reduction::Reproducible,
             },
+            share_memory: from_environment("FUSESTEP_MPI_MESSAGES").is_none(),
             ..defaults
         })
         .unwrap()

@@ -1,0 +1,194 @@
+//! Ranks that all run on one machine: MPI starts them and tells them apart, shared memory carries
+//! what they do.
+
+use std::ffi::{c_int, c_void};
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use fusestep_coalesce::HostMemory;
+use fusestep_collective::{
+    Aborter, Call, CallContext, CollectiveError, Communicator, FlightRecorder, Membership,
+    Operation, RankMemory, ReduceUpdate,
+};
+use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions, Rendezvous};
+use mpi::ffi;
+
+use crate::engine::{Engine, Handle, check};
+use crate::{MpiError, MpiOptions, watch};
+
+/// Longest wait for ranks that MPI says are here to meet in shared memory.
+const MEETING_TIME: Duration = Duration::from_secs(20);
+
+/// A communicator of shared memory, which leaves MPI last.
+#[derive(Debug)]
+pub(crate) struct OnMachine<C: Communicator> {
+    pub(crate) inner: C,
+    engine: Arc<Engine>,
+}
+
+/// Brings all processes of the job together, if they share a machine; all of them call it.
+pub(crate) fn share(
+    engine: &Arc<Engine>,
+    options: &MpiOptions,
+) -> Result<Option<OnMachine<ProcessCommunicator>>, MpiError> {
+    if ranks_here(engine)? != engine.world_size {
+        return Ok(None);
+    }
+    let random = || RandomState::new().build_hasher().finish();
+    let mut token = [random(), random()];
+    let world = engine.world().0;
+    let call = |call: &'static str, code: c_int| {
+        check(code).map_err(|reason| MpiError::Call { call, reason })
+    };
+    // SAFETY: the token is this function's own and 16 bytes long; all processes make this call.
+    let told = unsafe {
+        let bytes = token.as_mut_ptr().cast::<c_void>();
+        ffi::MPI_Bcast(bytes, 16, ffi::RSMPI_UINT8_T, 0, world)
+    };
+    call("MPI_Bcast", told)?;
+    let place = Rendezvous {
+        rank: engine.rank,
+        world_size: engine.world_size,
+        session: format!("mpi {:016x}{:016x}", token[0], token[1]),
+    };
+    let joined = ProcessCommunicator::join(
+        &place,
+        &ProcessOptions {
+            timeout: options.timeout.min(MEETING_TIME),
+            recorded_calls: options.recorded_calls,
+            dump_folder: options.dump_folder.clone(),
+            level: options.level,
+            ..ProcessOptions::default()
+        },
+    );
+    let (own, mut all) = (i32::from(joined.is_ok()), 0i32);
+    // SAFETY: both numbers are this function's own; all processes make this call.
+    let agreed = unsafe {
+        let (own, all) = ((&raw const own).cast(), (&raw mut all).cast());
+        ffi::MPI_Allreduce(own, all, 1, ffi::RSMPI_INT32_T, ffi::RSMPI_MIN, world)
+    };
+    call("MPI_Allreduce", agreed)?;
+    // Containers may hide ranks of a machine from each other: then all of them send messages.
+    Ok(joined.ok().filter(|_| all == 1).map(|mut inner| {
+        inner.set_timeout(options.timeout);
+        OnMachine::new(inner, Arc::clone(engine), options)
+    }))
+}
+
+/// The number of processes of the job on this machine.
+fn ranks_here(engine: &Engine) -> Result<usize, MpiError> {
+    // SAFETY: a constant of the library.
+    let mut here = Handle(unsafe { ffi::RSMPI_COMM_NULL });
+    let mut ranks = 0;
+    // SAFETY: MPI runs as long as the engine does, and all processes make this call, first thing.
+    let code = unsafe {
+        ffi::MPI_Comm_split_type(
+            engine.world().0,
+            ffi::RSMPI_COMM_TYPE_SHARED,
+            engine.rank as c_int,
+            ffi::RSMPI_INFO_NULL,
+            &mut here.0,
+        )
+    };
+    let call = |call: &'static str| move |reason| MpiError::Call { call, reason };
+    check(code).map_err(call("MPI_Comm_split_type"))?;
+    // SAFETY: the communicator was made above; the result is this function's own.
+    let code = unsafe { ffi::MPI_Comm_size(here.0, &mut ranks) };
+    check(code).map_err(call("MPI_Comm_size"))?;
+    // SAFETY: as above; it is not used again.
+    let code = unsafe { ffi::MPI_Comm_free(&mut here.0) };
+    check(code).map_err(call("MPI_Comm_free"))?;
+    Ok(ranks as usize)
+}
+
+/// Memory for ranks that send messages.
+pub(crate) fn unshared(rank: usize, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
+    HostMemory::zeroed(len_bytes).map_err(|error| CollectiveError::Refused {
+        rank,
+        operation: "allocate",
+        reason: error.to_string(),
+    })
+}
+
+/// Why ranks that send messages cannot update each other's memory.
+pub(crate) fn unseen(rank: usize) -> CollectiveError {
+    CollectiveError::Refused {
+        rank,
+        operation: Operation::ReduceUpdate.name(),
+        reason: "expected ranks that share the memory of one machine, found ranks that send \
+            messages; reduce first and update then"
+            .to_owned(),
+    }
+}
+
+impl<C: Communicator> OnMachine<C> {
+    fn new(inner: C, engine: Arc<Engine>, options: &MpiOptions) -> Self {
+        if options.dump_folder.is_some() {
+            watch::abort_at_end(inner.aborter());
+        }
+        Self { inner, engine }
+    }
+}
+
+impl<C: Communicator> Communicator for OnMachine<C> {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+    fn world_size(&self) -> usize {
+        self.inner.world_size()
+    }
+    fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
+        self.inner.execute(call)
+    }
+    fn split(
+        &mut self,
+        membership: Option<Membership>,
+    ) -> Result<Option<Box<dyn Communicator>>, CollectiveError> {
+        let inner = self.inner.split(membership)?;
+        let engine = &self.engine;
+        Ok(inner.map(|inner| {
+            let engine = Arc::clone(engine);
+            Box::new(OnMachine { inner, engine }) as Box<dyn Communicator>
+        }))
+    }
+    fn set_context(&mut self, context: CallContext) {
+        self.inner.set_context(context);
+    }
+    fn aborter(&self) -> Aborter {
+        self.inner.aborter()
+    }
+    fn recorder(&self) -> &FlightRecorder {
+        self.inner.recorder()
+    }
+    fn allocate(&mut self, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
+        self.inner.allocate(len_bytes)
+    }
+    fn shares_memory(&self) -> bool {
+        self.inner.shares_memory()
+    }
+    fn reduce_update(
+        &mut self,
+        call: ReduceUpdate<'_>,
+        work: &mut dyn FnMut(RankMemory<'_>),
+    ) -> Result<(), CollectiveError> {
+        self.inner.reduce_update(call, work)
+    }
+    fn failure(&self) -> Option<CollectiveError> {
+        self.inner.failure()
+    }
+}
+
+impl<C: Communicator> Drop for OnMachine<C> {
+    fn drop(&mut self) {
+        match self.inner.failure() {
+            None | Some(CollectiveError::Left { .. }) => {}
+            // Somebody may never leave MPI, which must not hold this process for long.
+            Some(error) => {
+                self.engine.troubled.store(true, Ordering::SeqCst);
+                self.engine.first_error.get_or_init(|| error);
+            }
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! What a rank says to the others in a round.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use fusestep_collective::{CollectiveError, Fingerprint, Membership};
+
+use crate::layout::{CARD_WORDS, PRINT_WORDS, Seat};
+
+const FLAGS: usize = PRINT_WORDS;
+const INPUT: usize = PRINT_WORDS + 1;
+const INPUT_LEN: usize = PRINT_WORDS + 2;
+const OUTPUT: usize = PRINT_WORDS + 3;
+const ARRIVED: usize = PRINT_WORDS + 4;
+const MEMBER: usize = PRINT_WORDS + 5;
+const BLOCK: usize = PRINT_WORDS + 6;
+
+const STAGED: u64 = 1;
+const IN_PLACE: u64 = 2;
+const JOINS: u64 = 4;
+
+/// A rank's words for the others, all plain numbers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Card {
+    pub(crate) print: Fingerprint,
+    /// Its elements lie elsewhere and come piece by piece.
+    pub(crate) is_staged: bool,
+    /// Its result goes where its elements are.
+    pub(crate) is_in_place: bool,
+    /// Where its elements lie, or the place that pieces come through.
+    pub(crate) input: u64,
+    pub(crate) input_len: u64,
+    /// Where its result goes.
+    pub(crate) output: u64,
+    /// When it came, by the clock that all processes have in common.
+    pub(crate) arrived_ns: u64,
+    /// The subgroup it joins, if it splits.
+    pub(crate) membership: Option<Membership>,
+    /// The block of the subgroup that it leads.
+    pub(crate) block: u64,
+}
+
+impl Card {
+    pub(crate) fn new(print: Fingerprint, arrived_ns: u64) -> Self {
+        Self {
+            print,
+            is_staged: false,
+            is_in_place: false,
+            input: 0,
+            input_len: 0,
+            output: 0,
+            arrived_ns,
+            membership: None,
+            block: 0,
+        }
+    }
+
+    /// Puts it where the others look.
+    pub(crate) fn write(&self, words: &[AtomicU64; CARD_WORDS]) {
+        let flag = |is_set: bool, flag: u64| if is_set { flag } else { 0 };
+        let member = self.membership.unwrap_or(Membership { colour: 0, key: 0 });
+        let rest = [
+            flag(self.is_staged, STAGED)
+                | flag(self.is_in_place, IN_PLACE)
+                | flag(self.membership.is_some(), JOINS),
+            self.input,
+            self.input_len,
+            self.output,
+            self.arrived_ns,
+            u64::from(member.colour) << 32 | u64::from(member.key),
+            self.block,
+        ];
+        let print = print_words(&self.print);
+        for (word, value) in words.iter().zip(print.into_iter().chain(rest)) {
+            word.store(value, Ordering::Relaxed);
+        }
+    }
+}
+
+fn print_words(print: &Fingerprint) -> [u64; PRINT_WORDS] {
+    let bytes = print.to_bytes();
+    let words = bytes.as_chunks().0;
+    std::array::from_fn(|word| u64::from_le_bytes(words[word]))
+}
+
+/// The cards of all parties of a round that is open.
+#[derive(Clone, Copy)]
+pub(crate) struct Cards<'a> {
+    pub(crate) seats: &'a [Seat],
+}
+
+impl Cards<'_> {
+    fn word(&self, party: usize, word: usize) -> u64 {
+        self.seats[party].card[word].load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn parties(&self) -> usize {
+        self.seats.len()
+    }
+
+    pub(crate) fn is_staged(&self, party: usize) -> bool {
+        self.word(party, FLAGS) & STAGED != 0
+    }
+
+    pub(crate) fn is_in_place(&self, party: usize) -> bool {
+        self.word(party, FLAGS) & IN_PLACE != 0
+    }
+
+    pub(crate) fn input(&self, party: usize) -> u64 {
+        self.word(party, INPUT)
+    }
+
+    pub(crate) fn input_len(&self, party: usize) -> u64 {
+        self.word(party, INPUT_LEN)
+    }
+
+    pub(crate) fn output(&self, party: usize) -> u64 {
+        self.word(party, OUTPUT)
+    }
+
+    pub(crate) fn arrived_ns(&self, party: usize) -> u64 {
+        self.word(party, ARRIVED)
+    }
+
+    pub(crate) fn block(&self, party: usize) -> u64 {
+        self.word(party, BLOCK)
+    }
+
+    pub(crate) fn membership(&self, party: usize) -> Option<Membership> {
+        let member = self.word(party, MEMBER);
+        (self.word(party, FLAGS) & JOINS != 0).then_some(Membership {
+            colour: (member >> 32) as u32,
+            key: member as u32,
+        })
+    }
+
+    /// Requires that all parties do the same as `own`.
+    pub(crate) fn compare(&self, own: &Fingerprint) -> Result<(), CollectiveError> {
+        let own = print_words(own);
+        let is_same = |party: usize| (0..PRINT_WORDS).all(|at| self.word(party, at) == own[at]);
+        if (0..self.parties()).all(is_same) {
+            return Ok(());
+        }
+        let prints: Option<Vec<Fingerprint>> = (0..self.parties())
+            .map(|party| {
+                let words = (0..PRINT_WORDS).map(|at| self.word(party, at).to_le_bytes());
+                Fingerprint::from_bytes(words.collect::<Vec<_>>().as_flattened())
+            })
+            .collect();
+        let prints = prints.ok_or_else(|| CollectiveError::Engine {
+            rank: 0,
+            operation: "comparison of calls",
+            reason: "what no rank of this version says; start all ranks from one program"
+                .to_owned(),
+        })?;
+        Fingerprint::compare(prints.len(), |party| &prints[party])
+    }
+}

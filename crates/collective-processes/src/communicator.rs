@@ -1,0 +1,490 @@
+//! The communicator: what it keeps between calls, and how calls begin and end.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use fusestep_coalesce::{HostMemory, MemoryOwner};
+use fusestep_collective::{
+    Aborter, Blocks, Buffers, Call, CallContext, CollectiveError, Communicator, Fingerprint,
+    FlightRecorder, Membership, Operation, RankMemory, ReduceUpdate,
+};
+use fusestep_tensor::DType;
+
+use crate::card::{Card, Cards};
+use crate::group::{Founding, Group};
+use crate::heap::Arena;
+use crate::meet::{Broken, Coming, Place, late_in};
+use crate::session::SessionPlan;
+use crate::{ProcessError, ProcessOptions, Rendezvous, rendezvous};
+
+/// Longest timeout; a longer one is cut to this, so that every wait ends.
+const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// Bytes of the place through which memory of a process's own comes to the others.
+pub(crate) const STAGE_BYTES: usize = 512 << 10;
+
+/// One rank of a group of processes on one machine.
+///
+/// Giving it up while others still use theirs ends their calls with [`CollectiveError::Left`], or
+/// [`CollectiveError::Panicked`] if its thread panicked. A process that dies is named by
+/// [`CollectiveError::Died`] some milliseconds later.
+///
+/// # Cost
+/// Two waits for all ranks per call. Memory that [`allocate`](Communicator::allocate) gave is used
+/// where it lies; other memory goes through 512 KiB of shared memory, piece by piece, with two more
+/// copies and two waits for each piece.
+#[derive(Debug)]
+pub struct ProcessCommunicator {
+    pub(crate) group: Arc<Group>,
+    pub(crate) options: ProcessOptions,
+    pub(crate) place: Place,
+    sequence: u64,
+    context: CallContext,
+    /// Places for transfers, by sender and receiver, and how many there were.
+    pairs: HashMap<(usize, usize), (Place, u64)>,
+    /// Where others find what lies elsewhere; made by the first call that needs it.
+    stage: Option<Arena>,
+    pub(crate) recorder: FlightRecorder,
+    dumped: Option<Result<PathBuf, String>>,
+}
+
+/// One call as all its rounds need it.
+pub(crate) struct Task {
+    pub(crate) card: Card,
+    /// As it is named when ranks are late: a receive is compared as a send.
+    pub(crate) named: Fingerprint,
+    pub(crate) deadline: Instant,
+    pub(crate) timeout: Duration,
+}
+
+impl Task {
+    pub(crate) fn coming(&self, reserved: usize) -> Coming {
+        Coming {
+            card: self.card,
+            reserved: reserved as u64,
+            deadline: self.deadline,
+            timeout: self.timeout,
+        }
+    }
+
+    /// The error of ranks that do not come.
+    pub(crate) fn late<'a>(
+        &'a self,
+        group: &'a Group,
+    ) -> impl FnOnce(Vec<usize>) -> CollectiveError + use<'a> {
+        let card = Card {
+            print: self.named,
+            ..self.card
+        };
+        move |ranks| late_in(&card, group.behind(&ranks), self.timeout)
+    }
+}
+
+impl ProcessCommunicator {
+    /// All processes that a launcher has started: `fusestep launch -n N -- PROGRAM`, or torchrun.
+    ///
+    /// # Errors
+    /// [`ProcessError`] with what was expected and found in the environment, or the ranks that did
+    /// not come.
+    pub fn world(options: &ProcessOptions) -> Result<Self, ProcessError> {
+        Self::join(&Rendezvous::from_environment()?, options)
+    }
+
+    /// The processes that pass the same session and number of ranks, each with its own rank.
+    ///
+    /// # Errors
+    /// As [`world`](Self::world).
+    pub fn join(place: &Rendezvous, options: &ProcessOptions) -> Result<Self, ProcessError> {
+        let session = rendezvous::join(place, options.timeout.min(MAX_TIMEOUT))?;
+        let founding = Founding {
+            block: SessionPlan::new(place.world_size).world(),
+            members: (0..place.world_size).collect(),
+            rank: session.rank,
+            memory: None,
+            parent: None,
+        };
+        Ok(Self::new(
+            Group::new(Arc::new(session), founding),
+            options.clone(),
+        ))
+    }
+
+    fn new(group: Arc<Group>, options: ProcessOptions) -> Self {
+        let options = ProcessOptions {
+            timeout: options.timeout.min(MAX_TIMEOUT),
+            ..options
+        };
+        let (rank, ranks) = (group.rank, group.world_size());
+        Self {
+            place: group.place(),
+            recorder: FlightRecorder::new(rank, ranks, options.recorded_calls, group.begun),
+            options,
+            sequence: 0,
+            context: CallContext::default(),
+            pairs: HashMap::new(),
+            stage: None,
+            dumped: None,
+            group,
+        }
+    }
+
+    /// How long this rank waits for others from the next call on; groups made by a split take it
+    /// over.
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.options.timeout = timeout.min(MAX_TIMEOUT);
+    }
+
+    /// Where the flight recorder was written, or why it could not be; `None` while all is well or
+    /// without a folder.
+    pub fn dumped(&self) -> Option<&Result<PathBuf, String>> {
+        self.dumped.as_ref()
+    }
+
+    fn dump(&mut self) {
+        if let (None, Some(folder)) = (&self.dumped, &self.options.dump_folder) {
+            let dumped = self.recorder.dump(folder);
+            self.dumped = Some(dumped.map_err(|error| error.to_string()));
+        }
+    }
+
+    /// What a call that fails leaves behind: the group closed, unless a rank has only left.
+    fn fail(&mut self, error: CollectiveError) -> CollectiveError {
+        match error {
+            CollectiveError::Left { .. } => error,
+            error => self.group.close(error),
+        }
+    }
+
+    /// Writes an outcome down.
+    fn end<T>(&mut self, outcome: Result<T, CollectiveError>) -> Result<T, CollectiveError> {
+        match outcome {
+            Ok(value) => {
+                self.recorder.end(Ok(()));
+                Ok(value)
+            }
+            Err(error) => {
+                let error = self.fail(error);
+                self.recorder.end(Err(&error));
+                self.dump();
+                Err(error)
+            }
+        }
+    }
+
+    /// A call that this rank cannot make.
+    fn refuse<T>(&mut self, error: CollectiveError) -> Result<T, CollectiveError> {
+        let error = self.fail(error);
+        self.dump();
+        Err(error)
+    }
+
+    /// Writes down that a call begins.
+    fn begin(&mut self, print: Fingerprint) -> Task {
+        let arrived_ns = self.recorder.begin(&print);
+        let own = self.group.member(self.group.rank);
+        let calls = self.recorder.calls_begun();
+        own.calls.store(calls, Ordering::Relaxed);
+        let begun = self.group.begun + Duration::from_nanos(arrived_ns);
+        Task {
+            card: Card::new(print, self.group.begun_ns + arrived_ns),
+            named: print,
+            deadline: begun + self.options.timeout,
+            timeout: self.options.timeout,
+        }
+    }
+
+    /// The place through which memory of this process's own comes to the others.
+    pub(crate) fn stage(&mut self) -> Result<Arena, CollectiveError> {
+        match self.stage.take() {
+            Some(stage) => Ok(stage),
+            None => self.arena(STAGE_BYTES),
+        }
+    }
+
+    /// Keeps it for the next call.
+    pub(crate) fn keep(&mut self, stage: Option<Arena>) {
+        self.stage = stage;
+    }
+
+    pub(crate) fn arena(&self, len_bytes: usize) -> Result<Arena, CollectiveError> {
+        let made = self.group.session.heap.allocate(len_bytes);
+        made.map_err(|error| CollectiveError::Refused {
+            rank: self.group.rank,
+            operation: "allocate",
+            reason: format!(
+                "expected {len_bytes} bytes that processes share, found {error} in /dev/shm and in the temporary folder; \
+                 make them larger (docker: --shm-size), or set TMPDIR to a folder with more room"
+            ),
+        })
+    }
+
+    /// What a round that did not end well means for its caller. `stage` is what the others may
+    /// still use; `is_exposed` says that they may use the caller's own memory, too.
+    pub(crate) fn settle(
+        &mut self,
+        broken: Broken,
+        stage: &mut Option<Arena>,
+        is_exposed: bool,
+    ) -> CollectiveError {
+        match broken {
+            Broken::Ended(error) => error,
+            Broken::InUse(error) if is_exposed => self.die(error),
+            Broken::InUse(error) => {
+                // Never given out again: a rank that wakes up may write there.
+                std::mem::forget(stage.take());
+                error
+            }
+        }
+    }
+
+    /// Ends the process because memory that another one is using cannot be taken back: says why,
+    /// and leaves the recorder on disk.
+    fn die(&mut self, error: CollectiveError) -> ! {
+        let error = self.fail(error);
+        self.recorder.end(Err(&error));
+        self.dump();
+        let place = match &self.dumped {
+            None => "no folder was given for the flight recorder".to_owned(),
+            Some(Ok(path)) => format!("the flight recorder is {}", path.display()),
+            Some(Err(error)) => format!("the flight recorder could not be written: {error}"),
+        };
+        let rank = self.group.rank;
+        eprintln!("rank {rank}: {error}; data was under way, so the process ends; {place}");
+        std::process::exit(1)
+    }
+
+    /// Writes down who came last.
+    pub(crate) fn note(
+        recorder: &mut FlightRecorder,
+        cards: Cards<'_>,
+        own: &Card,
+        ranks: &[usize],
+    ) {
+        let arrived = |party: usize| cards.arrived_ns(party);
+        if let Some(last) = (0..cards.parties()).max_by_key(|&party| arrived(party)) {
+            let waited_ns = arrived(last).saturating_sub(own.arrived_ns);
+            recorder.waited(ranks[last], waited_ns);
+        }
+    }
+
+    /// Any call that all ranks of the group make.
+    fn collective(&mut self, call: Call<'_>, blocks: Blocks<'_>) -> Result<(), CollectiveError> {
+        let print = Fingerprint::new(&call, blocks.numel, self.sequence, self.context);
+        let mut task = self.begin(print);
+        match call.operation {
+            Operation::AllReduce(op)
+            | Operation::Reduce { reduce: op, .. }
+            | Operation::ReduceScatter(op) => self.reduction(&mut task, call, blocks, op),
+            _ => self.movement(&mut task, call, blocks),
+        }
+    }
+
+    /// A send or a receive, from `pair.0` to `pair.1`.
+    fn transfer(
+        &mut self,
+        call: Call<'_>,
+        numel: usize,
+        pair: (usize, usize),
+    ) -> Result<(), CollectiveError> {
+        let known = self.pairs.remove(&pair);
+        let (mut place, made) = known.unwrap_or_else(|| (self.group.pair_place(pair), 0));
+        let mut print = Fingerprint::new(&call, numel, made + 1, self.context);
+        let mut task = self.begin(print);
+        print.operation = Operation::Send { to: pair.1 };
+        task.card.print = print;
+        let peer = [pair.1, pair.0][place.party];
+        self.group.set_transfer(Some(peer));
+        let outcome = self.pass_on(&mut task, call.buffers, &mut place);
+        self.group.set_transfer(None);
+        self.pairs.insert(pair, (place, made + 1));
+        outcome
+    }
+
+    /// A round that moves nothing; what `read` makes of the cards.
+    fn round<R>(
+        &mut self,
+        task: &Task,
+        read: impl FnOnce(Cards<'_>) -> R,
+    ) -> Result<R, CollectiveError> {
+        let Self {
+            group,
+            place,
+            recorder,
+            ..
+        } = self;
+        let ranks = place.ranks.clone();
+        let late = task.late(group);
+        let outcome = group.meet(place, &task.coming(0), late, |cards| {
+            cards.compare(&task.card.print)?;
+            Self::note(recorder, cards, &task.card, &ranks);
+            Ok(read(cards))
+        });
+        outcome.unwrap_or_else(|broken| Err(self.settle(broken, &mut None, false)))
+    }
+
+    /// Exchanges memberships, then the place where the group's leader has put its block.
+    fn form(
+        &mut self,
+        membership: Option<Membership>,
+    ) -> Result<Option<Founding>, CollectiveError> {
+        let call = Call {
+            operation: Operation::Split,
+            dtype: DType::U8,
+            counts: None,
+            buffers: Buffers::InPlace(&mut []),
+        };
+        let print = Fingerprint::new(&call, 0, self.sequence, self.context);
+        let mut task = self.begin(print);
+        task.card.membership = membership;
+        let all: Vec<Option<Membership>> = self.round(&task, |cards| {
+            let parties = 0..cards.parties();
+            parties.map(|party| cards.membership(party)).collect()
+        })?;
+        let same = |other: &usize| match (all[*other], membership) {
+            (Some(other), Some(own)) => other.colour == own.colour,
+            _ => false,
+        };
+        let mut ranks: Vec<usize> = (0..all.len()).filter(same).collect();
+        ranks.sort_by_key(|&other| (all[other].map(|member| member.key), other));
+        let own = self.group.rank;
+        let mut memory = None;
+        if ranks.first() == Some(&own) {
+            let made = Group::found(&self.group.session, ranks.len());
+            let made = made.map_err(|error| CollectiveError::Refused {
+                rank: own,
+                operation: "split",
+                reason: format!("expected shared memory for one more group, found {error}"),
+            })?;
+            task.card.block = made.offset();
+            memory = Some(made);
+        }
+        let blocks: Vec<u64> = self.round(&task, |cards| {
+            let parties = 0..cards.parties();
+            parties.map(|party| cards.block(party)).collect()
+        })?;
+        let place = ranks.iter().position(|&other| other == own);
+        Ok(place.map(|rank| Founding {
+            block: blocks[ranks[0]],
+            members: ranks.iter().map(|&rank| self.group.members[rank]).collect(),
+            rank,
+            memory,
+            parent: Some(Arc::clone(&self.group)),
+        }))
+    }
+}
+
+impl Communicator for ProcessCommunicator {
+    fn rank(&self) -> usize {
+        self.group.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.group.world_size()
+    }
+
+    fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
+        let rank = self.group.rank;
+        let blocks = match call.blocks(rank, self.group.world_size()) {
+            Ok(blocks) => blocks,
+            Err(error) => return self.refuse(error),
+        };
+        let outcome = match call.operation {
+            Operation::Send { to } => self.transfer(call, blocks.numel, (rank, to)),
+            Operation::Receive { from } => self.transfer(call, blocks.numel, (from, rank)),
+            _ => {
+                self.sequence += 1;
+                self.collective(call, blocks)
+            }
+        };
+        self.end(outcome)
+    }
+
+    fn split(
+        &mut self,
+        membership: Option<Membership>,
+    ) -> Result<Option<Box<dyn Communicator>>, CollectiveError> {
+        self.sequence += 1;
+        let outcome = self.form(membership);
+        let Some(founding) = self.end(outcome)? else {
+            return Ok(None);
+        };
+        let colour = membership.map_or(0, |own| own.colour);
+        let name = format!("group-{}-{colour}", self.sequence);
+        let mut options = self.options.clone();
+        options.dump_folder = options.dump_folder.map(|folder| folder.join(name));
+        let group = Group::new(Arc::clone(&self.group.session), founding);
+        Ok(Some(Box::new(Self::new(group, options))))
+    }
+
+    fn set_context(&mut self, context: CallContext) {
+        self.context = context;
+    }
+
+    fn aborter(&self) -> Aborter {
+        let group = Arc::downgrade(&self.group);
+        Aborter::new(self.group.rank, move |error| {
+            if let Some(group) = group.upgrade() {
+                group.close(error);
+            }
+        })
+    }
+
+    fn recorder(&self) -> &FlightRecorder {
+        &self.recorder
+    }
+
+    fn allocate(&mut self, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
+        let arena = self.arena(len_bytes)?;
+        HostMemory::given(Box::new(arena)).map_err(|error| CollectiveError::Refused {
+            rank: self.group.rank,
+            operation: "allocate",
+            reason: error.to_string(),
+        })
+    }
+
+    fn shares_memory(&self) -> bool {
+        true
+    }
+
+    fn reduce_update(
+        &mut self,
+        call: ReduceUpdate<'_>,
+        work: &mut dyn FnMut(RankMemory<'_>),
+    ) -> Result<(), CollectiveError> {
+        let blocks = match call.blocks(self.group.rank, self.group.world_size()) {
+            Ok(blocks) => blocks,
+            Err(error) => return self.refuse(error),
+        };
+        self.sequence += 1;
+        let shape = call.shape();
+        let print = shape.fingerprint(blocks.numel, self.sequence, self.context);
+        let task = self.begin(print);
+        let outcome = self.update_everywhere(task, call, blocks, work);
+        self.end(outcome)
+    }
+
+    fn failure(&self) -> Option<CollectiveError> {
+        self.group.failure()
+    }
+}
+
+impl Drop for ProcessCommunicator {
+    fn drop(&mut self) {
+        let (rank, calls) = (self.group.rank, self.recorder.calls_begun());
+        if std::thread::panicking() {
+            self.dump();
+            self.group.close(CollectiveError::Panicked { rank, calls });
+        } else {
+            self.group.leave(calls);
+        }
+    }
+}
+
+/// Memory of a process's own in memory that the others see, for as long as a call needs it.
+pub(crate) fn copied(mut arena: Arena, bytes: &[u8]) -> Arena {
+    arena.bytes_mut().copy_from_slice(bytes);
+    arena
+}

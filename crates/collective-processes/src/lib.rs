@@ -1,0 +1,45 @@
+#![doc = include_str!("../README.md")]
+
+#[cfg(not(target_os = "linux"))]
+mod absent;
+#[cfg(target_os = "linux")]
+mod bell;
+#[cfg(target_os = "linux")]
+mod card;
+#[cfg(target_os = "linux")]
+mod communicator;
+mod environment;
+#[cfg(target_os = "linux")]
+mod files;
+#[cfg(target_os = "linux")]
+mod group;
+#[cfg(target_os = "linux")]
+mod heap;
+#[cfg(target_os = "linux")]
+mod launch;
+#[cfg(target_os = "linux")]
+mod layout;
+#[cfg(target_os = "linux")]
+mod life;
+#[cfg(target_os = "linux")]
+mod meet;
+#[cfg(target_os = "linux")]
+mod movement;
+mod options;
+#[cfg(target_os = "linux")]
+mod reduction;
+#[cfg(target_os = "linux")]
+mod rendezvous;
+#[cfg(target_os = "linux")]
+mod segment;
+#[cfg(target_os = "linux")]
+mod session;
+
+#[cfg(not(target_os = "linux"))]
+pub use absent::{LaunchOptions, Launched, ProcessCommunicator, launch};
+#[cfg(target_os = "linux")]
+pub use communicator::ProcessCommunicator;
+pub use environment::{Rendezvous, launched_processes};
+#[cfg(target_os = "linux")]
+pub use launch::{LaunchOptions, Launched, launch};
+pub use options::{ProcessError, ProcessOptions};

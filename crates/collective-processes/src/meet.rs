@@ -1,0 +1,276 @@
+//! A round: every party brings a card, all wait for all, each works on what was brought, and none
+//! goes on before all have finished. It opens for all parties or for none.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use fusestep_collective::CollectiveError;
+
+use crate::bell::Patience;
+use crate::card::{Card, Cards};
+use crate::group::Group;
+use crate::layout::{FAILED, MeetHead, Seat};
+
+/// Looks for who is late before those that were counted have said so, too.
+const LOOKS: usize = 10_000;
+
+/// A party's place at a table where rounds are held: that of all ranks, or of a pair.
+#[derive(Debug)]
+pub(crate) struct Place {
+    /// Where the table lies in the segment.
+    pub(crate) table: u64,
+    /// The ranks at it, in the order of the seats.
+    pub(crate) ranks: Vec<usize>,
+    /// This one's seat.
+    pub(crate) party: usize,
+    /// Rounds that it has arrived at.
+    pub(crate) round: u64,
+    /// Whether it is for transfers, which go on when others leave.
+    pub(crate) is_pair: bool,
+}
+
+/// What a party says and how long it waits.
+pub(crate) struct Coming {
+    pub(crate) card: Card,
+    /// Bytes of its part that are claimed for it from the start.
+    pub(crate) reserved: u64,
+    pub(crate) deadline: Instant,
+    pub(crate) timeout: Duration,
+}
+
+/// Why a round did not end well.
+pub(crate) enum Broken {
+    /// Nobody uses this rank's memory.
+    Ended(CollectiveError),
+    /// Others that are alive have not finished with what this rank has brought.
+    InUse(CollectiveError),
+}
+
+/// The table as it lies in the segment.
+struct Table<'a> {
+    head: &'a MeetHead,
+    seats: &'a [Seat],
+    place: &'a Place,
+    group: &'a Group,
+    target: u64,
+    patience: Patience,
+}
+
+impl Group {
+    /// Takes part in the next round at a table.
+    ///
+    /// `late` makes the error of the ranks that have not come; `work` must not wait for anything.
+    pub(crate) fn meet<R>(
+        &self,
+        place: &mut Place,
+        coming: &Coming,
+        late: impl FnOnce(Vec<usize>) -> CollectiveError,
+        work: impl FnOnce(Cards<'_>) -> R,
+    ) -> Result<R, Broken> {
+        self.inherit();
+        place.round += 1;
+        let segment = &self.session.segment;
+        let parties = place.ranks.len();
+        let table = Table {
+            head: segment.at(place.table),
+            seats: segment.list_at(place.table + size_of::<MeetHead>() as u64, parties),
+            target: place.round * parties as u64,
+            group: self,
+            patience: self.patience,
+            place,
+        };
+        let seat = &table.seats[place.party];
+        // Nobody reads the seat now: readers are in an open round, the last one is over for all who
+        // live (`depart`), and the next cannot open before the arrival below.
+        coming.card.write(&seat.card);
+        seat.claimed.0.store(coming.reserved, Ordering::Relaxed);
+        table.arrive().map_err(Broken::Ended)?;
+        seat.arrived.store(place.round, Ordering::SeqCst);
+        table.wait(coming, late).map_err(Broken::Ended)?;
+        // Peers may use this rank's memory from here on, whether the work returns or panics.
+        let done = catch_unwind(AssertUnwindSafe(|| work(Cards { seats: table.seats })));
+        let departed = table.depart(coming);
+        match done {
+            Ok(result) => departed.map(|()| result),
+            Err(panic) => resume_unwind(panic),
+        }
+    }
+}
+
+impl Table<'_> {
+    fn gate(&self) -> u64 {
+        self.head.gate.0.load(Ordering::SeqCst)
+    }
+
+    fn is_open(&self) -> bool {
+        self.gate() & !FAILED >= self.target
+    }
+
+    /// What has ended the rounds at this table, apart from its gate: nothing for that of all ranks,
+    /// whose gate tells everything.
+    fn ended(&self) -> Option<CollectiveError> {
+        if !self.place.is_pair {
+            return None;
+        }
+        self.group
+            .ends_transfer(self.place.ranks[1 - self.place.party])
+    }
+
+    /// The failure behind a gate that was seen closed.
+    fn failure(&self) -> CollectiveError {
+        if self.place.is_pair {
+            return self.group.published(|| self.ended());
+        }
+        self.group.published(|| self.group.first())
+    }
+
+    /// Counts one arrival in, unless the table is closed.
+    fn arrive(&self) -> Result<(), CollectiveError> {
+        if let Some(error) = self.ended() {
+            return Err(error);
+        }
+        let add = |gate: u64| (gate & FAILED == 0).then(|| gate + 1);
+        let (set, get) = (Ordering::SeqCst, Ordering::SeqCst);
+        let added = self.head.gate.0.fetch_update(set, get, add);
+        added.map(|_| ()).map_err(|_| self.failure())
+    }
+
+    /// Closes the gate unless the round is open; the arrivals counted then.
+    fn close(&self) -> Option<u64> {
+        let close = |gate: u64| (gate & !FAILED < self.target).then_some(gate | FAILED);
+        let (set, get) = (Ordering::SeqCst, Ordering::SeqCst);
+        let closed = self.head.gate.0.fetch_update(set, get, close);
+        self.head.bell.0.ring();
+        closed.ok()
+    }
+
+    /// Waits until all have come.
+    fn wait(
+        &self,
+        coming: &Coming,
+        late: impl FnOnce(Vec<usize>) -> CollectiveError,
+    ) -> Result<(), CollectiveError> {
+        if self.gate() & !FAILED == self.target {
+            self.head.bell.0.ring();
+            return Ok(());
+        }
+        let (mut dead, mut ended) = (None, None);
+        let look = || {
+            self.group.inherit();
+            ended = self.ended();
+            dead = self.dead(|seat| seat.arrived.load(Ordering::SeqCst) < self.place.round);
+            dead = dead.or_else(|| self.dead(|_| true));
+            dead.is_some() || ended.is_some()
+        };
+        let over = || self.is_open() || self.gate() & FAILED != 0;
+        let bell = &self.head.bell.0;
+        bell.wait(self.patience, coming.deadline, over, look);
+        if self.is_open() {
+            return Ok(());
+        }
+        let seen = self.gate();
+        let Some(closed) = self.close() else {
+            return Ok(());
+        };
+        if let Some(error) = ended {
+            return Err(error);
+        }
+        // Somebody else has closed it first and says why.
+        if seen & FAILED != 0 || closed & FAILED != 0 {
+            return Err(self.failure());
+        }
+        let error = match dead {
+            Some(rank) => self.group.died(rank),
+            None => late(self.late(closed)),
+        };
+        Err(self.group.close(error))
+    }
+
+    /// The first rank of those that `concerns` whose process is gone.
+    fn dead(&self, concerns: impl Fn(&Seat) -> bool) -> Option<usize> {
+        let seats = self.seats.iter().zip(&self.place.ranks);
+        let mut concerned = seats.filter(|(seat, _)| concerns(seat));
+        let found = concerned.find(|(_, rank)| !self.group.is_alive(**rank));
+        found.map(|(_, rank)| *rank)
+    }
+
+    /// The ranks that are not among those counted when the gate was closed.
+    fn late(&self, closed: u64) -> Vec<usize> {
+        let parties = self.seats.len() as u64;
+        let missing = (self.target - closed) as usize;
+        debug_assert!(closed + parties >= self.target, "the round before is over");
+        let mut late = Vec::new();
+        for _ in 0..LOOKS {
+            let seats = self.seats.iter().zip(&self.place.ranks);
+            let is_late = |seat: &Seat| seat.arrived.load(Ordering::SeqCst) < self.place.round;
+            late = seats
+                .filter(|(seat, _)| is_late(seat))
+                .map(|(_, rank)| *rank)
+                .collect();
+            // A party says that it has arrived a moment after it is counted, or dies in between.
+            if late.len() == missing {
+                break;
+            }
+            std::thread::yield_now();
+        }
+        late
+    }
+
+    /// Ends the round for this party: nobody who lives uses its memory then, except as
+    /// [`Broken::InUse`] says.
+    fn depart(&self, coming: &Coming) -> Result<(), Broken> {
+        let (head, round) = (self.head, self.place.round);
+        self.seats[self.place.party]
+            .departed
+            .0
+            .store(round, Ordering::SeqCst);
+        if head.departed.0.fetch_add(1, Ordering::SeqCst) + 1 == self.target {
+            head.bell.0.ring();
+            return Ok(());
+        }
+        let over = || head.departed.0.load(Ordering::SeqCst) >= self.target;
+        let is_in = |seat: &Seat| seat.departed.0.load(Ordering::SeqCst) < round;
+        let alone = || {
+            let seats = self.seats.iter().zip(&self.place.ranks);
+            let mut others = seats.filter(|(seat, _)| is_in(seat));
+            // Alive is asked first: who departs and dies then has departed.
+            others.all(|(seat, rank)| !self.group.is_alive(*rank) || !is_in(seat))
+        };
+        let deadline = Instant::now() + coming.timeout;
+        let bell = &head.bell.0;
+        if bell.wait(self.patience, deadline, over, alone) {
+            return Ok(());
+        }
+        let seats = || self.seats.iter().zip(&self.place.ranks);
+        let mut in_use = Vec::new();
+        let mut dead = None;
+        for (_, &rank) in seats().filter(|(seat, _)| is_in(seat)) {
+            if self.group.is_alive(rank) {
+                in_use.push(rank);
+            } else {
+                dead = dead.or(Some(rank));
+            }
+        }
+        in_use.retain(|rank| {
+            let mut still = seats().filter(|(seat, _)| is_in(seat));
+            still.any(|(_, other)| other == rank)
+        });
+        match (in_use.is_empty(), dead) {
+            (true, None) => Ok(()),
+            (true, Some(rank)) => Err(Broken::Ended(self.group.died(rank))),
+            (false, _) => Err(Broken::InUse(late_in(&coming.card, in_use, coming.timeout))),
+        }
+    }
+}
+
+/// The error of a call in which `ranks` are late.
+pub(crate) fn late_in(card: &Card, ranks: Vec<usize>, timeout: Duration) -> CollectiveError {
+    CollectiveError::Late {
+        ranks,
+        operation: card.print.operation.name(),
+        sequence: card.print.sequence,
+        bucket: card.print.context.bucket,
+        timeout_ms: u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX),
+    }
+}

@@ -1,0 +1,136 @@
+//! What a process has of the session that it has joined.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustix::system::sysinfo;
+
+use crate::heap::{Arena, Heap};
+use crate::layout::{BlockPlan, GroupHead, Process, SessionHead};
+use crate::life::Life;
+use crate::segment::{HUGE_PAGE_BYTES, PAGE_BYTES, Segment};
+
+/// Most bytes of all second files: file systems have a longest file.
+const SECOND_BYTES: u64 = 4 << 40;
+
+/// Bits of a process's beginning in the word that names it.
+const BEGAN_BITS: u32 = 42;
+
+/// The segment, mapped by all ranks, and this rank's place in it.
+#[derive(Debug)]
+pub(crate) struct Session {
+    pub(crate) segment: Arc<Segment>,
+    pub(crate) heap: Arc<Heap>,
+    /// The ranks' processes.
+    pub(crate) lives: Vec<Life>,
+    pub(crate) rank: usize,
+    /// Blocks of groups that this process has made and given up; others may still use them.
+    retired: Mutex<Vec<Arena>>,
+}
+
+impl Session {
+    pub(crate) fn new(segment: Segment, plan: SessionPlan, rank: usize) -> Self {
+        let processes: &[Process] = segment.list_at(plan.processes(), plan.world_size);
+        let lives = processes.iter().filter_map(|word| life_in(&word.0));
+        let lives = lives.collect();
+        let segment = Arc::new(segment);
+        Self {
+            heap: Arc::new(Heap::new(Arc::clone(&segment), plan.parts(rank))),
+            segment,
+            lives,
+            rank,
+            retired: Mutex::default(),
+        }
+    }
+
+    /// Takes the block of a group that this process has given up.
+    pub(crate) fn retire(&self, block: Arena) {
+        self.retired().push(block);
+    }
+
+    /// Frees retired blocks that no rank uses any more.
+    pub(crate) fn collect(&self) {
+        self.retired().retain(|block| {
+            let head: &GroupHead = self.segment.at(block.offset());
+            head.users.load(Ordering::SeqCst) > 0
+        });
+    }
+
+    fn retired(&self) -> MutexGuard<'_, Vec<Arena>> {
+        self.retired.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Where everything lies, for so many ranks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SessionPlan {
+    pub(crate) world_size: usize,
+    /// Bytes of each rank's part of both files.
+    pub(crate) part_bytes: [u64; 2],
+}
+
+impl SessionPlan {
+    /// Parts as long as the machine's memory: only what is used takes any.
+    pub(crate) fn new(world_size: usize) -> Self {
+        let info = sysinfo();
+        let memory = (info.totalram as u64).saturating_mul(u64::from(info.mem_unit.max(1)));
+        let part = memory.next_multiple_of(HUGE_PAGE_BYTES);
+        let longest = SECOND_BYTES / world_size as u64 / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+        Self {
+            world_size,
+            part_bytes: [part, part.min(longest)],
+        }
+    }
+
+    pub(crate) fn processes(self) -> u64 {
+        size_of::<SessionHead>() as u64
+    }
+
+    /// The block of the group of all ranks.
+    pub(crate) fn world(self) -> u64 {
+        let processes = (self.world_size * size_of::<Process>()) as u64;
+        (self.processes() + processes).next_multiple_of(PAGE_BYTES)
+    }
+
+    /// Bytes before the ranks' parts.
+    pub(crate) fn head_bytes(self) -> u64 {
+        let block = BlockPlan::new(self.world_size).bytes();
+        (self.world() + block).next_multiple_of(PAGE_BYTES)
+    }
+
+    fn first_part(self) -> u64 {
+        self.head_bytes().next_multiple_of(HUGE_PAGE_BYTES)
+    }
+
+    /// Lengths of both files.
+    pub(crate) fn file_bytes(self) -> [u64; 2] {
+        let [first, second] = self.part_bytes;
+        let ranks = self.world_size as u64;
+        [self.first_part() + ranks * first, ranks * second]
+    }
+
+    /// The parts of one rank: offsets and lengths.
+    pub(crate) fn parts(self, rank: usize) -> [(u64, u64); 2] {
+        let ([first, second], rank) = (self.part_bytes, rank as u64);
+        let starts = [self.first_part(), self.file_bytes()[0]];
+        [
+            (starts[0] + rank * first, first),
+            (starts[1] + rank * second, second),
+        ]
+    }
+}
+
+/// A process in one word, which is there or not, and never 0.
+pub(crate) fn word_of(life: Life) -> u64 {
+    life.process << BEGAN_BITS | life.began & ((1 << BEGAN_BITS) - 1)
+}
+
+/// The process that a word names, if it names one.
+pub(crate) fn life_in(word: &AtomicU64) -> Option<Life> {
+    let word = word.load(Ordering::SeqCst);
+    let life = Life {
+        process: word >> BEGAN_BITS,
+        began: word & ((1 << BEGAN_BITS) - 1),
+    };
+    (word != 0).then_some(life)
+}

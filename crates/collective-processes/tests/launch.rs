@@ -1,0 +1,89 @@
+//! The launcher: what ranks are told, how failures end, and that nothing is left.
+
+#[allow(dead_code)]
+#[path = "processes/start.rs"]
+mod start;
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use fusestep_collective::{Collectives, Communicator};
+use fusestep_collective_processes::{
+    LaunchOptions, Launched, ProcessCommunicator, ProcessOptions, launch,
+};
+
+/// The body of the ranks that these tests launch.
+#[test]
+fn a_rank() {
+    if !start::is_rank() {
+        return;
+    }
+    let mut comm = ProcessCommunicator::world(&ProcessOptions::default()).unwrap();
+    comm.barrier().unwrap();
+    let how = std::env::var("TEST_HOW").unwrap_or_default();
+    if how == "kill" && comm.rank() == 1 {
+        let own = std::process::id().to_string();
+        Command::new("kill").args(["-KILL", &own]).status().unwrap();
+    }
+    if let Err(error) = comm.barrier() {
+        eprintln!("rank {}: {error}", comm.rank());
+        std::process::exit(3);
+    }
+}
+
+fn shell(ranks: usize, script: &str) -> LaunchOptions {
+    LaunchOptions {
+        arguments: vec!["-c".into(), script.into()],
+        grace: Duration::from_millis(300),
+        ..LaunchOptions::new(ranks, "sh")
+    }
+}
+
+#[test]
+fn ranks_are_told_their_places_and_success_is_all_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().display();
+    let script = format!(
+        "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $FUSESTEP_SESSION > {path}/$RANK"
+    );
+    let ended = launch(&shell(3, &script)).unwrap();
+    assert_eq!((ended.code, ended.failed), (0, None));
+    let told = |rank: usize| std::fs::read_to_string(folder.path().join(rank.to_string())).unwrap();
+    for rank in 0..3 {
+        let session = told(0).split(' ').nth(4).unwrap().to_owned();
+        assert_eq!(session.trim().len(), 32);
+        assert_eq!(told(rank), format!("{rank} {rank} 3 3 {session}"));
+    }
+}
+
+#[test]
+fn the_first_failure_is_the_code_and_ends_the_others() {
+    let begun = Instant::now();
+    let failed = launch(&shell(3, "[ $RANK = 1 ] && exit 7; exec sleep 60")).unwrap();
+    assert_eq!((failed.code, failed.failed), (7, Some(1)));
+    let killed = launch(&shell(2, "[ $RANK = 1 ] && kill -9 $$; exit 0")).unwrap();
+    assert_eq!((killed.code, killed.failed), (137, Some(1)));
+    assert!(begun.elapsed() < Duration::from_secs(10));
+    assert!(launch(&LaunchOptions::new(2, "/no/such/program")).is_err());
+}
+
+#[test]
+fn survivors_have_time_to_name_the_dead() {
+    let own = std::env::current_exe().unwrap();
+    let script = format!(
+        "TEST_HOW=kill exec {} a_rank --exact --nocapture",
+        own.display()
+    );
+    let options = LaunchOptions {
+        grace: Duration::from_secs(10),
+        ..shell(3, &script)
+    };
+    let begun = Instant::now();
+    let Launched { code, failed } = launch(&options).unwrap();
+    assert_eq!((code, failed), (137, Some(1)));
+    assert!(
+        begun.elapsed() < Duration::from_secs(5),
+        "they end by themselves"
+    );
+    assert_eq!(start::left_behind(), Vec::<String>::new());
+}
