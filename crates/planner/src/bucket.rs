@@ -88,7 +88,8 @@ const SLOT_ELEMENTS: u64 = 64;
 /// A bucket has at least so many slots for each rank where parts are cut at slots: they differ by 2 % at most then.
 const SLOTS_OF_RANK: u64 = 64;
 
-/// The segments and buckets of a plan's gradients, in the order of `ready` (parameters), those that are never reduced last.
+/// The segments and buckets of a plan's gradients, in the order of `ready` (parameters). Slices that each rank has for itself are in
+/// none: their gradients are not reduced and lie in their own list.
 pub(crate) fn segments(
     plan: &Plan,
     ready: &[u32],
@@ -103,17 +104,15 @@ pub(crate) fn segments(
         segments: Vec::new(),
         buckets: Vec::new(),
     };
-    for distributed in [false, true] {
-        for &param in ready {
-            let (storage, position) = plan.places[param as usize];
-            let spec = &plan.storages[storage];
-            if spec.distributed == distributed && spec.layout.numel(position) > 0 {
-                filling.add(storage, position as u32);
-            }
+    for &param in ready {
+        let (storage, position) = plan.places[param as usize];
+        let spec = &plan.storages[storage];
+        if !spec.distributed && spec.layout.numel(position) > 0 {
+            filling.add(storage, position as u32);
         }
-        for storage in 0..plan.storages.len() {
-            filling.close(storage);
-        }
+    }
+    for storage in 0..plan.storages.len() {
+        filling.close(storage);
     }
     (filling.segments, filling.buckets)
 }

@@ -118,12 +118,8 @@ impl Pass for FuseAllReduce {
 
 impl FuseAllReduce {
     fn explain(&self, plan: &mut Plan) {
-        let reduced = plan.segments.iter().filter(|segment| {
-            let spec = &plan.storages[segment.storage];
-            !spec.distributed
-        });
         let (mut tensors, mut calls, mut cut) = (0, 0, 0);
-        for segment in reduced {
+        for segment in &plan.segments {
             let layout = &plan.storages[segment.storage].layout;
             let full = |&tensor: &u32| layout.numel(tensor as usize) > 0;
             tensors += segment.tensors.clone().filter(full).count();
@@ -193,26 +189,20 @@ impl Plan {
             .position(|stage| matches!(stage, Stage::Reduce(_)));
         let calls = |stage: &Stage| matches!(stage, Stage::Reduce(_) | Stage::Gather(_));
         self.stages.retain(|stage| !calls(stage));
-        let storages = &self.storages;
-        let replicated = |bucket: &usize| !storages[self.buckets[*bucket].storage].distributed;
-        let buckets: Vec<usize> = (0..self.buckets.len()).filter(replicated).collect();
+        let buckets = 0..self.buckets.len();
         if let (Some(result), Some(at)) = (result, before) {
-            let reduces = buckets
-                .iter()
-                .map(|&bucket| Stage::Reduce(Reduce { bucket, result }));
-            let reduces: Vec<Stage> = reduces.collect();
-            self.stages.splice(at..at, reduces);
+            let reduce = |bucket| Stage::Reduce(Reduce { bucket, result });
+            self.stages.splice(at..at, buckets.clone().map(reduce));
         }
         if let Some(lists) = gathered {
-            let gather = |&bucket: &usize| {
+            let gather = |bucket| {
                 Stage::Gather(Gather {
                     bucket,
                     lists,
                     broadcasts: Vec::new(),
                 })
             };
-            let gathers: Vec<Stage> = buckets.iter().map(gather).collect();
-            self.stages.extend(gathers);
+            self.stages.extend(buckets.map(gather));
         }
         Ok(())
     }

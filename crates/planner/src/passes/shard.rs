@@ -118,18 +118,13 @@ impl Pass for Shard {
             }
         }
         if world > 1 && self.zero != ZeroStage::Three {
-            let replicated = |&bucket: &usize| {
-                let storage = plan.buckets[bucket].storage;
-                !plan.storages[storage].distributed
-            };
-            let gathers = (0..plan.buckets.len()).filter(replicated).map(|bucket| {
+            let gathers = (0..plan.buckets.len()).map(|bucket| {
                 Stage::Gather(Gather {
                     bucket,
                     lists: GatheredLists::Params,
                     broadcasts: Vec::new(),
                 })
             });
-            let gathers: Vec<Stage> = gathers.collect();
             plan.stages.extend(gathers);
         }
         let what = match self.zero {
