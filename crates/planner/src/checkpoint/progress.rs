@@ -217,7 +217,7 @@ impl Plan {
         };
         let found = text(window.every, window.reduced);
         let found = format!("{} micro-steps of {found}", window.micro_steps);
-        Err(refuse(folder, "gradient_merge", &expected, found))
+        Err(refuse(folder, "accumulate", &expected, found))
     }
 
     /// The rank whose values this one takes over: its own number, or 0 if the checkpoint is one of other ranks that were all alike.
@@ -244,7 +244,7 @@ impl Plan {
         };
         let (what, whose) = match (&open.local_sgd, &open.window) {
             (Some(_), _) => ("local_sgd", "parameters and state of their own"),
-            _ => ("gradient_merge", "a merge window under way"),
+            _ => ("accumulate", "a merge window under way"),
         };
         let sliced = !open.slices.is_empty() || self.slices().next().is_some();
         let way = match (sliced, &open.local_sgd) {
