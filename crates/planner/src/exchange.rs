@@ -104,6 +104,11 @@ impl Exchange {
             let Some(bucket) = stage.bucket else {
                 continue;
             };
+            // Other groups of parameters may have rules without such sums.
+            let member = plan.storages[stage.storage].members[0];
+            if plan.kernel_of(member)?.normed().is_none() {
+                continue;
+            }
             let own = Optimize {
                 elements: plan.buckets[bucket].part(rank),
                 ..stage.clone()
