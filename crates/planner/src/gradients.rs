@@ -17,7 +17,7 @@ use crate::passes::{Accumulated, ReducedWhen};
 use crate::ready::Ready;
 use crate::stage::{Extent, Part};
 use crate::state::{Allocator, check_len};
-use crate::{Plan, PlanError, State, StorageSpec, ZeroStage};
+use crate::{Plan, PlanError, Stage, State, StorageSpec, ZeroStage};
 
 /// Gradients that micro-steps add and ranks reduce.
 #[derive(Debug)]
@@ -60,6 +60,8 @@ pub(crate) struct GradientArena {
     on_host: bool,
     /// Whether micro-steps add their gradients before they are reduced.
     accumulates: bool,
+    /// Whether segments may be reduced before the step is run: not where an update reduces them.
+    starts_early: bool,
 }
 
 /// How a gradient came in a micro-step.
@@ -148,6 +150,7 @@ impl GradientArena {
             exposed_ns: 0,
             on_host: allocator.backend().takes_host_memory(),
             accumulates: plan.micro_steps() > 1 && !plan.reduces_each(),
+            starts_early: plan.stages.iter().any(|s| matches!(s, Stage::Reduce(_))),
         };
         arena.allocate_sums(plan)?;
         Ok(arena)
@@ -394,7 +397,8 @@ impl Plan {
             state.arena.ready.given(segment);
         }
         let last = state.arena.micro_steps + 1 == self.micro_steps();
-        if (last || self.reduces_each()) && comms.has_streams() {
+        let early = comms.has_streams() && state.arena.starts_early;
+        if early && (last || self.reduces_each()) {
             self.take_reduced(state, backend)?;
             while let Some(segment) = state.arena.ready.full() {
                 self.start_segment(state, backend, comms, segment)?;
