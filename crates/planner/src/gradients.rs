@@ -464,8 +464,8 @@ impl Plan {
                     };
                     state.absorb(self, backend, param, None, how)?;
                 }
-                // What no rank has given is left out; what others have is zero here.
-                Given::No if self.reduces() => state.write_zeros(self, backend, param)?,
+                // What no rank has given is left out; what others, or other micro-steps, have is zero here.
+                Given::No if self.reduces() || self.reduces_each() => state.write_zeros(self, backend, param)?,
                 Given::No => {}
             }
         }
