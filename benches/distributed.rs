@@ -32,35 +32,35 @@ struct Way {
     name: &'static str,
     /// Bytes of a bucket; `None` for one call per tensor.
     cap_bytes: Option<u64>,
-    /// Rings beside the backward pass; 0 for calls after it.
-    rings: usize,
+    /// Communication streams beside the backward pass; 0 for calls after it.
+    streams: usize,
 }
 
 const WAYS: [Way; 5] = [
     Way {
         name: "per_tensor",
         cap_bytes: None,
-        rings: 0,
+        streams: 0,
     },
     Way {
         name: "buckets_25_mib",
         cap_bytes: Some(25 << 20),
-        rings: 0,
+        streams: 0,
     },
     Way {
         name: "buckets_25_mib_overlapped",
         cap_bytes: Some(25 << 20),
-        rings: 1,
+        streams: 1,
     },
     Way {
         name: "buckets_4_mib",
         cap_bytes: Some(4 << 20),
-        rings: 0,
+        streams: 0,
     },
     Way {
         name: "buckets_4_mib_overlapped",
         cap_bytes: Some(4 << 20),
-        rings: 1,
+        streams: 1,
     },
 ];
 
@@ -94,10 +94,7 @@ fn time(params: &[ParamDesc], ranks: usize, (way, timed): (Way, Timed), rounds: 
             .map(|param| 1.0f32.to_le_bytes().repeat(param.numel() as usize))
             .collect();
         let total: u64 = params.iter().map(ParamDesc::numel).sum();
-        let mut comms = match way.rings {
-            0 => Comms::direct(&mut comm),
-            rings => Comms::with_streams(&mut comm, rings).expect("rings"),
-        };
+        let mut comms = Comms::with_streams(&mut comm, way.streams).expect("streams");
         let mut exposed = Duration::ZERO;
         for round in 0..=rounds {
             comms.communicator().barrier().expect("all ranks come");
@@ -113,7 +110,7 @@ fn time(params: &[ParamDesc], ranks: usize, (way, timed): (Way, Timed), rounds: 
                     .expect("a gradient of the plan");
             }
             let report = plan
-                .run_with(&mut state, &backend, &mut comms)
+                .step(&mut state, &backend, &mut comms)
                 .expect("equal calls");
             // The first round touches memory for the first time.
             if round > 0 {
@@ -132,7 +129,7 @@ fn distributed(criterion: &mut Criterion) {
     for ranks in RANKS {
         let mut group = group(criterion, &format!("distributed_calls_of_{ranks}_ranks"));
         group.sample_size(10);
-        for way in WAYS.into_iter().filter(|way| way.rings == 0) {
+        for way in WAYS.into_iter().filter(|way| way.streams == 0) {
             group.bench_function(way.name, |b| {
                 b.iter_custom(|rounds| time(&set.params, ranks, (way, Timed::Calls), rounds));
             });

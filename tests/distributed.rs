@@ -10,6 +10,8 @@ mod checkpoints;
 mod fused;
 #[path = "distributed/groups.rs"]
 mod groups;
+#[path = "distributed/handshake.rs"]
+mod handshake;
 #[path = "distributed/laws.rs"]
 mod laws;
 #[path = "distributed/layerwise.rs"]

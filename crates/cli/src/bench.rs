@@ -17,12 +17,14 @@ use half::{bf16, f16};
 use serde::Serialize;
 
 use crate::bench_collective::{self, CollectiveArgs};
+use crate::bench_ranks;
 use crate::ceiling::Ceiling;
 use crate::engine::Engine;
 use crate::gradients::GradientArgs;
 use crate::inputs::read_model;
 use crate::options::{ParamDType, PlanningArgs, PrecisionArgs, parse_threads, threads};
 use crate::output::{duration, print, print_json};
+use crate::ranks::RankArgs;
 use crate::rules::{OptimizerArgs, Rule};
 use crate::timer::Timer;
 
@@ -33,36 +35,49 @@ pub(crate) struct BenchArgs {
     #[arg(required_unless_present = "collective", conflicts_with = "collective")]
     model: Option<PathBuf>,
     #[command(flatten)]
-    collective: CollectiveArgs,
+    pub(crate) collective: CollectiveArgs,
+    #[command(flatten)]
+    pub(crate) rank_args: RankArgs,
     #[command(flatten)]
     optimizer: OptimizerArgs,
     #[command(flatten)]
-    gradients: GradientArgs,
+    pub(crate) gradients: GradientArgs,
     #[command(flatten)]
-    precision: PrecisionArgs,
+    pub(crate) precision: PrecisionArgs,
     #[command(flatten)]
-    planning: PlanningArgs,
-    /// Threads [default: all]
+    pub(crate) planning: PlanningArgs,
+    /// Threads, of all ranks together [default: all]
     #[arg(long, value_parser = parse_threads)]
     threads: Option<NonZeroUsize>,
     /// Element type of shapes that state none
     #[arg(long, value_enum, default_value = "f32")]
-    dtype: ParamDType,
+    pub(crate) dtype: ParamDType,
     /// Rounds; each times everything in turn, and the best of each counts
     #[arg(long, default_value = "5")]
-    rounds: NonZeroUsize,
+    pub(crate) rounds: NonZeroUsize,
     /// Also time another implementation on the same shapes, and ours in its place
     #[arg(long, value_enum)]
     peer: Option<Peer>,
     /// Print the numbers as one JSON object
     #[arg(long)]
-    json: bool,
+    pub(crate) json: bool,
 }
 
 impl BenchArgs {
-    /// What carries the collective, if one is timed.
+    /// What carries calls between ranks, if there are any.
     pub(crate) fn engine(&self) -> Option<Engine> {
-        self.collective.collective.map(|_| self.collective.engine)
+        let calls = self.collective.collective.is_some() || self.of_ranks();
+        calls.then_some(self.collective.engine)
+    }
+
+    /// Whether steps of many ranks are timed.
+    fn of_ranks(&self) -> bool {
+        self.collective.ranks.given() || self.rank_args.any()
+    }
+
+    /// The threads asked for, or all of the machine.
+    pub(crate) fn threads(&self) -> NonZeroUsize {
+        threads(self.threads)
     }
 }
 
@@ -117,7 +132,6 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     if let Some(collective) = args.collective.collective {
         return bench_collective::run(&args.collective, collective, args.json);
     }
-    args.collective.ranks.require_none("--collective")?;
     let model = args
         .model
         .as_deref()
@@ -130,14 +144,24 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
         "--peer candle: expected --optimizer adamw, found {}; leave --peer out",
         rule.name()
     );
-    let backend = CpuBackend::new(threads(args.threads))?.with_limits(args.planning.limits());
+    if args.of_ranks() {
+        ensure!(
+            args.peer.is_none(),
+            "--peer: expected no --ranks, found both"
+        );
+        return bench_ranks::run(args, rule, &params);
+    }
+    args.collective
+        .ranks
+        .require_none("--ranks or --collective")?;
+    let backend = CpuBackend::new(args.threads())?.with_limits(args.planning.limits());
     let plans = Plans::new(args, rule, &params)?;
     let plan = &plans.fused;
     let mut ours = Subject::new(plan, &backend)?;
     let mut unfused = Subject::new(&plans.naive, &backend)?;
     let wide = plans.wide.as_ref();
     let mut f32_step = wide.map(|wide| Subject::new(wide, &backend)).transpose()?;
-    let mut ceiling = Ceiling::new(&backend, plan)?;
+    let mut ceiling = Ceiling::new(&backend, plan, plan.traffic_bytes())?;
     let pair = |Peer::Candle| CandlePair::new(&params, rule, args.threads);
     let mut candle = args.peer.map(pair).transpose()?;
     for _ in 0..args.rounds.get() {
@@ -280,12 +304,11 @@ impl Plans {
             .plan(params)?;
         let compared = fused.precision(DType::F32) != Precision::default()
             || params.iter().any(|param| param.dtype != DType::F32);
-        let wide = match compared {
-            true => {
-                let wide = Planner::new(rule).limits(limits);
-                Some(args.gradients.passes(wide).plan(&as_f32(params))?)
-            }
-            false => None,
+        let wide = if compared {
+            let wide = Planner::new(rule).limits(limits);
+            Some(args.gradients.passes(wide).plan(&as_f32(params))?)
+        } else {
+            None
         };
         Ok(Self { fused, naive, wide })
     }
@@ -301,7 +324,7 @@ fn as_f32(params: &[ParamDesc]) -> Vec<ParamDesc> {
 }
 
 /// A parameter's bytes, every element `value`.
-fn filled(param: &ParamDesc, value: f64) -> Vec<u8> {
+pub(crate) fn filled(param: &ParamDesc, value: f64) -> Vec<u8> {
     let numel = param.numel() as usize;
     match param.dtype {
         DType::F64 => value.to_le_bytes().repeat(numel),

@@ -17,7 +17,7 @@ pub(crate) struct CollectiveArgs {
     #[arg(long, value_enum)]
     pub(crate) collective: Option<Collective>,
     /// What carries it
-    #[arg(long, value_enum, default_value = "thread", requires = "collective")]
+    #[arg(long, value_enum, default_value = "thread")]
     pub(crate) engine: Engine,
     #[command(flatten)]
     pub(crate) ranks: Ranks,

@@ -21,17 +21,18 @@ pub(crate) struct Ceiling<'a> {
 }
 
 impl<'a> Ceiling<'a> {
-    /// As many arrays as the lists that the plan's first kernel has, together with the traffic of the plan.
-    pub(crate) fn new(backend: &'a CpuBackend, plan: &Plan) -> anyhow::Result<Self> {
+    /// As many arrays as the lists that the plan's first kernel has, together with this much traffic.
+    pub(crate) fn new(
+        backend: &'a CpuBackend,
+        plan: &Plan,
+        len_bytes: u64,
+    ) -> anyhow::Result<Self> {
         let lists = plan.storages().first().map(|storage| &storage.lists);
         let writes = lists.map_or(1, |lists| {
             let written = lists.iter().filter(|list| list.access == Access::ReadWrite);
             written.count().clamp(1, MAX_WRITTEN)
         });
-        let numel = plan
-            .traffic_bytes()
-            .div_ceil(bytes_per_element(writes))
-            .max(1) as usize;
+        let numel = len_bytes.div_ceil(bytes_per_element(writes)).max(1) as usize;
         // Aligned like a state's tensors: vectors that cross cache lines would make the ceiling too low.
         let array = || -> anyhow::Result<HostMemory> {
             let mut memory = HostMemory::zeroed(numel * size_of::<f32>())?;
@@ -58,36 +59,45 @@ impl<'a> Ceiling<'a> {
         self.written.len()
     }
 
-    /// Times the stream of one prefetch distance.
-    pub(crate) fn sample(&mut self, stream: usize) {
-        match self.written.len() {
-            1 => self.sample_written::<1>(stream),
-            2 => self.sample_written::<2>(stream),
-            3 => self.sample_written::<3>(stream),
-            4 => self.sample_written::<4>(stream),
-            _ => self.sample_written::<MAX_WRITTEN>(stream),
-        }
+    /// Bytes that one stream moves.
+    pub(crate) fn len_bytes(&self) -> u64 {
+        self.numel as u64 * bytes_per_element(self.writes())
     }
 
-    fn sample_written<const W: usize>(&mut self, index: usize) {
-        let (team, level) = (self.backend.team(), self.backend.level());
-        let read = self.read.elements::<f32>();
-        let Ok(mut lists) = <[&mut HostMemory; W]>::try_from(
-            self.written.iter_mut().collect::<Vec<&mut HostMemory>>(),
-        ) else {
-            return;
-        };
-        let streamed: Result<(), Infallible> = self.timers[index].sample(|| {
-            let written = lists.each_mut().map(|list| list.elements_mut::<f32>());
-            stream(team, level, PREFETCH_DISTANCES[index], read, written);
+    /// Times the stream of one prefetch distance.
+    pub(crate) fn sample(&mut self, index: usize) {
+        let mut timer = std::mem::replace(&mut self.timers[index], Timer::new());
+        let streamed: Result<(), Infallible> = timer.sample(|| {
+            self.stream(index);
             Ok(())
         });
         let Ok(()) = streamed;
+        self.timers[index] = timer;
+    }
+
+    /// Streams once, at one prefetch distance.
+    pub(crate) fn stream(&mut self, index: usize) {
+        match self.written.len() {
+            1 => self.stream_written::<1>(index),
+            2 => self.stream_written::<2>(index),
+            3 => self.stream_written::<3>(index),
+            4 => self.stream_written::<4>(index),
+            _ => self.stream_written::<MAX_WRITTEN>(index),
+        }
+    }
+
+    fn stream_written<const W: usize>(&mut self, index: usize) {
+        let (team, level) = (self.backend.team(), self.backend.level());
+        let read = self.read.elements::<f32>();
+        let mut lists = self.written.iter_mut();
+        let lists = std::array::from_fn::<_, W, _>(|_| lists.next());
+        let written = lists.map(|list| list.map_or(&mut [][..], HostMemory::elements_mut::<f32>));
+        stream(team, level, PREFETCH_DISTANCES[index], read, written);
     }
 
     /// The prefetch distance in bytes and the bandwidth of the best stream.
     pub(crate) fn best(&self) -> (usize, f64) {
-        let bytes = (self.numel as u64 * bytes_per_element(self.writes())) as f64;
+        let bytes = self.len_bytes() as f64;
         let rates = self.timers.iter().map(|timer| bytes / timer.best);
         let rates = PREFETCH_DISTANCES.iter().copied().zip(rates);
         let best = rates.max_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or((0, 0.0));

@@ -150,6 +150,11 @@ impl Ranks {
         self.ranks.map_or(2, NonZeroUsize::get)
     }
 
+    /// Whether any flag says how many there are, or where they meet.
+    pub(crate) fn given(&self) -> bool {
+        self.ranks.is_some() || self.meet.is_some()
+    }
+
     /// Refuses flags that would do nothing, without the flag that `what` names.
     pub(crate) fn require_none(&self, what: &str) -> anyhow::Result<()> {
         ensure!(

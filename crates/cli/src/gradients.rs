@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use anyhow::bail;
 use clap::Args;
-use fusestep_planner::{ClipByGlobalNorm, LossScale, LossScaling, Planner, UpdateNorms};
+use fusestep_planner::{ClipByGlobalNorm, LossScaling, Planner, UpdateNorms};
 
 /// Clipping, loss scaling, and norms of updates.
 #[derive(Clone, Copy, Debug, Args)]
@@ -22,16 +22,9 @@ pub(crate) struct GradientArgs {
 }
 
 impl GradientArgs {
-    /// The loss scale of the first step.
-    ///
-    /// # Errors
-    /// A fixed scale that is no power of two within range.
-    pub(crate) fn loss_scale(&self) -> anyhow::Result<Option<LossScale>> {
-        Ok(match self.loss_scale {
-            Some(ScaleArg::Dynamic) => Some(LossScale::dynamic()),
-            Some(ScaleArg::Fixed(scale)) => Some(LossScale::fixed(scale)?),
-            None => None,
-        })
+    /// Whether no flag was given.
+    pub(crate) fn none(&self) -> bool {
+        self.clip_norm.is_none() && self.loss_scale.is_none() && !self.update_norms
     }
 
     /// The planner with the passes asked for; their values are checked when a plan is made.

@@ -3,6 +3,7 @@
 
 mod bench;
 mod bench_collective;
+mod bench_ranks;
 mod ceiling;
 mod check;
 mod checkpoint;
@@ -11,18 +12,19 @@ mod engine;
 mod gradients;
 mod inputs;
 mod launch;
-mod layers;
 mod model;
 mod options;
 mod output;
 mod plan;
+mod position;
 mod ranks;
 mod report;
 mod rules;
+mod shadow;
 mod step;
 mod timer;
 mod train;
-mod train_ranks;
+mod training;
 
 use std::io::Write;
 use std::process::ExitCode;

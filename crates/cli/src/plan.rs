@@ -3,8 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use fusestep_planner::{PlanSummary, Planner, RankSummary, Topology};
-use fusestep_tensor::ParamDesc;
+use fusestep_planner::{PlanSummary, RankSummary};
 use serde::Serialize;
 
 use crate::gradients::GradientArgs;
@@ -48,10 +47,14 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
         .planner(args.optimizer.rule()?, args.planning.limits());
     let planner = args.precision.planner(planner, &model.params);
     let planner = args.gradients.passes(planner);
-    if args.world.world.is_some() || args.world.ranks.any() {
-        return run_world(args, planner, &model.params);
-    }
-    let plan = planner.plan(&model.params)?;
+    let (fused, topology) = (Fused::from(args.planning.naive), args.world.topology()?);
+    let of_ranks = args.world.world.is_some() || args.world.ranks.any();
+    let planner = if of_ranks {
+        args.world.ranks.passes(planner, fused, topology)?
+    } else {
+        planner
+    };
+    let plan = planner.plan_for(&model.params, topology)?;
     if !model.buffers.is_empty() {
         let count = model.buffers.len();
         eprintln!(
@@ -59,45 +62,25 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
             model.buffers[0]
         );
     }
+    let costs = of_ranks.then(|| args.world.cost_model(fused)).transpose()?;
     if let Some(path) = &args.html {
-        write_page(path, &plan.to_html())?;
+        let page = costs.map_or_else(|| plan.to_html(), |costs| plan.ranks_to_html(&costs));
+        write_page(path, &page)?;
     }
+    let ranks = costs.map(|costs| plan.rank_summary(costs));
     if args.json {
-        return print_json(&plan.summary());
+        let plan = plan.summary();
+        return print_json(&Summary { plan, ranks });
     }
-    print(&plan.to_string())
+    let ranks = ranks.map_or(String::new(), |ranks| ranks.to_string());
+    print(&format!("{plan}{ranks}"))
 }
 
-/// What `--json` prints for a world of ranks: the numbers of rank 0's own launches, and those of the calls between ranks.
+/// What `--json` prints: the numbers of rank 0's own launches, and those of the calls between ranks where there are several.
 #[derive(Debug, Serialize)]
-struct WorldSummary {
+struct Summary {
     #[serde(flatten)]
     plan: PlanSummary,
     #[serde(flatten)]
-    ranks: RankSummary,
-}
-
-fn run_world(args: &PlanArgs, planner: Planner, params: &[ParamDesc]) -> anyhow::Result<()> {
-    let world = args.world.world.map_or(1, std::num::NonZeroUsize::get);
-    let model = args.world.cost_model(Fused::from(args.planning.naive))?;
-    let planner = args
-        .world
-        .ranks
-        .passes(planner, Fused::from(args.planning.naive))?;
-    let plan = planner.plan_for(params, Topology::new(0, world)?)?;
-    if let Some(path) = &args.html {
-        write_page(path, &plan.to_html(&model))?;
-    }
-    let ranks = plan.summary(model);
-    if args.json {
-        let plan = plan.local().summary();
-        return print_json(&WorldSummary { plan, ranks });
-    }
-    print(&format!("{}{ranks}", plan.local()))?;
-    let notes: String = plan
-        .explain()
-        .iter()
-        .map(|note| format!("note {note}\n"))
-        .collect();
-    print(&notes)
+    ranks: Option<RankSummary>,
 }

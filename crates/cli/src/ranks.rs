@@ -4,9 +4,10 @@ use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
 use anyhow::{Context, ensure};
 use clap::Args;
-use fusestep_collective::{Costs, Link, measure};
+use fusestep_collective::{Communicator, Costs, Link, measure};
 use fusestep_planner::{
-    Comms, CostModel, FuseAllReduce, GradientMerge, LocalSgd, Planner, Reduced, Shard, Zero,
+    Comms, CostModel, FuseAllReduce, FuseReduceIntoUpdate, GradientAccumulation, LocalSgd,
+    MAX_WORLD, Planner, Reach, ReducedWhen, Shard, Topology, ZeroStage,
 };
 
 use crate::engine::{Engine, Ranks, Watch};
@@ -16,6 +17,23 @@ const MIB: f64 = 1_048_576.0;
 
 /// Most threads between which a link is measured.
 const MOST_MEASURED: usize = 16;
+
+/// Most ranks that are run as threads or processes of one machine.
+pub(crate) const MOST_RANKS: usize = 1_024;
+
+/// Most micro-steps of an update.
+const MOST_MICRO_STEPS: usize = 1_000_000;
+
+/// Most communication streams of a rank, each a thread of its own.
+const MOST_STREAMS: usize = 64;
+
+/// Reads a number from `LEAST` to `MOST`, and names both otherwise.
+pub(crate) fn bounded<const LEAST: usize, const MOST: usize>(text: &str) -> Result<usize, String> {
+    let number = text.parse().ok();
+    number
+        .filter(|number| (LEAST..=MOST).contains(number))
+        .ok_or_else(|| format!("expected a number from {LEAST} to {MOST}"))
+}
 
 /// What ranks share out and how they talk.
 #[derive(Clone, Copy, Debug, Args)]
@@ -29,16 +47,19 @@ pub(crate) struct RankArgs {
     /// Most MiB of gradients that one call reduces [default: 25]
     #[arg(long, value_name = "MIB")]
     pub(crate) bucket_cap_mib: Option<f64>,
-    /// Reduce buckets on this many rings while gradients are still being computed; 0: after the last gradient [default: 2, with
-    /// --naive 0]
-    #[arg(long, value_name = "N")]
-    pub(crate) rings: Option<usize>,
+    /// Reduce buckets on this many communication streams while gradients are still being given; 0: in the step [default: 2; 0
+    /// with --naive, and where ranks see each other's memory]
+    #[arg(long, value_name = "N", alias = "rings", value_parser = bounded::<0, MOST_STREAMS>)]
+    pub(crate) comm_streams: Option<usize>,
+    /// Reduce, update and gather one after the other, also where ranks see each other's memory and could do it in one pass
+    #[arg(long)]
+    pub(crate) apart: bool,
     /// Add the gradients of this many batches before each update
-    #[arg(long, value_name = "K")]
-    pub(crate) gradient_merge: Option<NonZeroU32>,
-    /// Reduce gradients across ranks in every batch of a merge, which takes less memory and more calls
-    #[arg(long, requires = "gradient_merge")]
-    pub(crate) merge_reduce_each: bool,
+    #[arg(long, value_name = "K", alias = "gradient-merge", value_parser = bounded::<1, MOST_MICRO_STEPS>)]
+    pub(crate) accumulate: Option<usize>,
+    /// Reduce gradients across ranks in every batch that is added, which takes less memory and more calls
+    #[arg(long, alias = "merge-reduce-each", requires = "accumulate")]
+    pub(crate) reduce_each: bool,
     /// Average parameters every this many steps in place of gradients every step
     #[arg(long, value_name = "K")]
     pub(crate) local_sgd: Option<NonZeroU64>,
@@ -53,16 +74,34 @@ impl RankArgs {
         self.zero > 0
             || self.shard_group.is_some()
             || self.bucket_cap_mib.is_some()
-            || self.rings.is_some()
-            || self.gradient_merge.is_some()
+            || self.comm_streams.is_some()
+            || self.accumulate.is_some()
             || self.local_sgd.is_some()
     }
 
-    /// On how many rings buckets are reduced.
-    pub(crate) fn ring_count(&self, fused: Fused) -> usize {
-        self.rings.unwrap_or(match fused {
-            Fused::Yes => Comms::DEFAULT_RINGS,
-            Fused::No => 0,
+    /// On how many communication streams buckets are reduced: where ranks see each other's memory none, since there the
+    /// reduction is part of the update and has nothing to hide behind.
+    pub(crate) fn streams(&self, fused: Fused, topology: Topology) -> usize {
+        let default = match (fused, topology.reach) {
+            (Fused::No, _) | (_, Reach::SharedMemory) => 0,
+            (Fused::Yes, Reach::Calls) => Comms::DEFAULT_STREAMS,
+        };
+        self.comm_streams.unwrap_or(default)
+    }
+
+    /// What the steps of a rank make their calls with; all ranks call it.
+    ///
+    /// # Errors
+    /// A world that is no multiple of a shard group; no thread for a stream.
+    pub(crate) fn comms<'a>(
+        &self,
+        comm: &'a mut dyn Communicator,
+        fused: Fused,
+    ) -> anyhow::Result<Comms<'a>> {
+        let streams = self.streams(fused, Topology::of(comm));
+        Ok(match self.shard_group {
+            Some(group) => Comms::in_groups(comm, group, streams)?,
+            None => Comms::with_streams(comm, streams)?,
         })
     }
 
@@ -70,7 +109,12 @@ impl RankArgs {
     ///
     /// # Errors
     /// A cap that is no positive number.
-    pub(crate) fn passes(&self, mut planner: Planner, fused: Fused) -> anyhow::Result<Planner> {
+    pub(crate) fn passes(
+        &self,
+        mut planner: Planner,
+        fused: Fused,
+        topology: Topology,
+    ) -> anyhow::Result<Planner> {
         let cap_bytes = match self.bucket_cap_mib {
             None => FuseAllReduce::DEFAULT_CAP_BYTES,
             Some(mib) => {
@@ -81,33 +125,35 @@ impl RankArgs {
                 (mib * MIB) as u64
             }
         };
-        if fused == Fused::Yes {
+        // One rank reduces nothing; notes that say so would only be in the way.
+        if fused == Fused::Yes && topology.world > 1 {
             planner = planner.with(FuseAllReduce::of_bytes(cap_bytes));
+            if self.streams(fused, topology) == 0 && !self.apart {
+                planner = planner.with(FuseReduceIntoUpdate);
+            }
         }
-        if let Some(every) = self.gradient_merge {
-            let reduced = match self.merge_reduce_each {
-                true => Reduced::PerMicroStep,
-                false => Reduced::PerWindow,
+        let every = self.accumulate.and_then(|every| u32::try_from(every).ok());
+        if let Some(every) = every.and_then(NonZeroU32::new) {
+            let reduced = if self.reduce_each {
+                ReducedWhen::PerMicroStep
+            } else {
+                ReducedWhen::PerWindow
             };
-            planner = planner.with(GradientMerge::every(every).reduced(reduced));
+            planner = planner.with(GradientAccumulation::every(every).reduced(reduced));
         }
         if let Some(every) = self.local_sgd {
             let rule = LocalSgd::every(every);
-            planner = planner.with(match self.adaptive {
-                true => rule.adaptive(),
-                false => rule,
-            });
+            planner = planner.with(if self.adaptive { rule.adaptive() } else { rule });
         }
-        let shard = match Zero::of(self.zero) {
-            Some(zero) if zero != Zero::Zero0 => Shard::new(zero),
-            _ => {
-                ensure!(
-                    self.shard_group.is_none(),
-                    "--shard-group: expected --zero 1, 2 or 3, found 0; without it nothing is shared out"
-                );
-                return Ok(planner);
-            }
-        };
+        let zero = ZeroStage::of(self.zero).unwrap_or_default();
+        if zero == ZeroStage::None {
+            ensure!(
+                self.shard_group.is_none(),
+                "--shard-group: expected --zero 1, 2 or 3, found 0; without it nothing is shared out"
+            );
+            return Ok(planner);
+        }
+        let shard = Shard::new(zero);
         Ok(planner.with(match self.shard_group {
             Some(group) => shard.group(group),
             None => shard,
@@ -132,8 +178,8 @@ impl From<bool> for Fused {
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct WorldArgs {
     /// Number of ranks
-    #[arg(long, value_name = "N")]
-    pub(crate) world: Option<NonZeroUsize>,
+    #[arg(long, value_name = "N", value_parser = bounded::<1, MAX_WORLD>)]
+    pub(crate) world: Option<usize>,
     #[command(flatten)]
     pub(crate) ranks: RankArgs,
     /// Microseconds of a call between ranks that moves next to nothing, as `fusestep check --engine` measures it
@@ -154,7 +200,7 @@ pub(crate) struct WorldArgs {
     /// Measure all of these between ranks that are threads of this machine
     #[arg(long, conflicts_with_all = ["latency_us", "bandwidth_gbs", "scatter_gbs", "gather_gbs", "memory_gbs"])]
     pub(crate) measure: bool,
-    /// Milliseconds of one backward pass, behind which calls are hidden unless --rings is 0
+    /// Milliseconds of one backward pass, behind which calls are hidden unless --comm-streams is 0
     #[arg(long, value_name = "MS", default_value_t = 0.0)]
     pub(crate) backward_ms: f64,
 }
@@ -194,24 +240,31 @@ impl WorldArgs {
             alpha_seconds: self.latency_us * 1e-6,
             beta_bytes_per_second: gbs * 1e9,
         };
-        let model = match self.measure {
-            true => CostModel::from(self.measured()?),
-            false => CostModel {
+        let model = if self.measure {
+            CostModel::from(self.measured()?)
+        } else {
+            CostModel {
                 scatter: self.scatter_gbs.map(link),
                 gather: self.gather_gbs.map(link),
                 memory_bytes_per_second: self.memory_gbs.map(|gbs| gbs * 1e9),
                 ..CostModel::from(link(self.bandwidth_gbs))
-            },
+            }
         };
         Ok(CostModel {
             backward_seconds: self.backward_ms * 1e-3,
-            rings: self.ranks.ring_count(fused),
+            comm_streams: self.ranks.streams(fused, self.topology()?),
             ..model
         })
     }
 
+    /// Rank 0 of the world asked for, or the only one.
+    pub(crate) fn topology(&self) -> anyhow::Result<Topology> {
+        Ok(Topology::new(0, self.world.unwrap_or(1))?)
+    }
+
     fn measured(&self) -> anyhow::Result<Costs> {
-        let world = self.world.unwrap_or(NonZeroUsize::MIN);
+        let world = self.world.and_then(NonZeroUsize::new);
+        let world = world.unwrap_or(NonZeroUsize::MIN);
         ensure!(
             world.get() <= MOST_MEASURED,
             "--measure: expected a world of at most {MOST_MEASURED}, found {world}; give --latency-us and --bandwidth-gbs"

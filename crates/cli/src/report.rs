@@ -49,7 +49,45 @@ pub(crate) fn report_page(summary: &TrainSummary, plan: &Plan) -> String {
     body.push_str(&curve(&accuracies, "#c27c3e", 1));
     body.push_str("<h2>Plan of the optimizer step</h2>\n");
     body.push_str(&plan.to_html_fragment());
+    body.push_str(&buckets(plan));
     html_page("fusestep train", &body)
+}
+
+/// What ranks reduce, in the order of the calls; nothing on one rank.
+fn buckets(plan: &Plan) -> String {
+    /// Rows of the table; a naive plan has one for each tensor.
+    const MOST: usize = 64;
+    if plan.buckets().is_empty() {
+        return String::new();
+    }
+    let topology = plan.topology();
+    let mut table = format!(
+        "<h2>Buckets between {} ranks, ZeRO stage {}</h2>\n\
+         <table><tr><th>bucket</th><th>tensors</th><th>elements</th><th>of rank {}</th></tr>\n",
+        topology.world,
+        plan.zero().number(),
+        topology.rank
+    );
+    for (index, bucket) in plan.buckets().iter().enumerate().take(MOST) {
+        let part = bucket.part(plan.shard_place().rank);
+        let _ = writeln!(
+            table,
+            "<tr><td>{index}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td></tr>",
+            plan.segments()[bucket.segment].tensors.len(),
+            bucket.numel(),
+            part.end - part.start,
+        );
+    }
+    table.push_str("</table>\n");
+    if let Some(more) = plan
+        .buckets()
+        .len()
+        .checked_sub(MOST)
+        .filter(|&more| more > 0)
+    {
+        let _ = writeln!(table, "<p>and {more} more buckets</p>");
+    }
+    table
 }
 
 /// A line over epochs 1, 2, …, with labelled axes.

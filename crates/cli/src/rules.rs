@@ -196,9 +196,10 @@ impl OptimizerArgs {
     }
 
     fn objective(&self) -> Objective {
-        match self.maximize {
-            true => Objective::Maximize,
-            false => Objective::Minimize,
+        if self.maximize {
+            Objective::Maximize
+        } else {
+            Objective::Minimize
         }
     }
 
@@ -213,9 +214,10 @@ impl OptimizerArgs {
                 Rule::Adam => WeightDecay::L2(self.weight_decay.unwrap_or(0.0)),
                 _ => WeightDecay::Decoupled(self.weight_decay.unwrap_or(0.01)),
             },
-            second_moment: match self.amsgrad {
-                true => SecondMoment::Largest,
-                false => SecondMoment::Running,
+            second_moment: if self.amsgrad {
+                SecondMoment::Largest
+            } else {
+                SecondMoment::Running
             },
             objective: self.objective(),
         }
@@ -231,9 +233,10 @@ impl OptimizerArgs {
             lr: self.lr.unwrap_or(default.lr),
             momentum: self.momentum.unwrap_or(default.momentum),
             dampening: self.dampening.unwrap_or(default.dampening),
-            nesterov: match self.nesterov {
-                true => Nesterov::Nesterov,
-                false => Nesterov::Plain,
+            nesterov: if self.nesterov {
+                Nesterov::Nesterov
+            } else {
+                Nesterov::Plain
             },
             weight_decay: match self.decay {
                 Some(Decay::Decoupled) => WeightDecay::Decoupled(lambda),
@@ -310,15 +313,11 @@ impl OptimizerArgs {
                 }
             }
             if matches == 0 {
-                warn_unmatched(pattern, params.len());
+                eprintln!(
+                    "warning: --exclude `{pattern}`: expected a part of a parameter's name, found it in none of {}",
+                    params.len()
+                );
             }
         }
     }
-}
-
-/// Warns of a pattern of --exclude that is part of no parameter's name.
-pub(crate) fn warn_unmatched(pattern: &str, params: usize) {
-    eprintln!(
-        "warning: --exclude `{pattern}`: expected a part of a parameter's name, found it in none of {params}"
-    );
 }

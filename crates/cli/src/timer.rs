@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 /// A sample lasts at least this long, so that the clock and a wake-up do not show.
-const MIN_SAMPLE_NS: f64 = 4e6;
+pub(crate) const MIN_SAMPLE_NS: f64 = 4e6;
 
 /// The best time per call so far.
 pub(crate) struct Timer {

@@ -1,15 +1,11 @@
 //! What a step of many ranks costs, before it has been run: its calls, read off the stages, and a prediction of its time.
 
-use fusestep_collective::{Costs, Link, Operation, ReduceOp};
-use fusestep_launch::{LEAF_ELEMENTS, MAX_SUMS};
-use fusestep_tensor::Role;
+use fusestep_collective::{Costs, Link};
 use serde::Serialize;
 
-use crate::comms::bytes_sent;
+use crate::arena::keeps_segments;
 use crate::display::bytes;
-use crate::gradients::keeps_segments;
-use crate::stage::{GatheredLists, Reduced};
-use crate::{Plan, Stage, ZeroStage};
+use crate::{CallPurpose, Plan, PlannedCall, ZeroStage};
 
 /// What a step is predicted from.
 ///
@@ -117,35 +113,6 @@ pub enum EventKind {
     Gather,
 }
 
-/// A call of a step, before it is made.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct PlannedCall {
-    /// What it is for.
-    pub what: CallPurpose,
-    /// The operation, as messages name it.
-    pub operation: &'static str,
-    /// The bucket, where it is of one.
-    pub bucket: Option<usize>,
-    /// Bytes of each rank's buffer.
-    pub len_bytes: u64,
-    /// Bytes that each rank sends, by ring algorithms.
-    pub bytes_sent: u64,
-    /// How often it is made in a step.
-    pub times: u64,
-    /// In every so many-th step only.
-    pub every: u64,
-}
-
-/// What a call is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum CallPurpose {
-    /// Gradients, parameters or state move.
-    Data,
-    /// Ranks tell each other which gradients there are, norms, whether to skip.
-    Control,
-}
-
 /// Bytes of one rank, or of all in the mean.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct RankBytes {
@@ -197,220 +164,6 @@ pub struct RankSummary {
 }
 
 impl Plan {
-    /// The calls of a step, in order. At ZeRO stage 3 parameters are gathered for each layer, the name up to the last `.`, before the
-    /// forward pass and again before the backward pass; a program that asks otherwise makes other calls.
-    pub fn calls(&self) -> Vec<PlannedCall> {
-        let mut calls = Calls {
-            all: Vec::new(),
-            world: self.topology.world as u64,
-            group: self.shard_group as u64,
-        };
-        if self.topology.world == 1 {
-            return calls.all;
-        }
-        let windows = if self.reduces_each() {
-            u64::from(self.micro_steps())
-        } else {
-            1
-        };
-        if self.reduces() {
-            let params = self.params.len() as u64 + if self.reduces_each() { 16 } else { 0 };
-            calls.control(Operation::AllReduce(ReduceOp::Max), params, calls.world);
-        }
-        if self.zero == ZeroStage::Three && self.reduces() {
-            self.layer_gathers(&mut calls);
-        }
-        for stage in &self.stages {
-            match stage {
-                Stage::Reduce(reduce) => self.reduce_calls(&mut calls, reduce, windows),
-                Stage::ReduceUpdate(update) => {
-                    let numel = update
-                        .bucket
-                        .map_or(0, |bucket| self.buckets[bucket].numel());
-                    let spec = &self.storages[update.storage];
-                    let width = spec.grad_dtype().len_bytes() + spec.param_dtype().len_bytes();
-                    let len_bytes = numel * width as u64;
-                    let world = calls.world;
-                    calls.data(
-                        Operation::ReduceUpdate,
-                        update.bucket,
-                        (len_bytes, world),
-                        1,
-                    );
-                }
-                Stage::Norm(_) => self.norm_calls(&mut calls),
-                Stage::Trust => {
-                    let len_bytes = self.leaves() * 8 * MAX_SUMS as u64;
-                    calls.control(Operation::AllReduce(ReduceOp::Sum), len_bytes, calls.group);
-                }
-                Stage::Gather(gather) => self.gather_calls(&mut calls, gather),
-                Stage::Average(rule) => {
-                    let first = calls.all.len();
-                    self.average_calls(&mut calls, rule.averaged);
-                    if rule.interval == crate::Interval::Adaptive {
-                        // The mean loss that the next interval follows.
-                        let mean = Operation::AllReduce(ReduceOp::Average);
-                        calls.control(mean, 8, calls.world);
-                    }
-                    for call in &mut calls.all[first..] {
-                        call.every = rule.every.get();
-                    }
-                }
-                Stage::Accumulate(_) | Stage::Optimize(_) => {}
-            }
-        }
-        if self.update_norms && self.zero != ZeroStage::None {
-            let chunk = u64::from(fusestep_launch::CHUNK_ELEMENTS);
-            let chunks = self
-                .params
-                .iter()
-                .map(|param| param.numel().div_ceil(chunk));
-            let len_bytes = 8 * chunks.sum::<u64>();
-            calls.control(Operation::AllReduce(ReduceOp::Sum), len_bytes, calls.group);
-        }
-        if self.update_norms && self.slices_of_ranks() > 0 {
-            let len_bytes = 8 * self.slices_of_ranks() * calls.world;
-            calls.control(Operation::AllReduce(ReduceOp::Sum), len_bytes, calls.world);
-        }
-        calls.all
-    }
-
-    /// Parameters of which each rank has a slice of its own.
-    fn slices_of_ranks(&self) -> u64 {
-        let slices = self.storages.iter().filter(|spec| spec.distributed);
-        slices.map(|spec| spec.members.len() as u64).sum()
-    }
-
-    fn leaves(&self) -> u64 {
-        let leaves = self
-            .params
-            .iter()
-            .map(|param| param.numel().div_ceil(LEAF_ELEMENTS));
-        leaves.sum()
-    }
-
-    fn reduce_calls(&self, calls: &mut Calls, reduce: &crate::Reduce, windows: u64) {
-        let bucket = &self.buckets[reduce.bucket];
-        let width = self.storages[bucket.storage].grad_dtype().len_bytes() as u64;
-        let (len_bytes, index) = (bucket.numel() * width, Some(reduce.bucket));
-        let (operation, own) = match reduce.result {
-            Reduced::Whole => (Operation::AllReduce(ReduceOp::Average), len_bytes),
-            Reduced::Part => {
-                let part = bucket.part(self.shard_place().rank);
-                let own = (part.end - part.start) * width;
-                (Operation::ReduceScatter(ReduceOp::Average), own)
-            }
-        };
-        let group = calls.group;
-        calls.data(operation, index, (len_bytes, group), windows);
-        if calls.group < calls.world {
-            let groups = calls.world / calls.group;
-            let across = Operation::AllReduce(ReduceOp::Average);
-            calls.data(across, index, (own, groups), windows);
-        }
-    }
-
-    fn norm_calls(&self, calls: &mut Calls) {
-        let sum = Operation::AllReduce(ReduceOp::Sum);
-        if !self.reduces() {
-            return calls.control(sum, 8, calls.world);
-        }
-        let slices = self.slices_of_ranks();
-        if slices > 0 {
-            calls.control(sum, 16 * slices * calls.world, calls.world);
-        }
-        calls.control(sum, 16 * self.leaves(), calls.group);
-    }
-
-    fn gather_calls(&self, calls: &mut Calls, gather: &crate::Gather) {
-        let bucket = &self.buckets[gather.bucket];
-        let group = calls.group;
-        for list in &self.storages[bucket.storage].lists {
-            let wanted = match gather.lists {
-                GatheredLists::Params => list.role == Role::Param,
-                GatheredLists::State => list.role.is_state(),
-            };
-            if !wanted {
-                continue;
-            }
-            let width = list.dtype.len_bytes() as u64;
-            let index = Some(gather.bucket);
-            for call in &gather.broadcasts {
-                let len_bytes = (call.elements.end - call.elements.start) * width;
-                let operation = Operation::Broadcast { root: call.owner };
-                calls.data(operation, index, (len_bytes, group), 1);
-            }
-            if gather.broadcasts.is_empty() {
-                calls.data(
-                    Operation::AllGather,
-                    index,
-                    (bucket.numel() * width, group),
-                    1,
-                );
-            }
-        }
-    }
-
-    fn average_calls(&self, calls: &mut Calls, averaged: crate::Averaged) {
-        let world = calls.world;
-        for spec in self.storages.iter().filter(|spec| !spec.distributed) {
-            let values =
-                if spec.list(Role::Master).is_some() || spec.list(Role::Remainder).is_some() {
-                    4
-                } else {
-                    spec.param_dtype().len_bytes()
-                };
-            let state = spec.lists.iter().filter(|list| {
-                let kept = matches!(list.role, Role::Master | Role::Remainder);
-                averaged == crate::Averaged::ParamsAndState && list.role.is_state() && !kept
-            });
-            let widths = state.map(|list| list.dtype.len_bytes());
-            for width in std::iter::once(values).chain(widths) {
-                let len_bytes = spec.layout.total_numel() * width as u64;
-                let operation = Operation::AllReduce(ReduceOp::Average);
-                calls.data(operation, None, (len_bytes, world), 1);
-            }
-        }
-    }
-
-    /// The gathers of a program that asks for a layer's parameters before its forward and before its backward pass.
-    fn layer_gathers(&self, calls: &mut Calls) {
-        let layer = |name: &str| {
-            name.rsplit_once('.')
-                .map_or(name, |(layer, _)| layer)
-                .to_owned()
-        };
-        let mut asked: std::collections::BTreeMap<(String, usize), u64> = Default::default();
-        for (index, segment) in self.segments.iter().enumerate() {
-            let spec = &self.storages[segment.storage];
-            let width = spec.param_dtype().len_bytes() as u64;
-            for tensor in segment.tensors.clone() {
-                let param = &self.params[spec.members[tensor as usize] as usize];
-                if param.numel() == 0 {
-                    continue;
-                }
-                for bucket in segment.buckets.clone() {
-                    let range = spec.layout.range(tensor as usize);
-                    let inside = self.buckets[bucket].overlaps(&range);
-                    let numel: usize = inside.iter().sum();
-                    let key = (
-                        layer(&param.name),
-                        if segment.buckets.len() > 1 {
-                            bucket
-                        } else {
-                            self.segments[index].buckets.start
-                        },
-                    );
-                    *asked.entry(key).or_default() += numel as u64 * width;
-                }
-            }
-        }
-        let group = calls.group;
-        for ((_, bucket), len_bytes) in asked {
-            calls.data(Operation::AllGather, Some(bucket), (len_bytes, group), 2);
-        }
-    }
-
     /// The calls of a step on its clock, in the order they start.
     pub fn timeline(&self, model: &CostModel) -> Vec<Event> {
         let calls = self.calls();
@@ -654,45 +407,6 @@ fn reduce_events(
         });
     }
     link_free
-}
-
-/// Calls as they are listed.
-struct Calls {
-    all: Vec<PlannedCall>,
-    world: u64,
-    group: u64,
-}
-
-impl Calls {
-    fn data(
-        &mut self,
-        operation: Operation,
-        bucket: Option<usize>,
-        (len_bytes, ranks): (u64, u64),
-        times: u64,
-    ) {
-        self.all.push(PlannedCall {
-            what: CallPurpose::Data,
-            operation: operation.name(),
-            bucket,
-            len_bytes,
-            bytes_sent: bytes_sent(operation, len_bytes, ranks),
-            times,
-            every: 1,
-        });
-    }
-
-    fn control(&mut self, operation: Operation, len_bytes: u64, ranks: u64) {
-        self.all.push(PlannedCall {
-            what: CallPurpose::Control,
-            operation: operation.name(),
-            bucket: None,
-            len_bytes,
-            bytes_sent: bytes_sent(operation, len_bytes, ranks),
-            times: 1,
-            every: 1,
-        });
-    }
 }
 
 impl std::fmt::Display for RankSummary {

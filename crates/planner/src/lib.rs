@@ -6,8 +6,11 @@
 #![forbid(unsafe_code)]
 
 mod absorb;
+mod allocate;
+mod arena;
 mod average;
 mod bucket;
+mod calls;
 mod checkpoint;
 mod comms;
 mod cost;
@@ -18,6 +21,7 @@ mod exchange;
 mod explain;
 mod finish;
 mod gather;
+mod gradient_memory;
 mod gradients;
 mod group;
 mod handshake;
@@ -38,16 +42,19 @@ mod stage;
 mod state;
 mod step;
 mod storage;
+mod summary;
 mod table;
+mod tensors;
 mod topology;
 mod update_norms;
 
 pub use bucket::{Bucket, Segment};
+pub use calls::{CallPurpose, PlannedCall};
 pub use checkpoint::{
     FolderLock, Manifest, OpenRun, OpenWindow, ShardSpec, StateTensors, TensorSpec, WholeTensors,
 };
 pub use comms::Comms;
-pub use cost::{CallPurpose, CostModel, Event, EventKind, PlannedCall, RankBytes, RankSummary};
+pub use cost::{CostModel, Event, EventKind, RankBytes, RankSummary};
 pub use error::PlanError;
 pub use explain::{Note, Verdict};
 pub use fusestep_amp::{AmpError, LossScale, ScalePolicy};
@@ -61,7 +68,7 @@ pub use passes::{
     FuseBroadcast, FuseOptimizer, FuseReduceIntoUpdate, GradientAccumulation, Interval, LocalSgd,
     LossScaling, Oversize, Ownership, Pass, ReducedWhen, Shard, UpdateNorms, ZeroStage,
 };
-pub use plan::{Plan, PlanSummary};
+pub use plan::Plan;
 pub use planner::{Planner, Tensors};
 pub(crate) use precision::Precisions;
 pub use prefetch::PendingGather;
@@ -72,5 +79,6 @@ pub use stage::{
     Part, Reduce, Reduced, Stage, StorageSpec, When,
 };
 pub use state::State;
+pub use summary::PlanSummary;
 pub use table::{StepGraph, TableKind};
 pub use topology::{MAX_WORLD, Reach, Topology};

@@ -8,8 +8,8 @@ use fusestep_simd::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 use fusestep_tensor::{DType, Role};
 
 use crate::stage::Extent;
-use crate::state::check_len;
 use crate::storage::Held;
+use crate::tensors::check_len;
 use crate::{Plan, PlanError, State, Tensors};
 
 /// What masters have to follow before the next step.

@@ -7,8 +7,8 @@ use fusestep_collective::{CallContext, Operation, ReduceOp, ReduceUpdate};
 use fusestep_launch::{Backend, Buffer, LaunchReport, Replicas};
 use fusestep_tensor::{DType, Role};
 
+use crate::arena::{SegmentState, keeps_segments};
 use crate::comms::{BucketCall, Comms, Reducing, SegmentCalls};
-use crate::gradients::{SegmentState, keeps_segments};
 use crate::stage::{Extent, Reduced};
 use crate::{Optimize, Plan, PlanError, Stage, State};
 

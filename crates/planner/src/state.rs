@@ -3,21 +3,18 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use fusestep_coalesce::HostMemory;
-use fusestep_collective::Communicator;
-use fusestep_launch::{Backend, Batch, Buffer, ListBuffer, MAX_SUMS};
-use fusestep_tensor::{DType, Element, ParamDesc, Role};
+use fusestep_launch::{Batch, ListBuffer};
+use fusestep_tensor::{DType, ParamDesc, Role};
 
+use crate::arena::GradientArena;
 use crate::average::Adapting;
 use crate::exchange::Exchange;
-use crate::gradients::GradientArena;
 use crate::group::Classes;
 use crate::master::Masters;
 use crate::norm::{NormState, Placed};
-use crate::stage::Extent;
-use crate::storage::{Held, StorageState};
+use crate::storage::StorageState;
 use crate::table::Tables;
-use crate::update_norms::{UpdateReader, UpdateSlots};
+use crate::update_norms::UpdateReader;
 use crate::{Optimizer, Plan, PlanError, Precisions, Tensors};
 
 /// Tensors, step counts, gradients and learning rate of one rank of a training run, allocated by [`Plan::allocate`].
@@ -28,19 +25,19 @@ pub struct State {
     pub(crate) tensors: Tensors,
     /// The rules at their current learning rates.
     pub(crate) rules: Vec<Optimizer>,
-    precisions: Precisions,
+    pub(crate) precisions: Precisions,
     pub(crate) storages: Vec<StorageState>,
     /// For each parameter its storage and its position there.
     pub(crate) places: Vec<(usize, usize)>,
     /// What masters have to follow.
     pub(crate) masters: Masters,
-    index: HashMap<String, usize>,
+    pub(crate) index: HashMap<String, usize>,
     /// Steps run.
     pub(crate) step: u64,
     /// For each parameter the steps it has missed.
     pub(crate) steps_behind: Vec<u64>,
     /// For each parameter whether the next step leaves it out.
-    absent: Vec<bool>,
+    pub(crate) absent: Vec<bool>,
     pub(crate) absent_count: u64,
     pub(crate) schedule: Schedule,
     pub(crate) tables: Tables,
@@ -62,7 +59,7 @@ pub struct State {
     pub(crate) adapting: Adapting,
     /// How often parameters have been changed.
     pub(crate) params_version: u64,
-    backend: &'static str,
+    pub(crate) backend: &'static str,
 }
 
 /// The batches to run: the plan's own, unless tensors are absent or behind.
@@ -75,156 +72,6 @@ pub(crate) struct Schedule {
     pub(crate) norm: Vec<Vec<Batch>>,
     /// The pattern of absent tensors or missed steps has changed since it was made.
     pub(crate) stale: bool,
-}
-
-/// Who gives memory for what ranks move.
-pub(crate) enum Allocator<'a> {
-    /// The backend, for everything.
-    Backend(&'a dyn Backend),
-    /// The communicator, so that ranks see it.
-    Communicator(&'a dyn Backend, &'a mut dyn Communicator),
-}
-
-impl Allocator<'_> {
-    pub(crate) fn backend(&self) -> &dyn Backend {
-        match self {
-            Allocator::Backend(backend) | Allocator::Communicator(backend, _) => *backend,
-        }
-    }
-
-    /// Memory of an arena that calls move, or one that they do not.
-    pub(crate) fn arena(
-        &mut self,
-        len_bytes: usize,
-        moves: bool,
-    ) -> Result<Box<dyn Buffer>, PlanError> {
-        match self {
-            Allocator::Communicator(backend, comm) if moves && backend.takes_host_memory() => {
-                let memory: HostMemory = comm.allocate(len_bytes)?;
-                Ok(Box::new(memory))
-            }
-            Allocator::Backend(backend) | Allocator::Communicator(backend, _) => {
-                Ok(backend.allocate(len_bytes)?)
-            }
-        }
-    }
-}
-
-impl Plan {
-    /// Allocates zeroed tensors on `backend`; parameters are zero until written.
-    ///
-    /// # Errors
-    /// [`PlanError::Backend`] if memory cannot be had, or the backend cannot do what a stage needs.
-    pub fn allocate(&self, backend: &dyn Backend) -> Result<State, PlanError> {
-        self.allocate_from(Allocator::Backend(backend))
-    }
-
-    /// [`Plan::allocate`], with arenas that calls move from the communicator: ranks of one machine then see each other's, and nothing
-    /// is copied on the way.
-    ///
-    /// # Errors
-    /// As [`Plan::allocate`]; [`PlanError::Collective`] if the communicator has not so much memory.
-    pub fn allocate_on(
-        &self,
-        backend: &dyn Backend,
-        comm: &mut dyn Communicator,
-    ) -> Result<State, PlanError> {
-        self.allocate_from(Allocator::Communicator(backend, comm))
-    }
-
-    fn allocate_from(&self, mut allocator: Allocator<'_>) -> Result<State, PlanError> {
-        self.check_backend(allocator.backend())?;
-        let mut storages = Vec::with_capacity(self.storages.len());
-        for spec in &self.storages {
-            let Some(&first) = spec.members.first() else {
-                continue;
-            };
-            let kernel = self.kernel_of(first)?;
-            let mut lists = Vec::with_capacity(spec.lists.len());
-            for (index, &list) in spec.lists.iter().enumerate() {
-                // The layout guarantees that the widest element's bytes fit an i64.
-                let len_bytes = match spec.extents[index] {
-                    Extent::Segments => 0,
-                    _ => spec.list_numel(index) as usize * list.dtype.len_bytes(),
-                };
-                let moves = self.topology.world > 1 && spec.extents[index] == Extent::Whole;
-                let buffer = allocator.arena(len_bytes, moves)?;
-                lists.push(ListBuffer { list, buffer });
-            }
-            let layout = kernel.argument_layout();
-            let mut scalars = vec![0; layout.scalar_bytes];
-            kernel.write_scalars(&mut scalars);
-            let summed = self.reduces() && kernel.normed().is_some();
-            storages.push(StorageState {
-                tensor_sums: summed.then(|| vec![[0.0; MAX_SUMS]; spec.members.len()]),
-                kernel,
-                spec: spec.clone(),
-                lists,
-                firsts: Vec::new(),
-                scalars,
-                sets: vec![0; layout.set_bytes * self.classes.classes.len()],
-                update_slots: if self.update_norms {
-                    Some(UpdateSlots::allocate(spec, allocator.backend())?)
-                } else {
-                    None
-                },
-            });
-        }
-        let arena = GradientArena::allocate(self, &mut allocator)?;
-        let backend = allocator.backend();
-        let names = self.params.iter().enumerate();
-        Ok(State {
-            plan_hash: self.hash,
-            params: Arc::clone(&self.params),
-            tensors: self.tensors,
-            rules: self.rules.clone(),
-            precisions: self.precisions.clone(),
-            storages,
-            places: self.places.clone(),
-            masters: Masters::new(self),
-            index: names.map(|(i, param)| (param.name.clone(), i)).collect(),
-            step: 0,
-            steps_behind: vec![0; self.params.len()],
-            absent: vec![false; self.params.len()],
-            absent_count: 0,
-            schedule: Schedule {
-                classes: self.classes.clone(),
-                batches: self.optimize_stages().map(|s| s.batches.clone()).collect(),
-                norm: self.norm_stage().map_or(Vec::new(), |norm| {
-                    norm.reads.iter().map(|read| read.batches.clone()).collect()
-                }),
-                stale: false,
-            },
-            tables: Tables::of(self),
-            poisoned: None,
-            norm: NormState::allocate(self, backend)?,
-            scaled: self.gradients.loss_scale.is_some(),
-            updated: self.optimize_stages().map(|stage| stage.storage).collect(),
-            update_reader: UpdateReader::of(self),
-            arena,
-            exchange: Exchange::of(self)?,
-            since_average: 0,
-            adapting: Adapting::default(),
-            params_version: 0,
-            backend: backend.name(),
-        })
-    }
-
-    /// Refuses a backend that cannot run a stage of the plan.
-    fn check_backend(&self, backend: &dyn Backend) -> Result<(), PlanError> {
-        let in_host_memory = |stage: &crate::Stage| {
-            matches!(stage, crate::Stage::Trust | crate::Stage::ReduceUpdate(_))
-        };
-        if backend.takes_host_memory() || !self.stages.iter().any(in_host_memory) {
-            return Ok(());
-        }
-        Err(PlanError::Conflict {
-            first: format!("backend {}", backend.name()),
-            second: "a rule with sums over tensors, or fuse_reduce_into_update, on several ranks"
-                .to_owned(),
-            why: "do not go together, since ranks work on parts of tensors in host memory",
-        })
-    }
 }
 
 impl State {
@@ -372,165 +219,6 @@ impl State {
         }
     }
 
-    /// A tensor on the host that this rank has whole.
-    ///
-    /// # Errors
-    /// [`PlanError::UnknownName`], [`PlanError::NoSuchList`], [`PlanError::WrongDType`], [`PlanError::NotOnHost`],
-    /// [`PlanError::InShards`].
-    pub fn view<T: Element>(&self, role: Role, name: &str) -> Result<&[T], PlanError> {
-        let (storage, list) = self.list_index(role, name)?;
-        self.check_dtype::<T>(&self.storages[storage].lists[list], name)?;
-        let (_, tensor) = self.places[self.find(name)?];
-        let own = &self.storages[storage];
-        let bytes = if own.spec.extents[list] == Extent::Segments {
-            self.arena.view(&own.spec, storage, tensor)
-        } else {
-            let held = whole(own.spec.held(tensor, list), &self.params[self.find(name)?])?;
-            let place = held.place(size_of::<T>());
-            let bytes = own.lists[list].buffer.host();
-            bytes.and_then(|bytes| bytes.get(place))
-        };
-        let bytes = bytes.ok_or_else(|| self.not_on_host(role, name))?;
-        Ok(bytemuck::cast_slice(bytes))
-    }
-
-    /// A tensor on the host that this rank has whole, to be written. At the next step an f32 master takes over the values of a parameter
-    /// that it does not round to.
-    ///
-    /// # Errors
-    /// As [`State::view`].
-    pub fn view_mut<T: Element>(&mut self, role: Role, name: &str) -> Result<&mut [T], PlanError> {
-        let (storage, list) = self.list_index(role, name)?;
-        self.check_dtype::<T>(&self.storages[storage].lists[list], name)?;
-        let error = self.not_on_host(role, name);
-        let param = self.find(name)?;
-        let (_, tensor) = self.places[param];
-        if role == Role::Param {
-            self.lend_for_writing(param);
-            self.params_version += 1;
-        }
-        if role == Role::Grad {
-            return Ok(bytemuck::cast_slice_mut(
-                self.grad_view(param)?.ok_or(error)?,
-            ));
-        }
-        let own = &mut self.storages[storage];
-        let held = whole(own.spec.held(tensor, list), &self.params[param])?;
-        let bytes = own.lists[list].buffer.host_mut();
-        let bytes = bytes.and_then(|bytes| bytes.get_mut(held.place(size_of::<T>())));
-        Ok(bytemuck::cast_slice_mut(bytes.ok_or(error)?))
-    }
-
-    /// A parameter on the host.
-    ///
-    /// # Errors
-    /// As [`State::view`].
-    pub fn param<T: Element>(&self, name: &str) -> Result<&[T], PlanError> {
-        self.view(Role::Param, name)
-    }
-
-    /// A gradient on the host, to be written: a view into the arena that ranks reduce and updates read, no copy. It counts as given in
-    /// the micro-step under way. With several micro-steps to an update it is that of the micro-step, and added when that ends.
-    ///
-    /// # Errors
-    /// As [`State::view`]; [`PlanError::GradientTwice`] if it was pushed in this micro-step.
-    pub fn grad_mut<T: Element>(&mut self, name: &str) -> Result<&mut [T], PlanError> {
-        self.view_mut(Role::Grad, name)
-    }
-
-    /// Copies a whole tensor from the host; of one that is shared out this rank keeps what it has, and all ranks write the same. With a
-    /// parameter goes its master, where it does not round to the values written.
-    ///
-    /// # Errors
-    /// [`PlanError::UnknownName`], [`PlanError::NoSuchList`], [`PlanError::LenBytes`], [`PlanError::Backend`].
-    pub fn write(
-        &mut self,
-        backend: &dyn Backend,
-        role: Role,
-        name: &str,
-        bytes: &[u8],
-    ) -> Result<(), PlanError> {
-        let (storage, list) = self.list_index(role, name)?;
-        let param = self.find(name)?;
-        let (_, tensor) = self.places[param];
-        let width = self.storages[storage].lists[list].dtype().len_bytes();
-        let len_bytes = self.params[param].numel() as usize * width;
-        check_len(role, name, len_bytes, bytes.len())?;
-        self.before_write(backend, role, name, bytes)?;
-        if role == Role::Param {
-            self.params_version += 1;
-        }
-        if role == Role::Grad && self.storages[storage].spec.extents[list] != Extent::Whole {
-            return self.write_gradient(backend, param, bytes);
-        }
-        let own = &mut self.storages[storage];
-        for held in own.spec.held(tensor, list) {
-            let buffer = own.lists[list].buffer.as_mut();
-            let place = held.place(width);
-            backend.write(buffer, place.start, &bytes[held.within(width)])?;
-        }
-        Ok(())
-    }
-
-    /// Copies a tensor that this rank has whole to the host, wherever the state lies.
-    ///
-    /// # Errors
-    /// As [`State::write`]; [`PlanError::InShards`] if this rank has only a part of it; use [`crate::Plan::gather`] for parameters.
-    pub fn read(
-        &self,
-        backend: &dyn Backend,
-        role: Role,
-        name: &str,
-        bytes: &mut [u8],
-    ) -> Result<(), PlanError> {
-        let (storage, list) = self.list_index(role, name)?;
-        let param = self.find(name)?;
-        let (_, tensor) = self.places[param];
-        let own = &self.storages[storage];
-        let width = own.lists[list].dtype().len_bytes();
-        let len_bytes = self.params[param].numel() as usize * width;
-        check_len(role, name, len_bytes, bytes.len())?;
-        if own.spec.extents[list] == Extent::Segments {
-            let view = self.arena.view(&own.spec, storage, tensor);
-            bytes.copy_from_slice(view.ok_or_else(|| self.not_on_host(role, name))?);
-            return Ok(());
-        }
-        let held = whole(own.spec.held(tensor, list), &self.params[param])?;
-        let place = held.place(width);
-        Ok(backend.read(own.lists[list].buffer.as_ref(), place.start, bytes)?)
-    }
-
-    /// Copies what this rank's shard has of a tensor to the host, one call of `with` for each range of its elements.
-    pub(crate) fn read_shard(
-        &self,
-        backend: &dyn Backend,
-        role: Role,
-        param: usize,
-        mut with: impl FnMut(&Held, Vec<u8>),
-    ) -> Result<(), PlanError> {
-        let (storage, list) = self.list_index(role, &self.params[param].name)?;
-        let (_, tensor) = self.places[param];
-        let own = &self.storages[storage];
-        let width = own.lists[list].dtype().len_bytes();
-        let start = own.spec.layout.offset(tensor);
-        for held in own.spec.held_of_shard(tensor) {
-            // The same elements lie elsewhere in a list that this rank has whole.
-            let at = match own.spec.extents[list] {
-                Extent::Shard => held.at,
-                _ => start + held.elements.start,
-            };
-            let placed = Held {
-                elements: held.elements,
-                at,
-            };
-            let place = placed.place(width);
-            let mut bytes = vec![0; place.len()];
-            backend.read(own.lists[list].buffer.as_ref(), place.start, &mut bytes)?;
-            with(&placed, bytes);
-        }
-        Ok(())
-    }
-
     /// Roles that the state keeps for a parameter.
     ///
     /// # Errors
@@ -631,56 +319,4 @@ impl State {
         })?;
         Ok((storage, list))
     }
-
-    fn check_dtype<T: Element>(&self, list: &ListBuffer, name: &str) -> Result<(), PlanError> {
-        if list.dtype() == T::DTYPE {
-            return Ok(());
-        }
-        Err(PlanError::WrongDType {
-            role: list.role(),
-            name: name.to_owned(),
-            expected: list.dtype(),
-            found: T::DTYPE,
-        })
-    }
-
-    fn not_on_host(&self, role: Role, name: &str) -> PlanError {
-        PlanError::NotOnHost {
-            role,
-            name: name.to_owned(),
-            backend: self.backend,
-        }
-    }
-}
-
-/// The one range that has a whole tensor.
-fn whole(held: Vec<Held>, desc: &ParamDesc) -> Result<Held, PlanError> {
-    let nothing = Held {
-        elements: 0..0,
-        at: 0,
-    };
-    let one = held.into_iter().next().unwrap_or(nothing);
-    if one.elements == (0..desc.numel()) {
-        return Ok(one);
-    }
-    Err(PlanError::InShards {
-        name: desc.name.clone(),
-    })
-}
-
-pub(crate) fn check_len(
-    role: Role,
-    name: &str,
-    expected: usize,
-    found: usize,
-) -> Result<(), PlanError> {
-    if expected == found {
-        return Ok(());
-    }
-    Err(PlanError::LenBytes {
-        role,
-        name: name.to_owned(),
-        expected,
-        found,
-    })
 }

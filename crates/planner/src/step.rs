@@ -4,8 +4,8 @@ use fusestep_coalesce::HostMemory;
 use fusestep_launch::Backend;
 
 use crate::absorb::{Absorb, Divisor, absorb};
+use crate::arena::{Given, keeps_segments, sum_width};
 use crate::comms::Comms;
-use crate::gradients::{Given, keeps_segments, sum_width};
 use crate::run::Executor;
 use crate::{MicroStepReport, Plan, PlanError, State, StepReport, Topology};
 

@@ -24,13 +24,30 @@ fn four_ranks_train_to_the_same_bits_however_they_share_the_work() {
             (&whole["ranks"], &whole["zero"], &whole["engine"]),
             (&4.into(), &0.into(), &"thread".into())
         );
-        let ways: [&[&str]; 6] = [
+        let ways: [&[&str]; 8] = [
             &["--naive"],
-            &["--zero", "1", "--bucket-cap-mib", "0.01", "--rings", "0"],
-            &["--zero", "2", "--rings", "3", "--bucket-cap-mib", "0.02"],
+            &["--apart"],
+            &[
+                "--zero",
+                "1",
+                "--bucket-cap-mib",
+                "0.01",
+                "--comm-streams",
+                "0",
+            ],
+            &[
+                "--zero",
+                "2",
+                "--comm-streams",
+                "3",
+                "--bucket-cap-mib",
+                "0.02",
+            ],
+            // The old name of the flag.
             &["--zero", "3", "--rings", "1"],
             &["--zero", "3", "--naive"],
             &["--zero", "2", "--threads", "1"],
+            &["--zero", "1", "--apart"],
         ];
         for way in ways {
             let found = run(way);
@@ -41,12 +58,31 @@ fn four_ranks_train_to_the_same_bits_however_they_share_the_work() {
 }
 
 #[test]
+fn a_bucket_reduced_and_updated_in_one_pass_ends_with_the_same_bits() {
+    for zero in ["0", "1"] {
+        for rule in ["adamw", "momentum", "lion", "adagrad"] {
+            let base = ["--ranks", "3", "--zero", zero, "--optimizer", rule];
+            let (one_pass, apart) = (train(&base), train(&[&base[..], &["--apart"]].concat()));
+            assert_eq!(
+                one_pass["params_hash"], apart["params_hash"],
+                "{rule} {zero}"
+            );
+        }
+    }
+    let printed = ok(&["train", "--ranks", "2", "--epochs", "1"]);
+    assert!(
+        printed.contains("reduced and updated in one pass"),
+        "{printed}"
+    );
+}
+
+#[test]
 fn shard_groups_train_to_the_same_bits_at_every_stage() {
     let base = ["--ranks", "4", "--shard-group", "2", "--clip-norm", "1"];
     let run = |more: &[&str]| train(&[&base, more].concat());
     let whole = run(&["--zero", "1"]);
     for way in [
-        &["--zero", "2", "--rings", "0"][..],
+        &["--zero", "2", "--comm-streams", "0"][..],
         &["--zero", "3", "--bucket-cap-mib", "0.01"],
     ] {
         assert_eq!(run(way)["params_hash"], whole["params_hash"], "{way:?}");
@@ -110,12 +146,12 @@ fn ranks_without_images_take_part() {
         serde_json::from_str::<Value>(&found).unwrap()["params_hash"].clone()
     };
     let whole = hash(&[]);
-    assert_eq!(hash(&["--zero", "3", "--rings", "1"]), whole);
+    assert_eq!(hash(&["--zero", "3", "--comm-streams", "1"]), whole);
     assert_eq!(hash(&["--zero", "2", "--naive"]), whole);
 }
 
 #[test]
-fn state_and_layers_in_use_shrink_as_the_stage_promises() {
+fn state_and_parameters_shrink_as_the_stage_promises() {
     let number = |run: &Value, key: &str| run[key].as_u64().unwrap();
     let (whole, shared) = (
         train(&["--ranks", "4"]),
@@ -126,35 +162,99 @@ fn state_and_layers_in_use_shrink_as_the_stage_promises() {
         number(&shared, "state_bytes_per_rank"),
     );
     assert!(part < all / 4 + 6 * 512, "{part} of {all}");
-    let third = train(&["--ranks", "4", "--zero", "3", "--rings", "0"]);
+    let third = train(&["--ranks", "4", "--zero", "3", "--comm-streams", "0"]);
     let (peak, parameters) = (
         number(&third, "layer_peak_bytes"),
         number(&third, "parameter_bytes"),
     );
-    // The largest layer, and its tensors beside the gathered copy.
-    let largest = 4 * (64 * 128 + 128);
-    assert_eq!(peak, 2 * largest);
-    assert!(peak < parameters, "{peak} of {parameters}");
-    // With rings the next layer comes while one is in use: two are whole, never more.
-    let ahead = train(&["--ranks", "4", "--zero", "3"]);
-    assert_eq!(ahead["params_hash"], third["params_hash"]);
-    assert_eq!(ahead["collectives_per_step"], third["collectives_per_step"]);
-    assert_eq!(number(&ahead, "layer_peak_bytes"), 2 * largest);
+    assert_eq!(
+        peak, parameters,
+        "whole while the model uses them, and once"
+    );
+    let streams = train(&["--ranks", "4", "--zero", "3", "--comm-streams", "2"]);
+    assert_eq!(streams["params_hash"], third["params_hash"]);
+    assert_eq!(
+        streams["collectives_per_step"],
+        third["collectives_per_step"]
+    );
 }
 
 #[test]
-fn merged_batches_train_as_larger_ones_and_merging_one_changes_nothing() {
+fn one_rank_is_a_world_like_any_other() {
+    let folder = Folder::new();
+    let path = folder.path("checkpoint");
+    let alone = train(&[]);
+    assert_eq!(
+        alone["params_hash"],
+        train(&["--ranks", "1"])["params_hash"]
+    );
+    assert_eq!(alone["collectives_per_step"], 0.0);
+    let saved = train(&["--checkpoint", text(&path)]);
+    assert_eq!(saved["params_hash"], alone["params_hash"]);
+    assert!(saved["candle_ns_per_step"].as_f64().unwrap() > 0.0);
+    // Nothing is left to do: the run reports the model that was saved.
+    let ended = train(&["--checkpoint", text(&path), "--resume"]);
+    for key in ["params_hash", "final_loss", "test_accuracy"] {
+        assert_eq!(ended[key], saved[key], "{key}");
+    }
+    assert_eq!(ended["steps"], 0);
+    let page = folder.path("report.html");
+    ok(&[
+        "train",
+        "--epochs",
+        "1",
+        "--ranks",
+        "2",
+        "--report",
+        text(&page),
+    ]);
+    let page = fs::read_to_string(&page).unwrap();
+    assert!(page.contains("<polyline") && page.contains("Buckets between 2 ranks"));
+}
+
+#[test]
+fn more_than_there_can_be_is_refused() {
+    let shapes = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../data/shapes/resnet50.json"
+    );
+    for (args, most) in [
+        (&["plan", shapes, "--world", "65537"][..], "65536"),
+        (
+            &["plan", shapes, "--world", "18446744073709551615"],
+            "65536",
+        ),
+        (&["plan", shapes, "--world", "0"], "65536"),
+        (&["train", "--ranks", "1025"], "1024"),
+        (&["bench", shapes, "--ranks", "1025"], "1024"),
+        (
+            &["train", "--ranks", "2", "--accumulate", "1000001"],
+            "1000000",
+        ),
+        (
+            &["train", "--ranks", "2", "--gradient-merge", "0"],
+            "1000000",
+        ),
+        (&["train", "--ranks", "2", "--comm-streams", "65"], "64"),
+    ] {
+        let error = refused(args);
+        assert!(error.contains(most), "{args:?}: {error}");
+    }
+}
+
+#[test]
+fn added_batches_train_as_larger_ones_and_adding_one_changes_nothing() {
     let momentum = ["--optimizer", "momentum", "--ranks", "1"];
     let run = |more: &[&str]| train(&[&momentum, more].concat());
-    let (merged, large) = (
-        run(&["--batch", "16", "--gradient-merge", "4"]),
+    let (added, large) = (
+        run(&["--batch", "16", "--accumulate", "4"]),
         run(&["--batch", "64"]),
     );
-    assert_eq!(merged["steps"], large["steps"]);
+    assert_eq!(added["steps"], large["steps"]);
     let loss = |run: &Value| run["final_loss"].as_f64().unwrap();
     assert!(
-        (loss(&merged) - loss(&large)).abs() < 1e-6,
-        "{merged} {large}"
+        (loss(&added) - loss(&large)).abs() < 1e-6,
+        "{added} {large}"
     );
     let plain = train(&["--ranks", "2"]);
     let one = train(&["--ranks", "2", "--gradient-merge", "1"]);
@@ -162,14 +262,14 @@ fn merged_batches_train_as_larger_ones_and_merging_one_changes_nothing() {
     let each = [
         "--ranks",
         "3",
-        "--gradient-merge",
+        "--accumulate",
         "3",
-        "--merge-reduce-each",
+        "--reduce-each",
         "--dtype",
         "bf16",
     ];
     let hash = |more: &[&str]| train(&[&each, more].concat())["params_hash"].clone();
-    assert_eq!(hash(&["--zero", "2", "--rings", "0"]), hash(&[]));
+    assert_eq!(hash(&["--zero", "2", "--comm-streams", "0"]), hash(&[]));
     let adaptive = train(&["--ranks", "2", "--local-sgd", "1", "--adaptive"]);
     assert!(adaptive["test_accuracy"].as_f64().unwrap() > 0.5);
     let local = train(&["--ranks", "2", "--local-sgd", "4"]);
@@ -332,10 +432,22 @@ fn plans_of_many_ranks_count_their_calls() {
     assert!(number("bytes_on_wire").abs_diff(2 * bytes * 7 / 8) < 1_000);
     assert!(number("state_bytes_per_rank").abs_diff(2 * bytes / 8) < 200_000);
     assert!(plan["predicted_step_ns"].as_f64().unwrap() > 0.0);
+    let (worst, mean) = (&plan["worst_rank"], &plan["mean_rank"]);
+    for key in ["state_bytes", "memory_bytes", "bytes_sent"] {
+        let (worst, mean) = (worst[key].as_u64().unwrap(), mean[key].as_u64().unwrap());
+        assert!(mean > 0 && mean <= worst && worst < mean * 11 / 10, "{key}");
+    }
     let naive = run(&["--world", "8", "--naive"]);
     assert_eq!(naive["collectives"], naive["naive_collectives"]);
     let hidden = run(&["--world", "8", "--backward-ms", "100"]);
-    let after = run(&["--world", "8", "--backward-ms", "100", "--rings", "0"]);
+    let after = run(&[
+        "--world",
+        "8",
+        "--backward-ms",
+        "100",
+        "--comm-streams",
+        "0",
+    ]);
     let exposed = |plan: &Value| plan["exposed_ns"].as_f64().unwrap();
     assert!(exposed(&hidden) < exposed(&after));
     assert!(hidden["proposed_bucket_cap_bytes"].as_u64().unwrap() > 0);
@@ -409,9 +521,10 @@ fn kill_and_resume(rounds: u64, more: &[&str]) {
         }
     }
     assert!(killed > 0 && saved > 0, "{killed} killed, {saved} resumed");
-    let resume: &[&str] = match path.join("manifest.json").exists() {
-        true => &["--resume"],
-        false => &[],
+    let resume: &[&str] = if path.join("manifest.json").exists() {
+        &["--resume"]
+    } else {
+        &[]
     };
     let ended = ok(&[&base[..], &[text(&path)], resume].concat());
     assert_eq!(hash(&ended), whole);
@@ -423,8 +536,8 @@ fn a_run_killed_at_any_instant_resumes_to_the_same_parameters() {
 }
 
 #[test]
-fn runs_killed_within_a_merge_window_and_between_averages_resume_to_the_same_parameters() {
-    kill_and_resume(6, &["--zero", "2", "--gradient-merge", "5"]);
+fn runs_killed_between_micro_steps_and_between_averages_resume_to_the_same_parameters() {
+    kill_and_resume(6, &["--zero", "2", "--accumulate", "5"]);
     kill_and_resume(6, &["--local-sgd", "4"]);
 }
 

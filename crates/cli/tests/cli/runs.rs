@@ -190,6 +190,79 @@ fn bench_times_a_collective_between_threads() {
 }
 
 #[test]
+fn bench_times_steps_of_ranks_beside_their_parts() {
+    let folder = Folder::new();
+    let shapes = folder.path("shapes.json");
+    fs::write(
+        &shapes,
+        r#"[{"name":"a","shape":[100000]},{"name":"b","shape":[7, 11]}]"#,
+    )
+    .unwrap();
+    let run = |more: &[&str]| -> Value {
+        let base = ["bench", text(&shapes), "--rounds", "1", "--json"];
+        serde_json::from_str(&ok(&[&base[..], more].concat())).unwrap()
+    };
+    // Whole steps in one pass, and apart: stage 2 takes gradients out of their buckets first.
+    for (zero, bytes, gathers) in [
+        ("0", 52, false),
+        ("1", 36, true),
+        ("2", 48, true),
+        ("3", 40, false),
+    ] {
+        let found = run(&["--ranks", "2", "--zero", zero]);
+        for key in [
+            "ns_per_step",
+            "reduce_ns",
+            "update_ns",
+            "ceiling_ns",
+            "share_of_ceiling",
+        ] {
+            assert!(
+                found[key].as_f64().unwrap() > 0.0,
+                "{key} at {zero}: {found}"
+            );
+        }
+        assert_eq!(found["bytes_per_element"], bytes, "{zero}");
+        assert_eq!(
+            (&found["ranks"], &found["elements"]),
+            (&2.into(), &100_077.into())
+        );
+        assert!(
+            found["gather_ns"].as_f64().unwrap() > 0.0 || !gathers,
+            "{found}"
+        );
+        let copied = found["gradient_bytes_copied"].as_u64().unwrap();
+        assert!(copied == 0 || zero >= "2", "{copied} at {zero}");
+    }
+    let narrow = run(&[
+        "--ranks",
+        "2",
+        "--zero",
+        "1",
+        "--dtype",
+        "bf16",
+        "--optimizer",
+        "lion",
+    ]);
+    assert_eq!(
+        (&narrow["dtype"], &narrow["optimizer"]),
+        (&"bf16".into(), &"lion".into())
+    );
+    let printed = ok(&[
+        "bench",
+        text(&shapes),
+        "--rounds",
+        "1",
+        "--ranks",
+        "3",
+        "--apart",
+    ]);
+    assert!(printed.contains("all parts alone"), "{printed}");
+    let error = refused(&["bench", text(&shapes), "--ranks", "2", "--local-sgd", "4"]);
+    assert!(error.contains("--local-sgd"), "{error}");
+}
+
+#[test]
 fn check_tests_the_collectives_between_threads_and_says_what_mpi_takes() {
     let found = ok(&["check", "--engine", "thread", "--ranks", "3"]);
     assert!(found.contains("every collective is right"), "{found}");

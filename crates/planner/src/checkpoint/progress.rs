@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::counts::Progress;
 use super::folder::{Manifest, PieceBytes, TensorSpec, WholeTensors, refuse};
-use crate::gradients::sum_width;
+use crate::arena::sum_width;
 use crate::passes::ReducedWhen;
 use crate::{Plan, PlanError, State, Topology};
 

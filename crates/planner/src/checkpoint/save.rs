@@ -12,8 +12,8 @@ use super::folder::{
     Manifest, PieceBytes, ShardSpec, TURNS, TensorSpec, free_turn, generation, refuse, shard_file,
     write_shard,
 };
+use crate::arena::Given;
 use crate::comms::Comms;
-use crate::gradients::Given;
 use crate::{Plan, PlanError, State, ZeroStage};
 
 /// Bytes that each rank says about its file: outcome, length and checksum.

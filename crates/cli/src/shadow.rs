@@ -1,0 +1,67 @@
+//! candle's own AdamW on the gradients of a run: what its steps would have cost.
+
+use std::time::Instant;
+
+use candle_core::Var;
+use candle_core::backprop::GradStore;
+use candle_nn::{Optimizer as _, ParamsAdamW};
+use fusestep_fused_adam::{Adam, SecondMoment};
+use fusestep_launch::{Objective, WeightDecay};
+use fusestep_planner::Optimizer;
+
+use crate::model::Mlp;
+
+/// candle's AdamW on a copy of the model.
+pub(crate) struct Shadow {
+    vars: Vec<Var>,
+    optimizer: candle_nn::AdamW,
+    /// Time of all its steps, in nanoseconds.
+    pub(crate) ns: f64,
+}
+
+impl Shadow {
+    /// None unless the rule is candle's AdamW too.
+    pub(crate) fn new(model: &Mlp, rule: Optimizer) -> candle_core::Result<Option<Self>> {
+        let Optimizer::Adam(Adam {
+            weight_decay: WeightDecay::Decoupled(weight_decay),
+            second_moment: SecondMoment::Running,
+            objective: Objective::Minimize,
+            lr,
+            beta1,
+            beta2,
+            eps,
+        }) = rule
+        else {
+            return Ok(None);
+        };
+        let params = ParamsAdamW {
+            lr,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+        };
+        let copy = |var: &Var| Var::from_tensor(&var.as_tensor().copy()?.detach());
+        let vars: candle_core::Result<Vec<Var>> = model.vars().iter().map(copy).collect();
+        let vars = vars?;
+        Ok(Some(Self {
+            optimizer: candle_nn::AdamW::new(vars.clone(), params)?,
+            vars,
+            ns: 0.0,
+        }))
+    }
+
+    /// Takes a step with the gradients of `model`.
+    pub(crate) fn step(&mut self, model: &Mlp, grads: &GradStore) -> candle_core::Result<()> {
+        let mut own = GradStore::default();
+        for (var, copy) in model.vars().iter().zip(&self.vars) {
+            if let Some(grad) = grads.get(var) {
+                own.insert(copy, grad.clone());
+            }
+        }
+        let start = Instant::now();
+        self.optimizer.step(&own)?;
+        self.ns += start.elapsed().as_nanos() as f64;
+        Ok(())
+    }
+}

@@ -1,0 +1,433 @@
+//! The run of `fusestep train` on one rank of any number: each has its part of every batch.
+
+use std::num::{NonZeroU64, NonZeroUsize};
+use std::time::Instant;
+
+use anyhow::{Context, bail};
+use candle_core::backprop::GradStore;
+use fusestep_collective::{Collectives, Communicator, ReduceOp, even_counts};
+use fusestep_cpu::CpuBackend;
+use fusestep_launch::Precision;
+use fusestep_planner::{
+    Comms, FolderLock, MicroStepReport, Optimizer, Plan, Planner, State, Topology, ZeroStage,
+};
+use fusestep_tensor::{DType, ParamDesc, Role};
+use indicatif::{ProgressBar, ProgressStyle};
+use rand::SeedableRng;
+use rand::seq::SliceRandom;
+use rand_chacha::ChaCha8Rng;
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::digits::{self, Images};
+use crate::model::{Mlp, bytes_of};
+use crate::options::{ParamDType, threads};
+use crate::output::print;
+use crate::position::Position;
+use crate::ranks::Fused;
+use crate::shadow::Shadow;
+use crate::train::{Epoch, RankNumbers, TrainArgs, TrainSummary};
+
+/// What a run ends with.
+pub(crate) struct Trained {
+    pub(crate) summary: TrainSummary,
+    pub(crate) plan: Plan,
+}
+
+/// Trains as one rank of `comm`.
+pub(crate) fn train(
+    args: &TrainArgs,
+    rule: Optimizer,
+    params: &[ParamDesc],
+    comm: &mut dyn Communicator,
+) -> anyhow::Result<Trained> {
+    let (train, test) = digits::load(args.seed)?;
+    let topology = Topology::of(comm);
+    let first = topology.rank == 0;
+    let plan = plan_of(args, rule, params, topology)?;
+    if first && !args.json {
+        print(&format!(
+            "{} training and {} test images of handwritten digits\n{plan}",
+            train.len(),
+            test.len(),
+        ))?;
+    }
+    let of_rank = threads(args.threads).get().div_ceil(topology.world);
+    let backend = CpuBackend::new(NonZeroUsize::new(of_rank).unwrap_or(NonZeroUsize::MIN))?;
+    if let Some(folder) = &args.checkpoint {
+        std::fs::create_dir_all(folder)
+            .with_context(|| format!("--checkpoint {}", folder.display()))?;
+    }
+    let folder = args.checkpoint.as_ref().filter(|_| first);
+    let _lock = folder.map(|folder| FolderLock::take(folder)).transpose()?;
+    let mut state = plan.allocate_on(&backend, comm)?;
+    let model = Mlp::new(args.seed, args.dtype.into())?;
+    for (param, var) in params.iter().zip(model.vars()) {
+        state.write(&backend, Role::Param, &param.name, &bytes_of(var)?)?;
+    }
+    let shadow = if compares(args, &plan) {
+        Shadow::new(&model, rule)?
+    } else {
+        None
+    };
+    let batches = args.epochs.get() * train.len().div_ceil(args.batch.get());
+    let mut run = Run {
+        args,
+        names: params.iter().map(|param| param.name.as_str()).collect(),
+        plan: &plan,
+        state,
+        backend,
+        comms: args.rank_args.comms(comm, Fused::from(args.naive))?,
+        images: train,
+        test,
+        shadow,
+        bar: progress_bar(first, batches as u64),
+        tally: Tally::default(),
+    };
+    run.meet()?;
+    let (history, last) = run.epochs()?;
+    let summary = run.summary(history, last)?;
+    drop(run);
+    Ok(Trained { summary, plan })
+}
+
+/// The plan of one rank.
+fn plan_of(
+    args: &TrainArgs,
+    rule: Optimizer,
+    params: &[ParamDesc],
+    topology: Topology,
+) -> anyhow::Result<Plan> {
+    let planner = Planner::new(rule);
+    let planner = if args.naive { planner.naive() } else { planner };
+    let planner = args.precision.planner(planner, params);
+    let planner = args.gradients.passes(planner);
+    let fused = Fused::from(args.naive);
+    let planner = args.rank_args.passes(planner, fused, topology)?;
+    Ok(planner.plan_for(params, topology)?)
+}
+
+/// Whether candle's step would do the same work: one that keeps other tensors, reads gradients twice or decays other parameters is
+/// not comparable.
+fn compares(args: &TrainArgs, plan: &Plan) -> bool {
+    plan.topology().world == 1
+        && plan.micro_steps() == 1
+        && args.dtype == ParamDType::F32
+        && args.precision.precision() == Precision::default()
+        && args.gradients.none()
+        && args.optimizer.exclude.is_empty()
+}
+
+/// The progress of the whole run, shown by one rank.
+fn progress_bar(shown: bool, batches: u64) -> ProgressBar {
+    if !shown {
+        return ProgressBar::hidden();
+    }
+    let bar = ProgressBar::new(batches);
+    let style = ProgressStyle::with_template("{bar:40} {pos}/{len} batches  {msg}");
+    bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
+
+/// A model being trained.
+struct Run<'a> {
+    args: &'a TrainArgs,
+    /// Of the parameters, in the plan's order.
+    names: Vec<&'a str>,
+    plan: &'a Plan,
+    state: State,
+    backend: CpuBackend,
+    comms: Comms<'a>,
+    images: Images,
+    test: Images,
+    shadow: Option<Shadow>,
+    bar: ProgressBar,
+    tally: Tally,
+}
+
+/// What the steps so far have taken.
+#[derive(Default)]
+struct Tally {
+    /// Updates.
+    steps: u64,
+    /// Time of steps, and calls and bytes sent for them.
+    update_ns: f64,
+    calls: u64,
+    bytes: u64,
+    /// The most bytes of whole parameters beside the state, and of segments of gradients.
+    layer_peak_bytes: u64,
+    bucket_peak_bytes: u64,
+    /// Of the last update, if it is measured.
+    update_norm: Option<f64>,
+}
+
+impl Tally {
+    fn add(&mut self, report: &MicroStepReport) {
+        if let Some(update) = report.update {
+            self.steps += 1;
+            self.update_norm = update.update_norm;
+        }
+        self.bucket_peak_bytes = self.bucket_peak_bytes.max(report.segment_peak_bytes);
+    }
+}
+
+impl Run<'_> {
+    /// What ranks settle before the first step. All have drawn the same parameters; whoever changes how they are drawn changes them
+    /// on rank 0 for all. Ranks that compare what decides their bits do so here, too.
+    fn meet(&mut self) -> anyhow::Result<()> {
+        if self.plan.topology().world > 1 && self.plan.zero() != ZeroStage::Three {
+            let (state, backend) = (&mut self.state, &self.backend);
+            self.plan
+                .broadcast_parameters(state, backend, &mut self.comms, 0)?;
+        }
+        Ok(())
+    }
+
+    /// The model with the parameters of this moment; at ZeRO stage 3 all ranks ask for it alike.
+    fn model(&mut self) -> anyhow::Result<Mlp> {
+        let (state, backend) = (&self.state, &self.backend);
+        let gathered = self
+            .plan
+            .gather(state, backend, &mut self.comms, &self.names)?;
+        let len_bytes = gathered.len_bytes() as u64;
+        self.tally.layer_peak_bytes = self.tally.layer_peak_bytes.max(len_bytes);
+        Ok(Mlp::of(self.plan.params(), &gathered)?)
+    }
+
+    /// Trains; returns the epochs of this run, and the last one of all runs.
+    fn epochs(&mut self) -> anyhow::Result<(Vec<Epoch>, Epoch)> {
+        let batch = self.args.batch.get();
+        let mut rng = ChaCha8Rng::seed_from_u64(self.args.seed.wrapping_add(1));
+        let mut order: Vec<usize> = (0..self.images.len()).collect();
+        let mut history: Vec<Epoch> = Vec::new();
+        let start = self.resume()?;
+        let of_epoch = order.len().div_ceil(batch);
+        let mut done = start.epochs * of_epoch + start.batches;
+        self.bar.set_position(done as u64);
+        for epoch in 1..=self.args.epochs.get() {
+            order.shuffle(&mut rng);
+            // The order of images follows from all shuffles before it.
+            if epoch <= start.epochs {
+                continue;
+            }
+            let last_loss = history.last().map_or(start.last_loss, |epoch| epoch.loss);
+            let mut at = Position {
+                epochs: epoch - 1,
+                last_loss,
+                ..Position::default()
+            };
+            if epoch == start.epochs + 1 {
+                (at.batches, at.loss_sum) = (start.batches, start.loss_sum);
+            }
+            for positions in order.chunks(batch).skip(at.batches) {
+                let loss = self.step(positions)?;
+                // All ranks see the same mean, so they give up together.
+                if !loss.is_finite() {
+                    bail!(
+                        "epoch {epoch}: expected a finite loss, found {loss}; use a smaller --lr"
+                    );
+                }
+                at.loss_sum += loss * positions.len() as f64;
+                at.batches += 1;
+                done += 1;
+                self.bar.inc(1);
+                let due = |every: NonZeroU64| (done as u64).is_multiple_of(every.get());
+                if self.args.save_every.is_some_and(due) {
+                    self.save(at)?;
+                }
+            }
+            history.push(self.end_epoch(at)?);
+        }
+        self.bar.finish();
+        let last = match history.last() {
+            Some(last) => *last,
+            None => Epoch {
+                loss: start.last_loss,
+                test_accuracy: self.accuracy()?,
+            },
+        };
+        Ok((history, last))
+    }
+
+    /// Updates with what is left of the last micro-steps, which belongs to this epoch's images, looks at the test images and saves.
+    fn end_epoch(&mut self, at: Position) -> anyhow::Result<Epoch> {
+        let report = self
+            .plan
+            .flush(&mut self.state, &self.backend, &mut self.comms)?;
+        self.tally.add(&report);
+        if self.args.rank_args.local_sgd.is_some() {
+            self.plan.average_now(&mut self.state, &mut self.comms)?;
+        }
+        let ended = Epoch {
+            loss: at.loss_sum / self.images.len() as f64,
+            test_accuracy: self.accuracy()?,
+        };
+        self.bar.set_message(format!(
+            "loss {:.4}  test accuracy {:.2} %",
+            ended.loss,
+            100.0 * ended.test_accuracy
+        ));
+        self.save(Position {
+            epochs: at.epochs + 1,
+            last_loss: ended.loss,
+            ..Position::default()
+        })?;
+        Ok(ended)
+    }
+
+    fn accuracy(&mut self) -> anyhow::Result<f64> {
+        Ok(self.model()?.accuracy(&self.test)?)
+    }
+
+    /// Goes on from the checkpoint; returns where it was.
+    fn resume(&mut self) -> anyhow::Result<Position> {
+        let folder = self.args.checkpoint.as_ref();
+        let Some(folder) = folder.filter(|_| self.args.resume) else {
+            return Ok(Position::default());
+        };
+        let caller = self.plan.load(&mut self.state, &self.backend, folder)?;
+        for (key, own) in images(self.args) {
+            let found = caller.get(key).map_or("nothing", String::as_str);
+            if found != own {
+                bail!(
+                    "{}: {key}: expected {own}, found {found}; resume with the same images",
+                    folder.display()
+                );
+            }
+        }
+        let position = Position::read(&caller);
+        position.with_context(|| format!("{}: expected where the run was", folder.display()))
+    }
+
+    fn save(&mut self, position: Position) -> anyhow::Result<()> {
+        let Some(folder) = &self.args.checkpoint else {
+            return Ok(());
+        };
+        let mut caller = position.texts();
+        for (key, own) in images(self.args) {
+            caller.insert(key.to_owned(), own);
+        }
+        let (state, backend) = (&self.state, &self.backend);
+        Ok(self
+            .plan
+            .save(state, backend, &mut self.comms, folder, caller)?)
+    }
+
+    /// One batch, shared out among ranks; returns the mean loss over all of it.
+    fn step(&mut self, positions: &[usize]) -> anyhow::Result<f64> {
+        let sent = (self.comms.calls(), self.comms.bytes_sent());
+        let Topology { rank, world, .. } = self.plan.topology();
+        let counts = even_counts(positions.len(), world);
+        let start: usize = counts[..rank].iter().sum();
+        let own = self.images.select(&positions[start..start + counts[rank]]);
+        // Gradients are averaged over ranks, so a rank with more images than others counts for more.
+        let share = match self.args.rank_args.local_sgd {
+            Some(_) => 1.0,
+            None => (counts[rank] * world) as f64 / positions.len() as f64,
+        };
+        let batch = self.args.batch.get();
+        if self.plan.micro_steps() > 1 && positions.len() != batch {
+            self.state
+                .set_weight(positions.len() as f64 / batch as f64)?;
+        }
+        let loss = self.gradients(&own, share)?;
+        let mut total = [loss * own.len() as f64];
+        // The step below begins on all ranks at once, so its time is its own and not that of the slowest backward pass.
+        self.comms
+            .communicator()
+            .all_reduce(&mut total, ReduceOp::Sum)?;
+        let loss = total[0] / positions.len() as f64;
+        self.state.set_loss(loss);
+        let begun = Instant::now();
+        let report = self
+            .plan
+            .step(&mut self.state, &self.backend, &mut self.comms)?;
+        self.tally.update_ns += begun.elapsed().as_nanos() as f64;
+        self.tally.add(&report);
+        self.tally.calls += self.comms.calls() - sent.0;
+        self.tally.bytes += self.comms.bytes_sent() - sent.1;
+        Ok(loss)
+    }
+
+    /// One forward and backward pass over this rank's images, whose mean loss it returns; gives the gradients of `share` times the
+    /// loss. A rank without images has none to give.
+    fn gradients(&mut self, images: &Images, share: f64) -> anyhow::Result<f64> {
+        let model = self.model()?;
+        if images.len() == 0 {
+            return Ok(0.0);
+        }
+        let loss = model.loss(images)?;
+        let scale = self.state.loss_scale().map_or(1.0, |scale| scale.scale());
+        let grads = (&loss * (share * scale))?.backward()?;
+        self.give(&model, &grads)?;
+        if let Some(shadow) = &mut self.shadow {
+            shadow.step(&model, &grads)?;
+        }
+        Ok(f64::from(loss.to_scalar::<f32>()?))
+    }
+
+    /// Gives gradients, those of the last layer first, as a backward pass finds them.
+    fn give(&mut self, model: &Mlp, grads: &GradStore) -> anyhow::Result<()> {
+        for (name, var) in self.names.iter().zip(model.vars()).rev() {
+            if let Some(grad) = grads.get(var) {
+                let (state, backend) = (&mut self.state, &self.backend);
+                self.plan
+                    .push_grad(state, backend, &mut self.comms, name, &bytes_of(grad)?)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn summary(&mut self, history: Vec<Epoch>, last: Epoch) -> anyhow::Result<TrainSummary> {
+        let params_hash = self.params_hash()?;
+        let (plan, tally) = (self.plan, &self.tally);
+        let steps = tally.steps.max(1) as f64;
+        let params = plan.params().iter();
+        let parameter_bytes = params.map(|p| p.numel() * p.dtype.len_bytes() as u64);
+        Ok(TrainSummary {
+            epochs: self.args.epochs.get(),
+            steps: tally.steps,
+            skipped_steps: self.state.skipped(),
+            final_loss: last.loss,
+            test_accuracy: last.test_accuracy,
+            optimizer_ns_per_step: tally.update_ns / steps,
+            optimizer: plan.optimizer().name(),
+            dtype: DType::from(self.args.dtype).name(),
+            candle_ns_per_step: self.shadow.as_ref().map(|shadow| shadow.ns / steps),
+            update_norm: tally.update_norm,
+            params_hash,
+            launches_per_step: plan.launches(),
+            ranks: RankNumbers {
+                ranks: plan.topology().world,
+                engine: self.args.engine().name(),
+                zero: plan.zero().number(),
+                state_bytes_per_rank: plan.state_bytes(),
+                collectives_per_step: tally.calls as f64 / steps,
+                bytes_sent_per_step: tally.bytes as f64 / steps,
+                layer_peak_bytes: tally.layer_peak_bytes,
+                bucket_peak_bytes: tally.bucket_peak_bytes,
+                parameter_bytes: parameter_bytes.sum(),
+            },
+            history,
+        })
+    }
+
+    /// xxh3 of all parameters in name order.
+    fn params_hash(&mut self) -> anyhow::Result<String> {
+        let mut names = self.names.clone();
+        names.sort_unstable();
+        let (state, backend) = (&self.state, &self.backend);
+        let gathered = self.plan.gather(state, backend, &mut self.comms, &names)?;
+        let mut hasher = Xxh3::new();
+        for at in 0..names.len() {
+            hasher.update(gathered.bytes(at));
+        }
+        Ok(format!("{:016x}", hasher.digest()))
+    }
+}
+
+/// What decides which images a batch has.
+fn images(args: &TrainArgs) -> [(&'static str, String); 2] {
+    [
+        ("seed", args.seed.to_string()),
+        ("batch", args.batch.to_string()),
+    ]
+}

@@ -1,0 +1,75 @@
+//! Where steps run.
+
+use std::num::NonZeroUsize;
+
+use fusestep_cpu::CpuBackend;
+use fusestep_cuda::CudaBackend;
+use fusestep_launch::{Backend, LaunchLimits};
+
+use crate::Error;
+
+/// Where the steps of an optimizer run.
+pub trait Device {
+    /// What one launch may carry.
+    fn limits(&self) -> LaunchLimits;
+
+    /// Makes it ready for one of so many ranks that share it.
+    ///
+    /// # Errors
+    /// The backend's.
+    fn open(self: Box<Self>, ranks: usize) -> Result<Box<dyn Backend>, Error>;
+}
+
+/// Host memory and the processor's threads, shared out among the ranks of a process.
+#[derive(Clone, Copy, Debug)]
+pub struct Cpu {
+    threads: NonZeroUsize,
+}
+
+impl Cpu {
+    /// All threads of the machine.
+    ///
+    /// # Errors
+    /// The operating system's if it does not say how many there are.
+    pub fn new() -> Result<Self, Error> {
+        let threads = std::thread::available_parallelism()?;
+        Ok(Self { threads })
+    }
+
+    /// So many threads, of all ranks of the process together; they change no bits.
+    pub fn with_threads(threads: NonZeroUsize) -> Self {
+        Self { threads }
+    }
+}
+
+impl Device for Cpu {
+    fn limits(&self) -> LaunchLimits {
+        LaunchLimits::default()
+    }
+
+    fn open(self: Box<Self>, ranks: usize) -> Result<Box<dyn Backend>, Error> {
+        let threads = NonZeroUsize::new(self.threads.get().div_ceil(ranks.max(1)));
+        let backend = CpuBackend::new(threads.unwrap_or(NonZeroUsize::MIN))?;
+        Ok(Box::new(backend))
+    }
+}
+
+impl Device for CpuBackend {
+    fn limits(&self) -> LaunchLimits {
+        Backend::limits(self)
+    }
+
+    fn open(self: Box<Self>, _: usize) -> Result<Box<dyn Backend>, Error> {
+        Ok(self)
+    }
+}
+
+impl Device for CudaBackend {
+    fn limits(&self) -> LaunchLimits {
+        Backend::limits(self)
+    }
+
+    fn open(self: Box<Self>, _: usize) -> Result<Box<dyn Backend>, Error> {
+        Ok(self)
+    }
+}

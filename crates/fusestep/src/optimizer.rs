@@ -1,0 +1,305 @@
+//! A plan, its memory and its ranks in one object.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use fusestep_collective::{Communicator, Solo};
+use fusestep_launch::Backend;
+use fusestep_planner::{
+    Comms, FolderLock, GatheredParams, MicroStepReport, Optimizer, Plan, PlanError, Reach, State,
+    Topology,
+};
+use fusestep_tensor::{Element, ParamDesc, Role};
+
+use crate::builder::Asked;
+use crate::{Device, Error};
+
+/// What a checkpoint calls the number of steps that the caller has done.
+const STEPS: &str = "steps";
+
+/// The optimizer of one rank: gradients go in, [`FusedOptimizer::step`] updates parameters.
+///
+/// All ranks make the same calls. It is a thin face of [`Plan`] and [`State`], which stay public for programs that want more.
+pub struct FusedOptimizer<'c> {
+    rule: Optimizer,
+    asked: Asked,
+    plan: Plan,
+    device: Option<Box<dyn Device>>,
+    ranks: Ranks<'c>,
+    running: Option<Running>,
+    lock: Option<(PathBuf, FolderLock)>,
+}
+
+/// Who else there is.
+enum Ranks<'c> {
+    Alone(Solo),
+    /// Not asked for memory yet.
+    Waiting(&'c mut dyn Communicator),
+    Many(Comms<'c>),
+    /// Setting up has failed.
+    Lost,
+}
+
+/// What is there from the first use on.
+struct Running {
+    backend: Box<dyn Backend>,
+    state: State,
+}
+
+impl std::fmt::Debug for FusedOptimizer<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FusedOptimizer")
+            .field("rule", &self.rule)
+            .field("topology", &self.plan.topology())
+            .finish_non_exhaustive()
+    }
+}
+
+impl FusedOptimizer<'static> {
+    pub(crate) fn new(
+        rule: Optimizer,
+        asked: Asked,
+        params: &[ParamDesc],
+        device: Box<dyn Device>,
+    ) -> Result<Self, Error> {
+        let topology = Topology::SOLO;
+        let planner = asked.planner(rule, device.limits(), topology)?;
+        Ok(Self {
+            rule,
+            asked,
+            plan: planner.plan_for(params, topology)?,
+            device: Some(device),
+            ranks: Ranks::Alone(Solo::new()),
+            running: None,
+            lock: None,
+        })
+    }
+}
+
+impl<'c> FusedOptimizer<'c> {
+    /// The same optimizer as one rank of `comm`, before its first use. Ranks that see each other's memory reduce and update in it.
+    ///
+    /// # Errors
+    /// What the planner refuses for so many ranks; an optimizer that has been used.
+    pub fn on<'d>(self, comm: &'d mut dyn Communicator) -> Result<FusedOptimizer<'d>, Error> {
+        let topology = Topology::of(comm);
+        let Some(device) = self.device else {
+            return Err("on: expected an optimizer before its first use, found one in use".into());
+        };
+        let planner = self.asked.planner(self.rule, device.limits(), topology)?;
+        Ok(FusedOptimizer {
+            plan: planner.plan_for(self.plan.params(), topology)?,
+            rule: self.rule,
+            asked: self.asked,
+            device: Some(device),
+            ranks: Ranks::Waiting(comm),
+            running: None,
+            lock: None,
+        })
+    }
+
+    /// What every step does; print it.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// The memory of this rank.
+    ///
+    /// # Errors
+    /// That memory, threads or streams cannot be had.
+    pub fn state(&mut self) -> Result<&mut State, Error> {
+        self.start()?;
+        let running = self.running.as_mut();
+        running
+            .map(|running| &mut running.state)
+            .ok_or_else(|| "state: expected an optimizer that could be set up".into())
+    }
+
+    /// Sets a parameter; all ranks set the same.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownName`], [`PlanError::WrongDType`], [`PlanError::LenBytes`].
+    pub fn set_param<T: Element>(&mut self, name: &str, values: &[T]) -> Result<(), Error> {
+        self.with(|_, state, backend, _| {
+            check_dtype::<T>(state, Role::Param, name)?;
+            state.write(backend, Role::Param, name, bytemuck::cast_slice(values))
+        })
+    }
+
+    /// A parameter that this rank has whole, which is any below ZeRO stage 3.
+    ///
+    /// # Errors
+    /// As [`State::param`].
+    pub fn param<T: Element>(&mut self, name: &str) -> Result<&[T], Error> {
+        Ok(self.state()?.param(name)?)
+    }
+
+    /// Whole parameters at any ZeRO stage, for as long as the result lives; all ranks ask for the same.
+    ///
+    /// # Errors
+    /// As [`Plan::gather`].
+    pub fn gather(&mut self, names: &[&str]) -> Result<GatheredParams, Error> {
+        self.with(|plan, state, backend, comms| plan.gather(state, backend, comms, names))
+    }
+
+    /// A gradient, to be written where the step reads it; it counts as given.
+    ///
+    /// # Errors
+    /// As [`State::grad_mut`].
+    pub fn grad_mut<T: Element>(&mut self, name: &str) -> Result<&mut [T], Error> {
+        Ok(self.state()?.grad_mut(name)?)
+    }
+
+    /// Gives a gradient; with communication streams its bucket is reduced as soon as it is full.
+    ///
+    /// # Errors
+    /// As [`Plan::push_grad`]; [`PlanError::WrongDType`].
+    pub fn push_grad<T: Element>(&mut self, name: &str, grad: &[T]) -> Result<(), Error> {
+        self.with(|plan, state, backend, comms| {
+            check_dtype::<T>(state, Role::Grad, name)?;
+            plan.push_grad(state, backend, comms, name, bytemuck::cast_slice(grad))
+        })
+    }
+
+    /// The factor to multiply the next loss with; 1 unless the loss is scaled.
+    ///
+    /// # Errors
+    /// As [`FusedOptimizer::state`].
+    pub fn loss_scale(&mut self) -> Result<f64, Error> {
+        let scale = self.state()?.loss_scale();
+        Ok(scale.map_or(1.0, |scale| scale.scale()))
+    }
+
+    /// Ends a micro-step, and at the last one reduces, updates and gathers.
+    ///
+    /// # Errors
+    /// As [`Plan::step`].
+    pub fn step(&mut self) -> Result<MicroStepReport, Error> {
+        self.with(|plan, state, backend, comms| plan.step(state, backend, comms))
+    }
+
+    /// Updates from fewer micro-steps than asked for, at an epoch's end.
+    ///
+    /// # Errors
+    /// As [`Plan::flush`].
+    pub fn flush(&mut self) -> Result<MicroStepReport, Error> {
+        self.with(|plan, state, backend, comms| plan.flush(state, backend, comms))
+    }
+
+    /// Brings the parameters of rank `root` to all ranks, before the first step.
+    ///
+    /// # Errors
+    /// As [`Plan::broadcast_parameters`].
+    pub fn broadcast_parameters(&mut self, root: usize) -> Result<(), Error> {
+        self.with(|plan, state, backend, comms| {
+            plan.broadcast_parameters(state, backend, comms, root)
+        })
+    }
+
+    /// Goes on from the folder's checkpoint, of however many ranks; returns how many steps the caller had done, 0 if there is none.
+    ///
+    /// # Errors
+    /// As [`Plan::load`].
+    pub fn resume(&mut self, folder: impl AsRef<Path>) -> Result<usize, Error> {
+        let folder = folder.as_ref();
+        if !folder.join("manifest.json").exists() {
+            return Ok(0);
+        }
+        let texts = self.with(|plan, state, backend, _| plan.load(state, backend, folder))?;
+        let steps = texts.get(STEPS).and_then(|steps| steps.parse().ok());
+        let named = || format!("{}: expected a count of steps", folder.display());
+        steps.ok_or_else(|| named().into())
+    }
+
+    /// Saves after every so many steps; `step` counts from 0 and has just been done. Says whether it has saved.
+    ///
+    /// # Errors
+    /// As [`FusedOptimizer::save`].
+    pub fn checkpoint_every(
+        &mut self,
+        every: usize,
+        folder: impl AsRef<Path>,
+        step: usize,
+    ) -> Result<bool, Error> {
+        let due = (step + 1).is_multiple_of(every);
+        if due {
+            self.save(folder, step + 1)?;
+        }
+        Ok(due)
+    }
+
+    /// Saves parameters, state and that the caller has done `steps` steps; the checkpoint before stays until this one is complete.
+    ///
+    /// # Errors
+    /// As [`Plan::save`]; another run that saves to the same folder.
+    pub fn save(&mut self, folder: impl AsRef<Path>, steps: usize) -> Result<(), Error> {
+        let folder = folder.as_ref();
+        std::fs::create_dir_all(folder)?;
+        let locked = self.lock.as_ref().is_some_and(|(at, _)| at == folder);
+        if self.plan.topology().rank == 0 && !locked {
+            self.lock = Some((folder.to_owned(), FolderLock::take(folder)?));
+        }
+        let texts = BTreeMap::from([(STEPS.to_owned(), steps.to_string())]);
+        self.with(|plan, state, backend, comms| plan.save(state, backend, comms, folder, texts))
+    }
+
+    /// Does `work` with all that the planner asks for.
+    fn with<R>(
+        &mut self,
+        work: impl FnOnce(&Plan, &mut State, &dyn Backend, &mut Comms<'_>) -> Result<R, PlanError>,
+    ) -> Result<R, Error> {
+        self.start()?;
+        let lost = || Error::from("expected an optimizer that could be set up");
+        let Running { backend, state } = self.running.as_mut().ok_or_else(lost)?;
+        Ok(match &mut self.ranks {
+            Ranks::Alone(solo) => work(
+                &self.plan,
+                state,
+                backend.as_ref(),
+                &mut Comms::direct(solo),
+            )?,
+            Ranks::Many(comms) => work(&self.plan, state, backend.as_ref(), comms)?,
+            Ranks::Waiting(_) | Ranks::Lost => return Err(lost()),
+        })
+    }
+
+    /// Opens the device and allocates, at the first use.
+    fn start(&mut self) -> Result<(), Error> {
+        let Some(device) = self.device.take() else {
+            return Ok(());
+        };
+        let topology = self.plan.topology();
+        let sharing = match topology.reach {
+            Reach::SharedMemory => topology.world,
+            Reach::Calls => 1,
+        };
+        let backend = device.open(sharing)?;
+        let state = match std::mem::replace(&mut self.ranks, Ranks::Lost) {
+            Ranks::Waiting(comm) => {
+                let state = self.plan.allocate_on(backend.as_ref(), comm)?;
+                let streams = self.asked.streams(topology);
+                self.ranks = Ranks::Many(Comms::with_streams(comm, streams)?);
+                state
+            }
+            others => {
+                self.ranks = others;
+                self.plan.allocate(backend.as_ref())?
+            }
+        };
+        self.running = Some(Running { backend, state });
+        Ok(())
+    }
+}
+
+fn check_dtype<T: Element>(state: &State, role: Role, name: &str) -> Result<(), PlanError> {
+    let expected = state.dtype(role, name)?;
+    if expected == T::DTYPE {
+        return Ok(());
+    }
+    Err(PlanError::WrongDType {
+        role,
+        name: name.to_owned(),
+        expected,
+        found: T::DTYPE,
+    })
+}

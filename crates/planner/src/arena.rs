@@ -1,0 +1,360 @@
+//! The memory of gradients: segments that ranks reduce, sums over micro-steps, and who has what.
+
+use std::ops::Range;
+
+use fusestep_coalesce::HostMemory;
+use fusestep_collective::Pending;
+use fusestep_launch::Buffer;
+use fusestep_tensor::DType;
+
+use crate::allocate::Allocator;
+use crate::passes::ReducedWhen;
+use crate::ready::Ready;
+use crate::{Plan, PlanError, Stage, StorageSpec, ZeroStage};
+
+/// Gradients that micro-steps add and ranks reduce.
+#[derive(Debug)]
+pub(crate) struct GradientArena {
+    /// The segments of the plan.
+    pub(crate) segments: Vec<SegmentState>,
+    /// Which of them may be reduced.
+    pub(crate) ready: Ready,
+    /// Where each parameter's gradient is written.
+    pub(crate) regions: Vec<Region>,
+    /// For each region the sums of micro-steps, where the gradients' own memory cannot hold them.
+    pub(crate) sums: Vec<Option<HostMemory>>,
+    /// For each storage the sums of gradients that are reduced in every micro-step: of the shard, or of all of it.
+    pub(crate) reduced_sums: Vec<Option<HostMemory>>,
+    /// For each parameter in how many micro-steps its gradient was given.
+    pub(crate) given: Vec<u32>,
+    /// For each parameter how it was given in this micro-step.
+    pub(crate) now: Vec<Given>,
+    /// Micro-steps that are over, and the sum of their weights.
+    pub(crate) micro_steps: u32,
+    pub(crate) weights: f64,
+    /// Weight of the micro-step under way.
+    pub(crate) weight: Option<f64>,
+    /// Stands for the weights of all micro-steps, if gradients are reduced in each.
+    pub(crate) weights_hash: u64,
+    /// Memory of segments that are through, for those that come.
+    pub(crate) spare: Vec<Box<dyn Buffer>>,
+    /// Segments from the front whose parts have been taken.
+    pub(crate) through: usize,
+    /// Bytes of segments, and the most there have been since the last update.
+    held_bytes: u64,
+    peak_bytes: u64,
+    /// The most of several such numbers.
+    pub(crate) seen_peak_bytes: u64,
+    /// Bytes of gradients copied from one place to another since the last update.
+    pub(crate) copied_bytes: u64,
+    /// Time of calls behind the backward passes since the last update.
+    pub(crate) exposed_ns: u64,
+    /// Whether memory is the host's.
+    pub(crate) on_host: bool,
+    /// Whether micro-steps add their gradients before they are reduced.
+    pub(crate) accumulates: bool,
+    /// Whether segments may be reduced before the step is run: not where an update reduces them.
+    pub(crate) starts_early: bool,
+}
+
+/// How a gradient came in a micro-step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Given {
+    #[default]
+    No,
+    /// By `push_grad`: it is where it belongs.
+    Pushed,
+    /// Through a view that the caller may still write to.
+    Viewed,
+}
+
+/// Who has a segment's memory.
+#[derive(Debug)]
+pub(crate) enum SegmentState {
+    /// Gradients are being written, or are about to be; `None` until the first is.
+    Here(Option<Box<dyn Buffer>>),
+    /// A communication stream has it.
+    InFlight(Pending<Box<dyn Buffer>>),
+    /// It has been reduced, and this rank's part of it is in its shard.
+    Through,
+    /// A call has failed with it.
+    Lost,
+}
+
+/// The memory that holds some gradients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Region {
+    /// Index among all regions.
+    pub(crate) index: usize,
+    pub(crate) storage: usize,
+    /// `None` for a storage whose gradients lie in its list.
+    pub(crate) segment: Option<usize>,
+    /// Element of the storage that it begins with, and element count.
+    pub(crate) first: u64,
+    pub(crate) numel: u64,
+}
+
+/// One gradient in its region.
+pub(crate) struct Target<'a> {
+    pub(crate) bytes: &'a mut [u8],
+    pub(crate) sums: Option<&'a mut [u8]>,
+}
+
+impl GradientArena {
+    pub(crate) fn allocate(plan: &Plan, allocator: &mut Allocator<'_>) -> Result<Self, PlanError> {
+        let keeps = keeps_segments(plan);
+        let mut segments = Vec::with_capacity(plan.segments.len());
+        let mut held_bytes = 0;
+        for segment in &plan.segments {
+            let width = plan.storages[segment.storage].grad_dtype().len_bytes();
+            let len_bytes = (segment.elements.end - segment.elements.start) as usize * width;
+            let memory = if keeps {
+                held_bytes += len_bytes as u64;
+                Some(allocator.arena(len_bytes, true)?)
+            } else {
+                None
+            };
+            segments.push(SegmentState::Here(memory));
+        }
+        let (regions, count) = regions(plan);
+        let mut arena = Self {
+            ready: Ready::new(
+                plan.segments
+                    .iter()
+                    .map(|s| full_tensors(plan, s))
+                    .collect(),
+            ),
+            segments,
+            sums: (0..count).map(|_| None).collect(),
+            regions,
+            reduced_sums: plan.storages.iter().map(|_| None).collect(),
+            given: vec![0; plan.params.len()],
+            now: vec![Given::No; plan.params.len()],
+            micro_steps: 0,
+            weights: 0.0,
+            weight: None,
+            weights_hash: 0,
+            spare: Vec::new(),
+            through: 0,
+            held_bytes,
+            peak_bytes: held_bytes,
+            seen_peak_bytes: 0,
+            copied_bytes: 0,
+            exposed_ns: 0,
+            on_host: allocator.backend().takes_host_memory(),
+            accumulates: plan.micro_steps() > 1 && !plan.reduces_each(),
+            starts_early: plan.stages.iter().any(|s| matches!(s, Stage::Reduce(_))),
+        };
+        arena.allocate_sums(plan)?;
+        Ok(arena)
+    }
+
+    /// Sums for gradients of 16 bits, and for gradients that are reduced in every micro-step.
+    fn allocate_sums(&mut self, plan: &Plan) -> Result<(), PlanError> {
+        let Some(rule) = plan.accumulation().filter(|rule| rule.every.get() > 1) else {
+            return Ok(());
+        };
+        if rule.reduced == ReducedWhen::PerMicroStep {
+            for (storage, sums) in plan.storages.iter().zip(&mut self.reduced_sums) {
+                let width = sum_width(storage.grad_dtype());
+                *sums = Some(HostMemory::zeroed(storage.shard_numel() as usize * width)?);
+            }
+            return Ok(());
+        }
+        for region in self.regions.clone() {
+            let narrow = plan.storages[region.storage].grad_dtype().len_bytes() < 4;
+            if narrow || !self.on_host {
+                self.sums_of(region, plan.storages[region.storage].grad_dtype())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The sums of a region, allocated when they are first needed.
+    pub(crate) fn sums_of(
+        &mut self,
+        region: Region,
+        dtype: DType,
+    ) -> Result<&mut HostMemory, PlanError> {
+        let sums = &mut self.sums[region.index];
+        if sums.is_none() {
+            *sums = Some(HostMemory::zeroed(
+                region.numel as usize * sum_width(dtype),
+            )?);
+        }
+        sums.as_mut().ok_or(PlanError::Poisoned { step: 0 })
+    }
+
+    /// Bytes that are held right now besides the arenas of storages.
+    pub(crate) fn held_bytes(&self) -> u64 {
+        let sums = self.sums.iter().chain(&self.reduced_sums).flatten();
+        let sums: usize = sums.map(|memory| memory.bytes().len()).sum();
+        self.held_bytes + sums as u64
+    }
+
+    /// A segment's memory, made when it is first needed; `None` while a call has it.
+    pub(crate) fn memory(
+        &mut self,
+        segment: usize,
+        len_bytes: usize,
+        mut allocate: impl FnMut(usize) -> Result<Box<dyn Buffer>, PlanError>,
+    ) -> Result<Option<&mut Box<dyn Buffer>>, PlanError> {
+        let SegmentState::Here(memory) = &mut self.segments[segment] else {
+            return Ok(None);
+        };
+        if memory.is_none() {
+            let fits = |spare: &Box<dyn Buffer>| spare.len_bytes() == len_bytes;
+            let reused = self.spare.iter().position(fits);
+            *memory = Some(match reused {
+                Some(at) => self.spare.swap_remove(at),
+                None => {
+                    self.held_bytes += len_bytes as u64;
+                    self.peak_bytes = self.peak_bytes.max(self.held_bytes);
+                    allocate(len_bytes)?
+                }
+            });
+        }
+        Ok(memory.as_mut())
+    }
+
+    /// Takes a segment's memory; it counts as lost until it is put back.
+    pub(crate) fn take(&mut self, segment: usize) -> SegmentState {
+        std::mem::replace(&mut self.segments[segment], SegmentState::Lost)
+    }
+
+    /// Gives the memory of a segment that is through to those that come.
+    pub(crate) fn give_back(&mut self, segment: usize, memory: Box<dyn Buffer>) {
+        self.spare.push(memory);
+        self.segments[segment] = SegmentState::Through;
+    }
+
+    /// Makes all segments fit for the next gradients; says the most bytes there have been.
+    pub(crate) fn settle(&mut self, keeps: bool) -> u64 {
+        self.through = 0;
+        if !keeps {
+            self.spare.clear();
+            self.held_bytes = 0;
+            for segment in &mut self.segments {
+                *segment = SegmentState::Here(None);
+            }
+        }
+        std::mem::replace(&mut self.peak_bytes, self.held_bytes)
+    }
+
+    /// Notes the most bytes that segments have had in one micro-step.
+    pub(crate) fn seen_peak(&mut self, bytes: u64) {
+        self.seen_peak_bytes = self.seen_peak_bytes.max(bytes);
+    }
+
+    /// Makes all segments fit to be written after a failure: calls have kept their memory.
+    pub(crate) fn restore(&mut self) {
+        for segment in &mut self.segments {
+            if !matches!(segment, SegmentState::Here(_)) {
+                *segment = SegmentState::Here(None);
+            }
+        }
+        self.spare.clear();
+        self.through = 0;
+        self.ready.again();
+        self.now.fill(Given::No);
+        self.weight = None;
+    }
+
+    /// Forgets what was given, once it has been used.
+    pub(crate) fn clear(&mut self) {
+        self.micro_steps = 0;
+        self.weights = 0.0;
+        self.weights_hash = 0;
+        self.given.fill(0);
+        self.now.fill(Given::No);
+        self.ready.again();
+    }
+
+    /// One tensor's gradient in its segment, if that is there and the host's.
+    pub(crate) fn view(&self, spec: &StorageSpec, storage: usize, tensor: usize) -> Option<&[u8]> {
+        let width = spec.grad_dtype().len_bytes();
+        let range = spec.layout.range(tensor);
+        let region = self.regions.iter().find(|region| {
+            region.storage == storage
+                && (region.first..region.first + region.numel.max(1)).contains(&range.start)
+        })?;
+        let SegmentState::Here(Some(memory)) = &self.segments[region.segment?] else {
+            return None;
+        };
+        let start = (range.start - region.first) as usize * width;
+        memory
+            .host()?
+            .get(start..start + (range.end - range.start) as usize * width)
+    }
+
+    /// The sums of one tensor's gradients so far, as a checkpoint keeps them; `None` if they are where the gradients lie.
+    pub(crate) fn sums(&self, spec: &StorageSpec, param: usize, tensor: usize) -> Option<&[u8]> {
+        let region = self.regions[param];
+        let sums = self.sums[region.index].as_ref()?;
+        let width = sum_width(spec.grad_dtype());
+        let place = place_in(spec, &region, tensor, width);
+        sums.bytes().get(place)
+    }
+}
+
+/// Bytes of an element of sums.
+pub(crate) fn sum_width(dtype: DType) -> usize {
+    dtype.len_bytes().max(4)
+}
+
+/// Whether segments keep their memory once they are reduced. From ZeRO stage 2 on a rank needs no more than its shard.
+pub(crate) fn keeps_segments(plan: &Plan) -> bool {
+    plan.zero < ZeroStage::Two
+}
+
+fn full_tensors(plan: &Plan, segment: &crate::Segment) -> usize {
+    let layout = &plan.storages[segment.storage].layout;
+    let full = |&tensor: &u32| layout.numel(tensor as usize) > 0;
+    segment.tensors.clone().filter(full).count()
+}
+
+/// The region of each parameter, and how many there are.
+fn regions(plan: &Plan) -> (Vec<Region>, usize) {
+    let mut regions: Vec<Option<Region>> = vec![None; plan.params.len()];
+    for (index, segment) in plan.segments.iter().enumerate() {
+        let spec = &plan.storages[segment.storage];
+        for tensor in segment.tensors.clone() {
+            regions[spec.members[tensor as usize] as usize] = Some(Region {
+                index,
+                storage: segment.storage,
+                segment: Some(index),
+                first: segment.elements.start,
+                numel: segment.elements.end - segment.elements.start,
+            });
+        }
+    }
+    let count = plan.segments.len();
+    let whole = |param: usize| {
+        let (storage, _) = plan.places[param];
+        Region {
+            index: count + storage,
+            storage,
+            segment: None,
+            first: 0,
+            numel: plan.storages[storage].layout.total_numel(),
+        }
+    };
+    let regions = regions.into_iter().enumerate();
+    let regions = regions.map(|(param, region)| region.unwrap_or_else(|| whole(param)));
+    (regions.collect(), count + plan.storages.len())
+}
+
+/// A tensor's bytes in its region.
+pub(crate) fn place_in(
+    spec: &StorageSpec,
+    region: &Region,
+    tensor: usize,
+    width: usize,
+) -> Range<usize> {
+    let range = spec.layout.range(tensor);
+    if range.is_empty() {
+        return 0..0;
+    }
+    let place = |element: u64| (element - region.first) as usize * width;
+    place(range.start)..place(range.end)
+}

@@ -1,0 +1,122 @@
+//! A plan's numbers, and the hash by which plans know each other.
+
+use std::fmt::Write;
+use std::hash::Hasher;
+
+use fusestep_amp::MaxNorm;
+use serde::Serialize;
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::{Note, Optimizer, Plan, Stage, TableKind};
+
+impl Plan {
+    /// The hash of everything that is the same on all ranks and decides where things lie and what is done, read off the plan.
+    pub(crate) fn compute_hash(&self) -> u64 {
+        let mut text = HashWriter(Xxh3::new());
+        let names = self.rules.iter().map(Optimizer::name).collect::<Vec<_>>();
+        let (params, precisions) = (&self.params, &self.precisions);
+        let shape = (
+            self.topology.world,
+            self.shard_group,
+            self.zero,
+            self.ownership,
+        );
+        let asked = (
+            &self.gradients,
+            self.update_norms,
+            self.accumulation(),
+            self.local_sgd(),
+        );
+        // A hash has no error to return.
+        let _ = write!(
+            text,
+            "{names:?}{:?}{params:?}{precisions:?}{shape:?}{asked:?}{:?}{:?}{:?}",
+            self.rule_of, self.tensors, self.segments, self.buckets
+        );
+        for spec in &self.storages {
+            let lists = (
+                spec.kernel,
+                spec.rule,
+                &spec.members,
+                &spec.layout,
+                &spec.lists,
+            );
+            let _ = write!(text, "{lists:?}{}", spec.distributed);
+        }
+        for stage in &self.stages {
+            let _ = match stage {
+                // Elements and batches are this rank's own.
+                Stage::Optimize(own) | Stage::ReduceUpdate(own) => {
+                    write!(
+                        text,
+                        "update{:?}{:?}{:?}",
+                        own.storage, own.bucket, own.tensors
+                    )
+                }
+                Stage::Norm(_) => write!(text, "norm"),
+                other => write!(text, "{other:?}"),
+            };
+        }
+        text.0.finish()
+    }
+
+    /// The numbers that `fusestep plan --json` prints.
+    pub fn summary(&self) -> PlanSummary {
+        PlanSummary {
+            optimizer: self.optimizer().name(),
+            parameters: self.params.len(),
+            elements: self.elements(),
+            launches: self.launches(),
+            naive_launches: self.naive_launches(),
+            state_bytes: self.state_bytes(),
+            traffic_bytes: self.traffic_bytes(),
+            argument_bytes: self.limits.argument_bytes,
+            table: self.table,
+            max_norm: self.gradients.max_norm.map(MaxNorm::value),
+            loss_scale: self.gradients.loss_scale.map(|scale| scale.scale()),
+            hash: format!("{:016x}", self.hash),
+            notes: self.notes.iter().map(Note::to_string).collect(),
+        }
+    }
+}
+
+/// Text that is hashed as it is written.
+struct HashWriter(Xxh3);
+
+impl Write for HashWriter {
+    fn write_str(&mut self, text: &str) -> std::fmt::Result {
+        self.0.write(text.as_bytes());
+        Ok(())
+    }
+}
+
+/// The numbers of a plan.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct PlanSummary {
+    /// The update rule.
+    pub optimizer: &'static str,
+    /// Number of parameters.
+    pub parameters: usize,
+    /// Their elements.
+    pub elements: u64,
+    /// Launches of one step.
+    pub launches: usize,
+    /// Launches of the naive plan.
+    pub naive_launches: usize,
+    /// Bytes of optimizer state, padding included.
+    pub state_bytes: u64,
+    /// Bytes of memory traffic of one step.
+    pub traffic_bytes: u64,
+    /// The limit that batches were made for.
+    pub argument_bytes: usize,
+    /// Where the tables of launches lie.
+    pub table: TableKind,
+    /// The limit of the gradients' norm; `null` if they are not clipped.
+    pub max_norm: Option<f64>,
+    /// The loss scale of the first step; `null` if the loss is not scaled.
+    pub loss_scale: Option<f64>,
+    /// [`Plan::hash`] in hexadecimal.
+    pub hash: String,
+    /// What the passes did and why.
+    pub notes: Vec<String>,
+}

@@ -1,0 +1,221 @@
+//! Tensors of a state, as callers read and write them.
+
+use fusestep_launch::{Backend, ListBuffer};
+use fusestep_tensor::{Element, ParamDesc, Role};
+
+use crate::stage::Extent;
+use crate::storage::Held;
+use crate::{PlanError, State};
+
+impl State {
+    /// A tensor on the host that this rank has whole.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownName`], [`PlanError::NoSuchList`], [`PlanError::WrongDType`], [`PlanError::NotOnHost`],
+    /// [`PlanError::InShards`].
+    pub fn view<T: Element>(&self, role: Role, name: &str) -> Result<&[T], PlanError> {
+        let (storage, list) = self.list_index(role, name)?;
+        self.check_dtype::<T>(&self.storages[storage].lists[list], name)?;
+        let (_, tensor) = self.places[self.find(name)?];
+        let own = &self.storages[storage];
+        let bytes = if own.spec.extents[list] == Extent::Segments {
+            self.arena.view(&own.spec, storage, tensor)
+        } else {
+            let held = whole(own.spec.held(tensor, list), &self.params[self.find(name)?])?;
+            let place = held.place(size_of::<T>());
+            let bytes = own.lists[list].buffer.host();
+            bytes.and_then(|bytes| bytes.get(place))
+        };
+        let bytes = bytes.ok_or_else(|| self.not_on_host(role, name))?;
+        Ok(bytemuck::cast_slice(bytes))
+    }
+
+    /// A tensor on the host that this rank has whole, to be written. At the next step an f32 master takes over the values of a parameter
+    /// that it does not round to.
+    ///
+    /// # Errors
+    /// As [`State::view`].
+    pub fn view_mut<T: Element>(&mut self, role: Role, name: &str) -> Result<&mut [T], PlanError> {
+        let (storage, list) = self.list_index(role, name)?;
+        self.check_dtype::<T>(&self.storages[storage].lists[list], name)?;
+        let error = self.not_on_host(role, name);
+        let param = self.find(name)?;
+        let (_, tensor) = self.places[param];
+        if role == Role::Param {
+            self.lend_for_writing(param);
+            self.params_version += 1;
+        }
+        if role == Role::Grad {
+            return Ok(bytemuck::cast_slice_mut(
+                self.grad_view(param)?.ok_or(error)?,
+            ));
+        }
+        let own = &mut self.storages[storage];
+        let held = whole(own.spec.held(tensor, list), &self.params[param])?;
+        let bytes = own.lists[list].buffer.host_mut();
+        let bytes = bytes.and_then(|bytes| bytes.get_mut(held.place(size_of::<T>())));
+        Ok(bytemuck::cast_slice_mut(bytes.ok_or(error)?))
+    }
+
+    /// A parameter on the host.
+    ///
+    /// # Errors
+    /// As [`State::view`].
+    pub fn param<T: Element>(&self, name: &str) -> Result<&[T], PlanError> {
+        self.view(Role::Param, name)
+    }
+
+    /// A gradient on the host, to be written: a view into the arena that ranks reduce and updates read, no copy. It counts as given in
+    /// the micro-step under way. With several micro-steps to an update it is that of the micro-step, and added when that ends.
+    ///
+    /// # Errors
+    /// As [`State::view`]; [`PlanError::GradientTwice`] if it was pushed in this micro-step.
+    pub fn grad_mut<T: Element>(&mut self, name: &str) -> Result<&mut [T], PlanError> {
+        self.view_mut(Role::Grad, name)
+    }
+
+    /// Copies a whole tensor from the host; of one that is shared out this rank keeps what it has, and all ranks write the same. With a
+    /// parameter goes its master, where it does not round to the values written.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownName`], [`PlanError::NoSuchList`], [`PlanError::LenBytes`], [`PlanError::Backend`].
+    pub fn write(
+        &mut self,
+        backend: &dyn Backend,
+        role: Role,
+        name: &str,
+        bytes: &[u8],
+    ) -> Result<(), PlanError> {
+        let (storage, list) = self.list_index(role, name)?;
+        let param = self.find(name)?;
+        let (_, tensor) = self.places[param];
+        let width = self.storages[storage].lists[list].dtype().len_bytes();
+        let len_bytes = self.params[param].numel() as usize * width;
+        check_len(role, name, len_bytes, bytes.len())?;
+        self.before_write(backend, role, name, bytes)?;
+        if role == Role::Param {
+            self.params_version += 1;
+        }
+        if role == Role::Grad && self.storages[storage].spec.extents[list] != Extent::Whole {
+            return self.write_gradient(backend, param, bytes);
+        }
+        let own = &mut self.storages[storage];
+        for held in own.spec.held(tensor, list) {
+            let buffer = own.lists[list].buffer.as_mut();
+            let place = held.place(width);
+            backend.write(buffer, place.start, &bytes[held.within(width)])?;
+        }
+        Ok(())
+    }
+
+    /// Copies a tensor that this rank has whole to the host, wherever the state lies.
+    ///
+    /// # Errors
+    /// As [`State::write`]; [`PlanError::InShards`] if this rank has only a part of it; use [`crate::Plan::gather`] for parameters.
+    pub fn read(
+        &self,
+        backend: &dyn Backend,
+        role: Role,
+        name: &str,
+        bytes: &mut [u8],
+    ) -> Result<(), PlanError> {
+        let (storage, list) = self.list_index(role, name)?;
+        let param = self.find(name)?;
+        let (_, tensor) = self.places[param];
+        let own = &self.storages[storage];
+        let width = own.lists[list].dtype().len_bytes();
+        let len_bytes = self.params[param].numel() as usize * width;
+        check_len(role, name, len_bytes, bytes.len())?;
+        if own.spec.extents[list] == Extent::Segments {
+            let view = self.arena.view(&own.spec, storage, tensor);
+            bytes.copy_from_slice(view.ok_or_else(|| self.not_on_host(role, name))?);
+            return Ok(());
+        }
+        let held = whole(own.spec.held(tensor, list), &self.params[param])?;
+        let place = held.place(width);
+        Ok(backend.read(own.lists[list].buffer.as_ref(), place.start, bytes)?)
+    }
+
+    /// Copies what this rank's shard has of a tensor to the host, one call of `with` for each range of its elements.
+    pub(crate) fn read_shard(
+        &self,
+        backend: &dyn Backend,
+        role: Role,
+        param: usize,
+        mut with: impl FnMut(&Held, Vec<u8>),
+    ) -> Result<(), PlanError> {
+        let (storage, list) = self.list_index(role, &self.params[param].name)?;
+        let (_, tensor) = self.places[param];
+        let own = &self.storages[storage];
+        let width = own.lists[list].dtype().len_bytes();
+        let start = own.spec.layout.offset(tensor);
+        for held in own.spec.held_of_shard(tensor) {
+            // The same elements lie elsewhere in a list that this rank has whole.
+            let at = match own.spec.extents[list] {
+                Extent::Shard => held.at,
+                _ => start + held.elements.start,
+            };
+            let placed = Held {
+                elements: held.elements,
+                at,
+            };
+            let place = placed.place(width);
+            let mut bytes = vec![0; place.len()];
+            backend.read(own.lists[list].buffer.as_ref(), place.start, &mut bytes)?;
+            with(&placed, bytes);
+        }
+        Ok(())
+    }
+
+    fn check_dtype<T: Element>(&self, list: &ListBuffer, name: &str) -> Result<(), PlanError> {
+        if list.dtype() == T::DTYPE {
+            return Ok(());
+        }
+        Err(PlanError::WrongDType {
+            role: list.role(),
+            name: name.to_owned(),
+            expected: list.dtype(),
+            found: T::DTYPE,
+        })
+    }
+
+    fn not_on_host(&self, role: Role, name: &str) -> PlanError {
+        PlanError::NotOnHost {
+            role,
+            name: name.to_owned(),
+            backend: self.backend,
+        }
+    }
+}
+
+/// The one range that has a whole tensor.
+fn whole(held: Vec<Held>, desc: &ParamDesc) -> Result<Held, PlanError> {
+    let nothing = Held {
+        elements: 0..0,
+        at: 0,
+    };
+    let one = held.into_iter().next().unwrap_or(nothing);
+    if one.elements == (0..desc.numel()) {
+        return Ok(one);
+    }
+    Err(PlanError::InShards {
+        name: desc.name.clone(),
+    })
+}
+
+pub(crate) fn check_len(
+    role: Role,
+    name: &str,
+    expected: usize,
+    found: usize,
+) -> Result<(), PlanError> {
+    if expected == found {
+        return Ok(());
+    }
+    Err(PlanError::LenBytes {
+        role,
+        name: name.to_owned(),
+        expected,
+        found,
+    })
+}

@@ -1,0 +1,149 @@
+//! Ranks that differ in what decides bits hear of it before the first step, all of them alike.
+
+use std::num::NonZeroUsize;
+
+use fusestep_collective::{Communicator, Options, run_ranks};
+use fusestep_cpu::CpuBackend;
+use fusestep_fused_adam::Adam;
+use fusestep_planner::{
+    ClipByGlobalNorm, Comms, FuseAllReduce, LocalSgd, PlanError, Planner, Topology, ZeroStage,
+};
+use fusestep_tensor::{DType, ParamDesc, Role, Shape};
+
+use crate::run::Case;
+
+/// What each rank hears if rank 2 of three plans with `own` in place of `common`.
+fn outcomes(
+    common: &(dyn Fn() -> Planner + Sync),
+    own: &(dyn Fn() -> Planner + Sync),
+    caller: [&str; 2],
+) -> Vec<Result<(), PlanError>> {
+    let case = Case::default();
+    let ranks = run_ranks(3, &Options::default(), |mut comm| {
+        let odd = comm.rank() == 2;
+        let planner = if odd { own() } else { common() };
+        let topology = Topology::of(&comm);
+        let plan = planner.plan_for(&case.params(), topology).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let mut state = plan.allocate(&backend).unwrap();
+        for (param, desc) in plan.params().iter().enumerate() {
+            let values = case.first_values(param);
+            state
+                .write(&backend, Role::Param, &desc.name, &values)
+                .unwrap();
+        }
+        let seed = caller[usize::from(odd)].to_owned();
+        let mut comms = Comms::direct(&mut comm);
+        let done = plan.handshake(&state, &backend, &mut comms, &[("seed", seed)]);
+        // Nothing is broken off: ranks may say why they end, or go on to agree.
+        let mut one = [1.0f64];
+        comms
+            .communicator()
+            .execute(fusestep_collective::Call {
+                operation: fusestep_collective::Operation::AllReduce(
+                    fusestep_collective::ReduceOp::Sum,
+                ),
+                dtype: DType::F64,
+                counts: None,
+                buffers: fusestep_collective::Buffers::InPlace(bytemuck::cast_slice_mut(&mut one)),
+            })
+            .unwrap();
+        assert_eq!(one, [3.0]);
+        done
+    });
+    ranks.unwrap().into_iter().map(Result::unwrap).collect()
+}
+
+fn adam(lr: f64) -> Planner {
+    let rule = Adam {
+        lr,
+        ..Adam::default()
+    };
+    Planner::new(rule.into()).with(FuseAllReduce::default())
+}
+
+fn assert_differs(outcomes: Vec<Result<(), PlanError>>, field: &str, values: [&str; 2]) {
+    for outcome in outcomes {
+        let Err(PlanError::RanksDiffer {
+            field: found_field,
+            expected,
+            rank,
+            found,
+        }) = &outcome
+        else {
+            panic!("expected ranks that differ, found {outcome:?}");
+        };
+        assert_eq!((found_field.as_str(), *rank), (field, 2));
+        assert!(expected.contains(values[0]), "{expected}");
+        assert!(found.contains(values[1]), "{found}");
+    }
+}
+
+#[test]
+fn ranks_that_are_alike_go_on() {
+    for outcome in outcomes(&|| adam(0.1), &|| adam(0.1), ["1", "1"]) {
+        outcome.unwrap();
+    }
+}
+
+#[test]
+fn the_field_and_both_values_are_named_on_every_rank() {
+    let all = outcomes(&|| adam(0.1), &|| adam(0.5), ["1", "1"]);
+    assert_differs(all, "lr", ["0.1", "0.5"]);
+    let all = outcomes(&|| adam(0.1), &|| adam(0.1), ["1", "2"]);
+    assert_differs(all, "seed", ["1", "2"]);
+    let clipped = || adam(0.1).with(ClipByGlobalNorm::new(1.0));
+    let other = || adam(0.1).with(ClipByGlobalNorm::new(2.0));
+    assert_differs(
+        outcomes(&clipped, &other, ["1", "1"]),
+        "clip_by_global_norm, loss_scaling",
+        ["1.0", "2.0"],
+    );
+    let local = |begin| {
+        move || {
+            adam(0.1).with(LocalSgd {
+                begin,
+                ..LocalSgd::every(std::num::NonZeroU64::MIN)
+            })
+        }
+    };
+    assert_differs(
+        outcomes(&local(0), &local(7), ["1", "1"]),
+        "local_sgd",
+        ["begin: 0", "begin: 7"],
+    );
+    let shard = |zero| move || adam(0.1).with(fusestep_planner::Shard::new(zero));
+    assert_differs(
+        outcomes(&shard(ZeroStage::One), &shard(ZeroStage::Two), ["1", "1"]),
+        "zero stage",
+        ["1", "2"],
+    );
+}
+
+#[test]
+fn values_are_compared_by_hash() {
+    let params = [ParamDesc::new("w", Shape::new([5]).unwrap(), DType::F32)];
+    let ranks = run_ranks(2, &Options::default(), |mut comm| {
+        let plan = adam(0.1).plan_for(&params, Topology::of(&comm)).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let mut state = plan.allocate(&backend).unwrap();
+        let values = [1.0f32, 2.0, 3.0, 4.0, 5.0 + comm.rank() as f32];
+        let bytes = bytemuck::cast_slice(&values);
+        state.write(&backend, Role::Param, "w", bytes).unwrap();
+        let mut comms = Comms::direct(&mut comm);
+        let apart = plan.compare_parameters(&state, &backend, &mut comms);
+        let apart = apart.unwrap_err().to_string();
+        plan.broadcast_parameters(&mut state, &backend, &mut comms, 0)
+            .unwrap();
+        plan.handshake(&state, &backend, &mut comms, &[]).unwrap();
+        apart
+    });
+    for apart in ranks.unwrap() {
+        let apart = apart.unwrap();
+        assert!(
+            apart.starts_with("values of `w`: expected hash "),
+            "{apart}"
+        );
+        assert!(apart.contains("on rank 1"), "{apart}");
+    }
+}
