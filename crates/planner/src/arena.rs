@@ -271,20 +271,17 @@ impl GradientArena {
     }
 
     /// One tensor's gradient in its segment, if that is there and the host's.
-    pub(crate) fn view(&self, spec: &StorageSpec, storage: usize, tensor: usize) -> Option<&[u8]> {
-        let width = spec.grad_dtype().len_bytes();
-        let range = spec.layout.range(tensor);
-        let region = self.regions.iter().find(|region| {
-            region.storage == storage
-                && (region.first..region.first + region.numel.max(1)).contains(&range.start)
-        })?;
+    pub(crate) fn view(&self, spec: &StorageSpec, param: usize, tensor: usize) -> Option<&[u8]> {
+        // By parameter: the region of an empty one is the whole storage.
+        let region = self.regions[param];
+        let place = place_in(spec, &region, tensor, spec.grad_dtype().len_bytes());
+        if place.is_empty() {
+            return Some(&[]);
+        }
         let SegmentState::Here(Some(memory)) = &self.segments[region.segment?] else {
             return None;
         };
-        let start = (range.start - region.first) as usize * width;
-        memory
-            .host()?
-            .get(start..start + (range.end - range.start) as usize * width)
+        memory.host()?.get(place)
     }
 
     /// The sums of one tensor's gradients so far, as a checkpoint keeps them; `None` if they are where the gradients lie.

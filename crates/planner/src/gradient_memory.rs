@@ -344,7 +344,7 @@ impl State {
                 let bytes = self.storages[storage].lists[list].buffer.host();
                 bytes.and_then(|bytes| bytes.get(place))
             }
-            _ => self.arena.view(spec, storage, tensor),
+            _ => self.arena.view(spec, param, tensor),
         };
         view.map_or_else(zeros, <[u8]>::to_vec)
     }

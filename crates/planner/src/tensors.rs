@@ -16,12 +16,13 @@ impl State {
     pub fn view<T: Element>(&self, role: Role, name: &str) -> Result<&[T], PlanError> {
         let (storage, list) = self.list_index(role, name)?;
         self.check_dtype::<T>(&self.storages[storage].lists[list], name)?;
-        let (_, tensor) = self.places[self.find(name)?];
+        let param = self.find(name)?;
+        let (_, tensor) = self.places[param];
         let own = &self.storages[storage];
         let bytes = if own.spec.extents[list] == Extent::Segments {
-            self.arena.view(&own.spec, storage, tensor)
+            self.arena.view(&own.spec, param, tensor)
         } else {
-            let held = whole(own.spec.held(tensor, list), &self.params[self.find(name)?])?;
+            let held = whole(own.spec.held(tensor, list), &self.params[param])?;
             let place = held.place(size_of::<T>());
             let bytes = own.lists[list].buffer.host();
             bytes.and_then(|bytes| bytes.get(place))
@@ -127,7 +128,7 @@ impl State {
         let len_bytes = self.params[param].numel() as usize * width;
         check_len(role, name, len_bytes, bytes.len())?;
         if own.spec.extents[list] == Extent::Segments {
-            let view = self.arena.view(&own.spec, storage, tensor);
+            let view = self.arena.view(&own.spec, param, tensor);
             bytes.copy_from_slice(view.ok_or_else(|| self.not_on_host(role, name))?);
             return Ok(());
         }
