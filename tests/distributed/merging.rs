@@ -54,6 +54,24 @@ fn merged_steps_give_the_same_bits_at_every_stage_and_with_any_rings() {
 }
 
 #[test]
+fn empty_tensors_take_no_memory_for_sums() {
+    // The second and the last are bf16, whose sums are f32; what a plan says is what a run holds.
+    for world in [1, 2] {
+        for reduced in [ReducedWhen::PerWindow, ReducedWhen::PerMicroStep] {
+            let case = Case {
+                numels: vec![0, 0, 5_000, 5_000, 1, 0],
+                mixed: Mixed::Yes,
+                merge: 2,
+                world,
+                reduced,
+                ..Case::default()
+            };
+            assert_eq!(case.run().reports.len(), 3);
+        }
+    }
+}
+
+#[test]
 fn gradients_reduced_in_every_micro_step_give_the_same_bits_at_every_stage() {
     for mixed in [Mixed::No, Mixed::Yes] {
         let base = Case {

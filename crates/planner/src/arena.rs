@@ -326,14 +326,24 @@ fn regions(plan: &Plan) -> (Vec<Region>, usize) {
         }
     }
     let count = plan.segments.len();
+    let mut segmented = vec![false; plan.storages.len()];
+    for segment in &plan.segments {
+        segmented[segment.storage] = true;
+    }
     let whole = |param: usize| {
         let (storage, _) = plan.places[param];
+        // Beside segments only empty tensors are left, which need no memory.
+        let numel = if segmented[storage] {
+            0
+        } else {
+            plan.storages[storage].layout.total_numel()
+        };
         Region {
             index: count + storage,
             storage,
             segment: None,
             first: 0,
-            numel: plan.storages[storage].layout.total_numel(),
+            numel,
         }
     };
     let regions = regions.into_iter().enumerate();
