@@ -131,7 +131,8 @@ fn groups_split_storages_and_launches_and_the_plan_says_so() {
             let own =
                 |spec: &&fusestep_planner::StorageSpec| spec.members.contains(&(param as u32));
             let spec = plan.storages().iter().find(own).unwrap();
-            assert!(spec.kernel.contains(rule.name()), "{}", spec.kernel);
+            assert_eq!(spec.kernel.contains("lars"), LARS.contains(&param));
+            assert_eq!(spec.rule, usize::from(LARS.contains(&param)));
         }
         let split = |pass: &str, reason: &str| {
             plan.explain().iter().any(|note| {

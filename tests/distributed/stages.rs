@@ -104,9 +104,13 @@ fn default() -> Planner {
     Planner::new(Adam::default().into())
 }
 
-/// Two buckets of at most 4,096 elements for `d`, `c` and `b`, and for `a`.
+/// Two buckets: `d`, `c` and `b`, to which `a` would be too much, and `a`.
+fn in_buckets() -> FuseAllReduce {
+    FuseAllReduce::of_bytes(4 * 6_000)
+}
+
 fn bucketed() -> Planner {
-    default().with(FuseAllReduce::of_bytes(4 * 6_000))
+    default().with(in_buckets())
 }
 
 fn owned() -> Planner {
@@ -119,12 +123,10 @@ fn passes() -> Vec<(&'static str, Base, With)> {
         ("coalesce_gradients", naive, |p| p.with(CoalesceGradients)),
         (
             "fuse_optimizer",
-            || naive().with(CoalesceGradients),
+            || naive().with(CoalesceGradients).with(in_buckets()),
             |p| p.with(FuseOptimizer),
         ),
-        ("fuse_all_reduce", default, |p| {
-            p.with(FuseAllReduce::of_bytes(4 * 6_000))
-        }),
+        ("fuse_all_reduce", default, |p| p.with(in_buckets())),
         ("shard", bucketed, |p| p.with(Shard::new(ZeroStage::Two))),
         ("fuse_broadcast", owned, |p| {
             p.with(FuseBroadcast::of_bytes(4 * 1_100))

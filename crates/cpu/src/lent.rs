@@ -213,7 +213,9 @@ impl LentPiece<'_> {
             sums: sums.map(|sums| sums[self.whole.tensor as usize]),
             update_sums: self.update_sums,
         };
-        if step_tensor(tensor, self.team) == Outcome::Skip {
+        // A tensor that several ranks or buckets have parts of counts where it begins.
+        let begins = self.whole.first_element == 0;
+        if step_tensor(tensor, self.team) == Outcome::Skip && begins {
             self.call.skipped.fetch_add(1, Ordering::Relaxed);
         }
     }

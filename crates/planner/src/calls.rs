@@ -89,6 +89,11 @@ impl Plan {
                 Stage::Average(rule) => {
                     let first = calls.all.len();
                     self.average_calls(&mut calls, rule.averaged);
+                    if rule.interval == crate::Interval::Adaptive {
+                        // The mean loss that the next interval follows.
+                        let mean = Operation::AllReduce(ReduceOp::Average);
+                        calls.control(mean, 8, calls.world);
+                    }
                     for call in &mut calls.all[first..] {
                         call.every = rule.every.get();
                     }
@@ -105,7 +110,17 @@ impl Plan {
             let len_bytes = 8 * chunks.sum::<u64>();
             calls.control(Operation::AllReduce(ReduceOp::Sum), len_bytes, calls.group);
         }
+        if self.update_norms && self.slices_of_ranks() > 0 {
+            let len_bytes = 8 * self.slices_of_ranks() * calls.world;
+            calls.control(Operation::AllReduce(ReduceOp::Sum), len_bytes, calls.world);
+        }
         calls.all
+    }
+
+    /// Parameters of which each rank has a slice of its own.
+    fn slices_of_ranks(&self) -> u64 {
+        let slices = self.storages.iter().filter(|spec| spec.distributed);
+        slices.map(|spec| spec.members.len() as u64).sum()
     }
 
     fn leaves(&self) -> u64 {
@@ -142,8 +157,7 @@ impl Plan {
         if !self.reduces() {
             return calls.control(sum, 8, calls.world);
         }
-        let slices = self.storages.iter().filter(|spec| spec.distributed);
-        let slices: u64 = slices.map(|spec| spec.members.len() as u64).sum();
+        let slices = self.slices_of_ranks();
         if slices > 0 {
             calls.control(sum, 16 * slices * calls.world, calls.world);
         }

@@ -118,7 +118,9 @@ impl State {
         let spec = &plan.storages[region.storage];
         let place = place_in(spec, &region, tensor, sum_width(dtype));
         let len_bytes = self.params[param].numel() as usize * dtype.len_bytes();
-        let mut out = vec![0; len_bytes];
+        // Aligned for elements of any type, also where it is empty.
+        let mut memory = HostMemory::zeroed(len_bytes)?;
+        let out = memory.bytes_mut();
         let sums = self.arena.sums[region.index].as_mut();
         let sums = sums.and_then(|sums| sums.bytes_mut().get_mut(place));
         if sums.is_none() {
@@ -127,12 +129,12 @@ impl State {
                 None => return Ok(()),
             }
         } else {
-            absorb(dtype, &mut out, sums, grad, how);
+            absorb(dtype, out, sums, grad, how);
             if how.last.is_none() {
                 return Ok(());
             }
         }
-        self.write_gradient(backend, param, &out)
+        self.write_gradient(backend, param, out)
     }
 
     pub(crate) fn write_zeros(

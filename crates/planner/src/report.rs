@@ -24,7 +24,7 @@ pub struct StepReport {
     /// The factor to multiply the next step's loss with; `None` without pass `loss_scaling`.
     pub loss_scale: Option<f64>,
     /// Tensors that a layer-wise rule has left as they are, because a norm of theirs is not finite; of
-    /// those that this rank updates. 0 on a device, whose [`Backend::take_skipped`](fusestep_launch::Backend::take_skipped) says it.
+    /// those whose first element this rank updates. 0 on a device, whose [`Backend::take_skipped`](fusestep_launch::Backend::take_skipped) says it.
     pub tensors_skipped: u64,
 }
 

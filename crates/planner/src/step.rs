@@ -1,5 +1,6 @@
 //! One step of a rank: micro-steps, the update that ends them, and what ranks agree on.
 
+use fusestep_coalesce::HostMemory;
 use fusestep_launch::Backend;
 
 use crate::absorb::{Absorb, Divisor, absorb};
@@ -154,13 +155,15 @@ impl Plan {
                 let numel = (part.elements.end - part.elements.start) as usize;
                 let at = part.at as usize * sum_width;
                 let sums = &mut sums.bytes_mut()[at..at + numel * sum_width];
-                let mut own = vec![0; numel * width];
+                // Aligned for elements of any type, also where it is empty.
+                let mut own = HostMemory::zeroed(numel * width)?;
+                let own = own.bytes_mut();
                 if how.last.is_some() {
-                    absorb(dtype, &mut own, Some(sums), None, how);
-                    state.write_reduced(self, backend, (storage, part), &own)?;
+                    absorb(dtype, own, Some(sums), None, how);
+                    state.write_reduced(self, backend, (storage, part), own)?;
                 } else {
-                    state.read_reduced(self, backend, (storage, part), &mut own)?;
-                    absorb(dtype, &mut [], Some(sums), Some(&own), how);
+                    state.read_reduced(self, backend, (storage, part), own)?;
+                    absorb(dtype, &mut [], Some(sums), Some(own), how);
                 }
                 state.arena.copied_bytes += own.len() as u64;
             }
