@@ -165,6 +165,7 @@ fn after_one_step(given: Option<f64>, team: Option<&Team>) -> Vec<f32> {
         first_element: 0,
         lists,
         carried: None,
+        sums: None,
         grad_sum: given.map(|times| times * square_sum::<f32, f32>(level, &g).sum),
         update_sums: None,
     };

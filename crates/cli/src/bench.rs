@@ -154,15 +154,20 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     args.collective
         .ranks
         .require_none("--ranks or --collective")?;
+    bench_one(args, rule, &params)
+}
+
+/// Times a step of one rank.
+fn bench_one(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<()> {
     let backend = CpuBackend::new(args.threads())?.with_limits(args.planning.limits());
-    let plans = Plans::new(args, rule, &params)?;
+    let plans = Plans::new(args, rule, params)?;
     let plan = &plans.fused;
     let mut ours = Subject::new(plan, &backend)?;
     let mut unfused = Subject::new(&plans.naive, &backend)?;
     let wide = plans.wide.as_ref();
     let mut f32_step = wide.map(|wide| Subject::new(wide, &backend)).transpose()?;
     let mut ceiling = Ceiling::new(&backend, plan, plan.traffic_bytes())?;
-    let pair = |Peer::Candle| CandlePair::new(&params, rule, args.threads);
+    let pair = |Peer::Candle| CandlePair::new(params, rule, args.threads);
     let mut candle = args.peer.map(pair).transpose()?;
     for _ in 0..args.rounds.get() {
         // The step is timed as often as streams are, or the ceiling would have more tries at a quiet moment.

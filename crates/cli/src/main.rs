@@ -3,6 +3,7 @@
 
 mod bench;
 mod bench_collective;
+mod bench_parts;
 mod bench_ranks;
 mod ceiling;
 mod check;

@@ -170,15 +170,28 @@ impl Tally {
 }
 
 impl Run<'_> {
-    /// What ranks settle before the first step. All have drawn the same parameters; whoever changes how they are drawn changes them
-    /// on rank 0 for all. Ranks that compare what decides their bits do so here, too.
+    /// What ranks settle before the first step: that they mean the same, and that they begin with the same parameters.
     fn meet(&mut self) -> anyhow::Result<()> {
+        self.handshake()?;
         if self.plan.topology().world > 1 && self.plan.zero() != ZeroStage::Three {
             let (state, backend) = (&mut self.state, &self.backend);
             self.plan
                 .broadcast_parameters(state, backend, &mut self.comms, 0)?;
         }
         Ok(())
+    }
+
+    /// Compares what decides the bits of the run over all ranks.
+    fn handshake(&mut self) -> anyhow::Result<()> {
+        let caller = [
+            ("--seed", self.args.seed.to_string()),
+            ("--batch", self.args.batch.to_string()),
+            ("--epochs", self.args.epochs.to_string()),
+        ];
+        let (state, backend) = (&self.state, &self.backend);
+        Ok(self
+            .plan
+            .handshake(state, backend, &mut self.comms, &caller)?)
     }
 
     /// The model with the parameters of this moment; at ZeRO stage 3 all ranks ask for it alike.
@@ -284,6 +297,7 @@ impl Run<'_> {
             return Ok(Position::default());
         };
         let caller = self.plan.load(&mut self.state, &self.backend, folder)?;
+        self.handshake()?;
         for (key, own) in images(self.args) {
             let found = caller.get(key).map_or("nothing", String::as_str);
             if found != own {

@@ -9,6 +9,8 @@ use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView, serialize};
 use serde_json::Value;
 
+#[path = "cli/checkpoints.rs"]
+mod checkpoints;
 #[path = "cli/norms.rs"]
 mod norms;
 #[path = "cli/precision.rs"]

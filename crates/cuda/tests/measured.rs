@@ -158,9 +158,8 @@ fn step_at(
     };
     kernel.write_set(values, &mut sets);
     let members: Vec<u32> = (0..offsets.len() as u32).collect();
-    let firsts: Vec<u64> = (0..=offsets.len() as u64)
-        .map(|tensor| tensor * numel.div_ceil(65_536))
-        .collect();
+    let tensors = 0..=offsets.len() as u64;
+    let firsts: Vec<u64> = tensors.map(|t| t * numel.div_ceil(65_536)).collect();
     let mut sums = backend.allocate(slots * size_of::<UnitSums>())?;
     let launch = Launch {
         kernel: kernel.as_ref(),
@@ -185,7 +184,7 @@ fn step_at(
         Some(table) => backend.launch_table(launch, table.as_ref())?,
         None => backend.launch(launch)?,
     };
-    let mut all = Vec::new();
+    let mut all = vec![];
     for list in &lists {
         let mut bytes = vec![0; list.buffer.len_bytes()];
         backend.read(list.buffer.as_ref(), 0, &mut bytes)?;

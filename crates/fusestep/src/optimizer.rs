@@ -27,6 +27,8 @@ pub struct FusedOptimizer<'c> {
     device: Option<Box<dyn Device>>,
     ranks: Ranks<'c>,
     running: Option<Running>,
+    /// Whether ranks have compared what decides their bits.
+    met: bool,
     lock: Option<(PathBuf, FolderLock)>,
 }
 
@@ -71,6 +73,7 @@ impl FusedOptimizer<'static> {
             device: Some(device),
             ranks: Ranks::Alone(Solo::new()),
             running: None,
+            met: false,
             lock: None,
         })
     }
@@ -94,6 +97,7 @@ impl<'c> FusedOptimizer<'c> {
             device: Some(device),
             ranks: Ranks::Waiting(comm),
             running: None,
+            met: false,
             lock: None,
         })
     }
@@ -155,6 +159,7 @@ impl<'c> FusedOptimizer<'c> {
     /// # Errors
     /// As [`Plan::push_grad`]; [`PlanError::WrongDType`].
     pub fn push_grad<T: Element>(&mut self, name: &str, grad: &[T]) -> Result<(), Error> {
+        self.meet()?;
         self.with(|plan, state, backend, comms| {
             check_dtype::<T>(state, Role::Grad, name)?;
             plan.push_grad(state, backend, comms, name, bytemuck::cast_slice(grad))
@@ -170,11 +175,13 @@ impl<'c> FusedOptimizer<'c> {
         Ok(scale.map_or(1.0, |scale| scale.scale()))
     }
 
-    /// Ends a micro-step, and at the last one reduces, updates and gathers.
+    /// Ends a micro-step, and at the last one reduces, updates and gathers. Before the first gradient of many ranks, and behind a
+    /// checkpoint that was loaded, they compare what decides the bits of the run.
     ///
     /// # Errors
-    /// As [`Plan::step`].
+    /// As [`Plan::step`]; as [`Plan::handshake`].
     pub fn step(&mut self) -> Result<MicroStepReport, Error> {
+        self.meet()?;
         self.with(|plan, state, backend, comms| plan.step(state, backend, comms))
     }
 
@@ -206,6 +213,7 @@ impl<'c> FusedOptimizer<'c> {
             return Ok(0);
         }
         let texts = self.with(|plan, state, backend, _| plan.load(state, backend, folder))?;
+        self.met = false;
         let steps = texts.get(STEPS).and_then(|steps| steps.parse().ok());
         let named = || format!("{}: expected a count of steps", folder.display());
         steps.ok_or_else(|| named().into())
@@ -241,6 +249,15 @@ impl<'c> FusedOptimizer<'c> {
         }
         let texts = BTreeMap::from([(STEPS.to_owned(), steps.to_string())]);
         self.with(|plan, state, backend, comms| plan.save(state, backend, comms, folder, texts))
+    }
+
+    /// Compares what decides the bits of a run over all ranks, once.
+    fn meet(&mut self) -> Result<(), Error> {
+        if !self.met {
+            self.with(|plan, state, backend, comms| plan.handshake(state, backend, comms, &[]))?;
+            self.met = true;
+        }
+        Ok(())
     }
 
     /// Does `work` with all that the planner asks for.

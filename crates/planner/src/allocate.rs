@@ -75,42 +75,7 @@ impl Plan {
 
     fn allocate_from(&self, mut allocator: Allocator<'_>) -> Result<State, PlanError> {
         self.check_backend(allocator.backend())?;
-        let mut storages = Vec::with_capacity(self.storages.len());
-        for spec in &self.storages {
-            let Some(&first) = spec.members.first() else {
-                continue;
-            };
-            let kernel = self.kernel_of(first)?;
-            let mut lists = Vec::with_capacity(spec.lists.len());
-            for (index, &list) in spec.lists.iter().enumerate() {
-                // The layout guarantees that the widest element's bytes fit an i64.
-                let len_bytes = match spec.extents[index] {
-                    Extent::Segments => 0,
-                    _ => spec.list_numel(index) as usize * list.dtype.len_bytes(),
-                };
-                let moves = self.topology.world > 1 && spec.extents[index] == Extent::Whole;
-                let buffer = allocator.arena(len_bytes, moves)?;
-                lists.push(ListBuffer { list, buffer });
-            }
-            let layout = kernel.argument_layout();
-            let mut scalars = vec![0; layout.scalar_bytes];
-            kernel.write_scalars(&mut scalars);
-            let summed = self.reduces() && kernel.normed().is_some();
-            storages.push(StorageState {
-                tensor_sums: summed.then(|| vec![[0.0; MAX_SUMS]; spec.members.len()]),
-                kernel,
-                spec: spec.clone(),
-                lists,
-                firsts: Vec::new(),
-                scalars,
-                sets: vec![0; layout.set_bytes * self.classes.classes.len()],
-                update_slots: if self.update_norms {
-                    Some(UpdateSlots::allocate(spec, allocator.backend())?)
-                } else {
-                    None
-                },
-            });
-        }
+        let storages = self.allocate_storages(&mut allocator)?;
         let arena = GradientArena::allocate(self, &mut allocator)?;
         let backend = allocator.backend();
         let names = self.params.iter().enumerate();
@@ -149,6 +114,50 @@ impl Plan {
             params_version: 0,
             backend: backend.name(),
         })
+    }
+
+    /// The arenas of all lists.
+    fn allocate_storages(
+        &self,
+        allocator: &mut Allocator<'_>,
+    ) -> Result<Vec<StorageState>, PlanError> {
+        let mut storages = Vec::with_capacity(self.storages.len());
+        for spec in &self.storages {
+            let Some(&first) = spec.members.first() else {
+                continue;
+            };
+            let kernel = self.kernel_of(first)?;
+            let mut lists = Vec::with_capacity(spec.lists.len());
+            for (index, &list) in spec.lists.iter().enumerate() {
+                // The layout guarantees that the widest element's bytes fit an i64.
+                let len_bytes = match spec.extents[index] {
+                    Extent::Segments => 0,
+                    _ => spec.list_numel(index) as usize * list.dtype.len_bytes(),
+                };
+                let moves = self.topology.world > 1 && spec.extents[index] == Extent::Whole;
+                let buffer = allocator.arena(len_bytes, moves)?;
+                lists.push(ListBuffer { list, buffer });
+            }
+            let layout = kernel.argument_layout();
+            let mut scalars = vec![0; layout.scalar_bytes];
+            kernel.write_scalars(&mut scalars);
+            let summed = self.reduces() && kernel.normed().is_some();
+            storages.push(StorageState {
+                tensor_sums: summed.then(|| vec![[0.0; MAX_SUMS]; spec.members.len()]),
+                kernel,
+                spec: spec.clone(),
+                lists,
+                firsts: Vec::new(),
+                scalars,
+                sets: vec![0; layout.set_bytes * self.classes.classes.len()],
+                update_slots: if self.update_norms {
+                    Some(UpdateSlots::allocate(spec, allocator.backend())?)
+                } else {
+                    None
+                },
+            });
+        }
+        Ok(storages)
     }
 
     /// Refuses a backend that cannot run a stage of the plan.

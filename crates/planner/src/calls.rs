@@ -101,6 +101,12 @@ impl Plan {
                 Stage::Accumulate(_) | Stage::Optimize(_) => {}
             }
         }
+        self.update_norm_calls(&mut calls);
+        calls.all
+    }
+
+    /// The calls by which ranks hear how far parameters moved.
+    fn update_norm_calls(&self, calls: &mut Calls) {
         if self.update_norms && self.zero != ZeroStage::None {
             let chunk = u64::from(fusestep_launch::CHUNK_ELEMENTS);
             let chunks = self
@@ -114,7 +120,6 @@ impl Plan {
             let len_bytes = 8 * self.slices_of_ranks() * calls.world;
             calls.control(Operation::AllReduce(ReduceOp::Sum), len_bytes, calls.world);
         }
-        calls.all
     }
 
     /// Parameters of which each rank has a slice of its own.

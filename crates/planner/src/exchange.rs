@@ -193,38 +193,7 @@ impl Plan {
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
     ) -> Result<(Vec<SquareSum>, Vec<SquareSum>), PlanError> {
-        let mut squares = vec![SquareSum::default(); state.exchange.leaves()];
-        let reads = self.norm_stage().map_or(&[][..], |norm| &norm.reads);
-        for (index, read) in reads.iter().enumerate() {
-            let own = self.with_gradients(state, read.bucket, |state| {
-                let batches = &state.schedule.norm[index];
-                let storage = &state.storages[read.storage];
-                let list = storage.list(Role::Grad);
-                let Some(list) = list else {
-                    return Ok(Vec::new());
-                };
-                let segment = read.bucket.map_or(0, |bucket| self.segment_start(bucket));
-                let leaves = LeafSquares {
-                    kernel: state.exchange.readers[index].as_ref(),
-                    batches,
-                    offsets: storage.spec.layout.offsets(),
-                    list: &storage.lists[list],
-                    first: storage.spec.first_of(list, &read.elements, segment),
-                };
-                let mut sums = vec![SquareSum::default(); leaves.places().count()];
-                backend.leaf_squares(leaves, &mut sums)?;
-                Ok(sums)
-            })?;
-            let members = &self.storages[read.storage].members;
-            let places = leaves_in(
-                &state.schedule.norm[index],
-                members,
-                &state.exchange.first_leaf,
-            );
-            for (place, sum) in places.flatten().zip(own) {
-                squares[place] = sum;
-            }
-        }
+        let mut squares = self.own_squares(state, backend)?;
         if !self.reduces() {
             // Every rank has gradients of its own; only that some are not finite is everybody's business.
             let own: u64 = squares.iter().map(|square| square.non_finite).sum();
@@ -259,6 +228,47 @@ impl Plan {
             }
         }
         Ok((self.slices_of_first(state, squares, &slices), slices.others))
+    }
+
+    /// The sums of squares of the leaves that this rank reads; 0 for all others.
+    fn own_squares(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+    ) -> Result<Vec<SquareSum>, PlanError> {
+        let mut squares = vec![SquareSum::default(); state.exchange.leaves()];
+        let reads = self.norm_stage().map_or(&[][..], |norm| &norm.reads);
+        for (index, read) in reads.iter().enumerate() {
+            let own = self.with_gradients(state, read.bucket, |state| {
+                let batches = &state.schedule.norm[index];
+                let storage = &state.storages[read.storage];
+                let list = storage.list(Role::Grad);
+                let Some(list) = list else {
+                    return Ok(Vec::new());
+                };
+                let segment = read.bucket.map_or(0, |bucket| self.segment_start(bucket));
+                let leaves = LeafSquares {
+                    kernel: state.exchange.readers[index].as_ref(),
+                    batches,
+                    offsets: storage.spec.layout.offsets(),
+                    list: &storage.lists[list],
+                    first: storage.spec.first_of(list, &read.elements, segment),
+                };
+                let mut sums = vec![SquareSum::default(); leaves.places().count()];
+                backend.leaf_squares(leaves, &mut sums)?;
+                Ok(sums)
+            })?;
+            let members = &self.storages[read.storage].members;
+            let places = leaves_in(
+                &state.schedule.norm[index],
+                members,
+                &state.exchange.first_leaf,
+            );
+            for (place, sum) in places.flatten().zip(own) {
+                squares[place] = sum;
+            }
+        }
+        Ok(squares)
     }
 
     /// The element of its storage that a bucket's segment begins with.

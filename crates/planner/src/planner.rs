@@ -228,7 +228,37 @@ impl Planner {
             naive_launches: 0,
             hash: 0,
         };
+        self.naive_storages(&mut plan)?;
+        plan.index_places();
+        plan.naive_launches = plan.launches();
+        if topology.world > 1 {
+            // Where the first call stands is where all of them come.
+            plan.stages.insert(
+                0,
+                Stage::Reduce(Reduce {
+                    bucket: 0,
+                    result: Reduced::Whole,
+                }),
+            );
+            plan.make_buckets()?;
+        }
+        let empty = params.iter().filter(|param| param.numel() == 0).count();
+        if empty > 0 {
+            plan.notes.push(Note::new(
+                "naive",
+                Verdict::Skipped,
+                format!(
+                    "{empty} empty tensors are kept in the state and take no place in a launch"
+                ),
+            ));
+        }
+        Ok(plan)
+    }
+
+    /// A storage and an update of its own for every tensor.
+    fn naive_storages(&self, plan: &mut Plan) -> Result<(), PlanError> {
         let mut kernels = HashMap::<(DType, u32), (&'static str, Vec<TensorList>)>::new();
+        let params = Arc::clone(&plan.params);
         for (index, param) in params.iter().enumerate() {
             let rule = plan.rule_of[index];
             let (kernel, lists) = match kernels.entry((param.dtype, rule)) {
@@ -256,29 +286,6 @@ impl Planner {
             let stage = plan.optimize(index, size_class, vec![0])?;
             plan.stages.push(Stage::Optimize(stage));
         }
-        plan.index_places();
-        plan.naive_launches = plan.launches();
-        if topology.world > 1 {
-            // Where the first call stands is where all of them come.
-            plan.stages.insert(
-                0,
-                Stage::Reduce(Reduce {
-                    bucket: 0,
-                    result: Reduced::Whole,
-                }),
-            );
-            plan.make_buckets()?;
-        }
-        let empty = params.iter().filter(|param| param.numel() == 0).count();
-        if empty > 0 {
-            plan.notes.push(Note::new(
-                "naive",
-                Verdict::Skipped,
-                format!(
-                    "{empty} empty tensors are kept in the state and take no place in a launch"
-                ),
-            ));
-        }
-        Ok(plan)
+        Ok(())
     }
 }

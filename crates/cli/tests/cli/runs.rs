@@ -234,16 +234,8 @@ fn bench_times_steps_of_ranks_beside_their_parts() {
         let copied = found["gradient_bytes_copied"].as_u64().unwrap();
         assert!(copied == 0 || zero >= "2", "{copied} at {zero}");
     }
-    let narrow = run(&[
-        "--ranks",
-        "2",
-        "--zero",
-        "1",
-        "--dtype",
-        "bf16",
-        "--optimizer",
-        "lion",
-    ]);
+    let narrow = "--ranks 2 --zero 1 --dtype bf16 --optimizer lion";
+    let narrow = run(&narrow.split(' ').collect::<Vec<_>>());
     assert_eq!(
         (&narrow["dtype"], &narrow["optimizer"]),
         (&"bf16".into(), &"lion".into())

@@ -1,0 +1,242 @@
+//! What `fusestep bench --ranks` times on every rank: whole steps, and their parts alone.
+
+use fusestep_coalesce::HostMemory;
+use fusestep_collective::{Buffers, Call, CollectiveError, Communicator, Operation, ReduceOp};
+use fusestep_cpu::CpuBackend;
+use fusestep_planner::{Comms, GatheredLists, Plan, Reduced, Stage, State, StorageSpec, ZeroStage};
+use fusestep_tensor::{DType, ParamDesc, Role, Shape};
+use half::{bf16, f16};
+
+use crate::bench::filled;
+use crate::ceiling::Ceiling;
+
+/// What every gradient is.
+const GRADIENT: f64 = 0.01;
+
+/// What is timed in turn.
+pub(crate) trait Work {
+    /// What comes before every call, off the clock.
+    fn prepare(&mut self) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// What is timed, on all ranks at once.
+    fn call(&mut self, comms: &mut Comms<'_>) -> anyhow::Result<()>;
+}
+
+/// What this rank updates, as parameters of their own.
+pub(crate) fn own_params(plan: &Plan) -> Vec<ParamDesc> {
+    let mut own = Vec::new();
+    for spec in plan.storages() {
+        for (tensor, &member) in spec.members.iter().enumerate() {
+            let range = spec.layout.range(tensor);
+            for part in &spec.shard {
+                let start = part.elements.start.max(range.start);
+                let end = part.elements.end.min(range.end);
+                let param = &plan.params()[member as usize];
+                if let Some(numel) = end.checked_sub(start).filter(|&numel| numel > 0)
+                    && let Ok(shape) = Shape::new([numel])
+                {
+                    own.push(ParamDesc {
+                        name: format!("{}#{}", param.name, start - range.start),
+                        shape,
+                        ..param.clone()
+                    });
+                }
+            }
+        }
+    }
+    own
+}
+
+/// Whole steps of a plan.
+pub(crate) struct Step<'a> {
+    plan: &'a Plan,
+    backend: &'a CpuBackend,
+    state: State,
+    filled: bool,
+    /// Most bytes of gradients that a step has copied.
+    pub(crate) copied_bytes: u64,
+}
+
+impl<'a> Step<'a> {
+    pub(crate) fn new(
+        plan: &'a Plan,
+        backend: &'a CpuBackend,
+        comm: &mut dyn Communicator,
+    ) -> anyhow::Result<Self> {
+        let mut state = plan.allocate_on(backend, comm)?;
+        for param in plan.params() {
+            state.write(backend, Role::Param, &param.name, &filled(param, 0.1))?;
+        }
+        Ok(Self {
+            plan,
+            backend,
+            state,
+            filled: false,
+            copied_bytes: 0,
+        })
+    }
+}
+
+impl Work for Step<'_> {
+    /// Gives all gradients. They lie where they are, unless the stage gives their memory back.
+    fn prepare(&mut self) -> anyhow::Result<()> {
+        let fill = !self.filled || self.plan.zero() >= ZeroStage::Two;
+        for param in self.plan.params() {
+            let (state, name) = (&mut self.state, param.name.as_str());
+            match param.dtype {
+                DType::F64 => fill_if(fill, state.grad_mut(name)?, GRADIENT),
+                DType::F16 => fill_if(fill, state.grad_mut(name)?, f16::from_f64(GRADIENT)),
+                DType::BF16 => fill_if(fill, state.grad_mut(name)?, bf16::from_f64(GRADIENT)),
+                _ => fill_if(fill, state.grad_mut(name)?, GRADIENT as f32),
+            }
+        }
+        self.filled = true;
+        Ok(())
+    }
+
+    fn call(&mut self, comms: &mut Comms<'_>) -> anyhow::Result<()> {
+        let report = self.plan.step(&mut self.state, self.backend, comms)?;
+        self.copied_bytes = self.copied_bytes.max(report.gradient_bytes_copied);
+        Ok(())
+    }
+}
+
+fn fill_if<T: Copy>(fill: bool, view: &mut [T], value: T) {
+    if fill {
+        view.fill(value);
+    }
+}
+
+/// One operation on each bucket of a plan.
+pub(crate) struct Calls {
+    pub(crate) all: Vec<BucketCall>,
+}
+
+pub(crate) struct BucketCall {
+    operation: Operation,
+    dtype: DType,
+    counts: Option<Vec<usize>>,
+    memory: HostMemory,
+}
+
+impl Calls {
+    /// The calls that reduce gradients.
+    pub(crate) fn reducing(
+        plan: &Plan,
+        comm: &mut dyn Communicator,
+    ) -> Result<Self, CollectiveError> {
+        let reduces = plan.stages().iter().filter_map(|stage| match stage {
+            Stage::Reduce(reduce) => Some((reduce.bucket, reduce.result)),
+            _ => None,
+        });
+        let calls = reduces.map(|(bucket, result)| {
+            let operation = match result {
+                Reduced::Whole => Operation::AllReduce(ReduceOp::Average),
+                Reduced::Part => Operation::ReduceScatter(ReduceOp::Average),
+            };
+            (bucket, operation)
+        });
+        Self::on_buckets(plan, comm, Role::Grad, calls)
+    }
+
+    /// The calls that gather parameters.
+    pub(crate) fn gathering(
+        plan: &Plan,
+        comm: &mut dyn Communicator,
+    ) -> Result<Self, CollectiveError> {
+        let gathers = plan.stages().iter().filter_map(|stage| match stage {
+            Stage::Gather(gather) if gather.lists == GatheredLists::Params => Some(gather.bucket),
+            _ => None,
+        });
+        let calls = gathers.map(|bucket| (bucket, Operation::AllGather));
+        Self::on_buckets(plan, comm, Role::Param, calls)
+    }
+
+    fn on_buckets(
+        plan: &Plan,
+        comm: &mut dyn Communicator,
+        role: Role,
+        calls: impl Iterator<Item = (usize, Operation)>,
+    ) -> Result<Self, CollectiveError> {
+        let mut all = Vec::new();
+        for (index, operation) in calls {
+            let bucket = &plan.buckets()[index];
+            let dtype = dtype_of(&plan.storages()[bucket.storage], role);
+            let mut memory = comm.allocate(bucket.numel() as usize * dtype.len_bytes())?;
+            // Touched once, because untouched pages would all be the same page of zeros.
+            memory.bytes_mut().fill(0);
+            let whole = matches!(operation, Operation::AllReduce(_));
+            all.push(BucketCall {
+                operation,
+                dtype,
+                counts: (!whole).then(|| bucket.counts()),
+                memory,
+            });
+        }
+        Ok(Self { all })
+    }
+}
+
+fn dtype_of(spec: &StorageSpec, role: Role) -> DType {
+    let list = spec.lists.iter().find(|list| list.role == role);
+    list.map_or(DType::F32, |list| list.dtype)
+}
+
+impl Work for Calls {
+    fn call(&mut self, comms: &mut Comms<'_>) -> anyhow::Result<()> {
+        for call in &mut self.all {
+            comms.communicator().execute(Call {
+                operation: call.operation,
+                dtype: call.dtype,
+                counts: call.counts.as_deref(),
+                buffers: Buffers::InPlace(call.memory.bytes_mut()),
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// The update of one rank, alone.
+pub(crate) struct Update<'a> {
+    plan: &'a Plan,
+    backend: &'a CpuBackend,
+    state: State,
+}
+
+impl<'a> Update<'a> {
+    pub(crate) fn new(plan: &'a Plan, backend: &'a CpuBackend) -> anyhow::Result<Self> {
+        let mut state = plan.allocate(backend)?;
+        for param in plan.params() {
+            for (role, value) in [(Role::Param, 0.1), (Role::Grad, GRADIENT)] {
+                state.write(backend, role, &param.name, &filled(param, value))?;
+            }
+        }
+        Ok(Self {
+            plan,
+            backend,
+            state,
+        })
+    }
+}
+
+impl Work for Update<'_> {
+    fn call(&mut self, _: &mut Comms<'_>) -> anyhow::Result<()> {
+        self.plan.run(&mut self.state, self.backend)?;
+        Ok(())
+    }
+}
+
+/// The stream of one prefetch distance.
+pub(crate) struct Streamed<'a> {
+    pub(crate) ceiling: Ceiling<'a>,
+    pub(crate) index: usize,
+}
+
+impl Work for Streamed<'_> {
+    fn call(&mut self, _: &mut Comms<'_>) -> anyhow::Result<()> {
+        self.ceiling.stream(self.index);
+        Ok(())
+    }
+}

@@ -1,0 +1,244 @@
+//! Runs saved, killed, resumed and resumed elsewhere, as a user sees them.
+
+use std::fs;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::ranks::train;
+use crate::{Folder, ok, refused, text};
+
+#[test]
+fn a_run_resumed_on_the_same_ranks_ends_with_the_same_parameters_and_on_others_goes_on() {
+    let folder = Folder::new();
+    let path = folder.path("checkpoint");
+    let base = ["--ranks", "4", "--zero", "2", "--batch", "32"];
+    let run = |more: &[&str]| train(&[&base, more].concat());
+    let whole = run(&[]);
+    let first = {
+        let args = [
+            "train",
+            "--json",
+            "--epochs",
+            "1",
+            "--checkpoint",
+            text(&path),
+        ];
+        serde_json::from_str::<Value>(&ok(&[&args[..], &base].concat())).unwrap()
+    };
+    assert_ne!(first["params_hash"], whole["params_hash"]);
+    let saved = fs::read_to_string(path.join("manifest.json")).unwrap();
+    let resumed = run(&["--checkpoint", text(&path), "--resume"]);
+    assert_eq!(resumed["params_hash"], whole["params_hash"]);
+    assert_ne!(
+        fs::read_to_string(path.join("manifest.json")).unwrap(),
+        saved
+    );
+
+    let verified: Value =
+        serde_json::from_str(&ok(&["checkpoint", "verify", text(&path), "--json"])).unwrap();
+    assert_eq!(
+        (&verified["intact"], &verified["shards"]),
+        (&true.into(), &4.into())
+    );
+    assert!(ok(&["checkpoint", "inspect", text(&path)]).contains("layer0.weight@moment1"));
+    let error = refused(&[
+        "train",
+        "--ranks",
+        "2",
+        "--seed",
+        "5",
+        "--checkpoint",
+        text(&path),
+        "--resume",
+    ]);
+    assert!(error.contains("seed"), "{error}");
+    let error = refused(&[
+        "train",
+        "--ranks",
+        "2",
+        "--optimizer",
+        "lion",
+        "--checkpoint",
+        text(&path),
+        "--resume",
+    ]);
+    assert!(error.contains("optimizer"), "{error}");
+    go_on_elsewhere(&folder, text(&path));
+}
+
+/// Writes the checkpoint for 3 ranks and trains on with 1, 2 and 3, from it and from the files as they were.
+fn go_on_elsewhere(folder: &Folder, path: &str) {
+    let other = folder.path("resharded");
+    ok(&[
+        "checkpoint",
+        "reshard",
+        path,
+        "--world",
+        "3",
+        "--out",
+        text(&other),
+    ]);
+    for ranks in ["1", "2", "3"] {
+        let mut ends = Vec::new();
+        for from in [path, text(&other)] {
+            let copy = tempfile::tempdir().unwrap();
+            let copied = Command::new("cp")
+                .args(["-r", from])
+                .arg(copy.path().join("c"))
+                .status();
+            assert!(copied.unwrap().success());
+            let at = copy.path().join("c");
+            let args = [
+                "train",
+                "--json",
+                "--epochs",
+                "3",
+                "--ranks",
+                ranks,
+                "--checkpoint",
+                text(&at),
+                "--resume",
+            ];
+            let went_on: Value = serde_json::from_str(&ok(&args)).unwrap();
+            assert!(went_on["test_accuracy"].as_f64().unwrap() > 0.8);
+            ends.push(went_on["params_hash"].clone());
+        }
+        assert_eq!(ends[0], ends[1], "{ranks} ranks");
+    }
+}
+
+#[test]
+fn a_local_sgd_run_averaged_by_hand_goes_on_with_other_ranks() {
+    let folder = Folder::new();
+    let (path, mean) = (folder.path("checkpoint"), folder.path("mean"));
+    let run = |ranks: &str, more: &[&str]| {
+        let base = ["train", "--local-sgd", "4", "--ranks", ranks, "--epochs"];
+        [&base[..], more].concat().join(" ")
+    };
+    let args = run("3", &["1", "--checkpoint", text(&path)]);
+    ok(&args.split(' ').collect::<Vec<_>>());
+    let args = run("2", &["2", "--resume", "--checkpoint", text(&path)]);
+    let error = refused(&args.split(' ').collect::<Vec<_>>());
+    assert!(error.contains("reshard --average"), "{error}");
+    let reshard = ["checkpoint", "reshard", text(&path), "--world", "1"];
+    let written = ok(&[&reshard[..], &["--out", text(&mean), "--average"]].concat());
+    assert!(
+        written.contains("#0") && !written.contains("#1"),
+        "{written}"
+    );
+    let args = run("2", &["2", "--resume", "--checkpoint", text(&mean)]);
+    ok(&args.split(' ').collect::<Vec<_>>());
+    let error = refused(&[
+        "checkpoint",
+        "reshard",
+        text(&mean),
+        "--world",
+        "1",
+        "--average",
+        "--out",
+        text(&path),
+    ]);
+    assert!(error.contains("empty folder"), "{error}");
+}
+
+/// Kills a run that saves after every update at random instants and resumes it, `rounds` times; then lets it end.
+fn kill_and_resume(rounds: u64, more: &[&str]) {
+    let folder = Folder::new();
+    let (path, scratch) = (folder.path("checkpoint"), folder.path("scratch"));
+    let base = ["train", "--json", "--epochs", "1", "--batch", "64"];
+    let base = [
+        &base[..],
+        more,
+        &["--ranks", "2", "--save-every", "1", "--checkpoint"],
+    ]
+    .concat();
+    let hash = |text: &str| serde_json::from_str::<Value>(text).unwrap()["params_hash"].clone();
+    let start = Instant::now();
+    let whole = hash(&ok(&[&base[..], &[text(&scratch)]].concat()));
+    let length = start.elapsed();
+    let (mut killed, mut saved) = (0, 0);
+    for round in 0..rounds {
+        let resumes = path.join("manifest.json").exists();
+        saved += u64::from(resumes);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_fusestep"));
+        command.args(&base).arg(&path).stdout(Stdio::piped());
+        let mut run = command.args(resumes.then_some("--resume")).spawn().unwrap();
+        // From right after the start to the whole run's length, in an order that jumps.
+        let share = (round * 7 % 16 + 1) as f64 / 16.0;
+        std::thread::sleep(Duration::from_secs_f64(length.as_secs_f64() * share));
+        // SIGKILL: nothing of the process runs after it.
+        run.kill().unwrap();
+        let output = run.wait_with_output().unwrap();
+        if output.status.success() {
+            let found = hash(&String::from_utf8(output.stdout).unwrap());
+            assert_eq!(found, whole, "round {round}");
+            fs::remove_dir_all(&path).unwrap();
+            continue;
+        }
+        killed += 1;
+        if path.join("manifest.json").exists() {
+            ok(&["checkpoint", "verify", text(&path)]);
+        }
+    }
+    assert!(killed > 0 && saved > 0, "{killed} killed, {saved} resumed");
+    let resume: &[&str] = if path.join("manifest.json").exists() {
+        &["--resume"]
+    } else {
+        &[]
+    };
+    let ended = ok(&[&base[..], &[text(&path)], resume].concat());
+    assert_eq!(hash(&ended), whole);
+}
+
+#[test]
+fn a_run_killed_at_any_instant_resumes_to_the_same_parameters() {
+    kill_and_resume(12, &["--zero", "2"]);
+}
+
+#[test]
+fn runs_killed_between_micro_steps_and_between_averages_resume_to_the_same_parameters() {
+    kill_and_resume(6, &["--zero", "2", "--accumulate", "5"]);
+    kill_and_resume(6, &["--local-sgd", "4"]);
+}
+
+#[test]
+#[ignore = "minutes; run with --ignored"]
+fn a_run_killed_at_200_instants_resumes_to_the_same_parameters() {
+    kill_and_resume(200, &["--zero", "2"]);
+}
+
+#[test]
+fn a_damaged_checkpoint_ends_a_resumed_run_and_stays_as_it_is() {
+    let folder = Folder::new();
+    let path = folder.path("checkpoint");
+    let base = [
+        "train",
+        "--batch",
+        "512",
+        "--ranks",
+        "2",
+        "--zero",
+        "1",
+        "--checkpoint",
+        text(&path),
+    ];
+    let run = |more: &[&'static str]| [&base, more].concat();
+    ok(&run(&["--epochs", "1"]));
+    let manifest = fs::read_to_string(path.join("manifest.json")).unwrap();
+    let manifest: Value = serde_json::from_str(&manifest).unwrap();
+    let shard = path
+        .join(manifest["generation"].as_str().unwrap())
+        .join("shard-00001.safetensors");
+    let mut bytes = fs::read(&shard).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 16;
+    fs::write(&shard, &bytes).unwrap();
+    let error = refused(&run(&["--epochs", "2", "--resume"]));
+    assert!(
+        error.contains("shard-00001") && error.contains('@'),
+        "{error}"
+    );
+    assert_eq!(fs::read(&shard).unwrap(), bytes);
+}
