@@ -205,7 +205,7 @@ fn averaging(rule: LocalSgd) -> Case {
         world: 3,
         scaled: Some(8.0),
         local_sgd: Some(rule),
-        // One rank skips, another leaves a parameter out: their counts differ.
+        // All skip a step for one, and another leaves a parameter out: their counts differ.
         infinite: Some((1, 2, 0)),
         absent: vec![(2, 1, 3)],
         ..Case::default()
