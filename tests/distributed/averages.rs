@@ -1,4 +1,5 @@
-//! LocalSGD with 32-bit values behind 16-bit parameters, and what ranks decide together between averages.
+//! LocalSGD with 32-bit values behind 16-bit parameters, and what ranks decide together between
+//! averages.
 
 use std::num::NonZeroU64;
 
@@ -102,7 +103,8 @@ fn averages_are_those_of_masters_and_residuals_and_parameters_follow() {
 
 #[test]
 fn what_rounds_away_in_parameters_is_not_lost_in_averages() {
-    // Steps of 1e-6 are far below half a unit of bf16 parameters near 0.1; masters and residuals add them up over averages.
+    // Steps of 1e-6 are far below half a unit of bf16 parameters near 0.1; masters and residuals
+    // add them up over averages.
     let rule = Adam {
         lr: 1e-6,
         ..Adam::default()

@@ -33,7 +33,8 @@ fn case(world: usize, zero: ZeroStage) -> Case {
     }
 }
 
-/// Asks for every layer before its forward and before its backward pass, as [`Plan::calls`] takes a program to do at stage 3.
+/// Asks for every layer before its forward and before its backward pass, as [`Plan::calls`] takes a
+/// program to do at stage 3.
 fn gather_layers(plan: &Plan, state: &State, comms: &mut Comms<'_>) {
     let layer = |name: &str| name.rsplit_once('.').unwrap().0.to_owned();
     let names = || plan.params().iter().map(|param| param.name.as_str());

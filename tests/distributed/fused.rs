@@ -17,7 +17,8 @@ use fusestep_planner::{
 use crate::run::{Case, Mixed, rules};
 use crate::train::{Trained, train};
 
-/// Cut into buckets of 2,000 elements of f32 in the middle of tensors; at many worlds some parts are empty.
+/// Cut into buckets of 2,000 elements of f32 in the middle of tensors; at many worlds some parts
+/// are empty.
 fn case(world: usize) -> Case {
     Case {
         numels: vec![1_000, 3, 0, 1, 5_003, 130, 257],

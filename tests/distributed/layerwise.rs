@@ -13,7 +13,8 @@ fn layerwise() -> [Optimizer; 2] {
     [Lars::default().into(), Lamb::default().into()]
 }
 
-/// Tensors of one leaf of the fixed tree (1,024 elements) and of part of one, and one of more than a chunk of 65,536.
+/// Tensors of one leaf of the fixed tree (1,024 elements) and of part of one, and one of more than
+/// a chunk of 65,536.
 fn case(rule: Optimizer, world: usize) -> Case {
     Case {
         rule,

@@ -73,7 +73,8 @@ fn caps_are_exact_in_bytes_with_padding_and_in_count() {
             .map(|(names, slots)| ((*names).to_owned(), numels(slots)))
             .collect()
     };
-    // From the plan's end; `d` and `a` are cut at exactly the cap, and `c` and `b` are exactly as long.
+    // From the plan's end; `d` and `a` are cut at exactly the cap, and `c` and `b` are exactly as
+    // long.
     assert_eq!(
         found(FuseAllReduce::of_bytes(slots(15))),
         named(&[
@@ -115,7 +116,8 @@ fn buckets_of_one_tensor_end_with_leaves_where_norms_are_taken() {
         let plan = plan.unwrap();
         plan.buckets().iter().map(|bucket| bucket.numel()).collect()
     };
-    // 704 elements of `b`, then `a`: 2,500 at a time, and two leaves of 1,024; a cap below a leaf takes one. 5,000 are 5,056 in slots.
+    // 704 elements of `b`, then `a`: 2,500 at a time, and two leaves of 1,024; a cap below a leaf
+    // takes one. 5,000 are 5,056 in slots.
     assert_eq!(numels(10_000, false), [704, 2_500, 2_556]);
     assert_eq!(numels(10_000, true), [704, 2_048, 2_048, 960]);
     assert_eq!(numels(100, true)[1..], [1_024, 1_024, 1_024, 1_024, 960]);
@@ -168,8 +170,8 @@ fn updated_parameters_come_in_one_call_for_each_owner_bucket_and_cap() {
             .map(|(owner, names)| (*owner, (*names).to_owned()))
             .collect()
     };
-    // From the plan's end 76 MiB; half of them lies in `d`, nearer to its end, so rank 0 owns `e` and `d`, 41 MiB.
-    // The half of `h` is as near to its start as to its end; rank 1 owns it.
+    // From the plan's end 76 MiB; half of them lies in `d`, nearer to its end, so rank 0 owns `e`
+    // and `d`, 41 MiB. The half of `h` is as near to its start as to its end; rank 1 owns it.
     assert_eq!(
         groups(32 << 20),
         named(&[(0, "e"), (0, "d"), (1, "cb"), (1, "a"), (1, "h")])
@@ -259,7 +261,8 @@ fn calls_are_hidden_behind_a_backward_pass_and_drawn() {
     assert!(two.exposed_ns <= beside.exposed_ns * 1.000_001);
     assert!((after.predicted_step_ns - after.exposed_ns - 1e8).abs() < 1.0);
     assert_eq!((after.collectives, after.naive_collectives), (16, 2));
-    // Which of the two parameters have a gradient: a byte each. Each of two ranks sends half of a buffer twice.
+    // Which of the two parameters have a gradient: a byte each. Each of two ranks sends half of a
+    // buffer twice.
     assert_eq!(after.control_calls, 1);
     assert_eq!(after.bytes_on_wire, (16 << 20) + 2);
     // √(16 MiB · 10 µs · 1 GB/s)
@@ -311,7 +314,8 @@ fn an_update_takes_as_long_as_its_bytes() {
         let expected = expected * bytes * 1e9;
         assert!((found / expected - 1.0).abs() < 1e-6, "{found} {expected}");
     };
-    // Gradients are reduced and read where they are given, so the update's three passes are all there is.
+    // Gradients are reduced and read where they are given, so the update's three passes are all
+    // there is.
     let whole = plan(ZeroStage::None, 1).rank_summary(model);
     near(whole.local_ns, 3.0 / 1e10);
     near(whole.exposed_ns, 1.0 / 1e9);

@@ -137,8 +137,8 @@ fn several_dtypes_come_in_one_go_and_other_stages_copy() {
                 assert!(first.bytes(at) == case.first_values(param), "{zero:?}");
             }
             assert!(second.bytes(0) == case.first_values(5) && second.bytes(1).is_empty());
-            // Of buckets of at most 24 leaves of f32: three of the first parameter and one of the fifth, the third is empty. One of
-            // all bf16 parameters, which comes twice.
+            // Of buckets of at most 24 leaves of f32: three of the first parameter and one of the
+            // fifth, the third is empty. One of all bf16 parameters, which comes twice.
             assert_eq!(comms.calls(), if zero == ZeroStage::Three { 6 } else { 0 });
         });
         ranks.unwrap().into_iter().for_each(|rank| rank.unwrap());

@@ -50,7 +50,8 @@ fn planner(case: &Case, zero: ZeroStage) -> Planner {
         .with(ClipByGlobalNorm::new(CLIP))
 }
 
-/// All parameters by either rule alone: the gradients, so their norm and the factor, are those of the two together.
+/// All parameters by either rule alone: the gradients, so their norm and the factor, are those of
+/// the two together.
 fn by_hand(case: &Case) -> (Vec<Vec<u8>>, Vec<Option<u64>>) {
     let of = |rule| {
         Case {

@@ -184,6 +184,7 @@ fn compare(found: &str) {
         std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     assert!(
         found == expected,
-        "other stages; if that is meant, run again with {BLESS}=1\nexpected:\n{expected}\nfound:\n{found}"
+        "other stages; if that is meant, run again with {BLESS}=1\nexpected:\n{expected}\n\
+         found:\n{found}"
     );
 }

@@ -20,7 +20,8 @@ const STAGES: [ZeroStage; 4] = [
 enum Viewed {
     None,
     All,
-    /// By turns, so that neighbours in a bucket are given in both ways and each parameter in another with every micro-step.
+    /// By turns, so that neighbours in a bucket are given in both ways and each parameter in
+    /// another with every micro-step.
     Some,
 }
 

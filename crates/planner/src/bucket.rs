@@ -88,8 +88,9 @@ const SLOT_ELEMENTS: u64 = 64;
 /// A bucket has at least so many slots for each rank where parts are cut at slots: they differ by 2 % at most then.
 const SLOTS_OF_RANK: u64 = 64;
 
-/// The segments and buckets of a plan's gradients, in the order of `ready` (parameters). Slices that each rank has for itself are in
-/// none: their gradients are not reduced and lie in their own list.
+/// The segments and buckets of a plan's gradients, in the order of `ready` (parameters). Slices
+/// that each rank has for itself are in none: their gradients are not reduced and lie in their own
+/// list.
 pub(crate) fn segments(
     plan: &Plan,
     ready: &[u32],

@@ -121,7 +121,7 @@ impl Plan {
                     };
                     state.absorb(self, backend, param, None, how)?;
                 }
-                // What no rank has given is left out; what others, or other micro-steps, have is zero here.
+                // What nobody has given is left out; what other ranks or micro-steps have is zero here.
                 Given::No if self.reduces() || self.reduces_each() => {
                     state.write_zeros(self, backend, param)?
                 }
