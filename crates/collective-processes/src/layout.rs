@@ -11,6 +11,9 @@ pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"fusestp1");
 /// The bit of a gate that says it has failed; the others count arrivals.
 pub(crate) const FAILED: u64 = 1 << 63;
 
+/// The bit of a rendezvous that has failed because ranks had not come in time, and not because one had died.
+pub(crate) const LATE: u64 = 1 << 62;
+
 /// Words of a fingerprint.
 pub(crate) const PRINT_WORDS: usize = Fingerprint::WIRE_BYTES / 8;
 
@@ -55,7 +58,7 @@ pub(crate) struct SessionHead {
     /// Name of the second file.
     pub(crate) second: [AtomicU64; PATH_WORDS],
     pub(crate) second_len: AtomicU64,
-    /// Ranks that have mapped the segment, and [`FAILED`].
+    /// Ranks that have mapped the segment, [`FAILED`] and [`LATE`].
     pub(crate) gate: AtomicU64,
     pub(crate) bell: Bell,
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::bell::Patience;
 use crate::files::{Names, folders, segment_name, system};
-use crate::layout::{FAILED, MAGIC, PATH_BYTES, Process, SessionHead, put_bytes, take_bytes};
+use crate::layout::{FAILED, LATE, MAGIC, PATH_BYTES, Process, SessionHead, put_bytes, take_bytes};
 use crate::life::Life;
 use crate::segment::Segment;
 use crate::session::{Session, SessionPlan, life_in, word_of};
@@ -277,12 +277,18 @@ fn come(
         if gate() == ranks {
             return Ok(());
         }
-        // The gate closes for all ranks or opens for all.
-        let close = |gate: u64| (gate < ranks).then_some(gate | FAILED);
+        // The gate closes for all ranks or opens for all, and says why: who hears of it later may find the rank that closed it dead.
+        let why = if dead().is_none() {
+            FAILED | LATE
+        } else {
+            FAILED
+        };
+        let close = |gate: u64| (gate < ranks).then_some(gate | why);
         if head.gate.fetch_update(set, get, close) == Err(ranks) {
             return Ok(());
         }
         head.bell.ring();
     }
-    Err(dead().map_or_else(missing, |rank| ProcessError::Died { rank }))
+    let died = dead().filter(|_| gate() & LATE == 0);
+    Err(died.map_or_else(missing, |rank| ProcessError::Died { rank }))
 }

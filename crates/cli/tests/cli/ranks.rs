@@ -287,10 +287,10 @@ fn plans_of_many_ranks_count_their_calls() {
     };
     let plan = run(&["--world", "8", "--zero", "2", "--bucket-cap-mib", "25"]);
     let number = |key: &str| plan[key].as_u64().unwrap();
-    // 97.5 MiB of gradients in buckets of 25, and one gather of the parameters.
+    // 97.5 MiB of gradients in buckets of 25, each reduced by one call and gathered by another.
     assert_eq!(
         (number("collectives"), number("naive_collectives")),
-        (6, 322)
+        (10, 322)
     );
     let bytes = 25_557_032 * 4;
     assert!(number("bytes_on_wire").abs_diff(2 * bytes * 7 / 8) < 1_000);
