@@ -311,8 +311,9 @@ impl State {
     }
 
     fn publish_lr(&mut self, backend: &dyn Backend) -> Result<(), PlanError> {
-        let rates: Vec<u64> = self.rules.iter().map(|rule| rule.lr().to_bits()).collect();
-        if self.tables.rates != rates {
+        let rates = || self.rules.iter().map(|rule| rule.lr().to_bits());
+        if !rates().eq(self.tables.rates.iter().copied()) {
+            self.tables.rates = rates().collect();
             let tables = self.tables.updates.iter_mut().zip(&self.updated);
             for (table, &storage) in tables {
                 let rule = self.storages[storage].spec.rule;
@@ -320,7 +321,6 @@ impl State {
                     backend.set_table_lr(table.as_mut(), self.rules[rule].lr())?;
                 }
             }
-            self.tables.rates = rates;
         }
         Ok(())
     }
