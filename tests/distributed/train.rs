@@ -21,9 +21,12 @@ pub(crate) struct Trained {
     pub(crate) scales: Vec<Option<f64>>,
 }
 
+/// The parameters, and each one's state by role.
+type Bits<'a> = (&'a [Vec<u8>], &'a [Vec<(Role, Vec<u8>)>]);
+
 impl Trained {
     /// Parameters and state, without times.
-    pub(crate) fn bits(&self) -> (&[Vec<u8>], &[Vec<(Role, Vec<u8>)>]) {
+    pub(crate) fn bits(&self) -> Bits<'_> {
         (&self.params, &self.state)
     }
 }

@@ -203,8 +203,8 @@ impl GradientArena {
             return Ok(None);
         };
         if memory.is_none() {
-            let fits = |spare: &Box<dyn Buffer>| spare.len_bytes() == len_bytes;
-            let reused = self.spare.iter().position(fits);
+            let mut spare = self.spare.iter();
+            let reused = spare.position(|spare| spare.len_bytes() == len_bytes);
             *memory = Some(match reused {
                 Some(at) => self.spare.swap_remove(at),
                 None => {

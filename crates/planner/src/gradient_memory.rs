@@ -11,6 +11,10 @@ use crate::arena::{Given, Region, SegmentState, Target, place_in, sum_width};
 use crate::stage::{Extent, Part};
 use crate::{Plan, PlanError, State, StorageSpec};
 
+/// What is done with a buffer, a place in it, and the bytes of a part that lie there.
+type WithReduced<'a> =
+    &'a mut dyn FnMut(&mut dyn Buffer, usize, Range<usize>) -> Result<(), PlanError>;
+
 impl State {
     /// The memory of a gradient's region and of its sums.
     fn target(
@@ -66,11 +70,11 @@ impl State {
         let Some(target) = self.target(plan, param, allocate)? else {
             return Ok(());
         };
-        if how.first && how.weight.is_none() && how.last.is_none_or(|last| last.0 == 1.0) {
-            if let (Some(grad), None) = (grad, &target.sums) {
-                target.bytes.copy_from_slice(grad);
-                return Ok(());
-            }
+        let as_it_is =
+            how.first && how.weight.is_none() && how.last.is_none_or(|last| last.0 == 1.0);
+        if let (true, Some(grad), None) = (as_it_is, grad, &target.sums) {
+            target.bytes.copy_from_slice(grad);
+            return Ok(());
         }
         absorb(dtype, target.bytes, target.sums, grad, how);
         Ok(())
@@ -294,7 +298,7 @@ impl State {
         &mut self,
         plan: &Plan,
         (storage, part): (usize, &Part),
-        with: &mut dyn FnMut(&mut dyn Buffer, usize, Range<usize>) -> Result<(), PlanError>,
+        with: WithReduced<'_>,
     ) -> Result<(), PlanError> {
         let spec = &plan.storages[storage];
         let width = spec.grad_dtype().len_bytes();
