@@ -1,6 +1,5 @@
 //! What follows from the stages that passes have left: shards, batches and the order in which everything runs.
 
-use fusestep_launch::Batch;
 use fusestep_tensor::Role;
 
 use crate::bucket::cut;
@@ -250,19 +249,6 @@ impl Plan {
             let note = Note::new("update_norms", Verdict::Split, reason.to_owned());
             self.notes.push(note);
         }
-        let updates = self.optimize_stages();
-        let elements: u64 = updates
-            .flat_map(|stage| &stage.batches)
-            .map(Batch::elements)
-            .sum();
-        let reason = format!(
-            "rank {} of {} updates {elements} of {} elements",
-            self.topology.rank,
-            self.topology.world,
-            self.elements()
-        );
-        self.notes
-            .push(Note::new("shard", Verdict::Applied, reason));
     }
 }
 
