@@ -75,11 +75,7 @@ fn text_of(plan: &Plan, stage: &Stage) -> String {
             let calls = gather.broadcasts.iter();
             let calls = calls.map(|call| format!(", {:?} from {}", call.elements, call.owner));
             let calls: String = calls.collect();
-            format!(
-                "gather {:?}{calls}: {}",
-                gather.lists,
-                of_bucket(plan, gather.bucket)
-            )
+            format!("gather{calls}: {}", of_bucket(plan, gather.bucket))
         }
         Stage::Average(rule) => format!("average every {} steps", rule.every),
         other => format!("{other:?}"),

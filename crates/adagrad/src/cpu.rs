@@ -4,8 +4,8 @@ use std::marker::PhantomData;
 
 use fusestep_elementwise::{Compute, Update, padded_bytes, read_values, run_format, write_padded};
 use fusestep_launch::{
-    ArgumentLayout, Format, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, Objective,
-    ResidentSets, SetValues, TensorList, entry, sets_entry,
+    ArgumentLayout, Format, HostRun, MultiTensorKernel, Objective, ResidentSets, SetValues,
+    TensorList, entry, sets_entry,
 };
 
 use crate::Adagrad;
@@ -83,13 +83,13 @@ impl<T: Compute> MultiTensorKernel for AdagradKernel<T> {
         Some(ResidentSets::new(entry, &hyper, self.format.seed()))
     }
 
-    fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {
-        let [eps] = read_values(call.scalars);
+    fn run_host(&self, run: HostRun<'_, '_>) {
+        let [eps] = read_values(run.call.scalars);
         let update = AdagradUpdate::<T> {
             scalars: Scalars { eps },
             objective: self.config.objective,
         };
-        run_format::<T, _, 1>(&update, self.format, call, lists, spans);
+        run_format::<T, _, 1>(&update, self.format, run);
     }
 }
 

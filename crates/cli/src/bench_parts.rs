@@ -3,7 +3,7 @@
 use fusestep_coalesce::HostMemory;
 use fusestep_collective::{Buffers, Call, CollectiveError, Communicator, Operation, ReduceOp};
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Comms, GatheredLists, Plan, Reduced, Stage, State, StorageSpec, ZeroStage};
+use fusestep_planner::{Comms, Plan, Reduced, Stage, State, StorageSpec, ZeroStage};
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use half::{bf16, f16};
 
@@ -147,7 +147,7 @@ impl Calls {
         comm: &mut dyn Communicator,
     ) -> Result<Self, CollectiveError> {
         let gathers = plan.stages().iter().filter_map(|stage| match stage {
-            Stage::Gather(gather) if gather.lists == GatheredLists::Params => Some(gather.bucket),
+            Stage::Gather(gather) => Some(gather.bucket),
             _ => None,
         });
         let calls = gathers.map(|bucket| (bucket, Operation::AllGather));

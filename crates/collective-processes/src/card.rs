@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use fusestep_collective::{CollectiveError, Fingerprint, Membership};
+use fusestep_collective::{CollectiveError, Fingerprint, Membership, ReduceUpdate};
 
 use crate::layout::{CARD_WORDS, PRINT_WORDS, Seat};
 
@@ -13,6 +13,7 @@ const OUTPUT: usize = PRINT_WORDS + 3;
 const ARRIVED: usize = PRINT_WORDS + 4;
 const MEMBER: usize = PRINT_WORDS + 5;
 const BLOCK: usize = PRINT_WORDS + 6;
+const REPLICAS: usize = PRINT_WORDS + 7;
 
 const STAGED: u64 = 1;
 const IN_PLACE: u64 = 2;
@@ -37,6 +38,8 @@ pub(crate) struct Card {
     pub(crate) membership: Option<Membership>,
     /// The block of the subgroup that it leads.
     pub(crate) block: u64,
+    /// Where its replicas lie.
+    pub(crate) replicas: [u64; ReduceUpdate::MAX_REPLICAS],
 }
 
 impl Card {
@@ -51,6 +54,7 @@ impl Card {
             arrived_ns,
             membership: None,
             block: 0,
+            replicas: [0; _],
         }
     }
 
@@ -69,8 +73,8 @@ impl Card {
             u64::from(member.colour) << 32 | u64::from(member.key),
             self.block,
         ];
-        let print = print_words(&self.print);
-        for (word, value) in words.iter().zip(print.into_iter().chain(rest)) {
+        let print = print_words(&self.print).into_iter();
+        for (word, value) in words.iter().zip(print.chain(rest).chain(self.replicas)) {
             word.store(value, Ordering::Relaxed);
         }
     }
@@ -123,6 +127,10 @@ impl Cards<'_> {
 
     pub(crate) fn block(&self, party: usize) -> u64 {
         self.word(party, BLOCK)
+    }
+
+    pub(crate) fn replica(&self, party: usize, replica: usize) -> u64 {
+        self.word(party, REPLICAS + replica)
     }
 
     pub(crate) fn membership(&self, party: usize) -> Option<Membership> {

@@ -459,8 +459,7 @@ impl Communicator for ProcessCommunicator {
             Err(error) => return self.refuse(error),
         };
         self.sequence += 1;
-        let shape = call.shape();
-        let print = shape.fingerprint(blocks.numel, self.sequence, self.context);
+        let print = call.fingerprint(blocks.numel, self.sequence, self.context);
         let task = self.begin(print);
         let outcome = self.update_everywhere(task, call, blocks, work);
         self.end(outcome)

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use fusestep_collective::Fingerprint;
+use fusestep_collective::{Fingerprint, ReduceUpdate};
 
 /// Says that a file is a segment of this version.
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"fusestp1");
@@ -18,7 +18,7 @@ pub(crate) const LATE: u64 = 1 << 62;
 pub(crate) const PRINT_WORDS: usize = Fingerprint::WIRE_BYTES / 8;
 
 /// Words of what a rank says in a round.
-pub(crate) const CARD_WORDS: usize = PRINT_WORDS + 8;
+pub(crate) const CARD_WORDS: usize = PRINT_WORDS + 7 + ReduceUpdate::MAX_REPLICAS;
 
 /// Words of an error's bytes; it is cut to fewer.
 pub(crate) const RECORD_WORDS: usize = 384;

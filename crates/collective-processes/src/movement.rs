@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use fusestep_coalesce::MemoryOwner;
 use fusestep_collective::{Blocks, Buffers, Call, CollectiveError, Operation};
+use fusestep_simd::{Level, copy_bytes};
 use smallvec::SmallVec;
 
 use crate::card::Cards;
@@ -71,7 +72,7 @@ impl Movement<'_> {
                 // to this round: nobody writes it before all who live have departed (`meet`).
                 let bytes = unsafe { std::slice::from_raw_parts(address, end - start) };
                 let (from, to) = (start - pull.range.start, end - pull.range.start);
-                into[from..to].copy_from_slice(bytes);
+                copy_bytes(Level::detect(), &mut into[from..to], bytes);
             }
         }
         let staged = (0..cards.parties()).filter(|&party| cards.is_staged(party));

@@ -173,11 +173,11 @@ impl ProcessCommunicator {
         })
     }
 
-    /// This rank's block of everyone's gradients and parameters.
+    /// This rank's block of everyone's gradients and replicas.
     pub(crate) fn update_everywhere(
         &mut self,
         mut task: Task,
-        call: ReduceUpdate<'_>,
+        mut call: ReduceUpdate<'_>,
         blocks: Blocks<'_>,
         work: &mut dyn FnMut(RankMemory<'_>),
     ) -> Result<(), CollectiveError> {
@@ -190,11 +190,16 @@ impl ProcessCommunicator {
             }
         };
         let (grads, grad_copy) = shown(call.grads)?;
-        let (params, param_copy) = shown(call.params)?;
-        (task.card.input, task.card.output) = (grads, params);
+        task.card.input = grads;
+        let mut copies: SmallVec<[_; ReduceUpdate::MAX_REPLICAS]> = SmallVec::new();
+        for (place, replica) in task.card.replicas.iter_mut().zip(call.replicas.iter()) {
+            let (offset, copy) = shown(replica.bytes)?;
+            *place = offset;
+            copies.push(copy);
+        }
         let rank = self.group.rank;
-        let grad_block = blocks.of_bytes(rank, call.grad_dtype.len_bytes());
-        let param_block = blocks.of_bytes(rank, call.param_dtype.len_bytes());
+        let block = |dtype: DType| blocks.of_bytes(rank, dtype.len_bytes());
+        let grad_block = block(call.grad_dtype);
         let Self {
             group,
             place,
@@ -213,26 +218,32 @@ impl ProcessCommunicator {
                 // nobody before all who live have departed (`meet`).
                 unsafe { std::slice::from_raw_parts(address, grad_block.len()) }
             });
-            let params = (0..cards.parties()).map(|party| {
-                let offset = cards.output(party) + param_block.start as u64;
-                let address = segment.address(offset, param_block.len());
-                // SAFETY: inside of the mapping; block `rank` of what any rank has brought is this
-                // rank's alone until all who live have departed (`meet`), and ranks bring different
-                // memory, since each has a `&mut` of it.
-                unsafe { std::slice::from_raw_parts_mut(address, param_block.len()) }
+            let replicas = call.replicas.iter().enumerate().map(|(index, replica)| {
+                let block = block(replica.dtype);
+                let ranks = (0..cards.parties()).map(|party| {
+                    let offset = cards.replica(party, index) + block.start as u64;
+                    let address = segment.address(offset, block.len());
+                    // SAFETY: inside of the mapping; block `rank` of what any rank has brought is
+                    // this rank's alone until all who live have departed (`meet`), and replicas are
+                    // different memory, since each was brought by a `&mut` of it.
+                    unsafe { std::slice::from_raw_parts_mut(address, block.len()) }
+                });
+                ranks.collect()
             });
             work(RankMemory {
                 rank,
                 grads: grads.collect(),
-                params: params.collect(),
+                replicas: replicas.collect(),
             });
             Ok(())
         });
         let outcome = met.unwrap_or_else(|broken| Err(self.settle(broken, &mut None, true)));
         outcome.map(|()| {
             drop(grad_copy);
-            if let Some(copy) = param_copy {
-                call.params.copy_from_slice(copy.bytes());
+            for (replica, copy) in call.replicas.iter_mut().zip(copies) {
+                if let Some(copy) = copy {
+                    replica.bytes.copy_from_slice(copy.bytes());
+                }
             }
         })
     }

@@ -13,7 +13,9 @@ use std::process::Command;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use fusestep_collective::{CollectiveError, Collectives, Communicator, ReduceOp, ReduceUpdate};
+use fusestep_collective::{
+    CollectiveError, Collectives, Communicator, ReduceOp, ReduceUpdate, Replica, Replicas,
+};
 use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions};
 use fusestep_tensor::DType;
 
@@ -118,9 +120,11 @@ fn update(comm: &mut ProcessCommunicator, at_work: impl Fn()) -> Result<(), Coll
     let (grads, params) = arena.bytes_mut().split_at_mut(12);
     let call = ReduceUpdate {
         grad_dtype: DType::F32,
-        param_dtype: DType::F32,
         grads,
-        params,
+        replicas: Replicas::from_iter([Replica {
+            dtype: DType::F32,
+            bytes: params,
+        }]),
         counts: &counts,
     };
     comm.reduce_update(call, &mut |_| at_work())

@@ -167,7 +167,7 @@ pub trait Communicator: Send {
         false
     }
 
-    /// Brings the gradients and parameters of all ranks together and does `work` on this rank's block of them, once all ranks have
+    /// Brings the gradients and replicas of all ranks together and does `work` on this rank's block of them, once all ranks have
     /// come; returns when all have finished. No rank writes gradients meanwhile, so nothing is copied.
     ///
     /// # Errors
@@ -181,14 +181,16 @@ pub trait Communicator: Send {
     /// let mut params = [9u8; 4];
     /// let call = ReduceUpdate {
     ///     grad_dtype: DType::U8,
-    ///     param_dtype: DType::U8,
     ///     grads: &grads,
-    ///     params: &mut params,
+    ///     replicas: Replicas::from_iter([Replica {
+    ///         dtype: DType::U8,
+    ///         bytes: &mut params,
+    ///     }]),
     ///     counts: &[3, 1],
     /// };
-    /// comm.reduce_update(call, &mut |memory| {
+    /// comm.reduce_update(call, &mut |mut memory| {
     ///     let sum: u8 = memory.grads.iter().map(|grads| grads[0]).sum();
-    ///     for params in memory.params {
+    ///     for params in &mut memory.replicas[0] {
     ///         params.fill(sum + memory.rank as u8);
     ///     }
     /// }).unwrap();

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     Aborter, Buffers, Call, CallContext, CollectiveError, Collectives, Communicator,
-    FlightRecorder, Membership, RankMemory, ReduceUpdate,
+    FlightRecorder, Membership, RankMemory, ReduceUpdate, Replica,
 };
 
 /// One fault: what happens at which call of which rank. Lists of them are scenarios, and can be kept as JSON.
@@ -167,9 +167,15 @@ impl<C: Communicator> Communicator for Faulty<C> {
             let byte = byte % grads.len();
             grads[byte] ^= 1;
         }
+        let shorter = call.replicas.into_iter().map(|replica| Replica {
+            dtype: replica.dtype,
+            bytes: replica.bytes,
+        });
         let call = ReduceUpdate {
+            grad_dtype: call.grad_dtype,
             grads: &grads,
-            ..call
+            replicas: shorter.collect(),
+            counts: call.counts,
         };
         self.inner.reduce_update(call, work)
     }

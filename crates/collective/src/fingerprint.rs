@@ -17,7 +17,7 @@ pub struct Fingerprint {
     pub dtype: DType,
     /// Elements of the whole.
     pub numel: u64,
-    /// Hash of the counts; 0 without counts.
+    /// Hash of the counts, and of the types of replicas; 0 without counts.
     pub counts_hash: u64,
     /// Plan and bucket.
     pub context: CallContext,
@@ -163,7 +163,7 @@ impl Fingerprint {
 }
 
 /// FNV-1a over the counts, word by word; never 0, which says that there are none.
-fn hash(counts: &[usize]) -> u64 {
+pub(crate) fn hash(counts: &[usize]) -> u64 {
     let mix = |hash: u64, &count: &usize| (hash ^ count as u64).wrapping_mul(0x0000_0100_0000_01b3);
     counts.iter().fold(0xcbf2_9ce4_8422_2325, mix).max(1)
 }

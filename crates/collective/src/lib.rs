@@ -33,7 +33,7 @@ pub use measure::{AllReduceRow, Costs, Link, bench_all_reduce, fit, measure, mea
 pub use operation::{Operation, ReduceOp};
 pub use rank_order::{Ranks, reduce_in_rank_order, reduce_slices};
 pub use recorder::{CallRecord, CallState, FlightRecorder};
-pub use reduce_update::{RankMemory, ReduceUpdate};
+pub use reduce_update::{OfRanks, RankMemory, ReduceUpdate, Replica, Replicas};
 pub use ring::{Pending, Ring, rings};
 pub use self_test::self_test;
 pub use solo::Solo;

@@ -1,24 +1,39 @@
-//! Gradients and parameters of all ranks in one place, so that each rank updates its block everywhere.
+//! Gradients and replicas of all ranks in one place, so that each rank updates its block everywhere.
 
 use fusestep_tensor::DType;
 use smallvec::SmallVec;
 
-use crate::{Blocks, CallShape, CollectiveError, Lengths, Operation};
+use crate::fingerprint::hash;
+use crate::{Blocks, CallContext, CallShape, CollectiveError, Fingerprint, Lengths, Operation};
 
 /// What one rank brings to [`Communicator::reduce_update`](crate::Communicator::reduce_update).
 #[derive(Debug)]
 pub struct ReduceUpdate<'a> {
     /// Type of the gradients' elements.
     pub grad_dtype: DType,
-    /// Type of the parameters' elements.
-    pub param_dtype: DType,
     /// This rank's gradients, which every rank may read.
     pub grads: &'a [u8],
-    /// This rank's parameters: as many elements. Rank `i` alone reads and writes block `i` of everyone's.
-    pub params: &'a mut [u8],
+    /// This rank's replicas: parameters, and state that every rank keeps. Rank `i` alone reads and
+    /// writes block `i` of everyone's.
+    pub replicas: Replicas<'a>,
     /// Elements of each rank's block; the same on all ranks.
     pub counts: &'a [usize],
 }
+
+/// One rank's replica of a list that all ranks keep alike.
+#[derive(Debug)]
+pub struct Replica<'a> {
+    /// Type of its elements.
+    pub dtype: DType,
+    /// As many elements as there are gradients.
+    pub bytes: &'a mut [u8],
+}
+
+/// The replicas of one rank, in an order that is the same on all ranks.
+pub type Replicas<'a> = SmallVec<[Replica<'a>; 4]>;
+
+/// Each rank's slice, in rank order.
+pub type OfRanks<T> = SmallVec<[T; 16]>;
 
 /// One rank's block of the memory of all ranks.
 #[derive(Debug)]
@@ -26,12 +41,15 @@ pub struct RankMemory<'a> {
     /// The rank whose block it is.
     pub rank: usize,
     /// The block in each rank's gradients, in rank order.
-    pub grads: SmallVec<[&'a [u8]; 16]>,
-    /// The block in each rank's parameters, in rank order. All hold the same values.
-    pub params: SmallVec<[&'a mut [u8]; 16]>,
+    pub grads: OfRanks<&'a [u8]>,
+    /// For each replica the block in each rank's, in rank order. All hold the same values.
+    pub replicas: SmallVec<[OfRanks<&'a mut [u8]>; 4]>,
 }
 
 impl<'a> ReduceUpdate<'a> {
+    /// The most replicas of one call.
+    pub const MAX_REPLICAS: usize = fusestep_simd::MAX_REPLICAS;
+
     /// Checks everything that one rank can know and says how elements are cut into blocks.
     ///
     /// # Errors
@@ -55,11 +73,17 @@ impl<'a> ReduceUpdate<'a> {
             numel * self.grad_dtype.len_bytes(),
             self.grads.len(),
         )?;
-        expect(
-            "bytes of parameters",
-            numel * self.param_dtype.len_bytes(),
-            self.params.len(),
-        )?;
+        if self.replicas.len() > Self::MAX_REPLICAS {
+            return Err(refuse(format!(
+                "expected at most {} replicas, found {}",
+                Self::MAX_REPLICAS,
+                self.replicas.len()
+            )));
+        }
+        for replica in self.replicas.iter() {
+            let expected = numel * replica.dtype.len_bytes();
+            expect("bytes of a replica", expected, replica.bytes.len())?;
+        }
         Ok(Blocks {
             numel,
             world_size,
@@ -67,13 +91,19 @@ impl<'a> ReduceUpdate<'a> {
         })
     }
 
-    /// The call as ranks compare it.
-    pub fn shape(&self) -> CallShape<'a> {
-        CallShape {
+    /// What other ranks compare with theirs: the hash of the counts is one of the replicas' types, too.
+    pub fn fingerprint(&self, numel: usize, sequence: u64, context: CallContext) -> Fingerprint {
+        let shape = CallShape {
             operation: Operation::ReduceUpdate,
             dtype: self.grad_dtype,
             counts: Some(self.counts),
             lengths: Lengths::InPlace(self.grads.len()),
+        };
+        let mut fingerprint = shape.fingerprint(numel, sequence, context);
+        for replica in self.replicas.iter() {
+            let mixed = [fingerprint.counts_hash as usize, replica.dtype as usize];
+            fingerprint.counts_hash = hash(&mixed);
         }
+        fingerprint
     }
 }

@@ -122,13 +122,16 @@ impl Communicator for Solo {
         }
         let blocks = call.blocks(0, 1).map_err(|error| self.close(error))?;
         self.sequence += 1;
-        let shape = call.shape();
-        let fingerprint = shape.fingerprint(blocks.numel, self.sequence, self.context);
+        let fingerprint = call.fingerprint(blocks.numel, self.sequence, self.context);
         self.recorder.begin(&fingerprint);
         work(RankMemory {
             rank: 0,
             grads: smallvec![call.grads],
-            params: smallvec![call.params],
+            replicas: call
+                .replicas
+                .into_iter()
+                .map(|own| smallvec![own.bytes])
+                .collect(),
         });
         self.recorder.end(Ok(()));
         Ok(())

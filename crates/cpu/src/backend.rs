@@ -215,7 +215,7 @@ impl Backend for CpuBackend {
     fn launch_reduced(
         &self,
         launch: Launch<'_>,
-        replicas: Replicas<'_, '_>,
+        replicas: Replicas<'_, '_, '_>,
     ) -> Result<LaunchReport, BackendError> {
         let report = LaunchReport::of(launch.batches);
         if let Some(pieces) = ReducedPieces::new(launch, replicas, self.level)? {

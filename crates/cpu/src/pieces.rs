@@ -3,7 +3,7 @@
 
 use fusestep_elementwise::Tensor;
 use fusestep_launch::{
-    BackendError, Batch, CHUNK_ELEMENTS, HostCall, HostList, HostSpan, HostSpans, Launch,
+    BackendError, Batch, CHUNK_ELEMENTS, HostCall, HostList, HostRun, HostSpan, HostSpans, Launch,
     MAX_LISTS, MultiTensorKernel, Places,
 };
 use fusestep_simd::Split;
@@ -155,7 +155,10 @@ impl Split for Pieces<'_> {
                     tensor.run();
                 }
             }
-            None => self.kernel.run_host(self.call, self.lists, spans),
+            None => {
+                let run = HostRun::new(self.call, self.lists, spans);
+                self.kernel.run_host(run)
+            }
         }
     }
 }

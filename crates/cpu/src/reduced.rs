@@ -1,22 +1,23 @@
 //! Reduction and update in one pass over the memory of all ranks.
 //!
 //! ```text
-//! g ← average over ranks of their gradients      in rank order, into a cache
+//! g ← average over ranks of their gradients      in rank order, in the nearest cache
 //! p, state ← update(p, state, g)                 this rank's own
-//! p of every other rank ← p                      past the caches
+//! p of every other rank ← p                      past the caches; at ZeRO stage 0 the state, too
 //! ```
 //!
 //! Reduction, update and copies as passes of their own move every average three times and every
-//! parameter once more. Here a block of some kilobytes goes through all three before the next one.
+//! parameter once more. Here a kilobyte goes through all three before the next one: the update's
+//! own loop asks for averages ([`AcrossRanks`]) and hands over what is new.
 
 use std::ops::Range;
 
 use fusestep_collective::{Ranks, ReduceOp, reduce_in_rank_order};
 use fusestep_launch::{
-    BackendError, Batch, Gate, HostCall, HostList, HostSpans, Launch, MAX_LISTS, MultiTensorKernel,
-    Places, Replicas,
+    ACROSS_ELEMENTS, AcrossRanks, BackendError, Batch, Gate, HostCall, HostList, HostRun,
+    HostSpans, Launch, MAX_LISTS, MultiTensorKernel, Places, Replicas,
 };
-use fusestep_simd::{Level, Split, copy_streaming};
+use fusestep_simd::{Level, Split, StreamingCopies, streaming};
 use fusestep_tensor::{DType, Role};
 use smallvec::SmallVec;
 
@@ -24,20 +25,19 @@ use crate::backend::{NAME, gate, host_call, out_of_bounds};
 use crate::pieces::CUT_ELEMENTS;
 use crate::window::{covered, place, window};
 
-/// Bytes of a block's averages. They go from the reduction to the update through the second-level
-/// cache: blocks of 4 KiB stay in the first one and take a tenth longer, since at every change
-/// between reduction, update and copy the memory has less to do.
-const BLOCK_BYTES: usize = 32 << 10;
-
 /// Replicas of fewer bytes of parameters may stay in the caches, where their ranks find them.
 const CACHED_BYTES: usize = 1 << 20;
 
 /// The averages of a block, in memory that begins with a cache line.
+#[derive(Debug)]
 #[repr(align(64))]
-struct Averages([u64; BLOCK_BYTES / size_of::<u64>()]);
+struct Averages([u64; ACROSS_ELEMENTS]);
 
 /// Ranks whose slices need no memory of the allocator.
 const INLINE_RANKS: usize = 16;
+
+/// Replicas of a list that need none.
+const INLINE_REPLICAS: usize = 3;
 
 /// The part of a launch whose elements lie in `first..end` of the storage.
 pub(crate) struct ReducedPieces<'a> {
@@ -50,15 +50,14 @@ pub(crate) struct ReducedPieces<'a> {
     lists: [HostList<'a>; MAX_LISTS],
     /// Bytes of one element of each list.
     widths: [usize; MAX_LISTS],
-    param: usize,
     grad: usize,
     dtype: DType,
     /// Each rank's gradients from `first` on.
     grads: SmallVec<[&'a [u8]; INLINE_RANKS]>,
-    /// The other ranks' parameters `first..end`.
-    others: SmallVec<[&'a mut [u8]; INLINE_RANKS]>,
+    /// For each list the other ranks' replicas, `first..end`.
+    others: [SmallVec<[&'a mut [u8]; INLINE_REPLICAS]>; MAX_LISTS],
     /// Whether they are written past the caches.
-    streaming: bool,
+    is_streaming: bool,
     first: u64,
     end: u64,
 }
@@ -70,9 +69,9 @@ impl<'a> ReducedPieces<'a> {
     /// [`BackendError::Unavailable`] for a kernel that takes sums over tensors and for sums over what
     /// is changed, neither of which has a place in one pass; [`BackendError::OutOfBounds`] if a list
     /// or a rank's slice does not hold all that the batches cover.
-    pub(crate) fn new<'l: 'a, 'r: 'a>(
+    pub(crate) fn new<'l: 'a, 'r: 'a, 'c: 'a>(
         launch: Launch<'l>,
-        replicas: Replicas<'r, '_>,
+        replicas: Replicas<'r, '_, 'c>,
         level: Level,
     ) -> Result<Option<Self>, BackendError> {
         check(&launch, &replicas)?;
@@ -82,34 +81,34 @@ impl<'a> ReducedPieces<'a> {
         let (kernel, call) = (launch.kernel, host_call(level, &launch, grad_factor));
         let (batches, offsets, firsts) = (launch.batches, launch.offsets, launch.firsts);
         let elements = covered(batches, offsets);
-        let (param, grad) = (
-            position(kernel, Role::Param)?,
-            position(kernel, Role::Grad)?,
-        );
+        let grad = position(kernel, Role::Grad)?;
         let widths = widths(kernel);
+        let within = |len_bytes, width| place(&elements, replicas.first, width, len_bytes);
         let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
+        let mut others: [SmallVec<_>; MAX_LISTS] = Default::default();
+        for replicated in replicas.lists {
+            let index = replicated.list;
+            for (rank, bytes) in replicated.ranks.iter_mut().enumerate() {
+                let part = within(bytes.len(), widths[index])?;
+                let part = &mut bytes[part];
+                if rank == replicas.rank {
+                    lists[index] = HostList::ReadWrite(part);
+                } else {
+                    others[index].push(part);
+                }
+            }
+        }
         for (index, buffer) in launch.lists.iter_mut().enumerate() {
-            if index != param && index != grad {
+            if index != grad && matches!(lists[index], HostList::Absent) {
                 let first = firsts.get(index).copied().unwrap_or(0);
                 lists[index] = window(buffer, first, &elements)?;
             }
         }
-        let within = |len_bytes, width| place(&elements, replicas.first, width, len_bytes);
         let mut grads = SmallVec::new();
         for &bytes in replicas.grads {
             grads.push(&bytes[within(bytes.len(), widths[grad])?]);
         }
-        let mut others = SmallVec::new();
-        for (rank, bytes) in replicas.params.iter_mut().enumerate() {
-            let own = within(bytes.len(), widths[param])?;
-            let own = &mut bytes[own];
-            if rank == replicas.rank {
-                lists[param] = HostList::ReadWrite(own);
-            } else {
-                others.push(own);
-            }
-        }
-        let len_bytes = (elements.end - elements.start) as usize * widths[param];
+        let len_bytes = (elements.end - elements.start) as usize * widths[0];
         Ok(Some(Self {
             kernel,
             call,
@@ -120,59 +119,14 @@ impl<'a> ReducedPieces<'a> {
             },
             lists,
             widths,
-            param,
             grad,
             dtype: kernel.lists()[grad].dtype,
             grads,
             others,
-            streaming: len_bytes >= CACHED_BYTES,
+            is_streaming: len_bytes >= CACHED_BYTES,
             first: elements.start,
             end: elements.end,
         }))
-    }
-
-    /// One block: what of the batches lies in `elements` of the storage.
-    fn block(&mut self, elements: Range<u64>, spans: HostSpans<'_>, averages: &mut Averages) {
-        let within = |width: usize| {
-            // The lists lie in memory, so their element counts fit a usize.
-            let start = (elements.start - self.first) as usize * width;
-            start..start + (elements.end - elements.start) as usize * width
-        };
-        let bytes = within(self.widths[self.grad]);
-        let averages: &mut [u8] = bytemuck::cast_slice_mut(&mut averages.0);
-        let averages = &mut averages[..bytes.len()];
-        let mut ranks = Block {
-            grads: &self.grads,
-            share_bytes: (self.end - self.first) as usize * self.widths[self.grad],
-            first: bytes.start,
-            averages,
-        };
-        let (level, len_bytes) = (self.call.level, bytes.len());
-        reduce_in_rank_order(level, self.dtype, ReduceOp::Average, len_bytes, &mut ranks);
-        let mut lists: [HostList<'_>; MAX_LISTS] = Default::default();
-        for ((part, list), width) in lists.iter_mut().zip(&mut self.lists).zip(self.widths) {
-            *part = list.part(match list {
-                HostList::Absent => 0..0,
-                _ => within(width),
-            });
-        }
-        lists[self.grad] = HostList::Read(averages);
-        self.kernel.run_host(self.call, lists, spans.clone());
-        let width = self.widths[self.param];
-        let own = &self.lists[self.param].bytes()[within(width)];
-        let start = within(width).start;
-        for span in spans {
-            let of_span = span.start * width..(span.start + span.numel) * width;
-            let updated = &own[of_span.clone()];
-            for other in &mut self.others {
-                let other = &mut other[start + of_span.start..start + of_span.end];
-                if self.streaming {
-                    copy_streaming(level, other, updated);
-                } else {
-                    other.copy_from_slice(updated);
-                }
-            }
-        }
     }
 }
 
@@ -191,12 +145,18 @@ impl Split for ReducedPieces<'_> {
         }
         let at_grad = numel * self.widths[self.grad];
         let right_grads = self.grads.iter().map(|grads| &grads[at_grad..]).collect();
-        let at_param = numel * self.widths[self.param];
-        let mut right_others = SmallVec::new();
-        for other in &mut self.others {
-            let (left, right) = std::mem::take(other).split_at_mut(at_param);
-            *other = left;
-            right_others.push(right);
+        let mut right_others: [SmallVec<_>; MAX_LISTS] = Default::default();
+        for ((others, rights), width) in self
+            .others
+            .iter_mut()
+            .zip(&mut right_others)
+            .zip(self.widths)
+        {
+            for other in others {
+                let (left, right) = std::mem::take(other).split_at_mut(numel * width);
+                *other = left;
+                rights.push(right);
+            }
         }
         let right = Self {
             lists: right_lists,
@@ -217,21 +177,70 @@ impl Split for ReducedPieces<'_> {
     }
 
     fn run(mut self) {
-        let mut averages = Averages([0; _]);
-        let block = (BLOCK_BYTES / self.widths[self.grad].max(1)) as u64;
-        let mut at = self.first;
-        while at < self.end {
-            let end = (at + 1).next_multiple_of(block).min(self.end);
-            let spans = HostSpans::of(self.batches, self.places, at, end);
-            if spans.clone().next().is_some() {
-                self.block(at..end, spans, &mut averages);
-                at = end;
-                continue;
+        let spans = HostSpans::of(self.batches, self.places, self.first, self.end);
+        let (kernel, call) = (self.kernel, self.call);
+        streaming(call.level, |copies| {
+            let mut across = Across {
+                level: call.level,
+                dtype: self.dtype,
+                grads: &self.grads,
+                others: &mut self.others,
+                widths: self.widths,
+                grad: self.grad,
+                copies: self.is_streaming.then_some(copies),
+                averages: Averages([0; _]),
+            };
+            kernel.run_host(HostRun {
+                across: Some(&mut across),
+                ..HostRun::new(call, self.lists, spans)
+            });
+        });
+    }
+}
+
+/// The other ranks, as the loop of an update sees them.
+#[derive(Debug)]
+struct Across<'a, 'b> {
+    level: Level,
+    dtype: DType,
+    grads: &'a [&'b [u8]],
+    others: &'a mut [SmallVec<[&'b mut [u8]; INLINE_REPLICAS]>; MAX_LISTS],
+    widths: [usize; MAX_LISTS],
+    grad: usize,
+    /// For what goes past the caches.
+    copies: Option<&'a StreamingCopies>,
+    averages: Averages,
+}
+
+impl AcrossRanks for Across<'_, '_> {
+    fn gradients(&mut self, elements: Range<usize>) -> &[u8] {
+        let width = self.widths[self.grad];
+        let averages: &mut [u8] = bytemuck::cast_slice_mut(&mut self.averages.0);
+        let averages = &mut averages[..elements.len() * width];
+        let len_bytes = averages.len();
+        let mut block = Block {
+            grads: self.grads,
+            first: elements.start * width,
+            averages,
+        };
+        reduce_in_rank_order(
+            self.level,
+            self.dtype,
+            ReduceOp::Average,
+            len_bytes,
+            &mut block,
+        );
+        block.averages
+    }
+
+    fn updated(&mut self, list: usize, start: usize, values: &[u8]) {
+        let start = start * self.widths[list];
+        for other in &mut self.others[list] {
+            let other = &mut other[start..start + values.len()];
+            match self.copies {
+                Some(copies) => copies.copy(other, values),
+                None => other.copy_from_slice(values),
             }
-            // Nothing of the batches: what comes next may be far away.
-            let mut rest = HostSpans::of(self.batches, self.places, at, self.end);
-            let Some(next) = rest.next() else { return };
-            at += next.start as u64;
         }
     }
 }
@@ -239,8 +248,6 @@ impl Split for ReducedPieces<'_> {
 /// What is reduced for a block: the same bytes of every rank's gradients.
 struct Block<'a> {
     grads: &'a [&'a [u8]],
-    /// Bytes of all blocks that this thread reduces one after the other.
-    share_bytes: usize,
     /// The block's first byte.
     first: usize,
     averages: &'a mut [u8],
@@ -254,7 +261,7 @@ impl Ranks for Block<'_> {
 
     #[inline(always)]
     fn share_bytes(&self) -> usize {
-        self.share_bytes
+        self.grads.first().map_or(0, |grads| grads.len())
     }
 
     #[inline(always)]
@@ -269,7 +276,7 @@ impl Ranks for Block<'_> {
 }
 
 /// Refuses what has no place in one pass, and a rank that is none of the replicas.
-fn check(launch: &Launch<'_>, replicas: &Replicas<'_, '_>) -> Result<(), BackendError> {
+fn check(launch: &Launch<'_>, replicas: &Replicas<'_, '_, '_>) -> Result<(), BackendError> {
     let refuse = |reason: String| {
         Err(BackendError::Unavailable {
             backend: NAME,
@@ -289,11 +296,20 @@ fn check(launch: &Launch<'_>, replicas: &Replicas<'_, '_>) -> Result<(), Backend
              pass; reduce first and update then"
         ));
     }
-    let (ranks, found) = (replicas.grads.len(), replicas.params.len());
-    if ranks != found || replicas.rank >= ranks {
+    let ranks = replicas.grads.len();
+    let found = replicas.lists.iter().map(|list| list.ranks.len());
+    let found = found.chain([ranks]).find(|&found| found != ranks);
+    if found.is_some() || replicas.rank >= ranks {
         return refuse(format!(
-            "expected the parameters of {ranks} ranks, found those of {found}, as seen by rank {}",
+            "expected replicas of {ranks} ranks, found those of {}, as seen by rank {}",
+            found.unwrap_or(ranks),
             replicas.rank
+        ));
+    }
+    if let Some(list) = replicas.lists.iter().find(|list| list.list >= MAX_LISTS) {
+        return refuse(format!(
+            "expected replicas of one of {MAX_LISTS} lists, found list {}",
+            list.list
         ));
     }
     if launch.lists.len() < launch.kernel.lists().len() {

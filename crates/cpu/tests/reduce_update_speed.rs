@@ -10,12 +10,12 @@ use std::time::Instant;
 use common::backend;
 use fusestep_coalesce::HostMemory;
 use fusestep_collective::{
-    Buffers, Call, Collectives, Communicator, Operation, Options, ReduceOp, ReduceUpdate,
+    Buffers, Call, Collectives, Communicator, Operation, Options, ReduceOp, ReduceUpdate, Replica,
     ThreadCommunicator, run_ranks,
 };
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
-use fusestep_launch::{Backend, Batch, ListBuffer, Precision, Record, Replicas};
+use fusestep_launch::{Backend, Batch, ListBuffer, Precision, Record, Replicas, Replicated};
 use fusestep_tensor::{DType, Role};
 
 /// Those of ResNet-50, as tensors of a typical length.
@@ -75,9 +75,11 @@ impl Rank {
     fn in_one_pass(&mut self, comm: &mut ThreadCommunicator, [grads, params]: [&mut [u8]; 2]) {
         let call = ReduceUpdate {
             grad_dtype: DType::F32,
-            param_dtype: DType::F32,
             grads,
-            params,
+            replicas: fusestep_collective::Replicas::from_iter([Replica {
+                dtype: DType::F32,
+                bytes: params,
+            }]),
             counts: &[ELEMENTS / RANKS; RANKS],
         };
         let firsts = [self.first; 4];
@@ -88,7 +90,10 @@ impl Rank {
                 rank: memory.rank,
                 first: firsts[0],
                 grads: &memory.grads,
-                params: &mut memory.params,
+                lists: &mut [Replicated {
+                    list: 0,
+                    ranks: &mut memory.replicas[0],
+                }],
             };
             let launch = storage.launch(batches, lists, &firsts);
             backend.launch_reduced(launch, replicas).unwrap();

@@ -6,14 +6,14 @@ mod common;
 use common::{Storage, backend, buffer, push, values};
 use fusestep_coalesce::HostMemory;
 use fusestep_collective::{
-    Communicator, Options, ReduceOp, ReduceUpdate, reduce_slices, run_ranks,
+    Communicator, Options, ReduceOp, ReduceUpdate, Replica, reduce_slices, run_ranks,
 };
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_launch::{
-    Backend, BackendError, ControlBlock, ListBuffer, Master, Precision, Replicas, Rounding,
-    UnitSums, UpdateRule, UpdateSums,
+    Backend, BackendError, ControlBlock, ListBuffer, Master, Precision, Replicas, Replicated,
+    Rounding, UnitSums, UpdateRule, UpdateSums,
 };
 use fusestep_simd::Level;
 use fusestep_tensor::{DType, Role};
@@ -119,9 +119,11 @@ impl Case {
         let (backend, firsts) = (backend(threads), [elements.start; 8]);
         let call = ReduceUpdate {
             grad_dtype: self.dtype(),
-            param_dtype: storage.kernel.lists()[param].dtype,
             grads: &grads.bytes()[LEAD * storage.width(grad)..],
-            params: &mut params.bytes_mut()[LEAD * storage.width(param)..],
+            replicas: fusestep_collective::Replicas::from_iter([Replica {
+                dtype: storage.kernel.lists()[param].dtype,
+                bytes: &mut params.bytes_mut()[LEAD * storage.width(param)..],
+            }]),
             counts: &self.counts,
         };
         comm.reduce_update(call, &mut |mut memory| {
@@ -129,7 +131,10 @@ impl Case {
                 rank: memory.rank,
                 first: elements.start,
                 grads: &memory.grads,
-                params: &mut memory.params,
+                lists: &mut [Replicated {
+                    list: param,
+                    ranks: &mut memory.replicas[0],
+                }],
             };
             let mut launch = storage.launch(&batches, &mut lists, &firsts[..]);
             launch.control = control.as_deref();
@@ -301,7 +306,10 @@ fn elements_between_those_of_the_batches_stay_as_they_are() {
         rank: 0,
         first: 0,
         grads: &[grads, grads],
-        params: &mut [&mut own, &mut other],
+        lists: &mut [Replicated {
+            list: 0,
+            ranks: &mut [&mut own, &mut other],
+        }],
     };
     let launch = storage.launch(&batches, &mut lists, &[]);
     let report = backend(1).launch_reduced(launch, replicas).unwrap();
@@ -332,7 +340,10 @@ fn what_has_no_place_in_one_pass_is_refused() {
             rank,
             first,
             grads: &[&storage.lists[1]],
-            params: &mut [&mut params],
+            lists: &mut [Replicated {
+                list: 0,
+                ranks: &mut [&mut params],
+            }],
         };
         let refused = backend(1).launch_reduced(launch, replicas).unwrap_err();
         assert!(params == storage.lists[0]);

@@ -100,8 +100,8 @@ impl MultiTensorKernel for Liar {
         self.kernel.write_set(values, out);
     }
 
-    fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {
-        self.kernel.run_host(call, lists, spans);
+    fn run_host(&self, run: HostRun<'_, '_>) {
+        self.kernel.run_host(run);
     }
 }
 

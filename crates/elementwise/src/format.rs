@@ -1,6 +1,6 @@
 //! From dtypes known at run time to code compiled for them.
 
-use fusestep_launch::{Format, HostCall, HostList, HostSpans, Layout, MAX_LISTS};
+use fusestep_launch::{Format, HostRun, Layout};
 use half::{bf16, f16};
 
 use crate::rounding::{Nearest, Rounding, Stochastic};
@@ -51,18 +51,16 @@ where
 }
 
 /// What a loop runs over.
-struct Call<'a, U, const N: usize> {
+struct Call<'a, 'b, U, const N: usize> {
     update: &'a U,
-    call: HostCall<'a>,
-    lists: [HostList<'a>; MAX_LISTS],
-    spans: HostSpans<'a>,
+    run: HostRun<'a, 'b>,
 }
 
-impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, U, N> {
+impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, '_, U, N> {
     type Output = ();
 
     fn visit<K: Slot<C>, S: Storage<C>, R: Rounding>(self) {
-        run_slot::<C, K, S, R, U, N>(self.update, self.call, self.lists, self.spans);
+        run_slot::<C, K, S, R, U, N>(self.update, self.run);
     }
 }
 
@@ -75,15 +73,7 @@ impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, 
 pub fn run_format<C: Compute, U: Update<C, N>, const N: usize>(
     update: &U,
     format: Format,
-    call: HostCall<'_>,
-    lists: [HostList<'_>; MAX_LISTS],
-    spans: HostSpans<'_>,
+    run: HostRun<'_, '_>,
 ) {
-    let call = Call::<U, N> {
-        update,
-        call,
-        lists,
-        spans,
-    };
-    C::visit(format, call);
+    C::visit(format, Call::<U, N> { update, run });
 }

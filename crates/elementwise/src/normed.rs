@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fusestep_launch::{
-    CHUNK_ELEMENTS, CarriedSum, FINISHED_BYTES, HostCall, HostList, HostSpans, LeafSums, MAX_LISTS,
-    MAX_SUMS, MultiTensorKernel, Outcome, UnitSums,
+    CHUNK_ELEMENTS, CarriedSum, FINISHED_BYTES, HostCall, HostList, HostRun, HostSpans, LeafSums,
+    MAX_LISTS, MAX_SUMS, MultiTensorKernel, Outcome, UnitSums,
 };
 use fusestep_simd::{MAX_SHARED, Order, Split, Team};
 
@@ -147,7 +147,8 @@ fn update_chunk(chunk: Tensor<'_>) {
     });
     let sum = chunk.update_sums.and_then(<[_]>::first_mut);
     if sum.is_none() && carried.is_none() {
-        return chunk.kernel.run_host(chunk.call, chunk.lists, spans);
+        let run = HostRun::new(chunk.call, chunk.lists, spans);
+        return chunk.kernel.run_host(run);
     }
     let changes: LeafSums = std::array::from_fn(|_| AtomicU64::new(0));
     let call = HostCall {
@@ -157,7 +158,9 @@ fn update_chunk(chunk: Tensor<'_>) {
     let mut leaves = [0.0; NORM_LANES];
     match carried {
         Some((kernel, _)) => kernel.run_leaves(call, chunk.lists, spans, &mut leaves),
-        None => chunk.kernel.run_host(call, chunk.lists, spans),
+        None => chunk
+            .kernel
+            .run_host(HostRun::new(call, chunk.lists, spans)),
     }
     if let Some(sum) = sum {
         *sum = units(&changes);
@@ -312,6 +315,7 @@ impl Split for Tensor<'_> {
             return update_chunk(rest);
         }
         let spans = self.spans();
-        self.kernel.run_host(self.call, self.lists, spans);
+        self.kernel
+            .run_host(HostRun::new(self.call, self.lists, spans));
     }
 }

@@ -7,7 +7,7 @@
 //! a tensor shorter than a block is computed in a copy padded with zeros. Copies of varying length cost a small tensor more than
 //! its arithmetic: 76 ns of 608 for 64 to 512 elements (`fusestep bench` on 10,000 of them).
 
-use fusestep_launch::{HostCall, HostList, HostSpans, MAX_LISTS};
+use fusestep_launch::{ACROSS_ELEMENTS, AcrossRanks, HostList, HostRun};
 use fusestep_simd::{prefetch_ahead, prefetch_bytes};
 
 use crate::change::{Changes, Ignored};
@@ -44,37 +44,35 @@ pub trait Update<C: Compute, const N: usize>: Copy + Sync {
 ///
 /// # Panics
 /// If a list is missing or of another type: backends bring the lists that the kernel declared.
-pub fn run<C, P, S, U, const N: usize>(
-    update: &U,
-    call: HostCall<'_>,
-    lists: [HostList<'_>; MAX_LISTS],
-    spans: HostSpans<'_>,
-) where
+pub fn run<C, P, S, U, const N: usize>(update: &U, run: HostRun<'_, '_>)
+where
     C: Compute,
     P: Storage<C>,
     S: Storage<C>,
     U: Update<C, N>,
 {
-    run_slot::<C, Plain<P>, S, Nearest, U, N>(update, call, lists, spans);
+    run_slot::<C, Plain<P>, S, Nearest, U, N>(update, run);
 }
 
 /// [`run`] for any way `K` to keep a parameter and any way `R` to round; the list beside the parameter comes last.
-pub(crate) fn run_slot<C, K, S, R, U, const N: usize>(
-    update: &U,
-    call: HostCall<'_>,
-    lists: [HostList<'_>; MAX_LISTS],
-    spans: HostSpans<'_>,
-) where
+pub(crate) fn run_slot<C, K, S, R, U, const N: usize>(update: &U, run: HostRun<'_, '_>)
+where
     C: Compute,
     K: Slot<C>,
     S: Storage<C>,
     R: Rounding,
     U: Update<C, N>,
 {
+    let HostRun {
+        call,
+        lists,
+        spans,
+        across,
+    } = run;
     let mut lists = lists.into_iter();
     let mut next = || lists.next().unwrap_or_default();
     let param = next().elements_mut::<K::Param>();
-    let grad = next().elements::<K::Param>();
+    let mut grads = Gradients::<K::Param>::of(next(), across);
     let mut state: [&mut [S]; N] = std::array::from_fn(|_| next().elements_mut::<S>());
     let mut none = Vec::new();
     let beside = beside::<K::Beside>(next(), param.len(), &mut none);
@@ -88,27 +86,78 @@ pub(crate) fn run_slot<C, K, S, R, U, const N: usize>(
             for span in spans {
                 let set_bytes = &call.sets[span.class as usize * (U::SET_BYTES + R::KEY_BYTES)..];
                 let set = update.set(set_bytes);
-                let elements = span.start..span.start + span.numel;
-                let mut rest = state.iter_mut();
-                let mut tensor = Tensor::<C, K, S, R, N> {
-                    param: &mut param[elements.clone()],
-                    beside: &mut beside[elements.clone()],
-                    grad: &grad[elements.clone()],
-                    state: std::array::from_fn(|_| match rest.next() {
-                        Some(list) => &mut list[elements.clone()],
-                        None => &mut [],
-                    }),
-                    grad_factor,
-                    rounding: R::of(&set_bytes[U::SET_BYTES..], &span),
-                    ahead_bytes,
-                };
-                match call.changes {
-                    Some(leaves) => tensor.update_measured(update, set, leaves),
-                    None => tensor.update(update, set),
+                let mut first = 0;
+                while first < span.numel {
+                    let span = span.part(first, grads.most());
+                    first += span.numel;
+                    let elements = span.start..span.start + span.numel;
+                    let mut rest = state.iter_mut();
+                    let mut tensor = Tensor::<C, K, S, R, N> {
+                        param: &mut param[elements.clone()],
+                        beside: &mut beside[elements.clone()],
+                        grad: grads.elements(elements.clone()),
+                        state: std::array::from_fn(|_| match rest.next() {
+                            Some(list) => &mut list[elements.clone()],
+                            None => &mut [],
+                        }),
+                        grad_factor,
+                        rounding: R::of(&set_bytes[U::SET_BYTES..], &span),
+                        ahead_bytes,
+                    };
+                    match call.changes {
+                        Some(leaves) => tensor.update_measured(update, set, leaves),
+                        None => tensor.update(update, set),
+                    }
+                    if let Gradients::Ranks(ranks) = &mut grads {
+                        let start = span.start;
+                        ranks.updated(0, start, bytemuck::cast_slice(&param[elements.clone()]));
+                        for (list, state) in state.iter().enumerate() {
+                            let new = bytemuck::cast_slice(&state[elements.clone()]);
+                            ranks.updated(2 + list, start, new);
+                        }
+                        if size_of::<K::Beside>() > 0 {
+                            let new = bytemuck::cast_slice(&beside[elements]);
+                            ranks.updated(2 + N, start, new);
+                        }
+                    }
                 }
             }
         },
     );
+}
+
+/// Where the gradients of a call are.
+enum Gradients<'a, 'b, P> {
+    /// In a list.
+    Here(&'a [P]),
+    /// With all ranks.
+    Ranks(&'b mut dyn AcrossRanks),
+}
+
+impl<'a, 'b, P: bytemuck::Pod> Gradients<'a, 'b, P> {
+    fn of(list: HostList<'a>, across: Option<&'b mut dyn AcrossRanks>) -> Self {
+        match across {
+            Some(ranks) => Self::Ranks(ranks),
+            None => Self::Here(list.elements()),
+        }
+    }
+
+    /// How many elements are to be asked for at a time.
+    #[inline(always)]
+    fn most(&self) -> usize {
+        match self {
+            Self::Here(_) => usize::MAX,
+            Self::Ranks(_) => ACROSS_ELEMENTS,
+        }
+    }
+
+    #[inline(always)]
+    fn elements(&mut self, elements: std::ops::Range<usize>) -> &[P] {
+        match self {
+            Self::Here(list) => &list[elements],
+            Self::Ranks(ranks) => bytemuck::cast_slice(ranks.gradients(elements)),
+        }
+    }
 }
 
 /// The lists of one tensor, all of one numel.

@@ -1,8 +1,8 @@
 //! A kernel alone on plain slices: no plan, no backend.
 
 use fusestep_launch::{
-    HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, Precision, RuleError, SetValues,
-    UpdateRule,
+    HostCall, HostList, HostRun, HostSpans, MAX_LISTS, MultiTensorKernel, Precision, RuleError,
+    SetValues, UpdateRule,
 };
 use fusestep_simd::{Level, Split, Team};
 
@@ -196,7 +196,8 @@ impl<T: Compute, const N: usize> Split for Work<'_, T, N> {
     fn run(self) {
         for tensor in self.tensors {
             let spans = HostSpans::one(tensor.param.len(), 0);
-            self.kernel.run_host(self.call, tensor.into_lists(), spans);
+            let run = HostRun::new(self.call, tensor.into_lists(), spans);
+            self.kernel.run_host(run);
         }
     }
 }

@@ -4,8 +4,8 @@ use std::marker::PhantomData;
 
 use fusestep_elementwise::{Compute, Update, padded_bytes, read_values, run_format, write_padded};
 use fusestep_launch::{
-    ArgumentLayout, Format, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel,
-    ResidentSets, SetValues, TensorList, entry, sets_entry,
+    ArgumentLayout, Format, HostRun, MultiTensorKernel, ResidentSets, SetValues, TensorList, entry,
+    sets_entry,
 };
 
 use crate::device::{FLAG_AMSGRAD, FLAG_MAXIMIZE, STATE, Scalars, Set};
@@ -96,28 +96,28 @@ impl<T: Compute> MultiTensorKernel for AdamKernel<T> {
         Some(ResidentSets::new(entry, &hyper, self.format.seed()))
     }
 
-    fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {
+    fn run_host(&self, run: HostRun<'_, '_>) {
         let Adam {
             objective,
             second_moment,
             ..
         } = self.config;
-        let scalars = Scalars::read(call.scalars);
+        let scalars = Scalars::read(run.call.scalars);
         // What the compiler knows to be so it does not test for in the loop: 5 % of the arithmetic of Adam all in bf16.
         let as_it_is = objective == Objective::Minimize
             && matches!(self.config.weight_decay, WeightDecay::Decoupled(_));
         match (second_moment, as_it_is) {
             (SecondMoment::Running, true) => {
                 let update = AdamUpdate::<T, true> { scalars, objective };
-                run_format::<T, _, 2>(&update, self.format, call, lists, spans);
+                run_format::<T, _, 2>(&update, self.format, run);
             }
             (SecondMoment::Running, false) => {
                 let update = AdamUpdate::<T, false> { scalars, objective };
-                run_format::<T, _, 2>(&update, self.format, call, lists, spans);
+                run_format::<T, _, 2>(&update, self.format, run);
             }
             (SecondMoment::Largest, _) => {
                 let update = AdamUpdate::<T, false> { scalars, objective };
-                run_format::<T, _, 3>(&update, self.format, call, lists, spans);
+                run_format::<T, _, 3>(&update, self.format, run);
             }
         }
     }

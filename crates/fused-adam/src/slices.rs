@@ -1,8 +1,8 @@
 //! The crate alone: safe slices, no plan, no backend.
 
 use fusestep_launch::{
-    Format, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, Precision, SetValues,
-    UpdateRule,
+    Format, HostCall, HostList, HostRun, HostSpans, MAX_LISTS, MultiTensorKernel, Precision,
+    SetValues, UpdateRule,
 };
 use fusestep_simd::{Level, Split, Team};
 
@@ -251,7 +251,8 @@ impl<T: Compute> Split for Work<'_, T> {
         };
         for tensors in self.many {
             let spans = HostSpans::one(tensors.param.len(), 0);
-            self.step.kernel.run_host(call, tensors.into_lists(), spans);
+            let run = HostRun::new(call, tensors.into_lists(), spans);
+            self.step.kernel.run_host(run);
         }
     }
 }

@@ -4,8 +4,8 @@ use std::marker::PhantomData;
 
 use fusestep_elementwise::{Compute, Update, padded_bytes, read_values, run_format, write_padded};
 use fusestep_launch::{
-    ArgumentLayout, Format, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, Objective,
-    ResidentSets, SetValues, TensorList, entry, sets_entry,
+    ArgumentLayout, Format, HostRun, MultiTensorKernel, Objective, ResidentSets, SetValues,
+    TensorList, entry, sets_entry,
 };
 
 use crate::device::{FLAG_MAXIMIZE, FLAG_NESTEROV, FLAG_VELOCITY, STATE, Scalars, Set};
@@ -101,16 +101,16 @@ impl<T: Compute> MultiTensorKernel for SgdKernel<T> {
         Some(ResidentSets::new(entry, &hyper, self.format.seed()))
     }
 
-    fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {
-        let [rescale, momentum] = read_values(call.scalars);
+    fn run_host(&self, run: HostRun<'_, '_>) {
+        let [rescale, momentum] = read_values(run.call.scalars);
         let update = SgdUpdate::<T> {
             scalars: Scalars { rescale, momentum },
             nesterov: self.config.nesterov,
             objective: self.config.objective,
         };
         match self.config.has_velocity() {
-            true => run_format::<T, _, 1>(&update, self.format, call, lists, spans),
-            false => run_format::<T, _, 0>(&update, self.format, call, lists, spans),
+            true => run_format::<T, _, 1>(&update, self.format, run),
+            false => run_format::<T, _, 0>(&update, self.format, run),
         }
     }
 }

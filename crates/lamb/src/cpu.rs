@@ -6,9 +6,9 @@ use fusestep_elementwise::{
     Compute, Terms, Update, chunk_sums, padded_bytes, read_values, run_format, write_padded,
 };
 use fusestep_launch::{
-    ApartEntries, ArgumentLayout, FINISHED_BYTES, Format, HostCall, HostList, HostSpans, MAX_LISTS,
-    MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, ResidentSets, SetValues, TensorList,
-    WORKSPACE_BYTES, entry, sets_entry,
+    ApartEntries, ArgumentLayout, FINISHED_BYTES, Format, HostCall, HostRun, MAX_LISTS, MAX_SUMS,
+    MultiTensorKernel, NormedKernel, Outcome, ResidentSets, SetValues, TensorList, WORKSPACE_BYTES,
+    entry, sets_entry,
 };
 
 use crate::Lamb;
@@ -105,11 +105,11 @@ impl<T: Compute> MultiTensorKernel for LambKernel<T> {
         Some(ResidentSets::new(entry, &hyper, self.format.seed()))
     }
 
-    fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {
+    fn run_host(&self, run: HostRun<'_, '_>) {
         let update = LambUpdate {
-            scalars: Scalars::<T>::read(call.scalars),
+            scalars: Scalars::<T>::read(run.call.scalars),
         };
-        run_format::<T, _, 2>(&update, self.format, call, lists, spans);
+        run_format::<T, _, 2>(&update, self.format, run);
     }
 
     fn normed(&self) -> Option<&dyn NormedKernel> {

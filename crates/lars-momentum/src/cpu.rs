@@ -7,7 +7,7 @@ use fusestep_elementwise::{
     run_leaves_format, write_padded,
 };
 use fusestep_launch::{
-    ApartEntries, ArgumentLayout, CarriedSum, FINISHED_BYTES, Format, HostCall, HostList,
+    ApartEntries, ArgumentLayout, CarriedSum, FINISHED_BYTES, Format, HostCall, HostList, HostRun,
     HostSpans, MAX_LISTS, MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, ResidentSets,
     SetValues, TensorList, WORKSPACE_BYTES, entry, sets_entry,
 };
@@ -110,8 +110,8 @@ impl<T: Compute> MultiTensorKernel for LarsKernel<T> {
         Some(ResidentSets::new(entry, &hyper, self.format.seed()))
     }
 
-    fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {
-        run_format::<T, _, 1>(&LarsUpdate::<T>::of(call), self.format, call, lists, spans);
+    fn run_host(&self, run: HostRun<'_, '_>) {
+        run_format::<T, _, 1>(&LarsUpdate::<T>::of(run.call), self.format, run);
     }
 
     fn normed(&self) -> Option<&dyn NormedKernel> {

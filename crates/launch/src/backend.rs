@@ -97,15 +97,24 @@ impl Launch<'_> {
 
 /// The memory of all ranks that a launch reduces from and writes to, where ranks see each other's.
 #[derive(Debug)]
-pub struct Replicas<'a, 'b> {
+pub struct Replicas<'a, 'b, 'c> {
     /// This rank.
     pub rank: usize,
     /// Element of the storage that all these slices begin with; they are of one numel and hold all elements of the batches.
     pub first: u64,
     /// Each rank's gradients, in rank order.
     pub grads: &'a [&'b [u8]],
-    /// Each rank's parameters, in rank order, all with the same values.
-    pub params: &'a mut [&'b mut [u8]],
+    /// The lists that every rank has a replica of: the parameters, and at ZeRO stage 0 the state.
+    pub lists: &'c mut [Replicated<'a, 'b>],
+}
+
+/// One list of a kernel in the memory of all ranks.
+#[derive(Debug)]
+pub struct Replicated<'a, 'b> {
+    /// The list's position among the kernel's.
+    pub list: usize,
+    /// Each rank's replica, in rank order, all with the same values.
+    pub ranks: &'a mut [&'b mut [u8]],
 }
 
 /// Leaves of gradients, 1,024 elements from the start of their tensor on, whose sums of squares are wanted.
@@ -212,15 +221,16 @@ pub trait Backend {
     /// [`BackendError::OutOfBounds`] if a buffer is too short; [`BackendError::Device`] with the device's own code.
     fn conclude(&self, conclude: Conclude<'_>) -> Result<LaunchReport, BackendError>;
 
-    /// Reduces gradients over all ranks, averages them, updates from what that gives, and writes parameters to all ranks: one pass, and
-    /// the averages are never written. The list of parameters is that of `replicas`, and the gradients' list is not looked at.
+    /// Reduces gradients over all ranks, averages them, updates from what that gives, and writes what
+    /// is new to all ranks that keep it: one pass, and the averages are never written. The gradients'
+    /// list and those of which `replicas` has all ranks' are not looked at.
     ///
     /// # Errors
     /// [`BackendError::Unavailable`] on a backend that does not work in the host's memory.
     fn launch_reduced(
         &self,
         _launch: Launch<'_>,
-        _replicas: Replicas<'_, '_>,
+        _replicas: Replicas<'_, '_, '_>,
     ) -> Result<LaunchReport, BackendError> {
         Err(BackendError::Unavailable {
             backend: self.name(),

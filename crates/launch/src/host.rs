@@ -48,6 +48,20 @@ pub enum HostList<'a> {
     ReadWrite(&'a mut [u8]),
 }
 
+/// Elements that an update asks [`AcrossRanks`] for at a time. They lie in the first-level cache
+/// between reduction, update and copy, and so few that the memory serves all streams alike: with
+/// 8192 in place of 256 a step of two ranks takes half as long again.
+pub const ACROSS_ELEMENTS: usize = 256;
+
+/// The other side of an update that reduces its gradients itself.
+pub trait AcrossRanks: std::fmt::Debug {
+    /// The average over all ranks of these elements of the lists, at most [`ACROSS_ELEMENTS`].
+    fn gradients(&mut self, elements: Range<usize>) -> &[u8];
+
+    /// Takes the new values of list `list` from element `start` on to the ranks that keep them, too.
+    fn updated(&mut self, list: usize, start: usize, values: &[u8]);
+}
+
 impl<'a> HostList<'a> {
     /// The bytes, to be read; none if the list is absent.
     pub fn bytes(&self) -> &[u8] {
@@ -112,6 +126,31 @@ impl<'a> HostList<'a> {
     }
 }
 
+/// Tensors, or parts of them, that one thread updates.
+#[derive(Debug)]
+pub struct HostRun<'a, 'b> {
+    /// What all parts of the launch share.
+    pub call: HostCall<'a>,
+    /// The kernel's lists, in its order and of one numel.
+    pub lists: [HostList<'a>; MAX_LISTS],
+    /// Where in them the tensors lie. How tensors were cut into spans changes no bit.
+    pub spans: HostSpans<'a>,
+    /// The other ranks, if gradients are reduced here: the list of gradients is not looked at then.
+    pub across: Option<&'b mut dyn AcrossRanks>,
+}
+
+impl<'a> HostRun<'a, '_> {
+    /// An update from gradients in their list.
+    pub fn new(call: HostCall<'a>, lists: [HostList<'a>; MAX_LISTS], spans: HostSpans<'a>) -> Self {
+        Self {
+            call,
+            lists,
+            spans,
+            across: None,
+        }
+    }
+}
+
 /// Consecutive elements of one tensor, at the same place in every list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostSpan {
@@ -125,6 +164,19 @@ pub struct HostSpan {
     pub parameter: u32,
     /// The parameter's elements before these.
     pub first_element: u64,
+}
+
+impl HostSpan {
+    /// At most `most` elements of these, from the `first`-th on.
+    #[inline(always)]
+    pub fn part(&self, first: usize, most: usize) -> Self {
+        Self {
+            start: self.start + first,
+            numel: most.min(self.numel - first),
+            first_element: self.first_element + first as u64,
+            ..*self
+        }
+    }
 }
 
 /// The tensors, or parts of them, that a host call updates, in the order they lie in the lists.

@@ -3,7 +3,7 @@
 use fusestep_tensor::{DType, Role, Trust};
 use serde::{Deserialize, Serialize};
 
-use crate::{ArgumentLayout, HostCall, HostList, HostSpans, MAX_LISTS, NormedKernel, ResidentSets};
+use crate::{ArgumentLayout, HostRun, NormedKernel, ResidentSets};
 
 /// Whether a kernel reads or writes a tensor list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -82,9 +82,9 @@ pub trait MultiTensorKernel: Send + Sync {
 
     /// Updates tensors on the host, in the calling thread.
     ///
-    /// `lists` are in the order of [`MultiTensorKernel::lists`] and of one numel; `spans` say where in them the tensors lie. How
-    /// tensors were cut into spans changes no bit.
-    fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>);
+    /// A kernel that needs sums over whole tensors ([`MultiTensorKernel::normed`]) looks at gradients
+    /// in their list alone.
+    fn run_host(&self, run: HostRun<'_, '_>);
 
     /// What the kernel needs to know of a whole tensor before it updates it; `None` if nothing.
     fn normed(&self) -> Option<&dyn NormedKernel> {

@@ -25,13 +25,14 @@ mod update_sums;
 
 pub use backend::{
     Backend, BackendError, Buffer, Launch, LaunchReport, LeafSquares, ListBuffer, Replicas,
+    Replicated,
 };
 pub use batch::{Batch, Batchable, Record, batches};
 pub use control::{CONTROL_BYTES, ControlBlock, Gate};
 pub use error::LaunchError;
 pub use host::{
-    CHUNK_LEAVES, HostCall, HostList, HostSpan, HostSpans, LEAF_ELEMENTS, LeafSums, MAX_LISTS,
-    Places,
+    ACROSS_ELEMENTS, AcrossRanks, CHUNK_LEAVES, HostCall, HostList, HostRun, HostSpan, HostSpans,
+    LEAF_ELEMENTS, LeafSums, MAX_LISTS, Places,
 };
 pub use kernel::{Access, MultiTensorKernel, SetValues, TensorList};
 pub use limits::{

@@ -4,8 +4,8 @@ use std::marker::PhantomData;
 
 use fusestep_elementwise::{Compute, Update, padded_bytes, read_values, run_format, write_padded};
 use fusestep_launch::{
-    ArgumentLayout, Format, HostCall, HostList, HostSpans, MAX_LISTS, MultiTensorKernel, Objective,
-    ResidentSets, SetValues, TensorList, entry, sets_entry,
+    ArgumentLayout, Format, HostRun, MultiTensorKernel, Objective, ResidentSets, SetValues,
+    TensorList, entry, sets_entry,
 };
 
 use crate::Lion;
@@ -83,8 +83,8 @@ impl<T: Compute> MultiTensorKernel for LionKernel<T> {
         Some(ResidentSets::new(entry, &hyper, self.format.seed()))
     }
 
-    fn run_host(&self, call: HostCall<'_>, lists: [HostList<'_>; MAX_LISTS], spans: HostSpans<'_>) {
-        let [beta1, one_minus_beta1, beta2, one_minus_beta2] = read_values(call.scalars);
+    fn run_host(&self, run: HostRun<'_, '_>) {
+        let [beta1, one_minus_beta1, beta2, one_minus_beta2] = read_values(run.call.scalars);
         let update = LionUpdate::<T> {
             scalars: Scalars {
                 beta1,
@@ -94,7 +94,7 @@ impl<T: Compute> MultiTensorKernel for LionKernel<T> {
             },
             objective: self.config.objective,
         };
-        run_format::<T, _, 1>(&update, self.format, call, lists, spans);
+        run_format::<T, _, 1>(&update, self.format, run);
     }
 }
 

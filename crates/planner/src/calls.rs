@@ -6,7 +6,7 @@ use fusestep_tensor::Role;
 use serde::Serialize;
 
 use crate::comms::bytes_sent;
-use crate::stage::{GatheredLists, Reduced};
+use crate::stage::Reduced;
 use crate::{Plan, Stage, ZeroStage};
 
 /// A call of a step, before it is made.
@@ -70,7 +70,9 @@ impl Plan {
                         .bucket
                         .map_or(0, |bucket| self.buckets[bucket].numel());
                     let spec = &self.storages[update.storage];
-                    let width = spec.grad_dtype().len_bytes() + spec.param_dtype().len_bytes();
+                    let replicas = self.replicated(spec).into_iter();
+                    let replicas = replicas.map(|list| spec.lists[list].dtype.len_bytes());
+                    let width = spec.grad_dtype().len_bytes() + replicas.sum::<usize>();
                     let len_bytes = numel * width as u64;
                     let world = calls.world;
                     calls.data(
@@ -172,29 +174,16 @@ impl Plan {
     fn gather_calls(&self, calls: &mut Calls, gather: &crate::Gather) {
         let bucket = &self.buckets[gather.bucket];
         let group = calls.group;
-        for list in &self.storages[bucket.storage].lists {
-            let wanted = match gather.lists {
-                GatheredLists::Params => list.role == Role::Param,
-                GatheredLists::State => list.role.is_state(),
-            };
-            if !wanted {
-                continue;
-            }
-            let width = list.dtype.len_bytes() as u64;
-            let index = Some(gather.bucket);
-            for call in &gather.broadcasts {
-                let len_bytes = (call.elements.end - call.elements.start) * width;
-                let operation = Operation::Broadcast { root: call.owner };
-                calls.data(operation, index, (len_bytes, group), 1);
-            }
-            if gather.broadcasts.is_empty() {
-                calls.data(
-                    Operation::AllGather,
-                    index,
-                    (bucket.numel() * width, group),
-                    1,
-                );
-            }
+        let width = self.storages[bucket.storage].param_dtype().len_bytes() as u64;
+        let index = Some(gather.bucket);
+        for call in &gather.broadcasts {
+            let len_bytes = (call.elements.end - call.elements.start) * width;
+            let operation = Operation::Broadcast { root: call.owner };
+            calls.data(operation, index, (len_bytes, group), 1);
+        }
+        if gather.broadcasts.is_empty() {
+            let len_bytes = bucket.numel() * width;
+            calls.data(Operation::AllGather, index, (len_bytes, group), 1);
         }
     }
 

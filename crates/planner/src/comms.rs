@@ -241,8 +241,9 @@ impl<'a> Comms<'a> {
         context: CallContext,
         work: &mut dyn FnMut(RankMemory<'_>),
     ) -> Result<(), CollectiveError> {
-        // Every gradient but the rank's own comes here, and its parameters go to everybody: as much as an all-reduce moves.
-        let len_bytes = call.grads.len() + call.params.len();
+        // Every gradient but the rank's own comes here, and its replicas go to everybody.
+        let replicas = call.replicas.iter().map(|replica| replica.bytes.len());
+        let len_bytes = call.grads.len() + replicas.sum::<usize>();
         self.count(Operation::ReduceUpdate, len_bytes, self.comm.world_size());
         self.comm.set_context(context);
         let done = self.comm.reduce_update(call, work);

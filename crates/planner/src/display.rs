@@ -4,7 +4,7 @@ use std::fmt;
 
 use fusestep_launch::Precision;
 
-use crate::stage::{GatheredLists, Reduced};
+use crate::stage::Reduced;
 use crate::{Norm, Optimize, Plan, Stage, TableKind, Topology};
 
 /// Batches of a stage that are printed one by one; the rest is summed up.
@@ -116,17 +116,13 @@ impl Plan {
             }
             Stage::Trust => writeln!(f, "sums over whole tensors, each rank its part"),
             Stage::Gather(gather) => {
-                let lists = match gather.lists {
-                    GatheredLists::Params => "parameters",
-                    GatheredLists::State => "state",
-                };
                 let calls = match gather.broadcasts.len() {
                     0 => "all-gather".to_owned(),
                     calls => format!("{calls} broadcasts"),
                 };
                 writeln!(
                     f,
-                    "{calls} of {lists}, {}",
+                    "{calls} of parameters, {}",
                     self.text_of_bucket(gather.bucket)
                 )
             }

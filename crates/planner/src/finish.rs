@@ -4,7 +4,7 @@ use fusestep_tensor::Role;
 
 use crate::bucket::cut;
 use crate::passes::Ownership;
-use crate::stage::{Broadcast, Extent, GatheredLists, Part};
+use crate::stage::{Broadcast, Extent, Part};
 use crate::{
     Note, Optimize, Plan, PlanError, Stage, StorageSpec, TableKind, Tensors, Verdict, ZeroStage,
 };
@@ -180,9 +180,6 @@ impl Plan {
             let Stage::Gather(gather) = stage else {
                 continue;
             };
-            if gather.lists != GatheredLists::Params {
-                continue;
-            }
             let bucket = &buckets[gather.bucket];
             let spec = &storages[bucket.storage];
             for owner in 0..bucket.bounds.len() - 1 {

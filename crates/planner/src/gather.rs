@@ -1,4 +1,4 @@
-//! Parameters, and state, out of the parts of ranks.
+//! Parameters out of the parts of ranks.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use fusestep_tensor::{DType, Role};
 
 use crate::comms::Comms;
 use crate::passes::FuseAllReduce;
-use crate::stage::{Gather, GatheredLists};
+use crate::stage::Gather;
 use crate::{Plan, PlanError, State, ZeroStage};
 
 /// Whole parameters, for as long as this value lives.
@@ -78,33 +78,25 @@ impl Plan {
     ) -> Result<(), PlanError> {
         let bucket = &self.buckets[gather.bucket];
         let spec = &self.storages[bucket.storage];
-        let wanted = |role: Role| match gather.lists {
-            GatheredLists::Params => role == Role::Param,
-            GatheredLists::State => role.is_state(),
+        let Some(index) = spec.list(Role::Param) else {
+            return Ok(());
         };
-        for (index, list) in spec
-            .lists
-            .iter()
-            .enumerate()
-            .filter(|(_, l)| wanted(l.role))
-        {
-            let width = list.dtype.len_bytes();
-            let bytes =
-                |range: &Range<u64>| range.start as usize * width..range.end as usize * width;
-            let buffer = state.storages[bucket.storage].lists[index].buffer.as_mut();
-            for call in &gather.broadcasts {
-                let operation = Operation::Broadcast { root: call.owner };
-                in_place(backend, buffer, bytes(&call.elements), |own| {
-                    Ok(comms.in_group(operation, list.dtype, None, own)?)
-                })?;
-            }
-            if gather.broadcasts.is_empty() {
-                let counts = bucket.counts();
-                in_place(backend, buffer, bytes(&bucket.elements), |own| {
-                    let counts = Some(counts.as_slice());
-                    Ok(comms.in_group(Operation::AllGather, list.dtype, counts, own)?)
-                })?;
-            }
+        let dtype = spec.param_dtype();
+        let width = dtype.len_bytes();
+        let bytes = |range: &Range<u64>| range.start as usize * width..range.end as usize * width;
+        let buffer = state.storages[bucket.storage].lists[index].buffer.as_mut();
+        for call in &gather.broadcasts {
+            let operation = Operation::Broadcast { root: call.owner };
+            in_place(backend, buffer, bytes(&call.elements), |own| {
+                Ok(comms.in_group(operation, dtype, None, own)?)
+            })?;
+        }
+        if gather.broadcasts.is_empty() {
+            let counts = bucket.counts();
+            in_place(backend, buffer, bytes(&bucket.elements), |own| {
+                let counts = Some(counts.as_slice());
+                Ok(comms.in_group(Operation::AllGather, dtype, counts, own)?)
+            })?;
         }
         Ok(())
     }

@@ -75,8 +75,8 @@ pub use prefetch::PendingGather;
 pub use report::{GradReport, MicroStepReport, StepReport};
 pub use run::Lender;
 pub use stage::{
-    Accumulate, Broadcast, Extent, Gather, GatheredLists, GradientRead, HyperClass, Norm, Optimize,
-    Part, Reduce, Reduced, Stage, StorageSpec, When,
+    Accumulate, Broadcast, Extent, Gather, GradientRead, HyperClass, Norm, Optimize, Part, Reduce,
+    Reduced, Stage, StorageSpec, When,
 };
 pub use state::State;
 pub use summary::PlanSummary;

@@ -1,16 +1,18 @@
 //! Stages `Reduce` and `ReduceUpdate`: buckets of gradients become those of all ranks.
 
+use std::any::Any;
 use std::time::Instant;
 
 use fusestep_coalesce::HostMemory;
-use fusestep_collective::{CallContext, Operation, ReduceOp, ReduceUpdate};
-use fusestep_launch::{Backend, Buffer, LaunchReport, Replicas};
+use fusestep_collective::{CallContext, Operation, ReduceOp, ReduceUpdate, Replica};
+use fusestep_launch::{Backend, Buffer, LaunchReport, MAX_LISTS, Replicas, Replicated};
 use fusestep_tensor::{DType, Role};
+use smallvec::SmallVec;
 
 use crate::arena::{SegmentState, keeps_segments};
 use crate::comms::{BucketCall, Comms, Reducing, SegmentCalls};
 use crate::stage::{Extent, Reduced};
-use crate::{Optimize, Plan, PlanError, Stage, State};
+use crate::{Optimize, Plan, PlanError, Stage, State, StorageSpec};
 
 impl Plan {
     /// Starts reducing a segment.
@@ -290,33 +292,39 @@ impl Plan {
         let bucket = &self.buckets[index];
         let segment = &self.segments[bucket.segment];
         let spec = &self.storages[bucket.storage];
-        let (grad, param) = (spec.grad_dtype(), spec.param_dtype());
+        let grad = spec.grad_dtype();
         let SegmentState::Here(Some(memory)) = state.arena.take(bucket.segment) else {
             return Err(self.poison(state));
         };
-        let Some(list) = spec.list(Role::Param) else {
-            return Err(self.poison(state));
-        };
-        let empty: Box<dyn Buffer> = Box::new(HostMemory::zeroed(0)?);
-        let buffer = &mut state.storages[bucket.storage].lists[list].buffer;
-        let mut params = std::mem::replace(buffer, empty);
+        let replicated = self.replicated(spec);
+        let mut buffers: SmallVec<[_; MAX_LISTS]> = SmallVec::new();
+        for &index in &replicated {
+            let buffer = &mut state.storages[bucket.storage].lists[index].buffer;
+            buffers.push(std::mem::replace(buffer, Box::new(Elsewhere)));
+        }
         let place = |first: u64, width: usize| {
             let at = |element: u64| (element - first) as usize * width;
             at(bucket.elements.start)..at(bucket.elements.end)
         };
         let in_segment = place(segment.elements.start, grad.len_bytes());
-        let in_params = place(0, param.len_bytes());
+        let lists = replicated.iter().zip(&mut buffers);
+        let replicas = lists
+            .map(|(&index, buffer)| {
+                let dtype = spec.lists[index].dtype;
+                let all = buffer.host_mut().unwrap_or_default();
+                Replica {
+                    dtype,
+                    bytes: all.get_mut(place(0, dtype.len_bytes())).unwrap_or_default(),
+                }
+            })
+            .collect();
         let call = ReduceUpdate {
             grad_dtype: grad,
-            param_dtype: param,
             grads: memory
                 .host()
                 .and_then(|all| all.get(in_segment))
                 .unwrap_or_default(),
-            params: params
-                .host_mut()
-                .and_then(|all| all.get_mut(in_params))
-                .unwrap_or_default(),
+            replicas,
             counts: &bucket.counts(),
         };
         let context = CallContext {
@@ -325,20 +333,35 @@ impl Plan {
         };
         let mut outcome = Ok(LaunchReport::default());
         let done = comms.reduce_update(call, context, &mut |mut memory| {
+            let lists = replicated.iter().zip(&mut memory.replicas);
+            let mut lists: SmallVec<[_; MAX_LISTS]> = lists
+                .map(|(&list, ranks)| Replicated { list, ranks })
+                .collect();
             let replicas = Replicas {
                 rank: memory.rank,
                 first: stage.elements.start,
                 grads: &memory.grads,
-                params: &mut memory.params,
+                lists: &mut lists,
             };
             if let Some(launch) = state.launch_of(self, stage, update) {
                 outcome = backend.launch_reduced(launch, replicas);
             }
         });
         state.arena.segments[bucket.segment] = SegmentState::Here(Some(memory));
-        state.storages[bucket.storage].lists[list].buffer = params;
+        for (&index, buffer) in replicated.iter().zip(buffers) {
+            state.storages[bucket.storage].lists[index].buffer = buffer;
+        }
         done?;
         Ok(outcome?)
+    }
+
+    /// The lists that every rank keeps whole: parameters, and where it is not sharded the state.
+    pub(crate) fn replicated(&self, spec: &StorageSpec) -> SmallVec<[usize; MAX_LISTS]> {
+        let lists = spec.lists.iter().enumerate();
+        let whole = lists.filter(|(index, list)| {
+            list.role != Role::Grad && spec.extents[*index] == Extent::Whole
+        });
+        whole.map(|(index, _)| index).collect()
     }
 
     /// Does `work` with the gradients of a stage's bucket in their list, where the launch looks for them.
@@ -368,5 +391,27 @@ impl Plan {
             std::mem::swap(memory, &mut state.storages[storage].lists[list].buffer);
         }
         done
+    }
+}
+
+/// What lies in a list while its memory is with all ranks.
+#[derive(Debug)]
+struct Elsewhere;
+
+impl Buffer for Elsewhere {
+    fn len_bytes(&self) -> usize {
+        0
+    }
+    fn host(&self) -> Option<&[u8]> {
+        None
+    }
+    fn host_mut(&mut self) -> Option<&mut [u8]> {
+        None
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
     }
 }

@@ -231,25 +231,13 @@ pub struct GradientRead {
     pub batches: Vec<Batch>,
 }
 
-/// The calls that bring this rank's part of lists to other ranks, and theirs here.
+/// The calls that bring this rank's part of the parameters to other ranks, and theirs here.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Gather {
     /// Index into the plan's buckets.
     pub bucket: usize,
-    /// Parameters, or the state that an update in one pass has left with one rank.
-    pub lists: GatheredLists,
     /// Ranges that come by a broadcast of the rank that has them; empty for one all-gather of all parts.
     pub broadcasts: Vec<Broadcast>,
-}
-
-/// Which lists a gather brings.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum GatheredLists {
-    /// Parameters.
-    Params,
-    /// All state.
-    State,
 }
 
 /// Parameters of one owner that one call brings to all ranks.

@@ -4,56 +4,99 @@ use crate::Level;
 
 const LINE_BYTES: usize = 64;
 
-/// `dst ← src`, past the caches where the processor can: what is not read again soon is written
-/// without being read first, a third of an ordinary copy's traffic less, and pushes nothing out of the
-/// caches. Whole cache lines go this way, the others are copied as usual.
+/// Does `work`, which may copy past the caches; what it copied is there for everyone who learns of
+/// it after this call.
 ///
-/// # Shapes
-/// Both slices have the same length; they need no alignment.
+/// # Cost
+/// One fence. A fence behind every copy of a kilobyte makes the memory wait for each of them.
+pub fn streaming<R>(level: Level, work: impl FnOnce(&StreamingCopies) -> R) -> R {
+    let copies = StreamingCopies { level };
+    // Runs if `work` panics, too.
+    let _fence = Fence;
+    work(&copies)
+}
+
+/// Copies of so many bytes are not read again before they have left the caches.
+const CACHED_BYTES: usize = 1 << 20;
+
+/// `dst ← src`: a short copy as usual, a long one past the caches.
+///
 /// # Panics
 /// If the lengths differ.
-/// # Cost
-/// The lines are on their way to memory when it returns: a copy of less than a cache holds is read
-/// from memory afterwards, which an ordinary copy is not.
-pub fn copy_streaming(level: Level, dst: &mut [u8], src: &[u8]) {
-    assert!(
-        dst.len() == src.len(),
-        "a copy of {} bytes into {}",
-        src.len(),
-        dst.len()
-    );
-    let head = dst.as_ptr().align_offset(LINE_BYTES).min(dst.len());
-    let (dst_head, dst) = dst.split_at_mut(head);
-    let (src_head, src) = src.split_at(head);
-    dst_head.copy_from_slice(src_head);
-    let (dst_lines, dst_tail) = dst.as_chunks_mut::<LINE_BYTES>();
-    let (src_lines, src_tail) = src.as_chunks::<LINE_BYTES>();
-    copy_lines(level, dst_lines, src_lines);
-    dst_tail.copy_from_slice(src_tail);
+pub fn copy_bytes(level: Level, dst: &mut [u8], src: &[u8]) {
+    if dst.len() < CACHED_BYTES {
+        return dst.copy_from_slice(src);
+    }
+    streaming(level, |copies| copies.copy(dst, src));
+}
+
+/// Copies past the caches, within [`streaming`].
+#[derive(Debug)]
+pub struct StreamingCopies {
+    level: Level,
+}
+
+impl StreamingCopies {
+    /// `dst ← src`, past the caches where the processor can: what is not read again soon is written
+    /// without being read first, a third of an ordinary copy's traffic less, and pushes nothing out
+    /// of the caches. Whole cache lines go this way, the others are copied as usual.
+    ///
+    /// # Shapes
+    /// Both slices have the same length; they need no alignment.
+    /// # Panics
+    /// If the lengths differ.
+    /// # Cost
+    /// The lines are on their way to memory when it returns: a copy of less than a cache holds is
+    /// read from memory afterwards, which an ordinary copy is not.
+    #[inline]
+    pub fn copy(&self, dst: &mut [u8], src: &[u8]) {
+        assert!(
+            dst.len() == src.len(),
+            "a copy of {} bytes into {}",
+            src.len(),
+            dst.len()
+        );
+        let head = dst.as_ptr().align_offset(LINE_BYTES).min(dst.len());
+        let (dst_head, dst) = dst.split_at_mut(head);
+        let (src_head, src) = src.split_at(head);
+        dst_head.copy_from_slice(src_head);
+        let (dst_lines, dst_tail) = dst.as_chunks_mut::<LINE_BYTES>();
+        let (src_lines, src_tail) = src.as_chunks::<LINE_BYTES>();
+        copy_lines(self.level, dst_lines, src_lines);
+        dst_tail.copy_from_slice(src_tail);
+    }
+}
+
+/// Puts streaming stores before all stores that follow, as Rust's memory model expects of stores:
+/// without it another thread could be told of lines that have not arrived.
+struct Fence;
+
+impl Drop for Fence {
+    fn drop(&mut self) {
+        #[cfg(all(target_arch = "x86_64", not(miri)))]
+        // SAFETY: a fence touches no memory; SSE is part of every x86-64 processor.
+        unsafe {
+            std::arch::x86_64::_mm_sfence();
+        }
+    }
 }
 
 /// Copies lines, of which `dst` has as many as `src`, and the first begins with a cache line.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 fn copy_lines(level: Level, dst: &mut [[u8; LINE_BYTES]], src: &[[u8; LINE_BYTES]]) {
-    use std::arch::x86_64::_mm_sfence;
-
     if dst.is_empty() {
         return;
     }
     debug_assert!(dst.as_ptr().addr().is_multiple_of(LINE_BYTES));
     match level.vector_bytes() {
         // SAFETY: levels with vectors of 64 bytes prove AVX-512F, as `Level::vector_bytes` states;
-        // `copy_streaming` cuts `dst` where a cache line begins.
+        // `StreamingCopies::copy` cuts `dst` where a cache line begins.
         64 => unsafe { x86_64::copy_512(dst, src) },
         // SAFETY: those of 32 bytes prove AVX; the alignment as above.
         32 => unsafe { x86_64::copy_256(dst, src) },
         // SAFETY: the alignment as above; SSE2 is part of every x86-64 processor.
         _ => unsafe { x86_64::copy_128(dst, src) },
     }
-    // SAFETY: a fence touches no memory; SSE is part of every x86-64 processor. It puts the stores
-    // above before all that follow, as Rust's memory model expects of stores: without it another
-    // thread could be told of lines that have not arrived.
-    unsafe { _mm_sfence() };
 }
 
 #[cfg(not(all(target_arch = "x86_64", not(miri))))]
@@ -115,7 +158,9 @@ mod tests {
             for len in [0, 1, 63, 64, 65, 127, 128, 129, 500] {
                 for (from, to) in [(0, 0), (1, 0), (0, 1), (3, 64), (63, 65), (64, 33)] {
                     let mut dst = vec![0; 1000];
-                    copy_streaming(level, &mut dst[to..to + len], &src[from..from + len]);
+                    streaming(level, |copies| {
+                        copies.copy(&mut dst[to..to + len], &src[from..from + len]);
+                    });
                     assert_eq!(dst[to..to + len], src[from..from + len], "{level}, {len}");
                     let touched = dst.iter().filter(|&&byte| byte != 0).count();
                     assert_eq!(touched, len, "{level}, from {from} to {to}");
@@ -127,6 +172,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "a copy of 3 bytes into 4")]
     fn lengths_that_differ_are_refused() {
-        copy_streaming(Level::detect(), &mut [0; 4], &[0; 3]);
+        streaming(Level::detect(), |copies| copies.copy(&mut [0; 4], &[0; 3]));
     }
 }

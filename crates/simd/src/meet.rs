@@ -29,7 +29,14 @@ pub struct Offer<'a, H> {
     pub ends: &'a [usize],
     /// How many bytes of the part that has this party's number are claimed for it from the start ([`Peers::reserved`]).
     pub reserved: usize,
+    /// More memory that is cut into a part for each party; part `i` is party `i`'s alone.
+    pub replicas: [&'a mut [u8]; MAX_REPLICAS],
+    /// Where in each replica each part ends: those of the first replica, then those of the next. Replicas without ends are none.
+    pub replica_ends: &'a [usize],
 }
+
+/// The most replicas that a party brings.
+pub const MAX_REPLICAS: usize = 7;
 
 /// A meet as seen by someone who may only break it off; clones are the same meet.
 pub struct Meet<H, F>(Arc<Inner<H, F>>);
@@ -48,6 +55,8 @@ pub struct Peers<'a, H> {
     party: usize,
     /// Bytes of this party's part that are claimed for it and were not handed out yet.
     reserved: usize,
+    /// Whether this party's parts of replicas were handed out.
+    has_replicas: bool,
 }
 
 /// Bytes of a part of every party's lent memory, for one party alone to read and write.
@@ -56,6 +65,13 @@ pub struct Claim<'a, H> {
     part: usize,
     /// Within the part; no other claim of this part in this round has any byte of it.
     range: Range<usize>,
+}
+
+/// One party's parts of everyone's replicas.
+pub struct Replicas<'a, H> {
+    slots: &'a [Slot<H>],
+    part: usize,
+    is_there: bool,
 }
 
 struct Inner<H, F> {
@@ -92,6 +108,14 @@ struct Brought<H> {
     lent: *mut u8,
     /// Disjoint ranges within `lent`; checked by `cuts`.
     parts: Box<[Range<usize>]>,
+    /// The parts of each replica, as many for each as there are parties; disjoint, checked by `cuts`.
+    replicas: Vec<Part>,
+}
+
+/// A part of a replica.
+struct Part {
+    start: *mut u8,
+    len: usize,
 }
 
 // SAFETY: `Brought` is written by its party alone, between the end of a round and its own arrival at the next, and read only
@@ -112,6 +136,7 @@ pub fn seats<H, F>(parties: usize) -> Vec<Seat<H, F>> {
             shared_len: 0,
             lent: std::ptr::null_mut(),
             parts: vec![0..0; parties].into_boxed_slice(),
+            replicas: Vec::new(),
         }),
         claimed: Claimed(AtomicUsize::new(0)),
     };
@@ -255,6 +280,18 @@ impl<H, F: Clone> Seat<H, F> {
             cuts(offer.ends, offer.lent.len(), inner.slots.len()),
             "ends must rise from 0 to the length of `lent`, one for each party"
         );
+        let parties = inner.slots.len();
+        let ends = offer.replica_ends.chunks_exact(parties);
+        assert!(
+            ends.remainder().is_empty()
+                && ends.len() <= MAX_REPLICAS
+                && offer
+                    .replicas
+                    .iter()
+                    .zip(ends.clone())
+                    .all(|(bytes, ends)| cuts(ends, bytes.len(), parties)),
+            "ends must rise from 0 to the length of each replica, one for each party"
+        );
         if inner.gate.0.load(Ordering::SeqCst) & FAILED != 0 {
             return Err(self.meet.broken());
         }
@@ -295,6 +332,7 @@ impl<H, F: Clone> Seat<H, F> {
             slots: &inner.slots,
             party: self.party,
             reserved,
+            has_replicas: true,
         }))
     }
 }
@@ -314,6 +352,19 @@ fn bring<H>(brought: &mut Brought<H>, offer: Offer<'_, H>) {
     for (part, &end) in brought.parts.iter_mut().zip(offer.ends) {
         *part = start..end;
         start = end;
+    }
+    brought.replicas.clear();
+    let ends = offer.replica_ends.chunks_exact(brought.parts.len());
+    for (mut rest, ends) in offer.replicas.into_iter().zip(ends) {
+        let mut start = 0;
+        for &end in ends {
+            let (part, behind) = rest.split_at_mut(end - start);
+            brought.replicas.push(Part {
+                start: part.as_mut_ptr(),
+                len: part.len(),
+            });
+            (rest, start) = (behind, end);
+        }
     }
 }
 
@@ -368,6 +419,15 @@ impl<'a, H> Peers<'a, H> {
         }
     }
 
+    /// This party's part of each replica that `party` brought, to be written; none when asked again.
+    pub fn replicas(&mut self) -> Replicas<'a, H> {
+        Replicas {
+            slots: self.slots,
+            part: self.party,
+            is_there: std::mem::take(&mut self.has_replicas),
+        }
+    }
+
     /// Takes the next `len` bytes of a part that nobody has taken yet, or all that is left of it if that is less. Those of a
     /// party whose part is shorter end with it; of a part that is used up they are none.
     ///
@@ -390,6 +450,42 @@ impl<'a, H> Peers<'a, H> {
 
     fn brought(&self, party: usize) -> &'a Brought<H> {
         brought(self.slots, party)
+    }
+}
+
+impl<H> Replicas<'_, H> {
+    /// The parts in what `party` brought, replica by replica.
+    pub fn of(&self, party: usize) -> impl ExactSizeIterator<Item = &[u8]> {
+        self.parts(party).map(|part| {
+            // SAFETY: as in `all_mut`; `&self` excludes `all_mut`.
+            unsafe { std::slice::from_raw_parts(part.start, part.len) }
+        })
+    }
+
+    /// The parts in what each party brought, in party order, to be written: which replica, and its bytes.
+    pub fn all_mut(&mut self) -> impl Iterator<Item = (usize, &mut [u8])> {
+        let replicas = &*self;
+        let parties = 0..replicas.slots.len();
+        parties.flat_map(|party| {
+            replicas.parts(party).enumerate().map(|(replica, part)| {
+                // SAFETY: lifetime as in `Peers::shared`. Parts of one replica are disjoint (`cuts`), replicas were brought by a
+                // `&mut` each, the parts with this party's number are handed out to it alone and once (`Peers::replicas`), and
+                // `&mut self` makes this the only use of them.
+                (replica, unsafe {
+                    std::slice::from_raw_parts_mut(part.start, part.len)
+                })
+            })
+        })
+    }
+
+    fn parts(&self, party: usize) -> impl ExactSizeIterator<Item = &Part> {
+        let parties = self.slots.len();
+        let replicas = match self.is_there {
+            true => brought(self.slots, party).replicas.as_slice(),
+            false => &[],
+        };
+        let own = self.part;
+        replicas.chunks_exact(parties).map(move |parts| &parts[own])
     }
 }
 

@@ -22,6 +22,8 @@ fn idle(seat: &mut TestSeat, deadline: Instant) -> Result<(), String> {
         lent: &mut [],
         ends: &ends,
         reserved: 0,
+        replicas: Default::default(),
+        replica_ends: &[],
     };
     seat.meet(offer, deadline, name, |_| ())
 }
@@ -58,6 +60,8 @@ fn every_party_reads_all_shares_and_writes_its_parts_in_every_round() {
                     lent: &mut lent,
                     ends: &ends,
                     reserved: usize::MAX,
+                    replicas: Default::default(),
+                    replica_ends: &[],
                 };
                 let seen = seat.meet(offer, soon(60_000), name, |peers| {
                     let mut claim = peers.reserved();
@@ -109,6 +113,8 @@ fn every_byte_is_claimed_by_one_party() {
                 lent: &mut lent,
                 ends: &ends,
                 reserved: [7, 0, 50][own],
+                replicas: Default::default(),
+                replica_ends: &[],
             };
             let step = 1 + (round as usize + own) % 13;
             let claimed = seat.meet(offer, soon(60_000), name, |peers| {
@@ -146,6 +152,8 @@ fn claims_stop_at_the_greatest_number() {
         lent: &mut lent,
         ends: &[10],
         reserved: 4,
+        replicas: Default::default(),
+        replica_ends: &[],
     };
     let outcome = seats[0].meet(offer, soon(60_000), name, |peers| {
         let lens = [3, 0, usize::MAX, usize::MAX, 1];
@@ -203,6 +211,8 @@ fn a_failure_in_an_open_round_strikes_the_next() {
             lent: &mut [],
             ends: &[0, 0],
             reserved: 0,
+            replicas: Default::default(),
+            replica_ends: &[],
         };
         let first = seat.meet(offer, soon(60_000), name, |_| meet.fail("later".to_owned()));
         (first, idle(&mut seat, soon(60_000)))
@@ -239,6 +249,8 @@ fn a_panic_at_work_still_waits_for_the_others() {
                 lent: &mut lent,
                 ends: &[1, 2],
                 reserved: 1,
+                replicas: Default::default(),
+                replica_ends: &[],
             };
             seat.meet(offer, soon(60_000), name, |peers| {
                 if own == 0 {
@@ -269,10 +281,76 @@ fn ends_that_do_not_cut_are_refused_before_anyone_sees_them() {
             lent: &mut lent,
             ends,
             reserved: 0,
+            replicas: Default::default(),
+            replica_ends: &[],
         };
         let outcome = catch_unwind(AssertUnwindSafe(|| {
             seats[0].meet(offer, soon(10), name, |_| ())
         }));
         assert!(outcome.is_err(), "{ends:?}");
     }
+}
+
+#[test]
+fn every_party_alone_writes_its_parts_of_all_replicas() {
+    for parties in [1, 2, 3, 8] {
+        each(parties, |mut seat| {
+            let own = seat.party();
+            for round in 1..100u8 {
+                // Two replicas: a byte for each party, and as many as the party's number.
+                let (mut short, mut long) =
+                    (vec![0; parties], vec![0; parties * (parties - 1) / 2]);
+                let mut ends: Vec<usize> = (1..=parties).collect();
+                ends.extend((1..=parties).map(|party| party * (party - 1) / 2));
+                let nobody = vec![0; parties];
+                let mut replicas: [&mut [u8]; crate::MAX_REPLICAS] = Default::default();
+                (replicas[0], replicas[1]) = (&mut short, &mut long);
+                let offer = Offer {
+                    header: own,
+                    shared: &[],
+                    lent: &mut [],
+                    ends: &nobody,
+                    reserved: 0,
+                    replicas,
+                    replica_ends: &ends,
+                };
+                let met = seat.meet(offer, soon(10_000), name, |peers| {
+                    let mut parts = peers.replicas();
+                    let lens: Vec<usize> = parts.of(0).map(<[u8]>::len).collect();
+                    assert_eq!(lens, [1, own]);
+                    assert_eq!(parts.all_mut().count(), 2 * parties);
+                    for (replica, bytes) in parts.all_mut() {
+                        bytes.fill(round + own as u8 + 100 * replica as u8);
+                    }
+                    assert_eq!(peers.replicas().all_mut().count(), 0);
+                });
+                met.unwrap();
+                for party in 0..parties {
+                    let expected = round + party as u8;
+                    assert_eq!(short[party], expected);
+                    let part = party * party.saturating_sub(1) / 2..party * (party + 1) / 2;
+                    assert!(long[part].iter().all(|&byte| byte == expected + 100));
+                }
+            }
+        });
+    }
+}
+
+#[test]
+#[should_panic(expected = "ends must rise from 0 to the length of each replica")]
+fn replicas_that_are_not_cut_for_all_parties_are_refused() {
+    let mut seats = seats::<usize, String>(2);
+    let (mut bytes, ends) = ([0; 4], [0, 0]);
+    let mut replicas: [&mut [u8]; crate::MAX_REPLICAS] = Default::default();
+    replicas[0] = &mut bytes;
+    let offer = Offer {
+        header: 0,
+        shared: &[],
+        lent: &mut [],
+        ends: &ends,
+        reserved: 0,
+        replicas,
+        replica_ends: &[2, 3],
+    };
+    let _ = seats[0].meet(offer, soon(10), name, |_| ());
 }

@@ -78,6 +78,8 @@ fn round(
         lent: &mut lent,
         ends: &ends,
         reserved: bytes,
+        replicas: Default::default(),
+        replica_ends: &[],
     };
     let late = |late: &[usize]| Failure::Late(late.to_vec());
     let outcome = seat.meet(offer, deadline, late, |peers| {
@@ -195,6 +197,8 @@ fn claims(rounds: u64) {
                 lent: &mut [],
                 ends: &[0, 0],
                 reserved: 1,
+                replicas: Default::default(),
+                replica_ends: &[],
             };
             let (party, late) = (seat.party(), |_: &[usize]| Failure::Stop);
             let outcome = seat.meet(offer, NEVER, late, |peers| {

@@ -1,8 +1,8 @@
 //! Memory that all ranks see.
 
 use fusestep_collective::{
-    Blocks, Buffers, Call, Communicator, Operation, Options, ReduceOp, ReduceUpdate, even_counts,
-    reduce_slices, run_ranks,
+    Blocks, Buffers, Call, Communicator, Operation, Options, ReduceOp, ReduceUpdate, Replica,
+    Replicas, even_counts, reduce_slices, run_ranks,
 };
 use fusestep_simd::Level;
 use fusestep_tensor::{DType, Element};
@@ -104,16 +104,18 @@ fn barrier() -> Call<'static> {
 fn step(comm: &mut dyn Communicator, grads: &[f32], params: &mut [f32], counts: &[usize]) {
     let call = ReduceUpdate {
         grad_dtype: f32::DTYPE,
-        param_dtype: f32::DTYPE,
         grads: bytemuck::cast_slice(grads),
-        params: bytemuck::cast_slice_mut(params),
+        replicas: Replicas::from_iter([Replica {
+            dtype: f32::DTYPE,
+            bytes: bytemuck::cast_slice_mut(params),
+        }]),
         counts,
     };
     comm.reduce_update(call, &mut |mut memory| {
         let mut sum = vec![0u8; memory.grads[0].len()];
         let (level, op) = (Level::detect(), ReduceOp::Average);
         reduce_slices(level, DType::F32, op, &memory.grads, &mut sum);
-        for param in &mut memory.params {
+        for param in &mut memory.replicas[0] {
             for (param, grad) in param.chunks_exact_mut(4).zip(sum.chunks_exact(4)) {
                 let read = |bytes: &[u8]| f32::from_le_bytes(bytes.try_into().unwrap());
                 let next = read(param) - 0.1 * read(grad);

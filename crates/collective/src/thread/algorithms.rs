@@ -4,15 +4,16 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use fusestep_simd::{Offer, Peers, Seat};
+use fusestep_simd::{MAX_REPLICAS, Offer, Peers, Seat, copy_bytes};
 use fusestep_tensor::DType;
+use smallvec::SmallVec;
 
 use super::ThreadCommunicator;
 use super::group::{Group, Header, Placement};
 use super::reduction::lines;
 use crate::{
-    Blocks, Buffers, Call, CollectiveError, Fingerprint, Membership, Operation, RankMemory,
-    ReduceUpdate,
+    Blocks, Buffers, Call, CollectiveError, Fingerprint, Membership, OfRanks, Operation,
+    RankMemory, ReduceUpdate,
 };
 
 /// How lent memory is cut into a part for each rank.
@@ -37,6 +38,9 @@ pub(super) struct Round<'a> {
     pub(super) cut: Cut<'a>,
     /// Bytes of this rank's part that nobody else works on.
     pub(super) reserved: usize,
+    /// More memory that is cut into the ranks' blocks, and where the blocks end in each.
+    pub(super) replicas: [&'a mut [u8]; MAX_REPLICAS],
+    pub(super) replica_ends: &'a [usize],
 }
 
 type Joined = (Arc<Group>, usize, Seat<Header, CollectiveError>);
@@ -61,6 +65,8 @@ impl ThreadCommunicator {
             lent: &mut [],
             cut: Cut::None,
             reserved: usize::MAX,
+            replicas: Default::default(),
+            replica_ends: &[],
         };
         let bytes = |rank: usize| blocks.of_bytes(rank, call.dtype.len_bytes());
         match call.operation {
@@ -114,6 +120,8 @@ impl ThreadCommunicator {
             lent: round.lent,
             ends: &self.ends,
             reserved: round.reserved,
+            replicas: round.replicas,
+            replica_ends: round.replica_ends,
         };
         let (group, own) = (&self.group, self.rank);
         let late = |ranks: &[usize]| late(group.behind(own, ranks), &fingerprint, timeout);
@@ -134,6 +142,7 @@ impl ThreadCommunicator {
         buffers: Buffers<'_>,
         root: usize,
     ) -> Result<(), CollectiveError> {
+        let level = self.group.options().level;
         match buffers {
             Buffers::InPlace(buffer) if root == self.rank => self.round(
                 Round {
@@ -142,13 +151,13 @@ impl ThreadCommunicator {
                 },
                 |_| (),
             ),
-            Buffers::InPlace(receive) => {
-                self.round(round, |peers| receive.copy_from_slice(peers.shared(root)))
-            }
+            Buffers::InPlace(receive) => self.round(round, |peers| {
+                copy_bytes(level, receive, peers.shared(root))
+            }),
             Buffers::Apart { send, receive } => {
                 let shared = if root == self.rank { send } else { &[] };
                 self.round(Round { shared, ..round }, |peers| {
-                    receive.copy_from_slice(peers.shared(root))
+                    copy_bytes(level, receive, peers.shared(root))
                 })
             }
         }
@@ -161,6 +170,7 @@ impl ThreadCommunicator {
         bytes: impl Fn(usize) -> Range<usize>,
     ) -> Result<(), CollectiveError> {
         let (rank, world_size) = (self.rank, self.ends.len());
+        let level = self.group.options().level;
         let own = bytes(rank);
         match buffers {
             Buffers::Apart { send, receive } => self.round(
@@ -170,7 +180,7 @@ impl ThreadCommunicator {
                 },
                 |peers| {
                     for from in 0..world_size {
-                        receive[bytes(from)].copy_from_slice(peers.shared(from));
+                        copy_bytes(level, &mut receive[bytes(from)], peers.shared(from));
                     }
                 },
             ),
@@ -184,12 +194,12 @@ impl ThreadCommunicator {
                     },
                     |peers| {
                         for from in 0..rank {
-                            before[bytes(from)].copy_from_slice(peers.shared(from));
+                            copy_bytes(level, &mut before[bytes(from)], peers.shared(from));
                         }
                         for from in rank + 1..world_size {
                             let to = bytes(from);
-                            after[to.start - own.end..to.end - own.end]
-                                .copy_from_slice(peers.shared(from));
+                            let after = &mut after[to.start - own.end..to.end - own.end];
+                            copy_bytes(level, after, peers.shared(from));
                         }
                     },
                 )
@@ -290,26 +300,39 @@ impl ThreadCommunicator {
         work: &mut dyn FnMut(RankMemory<'_>),
     ) -> Result<(), CollectiveError> {
         let (rank, sequence) = (self.rank, self.sequence);
-        let shape = call.shape();
-        let fingerprint = shape.fingerprint(blocks.numel, sequence, self.context);
+        let fingerprint = call.fingerprint(blocks.numel, sequence, self.context);
         let (header, deadline) = self.header(fingerprint, Placement::Shared);
         let own = blocks.of_bytes(rank, call.grad_dtype.len_bytes());
+        let ranks = 0..self.ends.len();
+        let mut ends: SmallVec<[usize; 64]> = SmallVec::new();
+        for replica in call.replicas.iter() {
+            let width = replica.dtype.len_bytes();
+            ends.extend(ranks.clone().map(|rank| blocks.of_bytes(rank, width).end));
+        }
+        let mut bytes = call.replicas.into_iter().map(|replica| replica.bytes);
+        let replicas = std::array::from_fn(|_| bytes.next().unwrap_or_default());
         let round = Round {
             header,
             deadline,
             shared: call.grads,
-            lent: call.params,
-            cut: Cut::Blocks(blocks, call.param_dtype.len_bytes()),
-            reserved: usize::MAX,
+            lent: &mut [],
+            cut: Cut::None,
+            reserved: 0,
+            replicas,
+            replica_ends: &ends,
         };
         self.round(round, |peers| {
-            let mut claim = peers.reserved();
+            let mut all = peers.replicas();
             let grads = (0..peers.parties()).map(|rank| &peers.shared(rank)[own.clone()]);
-            work(RankMemory {
+            let mut memory = RankMemory {
                 rank,
                 grads: grads.collect(),
-                params: claim.all_mut().collect(),
-            });
+                replicas: all.of(rank).map(|_| OfRanks::new()).collect(),
+            };
+            for (replica, bytes) in all.all_mut() {
+                memory.replicas[replica].push(bytes);
+            }
+            work(memory);
         })
     }
 
@@ -344,6 +367,8 @@ impl ThreadCommunicator {
             lent: &mut [],
             ends: &[0, 0],
             reserved: 0,
+            replicas: Default::default(),
+            replica_ends: &[],
         };
         let named = Fingerprint {
             operation: own_name,
@@ -392,6 +417,8 @@ impl ThreadCommunicator {
             lent: &mut [],
             cut: Cut::None,
             reserved: usize::MAX,
+            replicas: Default::default(),
+            replica_ends: &[],
         };
         let (group, rank, sequence) = (Arc::clone(&self.group), self.rank, self.sequence);
         self.round(round, |peers| {

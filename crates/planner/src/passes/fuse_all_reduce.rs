@@ -177,10 +177,8 @@ impl Plan {
             Stage::Reduce(reduce) => Some(reduce.result),
             _ => None,
         });
-        let gathered = self.stages.iter().find_map(|stage| match stage {
-            Stage::Gather(gather) => Some(gather.lists),
-            _ => None,
-        });
+        let gathers = |stage: &Stage| matches!(stage, Stage::Gather(_));
+        let gathers = self.stages.iter().any(gathers);
         (self.segments, self.buckets) =
             segments(self, &self.ready, self.caps.as_ref(), self.grain()?);
         let before = self
@@ -194,11 +192,10 @@ impl Plan {
             let reduce = |bucket| Stage::Reduce(Reduce { bucket, result });
             self.stages.splice(at..at, buckets.clone().map(reduce));
         }
-        if let Some(lists) = gathered {
+        if gathers {
             let gather = |bucket| {
                 Stage::Gather(Gather {
                     bucket,
-                    lists,
                     broadcasts: Vec::new(),
                 })
             };

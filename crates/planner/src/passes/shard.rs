@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use serde::Serialize;
 
 use super::{ActsOn, Pass};
-use crate::stage::{Gather, GatheredLists, Reduced};
+use crate::stage::{Gather, Reduced};
 use crate::{Note, Plan, PlanError, Stage, Verdict};
 
 /// What ranks share out among each other.
@@ -121,7 +121,6 @@ impl Pass for Shard {
             let gathers = (0..plan.buckets.len()).map(|bucket| {
                 Stage::Gather(Gather {
                     bucket,
-                    lists: GatheredLists::Params,
                     broadcasts: Vec::new(),
                 })
             });
