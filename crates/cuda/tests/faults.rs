@@ -9,8 +9,8 @@ use common::{cuda, launch_at};
 use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_launch::{
-    ArgumentLayout, Backend, BackendError, HostCall, HostList, HostSpans, LaunchLimits, MAX_LISTS,
-    MultiTensorKernel, Precision, SetValues, TensorList, UpdateRule,
+    ArgumentLayout, Backend, BackendError, HostRun, LaunchLimits, MultiTensorKernel, Precision,
+    SetValues, TensorList, UpdateRule,
 };
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::{DType, Role};

@@ -121,7 +121,9 @@ impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, 
 
 #[cfg(test)]
 mod tests {
-    use fusestep_launch::{Access, Layout, Master, Precision, Rounding as Round, StateDType};
+    use fusestep_launch::{
+        Access, HostRun, Layout, Master, Precision, Rounding as Round, StateDType,
+    };
     use fusestep_simd::Level;
     use fusestep_tensor::{DType, Role};
     use half::{bf16, f16};
@@ -214,7 +216,8 @@ mod tests {
         };
         let spans = || HostSpans::part(numel, 0, 3, 65_536);
         let (mut apart, mut carried) = (lists(format, numel), lists(format, numel));
-        run_format::<C, _, 1>(&Mix, format, call, host_lists(format, &mut apart), spans());
+        let run = HostRun::new(call, host_lists(format, &mut apart), spans());
+        run_format::<C, _, 1>(&Mix, format, run);
         let lists = host_lists(format, &mut carried);
         let mut leaves = [0.0; 64];
         run_leaves_format::<C, _, 1>(&Mix, format, call, lists, spans(), &mut leaves);

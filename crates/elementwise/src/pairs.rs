@@ -215,7 +215,7 @@ const fn first_lower(word: u32) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use fusestep_launch::{HostCall, HostList, HostSpans, MAX_LISTS};
+    use fusestep_launch::{HostCall, HostList, HostRun, HostSpans, MAX_LISTS};
     use fusestep_simd::Level;
     use half::bf16;
 
@@ -261,7 +261,7 @@ mod tests {
             changes: None,
         };
         let spans = HostSpans::part(part.len(), 0, 5, part.start as u64);
-        run_slot::<f32, Plain<bf16>, bf16, R, _, 2>(&Mix, call, all, spans);
+        run_slot::<f32, Plain<bf16>, bf16, R, _, 2>(&Mix, HostRun::new(call, all, spans));
     }
 
     /// All kinds of bf16: NaN, infinities, subnormals and both signs; or only numbers whose updates are numbers.
