@@ -3,6 +3,7 @@
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 
+use anyhow::ensure;
 use clap::Args;
 use serde::Serialize;
 
@@ -41,6 +42,9 @@ pub(crate) struct TrainArgs {
     pub(crate) watch: Watch,
     #[command(flatten)]
     pub(crate) rank_args: RankArgs,
+    /// Compare all ranks' parameters by hash after every this many batches, and stop where they differ
+    #[arg(long, value_name = "K", requires = "ranks")]
+    pub(crate) compare_parameters: Option<NonZeroU64>,
     /// Element type of parameters and gradients
     #[arg(long, value_enum, default_value = "f32")]
     pub(crate) dtype: ParamDType,
@@ -142,6 +146,11 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     if args.ranks.is_none() && args.engine.is_none() {
         args.watch.require_none("--ranks or --engine")?;
     }
+    ensure!(
+        args.compare_parameters.is_none() || args.rank_args.zero < 3,
+        "--compare-parameters: expected ranks that hold all parameters, found --zero 3, where each \
+         holds its part; give another stage or leave the comparison out"
+    );
     let lr = default_lr(args.optimizer.optimizer);
     let rule = args.optimizer.clone().with_default_lr(lr).rule()?;
     let mut params = Mlp::descs(args.dtype.into())?;

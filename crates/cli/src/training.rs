@@ -82,6 +82,7 @@ pub(crate) fn train(
         shadow,
         bar: progress_bar(first, batches as u64),
         tally: Tally::default(),
+        compared: 0,
     };
     run.meet()?;
     let (history, last) = run.epochs()?;
@@ -141,6 +142,8 @@ struct Run<'a> {
     shadow: Option<Shadow>,
     bar: ProgressBar,
     tally: Tally,
+    /// Batches since the run began, of which every so many compare parameters.
+    compared: u64,
 }
 
 /// What the steps so far have taken.
@@ -358,7 +361,24 @@ impl Run<'_> {
         self.tally.add(&report);
         self.tally.calls += self.comms.calls() - sent.0;
         self.tally.bytes += self.comms.bytes_sent() - sent.1;
+        self.compare_parameters()?;
         Ok(loss)
+    }
+
+    /// Every so many batches, as asked for.
+    fn compare_parameters(&mut self) -> anyhow::Result<()> {
+        let Some(every) = self.args.compare_parameters else {
+            return Ok(());
+        };
+        self.compared += 1;
+        if self.compared % every != 0 {
+            return Ok(());
+        }
+        let (state, backend) = (&self.state, &self.backend);
+        let compared = self
+            .plan
+            .compare_parameters(state, backend, &mut self.comms);
+        Ok(compared?)
     }
 
     /// One forward and backward pass over this rank's images, whose mean loss it returns; gives the gradients of `share` times the

@@ -344,3 +344,17 @@ fn plans_of_many_ranks_count_their_calls() {
     let error = refused(&["plan", shapes, "--world", "2", "--bucket-cap-mib", "0"]);
     assert!(error.contains("--bucket-cap-mib"), "{error}");
 }
+
+#[test]
+fn parameters_are_compared_every_so_many_batches_and_change_nothing_by_it() {
+    let plain = train(&["--ranks", "2", "--zero", "1"]);
+    for every in ["1", "7"] {
+        let compared = train(&["--ranks", "2", "--zero", "1", "--compare-parameters", every]);
+        assert_eq!(compared["params_hash"], plain["params_hash"]);
+    }
+    let sharded = ["train", "--ranks", "2", "--zero", "3"];
+    let error = refused(&[&sharded[..], &["--compare-parameters", "1"]].concat());
+    assert!(error.contains("--zero 3"), "{error}");
+    let error = refused(&["train", "--compare-parameters", "1"]);
+    assert!(error.contains("--ranks"), "{error}");
+}
