@@ -21,7 +21,7 @@ mod team;
 
 pub use copy::{StreamingCopies, copy_bytes, streaming};
 pub use level::{Level, LevelError};
-pub use meet::{Claim, MAX_REPLICAS, Meet, Offer, Peers, Seat, seats};
+pub use meet::{Claim, MAX_REPLICAS, Meet, Offer, Peers, Replicas, Seat, seats};
 pub use narrow::{
     join_bf16, narrow_bf16, narrow_bf16_at_random, narrow_bf16_pair, narrow_bf16_pair_at_random,
     narrow_f16, split_bf16, widen_bf16, widen_bf16_pair, widen_f16,

@@ -10,7 +10,7 @@
 #[path = "../src/bell.rs"]
 mod bell;
 // Only what the scenarios use; the rest is the same code.
-#[allow(dead_code, unreachable_pub)]
+#[allow(dead_code, unreachable_pub, unused_imports)]
 #[path = "../src/meet.rs"]
 mod meet;
 #[path = "model/sync.rs"]

@@ -204,7 +204,7 @@ fn bench_times_steps_of_ranks_beside_their_parts() {
     };
     // Whole steps in one pass, and apart: stage 2 takes gradients out of their buckets first.
     for (zero, bytes, gathers) in [
-        ("0", 52, false),
+        ("0", 44, false),
         ("1", 36, true),
         ("2", 48, true),
         ("3", 40, false),
