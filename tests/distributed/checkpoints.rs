@@ -217,8 +217,29 @@ fn damaged_manifests_are_refused_with_the_name_of_what_is_wrong() {
         let error = load(&case, folder.path()).unwrap_err().to_string();
         assert!(error.contains("manifest"), "{length}: {error}");
     }
+    // Any change of a value is known by the checksum; without it, as in older versions, what cannot be is refused for itself.
+    for (from, to) in [
+        ("\"step\": 1", "\"step\": 2"),
+        ("\"skipped\": 0", "\"skipped\": 1"),
+        ("\"steps_of\": {}", "\"steps_of\": {\"layer0.weight0\": 0}"),
+        ("\"at\": \"1\"", "\"at\": \"0\""),
+        ("\"checkpoint\": \"", "\"checkpoint\": \"0"),
+    ] {
+        assert!(text.contains(from), "{from}");
+        fs::write(&path, text.replace(from, to)).unwrap();
+        let error = load(&case, folder.path()).unwrap_err().to_string();
+        assert!(error.contains("checksum"), "{to}: {error}");
+    }
+    let text = text.replace("\"version\": 3", "\"version\": 1");
+    fs::write(&path, &text).unwrap();
+    load(&case, folder.path()).unwrap();
     for (from, to, named) in [
-        ("\"version\": 1", "\"version\": 3", "newer fusestep"),
+        ("\"version\": 1", "\"version\": 4", "newer fusestep"),
+        (
+            "\"step\": 1",
+            "\"step\": 18446744073709551615",
+            "9007199254740992 at most",
+        ),
         ("fusestep-checkpoint", "something-else", "format"),
         ("\"optimizer\": \"", "\"optimizer\": \"un", "optimizer"),
         ("shard-00001", "../shard-00001", "file name"),
@@ -308,15 +329,29 @@ fn the_old_checkpoint_is_kept_until_the_new_one_is_whole() {
     let folder = tempfile::tempdir().unwrap();
     part(&case, folder.path(), 0, 1);
     let old = Manifest::read(folder.path()).unwrap();
-    // What a killed run leaves behind: a generation without a manifest.
-    let half = folder.path().join("step-00000002-a");
-    fs::create_dir(&half).unwrap();
-    fs::write(half.join("shard-00000.safetensors"), b"half").unwrap();
+    // What a killed run leaves behind: a marked generation without a manifest. What others leave has no mark and stays.
+    let (half, foreign) = (
+        folder.path().join("step-00000002-a"),
+        folder.path().join("step-00000009-a"),
+    );
+    for half in [&half, &foreign] {
+        fs::create_dir(half).unwrap();
+        fs::write(half.join("shard-00007.safetensors"), b"half").unwrap();
+    }
+    fs::copy(
+        folder.path().join(&old.generation).join("mark.json"),
+        half.join("mark.json"),
+    )
+    .unwrap();
     assert_eq!(Manifest::read(folder.path()).unwrap(), old);
     load(&case, folder.path()).unwrap();
     part(&case, folder.path(), 1, 2);
     let new = Manifest::read(folder.path()).unwrap();
-    assert_eq!(new.step, 2);
+    assert_eq!((new.step, new.generation.as_str()), (2, "step-00000002-a"));
+    assert!(
+        !half.join("shard-00007.safetensors").exists()
+            && foreign.join("shard-00007.safetensors").exists()
+    );
     assert!(
         !folder.path().join(&old.generation).exists(),
         "the old one is gone"
@@ -358,7 +393,7 @@ fn a_manifest_cannot_ask_for_more_memory_than_its_files() {
     part(&case, folder.path(), 0, 1);
     let mut manifest = Manifest::read(folder.path()).unwrap();
     for spec in manifest.tensors.values_mut() {
-        spec.shape = fusestep_tensor::Shape::new([1 << 60]).unwrap();
+        spec.shape = fusestep_tensor::Shape::new([1 << 50]).unwrap();
     }
     let error = manifest
         .read_tensors(folder.path())
@@ -373,8 +408,10 @@ fn a_save_that_fails_on_one_rank_fails_on_all_and_keeps_the_old_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     part(&case, folder.path(), 0, 1);
     let old = Manifest::read(folder.path()).unwrap();
-    // A file where the next generation's folder would be: nobody can write there, not even root.
-    fs::write(folder.path().join("step-00000002-a"), b"in the way").unwrap();
+    // Files where the next generation's folder would be: nobody can write there, not even root.
+    for turn in ["step-00000002-a", "step-00000002-b"] {
+        fs::write(folder.path().join(turn), b"in the way").unwrap();
+    }
     let outcomes = run_ranks(2, &Options::default(), |mut comm| {
         let plan = case
             .planner()
@@ -391,10 +428,17 @@ fn a_save_that_fails_on_one_rank_fails_on_all_and_keeps_the_old_checkpoint() {
         let saved = plan.save(&state, &backend, &mut comms, folder.path(), BTreeMap::new());
         saved.unwrap_err().to_string()
     });
-    for error in outcomes.unwrap() {
-        let error = error.unwrap();
-        assert!(error.contains("step-00000002"), "{error}");
-    }
+    let errors: Vec<String> = outcomes
+        .unwrap()
+        .into_iter()
+        .map(|error| error.unwrap())
+        .collect();
+    assert!(
+        errors[0].contains("step-00000002-a and step-00000002-b"),
+        "{}",
+        errors[0]
+    );
+    assert_eq!(errors[1], format!("rank 0: {}", errors[0]));
     assert_eq!(Manifest::read(folder.path()).unwrap(), old);
     load(&case, folder.path()).unwrap();
 }

@@ -253,7 +253,8 @@ impl<P: Params> Fused<P> {
     pub fn load(&mut self, path: impl AsRef<Path>) -> candle_core::Result<()> {
         self.check_named()?;
         let loaded = self.state.load(&self.backend, path.as_ref());
-        Ok(loaded.map_err(AdapterError::from)?)
+        loaded.map_err(AdapterError::from)?;
+        Ok(())
     }
 
     fn check_named(&self) -> Result<(), AdapterError> {

@@ -1,14 +1,15 @@
 //! `fusestep checkpoint`: what is in a checkpoint, whether it is intact, and the same for another number of files.
 
-use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
-use anyhow::ensure;
+use anyhow::{Context, ensure};
 use clap::{Args, Subcommand};
-use fusestep_planner::Manifest;
+use fusestep_planner::{MAX_SHARDS, Manifest};
+use fusestep_tensor::Quoted;
 use serde::Serialize;
 
 use crate::output::{print, print_json};
+use crate::ranks::bounded;
 
 /// Flags of `checkpoint`.
 #[derive(Debug, Args)]
@@ -28,8 +29,8 @@ enum Action {
         #[command(flatten)]
         folder: FolderArgs,
         /// Number of files
-        #[arg(long, value_name = "N")]
-        world: NonZeroUsize,
+        #[arg(long, value_name = "N", value_parser = bounded::<1, MAX_SHARDS>)]
+        world: usize,
         /// An empty or new folder
         #[arg(long, value_name = "DIR")]
         out: PathBuf,
@@ -62,8 +63,7 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
     match &args.action {
         Action::Inspect(folder) => inspect(folder, &Manifest::read(&folder.folder)?),
         Action::Verify(folder) => {
-            let manifest = Manifest::read(&folder.folder)?;
-            let tensors = manifest.read_tensors(&folder.folder)?;
+            let (manifest, tensors) = Manifest::read_whole(&folder.folder)?;
             let verified = Verified {
                 intact: true,
                 step: manifest.step,
@@ -85,14 +85,15 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
             out,
             average,
         } => {
-            std::fs::create_dir_all(out)?;
+            let named = || format!("--out {}", out.display());
+            std::fs::create_dir_all(out).with_context(named)?;
             ensure!(
-                std::fs::read_dir(out)?.next().is_none(),
+                std::fs::read_dir(out).with_context(named)?.next().is_none(),
                 "--out {}: expected an empty folder, found files",
                 out.display()
             );
             let manifest = Manifest::read(&folder.folder)?;
-            let (from, count) = (&folder.folder, world.get());
+            let (from, count) = (&folder.folder, *world);
             let written = match average {
                 true => manifest.average(from, out, count)?,
                 false => manifest.reshard(from, out, count)?,
@@ -116,10 +117,10 @@ fn inspect(args: &FolderArgs, manifest: &Manifest) -> anyhow::Result<()> {
         manifest.shards.len(),
     );
     for (key, value) in &manifest.caller {
-        text += &format!("{key} = {value}\n");
+        text += &format!("{} = {}\n", Quoted(key), Quoted(value));
     }
     for (name, spec) in &manifest.tensors {
-        text += &format!("{name}: {} {}\n", spec.dtype, spec.shape);
+        text += &format!("{}: {} {}\n", Quoted(name), spec.dtype, spec.shape);
     }
     print(&text)
 }

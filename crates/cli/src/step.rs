@@ -2,15 +2,18 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{bail, ensure};
 use clap::Args;
 use fusestep_launch::Backend;
 use fusestep_planner::{GradReport, Plan, State, StepReport};
-use fusestep_tensor::{ParamDesc, Role};
-use fusestep_tensor_file::{Prepared, TensorBytes, TensorFile, check_writable};
+use fusestep_tensor::{ParamDesc, Quoted, Role};
+use fusestep_tensor_file::{
+    Prepared, TensorBytes, TensorFile, check_writable, commit_together, finish_interrupted,
+    same_file,
+};
 use serde::Serialize;
 
 use crate::gradients::GradientArgs;
@@ -31,6 +34,9 @@ pub(crate) struct StepArgs {
     /// Optimizer state of an earlier run; without it the run starts at step 0
     #[arg(long, value_name = "FILE")]
     state: Option<PathBuf>,
+    /// Take the state although it was saved with other parameters than these
+    #[arg(long, requires = "state")]
+    any_parameters: bool,
     #[command(flatten)]
     optimizer: OptimizerArgs,
     #[command(flatten)]
@@ -38,10 +44,10 @@ pub(crate) struct StepArgs {
     /// Steps to apply, each with the same gradients
     #[arg(long, default_value_t = 1)]
     steps: u64,
-    /// Where the parameters go; an existing file is replaced once the new one is complete
+    /// Where the parameters go; an existing file, or the one a link leads to, is replaced once the new one is complete
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    /// Where the optimizer state goes
+    /// Where the optimizer state goes; parameters and state are replaced together or not at all
     #[arg(long, value_name = "FILE")]
     state_out: Option<PathBuf>,
     #[command(flatten)]
@@ -135,7 +141,57 @@ fn farthest(updates: &[Update]) -> String {
     text
 }
 
+/// Refuses outputs that would take the place of each other or of an input.
+fn check_places(args: &StepArgs) -> anyhow::Result<()> {
+    let state_out = args.state_out.as_ref().map(|path| ("--state-out", path));
+    let out = Some(("--out", &args.out));
+    let inputs = [
+        ("--params", Some(&args.params), "--out"),
+        ("--grads", Some(&args.grads), ""),
+        ("--state", args.state.as_ref(), "--state-out"),
+    ];
+    for (flag, path) in out.into_iter().chain(state_out) {
+        for (input, other, may_replace) in inputs {
+            let clash = other.is_some_and(|other| same_file(path, other));
+            ensure!(
+                !clash || may_replace == flag,
+                "{flag}: expected another file than {input}, found {} for both; it would be lost",
+                path.display()
+            );
+        }
+    }
+    if let Some((flag, path)) = state_out {
+        ensure!(
+            !same_file(path, &args.out),
+            "{flag}: expected another file than --out, found {} for both",
+            path.display()
+        );
+    }
+    Ok(())
+}
+
+/// Finishes what an earlier run that was killed had committed for any of the files.
+fn finish_earlier(args: &StepArgs) -> anyhow::Result<()> {
+    let paths = [
+        Some(&args.params),
+        Some(&args.out),
+        args.state.as_ref(),
+        args.state_out.as_ref(),
+    ];
+    for path in paths.into_iter().flatten() {
+        if finish_interrupted(path)? {
+            eprintln!(
+                "finished an earlier step that was interrupted: {}",
+                path.display()
+            );
+        }
+    }
+    Ok(())
+}
+
 pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
+    check_places(args)?;
+    finish_earlier(args)?;
     let backend = args.backend.open(&args.planning)?;
     let params = TensorFile::read(&args.params)?;
     let grads = TensorFile::read(&args.grads)?;
@@ -150,11 +206,6 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     // Whatever cannot be written is refused before any work.
     check_writable(&args.out)?;
     if let Some(path) = &args.state_out {
-        ensure!(
-            *path != args.out,
-            "--state-out: expected another file than --out, found {} for both",
-            path.display()
-        );
         check_writable(path)?;
     }
 
@@ -167,13 +218,39 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     }
     drop(grads);
     if let Some(path) = &args.state {
-        state.load(backend.as_ref(), path)?;
+        load_state(args, path, &mut state, backend.as_ref())?;
     }
     let summary = run_steps(args, &plan, &mut state, backend.as_ref())?;
     write_files(args, &params, &model, &state, backend.as_ref())?;
-    if args.json {
-        return print_json(&summary);
+    match args.json {
+        true => print_json(&summary),
+        false => print_summary(args, &summary),
     }
+}
+
+/// Reads the state, which must be of these parameters.
+fn load_state(
+    args: &StepArgs,
+    path: &Path,
+    state: &mut State,
+    backend: &dyn Backend,
+) -> anyhow::Result<()> {
+    let expected = state.load(backend, path)?;
+    let found = state.parameters_xxh3(backend)?;
+    if let Some(expected) = expected.filter(|expected| *expected != found) {
+        ensure!(
+            args.any_parameters,
+            "{}: expected the parameters that it was saved with, xxh3 {}, found xxh3 {found} in {}; give those, or \
+             --any-parameters if these are meant",
+            path.display(),
+            Quoted(&expected),
+            args.params.display()
+        );
+    }
+    Ok(())
+}
+
+fn print_summary(args: &StepArgs, summary: &StepSummary) -> anyhow::Result<()> {
     print(&format!(
         "{} {} steps on {} ({} parameters, {} elements): {} launches and {} per step; wrote {}\n",
         summary.steps,
@@ -299,7 +376,7 @@ fn check_gradients(model: &Model, params: &TensorFile, grads: &TensorFile) -> an
     Ok(())
 }
 
-/// Writes parameters and state: both complete on disk before the first replaces anything.
+/// Writes parameters and state: both replace what was there, or neither does.
 fn write_files(
     args: &StepArgs,
     input: &TensorFile,
@@ -326,8 +403,5 @@ fn write_files(
         let state = state.to_tensors(backend)?;
         prepared.push(Prepared::tensors(path, &state.tensors, state.metadata)?);
     }
-    for file in prepared {
-        file.commit()?;
-    }
-    Ok(())
+    Ok(commit_together(prepared)?)
 }

@@ -1,6 +1,7 @@
 //! The run of `fusestep train` on one rank of any number: each has its part of every batch.
 
 use std::num::{NonZeroU64, NonZeroUsize};
+use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, bail};
@@ -9,9 +10,10 @@ use fusestep_collective::{Collectives, Communicator, ReduceOp, even_counts};
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::Precision;
 use fusestep_planner::{
-    Comms, FolderLock, MicroStepReport, Optimizer, Plan, Planner, State, Topology, ZeroStage,
+    Comms, FolderLock, Manifest, MicroStepReport, Optimizer, Plan, Planner, State, Topology,
+    ZeroStage,
 };
-use fusestep_tensor::{DType, ParamDesc, Role};
+use fusestep_tensor::{DType, ParamDesc, Quoted, Role};
 use indicatif::{ProgressBar, ProgressStyle};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -59,6 +61,9 @@ pub(crate) fn train(
     }
     let folder = args.checkpoint.as_ref().filter(|_| first);
     let _lock = folder.map(|folder| FolderLock::take(folder)).transpose()?;
+    if let Some(folder) = folder {
+        check_folder(folder, args.resume)?;
+    }
     let mut state = plan.allocate_on(&backend, comm)?;
     let model = Mlp::new(args.seed, args.dtype.into())?;
     for (param, var) in params.iter().zip(model.vars()) {
@@ -89,6 +94,20 @@ pub(crate) fn train(
     let summary = run.summary(history, last)?;
     drop(run);
     Ok(Trained { summary, plan })
+}
+
+/// Refuses to replace a checkpoint that is not gone on from, and another program's files.
+fn check_folder(folder: &Path, resume: bool) -> anyhow::Result<()> {
+    let found = Manifest::read_if_any(folder)?;
+    if let Some(manifest) = found.filter(|_| !resume) {
+        bail!(
+            "--checkpoint {}: expected a folder without a checkpoint, found one of step {}; give --resume to go on from it, or \
+             another folder",
+            folder.display(),
+            manifest.step
+        );
+    }
+    Ok(())
 }
 
 /// The plan of one rank.
@@ -303,6 +322,7 @@ impl Run<'_> {
         self.handshake()?;
         for (key, own) in images(self.args) {
             let found = caller.get(key).map_or("nothing", String::as_str);
+            let found = Quoted(found).to_string();
             if found != own {
                 bail!(
                     "{}: {key}: expected {own}, found {found}; resume with the same images",

@@ -16,6 +16,7 @@ use smallvec::SmallVec;
 
 use crate::card::Cards;
 use crate::communicator::{ProcessCommunicator, STAGE_BYTES, Task, copied};
+use crate::heap::Arena;
 use crate::segment::Segment;
 
 /// Parts of a reduction end at multiples of this, a cache line, so that ranks share few lines.
@@ -173,6 +174,15 @@ impl ProcessCommunicator {
         })
     }
 
+    /// Where others see these bytes: in the segment, or in a copy there.
+    fn shown(&self, bytes: &[u8]) -> Result<(u64, Option<Arena>), CollectiveError> {
+        if let Some(offset) = self.group.session.segment.offset_of(bytes) {
+            return Ok((offset, None));
+        }
+        let arena = copied(self.arena(bytes.len())?, bytes);
+        Ok((arena.offset(), Some(arena)))
+    }
+
     /// This rank's block of everyone's gradients and replicas.
     pub(crate) fn update_everywhere(
         &mut self,
@@ -182,18 +192,11 @@ impl ProcessCommunicator {
         work: &mut dyn FnMut(RankMemory<'_>),
     ) -> Result<(), CollectiveError> {
         let segment = std::sync::Arc::clone(&self.group.session.segment);
-        let shown = |bytes: &[u8]| match segment.offset_of(bytes) {
-            Some(offset) => Ok((offset, None)),
-            None => {
-                let arena = copied(self.arena(bytes.len())?, bytes);
-                Ok((arena.offset(), Some(arena)))
-            }
-        };
-        let (grads, grad_copy) = shown(call.grads)?;
+        let (grads, grad_copy) = self.shown(call.grads)?;
         task.card.input = grads;
         let mut copies: SmallVec<[_; ReduceUpdate::MAX_REPLICAS]> = SmallVec::new();
         for (place, replica) in task.card.replicas.iter_mut().zip(call.replicas.iter()) {
-            let (offset, copy) = shown(replica.bytes)?;
+            let (offset, copy) = self.shown(replica.bytes)?;
             *place = offset;
             copies.push(copy);
         }

@@ -79,6 +79,16 @@ pub enum Objective {
     Maximize,
 }
 
+impl Objective {
+    /// `minimize` or `maximize`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Objective::Minimize => "minimize",
+            Objective::Maximize => "maximize",
+        }
+    }
+}
+
 /// The values that a hyper-parameter may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Domain {

@@ -41,6 +41,12 @@ impl Bucket {
         self.elements.end - self.elements.start
     }
 
+    /// Its bytes in memory that begins with element `first` of the storage, for elements of `width` bytes.
+    pub(crate) fn place(&self, first: u64, width: usize) -> Range<usize> {
+        let at = |element: u64| (element - first) as usize * width;
+        at(self.elements.start)..at(self.elements.end)
+    }
+
     /// The elements of the storage that a rank of the shard group updates, if updates are shared out.
     pub fn part(&self, rank: usize) -> Range<u64> {
         self.bounds[rank]..self.bounds[rank + 1]

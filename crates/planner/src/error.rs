@@ -4,7 +4,7 @@ use fusestep_amp::AmpError;
 use fusestep_coalesce::CoalesceError;
 use fusestep_collective::CollectiveError;
 use fusestep_launch::{BackendError, LaunchError, RuleError};
-use fusestep_tensor::{DType, Role, TensorError};
+use fusestep_tensor::{DType, Quoted, Role, TensorError};
 use fusestep_tensor_file::TensorFileError;
 
 /// Why a plan could not be made, allocated or run. Unless it says otherwise nothing has been written.
@@ -48,7 +48,7 @@ pub enum PlanError {
     #[error(transparent)]
     Collective(#[from] CollectiveError),
     /// A checkpoint cannot be written, or is not complete, intact and this run's.
-    #[error("{path}: `{what}`: expected {expected}, found {found}")]
+    #[error("{path}: `{what}`: expected {expected}, found {found}", what = Quoted(what))]
     Checkpoint {
         /// The file or folder.
         path: String,
@@ -59,9 +59,18 @@ pub enum PlanError {
         /// What there is.
         found: String,
     },
+    /// Another rank could not do its part of what all do together; it has this error itself.
+    #[error("rank {rank}: {reason}")]
+    OtherRank {
+        /// The rank.
+        rank: usize,
+        /// Its error, or the beginning of it.
+        reason: String,
+    },
     /// A gradient was given twice in one micro-step.
     #[error(
-        "gradient of `{name}`: expected it once in a micro-step, found it twice; run the step first"
+        "gradient of `{name}`: expected it once in a micro-step, found it twice; run the step first",
+        name = Quoted(name)
     )]
     GradientTwice {
         /// The parameter.
@@ -69,7 +78,8 @@ pub enum PlanError {
     },
     /// A parameter lies in shards.
     #[error(
-        "`{name}`: expected a parameter that this rank holds whole, found zero stage 3; use `gather`"
+        "`{name}`: expected a parameter that this rank holds whole, found zero stage 3; use `gather`",
+        name = Quoted(name)
     )]
     InShards {
         /// The parameter.
@@ -88,7 +98,7 @@ pub enum PlanError {
     #[error(transparent)]
     File(#[from] TensorFileError),
     /// A state file is not this state's.
-    #[error("{path}: `{name}`: expected {expected}, found {found}")]
+    #[error("{path}: `{name}`: expected {expected}, found {found}", name = Quoted(name))]
     StateFile {
         /// The file.
         path: String,
@@ -146,7 +156,7 @@ pub enum PlanError {
         found: String,
     },
     /// The optimizer has no kernel for a parameter's dtype.
-    #[error("`{name}`: expected {expected} for {optimizer}, found {found}; cast the parameter")]
+    #[error("`{name}`: expected {expected} for {optimizer}, found {found}; cast the parameter", name = Quoted(name))]
     DType {
         /// The parameter.
         name: String,
@@ -159,7 +169,8 @@ pub enum PlanError {
     },
     /// A parameter cannot be kept with the precision asked for.
     #[error(
-        "`{name}`: {what} of {dtype} parameters: expected {expected} for {optimizer}, found {found}"
+        "`{name}`: {what} of {dtype} parameters: expected {expected} for {optimizer}, found {found}",
+        name = Quoted(name)
     )]
     Precision {
         /// The parameter.
@@ -177,7 +188,8 @@ pub enum PlanError {
     },
     /// The state cannot make a master of a parameter that the caller lends.
     #[error(
-        "master of `{name}`: expected values before the first step, found none, because the caller lends the parameter; give them with `follow_lent`, write role master, or load a state"
+        "master of `{name}`: expected values before the first step, found none, because the caller lends the parameter; give them with `follow_lent`, write role master, or load a state",
+        name = Quoted(name)
     )]
     LentMaster {
         /// The parameter.
@@ -191,7 +203,8 @@ pub enum PlanError {
     },
     /// The plan has no parameter of this name.
     #[error(
-        "`{name}`: expected one of the plan's {parameters} parameters, found none of this name"
+        "`{name}`: expected one of the plan's {parameters} parameters, found none of this name",
+        name = Quoted(name)
     )]
     UnknownName {
         /// The name asked for.
@@ -200,7 +213,7 @@ pub enum PlanError {
         parameters: usize,
     },
     /// The plan keeps no such tensor.
-    #[error("{role} of `{name}`: expected a tensor that this plan keeps, found none; {hint}")]
+    #[error("{role} of `{name}`: expected a tensor that this plan keeps, found none; {hint}", name = Quoted(name))]
     NoSuchList {
         /// The role asked for.
         role: Role,
@@ -210,7 +223,7 @@ pub enum PlanError {
         hint: &'static str,
     },
     /// The tensor has another dtype.
-    #[error("{role} of `{name}`: expected {expected}, found {found}")]
+    #[error("{role} of `{name}`: expected {expected}, found {found}", name = Quoted(name))]
     WrongDType {
         /// The role.
         role: Role,
@@ -222,7 +235,7 @@ pub enum PlanError {
         found: DType,
     },
     /// The bytes given are not the tensor's.
-    #[error("{role} of `{name}`: expected {expected} bytes, found {found}")]
+    #[error("{role} of `{name}`: expected {expected} bytes, found {found}", name = Quoted(name))]
     LenBytes {
         /// The role.
         role: Role,
@@ -235,7 +248,8 @@ pub enum PlanError {
     },
     /// Device memory has no views on the host.
     #[error(
-        "{role} of `{name}`: expected host memory for a view, found {backend} memory; use `read` and `write`"
+        "{role} of `{name}`: expected host memory for a view, found {backend} memory; use `read` and `write`",
+        name = Quoted(name)
     )]
     NotOnHost {
         /// The role.
@@ -299,7 +313,8 @@ pub enum PlanError {
     },
     /// A tensor's step count cannot be set so.
     #[error(
-        "step of `{name}`: expected at most the state's step {expected}, found {found}; set the state's step first"
+        "step of `{name}`: expected at most the state's step {expected}, found {found}; set the state's step first",
+        name = Quoted(name)
     )]
     StepAhead {
         /// The parameter.

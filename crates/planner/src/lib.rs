@@ -51,7 +51,8 @@ mod update_norms;
 pub use bucket::{Bucket, Segment};
 pub use calls::{CallPurpose, PlannedCall};
 pub use checkpoint::{
-    FolderLock, Manifest, OpenRun, OpenWindow, ShardSpec, StateTensors, TensorSpec, WholeTensors,
+    CheckpointFolder, FolderLock, MAX_SHARDS, Manifest, OpenRun, OpenWindow, ShardSpec,
+    StateTensors, TensorSpec, WholeTensors,
 };
 pub use comms::Comms;
 pub use cost::{CostModel, Event, EventKind, RankBytes, RankSummary};
@@ -78,7 +79,7 @@ pub use stage::{
     Accumulate, Broadcast, Extent, Gather, GradientRead, HyperClass, Norm, Optimize, Part, Reduce,
     Reduced, Stage, StorageSpec, When,
 };
-pub use state::State;
+pub use state::{MAX_STEPS, State};
 pub use summary::PlanSummary;
 pub use table::{StepGraph, TableKind};
 pub use topology::{MAX_WORLD, Reach, Topology};

@@ -7,7 +7,7 @@ use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
-use fusestep_launch::{MultiTensorKernel, RuleError, UpdateRule};
+use fusestep_launch::{MultiTensorKernel, Objective, RuleError, UpdateRule};
 use fusestep_lion::Lion;
 use fusestep_tensor::ParamDesc;
 
@@ -103,6 +103,17 @@ impl Optimizer {
     /// The learning rate.
     pub fn lr(&self) -> f64 {
         self.rule().lr()
+    }
+
+    /// Whether steps go against the gradient or along it, if the rule offers both.
+    pub fn objective(&self) -> Option<Objective> {
+        match self {
+            Optimizer::Adam(rule) => Some(rule.objective),
+            Optimizer::Sgd(rule) => Some(rule.objective),
+            Optimizer::Lion(rule) => Some(rule.objective),
+            Optimizer::Adagrad(rule) => Some(rule.objective),
+            Optimizer::Lars(_) | Optimizer::Lamb(_) => None,
+        }
     }
 
     /// Checks every hyper-parameter.

@@ -10,6 +10,7 @@ use fusestep_tensor::{DType, Role};
 use smallvec::SmallVec;
 
 use crate::arena::{SegmentState, keeps_segments};
+use crate::bucket::Bucket;
 use crate::comms::{BucketCall, Comms, Reducing, SegmentCalls};
 use crate::stage::{Extent, Reduced};
 use crate::{Optimize, Plan, PlanError, Stage, State, StorageSpec};
@@ -302,22 +303,8 @@ impl Plan {
             let buffer = &mut state.storages[bucket.storage].lists[index].buffer;
             buffers.push(std::mem::replace(buffer, Box::new(Elsewhere)));
         }
-        let place = |first: u64, width: usize| {
-            let at = |element: u64| (element - first) as usize * width;
-            at(bucket.elements.start)..at(bucket.elements.end)
-        };
-        let in_segment = place(segment.elements.start, grad.len_bytes());
-        let lists = replicated.iter().zip(&mut buffers);
-        let replicas = lists
-            .map(|(&index, buffer)| {
-                let dtype = spec.lists[index].dtype;
-                let all = buffer.host_mut().unwrap_or_default();
-                Replica {
-                    dtype,
-                    bytes: all.get_mut(place(0, dtype.len_bytes())).unwrap_or_default(),
-                }
-            })
-            .collect();
+        let in_segment = bucket.place(segment.elements.start, grad.len_bytes());
+        let replicas = replicas_of(bucket, spec, &replicated, &mut buffers);
         let call = ReduceUpdate {
             grad_dtype: grad,
             grads: memory
@@ -414,4 +401,24 @@ impl Buffer for Elsewhere {
     fn as_any_mut(&mut self) -> &mut dyn Any {
         self
     }
+}
+
+/// A bucket's part of the lists that all ranks have whole.
+fn replicas_of<'a>(
+    bucket: &Bucket,
+    spec: &StorageSpec,
+    replicated: &[usize],
+    buffers: &'a mut [Box<dyn Buffer>],
+) -> fusestep_collective::Replicas<'a> {
+    let lists = replicated.iter().zip(buffers);
+    let replicas = lists.map(|(&index, buffer)| {
+        let dtype = spec.lists[index].dtype;
+        let all = buffer.host_mut().unwrap_or_default();
+        let bytes = all.get_mut(bucket.place(0, dtype.len_bytes()));
+        Replica {
+            dtype,
+            bytes: bytes.unwrap_or_default(),
+        }
+    });
+    replicas.collect()
 }

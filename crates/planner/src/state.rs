@@ -17,6 +17,9 @@ use crate::table::Tables;
 use crate::update_norms::UpdateReader;
 use crate::{Optimizer, Plan, PlanError, Precisions, Tensors};
 
+/// Most steps that a state counts: thousands of years of them.
+pub const MAX_STEPS: u64 = 1 << 53;
+
 /// Tensors, step counts, gradients and learning rate of one rank of a training run, allocated by [`Plan::allocate`].
 #[derive(Debug)]
 pub struct State {
@@ -88,10 +91,10 @@ impl State {
         Ok(self.step - self.steps_behind[self.find(name)?])
     }
 
-    /// Sets the steps run so far, for all parameters: what resuming from a file does.
+    /// Sets the steps run so far, for all parameters, [`MAX_STEPS`] at most: what resuming from a file does.
     pub fn set_step(&mut self, step: u64) {
         self.tables.supersede();
-        self.step = step;
+        self.step = step.min(MAX_STEPS);
         self.steps_behind.fill(0);
         self.schedule.stale = true;
     }

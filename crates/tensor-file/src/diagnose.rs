@@ -4,9 +4,10 @@ use std::path::Path;
 
 use safetensors::Dtype;
 use serde_json::Value;
+use serde_json::value::RawValue;
 
 use crate::TensorFileError;
-use crate::header::{Entries, METADATA_KEY};
+use crate::header::{Entries, MAX_ENTRIES, MAX_ENTRY_BYTES, METADATA_KEY};
 
 /// Most bytes of a header, as the format's library has it.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -38,9 +39,9 @@ pub(crate) fn header<'a>(path: &Path, bytes: &'a [u8]) -> Result<&'a str, Tensor
     })
 }
 
-/// The entries of a header, each name once.
-pub(crate) fn entries(path: &Path, header: &str) -> Result<Entries, TensorFileError> {
-    let entries: Entries =
+/// The entries of a header, each name once and none longer than a tensor can need.
+pub(crate) fn entries<'a>(path: &Path, header: &'a str) -> Result<Entries<'a>, TensorFileError> {
+    let entries: Entries<'a> =
         serde_json::from_str(header).map_err(|error| TensorFileError::Header {
             path: path.to_owned(),
             reason: format!("expected JSON, found an error: {error}"),
@@ -52,20 +53,38 @@ pub(crate) fn entries(path: &Path, header: &str) -> Result<Entries, TensorFileEr
             found,
         });
     }
+    if let Some((name, found)) = entries.too_long() {
+        let wrong = Wrong {
+            what: "description",
+            expected: format!("at most {MAX_ENTRY_BYTES} bytes of dtype, shape and data_offsets"),
+            found: format!("{found} bytes"),
+        };
+        return Err(wrong.of(path, name));
+    }
+    let texts = entries.0.iter().find(|(name, _)| name == METADATA_KEY);
+    if let Some((name, texts)) = texts
+        && let Err(wrong) = metadata(texts)
+    {
+        return Err(wrong.of(path, name));
+    }
     Ok(entries)
 }
 
 /// Why the entries do not describe `data_bytes` of tensors; `None` if nothing is found.
-pub(crate) fn tensors(path: &Path, entries: &Entries, data_bytes: u64) -> Option<TensorFileError> {
+pub(crate) fn tensors(
+    path: &Path,
+    entries: &Entries<'_>,
+    data_bytes: u64,
+) -> Option<TensorFileError> {
     let mut spans = Vec::with_capacity(entries.0.len());
     for (name, value) in &entries.0 {
-        let checked = match name.as_str() {
-            METADATA_KEY => metadata(value).map(|()| None),
-            _ => tensor(value).map(Some),
-        };
-        match checked {
-            Ok(Some((begin, end))) => spans.push((begin, end, name)),
-            Ok(None) => {}
+        if name == METADATA_KEY {
+            continue;
+        }
+        // Entries have been parsed as JSON once, as a whole.
+        let value: Value = serde_json::from_str(value.get()).unwrap_or_default();
+        match tensor(&value) {
+            Ok((begin, end)) => spans.push((begin, end, name)),
             Err(wrong) => return Some(wrong.of(path, name)),
         }
     }
@@ -120,18 +139,24 @@ impl Wrong {
     }
 }
 
-fn metadata(value: &Value) -> Result<(), Wrong> {
-    let texts = value
-        .as_object()
-        .is_some_and(|object| object.values().all(Value::is_string));
-    if texts {
-        return Ok(());
-    }
-    Err(Wrong {
+/// Whether the texts about a file are texts, and not more than it may have.
+fn metadata(value: &RawValue) -> Result<(), Wrong> {
+    let wrong = |expected: &str, found: String| Wrong {
         what: "metadata",
-        expected: "an object of texts".into(),
-        found: value.to_string(),
-    })
+        expected: expected.to_owned(),
+        found,
+    };
+    let texts: Entries<'_> = serde_json::from_str(value.get())
+        .map_err(|_| wrong("an object of texts", value.get().to_owned()))?;
+    if texts.0.len() > MAX_ENTRIES {
+        let expected = format!("at most {MAX_ENTRIES} texts");
+        return Err(wrong(&expected, texts.0.len().to_string()));
+    }
+    let is_text = |value: &RawValue| value.get().starts_with('"');
+    match texts.0.iter().find(|(_, value)| !is_text(value)) {
+        Some((_, value)) => Err(wrong("an object of texts", value.get().to_owned())),
+        None => Ok(()),
+    }
 }
 
 /// A tensor's begin and end in the data.

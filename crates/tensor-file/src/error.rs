@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use fusestep_tensor::TensorError;
+use fusestep_tensor::{Quoted, TensorError};
 
 /// Why a file could not be read or written. A file that was there before is as it was.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -49,7 +49,7 @@ pub enum TensorFileError {
         found: u64,
     },
     /// The header is no valid description of tensors.
-    #[error("{path}: header: {reason}", path = path.display())]
+    #[error("{path}: header: {reason}", path = path.display(), reason = Quoted(reason))]
     Header {
         /// The file.
         path: PathBuf,
@@ -57,7 +57,7 @@ pub enum TensorFileError {
         reason: String,
     },
     /// A tensor of the header is wrong.
-    #[error("{path}: `{name}`: {what}: expected {expected}, found {found}", path = path.display())]
+    #[error("{path}: `{name}`: {what}: expected {expected}, found {found}", path = path.display(), name = Quoted(name), expected = Quoted(expected), found = Quoted(found))]
     Tensor {
         /// The file.
         path: PathBuf,
@@ -71,7 +71,7 @@ pub enum TensorFileError {
         found: String,
     },
     /// Two entries have one name.
-    #[error("{path}: `{name}`: expected the name once, found it {found} times; rename one of the tensors", path = path.display())]
+    #[error("{path}: `{name}`: expected the name once, found it {found} times; rename one of the tensors", path = path.display(), name = Quoted(name))]
     DuplicateName {
         /// The file.
         path: PathBuf,
@@ -87,6 +87,22 @@ pub enum TensorFileError {
         path: PathBuf,
         /// What is wrong with it.
         source: TensorError,
+    },
+    /// Files that belong together could neither all be put in place nor all be taken back.
+    #[error("{reason}; {journal} has what is left: the next step on these files completes it", journal = journal.display())]
+    Interrupted {
+        /// What the next call goes by.
+        journal: PathBuf,
+        /// Why it stopped.
+        reason: String,
+    },
+    /// A journal cannot be followed.
+    #[error("{path}: {reason}; look at the files it names and remove it", path = path.display())]
+    Journal {
+        /// The journal.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
     },
     /// The library that writes the format refused.
     #[error("{path}: cannot write tensors: {reason}", path = path.display())]

@@ -5,12 +5,20 @@
 //! the new one is complete on disk.
 #![forbid(unsafe_code)]
 
+mod commit;
 mod diagnose;
 mod error;
+mod files;
 mod header;
+mod part;
+mod place;
 mod read;
 mod write;
 
+pub use commit::{commit_together, finish_interrupted, finish_interrupted_in};
 pub use error::TensorFileError;
+pub use files::{Disk, FileKind, Files};
+pub use part::{is_part, remove_abandoned};
+pub use place::same_file;
 pub use read::{TensorEntry, TensorFile};
-pub use write::{Prepared, TensorBytes, check_writable, write_atomically};
+pub use write::{Prepared, TensorBytes, check_writable, serialize, write_atomically};

@@ -1,14 +1,14 @@
 //! A file's tensors.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use fusestep_tensor::{DType, Shape};
 use safetensors::{Dtype, SafeTensors};
 
-use crate::{TensorBytes, TensorFileError, diagnose};
+use crate::write::io_error;
+use crate::{Disk, FileKind, Files, TensorBytes, TensorFileError, diagnose};
 
 /// Where one tensor lies in a file and what it is.
 #[derive(Clone, Debug, PartialEq)]
@@ -69,21 +69,25 @@ impl TensorFile {
     /// # Cost
     /// The file's length in memory: reading copies instead of mapping, so that a file changed meanwhile cannot change a tensor.
     pub fn read(path: &Path) -> Result<Self, TensorFileError> {
-        let io = |operation| {
-            move |error: std::io::Error| TensorFileError::Io {
-                path: path.to_owned(),
-                operation,
-                reason: error.to_string(),
-            }
+        Self::read_in(&Disk, path)
+    }
+
+    /// The same in any file system.
+    ///
+    /// # Errors
+    /// As [`TensorFile::read`].
+    pub fn read_in(files: &dyn Files, path: &Path) -> Result<Self, TensorFileError> {
+        let not_a_file = |found| TensorFileError::NotAFile {
+            path: path.to_owned(),
+            found,
         };
-        let kind = fs::metadata(path).map_err(io("open"))?;
-        if kind.is_dir() {
-            return Err(TensorFileError::NotAFile {
-                path: path.to_owned(),
-                found: "a folder",
-            });
+        match files.kind(path).map_err(io_error(path, "open"))? {
+            FileKind::Folder => Err(not_a_file("a folder")),
+            FileKind::Other => Err(not_a_file("a pipe, socket or device")),
+            FileKind::File { .. } => {
+                Self::parse(path, files.read(path).map_err(io_error(path, "read"))?)
+            }
         }
-        Self::parse(path, fs::read(path).map_err(io("read"))?)
     }
 
     /// Checks bytes that were read from `path`.
@@ -92,8 +96,8 @@ impl TensorFile {
     /// As [`TensorFile::read`].
     pub fn parse(path: &Path, bytes: Vec<u8>) -> Result<Self, TensorFileError> {
         let header = diagnose::header(path, &bytes)?;
-        let entries = diagnose::entries(path, header)?;
         let data_start = 8 + header.len();
+        let entries = diagnose::entries(path, header)?;
         let (_, metadata) = SafeTensors::read_metadata(&bytes).map_err(|error| {
             let data_bytes = (bytes.len() - data_start) as u64;
             let found = diagnose::tensors(path, &entries, data_bytes);
@@ -241,7 +245,34 @@ mod tests {
             (
                 r#"{"__metadata__":{"step":3}}"#.into(),
                 0,
-                "`__metadata__`: metadata: expected an object of texts",
+                "`__metadata__`: metadata: expected an object of texts, found 3",
+            ),
+        ] {
+            let text = refusal(file(&header, data_bytes));
+            assert!(text.contains(message), "{text}\nlacks {message}");
+        }
+    }
+
+    #[test]
+    fn descriptions_are_bounded_and_quoted_safely() {
+        for (header, data_bytes, message) in [
+            (
+                format!(
+                    "{{{}}}",
+                    entry("a", "F32", &format!("[1{}]", ",1".repeat(3_000)), 0, 4)
+                ),
+                4,
+                "`a`: description: expected at most 4096 bytes of dtype, shape and data_offsets, found 6048 bytes",
+            ),
+            (
+                format!("{{{}}}", entry("a", &"F".repeat(3_000), "[3]", 0, 12)),
+                12,
+                "FFF… (3002 characters)",
+            ),
+            (
+                format!("{{{}}}", entry("a\\u202e", "F33", "[3]", 0, 12)),
+                12,
+                "`a\\u{202e}`: dtype",
             ),
         ] {
             let text = refusal(file(&header, data_bytes));
@@ -269,5 +300,7 @@ mod tests {
         );
         let folder = TensorFile::read(Path::new("/")).unwrap_err();
         assert!(folder.to_string().contains("found a folder"));
+        let device = TensorFile::read(Path::new("/dev/null")).unwrap_err();
+        assert!(device.to_string().contains("pipe, socket or device"));
     }
 }

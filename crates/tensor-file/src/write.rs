@@ -2,14 +2,14 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use fusestep_tensor::{DType, Shape};
 use safetensors::{Dtype, View};
 
-use crate::TensorFileError;
+use crate::commit::Sum;
+use crate::{Disk, FileKind, Files, TensorFileError, part, place};
 
 /// A tensor to be written.
 #[derive(Clone, Debug)]
@@ -66,19 +66,26 @@ impl View for &TensorBytes<'_> {
 /// # Errors
 /// [`TensorFileError::NotAFile`] for a folder or device, [`TensorFileError::Io`] if its folder is missing or cannot be written.
 pub fn check_writable(path: &Path) -> Result<(), TensorFileError> {
-    temporary(path).map(drop)
+    Prepared::bytes(path, &[]).map(drop)
 }
 
 /// A file that is complete on disk beside the place it is for; dropped without [`Prepared::commit`] it is removed.
 ///
-/// Several files that belong together are all prepared before the first is committed.
+/// Where the place is a link, the file it leads to is replaced and the link stays; a file that is replaced hands on its
+/// permissions. Several files that belong together are prepared and then handed to [`commit_together`](crate::commit_together).
 #[derive(Debug)]
-pub struct Prepared {
-    path: PathBuf,
-    file: tempfile::NamedTempFile,
+pub struct Prepared<'a> {
+    pub(crate) files: &'a dyn Files,
+    /// The place as the caller named it.
+    pub(crate) path: PathBuf,
+    /// The place once links are followed.
+    pub(crate) target: PathBuf,
+    /// Where the file is until then; empty once it has moved.
+    pub(crate) part: PathBuf,
+    pub(crate) sum: Sum,
 }
 
-impl Prepared {
+impl Prepared<'static> {
     /// Writes and syncs a file of tensors beside `path`.
     ///
     /// # Errors
@@ -90,14 +97,7 @@ impl Prepared {
         tensors: &[(String, TensorBytes<'_>)],
         metadata: HashMap<String, String>,
     ) -> Result<Self, TensorFileError> {
-        let views = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor));
-        let metadata = (!metadata.is_empty()).then_some(metadata);
-        let bytes =
-            safetensors::serialize(views, metadata).map_err(|error| TensorFileError::Write {
-                path: path.to_owned(),
-                reason: error.to_string(),
-            })?;
-        Self::bytes(path, &bytes)
+        Self::bytes(path, &serialize(path, tensors, metadata)?)
     }
 
     /// Writes and syncs any file beside `path`.
@@ -105,29 +105,93 @@ impl Prepared {
     /// # Errors
     /// [`TensorFileError`]; whatever is at `path` is untouched.
     pub fn bytes(path: &Path, bytes: &[u8]) -> Result<Self, TensorFileError> {
-        let mut file = temporary(path)?;
-        file.write_all(bytes).map_err(io_error(path, "write"))?;
-        file.as_file().sync_all().map_err(io_error(path, "sync"))?;
-        Ok(Self {
+        let target = place::target(path);
+        part::remove_abandoned(&place::folder(&target));
+        Prepared::within(&Disk, path, target, bytes)
+    }
+}
+
+impl<'a> Prepared<'a> {
+    /// The same in any file system; links are not followed.
+    ///
+    /// # Errors
+    /// [`TensorFileError`]; whatever is at `path` is untouched.
+    pub fn bytes_in(
+        files: &'a dyn Files,
+        path: &Path,
+        bytes: &[u8],
+    ) -> Result<Self, TensorFileError> {
+        Self::within(files, path, path.to_owned(), bytes)
+    }
+
+    fn within(
+        files: &'a dyn Files,
+        path: &Path,
+        target: PathBuf,
+        bytes: &[u8],
+    ) -> Result<Self, TensorFileError> {
+        match files.kind(&target) {
+            Ok(FileKind::Folder) => return Err(not_a_file(path, "a folder")),
+            Ok(FileKind::Other) => return Err(not_a_file(path, "a device or pipe")),
+            _ if target.file_name().is_none() => {
+                return Err(not_a_file(path, "a path without a name"));
+            }
+            _ => {}
+        }
+        let part = part::write(files, &place::folder(&target), bytes)
+            .map_err(io_error(path, "write a file in its folder"))?;
+        let prepared = Self {
+            files,
             path: path.to_owned(),
-            file,
-        })
+            target,
+            part,
+            sum: Sum::of(bytes),
+        };
+        // A file system without permissions has none to hand on.
+        let _ = files.keep_mode(&prepared.target, &prepared.part);
+        Ok(prepared)
     }
 
     /// Renames the file over its place and syncs the folder.
     ///
     /// # Errors
-    /// [`TensorFileError::Io`]; whatever was at the place is still there then.
-    pub fn commit(self) -> Result<(), TensorFileError> {
-        let path = &self.path;
-        self.file
-            .persist(path)
-            .map_err(|error| io_error(path, "replace")(error.error))?;
+    /// [`TensorFileError::Io`]; whatever was at the place is still there then, unless only the folder could not be synced.
+    pub fn commit(mut self) -> Result<(), TensorFileError> {
+        self.files
+            .rename(&self.part, &self.target)
+            .map_err(io_error(&self.path, "replace"))?;
+        self.part = PathBuf::new();
         // The rename itself is only durable once the folder is.
-        File::open(folder(path))
-            .and_then(|folder| folder.sync_all())
-            .map_err(io_error(path, "sync its folder"))
+        self.files
+            .sync_folder(&place::folder(&self.target))
+            .map_err(io_error(&self.path, "sync its folder"))
     }
+}
+
+impl Drop for Prepared<'_> {
+    fn drop(&mut self) {
+        if !self.part.as_os_str().is_empty() {
+            // What stays behind costs space only.
+            let _ = self.files.remove_file(&self.part);
+        }
+    }
+}
+
+/// A file of tensors as bytes.
+///
+/// # Errors
+/// [`TensorFileError::Write`] naming `path` if a tensor's bytes do not fit its shape.
+pub fn serialize(
+    path: &Path,
+    tensors: &[(String, TensorBytes<'_>)],
+    metadata: HashMap<String, String>,
+) -> Result<Vec<u8>, TensorFileError> {
+    let views = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor));
+    let metadata = (!metadata.is_empty()).then_some(metadata);
+    safetensors::serialize(views, metadata).map_err(|error| TensorFileError::Write {
+        path: path.to_owned(),
+        reason: error.to_string(),
+    })
 }
 
 /// Writes a file of tensors: into a temporary file beside `path`, synced, then renamed over it, and the folder synced.
@@ -144,33 +208,15 @@ pub fn write_atomically(
     Prepared::tensors(path, tensors, metadata)?.commit()
 }
 
-fn io_error(path: &Path, operation: &'static str) -> impl FnOnce(io::Error) -> TensorFileError {
+pub(crate) fn io_error(
+    path: &Path,
+    operation: &'static str,
+) -> impl FnOnce(io::Error) -> TensorFileError {
     move |error| TensorFileError::Io {
         path: path.to_owned(),
         operation,
         reason: error.to_string(),
     }
-}
-
-/// A temporary file beside `path`, with the mode that an ordinary new file has.
-fn temporary(path: &Path) -> Result<tempfile::NamedTempFile, TensorFileError> {
-    match fs::metadata(path) {
-        Ok(kind) if kind.is_dir() => return Err(not_a_file(path, "a folder")),
-        Ok(kind) if !kind.is_file() => return Err(not_a_file(path, "a device or pipe")),
-        _ if path.file_name().is_none() => return Err(not_a_file(path, "a path without a name")),
-        _ => {}
-    }
-    let mut builder = tempfile::Builder::new();
-    builder.prefix(".fusestep-").suffix(".part");
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt;
-        builder.permissions(fs::Permissions::from_mode(0o666));
-    }
-    builder
-        .tempfile_in(folder(path))
-        .map_err(without_temporary_name)
-        .map_err(io_error(path, "create a file in its folder"))
 }
 
 fn not_a_file(path: &Path, found: &'static str) -> TensorFileError {
@@ -180,23 +226,10 @@ fn not_a_file(path: &Path, found: &'static str) -> TensorFileError {
     }
 }
 
-/// The system's reason without the random name of the temporary file.
-fn without_temporary_name(error: io::Error) -> io::Error {
-    match error.raw_os_error() {
-        Some(code) => io::Error::from_raw_os_error(code),
-        None => io::Error::from(error.kind()),
-    }
-}
-
-fn folder(path: &Path) -> PathBuf {
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
-        _ => PathBuf::from("."),
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
     use crate::TensorFile;
 
@@ -250,5 +283,24 @@ mod tests {
         fs::write(&plain, b"x").unwrap();
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode();
         assert_eq!(mode(&ours), mode(&plain));
+        fs::set_permissions(&ours, fs::Permissions::from_mode(0o640)).unwrap();
+        write_atomically(&ours, &tensors(2), HashMap::new()).unwrap();
+        assert_eq!(mode(&ours) & 0o777, 0o640, "a replaced file hands it on");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_link_stays_and_what_it_leads_to_is_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let (real, link) = (folder.path().join("real"), folder.path().join("link"));
+        std::os::unix::fs::symlink("real", &link).unwrap();
+        for value in [1, 2] {
+            write_atomically(&link, &tensors(value), HashMap::new()).unwrap();
+            assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+            assert_eq!(
+                TensorFile::read(&real).unwrap().bytes("a").unwrap(),
+                [value; 8]
+            );
+        }
     }
 }

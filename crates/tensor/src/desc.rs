@@ -4,7 +4,8 @@ use std::collections::HashMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{DType, Shape};
+use crate::shape::MAX_NUMEL;
+use crate::{DType, Quoted, Shape};
 
 /// A parameter as the planner sees it: name, shape, dtype and its own hyper-parameters, no data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -98,9 +99,10 @@ pub fn check_unique_names(params: &[ParamDesc]) -> Result<(), TensorError> {
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TensorError {
-    /// The product of the extents does not fit.
+    /// The product of the extents is beyond what any machine holds.
     #[error(
-        "shape {dims:?}: expected at most 9223372036854775807 elements, found more; check the extents"
+        "shape {dims}: expected at most {MAX_NUMEL} elements, found more; check the extents",
+        dims = Quoted(&format!("{dims:?}"))
     )]
     ShapeOverflow {
         /// The extents given.
@@ -108,7 +110,8 @@ pub enum TensorError {
     },
     /// Two parameters share a name.
     #[error(
-        "parameter `{name}` is registered twice, at positions {first} and {second}; names must be unique"
+        "parameter `{name}` is registered twice, at positions {first} and {second}; names must be unique",
+        name = Quoted(name)
     )]
     DuplicateName {
         /// The shared name.
@@ -119,7 +122,7 @@ pub enum TensorError {
         second: usize,
     },
     /// A per-parameter hyper-parameter is out of range.
-    #[error("{what} of `{name}`: expected a finite value of at least 0, found {found}")]
+    #[error("{what} of `{name}`: expected a finite value of at least 0, found {found}", name = Quoted(name))]
     Hyper {
         /// The parameter.
         name: String,

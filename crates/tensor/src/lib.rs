@@ -5,10 +5,12 @@
 
 mod desc;
 mod dtype;
+mod quoted;
 mod role;
 mod shape;
 
 pub use desc::{ParamDesc, TensorError, Trust, check_unique_names};
 pub use dtype::{DType, Element};
+pub use quoted::{MAX_QUOTED_CHARS, Quoted, escaped};
 pub use role::Role;
-pub use shape::Shape;
+pub use shape::{MAX_NUMEL, Shape};

@@ -6,6 +6,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::TensorError;
 
+/// Most elements of a tensor, 2^50: sums of bytes over all tensors of a model stay far below 2^64.
+pub const MAX_NUMEL: u64 = 1 << 50;
+
 /// The extents of a tensor, outermost first; no extents at all is a scalar of one element.
 ///
 /// The element count is checked at construction, so [`Shape::numel`] cannot overflow.
@@ -20,7 +23,7 @@ impl Shape {
     /// A shape of these extents.
     ///
     /// # Errors
-    /// [`TensorError::ShapeOverflow`] if the element count exceeds 2^63 − 1.
+    /// [`TensorError::ShapeOverflow`] if the element count exceeds [`MAX_NUMEL`].
     pub fn new(dims: impl Into<Vec<u64>>) -> Result<Self, TensorError> {
         let dims = dims.into();
         // A zero anywhere makes the tensor empty, however large the other extents are.
@@ -31,7 +34,7 @@ impl Shape {
                 .try_fold(1u64, |product, &dim| product.checked_mul(dim))
         };
         match numel {
-            Some(numel) if numel <= i64::MAX as u64 => Ok(Self { dims, numel }),
+            Some(numel) if numel <= MAX_NUMEL => Ok(Self { dims, numel }),
             _ => Err(TensorError::ShapeOverflow { dims }),
         }
     }
@@ -41,7 +44,7 @@ impl Shape {
         &self.dims
     }
 
-    /// The element count; at most 2^63 − 1.
+    /// The element count; at most [`MAX_NUMEL`].
     pub fn numel(&self) -> u64 {
         self.numel
     }
@@ -79,5 +82,7 @@ mod tests {
         assert_eq!(Shape::new([1 << 31, 3]).unwrap().numel(), 3 << 31);
         assert!(Shape::new([u64::MAX, 2]).is_err());
         assert!(Shape::new([1 << 63]).is_err());
+        assert_eq!(Shape::new([MAX_NUMEL]).unwrap().numel(), MAX_NUMEL);
+        assert!(Shape::new([MAX_NUMEL + 1]).is_err());
     }
 }

@@ -2,11 +2,13 @@
 #![forbid(unsafe_code)]
 
 mod case;
+mod disk;
 mod normed_reference;
 mod reference;
 mod runner;
 mod ulp;
 
 pub use case::{Case, EDGE_NUMELS, Gradients};
+pub use disk::{Fault, SimulatedDisk};
 pub use runner::{backends, check, check_at, check_bits, outcome};
 pub use ulp::ulp_distance;

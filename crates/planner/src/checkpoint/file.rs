@@ -1,17 +1,45 @@
 //! A state's optimizer tensors as a file.
 //!
 //! The file is logical: tensors under their parameter's name, no padding, no plan. Any plan of the same parameters loads it.
+//!
+//! ```text
+//! <name>@<role>        a tensor; the metadata's xxh3@<name>@<role> is the checksum of its bytes
+//! format, version      fusestep-state, 2; files of version 1 have neither these nor checksums and are read without
+//! step, step@<name>    steps run, and those of a parameter that has missed some
+//! optimizer, objective the rule and the direction of its steps; optimizer@<name> of a parameter with a rule of its own
+//! parameters_xxh3      of the parameters that the state belongs to
+//! loss_scale, …        with the pass `loss_scaling`
+//! xxh3                 of all other metadata
+//! ```
 
 use std::borrow::Cow;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use fusestep_amp::LossScale;
 use fusestep_launch::Backend;
-use fusestep_tensor::{DType, ParamDesc, Role};
+use fusestep_tensor::{DType, ParamDesc, Quoted, Role};
 use fusestep_tensor_file::{TensorBytes, TensorFile, write_atomically};
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
+use super::values;
+use crate::state::MAX_STEPS;
 use crate::{PlanError, State};
+
+/// Metadata keys of what the file is.
+const FORMAT_KEY: &str = "format";
+const FORMAT: &str = "fusestep-state";
+const VERSION_KEY: &str = "version";
+/// Newest version that is read.
+const VERSION: u64 = 2;
+
+/// Metadata keys of the rule.
+const OPTIMIZER: &str = "optimizer";
+const OBJECTIVE: &str = "objective";
+
+/// Metadata keys of checksums: of the other metadata, and of the parameters that the state belongs to.
+const SUM: &str = "xxh3";
+const PARAMETERS: &str = "parameters_xxh3";
 
 /// Metadata key of the steps run.
 const STEP: &str = "step";
@@ -44,9 +72,12 @@ impl State {
         }
         self.tables.check_settled()?;
         let mut metadata = HashMap::from([
+            (FORMAT_KEY.to_owned(), FORMAT.to_owned()),
+            (VERSION_KEY.to_owned(), VERSION.to_string()),
             (STEP.to_owned(), self.step.to_string()),
-            ("optimizer".to_owned(), self.optimizer().name().to_owned()),
+            (PARAMETERS.to_owned(), self.parameters_xxh3(backend)?),
         ]);
+        metadata.extend(self.rules_in_file());
         if let Some(scale) = self.loss_scale() {
             let [good, bad] = [scale.good_steps(), scale.bad_steps()];
             metadata.insert(LOSS_SCALE.to_owned(), scale.scale().to_string());
@@ -64,11 +95,51 @@ impl State {
                 let dtype = self.dtype(role, &param.name)?;
                 let mut bytes = vec![0; param.numel() as usize * dtype.len_bytes()];
                 self.read(backend, role, &param.name, &mut bytes)?;
+                let name = tensor_name(param, role);
+                metadata.insert(sum_key(&name), checksum(&bytes));
                 let tensor = TensorBytes::of(dtype, &param.shape, Cow::Owned(bytes));
-                tensors.push((tensor_name(param, role), tensor));
+                tensors.push((name, tensor));
             }
         }
+        let sum = sum_of(&metadata);
+        metadata.insert(SUM.to_owned(), sum);
         Ok(StateTensors { tensors, metadata })
+    }
+
+    /// xxh3 of all parameters' names, types, shapes and values, in the order of their names.
+    ///
+    /// # Errors
+    /// [`PlanError::Backend`]; [`PlanError::InShards`].
+    /// # Cost
+    /// One read of the parameters.
+    pub fn parameters_xxh3(&self, backend: &dyn Backend) -> Result<String, PlanError> {
+        let mut params: Vec<&ParamDesc> = self.params.iter().collect();
+        params.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+        let mut hasher = Xxh3::new();
+        for param in params {
+            hasher.update(format!("{}\0{} {}\0", param.name, param.dtype, param.shape).as_bytes());
+            let mut bytes = vec![0; param.numel() as usize * param.dtype.len_bytes()];
+            self.read(backend, Role::Param, &param.name, &mut bytes)?;
+            hasher.update(&bytes);
+        }
+        Ok(format!("{:016x}", hasher.digest()))
+    }
+
+    /// What a file says of the rules: the first one's name and direction, and the names of other parameters' rules.
+    fn rules_in_file(&self) -> BTreeMap<String, String> {
+        let first = self.optimizer();
+        let mut rules = BTreeMap::from([(OPTIMIZER.to_owned(), first.name().to_owned())]);
+        if let Some(objective) = first.objective() {
+            rules.insert(OBJECTIVE.to_owned(), objective.name().to_owned());
+        }
+        for (param, (storage, _)) in self.params.iter().zip(&self.places) {
+            let rule = self.storages[*storage].spec.rule;
+            if rule != 0 {
+                let name = self.rules[rule].name().to_owned();
+                rules.insert(format!("{OPTIMIZER}@{}", param.name), name);
+            }
+        }
+        rules
     }
 
     /// Writes [`State::to_tensors`] as a file, all or nothing.
@@ -80,14 +151,21 @@ impl State {
         Ok(write_atomically(path, &tensors, metadata)?)
     }
 
-    /// Reads what [`State::save`] wrote.
+    /// Reads what [`State::save`] wrote; returns the [`State::parameters_xxh3`] that it was saved with, if the file says so.
     ///
     /// # Errors
-    /// [`PlanError::File`]; [`PlanError::StateFile`] naming the first tensor that is missing, extra or of another shape or dtype.
-    /// The whole file is checked before anything changes.
-    pub fn load(&mut self, backend: &dyn Backend, path: &Path) -> Result<(), PlanError> {
+    /// [`PlanError::File`]; [`PlanError::StateFile`] naming the first tensor that is missing, extra, damaged, of another shape, dtype
+    /// or rule, or that no run can have: a state that is not finite, or a negative mean of squares. The whole file is checked
+    /// before anything changes.
+    pub fn load(
+        &mut self,
+        backend: &dyn Backend,
+        path: &Path,
+    ) -> Result<Option<String>, PlanError> {
         let file = TensorFile::read(path)?;
+        check_format(&file)?;
         let steps = self.check(&file)?;
+        self.check_rules(&file)?;
         let scale = self.check_loss_scale(&file)?;
         self.settle(backend)?;
         for param in self.params.clone().iter() {
@@ -104,7 +182,7 @@ impl State {
             norm.restore(backend, scale, skipped)?;
         }
         self.poisoned = None;
-        Ok(())
+        Ok(file.metadata().get(PARAMETERS).cloned())
     }
 
     fn state_roles(&self, param: &ParamDesc) -> Result<Vec<Role>, PlanError> {
@@ -118,7 +196,9 @@ impl State {
         let mut known = 0;
         for param in self.params.iter() {
             for role in self.state_roles(param)? {
-                check_tensor(file, param, role, self.dtype(role, &param.name)?)?;
+                let dtype = self.dtype(role, &param.name)?;
+                check_tensor(file, param, role, dtype)?;
+                check_values(file, param, role, dtype)?;
                 known += 1;
             }
         }
@@ -149,6 +229,35 @@ impl State {
         Ok(Steps { all, apart })
     }
 
+    /// Compares the rules: state of another one has the same shapes and another meaning. Old files may not say.
+    fn check_rules(&self, file: &TensorFile) -> Result<(), PlanError> {
+        let own = self.rules_in_file();
+        let of_rules = |key: &&String| {
+            let of_param = key.strip_prefix(OPTIMIZER);
+            **key == OBJECTIVE
+                || of_param.is_some_and(|rest| rest.is_empty() || rest.starts_with('@'))
+        };
+        // The rule itself first: what else differs follows from it.
+        let first = OPTIMIZER.to_owned();
+        let all = own.keys().chain(file.metadata().keys().filter(of_rules));
+        for key in std::iter::once(&first).chain(all) {
+            let (expected, found) = (own.get(key), file.metadata().get(key));
+            if expected == found || (found.is_none() && is_old(file)) {
+                continue;
+            }
+            let text = |value: Option<&String>| {
+                let value = value.map_or("none", String::as_str);
+                Quoted(value).to_string()
+            };
+            let found = format!(
+                "{}; run the rule that has saved it, or start without it",
+                text(found)
+            );
+            return Err(refuse(file, key, text(expected), found));
+        }
+        Ok(())
+    }
+
     /// The loss scale of a file and the steps skipped, if file and plan have one. A plan with a fixed scale keeps its own.
     fn check_loss_scale(&self, file: &TensorFile) -> Result<Option<(LossScale, u64)>, PlanError> {
         let text = |key| file.metadata().get(key);
@@ -171,7 +280,7 @@ impl State {
                 "a power of two from {} to {:e}",
                 policy.floor, policy.ceiling
             );
-            refuse(file, LOSS_SCALE, expected, format!("{found:?}"))
+            refuse(file, LOSS_SCALE, expected, Quoted(found).to_string())
         })?;
         Ok(Some((scale, skipped)))
     }
@@ -220,9 +329,89 @@ fn check_tensor(
 }
 
 fn count(file: &TensorFile, key: &str, text: &str) -> Result<u64, PlanError> {
-    let expected = || "a count of steps".to_owned();
-    text.parse()
-        .map_err(|_| refuse(file, key, expected(), format!("{text:?}")))
+    let count = text.parse().ok().filter(|&count| count <= MAX_STEPS);
+    count.ok_or_else(|| {
+        let expected = format!("a count of steps, {MAX_STEPS} at most");
+        refuse(file, key, expected, Quoted(text).to_string())
+    })
+}
+
+/// Whether a file is of the version that had neither checksums nor a version; a single key that was lost does not make it so.
+fn is_old(file: &TensorFile) -> bool {
+    let newer = [FORMAT_KEY, VERSION_KEY, SUM, PARAMETERS];
+    newer.iter().all(|key| !file.metadata().contains_key(*key))
+}
+
+/// Refuses other kinds of files, newer ones, and metadata that were changed.
+fn check_format(file: &TensorFile) -> Result<(), PlanError> {
+    if is_old(file) {
+        return Ok(());
+    }
+    let text = |key| file.metadata().get(key).map_or("none", String::as_str);
+    if text(FORMAT_KEY) != FORMAT {
+        let found = Quoted(text(FORMAT_KEY)).to_string();
+        return Err(refuse(file, FORMAT_KEY, FORMAT.to_owned(), found));
+    }
+    let version = text(VERSION_KEY).parse::<u64>().ok();
+    if version.is_none_or(|version| version > VERSION) {
+        let expected = format!("at most {VERSION}; use a newer fusestep");
+        let found = Quoted(text(VERSION_KEY)).to_string();
+        return Err(refuse(file, VERSION_KEY, expected, found));
+    }
+    let (expected, found) = (text(SUM), sum_of(file.metadata()));
+    if expected != found {
+        let expected = format!("metadata with checksum {}", Quoted(expected));
+        return Err(refuse(file, SUM, expected, found));
+    }
+    Ok(())
+}
+
+/// Checksum of all metadata but itself.
+fn sum_of(metadata: &HashMap<String, String>) -> String {
+    let mut hasher = Xxh3::new();
+    let others: BTreeMap<_, _> = metadata.iter().filter(|(key, _)| *key != SUM).collect();
+    for (key, value) in others {
+        for text in [key, value] {
+            hasher.update(&(text.len() as u64).to_le_bytes());
+            hasher.update(text.as_bytes());
+        }
+    }
+    format!("{:016x}", hasher.digest())
+}
+
+fn sum_key(tensor: &str) -> String {
+    format!("{SUM}@{tensor}")
+}
+
+fn checksum(bytes: &[u8]) -> String {
+    format!("{:016x}", xxh3_64(bytes))
+}
+
+/// Refuses values that are not those that were saved, or that no run can have.
+fn check_values(
+    file: &TensorFile,
+    param: &ParamDesc,
+    role: Role,
+    dtype: DType,
+) -> Result<(), PlanError> {
+    let name = tensor_name(param, role);
+    let bytes = file.bytes(&name).unwrap_or_default();
+    if !is_old(file) {
+        let sum = file.metadata().get(&sum_key(&name));
+        let (expected, found) = (sum.map_or("none", String::as_str), checksum(bytes));
+        if expected != found {
+            let expected = format!("bytes with checksum {}", Quoted(expected));
+            return Err(refuse(file, &name, expected, found));
+        }
+    }
+    match values::first_impossible(role, dtype, bytes) {
+        None => Ok(()),
+        Some((at, value)) => {
+            let expected = values::possible(role).to_owned();
+            let found = format!("{value} at element {at}");
+            Err(refuse(file, &name, expected, found))
+        }
+    }
 }
 
 fn refuse(file: &TensorFile, name: &str, expected: String, found: String) -> PlanError {

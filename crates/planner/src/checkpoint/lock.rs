@@ -3,7 +3,7 @@
 use std::fs::{File, TryLockError};
 use std::path::Path;
 
-use super::folder::refuse;
+use super::manifest::refuse;
 use crate::PlanError;
 
 /// Name of the file that is locked; it is empty and stays.

@@ -2,13 +2,19 @@
 
 mod counts;
 mod file;
-mod folder;
+mod generation;
 mod lock;
+mod manifest;
 mod other_ranks;
+mod place;
 mod progress;
 mod save;
+mod shards;
+mod values;
 
 pub use file::StateTensors;
-pub use folder::{Manifest, ShardSpec, TensorSpec, WholeTensors};
 pub use lock::FolderLock;
+pub use manifest::{Manifest, ShardSpec, TensorSpec};
+pub use place::CheckpointFolder;
 pub use progress::{OpenRun, OpenWindow};
+pub use shards::{MAX_SHARDS, WholeTensors};

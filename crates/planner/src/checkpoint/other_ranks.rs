@@ -1,15 +1,16 @@
 //! What belonged to single ranks, for other numbers of them.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 
 use fusestep_collective::{ReduceOp, reduce_slices};
 use fusestep_simd::Level;
 use fusestep_tensor::DType;
 
+use super::CheckpointFolder;
 use super::counts::Progress;
-use super::folder::{Manifest, WholeTensors, refuse};
+use super::manifest::{Manifest, refuse};
 use super::progress::PROGRESS;
+use super::shards::WholeTensors;
 use crate::PlanError;
 
 impl Manifest {
@@ -26,9 +27,15 @@ impl Manifest {
     /// # Errors
     /// As [`Self::reshard`]; [`PlanError::Checkpoint`] if nothing belongs to single ranks, if ranks have slices of their own, or
     /// other weights of a window's micro-steps.
-    pub fn average(&self, from: &Path, to: &Path, count: usize) -> Result<Self, PlanError> {
+    pub fn average<'a>(
+        &self,
+        from: impl Into<CheckpointFolder<'a>>,
+        to: impl Into<CheckpointFolder<'a>>,
+        count: usize,
+    ) -> Result<Self, PlanError> {
+        let from = from.into();
         let refuse = |what: &str, expected: &str, found: &str| {
-            refuse(from, what, expected, found.to_owned())
+            refuse(from.path, what, expected, found.to_owned())
         };
         let Some(open) = &self.open else {
             let expected = "something that belongs to single ranks";
@@ -73,11 +80,11 @@ impl Manifest {
             }
             whole.insert(keys[0].clone(), mean);
         }
-        manifest.set_open(super::OpenRun {
+        manifest.open = Some(super::OpenRun {
             ranks: 1,
             ..open.clone()
         });
-        manifest.write_whole(&whole, to, count)
+        manifest.write_whole(&whole, to.into(), count)
     }
 
     /// The first tensor, or count, that ranks do not have alike; `None` if any number of ranks can go on from rank 0's.

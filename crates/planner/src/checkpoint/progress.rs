@@ -13,7 +13,8 @@ use fusestep_tensor::{DType, Shape};
 use serde::{Deserialize, Serialize};
 
 use super::counts::Progress;
-use super::folder::{Manifest, PieceBytes, TensorSpec, WholeTensors, refuse};
+use super::manifest::{Manifest, TensorSpec, refuse};
+use super::shards::{PieceBytes, WholeTensors};
 use crate::arena::sum_width;
 use crate::passes::ReducedWhen;
 use crate::{Plan, PlanError, State, Topology};

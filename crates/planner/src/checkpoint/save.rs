@@ -5,19 +5,21 @@ use std::path::Path;
 
 use fusestep_collective::{Operation, ReduceOp};
 use fusestep_launch::Backend;
-use fusestep_tensor::{DType, Role, Shape};
+use fusestep_tensor::{DType, Quoted, Role, Shape};
 
-use super::OpenRun;
-use super::folder::{
-    Manifest, PieceBytes, ShardSpec, TURNS, TensorSpec, free_turn, generation, refuse, shard_file,
-    write_shard,
-};
+use super::generation::{Generation, shard_file};
+use super::manifest::{Manifest, ShardSpec, TensorSpec, refuse};
+use super::shards::{PieceBytes, write_shard};
+use super::{CheckpointFolder, OpenRun};
 use crate::arena::Given;
 use crate::comms::Comms;
 use crate::{Plan, PlanError, State, ZeroStage};
 
 /// Bytes that each rank says about its file: outcome, length and checksum.
 const WORD_BYTES: usize = 24;
+
+/// Bytes of an error that a rank tells the others.
+const TOLD_BYTES: usize = 512;
 
 /// Tensors that a refusal names, beside the first.
 const MOST_NAMED: usize = 8;
@@ -32,50 +34,65 @@ impl Plan {
     /// # Errors
     /// [`PlanError::Checkpoint`], [`PlanError::File`] of any rank, on that rank; [`PlanError::Topology`] on the others. The
     /// checkpoint before is as it was. [`PlanError::Conflict`] between the gradients of a micro-step.
-    pub fn save(
+    pub fn save<'a>(
         &self,
         state: &State,
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
-        folder: &Path,
+        folder: impl Into<CheckpointFolder<'a>>,
         caller: BTreeMap<String, String>,
     ) -> Result<(), PlanError> {
+        let folder = folder.into();
         self.check_state(state)?;
         let rank = self.topology().rank;
         comms.set_plan(self.hash());
-        // Rank 0 alone looks, so that all write to one place. Under LocalSGD ranks may have taken different steps.
-        let mut place = [0u8; 9];
-        if rank == 0 {
-            let step = state.step();
-            place[..8].copy_from_slice(&step.to_le_bytes());
-            place[8] = u8::from(free_turn(folder, step) != TURNS[0]);
-        }
-        comms.in_place(
-            Operation::Broadcast { root: 0 },
-            DType::U8,
-            None,
-            &mut place,
-        )?;
-        let step = place[..8]
-            .iter()
-            .rev()
-            .fold(0, |n, &byte| n << 8 | u64::from(byte));
-        let generation = generation(step, TURNS[usize::from(place[8] & 1)]);
+        let generation = self.agree_on_generation(state, comms, folder)?;
+        let name = generation.name();
         let written = self
             .check_between(state)
+            .and_then(|()| generation.check_seen(folder))
             .and_then(|()| self.pieces_to_save(state, backend))
             .and_then(|pieces| match self.saves(state) {
-                true => write_shard(folder, &generation, rank, &pieces).map(Some),
+                true => write_shard(folder, &name, rank, &pieces).map(Some),
                 false => Ok(None),
             });
         let shards = self.agree_on_shards(comms, written)?;
         let committed = match rank {
             0 => self
-                .manifest(state, caller, generation, shards)
-                .and_then(|m| m.commit(folder)),
+                .manifest(state, caller, &generation, shards)
+                .and_then(|manifest| {
+                    manifest.check_shards_seen(folder)?;
+                    manifest.commit(folder).map(drop)
+                }),
             _ => Ok(()),
         };
         self.agree(comms, committed)
+    }
+
+    /// Rank 0 finds a place, so that all write to one. Under LocalSGD ranks may have taken different steps.
+    fn agree_on_generation(
+        &self,
+        state: &State,
+        comms: &mut Comms<'_>,
+        folder: CheckpointFolder<'_>,
+    ) -> Result<Generation, PlanError> {
+        let begun = match self.topology().rank {
+            0 => Generation::begin(folder, state.step()).map(Some),
+            _ => Ok(None),
+        };
+        let mut words = [0u8; 3 * 8];
+        if let Ok(Some(own)) = &begun {
+            let own = [own.checkpoint, own.step, own.turn as u64];
+            words.copy_from_slice(&own.map(u64::to_le_bytes).concat());
+        }
+        self.agree(comms, begun.map(drop))?;
+        let broadcast = Operation::Broadcast { root: 0 };
+        comms.in_place(broadcast, DType::U8, None, &mut words)?;
+        Ok(Generation {
+            checkpoint: number(&words, 0),
+            step: number(&words, 1),
+            turn: usize::from(number(&words, 2) > 0),
+        })
     }
 
     /// Goes on from a checkpoint, of however many ranks; returns the texts that were saved with it. All ranks call it.
@@ -87,15 +104,18 @@ impl Plan {
     /// # Errors
     /// [`PlanError::Checkpoint`] naming what is missing, damaged or of another model or optimizer. Everything is checked before
     /// anything is written.
-    pub fn load(
+    pub fn load<'a>(
         &self,
         state: &mut State,
         backend: &dyn Backend,
-        folder: &Path,
+        folder: impl Into<CheckpointFolder<'a>>,
     ) -> Result<BTreeMap<String, String>, PlanError> {
-        let manifest = Manifest::read(folder)?;
+        let place = folder.into();
+        let folder = place.path;
+        // What does not fit is refused before anything long is read; a run may save meanwhile.
+        self.check_manifest(&Manifest::read(place)?, folder)?;
+        let (manifest, whole) = Manifest::read_whole(place)?;
         self.check_manifest(&manifest, folder)?;
-        let whole = manifest.read_tensors(folder)?;
         let from = self.source_rank(&manifest, &whole, folder)?;
         let progress = self.progress((&manifest, from), &whole, folder)?;
         if let (Some(norm), Some((scale, good, bad))) = (&state.norm, progress.loss_scale)
@@ -229,53 +249,63 @@ impl Plan {
             &mut words,
         )?;
         self.agree(comms, outcome)?;
-        let number = |rank: usize, at: usize| {
-            let from = WORD_BYTES * rank + 8 * at;
-            words[from..from + 8]
-                .iter()
-                .rev()
-                .fold(0u64, |n, &byte| n << 8 | u64::from(byte))
-        };
-        let wrote = (0..world).filter(|&rank| number(rank, 0) == 1);
+        let word = |rank: usize, at: usize| number(&words[WORD_BYTES * rank..], at);
+        let wrote = (0..world).filter(|&rank| word(rank, 0) == 1);
         let spec = |rank| ShardSpec {
             file: shard_file(rank),
-            len_bytes: number(rank, 1),
-            xxh3: format!("{:016x}", number(rank, 2)),
+            len_bytes: word(rank, 1),
+            xxh3: format!("{:016x}", word(rank, 2)),
         };
         Ok(wrote.map(spec).collect())
     }
 
-    /// Fails on all ranks if it failed on one.
+    /// Fails on all ranks if it failed on one, with that rank's own error: the lowest such rank's, which the others name.
     fn agree(
         &self,
         comms: &mut Comms<'_>,
         outcome: Result<(), PlanError>,
     ) -> Result<(), PlanError> {
+        let (rank, world) = (self.topology().rank, self.topology().world);
         let mut failed = [u8::from(outcome.is_err())];
-        comms.in_place(
-            Operation::AllReduce(ReduceOp::Max),
-            DType::U8,
-            None,
-            &mut failed,
-        )?;
-        outcome?;
-        match failed[0] {
-            0 => Ok(()),
-            _ => Err(PlanError::Topology {
-                expected: "all ranks to have written their part of the checkpoint".to_owned(),
-                found: "one that could not; its own error says why".to_owned(),
-            }),
+        let max = Operation::AllReduce(ReduceOp::Max);
+        comms.in_place(max, DType::U8, None, &mut failed)?;
+        if failed[0] == 0 {
+            return outcome;
         }
+        let mut told = vec![0u8; TOLD_BYTES * world];
+        if let Err(error) = &outcome {
+            let text = error.to_string();
+            let fits = |len: &usize| text.is_char_boundary(*len);
+            let most = text.len().min(TOLD_BYTES - 1);
+            let len = (0..=most).rev().find(fits).unwrap_or(0);
+            let own = &mut told[TOLD_BYTES * rank..][..TOLD_BYTES];
+            own[0] = 1;
+            own[1..=len].copy_from_slice(&text.as_bytes()[..len]);
+        }
+        let counts = vec![TOLD_BYTES; world];
+        comms.in_place(Operation::AllGather, DType::U8, Some(&counts), &mut told)?;
+        outcome?;
+        let mut ranks = told.chunks_exact(TOLD_BYTES).enumerate();
+        let first = ranks.find(|(_, told)| told[0] == 1);
+        let (rank, text) = first.map_or((0, &[][..]), |(rank, told)| (rank, &told[1..]));
+        Err(PlanError::OtherRank {
+            rank,
+            reason: String::from_utf8_lossy(text)
+                .trim_end_matches('\0')
+                .to_owned(),
+        })
     }
 
     fn manifest(
         &self,
         state: &State,
         caller: BTreeMap<String, String>,
-        generation: String,
+        generation: &Generation,
         shards: Vec<ShardSpec>,
     ) -> Result<Manifest, PlanError> {
         let mut manifest = Manifest::new(self.optimizer().name().to_owned(), state.step());
+        manifest.objective = self.objective();
+        manifest.optimizer_of = self.own_rules();
         manifest.skipped = state.skipped();
         manifest.loss_scale = state
             .loss_scale()
@@ -287,11 +317,11 @@ impl Plan {
                 manifest.steps_of.insert(desc.name.clone(), step);
             }
         }
-        if let Some(open) = self.open_run(state) {
-            manifest.set_open(open);
-        }
+        manifest.open = self.open_run(state);
         manifest.tensors = self.tensors_of_checkpoint(manifest.open.as_ref())?;
-        (manifest.generation, manifest.shards) = (generation, shards);
+        manifest.generation = generation.name();
+        manifest.checkpoint = generation.checkpoint();
+        manifest.shards = shards;
         Ok(manifest)
     }
 
@@ -325,7 +355,11 @@ impl Plan {
     fn check_manifest(&self, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
         let own = self.optimizer().name();
         if manifest.optimizer != own {
-            return Err(refuse(folder, "optimizer", own, manifest.optimizer.clone()));
+            let found = Quoted(&manifest.optimizer).to_string();
+            return Err(refuse(folder, "optimizer", own, found));
+        }
+        if manifest.says_objective() {
+            self.check_rules(manifest, folder)?;
         }
         self.check_open(manifest, folder)?;
         let differences = self.differences(manifest)?;
@@ -343,6 +377,43 @@ impl Plan {
             );
         }
         Err(refuse(folder, name, expected, found))
+    }
+
+    /// The direction of steps, where the rule offers both.
+    fn objective(&self) -> Option<String> {
+        let objective = self.optimizer().objective()?;
+        Some(objective.name().to_owned())
+    }
+
+    /// Rules of parameters that have one of their own.
+    fn own_rules(&self) -> BTreeMap<String, String> {
+        let rules = self.params().iter().zip(self.rule_of.iter());
+        let own = rules.filter(|(_, rule)| **rule != 0);
+        let name = |rule: u32| self.rules[rule as usize].name().to_owned();
+        own.map(|(param, &rule)| (param.name.clone(), name(rule)))
+            .collect()
+    }
+
+    /// State of another rule may have the same shapes and mean something else.
+    fn check_rules(&self, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
+        let none = "none of its own";
+        let (own, found) = (self.objective(), &manifest.objective);
+        if own != *found {
+            let expected = own.as_deref().unwrap_or(none);
+            let found = Quoted(found.as_deref().unwrap_or(none)).to_string();
+            return Err(refuse(folder, "objective", expected, found));
+        }
+        let (own, found) = (self.own_rules(), &manifest.optimizer_of);
+        for name in own.keys().chain(found.keys()) {
+            if own.get(name) != found.get(name) {
+                let text = |rules: &BTreeMap<String, String>| {
+                    Quoted(rules.get(name).map_or(none, String::as_str)).to_string()
+                };
+                let what = format!("optimizer of `{}`", Quoted(name));
+                return Err(refuse(folder, &what, &text(&own), text(found)));
+            }
+        }
+        Ok(())
     }
 
     /// Tensors that the plan and a checkpoint have not alike: name, expected, found.
@@ -379,4 +450,11 @@ impl Plan {
         }
         Ok(())
     }
+}
+
+/// One of the 64-bit words that ranks tell each other.
+fn number(words: &[u8], at: usize) -> u64 {
+    let bytes = &words[8 * at..8 * (at + 1)];
+    let digits = bytes.iter().rev();
+    digits.fold(0, |number, &byte| number << 8 | u64::from(byte))
 }

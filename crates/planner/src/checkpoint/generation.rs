@@ -1,0 +1,269 @@
+//! The folders of a checkpoint's files, of which one counts: whose they are, and which may be written and removed.
+
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io::ErrorKind;
+use std::path::Path;
+
+use fusestep_tensor_file::{FileKind, Prepared, is_part};
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::CheckpointFolder;
+use super::manifest::{Manifest, refuse, sync};
+use crate::PlanError;
+
+/// Name of the mark in a generation's folder.
+const MARK: &str = "mark.json";
+/// What every mark begins with.
+const FORMAT: &str = "fusestep-generation";
+
+/// Suffixes of generations of one step: two saves of it never write to one place.
+const TURNS: [&str; 2] = ["a", "b"];
+
+/// What says that a folder is a checkpoint's own.
+#[derive(Debug, Serialize, Deserialize)]
+struct Mark {
+    format: String,
+    /// The checkpoint's, as its manifest has it.
+    checkpoint: String,
+}
+
+/// Where the next save goes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Generation {
+    /// The checkpoint it belongs to.
+    pub(super) checkpoint: u64,
+    pub(super) step: u64,
+    pub(super) turn: usize,
+}
+
+impl Generation {
+    /// The folder's name.
+    pub(super) fn name(&self) -> String {
+        format!("step-{:08}-{}", self.step, TURNS[self.turn])
+    }
+
+    /// What manifest and mark say.
+    pub(super) fn checkpoint(&self) -> String {
+        format!("{:016x}", self.checkpoint)
+    }
+
+    /// Finds a free name, makes the folder and marks it as this checkpoint's; one process does that for all ranks.
+    ///
+    /// # Errors
+    /// [`PlanError::Checkpoint`] if the manifest there is not ours or damaged, or if both names are taken by folders that this
+    /// checkpoint has not made; nothing has been changed then.
+    pub(super) fn begin(folder: CheckpointFolder<'_>, step: u64) -> Result<Self, PlanError> {
+        make_folder(folder, folder.path)?;
+        let previous = Manifest::read_if_any(folder)?;
+        let known = previous
+            .as_ref()
+            .and_then(|manifest| u64::from_str_radix(&manifest.checkpoint, 16).ok());
+        let checkpoint = known.unwrap_or_else(|| RandomState::new().build_hasher().finish());
+        for turn in 0..TURNS.len() {
+            let generation = Self {
+                checkpoint,
+                step,
+                turn,
+            };
+            let counts = previous
+                .as_ref()
+                .is_some_and(|manifest| manifest.generation == generation.name());
+            if !counts && generation.is_free(folder, previous.is_some())? {
+                generation.make(folder)?;
+                return Ok(generation);
+            }
+        }
+        let names = [0, 1]
+            .map(|turn| {
+                Self {
+                    checkpoint,
+                    step,
+                    turn,
+                }
+                .name()
+            })
+            .join(" and ");
+        let found = format!(
+            "{names}, which this checkpoint has not made; move them, or choose another folder"
+        );
+        Err(refuse(folder.path, "generation", "a free name", found))
+    }
+
+    /// Whether a folder may be written: there is none, or an empty one, or one that this checkpoint has made. Before the first
+    /// manifest a marked one is what an earlier try has left.
+    fn is_free(&self, folder: CheckpointFolder<'_>, has_manifest: bool) -> Result<bool, PlanError> {
+        let path = folder.join(&self.name());
+        match folder.files.kind(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(true),
+            Err(error) => {
+                let expected = "one that can be looked at";
+                return Err(refuse(&path, "folder", expected, error.to_string()));
+            }
+            Ok(FileKind::Folder) => {}
+            Ok(_) => return Ok(false),
+        }
+        Ok(match read_mark(folder, &self.name()) {
+            Some(mark) => !has_manifest || mark.checkpoint == self.checkpoint(),
+            None => folder
+                .files
+                .list(&path)
+                .is_ok_and(|names| names.iter().all(|name| is_part(name))),
+        })
+    }
+
+    /// Makes the folder, empties it of what an earlier try has left and marks it.
+    fn make(&self, folder: CheckpointFolder<'_>) -> Result<(), PlanError> {
+        let path = folder.join(&self.name());
+        make_folder(folder, &path)?;
+        remove_shards(folder, &path);
+        let mark = Mark {
+            format: FORMAT.to_owned(),
+            checkpoint: self.checkpoint(),
+        };
+        let text = serde_json::to_vec(&mark).unwrap_or_default();
+        Ok(Prepared::bytes_in(folder.files, &path.join(MARK), &text)?.commit()?)
+    }
+
+    /// Looks for the mark of rank 0.
+    ///
+    /// # Errors
+    /// [`PlanError::Checkpoint`] if this rank does not see the folder that rank 0 has made.
+    pub(super) fn check_seen(&self, folder: CheckpointFolder<'_>) -> Result<(), PlanError> {
+        let path = folder.join(&self.name());
+        let seen = folder.kind_soon(&path.join(MARK));
+        let mark = read_mark(folder, &self.name());
+        if seen.is_ok() && mark.is_some_and(|mark| mark.checkpoint == self.checkpoint()) {
+            return Ok(());
+        }
+        let expected = "a folder that all ranks see, as rank 0 has made it; save to a file system that they share";
+        let found = seen
+            .err()
+            .map_or_else(|| "another one".to_owned(), |error| error.to_string());
+        Err(refuse(&path, MARK, expected, found))
+    }
+}
+
+/// Makes a folder, and those above it, and their names durable; nothing if it is there.
+fn make_folder(folder: CheckpointFolder<'_>, path: &Path) -> Result<(), PlanError> {
+    let missing = |path: &&Path| matches!(folder.files.kind(path), Err(error) if error.kind() == ErrorKind::NotFound);
+    let made: Vec<&Path> = path.ancestors().take_while(missing).collect();
+    folder.files.create_folder(path).map_err(|error| {
+        let expected = "one that can be made";
+        refuse(path, "folder", expected, error.to_string())
+    })?;
+    for folder_above in made.iter().rev().filter_map(|path| path.parent()) {
+        let above = if folder_above.as_os_str().is_empty() {
+            Path::new(".")
+        } else {
+            folder_above
+        };
+        sync(folder, above)?;
+    }
+    Ok(())
+}
+
+/// The file of a rank.
+pub(super) fn shard_file(shard: usize) -> String {
+    format!("shard-{shard:05}.safetensors")
+}
+
+pub(super) fn checksum(bytes: &[u8]) -> String {
+    format!("{:016x}", xxh3_64(bytes))
+}
+
+/// Removes the generations of a checkpoint that do not count. Nothing else in the folder is touched, and what cannot be removed costs
+/// space only.
+pub(super) fn remove_others(
+    folder: CheckpointFolder<'_>,
+    current: &Manifest,
+    previous: Option<&Manifest>,
+) {
+    for name in folder.files.list(folder.path).unwrap_or_default() {
+        if !is_name(&name) || name == current.generation {
+            continue;
+        }
+        let marked =
+            read_mark(folder, &name).is_some_and(|mark| mark.checkpoint == current.checkpoint);
+        // Older versions had no marks; what they made is what their manifest names.
+        let named = previous
+            .is_some_and(|manifest| manifest.checkpoint.is_empty() && manifest.generation == name);
+        if marked || named {
+            let path = folder.join(&name);
+            remove_shards(folder, &path);
+            let left = folder.files.list(&path).unwrap_or_default();
+            // With a stranger's file in it the mark stays, too.
+            if left.iter().all(|name| name == MARK) {
+                for name in left {
+                    let _ = folder.files.remove_file(&path.join(name));
+                }
+                let _ = folder.files.remove_folder(&path);
+            }
+        }
+    }
+}
+
+/// Removes the files of a generation that a save has written.
+fn remove_shards(folder: CheckpointFolder<'_>, path: &Path) {
+    for name in folder.files.list(path).unwrap_or_default() {
+        if is_shard(&name) || is_part(&name) {
+            let _ = folder.files.remove_file(&path.join(name));
+        }
+    }
+}
+
+fn read_mark(folder: CheckpointFolder<'_>, generation: &str) -> Option<Mark> {
+    let bytes = folder
+        .files
+        .read(&folder.join(generation).join(MARK))
+        .ok()?;
+    let mark: Mark = serde_json::from_slice(&bytes).ok()?;
+    (mark.format == FORMAT).then_some(mark)
+}
+
+/// Whether a name is one that [`Generation::name`] gives.
+fn is_name(name: &str) -> bool {
+    let step = name
+        .strip_prefix("step-")
+        .and_then(|rest| rest.rsplit_once('-'));
+    step.is_some_and(|(step, turn)| {
+        step.len() >= 8 && step.bytes().all(|byte| byte.is_ascii_digit()) && TURNS.contains(&turn)
+    })
+}
+
+/// Whether a name is one that [`shard_file`] gives.
+fn is_shard(name: &str) -> bool {
+    let number = name
+        .strip_prefix("shard-")
+        .and_then(|rest| rest.strip_suffix(".safetensors"));
+    number
+        .is_some_and(|number| number.len() >= 5 && number.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_names_that_a_save_gives_are_known() {
+        for (name, known) in [
+            ("step-00000012-a", true),
+            ("step-123456789-b", true),
+            ("step-1000", false),
+            ("step-by-step-a", false),
+            ("step-00000012-c", false),
+            ("step-00000012-a.bak", false),
+            ("step-12-a", false),
+        ] {
+            assert_eq!(is_name(name), known, "{name}");
+        }
+        assert!(is_shard(&shard_file(0)) && is_shard(&shard_file(123_456)));
+        assert!(!is_shard("shard-1.safetensors") && !is_shard("shard-00000.json"));
+        let generation = Generation {
+            checkpoint: 1,
+            step: 12,
+            turn: 1,
+        };
+        assert!(is_name(&generation.name()));
+    }
+}

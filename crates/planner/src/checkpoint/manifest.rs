@@ -1,0 +1,279 @@
+//! A checkpoint as a folder: shards first, the manifest last, the old one kept until the new one is whole.
+//!
+//! ```text
+//! DIR/manifest.json                     names the generation that counts, its files and their checksums; has one of its own
+//! DIR/step-00000012-a/mark.json         says whose generation it is: nothing without it is ever written over or removed
+//! DIR/step-00000012-a/shard-00000.safetensors   ranges of tensors, `<name>@<role>`, and where each begins; a rank's further
+//!                                               ranges of a tensor are `<name>@<role>~<n>`, and metadata say whose they are
+//! DIR/lock                              held by the run that saves here
+//! ```
+
+use std::collections::BTreeMap;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use fusestep_tensor::{DType, Quoted, Shape};
+use fusestep_tensor_file::Prepared;
+use serde::{Deserialize, Serialize};
+
+use super::generation;
+use super::{CheckpointFolder, OpenRun};
+use crate::PlanError;
+use crate::state::MAX_STEPS;
+
+/// Name of the manifest in its folder.
+const MANIFEST: &str = "manifest.json";
+/// What every manifest begins with.
+const FORMAT: &str = "fusestep-checkpoint";
+/// Version that is written, and the newest that is read.
+const VERSION: u32 = 3;
+/// First version with a checksum, marks and the rules' directions.
+const VERSION_CHECKED: u32 = 3;
+
+/// What a checkpoint holds, and in which files.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// `fusestep-checkpoint`.
+    pub format: String,
+    /// Version of the format.
+    pub version: u32,
+    /// xxh3 of the manifest as compact JSON with this field empty, in hexadecimal; from version 3 on.
+    #[serde(default)]
+    pub xxh3: String,
+    /// What the marks of this checkpoint's generations say; from version 3 on.
+    #[serde(default)]
+    pub checkpoint: String,
+    /// The update rule.
+    pub optimizer: String,
+    /// Whether its steps go against the gradient or along it, where the rule offers both; from version 3 on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub objective: Option<String>,
+    /// Rules of parameters that have one of their own; from version 3 on.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub optimizer_of: BTreeMap<String, String>,
+    /// Steps run.
+    pub step: u64,
+    /// Steps skipped.
+    pub skipped: u64,
+    /// The loss scale and its counters of good and bad steps, if the loss is scaled.
+    pub loss_scale: Option<(f64, u32, u32)>,
+    /// Parameters that have missed steps, and the steps they have taken.
+    pub steps_of: BTreeMap<String, u64>,
+    /// What belongs to single ranks, if there is any; from version 2 on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub open: Option<OpenRun>,
+    /// Texts of the caller's: where in its data it was.
+    pub caller: BTreeMap<String, String>,
+    /// Whole tensors, `<name>@<role>`.
+    pub tensors: BTreeMap<String, TensorSpec>,
+    /// The folder of this generation's files.
+    pub generation: String,
+    /// Its files.
+    pub shards: Vec<ShardSpec>,
+}
+
+/// A whole tensor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorSpec {
+    /// Element type.
+    pub dtype: DType,
+    /// Extents.
+    pub shape: Shape,
+}
+
+/// A file of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShardSpec {
+    /// Name in the generation's folder.
+    pub file: String,
+    /// Length in bytes.
+    pub len_bytes: u64,
+    /// xxh3 of all bytes, in hexadecimal.
+    pub xxh3: String,
+}
+
+impl Manifest {
+    /// Reads the manifest of a checkpoint.
+    ///
+    /// # Errors
+    /// [`PlanError::Checkpoint`] if there is none, or it is damaged, of a newer version, or no manifest of ours.
+    pub fn read<'a>(folder: impl Into<CheckpointFolder<'a>>) -> Result<Self, PlanError> {
+        let folder = folder.into();
+        Self::read_if_any(folder)?.ok_or_else(|| {
+            let expected =
+                "a manifest, which is written last; without it a checkpoint is not complete";
+            let path = folder.join(MANIFEST);
+            refuse(&path, "manifest", expected, "no such file".to_owned())
+        })
+    }
+
+    /// The same; `None` if there is no manifest.
+    ///
+    /// # Errors
+    /// As [`Manifest::read`].
+    pub fn read_if_any<'a>(
+        folder: impl Into<CheckpointFolder<'a>>,
+    ) -> Result<Option<Self>, PlanError> {
+        let folder = folder.into();
+        let path = folder.join(MANIFEST);
+        let bytes = match folder.files.read(&path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(error) => {
+                let expected = "a file that can be read";
+                return Err(refuse(&path, "manifest", expected, error.to_string()));
+            }
+        };
+        Self::parse(&path, &bytes).map(Some)
+    }
+
+    /// Checks a manifest's bytes.
+    ///
+    /// # Errors
+    /// As [`Manifest::read`].
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, PlanError> {
+        /// What every version has.
+        #[derive(Deserialize)]
+        struct Version {
+            format: String,
+            version: u64,
+        }
+        // Version first: a newer format need not have the fields that this one has.
+        let version: Version = serde_json::from_slice(bytes).map_err(|error| {
+            let expected = "JSON with a format and a version; another program's file is left alone";
+            refuse(path, "manifest", expected, error.to_string())
+        })?;
+        if version.format != FORMAT {
+            let found = Quoted(&version.format).to_string();
+            return Err(refuse(path, "format", FORMAT, found));
+        }
+        if version.version > u64::from(VERSION) {
+            let expected = format!("at most {VERSION}; use a newer fusestep");
+            return Err(refuse(
+                path,
+                "version",
+                &expected,
+                version.version.to_string(),
+            ));
+        }
+        let manifest: Self = serde_json::from_slice(bytes).map_err(|error| {
+            let expected = "the fields of a known version";
+            refuse(
+                path,
+                "manifest",
+                expected,
+                Quoted(&error.to_string()).to_string(),
+            )
+        })?;
+        manifest.check(path)?;
+        Ok(manifest)
+    }
+
+    /// Refuses what was changed since it was written, and names that lead out of the folder.
+    fn check(&self, path: &Path) -> Result<(), PlanError> {
+        if self.version >= VERSION_CHECKED {
+            let found = self.checksum(path)?;
+            if found != self.xxh3 {
+                let expected = format!(
+                    "fields with checksum {}, as they were written",
+                    Quoted(&self.xxh3)
+                );
+                return Err(refuse(path, "manifest", &expected, found));
+            }
+        }
+        let plain =
+            |name: &str| !name.is_empty() && !name.contains(['/', '\\']) && !name.starts_with('.');
+        let shards = self.shards.iter().map(|shard| &shard.file);
+        if let Some(name) = std::iter::once(&self.generation)
+            .chain(shards)
+            .find(|name| !plain(name))
+        {
+            let expected = "a name within the folder";
+            return Err(refuse(
+                path,
+                "file name",
+                expected,
+                Quoted(name).to_string(),
+            ));
+        }
+        if self.step > MAX_STEPS || self.skipped > MAX_STEPS {
+            let expected = format!("{MAX_STEPS} at most");
+            let found = format!("{} steps, {} skipped", self.step, self.skipped);
+            return Err(refuse(path, "step", &expected, found));
+        }
+        Ok(())
+    }
+
+    fn checksum(&self, path: &Path) -> Result<String, PlanError> {
+        let unsigned = Self {
+            xxh3: String::new(),
+            ..self.clone()
+        };
+        let text = serde_json::to_vec(&unsigned).map_err(|error| no_json(path, &error))?;
+        Ok(generation::checksum(&text))
+    }
+
+    /// Whether it says in which direction steps go.
+    pub(super) fn says_objective(&self) -> bool {
+        self.version >= VERSION_CHECKED
+    }
+
+    /// A manifest without files.
+    pub(crate) fn new(optimizer: String, step: u64) -> Self {
+        Self {
+            format: FORMAT.to_owned(),
+            version: VERSION,
+            xxh3: String::new(),
+            checkpoint: String::new(),
+            optimizer,
+            objective: None,
+            optimizer_of: BTreeMap::new(),
+            step,
+            skipped: 0,
+            loss_scale: None,
+            steps_of: BTreeMap::new(),
+            open: None,
+            caller: BTreeMap::new(),
+            tensors: BTreeMap::new(),
+            generation: String::new(),
+            shards: Vec::new(),
+        }
+    }
+
+    /// Makes this the manifest that counts, then removes this checkpoint's other generations.
+    pub(super) fn commit(mut self, folder: CheckpointFolder<'_>) -> Result<Self, PlanError> {
+        let path = folder.join(MANIFEST);
+        // What is replaced must be this checkpoint's own.
+        let previous = Self::read_if_any(folder)?;
+        // The generation's own name must be on disk before anything refers to it.
+        sync(folder, folder.path)?;
+        self.version = VERSION;
+        self.xxh3 = self.checksum(&path)?;
+        let text = serde_json::to_vec_pretty(&self).map_err(|error| no_json(&path, &error))?;
+        Prepared::bytes_in(folder.files, &path, &text)?.commit()?;
+        generation::remove_others(folder, &self, previous.as_ref());
+        Ok(self)
+    }
+}
+
+fn no_json(path: &Path, error: &serde_json::Error) -> PlanError {
+    let expected = "values that JSON can hold";
+    refuse(path, "manifest", expected, error.to_string())
+}
+
+/// Writes the names in a folder to disk.
+pub(super) fn sync(folder: CheckpointFolder<'_>, path: &Path) -> Result<(), PlanError> {
+    folder.files.sync_folder(path).map_err(|error| {
+        let expected = "one that can be synced";
+        refuse(path, "folder", expected, error.to_string())
+    })
+}
+
+pub(crate) fn refuse(path: &Path, what: &str, expected: &str, found: String) -> PlanError {
+    PlanError::Checkpoint {
+        path: PathBuf::from(path).display().to_string(),
+        what: what.to_owned(),
+        expected: expected.to_owned(),
+        found,
+    }
+}

@@ -1,0 +1,57 @@
+//! Where a checkpoint lies: a folder, in the machine's file systems or in one that stands in for them.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use fusestep_tensor_file::{Disk, FileKind, Files};
+
+/// How long a file that another rank has written may take to be seen here, as on network file systems.
+const SEEN_WITHIN: Duration = Duration::from_secs(1);
+
+/// Time between two looks for it.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+
+/// A checkpoint's folder; any path is one.
+#[derive(Clone, Copy, Debug)]
+pub struct CheckpointFolder<'a> {
+    pub(super) files: &'a dyn Files,
+    pub(super) path: &'a Path,
+}
+
+impl<'a> CheckpointFolder<'a> {
+    /// A folder of another file system than the machine's own: one that a test or a simulation has made.
+    pub fn of(files: &'a dyn Files, path: &'a Path) -> Self {
+        Self { files, path }
+    }
+
+    pub(super) fn join(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+
+    /// What lies at a path; waits a moment for what another rank has written there.
+    pub(super) fn kind_soon(&self, path: &Path) -> std::io::Result<FileKind> {
+        let until = Instant::now() + SEEN_WITHIN;
+        loop {
+            match self.files.kind(path) {
+                Err(error)
+                    if error.kind() == std::io::ErrorKind::NotFound && Instant::now() < until =>
+                {
+                    std::thread::sleep(LOOK_EVERY);
+                }
+                found => return found,
+            }
+        }
+    }
+}
+
+impl<'a> From<&'a Path> for CheckpointFolder<'a> {
+    fn from(path: &'a Path) -> Self {
+        Self { files: &Disk, path }
+    }
+}
+
+impl<'a> From<&'a PathBuf> for CheckpointFolder<'a> {
+    fn from(path: &'a PathBuf) -> Self {
+        path.as_path().into()
+    }
+}

@@ -1,0 +1,352 @@
+//! The files of a generation: ranges of tensors written by ranks, and whole tensors put together from them.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::path::Path;
+
+use fusestep_tensor::{DType, Shape};
+use fusestep_tensor_file::{FileKind, Prepared, TensorBytes, TensorFile, serialize};
+
+use super::CheckpointFolder;
+use super::generation::{Generation, checksum, shard_file};
+use super::manifest::{Manifest, ShardSpec, refuse, sync};
+use crate::PlanError;
+
+/// Most files that a checkpoint is written as.
+pub const MAX_SHARDS: usize = 1 << 16;
+
+/// How often a reader begins again because a run has saved meanwhile.
+const MOST_TRIES: usize = 100;
+
+/// Consecutive elements of a tensor, as they go to a file.
+#[derive(Clone, Debug)]
+pub(crate) struct PieceBytes {
+    /// `<name>@<role>`.
+    pub(crate) tensor: String,
+    pub(crate) dtype: DType,
+    pub(crate) first: u64,
+    pub(crate) bytes: Vec<u8>,
+}
+
+/// The tensors of a checkpoint, whole.
+pub type WholeTensors = BTreeMap<String, Vec<u8>>;
+
+impl Manifest {
+    /// Reads a checkpoint whole, of the newest generation if a run saves meanwhile.
+    ///
+    /// # Errors
+    /// As [`Manifest::read`] and [`Manifest::read_tensors`].
+    pub fn read_whole<'a>(
+        folder: impl Into<CheckpointFolder<'a>>,
+    ) -> Result<(Self, WholeTensors), PlanError> {
+        let folder = folder.into();
+        let mut manifest = Self::read(folder)?;
+        for _ in 0..MOST_TRIES {
+            match manifest.read_tensors(folder) {
+                Ok(whole) => return Ok((manifest, whole)),
+                Err(error) => {
+                    let now = Self::read(folder)?;
+                    if now == manifest {
+                        return Err(error);
+                    }
+                    manifest = now;
+                }
+            }
+        }
+        let whole = manifest.read_tensors(folder)?;
+        Ok((manifest, whole))
+    }
+
+    /// Reads every file, compares it with its checksum and puts the tensors together.
+    ///
+    /// # Errors
+    /// [`PlanError::Checkpoint`] naming the file, and the tensor where it can be told, that is missing, damaged or foreign.
+    /// # Cost
+    /// The whole checkpoint in memory, once for the files being read and once for the tensors.
+    pub fn read_tensors<'a>(
+        &self,
+        folder: impl Into<CheckpointFolder<'a>>,
+    ) -> Result<WholeTensors, PlanError> {
+        let folder = folder.into();
+        self.check_lengths(folder)?;
+        let mut whole = Whole::default();
+        for shard in &self.shards {
+            let path = folder.join(&self.generation).join(&shard.file);
+            let file = read_shard(folder, &path, shard)?;
+            for name in file.entries().keys() {
+                self.place(&file, name, &mut whole)?;
+            }
+        }
+        let path = folder.join(&self.generation);
+        for (name, spec) in &self.tensors {
+            let ranges = whole.ranges.remove(name).unwrap_or_default();
+            check_covered(&path, name, spec.shape.numel(), ranges)?;
+            whole.tensors.entry(name.clone()).or_default();
+        }
+        Ok(whole.tensors)
+    }
+
+    /// Puts one range of a file into its tensor.
+    fn place(&self, file: &TensorFile, name: &str, whole: &mut Whole) -> Result<(), PlanError> {
+        let path = file.path();
+        let tensor = file.metadata().get(&tensor_key(name));
+        let tensor = tensor.map_or(name, String::as_str);
+        let Some((tensor, spec)) = self.tensors.get_key_value(tensor) else {
+            let expected = "a tensor of the manifest";
+            return Err(refuse(path, name, expected, "another".to_owned()));
+        };
+        let expected = format!("{} {}", spec.dtype, spec.shape);
+        let entry = &file.entries()[name];
+        if entry.element_type() != Some(spec.dtype) {
+            return Err(refuse(path, name, &expected, entry.dtype_name()));
+        }
+        let width = spec.dtype.len_bytes();
+        let bytes = file.bytes(name).unwrap_or_default();
+        let numel = (bytes.len() / width) as u64;
+        let first = match file.metadata().get(&first_key(name)) {
+            None => Some(0),
+            Some(text) => text.parse::<u64>().ok(),
+        };
+        let range = first.and_then(|first| Some((first, first.checked_add(numel)?)));
+        let Some((first, end)) = range.filter(|(_, end)| *end <= spec.shape.numel()) else {
+            let from = file.metadata().get(&first_key(name));
+            let from = from.map_or("0", String::as_str);
+            let found = format!("{numel} elements from {from} on");
+            return Err(refuse(path, name, &expected, found));
+        };
+        let place = whole.tensors.entry(tensor.clone()).or_default();
+        // Lengths were compared with those of the files, so this is no more than they are.
+        place.resize(spec.shape.numel() as usize * width, 0);
+        place[first as usize * width..end as usize * width].copy_from_slice(bytes);
+        let ranges = whole.ranges.entry(tensor.clone()).or_default();
+        ranges.push((first, end));
+        Ok(())
+    }
+
+    /// Compares lengths with the files that are there, so that a manifest cannot ask for more memory than they take on disk.
+    fn check_lengths(&self, folder: CheckpointFolder<'_>) -> Result<(), PlanError> {
+        let mut on_disk = 0u64;
+        for shard in &self.shards {
+            let found = shard_len(folder, &self.generation, shard)?;
+            on_disk = on_disk.saturating_add(found);
+        }
+        let needed = self.tensors.values().try_fold(0u64, |sum, spec| {
+            let numel = spec.shape.numel();
+            let len_bytes = numel.checked_mul(spec.dtype.len_bytes() as u64)?;
+            sum.checked_add(len_bytes)
+        });
+        if needed.is_some_and(|needed| needed <= on_disk) {
+            return Ok(());
+        }
+        let expected = format!("tensors of at most the {on_disk} bytes of all files");
+        let path = folder.join(&self.generation);
+        Err(refuse(
+            &path,
+            "tensors",
+            &expected,
+            "longer ones".to_owned(),
+        ))
+    }
+
+    /// Looks whether the files of all ranks are there: ranks without a file system in common each have their own.
+    pub(super) fn check_shards_seen(&self, folder: CheckpointFolder<'_>) -> Result<(), PlanError> {
+        let path = folder.join(&self.generation);
+        for shard in &self.shards {
+            let _ = folder.kind_soon(&path.join(&shard.file));
+            shard_len(folder, &self.generation, shard)?;
+        }
+        Ok(())
+    }
+
+    /// Writes the same tensors again as a checkpoint of `count` files.
+    ///
+    /// # Errors
+    /// As [`Self::read_tensors`]; [`PlanError::File`].
+    pub fn reshard<'a>(
+        &self,
+        from: impl Into<CheckpointFolder<'a>>,
+        to: impl Into<CheckpointFolder<'a>>,
+        count: usize,
+    ) -> Result<Self, PlanError> {
+        let whole = self.read_tensors(from)?;
+        self.write_whole(&whole, to.into(), count)
+    }
+
+    /// Writes tensors as a checkpoint of `count` files.
+    pub(super) fn write_whole(
+        &self,
+        whole: &WholeTensors,
+        to: CheckpointFolder<'_>,
+        count: usize,
+    ) -> Result<Self, PlanError> {
+        if !(1..=MAX_SHARDS).contains(&count) {
+            let expected = format!("1 to {MAX_SHARDS}");
+            return Err(refuse(
+                to.path,
+                "number of files",
+                &expected,
+                count.to_string(),
+            ));
+        }
+        let generation = Generation::begin(to, self.step)?;
+        let mut manifest = self.clone();
+        manifest.generation = generation.name();
+        manifest.checkpoint = generation.checkpoint();
+        manifest.shards.clear();
+        for shard in 0..count as u64 {
+            let mut pieces = Vec::new();
+            for (name, spec) in &self.tensors {
+                let (numel, count) = (spec.shape.numel(), count as u64);
+                let bound = |at: u64| at * (numel / count) + at.min(numel % count);
+                let (first, end) = (bound(shard), bound(shard + 1));
+                let width = spec.dtype.len_bytes();
+                let bytes = whole.get(name).map_or(&[][..], Vec::as_slice);
+                pieces.push(PieceBytes {
+                    tensor: name.clone(),
+                    dtype: spec.dtype,
+                    first,
+                    bytes: bytes[first as usize * width..end as usize * width].to_vec(),
+                });
+            }
+            let spec = write_shard(to, &manifest.generation, shard as usize, &pieces)?;
+            manifest.shards.push(spec);
+        }
+        manifest.commit(to)
+    }
+}
+
+/// Tensors being put together.
+#[derive(Default)]
+struct Whole {
+    tensors: WholeTensors,
+    /// Elements that have been found of each, in any order.
+    ranges: HashMap<String, Vec<(u64, u64)>>,
+}
+
+/// Refuses ranges that leave elements out, or have some twice.
+fn check_covered(
+    path: &Path,
+    name: &str,
+    numel: u64,
+    mut ranges: Vec<(u64, u64)>,
+) -> Result<(), PlanError> {
+    ranges.retain(|(first, end)| first < end);
+    ranges.sort_unstable();
+    let mut covered = 0;
+    for (first, end) in ranges {
+        if first != covered {
+            let what = if first < covered { "again" } else { "next" };
+            let expected = format!("each of {numel} elements once, {covered} after {covered}");
+            let found = format!("element {first} {what}");
+            return Err(refuse(path, name, &expected, found));
+        }
+        covered = end;
+    }
+    if covered == numel {
+        return Ok(());
+    }
+    let expected = format!("{numel} elements in all shards");
+    Err(refuse(path, name, &expected, covered.to_string()))
+}
+
+/// The length of a file, which must be that of the manifest.
+fn shard_len(
+    folder: CheckpointFolder<'_>,
+    generation: &str,
+    shard: &ShardSpec,
+) -> Result<u64, PlanError> {
+    let path = folder.join(generation).join(&shard.file);
+    let missing = |found: String| refuse(&path, "shard", "a file of the manifest", found);
+    match folder.files.kind(&path) {
+        Ok(FileKind::File { len_bytes }) if len_bytes == shard.len_bytes => Ok(len_bytes),
+        Ok(FileKind::File { len_bytes }) => {
+            let expected = format!("{} bytes", shard.len_bytes);
+            Err(refuse(&path, "length", &expected, len_bytes.to_string()))
+        }
+        Ok(_) => Err(missing("no ordinary file".to_owned())),
+        Err(error) => Err(missing(error.to_string())),
+    }
+}
+
+/// Writes one file of a generation, synced.
+pub(super) fn write_shard(
+    folder: CheckpointFolder<'_>,
+    generation: &str,
+    shard: usize,
+    pieces: &[PieceBytes],
+) -> Result<ShardSpec, PlanError> {
+    let within = folder.join(generation);
+    let path = within.join(shard_file(shard));
+    let mut metadata = HashMap::new();
+    let mut tensors = Vec::with_capacity(pieces.len());
+    let mut names: HashSet<String> = pieces.iter().map(|piece| piece.tensor.clone()).collect();
+    let mut known = HashSet::new();
+    for piece in pieces {
+        // A rank may have several ranges of one tensor: behind the first they have names of their own.
+        let mut name = piece.tensor.clone();
+        if !known.insert(&piece.tensor) {
+            let mut free = (1u64..).map(|at| format!("{}~{at}", piece.tensor));
+            name = free.find(|name| !names.contains(name)).unwrap_or(name);
+            names.insert(name.clone());
+            metadata.insert(tensor_key(&name), piece.tensor.clone());
+        }
+        metadata.insert(first_key(&name), piece.first.to_string());
+        metadata.insert(sum_key(&name), checksum(&piece.bytes));
+        let numel = (piece.bytes.len() / piece.dtype.len_bytes()) as u64;
+        let shape = Shape::new([numel])?;
+        let bytes = TensorBytes::of(piece.dtype, &shape, Cow::Borrowed(&piece.bytes));
+        tensors.push((name, bytes));
+    }
+    let bytes = serialize(&path, &tensors, metadata)?;
+    Prepared::bytes_in(folder.files, &path, &bytes)?.commit()?;
+    sync(folder, &within)?;
+    Ok(ShardSpec {
+        file: shard_file(shard),
+        len_bytes: bytes.len() as u64,
+        xxh3: checksum(&bytes),
+    })
+}
+
+/// A file whose bytes are those of the manifest.
+fn read_shard(
+    folder: CheckpointFolder<'_>,
+    path: &Path,
+    spec: &ShardSpec,
+) -> Result<TensorFile, PlanError> {
+    let bytes = folder
+        .files
+        .read(path)
+        .map_err(|error| refuse(path, "shard", "a file of the manifest", error.to_string()))?;
+    if bytes.len() as u64 != spec.len_bytes {
+        let expected = format!("{} bytes", spec.len_bytes);
+        return Err(refuse(path, "length", &expected, bytes.len().to_string()));
+    }
+    let found = checksum(&bytes);
+    if found == spec.xxh3 {
+        return Ok(TensorFile::parse(path, bytes)?);
+    }
+    // Only to say which tensor it is.
+    let file = TensorFile::parse(path, bytes);
+    let damaged = file.as_ref().ok().and_then(|file| {
+        let damaged = |name: &&String| {
+            let sum = file.metadata().get(&sum_key(name));
+            sum.is_none_or(|sum| *sum != checksum(file.bytes(name).unwrap_or_default()))
+        };
+        file.entries().keys().find(damaged).cloned()
+    });
+    let what = damaged.unwrap_or_else(|| "header".to_owned());
+    let expected = format!("checksum {}", spec.xxh3);
+    Err(refuse(path, &what, &expected, found))
+}
+
+fn first_key(tensor: &str) -> String {
+    format!("first@{tensor}")
+}
+
+fn tensor_key(entry: &str) -> String {
+    format!("tensor@{entry}")
+}
+
+fn sum_key(tensor: &str) -> String {
+    format!("xxh3@{tensor}")
+}

@@ -1,0 +1,291 @@
+//! Several files, one commit: a journal says which files are to take which places, and whoever comes next finishes what it says.
+//!
+//! ```text
+//! part files written, synced       nothing has changed
+//! journal renamed into place       the one commit point: from here on all files count
+//! parts renamed over their places  an error takes the renames back; a kill leaves them to `finish_interrupted`
+//! journal removed
+//! ```
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::write::io_error;
+use crate::{Disk, FileKind, Files, Prepared, TensorFileError, part, place};
+
+/// What every journal begins with.
+const FORMAT: &str = "fusestep-journal";
+/// Newest version of journals that is read.
+const VERSION: u32 = 1;
+/// Ending of files that a journal may name: these are never taken for abandoned ones.
+const READY: &str = "ready";
+
+/// Length and checksum of a file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Sum {
+    len_bytes: u64,
+    /// xxh3 of all bytes, in hexadecimal.
+    xxh3: String,
+}
+
+impl Sum {
+    pub(crate) fn of(bytes: &[u8]) -> Self {
+        Self {
+            len_bytes: bytes.len() as u64,
+            xxh3: format!("{:016x}", xxh3_64(bytes)),
+        }
+    }
+
+    fn is_of(&self, files: &dyn Files, path: &Path) -> bool {
+        files.read(path).is_ok_and(|bytes| Sum::of(&bytes) == *self)
+    }
+}
+
+/// What is to be done.
+#[derive(Debug, Serialize, Deserialize)]
+struct Journal {
+    format: String,
+    version: u32,
+    moves: Vec<Move>,
+    /// xxh3 of the moves as text, so that a journal that is not whole moves nothing.
+    xxh3: String,
+}
+
+/// One file that is to take a place.
+#[derive(Debug, Serialize, Deserialize)]
+struct Move {
+    from: PathBuf,
+    to: PathBuf,
+    #[serde(flatten)]
+    sum: Sum,
+}
+
+impl Journal {
+    fn new(moves: Vec<Move>) -> Self {
+        Self {
+            format: FORMAT.to_owned(),
+            version: VERSION,
+            xxh3: sum_of(&moves),
+            moves,
+        }
+    }
+
+    fn is_whole(&self) -> bool {
+        self.format == FORMAT && self.version <= VERSION && self.xxh3 == sum_of(&self.moves)
+    }
+}
+
+fn sum_of(moves: &[Move]) -> String {
+    let text = serde_json::to_vec(moves).unwrap_or_default();
+    Sum::of(&text).xxh3
+}
+
+/// Puts several files that belong together in their places: after an error all places are as they were, after a kill
+/// [`finish_interrupted`] puts all in place or none.
+///
+/// The journal lies beside the first file, hidden, under its name.
+///
+/// # Errors
+/// [`TensorFileError::Io`]. Should the renames that had been made not be taken back either, the error says where the journal is
+/// with which the next call of [`finish_interrupted`] completes them.
+pub fn commit_together(mut prepared: Vec<Prepared<'_>>) -> Result<(), TensorFileError> {
+    if prepared.len() < 2 {
+        return prepared.pop().map_or(Ok(()), Prepared::commit);
+    }
+    let files = prepared[0].files;
+    let journal = journal_of(&prepared[0].target);
+    for file in &mut prepared {
+        let ready = file.part.with_extension(READY);
+        files
+            .rename(&file.part, &ready)
+            .map_err(io_error(&file.path, "replace"))?;
+        file.part = ready;
+    }
+    sync_folders(files, &prepared)?;
+    let moves = prepared.iter().map(|file| Move {
+        from: file.part.clone(),
+        to: file.target.clone(),
+        sum: file.sum.clone(),
+    });
+    let text = serde_json::to_vec_pretty(&Journal::new(moves.collect()));
+    let text = text.map_err(|error| TensorFileError::Write {
+        path: journal.clone(),
+        reason: error.to_string(),
+    })?;
+    let old = keep_old(files, &prepared);
+    // The commit point.
+    let committed = Prepared::bytes_in(files, &journal, &text).and_then(Prepared::commit);
+    if committed.is_err() {
+        let _ = files.remove_file(&journal);
+        forget(files, &old);
+        return committed;
+    }
+    if let Err((done, error)) = move_all(files, &mut prepared) {
+        let taken_back = take_back(files, &prepared[..done], &old);
+        forget(files, &old);
+        if taken_back && files.remove_file(&journal).is_ok() {
+            return Err(error);
+        }
+        for file in &mut prepared {
+            // They are the journal's now.
+            file.part = PathBuf::new();
+        }
+        return Err(TensorFileError::Interrupted {
+            journal,
+            reason: error.to_string(),
+        });
+    }
+    // Everything is in place; a journal that cannot be removed finds nothing left to do.
+    let _ = files.remove_file(&journal);
+    forget(files, &old);
+    Ok(())
+}
+
+/// Finishes what a [`commit_together`] that was killed had committed for the place `path`, if there is any such; whether there was.
+///
+/// # Errors
+/// [`TensorFileError::Io`]; [`TensorFileError::Journal`] if a file that it names is neither there nor in its place, and nothing has
+/// been changed.
+pub fn finish_interrupted(path: &Path) -> Result<bool, TensorFileError> {
+    finish_interrupted_in(&Disk, &place::target(path))
+}
+
+/// The same in any file system; links are not followed.
+///
+/// # Errors
+/// As [`finish_interrupted`].
+pub fn finish_interrupted_in(files: &dyn Files, target: &Path) -> Result<bool, TensorFileError> {
+    let path = journal_of(target);
+    if !matches!(files.kind(&path), Ok(FileKind::File { .. })) {
+        return Ok(false);
+    }
+    let text = files.read(&path).map_err(io_error(&path, "read"))?;
+    let journal = serde_json::from_slice::<Journal>(&text).ok();
+    let Some(journal) = journal.filter(Journal::is_whole) else {
+        return Err(TensorFileError::Journal {
+            path,
+            reason: "expected moves of a known version and their checksum, found others".to_owned(),
+        });
+    };
+    // Everything is looked at before anything moves.
+    let (mut left, mut moved) = (Vec::new(), 0);
+    for step in &journal.moves {
+        if step.sum.is_of(files, &step.from) {
+            left.push(step);
+        } else if step.sum.is_of(files, &step.to) {
+            moved += 1;
+        }
+    }
+    if left.is_empty() && moved == 0 {
+        // Taken back, and the journal's own removal was lost.
+        files
+            .remove_file(&path)
+            .map_err(io_error(&path, "remove"))?;
+        return Ok(false);
+    }
+    for step in &journal.moves {
+        if !step.sum.is_of(files, &step.from) && !step.sum.is_of(files, &step.to) {
+            let reason = format!(
+                "expected {} bytes with xxh3 {} in {} or in {}, found them in neither",
+                step.sum.len_bytes,
+                step.sum.xxh3,
+                step.from.display(),
+                step.to.display()
+            );
+            return Err(TensorFileError::Journal { path, reason });
+        }
+    }
+    for step in left {
+        files
+            .rename(&step.from, &step.to)
+            .map_err(io_error(&step.to, "replace"))?;
+    }
+    for step in &journal.moves {
+        files
+            .sync_folder(&place::folder(&step.to))
+            .map_err(io_error(&step.to, "sync its folder"))?;
+    }
+    files
+        .remove_file(&path)
+        .map_err(io_error(&path, "remove"))?;
+    Ok(true)
+}
+
+/// Where the journal of a first file lies.
+fn journal_of(target: &Path) -> PathBuf {
+    let name = target.file_name().unwrap_or_default().to_string_lossy();
+    place::folder(target).join(format!(".fusestep-{name}.journal"))
+}
+
+/// What was at a place.
+enum Old {
+    Nothing,
+    /// A file that has this second name.
+    Kept(PathBuf),
+    /// A file, in a file system without second names.
+    Lost,
+}
+
+fn keep_old(files: &dyn Files, prepared: &[Prepared<'_>]) -> Vec<Old> {
+    let keep = |file: &Prepared<'_>| {
+        if files.kind(&file.target).is_err() {
+            return Old::Nothing;
+        }
+        let name = part::free_name(&place::folder(&file.target));
+        match files.link(&file.target, &name) {
+            Ok(()) => Old::Kept(name),
+            Err(_) => Old::Lost,
+        }
+    };
+    prepared.iter().map(keep).collect()
+}
+
+fn forget(files: &dyn Files, old: &[Old]) {
+    for old in old {
+        if let Old::Kept(name) = old {
+            let _ = files.remove_file(name);
+        }
+    }
+}
+
+/// Renames all; how many are in their places if one cannot be.
+fn move_all(
+    files: &dyn Files,
+    prepared: &mut [Prepared<'_>],
+) -> Result<(), (usize, TensorFileError)> {
+    for (done, file) in prepared.iter().enumerate() {
+        files
+            .rename(&file.part, &file.target)
+            .map_err(|error| (done, io_error(&file.path, "replace")(error)))?;
+    }
+    let count = prepared.len();
+    sync_folders(files, prepared).map_err(|error| (count, error))?;
+    for file in prepared {
+        file.part = PathBuf::new();
+    }
+    Ok(())
+}
+
+/// Puts the old files back; whether all are.
+fn take_back(files: &dyn Files, moved: &[Prepared<'_>], old: &[Old]) -> bool {
+    let mut all = true;
+    for (file, old) in moved.iter().zip(old) {
+        all &= match old {
+            Old::Nothing => files.remove_file(&file.target).is_ok(),
+            Old::Kept(old) => files.rename(old, &file.target).is_ok(),
+            Old::Lost => false,
+        };
+    }
+    all && sync_folders(files, moved).is_ok()
+}
+
+fn sync_folders(files: &dyn Files, prepared: &[Prepared<'_>]) -> Result<(), TensorFileError> {
+    for file in prepared {
+        files
+            .sync_folder(&place::folder(&file.target))
+            .map_err(io_error(&file.path, "sync its folder"))?;
+    }
+    Ok(())
+}

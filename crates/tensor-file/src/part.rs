@@ -1,0 +1,158 @@
+//! Files that are being written, beside the place they are for, and what dead processes have left of them.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+use crate::Files;
+
+/// What the name of a file that is being written begins and ends with.
+const PREFIX: &str = ".fusestep-";
+const SUFFIX: &str = ".part";
+
+/// A file of a process that cannot be asked about, on another machine or in another container, is left behind after so long.
+const ABANDONED_AFTER: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// Writes bytes, synced, under a name of their own in `folder`; nothing is left of it if that fails.
+pub(crate) fn write(files: &dyn Files, folder: &Path, bytes: &[u8]) -> io::Result<PathBuf> {
+    let part = free_name(folder);
+    let written = files.write_new(&part, bytes);
+    if let Err(error) = written {
+        if error.kind() != io::ErrorKind::AlreadyExists {
+            let _ = files.remove_file(&part);
+        }
+        return Err(error);
+    }
+    Ok(part)
+}
+
+/// A name that no other file of this process or any other has.
+pub(crate) fn free_name(folder: &Path) -> PathBuf {
+    static COUNTER: AtomicU64 = AtomicU64::new(0);
+    let number = COUNTER.fetch_add(1, Ordering::Relaxed);
+    let (pid, own) = (std::process::id(), identity());
+    folder.join(format!("{PREFIX}{pid}-{own}-{number}{SUFFIX}"))
+}
+
+/// Whether a name is one of [`free_name`].
+pub fn is_part(name: &str) -> bool {
+    name.starts_with(PREFIX) && name.ends_with(SUFFIX)
+}
+
+/// Removes what processes that are dead were writing in a folder; what cannot be removed costs space only.
+pub fn remove_abandoned(folder: &Path) {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let old = || {
+            let written = entry.metadata().and_then(|found| found.modified());
+            let age = written.map(|at| SystemTime::now().duration_since(at).unwrap_or_default());
+            age.is_ok_and(|age| age > ABANDONED_AFTER)
+        };
+        if name
+            .to_str()
+            .is_some_and(|name| is_part(name) && writer(name).is_dead(old))
+        {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
+/// Who writes a file, as its name tells.
+enum Writer {
+    /// A process that this one would see if it lived, and when it began.
+    Here { pid: u32, began: String },
+    /// One that cannot be asked about.
+    Elsewhere,
+}
+
+fn writer(name: &str) -> Writer {
+    let inner = name
+        .strip_prefix(PREFIX)
+        .and_then(|name| name.strip_suffix(SUFFIX));
+    let mut fields = inner.unwrap_or_default().split('-');
+    let pid = fields.next().and_then(|pid| pid.parse().ok());
+    match (pid, fields.next(), fields.next()) {
+        (Some(pid), Some(place), Some(began)) if place == place_of_processes() => Writer::Here {
+            pid,
+            began: began.to_owned(),
+        },
+        _ => Writer::Elsewhere,
+    }
+}
+
+impl Writer {
+    fn is_dead(&self, old: impl Fn() -> bool) -> bool {
+        match self {
+            Writer::Here { pid, began } => began_at(*pid).as_ref() != Some(began),
+            Writer::Elsewhere => old(),
+        }
+    }
+}
+
+/// Where this process's number means something, and when it began: numbers are used again.
+fn identity() -> &'static str {
+    static IDENTITY: OnceLock<String> = OnceLock::new();
+    IDENTITY.get_or_init(|| {
+        let began = began_at(std::process::id()).unwrap_or_default();
+        format!("{}-{began}", place_of_processes())
+    })
+}
+
+/// The start of this machine and the container within it, as one word; without them nobody's process can be asked about.
+fn place_of_processes() -> &'static str {
+    static PLACE: OnceLock<String> = OnceLock::new();
+    PLACE.get_or_init(|| {
+        let start = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let container = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+        let text = format!("{}{}", start.trim(), container.display());
+        let word: String = text.chars().filter(char::is_ascii_alphanumeric).collect();
+        if word.is_empty() {
+            "unknown".to_owned()
+        } else {
+            word
+        }
+    })
+}
+
+/// When a process began, in ticks since the machine did; `None` if there is none.
+fn began_at(pid: u32) -> Option<String> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The second field, a name in parentheses, may hold anything.
+    let fields = text.rsplit_once(')')?.1;
+    fields.split_whitespace().nth(19).map(str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Disk;
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn what_the_dead_have_left_goes_and_what_the_living_write_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let own = write(&Disk, folder.path(), b"own").unwrap();
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        let name = own.file_name().unwrap().to_str().unwrap();
+        let (_, rest) = name[PREFIX.len()..].split_once('-').unwrap();
+        let of_dead = folder.path().join(format!("{PREFIX}{}-{rest}", child.id()));
+        let reused = rest.replace(&began_at(std::process::id()).unwrap(), "1");
+        let reused = folder
+            .path()
+            .join(format!("{PREFIX}{}-{reused}", std::process::id()));
+        let elsewhere = folder
+            .path()
+            .join(format!("{PREFIX}1-othermachine-5-0{SUFFIX}"));
+        let foreign = folder.path().join("notes.part");
+        for path in [&of_dead, &reused, &elsewhere, &foreign] {
+            std::fs::write(path, b"x").unwrap();
+        }
+        remove_abandoned(folder.path());
+        assert!(own.exists() && elsewhere.exists() && foreign.exists());
+        assert!(!of_dead.exists(), "its process has ended");
+        assert!(!reused.exists(), "its process's number is another's now");
+    }
+}

@@ -1,0 +1,78 @@
+//! Names and values that come from outside, as messages and pages may show them.
+
+use std::fmt;
+
+/// Most characters of a quoted value.
+pub const MAX_QUOTED_CHARS: usize = 200;
+
+/// A text from outside, safe to print: at most [`MAX_QUOTED_CHARS`] characters, and those that a terminal or a page would obey
+/// (control characters, changes of the writing direction) as `\u{…}`.
+///
+/// ```
+/// use fusestep_tensor::Quoted;
+///
+/// assert_eq!(Quoted("layer.0.weight").to_string(), "layer.0.weight");
+/// assert_eq!(Quoted("a\x1b[2Jb").to_string(), "a\\u{1b}[2Jb");
+/// let long = "x".repeat(1_000);
+/// assert!(Quoted(&long).to_string().ends_with("… (1000 characters)"));
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct Quoted<'a>(pub &'a str);
+
+impl fmt::Display for Quoted<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use fmt::Write;
+        let mut chars = self.0.chars();
+        for c in chars.by_ref().take(MAX_QUOTED_CHARS) {
+            if is_obeyed(c) {
+                write!(f, "\\u{{{:x}}}", u32::from(c))?;
+            } else {
+                f.write_char(c)?;
+            }
+        }
+        let left = chars.count();
+        if left > 0 {
+            write!(f, "… ({} characters)", left + MAX_QUOTED_CHARS)?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether a terminal or a page acts on a character instead of showing it.
+fn is_obeyed(c: char) -> bool {
+    let direction = matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    c.is_control() || direction || matches!(c, '\u{2028}' | '\u{2029}')
+}
+
+/// A whole message, of any length, in which lines and tabs stay what they are and everything else a terminal would obey is escaped.
+pub fn escaped(text: &str) -> String {
+    let mut safe = String::with_capacity(text.len());
+    for c in text.chars() {
+        if is_obeyed(c) && !matches!(c, '\n' | '\t') {
+            safe += &format!("\\u{{{:x}}}", u32::from(c));
+        } else {
+            safe.push(c);
+        }
+    }
+    safe
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_terminal_would_obey_is_escaped_and_long_texts_are_cut() {
+        assert_eq!(Quoted("é𝄞").to_string(), "é𝄞");
+        assert_eq!(Quoted("a\u{202e}b\n").to_string(), "a\\u{202e}b\\u{a}");
+        let exact = "y".repeat(MAX_QUOTED_CHARS);
+        assert_eq!(Quoted(&exact).to_string(), exact);
+        let long = "é".repeat(MAX_QUOTED_CHARS + 1);
+        let shown = Quoted(&long).to_string();
+        assert!(shown.ends_with("… (201 characters)"), "{shown}");
+        assert_eq!(
+            escaped("a\tb\n\u{1b}[0m\u{2067}"),
+            "a\tb\n\\u{1b}[0m\\u{2067}"
+        );
+    }
+}

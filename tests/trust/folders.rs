@@ -1,0 +1,293 @@
+//! Checkpoint folders beside files of others, under faults, and on ranks that do not share a file system.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::num::NonZeroUsize;
+use std::path::Path;
+
+use fusestep_collective::{Options, run_ranks};
+use fusestep_cpu::CpuBackend;
+use fusestep_fused_adam::Adam;
+use fusestep_planner::{
+    CheckpointFolder, Comms, Manifest, Plan, PlanError, Planner, Shard, State, Topology, ZeroStage,
+};
+use fusestep_tensor::{DType, ParamDesc, Role, Shape};
+use fusestep_tensor_file::{Files, TensorFile};
+use fusestep_testkit::{Fault, SimulatedDisk};
+
+const FOLDER: &str = "/run/checkpoint";
+
+fn plan(topology: Topology) -> Plan {
+    let desc = |name: &str, numel| ParamDesc::new(name, Shape::new([numel]).unwrap(), DType::F32);
+    let planner = Planner::new(Adam::default().into()).with(Shard::new(ZeroStage::One));
+    planner
+        .plan_for(&[desc("a", 7), desc("b", 4)], topology)
+        .unwrap()
+}
+
+/// One rank that has made so many steps.
+struct Run {
+    plan: Plan,
+    state: State,
+    backend: CpuBackend,
+}
+
+impl Run {
+    fn new(topology: Topology) -> Self {
+        let plan = plan(topology);
+        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let state = plan.allocate(&backend).unwrap();
+        Self {
+            plan,
+            state,
+            backend,
+        }
+    }
+
+    fn step(&mut self, comms: &mut Comms<'_>) {
+        for (name, numel) in [("a", 7), ("b", 4)] {
+            let bytes: Vec<u8> = (0..numel)
+                .flat_map(|at| (at as f32 - 2.5).to_le_bytes())
+                .collect();
+            self.plan
+                .push_grad(&mut self.state, &self.backend, comms, name, &bytes)
+                .unwrap();
+        }
+        self.plan
+            .step(&mut self.state, &self.backend, comms)
+            .unwrap();
+    }
+
+    fn save(&self, comms: &mut Comms<'_>, folder: CheckpointFolder<'_>) -> Result<(), PlanError> {
+        self.plan
+            .save(&self.state, &self.backend, comms, folder, BTreeMap::new())
+    }
+
+    fn value(&self) -> Vec<u8> {
+        let mut bytes = vec![0; 4 * 7];
+        self.state
+            .read(&self.backend, Role::Param, "a", &mut bytes)
+            .unwrap();
+        bytes
+    }
+}
+
+/// Two ranks make one more step than the checkpoint has and save; each rank's outcome.
+fn step_and_save(folder: CheckpointFolder<'_>) -> Vec<Result<(), String>> {
+    let outcomes = run_ranks(2, &Options::default(), |mut comm| {
+        let mut run = Run::new(Topology::of(&comm));
+        let mut comms = Comms::direct(&mut comm);
+        if Manifest::read_if_any(folder)
+            .map_err(|error| error.to_string())?
+            .is_some()
+        {
+            run.plan
+                .load(&mut run.state, &run.backend, folder)
+                .map_err(|error| error.to_string())?;
+        }
+        run.step(&mut comms);
+        run.save(&mut comms, folder)
+            .map_err(|error| error.to_string())
+    });
+    outcomes
+        .unwrap()
+        .into_iter()
+        .map(|outcome| outcome.unwrap())
+        .collect()
+}
+
+/// The step that the checkpoint has, which must be whole, and the values there; 0 without one.
+fn held(folder: CheckpointFolder<'_>) -> (u64, Vec<u8>) {
+    if Manifest::read_if_any(folder).unwrap().is_none() {
+        return (0, Vec::new());
+    }
+    let mut run = Run::new(Topology::new(0, 1).unwrap());
+    run.plan.load(&mut run.state, &run.backend, folder).unwrap();
+    (run.state.step(), run.value())
+}
+
+fn expect_saved(outcomes: Vec<Result<(), String>>) {
+    for outcome in outcomes {
+        outcome.unwrap();
+    }
+}
+
+#[test]
+fn nothing_of_others_is_written_over_or_removed() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let strangers = [
+        "step-1000/mine",
+        "step-by-step-notes/a",
+        "step-00000002-a/mine",
+        "notes.txt",
+        "shard-00000.safetensors",
+    ];
+    for name in strangers {
+        fs::create_dir_all(at(name).parent().unwrap()).unwrap();
+        fs::write(at(name), name).unwrap();
+    }
+    for _ in 0..3 {
+        expect_saved(step_and_save(folder.path().into()));
+    }
+    for name in strangers {
+        assert_eq!(fs::read_to_string(at(name)).unwrap(), name);
+    }
+    // One that a stranger has put into a generation stays as well, and so does the way to save.
+    let generation = Manifest::read(folder.path()).unwrap().generation;
+    fs::write(at(&generation).join("mine"), "x").unwrap();
+    for _ in 0..2 {
+        expect_saved(step_and_save(folder.path().into()));
+    }
+    assert_eq!(
+        fs::read_to_string(at(&generation).join("mine")).unwrap(),
+        "x"
+    );
+    assert!(!at(&generation).join("shard-00000.safetensors").exists());
+    assert_eq!(held(folder.path().into()).0, 5);
+}
+
+#[test]
+fn another_programs_or_a_damaged_manifest_is_not_replaced() {
+    for text in [
+        "{}",
+        "{\"weights\": 3}",
+        "not JSON",
+        "{\"format\": \"pt\", \"version\": 1}",
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("manifest.json");
+        fs::write(&path, text).unwrap();
+        let outcomes = run_ranks(2, &Options::default(), |mut comm| {
+            let mut run = Run::new(Topology::of(&comm));
+            let mut comms = Comms::direct(&mut comm);
+            run.step(&mut comms);
+            run.save(&mut comms, folder.path().into())
+                .unwrap_err()
+                .to_string()
+        });
+        for (rank, error) in outcomes.unwrap().into_iter().enumerate() {
+            let error = error.unwrap();
+            assert!(error.contains("manifest.json"), "{error}");
+            assert_eq!(error.starts_with("rank 0: "), rank > 0, "{error}");
+        }
+        assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+}
+
+#[test]
+fn ranks_that_do_not_see_one_folder_are_told_so() {
+    let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let outcomes = run_ranks(2, &Options::default(), |mut comm| {
+        let topology = Topology::of(&comm);
+        let mut run = Run::new(topology);
+        let mut comms = Comms::direct(&mut comm);
+        run.step(&mut comms);
+        run.save(&mut comms, folders[topology.rank].path().into())
+            .unwrap_err()
+            .to_string()
+    });
+    for (rank, error) in outcomes.unwrap().into_iter().enumerate() {
+        let error = error.unwrap();
+        assert!(error.contains("file system that they share"), "{error}");
+        assert_eq!(error.starts_with("rank 1: "), rank == 0, "{error}");
+    }
+    assert!(Manifest::read_if_any(folders[0].path()).unwrap().is_none());
+}
+
+#[test]
+fn overlapping_ranges_with_a_hole_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    expect_saved(step_and_save(folder.path().into()));
+    let manifest = Manifest::read(folder.path()).unwrap();
+    // The second file becomes a copy of the first one's ranges: as many elements in all, some twice and some never.
+    let path = |shard: usize| {
+        folder
+            .path()
+            .join(&manifest.generation)
+            .join(&manifest.shards[shard].file)
+    };
+    let length = |shard: usize| {
+        let file = TensorFile::read(&path(shard)).unwrap();
+        file.entries()
+            .values()
+            .map(|entry| entry.shape.numel())
+            .sum::<u64>()
+    };
+    let mut copied = manifest.clone();
+    copied.shards[1] = manifest.shards[0].clone();
+    copied.shards[1].file = manifest.shards[1].file.clone();
+    fs::copy(path(0), path(1)).unwrap();
+    assert_eq!(length(0), length(1));
+    let error = copied.read_tensors(folder.path()).unwrap_err().to_string();
+    assert!(
+        error.contains("once") || error.contains("in all shards"),
+        "{error}"
+    );
+    assert!(error.contains('@'), "the tensor is named: {error}");
+}
+
+#[test]
+fn a_save_cut_off_or_refused_anywhere_keeps_the_old_checkpoint_or_has_made_the_new_one() {
+    let (mut old, mut new, mut refused) = (0, 0, 0);
+    for fault in [Fault::PowerLoss, Fault::Error, Fault::Full] {
+        for seed in 0..40u64 {
+            for at in 0..40 {
+                let disk = SimulatedDisk::new(seed, []);
+                disk.create_folder(Path::new("/run")).unwrap();
+                disk.sync_folder(Path::new("/")).unwrap();
+                let folder = CheckpointFolder::of(&disk, Path::new(FOLDER));
+                expect_saved(step_and_save(folder));
+                let first = held(folder);
+                let calls = disk.calls();
+                disk.add_fault(calls + at, fault);
+                let outcomes = step_and_save(folder);
+                if disk.calls() <= calls + at {
+                    break;
+                }
+                if fault == Fault::PowerLoss {
+                    disk.restart();
+                }
+                disk.make_room();
+                let found = held(folder);
+                assert!(
+                    (1..=2).contains(&found.0),
+                    "{fault:?} at {at}, seed {seed}: step {}",
+                    found.0
+                );
+                if found.0 == 1 {
+                    assert_eq!(found, first);
+                }
+                let all_saved = outcomes.iter().all(Result::is_ok);
+                assert!(
+                    !all_saved || found.0 == 2,
+                    "{fault:?} at {at}, seed {seed}: an acknowledged save is lost"
+                );
+                old += usize::from(found.0 == 1);
+                new += usize::from(found.0 == 2);
+                refused += usize::from(!all_saved);
+                // Whatever was left behind, the run goes on and saves.
+                expect_saved(step_and_save(folder));
+                assert_eq!(held(folder).0, found.0 + 1);
+                if fault != Fault::Error {
+                    break_if_leaking(&disk);
+                }
+            }
+        }
+    }
+    assert!(
+        old > 100 && new > 100 && refused > 100,
+        "{old} old, {new} new, {refused} refused"
+    );
+}
+
+/// One generation of two shards and a mark, and a manifest; parts of a save that was cut off are gone with its generation.
+fn break_if_leaking(disk: &SimulatedDisk) {
+    let files = disk.files();
+    let generations = files
+        .iter()
+        .filter(|path| path.ends_with("mark.json"))
+        .count();
+    assert!(generations <= 2, "{files:?}");
+}

@@ -1,0 +1,251 @@
+//! State files: whose they are, whether they are whole, and whether a run can have left such state behind.
+
+use std::collections::HashMap;
+use std::fs;
+use std::num::NonZeroUsize;
+use std::path::Path;
+
+use fusestep_adagrad::Adagrad;
+use fusestep_cpu::CpuBackend;
+use fusestep_fused_adam::Adam;
+use fusestep_fused_sgd::Sgd;
+use fusestep_lamb::Lamb;
+use fusestep_lars_momentum::Lars;
+use fusestep_launch::{Objective, WeightDecay};
+use fusestep_planner::{Optimizer, Plan, PlanError, Planner, State};
+use fusestep_tensor::{DType, ParamDesc, Role, Shape};
+use fusestep_tensor_file::{TensorBytes, TensorFile, write_atomically};
+
+fn params() -> Vec<ParamDesc> {
+    let desc = |name, numel| ParamDesc::new(name, Shape::new([numel]).unwrap(), DType::F32);
+    vec![desc("a", 5), desc("b", 3)]
+}
+
+fn start(rule: Optimizer) -> (Plan, State, CpuBackend) {
+    let plan = Planner::new(rule).plan(&params()).unwrap();
+    let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+    let state = plan.allocate(&backend).unwrap();
+    (plan, state, backend)
+}
+
+/// Saves the state of a rule after two steps.
+fn save(rule: Optimizer, path: &Path) {
+    let (plan, mut state, backend) = start(rule);
+    for (name, numel) in [("a", 5), ("b", 3)] {
+        let values: Vec<u8> = (0..numel)
+            .flat_map(|at| (at as f32 + 0.5).to_le_bytes())
+            .collect();
+        for role in [Role::Param, Role::Grad] {
+            state.write(&backend, role, name, &values).unwrap();
+        }
+    }
+    for _ in 0..2 {
+        plan.run(&mut state, &backend).unwrap();
+    }
+    state.save(&backend, path).unwrap();
+}
+
+fn load(rule: Optimizer, path: &Path) -> Result<Option<String>, PlanError> {
+    let (_, mut state, backend) = start(rule);
+    let before = format!("{state:?}");
+    let outcome = state.load(&backend, path);
+    if outcome.is_err() {
+        assert_eq!(
+            format!("{state:?}"),
+            before,
+            "a load that failed has changed the state"
+        );
+    }
+    outcome
+}
+
+fn momentum() -> Sgd {
+    Sgd {
+        momentum: 0.9,
+        ..Sgd::default()
+    }
+}
+
+/// Adam whose decay is part of the gradient.
+fn l2() -> Adam {
+    Adam {
+        weight_decay: WeightDecay::L2(0.01),
+        ..Adam::default()
+    }
+}
+
+#[test]
+fn state_of_another_rule_or_direction_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("state");
+    let rules: [Optimizer; 5] = [
+        Adam::default().into(),
+        l2().into(),
+        Lamb::default().into(),
+        momentum().into(),
+        Lars::default().into(),
+    ];
+    for saved in rules {
+        save(saved, &path);
+        for other in rules {
+            let outcome = load(other, &path);
+            if saved == other {
+                assert!(
+                    outcome.unwrap().is_some(),
+                    "it says whose parameters it belongs to"
+                );
+                continue;
+            }
+            let error = outcome.unwrap_err().to_string();
+            let same_roles =
+                !error.contains("no such tensor") && !error.contains("no parameter given");
+            assert!(
+                !same_roles || (error.contains(saved.name()) && error.contains(other.name())),
+                "{error}"
+            );
+        }
+    }
+    save(momentum().into(), &path);
+    let turned = Sgd {
+        objective: Objective::Maximize,
+        ..momentum()
+    };
+    let error = load(turned.into(), &path).unwrap_err().to_string();
+    assert!(
+        error.contains("expected maximize, found minimize"),
+        "{error}"
+    );
+}
+
+/// A file read, changed and written again without its checksums, as a program would that knows nothing of them.
+fn rewrite(
+    path: &Path,
+    change: impl Fn(&str, &mut Vec<u8>),
+    metadata: impl Fn(&mut HashMap<String, String>),
+) {
+    let file = TensorFile::read(path).unwrap();
+    let mut tensors = Vec::new();
+    for (name, entry) in file.entries() {
+        let mut bytes = file.bytes(name).unwrap().to_vec();
+        change(name, &mut bytes);
+        tensors.push((
+            name.clone(),
+            TensorBytes {
+                bytes: bytes.into(),
+                ..entry.with_bytes(&[])
+            },
+        ));
+    }
+    let mut texts = file.metadata().clone();
+    metadata(&mut texts);
+    write_atomically(path, &tensors, texts).unwrap();
+}
+
+/// Makes a file one of the first version, which had no checksums.
+fn without_checksums(texts: &mut HashMap<String, String>) {
+    texts.retain(|key, _| key == "step" || key == "optimizer");
+}
+
+#[test]
+fn every_flipped_bit_is_noticed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("state");
+    save(Adam::default().into(), &path);
+    let intact = fs::read(&path).unwrap();
+    for bit in (0..intact.len() * 8).step_by(5) {
+        let mut damaged = intact.clone();
+        damaged[bit / 8] ^= 1 << (bit % 8);
+        fs::write(&path, &damaged).unwrap();
+        let error = load(Adam::default().into(), &path);
+        // A bit of the header may be one that means nothing, such as a space for another.
+        let same = TensorFile::read(&path).is_ok_and(|file| {
+            let whole = TensorFile::parse(&path, intact.clone()).unwrap();
+            file.metadata() == whole.metadata() && file.entries() == whole.entries()
+        });
+        assert!(
+            error.is_err() || (same && bit / 8 < 8 + header(&intact)),
+            "bit {bit}"
+        );
+    }
+}
+
+fn header(file: &[u8]) -> usize {
+    u64::from_le_bytes(file[..8].try_into().unwrap()) as usize
+}
+
+#[test]
+fn changed_counts_and_newer_or_foreign_files_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("state");
+    let rule = Adam::default();
+    for (key, value, named) in [
+        ("step", "3", "checksum"),
+        ("step@a", "1", "checksum"),
+        ("parameters_xxh3", "0", "checksum"),
+        ("version", "3", "newer fusestep"),
+        ("format", "pt", "expected fusestep-state, found pt"),
+    ] {
+        save(rule.into(), &path);
+        rewrite(
+            &path,
+            |_, _| {},
+            |texts| {
+                texts.insert(key.to_owned(), value.to_owned());
+            },
+        );
+        let error = load(rule.into(), &path).unwrap_err().to_string();
+        assert!(error.contains(named), "{key} = {value}: {error}");
+    }
+    save(rule.into(), &path);
+    rewrite(
+        &path,
+        |_, _| {},
+        |texts| {
+            without_checksums(texts);
+            texts.insert("step".to_owned(), u64::MAX.to_string());
+        },
+    );
+    let error = load(rule.into(), &path).unwrap_err().to_string();
+    assert!(error.contains("9007199254740992 at most"), "{error}");
+}
+
+#[test]
+fn files_of_the_first_version_are_read_and_impossible_values_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("state");
+    let adam: Optimizer = Adam::default().into();
+    let adagrad: Optimizer = Adagrad::default().into();
+    for (rule, tensor, value, named) in [
+        (adam, "a@moment1", -1.0f32, None),
+        (
+            adam,
+            "a@moment2",
+            -1.0,
+            Some("`a@moment2`: expected finite values of at least 0, found -1 at element 1"),
+        ),
+        (
+            adam,
+            "b@moment1",
+            f32::NAN,
+            Some("`b@moment1`: expected finite values, found NaN at element 1"),
+        ),
+        (adam, "b@moment2", f32::INFINITY, Some("inf at element 1")),
+        (adagrad, "b@sum", -0.5, Some("-0.5 at element 1")),
+    ] {
+        save(rule, &path);
+        let change = |name: &str, bytes: &mut Vec<u8>| {
+            if name == tensor {
+                bytes[4..8].copy_from_slice(&value.to_le_bytes());
+            }
+        };
+        rewrite(&path, change, without_checksums);
+        match (load(rule, &path), named) {
+            (Ok(parameters), None) => assert_eq!(parameters, None),
+            (Err(error), Some(named)) => {
+                let error = error.to_string();
+                assert!(error.contains(named), "{error}");
+            }
+            (outcome, _) => panic!("{tensor} = {value}: {outcome:?}"),
+        }
+    }
+}
