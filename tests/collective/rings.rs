@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use fusestep_collective::{
-    CollectiveError, Collectives, Communicator, Membership, ReduceOp, rings,
+    CollectiveError, Collectives, Communicator, Membership, Options, ReduceOp, rings, run_ranks,
 };
 
 use super::worlds::{all, threads, within, world};
@@ -92,6 +92,27 @@ fn a_panic_in_a_ring_reaches_whoever_waits_and_the_other_ranks() {
             errors[0]
         );
         assert!(errors[1].to_string().contains("panicked"), "{}", errors[1]);
+    });
+}
+
+#[test]
+fn a_rank_that_panics_beside_its_rings_is_reported_as_panicked() {
+    within(30, || {
+        let outcomes = run_ranks(2, &Options::default(), |mut comm| {
+            let rank = comm.rank();
+            let one = rings(&mut comm, 1).unwrap();
+            assert!(rank == 0, "rank 1 fails beside its ring");
+            one[0]
+                .start("all-reduce", (), |comm, ()| comm.barrier())
+                .wait()
+        });
+        let mut outcomes = outcomes.unwrap();
+        assert!(outcomes.remove(1).is_err());
+        let error = outcomes.remove(0).unwrap().unwrap_err();
+        assert!(
+            matches!(error, CollectiveError::Panicked { rank: 1, .. }),
+            "{error}"
+        );
     });
 }
 

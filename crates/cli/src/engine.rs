@@ -9,11 +9,11 @@ use clap::{Args, ValueEnum};
 use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_collective_mpi::{Compare, MpiCommunicator, MpiOptions, Reduction, launched_ranks};
 use fusestep_collective_nccl::{
-    Meeting, NcclCommunicator, NcclError, NcclOptions, Reduction as NcclReduction,
+    Meeting, NcclCommunicator, NcclOptions, Reduction as NcclReduction,
 };
 use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions, launched_processes};
 
-use crate::launch;
+use crate::{launch, outcomes};
 
 /// Longest time that ranks wait for each other.
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
@@ -203,16 +203,9 @@ impl Engine {
         let (reduction, compare) = match self {
             Engine::Thread => {
                 let outcomes = run_ranks(ranks.count(), &ranks.watch.of_threads(), |mut comm| {
-                    body(&mut comm)
+                    body(&mut comm).map_err(Into::into)
                 });
-                let outcomes = outcomes.context("cannot start a thread for each rank")?;
-                let mut first = None;
-                for outcome in outcomes {
-                    let found = outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-                    let found = found.map_err(Into::into)?;
-                    first.get_or_insert(found);
-                }
-                return Ok(first);
+                return outcomes::first(outcomes.context("cannot start a thread for each rank")?);
             }
             Engine::Processes => return on_machine(ranks, body),
             Engine::Mpi => (Reduction::Reproducible, Compare::EveryCall),
@@ -278,20 +271,7 @@ fn on_gpus<T: Send, E: Into<anyhow::Error> + Send>(
         let mut comm = NcclCommunicator::new(Box::new(control), gpu, &options)?;
         body(&mut comm).map_err(Into::into)
     });
-    let mut first = None;
-    let mut failed: Option<anyhow::Error> = None;
-    for outcome in outcomes.context("cannot start a thread for each rank")? {
-        match outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic)) {
-            Ok(found) => first = first.or(Some(found)),
-            // That another rank could not join says less than why.
-            Err(error) => match failed.as_ref().and_then(|kept| kept.downcast_ref()) {
-                None if failed.is_some() => {}
-                None | Some(NcclError::Peer { .. }) => failed = Some(error),
-                Some(_) => {}
-            },
-        }
-    }
-    failed.map_or(Ok(first), Err)
+    outcomes::first(outcomes.context("cannot start a thread for each rank")?)
 }
 
 /// This process's number among those of its machine, as launchers tell.

@@ -1,12 +1,11 @@
 //! Parameter descriptors from files.
 
 use std::ffi::OsStr;
-use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, bail};
-use fusestep_tensor::{DType, ParamDesc, Shape};
-use fusestep_tensor_file::TensorFile;
+use fusestep_tensor::{DType, ParamDesc, Quoted, Shape};
+use fusestep_tensor_file::{Disk, Files, TensorFile};
 use serde::Deserialize;
 
 /// One entry of a shapes file: `[{"name": "fc.weight", "shape": [10, 64]}, …]`.
@@ -56,8 +55,9 @@ pub(crate) fn model_of(file: &TensorFile) -> anyhow::Result<Model> {
                 buffers.push(name.clone());
             }
             None => bail!(
-                "{}: `{name}`: expected f32, f64, f16 or bf16, found {}; cast the tensor",
+                "{}: `{}`: expected f32, f64, f16 or bf16, found {}; cast the tensor",
                 file.path().display(),
+                Quoted(name),
                 entry.dtype_name()
             ),
         }
@@ -67,18 +67,18 @@ pub(crate) fn model_of(file: &TensorFile) -> anyhow::Result<Model> {
 
 fn read_shapes(path: &Path, dtype: DType) -> anyhow::Result<Vec<ParamDesc>> {
     let named = || path.display().to_string();
-    let text = fs::read_to_string(path).with_context(named)?;
-    let entries: Vec<ShapeEntry> = serde_json::from_str(&text)
+    let text = Disk.read(path).with_context(named)?;
+    let entries: Vec<ShapeEntry> = serde_json::from_slice(&text)
         .with_context(|| format!("{}: expected [{{\"name\": …, \"shape\": […]}}, …]", named()))?;
     let mut params = Vec::with_capacity(entries.len());
     for entry in entries {
         let shape = Shape::new(entry.shape)
-            .with_context(|| format!("{}: `{}`", path.display(), entry.name))?;
+            .with_context(|| format!("{}: `{}`", path.display(), Quoted(&entry.name)))?;
         let dtype = match &entry.dtype {
             Some(name) => name
                 .parse()
                 .map_err(anyhow::Error::msg)
-                .with_context(|| format!("{}: `{}`", path.display(), entry.name))?,
+                .with_context(|| format!("{}: `{}`", path.display(), Quoted(&entry.name)))?,
             None => dtype,
         };
         params.push(ParamDesc::new(entry.name, shape, dtype));

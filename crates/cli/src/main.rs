@@ -15,6 +15,7 @@ mod inputs;
 mod launch;
 mod model;
 mod options;
+mod outcomes;
 mod output;
 mod plan;
 mod position;
@@ -31,6 +32,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use fusestep_tensor::escaped;
 
 /// The tail of a training step, fused: everything between the end of backward and the next forward.
 #[derive(Debug, Parser)]
@@ -65,7 +67,8 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // In one piece, since other ranks may write there, too; nobody is left to tell if it cannot be written.
-            let line = format!("error: {error:#}\n");
+            // Names and values may come from files, and must not be obeyed by a terminal.
+            let line = format!("error: {}\n", escaped(&format!("{error:#}")));
             let _ = std::io::stderr().write_all(line.as_bytes());
             ExitCode::FAILURE
         }

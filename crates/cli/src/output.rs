@@ -4,11 +4,13 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use anyhow::Context;
+use fusestep_tensor::escaped;
 use fusestep_tensor_file::Prepared;
 use serde::Serialize;
 
-/// Prints text; a reader that closed the pipe is no error.
+/// Prints text, without what a terminal would obey: names come from files. A reader that closed the pipe is no error.
 pub(crate) fn print(text: &str) -> anyhow::Result<()> {
+    let text = escaped(text);
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),

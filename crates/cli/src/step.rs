@@ -119,7 +119,8 @@ fn culprits(gradients: &[Gradient]) -> String {
     for gradient in found.iter().take(NAMED) {
         text += &format!(
             "gradient `{}`: expected finite elements, found {} infinite or NaN\n",
-            gradient.name, gradient.report.non_finite
+            Quoted(&gradient.name),
+            gradient.report.non_finite
         );
     }
     if found.len() > NAMED {
@@ -133,7 +134,7 @@ fn farthest(updates: &[Update]) -> String {
     let mut ranked: Vec<&Update> = updates.iter().collect();
     ranked.sort_by(|a, b| b.norm.total_cmp(&a.norm));
     let lines = ranked.iter().take(NAMED);
-    let lines = lines.map(|update| format!("{:>14.6e}  {}\n", update.norm, update.name));
+    let lines = lines.map(|update| format!("{:>14.6e}  {}\n", update.norm, Quoted(&update.name)));
     let mut text: String = lines.collect();
     if ranked.len() > NAMED {
         text += &format!("and {} parameters that moved less\n", ranked.len() - NAMED);
@@ -355,12 +356,14 @@ fn check_gradients(model: &Model, params: &TensorFile, grads: &TensorFile) -> an
     {
         let Some(entry) = grads.entries().get(name) else {
             bail!(
-                "{path}: gradient of `{name}`: expected {dtype} {shape}, found no tensor of this name"
+                "{path}: gradient of `{}`: expected {dtype} {shape}, found no tensor of this name",
+                Quoted(name)
             );
         };
         ensure!(
             entry.element_type() == Some(*dtype) && entry.shape == *shape,
-            "{path}: gradient of `{name}`: expected {dtype} {shape} like the parameter, found {} {}",
+            "{path}: gradient of `{}`: expected {dtype} {shape} like the parameter, found {} {}",
+            Quoted(name),
             entry.dtype_name(),
             entry.shape,
         );
@@ -369,7 +372,8 @@ fn check_gradients(model: &Model, params: &TensorFile, grads: &TensorFile) -> an
         let known = params.entries().contains_key(name) && !model.buffers.contains(name);
         ensure!(
             known,
-            "{path}: gradient `{name}`: expected a parameter of this name in {}, found none",
+            "{path}: gradient `{}`: expected a parameter of this name in {}, found none",
+            Quoted(name),
             params.path().display()
         );
     }

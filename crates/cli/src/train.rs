@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::ensure;
 use clap::Args;
+use fusestep_tensor_file::check_writable;
 use serde::Serialize;
 
 use crate::engine::{Engine, Ranks, Watch};
@@ -155,6 +156,10 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     let rule = args.optimizer.clone().with_default_lr(lr).rule()?;
     let mut params = Mlp::descs(args.dtype.into())?;
     args.optimizer.exclude(&mut params);
+    // A page that cannot be written is known before the training and not after.
+    if let Some(path) = &args.report {
+        check_writable(path)?;
+    }
     let count = args.ranks.and_then(NonZeroUsize::new);
     let ranks = Ranks::threads(count.unwrap_or(NonZeroUsize::MIN), args.watch.clone());
     let trained = args

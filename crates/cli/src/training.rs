@@ -44,6 +44,12 @@ pub(crate) fn train(
 ) -> anyhow::Result<Trained> {
     let (train, test) = digits::load(args.seed)?;
     let topology = Topology::of(comm);
+    if let Some(asked) = args.ranks.filter(|asked| *asked != topology.world) {
+        bail!(
+            "--ranks: expected the {} that the launcher has started, found {asked}; leave the flag out, or start as many",
+            topology.world
+        );
+    }
     let first = topology.rank == 0;
     let plan = plan_of(args, rule, params, topology)?;
     if first && !args.json {

@@ -207,7 +207,7 @@ mod tests {
         let mut coalesced = Coalesced::<f32>::allocate(layout(&[3, 0, 5])).unwrap();
         coalesced.view_mut(2)[4] = 9.0;
         assert_eq!(coalesced.flat()[64 + 4], 9.0);
-        assert_eq!(coalesced.view(1), []);
+        assert!(coalesced.view(1).is_empty());
         coalesced.fill(0.5);
         assert_eq!(coalesced.flat().iter().filter(|&&x| x == 0.5).count(), 8);
         assert_eq!(coalesced.flat().iter().filter(|&&x| x == 0.0).count(), 120);

@@ -35,11 +35,39 @@ impl LayoutOptions {
 /// # Shapes
 /// Offsets and lengths are in elements. An empty tensor has a slot of length 0, which is a valid view.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "UncheckedLayout")]
 pub struct FlatLayout {
     options: LayoutOptions,
     numels: Vec<u64>,
     /// One more than `numels`: the last is the length of the whole.
     offsets: Vec<u64>,
+}
+
+/// A layout as it comes from outside.
+#[derive(Deserialize)]
+struct UncheckedLayout {
+    options: LayoutOptions,
+    numels: Vec<u64>,
+    offsets: Vec<u64>,
+}
+
+impl TryFrom<UncheckedLayout> for FlatLayout {
+    type Error = CoalesceError;
+
+    /// Offsets follow from the rest: others would let tensors overlap or lie outside of their memory.
+    fn try_from(found: UncheckedLayout) -> Result<Self, CoalesceError> {
+        let layout = Self::new(found.numels, found.options)?;
+        let differs = |at: &usize| layout.offsets.get(*at) != found.offsets.get(*at);
+        let count = layout.offsets.len().max(found.offsets.len());
+        match (0..count).find(differs) {
+            None => Ok(layout),
+            Some(tensor) => Err(CoalesceError::Offset {
+                tensor,
+                expected: layout.offsets.get(tensor).copied(),
+                found: found.offsets.get(tensor).copied(),
+            }),
+        }
+    }
 }
 
 impl FlatLayout {
@@ -157,6 +185,18 @@ pub enum CoalesceError {
         /// Its element count.
         numel: u64,
     },
+    /// A layout that was read does not follow from its own tensors.
+    #[error(
+        "offset {tensor}: expected {expected:?} as the tensors before it say, found {found:?}; lay the tensors out anew"
+    )]
+    Offset {
+        /// Position of the tensor.
+        tensor: usize,
+        /// What follows from the tensors.
+        expected: Option<u64>,
+        /// What was read.
+        found: Option<u64>,
+    },
     /// Memory from elsewhere begins at an address that no buffer may begin at.
     #[error("expected memory that begins at a multiple of 256 bytes, found address {address:#x}")]
     Misaligned {
@@ -254,6 +294,33 @@ mod tests {
                 matches!(error, CoalesceError::Overflow { .. }),
                 "{numels:?}"
             );
+        }
+    }
+
+    #[test]
+    fn layouts_that_are_read_are_checked() {
+        let layout = FlatLayout::new([64, 0, 65], LayoutOptions::new(4)).unwrap();
+        let text = serde_json::to_string(&layout).unwrap();
+        assert_eq!(serde_json::from_str::<FlatLayout>(&text).unwrap(), layout);
+        for (from, to, message) in [
+            (
+                "[0,64,64,192]",
+                "[0,32,64,192]",
+                "offset 1: expected Some(64)",
+            ),
+            ("[0,64,64,192]", "[0,64,64]", "offset 3: expected Some(192)"),
+            (
+                "[0,64,64,192]",
+                "[0,64,64,192,999]",
+                "offset 4: expected None",
+            ),
+            ("[64,0,65]", "[64,0,18446744073709551615]", "tensor 2 of"),
+            ("256", "3", "slot of 3 bytes"),
+        ] {
+            assert!(text.contains(from), "{text}");
+            let error =
+                serde_json::from_str::<FlatLayout>(&text.replacen(from, to, 1)).unwrap_err();
+            assert!(error.to_string().contains(message), "{error}");
         }
     }
 }

@@ -69,10 +69,11 @@ impl MpiCommunicator {
     /// of one.
     ///
     /// # Errors
-    /// [`MpiError::AlreadyStarted`], [`MpiError::ThreadLevel`], or a call of MPI that failed. Without a launcher's help that can
+    /// [`MpiError::AlreadyStarted`], [`MpiError::ThreadLevel`], [`MpiError::Differs`], or a call of MPI that failed. Without a launcher's help that can
     /// work, MPI itself ends the process.
     pub fn world(options: &MpiOptions) -> Result<Self, MpiError> {
         let engine = Arc::new(Engine::start(options)?);
+        machine::compare_options(&engine, options)?;
         let native = match options.reduction {
             Reduction::Reproducible => None,
             Reduction::Engine => Some(Native::world(&engine)?),

@@ -16,7 +16,7 @@ use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions, Rendezv
 use mpi::ffi;
 
 use crate::engine::{Engine, Handle, check};
-use crate::{MpiError, MpiOptions, watch};
+use crate::{MpiError, MpiOptions, Reduction, watch};
 
 /// Longest wait for ranks that MPI says are here to meet in shared memory.
 const MEETING_TIME: Duration = Duration::from_secs(20);
@@ -26,6 +26,41 @@ const MEETING_TIME: Duration = Duration::from_secs(20);
 pub(crate) struct OnMachine<C: Communicator> {
     pub(crate) inner: C,
     engine: Arc<Engine>,
+}
+
+/// Compares what decides which messages go between processes: with two kinds of them ranks would wait for ever.
+pub(crate) fn compare_options(engine: &Engine, options: &MpiOptions) -> Result<(), MpiError> {
+    let code = match (options.reduction, options.share_memory) {
+        (Reduction::Reproducible, false) => 1,
+        (Reduction::Reproducible, true) => 2,
+        (Reduction::Engine, _) => 3,
+    };
+    // The smallest, and the largest turned round.
+    let (own, mut all) = ([code, -code], [0i32; 2]);
+    // SAFETY: both pairs are this function's own; all processes make this call, first thing.
+    let agreed = unsafe {
+        let (own, all) = (own.as_ptr().cast(), all.as_mut_ptr().cast());
+        let world = engine.world().0;
+        ffi::MPI_Allreduce(own, all, 2, ffi::RSMPI_INT32_T, ffi::RSMPI_MIN, world)
+    };
+    check(agreed).map_err(|reason| MpiError::Call {
+        call: "MPI_Allreduce",
+        reason,
+    })?;
+    if all == own {
+        return Ok(());
+    }
+    let shared = if options.share_memory {
+        " in shared memory"
+    } else {
+        ""
+    };
+    Err(MpiError::Differs {
+        own: match options.reduction {
+            Reduction::Reproducible => format!("reproducible sums{shared}"),
+            Reduction::Engine => "the engine's own sums".to_owned(),
+        },
+    })
 }
 
 /// Brings all processes of the job together, if they share a machine; all of them call it.

@@ -98,6 +98,15 @@ pub enum MpiError {
         /// What the MPI gave.
         found: &'static str,
     },
+    /// Processes of the job were started with other settings than this one.
+    #[error(
+        "mpi: expected the same engine and options on all processes, found {own} here and another elsewhere; start all with \
+         --engine mpi or all with --engine mpi-native"
+    )]
+    Differs {
+        /// The settings of this process.
+        own: String,
+    },
     /// A call of MPI failed.
     #[error("mpi: {call}: {reason}")]
     Call {

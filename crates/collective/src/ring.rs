@@ -1,5 +1,6 @@
 //! Calls that run while the caller goes on.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc;
 use std::thread::JoinHandle;
 
@@ -30,6 +31,8 @@ pub struct Ring {
     queue: Option<mpsc::Sender<Job>>,
     thread: Option<JoinHandle<()>>,
     aborter: Aborter,
+    /// Calls given to it.
+    started: AtomicU64,
 }
 
 /// A call that was started, and the buffer it will hand back.
@@ -82,6 +85,7 @@ impl Ring {
             queue: Some(queue),
             thread: Some(thread),
             aborter,
+            started: AtomicU64::new(0),
         })
     }
 
@@ -98,6 +102,7 @@ impl Ring {
             // Nobody listens if the pending result was dropped, which has closed the group already.
             let _ = sender.send(outcome.map(|()| buffer));
         });
+        self.started.fetch_add(1, Ordering::Relaxed);
         if let Some(queue) = &self.queue {
             // Refused only if the ring's thread has panicked; then `job` is dropped with its sender, and `wait` says so.
             let _ = queue.send(job);
@@ -124,6 +129,13 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            // The ring's own thread is well and would only say that it has left.
+            self.aborter.close(CollectiveError::Panicked {
+                rank: self.aborter.rank(),
+                calls: self.started.load(Ordering::Relaxed),
+            });
+        }
         self.queue = None;
         if let Some(thread) = self.thread.take() {
             // A panic of a call was told to the other ranks by the communicator's own drop, and to `wait` by the closed channel.

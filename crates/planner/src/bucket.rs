@@ -5,7 +5,7 @@ use std::ops::Range;
 use serde::Serialize;
 
 use crate::passes::Oversize;
-use crate::{Plan, StorageSpec};
+use crate::{Plan, PlanError, StorageSpec};
 
 /// Consecutive whole tensors whose gradients share one allocation and become ready together for the calls of their buckets.
 ///
@@ -94,15 +94,25 @@ const SLOT_ELEMENTS: u64 = 64;
 /// A bucket has at least so many slots for each rank where parts are cut at slots: they differ by 2 % at most then.
 const SLOTS_OF_RANK: u64 = 64;
 
+/// Most buckets of a plan.
+pub const MAX_BUCKETS: usize = 1 << 20;
+
+/// Most parts of ranks in all buckets together: a gibibyte of their bounds.
+const MAX_PARTS: usize = 1 << 27;
+
 /// The segments and buckets of a plan's gradients, in the order of `ready` (parameters). Slices
 /// that each rank has for itself are in none: their gradients are not reduced and lie in their own
 /// list.
+///
+/// # Errors
+/// [`PlanError::TooManyBuckets`].
 pub(crate) fn segments(
     plan: &Plan,
     ready: &[u32],
     caps: Option<&Caps>,
     grain: Grain,
-) -> (Vec<Segment>, Vec<Bucket>) {
+) -> Result<(Vec<Segment>, Vec<Bucket>), PlanError> {
+    let world = plan.topology().world;
     let mut filling = Filling {
         plan,
         caps,
@@ -110,6 +120,7 @@ pub(crate) fn segments(
         open: vec![None; plan.storages.len()],
         segments: Vec::new(),
         buckets: Vec::new(),
+        most: MAX_BUCKETS.min(MAX_PARTS / (world + 1)),
     };
     for &param in ready {
         let (storage, position) = plan.places[param as usize];
@@ -121,7 +132,13 @@ pub(crate) fn segments(
     for storage in 0..plan.storages.len() {
         filling.close(storage);
     }
-    (filling.segments, filling.buckets)
+    if filling.buckets.len() > filling.most {
+        return Err(PlanError::TooManyBuckets {
+            expected: filling.most,
+            world,
+        });
+    }
+    Ok((filling.segments, filling.buckets))
 }
 
 struct Filling<'a> {
@@ -132,6 +149,8 @@ struct Filling<'a> {
     open: Vec<Option<Range<u32>>>,
     segments: Vec<Segment>,
     buckets: Vec<Bucket>,
+    /// Buckets beyond so many are an error, and only counted.
+    most: usize,
 }
 
 impl Filling<'_> {
@@ -174,7 +193,7 @@ impl Filling<'_> {
         let segment = self.segments.len();
         let first = self.buckets.len();
         let mut at = start;
-        while at < elements.end {
+        while at < elements.end && self.buckets.len() <= self.most {
             let end = self.end_of_bucket(spec, &elements, at);
             self.buckets.push(Bucket {
                 storage,

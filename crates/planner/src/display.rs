@@ -4,6 +4,8 @@ use std::fmt;
 
 use fusestep_launch::Precision;
 
+use fusestep_tensor::Quoted;
+
 use crate::stage::Reduced;
 use crate::{Norm, Optimize, Plan, Stage, TableKind, Topology};
 
@@ -167,11 +169,13 @@ impl Plan {
                 .map_or("", |r| self.name(stage.storage, r.tensor));
             writeln!(
                 f,
-                "  launch {index}: {} tensors, {} chunks, {} elements, {} sets: {first} .. {last}",
+                "  launch {index}: {} tensors, {} chunks, {} elements, {} sets: {} .. {}",
                 batch.records.len(),
                 batch.chunks,
                 grouped(batch.elements()),
                 batch.classes.len(),
+                Quoted(first),
+                Quoted(last),
             )?;
         }
         if stage.batches.len() > BATCHES_SHOWN {

@@ -195,6 +195,16 @@ pub enum PlanError {
         /// The parameter.
         name: String,
     },
+    /// Gradients would be cut into more buckets than a plan can hold.
+    #[error(
+        "buckets: expected at most {expected} for {world} ranks, found more; raise the cap of a bucket"
+    )]
+    TooManyBuckets {
+        /// Most buckets.
+        expected: usize,
+        /// Ranks, each of which has a part of every bucket.
+        world: usize,
+    },
     /// There are more parameters than a plan can number.
     #[error("parameter list: expected at most 4294967295 parameters, found {found}")]
     TooManyParameters {

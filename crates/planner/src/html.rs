@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use fusestep_amp::MaxNorm;
 use fusestep_launch::Batch;
+use fusestep_tensor::escaped;
 
 use crate::display::{bytes, grouped};
 use crate::{GradientRead, Plan, Stage};
@@ -231,7 +232,8 @@ fn or_not(value: Option<f64>) -> String {
 
 /// Text made safe for HTML: names come from files.
 pub(crate) fn escape(text: &str) -> String {
-    text.replace('&', "&amp;")
+    escaped(text)
+        .replace('&', "&amp;")
         .replace('<', "&lt;")
         .replace('>', "&gt;")
         .replace('"', "&quot;")

@@ -48,7 +48,7 @@ mod tensors;
 mod topology;
 mod update_norms;
 
-pub use bucket::{Bucket, Segment};
+pub use bucket::{Bucket, MAX_BUCKETS, Segment};
 pub use calls::{CallPurpose, PlannedCall};
 pub use checkpoint::{
     CheckpointFolder, FolderLock, MAX_SHARDS, Manifest, OpenRun, OpenWindow, ShardSpec,

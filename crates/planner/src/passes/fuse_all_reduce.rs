@@ -180,7 +180,7 @@ impl Plan {
         let gathers = |stage: &Stage| matches!(stage, Stage::Gather(_));
         let gathers = self.stages.iter().any(gathers);
         (self.segments, self.buckets) =
-            segments(self, &self.ready, self.caps.as_ref(), self.grain()?);
+            segments(self, &self.ready, self.caps.as_ref(), self.grain()?)?;
         let before = self
             .stages
             .iter()
