@@ -7,6 +7,7 @@ use anyhow::{Context, Result, bail};
 
 mod bundle;
 mod emulate;
+mod faults;
 mod gpu;
 mod mpi;
 mod mpi_bench;
@@ -17,6 +18,7 @@ mod ptx;
 mod ptxas;
 mod sanitize;
 mod sass;
+mod simulate;
 mod wheels;
 
 /// A command: its name, what it does in one line, and its entry.
@@ -51,6 +53,16 @@ const COMMANDS: &[Command] = &[
         name: "nccl",
         usage: "nccl [-- TEST ARGUMENTS]   run the collectives' tests between emulated GPUs, on a stand-in for NCCL",
         run: nccl::run,
+    },
+    Command {
+        name: "simulate",
+        usage: "simulate [--seeds N | --seed S]   whole training runs under seeds, with deaths, stalls, lost power, full disks and rot",
+        run: simulate::run,
+    },
+    Command {
+        name: "faults",
+        usage: "faults   step, save, resume and reshard with an error or their death at every call that changes a file",
+        run: faults::run,
     },
     Command {
         name: "sanitize",

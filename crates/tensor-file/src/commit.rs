@@ -19,8 +19,6 @@ use crate::{Disk, FileKind, Files, Prepared, TensorFileError, part, place};
 const FORMAT: &str = "fusestep-journal";
 /// Newest version of journals that is read.
 const VERSION: u32 = 1;
-/// Ending of files that a journal may name: these are never taken for abandoned ones.
-const READY: &str = "ready";
 
 /// Length and checksum of a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -97,7 +95,7 @@ pub fn commit_together(mut prepared: Vec<Prepared<'_>>) -> Result<(), TensorFile
     let files = prepared[0].files;
     let journal = journal_of(&prepared[0].target);
     for file in &mut prepared {
-        let ready = file.part.with_extension(READY);
+        let ready = part::ready(&file.part, &journal);
         files
             .rename(&file.part, &ready)
             .map_err(io_error(&file.path, "replace"))?;
@@ -216,7 +214,7 @@ pub fn finish_interrupted_in(files: &dyn Files, target: &Path) -> Result<bool, T
 /// Where the journal of a first file lies.
 fn journal_of(target: &Path) -> PathBuf {
     let name = target.file_name().unwrap_or_default().to_string_lossy();
-    place::folder(target).join(format!(".fusestep-{name}.journal"))
+    place::folder(target).join(format!(".fusestep-{name}{}", part::JOURNAL))
 }
 
 /// What was at a place.

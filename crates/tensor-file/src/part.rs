@@ -12,6 +12,13 @@ use crate::Files;
 const PREFIX: &str = ".fusestep-";
 const SUFFIX: &str = ".part";
 
+/// What the name of a file ends with that a journal may name: one in the same folder, or one elsewhere.
+const READY: &str = ".ready";
+const READY_ELSEWHERE: &str = ".ready-elsewhere";
+
+/// What the name of a journal ends with.
+pub(crate) const JOURNAL: &str = ".journal";
+
 /// A file of a process that cannot be asked about, on another machine or in another container, is left behind after so long.
 const ABANDONED_AFTER: Duration = Duration::from_secs(24 * 60 * 60);
 
@@ -41,19 +48,46 @@ pub fn is_part(name: &str) -> bool {
     name.starts_with(PREFIX) && name.ends_with(SUFFIX)
 }
 
-/// Removes what processes that are dead were writing in a folder; what cannot be removed costs space only.
+/// The name of a part once it is complete and about to be named by a journal.
+pub(crate) fn ready(part: &Path, journal: &Path) -> PathBuf {
+    let name = part.file_name().unwrap_or_default().to_string_lossy();
+    let stem = name.strip_suffix(SUFFIX).unwrap_or(&name);
+    let suffix = match part.parent() == journal.parent() {
+        true => READY,
+        false => READY_ELSEWHERE,
+    };
+    part.with_file_name(format!("{stem}{suffix}"))
+}
+
+/// Removes what processes that are dead were writing in a folder, unless a journal has to finish it; what cannot be removed costs
+/// space only.
 pub fn remove_abandoned(folder: &Path) {
-    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+    let names = || std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let journals: Vec<Vec<u8>> = names()
+        .filter(|entry| entry.file_name().to_string_lossy().ends_with(JOURNAL))
+        .map(|entry| std::fs::read(entry.path()).unwrap_or_default())
+        .collect();
+    for entry in names() {
         let name = entry.file_name();
+        let named = |journal: &Vec<u8>| {
+            let name = name.as_encoded_bytes();
+            journal.windows(name.len().max(1)).any(|text| text == name)
+        };
+        if journals.iter().any(named) {
+            continue;
+        }
         let old = || {
             let written = entry.metadata().and_then(|found| found.modified());
             let age = written.map(|at| SystemTime::now().duration_since(at).unwrap_or_default());
             age.is_ok_and(|age| age > ABANDONED_AFTER)
         };
-        if name
-            .to_str()
-            .is_some_and(|name| is_part(name) && writer(name).is_dead(old))
-        {
+        let abandoned = |name: &str| {
+            let of_dead = || writer(name).is_dead(old);
+            let here = name.ends_with(SUFFIX) || name.ends_with(READY);
+            let elsewhere = name.ends_with(READY_ELSEWHERE);
+            name.starts_with(PREFIX) && ((here && of_dead()) || (elsewhere && old()))
+        };
+        if name.to_str().is_some_and(abandoned) {
             let _ = std::fs::remove_file(entry.path());
         }
     }
@@ -68,10 +102,7 @@ enum Writer {
 }
 
 fn writer(name: &str) -> Writer {
-    let inner = name
-        .strip_prefix(PREFIX)
-        .and_then(|name| name.strip_suffix(SUFFIX));
-    let mut fields = inner.unwrap_or_default().split('-');
+    let mut fields = name.strip_prefix(PREFIX).unwrap_or_default().split('-');
     let pid = fields.next().and_then(|pid| pid.parse().ok());
     match (pid, fields.next(), fields.next()) {
         (Some(pid), Some(place), Some(began)) if place == place_of_processes() => Writer::Here {

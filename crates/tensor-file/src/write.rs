@@ -9,6 +9,7 @@ use fusestep_tensor::{DType, Shape};
 use safetensors::{Dtype, View};
 
 use crate::commit::Sum;
+use crate::header::METADATA_KEY;
 use crate::{Disk, FileKind, Files, TensorFileError, part, place};
 
 /// A tensor to be written.
@@ -188,10 +189,39 @@ pub fn serialize(
 ) -> Result<Vec<u8>, TensorFileError> {
     let views = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor));
     let metadata = (!metadata.is_empty()).then_some(metadata);
-    safetensors::serialize(views, metadata).map_err(|error| TensorFileError::Write {
-        path: path.to_owned(),
-        reason: error.to_string(),
-    })
+    let mut bytes =
+        safetensors::serialize(views, metadata).map_err(|error| TensorFileError::Write {
+            path: path.to_owned(),
+            reason: error.to_string(),
+        })?;
+    sort_metadata(&mut bytes);
+    Ok(bytes)
+}
+
+/// Puts the texts about a file in the order of their keys: the library leaves them in a hash map's, so that equal content would not
+/// be equal bytes.
+fn sort_metadata(bytes: &mut [u8]) {
+    let Some((length, rest)) = bytes.split_first_chunk_mut::<8>() else {
+        return;
+    };
+    let length = u64::from_le_bytes(*length) as usize;
+    let Some(header) = rest.get_mut(..length) else {
+        return;
+    };
+    let entries: Option<serde_json::Map<String, serde_json::Value>> =
+        serde_json::from_slice(header).ok();
+    let Some(mut entries) = entries else {
+        return;
+    };
+    if let Some(serde_json::Value::Object(texts)) = entries.get_mut(METADATA_KEY) {
+        texts.sort_keys();
+    }
+    let sorted = serde_json::to_vec(&entries).unwrap_or_default();
+    // The same text in another order is as long, but for the spaces at the end.
+    if sorted.len() <= length {
+        header[..sorted.len()].copy_from_slice(&sorted);
+        header[sorted.len()..].fill(b' ');
+    }
 }
 
 /// Writes a file of tensors: into a temporary file beside `path`, synced, then renamed over it, and the folder synced.
@@ -254,6 +284,20 @@ mod tests {
             assert_eq!(read.metadata()["step"], value.to_string());
         }
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn equal_content_is_equal_bytes() {
+        let texts = (0..50).map(|at| (format!("key {at} \u{e9}\n"), format!("{at}")));
+        let texts: Vec<_> = texts.collect();
+        let written = |metadata: HashMap<String, String>| {
+            serialize(Path::new("x"), &tensors(3), metadata).unwrap()
+        };
+        let first = written(texts.iter().cloned().collect());
+        assert_eq!(written(texts.iter().rev().cloned().collect()), first);
+        let read = TensorFile::parse(Path::new("x"), first).unwrap();
+        assert_eq!(read.metadata(), &texts.into_iter().collect());
+        assert_eq!(read.bytes("a").unwrap(), [3; 8]);
     }
 
     #[test]

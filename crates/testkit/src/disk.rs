@@ -121,6 +121,11 @@ impl SimulatedDisk {
         self.lock().faults.insert(at, fault);
     }
 
+    /// Takes back the faults that are still to come.
+    pub fn clear_faults(&self) {
+        self.lock().faults.clear();
+    }
+
     /// Whether the power is off.
     pub fn is_dead(&self) -> bool {
         self.lock().dead

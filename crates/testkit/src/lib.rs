@@ -6,9 +6,11 @@ mod disk;
 mod normed_reference;
 mod reference;
 mod runner;
+mod simulation;
 mod ulp;
 
 pub use case::{Case, EDGE_NUMELS, Gradients};
 pub use disk::{Fault, SimulatedDisk};
 pub use runner::{backends, check, check_at, check_bits, outcome};
+pub use simulation::{Story, simulate};
 pub use ulp::ulp_distance;

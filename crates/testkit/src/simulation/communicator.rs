@@ -1,0 +1,283 @@
+//! Ranks of a simulated world: every call is an exchange of bytes, which the schedule decides the moment of.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use fusestep_collective::{
+    Aborter, Buffers, Call, CallContext, CollectiveError, Communicator, FlightRecorder, Membership,
+    Operation, RankMemory, ReduceUpdate, reduce_slices,
+};
+use fusestep_simd::Level;
+use fusestep_tensor_file::{FileKind, Files};
+
+use super::schedule::{Brought, Schedule};
+use crate::SimulatedDisk;
+
+/// One rank's place in a group of a simulated world.
+#[derive(Debug)]
+pub(super) struct SimulatedRank {
+    schedule: Arc<Schedule>,
+    group: u64,
+    /// Ranks of the world, in the group's order.
+    members: Vec<usize>,
+    /// Of the world, and of the group.
+    world_rank: usize,
+    rank: usize,
+    sequence: u64,
+    context: CallContext,
+    shares_memory: bool,
+    recorder: FlightRecorder,
+}
+
+impl SimulatedRank {
+    pub(super) fn new(
+        schedule: Arc<Schedule>,
+        rank: usize,
+        world: usize,
+        shares_memory: bool,
+    ) -> Self {
+        Self::in_group(schedule, 0, (0..world).collect(), rank, shares_memory)
+    }
+
+    fn in_group(
+        schedule: Arc<Schedule>,
+        group: u64,
+        members: Vec<usize>,
+        world_rank: usize,
+        shares_memory: bool,
+    ) -> Self {
+        let rank = members.iter().position(|&member| member == world_rank);
+        let rank = rank.unwrap_or_default();
+        Self {
+            recorder: FlightRecorder::new(rank, members.len(), 1, Instant::now()),
+            schedule,
+            group,
+            members,
+            world_rank,
+            rank,
+            sequence: 0,
+            context: CallContext::default(),
+            shares_memory,
+        }
+    }
+
+    fn exchange(&mut self, label: &str, bytes: Vec<u8>) -> Result<Brought, CollectiveError> {
+        self.sequence += 1;
+        let label = format!("{label} {:?}", self.context);
+        let call = (self.group, self.sequence);
+        let own = (self.world_rank, &self.members[..]);
+        self.schedule.exchange(own, call, &label, bytes)
+    }
+}
+
+impl Communicator for SimulatedRank {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.members.len()
+    }
+
+    fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
+        let blocks = call.blocks(self.rank, self.members.len())?;
+        let (dtype, operation) = (call.dtype, call.operation);
+        let block = |rank| blocks.of_bytes(rank, dtype.len_bytes());
+        let own = block(self.rank);
+        let brings = match &call.buffers {
+            Buffers::InPlace(whole) if operation == Operation::AllGather => {
+                whole[own.clone()].to_vec()
+            }
+            Buffers::InPlace(whole) => whole.to_vec(),
+            Buffers::Apart { send, .. } => send.to_vec(),
+        };
+        let label = format!("{operation:?} {dtype} {} {:?}", blocks.numel, call.counts);
+        let all = self.exchange(&label, brings)?;
+        let is_apart = matches!(call.buffers, Buffers::Apart { .. });
+        let result = match call.buffers {
+            Buffers::InPlace(whole) => whole,
+            Buffers::Apart { receive, .. } => receive,
+        };
+        let reduced = |op| {
+            let inputs: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();
+            let mut sum = vec![0; inputs[0].len()];
+            reduce_slices(Level::detect(), dtype, op, &inputs, &mut sum);
+            sum
+        };
+        match operation {
+            Operation::AllReduce(op) => result.copy_from_slice(&reduced(op)),
+            Operation::Reduce { reduce, root } if root == self.rank => {
+                result.copy_from_slice(&reduced(reduce));
+            }
+            Operation::Reduce { .. } | Operation::Barrier => {}
+            Operation::Broadcast { root } => result.copy_from_slice(&all[root]),
+            Operation::AllGather => {
+                for (rank, bytes) in all.iter().enumerate() {
+                    result[block(rank)].copy_from_slice(bytes);
+                }
+            }
+            Operation::ReduceScatter(op) => {
+                let sum = reduced(op);
+                let place = if is_apart { 0..own.len() } else { own.clone() };
+                result[place].copy_from_slice(&sum[own]);
+            }
+            other => {
+                return Err(CollectiveError::Refused {
+                    rank: self.rank,
+                    operation: other.name(),
+                    reason: "expected a call that a training step makes, found another".to_owned(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn split(
+        &mut self,
+        membership: Option<Membership>,
+    ) -> Result<Option<Box<dyn Communicator>>, CollectiveError> {
+        let text = membership.map_or(String::new(), |own| format!("{} {}", own.colour, own.key));
+        let all = self.exchange("split", text.into_bytes())?;
+        let Some(own) = membership else {
+            return Ok(None);
+        };
+        let parsed = all.iter().enumerate().filter_map(|(rank, bytes)| {
+            let text = String::from_utf8_lossy(bytes);
+            let (colour, key) = text.split_once(' ')?;
+            Some((colour.parse::<u32>().ok()?, key.parse::<u32>().ok()?, rank))
+        });
+        let mut together: Vec<(u32, usize)> = parsed
+            .filter(|(colour, ..)| *colour == own.colour)
+            .map(|(_, key, rank)| (key, rank))
+            .collect();
+        together.sort_unstable();
+        let members = together
+            .iter()
+            .map(|(_, rank)| self.members[*rank])
+            .collect();
+        let mut hasher = DefaultHasher::new();
+        (self.group, self.sequence, own.colour).hash(&mut hasher);
+        let group = hasher.finish();
+        Ok(Some(Box::new(Self::in_group(
+            Arc::clone(&self.schedule),
+            group,
+            members,
+            self.world_rank,
+            self.shares_memory,
+        ))))
+    }
+
+    fn set_context(&mut self, context: CallContext) {
+        self.context = context;
+    }
+
+    fn aborter(&self) -> Aborter {
+        let schedule = Arc::clone(&self.schedule);
+        Aborter::new(self.rank, move |error| schedule.close(error))
+    }
+
+    fn recorder(&self) -> &FlightRecorder {
+        &self.recorder
+    }
+
+    fn shares_memory(&self) -> bool {
+        self.shares_memory
+    }
+
+    /// Everybody's memory comes as a copy, and what was written goes back in a second exchange.
+    fn reduce_update(
+        &mut self,
+        call: ReduceUpdate<'_>,
+        work: &mut dyn FnMut(RankMemory<'_>),
+    ) -> Result<(), CollectiveError> {
+        let world = self.members.len();
+        let blocks = call.blocks(self.rank, world)?;
+        let label = format!("reduce-update {} {:?}", call.grad_dtype, call.counts);
+        let all_grads = self.exchange(&label, call.grads.to_vec())?;
+        let mut copies = Vec::new();
+        for replica in call.replicas.iter() {
+            let all = self.exchange("replica", replica.bytes.to_vec())?;
+            let own = blocks.of_bytes(self.rank, replica.dtype.len_bytes());
+            copies.push(
+                all.iter()
+                    .map(|bytes| bytes[own.clone()].to_vec())
+                    .collect::<Vec<_>>(),
+            );
+        }
+        let own = blocks.of_bytes(self.rank, call.grad_dtype.len_bytes());
+        work(RankMemory {
+            rank: self.rank,
+            grads: all_grads.iter().map(|bytes| &bytes[own.clone()]).collect(),
+            replicas: copies
+                .iter_mut()
+                .map(|ranks| ranks.iter_mut().map(Vec::as_mut_slice).collect())
+                .collect(),
+        });
+        for (replica, ranks) in call.replicas.into_iter().zip(copies) {
+            // Block by block what each rank has written for this one.
+            let written = self.exchange("written", ranks.concat())?;
+            for (rank, bytes) in written.iter().enumerate() {
+                let place = blocks.of_bytes(rank, replica.dtype.len_bytes());
+                let len = place.len();
+                replica.bytes[place]
+                    .copy_from_slice(&bytes[len * self.rank..len * (self.rank + 1)]);
+            }
+        }
+        Ok(())
+    }
+
+    fn failure(&self) -> Option<CollectiveError> {
+        self.schedule.closed()
+    }
+}
+
+/// A disk as one rank sees it: its calls are events, and a rank that has died makes none.
+#[derive(Debug)]
+pub(super) struct RankFiles {
+    pub(super) disk: Arc<SimulatedDisk>,
+    pub(super) schedule: Arc<Schedule>,
+    pub(super) rank: usize,
+}
+
+impl RankFiles {
+    fn disk(&self) -> io::Result<&SimulatedDisk> {
+        self.schedule.event(self.rank).map_err(io::Error::other)?;
+        Ok(&self.disk)
+    }
+}
+
+impl Files for RankFiles {
+    fn read(&self, path: &Path) -> io::Result<Vec<u8>> {
+        self.disk()?.read(path)
+    }
+    fn kind(&self, path: &Path) -> io::Result<FileKind> {
+        self.disk()?.kind(path)
+    }
+    fn write_new(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
+        self.disk()?.write_new(path, bytes)
+    }
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        self.disk()?.rename(from, to)
+    }
+    fn link(&self, from: &Path, to: &Path) -> io::Result<()> {
+        self.disk()?.link(from, to)
+    }
+    fn sync_folder(&self, path: &Path) -> io::Result<()> {
+        self.disk()?.sync_folder(path)
+    }
+    fn create_folder(&self, path: &Path) -> io::Result<()> {
+        self.disk()?.create_folder(path)
+    }
+    fn list(&self, path: &Path) -> io::Result<Vec<String>> {
+        self.disk()?.list(path)
+    }
+    fn remove_file(&self, path: &Path) -> io::Result<()> {
+        self.disk()?.remove_file(path)
+    }
+    fn remove_folder(&self, path: &Path) -> io::Result<()> {
+        self.disk()?.remove_folder(path)
+    }
+}

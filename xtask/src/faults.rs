@@ -1,0 +1,370 @@
+//! `faults`: the command itself, with an error or its death at every call that changes a file, one after the other.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::workspace_root;
+
+/// What happens at a call.
+const KINDS: [&str; 4] = ["EIO", "ENOSPC", "DEATH", "DEATH_AFTER"];
+
+/// Calls after which a command that still has some is one that never ends.
+const MOST_CALLS: usize = 2_000;
+
+/// Runs every scenario for every call and kind of fault.
+pub(crate) fn run(arguments: &[String]) -> Result<()> {
+    if !arguments.is_empty() {
+        bail!("expected `faults`, found {arguments:?}");
+    }
+    let bench = Bench::prepare()?;
+    let mut table = Vec::new();
+    for (name, scenario) in [
+        ("step", step as fn(&Bench) -> Result<Scenario>),
+        ("save", save),
+        ("resume", resume),
+        ("reshard", reshard),
+    ] {
+        let scenario = scenario(&bench)?;
+        let (mut calls, mut faults) = (0, 0);
+        for kind in KINDS {
+            for at in 0.. {
+                ensure!(at < MOST_CALLS, "{name}: more than {MOST_CALLS} calls");
+                let fired = bench
+                    .try_one(&scenario, kind, at)
+                    .with_context(|| format!("{name}: {kind} at call {at}"))?;
+                if !fired {
+                    calls = calls.max(at);
+                    break;
+                }
+                faults += 1;
+            }
+        }
+        ensure!(
+            calls > 5,
+            "{name}: expected calls that change files, found {calls}"
+        );
+        println!("faults: {name}: {calls} calls, {faults} faults, every end as promised");
+        table.push((name, calls, faults));
+    }
+    let faults: usize = table.iter().map(|(_, _, faults)| faults).sum();
+    println!("faults: all is well after {faults} of them");
+    Ok(())
+}
+
+/// The program, the library of faults and a folder for both.
+struct Bench {
+    program: PathBuf,
+    library: PathBuf,
+    root: PathBuf,
+}
+
+/// What is run under faults, and what must be true afterwards.
+struct Scenario {
+    /// What lies in the folder beforehand.
+    template: PathBuf,
+    arguments: Vec<String>,
+    /// Judges the folder after the command has ended so.
+    judge: Judge,
+}
+
+/// Whether a folder is as promised after a command that ended so.
+type Judge = Box<dyn Fn(&Bench, &Path, &Output) -> Result<()>>;
+
+/// Where a scenario's files lie while a command runs, in its arguments.
+const HERE: &str = "@";
+
+impl Bench {
+    fn prepare() -> Result<Self> {
+        let root = workspace_root().join("target/faults");
+        if root.exists() {
+            fs::remove_dir_all(&root)?;
+        }
+        fs::create_dir_all(&root)?;
+        let built = Command::new("cargo")
+            .args(["build", "--release", "-p", "fusestep-cli"])
+            .current_dir(workspace_root())
+            .status()?;
+        ensure!(built.success(), "the command does not build");
+        let library = root.join("faults.so");
+        let compiled = Command::new("c++")
+            .args(["-shared", "-fPIC", "-O1", "-std=c++17", "-o"])
+            .arg(&library)
+            .arg(workspace_root().join("xtask/faults/faults.cpp"))
+            .arg("-ldl")
+            .status();
+        ensure!(
+            compiled.context("there is no c++")?.success(),
+            "the library of faults does not build"
+        );
+        Ok(Self {
+            program: workspace_root().join("target/release/fusestep"),
+            library,
+            root: root.canonicalize()?,
+        })
+    }
+
+    /// Runs the command with nothing in its way.
+    fn plain(&self, folder: &Path, arguments: &[String]) -> Result<Output> {
+        Ok(Command::new(&self.program)
+            .args(placed(folder, arguments))
+            .output()?)
+    }
+
+    fn must(&self, folder: &Path, arguments: &[&str]) -> Result<String> {
+        let arguments: Vec<String> = arguments.iter().map(|text| (*text).to_owned()).collect();
+        let output = self.plain(folder, &arguments)?;
+        let error = String::from_utf8_lossy(&output.stderr);
+        ensure!(
+            output.status.success(),
+            "{arguments:?} without faults: {error}"
+        );
+        Ok(String::from_utf8(output.stdout)?)
+    }
+
+    /// Runs a scenario with one fault; whether the fault came to happen.
+    fn try_one(&self, scenario: &Scenario, kind: &str, at: usize) -> Result<bool> {
+        let folder = self.fresh("run", &scenario.template)?;
+        let fired = self.root.join("fired");
+        let _ = fs::remove_file(&fired);
+        let output = Command::new(&self.program)
+            .args(placed(&folder, &scenario.arguments))
+            .env("LD_PRELOAD", &self.library)
+            .env("FAULT_ROOT", &folder)
+            .env("FAULT_AT", at.to_string())
+            .env("FAULT_KIND", kind)
+            .env("FAULT_FIRED", &fired)
+            .output()?;
+        let error = String::from_utf8_lossy(&output.stderr);
+        let killed = output.status.code().is_none();
+        ensure!(
+            !error.contains("panicked") && killed == (kind.starts_with("DEATH") && fired.exists()),
+            "ended by {:?}: {error}",
+            output.status
+        );
+        ensure!(
+            output.status.success() || killed || error.contains("error: "),
+            "failed without a word: {error}"
+        );
+        (scenario.judge)(self, &folder, &output)?;
+        Ok(fired.exists())
+    }
+
+    /// A copy of a folder.
+    fn fresh(&self, name: &str, template: &Path) -> Result<PathBuf> {
+        let folder = self.root.join(name);
+        if folder.exists() {
+            fs::remove_dir_all(&folder)?;
+        }
+        let copied = Command::new("cp")
+            .arg("-r")
+            .arg(template)
+            .arg(&folder)
+            .status()?;
+        ensure!(copied.success(), "cannot copy {}", template.display());
+        Ok(folder)
+    }
+
+    fn empty(&self, name: &str) -> Result<PathBuf> {
+        let folder = self.root.join(name);
+        fs::create_dir_all(&folder)?;
+        Ok(folder)
+    }
+}
+
+fn placed(folder: &Path, arguments: &[String]) -> Vec<String> {
+    let here = folder.to_string_lossy();
+    arguments
+        .iter()
+        .map(|text| text.replace(HERE, &here))
+        .collect()
+}
+
+fn owned(arguments: &[&str]) -> Vec<String> {
+    arguments.iter().map(|text| (*text).to_owned()).collect()
+}
+
+/// A safetensors file of one tensor.
+fn tensor_file(path: &Path, values: &[f32]) -> Result<()> {
+    let bytes: Vec<u8> = values
+        .iter()
+        .flat_map(|value| value.to_le_bytes())
+        .collect();
+    let header = format!(
+        "{{\"a\":{{\"dtype\":\"F32\",\"shape\":[{}],\"data_offsets\":[0,{}]}}}}",
+        values.len(),
+        bytes.len()
+    );
+    let length = (header.len() as u64).to_le_bytes();
+    Ok(fs::write(
+        path,
+        [&length[..], header.as_bytes(), &bytes].concat(),
+    )?)
+}
+
+/// Parameters and state replaced in place: both old or both new, and an error means old.
+fn step(bench: &Bench) -> Result<Scenario> {
+    let template = bench.empty("step")?;
+    let values: Vec<f32> = (0..500).map(|at| at as f32 / 64.0 - 3.0).collect();
+    for name in ["p", "g"] {
+        tensor_file(&template.join(name), &values)?;
+    }
+    let base = "step --params @/p --grads @/g --lr 0.01 --out @/p --state-out @/s";
+    let first: Vec<&str> = base.split(' ').collect();
+    bench.must(&template, &first)?;
+    let again = owned(&[&first[..], &["--state", "@/s"]].concat());
+    let pair = |folder: &Path| -> Result<[Vec<u8>; 2]> {
+        Ok([fs::read(folder.join("p"))?, fs::read(folder.join("s"))?])
+    };
+    // The folder after no, one and two steps more.
+    let mut after = vec![pair(&template)?];
+    let folder = bench.fresh("run", &template)?;
+    for _ in 0..2 {
+        let done = bench.plain(&folder, &again)?;
+        ensure!(
+            done.status.success(),
+            "{}",
+            String::from_utf8_lossy(&done.stderr)
+        );
+        after.push(pair(&folder)?);
+    }
+    let arguments = again.clone();
+    let judge: Judge = Box::new(move |bench, folder, output| {
+        // Whoever comes next finishes what was begun, if it counts.
+        let next = bench.plain(folder, &again)?;
+        ensure!(
+            next.status.success(),
+            "the next step: {}",
+            String::from_utf8_lossy(&next.stderr)
+        );
+        let found = pair(folder)?;
+        let steps = after.iter().position(|pair| *pair == found);
+        let possible: &[usize] = match output.status.code() {
+            Some(0) => &[2],
+            Some(_) => &[1],
+            None => &[1, 2],
+        };
+        ensure!(
+            steps.is_some_and(|steps| possible.contains(&steps)),
+            "expected {possible:?} steps in parameters and state alike, found {steps:?}"
+        );
+        let left: Vec<_> = fs::read_dir(folder)?
+            .flatten()
+            .map(|entry| entry.file_name())
+            .collect();
+        ensure!(left.len() == 3, "left behind: {left:?}");
+        Ok(())
+    });
+    Ok(Scenario {
+        template,
+        arguments,
+        judge,
+    })
+}
+
+/// The epochs of a run, and its flags.
+fn training(epochs: &str, more: &[&str]) -> Vec<String> {
+    let base = [
+        "train", "--json", "--ranks", "2", "--zero", "1", "--batch", "256", "--epochs", epochs,
+    ];
+    let checkpoint = ["--checkpoint", "@/c"];
+    owned(&[&base[..], &checkpoint, more].concat())
+}
+
+fn hash(output: &str) -> Result<String> {
+    let value: serde_json::Value = serde_json::from_str(output)?;
+    Ok(value["params_hash"].as_str().context("no hash")?.to_owned())
+}
+
+/// A judge of runs: whatever happened, the run goes on to the parameters of one that nothing has happened to.
+fn goes_on(bench: &Bench, template: &Path, epochs: &'static str) -> Result<Judge> {
+    let folder = bench.fresh("run", template)?;
+    let resume: &[&str] = if folder.join("c/manifest.json").exists() {
+        &["--resume"]
+    } else {
+        &[]
+    };
+    let whole = bench.plain(&folder, &training(epochs, resume))?;
+    let expected = hash(&String::from_utf8(whole.stdout)?)?;
+    Ok(Box::new(move |bench, folder, _| {
+        let resume: &[&str] = if folder.join("c/manifest.json").exists() {
+            &["--resume"]
+        } else {
+            &[]
+        };
+        let next = bench.plain(folder, &training(epochs, resume))?;
+        ensure!(
+            next.status.success(),
+            "the next run: {}",
+            String::from_utf8_lossy(&next.stderr)
+        );
+        let found = hash(&String::from_utf8(next.stdout)?)?;
+        ensure!(
+            found == expected,
+            "expected parameters {expected}, found {found}"
+        );
+        bench.must(folder, &["checkpoint", "verify", "@/c"])?;
+        Ok(())
+    }))
+}
+
+/// A run that saves for the first time.
+fn save(bench: &Bench) -> Result<Scenario> {
+    let template = bench.empty("save")?;
+    let judge = goes_on(bench, &template, "1")?;
+    Ok(Scenario {
+        template,
+        arguments: training("1", &[]),
+        judge,
+    })
+}
+
+/// A run that goes on and replaces its checkpoint.
+fn resume(bench: &Bench) -> Result<Scenario> {
+    let template = bench.empty("resume")?;
+    let first = training("1", &[]);
+    let first: Vec<&str> = first.iter().map(String::as_str).collect();
+    bench.must(&template, &first)?;
+    let judge = goes_on(bench, &template, "2")?;
+    Ok(Scenario {
+        template,
+        arguments: training("2", &["--resume"]),
+        judge,
+    })
+}
+
+/// A checkpoint written for other ranks: it is there and whole, or is not; the one it comes from stays.
+fn reshard(bench: &Bench) -> Result<Scenario> {
+    let template = bench.empty("reshard")?;
+    let first = training("1", &[]);
+    let first: Vec<&str> = first.iter().map(String::as_str).collect();
+    bench.must(&template, &first)?;
+    let arguments = owned(&[
+        "checkpoint",
+        "reshard",
+        "@/c",
+        "--world",
+        "3",
+        "--out",
+        "@/other",
+    ]);
+    let judge: Judge = Box::new(|bench, folder, output| {
+        bench.must(folder, &["checkpoint", "verify", "@/c"])?;
+        let verified = bench.plain(folder, &owned(&["checkpoint", "verify", "@/other"]))?;
+        let there = folder.join("other/manifest.json").exists();
+        ensure!(
+            verified.status.success() == there,
+            "{}",
+            String::from_utf8_lossy(&verified.stderr)
+        );
+        ensure!(there || !output.status.success(), "done, and not there");
+        Ok(())
+    });
+    Ok(Scenario {
+        template,
+        arguments,
+        judge,
+    })
+}

@@ -1,0 +1,41 @@
+//! `simulate`: whole training runs under seeds, with faults of ranks and disks.
+
+use std::process::Command;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::workspace_root;
+
+/// Seeds without a number given.
+const SEEDS: u64 = 10_000;
+
+/// Runs so many seeds, or the one that is to be looked at.
+pub(crate) fn run(arguments: &[String]) -> Result<()> {
+    let number = |text: &String| {
+        text.parse::<u64>()
+            .with_context(|| format!("expected a number, found {text:?}"))
+    };
+    let (first, count) = match arguments {
+        [] => (0, SEEDS),
+        [flag, count] if flag == "--seeds" => (0, number(count)?),
+        [flag, seed] if flag == "--seed" => (number(seed)?, 1),
+        _ => bail!("expected `simulate [--seeds N | --seed S]`, found {arguments:?}"),
+    };
+    let (first, count) = (first.to_string(), count.to_string());
+    let status = Command::new("cargo")
+        .args([
+            "run",
+            "--release",
+            "-q",
+            "-p",
+            "fusestep-testkit",
+            "--bin",
+            "simulate",
+            "--",
+        ])
+        .args([&first, &count])
+        .current_dir(workspace_root())
+        .status()?;
+    ensure!(status.success(), "a promise was broken");
+    Ok(())
+}
