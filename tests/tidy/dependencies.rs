@@ -44,7 +44,7 @@ const LAYERS: [&[&str]; 9] = [
     ],
     &["candle", "testkit"],
     &["fusestep"],
-    &["cli", "tests", "benches", "xtask"],
+    &["cli", "tests", "benches", "xtask", "fuzz"],
 ];
 
 /// Packages from elsewhere that only some folders may name, in any kind of dependency; a trailing `*` stands for any rest.

@@ -8,6 +8,7 @@ use anyhow::{Context, Result, bail};
 mod bundle;
 mod emulate;
 mod faults;
+mod fuzz;
 mod gpu;
 mod mpi;
 mod mpi_bench;
@@ -63,6 +64,11 @@ const COMMANDS: &[Command] = &[
         name: "faults",
         usage: "faults   step, save, resume and reshard with an error or their death at every call that changes a file",
         run: faults::run,
+    },
+    Command {
+        name: "fuzz",
+        usage: "fuzz [--seconds N] [--seed S]   any bytes as files, plans and launches, each target of fuzz/ for so long",
+        run: fuzz::run,
     },
     Command {
         name: "sanitize",

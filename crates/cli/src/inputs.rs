@@ -67,8 +67,17 @@ pub(crate) fn model_of(file: &TensorFile) -> anyhow::Result<Model> {
 
 fn read_shapes(path: &Path, dtype: DType) -> anyhow::Result<Vec<ParamDesc>> {
     let named = || path.display().to_string();
-    let text = Disk.read(path).with_context(named)?;
-    let entries: Vec<ShapeEntry> = serde_json::from_slice(&text)
+    parse_shapes(path, &Disk.read(path).with_context(named)?, dtype)
+}
+
+/// Checks the text of a shapes file that was read from `path`.
+pub(crate) fn parse_shapes(
+    path: &Path,
+    text: &[u8],
+    dtype: DType,
+) -> anyhow::Result<Vec<ParamDesc>> {
+    let named = || path.display().to_string();
+    let entries: Vec<ShapeEntry> = serde_json::from_slice(text)
         .with_context(|| format!("{}: expected [{{\"name\": …, \"shape\": […]}}, …]", named()))?;
     let mut params = Vec::with_capacity(entries.len());
     for entry in entries {

@@ -52,12 +52,16 @@ impl Batch {
     }
 }
 
+/// Most launches that tensors are put into at once.
+pub const MAX_LAUNCHES: usize = 1 << 20;
+
 /// Puts tensors into as few launches as the limits allow, in the given order.
 ///
 /// Empty tensors are left out wherever they stand. A tensor with more chunks than a launch has left goes on in the next one.
 ///
 /// # Errors
-/// [`LaunchError::LimitTooSmall`] if not even one tensor fits, [`LaunchError::ZeroLimit`] for a limit of 0.
+/// [`LaunchError::LimitTooSmall`] if not even one tensor fits, [`LaunchError::ZeroLimit`] for a limit of 0,
+/// [`LaunchError::TooMany`] beyond [`MAX_LAUNCHES`].
 /// # Cost
 /// Linear in the number of tensors.
 pub fn batches(
@@ -75,13 +79,25 @@ pub fn batches(
             found: limits.argument_bytes,
         });
     }
+    let too_many = || LaunchError::TooMany {
+        kernel: kernel.to_owned(),
+        expected: MAX_LAUNCHES,
+    };
+    let launch_elements = u64::from(limits.chunk_elements) * u64::from(limits.chunks_per_launch);
     let mut filling = Filling::new(layout, limits);
     for tensor in tensors {
         let mut rest = tensor;
+        // Before the loop, so that a tensor that is far too large is refused at once.
+        if rest.numel / launch_elements > MAX_LAUNCHES as u64 {
+            return Err(too_many());
+        }
         while rest.numel > 0 {
             let added = filling.add(rest);
             rest.first_element += added;
             rest.numel -= added;
+            if filling.full.len() >= MAX_LAUNCHES {
+                return Err(too_many());
+            }
         }
     }
     Ok(filling.finish())

@@ -16,6 +16,16 @@ pub enum LaunchError {
         /// The limit given.
         found: usize,
     },
+    /// Tensors would be cut into more launches than a plan can hold.
+    #[error(
+        "launches of `{kernel}`: expected at most {expected}, found more; raise the chunks of a launch or their elements"
+    )]
+    TooMany {
+        /// The kernel's entry.
+        kernel: String,
+        /// Most launches.
+        expected: usize,
+    },
     /// A limit that must be at least 1 is 0.
     #[error("{what}: expected at least 1, found 0")]
     ZeroLimit {

@@ -27,7 +27,7 @@ pub use backend::{
     Backend, BackendError, Buffer, Launch, LaunchReport, LeafSquares, ListBuffer, Replicas,
     Replicated,
 };
-pub use batch::{Batch, Batchable, Record, batches};
+pub use batch::{Batch, Batchable, MAX_LAUNCHES, Record, batches};
 pub use control::{CONTROL_BYTES, ControlBlock, Gate};
 pub use error::LaunchError;
 pub use host::{

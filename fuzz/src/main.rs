@@ -1,0 +1,153 @@
+//! Runs a target: `TARGET SECONDS [SEED]` mutates, `TARGET FILE` tries one input, `corpus` writes the first inputs anew.
+#![forbid(unsafe_code)]
+
+mod corpus;
+#[path = "../../crates/cli/src/inputs.rs"]
+#[expect(
+    dead_code,
+    reason = "only the parser of shapes is fuzzed through this file"
+)]
+mod inputs;
+mod mutate;
+mod targets {
+    pub(crate) mod manifest;
+    pub(crate) mod packing;
+    pub(crate) mod plan;
+    pub(crate) mod shapes;
+    pub(crate) mod state;
+    pub(crate) mod tensor_file;
+}
+
+use std::collections::HashSet;
+use std::fs;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::mutate::Mutator;
+
+/// What a target makes of an input: what it says, or which promise is broken.
+type Outcome = Result<String, String>;
+
+/// Most inputs that others are made from.
+const MOST_KEPT: usize = 4096;
+
+/// Tries one input.
+type Target = fn(&[u8]) -> Outcome;
+
+/// The targets by name.
+const TARGETS: [(&str, Target); 6] = [
+    ("tensor_file", targets::tensor_file::run),
+    ("shapes", targets::shapes::run),
+    ("manifest", targets::manifest::run),
+    ("state", targets::state::run),
+    ("plan", targets::plan::run),
+    ("packing", targets::packing::run),
+];
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    match dispatch(&arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn dispatch(arguments: &[String]) -> Result<()> {
+    if arguments == ["corpus"] {
+        return corpus::write(Path::new(env!("CARGO_MANIFEST_DIR")));
+    }
+    let [name, what, rest @ ..] = arguments else {
+        bail!("expected a target and seconds or a file");
+    };
+    let target = TARGETS.iter().find(|(known, _)| known == name);
+    let (name, target) = *target.with_context(|| format!("no target `{name}`"))?;
+    if let Ok(seconds) = what.parse() {
+        let seed = rest.first().map_or(Ok(0), |seed| seed.parse())?;
+        return fuzz(name, target, Duration::from_secs(seconds), seed);
+    }
+    let input = fs::read(what).with_context(|| what.clone())?;
+    println!("{}", tried(target, &input).map_err(anyhow::Error::msg)?);
+    Ok(())
+}
+
+/// A target's outcome; a panic breaks every promise.
+fn tried(target: Target, input: &[u8]) -> Outcome {
+    catch_unwind(AssertUnwindSafe(|| target(input))).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().cloned();
+        let text = text.or_else(|| Some((*panic.downcast_ref::<&str>()?).to_owned()));
+        Err(format!("panicked: {}", text.unwrap_or_default()))
+    })
+}
+
+fn fuzz(name: &str, target: Target, time: Duration, seed: u64) -> Result<()> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut corpus = read_corpus(&root.join("corpus").join(name))?;
+    ensure!(
+        !corpus.is_empty(),
+        "no inputs in {}",
+        root.join("corpus").join(name).display()
+    );
+    let mut mutator = Mutator::new(seed);
+    let (mut known, begun, mut inputs) = (HashSet::new(), Instant::now(), 0u64);
+    let given = corpus.len();
+    for at in 0.. {
+        let input = match corpus.get(at).filter(|_| at < given) {
+            Some(input) => input.clone(),
+            None => mutator.next(&corpus),
+        };
+        inputs += 1;
+        match tried(target, &input) {
+            Ok(said) => {
+                let new = known.insert(xxh3_64(kind_of(&said).as_bytes()));
+                if new && at >= given && corpus.len() < MOST_KEPT {
+                    corpus.push(input);
+                }
+            }
+            Err(broken) => {
+                let path = keep(root, name, &input)?;
+                bail!("{name}: {broken}\nthe input: {}", path.display());
+            }
+        }
+        if begun.elapsed() >= time {
+            break;
+        }
+    }
+    println!(
+        "fuzz: {name}: {inputs} inputs in {:.0} s from {given} of the corpus, seed {seed}: {} kinds of outcomes, every promise kept",
+        begun.elapsed().as_secs_f64(),
+        known.len()
+    );
+    Ok(())
+}
+
+/// What is said before the first and after the last quote, without digits: what is quoted is of the input.
+fn kind_of(said: &str) -> String {
+    const QUOTES: [char; 2] = ['`', '"'];
+    let before = said.split(QUOTES).next().unwrap_or_default();
+    let after = said[before.len()..].rsplit(QUOTES).next();
+    let outside = [before, after.unwrap_or_default()].concat();
+    outside.chars().filter(|c| !c.is_ascii_hexdigit()).collect()
+}
+
+fn read_corpus(folder: &Path) -> Result<Vec<Vec<u8>>> {
+    let entries = fs::read_dir(folder).with_context(|| folder.display().to_string())?;
+    let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    paths.sort();
+    paths.iter().map(|path| Ok(fs::read(path)?)).collect()
+}
+
+fn keep(root: &Path, name: &str, input: &[u8]) -> Result<PathBuf> {
+    let folder = root.join("crashes");
+    fs::create_dir_all(&folder)?;
+    let path = folder.join(format!("{name}-{:016x}", xxh3_64(input)));
+    fs::write(&path, input)?;
+    Ok(path)
+}

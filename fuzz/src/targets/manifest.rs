@@ -1,0 +1,50 @@
+//! Any bytes as a checkpoint's manifest, with two files of the right lengths beside it.
+
+use std::path::Path;
+
+use fusestep_planner::{CheckpointFolder, Manifest};
+use fusestep_tensor_file::Files;
+use fusestep_testkit::SimulatedDisk;
+
+use crate::Outcome;
+
+const FOLDER: &str = "/c";
+
+pub(crate) fn run(input: &[u8]) -> Outcome {
+    let disk = SimulatedDisk::new(0, []);
+    let made = disk.create_folder(Path::new(FOLDER));
+    let made = made.and_then(|()| disk.write_new(Path::new("/c/manifest.json"), input));
+    made.map_err(|error| error.to_string())?;
+    let folder = CheckpointFolder::of(&disk, Path::new(FOLDER));
+    let manifest = match Manifest::read(folder) {
+        Ok(manifest) => manifest,
+        Err(error) => return Ok(error.to_string()),
+    };
+    // The files that it names, if it names them so.
+    let generation = Path::new(FOLDER).join(&manifest.generation);
+    let _ = disk.create_folder(&generation);
+    for (shard, bytes) in manifest.shards.iter().zip(SHARDS) {
+        let _ = disk.write_new(&generation.join(&shard.file), bytes);
+    }
+    match manifest.read_tensors(folder) {
+        Err(error) => Ok(error.to_string()),
+        Ok(whole) => {
+            for (name, spec) in &manifest.tensors {
+                let expected = spec.shape.numel() * spec.dtype.len_bytes() as u64;
+                let found = whole.get(name).map_or(0, Vec::len) as u64;
+                if found != expected {
+                    return Err(format!(
+                        "`{name}`: expected {expected} bytes, found {found}"
+                    ));
+                }
+            }
+            Ok("whole".to_owned())
+        }
+    }
+}
+
+/// The files of the checkpoint in the corpus.
+const SHARDS: [&[u8]; 2] = [
+    include_bytes!("../../shards/shard-00000.safetensors"),
+    include_bytes!("../../shards/shard-00001.safetensors"),
+];

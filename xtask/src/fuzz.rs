@@ -1,0 +1,81 @@
+//! `fuzz`: every target of `fuzz/`, two at a time, with bounded memory.
+
+use std::path::Path;
+use std::process::Command;
+use std::thread;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::workspace_root;
+
+/// Seconds for each target without a number given.
+const SECONDS: u64 = 60;
+
+/// Most memory of a target, in KiB: an input of 64 KiB that asks for more than this breaks a promise.
+const MEMORY_KIB: u64 = 4 << 20;
+
+/// The targets, a slow one and a fast one by turns.
+const TARGETS: [&str; 6] = [
+    "state",
+    "tensor_file",
+    "plan",
+    "shapes",
+    "packing",
+    "manifest",
+];
+
+/// Targets that run at a time.
+const AT_A_TIME: usize = 2;
+
+/// Runs every target for so many seconds from a seed.
+pub(crate) fn run(arguments: &[String]) -> Result<()> {
+    let (mut seconds, mut seed) = (SECONDS, 0);
+    for pair in arguments.chunks(2) {
+        let [flag, value] = pair else {
+            bail!("{}: expected a number", pair[0]);
+        };
+        let value: u64 = value
+            .parse()
+            .with_context(|| format!("{flag}: expected a number, found {value:?}"))?;
+        match flag.as_str() {
+            "--seconds" => seconds = value,
+            "--seed" => seed = value,
+            _ => bail!("expected `fuzz [--seconds N] [--seed S]`, found {flag:?}"),
+        }
+    }
+    let root = workspace_root();
+    let built = Command::new("cargo")
+        .args(["build", "--release", "-q", "-p", "fusestep-fuzz"])
+        .current_dir(&root)
+        .status()?;
+    ensure!(built.success(), "the targets do not build");
+    let program = root.join("target/release/fusestep-fuzz");
+    let mut broken = Vec::new();
+    for targets in TARGETS.chunks(AT_A_TIME) {
+        let done = thread::scope(|scope| {
+            let running: Vec<_> = targets
+                .iter()
+                .map(|target| scope.spawn(|| fuzzed(&program, target, seconds, seed)))
+                .collect();
+            let joined = running.into_iter().map(|running| running.join());
+            joined.collect::<Vec<_>>()
+        });
+        for (target, done) in targets.iter().zip(done) {
+            if !matches!(done, Ok(Ok(true))) {
+                broken.push(*target);
+            }
+        }
+    }
+    ensure!(broken.is_empty(), "promises were broken: {broken:?}");
+    Ok(())
+}
+
+fn fuzzed(program: &Path, target: &str, seconds: u64, seed: u64) -> Result<bool> {
+    let status = Command::new("sh")
+        .arg("-c")
+        .arg(format!("ulimit -v {MEMORY_KIB}; exec \"$0\" \"$@\""))
+        .arg(program)
+        .args([target, &seconds.to_string(), &seed.to_string()])
+        .status()?;
+    Ok(status.success())
+}
