@@ -6,3 +6,27 @@ mod commits;
 mod folders;
 #[path = "trust/states.rs"]
 mod states;
+
+/// A few of the seeds of `cargo xtask simulate`.
+#[test]
+fn simulated_runs_end_in_the_bits_of_runs_without_faults() {
+    let mut sum = fusestep_testkit::Story::default();
+    for seed in 0..200 {
+        match fusestep_testkit::simulate(seed) {
+            Ok(story) => sum += story,
+            Err(error) => panic!("seed {seed}: {error}"),
+        }
+    }
+    assert!(sum.faults > 100 && sum.resumes > 10, "{sum:?}");
+}
+
+/// The same seed is the same run, or a failing one could not be looked at.
+#[test]
+fn a_seed_replays() {
+    for seed in [3, 77] {
+        assert_eq!(
+            fusestep_testkit::simulate(seed),
+            fusestep_testkit::simulate(seed)
+        );
+    }
+}

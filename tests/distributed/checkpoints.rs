@@ -181,15 +181,7 @@ fn damage_is_refused_with_the_name_of_what_is_wrong() {
             .contains("shard-00001")
     );
     let foreign = tempfile::tempdir().unwrap();
-    part(
-        &Case {
-            infinite: Some((0, 0, 0)),
-            ..case.clone()
-        },
-        foreign.path(),
-        0,
-        1,
-    );
+    part(&case, foreign.path(), 0, 2);
     let other = Manifest::read(foreign.path()).unwrap();
     let other = foreign
         .path()
@@ -217,7 +209,7 @@ fn damaged_manifests_are_refused_with_the_name_of_what_is_wrong() {
         let error = load(&case, folder.path()).unwrap_err().to_string();
         assert!(error.contains("manifest"), "{length}: {error}");
     }
-    // Any change of a value is known by the checksum; without it, as in older versions, what cannot be is refused for itself.
+    // Any change of a value is known by the checksum.
     for (from, to) in [
         ("\"step\": 1", "\"step\": 2"),
         ("\"skipped\": 0", "\"skipped\": 1"),
@@ -230,7 +222,21 @@ fn damaged_manifests_are_refused_with_the_name_of_what_is_wrong() {
         let error = load(&case, folder.path()).unwrap_err().to_string();
         assert!(error.contains("checksum"), "{to}: {error}");
     }
+}
+
+#[test]
+fn manifests_without_a_checksum_are_held_to_what_can_be() {
+    let case = small(3);
+    let folder = tempfile::tempdir().unwrap();
+    part(&case, folder.path(), 0, 1);
+    let path = folder.path().join("manifest.json");
+    let sum = Manifest::read(folder.path()).unwrap().xxh3;
+    let text = fs::read_to_string(&path).unwrap();
     let text = text.replace("\"version\": 3", "\"version\": 1");
+    fs::write(&path, &text).unwrap();
+    let error = load(&case, folder.path()).unwrap_err().to_string();
+    assert!(error.contains("checksum"), "{error}");
+    let text = text.replace(&sum, "");
     fs::write(&path, &text).unwrap();
     load(&case, folder.path()).unwrap();
     for (from, to, named) in [

@@ -14,7 +14,9 @@ mod mpi;
 mod mpi_bench;
 mod mpi_victims;
 mod nccl;
+mod nightly;
 mod parallel;
+mod planted;
 mod ptx;
 mod ptxas;
 mod sanitize;
@@ -69,6 +71,16 @@ const COMMANDS: &[Command] = &[
         name: "fuzz",
         usage: "fuzz [--seconds N] [--seed S]   any bytes as files, plans and launches, each target of fuzz/ for so long",
         run: fuzz::run,
+    },
+    Command {
+        name: "planted",
+        usage: "planted [WORD]   put bugs into a copy of the sources, one after the other, and see each found by the tool that is there for it",
+        run: planted::run,
+    },
+    Command {
+        name: "nightly",
+        usage: "nightly [WORD]   what takes longer than a change may wait for: kills, a million seeds, sanitizers, features, licences, mutants",
+        run: nightly::run,
     },
     Command {
         name: "sanitize",

@@ -141,6 +141,47 @@ fn self_test(fusestep: &Path) -> Result<()> {
         "expected a refusal of four separate runs, found\n{}",
         end.output
     );
+    disagreements(fusestep)
+}
+
+/// The engine of a rank, as its launcher numbers it.
+const OTHER_ENGINE: &str = r#"case "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}" in 0) engine=mpi;; *) engine=mpi-native;; esac
+exec "$0" train --epochs 1 --engine "$engine""#;
+
+/// That processes which were started differently say so on every rank, before they train.
+fn disagreements(fusestep: &Path) -> Result<()> {
+    let path = fusestep.to_string_lossy();
+    let other_engine = ["-c", OTHER_ENGINE, &path];
+    let other_count = ["train", "--epochs", "1", "--engine", "mpi", "--ranks", "3"];
+    let cases: [(&Path, &[&str], &str); 2] = [
+        (
+            Path::new("sh"),
+            &other_engine,
+            "expected the same engine and options on all processes",
+        ),
+        (
+            fusestep,
+            &other_count,
+            "expected the 2 that the launcher has started, found 3",
+        ),
+    ];
+    for (program, arguments, expected) in cases {
+        let end = Job {
+            ranks: 2,
+            program,
+            arguments,
+            environment: &[],
+            limit: Duration::from_secs(60),
+        }
+        .run()?;
+        let named = end.output.matches(expected).count();
+        ensure!(
+            end.ended == Ended::Failure && named == 2,
+            "expected {expected:?} of both ranks, found it {named} times:\n{}",
+            end.output
+        );
+    }
+    println!("mpi: other engines and counts of ranks are named");
     Ok(())
 }
 

@@ -238,7 +238,9 @@ fn load_state(
 ) -> anyhow::Result<()> {
     let expected = state.load(backend, path)?;
     let found = state.parameters_xxh3(backend)?;
-    if let Some(expected) = expected.filter(|expected| *expected != found) {
+    if let (Some(expected), Some(found)) = (expected, found)
+        && expected != found
+    {
         ensure!(
             args.any_parameters,
             "{}: expected the parameters that it was saved with, xxh3 {}, found xxh3 {found} in {}; give those, or \

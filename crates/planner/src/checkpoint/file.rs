@@ -7,7 +7,7 @@
 //! format, version      fusestep-state, 2; files of version 1 have neither these nor checksums and are read without
 //! step, step@<name>    steps run, and those of a parameter that has missed some
 //! optimizer, objective the rule and the direction of its steps; optimizer@<name> of a parameter with a rule of its own
-//! parameters_xxh3      of the parameters that the state belongs to
+//! parameters_xxh3      of the parameters that the state belongs to, unless the caller keeps them
 //! loss_scale, …        with the pass `loss_scaling`
 //! xxh3                 of all other metadata
 //! ```
@@ -24,7 +24,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::values;
 use crate::state::MAX_STEPS;
-use crate::{PlanError, State};
+use crate::{PlanError, State, Tensors};
 
 /// Metadata keys of what the file is.
 const FORMAT_KEY: &str = "format";
@@ -75,8 +75,9 @@ impl State {
             (FORMAT_KEY.to_owned(), FORMAT.to_owned()),
             (VERSION_KEY.to_owned(), VERSION.to_string()),
             (STEP.to_owned(), self.step.to_string()),
-            (PARAMETERS.to_owned(), self.parameters_xxh3(backend)?),
         ]);
+        let parameters = self.parameters_xxh3(backend)?;
+        metadata.extend(parameters.map(|sum| (PARAMETERS.to_owned(), sum)));
         metadata.extend(self.rules_in_file());
         if let Some(scale) = self.loss_scale() {
             let [good, bad] = [scale.good_steps(), scale.bad_steps()];
@@ -106,13 +107,16 @@ impl State {
         Ok(StateTensors { tensors, metadata })
     }
 
-    /// xxh3 of all parameters' names, types, shapes and values, in the order of their names.
+    /// xxh3 of all parameters' names, types, shapes and values, in the order of their names; `None` where the caller keeps them.
     ///
     /// # Errors
     /// [`PlanError::Backend`]; [`PlanError::InShards`].
     /// # Cost
     /// One read of the parameters.
-    pub fn parameters_xxh3(&self, backend: &dyn Backend) -> Result<String, PlanError> {
+    pub fn parameters_xxh3(&self, backend: &dyn Backend) -> Result<Option<String>, PlanError> {
+        if self.tensors == Tensors::Lent {
+            return Ok(None);
+        }
         let mut params: Vec<&ParamDesc> = self.params.iter().collect();
         params.sort_unstable_by(|a, b| a.name.cmp(&b.name));
         let mut hasher = Xxh3::new();
@@ -122,7 +126,7 @@ impl State {
             self.read(backend, Role::Param, &param.name, &mut bytes)?;
             hasher.update(&bytes);
         }
-        Ok(format!("{:016x}", hasher.digest()))
+        Ok(Some(format!("{:016x}", hasher.digest())))
     }
 
     /// What a file says of the rules: the first one's name and direction, and the names of other parameters' rules.

@@ -1,0 +1,199 @@
+//! `nightly`: what takes longer than a change may wait for, one after the other, and a table of how each ended.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::workspace_root;
+
+/// A check: its name, the tool of cargo that it needs, variables and the command.
+struct Check {
+    name: &'static str,
+    needs: Option<&'static str>,
+    variables: &'static [(&'static str, &'static str)],
+    command: &'static [&'static str],
+}
+
+const CHECKS: &[Check] = &[
+    Check {
+        name: "200 kills of a run that saves, each resumed to the same parameters",
+        needs: None,
+        variables: &[],
+        command: &[
+            "cargo",
+            "test",
+            "--release",
+            "-p",
+            "fusestep-cli",
+            "--test",
+            "cli",
+            "--",
+            "--ignored",
+            "--exact",
+            "checkpoints::a_run_killed_at_200_instants_resumes_to_the_same_parameters",
+        ],
+    },
+    Check {
+        name: "a million seeds",
+        needs: None,
+        variables: &[],
+        command: &["cargo", "xtask", "simulate", "--seeds", "1000000"],
+    },
+    Check {
+        name: "ten minutes of each fuzz target",
+        needs: None,
+        variables: &[],
+        command: &["cargo", "xtask", "fuzz", "--seconds", "600"],
+    },
+    Check {
+        name: "planted bugs",
+        needs: None,
+        variables: &[],
+        command: &["cargo", "xtask", "planted"],
+    },
+    Check {
+        name: "thread sanitizer",
+        needs: None,
+        variables: &[("RUSTUP_TOOLCHAIN", "nightly")],
+        command: &["cargo", "xtask", "sanitize", "thread"],
+    },
+    Check {
+        name: "address sanitizer",
+        needs: None,
+        variables: &[("RUSTUP_TOOLCHAIN", "nightly")],
+        command: &["cargo", "xtask", "sanitize", "address"],
+    },
+    Check {
+        name: "tests with checks of overflow and debug assertions",
+        needs: None,
+        variables: &[
+            ("CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS", "true"),
+            ("CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS", "true"),
+            ("CARGO_TARGET_DIR", "target/checked"),
+        ],
+        command: &["cargo", "test", "--release"],
+    },
+    Check {
+        name: "oldest compiler",
+        needs: None,
+        variables: &[
+            ("RUSTUP_TOOLCHAIN", OLDEST),
+            ("CARGO_TARGET_DIR", "target/oldest"),
+        ],
+        command: &["cargo", "check", "--release", "--workspace"],
+    },
+    Check {
+        name: "licences, sources and advisories",
+        needs: Some("cargo-deny"),
+        variables: &[],
+        command: &["cargo", "deny", "--workspace", "check"],
+    },
+    Check {
+        name: "each feature alone",
+        needs: Some("cargo-hack"),
+        variables: &[("DOCS_RS", "1"), ("CARGO_TARGET_DIR", "target/docs-rs")],
+        command: &[
+            "cargo",
+            "hack",
+            "check",
+            "--workspace",
+            "--each-feature",
+            "--no-dev-deps",
+        ],
+    },
+    Check {
+        name: "mutants of layouts and launches",
+        needs: Some("cargo-mutants"),
+        variables: &[],
+        command: &[
+            "cargo",
+            "mutants",
+            "--package",
+            "fusestep-coalesce",
+            "--package",
+            "fusestep-launch",
+            "--test-package",
+            "fusestep-coalesce,fusestep-launch,fusestep-tests",
+            "--output",
+            "target",
+            "--profile",
+            "release",
+            "--no-shuffle",
+        ],
+    },
+];
+
+/// The compiler of `rust-version` in Cargo.toml.
+const OLDEST: &str = "1.89";
+
+/// Runs all checks, or those whose name contains a word; a check that fails does not keep the others from running.
+pub(crate) fn run(arguments: &[String]) -> Result<()> {
+    let word = match arguments {
+        [] => "",
+        [word] => word,
+        _ => bail!("expected `nightly [WORD]`, found {arguments:?}"),
+    };
+    let checks: Vec<&Check> = CHECKS
+        .iter()
+        .filter(|check| check.name.contains(word))
+        .collect();
+    ensure!(!checks.is_empty(), "no check is called {word:?}");
+    let mut table = String::from("| Check | Command | End | Seconds |\n|---|---|---|---|\n");
+    let mut failed = 0;
+    for check in checks {
+        let begun = Instant::now();
+        let end = match ended(check) {
+            Ok(()) => "passed".to_owned(),
+            Err(error) => {
+                failed += 1;
+                format!("{error:#}")
+            }
+        };
+        let seconds = begun.elapsed().as_secs();
+        let (name, command) = (check.name, check.command.join(" "));
+        table += &format!("| {name} | `{command}` | {end} | {seconds} |\n");
+        println!("nightly: {name}: {end}, {seconds} s");
+    }
+    print!("\n{table}");
+    ensure!(failed == 0, "{failed} checks did not pass");
+    Ok(())
+}
+
+fn ended(check: &Check) -> Result<()> {
+    let root = workspace_root();
+    if let Some(tool) = check.needs {
+        install(&root, tool)?;
+    }
+    let [program, arguments @ ..] = check.command else {
+        bail!("no command");
+    };
+    let tools = root.join("target/tools/bin");
+    let path = std::env::var("PATH").unwrap_or_default();
+    let status = Command::new(program)
+        .args(arguments)
+        .current_dir(&root)
+        .env("PATH", format!("{}:{path}", tools.display()))
+        .envs(check.variables.iter().copied())
+        .status()
+        .with_context(|| format!("cannot start {program}"))?;
+    ensure!(status.success(), "ended with {status}");
+    Ok(())
+}
+
+/// Builds a tool once, beside what is built here.
+fn install(root: &Path, tool: &str) -> Result<()> {
+    let tools = root.join("target/tools");
+    if tools.join("bin").join(tool).exists() {
+        return Ok(());
+    }
+    let status = Command::new("cargo")
+        .args(["install", "--locked", "--root"])
+        .arg(&tools)
+        .arg(tool)
+        .current_dir(root)
+        .status()?;
+    ensure!(status.success(), "cannot install {tool}");
+    Ok(())
+}

@@ -1,0 +1,224 @@
+//! `planted`: bugs put into a copy of the sources, one after the other; each must be found by the tool that is there for it.
+
+mod bugs;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use self::bugs::BUGS;
+use crate::workspace_root;
+
+/// A change of one place that breaks a promise.
+struct Bug {
+    /// What is broken.
+    name: &'static str,
+    /// The file, from the workspace's root.
+    file: &'static str,
+    /// Text that stands there once.
+    from: &'static str,
+    /// What is put in its place.
+    to: &'static str,
+    /// Who finds it.
+    tool: Tool,
+}
+
+/// What is run to find a bug.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Tool {
+    /// Tests of a package whose names contain a word: package, target, word.
+    Test(&'static str, &'static str, &'static str),
+    /// Training runs under seeds.
+    Simulate,
+    /// Errors and deaths at calls of the system.
+    Faults,
+    /// A fuzz target.
+    Fuzz(&'static str),
+}
+
+/// Seeds of simulated runs for each bug.
+const SEEDS: &str = "2000";
+
+/// Seconds of a fuzz target for each bug.
+const FUZZ_SECONDS: &str = "20";
+
+/// A tool that has not ended by then has found that something never ends.
+const LIMIT: Duration = Duration::from_secs(600);
+
+impl Tool {
+    fn command(self) -> Vec<&'static str> {
+        match self {
+            Self::Test(package, target, word) => {
+                let of = ["cargo", "test", "--release", "-p", package];
+                let target = match target {
+                    "lib" => vec!["--lib"],
+                    target => vec!["--test", target],
+                };
+                [&of[..], &target, &["--", word]].concat()
+            }
+            Self::Simulate => [
+                &["cargo", "run", "--release", "-p", "fusestep-testkit"][..],
+                &["--bin", "simulate", "--", "0", SEEDS],
+            ]
+            .concat(),
+            Self::Faults => vec!["cargo", "xtask", "faults"],
+            Self::Fuzz(target) => [
+                &["cargo", "run", "--release", "-p", "fusestep-fuzz", "--"][..],
+                &[target, FUZZ_SECONDS],
+            ]
+            .concat(),
+        }
+    }
+
+    /// As it is called in the table.
+    fn name(self) -> String {
+        match self {
+            Self::Test(package, target, word) => format!("test {package} {target} {word}"),
+            Self::Simulate => "simulate".to_owned(),
+            Self::Faults => "faults".to_owned(),
+            Self::Fuzz(target) => format!("fuzz {target}"),
+        }
+    }
+}
+
+/// How a tool has ended.
+#[derive(Debug, PartialEq)]
+enum End {
+    Content,
+    Found,
+    Unbuilt,
+    /// No test had the word in its name.
+    Nothing,
+}
+
+/// Plants every bug, or those whose name contains a word.
+pub(crate) fn run(arguments: &[String]) -> Result<()> {
+    let word = match arguments {
+        [] => "",
+        [word] => word,
+        _ => bail!("expected `planted [WORD]`, found {arguments:?}"),
+    };
+    let copy = workspace_root().join("target/planted");
+    copy_sources(&copy)?;
+    let bugs: Vec<&Bug> = BUGS.iter().filter(|bug| bug.name.contains(word)).collect();
+    ensure!(!bugs.is_empty(), "no bug is called {word:?}");
+    for bug in &bugs {
+        bug.text(&copy)?;
+    }
+    let tools: BTreeSet<Tool> = bugs.iter().map(|bug| bug.tool).collect();
+    for tool in tools {
+        let end = tried(&copy, tool)?;
+        ensure!(
+            end == End::Content,
+            "{} without a bug: {end:?}",
+            tool.name()
+        );
+        println!("planted: {} is content without a bug", tool.name());
+    }
+    let mut survivors = Vec::new();
+    for bug in &bugs {
+        let (path, text) = (copy.join(bug.file), bug.text(&copy)?);
+        fs::write(&path, text.replacen(bug.from, bug.to, 1))?;
+        let begun = Instant::now();
+        let end = tried(&copy, bug.tool);
+        fs::write(&path, text)?;
+        let seconds = begun.elapsed().as_secs();
+        let (tool, end) = (bug.tool.name(), end?);
+        println!("planted: {} | {tool} | {end:?} | {seconds} s", bug.name);
+        if end != End::Found {
+            survivors.push(bug.name);
+        }
+    }
+    ensure!(
+        survivors.is_empty(),
+        "{} of {} were not found: {survivors:?}",
+        survivors.len(),
+        bugs.len()
+    );
+    println!("planted: all {} were found", bugs.len());
+    Ok(())
+}
+
+impl Bug {
+    /// The file's text, in which the place must be.
+    fn text(&self, copy: &Path) -> Result<String> {
+        let text = fs::read_to_string(copy.join(self.file)).context(self.file)?;
+        let found = text.matches(self.from).count();
+        ensure!(
+            found == 1,
+            "{}: {}: expected the place once, found it {found} times; bring xtask/src/planted/bugs.rs up to date",
+            self.name,
+            self.file
+        );
+        Ok(text)
+    }
+}
+
+/// Runs a tool in the copy.
+fn tried(copy: &Path, tool: Tool) -> Result<End> {
+    let output = copy.with_file_name("planted-output");
+    let into = fs::File::create(&output)?;
+    let [program, arguments @ ..] = &tool.command()[..] else {
+        bail!("no command");
+    };
+    let mut child = Command::new(program)
+        .args(arguments)
+        .current_dir(copy)
+        .env_remove("CARGO_TARGET_DIR")
+        .stdin(Stdio::null())
+        .stdout(into.try_clone()?)
+        .stderr(into)
+        .spawn()
+        .with_context(|| (*program).to_owned())?;
+    let begun = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break status;
+        }
+        if begun.elapsed() > LIMIT {
+            child.kill()?;
+            child.wait()?;
+            return Ok(End::Found);
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    };
+    let text = String::from_utf8_lossy(&fs::read(&output)?).into_owned();
+    if text.contains("could not compile") {
+        return Ok(End::Unbuilt);
+    }
+    if matches!(tool, Tool::Test(..)) && !text.contains("running ") {
+        return Ok(End::Unbuilt);
+    }
+    if !status.success() {
+        return Ok(End::Found);
+    }
+    let nothing = matches!(tool, Tool::Test(..)) && text.contains("running 0 tests");
+    Ok(if nothing { End::Nothing } else { End::Content })
+}
+
+/// Copies what git knows or would know, files that are the same left as they are so that little is compiled again.
+fn copy_sources(copy: &Path) -> Result<()> {
+    let root = workspace_root();
+    let listed = Command::new("git")
+        .args(["ls-files", "-co", "--exclude-standard"])
+        .current_dir(&root)
+        .output()?;
+    ensure!(listed.status.success(), "git cannot list the sources");
+    for name in String::from_utf8(listed.stdout)?.lines() {
+        let (from, to) = (root.join(name), copy.join(name));
+        let Ok(bytes) = fs::read(&from) else {
+            continue;
+        };
+        if fs::read(&to).is_ok_and(|old| old == bytes) {
+            continue;
+        }
+        let folder: PathBuf = to.parent().map(Path::to_owned).unwrap_or_default();
+        fs::create_dir_all(&folder)?;
+        fs::copy(&from, &to)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,435 @@
+//! The bugs, by what they break, and who finds each.
+
+use super::{Bug, Tool};
+
+/// In the order of what they break.
+pub(super) const BUGS: &[Bug] = &[
+    Bug {
+        name: "collective: the last line of a reduction is nobody's",
+        file: "crates/collective/src/thread/reduction.rs",
+        from: "numel: len_bytes.div_ceil(LINE_BYTES)",
+        to: "numel: len_bytes / LINE_BYTES",
+        tool: Tool::Test("fusestep-tests", "collective", "operations"),
+    },
+    Bug {
+        name: "collective: what is left of a part after the first claims stays as it was",
+        file: "crates/collective/src/thread/reduction.rs",
+        from: r"end < part.len()
+            };",
+        to: r"end + claim_bytes < part.len()
+            };",
+        tool: Tool::Test("fusestep-tests", "collective", "claims"),
+    },
+    Bug {
+        name: "collective: the mean of two ranks is their sum",
+        file: "crates/collective/src/rank_order.rs",
+        from: "narrow::<T>(op, 2, result)",
+        to: "narrow::<T>(op, 1, result)",
+        tool: Tool::Test("fusestep-tests", "collective", "numbers"),
+    },
+    Bug {
+        name: "collective: ranks are summed from the last to the first",
+        file: "crates/collective/src/rank_order.rs",
+        from: r"for rank in 1..world_size {
+        combine",
+        to: r"for rank in (1..world_size).rev() {
+        combine",
+        tool: Tool::Test("fusestep-tests", "collective", "operations"),
+    },
+    Bug {
+        name: "collective: a broadcast in place comes from rank 0",
+        file: "crates/collective/src/thread/algorithms.rs",
+        from: r"Buffers::InPlace(receive) => self.round(round, |peers| {
+                copy_bytes(level, receive, peers.shared(root))",
+        to: r"Buffers::InPlace(receive) => self.round(round, |peers| {
+                copy_bytes(level, receive, peers.shared(0))",
+        tool: Tool::Test("fusestep-tests", "collective", "operations"),
+    },
+    Bug {
+        name: "collective: an all-gather in place leaves the next rank's block out",
+        file: "crates/collective/src/thread/algorithms.rs",
+        from: "for from in rank + 1..world_size",
+        to: "for from in rank + 2..world_size",
+        tool: Tool::Test("fusestep-tests", "collective", "operations"),
+    },
+    Bug {
+        name: "collective: the longer blocks are not the first ones",
+        file: "crates/collective/src/blocks.rs",
+        from: "rank * each + rank.min(more)",
+        to: "rank * each",
+        tool: Tool::Test("fusestep-tests", "collective", "operations"),
+    },
+    Bug {
+        name: "collective: calls that differ are not compared",
+        file: "crates/collective/src/thread/algorithms.rs",
+        from: r"Fingerprint::compare(world_size, |rank| &peers.header(rank).fingerprint)?;
+",
+        to: "",
+        tool: Tool::Test("fusestep-tests", "collective", "mismatches"),
+    },
+    Bug {
+        name: "collective: the straggler is the first to come",
+        file: "crates/collective/src/thread/algorithms.rs",
+        from: "(0..world_size).max_by_key(|&rank| arrived(rank))",
+        to: "(0..world_size).min_by_key(|&rank| arrived(rank))",
+        tool: Tool::Test("fusestep-tests", "collective", "straggler"),
+    },
+    Bug {
+        name: "collective: a message in place is overwritten before it is read",
+        file: "crates/collective/src/thread/algorithms.rs",
+        from: r"copy = buffer.to_vec();
+                (&copy[..], buffer)",
+        to: r"copy = vec![0; buffer.len()];
+                (&copy[..], buffer)",
+        tool: Tool::Test("fusestep-tests", "collective", "operations"),
+    },
+    Bug {
+        name: "ranks: other hyper-parameters are not noticed",
+        file: "crates/planner/src/handshake.rs",
+        from: "add(&of(name), value.to_string());",
+        to: "let _ = (name, value);",
+        tool: Tool::Test("fusestep-tests", "distributed", "handshake"),
+    },
+    Bug {
+        name: "ranks: parts of a bucket are of ranks that have enough",
+        file: "crates/planner/src/bucket.rs",
+        from: "sum += wanted;",
+        to: "sum += wanted / 2;",
+        tool: Tool::Test("fusestep-tests", "distributed", "plans"),
+    },
+    Bug {
+        name: "ranks: the last part of a bucket ends early",
+        file: "crates/planner/src/bucket.rs",
+        from: r"bucket.elements.end
+            } else {
+                snap(",
+        to: r"bucket.elements.end - 1
+            } else {
+                snap(",
+        tool: Tool::Fuzz("plan"),
+    },
+    Bug {
+        name: "ranks: a bucket begins one element late",
+        file: "crates/planner/src/bucket.rs",
+        from: "bucket.bounds = vec![bucket.elements.start];",
+        to: "bucket.bounds = vec![bucket.elements.start + 1];",
+        tool: Tool::Fuzz("plan"),
+    },
+    Bug {
+        name: "ranks: averages come a step late",
+        file: "crates/planner/src/average.rs",
+        from: r"state.since_average += 1;
+        //",
+        to: r"state.since_average += u64::from(state.step() > 1);
+        //",
+        tool: Tool::Test("fusestep-tests", "distributed", "averages"),
+    },
+    Bug {
+        name: "save: the manifest is taken for durable while its files' folder is not",
+        file: "crates/tensor-file/src/write.rs",
+        from: r#"// The rename itself is only durable once the folder is.
+        self.files
+            .sync_folder(&place::folder(&self.target))
+            .map_err(io_error(&self.path, "sync its folder"))"#,
+        to: "Ok(())",
+        tool: Tool::Simulate,
+    },
+    Bug {
+        name: "save: folders that are made are not durable",
+        file: "crates/planner/src/checkpoint/generation.rs",
+        from: r"        sync(folder, above)?;
+",
+        to: r"        let _ = above;
+",
+        tool: Tool::Simulate,
+    },
+    Bug {
+        name: "save: the old generation goes before the new one counts",
+        file: "crates/planner/src/checkpoint/manifest.rs",
+        from: r"        Prepared::bytes_in(folder.files, &path, &text)?.commit()?;
+        generation::remove_others(folder, &self, previous.as_ref());",
+        to: r"        generation::remove_others(folder, &self, previous.as_ref());
+        Prepared::bytes_in(folder.files, &path, &text)?.commit()?;",
+        tool: Tool::Simulate,
+    },
+    Bug {
+        name: "save: a second save of a step writes over the first",
+        file: "crates/planner/src/checkpoint/generation.rs",
+        from: "if !counts && generation",
+        to: "if (counts || !counts) && generation",
+        tool: Tool::Test("fusestep-tests", "distributed", "saving_twice"),
+    },
+    Bug {
+        name: "save: folders of other checkpoints are taken",
+        file: "crates/planner/src/checkpoint/generation.rs",
+        from: "Some(mark) => !has_manifest || mark.checkpoint == self.checkpoint(),",
+        to: "Some(_) => true,",
+        tool: Tool::Test("fusestep-tests", "trust", "nothing_of_others"),
+    },
+    Bug {
+        name: "save: unmarked folders are removed",
+        file: "crates/planner/src/checkpoint/generation.rs",
+        from: "        if marked || named {",
+        to: r"        let _ = named;
+        if marked || read_mark(folder, &name).is_none() {",
+        tool: Tool::Test("fusestep-tests", "trust", "nothing_of_others"),
+    },
+    Bug {
+        name: "save: other ranks' files are not looked for",
+        file: "crates/planner/src/checkpoint/save.rs",
+        from: r"                    manifest.check_shards_seen(folder)?;
+",
+        to: "",
+        tool: Tool::Test("fusestep-tests", "trust", "do_not_see"),
+    },
+    Bug {
+        name: "save: an error of another rank is no error",
+        file: "crates/planner/src/checkpoint/save.rs",
+        from: r"self.agree(comms, outcome)?;
+        let word",
+        to: r"let _ = self.agree(comms, outcome);
+        let word",
+        tool: Tool::Test("fusestep-tests", "distributed", "fails_on_one_rank"),
+    },
+    Bug {
+        name: "save: skipped steps are not saved",
+        file: "crates/planner/src/checkpoint/save.rs",
+        from: "manifest.skipped = state.skipped();",
+        to: "manifest.skipped = 0;",
+        tool: Tool::Test("fusestep-tests", "distributed", "scal"),
+    },
+    Bug {
+        name: "save: steps that a parameter has missed are not saved",
+        file: "crates/planner/src/checkpoint/save.rs",
+        from: "manifest.steps_of.insert(desc.name.clone(), step);",
+        to: "manifest.steps_of.insert(desc.name.clone(), state.step());",
+        tool: Tool::Test("fusestep-tests", "distributed", "goes_on"),
+    },
+    Bug {
+        name: "save: gradients of a micro-step under way are lost silently",
+        file: "crates/planner/src/checkpoint/save.rs",
+        from: "if !state.arena.now.iter().any(given) {",
+        to: "if state.arena.now.iter().any(given) || true {",
+        tool: Tool::Test("fusestep-tests", "distributed", "open_runs"),
+    },
+    Bug {
+        name: "commit: two files without a journal",
+        file: "crates/tensor-file/src/commit.rs",
+        from: "let committed = Prepared::bytes_in(files, &journal, &text).and_then(Prepared::commit);",
+        to: "let committed: Result<(), TensorFileError> = Ok(text.clear()).map(|()| ());",
+        tool: Tool::Faults,
+    },
+    Bug {
+        name: "commit: after an error the first file is new",
+        file: "crates/tensor-file/src/commit.rs",
+        from: "let old = keep_old(files, &prepared);",
+        to: "let old: Vec<Old> = prepared.iter().map(|_| Old::Nothing).collect();",
+        tool: Tool::Test("fusestep-tests", "trust", "an_error_anywhere"),
+    },
+    Bug {
+        name: "commit: the journal is durable before what it names",
+        file: "crates/tensor-file/src/commit.rs",
+        from: r"        file.part = ready;
+    }
+    sync_folders(files, &prepared)?;",
+        to: r"        file.part = ready;
+    }",
+        tool: Tool::Test("fusestep-tests", "trust", "loss_of_power"),
+    },
+    Bug {
+        name: "commit: a damaged journal moves files",
+        file: "crates/tensor-file/src/commit.rs",
+        from: "self.format == FORMAT && self.version <= VERSION && self.xxh3 == sum_of(&self.moves)",
+        to: "self.format == FORMAT && self.version <= VERSION",
+        tool: Tool::Test("fusestep-tests", "trust", "journal_that_is_damaged"),
+    },
+    Bug {
+        name: "commit: an interrupted commit is not finished",
+        file: "crates/tensor-file/src/commit.rs",
+        from: r"    for step in left {
+        files",
+        to: r"    for step in left.into_iter().skip(1) {
+        files",
+        tool: Tool::Test("fusestep-tests", "trust", "loss_of_power"),
+    },
+    Bug {
+        name: "resume: counts are not restored",
+        file: "crates/planner/src/checkpoint/save.rs",
+        from: r"self.restore_counts(state, backend, &progress)?;
+",
+        to: "",
+        tool: Tool::Simulate,
+    },
+    Bug {
+        name: "resume: a window that is open is forgotten",
+        file: "crates/planner/src/checkpoint/save.rs",
+        from: r"self.restore_open(state, backend, (&progress, from), &whole)?;
+",
+        to: "",
+        tool: Tool::Simulate,
+    },
+    Bug {
+        name: "resume: state is not restored",
+        file: "crates/planner/src/checkpoint/save.rs",
+        from: "state.write(backend, role, &desc.name, bytes)?;",
+        to: r"if role == Role::Param {
+                    state.write(backend, role, &desc.name, bytes)?;
+                }",
+        tool: Tool::Simulate,
+    },
+    Bug {
+        name: "resume: a reader beside a saver gives up at once",
+        file: "crates/planner/src/checkpoint/shards.rs",
+        from: "for _ in 0..MOST_TRIES {",
+        to: "for _ in 0..MOST_TRIES - 100 {",
+        tool: Tool::Test("fusestep-cli", "cli", "a_verifier_beside_a_saver"),
+    },
+    Bug {
+        name: "load: ranges that overlap count",
+        file: "crates/planner/src/checkpoint/shards.rs",
+        from: "if first != covered {",
+        to: "if first > covered {",
+        tool: Tool::Test("fusestep-tests", "trust", "overlapping"),
+    },
+    Bug {
+        name: "load: a hole at the end counts",
+        file: "crates/planner/src/checkpoint/shards.rs",
+        from: "if covered == numel {",
+        to: "if covered <= numel {",
+        tool: Tool::Test("fusestep-tests", "distributed", "damage"),
+    },
+    Bug {
+        name: "load: a shard's checksum is not compared",
+        file: "crates/planner/src/checkpoint/shards.rs",
+        from: "if found == spec.xxh3 {",
+        to: "if found == spec.xxh3 || !found.is_empty() {",
+        tool: Tool::Simulate,
+    },
+    Bug {
+        name: "load: a manifest may ask for any memory",
+        file: "crates/planner/src/checkpoint/shards.rs",
+        from: "if needed.is_some_and(|needed| needed <= on_disk) {",
+        to: "if needed.is_none_or(|needed| needed <= on_disk) || true {",
+        tool: Tool::Test("fusestep-tests", "distributed", "more_memory"),
+    },
+    Bug {
+        name: "load: a manifest's checksum is not compared",
+        file: "crates/planner/src/checkpoint/manifest.rs",
+        from: "if found != self.xxh3 {",
+        to: "if found.is_empty() {",
+        tool: Tool::Test("fusestep-cli", "cli", "edited_manifests"),
+    },
+    Bug {
+        name: "load: names in a manifest lead anywhere",
+        file: "crates/planner/src/checkpoint/manifest.rs",
+        from: r"!name.is_empty() && !name.contains(['/', '\\']) && !name.starts_with('.')",
+        to: "!name.is_empty()",
+        tool: Tool::Test("fusestep-tests", "distributed", "damaged_manifests"),
+    },
+    Bug {
+        name: "load: state of another rule is taken",
+        file: "crates/planner/src/checkpoint/file.rs",
+        from: "if expected == found || (found.is_none() && is_old(file)) {",
+        to: "if expected == found || found.is_some() || is_old(file) {",
+        tool: Tool::Test("fusestep-tests", "trust", "another_rule"),
+    },
+    Bug {
+        name: "load: a tensor's checksum is not compared",
+        file: "crates/planner/src/checkpoint/file.rs",
+        from: r#"let (expected, found) = (sum.map_or("none", String::as_str), checksum(bytes));
+        if expected != found {"#,
+        to: r#"let (expected, found) = (sum.map_or("none", String::as_str), checksum(bytes));
+        if found.is_empty() {"#,
+        tool: Tool::Test("fusestep-tests", "trust", "every_flipped_bit"),
+    },
+    Bug {
+        name: "load: what is refused has changed the state already",
+        file: "crates/planner/src/checkpoint/file.rs",
+        from: r"let steps = self.check(&file)?;
+",
+        to: r"for param in self.params.clone().iter() {
+            for role in self.state_roles(param)? {
+                let bytes = file.bytes(&tensor_name(param, role)).unwrap_or_default();
+                self.write(backend, role, &param.name, bytes)?;
+            }
+        }
+        let steps = self.check(&file)?;
+",
+        tool: Tool::Fuzz("state"),
+    },
+    Bug {
+        name: "load: state may be negative where squares are added up",
+        file: "crates/planner/src/checkpoint/values.rs",
+        from: "|| (negative && *value < 0.0)",
+        to: "|| (negative && value.is_nan())",
+        tool: Tool::Test("fusestep-tests", "trust", "impossible_values"),
+    },
+    Bug {
+        name: "load: steps without a limit",
+        file: "crates/planner/src/checkpoint/file.rs",
+        from: "text.parse().ok().filter(|&count| count <= MAX_STEPS)",
+        to: "text.parse().ok().filter(|&count| count <= u64::MAX)",
+        tool: Tool::Test("fusestep-tests", "trust", "changed_counts"),
+    },
+    Bug {
+        name: "load: descriptions of any length",
+        file: "crates/tensor-file/src/header.rs",
+        from: "*length > MAX_ENTRY_BYTES",
+        to: "*length > usize::MAX - 1",
+        tool: Tool::Test("fusestep-tensor-file", "lib", "descriptions_are_bounded"),
+    },
+    Bug {
+        name: "load: names are printed as they are",
+        file: "crates/tensor/src/quoted.rs",
+        from: "c.is_control() || direction ||",
+        to: "direction ||",
+        tool: Tool::Test("fusestep-cli", "cli", "names_are_quoted"),
+    },
+    Bug {
+        name: "packing: a launch takes a record more than fits",
+        file: "crates/launch/src/batch.rs",
+        from: r"bytes <= self.limits.argument_bytes
+",
+        to: r"bytes <= self.limits.argument_bytes + 24
+",
+        tool: Tool::Fuzz("packing"),
+    },
+    Bug {
+        name: "packing: a new launch knows the sets of the one before",
+        file: "crates/launch/src/batch.rs",
+        from: r"        self.sets.clear();
+",
+        to: "",
+        tool: Tool::Fuzz("packing"),
+    },
+    Bug {
+        name: "packing: chunks are counted from the tensor's start",
+        file: "crates/launch/src/batch.rs",
+        from: "first_chunk: self.batch.chunks,",
+        to: "first_chunk: 0,",
+        tool: Tool::Fuzz("packing"),
+    },
+    Bug {
+        name: "packing: a last launch of one tensor is lost",
+        file: "crates/launch/src/batch.rs",
+        from: "if !self.batch.records.is_empty() {",
+        to: "if self.batch.records.len() > 1 {",
+        tool: Tool::Fuzz("packing"),
+    },
+    Bug {
+        name: "packing: a launch has a chunk too many",
+        file: "crates/launch/src/batch.rs",
+        from: ".min(chunks_left);",
+        to: ".min(chunks_left + 1);",
+        tool: Tool::Fuzz("packing"),
+    },
+    Bug {
+        name: "packing: tensors overlap where slots are padded",
+        file: "crates/coalesce/src/layout.rs",
+        from: r".checked_next_multiple_of(slot)
+",
+        to: r".checked_next_multiple_of(slot.min(1))
+",
+        tool: Tool::Test("fusestep-tests", "coalesce", ""),
+    },
+];
