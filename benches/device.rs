@@ -72,9 +72,10 @@ fn run() -> Result<ExitCode, Box<dyn Error>> {
     }
     report.save(&arguments)?;
     println!("{report}");
-    Ok(match report.failed.is_empty() {
-        true => ExitCode::SUCCESS,
-        false => ExitCode::FAILURE,
+    Ok(if report.failed.is_empty() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
     })
 }
 

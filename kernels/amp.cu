@@ -273,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(512) amp_finish_32k(const __grid_co
     amp::finish_step(arguments.bytes);
 }
 
-// The same from a resident table.
+// As above, from a resident table.
 extern "C" __global__ void __launch_bounds__(512) amp_norm_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { amp::norm_chunk<float>(multi_tensor::in_memory(resident)); }
 extern "C" __global__ void __launch_bounds__(512) amp_norm_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { amp::norm_chunk<double>(multi_tensor::in_memory(resident)); }
 extern "C" __global__ void __launch_bounds__(512) amp_norm_f16_resident(const __grid_constant__ multi_tensor::Resident resident) { amp::norm_chunk<storage::F16>(multi_tensor::in_memory(resident)); }

@@ -341,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_r16_s16_32k(co
     fused_adam::run_any<fused_adam::WithRemainder<fused_adam::BF16>>(arguments.bytes);
 }
 
-// The same from a resident table. One block per multiprocessor is promised where the compiler would spill to fit more.
+// As above, from a resident table. One block per multiprocessor is promised where the compiler would spill to fit more.
 extern "C" __global__ void __launch_bounds__(512) fused_adam_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::Plain<float, float, float>>(multi_tensor::in_memory(resident)); }
 extern "C" __global__ void __launch_bounds__(512) fused_adam_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::Plain<double, double, double>>(multi_tensor::in_memory(resident)); }
 extern "C" __global__ void __launch_bounds__(512) fused_adam_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::Plain<float, fused_adam::BF16, float>>(multi_tensor::in_memory(resident)); }
@@ -354,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_bf16_s16_residen
 extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_m32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::WithMaster<fused_adam::BF16, fused_adam::BF16>>(multi_tensor::in_memory(resident)); }
 extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_r16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::WithRemainder<fused_adam::BF16>>(multi_tensor::in_memory(resident)); }
 
-// The same with the sums over what is changed.
+// As above, with sums over what is changed.
 extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_f32_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::Plain<float, float, float>>(multi_tensor::measured(resident)); }
 extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_f64_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::Plain<double, double, double>>(multi_tensor::measured(resident)); }
 extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_f32_s16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::Plain<float, fused_adam::BF16, float>>(multi_tensor::measured(resident)); }

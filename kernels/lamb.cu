@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_m32_s16_32k(c
 extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lamb::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
 
-// The same from a resident table. One block per multiprocessor is promised where the compiler would spill to fit more.
+// As above, from a resident table. One block per multiprocessor is promised where the compiler would spill to fit more.
 extern "C" __global__ void __launch_bounds__(512, 1) lamb_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<float, float, float>>>(multi_tensor::in_memory(resident)); }
 extern "C" __global__ void __launch_bounds__(512, 1) lamb_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<double, double, double>>>(multi_tensor::in_memory(resident)); }
 extern "C" __global__ void __launch_bounds__(512, 1) lamb_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<float, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }
@@ -211,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_s16_resident(
 extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_m32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::WithMaster<storage::BF16, storage::BF16>>>(multi_tensor::in_memory(resident)); }
 extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_r16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::update<lamb::Rule<storage::WithRemainder<storage::BF16>>>(multi_tensor::in_memory(resident)); }
 
-// The same with the sums over what is changed.
+// As above, with sums over what is changed.
 extern "C" __global__ void __launch_bounds__(512, 1) lamb_f32_measured(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<float, float, float>>>(multi_tensor::measured(resident)); }
 extern "C" __global__ void __launch_bounds__(512, 1) lamb_f64_measured(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<double, double, double>>>(multi_tensor::measured(resident)); }
 extern "C" __global__ void __launch_bounds__(512, 1) lamb_f32_s16_measured(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<float, storage::BF16, float>>>(multi_tensor::measured(resident)); }

@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(512) lion_bf16_m32_s16_32k(const __
 extern "C" __global__ void __launch_bounds__(512) lion_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { lion::run<storage::WithRemainder<storage::BF16>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) lion_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { lion::run<storage::WithRemainder<storage::BF16>>(arguments.bytes); }
 
-// The same from a resident table.
+// As above, from a resident table.
 extern "C" __global__ void __launch_bounds__(512) lion_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<float, float, float>>(multi_tensor::in_memory(resident)); }
 extern "C" __global__ void __launch_bounds__(512) lion_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<double, double, double>>(multi_tensor::in_memory(resident)); }
 extern "C" __global__ void __launch_bounds__(512) lion_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<float, storage::BF16, float>>(multi_tensor::in_memory(resident)); }
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(512) lion_bf16_s16_resident(const _
 extern "C" __global__ void __launch_bounds__(512) lion_bf16_m32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::WithMaster<storage::BF16, storage::BF16>>(multi_tensor::in_memory(resident)); }
 extern "C" __global__ void __launch_bounds__(512) lion_bf16_r16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::WithRemainder<storage::BF16>>(multi_tensor::in_memory(resident)); }
 
-// The same with the sums over what is changed.
+// As above, with sums over what is changed.
 extern "C" __global__ void __launch_bounds__(512, 1) lion_f32_measured(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<float, float, float>>(multi_tensor::measured(resident)); }
 extern "C" __global__ void __launch_bounds__(512, 1) lion_f64_measured(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<double, double, double>>(multi_tensor::measured(resident)); }
 extern "C" __global__ void __launch_bounds__(512, 1) lion_f32_s16_measured(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<float, storage::BF16, float>>(multi_tensor::measured(resident)); }

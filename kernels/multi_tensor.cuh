@@ -58,7 +58,7 @@ __device__ __forceinline__ InMemory in_memory(const Resident& resident) {
     return {reinterpret_cast<const unsigned char*>(resident.table)};
 }
 
-// The same of a launch that leaves sums over what it changes: behind every record stands the address of those of its first chunk.
+// Arguments of a launch that leaves sums over what it changes: behind every record stands the address of those of its first chunk.
 struct Measured {
     const unsigned char* bytes;
 };

@@ -291,7 +291,7 @@ struct Engine {
         }
     }
 
-    // The same, a thread to a lane of a leaf; the sum over what the unit changes goes to `out`.
+    // As above, with a thread to a lane of a leaf; the sum over what the unit changes goes to `out`.
     __device__ __forceinline__ void update_unit_summed(const Row& record, u64 chunk, u32 unit, const typename Rule::Finished& finished,
                                                        double* out) const {
         double* const lanes = shared_lanes();
@@ -347,7 +347,7 @@ struct Engine {
             const u64 chunk = at / UNITS;
             const u32 index = table.record_of_chunk(u32(chunk));
             const Row& record = table.record(index);
-            // The same for all threads of the block, so all of them take part in the sums or none.
+            // Equal in all threads of the block, so all of them take part in the sums or none.
             if (index != known) {
                 const Tensor whole = tensor(index);
                 double sums[SUMS];
@@ -376,7 +376,7 @@ struct Engine {
 #ifdef GRID_SYNC
     // Waves of whole tensors: sums, one wait of the grid, update from cache.
     __device__ __forceinline__ void waves() const {
-        // The same for all blocks, so all of them wait for the grid or none.
+        // Equal in all blocks, so all of them wait for the grid or none.
         if (multi_tensor::is_skipped(table.header())) {
             return;
         }

@@ -36,9 +36,10 @@ impl Settings {
             initial_sum: self.initial_sum,
             eps: self.eps,
             weight_decay: self.weight_decay,
-            objective: match self.maximize {
-                true => Objective::Maximize,
-                false => Objective::Minimize,
+            objective: if self.maximize {
+                Objective::Maximize
+            } else {
+                Objective::Minimize
             },
         }
     }

@@ -36,9 +36,10 @@ impl Settings {
             lr: self.lr,
             momentum: self.momentum,
             dampening: self.dampening,
-            nesterov: match self.nesterov {
-                true => Nesterov::Nesterov,
-                false => Nesterov::Plain,
+            nesterov: if self.nesterov {
+                Nesterov::Nesterov
+            } else {
+                Nesterov::Plain
             },
             weight_decay: match self.decay.as_str() {
                 "decoupled" => WeightDecay::Decoupled(self.weight_decay),
@@ -46,9 +47,10 @@ impl Settings {
                 other => panic!("unknown decay `{other}`"),
             },
             rescale: self.rescale,
-            objective: match self.maximize {
-                true => Objective::Maximize,
-                false => Objective::Minimize,
+            objective: if self.maximize {
+                Objective::Maximize
+            } else {
+                Objective::Minimize
             },
         }
     }

@@ -34,9 +34,10 @@ impl Settings {
             beta1: self.beta1,
             beta2: self.beta2,
             weight_decay: self.weight_decay,
-            objective: match self.maximize {
-                true => Objective::Maximize,
-                false => Objective::Minimize,
+            objective: if self.maximize {
+                Objective::Maximize
+            } else {
+                Objective::Minimize
             },
         }
     }

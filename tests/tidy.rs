@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 mod dependencies;
 #[path = "tidy/lengths.rs"]
 mod lengths;
+#[path = "tidy/sentences.rs"]
+mod sentences;
 #[path = "tidy/source.rs"]
 mod source;
 #[path = "tidy/stems.rs"]
@@ -38,9 +40,10 @@ fn walk(folder: &Path, relative: &str, found: &mut Vec<String>) {
             continue;
         }
         let path = format!("{relative}{name}");
-        match entry.file_type().unwrap().is_dir() {
-            true => walk(&entry.path(), &format!("{path}/"), found),
-            false => found.push(path),
+        if entry.file_type().unwrap().is_dir() {
+            walk(&entry.path(), &format!("{path}/"), found)
+        } else {
+            found.push(path)
         }
     }
 }
@@ -74,6 +77,14 @@ fn unsafe_code_is_confined_and_explained() {
 #[test]
 fn files_and_functions_are_short() {
     require(&[".rs", ".cu", ".cuh", ".hpp", ".cpp"], lengths::violations);
+}
+
+#[test]
+fn branches_and_comments_are_plain() {
+    require(
+        &[".rs", ".cu", ".cuh", ".hpp", ".cpp"],
+        sentences::violations,
+    );
 }
 
 #[test]

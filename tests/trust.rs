@@ -20,7 +20,7 @@ fn simulated_runs_end_in_the_bits_of_runs_without_faults() {
     assert!(sum.faults > 100 && sum.resumes > 10, "{sum:?}");
 }
 
-/// The same seed is the same run, or a failing one could not be looked at.
+/// A seed is one run for ever, or a failing one could not be looked at.
 #[test]
 fn a_seed_replays() {
     for seed in [3, 77] {

@@ -85,15 +85,16 @@ pub(crate) fn parse(words: impl Iterator<Item = String>) -> Result<Asked, String
 }
 
 fn known_sets(list: &str) -> Result<Vec<String>, String> {
-    let names = list
-        .split(',')
-        .map(|name| match sets::NAMES.contains(&name) {
-            true => Ok(name.to_owned()),
-            false => Err(format!(
+    let names = list.split(',').map(|name| {
+        if sets::NAMES.contains(&name) {
+            Ok(name.to_owned())
+        } else {
+            Err(format!(
                 "--sets: expected some of {}, found {name}",
                 sets::NAMES.join(", ")
-            )),
-        });
+            ))
+        }
+    });
     names.collect()
 }
 

@@ -47,7 +47,7 @@ pub(crate) struct Line {
     wall_ns: f64,
     /// Bytes per second by the device's events, in 10^9.
     gb_per_s: f64,
-    /// The same for the copies.
+    /// Bytes per second of the copies, in 10^9.
     copy_gb_per_s: f64,
     /// The first over the second.
     share_of_copy: f64,

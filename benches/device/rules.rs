@@ -111,9 +111,10 @@ impl Entrant {
 
     /// What makes the plan, without limits.
     pub(crate) fn planner(&self) -> Planner {
-        let table = match self.ways.contains(&Way::Arguments) {
-            true => TableKind::Arguments,
-            false => TableKind::Resident,
+        let table = if self.ways.contains(&Way::Arguments) {
+            TableKind::Arguments
+        } else {
+            TableKind::Resident
         };
         let planner = Planner::new(self.rule)
             .precision(self.kept.precision())

@@ -79,7 +79,7 @@ pub enum ArgumentBlock {
     Large,
     /// 16 bytes: where a table lies in the device's memory, and what its sets are derived from.
     Resident,
-    /// The same, where the launch leaves sums over what it changes.
+    /// The entry whose launch also leaves sums over what it changes.
     Measured,
 }
 

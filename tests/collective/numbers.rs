@@ -19,9 +19,10 @@ pub(crate) trait Number: Element {
     fn sample(rank: usize, index: usize) -> Self {
         let mixed = (index as u64 * 8 + rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
         let unit = mixed as f64 / (1u64 << 24) as f64;
-        match Self::FLOATING {
-            true => Self::of(unit * 4.0 - 2.0),
-            false => Self::of((unit * 250.0).floor()),
+        if Self::FLOATING {
+            Self::of(unit * 4.0 - 2.0)
+        } else {
+            Self::of((unit * 250.0).floor())
         }
     }
 }

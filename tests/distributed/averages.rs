@@ -74,7 +74,7 @@ fn averages_are_those_of_masters_and_residuals_and_parameters_follow() {
     for rule in rules() {
         for master in [Master::F32, Master::Remainder] {
             let case = case(rule, master);
-            // The same steps, without an average and with one behind them.
+            // Equal steps, without an average and with one behind them.
             let alone = train(&case, &case.planner().with(every(100)));
             let found = train(&case, &case.planner().with(every(1)));
             assert!(!alone[0].reports[0].averaged && found[0].reports[0].averaged);

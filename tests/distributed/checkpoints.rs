@@ -34,7 +34,7 @@ fn part(case: &Case, folder: &Path, from: u64, to: u64) -> Vec<Vec<u8>> {
         }
         for step in from..to {
             for (param, desc) in plan.params().iter().enumerate() {
-                // The same gradients on all ranks, so that their mean does not depend on how many there are.
+                // Equal gradients on all ranks, so that their mean does not depend on how many there are.
                 if !case.is_absent(0, step, param) {
                     let bytes = case.gradient(0, step, param);
                     plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes)
@@ -97,14 +97,11 @@ fn copy_all(from: &Path, to: &Path) {
     for entry in fs::read_dir(from).unwrap() {
         let entry = entry.unwrap();
         let target = to.join(entry.file_name());
-        match entry.file_type().unwrap().is_dir() {
-            true => {
-                fs::create_dir(&target).unwrap();
-                copy_all(&entry.path(), &target);
-            }
-            false => {
-                fs::copy(entry.path(), target).unwrap();
-            }
+        if entry.file_type().unwrap().is_dir() {
+            fs::create_dir(&target).unwrap();
+            copy_all(&entry.path(), &target);
+        } else {
+            fs::copy(entry.path(), target).unwrap();
         }
     }
 }

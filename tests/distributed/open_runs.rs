@@ -18,7 +18,7 @@ fn part(case: &Case, folder: Option<&Path>, from: u64, to: u64) -> Vec<Vec<Vec<u
     part_with(case, folder, (from, to), |rank, _| rank)
 }
 
-/// The same with the gradients that the rank `of` a rank and micro-step has.
+/// As above, with the gradients that the rank `of` a rank and micro-step has.
 fn part_with(
     case: &Case,
     folder: Option<&Path>,

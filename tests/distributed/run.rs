@@ -210,11 +210,12 @@ impl Case {
     fn bytes(&self, param: usize, value: impl Fn(u64) -> f32) -> Vec<u8> {
         let wide = self.mixed == Mixed::No || param.is_multiple_of(2);
         let values = (0..self.numels[param]).map(value);
-        match wide {
-            true => values.flat_map(f32::to_le_bytes).collect(),
-            false => values
+        if wide {
+            values.flat_map(f32::to_le_bytes).collect()
+        } else {
+            values
                 .flat_map(|v| bf16::from_f32(v).to_le_bytes())
-                .collect(),
+                .collect()
         }
     }
 
@@ -329,14 +330,13 @@ impl Case {
         for step in 0..self.steps {
             for (param, desc) in plan.params().iter().enumerate() {
                 let (sum, any) = self.mean_gradient(step, param);
-                match any || self.numels[param] == 0 {
-                    true => {
-                        let bytes: Vec<u8> = sum.into_iter().flat_map(f32::to_le_bytes).collect();
-                        state
-                            .write(&backend, Role::Grad, &desc.name, &bytes)
-                            .unwrap();
-                    }
-                    false => state.set_absent(&desc.name).unwrap(),
+                if any || self.numels[param] == 0 {
+                    let bytes: Vec<u8> = sum.into_iter().flat_map(f32::to_le_bytes).collect();
+                    state
+                        .write(&backend, Role::Grad, &desc.name, &bytes)
+                        .unwrap();
+                } else {
+                    state.set_absent(&desc.name).unwrap()
                 }
             }
             reports.push(plan.run(&mut state, &backend).unwrap());
@@ -364,15 +364,14 @@ impl Case {
         let mut any = false;
         let group = self.shard_group.map_or(self.world, NonZeroUsize::get);
         for rank in 0..self.world {
-            let grad: Vec<f32> = match self.is_absent(rank, step, param) {
-                true => vec![0.0; sum.len()],
-                false => {
-                    any = true;
-                    self.gradient(rank, step, param)
-                        .chunks_exact(4)
-                        .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
-                        .collect()
-                }
+            let grad: Vec<f32> = if self.is_absent(rank, step, param) {
+                vec![0.0; sum.len()]
+            } else {
+                any = true;
+                self.gradient(rank, step, param)
+                    .chunks_exact(4)
+                    .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+                    .collect()
             };
             for (sum, grad) in sum.iter_mut().zip(grad) {
                 *sum = if rank % group == 0 { grad } else { *sum + grad };

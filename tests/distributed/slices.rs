@@ -132,9 +132,10 @@ fn by_hand(world: usize, group: usize) -> (Vec<Vec<Vec<u8>>>, Vec<Norms>) {
     let mut norms = Vec::new();
     for step in 0..STEPS {
         for &(param, rank) in &whole {
-            let grad = match SLICES.contains(&param) {
-                true => bytes(param, [step, rank as u64]),
-                false => mean(param, step, world, group),
+            let grad = if SLICES.contains(&param) {
+                bytes(param, [step, rank as u64])
+            } else {
+                mean(param, step, world, group)
             };
             state
                 .write(&backend, Role::Grad, &label(param, rank), &grad)

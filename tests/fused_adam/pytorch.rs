@@ -38,13 +38,15 @@ impl Settings {
                 "l2" => WeightDecay::L2(self.weight_decay),
                 other => panic!("unknown decay `{other}`"),
             },
-            second_moment: match self.amsgrad {
-                true => SecondMoment::Largest,
-                false => SecondMoment::Running,
+            second_moment: if self.amsgrad {
+                SecondMoment::Largest
+            } else {
+                SecondMoment::Running
             },
-            objective: match self.maximize {
-                true => Objective::Maximize,
-                false => Objective::Minimize,
+            objective: if self.maximize {
+                Objective::Maximize
+            } else {
+                Objective::Minimize
             },
         }
     }

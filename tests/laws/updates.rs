@@ -94,9 +94,10 @@ fn values(state: &State, backend: &dyn Backend, name: &str, numel: u64) -> Vec<f
         bytes
     };
     let roles = state.roles(name).unwrap();
-    let role = match roles.contains(&Role::Master) {
-        true => Role::Master,
-        false => Role::Param,
+    let role = if roles.contains(&Role::Master) {
+        Role::Master
+    } else {
+        Role::Param
     };
     let bytes = read(role);
     if roles.contains(&Role::Remainder) {

@@ -15,9 +15,10 @@ pub(crate) fn violations(path: &str, text: &str) -> Vec<String> {
         ));
     }
     let code = code_only(text);
-    let functions = match path.ends_with(".rs") {
-        true => rust_functions(&code),
-        false => cpp_functions(&without_directives(&code)),
+    let functions = if path.ends_with(".rs") {
+        rust_functions(&code)
+    } else {
+        cpp_functions(&without_directives(&code))
     };
     for (first, last) in functions {
         let lines = last - first + 1;

@@ -202,12 +202,11 @@ fn files_below(folder: &Path) -> Result<Vec<(PathBuf, u64)>> {
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(&folder)? {
             let path = entry?.path();
-            match path.is_dir() {
-                true => folders.push(path),
-                false => {
-                    let len_bytes = path.metadata()?.len();
-                    files.push((path, len_bytes));
-                }
+            if path.is_dir() {
+                folders.push(path)
+            } else {
+                let len_bytes = path.metadata()?.len();
+                files.push((path, len_bytes));
             }
         }
     }

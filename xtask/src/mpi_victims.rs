@@ -102,12 +102,13 @@ fn stopped(fusestep: &Path, flags: &[&str], timeout_ms: u64) -> Result<()> {
 /// Open MPI asks processes to end and kills them a second later, in which a machine with other work may not get to writing a file: the
 /// second try gives them more.
 fn grace(timeout_ms: u64) -> &'static [(&'static str, &'static str)] {
-    match timeout_ms == TIMEOUTS_MS[0] {
-        true => &[],
-        false => &[
+    if timeout_ms == TIMEOUTS_MS[0] {
+        &[]
+    } else {
+        &[
             ("OMPI_MCA_odls_base_sigkill_timeout", "10"),
             ("PRTE_MCA_odls_base_sigkill_timeout", "10"),
-        ],
+        ]
     }
 }
 

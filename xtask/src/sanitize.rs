@@ -50,9 +50,10 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let flags = format!("-Zsanitizer={sanitizer} -Cunsafe-allow-abi-mismatch=sanitizer");
     // The thread sanitizer must see the locks of the standard library, or it takes what they guard for races. The address
     // sanitizer is content with the library that comes with the compiler.
-    let std: &[&str] = match sanitizer == "thread" {
-        true => &["-Zbuild-std"],
-        false => &[],
+    let std: &[&str] = if sanitizer == "thread" {
+        &["-Zbuild-std"]
+    } else {
+        &[]
     };
     if !std.is_empty() {
         require_sources()?;
@@ -61,10 +62,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     // Beside the ordinary build, whose crates carry no sanitizer.
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or(root.join("target"), PathBuf::from);
     let target = target.join(format!("sanitize-{sanitizer}"));
-    let more: &[_] = match sanitizer == "address" {
-        true => &MEMORY,
-        false => &[],
-    };
+    let more: &[_] = if sanitizer == "address" { &MEMORY } else { &[] };
     for suite in SHARED.iter().chain(more) {
         let begun = Instant::now();
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
@@ -77,7 +75,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
             .arg(&target)
             // One test at a time, in the thread that started: the test runner's own threads are not what is looked at.
             .args(["--", "--test-threads=1"])
-            // The same code with ten times the elements, for which the thread sanitizer takes more than five minutes.
+            // It covers code of other tests with ten times the elements; the thread sanitizer takes more than five minutes for it.
             .args(["--skip", "a_million_and_one"])
             .args(test_arguments)
             .env("RUSTC_BOOTSTRAP", "1")

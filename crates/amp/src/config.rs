@@ -122,7 +122,7 @@ impl LossScale {
         })
     }
 
-    /// The same policy at a scale and counters from a checkpoint; a counter may be above its interval.
+    /// This policy at a scale and counters from a checkpoint; a counter may be above its interval.
     ///
     /// # Errors
     /// [`AmpError::PowerOfTwo`] if `scale` is no power of two between the policy's floor and ceiling.

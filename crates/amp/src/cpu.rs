@@ -91,9 +91,10 @@ impl GradientRule {
     pub fn conclude(&self, total: SquareSum, before: ControlBlock) -> ControlBlock {
         let grad_norm = total.sum.sqrt() / before.loss_scale;
         // The sum of finite f64 gradients may overflow; there is no factor for that either.
-        let found = match total.non_finite == 0 && grad_norm.is_finite() {
-            true => Finding::Finite,
-            false => Finding::NonFinite,
+        let found = if total.non_finite == 0 && grad_norm.is_finite() {
+            Finding::Finite
+        } else {
+            Finding::NonFinite
         };
         // The block holds what an earlier one of this rule wrote, or what a checkpoint was checked for.
         let scale = LossScale::restored(

@@ -101,7 +101,7 @@ struct BenchSummary {
     naive_launches: usize,
     ns_per_step: f64,
     naive_ns_per_step: f64,
-    /// The same rule on parameters and state of f32, in the same run; absent if that is what was asked for.
+    /// The rule on parameters and state of f32, in the same run; absent if that is what was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     f32_ns_per_step: Option<f64>,
     /// This step's time over that of f32.
@@ -319,7 +319,7 @@ impl Plans {
     }
 }
 
-/// The same parameters in f32.
+/// These parameters in f32.
 fn as_f32(params: &[ParamDesc]) -> Vec<ParamDesc> {
     let params = params.iter().cloned().map(|param| ParamDesc {
         dtype: DType::F32,

@@ -37,7 +37,7 @@ struct Summary {
     threads: usize,
     /// A whole step, from gradients that lie in their views to updated parameters.
     ns_per_step: f64,
-    /// The same buckets reduced by the communicator alone.
+    /// These buckets, reduced by the communicator alone.
     reduce_ns: f64,
     /// The updates alone, of all ranks at once.
     update_ns: f64,
@@ -154,7 +154,7 @@ impl RankTimer {
 /// The plans whose steps and parts are timed.
 struct Plans {
     whole: Plan,
-    /// The same without stages that are several in one.
+    /// The plan without stages that do several things at once.
     apart: Plan,
     /// What this rank updates, alone.
     own: Plan,

@@ -176,9 +176,10 @@ fn mpi() -> Finding {
         places.find(|place| place.is_file())
     });
     let missing = "no mpirun on the PATH; install an MPI (Debian: openmpi-bin, libopenmpi-dev) to run ranks on many machines";
-    let used = match cfg!(feature = "mpi") {
-        true => "`mpirun -n 4 fusestep check --engine mpi` tests it",
-        false => "this build leaves it out; build with the feature `mpi`",
+    let used = if cfg!(feature = "mpi") {
+        "`mpirun -n 4 fusestep check --engine mpi` tests it"
+    } else {
+        "this build leaves it out; build with the feature `mpi`"
     };
     located("mpi", found, missing, used)
 }
@@ -190,9 +191,10 @@ fn nccl() -> Finding {
     let mut places = folders.map(|folder| folder.join("libnccl.so.2"));
     let found = places.find(|place| Path::is_file(place));
     let missing = "no libnccl.so.2 in the library folders; install NCCL (Debian: libnccl2) to run ranks on many GPUs";
-    let used = match cfg!(feature = "nccl") {
-        true => "`fusestep check --engine nccl --ranks N` tests it on N GPUs",
-        false => "this build leaves it out; build with the feature `nccl`",
+    let used = if cfg!(feature = "nccl") {
+        "`fusestep check --engine nccl --ranks N` tests it on N GPUs"
+    } else {
+        "this build leaves it out; build with the feature `nccl`"
     };
     located("nccl", found, missing, used)
 }

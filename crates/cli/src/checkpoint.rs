@@ -71,12 +71,13 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
                 shards: manifest.shards.len(),
                 bytes: tensors.values().map(Vec::len).sum(),
             };
-            match folder.json {
-                true => print_json(&verified),
-                false => print(&format!(
+            if folder.json {
+                print_json(&verified)
+            } else {
+                print(&format!(
                     "step {}: {} tensors ({} bytes) in {} files, all intact\n",
                     verified.step, verified.tensors, verified.bytes, verified.shards
-                )),
+                ))
             }
         }
         Action::Reshard {
@@ -94,9 +95,10 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
             );
             let manifest = Manifest::read(&folder.folder)?;
             let (from, count) = (&folder.folder, *world);
-            let written = match average {
-                true => manifest.average(from, out, count)?,
-                false => manifest.reshard(from, out, count)?,
+            let written = if *average {
+                manifest.average(from, out, count)?
+            } else {
+                manifest.reshard(from, out, count)?
             };
             inspect(folder, &written)
         }

@@ -27,11 +27,11 @@ pub(crate) enum Engine {
     Processes,
     /// Ranks are processes that mpirun has started; the same bits as threads
     Mpi,
-    /// The same with MPI's own all-reduce, in an order of its choice; calls are compared the first time they are made
+    /// `mpi` with MPI's own all-reduce, in an order of its choice; calls are compared the first time they are made
     MpiNative,
     /// Ranks have a GPU each and are threads or, under mpirun, processes; the same bits as threads
     Nccl,
-    /// The same with NCCL's own all-reduce, in an order of its choice
+    /// `nccl` with NCCL's own all-reduce, in an order of its choice
     NcclNative,
 }
 

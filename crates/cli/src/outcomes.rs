@@ -30,7 +30,7 @@ pub(crate) fn first<T>(
     let mut others = String::new();
     for (rank, error) in errors {
         let error = format!("{error:#}");
-        // The same on all ranks, or another's told on.
+        // Equal on all ranks, or another rank's, passed on.
         if !error.contains(&cause) {
             others += &format!("\nrank {rank}: {error}");
         }

@@ -128,7 +128,7 @@ impl Rule {
 }
 
 impl OptimizerArgs {
-    /// The same flags with a learning rate if none was given.
+    /// These flags, with a learning rate if none was given.
     pub(crate) fn with_default_lr(self, lr: f64) -> Self {
         Self {
             lr: self.lr.or(Some(lr)),

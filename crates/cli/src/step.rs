@@ -87,7 +87,7 @@ struct StepSummary {
     gradients: Option<Vec<Gradient>>,
     /// Norm of what the last step changed in all parameters, ‖new − old‖; `null` without `--update-norms`.
     update_norm: Option<f64>,
-    /// The same of each parameter.
+    /// Norms of each parameter.
     updates: Option<Vec<Update>>,
 }
 
@@ -223,9 +223,10 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     }
     let summary = run_steps(args, &plan, &mut state, backend.as_ref())?;
     write_files(args, &params, &model, &state, backend.as_ref())?;
-    match args.json {
-        true => print_json(&summary),
-        false => print_summary(args, &summary),
+    if args.json {
+        print_json(&summary)
+    } else {
+        print_summary(args, &summary)
     }
 }
 

@@ -58,9 +58,10 @@ impl Model {
             .arg("--json")
             .output()
             .unwrap();
-        match output.status.success() {
-            true => Ok(serde_json::from_slice(&output.stdout).unwrap()),
-            false => Err(String::from_utf8(output.stderr).unwrap()),
+        if output.status.success() {
+            Ok(serde_json::from_slice(&output.stdout).unwrap())
+        } else {
+            Err(String::from_utf8(output.stderr).unwrap())
         }
     }
 }

@@ -50,9 +50,10 @@ impl HostMemory {
     /// # Errors
     /// [`CoalesceError::OutOfMemory`]; the process is not aborted.
     pub fn zeroed(len_bytes: usize) -> Result<Self, CoalesceError> {
-        let (words, alignment) = match len_bytes < HUGE_PAGE_BYTES {
-            true => (allocated(len_bytes), SLOT_BYTES as usize),
-            false => (mapped(len_bytes), HUGE_PAGE_BYTES),
+        let (words, alignment) = if len_bytes < HUGE_PAGE_BYTES {
+            (allocated(len_bytes), SLOT_BYTES as usize)
+        } else {
+            (mapped(len_bytes), HUGE_PAGE_BYTES)
         };
         let words = words.ok_or(CoalesceError::OutOfMemory {
             len_bytes: len_bytes as u64,

@@ -235,12 +235,11 @@ impl MpiCommunicator {
             Compare::EveryCall => true,
             Compare::FirstOfEach => self.agreed.insert(print),
         };
-        match first {
-            true => {
-                self.meet(Party::All(self.sequence), header(print))?;
-                self.begun_ns = self.group.now_ns();
-            }
-            false => self.enter()?,
+        if first {
+            self.meet(Party::All(self.sequence), header(print))?;
+            self.begun_ns = self.group.now_ns();
+        } else {
+            self.enter()?
         }
         self.move_data(call, blocks, &print)
     }

@@ -275,9 +275,10 @@ impl Drop for Engine {
     /// Leaves MPI once all others leave too. After an error somebody may never come, which must not hold the others for ever.
     fn drop(&mut self) {
         let troubled = self.troubled.load(Ordering::SeqCst);
-        let patience = match troubled {
-            true => self.timeout / 2,
-            false => self.leave_timeout,
+        let patience = if troubled {
+            self.timeout / 2
+        } else {
+            self.leave_timeout
         };
         for to in (0..self.world_size).filter(|&to| to != self.rank) {
             self.send_and_forget(vec![0], to, 0, Kind::Farewell);
@@ -340,9 +341,10 @@ fn highest_tag(comm: ffi::MPI_Comm) -> c_int {
     unsafe {
         let place = (&raw mut value).cast::<c_void>();
         ffi::MPI_Comm_get_attr(comm, ffi::MPI_TAG_UB as c_int, place, &mut flag);
-        match flag != 0 && !value.is_null() {
-            true => *value,
-            false => 32_767,
+        if flag != 0 && !value.is_null() {
+            *value
+        } else {
+            32_767
         }
     }
 }

@@ -165,9 +165,12 @@ impl MpiCommunicator {
         }
         self.exchange(pieces, task.print);
         let inputs: Vec<&[u8]> = (0..world_size)
-            .map(|from| match from == rank {
-                true => leaving[rank],
-                false => &incoming[from * slot..][..own],
+            .map(|from| {
+                if from == rank {
+                    leaving[rank]
+                } else {
+                    &incoming[from * slot..][..own]
+                }
             })
             .collect();
         let level = self.group.options.level;
@@ -201,9 +204,10 @@ impl Memory<'_> {
             }
             Memory::Two(send, receive) => {
                 let results: Vec<_> = ranges.iter().step_by(2).cloned().collect();
-                let arriving = match gets_results {
-                    true => carve(receive, &results),
-                    false => Vec::new(),
+                let arriving = if gets_results {
+                    carve(receive, &results)
+                } else {
+                    Vec::new()
                 };
                 let inputs = ranges.iter().skip(1).step_by(2);
                 (arriving, inputs.map(|range| &send[range.clone()]).collect())

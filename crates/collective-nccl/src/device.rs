@@ -197,12 +197,13 @@ impl DeviceBuffer {
     }
 
     fn require(&self, len_bytes: usize) -> Result<(), NcclError> {
-        match len_bytes == self.len_bytes {
-            true => Ok(()),
-            false => Err(failed(format!(
+        if len_bytes == self.len_bytes {
+            Ok(())
+        } else {
+            Err(failed(format!(
                 "expected {} bytes as on the GPU, found {len_bytes}",
                 self.len_bytes
-            ))),
+            )))
         }
     }
 

@@ -79,9 +79,10 @@ impl Driver {
         // SAFETY: it writes a pointer to a static text, or leaves null for a code that it does not know.
         let words = unsafe {
             (self.get_error_string)(code, &mut text);
-            match text.is_null() {
-                true => "unknown".into(),
-                false => CStr::from_ptr(text).to_string_lossy(),
+            if text.is_null() {
+                "unknown".into()
+            } else {
+                CStr::from_ptr(text).to_string_lossy()
             }
         };
         Err(format!("CUDA error {code}, {words}"))

@@ -172,9 +172,10 @@ impl FolderControl {
             }
             if let Some(closed) = self.files.closing(missing.iter().copied()) {
                 // Who has done its part of this call and left since the look has left its file too.
-                match look()?.is_empty() {
-                    true => break,
-                    false => return Err(closed),
+                if look()?.is_empty() {
+                    break;
+                } else {
+                    return Err(closed);
                 }
             }
             if begun.elapsed() > self.timeout {

@@ -152,7 +152,7 @@ fn greeting(opened: &Result<Site, NcclError>) -> [u8; GREETING_BYTES] {
     bytes
 }
 
-/// The same in all processes of a machine: GPUs of different machines are not the same, whatever they call themselves.
+/// A number that all processes of a machine agree on: GPUs of different machines are not the same, whatever they call themselves.
 fn machine() -> u64 {
     let boot = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let mix = |hash: u64, &byte: &u8| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);

@@ -109,9 +109,10 @@ impl NcclCommunicator {
             return Ok(());
         }
         // Who is not the root has no input, and NCCL looks at none.
-        let from = match self.rank() == root {
-            true => memory.input(0),
-            false => memory.result(0),
+        let from = if self.rank() == root {
+            memory.input(0)
+        } else {
+            memory.result(0)
         };
         self.engine(print, |link| {
             // SAFETY: both lead to `len_bytes` bytes of device memory that the call holds until its mark was reached.

@@ -167,9 +167,10 @@ pub enum NcclError {
 /// A version as people write it. NCCL counts 2.8.4 as 2804 and, from 2.9 on, 2.9.6 as 20906.
 #[cfg_attr(not(feature = "nccl"), allow(dead_code))]
 pub(crate) fn version_text(code: u32) -> String {
-    match code < 10_000 {
-        true => format!("{}.{}.{}", code / 1000, code / 100 % 10, code % 100),
-        false => format!("{}.{}.{}", code / 10_000, code / 100 % 100, code % 100),
+    if code < 10_000 {
+        format!("{}.{}.{}", code / 1000, code / 100 % 10, code % 100)
+    } else {
+        format!("{}.{}.{}", code / 10_000, code / 100 % 100, code % 100)
     }
 }
 

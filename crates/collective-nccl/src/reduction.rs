@@ -41,9 +41,12 @@ impl NcclCommunicator {
         };
         // Memory that a caller has brought may lie between elements, where the kernel cannot read.
         let element_bytes = print.dtype.len_bytes() as u64;
-        let or_slot = |address: Address| match address.is_multiple_of(element_bytes) {
-            true => address,
-            false => slot(rank),
+        let or_slot = |address: Address| {
+            if address.is_multiple_of(element_bytes) {
+                address
+            } else {
+                slot(rank)
+            }
         };
         let input = memory.input(own.start);
         let parts = Parts {
@@ -67,12 +70,13 @@ impl NcclCommunicator {
             }
             Operation::Reduce { root, .. } => {
                 // As if apart: what this rank has is one block, and the root's own lies in its place already.
-                let memory = match rank == root {
-                    true => Memory::Same(memory.result(0)),
-                    false => Memory::Two {
+                let memory = if rank == root {
+                    Memory::Same(memory.result(0))
+                } else {
+                    Memory::Two {
                         send: result,
                         receive: result,
-                    },
+                    }
                 };
                 self.gather(memory, root, ranges, print)?;
             }

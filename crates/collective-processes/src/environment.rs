@@ -12,7 +12,7 @@ pub struct Rendezvous {
     pub rank: usize,
     /// The number of ranks.
     pub world_size: usize,
-    /// The same on all ranks of a start of the program, another for every other start that runs on
+    /// Equal on all ranks of a start of the program, and another for every other start that runs on
     /// the machine at the same time.
     pub session: String,
 }

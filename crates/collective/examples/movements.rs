@@ -68,7 +68,7 @@ fn all_gather() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The same with shards of any lengths, which all ranks know.
+/// Shards may have any length that all ranks know.
 fn all_gather_counts() -> Result<(), Box<dyn Error>> {
     let counts = [2, 0, 1];
     let whole = on_ranks("all-gather of 2, 0 and 1 elements", 3, |mut comm| {

@@ -60,7 +60,7 @@ fn reduce_scatter() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The same with parts of any lengths, none included.
+/// Parts may have any length, 0 included.
 fn reduce_scatter_counts() -> Result<(), Box<dyn Error>> {
     let counts = [1, 0, 4];
     let parts = on_ranks("reduce-scatter of 1, 0 and 4 elements", 3, |mut comm| {

@@ -27,7 +27,7 @@ impl Blocks<'_> {
         }
     }
 
-    /// The same in bytes, for elements of `element_bytes`.
+    /// Where block `rank` begins and ends in bytes, for elements of `element_bytes`.
     pub fn of_bytes(&self, rank: usize, element_bytes: usize) -> Range<usize> {
         let block = self.of(rank);
         block.start * element_bytes..block.end * element_bytes

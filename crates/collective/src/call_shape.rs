@@ -159,11 +159,12 @@ impl<'a> CallShape<'a> {
             Operation::Scatter { .. } | Operation::Gather { .. } => !in_place,
             _ => false,
         };
-        match equal && numel % world_size != 0 {
-            true => Err(format!(
+        if equal && numel % world_size != 0 {
+            Err(format!(
                 "length: expected a multiple of {world_size}, the world size, found {numel}; pass counts (scatter, gather) or pad"
-            )),
-            false => Ok(numel),
+            ))
+        } else {
+            Ok(numel)
         }
     }
 

@@ -261,7 +261,7 @@ impl Aborter {
         });
     }
 
-    /// The same with an error of one's own.
+    /// As above, with an error of the caller's.
     pub fn close(&self, error: CollectiveError) {
         (self.close)(error);
     }

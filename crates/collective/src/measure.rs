@@ -234,9 +234,10 @@ pub fn fit(points: &[(f64, f64)]) -> Link {
         wxy += weight * x * y;
     }
     let determinant = w * wxx - wx * wx;
-    let slope = match determinant > 1e-12 * w * wxx {
-        true => ((w * wxy - wx * wy) / determinant).max(0.0),
-        false => 0.0,
+    let slope = if determinant > 1e-12 * w * wxx {
+        ((w * wxy - wx * wy) / determinant).max(0.0)
+    } else {
+        0.0
     };
     let alpha = if w > 0.0 {
         ((wy - slope * wx) / w).max(0.0)

@@ -36,7 +36,7 @@ pub trait Ranks {
     fn input(&self, rank: usize, bytes: Range<usize>) -> &[u8];
     /// Takes the result of a range of bytes; their inputs are not asked for again.
     fn store(&mut self, bytes: Range<usize>, result: &[u8]);
-    /// The same of both ranks at once, and which of them get the result, if there are two and results go where inputs lie: memory waits
+    /// A range of both ranks at once, and which of them get the result, if there are two and results go where inputs lie: memory waits
     /// for loops that look slices up for every line.
     fn pair(&mut self, _bytes: Range<usize>) -> Option<([&mut [u8]; 2], Range<usize>)> {
         None
@@ -121,9 +121,12 @@ fn reduce<T: Number>(level: Level, op: ReduceOp, len_bytes: usize, ranks: &mut i
     // The whole loop is compiled for the level: a line is done in the time that calls for its parts would take.
     level.run(
         #[inline(always)]
-        || match in_all > CACHED_BYTES {
-            false => reduce_bursts::<T, 0>(op, len_bytes, ranks),
-            true => reduce_bursts::<T, AHEAD_BYTES>(op, len_bytes, ranks),
+        || {
+            if in_all > CACHED_BYTES {
+                reduce_bursts::<T, AHEAD_BYTES>(op, len_bytes, ranks);
+            } else {
+                reduce_bursts::<T, 0>(op, len_bytes, ranks);
+            }
         },
     );
 }
@@ -204,9 +207,10 @@ fn reduce_line<T: Number>(op: ReduceOp, bytes: Range<usize>, ranks: &mut impl Ra
     }
     let result = narrow::<T>(op, world_size, result);
     let result = bytemuck::bytes_of(&result);
-    match len == result.len() {
-        true => ranks.store(bytes, result),
-        false => ranks.store(bytes, &result[..len]),
+    if len == result.len() {
+        ranks.store(bytes, result)
+    } else {
+        ranks.store(bytes, &result[..len])
     }
 }
 
@@ -226,9 +230,10 @@ fn narrow<T: Number>(op: ReduceOp, world_size: usize, mut result: [T::Wide; LANE
 fn wide<T: Number>(bytes: &[u8]) -> [T::Wide; LANES] {
     let mut line = [T::default(); LANES];
     let into = bytemuck::bytes_of_mut(&mut line);
-    match bytes.len() == into.len() {
-        true => into.copy_from_slice(bytes),
-        false => into[..bytes.len()].copy_from_slice(bytes),
+    if bytes.len() == into.len() {
+        into.copy_from_slice(bytes)
+    } else {
+        into[..bytes.len()].copy_from_slice(bytes)
     }
     T::widen(&line)
 }

@@ -61,11 +61,14 @@ impl<'a> ReduceUpdate<'a> {
             reason,
         };
         let numel: usize = self.counts.iter().sum();
-        let expect = |name: &str, expected: usize, found: usize| match expected == found {
-            true => Ok(()),
-            false => Err(refuse(format!(
-                "{name}: expected {expected}, found {found}"
-            ))),
+        let expect = |name: &str, expected: usize, found: usize| {
+            if expected == found {
+                Ok(())
+            } else {
+                Err(refuse(format!(
+                    "{name}: expected {expected}, found {found}"
+                )))
+            }
         };
         expect("counts", world_size, self.counts.len())?;
         expect(

@@ -64,13 +64,13 @@ impl CpuBackend {
         Self::new(std::thread::available_parallelism().unwrap_or(NonZeroUsize::MIN))
     }
 
-    /// The same backend at another SIMD level.
+    /// This backend at another SIMD level.
     pub fn at_level(mut self, level: Level) -> Self {
         self.level = level;
         self
     }
 
-    /// The same backend with other limits; they change the plan, not the bits.
+    /// This backend with other limits; they change the plan, not the bits.
     pub fn with_limits(mut self, limits: LaunchLimits) -> Self {
         self.limits = limits;
         self

@@ -28,17 +28,17 @@ impl CudaBackend {
         })
     }
 
-    /// The same backend with other limits; they change the plan, not the bits.
+    /// This backend with other limits; they change the plan, not the bits.
     pub fn with_limits(self, _limits: LaunchLimits) -> Self {
         match self.never {}
     }
 
-    /// The same backend with waves of at most this many chunks; they change the time, not the bits.
+    /// This backend with waves of at most this many chunks; they change the time, not the bits.
     pub fn with_wave_chunks(self, _wave_chunks: std::num::NonZeroU32) -> Self {
         match self.never {}
     }
 
-    /// The same backend without grids that wait for themselves; it changes the launches, not the bits.
+    /// This backend without grids that wait for themselves; it changes the launches, not the bits.
     pub fn without_grid_sync(self) -> Self {
         match self.never {}
     }

@@ -61,19 +61,19 @@ impl CudaBackend {
         })
     }
 
-    /// The same backend with other limits; they change the plan, not the bits.
+    /// This backend with other limits; they change the plan, not the bits.
     pub fn with_limits(mut self, limits: LaunchLimits) -> Self {
         self.limits = limits;
         self
     }
 
-    /// The same backend with waves of at most this many chunks; they change the time, not the bits.
+    /// This backend with waves of at most this many chunks; they change the time, not the bits.
     pub fn with_wave_chunks(mut self, wave_chunks: NonZeroU32) -> Self {
         self.wave_chunks = Some(wave_chunks);
         self
     }
 
-    /// The same backend without grids that wait for themselves; it changes the launches, not the bits.
+    /// This backend without grids that wait for themselves; it changes the launches, not the bits.
     pub fn without_grid_sync(mut self) -> Self {
         self.grid_sync = GridSync::Missing;
         self

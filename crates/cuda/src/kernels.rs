@@ -25,7 +25,7 @@ pub(crate) struct Kernels {
     pub(crate) block: Box<[u64; BLOCK_WORDS]>,
     /// Where sums over tensors go.
     pub(crate) slots: Slots,
-    /// The same of resident tables, each its own.
+    /// Entries for resident tables, each its own.
     placed_slots: Vec<Arc<Mutex<Slots>>>,
 }
 

@@ -93,9 +93,10 @@ impl CudaBackend {
             update_sums: others[1],
         };
         let normed = launch.kernel.normed().is_some();
-        let slots = match normed {
-            true => Some(self.kernels().place_slots(slot_count(launch)?)?),
-            false => None,
+        let slots = if normed {
+            Some(self.kernels().place_slots(slot_count(launch)?)?)
+        } else {
+            None
         };
         let mut batches = Vec::with_capacity(launch.batches.len());
         for (index, batch) in launch.batches.iter().enumerate() {
@@ -107,9 +108,10 @@ impl CudaBackend {
                 table[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace);
                 push_waves(&mut table, batch, launch.limits.chunk_elements, wave_chunks);
             }
-            let threads = match normed {
-                true => BLOCK_THREADS,
-                false => threads_for(batch),
+            let threads = if normed {
+                BLOCK_THREADS
+            } else {
+                threads_for(batch)
             };
             batches.push(self.place_batch(&steps, &table, batch, threads)?);
         }

@@ -25,7 +25,7 @@ pub(crate) fn check(
     })
 }
 
-/// The same for the part of the driver that is called through wrappers.
+/// As above, for the part of the driver that is called through wrappers.
 pub(crate) fn wrapped<T>(
     result: Result<T, CudaError>,
     operation: impl FnOnce() -> String,

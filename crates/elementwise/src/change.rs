@@ -138,9 +138,10 @@ where
             let mut old = [K::Param::zeroed(); LEAF];
             old[..end - start].copy_from_slice(&self.param[start..end]);
             // As in `update`: a factor of 1 changes no bit.
-            first = match self.grad_factor == C::ONE {
-                true => self.update_leaf_pairs::<U, false>(update, set, start, end),
-                false => self.update_leaf_pairs::<U, true>(update, set, start, end),
+            first = if self.grad_factor == C::ONE {
+                self.update_leaf_pairs::<U, false>(update, set, start, end)
+            } else {
+                self.update_leaf_pairs::<U, true>(update, set, start, end)
             };
             self.measure_pairs(&old, start, first, &mut squares);
             squares.unpair();

@@ -28,7 +28,7 @@ pub trait Compute:
     const ONE: Self;
     /// Rounds once, to nearest even.
     fn round(value: f64) -> Self;
-    /// The same value in f64.
+    /// This value in f64.
     fn exact(self) -> f64;
     /// The correctly rounded square root.
     fn sqrt(self) -> Self;

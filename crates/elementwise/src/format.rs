@@ -44,9 +44,10 @@ where
     S: Storage<f32>,
     V: FormatVisitor<f32>,
 {
-    match format.is_stochastic() {
-        true => visitor.visit::<K, S, Stochastic>(),
-        false => visitor.visit::<K, S, Nearest>(),
+    if format.is_stochastic() {
+        visitor.visit::<K, S, Stochastic>()
+    } else {
+        visitor.visit::<K, S, Nearest>()
     }
 }
 

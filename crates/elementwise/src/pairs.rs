@@ -191,12 +191,11 @@ fn narrow<C: Compute, P: Storage<C>, R: Rounding, const NUMBERS: bool>(
     let mut words = [0; LANES];
     for lane in 0..LANES {
         let pair = [low[lane], high[lane]];
-        let word = match R::AT_RANDOM {
-            true => {
-                let draws = [2 * lane, 2 * lane + 1].map(|at| draws.draw(at, list));
-                P::narrow_pair_at_random(pair, draws)
-            }
-            false => P::narrow_pair::<NUMBERS>(pair),
+        let word = if R::AT_RANDOM {
+            let draws = [2 * lane, 2 * lane + 1].map(|at| draws.draw(at, list));
+            P::narrow_pair_at_random(pair, draws)
+        } else {
+            P::narrow_pair::<NUMBERS>(pair)
         };
         words[lane] = first_lower(word);
     }

@@ -14,7 +14,7 @@ pub trait Rounding: Copy {
 
     /// The source for a span whose set ends with `key`.
     fn of(key: &[u8], span: &HostSpan) -> Self;
-    /// The same from element `first` of the span on.
+    /// As above, from element `first` of the span on.
     fn at(self, first: usize) -> Self;
     /// 16 random bits for one element of the block: those of list `list`, counted from the parameter without the gradient. Upper
     /// bits are not specified.

@@ -196,9 +196,10 @@ where
         let mut first = 0;
         if Self::PAIRED {
             // A factor of 1 changes no bit, and arithmetic is what these formats wait for: 3 to 5 % of Adam.
-            first = match self.grad_factor == C::ONE {
-                true => self.update_all_pairs::<U, false>(update, set),
-                false => self.update_all_pairs::<U, true>(update, set),
+            first = if self.grad_factor == C::ONE {
+                self.update_all_pairs::<U, false>(update, set)
+            } else {
+                self.update_all_pairs::<U, true>(update, set)
             };
         }
         while first + 2 * LANES <= numel {
@@ -262,16 +263,18 @@ where
         // The state first: it is there while the parameter still waits for a division.
         for list in 0..N {
             for lane in 0..LANES {
-                state[list][lane] = match R::AT_RANDOM {
-                    true => S::narrow_at_random(states[list][lane], draws.draw(lane, list + 1)),
-                    false => S::narrow(states[list][lane]),
+                state[list][lane] = if R::AT_RANDOM {
+                    S::narrow_at_random(states[list][lane], draws.draw(lane, list + 1))
+                } else {
+                    S::narrow(states[list][lane])
                 };
             }
         }
         for lane in 0..LANES {
-            (param[lane], beside[lane]) = match R::AT_RANDOM {
-                true => K::narrow_at_random(values[lane], draws.draw(lane, 0)),
-                false => K::narrow(values[lane]),
+            (param[lane], beside[lane]) = if R::AT_RANDOM {
+                K::narrow_at_random(values[lane], draws.draw(lane, 0))
+            } else {
+                K::narrow(values[lane])
             };
         }
         if W::ASKED {

@@ -22,7 +22,7 @@ pub trait Slot<C: Compute> {
     fn widen(param: Self::Param, beside: Self::Beside) -> C;
     /// The value that the update ended with.
     fn narrow(value: C) -> (Self::Param, Self::Beside);
-    /// The same with the parameter rounded by `draw`, if it is all there is.
+    /// As above, with the parameter rounded by `draw`, if it is all there is.
     #[inline(always)]
     fn narrow_at_random(value: C, _draw: u32) -> (Self::Param, Self::Beside) {
         Self::narrow(value)

@@ -14,7 +14,7 @@ use crate::Compute;
 pub trait Storage<C: Compute>: Pod + Send + Sync {
     /// The element type.
     const DTYPE: DType;
-    /// The same value.
+    /// The value, unchanged.
     fn widen(self) -> C;
     /// The nearest value, ties to even.
     fn narrow(value: C) -> Self;

@@ -155,9 +155,12 @@ impl<C: Compute, K: Slot<C>, S: Storage<C>, const N: usize> Chunk<'_, C, K, S, N
             let at = elements.start + place;
             let beside = self.beside.get(at).copied();
             let p = K::widen(self.param[at], beside.unwrap_or_else(K::Beside::zeroed));
-            let state = std::array::from_fn(|list| match list < T::READ {
-                true => self.state[list][at].widen(),
-                false => C::ZERO,
+            let state = std::array::from_fn(|list| {
+                if list < T::READ {
+                    self.state[list][at].widen()
+                } else {
+                    C::ZERO
+                }
             });
             let of_place = terms.terms(p, self.grad[at].widen(), state);
             for (values, value) in values.iter_mut().zip(of_place) {

@@ -53,9 +53,10 @@ impl Default for Sgd {
 
 impl UpdateRule for Sgd {
     fn name(&self) -> &'static str {
-        match self.has_velocity() {
-            true => "momentum",
-            false => "sgd",
+        if self.has_velocity() {
+            "momentum"
+        } else {
+            "sgd"
         }
     }
 

@@ -26,9 +26,10 @@ pub struct SgdKernel<T> {
 impl<T: Compute> SgdKernel<T> {
     /// The kernel of a validated configuration.
     pub(crate) fn new(config: Sgd, format: Format) -> Self {
-        let state = match config.has_velocity() {
-            true => &STATE[..],
-            false => &[],
+        let state = if config.has_velocity() {
+            &STATE[..]
+        } else {
+            &[]
         };
         Self {
             config,
@@ -61,9 +62,10 @@ impl<T: Compute> MultiTensorKernel for SgdKernel<T> {
     }
 
     fn flags(&self) -> u32 {
-        let velocity = match self.config.has_velocity() {
-            true => FLAG_VELOCITY,
-            false => 0,
+        let velocity = if self.config.has_velocity() {
+            FLAG_VELOCITY
+        } else {
+            0
         };
         let nesterov = match self.config.nesterov {
             Nesterov::Plain => 0,
@@ -108,9 +110,10 @@ impl<T: Compute> MultiTensorKernel for SgdKernel<T> {
             nesterov: self.config.nesterov,
             objective: self.config.objective,
         };
-        match self.config.has_velocity() {
-            true => run_format::<T, _, 1>(&update, self.format, run),
-            false => run_format::<T, _, 0>(&update, self.format, run),
+        if self.config.has_velocity() {
+            run_format::<T, _, 1>(&update, self.format, run)
+        } else {
+            run_format::<T, _, 0>(&update, self.format, run)
         }
     }
 }

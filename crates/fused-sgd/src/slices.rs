@@ -92,9 +92,10 @@ impl Sgd {
                 }
             }
         }
-        match self.has_velocity() {
-            true => step_slices(self, step, team, with),
-            false => step_slices(self, step, team, without),
+        if self.has_velocity() {
+            step_slices(self, step, team, with)
+        } else {
+            step_slices(self, step, team, without)
         }
     }
 }

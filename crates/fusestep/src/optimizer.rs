@@ -80,7 +80,7 @@ impl FusedOptimizer<'static> {
 }
 
 impl<'c> FusedOptimizer<'c> {
-    /// The same optimizer as one rank of `comm`, before its first use. Ranks that see each other's memory reduce and update in it.
+    /// This optimizer as one rank of `comm`, before its first use. Ranks that see each other's memory reduce and update in it.
     ///
     /// # Errors
     /// What the planner refuses for so many ranks; an optimizer that has been used.

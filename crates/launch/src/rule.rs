@@ -60,7 +60,7 @@ impl WeightDecay {
         }
     }
 
-    /// The same kind with another λ.
+    /// This kind with another λ.
     pub fn with_lambda(self, lambda: f64) -> Self {
         match self {
             WeightDecay::L2(_) => WeightDecay::L2(lambda),

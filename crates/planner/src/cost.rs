@@ -19,9 +19,9 @@ use crate::{CallPurpose, Plan, PlannedCall, ZeroStage};
 pub struct CostModel {
     /// Latency and bandwidth of an all-reduce.
     pub link: Link,
-    /// The same of a reduce-scatter; `None` for half of an all-reduce's bytes.
+    /// Latency and bandwidth of a reduce-scatter; `None` for half of an all-reduce's bytes.
     pub scatter: Option<Link>,
-    /// The same of an all-gather; `None` for half of an all-reduce's bytes.
+    /// Latency and bandwidth of an all-gather; `None` for half of an all-reduce's bytes.
     pub gather: Option<Link>,
     /// Bytes that a rank reads and writes per second while the others do so too; `None` leaves such work out.
     pub memory_bytes_per_second: Option<f64>,
@@ -95,7 +95,7 @@ pub struct Event {
     pub len_bytes: u64,
     /// Seconds from the first backward pass's start.
     pub start: f64,
-    /// The same for its end.
+    /// Seconds from the first backward pass's start to its end.
     pub end: f64,
 }
 
@@ -133,7 +133,7 @@ pub struct RankSummary {
     pub zero: u8,
     /// Calls between ranks of one step that move gradients, parameters or state; those of every k-th step count 1 / k, rounded up.
     pub collectives: u64,
-    /// The same with one call for each tensor.
+    /// Those calls with one for each tensor.
     pub naive_collectives: u64,
     /// Small calls of a step: which gradients there are, norms, whether to skip.
     pub control_calls: u64,

@@ -83,7 +83,7 @@ impl Optimizer {
         }
     }
 
-    /// The same rule at another learning rate.
+    /// This rule at another learning rate.
     pub fn with_lr(self, lr: f64) -> Self {
         match self {
             Optimizer::Adam(rule) => Adam { lr, ..rule }.into(),

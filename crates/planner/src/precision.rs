@@ -20,7 +20,7 @@ impl Precisions {
         }
     }
 
-    /// The same but for one dtype.
+    /// These settings, but for one dtype.
     pub(crate) fn set(&mut self, dtype: DType, precision: Precision) {
         self.apart.retain(|apart| apart.0 != dtype);
         self.apart.push((dtype, precision));

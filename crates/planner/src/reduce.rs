@@ -76,7 +76,7 @@ impl Plan {
         Ok(Box::new(staged))
     }
 
-    /// The same memory where launches can take it.
+    /// That memory as launches can take it.
     fn to_backend(
         &self,
         backend: &dyn Backend,

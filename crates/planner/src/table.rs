@@ -111,7 +111,7 @@ impl Plan {
     /// As [`Plan::run`]; [`PlanError::NotCapturable`] for a plan that reads gradients and whose tables are in arguments: the host
     /// has to know the step before it can write the next one's.
     /// # Cost
-    /// The same launches with the same arguments at every step, on a device: nothing of the host's work grows with the tensors.
+    /// Launches whose arguments are equal at every step, on a device: nothing of the host's work grows with the tensors.
     pub fn enqueue(&self, state: &mut State, backend: &dyn Backend) -> Result<(), PlanError> {
         self.check_state(state)?;
         if state.norm.is_some() && state.tables.kind != TableKind::Resident {
@@ -261,9 +261,10 @@ impl State {
         let before = norm.block.applied;
         norm.settle(backend, pending)?;
         let applied = norm.block.applied.saturating_sub(before);
-        match std::mem::take(&mut self.tables.superseded) {
-            true => Ok(0),
-            false => Ok(applied),
+        if std::mem::take(&mut self.tables.superseded) {
+            Ok(0)
+        } else {
+            Ok(applied)
         }
     }
 

@@ -151,7 +151,7 @@ impl State {
         let width = own.lists[list].dtype().len_bytes();
         let start = own.spec.layout.offset(tensor);
         for held in own.spec.held_of_shard(tensor) {
-            // The same elements lie elsewhere in a list that this rank has whole.
+            // These elements lie elsewhere in a list that this rank has whole.
             let at = match own.spec.extents[list] {
                 Extent::Shard => held.at,
                 _ => start + held.elements.start,

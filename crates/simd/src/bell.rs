@@ -19,9 +19,10 @@ impl Bell {
         // With fewer cores than threads, whoever spins keeps away the one that is waited for.
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
         // A core that is offered there may go to strangers for milliseconds, so that sleep comes sooner.
-        let (spins, yields) = match waiters <= cores {
-            true => (PATIENCE.spins, PATIENCE.yields),
-            false => (0, PATIENCE.yields / 3),
+        let (spins, yields) = if waiters <= cores {
+            (PATIENCE.spins, PATIENCE.yields)
+        } else {
+            (0, PATIENCE.yields / 3)
         };
         Self {
             spins,

@@ -290,20 +290,19 @@ impl<H, F: Clone> Seat<H, F> {
         let target = self.round * inner.slots.len() as u64;
         let gate = || inner.gate.0.load(Ordering::SeqCst);
         let opened = || gate() & !FAILED >= target;
-        match gate() & !FAILED == target {
-            true => inner.bell.ring(),
-            false => {
-                if !inner
-                    .bell
-                    .wait(|| opened() || gate() & FAILED != 0, Some(deadline))
-                    && let Some(failure) = self.meet.fail_late(self.round, late)
-                {
-                    return Err(failure);
-                }
-                // Once failed the gate counts no more, so all parties of this round see the same answer here.
-                if !opened() {
-                    return Err(self.meet.broken());
-                }
+        if gate() & !FAILED == target {
+            inner.bell.ring()
+        } else {
+            if !inner
+                .bell
+                .wait(|| opened() || gate() & FAILED != 0, Some(deadline))
+                && let Some(failure) = self.meet.fail_late(self.round, late)
+            {
+                return Err(failure);
+            }
+            // Once failed the gate counts no more, so all parties of this round see the same answer here.
+            if !opened() {
+                return Err(self.meet.broken());
             }
         }
         // From here on peers hold this party's memory: `Departure` waits for all of them, whether `work` returns or panics.

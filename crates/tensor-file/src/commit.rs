@@ -150,10 +150,10 @@ pub fn finish_interrupted(path: &Path) -> Result<bool, TensorFileError> {
     finish_interrupted_in(&Disk, &place::target(path))
 }
 
-/// The same in any file system; links are not followed.
+/// [`finish_interrupted`] in any file system; links are not followed.
 ///
 /// # Errors
-/// As [`finish_interrupted`].
+/// As there.
 pub fn finish_interrupted_in(files: &dyn Files, target: &Path) -> Result<bool, TensorFileError> {
     let path = journal_of(target);
     if !matches!(files.kind(&path), Ok(FileKind::File { .. })) {

@@ -52,9 +52,10 @@ pub fn is_part(name: &str) -> bool {
 pub(crate) fn ready(part: &Path, journal: &Path) -> PathBuf {
     let name = part.file_name().unwrap_or_default().to_string_lossy();
     let stem = name.strip_suffix(SUFFIX).unwrap_or(&name);
-    let suffix = match part.parent() == journal.parent() {
-        true => READY,
-        false => READY_ELSEWHERE,
+    let suffix = if part.parent() == journal.parent() {
+        READY
+    } else {
+        READY_ELSEWHERE
     };
     part.with_file_name(format!("{stem}{suffix}"))
 }

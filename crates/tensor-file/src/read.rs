@@ -36,7 +36,7 @@ impl TensorEntry {
         }
     }
 
-    /// The same kind of tensor with these bytes, to be written.
+    /// A tensor of this dtype and shape with other bytes, to be written.
     pub fn with_bytes<'a>(&self, bytes: &'a [u8]) -> TensorBytes<'a> {
         TensorBytes {
             dtype: self.dtype,
@@ -72,7 +72,7 @@ impl TensorFile {
         Self::read_in(&Disk, path)
     }
 
-    /// The same in any file system.
+    /// [`TensorFile::read`] in any file system.
     ///
     /// # Errors
     /// As [`TensorFile::read`].

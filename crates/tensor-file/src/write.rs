@@ -113,7 +113,7 @@ impl Prepared<'static> {
 }
 
 impl<'a> Prepared<'a> {
-    /// The same in any file system; links are not followed.
+    /// [`Prepared::bytes`] in any file system; links are not followed.
     ///
     /// # Errors
     /// [`TensorFileError`]; whatever is at `path` is untouched.
@@ -217,7 +217,7 @@ fn sort_metadata(bytes: &mut [u8]) {
         texts.sort_keys();
     }
     let sorted = serde_json::to_vec(&entries).unwrap_or_default();
-    // The same text in another order is as long, but for the spaces at the end.
+    // Sorting changes no length, but for the spaces at the end.
     if sorted.len() <= length {
         header[..sorted.len()].copy_from_slice(&sorted);
         header[sorted.len()..].fill(b' ');

@@ -47,13 +47,13 @@ impl Case {
         }
     }
 
-    /// The same case with other gradients.
+    /// This case with other gradients.
     pub fn with_gradients(mut self, gradients: Gradients) -> Self {
         self.gradients = gradients;
         self
     }
 
-    /// The same case with every third parameter at half the learning rate and every fifth without weight decay.
+    /// This case with every third parameter at half the learning rate and every fifth without weight decay.
     pub fn with_hyper_classes(mut self) -> Self {
         for (index, param) in self.params.iter_mut().enumerate() {
             if index % 3 == 1 {

@@ -225,9 +225,10 @@ impl Inner {
     }
 
     fn readable(&self) -> io::Result<()> {
-        match self.dead {
-            true => Err(io::Error::other("the power is off")),
-            false => Ok(()),
+        if self.dead {
+            Err(io::Error::other("the power is off"))
+        } else {
+            Ok(())
         }
     }
 

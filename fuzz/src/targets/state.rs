@@ -38,15 +38,17 @@ fn tried(input: &[u8]) -> Result<Outcome, anyhow::Error> {
     let after = written(&state)?;
     if let Err(error) = outcome {
         let text = error.to_string().replace(&path.display().to_string(), "");
-        return Ok(match before == after {
-            true => Ok(text),
-            false => Err(format!("refused, and changed all the same: {text}")),
+        return Ok(if before == after {
+            Ok(text)
+        } else {
+            Err(format!("refused, and changed all the same: {text}"))
         });
     }
     fs::write(&path, &after)?;
     state.load(&backend, &path)?;
-    Ok(match written(&state)? == after {
-        true => Ok("loaded".to_owned()),
-        false => Err("what was loaded does not save as itself".to_owned()),
+    Ok(if written(&state)? == after {
+        Ok("loaded".to_owned())
+    } else {
+        Err("what was loaded does not save as itself".to_owned())
     })
 }

@@ -32,8 +32,9 @@ pub(crate) fn run(input: &[u8]) -> Outcome {
             (&other.dtype, &other.shape) == (&entry.dtype, &entry.shape)
                 && again.bytes(name) == file.bytes(name)
         });
-    match same {
-        true => Ok(format!("{} tensors", tensors.len().min(3))),
-        false => Err("written again it reads as something else".to_owned()),
+    if same {
+        Ok(format!("{} tensors", tensors.len().min(3)))
+    } else {
+        Err("written again it reads as something else".to_owned())
     }
 }

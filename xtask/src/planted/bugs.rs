@@ -9,7 +9,7 @@ pub(super) const BUGS: &[Bug] = &[
         file: "crates/collective/src/thread/reduction.rs",
         from: "numel: len_bytes.div_ceil(LINE_BYTES)",
         to: "numel: len_bytes / LINE_BYTES",
-        tool: Tool::Test("fusestep-tests", "collective", "operations"),
+        tool: Tool::Test("fusestep-collective", "collective", "operations"),
     },
     Bug {
         name: "collective: what is left of a part after the first claims stays as it was",
@@ -18,14 +18,14 @@ pub(super) const BUGS: &[Bug] = &[
             };",
         to: r"end + claim_bytes < part.len()
             };",
-        tool: Tool::Test("fusestep-tests", "collective", "claims"),
+        tool: Tool::Test("fusestep-collective", "collective", "claims"),
     },
     Bug {
         name: "collective: the mean of two ranks is their sum",
         file: "crates/collective/src/rank_order.rs",
         from: "narrow::<T>(op, 2, result)",
         to: "narrow::<T>(op, 1, result)",
-        tool: Tool::Test("fusestep-tests", "collective", "numbers"),
+        tool: Tool::Test("fusestep-collective", "collective", "numbers"),
     },
     Bug {
         name: "collective: ranks are summed from the last to the first",
@@ -34,7 +34,7 @@ pub(super) const BUGS: &[Bug] = &[
         combine",
         to: r"for rank in (1..world_size).rev() {
         combine",
-        tool: Tool::Test("fusestep-tests", "collective", "operations"),
+        tool: Tool::Test("fusestep-collective", "collective", "operations"),
     },
     Bug {
         name: "collective: a broadcast in place comes from rank 0",
@@ -43,21 +43,21 @@ pub(super) const BUGS: &[Bug] = &[
                 copy_bytes(level, receive, peers.shared(root))",
         to: r"Buffers::InPlace(receive) => self.round(round, |peers| {
                 copy_bytes(level, receive, peers.shared(0))",
-        tool: Tool::Test("fusestep-tests", "collective", "operations"),
+        tool: Tool::Test("fusestep-collective", "collective", "operations"),
     },
     Bug {
         name: "collective: an all-gather in place leaves the next rank's block out",
         file: "crates/collective/src/thread/algorithms.rs",
         from: "for from in rank + 1..world_size",
         to: "for from in rank + 2..world_size",
-        tool: Tool::Test("fusestep-tests", "collective", "operations"),
+        tool: Tool::Test("fusestep-collective", "collective", "operations"),
     },
     Bug {
         name: "collective: the longer blocks are not the first ones",
         file: "crates/collective/src/blocks.rs",
         from: "rank * each + rank.min(more)",
         to: "rank * each",
-        tool: Tool::Test("fusestep-tests", "collective", "operations"),
+        tool: Tool::Test("fusestep-collective", "collective", "operations"),
     },
     Bug {
         name: "collective: calls that differ are not compared",
@@ -65,14 +65,14 @@ pub(super) const BUGS: &[Bug] = &[
         from: r"Fingerprint::compare(world_size, |rank| &peers.header(rank).fingerprint)?;
 ",
         to: "",
-        tool: Tool::Test("fusestep-tests", "collective", "mismatches"),
+        tool: Tool::Test("fusestep-collective", "collective", "mismatches"),
     },
     Bug {
         name: "collective: the straggler is the first to come",
         file: "crates/collective/src/thread/algorithms.rs",
         from: "(0..world_size).max_by_key(|&rank| arrived(rank))",
         to: "(0..world_size).min_by_key(|&rank| arrived(rank))",
-        tool: Tool::Test("fusestep-tests", "collective", "straggler"),
+        tool: Tool::Test("fusestep-collective", "collective", "straggler"),
     },
     Bug {
         name: "collective: a message in place is overwritten before it is read",
@@ -81,7 +81,7 @@ pub(super) const BUGS: &[Bug] = &[
                 (&copy[..], buffer)",
         to: r"copy = vec![0; buffer.len()];
                 (&copy[..], buffer)",
-        tool: Tool::Test("fusestep-tests", "collective", "operations"),
+        tool: Tool::Test("fusestep-collective", "collective", "operations"),
     },
     Bug {
         name: "ranks: other hyper-parameters are not noticed",

@@ -55,9 +55,12 @@ pub(crate) fn sizes() -> Vec<usize> {
 
 /// Runs `body` on this rank if the world is of this size.
 pub(crate) fn world<R>(ranks: usize, body: impl Fn(&mut dyn Communicator) -> R) -> Vec<R> {
-    with_world(|world| match world.world_size() == ranks {
-        true => vec![body(world)],
-        false => Vec::new(),
+    with_world(|world| {
+        if world.world_size() == ranks {
+            vec![body(world)]
+        } else {
+            Vec::new()
+        }
     })
 }
 

@@ -56,7 +56,7 @@ impl Files {
         fs::rename(unfinished, self.folder.join(name))
     }
 
-    /// The same unless somebody has put one there already; what is there then.
+    /// As above, unless somebody has put one there already; returns what is there then.
     fn publish_first(&self, name: &str, text: &str) -> io::Result<String> {
         let unfinished = self.folder.join(format!(".{name}-{}", self.rank));
         let path = self.folder.join(name);

@@ -86,9 +86,10 @@ fn engines_own<T: Number>(ranks: usize, numel: usize, exact: bool) {
             comm.all_reduce_into(&input, &mut one, op).unwrap();
             let close = |found: &[T]| {
                 let mut pairs = found.iter().zip(&expected);
-                pairs.all(|(found, expected)| match exact {
-                    true => found == expected,
-                    false => {
+                pairs.all(|(found, expected)| {
+                    if exact {
+                        found == expected
+                    } else {
                         let error = (found.value() - expected.value()).abs();
                         error <= 1e-5 * (1.0 + expected.value().abs())
                     }
@@ -97,9 +98,10 @@ fn engines_own<T: Number>(ranks: usize, numel: usize, exact: bool) {
             assert!(close(&all) && close(&one), "{op} on {ranks} ranks");
             let mut reduced = input.clone();
             comm.reduce(&mut reduced, op, root).unwrap();
-            match comm.rank() == root {
-                true => assert!(close(&reduced), "{op} at the root"),
-                false => assert!(reduced == input),
+            if comm.rank() == root {
+                assert!(close(&reduced), "{op} at the root")
+            } else {
+                assert!(reduced == input)
             }
         });
     }

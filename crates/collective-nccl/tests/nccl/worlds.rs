@@ -53,7 +53,7 @@ pub(crate) fn outcomes<R: Send>(
     .unwrap()
 }
 
-/// The same without panics.
+/// As above, without panics.
 pub(crate) fn group<R: Send>(
     ranks: usize,
     options: &NcclOptions,

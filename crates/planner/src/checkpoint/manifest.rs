@@ -107,7 +107,7 @@ impl Manifest {
         })
     }
 
-    /// The same; `None` if there is no manifest.
+    /// As [`Manifest::read`], but `None` if there is no manifest.
     ///
     /// # Errors
     /// As [`Manifest::read`].

@@ -91,16 +91,13 @@ impl Manifest {
     pub(crate) fn difference(&self, whole: &WholeTensors) -> Option<String> {
         for (base, keys) in self.of_ranks() {
             let mut all = keys.iter().filter_map(|key| whole.get(key));
-            let alike = match base == PROGRESS {
-                true => {
-                    let all: Vec<&[u8]> = all.map(Vec::as_slice).collect();
-                    Progress::together(&all).map_err(str::to_owned).err()
-                }
-                false => {
-                    let first = all.next();
-                    let other = all.any(|bytes| Some(bytes) != first);
-                    other.then(|| format!("`{base}`"))
-                }
+            let alike = if base == PROGRESS {
+                let all: Vec<&[u8]> = all.map(Vec::as_slice).collect();
+                Progress::together(&all).map_err(str::to_owned).err()
+            } else {
+                let first = all.next();
+                let other = all.any(|bytes| Some(bytes) != first);
+                other.then(|| format!("`{base}`"))
             };
             if alike.is_some() {
                 return alike;

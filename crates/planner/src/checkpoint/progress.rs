@@ -84,9 +84,10 @@ impl Plan {
 
     fn window_key(&self, param: usize, rank: usize) -> String {
         let name = &self.params()[param].name;
-        match self.reduces_each() && !self.has_own(param) {
-            true => format!("{name}@window"),
-            false => format!("{name}@window#{rank}"),
+        if self.reduces_each() && !self.has_own(param) {
+            format!("{name}@window")
+        } else {
+            format!("{name}@window#{rank}")
         }
     }
 
@@ -280,15 +281,14 @@ impl Plan {
         let bytes = |key: &str| whole.get(key).map_or(&[][..], Vec::as_slice);
         let params = self.params().len();
         let right_len = |key: &str| bytes(key).len() == Progress::len_bytes(params);
-        let progress = match open.ranks == self.topology().world {
-            true => Progress::from_bytes(bytes(&key), params),
+        let progress = if open.ranks == self.topology().world {
+            Progress::from_bytes(bytes(&key), params)
+        } else {
             // Which gradients there are is known to all of them together.
-            false => {
-                let keys: Vec<String> = (0..open.ranks).map(progress_key).collect();
-                let all: Vec<&[u8]> = keys.iter().map(|key| bytes(key)).collect();
-                let right = keys.iter().all(|key| right_len(key));
-                right.then(|| Progress::together(&all).ok()).flatten()
-            }
+            let keys: Vec<String> = (0..open.ranks).map(progress_key).collect();
+            let all: Vec<&[u8]> = keys.iter().map(|key| bytes(key)).collect();
+            let right = keys.iter().all(|key| right_len(key));
+            right.then(|| Progress::together(&all).ok()).flatten()
         };
         let micro_steps = open
             .window

@@ -52,9 +52,12 @@ impl Plan {
             .check_between(state)
             .and_then(|()| generation.check_seen(folder))
             .and_then(|()| self.pieces_to_save(state, backend))
-            .and_then(|pieces| match self.saves(state) {
-                true => write_shard(folder, &name, rank, &pieces).map(Some),
-                false => Ok(None),
+            .and_then(|pieces| {
+                if self.saves(state) {
+                    write_shard(folder, &name, rank, &pieces).map(Some)
+                } else {
+                    Ok(None)
+                }
             });
         let shards = self.agree_on_shards(comms, written)?;
         let committed = match rank {
@@ -158,9 +161,10 @@ impl Plan {
     /// A tensor's name in a checkpoint; that of values of a rank's own has the rank.
     fn key(&self, param: usize, role: Role, rank: usize) -> String {
         let name = &self.params()[param].name;
-        match self.has_own(param) {
-            false => format!("{name}@{}", role.name()),
-            true => format!("{name}@{}#{rank}", role.name()),
+        if self.has_own(param) {
+            format!("{name}@{}#{rank}", role.name())
+        } else {
+            format!("{name}@{}", role.name())
         }
     }
 

@@ -5,9 +5,10 @@ use half::{bf16, f16};
 
 /// What values of a role have in common, in words.
 pub(super) fn possible(role: Role) -> &'static str {
-    match is_never_negative(role) {
-        true => "finite values of at least 0",
-        false => "finite values",
+    if is_never_negative(role) {
+        "finite values of at least 0"
+    } else {
+        "finite values"
     }
 }
 

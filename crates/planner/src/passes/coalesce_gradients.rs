@@ -105,7 +105,7 @@ fn together(
     })
 }
 
-/// The same stages, each pointing to its tensors' new places.
+/// Points each stage to its tensors' new places.
 fn stages_in(plan: &Plan, storages: &[StorageSpec]) -> Vec<Stage> {
     let mut place = vec![(0, 0); plan.params.len()];
     for (storage, spec) in storages.iter().enumerate() {

@@ -74,9 +74,10 @@ impl LocalSgd {
         let ratio = first_lr * loss / (lr * first_loss) * self.every.get() as f64;
         let every = ratio.sqrt().ceil();
         // NaN and everything below 1 become 1: a run that has lost its way averages at once.
-        let every = match every >= 1.0 {
-            true => (every as u64).min(Self::MAX_ADAPTIVE),
-            false => 1,
+        let every = if every >= 1.0 {
+            (every as u64).min(Self::MAX_ADAPTIVE)
+        } else {
+            1
         };
         Self {
             every: NonZeroU64::new(every).unwrap_or(NonZeroU64::MIN),

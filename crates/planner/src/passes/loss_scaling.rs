@@ -66,9 +66,10 @@ impl Pass for LossScaling {
         }
         plan.gradients.loss_scale = Some(scale);
         let policy = scale.policy();
-        let changes = match policy.growth == 1.0 && policy.backoff == 1.0 {
-            true => "and stays so".to_owned(),
-            false => format!(
+        let changes = if policy.growth == 1.0 && policy.backoff == 1.0 {
+            "and stays so".to_owned()
+        } else {
+            format!(
                 "times {} after {} good steps, times {} after {} bad, from {} to {:e}",
                 policy.growth,
                 policy.growth_interval,
@@ -76,7 +77,7 @@ impl Pass for LossScaling {
                 policy.backoff_interval,
                 policy.floor,
                 policy.ceiling
-            ),
+            )
         };
         let reason = format!(
             "the loss is multiplied by {}, {changes}; a step with a gradient that is not finite is skipped",

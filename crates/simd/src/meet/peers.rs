@@ -125,9 +125,10 @@ impl<H> Replicas<'_, H> {
 
     fn parts(&self, party: usize) -> impl ExactSizeIterator<Item = &Part> {
         let parties = self.slots.len();
-        let replicas = match self.is_there {
-            true => brought(self.slots, party).replicas.as_slice(),
-            false => &[],
+        let replicas = if self.is_there {
+            brought(self.slots, party).replicas.as_slice()
+        } else {
+            &[]
         };
         let own = self.part;
         replicas.chunks_exact(parties).map(move |parts| &parts[own])

@@ -93,9 +93,10 @@ pub(crate) struct AtomicU64(loom::sync::atomic::AtomicU64);
 
 /// The model takes `SeqCst` for acquire and release, which suffices for arrivals and departures.
 fn order(order: Ordering) -> Ordering {
-    match changed(Change::GateUnordered) {
-        true => Ordering::Relaxed,
-        false => order,
+    if changed(Change::GateUnordered) {
+        Ordering::Relaxed
+    } else {
+        order
     }
 }
 
@@ -111,9 +112,10 @@ impl AtomicU64 {
     }
     pub(crate) fn fetch_add(&self, value: u64, asked: Ordering) -> u64 {
         // Only departures are counted by it.
-        let counted = match changed(Change::EarlyDeparture) {
-            true => 2 * value,
-            false => value,
+        let counted = if changed(Change::EarlyDeparture) {
+            2 * value
+        } else {
+            value
         };
         self.0.fetch_add(counted, order(asked))
     }

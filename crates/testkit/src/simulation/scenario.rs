@@ -57,9 +57,10 @@ impl Scenario {
             cap_bytes: rng.random_range(1..300),
             clip: rng.random_bool(0.3).then_some(0.75),
             merge,
-            reduced: match rng.random_bool(0.5) {
-                true => ReducedWhen::PerWindow,
-                false => ReducedWhen::PerMicroStep,
+            reduced: if rng.random_bool(0.5) {
+                ReducedWhen::PerWindow
+            } else {
+                ReducedWhen::PerMicroStep
             },
             narrow: rng.random_bool(0.3),
             micro_steps: rng.random_range(2..8),
@@ -127,9 +128,10 @@ impl Scenario {
         let mut bytes = Vec::new();
         for _ in 0..self.numels[param] {
             let value = f32::from(rng.random_range(-32i16..=32)) / 64.0;
-            match self.narrow {
-                true => bytes.extend(bf16::from_f32(value).to_le_bytes()),
-                false => bytes.extend(value.to_le_bytes()),
+            if self.narrow {
+                bytes.extend(bf16::from_f32(value).to_le_bytes())
+            } else {
+                bytes.extend(value.to_le_bytes())
             }
         }
         bytes
