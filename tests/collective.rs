@@ -12,9 +12,9 @@ mod numbers;
 mod operations;
 #[path = "collective/perturbed.rs"]
 mod perturbed;
-#[path = "collective/rings.rs"]
-mod rings;
 #[path = "collective/scenarios.rs"]
 mod scenarios;
+#[path = "collective/streams.rs"]
+mod streams;
 #[path = "collective/worlds.rs"]
 mod worlds;

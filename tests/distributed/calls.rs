@@ -91,8 +91,8 @@ fn as_listed(case: &Case, planner: &Planner) {
 
 fn comms_of<'a>(case: &Case, comm: &'a mut dyn Communicator) -> Comms<'a> {
     match case.shard_group {
-        Some(group) => Comms::in_groups(comm, group, case.rings).unwrap(),
-        None => Comms::with_streams(comm, case.rings).unwrap(),
+        Some(group) => Comms::in_groups(comm, group, case.streams).unwrap(),
+        None => Comms::with_streams(comm, case.streams).unwrap(),
     }
 }
 
@@ -107,10 +107,10 @@ fn each(test: impl Fn(Case)) {
 #[test]
 fn steps_at_every_stage_make_the_calls_that_are_listed() {
     each(|case| {
-        for (cap, rings) in [(None, 0), (Some(1 << 20), 0), (Some(40_000), 2)] {
+        for (cap, streams) in [(None, 0), (Some(1 << 20), 0), (Some(40_000), 2)] {
             let case = Case {
                 cap,
-                rings,
+                streams,
                 mixed: Mixed::Yes,
                 ..case.clone()
             };

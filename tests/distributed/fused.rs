@@ -141,14 +141,14 @@ fn bf16_with_masters_residuals_and_rounding_at_random_gives_the_same_bits() {
 fn micro_steps_absent_gradients_and_streams_change_no_bit() {
     for world in 2..=5 {
         for mixed in [Mixed::No, Mixed::Yes] {
-            for (merge, rings) in [(1, 0), (3, 0), (1, 2), (3, 1)] {
+            for (merge, streams) in [(1, 0), (3, 0), (1, 2), (3, 1)] {
                 // One rank lacks a gradient in a micro-step; all lack another in a whole update.
                 let mut absent = vec![(0, 1, 4), (world - 1, 4, 0)];
                 let window = u64::from(merge)..2 * u64::from(merge);
                 absent.extend(window.flat_map(|step| (0..world).map(move |rank| (rank, step, 5))));
                 let base = Case {
                     merge,
-                    rings,
+                    streams,
                     mixed,
                     absent,
                     ..case(world)

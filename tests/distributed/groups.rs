@@ -27,7 +27,7 @@ fn every_stage_and_any_buckets_give_the_bits_of_means_of_means() {
     for (world, group) in [(4, 2), (6, 2), (6, 3), (3, 1), (4, 4)] {
         let base = grouped(world, group);
         let expected = base.by_hand().params;
-        for (zero, cap, rings) in [
+        for (zero, cap, streams) in [
             (ZeroStage::One, Some(100_000), 0),
             (ZeroStage::Two, Some(4_000), 2),
             (ZeroStage::Two, None, 0),
@@ -36,12 +36,12 @@ fn every_stage_and_any_buckets_give_the_bits_of_means_of_means() {
             let case = Case {
                 zero,
                 cap,
-                rings,
+                streams,
                 ..base.clone()
             };
             assert!(
                 case.run().params == expected,
-                "{world} {group} {zero:?} {cap:?} {rings}"
+                "{world} {group} {zero:?} {cap:?} {streams}"
             );
         }
     }

@@ -1,4 +1,4 @@
-//! Same bits at every stage, with any buckets and rings.
+//! Same bits at every stage, with any buckets and communication streams.
 
 use std::num::NonZeroUsize;
 
@@ -63,7 +63,7 @@ fn every_stage_and_world_gives_the_bits_of_a_mean_taken_by_hand() {
 }
 
 #[test]
-fn buckets_rings_and_the_lack_of_them_change_no_bit() {
+fn buckets_streams_and_the_lack_of_them_change_no_bit() {
     let base = Case {
         world: 3,
         steps: 2,
@@ -71,7 +71,7 @@ fn buckets_rings_and_the_lack_of_them_change_no_bit() {
     };
     let expected = base.by_hand();
     for zero in STAGES {
-        for (cap, rings) in [
+        for (cap, streams) in [
             (None, 0),
             (None, 2),
             (Some(1), 0),
@@ -87,7 +87,7 @@ fn buckets_rings_and_the_lack_of_them_change_no_bit() {
             let case = Case {
                 zero,
                 cap,
-                rings,
+                streams,
                 numels,
                 ..base.clone()
             };
@@ -115,7 +115,7 @@ fn every_rule_clipped_gives_its_unsharded_bits() {
                 assert_same(
                     &Case {
                         zero,
-                        rings: 1,
+                        streams: 1,
                         ..base.clone()
                     },
                     &expected,
@@ -173,12 +173,12 @@ fn norms_of_updates_are_those_of_one_rank() {
             same_at_every_stage(&base, &expected);
         }
     }
-    for (ownership, rings) in [(Ownership::Elements, 2), (Ownership::Tensors, 1)] {
+    for (ownership, streams) in [(Ownership::Elements, 2), (Ownership::Tensors, 1)] {
         let base = Case {
             world: 3,
             measured: Measured::Yes,
             ownership,
-            rings,
+            streams,
             ..Case::default()
         };
         same_at_every_stage(&base, &base.by_hand());
@@ -287,10 +287,10 @@ fn a_gradient_missing_on_one_rank_is_zero_there_and_one_missing_on_all_is_left_o
     let expected = base.by_hand();
     assert_eq!(expected.reports[1].absent, 1);
     for zero in STAGES {
-        for rings in [0, 2] {
+        for streams in [0, 2] {
             let case = Case {
                 zero,
-                rings,
+                streams,
                 ..base.clone()
             };
             assert_same(&case, &expected);
@@ -299,10 +299,10 @@ fn a_gradient_missing_on_one_rank_is_zero_there_and_one_missing_on_all_is_left_o
 }
 
 #[test]
-fn with_rings_a_full_bucket_starts_before_the_last_gradient_is_given() {
+fn with_streams_a_full_bucket_starts_before_the_last_gradient_is_given() {
     let case = Case {
         world: 2,
-        rings: 2,
+        streams: 2,
         cap: Some(1_000),
         numels: vec![200; 6],
         ..Case::default()
@@ -411,7 +411,7 @@ fn buckets_that_are_through_give_their_memory_to_those_that_come() {
         numels: vec![1_000; 16],
         world: 2,
         cap: Some(4_000),
-        rings: 2,
+        streams: 2,
         zero: ZeroStage::Two,
         steps: 2,
         ..Case::default()

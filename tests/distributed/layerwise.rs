@@ -50,10 +50,10 @@ fn owners(case: &Case) -> usize {
 fn shards_by_elements_give_the_bits_of_one_rank_with_the_mean_gradient() {
     for world in 2..=5 {
         for rule in layerwise() {
-            for (clip, rings) in [(None, 0), (Some(0.5), 2)] {
+            for (clip, streams) in [(None, 0), (Some(0.5), 2)] {
                 let base = Case {
                     clip,
-                    rings,
+                    streams,
                     // A step leaves a long tensor out on all ranks, and one lacks a gradient.
                     absent: (0..world)
                         .map(|rank| (rank, 1, 0))

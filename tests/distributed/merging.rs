@@ -26,11 +26,11 @@ fn same_at_every_stage(base: &Case) {
         ZeroStage::Two,
         ZeroStage::Three,
     ] {
-        for (cap, rings) in [(Some(40_000), 0), (Some(1 << 20), 2)] {
+        for (cap, streams) in [(Some(40_000), 0), (Some(1 << 20), 2)] {
             let case = Case {
                 zero,
                 cap,
-                rings,
+                streams,
                 ..base.clone()
             };
             assert!(case.run().params == expected.params, "{case:?}");
@@ -39,7 +39,7 @@ fn same_at_every_stage(base: &Case) {
 }
 
 #[test]
-fn merged_steps_give_the_same_bits_at_every_stage_and_with_any_rings() {
+fn merged_steps_give_the_same_bits_at_every_stage_and_with_any_streams() {
     for mixed in [Mixed::No, Mixed::Yes] {
         let base = Case {
             merge: 3,

@@ -88,7 +88,7 @@ fn line(
     )
 }
 
-/// The most bytes of buckets at one time, and the time of a step, of stage 2 with one ring behind a simulated backward pass.
+/// The most bytes of buckets at one time, and the time of a step, of stage 2 with one communication stream behind a simulated backward pass.
 fn peak(comm: &mut dyn Communicator, params: &[ParamDesc], cap_bytes: u64) -> String {
     let planner = Planner::new(Adam::default().into())
         .with(FuseAllReduce::of_bytes(cap_bytes))

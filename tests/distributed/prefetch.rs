@@ -25,8 +25,8 @@ fn case(world: usize) -> Case {
 
 fn comms<'a>(case: &Case, comm: &'a mut dyn Communicator) -> Result<Comms<'a>, CollectiveError> {
     match case.shard_group {
-        Some(group) => Comms::in_groups(comm, group, case.rings),
-        None => Comms::with_streams(comm, case.rings),
+        Some(group) => Comms::in_groups(comm, group, case.streams),
+        None => Comms::with_streams(comm, case.streams),
     }
 }
 
@@ -86,10 +86,10 @@ fn asking_ahead_changes_no_bit_whatever_gradients_ranks_give_meanwhile() {
             ..case(world)
         };
         let expected = base.run().params;
-        for (rings, group) in [(0, None), (1, None), (2, None), (1, NonZeroUsize::new(2))] {
+        for (streams, group) in [(0, None), (1, None), (2, None), (1, NonZeroUsize::new(2))] {
             let shard_group = group.filter(|group| world.is_multiple_of(group.get()));
             let case = Case {
-                rings,
+                streams,
                 shard_group,
                 cap: Some(4_000),
                 ..base.clone()
@@ -102,7 +102,7 @@ fn asking_ahead_changes_no_bit_whatever_gradients_ranks_give_meanwhile() {
                 train_ahead(&case, &mut comm).unwrap()
             });
             for found in found.unwrap() {
-                assert!(found.unwrap() == expected, "{world} {rings} {group:?}");
+                assert!(found.unwrap() == expected, "{world} {streams} {group:?}");
             }
         }
     }
@@ -118,7 +118,7 @@ fn several_dtypes_come_in_one_go_and_other_stages_copy() {
     ] {
         let case = Case {
             zero,
-            rings: 1,
+            streams: 1,
             mixed: Mixed::Yes,
             ..case(3)
         };
@@ -146,9 +146,9 @@ fn several_dtypes_come_in_one_go_and_other_stages_copy() {
 }
 
 #[test]
-fn parameters_that_change_on_the_way_are_refused_and_the_ring_goes_on() {
-    for rings in [0, 1] {
-        let case = Case { rings, ..case(2) };
+fn parameters_that_change_on_the_way_are_refused_and_the_stream_goes_on() {
+    for streams in [0, 1] {
+        let case = Case { streams, ..case(2) };
         let ranks = run_ranks(2, &Options::default(), |mut comm| {
             let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
             let (plan, mut state) = start(&case, &comm, &backend);
@@ -180,9 +180,9 @@ fn parameters_that_change_on_the_way_are_refused_and_the_ring_goes_on() {
 }
 
 #[test]
-fn parameters_given_up_on_their_way_close_the_ring_with_an_error_that_names_the_rank() {
+fn parameters_given_up_on_their_way_close_the_stream_with_an_error_that_names_the_rank() {
     let case = Case {
-        rings: 1,
+        streams: 1,
         ..case(3)
     };
     let errors = run_ranks(3, &Options::default(), |mut comm| {
@@ -209,14 +209,14 @@ fn parameters_given_up_on_their_way_close_the_ring_with_an_error_that_names_the_
     }
 }
 
-/// A communicator whose third group, the ring of parameters, misbehaves.
-struct RingFaults<C> {
+/// A communicator whose third group, the communication stream of parameters, misbehaves.
+struct StreamFaults<C> {
     inner: C,
     splits: usize,
     fault: Fault,
 }
 
-impl<C: Communicator> Communicator for RingFaults<C> {
+impl<C: Communicator> Communicator for StreamFaults<C> {
     fn rank(&self) -> usize {
         self.inner.rank()
     }
@@ -262,11 +262,11 @@ fn a_rank_that_fails_dies_or_stalls_on_the_way_ends_all_ranks_with_an_error_that
             let (rank, world) = (call as usize % 3, 3);
             let fault = Fault { rank, call, kind };
             let case = Case {
-                rings: 2,
+                streams: 2,
                 ..case(world)
             };
             let ended = run_ranks(world, &options, |comm| {
-                let mut comm = RingFaults {
+                let mut comm = StreamFaults {
                     inner: comm,
                     splits: 0,
                     fault,
@@ -289,7 +289,7 @@ fn a_rank_that_fails_dies_or_stalls_on_the_way_ends_all_ranks_with_an_error_that
 #[test]
 fn a_rank_whose_own_code_fails_while_parameters_are_on_their_way_ends_the_others_too() {
     let case = Case {
-        rings: 1,
+        streams: 1,
         ..case(3)
     };
     let errors = run_ranks(3, &Options::default(), |mut comm| {

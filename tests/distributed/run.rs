@@ -35,7 +35,7 @@ pub(crate) struct Case {
     pub(crate) cap: Option<u64>,
     /// Bytes of a broadcast of updated parameters; `None` without the pass.
     pub(crate) broadcast_cap: Option<u64>,
-    pub(crate) rings: usize,
+    pub(crate) streams: usize,
     pub(crate) clip: Option<f64>,
     pub(crate) scaled: Option<f64>,
     pub(crate) measured: Measured,
@@ -84,7 +84,7 @@ impl Default for Case {
             shard_group: None,
             cap: Some(100_000),
             broadcast_cap: None,
-            rings: 0,
+            streams: 0,
             clip: None,
             scaled: None,
             measured: Measured::No,
@@ -258,10 +258,10 @@ impl Case {
             .unwrap();
         let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
         let rank = comm.rank();
-        let mut comms = match (self.shard_group, self.rings) {
-            (Some(group), rings) => Comms::in_groups(comm, group, rings).unwrap(),
+        let mut comms = match (self.shard_group, self.streams) {
+            (Some(group), streams) => Comms::in_groups(comm, group, streams).unwrap(),
             (None, 0) => Comms::direct(comm),
-            (None, rings) => Comms::with_streams(comm, rings).unwrap(),
+            (None, streams) => Comms::with_streams(comm, streams).unwrap(),
         };
         let mut state = plan.allocate(&backend).unwrap();
         for (param, desc) in plan.params().iter().enumerate() {

@@ -221,7 +221,7 @@ fn every_rank_has_slices_of_its_own_in_shard_groups_too_and_each_counts_once() {
     for (world, group) in [(4, 2), (6, 3), (3, 1)] {
         let (expected, norms) = by_hand(world, group);
         let group = NonZeroUsize::new(group).unwrap();
-        for (zero, rings) in [
+        for (zero, streams) in [
             (ZeroStage::One, 0),
             (ZeroStage::Two, 1),
             (ZeroStage::Three, 2),
@@ -236,7 +236,7 @@ fn every_rank_has_slices_of_its_own_in_shard_groups_too_and_each_counts_once() {
             let outcomes = run_ranks(world, &Options::default(), |mut comm| {
                 let plan = planner.plan_for(&params(), Topology::of(&comm)).unwrap();
                 let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
-                let mut comms = Comms::in_groups(&mut comm, group, rings).unwrap();
+                let mut comms = Comms::in_groups(&mut comm, group, streams).unwrap();
                 let mut state = start(&plan, &backend);
                 let mut found = steps(&plan, &mut state, &backend, &mut comms, 0..1);
                 let caller = BTreeMap::new();

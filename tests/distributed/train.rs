@@ -90,7 +90,7 @@ fn rank(case: &Case, planner: &Planner, comm: &mut dyn Communicator) -> Trained 
         .plan_for(&case.params(), Topology::of(comm))
         .unwrap();
     let backend = backend();
-    let mut comms = Comms::with_streams(comm, case.rings).unwrap();
+    let mut comms = Comms::with_streams(comm, case.streams).unwrap();
     let mut state = start(case, &plan, &backend);
     let (mut reports, mut scales) = (Vec::new(), Vec::new());
     for step in 0..case.steps * u64::from(case.merge) {

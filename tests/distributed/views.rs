@@ -66,7 +66,7 @@ fn run(case: &Case, viewed: Viewed, weighed: Weighed) -> Vec<Vec<Vec<u8>>> {
             .plan_for(&case.params(), Topology::of(comm))
             .unwrap();
         let rank = comm.rank();
-        let mut comms = Comms::with_streams(comm, case.rings).unwrap();
+        let mut comms = Comms::with_streams(comm, case.streams).unwrap();
         let mut state = start(case, &plan, &backend);
         for step in 0..case.steps * u64::from(case.merge) {
             if weighed == Weighed::Yes {
@@ -120,10 +120,10 @@ fn views_are_pushed_gradients_at_every_stage() {
     for world in 1..=3 {
         for mixed in [Mixed::No, Mixed::Yes] {
             for zero in STAGES {
-                for rings in [0, 2] {
+                for streams in [0, 2] {
                     let case = Case {
                         zero,
-                        rings,
+                        streams,
                         ..case(world, mixed, 1)
                     };
                     same_in_views(&case, Weighed::No);
@@ -159,7 +159,7 @@ fn views_go_on_with_clipping_and_streams_where_micro_steps_are_added() {
         for zero in STAGES {
             let case = Case {
                 zero,
-                rings: 2,
+                streams: 2,
                 clip: Some(0.5),
                 ..case(3, mixed, 2)
             };

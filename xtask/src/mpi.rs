@@ -53,7 +53,7 @@ fn suite() -> Result<()> {
         // As between machines.
         tests(suite, ranks, &[], &[MESSAGES])?;
     }
-    let bits = ["operations::", "same_bits::", "rings::", "zz_leave::"];
+    let bits = ["operations::", "same_bits::", "streams::", "zz_leave::"];
     // Messages cut in the midst of elements, and segments of a few elements.
     let cut = [
         MESSAGES,
@@ -72,14 +72,19 @@ fn suite() -> Result<()> {
     tests(
         suite,
         2,
-        &["operations::", "rings::", "mismatches::", "zz_leave::"],
+        &["operations::", "streams::", "mismatches::", "zz_leave::"],
         &engine,
     )?;
     let fast = [
         ("FUSESTEP_MPI_ENGINE", "1"),
         ("FUSESTEP_MPI_FIRST_OF_EACH", "1"),
     ];
-    tests(suite, 2, &["operations::", "rings::", "zz_leave::"], &fast)?;
+    tests(
+        suite,
+        2,
+        &["operations::", "streams::", "zz_leave::"],
+        &fast,
+    )?;
     mpi_victims::run(victim, &[])?;
     mpi_victims::run(victim, &[MESSAGES])?;
     let built = build("build", &["--bin=fusestep"])?;

@@ -42,13 +42,13 @@ pub(crate) fn run(program: &Path, variables: &[(&str, &str)]) -> Result<()> {
 /// Stops a process of a shell's arguments, which takes the shell's place, in the midst of its work.
 const STOPPED_LATER: &str = r#"if [ "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" = 1 ]; then (sleep 3; kill -STOP $$) & fi; exec "$@""#;
 
-/// Training in which a process stops: at stages at which ranks wait in reductions, in gathers, and on rings beside their own work.
+/// Training in which a process stops: at stages at which ranks wait in reductions, in gathers, and on communication streams beside their own work.
 pub(crate) fn training(fusestep: &Path) -> Result<()> {
     let [first, second] = TIMEOUTS_MS;
     for flags in [
-        &["--zero", "0", "--rings", "0"][..],
+        &["--zero", "0", "--comm-streams", "0"][..],
         &["--zero", "1"],
-        &["--zero", "2", "--rings", "1"],
+        &["--zero", "2", "--comm-streams", "1"],
         &["--zero", "3", "--rings", "2"],
     ] {
         stopped(fusestep, flags, first).or_else(|error| {

@@ -184,7 +184,7 @@ impl MpiCommunicator {
     fn dump(&mut self) {
         if self.dumped.is_none() {
             self.dumped = self.group.dump();
-            // A ring that finds a rank missing says little about why: what the rank did last may stand in another group's.
+            // A communication stream that finds a rank missing says little about why: what the rank did last may stand in another group's.
             watch::dump_others(&self.group);
         }
     }

@@ -11,12 +11,12 @@ mod numbers;
 mod operations;
 #[path = "../../../tests/collective/perturbed.rs"]
 mod perturbed;
-#[path = "mpi/rings.rs"]
-mod rings;
 #[path = "mpi/same_bits.rs"]
 mod same_bits;
 #[path = "../../../tests/collective/scenarios.rs"]
 mod scenarios;
+#[path = "mpi/streams.rs"]
+mod streams;
 #[path = "mpi/worlds.rs"]
 mod worlds;
 /// Sorted behind all others: tests run in the order of their names.

@@ -17,9 +17,9 @@ mod operations;
 mod perturbed;
 #[path = "nccl/rank_order.rs"]
 mod rank_order;
-#[path = "nccl/rings.rs"]
-mod rings;
 #[path = "nccl/same_bits.rs"]
 mod same_bits;
+#[path = "nccl/streams.rs"]
+mod streams;
 #[path = "nccl/worlds.rs"]
 mod worlds;

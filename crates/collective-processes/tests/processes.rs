@@ -11,8 +11,6 @@ mod numbers;
 mod operations;
 #[path = "../../../tests/collective/perturbed.rs"]
 mod perturbed;
-#[path = "../../collective-mpi/tests/mpi/rings.rs"]
-mod rings;
 #[path = "../../collective-mpi/tests/mpi/same_bits.rs"]
 mod same_bits;
 #[path = "../../../tests/collective/scenarios.rs"]
@@ -21,6 +19,8 @@ mod scenarios;
 mod shared;
 #[path = "processes/start.rs"]
 mod start;
+#[path = "../../collective-mpi/tests/mpi/streams.rs"]
+mod streams;
 #[path = "processes/worlds.rs"]
 mod worlds;
 

@@ -1,4 +1,4 @@
-//! Split, rings and pending results: groups within a group, and calls that run while the caller goes on.
+//! Split, communication streams and pending results: groups within a group, and calls that run while the caller goes on.
 //!
 //! `cargo run --release -p fusestep-collective --example groups`
 
@@ -6,14 +6,14 @@ mod support;
 
 use std::error::Error;
 
-use fusestep_collective::{Collectives, Communicator, Membership, ReduceOp, rings};
+use fusestep_collective::{Collectives, Communicator, Membership, ReduceOp, comm_streams};
 use support::on_ranks;
 
 /// Runs every one of them.
 pub(crate) fn main() -> Result<(), Box<dyn Error>> {
     split()?;
-    rings_with_handles()?;
-    several_calls_on_a_ring()
+    streams_with_handles()?;
+    several_calls_on_a_stream()
 }
 
 /// Even and odd ranks sum apart, the odd ones in reverse order; rank 4 takes part in no group.
@@ -38,10 +38,10 @@ fn split() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Two rings reduce two buckets at once. A buffer moves into its call and comes back from `wait`, in any order.
-fn rings_with_handles() -> Result<(), Box<dyn Error>> {
-    let buckets = on_ranks("two rings, a bucket each", 2, |mut comm| {
-        let two = rings(&mut comm, 2)?;
+/// Two communication streams reduce two buckets at once. A buffer moves into its call and comes back from `wait`, in any order.
+fn streams_with_handles() -> Result<(), Box<dyn Error>> {
+    let buckets = on_ranks("two communication streams, a bucket each", 2, |mut comm| {
+        let two = comm_streams(&mut comm, 2)?;
         let first = two[0].all_reduce(vec![1.0f32; 3], ReduceOp::Sum);
         let second = two[1].all_reduce(vec![10.0f32; 3], ReduceOp::Average);
         // The gradients of the next layer would be computed here.
@@ -53,21 +53,25 @@ fn rings_with_handles() -> Result<(), Box<dyn Error>> {
 }
 
 /// Any call can be started, or several as one piece of work.
-fn several_calls_on_a_ring() -> Result<(), Box<dyn Error>> {
-    let gathered = on_ranks("scale, then gather on a ring", 2, |mut comm| {
-        let ring = rings(&mut comm, 1)?.remove(0);
-        let start = vec![1.0 + comm.rank() as f64];
-        let pending = ring.start("normalise and gather", start, |comm, own| {
-            let mut sum = [0.0];
-            comm.all_reduce_into(own, &mut sum, ReduceOp::Sum)?;
-            own[0] /= sum[0];
-            let mut all = vec![0.0; comm.world_size()];
-            comm.all_gather(own, &mut all)?;
-            *own = all;
-            Ok(())
-        });
-        pending.wait()
-    })?;
+fn several_calls_on_a_stream() -> Result<(), Box<dyn Error>> {
+    let gathered = on_ranks(
+        "scale, then gather on a communication stream",
+        2,
+        |mut comm| {
+            let stream = comm_streams(&mut comm, 1)?.remove(0);
+            let start = vec![1.0 + comm.rank() as f64];
+            let pending = stream.start("normalise and gather", start, |comm, own| {
+                let mut sum = [0.0];
+                comm.all_reduce_into(own, &mut sum, ReduceOp::Sum)?;
+                own[0] /= sum[0];
+                let mut all = vec![0.0; comm.world_size()];
+                comm.all_gather(own, &mut all)?;
+                *own = all;
+                Ok(())
+            });
+            pending.wait()
+        },
+    )?;
     assert_eq!(gathered, vec![vec![1.0 / 3.0, 2.0 / 3.0]; 2]);
     Ok(())
 }

@@ -4,8 +4,8 @@ use std::num::NonZeroUsize;
 use std::ops::Range;
 
 use fusestep_collective::{
-    Buffers, Call, CallContext, CollectiveError, Communicator, Membership, Operation, Pending,
-    RankMemory, ReduceOp, ReduceUpdate, Ring, rings,
+    Buffers, Call, CallContext, CollectiveError, CommStream, Communicator, Membership, Operation,
+    Pending, RankMemory, ReduceOp, ReduceUpdate, comm_streams,
 };
 use fusestep_launch::Buffer;
 use fusestep_tensor::DType;
@@ -16,9 +16,9 @@ use fusestep_tensor::DType;
 pub struct Comms<'a> {
     comm: &'a mut dyn Communicator,
     groups: Option<Groups>,
-    streams: Vec<Ring>,
+    streams: Vec<CommStream>,
     /// Carries calls that bring parameters ahead of their use; made for the first of them.
-    ahead: Option<Ring>,
+    ahead: Option<CommStream>,
     calls: u64,
     bytes: u64,
 }
@@ -58,14 +58,14 @@ impl<'a> Comms<'a> {
     /// Buckets in turn on `count` streams, each a group and a thread of its own; all ranks ask for the same number.
     ///
     /// # Errors
-    /// As [`rings`].
+    /// As [`comm_streams`].
     pub fn with_streams(
         comm: &'a mut dyn Communicator,
         count: usize,
     ) -> Result<Self, CollectiveError> {
         let streams = match comm.world_size() {
             1 => Vec::new(),
-            _ => rings(comm, count)?,
+            _ => comm_streams(comm, count)?,
         };
         Ok(Self {
             streams,
@@ -77,7 +77,7 @@ impl<'a> Comms<'a> {
     /// call it. Streams carry the calls within a group; those across groups follow when the step is run.
     ///
     /// # Errors
-    /// As [`rings`]; [`CollectiveError::Refused`] if the world is no multiple of `group`.
+    /// As [`comm_streams`]; [`CollectiveError::Refused`] if the world is no multiple of `group`.
     pub fn in_groups(
         comm: &'a mut dyn Communicator,
         group: NonZeroUsize,
@@ -104,7 +104,7 @@ impl<'a> Comms<'a> {
         let (mut within, across) = within.zip(across).ok_or_else(refused)?;
         let streams = match group {
             1 => Vec::new(),
-            _ => rings(within.as_mut(), stream_count)?,
+            _ => comm_streams(within.as_mut(), stream_count)?,
         };
         Ok(Self {
             streams,
@@ -152,9 +152,9 @@ impl<'a> Comms<'a> {
     ///
     /// Another than those of buckets, because a rank starts these when its gradients are given, and some give theirs late or not at
     /// all: on one stream both kinds of calls would come in orders that ranks do not share.
-    pub(crate) fn stream_ahead(&mut self) -> Result<Option<&Ring>, CollectiveError> {
+    pub(crate) fn stream_ahead(&mut self) -> Result<Option<&CommStream>, CollectiveError> {
         if self.has_streams() && self.ahead.is_none() {
-            self.ahead = rings(self.within_group(), 1)?.pop();
+            self.ahead = comm_streams(self.within_group(), 1)?.pop();
         }
         Ok(self.ahead.as_ref())
     }

@@ -25,7 +25,7 @@ pub(super) const BUGS: &[Bug] = &[
         file: "crates/collective/src/rank_order.rs",
         from: "narrow::<T>(op, 2, result)",
         to: "narrow::<T>(op, 1, result)",
-        tool: Tool::Test("fusestep-collective", "collective", "numbers"),
+        tool: Tool::Test("fusestep-collective", "collective", "operations"),
     },
     Bug {
         name: "collective: ranks are summed from the last to the first",

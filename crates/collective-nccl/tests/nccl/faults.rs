@@ -3,7 +3,7 @@
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use fusestep_collective::{CollectiveError, Collectives, Communicator, ReduceOp, rings};
+use fusestep_collective::{CollectiveError, Collectives, Communicator, ReduceOp, comm_streams};
 use fusestep_collective_nccl::{NcclCommunicator, NcclOptions};
 
 use super::worlds::{SHORT, group, options, outcomes, short, sizes, turn};
@@ -282,18 +282,18 @@ fn a_rank_that_panics_or_leaves_ends_the_others() {
 }
 
 #[test]
-fn a_pending_call_that_is_dropped_ends_its_ring() {
+fn a_pending_call_that_is_dropped_ends_its_stream() {
     let _turn = turn();
     let ranks = sizes().len();
     let errors = group(ranks, &options(), |mut comm| {
-        let ring = rings(&mut comm, 1).unwrap().remove(0);
+        let stream = comm_streams(&mut comm, 1).unwrap().remove(0);
         comm.barrier().unwrap();
         if comm.rank() == 0 {
-            drop(ring.all_reduce(vec![1.0f32; 4], ReduceOp::Sum));
+            drop(stream.all_reduce(vec![1.0f32; 4], ReduceOp::Sum));
         }
         // On rank 0 the first may have got through before it was dropped; the next cannot.
-        let first = ring.all_reduce(vec![1.0f32; 4], ReduceOp::Sum).wait();
-        first.and_then(|_| ring.all_reduce(vec![1.0f32; 4], ReduceOp::Sum).wait())
+        let first = stream.all_reduce(vec![1.0f32; 4], ReduceOp::Sum).wait();
+        first.and_then(|_| stream.all_reduce(vec![1.0f32; 4], ReduceOp::Sum).wait())
     });
     let dropped =
         |error: &CollectiveError| matches!(error, CollectiveError::Dropped { rank: 0, .. });

@@ -1,9 +1,9 @@
-//! Several groups at once: rings on threads of their own, subgroups, and what they have to do with each other.
+//! Several groups at once: communication streams on threads of their own, subgroups, and what they have to do with each other.
 
 use std::time::Duration;
 
 use fusestep_collective::{
-    CollectiveError, Collectives, Communicator, Membership, ReduceOp, rings,
+    CollectiveError, Collectives, Communicator, Membership, ReduceOp, comm_streams,
 };
 
 use super::worlds::{group, with_world, world};
@@ -11,13 +11,13 @@ use super::worlds::{group, with_world, world};
 const TIMEOUT_MS: u64 = 20_000;
 
 #[test]
-fn calls_of_one_ring_are_behind_each_other_and_rings_overlap() {
+fn calls_of_one_stream_are_behind_each_other_and_streams_overlap() {
     if with_world(|world| world.world_size()) != 2 {
         return;
     }
     group(TIMEOUT_MS, |mut comm| {
-        let two = rings(&mut *comm, 2).unwrap();
-        // Rank 0 starts on ring 0 what rank 1 waits for last: with one ring for both this would not end.
+        let two = comm_streams(&mut *comm, 2).unwrap();
+        // Rank 0 starts on communication stream 0 what rank 1 waits for last: with one communication stream for both this would not end.
         let slow = two[0].start("all-reduce", vec![1.0f32; 3], |comm, buffer| {
             if comm.rank() == 0 {
                 std::thread::sleep(Duration::from_millis(300));
@@ -30,7 +30,7 @@ fn calls_of_one_ring_are_behind_each_other_and_rings_overlap() {
         if comm.rank() == 1 {
             assert!(
                 started.elapsed() < Duration::from_millis(280),
-                "the rings did not overlap"
+                "the streams did not overlap"
             );
         }
         assert_eq!(slow.wait().unwrap(), [2.0; 3]);
@@ -41,7 +41,7 @@ fn calls_of_one_ring_are_behind_each_other_and_rings_overlap() {
 fn many_pending_calls_come_back_in_any_order_of_waiting() {
     group(TIMEOUT_MS, |mut comm| {
         let ranks = comm.world_size() as i32;
-        let two = rings(&mut *comm, 2).unwrap();
+        let two = comm_streams(&mut *comm, 2).unwrap();
         let start = |i: i32| two[i as usize % 2].all_reduce(vec![i; 5], ReduceOp::Sum);
         let pending: Vec<_> = (0..300).map(start).collect();
         for (i, pending) in pending.into_iter().enumerate().rev() {
@@ -51,12 +51,12 @@ fn many_pending_calls_come_back_in_any_order_of_waiting() {
 }
 
 #[test]
-fn dropping_a_pending_call_closes_the_ring_on_all_ranks() {
+fn dropping_a_pending_call_closes_the_stream_on_all_ranks() {
     if with_world(|world| world.world_size()) != 2 {
         return;
     }
     let error = group(TIMEOUT_MS, |mut comm| {
-        let one = rings(&mut *comm, 1).unwrap();
+        let one = comm_streams(&mut *comm, 1).unwrap();
         comm.barrier().unwrap();
         if comm.rank() == 1 {
             drop(one[0].all_reduce(vec![1u8; 4], ReduceOp::Max));

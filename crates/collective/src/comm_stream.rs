@@ -12,12 +12,12 @@ type Job = Box<dyn FnOnce(&mut dyn Communicator) + Send>;
 
 /// A communicator on a thread of its own, which makes the calls given to it one after the other.
 ///
-/// Calls of different rings overlap each other and the caller's work. Dropping a ring lets it finish what was started.
+/// Calls of different communication streams overlap each other and the caller's work. Dropping a communication stream lets it finish what was started.
 ///
 /// ```
 /// # use fusestep_collective::*;
 /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
-/// let two = rings(&mut comm, 2)?;
+/// let two = comm_streams(&mut comm, 2)?;
 /// let first = two[0].all_reduce(vec![1.0f32; 8], ReduceOp::Sum);
 /// let second = two[1].all_reduce(vec![2.0f32; 8], ReduceOp::Sum);
 /// assert_eq!(second.wait()?, [4.0; 8]);
@@ -27,7 +27,7 @@ type Job = Box<dyn FnOnce(&mut dyn Communicator) + Send>;
 /// # ranks.into_iter().for_each(|rank| rank.unwrap().unwrap());
 /// ```
 #[derive(Debug)]
-pub struct Ring {
+pub struct CommStream {
     queue: Option<mpsc::Sender<Job>>,
     thread: Option<JoinHandle<()>>,
     aborter: Aborter,
@@ -47,22 +47,25 @@ pub struct Pending<B> {
     aborter: Aborter,
 }
 
-/// `count` rings between the ranks of `comm`, each a group of its own; all ranks call it.
+/// `count` communication streams between the ranks of `comm`, each a group of its own; all ranks call it.
 ///
 /// # Errors
 /// As [`Communicator::split`]; [`CollectiveError::Refused`] if a thread cannot be started.
-pub fn rings(comm: &mut dyn Communicator, count: usize) -> Result<Vec<Ring>, CollectiveError> {
+pub fn comm_streams(
+    comm: &mut dyn Communicator,
+    count: usize,
+) -> Result<Vec<CommStream>, CollectiveError> {
     let everyone = Membership { colour: 0, key: 0 };
     let mut made = Vec::with_capacity(count);
     for _ in 0..count {
         if let Some(copy) = comm.split(Some(everyone))? {
-            made.push(Ring::new(copy)?);
+            made.push(CommStream::new(copy)?);
         }
     }
     Ok(made)
 }
 
-impl Ring {
+impl CommStream {
     /// Moves a communicator to a thread of its own.
     ///
     /// # Errors
@@ -70,7 +73,7 @@ impl Ring {
     pub fn new(mut comm: Box<dyn Communicator>) -> Result<Self, CollectiveError> {
         let (queue, jobs) = mpsc::channel::<Job>();
         let (aborter, rank) = (comm.aborter(), comm.rank());
-        let builder = std::thread::Builder::new().name(format!("ring-of-rank-{rank}"));
+        let builder = std::thread::Builder::new().name(format!("stream-of-rank-{rank}"));
         let spawned = builder.spawn(move || {
             for job in jobs {
                 job(&mut *comm);
@@ -78,8 +81,10 @@ impl Ring {
         });
         let thread = spawned.map_err(|error| CollectiveError::Refused {
             rank,
-            operation: "ring",
-            reason: format!("expected a thread of its own, found {error}; use fewer rings"),
+            operation: "communication stream",
+            reason: format!(
+                "expected a thread of its own, found {error}; use fewer communication streams"
+            ),
         })?;
         Ok(Self {
             queue: Some(queue),
@@ -104,7 +109,7 @@ impl Ring {
         });
         self.started.fetch_add(1, Ordering::Relaxed);
         if let Some(queue) = &self.queue {
-            // Refused only if the ring's thread has panicked; then `job` is dropped with its sender, and `wait` says so.
+            // Refused only if the communication stream's thread has panicked; then `job` is dropped with its sender, and `wait` says so.
             let _ = queue.send(job);
         }
         Pending {
@@ -121,16 +126,16 @@ impl Ring {
         })
     }
 
-    /// Breaks the ring's group off, from any thread.
+    /// Breaks the communication stream's group off, from any thread.
     pub fn aborter(&self) -> &Aborter {
         &self.aborter
     }
 }
 
-impl Drop for Ring {
+impl Drop for CommStream {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            // The ring's own thread is well and would only say that it has left.
+            // The communication stream's own thread is well and would only say that it has left.
             self.aborter.close(CollectiveError::Panicked {
                 rank: self.aborter.rank(),
                 calls: self.started.load(Ordering::Relaxed),
@@ -173,7 +178,10 @@ impl<B> Pending<B> {
                 let rank = self.aborter.rank();
                 Err(CollectiveError::Aborted {
                     rank,
-                    reason: format!("the ring's thread panicked before or in {}", self.operation),
+                    reason: format!(
+                        "the communication stream's thread panicked before or in {}",
+                        self.operation
+                    ),
                 })
             }
         }
@@ -201,9 +209,9 @@ mod tests {
     #[test]
     fn what_is_under_way_is_handed_back_and_what_is_through_hands_its_buffer_over() {
         let ranks = run_ranks(2, &Options::default(), |mut comm| {
-            let ring = rings(&mut comm, 1)?.remove(0);
+            let stream = comm_streams(&mut comm, 1)?.remove(0);
             let (go, gate) = channel::<()>();
-            let mut pending = ring.start("gated", vec![1.0f32; 4], move |comm, buffer| {
+            let mut pending = stream.start("gated", vec![1.0f32; 4], move |comm, buffer| {
                 // Disconnected is as good: the test has gone on.
                 let _ = gate.recv();
                 comm.all_reduce(buffer, ReduceOp::Sum)
@@ -218,7 +226,7 @@ mod tests {
                 std::thread::yield_now();
             };
             assert_eq!(buffer, [2.0; 4]);
-            let failed = ring.start("failing", (), |_, ()| {
+            let failed = stream.start("failing", (), |_, ()| {
                 Err(CollectiveError::Aborted {
                     rank: 7,
                     reason: "on purpose".to_owned(),

@@ -1,19 +1,20 @@
-//! Pending calls, several rings, and subgroups.
+//! Pending calls, several communication streams, and subgroups.
 
 use std::time::Duration;
 
 use fusestep_collective::{
-    CollectiveError, Collectives, Communicator, Membership, Options, ReduceOp, rings, run_ranks,
+    CollectiveError, Collectives, Communicator, Membership, Options, ReduceOp, comm_streams,
+    run_ranks,
 };
 
 use super::worlds::{all, threads, within, world};
 
 #[test]
-fn calls_of_one_ring_are_behind_each_other_and_rings_overlap() {
+fn calls_of_one_stream_are_behind_each_other_and_streams_overlap() {
     within(60, || {
         all(threads(2, 20_000, |mut comm| {
-            let two = rings(&mut comm, 2).unwrap();
-            // Rank 0 starts on ring 0 what rank 1 waits for last: with one ring for both this would not end.
+            let two = comm_streams(&mut comm, 2).unwrap();
+            // Rank 0 starts on communication stream 0 what rank 1 waits for last: with one communication stream for both this would not end.
             let slow = two[0].start("all-reduce", vec![1.0f32; 3], |comm, buffer| {
                 if comm.rank() == 0 {
                     std::thread::sleep(Duration::from_millis(300));
@@ -26,7 +27,7 @@ fn calls_of_one_ring_are_behind_each_other_and_rings_overlap() {
             if comm.rank() == 1 {
                 assert!(
                     started.elapsed() < Duration::from_millis(250),
-                    "the rings did not overlap"
+                    "the streams did not overlap"
                 );
             }
             assert_eq!(slow.wait().unwrap(), [2.0; 3]);
@@ -38,7 +39,7 @@ fn calls_of_one_ring_are_behind_each_other_and_rings_overlap() {
 fn a_thousand_pending_calls_come_back_in_any_order_of_waiting() {
     within(60, || {
         all(threads(3, 20_000, |mut comm| {
-            let two = rings(&mut comm, 2).unwrap();
+            let two = comm_streams(&mut comm, 2).unwrap();
             let pending: Vec<_> = (0..1000)
                 .map(|i| two[i % 2].all_reduce(vec![i as i32; 5], ReduceOp::Sum))
                 .collect();
@@ -50,10 +51,10 @@ fn a_thousand_pending_calls_come_back_in_any_order_of_waiting() {
 }
 
 #[test]
-fn dropping_a_pending_call_closes_the_ring_on_all_ranks() {
+fn dropping_a_pending_call_closes_the_stream_on_all_ranks() {
     within(30, || {
         let errors = all(threads(2, 20_000, |mut comm| {
-            let one = rings(&mut comm, 1).unwrap();
+            let one = comm_streams(&mut comm, 1).unwrap();
             comm.barrier().unwrap();
             if comm.rank() == 1 {
                 drop(one[0].all_reduce(vec![1u8; 4], ReduceOp::Max));
@@ -76,10 +77,10 @@ fn dropping_a_pending_call_closes_the_ring_on_all_ranks() {
 }
 
 #[test]
-fn a_panic_in_a_ring_reaches_whoever_waits_and_the_other_ranks() {
+fn a_panic_in_a_stream_reaches_whoever_waits_and_the_other_ranks() {
     within(30, || {
         let errors = all(threads(2, 20_000, |mut comm| {
-            let one = rings(&mut comm, 1).unwrap();
+            let one = comm_streams(&mut comm, 1).unwrap();
             let outcome = one[0].start("all-reduce", (), |comm, ()| {
                 assert!(comm.rank() == 0, "rank 1 fails at work");
                 comm.barrier()
@@ -96,12 +97,12 @@ fn a_panic_in_a_ring_reaches_whoever_waits_and_the_other_ranks() {
 }
 
 #[test]
-fn a_rank_that_panics_beside_its_rings_is_reported_as_panicked() {
+fn a_rank_that_panics_beside_its_streams_is_reported_as_panicked() {
     within(30, || {
         let outcomes = run_ranks(2, &Options::default(), |mut comm| {
             let rank = comm.rank();
-            let one = rings(&mut comm, 1).unwrap();
-            assert!(rank == 0, "rank 1 fails beside its ring");
+            let one = comm_streams(&mut comm, 1).unwrap();
+            assert!(rank == 0, "rank 1 fails beside its communication stream");
             one[0]
                 .start("all-reduce", (), |comm, ()| comm.barrier())
                 .wait()
