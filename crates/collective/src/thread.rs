@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fusestep_simd::Level;
-use fusestep_simd::Seat;
+use fusestep_simd::Participant;
 
 use crate::{
     Aborter, Call, CallContext, CollectiveError, Communicator, Fingerprint, FlightRecorder,
@@ -62,13 +62,13 @@ impl Default for Options {
 pub struct ThreadCommunicator {
     group: Arc<Group>,
     rank: usize,
-    seat: Seat<Header, CollectiveError>,
+    participant: Participant<Header, CollectiveError>,
     sequence: u64,
     context: CallContext,
     /// Ends of the parts lent to each rank, made anew by each call.
     ends: Vec<usize>,
     /// Seats for transfers, by sender and receiver, and how many there were.
-    pairs: HashMap<(usize, usize), (Seat<Header, CollectiveError>, u64)>,
+    pairs: HashMap<(usize, usize), (Participant<Header, CollectiveError>, u64)>,
     recorder: FlightRecorder,
     dumped: Option<Result<PathBuf, String>>,
 }
@@ -77,10 +77,10 @@ pub struct ThreadCommunicator {
 pub fn thread_ranks(world_size: usize, options: &Options) -> Vec<ThreadCommunicator> {
     let mut options = options.clone();
     options.timeout = options.timeout.min(MAX_TIMEOUT);
-    let (group, seats) = Group::new(world_size, options);
-    let seats = seats.into_iter().enumerate();
-    seats
-        .map(|(rank, seat)| ThreadCommunicator::new(Arc::clone(&group), rank, seat))
+    let (group, participants) = Group::new(world_size, options);
+    let participants = participants.into_iter().enumerate();
+    participants
+        .map(|(rank, participant)| ThreadCommunicator::new(Arc::clone(&group), rank, participant))
         .collect()
 }
 
@@ -106,11 +106,15 @@ pub fn run_ranks<R: Send>(
 }
 
 impl ThreadCommunicator {
-    fn new(group: Arc<Group>, rank: usize, seat: Seat<Header, CollectiveError>) -> Self {
+    fn new(
+        group: Arc<Group>,
+        rank: usize,
+        participant: Participant<Header, CollectiveError>,
+    ) -> Self {
         let (world_size, options) = (group.world_size(), group.options());
         Self {
             rank,
-            seat,
+            participant,
             sequence: 0,
             context: CallContext::default(),
             ends: vec![0; world_size],
@@ -208,8 +212,8 @@ impl Communicator for ThreadCommunicator {
         self.sequence += 1;
         let outcome = self.join_subgroup(membership);
         let joined = self.end(outcome)?;
-        Ok(joined.map(|(group, rank, seat)| {
-            Box::new(Self::new(group, rank, seat)) as Box<dyn Communicator>
+        Ok(joined.map(|(group, rank, participant)| {
+            Box::new(Self::new(group, rank, participant)) as Box<dyn Communicator>
         }))
     }
 

@@ -1,4 +1,4 @@
-//! What [`bell`](crate::bell) and [`meet`](crate::meet) are made of.
+//! What [`notifier`](crate::notifier) and [`rendezvous`](crate::rendezvous) are made of.
 //!
 //! A module of its own, so that the model checker can put its own in this place and compile the very same two files:
 //! `tests/model.rs`.

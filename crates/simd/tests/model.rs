@@ -1,18 +1,18 @@
 //! The meeting of threads, run through all interleavings of its steps and all values that its atomics may show.
 //!
-//! `meet.rs` and `bell.rs` are compiled here once more, on the model checker's locks, atomics and cells in place of those of
+//! `rendezvous.rs` and `notifier.rs` are compiled here once more, on the model checker's locks, atomics and cells in place of those of
 //! `sync.rs`. A lost wake-up is a deadlock of the model; memory used after it was given back is a race on one of its cells.
 //! Everyday runs bound how often a thread is interrupted where it could go on; `--ignored` runs without bound or with more
 //! threads, for minutes.
 
 // Its loops of looks are empty in a model, where `PATIENCE` is none.
 #[allow(clippy::reversed_empty_ranges)]
-#[path = "../src/bell.rs"]
-mod bell;
+#[path = "../src/notifier.rs"]
+mod notifier;
 // Only what the scenarios use; the rest is the same code.
 #[allow(dead_code, unreachable_pub, unused_imports)]
-#[path = "../src/meet.rs"]
-mod meet;
+#[path = "../src/rendezvous.rs"]
+mod rendezvous;
 #[path = "model/sync.rs"]
 mod sync;
 
@@ -20,10 +20,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use loom::cell::UnsafeCell;
-use meet::{Claim, Meet, Offer, Seat, seats};
+use rendezvous::{Claim, Contribution, Participant, Rendezvous, participants};
 use sync::{Change, Instant, NEVER, PASSED};
 
-/// Why a meet is closed.
+/// Why a rendezvous is closed.
 #[derive(Clone, Debug, PartialEq)]
 enum Failure {
     Late(Vec<usize>),
@@ -56,23 +56,23 @@ impl Memory {
     }
 }
 
-type TestSeat = Seat<Memory, Failure>;
-type TestMeet = Meet<Memory, Failure>;
+type TestParticipant = Participant<Memory, Failure>;
+type TestRendezvous = Rendezvous<Memory, Failure>;
 
 /// One round: what this party's memory shows is written before, read by all within and written over after.
 fn round(
-    seat: &mut TestSeat,
+    participant: &mut TestParticipant,
     own: &Memory,
     value: u64,
     deadline: Instant,
 ) -> Result<Vec<u64>, Failure> {
     own.write(value);
-    let parties = seat.parties();
+    let parties = participant.parties();
     // What the model does not watch is left out where something is broken: it would really be used after its end.
     let bytes = usize::from(!sync::is_changed());
     let (shared, mut lent) = (vec![value as u8; bytes], vec![0u8; bytes * parties]);
     let ends: Vec<usize> = (1..=parties).map(|party| bytes * party).collect();
-    let offer = Offer {
+    let contribution = Contribution {
         header: own.clone(),
         shared: &shared,
         lent: &mut lent,
@@ -82,7 +82,7 @@ fn round(
         replica_ends: &[],
     };
     let late = |late: &[usize]| Failure::Late(late.to_vec());
-    let outcome = seat.meet(offer, deadline, late, |peers| {
+    let outcome = participant.rendezvous(contribution, deadline, late, |peers| {
         let mut claim = peers.reserved();
         (0..parties)
             .map(|party| {
@@ -99,24 +99,30 @@ fn round(
 /// A thread for each party, its deadlines one for each round; the outcomes of their rounds in party order.
 fn run(
     deadlines: &[&[Instant]],
-    beside: impl FnOnce(TestMeet),
+    beside: impl FnOnce(TestRendezvous),
 ) -> Vec<Vec<Result<Vec<u64>, Failure>>> {
-    let seats = seats::<Memory, Failure>(deadlines.len());
-    let meet = seats[0].of().clone();
+    let participants = participants::<Memory, Failure>(deadlines.len());
+    let rendezvous = participants[0].of().clone();
     let mut threads = Vec::new();
-    for (party, (mut seat, deadlines)) in seats.into_iter().zip(deadlines).enumerate() {
+    for (party, (mut participant, deadlines)) in participants.into_iter().zip(deadlines).enumerate()
+    {
         let deadlines = deadlines.to_vec();
         threads.push(loom::thread::spawn(move || {
             let own = Memory::new();
             let rounds = deadlines.into_iter().enumerate();
             rounds
                 .map(|(index, deadline)| {
-                    round(&mut seat, &own, (10 * index + party) as u64, deadline)
+                    round(
+                        &mut participant,
+                        &own,
+                        (10 * index + party) as u64,
+                        deadline,
+                    )
                 })
                 .collect()
         }));
     }
-    beside(meet);
+    beside(rendezvous);
     threads
         .into_iter()
         .map(|thread| thread.join().unwrap())
@@ -145,12 +151,12 @@ fn rounds(parties: usize, count: usize) {
     assert_eq!(run(&deadlines, drop), vec![expected; parties]);
 }
 
-/// Somebody else closes the meet at any moment.
+/// Somebody else closes the rendezvous at any moment.
 fn broken_off(parties: usize) {
     let deadlines = vec![&[NEVER][..]; parties];
-    let outcomes = run(&deadlines, |meet| {
-        assert_eq!(meet.fail(Failure::Stop), Failure::Stop);
-        assert_eq!(meet.failure(), Some(Failure::Stop));
+    let outcomes = run(&deadlines, |rendezvous| {
+        assert_eq!(rendezvous.fail(Failure::Stop), Failure::Stop);
+        assert_eq!(rendezvous.failure(), Some(Failure::Stop));
     });
     let first = &outcomes[0];
     assert!(
@@ -189,9 +195,10 @@ fn in_a_hurry(parties: usize, hurried: usize) {
 #[allow(clippy::arc_with_non_send_sync)]
 fn claims(rounds: u64) {
     let bytes: Arc<Vec<Memory>> = Arc::new((0..4).map(|_| Memory::new()).collect());
-    let claim_all = move |mut seat: Seat<Arc<Vec<Memory>>, Failure>, own: Arc<Vec<Memory>>| {
+    let claim_all = move |mut participant: Participant<Arc<Vec<Memory>>, Failure>,
+                          own: Arc<Vec<Memory>>| {
         for _ in 0..rounds {
-            let offer = Offer {
+            let contribution = Contribution {
                 header: Arc::clone(&own),
                 shared: &[],
                 lent: &mut [],
@@ -200,8 +207,8 @@ fn claims(rounds: u64) {
                 replicas: Default::default(),
                 replica_ends: &[],
             };
-            let (party, late) = (seat.party(), |_: &[usize]| Failure::Stop);
-            let outcome = seat.meet(offer, NEVER, late, |peers| {
+            let (party, late) = (participant.party(), |_: &[usize]| Failure::Stop);
+            let outcome = participant.rendezvous(contribution, NEVER, late, |peers| {
                 let bytes = peers.header(1 - party);
                 let work = |part: usize, claim: &Claim<'_, _>| {
                     let first = claim.range().start;
@@ -216,9 +223,9 @@ fn claims(rounds: u64) {
         }
     };
     let mut threads = Vec::new();
-    for seat in seats(2) {
+    for participant in participants(2) {
         let own = Arc::clone(&bytes);
-        threads.push(loom::thread::spawn(move || claim_all(seat, own)));
+        threads.push(loom::thread::spawn(move || claim_all(participant, own)));
     }
     for thread in threads {
         thread.join().unwrap();
@@ -286,10 +293,10 @@ fn each_change_for_the_worse_is_found() {
     // Departures that are not waited for show as memory used by two, or as two rounds run into each other.
     let early = ["Causality violation", "deadlock", "a round opens when"];
     for (change, scenario, expected) in [
-        (Change::SilentBell, two_rounds, &["deadlock"][..]),
-        (Change::SilentBell, abort, &["deadlock"]),
-        (Change::BellWithoutLock, two_rounds, &["deadlock"]),
-        (Change::BellWithoutLock, abort, &["deadlock"]),
+        (Change::SilentNotifier, two_rounds, &["deadlock"][..]),
+        (Change::SilentNotifier, abort, &["deadlock"]),
+        (Change::NotifierWithoutLock, two_rounds, &["deadlock"]),
+        (Change::NotifierWithoutLock, abort, &["deadlock"]),
         (Change::SleepersUnordered, two_rounds, &["deadlock"]),
         (Change::GateUnordered, two_rounds, &["Causality violation"]),
         (Change::GateTorn, two_rounds, &["deadlock"]),

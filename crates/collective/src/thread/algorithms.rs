@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use fusestep_simd::{MAX_REPLICAS, Offer, Peers, Seat, copy_bytes};
+use fusestep_simd::{Contribution, MAX_REPLICAS, Participant, Peers, copy_bytes};
 use fusestep_tensor::DType;
 use smallvec::SmallVec;
 
@@ -43,7 +43,7 @@ pub(super) struct Round<'a> {
     pub(super) replica_ends: &'a [usize],
 }
 
-type Joined = (Arc<Group>, usize, Seat<Header, CollectiveError>);
+type Joined = (Arc<Group>, usize, Participant<Header, CollectiveError>);
 
 impl ThreadCommunicator {
     /// Any call that all ranks of the group make.
@@ -114,7 +114,7 @@ impl ThreadCommunicator {
         }
         let fingerprint = round.header.fingerprint;
         let timeout = self.group.options().timeout;
-        let offer = Offer {
+        let contribution = Contribution {
             header: round.header,
             shared: round.shared,
             lent: round.lent,
@@ -126,14 +126,15 @@ impl ThreadCommunicator {
         let (group, own) = (&self.group, self.rank);
         let late = |ranks: &[usize]| late(group.behind(own, ranks), &fingerprint, timeout);
         let recorder = &mut self.recorder;
-        self.seat.meet(offer, round.deadline, late, |peers| {
-            Fingerprint::compare(world_size, |rank| &peers.header(rank).fingerprint)?;
-            let arrived = |rank: usize| peers.header(rank).arrived_ns;
-            if let Some(last) = (0..world_size).max_by_key(|&rank| arrived(rank)) {
-                recorder.waited(last, arrived(last).saturating_sub(round.header.arrived_ns));
-            }
-            Ok(work(peers))
-        })?
+        self.participant
+            .rendezvous(contribution, round.deadline, late, |peers| {
+                Fingerprint::compare(world_size, |rank| &peers.header(rank).fingerprint)?;
+                let arrived = |rank: usize| peers.header(rank).arrived_ns;
+                if let Some(last) = (0..world_size).max_by_key(|&rank| arrived(rank)) {
+                    recorder.waited(last, arrived(last).saturating_sub(round.header.arrived_ns));
+                }
+                Ok(work(peers))
+            })?
     }
 
     fn broadcast(
@@ -336,7 +337,7 @@ impl ThreadCommunicator {
         })
     }
 
-    /// A send or a receive, from `pair.0` to `pair.1`; party 0 of a pair's meet is the sender.
+    /// A send or a receive, from `pair.0` to `pair.1`; party 0 of a pair's rendezvous is the sender.
     pub(super) fn transfer(
         &mut self,
         call: Call<'_>,
@@ -344,9 +345,9 @@ impl ThreadCommunicator {
         pair: (usize, usize),
     ) -> Result<(), CollectiveError> {
         let side = usize::from(self.rank == pair.1);
-        let (mut seat, transfers) = match self.pairs.remove(&pair) {
+        let (mut participant, transfers) = match self.pairs.remove(&pair) {
             Some(known) => known,
-            None => (self.group.pair_seat(pair, side)?, 0),
+            None => (self.group.pair_participant(pair, side)?, 0),
         };
         let mut fingerprint = Fingerprint::new(&call, numel, transfers + 1, self.context);
         let own_name = call.operation;
@@ -358,7 +359,7 @@ impl ThreadCommunicator {
             Buffers::Apart { send, .. } if side == 0 => (send, &mut []),
             Buffers::Apart { receive, .. } => (&[], receive),
         };
-        let offer = Offer {
+        let contribution = Contribution {
             header: Header {
                 fingerprint,
                 ..header
@@ -381,7 +382,7 @@ impl ThreadCommunicator {
             late(group.behind(own, &ranks), &named, timeout)
         };
         group.set_transfer(own, Some([pair.1, pair.0][side]));
-        let outcome = seat.meet(offer, deadline, late, |peers| {
+        let outcome = participant.rendezvous(contribution, deadline, late, |peers| {
             let compared = Fingerprint::compare(2, |side| &peers.header(side).fingerprint);
             compared.map_err(|error| error.with_ranks([pair.0, pair.1]))?;
             if side == 1 {
@@ -390,7 +391,7 @@ impl ThreadCommunicator {
             Ok(())
         });
         group.set_transfer(own, None);
-        self.pairs.insert(pair, (seat, transfers + 1));
+        self.pairs.insert(pair, (participant, transfers + 1));
         outcome?
     }
 
@@ -432,8 +433,8 @@ impl ThreadCommunicator {
             let mut members: Vec<usize> = (0..peers.parties()).filter(same).collect();
             members.sort_by_key(|&member| (peers.header(member).membership.map(|m| m.key), member));
             let place = members.iter().position(|&member| member == rank)?;
-            let (group, seat) = group.subgroup(sequence, own.colour, place, members.len());
-            Some((group, place, seat))
+            let (group, participant) = group.subgroup(sequence, own.colour, place, members.len());
+            Some((group, place, participant))
         })
     }
 }

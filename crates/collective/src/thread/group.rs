@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
-use fusestep_simd::{Meet, Seat, seats};
+use fusestep_simd::{Participant, Rendezvous, participants};
 
 use super::Options;
 use crate::{CollectiveError, Fingerprint, Membership};
@@ -29,8 +29,8 @@ pub(super) enum Placement {
     Shared,
 }
 
-type GroupSeat = Seat<Header, CollectiveError>;
-type GroupMeet = Meet<Header, CollectiveError>;
+type GroupParticipant = Participant<Header, CollectiveError>;
+type GroupRendezvous = Rendezvous<Header, CollectiveError>;
 
 /// A group of threads; each rank holds one reference.
 #[derive(Debug)]
@@ -38,7 +38,7 @@ pub(super) struct Group {
     world_size: usize,
     options: Options,
     begun: Instant,
-    meet: GroupMeet,
+    rendezvous: GroupRendezvous,
     registry: Mutex<Registry>,
     /// For each rank the other side of the transfer it waits in, plus 1; 0 if it is in none. Names late ranks and guards nothing.
     transfers: Box<[AtomicUsize]>,
@@ -47,11 +47,11 @@ pub(super) struct Group {
 #[derive(Debug, Default)]
 struct Registry {
     /// Seats of pairs, sender's and receiver's, until their ranks fetch them.
-    pairs: HashMap<(usize, usize), [Option<GroupSeat>; 2]>,
+    pairs: HashMap<(usize, usize), [Option<GroupParticipant>; 2]>,
     /// Seats of subgroups, by call and colour, until their ranks fetch them.
     forming: HashMap<(u64, u32), Forming>,
     /// What must be told when the group is closed.
-    pair_meets: Vec<((usize, usize), GroupMeet)>,
+    pair_rendezvous: Vec<((usize, usize), GroupRendezvous)>,
     children: Vec<Weak<Group>>,
     /// The first error other than a rank's leaving.
     broken: Option<CollectiveError>,
@@ -62,24 +62,24 @@ struct Registry {
 #[derive(Debug)]
 struct Forming {
     group: Arc<Group>,
-    seats: Vec<Option<GroupSeat>>,
+    participants: Vec<Option<GroupParticipant>>,
 }
 
 impl Group {
-    pub(super) fn new(world_size: usize, options: Options) -> (Arc<Self>, Vec<GroupSeat>) {
-        // A group of no ranks has a meet too: one seat is made in any case.
-        let mut seats = seats(world_size.max(1));
-        let meet = seats[0].of().clone();
-        seats.truncate(world_size);
+    pub(super) fn new(world_size: usize, options: Options) -> (Arc<Self>, Vec<GroupParticipant>) {
+        // A group of no ranks has a rendezvous too: one participant is made in any case.
+        let mut participants = participants(world_size.max(1));
+        let rendezvous = participants[0].of().clone();
+        participants.truncate(world_size);
         let group = Arc::new(Self {
             world_size,
             options,
             begun: Instant::now(),
-            meet,
+            rendezvous,
             registry: Mutex::default(),
             transfers: (0..world_size).map(|_| AtomicUsize::new(0)).collect(),
         });
-        (group, seats)
+        (group, participants)
     }
 
     pub(super) fn world_size(&self) -> usize {
@@ -124,22 +124,22 @@ impl Group {
     /// A rank that leaves in peace ends the calls of all ranks and its own transfers; transfers between others go on, and an
     /// error of theirs is returned as it is. Subgroups go on too: the rank gives up its places there by itself.
     pub(super) fn close(&self, error: CollectiveError) -> CollectiveError {
-        let first = self.meet.fail(error.clone());
+        let first = self.rendezvous.fail(error.clone());
         let mut registry = self.registry();
         if let CollectiveError::Left { rank, .. } = error {
-            for (_, meet) in registry
-                .pair_meets
+            for (_, rendezvous) in registry
+                .pair_rendezvous
                 .iter()
                 .filter(|(pair, _)| pair.0 == rank || pair.1 == rank)
             {
-                meet.fail(error.clone());
+                rendezvous.fail(error.clone());
             }
             registry.left.push((rank, error));
             return first;
         }
         let error = registry.broken.get_or_insert(error).clone();
-        for (_, meet) in &registry.pair_meets {
-            meet.fail(error.clone());
+        for (_, rendezvous) in &registry.pair_rendezvous {
+            rendezvous.fail(error.clone());
         }
         let children: Vec<_> = registry.children.iter().filter_map(Weak::upgrade).collect();
         drop(registry);
@@ -155,15 +155,15 @@ impl Group {
     /// What has closed the group: the first error, or the first rank's leaving if there is no other.
     pub(super) fn failure(&self) -> Option<CollectiveError> {
         let broken = self.registry().broken.clone();
-        broken.or_else(|| self.meet.failure())
+        broken.or_else(|| self.rendezvous.failure())
     }
 
-    /// This rank's seat for transfers from `pair.0` to `pair.1`.
-    pub(super) fn pair_seat(
+    /// This rank's participant for transfers from `pair.0` to `pair.1`.
+    pub(super) fn pair_participant(
         &self,
         pair: (usize, usize),
         side: usize,
-    ) -> Result<GroupSeat, CollectiveError> {
+    ) -> Result<GroupParticipant, CollectiveError> {
         let mut registry = self.registry();
         let gone = |rank: usize| {
             let left = registry.left.iter().find(|(left, _)| *left == rank);
@@ -174,21 +174,27 @@ impl Group {
             return Err(error.clone());
         }
         let Registry {
-            pairs, pair_meets, ..
+            pairs,
+            pair_rendezvous,
+            ..
         } = &mut *registry;
         let waiting = pairs.entry(pair).or_insert_with(|| {
-            let mut both = seats(2).into_iter();
+            let mut both = participants(2).into_iter();
             let [sender, receiver] = [both.next(), both.next()];
-            pair_meets.extend(sender.as_ref().map(|seat| (pair, seat.of().clone())));
+            pair_rendezvous.extend(
+                sender
+                    .as_ref()
+                    .map(|participant| (pair, participant.of().clone())),
+            );
             [sender, receiver]
         });
-        let seat = waiting[side]
+        let participant = waiting[side]
             .take()
-            .expect("a rank keeps its seat of a pair and asks for it once");
+            .expect("a rank keeps its participant of a pair and asks for it once");
         if waiting.iter().all(Option::is_none) {
             pairs.remove(&pair);
         }
-        Ok(seat)
+        Ok(participant)
     }
 
     /// Place `rank` in the subgroup of `world_size` ranks that call number `call` makes for `colour`.
@@ -198,23 +204,26 @@ impl Group {
         colour: u32,
         rank: usize,
         world_size: usize,
-    ) -> (Arc<Group>, GroupSeat) {
+    ) -> (Arc<Group>, GroupParticipant) {
         let mut registry = self.registry();
         let Registry {
             forming, children, ..
         } = &mut *registry;
         let subgroup = forming.entry((call, colour)).or_insert_with(|| {
-            let (group, seats) = Group::new(world_size, self.options.clone());
+            let (group, participants) = Group::new(world_size, self.options.clone());
             children.retain(|child| child.strong_count() > 0);
             children.push(Arc::downgrade(&group));
-            let seats = seats.into_iter().map(Some).collect();
-            Forming { group, seats }
+            let participants = participants.into_iter().map(Some).collect();
+            Forming {
+                group,
+                participants,
+            }
         });
-        let seat = subgroup.seats[rank]
+        let participant = subgroup.participants[rank]
             .take()
-            .expect("each rank of a subgroup takes its own seat");
+            .expect("each rank of a subgroup takes its own participant");
         let group = Arc::clone(&subgroup.group);
-        if subgroup.seats.iter().all(Option::is_none) {
+        if subgroup.participants.iter().all(Option::is_none) {
             forming.remove(&(call, colour));
         }
         // Closed in between: the subgroup was not yet in the list, so nobody told it.
@@ -222,7 +231,7 @@ impl Group {
             drop(registry);
             group.close(error);
         }
-        (group, seat)
+        (group, participant)
     }
 
     fn registry(&self) -> MutexGuard<'_, Registry> {

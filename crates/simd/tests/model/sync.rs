@@ -18,9 +18,9 @@ pub(crate) type Cell<T> = loom::cell::UnsafeCell<T>;
 pub(crate) enum Change {
     Nothing,
     /// Sleepers are not woken.
-    SilentBell,
-    /// The bell does not wait for a sleeper between its last look and its sleep.
-    BellWithoutLock,
+    SilentNotifier,
+    /// The notifier does not wait for a sleeper between its last look and its sleep.
+    NotifierWithoutLock,
     /// The count of sleepers is not ordered with the change that they wait for.
     SleepersUnordered,
     /// Arrivals and departures order nothing else: who sees that a party has come may not see what it brought.
@@ -138,7 +138,7 @@ impl AtomicU64 {
     }
 }
 
-/// The count of sleepers, and of claimed bytes. Either the bell sees a sleeper or the sleeper sees the change: that takes one order of
+/// The count of sleepers, and of claimed bytes. Either the notifier sees a sleeper or the sleeper sees the change: that takes one order of
 /// all accesses, which the model knows of fences only. Claims take no order but their own.
 #[derive(Debug)]
 pub(crate) struct AtomicUsize(loom::sync::atomic::AtomicUsize);
@@ -209,7 +209,7 @@ impl Condvar {
         }
     }
     pub(crate) fn notify_all(&self) {
-        if !changed(Change::SilentBell) {
+        if !changed(Change::SilentNotifier) {
             self.0.notify_all();
         }
     }
@@ -217,7 +217,7 @@ impl Condvar {
 
 /// Waits until nobody holds the lock.
 pub(crate) fn pass(lock: &Mutex<()>) {
-    if !changed(Change::BellWithoutLock) {
+    if !changed(Change::NotifierWithoutLock) {
         drop(lock.lock().unwrap_or_else(PoisonError::into_inner));
     }
 }

@@ -1,29 +1,29 @@
 //! Lending slices between threads that meet: the one place where ranks of a process touch each other's memory.
 //!
-//! [`seats`] makes places for a fixed number of parties. In each round every party brings one slice that all may read and one
+//! [`participants`] makes places for a fixed number of parties. In each round every party brings one slice that all may read and one
 //! that is cut into parts, whose bytes the parties claim; when all have arrived, every party works on what was brought, and none
-//! returns before all have finished. A round opens for all parties or for none: a failure (a deadline, a call of [`Meet::fail`])
-//! that comes before the last arrival closes the meet for ever, one that comes later strikes the next round.
+//! returns before all have finished. A round opens for all parties or for none: a failure (a deadline, a call of [`Rendezvous::fail`])
+//! that comes before the last arrival closes the rendezvous for ever, one that comes later strikes the next round.
 
-#[path = "meet/peers.rs"]
+#[path = "rendezvous/peers.rs"]
 mod peers;
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::bell::Bell;
+use crate::notifier::Notifier;
 use crate::sync::{
     AtomicU64, AtomicUsize, Cell, Instant, Mutex, MutexGuard, Ordering, PoisonError, yield_now,
 };
 
 pub use self::peers::{Claim, Peers, Replicas};
 
-/// The bit of the gate that says the meet has failed; the others count arrivals.
+/// The bit of the gate that says the rendezvous has failed; the others count arrivals.
 const FAILED: u64 = 1 << 63;
 
 /// What one party brings to a round.
 #[derive(Debug)]
-pub struct Offer<'a, H> {
+pub struct Contribution<'a, H> {
     /// A value that every party may read.
     pub header: H,
     /// Bytes that every party may read.
@@ -43,12 +43,12 @@ pub struct Offer<'a, H> {
 /// The most replicas that a party brings.
 pub const MAX_REPLICAS: usize = 7;
 
-/// A meet as seen by someone who may only break it off; clones are the same meet.
-pub struct Meet<H, F>(Arc<Inner<H, F>>);
+/// A rendezvous as seen by someone who may only break it off; clones are the same rendezvous.
+pub struct Rendezvous<H, F>(Arc<Inner<H, F>>);
 
 /// The place of one party; the only way to take part, and by `&mut` only once at a time.
-pub struct Seat<H, F> {
-    meet: Meet<H, F>,
+pub struct Participant<H, F> {
+    rendezvous: Rendezvous<H, F>,
     party: usize,
     /// Rounds this party has arrived at.
     round: u64,
@@ -61,7 +61,7 @@ struct Inner<H, F> {
     /// Departures of all rounds. Round `k` is over once `k · parties` is reached.
     departed: Padded,
     failure: Mutex<Option<F>>,
-    bell: Bell,
+    notifier: Notifier,
 }
 
 /// Alone on its cache lines, so that spinning on one does not slow writes of the other.
@@ -99,7 +99,7 @@ struct Part {
 }
 
 // SAFETY: `Brought` is written by its party alone, between the end of a round and its own arrival at the next, and read only
-// while a round is open; arrival, opening and departure order these accesses (`Seat::meet`). What its pointers lead to is shared
+// while a round is open; arrival, opening and departure order these accesses (`Participant::rendezvous`). What its pointers lead to is shared
 // as `&[u8]`, or lent as disjoint `&mut [u8]`, both of which may be used from other threads. Headers are read by reference from
 // all threads (`Sync`) and dropped by their party (`Send`).
 unsafe impl<H: Send + Sync, F: Send> Sync for Inner<H, F> {}
@@ -107,7 +107,7 @@ unsafe impl<H: Send + Sync, F: Send> Sync for Inner<H, F> {}
 unsafe impl<H: Send + Sync, F: Send> Send for Inner<H, F> {}
 
 /// Places for `parties` parties; the index in the list is the party.
-pub fn seats<H, F>(parties: usize) -> Vec<Seat<H, F>> {
+pub fn participants<H, F>(parties: usize) -> Vec<Participant<H, F>> {
     let slot = || Slot {
         arrived: AtomicU64::new(0),
         brought: Cell::new(Brought {
@@ -120,34 +120,34 @@ pub fn seats<H, F>(parties: usize) -> Vec<Seat<H, F>> {
         }),
         claimed: Claimed(AtomicUsize::new(0)),
     };
-    let meet = Meet(Arc::new(Inner {
+    let rendezvous = Rendezvous(Arc::new(Inner {
         slots: (0..parties).map(|_| slot()).collect(),
         gate: Padded(AtomicU64::new(0)),
         departed: Padded(AtomicU64::new(0)),
         failure: Mutex::new(None),
-        bell: Bell::new(parties),
+        notifier: Notifier::new(parties),
     }));
-    let seat = |party| Seat {
-        meet: meet.clone(),
+    let participant = |party| Participant {
+        rendezvous: rendezvous.clone(),
         party,
         round: 0,
     };
-    (0..parties).map(seat).collect()
+    (0..parties).map(participant).collect()
 }
 
-impl<H, F: Clone> Meet<H, F> {
-    /// Closes the meet for ever, unless it is closed already: parties that wait for others, and all that come later, get
+impl<H, F: Clone> Rendezvous<H, F> {
+    /// Closes the rendezvous for ever, unless it is closed already: parties that wait for others, and all that come later, get
     /// `failure`. A round that is open goes on to its end. Returns the failure that holds, the first one.
     pub fn fail(&self, failure: F) -> F {
         let mut kept = self.lock();
         let first = kept.get_or_insert(failure).clone();
         self.0.gate.0.fetch_or(FAILED, Ordering::SeqCst);
         drop(kept);
-        self.0.bell.ring();
+        self.0.notifier.notify();
         first
     }
 
-    /// What closed the meet, if it is closed.
+    /// What closed the rendezvous, if it is closed.
     pub fn failure(&self) -> Option<F> {
         self.lock().clone()
     }
@@ -159,7 +159,7 @@ impl<H, F: Clone> Meet<H, F> {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts one arrival in, unless the meet has failed.
+    /// Counts one arrival in, unless the rendezvous has failed.
     fn arrive(&self) -> Result<(), F> {
         let added = self
             .0
@@ -176,7 +176,7 @@ impl<H, F: Clone> Meet<H, F> {
         self.failure().expect("a failure is kept, under the lock, before anyone can see the gate fail or before the lock is released")
     }
 
-    /// Closes the meet because `round` did not open in time; `None` if it has opened after all.
+    /// Closes the rendezvous because `round` did not open in time; `None` if it has opened after all.
     fn fail_late(&self, round: u64, name: impl FnOnce(&[usize]) -> F) -> Option<F> {
         let target = round * self.0.slots.len() as u64;
         let mut kept = self.lock();
@@ -197,7 +197,7 @@ impl<H, F: Clone> Meet<H, F> {
         }
         let failure = kept.clone();
         drop(kept);
-        self.0.bell.ring();
+        self.0.notifier.notify();
         failure
     }
 
@@ -216,56 +216,60 @@ impl<H, F: Clone> Meet<H, F> {
     }
 }
 
-impl<H, F> Clone for Meet<H, F> {
+impl<H, F> Clone for Rendezvous<H, F> {
     fn clone(&self) -> Self {
         Self(Arc::clone(&self.0))
     }
 }
 
-impl<H, F: Clone> Seat<H, F> {
-    /// The meet this seat belongs to.
-    pub fn of(&self) -> &Meet<H, F> {
-        &self.meet
+impl<H, F: Clone> Participant<H, F> {
+    /// The rendezvous this participant belongs to.
+    pub fn of(&self) -> &Rendezvous<H, F> {
+        &self.rendezvous
     }
 
     /// The number of parties.
     pub fn parties(&self) -> usize {
-        self.meet.0.slots.len()
+        self.rendezvous.0.slots.len()
     }
 
-    /// Whose seat this is.
+    /// Whose participant this is.
     pub fn party(&self) -> usize {
         self.party
     }
 
-    /// Takes part in the next round: brings `offer`, waits for all parties, does `work` on what they brought, waits until all
+    /// Takes part in the next round: brings `contribution`, waits for all parties, does `work` on what they brought, waits until all
     /// have finished theirs.
     ///
     /// # Errors
-    /// The failure that closed the meet. If a party has not come by `deadline`, that is what `late` makes of the missing parties.
+    /// The failure that closed the rendezvous. If a party has not come by `deadline`, that is what `late` makes of the missing parties.
     /// # Panics
-    /// If `offer.ends` does not cut `lent` into one part per party; with the panic of `work`, after all parties have finished.
+    /// If `contribution.ends` does not cut `lent` into one part per party; with the panic of `work`, after all parties have finished.
     /// # Cost
     /// Two waits of the spin-then-park kind and no allocation. The second has no deadline: the memory is in use until all have
     /// departed, so `work` must not wait for anything.
-    pub fn meet<R>(
+    pub fn rendezvous<R>(
         &mut self,
-        offer: Offer<'_, H>,
+        contribution: Contribution<'_, H>,
         deadline: Instant,
         late: impl FnOnce(&[usize]) -> F,
         work: impl FnOnce(&mut Peers<'_, H>) -> R,
     ) -> Result<R, F> {
-        let inner = &*self.meet.0;
+        let inner = &*self.rendezvous.0;
         assert!(
-            cuts(offer.ends, offer.lent.len(), inner.slots.len()),
+            cuts(
+                contribution.ends,
+                contribution.lent.len(),
+                inner.slots.len()
+            ),
             "ends must rise from 0 to the length of `lent`, one for each party"
         );
         let parties = inner.slots.len();
-        let ends = offer.replica_ends.chunks_exact(parties);
+        let ends = contribution.replica_ends.chunks_exact(parties);
         assert!(
             ends.remainder().is_empty()
                 && ends.len() <= MAX_REPLICAS
-                && offer
+                && contribution
                     .replicas
                     .iter()
                     .zip(ends.clone())
@@ -273,36 +277,36 @@ impl<H, F: Clone> Seat<H, F> {
             "ends must rise from 0 to the length of each replica, one for each party"
         );
         if inner.gate.0.load(Ordering::SeqCst) & FAILED != 0 {
-            return Err(self.meet.broken());
+            return Err(self.rendezvous.broken());
         }
         let slot = &inner.slots[self.party];
-        let reserved = offer.reserved;
+        let reserved = contribution.reserved;
         slot.brought.with_mut(|brought| {
             // SAFETY: nobody reads this party's slot now: readers are parties in an open round, the last round this party was in
             // is over (the wait in `Departure` saw all departures), and the next cannot open without the arrival below.
-            bring(unsafe { &mut *brought }, offer)
+            bring(unsafe { &mut *brought }, contribution)
         });
         // For the same reasons nobody claims now.
         slot.claimed.0.store(reserved, Ordering::Relaxed);
-        self.meet.arrive()?;
+        self.rendezvous.arrive()?;
         self.round += 1;
         slot.arrived.store(self.round, Ordering::SeqCst);
         let target = self.round * inner.slots.len() as u64;
         let gate = || inner.gate.0.load(Ordering::SeqCst);
         let opened = || gate() & !FAILED >= target;
         if gate() & !FAILED == target {
-            inner.bell.ring()
+            inner.notifier.notify()
         } else {
             if !inner
-                .bell
+                .notifier
                 .wait(|| opened() || gate() & FAILED != 0, Some(deadline))
-                && let Some(failure) = self.meet.fail_late(self.round, late)
+                && let Some(failure) = self.rendezvous.fail_late(self.round, late)
             {
                 return Err(failure);
             }
             // Once failed the gate counts no more, so all parties of this round see the same answer here.
             if !opened() {
-                return Err(self.meet.broken());
+                return Err(self.rendezvous.broken());
             }
         }
         // From here on peers hold this party's memory: `Departure` waits for all of them, whether `work` returns or panics.
@@ -321,20 +325,20 @@ fn cuts(ends: &[usize], len: usize, parties: usize) -> bool {
     ends.len() == parties && ends.is_sorted() && ends.last().is_none_or(|&last| last == len)
 }
 
-/// Writes an offer, whose ends were checked by `cuts`, into the party's slot. Only lifetimes get lost here.
-fn bring<H>(brought: &mut Brought<H>, offer: Offer<'_, H>) {
-    brought.header = Some(offer.header);
-    brought.shared = offer.shared.as_ptr();
-    brought.shared_len = offer.shared.len();
-    brought.lent = offer.lent.as_mut_ptr();
+/// Writes a contribution, whose ends were checked by `cuts`, into the party's slot. Only lifetimes get lost here.
+fn bring<H>(brought: &mut Brought<H>, contribution: Contribution<'_, H>) {
+    brought.header = Some(contribution.header);
+    brought.shared = contribution.shared.as_ptr();
+    brought.shared_len = contribution.shared.len();
+    brought.lent = contribution.lent.as_mut_ptr();
     let mut start = 0;
-    for (part, &end) in brought.parts.iter_mut().zip(offer.ends) {
+    for (part, &end) in brought.parts.iter_mut().zip(contribution.ends) {
         *part = start..end;
         start = end;
     }
     brought.replicas.clear();
-    let ends = offer.replica_ends.chunks_exact(brought.parts.len());
-    for (mut rest, ends) in offer.replicas.into_iter().zip(ends) {
+    let ends = contribution.replica_ends.chunks_exact(brought.parts.len());
+    for (mut rest, ends) in contribution.replicas.into_iter().zip(ends) {
         let mut start = 0;
         for &end in ends {
             let (part, behind) = rest.split_at_mut(end - start);
@@ -357,24 +361,24 @@ impl<H, F> Drop for Departure<'_, H, F> {
     fn drop(&mut self) {
         let departed = &self.inner.departed.0;
         if departed.fetch_add(1, Ordering::SeqCst) + 1 == self.target {
-            return self.inner.bell.ring();
+            return self.inner.notifier.notify();
         }
         let over = || departed.load(Ordering::SeqCst) >= self.target;
-        while !self.inner.bell.wait(over, None) {}
+        while !self.inner.notifier.wait(over, None) {}
     }
 }
 
-impl<H, F> std::fmt::Debug for Meet<H, F> {
+impl<H, F> std::fmt::Debug for Rendezvous<H, F> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Meet")
+        f.debug_struct("Rendezvous")
             .field("parties", &self.0.slots.len())
             .finish()
     }
 }
 
-impl<H, F> std::fmt::Debug for Seat<H, F> {
+impl<H, F> std::fmt::Debug for Participant<H, F> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Seat")
+        f.debug_struct("Participant")
             .field("party", &self.party)
             .field("round", &self.round)
             .finish()

@@ -5,16 +5,16 @@ use crate::sync::{
 };
 
 /// Wakes threads that wait until a condition on `SeqCst` atomics holds.
-pub(crate) struct Bell {
+pub(crate) struct Notifier {
     spins: u32,
     yields: u32,
     sleepers: AtomicUsize,
     lock: Mutex<()>,
-    bell: Condvar,
+    changed: Condvar,
 }
 
-impl Bell {
-    /// A bell for `waiters` threads that wait for each other.
+impl Notifier {
+    /// A notifier for `waiters` threads that wait for each other.
     pub(crate) fn new(waiters: usize) -> Self {
         // With fewer cores than threads, whoever spins keeps away the one that is waited for.
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
@@ -29,17 +29,17 @@ impl Bell {
             yields,
             sleepers: AtomicUsize::new(0),
             lock: Mutex::new(()),
-            bell: Condvar::new(),
+            changed: Condvar::new(),
         }
     }
 
     /// Wakes all sleepers; to be called after the change that they wait for.
-    pub(crate) fn ring(&self) {
+    pub(crate) fn notify(&self) {
         // Either this sees the sleeper, or the sleeper's last look saw the change: all four accesses are `SeqCst`. The lock
         // makes sure that a sleeper seen here is not between its last look and its sleep.
         if self.sleepers.load(Ordering::SeqCst) > 0 {
             pass(&self.lock);
-            self.bell.notify_all();
+            self.changed.notify_all();
         }
     }
 
@@ -63,7 +63,7 @@ impl Bell {
         while !is_done {
             guard = match deadline {
                 None => self
-                    .bell
+                    .changed
                     .wait(guard)
                     .unwrap_or_else(PoisonError::into_inner),
                 Some(deadline) => {
@@ -71,7 +71,7 @@ impl Bell {
                     if left.is_zero() {
                         break;
                     }
-                    let waited = self.bell.wait_timeout(guard, left);
+                    let waited = self.changed.wait_timeout(guard, left);
                     waited.unwrap_or_else(PoisonError::into_inner).0
                 }
             };

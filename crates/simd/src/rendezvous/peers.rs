@@ -47,7 +47,7 @@ impl<'a, H> Peers<'a, H> {
     /// The bytes that `party` shares.
     pub fn shared(&self, party: usize) -> &'a [u8] {
         let brought = self.brought(party);
-        // SAFETY: made from a `&[u8]` (`bring`) whose borrow lasts until its party returns from `meet`, which is after the
+        // SAFETY: made from a `&[u8]` (`bring`) whose borrow lasts until its party returns from `rendezvous`, which is after the
         // departure of this one, and `Peers` does not outlive `work`, hence not the departure.
         unsafe { std::slice::from_raw_parts(brought.shared, brought.shared_len) }
     }
@@ -147,7 +147,7 @@ impl<H> Claim<'_, H> {
         // SAFETY: lifetime as in `Peers::shared`: the borrow of the slots ends with `work`. The bytes lie within the lent slice. No
         // other claim of this round has them: parts are disjoint (`cuts`), ranges of one part come from one counter that only
         // rises and begins after what was reserved, and that is handed out once. Claims of other rounds are gone, nobody uses
-        // the bytes through their owner's `&mut` while that is in `meet`, and `&self` excludes `lent_mut`.
+        // the bytes through their owner's `&mut` while that is in `rendezvous`, and `&self` excludes `lent_mut`.
         unsafe { std::slice::from_raw_parts(start, len) }
     }
 
@@ -186,7 +186,7 @@ impl<H> Claim<'_, H> {
 fn brought<H>(slots: &[Slot<H>], party: usize) -> &Brought<H> {
     slots[party].brought.with(|brought| {
         // SAFETY: `Peers` and `Claim`, which alone call this, exist while the round is open, and a slot is written only outside
-        // of open rounds (`meet`).
+        // of open rounds (`rendezvous`).
         unsafe { &*brought }
     })
 }

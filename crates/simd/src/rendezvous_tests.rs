@@ -1,10 +1,10 @@
 //! The meeting of threads, on real ones; `tests/model.rs` has all interleavings.
 
-use crate::meet::{Claim, Offer, Seat, seats};
+use crate::rendezvous::{Claim, Contribution, Participant, participants};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
-type TestSeat = Seat<usize, String>;
+type TestParticipant = Participant<usize, String>;
 
 fn soon(millis: u64) -> Instant {
     Instant::now() + Duration::from_millis(millis)
@@ -14,10 +14,10 @@ fn name(late: &[usize]) -> String {
     format!("late {late:?}")
 }
 
-fn idle(seat: &mut TestSeat, deadline: Instant) -> Result<(), String> {
-    let ends = vec![0; seat.parties()];
-    let offer = Offer {
-        header: seat.party(),
+fn idle(participant: &mut TestParticipant, deadline: Instant) -> Result<(), String> {
+    let ends = vec![0; participant.parties()];
+    let contribution = Contribution {
+        header: participant.party(),
         shared: &[],
         lent: &mut [],
         ends: &ends,
@@ -25,17 +25,17 @@ fn idle(seat: &mut TestSeat, deadline: Instant) -> Result<(), String> {
         replicas: Default::default(),
         replica_ends: &[],
     };
-    seat.meet(offer, deadline, name, |_| ())
+    participant.rendezvous(contribution, deadline, name, |_| ())
 }
 
-/// Every party's thread gets its seat; results in party order.
-fn each<R: Send>(parties: usize, body: impl Fn(TestSeat) -> R + Sync) -> Vec<R> {
-    let seats = seats(parties);
+/// Every party's thread gets its participant; results in party order.
+fn each<R: Send>(parties: usize, body: impl Fn(TestParticipant) -> R + Sync) -> Vec<R> {
+    let participants = participants(parties);
     std::thread::scope(|scope| {
         let body = &body;
-        let threads: Vec<_> = seats
+        let threads: Vec<_> = participants
             .into_iter()
-            .map(|seat| scope.spawn(move || body(seat)))
+            .map(|participant| scope.spawn(move || body(participant)))
             .collect();
         threads
             .into_iter()
@@ -47,14 +47,14 @@ fn each<R: Send>(parties: usize, body: impl Fn(TestSeat) -> R + Sync) -> Vec<R> 
 #[test]
 fn every_party_reads_all_shares_and_writes_its_parts_in_every_round() {
     for parties in [1, 2, 3, 8] {
-        each(parties, |mut seat| {
-            let own = seat.party();
+        each(parties, |mut participant| {
+            let own = participant.party();
             for round in 0..500u64 {
                 let shared = [own as u8, round as u8];
                 let mut lent = vec![0xff; parties + 3];
                 let mut ends: Vec<usize> = (1..=parties).collect();
                 ends[parties - 1] = parties + 3;
-                let offer = Offer {
+                let contribution = Contribution {
                     header: own,
                     shared: &shared,
                     lent: &mut lent,
@@ -63,7 +63,7 @@ fn every_party_reads_all_shares_and_writes_its_parts_in_every_round() {
                     replicas: Default::default(),
                     replica_ends: &[],
                 };
-                let seen = seat.meet(offer, soon(60_000), name, |peers| {
+                let seen = participant.rendezvous(contribution, soon(60_000), name, |peers| {
                     let mut claim = peers.reserved();
                     for lent in claim.all_mut() {
                         lent.fill((own + round as usize) as u8);
@@ -101,13 +101,13 @@ fn every_party_reads_all_shares_and_writes_its_parts_in_every_round() {
 #[test]
 fn every_byte_is_claimed_by_one_party() {
     let (parties, rounds) = (3, 200u64);
-    each(parties, |mut seat| {
-        let own = seat.party();
+    each(parties, |mut participant| {
+        let own = participant.party();
         for round in 0..rounds {
             // Parts of 100, 0 and 1,000 bytes; the last party lends nothing.
             let ends = if own == 2 { [0; 3] } else { [100, 100, 1100] };
             let mut lent = vec![0u8; ends[2]];
-            let offer = Offer {
+            let contribution = Contribution {
                 header: own,
                 shared: &[],
                 lent: &mut lent,
@@ -117,7 +117,7 @@ fn every_byte_is_claimed_by_one_party() {
                 replica_ends: &[],
             };
             let step = 1 + (round as usize + own) % 13;
-            let claimed = seat.meet(offer, soon(60_000), name, |peers| {
+            let claimed = participant.rendezvous(contribution, soon(60_000), name, |peers| {
                 let mut claimed = 0;
                 let mut work = |claim: &mut Claim<'_, usize>| {
                     claim.lent_mut(0).iter_mut().for_each(|byte| *byte += 1);
@@ -144,9 +144,9 @@ fn every_byte_is_claimed_by_one_party() {
 
 #[test]
 fn claims_stop_at_the_greatest_number() {
-    let mut seats = seats::<usize, String>(1);
+    let mut participants = participants::<usize, String>(1);
     let mut lent = [0u8; 10];
-    let offer = Offer {
+    let contribution = Contribution {
         header: 0,
         shared: &[],
         lent: &mut lent,
@@ -155,7 +155,7 @@ fn claims_stop_at_the_greatest_number() {
         replicas: Default::default(),
         replica_ends: &[],
     };
-    let outcome = seats[0].meet(offer, soon(60_000), name, |peers| {
+    let outcome = participants[0].rendezvous(contribution, soon(60_000), name, |peers| {
         let lens = [3, 0, usize::MAX, usize::MAX, 1];
         (
             peers.reserved().lent(0).len(),
@@ -175,12 +175,12 @@ fn claims_stop_at_the_greatest_number() {
 #[test]
 fn a_missing_party_is_named_by_all_others_and_by_itself_when_it_comes() {
     for missing in 0..3 {
-        let outcomes = each(3, |mut seat| {
+        let outcomes = each(3, |mut participant| {
             // It comes when the others have given it up, however long a busy machine lets that take.
-            while seat.party() == missing && seat.of().failure().is_none() {
+            while participant.party() == missing && participant.of().failure().is_none() {
                 std::thread::sleep(Duration::from_millis(1));
             }
-            idle(&mut seat, soon(1000))
+            idle(&mut participant, soon(1000))
         });
         assert_eq!(outcomes, vec![Err(format!("late [{missing}]")); 3]);
     }
@@ -188,24 +188,24 @@ fn a_missing_party_is_named_by_all_others_and_by_itself_when_it_comes() {
 
 #[test]
 fn a_failure_from_outside_reaches_those_who_wait_and_those_who_come() {
-    let mut seats = seats::<usize, String>(2);
-    let meet = seats[0].of().clone();
+    let mut participants = participants::<usize, String>(2);
+    let rendezvous = participants[0].of().clone();
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| idle(&mut seats[0], soon(60_000)));
+        let waiting = scope.spawn(|| idle(&mut participants[0], soon(60_000)));
         std::thread::sleep(Duration::from_millis(50));
-        assert_eq!(meet.fail("stop".to_owned()), "stop");
-        assert_eq!(meet.fail("again".to_owned()), "stop");
+        assert_eq!(rendezvous.fail("stop".to_owned()), "stop");
+        assert_eq!(rendezvous.fail("again".to_owned()), "stop");
         assert_eq!(waiting.join().unwrap(), Err("stop".to_owned()));
     });
-    assert_eq!(idle(&mut seats[1], soon(1)), Err("stop".to_owned()));
-    assert_eq!(meet.failure(), Some("stop".to_owned()));
+    assert_eq!(idle(&mut participants[1], soon(1)), Err("stop".to_owned()));
+    assert_eq!(rendezvous.failure(), Some("stop".to_owned()));
 }
 
 #[test]
 fn a_failure_in_an_open_round_strikes_the_next() {
-    let outcomes = each(2, |mut seat| {
-        let meet = seat.of().clone();
-        let offer = Offer {
+    let outcomes = each(2, |mut participant| {
+        let rendezvous = participant.of().clone();
+        let contribution = Contribution {
             header: 0,
             shared: &[],
             lent: &mut [],
@@ -214,8 +214,10 @@ fn a_failure_in_an_open_round_strikes_the_next() {
             replicas: Default::default(),
             replica_ends: &[],
         };
-        let first = seat.meet(offer, soon(60_000), name, |_| meet.fail("later".to_owned()));
-        (first, idle(&mut seat, soon(60_000)))
+        let first = participant.rendezvous(contribution, soon(60_000), name, |_| {
+            rendezvous.fail("later".to_owned())
+        });
+        (first, idle(&mut participant, soon(60_000)))
     });
     let expected = (Ok("later".to_owned()), Err("later".to_owned()));
     assert_eq!(outcomes, [expected.clone(), expected]);
@@ -224,11 +226,14 @@ fn a_failure_in_an_open_round_strikes_the_next() {
 #[test]
 fn a_round_opens_for_all_or_for_none_when_deadlines_race_with_arrivals() {
     for trial in 0..200u64 {
-        let outcomes = each(3, |mut seat| {
+        let outcomes = each(3, |mut participant| {
             std::thread::sleep(Duration::from_micros(
-                50 * ((trial + seat.party() as u64 * 7) % 11),
+                50 * ((trial + participant.party() as u64 * 7) % 11),
             ));
-            idle(&mut seat, Instant::now() + Duration::from_micros(300))
+            idle(
+                &mut participant,
+                Instant::now() + Duration::from_micros(300),
+            )
         });
         assert!(
             outcomes.iter().all(|outcome| *outcome == outcomes[0]),
@@ -239,11 +244,11 @@ fn a_round_opens_for_all_or_for_none_when_deadlines_race_with_arrivals() {
 
 #[test]
 fn a_panic_at_work_still_waits_for_the_others() {
-    let outcomes = each(2, |mut seat| {
-        let own = seat.party();
+    let outcomes = each(2, |mut participant| {
+        let own = participant.party();
         let mut lent = vec![0u8; 2];
         let caught = catch_unwind(AssertUnwindSafe(|| {
-            let offer = Offer {
+            let contribution = Contribution {
                 header: own,
                 shared: &[],
                 lent: &mut lent,
@@ -252,7 +257,7 @@ fn a_panic_at_work_still_waits_for_the_others() {
                 replicas: Default::default(),
                 replica_ends: &[],
             };
-            seat.meet(offer, soon(60_000), name, |peers| {
+            participant.rendezvous(contribution, soon(60_000), name, |peers| {
                 if own == 0 {
                     panic!("at work");
                 }
@@ -273,9 +278,9 @@ fn a_panic_at_work_still_waits_for_the_others() {
 #[test]
 fn ends_that_do_not_cut_are_refused_before_anyone_sees_them() {
     for ends in [&[1, 1][..], &[2, 1], &[2], &[0, 1, 2]] {
-        let mut seats = seats::<usize, String>(2);
+        let mut participants = participants::<usize, String>(2);
         let mut lent = [0u8; 2];
-        let offer = Offer {
+        let contribution = Contribution {
             header: 0,
             shared: &[],
             lent: &mut lent,
@@ -285,7 +290,7 @@ fn ends_that_do_not_cut_are_refused_before_anyone_sees_them() {
             replica_ends: &[],
         };
         let outcome = catch_unwind(AssertUnwindSafe(|| {
-            seats[0].meet(offer, soon(10), name, |_| ())
+            participants[0].rendezvous(contribution, soon(10), name, |_| ())
         }));
         assert!(outcome.is_err(), "{ends:?}");
     }
@@ -294,8 +299,8 @@ fn ends_that_do_not_cut_are_refused_before_anyone_sees_them() {
 #[test]
 fn every_party_alone_writes_its_parts_of_all_replicas() {
     for parties in [1, 2, 3, 8] {
-        each(parties, |mut seat| {
-            let own = seat.party();
+        each(parties, |mut participant| {
+            let own = participant.party();
             for round in 1..100u8 {
                 // Two replicas: a byte for each party, and as many as the party's number.
                 let (mut short, mut long) =
@@ -305,7 +310,7 @@ fn every_party_alone_writes_its_parts_of_all_replicas() {
                 let nobody = vec![0; parties];
                 let mut replicas: [&mut [u8]; crate::MAX_REPLICAS] = Default::default();
                 (replicas[0], replicas[1]) = (&mut short, &mut long);
-                let offer = Offer {
+                let contribution = Contribution {
                     header: own,
                     shared: &[],
                     lent: &mut [],
@@ -314,7 +319,7 @@ fn every_party_alone_writes_its_parts_of_all_replicas() {
                     replicas,
                     replica_ends: &ends,
                 };
-                let met = seat.meet(offer, soon(10_000), name, |peers| {
+                let met = participant.rendezvous(contribution, soon(10_000), name, |peers| {
                     let mut parts = peers.replicas();
                     let lens: Vec<usize> = parts.of(0).map(<[u8]>::len).collect();
                     assert_eq!(lens, [1, own]);
@@ -339,11 +344,11 @@ fn every_party_alone_writes_its_parts_of_all_replicas() {
 #[test]
 #[should_panic(expected = "ends must rise from 0 to the length of each replica")]
 fn replicas_that_are_not_cut_for_all_parties_are_refused() {
-    let mut seats = seats::<usize, String>(2);
+    let mut participants = participants::<usize, String>(2);
     let (mut bytes, ends) = ([0; 4], [0, 0]);
     let mut replicas: [&mut [u8]; crate::MAX_REPLICAS] = Default::default();
     replicas[0] = &mut bytes;
-    let offer = Offer {
+    let contribution = Contribution {
         header: 0,
         shared: &[],
         lent: &mut [],
@@ -352,5 +357,5 @@ fn replicas_that_are_not_cut_for_all_parties_are_refused() {
         replicas,
         replica_ends: &[2, 3],
     };
-    let _ = seats[0].meet(offer, soon(10), name, |_| ());
+    let _ = participants[0].rendezvous(contribution, soon(10), name, |_| ());
 }
