@@ -376,19 +376,19 @@ fn what_cannot_be_kept_is_refused_by_name() {
         text.contains("param bf16, grad bf16, moment1 f32, moment2 f32, master f32"),
         "{text}"
     );
-    let lent = Planner::new(Optimizer::Adam(adam()))
+    let borrowed = Planner::new(Optimizer::Adam(adam()))
         .precision(master)
-        .tensors(Tensors::Lent);
-    let plan = lent.plan(&case.params[..1]).unwrap();
+        .tensors(Tensors::Borrowed);
+    let plan = borrowed.plan(&case.params[..1]).unwrap();
     let mut state = plan.allocate(&cpu()).unwrap();
-    let step = |state: &mut State| plan.run_lent(state, &mut LendsNothing(cpu()));
+    let step = |state: &mut State| plan.run_borrowed(state, &mut LendsNothing(cpu()));
     let error = step(&mut state).unwrap_err();
-    assert!(matches!(error, PlanError::LentMaster { .. }), "{error}");
+    assert!(matches!(error, PlanError::BorrowedMaster { .. }), "{error}");
     assert!(error.to_string().contains("`tensor.0`"), "{error}");
     let bytes = case.param_bytes(0);
-    let short = state.follow_lent(&cpu(), "tensor.0", &bytes[1..]);
+    let short = state.follow_borrowed(&cpu(), "tensor.0", &bytes[1..]);
     assert!(matches!(short, Err(PlanError::LenBytes { .. })));
-    state.follow_lent(&cpu(), "tensor.0", &bytes).unwrap();
+    state.follow_borrowed(&cpu(), "tensor.0", &bytes).unwrap();
     step(&mut state).unwrap();
     let masters = state.view::<f32>(Role::Master, "tensor.0").unwrap();
     for (master, bytes) in masters.iter().zip(bytes.chunks_exact(2)) {

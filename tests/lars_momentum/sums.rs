@@ -54,7 +54,7 @@ fn after_four_steps(
             state.write(&backend, Role::Grad, name, &bytes).unwrap();
             match (dtype, precision.master) {
                 _ if !anew => {}
-                // A master follows a parameter that was lent, so here it is lent itself.
+                // A master follows a parameter that was borrowed, so here it is borrowed itself.
                 (_, Master::F32) => drop(state.view_mut::<f32>(Role::Master, name).unwrap()),
                 (DType::F32, _) => drop(state.view_mut::<f32>(Role::Param, name).unwrap()),
                 _ => drop(state.view_mut::<bf16>(Role::Param, name).unwrap()),

@@ -15,7 +15,7 @@ use fusestep_tensor::{Element, Role};
 use half::bf16;
 
 use crate::gradients::{Addresses, Gradients};
-use crate::lend::{self, LentByCandle};
+use crate::lend::{self, BorrowedFromCandle};
 use crate::variables::{Names, Variables};
 use crate::{AdapterError, Fusion, IntoVariables, Options, Params};
 
@@ -158,7 +158,7 @@ impl<P: Params> Fused<P> {
         for (name, var) in &self.vars {
             let (storage, layout) = var.storage_and_layout();
             let bytes = lend::bytes_of(&storage, layout)?;
-            let done = self.state.follow_lent(&self.backend, name, bytes);
+            let done = self.state.follow_borrowed(&self.backend, name, bytes);
             done.map_err(AdapterError::from)?;
         }
         Ok(())
@@ -291,12 +291,12 @@ impl<P: Params> Optimizer for Fused<P> {
                 self.state.set_absent_at(index);
             }
         }
-        let mut lender = LentByCandle {
+        let mut lender = BorrowedFromCandle {
             backend: &self.backend,
             vars: &self.vars,
             grads: &gradients.of_var,
         };
-        let report = self.plan.run_lent(&mut self.state, &mut lender);
+        let report = self.plan.run_borrowed(&mut self.state, &mut lender);
         let report = report.map_err(AdapterError::from)?;
         self.report = Report {
             step: report.step,
@@ -326,7 +326,7 @@ fn planner(rule: Rule, backend: &CpuBackend, options: &Options) -> Planner {
     let mut planner = Planner::new(rule)
         .limits(backend.limits())
         .precision(options.precision)
-        .tensors(Tensors::Lent);
+        .tensors(Tensors::Borrowed);
     if options.fusion == Fusion::Naive {
         planner = planner.naive();
     }

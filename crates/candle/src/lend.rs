@@ -3,26 +3,26 @@
 use std::cell::Cell;
 
 use candle_core::{CpuStorage, InplaceOp2, Layout, Storage, Tensor, Var};
-use fusestep_cpu::{CpuBackend, LentPiece};
+use fusestep_cpu::{BorrowedPiece, CpuBackend};
 use fusestep_launch::{Backend, BackendError, Launch, LaunchReport, Reduce};
 use fusestep_planner::Lender;
 use half::slice::HalfFloatSliceExt;
 
 /// Variables and their gradients, in plan order.
-pub(crate) struct LentByCandle<'a> {
+pub(crate) struct BorrowedFromCandle<'a> {
     pub(crate) backend: &'a CpuBackend,
     pub(crate) vars: &'a [(String, Var)],
     pub(crate) grads: &'a [Option<Tensor>],
 }
 
-impl Lender for LentByCandle<'_> {
+impl Lender for BorrowedFromCandle<'_> {
     fn backend(&self) -> &dyn Backend {
         self.backend
     }
 
     fn launch(&mut self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         let members = launch.members;
-        self.backend.launch_lent(launch, &|piece| {
+        self.backend.launch_borrowed(launch, &|piece| {
             let member = members[piece.tensor()] as usize;
             match &self.grads[member] {
                 Some(grad) => lend(&self.vars[member], grad, piece),
@@ -33,7 +33,7 @@ impl Lender for LentByCandle<'_> {
 
     fn reduce(&mut self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
         let members = reduce.members;
-        self.backend.reduce_lent(reduce, &|gradient| {
+        self.backend.reduce_borrowed(reduce, &|gradient| {
             let member = members[gradient.tensor()] as usize;
             let Some(grad) = &self.grads[member] else {
                 return Ok(());
@@ -101,7 +101,7 @@ fn bytes_mut(storage: &mut CpuStorage) -> Option<&mut [u8]> {
 fn lend(
     (name, var): &(String, Var),
     grad: &Tensor,
-    piece: LentPiece<'_>,
+    piece: BorrowedPiece<'_>,
 ) -> Result<(), BackendError> {
     let update = Update(Cell::new(Some(piece)));
     let done = var.as_tensor().inplace_op2(grad, &update);
@@ -109,7 +109,7 @@ fn lend(
 }
 
 /// The update as an in-place operation of candle; taken out of its cell when candle calls it, once.
-struct Update<'a>(Cell<Option<LentPiece<'a>>>);
+struct Update<'a>(Cell<Option<BorrowedPiece<'a>>>);
 
 impl InplaceOp2 for Update<'_> {
     fn name(&self) -> &'static str {

@@ -383,12 +383,12 @@ impl<'a> Round<'a> {
                 // departure of all who live (`meet`). These bytes of it are this rank's alone: parts
                 // are disjoint, and claims of one part come from one counter that only rises and
                 // begins behind what was reserved, which its owner uses once.
-                lent: unsafe { std::slice::from_raw_parts_mut(from, len) },
+                writable: unsafe { std::slice::from_raw_parts_mut(from, len) },
             };
         }
         // SAFETY: as above; what a rank has brought to be read is written by nobody.
         let shared = unsafe { std::slice::from_raw_parts(from, len) };
-        let mut lent: &mut [u8] = &mut [];
+        let mut writable: &mut [u8] = &mut [];
         if gets {
             let first = if self.plan.into == Into::Owner {
                 let element = self.plan.dtype.len_bytes();
@@ -399,11 +399,11 @@ impl<'a> Round<'a> {
             let to = cards.output(party) + (bytes.start - first) as u64;
             let to = self.segment.address(to, len);
             // SAFETY: as for what is in place.
-            lent = unsafe { std::slice::from_raw_parts_mut(to, len) };
+            writable = unsafe { std::slice::from_raw_parts_mut(to, len) };
         }
         Column {
             shared: Some(shared),
-            lent,
+            writable,
         }
     }
 }
@@ -413,7 +413,7 @@ struct Column<'a> {
     /// Where they are read, if that is not where the result goes.
     shared: Option<&'a [u8]>,
     /// Where the result goes, if this rank gets it.
-    lent: &'a mut [u8],
+    writable: &'a mut [u8],
 }
 
 struct Columns<'a> {
@@ -438,7 +438,7 @@ impl Ranks for Columns<'_> {
     fn input(&self, rank: usize, bytes: Range<usize>) -> &[u8] {
         let column = &self.columns[rank];
         match column.shared {
-            None => &column.lent[bytes],
+            None => &column.writable[bytes],
             Some(shared) => &shared[bytes],
         }
     }
@@ -446,7 +446,7 @@ impl Ranks for Columns<'_> {
     #[inline(always)]
     fn store(&mut self, bytes: Range<usize>, result: &[u8]) {
         for column in &mut self.columns[self.into.clone()] {
-            column.lent[bytes.clone()].copy_from_slice(result);
+            column.writable[bytes.clone()].copy_from_slice(result);
         }
     }
 
@@ -454,7 +454,7 @@ impl Ranks for Columns<'_> {
     fn pair(&mut self, bytes: Range<usize>) -> Option<([&mut [u8]; 2], Range<usize>)> {
         match &mut *self.columns {
             [x, y] if x.shared.is_none() && y.shared.is_none() => {
-                let both = [&mut x.lent[bytes.clone()], &mut y.lent[bytes]];
+                let both = [&mut x.writable[bytes.clone()], &mut y.writable[bytes]];
                 Some((both, self.into.clone()))
             }
             _ => None,

@@ -65,7 +65,7 @@ pub struct ThreadCommunicator {
     participant: Participant<Header, CollectiveError>,
     sequence: u64,
     context: CallContext,
-    /// Ends of the parts lent to each rank, made anew by each call.
+    /// Ends of the parts of the writable memory, made anew by each call.
     ends: Vec<usize>,
     /// Seats for transfers, by sender and receiver, and how many there were.
     pairs: HashMap<(usize, usize), (Participant<Header, CollectiveError>, u64)>,

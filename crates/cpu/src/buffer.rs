@@ -7,11 +7,11 @@ use fusestep_launch::Buffer;
 
 use crate::carried::ParamSums;
 
-/// Host memory that counts how often it was lent to be written, so that what was derived from it can be told from what it holds now.
+/// Host memory that counts how often it was borrowed to be written, so that what was derived from it can be told from what it holds now.
 #[derive(Debug)]
 pub(crate) struct HostBuffer {
     memory: HostMemory,
-    times_lent: u64,
+    times_borrowed: u64,
     /// If it holds parameters: the sums that their last update took along.
     pub(crate) sums: Option<ParamSums>,
 }
@@ -20,14 +20,14 @@ impl HostBuffer {
     pub(crate) fn new(memory: HostMemory) -> Self {
         Self {
             memory,
-            times_lent: 0,
+            times_borrowed: 0,
             sums: None,
         }
     }
 
-    /// How often the bytes were lent to be written: who finds the same number twice finds the same bytes.
-    pub(crate) fn times_lent(&self) -> u64 {
-        self.times_lent
+    /// How often the bytes were borrowed to be written: who finds the same number twice finds the same bytes.
+    pub(crate) fn times_borrowed(&self) -> u64 {
+        self.times_borrowed
     }
 }
 
@@ -41,7 +41,7 @@ impl Buffer for HostBuffer {
     }
 
     fn host_mut(&mut self) -> Option<&mut [u8]> {
-        self.times_lent += 1;
+        self.times_borrowed += 1;
         Some(self.memory.bytes_mut())
     }
 

@@ -2,7 +2,7 @@
 //!
 //! LARS needs the norm of every parameter before it updates it. The update before had the parameter at hand and took the sum along
 //! ([`fusestep_launch::CarriedSum`]), which saves a read of all parameters, as long as nobody has written them in between. The
-//! buffers know: each counts how often it was lent to be written.
+//! buffers know: each counts how often it was borrowed to be written.
 
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
@@ -27,7 +27,7 @@ pub(crate) struct ParamSums {
     of: Option<Written>,
 }
 
-/// How often the memory of the parameters, and that of what is beside them, was lent to be written.
+/// How often the memory of the parameters, and that of what is beside them, was borrowed to be written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Written {
     param: u64,
@@ -115,7 +115,7 @@ impl Written {
                 _ => continue,
             };
             let buffer = list.buffer.as_any().downcast_ref::<HostBuffer>()?;
-            *place = Some(buffer.times_lent());
+            *place = Some(buffer.times_borrowed());
         }
         Some(Self {
             param: param?,

@@ -2,12 +2,12 @@
 #![forbid(unsafe_code)]
 
 mod backend;
+mod borrowed;
+mod borrowed_gradients;
 mod buffer;
 mod carried;
 mod chunks;
 mod leaves;
-mod lent;
-mod lent_gradients;
 mod pieces;
 mod reduced;
 mod tensors;
@@ -15,5 +15,5 @@ mod update_sums;
 mod window;
 
 pub use backend::CpuBackend;
-pub use lent::{Lend, LentPiece};
-pub use lent_gradients::{LendGradient, LentGradient};
+pub use borrowed::{BorrowedPiece, Lend};
+pub use borrowed_gradients::{BorrowedGradient, LendGradient};

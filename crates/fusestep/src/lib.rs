@@ -12,7 +12,7 @@ pub use fusestep_adagrad::{self as adagrad, AdagradTensors};
 pub use fusestep_amp as amp;
 pub use fusestep_coalesce as coalesce;
 pub use fusestep_collective::{self as collective, Communicator};
-pub use fusestep_cpu::{CpuBackend, LentPiece};
+pub use fusestep_cpu::{BorrowedPiece, CpuBackend};
 pub use fusestep_cuda::{CudaBackend, DeviceInfo};
 pub use fusestep_fused_adam::{self as fused_adam, AdamError, AdamTensors, SecondMoment};
 pub use fusestep_fused_sgd::{self as fused_sgd, Nesterov, SgdTensors, StepError};

@@ -95,7 +95,7 @@ impl<'a> HostList<'a> {
         }
     }
 
-    /// The bytes in `range`, lent for as long as the list is not used otherwise.
+    /// The bytes in `range`, borrowed for as long as the list is not used otherwise.
     ///
     /// # Panics
     /// If the list is shorter.

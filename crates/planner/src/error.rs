@@ -188,10 +188,10 @@ pub enum PlanError {
     },
     /// The state cannot make a master of a parameter that the caller lends.
     #[error(
-        "master of `{name}`: expected values before the first step, found none, because the caller lends the parameter; give them with `follow_lent`, write role master, or load a state",
+        "master of `{name}`: expected values before the first step, found none, because the caller lends the parameter; give them with `follow_borrowed`, write role master, or load a state",
         name = Quoted(name)
     )]
-    LentMaster {
+    BorrowedMaster {
         /// The parameter.
         name: String,
     },
@@ -299,7 +299,7 @@ pub enum PlanError {
     #[error(
         "tables: expected tensors that the state keeps for resident ones, found tensors that the caller lends; plan with arguments"
     )]
-    LentTable,
+    BorrowedTable,
     /// A step cannot be enqueued without waiting for it, or not be recorded.
     #[error(
         "step: expected one that the device runs without the host, found that {found}; plan with resident tables, or use `run`"

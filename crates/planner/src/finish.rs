@@ -47,13 +47,13 @@ impl Plan {
         };
         let local = self.local_sgd().is_some();
         let zero = format!("zero stage {}", self.zero.number());
-        if self.topology.world > 1 && self.tensors == Tensors::Lent {
+        if self.topology.world > 1 && self.tensors == Tensors::Borrowed {
             let why = "do not go together, since ranks reduce gradients where the state keeps them";
-            return conflict("lent tensors", "more than one rank", why);
+            return conflict("borrowed tensors", "more than one rank", why);
         }
-        if self.accumulation().is_some() && self.tensors == Tensors::Lent {
+        if self.accumulation().is_some() && self.tensors == Tensors::Borrowed {
             let why = "do not go together, since micro-steps are added where the state keeps them";
-            return conflict("lent tensors", "accumulate", why);
+            return conflict("borrowed tensors", "accumulate", why);
         }
         if self.zero != ZeroStage::None && local {
             return conflict(&zero, "local_sgd", "both decide how gradients are reduced");

@@ -15,9 +15,9 @@ use crate::{Plan, PlanError, State, Tensors};
 /// What masters have to follow before the next step.
 #[derive(Debug)]
 pub(crate) struct Masters {
-    /// Parameters lent for writing since the last step.
-    lent_for_writing: Vec<bool>,
-    any_lent_for_writing: bool,
+    /// Parameters borrowed for writing since the last step.
+    borrowed_for_writing: Vec<bool>,
+    any_borrowed_for_writing: bool,
     /// Masters of parameters that the caller lends, not written yet.
     awaited: Vec<bool>,
     any_awaited: bool,
@@ -30,12 +30,12 @@ impl Masters {
         for spec in &plan.storages {
             let master = spec.lists.iter().any(|list| list.role == Role::Master);
             for &member in &spec.members {
-                awaited[member as usize] = master && plan.tensors == Tensors::Lent;
+                awaited[member as usize] = master && plan.tensors == Tensors::Borrowed;
             }
         }
         Self {
-            lent_for_writing: vec![false; plan.params.len()],
-            any_lent_for_writing: false,
+            borrowed_for_writing: vec![false; plan.params.len()],
+            any_borrowed_for_writing: false,
             any_awaited: awaited.contains(&true),
             awaited,
         }
@@ -49,7 +49,7 @@ impl State {
     ///
     /// # Errors
     /// [`PlanError::UnknownName`], [`PlanError::LenBytes`], [`PlanError::Backend`].
-    pub fn follow_lent(
+    pub fn follow_borrowed(
         &mut self,
         backend: &dyn Backend,
         name: &str,
@@ -75,7 +75,7 @@ impl State {
         }
         let mut awaited = self.params.iter().zip(&self.masters.awaited);
         match awaited.find(|(param, awaited)| **awaited && param.numel() > 0) {
-            Some((param, _)) => Err(PlanError::LentMaster {
+            Some((param, _)) => Err(PlanError::BorrowedMaster {
                 name: param.name.clone(),
             }),
             None => Ok(()),
@@ -159,23 +159,23 @@ impl State {
         Ok(())
     }
 
-    /// Remembers that a parameter was lent for writing, if a master has to follow.
+    /// Remembers that a parameter was borrowed for writing, if a master has to follow.
     pub(crate) fn lend_for_writing(&mut self, param: usize) {
         let (storage, _) = self.places[param];
         let lists = &self.storages[storage].lists;
         if lists.iter().any(|list| list.role() == Role::Master) {
-            self.masters.lent_for_writing[param] = true;
-            self.masters.any_lent_for_writing = true;
+            self.masters.borrowed_for_writing[param] = true;
+            self.masters.any_borrowed_for_writing = true;
         }
     }
 
     /// Lets masters follow what was written through views since the last step. Only host memory has views.
     pub(crate) fn follow_views(&mut self) {
-        if !std::mem::take(&mut self.masters.any_lent_for_writing) {
+        if !std::mem::take(&mut self.masters.any_borrowed_for_writing) {
             return;
         }
-        for (param, lent) in self.masters.lent_for_writing.iter_mut().enumerate() {
-            if !std::mem::take(lent) {
+        for (param, borrowed) in self.masters.borrowed_for_writing.iter_mut().enumerate() {
+            if !std::mem::take(borrowed) {
                 continue;
             }
             let (storage, tensor) = self.places[param];

@@ -97,7 +97,7 @@ impl Plan {
         let Some(&first) = self.storages[storage].members.first() else {
             return Ok(None);
         };
-        // Lent gradients are in no list of the storage, but in the kernel's they are.
+        // Borrowed gradients are in no list of the storage, but in the kernel's they are.
         let kernel = self.kernel_of(first)?;
         let grads = kernel.lists().iter().find(|list| list.role == Role::Grad);
         let dtype = grads.map_or(self.params[first as usize].dtype, |list| list.dtype);

@@ -370,11 +370,11 @@ impl Plan {
 
     /// The lists that a kernel's tensors have in this plan: all, or only the state if the caller lends the rest.
     pub(crate) fn kept_lists(tensors: Tensors, kernel: &dyn MultiTensorKernel) -> Vec<TensorList> {
-        let lent = |role| matches!(role, Role::Param | Role::Grad);
+        let borrowed = |role| matches!(role, Role::Param | Role::Grad);
         let lists = kernel.lists().iter().copied();
         match tensors {
             Tensors::Kept => lists.collect(),
-            Tensors::Lent => lists.filter(|list| !lent(list.role)).collect(),
+            Tensors::Borrowed => lists.filter(|list| !borrowed(list.role)).collect(),
         }
     }
 

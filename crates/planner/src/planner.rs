@@ -25,7 +25,7 @@ pub enum Tensors {
     #[default]
     Kept,
     /// The caller's framework does and lends them for each step; the state keeps only the optimizer's own tensors.
-    Lent,
+    Borrowed,
 }
 
 /// Makes plans.

@@ -11,19 +11,19 @@ impl Plan {
     /// Allocates nothing while the same tensors take part as in the step before.
     ///
     /// # Errors
-    /// [`PlanError::ForeignState`], [`PlanError::NoSuchList`] if the plan's tensors are lent; nothing has been written then.
+    /// [`PlanError::ForeignState`], [`PlanError::NoSuchList`] if the plan's tensors are borrowed; nothing has been written then.
     /// [`PlanError::Backend`] if the device fails half-way; the state refuses further steps then ([`PlanError::Poisoned`]).
     /// # Cost
     /// [`Plan::traffic_bytes`] of memory traffic in [`Plan::launches`] launches.
     pub fn run(&self, state: &mut State, backend: &dyn Backend) -> Result<StepReport, PlanError> {
-        if self.tensors == Tensors::Lent {
+        if self.tensors == Tensors::Borrowed {
             return Err(PlanError::NoSuchList {
                 role: fusestep_tensor::Role::Param,
                 name: self
                     .params
                     .first()
                     .map_or(String::new(), |p| p.name.clone()),
-                hint: "its tensors are lent; use `run_lent`",
+                hint: "its tensors are borrowed; use `run_borrowed`",
             });
         }
         self.run_stages(state, Executor::Backend(backend))
@@ -33,7 +33,7 @@ impl Plan {
     ///
     /// # Errors
     /// As [`Plan::run`].
-    pub fn run_lent(
+    pub fn run_borrowed(
         &self,
         state: &mut State,
         lender: &mut dyn Lender,

@@ -308,7 +308,7 @@ impl State {
         let lists = &self.storages[storage].lists;
         let list = lists.iter().position(|list| list.role() == role);
         let hint = match (self.tensors, role) {
-            (Tensors::Lent, Role::Param | Role::Grad) => "the caller lends it",
+            (Tensors::Borrowed, Role::Param | Role::Grad) => "the caller lends it",
             (_, Role::MaxMoment2) => "only AMSGrad has it",
             (_, Role::Velocity) => "only SGD with momentum has it",
             (_, Role::Sum) => "only Adagrad has it",

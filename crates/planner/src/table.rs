@@ -53,7 +53,7 @@ impl Plan {
             _ => 0,
         });
         let most = most.max().unwrap_or(0);
-        let lent = self.tensors == Tensors::Lent;
+        let borrowed = self.tensors == Tensors::Borrowed;
         let note = |verdict, reason: String| Note::new("table", verdict, reason);
         if self.topology.world > 1 {
             if asked == TableKind::Resident {
@@ -64,10 +64,10 @@ impl Plan {
         }
         match asked {
             // Devices have entries that measure for tables in memory only, and would otherwise need twice as many.
-            TableKind::Arguments | TableKind::Auto if self.update_norms && !lent => {}
+            TableKind::Arguments | TableKind::Auto if self.update_norms && !borrowed => {}
             TableKind::Arguments => return Ok(()),
-            TableKind::Resident if lent => return Err(PlanError::LentTable),
-            TableKind::Auto if lent => {
+            TableKind::Resident if borrowed => return Err(PlanError::BorrowedTable),
+            TableKind::Auto if borrowed => {
                 let reason = "arguments: the caller lends tensors anew at every step".to_owned();
                 self.notes.push(note(Verdict::Refused, reason));
                 return Ok(());

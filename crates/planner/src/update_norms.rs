@@ -32,7 +32,7 @@ impl UpdateSlots {
         })
     }
 
-    /// To be lent to a launch.
+    /// To be borrowed to a launch.
     pub(crate) fn lend(&mut self) -> UpdateSums<'_> {
         UpdateSums {
             slots: self.slots.as_mut(),

@@ -29,8 +29,8 @@ pub struct Contribution<'a, H> {
     /// Bytes that every party may read.
     pub shared: &'a [u8],
     /// Bytes cut into as many parts as there are parties; whoever claims some of a part alone may read and write them.
-    pub lent: &'a mut [u8],
-    /// Where in `lent` each part ends; parts begin where the one before ends.
+    pub writable: &'a mut [u8],
+    /// Where in `writable` each part ends; parts begin where the one before ends.
     pub ends: &'a [usize],
     /// How many bytes of the part that has this party's number are claimed for it from the start ([`Peers::reserved`]).
     pub reserved: usize,
@@ -73,7 +73,7 @@ struct Slot<H> {
     /// The last round this party has arrived at; names late parties and guards nothing.
     arrived: AtomicU64,
     brought: Cell<Brought<H>>,
-    /// How many bytes of the part of this party's number are claimed, in everyone's lent memory.
+    /// How many bytes of the part of this party's number are claimed, in everyone's writable memory.
     claimed: Claimed,
 }
 
@@ -85,8 +85,8 @@ struct Brought<H> {
     header: Option<H>,
     shared: *const u8,
     shared_len: usize,
-    lent: *mut u8,
-    /// Disjoint ranges within `lent`; checked by `cuts`.
+    writable: *mut u8,
+    /// Disjoint ranges within `writable`; checked by `cuts`.
     parts: Box<[Range<usize>]>,
     /// The parts of each replica, as many for each as there are parties; disjoint, checked by `cuts`.
     replicas: Vec<Part>,
@@ -100,7 +100,7 @@ struct Part {
 
 // SAFETY: `Brought` is written by its party alone, between the end of a round and its own arrival at the next, and read only
 // while a round is open; arrival, opening and departure order these accesses (`Participant::rendezvous`). What its pointers lead to is shared
-// as `&[u8]`, or lent as disjoint `&mut [u8]`, both of which may be used from other threads. Headers are read by reference from
+// as `&[u8]`, or written as disjoint `&mut [u8]`, both of which may be used from other threads. Headers are read by reference from
 // all threads (`Sync`) and dropped by their party (`Send`).
 unsafe impl<H: Send + Sync, F: Send> Sync for Inner<H, F> {}
 // SAFETY: as above; between rounds the pointers are not followed at all.
@@ -114,7 +114,7 @@ pub fn participants<H, F>(parties: usize) -> Vec<Participant<H, F>> {
             header: None,
             shared: std::ptr::null(),
             shared_len: 0,
-            lent: std::ptr::null_mut(),
+            writable: std::ptr::null_mut(),
             parts: vec![0..0; parties].into_boxed_slice(),
             replicas: Vec::new(),
         }),
@@ -244,7 +244,7 @@ impl<H, F: Clone> Participant<H, F> {
     /// # Errors
     /// The failure that closed the rendezvous. If a party has not come by `deadline`, that is what `late` makes of the missing parties.
     /// # Panics
-    /// If `contribution.ends` does not cut `lent` into one part per party; with the panic of `work`, after all parties have finished.
+    /// If `contribution.ends` does not cut `writable` into one part per party; with the panic of `work`, after all parties have finished.
     /// # Cost
     /// Two waits of the spin-then-park kind and no allocation. The second has no deadline: the memory is in use until all have
     /// departed, so `work` must not wait for anything.
@@ -259,10 +259,10 @@ impl<H, F: Clone> Participant<H, F> {
         assert!(
             cuts(
                 contribution.ends,
-                contribution.lent.len(),
+                contribution.writable.len(),
                 inner.slots.len()
             ),
-            "ends must rise from 0 to the length of `lent`, one for each party"
+            "ends must rise from 0 to the length of `writable`, one for each party"
         );
         let parties = inner.slots.len();
         let ends = contribution.replica_ends.chunks_exact(parties);
@@ -330,7 +330,7 @@ fn bring<H>(brought: &mut Brought<H>, contribution: Contribution<'_, H>) {
     brought.header = Some(contribution.header);
     brought.shared = contribution.shared.as_ptr();
     brought.shared_len = contribution.shared.len();
-    brought.lent = contribution.lent.as_mut_ptr();
+    brought.writable = contribution.writable.as_mut_ptr();
     let mut start = 0;
     for (part, &end) in brought.parts.iter_mut().zip(contribution.ends) {
         *part = start..end;

@@ -19,7 +19,7 @@ fn idle(participant: &mut TestParticipant, deadline: Instant) -> Result<(), Stri
     let contribution = Contribution {
         header: participant.party(),
         shared: &[],
-        lent: &mut [],
+        writable: &mut [],
         ends: &ends,
         reserved: 0,
         replicas: Default::default(),
@@ -51,13 +51,13 @@ fn every_party_reads_all_shares_and_writes_its_parts_in_every_round() {
             let own = participant.party();
             for round in 0..500u64 {
                 let shared = [own as u8, round as u8];
-                let mut lent = vec![0xff; parties + 3];
+                let mut writable = vec![0xff; parties + 3];
                 let mut ends: Vec<usize> = (1..=parties).collect();
                 ends[parties - 1] = parties + 3;
                 let contribution = Contribution {
                     header: own,
                     shared: &shared,
-                    lent: &mut lent,
+                    writable: &mut writable,
                     ends: &ends,
                     reserved: usize::MAX,
                     replicas: Default::default(),
@@ -65,18 +65,18 @@ fn every_party_reads_all_shares_and_writes_its_parts_in_every_round() {
                 };
                 let seen = participant.rendezvous(contribution, soon(60_000), name, |peers| {
                     let mut claim = peers.reserved();
-                    for lent in claim.all_mut() {
-                        lent.fill((own + round as usize) as u8);
+                    for writable in claim.all_mut() {
+                        writable.fill((own + round as usize) as u8);
                     }
                     assert!(peers.reserved().range().is_empty(), "handed out once");
-                    assert!(peers.claim(own, 1).lent(own).is_empty());
+                    assert!(peers.claim(own, 1).writable(own).is_empty());
                     (0..peers.parties())
                         .map(|p| {
                             (
                                 *peers.header(p),
                                 peers.shared(p)[0],
                                 peers.shared(p)[1],
-                                claim.lent(p).len(),
+                                claim.writable(p).len(),
                             )
                         })
                         .collect::<Vec<_>>()
@@ -86,7 +86,7 @@ fn every_party_reads_all_shares_and_writes_its_parts_in_every_round() {
                     .map(|p| (p, p as u8, round as u8, part))
                     .collect();
                 assert_eq!(seen.unwrap(), expected);
-                for (index, &byte) in lent.iter().enumerate() {
+                for (index, &byte) in writable.iter().enumerate() {
                     assert_eq!(
                         byte,
                         (index.min(parties - 1) + round as usize) as u8,
@@ -106,11 +106,11 @@ fn every_byte_is_claimed_by_one_party() {
         for round in 0..rounds {
             // Parts of 100, 0 and 1,000 bytes; the last party lends nothing.
             let ends = if own == 2 { [0; 3] } else { [100, 100, 1100] };
-            let mut lent = vec![0u8; ends[2]];
+            let mut writable = vec![0u8; ends[2]];
             let contribution = Contribution {
                 header: own,
                 shared: &[],
-                lent: &mut lent,
+                writable: &mut writable,
                 ends: &ends,
                 reserved: [7, 0, 50][own],
                 replicas: Default::default(),
@@ -120,13 +120,13 @@ fn every_byte_is_claimed_by_one_party() {
             let claimed = participant.rendezvous(contribution, soon(60_000), name, |peers| {
                 let mut claimed = 0;
                 let mut work = |claim: &mut Claim<'_, usize>| {
-                    claim.lent_mut(0).iter_mut().for_each(|byte| *byte += 1);
+                    claim.writable_mut(0).iter_mut().for_each(|byte| *byte += 1);
                     let mut all = claim.all_mut();
-                    let lengths = [(); 3].map(|()| all.next().map_or(0, |lent| lent.len()));
+                    let lengths = [(); 3].map(|()| all.next().map_or(0, |writable| writable.len()));
                     assert_eq!((lengths[1], lengths[2]), (lengths[0], 0));
                     all.next().inspect(|_| panic!("a fourth party"));
                     drop(all);
-                    claim.lent_mut(1).iter_mut().for_each(|byte| *byte += 1);
+                    claim.writable_mut(1).iter_mut().for_each(|byte| *byte += 1);
                     claimed += lengths[0];
                     lengths[0] > 0
                 };
@@ -137,7 +137,7 @@ fn every_byte_is_claimed_by_one_party() {
                 claimed
             });
             assert!(claimed.is_ok());
-            assert!(lent.iter().all(|&byte| byte == 1), "{round} {own}");
+            assert!(writable.iter().all(|&byte| byte == 1), "{round} {own}");
         }
     });
 }
@@ -145,11 +145,11 @@ fn every_byte_is_claimed_by_one_party() {
 #[test]
 fn claims_stop_at_the_greatest_number() {
     let mut participants = participants::<usize, String>(1);
-    let mut lent = [0u8; 10];
+    let mut writable = [0u8; 10];
     let contribution = Contribution {
         header: 0,
         shared: &[],
-        lent: &mut lent,
+        writable: &mut writable,
         ends: &[10],
         reserved: 4,
         replicas: Default::default(),
@@ -158,14 +158,14 @@ fn claims_stop_at_the_greatest_number() {
     let outcome = participants[0].rendezvous(contribution, soon(60_000), name, |peers| {
         let lens = [3, 0, usize::MAX, usize::MAX, 1];
         (
-            peers.reserved().lent(0).len(),
+            peers.reserved().writable(0).len(),
             lens.map(|len| {
                 (
                     peers.claim(0, len).range().start,
-                    peers.claim(0, 0).lent(0).len(),
+                    peers.claim(0, 0).writable(0).len(),
                 )
             }),
-            lens.map(|len| peers.claim(0, len).lent(0).len()),
+            lens.map(|len| peers.claim(0, len).writable(0).len()),
         )
     });
     let starts = [(4, 0), (7, 0), (7, 0), (usize::MAX, 0), (usize::MAX, 0)];
@@ -208,7 +208,7 @@ fn a_failure_in_an_open_round_strikes_the_next() {
         let contribution = Contribution {
             header: 0,
             shared: &[],
-            lent: &mut [],
+            writable: &mut [],
             ends: &[0, 0],
             reserved: 0,
             replicas: Default::default(),
@@ -246,12 +246,12 @@ fn a_round_opens_for_all_or_for_none_when_deadlines_race_with_arrivals() {
 fn a_panic_at_work_still_waits_for_the_others() {
     let outcomes = each(2, |mut participant| {
         let own = participant.party();
-        let mut lent = vec![0u8; 2];
+        let mut writable = vec![0u8; 2];
         let caught = catch_unwind(AssertUnwindSafe(|| {
             let contribution = Contribution {
                 header: own,
                 shared: &[],
-                lent: &mut lent,
+                writable: &mut writable,
                 ends: &[1, 2],
                 reserved: 1,
                 replicas: Default::default(),
@@ -262,10 +262,10 @@ fn a_panic_at_work_still_waits_for_the_others() {
                     panic!("at work");
                 }
                 std::thread::sleep(Duration::from_millis(100));
-                peers.reserved().lent_mut(0).fill(7);
+                peers.reserved().writable_mut(0).fill(7);
             })
         }));
-        (caught.is_err(), lent)
+        (caught.is_err(), writable)
     });
     assert_eq!(
         outcomes[0],
@@ -279,11 +279,11 @@ fn a_panic_at_work_still_waits_for_the_others() {
 fn ends_that_do_not_cut_are_refused_before_anyone_sees_them() {
     for ends in [&[1, 1][..], &[2, 1], &[2], &[0, 1, 2]] {
         let mut participants = participants::<usize, String>(2);
-        let mut lent = [0u8; 2];
+        let mut writable = [0u8; 2];
         let contribution = Contribution {
             header: 0,
             shared: &[],
-            lent: &mut lent,
+            writable: &mut writable,
             ends,
             reserved: 0,
             replicas: Default::default(),
@@ -313,7 +313,7 @@ fn every_party_alone_writes_its_parts_of_all_replicas() {
                 let contribution = Contribution {
                     header: own,
                     shared: &[],
-                    lent: &mut [],
+                    writable: &mut [],
                     ends: &nobody,
                     reserved: 0,
                     replicas,
@@ -351,7 +351,7 @@ fn replicas_that_are_not_cut_for_all_parties_are_refused() {
     let contribution = Contribution {
         header: 0,
         shared: &[],
-        lent: &mut [],
+        writable: &mut [],
         ends: &ends,
         reserved: 0,
         replicas,

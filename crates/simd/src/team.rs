@@ -45,7 +45,7 @@ pub enum Order {
     Backward,
 }
 
-/// A closure lent to the threads: called once on each with the thread's index.
+/// A closure that the threads borrow: called once on each with the thread's index.
 type Task<'a> = &'a (dyn Fn(usize) + Sync);
 
 struct Shared {
@@ -153,11 +153,12 @@ impl Team {
         // SAFETY: only the lifetime changes. The threads use the reference only between here and the end of the wait below,
         // where `running` has fallen to 0; this function neither returns nor unwinds before that (its own call of `task` is
         // caught), so the borrow outlives every use.
-        let lent: Task<'static> = unsafe { std::mem::transmute::<Task<'_>, Task<'static>>(task) };
+        let borrowed: Task<'static> =
+            unsafe { std::mem::transmute::<Task<'_>, Task<'static>>(task) };
         {
             let mut state = lock(&self.shared);
             state.generation += 1;
-            state.task = Some(lent);
+            state.task = Some(borrowed);
             state.running = self.threads.len();
         }
         self.shared.work_ready.notify_all();

@@ -70,12 +70,12 @@ fn round(
     let parties = participant.parties();
     // What the model does not watch is left out where something is broken: it would really be used after its end.
     let bytes = usize::from(!sync::is_changed());
-    let (shared, mut lent) = (vec![value as u8; bytes], vec![0u8; bytes * parties]);
+    let (shared, mut writable) = (vec![value as u8; bytes], vec![0u8; bytes * parties]);
     let ends: Vec<usize> = (1..=parties).map(|party| bytes * party).collect();
     let contribution = Contribution {
         header: own.clone(),
         shared: &shared,
-        lent: &mut lent,
+        writable: &mut writable,
         ends: &ends,
         reserved: bytes,
         replicas: Default::default(),
@@ -86,7 +86,7 @@ fn round(
         let mut claim = peers.reserved();
         (0..parties)
             .map(|party| {
-                claim.lent_mut(party).fill(value as u8);
+                claim.writable_mut(party).fill(value as u8);
                 let shared = peers.shared(party).iter().map(|&byte| u64::from(byte));
                 shared.sum::<u64>() + peers.header(party).read()
             })
@@ -201,7 +201,7 @@ fn claims(rounds: u64) {
             let contribution = Contribution {
                 header: Arc::clone(&own),
                 shared: &[],
-                lent: &mut [],
+                writable: &mut [],
                 ends: &[0, 0],
                 reserved: 1,
                 replicas: Default::default(),

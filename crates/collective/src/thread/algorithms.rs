@@ -16,10 +16,10 @@ use crate::{
     RankMemory, ReduceUpdate,
 };
 
-/// How lent memory is cut into a part for each rank.
+/// How writable memory is cut into a part for each rank.
 #[derive(Clone, Copy)]
 pub(super) enum Cut<'a> {
-    /// Into nothing: nothing is lent.
+    /// Into nothing: nothing is writable.
     None,
     /// Into equal numbers of cache lines.
     Lines,
@@ -34,7 +34,7 @@ pub(super) struct Round<'a> {
     pub(super) header: Header,
     pub(super) deadline: Instant,
     pub(super) shared: &'a [u8],
-    pub(super) lent: &'a mut [u8],
+    pub(super) writable: &'a mut [u8],
     pub(super) cut: Cut<'a>,
     /// Bytes of this rank's part that nobody else works on.
     pub(super) reserved: usize,
@@ -54,7 +54,7 @@ impl ThreadCommunicator {
     ) -> Result<(), CollectiveError> {
         let fingerprint = Fingerprint::new(&call, blocks.numel, self.sequence, self.context);
         let placement = match call.buffers {
-            Buffers::InPlace(_) => Placement::Lent,
+            Buffers::InPlace(_) => Placement::Writable,
             Buffers::Apart { .. } => Placement::Shared,
         };
         let (header, deadline) = self.header(fingerprint, placement);
@@ -62,7 +62,7 @@ impl ThreadCommunicator {
             header,
             deadline,
             shared: &[],
-            lent: &mut [],
+            writable: &mut [],
             cut: Cut::None,
             reserved: usize::MAX,
             replicas: Default::default(),
@@ -99,7 +99,7 @@ impl ThreadCommunicator {
             Cut::None => self.ends.fill(0),
             Cut::Lines => {
                 for rank in 0..world_size {
-                    self.ends[rank] = lines(round.lent.len(), rank, world_size).end;
+                    self.ends[rank] = lines(round.writable.len(), rank, world_size).end;
                 }
             }
             Cut::Blocks(blocks, element_bytes) => {
@@ -109,7 +109,7 @@ impl ThreadCommunicator {
             }
             Cut::Own => {
                 self.ends[..self.rank].fill(0);
-                self.ends[self.rank..].fill(round.lent.len());
+                self.ends[self.rank..].fill(round.writable.len());
             }
         }
         let fingerprint = round.header.fingerprint;
@@ -117,7 +117,7 @@ impl ThreadCommunicator {
         let contribution = Contribution {
             header: round.header,
             shared: round.shared,
-            lent: round.lent,
+            writable: round.writable,
             ends: &self.ends,
             reserved: round.reserved,
             replicas: round.replicas,
@@ -247,24 +247,34 @@ impl ThreadCommunicator {
         let own = blocks.of_bytes(self.rank, dtype.len_bytes());
         match buffers {
             // The root's own block is in its place already.
-            Buffers::InPlace(lent) if root == self.rank => {
-                self.round(Round { lent, cut, ..round }, |_| ())
-            }
+            Buffers::InPlace(writable) if root == self.rank => self.round(
+                Round {
+                    writable,
+                    cut,
+                    ..round
+                },
+                |_| (),
+            ),
             Buffers::InPlace(buffer) => self.round(round, |peers| {
                 peers
                     .reserved()
-                    .lent_mut(root)
+                    .writable_mut(root)
                     .copy_from_slice(&buffer[own])
             }),
             Buffers::Apart { send, receive } => {
-                let (lent, cut) = if root == self.rank {
+                let (writable, cut) = if root == self.rank {
                     (receive, cut)
                 } else {
                     (&mut [][..], Cut::None)
                 };
-                self.round(Round { lent, cut, ..round }, |peers| {
-                    peers.reserved().lent_mut(root).copy_from_slice(send)
-                })
+                self.round(
+                    Round {
+                        writable,
+                        cut,
+                        ..round
+                    },
+                    |peers| peers.reserved().writable_mut(root).copy_from_slice(send),
+                )
             }
         }
     }
@@ -316,7 +326,7 @@ impl ThreadCommunicator {
             header,
             deadline,
             shared: call.grads,
-            lent: &mut [],
+            writable: &mut [],
             cut: Cut::None,
             reserved: 0,
             replicas,
@@ -365,7 +375,7 @@ impl ThreadCommunicator {
                 ..header
             },
             shared,
-            lent: &mut [],
+            writable: &mut [],
             ends: &[0, 0],
             reserved: 0,
             replicas: Default::default(),
@@ -407,7 +417,7 @@ impl ThreadCommunicator {
             buffers: Buffers::InPlace(&mut []),
         };
         let fingerprint = Fingerprint::new(&call, 0, self.sequence, self.context);
-        let (header, deadline) = self.header(fingerprint, Placement::Lent);
+        let (header, deadline) = self.header(fingerprint, Placement::Writable);
         let round = Round {
             header: Header {
                 membership,
@@ -415,7 +425,7 @@ impl ThreadCommunicator {
             },
             deadline,
             shared: &[],
-            lent: &mut [],
+            writable: &mut [],
             cut: Cut::None,
             reserved: usize::MAX,
             replicas: Default::default(),

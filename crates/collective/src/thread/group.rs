@@ -24,7 +24,7 @@ pub(super) struct Header {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Placement {
     /// In the memory it lends, where its result goes too.
-    Lent,
+    Writable,
     /// In the memory it shares.
     Shared,
 }

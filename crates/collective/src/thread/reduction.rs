@@ -92,8 +92,8 @@ fn bring<'a>(
         Operation::ReduceScatter(_) => Into::Owner,
         _ => Into::All,
     };
-    let (shared, lent, cut): (&[u8], _, _) = match (buffers, into) {
-        (Buffers::InPlace(lent), _) => (&[], lent, round.cut),
+    let (shared, writable, cut): (&[u8], _, _) = match (buffers, into) {
+        (Buffers::InPlace(writable), _) => (&[], writable, round.cut),
         (Buffers::Apart { send, .. }, Into::Rank(root)) if root != rank => {
             (send, &mut [][..], Cut::None)
         }
@@ -103,7 +103,7 @@ fn bring<'a>(
     (
         Round {
             shared,
-            lent,
+            writable,
             cut,
             ..round
         },
@@ -131,11 +131,11 @@ pub(super) fn lines(len_bytes: usize, rank: usize, world_size: usize) -> Range<u
 /// Where the result of a reduction goes.
 #[derive(Clone, Copy)]
 enum Into {
-    /// To everyone's lent memory.
+    /// To everyone's writable memory.
     All,
-    /// To one rank's lent memory.
+    /// To one rank's writable memory.
     Rank(usize),
-    /// To the lent memory of whose part it is.
+    /// To the writable memory of whose part it is.
     Owner,
 }
 
@@ -155,7 +155,7 @@ struct Column<'a> {
     /// Where they are read, if that is not where the result goes.
     shared: Option<&'a [u8]>,
     /// Where the result goes, if this rank gets it.
-    lent: &'a mut [u8],
+    writable: &'a mut [u8],
 }
 
 /// The ranks' elements in `claim`, which begins and ends at `bytes` of the whole.
@@ -165,12 +165,12 @@ fn columns<'a>(
     bytes: Range<usize>,
 ) -> SmallVec<[Column<'a>; 16]> {
     let mut columns = SmallVec::new();
-    for (rank, lent) in claim.all_mut().enumerate() {
+    for (rank, writable) in claim.all_mut().enumerate() {
         let shared = match peers.header(rank).placement {
-            Placement::Lent => None,
+            Placement::Writable => None,
             Placement::Shared => Some(&peers.shared(rank)[bytes.clone()]),
         };
-        columns.push(Column { shared, lent });
+        columns.push(Column { shared, writable });
     }
     columns
 }
@@ -197,7 +197,7 @@ impl Ranks for Columns<'_, '_> {
     fn input(&self, rank: usize, bytes: Range<usize>) -> &[u8] {
         let column = &self.columns[rank];
         match column.shared {
-            None => &column.lent[bytes],
+            None => &column.writable[bytes],
             Some(shared) => &shared[bytes],
         }
     }
@@ -205,7 +205,7 @@ impl Ranks for Columns<'_, '_> {
     #[inline(always)]
     fn store(&mut self, bytes: Range<usize>, result: &[u8]) {
         for column in &mut self.columns[self.into.clone()] {
-            column.lent[bytes.clone()].copy_from_slice(result);
+            column.writable[bytes.clone()].copy_from_slice(result);
         }
     }
 
@@ -213,7 +213,7 @@ impl Ranks for Columns<'_, '_> {
     fn pair(&mut self, bytes: Range<usize>) -> Option<([&mut [u8]; 2], Range<usize>)> {
         match &mut *self.columns {
             [x, y] if x.shared.is_none() && y.shared.is_none() => {
-                let both = [&mut x.lent[bytes.clone()], &mut y.lent[bytes]];
+                let both = [&mut x.writable[bytes.clone()], &mut y.writable[bytes]];
                 Some((both, self.into.clone()))
             }
             _ => None,

@@ -114,7 +114,7 @@ impl State {
     /// # Cost
     /// One read of the parameters.
     pub fn parameters_xxh3(&self, backend: &dyn Backend) -> Result<Option<String>, PlanError> {
-        if self.tensors == Tensors::Lent {
+        if self.tensors == Tensors::Borrowed {
             return Ok(None);
         }
         let mut params: Vec<&ParamDesc> = self.params.iter().collect();

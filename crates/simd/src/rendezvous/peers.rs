@@ -15,7 +15,7 @@ pub struct Peers<'a, H> {
     pub(super) has_replicas: bool,
 }
 
-/// Bytes of a part of every party's lent memory, for one party alone to read and write.
+/// Bytes of a part of every party's writable memory, for one party alone to read and write.
 pub struct Claim<'a, H> {
     slots: &'a [Slot<H>],
     part: usize,
@@ -141,29 +141,29 @@ impl<H> Claim<'_, H> {
         self.range.clone()
     }
 
-    /// These bytes of what `party` lent.
-    pub fn lent(&self, party: usize) -> &[u8] {
+    /// These bytes of what `party` has made writable.
+    pub fn writable(&self, party: usize) -> &[u8] {
         let (start, len) = self.place(party);
-        // SAFETY: lifetime as in `Peers::shared`: the borrow of the slots ends with `work`. The bytes lie within the lent slice. No
+        // SAFETY: lifetime as in `Peers::shared`: the borrow of the slots ends with `work`. The bytes lie within the writable slice. No
         // other claim of this round has them: parts are disjoint (`cuts`), ranges of one part come from one counter that only
         // rises and begins after what was reserved, and that is handed out once. Claims of other rounds are gone, nobody uses
-        // the bytes through their owner's `&mut` while that is in `rendezvous`, and `&self` excludes `lent_mut`.
+        // the bytes through their owner's `&mut` while that is in `rendezvous`, and `&self` excludes `writable_mut`.
         unsafe { std::slice::from_raw_parts(start, len) }
     }
 
-    /// These bytes of what `party` lent, to be written.
-    pub fn lent_mut(&mut self, party: usize) -> &mut [u8] {
+    /// These bytes of what `party` has made writable, to be written.
+    pub fn writable_mut(&mut self, party: usize) -> &mut [u8] {
         let (start, len) = self.place(party);
-        // SAFETY: as in `lent`; `&mut self` makes it the only use of this claim.
+        // SAFETY: as in `writable`; `&mut self` makes it the only use of this claim.
         unsafe { std::slice::from_raw_parts_mut(start, len) }
     }
 
-    /// These bytes of what each party lent, in party order, to be written.
+    /// These bytes of what each party has made writable, in party order, to be written.
     pub fn all_mut(&mut self) -> impl Iterator<Item = &mut [u8]> {
         let claim = &*self;
         (0..claim.slots.len()).map(|party| {
             let (start, len) = claim.place(party);
-            // SAFETY: as in `lent_mut`; parties lend different memory, since each brought a `&mut` of its own.
+            // SAFETY: as in `writable_mut`; parties lend different memory, since each brought a `&mut` of its own.
             unsafe { std::slice::from_raw_parts_mut(start, len) }
         })
     }
@@ -176,8 +176,11 @@ impl<H> Claim<'_, H> {
             self.range.start.min(part.len()),
             self.range.end.min(part.len()),
         );
-        // SAFETY: `part` lies within the lent slice (`cuts`), and `start` within the part.
-        (unsafe { brought.lent.add(part.start + start) }, end - start)
+        // SAFETY: `part` lies within the writable slice (`cuts`), and `start` within the part.
+        (
+            unsafe { brought.writable.add(part.start + start) },
+            end - start,
+        )
     }
 }
 

@@ -1,7 +1,7 @@
 //! Launches that go tensor by tensor: those whose parameters and gradients a framework keeps and lends, and those of kernels that
 //! take sums over a tensor before they update it.
 //!
-//! A framework guards each tensor with its own lock. So a thread holds one tensor at a time: a large tensor is lent once and the
+//! A framework guards each tensor with its own lock. So a thread holds one tensor at a time: a large tensor is borrowed once and the
 //! whole team works on it; small ones are shared out and each thread borrows its own, one after the other. A kernel that takes sums
 //! profits from the same order: a small tensor stays in its thread's cache between sums and update, a large one in the shared cache.
 
@@ -27,17 +27,17 @@ use crate::window::{covered, window};
 /// Parts that small tensors are cut into for each thread, on the boundaries of tensors.
 pub(crate) const PARTS_PER_THREAD: usize = 32;
 
-/// Lends one tensor: calls [`LentPiece::update`] with its parameter and gradient. It is called from any thread of the team, on one
+/// Lends one tensor: calls [`BorrowedPiece::update`] with its parameter and gradient. It is called from any thread of the team, on one
 /// thread never for two tensors at once.
-pub type Lend<'a> = &'a (dyn Fn(LentPiece<'_>) -> Result<(), BackendError> + Sync);
+pub type Lend<'a> = &'a (dyn Fn(BorrowedPiece<'_>) -> Result<(), BackendError> + Sync);
 
-/// A tensor whose state is at hand and whose parameter and gradient are to be lent, if they are not at hand as well.
-pub struct LentPiece<'a> {
-    call: LentCall<'a>,
+/// A tensor whose state is at hand and whose parameter and gradient are to be borrowed, if they are not at hand as well.
+pub struct BorrowedPiece<'a> {
+    call: BorrowedCall<'a>,
     whole: Whole,
     /// The tensor's position among the caller's parameters.
     parameter: u32,
-    /// The kernel's lists; those to be lent are absent.
+    /// The kernel's lists; those to be borrowed are absent.
     lists: [HostList<'a>; MAX_LISTS],
     /// The team, if the tensor is worth its while.
     team: Option<&'a Team>,
@@ -48,7 +48,7 @@ pub struct LentPiece<'a> {
 
 /// What is the same for all pieces of a launch.
 #[derive(Clone, Copy)]
-struct LentCall<'a> {
+struct BorrowedCall<'a> {
     kernel: &'a dyn MultiTensorKernel,
     host: HostCall<'a>,
     /// The sums of all parameters' gradients, if they have been taken.
@@ -60,11 +60,11 @@ struct LentCall<'a> {
 }
 
 impl CpuBackend {
-    /// Runs a launch of a plan whose tensors are lent: `lend` is called once for each tensor, however launches cut it.
+    /// Runs a launch of a plan whose tensors are borrowed: `lend` is called once for each tensor, however launches cut it.
     ///
     /// # Errors
     /// The first error of `lend`; [`BackendError::ForeignBuffer`] if the state's memory is not the host's.
-    pub fn launch_lent(
+    pub fn launch_borrowed(
         &self,
         launch: Launch<'_>,
         lend: Lend<'_>,
@@ -83,7 +83,7 @@ impl CpuBackend {
         let Gate::Open(grad_factor) = gate(&launch)? else {
             return Ok(report);
         };
-        let call = LentCall {
+        let call = BorrowedCall {
             kernel: launch.kernel,
             host: host_call(self.level(), &launch, grad_factor),
             grad_sums: launch.grad_sums.and_then(Buffer::host).and_then(sums_of),
@@ -105,7 +105,7 @@ impl CpuBackend {
         for whole in tensors.filter(|whole| whole.is_large(large)) {
             let (kept, span) = ((&mut *launch.lists, launch.firsts), whole.span(offsets));
             let lists = lists_of(launch.kernel, kept, &span)?;
-            lend(LentPiece {
+            lend(BorrowedPiece {
                 call,
                 whole,
                 parameter: launch.members[whole.tensor as usize],
@@ -143,7 +143,7 @@ impl CpuBackend {
     }
 }
 
-impl LentPiece<'_> {
+impl BorrowedPiece<'_> {
     /// Index of the tensor in its storage.
     pub fn tensor(&self) -> usize {
         self.whole.tensor as usize
@@ -179,7 +179,7 @@ impl LentPiece<'_> {
         let declared = kernel.lists().iter();
         for ((list, kept), declared) in lists.iter_mut().zip(self.lists).zip(declared) {
             let width = declared.dtype.len_bytes();
-            let lent = match declared.role {
+            let borrowed = match declared.role {
                 Role::Param => std::mem::take(&mut param),
                 Role::Grad => std::mem::take(&mut grad),
                 _ => {
@@ -187,10 +187,10 @@ impl LentPiece<'_> {
                     continue;
                 }
             };
-            let (offset_bytes, len_bytes) = check(width, lent.bytes().len())?;
-            *list = lent.split_at(offset_bytes).1.split_at(len_bytes).0;
+            let (offset_bytes, len_bytes) = check(width, borrowed.bytes().len())?;
+            *list = borrowed.split_at(offset_bytes).1.split_at(len_bytes).0;
         }
-        LentPiece { lists, ..self }.run();
+        BorrowedPiece { lists, ..self }.run();
         Ok(())
     }
 
@@ -287,7 +287,7 @@ fn cut<'a>(
 
 /// The small tensors among some tensors of a launch.
 struct SmallPieces<'a> {
-    call: LentCall<'a>,
+    call: BorrowedCall<'a>,
     tensors: Tensors<'a>,
     /// Tensors from so many elements on are not small.
     large: u64,
@@ -364,7 +364,7 @@ impl Split for SmallPieces<'_> {
             let (_, from_here) = cut(lists, self.call.kernel, elements.start - first);
             let (kept, rest) = cut(from_here, self.call.kernel, whole.numel);
             (lists, first) = (rest, elements.end);
-            let lent = (self.lend)(LentPiece {
+            let borrowed = (self.lend)(BorrowedPiece {
                 call: self.call,
                 whole,
                 parameter: self.members[whole.tensor as usize],
@@ -373,7 +373,7 @@ impl Split for SmallPieces<'_> {
                 carried: whole.carried(self.sums),
                 update_sums: whole.update_sums(&mut slots),
             });
-            if let Err(error) = lent {
+            if let Err(error) = borrowed {
                 let mut first = self.error.lock().unwrap_or_else(PoisonError::into_inner);
                 first.get_or_insert(error);
                 return;

@@ -9,15 +9,15 @@ use fusestep_simd::{Level, Split, Team};
 
 use crate::CpuBackend;
 use crate::backend::partials;
-use crate::lent::PARTS_PER_THREAD;
+use crate::borrowed::PARTS_PER_THREAD;
 use crate::tensors::{Tensors, Whole, large_elements, small_elements};
 
-/// Lends one gradient: calls [`LentGradient::read`] with it. It is called from any thread of the team, on one thread never for two
+/// Lends one gradient: calls [`BorrowedGradient::read`] with it. It is called from any thread of the team, on one thread never for two
 /// tensors at once.
-pub type LendGradient<'a> = &'a (dyn Fn(LentGradient<'_>) -> Result<(), BackendError> + Sync);
+pub type LendGradient<'a> = &'a (dyn Fn(BorrowedGradient<'_>) -> Result<(), BackendError> + Sync);
 
-/// A tensor whose gradient is to be lent.
-pub struct LentGradient<'a> {
+/// A tensor whose gradient is to be borrowed.
+pub struct BorrowedGradient<'a> {
     call: Call<'a>,
     whole: Whole,
     /// One for each chunk.
@@ -35,11 +35,11 @@ struct Call<'a> {
 }
 
 impl CpuBackend {
-    /// Runs a reduction of a plan whose tensors are lent: `lend` is called once for each tensor, however launches cut it.
+    /// Runs a reduction of a plan whose tensors are borrowed: `lend` is called once for each tensor, however launches cut it.
     ///
     /// # Errors
     /// The first error of `lend`; [`BackendError::ForeignBuffer`] and [`BackendError::OutOfBounds`] as [`Backend::reduce`].
-    pub fn reduce_lent(
+    pub fn reduce_borrowed(
         &self,
         reduce: Reduce<'_>,
         lend: LendGradient<'_>,
@@ -56,7 +56,7 @@ impl CpuBackend {
         for whole in tensors {
             let own = rest.split_off_mut(..chunks(call.kernel, &whole));
             if let Some(sums) = own.filter(|_| whole.is_large(large)) {
-                lend(LentGradient {
+                lend(BorrowedGradient {
                     call,
                     whole,
                     sums,
@@ -89,7 +89,7 @@ fn chunks(kernel: &dyn MultiTensorReduction, whole: &Whole) -> usize {
     whole.numel.div_ceil(u64::from(kernel.chunk_elements())) as usize
 }
 
-impl LentGradient<'_> {
+impl BorrowedGradient<'_> {
     /// Index of the tensor in its storage.
     pub fn tensor(&self) -> usize {
         self.whole.tensor as usize
@@ -207,13 +207,13 @@ impl Split for SmallGradients<'_> {
             let Some(sums) = own.filter(|_| !whole.is_large(self.large)) else {
                 continue;
             };
-            let lent = (self.lend)(LentGradient {
+            let borrowed = (self.lend)(BorrowedGradient {
                 call: self.call,
                 whole,
                 sums,
                 team: None,
             });
-            if let Err(error) = lent {
+            if let Err(error) = borrowed {
                 let mut first = self.error.lock().unwrap_or_else(PoisonError::into_inner);
                 first.get_or_insert(error);
                 return;
