@@ -104,13 +104,13 @@ fn absent_parameters_are_no_part_of_the_norm() {
         state.grad_mut::<f32>(&param.name).unwrap().fill(2.0);
     }
     state.grad_mut::<f32>("tensor.1").unwrap().fill(f32::NAN);
-    state.set_absent("tensor.1").unwrap();
+    state.set_without_gradient("tensor.1").unwrap();
     let report = plan.run(&mut state, &backend).unwrap();
     assert_eq!(report.grad_norm, Some(160f64.sqrt()));
     let norms = state.grad_norms(&backend).unwrap().unwrap();
     assert_eq!(norms, [40f64.sqrt(), 0.0, 120f64.sqrt()]);
     // With its gradient the step is skipped, and nobody has missed anything.
-    state.set_absent("tensor.0").unwrap();
+    state.set_without_gradient("tensor.0").unwrap();
     assert!(plan.run(&mut state, &backend).unwrap().skipped);
     let reports = state.grad_reports(&backend).unwrap().unwrap();
     assert_eq!(

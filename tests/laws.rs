@@ -233,9 +233,9 @@ fn a_parameter_without_a_gradient_is_left_out(rule: Optimizer) {
         state.view_mut::<f32>(Role::Param, name).unwrap().fill(1.0);
         state.grad_mut::<f32>(name).unwrap().fill(0.5);
     }
-    state.set_absent("tensor.1").unwrap();
+    state.set_without_gradient("tensor.1").unwrap();
     let report = plan.run(&mut state, &backend).unwrap();
-    assert_eq!((report.absent, report.elements), (1, 67));
+    assert_eq!((report.without_gradient, report.elements), (1, 67));
     let kept = state.param::<f32>("tensor.1").unwrap();
     assert!(kept.iter().all(|&p| p == 1.0), "{rule}");
     assert_eq!(

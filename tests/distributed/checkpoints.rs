@@ -35,7 +35,7 @@ fn part(case: &Case, folder: &Path, from: u64, to: u64) -> Vec<Vec<u8>> {
         for step in from..to {
             for (param, desc) in plan.params().iter().enumerate() {
                 // Equal gradients on all ranks, so that their mean does not depend on how many there are.
-                if !case.is_absent(0, step, param) {
+                if !case.lacks_gradient(0, step, param) {
                     let bytes = case.gradient(0, step, param);
                     plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes)
                         .unwrap();
@@ -61,7 +61,7 @@ fn a_run_saved_on_4_ranks_goes_on_exactly_on_1_2_4_and_5() {
             mixed,
             clip: Some(1.0),
             scaled: Some(64.0),
-            absent: vec![(0, 1, 4)],
+            without_gradient: vec![(0, 1, 4)],
             ..Case::default()
         };
         let folder = tempfile::tempdir().unwrap();

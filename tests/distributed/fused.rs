@@ -61,7 +61,9 @@ fn assert_same(found: &[Trained], expected: &[Trained], text: &str) {
         assert!(found.bits() == expected.bits(), "rank {rank}: {text}");
         let alike = |trained: &Trained| -> Vec<_> {
             let updates = trained.reports.iter().filter_map(|report| report.update);
-            updates.map(|update| (update.step, update.absent)).collect()
+            updates
+                .map(|update| (update.step, update.without_gradient))
+                .collect()
         };
         assert_eq!(alike(found), alike(expected), "rank {rank}: {text}");
     }
@@ -143,21 +145,24 @@ fn micro_steps_absent_gradients_and_streams_change_no_bit() {
         for mixed in [Mixed::No, Mixed::Yes] {
             for (merge, streams) in [(1, 0), (3, 0), (1, 2), (3, 1)] {
                 // One rank lacks a gradient in a micro-step; all lack another in a whole update.
-                let mut absent = vec![(0, 1, 4), (world - 1, 4, 0)];
+                let mut without_gradient = vec![(0, 1, 4), (world - 1, 4, 0)];
                 let window = u64::from(merge)..2 * u64::from(merge);
-                absent.extend(window.flat_map(|step| (0..world).map(move |rank| (rank, step, 5))));
+                without_gradient
+                    .extend(window.flat_map(|step| (0..world).map(move |rank| (rank, step, 5))));
                 let base = Case {
                     merge,
                     streams,
                     mixed,
-                    absent,
+                    without_gradient,
                     ..case(world)
                 };
                 same_fused(&base);
                 let report = train(&base, &base.planner().with(FuseReduceIntoUpdate));
                 let updates = report[0].reports.iter().filter_map(|report| report.update);
                 assert_eq!(
-                    updates.map(|update| update.absent).collect::<Vec<_>>(),
+                    updates
+                        .map(|update| update.without_gradient)
+                        .collect::<Vec<_>>(),
                     [0, 1, 0]
                 );
             }

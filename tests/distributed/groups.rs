@@ -17,7 +17,7 @@ fn grouped(world: usize, group: usize) -> Case {
         shard_group: NonZeroUsize::new(group),
         zero: ZeroStage::Two,
         clip: Some(1.0),
-        absent: vec![(1, 1, 1), (0, 2, 0)],
+        without_gradient: vec![(1, 1, 1), (0, 2, 0)],
         ..Case::default()
     }
 }

@@ -35,7 +35,10 @@ fn assert_same(case: &Case, expected: &crate::run::Outcome) {
             expected.update_norm.map(f64::to_bits),
             "{case:?}"
         );
-        assert_eq!(found.absent, expected.absent, "{case:?}");
+        assert_eq!(
+            found.without_gradient, expected.without_gradient,
+            "{case:?}"
+        );
     }
     assert_eq!(found.update_norms, expected.update_norms, "{case:?}");
 }
@@ -165,7 +168,7 @@ fn norms_of_updates_are_those_of_one_rank() {
                 clip: Some(0.5),
                 // A step is skipped, and another leaves a parameter out.
                 infinite: Some((world - 1, 1, 3)),
-                absent: (0..world).map(|rank| (rank, 2, 5)).collect(),
+                without_gradient: (0..world).map(|rank| (rank, 2, 5)).collect(),
                 ..Case::default()
             };
             let expected = base.by_hand();
@@ -275,17 +278,17 @@ fn a_gradient_that_is_infinite_on_one_rank_skips_the_step_on_all() {
 
 #[test]
 fn a_gradient_missing_on_one_rank_is_zero_there_and_one_missing_on_all_is_left_out() {
-    let mut absent = vec![(0, 0, 4), (2, 1, 0)];
-    absent.extend((0..3).map(|rank| (rank, 1, 5)));
-    absent.extend((0..8).map(|param| (1, 2, param)));
+    let mut without_gradient = vec![(0, 0, 4), (2, 1, 0)];
+    without_gradient.extend((0..3).map(|rank| (rank, 1, 5)));
+    without_gradient.extend((0..8).map(|param| (1, 2, param)));
     let base = Case {
         world: 3,
-        absent,
+        without_gradient,
         clip: Some(1.0),
         ..Case::default()
     };
     let expected = base.by_hand();
-    assert_eq!(expected.reports[1].absent, 1);
+    assert_eq!(expected.reports[1].without_gradient, 1);
     for zero in STAGES {
         for streams in [0, 2] {
             let case = Case {

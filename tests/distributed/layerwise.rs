@@ -55,7 +55,7 @@ fn shards_by_elements_give_the_bits_of_one_rank_with_the_mean_gradient() {
                     clip,
                     streams,
                     // A step leaves a long tensor out on all ranks, and one lacks a gradient.
-                    absent: (0..world)
+                    without_gradient: (0..world)
                         .map(|rank| (rank, 1, 0))
                         .chain([(0, 2, 4)])
                         .collect(),

@@ -47,7 +47,7 @@ fn merged_steps_give_the_same_bits_at_every_stage_and_with_any_streams() {
             mixed,
             steps: 2,
             cap: None,
-            absent: vec![(0, 1, 3), (1, 5, 4), (0, 3, 0), (0, 4, 0)],
+            without_gradient: vec![(0, 1, 3), (1, 5, 4), (0, 3, 0), (0, 4, 0)],
             ..Case::default()
         };
         same_at_every_stage(&base);
@@ -83,7 +83,7 @@ fn gradients_reduced_in_every_micro_step_give_the_same_bits_at_every_stage() {
             steps: 2,
             cap: None,
             clip: Some(1.0),
-            absent: vec![(0, 1, 3), (1, 5, 4), (0, 3, 0), (0, 4, 0)],
+            without_gradient: vec![(0, 1, 3), (1, 5, 4), (0, 3, 0), (0, 4, 0)],
             ..Case::default()
         };
         same_at_every_stage(&base);
@@ -98,7 +98,7 @@ fn reduced_per_micro_step_or_per_window_sums_are_the_same_where_they_are_exact()
             world,
             exact,
             zero: ZeroStage::Two,
-            absent: vec![(0, 1, 3), (0, 5, 4)],
+            without_gradient: vec![(0, 1, 3), (0, 5, 4)],
             ..Case::default()
         };
         let each = Case {

@@ -48,7 +48,7 @@ fn part_with(
             }
             for (param, desc) in plan.params().iter().enumerate() {
                 let rank = of(topology.rank, step);
-                if !case.is_absent(rank, step, param) {
+                if !case.lacks_gradient(rank, step, param) {
                     let bytes = case.gradient(rank, step, param);
                     plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes)
                         .unwrap();
@@ -93,7 +93,7 @@ fn merging(reduced: ReducedWhen, mixed: Mixed) -> Case {
         mixed,
         cap: Some(1_000),
         clip: Some(1.0),
-        absent: vec![(0, 3, 1), (1, 4, 0), (0, 4, 3), (1, 4, 3), (2, 4, 3)],
+        without_gradient: vec![(0, 3, 1), (1, 4, 0), (0, 4, 3), (1, 4, 3), (2, 4, 3)],
         ..Case::default()
     }
 }
@@ -203,7 +203,7 @@ fn averaging(rule: LocalSgd) -> Case {
         local_sgd: Some(rule),
         // All skip a step for one, and another leaves a parameter out: their counts differ.
         infinite: Some((1, 2, 0)),
-        absent: vec![(2, 1, 3)],
+        without_gradient: vec![(2, 1, 3)],
         ..Case::default()
     }
 }
@@ -277,7 +277,7 @@ fn window_of_four(reduced: ReducedWhen, mixed: Mixed) -> Case {
         world: 4,
         merge: 4,
         exact: Exact::Yes,
-        absent: vec![(1, 4, 0), (3, 5, 0), (2, 4, 1)],
+        without_gradient: vec![(1, 4, 0), (3, 5, 0), (2, 4, 1)],
         ..merging(reduced, mixed)
     }
 }
@@ -428,7 +428,7 @@ fn what_ranks_have_alike_at_an_average_any_number_of_them_loads() {
         (&alike, 4, false),
     ] {
         let case = Case {
-            absent: Vec::new(),
+            without_gradient: Vec::new(),
             ..case.clone()
         };
         let folder = tempfile::tempdir().unwrap();

@@ -66,7 +66,7 @@ fn train_ahead(case: &Case, comm: &mut dyn Communicator) -> Result<Vec<Vec<u8>>,
             if step == 0 {
                 assert!(here.bytes(0) == case.first_values(param));
             }
-            if !case.is_absent(rank, step, param) {
+            if !case.lacks_gradient(rank, step, param) {
                 let gradient = case.gradient(rank, step, param);
                 plan.push_grad(&mut state, &backend, &mut comms, name(param), &gradient)?;
             }
@@ -80,9 +80,9 @@ fn train_ahead(case: &Case, comm: &mut dyn Communicator) -> Result<Vec<Vec<u8>>,
 fn asking_ahead_changes_no_bit_whatever_gradients_ranks_give_meanwhile() {
     for world in 1..=5 {
         // One rank gives nothing at all, so it starts its buckets long after the others.
-        let absent = (0..6).map(|param| (world - 1, 1, param)).collect();
+        let without_gradient = (0..6).map(|param| (world - 1, 1, param)).collect();
         let base = Case {
-            absent,
+            without_gradient,
             ..case(world)
         };
         let expected = base.run().params;

@@ -18,7 +18,7 @@ fn case(world: usize) -> Case {
         numels: vec![70_001, 3, 0, 1, 5_003, 130, 2_257],
         world,
         clip: Some(CLIP),
-        absent: (0..world)
+        without_gradient: (0..world)
             .map(|rank| (rank, 1, 4))
             .chain([(0, 2, 6)])
             .collect(),
@@ -188,7 +188,7 @@ fn names_that_are_unknown_or_in_two_groups_are_refused() {
 #[test]
 fn each_group_has_a_learning_rate_of_its_own() {
     let case = Case {
-        absent: Vec::new(),
+        without_gradient: Vec::new(),
         ..case(1)
     };
     let plan = planner(&case, ZeroStage::None)

@@ -48,7 +48,7 @@ pub(crate) struct Case {
     pub(crate) precision: Option<Precision>,
     pub(crate) steps: u64,
     /// Rank, step and parameter whose gradient is not given.
-    pub(crate) absent: Vec<(usize, u64, usize)>,
+    pub(crate) without_gradient: Vec<(usize, u64, usize)>,
     /// Rank, step and parameter whose gradient's last element is infinite.
     pub(crate) infinite: Option<(usize, u64, usize)>,
 }
@@ -94,7 +94,7 @@ impl Default for Case {
             local_sgd: None,
             precision: None,
             steps: 3,
-            absent: Vec::new(),
+            without_gradient: Vec::new(),
             infinite: None,
         }
     }
@@ -203,8 +203,8 @@ impl Case {
         })
     }
 
-    pub(crate) fn is_absent(&self, rank: usize, step: u64, param: usize) -> bool {
-        self.absent.contains(&(rank, step, param))
+    pub(crate) fn lacks_gradient(&self, rank: usize, step: u64, param: usize) -> bool {
+        self.without_gradient.contains(&(rank, step, param))
     }
 
     fn bytes(&self, param: usize, value: impl Fn(u64) -> f32) -> Vec<u8> {
@@ -240,7 +240,7 @@ impl Case {
                 (
                     report.step,
                     report.skipped,
-                    report.absent,
+                    report.without_gradient,
                     report.grad_norm.map(f64::to_bits),
                     report.update_norm.map(f64::to_bits),
                 )
@@ -278,7 +278,7 @@ impl Case {
                     0 => count - 1 - at,
                     _ => at,
                 };
-                if !self.is_absent(rank, step, param) {
+                if !self.lacks_gradient(rank, step, param) {
                     let bytes = self.gradient(rank, step, param);
                     let name = &plan.params()[param].name;
                     plan.push_grad(&mut state, &backend, &mut comms, name, &bytes)
@@ -336,7 +336,7 @@ impl Case {
                         .write(&backend, Role::Grad, &desc.name, &bytes)
                         .unwrap();
                 } else {
-                    state.set_absent(&desc.name).unwrap()
+                    state.set_without_gradient(&desc.name).unwrap()
                 }
             }
             reports.push(plan.run(&mut state, &backend).unwrap());
@@ -364,7 +364,7 @@ impl Case {
         let mut any = false;
         let group = self.shard_group.map_or(self.world, NonZeroUsize::get);
         for rank in 0..self.world {
-            let grad: Vec<f32> = if self.is_absent(rank, step, param) {
+            let grad: Vec<f32> = if self.lacks_gradient(rank, step, param) {
                 vec![0.0; sum.len()]
             } else {
                 any = true;

@@ -77,7 +77,7 @@ pub(crate) fn push(
 ) {
     let rank = plan.topology().rank;
     for param in (0..plan.params().len()).rev() {
-        if case.is_absent(rank, step, param) {
+        if case.lacks_gradient(rank, step, param) {
             continue;
         }
         let (name, bytes) = (&plan.params()[param].name, case.gradient(rank, step, param));

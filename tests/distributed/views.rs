@@ -73,7 +73,7 @@ fn run(case: &Case, viewed: Viewed, weighed: Weighed) -> Vec<Vec<Vec<u8>>> {
                 state.set_weight(1.5 + step as f64).unwrap();
             }
             for (param, desc) in plan.params().iter().enumerate().rev() {
-                if case.is_absent(rank, step, param) {
+                if case.lacks_gradient(rank, step, param) {
                     continue;
                 }
                 let bytes = case.gradient(rank, step, param);
@@ -92,7 +92,7 @@ fn run(case: &Case, viewed: Viewed, weighed: Weighed) -> Vec<Vec<Vec<u8>>> {
 }
 
 fn case(world: usize, mixed: Mixed, merge: u32) -> Case {
-    let absent = (0..world).map(|rank| (rank, 1, 0));
+    let without_gradient = (0..world).map(|rank| (rank, 1, 0));
     Case {
         numels: vec![1_001, 3, 0, 1, 5_003, 130, 257, 64],
         world,
@@ -100,7 +100,7 @@ fn case(world: usize, mixed: Mixed, merge: u32) -> Case {
         merge,
         cap: Some(8_000),
         steps: 2,
-        absent: absent
+        without_gradient: without_gradient
             .chain([(0, 0, 4), (world - 1, 3, 5), (0, 2, 6)])
             .collect(),
         ..Case::default()

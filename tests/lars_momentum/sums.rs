@@ -115,9 +115,9 @@ fn norms_carried_from_the_update_before_are_those_of_what_the_parameters_hold() 
             assert_eq!(anew == plain, between == Between::Nothing, "{between:?}");
             // A norm that nothing exceeds changes nothing, but the gradients' sums are then taken before the update.
             for max_norm in [None, Some(1e30)] {
-                let carried = after(between, max_norm, false);
+                let cached = after(between, max_norm, false);
                 assert!(
-                    carried == anew,
+                    cached == anew,
                     "{dtype}, {precision}, {between:?}, {max_norm:?}"
                 );
             }
@@ -164,7 +164,7 @@ fn after_one_step(given: Option<f64>, team: Option<&Team>) -> Vec<f32> {
         parameter: 0,
         first_element: 0,
         lists,
-        carried: None,
+        cached: None,
         sums: None,
         grad_sum: given.map(|times| times * square_sum::<f32, f32>(level, &g).sum),
         update_sums: None,

@@ -181,7 +181,7 @@ fn what_took_no_part_did_not_move() {
             step((&plan, &mut state, backend), (&case, 1), &|_, _, g| g);
             let all = state.update_norms(backend).unwrap().unwrap();
             assert!(all.iter().all(|&norm| norm > 0.0), "{name}, {rule}");
-            state.set_absent("tensor.2").unwrap();
+            state.set_without_gradient("tensor.2").unwrap();
             let before = all_values(&case, &state, backend);
             let report = step((&plan, &mut state, backend), (&case, 2), &|_, _, g| g);
             let after = all_values(&case, &state, backend);

@@ -45,7 +45,7 @@ pub struct Report {
     /// Elements updated.
     pub elements: u64,
     /// Variables that had no gradient and stayed as they were.
-    pub absent: u64,
+    pub without_gradient: u64,
     /// Gradients that had to be copied: not contiguous, or lying in a variable's own memory.
     pub copied_gradients: u64,
     /// Norm of all gradients, with the loss scale taken out; `None` unless [`Options`] clip or scale.
@@ -288,7 +288,7 @@ impl<P: Params> Optimizer for Fused<P> {
         }
         for (index, grad) in gradients.of_var.iter().enumerate() {
             if grad.is_none() {
-                self.state.set_absent_at(index);
+                self.state.set_without_gradient_at(index);
             }
         }
         let mut lender = BorrowedFromCandle {
@@ -302,7 +302,7 @@ impl<P: Params> Optimizer for Fused<P> {
             step: report.step,
             launches: report.launches,
             elements: report.elements,
-            absent: report.absent,
+            without_gradient: report.without_gradient,
             copied_gradients: gradients.copied,
             grad_norm: report.grad_norm,
             update_norm: report.update_norm,

@@ -164,7 +164,7 @@ fn a_variable_without_a_gradient_is_untouched_and_has_not_stepped() {
     let after = bits(&vars);
     assert_eq!(before[4], after[4]);
     assert_ne!(before[5], after[5]);
-    assert_eq!(optimizer.report().absent, 1);
+    assert_eq!(optimizer.report().without_gradient, 1);
     let same = optimizer.moment(Role::Moment1, "v4").unwrap();
     assert_eq!(
         moment.to_vec1::<f32>().unwrap(),

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use fusestep_elementwise::{Carried, Tensor, step_tensor};
+use fusestep_elementwise::{Cached, Tensor, step_tensor};
 use fusestep_launch::{
     Backend, BackendError, Buffer, Gate, HostCall, HostList, Launch, LaunchReport, ListBuffer,
     MAX_LISTS, MAX_SUMS, MultiTensorKernel, Outcome, SquareSum, UnitSums,
@@ -19,7 +19,7 @@ use fusestep_tensor::Role;
 
 use crate::CpuBackend;
 use crate::backend::{FOREIGN, NAME, gate, host_call, out_of_bounds};
-use crate::carried::ParamSums;
+use crate::cached::ParamSums;
 use crate::tensors::{Tensors, Whole, large_elements, small_elements};
 use crate::update_sums::{Slots, slots};
 use crate::window::{covered, window};
@@ -41,7 +41,7 @@ pub struct BorrowedPiece<'a> {
     lists: [HostList<'a>; MAX_LISTS],
     /// The team, if the tensor is worth its while.
     team: Option<&'a Team>,
-    carried: Option<Carried<'a>>,
+    cached: Option<Cached<'a>>,
     /// Places for the sums over what the update changes, if they are wanted.
     update_sums: Option<&'a mut [UnitSums]>,
 }
@@ -111,7 +111,7 @@ impl CpuBackend {
                 parameter: launch.members[whole.tensor as usize],
                 lists,
                 team: Some(self.team()),
-                carried: whole.carried(sums.as_ref()),
+                cached: whole.cached(sums.as_ref()),
                 update_sums: whole.update_sums(&mut slots),
             })?;
         }
@@ -205,7 +205,7 @@ impl BorrowedPiece<'_> {
             parameter: self.parameter,
             first_element: self.whole.first_element,
             lists: self.lists,
-            carried: self.carried,
+            cached: self.cached,
             grad_sum: self.call.grad_sums.and_then(|sums| {
                 let own = sums.get(self.parameter as usize)?;
                 Some(own.sum)
@@ -370,7 +370,7 @@ impl Split for SmallPieces<'_> {
                 parameter: self.members[whole.tensor as usize],
                 lists: kept,
                 team: None,
-                carried: whole.carried(self.sums),
+                cached: whole.cached(self.sums),
                 update_sums: whole.update_sums(&mut slots),
             });
             if let Err(error) = borrowed {

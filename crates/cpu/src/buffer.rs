@@ -5,7 +5,7 @@ use std::any::Any;
 use fusestep_coalesce::HostMemory;
 use fusestep_launch::Buffer;
 
-use crate::carried::ParamSums;
+use crate::cached::ParamSums;
 
 /// Host memory that counts how often it was borrowed to be written, so that what was derived from it can be told from what it holds now.
 #[derive(Debug)]

@@ -5,7 +5,7 @@ mod backend;
 mod borrowed;
 mod borrowed_gradients;
 mod buffer;
-mod carried;
+mod cached;
 mod chunks;
 mod leaves;
 mod pieces;

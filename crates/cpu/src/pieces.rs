@@ -147,7 +147,7 @@ impl Split for Pieces<'_> {
                         parameter,
                         first_element,
                         lists: own,
-                        carried: None,
+                        cached: None,
                         grad_sum: None,
                         sums: None,
                         update_sums: sums.of(self.places.offsets, first, numel),

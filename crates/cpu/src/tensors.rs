@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
-use fusestep_elementwise::Carried;
+use fusestep_elementwise::Cached;
 use fusestep_launch::{Batch, Record, UnitSums};
 
-use crate::carried::ParamSums;
+use crate::cached::ParamSums;
 use crate::update_sums::Slots;
 
 /// Below this many elements the team never works on one tensor together: waking it costs more than it saves.
@@ -32,7 +32,7 @@ impl Whole {
         self.numel >= large
     }
 
-    pub(crate) fn carried<'a>(&self, sums: Option<&'a ParamSums>) -> Option<Carried<'a>> {
+    pub(crate) fn cached<'a>(&self, sums: Option<&'a ParamSums>) -> Option<Cached<'a>> {
         sums?.of(self.tensor as usize, self.numel)
     }
 

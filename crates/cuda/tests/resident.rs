@@ -185,7 +185,7 @@ fn absent_parameters_and_set_steps_build_the_tables_anew() {
             for step in 1..=6 {
                 write_grads(&mut state, &case, step, backend);
                 if step == 2 || step == 3 {
-                    state.set_absent("tensor.1").unwrap();
+                    state.set_without_gradient("tensor.1").unwrap();
                 }
                 if step == 5 {
                     state.set_step(40);
@@ -222,7 +222,7 @@ fn what_cannot_be_recorded_is_refused() {
     let mut state = allocate(&plan, &case, &backend);
     let graph = plan.capture(&mut state, &backend).unwrap();
     plan.replay(&mut state, &backend, &graph).unwrap();
-    state.set_absent("tensor.1").unwrap();
+    state.set_without_gradient("tensor.1").unwrap();
     let stale = PlanError::StaleGraph;
     assert_eq!(
         plan.replay(&mut state, &backend, &graph).unwrap_err(),
@@ -232,7 +232,7 @@ fn what_cannot_be_recorded_is_refused() {
         plan.capture(&mut state, &backend)
             .unwrap_err()
             .to_string()
-            .contains("absent")
+            .contains("without gradient")
     );
     plan.run(&mut state, &backend).unwrap();
     assert_eq!(

@@ -7,7 +7,7 @@
 
 mod alone;
 mod bytes;
-mod carried;
+mod cached;
 mod change;
 mod compute;
 mod format;
@@ -24,7 +24,7 @@ mod tree;
 
 pub use alone::{grad_chunk_sum, param_chunk_sum};
 pub use bytes::{padded_bytes, read_values, write_padded};
-pub use carried::{Carried, run_leaves_format};
+pub use cached::{Cached, run_leaves_format};
 pub use compute::Compute;
 pub use format::{FormatVisitor, run_format};
 pub use norm::{

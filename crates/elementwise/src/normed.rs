@@ -4,12 +4,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fusestep_launch::{
-    CHUNK_ELEMENTS, CarriedSum, FINISHED_BYTES, HostCall, HostList, HostRun, HostSpans, LeafSums,
+    CHUNK_ELEMENTS, CachedSum, FINISHED_BYTES, HostCall, HostList, HostRun, HostSpans, LeafSums,
     MAX_LISTS, MAX_SUMS, MultiTensorKernel, Outcome, UnitSums,
 };
 use fusestep_simd::{MAX_SHARED, Order, Split, Team};
 
-use crate::Carried;
+use crate::Cached;
 use crate::change::units;
 use crate::norm::{NORM_LANES, fold};
 
@@ -43,11 +43,11 @@ pub struct Tensor<'a> {
     pub lists: [HostList<'a>; MAX_LISTS],
     /// Sums that the tensor's last update took along, and where this one leaves them, if somebody sees to it that they are still
     /// those of the parameters.
-    pub carried: Option<Carried<'a>>,
+    pub cached: Option<Cached<'a>>,
     /// Σ g² over the whole tensor, if somebody has taken it: chunks of the fixed tree, added in order.
     pub grad_sum: Option<f64>,
     /// All sums over the whole tensor that the kernel needs, if somebody has taken them: nothing is
-    /// read for them then, and `grad_sum` is not looked at. Nothing is carried along with them.
+    /// read for them then, and `grad_sum` is not looked at. Nothing is cached with them.
     pub sums: Option<[f64; MAX_SUMS]>,
     /// Places for the sums over what the update changes, one for each chunk, if they are wanted; 0 if the tensor is skipped.
     pub update_sums: Option<&'a mut [UnitSums]>,
@@ -57,7 +57,7 @@ pub struct Tensor<'a> {
 ///
 /// # Cost
 /// A tensor of a kernel that takes sums is read twice, the second time from cache if it fits; but its parameters once if their sum was
-/// carried along, and its gradient once if its sum is given.
+/// cached, and its gradient once if its sum is given.
 pub fn step_tensor(tensor: Tensor<'_>, team: Option<&Team>) -> Outcome {
     let Some(normed) = tensor.kernel.normed() else {
         update(tensor, team);
@@ -81,13 +81,13 @@ pub fn step_tensor(tensor: Tensor<'_>, team: Option<&Team>) -> Outcome {
             lists: tensor.lists,
             ..tensor
         };
-        let carried = finished.carrying().map(|(_, carried)| carried.valid);
+        let cached = finished.caching().map(|(_, cached)| cached.valid);
         // Between the two nobody may take the sums for those of the parameters, a caller that survives a panic included.
-        if let Some(valid) = carried {
+        if let Some(valid) = cached {
             valid.store(false, Ordering::Relaxed);
         }
         update(finished, team);
-        if let Some(valid) = carried {
+        if let Some(valid) = cached {
             valid.store(true, Ordering::Relaxed);
         }
     } else if let Some(sums) = &mut tensor.update_sums {
@@ -141,12 +141,12 @@ fn update_backward(tensor: Tensor<'_>) {
 
 fn update_chunk(chunk: Tensor<'_>) {
     let spans = chunk.spans();
-    let carried = chunk.carrying().and_then(|(kernel, carried)| {
+    let cached = chunk.caching().and_then(|(kernel, cached)| {
         let index = (chunk.first_element / u64::from(CHUNK_ELEMENTS)) as usize;
-        Some((kernel, carried.chunks.get(index)?))
+        Some((kernel, cached.chunks.get(index)?))
     });
     let sum = chunk.update_sums.and_then(<[_]>::first_mut);
-    if sum.is_none() && carried.is_none() {
+    if sum.is_none() && cached.is_none() {
         let run = HostRun::new(chunk.call, chunk.lists, spans);
         return chunk.kernel.run_host(run);
     }
@@ -156,7 +156,7 @@ fn update_chunk(chunk: Tensor<'_>) {
         ..chunk.call
     };
     let mut leaves = [0.0; NORM_LANES];
-    match carried {
+    match cached {
         Some((kernel, _)) => kernel.run_leaves(call, chunk.lists, spans, &mut leaves),
         None => chunk
             .kernel
@@ -165,7 +165,7 @@ fn update_chunk(chunk: Tensor<'_>) {
     if let Some(sum) = sum {
         *sum = units(&changes);
     }
-    if let Some((_, slot)) = carried {
+    if let Some((_, slot)) = cached {
         slot.store(fold(leaves).to_bits(), Ordering::Relaxed);
     }
 }
@@ -230,19 +230,19 @@ fn chunk_sums(tensor: &Tensor<'_>, chunk: usize, wanted: [bool; MAX_SUMS]) -> [f
 }
 
 impl<'a> Tensor<'a> {
-    /// The kernel's sum that can be carried, and where it is, if both are there.
-    fn carrying(&self) -> Option<(&'a dyn CarriedSum, Carried<'a>)> {
-        let kernel = self.kernel.normed()?.carried()?;
-        Some((kernel, self.carried?))
+    /// The kernel's sum that can be cached, and where it is, if both are there.
+    fn caching(&self) -> Option<(&'a dyn CachedSum, Cached<'a>)> {
+        let kernel = self.kernel.normed()?.cached()?;
+        Some((kernel, self.cached?))
     }
 
     /// The sums over the tensor that are there without a look at it.
     fn sums_at_hand(&self) -> [Option<f64>; MAX_SUMS] {
         let mut sums = [None; MAX_SUMS];
-        if let Some((kernel, carried)) = self.carrying()
-            && carried.valid.load(Ordering::Relaxed)
+        if let Some((kernel, cached)) = self.caching()
+            && cached.valid.load(Ordering::Relaxed)
         {
-            let chunks = carried.chunks.iter();
+            let chunks = cached.chunks.iter();
             sums[kernel.position()] = Some(chunks.fold(0.0, |total, chunk| {
                 total + f64::from_bits(chunk.load(Ordering::Relaxed))
             }));
@@ -293,7 +293,7 @@ impl Split for Tensor<'_> {
             parameter: self.parameter,
             first_element: self.first_element + first as u64,
             lists,
-            carried: self.carried,
+            cached: self.cached,
             grad_sum: None,
             sums: None,
             update_sums,

@@ -7,7 +7,7 @@ use fusestep_elementwise::{
     run_leaves_format, write_padded,
 };
 use fusestep_launch::{
-    ApartEntries, ArgumentLayout, CarriedSum, FINISHED_BYTES, Format, HostCall, HostList, HostRun,
+    ApartEntries, ArgumentLayout, CachedSum, FINISHED_BYTES, Format, HostCall, HostList, HostRun,
     HostSpans, MAX_LISTS, MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, ResidentSets,
     SetValues, TensorList, WORKSPACE_BYTES, entry, sets_entry,
 };
@@ -174,13 +174,13 @@ impl<T: Compute> NormedKernel for LarsKernel<T> {
         Some(GRAD_SUM)
     }
 
-    fn carried(&self) -> Option<&dyn CarriedSum> {
+    fn cached(&self) -> Option<&dyn CachedSum> {
         Some(self)
     }
 }
 
 /// The parameters' squares, for the next step's ‖p‖.
-impl<T: Compute> CarriedSum for LarsKernel<T> {
+impl<T: Compute> CachedSum for LarsKernel<T> {
     fn position(&self) -> usize {
         PARAM_SUM
     }

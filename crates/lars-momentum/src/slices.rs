@@ -137,7 +137,7 @@ impl<T: Compute> LarsTensors<'_, T> {
             first_element: 0,
             lists,
             // The caller may write its parameters between two calls.
-            carried: None,
+            cached: None,
             grad_sum: None,
             sums: None,
             update_sums: None,

@@ -40,7 +40,7 @@ pub use limits::{
     LaunchLimits,
 };
 pub use normed::{
-    ApartEntries, CHUNK_UNITS, CarriedSum, Excluded, FINISHED_BYTES, MAX_SUMS, NormedKernel,
+    ApartEntries, CHUNK_UNITS, CachedSum, Excluded, FINISHED_BYTES, MAX_SUMS, NormedKernel,
     Outcome, SLOT_VALUES, WORKSPACE_BYTES, Workspace,
 };
 pub use pack::{Addresses, CONCLUSION_BYTES, pack, pack_conclusion, pack_reduction};

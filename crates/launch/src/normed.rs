@@ -93,7 +93,7 @@ pub trait NormedKernel: Send + Sync {
     }
 
     /// What the kernel offers if an update can take one of the next step's sums along.
-    fn carried(&self) -> Option<&dyn CarriedSum> {
+    fn cached(&self) -> Option<&dyn CachedSum> {
         None
     }
 }
@@ -103,7 +103,7 @@ pub trait NormedKernel: Send + Sync {
 ///
 /// A backend may use it for as long as it can tell that nobody else has written the parameters since. The bits are those of
 /// [`NormedKernel::chunk_sums`] over what was written.
-pub trait CarriedSum: Send + Sync {
+pub trait CachedSum: Send + Sync {
     /// Its position among the sums of [`NormedKernel::chunk_sums`].
     fn position(&self) -> usize;
 

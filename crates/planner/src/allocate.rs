@@ -91,8 +91,8 @@ impl Plan {
             index: names.map(|(i, param)| (param.name.clone(), i)).collect(),
             step: 0,
             steps_behind: vec![0; self.params.len()],
-            absent: vec![false; self.params.len()],
-            absent_count: 0,
+            without_gradient: vec![false; self.params.len()],
+            without_gradient_count: 0,
             schedule: Schedule {
                 classes: self.classes.clone(),
                 batches: self.optimize_stages().map(|s| s.batches.clone()).collect(),

@@ -12,7 +12,7 @@ pub struct StepReport {
     /// Elements updated; 0 if the step was skipped.
     pub elements: u64,
     /// Parameters left out because they had no gradient; neither they nor their state changed.
-    pub absent: u64,
+    pub without_gradient: u64,
     /// Norm of all gradients, with the loss scale taken out; `None` without a pass that reads them.
     pub grad_norm: Option<f64>,
     /// Norm of what the step changed in all parameters, ‖new − old‖; `None` without pass `update_norms`.

@@ -83,7 +83,7 @@ impl Plan {
         }
         let mut report = StepReport {
             step: state.step + 1,
-            absent: state.absent_count,
+            without_gradient: state.without_gradient_count,
             ..StepReport::default()
         };
         let skipped_before = executor.backend().skipped();
@@ -95,7 +95,7 @@ impl Plan {
         }
         state.params_version += 1;
         if report.skipped {
-            state.forget_absent();
+            state.forget_without_gradient();
         } else {
             state.advance();
         }

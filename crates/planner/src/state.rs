@@ -40,8 +40,8 @@ pub struct State {
     /// For each parameter the steps it has missed.
     pub(crate) steps_behind: Vec<u64>,
     /// For each parameter whether the next step leaves it out.
-    pub(crate) absent: Vec<bool>,
-    pub(crate) absent_count: u64,
+    pub(crate) without_gradient: Vec<bool>,
+    pub(crate) without_gradient_count: u64,
     pub(crate) schedule: Schedule,
     pub(crate) tables: Tables,
     pub(crate) poisoned: Option<u64>,
@@ -65,7 +65,7 @@ pub struct State {
     pub(crate) backend: &'static str,
 }
 
-/// The batches to run: the plan's own, unless tensors are absent or behind.
+/// The batches to run: the plan's own, unless tensors are without gradient or behind.
 #[derive(Debug)]
 pub(crate) struct Schedule {
     pub(crate) classes: Classes,
@@ -73,7 +73,7 @@ pub(crate) struct Schedule {
     pub(crate) batches: Vec<Vec<Batch>>,
     /// One entry for each read of stage `norm`.
     pub(crate) norm: Vec<Vec<Batch>>,
-    /// The pattern of absent tensors or missed steps has changed since it was made.
+    /// The pattern of tensors without gradient or missed steps has changed since it was made.
     pub(crate) stale: bool,
 }
 
@@ -83,7 +83,7 @@ impl State {
         self.step
     }
 
-    /// Steps that this parameter has taken: fewer than [`State::step`] if it was absent.
+    /// Steps that this parameter has taken: fewer than [`State::step`] if it was without gradient.
     ///
     /// # Errors
     /// [`PlanError::UnknownName`].
@@ -204,20 +204,20 @@ impl State {
     ///
     /// # Errors
     /// [`PlanError::UnknownName`].
-    pub fn set_absent(&mut self, name: &str) -> Result<(), PlanError> {
+    pub fn set_without_gradient(&mut self, name: &str) -> Result<(), PlanError> {
         let param = self.find(name)?;
-        self.set_absent_at(param);
+        self.set_without_gradient_at(param);
         Ok(())
     }
 
-    /// [`State::set_absent`] by the parameter's position in the plan.
+    /// [`State::set_without_gradient`] by the parameter's position in the plan.
     ///
     /// # Panics
     /// If the plan has no such parameter.
-    pub fn set_absent_at(&mut self, param: usize) {
-        if !self.absent[param] {
-            self.absent[param] = true;
-            self.absent_count += 1;
+    pub fn set_without_gradient_at(&mut self, param: usize) {
+        if !self.without_gradient[param] {
+            self.without_gradient[param] = true;
+            self.without_gradient_count += 1;
             self.schedule.stale = true;
         }
     }
@@ -241,7 +241,7 @@ impl State {
         Ok(self.storages[storage].lists[list].dtype())
     }
 
-    /// Makes the batches anew if the pattern of absent tensors or missed steps has changed.
+    /// Makes the batches anew if the pattern of tensors without gradient or missed steps has changed.
     pub(crate) fn refresh(&mut self, plan: &Plan) -> Result<(), PlanError> {
         if !self.schedule.stale {
             return Ok(());
@@ -249,7 +249,7 @@ impl State {
         let classes = Classes::new(&self.params, |param| self.steps_behind[param]);
         let mut batches = Vec::with_capacity(plan.stages.len());
         for stage in plan.optimize_stages() {
-            batches.push(plan.batches(stage, |param| !self.absent[param], &classes)?);
+            batches.push(plan.batches(stage, |param| !self.without_gradient[param], &classes)?);
         }
         for storage in &mut self.storages {
             let set_bytes = storage.kernel.argument_layout().set_bytes;
@@ -258,13 +258,13 @@ impl State {
         let mut norm = Vec::new();
         if let (Some(state), Some(stage)) = (&mut self.norm, plan.norm_stage()) {
             for read in &stage.reads {
-                norm.push(plan.norm_batches(read, |param| !self.absent[param])?);
+                norm.push(plan.norm_batches(read, |param| !self.without_gradient[param])?);
             }
             state.placed = Placed::No;
         }
-        let absent = &self.absent;
+        let without_gradient = &self.without_gradient;
         self.exchange
-            .refresh(plan, |param| !absent[param], &classes)?;
+            .refresh(plan, |param| !without_gradient[param], &classes)?;
         self.schedule = Schedule {
             classes,
             batches,
@@ -277,20 +277,22 @@ impl State {
     /// Counts a step that has been run.
     pub(crate) fn advance(&mut self) {
         self.step += 1;
-        if self.absent_count > 0 {
-            for (behind, absent) in self.steps_behind.iter_mut().zip(&mut self.absent) {
-                *behind += u64::from(std::mem::take(absent));
+        if self.without_gradient_count > 0 {
+            for (behind, without_gradient) in
+                self.steps_behind.iter_mut().zip(&mut self.without_gradient)
+            {
+                *behind += u64::from(std::mem::take(without_gradient));
             }
-            self.absent_count = 0;
+            self.without_gradient_count = 0;
             self.schedule.stale = true;
         }
     }
 
     /// After a skipped step nobody has missed anything.
-    pub(crate) fn forget_absent(&mut self) {
-        if self.absent_count > 0 {
-            self.absent.fill(false);
-            self.absent_count = 0;
+    pub(crate) fn forget_without_gradient(&mut self) {
+        if self.without_gradient_count > 0 {
+            self.without_gradient.fill(false);
+            self.without_gradient_count = 0;
             self.schedule.stale = true;
         }
     }

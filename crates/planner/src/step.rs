@@ -199,13 +199,13 @@ impl Plan {
             self.each_reduced(state, backend, how)?;
         }
         for (param, _) in given.iter().enumerate().filter(|(_, given)| **given == 0) {
-            state.set_absent_at(param);
+            state.set_without_gradient_at(param);
         }
         let mut executor = Executor::Backend(backend);
         let comms_of_stages = (self.topology.world > 1).then_some(&mut *comms);
         let report = self.run_update(state, &mut executor, comms_of_stages)?;
         let report = StepReport {
-            absent: given.iter().filter(|&&given| given == 0).count() as u64,
+            without_gradient: given.iter().filter(|&&given| given == 0).count() as u64,
             ..report
         };
         let averaged = self.average(state, comms)?;

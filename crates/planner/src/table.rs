@@ -104,7 +104,7 @@ impl Plan {
     /// Enqueues one step and waits for nothing. [`State::step`], the loss scale and the count of skipped steps are as they were
     /// until [`State::settle`] reads what the device has decided; without a stage that reads the gradients nothing is left to read.
     ///
-    /// The step of a plan that reads gradients is waited for nevertheless if parameters are absent in it, because the next step's
+    /// The step of a plan that reads gradients is waited for nevertheless if parameters are without gradient in it, because the next step's
     /// table depends on whether this one was skipped.
     ///
     /// # Errors
@@ -132,7 +132,7 @@ impl Plan {
     /// Records a step as a graph; the step is not run. Every [`Plan::replay`] is then one call of the driver.
     ///
     /// # Errors
-    /// [`PlanError::NotCapturable`] if the tables are in arguments or parameters are absent; [`PlanError::Backend`] on a backend
+    /// [`PlanError::NotCapturable`] if the tables are in arguments or parameters are without gradient; [`PlanError::Backend`] on a backend
     /// that records no launches.
     pub fn capture(
         &self,
@@ -143,8 +143,10 @@ impl Plan {
         if state.tables.kind != TableKind::Resident {
             return Err(not_capturable("its tables are in arguments"));
         }
-        if state.absent_count > 0 {
-            return Err(not_capturable("parameters are absent in the next step"));
+        if state.without_gradient_count > 0 {
+            return Err(not_capturable(
+                "parameters are without gradient in the next step",
+            ));
         }
         state.prepare(self, backend)?;
         let graph = backend.capture(&mut || {
@@ -167,7 +169,7 @@ impl Plan {
     /// Enqueues the recorded step once more, as [`Plan::enqueue`] would. A learning rate set since is written first.
     ///
     /// # Errors
-    /// [`PlanError::StaleGraph`] if the state's tables have been built anew since, because parameters were absent, the rule was
+    /// [`PlanError::StaleGraph`] if the state's tables have been built anew since, because parameters were without gradient, the rule was
     /// changed, or steps were set or loaded; as [`Plan::run`].
     pub fn replay(
         &self,
@@ -177,7 +179,7 @@ impl Plan {
     ) -> Result<(), PlanError> {
         self.check_state(state)?;
         let built_anew = state.tables.generation != graph.generation;
-        if built_anew || state.schedule.stale || state.absent_count > 0 {
+        if built_anew || state.schedule.stale || state.without_gradient_count > 0 {
             return Err(PlanError::StaleGraph);
         }
         state.publish_lr(backend)?;
@@ -247,7 +249,7 @@ impl State {
     /// # Errors
     /// [`PlanError::Backend`].
     pub fn settle(&mut self, backend: &dyn Backend) -> Result<(), PlanError> {
-        // Parameters set absent since then are so in the next step, not in these.
+        // Parameters set without gradient since then are so in the next step, not in these.
         self.step += self.read_applied(backend)?;
         Ok(())
     }
@@ -275,9 +277,9 @@ impl State {
             return Ok(());
         }
         self.tables.pending += 1;
-        if self.absent_count > 0 {
+        if self.without_gradient_count > 0 {
             match self.read_applied(backend)? {
-                0 => self.forget_absent(),
+                0 => self.forget_without_gradient(),
                 _ => self.advance(),
             }
         }

@@ -1,12 +1,12 @@
 //! Sums over parameters from one step to the next.
 //!
 //! LARS needs the norm of every parameter before it updates it. The update before had the parameter at hand and took the sum along
-//! ([`fusestep_launch::CarriedSum`]), which saves a read of all parameters, as long as nobody has written them in between. The
+//! ([`fusestep_launch::CachedSum`]), which saves a read of all parameters, as long as nobody has written them in between. The
 //! buffers know: each counts how often it was borrowed to be written.
 
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
-use fusestep_elementwise::Carried;
+use fusestep_elementwise::Cached;
 use fusestep_launch::{CHUNK_ELEMENTS, Launch, ListBuffer};
 use fusestep_tensor::Role;
 
@@ -38,7 +38,7 @@ impl ParamSums {
     /// Those that the launch's parameters carry, to be given back by [`ParamSums::keep`] when they have been updated; `None` if the
     /// kernel has no use for them or the parameters are not kept here. Sums over what has changed since are marked as such.
     pub(crate) fn take(launch: &mut Launch<'_>) -> Option<Self> {
-        launch.kernel.normed()?.carried()?;
+        launch.kernel.normed()?.cached()?;
         let written = Written::of(launch.lists)?;
         let list = launch
             .lists
@@ -68,10 +68,10 @@ impl ParamSums {
     }
 
     /// Those of one tensor of so many elements.
-    pub(crate) fn of(&self, tensor: usize, numel: u64) -> Option<Carried<'_>> {
+    pub(crate) fn of(&self, tensor: usize, numel: u64) -> Option<Cached<'_>> {
         let range = *self.starts.get(tensor)?..*self.starts.get(tensor + 1)?;
         let chunks = numel.div_ceil(u64::from(CHUNK_ELEMENTS)) as usize;
-        Some(Carried {
+        Some(Cached {
             chunks: self.chunks.get(range)?.get(..chunks)?,
             valid: self.valid.get(tensor)?,
         })
@@ -146,8 +146,8 @@ mod tests {
             let sums = ParamSums::new(starts);
             let numel = |tensor: usize| offsets.get(tensor + 1).unwrap_or(&end) - offsets[tensor];
             for tensor in 0..offsets.len() {
-                let carried = sums.of(tensor, numel(tensor)).map(|sums| sums.chunks.len());
-                assert_eq!(carried, Some(numel(tensor).div_ceil(65_536) as usize));
+                let cached = sums.of(tensor, numel(tensor)).map(|sums| sums.chunks.len());
+                assert_eq!(cached, Some(numel(tensor).div_ceil(65_536) as usize));
             }
             assert!(sums.of(offsets.len(), 1).is_none());
         }

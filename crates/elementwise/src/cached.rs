@@ -15,7 +15,7 @@ use crate::{Compute, Storage, Update};
 
 /// A tensor's sums of squares that its last update has taken along.
 #[derive(Clone, Copy, Debug)]
-pub struct Carried<'a> {
+pub struct Cached<'a> {
     /// The sum over each chunk, as the bits of an f64.
     pub chunks: &'a [AtomicU64],
     /// Whether they are the sums over the parameters as they are now.
@@ -215,16 +215,16 @@ mod tests {
             changes: None,
         };
         let spans = || HostSpans::part(numel, 0, 3, 65_536);
-        let (mut apart, mut carried) = (lists(format, numel), lists(format, numel));
+        let (mut apart, mut cached) = (lists(format, numel), lists(format, numel));
         let run = HostRun::new(call, host_lists(format, &mut apart), spans());
         run_format::<C, _, 1>(&Mix, format, run);
-        let lists = host_lists(format, &mut carried);
+        let lists = host_lists(format, &mut cached);
         let mut leaves = [0.0; 64];
         run_leaves_format::<C, _, 1>(&Mix, format, call, lists, spans(), &mut leaves);
         let sum = fold(leaves);
-        assert!(apart == carried, "{case}");
+        assert!(apart == cached, "{case}");
         let mut written: [&[u8]; MAX_LISTS] = [&[]; MAX_LISTS];
-        for (list, bytes) in written.iter_mut().zip(&carried) {
+        for (list, bytes) in written.iter_mut().zip(&cached) {
             *list = bytes;
         }
         let [param, grad] = chunk_sums::<C, _, 1, 2>(level, &Both, format, written);
