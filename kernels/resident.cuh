@@ -79,7 +79,7 @@ __device__ __forceinline__ double trust_of(const Class& own, double excluded_is_
     return own.own_decay != 0 && own.weight_decay == 0.0 && excluded_is_plain != 0.0 ? 0.0 : 1.0;
 }
 
-// crates/launch/src/draw.rs.
+// crates/launch/src/random_bits.rs.
 __device__ __forceinline__ u64 step_key(u64 seed, u64 step) {
     const u64 golden = 0x9e3779b97f4a7c15ull;
     return storage::mix64(storage::mix64(seed + golden) + step * golden);

@@ -1,7 +1,7 @@
 // How parameters and state are kept: f32, f64, f16 or bf16, with a master or a remainder beside the parameter, rounded to nearest or
 // at random. Arithmetic is in the compute type; every format has `widen` and `narrow`, and a kernel is written once for all.
 //
-// The host's versions are crates/elementwise/src/narrow.rs and slot.rs, and crates/launch/src/draw.rs; the bits are the same.
+// The host's versions are crates/simd/src/narrow.rs, crates/elementwise/src/slot.rs, and crates/launch/src/random_bits.rs; the bits are the same.
 #pragma once
 
 #include "multi_tensor.cuh"

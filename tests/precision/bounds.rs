@@ -5,7 +5,7 @@ use fusestep_fused_adam::reference as adam;
 use fusestep_fused_sgd::reference as sgd;
 use fusestep_lamb::reference as lamb;
 use fusestep_lars_momentum::reference as lars;
-use fusestep_launch::draw::{element_word, step_key, tensor_key};
+use fusestep_launch::random_bits::{element_word, step_key, tensor_key};
 use fusestep_launch::{Format, Master, Rounding};
 use fusestep_lion::reference as lion;
 use fusestep_planner::{Optimizer, Planner, State};

@@ -1,11 +1,11 @@
 //! How the loop rounds: to nearest, or at random by keys that do not depend on how the work was cut.
 
-use fusestep_launch::draw::{element_word, tensor_key};
+use fusestep_launch::random_bits::{element_word, tensor_key};
 use fusestep_launch::{HostSpan, KEY_BYTES};
 
 use crate::read_values;
 
-/// Where the draws of a tensor's elements come from.
+/// Where the random bits of a tensor's elements come from.
 pub trait Rounding: Copy {
     /// Whether anything is drawn.
     const AT_RANDOM: bool;
@@ -18,7 +18,7 @@ pub trait Rounding: Copy {
     fn at(self, first: usize) -> Self;
     /// 16 random bits for one element of the block: those of list `list`, counted from the parameter without the gradient. Upper
     /// bits are not specified.
-    fn draw(self, lane: usize, list: usize) -> u32;
+    fn random_bits(self, lane: usize, list: usize) -> u32;
 }
 
 /// To nearest even; nothing is drawn.
@@ -37,7 +37,7 @@ impl Rounding for Nearest {
         self
     }
     #[inline(always)]
-    fn draw(self, _: usize, _: usize) -> u32 {
+    fn random_bits(self, _: usize, _: usize) -> u32 {
         0
     }
 }
@@ -69,7 +69,7 @@ impl Rounding for Stochastic {
         }
     }
     #[inline(always)]
-    fn draw(self, lane: usize, list: usize) -> u32 {
+    fn random_bits(self, lane: usize, list: usize) -> u32 {
         // Halves of `element + lane` in 32-bit operations, of which a vector holds twice as many.
         let first = self.element as u32;
         let low = first.wrapping_add(lane as u32);

@@ -22,9 +22,9 @@ pub trait Slot<C: Compute> {
     fn widen(param: Self::Param, beside: Self::Beside) -> C;
     /// The value that the update ended with.
     fn narrow(value: C) -> (Self::Param, Self::Beside);
-    /// As above, with the parameter rounded by `draw`, if it is all there is.
+    /// As above, with the parameter rounded by `random_bits`, if it is all there is.
     #[inline(always)]
-    fn narrow_at_random(value: C, _draw: u32) -> (Self::Param, Self::Beside) {
+    fn narrow_at_random(value: C, _random_bits: u32) -> (Self::Param, Self::Beside) {
         Self::narrow(value)
     }
 }
@@ -44,8 +44,8 @@ impl<C: Compute, P: Storage<C>> Slot<C> for Plain<P> {
         (P::narrow(value), ())
     }
     #[inline(always)]
-    fn narrow_at_random(value: C, draw: u32) -> (P, ()) {
-        (P::narrow_at_random(value, draw), ())
+    fn narrow_at_random(value: C, random_bits: u32) -> (P, ()) {
+        (P::narrow_at_random(value, random_bits), ())
     }
 }
 

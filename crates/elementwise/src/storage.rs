@@ -32,12 +32,12 @@ pub trait Storage<C: Compute>: Pod + Send + Sync {
     }
     /// The word of two values, each as by [`Self::narrow_at_random`]; only where [`Self::PAIRED`].
     #[inline(always)]
-    fn narrow_pair_at_random(_values: [C; 2], _draws: [u32; 2]) -> u32 {
+    fn narrow_pair_at_random(_values: [C; 2], _random_bits: [u32; 2]) -> u32 {
         0
     }
-    /// A neighbouring value, chosen by the lower 16 bits of `draw`; the nearest one for a type that is not rounded at random.
+    /// A neighbouring value, chosen by the lower 16 bits of `random_bits`; the nearest one for a type that is not rounded at random.
     #[inline(always)]
-    fn narrow_at_random(value: C, _draw: u32) -> Self {
+    fn narrow_at_random(value: C, _random_bits: u32) -> Self {
         Self::narrow(value)
     }
 }
@@ -77,8 +77,8 @@ impl Storage<f32> for bf16 {
         bf16::from_bits(narrow_bf16(value))
     }
     #[inline(always)]
-    fn narrow_at_random(value: f32, draw: u32) -> Self {
-        bf16::from_bits(narrow_bf16_at_random(value, draw))
+    fn narrow_at_random(value: f32, random_bits: u32) -> Self {
+        bf16::from_bits(narrow_bf16_at_random(value, random_bits))
     }
     const PAIRED: bool = true;
     #[inline(always)]
@@ -90,7 +90,7 @@ impl Storage<f32> for bf16 {
         narrow_bf16_pair::<NUMBERS>(values)
     }
     #[inline(always)]
-    fn narrow_pair_at_random(values: [f32; 2], draws: [u32; 2]) -> u32 {
-        narrow_bf16_pair_at_random(values, draws)
+    fn narrow_pair_at_random(values: [f32; 2], random_bits: [u32; 2]) -> u32 {
+        narrow_bf16_pair_at_random(values, random_bits)
     }
 }

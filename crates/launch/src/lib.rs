@@ -9,7 +9,6 @@
 mod backend;
 mod batch;
 mod control;
-pub mod draw;
 mod error;
 mod host;
 mod kernel;
@@ -17,6 +16,7 @@ mod limits;
 mod normed;
 mod pack;
 mod precision;
+pub mod random_bits;
 mod recorder;
 mod reduction;
 mod resident;

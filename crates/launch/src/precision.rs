@@ -5,7 +5,7 @@ use std::fmt;
 use fusestep_tensor::{DType, Role};
 use serde::{Deserialize, Serialize};
 
-use crate::draw::step_key;
+use crate::random_bits::step_key;
 use crate::{Access, ArgumentLayout, RuleError, TensorList};
 
 /// What a 16-bit parameter has beside it, so that updates smaller than its rounding are not lost.
@@ -40,7 +40,7 @@ pub enum Rounding {
     #[default]
     Nearest,
     /// Up or down at random, so that the expected value is the exact one. The bits drawn depend on seed, step, parameter and
-    /// element alone ([`crate::draw`]).
+    /// element alone ([`crate::random_bits`]).
     Stochastic {
         /// Start of the random numbers.
         seed: u64,

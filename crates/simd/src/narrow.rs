@@ -87,17 +87,17 @@ pub fn narrow_bf16_pair<const NUMBERS: bool>([low, high]: [f32; 2]) -> u32 {
     nearest::<NUMBERS>(low) >> 16 | nearest::<NUMBERS>(high) & UPPER
 }
 
-/// One of the two neighbouring bf16, the upper in magnitude with the probability that makes the expected value exact. Of `draw` the
+/// One of the two neighbouring bf16, the upper in magnitude with the probability that makes the expected value exact. Of `random_bits` the
 /// lower 16 bits count; a value that is a bf16 stays what it is.
 #[inline(always)]
-pub fn narrow_bf16_at_random(value: f32, draw: u32) -> u16 {
-    (at_random(value, draw) >> 16) as u16
+pub fn narrow_bf16_at_random(value: f32, random_bits: u32) -> u16 {
+    (at_random(value, random_bits) >> 16) as u16
 }
 
 /// Two of [`narrow_bf16_at_random`], in the lower and in the upper half of a word.
 #[inline(always)]
-pub fn narrow_bf16_pair_at_random([low, high]: [f32; 2], draws: [u32; 2]) -> u32 {
-    at_random(low, draws[0]) >> 16 | at_random(high, draws[1]) & UPPER
+pub fn narrow_bf16_pair_at_random([low, high]: [f32; 2], random_bits: [u32; 2]) -> u32 {
+    at_random(low, random_bits[0]) >> 16 | at_random(high, random_bits[1]) & UPPER
 }
 
 /// The nearest bf16 in the upper half.
@@ -107,10 +107,10 @@ fn nearest<const NUMBER: bool>(value: f32) -> u32 {
     rounded::<NUMBER>(value, 0x7fff + odd)
 }
 
-/// The bf16 that `draw` chose in the upper half.
+/// The bf16 that `random_bits` chose in the upper half.
 #[inline(always)]
-fn at_random(value: f32, draw: u32) -> u32 {
-    rounded::<false>(value, draw & 0xffff)
+fn at_random(value: f32, random_bits: u32) -> u32 {
+    rounded::<false>(value, random_bits & 0xffff)
 }
 
 /// The bits after `addend`, less than 2¹⁶, was added, of which the upper half counts; NaN stay NaN.
@@ -243,8 +243,8 @@ mod tests {
             0x0000_8000,
             0x7f7f_ffff,
         ] {
-            let up = (0..=0xffff).filter(|&draw| {
-                let found = narrow_bf16_at_random(f32::from_bits(bits), draw);
+            let up = (0..=0xffff).filter(|&random_bits| {
+                let found = narrow_bf16_at_random(f32::from_bits(bits), random_bits);
                 assert!(found == (bits >> 16) as u16 || found == (bits >> 16) as u16 + 1);
                 found != (bits >> 16) as u16
             });
