@@ -2,6 +2,24 @@
 
 use crate::source;
 
+/// Words of our own that the field has others for; as identifiers of Rust.
+const RETIRED: [(&str, &str); 14] = [
+    ("Ring", "CommStream"),
+    ("rings", "comm_streams"),
+    ("Meet", "Rendezvous"),
+    ("Seat", "Participant"),
+    ("seat", "participant"),
+    ("seats", "participants"),
+    ("Offer", "Contribution"),
+    ("Bell", "Notifier"),
+    ("bell", "notifier"),
+    ("Lent", "Borrowed"),
+    ("lent", "borrowed"),
+    ("Carried", "Cached"),
+    ("carried", "cached"),
+    ("set_absent", "set_without_gradient"),
+];
+
 /// What is wrong with a file.
 pub(crate) fn violations(path: &str, text: &str) -> Vec<String> {
     let code = source::code_only(text);
@@ -26,6 +44,16 @@ pub(crate) fn violations(path: &str, text: &str) -> Vec<String> {
             ));
         }
     }
+    if path.ends_with(".rs") {
+        for (word, expected) in RETIRED {
+            for at in source::words(&code, word) {
+                let line = source::line_of(&code, at);
+                found.push(format!(
+                    "{path}:{line}: expected `{expected}`, found `{word}`"
+                ));
+            }
+        }
+    }
     found
 }
 
@@ -39,5 +67,6 @@ mod tests {
         assert_eq!(violations("a.rs", text).len(), 3);
         let text = "fn f() {\n    match (x, y) {\n        (true, _) => 1,\n    }\n}\n// true => 1\n/// Of the same.\n";
         assert_eq!(violations("a.rs", text), Vec::<String>::new());
+        assert_eq!(violations("a.rs", "use a::Ring; // Ring\n").len(), 1);
     }
 }

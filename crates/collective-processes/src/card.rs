@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use fusestep_collective::{CollectiveError, Fingerprint, Membership, ReduceUpdate};
 
-use crate::layout::{CARD_WORDS, PRINT_WORDS, Seat};
+use crate::layout::{CARD_WORDS, PRINT_WORDS, Participant};
 
 const FLAGS: usize = PRINT_WORDS;
 const INPUT: usize = PRINT_WORDS + 1;
@@ -89,16 +89,16 @@ fn print_words(print: &Fingerprint) -> [u64; PRINT_WORDS] {
 /// The cards of all parties of a round that is open.
 #[derive(Clone, Copy)]
 pub(crate) struct Cards<'a> {
-    pub(crate) seats: &'a [Seat],
+    pub(crate) participants: &'a [Participant],
 }
 
 impl Cards<'_> {
     fn word(&self, party: usize, word: usize) -> u64 {
-        self.seats[party].card[word].load(Ordering::Relaxed)
+        self.participants[party].card[word].load(Ordering::Relaxed)
     }
 
     pub(crate) fn parties(&self) -> usize {
-        self.seats.len()
+        self.participants.len()
     }
 
     pub(crate) fn is_staged(&self, party: usize) -> bool {

@@ -16,7 +16,7 @@ use fusestep_tensor::DType;
 use crate::card::{Card, Cards};
 use crate::group::{Founding, Group};
 use crate::heap::Arena;
-use crate::meet::{Broken, Coming, Place, late_in};
+use crate::round::{Broken, Coming, Place, late_in};
 use crate::session::SessionPlan;
 use crate::{ProcessError, ProcessOptions, Rendezvous, rendezvous};
 
@@ -317,7 +317,7 @@ impl ProcessCommunicator {
         } = self;
         let ranks = place.ranks.clone();
         let late = task.late(group);
-        let outcome = group.meet(place, &task.coming(0), late, |cards| {
+        let outcome = group.round(place, &task.coming(0), late, |cards| {
             cards.compare(&task.card.print)?;
             Self::note(recorder, cards, &task.card, &ranks);
             Ok(read(cards))

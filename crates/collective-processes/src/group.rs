@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 use fusestep_collective::CollectiveError;
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::bell::Patience;
 use crate::heap::Arena;
 use crate::layout::{
-    BlockPlan, FAILED, GroupHead, MeetHead, Member, RECORD_WORDS, put_bytes, take_bytes,
+    BlockPlan, FAILED, GroupHead, Member, RECORD_WORDS, RoundHead, put_bytes, take_bytes,
 };
-use crate::meet::Place;
+use crate::notifier::Patience;
+use crate::round::Place;
 use crate::session::Session;
 
 /// Longest wait for the words of a rank that has closed a gate.
@@ -84,7 +84,7 @@ impl Group {
     /// This rank's place at the table of all.
     pub(crate) fn place(&self) -> Place {
         Place {
-            table: self.block + self.plan().meet(),
+            table: self.block + self.plan().round(),
             ranks: (0..self.members.len()).collect(),
             party: self.rank,
             round: 0,
@@ -231,9 +231,9 @@ impl Group {
     /// Closes the gate of all ranks and wakes everyone, those who wait in transfers, too.
     fn shut(&self) {
         let segment = &self.session.segment;
-        let table: &MeetHead = segment.at(self.block + self.plan().meet());
+        let table: &RoundHead = segment.at(self.block + self.plan().round());
         table.gate.0.fetch_or(FAILED, Ordering::SeqCst);
-        table.bell.0.ring();
+        table.notifier.0.notify();
         for rank in 0..self.members.len() {
             let peer = self.member(rank).transfer.load(Ordering::SeqCst) as usize;
             if let Some(peer) = peer
@@ -241,8 +241,8 @@ impl Group {
                 .filter(|&peer| peer < self.members.len())
             {
                 for pair in [(rank, peer), (peer, rank)] {
-                    let table: &MeetHead = segment.at(self.block + self.plan().pair(pair));
-                    table.bell.0.ring();
+                    let table: &RoundHead = segment.at(self.block + self.plan().pair(pair));
+                    table.notifier.0.notify();
                 }
             }
         }

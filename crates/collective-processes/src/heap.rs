@@ -118,7 +118,7 @@ impl MemoryOwner for Arena {
         let start = self.heap.segment.address(self.offset, self.len_bytes);
         // SAFETY: inside of a mapping that the heap keeps. The place is this arena's alone: `take`
         // gives none out twice, and other ranks touch it only while this one is in a call that has
-        // borrowed it (`meet`).
+        // borrowed it (`round`).
         unsafe { std::slice::from_raw_parts(start, self.len_bytes) }
     }
 

@@ -40,8 +40,8 @@ pub(crate) struct Padded<T>(pub(crate) T);
 /// Wakes processes.
 #[repr(C)]
 #[derive(Debug)]
-pub(crate) struct Bell {
-    /// Changes when it rings.
+pub(crate) struct Notifier {
+    /// Another one after every notification.
     pub(crate) word: AtomicU32,
     /// Those who wait in the system's queue, or died there.
     pub(crate) sleepers: AtomicU32,
@@ -60,7 +60,7 @@ pub(crate) struct SessionHead {
     pub(crate) second_len: AtomicU64,
     /// Ranks that have mapped the segment, [`FAILED`] and [`LATE`].
     pub(crate) gate: AtomicU64,
-    pub(crate) bell: Bell,
+    pub(crate) notifier: Notifier,
 }
 
 /// A rank's process in one word; 0 until it comes.
@@ -68,21 +68,21 @@ pub(crate) struct SessionHead {
 #[derive(Debug)]
 pub(crate) struct Process(pub(crate) AtomicU64);
 
-/// What parties that meet have in common. Their seats lie behind it.
+/// What parties that meet have in common. Their participants lie behind it.
 #[repr(C)]
 #[derive(Debug)]
-pub(crate) struct MeetHead {
+pub(crate) struct RoundHead {
     /// Arrivals of all rounds, and [`FAILED`]. Round `k` is open once `k · parties` is reached.
     pub(crate) gate: Padded<AtomicU64>,
     /// Departures of all rounds.
     pub(crate) departed: Padded<AtomicU64>,
-    pub(crate) bell: Padded<Bell>,
+    pub(crate) notifier: Padded<Notifier>,
 }
 
 /// The place of one party.
 #[repr(C, align(128))]
 #[derive(Debug)]
-pub(crate) struct Seat {
+pub(crate) struct Participant {
     /// The last round it has arrived at.
     pub(crate) arrived: AtomicU64,
     pub(crate) card: [AtomicU64; CARD_WORDS],
@@ -124,9 +124,9 @@ unsafe impl Shared for SessionHead {}
 // SAFETY: as above.
 unsafe impl Shared for Process {}
 // SAFETY: as above.
-unsafe impl Shared for MeetHead {}
+unsafe impl Shared for RoundHead {}
 // SAFETY: as above.
-unsafe impl Shared for Seat {}
+unsafe impl Shared for Participant {}
 // SAFETY: as above.
 unsafe impl Shared for GroupHead {}
 // SAFETY: as above.
@@ -150,24 +150,24 @@ impl BlockPlan {
         size_of::<GroupHead>() as u64
     }
 
-    /// The [`MeetHead`] of all ranks.
-    pub(crate) fn meet(self) -> u64 {
+    /// The [`RoundHead`] of all ranks.
+    pub(crate) fn round(self) -> u64 {
         self.members() + self.ranks * size_of::<Member>() as u64
     }
 
-    /// The [`MeetHead`] of transfers from one rank to another.
+    /// The [`RoundHead`] of transfers from one rank to another.
     pub(crate) fn pair(self, (from, to): (usize, usize)) -> u64 {
         let index = from as u64 * self.ranks + to as u64;
-        self.meet() + meet_bytes(self.ranks) + index * meet_bytes(2)
+        self.round() + round_bytes(self.ranks) + index * round_bytes(2)
     }
 
     pub(crate) fn bytes(self) -> u64 {
-        self.pair((0, 0)) + self.ranks * self.ranks * meet_bytes(2)
+        self.pair((0, 0)) + self.ranks * self.ranks * round_bytes(2)
     }
 }
 
-fn meet_bytes(parties: u64) -> u64 {
-    (size_of::<MeetHead>() as u64) + parties * size_of::<Seat>() as u64
+fn round_bytes(parties: u64) -> u64 {
+    (size_of::<RoundHead>() as u64) + parties * size_of::<Participant>() as u64
 }
 
 /// Longest name of the second file.
@@ -205,8 +205,8 @@ mod tests {
         for ranks in [1, 2, 5, 64] {
             let plan = BlockPlan::new(ranks);
             let last = plan.pair((ranks - 1, ranks - 1));
-            assert_eq!(last + meet_bytes(2), plan.bytes());
-            for offset in [plan.members(), plan.meet(), plan.pair((0, 0)), last] {
+            assert_eq!(last + round_bytes(2), plan.bytes());
+            for offset in [plan.members(), plan.round(), plan.pair((0, 0)), last] {
                 assert_eq!(offset % 128, 0);
             }
         }

@@ -3,8 +3,6 @@
 #[cfg(not(target_os = "linux"))]
 mod absent;
 #[cfg(target_os = "linux")]
-mod bell;
-#[cfg(target_os = "linux")]
 mod card;
 #[cfg(target_os = "linux")]
 mod communicator;
@@ -22,14 +20,16 @@ mod layout;
 #[cfg(target_os = "linux")]
 mod life;
 #[cfg(target_os = "linux")]
-mod meet;
-#[cfg(target_os = "linux")]
 mod movement;
+#[cfg(target_os = "linux")]
+mod notifier;
 mod options;
 #[cfg(target_os = "linux")]
 mod reduction;
 #[cfg(target_os = "linux")]
 mod rendezvous;
+#[cfg(target_os = "linux")]
+mod round;
 #[cfg(target_os = "linux")]
 mod segment;
 #[cfg(target_os = "linux")]

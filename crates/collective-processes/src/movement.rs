@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 
 use crate::card::Cards;
 use crate::communicator::{ProcessCommunicator, STAGE_BYTES, Task};
-use crate::meet::Place;
+use crate::round::Place;
 use crate::segment::Segment;
 
 /// What a rank shows to the others.
@@ -22,7 +22,7 @@ enum Input<'a> {
 
 /// Bytes that a rank takes.
 struct Pull {
-    /// The seat of whom it takes them from.
+    /// The participant of whom it takes them from.
     from: usize,
     /// Where they lie in what is shown there.
     range: Range<usize>,
@@ -69,7 +69,7 @@ impl Movement<'_> {
                 let offset = cards.input(pull.from) + (start - shown.start) as u64;
                 let address = segment.address(offset, end - start);
                 // SAFETY: inside of the mapping (`address`), and it is what that rank has brought
-                // to this round: nobody writes it before all who live have departed (`meet`).
+                // to this round: nobody writes it before all who live have departed (`round`).
                 let bytes = unsafe { std::slice::from_raw_parts(address, end - start) };
                 let (from, to) = (start - pull.range.start, end - pull.range.start);
                 copy_bytes(Level::detect(), &mut into[from..to], bytes);
@@ -112,7 +112,7 @@ impl ProcessCommunicator {
         outcome
     }
 
-    /// A send or a receive; seat 0 is the sender's.
+    /// A send or a receive; participant 0 is the sender's.
     pub(crate) fn pass_on(
         &mut self,
         task: &mut Task,
@@ -175,7 +175,7 @@ impl ProcessCommunicator {
             } = self;
             let (party, ranks) = (place.party, place.ranks.clone());
             let late = task.late(group);
-            let met = group.meet(place, &task.coming(0), late, |cards| {
+            let met = group.round(place, &task.coming(0), late, |cards| {
                 if piece == 0 {
                     let compared = cards.compare(&task.card.print);
                     compared.map_err(|error| with_ranks(error, &ranks))?;
@@ -267,7 +267,7 @@ fn plan<'a>(
     }
 }
 
-/// A mismatch between seats, said of the ranks on them.
+/// A mismatch between participants, said of the ranks on them.
 fn with_ranks(mut error: CollectiveError, ranks: &[usize]) -> CollectiveError {
     if let CollectiveError::Mismatch {
         expected_rank,

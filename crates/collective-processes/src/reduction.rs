@@ -147,7 +147,7 @@ impl ProcessCommunicator {
         let (rank, ranks) = (group.rank, place.ranks.clone());
         let coming = task.coming(plan.claim_bytes);
         let late = task.late(group);
-        let met = group.meet(place, &coming, late, |cards| {
+        let met = group.round(place, &coming, late, |cards| {
             if piece.start == 0 {
                 cards.compare(&task.card.print)?;
                 Self::note(recorder, cards, &task.card, &ranks);
@@ -211,14 +211,14 @@ impl ProcessCommunicator {
         } = self;
         let ranks = place.ranks.clone();
         let late = task.late(group);
-        let met = group.meet(place, &task.coming(0), late, |cards| {
+        let met = group.round(place, &task.coming(0), late, |cards| {
             cards.compare(&task.card.print)?;
             Self::note(recorder, cards, &task.card, &ranks);
             let grads = (0..cards.parties()).map(|party| {
                 let offset = cards.input(party) + grad_block.start as u64;
                 let address = segment.address(offset, grad_block.len());
                 // SAFETY: inside of the mapping; gradients that a rank has brought are written by
-                // nobody before all who live have departed (`meet`).
+                // nobody before all who live have departed (`round`).
                 unsafe { std::slice::from_raw_parts(address, grad_block.len()) }
             });
             let replicas = call.replicas.iter().enumerate().map(|(index, replica)| {
@@ -227,7 +227,7 @@ impl ProcessCommunicator {
                     let offset = cards.replica(party, index) + block.start as u64;
                     let address = segment.address(offset, block.len());
                     // SAFETY: inside of the mapping; block `rank` of what any rank has brought is
-                    // this rank's alone until all who live have departed (`meet`), and replicas are
+                    // this rank's alone until all who live have departed (`round`), and replicas are
                     // different memory, since each was brought by a `&mut` of it.
                     unsafe { std::slice::from_raw_parts_mut(address, block.len()) }
                 });
@@ -309,7 +309,7 @@ impl<'a> Round<'a> {
             // A part that is no longer was claimed for its owner from the start.
             let mut more = self.part(owner).len() > claim;
             while more {
-                let claimed = &self.cards.seats[owner].claimed.0;
+                let claimed = &self.cards.participants[owner].claimed.0;
                 // Arrivals and departures order what is done with the bytes.
                 let start = claimed.fetch_add(claim as u64, Ordering::Relaxed) as usize;
                 more = self.reduce_claim(owner, start..start.saturating_add(claim));
@@ -380,7 +380,7 @@ impl<'a> Round<'a> {
             return Column {
                 shared: None,
                 // SAFETY: inside of the mapping; a rank's memory is shared from its coming to the
-                // departure of all who live (`meet`). These bytes of it are this rank's alone: parts
+                // departure of all who live (`round`). These bytes of it are this rank's alone: parts
                 // are disjoint, and claims of one part come from one counter that only rises and
                 // begins behind what was reserved, which its owner uses once.
                 writable: unsafe { std::slice::from_raw_parts_mut(from, len) },

@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crate::bell::Patience;
 use crate::files::{Names, folders, segment_name, system};
 use crate::layout::{FAILED, LATE, MAGIC, PATH_BYTES, Process, SessionHead, put_bytes, take_bytes};
 use crate::life::Life;
+use crate::notifier::Patience;
 use crate::segment::Segment;
 use crate::session::{Session, SessionPlan, life_in, word_of};
 use crate::{ProcessError, Rendezvous};
@@ -269,10 +269,10 @@ fn come(
     let (set, get) = (Ordering::SeqCst, Ordering::SeqCst);
     let gate = || head.gate.load(Ordering::SeqCst);
     if head.gate.fetch_update(set, get, arrive).is_ok() {
-        head.bell.ring();
+        head.notifier.notify();
         let over = || gate() & FAILED != 0 || gate() == ranks;
         let patience = Patience::of(usize::MAX);
-        head.bell
+        head.notifier
             .wait(patience, deadline, over, || dead().is_some());
         if gate() == ranks {
             return Ok(());
@@ -287,7 +287,7 @@ fn come(
         if head.gate.fetch_update(set, get, close) == Err(ranks) {
             return Ok(());
         }
-        head.bell.ring();
+        head.notifier.notify();
     }
     let died = dead().filter(|_| gate() & LATE == 0);
     Err(died.map_or_else(missing, |rank| ProcessError::Died { rank }))

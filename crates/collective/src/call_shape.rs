@@ -115,28 +115,7 @@ impl<'a> CallShape<'a> {
             }
         };
         if let Some(counts) = self.counts {
-            if !self.operation.has_blocks() {
-                return Err(
-                    "expected no counts, found some: this operation has no blocks".to_owned(),
-                );
-            }
-            if counts.len() != world_size {
-                return Err(format!(
-                    "counts: expected {world_size}, one for each rank, found {}",
-                    counts.len()
-                ));
-            }
-            let total = counts
-                .iter()
-                .try_fold(0usize, |sum, &count| sum.checked_add(count));
-            let fits = total.filter(|total| {
-                total
-                    .checked_mul(element_bytes)
-                    .is_some_and(|bytes| bytes <= isize::MAX as usize)
-            });
-            return fits.ok_or_else(|| {
-                "counts: expected a sum that fits memory, found an overflow".to_owned()
-            });
+            return self.counted(counts, world_size);
         }
         let in_place = matches!(self.lengths, Lengths::InPlace(_));
         let scaled = |block: usize| {
@@ -166,6 +145,25 @@ impl<'a> CallShape<'a> {
         } else {
             Ok(numel)
         }
+    }
+
+    /// Elements of the whole where the caller says how many each rank has.
+    fn counted(&self, counts: &[usize], world_size: usize) -> Result<usize, String> {
+        let element_bytes = self.dtype.len_bytes();
+        if !self.operation.has_blocks() {
+            return Err("expected no counts, found some: this operation has no blocks".to_owned());
+        }
+        if counts.len() != world_size {
+            return Err(format!(
+                "counts: expected {world_size}, one for each rank, found {}",
+                counts.len()
+            ));
+        }
+        let mut counts = counts.iter();
+        let total = counts.try_fold(0usize, |sum, &count| sum.checked_add(count));
+        let bytes = |total: &usize| total.checked_mul(element_bytes);
+        let fits = total.filter(|total| bytes(total).is_some_and(|len| len <= isize::MAX as usize));
+        fits.ok_or_else(|| "counts: expected a sum that fits memory, found an overflow".to_owned())
     }
 
     fn check_lengths(&self, rank: usize, blocks: &Blocks<'_>) -> Result<(), String> {

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use fusestep_collective::CollectiveError;
 
-use crate::bell::Patience;
 use crate::card::{Card, Cards};
 use crate::group::Group;
-use crate::layout::{FAILED, MeetHead, Seat};
+use crate::layout::{FAILED, Participant, RoundHead};
+use crate::notifier::Patience;
 
 /// Looks for who is late before those that were counted have said so, too.
 const LOOKS: usize = 10_000;
@@ -20,9 +20,9 @@ const LOOKS: usize = 10_000;
 pub(crate) struct Place {
     /// Where the table lies in the segment.
     pub(crate) table: u64,
-    /// The ranks at it, in the order of the seats.
+    /// The ranks at it, in the order of the participants.
     pub(crate) ranks: Vec<usize>,
-    /// This one's seat.
+    /// This one's participant.
     pub(crate) party: usize,
     /// Rounds that it has arrived at.
     pub(crate) round: u64,
@@ -49,8 +49,8 @@ pub(crate) enum Broken {
 
 /// The table as it lies in the segment.
 struct Table<'a> {
-    head: &'a MeetHead,
-    seats: &'a [Seat],
+    head: &'a RoundHead,
+    participants: &'a [Participant],
     place: &'a Place,
     group: &'a Group,
     target: u64,
@@ -61,7 +61,7 @@ impl Group {
     /// Takes part in the next round at a table.
     ///
     /// `late` makes the error of the ranks that have not come; `work` must not wait for anything.
-    pub(crate) fn meet<R>(
+    pub(crate) fn round<R>(
         &self,
         place: &mut Place,
         coming: &Coming,
@@ -74,22 +74,29 @@ impl Group {
         let parties = place.ranks.len();
         let table = Table {
             head: segment.at(place.table),
-            seats: segment.list_at(place.table + size_of::<MeetHead>() as u64, parties),
+            participants: segment.list_at(place.table + size_of::<RoundHead>() as u64, parties),
             target: place.round * parties as u64,
             group: self,
             patience: self.patience,
             place,
         };
-        let seat = &table.seats[place.party];
-        // Nobody reads the seat now: readers are in an open round, the last one is over for all who
+        let participant = &table.participants[place.party];
+        // Nobody reads the participant now: readers are in an open round, the last one is over for all who
         // live (`depart`), and the next cannot open before the arrival below.
-        coming.card.write(&seat.card);
-        seat.claimed.0.store(coming.reserved, Ordering::Relaxed);
+        coming.card.write(&participant.card);
+        participant
+            .claimed
+            .0
+            .store(coming.reserved, Ordering::Relaxed);
         table.arrive().map_err(Broken::Ended)?;
-        seat.arrived.store(place.round, Ordering::SeqCst);
+        participant.arrived.store(place.round, Ordering::SeqCst);
         table.wait(coming, late).map_err(Broken::Ended)?;
         // Peers may use this rank's memory from here on, whether the work returns or panics.
-        let done = catch_unwind(AssertUnwindSafe(|| work(Cards { seats: table.seats })));
+        let done = catch_unwind(AssertUnwindSafe(|| {
+            work(Cards {
+                participants: table.participants,
+            })
+        }));
         let departed = table.depart(coming);
         match done {
             Ok(result) => departed.map(|()| result),
@@ -141,7 +148,7 @@ impl Table<'_> {
         let close = |gate: u64| (gate & !FAILED < self.target).then_some(gate | FAILED);
         let (set, get) = (Ordering::SeqCst, Ordering::SeqCst);
         let closed = self.head.gate.0.fetch_update(set, get, close);
-        self.head.bell.0.ring();
+        self.head.notifier.0.notify();
         closed.ok()
     }
 
@@ -152,20 +159,21 @@ impl Table<'_> {
         late: impl FnOnce(Vec<usize>) -> CollectiveError,
     ) -> Result<(), CollectiveError> {
         if self.gate() & !FAILED == self.target {
-            self.head.bell.0.ring();
+            self.head.notifier.0.notify();
             return Ok(());
         }
         let (mut dead, mut ended) = (None, None);
         let look = || {
             self.group.inherit();
             ended = self.ended();
-            dead = self.dead(|seat| seat.arrived.load(Ordering::SeqCst) < self.place.round);
+            dead = self
+                .dead(|participant| participant.arrived.load(Ordering::SeqCst) < self.place.round);
             dead = dead.or_else(|| self.dead(|_| true));
             dead.is_some() || ended.is_some()
         };
         let over = || self.is_open() || self.gate() & FAILED != 0;
-        let bell = &self.head.bell.0;
-        bell.wait(self.patience, coming.deadline, over, look);
+        let notifier = &self.head.notifier.0;
+        notifier.wait(self.patience, coming.deadline, over, look);
         if self.is_open() {
             return Ok(());
         }
@@ -188,24 +196,26 @@ impl Table<'_> {
     }
 
     /// The first rank of those that `concerns` whose process is gone.
-    fn dead(&self, concerns: impl Fn(&Seat) -> bool) -> Option<usize> {
-        let seats = self.seats.iter().zip(&self.place.ranks);
-        let mut concerned = seats.filter(|(seat, _)| concerns(seat));
+    fn dead(&self, concerns: impl Fn(&Participant) -> bool) -> Option<usize> {
+        let participants = self.participants.iter().zip(&self.place.ranks);
+        let mut concerned = participants.filter(|(participant, _)| concerns(participant));
         let found = concerned.find(|(_, rank)| !self.group.is_alive(**rank));
         found.map(|(_, rank)| *rank)
     }
 
     /// The ranks that are not among those counted when the gate was closed.
     fn late(&self, closed: u64) -> Vec<usize> {
-        let parties = self.seats.len() as u64;
+        let parties = self.participants.len() as u64;
         let missing = (self.target - closed) as usize;
         debug_assert!(closed + parties >= self.target, "the round before is over");
         let mut late = Vec::new();
         for _ in 0..LOOKS {
-            let seats = self.seats.iter().zip(&self.place.ranks);
-            let is_late = |seat: &Seat| seat.arrived.load(Ordering::SeqCst) < self.place.round;
-            late = seats
-                .filter(|(seat, _)| is_late(seat))
+            let participants = self.participants.iter().zip(&self.place.ranks);
+            let is_late = |participant: &Participant| {
+                participant.arrived.load(Ordering::SeqCst) < self.place.round
+            };
+            late = participants
+                .filter(|(participant, _)| is_late(participant))
                 .map(|(_, rank)| *rank)
                 .collect();
             // A party says that it has arrived a moment after it is counted, or dies in between.
@@ -221,31 +231,32 @@ impl Table<'_> {
     /// [`Broken::InUse`] says.
     fn depart(&self, coming: &Coming) -> Result<(), Broken> {
         let (head, round) = (self.head, self.place.round);
-        self.seats[self.place.party]
+        self.participants[self.place.party]
             .departed
             .0
             .store(round, Ordering::SeqCst);
         if head.departed.0.fetch_add(1, Ordering::SeqCst) + 1 == self.target {
-            head.bell.0.ring();
+            head.notifier.0.notify();
             return Ok(());
         }
         let over = || head.departed.0.load(Ordering::SeqCst) >= self.target;
-        let is_in = |seat: &Seat| seat.departed.0.load(Ordering::SeqCst) < round;
+        let is_in =
+            |participant: &Participant| participant.departed.0.load(Ordering::SeqCst) < round;
         let alone = || {
-            let seats = self.seats.iter().zip(&self.place.ranks);
-            let mut others = seats.filter(|(seat, _)| is_in(seat));
+            let participants = self.participants.iter().zip(&self.place.ranks);
+            let mut others = participants.filter(|(participant, _)| is_in(participant));
             // Alive is asked first: who departs and dies then has departed.
-            others.all(|(seat, rank)| !self.group.is_alive(*rank) || !is_in(seat))
+            others.all(|(participant, rank)| !self.group.is_alive(*rank) || !is_in(participant))
         };
         let deadline = Instant::now() + coming.timeout;
-        let bell = &head.bell.0;
-        if bell.wait(self.patience, deadline, over, alone) {
+        let notifier = &head.notifier.0;
+        if notifier.wait(self.patience, deadline, over, alone) {
             return Ok(());
         }
-        let seats = || self.seats.iter().zip(&self.place.ranks);
+        let participants = || self.participants.iter().zip(&self.place.ranks);
         let mut in_use = Vec::new();
         let mut dead = None;
-        for (_, &rank) in seats().filter(|(seat, _)| is_in(seat)) {
+        for (_, &rank) in participants().filter(|(participant, _)| is_in(participant)) {
             if self.group.is_alive(rank) {
                 in_use.push(rank);
             } else {
@@ -253,7 +264,7 @@ impl Table<'_> {
             }
         }
         in_use.retain(|rank| {
-            let mut still = seats().filter(|(seat, _)| is_in(seat));
+            let mut still = participants().filter(|(participant, _)| is_in(participant));
             still.any(|(_, other)| other == rank)
         });
         match (in_use.is_empty(), dead) {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::Timespec;
 use rustix::thread::futex;
 
-use crate::layout::Bell;
+use crate::layout::Notifier;
 
 /// How often a waiter looks before it offers its core, and how often it does that before it sleeps:
 /// as ranks that are threads do.
@@ -36,9 +36,9 @@ impl Patience {
     }
 }
 
-impl Bell {
+impl Notifier {
     /// Wakes all sleepers; to be called after the change that they wait for.
-    pub(crate) fn ring(&self) {
+    pub(crate) fn notify(&self) {
         // Either this sees the sleeper, or the sleeper's last look saw the change: these accesses
         // are `SeqCst`. A sleeper between its look and its sleep sees the word change.
         if self.sleepers.load(Ordering::SeqCst) > 0 {
@@ -88,7 +88,7 @@ impl Bell {
     }
 }
 
-/// Sleeps until the word is another one and somebody rings, or the time is over.
+/// Sleeps until the word is another one and somebody notifies, or the time is over.
 fn sleep(word: &std::sync::atomic::AtomicU32, seen: u32, time: Duration) {
     let time = Timespec {
         tv_sec: 0,
