@@ -2,6 +2,8 @@
 
 #[path = "trust/commits.rs"]
 mod commits;
+#[path = "trust/counts.rs"]
+mod counts;
 #[path = "trust/folders.rs"]
 mod folders;
 #[path = "trust/states.rs"]

@@ -122,17 +122,31 @@ fn nothing_of_others_is_written_over_or_removed() {
         "step-00000002-a/mine",
         "notes.txt",
         "shard-00000.safetensors",
+        "step-00000009-a/shard-00000.safetensors",
     ];
     for name in strangers {
         fs::create_dir_all(at(name).parent().unwrap()).unwrap();
         fs::write(at(name), name).unwrap();
     }
-    for _ in 0..3 {
+    expect_saved(step_and_save(folder.path().into()));
+    // A generation of another checkpoint, where the third save would go.
+    let other = tempfile::tempdir().unwrap();
+    expect_saved(step_and_save(other.path().into()));
+    let theirs = "step-00000003-a";
+    fs::rename(other.path().join("step-00000001-a"), at(theirs)).unwrap();
+    let bytes = || fs::read(at(theirs).join("shard-00001.safetensors")).unwrap();
+    let before = bytes();
+    for _ in 0..2 {
         expect_saved(step_and_save(folder.path().into()));
     }
     for name in strangers {
         assert_eq!(fs::read_to_string(at(name)).unwrap(), name);
     }
+    assert_eq!(bytes(), before);
+    assert_eq!(
+        Manifest::read(folder.path()).unwrap().generation,
+        "step-00000003-b"
+    );
     // One that a stranger has put into a generation stays as well, and so does the way to save.
     let generation = Manifest::read(folder.path()).unwrap().generation;
     fs::write(at(&generation).join("mine"), "x").unwrap();
@@ -226,6 +240,19 @@ fn overlapping_ranges_with_a_hole_are_refused() {
         "{error}"
     );
     assert!(error.contains('@'), "the tensor is named: {error}");
+}
+
+#[test]
+fn the_first_save_is_there_after_a_loss_of_power_in_folders_that_it_made() {
+    for seed in 0..40 {
+        let disk = SimulatedDisk::new(seed, []);
+        let folder = CheckpointFolder::of(&disk, Path::new(FOLDER));
+        expect_saved(step_and_save(folder));
+        disk.add_fault(disk.calls(), Fault::PowerLoss);
+        let _ = disk.list(Path::new(FOLDER));
+        disk.restart();
+        assert_eq!(held(folder).0, 1, "seed {seed}");
+    }
 }
 
 #[test]

@@ -1,0 +1,73 @@
+//! What a checkpoint holds beside tensors: steps skipped, the loss scale, and nothing of a micro-step that is not over.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
+
+use fusestep_collective::Solo;
+use fusestep_cpu::CpuBackend;
+use fusestep_fused_adam::Adam;
+use fusestep_planner::{Comms, LossScaling, Plan, Planner, State, Topology};
+use fusestep_tensor::{DType, ParamDesc, Shape};
+
+fn start() -> (Plan, State, CpuBackend) {
+    let params = ["a", "b"].map(|name| ParamDesc::new(name, Shape::new([3]).unwrap(), DType::F32));
+    let planner = Planner::new(Adam::default().into()).with(LossScaling::dynamic());
+    let plan = planner
+        .plan_for(&params, Topology::new(0, 1).unwrap())
+        .unwrap();
+    let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+    let state = plan.allocate(&backend).unwrap();
+    (plan, state, backend)
+}
+
+fn give(run: &mut (Plan, State, CpuBackend), comms: &mut Comms<'_>, name: &str, value: f32) {
+    let (plan, state, backend) = run;
+    let bytes: Vec<u8> = [value; 3].iter().flat_map(|x| x.to_le_bytes()).collect();
+    plan.push_grad(state, backend, comms, name, &bytes).unwrap();
+}
+
+#[test]
+fn skipped_steps_missed_steps_and_the_scale_come_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut comm = Solo::new();
+    let mut comms = Comms::direct(&mut comm);
+    let mut run = start();
+    for (a, b) in [(1.0, Some(2.0)), (f32::INFINITY, Some(1.0)), (3.0, None)] {
+        give(&mut run, &mut comms, "a", a);
+        if let Some(b) = b {
+            give(&mut run, &mut comms, "b", b);
+        }
+        let (plan, state, backend) = &mut run;
+        plan.step(state, backend, &mut comms).unwrap();
+    }
+    let counts = |state: &State| {
+        let scale = state.loss_scale().unwrap();
+        let steps = ["a", "b"].map(|name| state.step_of(name).unwrap());
+        let scale = (scale.scale(), scale.good_steps(), scale.bad_steps());
+        (state.step(), state.skipped(), steps, scale)
+    };
+    let (plan, state, backend) = &run;
+    plan.save(state, backend, &mut comms, folder.path(), BTreeMap::new())
+        .unwrap();
+    let expected = counts(state);
+    assert_eq!(expected, (2, 1, [2, 1], (32_768.0, 1, 0)));
+    let (plan, mut state, backend) = start();
+    plan.load(&mut state, &backend, folder.path()).unwrap();
+    assert_eq!(counts(&state), expected);
+}
+
+#[test]
+fn gradients_of_a_micro_step_under_way_are_not_lost_in_silence() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut comm = Solo::new();
+    let mut comms = Comms::direct(&mut comm);
+    let mut run = start();
+    give(&mut run, &mut comms, "a", 1.0);
+    let (plan, state, backend) = &mut run;
+    let saved = plan.save(state, backend, &mut comms, folder.path(), BTreeMap::new());
+    let error = saved.unwrap_err().to_string();
+    assert!(error.contains("end the micro-step"), "{error}");
+    plan.step(state, backend, &mut comms).unwrap();
+    plan.save(state, backend, &mut comms, folder.path(), BTreeMap::new())
+        .unwrap();
+}
