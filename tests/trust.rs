@@ -6,6 +6,8 @@ mod commits;
 mod counts;
 #[path = "trust/folders.rs"]
 mod folders;
+#[path = "trust/meanwhile.rs"]
+mod meanwhile;
 #[path = "trust/states.rs"]
 mod states;
 

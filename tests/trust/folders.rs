@@ -12,17 +12,20 @@ use fusestep_planner::{
     CheckpointFolder, Comms, Manifest, Plan, PlanError, Planner, Shard, State, Topology, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
-use fusestep_tensor_file::{Files, TensorFile};
+use fusestep_tensor_file::{Files, TensorFile, serialize};
 use fusestep_testkit::{Fault, SimulatedDisk};
+use xxhash_rust::xxh3::xxh3_64;
 
-const FOLDER: &str = "/run/checkpoint";
+pub(crate) const FOLDER: &str = "/run/checkpoint";
+
+/// Whole slots, of which two ranks have half each.
+const PARAMS: [(&str, u64); 2] = [("a", 128), ("b", 64)];
 
 fn plan(topology: Topology) -> Plan {
-    let desc = |name: &str, numel| ParamDesc::new(name, Shape::new([numel]).unwrap(), DType::F32);
+    let params =
+        PARAMS.map(|(name, numel)| ParamDesc::new(name, Shape::new([numel]).unwrap(), DType::F32));
     let planner = Planner::new(Adam::default().into()).with(Shard::new(ZeroStage::One));
-    planner
-        .plan_for(&[desc("a", 7), desc("b", 4)], topology)
-        .unwrap()
+    planner.plan_for(&params, topology).unwrap()
 }
 
 /// One rank that has made so many steps.
@@ -45,7 +48,7 @@ impl Run {
     }
 
     fn step(&mut self, comms: &mut Comms<'_>) {
-        for (name, numel) in [("a", 7), ("b", 4)] {
+        for (name, numel) in PARAMS {
             let bytes: Vec<u8> = (0..numel)
                 .flat_map(|at| (at as f32 - 2.5).to_le_bytes())
                 .collect();
@@ -64,7 +67,7 @@ impl Run {
     }
 
     fn value(&self) -> Vec<u8> {
-        let mut bytes = vec![0; 4 * 7];
+        let mut bytes = vec![0; 4 * PARAMS[0].1 as usize];
         self.state
             .read(&self.backend, Role::Param, "a", &mut bytes)
             .unwrap();
@@ -73,7 +76,7 @@ impl Run {
 }
 
 /// Two ranks make one more step than the checkpoint has and save; each rank's outcome.
-fn step_and_save(folder: CheckpointFolder<'_>) -> Vec<Result<(), String>> {
+pub(crate) fn step_and_save(folder: CheckpointFolder<'_>) -> Vec<Result<(), String>> {
     let outcomes = run_ranks(2, &Options::default(), |mut comm| {
         let mut run = Run::new(Topology::of(&comm));
         let mut comms = Comms::direct(&mut comm);
@@ -106,7 +109,7 @@ fn held(folder: CheckpointFolder<'_>) -> (u64, Vec<u8>) {
     (run.state.step(), run.value())
 }
 
-fn expect_saved(outcomes: Vec<Result<(), String>>) {
+pub(crate) fn expect_saved(outcomes: Vec<Result<(), String>>) {
     for outcome in outcomes {
         outcome.unwrap();
     }
@@ -215,7 +218,6 @@ fn overlapping_ranges_with_a_hole_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     expect_saved(step_and_save(folder.path().into()));
     let manifest = Manifest::read(folder.path()).unwrap();
-    // The second file becomes a copy of the first one's ranges: as many elements in all, some twice and some never.
     let path = |shard: usize| {
         folder
             .path()
@@ -229,17 +231,35 @@ fn overlapping_ranges_with_a_hole_are_refused() {
             .map(|entry| entry.shape.numel())
             .sum::<u64>()
     };
+    assert_eq!(length(0), length(1));
+    let mut short = manifest.clone();
     let mut copied = manifest.clone();
     copied.shards[1] = manifest.shards[0].clone();
     copied.shards[1].file = manifest.shards[1].file.clone();
+    // The second file becomes a copy of the first one's ranges: as many elements in all, some twice and some never.
+    let second = TensorFile::read(&path(1)).unwrap();
     fs::copy(path(0), path(1)).unwrap();
-    assert_eq!(length(0), length(1));
     let error = copied.read_tensors(folder.path()).unwrap_err().to_string();
     assert!(
         error.contains("once") || error.contains("in all shards"),
         "{error}"
     );
     assert!(error.contains('@'), "the tensor is named: {error}");
+    // The second file without its last range: nothing is twice, but a tensor's end is missing.
+    let entries = second.entries().iter();
+    let left: Vec<_> = entries
+        .filter(|(name, _)| *name != "b@param")
+        .map(|(name, entry)| (name.clone(), entry.with_bytes(second.bytes(name).unwrap())))
+        .collect();
+    let bytes = serialize(&path(1), &left, second.metadata().clone()).unwrap();
+    fs::write(path(1), &bytes).unwrap();
+    short.shards[1].len_bytes = bytes.len() as u64;
+    short.shards[1].xxh3 = format!("{:016x}", xxh3_64(&bytes));
+    let error = short.read_tensors(folder.path()).unwrap_err().to_string();
+    assert!(
+        error.contains("b@param") && error.contains("in all shards"),
+        "{error}"
+    );
 }
 
 #[test]

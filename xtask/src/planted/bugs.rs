@@ -175,6 +175,14 @@ pub(super) const BUGS: &[Bug] = &[
         tool: Tool::Test("fusestep-tests", "trust", "nothing_of_others"),
     },
     Bug {
+        name: "save: other ranks' files are not looked for",
+        file: "crates/planner/src/checkpoint/save.rs",
+        from: r"                    manifest.check_shards_seen(folder)?;
+",
+        to: "",
+        tool: Tool::Test("fusestep-tests", "trust", "rank_0_does_not_see"),
+    },
+    Bug {
         name: "save: an error of another rank is no error",
         file: "crates/planner/src/checkpoint/save.rs",
         from: r"self.agree(comms, outcome)?;
@@ -274,7 +282,7 @@ pub(super) const BUGS: &[Bug] = &[
         file: "crates/planner/src/checkpoint/shards.rs",
         from: "for _ in 0..MOST_TRIES {",
         to: "for _ in 0..MOST_TRIES - 100 {",
-        tool: Tool::Test("fusestep-cli", "cli", "a_verifier_beside_a_saver"),
+        tool: Tool::Test("fusestep-tests", "trust", "begins_again"),
     },
     Bug {
         name: "load: ranges that overlap count",
@@ -288,7 +296,7 @@ pub(super) const BUGS: &[Bug] = &[
         file: "crates/planner/src/checkpoint/shards.rs",
         from: "if covered == numel {",
         to: "if covered <= numel {",
-        tool: Tool::Test("fusestep-tests", "distributed", "damage"),
+        tool: Tool::Test("fusestep-tests", "trust", "overlapping"),
     },
     Bug {
         name: "load: a shard's checksum is not compared",
@@ -316,7 +324,7 @@ pub(super) const BUGS: &[Bug] = &[
         file: "crates/planner/src/checkpoint/manifest.rs",
         from: r"!name.is_empty() && !name.contains(['/', '\\']) && !name.starts_with('.')",
         to: "!name.is_empty()",
-        tool: Tool::Test("fusestep-tests", "distributed", "damaged_manifests"),
+        tool: Tool::Test("fusestep-tests", "distributed", "without_a_checksum"),
     },
     Bug {
         name: "load: state of another rule is taken",

@@ -1,0 +1,118 @@
+//! File systems in which something happens meanwhile: a run saves while another reads, or a rank does not see another's file.
+
+use std::io::{self, ErrorKind};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use fusestep_planner::{CheckpointFolder, Manifest};
+use fusestep_tensor_file::{FileKind, Files};
+use fusestep_testkit::SimulatedDisk;
+
+use super::folders::{FOLDER, expect_saved, step_and_save};
+
+/// A disk as someone sees it who is not alone.
+#[derive(Debug)]
+struct Shared<'a> {
+    disk: &'a SimulatedDisk,
+    /// How often another run saves just before a shard is read.
+    saves: AtomicUsize,
+    /// Files that are not seen, by how their names end.
+    hidden: &'static str,
+}
+
+impl Shared<'_> {
+    fn takes_one(&self) -> bool {
+        let left = |saves: usize| saves.checked_sub(1);
+        let taken = self
+            .saves
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, left);
+        taken.is_ok()
+    }
+
+    fn hides(&self, path: &Path) -> bool {
+        !self.hidden.is_empty() && path.to_string_lossy().ends_with(self.hidden)
+    }
+}
+
+impl Files for Shared<'_> {
+    fn read(&self, path: &Path) -> io::Result<Vec<u8>> {
+        let shard = path.extension().is_some_and(|name| name == "safetensors");
+        if shard && self.takes_one() {
+            expect_saved(step_and_save(CheckpointFolder::of(
+                self.disk,
+                Path::new(FOLDER),
+            )));
+        }
+        self.disk.read(path)
+    }
+    fn kind(&self, path: &Path) -> io::Result<FileKind> {
+        if self.hides(path) {
+            return Err(ErrorKind::NotFound.into());
+        }
+        self.disk.kind(path)
+    }
+    fn write_new(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
+        self.disk.write_new(path, bytes)
+    }
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        self.disk.rename(from, to)
+    }
+    fn link(&self, from: &Path, to: &Path) -> io::Result<()> {
+        self.disk.link(from, to)
+    }
+    fn sync_folder(&self, path: &Path) -> io::Result<()> {
+        self.disk.sync_folder(path)
+    }
+    fn create_folder(&self, path: &Path) -> io::Result<()> {
+        self.disk.create_folder(path)
+    }
+    fn list(&self, path: &Path) -> io::Result<Vec<String>> {
+        self.disk.list(path)
+    }
+    fn remove_file(&self, path: &Path) -> io::Result<()> {
+        self.disk.remove_file(path)
+    }
+    fn remove_folder(&self, path: &Path) -> io::Result<()> {
+        self.disk.remove_folder(path)
+    }
+}
+
+#[test]
+fn a_reader_begins_again_when_a_run_has_saved() {
+    for saves in [0, 1, 2, 5] {
+        let disk = SimulatedDisk::new(1, []);
+        expect_saved(step_and_save(CheckpointFolder::of(
+            &disk,
+            Path::new(FOLDER),
+        )));
+        let shared = Shared {
+            disk: &disk,
+            saves: AtomicUsize::new(saves),
+            hidden: "",
+        };
+        let folder = CheckpointFolder::of(&shared, Path::new(FOLDER));
+        let (manifest, _) = Manifest::read_whole(folder).unwrap();
+        assert_eq!(shared.saves.load(Ordering::SeqCst), 0);
+        assert!(manifest.step >= 1 && manifest.step <= 1 + saves as u64);
+        assert_eq!(saves == 0, manifest.step == 1);
+    }
+}
+
+#[test]
+fn a_save_whose_files_rank_0_does_not_see_is_refused_and_the_old_one_kept() {
+    let disk = SimulatedDisk::new(1, []);
+    let folder = CheckpointFolder::of(&disk, Path::new(FOLDER));
+    expect_saved(step_and_save(folder));
+    let old = Manifest::read(folder).unwrap();
+    let shared = Shared {
+        disk: &disk,
+        saves: AtomicUsize::new(0),
+        hidden: "step-00000002-a/shard-00001.safetensors",
+    };
+    for outcome in step_and_save(CheckpointFolder::of(&shared, Path::new(FOLDER))) {
+        let error = outcome.unwrap_err();
+        assert!(error.contains("shard-00001.safetensors"), "{error}");
+    }
+    assert_eq!(Manifest::read(folder).unwrap(), old);
+    expect_saved(step_and_save(folder));
+}
