@@ -74,7 +74,7 @@ const COMMANDS: &[Command] = &[
     },
     Command {
         name: "planted",
-        usage: "planted [WORD]   put bugs into a copy of the sources, one after the other, and see each found by the tool that is there for it",
+        usage: "planted [WORD...]   put bugs into a copy of the sources, one after the other, and see each found by the tool that is there for it",
         run: planted::run,
     },
     Command {

@@ -95,17 +95,13 @@ enum End {
     Nothing,
 }
 
-/// Plants every bug, or those whose name contains a word.
-pub(crate) fn run(arguments: &[String]) -> Result<()> {
-    let word = match arguments {
-        [] => "",
-        [word] => word,
-        _ => bail!("expected `planted [WORD]`, found {arguments:?}"),
-    };
+/// Plants every bug, or those whose name contains one of the words.
+pub(crate) fn run(words: &[String]) -> Result<()> {
     let copy = workspace_root().join("target/planted");
     copy_sources(&copy)?;
-    let bugs: Vec<&Bug> = BUGS.iter().filter(|bug| bug.name.contains(word)).collect();
-    ensure!(!bugs.is_empty(), "no bug is called {word:?}");
+    let wanted = |bug: &&Bug| words.is_empty() || words.iter().any(|word| bug.name.contains(word));
+    let bugs: Vec<&Bug> = BUGS.iter().filter(wanted).collect();
+    ensure!(!bugs.is_empty(), "no bug is called {words:?}");
     for bug in &bugs {
         bug.text(&copy)?;
     }

@@ -43,7 +43,7 @@ pub(crate) fn free_name(folder: &Path) -> PathBuf {
     folder.join(format!("{PREFIX}{pid}-{own}-{number}{SUFFIX}"))
 }
 
-/// Whether a name is one of [`free_name`].
+/// Whether a name is that of a file being written.
 pub fn is_part(name: &str) -> bool {
     name.starts_with(PREFIX) && name.ends_with(SUFFIX)
 }
