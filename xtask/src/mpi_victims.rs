@@ -49,7 +49,7 @@ pub(crate) fn training(fusestep: &Path) -> Result<()> {
         &["--zero", "0", "--comm-streams", "0"][..],
         &["--zero", "1"],
         &["--zero", "2", "--comm-streams", "1"],
-        &["--zero", "3", "--rings", "2"],
+        &["--zero", "3", "--comm-streams", "2"],
     ] {
         stopped(fusestep, flags, first).or_else(|error| {
             eprintln!("mpi: once more with {second} ms in place of {first}: {error:#}");
