@@ -22,7 +22,6 @@ use std::collections::HashSet;
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -49,22 +48,12 @@ const TARGETS: [(&str, Target); 6] = [
     ("packing", targets::packing::run),
 ];
 
-fn main() -> ExitCode {
+fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    match dispatch(&arguments) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
-}
-
-fn dispatch(arguments: &[String]) -> Result<()> {
     if arguments == ["corpus"] {
         return corpus::write(Path::new(env!("CARGO_MANIFEST_DIR")));
     }
-    let [name, what, rest @ ..] = arguments else {
+    let [name, what, rest @ ..] = &arguments[..] else {
         bail!("expected a target and seconds or a file");
     };
     let target = TARGETS.iter().find(|(known, _)| known == name);

@@ -13,7 +13,8 @@ struct Check {
     name: &'static str,
     needs: Option<&'static str>,
     variables: &'static [(&'static str, &'static str)],
-    command: &'static [&'static str],
+    /// Words with a space between them.
+    command: &'static str,
 }
 
 const CHECKS: &[Check] = &[
@@ -21,49 +22,37 @@ const CHECKS: &[Check] = &[
         name: "200 kills of a run that saves, each resumed to the same parameters",
         needs: None,
         variables: &[],
-        command: &[
-            "cargo",
-            "test",
-            "--release",
-            "-p",
-            "fusestep-cli",
-            "--test",
-            "cli",
-            "--",
-            "--ignored",
-            "--exact",
-            "checkpoints::a_run_killed_at_200_instants_resumes_to_the_same_parameters",
-        ],
+        command: "cargo test --release -p fusestep-cli --test cli -- --ignored --exact checkpoints::a_run_killed_at_200_instants_resumes_to_the_same_parameters",
     },
     Check {
         name: "a million seeds",
         needs: None,
         variables: &[],
-        command: &["cargo", "xtask", "simulate", "--seeds", "1000000"],
+        command: "cargo xtask simulate --seeds 1000000",
     },
     Check {
         name: "ten minutes of each fuzz target",
         needs: None,
         variables: &[],
-        command: &["cargo", "xtask", "fuzz", "--seconds", "600"],
+        command: "cargo xtask fuzz --seconds 600",
     },
     Check {
         name: "planted bugs",
         needs: None,
         variables: &[],
-        command: &["cargo", "xtask", "planted"],
+        command: "cargo xtask planted",
     },
     Check {
         name: "thread sanitizer",
         needs: None,
         variables: &[("RUSTUP_TOOLCHAIN", "nightly")],
-        command: &["cargo", "xtask", "sanitize", "thread"],
+        command: "cargo xtask sanitize thread",
     },
     Check {
         name: "address sanitizer",
         needs: None,
         variables: &[("RUSTUP_TOOLCHAIN", "nightly")],
-        command: &["cargo", "xtask", "sanitize", "address"],
+        command: "cargo xtask sanitize address",
     },
     Check {
         name: "tests with checks of overflow and debug assertions",
@@ -73,7 +62,7 @@ const CHECKS: &[Check] = &[
             ("CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS", "true"),
             ("CARGO_TARGET_DIR", "target/checked"),
         ],
-        command: &["cargo", "test", "--release"],
+        command: "cargo test --release",
     },
     Check {
         name: "oldest compiler",
@@ -82,62 +71,31 @@ const CHECKS: &[Check] = &[
             ("RUSTUP_TOOLCHAIN", OLDEST),
             ("CARGO_TARGET_DIR", "target/oldest"),
         ],
-        command: &["cargo", "check", "--release", "--workspace"],
+        command: "cargo check --release --workspace",
     },
     Check {
         name: "licences, sources and advisories",
         needs: Some("cargo-deny"),
         variables: &[],
-        command: &["cargo", "deny", "--workspace", "check"],
+        command: "cargo deny --workspace check",
     },
     Check {
         name: "each feature alone",
         needs: Some("cargo-hack"),
         variables: &[("DOCS_RS", "1"), ("CARGO_TARGET_DIR", "target/docs-rs")],
-        command: &[
-            "cargo",
-            "hack",
-            "check",
-            "--workspace",
-            "--each-feature",
-            "--no-dev-deps",
-        ],
+        command: "cargo hack check --workspace --each-feature --no-dev-deps",
     },
     Check {
         name: "mutants of layouts and launches",
         needs: Some("cargo-mutants"),
         variables: &[],
-        command: &[
-            "cargo",
-            "mutants",
-            "--package",
-            "fusestep-coalesce",
-            "--package",
-            "fusestep-launch",
-            "--output",
-            "target/mutants-launch",
-            "--no-shuffle",
-        ],
+        command: "cargo mutants --package fusestep-coalesce --package fusestep-launch --output target/mutants-launch --no-shuffle",
     },
     Check {
         name: "mutants of the passes",
         needs: Some("cargo-mutants"),
         variables: &[],
-        command: &[
-            "cargo",
-            "mutants",
-            "--package",
-            "fusestep-planner",
-            "--file",
-            "crates/planner/src/passes/*.rs",
-            "--test-package",
-            "fusestep-tests",
-            "--cargo-test-arg=--test=plans",
-            "--cargo-test-arg=--test=distributed",
-            "--output",
-            "target/mutants-passes",
-            "--no-shuffle",
-        ],
+        command: "cargo mutants --package fusestep-planner --file crates/planner/src/passes/*.rs --test-package fusestep-tests --cargo-test-arg=--test=plans --cargo-test-arg=--test=distributed --output target/mutants-passes --no-shuffle",
     },
 ];
 
@@ -168,7 +126,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
             }
         };
         let seconds = begun.elapsed().as_secs();
-        let (name, command) = (check.name, check.command.join(" "));
+        let (name, command) = (check.name, check.command);
         table += &format!("| {name} | `{command}` | {end} | {seconds} |\n");
         println!("nightly: {name}: {end}, {seconds} s");
     }
@@ -182,13 +140,12 @@ fn ended(check: &Check) -> Result<()> {
     if let Some(tool) = check.needs {
         install(&root, tool)?;
     }
-    let [program, arguments @ ..] = check.command else {
-        bail!("no command");
-    };
+    let mut words = check.command.split(' ');
+    let program = words.next().context("no command")?;
     let tools = root.join("target/tools/bin");
     let path = std::env::var("PATH").unwrap_or_default();
     let status = Command::new(program)
-        .args(arguments)
+        .args(words)
         .current_dir(&root)
         .env("PATH", format!("{}:{path}", tools.display()))
         .envs(check.variables.iter().copied())

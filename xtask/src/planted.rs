@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 
 use self::bugs::BUGS;
 use crate::workspace_root;
@@ -41,36 +41,31 @@ enum Tool {
 }
 
 /// Seeds of simulated runs for each bug.
-const SEEDS: &str = "2000";
+const SEEDS: u64 = 2000;
 
 /// Seconds of a fuzz target for each bug.
-const FUZZ_SECONDS: &str = "20";
+const FUZZ_SECONDS: u64 = 20;
 
 /// A tool that has not ended by then has found that something never ends.
 const LIMIT: Duration = Duration::from_secs(600);
 
 impl Tool {
-    fn command(self) -> Vec<&'static str> {
+    /// Words with a space between them.
+    fn command(self) -> String {
         match self {
-            Self::Test(package, target, word) => {
-                let of = ["cargo", "test", "--release", "-p", package];
-                let target = match target {
-                    "lib" => vec!["--lib"],
-                    target => vec!["--test", target],
-                };
-                [&of[..], &target, &["--", word]].concat()
+            Self::Test(package, "lib", word) => {
+                format!("cargo test --release -p {package} --lib -- {word}")
             }
-            Self::Simulate => [
-                &["cargo", "run", "--release", "-p", "fusestep-testkit"][..],
-                &["--bin", "simulate", "--", "0", SEEDS],
-            ]
-            .concat(),
-            Self::Faults => vec!["cargo", "xtask", "faults"],
-            Self::Fuzz(target) => [
-                &["cargo", "run", "--release", "-p", "fusestep-fuzz", "--"][..],
-                &[target, FUZZ_SECONDS],
-            ]
-            .concat(),
+            Self::Test(package, target, word) => {
+                format!("cargo test --release -p {package} --test {target} -- {word}")
+            }
+            Self::Simulate => {
+                format!("cargo run --release -p fusestep-testkit --bin simulate -- 0 {SEEDS}")
+            }
+            Self::Faults => "cargo xtask faults".to_owned(),
+            Self::Fuzz(target) => {
+                format!("cargo run --release -p fusestep-fuzz -- {target} {FUZZ_SECONDS}")
+            }
         }
     }
 
@@ -158,18 +153,16 @@ impl Bug {
 fn tried(copy: &Path, tool: Tool) -> Result<End> {
     let output = copy.with_file_name("planted-output");
     let into = fs::File::create(&output)?;
-    let [program, arguments @ ..] = &tool.command()[..] else {
-        bail!("no command");
-    };
-    let mut child = Command::new(program)
-        .args(arguments)
+    let command = tool.command();
+    let mut child = Command::new("cargo")
+        .args(command.split_whitespace().skip(1))
         .current_dir(copy)
         .env_remove("CARGO_TARGET_DIR")
         .stdin(Stdio::null())
         .stdout(into.try_clone()?)
         .stderr(into)
         .spawn()
-        .with_context(|| (*program).to_owned())?;
+        .context("cannot start cargo")?;
     let begun = Instant::now();
     let status = loop {
         if let Some(status) = child.try_wait()? {

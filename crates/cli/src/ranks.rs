@@ -188,10 +188,10 @@ pub(crate) struct WorldArgs {
     /// Gigabytes of a buffer that an all-reduce gets through in a second, as `fusestep check --engine` measures them
     #[arg(long, value_name = "GB/S", default_value_t = 10.0)]
     pub(crate) bandwidth_gbs: f64,
-    /// As above, of a reduce-scatter [default: twice an all-reduce's]
+    /// Gigabytes of a buffer that a reduce-scatter gets through in a second [default: twice an all-reduce's]
     #[arg(long, value_name = "GB/S")]
     pub(crate) scatter_gbs: Option<f64>,
-    /// As above, of an all-gather [default: twice an all-reduce's]
+    /// Gigabytes of a buffer that an all-gather gets through in a second [default: twice an all-reduce's]
     #[arg(long, value_name = "GB/S")]
     pub(crate) gather_gbs: Option<f64>,
     /// Gigabytes that a rank reads and writes in a second when it copies; its own copies and its update are predicted then

@@ -48,7 +48,7 @@ impl Native {
         })
     }
 
-    /// As above, for some processes, all of which are here; `number` tells groups apart that are made at the same time.
+    /// A communicator of some processes, all of which call this; `number` tells groups apart that are made at the same time.
     pub(crate) fn of_members(&self, members: &[usize], number: u32) -> Result<Self, String> {
         let ranks: Vec<c_int> = members.iter().map(|&member| member as c_int).collect();
         // SAFETY: constants of the library, which the two calls below replace.

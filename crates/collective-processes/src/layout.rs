@@ -41,7 +41,7 @@ pub(crate) struct Padded<T>(pub(crate) T);
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct Notifier {
-    /// Another one after every notification.
+    /// Changes with every notification.
     pub(crate) word: AtomicU32,
     /// Those who wait in the system's queue, or died there.
     pub(crate) sleepers: AtomicU32,
@@ -68,7 +68,7 @@ pub(crate) struct SessionHead {
 #[derive(Debug)]
 pub(crate) struct Process(pub(crate) AtomicU64);
 
-/// What parties that meet have in common. Their participants lie behind it.
+/// What the participants of a round have in common; they lie behind it.
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct RoundHead {

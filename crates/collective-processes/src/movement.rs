@@ -22,7 +22,7 @@ enum Input<'a> {
 
 /// Bytes that a rank takes.
 struct Pull {
-    /// The participant of whom it takes them from.
+    /// Whom it takes them from.
     from: usize,
     /// Where they lie in what is shown there.
     range: Range<usize>,

@@ -261,7 +261,7 @@ impl Aborter {
         });
     }
 
-    /// As above, with an error of the caller's.
+    /// Ends all waits of the group: its calls return `error` on every rank.
     pub fn close(&self, error: CollectiveError) {
         (self.close)(error);
     }

@@ -25,7 +25,7 @@ pub(crate) fn check(
     })
 }
 
-/// As above, for the part of the driver that is called through wrappers.
+/// An error of the part of the driver that is called through wrappers, named by `operation`.
 pub(crate) fn wrapped<T>(
     result: Result<T, CudaError>,
     operation: impl FnOnce() -> String,

@@ -106,13 +106,13 @@ where
         (high, high_states): &Half<C, N>,
     ) {
         // The state first: it is there while the parameter still waits for a division.
-        let random_bits = self.rounding.at(first);
+        let rounding = self.rounding.at(first);
         for list in 0..N {
             let (low, high) = (&low_states[list], &high_states[list]);
-            let words = narrow::<C, S, R, NUMBERS>(low, high, random_bits, list + 1);
+            let words = narrow::<C, S, R, NUMBERS>(low, high, rounding, list + 1);
             store(self.state[list], first, words);
         }
-        let words = narrow::<C, K::Param, R, NUMBERS>(low, high, random_bits, 0);
+        let words = narrow::<C, K::Param, R, NUMBERS>(low, high, rounding, 0);
         store(self.param, first, words);
     }
 
@@ -185,14 +185,14 @@ fn unordered<C: Compute>(x: &[C; LANES], y: &[C; LANES]) -> bool {
 fn narrow<C: Compute, P: Storage<C>, R: Rounding, const NUMBERS: bool>(
     low: &[C; LANES],
     high: &[C; LANES],
-    random_bits: R,
+    rounding: R,
     list: usize,
 ) -> Words {
     let mut words = [0; LANES];
     for lane in 0..LANES {
         let pair = [low[lane], high[lane]];
         let word = if R::AT_RANDOM {
-            let random_bits = [2 * lane, 2 * lane + 1].map(|at| random_bits.random_bits(at, list));
+            let random_bits = [2 * lane, 2 * lane + 1].map(|at| rounding.random_bits(at, list));
             P::narrow_pair_at_random(pair, random_bits)
         } else {
             P::narrow_pair::<NUMBERS>(pair)

@@ -7,14 +7,14 @@ use crate::read_values;
 
 /// Where the random bits of a tensor's elements come from.
 pub trait Rounding: Copy {
-    /// Whether anything is drawn.
+    /// Whether there are any.
     const AT_RANDOM: bool;
     /// Bytes of a set behind the kernel's own.
     const KEY_BYTES: usize;
 
     /// The source for a span whose set ends with `key`.
     fn of(key: &[u8], span: &HostSpan) -> Self;
-    /// As above, from element `first` of the span on.
+    /// The source from element `first` of the span on.
     fn at(self, first: usize) -> Self;
     /// 16 random bits for one element of the block: those of list `list`, counted from the parameter without the gradient. Upper
     /// bits are not specified.

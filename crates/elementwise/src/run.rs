@@ -259,12 +259,12 @@ where
                 states[list][lane] = new[list];
             }
         }
-        let random_bits = self.rounding.at(first);
+        let rounding = self.rounding.at(first);
         // The state first: it is there while the parameter still waits for a division.
         for list in 0..N {
             for lane in 0..LANES {
                 state[list][lane] = if R::AT_RANDOM {
-                    S::narrow_at_random(states[list][lane], random_bits.random_bits(lane, list + 1))
+                    S::narrow_at_random(states[list][lane], rounding.random_bits(lane, list + 1))
                 } else {
                     S::narrow(states[list][lane])
                 };
@@ -272,7 +272,7 @@ where
         }
         for lane in 0..LANES {
             (param[lane], beside[lane]) = if R::AT_RANDOM {
-                K::narrow_at_random(values[lane], random_bits.random_bits(lane, 0))
+                K::narrow_at_random(values[lane], rounding.random_bits(lane, 0))
             } else {
                 K::narrow(values[lane])
             };

@@ -22,7 +22,7 @@ pub trait Slot<C: Compute> {
     fn widen(param: Self::Param, beside: Self::Beside) -> C;
     /// The value that the update ended with.
     fn narrow(value: C) -> (Self::Param, Self::Beside);
-    /// As above, with the parameter rounded by `random_bits`, if it is all there is.
+    /// The value that the update ended with, rounded by `random_bits` where the parameter is all there is.
     #[inline(always)]
     fn narrow_at_random(value: C, _random_bits: u32) -> (Self::Param, Self::Beside) {
         Self::narrow(value)

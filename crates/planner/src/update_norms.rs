@@ -32,7 +32,7 @@ impl UpdateSlots {
         })
     }
 
-    /// To be borrowed to a launch.
+    /// What a launch borrows of them.
     pub(crate) fn lend(&mut self) -> UpdateSums<'_> {
         UpdateSums {
             slots: self.slots.as_mut(),

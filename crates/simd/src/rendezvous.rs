@@ -233,7 +233,7 @@ impl<H, F: Clone> Participant<H, F> {
         self.rendezvous.0.slots.len()
     }
 
-    /// Whose participant this is.
+    /// Its number among the parties.
     pub fn party(&self) -> usize {
         self.party
     }

@@ -56,7 +56,7 @@ impl Files {
         fs::rename(unfinished, self.folder.join(name))
     }
 
-    /// As above, unless somebody has put one there already; returns what is there then.
+    /// Puts a text there unless somebody has put one there already; returns what is there then.
     fn publish_first(&self, name: &str, text: &str) -> io::Result<String> {
         let unfinished = self.folder.join(format!(".{name}-{}", self.rank));
         let path = self.folder.join(name);
