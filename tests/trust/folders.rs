@@ -5,7 +5,7 @@ use std::fs;
 use std::num::NonZeroUsize;
 use std::path::Path;
 
-use fusestep_collective::{Options, run_ranks};
+use fusestep_collective::{Options, Solo, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_planner::{
@@ -326,6 +326,52 @@ fn a_save_cut_off_or_refused_anywhere_keeps_the_old_checkpoint_or_has_made_the_n
     assert!(
         old > 100 && new > 100 && refused > 100,
         "{old} old, {new} new, {refused} refused"
+    );
+}
+
+/// Saves of one step take turns in two folders, so what the save before has left undone decides what the next one writes over.
+#[test]
+fn saves_of_one_step_never_write_over_what_a_loss_of_power_brings_back() {
+    let (mut brought_back, mut cut_off) = (0, 0);
+    for fault in [Fault::Error, Fault::PowerLoss] {
+        for (at, power) in (0..40).flat_map(|at| (0..40).map(move |power| (at, power))) {
+            let disk = SimulatedDisk::new(at * 40 + power, []);
+            disk.create_folder(Path::new("/run")).unwrap();
+            disk.sync_folder(Path::new("/")).unwrap();
+            let folder = CheckpointFolder::of(&disk, Path::new(FOLDER));
+            let mut run = Run::new(Topology::new(0, 1).unwrap());
+            let mut rank = Solo::default();
+            run.step(&mut Comms::direct(&mut rank));
+            let save = || run.save(&mut Comms::direct(&mut Solo::default()), folder);
+            save().unwrap();
+            let first = held(folder);
+            disk.add_fault(disk.calls() + at, fault);
+            cut_off += usize::from(save().is_err());
+            if fault == Fault::PowerLoss {
+                // If it is through already, the power fails with whatever is next.
+                let _ = disk.sync_folder(Path::new("/"));
+                disk.restart();
+            }
+            disk.clear_faults();
+            disk.add_fault(disk.calls() + power, Fault::PowerLoss);
+            let generation = |folder| Manifest::read(folder).unwrap().generation;
+            let before = generation(folder);
+            let saved = save();
+            assert!(
+                saved.is_ok() || disk.is_dead(),
+                "{fault:?} at {at}: {saved:?}"
+            );
+            disk.restart();
+            disk.clear_faults();
+            assert_eq!(held(folder), first, "{fault:?} at {at}, power at {power}");
+            brought_back += usize::from(saved.is_err() && generation(folder) != before);
+            save().unwrap();
+            assert_eq!(held(folder), first, "{fault:?} at {at}, power at {power}");
+        }
+    }
+    assert!(
+        cut_off > 100 && brought_back > 10,
+        "{cut_off} cut off, {brought_back} brought back"
     );
 }
 

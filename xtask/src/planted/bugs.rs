@@ -144,6 +144,21 @@ pub(super) const BUGS: &[Bug] = &[
         tool: Tool::Test("fusestep-tests", "trust", "first_save_is_there"),
     },
     Bug {
+        name: "save: a manifest is built upon that a loss of power takes back",
+        file: "crates/planner/src/checkpoint/generation.rs",
+        from: r"            sync(folder, folder.path)?;
+",
+        to: "",
+        tool: Tool::Test("fusestep-tests", "trust", "saves_of_one_step"),
+    },
+    Bug {
+        name: "save: a mark may go before its shards",
+        file: "crates/planner/src/checkpoint/generation.rs",
+        from: r" && sync(folder, &path).is_ok()",
+        to: "",
+        tool: Tool::Test("fusestep-tests", "trust", "saves_of_one_step"),
+    },
+    Bug {
         name: "save: the old generation goes before the new one counts",
         file: "crates/planner/src/checkpoint/manifest.rs",
         from: r"        Prepared::bytes_in(folder.files, &path, &text)?.commit()?;

@@ -56,6 +56,11 @@ impl Generation {
     pub(super) fn begin(folder: CheckpointFolder<'_>, step: u64) -> Result<Self, PlanError> {
         make_folder(folder, folder.path)?;
         let previous = Manifest::read_if_any(folder)?;
+        if previous.is_some() {
+            // A save that was cut off behind its rename may have left a manifest that a loss of power takes back. Its
+            // predecessor's files are written over below, so it has to stay.
+            sync(folder, folder.path)?;
+        }
         let known = previous
             .as_ref()
             .and_then(|manifest| u64::from_str_radix(&manifest.checkpoint, 16).ok());
@@ -192,8 +197,9 @@ pub(super) fn remove_others(
             let path = folder.join(&name);
             remove_shards(folder, &path);
             let left = folder.files.list(&path).unwrap_or_default();
-            // With a stranger's file in it the mark stays, too.
-            if left.iter().all(|name| name == MARK) {
+            // With a stranger's file in it the mark stays, too; and it goes only once the shards are gone for good, for shards
+            // without a mark are taken for a stranger's.
+            if left.iter().all(|name| name == MARK) && sync(folder, &path).is_ok() {
                 for name in left {
                     let _ = folder.files.remove_file(&path.join(name));
                 }

@@ -82,7 +82,12 @@ pub fn simulate(seed: u64) -> Result<Story, String> {
     let scenario = Scenario::draw(seed);
     let reference = {
         let disk = Arc::new(new_disk(seed));
-        let ranks = run_once(&scenario, &disk, (seed, 1), BTreeMap::new());
+        let ranks = run_once(
+            &scenario,
+            &disk,
+            (seed, scenario.worlds()[0]),
+            BTreeMap::new(),
+        );
         one_hash(&ranks.outcomes).map_err(|error| format!("without faults: {error}"))?
     };
     let mut world = Simulation {
@@ -343,7 +348,8 @@ fn run_rank(
 ) -> Result<Ended, String> {
     let told = |error: PlanError| error.to_string();
     let folder = CheckpointFolder::of(files, Path::new(FOLDER));
-    let plan = scenario.plan(Topology::of(comm)).map_err(told)?;
+    let topology = Topology::of(comm);
+    let plan = scenario.plan(topology).map_err(told)?;
     let backend = CpuBackend::new(Scenario::threads()).map_err(|error| error.to_string())?;
     let mut state = plan.allocate_on(&backend, comm).map_err(told)?;
     let mut comms = Comms::direct(comm);
@@ -370,7 +376,7 @@ fn run_rank(
         .map_err(told)?;
     while at < scenario.micro_steps {
         for (param, desc) in plan.params().iter().enumerate().rev() {
-            let bytes = scenario.gradient(at, param);
+            let bytes = scenario.gradient(at, param, topology);
             plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes)
                 .map_err(told)?;
         }
@@ -384,6 +390,9 @@ fn run_rank(
         }
     }
     plan.flush(&mut state, &backend, &mut comms).map_err(told)?;
+    if scenario.averages() {
+        plan.average_now(&mut state, &mut comms).map_err(told)?;
+    }
     let names: Vec<&str> = plan
         .params()
         .iter()

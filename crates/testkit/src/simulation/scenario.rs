@@ -1,6 +1,6 @@
 //! What a seed decides: the model, the rule, who shares what, when is saved.
 
-use std::num::{NonZeroU32, NonZeroUsize};
+use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
@@ -8,13 +8,16 @@ use fusestep_lamb::Lamb;
 use fusestep_launch::{Master, Precision};
 use fusestep_lion::Lion;
 use fusestep_planner::{
-    ClipByGlobalNorm, FuseAllReduce, FuseReduceIntoUpdate, GradientAccumulation, Optimizer, Plan,
-    PlanError, Planner, Reach, ReducedWhen, Shard, Topology, ZeroStage,
+    Averaged, ClipByGlobalNorm, FuseAllReduce, FuseReduceIntoUpdate, GradientAccumulation,
+    LocalSgd, Optimizer, Plan, PlanError, Planner, Reach, ReducedWhen, Shard, Topology, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
 use half::bf16;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+
+/// Parts of a batch, each with a gradient of its own: no run has more ranks.
+const BATCH_PARTS: u64 = 4;
 
 /// A training run, up to the numbers of ranks it is run on.
 #[derive(Clone, Debug)]
@@ -28,6 +31,7 @@ pub(super) struct Scenario {
     merge: u32,
     reduced: ReducedWhen,
     narrow: bool,
+    local_sgd: Option<LocalSgd>,
     /// Micro-steps of the whole run, and between two saves.
     pub(super) micro_steps: u64,
     pub(super) save_every: u64,
@@ -48,6 +52,15 @@ impl Scenario {
             Lamb::default().into(),
         ];
         let tensors = rng.random_range(1..5);
+        let local_sgd = rng.random_bool(0.2).then(|| LocalSgd {
+            averaged: if rng.random_bool(0.5) {
+                Averaged::Params
+            } else {
+                Averaged::ParamsAndState
+            },
+            begin: rng.random_range(0..3),
+            ..LocalSgd::every(NonZeroU64::MIN.saturating_add(rng.random_range(0..3)))
+        });
         let merge = rng.random_range(1..4);
         Self {
             seed,
@@ -63,15 +76,26 @@ impl Scenario {
                 ReducedWhen::PerMicroStep
             },
             narrow: rng.random_bool(0.3),
+            local_sgd,
             micro_steps: rng.random_range(2..8),
             save_every: rng.random_range(1..4),
             shares_memory: rng.random_bool(0.5),
         }
     }
 
-    /// Numbers of ranks at which the mean of equal gradients is exact; a run within a window goes on with as many as it had.
+    /// Numbers of ranks at which the mean of all gradients is exact, that of the reference first; a run within a window, or
+    /// between two averages, goes on with as many as it had.
     pub(super) fn worlds(&self) -> &'static [usize] {
-        if self.merge > 1 { &[2] } else { &[1, 2, 4] }
+        if self.merge > 1 || self.averages() {
+            &[2]
+        } else {
+            &[1, 2, 4]
+        }
+    }
+
+    /// Whether ranks update on their own and average now and then.
+    pub(super) fn averages(&self) -> bool {
+        self.local_sgd.is_some()
     }
 
     pub(super) fn params(&self) -> Vec<ParamDesc> {
@@ -102,6 +126,9 @@ impl Scenario {
         }
         if topology.world > 1 {
             planner = planner.with(FuseAllReduce::of_bytes(self.cap_bytes));
+            if let Some(local_sgd) = self.local_sgd {
+                return planner.with(local_sgd).plan_for(&self.params(), topology);
+            }
             if topology.reach == Reach::SharedMemory {
                 planner = planner.with(FuseReduceIntoUpdate);
             }
@@ -114,27 +141,39 @@ impl Scenario {
 
     /// The first values of a parameter.
     pub(super) fn first_values(&self, param: usize) -> Vec<u8> {
-        self.values(u64::MAX, param)
+        let values = self.values(u64::MAX, param);
+        self.stored(values.into_iter().map(|value| f32::from(value) / 64.0))
     }
 
-    /// A gradient, the same on all ranks, with so few digits that any sum of it is exact.
-    pub(super) fn gradient(&self, micro_step: u64, param: usize) -> Vec<u8> {
-        self.values(micro_step, param)
-    }
-
-    fn values(&self, salt: u64, param: usize) -> Vec<u8> {
-        let mixed = self.seed ^ salt.rotate_left(17) ^ (param as u64).rotate_left(40);
-        let mut rng = ChaCha8Rng::seed_from_u64(mixed);
-        let mut bytes = Vec::new();
-        for _ in 0..self.numels[param] {
-            let value = f32::from(rng.random_range(-32i16..=32)) / 64.0;
-            if self.narrow {
-                bytes.extend(bf16::from_f32(value).to_le_bytes())
-            } else {
-                bytes.extend(value.to_le_bytes())
+    /// A rank's gradient: the mean over its share of the batch, with so few digits that any sum and mean of it is exact.
+    pub(super) fn gradient(&self, micro_step: u64, param: usize, topology: Topology) -> Vec<u8> {
+        let share = BATCH_PARTS / topology.world as u64;
+        let first = topology.rank as u64 * share;
+        let mut sums = vec![0; self.numels[param] as usize];
+        for part in first..first + share {
+            let values = self.values(micro_step * BATCH_PARTS + part, param);
+            for (sum, value) in sums.iter_mut().zip(values) {
+                *sum += value;
             }
         }
-        bytes
+        let scale = 64.0 * share as f32;
+        self.stored(sums.into_iter().map(|sum| f32::from(sum) / scale))
+    }
+
+    fn values(&self, salt: u64, param: usize) -> Vec<i16> {
+        let mixed = self.seed ^ salt.rotate_left(17) ^ (param as u64).rotate_left(40);
+        let mut rng = ChaCha8Rng::seed_from_u64(mixed);
+        let drawn = (0..self.numels[param]).map(|_| rng.random_range(-32i16..=32));
+        drawn.collect()
+    }
+
+    fn stored(&self, values: impl Iterator<Item = f32>) -> Vec<u8> {
+        if self.narrow {
+            let values = values.map(|value| bf16::from_f32(value).to_le_bytes());
+            values.flatten().collect()
+        } else {
+            values.flat_map(f32::to_le_bytes).collect()
+        }
     }
 
     /// Threads of a rank's backend.
