@@ -191,6 +191,44 @@ mod tests {
     }
 
     #[test]
+    fn a_backend_reads_and_writes_it_in_place() {
+        let mut memory = HostMemory::zeroed(5).unwrap();
+        assert_eq!(Buffer::len_bytes(&memory), 5);
+        memory.host_mut().unwrap().copy_from_slice(&[1, 2, 3, 4, 5]);
+        assert_eq!(memory.host(), Some(&[1, 2, 3, 4, 5][..]));
+        assert!(memory.as_any().is::<HostMemory>() && memory.as_any_mut().is::<HostMemory>());
+    }
+
+    /// Part of memory of its own.
+    #[derive(Debug)]
+    struct Part(HostMemory, usize, usize);
+
+    impl MemoryOwner for Part {
+        fn bytes(&self) -> &[u8] {
+            &self.0.bytes()[self.1..self.2]
+        }
+        fn bytes_mut(&mut self) -> &mut [u8] {
+            &mut self.0.bytes_mut()[self.1..self.2]
+        }
+    }
+
+    #[test]
+    fn memory_from_elsewhere_begins_at_a_slot_unless_it_is_empty() {
+        let part = |first, end| {
+            HostMemory::given(Box::new(Part(HostMemory::zeroed(600).unwrap(), first, end)))
+        };
+        assert_eq!(part(0, 7).unwrap().bytes().len(), 7);
+        assert_eq!(part(256, 600).unwrap().bytes().len(), 344);
+        assert_eq!(part(1, 1).unwrap().bytes().len(), 0);
+        for (first, end) in [(1, 2), (8, 600)] {
+            let error = part(first, end).unwrap_err();
+            assert!(
+                matches!(error, CoalesceError::Misaligned { address } if address % 256 == first)
+            );
+        }
+    }
+
+    #[test]
     fn memory_that_cannot_be_had_is_an_error() {
         for len_bytes in [1 << 60, usize::MAX - SLOT_BYTES as usize, usize::MAX] {
             let error = HostMemory::zeroed(len_bytes).unwrap_err();

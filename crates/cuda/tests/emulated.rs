@@ -9,12 +9,12 @@ use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::{Adam, SecondMoment};
 use fusestep_fused_sgd::{Nesterov, Sgd};
 use fusestep_launch::{
-    Backend, BackendError, LaunchLimits, Objective, Precision, Recorder, WeightDecay,
+    Backend, BackendError, LaunchLimits, Objective, Precision, WeightDecay,
 };
 use fusestep_lion::Lion;
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::DType;
-use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, outcome};
+use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, Recorder, outcome};
 
 /// Every option of every rule but Adam's, whose tests come first.
 fn other_rules() -> Vec<Optimizer> {

@@ -11,10 +11,10 @@ use common::{cpu, cuda, formats, step_at};
 use fusestep_fused_adam::Adam;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::{Lars, Trust};
-use fusestep_launch::{Backend, LaunchLimits, Precision, Recorder, Rounding, StateDType};
+use fusestep_launch::{Backend, LaunchLimits, Precision, Rounding, StateDType};
 use fusestep_planner::{Optimizer, PlanError, Planner, TableKind};
 use fusestep_tensor::DType;
-use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, outcome};
+use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, Recorder, outcome};
 
 #[test]
 fn every_rule_gives_the_bits_of_the_host() {

@@ -17,7 +17,6 @@ mod normed;
 mod pack;
 mod precision;
 pub mod random_bits;
-mod recorder;
 mod reduction;
 mod resident;
 mod rule;
@@ -48,7 +47,6 @@ pub use precision::{
     FLAG_STOCHASTIC, Format, KEY_BYTES, Layout, Master, ORIGIN_WORDS, Precision, Rounding,
     StateDType,
 };
-pub use recorder::{RecordedLaunch, Recorder};
 pub use reduction::{
     Conclude, ControlRule, MultiTensorReduction, Reduce, SquareSum, TensorPartials,
 };

@@ -66,6 +66,19 @@ mod tests {
         words.collect()
     }
 
+    /// Computed in Python from the formulas above; `mix64(G)` is also the first number of SplitMix64 from 0.
+    #[test]
+    fn keys_and_words_are_those_of_the_formulas() {
+        assert_eq!(mix64(GOLDEN), 0xe220_a839_7b1d_cdaf);
+        assert_eq!(step_key(0, 0), 0x4821_8226_ff3c_d4bf);
+        let step = step_key(7, 3);
+        assert_eq!(step, 0x8ca3_cbb6_ca63_129b);
+        let tensor = tensor_key(step, 2);
+        assert_eq!(tensor, 0x183c_5150_f473_d59f);
+        assert_eq!(element_word(tensor, 5, 0, 0), 0x23b6_a4ad);
+        assert_eq!(element_word(tensor, 5, 1, 1), 0x7ba5_d35a);
+    }
+
     /// Chi-squared of 256 equally likely classes: 255 expected, standard deviation 22.6.
     fn chi_squared(classes: impl Iterator<Item = u8>) -> f64 {
         let mut counts = [0u32; 256];

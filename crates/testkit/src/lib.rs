@@ -4,6 +4,7 @@
 mod case;
 mod disk;
 mod normed_reference;
+mod recorder;
 mod reference;
 mod runner;
 mod simulation;
@@ -11,6 +12,7 @@ mod ulp;
 
 pub use case::{Case, EDGE_NUMELS, Gradients};
 pub use disk::{Fault, SimulatedDisk};
+pub use recorder::{RecordedLaunch, Recorder};
 pub use runner::{backends, check, check_at, check_bits, outcome};
 pub use simulation::{Story, simulate};
 pub use ulp::ulp_distance;

@@ -2,10 +2,9 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use crate::pack::CONCLUSION_BYTES;
-use crate::{
-    Backend, BackendError, Buffer, Conclude, Graph, Launch, LaunchLimits, LaunchReport, Reduce,
-    ResidentTable, SetValues,
+use fusestep_launch::{
+    Backend, BackendError, Buffer, CONCLUSION_BYTES, Conclude, Graph, Launch, LaunchLimits,
+    LaunchReport, Reduce, ResidentTable, SetValues,
 };
 
 /// Argument bytes of a launch from a resident table: two addresses.

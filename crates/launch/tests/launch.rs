@@ -1,0 +1,481 @@
+//! Argument bytes, places and what a backend does by default, by a kernel and a backend that do nothing else.
+
+use std::any::Any;
+
+use fusestep_launch::{
+    Access, Addresses, ArgumentLayout, Backend, BackendError, Batch, Buffer, Conclude,
+    ControlBlock, Excluded, FLAG_STOCHASTIC, Gate, HostList, HostRun, HostSpan, Launch,
+    LaunchError, LaunchLimits, LaunchReport, LeafSquares, ListBuffer, MultiTensorKernel,
+    MultiTensorReduction, Record, Reduce, Replicas, SetValues, SquareSum, TensorList, UpdateSums,
+    batches, pack, pack_conclusion, pack_reduction, pack_reduction_table, pack_table,
+};
+use fusestep_simd::Level;
+use fusestep_tensor::{DType, Role};
+
+#[derive(Debug)]
+struct Memory(Vec<u8>);
+
+impl Buffer for Memory {
+    fn len_bytes(&self) -> usize {
+        self.0.len()
+    }
+    fn host(&self) -> Option<&[u8]> {
+        Some(&self.0)
+    }
+    fn host_mut(&mut self) -> Option<&mut [u8]> {
+        Some(&mut self.0)
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
+    }
+}
+
+/// Memory alone: whatever has a default here has it.
+struct Plain;
+
+impl Backend for Plain {
+    fn name(&self) -> &'static str {
+        "plain"
+    }
+    fn limits(&self) -> LaunchLimits {
+        LaunchLimits::default()
+    }
+    fn allocate(&self, len_bytes: usize) -> Result<Box<dyn Buffer>, BackendError> {
+        Ok(Box::new(Memory(vec![0; len_bytes])))
+    }
+    fn write(&self, out: &mut dyn Buffer, at: usize, bytes: &[u8]) -> Result<(), BackendError> {
+        out.host_mut().unwrap()[at..at + bytes.len()].copy_from_slice(bytes);
+        Ok(())
+    }
+    fn read(&self, from: &dyn Buffer, at: usize, bytes: &mut [u8]) -> Result<(), BackendError> {
+        bytes.copy_from_slice(&from.host().unwrap()[at..at + bytes.len()]);
+        Ok(())
+    }
+    fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
+        Ok(LaunchReport::of(launch.batches))
+    }
+    fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
+        Ok(LaunchReport::of(reduce.batches))
+    }
+    fn conclude(&self, _: Conclude<'_>) -> Result<LaunchReport, BackendError> {
+        Ok(LaunchReport::default())
+    }
+    fn synchronize(&self) -> Result<(), BackendError> {
+        Ok(())
+    }
+}
+
+const PARAM: TensorList = TensorList {
+    role: Role::Param,
+    dtype: DType::F32,
+    access: Access::ReadWrite,
+};
+const GRAD: TensorList = TensorList {
+    role: Role::Grad,
+    dtype: DType::BF16,
+    access: Access::Read,
+};
+
+/// A kernel of a parameter in 32 bits and a gradient in 16.
+struct Kernel {
+    flags: u32,
+    words: usize,
+}
+
+impl MultiTensorKernel for Kernel {
+    fn stem(&self) -> &'static str {
+        "test"
+    }
+    fn entry(&self) -> &'static str {
+        "test_f32"
+    }
+    fn lists(&self) -> &[TensorList] {
+        const { &[PARAM, GRAD] }
+    }
+    fn argument_layout(&self) -> ArgumentLayout {
+        ArgumentLayout {
+            lists: self.words,
+            scalar_bytes: 8,
+            set_bytes: 8,
+        }
+    }
+    fn flags(&self) -> u32 {
+        self.flags
+    }
+    fn write_scalars(&self, _: &mut [u8]) {}
+    fn write_set(&self, _: SetValues, _: &mut [u8]) {}
+    fn run_host(&self, _: HostRun<'_, '_>) {}
+}
+
+/// Counts bytes in place of squares.
+struct Lengths;
+
+impl MultiTensorReduction for Lengths {
+    fn stem(&self) -> &'static str {
+        "test"
+    }
+    fn entry(&self) -> &'static str {
+        "test_norm_f32"
+    }
+    fn list(&self) -> TensorList {
+        GRAD
+    }
+    fn chunk_elements(&self) -> u32 {
+        4096
+    }
+    fn run_host(&self, _: Level, chunk: &[u8]) -> SquareSum {
+        SquareSum {
+            sum: chunk.iter().map(|&byte| f64::from(byte)).sum(),
+            non_finite: chunk.len() as u64,
+        }
+    }
+}
+
+/// Tensor 2 whole and a part of tensor 1, of other hyper-parameters.
+fn batch() -> Batch {
+    let record = |tensor, first_element, numel, first_chunk, set| Record {
+        tensor,
+        first_element,
+        numel,
+        first_chunk,
+        set,
+    };
+    Batch {
+        records: vec![record(1, 1024, 1500, 0, 0), record(2, 0, 7, 2, 1)],
+        classes: vec![1, 0],
+        chunks: 3,
+    }
+}
+
+const OFFSETS: [u64; 4] = [0, 64, 4096, 8192];
+const MEMBERS: [u32; 3] = [5, 9, 4];
+
+fn lists() -> Vec<ListBuffer> {
+    let list = |list| ListBuffer {
+        list,
+        buffer: Box::new(Memory(Vec::new())),
+    };
+    [PARAM, GRAD].map(list).into()
+}
+
+fn launch<'a>(
+    kernel: &'a Kernel,
+    batches: &'a [Batch],
+    lists: &'a mut [ListBuffer],
+    update_sums: Option<UpdateSums<'a>>,
+) -> Launch<'a> {
+    Launch {
+        kernel,
+        batches,
+        offsets: &OFFSETS,
+        members: &MEMBERS,
+        lists,
+        firsts: &[0, 64],
+        scalars: &[1, 2, 3, 4, 5, 6, 7, 8],
+        control: None,
+        grad_sums: None,
+        tensor_sums: None,
+        update_sums,
+        sets: &[
+            10, 11, 12, 13, 14, 15, 16, 17, 20, 21, 22, 23, 24, 25, 26, 27,
+        ],
+        limits: LaunchLimits {
+            chunk_elements: 1024,
+            ..LaunchLimits::default()
+        },
+    }
+}
+
+/// Little-endian fields of several widths, one behind the other.
+#[derive(Default)]
+struct Fields(Vec<u8>);
+
+impl Fields {
+    fn u16(mut self, value: u16) -> Self {
+        self.0.extend(value.to_le_bytes());
+        self
+    }
+    fn u32(mut self, value: u32) -> Self {
+        self.0.extend(value.to_le_bytes());
+        self
+    }
+    fn u64(mut self, value: u64) -> Self {
+        self.0.extend(value.to_le_bytes());
+        self
+    }
+    fn bytes(mut self, bytes: &[u8]) -> Self {
+        self.0.extend(bytes);
+        self
+    }
+    fn place(self, numel: u64, first_chunk: u32, set: u16) -> Self {
+        self.u64(numel).u32(first_chunk).u16(set).u16(0)
+    }
+}
+
+#[test]
+fn arguments_are_header_scalars_sets_and_records() {
+    let head = |flags| {
+        let counts = Fields::default().u32(2).u32(2).u32(1024).u32(flags);
+        let scalars = counts.u64(0x77).bytes(&[1, 2, 3, 4, 5, 6, 7, 8]);
+        // Class 1 comes first in the batch.
+        let sets = scalars.bytes(&[20, 21, 22, 23, 24, 25, 26, 27]);
+        sets.bytes(&[10, 11, 12, 13, 14, 15, 16, 17])
+    };
+    // Element 64 + 1024 of the storage: 4 bytes each from 0x1000 on, and 2 each from 0x9000 on, where element 64 lies.
+    let first = |fields: Fields| fields.u64(0x1000 + 4 * 1088).u64(0x9000 + 2 * 1024);
+    let second = |fields: Fields| fields.u64(0x1000 + 4 * 4096).u64(0x9000 + 2 * 4032);
+    let plain = second(first(head(3)).place(1500, 0, 0)).place(7, 2, 1);
+    let random = first(head(FLAG_STOCHASTIC)).u64(9).u64(1024);
+    let random = second(random.place(1500, 0, 0))
+        .u64(4)
+        .u64(0)
+        .place(7, 2, 1);
+    // Behind a record the address of its first sum: 64 bytes each, those of tensor 2 from the fourth on.
+    let summed = first(head(3)).place(1500, 0, 0).u64(0x5000 + 64);
+    let summed = second(summed).place(7, 2, 1).u64(0x5000 + 3 * 64);
+    for (flags, words, sums, expected) in [
+        (3, 2, false, plain),
+        (FLAG_STOCHASTIC, 4, false, random),
+        (3, 2, true, summed),
+    ] {
+        let (kernel, batches) = (Kernel { flags, words }, [batch()]);
+        let (mut lists, mut slots) = (lists(), Memory(Vec::new()));
+        let update_sums = sums.then_some(UpdateSums {
+            slots: &mut slots,
+            firsts: &[0, 1, 3, 4],
+        });
+        let launch = launch(&kernel, &batches, &mut lists, update_sums);
+        let addresses = Addresses {
+            lists: &[0x1000, 0x9000],
+            control: 0x77,
+            update_sums: 0x5000,
+        };
+        let mut out = vec![0xee; expected.0.len() + 3];
+        let len = pack(&launch, &batches[0], addresses, &mut out);
+        assert_eq!(out[..len], expected.0);
+        assert_eq!(out[len..], [0xee; 3]);
+    }
+}
+
+/// A table is the arguments, and behind them the record of each chunk.
+#[test]
+fn tables_are_arguments_and_the_record_of_every_chunk() {
+    let (kernel, batches) = (Kernel { flags: 0, words: 2 }, [batch()]);
+    let mut own = lists();
+    let launch = launch(&kernel, &batches, &mut own, None);
+    let addresses = Addresses {
+        lists: &[0x1000, 0x9000],
+        control: 0,
+        update_sums: 0,
+    };
+    let mut arguments = vec![0; 1000];
+    let len = pack(&launch, &batches[0], addresses, &mut arguments);
+    let chunks = Fields::default().u32(0).u32(0).u32(1);
+    let expected = [&arguments[..len], &chunks.0].concat();
+    assert_eq!(pack_table(&launch, &batches[0], addresses), expected);
+
+    let mut partials = Memory(Vec::new());
+    let reduce = Reduce {
+        kernel: &Lengths,
+        batches: &batches,
+        offsets: &OFFSETS,
+        members: &MEMBERS,
+        list: None,
+        partials: &mut partials,
+        first_partial: 0,
+    };
+    let len = pack_reduction(&Lengths, &batches[0], &OFFSETS, (1, 2), &mut arguments);
+    let expected = [&arguments[..len], &Fields::default().u32(0).u32(1).0].concat();
+    assert_eq!(pack_reduction_table(&reduce, &batches[0], (1, 2)), expected);
+}
+
+#[test]
+fn arguments_of_reductions_and_conclusions() {
+    let head = Fields::default().u32(2).u32(0).u32(4096).u32(0).u64(0);
+    let first = head.u64(0x66).u64(0x9000 + 2 * 1088).place(1500, 0, 0);
+    let expected = first.u64(0x9000 + 2 * 4096).place(7, 2, 1);
+    let mut out = vec![0; expected.0.len()];
+    let len = pack_reduction(&Lengths, &batch(), &OFFSETS, (0x9000, 0x66), &mut out);
+    assert_eq!((len, out), (expected.0.len(), expected.0));
+
+    let head = Fields::default().u64(0).u64(0).u64(0x77);
+    let expected = head.u64(1).u64(2).u64(3).u64(12).bytes(&[8; 8]);
+    let mut out = vec![0; expected.0.len()];
+    let len = pack_conclusion([1, 2, 3], 12, 0x77, &[8; 8], &mut out);
+    assert_eq!((len, out), (expected.0.len(), expected.0));
+}
+
+fn gradients(bytes: Vec<u8>) -> ListBuffer {
+    ListBuffer {
+        list: GRAD,
+        buffer: Box::new(Memory(bytes)),
+    }
+}
+
+#[test]
+fn leaves_are_counted_from_the_start_of_each_record() {
+    let (batches, list) = ([batch()], gradients(vec![1; 2 * 8192]));
+    let leaves = LeafSquares {
+        kernel: &Lengths,
+        batches: &batches,
+        offsets: &OFFSETS,
+        list: &list,
+        first: 64,
+    };
+    let places: Vec<_> = leaves.places().collect();
+    assert_eq!(places, [(1024, 1024), (2048, 476), (4032, 7)]);
+    let mut sums = [SquareSum::default(); 3];
+    Plain.leaf_squares(leaves, &mut sums).unwrap();
+    let lens = sums.map(|sum| (sum.sum, sum.non_finite));
+    assert_eq!(lens, [(2048.0, 2048), (952.0, 952), (14.0, 14)]);
+    let error = Plain.leaf_squares(leaves, &mut sums[..2]).unwrap_err();
+    let expected = BackendError::OutOfBounds {
+        backend: "plain",
+        offset_bytes: 0,
+        len_bytes: 48,
+        found: 32,
+    };
+    assert_eq!(error, expected);
+}
+
+#[test]
+fn a_backend_refuses_what_it_does_not_say_it_can() {
+    let (kernel, batches) = (Kernel { flags: 0, words: 2 }, [batch()]);
+    let unavailable = |error| matches!(error, BackendError::Unavailable { .. });
+    let mut own = lists();
+    let replicas = Replicas {
+        rank: 0,
+        first: 0,
+        grads: &[],
+        lists: &mut [],
+    };
+    let reduced = Plain.launch_reduced(launch(&kernel, &batches, &mut own, None), replicas);
+    assert!(unavailable(reduced.unwrap_err()));
+    let sums = Plain.leaf_sums(&launch(&kernel, &batches, &mut own, None), &mut []);
+    assert!(unavailable(sums.unwrap_err()));
+    assert!(unavailable(Plain.capture(&mut || Ok(())).unwrap_err()));
+    let table = Plain.place_table(&launch(&kernel, &batches, &mut own, None), &[]);
+    assert!(table.unwrap().is_none());
+    assert!(!Plain.takes_host_memory());
+    assert_eq!((Plain.take_skipped(), Plain.skipped()), (Ok(0), 0));
+}
+
+#[test]
+fn a_control_block_opens_and_shuts_the_gate() {
+    let mut buffer = Plain.allocate(64).unwrap();
+    let mut block = ControlBlock {
+        grad_factor: 0.25,
+        skipped: 3,
+        ..ControlBlock::default()
+    };
+    block.write(&Plain, buffer.as_mut()).unwrap();
+    assert_eq!(ControlBlock::read(&Plain, buffer.as_ref()), Ok(block));
+    assert_eq!(ControlBlock::on_host(buffer.as_ref()), Some(block));
+    let open = Some(Gate::Open(0.25));
+    assert_eq!(Gate::on_host(Some(buffer.as_ref())), open);
+    block.found = 1;
+    block.write(&Plain, buffer.as_mut()).unwrap();
+    assert_eq!(Gate::on_host(Some(buffer.as_ref())), Some(Gate::Shut));
+    assert_eq!(Gate::on_host(None), Some(Gate::Open(1.0)));
+    let short = Memory(vec![0; 63]);
+    assert_eq!(Gate::on_host(Some(&short)), None);
+}
+
+#[test]
+fn lists_are_read_cut_and_written_in_place() {
+    let mut bytes = [1u8, 2, 3, 4, 5, 6];
+    assert_eq!(HostList::Absent.bytes(), []);
+    assert_eq!(HostList::Read(&bytes).bytes(), bytes);
+    assert_eq!(HostList::Read(&bytes).elements::<u8>(), bytes);
+    assert_eq!(HostList::Read(&bytes).part(1..3).bytes(), [2, 3]);
+    let (left, right) = HostList::Read(&bytes).split_at(4);
+    assert_eq!((left.bytes(), right.bytes()), (&bytes[..4], &bytes[4..]));
+    let (mut left, right) = HostList::ReadWrite(&mut bytes).split_at(2);
+    assert_eq!(left.part(1..2).bytes(), [2]);
+    left.elements_mut::<u8>().fill(9);
+    assert_eq!(right.elements::<u8>(), [3, 4, 5, 6]);
+    assert_eq!(HostList::ReadWrite(&mut bytes).bytes(), [9, 9, 3, 4, 5, 6]);
+    let span = HostSpan {
+        start: 10,
+        numel: 8,
+        class: 1,
+        parameter: 2,
+        first_element: 100,
+    };
+    let part = |start, numel, first_element| HostSpan {
+        start,
+        numel,
+        first_element,
+        ..span
+    };
+    assert_eq!(span.part(3, 4), part(13, 4, 103));
+    assert_eq!(span.part(3, 9), part(13, 5, 103));
+}
+
+#[test]
+fn bytes_elements_and_launches_are_counted() {
+    let kernel = Kernel { flags: 0, words: 2 };
+    assert_eq!((PARAM.traffic_bytes(), GRAD.traffic_bytes()), (8, 2));
+    assert_eq!(kernel.traffic_bytes(), 10);
+    assert_eq!(batch().elements(), 1507);
+    let report = LaunchReport::of(&[batch(), batch()]);
+    assert_eq!((report.launches, report.elements), (2, 3014));
+    let launch = launch(&kernel, &[], &mut [], None);
+    assert_eq!(
+        (launch.first(0), launch.first(1), launch.first(2)),
+        (0, 64, 0)
+    );
+    let scalars = [Excluded::PlainLr, Excluded::TrustRatio].map(Excluded::plain_scalar);
+    assert_eq!(scalars, [1.0, 0.0]);
+}
+
+#[test]
+fn a_limit_of_zero_is_refused_by_name() {
+    let layout = Kernel { flags: 0, words: 2 }.argument_layout();
+    let (good, one) = (LaunchLimits::default(), layout.bytes(1, 1));
+    let zero = |limits: LaunchLimits| match batches("test", [], layout, limits) {
+        Err(LaunchError::ZeroLimit { what }) => what,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(
+        zero(LaunchLimits {
+            chunk_elements: 0,
+            ..good
+        }),
+        "chunk elements"
+    );
+    assert_eq!(
+        zero(LaunchLimits {
+            chunks_per_launch: 0,
+            ..good
+        }),
+        "chunks per launch"
+    );
+    assert_eq!(good.validate(), Ok(()));
+    assert!(
+        LaunchLimits {
+            chunk_elements: 0,
+            ..good
+        }
+        .validate()
+        .is_err()
+    );
+    // As many bytes as one record takes are enough.
+    let exact = LaunchLimits::with_argument_bytes(one);
+    assert!(batches("test", [], layout, exact).is_ok());
+    let error = batches(
+        "test",
+        [],
+        layout,
+        LaunchLimits::with_argument_bytes(one - 1),
+    );
+    let expected = LaunchError::LimitTooSmall {
+        kernel: "test".to_owned(),
+        expected: one,
+        found: one - 1,
+    };
+    assert_eq!(error, Err(expected));
+}
