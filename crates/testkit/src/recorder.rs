@@ -3,7 +3,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use fusestep_launch::{
-    Backend, BackendError, Buffer, CONCLUSION_BYTES, Conclude, Graph, Launch, LaunchLimits,
+    Backend, BackendError, Batch, Buffer, CONCLUSION_BYTES, Conclude, Graph, Launch, LaunchLimits,
     LaunchReport, Reduce, ResidentTable, SetValues,
 };
 
@@ -98,7 +98,7 @@ impl<B: Backend> Backend for Recorder<B> {
         launch: Launch<'_>,
         table: &dyn ResidentTable,
     ) -> Result<LaunchReport, BackendError> {
-        let recorded = |entry, batch: &crate::Batch, chunks| RecordedLaunch {
+        let recorded = |entry, batch: &Batch, chunks| RecordedLaunch {
             entry,
             records: batch.records.len(),
             sets: batch.classes.len(),
