@@ -1,8 +1,10 @@
-//! AdamW with clipping and loss scaling against AdamW alone, and the read of the gradients by itself, in turn.
+//! AdamW with clipping and loss scaling against AdamW alone, and the read of the gradients by
+//! itself, in turn.
 //!
-//! `cargo bench --bench amp -- resnet50` runs the part whose names match; compare only within one run. A clipped step should take
-//! the plain step's time and that of `norm`: the factor costs nothing, because the update waits for memory. `reference` is the sum
-//! one element after the other.
+//! `cargo bench --bench amp -- resnet50` runs the part whose names match; compare only within one
+//! run. A clipped step should take the plain step's time and that of `norm`: the factor costs
+//! nothing, because the update waits for memory. `reference` is the sum one element after the
+//! other.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use fusestep_amp::reference::grad_norm;

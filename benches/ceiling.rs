@@ -1,4 +1,5 @@
-//! The memory-bandwidth ceiling by prefetch distance and threads: four streams read, three written, as in an Adam step.
+//! The memory-bandwidth ceiling by prefetch distance and threads: four streams read, three written,
+//! as in an Adam step.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use fusestep_cpu::CpuBackend;

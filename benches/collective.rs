@@ -1,5 +1,5 @@
-//! All-reduce between threads, beside reduce and broadcast one after the other, and beside the same bytes without a word; and of every
-//! floating-point storage type.
+//! All-reduce between threads, beside reduce and broadcast one after the other, and beside the same
+//! bytes without a word; and of every floating-point storage type.
 
 use std::time::{Duration, Instant};
 

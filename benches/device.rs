@@ -1,8 +1,10 @@
-//! The step on a CUDA device: by its own events, with the host included, and beside a copy of as many bytes in turn.
+//! The step on a CUDA device: by its own events, with the host included, and beside a copy of as
+//! many bytes in turn.
 //!
-//! `cargo xtask gpu` builds and runs this among all else that is to be shown on a GPU; `--list` names what there is to time. Every
-//! line is the median of rounds in which steps and copies take turns, after a warm-up. Small sets go round several states, so that
-//! none finds itself in the cache. Compare within one run only.
+//! `cargo xtask gpu` builds and runs this among all else that is to be shown on a GPU; `--list`
+//! names what there is to time. Every line is the median of rounds in which steps and copies take
+//! turns, after a warm-up. Small sets go round several states, so that none finds itself in the
+//! cache. Compare within one run only.
 
 use std::error::Error;
 use std::process::{Command, ExitCode};
@@ -104,7 +106,8 @@ fn all_rules(
     Ok(())
 }
 
-/// Loads one module and runs it once: a driver compiles PTX when it first meets it and keeps the outcome.
+/// Loads one module and runs it once: a driver compiles PTX when it first meets it and keeps the
+/// outcome.
 ///
 /// `all` starts a process for each module, because a process may compile one at a time.
 fn warm(asked: &str) -> Result<ExitCode, Box<dyn Error>> {

@@ -1,5 +1,6 @@
-//! The gradients of ResNet-50 between two ranks: buckets beside one call per tensor, and calls beside a backward pass beside calls
-//! after it. The backward pass is simulated: gradients become ready evenly, element by element, and the time in between is slept.
+//! The gradients of ResNet-50 between two ranks: buckets beside one call per tensor, and calls
+//! beside a backward pass beside calls after it. The backward pass is simulated: gradients become
+//! ready evenly, element by element, and the time in between is slept.
 
 use std::hint::black_box;
 use std::num::NonZeroUsize;

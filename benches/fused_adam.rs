@@ -1,9 +1,9 @@
 //! Fused AdamW against the naive plan and against the memory traffic of the step alone, in turn.
 //!
-//! `cargo bench --bench fused_adam -- gpt2` runs the part whose names match. Times of different runs differ with the machine's
-//! load; compare only within one run, where fused, naive and ceiling take turns.
-//! Throughput counts the 28 bytes per element that a step must move. `ceiling / fused` in one run is the share of the machine
-//! that fused AdamW reaches.
+//! `cargo bench --bench fused_adam -- gpt2` runs the part whose names match. Times of different
+//! runs differ with the machine's load; compare only within one run, where fused, naive and ceiling
+//! take turns. Throughput counts the 28 bytes per element that a step must move. `ceiling / fused`
+//! in one run is the share of the machine that fused AdamW reaches.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use fusestep_cpu::CpuBackend;

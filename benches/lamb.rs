@@ -1,8 +1,10 @@
-//! LAMB against the naive plan, against the memory traffic of Adam and against the f64 reference, in turn.
+//! LAMB against the naive plan, against the memory traffic of Adam and against the f64 reference,
+//! in turn.
 //!
 //! `cargo bench --bench lamb -- gpt2` runs the part whose names match; compare only within one run.
-//! Throughput counts the 28 bytes per element that a step must move: what LAMB needs beyond is the second read of all four tensors,
-//! from cache where a tensor fits. `ceiling` is the memory stream over as many bytes.
+//! Throughput counts the 28 bytes per element that a step must move: what LAMB needs beyond is the
+//! second read of all four tensors, from cache where a tensor fits. `ceiling` is the memory stream
+//! over as many bytes.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use fusestep_cpu::CpuBackend;
@@ -49,7 +51,8 @@ impl Ready {
         report.expect("a step of a valid plan");
     }
 
-    /// Requires of the first step what the formula gives, up to rounding: the direction is the same for all elements, so that φ·r is p.
+    /// Requires of the first step what the formula gives, up to rounding: the direction is the same
+    /// for all elements, so that φ·r is p.
     fn check_first_step(&mut self, set: &Set, backend: &CpuBackend) {
         self.step(backend);
         let expected = 0.5 - 1e-3 * 0.5;

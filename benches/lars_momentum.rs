@@ -1,9 +1,10 @@
-//! LARS against the naive plan, against momentum's memory traffic and against the f64 reference, in turn.
+//! LARS against the naive plan, against momentum's memory traffic and against the f64 reference, in
+//! turn.
 //!
-//! `cargo bench --bench lars_momentum -- gpt2` runs the part whose names match; compare only within one run.
-//! Throughput counts the 20 bytes per element that momentum must move: what LARS needs beyond is the second read of parameter and
-//! gradient, from cache where a tensor fits. `ceiling` is the memory
-//! stream over as many bytes as momentum moves.
+//! `cargo bench --bench lars_momentum -- gpt2` runs the part whose names match; compare only within
+//! one run. Throughput counts the 20 bytes per element that momentum must move: what LARS needs
+//! beyond is the second read of parameter and gradient, from cache where a tensor fits. `ceiling`
+//! is the memory stream over as many bytes as momentum moves.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use fusestep_cpu::CpuBackend;
@@ -49,8 +50,8 @@ impl Ready {
         report.expect("a step of a valid plan");
     }
 
-    /// Requires of the first step what the formula gives, up to rounding: P = 0.5·√n, G = 0.01·√n, so that the rate is the same for
-    /// every tensor.
+    /// Requires of the first step what the formula gives, up to rounding: P = 0.5·√n, G = 0.01·√n,
+    /// so that the rate is the same for every tensor.
     fn check_first_step(&mut self, set: &Set, backend: &CpuBackend) {
         self.step(backend);
         let local = 0.1 * 0.001 * 0.5 / (0.01 + 0.0005 * 0.5);
@@ -95,7 +96,8 @@ fn lars_momentum(criterion: &mut Criterion) {
                     b.iter(|| ready.step(&backend));
                 });
             }
-            // 28 bytes per element of the ceiling's four reads and three writes: 5/7 of its elements move 20 bytes per element.
+            // 28 bytes per element of the ceiling's four reads and three writes: 5/7 of its
+            // elements move 20 bytes per element.
             let mut ceiling = Ceiling::new(set.elements() as usize * 5 / 7, &backend);
             group.bench_function(BenchmarkId::new("ceiling", format!("t{threads}")), |b| {
                 b.iter(|| ceiling.pass(&backend, PREFETCH_DISTANCE));

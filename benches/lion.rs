@@ -1,7 +1,8 @@
 //! Lion against the naive plan and against a stream of as many bytes, in turn.
 //!
-//! `cargo bench --bench lion -- gpt2` runs the part whose names match; compare only within one run. `ceiling / fused` is the
-//! share of the machine's bandwidth that the step reaches; the stream reads four and writes three arrays, whatever the rule.
+//! `cargo bench --bench lion -- gpt2` runs the part whose names match; compare only within one run.
+//! `ceiling / fused` is the share of the machine's bandwidth that the step reaches; the stream
+//! reads four and writes three arrays, whatever the rule.
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use fusestep_lion::Lion;

@@ -1,11 +1,12 @@
 // One Adagrad step for every tensor of a launch.
 //
 //     g <- -g if maximize;  g <- g + l2 p
-//     s <- (s + initial) + g^2                                      initial is 0 but at the first step
+//     s <- (s + initial) + g^2                          initial is 0 but at the first step
 //     p <- p - step_size (g / (sqrt(s) + eps))
 //
-// Duchi, Hazan & Singer 2011, with eps, the decay of lr in `step_size` and the initial value as in PyTorch. Every operation is
-// rounded once, in the order written in `element`, without contraction: the bits are those of crates/adagrad/src/cpu.rs.
+// Duchi, Hazan & Singer 2011, with eps, the decay of lr in `step_size` and the initial value as in
+// PyTorch. Every operation is rounded once, in the order written in `element`, without contraction:
+// the bits are those of crates/adagrad/src/cpu.rs.
 #include "elementwise.cuh"
 
 namespace adagrad {
@@ -21,7 +22,8 @@ struct Scalars {
     T eps;
 };
 
-// Of the tensors of one class at one step; crates/adagrad/src/device.rs: Set, padded to a multiple of 8 bytes.
+// Of the tensors of one class at one step; crates/adagrad/src/device.rs: Set, padded to a multiple
+// of 8 bytes.
 template <class T>
 struct alignas(8) Set {
     T step_size;
@@ -53,7 +55,8 @@ struct Update {
     }
 };
 
-// The sets of a step; crates/adagrad/src/config.rs: set. Hyper-parameters: lr, lr_decay, lambda, initial_sum.
+// The sets of a step; crates/adagrad/src/config.rs: set. Hyper-parameters: lr, lr_decay, lambda,
+// initial_sum.
 template <class T>
 struct Sets {
     typedef adagrad::Scalars<T> Scalars;

@@ -1,11 +1,14 @@
 // The norm of all gradients, the finite check, the clip factor and the loss scale.
 //
-//     amp_norm    one block per chunk of 65,536 elements: sum of squares in f64, and the count of infinite and NaN elements
-//     amp_finish  one block: sums of tensors and of all, then the control block that update kernels read
+//     amp_norm    one block per chunk of 65,536 elements: sum of squares in f64, and the count of
+//                 infinite and NaN elements
+//     amp_finish  one block: sums of tensors and of all, then the control block that update
+//                 kernels read
 //
-// The tree of a sum depends on element indices alone; crates/elementwise/src/norm.rs states it. Lane j of a leaf of 1,024 elements
-// adds elements j, j + 64, ...; lanes fold by halves, and the 64 leaves of a chunk do likewise. Chunks of a tensor and tensors add
-// up in order. The conclusion is crates/amp/src/cpu.rs, operation for operation.
+// The tree of a sum depends on element indices alone; crates/elementwise/src/norm.rs states it.
+// Lane j of a leaf of 1,024 elements adds elements j, j + 64, ...; lanes fold by halves, and the 64
+// leaves of a chunk do likewise. Chunks of a tensor and tensors add up in order. The conclusion is
+// crates/amp/src/cpu.rs, operation for operation.
 #include "storage.cuh"
 
 namespace amp {
@@ -42,7 +45,8 @@ struct NormScalars {
     u64 partials;
 };
 
-// Arguments of amp_finish behind the header; crates/launch/src/pack.rs and crates/amp/src/device.rs.
+// Arguments of amp_finish behind the header; crates/launch/src/pack.rs and
+// crates/amp/src/device.rs.
 struct Finish {
     u64 partials;
     u64 tensors;
@@ -74,8 +78,9 @@ __device__ __forceinline__ void add_square(T stored, double& sum, u32& non_finit
     non_finite += is_finite(x) ? 0 : 1;
 }
 
-// The sum of one leaf, by a group of LANES / PER threads of one warp, of which this is `member`; each has PER neighbouring lanes.
-// All threads of the warp arrive here. The result is that of member 0.
+// The sum of one leaf, by a group of LANES / PER threads of one warp, of which this is `member`;
+// each has PER neighbouring lanes. All threads of the warp arrive here. The result is that of
+// member 0.
 template <class T>
 __device__ __forceinline__ double leaf_sum(const T* leaf, u32 numel, bool packs, u32 member, u32& non_finite) {
     constexpr u32 PER = 16 / sizeof(T);

@@ -1,13 +1,15 @@
 // The CUDA features that kernels may use, under names of our own.
 //
-// This is the only file of the folder that knows which compiler reads it. NVRTC and nvcc take the definitions below; any other
-// compiler takes the same names from `device_language.hpp` of the emulator, which runs the kernels on the host and checks every
-// access for bounds and alignment. Kernels therefore touch global memory through these functions only.
+// This is the only file of the folder that knows which compiler reads it. NVRTC and nvcc take the
+// definitions below; any other compiler takes the same names from `device_language.hpp` of the
+// emulator, which runs the kernels on the host and checks every access for bounds and alignment.
+// Kernels therefore touch global memory through these functions only.
 #pragma once
 
 #ifdef __CUDACC__
 
-// A kernel that waits for the whole grid defines GRID_SYNC first. Others do without: the header leaves constants in every module.
+// A kernel that waits for the whole grid defines GRID_SYNC first. Others do without: the header
+// leaves constants in every module.
 #ifdef GRID_SYNC
 #include <cooperative_groups.h>
 #endif
@@ -26,7 +28,8 @@ struct alignas(LANES * sizeof(T)) Pack {
     T lane[LANES];
 };
 
-// Addresses arrive as integers in the argument table. Without this promise the compiler has to allow for shared and local memory.
+// Addresses arrive as integers in the argument table. Without this promise the compiler has to
+// allow for shared and local memory.
 template <class T>
 __device__ __forceinline__ T* global(T* address) {
     __builtin_assume(__isGlobal(address));
@@ -73,13 +76,15 @@ __device__ __forceinline__ void block_sync() {
 }
 
 #ifdef GRID_SYNC
-// All threads of a cooperative launch arrive, and see what the others wrote before, before any goes on.
+// All threads of a cooperative launch arrive, and see what the others wrote before, before any goes
+// on.
 __device__ __forceinline__ void grid_sync() {
     cooperative_groups::this_grid().sync();
 }
 #endif
 
-// The value of the thread of the same warp whose lane differs in the bits of `lane_mask`. All 32 lanes take part.
+// The value of the thread of the same warp whose lane differs in the bits of `lane_mask`. All 32
+// lanes take part.
 template <class T>
 __device__ __forceinline__ T shuffle_xor(T value, int lane_mask) {
     return __shfl_xor_sync(0xffffffffu, value, lane_mask);

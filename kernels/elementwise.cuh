@@ -1,14 +1,16 @@
-// The loop of element-wise kernels over one chunk: parameter, gradient and `STATES` state tensors, each element on its own.
+// The loop of element-wise kernels over one chunk: parameter, gradient and `STATES` state tensors,
+// each element on its own.
 //
 // A kernel brings the update of one element as a struct
 //
 //     template <class T> struct Update {
 //         typedef ... Scalars;  typedef ... Set;
 //         Scalars scalars;  Set set;  u32 flags;
-//         __device__ __forceinline__ void element(T& p, T g, T* state) const;      // state[0 .. STATES)
+//         __device__ __forceinline__ void element(T& p, T g, T* state) const; // state[0 .. STATES)
 //     };
 //
-// as crates/elementwise has it on the host. How tensors are kept is a format of storage.cuh; arithmetic is in its compute type.
+// as crates/elementwise has it on the host. How tensors are kept is a format of storage.cuh;
+// arithmetic is in its compute type.
 #pragma once
 
 #include "resident.cuh"
@@ -99,7 +101,8 @@ struct Body {
     }
 };
 
-// What one block does: finds its chunk and updates it, in packs of 16 bytes where all lists allow it.
+// What one block does: finds its chunk and updates it, in packs of 16 bytes where all lists allow
+// it.
 template <class Format, int STATES, class Update, bool AT_RANDOM, class Source>
 __device__ __forceinline__ void update_chunk(Source arguments) {
     typedef typename Format::Param Param;
@@ -139,9 +142,10 @@ __device__ __forceinline__ void update_chunk(Source arguments) {
         update_sums::update_chunk<AT_RANDOM ? 2 : int(storage::Width<Format>::VALUE)>(body, chunk.numel, packs, slot);
         return;
     }
-    // Two packs of each of two or three lists are 64 or 96 bytes in flight per thread, within the 64 registers that let two
-    // blocks of 512 threads share a multiprocessor. Where all lists are of 16 bits one pack is eight elements, as many as two packs of
-    // 32 bits. Words of random bits take the registers of the second pack.
+    // Two packs of each of two or three lists are 64 or 96 bytes in flight per thread, within the
+    // 64 registers that let two blocks of 512 threads share a multiprocessor. Where all lists are
+    // of 16 bits one pack is eight elements, as many as two packs of 32 bits. Words of random bits
+    // take the registers of the second pack.
     constexpr int FITTING = storage::Width<Format>::FITTING;
     constexpr int IN_FLIGHT = AT_RANDOM || FITTING > 4 ? 1 : 2;
     constexpr int WIDTH = AT_RANDOM && FITTING > 4 ? 4 : FITTING;

@@ -1,12 +1,14 @@
 // One AdamW, Adam or AMSGrad step for every tensor of a launch.
 //
 //     g <- -g if maximize;  g <- g + l2 p
-//     m <- beta1 m + (1 - beta1) g        v <- beta2 v + (1 - beta2) g^2        w <- v, or the largest v so far (AMSGrad)
+//     m <- beta1 m + (1 - beta1) g        v <- beta2 v + (1 - beta2) g^2
+//     w <- v, or the largest v so far (AMSGrad)
 //     p <- decay p - step_size m / (sqrt(w) + eps), bias-corrected through step_size and eps
 //
-// Kingma & Ba 2015, Algorithm 1 (arXiv:1412.6980); Loshchilov & Hutter 2019, Algorithm 2 (arXiv:1711.05101), with the decay
-// multiplied by the learning rate; Reddi, Kale & Kumar 2018 for AMSGrad. Every operation is rounded once, in the order written in
-// `update`, without contraction: the bits are those of crates/fused-adam/src/cpu.rs.
+// Kingma & Ba 2015, Algorithm 1 (arXiv:1412.6980); Loshchilov & Hutter 2019, Algorithm 2
+// (arXiv:1711.05101), with the decay multiplied by the learning rate; Reddi, Kale & Kumar 2018 for
+// AMSGrad. Every operation is rounded once, in the order written in `update`, without contraction:
+// the bits are those of crates/fused-adam/src/cpu.rs.
 #include "resident.cuh"
 #include "update_sums.cuh"
 
@@ -195,9 +197,10 @@ __device__ __forceinline__ void update_chunk(Source arguments) {
         update_sums::update_chunk<AT_RANDOM ? 2 : int(storage::Width<Format>::VALUE)>(body, chunk.numel, packs, slot);
         return;
     }
-    // One access per list is four or five packs in flight per thread already. A second would cost more registers than the 64 that
-    // let two blocks of 512 threads share a multiprocessor, and so would bring no further bytes in flight.
-    // The words of four elements at a time would spill on sm_70.
+    // One access per list is four or five packs in flight per thread already. A second would cost
+    // more registers than the 64 that let two blocks of 512 threads share a multiprocessor, and so
+    // would bring no further bytes in flight. The words of four elements at a time would spill on
+    // sm_70.
     constexpr int WIDTH = AT_RANDOM ? 2 : int(storage::Width<Format>::VALUE);
     const u32 done = packs ? multi_tensor::sweep<WIDTH, 1>(body, 0, chunk.numel) : 0;
     // Random rounding has registers for one element at a time.
@@ -228,8 +231,8 @@ __device__ __forceinline__ void run_any(Source arguments) {
     }
 }
 
-// The sets of a step; crates/fused-adam/src/config.rs: set. Hyper-parameters: lr, beta1, beta2, lambda, 1 if decay is decoupled,
-// eps.
+// The sets of a step; crates/fused-adam/src/config.rs: set. Hyper-parameters: lr, beta1, beta2,
+// lambda, 1 if decay is decoupled, eps.
 template <class T>
 struct Sets {
     typedef fused_adam::Scalars<T> Scalars;
@@ -341,7 +344,8 @@ extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_r16_s16_32k(co
     fused_adam::run_any<fused_adam::WithRemainder<fused_adam::BF16>>(arguments.bytes);
 }
 
-// As above, from a resident table. One block per multiprocessor is promised where the compiler would spill to fit more.
+// As above, from a resident table. One block per multiprocessor is promised where the compiler
+// would spill to fit more.
 extern "C" __global__ void __launch_bounds__(512) fused_adam_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::Plain<float, float, float>>(multi_tensor::in_memory(resident)); }
 extern "C" __global__ void __launch_bounds__(512) fused_adam_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::Plain<double, double, double>>(multi_tensor::in_memory(resident)); }
 extern "C" __global__ void __launch_bounds__(512) fused_adam_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::Plain<float, fused_adam::BF16, float>>(multi_tensor::in_memory(resident)); }

@@ -1,11 +1,13 @@
 // One SGD step, with or without a velocity, for every tensor of a launch.
 //
 //     g <- -g if maximize;  g <- rescale g;  g <- g + l2 p
-//     u <- momentum u + (1 - dampening) g                           only with a velocity; no dampening at the first step
-//     p <- decay p - lr u                                           g in place of u without, g + momentum u with Nesterov
+//     u <- momentum u + (1 - dampening) g      only with a velocity; no dampening at the first step
+//     p <- decay p - lr u                       g in place of u without, g + momentum u with
+//                                               Nesterov
 //
-// Sutskever, Martens, Dahl & Hinton 2013, with lr outside of the velocity as PyTorch does. Every operation is rounded once, in the
-// order written in `element`, without contraction: the bits are those of crates/fused-sgd/src/cpu.rs.
+// Sutskever, Martens, Dahl & Hinton 2013, with lr outside of the velocity as PyTorch does. Every
+// operation is rounded once, in the order written in `element`, without contraction: the bits are
+// those of crates/fused-sgd/src/cpu.rs.
 #include "elementwise.cuh"
 
 namespace fused_sgd {
@@ -59,7 +61,8 @@ struct Update {
     }
 };
 
-// The sets of a step; crates/fused-sgd/src/config.rs: set. Hyper-parameters: lr, dampening, lambda, 1 if decay is decoupled.
+// The sets of a step; crates/fused-sgd/src/config.rs: set. Hyper-parameters: lr, dampening, lambda,
+// 1 if decay is decoupled.
 template <class T>
 struct Sets {
     typedef fused_sgd::Scalars<T> Scalars;

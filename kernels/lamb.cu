@@ -4,9 +4,10 @@
 //     r = scale m / (sqrt(v) + eps) + lambda p, bias-corrected through scale and eps
 //     p <- p - lr phi r        phi = |p| / |r| if trusted and neither is 0, else 1
 //
-// You et al. 2020, Algorithm 2 (arXiv:1904.00962). Norms and step sizes are f64, elements `Compute`; every operation is rounded once,
-// in the order written, without contraction: the bits are those of crates/lamb/src/cpu.rs. The moments are computed twice and written
-// once, so that a tensor that is skipped keeps every bit.
+// You et al. 2020, Algorithm 2 (arXiv:1904.00962). Norms and step sizes are f64, elements
+// `Compute`; every operation is rounded once, in the order written, without contraction: the bits
+// are those of crates/lamb/src/cpu.rs. The moments are computed twice and written once, so that a
+// tensor that is skipped keeps every bit.
 #define GRID_SYNC
 #include "normed.cuh"
 
@@ -91,8 +92,8 @@ struct Rule {
     }
 };
 
-// The sets of a step; crates/lamb/src/config.rs: set. Hyper-parameters: lr, beta1, beta2, lambda, 1 if excluded tensors take the
-// plain rate, eps.
+// The sets of a step; crates/lamb/src/config.rs: set. Hyper-parameters: lr, beta1, beta2, lambda, 1
+// if excluded tensors take the plain rate, eps.
 template <class T>
 struct Sets {
     typedef lamb::Scalars<T> Scalars;
@@ -176,7 +177,8 @@ extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_m32_s16_32k(c
 extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lamb::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) lamb_update_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lamb::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
 
-// As above, from a resident table. One block per multiprocessor is promised where the compiler would spill to fit more.
+// As above, from a resident table. One block per multiprocessor is promised where the compiler
+// would spill to fit more.
 extern "C" __global__ void __launch_bounds__(512, 1) lamb_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<float, float, float>>>(multi_tensor::in_memory(resident)); }
 extern "C" __global__ void __launch_bounds__(512, 1) lamb_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<double, double, double>>>(multi_tensor::in_memory(resident)); }
 extern "C" __global__ void __launch_bounds__(512, 1) lamb_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lamb::Rule<storage::Plain<float, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }

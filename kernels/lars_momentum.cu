@@ -4,8 +4,9 @@
 //     local = lr coefficient P / (G + lambda P + eps) if trusted, P > 0 and G > 0, else lr
 //     u <- momentum u + local (rescale g + lambda p)        p <- p - u
 //
-// You, Gitman & Ginsburg 2017 (arXiv:1708.03888), with lr inside of the velocity. Norms and rates are f64, elements `Compute`; every
-// operation is rounded once, in the order written, without contraction: the bits are those of crates/lars-momentum/src/cpu.rs.
+// You, Gitman & Ginsburg 2017 (arXiv:1708.03888), with lr inside of the velocity. Norms and rates
+// are f64, elements `Compute`; every operation is rounded once, in the order written, without
+// contraction: the bits are those of crates/lars-momentum/src/cpu.rs.
 #define GRID_SYNC
 #include "normed.cuh"
 
@@ -75,7 +76,8 @@ struct Rule {
     }
 };
 
-// The sets of a step; crates/lars-momentum/src/config.rs: set. Hyper-parameters: lr, lambda, 1 if excluded tensors take the plain rate.
+// The sets of a step; crates/lars-momentum/src/config.rs: set. Hyper-parameters: lr, lambda, 1 if
+// excluded tensors take the plain rate.
 template <class T>
 struct Sets {
     typedef lars_momentum::Scalars<T> Scalars;
@@ -156,7 +158,8 @@ extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_m32_
 extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
 extern "C" __global__ void __launch_bounds__(512) lars_momentum_update_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { normed::update<lars_momentum::Rule<storage::WithRemainder<storage::BF16>>>(arguments.bytes); }
 
-// As above, from a resident table. One block per multiprocessor is promised where the compiler would spill to fit more.
+// As above, from a resident table. One block per multiprocessor is promised where the compiler
+// would spill to fit more.
 extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lars_momentum::Rule<storage::Plain<float, float, float>>>(multi_tensor::in_memory(resident)); }
 extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lars_momentum::Rule<storage::Plain<double, double, double>>>(multi_tensor::in_memory(resident)); }
 extern "C" __global__ void __launch_bounds__(512, 1) lars_momentum_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { normed::waves<lars_momentum::Rule<storage::Plain<float, storage::BF16, float>>>(multi_tensor::in_memory(resident)); }

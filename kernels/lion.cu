@@ -4,8 +4,8 @@
 //     p <- decay p - lr sign(beta1 m + (1 - beta1) g)               sign(0) = 0
 //     m <- beta2 m + (1 - beta2) g
 //
-// Chen et al. 2023, Algorithm 2 (arXiv:2302.06675). Every operation is rounded once, in the order written in `element`, without
-// contraction: the bits are those of crates/lion/src/cpu.rs.
+// Chen et al. 2023, Algorithm 2 (arXiv:2302.06675). Every operation is rounded once, in the order
+// written in `element`, without contraction: the bits are those of crates/lion/src/cpu.rs.
 #include "elementwise.cuh"
 
 namespace lion {

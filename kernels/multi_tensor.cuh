@@ -1,13 +1,16 @@
-// The argument table of multi-tensor kernels: many tensors in one launch, without a table of blocks.
+// The argument table of multi-tensor kernels: many tensors in one launch, without a table of
+// blocks.
 //
 //     header (24) | scalars | set 0, set 1, ... | record 0, record 1, ...
 //
-// Written by `pack` of crates/launch, little-endian; a record is one tensor's address in every list and its place in the launch.
-// One block works on one chunk. A block finds its record by binary search in the records' `first_chunk`, the prefix sum of
-// chunk counts, so that the table holds bytes per tensor only, however long the tensors are.
+// Written by `pack` of crates/launch, little-endian; a record is one tensor's address in every list
+// and its place in the launch. One block works on one chunk. A block finds its record by binary
+// search in the records' `first_chunk`, the prefix sum of chunk counts, so that the table holds
+// bytes per tensor only, however long the tensors are.
 //
-// A resident table is the same bytes in global memory, built once, with a map from chunks to records behind the records: u32 for
-// each chunk, for one load in place of the search. `resident.cuh` derives its sets. A measured one has an address behind every record.
+// A resident table is the same bytes in global memory, built once, with a map from chunks to
+// records behind the records: u32 for each chunk, for one load in place of the search.
+// `resident.cuh` derives its sets. A measured one has an address behind every record.
 #pragma once
 
 #include "dialect.cuh"
@@ -20,12 +23,14 @@ typedef unsigned long long u64;
 
 static_assert(sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(u64) == 8, "the table is made of 16-, 32- and 64-bit integers");
 
-// Constants are enumerators throughout: a constant with an address would become a global variable of the module.
+// Constants are enumerators throughout: a constant with an address would become a global variable
+// of the module.
 enum ArgumentBytes : int {
     // What every device takes, and what devices of compute capability 7.0 take from driver 530 on.
     CLASSIC_LIMIT = 4096,
     LARGE_LIMIT = 32764,
-    // Payload of the two parameter blocks: all parts of the table are multiples of 8, and 32764 is not.
+    // Payload of the two parameter blocks: all parts of the table are multiples of 8, and 32764 is
+    // not.
     CLASSIC_BYTES = CLASSIC_LIMIT / 8 * 8,
     LARGE_BYTES = LARGE_LIMIT / 8 * 8,
 };
@@ -58,7 +63,8 @@ __device__ __forceinline__ InMemory in_memory(const Resident& resident) {
     return {reinterpret_cast<const unsigned char*>(resident.table)};
 }
 
-// Arguments of a launch that leaves sums over what it changes: behind every record stands the address of those of its first chunk.
+// Arguments of a launch that leaves sums over what it changes: behind every record stands the
+// address of those of its first chunk.
 struct Measured {
     const unsigned char* bytes;
 };
@@ -315,9 +321,10 @@ __device__ __forceinline__ void store_lanes(T* address, const Lanes<WIDTH, T>& l
     }
 }
 
-// Walks elements `first..numel` of a chunk with all threads of the block, `WIDTH` elements each at a time, neighbours side by side.
-// While the whole block has work for `IN_FLIGHT` such accesses, a thread starts all of them before it waits for the first.
-// Returns the first element that is left over because fewer than `WIDTH` remain.
+// Walks elements `first..numel` of a chunk with all threads of the block, `WIDTH` elements each at
+// a time, neighbours side by side. While the whole block has work for `IN_FLIGHT` such accesses, a
+// thread starts all of them before it waits for the first. Returns the first element that is left
+// over because fewer than `WIDTH` remain.
 template <int WIDTH, int IN_FLIGHT, class Body>
 __device__ __forceinline__ u32 sweep(const Body& body, u32 first, u32 numel) {
     const u32 stride = blockDim.x * WIDTH;

@@ -1,15 +1,18 @@
 // Updates that need sums over the whole of a tensor first, many tensors in one launch.
 //
-// Sums of squares follow the fixed tree of docs/numerics.md: a leaf is 1,024 elements, lane j of 64 sums elements j, j + 64, ... in
-// order and the lanes fold by halves; a chunk is 64 leaves, folded alike; a tensor is its chunks in order. All in f64.
+// Sums of squares follow the fixed tree of docs/numerics.md: a leaf is 1,024 elements, lane j of 64
+// sums elements j, j + 64, ... in order and the lanes fold by halves; a chunk is 64 leaves, folded
+// alike; a tensor is its chunks in order. All in f64.
 //
-// A unit, one turn of a block, is leaves s, s + 8, ..., s + 56 of a chunk: the fold by 32, 16 and 8 leaves stays within it, so that
-// eight blocks share a chunk. Its sums go to the chunk's slot, and whoever updates a tensor folds and adds the slots of its chunks.
-// Every chunk has a slot of its own for the whole step: no slot is written twice, so one wait of the grid per wave is enough.
+// A unit, one turn of a block, is leaves s, s + 8, ..., s + 56 of a chunk: the fold by 32, 16 and 8
+// leaves stays within it, so that eight blocks share a chunk. Its sums go to the chunk's slot, and
+// whoever updates a tensor folds and adds the slots of its chunks. Every chunk has a slot of its
+// own for the whole step: no slot is written twice, so one wait of the grid per wave is enough.
 //
-// A rule gives `Format` (of storage.cuh), `Scalars`, `Set`, `Finished`, STATES, VALUES (parameter, gradient, state), READ (values
-// that the sums need, the first ones), SCALED_TERMS (whether the sums see gradients times the control block's factor, as the update
-// does) and the functions `terms`, `finish` and `update`. A parameter with a master is its master, in sums as in updates.
+// A rule gives `Format` (of storage.cuh), `Scalars`, `Set`, `Finished`, STATES, VALUES (parameter,
+// gradient, state), READ (values that the sums need, the first ones), SCALED_TERMS (whether the
+// sums see gradients times the control block's factor, as the update does) and the functions
+// `terms`, `finish` and `update`. A parameter with a master is its master, in sums as in updates.
 #pragma once
 
 #include "normed_memory.cuh"
@@ -119,7 +122,8 @@ struct Engine {
         }
     }
 
-    // A lane's share of a leaf that starts at `element`: 16 elements in order, up to four in flight.
+    // A lane's share of a leaf that starts at `element`: 16 elements in order, up to four in
+    // flight.
     __device__ __forceinline__ void lane_sums(const Row& record, u64 element, double (&sums)[SUMS]) const {
         // Four rows of four f64 lists would spill.
         constexpr int IN_FLIGHT = ROW_BYTES > 16 ? 1 : 4;
@@ -187,7 +191,8 @@ struct Engine {
 
     // The sums over a whole tensor, the same in every thread of the block.
     __device__ __forceinline__ void tensor_sums(const Tensor& tensor, double (&sums)[SUMS]) const {
-        // A thread folds one sum of one chunk: as many chunks at a time as the block has threads for.
+        // A thread folds one sum of one chunk: as many chunks at a time as the block has threads
+        // for.
         constexpr u32 AT_ONCE = BLOCK_THREADS / SUMS;
         double* const of_chunks = shared_chunks();
         double* const total = shared_total();
@@ -291,7 +296,8 @@ struct Engine {
         }
     }
 
-    // As above, with a thread to a lane of a leaf; the sum over what the unit changes goes to `out`.
+    // As above, with a thread to a lane of a leaf; the sum over what the unit changes goes to
+    // `out`.
     __device__ __forceinline__ void update_unit_summed(const Row& record, u64 chunk, u32 unit, const typename Rule::Finished& finished,
                                                        double* out) const {
         double* const lanes = shared_lanes();
@@ -398,7 +404,8 @@ struct Engine {
         }
     }
 
-    // The waves of a resident table: behind the map of all chunks, how many, and the chunk at which each ends.
+    // The waves of a resident table: behind the map of all chunks, how many, and the chunk at which
+    // each ends.
     __device__ __forceinline__ void planned_waves() const {
         const u64 waves_at = chunk_count();
         const u32 waves = table.behind_records(waves_at);

@@ -1,4 +1,5 @@
-// The memory of updates that need sums over the whole of a tensor first: shapes, slots and what the threads of a block share.
+// The memory of updates that need sums over the whole of a tensor first: shapes, slots and what the
+// threads of a block share.
 #pragma once
 
 #include "multi_tensor.cuh"

@@ -1,11 +1,13 @@
-// The reduction across ranks: element by element, in rank order, whatever the ranks, the lengths and the device.
+// The reduction across ranks: element by element, in rank order, whatever the ranks, the lengths
+// and the device.
 //
 //     sum      ((x0 + x1) + x2) + ...              prod     ((x0 * x1) * x2) * ...
-//     average  sum / ranks                         max, min NaN if any is NaN; of equals the lowest rank's
+//     average  sum / ranks                  max, min NaN if any is NaN; of equals the lowest rank's
 //
-// In the element's own type; f16 and bf16 in f32, rounded once at the end. Integers wrap around. The host's version is
-// crates/collective/src/rank_order.rs, operation for operation. A rank's own elements are read where they lie, those of the others
-// from slots of one length; the result may lie upon the own elements or a slot, since an element is read before it is written.
+// In the element's own type; f16 and bf16 in f32, rounded once at the end. Integers wrap around.
+// The host's version is crates/collective/src/rank_order.rs, operation for operation. A rank's own
+// elements are read where they lie, those of the others from slots of one length; the result may
+// lie upon the own elements or a slot, since an element is read before it is written.
 #include "storage.cuh"
 
 namespace rank_order {
@@ -23,8 +25,8 @@ struct U16 {
 
 enum Op : u32 { SUM, AVERAGE, PROD, MAX, MIN };
 
-// Ranks whose accesses a thread starts before it waits for the first: 64 bytes, or 32 where a pack has many elements, which take a
-// register each once they are apart.
+// Ranks whose accesses a thread starts before it waits for the first: 64 bytes, or 32 where a pack
+// has many elements, which take a register each once they are apart.
 template <class T>
 struct InFlight {
     enum : u32 { RANKS = sizeof(T) < 4 ? 2 : 4 };
@@ -161,7 +163,8 @@ __device__ __forceinline__ void visit(const Arguments& arguments, u64 at) {
     store(reinterpret_cast<T*>(arguments.result) + at, lanes);
 }
 
-// What the whole grid does, of any size: packs of 16 bytes where all parts are aligned to that, and the rest by elements.
+// What the whole grid does, of any size: packs of 16 bytes where all parts are aligned to that, and
+// the rest by elements.
 template <u32 OP, class T>
 __device__ __forceinline__ void reduce_by(const Arguments& arguments) {
     constexpr int WIDTH = 16 / sizeof(T);

@@ -1,8 +1,11 @@
-// Resident tables: the argument table of multi_tensor.cuh in global memory, built once, whose sets the device derives itself.
+// Resident tables: the argument table of multi_tensor.cuh in global memory, built once, whose sets
+// the device derives itself.
 //
-// Step counts, learning rate and hyper-parameters live beside the table. Before the updates of a step, an entry `*_sets_*_resident`
-// counts the step of every class of tensors and derives its set in f64 by the operations of the host's `write_set`, so that the
-// bits are the same. A step that the control block skips changes nothing. The host launches with fixed arguments and waits for none.
+// Step counts, learning rate and hyper-parameters live beside the table. Before the updates of a
+// step, an entry `*_sets_*_resident` counts the step of every class of tensors and derives its set
+// in f64 by the operations of the host's `write_set`, so that the bits are the same. A step that
+// the control block skips changes nothing. The host launches with fixed arguments and waits for
+// none.
 #pragma once
 
 #include "storage.cuh"

@@ -1,7 +1,9 @@
-// How parameters and state are kept: f32, f64, f16 or bf16, with a master or a remainder beside the parameter, rounded to nearest or
-// at random. Arithmetic is in the compute type; every format has `widen` and `narrow`, and a kernel is written once for all.
+// How parameters and state are kept: f32, f64, f16 or bf16, with a master or a remainder beside the
+// parameter, rounded to nearest or at random. Arithmetic is in the compute type; every format has
+// `widen` and `narrow`, and a kernel is written once for all.
 //
-// The host's versions are crates/simd/src/narrow.rs, crates/elementwise/src/slot.rs, and crates/launch/src/random_bits.rs; the bits are the same.
+// The host's versions are crates/simd/src/narrow.rs, crates/elementwise/src/slot.rs, and
+// crates/launch/src/random_bits.rs; the bits are the same.
 #pragma once
 
 #include "multi_tensor.cuh"
@@ -45,7 +47,8 @@ __device__ __forceinline__ BF16 round_bf16(u32 bits, u32 addend) {
     return {u16((bits & MAGNITUDE) > INFINITE ? nan : rounded)};
 }
 
-// `narrow` to nearest, ties to even; at random by the lower 16 bits of `draw` where something is lost and nothing keeps it.
+// `narrow` to nearest, ties to even; at random by the lower 16 bits of `draw` where something is
+// lost and nothing keeps it.
 template <bool AT_RANDOM>
 __device__ __forceinline__ void narrow(float& to, float value, u32) {
     to = value;
@@ -102,7 +105,8 @@ struct WithMaster {
     }
 };
 
-// A bf16 parameter, the nearest to the master with ties away from zero, and the signed difference of the bits.
+// A bf16 parameter, the nearest to the master with ties away from zero, and the signed difference
+// of the bits.
 template <class S>
 struct WithRemainder {
     typedef BF16 Param;
@@ -124,9 +128,10 @@ struct WithRemainder {
     }
 };
 
-// Elements that one thread takes at a time: a pack of 16 bytes in the widest list, so that every list is accessed without gaps, and
-// at most four. Eight of 16 bits in all lists were compiled and not kept: they take up to 94 registers, and above 64 only one block
-// of 512 threads fits on a multiprocessor.
+// Elements that one thread takes at a time: a pack of 16 bytes in the widest list, so that every
+// list is accessed without gaps, and at most four. Eight of 16 bits in all lists were compiled and
+// not kept: they take up to 94 registers, and above 64 only one block of 512 threads fits on a
+// multiprocessor.
 template <class Format>
 struct Width {
     enum : int {
@@ -194,7 +199,8 @@ struct Draws {
     // Index in its tensor of the chunk's first element.
     u64 element;
 
-    // 32 bits for element `at` of the chunk; list l, counted from the parameter without the gradient, takes half l % 2 of word l / 2.
+    // 32 bits for element `at` of the chunk; list l, counted from the parameter without the
+    // gradient, takes half l % 2 of word l / 2.
     __device__ __forceinline__ u32 word(u32 at, u32 index) const {
         const u64 e = element + at;
         const u32 b = u32(key >> 32) + u32(e >> 32) * 0x9e3779b9u + index * 0x85ebca6bu;

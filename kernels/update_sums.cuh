@@ -1,7 +1,7 @@
 // Sums over what an update changes: sum of (new - old)^2 in f64, taken while both are in registers.
 //
-// The tree is that of all sums; crates/elementwise/src/norm.rs states it. A chunk leaves the sums of its eight units: unit u is the
-// fold of leaves u, u + 8, ..., u + 56 by 32, 16 and 8.
+// The tree is that of all sums; crates/elementwise/src/norm.rs states it. A chunk leaves the sums
+// of its eight units: unit u is the fold of leaves u, u + 8, ..., u + 56 by 32, 16 and 8.
 #pragma once
 
 #include "storage.cuh"
@@ -51,8 +51,9 @@ __device__ __forceinline__ double fold_8(const double* values) {
     return quarter[0] + quarter[1];
 }
 
-// One leaf, updated by a group of LANES / WIDTH threads of one warp, of which this is `member`; each has WIDTH neighbouring lanes. All
-// threads of the warp arrive here. The result is that of member 0.
+// One leaf, updated by a group of LANES / WIDTH threads of one warp, of which this is `member`;
+// each has WIDTH neighbouring lanes. All threads of the warp arrive here. The result is that of
+// member 0.
 template <int WIDTH, class Body>
 __device__ __forceinline__ double update_leaf(const Body& body, u32 first, u32 numel, bool packs, u32 member) {
     Squares<WIDTH> squares = {};
@@ -86,8 +87,8 @@ __device__ __forceinline__ double update_leaf(const Body& body, u32 first, u32 n
     return squares.sums[0];
 }
 
-// The block's chunk of `numel` elements, whose sums go to `slot`. A body has `watch<WIDTH, IN_FLIGHT>(first, stride, squares)`, which
-// updates as `visit` does and adds what it changes.
+// The block's chunk of `numel` elements, whose sums go to `slot`. A body has `watch<WIDTH,
+// IN_FLIGHT>(first, stride, squares)`, which updates as `visit` does and adds what it changes.
 template <int WIDTH, class Body>
 __device__ __forceinline__ void update_chunk(const Body& body, u32 numel, bool packs, double* slot) {
     constexpr u32 GROUP = LANES / WIDTH;

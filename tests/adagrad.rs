@@ -1,4 +1,5 @@
-//! Adagrad against PyTorch, against the f64 reference, and the slice entry against a plan and bad input.
+//! Adagrad against PyTorch, against the f64 reference, and the slice entry against a plan and bad
+//! input.
 
 use bytemuck::pod_collect_to_vec;
 use fusestep_adagrad::reference::{Element, update};
@@ -75,10 +76,12 @@ fn the_first_step_puts_the_initial_sum_under_the_square() {
     }
 }
 
-/// Units in the last place that `steps` f32 steps may be away from the reference; `README.md` of the kernel states the same.
+/// Units in the last place that `steps` f32 steps may be away from the reference; `README.md` of
+/// the kernel states the same.
 ///
-/// The first steps are worst where lr is as large as the parameter: the roundings of root, sum, quotient and product meet in the
-/// step. Later steps are smaller, and the sum's errors fade in the root.
+/// The first steps are worst where lr is as large as the parameter: the roundings of root, sum,
+/// quotient and product meet in the step. Later steps are smaller, and the sum's errors fade in the
+/// root.
 fn bound_in_units(steps: u64) -> f64 {
     4.0 + steps as f64 / 16.0
 }

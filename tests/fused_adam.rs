@@ -1,4 +1,5 @@
-//! Fused Adam against PyTorch, against its own f64 reference, and its slice entry against bad input.
+//! Fused Adam against PyTorch, against its own f64 reference, and its slice entry against bad
+//! input.
 
 use bytemuck::pod_collect_to_vec;
 use fusestep_fused_adam::device::Compute;
@@ -73,7 +74,8 @@ fn unit_in_the_last_place(scale: f64) -> f64 {
     f64::from(scale.next_up()) - f64::from(scale)
 }
 
-/// Largest error of a parameter after each of `marks`, in units in the last place of the largest value it has had.
+/// Largest error of a parameter after each of `marks`, in units in the last place of the largest
+/// value it has had.
 fn errors_in_units(adam: Adam, marks: &[u64]) -> Vec<f64> {
     let case = Case::new([33], DType::F32);
     let start: Vec<f32> = pod_collect_to_vec(&case.param_bytes(0));
@@ -105,12 +107,14 @@ fn element(param: f32) -> Element {
     }
 }
 
-/// Units in the last place that `steps` f32 steps may be away from the reference; `README.md` of the kernel states the same.
+/// Units in the last place that `steps` f32 steps may be away from the reference; `README.md` of
+/// the kernel states the same.
 ///
-/// The first step is worst where eps is 0 and lr as large as the parameter: nine roundings meet in m, v, the root, the
-/// quotients and the step. Later steps add less, because errors of the moments fade with β; what adds up without fading is the
-/// decay factor 1 − lr·λ, rounded to f32 once and applied at each step. The largest values measured were 3.8, 4.0, 4.9, 24
-/// and 177 units after 1, 2, 10, 100 and 1000 steps; every platform computes the same bits, so they cannot drift.
+/// The first step is worst where eps is 0 and lr as large as the parameter: nine roundings meet in
+/// m, v, the root, the quotients and the step. Later steps add less, because errors of the moments
+/// fade with β; what adds up without fading is the decay factor 1 − lr·λ, rounded to f32 once and
+/// applied at each step. The largest values measured were 3.8, 4.0, 4.9, 24 and 177 units after 1,
+/// 2, 10, 100 and 1000 steps; every platform computes the same bits, so they cannot drift.
 fn bound_in_units(steps: u64) -> f64 {
     4.0 + steps as f64 / 4.0
 }
@@ -217,7 +221,8 @@ fn step_0_and_bad_settings_are_refused_before_anything_is_written() {
         (
             largest,
             1,
-            "max_moment2 of tensor 0: expected a slice, because the second moment is `Largest`, found none",
+            "max_moment2 of tensor 0: expected a slice, because the second moment is `Largest`, \
+             found none",
         ),
     ] {
         let mut lists = vec![vec![0.5f32; 3]; 4];

@@ -1,4 +1,5 @@
-//! SGD and momentum against PyTorch, against the f64 reference, and the slice entry against a plan and bad input.
+//! SGD and momentum against PyTorch, against the f64 reference, and the slice entry against a plan
+//! and bad input.
 
 use bytemuck::pod_collect_to_vec;
 use fusestep_fused_sgd::reference::{Element, update};
@@ -118,10 +119,11 @@ fn configurations() -> Vec<Sgd> {
     all
 }
 
-/// Units in the last place that `steps` f32 steps may be away from the reference; `README.md` of the kernel states the same.
+/// Units in the last place that `steps` f32 steps may be away from the reference; `README.md` of
+/// the kernel states the same.
 ///
-/// Each step rounds the parameter once or twice, to half a unit each; what adds up without fading is the rounding of the decay
-/// factor, which is applied at each step.
+/// Each step rounds the parameter once or twice, to half a unit each; what adds up without fading
+/// is the rounding of the decay factor, which is applied at each step.
 fn bound_in_units(steps: u64) -> f64 {
     4.0 + steps as f64 / 2.0
 }
@@ -232,7 +234,8 @@ fn what_does_not_fit_is_named_and_nothing_is_written() {
     }
 }
 
-/// The message of a step on a good tensor and one of 5 elements with these lists; nothing may be written.
+/// The message of a step on a good tensor and one of 5 elements with these lists; nothing may be
+/// written.
 fn refusal(sgd: Sgd, step: u64, grad: usize, velocity: Option<usize>) -> String {
     let (mut first, mut second) = ([1.0f32; 3], [1.0f32; 5]);
     let (mut own, mut other) = ([0.5f32; 3], velocity.map(|numel| vec![0.5f32; numel]));

@@ -185,7 +185,8 @@ fn a_team_gives_the_same_bits_as_one_thread() {
     assert!(lists == again && lists[0] != start);
 }
 
-/// Largest error of a parameter after each of `marks`, in units in the last place of the largest value it has had.
+/// Largest error of a parameter after each of `marks`, in units in the last place of the largest
+/// value it has had.
 fn errors_in_units(rule: Lamb, marks: &[u64]) -> Vec<f64> {
     let case = Case::new([1031], DType::F32);
     let mut p: Vec<f32> = pod_collect_to_vec(&case.param_bytes(0));
@@ -210,10 +211,12 @@ fn errors_in_units(rule: Lamb, marks: &[u64]) -> Vec<f64> {
     errors.marked
 }
 
-/// Units in the last place that `steps` f32 steps may be away from the reference; `README.md` of the kernel states the same.
+/// Units in the last place that `steps` f32 steps may be away from the reference; `README.md` of
+/// the kernel states the same.
 ///
-/// As in Adam, the first step meets the most roundings at once. The largest values measured were 1.3, 2.1, 3.7, 9.1 and 35 units after 1, 2,
-/// 10, 100 and 1000 steps; every platform computes the same bits, so they cannot drift.
+/// As in Adam, the first step meets the most roundings at once. The largest values measured were
+/// 1.3, 2.1, 3.7, 9.1 and 35 units after 1, 2, 10, 100 and 1000 steps; every platform computes the
+/// same bits, so they cannot drift.
 fn bound_in_units(steps: u64) -> f64 {
     3.0 + 1.2 * (steps as f64).sqrt()
 }

@@ -1,4 +1,5 @@
-//! LARS against the examples of its source, its own f64 reference, an independent script, and bad input.
+//! LARS against the examples of its source, its own f64 reference, an independent script, and bad
+//! input.
 
 use std::num::NonZeroUsize;
 
@@ -255,10 +256,12 @@ fn errors_in_units(rule: Lars, marks: &[u64]) -> Vec<f64> {
     errors.marked
 }
 
-/// Units in the last place that `steps` f32 steps may be away from the reference; `README.md` of the kernel states the same.
+/// Units in the last place that `steps` f32 steps may be away from the reference; `README.md` of
+/// the kernel states the same.
 ///
-/// A step rounds the velocity three times and the parameter once. The largest values measured were 1.8, 3.3, 6.3, 13 and 36 units after 1, 2,
-/// 10, 100 and 1000 steps; every platform computes the same bits, so they cannot drift.
+/// A step rounds the velocity three times and the parameter once. The largest values measured were
+/// 1.8, 3.3, 6.3, 13 and 36 units after 1, 2, 10, 100 and 1000 steps; every platform computes the
+/// same bits, so they cannot drift.
 fn bound_in_units(steps: u64) -> f64 {
     3.0 + 1.2 * (steps as f64).sqrt()
 }

@@ -242,8 +242,8 @@ fn a_parameter_without_a_gradient_is_left_out(rule: Optimizer) {
         (state.step_of("tensor.0"), state.step_of("tensor.1")),
         (Ok(1), Ok(0))
     );
-    // Its next step is its first, with the first step's bias correction, dampening and initial sum: the bits tensor.0 got one
-    // step before.
+    // Its next step is its first, with the first step's bias correction, dampening and initial sum:
+    // the bits tensor.0 got one step before.
     let first = state.param::<f32>("tensor.0").unwrap()[0];
     plan.run(&mut state, &backend).unwrap();
     assert_eq!(state.param::<f32>("tensor.1").unwrap()[7], first, "{rule}");

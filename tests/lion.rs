@@ -1,4 +1,5 @@
-//! Lion against an independent script, against the f64 reference, and the slice entry against a plan and bad input.
+//! Lion against an independent script, against the f64 reference, and the slice entry against a
+//! plan and bad input.
 
 use bytemuck::pod_collect_to_vec;
 use fusestep_lion::reference::{Element, update};
@@ -80,10 +81,12 @@ fn a_direction_of_zero_does_not_move_and_nan_stays_nan() {
     assert_eq!(found[..4], [0.5, 1.5, 0.5, 1.5]);
 }
 
-/// Units in the last place that `steps` f32 steps may be away from the reference; `README.md` of the kernel states the same.
+/// Units in the last place that `steps` f32 steps may be away from the reference; `README.md` of
+/// the kernel states the same.
 ///
-/// A step rounds lr once for all steps and the parameter twice; both add up. A sign that rounding decides would cost 2·lr more and
-/// is left out of the bound: it takes a direction that cancels to the last digits.
+/// A step rounds lr once for all steps and the parameter twice; both add up. A sign that rounding
+/// decides would cost 2·lr more and is left out of the bound: it takes a direction that cancels to
+/// the last digits.
 fn bound_in_units(steps: u64) -> f64 {
     4.0 + steps as f64 / 2.0
 }

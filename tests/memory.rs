@@ -34,7 +34,8 @@ unsafe impl GlobalAlloc for Summing {
 #[global_allocator]
 static ALLOCATOR: Summing = Summing;
 
-/// Elements of the tensors: arenas of them are small enough to come from the allocator and not from maps.
+/// Elements of the tensors: arenas of them are small enough to come from the allocator and not from
+/// maps.
 const NUMELS: [u64; 6] = [40_000, 10_000, 64, 30_000, 50_000, 1_000];
 
 /// Bytes of a bucket, which some tensors are larger than.
@@ -92,8 +93,8 @@ fn ranks_hold_what_their_stage_promises() {
     let bytes = 4 * NUMELS.iter().sum::<u64>() as i64;
     for world in [2, 3, 4] {
         let ranks = world as i64;
-        // Parameter, gradient and two moments; of what is sharded all ranks together have one. Segments of gradients that are
-        // given back are whole ones while a step has them.
+        // Parameter, gradient and two moments; of what is sharded all ranks together have one.
+        // Segments of gradients that are given back are whole ones while a step has them.
         let promised = [
             (ZeroStage::None, 4 * ranks * bytes, 0),
             (ZeroStage::One, 2 * ranks * bytes + 2 * bytes, 0),

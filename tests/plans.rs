@@ -1,4 +1,5 @@
-//! What plans look like: printed plans of known models, what splits a launch, and how many launches there are.
+//! What plans look like: printed plans of known models, what splits a launch, and how many launches
+//! there are.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -130,7 +131,8 @@ fn launches_of_10_000_tiny_tensors_are_what_the_argument_bytes_allow() {
         let limit = layout.records_per_launch(argument_bytes, 1);
         assert_eq!(plan.launches(), 10_000usize.div_ceil(limit));
         assert_eq!((plan.storages().len(), plan.stages().len()), (1, 1));
-        // One record per tensor, in order: the plan's length, and so its making, is linear in the tensors.
+        // One record per tensor, in order: the plan's length, and so its making, is linear in the
+        // tensors.
         let Stage::Optimize(stage) = &plan.stages()[0] else {
             panic!("an optimize stage");
         };

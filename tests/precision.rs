@@ -1,4 +1,5 @@
-//! Parameters and state in 16 bits: the same bits however a step runs, master weights, remainders and random rounding.
+//! Parameters and state in 16 bits: the same bits however a step runs, master weights, remainders
+//! and random rounding.
 
 use std::num::NonZeroUsize;
 
@@ -243,7 +244,8 @@ fn random_rounding_moves_parameters_by_the_update_on_average() {
     }
     let params: &[bf16] = state.param("tensor.0").unwrap();
     let mean = params.iter().map(|p| f64::from(p.to_f32())).sum::<f64>() / params.len() as f64;
-    // 100 updates of 1e-5; an element's deviation is at most 2^-7·√(100·0.0013), that of the mean 256 times smaller: 1.1e-5.
+    // 100 updates of 1e-5; an element's deviation is at most 2^-7·√(100·0.0013), that of the mean
+    // 256 times smaller: 1.1e-5.
     assert!((mean - 1.001).abs() < 6e-5, "{mean}");
 }
 
@@ -363,7 +365,8 @@ fn what_cannot_be_kept_is_refused_by_name() {
     let error = planner().plan(&case.params).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "`tensor.1`: master weights of f32 parameters: expected none, because such a parameter loses nothing for adamw, found f32"
+        "`tensor.1`: master weights of f32 parameters: expected none, because such a parameter \
+         loses nothing for adamw, found f32"
     );
     let plan = planner().precision_of(DType::F32, Precision::default());
     let plan = plan.plan(&case.params).unwrap();

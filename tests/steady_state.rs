@@ -1,4 +1,5 @@
-//! A step with an unchanged plan allocates nothing, and planning is quick enough to be done at every start.
+//! A step with an unchanged plan allocates nothing, and planning is quick enough to be done at
+//! every start.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::num::NonZeroUsize;
@@ -76,8 +77,8 @@ fn a_step_with_an_unchanged_plan_allocates_nothing() {
                 }
                 ALLOCATIONS.load(Ordering::Relaxed) - before
             };
-            // A thread allocates for itself when it first runs, and on a busy machine that may be after the first steps. What a
-            // step allocates comes in every round.
+            // A thread allocates for itself when it first runs, and on a busy machine that may be
+            // after the first steps. What a step allocates comes in every round.
             let mut found = Vec::new();
             while found.len() < 5 && found.last() != Some(&0) {
                 found.push(allocations());

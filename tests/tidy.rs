@@ -14,6 +14,8 @@ mod source;
 mod stems;
 #[path = "tidy/unsafety.rs"]
 mod unsafety;
+#[path = "tidy/widths.rs"]
+mod widths;
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
@@ -72,6 +74,16 @@ fn dependencies_go_down_and_stay_where_they_belong() {
 #[test]
 fn unsafe_code_is_confined_and_explained() {
     require(&[".rs"], unsafety::violations);
+}
+
+#[test]
+fn lines_are_at_most_100_columns_wide() {
+    require(&[".rs"], widths::violations);
+    require(
+        &[".cu", ".cuh", ".hpp", ".cpp"],
+        widths::violations_of_comments,
+    );
+    require(&[".md"], widths::violations_of_prose);
 }
 
 #[test]

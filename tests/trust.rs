@@ -1,4 +1,5 @@
-//! What is promised about files and runs: under faults that a seed decides, and beside files of others.
+//! What is promised about files and runs: under faults that a seed decides, and beside files of
+//! others.
 
 #[path = "trust/commits.rs"]
 mod commits;

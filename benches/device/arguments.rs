@@ -76,7 +76,8 @@ pub(crate) fn parse(words: impl Iterator<Item = String>) -> Result<Asked, String
             "--bench" => {}
             _ => {
                 return Err(format!(
-                    "expected --list, --warm, --sets, --steps, --rounds, --scale, --seconds, --shapes, --json or --table, found {word}"
+                    "expected --list, --warm, --sets, --steps, --rounds, --scale, --seconds, \
+                     --shapes, --json or --table, found {word}"
                 ));
             }
         }

@@ -83,7 +83,8 @@ impl<'a> Bench<'a> {
     where
         E: From<BackendError> + Error + 'static,
     {
-        // One step loads modules and builds tables; the second round of warming up tells how long a step is.
+        // One step loads modules and builds tables; the second round of warming up tells how long a
+        // step is.
         self.backend.timed(NonZeroU32::MIN, step)?;
         let rotation = NonZeroU32::new(subject.rotated as u32).unwrap_or(NonZeroU32::MIN);
         self.backend.timed(rotation, step)?;
@@ -158,7 +159,8 @@ impl Ready {
         }
     }
 
-    /// Requires that every state has taken its steps, none skipped, and has other, finite values now.
+    /// Requires that every state has taken its steps, none skipped, and has other, finite values
+    /// now.
     fn check(&mut self, backend: &CudaBackend) -> Result<(), Box<dyn Error>> {
         let first = &self.plan.params()[0];
         let mut now = vec![0; self.before.len()];

@@ -1,4 +1,5 @@
-//! Device-to-device copies of as many bytes as a step moves, and the values that everything starts from.
+//! Device-to-device copies of as many bytes as a step moves, and the values that everything starts
+//! from.
 
 use std::num::NonZeroU32;
 

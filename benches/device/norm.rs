@@ -16,7 +16,8 @@ use crate::copies::{Copies, fill};
 use crate::report::{Report, Subject};
 use crate::sets::{NORM, NORM_ELEMENTS};
 
-/// Times the norm of [`NORM_ELEMENTS`] elements, and checks it against the host's sum of what the gradient was filled with.
+/// Times the norm of [`NORM_ELEMENTS`] elements, and checks it against the host's sum of what the
+/// gradient was filled with.
 pub(crate) fn measure(bench: &mut Bench<'_>, report: &mut Report) -> Result<(), Box<dyn Error>> {
     if bench.is_over() {
         report.leave_out(format!("{NORM}, for want of time"));
@@ -125,7 +126,8 @@ impl Memory {
     }
 }
 
-/// The values are spread evenly between -0.5 and 0.5, so their squares have the mean 1/12; and no sum over them is exact by chance.
+/// The values are spread evenly between -0.5 and 0.5, so their squares have the mean 1/12; and no
+/// sum over them is exact by chance.
 fn check(block: &ControlBlock, numel: u64) -> Result<(), Box<dyn Error>> {
     let expected = (numel as f64 / 12.0).sqrt();
     let allowed = if numel > 100_000 { 0.01 } else { 0.5 };

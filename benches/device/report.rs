@@ -185,7 +185,8 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "{}, compute capability {}, driver for CUDA {}; fusestep {}, seed {}, medians of {} rounds, scale 1/{}\n",
+            "{}, compute capability {}, driver for CUDA {}; fusestep {}, seed {}, medians of {} \
+             rounds, scale 1/{}\n",
             self.device,
             self.compute_capability,
             self.driver,
@@ -196,7 +197,8 @@ impl fmt::Display for Report {
         )?;
         writeln!(
             f,
-            "| set | rule | dtype | way | device µs | wall µs | MB | GB/s | of the copy | launches |"
+            "| set | rule | dtype | way | device µs | wall µs | MB | GB/s | of the copy | \
+             launches |"
         )?;
         writeln!(f, "|---|---|---|---|---|---|---|---|---|---|")?;
         for line in &self.lines {

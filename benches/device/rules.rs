@@ -10,7 +10,8 @@ use fusestep_launch::{Master, Precision};
 use fusestep_planner::{ClipByGlobalNorm, LossScaling, Optimizer, Planner, TableKind};
 use fusestep_tensor::DType;
 
-/// Most bytes of traffic per element among all entrants: AdamW in f32 and one more read of the gradient.
+/// Most bytes of traffic per element among all entrants: AdamW in f32 and one more read of the
+/// gradient.
 pub(crate) const MOST_BYTES: u64 = 32;
 
 /// How parameters are kept.

@@ -55,7 +55,8 @@ impl Ready {
     }
 }
 
-/// Times a rule on 10,000 tiny tensors, ResNet-50 and GPT-2: fused, naive and a stream of as many bytes, in turn.
+/// Times a rule on 10,000 tiny tensors, ResNet-50 and GPT-2: fused, naive and a stream of as many
+/// bytes, in turn.
 ///
 /// The first step must take 0.5 with gradient 0.01 to within 1e-6 of `after_first_step`.
 pub(crate) fn contest(

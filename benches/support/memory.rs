@@ -16,7 +16,8 @@ pub(crate) fn thread_counts() -> Vec<NonZeroUsize> {
 
 /// The four arrays of the ceiling: read all, write three, no arithmetic to speak of.
 ///
-/// They lie as a state's buffers do: a plain `Vec` starts 16 bytes into a page, and every vector of it would cross a cache line.
+/// They lie as a state's buffers do: a plain `Vec` starts 16 bytes into a page, and every vector of
+/// it would cross a cache line.
 #[derive(Debug)]
 pub(crate) struct Ceiling {
     arrays: [HostMemory; 4],

@@ -1,4 +1,5 @@
-//! The inputs that fuzzing begins with, written anew by `corpus`: one or two good ones for every format.
+//! The inputs that fuzzing begins with, written anew by `corpus`: one or two good ones for every
+//! format.
 
 use std::collections::BTreeMap;
 use std::fs;

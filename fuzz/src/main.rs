@@ -1,4 +1,5 @@
-//! Runs a target: `TARGET SECONDS [SEED]` mutates, `TARGET FILE` tries one input, `corpus` writes the first inputs anew.
+//! Runs a target: `TARGET SECONDS [SEED]` mutates, `TARGET FILE` tries one input, `corpus` writes
+//! the first inputs anew.
 #![forbid(unsafe_code)]
 
 mod corpus;
@@ -110,14 +111,16 @@ fn fuzz(name: &str, target: Target, time: Duration, seed: u64) -> Result<()> {
         }
     }
     println!(
-        "fuzz: {name}: {inputs} inputs in {:.0} s from {given} of the corpus, seed {seed}: {} kinds of outcomes, every promise kept",
+        "fuzz: {name}: {inputs} inputs in {:.0} s from {given} of the corpus, seed {seed}: {} \
+         kinds of outcomes, every promise kept",
         begun.elapsed().as_secs_f64(),
         known.len()
     );
     Ok(())
 }
 
-/// What is said before the first and after the last quote, without digits: what is quoted is of the input.
+/// What is said before the first and after the last quote, without digits: what is quoted is of the
+/// input.
 fn kind_of(said: &str) -> String {
     const QUOTES: [char; 2] = ['`', '"'];
     let before = said.split(QUOTES).next().unwrap_or_default();

@@ -114,7 +114,8 @@ impl Mutator {
         input.splice(at..end, word);
     }
 
-    /// Makes the length at the beginning that of the text behind it, so that changes of the text get past it.
+    /// Makes the length at the beginning that of the text behind it, so that changes of the text
+    /// get past it.
     fn mend_length(&mut self, input: &mut [u8]) {
         let Some(close) = input.iter().rposition(|&byte| byte == b'}') else {
             return;

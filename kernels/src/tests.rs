@@ -120,7 +120,8 @@ fn argument_blocks_hold_every_table_that_fits_the_limits() {
         (ArgumentBlock::Classic, ARGUMENT_BYTES_CLASSIC),
         (ArgumentBlock::Large, ARGUMENT_BYTES_LARGE),
     ] {
-        // Tables are made of parts of 8 bytes, so the largest table within the limit is the limit rounded down.
+        // Tables are made of parts of 8 bytes, so the largest table within the limit is the limit
+        // rounded down.
         assert_eq!(block.len_bytes(), limit / 8 * 8);
     }
 }

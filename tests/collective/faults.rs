@@ -11,8 +11,8 @@ use fusestep_collective::{
 
 const TIMEOUT_MS: u64 = 1000;
 
-/// Makes a barrier, the collective and a barrier, where rank `culprit` has a fault at its second call; the time after the first
-/// barrier and the outcome of each rank.
+/// Makes a barrier, the collective and a barrier, where rank `culprit` has a fault at its second
+/// call; the time after the first barrier and the outcome of each rank.
 fn run(
     collective: Collective,
     culprit: usize,
@@ -70,30 +70,36 @@ fn each_collective_and_culprit(
 #[test]
 fn a_rank_that_panics_in_any_collective_is_named_at_once() {
     within(60, || {
-        each_collective_and_culprit(
-            FaultKind::Kill,
-            |error, culprit| matches!(error, CollectiveError::Panicked { rank, .. } if *rank == culprit),
-        );
+        each_collective_and_culprit(FaultKind::Kill, |error, culprit| {
+            matches!(
+                error,
+                CollectiveError::Panicked { rank, .. } if *rank == culprit
+            )
+        });
     });
 }
 
 #[test]
 fn a_rank_that_stalls_in_any_collective_is_named_after_the_deadline() {
     within(60, || {
-        each_collective_and_culprit(
-            FaultKind::StallMs(3 * TIMEOUT_MS),
-            |error, culprit| matches!(error, CollectiveError::Late { ranks, timeout_ms: TIMEOUT_MS, .. } if *ranks == [culprit]),
-        );
+        each_collective_and_culprit(FaultKind::StallMs(3 * TIMEOUT_MS), |error, culprit| {
+            matches!(
+                error,
+                CollectiveError::Late { ranks, timeout_ms: TIMEOUT_MS, .. } if *ranks == [culprit]
+            )
+        });
     });
 }
 
 #[test]
 fn a_rank_that_fails_in_any_collective_is_named_at_once() {
     within(60, || {
-        each_collective_and_culprit(
-            FaultKind::Fail,
-            |error, culprit| matches!(error, CollectiveError::Aborted { rank, .. } if *rank == culprit),
-        );
+        each_collective_and_culprit(FaultKind::Fail, |error, culprit| {
+            matches!(
+                error,
+                CollectiveError::Aborted { rank, .. } if *rank == culprit
+            )
+        });
     });
 }
 

@@ -1,4 +1,5 @@
-//! Ranks that do not do the same thing all say so, with both sides, before data moves; calls that cannot be made are refused.
+//! Ranks that do not do the same thing all say so, with both sides, before data moves; calls that
+//! cannot be made are refused.
 
 use fusestep_collective::{
     Buffers, Call, CollectiveError, Collectives, Communicator, Field, Operation, ReduceOp, Solo,

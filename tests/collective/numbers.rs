@@ -6,7 +6,8 @@ use half::{bf16, f16};
 
 /// An element with a scalar reduction to compare with.
 pub(crate) trait Number: Element {
-    /// Largest error of a reduction of up to 8 ranks against f64, relative to the sum (or product) of magnitudes.
+    /// Largest error of a reduction of up to 8 ranks against f64, relative to the sum (or product)
+    /// of magnitudes.
     const TOLERANCE: f64;
     /// Whether it has an average.
     const FLOATING: bool;

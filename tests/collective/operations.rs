@@ -1,4 +1,5 @@
-//! Every operation, for many worlds, lengths and dtypes, in place and apart: what each rank must find.
+//! Every operation, for many worlds, lengths and dtypes, in place and apart: what each rank must
+//! find.
 
 use fusestep_collective::{
     Blocks, Buffers, Call, Collectives, Communicator, Operation, ReduceOp, even_counts,
@@ -18,7 +19,8 @@ fn lengths(ranks: usize) -> Vec<usize> {
     lengths
 }
 
-/// Runs `$body::<T>(ranks, numel)` for all worlds, all dtypes and the lengths that `$lengths` has for a world.
+/// Runs `$body::<T>(ranks, numel)` for all worlds, all dtypes and the lengths that `$lengths` has
+/// for a world.
 macro_rules! everywhere {
     ($body:ident, $lengths:expr) => {
         for ranks in sizes() {

@@ -14,7 +14,8 @@ fn calls_of_one_stream_are_behind_each_other_and_streams_overlap() {
     within(60, || {
         all(threads(2, 20_000, |mut comm| {
             let two = comm_streams(&mut comm, 2).unwrap();
-            // Rank 0 starts on communication stream 0 what rank 1 waits for last: with one communication stream for both this would not end.
+            // Rank 0 starts on communication stream 0 what rank 1 waits for last: with one
+            // communication stream for both this would not end.
             let slow = two[0].start("all-reduce", vec![1.0f32; 3], |comm, buffer| {
                 if comm.rank() == 0 {
                     std::thread::sleep(Duration::from_millis(300));

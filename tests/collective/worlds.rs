@@ -10,8 +10,8 @@ pub(crate) fn sizes() -> Vec<usize> {
     vec![1, 2, 3, 4, 5, 8]
 }
 
-/// Runs `body` on every rank of a world, of one also as [`Solo`]; a panic of any rank is the test's. Ranks claim little at a time, so that
-/// buffers need not be long to be reduced in turns.
+/// Runs `body` on every rank of a world, of one also as [`Solo`]; a panic of any rank is the
+/// test's. Ranks claim little at a time, so that buffers need not be long to be reduced in turns.
 pub(crate) fn world<R: Send>(
     ranks: usize,
     body: impl Fn(&mut dyn Communicator) -> R + Sync,
@@ -56,7 +56,8 @@ pub(crate) fn all<R>(outcomes: Vec<std::thread::Result<R>>) -> Vec<R> {
     outcomes.into_iter().map(rethrow).collect()
 }
 
-/// Fails the test if `body` does not end in time: the watchdog lies outside of the code that is tested.
+/// Fails the test if `body` does not end in time: the watchdog lies outside of the code that is
+/// tested.
 pub(crate) fn within<R: Send + 'static>(
     seconds: u64,
     body: impl FnOnce() -> R + Send + 'static,

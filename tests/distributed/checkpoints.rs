@@ -34,7 +34,8 @@ fn part(case: &Case, folder: &Path, from: u64, to: u64) -> Vec<Vec<u8>> {
         }
         for step in from..to {
             for (param, desc) in plan.params().iter().enumerate() {
-                // Equal gradients on all ranks, so that their mean does not depend on how many there are.
+                // Equal gradients on all ranks, so that their mean does not depend on how many
+                // there are.
                 if !case.lacks_gradient(0, step, param) {
                     let bytes = case.gradient(0, step, param);
                     plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes)
@@ -332,7 +333,8 @@ fn the_old_checkpoint_is_kept_until_the_new_one_is_whole() {
     let folder = tempfile::tempdir().unwrap();
     part(&case, folder.path(), 0, 1);
     let old = Manifest::read(folder.path()).unwrap();
-    // What a killed run leaves behind: a marked generation without a manifest. What others leave has no mark and stays.
+    // What a killed run leaves behind: a marked generation without a manifest. What others leave
+    // has no mark and stays.
     let (half, foreign) = (
         folder.path().join("step-00000002-a"),
         folder.path().join("step-00000009-a"),
@@ -368,7 +370,8 @@ fn saving_twice_at_one_step_never_writes_over_the_files_that_count() {
     let folder = tempfile::tempdir().unwrap();
     part(&case, folder.path(), 0, 1);
     let first = Manifest::read(folder.path()).unwrap();
-    // No step in between, and other ranks: the pieces differ, so one file of each kind would be a mixture.
+    // No step in between, and other ranks: the pieces differ, so one file of each kind would be a
+    // mixture.
     part(
         &Case {
             world: 3,

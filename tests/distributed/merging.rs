@@ -216,7 +216,8 @@ fn means_sums_weights_and_short_windows() {
         updates(sgd().with(merge(2)), DType::F32, &weighted),
         [0.0, 2.0]
     );
-    // A micro-step without a gradient counts as zero; a window without any leaves the parameter alone.
+    // A micro-step without a gradient counts as zero; a window without any leaves the parameter
+    // alone.
     let gaps = [None, give(4.0), give(4.0), None, None, None];
     assert_eq!(
         updates(sgd().with(merge(2)), DType::F32, &gaps),

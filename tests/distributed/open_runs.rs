@@ -1,4 +1,5 @@
-//! Runs saved in the middle of a merge window and between averages go on as if nothing had happened.
+//! Runs saved in the middle of a merge window and between averages go on as if nothing had
+//! happened.
 
 use std::collections::BTreeMap;
 use std::num::{NonZeroU64, NonZeroUsize};
@@ -12,8 +13,8 @@ use fusestep_tensor::Role;
 
 use crate::run::{Case, Exact, Mixed, whole_params};
 
-/// Micro-steps `from..to` of a case, each rank with its own gradients; loads before if `from` is above 0, and saves after if
-/// there is a folder. Returns every rank's parameters.
+/// Micro-steps `from..to` of a case, each rank with its own gradients; loads before if `from` is
+/// above 0, and saves after if there is a folder. Returns every rank's parameters.
 fn part(case: &Case, folder: Option<&Path>, from: u64, to: u64) -> Vec<Vec<Vec<u8>>> {
     part_with(case, folder, (from, to), |rank, _| rank)
 }
@@ -267,7 +268,8 @@ fn a_local_sgd_run_is_refused_by_other_ranks_and_other_plans() {
     );
 }
 
-/// Own gradients in the micro-steps before 6, rank 0's on all ranks from then on: their mean is that of any number of ranks.
+/// Own gradients in the micro-steps before 6, rank 0's on all ranks from then on: their mean is
+/// that of any number of ranks.
 fn own_then_first(rank: usize, step: u64) -> usize {
     if step < 6 { rank } else { 0 }
 }

@@ -1,5 +1,5 @@
-//! Predicted beside measured steps, printed and not judged: `cargo test --release -p fusestep-tests --test distributed -- --ignored
-//! --nocapture predictions`.
+//! Predicted beside measured steps, printed and not judged: `cargo test --release -p fusestep-tests
+//! --test distributed -- --ignored --nocapture predictions`.
 
 use std::num::NonZeroUsize;
 use std::time::Instant;
@@ -79,7 +79,8 @@ fn line(
     };
     let waiting_predicted = of_kind(EventKind::Reduce);
     format!(
-        "{} ranks {:8} {zero:?}: reductions {:6.1} ms, predicted {waiting_predicted:6.1}; step {:6.1} ms, predicted {:6.1}",
+        "{} ranks {:8} {zero:?}: reductions {:6.1} ms, predicted {waiting_predicted:6.1}; step \
+         {:6.1} ms, predicted {:6.1}",
         comms.communicator().world_size(),
         rule.name(),
         median_ms(waiting),
@@ -88,7 +89,8 @@ fn line(
     )
 }
 
-/// The most bytes of buckets at one time, and the time of a step, of stage 2 with one communication stream behind a simulated backward pass.
+/// The most bytes of buckets at one time, and the time of a step, of stage 2 with one communication
+/// stream behind a simulated backward pass.
 fn peak(comm: &mut dyn Communicator, params: &[ParamDesc], cap_bytes: u64) -> String {
     let planner = Planner::new(Adam::default().into())
         .with(FuseAllReduce::of_bytes(cap_bytes))
@@ -116,7 +118,8 @@ fn peak(comm: &mut dyn Communicator, params: &[ParamDesc], cap_bytes: u64) -> St
         peaks.push(report.segment_peak_bytes as f64 / 1e9);
     }
     format!(
-        "buckets of {} MiB beside a backward pass of 300 ms: at most {:.1} MB of {:.1} MB at one time; {:.1} ms of a rank's own work",
+        "buckets of {} MiB beside a backward pass of 300 ms: at most {:.1} MB of {:.1} MB at one \
+         time; {:.1} ms of a rank's own work",
         cap_bytes >> 20,
         median_ms(peaks),
         grads.iter().map(Vec::len).sum::<usize>() as f64 / 1e6,

@@ -43,7 +43,8 @@ fn start(case: &Case, comm: &dyn Communicator, backend: &CpuBackend) -> (Plan, S
     (plan, state)
 }
 
-/// Two steps in which each parameter is asked for while the one after it gives its gradient, and compared with what is gathered.
+/// Two steps in which each parameter is asked for while the one after it gives its gradient, and
+/// compared with what is gathered.
 fn train_ahead(case: &Case, comm: &mut dyn Communicator) -> Result<Vec<Vec<u8>>, PlanError> {
     let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
     let (plan, mut state) = start(case, comm, &backend);

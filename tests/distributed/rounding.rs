@@ -1,4 +1,5 @@
-//! What is rounded at random is keyed by element and parameter, so it does not depend on who rounds it.
+//! What is rounded at random is keyed by element and parameter, so it does not depend on who rounds
+//! it.
 
 use fusestep_launch::{Master, Precision, Rounding, StateDType};
 use fusestep_planner::{Ownership, ZeroStage};

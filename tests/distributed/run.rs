@@ -305,7 +305,8 @@ impl Case {
         }
     }
 
-    /// The mean over ranks in rank order, within shard groups and then over groups, and the plain naive plan: no code of the step of many ranks.
+    /// The mean over ranks in rank order, within shard groups and then over groups, and the plain
+    /// naive plan: no code of the step of many ranks.
     pub(crate) fn by_hand(&self) -> Outcome {
         assert!(self.mixed == Mixed::No && self.merge == 1 && self.local_sgd.is_none());
         let mut planner = Planner::new(self.rule).naive();

@@ -109,7 +109,8 @@ fn all(plan: &Plan, state: &State, backend: &CpuBackend, comms: &mut Comms<'_>) 
         .collect()
 }
 
-/// One plan of everything: shared parameters with the mean of gradients, and the slices of all ranks under names of their own.
+/// One plan of everything: shared parameters with the mean of gradients, and the slices of all
+/// ranks under names of their own.
 fn by_hand(world: usize, group: usize) -> (Vec<Vec<Vec<u8>>>, Vec<Norms>) {
     let slices = (0..world).flat_map(|rank| SLICES.map(|param| (param, rank)));
     let whole: Vec<(usize, usize)> = [(0, 0), (1, 0)].into_iter().chain(slices).collect();

@@ -65,7 +65,8 @@ fn relative_difference(start: &[f64], expected: &[f64], found: &[f64]) -> f64 {
     }
 }
 
-/// Trains as the golden case did and returns the largest relative difference of the total update of any list.
+/// Trains as the golden case did and returns the largest relative difference of the total update of
+/// any list.
 fn differ_from_golden<T: Compute + Into<f64>>(
     golden: &SafeTensors<'_>,
     case: &str,

@@ -1,5 +1,5 @@
-//! Sums that are at hand: those over parameters that the update before has taken along, those over gradients that the step has taken for
-//! the global norm.
+//! Sums that are at hand: those over parameters that the update before has taken along, those over
+//! gradients that the step has taken for the global norm.
 
 use std::num::NonZeroUsize;
 
@@ -26,8 +26,8 @@ enum Between {
     InPlace,
 }
 
-/// All tensors after four steps on the host, with gradients clipped to a norm. `anew` lends parameters or masters for writing before each
-/// step, so that all sums are taken anew.
+/// All tensors after four steps on the host, with gradients clipped to a norm. `anew` lends
+/// parameters or masters for writing before each step, so that all sums are taken anew.
 fn after_four_steps(
     precision: Precision,
     dtype: DType,
@@ -113,7 +113,8 @@ fn norms_carried_from_the_update_before_are_those_of_what_the_parameters_hold() 
         for between in std::iter::once(Between::Nothing).chain(writes) {
             let anew = after(between, None, true);
             assert_eq!(anew == plain, between == Between::Nothing, "{between:?}");
-            // A norm that nothing exceeds changes nothing, but the gradients' sums are then taken before the update.
+            // A norm that nothing exceeds changes nothing, but the gradients' sums are then taken
+            // before the update.
             for max_norm in [None, Some(1e30)] {
                 let cached = after(between, max_norm, false);
                 assert!(
@@ -127,8 +128,9 @@ fn norms_carried_from_the_update_before_are_those_of_what_the_parameters_hold() 
     }
 }
 
-/// Largest error of a parameter after each of `marks`, in units in the last place of the largest value it has had.
-/// A tensor after one step with the sum of its gradient taken, or given as a multiple of what it is.
+/// Largest error of a parameter after each of `marks`, in units in the last place of the largest
+/// value it has had. A tensor after one step with the sum of its gradient taken, or given as a
+/// multiple of what it is.
 fn after_one_step(given: Option<f64>, team: Option<&Team>) -> Vec<f32> {
     let kernel = lars().kernel(DType::F32, Precision::default()).unwrap();
     let layout = kernel.argument_layout();

@@ -47,7 +47,8 @@ fn formats() -> Vec<(DType, Precision)> {
     ]
 }
 
-/// Runs a case everywhere, measured and not: parameters and state must be the same, and so must the norms.
+/// Runs a case everywhere, measured and not: parameters and state must be the same, and so must the
+/// norms.
 fn measured_alike(rule: Optimizer, precision: Precision, case: &Case) {
     let planner = |planner: Planner| planner.precision(precision);
     let plain = planner(Planner::new(rule)).plan(&case.params).unwrap();

@@ -1,4 +1,5 @@
-//! How far 16-bit formats get from an f64 reference that rounds what is kept in 16 bits, and nothing else.
+//! How far 16-bit formats get from an f64 reference that rounds what is kept in 16 bits, and
+//! nothing else.
 
 use fusestep_adagrad::reference as adagrad;
 use fusestep_fused_adam::reference as adam;
@@ -17,8 +18,8 @@ use half::{bf16, f16};
 use crate::rules::{ready, rules};
 use crate::{cpu, formats, read};
 
-/// Steps after which errors are measured, and the most that they may be there: units in the last place of the format's 16-bit type
-/// at the largest magnitude that an element has had.
+/// Steps after which errors are measured, and the most that they may be there: units in the last
+/// place of the format's 16-bit type at the largest magnitude that an element has had.
 const BOUNDS: [(u64, f64); 5] = [(1, 1.0), (2, 1.0), (10, 2.0), (100, 4.0), (1000, 8.0)];
 
 /// A tensor under the reference.
@@ -73,7 +74,8 @@ impl Reference {
         }
     }
 
-    /// Rounds what is kept in 16 bits; `draw` gives the random bits of an element of a list, if it is rounded at random.
+    /// Rounds what is kept in 16 bits; `draw` gives the random bits of an element of a list, if it
+    /// is rounded at random.
     fn round(&mut self, draw: impl Fn(usize, usize) -> Option<u32>) {
         let alone = self.format.master() == Master::None;
         let param = if alone {
@@ -177,7 +179,8 @@ fn param(state: &State, numel: usize) -> Vec<f64> {
     joined.collect()
 }
 
-/// The largest error in units in the last place of `dtype` at each element's scale; scales grow with the values.
+/// The largest error in units in the last place of `dtype` at each element's scale; scales grow
+/// with the values.
 fn worst(found: &[f64], expected: &[f64], scales: &[f64], dtype: DType) -> f64 {
     let digits = if dtype == DType::F16 { 10 } else { 7 };
     let errors = found.iter().zip(expected).zip(scales);
@@ -194,7 +197,8 @@ fn every_rule_in_every_format_stays_near_the_reference_for_1000_steps() {
     let mut worst_of_all = [0.0f64; BOUNDS.len()];
     let mut far = Vec::new();
     for mut rule in rules() {
-        // Where rounding turns the sign of a direction near zero, an element goes 2·lr the other way: less than a unit at this rate.
+        // Where rounding turns the sign of a direction near zero, an element goes 2·lr the other
+        // way: less than a unit at this rate.
         if matches!(rule, Optimizer::Lion(_)) {
             rule = rule.with_lr(1e-4);
         }

@@ -243,7 +243,8 @@ fn a_master_with_its_state_is_the_f32_rule_on_the_widened_gradients_bit_for_bit(
     }
 }
 
-/// Requires the master, or what parameter and remainder make, and all state to be the f32 tensors of `wide`.
+/// Requires the master, or what parameter and remainder make, and all state to be the f32 tensors
+/// of `wide`.
 fn same_values(state: &State, wide: &State, name: &str, dtype: DType) {
     let numel = wide.param::<f32>(name).unwrap().len();
     for role in wide.roles(name).unwrap() {

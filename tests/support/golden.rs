@@ -26,8 +26,8 @@ impl Settings {
     }
 }
 
-/// Requires of every case in `tests/golden/STEM.safetensors` that ten steps in f64 are the script's up to 1e-12 of the update's
-/// largest element, and in f32 up to 1e-5.
+/// Requires of every case in `tests/golden/STEM.safetensors` that ten steps in f64 are the script's
+/// up to 1e-12 of the update's largest element, and in f32 up to 1e-5.
 pub(crate) fn agree(stem: &str, rule: impl Fn(&Settings) -> Optimizer) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("golden/{stem}.safetensors"));
     let bytes = std::fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
@@ -62,7 +62,8 @@ fn compare(
         let tensor = file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
         pod_collect_to_vec(tensor.data())
     };
-    // Tensors have their own decay and rate factor: what the script does by hand, the plan does by classes.
+    // Tensors have their own decay and rate factor: what the script does by hand, the plan does by
+    // classes.
     let names = ["0", "1", "2", "3"];
     let params: Vec<ParamDesc> = names
         .iter()
@@ -118,7 +119,8 @@ fn compare(
     }
 }
 
-/// Requires of parameters that went from `first` to `expected` that `found` is within `bound` of the largest update.
+/// Requires of parameters that went from `first` to `expected` that `found` is within `bound` of
+/// the largest update.
 fn near(what: &str, [first, expected, found]: [&[f64]; 3], dtype: DType, bound: f64) {
     let moved = expected.iter().zip(first).map(|(p, f)| (p - f).abs());
     let update = moved.fold(0.0, f64::max);

@@ -25,7 +25,8 @@ fn case(count: usize) -> Case {
     }
 }
 
-/// Requires the same bits from one plan over all tensors, on every backend, as from a plan for each tensor.
+/// Requires the same bits from one plan over all tensors, on every backend, as from a plan for each
+/// tensor.
 pub(crate) fn merged_is_separate(optimizer: Optimizer) {
     let alone = CpuBackend::new(NonZeroUsize::MIN).unwrap();
     for count in [1, 2, 59, 60, 61, 150, 200, 1000] {

@@ -73,8 +73,8 @@ fn relative_difference(length: f64, expected: &[f64], found: &[f64]) -> f64 {
     }
 }
 
-/// Trains as the golden case did and returns the largest difference of any list, relative to the length of its update: the longest
-/// so far, because steps may lead back to where they began.
+/// Trains as the golden case did and returns the largest difference of any list, relative to the
+/// length of its update: the longest so far, because steps may lead back to where they began.
 pub(crate) fn differ_from_golden<T: Element + Compute + Into<f64>>(
     golden: &[u8],
     case: &str,
@@ -107,7 +107,8 @@ pub(crate) fn differ_from_golden<T: Element + Compute + Into<f64>>(
     worst
 }
 
-/// Requires that every case of a golden file differs by at most 1e-5 in f32 and 1e-12 in f64; `Settings` are the script's.
+/// Requires that every case of a golden file differs by at most 1e-5 in f32 and 1e-12 in f64;
+/// `Settings` are the script's.
 pub(crate) fn check_golden<Settings: DeserializeOwned>(
     golden: &[u8],
     cases: usize,
@@ -145,9 +146,11 @@ pub(crate) fn check_golden<Settings: DeserializeOwned>(
 /// Steps after which errors are measured.
 pub(crate) const MARKS: [u64; 5] = [1, 2, 10, 100, 1000];
 
-/// Largest error of a parameter after each of [`MARKS`], in units in the last place of the largest value it has had.
+/// Largest error of a parameter after each of [`MARKS`], in units in the last place of the largest
+/// value it has had.
 ///
-/// `update` is the reference: the element after a step with a gradient; `param` reads its parameter.
+/// `update` is the reference: the element after a step with a gradient; `param` reads its
+/// parameter.
 pub(crate) fn errors_in_units<E: Copy>(
     rule: Optimizer,
     element: impl Fn(f64) -> E,

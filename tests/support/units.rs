@@ -25,7 +25,8 @@ impl Errors {
         }
     }
 
-    /// Notes the largest error of `found`, in units in the last place of the largest value that the element has had.
+    /// Notes the largest error of `found`, in units in the last place of the largest value that the
+    /// element has had.
     pub(crate) fn mark(&mut self, found: &[f32], exact: &[f64]) {
         let errors = found.iter().zip(exact).zip(&self.scales);
         let units = errors.map(|((&x, exact), &scale)| (f64::from(x) - exact).abs() / unit(scale));

@@ -17,8 +17,9 @@ enum Kind {
     Build,
 }
 
-/// Layers of the packages, lowest first: normal dependencies go down, never sideways or up. So kernel crates depend neither on
-/// each other nor on the planner or a backend, and backends and planner do not know each other.
+/// Layers of the packages, lowest first: normal dependencies go down, never sideways or up. So
+/// kernel crates depend neither on each other nor on the planner or a backend, and backends and
+/// planner do not know each other.
 const LAYERS: [&[&str]; 9] = [
     &["tensor", "simd", "kernels", "cuda-emulator"],
     &["launch", "tensor-file"],
@@ -47,7 +48,8 @@ const LAYERS: [&[&str]; 9] = [
     &["cli", "tests", "benches", "xtask", "fuzz"],
 ];
 
-/// Packages from elsewhere that only some folders may name, in any kind of dependency; a trailing `*` stands for any rest.
+/// Packages from elsewhere that only some folders may name, in any kind of dependency; a trailing
+/// `*` stands for any rest.
 const ONLY_IN: [(&str, &[&str]); 10] = [
     ("cust*", &["crates/cuda"]),
     ("mpi", &["crates/collective-mpi"]),
@@ -104,7 +106,8 @@ fn is_named(pattern: &str, package: &str) -> bool {
     }
 }
 
-/// All dependencies of a manifest, those of targets included; `[workspace.dependencies]` only pins versions and is left out.
+/// All dependencies of a manifest, those of targets included; `[workspace.dependencies]` only pins
+/// versions and is left out.
 fn dependencies(manifest: &str) -> Vec<Dependency> {
     let mut found = BTreeMap::<(String, usize), Dependency>::new();
     let mut table: Option<(Kind, Option<String>)> = None;

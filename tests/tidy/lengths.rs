@@ -43,7 +43,8 @@ fn rust_functions(code: &str) -> Vec<(usize, usize)> {
     functions
 }
 
-/// The brace that opens the body of the function whose `fn` is at `start`; none for declarations and function types.
+/// The brace that opens the body of the function whose `fn` is at `start`; none for declarations
+/// and function types.
 fn body(code: &str, start: usize) -> Option<usize> {
     let mut depth = 0;
     for (offset, byte) in code.bytes().enumerate().skip(start) {
@@ -90,7 +91,8 @@ fn cpp_functions(code: &str) -> Vec<(usize, usize)> {
     functions
 }
 
-/// Whether the text before a brace is that of a function, not of a type, namespace, initialiser or linkage block.
+/// Whether the text before a brace is that of a function, not of a type, namespace, initialiser or
+/// linkage block.
 fn opens_function(header: &str) -> bool {
     let header = header.trim();
     let type_like = ["namespace", "enum", "union"];

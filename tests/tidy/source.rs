@@ -1,8 +1,10 @@
 //! Source text reduced to what the rules are about.
 
-/// The text with comments, strings and character literals blanked, line for line, so that braces and keywords in it are code.
+/// The text with comments, strings and character literals blanked, line for line, so that braces
+/// and keywords in it are code.
 ///
-/// Knows Rust and C++ alike: nested block comments are Rust's, and a quote that opens a lifetime closes nothing.
+/// Knows Rust and C++ alike: nested block comments are Rust's, and a quote that opens a lifetime
+/// closes nothing.
 pub(crate) fn code_only(text: &str) -> String {
     let chars: Vec<char> = text.chars().collect();
     let mut code = String::with_capacity(text.len());

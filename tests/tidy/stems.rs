@@ -1,4 +1,5 @@
-//! Every kernel has its reference, test, bench, documentation and compiled form under the same stem.
+//! Every kernel has its reference, test, bench, documentation and compiled form under the same
+//! stem.
 
 /// Kernels that serve collectives and no optimizer have these for their reference, test and bench.
 const OF_COLLECTIVES: [(&str, [&str; 3]); 1] = [(
@@ -10,7 +11,8 @@ const OF_COLLECTIVES: [(&str, [&str; 3]); 1] = [(
     ],
 )];
 
-/// What is missing for the kernel `kernels/<stem>.cu`; `exists` answers for a path, `docs` is the text of `docs/kernels.md`.
+/// What is missing for the kernel `kernels/<stem>.cu`; `exists` answers for a path, `docs` is the
+/// text of `docs/kernels.md`.
 pub(crate) fn violations(stem: &str, exists: &dyn Fn(&str) -> bool, docs: &str) -> Vec<String> {
     let dashed = stem.replace('_', "-");
     let parts = match OF_COLLECTIVES.iter().find(|(own, _)| *own == stem) {

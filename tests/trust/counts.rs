@@ -1,4 +1,5 @@
-//! What a checkpoint holds beside tensors: steps skipped, the loss scale, and nothing of a micro-step that is not over.
+//! What a checkpoint holds beside tensors: steps skipped, the loss scale, and nothing of a
+//! micro-step that is not over.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;

@@ -1,4 +1,5 @@
-//! Checkpoint folders beside files of others, under faults, and on ranks that do not share a file system.
+//! Checkpoint folders beside files of others, under faults, and on ranks that do not share a file
+//! system.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -236,7 +237,8 @@ fn overlapping_ranges_with_a_hole_are_refused() {
     let mut copied = manifest.clone();
     copied.shards[1] = manifest.shards[0].clone();
     copied.shards[1].file = manifest.shards[1].file.clone();
-    // The second file becomes a copy of the first one's ranges: as many elements in all, some twice and some never.
+    // The second file becomes a copy of the first one's ranges: as many elements in all, some twice
+    // and some never.
     let second = TensorFile::read(&path(1)).unwrap();
     fs::copy(path(0), path(1)).unwrap();
     let error = copied.read_tensors(folder.path()).unwrap_err().to_string();
@@ -329,7 +331,8 @@ fn a_save_cut_off_or_refused_anywhere_keeps_the_old_checkpoint_or_has_made_the_n
     );
 }
 
-/// Saves of one step take turns in two folders, so what the save before has left undone decides what the next one writes over.
+/// Saves of one step take turns in two folders, so what the save before has left undone decides
+/// what the next one writes over.
 #[test]
 fn saves_of_one_step_never_write_over_what_a_loss_of_power_brings_back() {
     let (mut brought_back, mut cut_off) = (0, 0);
@@ -375,7 +378,8 @@ fn saves_of_one_step_never_write_over_what_a_loss_of_power_brings_back() {
     );
 }
 
-/// One generation of two shards and a mark, and a manifest; parts of a save that was cut off are gone with its generation.
+/// One generation of two shards and a mark, and a manifest; parts of a save that was cut off are
+/// gone with its generation.
 fn break_if_leaking(disk: &SimulatedDisk) {
     let files = disk.files();
     let generations = files

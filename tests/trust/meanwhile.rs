@@ -1,4 +1,5 @@
-//! File systems in which something happens meanwhile: a run saves while another reads, or a rank does not see another's file.
+//! File systems in which something happens meanwhile: a run saves while another reads, or a rank
+//! does not see another's file.
 
 use std::io::{self, ErrorKind};
 use std::path::Path;

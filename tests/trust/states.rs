@@ -1,4 +1,5 @@
-//! State files: whose they are, whether they are whole, and whether a run can have left such state behind.
+//! State files: whose they are, whether they are whole, and whether a run can have left such state
+//! behind.
 
 use std::collections::HashMap;
 use std::fs;
@@ -117,7 +118,8 @@ fn state_of_another_rule_or_direction_is_refused() {
     );
 }
 
-/// A file read, changed and written again without its checksums, as a program would that knows nothing of them.
+/// A file read, changed and written again without its checksums, as a program would that knows
+/// nothing of them.
 fn rewrite(
     path: &Path,
     change: impl Fn(&str, &mut Vec<u8>),

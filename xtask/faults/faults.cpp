@@ -1,4 +1,5 @@
-// A library to be loaded before a program: one of its calls that change files fails, or ends the process.
+// A library to be loaded before a program: one of its calls that change files fails, or ends the
+// process.
 //
 //   FAULT_ROOT   only files below this folder count
 //   FAULT_AT     which call, counted from 0

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# The proof on this machine's GPU: tests, sanitizers, times beside a copy and beside other implementations. Needs the CUDA driver and
-# what any Linux has; compute-sanitizer, nvcc and a python3 with torch add the parts that need them, and a part that is not run is named.
+# The proof on this machine's GPU: tests, sanitizers, times beside a copy and beside other
+# implementations. Needs the CUDA driver and what any Linux has; compute-sanitizer, nvcc and a
+# python3 with torch add the parts that need them, and a part that is not run is named.
 #
 # usage: run.sh [--small] [--out DIR] [--seconds N]
 #   --small      quick tests and scaled-down sets: a trial of this script where the device is slow
 #   --out DIR    where results.json, table.md and log.txt go; default: the folder results below the current one
 #   --seconds N  time for everything together; default: 520. Parts share it, and each is stopped at its end
 #
-# Status 0: tests, sanitizers and the checks of the times passed, or could not be run and are named; 1: one failed or was stopped;
-# 2: nothing could be run.
+# Status 0: tests, sanitizers and the checks of the times passed, or could not be run and are named;
+# 1: one failed or was stopped; 2: nothing could be run.
 set -u
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 small=0 out=$PWD/results total=520
@@ -29,9 +30,11 @@ trap 'rm -rf "$work"' EXIT
 log=$out/log.txt
 : >"$log" || exit 2
 
-# What the driver compiles from PTX is kept for the programs that follow, wherever the home folder lies.
+# What the driver compiles from PTX is kept for the programs that follow, wherever the home folder
+# lies.
 export CUDA_CACHE_PATH=$work/cache CUDA_CACHE_MAXSIZE=4294967296
-# Small enough for every sanitizer, and still every rule, with tables in arguments, resident and as a graph.
+# Small enough for every sanitizer, and still every rule, with tables in arguments, resident and as
+# a graph.
 quick=(a_graph_replays_the_whole_tail_with_the_bits_of_plain_steps)
 # Kernels broken on purpose are sources for the emulated driver's compiler.
 skips=(--skip mutants)
@@ -119,7 +122,8 @@ suite() {
 
 bench() {
   local options=() status seconds
-  # The other half is for the times of others and the sanitizers. No line is begun behind this; one that was may end.
+  # The other half is for the times of others and the sanitizers. No line is begun behind this; one
+  # that was may end.
   seconds=$(least $(($(left) / 2 - 30)) 230)
   [ "$seconds" -ge 1 ] || seconds=1
   [ $small -eq 1 ] && options=(--scale 4000 --steps 1 --rounds 1 --sets 10000x64,1000x1024,norm_1e9)

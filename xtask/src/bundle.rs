@@ -1,5 +1,5 @@
-//! What a bare machine with a GPU needs, in one folder: test and bench programs, shapes, the script of other implementations' times,
-//! and `run.sh`. Kernels are in the programs, as PTX.
+//! What a bare machine with a GPU needs, in one folder: test and bench programs, shapes, the script
+//! of other implementations' times, and `run.sh`. Kernels are in the programs, as PTX.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -39,7 +39,8 @@ struct Program {
 /// Builds everything and fills `folder`, which must be new or empty.
 ///
 /// # Errors
-/// If the folder holds something, a build fails, a program would not start on a bare machine, or the folder exceeds 64 MiB.
+/// If the folder holds something, a build fails, a program would not start on a bare machine, or
+/// the folder exceeds 64 MiB.
 pub(crate) fn pack(folder: &Path) -> Result<()> {
     if let Ok(mut entries) = fs::read_dir(folder) {
         ensure!(
@@ -84,8 +85,9 @@ pub(crate) fn pack(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Test programs as the emulator's suite has them, and the bench. They are linked with the emulator's library, whose name is the
-/// driver's: so no driver is needed here, and the loader finds the real one there.
+/// Test programs as the emulator's suite has them, and the bench. They are linked with the
+/// emulator's library, whose name is the driver's: so no driver is needed here, and the loader
+/// finds the real one there.
 fn build_programs() -> Result<Vec<Program>> {
     let root = workspace_root();
     let library = root.join("target/emulator");
@@ -226,7 +228,8 @@ fn check_len_bytes(files: &[(PathBuf, u64)]) -> Result<()> {
         .map(|(path, len_bytes)| format!("{} ({len_bytes})", path.display()));
     let largest: Vec<_> = largest.collect();
     bail!(
-        "the folder: expected less than {MOST_BYTES} bytes, found {found}; the largest files are {}",
+        "the folder: expected less than {MOST_BYTES} bytes, found {found}; the largest files are \
+         {}",
         largest.join(", ")
     )
 }
@@ -253,7 +256,8 @@ not json
     fn programs_that_would_not_start_elsewhere_are_refused() {
         let needed = |library: &str| format!(" 0x1 (NEEDED)  Shared library: [{library}]\n");
         let plain = needed("libcuda.so.1") + &needed("ld-linux-x86-64.so.2");
-        let versions = "  0x0: Name: GLIBC_2.9  Flags: none\n  0x1: Name: GLIBC_2.34  Flags: none\n  0x2: Name: GLIBC_2.2.5\n";
+        let versions = "  0x0: Name: GLIBC_2.9  Flags: none\n  0x1: Name: GLIBC_2.34  Flags: \
+                        none\n  0x2: Name: GLIBC_2.2.5\n";
         assert_eq!(
             check_headers("laws", &(plain.clone() + versions)).unwrap(),
             (2, 34)

@@ -49,10 +49,11 @@ pub(crate) fn split(arguments: &[String]) -> (&[String], &[String]) {
     }
 }
 
-/// Tests that reach the CUDA backend: its own, and the laws, which run on every backend of the testkit's runner.
+/// Tests that reach the CUDA backend: its own, and the laws, which run on every backend of the
+/// testkit's runner.
 ///
-/// The command line is named for its dependencies: with them, what these tests are built on has the features that it has in
-/// `cargo test --release`, and is not compiled a second time.
+/// The command line is named for its dependencies: with them, what these tests are built on has the
+/// features that it has in `cargo test --release`, and is not compiled a second time.
 pub(crate) const SUITE: [&str; 24] = [
     "--release",
     "--package",
@@ -100,7 +101,8 @@ fn test(environment: &[(OsString, OsString)], test_arguments: &[String]) -> Resu
     Ok(())
 }
 
-/// The variable that makes cargo start test programs, and nothing else, with the sanitizer loaded first.
+/// The variable that makes cargo start test programs, and nothing else, with the sanitizer loaded
+/// first.
 fn runner(folder: &Path, options: &Options) -> Result<(OsString, OsString)> {
     let output = Command::new(options.compiler())
         .arg("-print-file-name=libasan.so")

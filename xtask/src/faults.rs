@@ -1,4 +1,5 @@
-//! `faults`: the command itself, with an error or its death at every call that changes a file, one after the other.
+//! `faults`: the command itself, with an error or its death at every call that changes a file, one
+//! after the other.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -278,7 +279,8 @@ fn hash(output: &str) -> Result<String> {
     Ok(value["params_hash"].as_str().context("no hash")?.to_owned())
 }
 
-/// A judge of runs: whatever happened, the run goes on to the parameters of one that nothing has happened to.
+/// A judge of runs: whatever happened, the run goes on to the parameters of one that nothing has
+/// happened to.
 fn goes_on(bench: &Bench, template: &Path, epochs: &'static str) -> Result<Judge> {
     let folder = bench.fresh("run", template)?;
     let resume: &[&str] = if folder.join("c/manifest.json").exists() {
@@ -335,7 +337,8 @@ fn resume(bench: &Bench) -> Result<Scenario> {
     })
 }
 
-/// A checkpoint written for other ranks: it is there and whole, or is not; the one it comes from stays.
+/// A checkpoint written for other ranks: it is there and whole, or is not; the one it comes from
+/// stays.
 fn reshard(bench: &Bench) -> Result<Scenario> {
     let template = bench.empty("reshard")?;
     let first = training("1", &[]);

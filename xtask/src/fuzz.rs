@@ -11,7 +11,8 @@ use crate::workspace_root;
 /// Seconds for each target without a number given.
 const SECONDS: u64 = 60;
 
-/// Most memory of a target, in KiB: an input of 64 KiB that asks for more than this breaks a promise.
+/// Most memory of a target, in KiB: an input of 64 KiB that asks for more than this breaks a
+/// promise.
 const MEMORY_KIB: u64 = 4 << 20;
 
 /// The targets, a slow one and a fast one by turns.

@@ -49,7 +49,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
 /// Packs that bundle below `target` and runs it at once.
 fn run_here(script_arguments: &[String]) -> Result<()> {
     let library = find_driver().context(
-        "there is no CUDA driver: libcuda.so.1 is in none of the usual folders nor in LD_LIBRARY_PATH; `cargo xtask emulate` runs the tests without a GPU, `cargo xtask gpu --bundle DIR` packs all for a machine with one",
+        "there is no CUDA driver: libcuda.so.1 is in none of the usual folders nor in \
+         LD_LIBRARY_PATH; `cargo xtask emulate` runs the tests without a GPU, `cargo xtask gpu \
+         --bundle DIR` packs all for a machine with one",
     )?;
     println!("driver: {}", library.display());
     println!("{}", probe(&library)?);

@@ -1,4 +1,5 @@
-//! Development commands: `cargo xtask COMMAND`. One module per command; [`wheels`] fetches the pinned compilers.
+//! Development commands: `cargo xtask COMMAND`. One module per command; [`wheels`] fetches the
+//! pinned compilers.
 #![forbid(unsafe_code)]
 
 use std::{env, path::PathBuf, process::ExitCode};
@@ -34,57 +35,68 @@ struct Command {
 const COMMANDS: &[Command] = &[
     Command {
         name: "ptx",
-        usage: "ptx [--check]   compile kernels/*.cu to kernels/ptx, or compare with what is there; then assemble and list registers",
+        usage: "ptx [--check]   compile kernels/*.cu to kernels/ptx, or compare with what is \
+                there; then assemble and list registers",
         run: ptx::run,
     },
     Command {
         name: "emulate",
-        usage: "emulate [--sanitize] [-- TEST ARGUMENTS]   build the emulated CUDA driver and run the CUDA tests on it; needs no GPU",
+        usage: "emulate [--sanitize] [-- TEST ARGUMENTS]   build the emulated CUDA driver and run \
+                the CUDA tests on it; needs no GPU",
         run: emulate::run,
     },
     Command {
         name: "gpu",
-        usage: "gpu [--bundle DIR] [-- RUN.SH ARGUMENTS]   the proof on this machine's GPU: tests, sanitizers, times; or pack it for another one",
+        usage: "gpu [--bundle DIR] [-- RUN.SH ARGUMENTS]   the proof on this machine's GPU: \
+                tests, sanitizers, times; or pack it for another one",
         run: gpu::run,
     },
     Command {
         name: "mpi",
-        usage: "mpi [--bench]   run the collectives' tests between processes under mpirun, or time them beside the MPI's own",
+        usage: "mpi [--bench]   run the collectives' tests between processes under mpirun, or \
+                time them beside the MPI's own",
         run: mpi::run,
     },
     Command {
         name: "nccl",
-        usage: "nccl [-- TEST ARGUMENTS]   run the collectives' tests between emulated GPUs, on a stand-in for NCCL",
+        usage: "nccl [-- TEST ARGUMENTS]   run the collectives' tests between emulated GPUs, on a \
+                stand-in for NCCL",
         run: nccl::run,
     },
     Command {
         name: "simulate",
-        usage: "simulate [--seeds N | --seed S]   whole training runs under seeds, with deaths, stalls, lost power, full disks and rot",
+        usage: "simulate [--seeds N | --seed S]   whole training runs under seeds, with deaths, \
+                stalls, lost power, full disks and rot",
         run: simulate::run,
     },
     Command {
         name: "faults",
-        usage: "faults   step, save, resume and reshard with an error or their death at every call that changes a file",
+        usage: "faults   step, save, resume and reshard with an error or their death at every \
+                call that changes a file",
         run: faults::run,
     },
     Command {
         name: "fuzz",
-        usage: "fuzz [--seconds N] [--seed S]   any bytes as files, plans and launches, each target of fuzz/ for so long",
+        usage: "fuzz [--seconds N] [--seed S]   any bytes as files, plans and launches, each \
+                target of fuzz/ for so long",
         run: fuzz::run,
     },
     Command {
         name: "planted",
-        usage: "planted [WORD...]   put bugs into a copy of the sources, one after the other, and see each found by the tool that is there for it",
+        usage: "planted [WORD...]   put bugs into a copy of the sources, one after the other, and \
+                see each found by the tool that is there for it",
         run: planted::run,
     },
     Command {
         name: "nightly",
-        usage: "nightly [WORD]   what takes longer than a change may wait for: kills, a million seeds, sanitizers, features, licences, mutants",
+        usage: "nightly [WORD]   what takes longer than a change may wait for: kills, a million \
+                seeds, sanitizers, features, licences, mutants",
         run: nightly::run,
     },
     Command {
         name: "sanitize",
-        usage: "sanitize thread|address [-- TEST ARGUMENTS]   run the tests of what threads share under a sanitizer of the compiler",
+        usage: "sanitize thread|address [-- TEST ARGUMENTS]   run the tests of what threads share \
+                under a sanitizer of the compiler",
         run: sanitize::run,
     },
 ];

@@ -9,12 +9,14 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::{mpi_bench, mpi_victims, workspace_root};
 
-/// Runs the suite in worlds of one to five ranks, the variants of it, and the jobs in which a process dies; or the benchmark.
+/// Runs the suite in worlds of one to five ranks, the variants of it, and the jobs in which a
+/// process dies; or the benchmark.
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let mpirun = Command::new("mpirun").arg("--version").output();
     ensure!(
         mpirun.is_ok_and(|output| output.status.success()),
-        "there is no mpirun; install an MPI and libclang (Debian: openmpi-bin, libopenmpi-dev, libclang-dev)"
+        "there is no mpirun; install an MPI and libclang (Debian: openmpi-bin, libopenmpi-dev, \
+         libclang-dev)"
     );
     match arguments {
         [] => suite(),
@@ -115,7 +117,8 @@ fn tests(
     let passed = end.output.matches("test result: ok").count();
     ensure!(
         end.ended == Ended::Success && passed == ranks,
-        "{ranks} ranks, {filters:?}, {environment:?}: expected {ranks} good ends, found {passed} and {:?}:\n{}",
+        "{ranks} ranks, {filters:?}, {environment:?}: expected {ranks} good ends, found {passed} \
+         and {:?}:\n{}",
         end.ended,
         end.output
     );
@@ -190,10 +193,12 @@ fn disagreements(fusestep: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Has cargo build some targets of the engines and the command line, optimised, and returns the programs it made.
+/// Has cargo build some targets of the engines and the command line, optimised, and returns the
+/// programs it made.
 ///
-/// Always of the same packages with the same features, MPI among them where there is one: so nothing is compiled twice for two
-/// suites, and what they are built on has the features that it has in `cargo test --release`, as far as MPI's bindings allow.
+/// Always of the same packages with the same features, MPI among them where there is one: so
+/// nothing is compiled twice for two suites, and what they are built on has the features that it
+/// has in `cargo test --release`, as far as MPI's bindings allow.
 pub(crate) fn build(command: &str, targets: &[&str]) -> Result<Vec<PathBuf>> {
     let features = match Command::new("mpicc").arg("--version").output() {
         Ok(_) => "fusestep-cli/mpi,fusestep-cli/nccl",
@@ -250,8 +255,8 @@ pub(crate) struct Job<'a> {
     pub(crate) limit: Duration,
 }
 
-/// Has a program of a shell's arguments, which takes the shell's place, write into a file of its own: what several processes write
-/// into mpirun's one pipe is mixed within lines.
+/// Has a program of a shell's arguments, which takes the shell's place, write into a file of its
+/// own: what several processes write into mpirun's one pipe is mixed within lines.
 const INTO_A_FILE: &str = r#"exec "$@" >"$FUSESTEP_MPI_OUTPUT/$$" 2>&1"#;
 
 impl Job<'_> {

@@ -1,4 +1,5 @@
-//! `mpi --bench`: our all-reduces beside a C program that calls MPI's, all in turn in one run, two ranks each.
+//! `mpi --bench`: our all-reduces beside a C program that calls MPI's, all in turn in one run, two
+//! ranks each.
 
 use std::path::Path;
 use std::process::Command;
@@ -51,7 +52,8 @@ pub(crate) fn run() -> Result<()> {
         better(&mut one_by_one, of_peer(&peer, "list", &gradients)?);
     }
     println!(
-        "| bytes | MPI from C | the same on an MPI for threads | mpi-native | / C | / C for threads | mpi | thread | C / thread |"
+        "| bytes | MPI from C | the same on an MPI for threads | mpi-native | / C | / C for \
+         threads | mpi | thread | C / thread |"
     );
     println!("|---|---|---|---|---|---|---|---|---|");
     for (at, bytes) in sizes.iter().enumerate() {
@@ -74,7 +76,8 @@ pub(crate) fn run() -> Result<()> {
         .context("a bucket is timed")?;
     let in_buckets = |times: &Times| (total / BUCKET) as f64 * times[bucket] + times[SIZES.len()];
     println!(
-        "ResNet-50, {} gradients, {total} bytes: MPI from C one by one {}, threads in buckets of 25 MiB {}, ratio {:.2}",
+        "ResNet-50, {} gradients, {total} bytes: MPI from C one by one {}, threads in buckets of \
+         25 MiB {}, ratio {:.2}",
         gradients.len(),
         readable(one_by_one[0]),
         readable(in_buckets(&threads)),

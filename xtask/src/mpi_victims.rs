@@ -1,4 +1,5 @@
-//! Jobs in which one of three processes stops, dies or goes, during each collective: what the others must have done.
+//! Jobs in which one of three processes stops, dies or goes, during each collective: what the
+//! others must have done.
 
 use std::path::Path;
 use std::time::Duration;
@@ -7,8 +8,9 @@ use anyhow::{Result, ensure};
 
 use crate::mpi::{End, Ended, Job};
 
-/// The ranks' timeout; survivors must be through within twice that. A machine that is busy with other things may keep a rank
-/// waiting for its core for longer; so what fails with the first is tried once more with the second, and what is broken fails again.
+/// The ranks' timeout; survivors must be through within twice that. A machine that is busy with
+/// other things may keep a rank waiting for its core for longer; so what fails with the first is
+/// tried once more with the second, and what is broken fails again.
 const TIMEOUTS_MS: [u64; 2] = [1500, 6000];
 
 const COLLECTIVES: [&str; 11] = [
@@ -42,7 +44,8 @@ pub(crate) fn run(program: &Path, variables: &[(&str, &str)]) -> Result<()> {
 /// Stops a process of a shell's arguments, which takes the shell's place, in the midst of its work.
 const STOPPED_LATER: &str = r#"if [ "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" = 1 ]; then (sleep 3; kill -STOP $$) & fi; exec "$@""#;
 
-/// Training in which a process stops: at stages at which ranks wait in reductions, in gathers, and on communication streams beside their own work.
+/// Training in which a process stops: at stages at which ranks wait in reductions, in gathers, and
+/// on communication streams beside their own work.
 pub(crate) fn training(fusestep: &Path) -> Result<()> {
     let [first, second] = TIMEOUTS_MS;
     for flags in [
@@ -99,8 +102,8 @@ fn stopped(fusestep: &Path, flags: &[&str], timeout_ms: u64) -> Result<()> {
     Ok(())
 }
 
-/// Open MPI asks processes to end and kills them a second later, in which a machine with other work may not get to writing a file: the
-/// second try gives them more.
+/// Open MPI asks processes to end and kills them a second later, in which a machine with other work
+/// may not get to writing a file: the second try gives them more.
 fn grace(timeout_ms: u64) -> &'static [(&'static str, &'static str)] {
     if timeout_ms == TIMEOUTS_MS[0] {
         &[]

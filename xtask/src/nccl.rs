@@ -12,7 +12,8 @@ use crate::workspace_root;
 /// GPUs of the emulated machine, and so the largest world.
 const DEVICES: &str = "4";
 
-/// Builds the emulated driver and the stand-ins, then runs the suite and the command line's self-test on them.
+/// Builds the emulated driver and the stand-ins, then runs the suite and the command line's
+/// self-test on them.
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let (own, test_arguments) = crate::emulate::split(arguments);
     ensure!(

@@ -1,4 +1,5 @@
-//! `nightly`: what takes longer than a change may wait for, one after the other, and a table of how each ended.
+//! `nightly`: what takes longer than a change may wait for, one after the other, and a table of how
+//! each ended.
 
 use std::path::Path;
 use std::process::Command;
@@ -22,7 +23,8 @@ const CHECKS: &[Check] = &[
         name: "200 kills of a run that saves, each resumed to the same parameters",
         needs: None,
         variables: &[],
-        command: "cargo test --release -p fusestep-cli --test cli -- --ignored --exact checkpoints::a_run_killed_at_200_instants_resumes_to_the_same_parameters",
+        command: "cargo test --release -p fusestep-cli --test cli -- --ignored --exact \
+                  checkpoints::a_run_killed_at_200_instants_resumes_to_the_same_parameters",
     },
     Check {
         name: "a million seeds",
@@ -68,7 +70,8 @@ const CHECKS: &[Check] = &[
         name: "oldest compiler of the crates",
         needs: None,
         variables: &[(COMPILER, "1.89"), ("CARGO_TARGET_DIR", "target/oldest")],
-        command: "cargo check --release --workspace --exclude fusestep-candle --exclude fusestep-cli",
+        command: "cargo check --release --workspace --exclude fusestep-candle --exclude \
+                  fusestep-cli",
     },
     Check {
         name: "oldest compiler of candle and the program",
@@ -92,20 +95,24 @@ const CHECKS: &[Check] = &[
         name: "mutants of layouts and launches",
         needs: Some("cargo-mutants"),
         variables: &[],
-        command: "cargo mutants --package fusestep-coalesce --package fusestep-launch --output target/mutants-launch --no-shuffle",
+        command: "cargo mutants --package fusestep-coalesce --package fusestep-launch --output \
+                  target/mutants-launch --no-shuffle",
     },
     Check {
         name: "mutants of the passes",
         needs: Some("cargo-mutants"),
         variables: &[],
-        command: "cargo mutants --package fusestep-planner --file crates/planner/src/passes/*.rs --test-package fusestep-tests --cargo-test-arg=--test=plans --cargo-test-arg=--test=distributed --output target/mutants-passes --no-shuffle",
+        command: "cargo mutants --package fusestep-planner --file crates/planner/src/passes/*.rs \
+                  --test-package fusestep-tests --cargo-test-arg=--test=plans \
+                  --cargo-test-arg=--test=distributed --output target/mutants-passes --no-shuffle",
     },
 ];
 
 /// The variable that chooses a compiler.
 const COMPILER: &str = "RUSTUP_TOOLCHAIN";
 
-/// Runs all checks, or those whose name contains a word; a check that fails does not keep the others from running.
+/// Runs all checks, or those whose name contains a word; a check that fails does not keep the
+/// others from running.
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let word = match arguments {
         [] => "",

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::{Context, Result};
 
-/// Calls `work` once for each item, as many at a time as there are cores; the results are in the items' order.
+/// Calls `work` once for each item, as many at a time as there are cores; the results are in the
+/// items' order.
 ///
 /// # Errors
 /// The first error in that order; all items are tried.

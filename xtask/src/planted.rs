@@ -1,4 +1,5 @@
-//! `planted`: bugs put into a copy of the sources, one after the other; each must be found by the tool that is there for it.
+//! `planted`: bugs put into a copy of the sources, one after the other; each must be found by the
+//! tool that is there for it.
 
 mod bugs;
 
@@ -141,7 +142,8 @@ impl Bug {
         let found = text.matches(self.from).count();
         ensure!(
             found == 1,
-            "{}: {}: expected the place once, found it {found} times; bring xtask/src/planted/bugs.rs up to date",
+            "{}: {}: expected the place once, found it {found} times; bring \
+             xtask/src/planted/bugs.rs up to date",
             self.name,
             self.file
         );
@@ -189,7 +191,8 @@ fn tried(copy: &Path, tool: Tool) -> Result<End> {
     Ok(if nothing { End::Nothing } else { End::Content })
 }
 
-/// Copies what git knows or would know, files that are the same left as they are so that little is compiled again.
+/// Copies what git knows or would know, files that are the same left as they are so that little is
+/// compiled again.
 fn copy_sources(copy: &Path) -> Result<()> {
     let root = workspace_root();
     let listed = Command::new("git")

@@ -1,4 +1,5 @@
-//! `cargo xtask ptx [--check]`: CUDA C++ to PTX with a pinned compiler, byte for byte the same on every machine.
+//! `cargo xtask ptx [--check]`: CUDA C++ to PTX with a pinned compiler, byte for byte the same on
+//! every machine.
 
 use std::{
     fs,
@@ -13,7 +14,8 @@ use crate::{
     workspace_root,
 };
 
-/// Options that results depend on: no contraction, correctly rounded division and root, subnormals kept.
+/// Options that results depend on: no contraction, correctly rounded division and root, subnormals
+/// kept.
 const OPTIONS: [&str; 6] = [
     "--gpu-architecture=compute_70",
     "--fmad=false",
@@ -26,10 +28,14 @@ const OPTIONS: [&str; 6] = [
 /// What stands above the table of `docs/registers.md`.
 const REGISTERS_HEAD: &str = "# Registers of every kernel
 
-Per thread, by `ptxas` for each promised device; no entry keeps anything on a stack or spills. Behind them, instructions that move 16
-bytes between a thread and memory, by `nvdisasm`: all of an entry's paths, so the f32 path of an Adam with AMSGrad counts twice.
-Sums of LARS and LAMB read element by element, neighbouring threads side by side, as the fixed tree has them; Adam with bf16 in all
-lists takes 8 bytes at a time, because 16 would take more than 64 registers. Written by `cargo xtask ptx`.
+Per thread, by `ptxas` for each promised device; no entry keeps anything on a stack or spills. \
+                              Behind them, instructions that move 16
+bytes between a thread and memory, by `nvdisasm`: all of an entry's paths, so the f32 path of an \
+                              Adam with AMSGrad counts twice.
+Sums of LARS and LAMB read element by element, neighbouring threads side by side, as the fixed \
+                              tree has them; Adam with bf16 in all
+lists takes 8 bytes at a time, because 16 would take more than 64 registers. Written by `cargo \
+                              xtask ptx`.
 
 ";
 

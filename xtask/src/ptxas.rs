@@ -20,10 +20,12 @@ struct Entry {
     spill_bytes: u32,
 }
 
-/// A table of one row per entry with its registers on every device and its accesses of 16 bytes on some.
+/// A table of one row per entry with its registers on every device and its accesses of 16 bytes on
+/// some.
 ///
 /// # Errors
-/// If an entry spills, or keeps anything on a stack: its argument block was copied to local memory, or an array index is not constant. As [`sass::count`].
+/// If an entry spills, or keeps anything on a stack: its argument block was copied to local memory,
+/// or an array index is not constant. As [`sass::count`].
 pub(crate) fn report(root: &Path, folder: &Path, stems: &[String]) -> Result<String> {
     let assembler = wheels::file_below(&PTXAS.unpacked(root)?, "ptxas")?;
     make_executable(&assembler)?;
@@ -150,7 +152,8 @@ fn parse(log: &str) -> Vec<Entry> {
     entries
 }
 
-/// The number a text starts with. A text that starts with none counts as the largest, so that a changed report cannot pass.
+/// The number a text starts with. A text that starts with none counts as the largest, so that a
+/// changed report cannot pass.
 fn number(text: &str) -> u32 {
     let first = text.split_whitespace().next();
     first

@@ -8,7 +8,8 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::workspace_root;
 
-/// What runs under both sanitizers, as cargo's arguments: whatever threads share, and the collectives between them whole.
+/// What runs under both sanitizers, as cargo's arguments: whatever threads share, and the
+/// collectives between them whole.
 const SHARED: [&[&str]; 2] = [
     &[
         "--package",
@@ -48,8 +49,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         .find_map(|line| line.strip_prefix("host: "))
         .context("rustc names no host")?;
     let flags = format!("-Zsanitizer={sanitizer} -Cunsafe-allow-abi-mismatch=sanitizer");
-    // The thread sanitizer must see the locks of the standard library, or it takes what they guard for races. The address
-    // sanitizer is content with the library that comes with the compiler.
+    // The thread sanitizer must see the locks of the standard library, or it takes what they guard
+    // for races. The address sanitizer is content with the library that comes with the
+    // compiler.
     let std: &[&str] = if sanitizer == "thread" {
         &["-Zbuild-std"]
     } else {
@@ -73,9 +75,11 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
             .args(*suite)
             .arg("--target-dir")
             .arg(&target)
-            // One test at a time, in the thread that started: the test runner's own threads are not what is looked at.
+            // One test at a time, in the thread that started: the test runner's own threads are not
+            // what is looked at.
             .args(["--", "--test-threads=1"])
-            // It covers code of other tests with ten times the elements; the thread sanitizer takes more than five minutes for it.
+            // It covers code of other tests with ten times the elements; the thread sanitizer takes
+            // more than five minutes for it.
             .args(["--skip", "a_million_and_one"])
             .args(test_arguments)
             .env("RUSTC_BOOTSTRAP", "1")

@@ -65,9 +65,10 @@ fn parse(text: &str) -> BTreeMap<String, Wide> {
     entries
 }
 
-/// What an entry should have and has not. Entries for f32 and f64 move packs of 16 bytes, but for those that derive sets, conclude a
-/// reduction, or take sums by themselves, whose lanes the fixed tree puts side by side; nor do measured updates of LARS and LAMB, which
-/// take the sums over what they change in the same way. With 16 bits it depends on the registers.
+/// What an entry should have and has not. Entries for f32 and f64 move packs of 16 bytes, but for
+/// those that derive sets, conclude a reduction, or take sums by themselves, whose lanes the fixed
+/// tree puts side by side; nor do measured updates of LARS and LAMB, which take the sums over what
+/// they change in the same way. With 16 bits it depends on the registers.
 fn missing(name: &str, wide: Wide) -> Option<&'static str> {
     let of_dtype = ["_f32_", "_f64_"].iter().any(|dtype| name.contains(dtype));
     let without = ["_sets_", "_sums_", "_s16_", "amp_finish"];

@@ -1,6 +1,7 @@
 //! Pinned compilers from the package registry's wheels, unpacked below `target/wheels`.
 //!
-//! A wheel is a zip file: nothing is installed, no environment is changed, and the second run finds what the first one fetched.
+//! A wheel is a zip file: nothing is installed, no environment is changed, and the second run finds
+//! what the first one fetched.
 
 use std::{
     fs,
@@ -19,7 +20,8 @@ pub(crate) struct Wheel {
     pub(crate) version: &'static str,
 }
 
-/// Compiles CUDA C++ to PTX. Its version decides the PTX ISA, and with it the oldest driver that takes our PTX: 8.4 needs 550.
+/// Compiles CUDA C++ to PTX. Its version decides the PTX ISA, and with it the oldest driver that
+/// takes our PTX: 8.4 needs 550.
 pub(crate) const NVRTC: Wheel = Wheel {
     name: "nvidia-cuda-nvrtc-cu12",
     version: "12.4.127",

@@ -13,7 +13,8 @@ use crate::{AdagradKernel, device};
 pub struct Adagrad {
     /// Learning rate of the first step; 1e-2 by default.
     pub lr: f64,
-    /// How the learning rate falls, at least 0: step t uses lr / (1 + (t − 1)·lr_decay); 0 by default.
+    /// How the learning rate falls, at least 0: step t uses lr / (1 + (t − 1)·lr_decay); 0 by
+    /// default.
     pub lr_decay: f64,
     /// What the sum of squared gradients starts from, at least 0; 0 by default.
     pub initial_sum: f64,
@@ -88,7 +89,8 @@ impl Adagrad {
         device::Set {
             step_size: lr / (1.0 + steps_before as f64 * self.lr_decay),
             l2: values.weight_decay.unwrap_or(self.weight_decay),
-            // State starts at 0 everywhere; the first step puts the initial value under the square, later ones find it there.
+            // State starts at 0 everywhere; the first step puts the initial value under the square,
+            // later ones find it there.
             initial: match values.step {
                 1 => self.initial_sum,
                 _ => 0.0,

@@ -13,7 +13,8 @@ pub struct Scalars<T> {
     pub eps: T,
 }
 
-/// Scalars of the tensors of one class at one step, in the compute type; padded to a multiple of 8 bytes.
+/// Scalars of the tensors of one class at one step, in the compute type; padded to a multiple of 8
+/// bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct Set<T> {

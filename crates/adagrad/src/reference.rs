@@ -5,7 +5,8 @@
 //! s ← s + g²                                              s starts at the initial value
 //! p ← p − lr / (1 + (t − 1)·lr_decay) · g / (√s + ε)
 //! ```
-//! Duchi, Hazan & Singer 2011, with the diagonal of their matrix; ε, the decay of lr and the initial value as in PyTorch 2.7.
+//! Duchi, Hazan & Singer 2011, with the diagonal of their matrix; ε, the decay of lr and the
+//! initial value as in PyTorch 2.7.
 
 use fusestep_launch::Objective;
 

@@ -29,7 +29,8 @@ impl Adagrad {
     /// # Units
     /// `step` (t) counts from 1. `lr` and λ are per step.
     /// # Errors
-    /// [`StepError`] naming the list, the tensor and both counts; everything is checked before anything is written.
+    /// [`StepError`] naming the list, the tensor and both counts; everything is checked before
+    /// anything is written.
     /// # Cost
     /// 20 bytes of memory traffic per f32 element.
     /// # Source

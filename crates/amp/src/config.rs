@@ -44,7 +44,8 @@ impl Default for ScalePolicy {
     }
 }
 
-/// The factor that a loss is multiplied with, so that 16-bit gradients do not vanish, with the counters that decide its next value.
+/// The factor that a loss is multiplied with, so that 16-bit gradients do not vanish, with the
+/// counters that decide its next value.
 ///
 /// # Source
 /// Micikevicius et al. 2018, arXiv:1710.03740; the defaults are PyTorch's `GradScaler`.
@@ -125,7 +126,8 @@ impl LossScale {
     /// This policy at a scale and counters from a checkpoint; a counter may be above its interval.
     ///
     /// # Errors
-    /// [`AmpError::PowerOfTwo`] if `scale` is no power of two between the policy's floor and ceiling.
+    /// [`AmpError::PowerOfTwo`] if `scale` is no power of two between the policy's floor and
+    /// ceiling.
     pub fn restored(self, scale: f64, good_steps: u32, bad_steps: u32) -> Result<Self, AmpError> {
         let bounds = (self.policy.floor, self.policy.ceiling);
         power_of_two("loss scale", scale, bounds)?;
@@ -160,8 +162,10 @@ impl LossScale {
     /// The scale after a step: the only transition there is.
     ///
     /// ```text
-    /// non-finite   good ← 0, bad ← bad + 1;  if bad ≥ backoff_interval: scale ← max(scale·backoff, floor), bad ← 0
-    /// finite       bad ← 0, good ← good + 1; if good ≥ growth_interval: scale ← min(scale·growth, ceiling), good ← 0
+    /// non-finite   good ← 0, bad ← bad + 1;
+    ///              if bad ≥ backoff_interval: scale ← max(scale·backoff, floor), bad ← 0
+    /// finite       bad ← 0, good ← good + 1;
+    ///              if good ≥ growth_interval: scale ← min(scale·growth, ceiling), good ← 0
     /// ```
     #[must_use]
     pub fn after(self, found: Finding) -> Self {
@@ -264,7 +268,8 @@ pub enum AmpError {
     },
     /// A limit of the norm that is no limit.
     #[error(
-        "max_norm: expected a finite value above 0, found {found}; leave the pass out to clip nothing"
+        "max_norm: expected a finite value above 0, found {found}; leave the pass out to clip \
+         nothing"
     )]
     MaxNorm {
         /// What was given.

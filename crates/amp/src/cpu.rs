@@ -85,7 +85,8 @@ impl GradientRule {
         }
     }
 
-    /// The block of a step whose squares sum up to `total`, in which the loss was multiplied with the scale of `before`.
+    /// The block of a step whose squares sum up to `total`, in which the loss was multiplied with
+    /// the scale of `before`.
     ///
     /// Operation for operation that of `kernels/amp.cu`.
     pub fn conclude(&self, total: SquareSum, before: ControlBlock) -> ControlBlock {
@@ -96,7 +97,8 @@ impl GradientRule {
         } else {
             Finding::NonFinite
         };
-        // The block holds what an earlier one of this rule wrote, or what a checkpoint was checked for.
+        // The block holds what an earlier one of this rule wrote, or what a checkpoint was checked
+        // for.
         let scale = LossScale::restored(
             self.loss_scale,
             before.loss_scale,

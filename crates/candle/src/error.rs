@@ -4,13 +4,15 @@ use candle_core::{DType, Shape};
 use fusestep_launch::BackendError;
 use fusestep_planner::PlanError;
 
-/// Why the adapter refused; inside a [`candle_core::Error`], because candle's trait returns that. Nothing has been written.
+/// Why the adapter refused; inside a [`candle_core::Error`], because candle's trait returns that.
+/// Nothing has been written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AdapterError {
     /// A variable's dtype has no kernel.
     #[error(
-        "variable `{name}`: expected f32, f64, f16 or bf16, found {found:?}; build the model with a dtype of those"
+        "variable `{name}`: expected f32, f64, f16 or bf16, found {found:?}; build the model with \
+         a dtype of those"
     )]
     DType {
         /// The variable.
@@ -20,7 +22,8 @@ pub enum AdapterError {
     },
     /// A variable is not in host memory.
     #[error(
-        "variable `{name}`: expected it on the cpu, found it on {found}; move the model with Device::Cpu"
+        "variable `{name}`: expected it on the cpu, found it on {found}; move the model with \
+         Device::Cpu"
     )]
     Device {
         /// The variable.
@@ -30,7 +33,8 @@ pub enum AdapterError {
     },
     /// One variable was given twice.
     #[error(
-        "variable `{name}`: expected each variable once, found the same one as `{first}`; drop one of them"
+        "variable `{name}`: expected each variable once, found the same one as `{first}`; drop \
+         one of them"
     )]
     SameVariable {
         /// The second place.
@@ -40,7 +44,8 @@ pub enum AdapterError {
     },
     /// A gradient does not fit its variable.
     #[error(
-        "gradient of `{name}`: expected {expected_dtype:?} {expected:?}, found {found_dtype:?} {found:?}; take it from the backward pass of this variable"
+        "gradient of `{name}`: expected {expected_dtype:?} {expected:?}, found {found_dtype:?} \
+         {found:?}; take it from the backward pass of this variable"
     )]
     Gradient {
         /// The variable.
@@ -56,7 +61,8 @@ pub enum AdapterError {
     },
     /// Variables given as a bare list have no names to save or load a state by.
     #[error(
-        "state: expected variables with names, found a bare list; build the optimizer from the VarMap"
+        "state: expected variables with names, found a bare list; build the optimizer from the \
+         VarMap"
     )]
     Unnamed,
     /// Planning, running, saving or loading failed.

@@ -21,7 +21,8 @@ use crate::{AdapterError, Fusion, IntoVariables, Options, Params};
 
 /// An update rule on candle variables: one planned step over all of them, in place, on all threads.
 ///
-/// [`crate::AdamW`], [`crate::Sgd`], [`crate::Lars`] and the others are this with their hyper-parameters; see the [crate's page](crate).
+/// [`crate::AdamW`], [`crate::Sgd`], [`crate::Lars`] and the others are this with their
+/// hyper-parameters; see the [crate's page](crate).
 #[derive(Debug)]
 pub struct Fused<P> {
     vars: Vec<(String, Var)>,
@@ -48,13 +49,16 @@ pub struct Report {
     pub without_gradient: u64,
     /// Gradients that had to be copied: not contiguous, or lying in a variable's own memory.
     pub copied_gradients: u64,
-    /// Norm of all gradients, with the loss scale taken out; `None` unless [`Options`] clip or scale.
+    /// Norm of all gradients, with the loss scale taken out; `None` unless [`Options`] clip or
+    /// scale.
     pub grad_norm: Option<f64>,
-    /// Norm of what the step changed in all variables, ‖new − old‖; `None` unless [`Options`] ask for it.
+    /// Norm of what the step changed in all variables, ‖new − old‖; `None` unless [`Options`] ask
+    /// for it.
     pub update_norm: Option<f64>,
     /// Gradient elements that are infinite or NaN; counted where [`Options`] clip or scale.
     pub non_finite: u64,
-    /// Whether the step was skipped because of them: no variable, no state and no step count has changed.
+    /// Whether the step was skipped because of them: no variable, no state and no step count has
+    /// changed.
     pub skipped: bool,
 }
 
@@ -62,8 +66,8 @@ impl<P: Params> Fused<P> {
     /// An optimizer of these variables on all threads of the machine.
     ///
     /// # Errors
-    /// An [`AdapterError`] inside candle's error: a hyper-parameter out of range, a variable of another dtype or device than f32,
-    /// f64, f16 or bf16 on the CPU, or one given twice.
+    /// An [`AdapterError`] inside candle's error: a hyper-parameter out of range, a variable of
+    /// another dtype or device than f32, f64, f16 or bf16 on the CPU, or one given twice.
     pub fn new(vars: impl IntoVariables, params: P) -> candle_core::Result<Self> {
         Self::with_options(vars, params, &Options::default())
     }
@@ -81,7 +85,8 @@ impl<P: Params> Fused<P> {
         Self::new(vars, params)
     }
 
-    /// [`Fused::new`] on a given number of threads, the caller's included; the bits do not depend on it.
+    /// [`Fused::new`] on a given number of threads, the caller's included; the bits do not depend
+    /// on it.
     ///
     /// # Errors
     /// As [`Fused::new`].
@@ -114,10 +119,12 @@ impl<P: Params> Fused<P> {
         Self::with_options(vars, params, &options)
     }
 
-    /// [`Fused::new`] with clipping, loss scaling, 16-bit variables and their masters, and the rest of [`Options`].
+    /// [`Fused::new`] with clipping, loss scaling, 16-bit variables and their masters, and the rest
+    /// of [`Options`].
     ///
     /// # Errors
-    /// As [`Fused::new`], and for an option out of range or a precision that a variable cannot have.
+    /// As [`Fused::new`], and for an option out of range or a precision that a variable cannot
+    /// have.
     pub fn with_options(
         vars: impl IntoVariables,
         params: P,
@@ -150,7 +157,8 @@ impl<P: Params> Fused<P> {
         Ok(optimizer)
     }
 
-    /// Lets f32 masters follow variables that were written outside of a step, where they do not round to the values there.
+    /// Lets f32 masters follow variables that were written outside of a step, where they do not
+    /// round to the values there.
     ///
     /// # Errors
     /// An [`AdapterError`] if memory cannot be had.
@@ -169,13 +177,15 @@ impl<P: Params> Fused<P> {
         &self.unmatched
     }
 
-    /// The factor to multiply the next loss with before `backward`; 1 without [`Options::loss_scale`].
+    /// The factor to multiply the next loss with before `backward`; 1 without
+    /// [`Options::loss_scale`].
     pub fn loss_scale(&self) -> f64 {
         let scale = self.state.loss_scale();
         scale.map_or(1.0, |scale| scale.scale())
     }
 
-    /// How far each variable moved in the last step, ‖new − old‖ in plan order; `None` without [`Options::update_norms`].
+    /// How far each variable moved in the last step, ‖new − old‖ in plan order; `None` without
+    /// [`Options::update_norms`].
     ///
     /// # Errors
     /// An [`AdapterError`] inside candle's error: the sums cannot be read.
@@ -220,7 +230,8 @@ impl<P: Params> Fused<P> {
         match dtype {
             fusestep_tensor::DType::F64 => self.copy::<f64>(role, name, shape),
             fusestep_tensor::DType::BF16 => self.copy::<bf16>(role, name, shape),
-            // Every other list is f32, but for remainders, whose bits are no values: reading them as f32 is refused.
+            // Every other list is f32, but for remainders, whose bits are no values: reading them
+            // as f32 is refused.
             _ => self.copy::<f32>(role, name, shape),
         }
     }
@@ -236,10 +247,12 @@ impl<P: Params> Fused<P> {
         Tensor::from_slice(values, shape, &candle_core::Device::Cpu)
     }
 
-    /// Writes the optimizer's own tensors and step counts as a safetensors file: `<name>@moment1`, …, metadata `step`.
+    /// Writes the optimizer's own tensors and step counts as a safetensors file: `<name>@moment1`,
+    /// …, metadata `step`.
     ///
     /// # Errors
-    /// An [`AdapterError`]: no names, or the file cannot be written; an existing file is as it was then.
+    /// An [`AdapterError`]: no names, or the file cannot be written; an existing file is as it was
+    /// then.
     pub fn save(&self, path: impl AsRef<Path>) -> candle_core::Result<()> {
         self.check_named()?;
         let saved = self.state.save(&self.backend, path.as_ref());
@@ -249,7 +262,8 @@ impl<P: Params> Fused<P> {
     /// Reads what [`Fused::save`] wrote.
     ///
     /// # Errors
-    /// An [`AdapterError`]: no names, or a file that is not this optimizer's; nothing has changed then.
+    /// An [`AdapterError`]: no names, or a file that is not this optimizer's; nothing has changed
+    /// then.
     pub fn load(&mut self, path: impl AsRef<Path>) -> candle_core::Result<()> {
         self.check_named()?;
         let loaded = self.state.load(&self.backend, path.as_ref());
@@ -275,10 +289,11 @@ impl<P: Params> Optimizer for Fused<P> {
     /// Updates all variables that have a gradient, in place.
     ///
     /// # Errors
-    /// An [`AdapterError`] naming the variable whose gradient does not fit, or a hyper-parameter out of range; nothing has been
-    /// written then.
+    /// An [`AdapterError`] naming the variable whose gradient does not fit, or a hyper-parameter
+    /// out of range; nothing has been written then.
     /// # Cost
-    /// The memory traffic of the rule's kernel, 28 bytes per f32 element for AdamW; one lock at a time on each thread.
+    /// The memory traffic of the rule's kernel, 28 bytes per f32 element for AdamW; one lock at a
+    /// time on each thread.
     fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
         let gradients = Gradients::take(&self.vars, &self.addresses, grads)?;
         let rule = self.params.rule();

@@ -27,7 +27,8 @@ impl Addresses {
 }
 
 impl Gradients {
-    /// Takes the variables' gradients from `store` and checks all of them before anything is written.
+    /// Takes the variables' gradients from `store` and checks all of them before anything is
+    /// written.
     pub(crate) fn take(
         vars: &[(String, Var)],
         addresses: &Addresses,
@@ -51,7 +52,8 @@ impl Gradients {
                 }
                 .into());
             }
-            // A gradient in a variable's own memory would be read while that variable is being written.
+            // A gradient in a variable's own memory would be read while that variable is being
+            // written.
             let in_a_variable = address(grad).is_some_and(|at| addresses.0.contains(&at));
             of_var.push(Some(if in_a_variable || !grad.is_contiguous() {
                 copied += 1;

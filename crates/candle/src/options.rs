@@ -9,7 +9,8 @@ use fusestep_planner::{LossScale, Precision};
 /// ```
 /// use fusestep_candle::{LossScale, Master, Options, Precision};
 ///
-/// // Mixed precision: bf16 variables with f32 masters, a scaled loss, gradients clipped to norm 1, no decay on biases.
+/// // Mixed precision: bf16 variables with f32 masters, a scaled loss, gradients clipped to norm 1,
+/// // no decay on biases.
 /// let options = Options {
 ///     clip_norm: Some(1.0),
 ///     loss_scale: Some(LossScale::dynamic()),
@@ -22,18 +23,19 @@ use fusestep_planner::{LossScale, Precision};
 pub struct Options {
     /// Threads, the caller's included; all of the machine if `None`. The bits do not depend on it.
     pub threads: Option<NonZeroUsize>,
-    /// Gradients whose common norm is above this are multiplied by clip_norm / (norm + 1e-6) as the update reads them.
+    /// Gradients whose common norm is above this are multiplied by clip_norm / (norm + 1e-6) as
+    /// the update reads them.
     pub clip_norm: Option<f64>,
-    /// The loss is multiplied by [`crate::Fused::loss_scale`] before `backward`; the step takes it out again, and is skipped if a
-    /// gradient is not finite.
+    /// The loss is multiplied by [`crate::Fused::loss_scale`] before `backward`; the step takes it
+    /// out again, and is skipped if a gradient is not finite.
     pub loss_scale: Option<LossScale>,
-    /// How far each variable moves in a step is measured as the update writes it: [`crate::Report::update_norm`],
-    /// [`crate::Fused::update_norms`].
+    /// How far each variable moves in a step is measured as the update writes it:
+    /// [`crate::Report::update_norm`], [`crate::Fused::update_norms`].
     pub update_norms: bool,
     /// How exactly f16 and bf16 variables and the state are kept.
     pub precision: Precision,
-    /// Variables whose name contains one of these have no weight decay, and with LARS and LAMB the rate that the rule's `excluded`
-    /// says.
+    /// Variables whose name contains one of these have no weight decay, and with LARS and LAMB the
+    /// rate that the rule's `excluded` says.
     pub exclude: Vec<String>,
     /// Whether passes fuse the launches.
     pub fusion: Fusion,

@@ -9,10 +9,11 @@ use fusestep_tensor::{ParamDesc, Shape};
 
 use crate::AdapterError;
 
-/// What [`crate::Fused::new`] takes: a [`VarMap`] or its data (sorted by name), named variables, or a bare list.
+/// What [`crate::Fused::new`] takes: a [`VarMap`] or its data (sorted by name), named variables, or
+/// a bare list.
 ///
-/// A bare list, such as `varmap.all_vars()`, trains alike but has no names: its state can be neither saved nor loaded, because
-/// its order is a hash map's.
+/// A bare list, such as `varmap.all_vars()`, trains alike but has no names: its state can be
+/// neither saved nor loaded, because its order is a hash map's.
 pub trait IntoVariables {
     /// The variables.
     fn into_variables(self) -> Variables;

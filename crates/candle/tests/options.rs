@@ -1,4 +1,5 @@
-//! Clipping, loss scaling and 16-bit variables through the adapter: against a planned state that keeps everything itself.
+//! Clipping, loss scaling and 16-bit variables through the adapter: against a planned state that
+//! keeps everything itself.
 
 use std::num::NonZeroUsize;
 

@@ -1,4 +1,5 @@
-//! SGD, momentum and Lion through the adapter: against a planned state, candle's own SGD, and a saved state.
+//! SGD, momentum and Lion through the adapter: against a planned state, candle's own SGD, and a
+//! saved state.
 
 use std::num::NonZeroUsize;
 

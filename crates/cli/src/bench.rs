@@ -1,4 +1,5 @@
-//! `fusestep bench`: a step's time beside the naive plan's and the memory bandwidth, all measured in turn in one run.
+//! `fusestep bench`: a step's time beside the naive plan's and the memory bandwidth, all measured
+//! in turn in one run.
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -101,7 +102,8 @@ struct BenchSummary {
     naive_launches: usize,
     ns_per_step: f64,
     naive_ns_per_step: f64,
-    /// The rule on parameters and state of f32, in the same run; absent if that is what was asked for.
+    /// The rule on parameters and state of f32, in the same run; absent if that is what was asked
+    /// for.
     #[serde(skip_serializing_if = "Option::is_none")]
     f32_ns_per_step: Option<f64>,
     /// This step's time over that of f32.
@@ -170,7 +172,8 @@ fn bench_one(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow:
     let pair = |Peer::Candle| CandlePair::new(params, rule, args.threads);
     let mut candle = args.peer.map(pair).transpose()?;
     for _ in 0..args.rounds.get() {
-        // The step is timed as often as streams are, or the ceiling would have more tries at a quiet moment.
+        // The step is timed as often as streams are, or the ceiling would have more tries at a
+        // quiet moment.
         for stream in 0..PREFETCH_DISTANCES.len() {
             for subject in [&mut ours, &mut unfused].into_iter().chain(&mut f32_step) {
                 subject.sample()?;

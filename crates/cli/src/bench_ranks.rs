@@ -1,4 +1,5 @@
-//! `fusestep bench --ranks`: whole steps of many ranks, beside their parts alone and the memory bandwidth, all in turn in one run.
+//! `fusestep bench --ranks`: whole steps of many ranks, beside their parts alone and the memory
+//! bandwidth, all in turn in one run.
 
 use std::time::Instant;
 
@@ -17,7 +18,8 @@ use crate::output::{duration, print, print_json};
 use crate::ranks::{Fused, MOST_RANKS, RankArgs};
 use crate::timer::MIN_SAMPLE_NS;
 
-/// Most bytes that the ceiling's arrays have on all ranks together; longer steps are scaled from them.
+/// Most bytes that the ceiling's arrays have on all ranks together; longer steps are scaled from
+/// them.
 const MOST_CEILING_BYTES: u64 = 1 << 30;
 
 /// Most calls of a sample.
@@ -57,7 +59,8 @@ pub(crate) fn run(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> an
     let ranks = &args.rank_args;
     ensure!(
         ranks.accumulate.is_none() && ranks.local_sgd.is_none() && ranks.shard_group.is_none(),
-        "--accumulate, --local-sgd, --shard-group: expected none of them, found one; whole steps of all ranks are timed"
+        "--accumulate, --local-sgd, --shard-group: expected none of them, found one; whole steps \
+         of all ranks are timed"
     );
     let count = args.collective.ranks.count();
     ensure!(
@@ -216,7 +219,8 @@ fn measure(
     let [mut whole, mut reduced, mut updated, mut gathered] = [(); 4].map(|()| RankTimer::new());
     let mut streams = PREFETCH_DISTANCES.map(|_| RankTimer::new());
     for _ in 0..args.rounds.get() {
-        // The step is timed as often as streams are, or the ceiling would have more tries at a quiet moment.
+        // The step is timed as often as streams are, or the ceiling would have more tries at a
+        // quiet moment.
         for (index, timer) in streams.iter_mut().enumerate() {
             whole.sample(&mut comms, &mut step)?;
             stream.index = index;

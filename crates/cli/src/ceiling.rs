@@ -21,7 +21,8 @@ pub(crate) struct Ceiling<'a> {
 }
 
 impl<'a> Ceiling<'a> {
-    /// As many arrays as the lists that the plan's first kernel has, together with this much traffic.
+    /// As many arrays as the lists that the plan's first kernel has, together with this much
+    /// traffic.
     pub(crate) fn new(
         backend: &'a CpuBackend,
         plan: &Plan,
@@ -33,7 +34,8 @@ impl<'a> Ceiling<'a> {
             written.count().clamp(1, MAX_WRITTEN)
         });
         let numel = len_bytes.div_ceil(bytes_per_element(writes)).max(1) as usize;
-        // Aligned like a state's tensors: vectors that cross cache lines would make the ceiling too low.
+        // Aligned like a state's tensors: vectors that cross cache lines would make the ceiling too
+        // low.
         let array = || -> anyhow::Result<HostMemory> {
             let mut memory = HostMemory::zeroed(numel * size_of::<f32>())?;
             // Written once, because untouched pages would all be the same page of zeros.

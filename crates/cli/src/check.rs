@@ -106,8 +106,9 @@ fn collectives(engine: Engine, args: &CheckArgs) -> anyhow::Result<()> {
     }
     let _ = writeln!(
         text,
-        "on memory that no cache has, a call costs {} and a second for each {:.2} GB, a reduce-scatter for each {:.2} GB, an \
-         all-gather for each {:.2} GB; copies move {:.2} GB in a second\nevery collective is right",
+        "on memory that no cache has, a call costs {} and a second for each {:.2} GB, a \
+         reduce-scatter for each {:.2} GB, an all-gather for each {:.2} GB; copies move {:.2} GB \
+         in a second\nevery collective is right",
         duration(tested.link.alpha_seconds * 1e9),
         tested.link.beta_bytes_per_second / 1e9,
         tested.costs.reduce_scatter.beta_bytes_per_second / 1e9,
@@ -175,7 +176,8 @@ fn mpi() -> Finding {
         let mut places = env::split_paths(&paths).map(|folder| folder.join("mpirun"));
         places.find(|place| place.is_file())
     });
-    let missing = "no mpirun on the PATH; install an MPI (Debian: openmpi-bin, libopenmpi-dev) to run ranks on many machines";
+    let missing = "no mpirun on the PATH; install an MPI (Debian: openmpi-bin, libopenmpi-dev) to \
+                   run ranks on many machines";
     let used = if cfg!(feature = "mpi") {
         "`mpirun -n 4 fusestep check --engine mpi` tests it"
     } else {
@@ -190,7 +192,8 @@ fn nccl() -> Finding {
     let folders = own.chain(LIBRARY_FOLDERS.iter().map(PathBuf::from));
     let mut places = folders.map(|folder| folder.join("libnccl.so.2"));
     let found = places.find(|place| Path::is_file(place));
-    let missing = "no libnccl.so.2 in the library folders; install NCCL (Debian: libnccl2) to run ranks on many GPUs";
+    let missing = "no libnccl.so.2 in the library folders; install NCCL (Debian: libnccl2) to run \
+                   ranks on many GPUs";
     let used = if cfg!(feature = "nccl") {
         "`fusestep check --engine nccl --ranks N` tests it on N GPUs"
     } else {

@@ -1,4 +1,5 @@
-//! `fusestep checkpoint`: what is in a checkpoint, whether it is intact, and the same for another number of files.
+//! `fusestep checkpoint`: what is in a checkpoint, whether it is intact, and the same for another
+//! number of files.
 
 use std::path::PathBuf;
 
@@ -34,7 +35,8 @@ enum Action {
         /// An empty or new folder
         #[arg(long, value_name = "DIR")]
         out: PathBuf,
-        /// Average what ranks have for themselves (a LocalSGD run, sums of an open merge window), so that any number can go on
+        /// Average what ranks have for themselves (a LocalSGD run, sums of an open merge window),
+        /// so that any number can go on
         #[arg(long)]
         average: bool,
     },

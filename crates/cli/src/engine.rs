@@ -23,11 +23,13 @@ const LONGEST_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 pub(crate) enum Engine {
     /// Ranks are threads of this process
     Thread,
-    /// Ranks are processes of this machine, on memory that they share; started by `fusestep launch`, torchrun or this command itself
+    /// Ranks are processes of this machine, on memory that they share; started by `fusestep
+    /// launch`, torchrun or this command itself
     Processes,
     /// Ranks are processes that mpirun has started; the same bits as threads
     Mpi,
-    /// `mpi` with MPI's own all-reduce, in an order of its choice; calls are compared the first time they are made
+    /// `mpi` with MPI's own all-reduce, in an order of its choice; calls are compared the first
+    /// time they are made
     MpiNative,
     /// Ranks have a GPU each and are threads or, under mpirun, processes; the same bits as threads
     Nccl,
@@ -41,7 +43,8 @@ pub(crate) struct Watch {
     /// Seconds that a rank waits for others before the run ends and names them [default: 60]
     #[arg(long, value_name = "SECONDS", value_parser = parse_timeout)]
     timeout: Option<Duration>,
-    /// Where each rank writes its last calls if the run ends in an error or is ended by its launcher [default: nowhere]
+    /// Where each rank writes its last calls if the run ends in an error or is ended by its
+    /// launcher [default: nowhere]
     #[arg(long, value_name = "FOLDER")]
     flight_recorder: Option<PathBuf>,
 }
@@ -65,7 +68,8 @@ impl Watch {
     pub(crate) fn require_none(&self, what: &str) -> anyhow::Result<()> {
         ensure!(
             self.timeout.is_none() && self.flight_recorder.is_none(),
-            "--timeout and --flight-recorder: expected {what} too, found no such flag; one rank waits for nobody"
+            "--timeout and --flight-recorder: expected {what} too, found no such flag; one rank \
+             waits for nobody"
         );
         Ok(())
     }
@@ -120,7 +124,8 @@ pub(crate) struct Ranks {
     /// Ranks that are threads, 2 by default; mpirun says how many processes there are
     #[arg(long)]
     ranks: Option<NonZeroUsize>,
-    /// Processes with a GPU each that were not started by mpirun meet in this folder, new for every run (engines nccl, nccl-native)
+    /// Processes with a GPU each that were not started by mpirun meet in this folder, new for
+    /// every run (engines nccl, nccl-native)
     #[arg(long, value_name = "FOLDER", requires = "rank")]
     meet: Option<PathBuf>,
     /// Which of --ranks processes this one is, from 0
@@ -197,7 +202,8 @@ impl Engine {
     ) -> anyhow::Result<Option<T>> {
         ensure!(
             ranks.meet.is_none() || matches!(self, Engine::Nccl | Engine::NcclNative),
-            "expected --engine nccl or nccl-native with --meet, found {}; a folder carries what ranks say and no gradients",
+            "expected --engine nccl or nccl-native with --meet, found {}; a folder carries what \
+             ranks say and no gradients",
             self.name()
         );
         let (reduction, compare) = match self {
@@ -209,7 +215,8 @@ impl Engine {
             }
             Engine::Processes => return on_machine(ranks, body),
             Engine::Mpi => (Reduction::Reproducible, Compare::EveryCall),
-            // As little as can be between the caller and MPI: whoever asks for its sums asks for its speed.
+            // As little as can be between the caller and MPI: whoever asks for its sums asks for
+            // its speed.
             Engine::MpiNative => (Reduction::Engine, Compare::FirstOfEach),
             Engine::Nccl => return on_gpus(ranks, NcclReduction::Reproducible, body),
             Engine::NcclNative => return on_gpus(ranks, NcclReduction::Engine, body),
@@ -222,7 +229,8 @@ impl Engine {
     }
 }
 
-/// Runs `body` on this rank of those that a launcher has started; is that launcher if there is none.
+/// Runs `body` on this rank of those that a launcher has started; is that launcher if there is
+/// none.
 fn on_machine<T, E: Into<anyhow::Error>>(
     ranks: &Ranks,
     body: impl Fn(&mut dyn Communicator) -> Result<T, E>,
@@ -237,7 +245,8 @@ fn on_machine<T, E: Into<anyhow::Error>>(
     Ok((comm.rank() == 0).then_some(found))
 }
 
-/// Runs `body` on ranks with a GPU each: threads of this process, or the processes that mpirun has started.
+/// Runs `body` on ranks with a GPU each: threads of this process, or the processes that mpirun has
+/// started.
 fn on_gpus<T: Send, E: Into<anyhow::Error> + Send>(
     ranks: &Ranks,
     reduction: NcclReduction,
@@ -285,13 +294,15 @@ fn local_rank() -> Option<usize> {
     .find_map(|name| std::env::var(name).ok()?.parse().ok())
 }
 
-/// Refuses to be one of several processes that know nothing of each other: each would take itself for the whole.
+/// Refuses to be one of several processes that know nothing of each other: each would take itself
+/// for the whole.
 pub(crate) fn require_engine(engine: Option<Engine>) -> anyhow::Result<()> {
     let launched = launched_ranks().or_else(launched_processes).unwrap_or(1);
     ensure!(
         launched == 1 || engine.is_some_and(|engine| engine != Engine::Thread),
-        "{launched} processes were started together, and each would take itself for the whole; expected --engine mpi or processes \
-         (check, train, bench --collective), or a start without a launcher"
+        "{launched} processes were started together, and each would take itself for the whole; \
+         expected --engine mpi or processes (check, train, bench --collective), or a start \
+         without a launcher"
     );
     Ok(())
 }

@@ -1,4 +1,5 @@
-//! What is done to all gradients together, clipping and loss scaling; and what is measured of updates.
+//! What is done to all gradients together, clipping and loss scaling; and what is measured of
+//! updates.
 
 use std::fmt;
 use std::str::FromStr;
@@ -13,7 +14,8 @@ pub(crate) struct GradientArgs {
     /// Largest norm of all gradients together; larger ones are scaled down to it
     #[arg(long, value_name = "NORM", allow_hyphen_values = true)]
     pub(crate) clip_norm: Option<f64>,
-    /// Factor that the loss was multiplied with, a power of two, or `dynamic`; a step with a gradient that is not finite is skipped
+    /// Factor that the loss was multiplied with, a power of two, or `dynamic`; a step with a
+    /// gradient that is not finite is skipped
     #[arg(long, value_name = "SCALE|dynamic", allow_hyphen_values = true)]
     pub(crate) loss_scale: Option<ScaleArg>,
     /// Measure how far each parameter moves in a step, ‖new − old‖, as the update writes it

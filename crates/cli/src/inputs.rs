@@ -25,7 +25,8 @@ pub(crate) struct Model {
     pub(crate) buffers: Vec<String>,
 }
 
-/// Reads a `.json` file of shapes or a safetensors file; `dtype` is that of shapes without their own.
+/// Reads a `.json` file of shapes or a safetensors file; `dtype` is that of shapes without their
+/// own.
 pub(crate) fn read_model(path: &Path, dtype: DType) -> anyhow::Result<Model> {
     if path.extension().and_then(OsStr::to_str) == Some("json") {
         let params = read_shapes(path, dtype)?;

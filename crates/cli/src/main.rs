@@ -66,8 +66,9 @@ fn main() -> ExitCode {
     match run(&cli.command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // In one piece, since other ranks may write there, too; nobody is left to tell if it cannot be written.
-            // Names and values may come from files, and must not be obeyed by a terminal.
+            // In one piece, since other ranks may write there, too; nobody is left to tell if it
+            // cannot be written. Names and values may come from files, and must not be
+            // obeyed by a terminal.
             let line = format!("error: {}\n", escaped(&format!("{error:#}")));
             let _ = std::io::stderr().write_all(line.as_bytes());
             ExitCode::FAILURE

@@ -79,8 +79,9 @@ impl PrecisionArgs {
         }
     }
 
-    /// The planner for these parameters. In a model of 16-bit and wider parameters only the former have master weights, and only
-    /// what is bf16 is rounded at random; a model without 16-bit parameters that asks for them is left to the planner's refusal.
+    /// The planner for these parameters. In a model of 16-bit and wider parameters only the former
+    /// have master weights, and only what is bf16 is rounded at random; a model without 16-bit
+    /// parameters that asks for them is left to the planner's refusal.
     pub(crate) fn planner(&self, planner: Planner, params: &[ParamDesc]) -> Planner {
         let asked = self.precision();
         let planner = planner.precision(asked);
@@ -116,7 +117,8 @@ pub(crate) enum TableName {
 /// How tensors are put into launches; none of it changes a result.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct PlanningArgs {
-    /// Bytes of arguments one launch may carry: 4096 on any CUDA device, 32764 on newer ones [default: the backend's]
+    /// Bytes of arguments one launch may carry: 4096 on any CUDA device, 32764 on newer ones
+    /// [default: the backend's]
     #[arg(long, value_name = "BYTES")]
     pub(crate) argument_bytes: Option<usize>,
     /// Where the tables of a device's launches lie; the cpu has none

@@ -8,7 +8,8 @@ use fusestep_tensor::escaped;
 use fusestep_tensor_file::Prepared;
 use serde::Serialize;
 
-/// Prints text, without what a terminal would obey: names come from files. A reader that closed the pipe is no error.
+/// Prints text, without what a terminal would obey: names come from files. A reader that closed the
+/// pipe is no error.
 pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     let text = escaped(text);
     let mut out = io::stdout().lock();

@@ -76,7 +76,8 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     print(&format!("{plan}{ranks}"))
 }
 
-/// What `--json` prints: the numbers of rank 0's own launches, and those of the calls between ranks where there are several.
+/// What `--json` prints: the numbers of rank 0's own launches, and those of the calls between ranks
+/// where there are several.
 #[derive(Debug, Serialize)]
 struct Summary {
     #[serde(flatten)]

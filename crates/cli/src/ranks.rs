@@ -39,25 +39,38 @@ pub(crate) fn bounded<const LEAST: usize, const MOST: usize>(text: &str) -> Resu
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct RankArgs {
     /// What ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too
-    #[arg(long, value_name = "0|1|2|3", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=3))]
+    #[arg(
+        long,
+        value_name = "0|1|2|3",
+        default_value_t = 0,
+        value_parser = clap::value_parser!(u8).range(0..=3)
+    )]
     pub(crate) zero: u8,
-    /// Share out among every this many consecutive ranks, in place of all; gradients are averaged within each group, then across
+    /// Share out among every this many consecutive ranks, in place of all; gradients are averaged
+    /// within each group, then across
     #[arg(long, value_name = "N")]
     pub(crate) shard_group: Option<NonZeroUsize>,
     /// Most MiB of gradients that one call reduces [default: 25]
     #[arg(long, value_name = "MIB")]
     pub(crate) bucket_cap_mib: Option<f64>,
-    /// Reduce buckets on this many communication streams while gradients are still being given; 0: in the step [default: 2; 0
-    /// with --naive, and where ranks see each other's memory]
+    /// Reduce buckets on this many communication streams while gradients are still being given; 0:
+    /// in the step [default: 2; 0 with --naive, and where ranks see each other's memory]
     #[arg(long, value_name = "N", alias = "rings", value_parser = bounded::<0, MOST_STREAMS>)]
     pub(crate) comm_streams: Option<usize>,
-    /// Reduce, update and gather one after the other, also where ranks see each other's memory and could do it in one pass
+    /// Reduce, update and gather one after the other, also where ranks see each other's memory and
+    /// could do it in one pass
     #[arg(long)]
     pub(crate) apart: bool,
     /// Add the gradients of this many batches before each update
-    #[arg(long, value_name = "K", alias = "gradient-merge", value_parser = bounded::<1, MOST_MICRO_STEPS>)]
+    #[arg(
+        long,
+        value_name = "K",
+        alias = "gradient-merge",
+        value_parser = bounded::<1, MOST_MICRO_STEPS>
+    )]
     pub(crate) accumulate: Option<usize>,
-    /// Reduce gradients across ranks in every batch that is added, which takes less memory and more calls
+    /// Reduce gradients across ranks in every batch that is added, which takes less memory and
+    /// more calls
     #[arg(long, alias = "merge-reduce-each", requires = "accumulate")]
     pub(crate) reduce_each: bool,
     /// Average parameters every this many steps in place of gradients every step
@@ -79,8 +92,8 @@ impl RankArgs {
             || self.local_sgd.is_some()
     }
 
-    /// On how many communication streams buckets are reduced: where ranks see each other's memory none, since there the
-    /// reduction is part of the update and has nothing to hide behind.
+    /// On how many communication streams buckets are reduced: where ranks see each other's memory
+    /// none, since there the reduction is part of the update and has nothing to hide behind.
     pub(crate) fn streams(&self, fused: Fused, topology: Topology) -> usize {
         let default = match (fused, topology.reach) {
             (Fused::No, _) | (_, Reach::SharedMemory) => 0,
@@ -149,7 +162,8 @@ impl RankArgs {
         if zero == ZeroStage::None {
             ensure!(
                 self.shard_group.is_none(),
-                "--shard-group: expected --zero 1, 2 or 3, found 0; without it nothing is shared out"
+                "--shard-group: expected --zero 1, 2 or 3, found 0; without it nothing is shared \
+                 out"
             );
             return Ok(planner);
         }
@@ -182,19 +196,24 @@ pub(crate) struct WorldArgs {
     pub(crate) world: Option<usize>,
     #[command(flatten)]
     pub(crate) ranks: RankArgs,
-    /// Microseconds of a call between ranks that moves next to nothing, as `fusestep check --engine` measures it
+    /// Microseconds of a call between ranks that moves next to nothing, as `fusestep check
+    /// --engine` measures it
     #[arg(long, value_name = "US", default_value_t = 20.0)]
     pub(crate) latency_us: f64,
-    /// Gigabytes of a buffer that an all-reduce gets through in a second, as `fusestep check --engine` measures them
+    /// Gigabytes of a buffer that an all-reduce gets through in a second, as `fusestep check
+    /// --engine` measures them
     #[arg(long, value_name = "GB/S", default_value_t = 10.0)]
     pub(crate) bandwidth_gbs: f64,
-    /// Gigabytes of a buffer that a reduce-scatter gets through in a second [default: twice an all-reduce's]
+    /// Gigabytes of a buffer that a reduce-scatter gets through in a second [default: twice an
+    /// all-reduce's]
     #[arg(long, value_name = "GB/S")]
     pub(crate) scatter_gbs: Option<f64>,
-    /// Gigabytes of a buffer that an all-gather gets through in a second [default: twice an all-reduce's]
+    /// Gigabytes of a buffer that an all-gather gets through in a second [default: twice an
+    /// all-reduce's]
     #[arg(long, value_name = "GB/S")]
     pub(crate) gather_gbs: Option<f64>,
-    /// Gigabytes that a rank reads and writes in a second when it copies; its own copies and its update are predicted then
+    /// Gigabytes that a rank reads and writes in a second when it copies; its own copies and its
+    /// update are predicted then
     #[arg(long, value_name = "GB/S")]
     pub(crate) memory_gbs: Option<f64>,
     /// Measure all of these between ranks that are threads of this machine
@@ -209,7 +228,8 @@ impl WorldArgs {
     /// What the step's time is predicted from.
     ///
     /// # Errors
-    /// Values that are no positive numbers; more ranks to measure between than a machine has room for.
+    /// Values that are no positive numbers; more ranks to measure between than a machine has room
+    /// for.
     pub(crate) fn cost_model(&self, fused: Fused) -> anyhow::Result<CostModel> {
         let above_zero = |value: f64| value > 0.0 && value.is_finite();
         let given = [
@@ -267,7 +287,8 @@ impl WorldArgs {
         let world = world.unwrap_or(NonZeroUsize::MIN);
         ensure!(
             world.get() <= MOST_MEASURED,
-            "--measure: expected a world of at most {MOST_MEASURED}, found {world}; give --latency-us and --bandwidth-gbs"
+            "--measure: expected a world of at most {MOST_MEASURED}, found {world}; give \
+             --latency-us and --bandwidth-gbs"
         );
         let costs = Engine::Thread.run(&Ranks::threads(world, Watch::default()), |comm| {
             measure(comm)

@@ -57,17 +57,19 @@ pub(crate) struct OptimizerArgs {
     /// Update rule
     #[arg(long, value_enum, default_value = "adamw")]
     pub(crate) optimizer: Rule,
-    /// Learning rate per step, at least 0 [default: 1e-3; lion 1e-4, adagrad 1e-2; `train` has its own]
+    /// Learning rate per step, at least 0 [default: 1e-3; lion 1e-4, adagrad 1e-2; `train` has its
+    /// own]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) lr: Option<f64>,
     /// adam, lamb, lion: decay of the first moment, in [0, 1) [default: 0.9]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) beta1: Option<f64>,
-    /// adam, lamb: decay of the second moment; lion: of the moment; in [0, 1) [default: 0.999; lion 0.99]
+    /// adam, lamb: decay of the second moment; lion: of the moment; in [0, 1) [default: 0.999;
+    /// lion 0.99]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) beta2: Option<f64>,
-    /// adam, adagrad, lamb: added to the root; lars: to the trust ratio's denominator; at least 0 [default: 1e-8; adagrad 1e-10, lamb
-    /// 1e-6, lars 0]
+    /// adam, adagrad, lamb: added to the root; lars: to the trust ratio's denominator; at least 0
+    /// [default: 1e-8; adagrad 1e-10, lamb 1e-6, lars 0]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) eps: Option<f64>,
     /// Weight decay, at least 0 [default: 0.01 for adamw and lamb, 0.0005 for lars, else 0]
@@ -302,7 +304,8 @@ impl OptimizerArgs {
         }
     }
 
-    /// Takes weight decay off the parameters that --exclude names; a pattern that names none is warned of.
+    /// Takes weight decay off the parameters that --exclude names; a pattern that names none is
+    /// warned of.
     pub(crate) fn exclude(&self, params: &mut [ParamDesc]) {
         for pattern in &self.exclude {
             let mut matches = 0;
@@ -314,7 +317,8 @@ impl OptimizerArgs {
             }
             if matches == 0 {
                 eprintln!(
-                    "warning: --exclude `{pattern}`: expected a part of a parameter's name, found it in none of {}",
+                    "warning: --exclude `{pattern}`: expected a part of a parameter's name, found \
+                     it in none of {}",
                     params.len()
                 );
             }

@@ -44,7 +44,8 @@ pub(crate) struct StepArgs {
     /// Steps to apply, each with the same gradients
     #[arg(long, default_value_t = 1)]
     steps: u64,
-    /// Where the parameters go; an existing file, or the one a link leads to, is replaced once the new one is complete
+    /// Where the parameters go; an existing file, or the one a link leads to, is replaced once the
+    /// new one is complete
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
     /// Where the optimizer state goes; parameters and state are replaced together or not at all
@@ -77,15 +78,18 @@ struct StepSummary {
     tensors_skipped: u64,
     backend: &'static str,
     optimizer: &'static str,
-    /// Norm of all gradients in the last step, the loss scale taken out; `null` unless they are clipped or scaled.
+    /// Norm of all gradients in the last step, the loss scale taken out; `null` unless they are
+    /// clipped or scaled.
     grad_norm: Option<f64>,
     /// Steps of this run that were skipped because a gradient was not finite.
     skipped: u64,
     /// The factor on the next step's loss; `null` unless it is scaled.
     loss_scale: Option<f64>,
-    /// Norms and infinite or NaN elements of each gradient in the last step; `null` unless they are clipped or scaled.
+    /// Norms and infinite or NaN elements of each gradient in the last step; `null` unless they
+    /// are clipped or scaled.
     gradients: Option<Vec<Gradient>>,
-    /// Norm of what the last step changed in all parameters, ‖new − old‖; `null` without `--update-norms`.
+    /// Norm of what the last step changed in all parameters, ‖new − old‖; `null` without
+    /// `--update-norms`.
     update_norm: Option<f64>,
     /// Norms of each parameter.
     updates: Option<Vec<Update>>,
@@ -244,8 +248,8 @@ fn load_state(
     {
         ensure!(
             args.any_parameters,
-            "{}: expected the parameters that it was saved with, xxh3 {}, found xxh3 {found} in {}; give those, or \
-             --any-parameters if these are meant",
+            "{}: expected the parameters that it was saved with, xxh3 {}, found xxh3 {found} in \
+             {}; give those, or --any-parameters if these are meant",
             path.display(),
             Quoted(&expected),
             args.params.display()
@@ -304,7 +308,8 @@ fn run_steps(
     let tensors_skipped = backend.take_skipped()?;
     if tensors_skipped > 0 {
         eprintln!(
-            "warning: tensors were left as they were {tensors_skipped} times: their norms or rates are not finite"
+            "warning: tensors were left as they were {tensors_skipped} times: their norms or \
+             rates are not finite"
         );
     }
     let reports = match args.steps {

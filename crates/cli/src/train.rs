@@ -43,7 +43,8 @@ pub(crate) struct TrainArgs {
     pub(crate) watch: Watch,
     #[command(flatten)]
     pub(crate) rank_args: RankArgs,
-    /// Compare all ranks' parameters by hash after every this many batches, and stop where they differ
+    /// Compare all ranks' parameters by hash after every this many batches, and stop where they
+    /// differ
     #[arg(long, value_name = "K", requires = "ranks")]
     pub(crate) compare_parameters: Option<NonZeroU64>,
     /// Element type of parameters and gradients
@@ -64,7 +65,8 @@ pub(crate) struct TrainArgs {
     /// Save after every this many batches, too, between micro-steps and between averages as well
     #[arg(long, value_name = "K", requires = "checkpoint")]
     pub(crate) save_every: Option<NonZeroU64>,
-    /// Go on from the checkpoint: of however many ranks, unless it was saved between micro-steps or under --local-sgd
+    /// Go on from the checkpoint: of however many ranks, unless it was saved between micro-steps
+    /// or under --local-sgd
     #[arg(long, requires = "checkpoint")]
     pub(crate) resume: bool,
     /// Write a page with the curves and the plan
@@ -149,8 +151,8 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     }
     ensure!(
         args.compare_parameters.is_none() || args.rank_args.zero < 3,
-        "--compare-parameters: expected ranks that hold all parameters, found --zero 3, where each \
-         holds its part; give another stage or leave the comparison out"
+        "--compare-parameters: expected ranks that hold all parameters, found --zero 3, where \
+         each holds its part; give another stage or leave the comparison out"
     );
     let lr = default_lr(args.optimizer.optimizer);
     let rule = args.optimizer.clone().with_default_lr(lr).rule()?;
@@ -223,7 +225,8 @@ impl std::fmt::Display for TrainSummary {
             let numbers = &self.ranks;
             writeln!(
                 f,
-                "{} ranks ({}), zero stage {}: {} bytes of optimizer state each, {:.1} calls and {:.0} bytes sent per step",
+                "{} ranks ({}), zero stage {}: {} bytes of optimizer state each, {:.1} calls and \
+                 {:.0} bytes sent per step",
                 numbers.ranks,
                 numbers.engine,
                 numbers.zero,

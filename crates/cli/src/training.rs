@@ -46,7 +46,8 @@ pub(crate) fn train(
     let topology = Topology::of(comm);
     if let Some(asked) = args.ranks.filter(|asked| *asked != topology.world) {
         bail!(
-            "--ranks: expected the {} that the launcher has started, found {asked}; leave the flag out, or start as many",
+            "--ranks: expected the {} that the launcher has started, found {asked}; leave the \
+             flag out, or start as many",
             topology.world
         );
     }
@@ -107,8 +108,8 @@ fn check_folder(folder: &Path, resume: bool) -> anyhow::Result<()> {
     let found = Manifest::read_if_any(folder)?;
     if let Some(manifest) = found.filter(|_| !resume) {
         bail!(
-            "--checkpoint {}: expected a folder without a checkpoint, found one of step {}; give --resume to go on from it, or \
-             another folder",
+            "--checkpoint {}: expected a folder without a checkpoint, found one of step {}; give \
+             --resume to go on from it, or another folder",
             folder.display(),
             manifest.step
         );
@@ -132,8 +133,8 @@ fn plan_of(
     Ok(planner.plan_for(params, topology)?)
 }
 
-/// Whether candle's step would do the same work: one that keeps other tensors, reads gradients twice or decays other parameters is
-/// not comparable.
+/// Whether candle's step would do the same work: one that keeps other tensors, reads gradients
+/// twice or decays other parameters is not comparable.
 fn compares(args: &TrainArgs, plan: &Plan) -> bool {
     plan.topology().world == 1
         && plan.micro_steps() == 1
@@ -198,7 +199,8 @@ impl Tally {
 }
 
 impl Run<'_> {
-    /// What ranks settle before the first step: that they mean the same, and that they begin with the same parameters.
+    /// What ranks settle before the first step: that they mean the same, and that they begin with
+    /// the same parameters.
     fn meet(&mut self) -> anyhow::Result<()> {
         self.handshake()?;
         if self.plan.topology().world > 1 && self.plan.zero() != ZeroStage::Three {
@@ -288,7 +290,8 @@ impl Run<'_> {
         Ok((history, last))
     }
 
-    /// Updates with what is left of the last micro-steps, which belongs to this epoch's images, looks at the test images and saves.
+    /// Updates with what is left of the last micro-steps, which belongs to this epoch's images,
+    /// looks at the test images and saves.
     fn end_epoch(&mut self, at: Position) -> anyhow::Result<Epoch> {
         let report = self
             .plan
@@ -361,7 +364,8 @@ impl Run<'_> {
         let counts = even_counts(positions.len(), world);
         let start: usize = counts[..rank].iter().sum();
         let own = self.images.select(&positions[start..start + counts[rank]]);
-        // Gradients are averaged over ranks, so a rank with more images than others counts for more.
+        // Gradients are averaged over ranks, so a rank with more images than others counts for
+        // more.
         let share = match self.args.rank_args.local_sgd {
             Some(_) => 1.0,
             None => (counts[rank] * world) as f64 / positions.len() as f64,
@@ -373,7 +377,8 @@ impl Run<'_> {
         }
         let loss = self.gradients(&own, share)?;
         let mut total = [loss * own.len() as f64];
-        // The step below begins on all ranks at once, so its time is its own and not that of the slowest backward pass.
+        // The step below begins on all ranks at once, so its time is its own and not that of the
+        // slowest backward pass.
         self.comms
             .communicator()
             .all_reduce(&mut total, ReduceOp::Sum)?;
@@ -407,8 +412,8 @@ impl Run<'_> {
         Ok(compared?)
     }
 
-    /// One forward and backward pass over this rank's images, whose mean loss it returns; gives the gradients of `share` times the
-    /// loss. A rank without images has none to give.
+    /// One forward and backward pass over this rank's images, whose mean loss it returns; gives the
+    /// gradients of `share` times the loss. A rank without images has none to give.
     fn gradients(&mut self, images: &Images, share: f64) -> anyhow::Result<f64> {
         let model = self.model()?;
         if images.len() == 0 {

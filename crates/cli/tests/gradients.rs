@@ -51,7 +51,8 @@ impl Model {
         command
     }
 
-    /// Runs `step` on these gradients into `out`; standard output, or standard error if it is refused.
+    /// Runs `step` on these gradients into `out`; standard output, or standard error if it is
+    /// refused.
     fn step(&self, grads: &str, out: &str, more: &[&str]) -> Result<Value, String> {
         let output = self
             .command(grads, out, more)

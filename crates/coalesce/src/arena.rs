@@ -6,7 +6,8 @@ use crate::{CoalesceError, FlatLayout, HostMemory};
 
 /// Many tensors of one dtype in one buffer, in which each is a view.
 ///
-/// A view is a layout and an index, so it cannot dangle or be re-pointed. Padding is zero and stays zero: no view reaches it.
+/// A view is a layout and an index, so it cannot dangle or be re-pointed. Padding is zero and stays
+/// zero: no view reaches it.
 #[derive(Debug)]
 pub struct Coalesced<T> {
     layout: FlatLayout,
@@ -44,8 +45,8 @@ impl<T: Element> Coalesced<T> {
     /// Lays the same tensors out as `layout`; nothing moves if they already are.
     ///
     /// # Errors
-    /// [`CoalesceError::TensorCount`] or [`CoalesceError::NumelMismatch`] if `layout` is one of other tensors, and
-    /// [`CoalesceError::OutOfMemory`]; the buffer is unchanged then.
+    /// [`CoalesceError::TensorCount`] or [`CoalesceError::NumelMismatch`] if `layout` is one of
+    /// other tensors, and [`CoalesceError::OutOfMemory`]; the buffer is unchanged then.
     pub fn recoalesce(&mut self, layout: FlatLayout) -> Result<(), CoalesceError> {
         if self.layout != layout {
             let views: Vec<&[T]> = self.views().collect();
@@ -108,7 +109,8 @@ impl<T: Element> Coalesced<T> {
     /// Copies `tensors` into their places: for callers who cannot produce into the views.
     ///
     /// # Errors
-    /// [`CoalesceError::TensorCount`], [`CoalesceError::NumelMismatch`]; all are checked before anything is copied.
+    /// [`CoalesceError::TensorCount`], [`CoalesceError::NumelMismatch`]; all are checked before
+    /// anything is copied.
     pub fn gather(&mut self, tensors: &[&[T]]) -> Result<(), CoalesceError> {
         self.check(tensors.iter().map(|tensor| tensor.len()))?;
         for (view, tensor) in self.views_mut().zip(tensors) {

@@ -2,17 +2,19 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Slots are padded to a multiple of this many bytes, on the CPU as on a GPU, so that buffers and checkpoints are portable.
+/// Slots are padded to a multiple of this many bytes, on the CPU as on a GPU, so that buffers and
+/// checkpoints are portable.
 pub const SLOT_BYTES: u64 = 256;
 
 /// How slots are padded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayoutOptions {
-    /// Slots are padded to a multiple of this many bytes: a power of two, and a multiple of `unit_bytes`. 1 stands for no
-    /// padding. [`SLOT_BYTES`] by default.
+    /// Slots are padded to a multiple of this many bytes: a power of two, and a multiple of
+    /// `unit_bytes`. 1 stands for no padding. [`SLOT_BYTES`] by default.
     pub slot_bytes: u64,
-    /// Element width that the padding is computed with. Layouts of different dtypes computed with one width have equal element
-    /// offsets; take the narrowest, and every buffer's slots are aligned to `slot_bytes` or more.
+    /// Element width that the padding is computed with. Layouts of different dtypes computed with
+    /// one width have equal element offsets; take the narrowest, and every buffer's slots are
+    /// aligned to `slot_bytes` or more.
     pub unit_bytes: u64,
 }
 
@@ -33,7 +35,8 @@ impl LayoutOptions {
 /// ```
 ///
 /// # Shapes
-/// Offsets and lengths are in elements. An empty tensor has a slot of length 0, which is a valid view.
+/// Offsets and lengths are in elements. An empty tensor has a slot of length 0, which is a valid
+/// view.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "UncheckedLayout")]
 pub struct FlatLayout {
@@ -54,7 +57,8 @@ struct UncheckedLayout {
 impl TryFrom<UncheckedLayout> for FlatLayout {
     type Error = CoalesceError;
 
-    /// Offsets follow from the rest: others would let tensors overlap or lie outside of their memory.
+    /// Offsets follow from the rest: others would let tensors overlap or lie outside of their
+    /// memory.
     fn try_from(found: UncheckedLayout) -> Result<Self, CoalesceError> {
         let layout = Self::new(found.numels, found.options)?;
         let differs = |at: &usize| layout.offsets.get(*at) != found.offsets.get(*at);
@@ -74,8 +78,9 @@ impl FlatLayout {
     /// Lays out tensors of these element counts, in this order.
     ///
     /// # Errors
-    /// [`CoalesceError::SlotBytes`] if the slot is no power of two or no multiple of the unit; [`CoalesceError::Overflow`] naming
-    /// the first tensor at which the buffer would exceed 2^63 − 1 bytes.
+    /// [`CoalesceError::SlotBytes`] if the slot is no power of two or no multiple of the unit;
+    /// [`CoalesceError::Overflow`] naming the first tensor at which the buffer would exceed
+    /// 2^63 − 1 bytes.
     /// # Cost
     /// Linear in the number of tensors.
     pub fn new(
@@ -167,7 +172,8 @@ impl FlatLayout {
 pub enum CoalesceError {
     /// Slots cannot be padded so.
     #[error(
-        "slot of {slot_bytes} bytes: expected a power of two that is a multiple of the {unit_bytes}-byte unit; 256 works for every dtype"
+        "slot of {slot_bytes} bytes: expected a power of two that is a multiple of the \
+         {unit_bytes}-byte unit; 256 works for every dtype"
     )]
     SlotBytes {
         /// The slot given.
@@ -177,7 +183,8 @@ pub enum CoalesceError {
     },
     /// The buffer would be too long.
     #[error(
-        "tensor {tensor} of {numel} elements: expected the buffer to stay below 2^63 bytes, found more; split the tensors over several buffers"
+        "tensor {tensor} of {numel} elements: expected the buffer to stay below 2^63 bytes, found \
+         more; split the tensors over several buffers"
     )]
     Overflow {
         /// Position of the tensor.
@@ -187,7 +194,8 @@ pub enum CoalesceError {
     },
     /// A layout that was read does not follow from its own tensors.
     #[error(
-        "offset {tensor}: expected {expected:?} as the tensors before it say, found {found:?}; lay the tensors out anew"
+        "offset {tensor}: expected {expected:?} as the tensors before it say, found {found:?}; \
+         lay the tensors out anew"
     )]
     Offset {
         /// Position of the tensor.
@@ -260,6 +268,8 @@ mod tests {
         assert_eq!(total(options(256, 2)), 6656);
         assert_eq!(total(options(4096, 4)), 11264);
         assert_eq!(total(options(1, 4)), 6112);
+        let layout = FlatLayout::new(NUMELS, options(4096, 4)).unwrap();
+        assert_eq!(layout.tensor_numel(), 6112);
     }
 
     #[test]

@@ -10,8 +10,9 @@ use crate::{CoalesceError, SLOT_BYTES};
 
 /// Zeroed host memory whose first byte is aligned to [`SLOT_BYTES`].
 ///
-/// From [`HUGE_PAGE_BYTES`] on it is mapped in huge pages where the system has them: a step walks through five or more streams of
-/// far more memory than a processor keeps translations for; Adam takes 8 % less time with one translation for 2 MiB.
+/// From [`HUGE_PAGE_BYTES`] on it is mapped in huge pages where the system has them: a step walks
+/// through five or more streams of far more memory than a processor keeps translations for; Adam
+/// takes 8 % less time with one translation for 2 MiB.
 #[derive(Debug)]
 pub struct HostMemory {
     /// Longer than needed, so that an aligned start exists in it.

@@ -71,7 +71,8 @@ mod tests {
     fn a_build_without_mpi_says_what_would_work_and_that_it_was_launched() {
         let error = MpiCommunicator::world(&MpiOptions::default()).unwrap_err();
         assert!(error.to_string().starts_with(
-            "mpi: this build leaves MPI out; build with the feature `mpi` (it takes an MPI with mpicc, and libclang), or use ranks that are threads"
+            "mpi: this build leaves MPI out; build with the feature `mpi` (it takes an MPI with \
+             mpicc, and libclang), or use ranks that are threads"
         ));
         let launched = MpiError::NotBuilt { launched: Some(4) }.to_string();
         assert!(

@@ -4,11 +4,13 @@ use std::collections::HashSet;
 
 use fusestep_collective::{Buffers, Call, CallContext, Fingerprint, Operation};
 
-/// Calls that all ranks have agreed on, if they compare each kind once: fingerprints but for the sequence.
+/// Calls that all ranks have agreed on, if they compare each kind once: fingerprints but for the
+/// sequence.
 #[derive(Debug, Default)]
 pub(crate) struct Agreed {
     all: HashSet<Fingerprint>,
-    /// One of them: calls that are often made are often made in a row, and short ones take as long as ten look-ups.
+    /// One of them: calls that are often made are often made in a row, and short ones take as long
+    /// as ten look-ups.
     last: Option<Fingerprint>,
 }
 
@@ -25,8 +27,9 @@ impl Agreed {
         }
     }
 
-    /// The last call, without its number, if this one is like it: an all-reduce in place of as many elements. The checks of such a call
-    /// would find what they found then, and take a short all-reduce of MPI's own more time than all else that is done for it here.
+    /// The last call, without its number, if this one is like it: an all-reduce in place of as many
+    /// elements. The checks of such a call would find what they found then, and take a short
+    /// all-reduce of MPI's own more time than all else that is done for it here.
     pub(crate) fn like(&self, call: &Call<'_>, context: CallContext) -> Option<Fingerprint> {
         let last = self.last.as_ref()?;
         let (Operation::AllReduce(_), None) = (call.operation, call.counts) else {

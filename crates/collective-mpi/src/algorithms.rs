@@ -1,4 +1,5 @@
-//! The collectives that move elements as they are: every block goes straight from its rank to where it belongs.
+//! The collectives that move elements as they are: every block goes straight from its rank to where
+//! it belongs.
 
 use std::ops::Range;
 

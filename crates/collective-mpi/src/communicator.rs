@@ -23,20 +23,22 @@ use crate::native::Native;
 use crate::wire::Header;
 use crate::{Compare, MpiError, MpiOptions, Reduction, watch};
 
-/// Least time between two looks for what the others say about the group's end where calls are not compared: a look takes 0.3 µs, and
-/// calls may take ten times that.
+/// Least time between two looks for what the others say about the group's end where calls are not
+/// compared: a look takes 0.3 µs, and calls may take ten times that.
 const POLL_NS: u64 = 100_000;
 
 /// One rank of an MPI job, or of a subgroup of it.
 ///
-/// Ranks are processes that `mpirun` has started, and of one program. A group that ends in an error ends for good, on all ranks
-/// alike; the process goes on, leaves MPI when its last communicator is dropped, and ends the job if others do not leave, too.
-/// Only if a rank stops while data moves is there no way back: the job is ended, after the reason was printed and the flight
-/// recorder written.
+/// Ranks are processes that `mpirun` has started, and of one program. A group that ends in an error
+/// ends for good, on all ranks alike; the process goes on, leaves MPI when its last communicator is
+/// dropped, and ends the job if others do not leave, too. Only if a rank stops while data moves is
+/// there no way back: the job is ended, after the reason was printed and the flight recorder
+/// written.
 ///
 /// # Cost
-/// One exchange of 88 bytes between all ranks and then the messages that [`docs/collectives.md`] lists. Calls poll: they need a
-/// core for as long as they last, given away after 30 µs if somebody else wants it.
+/// One exchange of 88 bytes between all ranks and then the messages that [`docs/collectives.md`]
+/// lists. Calls poll: they need a core for as long as they last, given away after 30 µs if somebody
+/// else wants it.
 ///
 /// [`docs/collectives.md`]: https://docs.rs/fusestep-collective-mpi
 #[derive(Debug)]
@@ -48,7 +50,8 @@ pub struct MpiCommunicator {
     meeting: Meeting,
     /// Messages of data under way.
     pub(crate) pending: Vec<(Request, usize)>,
-    /// What others contribute to the part that this rank reduces, and the result. Words, so that elements are aligned.
+    /// What others contribute to the part that this rank reduces, and the result. Words, so that
+    /// elements are aligned.
     pub(crate) incoming: Vec<u64>,
     pub(crate) reduced: Vec<u64>,
     /// Transfers made, by sender and receiver.
@@ -65,12 +68,12 @@ pub struct MpiCommunicator {
 }
 
 impl MpiCommunicator {
-    /// All processes of the job; the first thing that a program does with MPI. A process that no launcher has started is a world
-    /// of one.
+    /// All processes of the job; the first thing that a program does with MPI. A process that no
+    /// launcher has started is a world of one.
     ///
     /// # Errors
-    /// [`MpiError::AlreadyStarted`], [`MpiError::ThreadLevel`], [`MpiError::Differs`], or a call of MPI that failed. Without a launcher's help that can
-    /// work, MPI itself ends the process.
+    /// [`MpiError::AlreadyStarted`], [`MpiError::ThreadLevel`], [`MpiError::Differs`], or a call of
+    /// MPI that failed. Without a launcher's help that can work, MPI itself ends the process.
     pub fn world(options: &MpiOptions) -> Result<Self, MpiError> {
         let engine = Arc::new(Engine::start(options)?);
         machine::compare_options(&engine, options)?;
@@ -98,7 +101,8 @@ impl MpiCommunicator {
         Ok(world)
     }
 
-    /// How long this rank waits for others from the next call on; groups made by a split take it over.
+    /// How long this rank waits for others from the next call on; groups made by a split take it
+    /// over.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.group.set_timeout(timeout);
         if let Some(shared) = &mut self.shared {
@@ -111,7 +115,8 @@ impl MpiCommunicator {
         self.group.engine.version.trim_end_matches('\0')
     }
 
-    /// Where the flight recorder was written, or why it could not be; `None` while all is well or without a folder.
+    /// Where the flight recorder was written, or why it could not be; `None` while all is well or
+    /// without a folder.
     pub fn dumped(&self) -> Option<&Result<PathBuf, String>> {
         match &self.shared {
             Some(shared) => shared.inner.dumped(),
@@ -150,7 +155,8 @@ impl MpiCommunicator {
         }
     }
 
-    /// The recorder that other threads can write to disk; none if there is no folder for it, which saves locks and looks at the clock.
+    /// The recorder that other threads can write to disk; none if there is no folder for it, which
+    /// saves locks and looks at the clock.
     fn mirror(&self) -> Option<MutexGuard<'_, FlightRecorder>> {
         self.group.options.dump_folder.as_ref()?;
         let locked = self.group.mirror.lock();
@@ -184,7 +190,8 @@ impl MpiCommunicator {
     fn dump(&mut self) {
         if self.dumped.is_none() {
             self.dumped = self.group.dump();
-            // A communication stream that finds a rank missing says little about why: what the rank did last may stand in another group's.
+            // A communication stream that finds a rank missing says little about why: what the rank
+            // did last may stand in another group's.
             watch::dump_others(&self.group);
         }
     }
@@ -310,11 +317,8 @@ impl MpiCommunicator {
         let Some(own) = membership else {
             return Ok(None);
         };
-        let same = |other: &usize| {
-            headers[*other]
-                .membership
-                .is_some_and(|m| m.colour == own.colour)
-        };
+        let colour = |other: usize| headers[other].membership.map(|m| m.colour);
+        let same = |other: &usize| colour(*other) == Some(own.colour);
         let mut ranks: Vec<usize> = (0..headers.len()).filter(same).collect();
         ranks.sort_by_key(|&other| (headers[other].membership.map(|m| m.key), other));
         let leader = ranks.iter().copied().min().unwrap_or(rank);
@@ -322,11 +326,13 @@ impl MpiCommunicator {
         let place = ranks.iter().position(|&other| other == rank).unwrap_or(0);
         let group = &self.group;
         let leader = group.members[leader];
-        let tag = group.engine.group_tag(leader, proposal).ok_or_else(|| CollectiveError::Refused {
+        let tag = group.engine.group_tag(leader, proposal);
+        let tag = tag.ok_or_else(|| CollectiveError::Refused {
             rank,
             operation: "split",
             reason: format!(
-                "expected tags for one more group, found none left after {proposal} groups led by process {leader}; split less often and keep the groups"
+                "expected tags for one more group, found none left after {proposal} groups led \
+                 by process {leader}; split less often and keep the groups"
             ),
         })?;
         let mut options = group.options.clone();
@@ -408,12 +414,7 @@ impl Communicator for MpiCommunicator {
                 // All are here, but MPI's own setting up does not come back by itself.
                 let _watched = self.group.watched(self.group.now_ns());
                 let made = native.of_members(&founding.members, number);
-                let refused = |reason| CollectiveError::Engine {
-                    rank: self.group.rank,
-                    operation: "split",
-                    reason,
-                };
-                Some(made.map_err(|reason| self.group.settle(refused(reason)))?)
+                Some(made.map_err(|reason| self.group.refused("split", reason))?)
             }
         };
         let engine = Arc::clone(&self.group.engine);

@@ -1,4 +1,5 @@
-//! The MPI of this process: started once, called under a lock where it asks for that, ended when nobody needs it.
+//! The MPI of this process: started once, called under a lock where it asks for that, ended when
+//! nobody needs it.
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -35,7 +36,8 @@ pub(crate) struct Request(ffi::MPI_Request);
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Handle(pub(crate) ffi::MPI_Comm);
 
-// SAFETY: handles are names that MPI looks up; any thread may use them, one at a time where `Engine::turn` says so.
+// SAFETY: handles are names that MPI looks up; any thread may use them, one at a time where
+// `Engine::turn` says so.
 unsafe impl Send for Request {}
 // SAFETY: as above.
 unsafe impl Send for Handle {}
@@ -44,7 +46,8 @@ unsafe impl Sync for Handle {}
 
 /// MPI in this process.
 pub(crate) struct Engine {
-    /// All processes, apart from whatever else the program says over MPI. Its errors are returned, not fatal.
+    /// All processes, apart from whatever else the program says over MPI. Its errors are returned,
+    /// not fatal.
     world: Handle,
     pub(crate) rank: usize,
     pub(crate) world_size: usize,
@@ -58,7 +61,8 @@ pub(crate) struct Engine {
     timeout: Duration,
     /// Some group has ended in an error: messages may be under way that never arrive.
     pub(crate) troubled: AtomicBool,
-    /// The first error that a group has ended in, for the case that the job ends before the program has said so.
+    /// The first error that a group has ended in, for the case that the job ends before the
+    /// program has said so.
     pub(crate) first_error: OnceLock<CollectiveError>,
     universe: Mutex<Option<Universe>>,
 }
@@ -126,7 +130,8 @@ impl Engine {
         self.next_group.fetch_add(1, Ordering::SeqCst)
     }
 
-    /// The tag of a group, from its leader and the number that the leader reserved; `None` if there are too many.
+    /// The tag of a group, from its leader and the number that the leader reserved; `None` if there
+    /// are too many.
     pub(crate) fn group_tag(&self, leader: usize, number: u32) -> Option<i32> {
         (number < self.group_limit).then(|| (number as usize * self.world_size + leader) as i32)
     }
@@ -138,7 +143,8 @@ impl Engine {
     /// Starts sending to a process of the job.
     ///
     /// # Safety
-    /// `bytes` stays where it is, unchanged, until [`done`](Self::done) says so of the request. It is at most `c_int::MAX` long.
+    /// `bytes` stays where it is, unchanged, until [`done`](Self::done) says so of the request. It
+    /// is at most `c_int::MAX` long.
     pub(crate) unsafe fn send(
         &self,
         bytes: &[u8],
@@ -165,8 +171,8 @@ impl Engine {
     /// Starts receiving from a process of the job.
     ///
     /// # Safety
-    /// `bytes` stays where it is, used by nobody, until [`done`](Self::done) says so of the request. It is at most `c_int::MAX`
-    /// long.
+    /// `bytes` stays where it is, used by nobody, until [`done`](Self::done) says so of the
+    /// request. It is at most `c_int::MAX` long.
     pub(crate) unsafe fn receive(
         &self,
         bytes: &mut [u8],
@@ -190,18 +196,22 @@ impl Engine {
         check(code).map(|()| Request(request))
     }
 
-    /// Whether a message has arrived, or has been taken; moves all messages on. A request that is done stays done.
+    /// Whether a message has arrived, or has been taken; moves all messages on. A request that is
+    /// done stays done.
     pub(crate) fn done(&self, request: &mut Request) -> Result<bool, String> {
         let (mut flag, _turn) = (0, self.turn());
-        // SAFETY: the request was made by this engine; once it is done, MPI makes it the null request, of which the same is true.
+        // SAFETY: the request was made by this engine; once it is done, MPI makes it the null
+        // request, of which the same is true.
         let code = unsafe { ffi::MPI_Test(&mut request.0, &mut flag, ffi::RSMPI_STATUS_IGNORE) };
         check(code).map(|()| flag != 0)
     }
 
-    /// Sends a short message and forgets it; MPI may need its bytes until the end, so they are given up.
+    /// Sends a short message and forgets it; MPI may need its bytes until the end, so they are
+    /// given up.
     pub(crate) fn send_and_forget(&self, bytes: Vec<u8>, to: usize, group: i32, kind: Kind) {
         let bytes: &'static [u8] = Vec::leak(bytes);
-        // SAFETY: leaked memory stays. A failure leaves the receiver to its deadline, which is there for that.
+        // SAFETY: leaked memory stays. A failure leaves the receiver to its deadline, which is
+        // there for that.
         if let Ok(mut request) = unsafe { self.send(bytes, to, group, kind) } {
             let _turn = self.turn();
             // SAFETY: the request is active and not used again; MPI finishes it by itself.
@@ -209,7 +219,8 @@ impl Engine {
         }
     }
 
-    /// Takes a message of any process that has arrived, with its sender. Called by one thread at a time for each group and kind.
+    /// Takes a message of any process that has arrived, with its sender. Called by one thread at a
+    /// time for each group and kind.
     pub(crate) fn take(&self, group: i32, kind: Kind) -> Option<(usize, Vec<u8>)> {
         let _turn = self.turn();
         // SAFETY: a status is plain numbers (and padding), for which zeros are valid.
@@ -232,8 +243,9 @@ impl Engine {
         unsafe { ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut len) };
         let mut bytes = vec![0u8; usize::try_from(len).ok()?];
         let source = status.MPI_SOURCE;
-        // SAFETY: the message was seen to be there, of this length, and nobody else takes it (the caller's lock), so this returns
-        // at once; messages of this kind are short enough to have arrived whole.
+        // SAFETY: the message was seen to be there, of this length, and nobody else takes it (the
+        // caller's lock), so this returns at once; messages of this kind are short enough
+        // to have arrived whole.
         let code = unsafe {
             ffi::MPI_Recv(
                 bytes.as_mut_ptr().cast::<c_void>(),
@@ -272,7 +284,8 @@ impl std::fmt::Debug for Engine {
 }
 
 impl Drop for Engine {
-    /// Leaves MPI once all others leave too. After an error somebody may never come, which must not hold the others for ever.
+    /// Leaves MPI once all others leave too. After an error somebody may never come, which must not
+    /// hold the others for ever.
     fn drop(&mut self) {
         let troubled = self.troubled.load(Ordering::SeqCst);
         let patience = if troubled {
@@ -295,7 +308,8 @@ impl Drop for Engine {
                     None => String::new(),
                 };
                 watch::say(&format!(
-                    "rank {}: {before}ranks {ranks:?} have not left MPI within {} ms of this one; the job is ended",
+                    "rank {}: {before}ranks {ranks:?} have not left MPI within {} ms of this one; \
+                     the job is ended",
                     self.rank,
                     patience.as_millis()
                 ));
@@ -337,7 +351,8 @@ fn no_request() -> ffi::MPI_Request {
 /// The highest tag; at least 32,767 by the standard.
 fn highest_tag(comm: ffi::MPI_Comm) -> c_int {
     let (mut value, mut flag) = (std::ptr::null_mut::<c_int>(), 0);
-    // SAFETY: the attribute is a pointer to an int that the library keeps, and is read only if it is there.
+    // SAFETY: the attribute is a pointer to an int that the library keeps, and is read only if it
+    // is there.
     unsafe {
         let place = (&raw mut value).cast::<c_void>();
         ffi::MPI_Comm_get_attr(comm, ffi::MPI_TAG_UB as c_int, place, &mut flag);

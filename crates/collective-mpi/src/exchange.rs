@@ -1,4 +1,5 @@
-//! Moving data: messages are cut to what MPI counts, and nobody returns while MPI uses their memory.
+//! Moving data: messages are cut to what MPI counts, and nobody returns while MPI uses their
+//! memory.
 
 use std::time::{Duration, Instant};
 
@@ -43,10 +44,12 @@ impl<'a> Piece<'a> {
 }
 
 impl MpiCommunicator {
-    /// Moves all pieces. Between two ranks, pieces of a kind arrive in the order in which they are given on both sides.
+    /// Moves all pieces. Between two ranks, pieces of a kind arrive in the order in which they are
+    /// given on both sides.
     ///
-    /// Ends the job if they have not moved by the deadline: MPI cannot give memory back that a message uses, so there is no
-    /// return. Headers were exchanged before, so a rank that does not come is found earlier than here.
+    /// Ends the job if they have not moved by the deadline: MPI cannot give memory back that a
+    /// message uses, so there is no return. Headers were exchanged before, so a rank that does
+    /// not come is found earlier than here.
     pub(crate) fn exchange<'a>(
         &mut self,
         pieces: impl IntoIterator<Item = Piece<'a>>,
@@ -66,8 +69,9 @@ impl MpiCommunicator {
         let mut held: Vec<Piece<'a>> = pieces.into_iter().collect();
         for piece in &mut held {
             let (peer, kind) = (group.members[piece.peer], piece.kind);
-            // SAFETY: the pieces borrow their bytes until this function returns, which it does when every request is done; it
-            // ends the process otherwise, and nothing here panics in between. Chunks are cut to what an int counts.
+            // SAFETY: the pieces borrow their bytes until this function returns, which it does when
+            // every request is done; it ends the process otherwise, and nothing here
+            // panics in between. Chunks are cut to what an int counts.
             let mut start = |request: Result<Request, String>| match request {
                 Ok(request) => pending.push((request, piece.peer)),
                 Err(reason) => fail(reason),

@@ -1,4 +1,5 @@
-//! What the calls of one rank, its aborters and its subgroups have in common: who has said what about the end of the group.
+//! What the calls of one rank, its aborters and its subgroups have in common: who has said what
+//! about the end of the group.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -33,7 +34,8 @@ pub(crate) struct Group {
     /// Of a call that MPI may not come back from.
     pub(crate) deadline: Deadline,
     timeout_ns: AtomicU64,
-    /// Calls of all ranks that this one has entered: for which it has sent, or need not send, its header.
+    /// Calls of all ranks that this one has entered: for which it has sent, or need not send, its
+    /// header.
     pub(crate) entered: AtomicU64,
     parent: Option<Arc<Group>>,
     /// The communicator's recorder once more, for those who end the process from another thread.
@@ -238,7 +240,8 @@ impl Group {
         }
     }
 
-    /// Whether `call` of all ranks can no longer open, as far as is known: a rank of `missing` ends without having entered it.
+    /// Whether `call` of all ranks can no longer open, as far as is known: a rank of `missing` ends
+    /// without having entered it.
     pub(crate) fn cannot_open(&self, call: u64, missing: &[usize]) -> bool {
         let state = self.lock();
         let never = |rank: &usize| {
@@ -290,8 +293,8 @@ impl Group {
         self.lock().settled.clone()
     }
 
-    /// Settles on the same error as the others: waits for a moment for what they say, then takes what the lowest rank has found.
-    /// Ranks that say anything at all are not late.
+    /// Settles on the same error as the others: waits for a moment for what they say, then takes
+    /// what the lowest rank has found. Ranks that say anything at all are not late.
     pub(crate) fn settle(&self, error: CollectiveError) -> CollectiveError {
         if let Some(settled) = self.settled() {
             return settled;
@@ -303,6 +306,15 @@ impl Group {
             std::thread::sleep(Duration::from_micros(50));
         }
         self.conclude()
+    }
+
+    /// Settles on an error of MPI itself.
+    pub(crate) fn refused(&self, operation: &'static str, reason: String) -> CollectiveError {
+        self.settle(CollectiveError::Engine {
+            rank: self.rank,
+            operation,
+            reason,
+        })
     }
 
     /// The error that the notices so far amount to; kept.
@@ -352,7 +364,8 @@ impl Group {
         Some(mirror.dump(folder).map_err(|error| error.to_string()))
     }
 
-    /// Ends the job because memory that MPI is using cannot be taken back: says why, leaves the recorder on disk, lets the others do the same.
+    /// Ends the job because memory that MPI is using cannot be taken back: says why, leaves the
+    /// recorder on disk, lets the others do the same.
     pub(crate) fn die(&self, error: CollectiveError) -> ! {
         let error = self.settle(error);
         let mut mirror = self.mirror.lock().unwrap_or_else(PoisonError::into_inner);

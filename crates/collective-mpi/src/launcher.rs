@@ -1,11 +1,14 @@
 //! Whether a launcher of MPI started this process.
 
-/// Variables in which launchers tell a process how many it is one of: Open MPI's mpirun; MPICH's and Intel's; MVAPICH's.
+/// Variables in which launchers tell a process how many it is one of: Open MPI's mpirun; MPICH's
+/// and Intel's; MVAPICH's.
 const VARIABLES: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"];
 
-/// The number of processes that a launcher started together with this one; `None` if this one stands alone.
+/// The number of processes that a launcher started together with this one; `None` if this one
+/// stands alone.
 ///
-/// A program that is started so and uses one process only would run that often, each run taking itself for the whole.
+/// A program that is started so and uses one process only would run that often, each run taking
+/// itself for the whole.
 pub fn launched_ranks() -> Option<usize> {
     ranks_in(|name| std::env::var(name).ok())
 }

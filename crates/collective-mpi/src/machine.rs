@@ -28,7 +28,8 @@ pub(crate) struct OnMachine<C: Communicator> {
     engine: Arc<Engine>,
 }
 
-/// Compares what decides which messages go between processes: with two kinds of them ranks would wait for ever.
+/// Compares what decides which messages go between processes: with two kinds of them ranks would
+/// wait for ever.
 pub(crate) fn compare_options(engine: &Engine, options: &MpiOptions) -> Result<(), MpiError> {
     let code = match (options.reduction, options.share_memory) {
         (Reduction::Reproducible, false) => 1,
@@ -153,7 +154,7 @@ pub(crate) fn unseen(rank: usize) -> CollectiveError {
         rank,
         operation: Operation::ReduceUpdate.name(),
         reason: "expected ranks that share the memory of one machine, found ranks that send \
-            messages; reduce first and update then"
+                 messages; reduce first and update then"
             .to_owned(),
     }
 }

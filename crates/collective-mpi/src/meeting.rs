@@ -1,4 +1,5 @@
-//! Before data moves: every rank tells every other what it is about to do, and nobody waits for ever.
+//! Before data moves: every rank tells every other what it is about to do, and nobody waits for
+//! ever.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -62,10 +63,11 @@ pub(crate) struct Straggler {
 }
 
 impl Meeting {
-    /// Exchanges headers. Those of all ranks (or of the pair, in rank order) are in [`headers`](Self::headers) then.
+    /// Exchanges headers. Those of all ranks (or of the pair, in rank order) are in
+    /// [`headers`](Self::headers) then.
     ///
-    /// Either all ranks come to the data of a call or none: a rank that knows of an error waits for a moment for what the others
-    /// say, and goes on if all headers come after all.
+    /// Either all ranks come to the data of a call or none: a rank that knows of an error waits for
+    /// a moment for what the others say, and goes on if all headers come after all.
     pub(crate) fn meet(
         &mut self,
         group: &Group,
@@ -140,8 +142,9 @@ impl Meeting {
         self.pending.clear();
         let mut failed = None;
         for (bytes, &peer) in self.incoming.chunks_exact_mut(HEADER_BYTES).zip(peers) {
-            // SAFETY: `incoming` is touched again only when all requests are done (`read`, the next `start`), or never, because
-            // `give_up` leaks it. The same holds for `outgoing` below.
+            // SAFETY: `incoming` is touched again only when all requests are done (`read`, the next
+            // `start`), or never, because `give_up` leaks it. The same holds for
+            // `outgoing` below.
             match unsafe {
                 group
                     .engine
@@ -258,7 +261,8 @@ impl Meeting {
                 rank: group.rank,
                 operation: "exchange of fingerprints",
                 reason: format!(
-                    "a header of rank {peer} that this program cannot read; start the same program on all ranks"
+                    "a header of rank {peer} that this program cannot read; start the same \
+                     program on all ranks"
                 ),
             }),
         }

@@ -17,14 +17,16 @@ pub(crate) struct Native {
     world: Handle,
     /// The ranks of the group; lives as long as MPI does.
     comm: Handle,
-    /// What stands for "in place"; the standard leaves the value to each MPI, and the bindings leave it out.
+    /// What stands for "in place"; the standard leaves the value to each MPI, and the bindings
+    /// leave it out.
     in_place: Option<usize>,
 }
 
 impl Native {
     /// For all processes, which make this call together when MPI starts.
     ///
-    /// Apart from the engine's messages: MPI makes groups by messages with the caller's tags, which its probes would take.
+    /// Apart from the engine's messages: MPI makes groups by messages with the caller's tags, which
+    /// its probes would take.
     pub(crate) fn world(engine: &Arc<Engine>) -> Result<Self, MpiError> {
         let in_place = match &engine.version {
             version if version.starts_with("Open MPI") => Some(1),
@@ -48,14 +50,16 @@ impl Native {
         })
     }
 
-    /// A communicator of some processes, all of which call this; `number` tells groups apart that are made at the same time.
+    /// A communicator of some processes, all of which call this; `number` tells groups apart that
+    /// are made at the same time.
     pub(crate) fn of_members(&self, members: &[usize], number: u32) -> Result<Self, String> {
         let ranks: Vec<c_int> = members.iter().map(|&member| member as c_int).collect();
         // SAFETY: constants of the library, which the two calls below replace.
         let (mut all, mut some) = unsafe { (ffi::RSMPI_GROUP_NULL, ffi::RSMPI_GROUP_NULL) };
         // SAFETY: as above.
         let mut comm = unsafe { ffi::RSMPI_COMM_NULL };
-        // SAFETY: `ranks` are ranks of the world; every member makes this call (they have just exchanged headers for it).
+        // SAFETY: `ranks` are ranks of the world; every member makes this call (they have just
+        // exchanged headers for it).
         unsafe {
             check(ffi::MPI_Comm_group(self.world.0, &mut all))?;
             check(ffi::MPI_Group_incl(
@@ -104,7 +108,8 @@ fn names(dtype: DType, op: ReduceOp) -> Option<(ffi::MPI_Datatype, ffi::MPI_Op)>
 }
 
 impl MpiCommunicator {
-    /// Makes an all-reduce with the MPI's own, if that was asked for and there is one; hands the buffers back if not.
+    /// Makes an all-reduce with the MPI's own, if that was asked for and there is one; hands the
+    /// buffers back if not.
     pub(crate) fn all_reduce_natively<'a>(
         &mut self,
         call: Call<'a>,
@@ -113,7 +118,8 @@ impl MpiCommunicator {
         let (Some(native), Operation::AllReduce(_)) = (&self.native, call.operation) else {
             return Ok(Some(call.buffers));
         };
-        // A division by a power of two that only the caller knows takes as long as ten other instructions.
+        // A division by a power of two that only the caller knows takes as long as ten other
+        // instructions.
         let shift = call.dtype.len_bytes().trailing_zeros();
         let aligned = |bytes: &[u8]| (bytes.as_ptr() as usize).trailing_zeros() >= shift;
         let fits = match &call.buffers {
@@ -139,8 +145,9 @@ impl MpiCommunicator {
         let in_place = native.in_place.unwrap_or_default() as *const c_void;
         let _watched = self.group.watched(self.begun_ns);
         for chunk in receive.chunks_mut(limit) {
-            // SAFETY: `chunk` is a borrowed slice of whole, aligned elements, in use until the call returns. All ranks make the
-            // same calls, which they have compared. This level of reduction was given only with an MPI for many threads.
+            // SAFETY: `chunk` is a borrowed slice of whole, aligned elements, in use until the call
+            // returns. All ranks make the same calls, which they have compared. This
+            // level of reduction was given only with an MPI for many threads.
             let code = unsafe {
                 ffi::MPI_Allreduce(
                     in_place,

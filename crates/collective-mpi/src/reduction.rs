@@ -1,4 +1,5 @@
-//! The collectives that reduce: blocks are exchanged pairwise, each rank reduces its own in rank order, results go where they belong.
+//! The collectives that reduce: blocks are exchanged pairwise, each rank reduces its own in rank
+//! order, results go where they belong.
 
 use std::ops::Range;
 
@@ -34,7 +35,8 @@ enum Whom {
 /// Where input lies and results go.
 enum Memory<'a> {
     Same(&'a mut [u8]),
-    /// The second has the whole length, or, with [`Whom::Own`], that of the own part, or is empty where no result goes.
+    /// The second has the whole length, or, with [`Whom::Own`], that of the own part, or is empty
+    /// where no result goes.
     Two(&'a [u8], &'a mut [u8]),
 }
 

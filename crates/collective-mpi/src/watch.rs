@@ -1,4 +1,5 @@
-//! Threads that look after ranks which cannot look after themselves: blocked within MPI, or about to be ended by the launcher.
+//! Threads that look after ranks which cannot look after themselves: blocked within MPI, or about
+//! to be ended by the launcher.
 
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -108,8 +109,8 @@ pub(crate) fn say(line: &str) {
     let _ = std::io::stderr().write_all(format!("{line}\n").as_bytes());
 }
 
-/// Looks after calls of a group that MPI may not come back from: ends the job when one is still under way at its
-/// [deadline](Deadline).
+/// Looks after calls of a group that MPI may not come back from: ends the job when one is still
+/// under way at its [deadline](Deadline).
 pub(crate) fn register_timed(group: &Arc<Group>) {
     let mut timed = lock(&TIMED);
     timed.retain(|group| group.strong_count() > 0);
@@ -128,12 +129,14 @@ pub(crate) fn register_timed(group: &Arc<Group>) {
     }
 }
 
-/// By when the call under way in a group must be back; two stores per call, since short calls take no more than microseconds.
+/// By when the call under way in a group must be back; two stores per call, since short calls take
+/// no more than microseconds.
 #[derive(Debug, Default)]
 pub(crate) struct Deadline(AtomicU64);
 
 impl Deadline {
-    /// Sets it, in nanoseconds of the group's life, until the result is dropped. One call at a time.
+    /// Sets it, in nanoseconds of the group's life, until the result is dropped. One call at a
+    /// time.
     pub(crate) fn set(&self, ns: u64) -> Armed<'_> {
         self.0.store(ns.max(1), Ordering::Release);
         Armed(self)

@@ -1,5 +1,6 @@
-//! A job in which one process stops, dies or goes: `victim HOW COLLECTIVE CULPRIT TIMEOUT_MS FOLDER`, under mpirun. Every survivor
-//! prints one line with what it has found and after how many milliseconds; `cargo xtask mpi` reads them.
+//! A job in which one process stops, dies or goes: `victim HOW COLLECTIVE CULPRIT TIMEOUT_MS
+//! FOLDER`, under mpirun. Every survivor prints one line with what it has found and after how many
+//! milliseconds; `cargo xtask mpi` reads them.
 
 use std::process::Command;
 use std::time::{Duration, Instant};

@@ -26,12 +26,13 @@ const POLLS: u32 = 32;
 
 /// One rank of a group of GPUs, on NCCL.
 ///
-/// A rank has two lines to the others. The *control communicator*, any other engine with the same ranks, says what is about to be
-/// done: late ranks and different calls are found there, before data moves. NCCL then moves the data, on a stream of its own.
+/// A rank has two lines to the others. The *control communicator*, any other engine with the same
+/// ranks, says what is about to be done: late ranks and different calls are found there, before
+/// data moves. NCCL then moves the data, on a stream of its own.
 ///
 /// # Cost
-/// One all-gather of 72 bytes through the control communicator, then the transfers that [`docs/collectives.md`] lists. Host
-/// buffers are copied to the GPU and back.
+/// One all-gather of 72 bytes through the control communicator, then the transfers that
+/// [`docs/collectives.md`] lists. Host buffers are copied to the GPU and back.
 ///
 /// [`docs/collectives.md`]: https://docs.rs/fusestep-collective-nccl
 pub struct NcclCommunicator {
@@ -89,13 +90,14 @@ pub(crate) enum Memory {
 }
 
 impl NcclCommunicator {
-    /// A rank on GPU `device` of its machine, for each rank of `control`; all of them call it. `control` carries NCCL's unique id
-    /// and from then on what ranks say to each other: MPI's world, threads of a process with several GPUs, or processes that
-    /// meet in a folder.
+    /// A rank on GPU `device` of its machine, for each rank of `control`; all of them call it.
+    /// `control` carries NCCL's unique id and from then on what ranks say to each other: MPI's
+    /// world, threads of a process with several GPUs, or processes that meet in a folder.
     ///
     /// # Errors
-    /// [`NcclError`]. What all ranks can know, they all return: one GPU used twice, different versions. A rank that lacks a
-    /// library or its GPU says so, and the others return [`NcclError::Peer`].
+    /// [`NcclError`]. What all ranks can know, they all return: one GPU used twice, different
+    /// versions. A rank that lacks a library or its GPU says so, and the others return
+    /// [`NcclError::Peer`].
     /// # Cost
     /// What it takes NCCL to connect the ranks: seconds on many machines.
     pub fn new(
@@ -141,7 +143,8 @@ impl NcclCommunicator {
         (&self.site.device.name, self.site.device.index)
     }
 
-    /// Where the flight recorder was written, or why it could not be; `None` while all is well or without a folder.
+    /// Where the flight recorder was written, or why it could not be; `None` while all is well or
+    /// without a folder.
     pub fn dumped(&self) -> Option<&Result<PathBuf, String>> {
         self.dumped.as_ref()
     }
@@ -160,8 +163,8 @@ impl NcclCommunicator {
     /// Memory that the caller already has on this rank's GPU, in its primary context.
     ///
     /// # Safety
-    /// `address` leads to `len_bytes` bytes there, which live as long as the buffer; nothing else uses them during a call, and
-    /// what was enqueued for them on other streams has ended.
+    /// `address` leads to `len_bytes` bytes there, which live as long as the buffer; nothing else
+    /// uses them during a call, and what was enqueued for them on other streams has ended.
     pub unsafe fn borrow_device_memory(&self, address: u64, len_bytes: usize) -> DeviceBuffer {
         // SAFETY: as required of the caller.
         unsafe { DeviceBuffer::borrow(&self.site.device, address, len_bytes) }
@@ -265,7 +268,8 @@ impl NcclCommunicator {
             let waited = begun.elapsed();
             relax(waited);
             match self.control.failure() {
-                // It had done its part of everything, this call included, or it would have told another error.
+                // It had done its part of everything, this call included, or it would have told
+                // another error.
                 None | Some(CollectiveError::Left { .. }) => {}
                 Some(error) => return Err(error),
             }
@@ -290,7 +294,8 @@ impl NcclCommunicator {
         })
     }
 
-    /// Writes an outcome down; an error closes the group on all ranks, and NCCL's part of it on this one.
+    /// Writes an outcome down; an error closes the group on all ranks, and NCCL's part of it on
+    /// this one.
     fn end<T>(&mut self, outcome: Result<T, CollectiveError>) -> Result<T, CollectiveError> {
         match outcome {
             Ok(value) => {

@@ -22,7 +22,8 @@ pub(crate) struct Device {
     pub(crate) uuid: [u8; 16],
 }
 
-// SAFETY: contexts and modules may be used from any thread that makes them current, and the driver's functions from all at once.
+// SAFETY: contexts and modules may be used from any thread that makes them current, and the
+// driver's functions from all at once.
 unsafe impl Send for Device {}
 // SAFETY: as above.
 unsafe impl Sync for Device {}
@@ -43,8 +44,8 @@ impl Device {
                 .map_err(|reason| NcclError::Call { call, reason })
         };
         let (mut count, mut handle) = (0, 0);
-        // SAFETY: each function writes the one value, or as many bytes, as its argument has room for; `handle` is a device that
-        // the driver has named.
+        // SAFETY: each function writes the one value, or as many bytes, as its argument has room
+        // for; `handle` is a device that the driver has named.
         unsafe {
             call("cuDeviceGetCount", (driver.device_count)(&mut count))?;
             let count = usize::try_from(count).unwrap_or(0);
@@ -106,7 +107,8 @@ impl Device {
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
-        // SAFETY: it was current before. If its owner has destroyed it since, the driver says so, and there is nothing to do.
+        // SAFETY: it was current before. If its owner has destroyed it since, the driver says so,
+        // and there is nothing to do.
         unsafe { (self.device.driver.context_set)(self.before) };
     }
 }
@@ -142,7 +144,8 @@ impl DeviceBuffer {
     pub(crate) fn allocate(device: &Arc<Device>, len_bytes: usize) -> Result<Self, String> {
         let _entered = device.enter()?;
         let mut address = 0;
-        // SAFETY: it writes one address. The driver refuses a length of zero, which gets memory nobody uses.
+        // SAFETY: it writes one address. The driver refuses a length of zero, which gets memory
+        // nobody uses.
         let code = unsafe { (device.driver.allocate)(&mut address, len_bytes.max(256)) };
         device.driver.check(code)?;
         Ok(Self {
@@ -156,7 +159,8 @@ impl DeviceBuffer {
     /// Memory that the caller has, in the primary context of the same GPU.
     ///
     /// # Safety
-    /// `address` leads to `len_bytes` bytes of that GPU, which live as long as the buffer and are used by nothing else during calls.
+    /// `address` leads to `len_bytes` bytes of that GPU, which live as long as the buffer and are
+    /// used by nothing else during calls.
     pub(crate) unsafe fn borrow(device: &Arc<Device>, address: Address, len_bytes: usize) -> Self {
         Self {
             device: Arc::clone(device),
@@ -207,8 +211,8 @@ impl DeviceBuffer {
         }
     }
 
-    /// Puts host bytes at `start`, in the order of the stream. The bytes have been read when this returns: they lie in pageable
-    /// memory, from which the driver copies first.
+    /// Puts host bytes at `start`, in the order of the stream. The bytes have been read when this
+    /// returns: they lie in pageable memory, from which the driver copies first.
     pub(crate) fn put(&self, start: usize, bytes: &[u8], stream: Stream) -> Result<(), String> {
         if bytes.is_empty() {
             return Ok(());
@@ -230,7 +234,8 @@ impl DeviceBuffer {
         self.device.driver.check(code)
     }
 
-    /// Reads bytes from `start` on, in the order of the stream; they have arrived when this returns.
+    /// Reads bytes from `start` on, in the order of the stream; they have arrived when this
+    /// returns.
     pub(crate) fn get(&self, start: usize, bytes: &mut [u8], stream: Stream) -> Result<(), String> {
         if bytes.is_empty() {
             return Ok(());
@@ -240,7 +245,8 @@ impl DeviceBuffer {
             "download within the buffer"
         );
         let _entered = self.device.enter()?;
-        // SAFETY: both ranges are live and long enough, as asserted; the host's is borrowed until the stream is done with it.
+        // SAFETY: both ranges are live and long enough, as asserted; the host's is borrowed until
+        // the stream is done with it.
         unsafe {
             let code = (self.device.driver.download)(
                 bytes.as_mut_ptr().cast(),
@@ -276,7 +282,8 @@ impl Drop for DeviceBuffer {
         if self.owner == Owner::This
             && let Ok(_entered) = self.device.enter()
         {
-            // SAFETY: allocated by `allocate`, freed once. Operations on it have ended, or their communicator was aborted.
+            // SAFETY: allocated by `allocate`, freed once. Operations on it have ended, or their
+            // communicator was aborted.
             unsafe { (self.device.driver.free)(self.address) };
         }
     }

@@ -1,4 +1,5 @@
-//! The CUDA driver as it is found at run time: the few calls that memory, streams, events and one kernel take.
+//! The CUDA driver as it is found at run time: the few calls that memory, streams, events and one
+//! kernel take.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::ManuallyDrop;
@@ -42,7 +43,10 @@ functions! {
         module_load = "cuModuleLoadData": fn(*mut Module, *const c_void) -> c_int;
         module_unload = "cuModuleUnload": fn(Module) -> c_int;
         module_function = "cuModuleGetFunction": fn(*mut Function, Module, *const c_char) -> c_int;
-        launch = "cuLaunchKernel": fn(Function, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Stream, *mut *mut c_void, *mut *mut c_void) -> c_int;
+        launch = "cuLaunchKernel": fn(
+            Function, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Stream,
+            *mut *mut c_void, *mut *mut c_void
+        ) -> c_int;
         stream_create = "cuStreamCreate": fn(*mut Stream, c_uint) -> c_int;
         stream_destroy = "cuStreamDestroy_v2": fn(Stream) -> c_int;
         stream_synchronize = "cuStreamSynchronize": fn(Stream) -> c_int;
@@ -76,7 +80,8 @@ impl Driver {
             return Ok(());
         }
         let mut text = std::ptr::null();
-        // SAFETY: it writes a pointer to a static text, or leaves null for a code that it does not know.
+        // SAFETY: it writes a pointer to a static text, or leaves null for a code that it does not
+        // know.
         let words = unsafe {
             (self.get_error_string)(code, &mut text);
             if text.is_null() {

@@ -21,14 +21,15 @@ pub use meeting::Meeting;
 /// Bytes by which ranks tell each other their membership in a split: a flag, colour and key.
 const MEMBERSHIP_BYTES: usize = 9;
 
-/// A control communicator for processes that nobody started together: ranks leave each other files in a folder that all of them
-/// see. Made by [`Meeting::join`].
+/// A control communicator for processes that nobody started together: ranks leave each other files
+/// in a folder that all of them see. Made by [`Meeting::join`].
 ///
-/// It carries what a control communicator must: all-gather, broadcast, transfers, barriers and splits. It moves no gradients:
-/// reductions and the rest are refused.
+/// It carries what a control communicator must: all-gather, broadcast, transfers, barriers and
+/// splits. It moves no gradients: reductions and the rest are refused.
 ///
 /// # Cost
-/// Some files per call and a look at the folder every 5 ms at most; `mpirun` is the faster way to start processes.
+/// Some files per call and a look at the folder every 5 ms at most; `mpirun` is the faster way to
+/// start processes.
 #[derive(Debug)]
 pub struct FolderControl {
     files: Arc<Files>,
@@ -96,7 +97,8 @@ impl FolderControl {
         (print, parties)
     }
 
-    /// Leaves `payload` for the other parties and waits for theirs; what each has left, in the order of parties.
+    /// Leaves `payload` for the other parties and waits for theirs; what each has left, in the
+    /// order of parties.
     fn exchange(
         &self,
         print: &Fingerprint,
@@ -215,8 +217,9 @@ impl FolderControl {
                 return Err(CollectiveError::Refused {
                     rank,
                     operation: other.name(),
-                    reason: "expected all-gather, broadcast, a transfer, a barrier or a split through a folder, which carries \
-                             what ranks say and no gradients; use the communicator that was made on it"
+                    reason: "expected all-gather, broadcast, a transfer, a barrier or a split \
+                             through a folder, which carries what ranks say and no gradients; use \
+                             the communicator that was made on it"
                         .to_owned(),
                 });
             }

@@ -1,4 +1,5 @@
-//! How ranks find each other: everyone says what it has, all judge alike, and then NCCL connects them.
+//! How ranks find each other: everyone says what it has, all judge alike, and then NCCL connects
+//! them.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -34,8 +35,8 @@ impl Site {
         })
     }
 
-    /// Opens libraries and GPU, and finds out whether all ranks can work together. All ranks call it, and all get an error if one
-    /// does: its own, or [`NcclError::Peer`].
+    /// Opens libraries and GPU, and finds out whether all ranks can work together. All ranks call
+    /// it, and all get an error if one does: its own, or [`NcclError::Peer`].
     pub(crate) fn agree(
         control: &mut dyn Communicator,
         device: usize,
@@ -92,7 +93,8 @@ impl Site {
         };
         let linked = Link::start(Arc::clone(&self.nccl), Arc::clone(&self.device), place)
             .and_then(|link| wait_connected(link, timeout));
-        // A rank that could not connect says so; the others would find out at the deadline of their first call.
+        // A rank that could not connect says so; the others would find out at the deadline of their
+        // first call.
         let mut states = vec![0u8; world_size];
         let told = control.all_gather(&[u8::from(linked.is_ok())], &mut states);
         let link = linked?;
@@ -152,7 +154,8 @@ fn greeting(opened: &Result<Site, NcclError>) -> [u8; GREETING_BYTES] {
     bytes
 }
 
-/// A number that all processes of a machine agree on: GPUs of different machines are not the same, whatever they call themselves.
+/// A number that all processes of a machine agree on: GPUs of different machines are not the same,
+/// whatever they call themselves.
 fn machine() -> u64 {
     let boot = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let mix = |hash: u64, &byte: &u8| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);

@@ -14,7 +14,8 @@ const STEM: &str = "rank_order";
 /// Threads of a block.
 const BLOCK_THREADS: c_uint = 512;
 
-/// Most blocks of a launch, some for each multiprocessor of a large GPU; a thread goes on where the grid ends.
+/// Most blocks of a launch, some for each multiprocessor of a large GPU; a thread goes on where the
+/// grid ends.
 const GRID_BLOCKS: usize = 1024;
 
 /// Bytes that a thread takes at a time, and what slots are aligned to so that it may.
@@ -65,12 +66,13 @@ impl Kernels {
         let ptx = fusestep_kernels::ptx(STEM).ok_or("no PTX of the sum in rank order")?;
         let text = CString::new(ptx).map_err(|_| "PTX with a zero byte")?;
         let mut module = std::ptr::null_mut();
-        // SAFETY: the image ends in 0, as PTX must, and has been read when the call returns; it writes one handle.
+        // SAFETY: the image ends in 0, as PTX must, and has been read when the call returns; it
+        // writes one handle.
         let code = unsafe { (driver.module_load)(&mut module, text.as_ptr().cast()) };
         driver.check(code).map_err(|reason| {
             format!(
-                "{reason}, for the kernel that sums in rank order; expected a driver that reads PTX ISA 8.4 (550 or newer), \
-                 or `Reduction::Engine`"
+                "{reason}, for the kernel that sums in rank order; expected a driver that reads \
+                 PTX ISA 8.4 (550 or newer), or `Reduction::Engine`"
             )
         })?;
         Ok(Self { module })
@@ -87,13 +89,15 @@ impl Kernels {
 
     /// Unloads the module; its context is current.
     pub(crate) fn unload(&self, driver: &Driver) {
-        // SAFETY: loaded by `load`, unloaded once, by the device's drop. Launches have ended, or their communicator was aborted.
+        // SAFETY: loaded by `load`, unloaded once, by the device's drop. Launches have ended, or
+        // their communicator was aborted.
         unsafe { (driver.module_unload)(self.module) };
     }
 }
 
 impl Link {
-    /// Reduces the parts in rank order, in the order of the stream, as `fusestep_collective::reduce_in_rank_order` does on the host.
+    /// Reduces the parts in rank order, in the order of the stream, as
+    /// `fusestep_collective::reduce_in_rank_order` does on the host.
     ///
     /// All addresses are multiples of an element's length.
     pub(crate) fn reduce(&self, parts: &Parts, dtype: DType, op: ReduceOp) -> Result<(), String> {
@@ -118,8 +122,9 @@ impl Link {
         let packs = parts.len_bytes.div_ceil(PACK_BYTES);
         let blocks = packs.div_ceil(BLOCK_THREADS as usize).min(GRID_BLOCKS) as c_uint;
         let mut parameters = [(&raw mut arguments).cast::<c_void>()];
-        // SAFETY: the entry takes one block of these arguments, which is copied before the call returns. They lead to device memory
-        // of the stated lengths that the call holds until its mark was reached or the communicator aborted.
+        // SAFETY: the entry takes one block of these arguments, which is copied before the call
+        // returns. They lead to device memory of the stated lengths that the call holds
+        // until its mark was reached or the communicator aborted.
         let launched = unsafe {
             (driver.launch)(
                 function,

@@ -26,7 +26,8 @@ pub(crate) type Stream = *mut c_void;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct UniqueId(pub(crate) [u8; 128]);
 
-/// `ncclConfig_t` as of NCCL 2.14 and one field of 2.17; its size and version tell newer ones what it lacks.
+/// `ncclConfig_t` as of NCCL 2.14 and one field of 2.17; its size and version tell newer ones what
+/// it lacks.
 #[repr(C)]
 pub(crate) struct Config {
     size: usize,
@@ -52,7 +53,9 @@ impl Config {
 
 /// Loads a table of functions from a library that then stays: it may have threads of its own.
 macro_rules! functions {
-    ($(#[$doc:meta])* $table:ident { $($field:ident = $symbol:literal: fn($($argument:ty),*) -> $result:ty;)* }) => {
+    ($(#[$doc:meta])* $table:ident {
+        $($field:ident = $symbol:literal: fn($($argument:ty),*) -> $result:ty;)*
+    }) => {
         $(#[$doc])*
         pub(crate) struct $table {
             $(pub(crate) $field: unsafe extern "C" fn($($argument),*) -> $result,)*
@@ -65,10 +68,11 @@ macro_rules! functions {
                 name: &std::path::Path,
             ) -> Result<Self, crate::NcclError> {
                 $(
-                    // SAFETY: the library's header declares the function with this type, which has not changed since the
-                    // oldest version that is let in.
+                    // SAFETY: the library's header declares the function with this type, which has
+                    // not changed since the oldest version that is let in.
                     let $field = unsafe {
-                        library.get::<unsafe extern "C" fn($($argument),*) -> $result>($symbol.as_bytes())
+                        let symbol = $symbol.as_bytes();
+                        library.get::<unsafe extern "C" fn($($argument),*) -> $result>(symbol)
                     };
                     let $field = *$field.map_err(|_| crate::NcclError::MissingSymbol {
                         library: name.display().to_string(),
@@ -87,7 +91,8 @@ functions! {
     Nccl {
         get_error_string = "ncclGetErrorString": fn(c_int) -> *const c_char;
         get_unique_id = "ncclGetUniqueId": fn(*mut UniqueId) -> c_int;
-        init_rank = "ncclCommInitRankConfig": fn(*mut Comm, c_int, UniqueId, c_int, *mut Config) -> c_int;
+        init_rank = "ncclCommInitRankConfig":
+            fn(*mut Comm, c_int, UniqueId, c_int, *mut Config) -> c_int;
         finalize = "ncclCommFinalize": fn(Comm) -> c_int;
         destroy = "ncclCommDestroy": fn(Comm) -> c_int;
         abort = "ncclCommAbort": fn(Comm) -> c_int;
@@ -96,10 +101,14 @@ functions! {
         group_end = "ncclGroupEnd": fn() -> c_int;
         send = "ncclSend": fn(*const c_void, usize, c_int, c_int, Comm, Stream) -> c_int;
         receive = "ncclRecv": fn(*mut c_void, usize, c_int, c_int, Comm, Stream) -> c_int;
-        all_reduce = "ncclAllReduce": fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream) -> c_int;
-        reduce = "ncclReduce": fn(*const c_void, *mut c_void, usize, c_int, c_int, c_int, Comm, Stream) -> c_int;
-        broadcast = "ncclBroadcast": fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream) -> c_int;
-        all_gather = "ncclAllGather": fn(*const c_void, *mut c_void, usize, c_int, Comm, Stream) -> c_int;
+        all_reduce = "ncclAllReduce":
+            fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream) -> c_int;
+        reduce = "ncclReduce":
+            fn(*const c_void, *mut c_void, usize, c_int, c_int, c_int, Comm, Stream) -> c_int;
+        broadcast = "ncclBroadcast":
+            fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream) -> c_int;
+        all_gather = "ncclAllGather":
+            fn(*const c_void, *mut c_void, usize, c_int, Comm, Stream) -> c_int;
     }
 }
 
@@ -108,7 +117,8 @@ impl Nccl {
     pub(crate) fn load(path: &Path) -> Result<(Self, u32), NcclError> {
         let library = open(
             path,
-            "install NCCL (Debian: libnccl2; pip: nvidia-nccl-cu12) and name its folder in LD_LIBRARY_PATH",
+            "install NCCL (Debian: libnccl2; pip: nvidia-nccl-cu12) and name its folder in \
+             LD_LIBRARY_PATH",
         )?;
         let name = path.display().to_string();
         let version = {
@@ -126,7 +136,8 @@ impl Nccl {
             unsafe { get(&mut version) };
             u32::try_from(version).unwrap_or(0)
         };
-        // Before the other functions are looked for: an old NCCL lacks some of them, and its age is what helps.
+        // Before the other functions are looked for: an old NCCL lacks some of them, and its age is
+        // what helps.
         if version < MIN_VERSION {
             return Err(NcclError::OldLibrary {
                 library: name,
@@ -163,8 +174,8 @@ impl std::fmt::Debug for Nccl {
 
 /// Loads a library; it is not unloaded if something fails later.
 pub(crate) fn open(path: &Path, remedy: &'static str) -> Result<ManuallyDrop<Library>, NcclError> {
-    // SAFETY: loading runs the library's initialisers; NCCL's and the driver's are made for it. A path other than theirs is the
-    // caller's to choose, as with the loader's own variables.
+    // SAFETY: loading runs the library's initialisers; NCCL's and the driver's are made for it. A
+    // path other than theirs is the caller's to choose, as with the loader's own variables.
     let opened = unsafe { Library::new(path) };
     match opened {
         Ok(library) => Ok(ManuallyDrop::new(library)),

@@ -34,7 +34,8 @@ enum State {
     Aborted,
 }
 
-// SAFETY: NCCL's communicators, streams and events may be used from any thread, by one at a time: `Link` is not `Sync`.
+// SAFETY: NCCL's communicators, streams and events may be used from any thread, by one at a time:
+// `Link` is not `Sync`.
 unsafe impl Send for Link {}
 
 /// A part of a group of transfers; `address` is device memory.
@@ -90,7 +91,8 @@ impl Link {
             nccl,
         };
         let driver = &device.driver;
-        // SAFETY: each writes one handle into the link, whose drop gives it back; the context is current.
+        // SAFETY: each writes one handle into the link, whose drop gives it back; the context is
+        // current.
         unsafe {
             let code = (driver.stream_create)(&mut link.stream, NON_BLOCKING);
             cuda("cuStreamCreate", driver.check(code))?;
@@ -98,8 +100,8 @@ impl Link {
             cuda("cuEventCreate", driver.check(code))?;
         }
         let mut config = Config::without_blocking();
-        // SAFETY: the id was made by `ncclGetUniqueId`; all ranks pass the same one, and each its own rank. The configuration is
-        // read before the call returns.
+        // SAFETY: the id was made by `ncclGetUniqueId`; all ranks pass the same one, and each its
+        // own rank. The configuration is read before the call returns.
         let code = unsafe {
             (link.nccl.init_rank)(
                 &mut link.comm,
@@ -126,7 +128,8 @@ impl Link {
         }
     }
 
-    /// Makes the calls of `body` as one group. They are enqueued once [`enqueued`](Self::enqueued) says so.
+    /// Makes the calls of `body` as one group. They are enqueued once [`enqueued`](Self::enqueued)
+    /// says so.
     pub(crate) fn group(
         &mut self,
         body: impl FnOnce(&Nccl, Comm, Stream) -> c_int,
@@ -155,8 +158,9 @@ impl Link {
         self.group(|nccl, comm, stream| {
             let mut first_error = SUCCESS;
             for piece in pieces {
-                // SAFETY: addresses are those of device buffers that the communicator or its caller holds until the event after
-                // this group has come, or until the communicator was aborted; lengths were checked against them.
+                // SAFETY: addresses are those of device buffers that the communicator or its caller
+                // holds until the event after this group has come, or until the
+                // communicator was aborted; lengths were checked against them.
                 let code = unsafe {
                     match *piece {
                         Piece::Out {
@@ -225,7 +229,8 @@ impl Link {
         })
     }
 
-    /// Ends all of NCCL's work on this communicator; its memory is free then. Once is enough, and more does nothing.
+    /// Ends all of NCCL's work on this communicator; its memory is free then. Once is enough, and
+    /// more does nothing.
     pub(crate) fn abort(&mut self) {
         if self.state == State::Live && !self.comm.is_null() {
             let _entered = self.device.enter();
@@ -277,7 +282,8 @@ impl Drop for Link {
         } else if self.state == State::Live && !self.comm.is_null() {
             self.destroy(Duration::from_secs(5));
         }
-        // SAFETY: made by `start`, destroyed once; the driver keeps what is still in use until it is not.
+        // SAFETY: made by `start`, destroyed once; the driver keeps what is still in use until it
+        // is not.
         unsafe {
             if !self.event.is_null() {
                 (device.driver.event_destroy)(self.event);

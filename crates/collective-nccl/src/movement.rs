@@ -115,7 +115,8 @@ impl NcclCommunicator {
             memory.result(0)
         };
         self.engine(print, |link| {
-            // SAFETY: both lead to `len_bytes` bytes of device memory that the call holds until its mark was reached.
+            // SAFETY: both lead to `len_bytes` bytes of device memory that the call holds until its
+            // mark was reached.
             link.group(|nccl, comm, stream| unsafe {
                 let (from, to) = (from as *const _, memory.result(0) as *mut _);
                 (nccl.broadcast)(from, to, len_bytes, BYTES, root as c_int, comm, stream)
@@ -138,7 +139,8 @@ impl NcclCommunicator {
         }
         if ranges.iter().all(|range| range.len() == own.len()) {
             self.engine(print, |link| {
-                // SAFETY: as in `broadcast`; blocks are equal, so the result is as long as all of them.
+                // SAFETY: as in `broadcast`; blocks are equal, so the result is as long as all of
+                // them.
                 link.group(|nccl, comm, stream| unsafe {
                     let (from, to) = (from as *const _, memory.result(0) as *mut _);
                     (nccl.all_gather)(from, to, own.len(), BYTES, comm, stream)

@@ -3,25 +3,28 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// The oldest NCCL that will do, 2.14.0 as NCCL counts: the first with communicators that do not block their callers.
+/// The oldest NCCL that will do, 2.14.0 as NCCL counts: the first with communicators that do not
+/// block their callers.
 pub const MIN_VERSION: u32 = 21_400;
 
 /// Who adds up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Reduction {
-    /// Each rank reduces its part in rank order: the bits of every other engine, the same on all ranks, run after run.
+    /// Each rank reduces its part in rank order: the bits of every other engine, the same on all
+    /// ranks, run after run.
     #[default]
     Reproducible,
-    /// An all-reduce or reduce is NCCL's own: fewer steps, in an order of its choice, so its bits are no part of any promise.
-    /// Reduce-scatter, which NCCL has for equal blocks only, and u16 are as in `Reproducible`.
+    /// An all-reduce or reduce is NCCL's own: fewer steps, in an order of its choice, so its bits
+    /// are no part of any promise. Reduce-scatter, which NCCL has for equal blocks only, and
+    /// u16 are as in `Reproducible`.
     Engine,
 }
 
 /// Settings of the ranks of a group; the same on all of them.
 #[derive(Clone, Debug)]
 pub struct NcclOptions {
-    /// How long a rank waits for data, and for NCCL to connect; 60 s by default, a day at most. How long it waits for other ranks
-    /// to come to a call is the control communicator's.
+    /// How long a rank waits for data, and for NCCL to connect; 60 s by default, a day at most.
+    /// How long it waits for other ranks to come to a call is the control communicator's.
     pub timeout: Duration,
     /// Calls each flight recorder keeps; 256 by default.
     pub recorded_calls: usize,
@@ -54,7 +57,8 @@ impl Default for NcclOptions {
 pub enum NcclError {
     /// The feature `nccl` is off.
     #[error(
-        "nccl: this build leaves NCCL out; build with the feature `nccl` (it takes nothing more to build), or use ranks that are threads"
+        "nccl: this build leaves NCCL out; build with the feature `nccl` (it takes nothing more \
+         to build), or use ranks that are threads"
     )]
     NotBuilt,
     /// A library cannot be loaded.
@@ -99,7 +103,8 @@ pub enum NcclError {
     },
     /// Ranks have different versions.
     #[error(
-        "nccl: expected NCCL {expected} as on rank 0, found {found} on rank {rank}; install the same on all machines"
+        "nccl: expected NCCL {expected} as on rank 0, found {found} on rank {rank}; install the \
+         same on all machines"
     )]
     VersionsDiffer {
         /// The lowest rank that differs.
@@ -111,7 +116,8 @@ pub enum NcclError {
     },
     /// There is no such device.
     #[error(
-        "nccl: rank {rank} expected GPU {device}, found {count} of them; use fewer ranks on this machine, or other GPUs"
+        "nccl: rank {rank} expected GPU {device}, found {count} of them; use fewer ranks on this \
+         machine, or other GPUs"
     )]
     NoSuchDevice {
         /// The rank that asked.
@@ -123,7 +129,8 @@ pub enum NcclError {
     },
     /// Two ranks use one GPU, on which NCCL may hang.
     #[error(
-        "nccl: expected a GPU for each rank, found ranks {first} and {second} on the same one, GPU {device} ({name}); NCCL cannot run two ranks on one GPU"
+        "nccl: expected a GPU for each rank, found ranks {first} and {second} on the same one, \
+         GPU {device} ({name}); NCCL cannot run two ranks on one GPU"
     )]
     SharedDevice {
         /// The lower rank.
@@ -145,7 +152,9 @@ pub enum NcclError {
     },
     /// NCCL did not connect the ranks in time.
     #[error(
-        "nccl: expected the ranks to be connected within {timeout_ms} ms, found NCCL still at it; see that their machines reach each other (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO), or raise the timeout"
+        "nccl: expected the ranks to be connected within {timeout_ms} ms, found NCCL still at it; \
+         see that their machines reach each other (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO), or raise \
+         the timeout"
     )]
     NotConnected {
         /// How long was waited.

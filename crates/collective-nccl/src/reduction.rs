@@ -1,5 +1,5 @@
-//! The collectives that reduce: blocks are exchanged pairwise, each rank reduces its own in rank order where they lie, results go where
-//! they belong.
+//! The collectives that reduce: blocks are exchanged pairwise, each rank reduces its own in rank
+//! order where they lie, results go where they belong.
 
 use std::ffi::c_int;
 use std::ops::Range;
@@ -69,7 +69,8 @@ impl NcclCommunicator {
                 self.all_gather(Memory::Same(memory.result(0)), ranges, print)?;
             }
             Operation::Reduce { root, .. } => {
-                // As if apart: what this rank has is one block, and the root's own lies in its place already.
+                // As if apart: what this rank has is one block, and the root's own lies in its
+                // place already.
                 let memory = if rank == root {
                     Memory::Same(memory.result(0))
                 } else {
@@ -85,7 +86,8 @@ impl NcclCommunicator {
         self.finish(print)
     }
 
-    /// Sends each rank its block and receives what the others have of this rank's, each in its slot.
+    /// Sends each rank its block and receives what the others have of this rank's, each in its
+    /// slot.
     fn exchange_blocks(
         &mut self,
         memory: Memory,
@@ -132,12 +134,14 @@ impl NcclCommunicator {
             Operation::AllReduce(_) | Operation::Reduce { .. }
         );
         if has {
-            // Who is not the root of a reduce may have no room for a result; NCCL writes none there.
+            // Who is not the root of a reduce may have no room for a result; NCCL writes none
+            // there.
             self.engine(print, |link| {
                 link.group(|nccl, comm, stream| {
                     let (from, to) = (from as *const _, to as *mut _);
-                    // SAFETY: both lead to `numel` elements of device memory that the call holds until its mark was reached; a
-                    // result is written on the root only, where it was checked.
+                    // SAFETY: both lead to `numel` elements of device memory that the call holds
+                    // until its mark was reached; a result is written on the
+                    // root only, where it was checked.
                     unsafe {
                         match operation {
                             Operation::Reduce { root, .. } => (nccl.reduce)(

@@ -1,4 +1,5 @@
-//! Ranks that have nothing in common but a folder. Threads here; to a folder they are as good as processes.
+//! Ranks that have nothing in common but a folder. Threads here; to a folder they are as good as
+//! processes.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,5 +1,6 @@
-//! The collectives between GPUs; ranks are threads of this process, which are their control communicator. `cargo xtask nccl` runs
-//! this on the emulated driver and a stand-in for NCCL, which the variables of `worlds.rs` name.
+//! The collectives between GPUs; ranks are threads of this process, which are their control
+//! communicator. `cargo xtask nccl` runs this on the emulated driver and a stand-in for NCCL, which
+//! the variables of `worlds.rs` name.
 
 #[path = "nccl/device.rs"]
 mod device;

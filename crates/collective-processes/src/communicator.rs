@@ -215,8 +215,9 @@ impl ProcessCommunicator {
             rank: self.group.rank,
             operation: "allocate",
             reason: format!(
-                "expected {len_bytes} bytes that processes share, found {error} in /dev/shm and in the temporary folder; \
-                 make them larger (docker: --shm-size), or set TMPDIR to a folder with more room"
+                "expected {len_bytes} bytes that processes share, found {error} in /dev/shm and \
+                 in the temporary folder; make them larger (docker: --shm-size), or set TMPDIR to \
+                 a folder with more room"
             ),
         })
     }

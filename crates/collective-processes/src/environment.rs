@@ -12,8 +12,8 @@ pub struct Rendezvous {
     pub rank: usize,
     /// The number of ranks.
     pub world_size: usize,
-    /// Equal on all ranks of a start of the program, and another for every other start that runs on
-    /// the machine at the same time.
+    /// Equal on all ranks of a start of the program, and another for every other start that runs
+    /// on the machine at the same time.
     pub session: String,
 }
 

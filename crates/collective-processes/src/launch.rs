@@ -49,8 +49,8 @@ impl LaunchOptions {
 /// How the processes have ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Launched {
-    /// The exit code of the first rank that failed, 128 and the signal if it died of one; 0 if none
-    /// did.
+    /// The exit code of the first rank that failed, 128 and the signal if it died of one; 0 if
+    /// none did.
     pub code: u8,
     /// The first rank that failed.
     pub failed: Option<usize>,

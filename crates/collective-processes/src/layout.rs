@@ -11,7 +11,8 @@ pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"fusestp1");
 /// The bit of a gate that says it has failed; the others count arrivals.
 pub(crate) const FAILED: u64 = 1 << 63;
 
-/// The bit of a rendezvous that has failed because ranks had not come in time, and not because one had died.
+/// The bit of a rendezvous that has failed because ranks had not come in time, and not because one
+/// had died.
 pub(crate) const LATE: u64 = 1 << 62;
 
 /// Words of a fingerprint.

@@ -1,4 +1,5 @@
-//! The collectives that move elements as they are: each rank takes what it needs from where it lies.
+//! The collectives that move elements as they are: each rank takes what it needs from where it
+//! lies.
 
 use std::ops::Range;
 

@@ -48,8 +48,8 @@ impl Notifier {
         }
     }
 
-    /// Waits until `done`, or until the deadline has passed, or until `look`, which is asked now and
-    /// then, has seen enough; says whether `done`.
+    /// Waits until `done`, or until the deadline has passed, or until `look`, which is asked now
+    /// and then, has seen enough; says whether `done`.
     pub(crate) fn wait(
         &self,
         patience: Patience,

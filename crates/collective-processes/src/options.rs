@@ -8,7 +8,8 @@ use fusestep_simd::Level;
 /// Settings of a group of processes; each rank has its own.
 #[derive(Clone, Debug)]
 pub struct ProcessOptions {
-    /// How long a rank waits for others, at the start and in calls; 60 s by default, a day at most.
+    /// How long a rank waits for others, at the start and in calls; 60 s by default, a day at
+    /// most.
     pub timeout: Duration,
     /// Calls each flight recorder keeps; 256 by default.
     pub recorded_calls: usize,
@@ -98,8 +99,8 @@ pub enum ProcessError {
     },
     /// Ranks did not come before the deadline.
     #[error(
-        "processes: expected {world_size} ranks in session {session} within {timeout_ms} ms, found \
-         none of {ranks:?}; see what these processes print, or raise the timeout"
+        "processes: expected {world_size} ranks in session {session} within {timeout_ms} ms, \
+         found none of {ranks:?}; see what these processes print, or raise the timeout"
     )]
     Missing {
         /// Those that did not come.
@@ -113,8 +114,8 @@ pub enum ProcessError {
     },
     /// A rank came and died before all others had come.
     #[error(
-        "processes: expected all ranks to stay, found rank {rank} dead before all had come; \
-         see what its process printed"
+        "processes: expected all ranks to stay, found rank {rank} dead before all had come; see \
+         what its process printed"
     )]
     Died {
         /// Which.

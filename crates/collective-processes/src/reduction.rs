@@ -1,5 +1,5 @@
-//! The collectives that reduce: each rank reduces its part of all ranks' elements, in rank order, where
-//! they lie, and then what others have left of theirs.
+//! The collectives that reduce: each rank reduces its part of all ranks' elements, in rank order,
+//! where they lie, and then what others have left of theirs.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -227,8 +227,9 @@ impl ProcessCommunicator {
                     let offset = cards.replica(party, index) + block.start as u64;
                     let address = segment.address(offset, block.len());
                     // SAFETY: inside of the mapping; block `rank` of what any rank has brought is
-                    // this rank's alone until all who live have departed (`round`), and replicas are
-                    // different memory, since each was brought by a `&mut` of it.
+                    // this rank's alone until all who live have departed (`round`), and replicas
+                    // are different memory, since each was brought by a `&mut`
+                    // of it.
                     unsafe { std::slice::from_raw_parts_mut(address, block.len()) }
                 });
                 ranks.collect()
@@ -252,7 +253,8 @@ impl ProcessCommunicator {
     }
 }
 
-/// Takes what was reduced of `range` out of the stage of `own.0`, whose buffers are in place or not.
+/// Takes what was reduced of `range` out of the stage of `own.0`, whose buffers are in place or
+/// not.
 fn take_result(
     plan: &Plan<'_>,
     own: (usize, bool),
@@ -380,9 +382,10 @@ impl<'a> Round<'a> {
             return Column {
                 shared: None,
                 // SAFETY: inside of the mapping; a rank's memory is shared from its coming to the
-                // departure of all who live (`round`). These bytes of it are this rank's alone: parts
-                // are disjoint, and claims of one part come from one counter that only rises and
-                // begins behind what was reserved, which its owner uses once.
+                // departure of all who live (`round`). These bytes of it are this rank's alone:
+                // parts are disjoint, and claims of one part come from one counter
+                // that only rises and begins behind what was reserved, which its
+                // owner uses once.
                 writable: unsafe { std::slice::from_raw_parts_mut(from, len) },
             };
         }

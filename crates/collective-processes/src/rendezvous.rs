@@ -277,7 +277,8 @@ fn come(
         if gate() == ranks {
             return Ok(());
         }
-        // The gate closes for all ranks or opens for all, and says why: who hears of it later may find the rank that closed it dead.
+        // The gate closes for all ranks or opens for all, and says why: who hears of it later may
+        // find the rank that closed it dead.
         let why = if dead().is_none() {
             FAILED | LATE
         } else {

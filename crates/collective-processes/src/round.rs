@@ -81,8 +81,8 @@ impl Group {
             place,
         };
         let participant = &table.participants[place.party];
-        // Nobody reads this rank's entry now: readers are in an open round, the last one is over for all who
-        // live (`depart`), and the next cannot open before the arrival below.
+        // Nobody reads this rank's entry now: readers are in an open round, the last one is over
+        // for all who live (`depart`), and the next cannot open before the arrival below.
         coming.card.write(&participant.card);
         participant
             .claimed

@@ -211,8 +211,9 @@ fn a_rank_that_stops_at_work_ends_those_whose_memory_it_has() {
     let stopped = started.0.remove(1);
     for end in started.wait(Duration::from_secs(60)) {
         assert!(!end.is_success);
-        let expected = "found none of [1]; see what these ranks did last, or raise the timeout \
-            if they are only slow; data was under way, so the process ends; the flight recorder is";
+        let expected = "found none of [1]; see what these ranks did last, or raise the timeout if \
+                        they are only slow; data was under way, so the process ends; the flight \
+                        recorder is";
         assert!(end.output.contains(expected), "{}", end.output);
     }
     drop(Started(vec![stopped]));

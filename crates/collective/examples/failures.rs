@@ -1,4 +1,5 @@
-//! What goes wrong on purpose: late, killed, aborted and disagreeing ranks, a corrupted bit, and the flight recorder's account.
+//! What goes wrong on purpose: late, killed, aborted and disagreeing ranks, a corrupted bit, and
+//! the flight recorder's account.
 //!
 //! `cargo run --release -p fusestep-collective --example failures`
 
@@ -19,9 +20,10 @@ pub(crate) fn main() -> Result<(), Box<dyn Error>> {
     assert_eq!(ends, vec![Some(Ok([9])); 3]);
 
     let ends = with_a_fault("late", FaultKind::StallMs(2200))?;
-    assert!(
-        matches!(&ends[0], Some(Err(CollectiveError::Late { ranks, sequence: 2, .. })) if ranks == &[1])
-    );
+    assert!(matches!(
+        &ends[0],
+        Some(Err(CollectiveError::Late { ranks, sequence: 2, .. })) if ranks == &[1]
+    ));
 
     let ends = with_a_fault("killed", FaultKind::Kill)?;
     let killed = CollectiveError::Panicked { rank: 1, calls: 1 };
@@ -92,7 +94,8 @@ fn abort() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// What a rank did last, and who kept it waiting; `Options::dump_folder` has it written to a file on the first error.
+/// What a rank did last, and who kept it waiting; `Options::dump_folder` has it written to a file
+/// on the first error.
 fn flight_recorder() -> Result<(), Box<dyn Error>> {
     let slow = [Fault {
         rank: 1,

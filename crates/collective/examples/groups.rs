@@ -1,4 +1,5 @@
-//! Split, communication streams and pending results: groups within a group, and calls that run while the caller goes on.
+//! Split, communication streams and pending results: groups within a group, and calls that run
+//! while the caller goes on.
 //!
 //! `cargo run --release -p fusestep-collective --example groups`
 
@@ -38,7 +39,8 @@ fn split() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Two communication streams reduce two buckets at once. A buffer moves into its call and comes back from `wait`, in any order.
+/// Two communication streams reduce two buckets at once. A buffer moves into its call and comes
+/// back from `wait`, in any order.
 fn streams_with_handles() -> Result<(), Box<dyn Error>> {
     let buckets = on_ranks("two communication streams, a bucket each", 2, |mut comm| {
         let two = comm_streams(&mut comm, 2)?;

@@ -1,4 +1,5 @@
-//! Broadcast, scatter, gather, all-gather and all-to-all: elements go from rank to rank and stay as they are.
+//! Broadcast, scatter, gather, all-gather and all-to-all: elements go from rank to rank and stay as
+//! they are.
 //!
 //! `cargo run --release -p fusestep-collective --example movements`
 

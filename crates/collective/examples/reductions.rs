@@ -1,4 +1,5 @@
-//! All-reduce, reduce and reduce-scatter: elements of all ranks become one, on all ranks, on one, or a part on each.
+//! All-reduce, reduce and reduce-scatter: elements of all ranks become one, on all ranks, on one,
+//! or a part on each.
 //!
 //! `cargo run --release -p fusestep-collective --example reductions`
 

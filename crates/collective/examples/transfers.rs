@@ -17,7 +17,8 @@ pub(crate) fn main() -> Result<(), Box<dyn Error>> {
     barrier()
 }
 
-/// A token goes around: each rank adds itself. Both sides wait for each other, so somebody has to receive first.
+/// A token goes around: each rank adds itself. Both sides wait for each other, so somebody has to
+/// receive first.
 fn send_and_receive() -> Result<(), Box<dyn Error>> {
     let tokens = on_ranks("send and receive, around", 4, |mut comm| {
         let (rank, last) = (comm.rank(), comm.world_size() - 1);

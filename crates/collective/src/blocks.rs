@@ -4,7 +4,8 @@ use std::ops::Range;
 
 /// The blocks of `numel` elements, one for each rank, in rank order and without gaps.
 ///
-/// Without counts the blocks are as equal as can be: the first `numel mod world` ranks have one element more.
+/// Without counts the blocks are as equal as can be: the first `numel mod world` ranks have one
+/// element more.
 #[derive(Clone, Copy, Debug)]
 pub struct Blocks<'a> {
     /// Elements of the whole.
@@ -39,7 +40,8 @@ impl Blocks<'_> {
     }
 }
 
-/// Block lengths of `numel` elements as equal as can be, the longer ones first: the counts that calls use when given none.
+/// Block lengths of `numel` elements as equal as can be, the longer ones first: the counts that
+/// calls use when given none.
 pub fn even_counts(numel: usize, world_size: usize) -> Vec<usize> {
     let blocks = Blocks {
         numel,

@@ -18,7 +18,8 @@ pub enum Buffers<'a> {
     },
 }
 
-/// One call, as bytes: what every engine implements. [`Collectives`](crate::Collectives) has typed forms.
+/// One call, as bytes: what every engine implements. [`Collectives`](crate::Collectives) has typed
+/// forms.
 ///
 /// # Shapes
 /// `L` elements in place, or, apart:
@@ -35,8 +36,8 @@ pub enum Buffers<'a> {
 /// | all-to-all | L | L |
 /// | send, receive | L, – | –, L |
 ///
-/// Blocks are as equal as can be, or as `counts` says. Scatter and gather apart and without counts, and all-to-all always, need
-/// blocks of one length, so `L` must be a multiple of the world size.
+/// Blocks are as equal as can be, or as `counts` says. Scatter and gather apart and without counts,
+/// and all-to-all always, need blocks of one length, so `L` must be a multiple of the world size.
 #[derive(Debug)]
 pub struct Call<'a> {
     /// What to do.

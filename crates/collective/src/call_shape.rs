@@ -40,7 +40,8 @@ impl<'a> CallShape<'a> {
     /// Checks everything that one rank can know and says how the whole is cut into blocks.
     ///
     /// # Errors
-    /// [`CollectiveError::Refused`] naming the buffer, the expected and the found length; [`CollectiveError::Undefined`].
+    /// [`CollectiveError::Refused`] naming the buffer, the expected and the found length;
+    /// [`CollectiveError::Undefined`].
     pub fn blocks(&self, rank: usize, world_size: usize) -> Result<Blocks<'a>, CollectiveError> {
         let refuse = |reason: String| CollectiveError::Refused {
             rank,
@@ -82,7 +83,8 @@ impl<'a> CallShape<'a> {
             }
             Operation::Send { to: peer } | Operation::Receive { from: peer } if peer == rank => {
                 return Err(format!(
-                    "expected another rank as the peer, found {peer}, this rank; copy the elements instead"
+                    "expected another rank as the peer, found {peer}, this rank; copy the \
+                     elements instead"
                 ));
             }
             _ => {}
@@ -140,7 +142,8 @@ impl<'a> CallShape<'a> {
         };
         if equal && numel % world_size != 0 {
             Err(format!(
-                "length: expected a multiple of {world_size}, the world size, found {numel}; pass counts (scatter, gather) or pad"
+                "length: expected a multiple of {world_size}, the world size, found {numel}; pass \
+                 counts (scatter, gather) or pad"
             ))
         } else {
             Ok(numel)

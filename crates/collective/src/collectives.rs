@@ -30,9 +30,11 @@ fn apart<'a, T: Element>(
     }
 }
 
-/// Typed calls on any communicator. Lengths are in elements; see [`Call`] for the shapes, [`Communicator::execute`] for errors.
+/// Typed calls on any communicator. Lengths are in elements; see [`Call`] for the shapes,
+/// [`Communicator::execute`] for errors.
 ///
-/// In-place forms and counts for operations that have no method here go through [`Communicator::execute`].
+/// In-place forms and counts for operations that have no method here go through
+/// [`Communicator::execute`].
 pub trait Collectives: Communicator {
     /// `buffer ← reduce over ranks (buffer)`, on every rank.
     ///
@@ -112,7 +114,8 @@ pub trait Collectives: Communicator {
         self.execute(in_place(Operation::Broadcast { root }, buffer))
     }
 
-    /// `receive ← the blocks of all ranks`, in rank order. Blocks are as equal as can be: [`even_counts`](crate::even_counts).
+    /// `receive ← the blocks of all ranks`, in rank order. Blocks are as equal as can be:
+    /// [`even_counts`](crate::even_counts).
     ///
     /// ```
     /// # use fusestep_collective::*;
@@ -152,7 +155,8 @@ pub trait Collectives: Communicator {
         self.execute(apart(Operation::AllGather, Some(counts), block, receive))
     }
 
-    /// `block ← own block of reduce over ranks (send)`. Blocks are as equal as can be: [`even_counts`](crate::even_counts).
+    /// `block ← own block of reduce over ranks (send)`. Blocks are as equal as can be:
+    /// [`even_counts`](crate::even_counts).
     ///
     /// ```
     /// # use fusestep_collective::*;
@@ -194,7 +198,8 @@ pub trait Collectives: Communicator {
         self.execute(apart(operation, Some(counts), send, block))
     }
 
-    /// `block ← own block of the root's send`; blocks of one length. Other ranks' `send` is not looked at.
+    /// `block ← own block of the root's send`; blocks of one length. Other ranks' `send` is not
+    /// looked at.
     ///
     /// ```
     /// # use fusestep_collective::*;
@@ -214,7 +219,8 @@ pub trait Collectives: Communicator {
         self.execute(apart(Operation::Scatter { root }, None, send, block))
     }
 
-    /// `receive ← the blocks of all ranks` on the root; blocks of one length. Other ranks' `receive` is not touched.
+    /// `receive ← the blocks of all ranks` on the root; blocks of one length. Other ranks'
+    /// `receive` is not touched.
     ///
     /// ```
     /// # use fusestep_collective::*;
@@ -254,7 +260,8 @@ pub trait Collectives: Communicator {
         self.execute(apart(Operation::AllToAll, None, send, receive))
     }
 
-    /// Hands elements to rank `to`, which calls [`receive`](Self::receive); returns when they are there.
+    /// Hands elements to rank `to`, which calls [`receive`](Self::receive); returns when they are
+    /// there.
     ///
     /// ```
     /// # use fusestep_collective::*;

@@ -12,7 +12,8 @@ type Job = Box<dyn FnOnce(&mut dyn Communicator) + Send>;
 
 /// A communicator on a thread of its own, which makes the calls given to it one after the other.
 ///
-/// Calls of different communication streams overlap each other and the caller's work. Dropping a communication stream lets it finish what was started.
+/// Calls of different communication streams overlap each other and the caller's work. Dropping a
+/// communication stream lets it finish what was started.
 ///
 /// ```
 /// # use fusestep_collective::*;
@@ -37,8 +38,8 @@ pub struct CommStream {
 
 /// A call that was started, and the buffer it will hand back.
 ///
-/// Wait for every one: dropping it without closes the group on all ranks, since nobody could tell any more whether the call had
-/// its effect.
+/// Wait for every one: dropping it without closes the group on all ranks, since nobody could tell
+/// any more whether the call had its effect.
 #[must_use = "dropping a pending result closes the group; call `wait`"]
 #[derive(Debug)]
 pub struct Pending<B> {
@@ -47,7 +48,8 @@ pub struct Pending<B> {
     aborter: Aborter,
 }
 
-/// `count` communication streams between the ranks of `comm`, each a group of its own; all ranks call it.
+/// `count` communication streams between the ranks of `comm`, each a group of its own; all ranks
+/// call it.
 ///
 /// # Errors
 /// As [`Communicator::split`]; [`CollectiveError::Refused`] if a thread cannot be started.
@@ -69,7 +71,8 @@ impl CommStream {
     /// Moves a communicator to a thread of its own.
     ///
     /// # Errors
-    /// [`CollectiveError::Refused`] with the operating system's reason if no thread can be started; the group is closed then.
+    /// [`CollectiveError::Refused`] with the operating system's reason if no thread can be started;
+    /// the group is closed then.
     pub fn new(mut comm: Box<dyn Communicator>) -> Result<Self, CollectiveError> {
         let (queue, jobs) = mpsc::channel::<Job>();
         let (aborter, rank) = (comm.aborter(), comm.rank());
@@ -94,13 +97,13 @@ impl CommStream {
         })
     }
 
-    /// Starts any call, or several, on a buffer that is handed back by [`Pending::wait`]. `operation` names it in errors.
-    pub fn start<B: Send + 'static>(
-        &self,
-        operation: &'static str,
-        mut buffer: B,
-        work: impl FnOnce(&mut dyn Communicator, &mut B) -> Result<(), CollectiveError> + Send + 'static,
-    ) -> Pending<B> {
+    /// Starts any call, or several, on a buffer that is handed back by [`Pending::wait`].
+    /// `operation` names it in errors.
+    pub fn start<B, W>(&self, operation: &'static str, mut buffer: B, work: W) -> Pending<B>
+    where
+        B: Send + 'static,
+        W: FnOnce(&mut dyn Communicator, &mut B) -> Result<(), CollectiveError> + Send + 'static,
+    {
         let (sender, result) = mpsc::sync_channel(1);
         let job: Job = Box::new(move |comm| {
             let outcome = work(comm, &mut buffer);
@@ -109,7 +112,8 @@ impl CommStream {
         });
         self.started.fetch_add(1, Ordering::Relaxed);
         if let Some(queue) = &self.queue {
-            // Refused only if the communication stream's thread has panicked; then `job` is dropped with its sender, and `wait` says so.
+            // Refused only if the communication stream's thread has panicked; then `job` is dropped
+            // with its sender, and `wait` says so.
             let _ = queue.send(job);
         }
         Pending {
@@ -143,14 +147,16 @@ impl Drop for CommStream {
         }
         self.queue = None;
         if let Some(thread) = self.thread.take() {
-            // A panic of a call was told to the other ranks by the communicator's own drop, and to `wait` by the closed channel.
+            // A panic of a call was told to the other ranks by the communicator's own drop, and to
+            // `wait` by the closed channel.
             let _ = thread.join();
         }
     }
 }
 
 impl<B> Pending<B> {
-    /// What [`Self::wait`] would return, if the call is through; else the pending result itself, at once.
+    /// What [`Self::wait`] would return, if the call is through; else the pending result itself, at
+    /// once.
     ///
     /// # Errors
     /// `Err` is no failure: the call is still under way. Its own outcome lies within `Ok`.
@@ -166,7 +172,8 @@ impl<B> Pending<B> {
         }
     }
 
-    /// Waits until the call is done and hands the buffer back. Ends, since every wait within the call does.
+    /// Waits until the call is done and hands the buffer back. Ends, since every wait within the
+    /// call does.
     ///
     /// # Errors
     /// That of the call.

@@ -11,8 +11,9 @@ use crate::{
 
 /// One rank's place in a group of ranks.
 ///
-/// All ranks of a group make the same calls in the same order. Every wait ends: after an error, which every rank gets, the group
-/// is closed and each further call returns that error. Ranks are numbered from 0.
+/// All ranks of a group make the same calls in the same order. Every wait ends: after an error,
+/// which every rank gets, the group is closed and each further call returns that error. Ranks are
+/// numbered from 0.
 pub trait Communicator: Send {
     /// This rank.
     ///
@@ -40,11 +41,12 @@ pub trait Communicator: Send {
     /// ```
     fn world_size(&self) -> usize;
 
-    /// Makes one call and returns when this rank's part is done. [`Collectives`](crate::Collectives) has a typed form of each.
+    /// Makes one call and returns when this rank's part is done.
+    /// [`Collectives`](crate::Collectives) has a typed form of each.
     ///
     /// # Errors
-    /// [`CollectiveError`]; the same on all ranks. The contents of result buffers are undefined then, except after a mismatch
-    /// and for calls that were refused, which write nothing.
+    /// [`CollectiveError`]; the same on all ranks. The contents of result buffers are undefined
+    /// then, except after a mismatch and for calls that were refused, which write nothing.
     ///
     /// ```
     /// # use fusestep_collective::*;
@@ -64,9 +66,11 @@ pub trait Communicator: Send {
     /// ```
     fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError>;
 
-    /// Makes a group of those ranks that pass the same colour; `None` takes part in no group. All ranks call it.
+    /// Makes a group of those ranks that pass the same colour; `None` takes part in no group. All
+    /// ranks call it.
     ///
-    /// The new groups are independent of this one and of each other, save that breaking this one off breaks them off too.
+    /// The new groups are independent of this one and of each other, save that breaking this one
+    /// off breaks them off too.
     ///
     /// # Errors
     /// As [`execute`](Self::execute).
@@ -96,7 +100,8 @@ pub trait Communicator: Send {
     /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
     /// comm.set_context(CallContext { plan_hash: 0xfeed, bucket: Some(comm.rank() as u32) });
     /// let error = comm.barrier().unwrap_err();
-    /// assert!(error.to_string().starts_with("call 1, bucket: expected `0` as on rank 0, found `1` on rank 1"));
+    /// let expected = "call 1, bucket: expected `0` as on rank 0, found `1` on rank 1";
+    /// assert!(error.to_string().starts_with(expected));
     /// # }).unwrap();
     /// # ranks.into_iter().for_each(|rank| rank.unwrap());
     /// ```
@@ -131,8 +136,9 @@ pub trait Communicator: Send {
     /// ```
     fn recorder(&self) -> &FlightRecorder;
 
-    /// Zeroed memory for buffers that calls move. An engine whose ranks can see each other's memory gives such memory; calls take
-    /// any other memory too, and copy it then. Ranks need not ask alike.
+    /// Zeroed memory for buffers that calls move. An engine whose ranks can see each other's memory
+    /// gives such memory; calls take any other memory too, and copy it then. Ranks need not ask
+    /// alike.
     ///
     /// # Errors
     /// [`CollectiveError::Refused`] if there is not so much.
@@ -154,7 +160,8 @@ pub trait Communicator: Send {
         })
     }
 
-    /// Whether [`reduce_update`](Self::reduce_update) works here, on memory that [`allocate`](Self::allocate) gave.
+    /// Whether [`reduce_update`](Self::reduce_update) works here, on memory that
+    /// [`allocate`](Self::allocate) gave.
     ///
     /// ```
     /// # use fusestep_collective::*;
@@ -167,11 +174,13 @@ pub trait Communicator: Send {
         false
     }
 
-    /// Brings the gradients and replicas of all ranks together and does `work` on this rank's block of them, once all ranks have
-    /// come; returns when all have finished. No rank writes gradients meanwhile, so nothing is copied.
+    /// Brings the gradients and replicas of all ranks together and does `work` on this rank's block
+    /// of them, once all ranks have come; returns when all have finished. No rank writes
+    /// gradients meanwhile, so nothing is copied.
     ///
     /// # Errors
-    /// As [`execute`](Self::execute); [`CollectiveError::Refused`] on an engine whose ranks do not see each other's memory.
+    /// As [`execute`](Self::execute); [`CollectiveError::Refused`] on an engine whose ranks do not
+    /// see each other's memory.
     ///
     /// ```
     /// # use fusestep_collective::*;
@@ -207,12 +216,14 @@ pub trait Communicator: Send {
         Err(CollectiveError::Refused {
             rank: self.rank(),
             operation: Operation::ReduceUpdate.name(),
-            reason: "expected ranks that see each other's memory, found an engine that sends it; reduce first and update then"
+            reason: "expected ranks that see each other's memory, found an engine that sends it; \
+                     reduce first and update then"
                 .to_owned(),
         })
     }
 
-    /// What has closed the group, as far as this rank can tell without a call. `None` is no promise that all is well.
+    /// What has closed the group, as far as this rank can tell without a call. `None` is no promise
+    /// that all is well.
     ///
     /// ```
     /// # use fusestep_collective::*;
@@ -237,7 +248,8 @@ pub struct Membership {
     pub key: u32,
 }
 
-/// Breaks a group off from any thread; clones do the same. Breaking off twice, or a group that is gone, does nothing.
+/// Breaks a group off from any thread; clones do the same. Breaking off twice, or a group that is
+/// gone, does nothing.
 #[derive(Clone)]
 pub struct Aborter {
     rank: usize,

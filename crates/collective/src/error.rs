@@ -64,7 +64,8 @@ pub enum CollectiveError {
     },
     /// A rank's process is gone.
     #[error(
-        "rank {rank} died after {calls} calls: its process is gone; see what it printed, and whether the system ended it for memory"
+        "rank {rank} died after {calls} calls: its process is gone; see what it printed, and \
+         whether the system ended it for memory"
     )]
     Died {
         /// Which.
@@ -82,7 +83,8 @@ pub enum CollectiveError {
     },
     /// The result of a pending call was thrown away.
     #[error(
-        "rank {rank} dropped a pending {operation} without waiting for it; call `wait` on every pending result"
+        "rank {rank} dropped a pending {operation} without waiting for it; call `wait` on every \
+         pending result"
     )]
     Dropped {
         /// Which.
@@ -112,7 +114,8 @@ pub enum CollectiveError {
     },
     /// A reduction that is not defined for a dtype.
     #[error(
-        "{operation} on rank {rank}: {reduce} is not defined for {dtype}; use sum and divide, or a floating-point dtype"
+        "{operation} on rank {rank}: {reduce} is not defined for {dtype}; use sum and divide, or \
+         a floating-point dtype"
     )]
     Undefined {
         /// Where.

@@ -8,7 +8,8 @@ use crate::{CollectiveError, Field, Operation, ReduceOp};
 const TEXT_BYTES: usize = 1024;
 
 impl CollectiveError {
-    /// The error for another process of the same version, about 2 KiB at most; longer texts are cut.
+    /// The error for another process of the same version, about 2 KiB at most; longer texts are
+    /// cut.
     pub fn to_bytes(&self) -> Vec<u8> {
         error_value(self).to_string().into_bytes()
     }

@@ -10,7 +10,8 @@ use crate::{
     FlightRecorder, Membership, RankMemory, ReduceUpdate, Replica,
 };
 
-/// One fault: what happens at which call of which rank. Lists of them are scenarios, and can be kept as JSON.
+/// One fault: what happens at which call of which rank. Lists of them are scenarios, and can be
+/// kept as JSON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {
     /// The rank that misbehaves.
@@ -29,7 +30,8 @@ pub enum FaultKind {
     Fail,
     /// Comes late by so many milliseconds; harmless below the timeout.
     DelayMs(u64),
-    /// Does not come for so many milliseconds, which are to be more than the timeout, then goes on as if nothing had been.
+    /// Does not come for so many milliseconds, which are to be more than the timeout, then goes on
+    /// as if nothing had been.
     StallMs(u64),
     /// Panics instead of taking part.
     Kill,
@@ -77,7 +79,8 @@ impl<C: Communicator> Faulty<C> {
                 FaultKind::DelayMs(millis) | FaultKind::StallMs(millis) => {
                     std::thread::sleep(Duration::from_millis(millis));
                 }
-                // Without the panic hook: writing a backtrace can take longer than a short timeout, and there is nothing to find.
+                // Without the panic hook: writing a backtrace can take longer than a short timeout,
+                // and there is nothing to find.
                 FaultKind::Kill => std::panic::resume_unwind(Box::new(format!(
                     "fault at call {}: rank {} is killed",
                     self.calls, fault.rank

@@ -6,10 +6,12 @@ use fusestep_tensor::DType;
 
 use crate::{Call, CallContext, CallShape, CollectiveError, Operation};
 
-/// A call as the other ranks must make it too. Buffers may be in place on one rank and apart on another.
+/// A call as the other ranks must make it too. Buffers may be in place on one rank and apart on
+/// another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Fingerprint {
-    /// Number of the call within its group, from 1; transfers count apart, for each pair and direction.
+    /// Number of the call within its group, from 1; transfers count apart, for each pair and
+    /// direction.
     pub sequence: u64,
     /// Operation with reduction and root. A transfer is a `Send` on both sides.
     pub operation: Operation,
@@ -118,8 +120,9 @@ impl Fingerprint {
     /// Compares the fingerprints of all ranks; every rank that does so gets the same answer.
     ///
     /// # Errors
-    /// [`CollectiveError::Mismatch`]: the majority's side (of equal parts, that with the lowest rank) against the lowest rank
-    /// that differs from it, and the first field in which the two differ.
+    /// [`CollectiveError::Mismatch`]: the majority's side (of equal parts, that with the lowest
+    /// rank) against the lowest rank that differs from it, and the first field in which the two
+    /// differ.
     pub fn compare<'a>(
         world_size: usize,
         of: impl Fn(usize) -> &'a Fingerprint,

@@ -21,8 +21,9 @@ const MIN_TOTAL_BYTES: usize = 16 << 20;
 /// Most calls of one length that are timed.
 const MAX_ROUNDS: usize = 10_000;
 
-/// Bytes reduced between two looks at the clock, if [`MAX_CALLS`] suffice: of short calls several are timed one behind the other, since
-/// ranks leave the barrier before them at times that differ by as much as such a call takes.
+/// Bytes reduced between two looks at the clock, if [`MAX_CALLS`] suffice: of short calls several
+/// are timed one behind the other, since ranks leave the barrier before them at times that differ
+/// by as much as such a call takes.
 const MIN_TIMED_BYTES: usize = 512 << 10;
 
 /// Most calls between two looks at the clock.
@@ -41,22 +42,25 @@ pub struct AllReduceRow {
     pub best_seconds: f64,
     /// Bytes read and written per second of the median: every buffer once each way.
     pub bytes_per_second: f64,
-    /// Median time of the same threads to read and write their own buffers once, without a word to each other, in seconds.
+    /// Median time of the same threads to read and write their own buffers once, without a word to
+    /// each other, in seconds.
     pub ceiling_seconds: f64,
     /// `ceiling_seconds / seconds`; 1 is the bound for lengths that leave the caches.
     pub share_of_ceiling: f64,
 }
 
-/// Measures an all-reduce (sum, f32, in place) of `ranks` threads for each length, and the ceiling of the same bytes in turn with it.
+/// Measures an all-reduce (sum, f32, in place) of `ranks` threads for each length, and the ceiling
+/// of the same bytes in turn with it.
 ///
-/// The first result of each length is compared with the expected sums before anything is timed. Buffers lie as the buckets of a step do,
-/// where [`Communicator::allocate`] puts them: for threads in huge pages from 2 MiB on.
+/// The first result of each length is compared with the expected sums before anything is timed.
+/// Buffers lie as the buckets of a step do, where [`Communicator::allocate`] puts them: for threads
+/// in huge pages from 2 MiB on.
 ///
 /// # Units
 /// `sizes` are bytes of each rank's buffer, rounded down to whole f32.
 /// # Errors
-/// [`CollectiveError`] of the communicators; [`CollectiveError::Refused`] if a thread cannot be started, memory does not suffice or a sum
-/// is wrong.
+/// [`CollectiveError`] of the communicators; [`CollectiveError::Refused`] if a thread cannot be
+/// started, memory does not suffice or a sum is wrong.
 pub fn bench_all_reduce(
     ranks: usize,
     sizes: &[u64],
@@ -93,7 +97,8 @@ pub fn bench_all_reduce(
     Ok(first.unwrap_or_default())
 }
 
-/// [`bench_all_reduce`] on the ranks of any engine; all of them call it, and the numbers are those that each rank has seen.
+/// [`bench_all_reduce`] on the ranks of any engine; all of them call it, and the numbers are those
+/// that each rank has seen.
 ///
 /// # Errors
 /// As there.
@@ -115,8 +120,9 @@ pub struct Link {
     pub beta_bytes_per_second: f64,
 }
 
-/// What calls cost, and a rank's passes over its own memory, where no cache has that memory: as a training step finds it, which has
-/// gone through all its other tensors since it last used a bucket.
+/// What calls cost, and a rank's passes over its own memory, where no cache has that memory: as a
+/// training step finds it, which has gone through all its other tensors since it last used a
+/// bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Costs {
     /// An all-reduce of a buffer.
@@ -125,10 +131,12 @@ pub struct Costs {
     pub reduce_scatter: Link,
     /// An all-gather into a buffer to which each rank gives its part.
     pub all_gather: Link,
-    /// Bytes that a rank reads and writes per second when it copies, each counted, while the other ranks do so too.
+    /// Bytes that a rank reads and writes per second when it copies, each counted, while the other
+    /// ranks do so too.
     pub memory_bytes_per_second: f64,
-    /// Bytes of memory just allocated that a rank writes for the first time per second, while the others do so too: what the
-    /// operating system takes to find the pages, and to take them back.
+    /// Bytes of memory just allocated that a rank writes for the first time per second, while the
+    /// others do so too: what the operating system takes to find the pages, and to take them
+    /// back.
     pub fresh_bytes_per_second: f64,
 }
 
@@ -144,7 +152,8 @@ const FRESH_BYTES: usize = 25 << 20;
 /// Times that a copy and new memory are measured.
 const COPIES: usize = 5;
 
-/// Measures what calls between the ranks of `comm` cost; all ranks call it, and get nearly the same.
+/// Measures what calls between the ranks of `comm` cost; all ranks call it, and get nearly the
+/// same.
 ///
 /// # Errors
 /// [`CollectiveError`] of the communicator.
@@ -221,8 +230,9 @@ fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// The line `seconds = alpha + bytes / beta` through points of (bytes, seconds) with the least squares of relative errors, so that
-/// short calls count as much as long ones. Neither is below zero; without two lengths there is no slope, and beta is infinite.
+/// The line `seconds = alpha + bytes / beta` through points of (bytes, seconds) with the least
+/// squares of relative errors, so that short calls count as much as long ones. Neither is below
+/// zero; without two lengths there is no slope, and beta is infinite.
 pub fn fit(points: &[(f64, f64)]) -> Link {
     let (mut w, mut wx, mut wxx, mut wy, mut wxy) = (0.0, 0.0, 0.0, 0.0, 0.0);
     for &(x, y) in points {

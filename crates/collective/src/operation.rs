@@ -50,7 +50,8 @@ impl fmt::Display for ReduceOp {
 
 /// What a call does; ranks are numbered from 0.
 ///
-/// `L` is the length of the whole in elements, and block `i` the part that belongs to rank `i` (see [`Blocks`](crate::Blocks)).
+/// `L` is the length of the whole in elements, and block `i` the part that belongs to rank `i` (see
+/// [`Blocks`](crate::Blocks)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Operation {
     /// `L` elements on every rank become their reduction, on every rank.
@@ -98,7 +99,8 @@ pub enum Operation {
     /// Rank `i` reduces block `i` of all gradients and updates block `i` of all parameters; done by
     /// [`Communicator::reduce_update`](crate::Communicator::reduce_update) only.
     ReduceUpdate,
-    /// Membership in subgroups is exchanged; done by [`Communicator::split`](crate::Communicator::split) only.
+    /// Membership in subgroups is exchanged; done by
+    /// [`Communicator::split`](crate::Communicator::split) only.
     Split,
 }
 

@@ -14,14 +14,16 @@ use crate::ReduceOp;
 /// Elements that are in registers at a time, from the first rank's to the result.
 const LANES: usize = 32;
 
-/// Bytes of a rank that are asked for at a time. Memory gives lines that lie one behind the other faster than lines of one rank and of
-/// another in turns; more of them at a time keep each other waiting.
+/// Bytes of a rank that are asked for at a time. Memory gives lines that lie one behind the other
+/// faster than lines of one rank and of another in turns; more of them at a time keep each other
+/// waiting.
 const BURST_BYTES: usize = 512;
 
 /// How far ahead of their use inputs from memory are asked for.
 const AHEAD_BYTES: usize = 1024;
 
-/// Inputs of fewer bytes in all may be in a core's cache, where asking for them takes time and saves none.
+/// Inputs of fewer bytes in all may be in a core's cache, where asking for them takes time and
+/// saves none.
 const CACHED_BYTES: usize = 2 << 20;
 
 const LINE_BYTES: usize = 64;
@@ -30,14 +32,15 @@ const LINE_BYTES: usize = 64;
 pub trait Ranks {
     /// The number of ranks, at least 1.
     fn world_size(&self) -> usize;
-    /// How many bytes of each rank come one after the other to one core, these among them. Of many, few are in its cache.
+    /// How many bytes of each rank come one after the other to one core, these among them. Of many,
+    /// few are in its cache.
     fn share_bytes(&self) -> usize;
     /// A range of bytes of what `rank` contributes.
     fn input(&self, rank: usize, bytes: Range<usize>) -> &[u8];
     /// Takes the result of a range of bytes; their inputs are not asked for again.
     fn store(&mut self, bytes: Range<usize>, result: &[u8]);
-    /// A range of both ranks at once, and which of them get the result, if there are two and results go where inputs lie: memory waits
-    /// for loops that look slices up for every line.
+    /// A range of both ranks at once, and which of them get the result, if there are two and
+    /// results go where inputs lie: memory waits for loops that look slices up for every line.
     fn pair(&mut self, _bytes: Range<usize>) -> Option<([&mut [u8]; 2], Range<usize>)> {
         None
     }
@@ -50,14 +53,15 @@ pub trait Ranks {
 /// average  sum / n                         max, min NaN if any is NaN; of equals the lowest rank's
 /// ```
 ///
-/// In the element's own type; f16 and bf16 are widened to f32, reduced there and rounded once at the end, to nearest even.
-/// Integers wrap around: an overflow is the same on all ranks and levels, and raises no error.
-/// The bits depend on neither the level nor how a buffer is cut.
+/// In the element's own type; f16 and bf16 are widened to f32, reduced there and rounded once at
+/// the end, to nearest even. Integers wrap around: an overflow is the same on all ranks and levels,
+/// and raises no error. The bits depend on neither the level nor how a buffer is cut.
 ///
 /// # Shapes
 /// `len_bytes` is a multiple of the element's length. Inputs need no alignment.
 /// # Panics
-/// If `op` is [`ReduceOp::Average`] and `dtype` an integer; [`Call::blocks`](crate::Call::blocks) refuses that.
+/// If `op` is [`ReduceOp::Average`] and `dtype` an integer; [`Call::blocks`](crate::Call::blocks)
+/// refuses that.
 /// # Cost
 /// Each input is read once and the result handed over once; nothing is allocated.
 pub fn reduce_in_rank_order(
@@ -118,7 +122,8 @@ impl Ranks for Slices<'_> {
 
 fn reduce<T: Number>(level: Level, op: ReduceOp, len_bytes: usize, ranks: &mut impl Ranks) {
     let in_all = ranks.share_bytes().saturating_mul(ranks.world_size());
-    // The whole loop is compiled for the level: a line is done in the time that calls for its parts would take.
+    // The whole loop is compiled for the level: a line is done in the time that calls for its parts
+    // would take.
     level.run(
         #[inline(always)]
         || {
@@ -162,7 +167,8 @@ fn reduce_bursts<T: Number, const AHEAD: usize>(
     }
 }
 
-/// Asks for what all ranks have `ahead` bytes after these, which may lie beyond what is reduced here.
+/// Asks for what all ranks have `ahead` bytes after these, which may lie beyond what is reduced
+/// here.
 #[inline(always)]
 fn ask_ahead(ranks: &impl Ranks, bytes: Range<usize>, ahead: usize) {
     for rank in 0..ranks.world_size() {

@@ -53,7 +53,8 @@ pub struct CallRecord {
     pub state: CallState,
 }
 
-/// A call as it is kept: one cache line, so that many of them leave the cache to those who make the calls.
+/// A call as it is kept: one cache line, so that many of them leave the cache to those who make the
+/// calls.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
 struct Kept {
@@ -222,7 +223,8 @@ impl FlightRecorder {
         serde_json::to_string_pretty(&dump).expect("records are plain data with text keys")
     }
 
-    /// Writes [`to_json`](Self::to_json) to `flight-recorder-rank-R.json` in `folder`, which is made if need be.
+    /// Writes [`to_json`](Self::to_json) to `flight-recorder-rank-R.json` in `folder`, which is
+    /// made if need be.
     ///
     /// # Errors
     /// The operating system's.

@@ -1,4 +1,5 @@
-//! Gradients and replicas of all ranks in one place, so that each rank updates its block everywhere.
+//! Gradients and replicas of all ranks in one place, so that each rank updates its block
+//! everywhere.
 
 use fusestep_tensor::DType;
 use smallvec::SmallVec;
@@ -94,7 +95,8 @@ impl<'a> ReduceUpdate<'a> {
         })
     }
 
-    /// What other ranks compare with theirs: the hash of the counts is one of the replicas' types, too.
+    /// What other ranks compare with theirs: the hash of the counts is one of the replicas' types,
+    /// too.
     pub fn fingerprint(&self, numel: usize, sequence: u64, context: CallContext) -> Fingerprint {
         let shape = CallShape {
             operation: Operation::ReduceUpdate,

@@ -5,12 +5,14 @@ use crate::{CollectiveError, Collectives, Communicator, Membership, ReduceOp};
 /// Elements of each rank's block.
 const BLOCK: usize = 1003;
 
-/// Makes every collective once on the ranks of `comm` and compares with what must come out; all ranks call it.
+/// Makes every collective once on the ranks of `comm` and compares with what must come out; all
+/// ranks call it.
 ///
 /// Returns the names of what was found right, which is all there is.
 ///
 /// # Errors
-/// [`CollectiveError`] of a call, or [`CollectiveError::Refused`] naming the collective whose result is wrong.
+/// [`CollectiveError`] of a call, or [`CollectiveError::Refused`] naming the collective whose
+/// result is wrong.
 pub fn self_test(comm: &mut dyn Communicator) -> Result<Vec<&'static str>, CollectiveError> {
     let mut right = Vec::new();
     let tests: [(&'static str, Test); 6] = [
@@ -27,7 +29,8 @@ pub fn self_test(comm: &mut dyn Communicator) -> Result<Vec<&'static str>, Colle
                 rank: comm.rank(),
                 operation: "self-test",
                 reason: format!(
-                    "expected the sums and blocks that this engine must give in {name}, found others"
+                    "expected the sums and blocks that this engine must give in {name}, found \
+                     others"
                 ),
             });
         }

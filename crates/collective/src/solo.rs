@@ -9,7 +9,8 @@ use crate::{
 use smallvec::smallvec;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The only rank of its world: every call copies input to result, if they are apart, and never waits.
+/// The only rank of its world: every call copies input to result, if they are apart, and never
+/// waits.
 #[derive(Debug)]
 pub struct Solo {
     sequence: u64,

@@ -28,12 +28,14 @@ pub struct Options {
     pub timeout: Duration,
     /// Calls each flight recorder keeps; 256 by default.
     pub recorded_calls: usize,
-    /// Where flight recorders are written on the first error; nowhere by default. See [`FlightRecorder::dump`].
+    /// Where flight recorders are written on the first error; nowhere by default. See
+    /// [`FlightRecorder::dump`].
     pub dump_folder: Option<PathBuf>,
     /// Instruction set of reductions; the widest by default. Changes no bits.
     pub level: Level,
-    /// Bytes of its part that a rank reduces before it looks again, 512 KiB by default. Where parts are longer, a rank that is done with its
-    /// own goes on with what is left of the others': cores are never equally fast, and a rank whose core the system has given away for
+    /// Bytes of its part that a rank reduces before it looks again, 512 KiB by default. Where
+    /// parts are longer, a rank that is done with its own goes on with what is left of the
+    /// others': cores are never equally fast, and a rank whose core the system has given away for
     /// a while would keep all others waiting. Changes no bits.
     pub claim_bytes: usize,
 }
@@ -56,8 +58,9 @@ impl Default for Options {
 /// [`CollectiveError::Panicked`] if its thread panicked.
 ///
 /// # Cost
-/// Each rank reduces its part of every buffer where it lies; nothing is copied through mailboxes and nothing is allocated, except
-/// by an all-to-all in place and by reductions of more than 16 ranks. Two waits for all ranks per call.
+/// Each rank reduces its part of every buffer where it lies; nothing is copied through mailboxes
+/// and nothing is allocated, except by an all-to-all in place and by reductions of more than 16
+/// ranks. Two waits for all ranks per call.
 #[derive(Debug)]
 pub struct ThreadCommunicator {
     group: Arc<Group>,
@@ -73,7 +76,8 @@ pub struct ThreadCommunicator {
     dumped: Option<Result<PathBuf, String>>,
 }
 
-/// The ranks of a new group of `world_size` threads, in rank order; each goes to a thread of its own.
+/// The ranks of a new group of `world_size` threads, in rank order; each goes to a thread of its
+/// own.
 pub fn thread_ranks(world_size: usize, options: &Options) -> Vec<ThreadCommunicator> {
     let mut options = options.clone();
     options.timeout = options.timeout.min(MAX_TIMEOUT);
@@ -84,10 +88,12 @@ pub fn thread_ranks(world_size: usize, options: &Options) -> Vec<ThreadCommunica
         .collect()
 }
 
-/// Runs `body` on one thread for each of `world_size` ranks and returns what each returned or panicked with, in rank order.
+/// Runs `body` on one thread for each of `world_size` ranks and returns what each returned or
+/// panicked with, in rank order.
 ///
 /// # Errors
-/// The operating system's if a thread cannot be started; those that were started get an error from their communicators.
+/// The operating system's if a thread cannot be started; those that were started get an error from
+/// their communicators.
 pub fn run_ranks<R: Send>(
     world_size: usize,
     options: &Options,
@@ -125,7 +131,8 @@ impl ThreadCommunicator {
         }
     }
 
-    /// Where the flight recorder was written, or why it could not be; `None` while all is well or without a folder.
+    /// Where the flight recorder was written, or why it could not be; `None` while all is well or
+    /// without a folder.
     pub fn dumped(&self) -> Option<&Result<PathBuf, String>> {
         self.dumped.as_ref()
     }

@@ -10,7 +10,8 @@ impl Fingerprint {
     /// Bytes of a fingerprint in a message.
     pub const WIRE_BYTES: usize = WORDS * size_of::<u64>();
 
-    /// The fingerprint for a message to a process of the same version, on a machine of any byte order.
+    /// The fingerprint for a message to a process of the same version, on a machine of any byte
+    /// order.
     pub fn to_bytes(&self) -> [u8; Self::WIRE_BYTES] {
         let words = [
             self.sequence,

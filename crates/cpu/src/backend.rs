@@ -22,8 +22,8 @@ pub(crate) const FOREIGN: BackendError = BackendError::ForeignBuffer { backend: 
 
 /// Runs kernels on the host.
 ///
-/// All batches of a launch run in one parallel scope over all chunks of all tensors, so caps cost nothing here. The bits depend
-/// neither on the threads nor on the SIMD level.
+/// All batches of a launch run in one parallel scope over all chunks of all tensors, so caps cost
+/// nothing here. The bits depend neither on the threads nor on the SIMD level.
 #[derive(Debug)]
 pub struct CpuBackend {
     team: Team,
@@ -153,7 +153,8 @@ impl Backend for CpuBackend {
 
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         if launch.kernel.normed().is_some() {
-            // The sums come from the whole tensor, so tensors are not cut between the threads at any element.
+            // The sums come from the whole tensor, so tensors are not cut between the threads at
+            // any element.
             return self.launch_by_tensor(launch, &|piece| {
                 piece.run();
                 Ok(())

@@ -1,9 +1,11 @@
-//! Launches that go tensor by tensor: those whose parameters and gradients a framework keeps and lends, and those of kernels that
-//! take sums over a tensor before they update it.
+//! Launches that go tensor by tensor: those whose parameters and gradients a framework keeps and
+//! lends, and those of kernels that take sums over a tensor before they update it.
 //!
-//! A framework guards each tensor with its own lock. So a thread holds one tensor at a time: a large tensor is borrowed once and the
-//! whole team works on it; small ones are shared out and each thread borrows its own, one after the other. A kernel that takes sums
-//! profits from the same order: a small tensor stays in its thread's cache between sums and update, a large one in the shared cache.
+//! A framework guards each tensor with its own lock. So a thread holds one tensor at a time: a
+//! large tensor is borrowed once and the whole team works on it; small ones are shared out and each
+//! thread borrows its own, one after the other. A kernel that takes sums profits from the same
+//! order: a small tensor stays in its thread's cache between sums and update, a large one in the
+//! shared cache.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -27,11 +29,12 @@ use crate::window::{covered, window};
 /// Parts that small tensors are cut into for each thread, on the boundaries of tensors.
 pub(crate) const PARTS_PER_THREAD: usize = 32;
 
-/// Lends one tensor: calls [`BorrowedPiece::update`] with its parameter and gradient. It is called from any thread of the team, on one
-/// thread never for two tensors at once.
+/// Lends one tensor: calls [`BorrowedPiece::update`] with its parameter and gradient. It is called
+/// from any thread of the team, on one thread never for two tensors at once.
 pub type Lend<'a> = &'a (dyn Fn(BorrowedPiece<'_>) -> Result<(), BackendError> + Sync);
 
-/// A tensor whose state is at hand and whose parameter and gradient are to be borrowed, if they are not at hand as well.
+/// A tensor whose state is at hand and whose parameter and gradient are to be borrowed, if they are
+/// not at hand as well.
 pub struct BorrowedPiece<'a> {
     call: BorrowedCall<'a>,
     whole: Whole,
@@ -60,10 +63,12 @@ struct BorrowedCall<'a> {
 }
 
 impl CpuBackend {
-    /// Runs a launch of a plan whose tensors are borrowed: `lend` is called once for each tensor, however launches cut it.
+    /// Runs a launch of a plan whose tensors are borrowed: `lend` is called once for each tensor,
+    /// however launches cut it.
     ///
     /// # Errors
-    /// The first error of `lend`; [`BackendError::ForeignBuffer`] if the state's memory is not the host's.
+    /// The first error of `lend`; [`BackendError::ForeignBuffer`] if the state's memory is not the
+    /// host's.
     pub fn launch_borrowed(
         &self,
         launch: Launch<'_>,
@@ -152,7 +157,8 @@ impl BorrowedPiece<'_> {
     /// Updates the piece's elements of `param`, given whole, from `grad`, given whole.
     ///
     /// # Errors
-    /// [`BackendError::OutOfBounds`] if one of them is shorter than the tensor; nothing is written then.
+    /// [`BackendError::OutOfBounds`] if one of them is shorter than the tensor; nothing is written
+    /// then.
     pub fn update(self, param: &mut [u8], grad: &[u8]) -> Result<(), BackendError> {
         let Whole {
             first_element,
@@ -226,7 +232,8 @@ fn sums_of(bytes: &[u8]) -> Option<&[SquareSum]> {
     bytemuck::try_cast_slice(bytes).ok()
 }
 
-/// Refuses sums over whole tensors that are fewer than the tensors, and parts of tensors without them.
+/// Refuses sums over whole tensors that are fewer than the tensors, and parts of tensors without
+/// them.
 fn check_parts(launch: &Launch<'_>, mut tensors: Tensors<'_>) -> Result<(), BackendError> {
     if let Some(sums) = launch.tensor_sums {
         let len_bytes = launch.members.len() * size_of::<[f64; MAX_SUMS]>();

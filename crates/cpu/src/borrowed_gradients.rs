@@ -12,8 +12,8 @@ use crate::backend::partials;
 use crate::borrowed::PARTS_PER_THREAD;
 use crate::tensors::{Tensors, Whole, large_elements, small_elements};
 
-/// Lends one gradient: calls [`BorrowedGradient::read`] with it. It is called from any thread of the team, on one thread never for two
-/// tensors at once.
+/// Lends one gradient: calls [`BorrowedGradient::read`] with it. It is called from any thread of
+/// the team, on one thread never for two tensors at once.
 pub type LendGradient<'a> = &'a (dyn Fn(BorrowedGradient<'_>) -> Result<(), BackendError> + Sync);
 
 /// A tensor whose gradient is to be borrowed.
@@ -35,10 +35,12 @@ struct Call<'a> {
 }
 
 impl CpuBackend {
-    /// Runs a reduction of a plan whose tensors are borrowed: `lend` is called once for each tensor, however launches cut it.
+    /// Runs a reduction of a plan whose tensors are borrowed: `lend` is called once for each
+    /// tensor, however launches cut it.
     ///
     /// # Errors
-    /// The first error of `lend`; [`BackendError::ForeignBuffer`] and [`BackendError::OutOfBounds`] as [`Backend::reduce`].
+    /// The first error of `lend`; [`BackendError::ForeignBuffer`] and [`BackendError::OutOfBounds`]
+    /// as [`Backend::reduce`].
     pub fn reduce_borrowed(
         &self,
         reduce: Reduce<'_>,

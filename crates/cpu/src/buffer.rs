@@ -7,7 +7,8 @@ use fusestep_launch::Buffer;
 
 use crate::cached::ParamSums;
 
-/// Host memory that counts how often it was borrowed to be written, so that what was derived from it can be told from what it holds now.
+/// Host memory that counts how often it was borrowed to be written, so that what was derived from
+/// it can be told from what it holds now.
 #[derive(Debug)]
 pub(crate) struct HostBuffer {
     memory: HostMemory,
@@ -25,7 +26,8 @@ impl HostBuffer {
         }
     }
 
-    /// How often the bytes were borrowed to be written: who finds the same number twice finds the same bytes.
+    /// How often the bytes were borrowed to be written: who finds the same number twice finds the
+    /// same bytes.
     pub(crate) fn times_borrowed(&self) -> u64 {
         self.times_borrowed
     }

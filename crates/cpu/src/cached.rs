@@ -1,8 +1,9 @@
 //! Sums over parameters from one step to the next.
 //!
-//! LARS needs the norm of every parameter before it updates it. The update before had the parameter at hand and took the sum along
-//! ([`fusestep_launch::CachedSum`]), which saves a read of all parameters, as long as nobody has written them in between. The
-//! buffers know: each counts how often it was borrowed to be written.
+//! LARS needs the norm of every parameter before it updates it. The update before had the parameter
+//! at hand and took the sum along ([`fusestep_launch::CachedSum`]), which saves a read of all
+//! parameters, as long as nobody has written them in between. The buffers know: each counts how
+//! often it was borrowed to be written.
 
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
@@ -27,7 +28,8 @@ pub(crate) struct ParamSums {
     of: Option<Written>,
 }
 
-/// How often the memory of the parameters, and that of what is beside them, was borrowed to be written.
+/// How often the memory of the parameters, and that of what is beside them, was borrowed to be
+/// written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Written {
     param: u64,
@@ -35,8 +37,9 @@ struct Written {
 }
 
 impl ParamSums {
-    /// Those that the launch's parameters carry, to be given back by [`ParamSums::keep`] when they have been updated; `None` if the
-    /// kernel has no use for them or the parameters are not kept here. Sums over what has changed since are marked as such.
+    /// Those that the launch's parameters carry, to be given back by [`ParamSums::keep`] when they
+    /// have been updated; `None` if the kernel has no use for them or the parameters are not
+    /// kept here. Sums over what has changed since are marked as such.
     pub(crate) fn take(launch: &mut Launch<'_>) -> Option<Self> {
         launch.kernel.normed()?.cached()?;
         let written = Written::of(launch.lists)?;
@@ -59,7 +62,8 @@ impl ParamSums {
         Some(sums)
     }
 
-    /// Leaves the sums with the parameters, which were written by nobody but the launch since they were taken.
+    /// Leaves the sums with the parameters, which were written by nobody but the launch since they
+    /// were taken.
     pub(crate) fn keep(mut self, lists: &mut [ListBuffer]) {
         self.of = Written::of(lists);
         if let Some(buffer) = param(lists) {
@@ -89,7 +93,8 @@ impl ParamSums {
     }
 }
 
-/// Where the sums of tensors start that lie at these elements of a storage that ends at `end`, padding included.
+/// Where the sums of tensors start that lie at these elements of a storage that ends at `end`,
+/// padding included.
 fn starts(offsets: &[u64], end: u64) -> impl Iterator<Item = usize> {
     let ends = offsets.iter().skip(1).copied().chain([end]);
     let chunks = offsets.iter().zip(ends).map(|(&start, end)| {

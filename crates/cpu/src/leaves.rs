@@ -200,8 +200,8 @@ pub(crate) fn leaf_squares(
 /// step.
 ///
 /// # Errors
-/// As [`fusestep_launch::Backend::leaf_sums`]; [`BackendError::Unavailable`] for a kernel that takes
-/// no sums.
+/// As [`fusestep_launch::Backend::leaf_sums`]; [`BackendError::Unavailable`] for a kernel that
+/// takes no sums.
 pub(crate) fn leaf_sums(
     team: &Team,
     level: Level,

@@ -1,5 +1,5 @@
-//! The records of all batches as one piece of work that can be cut at any element, or at any chunk if sums are taken over what it
-//! changes.
+//! The records of all batches as one piece of work that can be cut at any element, or at any chunk
+//! if sums are taken over what it changes.
 
 use fusestep_elementwise::Tensor;
 use fusestep_launch::{
@@ -11,7 +11,8 @@ use fusestep_simd::Split;
 use crate::update_sums::{Slots, slots};
 use crate::window::{covered, window};
 
-/// Cuts lie on multiples of this many elements, so that two threads never write one cache line of any dtype.
+/// Cuts lie on multiples of this many elements, so that two threads never write one cache line of
+/// any dtype.
 pub(crate) const CUT_ELEMENTS: u64 = 1024;
 
 /// The part of a launch whose elements lie in `first..end` of the storage.
@@ -163,7 +164,8 @@ impl Split for Pieces<'_> {
     }
 }
 
-/// The end of the chunk of a tensor that has storage element `at`, or that ends there; it may lie behind the tensor's last element.
+/// The end of the chunk of a tensor that has storage element `at`, or that ends there; it may lie
+/// behind the tensor's last element.
 fn end_of_chunk(offsets: &[u64], at: u64) -> u64 {
     let tensor = offsets.partition_point(|&offset| offset < at);
     let start = tensor.checked_sub(1).and_then(|tensor| offsets.get(tensor));

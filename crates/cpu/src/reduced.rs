@@ -66,9 +66,9 @@ impl<'a> ReducedPieces<'a> {
     /// All of a launch; `None` if the control block stops the step.
     ///
     /// # Errors
-    /// [`BackendError::Unavailable`] for a kernel that takes sums over tensors and for sums over what
-    /// is changed, neither of which has a place in one pass; [`BackendError::OutOfBounds`] if a list
-    /// or a rank's slice does not hold all that the batches cover.
+    /// [`BackendError::Unavailable`] for a kernel that takes sums over tensors and for sums over
+    /// what is changed, neither of which has a place in one pass; [`BackendError::OutOfBounds`]
+    /// if a list or a rank's slice does not hold all that the batches cover.
     pub(crate) fn new<'l: 'a, 'r: 'a, 'c: 'a>(
         launch: Launch<'l>,
         replicas: Replicas<'r, '_, 'c>,
@@ -286,8 +286,8 @@ fn check(launch: &Launch<'_>, replicas: &Replicas<'_, '_, '_>) -> Result<(), Bac
     let entry = launch.kernel.entry();
     if launch.kernel.normed().is_some() {
         return refuse(format!(
-            "expected a kernel without sums over tensors to reduce and update in one pass, \
-             found `{entry}`; reduce first and update then"
+            "expected a kernel without sums over tensors to reduce and update in one pass, found \
+             `{entry}`; reduce first and update then"
         ));
     }
     if launch.update_sums.is_some() {

@@ -8,11 +8,13 @@ use fusestep_launch::{Batch, Record, UnitSums};
 use crate::cached::ParamSums;
 use crate::update_sums::Slots;
 
-/// Below this many elements the team never works on one tensor together: waking it costs more than it saves.
+/// Below this many elements the team never works on one tensor together: waking it costs more than
+/// it saves.
 const LARGE_ELEMENTS: u64 = 128 * 1024;
 
-/// A tensor of more than a thread's work divided by this would leave the other threads waiting for its own at the end. What the team
-/// does together costs two hand-overs, at which all wait for the last: with 16 here LARS took a tenth longer on ResNet-50.
+/// A tensor of more than a thread's work divided by this would leave the other threads waiting for
+/// its own at the end. What the team does together costs two hand-overs, at which all wait for the
+/// last: with 16 here LARS took a tenth longer on ResNet-50.
 const TENSORS_PER_THREAD: u64 = 5;
 
 /// A tensor of a launch, or the part of it that lies there, put together from the records that its
@@ -118,8 +120,9 @@ impl Iterator for Tensors<'_> {
     }
 }
 
-/// The elements from which on the whole team works on one tensor. Smaller ones are one thread's each: nobody waits for another
-/// between the sums of a tensor and its update, and there are enough of them to leave no thread without work.
+/// The elements from which on the whole team works on one tensor. Smaller ones are one thread's
+/// each: nobody waits for another between the sums of a tensor and its update, and there are enough
+/// of them to leave no thread without work.
 pub(crate) fn large_elements(tensors: Tensors<'_>, threads: usize) -> u64 {
     let total: u64 = tensors.map(|whole| whole.numel).sum();
     (total / (threads as u64 * TENSORS_PER_THREAD)).max(LARGE_ELEMENTS)

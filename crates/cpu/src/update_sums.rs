@@ -96,8 +96,8 @@ fn slot(offsets: &[u64], firsts: &[u64], at: u64) -> u64 {
     (firsts[tensor] + chunks).min(end)
 }
 
-/// The slots of a launch, if it has any; `starts` are the elements of their tensors that its records
-/// begin with.
+/// The slots of a launch, if it has any; `starts` are the elements of their tensors that its
+/// records begin with.
 ///
 /// # Errors
 /// As [`Slots::new`]; [`BackendError::Unavailable`] if a record begins within a chunk, whose sum
@@ -114,8 +114,8 @@ pub(crate) fn slots<'a>(
             backend: NAME,
             reason: format!(
                 "expected records that begin with a chunk of {chunk} elements for sums over what \
-                 is changed, found one that begins with element {start} of its tensor; \
-                 make batches with `limits.measured()` and cut shards at chunks"
+                 is changed, found one that begins with element {start} of its tensor; make \
+                 batches with `limits.measured()` and cut shards at chunks"
             ),
         });
     }

@@ -416,7 +416,8 @@ fn a_list_that_does_not_hold_its_shard_and_parts_without_sums_are_refused() {
         let batches = storage.batches(&(1024..4096));
         let sums = [[1.0; MAX_SUMS]];
         for firsts in [[0, 0, 1, 0], [0, 1025, 0, 0], [2000, 0, 0, 0]] {
-            // What begins later than it should lacks the first element, what begins earlier the last.
+            // What begins later than it should lacks the first element, what begins earlier the
+            // last.
             let firsts = firsts.map(|first| match first {
                 1 => 0u64.wrapping_sub(1),
                 first => first,

@@ -32,8 +32,9 @@ pub enum Sanitize {
     /// As fast as checks allow.
     #[default]
     Off,
-    /// With `-fsanitize=address,undefined`: sees accesses beside the dialect and undefined arithmetic. A program that loads such a
-    /// library must preload the compiler's `libasan.so`.
+    /// With `-fsanitize=address,undefined`: sees accesses beside the dialect and undefined
+    /// arithmetic. A program that loads such a library must preload the compiler's
+    /// `libasan.so`.
     AddressAndUndefined,
 }
 
@@ -82,14 +83,16 @@ impl Options {
     }
 }
 
-/// Builds the driver library with the kernels of `kernels_dir` and returns its path, `out_dir/lib64/libcuda.so.1`.
+/// Builds the driver library with the kernels of `kernels_dir` and returns its path,
+/// `out_dir/lib64/libcuda.so.1`.
 ///
-/// `CUDA_LIBRARY_PATH=out_dir` links with it, `LD_LIBRARY_PATH=out_dir/lib64` runs on it. Nothing is compiled again while sources,
-/// compiler and options stay the same. One build at a time may use an `out_dir`.
+/// `CUDA_LIBRARY_PATH=out_dir` links with it, `LD_LIBRARY_PATH=out_dir/lib64` runs on it. Nothing
+/// is compiled again while sources, compiler and options stay the same. One build at a time may use
+/// an `out_dir`.
 ///
 /// # Errors
-/// [`EmulatorError::EntryForm`] for a kernel entry in another form, [`EmulatorError::Compile`] with the compiler's output, and the
-/// variants for files and a missing compiler.
+/// [`EmulatorError::EntryForm`] for a kernel entry in another form, [`EmulatorError::Compile`] with
+/// the compiler's output, and the variants for files and a missing compiler.
 /// # Cost
 /// A few seconds of compilation.
 pub fn build(

@@ -1,7 +1,8 @@
 // The part of the CUDA language that kernels may use, for a host compiler.
 //
-// kernels/dialect.cuh includes this file where no CUDA compiler reads it. Every access to global memory goes through `dialect`
-// and is checked for the bounds of its allocation and for alignment; a wait hands the processor to the next CUDA thread.
+// kernels/dialect.cuh includes this file where no CUDA compiler reads it. Every access to global
+// memory goes through `dialect` and is checked for the bounds of its allocation and for alignment;
+// a wait hands the processor to the next CUDA thread.
 #pragma once
 
 #include <cmath>
@@ -36,13 +37,15 @@ enum class Access { Load, Store };
 // The running thread's position; the scheduler sets it before a thread runs.
 extern const Position* position;
 
-// Throws, and so ends the launch, unless [address, address + len_bytes) lies in one live allocation and is aligned.
+// Throws, and so ends the launch, unless [address, address + len_bytes) lies in one live allocation
+// and is aligned.
 void check_access(const void* address, std::size_t len_bytes, std::size_t alignment, Access access);
 // The block's memory for one SHARED declaration, which `site` identifies.
 void* shared_memory(const void* site, std::size_t len_bytes);
 void block_sync();
 void grid_sync();
-// Gives `value` (at most 16 bytes) to the lane whose number differs in `lane_mask` and returns that lane's value in its place.
+// Gives `value` (at most 16 bytes) to the lane whose number differs in `lane_mask` and returns that
+// lane's value in its place.
 void shuffle(void* value, std::size_t len_bytes, int lane_mask);
 
 }  // namespace emulator
@@ -155,7 +158,8 @@ inline float widen_f16(unsigned short bits) {
     return sign * (exponent == 0 ? std::ldexp(float(mantissa), -24) : std::ldexp(float(mantissa + 1024), int(exponent) - 25));
 }
 
-// By the definition: the multiple of the last place nearest to the value, ties to even, as the default rounding mode has it.
+// By the definition: the multiple of the last place nearest to the value, ties to even, as the
+// default rounding mode has it.
 inline unsigned short narrow_f16(float value) {
     const unsigned sign = bits_of(value) >> 16 & 0x8000u;
     if (std::isnan(value)) {

@@ -48,7 +48,8 @@ struct Enqueued {
     std::shared_ptr<const std::max_align_t[]> arguments;
 };
 
-// Whether launches on the stream are recorded in place of being run. Nothing else can be enqueued there then.
+// Whether launches on the stream are recorded in place of being run. Nothing else can be enqueued
+// there then.
 bool is_capturing(CUstream stream);
 void record(CUstream stream, const Enqueued& launch);
 // Forgets all graphs and recordings.

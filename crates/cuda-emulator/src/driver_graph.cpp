@@ -1,4 +1,5 @@
-// Driver functions: graphs. A stream that captures records its launches; a graph runs them again, in order, with the same arguments.
+// Driver functions: graphs. A stream that captures records its launches; a graph runs them again,
+// in order, with the same arguments.
 
 #include <list>
 #include <map>

@@ -1,4 +1,5 @@
-// Driver functions: modules, launches, streams and events. Everything enqueued is done at once, in the order of the calls.
+// Driver functions: modules, launches, streams and events. Everything enqueued is done at once, in
+// the order of the calls.
 
 #include <chrono>
 #include <cstring>
@@ -81,7 +82,8 @@ CUresult check_shape(const Kernel& kernel, const LaunchShape& shape) {
     return CUDA_SUCCESS;
 }
 
-// The argument block among the launch's parameters, or null if it was not passed as the kernel takes it.
+// The argument block among the launch's parameters, or null if it was not passed as the kernel
+// takes it.
 const void* argument_block(const Kernel& kernel, void** params, void** extra) {
     // CU_LAUNCH_PARAM_END, CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE
     void *const END = nullptr, *const BUFFER = reinterpret_cast<void*>(1), *const LENGTH = reinterpret_cast<void*>(2);
@@ -111,7 +113,8 @@ CUresult launch(CUfunction function, const LaunchShape& shape, CUstream stream, 
         }
         const void* arguments = argument_block(*kernel, params, extra);
         if (arguments == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        // As on a device, the block is copied when the launch is enqueued, aligned, and every thread reads this one copy.
+        // As on a device, the block is copied when the launch is enqueued, aligned, and every
+        // thread reads this one copy.
         const std::shared_ptr<std::max_align_t[]> copy(new std::max_align_t[kernel->argument_bytes / sizeof(std::max_align_t) + 1]);
         std::memcpy(copy.get(), arguments, kernel->argument_bytes);
         if (is_capturing(stream)) {

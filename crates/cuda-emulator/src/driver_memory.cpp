@@ -1,4 +1,5 @@
-// Driver functions: memory. Copies are done when they return; a device may do the asynchronous ones later.
+// Driver functions: memory. Copies are done when they return; a device may do the asynchronous ones
+// later.
 
 #include <cstdlib>
 #include <cstring>

@@ -17,7 +17,8 @@ struct Entry<'a> {
     parameter: &'a str,
 }
 
-/// The host's version of a `.cu` file: line numbers stay, argument blocks are passed by reference, and every entry is registered.
+/// The host's version of a `.cu` file: line numbers stay, argument blocks are passed by reference,
+/// and every entry is registered.
 pub(crate) fn host_source(path: &Path, source: &str) -> Result<String, EmulatorError> {
     let mut out = format!("#line 1 {:?}\n", path.display().to_string());
     let mut registrations = String::new();

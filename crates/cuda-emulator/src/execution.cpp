@@ -1,4 +1,5 @@
-// How a launch runs: threads one after the other on one stack, and on a stack of their own from their first wait on.
+// How a launch runs: threads one after the other on one stack, and on a stack of their own from
+// their first wait on.
 
 #include <cstdio>
 #include <cstring>
@@ -32,7 +33,8 @@ struct Thread {
 
 namespace {
 
-// Two sets in turn: nobody writes a set again before all lanes have met once more, and so have read it.
+// Two sets in turn: nobody writes a set again before all lanes have met once more, and so have read
+// it.
 struct Exchange {
     alignas(16) unsigned char value[2][WARP_THREADS][16];
 };
@@ -73,7 +75,8 @@ void start_thread(Thread& thread) {
     position = &thread.position;
 }
 
-// Runs threads of a block that have not started until one waits or none is left. A thread that waits takes the stack with it.
+// Runs threads of a block that have not started until one waits or none is left. A thread that
+// waits takes the stack with it.
 void run_threads(Fiber& fiber) {
     while (!run.faulted && run.started < run.start_end) {
         Thread& thread = *run.threads[run.started++];
@@ -173,9 +176,10 @@ void run_block(std::size_t first, std::size_t block_threads) {
     }
 }
 
-// Blocks wait for each other only at the grid's barrier, and between two of these one block is always as far ahead of the rest as it
-// can be: the first of them, then the last, in turn. Whatever a block may not read or write before the others are done, it touches
-// too early in one of the two orders.
+// Blocks wait for each other only at the grid's barrier, and between two of these one block is
+// always as far ahead of the rest as it can be: the first of them, then the last, in turn. Whatever
+// a block may not read or write before the others are done, it touches too early in one of the two
+// orders.
 void run_alive_blocks() {
     const std::size_t block_threads = run.threads.front()->block->threads.size();
     const std::size_t blocks = run.threads.size() / block_threads;

@@ -82,7 +82,8 @@ void Fiber::leave() {
 
 #else
 
-// A context swap asks the operating system for the signal mask every time, a jump does not: it is needed for the first entry only.
+// A context swap asks the operating system for the signal mask every time, a jump does not: it is
+// needed for the first entry only.
 void Fiber::enter() {
     if (_setjmp(outside_point_) != 0) return;
     if (!entered_) {

@@ -10,7 +10,8 @@ namespace emulator {
 
 struct Thread;
 
-// Runs `body` once for each time it is entered while idle. After a fault the frames on it are dropped by `reset`.
+// Runs `body` once for each time it is entered while idle. After a fault the frames on it are
+// dropped by `reset`.
 class Fiber {
 public:
     using Body = void (*)(Fiber&);

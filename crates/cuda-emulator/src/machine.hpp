@@ -1,4 +1,5 @@
-// The emulated device: memory, kernels and how a launch runs. One mutex guards all of it; driver*.cpp takes it in every call.
+// The emulated device: memory, kernels and how a launch runs. One mutex guards all of it;
+// driver*.cpp takes it in every call.
 #pragma once
 
 #include <cstddef>
@@ -56,7 +57,8 @@ struct Kernel {
     unsigned block_threads_max;
     void (*run)(const void* arguments);
 };
-// All of them; they register themselves when the library is loaded, through the lines that the build puts behind each .cu file.
+// All of them; they register themselves when the library is loaded, through the lines that the
+// build puts behind each .cu file.
 std::vector<Kernel>& kernels();
 struct Registration {
     explicit Registration(const Kernel& kernel) { kernels().push_back(kernel); }

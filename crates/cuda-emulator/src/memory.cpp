@@ -10,10 +10,12 @@
 namespace emulator {
 namespace {
 
-// Space after each allocation that belongs to none, so that running over an end never lands in a neighbour.
+// Space after each allocation that belongs to none, so that running over an end never lands in a
+// neighbour.
 constexpr std::size_t GAP_BYTES = 4096;
 constexpr std::size_t ALIGNMENT_BYTES = 256;
-// Device memory is not zeroed: as f32 and as f64 these bytes are a large negative number that no test expects.
+// Device memory is not zeroed: as f32 and as f64 these bytes are a large negative number that no
+// test expects.
 constexpr int FRESH_BYTE = 0xCB;
 // Enough to name an allocation freed not long ago.
 constexpr std::size_t REMEMBERED = 1024;

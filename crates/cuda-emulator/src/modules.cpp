@@ -42,7 +42,8 @@ const Kernel* compiled_kernel(const std::string& name) {
     return nullptr;
 }
 
-// Bytes of the entry's only parameter, `.param .align 8 .b8 NAME_param_0[4096]`; 0 if it is not an array of bytes.
+// Bytes of the entry's only parameter, `.param .align 8 .b8 NAME_param_0[4096]`; 0 if it is not an
+// array of bytes.
 std::size_t declared_argument_bytes(const char* entry, const std::string& name) {
     const std::string parameter = name + "_param_0[";
     const char* at = std::strstr(entry, parameter.c_str());

@@ -24,7 +24,8 @@ pub enum Nccl {
 
 /// Builds a libnccl that runs on the emulated driver and returns its path, `out_dir/libnccl.so.2`.
 ///
-/// Ranks are threads of one process. Nothing is compiled again while source, compiler and options stay the same.
+/// Ranks are threads of one process. Nothing is compiled again while source, compiler and options
+/// stay the same.
 ///
 /// # Errors
 /// As [`build`](crate::build).

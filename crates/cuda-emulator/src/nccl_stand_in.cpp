@@ -1,8 +1,10 @@
-// A libnccl that needs no GPU: the calls that fusestep-collective-nccl makes, between ranks that are threads of one process.
+// A libnccl that needs no GPU: the calls that fusestep-collective-nccl makes, between ranks that
+// are threads of one process.
 //
-// Device memory of the emulated driver is host memory, so operations are copies. Each communicator has a worker thread that carries
-// out one group of operations after the other; until it has, the communicator says "in progress", and nothing blocks the caller.
-// Reductions go from the highest rank down, an order that nobody may rely on.
+// Device memory of the emulated driver is host memory, so operations are copies. Each communicator
+// has a worker thread that carries out one group of operations after the other; until it has, the
+// communicator says "in progress", and nothing blocks the caller. Reductions go from the highest
+// rank down, an order that nobody may rely on.
 
 #include <atomic>
 #include <condition_variable>
@@ -274,7 +276,8 @@ struct ncclConfig {
     int blocking;
 };
 
-// Has a rank misbehave at its job of this number, counted from 1 by each communicator; kind 0 forgets all faults.
+// Has a rank misbehave at its job of this number, counted from 1 by each communicator; kind 0
+// forgets all faults.
 void standInFault(int kind, int rank, int job) {
     const std::lock_guard<std::mutex> lock(registry_mutex);
     if (kind == 0) faults.clear();

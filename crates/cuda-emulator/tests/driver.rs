@@ -1,4 +1,5 @@
-//! The emulated driver, called by a C++ program as a real one would be: each check in a process of its own, for its faults stay.
+//! The emulated driver, called by a C++ program as a real one would be: each check in a process of
+//! its own, for its faults stay.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -50,7 +51,8 @@ impl Probe {
     fn run(&self, check: &str, environment: &[(&str, &str)]) -> Output {
         let mut command = Command::new(&self.program);
         command.arg(check).env("LD_LIBRARY_PATH", &self.libraries);
-        // The system's memory checker may not run under a debugger or a container's tracer, and faults leave handles behind.
+        // The system's memory checker may not run under a debugger or a container's tracer, and
+        // faults leave handles behind.
         command.env("ASAN_OPTIONS", "detect_leaks=0");
         command.envs(environment.iter().copied());
         command.output().expect("the program starts")
@@ -108,7 +110,8 @@ fn threads_that_do_not_meet_fail_the_launch() {
     let text = passes("half_leave", &[]);
     assert!(
         text.contains(
-            "thread (32, 0, 0) waits at block_sync; of its block 32 threads are at block_sync, 32 threads are exited"
+            "thread (32, 0, 0) waits at block_sync; of its block 32 threads are at block_sync, 32 \
+             threads are exited"
         ),
         "{text}"
     );

@@ -1,4 +1,5 @@
-// Calls the emulated driver as a program would. `probe CHECK` prints what went wrong and returns 1, or returns 0.
+// Calls the emulated driver as a program would. `probe CHECK` prints what went wrong and returns 1,
+// or returns 0.
 
 #include <cstdio>
 #include <cstring>

@@ -23,7 +23,8 @@ impl CudaBackend {
         Err(BackendError::Unavailable {
             backend: NAME,
             reason: format!(
-                "device {ordinal} cannot be opened: this build leaves CUDA out; build with the feature `cuda`, or use the cpu backend"
+                "device {ordinal} cannot be opened: this build leaves CUDA out; build with the \
+                 feature `cuda`, or use the cpu backend"
             ),
         })
     }
@@ -131,7 +132,8 @@ mod tests {
         let error = CudaBackend::open(0).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "cuda: device 0 cannot be opened: this build leaves CUDA out; build with the feature `cuda`, or use the cpu backend"
+            "cuda: device 0 cannot be opened: this build leaves CUDA out; build with the feature \
+             `cuda`, or use the cpu backend"
         );
     }
 }

@@ -27,8 +27,8 @@ const GRID_MAX: u32 = i32::MAX as u32;
 
 /// Runs kernels on a CUDA device.
 ///
-/// A launch returns when it is enqueued; a fault of the device shows in a later call, at the latest in
-/// [`Backend::synchronize`]. Methods may be called from any thread.
+/// A launch returns when it is enqueued; a fault of the device shows in a later call, at the latest
+/// in [`Backend::synchronize`]. Methods may be called from any thread.
 #[derive(Debug)]
 pub struct CudaBackend {
     pub(crate) session: Arc<Session>,
@@ -45,8 +45,8 @@ impl CudaBackend {
     /// Opens device `ordinal` with the limits that it and its driver offer.
     ///
     /// # Errors
-    /// [`BackendError::Unavailable`] if there is no driver, no such device, or one too old for the PTX;
-    /// [`BackendError::Device`] with the driver's code if the device cannot be opened.
+    /// [`BackendError::Unavailable`] if there is no driver, no such device, or one too old for the
+    /// PTX; [`BackendError::Device`] with the driver's code if the device cannot be opened.
     pub fn open(ordinal: u32) -> Result<Self, BackendError> {
         let session = Session::open(ordinal)?;
         let limits = LaunchLimits::with_argument_bytes(session.info.argument_bytes);
@@ -161,8 +161,9 @@ impl CudaBackend {
 
     /// Enqueues one launch, whose arguments `write` writes.
     ///
-    /// The caller has checked that everything the arguments refer to lies in buffers that are borrowed until the launch is
-    /// enqueued; buffers are freed only after the driver has waited for it.
+    /// The caller has checked that everything the arguments refer to lies in buffers that are
+    /// borrowed until the launch is enqueued; buffers are freed only after the driver has
+    /// waited for it.
     pub(crate) fn enqueue(
         &self,
         entry: Entry,
@@ -181,8 +182,9 @@ impl CudaBackend {
         let mut parameters: [*mut c_void; 1] = [bytes.as_mut_ptr().cast()];
         let stream = self.session.stream();
         let status = match entry.grid {
-            // SAFETY: `function` takes one parameter of `block.len_bytes()` bytes, of which `bytes` has at least as many; the call
-            // copies them. What they refer to lies in live buffers, as the callers establish (`check_records`, `check_end`,
+            // SAFETY: `function` takes one parameter of `block.len_bytes()` bytes, of which `bytes`
+            // has at least as many; the call copies them. What they refer to lies in
+            // live buffers, as the callers establish (`check_records`, `check_end`,
             // `Slots::at_least`).
             Grid::Apart(_) => unsafe {
                 sys::cuLaunchKernel(
@@ -221,15 +223,16 @@ impl CudaBackend {
         })
     }
 
-    /// The smallest argument block that carries the batch here. A small batch takes the small block whatever the limits: the
-    /// driver copies all of a block for each launch.
+    /// The smallest argument block that carries the batch here. A small batch takes the small block
+    /// whatever the limits: the driver copies all of a block for each launch.
     pub(crate) fn block_for(&self, len_bytes: usize) -> Result<ArgumentBlock, BackendError> {
         let most = self.session.info.argument_bytes;
         ArgumentBlock::for_bytes(len_bytes)
             .filter(|block| block.len_bytes() <= most)
             .ok_or_else(|| {
                 unavailable(format!(
-                    "a batch has {len_bytes} argument bytes, this device takes {most}; plan with the limits of the backend"
+                    "a batch has {len_bytes} argument bytes, this device takes {most}; plan with \
+                     the limits of the backend"
                 ))
             })
     }
@@ -398,8 +401,8 @@ pub(crate) fn argument_bytes(launch: &Launch<'_>, batch: &Batch) -> usize {
         .bytes(batch.records.len(), batch.classes.len())
 }
 
-/// Refuses a batch that is too large for one grid or that reaches beyond a buffer: a device would notice late, or not at all.
-/// `firsts` are those of [`Launch::firsts`].
+/// Refuses a batch that is too large for one grid or that reaches beyond a buffer: a device would
+/// notice late, or not at all. `firsts` are those of [`Launch::firsts`].
 pub(crate) fn check_records(
     (lists, firsts): (&[ListBuffer], &[u64]),
     offsets: &[u64],
@@ -442,8 +445,8 @@ pub(crate) fn check_without_tensor_sums(launch: &Launch<'_>) -> Result<(), Backe
     match launch.tensor_sums {
         None => Ok(()),
         Some(_) => Err(unavailable(format!(
-            "`{}`: expected whole tensors, found parts and the sums over the whole of them; \
-             give whole tensors to ranks (`Ownership::Tensors`)",
+            "`{}`: expected whole tensors, found parts and the sums over the whole of them; give \
+             whole tensors to ranks (`Ownership::Tensors`)",
             launch.kernel.entry()
         ))),
     }

@@ -73,7 +73,8 @@ impl DeviceBuffer {
             (range.start, bits as u32),
             (range.start + 4, (bits >> 32) as u32),
         ] {
-            // SAFETY: `range` lies in the allocation and starts at a multiple of 8, as do all offsets that are given.
+            // SAFETY: `range` lies in the allocation and starts at a multiple of 8, as do all
+            // offsets that are given.
             let status = unsafe { sys::cuMemsetD32Async(address, word, 1, session.stream()) };
             check(status, || "setting a value on the device".to_owned())?;
         }
@@ -104,7 +105,8 @@ impl DeviceBuffer {
         }
         let session = &self.allocation.session;
         session.enter()?;
-        // SAFETY: `range` lies in the allocation; `bytes` is borrowed until the copy is done, which is waited for below.
+        // SAFETY: `range` lies in the allocation; `bytes` is borrowed until the copy is done, which
+        // is waited for below.
         let status = unsafe {
             sys::cuMemcpyHtoDAsync_v2(
                 range.start,
@@ -126,7 +128,8 @@ impl DeviceBuffer {
         }
         let session = &self.allocation.session;
         session.enter()?;
-        // SAFETY: `range` lies in the allocation; `bytes` is borrowed until the copy is done, which is waited for below.
+        // SAFETY: `range` lies in the allocation; `bytes` is borrowed until the copy is done, which
+        // is waited for below.
         let status = unsafe {
             sys::cuMemcpyDtoHAsync_v2(
                 bytes.as_mut_ptr().cast(),
@@ -164,8 +167,9 @@ impl DeviceBuffer {
 impl Drop for Allocation {
     fn drop(&mut self) {
         if self.address != 0 && self.session.enter().is_ok() {
-            // The driver waits for work that uses the memory. An error of earlier work has no one to go to here.
-            // SAFETY: the address was allocated in `zeroed` and is freed once.
+            // The driver waits for work that uses the memory. An error of earlier work has no one
+            // to go to here. SAFETY: the address was allocated in `zeroed` and is freed
+            // once.
             let _ = unsafe { sys::cuMemFree_v2(self.address) };
         }
     }

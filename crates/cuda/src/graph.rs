@@ -60,7 +60,8 @@ impl CudaBackend {
             Ok(executable)
         });
         if !graph.is_null() {
-            // SAFETY: the handle was returned above and is destroyed once; what was made of it has its own copy.
+            // SAFETY: the handle was returned above and is destroyed once; what was made of it has
+            // its own copy.
             let _ = unsafe { sys::cuGraphDestroy(graph) };
         }
         Ok(CapturedGraph {

@@ -38,7 +38,8 @@ impl fmt::Display for DeviceInfo {
         let (driver_major, driver_minor) = self.driver_version;
         write!(
             f,
-            "{}: {}, compute capability {major}.{minor}, driver for CUDA {driver_major}.{driver_minor}, {} MiB, {} multiprocessors, {} argument bytes",
+            "{}: {}, compute capability {major}.{minor}, driver for CUDA \
+             {driver_major}.{driver_minor}, {} MiB, {} multiprocessors, {} argument bytes",
             self.ordinal,
             self.name,
             self.memory_bytes >> 20,
@@ -67,7 +68,8 @@ mod tests {
         };
         assert_eq!(
             info.to_string(),
-            "1: Some GPU, compute capability 9.0, driver for CUDA 12.4, 3072 MiB, 132 multiprocessors, 32764 argument bytes"
+            "1: Some GPU, compute capability 9.0, driver for CUDA 12.4, 3072 MiB, 132 \
+             multiprocessors, 32764 argument bytes"
         );
     }
 }

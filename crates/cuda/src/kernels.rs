@@ -21,7 +21,8 @@ pub(crate) struct Kernels {
     session: Arc<Session>,
     functions: Vec<Function>,
     modules: Vec<Module>,
-    /// The argument block; words, because the driver copies it for parameters that are aligned to 8 bytes.
+    /// The argument block; words, because the driver copies it for parameters that are aligned to
+    /// 8 bytes.
     pub(crate) block: Box<[u64; BLOCK_WORDS]>,
     /// Where sums over tensors go.
     pub(crate) slots: Slots,
@@ -42,7 +43,8 @@ struct Function {
     handle: CUfunction,
 }
 
-// SAFETY: module and function handles belong to the context, not to a thread; the driver locks them itself.
+// SAFETY: module and function handles belong to the context, not to a thread; the driver locks them
+// itself.
 unsafe impl Send for Kernels {}
 
 impl Kernels {
@@ -115,7 +117,8 @@ impl Kernels {
         let entries = fusestep_kernels::entries(stem);
         if entries.is_some_and(|entries| !entries.contains(&name.as_str())) {
             return Err(unavailable(format!(
-                "expected a device entry `{name}`, found none in the PTX of `{stem}`; use the cpu backend"
+                "expected a device entry `{name}`, found none in the PTX of `{stem}`; use the cpu \
+                 backend"
             )));
         }
         let module = self.module(stem)?;
@@ -164,11 +167,13 @@ impl Kernels {
         Ok(handle)
     }
 
-    /// Unloads the modules; the context must be current and nothing that was launched may still run.
+    /// Unloads the modules; the context must be current and nothing that was launched may still
+    /// run.
     fn unload(&mut self) {
         self.functions.clear();
         for module in self.modules.drain(..) {
-            // SAFETY: each handle comes from a successful load and is unloaded once; its functions are forgotten above.
+            // SAFETY: each handle comes from a successful load and is unloaded once; its functions
+            // are forgotten above.
             let _ = unsafe { sys::cuModuleUnload(module.handle) };
         }
     }
@@ -176,7 +181,8 @@ impl Kernels {
 
 impl Drop for Kernels {
     fn drop(&mut self) {
-        // Modules must not go while their code runs. After a fault of the device nothing runs, and nothing can be unloaded either.
+        // Modules must not go while their code runs. After a fault of the device nothing runs, and
+        // nothing can be unloaded either.
         if self.session.synchronize().is_ok() {
             self.unload();
         }

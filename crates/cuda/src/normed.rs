@@ -1,7 +1,8 @@
 //! How kernels that take sums over a tensor first are launched.
 //!
-//! Where a grid can wait for itself and no tensor goes on from one launch to the next, each batch is one cooperative launch. Else
-//! all batches take their sums first and then all update, with the same bits.
+//! Where a grid can wait for itself and no tensor goes on from one launch to the next, each batch
+//! is one cooperative launch. Else all batches take their sums first and then all update, with the
+//! same bits.
 
 use std::sync::Arc;
 
@@ -26,7 +27,8 @@ pub(crate) struct Slots {
 }
 
 impl Slots {
-    /// The address of at least `count` slots. Only a launch of more chunks than any before allocates.
+    /// The address of at least `count` slots. Only a launch of more chunks than any before
+    /// allocates.
     pub(crate) fn at_least(
         &mut self,
         session: &Arc<Session>,
@@ -126,7 +128,8 @@ impl CudaBackend {
         self.grid_sync() == GridSync::Offered && uncut
     }
 
-    /// Chunks of a wave: as many as half of the shared cache holds, for the update to find what the sums have read.
+    /// Chunks of a wave: as many as half of the shared cache holds, for the update to find what the
+    /// sums have read.
     pub(crate) fn wave_chunks(&self, launch: &Launch<'_>) -> u32 {
         if let Some(asked) = self.asked_wave_chunks() {
             return asked.get();
@@ -147,7 +150,9 @@ pub(crate) fn check_chunks(launch: &Launch<'_>) -> Result<(), BackendError> {
         return Ok(());
     }
     Err(unavailable(format!(
-        "`{}` takes sums over chunks of {CHUNK_ELEMENTS} elements, the launch has chunks of {}; make batches with `limits.of(kernel)`, or `limits.measured()` for sums over what is changed",
+        "`{}` takes sums over chunks of {CHUNK_ELEMENTS} elements, the launch has chunks of {}; \
+         make batches with `limits.of(kernel)`, or `limits.measured()` for sums over what is \
+         changed",
         launch.kernel.entry(),
         launch.limits.chunk_elements
     )))
@@ -156,7 +161,8 @@ pub(crate) fn check_chunks(launch: &Launch<'_>) -> Result<(), BackendError> {
 /// Slots that a launch takes, one for each chunk.
 ///
 /// # Errors
-/// [`BackendError::Unavailable`] for batches that are not cut at the chunks of the sums, or too many chunks.
+/// [`BackendError::Unavailable`] for batches that are not cut at the chunks of the sums, or too
+/// many chunks.
 pub(crate) fn slot_count(launch: &Launch<'_>) -> Result<u64, BackendError> {
     check_chunks(launch)?;
     let chunks = launch.batches.iter().map(|batch| u64::from(batch.chunks));

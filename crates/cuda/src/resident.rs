@@ -22,15 +22,15 @@ use crate::update_sums::check_update_sums;
 /// Elements that a thread takes at a time, and threads of the smallest block worth its place.
 const THREAD_ELEMENTS: u64 = 4;
 const LEAST_THREADS: u64 = 32;
-/// Of the largest block: the table's scalars are in registers, which leaves room for three blocks of 256 threads on a multiprocessor
-/// and for one of 512.
+/// Of the largest block: the table's scalars are in registers, which leaves room for three blocks
+/// of 256 threads on a multiprocessor and for one of 512.
 const MOST_THREADS: u64 = 256;
 
 /// The tables of one launch, one for each batch.
 #[derive(Debug)]
 pub(crate) struct DeviceTable {
-    /// The lists, the control block, the slots for update sums and the element that each list begins
-    /// with, or the list and then the partial sums, that the tables were built from.
+    /// The lists, the control block, the slots for update sums and the element that each list
+    /// begins with, or the list and then the partial sums, that the tables were built from.
     addresses: Vec<u64>,
     /// Of the kernel that it was built for.
     entry: &'static str,
@@ -149,8 +149,8 @@ impl CudaBackend {
         })
     }
 
-    /// The lists' addresses, those of the control block and of the slots for update sums, or 0, and the
-    /// elements that the lists begin with.
+    /// The lists' addresses, those of the control block and of the slots for update sums, or 0, and
+    /// the elements that the lists begin with.
     fn launch_addresses(&self, launch: &Launch<'_>) -> Result<Vec<u64>, BackendError> {
         let count = launch.lists.len();
         let mut addresses = Vec::with_capacity(2 * count + 2);
@@ -334,8 +334,8 @@ fn own(table: &dyn ResidentTable) -> Result<&DeviceTable, BackendError> {
     table.ok_or(BackendError::ForeignTable { backend: NAME })
 }
 
-/// Threads of a block: as many as its share of the elements keeps busy. Many small tensors in blocks of 512 would leave most threads
-/// idle, and few such blocks fit on the device at once.
+/// Threads of a block: as many as its share of the elements keeps busy. Many small tensors in
+/// blocks of 512 would leave most threads idle, and few such blocks fit on the device at once.
 fn threads_for(batch: &Batch) -> u32 {
     let elements = batch.elements() / u64::from(batch.chunks.max(1));
     let threads = elements.div_ceil(THREAD_ELEMENTS).next_power_of_two();

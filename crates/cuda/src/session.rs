@@ -14,7 +14,8 @@ use crate::{DeviceInfo, GridSync, NAME};
 /// The driver from which on a launch takes large arguments: CUDA 12.1.
 const LARGE_ARGUMENTS_DRIVER: (u32, u32) = (12, 1);
 
-/// The compute capability that the PTX is compiled for, and from which on a launch takes large arguments.
+/// The compute capability that the PTX is compiled for, and from which on a launch takes large
+/// arguments.
 const LEAST_COMPUTE_CAPABILITY: (u32, u32) = (7, 0);
 
 /// A device that is kept open by the backend and by each of its buffers.
@@ -32,7 +33,8 @@ impl Session {
         let status = unsafe { sys::cuInit(0) };
         if status != CUresult::CUDA_SUCCESS {
             return Err(unavailable(format!(
-                "the driver does not start, with code {}: {}; check the output of `nvidia-smi`, or use the cpu backend",
+                "the driver does not start, with code {}: {}; check the output of `nvidia-smi`, \
+                 or use the cpu backend",
                 status as i32,
                 describe(status)
             )));
@@ -41,7 +43,8 @@ impl Session {
         if info.compute_capability < LEAST_COMPUTE_CAPABILITY {
             let (major, minor) = info.compute_capability;
             return Err(unavailable(format!(
-                "device {ordinal} ({}): expected compute capability 7.0 or newer, found {major}.{minor}; use the cpu backend",
+                "device {ordinal} ({}): expected compute capability 7.0 or newer, found \
+                 {major}.{minor}; use the cpu backend",
                 info.name
             )));
         }
@@ -58,7 +61,8 @@ impl Session {
         })
     }
 
-    /// Makes the context the calling thread's. Every use of the driver starts with it: threads have no context of their own.
+    /// Makes the context the calling thread's. Every use of the driver starts with it: threads have
+    /// no context of their own.
     pub(crate) fn enter(&self) -> Result<(), BackendError> {
         // SAFETY: the context is retained until `self.context` is dropped.
         let status = unsafe { sys::cuCtxSetCurrent(self.context.as_raw()) };
@@ -85,7 +89,8 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        // The fields' own drops follow, on a thread that may not have had the context. An error here has no one to go to.
+        // The fields' own drops follow, on a thread that may not have had the context. An error
+        // here has no one to go to.
         let _ = self.enter();
     }
 }

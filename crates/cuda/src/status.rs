@@ -9,7 +9,8 @@ use fusestep_launch::BackendError;
 
 use crate::NAME;
 
-/// An error with the driver's own code, name and text, unless the call succeeded. `operation` is what was being done.
+/// An error with the driver's own code, name and text, unless the call succeeded. `operation` is
+/// what was being done.
 pub(crate) fn check(
     status: CUresult,
     operation: impl FnOnce() -> String,
@@ -43,7 +44,8 @@ pub(crate) fn describe(status: CUresult) -> String {
     type Lookup = unsafe extern "C" fn(CUresult, *mut *const c_char) -> CUresult;
     let look_up = |function: Lookup| {
         let mut text = ptr::null();
-        // SAFETY: both functions of this type write a pointer to a string that lives as long as the driver, or return an error.
+        // SAFETY: both functions of this type write a pointer to a string that lives as long as the
+        // driver, or return an error.
         let found = unsafe { function(status, &mut text) };
         if found != CUresult::CUDA_SUCCESS || text.is_null() {
             return None;

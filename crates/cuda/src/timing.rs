@@ -8,7 +8,8 @@ use std::time::Duration;
 pub struct DeviceTime {
     /// How many steps there were.
     pub steps: NonZeroU32,
-    /// From the first step's start to the last one's end by the device's clock, gaps in which it waited for the host included.
+    /// From the first step's start to the last one's end by the device's clock, gaps in which it
+    /// waited for the host included.
     pub device: Duration,
     /// From before the first step was enqueued until the host has seen the last one's end.
     pub wall: Duration,
@@ -41,12 +42,15 @@ mod events {
     use crate::status::{check, wrapped};
 
     impl CudaBackend {
-        /// Enqueues `step` so many times, numbered from 0, between two events, and waits for the last.
+        /// Enqueues `step` so many times, numbered from 0, between two events, and waits for the
+        /// last.
         ///
-        /// What was enqueued before is waited for first. A step that waits for the device is timed with its waiting.
+        /// What was enqueued before is waited for first. A step that waits for the device is timed
+        /// with its waiting.
         ///
         /// # Errors
-        /// The first error of `step`, and none is enqueued after it; [`BackendError::Device`] with the driver's code.
+        /// The first error of `step`, and none is enqueued after it; [`BackendError::Device`] with
+        /// the driver's code.
         pub fn timed<E: From<BackendError>>(
             &self,
             steps: NonZeroU32,
@@ -71,10 +75,12 @@ mod events {
             })
         }
 
-        /// Enqueues a copy of the first `len_bytes` bytes from one buffer of this device to another.
+        /// Enqueues a copy of the first `len_bytes` bytes from one buffer of this device to
+        /// another.
         ///
         /// # Errors
-        /// [`BackendError::OutOfBounds`] if a buffer is shorter, [`BackendError::ForeignBuffer`]; nothing is enqueued then.
+        /// [`BackendError::OutOfBounds`] if a buffer is shorter, [`BackendError::ForeignBuffer`];
+        /// nothing is enqueued then.
         /// # Cost
         /// Twice `len_bytes` of memory traffic.
         pub fn copy(
@@ -98,7 +104,8 @@ mod events {
             }
             self.session.enter()?;
             let stream = self.session.stream();
-            // SAFETY: both buffers have `len_bytes` bytes, as was checked above, and memory is freed only behind what uses it.
+            // SAFETY: both buffers have `len_bytes` bytes, as was checked above, and memory is
+            // freed only behind what uses it.
             let status = unsafe {
                 sys::cuMemcpyDtoDAsync_v2(to.address(), from.address(), len_bytes, stream)
             };

@@ -17,18 +17,21 @@ impl CudaBackend {
     }
 }
 
-/// Refuses a launch that leaves sums and whose table is in its arguments: there are entries for tables in memory only.
+/// Refuses a launch that leaves sums and whose table is in its arguments: there are entries for
+/// tables in memory only.
 pub(crate) fn check_without_update_sums(launch: &Launch<'_>) -> Result<(), BackendError> {
     match launch.update_sums {
         None => Ok(()),
         Some(_) => Err(unavailable(format!(
-            "`{}`: expected a table in the device's memory for a launch that leaves sums over what it changes, found one in arguments; plan with resident tables",
+            "`{}`: expected a table in the device's memory for a launch that leaves sums over \
+             what it changes, found one in arguments; plan with resident tables",
             launch.kernel.entry()
         ))),
     }
 }
 
-/// Refuses a launch whose chunks are not those of the sums, or that would leave one behind its slots.
+/// Refuses a launch whose chunks are not those of the sums, or that would leave one behind its
+/// slots.
 pub(crate) fn check_update_sums(launch: &Launch<'_>) -> Result<(), BackendError> {
     let Some(sums) = &launch.update_sums else {
         return Ok(());

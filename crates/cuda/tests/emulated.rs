@@ -1,5 +1,6 @@
-//! The CUDA backend, on whatever driver the process finds: the emulated one under `cargo xtask emulate`, a real one under
-//! `cargo xtask gpu`. What only the emulator can show is skipped elsewhere, and the skip is printed.
+//! The CUDA backend, on whatever driver the process finds: the emulated one under `cargo xtask
+//! emulate`, a real one under `cargo xtask gpu`. What only the emulator can show is skipped
+//! elsewhere, and the skip is printed.
 
 mod common;
 
@@ -8,9 +9,7 @@ use fusestep_adagrad::Adagrad;
 use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::{Adam, SecondMoment};
 use fusestep_fused_sgd::{Nesterov, Sgd};
-use fusestep_launch::{
-    Backend, BackendError, LaunchLimits, Objective, Precision, WeightDecay,
-};
+use fusestep_launch::{Backend, BackendError, LaunchLimits, Objective, Precision, WeightDecay};
 use fusestep_lion::Lion;
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::DType;
@@ -215,7 +214,8 @@ fn memory_is_zeroed_and_bounded() {
     let error = backend.write(buffer.as_mut(), 991, &[7; 10]).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "cuda: copy of 10 bytes at offset 991: expected a buffer of at least that length, found 1000 bytes"
+        "cuda: copy of 10 bytes at offset 991: expected a buffer of at least that length, found \
+         1000 bytes"
     );
     assert!(
         backend

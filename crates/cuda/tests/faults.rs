@@ -1,5 +1,6 @@
-//! What the CUDA backend says when things go wrong. A fault of the device stays until its process ends, and the emulated driver is
-//! put into a state by the environment: those tests run in a process of their own.
+//! What the CUDA backend says when things go wrong. A fault of the device stays until its process
+//! ends, and the emulated driver is put into a state by the environment: those tests run in a
+//! process of their own.
 
 mod common;
 
@@ -16,7 +17,8 @@ use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::Case;
 
-/// Runs one of the ignored tests of this file in a process of its own, on the emulator; elsewhere it is skipped.
+/// Runs one of the ignored tests of this file in a process of its own, on the emulator; elsewhere
+/// it is skipped.
 fn alone(test: &str, environment: &[(&str, &str)]) -> Option<String> {
     if !cuda().device_info().name.contains("emulator") {
         println!("skipped {test}: only the emulated driver can be put into this state");
@@ -65,7 +67,8 @@ fn a_launch_beyond_its_buffers_is_refused_before_it_starts() {
     assert!(launch_one(&cuda(), kernel.as_ref(), u64::MAX / 8).is_err());
 }
 
-/// An f64 kernel that declares its lists as f32: the device reads twice as far as the buffers reach.
+/// An f64 kernel that declares its lists as f32: the device reads twice as far as the buffers
+/// reach.
 struct Liar {
     kernel: Box<dyn MultiTensorKernel>,
     lists: Vec<TensorList>,
@@ -131,7 +134,8 @@ fn alone_out_of_bounds() {
     let error = launch_one(&backend, &Liar { kernel, lists }, 0).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "cuda: waiting for the device failed with code 700: CUDA_ERROR_ILLEGAL_ADDRESS, an illegal memory access was encountered"
+        "cuda: waiting for the device failed with code 700: CUDA_ERROR_ILLEGAL_ADDRESS, an \
+         illegal memory access was encountered"
     );
     for error in [
         backend.read(state.as_ref(), 0, &mut [0]).unwrap_err(),
@@ -155,8 +159,8 @@ fn a_machine_without_a_device_says_so() {
 fn alone_no_device() {
     assert_eq!(
         CudaBackend::open(0).unwrap_err().to_string(),
-        "cuda: the driver does not start, with code 100: CUDA_ERROR_NO_DEVICE, no CUDA-capable device is detected; \
-         check the output of `nvidia-smi`, or use the cpu backend"
+        "cuda: the driver does not start, with code 100: CUDA_ERROR_NO_DEVICE, no CUDA-capable \
+         device is detected; check the output of `nvidia-smi`, or use the cpu backend"
     );
 }
 

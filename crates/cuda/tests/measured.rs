@@ -1,5 +1,6 @@
-//! Launches that leave sums over what they change, on the device: in every way there is to run a step, cut in every way, and with the
-//! bits of the host. What the emulator finds in kernels that sum wrongly is at the end: mutants, each in a process of its own.
+//! Launches that leave sums over what they change, on the device: in every way there is to run a
+//! step, cut in every way, and with the bits of the host. What the emulator finds in kernels that
+//! sum wrongly is at the end: mutants, each in a process of its own.
 
 mod common;
 
@@ -123,7 +124,8 @@ fn lists_of(
     Ok(lists)
 }
 
-/// One step of a rule over tensors at these offsets, which lie in slots of their own; with so many slots for so many chunks.
+/// One step of a rule over tensors at these offsets, which lie in slots of their own; with so many
+/// slots for so many chunks.
 fn step_at(
     backend: &dyn Backend,
     rule: &Optimizer,

@@ -1,5 +1,6 @@
-//! LARS and LAMB on the device: waves in one cooperative launch, and sums and updates apart, with the bits of the host. What the
-//! emulator finds in kernels that wait wrongly is at the end: mutants, each in a process of its own.
+//! LARS and LAMB on the device: waves in one cooperative launch, and sums and updates apart, with
+//! the bits of the host. What the emulator finds in kernels that wait wrongly is at the end:
+//! mutants, each in a process of its own.
 
 mod common;
 
@@ -30,7 +31,8 @@ fn rules() -> [Optimizer; 2] {
     ]
 }
 
-/// The device in all ways it can take sums: waves as its cache asks, of one tensor, of a few, and no waves at all.
+/// The device in all ways it can take sums: waves as its cache asks, of one tensor, of a few, and
+/// no waves at all.
 fn ways() -> Vec<(&'static str, CudaBackend)> {
     let waves = |chunks| cuda().with_wave_chunks(NonZeroU32::new(chunks).unwrap());
     vec![
@@ -235,8 +237,8 @@ const MUTANTS: [Mutant; 4] = [
             "            update_chunks(first_chunk, end_chunk);\n        }\n    }\n\n    // The waves",
         )],
     },
-    // Sums of every wave in the same slots, with one wait per wave: a block without work in a wave writes the next wave's sums while
-    // others still read.
+    // Sums of every wave in the same slots, with one wait per wave: a block without work in a wave
+    // writes the next wave's sums while others still read.
     Mutant {
         name: "single_buffered_partials",
         edits: &[

@@ -1,5 +1,6 @@
-//! Resident tables, steps that the host does not wait for, and graphs: the bits of tables in arguments and of the host. What the
-//! emulator finds in kernels that read a table wrongly is at the end: mutants, each in a process of its own.
+//! Resident tables, steps that the host does not wait for, and graphs: the bits of tables in
+//! arguments and of the host. What the emulator finds in kernels that read a table wrongly is at
+//! the end: mutants, each in a process of its own.
 
 mod common;
 
@@ -211,7 +212,8 @@ fn what_cannot_be_recorded_is_refused() {
         .plan(&case.params)
         .unwrap();
     let mut state = allocate(&in_arguments, &case, &backend);
-    let expected = "step: expected one that the device runs without the host, found that its tables are in arguments; plan with resident tables, or use `run`";
+    let expected = "step: expected one that the device runs without the host, found that its \
+                    tables are in arguments; plan with resident tables, or use `run`";
     let error = in_arguments.capture(&mut state, &backend).unwrap_err();
     assert_eq!(error.to_string(), expected);
     let error = in_arguments.enqueue(&mut state, &backend).unwrap_err();
@@ -305,7 +307,8 @@ const MUTANTS: [Mutant; 5] = [
         edits: &[(
             "multi_tensor.cuh",
             "            return behind_records(chunk);\n",
-            "            return behind_records(chunk + 1 == gridDim.x && chunk > 0 ? chunk - 1 : chunk);\n",
+            "            return behind_records(chunk + 1 == gridDim.x && chunk > 0 ? chunk - 1 : \
+             chunk);\n",
         )],
     },
     // What 32 bits do to a tensor of 2^32 elements, at a size that a test can have.

@@ -22,14 +22,16 @@ pub struct Cached<'a> {
     pub valid: &'a AtomicBool,
 }
 
-/// [`crate::run_format`] for whole leaves of one tensor, its last one perhaps shorter; leaves in `leaves` the sum of squares over the
-/// parameters written in each, in the fixed tree of [`crate::square_sum`]: folded, the bits of [`crate::chunk_sums`] over them. Of a
-/// parameter with a master it is the master's.
+/// [`crate::run_format`] for whole leaves of one tensor, its last one perhaps shorter; leaves in
+/// `leaves` the sum of squares over the parameters written in each, in the fixed tree of
+/// [`crate::square_sum`]: folded, the bits of [`crate::chunk_sums`] over them. Of a parameter with
+/// a master it is the master's.
 ///
 /// # Panics
 /// As [`crate::run_format`]; if there is no place for each leaf.
 /// # Cost
-/// That of the update, and arithmetic on what the cache still holds: a leaf is summed as soon as it is updated.
+/// That of the update, and arithmetic on what the cache still holds: a leaf is summed as soon as it
+/// is updated.
 pub fn run_leaves_format<C: Compute, U: Update<C, N>, const N: usize>(
     update: &U,
     format: Format,

@@ -20,7 +20,8 @@ pub(crate) trait Changes<C: Compute> {
     /// Takes those of `count` elements from `first` of the leaf on.
     fn add(&mut self, first: usize, count: usize, old: &[C; LANES], new: &[C; LANES]);
 
-    /// Takes those of half of the `2 · LANES` elements from `first` on: 0 for those at even places, 1 for those at odd ones.
+    /// Takes those of half of the `2 · LANES` elements from `first` on: 0 for those at even places,
+    /// 1 for those at odd ones.
     fn add_half(&mut self, first: usize, half: usize, old: &[C; LANES], new: &[C; LANES]);
 }
 
@@ -39,11 +40,12 @@ impl<C: Compute> Changes<C> for Ignored {
 
 /// The squares of a leaf, added up in its lanes.
 ///
-/// They stay in memory: 64 of f64 beside those of an update are more than any instruction set has registers for, and the nearest cache
-/// gives them back before the next row needs them.
+/// They stay in memory: 64 of f64 beside those of an update are more than any instruction set has
+/// registers for, and the nearest cache gives them back before the next row needs them.
 struct Squares {
     lanes: [f64; NORM_LANES],
-    /// Lanes of which blocks of pairs are the first to add: of two blocks in a row, the even and the odd ones.
+    /// Lanes of which blocks of pairs are the first to add: of two blocks in a row, the even and
+    /// the odd ones.
     pairs: [[[f64; LANES]; 2]; 2],
 }
 
@@ -107,7 +109,8 @@ where
     S: Storage<C>,
     R: Rounding,
 {
-    /// Updates whole leaves from a chunk's start on, the last one perhaps shorter, and leaves in `leaves` Σ (new − old)² over each.
+    /// Updates whole leaves from a chunk's start on, the last one perhaps shorter, and leaves in
+    /// `leaves` Σ (new − old)² over each.
     #[inline(always)]
     pub(crate) fn update_measured<U: Update<C, N>>(
         &mut self,
@@ -159,7 +162,8 @@ where
         fold(squares.lanes)
     }
 
-    /// Updates as many of the elements `first..end` as there are blocks of pairs; returns where they end.
+    /// Updates as many of the elements `first..end` as there are blocks of pairs; returns where
+    /// they end.
     #[inline(always)]
     fn update_leaf_pairs<U: Update<C, N>, const SCALED: bool>(
         &mut self,

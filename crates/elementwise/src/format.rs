@@ -65,12 +65,13 @@ impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, 
     }
 }
 
-/// Runs an update over all tensors of a call, whose lists are those of [`Format::lists`] with `N` roles of state: parameter,
-/// gradient, state, and what is beside the parameter. Whatever the format, an update is written for values of `C` alone.
+/// Runs an update over all tensors of a call, whose lists are those of [`Format::lists`] with `N`
+/// roles of state: parameter, gradient, state, and what is beside the parameter. Whatever the
+/// format, an update is written for values of `C` alone.
 ///
 /// # Panics
-/// If `C` is not the type that `format` is computed in, or a list is missing or of another type: backends bring the lists that the
-/// kernel declared.
+/// If `C` is not the type that `format` is computed in, or a list is missing or of another type:
+/// backends bring the lists that the kernel declared.
 pub fn run_format<C: Compute, U: Update<C, N>, const N: usize>(
     update: &U,
     format: Format,

@@ -1,15 +1,17 @@
 //! Sums of squares in a tree fixed by element index.
 //!
 //! ```text
-//! leaf    1,024 consecutive elements of a tensor, counted from its start: lane j of 64 adds the squares of elements j, j + 64, …
+//! leaf    1,024 consecutive elements of a tensor, counted from its start:
+//!         lane j of 64 adds the squares of elements j, j + 64, …
 //!         in order; then the lanes fold by halves, lane j += lane j + h for h = 32, 16, 8, 4, 2, 1
 //! chunk   65,536 elements: 64 leaves, folded in the same way; a missing leaf is 0
 //! tensor  its chunks, added in order
 //! total   its tensors, added in plan order
 //! ```
 //!
-//! Squares of f32 and narrower types are exact in f64. The tree depends on neither threads, blocks, launches nor buffers, so the
-//! sum has the same bits everywhere; `kernels/amp.cu` is the same tree.
+//! Squares of f32 and narrower types are exact in f64. The tree depends on neither threads, blocks,
+//! launches nor buffers, so the sum has the same bits everywhere; `kernels/amp.cu` is the same
+//! tree.
 
 use fusestep_launch::SquareSum;
 use fusestep_simd::{Level, prefetch_ahead};
@@ -25,7 +27,8 @@ pub const LEAF_ELEMENTS: usize = 1024;
 /// Elements of a chunk, whose sum is one value: what one thread or block computes.
 pub const NORM_CHUNK_ELEMENTS: usize = LEAF_ELEMENTS * NORM_LANES;
 
-/// Lanes that are summed side by side. 64 accumulators of f64 do not fit the registers of AVX2; 32 do.
+/// Lanes that are summed side by side. 64 accumulators of f64 do not fit the registers of AVX2; 32
+/// do.
 const COLUMN_LANES: usize = 32;
 
 /// How far ahead of a row cache lines are asked for: the next leaf.
@@ -61,7 +64,8 @@ where
             }
             let rest = &chunk[whole * LEAF_ELEMENTS..];
             if !rest.is_empty() {
-                // Adding 0 to a sum of squares changes no bit, so a leaf that ends early is one that goes on with zeros.
+                // Adding 0 to a sum of squares changes no bit, so a leaf that ends early is one
+                // that goes on with zeros.
                 let mut padded = [P::zeroed(); LEAF_ELEMENTS];
                 padded[..rest.len()].copy_from_slice(rest);
                 leaves[whole] = leaf_sum::<C, P>(&padded, &padded, 0);
@@ -126,10 +130,12 @@ pub(crate) fn prefetch_half_row<P>(list: &[P], first: usize) {
     }
 }
 
-/// The sum of squares of a leaf's values; `ahead` is called with the first element of a part of a row before its values.
+/// The sum of squares of a leaf's values; `ahead` is called with the first element of a part of a
+/// row before its values.
 #[expect(
     clippy::needless_range_loop,
-    reason = "over an iterator the running sums leave their registers, which takes four times as long"
+    reason = "over an iterator the running sums leave their registers, which takes four times as \
+              long"
 )]
 #[inline(always)]
 pub(crate) fn sum_leaf(value: impl Fn(usize) -> f64, ahead: impl Fn(usize)) -> f64 {
@@ -149,8 +155,8 @@ pub(crate) fn sum_leaf(value: impl Fn(usize) -> f64, ahead: impl Fn(usize)) -> f
     fold(lanes)
 }
 
-/// A finite sum has no infinite or NaN element. Any other is looked through once more, element by element: the squares of f64 may
-/// overflow where no element is infinite.
+/// A finite sum has no infinite or NaN element. Any other is looked through once more, element by
+/// element: the squares of f64 may overflow where no element is infinite.
 #[inline(always)]
 fn count_if_needed<C, P>(sum: f64, elements: &[P]) -> u64
 where

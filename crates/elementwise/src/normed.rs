@@ -19,7 +19,8 @@ const CHUNK: usize = CHUNK_ELEMENTS as usize;
 /// Chunks whose sums are kept at a time, on the stack: 2 KiB, and 16 million elements.
 const GROUP: usize = MAX_SHARED;
 
-/// Cuts lie on multiples of this many elements, so that two threads never write one cache line of any dtype.
+/// Cuts lie on multiples of this many elements, so that two threads never write one cache line of
+/// any dtype.
 const CUT_ELEMENTS: u64 = 1024;
 
 /// A tensor in host memory, or a part of one, and what updates it.
@@ -41,23 +42,26 @@ pub struct Tensor<'a> {
     pub first_element: u64,
     /// The elements in each of the kernel's lists.
     pub lists: [HostList<'a>; MAX_LISTS],
-    /// Sums that the tensor's last update took along, and where this one leaves them, if somebody sees to it that they are still
-    /// those of the parameters.
+    /// Sums that the tensor's last update took along, and where this one leaves them, if somebody
+    /// sees to it that they are still those of the parameters.
     pub cached: Option<Cached<'a>>,
-    /// Σ g² over the whole tensor, if somebody has taken it: chunks of the fixed tree, added in order.
+    /// Σ g² over the whole tensor, if somebody has taken it: chunks of the fixed tree, added in
+    /// order.
     pub grad_sum: Option<f64>,
-    /// All sums over the whole tensor that the kernel needs, if somebody has taken them: nothing is
-    /// read for them then, and `grad_sum` is not looked at. Nothing is cached with them.
+    /// All sums over the whole tensor that the kernel needs, if somebody has taken them: nothing
+    /// is read for them then, and `grad_sum` is not looked at. Nothing is cached with them.
     pub sums: Option<[f64; MAX_SUMS]>,
-    /// Places for the sums over what the update changes, one for each chunk, if they are wanted; 0 if the tensor is skipped.
+    /// Places for the sums over what the update changes, one for each chunk, if they are wanted; 0
+    /// if the tensor is skipped.
     pub update_sums: Option<&'a mut [UnitSums]>,
 }
 
-/// Updates one tensor, on all threads of `team` if there is one; takes its sums before if the kernel needs them.
+/// Updates one tensor, on all threads of `team` if there is one; takes its sums before if the
+/// kernel needs them.
 ///
 /// # Cost
-/// A tensor of a kernel that takes sums is read twice, the second time from cache if it fits; but its parameters once if their sum was
-/// cached, and its gradient once if its sum is given.
+/// A tensor of a kernel that takes sums is read twice, the second time from cache if it fits; but
+/// its parameters once if their sum was cached, and its gradient once if its sum is given.
 pub fn step_tensor(tensor: Tensor<'_>, team: Option<&Team>) -> Outcome {
     let Some(normed) = tensor.kernel.normed() else {
         update(tensor, team);
@@ -82,7 +86,8 @@ pub fn step_tensor(tensor: Tensor<'_>, team: Option<&Team>) -> Outcome {
             ..tensor
         };
         let cached = finished.caching().map(|(_, cached)| cached.valid);
-        // Between the two nobody may take the sums for those of the parameters, a caller that survives a panic included.
+        // Between the two nobody may take the sums for those of the parameters, a caller that
+        // survives a panic included.
         if let Some(valid) = cached {
             valid.store(false, Ordering::Relaxed);
         }
@@ -96,8 +101,8 @@ pub fn step_tensor(tensor: Tensor<'_>, team: Option<&Team>) -> Outcome {
     outcome
 }
 
-/// The update, once what it needs of the whole tensor is in its set. The chunks whose sums were taken last come first: they may
-/// still be in the cache of the thread that took them.
+/// The update, once what it needs of the whole tensor is in its set. The chunks whose sums were
+/// taken last come first: they may still be in the cache of the thread that took them.
 fn update(tensor: Tensor<'_>, team: Option<&Team>) {
     if tensor.kernel.normed().is_none() {
         return match team {

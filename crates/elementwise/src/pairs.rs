@@ -1,8 +1,9 @@
 //! The loop over lists that all hold bf16: two neighbours in a 32-bit word.
 //!
-//! A bf16 is the upper half of an f32, so of a word of two the one widens by a shift and the other by a mask, and both come back
-//! with a mask, a shift and an or. Sixteen words make two vectors of f32, those at even and those at odd places, without a shuffle,
-//! of which a conversion by the element takes two for each list: worth a fifth of the time of Adam all in bf16.
+//! A bf16 is the upper half of an f32, so of a word of two the one widens by a shift and the other
+//! by a mask, and both come back with a mask, a shift and an or. Sixteen words make two vectors of
+//! f32, those at even and those at odd places, without a shuffle, of which a conversion by the
+//! element takes two for each list: worth a fifth of the time of Adam all in bf16.
 
 use bytemuck::Pod;
 
@@ -29,8 +30,8 @@ where
     pub(crate) const PAIRED: bool =
         size_of::<K::Beside>() == 0 && K::Param::PAIRED && (N == 0 || S::PAIRED);
 
-    /// Updates elements by the pair from the first on, only where [`Self::PAIRED`]; returns how many, all but the last 16 to 47, which the
-    /// caller updates.
+    /// Updates elements by the pair from the first on, only where [`Self::PAIRED`]; returns how
+    /// many, all but the last 16 to 47, which the caller updates.
     #[inline(always)]
     pub(crate) fn update_all_pairs<U: Update<C, N>, const SCALED: bool>(
         &mut self,
@@ -46,8 +47,8 @@ where
         first
     }
 
-    /// Updates the `2 · LANES` elements from `first` on; only where [`Self::PAIRED`]. Gradients are multiplied by their factor if
-    /// they are `SCALED`.
+    /// Updates the `2 · LANES` elements from `first` on; only where [`Self::PAIRED`]. Gradients are
+    /// multiplied by their factor if they are `SCALED`.
     #[inline(always)]
     pub(crate) fn update_pairs<U: Update<C, N>, const SCALED: bool>(
         &mut self,
@@ -60,8 +61,9 @@ where
         let state: [Words; N] = std::array::from_fn(|list| load(self.state[list], first));
         let low = self.half::<U, SCALED>(update, set, param, grad, &state, 0);
         let high = self.half::<U, SCALED>(update, set, param, grad, &state, 1);
-        // One test for all, instead of a comparison and a choice for each value: a twentieth of the time in a cache of a rule with two
-        // states. Rules with fewer get slower, and so does rounding at random.
+        // One test for all, instead of a comparison and a choice for each value: a twentieth of the
+        // time in a cache of a rule with two states. Rules with fewer get slower, and so
+        // does rounding at random.
         let asks = N >= 2 && !R::AT_RANDOM;
         let mut nan = asks && unordered(&low.0, &high.0);
         if asks {
@@ -76,9 +78,11 @@ where
         }
     }
 
-    /// Takes the changes of the elements `first..end` by the pair, that many times `2 · LANES`; `old` is what they were.
+    /// Takes the changes of the elements `first..end` by the pair, that many times `2 · LANES`;
+    /// `old` is what they were.
     ///
-    /// By itself, behind the updates of a whole leaf: in the loop of updates words that are used twice were compiled to scalars.
+    /// By itself, behind the updates of a whole leaf: in the loop of updates words that are used
+    /// twice were compiled to scalars.
     #[inline(always)]
     pub(crate) fn measure_pairs(
         &self,
@@ -89,7 +93,8 @@ where
     ) {
         for at in (0..end - first).step_by(2 * LANES) {
             let (old, new) = (load(old, at), load(self.param, first + at));
-            // Not a loop over the halves: one that the compiler does not know becomes a choice for every element.
+            // Not a loop over the halves: one that the compiler does not know becomes a choice for
+            // every element.
             let low = [widen::<C, K::Param>(old, 0), widen::<C, K::Param>(new, 0)];
             changes.add_half(at, 0, &low[0], &low[1]);
             let high = [widen::<C, K::Param>(old, 1), widen::<C, K::Param>(new, 1)];
@@ -263,7 +268,8 @@ mod tests {
         run_slot::<f32, Plain<bf16>, bf16, R, _, 2>(&Mix, HostRun::new(call, all, spans));
     }
 
-    /// All kinds of bf16: NaN, infinities, subnormals and both signs; or only numbers whose updates are numbers.
+    /// All kinds of bf16: NaN, infinities, subnormals and both signs; or only numbers whose updates
+    /// are numbers.
     fn lists(numel: usize, numbers: bool) -> Lists {
         let mut seed = 9u32;
         let mut next = move || {
@@ -280,7 +286,8 @@ mod tests {
     }
 
     fn pairs_are_elements<R: Rounding>(key: &[u8]) {
-        // By 1 pairs do not multiply, elements do; blocks without NaN are narrowed by a path of their own.
+        // By 1 pairs do not multiply, elements do; blocks without NaN are narrowed by a path of
+        // their own.
         for (factor, numbers) in [(0.7, false), (1.0, false), (0.7, true), (1.0, true)] {
             for numel in [
                 0, 1, 15, 16, 31, 32, 33, 47, 48, 49, 79, 80, 81, 95, 96, 97, 1000,

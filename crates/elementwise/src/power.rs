@@ -1,7 +1,8 @@
 //! Powers with the same bits on every machine.
 
-/// xⁿ by repeated squaring of unevaluated sums of two f64: additions, multiplications and exact products only, so every
-/// machine computes the same bits, unlike a library's `pow`, and squaring errors do not pile up with n.
+/// xⁿ by repeated squaring of unevaluated sums of two f64: additions, multiplications and exact
+/// products only, so every machine computes the same bits, unlike a library's `pow`, and squaring
+/// errors do not pile up with n.
 pub fn integer_power(x: f64, n: u64) -> f64 {
     let (mut base, mut exponent, mut product) = ((x, 0.0), n, (1.0, 0.0));
     while exponent > 0 {

@@ -1,4 +1,5 @@
-//! How the loop rounds: to nearest, or at random by keys that do not depend on how the work was cut.
+//! How the loop rounds: to nearest, or at random by keys that do not depend on how the work was
+//! cut.
 
 use fusestep_launch::random_bits::{element_word, tensor_key};
 use fusestep_launch::{HostSpan, KEY_BYTES};
@@ -16,8 +17,8 @@ pub trait Rounding: Copy {
     fn of(key: &[u8], span: &HostSpan) -> Self;
     /// The source from element `first` of the span on.
     fn at(self, first: usize) -> Self;
-    /// 16 random bits for one element of the block: those of list `list`, counted from the parameter without the gradient. Upper
-    /// bits are not specified.
+    /// 16 random bits for one element of the block: those of list `list`, counted from the
+    /// parameter without the gradient. Upper bits are not specified.
     fn random_bits(self, lane: usize, list: usize) -> u32;
 }
 

@@ -1,11 +1,13 @@
 //! The loop.
 //!
-//! The plain version is `for i in 0..numel { update(i) }`. Two deviations, both for memory speed: elements go in blocks of
-//! [`LANES`], whose fixed length the compiler turns into vector instructions, and each block asks for the cache lines
-//! [`prefetch_bytes`] ahead on all streams, worth 13 to 15 % where tensors exceed the cache (`benches/fused_adam.rs`).
-//! What is left over after whole blocks is computed as one more block that ends with the tensor and overlaps the one before; only
-//! a tensor shorter than a block is computed in a copy padded with zeros. Copies of varying length cost a small tensor more than
-//! its arithmetic: 76 ns of 608 for 64 to 512 elements (`fusestep bench` on 10,000 of them).
+//! The plain version is `for i in 0..numel { update(i) }`. Two deviations, both for memory speed:
+//! elements go in blocks of [`LANES`], whose fixed length the compiler turns into vector
+//! instructions, and each block asks for the cache lines [`prefetch_bytes`] ahead on all streams,
+//! worth 13 to 15 % where tensors exceed the cache (`benches/fused_adam.rs`). What is left over
+//! after whole blocks is computed as one more block that ends with the tensor and overlaps the one
+//! before; only a tensor shorter than a block is computed in a copy padded with zeros. Copies of
+//! varying length cost a small tensor more than its arithmetic: 76 ns of 608 for 64 to 512 elements
+//! (`fusestep bench` on 10,000 of them).
 
 use fusestep_launch::{ACROSS_ELEMENTS, AcrossRanks, HostList, HostRun};
 use fusestep_simd::{prefetch_ahead, prefetch_bytes};
@@ -22,8 +24,8 @@ const LINE_BYTES: usize = 64;
 
 /// The update of one element, with `N` state tensors, in arithmetic of `C`.
 ///
-/// Plain operations on `C` only: no fused multiply-add and no reassociation happens behind them, so that the bits are those of
-/// `kernels/STEM.cu`.
+/// Plain operations on `C` only: no fused multiply-add and no reassociation happens behind them, so
+/// that the bits are those of `kernels/STEM.cu`.
 pub trait Update<C: Compute, const N: usize>: Copy + Sync {
     /// The scalars that tensors of one class share at one step.
     type Set: Copy;
@@ -38,7 +40,8 @@ pub trait Update<C: Compute, const N: usize>: Copy + Sync {
     fn element(&self, set: &Self::Set, p: C, g: C, state: [C; N]) -> (C, [C; N]);
 }
 
-/// Runs an update over all tensors of a call. `lists` are: parameter, gradient, then the `N` state tensors.
+/// Runs an update over all tensors of a call. `lists` are: parameter, gradient, then the `N` state
+/// tensors.
 ///
 /// `P` is the storage type of parameter and gradient, `S` that of the state.
 ///
@@ -54,7 +57,8 @@ where
     run_slot::<C, Plain<P>, S, Nearest, U, N>(update, run);
 }
 
-/// [`run`] for any way `K` to keep a parameter and any way `R` to round; the list beside the parameter comes last.
+/// [`run`] for any way `K` to keep a parameter and any way `R` to round; the list beside the
+/// parameter comes last.
 pub(crate) fn run_slot<C, K, S, R, U, const N: usize>(update: &U, run: HostRun<'_, '_>)
 where
     C: Compute,
@@ -63,16 +67,11 @@ where
     R: Rounding,
     U: Update<C, N>,
 {
-    let HostRun {
-        call,
-        lists,
-        spans,
-        across,
-    } = run;
-    let mut lists = lists.into_iter();
+    let call = run.call;
+    let mut lists = run.lists.into_iter();
     let mut next = || lists.next().unwrap_or_default();
     let param = next().elements_mut::<K::Param>();
-    let mut grads = Gradients::<K::Param>::of(next(), across);
+    let mut grads = Gradients::<K::Param>::of(next(), run.across);
     let mut state: [&mut [S]; N] = std::array::from_fn(|_| next().elements_mut::<S>());
     let mut none = Vec::new();
     let beside = beside::<K::Beside>(next(), param.len(), &mut none);
@@ -80,10 +79,11 @@ where
     call.level.run(
         #[inline(always)]
         || {
-            // Copies, since what may lie anywhere in memory may overlap a block, says the compiler, and then keeps blocks in memory.
+            // Copies, since what may lie anywhere in memory may overlap a block, says the compiler,
+            // and then keeps blocks in memory.
             let update = *update;
             let (grad_factor, ahead_bytes) = (C::round(call.grad_factor), prefetch_bytes());
-            for span in spans {
+            for span in run.spans {
                 let set_bytes = &call.sets[span.class as usize * (U::SET_BYTES + R::KEY_BYTES)..];
                 let set = update.set(set_bytes);
                 let mut first = 0;
@@ -195,7 +195,8 @@ where
         }
         let mut first = 0;
         if Self::PAIRED {
-            // A factor of 1 changes no bit, and arithmetic is what these formats wait for: 3 to 5 % of Adam.
+            // A factor of 1 changes no bit, and arithmetic is what these formats wait for: 3 to 5 %
+            // of Adam.
             first = if self.grad_factor == C::ONE {
                 self.update_all_pairs::<U, false>(update, set)
             } else {
@@ -208,8 +209,9 @@ where
             self.store(&block, first, LANES);
             first += LANES;
         }
-        // The last whole block and the last LANES elements overlap unless numel is a multiple of LANES; both are computed from
-        // the old values before either is stored, so the overlap is written twice with the same bits.
+        // The last whole block and the last LANES elements overlap unless numel is a multiple of
+        // LANES; both are computed from the old values before either is stored, so the
+        // overlap is written twice with the same bits.
         self.prefetch(first);
         let block = self.block(update, set, first, LANES, &mut Ignored);
         if first + LANES < numel {
@@ -235,8 +237,8 @@ where
         let grad: [K::Param; LANES] = load(self.grad, first, count);
         let mut state: [[S; LANES]; N] =
             std::array::from_fn(|list| load(self.state[list], first, count));
-        // One loop for each list and one for the update, each on arrays of one width: loops over a mixture of 16 and 32 bits become
-        // vectors of half the width at best.
+        // One loop for each list and one for the update, each on arrays of one width: loops over a
+        // mixture of 16 and 32 bits become vectors of half the width at best.
         let (mut values, mut grads) = ([C::ZERO; LANES], [C::ZERO; LANES]);
         let mut states = [[C::ZERO; LANES]; N];
         for lane in 0..LANES {
@@ -305,7 +307,8 @@ where
         }
     }
 
-    /// Asks for the lines of the block `ahead_bytes` ahead; beyond the tensor's end lies the next tensor of the arena.
+    /// Asks for the lines of the block `ahead_bytes` ahead; beyond the tensor's end lies the next
+    /// tensor of the arena.
     #[inline(always)]
     pub(crate) fn prefetch(&self, first: usize) {
         prefetch_block(self.param, first, self.ahead_bytes);

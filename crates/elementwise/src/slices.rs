@@ -8,7 +8,8 @@ use fusestep_simd::{Level, Split, Team};
 
 use crate::Compute;
 
-/// The slices of one parameter, with `N` state tensors in the order of the kernel's lists; all have the same numel, 0 allowed.
+/// The slices of one parameter, with `N` state tensors in the order of the kernel's lists; all have
+/// the same numel, 0 allowed.
 #[derive(Debug)]
 pub struct SliceTensor<'a, T, const N: usize> {
     /// p, updated in place.
@@ -55,12 +56,14 @@ pub enum StepError {
     StepZero,
 }
 
-/// Applies one step of `rule` to every tensor, on all threads of `team` or, without one, in the calling thread.
+/// Applies one step of `rule` to every tensor, on all threads of `team` or, without one, in the
+/// calling thread.
 ///
 /// # Units
 /// `step` (t) counts from 1.
 /// # Errors
-/// [`StepError::Rule`], [`StepError::StepZero`], [`StepError::NumelMismatch`]; everything is checked before anything is written.
+/// [`StepError::Rule`], [`StepError::StepZero`], [`StepError::NumelMismatch`]; everything is
+/// checked before anything is written.
 /// # Panics
 /// If the rule's kernel does not have `N` state lists: the crate of the rule knows them.
 pub fn step_slices<T: Compute, const N: usize>(

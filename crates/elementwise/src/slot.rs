@@ -1,4 +1,5 @@
-//! Where the value of a parameter is kept: by itself, or with a list beside it that holds what it lost in rounding.
+//! Where the value of a parameter is kept: by itself, or with a list beside it that holds what it
+//! lost in rounding.
 
 use std::marker::PhantomData;
 
@@ -22,7 +23,8 @@ pub trait Slot<C: Compute> {
     fn widen(param: Self::Param, beside: Self::Beside) -> C;
     /// The value that the update ended with.
     fn narrow(value: C) -> (Self::Param, Self::Beside);
-    /// The value that the update ended with, rounded by `random_bits` where the parameter is all there is.
+    /// The value that the update ended with, rounded by `random_bits` where the parameter is all
+    /// there is.
     #[inline(always)]
     fn narrow_at_random(value: C, _random_bits: u32) -> (Self::Param, Self::Beside) {
         Self::narrow(value)
@@ -83,7 +85,8 @@ impl Slot<f32> for WithRemainder {
     }
 }
 
-/// The elements of the list beside a parameter; `numel` nothings, which take no memory, if there is none.
+/// The elements of the list beside a parameter; `numel` nothings, which take no memory, if there is
+/// none.
 pub(crate) fn beside<'a, T: Pod>(
     list: HostList<'a>,
     numel: usize,

@@ -10,7 +10,8 @@ use half::{bf16, f16};
 
 use crate::Compute;
 
-/// A type that tensors are kept in and that arithmetic in `C` reads exactly and writes with one rounding.
+/// A type that tensors are kept in and that arithmetic in `C` reads exactly and writes with one
+/// rounding.
 pub trait Storage<C: Compute>: Pod + Send + Sync {
     /// The element type.
     const DTYPE: DType;
@@ -25,7 +26,8 @@ pub trait Storage<C: Compute>: Pod + Send + Sync {
     fn widen_pair(_word: u32) -> [C; 2] {
         [C::ZERO; 2]
     }
-    /// The word of two values, each as by [`Self::narrow`]; only where [`Self::PAIRED`]. Neither is NaN if they are `NUMBERS`.
+    /// The word of two values, each as by [`Self::narrow`]; only where [`Self::PAIRED`]. Neither is
+    /// NaN if they are `NUMBERS`.
     #[inline(always)]
     fn narrow_pair<const NUMBERS: bool>(_values: [C; 2]) -> u32 {
         0
@@ -35,7 +37,8 @@ pub trait Storage<C: Compute>: Pod + Send + Sync {
     fn narrow_pair_at_random(_values: [C; 2], _random_bits: [u32; 2]) -> u32 {
         0
     }
-    /// A neighbouring value, chosen by the lower 16 bits of `random_bits`; the nearest one for a type that is not rounded at random.
+    /// A neighbouring value, chosen by the lower 16 bits of `random_bits`; the nearest one for a
+    /// type that is not rounded at random.
     #[inline(always)]
     fn narrow_at_random(value: C, _random_bits: u32) -> Self {
         Self::narrow(value)

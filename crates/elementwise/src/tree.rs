@@ -1,5 +1,5 @@
-//! Sums over whole tensors for kernels that need them before they update: squares of values formed from several lists, in the fixed
-//! tree of [`crate::norm`].
+//! Sums over whole tensors for kernels that need them before they update: squares of values formed
+//! from several lists, in the fixed tree of [`crate::norm`].
 
 use std::ops::Range;
 
@@ -23,19 +23,22 @@ type Leaf<C, const SUMS: usize> = [[C; LEAF]; SUMS];
 
 const _: () = assert!(NORM_CHUNK_ELEMENTS == CHUNK_ELEMENTS as usize);
 
-/// What is squared and summed: `SUMS` values formed from one element's parameter, gradient and `N` state tensors.
+/// What is squared and summed: `SUMS` values formed from one element's parameter, gradient and `N`
+/// state tensors.
 pub trait Terms<C: Compute, const N: usize, const SUMS: usize>: Sync {
-    /// State tensors that the values are formed from, the first ones; the others are not read, and given as 0.
+    /// State tensors that the values are formed from, the first ones; the others are not read, and
+    /// given as 0.
     const READ: usize;
     /// The values of one element.
     fn terms(&self, p: C, g: C, state: [C; N]) -> [C; SUMS];
 }
 
-/// The sums of squares over one chunk. `lists` are the chunk's bytes in those of [`Format::lists`] with `N` roles of state; the
-/// parameter is its master where it has one.
+/// The sums of squares over one chunk. `lists` are the chunk's bytes in those of [`Format::lists`]
+/// with `N` roles of state; the parameter is its master where it has one.
 ///
 /// # Shapes
-/// At most 65,536 elements, the same number in all lists; fewer only in a tensor's last chunk, for the sums to be those of the tree.
+/// At most 65,536 elements, the same number in all lists; fewer only in a tensor's last chunk, for
+/// the sums to be those of the tree.
 /// # Panics
 /// If `C` is not the type that `format` is computed in.
 /// # Cost
@@ -122,9 +125,10 @@ impl<C: Compute, K: Slot<C>, S: Storage<C>, const N: usize> Chunk<'_, C, K, S, N
 
     /// The sums over one leaf.
     ///
-    /// The plain version adds as it walks the elements, to 64 running sums for each term, more than there are registers. Here the
-    /// values are formed first, in the order the lists lie in memory, and `values` holds them, which the nearest cache does, until
-    /// they are summed in an order that keeps running sums in registers.
+    /// The plain version adds as it walks the elements, to 64 running sums for each term, more than
+    /// there are registers. Here the values are formed first, in the order the lists lie in
+    /// memory, and `values` holds them, which the nearest cache does, until they are summed in
+    /// an order that keeps running sums in registers.
     #[inline(always)]
     fn leaf_sums<T, const SUMS: usize>(
         &self,
@@ -169,14 +173,16 @@ impl<C: Compute, K: Slot<C>, S: Storage<C>, const N: usize> Chunk<'_, C, K, S, N
         }
         let mut sums = [0.0; SUMS];
         for (sum, values) in sums.iter_mut().zip(values) {
-            // Adding 0 to a sum of squares changes no bit, so a leaf that ends early is one that goes on with zeros.
+            // Adding 0 to a sum of squares changes no bit, so a leaf that ends early is one that
+            // goes on with zeros.
             values[elements.len()..].fill(C::ZERO);
             *sum = sum_leaf(|at| values[at].exact(), |_| {});
         }
         sums
     }
 
-    /// Parameter, gradient and the first `read` state tensors of the elements of a block; asks for those one leaf ahead.
+    /// Parameter, gradient and the first `read` state tensors of the elements of a block; asks for
+    /// those one leaf ahead.
     #[inline(always)]
     fn block(&self, read: usize, first: usize) -> Block<C, N> {
         let mut param = [K::Param::zeroed(); BLOCK];

@@ -105,7 +105,8 @@ impl UpdateRule for Adam {
 impl Adam {
     /// The set of scalars for one tensor at one step, in f64.
     ///
-    /// m̂ / (√v̂ + ε) is m·s / (√v + ε·b) with b = √(1 − β₂ᵗ) and s = b / (1 − β₁ᵗ): the bias corrections cost no division per element.
+    /// m̂ / (√v̂ + ε) is m·s / (√v + ε·b) with b = √(1 − β₂ᵗ) and s = b / (1 − β₁ᵗ): the bias
+    /// corrections cost no division per element.
     pub(crate) fn set(&self, values: SetValues) -> device::Set<f64> {
         let lr = values.lr * values.lr_scale;
         let lambda = values

@@ -14,8 +14,8 @@ use crate::{Adam, Objective, SecondMoment, WeightDecay};
 /// Adam with all arithmetic in `T`, for tensors kept in any format that is computed in `T`.
 ///
 /// # Cost
-/// 28 bytes of memory traffic per f32 element (read p, g, m, v; write p, m, v), 36 with AMSGrad; twice that for f64; from 14 on
-/// for 16-bit formats.
+/// 28 bytes of memory traffic per f32 element (read p, g, m, v; write p, m, v), 36 with AMSGrad;
+/// twice that for f64; from 14 on for 16-bit formats.
 #[derive(Debug, Clone)]
 pub struct AdamKernel<T> {
     config: Adam,
@@ -103,7 +103,8 @@ impl<T: Compute> MultiTensorKernel for AdamKernel<T> {
             ..
         } = self.config;
         let scalars = Scalars::read(run.call.scalars);
-        // What the compiler knows to be so it does not test for in the loop: 5 % of the arithmetic of Adam all in bf16.
+        // What the compiler knows to be so it does not test for in the loop: 5 % of the arithmetic
+        // of Adam all in bf16.
         let as_it_is = objective == Objective::Minimize
             && matches!(self.config.weight_decay, WeightDecay::Decoupled(_));
         match (second_moment, as_it_is) {
@@ -135,8 +136,8 @@ impl<T: Compute> Scalars<T> {
     }
 }
 
-/// The update of `kernels/fused_adam.cu`, operation for operation. With `AS_IT_IS` gradients are minimized along and weight decay is
-/// no part of them.
+/// The update of `kernels/fused_adam.cu`, operation for operation. With `AS_IT_IS` gradients are
+/// minimized along and weight decay is no part of them.
 #[derive(Clone, Copy)]
 struct AdamUpdate<T, const AS_IT_IS: bool> {
     scalars: Scalars<T>,

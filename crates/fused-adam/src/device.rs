@@ -1,6 +1,7 @@
 //! What `kernels/fused_adam.cu` reads: entries, list order, scalars, sets and flags.
 //!
-//! Always compiled, so that the two sides cannot drift apart unseen: the emulator tests run the same bytes.
+//! Always compiled, so that the two sides cannot drift apart unseen: the emulator tests run the
+//! same bytes.
 
 pub use fusestep_elementwise::Compute;
 use fusestep_tensor::Role;

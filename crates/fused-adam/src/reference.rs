@@ -2,12 +2,12 @@
 //!
 //! ```text
 //! g ← −g if maximize;  g ← g + λ·p if L2
-//! m ← β₁·m + (1 − β₁)·g        v ← β₂·v + (1 − β₂)·g²        w ← v, or the largest v so far (AMSGrad)
+//! m ← β₁·m + (1 − β₁)·g     v ← β₂·v + (1 − β₂)·g²     w ← v, or the largest v so far (AMSGrad)
 //! p ← p·(1 − lr·λ) if decoupled
 //! p ← p − lr/(1 − β₁ᵗ) · m / (√w/√(1 − β₂ᵗ) + ε)
 //! ```
-//! Kingma & Ba 2015, Algorithm 1 (arXiv:1412.6980); Loshchilov & Hutter 2019, Algorithm 2 (arXiv:1711.05101), with λ
-//! multiplied by lr as PyTorch does; Reddi, Kale & Kumar 2018 (AMSGrad).
+//! Kingma & Ba 2015, Algorithm 1 (arXiv:1412.6980); Loshchilov & Hutter 2019, Algorithm 2
+//! (arXiv:1711.05101), with λ multiplied by lr as PyTorch does; Reddi, Kale & Kumar 2018 (AMSGrad).
 
 use crate::{Adam, Objective, SecondMoment, WeightDecay};
 

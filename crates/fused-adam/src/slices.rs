@@ -20,7 +20,8 @@ pub struct AdamTensors<'a, T> {
     pub moment1: &'a mut [T],
     /// v, updated in place; zeros before step 1.
     pub moment2: &'a mut [T],
-    /// Largest v so far, updated in place; zeros before step 1, and present exactly with [`SecondMoment::Largest`].
+    /// Largest v so far, updated in place; zeros before step 1, and present exactly with
+    /// [`SecondMoment::Largest`].
     pub max_moment2: Option<&'a mut [T]>,
 }
 
@@ -37,12 +38,14 @@ impl Adam {
     /// # Units
     /// `step` (t) counts from 1. `lr` and λ are per step.
     /// # Errors
-    /// [`AdamError::Rule`], [`AdamError::StepZero`], [`AdamError::NumelMismatch`] naming the list, the tensor and both counts,
-    /// [`AdamError::MaxMoment2`]; everything is checked before anything is written.
+    /// [`AdamError::Rule`], [`AdamError::StepZero`], [`AdamError::NumelMismatch`] naming the list,
+    /// the tensor and both counts, [`AdamError::MaxMoment2`]; everything is checked before
+    /// anything is written.
     /// # Cost
     /// 28 bytes of memory traffic per f32 element.
     /// # Source
-    /// Loshchilov & Hutter 2019, Algorithm 2, arXiv:1711.05101; λ is multiplied by lr, as PyTorch does and the paper does not.
+    /// Loshchilov & Hutter 2019, Algorithm 2, arXiv:1711.05101; λ is multiplied by lr, as PyTorch
+    /// does and the paper does not.
     pub fn step<T: Compute>(
         &self,
         step: u64,

@@ -23,15 +23,18 @@ pub enum Nesterov {
 pub struct Sgd {
     /// Learning rate per step; 1e-3 by default.
     pub lr: f64,
-    /// μ, what is left of the velocity after a step, in [0, 1); 0 by default, which keeps no velocity.
+    /// μ, what is left of the velocity after a step, in [0, 1); 0 by default, which keeps no
+    /// velocity.
     pub momentum: f64,
-    /// τ, the share of the gradient that does not reach the velocity after the first step, in [0, 1); 0 by default.
+    /// τ, the share of the gradient that does not reach the velocity after the first step, in [0,
+    /// 1); 0 by default.
     pub dampening: f64,
     /// Where along the velocity to go; needs momentum and no dampening.
     pub nesterov: Nesterov,
     /// λ and how it enters; L2 0 by default. It is not rescaled.
     pub weight_decay: WeightDecay,
-    /// Factor on the gradient, finite and above 0: 1/n turns a sum over n into a mean; 1 by default.
+    /// Factor on the gradient, finite and above 0: 1/n turns a sum over n into a mean; 1 by
+    /// default.
     pub rescale: f64,
     /// Whether to step against or along the gradient.
     pub objective: Objective,

@@ -14,7 +14,8 @@ use crate::{Nesterov, Sgd};
 /// SGD with all arithmetic in `T`, for tensors kept in any format that is computed in `T`.
 ///
 /// # Cost
-/// 12 bytes of memory traffic per f32 element (read p, g; write p), 20 with a velocity; twice that for f64.
+/// 12 bytes of memory traffic per f32 element (read p, g; write p), 20 with a velocity; twice that
+/// for f64.
 #[derive(Debug, Clone)]
 pub struct SgdKernel<T> {
     config: Sgd,

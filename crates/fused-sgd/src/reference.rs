@@ -6,8 +6,8 @@
 //! p ← p·(1 − lr·λ) if decoupled
 //! p ← p − lr·u, or p − lr·(g + μ·u) with Nesterov
 //! ```
-//! Sutskever, Martens, Dahl & Hinton 2013, with lr outside of the velocity as PyTorch 2.7 does; dampening and the first step
-//! are PyTorch's too.
+//! Sutskever, Martens, Dahl & Hinton 2013, with lr outside of the velocity as PyTorch 2.7 does;
+//! dampening and the first step are PyTorch's too.
 
 use fusestep_launch::{Objective, WeightDecay};
 

@@ -31,11 +31,13 @@ impl Sgd {
     /// # Units
     /// `step` (t) counts from 1. `lr` and λ are per step.
     /// # Errors
-    /// [`StepError`] naming the list, the tensor and both counts; everything is checked before anything is written.
+    /// [`StepError`] naming the list, the tensor and both counts; everything is checked before
+    /// anything is written.
     /// # Cost
     /// 12 bytes of memory traffic per f32 element, 20 with momentum.
     /// # Source
-    /// Sutskever, Martens, Dahl & Hinton 2013, with lr outside of the velocity, dampening and first step as in PyTorch.
+    /// Sutskever, Martens, Dahl & Hinton 2013, with lr outside of the velocity, dampening and first
+    /// step as in PyTorch.
     pub fn step<T: Compute>(
         &self,
         step: u64,

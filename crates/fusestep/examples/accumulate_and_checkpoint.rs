@@ -1,4 +1,5 @@
-//! Four ranks that add the gradients of four micro-steps, save as they go, and go on where a run before has ended.
+//! Four ranks that add the gradients of four micro-steps, save as they go, and go on where a run
+//! before has ended.
 
 use std::path::Path;
 

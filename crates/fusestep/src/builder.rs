@@ -209,8 +209,9 @@ impl<K: Kind> Builder<K> {
         self
     }
 
-    /// Reduces buckets on so many streams while gradients are still being given. By default 2, and 0 where ranks see each other's
-    /// memory: there a bucket is reduced and updated in one pass.
+    /// Reduces buckets on so many streams while gradients are still being given. By default 2, and
+    /// 0 where ranks see each other's memory: there a bucket is reduced and updated in one
+    /// pass.
     pub fn comm_streams(mut self, streams: usize) -> Self {
         self.asked.comm_streams = Some(streams);
         self
@@ -239,11 +240,13 @@ impl<K: Kind> Builder<K> {
         self
     }
 
-    /// An optimizer of these parameters, of one rank until [`FusedOptimizer::on`] says otherwise. Parameters are zero until
-    /// [`FusedOptimizer::set_param`]; memory is allocated when it is first used.
+    /// An optimizer of these parameters, of one rank until [`FusedOptimizer::on`] says otherwise.
+    /// Parameters are zero until [`FusedOptimizer::set_param`]; memory is allocated when it is
+    /// first used.
     ///
     /// # Errors
-    /// A setting or descriptor out of range, and whatever else the planner refuses; each names what is wrong.
+    /// A setting or descriptor out of range, and whatever else the planner refuses; each names what
+    /// is wrong.
     pub fn build(
         self,
         params: &[ParamDesc],

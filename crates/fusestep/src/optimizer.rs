@@ -19,7 +19,8 @@ const STEPS: &str = "steps";
 
 /// The optimizer of one rank: gradients go in, [`FusedOptimizer::step`] updates parameters.
 ///
-/// All ranks make the same calls. It is a thin face of [`Plan`] and [`State`], which stay public for programs that want more.
+/// All ranks make the same calls. It is a thin face of [`Plan`] and [`State`], which stay public
+/// for programs that want more.
 pub struct FusedOptimizer<'c> {
     rule: Optimizer,
     asked: Asked,
@@ -80,7 +81,8 @@ impl FusedOptimizer<'static> {
 }
 
 impl<'c> FusedOptimizer<'c> {
-    /// This optimizer as one rank of `comm`, before its first use. Ranks that see each other's memory reduce and update in it.
+    /// This optimizer as one rank of `comm`, before its first use. Ranks that see each other's
+    /// memory reduce and update in it.
     ///
     /// # Errors
     /// What the planner refuses for so many ranks; an optimizer that has been used.
@@ -138,7 +140,8 @@ impl<'c> FusedOptimizer<'c> {
         Ok(self.state()?.param(name)?)
     }
 
-    /// Whole parameters at any ZeRO stage, for as long as the result lives; all ranks ask for the same.
+    /// Whole parameters at any ZeRO stage, for as long as the result lives; all ranks ask for the
+    /// same.
     ///
     /// # Errors
     /// As [`Plan::gather`].
@@ -175,8 +178,9 @@ impl<'c> FusedOptimizer<'c> {
         Ok(scale.map_or(1.0, |scale| scale.scale()))
     }
 
-    /// Ends a micro-step, and at the last one reduces, updates and gathers. Before the first gradient of many ranks, and behind a
-    /// checkpoint that was loaded, they compare what decides the bits of the run.
+    /// Ends a micro-step, and at the last one reduces, updates and gathers. Before the first
+    /// gradient of many ranks, and behind a checkpoint that was loaded, they compare what
+    /// decides the bits of the run.
     ///
     /// # Errors
     /// As [`Plan::step`]; as [`Plan::handshake`].
@@ -203,7 +207,8 @@ impl<'c> FusedOptimizer<'c> {
         })
     }
 
-    /// Goes on from the folder's checkpoint, of however many ranks; returns how many steps the caller had done, 0 if there is none.
+    /// Goes on from the folder's checkpoint, of however many ranks; returns how many steps the
+    /// caller had done, 0 if there is none.
     ///
     /// # Errors
     /// As [`Plan::load`].
@@ -219,7 +224,8 @@ impl<'c> FusedOptimizer<'c> {
         steps.ok_or_else(|| named().into())
     }
 
-    /// Saves after every so many steps; `step` counts from 0 and has just been done. Says whether it has saved.
+    /// Saves after every so many steps; `step` counts from 0 and has just been done. Says whether
+    /// it has saved.
     ///
     /// # Errors
     /// As [`FusedOptimizer::save`].
@@ -236,7 +242,8 @@ impl<'c> FusedOptimizer<'c> {
         Ok(due)
     }
 
-    /// Saves parameters, state and that the caller has done `steps` steps; the checkpoint before stays until this one is complete.
+    /// Saves parameters, state and that the caller has done `steps` steps; the checkpoint before
+    /// stays until this one is complete.
     ///
     /// # Errors
     /// As [`Plan::save`]; another run that saves to the same folder.

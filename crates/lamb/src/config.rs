@@ -85,7 +85,8 @@ impl UpdateRule for Lamb {
 impl Lamb {
     /// What the update of a class of tensors is made of at one step, in f64.
     ///
-    /// m̂ / (√v̂ + ε) is m·s / (√v + ε·b) with b = √(1 − β₂ᵗ) and s = b / (1 − β₁ᵗ): the bias corrections cost no division per element.
+    /// m̂ / (√v̂ + ε) is m·s / (√v + ε·b) with b = √(1 − β₂ᵗ) and s = b / (1 − β₁ᵗ): the bias
+    /// corrections cost no division per element.
     pub(crate) fn set(&self, values: SetValues) -> device::Set<f64> {
         let bias2_sqrt = (1.0 - integer_power(self.beta2, values.step)).sqrt();
         device::Set {

@@ -17,13 +17,14 @@ use crate::device::{Direction, Finished, STATE, Scalars, Set};
 /// Bytes of a set before the scalars of the direction: lr and trust.
 const DIRECTION_AT: usize = 2 * size_of::<f64>();
 
-/// LAMB with all arithmetic of an element in `T`, norms and rates in f64, for tensors kept in any format that is computed in
-/// `T`; the norm of a parameter with a master is the master's.
+/// LAMB with all arithmetic of an element in `T`, norms and rates in f64, for tensors kept in any
+/// format that is computed in `T`; the norm of a parameter with a master is the master's.
 ///
 /// # Cost
-/// 28 bytes of memory traffic per f32 element (read p, g, m, v; write p, m, v), 44 where a tensor does not fit into the cache and
-/// all four are read again; twice that for f64. The moments are computed twice and not written between: so a tensor that is
-/// skipped keeps every bit, and nothing is written that is not final.
+/// 28 bytes of memory traffic per f32 element (read p, g, m, v; write p, m, v), 44 where a tensor
+/// does not fit into the cache and all four are read again; twice that for f64. The moments are
+/// computed twice and not written between: so a tensor that is skipped keeps every bit, and nothing
+/// is written that is not final.
 #[derive(Debug, Clone)]
 pub struct LambKernel<T> {
     config: Lamb,
@@ -189,7 +190,8 @@ impl<T: Compute> Scalars<T> {
         }
     }
 
-    /// The new moments, and the direction of the step, operation for operation those of `kernels/lamb.cu`.
+    /// The new moments, and the direction of the step, operation for operation those of
+    /// `kernels/lamb.cu`.
     #[inline(always)]
     fn direction(&self, set: &Direction<T>, p: T, g: T, [m, v]: [T; 2]) -> ([T; 2], T) {
         let m = self.beta1 * m + self.one_minus_beta1 * g;

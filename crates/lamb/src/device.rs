@@ -1,6 +1,7 @@
 //! What `kernels/lamb.cu` reads: entries, list order, scalars and sets.
 //!
-//! Always compiled, so that the two sides cannot drift apart unseen: the emulator tests run the same bytes.
+//! Always compiled, so that the two sides cannot drift apart unseen: the emulator tests run the
+//! same bytes.
 
 pub use fusestep_elementwise::Compute;
 use fusestep_tensor::Role;
@@ -31,7 +32,8 @@ pub struct Direction<T> {
     pub lambda: T,
 }
 
-/// What the update of the tensors of one class is made of at one step; padded to a multiple of 8 bytes.
+/// What the update of the tensors of one class is made of at one step; padded to a multiple of 8
+/// bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct Set<T> {

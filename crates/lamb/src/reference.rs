@@ -5,7 +5,8 @@
 //! r = m/(1 − β₁ᵗ) / (√(v/(1 − β₂ᵗ)) + ε) + λ·p
 //! p ← p − lr·φ·r        φ = ‖p‖/‖r‖ if trusted and neither is 0, else 1
 //! ```
-//! You et al. 2020, Algorithm 2 (arXiv:1904.00962), with φ the identity on norms and the bias correction of Adam.
+//! You et al. 2020, Algorithm 2 (arXiv:1904.00962), with φ the identity on norms and the bias
+//! correction of Adam.
 
 use fusestep_tensor::Trust;
 
@@ -22,8 +23,8 @@ pub struct Tensor {
     pub moment2: Vec<f64>,
 }
 
-/// The tensor after step `step` (from 1); as it was, and `false`, if its norms or its rate are not finite. `lamb` holds the tensor's
-/// own lr and λ.
+/// The tensor after step `step` (from 1); as it was, and `false`, if its norms or its rate are not
+/// finite. `lamb` holds the tensor's own lr and λ.
 pub fn update(lamb: &Lamb, trust: Trust, step: u64, tensor: &mut Tensor, grad: &[f64]) -> bool {
     let t = step as f64;
     let mut new = tensor.clone();

@@ -11,7 +11,8 @@ use fusestep_tensor::Trust;
 use crate::device::Compute;
 use crate::{Lamb, LambError, LambKernel};
 
-/// The tensors of one parameter, and its own hyper-parameters; all slices have the same numel, 0 allowed.
+/// The tensors of one parameter, and its own hyper-parameters; all slices have the same numel, 0
+/// allowed.
 #[derive(Debug)]
 pub struct LambTensors<'a, T> {
     /// p, updated in place.
@@ -51,8 +52,8 @@ impl<'a, T> LambTensors<'a, T> {
 }
 
 impl Lamb {
-    /// Applies one step to every tensor, in the calling thread; returns the positions of tensors that were left as they are
-    /// because a norm or the rate is not finite.
+    /// Applies one step to every tensor, in the calling thread; returns the positions of tensors
+    /// that were left as they are because a norm or the rate is not finite.
     ///
     /// ```text
     /// m ← β₁·m + (1 − β₁)·g        v ← β₂·v + (1 − β₂)·g²
@@ -65,8 +66,8 @@ impl Lamb {
     /// # Units
     /// `step` (t) counts from 1. `lr` and λ are per step.
     /// # Errors
-    /// [`LambError::Rule`], [`LambError::StepZero`], [`LambError::NumelMismatch`], [`LambError::OwnHyper`]; everything is checked before anything is
-    /// written.
+    /// [`LambError::Rule`], [`LambError::StepZero`], [`LambError::NumelMismatch`],
+    /// [`LambError::OwnHyper`]; everything is checked before anything is written.
     /// # Cost
     /// 28 bytes of memory traffic per f32 element, 44 where a tensor exceeds the cache.
     /// # Source

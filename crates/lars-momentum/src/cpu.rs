@@ -25,13 +25,14 @@ const UPDATE_AT: usize = WORKSPACE_BYTES + size_of::<RateScalars>();
 const PARAM_SUM: usize = 0;
 const GRAD_SUM: usize = 1;
 
-/// LARS with all arithmetic of an element in `T`, norms and rates in f64, for tensors kept in any format that is computed in
-/// `T`; the norm of a parameter with a master is the master's.
+/// LARS with all arithmetic of an element in `T`, norms and rates in f64, for tensors kept in any
+/// format that is computed in `T`; the norm of a parameter with a master is the master's.
 ///
 /// # Cost
-/// 20 bytes of memory traffic per f32 element (read p, g, u; write p, u). Where a tensor does not fit into the cache, g is read again,
-/// 24, and so is p, 28, unless the backend still has the sum that the update before took along; nor is g if the step has summed it for
-/// the global norm. Twice that for f64.
+/// 20 bytes of memory traffic per f32 element (read p, g, u; write p, u). Where a tensor does not
+/// fit into the cache, g is read again, 24, and so is p, 28, unless the backend still has the sum
+/// that the update before took along; nor is g if the step has summed it for the global norm. Twice
+/// that for f64.
 #[derive(Debug, Clone)]
 pub struct LarsKernel<T> {
     config: Lars,
@@ -197,8 +198,8 @@ impl<T: Compute> CachedSum for LarsKernel<T> {
     }
 }
 
-/// The tensor's rate, in f64 and rounded once, operation for operation that of `kernels/lars_momentum.cu`; `None` if it or a norm
-/// is not finite.
+/// The tensor's rate, in f64 and rounded once, operation for operation that of
+/// `kernels/lars_momentum.cu`; `None` if it or a norm is not finite.
 fn finished<T: Compute>(
     scalars: &RateScalars,
     set: &Set,

@@ -1,11 +1,13 @@
 //! What `kernels/lars_momentum.cu` reads: entries, list order, scalars and sets.
 //!
-//! Always compiled, so that the two sides cannot drift apart unseen: the emulator tests run the same bytes.
+//! Always compiled, so that the two sides cannot drift apart unseen: the emulator tests run the
+//! same bytes.
 
 pub use fusestep_elementwise::Compute;
 use fusestep_tensor::Role;
 
-/// Scalars shared by all tensors that the local rate is made of; behind the workspace, before those of the update.
+/// Scalars shared by all tensors that the local rate is made of; behind the workspace, before those
+/// of the update.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct RateScalars {

@@ -5,7 +5,8 @@
 //! local = lr·η·P / (G + λ·P + ε) if trusted, P > 0 and G > 0, else lr
 //! u ← μ·u + local·(rescale·g + λ·p)        p ← p − u
 //! ```
-//! You, Gitman & Ginsburg 2017 (arXiv:1708.03888), with lr inside of the velocity, as PaddlePaddle has it.
+//! You, Gitman & Ginsburg 2017 (arXiv:1708.03888), with lr inside of the velocity, as PaddlePaddle
+//! has it.
 
 use fusestep_tensor::Trust;
 
@@ -22,7 +23,8 @@ pub fn local_rate(lars: &Lars, trust: Trust, param: &[f64], grad: &[f64]) -> f64
     }
 }
 
-/// Applies one step to one tensor; it is left as it is, and `false` returned, if its norms or its rate are not finite.
+/// Applies one step to one tensor; it is left as it is, and `false` returned, if its norms or its
+/// rate are not finite.
 pub fn update(
     lars: &Lars,
     trust: Trust,

@@ -11,7 +11,8 @@ use fusestep_tensor::Trust;
 use crate::device::Compute;
 use crate::{Lars, LarsError, LarsKernel};
 
-/// The tensors of one parameter, and its own hyper-parameters; all slices have the same numel, 0 allowed.
+/// The tensors of one parameter, and its own hyper-parameters; all slices have the same numel, 0
+/// allowed.
 #[derive(Debug)]
 pub struct LarsTensors<'a, T> {
     /// p, updated in place.
@@ -43,8 +44,8 @@ impl<'a, T> LarsTensors<'a, T> {
 }
 
 impl Lars {
-    /// Applies one step to every tensor, in the calling thread; returns the positions of tensors that were left as they are
-    /// because a norm or the rate is not finite.
+    /// Applies one step to every tensor, in the calling thread; returns the positions of tensors
+    /// that were left as they are because a norm or the rate is not finite.
     ///
     /// ```text
     /// P = ‖p‖        G = rescale·‖g‖
@@ -57,8 +58,8 @@ impl Lars {
     /// # Units
     /// `lr` and λ are per step.
     /// # Errors
-    /// [`LarsError::Rule`], [`LarsError::NumelMismatch`], [`LarsError::OwnHyper`]; everything is checked before anything is
-    /// written.
+    /// [`LarsError::Rule`], [`LarsError::NumelMismatch`], [`LarsError::OwnHyper`]; everything is
+    /// checked before anything is written.
     /// # Cost
     /// 20 bytes of memory traffic per f32 element, 28 where a tensor exceeds the cache.
     /// # Source

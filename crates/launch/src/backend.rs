@@ -55,7 +55,8 @@ impl ListBuffer {
 pub struct Launch<'a> {
     /// The kernel.
     pub kernel: &'a dyn MultiTensorKernel,
-    /// The batches, one launch each on a device; their records are in storage order and do not overlap.
+    /// The batches, one launch each on a device; their records are in storage order and do not
+    /// overlap.
     pub batches: &'a [Batch],
     /// First element of each tensor of the storage, the same in every list.
     pub offsets: &'a [u64],
@@ -63,23 +64,27 @@ pub struct Launch<'a> {
     pub members: &'a [u32],
     /// The kernel's lists, in its order.
     pub lists: &'a mut [ListBuffer],
-    /// For each list the element of the storage that its memory begins with; empty if all begin with element 0. Element `e` of the
-    /// storage lies at place `e.wrapping_sub(first)`, so several shards can lie one behind the other in one list. The batches' elements
+    /// For each list the element of the storage that its memory begins with; empty if all begin
+    /// with element 0. Element `e` of the storage lies at place `e.wrapping_sub(first)`, so
+    /// several shards can lie one behind the other in one list. The batches' elements
     /// lie in all lists.
     pub firsts: &'a [u64],
     /// The kernel's scalars.
     pub scalars: &'a [u8],
-    /// The [`crate::ControlBlock`] that decides whether anything is written and with which factor on every gradient; without one
-    /// everything is, with factor 1.
+    /// The [`crate::ControlBlock`] that decides whether anything is written and with which factor
+    /// on every gradient; without one everything is, with factor 1.
     pub control: Option<&'a dyn Buffer>,
-    /// The [`crate::SquareSum`] of each parameter's gradient, by the position that `members` says, if the step has read all gradients
-    /// before: a kernel that needs the same sums ([`crate::NormedKernel::grad_sum`]) need not read them once more.
+    /// The [`crate::SquareSum`] of each parameter's gradient, by the position that `members` says,
+    /// if the step has read all gradients before: a kernel that needs the same sums
+    /// ([`crate::NormedKernel::grad_sum`]) need not read them once more.
     pub grad_sums: Option<&'a dyn Buffer>,
-    /// For each tensor of the storage the sums that a kernel with [`crate::NormedKernel`] needs of it, if they have been taken: the
-    /// batches hold parts of tensors then, and the sums of a whole tensor come from all ranks ([`Backend::leaf_sums`]).
+    /// For each tensor of the storage the sums that a kernel with [`crate::NormedKernel`] needs of
+    /// it, if they have been taken: the batches hold parts of tensors then, and the sums of a
+    /// whole tensor come from all ranks ([`Backend::leaf_sums`]).
     pub tensor_sums: Option<&'a [[f64; MAX_SUMS]]>,
-    /// Where to leave the sums over what is changed, if they are asked for. If the control block stops the step, nothing is left. Cuda
-    /// leaves them where a launch goes from a resident table ([`Backend::launch_table`]) and refuses others with
+    /// Where to leave the sums over what is changed, if they are asked for. If the control block
+    /// stops the step, nothing is left. Cuda leaves them where a launch goes from a resident
+    /// table ([`Backend::launch_table`]) and refuses others with
     /// [`BackendError::Unavailable`].
     pub update_sums: Option<UpdateSums<'a>>,
     /// The kernel's sets by class.
@@ -100,7 +105,8 @@ impl Launch<'_> {
 pub struct Replicas<'a, 'b, 'c> {
     /// This rank.
     pub rank: usize,
-    /// Element of the storage that all these slices begin with; they are of one numel and hold all elements of the batches.
+    /// Element of the storage that all these slices begin with; they are of one numel and hold all
+    /// elements of the batches.
     pub first: u64,
     /// Each rank's gradients, in rank order.
     pub grads: &'a [&'b [u8]],
@@ -117,7 +123,8 @@ pub struct Replicated<'a, 'b> {
     pub ranks: &'a mut [&'b mut [u8]],
 }
 
-/// Leaves of gradients, 1,024 elements from the start of their tensor on, whose sums of squares are wanted.
+/// Leaves of gradients, 1,024 elements from the start of their tensor on, whose sums of squares are
+/// wanted.
 #[derive(Clone, Copy)]
 pub struct LeafSquares<'a> {
     /// The kernel whose tree they belong to.
@@ -212,18 +219,21 @@ pub trait Backend {
     /// Sums all chunks of `reduce`; on a device it returns when the launches are enqueued.
     ///
     /// # Errors
-    /// [`BackendError::OutOfBounds`] if the partial sums do not fit; [`BackendError::Device`] with the device's own code.
+    /// [`BackendError::OutOfBounds`] if the partial sums do not fit; [`BackendError::Device`] with
+    /// the device's own code.
     fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError>;
 
-    /// Writes the control block from all partial sums; on a device it returns when the launch is enqueued.
+    /// Writes the control block from all partial sums; on a device it returns when the launch is
+    /// enqueued.
     ///
     /// # Errors
-    /// [`BackendError::OutOfBounds`] if a buffer is too short; [`BackendError::Device`] with the device's own code.
+    /// [`BackendError::OutOfBounds`] if a buffer is too short; [`BackendError::Device`] with the
+    /// device's own code.
     fn conclude(&self, conclude: Conclude<'_>) -> Result<LaunchReport, BackendError>;
 
-    /// Reduces gradients over all ranks, averages them, updates from what that gives, and writes what
-    /// is new to all ranks that keep it: one pass, and the averages are never written. The gradients'
-    /// list and those of which `replicas` has all ranks' are not looked at.
+    /// Reduces gradients over all ranks, averages them, updates from what that gives, and writes
+    /// what is new to all ranks that keep it: one pass, and the averages are never written. The
+    /// gradients' list and those of which `replicas` has all ranks' are not looked at.
     ///
     /// # Errors
     /// [`BackendError::Unavailable`] on a backend that does not work in the host's memory.
@@ -234,7 +244,9 @@ pub trait Backend {
     ) -> Result<LaunchReport, BackendError> {
         Err(BackendError::Unavailable {
             backend: self.name(),
-            reason: "expected gradients in host memory to reduce and update in one pass; reduce first and update then".to_owned(),
+            reason: "expected gradients in host memory to reduce and update in one pass; reduce \
+                     first and update then"
+                .to_owned(),
         })
     }
 
@@ -266,10 +278,12 @@ pub trait Backend {
         Ok(())
     }
 
-    /// The sums over every leaf that the kernel of a launch takes of a tensor before it updates it, in the order of the records.
+    /// The sums over every leaf that the kernel of a launch takes of a tensor before it updates it,
+    /// in the order of the records.
     ///
     /// # Errors
-    /// [`BackendError::Unavailable`] on a backend that takes them in the update only; as [`Backend::leaf_squares`].
+    /// [`BackendError::Unavailable`] on a backend that takes them in the update only; as
+    /// [`Backend::leaf_squares`].
     fn leaf_sums(
         &self,
         _launch: &Launch<'_>,
@@ -277,7 +291,9 @@ pub trait Backend {
     ) -> Result<(), BackendError> {
         Err(BackendError::Unavailable {
             backend: self.name(),
-            reason: "expected a host backend to sum parts of tensors; give whole tensors to ranks (`Ownership::Tensors`)".to_owned(),
+            reason: "expected a host backend to sum parts of tensors; give whole tensors to ranks \
+                     (`Ownership::Tensors`)"
+                .to_owned(),
         })
     }
 
@@ -286,11 +302,13 @@ pub trait Backend {
         false
     }
 
-    /// Builds the tables of a launch in this memory; `values` are those of the next step, by class. `None` on a backend whose
-    /// launches read the batches in place: it takes [`Backend::launch`] with sets from the host.
+    /// Builds the tables of a launch in this memory; `values` are those of the next step, by class.
+    /// `None` on a backend whose launches read the batches in place: it takes
+    /// [`Backend::launch`] with sets from the host.
     ///
     /// # Errors
-    /// [`BackendError::Unavailable`] for a kernel that derives no sets, and else as [`Backend::launch`]; [`BackendError::OutOfMemory`].
+    /// [`BackendError::Unavailable`] for a kernel that derives no sets, and else as
+    /// [`Backend::launch`]; [`BackendError::OutOfMemory`].
     /// # Cost
     /// Linear in tensors and chunks, and waits for a device: once per plan, not per step.
     fn place_table(
@@ -301,11 +319,13 @@ pub trait Backend {
         Ok(None)
     }
 
-    /// Runs the launch that `table` was built from: the device counts a step, derives the sets and updates, unless the control
-    /// block skips the step. The host does the same little whatever the number of tensors.
+    /// Runs the launch that `table` was built from: the device counts a step, derives the sets and
+    /// updates, unless the control block skips the step. The host does the same little whatever
+    /// the number of tensors.
     ///
     /// # Errors
-    /// [`BackendError::ForeignTable`] if the table was built from other lists or another control block; [`BackendError::Device`].
+    /// [`BackendError::ForeignTable`] if the table was built from other lists or another control
+    /// block; [`BackendError::Device`].
     fn launch_table(
         &self,
         _launch: Launch<'_>,
@@ -316,7 +336,8 @@ pub trait Backend {
         })
     }
 
-    /// Changes the learning rate that a table derives its sets from, from the next launch on: one write of 8 bytes per batch.
+    /// Changes the learning rate that a table derives its sets from, from the next launch on: one
+    /// write of 8 bytes per batch.
     ///
     /// # Errors
     /// [`BackendError::ForeignTable`]; [`BackendError::Device`].
@@ -351,11 +372,12 @@ pub trait Backend {
         })
     }
 
-    /// Records what `enqueue` enqueues instead of running it. The memory of what was recorded lives as long as the graph.
+    /// Records what `enqueue` enqueues instead of running it. The memory of what was recorded lives
+    /// as long as the graph.
     ///
     /// # Errors
-    /// [`BackendError::Unavailable`] on a backend that has no such recording; `enqueue`'s own error; [`BackendError::Device`], for
-    /// example if `enqueue` waits for the device.
+    /// [`BackendError::Unavailable`] on a backend that has no such recording; `enqueue`'s own
+    /// error; [`BackendError::Device`], for example if `enqueue` waits for the device.
     fn capture(
         &self,
         _enqueue: &mut dyn FnMut() -> Result<(), BackendError>,
@@ -366,7 +388,8 @@ pub trait Backend {
         })
     }
 
-    /// Tensors that kernels have skipped since the last call because a norm was not finite; a device is waited for.
+    /// Tensors that kernels have skipped since the last call because a norm was not finite; a
+    /// device is waited for.
     ///
     /// # Errors
     /// [`BackendError::Device`] with the device's own code.
@@ -374,7 +397,8 @@ pub trait Backend {
         Ok(0)
     }
 
-    /// Tensors that kernels have skipped since the backend was made, as far as the host knows without waiting: 0 on a device.
+    /// Tensors that kernels have skipped since the backend was made, as far as the host knows
+    /// without waiting: 0 on a device.
     fn skipped(&self) -> u64 {
         0
     }
@@ -392,7 +416,8 @@ pub trait Backend {
 pub enum BackendError {
     /// Memory could not be had.
     #[error(
-        "{backend}: expected {len_bytes} bytes of memory, found less; use a smaller model or shard its state"
+        "{backend}: expected {len_bytes} bytes of memory, found less; use a smaller model or \
+         shard its state"
     )]
     OutOfMemory {
         /// The backend.
@@ -402,7 +427,8 @@ pub enum BackendError {
     },
     /// A copy reaches beyond its buffer.
     #[error(
-        "{backend}: copy of {len_bytes} bytes at offset {offset_bytes}: expected a buffer of at least that length, found {found} bytes"
+        "{backend}: copy of {len_bytes} bytes at offset {offset_bytes}: expected a buffer of at \
+         least that length, found {found} bytes"
     )]
     OutOfBounds {
         /// The backend.
@@ -416,7 +442,8 @@ pub enum BackendError {
     },
     /// A buffer of another backend was given.
     #[error(
-        "{backend}: expected a buffer allocated by this backend, found another's; allocate the state with the backend that runs it"
+        "{backend}: expected a buffer allocated by this backend, found another's; allocate the \
+         state with the backend that runs it"
     )]
     ForeignBuffer {
         /// The backend.

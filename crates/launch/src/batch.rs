@@ -19,7 +19,8 @@ pub struct Batchable {
     pub class: u32,
 }
 
-/// Consecutive elements of one tensor in one launch; a whole tensor unless the launch's chunks ran out.
+/// Consecutive elements of one tensor in one launch; a whole tensor unless the launch's chunks ran
+/// out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     /// Index of the tensor in its storage.
@@ -57,11 +58,12 @@ pub const MAX_LAUNCHES: usize = 1 << 20;
 
 /// Puts tensors into as few launches as the limits allow, in the given order.
 ///
-/// Empty tensors are left out wherever they stand. A tensor with more chunks than a launch has left goes on in the next one.
+/// Empty tensors are left out wherever they stand. A tensor with more chunks than a launch has left
+/// goes on in the next one.
 ///
 /// # Errors
-/// [`LaunchError::LimitTooSmall`] if not even one tensor fits, [`LaunchError::ZeroLimit`] for a limit of 0,
-/// [`LaunchError::TooMany`] beyond [`MAX_LAUNCHES`].
+/// [`LaunchError::LimitTooSmall`] if not even one tensor fits, [`LaunchError::ZeroLimit`] for a
+/// limit of 0, [`LaunchError::TooMany`] beyond [`MAX_LAUNCHES`].
 /// # Cost
 /// Linear in the number of tensors.
 pub fn batches(
@@ -124,7 +126,8 @@ impl Filling {
         }
     }
 
-    /// Adds as much of `tensor` as one launch can still take; returns the elements added, at least 1.
+    /// Adds as much of `tensor` as one launch can still take; returns the elements added, at least
+    /// 1.
     fn add(&mut self, tensor: Batchable) -> u64 {
         if !self.has_room(tensor.class) {
             self.close();

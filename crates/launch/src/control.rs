@@ -9,12 +9,13 @@ pub const CONTROL_BYTES: usize = 64;
 
 /// The decisions of one step and the counters behind them, as they lie in the backend's memory.
 ///
-/// A [`ControlRule`](crate::ControlRule) writes it, update kernels read `grad_factor` and `found`, the host reads the rest for its
-/// report. `kernels/multi_tensor.cuh` has the same struct.
+/// A [`ControlRule`](crate::ControlRule) writes it, update kernels read `grad_factor` and `found`,
+/// the host reads the rest for its report. `kernels/multi_tensor.cuh` has the same struct.
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub struct ControlBlock {
-    /// Factor on every gradient, to be rounded once to the compute type: the clip factor divided by the loss scale.
+    /// Factor on every gradient, to be rounded once to the compute type: the clip factor divided
+    /// by the loss scale.
     pub grad_factor: f64,
     /// Norm of all gradients, with the loss scale taken out.
     pub grad_norm: f64,
@@ -71,7 +72,8 @@ impl ControlBlock {
         backend.write(buffer, 0, bytemuck::bytes_of(self))
     }
 
-    /// The block in memory that the host reads in place; `None` if the host cannot, or the buffer is shorter.
+    /// The block in memory that the host reads in place; `None` if the host cannot, or the buffer
+    /// is shorter.
     pub fn on_host(buffer: &dyn Buffer) -> Option<Self> {
         let bytes = buffer.host()?.get(..CONTROL_BYTES)?;
         Some(bytemuck::pod_read_unaligned(bytes))
@@ -88,7 +90,8 @@ pub enum Gate {
 }
 
 impl Gate {
-    /// The gate of a launch on memory that the host reads in place; without a control block it is open with factor 1.
+    /// The gate of a launch on memory that the host reads in place; without a control block it is
+    /// open with factor 1.
     ///
     /// `None` if the host cannot read the block.
     pub fn on_host(control: Option<&dyn Buffer>) -> Option<Self> {

@@ -6,7 +6,8 @@
 pub enum LaunchError {
     /// Not even one tensor fits into the argument bytes.
     #[error(
-        "argument block of `{kernel}`: expected at least {expected} bytes for one tensor, found a limit of {found}; raise the argument bytes"
+        "argument block of `{kernel}`: expected at least {expected} bytes for one tensor, found a \
+         limit of {found}; raise the argument bytes"
     )]
     LimitTooSmall {
         /// The kernel's entry.
@@ -18,7 +19,8 @@ pub enum LaunchError {
     },
     /// Tensors would be cut into more launches than a plan can hold.
     #[error(
-        "launches of `{kernel}`: expected at most {expected}, found more; raise the chunks of a launch or their elements"
+        "launches of `{kernel}`: expected at most {expected}, found more; raise the chunks of a \
+         launch or their elements"
     )]
     TooMany {
         /// The kernel's entry.

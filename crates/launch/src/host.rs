@@ -18,12 +18,15 @@ pub struct HostCall<'a> {
     pub level: Level,
     /// The kernel's scalars, as it wrote them.
     pub scalars: &'a [u8],
-    /// Factor on every gradient, rounded once to the compute type: loss scaling and clipping; 1 changes nothing.
+    /// Factor on every gradient, rounded once to the compute type: loss scaling and clipping; 1
+    /// changes nothing.
     pub grad_factor: f64,
-    /// The kernel's sets, one after the other, as it wrote them; a tensor names its own by [`HostSpan::class`].
+    /// The kernel's sets, one after the other, as it wrote them; a tensor names its own by
+    /// [`HostSpan::class`].
     pub sets: &'a [u8],
-    /// Where to leave Σ (new − old)² over each leaf of the fixed tree, as the bits of an f64, if it is asked for: then there is one span,
-    /// which starts with a chunk of its tensor and is no longer than that.
+    /// Where to leave Σ (new − old)² over each leaf of the fixed tree, as the bits of an f64, if
+    /// it is asked for: then there is one span, which starts with a chunk of its tensor and is
+    /// no longer than that.
     pub changes: Option<&'a LeafSums>,
 }
 
@@ -58,7 +61,8 @@ pub trait AcrossRanks: std::fmt::Debug {
     /// The average over all ranks of these elements of the lists, at most [`ACROSS_ELEMENTS`].
     fn gradients(&mut self, elements: Range<usize>) -> &[u8];
 
-    /// Takes the new values of list `list` from element `start` on to the ranks that keep them, too.
+    /// Takes the new values of list `list` from element `start` on to the ranks that keep them,
+    /// too.
     fn updated(&mut self, list: usize, start: usize, values: &[u8]);
 }
 
@@ -75,7 +79,8 @@ impl<'a> HostList<'a> {
     /// The elements, to be read.
     ///
     /// # Panics
-    /// If the list is absent or its bytes are not aligned elements of `T`: backends cut lists by the kernel's own dtypes.
+    /// If the list is absent or its bytes are not aligned elements of `T`: backends cut lists by
+    /// the kernel's own dtypes.
     pub fn elements<T: Pod>(self) -> &'a [T] {
         match self {
             HostList::Read(bytes) => bytemuck::cast_slice(bytes),
@@ -135,7 +140,8 @@ pub struct HostRun<'a, 'b> {
     pub lists: [HostList<'a>; MAX_LISTS],
     /// Where in them the tensors lie. How tensors were cut into spans changes no bit.
     pub spans: HostSpans<'a>,
-    /// The other ranks, if gradients are reduced here: the list of gradients is not looked at then.
+    /// The other ranks, if gradients are reduced here: the list of gradients is not looked at
+    /// then.
     pub across: Option<&'b mut dyn AcrossRanks>,
 }
 
@@ -181,7 +187,8 @@ impl HostSpan {
 
 /// The tensors, or parts of them, that a host call updates, in the order they lie in the lists.
 ///
-/// A type of its own and not any iterator: the kernel's loop inlines it, which a small tensor feels.
+/// A type of its own and not any iterator: the kernel's loop inlines it, which a small tensor
+/// feels.
 #[derive(Clone, Debug)]
 pub struct HostSpans<'a> {
     /// A tensor by itself.
@@ -211,7 +218,8 @@ impl<'a> HostSpans<'a> {
         Self::part(numel, class, 0, 0)
     }
 
-    /// A part of one tensor that fills the lists: which parameter it belongs to and how many of its elements come before.
+    /// A part of one tensor that fills the lists: which parameter it belongs to and how many of its
+    /// elements come before.
     pub fn part(numel: usize, class: u32, parameter: u32, first_element: u64) -> Self {
         let span = HostSpan {
             start: 0,
@@ -226,8 +234,8 @@ impl<'a> HostSpans<'a> {
         }
     }
 
-    /// What of these batches lies in the storage elements `first..end`, for lists that hold exactly those; what lies between tensors is
-    /// passed over.
+    /// What of these batches lies in the storage elements `first..end`, for lists that hold exactly
+    /// those; what lies between tensors is passed over.
     pub fn of(batches: &'a [Batch], places: Places<'a>, first: u64, end: u64) -> Self {
         let Places { offsets, members } = places;
         let behind = |record: &Record| span(offsets, record).1 <= first;

@@ -56,8 +56,9 @@ pub struct SetValues {
 
 /// A kernel that updates many tensors in one launch.
 ///
-/// A value of an implementing type is a kernel for one combination of dtypes and options. All scalars are derived in f64 and
-/// rounded once, here, so every backend computes from the same bytes.
+/// A value of an implementing type is a kernel for one combination of dtypes and options. All
+/// scalars are derived in f64 and rounded once, here, so every backend computes from the same
+/// bytes.
 pub trait MultiTensorKernel: Send + Sync {
     /// The system's stem, which names its `.cu` file and PTX module: `fused_adam`.
     fn stem(&self) -> &'static str;
@@ -82,8 +83,8 @@ pub trait MultiTensorKernel: Send + Sync {
 
     /// Updates tensors on the host, in the calling thread.
     ///
-    /// A kernel that needs sums over whole tensors ([`MultiTensorKernel::normed`]) looks at gradients
-    /// in their list alone.
+    /// A kernel that needs sums over whole tensors ([`MultiTensorKernel::normed`]) looks at
+    /// gradients in their list alone.
     fn run_host(&self, run: HostRun<'_, '_>);
 
     /// What the kernel needs to know of a whole tensor before it updates it; `None` if nothing.

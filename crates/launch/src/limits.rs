@@ -13,7 +13,8 @@ pub const ARGUMENT_BYTES_LARGE: usize = 32_764;
 /// Most elements of one chunk, the work of one block.
 pub const CHUNK_ELEMENTS: u32 = 65_536;
 
-/// Bytes before the scalars: record count, set count, chunk elements, flags and the address of the control block.
+/// Bytes before the scalars: record count, set count, chunk elements, flags and the address of the
+/// control block.
 pub const HEADER_BYTES: usize = 24;
 
 /// Bytes of a record besides its addresses: numel, first chunk, set and padding.
@@ -21,17 +22,20 @@ const RECORD_FIXED_BYTES: usize = 16;
 
 const ADDRESS_BYTES: usize = 8;
 
-// The record's fixed part keeps every following record aligned to 8 bytes, which the device relies on.
+// The record's fixed part keeps every following record aligned to 8 bytes, which the device relies
+// on.
 const _: () = assert!(
     HEADER_BYTES.is_multiple_of(8)
         && RECORD_FIXED_BYTES.is_multiple_of(8)
         && ADDRESS_BYTES.is_multiple_of(8)
 );
 
-/// What one launch may carry. Every limit is a parameter, so that small tests cross it; none changes a result.
+/// What one launch may carry. Every limit is a parameter, so that small tests cross it; none
+/// changes a result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LaunchLimits {
-    /// Bytes of by-value arguments; 32,764 by default, see [`ARGUMENT_BYTES_CLASSIC`] and [`ARGUMENT_BYTES_LARGE`].
+    /// Bytes of by-value arguments; 32,764 by default, see [`ARGUMENT_BYTES_CLASSIC`] and
+    /// [`ARGUMENT_BYTES_LARGE`].
     pub argument_bytes: usize,
     /// Elements of a full chunk; [`CHUNK_ELEMENTS`] by default.
     pub chunk_elements: u32,
@@ -82,12 +86,13 @@ impl LaunchLimits {
 /// record = { u64 address[lists]; u64 numel; u32 first_chunk; u16 set; u16 reserved }
 /// ```
 ///
-/// There is no table of blocks: `first_chunk` is the prefix sum of chunk counts, and a block finds its record in it by
-/// binary search.
+/// There is no table of blocks: `first_chunk` is the prefix sum of chunk counts, and a block finds
+/// its record in it by binary search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ArgumentLayout {
-    /// Words of a record besides its numel and place: one address for each tensor list, [`crate::ORIGIN_WORDS`] behind them for a
-    /// kernel that rounds at random, and [`crate::UPDATE_SUM_WORDS`] at the end for a launch that leaves sums over what it changes.
+    /// Words of a record besides its numel and place: one address for each tensor list,
+    /// [`crate::ORIGIN_WORDS`] behind them for a kernel that rounds at random, and
+    /// [`crate::UPDATE_SUM_WORDS`] at the end for a launch that leaves sums over what it changes.
     pub lists: usize,
     /// Bytes of the scalars shared by all tensors; a multiple of 8.
     pub scalar_bytes: usize,

@@ -10,13 +10,15 @@ pub const MAX_SUMS: usize = 2;
 /// Most bytes of a finished set.
 pub const FINISHED_BYTES: usize = 64;
 
-/// Bytes at the start of a normed kernel's scalars that belong to the backend, not to the kernel; see [`Workspace`].
+/// Bytes at the start of a normed kernel's scalars that belong to the backend, not to the kernel;
+/// see [`Workspace`].
 pub const WORKSPACE_BYTES: usize = 24;
 
 /// Parts of a chunk that a device's blocks sum and update apart.
 pub const CHUNK_UNITS: u64 = 8;
 
-/// Values of f64 that a device keeps for a chunk: [`MAX_SUMS`] partial sums of each unit, and how often its tensor was skipped.
+/// Values of f64 that a device keeps for a chunk: [`MAX_SUMS`] partial sums of each unit, and how
+/// often its tensor was skipped.
 pub const SLOT_VALUES: u64 = CHUNK_UNITS * MAX_SUMS as u64 + 1;
 
 /// Whether a tensor is updated.
@@ -28,7 +30,8 @@ pub enum Outcome {
     Skip,
 }
 
-/// Which learning rate tensors take that are excluded from weight decay: those whose own decay is set to 0.
+/// Which learning rate tensors take that are excluded from weight decay: those whose own decay is
+/// set to 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Excluded {
     /// The plain one, as large-batch training of ResNet-50 does best.
@@ -47,7 +50,8 @@ impl Excluded {
         }
     }
 
-    /// Whether the rate of a tensor with these values is scaled: the tensor's own word first, then this option.
+    /// Whether the rate of a tensor with these values is scaled: the tensor's own word first, then
+    /// this option.
     pub fn trust(self, values: &SetValues) -> Trust {
         match (values.trust, values.weight_decay, self) {
             (Some(trust), _, _) => trust,
@@ -57,18 +61,21 @@ impl Excluded {
     }
 }
 
-/// What a kernel offers besides [`crate::MultiTensorKernel`] if it needs sums over a tensor before it can update it.
+/// What a kernel offers besides [`crate::MultiTensorKernel`] if it needs sums over a tensor before
+/// it can update it.
 ///
-/// A backend takes the sums of every chunk ([`NormedKernel::chunk_sums`]), adds a tensor's chunks in order, starting from 0,
-/// lets the kernel derive the scalars of the update ([`NormedKernel::finish`]) and then runs
-/// [`crate::MultiTensorKernel::run_host`] with what that wrote in place of the class's set. Sums follow the fixed tree, whose chunk is
+/// A backend takes the sums of every chunk ([`NormedKernel::chunk_sums`]), adds a tensor's chunks
+/// in order, starting from 0, lets the kernel derive the scalars of the update
+/// ([`NormedKernel::finish`]) and then runs [`crate::MultiTensorKernel::run_host`] with what that
+/// wrote in place of the class's set. Sums follow the fixed tree, whose chunk is
 /// [`crate::CHUNK_ELEMENTS`] whatever the limits say, so they depend on the tensor alone.
 pub trait NormedKernel: Send + Sync {
     /// The device entries of the plan in two launches, without their argument suffix.
     fn apart(&self) -> ApartEntries;
 
-    /// The sums over one chunk, at most [`crate::CHUNK_ELEMENTS`] elements; `lists` hold exactly those, in the kernel's order. Sums that
-    /// the kernel does not take are 0; those that are not wanted may be anything, and nothing need be read for them.
+    /// The sums over one chunk, at most [`crate::CHUNK_ELEMENTS`] elements; `lists` hold exactly
+    /// those, in the kernel's order. Sums that the kernel does not take are 0; those that are
+    /// not wanted may be anything, and nothing need be read for them.
     fn chunk_sums(
         &self,
         call: HostCall<'_>,
@@ -77,7 +84,8 @@ pub trait NormedKernel: Send + Sync {
         wanted: [bool; MAX_SUMS],
     ) -> [f64; MAX_SUMS];
 
-    /// Derives the scalars of a tensor's update from its sums, in f64 and rounded once, and writes them into `set`.
+    /// Derives the scalars of a tensor's update from its sums, in f64 and rounded once, and writes
+    /// them into `set`.
     fn finish(
         &self,
         call: HostCall<'_>,
@@ -86,8 +94,8 @@ pub trait NormedKernel: Send + Sync {
         set: &mut [u8; FINISHED_BYTES],
     ) -> Outcome;
 
-    /// The position of the sum that is Σ g² over the gradient as it is stored, if there is one. A step that clips by the global norm
-    /// has taken it already, in the same tree.
+    /// The position of the sum that is Σ g² over the gradient as it is stored, if there is one. A
+    /// step that clips by the global norm has taken it already, in the same tree.
     fn grad_sum(&self) -> Option<usize> {
         None
     }
@@ -98,17 +106,17 @@ pub trait NormedKernel: Send + Sync {
     }
 }
 
-/// A sum over nothing but the parameters: the update that writes them has them at hand, so it can take the sum that the next step
-/// needs, which then reads the parameters once instead of twice.
+/// A sum over nothing but the parameters: the update that writes them has them at hand, so it can
+/// take the sum that the next step needs, which then reads the parameters once instead of twice.
 ///
-/// A backend may use it for as long as it can tell that nobody else has written the parameters since. The bits are those of
-/// [`NormedKernel::chunk_sums`] over what was written.
+/// A backend may use it for as long as it can tell that nobody else has written the parameters
+/// since. The bits are those of [`NormedKernel::chunk_sums`] over what was written.
 pub trait CachedSum: Send + Sync {
     /// Its position among the sums of [`NormedKernel::chunk_sums`].
     fn position(&self) -> usize;
 
-    /// [`crate::MultiTensorKernel::run_host`] for whole leaves of the tree, the tensor's last one perhaps shorter, and in `leaves` the sum
-    /// over each of them afterwards.
+    /// [`crate::MultiTensorKernel::run_host`] for whole leaves of the tree, the tensor's last one
+    /// perhaps shorter, and in `leaves` the sum over each of them afterwards.
     fn run_leaves(
         &self,
         call: HostCall<'_>,
@@ -118,7 +126,8 @@ pub trait CachedSum: Send + Sync {
     );
 }
 
-/// Device entries where a grid cannot wait for itself: all sums in one launch, all updates in the next.
+/// Device entries where a grid cannot wait for itself: all sums in one launch, all updates in the
+/// next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ApartEntries {
     /// Takes the sums: `lars_momentum_sums_f32`.
@@ -127,9 +136,11 @@ pub struct ApartEntries {
     pub update: &'static str,
 }
 
-/// Where a device keeps partial sums, and which of them a launch touches; the first part of a normed kernel's scalars.
+/// Where a device keeps partial sums, and which of them a launch touches; the first part of a
+/// normed kernel's scalars.
 ///
-/// Every chunk has a slot of its own for the whole step, so no slot is written twice and none has to be buffered.
+/// Every chunk has a slot of its own for the whole step, so no slot is written twice and none has
+/// to be buffered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Workspace {
     /// Device address of the slots, each [`SLOT_VALUES`] f64.

@@ -5,7 +5,8 @@ use crate::{
     ORIGIN_WORDS, Record, UPDATE_SUM_WORDS, UnitSums,
 };
 
-/// Bytes of a conclusion's arguments before the rule's own: header, three addresses and the tensor count.
+/// Bytes of a conclusion's arguments before the rule's own: header, three addresses and the tensor
+/// count.
 pub const CONCLUSION_BYTES: usize = HEADER_BYTES + 4 * size_of::<u64>();
 
 /// Device addresses of what a launch refers to.
@@ -21,11 +22,12 @@ pub struct Addresses<'a> {
 
 /// Writes the arguments of one batch of `launch` into `out` and returns their length in bytes.
 ///
-/// `addresses` are the device addresses of what the launch refers to. The layout is that of [`crate::ArgumentLayout`], little-endian;
-/// `kernels/multi_tensor.cuh` reads it.
+/// `addresses` are the device addresses of what the launch refers to. The layout is that of
+/// [`crate::ArgumentLayout`], little-endian; `kernels/multi_tensor.cuh` reads it.
 ///
 /// # Panics
-/// If `out` is shorter than the batch's argument bytes: batches are made for a limit, and `out` is as long as that limit.
+/// If `out` is shorter than the batch's argument bytes: batches are made for a limit, and `out` is
+/// as long as that limit.
 pub fn pack(launch: &Launch<'_>, batch: &Batch, addresses: Addresses<'_>, out: &mut [u8]) -> usize {
     let layout = launch.argument_layout();
     let len_bytes = layout.bytes(batch.records.len(), batch.classes.len());

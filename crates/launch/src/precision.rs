@@ -17,7 +17,8 @@ pub enum Master {
     None,
     /// An f32 copy, which is updated; the parameter is the copy rounded to nearest even.
     F32,
-    /// 16 bits: what the f32 master differs from the bf16 parameter by. The two together are the master, bit for bit.
+    /// 16 bits: what the f32 master differs from the bf16 parameter by. The two together are the
+    /// master, bit for bit.
     Remainder,
 }
 
@@ -32,22 +33,24 @@ pub enum StateDType {
     Bf16,
 }
 
-/// How values are rounded to bf16. Other dtypes, and parameters with a master, are always rounded to nearest even.
+/// How values are rounded to bf16. Other dtypes, and parameters with a master, are always rounded
+/// to nearest even.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Rounding {
     /// To nearest, ties to even.
     #[default]
     Nearest,
-    /// Up or down at random, so that the expected value is the exact one. The bits drawn depend on seed, step, parameter and
-    /// element alone ([`crate::random_bits`]).
+    /// Up or down at random, so that the expected value is the exact one. The bits drawn depend on
+    /// seed, step, parameter and element alone ([`crate::random_bits`]).
     Stochastic {
         /// Start of the random numbers.
         seed: u64,
     },
 }
 
-/// How the tensors of parameters are kept; the default is by themselves, with state in the compute type, rounded to nearest.
+/// How the tensors of parameters are kept; the default is by themselves, with state in the compute
+/// type, rounded to nearest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Precision {
     /// What a parameter has beside it.
@@ -100,7 +103,8 @@ pub enum Layout {
     Bf16RemainderState16,
 }
 
-/// How a kernel keeps the tensors of its parameters: a combination of dtype and [`Precision`] that was checked.
+/// How a kernel keeps the tensors of its parameters: a combination of dtype and [`Precision`] that
+/// was checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Format {
     layout: Layout,
@@ -120,8 +124,8 @@ impl Format {
     /// Checks a combination for `rule`.
     ///
     /// # Errors
-    /// [`RuleError::DType`] for a parameter that is not floating point; [`RuleError::Precision`] naming what cannot be had for this
-    /// dtype and what can.
+    /// [`RuleError::DType`] for a parameter that is not floating point; [`RuleError::Precision`]
+    /// naming what cannot be had for this dtype and what can.
     pub fn new(rule: &'static str, dtype: DType, precision: Precision) -> Result<Self, RuleError> {
         let refuse = |what, expected, found| RuleError::Precision {
             rule,
@@ -224,7 +228,8 @@ impl Format {
             || (self.param() == DType::BF16 && self.master() == Master::None)
     }
 
-    /// The lists of a rule with this state: parameter, gradient, state, and at last what is beside the parameter.
+    /// The lists of a rule with this state: parameter, gradient, state, and at last what is beside
+    /// the parameter.
     pub fn lists(&self, state: &[Role]) -> Vec<TensorList> {
         let list = |role, dtype, access| TensorList {
             role,
@@ -280,7 +285,8 @@ impl Format {
         }
     }
 
-    /// Copies the key behind a class's set of `own` bytes to behind a finished set of `finished` bytes.
+    /// Copies the key behind a class's set of `own` bytes to behind a finished set of `finished`
+    /// bytes.
     ///
     /// # Panics
     /// If one of them is too short for set and key.
@@ -297,7 +303,8 @@ impl Format {
         }
     }
 
-    /// Writes the key of the step behind a kernel's own set and returns the own part, which is left to be written.
+    /// Writes the key of the step behind a kernel's own set and returns the own part, which is left
+    /// to be written.
     ///
     /// # Panics
     /// If `set` is shorter than [`KEY_BYTES`].
@@ -311,7 +318,8 @@ impl Format {
     }
 }
 
-/// The device entry of a kernel for a [`Format`], without its argument suffix: the stem and the dtypes.
+/// The device entry of a kernel for a [`Format`], without its argument suffix: the stem and the
+/// dtypes.
 ///
 /// ```
 /// # use fusestep_launch::{entry, Format, Precision};
@@ -353,7 +361,8 @@ mod tests {
                 Master::F32,
                 StateDType::Compute,
                 Rounding::Nearest,
-                "lion: master weights of f32 parameters: expected none, because such a parameter loses nothing, found f32",
+                "lion: master weights of f32 parameters: expected none, because such a parameter \
+                 loses nothing, found f32",
             ),
             (
                 DType::F16,
@@ -381,7 +390,8 @@ mod tests {
                 Master::F32,
                 StateDType::Compute,
                 stochastic,
-                "lion: rounding of bf16 parameters: expected nearest, unless bf16 state or bf16 without master weights is to be rounded, found stochastic",
+                "lion: rounding of bf16 parameters: expected nearest, unless bf16 state or bf16 \
+                 without master weights is to be rounded, found stochastic",
             ),
         ] {
             let precision = Precision {

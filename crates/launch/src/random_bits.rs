@@ -1,18 +1,20 @@
 //! Random bits that depend on (seed, step, parameter, element) and on nothing else.
 //!
-//! A generator without a state: any part of any tensor can be rounded by any thread, block or launch, in any order, and gets the
-//! bits it would get alone. Keys are formed in 64 bits, words of one element in 32, because that is what vector units multiply.
+//! A generator without a state: any part of any tensor can be rounded by any thread, block or
+//! launch, in any order, and gets the bits it would get alone. Keys are formed in 64 bits, words of
+//! one element in 32, because that is what vector units multiply.
 //!
 //! ```text
-//! key of a step     = mix64(mix64(seed + G) + step·G)                           G = 0x9e3779b97f4a7c15
-//! key of a tensor   = mix64(key of the step + (parameter + 1)·G)                (a, b) = its lower and upper half
+//! key of a step     = mix64(mix64(seed + G) + step·G)              G = 0x9e3779b97f4a7c15
+//! key of a tensor   = mix64(key of the step + (parameter + 1)·G)   (a, b) = its lower, upper half
 //! word of an element= mix32(mix32(e + a) ^ (b + e'·0x9e3779b9 + word·0x85ebca6b))
 //! ```
-//! e and e' are the lower and the upper half of the element's index in its tensor. `kernels/dialect.cuh` computes the same.
+//! e and e' are the lower and the upper half of the element's index in its tensor.
+//! `kernels/dialect.cuh` computes the same.
 //!
-//! mix64 is the finalizer of SplitMix64 (Steele, Lea & Flood 2014, with Stafford's 13th constants), mix32 Wellons' `lowbias32`
-//! (<https://nullprogram.com/blog/2018/07/31/>); both are bijections that let every input bit turn every output bit with a
-//! probability near 1/2. Not for secrets.
+//! mix64 is the finalizer of SplitMix64 (Steele, Lea & Flood 2014, with Stafford's 13th constants),
+//! mix32 Wellons' `lowbias32` (<https://nullprogram.com/blog/2018/07/31/>); both are bijections
+//! that let every input bit turn every output bit with a probability near 1/2. Not for secrets.
 
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 const HIGH: u32 = 0x9e37_79b9;
@@ -66,7 +68,8 @@ mod tests {
         words.collect()
     }
 
-    /// Computed in Python from the formulas above; `mix64(G)` is also the first number of SplitMix64 from 0.
+    /// Computed in Python from the formulas above; `mix64(G)` is also the first number of
+    /// SplitMix64 from 0.
     #[test]
     fn keys_and_words_are_those_of_the_formulas() {
         assert_eq!(mix64(GOLDEN), 0xe220_a839_7b1d_cdaf);

@@ -8,7 +8,8 @@ use crate::{ArgumentLayout, Batch, Buffer, ControlBlock, ListBuffer, TensorList}
 /// Bytes of a reduction's scalars: the address of the launch's first partial sum.
 const REDUCTION_SCALAR_BYTES: usize = 8;
 
-/// A sum of squares, and how many of its elements are infinite or NaN; the partial sum of one chunk, or that of a tensor.
+/// A sum of squares, and how many of its elements are infinite or NaN; the partial sum of one
+/// chunk, or that of a tensor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub struct SquareSum {
@@ -38,7 +39,8 @@ pub struct TensorPartials {
     pub count: u64,
 }
 
-/// A kernel that reads many tensors of one list in one launch and leaves one [`SquareSum`] for each chunk.
+/// A kernel that reads many tensors of one list in one launch and leaves one [`SquareSum`] for each
+/// chunk.
 pub trait MultiTensorReduction: Send + Sync {
     /// The system's stem, which names its `.cu` file and PTX module: `amp`.
     fn stem(&self) -> &'static str;
@@ -61,11 +63,13 @@ pub trait MultiTensorReduction: Send + Sync {
         }
     }
 
-    /// Sums one chunk on the host, in the calling thread; `chunk` holds aligned elements of the list's dtype.
+    /// Sums one chunk on the host, in the calling thread; `chunk` holds aligned elements of the
+    /// list's dtype.
     fn run_host(&self, level: Level, chunk: &[u8]) -> SquareSum;
 }
 
-/// What is concluded from all partial sums: fills the control block. One thread of a device does it.
+/// What is concluded from all partial sums: fills the control block. One thread of a device does
+/// it.
 pub trait ControlRule: Send + Sync {
     /// The system's stem: `amp`.
     fn stem(&self) -> &'static str;
@@ -76,7 +80,8 @@ pub trait ControlRule: Send + Sync {
     /// The rule's settings as the device reads them; a multiple of 8 bytes.
     fn scalars(&self) -> Vec<u8>;
 
-    /// Adds each tensor's chunks in order into `sums`, those in order to the total, and writes the block for this step.
+    /// Adds each tensor's chunks in order into `sums`, those in order to the total, and writes the
+    /// block for this step.
     ///
     /// `sums` is as long as `tensors`. `control` holds the block of the step before.
     fn run_host(

@@ -1,13 +1,16 @@
-//! Argument tables that stay in a backend's memory: built once, launched with the same two addresses at every step.
+//! Argument tables that stay in a backend's memory: built once, launched with the same two
+//! addresses at every step.
 //!
-//! Beside the table lies what its sets are derived from: hyper-parameters, and for every class of tensors its own and the steps it
-//! has taken. The device counts and derives itself, by the operations of [`MultiTensorKernel::write_set`], so that a step takes
-//! the same launches with the same arguments whatever the number of tensors, and the host waits for nothing.
+//! Beside the table lies what its sets are derived from: hyper-parameters, and for every class of
+//! tensors its own and the steps it has taken. The device counts and derives itself, by the
+//! operations of [`MultiTensorKernel::write_set`], so that a step takes the same launches with the
+//! same arguments whatever the number of tensors, and the host waits for nothing.
 //!
 //! ```text
 //! steps:  { f64 hyper[8]; u64 seed; u32 classes; u32 set_bytes } | class₀ class₁ …
 //! class:  { f64 lr_scale; f64 weight_decay; u64 step; u32 own_decay; u32 trust }
-//! table:  the argument block of a batch | u32 record of chunk₀, chunk₁, … | u32 waves, end₀, end₁, …
+//! table:  the argument block of a batch | u32 record of chunk₀, chunk₁, …
+//!         | u32 waves, end₀, end₁, …
 //! ```
 //! `kernels/multi_tensor.cuh` and `kernels/resident.cuh` read it.
 
@@ -30,13 +33,14 @@ pub const STEPS_BYTES: usize = HYPER_VALUES * 8 + 16;
 /// Bytes of one class.
 pub const CLASS_BYTES: usize = 32;
 
-/// What a kernel offers besides [`MultiTensorKernel`] to run from a resident table. The entry that updates is
-/// [`MultiTensorKernel::entry`] with the suffix of resident tables.
+/// What a kernel offers besides [`MultiTensorKernel`] to run from a resident table. The entry that
+/// updates is [`MultiTensorKernel::entry`] with the suffix of resident tables.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ResidentSets {
     /// The device entry that derives the sets, without its suffix: `fused_adam_sets_f32`.
     pub entry: &'static str,
-    /// The rule's hyper-parameters as the entry reads them; the first is left for the learning rate.
+    /// The rule's hyper-parameters as the entry reads them; the first is left for the learning
+    /// rate.
     pub hyper: [f64; HYPER_VALUES],
     /// Start of the random numbers of stochastic rounding.
     pub seed: u64,
@@ -74,7 +78,8 @@ macro_rules! sets_entry {
 
 /// A launch's tables in a backend's memory.
 ///
-/// Made by [`crate::Backend::place_table`] or [`crate::Backend::place_reduction`], for the backend that made it.
+/// Made by [`crate::Backend::place_table`] or [`crate::Backend::place_reduction`], for the backend
+/// that made it.
 pub trait ResidentTable: Send + fmt::Debug {
     /// For the backend that made it.
     fn as_any(&self) -> &dyn Any;
@@ -139,7 +144,8 @@ pub fn pack_table(launch: &Launch<'_>, batch: &Batch, addresses: Addresses<'_>) 
     out
 }
 
-/// The bytes of the table of one batch of a reduction; `addresses` are those of the list and of the batch's first partial sum.
+/// The bytes of the table of one batch of a reduction; `addresses` are those of the list and of the
+/// batch's first partial sum.
 pub fn pack_reduction_table(reduce: &Reduce<'_>, batch: &Batch, addresses: (u64, u64)) -> Vec<u8> {
     let kernel: &dyn MultiTensorReduction = reduce.kernel;
     let mut out = vec![0; kernel.argument_layout().bytes(batch.records.len(), 0)];
@@ -148,7 +154,8 @@ pub fn pack_reduction_table(reduce: &Reduce<'_>, batch: &Batch, addresses: (u64,
     out
 }
 
-/// Appends where the waves of a batch end: whole tensors, as many as `wave_chunks` chunks hold, but at least one.
+/// Appends where the waves of a batch end: whole tensors, as many as `wave_chunks` chunks hold, but
+/// at least one.
 pub fn push_waves(out: &mut Vec<u8>, batch: &Batch, chunk_elements: u32, wave_chunks: u32) {
     let mut ends: Vec<u32> = Vec::new();
     let mut start = 0;
@@ -194,7 +201,8 @@ pub fn resident_sets(
         .ok_or_else(|| crate::BackendError::Unavailable {
             backend,
             reason: format!(
-                "`{}`: expected an entry that derives sets on the device, found none; plan with arguments",
+                "`{}`: expected an entry that derives sets on the device, found none; plan with \
+                 arguments",
                 kernel.entry()
             ),
         })
@@ -251,6 +259,10 @@ mod tests {
             push_waves(&mut out, &batch(&[1, 4, 5, 0, 13]), 4, wave_chunks);
             assert_eq!(words(&out), expected, "{wave_chunks}");
         }
+        // A wave after the first holds several tensors, too.
+        let mut out = Vec::new();
+        push_waves(&mut out, &batch(&[16, 4, 4, 1]), 4, 4);
+        assert_eq!(words(&out), [2, 4, 7]);
     }
 
     #[test]

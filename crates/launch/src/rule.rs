@@ -6,7 +6,8 @@ use fusestep_tensor::DType;
 
 use crate::{MultiTensorKernel, Precision};
 
-/// An update rule with its hyper-parameters: the value that a user configures, from which kernels are made.
+/// An update rule with its hyper-parameters: the value that a user configures, from which kernels
+/// are made.
 pub trait UpdateRule: fmt::Debug + Send + Sync {
     /// The name on the command line and in plans: `adamw`.
     fn name(&self) -> &'static str;
@@ -26,8 +27,9 @@ pub trait UpdateRule: fmt::Debug + Send + Sync {
     /// The kernel for parameters and gradients of this dtype, kept with this precision.
     ///
     /// # Errors
-    /// [`RuleError::Hyper`] as in [`UpdateRule::validate`]; [`RuleError::DType`] for a dtype there is no kernel for;
-    /// [`RuleError::Precision`] for a precision that parameters of this dtype cannot have.
+    /// [`RuleError::Hyper`] as in [`UpdateRule::validate`]; [`RuleError::DType`] for a dtype there
+    /// is no kernel for; [`RuleError::Precision`] for a precision that parameters of this dtype
+    /// cannot have.
     fn kernel(
         &self,
         dtype: DType,

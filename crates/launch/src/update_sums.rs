@@ -1,11 +1,13 @@
-//! Sums over what an update changes: how far each tensor moved in a step, taken while its elements are at hand.
+//! Sums over what an update changes: how far each tensor moved in a step, taken while its elements
+//! are at hand.
 //!
 //! ```text
-//! sum of a tensor = Σ (new − old)²    in f64, of the parameter as it is stored, or of its master where it has one
+//! sum of a tensor = Σ (new − old)²    in f64, of the parameter as it is stored,
+//!                                     or of its master where it has one
 //! ```
-//! The tree is that of all sums: leaves of 1,024 elements, chunks of [`CHUNK_ELEMENTS`], whatever the limits say. A chunk leaves
-//! [`CHUNK_UNITS`] values behind, since on a device so many blocks may share it; unit u is the fold of leaves u, u + 8, …, u + 56
-//! by 32, 16 and 8.
+//! The tree is that of all sums: leaves of 1,024 elements, chunks of [`CHUNK_ELEMENTS`], whatever
+//! the limits say. A chunk leaves [`CHUNK_UNITS`] values behind, since on a device so many blocks
+//! may share it; unit u is the fold of leaves u, u + 8, …, u + 56 by 32, 16 and 8.
 
 use crate::{
     ArgumentLayout, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, Launch, LaunchLimits, MultiTensorKernel,
@@ -25,7 +27,8 @@ pub fn fold_units(units: &UnitSums) -> f64 {
 
 /// Where a launch leaves the sums over what it changes.
 pub struct UpdateSums<'a> {
-    /// One [`UnitSums`] for each chunk of the storage, tensor by tensor; those of tensors that are not in the launch stay as they are.
+    /// One [`UnitSums`] for each chunk of the storage, tensor by tensor; those of tensors that are
+    /// not in the launch stay as they are.
     pub slots: &'a mut dyn Buffer,
     /// Slot of each tensor's first chunk, and one past the last tensor's.
     pub firsts: &'a [u64],
@@ -62,7 +65,8 @@ impl ArgumentLayout {
 }
 
 impl LaunchLimits {
-    /// The limits for batches of `kernel`: a kernel that takes sums is cut at the chunks of their tree.
+    /// The limits for batches of `kernel`: a kernel that takes sums is cut at the chunks of their
+    /// tree.
     pub fn of(self, kernel: &dyn MultiTensorKernel) -> Self {
         match kernel.normed() {
             Some(_) => self.measured(),

@@ -1,13 +1,14 @@
-//! Argument bytes, places and what a backend does by default, by a kernel and a backend that do nothing else.
+//! Argument bytes, places and what a backend does by default, by a kernel and a backend that do
+//! nothing else.
 
 use std::any::Any;
 
 use fusestep_launch::{
     Access, Addresses, ArgumentLayout, Backend, BackendError, Batch, Buffer, Conclude,
-    ControlBlock, Excluded, FLAG_STOCHASTIC, Gate, HostList, HostRun, HostSpan, Launch,
-    LaunchError, LaunchLimits, LaunchReport, LeafSquares, ListBuffer, MultiTensorKernel,
-    MultiTensorReduction, Record, Reduce, Replicas, SetValues, SquareSum, TensorList, UpdateSums,
-    batches, pack, pack_conclusion, pack_reduction, pack_reduction_table, pack_table,
+    ControlBlock, Excluded, FLAG_STOCHASTIC, Gate, HostRun, Launch, LaunchLimits, LaunchReport,
+    LeafSquares, ListBuffer, MultiTensorKernel, MultiTensorReduction, Record, Reduce, Replicas,
+    ResidentTable, SetValues, SquareSum, TensorList, UpdateSums, pack, pack_conclusion,
+    pack_reduction, pack_reduction_table, pack_table,
 };
 use fusestep_simd::Level;
 use fusestep_tensor::{DType, Role};
@@ -189,6 +190,18 @@ fn launch<'a>(
     }
 }
 
+fn reduction<'a>(batches: &'a [Batch], partials: &'a mut Memory) -> Reduce<'a> {
+    Reduce {
+        kernel: &Lengths,
+        batches,
+        offsets: &OFFSETS,
+        members: &MEMBERS,
+        list: None,
+        partials,
+        first_partial: 0,
+    }
+}
+
 /// Little-endian fields of several widths, one behind the other.
 #[derive(Default)]
 struct Fields(Vec<u8>);
@@ -224,7 +237,8 @@ fn arguments_are_header_scalars_sets_and_records() {
         let sets = scalars.bytes(&[20, 21, 22, 23, 24, 25, 26, 27]);
         sets.bytes(&[10, 11, 12, 13, 14, 15, 16, 17])
     };
-    // Element 64 + 1024 of the storage: 4 bytes each from 0x1000 on, and 2 each from 0x9000 on, where element 64 lies.
+    // Element 64 + 1024 of the storage: 4 bytes each from 0x1000 on, and 2 each from 0x9000 on,
+    // where element 64 lies.
     let first = |fields: Fields| fields.u64(0x1000 + 4 * 1088).u64(0x9000 + 2 * 1024);
     let second = |fields: Fields| fields.u64(0x1000 + 4 * 4096).u64(0x9000 + 2 * 4032);
     let plain = second(first(head(3)).place(1500, 0, 0)).place(7, 2, 1);
@@ -233,7 +247,8 @@ fn arguments_are_header_scalars_sets_and_records() {
         .u64(4)
         .u64(0)
         .place(7, 2, 1);
-    // Behind a record the address of its first sum: 64 bytes each, those of tensor 2 from the fourth on.
+    // Behind a record the address of its first sum: 64 bytes each, those of tensor 2 from the
+    // fourth on.
     let summed = first(head(3)).place(1500, 0, 0).u64(0x5000 + 64);
     let summed = second(summed).place(7, 2, 1).u64(0x5000 + 3 * 64);
     for (flags, words, sums, expected) in [
@@ -260,6 +275,24 @@ fn arguments_are_header_scalars_sets_and_records() {
     }
 }
 
+#[test]
+fn random_rounding_adds_two_words_to_a_record_of_any_length() {
+    let kernel = Kernel {
+        flags: FLAG_STOCHASTIC,
+        words: 3,
+    };
+    let (batches, mut lists) = ([batch()], lists());
+    let launch = launch(&kernel, &batches, &mut lists[..1], None);
+    let addresses = Addresses {
+        lists: &[0x1000],
+        control: 0,
+        update_sums: 0,
+    };
+    let mut out = [0; 1000];
+    let len = pack(&launch, &batches[0], addresses, &mut out);
+    assert_eq!(len, kernel.argument_layout().bytes(2, 2));
+}
+
 /// A table is the arguments, and behind them the record of each chunk.
 #[test]
 fn tables_are_arguments_and_the_record_of_every_chunk() {
@@ -278,15 +311,7 @@ fn tables_are_arguments_and_the_record_of_every_chunk() {
     assert_eq!(pack_table(&launch, &batches[0], addresses), expected);
 
     let mut partials = Memory(Vec::new());
-    let reduce = Reduce {
-        kernel: &Lengths,
-        batches: &batches,
-        offsets: &OFFSETS,
-        members: &MEMBERS,
-        list: None,
-        partials: &mut partials,
-        first_partial: 0,
-    };
+    let reduce = reduction(&batches, &mut partials);
     let len = pack_reduction(&Lengths, &batches[0], &OFFSETS, (1, 2), &mut arguments);
     let expected = [&arguments[..len], &Fields::default().u32(0).u32(1).0].concat();
     assert_eq!(pack_reduction_table(&reduce, &batches[0], (1, 2)), expected);
@@ -317,7 +342,9 @@ fn gradients(bytes: Vec<u8>) -> ListBuffer {
 
 #[test]
 fn leaves_are_counted_from_the_start_of_each_record() {
-    let (batches, list) = ([batch()], gradients(vec![1; 2 * 8192]));
+    let bytes = (0..2 * 8192usize).map(|at| (at / 1000) as u8);
+    let bytes: Vec<u8> = bytes.collect();
+    let (batches, list) = ([batch()], gradients(bytes.clone()));
     let leaves = LeafSquares {
         kernel: &Lengths,
         batches: &batches,
@@ -329,8 +356,11 @@ fn leaves_are_counted_from_the_start_of_each_record() {
     assert_eq!(places, [(1024, 1024), (2048, 476), (4032, 7)]);
     let mut sums = [SquareSum::default(); 3];
     Plain.leaf_squares(leaves, &mut sums).unwrap();
-    let lens = sums.map(|sum| (sum.sum, sum.non_finite));
-    assert_eq!(lens, [(2048.0, 2048), (952.0, 952), (14.0, 14)]);
+    for (sum, (first, numel)) in sums.iter().zip(places) {
+        let leaf = &bytes[2 * first as usize..][..2 * numel as usize];
+        let expected: f64 = leaf.iter().map(|&byte| f64::from(byte)).sum();
+        assert_eq!((sum.sum, sum.non_finite), (expected, 2 * numel));
+    }
     let error = Plain.leaf_squares(leaves, &mut sums[..2]).unwrap_err();
     let expected = BackendError::OutOfBounds {
         backend: "plain",
@@ -339,6 +369,19 @@ fn leaves_are_counted_from_the_start_of_each_record() {
         found: 32,
     };
     assert_eq!(error, expected);
+}
+
+/// A table of nobody.
+#[derive(Debug)]
+struct Foreign;
+
+impl ResidentTable for Foreign {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
+    }
 }
 
 #[test]
@@ -359,6 +402,14 @@ fn a_backend_refuses_what_it_does_not_say_it_can() {
     assert!(unavailable(Plain.capture(&mut || Ok(())).unwrap_err()));
     let table = Plain.place_table(&launch(&kernel, &batches, &mut own, None), &[]);
     assert!(table.unwrap().is_none());
+    let foreign = BackendError::ForeignTable { backend: "plain" };
+    let launched = Plain.launch_table(launch(&kernel, &batches, &mut own, None), &Foreign);
+    assert_eq!(launched, Err(foreign.clone()));
+    assert_eq!(Plain.set_table_lr(&mut Foreign, 0.1), Err(foreign.clone()));
+    let mut partials = Memory(Vec::new());
+    let reduce = reduction(&batches, &mut partials);
+    assert!(matches!(Plain.place_reduction(&reduce), Ok(None)));
+    assert_eq!(Plain.reduce_table(reduce, &Foreign), Err(foreign));
     assert!(!Plain.takes_host_memory());
     assert_eq!((Plain.take_skipped(), Plain.skipped()), (Ok(0), 0));
 }
@@ -385,37 +436,6 @@ fn a_control_block_opens_and_shuts_the_gate() {
 }
 
 #[test]
-fn lists_are_read_cut_and_written_in_place() {
-    let mut bytes = [1u8, 2, 3, 4, 5, 6];
-    assert_eq!(HostList::Absent.bytes(), []);
-    assert_eq!(HostList::Read(&bytes).bytes(), bytes);
-    assert_eq!(HostList::Read(&bytes).elements::<u8>(), bytes);
-    assert_eq!(HostList::Read(&bytes).part(1..3).bytes(), [2, 3]);
-    let (left, right) = HostList::Read(&bytes).split_at(4);
-    assert_eq!((left.bytes(), right.bytes()), (&bytes[..4], &bytes[4..]));
-    let (mut left, right) = HostList::ReadWrite(&mut bytes).split_at(2);
-    assert_eq!(left.part(1..2).bytes(), [2]);
-    left.elements_mut::<u8>().fill(9);
-    assert_eq!(right.elements::<u8>(), [3, 4, 5, 6]);
-    assert_eq!(HostList::ReadWrite(&mut bytes).bytes(), [9, 9, 3, 4, 5, 6]);
-    let span = HostSpan {
-        start: 10,
-        numel: 8,
-        class: 1,
-        parameter: 2,
-        first_element: 100,
-    };
-    let part = |start, numel, first_element| HostSpan {
-        start,
-        numel,
-        first_element,
-        ..span
-    };
-    assert_eq!(span.part(3, 4), part(13, 4, 103));
-    assert_eq!(span.part(3, 9), part(13, 5, 103));
-}
-
-#[test]
 fn bytes_elements_and_launches_are_counted() {
     let kernel = Kernel { flags: 0, words: 2 };
     assert_eq!((PARAM.traffic_bytes(), GRAD.traffic_bytes()), (8, 2));
@@ -428,54 +448,9 @@ fn bytes_elements_and_launches_are_counted() {
         (launch.first(0), launch.first(1), launch.first(2)),
         (0, 64, 0)
     );
+    // A kernel without norms is cut as the limits say.
+    let limits = launch.limits;
+    assert_eq!((limits.of(&kernel), limits.chunk_elements), (limits, 1024));
     let scalars = [Excluded::PlainLr, Excluded::TrustRatio].map(Excluded::plain_scalar);
     assert_eq!(scalars, [1.0, 0.0]);
-}
-
-#[test]
-fn a_limit_of_zero_is_refused_by_name() {
-    let layout = Kernel { flags: 0, words: 2 }.argument_layout();
-    let (good, one) = (LaunchLimits::default(), layout.bytes(1, 1));
-    let zero = |limits: LaunchLimits| match batches("test", [], layout, limits) {
-        Err(LaunchError::ZeroLimit { what }) => what,
-        other => panic!("{other:?}"),
-    };
-    assert_eq!(
-        zero(LaunchLimits {
-            chunk_elements: 0,
-            ..good
-        }),
-        "chunk elements"
-    );
-    assert_eq!(
-        zero(LaunchLimits {
-            chunks_per_launch: 0,
-            ..good
-        }),
-        "chunks per launch"
-    );
-    assert_eq!(good.validate(), Ok(()));
-    assert!(
-        LaunchLimits {
-            chunk_elements: 0,
-            ..good
-        }
-        .validate()
-        .is_err()
-    );
-    // As many bytes as one record takes are enough.
-    let exact = LaunchLimits::with_argument_bytes(one);
-    assert!(batches("test", [], layout, exact).is_ok());
-    let error = batches(
-        "test",
-        [],
-        layout,
-        LaunchLimits::with_argument_bytes(one - 1),
-    );
-    let expected = LaunchError::LimitTooSmall {
-        kernel: "test".to_owned(),
-        expected: one,
-        found: one - 1,
-    };
-    assert_eq!(error, Err(expected));
 }

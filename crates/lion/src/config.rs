@@ -10,7 +10,8 @@ use crate::{LionKernel, device};
 
 /// Hyper-parameters of one Lion optimizer.
 ///
-/// Every element moves by lr at each step, so lr is 3 to 10 times smaller than AdamW's, and λ as many times larger.
+/// Every element moves by lr at each step, so lr is 3 to 10 times smaller than AdamW's, and λ as
+/// many times larger.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Lion {
     /// Learning rate per step; 1e-4 by default.

@@ -39,7 +39,8 @@ pub fn update(lion: &Lion, element: Element, grad: f64) -> Element {
     }
 }
 
-/// How near the direction c is to 0, where its sign may fall either way: |c| over the sum of the magnitudes of its terms.
+/// How near the direction c is to 0, where its sign may fall either way: |c| over the sum of the
+/// magnitudes of its terms.
 pub fn certainty(lion: &Lion, element: Element, grad: f64) -> f64 {
     let (m, g) = (lion.beta1 * element.moment1, (1.0 - lion.beta1) * grad);
     let g = match lion.objective {

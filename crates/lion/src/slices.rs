@@ -29,7 +29,8 @@ impl Lion {
     /// # Units
     /// `step` counts from 1, though every step is alike. `lr` and λ are per step.
     /// # Errors
-    /// [`StepError`] naming the list, the tensor and both counts; everything is checked before anything is written.
+    /// [`StepError`] naming the list, the tensor and both counts; everything is checked before
+    /// anything is written.
     /// # Cost
     /// 20 bytes of memory traffic per f32 element.
     /// # Source

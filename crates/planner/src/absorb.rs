@@ -11,7 +11,8 @@ pub(crate) struct Absorb {
     pub(crate) first: bool,
     /// What it is multiplied with.
     pub(crate) weight: Option<f64>,
-    /// It is the last before the next update, and the sum is divided by this; `None` if others follow.
+    /// It is the last before the next update, and the sum is divided by this; `None` if others
+    /// follow.
     pub(crate) last: Option<Divisor>,
 }
 
@@ -19,8 +20,9 @@ pub(crate) struct Absorb {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Divisor(pub(crate) f64);
 
-/// Adds `grad` to `sums`, or writes it there if it is the first, and puts what the sums come to into `out` if it is the last. Sums of
-/// 16-bit gradients are f32, others of the gradients' own type; without `sums` they are formed in `out` itself.
+/// Adds `grad` to `sums`, or writes it there if it is the first, and puts what the sums come to
+/// into `out` if it is the last. Sums of 16-bit gradients are f32, others of the gradients' own
+/// type; without `sums` they are formed in `out` itself.
 ///
 /// `grad` is `None` for a tensor without a gradient in this micro-step.
 pub(crate) fn absorb(

@@ -60,8 +60,8 @@ impl Plan {
         self.allocate_from(Allocator::Backend(backend))
     }
 
-    /// [`Plan::allocate`], with arenas that calls move from the communicator: ranks of one machine then see each other's, and nothing
-    /// is copied on the way.
+    /// [`Plan::allocate`], with arenas that calls move from the communicator: ranks of one machine
+    /// then see each other's, and nothing is copied on the way.
     ///
     /// # Errors
     /// As [`Plan::allocate`]; [`PlanError::Collective`] if the communicator has not so much memory.

@@ -23,7 +23,8 @@ pub(crate) struct GradientArena {
     pub(crate) regions: Vec<Region>,
     /// For each region the sums of micro-steps, where the gradients' own memory cannot hold them.
     pub(crate) sums: Vec<Option<HostMemory>>,
-    /// For each storage the sums of gradients that are reduced in every micro-step: of the shard, or of all of it.
+    /// For each storage the sums of gradients that are reduced in every micro-step: of the shard,
+    /// or of all of it.
     pub(crate) reduced_sums: Vec<Option<HostMemory>>,
     /// For each parameter in how many micro-steps its gradient was given.
     pub(crate) given: Vec<u32>,
@@ -284,7 +285,8 @@ impl GradientArena {
         memory.host()?.get(place)
     }
 
-    /// The sums of one tensor's gradients so far, as a checkpoint keeps them; `None` if they are where the gradients lie.
+    /// The sums of one tensor's gradients so far, as a checkpoint keeps them; `None` if they are
+    /// where the gradients lie.
     pub(crate) fn sums(&self, spec: &StorageSpec, param: usize, tensor: usize) -> Option<&[u8]> {
         let region = self.regions[param];
         let sums = self.sums[region.index].as_ref()?;
@@ -299,7 +301,8 @@ pub(crate) fn sum_width(dtype: DType) -> usize {
     dtype.len_bytes().max(4)
 }
 
-/// Whether segments keep their memory once they are reduced. From ZeRO stage 2 on a rank needs no more than its shard.
+/// Whether segments keep their memory once they are reduced. From ZeRO stage 2 on a rank needs no
+/// more than its shard.
 pub(crate) fn keeps_segments(plan: &Plan) -> bool {
     plan.zero < ZeroStage::Two
 }

@@ -76,8 +76,9 @@ impl Plan {
         done
     }
 
-    /// Averages every list that pass `local_sgd` asks for. Of a parameter with a 32-bit value that value is averaged, and the 16-bit one
-    /// is derived from it: a mean of rounded values would forget what masters and residuals keep.
+    /// Averages every list that pass `local_sgd` asks for. Of a parameter with a 32-bit value that
+    /// value is averaged, and the 16-bit one is derived from it: a mean of rounded values would
+    /// forget what masters and residuals keep.
     fn average_lists(
         &self,
         state: &mut State,

@@ -7,9 +7,11 @@ use serde::Serialize;
 use crate::passes::Oversize;
 use crate::{Plan, PlanError, StorageSpec};
 
-/// Consecutive whole tensors whose gradients share one allocation and become ready together for the calls of their buckets.
+/// Consecutive whole tensors whose gradients share one allocation and become ready together for the
+/// calls of their buckets.
 ///
-/// It is one bucket, unless a tensor is longer than the cap of buckets: then it is that tensor, in several.
+/// It is one bucket, unless a tensor is longer than the cap of buckets: then it is that tensor, in
+/// several.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Segment {
     /// Index of the storage.
@@ -41,13 +43,15 @@ impl Bucket {
         self.elements.end - self.elements.start
     }
 
-    /// Its bytes in memory that begins with element `first` of the storage, for elements of `width` bytes.
+    /// Its bytes in memory that begins with element `first` of the storage, for elements of `width`
+    /// bytes.
     pub(crate) fn place(&self, first: u64, width: usize) -> Range<usize> {
         let at = |element: u64| (element - first) as usize * width;
         at(self.elements.start)..at(self.elements.end)
     }
 
-    /// The elements of the storage that a rank of the shard group updates, if updates are shared out.
+    /// The elements of the storage that a rank of the shard group updates, if updates are shared
+    /// out.
     pub fn part(&self, rank: usize) -> Range<u64> {
         self.bounds[rank]..self.bounds[rank + 1]
     }
@@ -80,9 +84,11 @@ pub(crate) struct Caps {
 /// Where parts and buckets may be cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Grain {
-    /// Between any two elements; at multiples of a slot where that is little beside the bucket, because devices load 16 bytes at a time.
+    /// Between any two elements; at multiples of a slot where that is little beside the bucket,
+    /// because devices load 16 bytes at a time.
     Elements,
-    /// At multiples of so many elements from the start of a tensor: sums in the fixed tree belong to one rank then.
+    /// At multiples of so many elements from the start of a tensor: sums in the fixed tree belong
+    /// to one rank then.
     Of(u64),
     /// Between tensors.
     Tensors,
@@ -91,7 +97,8 @@ pub(crate) enum Grain {
 /// Elements that parts are multiples of where buckets are long.
 const SLOT_ELEMENTS: u64 = 64;
 
-/// A bucket has at least so many slots for each rank where parts are cut at slots: they differ by 2 % at most then.
+/// A bucket has at least so many slots for each rank where parts are cut at slots: they differ by 2
+/// % at most then.
 const SLOTS_OF_RANK: u64 = 64;
 
 /// Most buckets of a plan.
@@ -168,7 +175,8 @@ impl Filling<'_> {
                 .clone()
                 .filter(|&t| spec.layout.numel(t as usize) > 0)
                 .count();
-            // Only neighbours can share a range; a layout in the order of readiness makes all of them neighbours.
+            // Only neighbours can share a range; a layout in the order of readiness makes all of
+            // them neighbours.
             let next = (open.end..tensor).all(|t| spec.layout.numel(t as usize) == 0)
                 && open.end <= tensor;
             if next && together <= cap.max(1) && count < caps.count {
@@ -211,7 +219,8 @@ impl Filling<'_> {
         });
     }
 
-    /// Where the bucket that begins at `at` ends: with the segment, unless that is one tensor longer than the cap.
+    /// Where the bucket that begins at `at` ends: with the segment, unless that is one tensor
+    /// longer than the cap.
     fn end_of_bucket(&self, spec: &StorageSpec, elements: &Range<u64>, at: u64) -> u64 {
         let Some(caps) = self.caps.filter(|caps| caps.oversize == Oversize::Split) else {
             return elements.end;
@@ -244,7 +253,8 @@ fn end_of(spec: &StorageSpec, tensor: u32) -> u64 {
     spec.layout.offsets()[tensor as usize + 1]
 }
 
-/// Cuts every bucket into a part for each rank, so that what each rank has of a storage is as equal as the grain allows.
+/// Cuts every bucket into a part for each rank, so that what each rank has of a storage is as equal
+/// as the grain allows.
 pub(crate) fn cut(storages: &[StorageSpec], buckets: &mut [Bucket], ranks: usize, grain: Grain) {
     let mut loads = vec![vec![0u64; ranks]; storages.len()];
     for bucket in buckets {

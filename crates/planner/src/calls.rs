@@ -39,8 +39,9 @@ pub enum CallPurpose {
 }
 
 impl Plan {
-    /// The calls of a step, in order. At ZeRO stage 3 parameters are gathered for each layer, the name up to the last `.`, before the
-    /// forward pass and again before the backward pass; a program that asks otherwise makes other calls.
+    /// The calls of a step, in order. At ZeRO stage 3 parameters are gathered for each layer, the
+    /// name up to the last `.`, before the forward pass and again before the backward pass; a
+    /// program that asks otherwise makes other calls.
     pub fn calls(&self) -> Vec<PlannedCall> {
         let mut calls = Calls {
             all: Vec::new(),
@@ -209,7 +210,8 @@ impl Plan {
         }
     }
 
-    /// The gathers of a program that asks for a layer's parameters before its forward and before its backward pass.
+    /// The gathers of a program that asks for a layer's parameters before its forward and before
+    /// its backward pass.
     fn layer_gathers(&self, calls: &mut Calls) {
         let layer = |name: &str| {
             name.rsplit_once('.')

@@ -10,9 +10,11 @@ use fusestep_collective::{
 use fusestep_launch::Buffer;
 use fusestep_tensor::DType;
 
-/// What a rank's step makes its calls with: one communicator, and communication streams for calls that run beside the backward pass.
+/// What a rank's step makes its calls with: one communicator, and communication streams for calls
+/// that run beside the backward pass.
 ///
-/// Without streams a bucket is reduced when the step is run; with them as soon as its last gradient is given, on each stream in turn.
+/// Without streams a bucket is reduced when the step is run; with them as soon as its last gradient
+/// is given, on each stream in turn.
 pub struct Comms<'a> {
     comm: &'a mut dyn Communicator,
     groups: Option<Groups>,
@@ -40,7 +42,8 @@ impl std::fmt::Debug for Comms<'_> {
 }
 
 impl<'a> Comms<'a> {
-    /// Streams for buckets where ranks do not see each other's memory: one reduces while gradients fill the next bucket.
+    /// Streams for buckets where ranks do not see each other's memory: one reduces while gradients
+    /// fill the next bucket.
     pub const DEFAULT_STREAMS: usize = 2;
 
     /// All calls by `comm`, one after the other.
@@ -55,7 +58,8 @@ impl<'a> Comms<'a> {
         }
     }
 
-    /// Buckets in turn on `count` streams, each a group and a thread of its own; all ranks ask for the same number.
+    /// Buckets in turn on `count` streams, each a group and a thread of its own; all ranks ask for
+    /// the same number.
     ///
     /// # Errors
     /// As [`comm_streams`].
@@ -73,8 +77,9 @@ impl<'a> Comms<'a> {
         })
     }
 
-    /// For plans whose shards lie in groups of `group` consecutive ranks ([`crate::Shard::group`]), with so many streams; all ranks
-    /// call it. Streams carry the calls within a group; those across groups follow when the step is run.
+    /// For plans whose shards lie in groups of `group` consecutive ranks ([`crate::Shard::group`]),
+    /// with so many streams; all ranks call it. Streams carry the calls within a group; those
+    /// across groups follow when the step is run.
     ///
     /// # Errors
     /// As [`comm_streams`]; [`CollectiveError::Refused`] if the world is no multiple of `group`.
@@ -88,7 +93,8 @@ impl<'a> Comms<'a> {
             rank,
             operation: "split",
             reason: format!(
-                "expected a world that is a multiple of a shard group's {group} ranks, found {world} ranks"
+                "expected a world that is a multiple of a shard group's {group} ranks, found \
+                 {world} ranks"
             ),
         };
         if !world.is_multiple_of(group) {
@@ -118,8 +124,8 @@ impl<'a> Comms<'a> {
         self.calls
     }
 
-    /// Bytes that this rank had to send for them, by ring algorithms: `(n − 1) / n` of a buffer for a reduce-scatter or an
-    /// all-gather among `n` ranks, twice that for an all-reduce.
+    /// Bytes that this rank had to send for them, by ring algorithms: `(n − 1) / n` of a buffer for
+    /// a reduce-scatter or an all-gather among `n` ranks, twice that for an all-reduce.
     pub fn bytes_sent(&self) -> u64 {
         self.bytes
     }
@@ -150,8 +156,9 @@ impl<'a> Comms<'a> {
 
     /// The stream of parameters that are asked for ahead; `None` without streams.
     ///
-    /// Another than those of buckets, because a rank starts these when its gradients are given, and some give theirs late or not at
-    /// all: on one stream both kinds of calls would come in orders that ranks do not share.
+    /// Another than those of buckets, because a rank starts these when its gradients are given, and
+    /// some give theirs late or not at all: on one stream both kinds of calls would come in
+    /// orders that ranks do not share.
     pub(crate) fn stream_ahead(&mut self) -> Result<Option<&CommStream>, CollectiveError> {
         if self.has_streams() && self.ahead.is_none() {
             self.ahead = comm_streams(self.within_group(), 1)?.pop();

@@ -1,4 +1,5 @@
-//! What a step of many ranks costs, before it has been run: its calls, read off the stages, and a prediction of its time.
+//! What a step of many ranks costs, before it has been run: its calls, read off the stages, and a
+//! prediction of its time.
 
 use fusestep_collective::{Costs, Link};
 use serde::Serialize;
@@ -11,7 +12,8 @@ use crate::{CallPurpose, Plan, PlannedCall, ZeroStage};
 ///
 /// ```text
 /// call of B bytes    α + B / β           of its kind: all-reduce, reduce-scatter or all-gather
-/// backward pass      as given + N / F    N: bytes of segments that are allocated anew, F: `fresh_bytes_per_second`
+/// backward pass      as given + N / F    N: bytes of segments that are allocated anew,
+///                                        F: `fresh_bytes_per_second`
 /// update             U / M               U: [`Plan::traffic_bytes`], M: `memory_bytes_per_second`
 /// step               passes, the calls they do not hide, update, gathers
 /// ```
@@ -23,9 +25,11 @@ pub struct CostModel {
     pub scatter: Option<Link>,
     /// Latency and bandwidth of an all-gather; `None` for half of an all-reduce's bytes.
     pub gather: Option<Link>,
-    /// Bytes that a rank reads and writes per second while the others do so too; `None` leaves such work out.
+    /// Bytes that a rank reads and writes per second while the others do so too; `None` leaves
+    /// such work out.
     pub memory_bytes_per_second: Option<f64>,
-    /// Bytes of memory just allocated that a rank writes for the first time per second; `None` leaves that out.
+    /// Bytes of memory just allocated that a rank writes for the first time per second; `None`
+    /// leaves that out.
     pub fresh_bytes_per_second: Option<f64>,
     /// Length of one backward pass; gradients become ready evenly, element by element.
     pub backward_seconds: f64,
@@ -131,7 +135,8 @@ pub struct RankSummary {
     pub world: usize,
     /// ZeRO stage.
     pub zero: u8,
-    /// Calls between ranks of one step that move gradients, parameters or state; those of every k-th step count 1 / k, rounded up.
+    /// Calls between ranks of one step that move gradients, parameters or state; those of every
+    /// k-th step count 1 / k, rounded up.
     pub collectives: u64,
     /// Those calls with one for each tensor.
     pub naive_collectives: u64,
@@ -155,9 +160,11 @@ pub struct RankSummary {
     pub link: String,
     /// Time of calls that no backward pass hides, in nanoseconds.
     pub exposed_ns: f64,
-    /// Time of this rank's update, in nanoseconds; 0 if the model does not know how fast memory is.
+    /// Time of this rank's update, in nanoseconds; 0 if the model does not know how fast memory
+    /// is.
     pub local_ns: f64,
-    /// Time of the backward passes, of what they do not hide and of this rank's own work, in nanoseconds.
+    /// Time of the backward passes, of what they do not hide and of this rank's own work, in
+    /// nanoseconds.
     pub predicted_step_ns: f64,
     /// The cap of buckets at which latency and the wait for the last bucket cost least together.
     pub proposed_bucket_cap_bytes: u64,
@@ -352,8 +359,8 @@ impl Plan {
         tensors * (windows + gathers)
     }
 
-    /// `n` buckets of `S` bytes in all cost `n·α` in latency and leave `S / (n·β)` behind the backward pass: least together at buckets
-    /// of `√(S·α·β)` bytes.
+    /// `n` buckets of `S` bytes in all cost `n·α` in latency and leave `S / (n·β)` behind the
+    /// backward pass: least together at buckets of `√(S·α·β)` bytes.
     fn proposed_cap(&self, model: &CostModel) -> u64 {
         let link = if self.zero >= ZeroStage::One {
             model.half(model.scatter)
@@ -370,7 +377,8 @@ impl Plan {
     }
 }
 
-/// Adds the calls of one backward pass that begins at `start` and takes `length`; returns when the last is through.
+/// Adds the calls of one backward pass that begins at `start` and takes `length`; returns when the
+/// last is through.
 fn reduce_events(
     model: &CostModel,
     (start, length): (f64, f64),
@@ -392,7 +400,8 @@ fn reduce_events(
             _ => ready as f64 / total.max(1) as f64,
         };
         let full = start + length * part;
-        // With two streams one call's latency passes behind the other's bytes; bytes share the link.
+        // With two streams one call's latency passes behind the other's bytes; bytes share the
+        // link.
         let begin = match model.comm_streams {
             0 | 1 => full.max(link_free) + link.alpha_seconds,
             _ => (full + link.alpha_seconds).max(link_free),
@@ -413,7 +422,8 @@ impl std::fmt::Display for RankSummary {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         writeln!(
             f,
-            "{} ranks, zero stage {}: {} calls a step (naive: {}) and {} small ones, {} sent, {} buckets",
+            "{} ranks, zero stage {}: {} calls a step (naive: {}) and {} small ones, {} sent, {} \
+             buckets",
             self.world,
             self.zero,
             self.collectives,
@@ -434,7 +444,8 @@ impl std::fmt::Display for RankSummary {
         line(f, "mean rank", &self.mean_rank)?;
         writeln!(
             f,
-            "  predicted: {:.2} ms, of which {:.2} ms are calls that nothing hides and {:.2} ms this rank's update; {}",
+            "  predicted: {:.2} ms, of which {:.2} ms are calls that nothing hides and {:.2} ms \
+             this rank's update; {}",
             self.predicted_step_ns / 1e6,
             self.exposed_ns / 1e6,
             self.local_ns / 1e6,

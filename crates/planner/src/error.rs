@@ -7,7 +7,8 @@ use fusestep_launch::{BackendError, LaunchError, RuleError};
 use fusestep_tensor::{DType, Quoted, Role, TensorError};
 use fusestep_tensor_file::TensorFileError;
 
-/// Why a plan could not be made, allocated or run. Unless it says otherwise nothing has been written.
+/// Why a plan could not be made, allocated or run. Unless it says otherwise nothing has been
+/// written.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
@@ -143,7 +144,8 @@ pub enum PlanError {
     },
     /// Ranks of one run differ in what decides its bits.
     #[error(
-        "{field}: expected {expected} as on rank 0, found {found} on rank {rank}; start all ranks with the same settings"
+        "{field}: expected {expected} as on rank 0, found {found} on rank {rank}; start all ranks \
+         with the same settings"
     )]
     RanksDiffer {
         /// What differs.
@@ -197,7 +199,8 @@ pub enum PlanError {
     },
     /// Gradients would be cut into more buckets than a plan can hold.
     #[error(
-        "buckets: expected at most {expected} for {world} ranks, found more; raise the cap of a bucket"
+        "buckets: expected at most {expected} for {world} ranks, found more; raise the cap of a \
+         bucket"
     )]
     TooManyBuckets {
         /// Most buckets.
@@ -271,7 +274,8 @@ pub enum PlanError {
     },
     /// The state was allocated from another plan.
     #[error(
-        "state: expected one allocated from this plan (hash {expected:016x}), found hash {found:016x}; allocate it anew"
+        "state: expected one allocated from this plan (hash {expected:016x}), found hash \
+         {found:016x}; allocate it anew"
     )]
     ForeignState {
         /// The plan's hash.
@@ -281,7 +285,8 @@ pub enum PlanError {
     },
     /// Parameters have changed while copies of them were on their way.
     #[error(
-        "parameters asked for ahead: expected none to change until they are there, found {changes} updates or writes since; wait for them first"
+        "parameters asked for ahead: expected none to change until they are there, found \
+         {changes} updates or writes since; wait for them first"
     )]
     StaleParams {
         /// Updates, averages and writes of parameters since they were asked for.
@@ -289,7 +294,8 @@ pub enum PlanError {
     },
     /// An earlier step failed on the device half-way, so the state may be half-changed.
     #[error(
-        "state: expected an intact state, found one whose step {step} failed on the device; load it from a file"
+        "state: expected an intact state, found one whose step {step} failed on the device; load \
+         it from a file"
     )]
     Poisoned {
         /// The step that failed.
@@ -297,12 +303,14 @@ pub enum PlanError {
     },
     /// Resident tables hold addresses, and the caller lends others at every step.
     #[error(
-        "tables: expected tensors that the state keeps for resident ones, found tensors that the caller lends; plan with arguments"
+        "tables: expected tensors that the state keeps for resident ones, found tensors that the \
+         caller lends; plan with arguments"
     )]
     BorrowedTable,
     /// A step cannot be enqueued without waiting for it, or not be recorded.
     #[error(
-        "step: expected one that the device runs without the host, found that {found}; plan with resident tables, or use `run`"
+        "step: expected one that the device runs without the host, found that {found}; plan with \
+         resident tables, or use `run`"
     )]
     NotCapturable {
         /// What stands against it.
@@ -315,7 +323,8 @@ pub enum PlanError {
     StaleGraph,
     /// The host does not know yet what the device has decided.
     #[error(
-        "state: expected every step's outcome to be known, found {pending} steps enqueued and not read; call `settle`"
+        "state: expected every step's outcome to be known, found {pending} steps enqueued and not \
+         read; call `settle`"
     )]
     Unsettled {
         /// Steps enqueued since the host last read.

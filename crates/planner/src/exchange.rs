@@ -1,8 +1,10 @@
-//! Sums that ranks tell each other: norms of gradients, of whole tensors and of updates, with the bits of one rank that has everything.
+//! Sums that ranks tell each other: norms of gradients, of whole tensors and of updates, with the
+//! bits of one rank that has everything.
 //!
-//! The fixed tree adds leaves of 1,024 elements, counted from a tensor's start. Parts of ranks end with leaves wherever sums are taken,
-//! so every leaf is summed by one rank. Ranks add up vectors of all leaves in which each has filled in its own: adding 0 to a sum of
-//! squares changes no bit. Then all fold leaves into chunks, chunks into tensors and tensors into a total alike.
+//! The fixed tree adds leaves of 1,024 elements, counted from a tensor's start. Parts of ranks end
+//! with leaves wherever sums are taken, so every leaf is summed by one rank. Ranks add up vectors
+//! of all leaves in which each has filled in its own: adding 0 to a sum of squares changes no bit.
+//! Then all fold leaves into chunks, chunks into tensors and tensors into a total alike.
 
 use std::ops::Range;
 
@@ -140,7 +142,8 @@ fn chunk(leaves: &[f64]) -> f64 {
 }
 
 impl Plan {
-    /// Stage `norm` of several ranks: decides on the step from the gradients of all. Whether it is skipped.
+    /// Stage `norm` of several ranks: decides on the step from the gradients of all. Whether it is
+    /// skipped.
     pub(crate) fn decide(
         &self,
         state: &mut State,
@@ -185,8 +188,8 @@ impl Plan {
         Ok(block.found != 0)
     }
 
-    /// The sum of squares of every leaf of all parameters, and one for each slice of another rank; gradients that are not finite on any
-    /// rank are known to all.
+    /// The sum of squares of every leaf of all parameters, and one for each slice of another rank;
+    /// gradients that are not finite on any rank are known to all.
     fn gradient_squares(
         &self,
         state: &mut State,
@@ -195,7 +198,8 @@ impl Plan {
     ) -> Result<(Vec<SquareSum>, Vec<SquareSum>), PlanError> {
         let mut squares = self.own_squares(state, backend)?;
         if !self.reduces() {
-            // Every rank has gradients of its own; only that some are not finite is everybody's business.
+            // Every rank has gradients of its own; only that some are not finite is everybody's
+            // business.
             let own: u64 = squares.iter().map(|square| square.non_finite).sum();
             let mut all = [own as f64];
             sum_over(comms, &mut all, Scope::World)?;
@@ -436,8 +440,8 @@ impl Plan {
         Ok(())
     }
 
-    /// The sum over all parameters, each rank's slices of distributed ones counted once: those of rank 0 in their places, the others
-    /// behind.
+    /// The sum over all parameters, each rank's slices of distributed ones counted once: those of
+    /// rank 0 in their places, the others behind.
     fn total_over_slices(
         &self,
         comms: &mut Comms<'_>,
@@ -460,10 +464,8 @@ impl Plan {
             of_first[param] = all[at];
         }
         let others = all.get(params.len()..).unwrap_or_default();
-        Ok(of_first
-            .iter()
-            .chain(others)
-            .fold(0.0, |sum, own| sum + own))
+        let in_order = of_first.iter().chain(others);
+        Ok(in_order.fold(0.0, |sum, own| sum + own))
     }
 }
 

@@ -1,4 +1,5 @@
-//! What follows from the stages that passes have left: shards, batches and the order in which everything runs.
+//! What follows from the stages that passes have left: shards, batches and the order in which
+//! everything runs.
 
 use fusestep_tensor::Role;
 
@@ -166,7 +167,8 @@ impl Plan {
         })
     }
 
-    /// Replaces all-gathers of parts that are whole tensors by broadcasts, if pass `fuse_broadcast` asks for it.
+    /// Replaces all-gathers of parts that are whole tensors by broadcasts, if pass `fuse_broadcast`
+    /// asks for it.
     fn place_broadcasts(&mut self) {
         let Some(cap_bytes) = self.broadcast_cap_bytes else {
             return;
@@ -196,7 +198,8 @@ impl Plan {
         }
     }
 
-    /// Puts stages in the order they run: an update follows its bucket's reduction, unless all gradients have to be known first.
+    /// Puts stages in the order they run: an update follows its bucket's reduction, unless all
+    /// gradients have to be known first.
     fn put_in_order(&mut self) {
         let decides = |stage: &Stage| matches!(stage, Stage::Norm(_) | Stage::Trust);
         let waits = self.stages.iter().any(decides);
@@ -249,7 +252,8 @@ impl Plan {
     }
 }
 
-/// Calls of at most `cap_bytes` that bring the tensors of a part from their owner, and how many tensors these are.
+/// Calls of at most `cap_bytes` that bring the tensors of a part from their owner, and how many
+/// tensors these are.
 fn broadcasts(
     spec: &StorageSpec,
     part: std::ops::Range<u64>,

@@ -46,7 +46,8 @@ pub(crate) struct Asked {
 #[derive(Debug)]
 pub(crate) struct AskedBuffer {
     pub(crate) dtype: DType,
-    /// For each bucket its bytes here and the elements of each rank's part; nothing if this rank has them all.
+    /// For each bucket its bytes here and the elements of each rank's part; nothing if this rank
+    /// has them all.
     pub(crate) calls: Vec<(Range<usize>, Vec<usize>)>,
     pub(crate) memory: HostMemory,
 }
@@ -101,8 +102,9 @@ impl Plan {
         Ok(())
     }
 
-    /// Parameters just before they are used; dropping them releases their memory. Under ZeRO stage 3 they come from all ranks, in
-    /// one call for each bucket, and all ranks ask for the same; at other stages they are copied. [`Self::prefetch`] asks ahead.
+    /// Parameters just before they are used; dropping them releases their memory. Under ZeRO stage
+    /// 3 they come from all ranks, in one call for each bucket, and all ranks ask for the same;
+    /// at other stages they are copied. [`Self::prefetch`] asks ahead.
     ///
     /// # Errors
     /// [`PlanError::UnknownName`], [`PlanError::Backend`]; [`PlanError::Collective`].
@@ -248,8 +250,9 @@ impl Plan {
         Ok(ranges)
     }
 
-    /// Brings the parameters of rank `root` to all ranks, before the first step: many in one call, as many bytes at once as a bucket
-    /// has. At ZeRO stage 3 every rank sends what it has of them to nobody: all have written the same ([`State::write`]).
+    /// Brings the parameters of rank `root` to all ranks, before the first step: many in one call,
+    /// as many bytes at once as a bucket has. At ZeRO stage 3 every rank sends what it has of
+    /// them to nobody: all have written the same ([`State::write`]).
     ///
     /// # Errors
     /// [`PlanError::InShards`] at ZeRO stage 3; [`PlanError::Collective`]; [`PlanError::Backend`].

@@ -188,7 +188,8 @@ impl State {
         Ok(())
     }
 
-    /// The view of a gradient in the arena, which counts as given from now on; `None` if the memory is not the host's.
+    /// The view of a gradient in the arena, which counts as given from now on; `None` if the memory
+    /// is not the host's.
     pub(crate) fn grad_view(&mut self, param: usize) -> Result<Option<&mut [u8]>, PlanError> {
         let region = self.arena.regions[param];
         let (_, tensor) = self.places[param];
@@ -243,8 +244,8 @@ impl State {
         Ok(())
     }
 
-    /// Bytes of everything that this rank holds right now: arenas, segments and sums; between steps what
-    /// [`Plan::memory_bytes`] says.
+    /// Bytes of everything that this rank holds right now: arenas, segments and sums; between steps
+    /// what [`Plan::memory_bytes`] says.
     pub fn memory_bytes(&self) -> u64 {
         let lists = self.storages.iter().flat_map(|storage| &storage.lists);
         let lists: usize = lists.map(|list| list.buffer.len_bytes()).sum();
@@ -293,7 +294,8 @@ impl State {
         })
     }
 
-    /// The buffers that have the gradients of a part, the place in each, and which bytes of the part these are.
+    /// The buffers that have the gradients of a part, the place in each, and which bytes of the
+    /// part these are.
     fn each_of_reduced(
         &mut self,
         plan: &Plan,

@@ -1,4 +1,5 @@
-//! How gradients come: given by the backward pass, added over micro-steps, completed before an update.
+//! How gradients come: given by the backward pass, added over micro-steps, completed before an
+//! update.
 //!
 //! ```text
 //! push_grad, grad_mut ─► segment ─► Reduce, in place ─► Norm, Optimize read it there
@@ -15,15 +16,17 @@ use crate::tensors::check_len;
 use crate::{Plan, PlanError, State};
 
 impl Plan {
-    /// Takes the gradient of one parameter for the micro-step under way, in one pass that copies or adds it into the arena, and starts
-    /// reducing every segment that is full, if `comms` has communication streams.
+    /// Takes the gradient of one parameter for the micro-step under way, in one pass that copies or
+    /// adds it into the arena, and starts reducing every segment that is full, if `comms` has
+    /// communication streams.
     ///
-    /// A parameter whose gradient is not given before the step is run counts as zero if another rank, or another micro-step,
-    /// has given it, else it is left out of the step.
+    /// A parameter whose gradient is not given before the step is run counts as zero if another
+    /// rank, or another micro-step, has given it, else it is left out of the step.
     ///
     /// # Errors
-    /// [`PlanError::UnknownName`], [`PlanError::LenBytes`], [`PlanError::GradientTwice`], [`PlanError::ForeignState`];
-    /// [`PlanError::Collective`], and the state refuses further steps then.
+    /// [`PlanError::UnknownName`], [`PlanError::LenBytes`], [`PlanError::GradientTwice`],
+    /// [`PlanError::ForeignState`]; [`PlanError::Collective`], and the state refuses further
+    /// steps then.
     pub fn push_grad(
         &self,
         state: &mut State,
@@ -91,8 +94,9 @@ impl Plan {
         }
     }
 
-    /// Finishes gradients that were not pushed in the last micro-step: adds those that were written through views, divides what earlier
-    /// micro-steps have added, and writes zeros where there is nothing.
+    /// Finishes gradients that were not pushed in the last micro-step: adds those that were written
+    /// through views, divides what earlier micro-steps have added, and writes zeros where there
+    /// is nothing.
     pub(crate) fn complete_gradients(
         &self,
         state: &mut State,
@@ -121,7 +125,8 @@ impl Plan {
                     };
                     state.absorb(self, backend, param, None, how)?;
                 }
-                // What nobody has given is left out; what other ranks or micro-steps have is zero here.
+                // What nobody has given is left out; what other ranks or micro-steps have is zero
+                // here.
                 Given::No if self.reduces() || self.reduces_each() => {
                     state.write_zeros(self, backend, param)?
                 }
@@ -146,8 +151,8 @@ impl Plan {
     }
 }
 impl State {
-    /// Weighs the gradients of the micro-step under way, before the first of them is given: the number of its samples, if
-    /// updates are means of micro-steps of unequal length.
+    /// Weighs the gradients of the micro-step under way, before the first of them is given: the
+    /// number of its samples, if updates are means of micro-steps of unequal length.
     pub fn set_weight(&mut self, weight: f64) -> Result<(), PlanError> {
         if weight.is_finite() && weight > 0.0 {
             self.arena.weight = Some(weight);
@@ -161,7 +166,8 @@ impl State {
         self.arena.micro_steps
     }
 
-    /// Segments of gradients whose reduction has been started: with communication streams, while gradients are still being given.
+    /// Segments of gradients whose reduction has been started: with communication streams, while
+    /// gradients are still being given.
     pub fn segments_started(&self) -> usize {
         self.arena.ready.started()
     }

@@ -55,8 +55,8 @@ impl Classes {
                 trust: param.trust,
                 steps_behind: steps_behind(index),
             };
-            // Validated values are finite and not negative, so equal bits are equal values but for the two zeros, which only
-            // cost a set.
+            // Validated values are finite and not negative, so equal bits are equal values but for
+            // the two zeros, which only cost a set.
             let key = (
                 class.lr_scale.to_bits(),
                 class.weight_decay.map(f64::to_bits),

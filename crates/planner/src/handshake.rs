@@ -1,7 +1,9 @@
-//! Ranks compare everything that decides the bits of a run before the first step, at every resume, and whenever they are asked to.
+//! Ranks compare everything that decides the bits of a run before the first step, at every resume,
+//! and whenever they are asked to.
 //!
-//! Each rank lists fields and values as text. Rank 0's list goes to all, each rank looks for the first field that differs, and all of
-//! them hear of the lowest rank that has found one: the error names the field and both values on every rank alike.
+//! Each rank lists fields and values as text. Rank 0's list goes to all, each rank looks for the
+//! first field that differs, and all of them hear of the lowest rank that has found one: the error
+//! names the field and both values on every rank alike.
 
 use fusestep_collective::{Operation, ReduceOp};
 use fusestep_launch::Backend;
@@ -18,12 +20,14 @@ type Field = (String, String);
 const TOLD_BYTES: usize = 256;
 
 impl Plan {
-    /// Compares what decides the bits of a run over all ranks: rules and all their settings, settings of parameters, passes, dtypes,
-    /// steps and learning rates, initial values by hash, and `caller`'s own fields, such as the seed and the size of batches. All ranks
+    /// Compares what decides the bits of a run over all ranks: rules and all their settings,
+    /// settings of parameters, passes, dtypes, steps and learning rates, initial values by
+    /// hash, and `caller`'s own fields, such as the seed and the size of batches. All ranks
     /// call it before the first step and after a checkpoint has been loaded.
     ///
     /// # Errors
-    /// [`PlanError::RanksDiffer`] naming the field and both values, on all ranks; [`PlanError::Collective`], [`PlanError::Backend`].
+    /// [`PlanError::RanksDiffer`] naming the field and both values, on all ranks;
+    /// [`PlanError::Collective`], [`PlanError::Backend`].
     /// # Cost
     /// One read of the parameters; three small calls.
     pub fn handshake(
@@ -46,7 +50,8 @@ impl Plan {
         compare(comms, &fields)
     }
 
-    /// Compares parameters over all ranks by hash; for ranks that hold all of them alike (ZeRO stages 0 to 2, no LocalSGD).
+    /// Compares parameters over all ranks by hash; for ranks that hold all of them alike (ZeRO
+    /// stages 0 to 2, no LocalSGD).
     ///
     /// # Errors
     /// As [`Plan::handshake`].
@@ -139,7 +144,8 @@ fn text_of(param: &ParamDesc, rule: u32) -> String {
 
 /// Compares each rank's fields with those of rank 0.
 fn compare(comms: &mut Comms<'_>, fields: &[Field]) -> Result<(), PlanError> {
-    // A plan's hash is one of the fields: calls that carried it would be refused before they could say what differs.
+    // A plan's hash is one of the fields: calls that carried it would be refused before they could
+    // say what differs.
     comms.set_plan(0);
     let (rank, world) = (comms.rank(), comms.world());
     let own: String = fields.iter().map(|field| line(field) + "\n").collect();

@@ -1,7 +1,8 @@
 //! Masters follow parameters that are written from outside of a step.
 //!
-//! A parameter with a master is the master rounded. Whoever writes the parameter means the value written, so where the master does
-//! not round to it, the master takes it over. Where it does, it stays: a parameter and its state can be read back in any order.
+//! A parameter with a master is the master rounded. Whoever writes the parameter means the value
+//! written, so where the master does not round to it, the master takes it over. Where it does, it
+//! stays: a parameter and its state can be read back in any order.
 
 use fusestep_launch::Backend;
 use fusestep_simd::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
@@ -43,8 +44,9 @@ impl Masters {
 }
 
 impl State {
-    /// Lets the f32 master of a parameter that the caller lends follow the parameter's values, `bytes`: the master takes over those
-    /// that it does not round to. To be called before the first step, and whenever such a parameter was written outside of a step;
+    /// Lets the f32 master of a parameter that the caller lends follow the parameter's values,
+    /// `bytes`: the master takes over those that it does not round to. To be called before the
+    /// first step, and whenever such a parameter was written outside of a step;
     /// without a master it does nothing.
     ///
     /// # Errors
@@ -101,7 +103,8 @@ impl State {
         Ok(())
     }
 
-    /// After `bytes` were to be written to a parameter: makes master and residual follow; `bytes` are not written here.
+    /// After `bytes` were to be written to a parameter: makes master and residual follow; `bytes`
+    /// are not written here.
     fn follow_write(
         &mut self,
         backend: &dyn Backend,
@@ -169,7 +172,8 @@ impl State {
         }
     }
 
-    /// Lets masters follow what was written through views since the last step. Only host memory has views.
+    /// Lets masters follow what was written through views since the last step. Only host memory has
+    /// views.
     pub(crate) fn follow_views(&mut self) {
         if !std::mem::take(&mut self.masters.any_borrowed_for_writing) {
             return;

@@ -224,7 +224,8 @@ impl NormState {
         Ok(())
     }
 
-    /// The power of two that the norm of all gradients was divided by, from the sums of tensors in plan order.
+    /// The power of two that the norm of all gradients was divided by, from the sums of tensors in
+    /// plan order.
     fn scale_of(&self, sums: &[SquareSum]) -> f64 {
         let all = sums
             .iter()
@@ -323,7 +324,8 @@ impl State {
         Ok(report)
     }
 
-    /// The factor to multiply the next step's loss with, and the counters behind it; `None` without pass `loss_scaling`.
+    /// The factor to multiply the next step's loss with, and the counters behind it; `None` without
+    /// pass `loss_scaling`.
     pub fn loss_scale(&self) -> Option<LossScale> {
         let scaled = self.scaled.then_some(self.norm.as_ref()).flatten();
         scaled.map(NormState::loss_scale)
@@ -334,8 +336,9 @@ impl State {
         self.norm.as_ref().map_or(0, |norm| norm.block.skipped)
     }
 
-    /// The norm of each parameter's gradient in the last step, with the loss scale taken out, in plan order; `None` without a pass
-    /// that reads the gradients. A parameter that took no part has 0.
+    /// The norm of each parameter's gradient in the last step, with the loss scale taken out, in
+    /// plan order; `None` without a pass that reads the gradients. A parameter that took no
+    /// part has 0.
     ///
     /// # Errors
     /// [`PlanError::Backend`].
@@ -346,8 +349,8 @@ impl State {
         Ok(reports.map(|reports| reports.iter().map(|report| report.norm).collect()))
     }
 
-    /// What the pass that reads the gradients saw of each parameter's in the last step, in plan order, whether the step was skipped or not;
-    /// `None` without such a pass.
+    /// What the pass that reads the gradients saw of each parameter's in the last step, in plan
+    /// order, whether the step was skipped or not; `None` without such a pass.
     ///
     /// # Errors
     /// [`PlanError::Backend`].

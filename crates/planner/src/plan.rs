@@ -17,9 +17,11 @@ use crate::{
     Stage, StorageSpec, TableKind, Tensors, Topology, When, ZeroStage,
 };
 
-/// A training step's tail, planned: where tensors lie, what is launched and what ranks send, in order.
+/// A training step's tail, planned: where tensors lie, what is launched and what ranks send, in
+/// order.
 ///
-/// Made by [`crate::Planner`]; `println!("{plan}")` documents the run. One rank is a world like any other.
+/// Made by [`crate::Planner`]; `println!("{plan}")` documents the run. One rank is a world like any
+/// other.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     pub(crate) params: Arc<[ParamDesc]>,
@@ -94,7 +96,8 @@ impl Plan {
         self.topology
     }
 
-    /// This rank within the group whose ranks share shards, and the size of that group: the world, unless pass `shard` says other.
+    /// This rank within the group whose ranks share shards, and the size of that group: the world,
+    /// unless pass `shard` says other.
     pub fn shard_place(&self) -> Topology {
         Topology {
             rank: self.topology.rank % self.shard_group,
@@ -190,8 +193,8 @@ impl Plan {
         storages.sum()
     }
 
-    /// Bytes of memory traffic of one step on this rank: what the kernels' lists read and write, and the gradients once more for
-    /// their norm.
+    /// Bytes of memory traffic of one step on this rank: what the kernels' lists read and write,
+    /// and the gradients once more for their norm.
     pub fn traffic_bytes(&self) -> u64 {
         let updates = self.stages.iter().filter_map(|stage| match stage {
             Stage::Optimize(optimize) => Some((optimize, false)),
@@ -219,7 +222,8 @@ impl Plan {
         bytes.sum::<u64>() + norm
     }
 
-    /// Identifies parameters, layout, passes and stages: states and ranks with equal hashes fit together.
+    /// Identifies parameters, layout, passes and stages: states and ranks with equal hashes fit
+    /// together.
     pub fn hash(&self) -> u64 {
         self.hash
     }
@@ -362,13 +366,15 @@ impl Plan {
         rule.kernel(&self.params[param as usize], &self.precisions)
     }
 
-    /// Bytes of the narrowest element among lists, or of `dtype` if there is none: slots made for it are aligned in every list.
+    /// Bytes of the narrowest element among lists, or of `dtype` if there is none: slots made for
+    /// it are aligned in every list.
     pub(crate) fn narrowest(lists: &[TensorList], dtype: DType) -> usize {
         let widths = lists.iter().map(|list| list.dtype.len_bytes());
         widths.min().unwrap_or(dtype.len_bytes())
     }
 
-    /// The lists that a kernel's tensors have in this plan: all, or only the state if the caller lends the rest.
+    /// The lists that a kernel's tensors have in this plan: all, or only the state if the caller
+    /// lends the rest.
     pub(crate) fn kept_lists(tensors: Tensors, kernel: &dyn MultiTensorKernel) -> Vec<TensorList> {
         let borrowed = |role| matches!(role, Role::Param | Role::Grad);
         let lists = kernel.lists().iter().copied();

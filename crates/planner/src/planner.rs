@@ -24,7 +24,8 @@ pub enum Tensors {
     /// The state does; a caller writes gradients into its views.
     #[default]
     Kept,
-    /// The caller's framework does and lends them for each step; the state keeps only the optimizer's own tensors.
+    /// The caller's framework does and lends them for each step; the state keeps only the
+    /// optimizer's own tensors.
     Borrowed,
 }
 
@@ -35,7 +36,10 @@ pub enum Tensors {
 /// use fusestep_fused_adam::Adam;
 /// use fusestep_tensor::{DType, ParamDesc, Shape};
 ///
-/// let params = [ParamDesc::new("w", Shape::new([128, 64])?, DType::F32), ParamDesc::new("b", Shape::new([128])?, DType::F32)];
+/// let params = [
+///     ParamDesc::new("w", Shape::new([128, 64])?, DType::F32),
+///     ParamDesc::new("b", Shape::new([128])?, DType::F32),
+/// ];
 /// let plan = Planner::new(Optimizer::Adam(Adam::default())).plan(&params)?;
 /// assert_eq!((plan.launches(), plan.naive_launches()), (1, 2));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -65,11 +69,13 @@ impl Planner {
         }
     }
 
-    /// Gives some parameters a rule and settings of their own: LARS for all but the embeddings, for example. Clipping and loss scaling
-    /// go over all parameters alike. Launches are split by rule; the plan says so.
+    /// Gives some parameters a rule and settings of their own: LARS for all but the embeddings, for
+    /// example. Clipping and loss scaling go over all parameters alike. Launches are split by
+    /// rule; the plan says so.
     ///
-    /// Where groups with equal rules and settings are given they share launches: use factors on the learning rate, weight decay and
-    /// trust of [`ParamDesc`] for what differs between tensors of one rule.
+    /// Where groups with equal rules and settings are given they share launches: use factors on the
+    /// learning rate, weight decay and trust of [`ParamDesc`] for what differs between tensors
+    /// of one rule.
     pub fn group(
         mut self,
         names: impl IntoIterator<Item = impl Into<String>>,
@@ -92,8 +98,8 @@ impl Planner {
         self
     }
 
-    /// Keeps parameters of one dtype with a precision of their own: in a model of bf16 matrices and f32 norms only the former
-    /// can have master weights.
+    /// Keeps parameters of one dtype with a precision of their own: in a model of bf16 matrices and
+    /// f32 norms only the former can have master weights.
     pub fn precision_of(mut self, dtype: DType, precision: Precision) -> Self {
         self.precisions.set(dtype, precision);
         self
@@ -111,7 +117,8 @@ impl Planner {
         self
     }
 
-    /// Plans without any pass: one storage, one launch and, between ranks, one call per tensor. The oracle of every pass.
+    /// Plans without any pass: one storage, one launch and, between ranks, one call per tensor. The
+    /// oracle of every pass.
     pub fn naive(mut self) -> Self {
         self.passes.clear();
         self
@@ -126,16 +133,17 @@ impl Planner {
     /// Makes the plan of one rank that has everything.
     ///
     /// # Errors
-    /// A hyper-parameter or descriptor out of range, a name given twice, a dtype without a kernel, a precision that a parameter
-    /// cannot have, limits too small for one tensor, two passes that contradict each other; each names what is wrong.
+    /// A hyper-parameter or descriptor out of range, a name given twice, a dtype without a kernel,
+    /// a precision that a parameter cannot have, limits too small for one tensor, two passes
+    /// that contradict each other; each names what is wrong.
     /// # Cost
     /// Linear in the number of parameters.
     pub fn plan(&self, params: &[ParamDesc]) -> Result<Plan, PlanError> {
         self.plan_for(params, Topology::SOLO)
     }
 
-    /// Makes the plan of the rank that `topology` names. Ranks that plan the same parameters with the same passes have plans of equal
-    /// hashes, whose calls fit together.
+    /// Makes the plan of the rank that `topology` names. Ranks that plan the same parameters with
+    /// the same passes have plans of equal hashes, whose calls fit together.
     ///
     /// # Errors
     /// As [`Planner::plan`]; [`PlanError::Topology`].

@@ -11,8 +11,8 @@ use crate::{GatheredParams, Plan, PlanError, State};
 
 /// Parameters on their way, started by [`Plan::prefetch`].
 ///
-/// Wait for every one: dropping it while its call is under way closes the stream that carries it, on all ranks, with an error that
-/// names this one.
+/// Wait for every one: dropping it while its call is under way closes the stream that carries it,
+/// on all ranks, with an error that names this one.
 #[must_use = "dropping parameters on their way closes their stream; call `wait`"]
 #[derive(Debug)]
 pub struct PendingGather {
@@ -29,17 +29,20 @@ enum Way {
 }
 
 impl Plan {
-    /// Asks for parameters ahead of their use; they come while the caller goes on, if `comms` has communication streams, else at once. All ranks
-    /// ask for the same in one order, whatever else they do in between.
+    /// Asks for parameters ahead of their use; they come while the caller goes on, if `comms` has
+    /// communication streams, else at once. All ranks ask for the same in one order, whatever
+    /// else they do in between.
     ///
-    /// This rank's part is copied before anything is sent, so nothing borrows the state: gradients can be given meanwhile. The
-    /// values are those of this moment, the same bits as [`Self::gather`]'s. Buckets and these calls have streams of their own: a
-    /// rank may start its buckets earlier or later than others do.
+    /// This rank's part is copied before anything is sent, so nothing borrows the state: gradients
+    /// can be given meanwhile. The values are those of this moment, the same bits as
+    /// [`Self::gather`]'s. Buckets and these calls have streams of their own: a rank may start
+    /// its buckets earlier or later than others do.
     ///
     /// # Errors
     /// As [`Self::gather`]; [`PlanError::ForeignState`], [`PlanError::Poisoned`].
     /// # Cost
-    /// The parameters' memory from now on; one more thread for each rank, started with the first call.
+    /// The parameters' memory from now on; one more thread for each rank, started with the first
+    /// call.
     pub fn prefetch(
         &self,
         state: &State,
@@ -102,11 +105,13 @@ impl PendingGather {
         self.len_bytes
     }
 
-    /// Waits until all parts are there. `state` is that which was asked, and its parameters are those of that moment still.
+    /// Waits until all parts are there. `state` is that which was asked, and its parameters are
+    /// those of that moment still.
     ///
     /// # Errors
-    /// [`PlanError::StaleParams`] if they have been updated, averaged or written since, [`PlanError::ForeignState`] if it is
-    /// another one: the call is through then, and the stream goes on. [`PlanError::Collective`].
+    /// [`PlanError::StaleParams`] if they have been updated, averaged or written since,
+    /// [`PlanError::ForeignState`] if it is another one: the call is through then, and the
+    /// stream goes on. [`PlanError::Collective`].
     pub fn wait(self, state: &State) -> Result<GatheredParams, PlanError> {
         let asked = match self.way {
             Way::Here(asked) => asked,

@@ -2,8 +2,8 @@
 
 /// Which buckets may start, in one order on all ranks.
 ///
-/// A bucket starts when all its gradients have been given and all buckets before it have started. So ranks whose gradients become
-/// ready in different orders still make their calls in one.
+/// A bucket starts when all its gradients have been given and all buckets before it have started.
+/// So ranks whose gradients become ready in different orders still make their calls in one.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Ready {
     /// Gradients of each bucket.

@@ -1,7 +1,9 @@
-//! Every order in which ranks give gradients and calls come to pass, for the real rule and for known mistakes.
+//! Every order in which ranks give gradients and calls come to pass, for the real rule and for
+//! known mistakes.
 //!
-//! Two ranks run two steps of three gradients in three buckets. A world of calls is simulated: call `k` comes to pass when every rank
-//! has started its `k`-th bucket, and adds what the buckets hold at that moment. All interleavings are walked through.
+//! Two ranks run two steps of three gradients in three buckets. A world of calls is simulated: call
+//! `k` comes to pass when every rank has started its `k`-th bucket, and adds what the buckets hold
+//! at that moment. All interleavings are walked through.
 
 use std::collections::HashSet;
 
@@ -66,7 +68,8 @@ fn order(rank: usize) -> [usize; 4] {
     [[0, 1, 2, 3], [1, 0, 3, 2]][rank]
 }
 
-/// Whether a rank gives this gradient at all: the second has none of the last one in the second step.
+/// Whether a rank gives this gradient at all: the second has none of the last one in the second
+/// step.
 fn gives(rank: usize, step: usize, gradient: usize) -> bool {
     (rank, step, gradient) != (1, 1, 3)
 }
@@ -136,7 +139,8 @@ impl World {
         }
     }
 
-    /// Lets a rank give its next gradient, end its backward pass or read its results; `None` if it has to wait.
+    /// Lets a rank give its next gradient, end its backward pass or read its results; `None` if it
+    /// has to wait.
     fn advance(&self, index: usize) -> Option<World> {
         let mut world = self.clone();
         let (bug, rank) = (self.bug, &mut world.ranks[index]);

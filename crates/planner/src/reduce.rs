@@ -98,11 +98,12 @@ impl Plan {
         result.unwrap_or(Reduced::Whole)
     }
 
-    /// Takes this rank's part out of the next segments that are through, without waiting, so that those that come use their memory.
-    /// Giving a gradient does so too. Returns how many have been started and not been taken.
+    /// Takes this rank's part out of the next segments that are through, without waiting, so that
+    /// those that come use their memory. Giving a gradient does so too. Returns how many have
+    /// been started and not been taken.
     ///
-    /// Below ZeRO stage 2 segments keep their memory, and with shard groups they go on across groups when the step is run: nothing is
-    /// taken then.
+    /// Below ZeRO stage 2 segments keep their memory, and with shard groups they go on across
+    /// groups when the step is run: nothing is taken then.
     ///
     /// # Errors
     /// [`PlanError::Collective`], and the state refuses further steps then.
@@ -186,7 +187,8 @@ impl Plan {
         Ok(())
     }
 
-    /// Takes the mean over shard groups of what this rank's group has come to, in order of the groups.
+    /// Takes the mean over shard groups of what this rank's group has come to, in order of the
+    /// groups.
     fn reduce_across(
         &self,
         index: usize,
@@ -243,7 +245,8 @@ impl Plan {
         Ok(())
     }
 
-    /// For each parameter whether any rank has given a gradient; fails on all ranks if they have weighed micro-steps differently.
+    /// For each parameter whether any rank has given a gradient; fails on all ranks if they have
+    /// weighed micro-steps differently.
     pub(crate) fn agree_on_given(
         &self,
         state: &State,
@@ -263,14 +266,16 @@ impl Plan {
         let operation = Operation::AllReduce(ReduceOp::Max);
         comms.in_place(operation, DType::U8, None, &mut given)?;
         let (low, high) = given[params..].split_at((given.len() - params) / 2);
-        // The largest of each byte and of its complement fit each other only where all ranks have the same.
+        // The largest of each byte and of its complement fit each other only where all ranks have
+        // the same.
         if low
             .iter()
             .zip(high)
             .any(|(byte, complement)| byte ^ complement != 0xff)
         {
             return Err(PlanError::Topology {
-                expected: "the same weights of micro-steps on all ranks, since gradients are reduced in each"
+                expected: "the same weights of micro-steps on all ranks, since gradients are \
+                           reduced in each"
                     .to_owned(),
                 found: "others; weigh gradients themselves, or reduce once per update".to_owned(),
             });
@@ -351,7 +356,8 @@ impl Plan {
         whole.map(|(index, _)| index).collect()
     }
 
-    /// Does `work` with the gradients of a stage's bucket in their list, where the launch looks for them.
+    /// Does `work` with the gradients of a stage's bucket in their list, where the launch looks for
+    /// them.
     pub(crate) fn with_gradients<R>(
         &self,
         state: &mut State,

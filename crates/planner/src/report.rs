@@ -13,9 +13,11 @@ pub struct StepReport {
     pub elements: u64,
     /// Parameters left out because they had no gradient; neither they nor their state changed.
     pub without_gradient: u64,
-    /// Norm of all gradients, with the loss scale taken out; `None` without a pass that reads them.
+    /// Norm of all gradients, with the loss scale taken out; `None` without a pass that reads
+    /// them.
     pub grad_norm: Option<f64>,
-    /// Norm of what the step changed in all parameters, ‖new − old‖; `None` without pass `update_norms`.
+    /// Norm of what the step changed in all parameters, ‖new − old‖; `None` without pass
+    /// `update_norms`.
     pub update_norm: Option<f64>,
     /// Gradient elements that are infinite or NaN; 0 without a pass that reads them.
     pub non_finite: u64,
@@ -23,8 +25,9 @@ pub struct StepReport {
     pub skipped: bool,
     /// The factor to multiply the next step's loss with; `None` without pass `loss_scaling`.
     pub loss_scale: Option<f64>,
-    /// Tensors that a layer-wise rule has left as they are, because a norm of theirs is not finite; of
-    /// those whose first element this rank updates. 0 on a device, whose [`Backend::take_skipped`](fusestep_launch::Backend::take_skipped) says it.
+    /// Tensors that a layer-wise rule has left as they are, because a norm of theirs is not
+    /// finite; of those whose first element this rank updates. 0 on a device, whose
+    /// [`Backend::take_skipped`](fusestep_launch::Backend::take_skipped) says it.
     pub tensors_skipped: u64,
 }
 
@@ -35,17 +38,20 @@ pub struct MicroStepReport {
     pub update: Option<StepReport>,
     /// Whether parameters were averaged across ranks.
     pub averaged: bool,
-    /// Time in which the step waited for its gradients to be reduced, in nanoseconds: what of the calls the backward passes did not
-    /// hide. Where the update is fused into the reduction there is nothing to wait for.
+    /// Time in which the step waited for its gradients to be reduced, in nanoseconds: what of the
+    /// calls the backward passes did not hide. Where the update is fused into the reduction
+    /// there is nothing to wait for.
     pub exposed_ns: u64,
-    /// Most bytes of gradient segments at one time since the update before: with communication streams from ZeRO stage 2 on fewer
-    /// than of all of them, since those that are through give their memory to those that come.
+    /// Most bytes of gradient segments at one time since the update before: with communication
+    /// streams from ZeRO stage 2 on fewer than of all of them, since those that are through
+    /// give their memory to those that come.
     pub segment_peak_bytes: u64,
     /// Bytes of gradients copied from one place to another since the update before.
     pub gradient_bytes_copied: u64,
 }
 
-/// What was seen of one parameter's gradient; see [`State::grad_reports`](crate::State::grad_reports).
+/// What was seen of one parameter's gradient; see
+/// [`State::grad_reports`](crate::State::grad_reports).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct GradReport {
     /// Its norm, with the loss scale taken out; infinite or NaN if an element is.

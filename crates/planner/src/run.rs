@@ -11,8 +11,9 @@ impl Plan {
     /// Allocates nothing while the same tensors take part as in the step before.
     ///
     /// # Errors
-    /// [`PlanError::ForeignState`], [`PlanError::NoSuchList`] if the plan's tensors are borrowed; nothing has been written then.
-    /// [`PlanError::Backend`] if the device fails half-way; the state refuses further steps then ([`PlanError::Poisoned`]).
+    /// [`PlanError::ForeignState`], [`PlanError::NoSuchList`] if the plan's tensors are borrowed;
+    /// nothing has been written then. [`PlanError::Backend`] if the device fails half-way; the
+    /// state refuses further steps then ([`PlanError::Poisoned`]).
     /// # Cost
     /// [`Plan::traffic_bytes`] of memory traffic in [`Plan::launches`] launches.
     pub fn run(&self, state: &mut State, backend: &dyn Backend) -> Result<StepReport, PlanError> {
@@ -196,7 +197,8 @@ impl Plan {
     }
 }
 
-/// Runs the launches of a plan whose parameters and gradients a framework keeps: `launch.lists` and `reduce.list` lack them.
+/// Runs the launches of a plan whose parameters and gradients a framework keeps: `launch.lists` and
+/// `reduce.list` lack them.
 pub trait Lender {
     /// The backend that the state was allocated on.
     fn backend(&self) -> &dyn Backend;

@@ -10,7 +10,8 @@ use serde::Serialize;
 use crate::SizeClass;
 use crate::passes::{GradientAccumulation, LocalSgd};
 
-/// Hyper-parameters that tensors share; a per-tensor index in the argument table, never a reason to split a launch.
+/// Hyper-parameters that tensors share; a per-tensor index in the argument table, never a reason to
+/// split a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct HyperClass {
     /// Factor on the learning rate.
@@ -38,7 +39,8 @@ pub struct StorageSpec {
     pub lists: Vec<TensorList>,
     /// Whether each rank has slices of its own under these names (pass `distributed`).
     pub distributed: bool,
-    /// The shard of this rank: what it updates and keeps the state of, in order. All of the storage unless state is shared out.
+    /// The shard of this rank: what it updates and keeps the state of, in order. All of the
+    /// storage unless state is shared out.
     pub shard: Vec<Part>,
     /// How much of each list this rank has.
     pub extents: Vec<Extent>,
@@ -154,7 +156,8 @@ impl StorageSpec {
     }
 }
 
-/// Gradients of several micro-steps, added before they are used: the first writes, later ones add, the last one also divides.
+/// Gradients of several micro-steps, added before they are used: the first writes, later ones add,
+/// the last one also divides.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Accumulate {
     /// How many, and what becomes of them.
@@ -191,13 +194,15 @@ pub struct Optimize {
     pub size_class: SizeClass,
     /// Tensors of the storage (their positions in it) that this stage updates, in storage order.
     pub tensors: Vec<u32>,
-    /// Elements of the storage that are updated here: those of the bucket, or this rank's part of them.
+    /// Elements of the storage that are updated here: those of the bucket, or this rank's part of
+    /// them.
     pub elements: Range<u64>,
     /// One launch each.
     pub batches: Vec<Batch>,
 }
 
-/// The read of all gradients: their norm, the finite check and the factor that updates multiply gradients with.
+/// The read of all gradients: their norm, the finite check and the factor that updates multiply
+/// gradients with.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Norm {
     /// One for each storage, in order; of several ranks one for each bucket, of this rank's part.
@@ -236,7 +241,8 @@ pub struct GradientRead {
 pub struct Gather {
     /// Index into the plan's buckets.
     pub bucket: usize,
-    /// Ranges that come by a broadcast of the rank that has them; empty for one all-gather of all parts.
+    /// Ranges that come by a broadcast of the rank that has them; empty for one all-gather of all
+    /// parts.
     pub broadcasts: Vec<Broadcast>,
 }
 
@@ -256,7 +262,8 @@ pub struct Broadcast {
 pub enum Stage {
     /// Add the gradients of micro-steps.
     Accumulate(Accumulate),
-    /// Reduce a bucket over all ranks, as soon as it is ready where there are communication streams.
+    /// Reduce a bucket over all ranks, as soon as it is ready where there are communication
+    /// streams.
     Reduce(Reduce),
     /// Read all gradients and decide on the step.
     Norm(Norm),
@@ -264,7 +271,8 @@ pub enum Stage {
     Trust,
     /// Apply the update rule.
     Optimize(Optimize),
-    /// Reduce a bucket and apply the update rule in one pass: each rank its part, on the memory of all.
+    /// Reduce a bucket and apply the update rule in one pass: each rank its part, on the memory of
+    /// all.
     ReduceUpdate(Optimize),
     /// Bring what other ranks have updated.
     Gather(Gather),

@@ -20,7 +20,8 @@ use crate::{Optimizer, Plan, PlanError, Precisions, Tensors};
 /// Most steps that a state counts: thousands of years of them.
 pub const MAX_STEPS: u64 = 1 << 53;
 
-/// Tensors, step counts, gradients and learning rate of one rank of a training run, allocated by [`Plan::allocate`].
+/// Tensors, step counts, gradients and learning rate of one rank of a training run, allocated by
+/// [`Plan::allocate`].
 #[derive(Debug)]
 pub struct State {
     pub(crate) plan_hash: u64,
@@ -91,7 +92,8 @@ impl State {
         Ok(self.step - self.steps_behind[self.find(name)?])
     }
 
-    /// Sets the steps run so far, for all parameters, [`MAX_STEPS`] at most: what resuming from a file does.
+    /// Sets the steps run so far, for all parameters, [`MAX_STEPS`] at most: what resuming from a
+    /// file does.
     pub fn set_step(&mut self, step: u64) {
         self.tables.supersede();
         self.step = step.min(MAX_STEPS);
@@ -131,8 +133,8 @@ impl State {
         self.set_lr_of(0, lr)
     }
 
-    /// Sets the learning rate of one of the plan's rules ([`crate::Planner::group`]), which are numbered in the order they were given;
-    /// 0 is that of all other parameters.
+    /// Sets the learning rate of one of the plan's rules ([`crate::Planner::group`]), which are
+    /// numbered in the order they were given; 0 is that of all other parameters.
     ///
     /// # Errors
     /// As [`State::set_lr`]; [`PlanError::UnknownRule`].
@@ -156,11 +158,13 @@ impl State {
         &self.rules
     }
 
-    /// Changes the hyper-parameters of parameters without a rule of their own, from the next step on.
+    /// Changes the hyper-parameters of parameters without a rule of their own, from the next step
+    /// on.
     ///
     /// # Errors
-    /// The optimizer's error for a value out of range; [`PlanError::OtherLists`] if the rule keeps other tensors,
-    /// [`PlanError::OtherRule`] if its kernel takes other scalars. The old rule stays then.
+    /// The optimizer's error for a value out of range; [`PlanError::OtherLists`] if the rule keeps
+    /// other tensors, [`PlanError::OtherRule`] if its kernel takes other scalars. The old rule
+    /// stays then.
     pub fn set_optimizer(&mut self, optimizer: Optimizer) -> Result<(), PlanError> {
         optimizer.validate()?;
         let mut kernels = Vec::with_capacity(self.storages.len());
@@ -179,7 +183,8 @@ impl State {
                     found: crate::stage::role_names(found),
                 });
             }
-            // Batches and workspaces were made for the kernel's argument layout and for whether it takes sums.
+            // Batches and workspaces were made for the kernel's argument layout and for whether it
+            // takes sums.
             let fits = storage.kernel.argument_layout() == kernel.argument_layout()
                 && storage.kernel.normed().is_some() == kernel.normed().is_some();
             if !fits {
@@ -200,7 +205,8 @@ impl State {
         Ok(())
     }
 
-    /// Leaves a parameter out of the next step: it has no gradient. It, its state and its step stay as they are.
+    /// Leaves a parameter out of the next step: it has no gradient. It, its state and its step stay
+    /// as they are.
     ///
     /// # Errors
     /// [`PlanError::UnknownName`].
@@ -241,7 +247,8 @@ impl State {
         Ok(self.storages[storage].lists[list].dtype())
     }
 
-    /// Makes the batches anew if the pattern of tensors without gradient or missed steps has changed.
+    /// Makes the batches anew if the pattern of tensors without gradient or missed steps has
+    /// changed.
     pub(crate) fn refresh(&mut self, plan: &Plan) -> Result<(), PlanError> {
         if !self.schedule.stale {
             return Ok(());

@@ -10,15 +10,18 @@ use crate::run::Executor;
 use crate::{MicroStepReport, Plan, PlanError, State, StepReport, Topology};
 
 impl Plan {
-    /// Ends a micro-step, and at the last one reduces, updates and gathers: the stages of the plan, in order.
+    /// Ends a micro-step, and at the last one reduces, updates and gathers: the stages of the plan,
+    /// in order.
     ///
-    /// All ranks call it, whether they have given gradients or not. Sums across ranks are formed in rank order and norms in the
-    /// fixed tree, so parameters get the same bits at every ZeRO stage and with any buckets, streams and fused stages. A parameter
-    /// that no rank has given a gradient, by [`Plan::push_grad`] or [`State::grad_mut`], is left out of the step.
+    /// All ranks call it, whether they have given gradients or not. Sums across ranks are formed in
+    /// rank order and norms in the fixed tree, so parameters get the same bits at every ZeRO
+    /// stage and with any buckets, streams and fused stages. A parameter that no rank has given
+    /// a gradient, by [`Plan::push_grad`] or [`State::grad_mut`], is left out of the step.
     ///
     /// # Errors
-    /// [`PlanError::ForeignState`], [`PlanError::Topology`]: nothing has been written. [`PlanError::Collective`],
-    /// [`PlanError::Backend`]: the state refuses further steps ([`PlanError::Poisoned`]).
+    /// [`PlanError::ForeignState`], [`PlanError::Topology`]: nothing has been written.
+    /// [`PlanError::Collective`], [`PlanError::Backend`]: the state refuses further steps
+    /// ([`PlanError::Poisoned`]).
     pub fn step(
         &self,
         state: &mut State,
@@ -42,8 +45,9 @@ impl Plan {
         done
     }
 
-    /// Updates from fewer micro-steps than planned: what the last ones before an epoch's end have added. Does nothing if there are
-    /// none; gradients of a micro-step under way have to be ended by [`Plan::step`] first.
+    /// Updates from fewer micro-steps than planned: what the last ones before an epoch's end have
+    /// added. Does nothing if there are none; gradients of a micro-step under way have to be
+    /// ended by [`Plan::step`] first.
     ///
     /// # Errors
     /// As [`Plan::step`].
@@ -138,7 +142,8 @@ impl Plan {
         Ok(())
     }
 
-    /// Adds the reduced gradients of this rank's shard to their sums, or puts what the sums come to in their place.
+    /// Adds the reduced gradients of this rank's shard to their sums, or puts what the sums come to
+    /// in their place.
     fn each_reduced(
         &self,
         state: &mut State,

@@ -15,7 +15,8 @@ pub(crate) struct StorageState {
     pub(crate) spec: StorageSpec,
     /// An arena for each list; an empty one for gradients that lie in segments.
     pub(crate) lists: Vec<ListBuffer>,
-    /// The element of the storage that each list's memory begins with, for the launch under way; empty if all begin with 0.
+    /// The element of the storage that each list's memory begins with, for the launch under way;
+    /// empty if all begin with 0.
     pub(crate) firsts: Vec<u64>,
     pub(crate) scalars: Vec<u8>,
     /// One set for each class of the schedule.
@@ -35,7 +36,8 @@ impl std::fmt::Debug for StorageState {
     }
 }
 
-/// Consecutive elements of one tensor that a rank has, and where they lie in the list that was asked for.
+/// Consecutive elements of one tensor that a rank has, and where they lie in the list that was
+/// asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Held {
     /// Elements of the tensor.
@@ -80,8 +82,8 @@ impl StorageSpec {
         })
     }
 
-    /// The element of the storage that the memory of a list begins with, where a launch updates `elements`; gradients lie in a segment
-    /// that begins with `segment`.
+    /// The element of the storage that the memory of a list begins with, where a launch updates
+    /// `elements`; gradients lie in a segment that begins with `segment`.
     pub(crate) fn first_of(&self, list: usize, elements: &Range<u64>, segment: u64) -> u64 {
         match self.extents[list] {
             Extent::Whole => 0,

@@ -10,7 +10,8 @@ use xxhash_rust::xxh3::Xxh3;
 use crate::{Note, Optimizer, Plan, Stage, TableKind};
 
 impl Plan {
-    /// The hash of everything that is the same on all ranks and decides where things lie and what is done, read off the plan.
+    /// The hash of everything that is the same on all ranks and decides where things lie and what
+    /// is done, read off the plan.
     pub(crate) fn compute_hash(&self) -> u64 {
         let mut text = HashWriter(Xxh3::new());
         let names = self.rules.iter().map(Optimizer::name).collect::<Vec<_>>();

@@ -14,15 +14,17 @@ use crate::storage::StorageState;
 use crate::update_norms::UpdateSlots;
 use crate::{Note, Optimize, Plan, PlanError, Stage, State, StepReport, Tensors, Verdict};
 
-/// Where a launch's table of tensors lies. It changes launches and what the host does for them, never a bit.
+/// Where a launch's table of tensors lies. It changes launches and what the host does for them,
+/// never a bit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TableKind {
-    /// In the launch's arguments: as many tensors as fit, and the host derives the scalars of every step.
+    /// In the launch's arguments: as many tensors as fit, and the host derives the scalars of every
+    /// step.
     #[default]
     Arguments,
-    /// In the device's memory, built once: any number of tensors in a launch. The device counts steps and derives the scalars, so
-    /// that a step can be recorded in a graph.
+    /// In the device's memory, built once: any number of tensors in a launch. The device counts
+    /// steps and derives the scalars, so that a step can be recorded in a graph.
     Resident,
     /// In arguments where each stage fits into one launch, else resident.
     Auto,
@@ -63,7 +65,8 @@ impl Plan {
             return Ok(());
         }
         match asked {
-            // Devices have entries that measure for tables in memory only, and would otherwise need twice as many.
+            // Devices have entries that measure for tables in memory only, and would otherwise need
+            // twice as many.
             TableKind::Arguments | TableKind::Auto if self.update_norms && !borrowed => {}
             TableKind::Arguments => return Ok(()),
             TableKind::Resident if borrowed => return Err(PlanError::BorrowedTable),
@@ -87,7 +90,8 @@ impl Plan {
         self.table = TableKind::Resident;
         self.make_batches_anew()?;
         let reason = format!(
-            "resident, {why}: built once in the device's memory, and the device derives the scalars; the cpu backend runs the same batches without a table"
+            "resident, {why}: built once in the device's memory, and the device derives the \
+             scalars; the cpu backend runs the same batches without a table"
         );
         self.notes.push(note(Verdict::Applied, reason));
         Ok(())
@@ -101,17 +105,20 @@ impl Plan {
         }
     }
 
-    /// Enqueues one step and waits for nothing. [`State::step`], the loss scale and the count of skipped steps are as they were
-    /// until [`State::settle`] reads what the device has decided; without a stage that reads the gradients nothing is left to read.
+    /// Enqueues one step and waits for nothing. [`State::step`], the loss scale and the count of
+    /// skipped steps are as they were until [`State::settle`] reads what the device has
+    /// decided; without a stage that reads the gradients nothing is left to read.
     ///
-    /// The step of a plan that reads gradients is waited for nevertheless if parameters are without gradient in it, because the next step's
-    /// table depends on whether this one was skipped.
+    /// The step of a plan that reads gradients is waited for nevertheless if parameters are without
+    /// gradient in it, because the next step's table depends on whether this one was skipped.
     ///
     /// # Errors
-    /// As [`Plan::run`]; [`PlanError::NotCapturable`] for a plan that reads gradients and whose tables are in arguments: the host
-    /// has to know the step before it can write the next one's.
+    /// As [`Plan::run`]; [`PlanError::NotCapturable`] for a plan that reads gradients and whose
+    /// tables are in arguments: the host has to know the step before it can write the next
+    /// one's.
     /// # Cost
-    /// Launches whose arguments are equal at every step, on a device: nothing of the host's work grows with the tensors.
+    /// Launches whose arguments are equal at every step, on a device: nothing of the host's work
+    /// grows with the tensors.
     pub fn enqueue(&self, state: &mut State, backend: &dyn Backend) -> Result<(), PlanError> {
         self.check_state(state)?;
         if state.norm.is_some() && state.tables.kind != TableKind::Resident {
@@ -129,11 +136,12 @@ impl Plan {
         state.count_enqueued(backend)
     }
 
-    /// Records a step as a graph; the step is not run. Every [`Plan::replay`] is then one call of the driver.
+    /// Records a step as a graph; the step is not run. Every [`Plan::replay`] is then one call of
+    /// the driver.
     ///
     /// # Errors
-    /// [`PlanError::NotCapturable`] if the tables are in arguments or parameters are without gradient; [`PlanError::Backend`] on a backend
-    /// that records no launches.
+    /// [`PlanError::NotCapturable`] if the tables are in arguments or parameters are without
+    /// gradient; [`PlanError::Backend`] on a backend that records no launches.
     pub fn capture(
         &self,
         state: &mut State,
@@ -166,11 +174,13 @@ impl Plan {
         })
     }
 
-    /// Enqueues the recorded step once more, as [`Plan::enqueue`] would. A learning rate set since is written first.
+    /// Enqueues the recorded step once more, as [`Plan::enqueue`] would. A learning rate set since
+    /// is written first.
     ///
     /// # Errors
-    /// [`PlanError::StaleGraph`] if the state's tables have been built anew since, because parameters were without gradient, the rule was
-    /// changed, or steps were set or loaded; as [`Plan::run`].
+    /// [`PlanError::StaleGraph`] if the state's tables have been built anew since, because
+    /// parameters were without gradient, the rule was changed, or steps were set or loaded; as
+    /// [`Plan::run`].
     pub fn replay(
         &self,
         state: &mut State,
@@ -243,8 +253,8 @@ impl Tables {
 }
 
 impl State {
-    /// Reads what the device has decided in the steps enqueued: how many of them were applied, the loss scale, and how many were
-    /// skipped. Waits for the device.
+    /// Reads what the device has decided in the steps enqueued: how many of them were applied, the
+    /// loss scale, and how many were skipped. Waits for the device.
     ///
     /// # Errors
     /// [`PlanError::Backend`].
@@ -254,7 +264,8 @@ impl State {
         Ok(())
     }
 
-    /// How many of the steps pending were applied; those before the step was set from outside do not count.
+    /// How many of the steps pending were applied; those before the step was set from outside do
+    /// not count.
     fn read_applied(&mut self, backend: &dyn Backend) -> Result<u64, PlanError> {
         let pending = std::mem::take(&mut self.tables.pending);
         let Some(norm) = self.norm.as_mut().filter(|_| pending > 0) else {
@@ -329,7 +340,8 @@ impl State {
     }
 
     fn build_tables(&mut self, plan: &Plan, backend: &dyn Backend) -> Result<(), PlanError> {
-        // Numbers of no meaning but to be different, so that a graph is not taken for one of another state.
+        // Numbers of no meaning but to be different, so that a graph is not taken for one of
+        // another state.
         static GENERATIONS: AtomicU64 = AtomicU64::new(1);
         self.tables.updates.clear();
         self.tables.reads.clear();

@@ -11,8 +11,8 @@ impl State {
     /// A tensor on the host that this rank has whole.
     ///
     /// # Errors
-    /// [`PlanError::UnknownName`], [`PlanError::NoSuchList`], [`PlanError::WrongDType`], [`PlanError::NotOnHost`],
-    /// [`PlanError::InShards`].
+    /// [`PlanError::UnknownName`], [`PlanError::NoSuchList`], [`PlanError::WrongDType`],
+    /// [`PlanError::NotOnHost`], [`PlanError::InShards`].
     pub fn view<T: Element>(&self, role: Role, name: &str) -> Result<&[T], PlanError> {
         let (storage, list) = self.list_index(role, name)?;
         self.check_dtype::<T>(&self.storages[storage].lists[list], name)?;
@@ -31,8 +31,8 @@ impl State {
         Ok(bytemuck::cast_slice(bytes))
     }
 
-    /// A tensor on the host that this rank has whole, to be written. At the next step an f32 master takes over the values of a parameter
-    /// that it does not round to.
+    /// A tensor on the host that this rank has whole, to be written. At the next step an f32 master
+    /// takes over the values of a parameter that it does not round to.
     ///
     /// # Errors
     /// As [`State::view`].
@@ -66,8 +66,9 @@ impl State {
         self.view(Role::Param, name)
     }
 
-    /// A gradient on the host, to be written: a view into the arena that ranks reduce and updates read, no copy. It counts as given in
-    /// the micro-step under way. With several micro-steps to an update it is that of the micro-step, and added when that ends.
+    /// A gradient on the host, to be written: a view into the arena that ranks reduce and updates
+    /// read, no copy. It counts as given in the micro-step under way. With several micro-steps
+    /// to an update it is that of the micro-step, and added when that ends.
     ///
     /// # Errors
     /// As [`State::view`]; [`PlanError::GradientTwice`] if it was pushed in this micro-step.
@@ -75,11 +76,13 @@ impl State {
         self.view_mut(Role::Grad, name)
     }
 
-    /// Copies a whole tensor from the host; of one that is shared out this rank keeps what it has, and all ranks write the same. With a
-    /// parameter goes its master, where it does not round to the values written.
+    /// Copies a whole tensor from the host; of one that is shared out this rank keeps what it has,
+    /// and all ranks write the same. With a parameter goes its master, where it does not round
+    /// to the values written.
     ///
     /// # Errors
-    /// [`PlanError::UnknownName`], [`PlanError::NoSuchList`], [`PlanError::LenBytes`], [`PlanError::Backend`].
+    /// [`PlanError::UnknownName`], [`PlanError::NoSuchList`], [`PlanError::LenBytes`],
+    /// [`PlanError::Backend`].
     pub fn write(
         &mut self,
         backend: &dyn Backend,
@@ -112,7 +115,8 @@ impl State {
     /// Copies a tensor that this rank has whole to the host, wherever the state lies.
     ///
     /// # Errors
-    /// As [`State::write`]; [`PlanError::InShards`] if this rank has only a part of it; use [`crate::Plan::gather`] for parameters.
+    /// As [`State::write`]; [`PlanError::InShards`] if this rank has only a part of it; use
+    /// [`crate::Plan::gather`] for parameters.
     pub fn read(
         &self,
         backend: &dyn Backend,
@@ -137,7 +141,8 @@ impl State {
         Ok(backend.read(own.lists[list].buffer.as_ref(), place.start, bytes)?)
     }
 
-    /// Copies what this rank's shard has of a tensor to the host, one call of `with` for each range of its elements.
+    /// Copies what this rank's shard has of a tensor to the host, one call of `with` for each range
+    /// of its elements.
     pub(crate) fn read_shard(
         &self,
         backend: &dyn Backend,

@@ -47,7 +47,8 @@ impl Topology {
     /// Rank `rank` of `world`, which reach each other by calls.
     ///
     /// # Errors
-    /// [`PlanError::Topology`] if there is no such rank, or there are more ranks than [`MAX_WORLD`].
+    /// [`PlanError::Topology`] if there is no such rank, or there are more ranks than
+    /// [`MAX_WORLD`].
     pub fn new(rank: usize, world: usize) -> Result<Self, PlanError> {
         let topology = Self {
             rank,

@@ -93,8 +93,9 @@ pub(crate) fn chunks_of(numel: u64) -> usize {
 }
 
 impl State {
-    /// How far each parameter moved in the last step, ‖new − old‖ in plan order; `None` without pass
-    /// [`UpdateNorms`](crate::UpdateNorms). A parameter that took no part has 0, and in a step that was skipped all have.
+    /// How far each parameter moved in the last step, ‖new − old‖ in plan order; `None` without
+    /// pass [`UpdateNorms`](crate::UpdateNorms). A parameter that took no part has 0, and in a
+    /// step that was skipped all have.
     ///
     /// # Errors
     /// [`PlanError::Backend`].

@@ -3,7 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// An instruction set that kernel loops are compiled for; holding one proves that this processor has it.
+/// An instruction set that kernel loops are compiled for; holding one proves that this processor
+/// has it.
 #[derive(Clone, Copy, Debug)]
 pub struct Level(Kind);
 
@@ -66,7 +67,8 @@ impl Level {
 
     /// Calls `body` compiled for this level; everything that is to profit must be inlined into it.
     ///
-    /// The bits do not depend on the level: Rust neither contracts nor reassociates floating-point operations.
+    /// The bits do not depend on the level: Rust neither contracts nor reassociates floating-point
+    /// operations.
     #[inline(always)]
     pub fn run<R>(self, body: impl FnOnce() -> R) -> R {
         match self.0 {

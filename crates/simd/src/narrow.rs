@@ -1,8 +1,11 @@
-//! f16 and bf16 as plain integer and float operations without a branch, so that loops over them become vector instructions.
+//! f16 and bf16 as plain integer and float operations without a branch, so that loops over them
+//! become vector instructions.
 //!
-//! Widening is exact. Narrowing rounds once, to nearest even, keeps subnormals and makes every NaN a quiet one. But for the payload
-//! of NaN that are widened, the bits are those of the `half` crate, whose own conversions ask the processor what it can do for each value,
-//! which no loop profits from. Its conversions of f16 slices ask once for all of them and are faster than these; those of bf16 are slower.
+//! Widening is exact. Narrowing rounds once, to nearest even, keeps subnormals and makes every NaN
+//! a quiet one. But for the payload of NaN that are widened, the bits are those of the `half`
+//! crate, whose own conversions ask the processor what it can do for each value, which no loop
+//! profits from. Its conversions of f16 slices ask once for all of them and are faster than these;
+//! those of bf16 are slower.
 
 const SIGN: u32 = 0x8000_0000;
 const MAGNITUDE: u32 = 0x7fff_ffff;
@@ -81,14 +84,16 @@ pub fn narrow_bf16(value: f32) -> u16 {
     (nearest::<false>(value) >> 16) as u16
 }
 
-/// Two of [`narrow_bf16`], in the lower and in the upper half of a word; neither is NaN if they are `NUMBERS`.
+/// Two of [`narrow_bf16`], in the lower and in the upper half of a word; neither is NaN if they are
+/// `NUMBERS`.
 #[inline(always)]
 pub fn narrow_bf16_pair<const NUMBERS: bool>([low, high]: [f32; 2]) -> u32 {
     nearest::<NUMBERS>(low) >> 16 | nearest::<NUMBERS>(high) & UPPER
 }
 
-/// One of the two neighbouring bf16, the upper in magnitude with the probability that makes the expected value exact. Of `random_bits` the
-/// lower 16 bits count; a value that is a bf16 stays what it is.
+/// One of the two neighbouring bf16, the upper in magnitude with the probability that makes the
+/// expected value exact. Of `random_bits` the lower 16 bits count; a value that is a bf16 stays
+/// what it is.
 #[inline(always)]
 pub fn narrow_bf16_at_random(value: f32, random_bits: u32) -> u16 {
     (at_random(value, random_bits) >> 16) as u16
@@ -126,13 +131,14 @@ fn rounded<const NUMBER: bool>(value: f32, addend: u32) -> u32 {
     }
 }
 
-/// An f32 as the nearest bf16, ties away from zero, and the signed difference of the bits: nothing is lost.
+/// An f32 as the nearest bf16, ties away from zero, and the signed difference of the bits: nothing
+/// is lost.
 ///
 /// ```text
 /// param = (bits + 2¹⁵) >> 16        remainder = bits − (param << 16), in −2¹⁵ … 2¹⁵ − 1
 /// ```
-/// Every NaN becomes one and the same first: a payload of ones would carry into the sign. Finite values beyond the largest bf16
-/// have an infinity for a parameter and come back finite.
+/// Every NaN becomes one and the same first: a payload of ones would carry into the sign. Finite
+/// values beyond the largest bf16 have an infinity for a parameter and come back finite.
 #[inline(always)]
 pub fn split_bf16(value: f32) -> (u16, u16) {
     let bits = value.to_bits();

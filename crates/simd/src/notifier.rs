@@ -18,7 +18,8 @@ impl Notifier {
     pub(crate) fn new(waiters: usize) -> Self {
         // With fewer cores than threads, whoever spins keeps away the one that is waited for.
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-        // A core that is offered there may go to strangers for milliseconds, so that sleep comes sooner.
+        // A core that is offered there may go to strangers for milliseconds, so that sleep comes
+        // sooner.
         let (spins, yields) = if waiters <= cores {
             (PATIENCE.spins, PATIENCE.yields)
         } else {
@@ -35,8 +36,9 @@ impl Notifier {
 
     /// Wakes all sleepers; to be called after the change that they wait for.
     pub(crate) fn notify(&self) {
-        // Either this sees the sleeper, or the sleeper's last look saw the change: all four accesses are `SeqCst`. The lock
-        // makes sure that a sleeper seen here is not between its last look and its sleep.
+        // Either this sees the sleeper, or the sleeper's last look saw the change: all four
+        // accesses are `SeqCst`. The lock makes sure that a sleeper seen here is not
+        // between its last look and its sleep.
         if self.sleepers.load(Ordering::SeqCst) > 0 {
             pass(&self.lock);
             self.changed.notify_all();

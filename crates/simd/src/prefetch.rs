@@ -13,9 +13,9 @@ const SMALL_CACHE_BYTES: usize = 32 * 1024;
 
 /// How many bytes before their use an update asks for the cache lines of each of its lists.
 ///
-/// Processors with larger first-level caches also keep more misses under way and want to know of them earlier. Measured on two
-/// (docs/PERFORMANCE.md): with 32 KiB (Cascade Lake) 512 bytes are best and 2 KiB cost 2 to 4 %; with 48 KiB (Granite Rapids) 3 KiB take
-/// 8 % off 512.
+/// Processors with larger first-level caches also keep more misses under way and want to know of
+/// them earlier. Measured on two (docs/PERFORMANCE.md): with 32 KiB (Cascade Lake) 512 bytes are
+/// best and 2 KiB cost 2 to 4 %; with 48 KiB (Granite Rapids) 3 KiB take 8 % off 512.
 ///
 /// # Cost
 /// A load after the first call of the process.
@@ -42,7 +42,8 @@ fn first_level_bytes() -> Option<usize> {
     None
 }
 
-/// Asks the processor to bring the cache line at `slice[index]` close; `index` may lie beyond the end.
+/// Asks the processor to bring the cache line at `slice[index]` close; `index` may lie beyond the
+/// end.
 ///
 /// A hint only: no value is read, nothing is written, and an address that is not mapped is ignored.
 /// On processors other than x86-64 it does nothing.
@@ -52,8 +53,9 @@ pub fn prefetch_ahead<T>(slice: &[T], index: usize) {
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         let address = slice.as_ptr().wrapping_add(index).cast::<i8>();
-        // SAFETY: PREFETCHT0 never faults and has no effect on the program's memory, whatever the address
-        // (Intel SDM vol. 2, PREFETCHh); `wrapping_add` makes the address without claiming it lies in `slice`.
+        // SAFETY: PREFETCHT0 never faults and has no effect on the program's memory, whatever the
+        // address (Intel SDM vol. 2, PREFETCHh); `wrapping_add` makes the address without
+        // claiming it lies in `slice`.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(address) };
     }
     #[cfg(not(target_arch = "x86_64"))]

@@ -1,9 +1,12 @@
-//! Lending slices between threads that meet: the one place where ranks of a process touch each other's memory.
+//! Lending slices between threads that meet: the one place where ranks of a process touch each
+//! other's memory.
 //!
-//! [`participants`] makes places for a fixed number of parties. In each round every party brings one slice that all may read and one
-//! that is cut into parts, whose bytes the parties claim; when all have arrived, every party works on what was brought, and none
-//! returns before all have finished. A round opens for all parties or for none: a failure (a deadline, a call of [`Rendezvous::fail`])
-//! that comes before the last arrival closes the rendezvous for ever, one that comes later strikes the next round.
+//! [`participants`] makes places for a fixed number of parties. In each round every party brings
+//! one slice that all may read and one that is cut into parts, whose bytes the parties claim; when
+//! all have arrived, every party works on what was brought, and none returns before all have
+//! finished. A round opens for all parties or for none: a failure (a deadline, a call of
+//! [`Rendezvous::fail`]) that comes before the last arrival closes the rendezvous for ever, one
+//! that comes later strikes the next round.
 
 #[path = "rendezvous/peers.rs"]
 mod peers;
@@ -28,15 +31,18 @@ pub struct Contribution<'a, H> {
     pub header: H,
     /// Bytes that every party may read.
     pub shared: &'a [u8],
-    /// Bytes cut into as many parts as there are parties; whoever claims some of a part alone may read and write them.
+    /// Bytes cut into as many parts as there are parties; whoever claims some of a part alone may
+    /// read and write them.
     pub writable: &'a mut [u8],
     /// Where in `writable` each part ends; parts begin where the one before ends.
     pub ends: &'a [usize],
-    /// How many bytes of the part that has this party's number are claimed for it from the start ([`Peers::reserved`]).
+    /// How many bytes of the part that has this party's number are claimed for it from the start
+    /// ([`Peers::reserved`]).
     pub reserved: usize,
     /// More memory that is cut into a part for each party; part `i` is party `i`'s alone.
     pub replicas: [&'a mut [u8]; MAX_REPLICAS],
-    /// Where in each replica each part ends: those of the first replica, then those of the next. Replicas without ends are none.
+    /// Where in each replica each part ends: those of the first replica, then those of the next.
+    /// Replicas without ends are none.
     pub replica_ends: &'a [usize],
 }
 
@@ -56,7 +62,8 @@ pub struct Participant<H, F> {
 
 struct Inner<H, F> {
     slots: Box<[Slot<H>]>,
-    /// Arrivals of all rounds, and [`FAILED`]. Round `k` (from 1) is open from the moment that `k · parties` is reached.
+    /// Arrivals of all rounds, and [`FAILED`]. Round `k` (from 1) is open from the moment that `k
+    /// · parties` is reached.
     gate: Padded,
     /// Departures of all rounds. Round `k` is over once `k · parties` is reached.
     departed: Padded,
@@ -73,7 +80,8 @@ struct Slot<H> {
     /// The last round this party has arrived at; names late parties and guards nothing.
     arrived: AtomicU64,
     brought: Cell<Brought<H>>,
-    /// How many bytes of the part of this party's number are claimed, in everyone's writable memory.
+    /// How many bytes of the part of this party's number are claimed, in everyone's writable
+    /// memory.
     claimed: Claimed,
 }
 
@@ -88,7 +96,8 @@ struct Brought<H> {
     writable: *mut u8,
     /// Disjoint ranges within `writable`; checked by `cuts`.
     parts: Box<[Range<usize>]>,
-    /// The parts of each replica, as many for each as there are parties; disjoint, checked by `cuts`.
+    /// The parts of each replica, as many for each as there are parties; disjoint, checked by
+    /// `cuts`.
     replicas: Vec<Part>,
 }
 
@@ -98,10 +107,11 @@ struct Part {
     len: usize,
 }
 
-// SAFETY: `Brought` is written by its party alone, between the end of a round and its own arrival at the next, and read only
-// while a round is open; arrival, opening and departure order these accesses (`Participant::rendezvous`). What its pointers lead to is shared
-// as `&[u8]`, or written as disjoint `&mut [u8]`, both of which may be used from other threads. Headers are read by reference from
-// all threads (`Sync`) and dropped by their party (`Send`).
+// SAFETY: `Brought` is written by its party alone, between the end of a round and its own arrival
+// at the next, and read only while a round is open; arrival, opening and departure order these
+// accesses (`Participant::rendezvous`). What its pointers lead to is shared as `&[u8]`, or written
+// as disjoint `&mut [u8]`, both of which may be used from other threads. Headers are read by
+// reference from all threads (`Sync`) and dropped by their party (`Send`).
 unsafe impl<H: Send + Sync, F: Send> Sync for Inner<H, F> {}
 // SAFETY: as above; between rounds the pointers are not followed at all.
 unsafe impl<H: Send + Sync, F: Send> Send for Inner<H, F> {}
@@ -136,8 +146,9 @@ pub fn participants<H, F>(parties: usize) -> Vec<Participant<H, F>> {
 }
 
 impl<H, F: Clone> Rendezvous<H, F> {
-    /// Closes the rendezvous for ever, unless it is closed already: parties that wait for others, and all that come later, get
-    /// `failure`. A round that is open goes on to its end. Returns the failure that holds, the first one.
+    /// Closes the rendezvous for ever, unless it is closed already: parties that wait for others,
+    /// and all that come later, get `failure`. A round that is open goes on to its end. Returns
+    /// the failure that holds, the first one.
     pub fn fail(&self, failure: F) -> F {
         let mut kept = self.lock();
         let first = kept.get_or_insert(failure).clone();
@@ -173,10 +184,14 @@ impl<H, F: Clone> Rendezvous<H, F> {
 
     /// The failure behind a gate that was seen with [`FAILED`].
     fn broken(&self) -> F {
-        self.failure().expect("a failure is kept, under the lock, before anyone can see the gate fail or before the lock is released")
+        self.failure().expect(
+            "a failure is kept, under the lock, before anyone can see the gate fail or before the \
+             lock is released",
+        )
     }
 
-    /// Closes the rendezvous because `round` did not open in time; `None` if it has opened after all.
+    /// Closes the rendezvous because `round` did not open in time; `None` if it has opened after
+    /// all.
     fn fail_late(&self, round: u64, name: impl FnOnce(&[usize]) -> F) -> Option<F> {
         let target = round * self.0.slots.len() as u64;
         let mut kept = self.lock();
@@ -238,16 +253,18 @@ impl<H, F: Clone> Participant<H, F> {
         self.party
     }
 
-    /// Takes part in the next round: brings `contribution`, waits for all parties, does `work` on what they brought, waits until all
-    /// have finished theirs.
+    /// Takes part in the next round: brings `contribution`, waits for all parties, does `work` on
+    /// what they brought, waits until all have finished theirs.
     ///
     /// # Errors
-    /// The failure that closed the rendezvous. If a party has not come by `deadline`, that is what `late` makes of the missing parties.
+    /// The failure that closed the rendezvous. If a party has not come by `deadline`, that is what
+    /// `late` makes of the missing parties.
     /// # Panics
-    /// If `contribution.ends` does not cut `writable` into one part per party; with the panic of `work`, after all parties have finished.
+    /// If `contribution.ends` does not cut `writable` into one part per party; with the panic of
+    /// `work`, after all parties have finished.
     /// # Cost
-    /// Two waits of the spin-then-park kind and no allocation. The second has no deadline: the memory is in use until all have
-    /// departed, so `work` must not wait for anything.
+    /// Two waits of the spin-then-park kind and no allocation. The second has no deadline: the
+    /// memory is in use until all have departed, so `work` must not wait for anything.
     pub fn rendezvous<R>(
         &mut self,
         contribution: Contribution<'_, H>,
@@ -256,24 +273,13 @@ impl<H, F: Clone> Participant<H, F> {
         work: impl FnOnce(&mut Peers<'_, H>) -> R,
     ) -> Result<R, F> {
         let inner = &*self.rendezvous.0;
+        let parties = inner.slots.len();
         assert!(
-            cuts(
-                contribution.ends,
-                contribution.writable.len(),
-                inner.slots.len()
-            ),
+            cuts(contribution.ends, contribution.writable.len(), parties),
             "ends must rise from 0 to the length of `writable`, one for each party"
         );
-        let parties = inner.slots.len();
-        let ends = contribution.replica_ends.chunks_exact(parties);
         assert!(
-            ends.remainder().is_empty()
-                && ends.len() <= MAX_REPLICAS
-                && contribution
-                    .replicas
-                    .iter()
-                    .zip(ends.clone())
-                    .all(|(bytes, ends)| cuts(ends, bytes.len(), parties)),
+            cuts_replicas(&contribution, parties),
             "ends must rise from 0 to the length of each replica, one for each party"
         );
         if inner.gate.0.load(Ordering::SeqCst) & FAILED != 0 {
@@ -282,8 +288,9 @@ impl<H, F: Clone> Participant<H, F> {
         let slot = &inner.slots[self.party];
         let reserved = contribution.reserved;
         slot.brought.with_mut(|brought| {
-            // SAFETY: nobody reads this party's slot now: readers are parties in an open round, the last round this party was in
-            // is over (the wait in `Departure` saw all departures), and the next cannot open without the arrival below.
+            // SAFETY: nobody reads this party's slot now: readers are parties in an open round, the
+            // last round this party was in is over (the wait in `Departure` saw all
+            // departures), and the next cannot open without the arrival below.
             bring(unsafe { &mut *brought }, contribution)
         });
         // For the same reasons nobody claims now.
@@ -291,7 +298,7 @@ impl<H, F: Clone> Participant<H, F> {
         self.rendezvous.arrive()?;
         self.round += 1;
         slot.arrived.store(self.round, Ordering::SeqCst);
-        let target = self.round * inner.slots.len() as u64;
+        let target = self.round * parties as u64;
         let gate = || inner.gate.0.load(Ordering::SeqCst);
         let opened = || gate() & !FAILED >= target;
         if gate() & !FAILED == target {
@@ -304,12 +311,14 @@ impl<H, F: Clone> Participant<H, F> {
             {
                 return Err(failure);
             }
-            // Once failed the gate counts no more, so all parties of this round see the same answer here.
+            // Once failed the gate counts no more, so all parties of this round see the same answer
+            // here.
             if !opened() {
                 return Err(self.rendezvous.broken());
             }
         }
-        // From here on peers hold this party's memory: `Departure` waits for all of them, whether `work` returns or panics.
+        // From here on peers hold this party's memory: `Departure` waits for all of them, whether
+        // `work` returns or panics.
         let _departure = Departure { inner, target };
         Ok(work(&mut Peers {
             slots: &inner.slots,
@@ -320,12 +329,22 @@ impl<H, F: Clone> Participant<H, F> {
     }
 }
 
+/// Whether the ends of replicas cut each of them into `parties` parts.
+fn cuts_replicas<H>(contribution: &Contribution<'_, H>, parties: usize) -> bool {
+    let ends = contribution.replica_ends.chunks_exact(parties);
+    let mut pairs = contribution.replicas.iter().zip(ends.clone());
+    ends.remainder().is_empty()
+        && ends.len() <= MAX_REPLICAS
+        && pairs.all(|(bytes, ends)| cuts(ends, bytes.len(), parties))
+}
+
 /// Whether `ends` cuts `len` bytes into `parties` parts.
 fn cuts(ends: &[usize], len: usize, parties: usize) -> bool {
     ends.len() == parties && ends.is_sorted() && ends.last().is_none_or(|&last| last == len)
 }
 
-/// Writes a contribution, whose ends were checked by `cuts`, into the party's slot. Only lifetimes get lost here.
+/// Writes a contribution, whose ends were checked by `cuts`, into the party's slot. Only lifetimes
+/// get lost here.
 fn bring<H>(brought: &mut Brought<H>, contribution: Contribution<'_, H>) {
     brought.header = Some(contribution.header);
     brought.shared = contribution.shared.as_ptr();

@@ -176,7 +176,8 @@ fn claims_stop_at_the_greatest_number() {
 fn a_missing_party_is_named_by_all_others_and_by_itself_when_it_comes() {
     for missing in 0..3 {
         let outcomes = each(3, |mut participant| {
-            // It comes when the others have given it up, however long a busy machine lets that take.
+            // It comes when the others have given it up, however long a busy machine lets that
+            // take.
             while participant.party() == missing && participant.of().failure().is_none() {
                 std::thread::sleep(Duration::from_millis(1));
             }

@@ -2,7 +2,8 @@
 
 use std::time::Instant;
 
-/// Shortest time after which the counter's pace is known well enough: the system's clock was read to some 50 ns at both ends.
+/// Shortest time after which the counter's pace is known well enough: the system's clock was read
+/// to some 50 ns at both ends.
 const LEARNING_NS: u64 = 1_000_000;
 
 /// Longest time between two looks at the system's clock.
@@ -14,9 +15,10 @@ const PLACES: u32 = 32;
 /// Nanoseconds since a moment; never fewer than it said before.
 ///
 /// Where the system's clock is made of the processor's time-stamp counter, as Linux says in
-/// `/sys/devices/system/clocksource/clocksource0/current_clocksource`, so is this one: its pace is learnt from the system's clock, which
-/// is looked at again before as much time has passed as the pace was learnt in, and at least once a second. What it says is within some
-/// 100 ns of the system's clock. Elsewhere it is the system's clock.
+/// `/sys/devices/system/clocksource/clocksource0/current_clocksource`, so is this one: its pace is
+/// learnt from the system's clock, which is looked at again before as much time has passed as the
+/// pace was learnt in, and at least once a second. What it says is within some 100 ns of the
+/// system's clock. Elsewhere it is the system's clock.
 ///
 /// # Cost
 /// 8 ns from the counter, 20 ns from the system's clock (docs/PERFORMANCE.md).
@@ -66,8 +68,8 @@ fn since(begun: Instant) -> u64 {
     u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// The counter and the system's clock at the same time, or as near to it as three attempts come: a thread that loses the processor
-/// between the two would learn a wrong pace.
+/// The counter and the system's clock at the same time, or as near to it as three attempts come: a
+/// thread that loses the processor between the two would learn a wrong pace.
 fn look_at_both(begun: Instant) -> Option<(u64, u64)> {
     let attempt = |_| {
         let before = ticks()?;
@@ -111,7 +113,8 @@ impl Counter {
             .then(|| self.last.1 + ((u128::from(passed) * u128::from(self.pace)) >> PLACES) as u64)
     }
 
-    /// Takes the pace from the first look on; begins anew if the two cannot be told to have gone on together.
+    /// Takes the pace from the first look on; begins anew if the two cannot be told to have gone on
+    /// together.
     fn learn(&mut self, ticks: u64, ns: u64) {
         let (passed, passed_ns) = match (
             ticks.checked_sub(self.first.0),
@@ -146,8 +149,8 @@ fn ticks() -> Option<u64> {
             std::fs::read_to_string(path).is_ok_and(|name| name.trim() == "tsc")
         };
         if *IS_CLOCK.get_or_init(is_clock) {
-            // SAFETY: every x86-64 has the instruction, and a system whose own clock reads it lets programs read it: Linux's does so
-            // in their address space.
+            // SAFETY: every x86-64 has the instruction, and a system whose own clock reads it lets
+            // programs read it: Linux's does so in their address space.
             return Some(unsafe { std::arch::x86_64::_rdtsc() });
         }
     }
@@ -205,7 +208,8 @@ mod tests {
             let now_ns = watch.now_ns();
             let after = since(begun);
             assert!(now_ns >= last, "{now_ns} after {last}");
-            // A thousandth, far more than it is out and far less than a mistake in its pace would be.
+            // A thousandth, far more than it is out and far less than a mistake in its pace would
+            // be.
             let slack = 10_000 + after / 1000;
             assert!(
                 now_ns + slack >= before && now_ns <= after + slack,

@@ -1,4 +1,5 @@
-//! The memory traffic of an optimizer step with next to no arithmetic: the ceiling that kernels are measured against.
+//! The memory traffic of an optimizer step with next to no arithmetic: the ceiling that kernels are
+//! measured against.
 
 use crate::{Level, Split, Team, prefetch_ahead};
 
@@ -11,8 +12,8 @@ const LINE: usize = 16;
 /// Most arrays that [`stream`] writes.
 pub const MAX_WRITTEN: usize = 5;
 
-/// Streams `W` arrays that are read and written and one that is only read, as an optimizer step does with parameter and state, and
-/// the gradient: `W` = 1 for SGD, 2 for momentum, 3 for Adam.
+/// Streams `W` arrays that are read and written and one that is only read, as an optimizer step
+/// does with parameter and state, and the gradient: `W` = 1 for SGD, 2 for momentum, 3 for Adam.
 ///
 /// ```text
 /// w ← w + r        for every written array w
@@ -93,8 +94,8 @@ impl<const W: usize> Split for Stream<'_, W> {
                         }
                     }
                     let added = load(read, first);
-                    // All lines are loaded before the first is stored. Indices instead of iterators and closures, which would not be
-                    // compiled for the level.
+                    // All lines are loaded before the first is stored. Indices instead of iterators
+                    // and closures, which would not be compiled for the level.
                     let mut lines = [[0.0; LINE]; W];
                     for list in 0..W {
                         lines[list] = load(written[list], first);

@@ -1,7 +1,7 @@
 //! What [`notifier`](crate::notifier) and [`rendezvous`](crate::rendezvous) are made of.
 //!
-//! A module of its own, so that the model checker can put its own in this place and compile the very same two files:
-//! `tests/model.rs`.
+//! A module of its own, so that the model checker can put its own in this place and compile the
+//! very same two files: `tests/model.rs`.
 
 use std::cell::UnsafeCell;
 
@@ -18,10 +18,12 @@ pub(crate) struct Patience {
     pub(crate) yields: u32,
 }
 
-/// Some tens of microseconds. A sleeper costs tens of microseconds to wake, which is many times an all-reduce of a few kilobytes.
+/// Some tens of microseconds. A sleeper costs tens of microseconds to wake, which is many times an
+/// all-reduce of a few kilobytes.
 ///
-/// Few looks come before the first offer: a call of a few kilobytes takes less than these, and where the system has put two
-/// parties on one core, which it does while others use the rest, whoever looks keeps the other from coming.
+/// Few looks come before the first offer: a call of a few kilobytes takes less than these, and
+/// where the system has put two parties on one core, which it does while others use the rest,
+/// whoever looks keeps the other from coming.
 pub(crate) const PATIENCE: Patience = Patience {
     spins: 64,
     yields: 150,

@@ -1,7 +1,8 @@
 //! Threads that wait for work without allocating.
 //!
-//! A plain work-stealing pool allocates when a thread outside the pool hands it work; a step with an unchanged plan must not
-//! allocate. A [`Team`] keeps its threads parked and lends them one borrowed closure at a time.
+//! A plain work-stealing pool allocates when a thread outside the pool hands it work; a step with
+//! an unchanged plan must not allocate. A [`Team`] keeps its threads parked and lends them one
+//! borrowed closure at a time.
 
 use std::cmp::Reverse;
 use std::num::NonZeroUsize;
@@ -21,8 +22,8 @@ const MIN_PART_ELEMENTS: u64 = 16 * 1024;
 
 /// Work that can be cut in two and done by different threads.
 pub trait Split: Send + Sized {
-    /// Parts that it is cut into for each thread, so that a thread that is held up leaves parts to the others. Work that cannot be
-    /// cut anywhere wants more of them.
+    /// Parts that it is cut into for each thread, so that a thread that is held up leaves parts to
+    /// the others. Work that cannot be cut anywhere wants more of them.
     const PARTS_PER_THREAD: usize = 8;
 
     /// How much there is, in elements.
@@ -66,7 +67,8 @@ struct State {
 /// A fixed number of threads, the caller's among them, that run one piece of work at a time.
 ///
 /// # Cost
-/// `threads − 1` parked threads; handing over a piece of work costs one wake-up for each of them and allocates nothing.
+/// `threads − 1` parked threads; handing over a piece of work costs one wake-up for each of them
+/// and allocates nothing.
 pub struct Team {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
@@ -111,9 +113,10 @@ impl Team {
         self.threads.len() + 1
     }
 
-    /// Calls `task` once for each index below `count`. Each thread begins with its own share of consecutive indices, the same one
-    /// for the same `count`, so that what it has read it may find in its own cache in a later call, and goes on with what other
-    /// threads have left. Backwards, a share begins with the index that a call in order ended with.
+    /// Calls `task` once for each index below `count`. Each thread begins with its own share of
+    /// consecutive indices, the same one for the same `count`, so that what it has read it may
+    /// find in its own cache in a later call, and goes on with what other threads have left.
+    /// Backwards, a share begins with the index that a call in order ended with.
     ///
     /// # Panics
     /// If there are more than [`MAX_SHARED`] indices; with the panic of `task`.
@@ -141,7 +144,8 @@ impl Team {
         });
     }
 
-    /// Calls `task` once on each thread with the thread's index (the caller's is 0) and returns when all calls have returned.
+    /// Calls `task` once on each thread with the thread's index (the caller's is 0) and returns
+    /// when all calls have returned.
     ///
     /// # Panics
     /// With the panic of `task`, after all calls have returned.
@@ -150,9 +154,10 @@ impl Team {
             return task(0);
         }
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: only the lifetime changes. The threads use the reference only between here and the end of the wait below,
-        // where `running` has fallen to 0; this function neither returns nor unwinds before that (its own call of `task` is
-        // caught), so the borrow outlives every use.
+        // SAFETY: only the lifetime changes. The threads use the reference only between here and
+        // the end of the wait below, where `running` has fallen to 0; this function neither
+        // returns nor unwinds before that (its own call of `task` is caught), so the borrow
+        // outlives every use.
         let borrowed: Task<'static> =
             unsafe { std::mem::transmute::<Task<'_>, Task<'static>>(task) };
         {
@@ -182,7 +187,8 @@ impl Team {
         }
     }
 
-    /// Does `work` on all threads, the largest parts first, so that all end at about the same time; small work stays on the caller's.
+    /// Does `work` on all threads, the largest parts first, so that all end at about the same time;
+    /// small work stays on the caller's.
     ///
     /// The cut depends on the number of threads, so `work` must give the same result for any cut.
     pub fn run<W: Split>(&self, work: W) {

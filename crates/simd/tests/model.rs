@@ -1,8 +1,10 @@
-//! The meeting of threads, run through all interleavings of its steps and all values that its atomics may show.
+//! The meeting of threads, run through all interleavings of its steps and all values that its
+//! atomics may show.
 //!
-//! `rendezvous.rs` and `notifier.rs` are compiled here once more, on the model checker's locks, atomics and cells in place of those of
-//! `sync.rs`. A lost wake-up is a deadlock of the model; memory used after it was given back is a race on one of its cells.
-//! Everyday runs bound how often a thread is interrupted where it could go on; `--ignored` runs without bound or with more
+//! `rendezvous.rs` and `notifier.rs` are compiled here once more, on the model checker's locks,
+//! atomics and cells in place of those of `sync.rs`. A lost wake-up is a deadlock of the model;
+//! memory used after it was given back is a race on one of its cells. Everyday runs bound how often
+//! a thread is interrupted where it could go on; `--ignored` runs without bound or with more
 //! threads, for minutes.
 
 // Its loops of looks are empty in a model, where `PATIENCE` is none.
@@ -30,7 +32,8 @@ enum Failure {
     Stop,
 }
 
-/// Memory of a party, watched by the model: written by its owner outside of rounds, read by everyone in them.
+/// Memory of a party, watched by the model: written by its owner outside of rounds, read by
+/// everyone in them.
 #[derive(Clone)]
 struct Memory(Arc<UnsafeCell<u64>>);
 
@@ -59,7 +62,8 @@ impl Memory {
 type TestParticipant = Participant<Memory, Failure>;
 type TestRendezvous = Rendezvous<Memory, Failure>;
 
-/// One round: what this party's memory shows is written before, read by all within and written over after.
+/// One round: what this party's memory shows is written before, read by all within and written over
+/// after.
 fn round(
     participant: &mut TestParticipant,
     own: &Memory,
@@ -68,7 +72,8 @@ fn round(
 ) -> Result<Vec<u64>, Failure> {
     own.write(value);
     let parties = participant.parties();
-    // What the model does not watch is left out where something is broken: it would really be used after its end.
+    // What the model does not watch is left out where something is broken: it would really be used
+    // after its end.
     let bytes = usize::from(!sync::is_changed());
     let (shared, mut writable) = (vec![value as u8; bytes], vec![0u8; bytes * parties]);
     let ends: Vec<usize> = (1..=parties).map(|party| bytes * party).collect();
@@ -96,7 +101,8 @@ fn round(
     outcome
 }
 
-/// A thread for each party, its deadlines one for each round; the outcomes of their rounds in party order.
+/// A thread for each party, its deadlines one for each round; the outcomes of their rounds in party
+/// order.
 fn run(
     deadlines: &[&[Instant]],
     beside: impl FnOnce(TestRendezvous),
@@ -129,7 +135,8 @@ fn run(
         .collect()
 }
 
-/// What every party sees in a round that opens: each value in watched memory and, where there is any, in shared bytes.
+/// What every party sees in a round that opens: each value in watched memory and, where there is
+/// any, in shared bytes.
 fn seen(parties: usize, index: usize) -> Result<Vec<u64>, Failure> {
     let times = 1 + usize::from(!sync::is_changed());
     Ok((0..parties)
@@ -190,7 +197,8 @@ fn in_a_hurry(parties: usize, hurried: usize) {
     }
 }
 
-/// Two parties claim two parts of two bytes each, one by one; bytes are what the model watches, and both may write those they claim.
+/// Two parties claim two parts of two bytes each, one by one; bytes are what the model watches, and
+/// both may write those they claim.
 // As in `Memory::new`.
 #[allow(clippy::arc_with_non_send_sync)]
 fn claims(rounds: u64) {
@@ -290,7 +298,8 @@ fn each_change_for_the_worse_is_found() {
     let abort: fn() = || broken_off(2);
     let deadlines: fn() = || in_a_hurry(2, 2);
     let claimed: fn() = || claims(1);
-    // Departures that are not waited for show as memory used by two, or as two rounds run into each other.
+    // Departures that are not waited for show as memory used by two, or as two rounds run into each
+    // other.
     let early = ["Causality violation", "deadlock", "a round opens when"];
     for (change, scenario, expected) in [
         (Change::SilentNotifier, two_rounds, &["deadlock"][..]),

@@ -1,9 +1,11 @@
-//! Several files, one commit: a journal says which files are to take which places, and whoever comes next finishes what it says.
+//! Several files, one commit: a journal says which files are to take which places, and whoever
+//! comes next finishes what it says.
 //!
 //! ```text
 //! part files written, synced       nothing has changed
 //! journal renamed into place       the one commit point: from here on all files count
-//! parts renamed over their places  an error takes the renames back; a kill leaves them to `finish_interrupted`
+//! parts renamed over their places  an error takes the renames back;
+//!                                  a kill leaves them to `finish_interrupted`
 //! journal removed
 //! ```
 
@@ -80,14 +82,15 @@ fn sum_of(moves: &[Move]) -> String {
     Sum::of(&text).xxh3
 }
 
-/// Puts several files that belong together in their places: after an error all places are as they were, after a kill
-/// [`finish_interrupted`] puts all in place or none.
+/// Puts several files that belong together in their places: after an error all places are as they
+/// were, after a kill [`finish_interrupted`] puts all in place or none.
 ///
 /// The journal lies beside the first file, hidden, under its name.
 ///
 /// # Errors
-/// [`TensorFileError::Io`]. Should the renames that had been made not be taken back either, the error says where the journal is
-/// with which the next call of [`finish_interrupted`] completes them.
+/// [`TensorFileError::Io`]. Should the renames that had been made not be taken back either, the
+/// error says where the journal is with which the next call of [`finish_interrupted`] completes
+/// them.
 pub fn commit_together(mut prepared: Vec<Prepared<'_>>) -> Result<(), TensorFileError> {
     if prepared.len() < 2 {
         return prepared.pop().map_or(Ok(()), Prepared::commit);
@@ -141,11 +144,12 @@ pub fn commit_together(mut prepared: Vec<Prepared<'_>>) -> Result<(), TensorFile
     Ok(())
 }
 
-/// Finishes what a [`commit_together`] that was killed had committed for the place `path`, if there is any such; whether there was.
+/// Finishes what a [`commit_together`] that was killed had committed for the place `path`, if there
+/// is any such; whether there was.
 ///
 /// # Errors
-/// [`TensorFileError::Io`]; [`TensorFileError::Journal`] if a file that it names is neither there nor in its place, and nothing has
-/// been changed.
+/// [`TensorFileError::Io`]; [`TensorFileError::Journal`] if a file that it names is neither there
+/// nor in its place, and nothing has been changed.
 pub fn finish_interrupted(path: &Path) -> Result<bool, TensorFileError> {
     finish_interrupted_in(&Disk, &place::target(path))
 }

@@ -57,7 +57,13 @@ pub enum TensorFileError {
         reason: String,
     },
     /// A tensor of the header is wrong.
-    #[error("{path}: `{name}`: {what}: expected {expected}, found {found}", path = path.display(), name = Quoted(name), expected = Quoted(expected), found = Quoted(found))]
+    #[error(
+        "{path}: `{name}`: {what}: expected {expected}, found {found}",
+        path = path.display(),
+        name = Quoted(name),
+        expected = Quoted(expected),
+        found = Quoted(found)
+    )]
     Tensor {
         /// The file.
         path: PathBuf,

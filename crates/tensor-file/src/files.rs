@@ -1,4 +1,5 @@
-//! What saving and loading ask of a file system: the seam at which a simulation, or a fault, stands in for a disk.
+//! What saving and loading ask of a file system: the seam at which a simulation, or a fault, stands
+//! in for a disk.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -20,8 +21,8 @@ pub enum FileKind {
 
 /// A file system, as far as saving and loading need one.
 ///
-/// The promises are POSIX's: what [`Files::write_new`] has written is on disk when it returns, its name is once
-/// [`Files::sync_folder`] has returned, and [`Files::rename`] replaces in one step.
+/// The promises are POSIX's: what [`Files::write_new`] has written is on disk when it returns, its
+/// name is once [`Files::sync_folder`] has returned, and [`Files::rename`] replaces in one step.
 pub trait Files: Send + Sync + std::fmt::Debug {
     /// All bytes of an ordinary file; anything else is refused rather than waited for.
     ///
@@ -73,7 +74,8 @@ pub trait Files: Send + Sync + std::fmt::Debug {
     /// What the system says.
     fn create_folder(&self, path: &Path) -> io::Result<()>;
 
-    /// The names in a folder, in any order; names that are not UTF-8 are left out, since nothing here has written them.
+    /// The names in a folder, in any order; names that are not UTF-8 are left out, since nothing
+    /// here has written them.
     ///
     /// # Errors
     /// What the system says.

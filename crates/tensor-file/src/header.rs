@@ -15,8 +15,9 @@ pub(crate) const MAX_ENTRIES: usize = 1 << 21;
 /// Most bytes of a tensor's dtype, shape and offsets: enough for more than a hundred extents.
 pub(crate) const MAX_ENTRY_BYTES: usize = 4_096;
 
-/// All keys of a JSON object and the text of their values, in order; an ordinary map would keep one of two equal keys and hide the
-/// other. Values are not parsed, so entries take no more memory than a few times their text.
+/// All keys of a JSON object and the text of their values, in order; an ordinary map would keep one
+/// of two equal keys and hide the other. Values are not parsed, so entries take no more memory than
+/// a few times their text.
 pub(crate) struct Entries<'a>(pub(crate) Vec<(Cow<'a, str>, &'a RawValue)>);
 
 /// A name, borrowed where it has no escapes.

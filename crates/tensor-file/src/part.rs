@@ -1,4 +1,5 @@
-//! Files that are being written, beside the place they are for, and what dead processes have left of them.
+//! Files that are being written, beside the place they are for, and what dead processes have left
+//! of them.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -12,17 +13,20 @@ use crate::Files;
 const PREFIX: &str = ".fusestep-";
 const SUFFIX: &str = ".part";
 
-/// What the name of a file ends with that a journal may name: one in the same folder, or one elsewhere.
+/// What the name of a file ends with that a journal may name: one in the same folder, or one
+/// elsewhere.
 const READY: &str = ".ready";
 const READY_ELSEWHERE: &str = ".ready-elsewhere";
 
 /// What the name of a journal ends with.
 pub(crate) const JOURNAL: &str = ".journal";
 
-/// A file of a process that cannot be asked about, on another machine or in another container, is left behind after so long.
+/// A file of a process that cannot be asked about, on another machine or in another container, is
+/// left behind after so long.
 const ABANDONED_AFTER: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Writes bytes, synced, under a name of their own in `folder`; nothing is left of it if that fails.
+/// Writes bytes, synced, under a name of their own in `folder`; nothing is left of it if that
+/// fails.
 pub(crate) fn write(files: &dyn Files, folder: &Path, bytes: &[u8]) -> io::Result<PathBuf> {
     let part = free_name(folder);
     let written = files.write_new(&part, bytes);
@@ -60,8 +64,8 @@ pub(crate) fn ready(part: &Path, journal: &Path) -> PathBuf {
     part.with_file_name(format!("{stem}{suffix}"))
 }
 
-/// Removes what processes that are dead were writing in a folder, unless a journal has to finish it; what cannot be removed costs
-/// space only.
+/// Removes what processes that are dead were writing in a folder, unless a journal has to finish
+/// it; what cannot be removed costs space only.
 pub fn remove_abandoned(folder: &Path) {
     let names = || std::fs::read_dir(folder).into_iter().flatten().flatten();
     let journals: Vec<Vec<u8>> = names()
@@ -132,7 +136,8 @@ fn identity() -> &'static str {
     })
 }
 
-/// The start of this machine and the container within it, as one word; without them nobody's process can be asked about.
+/// The start of this machine and the container within it, as one word; without them nobody's
+/// process can be asked about.
 fn place_of_processes() -> &'static str {
     static PLACE: OnceLock<String> = OnceLock::new();
     PLACE.get_or_init(|| {

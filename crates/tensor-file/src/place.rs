@@ -34,7 +34,8 @@ pub(crate) fn folder(path: &Path) -> PathBuf {
     }
 }
 
-/// Whether two paths name one file, by whatever spelling, link or hard link; neither has to be there.
+/// Whether two paths name one file, by whatever spelling, link or hard link; neither has to be
+/// there.
 pub fn same_file(a: &Path, b: &Path) -> bool {
     target(a) == target(b) || identity(a).is_some_and(|a| Some(a) == identity(b))
 }

@@ -51,7 +51,8 @@ impl TensorEntry {
     }
 }
 
-/// A whole file in memory, checked: names are unique and the tensors cover the data without gap or overlap.
+/// A whole file in memory, checked: names are unique and the tensors cover the data without gap or
+/// overlap.
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,
@@ -65,9 +66,11 @@ impl TensorFile {
     /// Reads and checks a file.
     ///
     /// # Errors
-    /// [`TensorFileError`], naming the file and, where one is to blame, the tensor with what was expected and found.
+    /// [`TensorFileError`], naming the file and, where one is to blame, the tensor with what was
+    /// expected and found.
     /// # Cost
-    /// The file's length in memory: reading copies instead of mapping, so that a file changed meanwhile cannot change a tensor.
+    /// The file's length in memory: reading copies instead of mapping, so that a file changed
+    /// meanwhile cannot change a tensor.
     pub fn read(path: &Path) -> Result<Self, TensorFileError> {
         Self::read_in(&Disk, path)
     }
@@ -208,12 +211,14 @@ mod tests {
             (
                 format!("{{{}}}", entry("a", "F33", "[3]", 0, 12)),
                 12,
-                "`a`: dtype: expected a dtype of the safetensors format such as F32, F64, F16 or BF16, found \"F33\"",
+                "`a`: dtype: expected a dtype of the safetensors format such as F32, F64, F16 or \
+                 BF16, found \"F33\"",
             ),
             (
                 format!("{{{}}}", entry("a", "F32", "[4]", 0, 12)),
                 12,
-                "`a`: shape and data_offsets disagree: expected 16 bytes for shape [4] of \"F32\", found data_offsets [0, 12]",
+                "`a`: shape and data_offsets disagree: expected 16 bytes for shape [4] of \
+                 \"F32\", found data_offsets [0, 12]",
             ),
             (
                 format!("{{{a},{a}}}"),
@@ -262,7 +267,8 @@ mod tests {
                     entry("a", "F32", &format!("[1{}]", ",1".repeat(3_000)), 0, 4)
                 ),
                 4,
-                "`a`: description: expected at most 4096 bytes of dtype, shape and data_offsets, found 6048 bytes",
+                "`a`: description: expected at most 4096 bytes of dtype, shape and data_offsets, \
+                 found 6048 bytes",
             ),
             (
                 format!("{{{}}}", entry("a", &"F".repeat(3_000), "[3]", 0, 12)),

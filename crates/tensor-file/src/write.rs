@@ -62,18 +62,22 @@ impl View for &TensorBytes<'_> {
     }
 }
 
-/// Refuses a path that [`write_atomically`] could not write, before work is spent on what it is to hold.
+/// Refuses a path that [`write_atomically`] could not write, before work is spent on what it is to
+/// hold.
 ///
 /// # Errors
-/// [`TensorFileError::NotAFile`] for a folder or device, [`TensorFileError::Io`] if its folder is missing or cannot be written.
+/// [`TensorFileError::NotAFile`] for a folder or device, [`TensorFileError::Io`] if its folder is
+/// missing or cannot be written.
 pub fn check_writable(path: &Path) -> Result<(), TensorFileError> {
     Prepared::bytes(path, &[]).map(drop)
 }
 
-/// A file that is complete on disk beside the place it is for; dropped without [`Prepared::commit`] it is removed.
+/// A file that is complete on disk beside the place it is for; dropped without [`Prepared::commit`]
+/// it is removed.
 ///
-/// Where the place is a link, the file it leads to is replaced and the link stays; a file that is replaced hands on its
-/// permissions. Several files that belong together are prepared and then handed to [`commit_together`](crate::commit_together).
+/// Where the place is a link, the file it leads to is replaced and the link stays; a file that is
+/// replaced hands on its permissions. Several files that belong together are prepared and then
+/// handed to [`commit_together`](crate::commit_together).
 #[derive(Debug)]
 pub struct Prepared<'a> {
     pub(crate) files: &'a dyn Files,
@@ -156,7 +160,8 @@ impl<'a> Prepared<'a> {
     /// Renames the file over its place and syncs the folder.
     ///
     /// # Errors
-    /// [`TensorFileError::Io`]; whatever was at the place is still there then, unless only the folder could not be synced.
+    /// [`TensorFileError::Io`]; whatever was at the place is still there then, unless only the
+    /// folder could not be synced.
     pub fn commit(mut self) -> Result<(), TensorFileError> {
         self.files
             .rename(&self.part, &self.target)
@@ -198,8 +203,8 @@ pub fn serialize(
     Ok(bytes)
 }
 
-/// Puts the texts about a file in the order of their keys: the library leaves them in a hash map's, so that equal content would not
-/// be equal bytes.
+/// Puts the texts about a file in the order of their keys: the library leaves them in a hash map's,
+/// so that equal content would not be equal bytes.
 fn sort_metadata(bytes: &mut [u8]) {
     let Some((length, rest)) = bytes.split_first_chunk_mut::<8>() else {
         return;
@@ -224,7 +229,8 @@ fn sort_metadata(bytes: &mut [u8]) {
     }
 }
 
-/// Writes a file of tensors: into a temporary file beside `path`, synced, then renamed over it, and the folder synced.
+/// Writes a file of tensors: into a temporary file beside `path`, synced, then renamed over it, and
+/// the folder synced.
 ///
 /// # Errors
 /// [`TensorFileError`]; whatever was at `path` is still there, and the temporary file is removed.

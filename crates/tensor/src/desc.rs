@@ -20,12 +20,14 @@ pub struct ParamDesc {
     pub lr_scale: f64,
     /// Weight decay of this parameter in place of the optimizer's; `None` keeps the optimizer's.
     pub weight_decay: Option<f64>,
-    /// Whether a layer-wise rule scales this parameter's rate; `None` leaves it to the rule. Other rules do not look at it.
+    /// Whether a layer-wise rule scales this parameter's rate; `None` leaves it to the rule. Other
+    /// rules do not look at it.
     #[serde(default)]
     pub trust: Option<Trust>,
 }
 
-/// Whether a layer-wise rule, LARS or LAMB, scales the learning rate of a parameter by its trust ratio.
+/// Whether a layer-wise rule, LARS or LAMB, scales the learning rate of a parameter by its trust
+/// ratio.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Trust {

@@ -5,8 +5,8 @@ use std::fmt;
 /// Most characters of a quoted value.
 pub const MAX_QUOTED_CHARS: usize = 200;
 
-/// A text from outside, safe to print: at most [`MAX_QUOTED_CHARS`] characters, and those that a terminal or a page would obey
-/// (control characters, changes of the writing direction) as `\u{…}`.
+/// A text from outside, safe to print: at most [`MAX_QUOTED_CHARS`] characters, and those that a
+/// terminal or a page would obey (control characters, changes of the writing direction) as `\u{…}`.
 ///
 /// ```
 /// use fusestep_tensor::Quoted;
@@ -40,11 +40,15 @@ impl fmt::Display for Quoted<'_> {
 
 /// Whether a terminal or a page acts on a character instead of showing it.
 fn is_obeyed(c: char) -> bool {
-    let direction = matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let direction = matches!(
+        c,
+        '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}'
+    );
     c.is_control() || direction || matches!(c, '\u{2028}' | '\u{2029}')
 }
 
-/// A whole message, of any length, in which lines and tabs stay what they are and everything else a terminal would obey is escaped.
+/// A whole message, of any length, in which lines and tabs stay what they are and everything else a
+/// terminal would obey is escaped.
 pub fn escaped(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     for c in text.chars() {

@@ -53,7 +53,8 @@ impl Case {
         self
     }
 
-    /// This case with every third parameter at half the learning rate and every fifth without weight decay.
+    /// This case with every third parameter at half the learning rate and every fifth without
+    /// weight decay.
     pub fn with_hyper_classes(mut self) -> Self {
         for (index, param) in self.params.iter_mut().enumerate() {
             if index % 3 == 1 {

@@ -16,14 +16,16 @@ pub enum Fault {
     Error,
     /// The disk is full from here on, until [`SimulatedDisk::make_room`].
     Full,
-    /// The power fails in the middle of it: every later call fails, until [`SimulatedDisk::restart`].
+    /// The power fails in the middle of it: every later call fails, until
+    /// [`SimulatedDisk::restart`].
     PowerLoss,
 }
 
 /// A file system in memory with POSIX's promises and no others.
 ///
-/// A name (made, renamed, removed) survives a loss of power if its folder has been synced since; any subset of the other changes may.
-/// Bytes survive if the call that wrote them has returned. Every chance is drawn from the seed, so a run can be repeated.
+/// A name (made, renamed, removed) survives a loss of power if its folder has been synced since;
+/// any subset of the other changes may. Bytes survive if the call that wrote them has returned.
+/// Every chance is drawn from the seed, so a run can be repeated.
 #[derive(Debug)]
 pub struct SimulatedDisk(Mutex<Inner>);
 
@@ -197,7 +199,8 @@ impl SimulatedDisk {
 }
 
 impl Inner {
-    /// Counts a call that would change something, and lets the fault that is due happen; `torn` is what a loss of power may leave.
+    /// Counts a call that would change something, and lets the fault that is due happen; `torn` is
+    /// what a loss of power may leave.
     fn enter(&mut self, torn: Option<Change>) -> io::Result<()> {
         let number = self.calls;
         self.calls += 1;

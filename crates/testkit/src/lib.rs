@@ -1,4 +1,5 @@
-//! What the tests of all crates share: cases, seeds, tolerances, and the runner that puts one case through every backend.
+//! What the tests of all crates share: cases, seeds, tolerances, and the runner that puts one case
+//! through every backend.
 #![forbid(unsafe_code)]
 
 mod case;

@@ -106,7 +106,8 @@ fn each_tensor(
                 .collect(),
         };
         let expected = expect(&tensor);
-        // With extreme gradients f32 overflows where f64 does not; what is skipped in every step must stand exactly as it was.
+        // With extreme gradients f32 overflows where f64 does not; what is skipped in every step
+        // must stand exactly as it was.
         if case.gradients == Gradients::Extreme && expected.changed {
             continue;
         }

@@ -27,7 +27,8 @@ pub struct RecordedLaunch {
     pub argument_bytes: usize,
 }
 
-/// Passes everything on to another backend and records each launch: a plan can be tested for what it issues without a device.
+/// Passes everything on to another backend and records each launch: a plan can be tested for what
+/// it issues without a device.
 #[derive(Debug)]
 pub struct Recorder<B> {
     inner: B,

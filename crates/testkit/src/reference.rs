@@ -22,7 +22,8 @@ const ORDINARY: std::ops::Range<f64> = 1e-7..1.0;
 const PARAM: f64 = 0.1;
 pub(crate) const GRAD: f64 = 0.01;
 
-/// One element after all steps of a case: for each list but the gradient its value, and the size of what rounding may move.
+/// One element after all steps of a case: for each list but the gradient its value, and the size of
+/// what rounding may move.
 struct Expected {
     param: Near,
     state: Vec<Near>,
@@ -35,7 +36,8 @@ struct Near {
     scale: f64,
 }
 
-/// Requires the values of the reference, up to rounding; `found` is laid out as by [`crate::outcome`].
+/// Requires the values of the reference, up to rounding; `found` is laid out as by
+/// [`crate::outcome`].
 ///
 /// Elements that meet an extreme gradient are left out: f32 overflows there where f64 does not.
 ///
@@ -123,8 +125,8 @@ fn expected_of_adam(rule: &Adam, param: f64, steps: impl Iterator<Item = (u64, f
     for (step, grad) in steps {
         element = adam::update(rule, step, element, grad);
     }
-    // A gradient that L2 decay nearly cancels leaves few correct digits in the update, which is at most lr, and decay carries
-    // them into the moments.
+    // A gradient that L2 decay nearly cancels leaves few correct digits in the update, which is at
+    // most lr, and decay carries them into the moments.
     let moment = |value| Near {
         value,
         scale: rule.lr * rule.weight_decay.lambda(),
@@ -243,7 +245,8 @@ fn own_hyper_parameters(optimizer: &Optimizer, param: &ParamDesc) -> Optimizer {
 /// How a parameter is kept, which says how far from the reference rounding may take it.
 pub(crate) struct Kept {
     pub(crate) lists: Vec<(Role, DType)>,
-    /// What rounding the parameter and the state may cost relatively over all steps; 0 if they are kept as computed.
+    /// What rounding the parameter and the state may cost relatively over all steps; 0 if they are
+    /// kept as computed.
     pub(crate) param_error: f64,
     pub(crate) state_error: f64,
     pub(crate) steps: f64,
@@ -345,7 +348,8 @@ fn l2_of(weight_decay: WeightDecay) -> f64 {
     }
 }
 
-/// One unit in the last place of a 16-bit type, relatively: rounding at random may cost a whole one.
+/// One unit in the last place of a 16-bit type, relatively: rounding at random may cost a whole
+/// one.
 pub(crate) fn unit(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 1.0 / 128.0,

@@ -42,7 +42,8 @@ fn add_cuda(_: &mut Vec<(String, Box<dyn Backend>)>) {
     println!("skipped a backend: cuda: this build leaves it out; `cargo xtask emulate` has it");
 }
 
-/// Limits that put tensors into launches in as many ways as the tests need: default, classic, tiny, and cut by chunks.
+/// Limits that put tensors into launches in as many ways as the tests need: default, classic, tiny,
+/// and cut by chunks.
 fn limits() -> [LaunchLimits; 4] {
     let tiny_chunks = LaunchLimits {
         argument_bytes: 700,
@@ -57,8 +58,8 @@ fn limits() -> [LaunchLimits; 4] {
     ]
 }
 
-/// Runs a case on a plan and returns the bytes of all parameters and state, in plan order, and behind them what the reports say of
-/// all gradients and updates; NaN have one payload.
+/// Runs a case on a plan and returns the bytes of all parameters and state, in plan order, and
+/// behind them what the reports say of all gradients and updates; NaN have one payload.
 ///
 /// # Panics
 /// If the case cannot be run: tests give cases that can.
@@ -111,8 +112,8 @@ pub fn outcome(plan: &Plan, case: &Case, backend: &dyn Backend) -> Vec<u8> {
     all
 }
 
-/// Requires the bits of the naive plan on one portable thread from every backend, plan and limit, and of that plan the values of
-/// the f64 reference.
+/// Requires the bits of the naive plan on one portable thread from every backend, plan and limit,
+/// and of that plan the values of the f64 reference.
 ///
 /// # Panics
 /// If a single byte differs, naming backend, plan and limits, or a value is far from the reference.
@@ -131,8 +132,9 @@ pub fn check_at(optimizer: Optimizer, precision: Precision, case: &Case) {
     near_reference(&plan.expect("a valid case"), case, &expected);
 }
 
-/// Requires the bits of the naive plan on one portable thread from every backend, plan and limit, each with the passes that `passes`
-/// adds, and returns them. The caller compares them with something else: kernels that do nothing agree too.
+/// Requires the bits of the naive plan on one portable thread from every backend, plan and limit,
+/// each with the passes that `passes` adds, and returns them. The caller compares them with
+/// something else: kernels that do nothing agree too.
 ///
 /// # Panics
 /// If a single byte differs, naming backend, plan and limits.

@@ -68,7 +68,8 @@ fn a_run_resumed_on_the_same_ranks_ends_with_the_same_parameters_and_on_others_g
     go_on_elsewhere(&folder, text(&path));
 }
 
-/// Writes the checkpoint for 3 ranks and trains on with 1, 2 and 3, from it and from the files as they were.
+/// Writes the checkpoint for 3 ranks and trains on with 1, 2 and 3, from it and from the files as
+/// they were.
 fn go_on_elsewhere(folder: &Folder, path: &str) {
     let other = folder.path("resharded");
     ok(&[
@@ -143,7 +144,8 @@ fn a_local_sgd_run_averaged_by_hand_goes_on_with_other_ranks() {
     assert!(error.contains("empty folder"), "{error}");
 }
 
-/// Kills a run that saves after every update at random instants and resumes it, `rounds` times; then lets it end.
+/// Kills a run that saves after every update at random instants and resumes it, `rounds` times;
+/// then lets it end.
 fn kill_and_resume(rounds: u64, more: &[&str]) {
     let folder = Folder::new();
     let (path, scratch) = (folder.path("checkpoint"), folder.path("scratch"));

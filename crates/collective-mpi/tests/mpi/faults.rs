@@ -1,4 +1,5 @@
-//! Ranks that fail, panic, stall or leave within a process that goes on; those that die are `cargo xtask mpi`'s.
+//! Ranks that fail, panic, stall or leave within a process that goes on; those that die are `cargo
+//! xtask mpi`'s.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
@@ -64,7 +65,7 @@ fn each_collective_and_culprit(kind: FaultKind, names: impl Fn(&CollectiveError,
 fn a_rank_that_panics_in_any_collective_is_named_at_once() {
     each_collective_and_culprit(
         FaultKind::Kill,
-        |error, culprit| matches!(error, CollectiveError::Panicked { rank, .. } if *rank == culprit),
+        |error, who| matches!(error, CollectiveError::Panicked { rank, .. } if *rank == who),
     );
 }
 
@@ -78,10 +79,12 @@ fn a_rank_that_fails_in_any_collective_is_named_at_once() {
 
 #[test]
 fn a_rank_that_stalls_in_any_collective_is_named_after_the_deadline() {
-    each_collective_and_culprit(
-        FaultKind::StallMs(3 * TIMEOUT_MS),
-        |error, culprit| matches!(error, CollectiveError::Late { ranks, timeout_ms: TIMEOUT_MS, .. } if *ranks == [culprit]),
-    );
+    each_collective_and_culprit(FaultKind::StallMs(3 * TIMEOUT_MS), |error, culprit| {
+        matches!(
+            error,
+            CollectiveError::Late { ranks, timeout_ms: TIMEOUT_MS, .. } if *ranks == [culprit]
+        )
+    });
 }
 
 #[test]

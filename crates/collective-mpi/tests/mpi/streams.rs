@@ -1,4 +1,5 @@
-//! Several groups at once: communication streams on threads of their own, subgroups, and what they have to do with each other.
+//! Several groups at once: communication streams on threads of their own, subgroups, and what they
+//! have to do with each other.
 
 use std::time::Duration;
 
@@ -17,7 +18,8 @@ fn calls_of_one_stream_are_behind_each_other_and_streams_overlap() {
     }
     group(TIMEOUT_MS, |mut comm| {
         let two = comm_streams(&mut *comm, 2).unwrap();
-        // Rank 0 starts on communication stream 0 what rank 1 waits for last: with one communication stream for both this would not end.
+        // Rank 0 starts on communication stream 0 what rank 1 waits for last: with one
+        // communication stream for both this would not end.
         let slow = two[0].start("all-reduce", vec![1.0f32; 3], |comm, buffer| {
             if comm.rank() == 0 {
                 std::thread::sleep(Duration::from_millis(300));

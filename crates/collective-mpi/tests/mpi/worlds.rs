@@ -64,7 +64,8 @@ pub(crate) fn world<R>(ranks: usize, body: impl Fn(&mut dyn Communicator) -> R) 
     })
 }
 
-/// Runs `body` in a group of all ranks with a timeout of its own; then waits for all, however the group has ended.
+/// Runs `body` in a group of all ranks with a timeout of its own; then waits for all, however the
+/// group has ended.
 pub(crate) fn group<R>(timeout_ms: u64, body: impl FnOnce(Box<dyn Communicator>) -> R) -> R {
     with_world(|world| {
         world.set_timeout(Duration::from_millis(timeout_ms));

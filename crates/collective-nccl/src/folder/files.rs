@@ -1,4 +1,5 @@
-//! What ranks leave each other in a folder: whole files, an end that holds for all, and nothing when all are gone.
+//! What ranks leave each other in a folder: whole files, an end that holds for all, and nothing
+//! when all are gone.
 
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
@@ -86,7 +87,8 @@ impl Files {
         if let Some(found) = &*found {
             return found.clone();
         }
-        // Who leaves says so in a file of its own; it ends calls of this group and none of the groups that were split from it.
+        // Who leaves says so in a file of its own; it ends calls of this group and none of the
+        // groups that were split from it.
         if let CollectiveError::Left { .. } = error {
             return found.insert(error).clone();
         }
@@ -113,7 +115,8 @@ impl Files {
             let bytes = read(&path).ok().flatten()?;
             Some(decode(&String::from_utf8_lossy(&bytes)))
         };
-        // Who leaves behind an error has closed the group before: looked at in the other order, the error would not be missed.
+        // Who leaves behind an error has closed the group before: looked at in the other order, the
+        // error would not be missed.
         let gone = ranks.find_map(|rank| said(self.folder.join(left(rank))));
         let chain = self.chain();
         let closed = chain.iter().find_map(|folder| said(folder.join(CLOSED)));
@@ -163,7 +166,8 @@ pub(super) fn pause(looks: u32) {
     thread::sleep((PAUSES[0] * (1 << (looks / 8).min(10))).min(PAUSES[1]));
 }
 
-/// An error as a file says it; of a mismatch and of an undefined reduction only the words, as those of `rank`.
+/// An error as a file says it; of a mismatch and of an undefined reduction only the words, as those
+/// of `rank`.
 fn encode(error: &CollectiveError, rank: usize) -> String {
     match error {
         CollectiveError::Late {

@@ -22,7 +22,8 @@ const WELCOME: &str = "welcome";
 /// use fusestep_collective::{Collectives, ReduceOp};
 /// use fusestep_collective_nccl::{Meeting, NcclCommunicator, NcclOptions};
 ///
-/// // In each of two processes, one with `rank: 0` and one with `rank: 1`; the folder is new for every run.
+/// // In each of two processes, one with `rank: 0` and one with `rank: 1`; the folder is new for
+/// // every run.
 /// let meeting = Meeting { rank: 0, world_size: 2, ..Meeting::at("/shared/run-17") };
 /// let mut comm = NcclCommunicator::new(Box::new(meeting.join()?), 0, &NcclOptions::default())?;
 /// comm.all_reduce(&mut [1.0f32; 8], ReduceOp::Sum)?;
@@ -30,13 +31,15 @@ const WELCOME: &str = "welcome";
 /// ```
 #[derive(Clone, Debug)]
 pub struct Meeting {
-    /// A folder that all processes see, empty or not there yet; the last one that leaves removes it.
+    /// A folder that all processes see, empty or not there yet; the last one that leaves removes
+    /// it.
     pub folder: PathBuf,
     /// This process, from 0.
     pub rank: usize,
     /// Number of processes.
     pub world_size: usize,
-    /// How long to wait for the others, here and in every later call; 60 s by default, a day at most.
+    /// How long to wait for the others, here and in every later call; 60 s by default, a day at
+    /// most.
     pub timeout: Duration,
 }
 
@@ -53,12 +56,13 @@ impl Meeting {
 
     /// Waits for the others and returns this process's place among them.
     ///
-    /// Every other rank says a number that only it knows, and rank 0 repeats them all. So what an earlier run has left is never
-    /// taken for this one: rank 0 refuses a folder with anything else in it, the others a welcome without their number.
+    /// Every other rank says a number that only it knows, and rank 0 repeats them all. So what an
+    /// earlier run has left is never taken for this one: rank 0 refuses a folder with anything
+    /// else in it, the others a welcome without their number.
     ///
     /// # Errors
-    /// [`NcclError::Meeting`]: a folder that is not empty, ranks that expect another world size, a rank taken twice, ranks that
-    /// do not come in time, or the operating system's words.
+    /// [`NcclError::Meeting`]: a folder that is not empty, ranks that expect another world size, a
+    /// rank taken twice, ranks that do not come in time, or the operating system's words.
     pub fn join(&self) -> Result<FolderControl, NcclError> {
         let met = self.meet();
         met.map_err(|reason| NcclError::Meeting {
@@ -95,7 +99,8 @@ impl Meeting {
             let name = name.to_string_lossy();
             if !name.trim_start_matches('.').starts_with("hello-") {
                 return Err(format!(
-                    "expected an empty folder, found `{name}` of an earlier run; remove the folder, or give each run one of its own"
+                    "expected an empty folder, found `{name}` of an earlier run; remove the \
+                     folder, or give each run one of its own"
                 ));
             }
         }
@@ -110,7 +115,8 @@ impl Meeting {
                 let (world_size, number) = hello.split_once(' ').unwrap_or(("nothing", ""));
                 if world_size != self.world_size.to_string() {
                     let reason = format!(
-                        "expected {} ranks as rank 0 does, found {world_size} on rank {rank}; give all the same number",
+                        "expected {} ranks as rank 0 does, found {world_size} on rank {rank}; \
+                         give all the same number",
                         self.world_size
                     );
                     let told = files.publish(WELCOME, format!("no\n{reason}").as_bytes());
@@ -151,8 +157,9 @@ impl Meeting {
                         Ok(())
                     }
                     _ => Err(format!(
-                        "expected rank 0's welcome to this process, found one to another; the folder is of an earlier run, \
-                         which is to be removed, or two processes are rank {}",
+                        "expected rank 0's welcome to this process, found one to another; the \
+                         folder is of an earlier run, which is to be removed, or two processes \
+                         are rank {}",
                         self.rank
                     )),
                 };
@@ -168,7 +175,8 @@ impl Meeting {
 
 fn late(found: &str, timeout: Duration) -> String {
     format!(
-        "expected a word of every rank within {} ms, found {found}; see that all run and see the same folder, or raise the timeout",
+        "expected a word of every rank within {} ms, found {found}; see that all run and see the \
+         same folder, or raise the timeout",
         timeout.as_millis()
     )
 }

@@ -1,4 +1,5 @@
-//! Ranks and engines that misbehave. Faults within NCCL take the stand-in, which can be told to have them.
+//! Ranks and engines that misbehave. Faults within NCCL take the stand-in, which can be told to
+//! have them.
 
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -49,7 +50,8 @@ impl Drop for Fault {
     }
 }
 
-/// Fails the test if `body` does not end in time: the watchdog lies outside of the code that is tested.
+/// Fails the test if `body` does not end in time: the watchdog lies outside of the code that is
+/// tested.
 fn within<R: Send + 'static>(limit: Duration, body: impl FnOnce() -> R + Send + 'static) -> R {
     let (sender, receiver) = mpsc::channel();
     let thread = std::thread::spawn(move || {
@@ -110,7 +112,8 @@ fn said(error: &CollectiveError) -> CollectiveError {
     said
 }
 
-/// Everyone's first collective goes wrong on rank `culprit`; a barrier afterwards finds out on ranks that had done their part.
+/// Everyone's first collective goes wrong on rank `culprit`; a barrier afterwards finds out on
+/// ranks that had done their part.
 fn everyone_finds(
     kind: i32,
     expected: fn(&CollectiveError, usize) -> bool,
@@ -153,8 +156,9 @@ fn everyone_finds(
 #[test]
 fn data_that_does_not_come_through_ends_everyone_within_twice_the_deadline() {
     let _turn = turn();
-    // Ranks that have done their part go on to the next call, whose deadline may be the first to pass. Two ranks may be missed
-    // there: the culprit, and the root that waits for its data, rank 0; if one has said in time that it is stuck, the other alone.
+    // Ranks that have done their part go on to the next call, whose deadline may be the first to
+    // pass. Two ranks may be missed there: the culprit, and the root that waits for its data,
+    // rank 0; if one has said in time that it is stuck, the other alone.
     let expected = |error: &CollectiveError, culprit: usize| match error {
         CollectiveError::Late { ranks, .. } => ranks.contains(&culprit) || ranks.contains(&0),
         error => error

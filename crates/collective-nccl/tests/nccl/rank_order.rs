@@ -8,12 +8,14 @@ use half::{bf16, f16};
 use super::numbers::{Number, input, ops};
 use super::worlds::{group, options, sizes, turn};
 
-/// Where a rank's buffer begins on the GPU, behind a multiple of 256 bytes: where packs do, between packs, and between elements.
+/// Where a rank's buffer begins on the GPU, behind a multiple of 256 bytes: where packs do, between
+/// packs, and between elements.
 fn starts(element_bytes: usize) -> [usize; 3] {
     [0, element_bytes, 3]
 }
 
-/// Reduces in place at a place of device memory; what is there then, with what lies before and behind.
+/// Reduces in place at a place of device memory; what is there then, with what lies before and
+/// behind.
 fn reduced_at<T: Number>(
     comm: &mut NcclCommunicator,
     operation: Operation,

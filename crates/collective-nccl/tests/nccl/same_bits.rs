@@ -70,7 +70,8 @@ fn the_self_test_passes() {
     }
 }
 
-/// Integers have one sum, in whatever order; floating-point sums are within the bound of the reference.
+/// Integers have one sum, in whatever order; floating-point sums are within the bound of the
+/// reference.
 fn engines_own<T: Number>(ranks: usize, numel: usize, exact: bool) {
     let own = NcclOptions {
         reduction: Reduction::Engine,

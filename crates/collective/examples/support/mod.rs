@@ -5,7 +5,8 @@ use std::fmt::Debug;
 
 use fusestep_collective::{CollectiveError, Options, ThreadCommunicator, run_ranks};
 
-/// Runs `body` on every rank of a world of threads, prints what each returns and hands it back in rank order.
+/// Runs `body` on every rank of a world of threads, prints what each returns and hands it back in
+/// rank order.
 pub(crate) fn on_ranks<R: Debug + Send>(
     title: &str,
     world_size: usize,

@@ -138,7 +138,8 @@ impl Number for bf16 {
     }
 }
 
-/// By the processor's own conversions, which `half` finds at run time: ours take longer than all else that is done with a line.
+/// By the processor's own conversions, which `half` finds at run time: ours take longer than all
+/// else that is done with a line.
 impl Number for f16 {
     type Wide = f32;
     #[inline(always)]

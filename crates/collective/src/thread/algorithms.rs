@@ -347,7 +347,8 @@ impl ThreadCommunicator {
         })
     }
 
-    /// A send or a receive, from `pair.0` to `pair.1`; party 0 of a pair's rendezvous is the sender.
+    /// A send or a receive, from `pair.0` to `pair.1`; party 0 of a pair's rendezvous is the
+    /// sender.
     pub(super) fn transfer(
         &mut self,
         call: Call<'_>,

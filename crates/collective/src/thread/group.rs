@@ -40,7 +40,8 @@ pub(super) struct Group {
     begun: Instant,
     rendezvous: GroupRendezvous,
     registry: Mutex<Registry>,
-    /// For each rank the other side of the transfer it waits in, plus 1; 0 if it is in none. Names late ranks and guards nothing.
+    /// For each rank the other side of the transfer it waits in, plus 1; 0 if it is in none. Names
+    /// late ranks and guards nothing.
     transfers: Box<[AtomicUsize]>,
 }
 
@@ -99,8 +100,9 @@ impl Group {
         self.transfers[rank].store(peer.map_or(0, |peer| peer + 1), Ordering::SeqCst);
     }
 
-    /// The ranks behind a delay that `rank` has seen as `late`: whoever only waits in a transfer is not late, the other side is.
-    /// Ranks that wait for each other in a circle, this one among them, are named as they were seen.
+    /// The ranks behind a delay that `rank` has seen as `late`: whoever only waits in a transfer is
+    /// not late, the other side is. Ranks that wait for each other in a circle, this one among
+    /// them, are named as they were seen.
     pub(super) fn behind(&self, rank: usize, late: &[usize]) -> Vec<usize> {
         let follow = |first: usize| {
             let mut last = first;
@@ -119,10 +121,12 @@ impl Group {
         behind
     }
 
-    /// Closes the group, its transfers and its subgroups; returns the error that holds, the first one.
+    /// Closes the group, its transfers and its subgroups; returns the error that holds, the first
+    /// one.
     ///
-    /// A rank that leaves in peace ends the calls of all ranks and its own transfers; transfers between others go on, and an
-    /// error of theirs is returned as it is. Subgroups go on too: the rank gives up its places there by itself.
+    /// A rank that leaves in peace ends the calls of all ranks and its own transfers; transfers
+    /// between others go on, and an error of theirs is returned as it is. Subgroups go on too:
+    /// the rank gives up its places there by itself.
     pub(super) fn close(&self, error: CollectiveError) -> CollectiveError {
         let first = self.rendezvous.fail(error.clone());
         let mut registry = self.registry();
@@ -152,7 +156,8 @@ impl Group {
         }
     }
 
-    /// What has closed the group: the first error, or the first rank's leaving if there is no other.
+    /// What has closed the group: the first error, or the first rank's leaving if there is no
+    /// other.
     pub(super) fn failure(&self) -> Option<CollectiveError> {
         let broken = self.registry().broken.clone();
         broken.or_else(|| self.rendezvous.failure())
@@ -197,7 +202,8 @@ impl Group {
         Ok(participant)
     }
 
-    /// Place `rank` in the subgroup of `world_size` ranks that call number `call` makes for `colour`.
+    /// Place `rank` in the subgroup of `world_size` ranks that call number `call` makes for
+    /// `colour`.
     pub(super) fn subgroup(
         &self,
         call: u64,

@@ -17,8 +17,8 @@ const LINE_BYTES: usize = 64;
 const _: () = assert!(LINE_BYTES.is_multiple_of(8), "no element is cut in two");
 
 impl ThreadCommunicator {
-    /// All-reduce, reduce and reduce-scatter: each rank reduces its part straight from where the others' elements lie, then what is left
-    /// of theirs.
+    /// All-reduce, reduce and reduce-scatter: each rank reduces its part straight from where the
+    /// others' elements lie, then what is left of theirs.
     pub(super) fn reduction(
         &mut self,
         round: Round<'_>,

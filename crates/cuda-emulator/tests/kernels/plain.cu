@@ -1,7 +1,8 @@
 // Kernels whose threads never wait.
 #include "dialect.cuh"
 
-// out[i] = 2 in[i]; `option` is added to the addresses, `count` may be wrong: the emulator has to notice.
+// out[i] = 2 in[i]; `option` is added to the addresses, `count` may be wrong: the emulator has to
+// notice.
 template <int BYTES>
 __device__ void twice(const Arguments<BYTES>& arguments) {
     const Task& t = task(arguments);

@@ -63,7 +63,8 @@ extern "C" __global__ void __launch_bounds__(1024) hungry(const __grid_constant_
     (void)arguments;
 }
 
-// The last thread faults while all others of its block wait: their stacks must serve the next launch.
+// The last thread faults while all others of its block wait: their stacks must serve the next
+// launch.
 extern "C" __global__ void __launch_bounds__(1024) last_faults(const __grid_constant__ Arguments<64> arguments) {
     const Task& t = task(arguments);
     if (threadIdx.x + 1 == blockDim.x) dialect::store(reinterpret_cast<float*>(t.out) + t.count, 1.0f);

@@ -97,8 +97,8 @@ pub(crate) fn same_bits_on(
     }
 }
 
-/// A launch of `kernel` over tensors of `numel` elements at `offsets`, with `fill` giving each list's first bytes; returns the
-/// lists after it.
+/// A launch of `kernel` over tensors of `numel` elements at `offsets`, with `fill` giving each
+/// list's first bytes; returns the lists after it.
 pub(crate) fn launch_at(
     backend: &dyn Backend,
     kernel: &dyn MultiTensorKernel,
@@ -157,7 +157,8 @@ pub(crate) fn launch_at(
     Ok(lists)
 }
 
-/// One step over tensors at given element offsets; returns the bytes of all lists, those between the tensors included.
+/// One step over tensors at given element offsets; returns the bytes of all lists, those between
+/// the tensors included.
 pub(crate) fn step_at(
     backend: &dyn Backend,
     rule: &dyn UpdateRule,

@@ -1,4 +1,5 @@
-//! Kernels with one change that breaks them, built as emulated drivers: a test that runs on one must fail.
+//! Kernels with one change that breaks them, built as emulated drivers: a test that runs on one
+//! must fail.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,8 +17,8 @@ pub(crate) struct Mutant {
     pub(crate) edits: &'static [(&'static str, &'static str, &'static str)],
 }
 
-/// A copy of the kernels with one mutant, built as an emulated driver; of the `.cu` files only those named, for the others would
-/// only take time to compile.
+/// A copy of the kernels with one mutant, built as an emulated driver; of the `.cu` files only
+/// those named, for the others would only take time to compile.
 fn build_mutant(mutant: &Mutant, kernel_names: &[&str], folder: &Path) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../kernels");
     let kernels = folder.join("kernels");
@@ -73,8 +74,8 @@ fn only_f32(source: &str) -> String {
     kept
 }
 
-/// Requires that the ignored test `alone` of this file passes on a driver built from the kernels as they are, and fails on every
-/// mutant.
+/// Requires that the ignored test `alone` of this file passes on a driver built from the kernels as
+/// they are, and fails on every mutant.
 pub(crate) fn check_mutants(mutants: &[Mutant], kernel_names: &[&str], alone: &str) {
     if !cuda().device_info().name.contains("emulator") {
         println!("skipped: only the emulated driver is built from sources");

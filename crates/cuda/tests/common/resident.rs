@@ -127,7 +127,8 @@ pub(crate) fn read_all(state: &State, case: &Case, backend: &dyn Backend) -> Vec
     all
 }
 
-/// Steps with the learning rate of a schedule, where some gradients overflow. Returns all bits, the step and the loss scale.
+/// Steps with the learning rate of a schedule, where some gradients overflow. Returns all bits, the
+/// step and the loss scale.
 pub(crate) fn train(
     rule: Optimizer,
     table: TableKind,

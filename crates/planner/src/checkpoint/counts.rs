@@ -126,7 +126,8 @@ impl Progress {
         Self::from_bytes(bytes, words.checked_sub(FIXED_WORDS)? / 2)
     }
 
-    /// One rank's counts that stand for all, if they differ in nothing but which gradients each has given; what differs, else.
+    /// One rank's counts that stand for all, if they differ in nothing but which gradients each has
+    /// given; what differs, else.
     pub(super) fn together(all: &[&[u8]]) -> Result<Self, &'static str> {
         let mut ranks = all.iter().map(|bytes| Self::of_any(bytes).ok_or("counts"));
         let mut first = ranks.next().ok_or("counts")??;
@@ -148,8 +149,9 @@ impl Progress {
         Ok(first)
     }
 
-    /// Counts for the mean of all ranks: the steps of the rank that has taken most, the smallest loss scale, no steps since the
-    /// average. Micro-steps and their weights have to be the same on all.
+    /// Counts for the mean of all ranks: the steps of the rank that has taken most, the smallest
+    /// loss scale, no steps since the average. Micro-steps and their weights have to be the
+    /// same on all.
     pub(super) fn averaged(all: &[&[u8]]) -> Result<Self, &'static str> {
         let mut ranks = all.iter().map(|bytes| Self::of_any(bytes).ok_or("counts"));
         let mut mean = ranks.next().ok_or("counts")??;

@@ -1,12 +1,15 @@
 //! A state's optimizer tensors as a file.
 //!
-//! The file is logical: tensors under their parameter's name, no padding, no plan. Any plan of the same parameters loads it.
+//! The file is logical: tensors under their parameter's name, no padding, no plan. Any plan of the
+//! same parameters loads it.
 //!
 //! ```text
 //! <name>@<role>        a tensor; the metadata's xxh3@<name>@<role> is the checksum of its bytes
-//! format, version      fusestep-state, 2; files of version 1 have neither these nor checksums and are read without
+//! format, version      fusestep-state, 2; files of version 1 have neither these nor checksums and
+//!                      are read without
 //! step, step@<name>    steps run, and those of a parameter that has missed some
-//! optimizer, objective the rule and the direction of its steps; optimizer@<name> of a parameter with a rule of its own
+//! optimizer, objective the rule and the direction of its steps; optimizer@<name> of a parameter
+//!                      with a rule of its own
 //! parameters_xxh3      of the parameters that the state belongs to, unless the caller keeps them
 //! loss_scale, …        with the pass `loss_scaling`
 //! xxh3                 of all other metadata
@@ -37,7 +40,8 @@ const VERSION: u64 = 2;
 const OPTIMIZER: &str = "optimizer";
 const OBJECTIVE: &str = "objective";
 
-/// Metadata keys of checksums: of the other metadata, and of the parameters that the state belongs to.
+/// Metadata keys of checksums: of the other metadata, and of the parameters that the state belongs
+/// to.
 const SUM: &str = "xxh3";
 const PARAMETERS: &str = "parameters_xxh3";
 
@@ -60,8 +64,9 @@ pub struct StateTensors {
 }
 
 impl State {
-    /// The optimizer's tensors as `<name>@moment1`, `<name>@moment2`, …, masters among them (`<name>@master`), and metadata: `step`, the
-    /// steps run, and `step@<name>` for a parameter that has missed some; with pass `loss_scaling` also `loss_scale`, its counters and
+    /// The optimizer's tensors as `<name>@moment1`, `<name>@moment2`, …, masters among them
+    /// (`<name>@master`), and metadata: `step`, the steps run, and `step@<name>` for a
+    /// parameter that has missed some; with pass `loss_scaling` also `loss_scale`, its counters and
     /// `skipped`. Parameters and gradients are left out.
     ///
     /// # Errors
@@ -107,7 +112,8 @@ impl State {
         Ok(StateTensors { tensors, metadata })
     }
 
-    /// xxh3 of all parameters' names, types, shapes and values, in the order of their names; `None` where the caller keeps them.
+    /// xxh3 of all parameters' names, types, shapes and values, in the order of their names; `None`
+    /// where the caller keeps them.
     ///
     /// # Errors
     /// [`PlanError::Backend`]; [`PlanError::InShards`].
@@ -129,7 +135,8 @@ impl State {
         Ok(Some(format!("{:016x}", hasher.digest())))
     }
 
-    /// What a file says of the rules: the first one's name and direction, and the names of other parameters' rules.
+    /// What a file says of the rules: the first one's name and direction, and the names of other
+    /// parameters' rules.
     fn rules_in_file(&self) -> BTreeMap<String, String> {
         let first = self.optimizer();
         let mut rules = BTreeMap::from([(OPTIMIZER.to_owned(), first.name().to_owned())]);
@@ -155,12 +162,14 @@ impl State {
         Ok(write_atomically(path, &tensors, metadata)?)
     }
 
-    /// Reads what [`State::save`] wrote; returns the [`State::parameters_xxh3`] that it was saved with, if the file says so.
+    /// Reads what [`State::save`] wrote; returns the [`State::parameters_xxh3`] that it was saved
+    /// with, if the file says so.
     ///
     /// # Errors
-    /// [`PlanError::File`]; [`PlanError::StateFile`] naming the first tensor that is missing, extra, damaged, of another shape, dtype
-    /// or rule, or that no run can have: a state that is not finite, or a negative mean of squares. The whole file is checked
-    /// before anything changes.
+    /// [`PlanError::File`]; [`PlanError::StateFile`] naming the first tensor that is missing,
+    /// extra, damaged, of another shape, dtype or rule, or that no run can have: a state that
+    /// is not finite, or a negative mean of squares. The whole file is checked before anything
+    /// changes.
     pub fn load(
         &mut self,
         backend: &dyn Backend,
@@ -233,7 +242,8 @@ impl State {
         Ok(Steps { all, apart })
     }
 
-    /// Compares the rules: state of another one has the same shapes and another meaning. Old files may not say.
+    /// Compares the rules: state of another one has the same shapes and another meaning. Old files
+    /// may not say.
     fn check_rules(&self, file: &TensorFile) -> Result<(), PlanError> {
         let own = self.rules_in_file();
         let of_rules = |key: &&String| {
@@ -262,7 +272,8 @@ impl State {
         Ok(())
     }
 
-    /// The loss scale of a file and the steps skipped, if file and plan have one. A plan with a fixed scale keeps its own.
+    /// The loss scale of a file and the steps skipped, if file and plan have one. A plan with a
+    /// fixed scale keeps its own.
     fn check_loss_scale(&self, file: &TensorFile) -> Result<Option<(LossScale, u64)>, PlanError> {
         let text = |key| file.metadata().get(key);
         let (Some(own), Some(found)) = (self.loss_scale(), text(LOSS_SCALE)) else {
@@ -340,7 +351,8 @@ fn count(file: &TensorFile, key: &str, text: &str) -> Result<u64, PlanError> {
     })
 }
 
-/// Whether a file is of the version that had neither checksums nor a version; a single key that was lost does not make it so.
+/// Whether a file is of the version that had neither checksums nor a version; a single key that was
+/// lost does not make it so.
 fn is_old(file: &TensorFile) -> bool {
     let newer = [FORMAT_KEY, VERSION_KEY, SUM, PARAMETERS];
     newer.iter().all(|key| !file.metadata().contains_key(*key))

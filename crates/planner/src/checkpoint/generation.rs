@@ -1,4 +1,5 @@
-//! The folders of a checkpoint's files, of which one counts: whose they are, and which may be written and removed.
+//! The folders of a checkpoint's files, of which one counts: whose they are, and which may be
+//! written and removed.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::ErrorKind;
@@ -48,17 +49,19 @@ impl Generation {
         format!("{:016x}", self.checkpoint)
     }
 
-    /// Finds a free name, makes the folder and marks it as this checkpoint's; one process does that for all ranks.
+    /// Finds a free name, makes the folder and marks it as this checkpoint's; one process does that
+    /// for all ranks.
     ///
     /// # Errors
-    /// [`PlanError::Checkpoint`] if the manifest there is not ours or damaged, or if both names are taken by folders that this
-    /// checkpoint has not made; nothing has been changed then.
+    /// [`PlanError::Checkpoint`] if the manifest there is not ours or damaged, or if both names are
+    /// taken by folders that this checkpoint has not made; nothing has been changed then.
     pub(super) fn begin(folder: CheckpointFolder<'_>, step: u64) -> Result<Self, PlanError> {
         make_folder(folder, folder.path)?;
         let previous = Manifest::read_if_any(folder)?;
         if previous.is_some() {
-            // A save that was cut off behind its rename may have left a manifest that a loss of power takes back. Its
-            // predecessor's files are written over below, so it has to stay.
+            // A save that was cut off behind its rename may have left a manifest that a loss of
+            // power takes back. Its predecessor's files are written over below, so it
+            // has to stay.
             sync(folder, folder.path)?;
         }
         let known = previous
@@ -95,8 +98,8 @@ impl Generation {
         Err(refuse(folder.path, "generation", "a free name", found))
     }
 
-    /// Whether a folder may be written: there is none, or an empty one, or one that this checkpoint has made. Before the first
-    /// manifest a marked one is what an earlier try has left.
+    /// Whether a folder may be written: there is none, or an empty one, or one that this checkpoint
+    /// has made. Before the first manifest a marked one is what an earlier try has left.
     fn is_free(&self, folder: CheckpointFolder<'_>, has_manifest: bool) -> Result<bool, PlanError> {
         let path = folder.join(&self.name());
         match folder.files.kind(&path) {
@@ -141,7 +144,8 @@ impl Generation {
         if seen.is_ok() && mark.is_some_and(|mark| mark.checkpoint == self.checkpoint()) {
             return Ok(());
         }
-        let expected = "a folder that all ranks see, as rank 0 has made it; save to a file system that they share";
+        let expected = "a folder that all ranks see, as rank 0 has made it; save to a file system \
+                        that they share";
         let found = seen
             .err()
             .map_or_else(|| "another one".to_owned(), |error| error.to_string());
@@ -151,7 +155,10 @@ impl Generation {
 
 /// Makes a folder, and those above it, and their names durable; nothing if it is there.
 fn make_folder(folder: CheckpointFolder<'_>, path: &Path) -> Result<(), PlanError> {
-    let missing = |path: &&Path| matches!(folder.files.kind(path), Err(error) if error.kind() == ErrorKind::NotFound);
+    let missing = |path: &&Path| {
+        let error = folder.files.kind(path).err();
+        error.is_some_and(|error| error.kind() == ErrorKind::NotFound)
+    };
     let made: Vec<&Path> = path.ancestors().take_while(missing).collect();
     folder.files.create_folder(path).map_err(|error| {
         let expected = "one that can be made";
@@ -177,8 +184,8 @@ pub(super) fn checksum(bytes: &[u8]) -> String {
     format!("{:016x}", xxh3_64(bytes))
 }
 
-/// Removes the generations of a checkpoint that do not count. Nothing else in the folder is touched, and what cannot be removed costs
-/// space only.
+/// Removes the generations of a checkpoint that do not count. Nothing else in the folder is
+/// touched, and what cannot be removed costs space only.
 pub(super) fn remove_others(
     folder: CheckpointFolder<'_>,
     current: &Manifest,
@@ -197,8 +204,8 @@ pub(super) fn remove_others(
             let path = folder.join(&name);
             remove_shards(folder, &path);
             let left = folder.files.list(&path).unwrap_or_default();
-            // With a stranger's file in it the mark stays, too; and it goes only once the shards are gone for good, for shards
-            // without a mark are taken for a stranger's.
+            // With a stranger's file in it the mark stays, too; and it goes only once the shards
+            // are gone for good, for shards without a mark are taken for a stranger's.
             if left.iter().all(|name| name == MARK) && sync(folder, &path).is_ok() {
                 for name in left {
                     let _ = folder.files.remove_file(&path.join(name));

@@ -9,8 +9,9 @@ use crate::PlanError;
 /// Name of the file that is locked; it is empty and stays.
 const LOCK: &str = "lock";
 
-/// Keeps other runs from saving into a folder, for as long as it lives. The operating system drops it with the process, so a run
-/// that is killed leaves nothing behind that the next would have to remove.
+/// Keeps other runs from saving into a folder, for as long as it lives. The operating system drops
+/// it with the process, so a run that is killed leaves nothing behind that the next would have to
+/// remove.
 ///
 /// Rank 0 takes it, for all ranks of its run.
 #[derive(Debug)]

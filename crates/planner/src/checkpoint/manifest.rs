@@ -1,11 +1,15 @@
-//! A checkpoint as a folder: shards first, the manifest last, the old one kept until the new one is whole.
+//! A checkpoint as a folder: shards first, the manifest last, the old one kept until the new one is
+//! whole.
 //!
 //! ```text
-//! DIR/manifest.json                     names the generation that counts, its files and their checksums; has one of its own
-//! DIR/step-00000012-a/mark.json         says whose generation it is: nothing without it is ever written over or removed
-//! DIR/step-00000012-a/shard-00000.safetensors   ranges of tensors, `<name>@<role>`, and where each begins; a rank's further
-//!                                               ranges of a tensor are `<name>@<role>~<n>`, and metadata say whose they are
-//! DIR/lock                              held by the run that saves here
+//! DIR/manifest.json              names the generation that counts, its files and their checksums;
+//!                                has one of its own
+//! DIR/step-00000012-a/           a generation
+//!     mark.json                  says whose it is: nothing without it is written over or removed
+//!     shard-00000.safetensors    ranges of tensors, `<name>@<role>`, and where each begins; a
+//!                                rank's further ranges of a tensor are `<name>@<role>~<n>`, and
+//!                                metadata say whose they are
+//! DIR/lock                       held by the run that saves here
 //! ```
 
 use std::collections::BTreeMap;
@@ -37,7 +41,8 @@ pub struct Manifest {
     pub format: String,
     /// Version of the format.
     pub version: u32,
-    /// xxh3 of the manifest as compact JSON with this field empty, in hexadecimal; from version 3 on.
+    /// xxh3 of the manifest as compact JSON with this field empty, in hexadecimal; from version 3
+    /// on.
     #[serde(default)]
     pub xxh3: String,
     /// What the marks of this checkpoint's generations say; from version 3 on.
@@ -45,7 +50,8 @@ pub struct Manifest {
     pub checkpoint: String,
     /// The update rule.
     pub optimizer: String,
-    /// Whether its steps go against the gradient or along it, where the rule offers both; from version 3 on.
+    /// Whether its steps go against the gradient or along it, where the rule offers both; from
+    /// version 3 on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub objective: Option<String>,
     /// Rules of parameters that have one of their own; from version 3 on.
@@ -96,7 +102,8 @@ impl Manifest {
     /// Reads the manifest of a checkpoint.
     ///
     /// # Errors
-    /// [`PlanError::Checkpoint`] if there is none, or it is damaged, of a newer version, or no manifest of ours.
+    /// [`PlanError::Checkpoint`] if there is none, or it is damaged, of a newer version, or no
+    /// manifest of ours.
     pub fn read<'a>(folder: impl Into<CheckpointFolder<'a>>) -> Result<Self, PlanError> {
         let folder = folder.into();
         Self::read_if_any(folder)?.ok_or_else(|| {

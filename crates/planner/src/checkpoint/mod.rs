@@ -1,4 +1,5 @@
-//! Runs saved and resumed: a state's own tensors as a file, and checkpoints of any number of ranks as a folder.
+//! Runs saved and resumed: a state's own tensors as a file, and checkpoints of any number of ranks
+//! as a folder.
 
 mod counts;
 mod file;

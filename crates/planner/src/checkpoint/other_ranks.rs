@@ -14,19 +14,22 @@ use super::shards::WholeTensors;
 use crate::PlanError;
 
 impl Manifest {
-    /// Writes a checkpoint whose ranks have become one by the mean, from which any number of ranks can go on.
+    /// Writes a checkpoint whose ranks have become one by the mean, from which any number of ranks
+    /// can go on.
     ///
     /// ```text
-    /// parameters, state   ((x₀ + x₁) + … ) / n over ranks, in their order: what a LocalSGD run averages, and its optimizer state too
-    /// sums of a window    the same: the mean of m ranks that all have the mean of n is the mean of the n, up to rounding
+    /// parameters, state   ((x₀ + x₁) + … ) / n over ranks, in their order: what a LocalSGD run
+    ///                     averages, and its optimizer state too
+    /// sums of a window    the same: the mean of m ranks that all have the mean of n is the mean of
+    ///                     the n, up to rounding
     /// counts              those of the rank with most steps, the smallest loss scale
     /// ```
     ///
     /// That is a state in which no rank has been, so it is never done unasked.
     ///
     /// # Errors
-    /// As [`Self::reshard`]; [`PlanError::Checkpoint`] if nothing belongs to single ranks, if ranks have slices of their own, or
-    /// other weights of a window's micro-steps.
+    /// As [`Self::reshard`]; [`PlanError::Checkpoint`] if nothing belongs to single ranks, if ranks
+    /// have slices of their own, or other weights of a window's micro-steps.
     pub fn average<'a>(
         &self,
         from: impl Into<CheckpointFolder<'a>>,
@@ -87,7 +90,8 @@ impl Manifest {
         manifest.write_whole(&whole, to.into(), count)
     }
 
-    /// The first tensor, or count, that ranks do not have alike; `None` if any number of ranks can go on from rank 0's.
+    /// The first tensor, or count, that ranks do not have alike; `None` if any number of ranks can
+    /// go on from rank 0's.
     pub(crate) fn difference(&self, whole: &WholeTensors) -> Option<String> {
         for (base, keys) in self.of_ranks() {
             let mut all = keys.iter().filter_map(|key| whole.get(key));

@@ -1,11 +1,13 @@
-//! Where a checkpoint lies: a folder, in the machine's file systems or in one that stands in for them.
+//! Where a checkpoint lies: a folder, in the machine's file systems or in one that stands in for
+//! them.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use fusestep_tensor_file::{Disk, FileKind, Files};
 
-/// How long a file that another rank has written may take to be seen here, as on network file systems.
+/// How long a file that another rank has written may take to be seen here, as on network file
+/// systems.
 const SEEN_WITHIN: Duration = Duration::from_secs(1);
 
 /// Time between two looks for it.
@@ -19,7 +21,8 @@ pub struct CheckpointFolder<'a> {
 }
 
 impl<'a> CheckpointFolder<'a> {
-    /// A folder of another file system than the machine's own: one that a test or a simulation has made.
+    /// A folder of another file system than the machine's own: one that a test or a simulation has
+    /// made.
     pub fn of(files: &'a dyn Files, path: &'a Path) -> Self {
         Self { files, path }
     }

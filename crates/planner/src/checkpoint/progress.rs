@@ -1,4 +1,5 @@
-//! What each rank has for itself in a checkpoint: the sums of a merge window that is open, and a LocalSGD run between averages.
+//! What each rank has for itself in a checkpoint: the sums of a merge window that is open, and a
+//! LocalSGD run between averages.
 //!
 //! ```text
 //! <name>@window#<rank>   sums of a rank's own gradients, if ranks reduce once per window
@@ -22,15 +23,16 @@ use crate::{Plan, PlanError, State, Topology};
 /// What counts are called, before the rank.
 pub(crate) const PROGRESS: &str = "@progress";
 
-/// What a checkpoint holds that belongs to single ranks. If it is the same for all of them, any number of ranks can go on from it, else
-/// as many; [`Manifest::average`] makes it the same.
+/// What a checkpoint holds that belongs to single ranks. If it is the same for all of them, any
+/// number of ranks can go on from it, else as many; [`Manifest::average`] makes it the same.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OpenRun {
     /// The number of ranks.
     pub ranks: usize,
     /// The merge window that is open, if one is.
     pub window: Option<OpenWindow>,
-    /// Steps between two averages as planned, if ranks average parameters and have state of their own.
+    /// Steps between two averages as planned, if ranks average parameters and have state of their
+    /// own.
     pub local_sgd: Option<u64>,
     /// Parameters of which each rank has a slice of its own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -49,7 +51,8 @@ pub struct OpenWindow {
 }
 
 impl Plan {
-    /// What of a state belongs to this rank alone; `None` if a checkpoint of it is the same for any number of ranks.
+    /// What of a state belongs to this rank alone; `None` if a checkpoint of it is the same for any
+    /// number of ranks.
     pub(crate) fn open_run(&self, state: &State) -> Option<OpenRun> {
         let merge = self.accumulation().filter(|_| state.arena.micro_steps > 0);
         let open = OpenRun {
@@ -184,7 +187,8 @@ impl Plan {
         let Some(open) = found else {
             return Ok(());
         };
-        // Each rank has its counts among the tensors, so a damaged number cannot ask for more work than the file is long.
+        // Each rank has its counts among the tensors, so a damaged number cannot ask for more work
+        // than the file is long.
         if !(1..=manifest.tensors.len()).contains(&open.ranks) {
             let found = format!("{} ranks", open.ranks);
             return Err(refuse(
@@ -222,7 +226,8 @@ impl Plan {
         Err(refuse(folder, "accumulate", &expected, found))
     }
 
-    /// The rank whose values this one takes over: its own number, or 0 if the checkpoint is one of other ranks that were all alike.
+    /// The rank whose values this one takes over: its own number, or 0 if the checkpoint is one of
+    /// other ranks that were all alike.
     ///
     /// # Errors
     /// [`PlanError::Checkpoint`] naming what is not alike.
@@ -252,11 +257,13 @@ impl Plan {
         let way = match (sliced, &open.local_sgd) {
             (true, _) => "slices of a rank's own cannot be averaged",
             (false, Some(_)) => {
-                "to go on with others, average them: `fusestep checkpoint reshard --average`, or `Manifest::average`"
+                "to go on with others, average them: `fusestep checkpoint reshard --average`, or \
+                 `Manifest::average`"
             }
             (false, None) => {
-                "to go on with others, end the window on those ranks, or `flush` it, and save then; or share its mean out by `fusestep \
-                 checkpoint reshard --average`, or `Manifest::average`"
+                "to go on with others, end the window on those ranks, or `flush` it, and save \
+                 then; or share its mean out by `fusestep checkpoint reshard --average`, or \
+                 `Manifest::average`"
             }
         };
         let found = format!(

@@ -25,15 +25,18 @@ const TOLD_BYTES: usize = 512;
 const MOST_NAMED: usize = 8;
 
 impl Plan {
-    /// Saves parameters, optimizer state and counts, and texts of the caller's own; all ranks call it, between micro-steps.
+    /// Saves parameters, optimizer state and counts, and texts of the caller's own; all ranks call
+    /// it, between micro-steps.
     ///
-    /// Every rank writes what it updates; in the middle of a merge window also its sums, and under LocalSGD everything, because
-    /// ranks differ ([`OpenRun`]). Rank 0 then writes the manifest, and only then removes the checkpoint before: a run
-    /// that is killed at any instant leaves the old one or the new one.
+    /// Every rank writes what it updates; in the middle of a merge window also its sums, and under
+    /// LocalSGD everything, because ranks differ ([`OpenRun`]). Rank 0 then writes the
+    /// manifest, and only then removes the checkpoint before: a run that is killed at any
+    /// instant leaves the old one or the new one.
     ///
     /// # Errors
-    /// [`PlanError::Checkpoint`], [`PlanError::File`] of any rank, on that rank; [`PlanError::Topology`] on the others. The
-    /// checkpoint before is as it was. [`PlanError::Conflict`] between the gradients of a micro-step.
+    /// [`PlanError::Checkpoint`], [`PlanError::File`] of any rank, on that rank;
+    /// [`PlanError::Topology`] on the others. The checkpoint before is as it was.
+    /// [`PlanError::Conflict`] between the gradients of a micro-step.
     pub fn save<'a>(
         &self,
         state: &State,
@@ -72,7 +75,8 @@ impl Plan {
         self.agree(comms, committed)
     }
 
-    /// Rank 0 finds a place, so that all write to one. Under LocalSGD ranks may have taken different steps.
+    /// Rank 0 finds a place, so that all write to one. Under LocalSGD ranks may have taken
+    /// different steps.
     fn agree_on_generation(
         &self,
         state: &State,
@@ -98,15 +102,17 @@ impl Plan {
         })
     }
 
-    /// Goes on from a checkpoint, of however many ranks; returns the texts that were saved with it. All ranks call it.
+    /// Goes on from a checkpoint, of however many ranks; returns the texts that were saved with it.
+    /// All ranks call it.
     ///
-    /// What was saved in the middle of a merge window or under LocalSGD ([`OpenRun`]) takes as many ranks as it was saved on, at any
-    /// ZeRO stage and with any buckets, unless all ranks were alike: at an average whose state is averaged too or empty, in a window
-    /// whose gradients are reduced in every micro-step, or after [`Manifest::average`].
+    /// What was saved in the middle of a merge window or under LocalSGD ([`OpenRun`]) takes as many
+    /// ranks as it was saved on, at any ZeRO stage and with any buckets, unless all ranks were
+    /// alike: at an average whose state is averaged too or empty, in a window whose gradients
+    /// are reduced in every micro-step, or after [`Manifest::average`].
     ///
     /// # Errors
-    /// [`PlanError::Checkpoint`] naming what is missing, damaged or of another model or optimizer. Everything is checked before
-    /// anything is written.
+    /// [`PlanError::Checkpoint`] naming what is missing, damaged or of another model or optimizer.
+    /// Everything is checked before anything is written.
     pub fn load<'a>(
         &self,
         state: &mut State,
@@ -175,7 +181,8 @@ impl Plan {
         !alike || self.saves_shared()
     }
 
-    /// Whether this rank saves what others have as well: without shards rank 0, with them the first group of ranks.
+    /// Whether this rank saves what others have as well: without shards rank 0, with them the first
+    /// group of ranks.
     pub(crate) fn saves_shared(&self) -> bool {
         let rank = self.topology().rank;
         match self.zero() {
@@ -263,7 +270,8 @@ impl Plan {
         Ok(wrote.map(spec).collect())
     }
 
-    /// Fails on all ranks if it failed on one, with that rank's own error: the lowest such rank's, which the others name.
+    /// Fails on all ranks if it failed on one, with that rank's own error: the lowest such rank's,
+    /// which the others name.
     fn agree(
         &self,
         comms: &mut Comms<'_>,

@@ -1,4 +1,5 @@
-//! The files of a generation: ranges of tensors written by ranks, and whole tensors put together from them.
+//! The files of a generation: ranges of tensors written by ranks, and whole tensors put together
+//! from them.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -60,7 +61,8 @@ impl Manifest {
     /// Reads every file, compares it with its checksum and puts the tensors together.
     ///
     /// # Errors
-    /// [`PlanError::Checkpoint`] naming the file, and the tensor where it can be told, that is missing, damaged or foreign.
+    /// [`PlanError::Checkpoint`] naming the file, and the tensor where it can be told, that is
+    /// missing, damaged or foreign.
     /// # Cost
     /// The whole checkpoint in memory, once for the files being read and once for the tensors.
     pub fn read_tensors<'a>(
@@ -123,7 +125,8 @@ impl Manifest {
         Ok(())
     }
 
-    /// Compares lengths with the files that are there, so that a manifest cannot ask for more memory than they take on disk.
+    /// Compares lengths with the files that are there, so that a manifest cannot ask for more
+    /// memory than they take on disk.
     fn check_lengths(&self, folder: CheckpointFolder<'_>) -> Result<(), PlanError> {
         let mut on_disk = 0u64;
         for shard in &self.shards {
@@ -148,7 +151,8 @@ impl Manifest {
         ))
     }
 
-    /// Looks whether the files of all ranks are there: ranks without a file system in common each have their own.
+    /// Looks whether the files of all ranks are there: ranks without a file system in common each
+    /// have their own.
     pub(super) fn check_shards_seen(&self, folder: CheckpointFolder<'_>) -> Result<(), PlanError> {
         let path = folder.join(&self.generation);
         for shard in &self.shards {
@@ -282,7 +286,8 @@ pub(super) fn write_shard(
     let mut names: HashSet<String> = pieces.iter().map(|piece| piece.tensor.clone()).collect();
     let mut known = HashSet::new();
     for piece in pieces {
-        // A rank may have several ranges of one tensor: behind the first they have names of their own.
+        // A rank may have several ranges of one tensor: behind the first they have names of their
+        // own.
         let mut name = piece.tensor.clone();
         if !known.insert(&piece.tensor) {
             let mut free = (1u64..).map(|at| format!("{}~{at}", piece.tensor));

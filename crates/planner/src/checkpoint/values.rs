@@ -12,8 +12,8 @@ pub(super) fn possible(role: Role) -> &'static str {
     }
 }
 
-/// The first element that no run leaves behind, and its value: one that is not finite, or is negative where squares are added up.
-/// Masters may be anything that parameters may be.
+/// The first element that no run leaves behind, and its value: one that is not finite, or is
+/// negative where squares are added up. Masters may be anything that parameters may be.
 pub(super) fn first_impossible(role: Role, dtype: DType, bytes: &[u8]) -> Option<(usize, f64)> {
     if matches!(
         role,

@@ -28,7 +28,8 @@ pub enum ReducedWhen {
     PerWindow,
     /// In every micro-step: from ZeRO stage 2 on a rank keeps sums of its shard only.
     ///
-    /// Sums are the same at every stage, but not those of [`ReducedWhen::PerWindow`]: ranks come first, micro-steps after.
+    /// Sums are the same at every stage, but not those of [`ReducedWhen::PerWindow`]: ranks come
+    /// first, micro-steps after.
     PerMicroStep,
 }
 

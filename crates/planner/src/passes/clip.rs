@@ -1,14 +1,17 @@
-//! Pass `clip_by_global_norm`: gradients times one factor, so that their common norm stays below a limit.
+//! Pass `clip_by_global_norm`: gradients times one factor, so that their common norm stays below a
+//! limit.
 
 use fusestep_amp::MaxNorm;
 
 use super::{ActsOn, Pass};
 use crate::{Note, Plan, PlanError, Verdict};
 
-/// Multiplies all gradients of a step by min(1, max_norm / (norm + 1e-6)), where norm is that of all of them together.
+/// Multiplies all gradients of a step by min(1, max_norm / (norm + 1e-6)), where norm is that of
+/// all of them together.
 ///
-/// The factor is formed in f64 and rounded once to each update's type; the update multiplies by it as it reads the gradient, so
-/// nothing is written besides. A step whose gradients are not all finite is skipped.
+/// The factor is formed in f64 and rounded once to each update's type; the update multiplies by it
+/// as it reads the gradient, so nothing is written besides. A step whose gradients are not all
+/// finite is skipped.
 ///
 /// # Cost
 /// One more read of the gradients.
@@ -42,7 +45,8 @@ impl Pass for ClipByGlobalNorm {
         }
         plan.gradients.max_norm = Some(max_norm);
         let reason = format!(
-            "gradients of a norm above {} are multiplied by {} / (norm + 1e-6) as the update reads them",
+            "gradients of a norm above {} are multiplied by {} / (norm + 1e-6) as the update \
+             reads them",
             self.max_norm, self.max_norm
         );
         plan.notes

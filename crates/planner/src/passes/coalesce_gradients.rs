@@ -1,4 +1,5 @@
-//! Pass `coalesce_gradients`: gradients, and with them all tensors of their parameters, into one buffer per role and dtype.
+//! Pass `coalesce_gradients`: gradients, and with them all tensors of their parameters, into one
+//! buffer per role and dtype.
 
 use std::collections::BTreeMap;
 
@@ -10,8 +11,8 @@ use crate::{Note, Optimize, Optimizer, Plan, PlanError, Stage, StorageSpec, Verd
 
 /// Puts the tensors of all parameters of one dtype into common buffers, in plan order.
 ///
-/// Every list gets the same element offsets, so a place in the gradients' buffer is the same place in the moments', and a
-/// collective or a kernel can take a range of it.
+/// Every list gets the same element offsets, so a place in the gradients' buffer is the same place
+/// in the moments', and a collective or a kernel can take a range of it.
 #[derive(Clone, Copy, Debug)]
 pub struct CoalesceGradients;
 
@@ -73,7 +74,8 @@ impl Pass for CoalesceGradients {
         let padded: u64 = plan.storages.iter().map(|s| s.layout.total_numel()).sum();
         let elements = plan.elements();
         let reason = format!(
-            "tensors of {storages_before} storages lie in {} ({} of {padded} elements are padding of 256-byte slots)",
+            "tensors of {storages_before} storages lie in {} ({} of {padded} elements are padding \
+             of 256-byte slots)",
             plan.storages.len(),
             padded - elements,
         );
@@ -119,7 +121,8 @@ fn stages_in(plan: &Plan, storages: &[StorageSpec]) -> Vec<Stage> {
             .tensors
             .iter()
             .map(|&t| place[members[t as usize] as usize]);
-        // Naive stages hold one tensor each; their batches keep their shape and only the tensor's number changes.
+        // Naive stages hold one tensor each; their batches keep their shape and only the tensor's
+        // number changes.
         places.map(|(storage, tensor)| {
             let mut batches = stage.batches.clone();
             for record in batches.iter_mut().flat_map(|batch| &mut batch.records) {

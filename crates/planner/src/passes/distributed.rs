@@ -6,12 +6,14 @@ use super::{ActsOn, Pass};
 use crate::stage::Optimize;
 use crate::{Note, Plan, PlanError, Stage, StorageSpec, Verdict};
 
-/// Says that these parameters are slices of a layer that is spread over the ranks, another on each: the last layer of a classifier
-/// with millions of classes, for example. All ranks name them alike, and slices have one shape.
+/// Says that these parameters are slices of a layer that is spread over the ranks, another on each:
+/// the last layer of a classifier with millions of classes, for example. All ranks name them alike,
+/// and slices have one shape.
 ///
-/// Their gradients are not reduced, their values neither broadcast nor averaged, their state is not sharded, and each slice counts
-/// once in the norm of all gradients. Checkpoints keep every rank's slice, for as many ranks. With [`crate::Shard::group`] too no two
-/// ranks have the same slice: groups share out the other parameters.
+/// Their gradients are not reduced, their values neither broadcast nor averaged, their state is not
+/// sharded, and each slice counts once in the norm of all gradients. Checkpoints keep every rank's
+/// slice, for as many ranks. With [`crate::Shard::group`] too no two ranks have the same slice:
+/// groups share out the other parameters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Distributed {
     names: Vec<String>,

@@ -17,11 +17,11 @@ pub enum Oversize {
     Alone,
 }
 
-/// Lays gradients in the order in which they become ready, the plan's from its end unless another is given, and cuts that into
-/// buckets, each reduced by one call.
+/// Lays gradients in the order in which they become ready, the plan's from its end unless another
+/// is given, and cuts that into buckets, each reduced by one call.
 ///
-/// A bucket has at most the cap's bytes, padding included, and at most a number of gradients. Bits do not depend on either: sums
-/// across ranks are formed element by element in rank order.
+/// A bucket has at most the cap's bytes, padding included, and at most a number of gradients. Bits
+/// do not depend on either: sums across ranks are formed element by element in rank order.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FuseAllReduce {
     cap_bytes: u64,
@@ -62,7 +62,8 @@ impl FuseAllReduce {
         self
     }
 
-    /// The order in which gradients become ready, as positions in the plan; parameters that it leaves out come last.
+    /// The order in which gradients become ready, as positions in the plan; parameters that it
+    /// leaves out come last.
     pub fn ready_order(mut self, order: Vec<u32>) -> Self {
         self.ready = order;
         self
@@ -168,7 +169,8 @@ fn lay_in_order(plan: &mut Plan) -> Result<(), PlanError> {
 }
 
 impl Plan {
-    /// Makes the buckets for the storages as they are, with a call for each that is reduced and for each that is gathered.
+    /// Makes the buckets for the storages as they are, with a call for each that is reduced and for
+    /// each that is gathered.
     pub(crate) fn make_buckets(&mut self) -> Result<(), PlanError> {
         if self.topology.world == 1 {
             return Ok(());

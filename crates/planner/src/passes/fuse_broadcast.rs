@@ -3,15 +3,17 @@
 use super::{ActsOn, Ownership, Pass};
 use crate::{Note, Plan, PlanError, Verdict, ZeroStage};
 
-/// Brings updated parameters from the ranks that own them to all ranks in calls of at most this many bytes, each of one owner and
-/// bucket; a longer tensor is a call of its own.
+/// Brings updated parameters from the ranks that own them to all ranks in calls of at most this
+/// many bytes, each of one owner and bucket; a longer tensor is a call of its own.
 ///
-/// It is for ZeRO stages 1 and 2 with whole tensors owned ([`Ownership::Tensors`]), where parts may differ so much in length that the
-/// all-gather which they have otherwise waits for the longest. With parts of equal length it refuses, and the all-gather stays. The
-/// same cap holds for [`crate::Plan::broadcast_parameters`].
+/// It is for ZeRO stages 1 and 2 with whole tensors owned ([`Ownership::Tensors`]), where parts may
+/// differ so much in length that the all-gather which they have otherwise waits for the longest.
+/// With parts of equal length it refuses, and the all-gather stays. The same cap holds for
+/// [`crate::Plan::broadcast_parameters`].
 ///
 /// # Source
-/// PaddlePaddle, `sharding/utils.py` (`fuse_opt_broadcast_param_ops`), 2023: there in MB, 32 by default.
+/// PaddlePaddle, `sharding/utils.py` (`fuse_opt_broadcast_param_ops`), 2023: there in MB, 32 by
+/// default.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FuseBroadcast {
     cap_bytes: u64,

@@ -7,9 +7,11 @@ use fusestep_launch::Batch;
 use super::Pass;
 use crate::{Note, Plan, PlanError, SizeClass, Stage, Verdict};
 
-/// Puts the updates of all tensors of one storage and size class into as few launches as the limits allow.
+/// Puts the updates of all tensors of one storage and size class into as few launches as the limits
+/// allow.
 ///
-/// The group key is the dtype tuple, the kernel (both one per storage) and the size class. Hyper-parameters never split a launch.
+/// The group key is the dtype tuple, the kernel (both one per storage) and the size class.
+/// Hyper-parameters never split a launch.
 #[derive(Clone, Copy, Debug)]
 pub struct FuseOptimizer;
 
@@ -29,7 +31,8 @@ impl Pass for FuseOptimizer {
         }
         if plan.storages.len() == plan.params.len() && plan.storages.len() > groups(plan) {
             let reason = format!(
-                "{} tensors lie in storages of their own; put pass coalesce_gradients before this one",
+                "{} tensors lie in storages of their own; put pass coalesce_gradients before this \
+                 one",
                 plan.storages.len()
             );
             plan.notes
@@ -77,7 +80,8 @@ impl FuseOptimizer {
                 note(
                     Verdict::Split,
                     format!(
-                        "{} tensors have more than {} chunks of {} elements and go on over several launches",
+                        "{} tensors have more than {} chunks of {} elements and go on over \
+                         several launches",
                         stage.tensors.len(),
                         plan.limits.chunks_per_launch,
                         plan.limits.chunk_elements,

@@ -5,15 +5,18 @@ use crate::bucket::Bucket;
 use crate::stage::Optimize;
 use crate::{Note, Plan, PlanError, Reach, SizeClass, Stage, Verdict, ZeroStage};
 
-/// Lets the rank that owns a part of a bucket sum it over all ranks in rank order and update it at once, while it is in the nearest
-/// cache, and write the new parameters where every rank reads them. The reduced gradient is never written.
+/// Lets the rank that owns a part of a bucket sum it over all ranks in rank order and update it at
+/// once, while it is in the nearest cache, and write the new parameters where every rank reads
+/// them. The reduced gradient is never written.
 ///
-/// It is for ranks that see each other's memory and for steps in which nothing has to be known of all gradients first. Parameters
-/// change in the step and not during a backward pass; communication streams have nothing to hide then.
+/// It is for ranks that see each other's memory and for steps in which nothing has to be known of
+/// all gradients first. Parameters change in the step and not during a backward pass; communication
+/// streams have nothing to hide then.
 ///
 /// # Cost
-/// At 2 ranks and ZeRO stage 1, AdamW in f32: 36 bytes an element where reducing, updating and gathering apart take 72. At stage 0 the
-/// owner writes its state to every rank, too: 44 where apart takes 72.
+/// At 2 ranks and ZeRO stage 1, AdamW in f32: 36 bytes an element where reducing, updating and
+/// gathering apart take 72. At stage 0 the owner writes its state to every rank, too: 44 where
+/// apart takes 72.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FuseReduceIntoUpdate;
 
@@ -58,7 +61,8 @@ impl Pass for FuseReduceIntoUpdate {
         });
         plan.stages.append(&mut fused);
         let reason = format!(
-            "{} buckets are reduced and updated in one pass: {} bytes an element for all ranks together, apart {}",
+            "{} buckets are reduced and updated in one pass: {} bytes an element for all ranks \
+             together, apart {}",
             reduced.len(),
             bytes_of_element(plan),
             apart,
@@ -70,9 +74,10 @@ impl Pass for FuseReduceIntoUpdate {
 }
 
 impl Plan {
-    /// Bytes that all ranks together read and write for each element of a model of one dtype, from gradients in the arena to
-    /// parameters on every rank that keeps them: 36 for AdamW in f32 at 2 ranks and ZeRO stage 1, reduced and updated in one pass.
-    /// What is done to all gradients together comes on top.
+    /// Bytes that all ranks together read and write for each element of a model of one dtype, from
+    /// gradients in the arena to parameters on every rank that keeps them: 36 for AdamW in f32
+    /// at 2 ranks and ZeRO stage 1, reduced and updated in one pass. What is done to all
+    /// gradients together comes on top.
     pub fn bytes_per_element(&self) -> u64 {
         bytes_of_element(self)
     }
@@ -125,7 +130,8 @@ fn refusal(plan: &Plan) -> Result<Option<&'static str>, PlanError> {
     })
 }
 
-/// Bytes that all ranks together read and write for each element of the first storage, in a step without further stages.
+/// Bytes that all ranks together read and write for each element of the first storage, in a step
+/// without further stages.
 fn bytes_of_element(plan: &Plan) -> u64 {
     let Some(spec) = plan.storages.iter().find(|spec| !spec.distributed) else {
         return 0;

@@ -25,17 +25,21 @@ pub enum Interval {
     /// It stays.
     #[default]
     Fixed,
-    /// After every average [`LocalSgd::adapted`] takes it from the losses that [`crate::State::set_loss`] was told; steps
-    /// without a loss are followed by an average each.
+    /// After every average [`LocalSgd::adapted`] takes it from the losses that
+    /// [`crate::State::set_loss`] was told; steps without a loss are followed by an average
+    /// each.
     Adaptive,
 }
 
-/// Averages parameters every `every` steps in place of gradients every step; up to step `begin` every step.
+/// Averages parameters every `every` steps in place of gradients every step; up to step `begin`
+/// every step.
 ///
-/// Averaging is counted in steps taken or skipped since the last one, so a skipped step does not skip it.
+/// Averaging is counted in steps taken or skipped since the last one, so a skipped step does not
+/// skip it.
 ///
 /// # Source
-/// Stich 2019, arXiv:1805.09767; the rule for adaptive intervals is that of PaddlePaddle's `localsgd_optimizer.py`.
+/// Stich 2019, arXiv:1805.09767; the rule for adaptive intervals is that of PaddlePaddle's
+/// `localsgd_optimizer.py`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct LocalSgd {
     /// Steps between two averages.
@@ -68,8 +72,9 @@ impl LocalSgd {
         self
     }
 
-    /// The interval after a loss has fallen from `first_loss` to `loss` and the rate gone from `first_lr` to `lr`:
-    /// `⌈√(first_lr · loss / (lr · first_loss) · every)⌉`, from 1 to [`Self::MAX_ADAPTIVE`].
+    /// The interval after a loss has fallen from `first_loss` to `loss` and the rate gone from
+    /// `first_lr` to `lr`: `⌈√(first_lr · loss / (lr · first_loss) · every)⌉`, from 1 to
+    /// [`Self::MAX_ADAPTIVE`].
     pub fn adapted(self, first_loss: f64, loss: f64, first_lr: f64, lr: f64) -> Self {
         let ratio = first_lr * loss / (lr * first_loss) * self.every.get() as f64;
         let every = ratio.sqrt().ceil();

@@ -1,15 +1,17 @@
-//! Pass `loss_scaling`: gradients of a scaled loss, with the scale taken out and steps that overflowed skipped.
+//! Pass `loss_scaling`: gradients of a scaled loss, with the scale taken out and steps that
+//! overflowed skipped.
 
 use fusestep_amp::LossScale;
 
 use super::{ActsOn, Pass};
 use crate::{Note, Plan, PlanError, Verdict};
 
-/// Divides all gradients of a step by the loss scale, and skips the step if one of them is infinite or NaN: nothing is written
-/// then, step counts included, and a dynamic scale goes down.
+/// Divides all gradients of a step by the loss scale, and skips the step if one of them is infinite
+/// or NaN: nothing is written then, step counts included, and a dynamic scale goes down.
 ///
-/// The factor a loss is to be multiplied with is [`crate::State::loss_scale`]. The scale is a power of two, so taking it out is
-/// exact. It is part of the factor that the update multiplies by; gradients are not written.
+/// The factor a loss is to be multiplied with is [`crate::State::loss_scale`]. The scale is a power
+/// of two, so taking it out is exact. It is part of the factor that the update multiplies by;
+/// gradients are not written.
 ///
 /// # Cost
 /// One more read of the gradients.
@@ -80,7 +82,8 @@ impl Pass for LossScaling {
             )
         };
         let reason = format!(
-            "the loss is multiplied by {}, {changes}; a step with a gradient that is not finite is skipped",
+            "the loss is multiplied by {}, {changes}; a step with a gradient that is not finite \
+             is skipped",
             scale.scale()
         );
         plan.notes

@@ -30,7 +30,8 @@ pub use loss_scaling::LossScaling;
 pub use shard::{Ownership, Shard, ZeroStage};
 pub use update_norms::UpdateNorms;
 
-/// What a pass rewrites. Passes apply in this order, and in that in which they were given where they rewrite the same.
+/// What a pass rewrites. Passes apply in this order, and in that in which they were given where
+/// they rewrite the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ActsOn {
     /// How tensors are laid out and launched.
@@ -47,11 +48,11 @@ pub enum ActsOn {
     Fusion,
 }
 
-/// A rewrite of a plan: how a step runs, never its bits. Only [`ClipByGlobalNorm`], [`LossScaling`],
-/// [`GradientAccumulation`] and [`LocalSgd`] add to the arithmetic.
+/// A rewrite of a plan: how a step runs, never its bits. Only [`ClipByGlobalNorm`],
+/// [`LossScaling`], [`GradientAccumulation`] and [`LocalSgd`] add to the arithmetic.
 ///
-/// A pass writes a [`crate::Note`] for everything it does, splits, skips or refuses. A refusal is no error: the plan stays as it
-/// was and says why.
+/// A pass writes a [`crate::Note`] for everything it does, splits, skips or refuses. A refusal is
+/// no error: the plan stays as it was and says why.
 pub trait Pass: fmt::Debug + Send + Sync {
     /// The pass's name in notes.
     fn name(&self) -> &'static str;

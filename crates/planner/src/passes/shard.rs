@@ -43,17 +43,20 @@ impl ZeroStage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Ownership {
-    /// Between elements, so that shards are as equal as can be: at leaves of the fixed tree (1,024 elements from a tensor's start) where
-    /// sums are taken over gradients or tensors, at its chunks (65,536) where updates are measured.
+    /// Between elements, so that shards are as equal as can be: at leaves of the fixed tree (1,024
+    /// elements from a tensor's start) where sums are taken over gradients or tensors, at its
+    /// chunks (65,536) where updates are measured.
     #[default]
     Elements,
     /// Between tensors.
     Tensors,
 }
 
-/// Cuts every bucket into a part for each rank; see [`ZeroStage`] for what a rank keeps of the others' parts.
+/// Cuts every bucket into a part for each rank; see [`ZeroStage`] for what a rank keeps of the
+/// others' parts.
 ///
-/// The bits are those of an update that is not sharded, for every rule: sums over whole tensors are exchanged.
+/// The bits are those of an update that is not sharded, for every rule: sums over whole tensors are
+/// exchanged.
 #[derive(Clone, Copy, Debug)]
 pub struct Shard {
     zero: ZeroStage,
@@ -71,9 +74,10 @@ impl Shard {
         }
     }
 
-    /// Shares out among every `ranks` consecutive ranks in place of all: calls that gather parameters stay within such a group, and
-    /// state takes a group's part of the memory and not the world's. Gradients are reduced within the groups first, then each
-    /// shard's across them, so sums of more than one group differ by rounding from those of one. Needs
+    /// Shares out among every `ranks` consecutive ranks in place of all: calls that gather
+    /// parameters stay within such a group, and state takes a group's part of the memory and
+    /// not the world's. Gradients are reduced within the groups first, then each shard's across
+    /// them, so sums of more than one group differ by rounding from those of one. Needs
     /// [`crate::Comms::in_groups`].
     pub fn group(mut self, ranks: NonZeroUsize) -> Self {
         self.group = Some(ranks);

@@ -47,8 +47,9 @@ impl<'a, H> Peers<'a, H> {
     /// The bytes that `party` shares.
     pub fn shared(&self, party: usize) -> &'a [u8] {
         let brought = self.brought(party);
-        // SAFETY: made from a `&[u8]` (`bring`) whose borrow lasts until its party returns from `rendezvous`, which is after the
-        // departure of this one, and `Peers` does not outlive `work`, hence not the departure.
+        // SAFETY: made from a `&[u8]` (`bring`) whose borrow lasts until its party returns from
+        // `rendezvous`, which is after the departure of this one, and `Peers` does not
+        // outlive `work`, hence not the departure.
         unsafe { std::slice::from_raw_parts(brought.shared, brought.shared_len) }
     }
 
@@ -64,7 +65,8 @@ impl<'a, H> Peers<'a, H> {
         }
     }
 
-    /// This party's part of each replica that `party` brought, to be written; none when asked again.
+    /// This party's part of each replica that `party` brought, to be written; none when asked
+    /// again.
     pub fn replicas(&mut self) -> Replicas<'a, H> {
         Replicas {
             slots: self.slots,
@@ -73,8 +75,9 @@ impl<'a, H> Peers<'a, H> {
         }
     }
 
-    /// Takes the next `len` bytes of a part that nobody has taken yet, or all that is left of it if that is less. Those of a
-    /// party whose part is shorter end with it; of a part that is used up they are none.
+    /// Takes the next `len` bytes of a part that nobody has taken yet, or all that is left of it if
+    /// that is less. Those of a party whose part is shorter end with it; of a part that is used
+    /// up they are none.
     ///
     /// # Panics
     /// If there are no more than `part` parties.
@@ -82,7 +85,8 @@ impl<'a, H> Peers<'a, H> {
     /// One atomic addition, in whose order threads that claim of the same part wait for each other.
     pub fn claim(&self, part: usize, len: usize) -> Claim<'a, H> {
         let claimed = &self.slots[part].claimed.0;
-        // It stops at the greatest number instead of beginning anew. Arrivals and departures order what is done with the bytes.
+        // It stops at the greatest number instead of beginning anew. Arrivals and departures order
+        // what is done with the bytes.
         let claim = |start: usize| Some(start.saturating_add(len));
         let (Ok(start) | Err(start)) =
             claimed.fetch_update(Ordering::Relaxed, Ordering::Relaxed, claim);
@@ -107,14 +111,16 @@ impl<H> Replicas<'_, H> {
         })
     }
 
-    /// The parts in what each party brought, in party order, to be written: which replica, and its bytes.
+    /// The parts in what each party brought, in party order, to be written: which replica, and its
+    /// bytes.
     pub fn all_mut(&mut self) -> impl Iterator<Item = (usize, &mut [u8])> {
         let replicas = &*self;
         let parties = 0..replicas.slots.len();
         parties.flat_map(|party| {
             replicas.parts(party).enumerate().map(|(replica, part)| {
-                // SAFETY: lifetime as in `Peers::shared`. Parts of one replica are disjoint (`cuts`), replicas were brought by a
-                // `&mut` each, the parts with this party's number are handed out to it alone and once (`Peers::replicas`), and
+                // SAFETY: lifetime as in `Peers::shared`. Parts of one replica are disjoint
+                // (`cuts`), replicas were brought by a `&mut` each, the parts with
+                // this party's number are handed out to it alone and once (`Peers::replicas`), and
                 // `&mut self` makes this the only use of them.
                 (replica, unsafe {
                     std::slice::from_raw_parts_mut(part.start, part.len)
@@ -136,7 +142,8 @@ impl<H> Replicas<'_, H> {
 }
 
 impl<H> Claim<'_, H> {
-    /// The bytes that are claimed, counted from where the part begins; they may end beyond the end of the part.
+    /// The bytes that are claimed, counted from where the part begins; they may end beyond the end
+    /// of the part.
     pub fn range(&self) -> Range<usize> {
         self.range.clone()
     }
@@ -144,10 +151,12 @@ impl<H> Claim<'_, H> {
     /// These bytes of what `party` has made writable.
     pub fn writable(&self, party: usize) -> &[u8] {
         let (start, len) = self.place(party);
-        // SAFETY: lifetime as in `Peers::shared`: the borrow of the slots ends with `work`. The bytes lie within the writable slice. No
-        // other claim of this round has them: parts are disjoint (`cuts`), ranges of one part come from one counter that only
-        // rises and begins after what was reserved, and that is handed out once. Claims of other rounds are gone, nobody uses
-        // the bytes through their owner's `&mut` while that is in `rendezvous`, and `&self` excludes `writable_mut`.
+        // SAFETY: lifetime as in `Peers::shared`: the borrow of the slots ends with `work`. The
+        // bytes lie within the writable slice. No other claim of this round has them: parts
+        // are disjoint (`cuts`), ranges of one part come from one counter that only
+        // rises and begins after what was reserved, and that is handed out once. Claims of other
+        // rounds are gone, nobody uses the bytes through their owner's `&mut` while that is
+        // in `rendezvous`, and `&self` excludes `writable_mut`.
         unsafe { std::slice::from_raw_parts(start, len) }
     }
 
@@ -163,7 +172,8 @@ impl<H> Claim<'_, H> {
         let claim = &*self;
         (0..claim.slots.len()).map(|party| {
             let (start, len) = claim.place(party);
-            // SAFETY: as in `writable_mut`; parties lend different memory, since each brought a `&mut` of its own.
+            // SAFETY: as in `writable_mut`; parties lend different memory, since each brought a
+            // `&mut` of its own.
             unsafe { std::slice::from_raw_parts_mut(start, len) }
         })
     }
@@ -188,8 +198,8 @@ impl<H> Claim<'_, H> {
 #[inline(always)]
 fn brought<H>(slots: &[Slot<H>], party: usize) -> &Brought<H> {
     slots[party].brought.with(|brought| {
-        // SAFETY: `Peers` and `Claim`, which alone call this, exist while the round is open, and a slot is written only outside
-        // of open rounds (`rendezvous`).
+        // SAFETY: `Peers` and `Claim`, which alone call this, exist while the round is open, and a
+        // slot is written only outside of open rounds (`rendezvous`).
         unsafe { &*brought }
     })
 }

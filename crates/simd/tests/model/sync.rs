@@ -23,9 +23,11 @@ pub(crate) enum Change {
     NotifierWithoutLock,
     /// The count of sleepers is not ordered with the change that they wait for.
     SleepersUnordered,
-    /// Arrivals and departures order nothing else: who sees that a party has come may not see what it brought.
+    /// Arrivals and departures order nothing else: who sees that a party has come may not see what
+    /// it brought.
     GateUnordered,
-    /// Arrivals and deadlines look at the gate first and write it later, and so write over each other.
+    /// Arrivals and deadlines look at the gate first and write it later, and so write over each
+    /// other.
     GateTorn,
     /// A party takes the others' departures for counted before they are.
     EarlyDeparture,
@@ -65,7 +67,8 @@ pub(crate) const PATIENCE: Patience = Patience {
     yields: 0,
 };
 
-/// Models have no clocks: a deadline has passed whenever its waiter looks, which may be at any moment, or it never does.
+/// Models have no clocks: a deadline has passed whenever its waiter looks, which may be at any
+/// moment, or it never does.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Instant {
     left: Duration,
@@ -138,8 +141,9 @@ impl AtomicU64 {
     }
 }
 
-/// The count of sleepers, and of claimed bytes. Either the notifier sees a sleeper or the sleeper sees the change: that takes one order of
-/// all accesses, which the model knows of fences only. Claims take no order but their own.
+/// The count of sleepers, and of claimed bytes. Either the notifier sees a sleeper or the sleeper
+/// sees the change: that takes one order of all accesses, which the model knows of fences only.
+/// Claims take no order but their own.
 #[derive(Debug)]
 pub(crate) struct AtomicUsize(loom::sync::atomic::AtomicUsize);
 

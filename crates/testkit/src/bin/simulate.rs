@@ -1,4 +1,5 @@
-//! Runs simulated training runs: `simulate FIRST COUNT`, on all processors; the first seed that breaks a promise ends it.
+//! Runs simulated training runs: `simulate FIRST COUNT`, on all processors; the first seed that
+//! breaks a promise ends it.
 
 use std::process::ExitCode;
 use std::sync::Mutex;
@@ -49,7 +50,8 @@ fn main() -> ExitCode {
     }
     let story = sum.into_inner().unwrap_or_default();
     println!(
-        "{count} seeds in {:.1} s: {} tries, {} faults, {} errors of ranks, {} saves acknowledged, {} resumes, {} events; every promise kept",
+        "{count} seeds in {:.1} s: {} tries, {} faults, {} errors of ranks, {} saves \
+         acknowledged, {} resumes, {} events; every promise kept",
         begun.elapsed().as_secs_f64(),
         story.tries,
         story.faults,

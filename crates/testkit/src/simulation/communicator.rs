@@ -1,4 +1,5 @@
-//! Ranks of a simulated world: every call is an exchange of bytes, which the schedule decides the moment of.
+//! Ranks of a simulated world: every call is an exchange of bytes, which the schedule decides the
+//! moment of.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;

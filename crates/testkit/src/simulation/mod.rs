@@ -1,11 +1,14 @@
-//! Whole training runs under a seed: ranks, their calls, saves, deaths, stalls, losses of power, full disks and bit rot.
+//! Whole training runs under a seed: ranks, their calls, saves, deaths, stalls, losses of power,
+//! full disks and bit rot.
 //!
-//! One rank runs at a time and the seed decides which, so a failing seed fails again in the same way. Every run is held to this:
+//! One rank runs at a time and the seed decides which, so a failing seed fails again in the same
+//! way. Every run is held to this:
 //!
 //! ```text
 //! it ends in the bits of a run without faults, whatever happened on the way
 //! whoever fails says why; nobody panics, and nobody waits for ever
-//! a save that was acknowledged is there afterwards, unless bits have rotted, and then the loader says so
+//! a save that was acknowledged is there afterwards, unless bits have rotted:
+//! the loader says so then
 //! without a fault there is no error
 //! what is left on the disk is the checkpoint, and not what was given up
 //! ```
@@ -231,7 +234,8 @@ impl Simulation {
         };
         if resumed_at < before && !self.rotten {
             return Err(format!(
-                "a save of micro-step {before} was acknowledged, and the run went on from {resumed_at}"
+                "a save of micro-step {before} was acknowledged, and the run went on from \
+                 {resumed_at}"
             ));
         }
         Ok(())

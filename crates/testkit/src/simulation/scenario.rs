@@ -83,8 +83,8 @@ impl Scenario {
         }
     }
 
-    /// Numbers of ranks at which the mean of all gradients is exact, that of the reference first; a run within a window, or
-    /// between two averages, goes on with as many as it had.
+    /// Numbers of ranks at which the mean of all gradients is exact, that of the reference first; a
+    /// run within a window, or between two averages, goes on with as many as it had.
     pub(super) fn worlds(&self) -> &'static [usize] {
         if self.merge > 1 || self.averages() {
             &[2]
@@ -145,7 +145,8 @@ impl Scenario {
         self.stored(values.into_iter().map(|value| f32::from(value) / 64.0))
     }
 
-    /// A rank's gradient: the mean over its share of the batch, with so few digits that any sum and mean of it is exact.
+    /// A rank's gradient: the mean over its share of the batch, with so few digits that any sum and
+    /// mean of it is exact.
     pub(super) fn gradient(&self, micro_step: u64, param: usize, topology: Topology) -> Vec<u8> {
         let share = BATCH_PARTS / topology.world as u64;
         let first = topology.rank as u64 * share;

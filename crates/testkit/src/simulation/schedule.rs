@@ -1,4 +1,5 @@
-//! Which rank goes on: one at a time, drawn by the seed, so that a run can be repeated step by step.
+//! Which rank goes on: one at a time, drawn by the seed, so that a run can be repeated step by
+//! step.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
