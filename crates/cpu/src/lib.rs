@@ -1,4 +1,4 @@
-//! Backend of fusestep on host memory: SIMD kernels on a team of threads.
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
 mod backend;

@@ -1,9 +1,4 @@
-//! The host loop of element-wise multi-tensor kernels.
-//!
-//! A kernel crate writes the update of one element ([`Update`]); this crate runs it over whole
-//! tensors: in blocks that become vector instructions, with prefetch, storage types widened and
-//! rounded at the edges, and every element through the same instructions wherever a tensor was cut.
-//! [`step_slices`] is the same without a plan or a backend, for a kernel crate's own entry.
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
 mod alone;

@@ -1,11 +1,4 @@
-//! How many tensors go into one launch, what a launch carries, and who runs it.
-//!
-//! Read in this order: [`LaunchLimits`] and [`ArgumentLayout`] say how much fits, [`batches`] is
-//! the only batching loop of the project, [`pack()`] writes a batch as the argument bytes a device
-//! kernel reads, [`MultiTensorKernel`] is what a kernel crate offers and [`Backend`] what runs it.
-//! [`MultiTensorReduction`] and [`ControlRule`] decide, before anything is updated, what a
-//! step's [`ControlBlock`] tells its kernels. A [`ResidentTable`] is a batch of any length in a
-//! backend's memory.
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
 mod backend;

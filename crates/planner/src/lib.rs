@@ -1,10 +1,4 @@
-//! A training step planned once and run many times.
-//!
-//! Parameter descriptors become a naive [`Plan`], one launch and one call between ranks per tensor;
-//! passes rewrite it and write down what they did, why they split and why they refused ([`Note`]).
-//! A plan is an ordinary value: print it, compare it, cost it, test it without a device.
-//! [`Plan::allocate`] makes the [`State`] it runs on, [`Plan::run`] runs one step; naive and
-//! rewritten plans run in the same loop.
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
 mod absorb;

@@ -1,12 +1,4 @@
-//! Run-time SIMD dispatch, conversions of 16-bit floats, prefetch, a thread team, memory streams
-//! and a stopwatch.
-//!
-//! Kernel bodies are ordinary Rust loops over fixed-size blocks; [`Level::run`] compiles them once
-//! per instruction set and calls the widest that the processor has. Rust neither contracts nor
-//! reassociates floating-point operations, so every level gives the same bits. This is the only
-//! crate of the CPU path that holds `unsafe` code: a prefetch hint, stores past the caches, a look
-//! at the processor's counter, the hand-over of a borrowed closure to the threads of a [`Team`],
-//! and the lending of slices between threads at a [`Rendezvous`].
+#![doc = include_str!("../README.md")]
 #![deny(unsafe_op_in_unsafe_fn)]
 
 mod copy;

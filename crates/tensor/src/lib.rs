@@ -1,6 +1,4 @@
-//! Vocabulary of fusestep: data types, shapes, roles and parameter descriptors.
-//!
-//! Plain data without behaviour of its own; every other crate speaks in these words.
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
 mod desc;

@@ -1,5 +1,4 @@
-//! What the tests of all crates share: cases, seeds, tolerances, and the runner that puts one case
-//! through every backend.
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
 mod case;
