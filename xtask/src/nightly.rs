@@ -95,16 +95,13 @@ const CHECKS: &[Check] = &[
         name: "mutants of layouts and launches",
         needs: Some("cargo-mutants"),
         variables: &[],
-        command: "cargo mutants --package fusestep-coalesce --package fusestep-launch --output \
-                  target/mutants-launch --no-shuffle",
+        command: "cargo mutants --profile mutants --package fusestep-coalesce --package fusestep-launch --cargo-test-arg=--lib --cargo-test-arg=--tests --output target/mutants-launch --no-shuffle",
     },
     Check {
         name: "mutants of the passes",
         needs: Some("cargo-mutants"),
         variables: &[],
-        command: "cargo mutants --package fusestep-planner --file crates/planner/src/passes/*.rs \
-                  --test-package fusestep-tests --cargo-test-arg=--test=plans \
-                  --cargo-test-arg=--test=distributed --output target/mutants-passes --no-shuffle",
+        command: "cargo mutants --profile mutants --package fusestep-planner --file crates/planner/src/passes/*.rs --test-package fusestep-tests --cargo-test-arg=--test=plans --cargo-test-arg=--test=distributed --output target/mutants-passes --no-shuffle",
     },
 ];
 
