@@ -97,11 +97,12 @@ const CHECKS: &[Check] = &[
         variables: &[],
         command: "cargo mutants --profile mutants --package fusestep-coalesce --package fusestep-launch --cargo-test-arg=--lib --cargo-test-arg=--tests --output target/mutants-launch --no-shuffle",
     },
+    // The baseline would look for these tests in the package of the mutants.
     Check {
         name: "mutants of the passes",
         needs: Some("cargo-mutants"),
         variables: &[],
-        command: "cargo mutants --profile mutants --package fusestep-planner --file crates/planner/src/passes/*.rs --test-package fusestep-tests --cargo-test-arg=--test=plans --cargo-test-arg=--test=distributed --output target/mutants-passes --no-shuffle",
+        command: "cargo mutants --profile mutants --package fusestep-planner --file crates/planner/src/passes/*.rs --test-package fusestep-tests --baseline skip --timeout 600 --cargo-test-arg=--test=plans --cargo-test-arg=--test=distributed --output target/mutants-passes --no-shuffle",
     },
 ];
 
