@@ -62,6 +62,13 @@ struct Finish {
 };
 
 static_assert(sizeof(SquareSum) == 16 && sizeof(TensorPartials) == 16, "crates/launch: reduction.rs");
+// The only parameter of `amp_finish`.
+struct Conclusion {
+    multi_tensor::Header header;
+    Finish finish;
+};
+
+static_assert(sizeof(Conclusion) == 104, "crates/launch: header and conclusion");
 static_assert(sizeof(Finish) == 80, "crates/launch: CONCLUSION_BYTES, crates/amp: FinishScalars");
 
 // A finite value less itself is 0; an infinite one or a NaN is not.
@@ -207,9 +214,9 @@ __device__ __forceinline__ void add(SquareSum& sum, const SquareSum& next) {
 }
 
 // One block: a thread per tensor, then one thread for the rest.
-__device__ __forceinline__ void finish_step(const unsigned char* arguments) {
-    const multi_tensor::Header& header = *reinterpret_cast<const multi_tensor::Header*>(arguments);
-    const Finish& finish = *reinterpret_cast<const Finish*>(arguments + sizeof(multi_tensor::Header));
+__device__ __forceinline__ void finish_step(const Conclusion& arguments) {
+    const multi_tensor::Header& header = arguments.header;
+    const Finish& finish = arguments.finish;
     const SquareSum* const partials = reinterpret_cast<const SquareSum*>(finish.partials);
     const TensorPartials* const tensors = reinterpret_cast<const TensorPartials*>(finish.tensors);
     SquareSum* const sums = reinterpret_cast<SquareSum*>(finish.sums);
@@ -238,48 +245,12 @@ __device__ __forceinline__ void finish_step(const unsigned char* arguments) {
 
 }  // namespace amp
 
-extern "C" __global__ void __launch_bounds__(512) amp_norm_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    amp::norm_chunk<float>(arguments.bytes);
-}
+#define NORM_ENTRIES(TYPE, ...)                                                                                   \
+    ENTRY(amp_norm_##TYPE, (512), multi_tensor::Arguments, amp::norm_chunk<__VA_ARGS__>(arguments.bytes))           \
+    ENTRY(amp_norm_##TYPE##_resident, (512), multi_tensor::Resident, amp::norm_chunk<__VA_ARGS__>(multi_tensor::in_memory(arguments)))
 
-extern "C" __global__ void __launch_bounds__(512) amp_norm_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    amp::norm_chunk<float>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) amp_norm_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    amp::norm_chunk<double>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) amp_norm_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    amp::norm_chunk<double>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) amp_norm_f16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    amp::norm_chunk<storage::F16>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) amp_norm_f16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    amp::norm_chunk<storage::F16>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) amp_norm_bf16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    amp::norm_chunk<storage::BF16>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) amp_norm_bf16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    amp::norm_chunk<storage::BF16>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) amp_finish_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    amp::finish_step(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) amp_finish_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    amp::finish_step(arguments.bytes);
-}
-
-// As above, from a resident table.
-extern "C" __global__ void __launch_bounds__(512) amp_norm_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { amp::norm_chunk<float>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) amp_norm_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { amp::norm_chunk<double>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) amp_norm_f16_resident(const __grid_constant__ multi_tensor::Resident resident) { amp::norm_chunk<storage::F16>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) amp_norm_bf16_resident(const __grid_constant__ multi_tensor::Resident resident) { amp::norm_chunk<storage::BF16>(multi_tensor::in_memory(resident)); }
+NORM_ENTRIES(f32, float)
+NORM_ENTRIES(f64, double)
+NORM_ENTRIES(f16, storage::F16)
+NORM_ENTRIES(bf16, storage::BF16)
+ENTRY(amp_finish, (512), amp::Conclusion, amp::finish_step(arguments))

@@ -13,7 +13,7 @@
 // arithmetic is in its compute type.
 #pragma once
 
-#include "resident.cuh"
+#include "entries.cuh"
 #include "update_sums.cuh"
 
 namespace elementwise {

@@ -9,7 +9,7 @@
 // (arXiv:1711.05101), with the decay multiplied by the learning rate; Reddi, Kale & Kumar 2018 for
 // AMSGrad. Every operation is rounded once, in the order written in `update`, without contraction:
 // the bits are those of crates/fused-adam/src/cpu.rs.
-#include "resident.cuh"
+#include "entries.cuh"
 #include "update_sums.cuh"
 
 namespace fused_adam {
@@ -218,17 +218,13 @@ __device__ __forceinline__ void run_rounded(Source arguments) {
 
 template <class Format, class Source>
 __device__ __forceinline__ void run(Source arguments) {
-    run_rounded<Format, false>(arguments);
-}
-
-// For formats in which something may be rounded at random.
-template <class Format, class Source>
-__device__ __forceinline__ void run_any(Source arguments) {
-    if (multi_tensor::flags_of(arguments) & storage::FLAG_STOCHASTIC) {
-        run_rounded<Format, true>(arguments);
-    } else {
-        run_rounded<Format, false>(arguments);
+    if constexpr (storage::MayDraw<Format>::VALUE) {
+        if (multi_tensor::flags_of(arguments) & storage::FLAG_STOCHASTIC) {
+            run_rounded<Format, true>(arguments);
+            return;
+        }
     }
+    run_rounded<Format, false>(arguments);
 }
 
 // The sets of a step; crates/fused-adam/src/config.rs: set. Hyper-parameters: lr, beta1, beta2,
@@ -248,129 +244,10 @@ struct Sets {
     }
 };
 
-using storage::BF16;
-using storage::F16;
-using storage::Plain;
-using storage::WithMaster;
-using storage::WithRemainder;
-
 }  // namespace fused_adam
 
-extern "C" __global__ void __launch_bounds__(512) fused_adam_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    fused_adam::run<fused_adam::Plain<float, float, float>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_adam_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    fused_adam::run<fused_adam::Plain<float, float, float>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    fused_adam::run<fused_adam::Plain<double, double, double>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    fused_adam::run<fused_adam::Plain<double, double, double>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_adam_f32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    fused_adam::run_any<fused_adam::Plain<float, fused_adam::BF16, float>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_adam_f32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    fused_adam::run_any<fused_adam::Plain<float, fused_adam::BF16, float>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_adam_f16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    fused_adam::run<fused_adam::Plain<fused_adam::F16, float, float>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_adam_f16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    fused_adam::run<fused_adam::Plain<fused_adam::F16, float, float>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_adam_f16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    fused_adam::run<fused_adam::WithMaster<fused_adam::F16, float>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_adam_f16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    fused_adam::run<fused_adam::WithMaster<fused_adam::F16, float>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    fused_adam::run_any<fused_adam::Plain<fused_adam::BF16, float, float>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    fused_adam::run_any<fused_adam::Plain<fused_adam::BF16, float, float>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    fused_adam::run<fused_adam::WithMaster<fused_adam::BF16, float>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    fused_adam::run<fused_adam::WithMaster<fused_adam::BF16, float>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_r16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    fused_adam::run<fused_adam::WithRemainder<float>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_r16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    fused_adam::run<fused_adam::WithRemainder<float>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    fused_adam::run_any<fused_adam::Plain<fused_adam::BF16, fused_adam::BF16, float>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    fused_adam::run_any<fused_adam::Plain<fused_adam::BF16, fused_adam::BF16, float>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_m32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    fused_adam::run_any<fused_adam::WithMaster<fused_adam::BF16, fused_adam::BF16>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_m32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    fused_adam::run_any<fused_adam::WithMaster<fused_adam::BF16, fused_adam::BF16>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) {
-    fused_adam::run_any<fused_adam::WithRemainder<fused_adam::BF16>>(arguments.bytes);
-}
-
-extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) {
-    fused_adam::run_any<fused_adam::WithRemainder<fused_adam::BF16>>(arguments.bytes);
-}
-
-// As above, from a resident table. One block per multiprocessor is promised where the compiler
-// would spill to fit more.
-extern "C" __global__ void __launch_bounds__(512) fused_adam_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::Plain<float, float, float>>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) fused_adam_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::Plain<double, double, double>>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) fused_adam_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::Plain<float, fused_adam::BF16, float>>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) fused_adam_f16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::Plain<fused_adam::F16, float, float>>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) fused_adam_f16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::WithMaster<fused_adam::F16, float>>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_bf16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::Plain<fused_adam::BF16, float, float>>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::WithMaster<fused_adam::BF16, float>>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_r16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::WithRemainder<float>>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_bf16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::Plain<fused_adam::BF16, fused_adam::BF16, float>>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_m32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::WithMaster<fused_adam::BF16, fused_adam::BF16>>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) fused_adam_bf16_r16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::WithRemainder<fused_adam::BF16>>(multi_tensor::in_memory(resident)); }
-
-// As above, with sums over what is changed.
-extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_f32_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::Plain<float, float, float>>(multi_tensor::measured(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_f64_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::Plain<double, double, double>>(multi_tensor::measured(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_f32_s16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::Plain<float, fused_adam::BF16, float>>(multi_tensor::measured(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_f16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::Plain<fused_adam::F16, float, float>>(multi_tensor::measured(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_f16_m32_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::WithMaster<fused_adam::F16, float>>(multi_tensor::measured(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_bf16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::Plain<fused_adam::BF16, float, float>>(multi_tensor::measured(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_bf16_m32_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::WithMaster<fused_adam::BF16, float>>(multi_tensor::measured(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_bf16_r16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run<fused_adam::WithRemainder<float>>(multi_tensor::measured(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_bf16_s16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::Plain<fused_adam::BF16, fused_adam::BF16, float>>(multi_tensor::measured(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_bf16_m32_s16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::WithMaster<fused_adam::BF16, fused_adam::BF16>>(multi_tensor::measured(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) fused_adam_bf16_r16_s16_measured(const __grid_constant__ multi_tensor::Resident resident) { fused_adam::run_any<fused_adam::WithRemainder<fused_adam::BF16>>(multi_tensor::measured(resident)); }
-
-// The sets of a resident table.
-extern "C" __global__ void __launch_bounds__(512) fused_adam_sets_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<fused_adam::Sets<float>>(resident); }
-extern "C" __global__ void __launch_bounds__(512) fused_adam_sets_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<fused_adam::Sets<double>>(resident); }
+#define ALONE_fused_adam_f64 ALONE
+#define ALONE_fused_adam_bf16_resident ALONE
+#define ALONE_fused_adam_bf16_s16_resident ALONE
+EACH_FORMAT(UPDATE_ENTRIES, fused_adam)
+SETS_ENTRIES(fused_adam)

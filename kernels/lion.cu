@@ -78,56 +78,5 @@ __device__ __forceinline__ void run(Source arguments) {
 
 }  // namespace lion
 
-// A format of storage.cuh, and the same for either size of the argument block.
-extern "C" __global__ void __launch_bounds__(512) lion_f32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { lion::run<storage::Plain<float, float, float>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_f32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { lion::run<storage::Plain<float, float, float>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_f64_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { lion::run<storage::Plain<double, double, double>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_f64_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { lion::run<storage::Plain<double, double, double>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_f32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { lion::run<storage::Plain<float, storage::BF16, float>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_f32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { lion::run<storage::Plain<float, storage::BF16, float>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_f16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { lion::run<storage::Plain<storage::F16, float, float>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_f16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { lion::run<storage::Plain<storage::F16, float, float>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_f16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { lion::run<storage::WithMaster<storage::F16, float>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_f16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { lion::run<storage::WithMaster<storage::F16, float>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_bf16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { lion::run<storage::Plain<storage::BF16, float, float>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_bf16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { lion::run<storage::Plain<storage::BF16, float, float>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_bf16_m32_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { lion::run<storage::WithMaster<storage::BF16, float>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_bf16_m32_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { lion::run<storage::WithMaster<storage::BF16, float>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_bf16_r16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { lion::run<storage::WithRemainder<float>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_bf16_r16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { lion::run<storage::WithRemainder<float>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_bf16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { lion::run<storage::Plain<storage::BF16, storage::BF16, float>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_bf16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { lion::run<storage::Plain<storage::BF16, storage::BF16, float>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_bf16_m32_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { lion::run<storage::WithMaster<storage::BF16, storage::BF16>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_bf16_m32_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { lion::run<storage::WithMaster<storage::BF16, storage::BF16>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_bf16_r16_s16_4k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::CLASSIC_BYTES> arguments) { lion::run<storage::WithRemainder<storage::BF16>>(arguments.bytes); }
-extern "C" __global__ void __launch_bounds__(512) lion_bf16_r16_s16_32k(const __grid_constant__ multi_tensor::Arguments<multi_tensor::LARGE_BYTES> arguments) { lion::run<storage::WithRemainder<storage::BF16>>(arguments.bytes); }
-
-// As above, from a resident table.
-extern "C" __global__ void __launch_bounds__(512) lion_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<float, float, float>>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) lion_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<double, double, double>>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) lion_f32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<float, storage::BF16, float>>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) lion_f16_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<storage::F16, float, float>>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) lion_f16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::WithMaster<storage::F16, float>>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) lion_bf16_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<storage::BF16, float, float>>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) lion_bf16_m32_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::WithMaster<storage::BF16, float>>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) lion_bf16_r16_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::WithRemainder<float>>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) lion_bf16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<storage::BF16, storage::BF16, float>>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) lion_bf16_m32_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::WithMaster<storage::BF16, storage::BF16>>(multi_tensor::in_memory(resident)); }
-extern "C" __global__ void __launch_bounds__(512) lion_bf16_r16_s16_resident(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::WithRemainder<storage::BF16>>(multi_tensor::in_memory(resident)); }
-
-// As above, with sums over what is changed.
-extern "C" __global__ void __launch_bounds__(512, 1) lion_f32_measured(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<float, float, float>>(multi_tensor::measured(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) lion_f64_measured(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<double, double, double>>(multi_tensor::measured(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) lion_f32_s16_measured(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<float, storage::BF16, float>>(multi_tensor::measured(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) lion_f16_measured(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<storage::F16, float, float>>(multi_tensor::measured(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) lion_f16_m32_measured(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::WithMaster<storage::F16, float>>(multi_tensor::measured(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) lion_bf16_measured(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<storage::BF16, float, float>>(multi_tensor::measured(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) lion_bf16_m32_measured(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::WithMaster<storage::BF16, float>>(multi_tensor::measured(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) lion_bf16_r16_measured(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::WithRemainder<float>>(multi_tensor::measured(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) lion_bf16_s16_measured(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::Plain<storage::BF16, storage::BF16, float>>(multi_tensor::measured(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) lion_bf16_m32_s16_measured(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::WithMaster<storage::BF16, storage::BF16>>(multi_tensor::measured(resident)); }
-extern "C" __global__ void __launch_bounds__(512, 1) lion_bf16_r16_s16_measured(const __grid_constant__ multi_tensor::Resident resident) { lion::run<storage::WithRemainder<storage::BF16>>(multi_tensor::measured(resident)); }
-
-// The sets of a resident table.
-extern "C" __global__ void __launch_bounds__(512) lion_sets_f32_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<lion::Sets<float>>(resident); }
-extern "C" __global__ void __launch_bounds__(512) lion_sets_f64_resident(const __grid_constant__ multi_tensor::Resident resident) { resident::derive_sets<lion::Sets<double>>(resident); }
+EACH_FORMAT(UPDATE_ENTRIES, lion)
+SETS_ENTRIES(lion)

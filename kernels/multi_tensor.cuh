@@ -26,23 +26,19 @@ static_assert(sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(u64) == 8, "the tab
 // Constants are enumerators throughout: a constant with an address would become a global variable
 // of the module.
 enum ArgumentBytes : int {
-    // What every device takes, and what devices of compute capability 7.0 take from driver 530 on.
-    CLASSIC_LIMIT = 4096,
-    LARGE_LIMIT = 32764,
-    // Payload of the two parameter blocks: all parts of the table are multiples of 8, and 32764 is
-    // not.
-    CLASSIC_BYTES = CLASSIC_LIMIT / 8 * 8,
-    LARGE_BYTES = LARGE_LIMIT / 8 * 8,
+    // What devices of compute capability 7.0 take from driver 530 on; older drivers do not read this
+    // PTX at all.
+    LIMIT = 32764,
+    // All parts of the table are multiples of 8, and 32764 is not.
+    BYTES = LIMIT / 8 * 8,
 };
 
-// The only parameter of every entry, by value.
-template <int BYTES>
+// The only parameter of an entry that takes its table by value.
 struct alignas(8) Arguments {
     unsigned char bytes[BYTES];
 };
 
-static_assert(sizeof(Arguments<CLASSIC_BYTES>) == 4096, "the block is exactly its payload");
-static_assert(sizeof(Arguments<LARGE_BYTES>) == 32760, "the block is exactly its payload");
+static_assert(sizeof(Arguments) == 32760, "crates/kernels: ArgumentBlock::ByValue");
 
 // The only parameter of an entry that reads a resident table; crates/launch/src/resident.rs.
 struct Resident {

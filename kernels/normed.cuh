@@ -16,7 +16,7 @@
 #pragma once
 
 #include "normed_memory.cuh"
-#include "resident.cuh"
+#include "entries.cuh"
 #include "update_sums.cuh"
 
 namespace normed {

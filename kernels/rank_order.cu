@@ -201,11 +201,11 @@ __device__ __forceinline__ void reduce_floats(const Arguments& arguments) {
 
 }  // namespace rank_order
 
-extern "C" __global__ void __launch_bounds__(512, 1) rank_order_f32(const __grid_constant__ rank_order::Arguments arguments) { rank_order::reduce_floats<float>(arguments); }
-extern "C" __global__ void __launch_bounds__(512, 1) rank_order_f64(const __grid_constant__ rank_order::Arguments arguments) { rank_order::reduce_floats<double>(arguments); }
-extern "C" __global__ void __launch_bounds__(512, 1) rank_order_f16(const __grid_constant__ rank_order::Arguments arguments) { rank_order::reduce_floats<storage::F16>(arguments); }
-extern "C" __global__ void __launch_bounds__(512, 1) rank_order_bf16(const __grid_constant__ rank_order::Arguments arguments) { rank_order::reduce_floats<storage::BF16>(arguments); }
-extern "C" __global__ void __launch_bounds__(512, 1) rank_order_i32(const __grid_constant__ rank_order::Arguments arguments) { rank_order::reduce<int>(arguments); }
-extern "C" __global__ void __launch_bounds__(512, 1) rank_order_i64(const __grid_constant__ rank_order::Arguments arguments) { rank_order::reduce<rank_order::i64>(arguments); }
-extern "C" __global__ void __launch_bounds__(512, 1) rank_order_u16(const __grid_constant__ rank_order::Arguments arguments) { rank_order::reduce<rank_order::U16>(arguments); }
-extern "C" __global__ void __launch_bounds__(512, 1) rank_order_u8(const __grid_constant__ rank_order::Arguments arguments) { rank_order::reduce<rank_order::u8>(arguments); }
+ENTRY(rank_order_f32, (512, 1), rank_order::Arguments, rank_order::reduce_floats<float>(arguments))
+ENTRY(rank_order_f64, (512, 1), rank_order::Arguments, rank_order::reduce_floats<double>(arguments))
+ENTRY(rank_order_f16, (512, 1), rank_order::Arguments, rank_order::reduce_floats<storage::F16>(arguments))
+ENTRY(rank_order_bf16, (512, 1), rank_order::Arguments, rank_order::reduce_floats<storage::BF16>(arguments))
+ENTRY(rank_order_i32, (512, 1), rank_order::Arguments, rank_order::reduce<int>(arguments))
+ENTRY(rank_order_i64, (512, 1), rank_order::Arguments, rank_order::reduce<rank_order::i64>(arguments))
+ENTRY(rank_order_u16, (512, 1), rank_order::Arguments, rank_order::reduce<rank_order::U16>(arguments))
+ENTRY(rank_order_u8, (512, 1), rank_order::Arguments, rank_order::reduce<rank_order::u8>(arguments))

@@ -4,9 +4,9 @@
 //! `cargo xtask ptx` with a pinned compiler and checked in, so that neither users nor their build
 //! machines need a CUDA toolkit.
 //!
-//! An entry takes one by-value argument block, which `fusestep-launch` packs; [`entry`] names the
-//! entry for the block's size. Those of `rank_order` take a few words from
-//! `fusestep-collective-nccl` instead, and their names have no suffix.
+//! An entry takes one argument block, which `fusestep-launch` packs; [`entry`] names the entry for
+//! the place of the block. Those of `rank_order` take a few words from `fusestep-collective-nccl`
+//! instead.
 #![forbid(unsafe_code)]
 
 /// One kernel source and what was compiled from it.
@@ -64,6 +64,7 @@ const KERNELS: &[Kernel] = &[
 const HEADERS: &[(&str, &str)] = &[
     ("dialect.cuh", include_str!("../dialect.cuh")),
     ("elementwise.cuh", include_str!("../elementwise.cuh")),
+    ("entries.cuh", include_str!("../entries.cuh")),
     ("multi_tensor.cuh", include_str!("../multi_tensor.cuh")),
     ("normed.cuh", include_str!("../normed.cuh")),
     ("normed_memory.cuh", include_str!("../normed_memory.cuh")),
@@ -75,11 +76,9 @@ const HEADERS: &[(&str, &str)] = &[
 /// The by-value parameter of a device entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ArgumentBlock {
-    /// 4,096 bytes, which every device takes.
-    Classic,
     /// 32,760 bytes, of the 32,764 that devices of compute capability 7.0 or newer take from driver
-    /// 530 on.
-    Large,
+    /// 530 on; older drivers do not read the PTX.
+    ByValue,
     /// 16 bytes: where a table lies in the device's memory, and what its sets are derived from.
     Resident,
     /// The entry whose launch also leaves sums over what it changes.
@@ -91,28 +90,14 @@ impl ArgumentBlock {
     /// not read.
     pub const fn len_bytes(self) -> usize {
         match self {
-            Self::Classic => 4096,
-            Self::Large => 32_760,
+            Self::ByValue => 32_760,
             Self::Resident | Self::Measured => 16,
-        }
-    }
-
-    /// The smallest block that carries a table of `argument_bytes`, or none if they fit into
-    /// neither.
-    pub const fn for_bytes(argument_bytes: usize) -> Option<Self> {
-        if argument_bytes <= Self::Classic.len_bytes() {
-            Some(Self::Classic)
-        } else if argument_bytes <= Self::Large.len_bytes() {
-            Some(Self::Large)
-        } else {
-            None
         }
     }
 
     const fn suffix(self) -> &'static str {
         match self {
-            Self::Classic => "_4k",
-            Self::Large => "_32k",
+            Self::ByValue => "",
             Self::Resident => "_resident",
             Self::Measured => "_measured",
         }
@@ -139,11 +124,11 @@ pub fn headers() -> &'static [(&'static str, &'static str)] {
     HEADERS
 }
 
-/// The name under which a module holds `entry` for argument blocks of this size.
+/// The name under which a module holds `entry` for argument blocks in this place.
 ///
 /// ```
 /// use fusestep_kernels::{ArgumentBlock, entry};
-/// assert_eq!(entry("fused_adam_f32", ArgumentBlock::Classic), "fused_adam_f32_4k");
+/// assert_eq!(entry("lion_f32", ArgumentBlock::Resident), "lion_f32_resident");
 /// ```
 pub fn entry(entry: &str, block: ArgumentBlock) -> String {
     format!("{entry}{}", block.suffix())

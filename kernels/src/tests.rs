@@ -1,6 +1,6 @@
 use std::{collections::BTreeSet, fs, path::Path};
 
-use fusestep_launch::{ARGUMENT_BYTES_CLASSIC, ARGUMENT_BYTES_LARGE};
+use fusestep_launch::ARGUMENT_BYTES_LARGE;
 
 use super::*;
 
@@ -10,15 +10,6 @@ fn files_with_extension(folder: &Path, extension: &str) -> BTreeSet<String> {
         .map(|entry| entry.unwrap().path())
         .filter(|path| path.extension().is_some_and(|found| found == extension))
         .map(|path| path.file_stem().unwrap().to_str().unwrap().to_owned())
-        .collect()
-}
-
-/// Entries as the source declares them, on one line each.
-fn declared_entries(source: &str) -> BTreeSet<&str> {
-    source
-        .lines()
-        .filter_map(|line| line.strip_prefix("extern \"C\" __global__ void __launch_bounds__("))
-        .map(|rest| rest.split_once(") ").unwrap().1.split_once('(').unwrap().0)
         .collect()
 }
 
@@ -35,48 +26,74 @@ fn every_source_has_its_ptx_and_both_are_embedded() {
     assert_eq!(files_with_extension(root, "cuh"), embedded);
 }
 
-#[test]
-fn every_declared_entry_is_in_the_ptx_for_every_argument_block() {
-    for stem in stems() {
-        let declared = declared_entries(source(stem).unwrap());
-        let found: BTreeSet<&str> = entries(stem).unwrap().into_iter().collect();
-        assert!(!declared.is_empty(), "{stem}: no entry found in the source");
-        assert_eq!(declared, found, "{stem}: run `cargo xtask ptx`");
-        for name in declared {
-            if stem == "rank_order" {
-                assert_eq!(stem_of_entry(name), Some(stem));
-                let parameter = format!(".param .align 8 .b8 {name}_param_0[56]");
-                assert!(ptx(stem).unwrap().contains(&parameter), "{parameter}");
-                continue;
-            }
-            let base = name
-                .strip_suffix("_4k")
-                .or_else(|| name.strip_suffix("_32k"))
-                .or_else(|| name.strip_suffix("_resident"))
-                .or_else(|| name.strip_suffix("_measured"))
-                .unwrap_or_else(|| {
-                    panic!("{name}: expected the suffix _4k, _32k, _resident or _measured")
-                });
-            assert_eq!(stem_of_entry(base), Some(stem));
-            use ArgumentBlock::{Classic, Large, Measured, Resident};
-            let blocks: &[ArgumentBlock] = match base {
-                // One block, with fixed arguments.
-                "amp_finish" => &[Classic, Large],
-                // Derives sets where they lie.
-                _ if base.starts_with(&format!("{stem}_sets_")) => &[Resident],
-                "amp_norm_f16" | "amp_norm_bf16" | "amp_norm_f32" | "amp_norm_f64" => {
-                    &[Classic, Large, Resident]
-                }
-                // All that update.
-                _ => &[Classic, Large, Resident, Measured],
+/// The names of `formats` in the table of entries.
+fn formats() -> Vec<&'static str> {
+    let (_, table) = headers()
+        .iter()
+        .find(|(name, _)| *name == "entries.cuh")
+        .unwrap();
+    let names = table
+        .lines()
+        .filter_map(|line| line.strip_prefix("typedef storage::")?.rsplit_once(' '));
+    names.map(|(_, name)| name.trim_end_matches(';')).collect()
+}
+
+/// The entries that a kernel should have, as name and bytes of arguments.
+fn expected_entries(stem: &str) -> BTreeSet<(String, usize)> {
+    use ArgumentBlock::{ByValue, Measured, Resident};
+    let named = |base: String, places: &[ArgumentBlock]| -> Vec<(String, usize)> {
+        let places = places.iter();
+        places
+            .map(|&place| (entry(&base, place), place.len_bytes()))
+            .collect()
+    };
+    let dtypes = ["f32", "f64", "f16", "bf16"];
+    let found: Vec<_> = match stem {
+        "rank_order" => {
+            let dtypes = dtypes.into_iter().chain(["i32", "i64", "u16", "u8"]);
+            let names = dtypes.map(|dtype| (format!("{stem}_{dtype}"), 56));
+            names.collect()
+        }
+        "amp" => {
+            let norms = dtypes
+                .into_iter()
+                .flat_map(|dtype| named(format!("amp_norm_{dtype}"), &[ByValue, Resident]));
+            norms.chain([("amp_finish".to_owned(), 104)]).collect()
+        }
+        _ => {
+            let parts: &[&str] = match stem {
+                "lamb" | "lars_momentum" => &["", "_sums", "_update"],
+                _ => &[""],
             };
-            for &block in blocks {
-                let name = entry(base, block);
-                assert!(found.contains(name.as_str()), "{name} is missing");
-                let parameter =
-                    format!(".param .align 8 .b8 {name}_param_0[{}]", block.len_bytes());
-                assert!(ptx(stem).unwrap().contains(&parameter), "{parameter}");
-            }
+            let updates = parts.iter().flat_map(|part| {
+                let names = formats().into_iter();
+                names.flat_map(move |format| {
+                    named(
+                        format!("{stem}{part}_{format}"),
+                        &[ByValue, Resident, Measured],
+                    )
+                })
+            });
+            let sets = ["f32", "f64"].map(|t| format!("{stem}_sets_{t}"));
+            let sets = sets.into_iter().flat_map(|name| named(name, &[Resident]));
+            updates.chain(sets).collect()
+        }
+    };
+    found.into_iter().collect()
+}
+
+#[test]
+fn the_ptx_has_every_entry_of_the_tables_and_no_other() {
+    assert_eq!(formats().len(), 11);
+    for stem in stems() {
+        let expected = expected_entries(stem);
+        let found: BTreeSet<&str> = entries(stem).unwrap().into_iter().collect();
+        let names: BTreeSet<&str> = expected.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(names, found, "{stem}: run `cargo xtask ptx`");
+        for (name, bytes) in &expected {
+            assert_eq!(stem_of_entry(name), Some(stem));
+            let parameter = format!(".param .align 8 .b8 {name}_param_0[{bytes}]");
+            assert!(ptx(stem).unwrap().contains(&parameter), "{parameter}");
         }
     }
 }
@@ -116,23 +133,10 @@ fn ptx_is_for_the_oldest_device_and_driver_promised() {
 
 #[test]
 fn argument_blocks_hold_every_table_that_fits_the_limits() {
-    for (block, limit) in [
-        (ArgumentBlock::Classic, ARGUMENT_BYTES_CLASSIC),
-        (ArgumentBlock::Large, ARGUMENT_BYTES_LARGE),
-    ] {
-        // Tables are made of parts of 8 bytes, so the largest table within the limit is the limit
-        // rounded down.
-        assert_eq!(block.len_bytes(), limit / 8 * 8);
-    }
-}
-
-#[test]
-fn argument_blocks_are_chosen_by_bytes() {
-    assert_eq!(ArgumentBlock::for_bytes(0), Some(ArgumentBlock::Classic));
-    assert_eq!(ArgumentBlock::for_bytes(4096), Some(ArgumentBlock::Classic));
-    assert_eq!(ArgumentBlock::for_bytes(4097), Some(ArgumentBlock::Large));
-    assert_eq!(ArgumentBlock::for_bytes(32_760), Some(ArgumentBlock::Large));
-    assert_eq!(ArgumentBlock::for_bytes(32_761), None);
+    // Tables are made of parts of 8 bytes, so the largest within the limit is the limit rounded
+    // down.
+    let bytes = ArgumentBlock::ByValue.len_bytes();
+    assert_eq!(bytes, ARGUMENT_BYTES_LARGE / 8 * 8);
 }
 
 #[test]

@@ -25,17 +25,14 @@ const OPTIONS: [&str; 6] = [
     "--std=c++17",
 ];
 
-/// What stands above the table of `docs/registers.md`.
+/// What stands above the table of registers.
 const REGISTERS_HEAD: &str = "# Registers of every kernel
 
-Per thread, by `ptxas` for each promised device; no entry keeps anything on a stack or spills. \
-                              Behind them, instructions that move 16
-bytes between a thread and memory, by `nvdisasm`: all of an entry's paths, so the f32 path of an \
-                              Adam with AMSGrad counts twice.
-Sums of LARS and LAMB read element by element, neighbouring threads side by side, as the fixed \
-                              tree has them; Adam with bf16 in all
-lists takes 8 bytes at a time, because 16 would take more than 64 registers. Written by `cargo \
-                              xtask ptx`.
+Per thread, by `ptxas` for each promised device; no entry keeps anything on a stack or spills.
+Behind them, instructions that move 16 bytes between a thread and memory, by `nvdisasm`: all of an
+entry's paths, so the f32 path of an Adam with AMSGrad counts twice. Sums of LARS and LAMB read
+element by element, neighbouring threads side by side, as the fixed tree has them; Adam with bf16
+in all lists takes 8 bytes at a time, because 16 would take more than 64 registers.
 
 ";
 
@@ -82,10 +79,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         bail!("{}\nrun `cargo xtask ptx`", differences.join("\n"));
     }
     let registers = ptxas::report(&root, &fresh, &stems)?;
-    if mode == Mode::Write {
-        let page = format!("{REGISTERS_HEAD}{registers}");
-        fs::write(root.join("docs/registers.md"), page)?;
-    }
+    let page = fresh.join("registers.md");
+    fs::write(&page, format!("{REGISTERS_HEAD}{registers}"))?;
+    println!("registers of every entry: {}", page.display());
     Ok(())
 }
 

@@ -117,7 +117,7 @@ pub(crate) enum TableName {
 /// How tensors are put into launches; none of it changes a result.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct PlanningArgs {
-    /// Bytes of arguments one launch may carry: 4096 on any CUDA device, 32764 on newer ones
+    /// Bytes of arguments one launch may carry: at most 32764 on a CUDA device
     /// [default: the backend's]
     #[arg(long, value_name = "BYTES")]
     pub(crate) argument_bytes: Option<usize>,

@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use crate::EmulatorError;
-use crate::entries::host_source;
 
 /// The emulator's own sources, so that it can be built from anywhere.
 const SOURCES: [(&str, &str); 13] = [
@@ -91,8 +90,8 @@ impl Options {
 /// an `out_dir`.
 ///
 /// # Errors
-/// [`EmulatorError::EntryForm`] for a kernel entry in another form, [`EmulatorError::Compile`] with
-/// the compiler's output, and the variants for files and a missing compiler.
+/// [`EmulatorError::Compile`] with the compiler's output, and the variants for files and a missing
+/// compiler.
 /// # Cost
 /// A few seconds of compilation.
 pub fn build(
@@ -187,22 +186,22 @@ impl Inputs {
             let path = build_dir.join(name);
             write(&path, text)?;
             if name.ends_with(".cpp") {
-                sources.push(path);
+                let object = path.with_extension("o");
+                sources.push((path, object));
             }
         }
-        for (path, text) in &self.kernels {
+        for (path, _) in &self.kernels {
             let name = path.file_stem().unwrap_or_default().to_string_lossy();
-            let host = build_dir.join(format!("kernel_{name}.cpp"));
-            write(&host, &host_source(path, text)?)?;
-            sources.push(host);
+            let object = build_dir.join(format!("kernel_{name}.o"));
+            sources.push((path.clone(), object));
         }
         let mut started = Vec::new();
-        for source in &sources {
-            let object = source.with_extension("o");
+        for (source, object) in sources {
             let mut command = Command::new(options.compiler());
             command.args(options.flags());
             command.arg("-I").arg(build_dir).arg("-I").arg(kernels_dir);
-            command.arg("-c").arg(source).arg("-o").arg(&object);
+            command.args(["-x", "c++", "-c"]).arg(source);
+            command.arg("-o").arg(&object);
             started.push((object, start(command, options)?));
         }
         // All are waited for, also after one has failed: none may go on writing into the folder.

@@ -10,13 +10,11 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
-#define __global__
 #define __device__
 #define __host__
 #define __forceinline__ inline
-#define __launch_bounds__(...)
-#define __grid_constant__
 #ifndef __restrict__
 #define __restrict__ __restrict
 #endif
@@ -48,6 +46,21 @@ void grid_sync();
 // lane's value in its place.
 void shuffle(void* value, std::size_t len_bytes, int lane_mask);
 
+// A kernel that was compiled in.
+struct Kernel {
+    const char* name;
+    std::size_t argument_bytes;
+    unsigned block_threads_max;
+    void (*run)(const void* arguments);
+};
+// All of them; they register themselves when the library is loaded.
+std::vector<Kernel>& kernels();
+struct Registration {
+    explicit Registration(const Kernel& kernel) { kernels().push_back(kernel); }
+};
+// Blocks for each multiprocessor bound registers, which the host has not.
+constexpr unsigned threads_max(unsigned threads, unsigned = 0) { return threads; }
+
 }  // namespace emulator
 
 #define threadIdx (::emulator::position->thread)
@@ -56,6 +69,13 @@ void shuffle(void* value, std::size_t len_bytes, int lane_mask);
 #define gridDim (::emulator::position->grid_size)
 
 #define ROLLED
+
+// Arguments are passed by reference, which is what a grid constant is: a copy for each of a block's
+// threads would cost more than the kernel.
+#define ENTRY(NAME, BOUNDS, TYPE, ...)                                                                 \
+    static void NAME(const TYPE& arguments) { __VA_ARGS__; }                                           \
+    static const ::emulator::Registration register_##NAME({#NAME, sizeof(TYPE), ::emulator::threads_max BOUNDS, \
+        [](const void* at) { NAME(*static_cast<const TYPE*>(at)); }});
 
 #define SHARED(T, name, count)    \
     static char name##_site;      \

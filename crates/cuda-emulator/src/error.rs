@@ -26,19 +26,6 @@ pub enum EmulatorError {
         /// The folder.
         path: PathBuf,
     },
-    /// A kernel's entry is written in another form than the emulator can read.
-    #[error(
-        "{}:{line}: expected `extern \"C\" __global__ void __launch_bounds__(N) NAME(const __grid_constant__ TYPE arguments)` on one line, found `{found}`",
-        path.display()
-    )]
-    EntryForm {
-        /// The source file.
-        path: PathBuf,
-        /// The line, counted from 1.
-        line: usize,
-        /// The line's text.
-        found: String,
-    },
     /// The compiler could not be started.
     #[error("cannot start the C++ compiler `{compiler}`: {source}; install one or name it in CXX")]
     NoCompiler {

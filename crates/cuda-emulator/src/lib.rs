@@ -2,7 +2,6 @@
 #![forbid(unsafe_code)]
 
 mod compile;
-mod entries;
 mod error;
 mod nccl;
 

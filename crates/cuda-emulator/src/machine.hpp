@@ -50,20 +50,6 @@ std::size_t allocated_bytes();
 // Whether all the bytes lie in one live allocation.
 bool is_allocated(const void* address, std::size_t len_bytes);
 
-// A kernel compiled in from a .cu file.
-struct Kernel {
-    const char* name;
-    std::size_t argument_bytes;
-    unsigned block_threads_max;
-    void (*run)(const void* arguments);
-};
-// All of them; they register themselves when the library is loaded, through the lines that the
-// build puts behind each .cu file.
-std::vector<Kernel>& kernels();
-struct Registration {
-    explicit Registration(const Kernel& kernel) { kernels().push_back(kernel); }
-};
-
 // Reads the entries that a PTX text declares and finds the kernels compiled from the same sources.
 CUresult find_kernels(const char* ptx, std::vector<const Kernel*>* found);
 

@@ -223,18 +223,16 @@ impl CudaBackend {
         })
     }
 
-    /// The smallest argument block that carries the batch here. A small batch takes the small block
-    /// whatever the limits: the driver copies all of a block for each launch.
-    pub(crate) fn block_for(&self, len_bytes: usize) -> Result<ArgumentBlock, BackendError> {
+    /// Refuses a batch whose arguments no launch carries.
+    pub(crate) fn check_arguments(&self, len_bytes: usize) -> Result<(), BackendError> {
         let most = self.session.info.argument_bytes;
-        ArgumentBlock::for_bytes(len_bytes)
-            .filter(|block| block.len_bytes() <= most)
-            .ok_or_else(|| {
-                unavailable(format!(
-                    "a batch has {len_bytes} argument bytes, this device takes {most}; plan with \
-                     the limits of the backend"
-                ))
-            })
+        if len_bytes <= most {
+            return Ok(());
+        }
+        Err(unavailable(format!(
+            "a batch has {len_bytes} argument bytes, this device takes {most}; plan with the \
+             limits of the backend"
+        )))
     }
 }
 
@@ -314,7 +312,7 @@ impl Backend for CudaBackend {
         // All batches are checked before the first is launched.
         for batch in launch.batches {
             check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
-            self.block_for(argument_bytes(&launch, batch))?;
+            self.check_arguments(argument_bytes(&launch, batch))?;
         }
         if let Some(normed) = launch.kernel.normed() {
             self.launch_normed(&launch, normed, addresses)?;
@@ -324,7 +322,7 @@ impl Backend for CudaBackend {
             let entry = Entry {
                 stem: launch.kernel.stem(),
                 entry: launch.kernel.entry(),
-                block: self.block_for(argument_bytes(&launch, batch))?,
+                block: ArgumentBlock::ByValue,
                 threads: BLOCK_THREADS,
                 grid: Grid::Apart(batch.chunks),
             };

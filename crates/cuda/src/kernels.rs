@@ -12,8 +12,8 @@ use crate::normed::Slots;
 use crate::session::{Session, unavailable};
 use crate::status::check;
 
-/// Words of the largest argument block.
-const BLOCK_WORDS: usize = ArgumentBlock::Large.len_bytes() / 8;
+/// Words of an argument block.
+const BLOCK_WORDS: usize = ArgumentBlock::ByValue.len_bytes() / 8;
 
 /// What launches reuse: functions and the argument bytes.
 #[derive(Debug)]
@@ -97,7 +97,7 @@ impl Kernels {
         Ok(())
     }
 
-    /// The function of an entry for argument blocks of this size; the context must be current.
+    /// The function of an entry for argument blocks in this place; the context must be current.
     ///
     /// Only the first call for an entry allocates.
     pub(crate) fn function(

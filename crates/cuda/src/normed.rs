@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 
+use fusestep_kernels::ArgumentBlock;
 use fusestep_launch::{
     Addresses, BackendError, Batch, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, HEADER_BYTES, Launch,
     NormedKernel, SLOT_VALUES, WORKSPACE_BYTES, Workspace, pack,
@@ -96,7 +97,7 @@ impl CudaBackend {
             let entry = Entry {
                 stem: launch.kernel.stem(),
                 entry: name,
-                block: self.block_for(argument_bytes(launch, batch))?,
+                block: ArgumentBlock::ByValue,
                 threads: BLOCK_THREADS,
                 grid,
             };

@@ -1,5 +1,6 @@
 //! Reductions and their conclusion on the device.
 
+use fusestep_kernels::ArgumentBlock;
 use fusestep_launch::{
     BackendError, CONCLUSION_BYTES, CONTROL_BYTES, Conclude, LaunchReport, ListBuffer, Reduce,
     SquareSum, TensorPartials, pack_conclusion, pack_reduction,
@@ -25,14 +26,14 @@ impl CudaBackend {
         for batch in reduce.batches {
             let lists = std::slice::from_ref(read);
             check_records((lists, &[]), reduce.offsets, batch)?;
-            self.block_for(layout.bytes(batch.records.len(), 0))?;
+            self.check_arguments(layout.bytes(batch.records.len(), 0))?;
         }
         let mut next = reduce.first_partial;
         for batch in reduce.batches.iter().filter(|batch| batch.chunks > 0) {
             let entry = Entry {
                 stem: reduce.kernel.stem(),
                 entry: reduce.kernel.entry(),
-                block: self.block_for(layout.bytes(batch.records.len(), 0))?,
+                block: ArgumentBlock::ByValue,
                 threads: BLOCK_THREADS,
                 grid: Grid::Apart(batch.chunks),
             };
@@ -68,7 +69,7 @@ impl CudaBackend {
         let entry = Entry {
             stem: conclude.rule.stem(),
             entry: conclude.rule.entry(),
-            block: self.block_for(CONCLUSION_BYTES + scalars.len())?,
+            block: ArgumentBlock::ByValue,
             threads: BLOCK_THREADS,
             grid: Grid::Apart(1),
         };

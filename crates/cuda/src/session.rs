@@ -6,16 +6,12 @@ use cust::context::Context;
 use cust::device::Device;
 use cust::stream::{Stream, StreamFlags};
 use cust::sys::{self, CUdevice_attribute, CUresult, CUstream};
-use fusestep_launch::{ARGUMENT_BYTES_CLASSIC, ARGUMENT_BYTES_LARGE, BackendError};
+use fusestep_launch::{ARGUMENT_BYTES_LARGE, BackendError};
 
 use crate::status::{check, describe, wrapped};
 use crate::{DeviceInfo, GridSync, NAME};
 
-/// The driver from which on a launch takes large arguments: CUDA 12.1.
-const LARGE_ARGUMENTS_DRIVER: (u32, u32) = (12, 1);
-
-/// The compute capability that the PTX is compiled for, and from which on a launch takes large
-/// arguments.
+/// The compute capability that the PTX is compiled for.
 const LEAST_COMPUTE_CAPABILITY: (u32, u32) = (7, 0);
 
 /// A device that is kept open by the backend and by each of its buffers.
@@ -158,27 +154,7 @@ fn read_info(ordinal: u32) -> Result<DeviceInfo, BackendError> {
         multiprocessors,
         l2_bytes: l2_bytes.into(),
         grid_sync,
-        argument_bytes: argument_bytes(driver_version, compute_capability),
+        // Devices and drivers that take fewer do not read the PTX either.
+        argument_bytes: ARGUMENT_BYTES_LARGE,
     })
-}
-
-fn argument_bytes(driver_version: (u32, u32), compute_capability: (u32, u32)) -> usize {
-    if driver_version >= LARGE_ARGUMENTS_DRIVER && compute_capability >= LEAST_COMPUTE_CAPABILITY {
-        ARGUMENT_BYTES_LARGE
-    } else {
-        ARGUMENT_BYTES_CLASSIC
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn large_arguments_need_driver_and_device() {
-        assert_eq!(argument_bytes((12, 1), (7, 0)), ARGUMENT_BYTES_LARGE);
-        assert_eq!(argument_bytes((13, 0), (9, 0)), ARGUMENT_BYTES_LARGE);
-        assert_eq!(argument_bytes((12, 0), (9, 0)), ARGUMENT_BYTES_CLASSIC);
-        assert_eq!(argument_bytes((12, 4), (6, 1)), ARGUMENT_BYTES_CLASSIC);
-    }
 }

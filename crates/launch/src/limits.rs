@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::LaunchError;
 
-/// Argument bytes that every CUDA device takes.
+/// Argument bytes that every CUDA device and driver takes; a cap for a small plan or a test.
 pub const ARGUMENT_BYTES_CLASSIC: usize = 4096;
 
 /// Argument bytes from driver 530 and compute capability 7.0 on.

@@ -13,18 +13,18 @@ __device__ void twice(const Arguments<BYTES>& arguments) {
         dialect::store(out + i, 2.0f * dialect::load(in + i));
 }
 
-extern "C" __global__ void __launch_bounds__(512) twice_small(const __grid_constant__ Arguments<64> arguments) { twice(arguments); }
-extern "C" __global__ void __launch_bounds__(512) twice_large(const __grid_constant__ Arguments<32760> arguments) { twice(arguments); }
+ENTRY(twice_small, (512), Arguments<64>, twice(arguments))
+ENTRY(twice_large, (512), Arguments<32760>, twice(arguments))
 
-extern "C" __global__ void __launch_bounds__(1024) packs(const __grid_constant__ Arguments<64> arguments) {
+ENTRY(packs, (1024), Arguments<64>, {
     const Task& t = task(arguments);
     auto pack = dialect::load_pack(reinterpret_cast<const float*>(t.in + t.option) + 4 * threadIdx.x);
     for (float& lane : pack.lane) lane = dialect::square_root(lane);
     dialect::store_pack(reinterpret_cast<float*>(t.out) + 4 * threadIdx.x, pack);
-}
+})
 
 // Reads past the end without the dialect: only a sanitizer can see it.
-extern "C" __global__ void __launch_bounds__(32) beside_the_dialect(const __grid_constant__ Arguments<64> arguments) {
+ENTRY(beside_the_dialect, (32), Arguments<64>, {
     const Task& t = task(arguments);
     if (threadIdx.x == 0) *reinterpret_cast<volatile float*>(t.out) = *reinterpret_cast<const volatile float*>(t.in + t.option);
-}
+})

@@ -20,14 +20,14 @@ __device__ inline unsigned long long first_of(const Task& t) {
 }
 
 // out[block] = sum of the block's share of in.
-extern "C" __global__ void __launch_bounds__(1024) block_sums(const __grid_constant__ Arguments<64> arguments) {
+ENTRY(block_sums, (1024), Arguments<64>, {
     const Task& t = task(arguments);
     const unsigned long long sum = block_sum(first_of(t));
     if (threadIdx.x == 0) dialect::store(reinterpret_cast<unsigned long long*>(t.out) + blockIdx.x, sum);
-}
+})
 
 // out[i] = sum of all of in, for each block i: partial sums, a grid-wide wait, and their sum.
-extern "C" __global__ void __launch_bounds__(1024) grid_sum(const __grid_constant__ Arguments<64> arguments) {
+ENTRY(grid_sum, (1024), Arguments<64>, {
     const Task& t = task(arguments);
     unsigned long long* partial = reinterpret_cast<unsigned long long*>(t.out) + gridDim.x;
     const unsigned long long sum = block_sum(first_of(t));
@@ -36,37 +36,37 @@ extern "C" __global__ void __launch_bounds__(1024) grid_sum(const __grid_constan
     unsigned long long total = 0;
     for (unsigned block = 0; block < gridDim.x; ++block) total += dialect::load(partial + block);
     if (threadIdx.x == 0) dialect::store(reinterpret_cast<unsigned long long*>(t.out) + blockIdx.x, total);
-}
+})
 
 // Half of the threads leave before the barrier.
-extern "C" __global__ void __launch_bounds__(1024) half_leave(const __grid_constant__ Arguments<64> arguments) {
+ENTRY(half_leave, (1024), Arguments<64>, {
     if (threadIdx.x < blockDim.x / 2) return;
     dialect::block_sync();
     (void)arguments;
-}
+})
 
 // One warp waits at the barrier, the others at a shuffle that one of their lanes misses.
-extern "C" __global__ void __launch_bounds__(1024) two_barriers(const __grid_constant__ Arguments<64> arguments) {
+ENTRY(two_barriers, (1024), Arguments<64>, {
     if (threadIdx.x % 32 == 5) dialect::block_sync();
     else (void)dialect::shuffle_xor(threadIdx.x, 1);
     (void)arguments;
-}
+})
 
-extern "C" __global__ void __launch_bounds__(1024) two_masks(const __grid_constant__ Arguments<64> arguments) {
+ENTRY(two_masks, (1024), Arguments<64>, {
     (void)dialect::shuffle_xor(threadIdx.x, threadIdx.x % 32 < 8 ? 1 : 2);
     (void)arguments;
-}
+})
 
-extern "C" __global__ void __launch_bounds__(1024) hungry(const __grid_constant__ Arguments<64> arguments) {
+ENTRY(hungry, (1024), Arguments<64>, {
     SHARED(double, memory, 8192);
     memory[0] = 1.0;
     (void)arguments;
-}
+})
 
 // The last thread faults while all others of its block wait: their stacks must serve the next
 // launch.
-extern "C" __global__ void __launch_bounds__(1024) last_faults(const __grid_constant__ Arguments<64> arguments) {
+ENTRY(last_faults, (1024), Arguments<64>, {
     const Task& t = task(arguments);
     if (threadIdx.x + 1 == blockDim.x) dialect::store(reinterpret_cast<float*>(t.out) + t.count, 1.0f);
     dialect::block_sync();
-}
+})
