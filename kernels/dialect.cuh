@@ -17,9 +17,9 @@
 // Before a loop: its turns one after the other, each in the registers of the one before.
 #define ROLLED _Pragma("unroll 1")
 
-// A kernel that the driver finds by its name, for blocks of up to so many threads: BOUNDS are those,
-// in parentheses, and perhaps how many such blocks a multiprocessor is to hold. The block's
-// `arguments` are passed by value; what follows is its body.
+// A kernel that the driver finds by its name, for blocks of up to so many threads: BOUNDS are
+// those, in parentheses, and perhaps how many such blocks a multiprocessor is to hold. Its
+// `arguments` are passed by value; what follows them is its body.
 #define ENTRY(NAME, BOUNDS, TYPE, ...) \
     extern "C" __global__ void __launch_bounds__ BOUNDS NAME(const __grid_constant__ TYPE arguments) { __VA_ARGS__; }
 

@@ -26,8 +26,8 @@ static_assert(sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(u64) == 8, "the tab
 // Constants are enumerators throughout: a constant with an address would become a global variable
 // of the module.
 enum ArgumentBytes : int {
-    // What devices of compute capability 7.0 take from driver 530 on; older drivers do not read this
-    // PTX at all.
+    // What devices of compute capability 7.0 take from driver 530 on; older drivers do not read
+    // this PTX at all.
     LIMIT = 32764,
     // All parts of the table are multiples of 8, and 32764 is not.
     BYTES = LIMIT / 8 * 8,
