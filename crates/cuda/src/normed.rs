@@ -12,7 +12,7 @@ use fusestep_launch::{
     NormedKernel, SLOT_VALUES, WORKSPACE_BYTES, Workspace, pack,
 };
 
-use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, Grid, argument_bytes};
+use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, Grid};
 use crate::buffer::{Allocation, DeviceBuffer};
 use crate::session::{Session, unavailable};
 use crate::{GridSync, NAME};

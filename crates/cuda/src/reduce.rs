@@ -2,8 +2,8 @@
 
 use fusestep_kernels::ArgumentBlock;
 use fusestep_launch::{
-    BackendError, CONCLUSION_BYTES, CONTROL_BYTES, Conclude, LaunchReport, ListBuffer, Reduce,
-    SquareSum, TensorPartials, pack_conclusion, pack_reduction,
+    BackendError, CONTROL_BYTES, Conclude, LaunchReport, ListBuffer, Reduce, SquareSum,
+    TensorPartials, pack_conclusion, pack_reduction,
 };
 
 use crate::NAME;
