@@ -4,7 +4,7 @@
 use bytemuck::pod_collect_to_vec;
 use fusestep_fused_adam::device::Compute;
 use fusestep_fused_adam::reference::{Element, update};
-use fusestep_fused_adam::{Adam, AdamError, AdamTensors, SecondMoment, WeightDecay};
+use fusestep_fused_adam::{Adam, AdamTensors, SecondMoment, StepError, WeightDecay};
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::DType;
 use fusestep_testkit::{Case, EDGE_NUMELS, backends, outcome};
@@ -240,7 +240,7 @@ fn a_largest_moment_is_refused_without_amsgrad_and_checked_with_it() {
     tensor.max_moment2 = Some(&mut largest);
     let mut tensor = [tensor];
     let error = Adam::default().step(1, &mut tensor).unwrap_err();
-    assert!(matches!(error, AdamError::MaxMoment2 { tensor: 0, .. }));
+    assert!(matches!(error, StepError::List { tensor: 0, .. }));
     let amsgrad = Adam {
         second_moment: SecondMoment::Largest,
         ..Adam::default()

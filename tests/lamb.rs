@@ -6,7 +6,7 @@ use bytemuck::pod_collect_to_vec;
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_lamb::reference::{Tensor, update};
-use fusestep_lamb::{Excluded, Lamb, LambError, LambTensors, Trust};
+use fusestep_lamb::{Excluded, Lamb, LambTensors, StepError, Trust};
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_simd::Team;
 use fusestep_tensor::{DType, Role};
@@ -268,7 +268,7 @@ fn ten_steps_agree_with_an_independent_script() {
 fn bad_input_is_named_and_nothing_is_written() {
     let (mut p, g, mut m, mut v) = ([1.0f32; 4], [0.5f32; 4], [0.25f32; 4], [0.25f32; 4]);
     let mut short = [0.5f32; 3];
-    let message = |result: Result<Vec<usize>, LambError>| result.unwrap_err().to_string();
+    let message = |result: Result<Vec<usize>, StepError>| result.unwrap_err().to_string();
     let found = lamb().step(1, &mut [LambTensors::new(&mut p, &short, &mut m, &mut v)]);
     assert_eq!(
         message(found),

@@ -29,6 +29,6 @@ pub use norm::{
 pub use normed::{Tensor, step_tensor};
 pub use power::integer_power;
 pub use run::{LANES, Update, run};
-pub use slices::{SliceTensor, StepError, step_slices};
+pub use slices::{OwnHyper, SliceTensor, StepError, step_normed_slices, step_slices};
 pub use storage::Storage;
 pub use tree::{Terms, chunk_sums};

@@ -1,12 +1,13 @@
 //! A kernel alone on plain slices: no plan, no backend.
 
 use fusestep_launch::{
-    HostCall, HostList, HostRun, HostSpans, MAX_LISTS, MultiTensorKernel, Precision, RuleError,
-    SetValues, UpdateRule,
+    HostCall, HostList, HostRun, HostSpans, MAX_LISTS, MultiTensorKernel, Outcome, Precision,
+    RuleError, SetValues, UpdateRule,
 };
 use fusestep_simd::{Level, Split, Team};
+use fusestep_tensor::Trust;
 
-use crate::Compute;
+use crate::{Compute, Tensor, step_tensor};
 
 /// The slices of one parameter, with `N` state tensors in the order of the kernel's lists; all have
 /// the same numel, 0 allowed.
@@ -18,6 +19,27 @@ pub struct SliceTensor<'a, T, const N: usize> {
     pub grad: &'a [T],
     /// The optimizer's own tensors, updated in place.
     pub state: [&'a mut [T]; N],
+}
+
+/// Hyper-parameters of one tensor.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct OwnHyper {
+    /// Factor on the learning rate; usually 1.
+    pub lr_scale: f64,
+    /// λ of this tensor; `None` for the rule's.
+    pub weight_decay: Option<f64>,
+    /// Whether a rule with norms scales the tensor's rate; `None` leaves it to the rule.
+    pub trust: Option<Trust>,
+}
+
+impl Default for OwnHyper {
+    fn default() -> Self {
+        Self {
+            lr_scale: 1.0,
+            weight_decay: None,
+            trust: None,
+        }
+    }
 }
 
 /// Why a step on slices was refused; nothing has been written when it is returned.
@@ -54,6 +76,16 @@ pub enum StepError {
     /// Steps count from 1.
     #[error("step: expected at least 1, found 0; steps count from 1")]
     StepZero,
+    /// A tensor's own hyper-parameter is out of range.
+    #[error("{what} of tensor {tensor}: expected a finite value of at least 0, found {found}")]
+    OwnHyper {
+        /// The hyper-parameter.
+        what: &'static str,
+        /// Position of the tensor in the lists.
+        tensor: usize,
+        /// What was given.
+        found: f64,
+    },
 }
 
 /// Applies one step of `rule` to every tensor, on all threads of `team` or, without one, in the
@@ -72,51 +104,12 @@ pub fn step_slices<T: Compute, const N: usize>(
     team: Option<&Team>,
     tensors: Vec<SliceTensor<'_, T, N>>,
 ) -> Result<(), StepError> {
-    let kernel = rule.kernel(T::DTYPE, Precision::default())?;
-    if step == 0 {
-        return Err(StepError::StepZero);
-    }
-    let lists = kernel.lists();
-    assert_eq!(
-        lists.len(),
-        N + 2,
-        "the rule's crate brings every list of its kernel"
-    );
-    for (index, tensor) in tensors.iter().enumerate() {
-        let expected = tensor.param.len();
-        let state = tensor.state.iter().map(|list| list.len());
-        let found = std::iter::once(tensor.grad.len()).chain(state);
-        for (list, found) in lists[1..].iter().zip(found) {
-            if found != expected {
-                return Err(StepError::NumelMismatch {
-                    list: list.role.name(),
-                    tensor: index,
-                    expected,
-                    found,
-                });
-            }
-        }
-    }
-    let layout = kernel.argument_layout();
-    let (mut scalars, mut set) = (vec![0; layout.scalar_bytes], vec![0; layout.set_bytes]);
-    kernel.write_scalars(&mut scalars);
-    let values = SetValues {
-        lr: rule.lr(),
-        lr_scale: 1.0,
-        weight_decay: None,
-        trust: None,
-        step,
-    };
-    kernel.write_set(values, &mut set);
+    let prepared = Prepared::new::<T>(rule, step)?;
+    prepared.check(tensors.iter())?;
+    let set = prepared.set(OwnHyper::default());
     let work = Work {
-        kernel: kernel.as_ref(),
-        call: HostCall {
-            level: Level::detect(),
-            grad_factor: 1.0,
-            scalars: &scalars,
-            changes: None,
-            sets: &set,
-        },
+        kernel: prepared.kernel.as_ref(),
+        call: prepared.call(&set),
         tensors,
     };
     match team {
@@ -124,6 +117,141 @@ pub fn step_slices<T: Compute, const N: usize>(
         None => work.run(),
     }
     Ok(())
+}
+
+/// [`step_slices`] for a rule that needs norms of whole tensors, and for tensors with
+/// hyper-parameters of their own; returns the positions of tensors that were left as they are
+/// because a norm or the rate is not finite.
+///
+/// # Errors
+/// As [`step_slices`], and [`StepError::OwnHyper`].
+/// # Panics
+/// As [`step_slices`].
+pub fn step_normed_slices<T: Compute, const N: usize>(
+    rule: &dyn UpdateRule,
+    step: u64,
+    team: Option<&Team>,
+    tensors: Vec<(SliceTensor<'_, T, N>, OwnHyper)>,
+) -> Result<Vec<usize>, StepError> {
+    let prepared = Prepared::new::<T>(rule, step)?;
+    prepared.check(tensors.iter().map(|(tensor, _)| tensor))?;
+    for (tensor, (_, own)) in tensors.iter().enumerate() {
+        let values = [
+            ("lr_scale", Some(own.lr_scale)),
+            ("weight_decay", own.weight_decay),
+        ];
+        for (what, value) in values {
+            if let Some(found) = value.filter(|value| !(value.is_finite() && *value >= 0.0)) {
+                return Err(StepError::OwnHyper {
+                    what,
+                    tensor,
+                    found,
+                });
+            }
+        }
+    }
+    let mut skipped = Vec::new();
+    for (index, (tensor, own)) in tensors.into_iter().enumerate() {
+        let set = prepared.set(own);
+        let tensor = Tensor {
+            kernel: prepared.kernel.as_ref(),
+            call: prepared.call(&set),
+            class: 0,
+            numel: tensor.param.len(),
+            parameter: 0,
+            first_element: 0,
+            lists: tensor.into_lists(),
+            // The caller may write its parameters between two calls.
+            cached: None,
+            grad_sum: None,
+            sums: None,
+            update_sums: None,
+        };
+        if step_tensor(tensor, team) == Outcome::Skip {
+            skipped.push(index);
+        }
+    }
+    Ok(skipped)
+}
+
+/// A rule's kernel for one step on slices.
+struct Prepared {
+    kernel: Box<dyn MultiTensorKernel>,
+    scalars: Vec<u8>,
+    lr: f64,
+    step: u64,
+    level: Level,
+}
+
+impl Prepared {
+    fn new<T: Compute>(rule: &dyn UpdateRule, step: u64) -> Result<Self, StepError> {
+        let kernel = rule.kernel(T::DTYPE, Precision::default())?;
+        if step == 0 {
+            return Err(StepError::StepZero);
+        }
+        let mut scalars = vec![0; kernel.argument_layout().scalar_bytes];
+        kernel.write_scalars(&mut scalars);
+        Ok(Self {
+            kernel,
+            scalars,
+            lr: rule.lr(),
+            step,
+            level: Level::detect(),
+        })
+    }
+
+    /// Whether every list of every tensor is as long as its parameter.
+    fn check<'a, T: 'a, const N: usize>(
+        &self,
+        tensors: impl Iterator<Item = &'a SliceTensor<'a, T, N>>,
+    ) -> Result<(), StepError> {
+        let lists = self.kernel.lists();
+        assert_eq!(
+            lists.len(),
+            N + 2,
+            "the rule's crate brings every list of its kernel"
+        );
+        for (index, tensor) in tensors.enumerate() {
+            let expected = tensor.param.len();
+            let state = tensor.state.iter().map(|list| list.len());
+            let found = std::iter::once(tensor.grad.len()).chain(state);
+            for (list, found) in lists[1..].iter().zip(found) {
+                if found != expected {
+                    return Err(StepError::NumelMismatch {
+                        list: list.role.name(),
+                        tensor: index,
+                        expected,
+                        found,
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The set of a tensor.
+    fn set(&self, own: OwnHyper) -> Vec<u8> {
+        let mut set = vec![0; self.kernel.argument_layout().set_bytes];
+        let values = SetValues {
+            lr: self.lr,
+            lr_scale: own.lr_scale,
+            weight_decay: own.weight_decay,
+            trust: own.trust,
+            step: self.step,
+        };
+        self.kernel.write_set(values, &mut set);
+        set
+    }
+
+    fn call<'a>(&'a self, set: &'a [u8]) -> HostCall<'a> {
+        HostCall {
+            level: self.level,
+            grad_factor: 1.0,
+            scalars: &self.scalars,
+            changes: None,
+            sets: set,
+        }
+    }
 }
 
 impl<'a, T: Compute, const N: usize> SliceTensor<'a, T, N> {

@@ -126,40 +126,6 @@ impl Adam {
     }
 }
 
-/// Why an Adam step was refused; nothing has been written when it is returned.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-#[non_exhaustive]
-pub enum AdamError {
-    /// A hyper-parameter is out of range, or there is no kernel for the dtype.
-    #[error(transparent)]
-    Rule(#[from] RuleError),
-    /// A list's tensor has another element count than its parameter.
-    #[error("{list} of tensor {tensor}: expected {expected} elements, found {found}")]
-    NumelMismatch {
-        /// The list.
-        list: &'static str,
-        /// Position of the tensor in the lists.
-        tensor: usize,
-        /// The parameter's element count.
-        expected: usize,
-        /// The list's element count.
-        found: usize,
-    },
-    /// AMSGrad is on and a tensor brings no `max_moment2`, or the other way round.
-    #[error("max_moment2 of tensor {tensor}: expected {expected}, found {found}")]
-    MaxMoment2 {
-        /// Position of the tensor in the lists.
-        tensor: usize,
-        /// What the configuration asks for.
-        expected: &'static str,
-        /// What was given.
-        found: &'static str,
-    },
-    /// Steps count from 1.
-    #[error("step: expected at least 1, found 0; steps count from 1")]
-    StepZero,
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

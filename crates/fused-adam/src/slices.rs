@@ -1,13 +1,10 @@
 //! The crate alone: safe slices, no plan, no backend.
 
-use fusestep_launch::{
-    Format, HostCall, HostList, HostRun, HostSpans, MAX_LISTS, MultiTensorKernel, Precision,
-    SetValues, UpdateRule,
-};
-use fusestep_simd::{Level, Split, Team};
+use fusestep_elementwise::{Compute, SliceTensor, step_slices};
+use fusestep_launch::UpdateRule;
+use fusestep_simd::Team;
 
-use crate::device::Compute;
-use crate::{Adam, AdamError, AdamKernel, SecondMoment};
+use crate::{Adam, SecondMoment, StepError};
 
 /// The tensors of one parameter; all slices have the same numel, 0 allowed.
 #[derive(Debug)]
@@ -38,8 +35,8 @@ impl Adam {
     /// # Units
     /// `step` (t) counts from 1. `lr` and λ are per step.
     /// # Errors
-    /// [`AdamError::Rule`], [`AdamError::StepZero`], [`AdamError::NumelMismatch`] naming the list,
-    /// the tensor and both counts, [`AdamError::MaxMoment2`]; everything is checked before
+    /// [`StepError::Rule`], [`StepError::StepZero`], [`StepError::NumelMismatch`] naming the list,
+    /// the tensor and both counts, [`StepError::List`]; everything is checked before
     /// anything is written.
     /// # Cost
     /// 28 bytes of memory traffic per f32 element.
@@ -50,9 +47,8 @@ impl Adam {
         &self,
         step: u64,
         tensors: &mut [AdamTensors<'_, T>],
-    ) -> Result<(), AdamError> {
-        self.prepare(step, tensors)?.run(tensors, None);
-        Ok(())
+    ) -> Result<(), StepError> {
+        self.step_on(None, step, tensors)
     }
 
     /// [`Adam::step`] on all threads of `team`, with the same bits.
@@ -64,198 +60,51 @@ impl Adam {
         team: &Team,
         step: u64,
         tensors: &mut [AdamTensors<'_, T>],
-    ) -> Result<(), AdamError> {
-        self.prepare(step, tensors)?.run(tensors, Some(team));
-        Ok(())
+    ) -> Result<(), StepError> {
+        self.step_on(Some(team), step, tensors)
     }
 
-    fn prepare<T: Compute>(
+    fn step_on<T: Compute>(
         &self,
+        team: Option<&Team>,
         step: u64,
-        tensors: &[AdamTensors<'_, T>],
-    ) -> Result<Prepared<T>, AdamError> {
+        tensors: &mut [AdamTensors<'_, T>],
+    ) -> Result<(), StepError> {
         self.validate()?;
-        if step == 0 {
-            return Err(AdamError::StepZero);
-        }
-        for (index, tensor) in tensors.iter().enumerate() {
-            self.check(index, tensor)?;
-        }
-        let format = Format::new(self.name(), T::DTYPE, Precision::default())?;
-        let kernel = AdamKernel::new(*self, format);
-        let layout = kernel.argument_layout();
-        let (mut scalars, mut set) = ([0; 64], [0; 64]);
-        kernel.write_scalars(&mut scalars[..layout.scalar_bytes]);
-        let values = SetValues {
-            lr: self.lr,
-            lr_scale: 1.0,
-            weight_decay: None,
-            trust: None,
-            step,
-        };
-        kernel.write_set(values, &mut set[..layout.set_bytes]);
-        Ok(Prepared {
-            kernel,
-            scalars,
-            set,
-            level: Level::detect(),
-        })
-    }
-
-    fn check<T>(&self, index: usize, tensor: &AdamTensors<'_, T>) -> Result<(), AdamError> {
-        let expected = tensor.param.len();
-        match (self.second_moment, &tensor.max_moment2) {
-            (SecondMoment::Largest, None) => {
-                return Err(AdamError::MaxMoment2 {
-                    tensor: index,
-                    expected: "a slice, because the second moment is `Largest`",
-                    found: "none",
-                });
-            }
-            (SecondMoment::Running, Some(_)) => {
-                return Err(AdamError::MaxMoment2 {
-                    tensor: index,
-                    expected: "none, because the second moment is `Running`",
-                    found: "a slice",
-                });
-            }
-            _ => {}
-        }
-        let max_numel = tensor.max_moment2.as_ref().map_or(expected, |w| w.len());
-        for (list, found) in [
-            ("grad", tensor.grad.len()),
-            ("moment1", tensor.moment1.len()),
-            ("moment2", tensor.moment2.len()),
-            ("max_moment2", max_numel),
-        ] {
-            if found != expected {
-                return Err(AdamError::NumelMismatch {
-                    list,
-                    tensor: index,
-                    expected,
-                    found,
-                });
+        let (mut running, mut largest) = (Vec::new(), Vec::new());
+        for (index, tensor) in tensors.iter_mut().enumerate() {
+            let (param, grad) = (&mut *tensor.param, tensor.grad);
+            let (m, v) = (&mut *tensor.moment1, &mut *tensor.moment2);
+            let refuse = |expected, found| StepError::List {
+                list: "max_moment2",
+                tensor: index,
+                expected,
+                found,
+            };
+            match (&mut tensor.max_moment2, self.second_moment) {
+                (Some(w), SecondMoment::Largest) => largest.push(SliceTensor {
+                    param,
+                    grad,
+                    state: [m, v, &mut **w],
+                }),
+                (None, SecondMoment::Running) => running.push(SliceTensor {
+                    param,
+                    grad,
+                    state: [m, v],
+                }),
+                (None, SecondMoment::Largest) => {
+                    let expected = "a slice, because the second moment is `Largest`";
+                    return Err(refuse(expected, "none"));
+                }
+                (Some(_), SecondMoment::Running) => {
+                    let expected = "none, because the second moment is `Running`";
+                    return Err(refuse(expected, "a slice"));
+                }
             }
         }
-        Ok(())
-    }
-}
-
-/// A checked step: what is left is arithmetic.
-struct Prepared<T> {
-    kernel: AdamKernel<T>,
-    scalars: [u8; 64],
-    set: [u8; 64],
-    level: Level,
-}
-
-impl<T: Compute> Prepared<T> {
-    fn run(&self, tensors: &mut [AdamTensors<'_, T>], team: Option<&Team>) {
-        let work = Work {
-            step: self,
-            many: tensors.iter_mut().map(AdamTensors::reborrow).collect(),
-        };
-        match team {
-            Some(team) => team.run(work),
-            None => work.run(),
-        }
-    }
-}
-
-impl<T> AdamTensors<'_, T> {
-    fn reborrow(&mut self) -> AdamTensors<'_, T> {
-        AdamTensors {
-            param: self.param,
-            grad: self.grad,
-            moment1: self.moment1,
-            moment2: self.moment2,
-            max_moment2: self.max_moment2.as_deref_mut(),
-        }
-    }
-}
-
-impl<'a, T: Compute> AdamTensors<'a, T> {
-    fn split_at(self, middle: usize) -> (Self, Self) {
-        let (param, param_rest) = self.param.split_at_mut(middle);
-        let (grad, grad_rest) = self.grad.split_at(middle);
-        let (moment1, moment1_rest) = self.moment1.split_at_mut(middle);
-        let (moment2, moment2_rest) = self.moment2.split_at_mut(middle);
-        let (max_moment2, max_rest) = self.max_moment2.map(|w| w.split_at_mut(middle)).unzip();
-        (
-            AdamTensors {
-                param,
-                grad,
-                moment1,
-                moment2,
-                max_moment2,
-            },
-            AdamTensors {
-                param: param_rest,
-                grad: grad_rest,
-                moment1: moment1_rest,
-                moment2: moment2_rest,
-                max_moment2: max_rest,
-            },
-        )
-    }
-
-    fn into_lists(self) -> [HostList<'a>; MAX_LISTS] {
-        let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
-        lists[0] = HostList::ReadWrite(bytemuck::cast_slice_mut(self.param));
-        lists[1] = HostList::Read(bytemuck::cast_slice(self.grad));
-        lists[2] = HostList::ReadWrite(bytemuck::cast_slice_mut(self.moment1));
-        lists[3] = HostList::ReadWrite(bytemuck::cast_slice_mut(self.moment2));
-        if let Some(w) = self.max_moment2 {
-            lists[4] = HostList::ReadWrite(bytemuck::cast_slice_mut(w));
-        }
-        lists
-    }
-}
-
-struct Work<'a, T> {
-    step: &'a Prepared<T>,
-    many: Vec<AdamTensors<'a, T>>,
-}
-
-impl<T: Compute> Split for Work<'_, T> {
-    fn elements(&self) -> u64 {
-        self.many
-            .iter()
-            .map(|tensor| tensor.param.len() as u64)
-            .sum()
-    }
-
-    fn split(self, elements: u64) -> (Self, Self) {
-        let (mut left, mut right, mut wanted) = (Vec::new(), Vec::new(), elements as usize);
-        for tensor in self.many {
-            let numel = tensor.param.len();
-            if numel <= wanted {
-                left.push(tensor);
-            } else if wanted == 0 {
-                right.push(tensor);
-            } else {
-                let (head, tail) = tensor.split_at(wanted);
-                left.push(head);
-                right.push(tail);
-            }
-            wanted -= numel.min(wanted);
-        }
-        let step = self.step;
-        (Work { step, many: left }, Work { step, many: right })
-    }
-
-    fn run(self) {
-        let call = HostCall {
-            level: self.step.level,
-            grad_factor: 1.0,
-            scalars: &self.step.scalars,
-            sets: &self.step.set,
-            changes: None,
-        };
-        for tensors in self.many {
-            let spans = HostSpans::one(tensors.param.len(), 0);
-            let run = HostRun::new(call, tensors.into_lists(), spans);
-            self.step.kernel.run_host(run);
+        match self.second_moment {
+            SecondMoment::Running => step_slices(self, step, team, running),
+            SecondMoment::Largest => step_slices(self, step, team, largest),
         }
     }
 }

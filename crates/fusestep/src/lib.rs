@@ -14,10 +14,10 @@ pub use fusestep_coalesce as coalesce;
 pub use fusestep_collective::{self as collective, Communicator};
 pub use fusestep_cpu::{BorrowedPiece, CpuBackend};
 pub use fusestep_cuda::{CudaBackend, DeviceInfo};
-pub use fusestep_fused_adam::{self as fused_adam, AdamError, AdamTensors, SecondMoment};
+pub use fusestep_fused_adam::{self as fused_adam, AdamTensors, SecondMoment};
 pub use fusestep_fused_sgd::{self as fused_sgd, Nesterov, SgdTensors, StepError};
-pub use fusestep_lamb::{self as lamb, LambError, LambTensors};
-pub use fusestep_lars_momentum::{self as lars_momentum, Excluded, LarsError, LarsTensors};
+pub use fusestep_lamb::{self as lamb, LambTensors};
+pub use fusestep_lars_momentum::{self as lars_momentum, Excluded, LarsTensors};
 pub use fusestep_launch::{
     self as launch, Backend, BackendError, LaunchLimits, Master, Objective, Precision, Rounding,
     StateDType, WeightDecay,

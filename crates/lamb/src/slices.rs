@@ -1,15 +1,10 @@
 //! The crate alone: safe slices, no plan, no backend.
 
-use fusestep_elementwise::{Tensor, step_tensor};
-use fusestep_launch::{
-    Format, HostCall, HostList, MAX_LISTS, MultiTensorKernel, Outcome, Precision, SetValues,
-    UpdateRule,
-};
-use fusestep_simd::{Level, Team};
+use fusestep_elementwise::{Compute, OwnHyper, SliceTensor, step_normed_slices};
+use fusestep_simd::Team;
 use fusestep_tensor::Trust;
 
-use crate::device::Compute;
-use crate::{Lamb, LambError, LambKernel};
+use crate::{Lamb, StepError};
 
 /// The tensors of one parameter, and its own hyper-parameters; all slices have the same numel, 0
 /// allowed.
@@ -66,8 +61,8 @@ impl Lamb {
     /// # Units
     /// `step` (t) counts from 1. `lr` and λ are per step.
     /// # Errors
-    /// [`LambError::Rule`], [`LambError::StepZero`], [`LambError::NumelMismatch`],
-    /// [`LambError::OwnHyper`]; everything is checked before anything is written.
+    /// [`StepError::Rule`], [`StepError::StepZero`], [`StepError::NumelMismatch`],
+    /// [`StepError::OwnHyper`]; everything is checked before anything is written.
     /// # Cost
     /// 28 bytes of memory traffic per f32 element, 44 where a tensor exceeds the cache.
     /// # Source
@@ -76,7 +71,7 @@ impl Lamb {
         &self,
         step: u64,
         tensors: &mut [LambTensors<'_, T>],
-    ) -> Result<Vec<usize>, LambError> {
+    ) -> Result<Vec<usize>, StepError> {
         self.step_on(None, step, tensors)
     }
 
@@ -89,7 +84,7 @@ impl Lamb {
         team: &Team,
         step: u64,
         tensors: &mut [LambTensors<'_, T>],
-    ) -> Result<Vec<usize>, LambError> {
+    ) -> Result<Vec<usize>, StepError> {
         self.step_on(Some(team), step, tensors)
     }
 
@@ -98,96 +93,20 @@ impl Lamb {
         team: Option<&Team>,
         step: u64,
         tensors: &mut [LambTensors<'_, T>],
-    ) -> Result<Vec<usize>, LambError> {
-        self.validate()?;
-        if step == 0 {
-            return Err(LambError::StepZero);
-        }
-        for (index, tensor) in tensors.iter().enumerate() {
-            check(index, tensor)?;
-        }
-        let format = Format::new(self.name(), T::DTYPE, Precision::default())?;
-        let kernel = LambKernel::<T>::new(*self, format);
-        let layout = kernel.argument_layout();
-        let (mut scalars, mut set) = ([0; 128], [0; 64]);
-        kernel.write_scalars(&mut scalars[..layout.scalar_bytes]);
-        let mut skipped = Vec::new();
-        for (index, tensor) in tensors.iter_mut().enumerate() {
-            let values = SetValues {
-                lr: self.lr,
+    ) -> Result<Vec<usize>, StepError> {
+        let tensors = tensors.iter_mut().map(|tensor| {
+            let own = OwnHyper {
                 lr_scale: tensor.lr_scale,
                 weight_decay: tensor.weight_decay,
                 trust: tensor.trust,
-                step,
             };
-            kernel.write_set(values, &mut set[..layout.set_bytes]);
-            let call = HostCall {
-                level: Level::detect(),
-                scalars: &scalars,
-                grad_factor: 1.0,
-                sets: &set,
-                changes: None,
+            let slices = SliceTensor {
+                param: &mut *tensor.param,
+                grad: tensor.grad,
+                state: [&mut *tensor.moment1, &mut *tensor.moment2],
             };
-            if step_tensor(tensor.on(&kernel, call), team) == Outcome::Skip {
-                skipped.push(index);
-            }
-        }
-        Ok(skipped)
+            (slices, own)
+        });
+        step_normed_slices(self, step, team, tensors.collect())
     }
-}
-
-impl<T: Compute> LambTensors<'_, T> {
-    fn on<'a>(&'a mut self, kernel: &'a LambKernel<T>, call: HostCall<'a>) -> Tensor<'a> {
-        let numel = self.param.len();
-        let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
-        lists[0] = HostList::ReadWrite(bytemuck::cast_slice_mut(self.param));
-        lists[1] = HostList::Read(bytemuck::cast_slice(self.grad));
-        lists[2] = HostList::ReadWrite(bytemuck::cast_slice_mut(self.moment1));
-        lists[3] = HostList::ReadWrite(bytemuck::cast_slice_mut(self.moment2));
-        Tensor {
-            kernel,
-            call,
-            class: 0,
-            numel,
-            parameter: 0,
-            first_element: 0,
-            lists,
-            // The caller may write its parameters between two calls.
-            cached: None,
-            grad_sum: None,
-            sums: None,
-            update_sums: None,
-        }
-    }
-}
-
-fn check<T>(tensor: usize, tensors: &LambTensors<'_, T>) -> Result<(), LambError> {
-    let expected = tensors.param.len();
-    for (list, found) in [
-        ("grad", tensors.grad.len()),
-        ("moment1", tensors.moment1.len()),
-        ("moment2", tensors.moment2.len()),
-    ] {
-        if found != expected {
-            return Err(LambError::NumelMismatch {
-                list,
-                tensor,
-                expected,
-                found,
-            });
-        }
-    }
-    for (what, found) in [
-        ("lr_scale", Some(tensors.lr_scale)),
-        ("weight_decay", tensors.weight_decay),
-    ] {
-        if let Some(found) = found.filter(|value| !(value.is_finite() && *value >= 0.0)) {
-            return Err(LambError::OwnHyper {
-                what,
-                tensor,
-                found,
-            });
-        }
-    }
-    Ok(())
 }

@@ -104,37 +104,6 @@ impl Lars {
     }
 }
 
-/// Why a LARS step was refused; nothing has been written when it is returned.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-#[non_exhaustive]
-pub enum LarsError {
-    /// A hyper-parameter is out of range, or there is no kernel for the dtype.
-    #[error(transparent)]
-    Rule(#[from] RuleError),
-    /// A list's tensor has another element count than its parameter.
-    #[error("{list} of tensor {tensor}: expected {expected} elements, found {found}")]
-    NumelMismatch {
-        /// The list.
-        list: &'static str,
-        /// Position of the tensor in the lists.
-        tensor: usize,
-        /// The parameter's element count.
-        expected: usize,
-        /// The list's element count.
-        found: usize,
-    },
-    /// A tensor's own hyper-parameter is out of range.
-    #[error("{what} of tensor {tensor}: expected a finite value of at least 0, found {found}")]
-    OwnHyper {
-        /// The hyper-parameter.
-        what: &'static str,
-        /// Position of the tensor in the lists.
-        tensor: usize,
-        /// What was given.
-        found: f64,
-    },
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -7,8 +7,9 @@ pub mod device;
 pub mod reference;
 mod slices;
 
-pub use config::{Lars, LarsError};
+pub use config::Lars;
 pub use cpu::LarsKernel;
+pub use fusestep_elementwise::StepError;
 pub use fusestep_launch::Excluded;
 pub use fusestep_tensor::Trust;
 pub use slices::LarsTensors;

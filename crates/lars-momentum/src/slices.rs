@@ -1,15 +1,10 @@
 //! The crate alone: safe slices, no plan, no backend.
 
-use fusestep_elementwise::{Tensor, step_tensor};
-use fusestep_launch::{
-    Format, HostCall, HostList, MAX_LISTS, MultiTensorKernel, Outcome, Precision, SetValues,
-    UpdateRule,
-};
-use fusestep_simd::{Level, Team};
+use fusestep_elementwise::{Compute, OwnHyper, SliceTensor, step_normed_slices};
+use fusestep_simd::Team;
 use fusestep_tensor::Trust;
 
-use crate::device::Compute;
-use crate::{Lars, LarsError, LarsKernel};
+use crate::{Lars, StepError};
 
 /// The tensors of one parameter, and its own hyper-parameters; all slices have the same numel, 0
 /// allowed.
@@ -58,7 +53,7 @@ impl Lars {
     /// # Units
     /// `lr` and λ are per step.
     /// # Errors
-    /// [`LarsError::Rule`], [`LarsError::NumelMismatch`], [`LarsError::OwnHyper`]; everything is
+    /// [`StepError::Rule`], [`StepError::NumelMismatch`], [`StepError::OwnHyper`]; everything is
     /// checked before anything is written.
     /// # Cost
     /// 20 bytes of memory traffic per f32 element, 28 where a tensor exceeds the cache.
@@ -67,7 +62,7 @@ impl Lars {
     pub fn step<T: Compute>(
         &self,
         tensors: &mut [LarsTensors<'_, T>],
-    ) -> Result<Vec<usize>, LarsError> {
+    ) -> Result<Vec<usize>, StepError> {
         self.step_on(None, tensors)
     }
 
@@ -79,7 +74,7 @@ impl Lars {
         &self,
         team: &Team,
         tensors: &mut [LarsTensors<'_, T>],
-    ) -> Result<Vec<usize>, LarsError> {
+    ) -> Result<Vec<usize>, StepError> {
         self.step_on(Some(team), tensors)
     }
 
@@ -87,91 +82,21 @@ impl Lars {
         &self,
         team: Option<&Team>,
         tensors: &mut [LarsTensors<'_, T>],
-    ) -> Result<Vec<usize>, LarsError> {
-        self.validate()?;
-        for (index, tensor) in tensors.iter().enumerate() {
-            check(index, tensor)?;
-        }
-        let format = Format::new(self.name(), T::DTYPE, Precision::default())?;
-        let kernel = LarsKernel::<T>::new(*self, format);
-        let layout = kernel.argument_layout();
-        let (mut scalars, mut set) = ([0; 128], [0; 64]);
-        kernel.write_scalars(&mut scalars[..layout.scalar_bytes]);
-        let mut skipped = Vec::new();
-        for (index, tensor) in tensors.iter_mut().enumerate() {
-            let values = SetValues {
-                lr: self.lr,
+    ) -> Result<Vec<usize>, StepError> {
+        let tensors = tensors.iter_mut().map(|tensor| {
+            let own = OwnHyper {
                 lr_scale: tensor.lr_scale,
                 weight_decay: tensor.weight_decay,
                 trust: tensor.trust,
-                step: 1,
             };
-            kernel.write_set(values, &mut set[..layout.set_bytes]);
-            let call = HostCall {
-                level: Level::detect(),
-                scalars: &scalars,
-                grad_factor: 1.0,
-                sets: &set,
-                changes: None,
+            let slices = SliceTensor {
+                param: &mut *tensor.param,
+                grad: tensor.grad,
+                state: [&mut *tensor.velocity],
             };
-            if step_tensor(tensor.on(&kernel, call), team) == Outcome::Skip {
-                skipped.push(index);
-            }
-        }
-        Ok(skipped)
+            (slices, own)
+        });
+        // Every step is alike.
+        step_normed_slices(self, 1, team, tensors.collect())
     }
-}
-
-impl<T: Compute> LarsTensors<'_, T> {
-    fn on<'a>(&'a mut self, kernel: &'a LarsKernel<T>, call: HostCall<'a>) -> Tensor<'a> {
-        let numel = self.param.len();
-        let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
-        lists[0] = HostList::ReadWrite(bytemuck::cast_slice_mut(self.param));
-        lists[1] = HostList::Read(bytemuck::cast_slice(self.grad));
-        lists[2] = HostList::ReadWrite(bytemuck::cast_slice_mut(self.velocity));
-        Tensor {
-            kernel,
-            call,
-            class: 0,
-            numel,
-            parameter: 0,
-            first_element: 0,
-            lists,
-            // The caller may write its parameters between two calls.
-            cached: None,
-            grad_sum: None,
-            sums: None,
-            update_sums: None,
-        }
-    }
-}
-
-fn check<T>(tensor: usize, tensors: &LarsTensors<'_, T>) -> Result<(), LarsError> {
-    let expected = tensors.param.len();
-    for (list, found) in [
-        ("grad", tensors.grad.len()),
-        ("velocity", tensors.velocity.len()),
-    ] {
-        if found != expected {
-            return Err(LarsError::NumelMismatch {
-                list,
-                tensor,
-                expected,
-                found,
-            });
-        }
-    }
-    for (what, found) in [
-        ("lr_scale", Some(tensors.lr_scale)),
-        ("weight_decay", tensors.weight_decay),
-    ] {
-        if let Some(found) = found.filter(|value| !(value.is_finite() && *value >= 0.0)) {
-            return Err(LarsError::OwnHyper {
-                what,
-                tensor,
-                found,
-            });
-        }
-    }
-    Ok(())
 }

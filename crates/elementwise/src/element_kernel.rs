@@ -1,0 +1,144 @@
+//! The kernel of a rule that updates every element on its own.
+
+use std::marker::PhantomData;
+
+use fusestep_launch::{
+    ArgumentLayout, Format, HostRun, MultiTensorKernel, Precision, ResidentSets, RuleError,
+    SetValues, TensorList, UpdateRule,
+};
+use fusestep_tensor::{DType, Role};
+
+use crate::{Compute, padded_bytes, read_values, write_padded};
+
+/// Names of a rule's device entries for one format.
+#[derive(Clone, Copy, Debug)]
+pub struct Entries {
+    /// The one that updates, of [`fusestep_launch::entry`].
+    pub update: &'static str,
+    /// The one that derives the sets of a resident table, of [`fusestep_launch::sets_entry`].
+    pub sets: &'static str,
+}
+
+/// A rule that updates every element on its own, with `SCALARS` scalars that all tensors share and
+/// `SET` that tensors of one class share at one step.
+///
+/// Scalars are formed in f64 here and rounded once, so that every backend computes from the same
+/// bytes. They are read by the rule's `.cu` file in this order.
+pub trait ElementRule<const SCALARS: usize, const SET: usize>: UpdateRule + Copy + 'static {
+    /// Names the rule's `.cu` file and PTX module: `lion`.
+    const STEM: &'static str;
+
+    /// The device entries for a format.
+    fn entries(format: Format) -> Entries;
+
+    /// The state in the order of a record's addresses.
+    fn state(&self) -> &'static [Role];
+
+    /// Options as the device reads them.
+    fn flags(&self) -> u32;
+
+    /// What all tensors share.
+    fn scalars(&self) -> [f64; SCALARS];
+
+    /// What tensors of one class share at one step.
+    fn set(&self, values: SetValues) -> [f64; SET];
+
+    /// What a device derives sets from, besides the learning rate, which comes first.
+    fn hyper_parameters_of_sets(&self) -> Vec<f64>;
+
+    /// Updates tensors on the host: [`crate::run_format`] with the update of one element.
+    fn run<T: Compute>(&self, scalars: [T; SCALARS], format: Format, run: HostRun<'_, '_>);
+}
+
+/// The kernel of a rule, with all arithmetic in f64 for parameters of f64 and else in f32.
+///
+/// # Errors
+/// As [`UpdateRule::kernel`].
+pub fn element_kernel<R, const SCALARS: usize, const SET: usize>(
+    rule: &R,
+    dtype: DType,
+    precision: Precision,
+) -> Result<Box<dyn MultiTensorKernel>, RuleError>
+where
+    R: ElementRule<SCALARS, SET>,
+{
+    rule.validate()?;
+    let format = Format::new(rule.name(), dtype, precision)?;
+    Ok(match dtype {
+        DType::F64 => Box::new(ElementKernel::<R, f64, SCALARS, SET>::new(*rule, format)),
+        _ => Box::new(ElementKernel::<R, f32, SCALARS, SET>::new(*rule, format)),
+    })
+}
+
+/// A rule with all arithmetic in `T`, for tensors kept in any format that is computed in `T`.
+struct ElementKernel<R, T, const SCALARS: usize, const SET: usize> {
+    rule: R,
+    format: Format,
+    lists: Vec<TensorList>,
+    compute: PhantomData<T>,
+}
+
+impl<R, T, const SCALARS: usize, const SET: usize> ElementKernel<R, T, SCALARS, SET>
+where
+    R: ElementRule<SCALARS, SET>,
+{
+    fn new(rule: R, format: Format) -> Self {
+        Self {
+            rule,
+            format,
+            lists: format.lists(rule.state()),
+            compute: PhantomData,
+        }
+    }
+}
+
+impl<R, T, const SCALARS: usize, const SET: usize> MultiTensorKernel
+    for ElementKernel<R, T, SCALARS, SET>
+where
+    R: ElementRule<SCALARS, SET>,
+    T: Compute,
+{
+    fn stem(&self) -> &'static str {
+        R::STEM
+    }
+
+    fn entry(&self) -> &'static str {
+        R::entries(self.format).update
+    }
+
+    fn lists(&self) -> &[TensorList] {
+        &self.lists
+    }
+
+    fn argument_layout(&self) -> ArgumentLayout {
+        self.format.argument_layout(ArgumentLayout {
+            lists: self.lists.len(),
+            scalar_bytes: padded_bytes::<T>(SCALARS),
+            set_bytes: padded_bytes::<T>(SET),
+        })
+    }
+
+    fn flags(&self) -> u32 {
+        self.rule.flags() | self.format.flags()
+    }
+
+    fn write_scalars(&self, out: &mut [u8]) {
+        write_padded(&self.rule.scalars().map(T::round), out);
+    }
+
+    fn write_set(&self, values: SetValues, out: &mut [u8]) {
+        let set = self.rule.set(values).map(T::round);
+        write_padded(&set, self.format.write_key(values.step, out));
+    }
+
+    fn resident(&self) -> Option<ResidentSets> {
+        let hyper = self.rule.hyper_parameters_of_sets();
+        let entry = R::entries(self.format).sets;
+        Some(ResidentSets::new(entry, &hyper, self.format.seed()))
+    }
+
+    fn run_host(&self, run: HostRun<'_, '_>) {
+        let scalars = read_values(run.call.scalars);
+        self.rule.run::<T>(scalars, self.format, run);
+    }
+}
