@@ -6,24 +6,24 @@
 //
 // Duchi, Hazan & Singer 2011, with eps, the decay of lr in `step_size` and the initial value as in
 // PyTorch. Every operation is rounded once, in the order written in `element`, without contraction:
-// the bits are those of crates/adagrad/src/cpu.rs.
+// the bits are those of crates/adagrad/src/rule.rs.
 #include "elementwise.cuh"
 
 namespace adagrad {
 
 using multi_tensor::u32;
 
-// Options of the kernel; crates/adagrad/src/device.rs.
+// Options of the kernel; crates/adagrad/src/rule.rs.
 enum Flag : u32 { FLAG_MAXIMIZE = 1 };
 
-// Shared by all tensors; crates/adagrad/src/device.rs: Scalars.
+// Shared by all tensors; `scalars` of crates/adagrad/src/rule.rs.
 template <class T>
 struct Scalars {
     T eps;
 };
 
-// Of the tensors of one class at one step; crates/adagrad/src/device.rs: Set, padded to a multiple
-// of 8 bytes.
+// Of the tensors of one class at one step; `set` of crates/adagrad/src/rule.rs, padded to a
+// multiple of 8.
 template <class T>
 struct alignas(8) Set {
     T step_size;
@@ -55,7 +55,7 @@ struct Update {
     }
 };
 
-// The sets of a step; crates/adagrad/src/config.rs: set. Hyper-parameters: lr, lr_decay, lambda,
+// The sets of a step; `set` of crates/adagrad/src/rule.rs. Hyper-parameters: lr, lr_decay, lambda,
 // initial_sum.
 template <class T>
 struct Sets {

@@ -24,7 +24,7 @@ using multi_tensor::u32;
 template <class Format, int STATES, class Update, bool AT_RANDOM, class Source>
 struct Body {
     typedef typename Format::Param Param;
-    typedef typename Format::Beside Beside;
+    typedef typename Format::Master Master;
     typedef typename Format::State State;
     typedef typename Format::Compute Compute;
     // C++ has no arrays of length 0. Two lists share a word of random bits.
@@ -33,7 +33,7 @@ struct Body {
     Param* param;
     const Param* grad;
     State* state[PLACES];
-    Beside* beside;
+    Master* master;
     Update update;
     typename multi_tensor::Place<Source>::HeaderView header;
     storage::Draws draws;
@@ -51,7 +51,7 @@ struct Body {
         const Compute grad_factor = Compute(multi_tensor::grad_factor(header));
         Lanes<WIDTH, Param> p[IN_FLIGHT], g[IN_FLIGHT];
         Lanes<WIDTH, State> s[IN_FLIGHT][PLACES];
-        Lanes<WIDTH, Beside> b[IN_FLIGHT];
+        Lanes<WIDTH, Master> b[IN_FLIGHT];
         for (int i = 0; i < IN_FLIGHT; i++) {
             const u32 at = first + i * stride;
             if constexpr (Format::READS_PARAM) {
@@ -61,8 +61,8 @@ struct Body {
             for (int list = 0; list < STATES; list++) {
                 s[i][list] = multi_tensor::load_lanes<WIDTH>(state[list] + at);
             }
-            if constexpr (Format::LISTS_BESIDE > 0) {
-                b[i] = multi_tensor::load_lanes<WIDTH>(beside + at);
+            if constexpr (Format::MASTER_LISTS > 0) {
+                b[i] = multi_tensor::load_lanes<WIDTH>(master + at);
             }
         }
         for (int i = 0; i < IN_FLIGHT; i++) {
@@ -94,8 +94,8 @@ struct Body {
             for (int list = 0; list < STATES; list++) {
                 multi_tensor::store_lanes(state[list] + at, s[i][list]);
             }
-            if constexpr (Format::LISTS_BESIDE > 0) {
-                multi_tensor::store_lanes(beside + at, b[i]);
+            if constexpr (Format::MASTER_LISTS > 0) {
+                multi_tensor::store_lanes(master + at, b[i]);
             }
         }
     }
@@ -106,9 +106,9 @@ struct Body {
 template <class Format, int STATES, class Update, bool AT_RANDOM, class Source>
 __device__ __forceinline__ void update_chunk(Source arguments) {
     typedef typename Format::Param Param;
-    typedef typename Format::Beside Beside;
+    typedef typename Format::Master Master;
     typedef typename Format::State State;
-    constexpr int LISTS = 2 + STATES + Format::LISTS_BESIDE;
+    constexpr int LISTS = 2 + STATES + Format::MASTER_LISTS;
     constexpr int WORDS = LISTS + storage::Origin<AT_RANDOM>::WORDS;
     typedef storage::SetOf<typename Update::Set, AT_RANDOM> KeyedSet;
     const multi_tensor::Table<typename Update::Scalars, KeyedSet, WORDS, Source> table = {arguments};
@@ -133,9 +133,9 @@ __device__ __forceinline__ void update_chunk(Source arguments) {
         body.state[list] = multi_tensor::chunk_start<State>(record, list + 2, chunk);
         packs = packs && multi_tensor::takes_packs(body.state[list]);
     }
-    if constexpr (Format::LISTS_BESIDE > 0) {
-        body.beside = multi_tensor::chunk_start<Beside>(record, LISTS - 1, chunk);
-        packs = packs && multi_tensor::takes_packs(body.beside);
+    if constexpr (Format::MASTER_LISTS > 0) {
+        body.master = multi_tensor::chunk_start<Master>(record, LISTS - 1, chunk);
+        packs = packs && multi_tensor::takes_packs(body.master);
     }
     if constexpr (multi_tensor::Place<Source>::IS_MEASURED) {
         double* const slot = table.update_sums(index) + chunk.first_element / update_sums::CHUNK * update_sums::UNITS;

@@ -8,7 +8,7 @@
 // Kingma & Ba 2015, Algorithm 1 (arXiv:1412.6980); Loshchilov & Hutter 2019, Algorithm 2
 // (arXiv:1711.05101), with the decay multiplied by the learning rate; Reddi, Kale & Kumar 2018 for
 // AMSGrad. Every operation is rounded once, in the order written in `update`, without contraction:
-// the bits are those of crates/fused-adam/src/cpu.rs.
+// the bits are those of crates/fused-adam/src/rule.rs.
 #include "entries.cuh"
 #include "update_sums.cuh"
 
@@ -17,13 +17,13 @@ namespace fused_adam {
 using multi_tensor::Lanes;
 using multi_tensor::u32;
 
-// Options of the kernel; crates/fused-adam/src/device.rs.
+// Options of the kernel; crates/fused-adam/src/rule.rs.
 enum Flag : u32 { FLAG_AMSGRAD = 1, FLAG_MAXIMIZE = 2 };
 
 // Which second moment is under the root. The largest so far is a fifth list.
 enum class SecondMoment { running, largest };
 
-// Shared by all tensors; crates/fused-adam/src/device.rs: Scalars.
+// Shared by all tensors; `scalars` of crates/fused-adam/src/rule.rs.
 template <class T>
 struct Scalars {
     T beta1;
@@ -32,7 +32,7 @@ struct Scalars {
     T one_minus_beta2;
 };
 
-// Of the tensors of one class at one step; crates/fused-adam/src/device.rs: Set.
+// Of the tensors of one class at one step; `set` of crates/fused-adam/src/rule.rs.
 template <class T>
 struct Set {
     T step_size;
@@ -76,7 +76,7 @@ __device__ __forceinline__ void update(Element<T>& element, T g, const Scalars<T
 template <class Format, SecondMoment SECOND, bool AT_RANDOM, class Source>
 struct Body {
     typedef typename Format::Param Param;
-    typedef typename Format::Beside Beside;
+    typedef typename Format::Master Master;
     typedef typename Format::State State;
     typedef typename Format::Compute Compute;
 
@@ -85,7 +85,7 @@ struct Body {
     State* moment1;
     State* moment2;
     State* max_moment2;
-    Beside* beside;
+    Master* master;
     Scalars<Compute> scalars;
     Set<Compute> set;
     typename multi_tensor::Place<Source>::HeaderView header;
@@ -104,7 +104,7 @@ struct Body {
         const Compute grad_factor = Compute(multi_tensor::grad_factor(header));
         Lanes<WIDTH, Param> p[IN_FLIGHT], g[IN_FLIGHT];
         Lanes<WIDTH, State> m[IN_FLIGHT], v[IN_FLIGHT], w[IN_FLIGHT];
-        Lanes<WIDTH, Beside> b[IN_FLIGHT];
+        Lanes<WIDTH, Master> b[IN_FLIGHT];
         for (int i = 0; i < IN_FLIGHT; i++) {
             const u32 at = first + i * stride;
             if constexpr (Format::READS_PARAM) {
@@ -118,8 +118,8 @@ struct Body {
             } else {
                 w[i] = v[i];
             }
-            if constexpr (Format::LISTS_BESIDE > 0) {
-                b[i] = multi_tensor::load_lanes<WIDTH>(beside + at);
+            if constexpr (Format::MASTER_LISTS > 0) {
+                b[i] = multi_tensor::load_lanes<WIDTH>(master + at);
             }
         }
         for (int i = 0; i < IN_FLIGHT; i++) {
@@ -148,8 +148,8 @@ struct Body {
             if constexpr (SECOND == SecondMoment::largest) {
                 multi_tensor::store_lanes(max_moment2 + at, w[i]);
             }
-            if constexpr (Format::LISTS_BESIDE > 0) {
-                multi_tensor::store_lanes(beside + at, b[i]);
+            if constexpr (Format::MASTER_LISTS > 0) {
+                multi_tensor::store_lanes(master + at, b[i]);
             }
         }
     }
@@ -161,7 +161,7 @@ __device__ __forceinline__ void update_chunk(Source arguments) {
     typedef typename Format::State State;
     typedef typename Format::Compute Compute;
     constexpr int STATE_LISTS = SECOND == SecondMoment::largest ? 3 : 2;
-    constexpr int LISTS = 2 + STATE_LISTS + Format::LISTS_BESIDE;
+    constexpr int LISTS = 2 + STATE_LISTS + Format::MASTER_LISTS;
     constexpr int WORDS = LISTS + storage::Origin<AT_RANDOM>::WORDS;
     typedef storage::SetOf<Set<Compute>, AT_RANDOM> KeyedSet;
     const multi_tensor::Table<Scalars<Compute>, KeyedSet, WORDS, Source> table = {arguments};
@@ -186,12 +186,12 @@ __device__ __forceinline__ void update_chunk(Source arguments) {
     if constexpr (SECOND == SecondMoment::largest) {
         body.max_moment2 = multi_tensor::chunk_start<State>(record, 4, chunk);
     }
-    if constexpr (Format::LISTS_BESIDE > 0) {
-        body.beside = multi_tensor::chunk_start<typename Format::Beside>(record, LISTS - 1, chunk);
+    if constexpr (Format::MASTER_LISTS > 0) {
+        body.master = multi_tensor::chunk_start<typename Format::Master>(record, LISTS - 1, chunk);
     }
     const bool packs = multi_tensor::takes_packs(body.param) && multi_tensor::takes_packs(body.grad) &&
                        multi_tensor::takes_packs(body.moment1) && multi_tensor::takes_packs(body.moment2) &&
-                       multi_tensor::takes_packs(body.max_moment2) && multi_tensor::takes_packs(body.beside);
+                       multi_tensor::takes_packs(body.max_moment2) && multi_tensor::takes_packs(body.master);
     if constexpr (multi_tensor::Place<Source>::IS_MEASURED) {
         double* const slot = table.update_sums(index) + chunk.first_element / update_sums::CHUNK * update_sums::UNITS;
         update_sums::update_chunk<AT_RANDOM ? 2 : int(storage::Width<Format>::VALUE)>(body, chunk.numel, packs, slot);
@@ -227,7 +227,7 @@ __device__ __forceinline__ void run(Source arguments) {
     run_rounded<Format, false>(arguments);
 }
 
-// The sets of a step; crates/fused-adam/src/config.rs: set. Hyper-parameters: lr, beta1, beta2,
+// The sets of a step; `set` of crates/fused-adam/src/rule.rs. Hyper-parameters: lr, beta1, beta2,
 // lambda, 1 if decay is decoupled, eps.
 template <class T>
 struct Sets {

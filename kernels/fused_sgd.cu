@@ -7,24 +7,24 @@
 //
 // Sutskever, Martens, Dahl & Hinton 2013, with lr outside of the velocity as PyTorch does. Every
 // operation is rounded once, in the order written in `element`, without contraction: the bits are
-// those of crates/fused-sgd/src/cpu.rs.
+// those of crates/fused-sgd/src/rule.rs.
 #include "elementwise.cuh"
 
 namespace fused_sgd {
 
 using multi_tensor::u32;
 
-// Options of the kernel; crates/fused-sgd/src/device.rs.
+// Options of the kernel; crates/fused-sgd/src/rule.rs.
 enum Flag : u32 { FLAG_VELOCITY = 1, FLAG_NESTEROV = 2, FLAG_MAXIMIZE = 4 };
 
-// Shared by all tensors; crates/fused-sgd/src/device.rs: Scalars.
+// Shared by all tensors; `scalars` of crates/fused-sgd/src/rule.rs.
 template <class T>
 struct Scalars {
     T rescale;
     T momentum;
 };
 
-// Of the tensors of one class at one step; crates/fused-sgd/src/device.rs: Set.
+// Of the tensors of one class at one step; `set` of crates/fused-sgd/src/rule.rs.
 template <class T>
 struct Set {
     T lr;
@@ -61,8 +61,8 @@ struct Update {
     }
 };
 
-// The sets of a step; crates/fused-sgd/src/config.rs: set. Hyper-parameters: lr, dampening, lambda,
-// 1 if decay is decoupled.
+// The sets of a step; `set` of crates/fused-sgd/src/rule.rs. Hyper-parameters: lr, dampening,
+// lambda, 1 if decay is decoupled.
 template <class T>
 struct Sets {
     typedef fused_sgd::Scalars<T> Scalars;

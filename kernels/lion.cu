@@ -5,17 +5,17 @@
 //     m <- beta2 m + (1 - beta2) g
 //
 // Chen et al. 2023, Algorithm 2 (arXiv:2302.06675). Every operation is rounded once, in the order
-// written in `element`, without contraction: the bits are those of crates/lion/src/cpu.rs.
+// written in `element`, without contraction: the bits are those of crates/lion/src/rule.rs.
 #include "elementwise.cuh"
 
 namespace lion {
 
 using multi_tensor::u32;
 
-// Options of the kernel; crates/lion/src/device.rs.
+// Options of the kernel; crates/lion/src/rule.rs.
 enum Flag : u32 { FLAG_MAXIMIZE = 1 };
 
-// Shared by all tensors; crates/lion/src/device.rs: Scalars.
+// Shared by all tensors; `scalars` of crates/lion/src/rule.rs.
 template <class T>
 struct Scalars {
     T beta1;
@@ -24,7 +24,7 @@ struct Scalars {
     T one_minus_beta2;
 };
 
-// Of the tensors of one class at one step; crates/lion/src/device.rs: Set.
+// Of the tensors of one class at one step; `set` of crates/lion/src/rule.rs.
 template <class T>
 struct Set {
     T lr;
@@ -59,7 +59,7 @@ struct Update {
     }
 };
 
-// The sets of a step; crates/lion/src/config.rs: set. Hyper-parameters: lr, lambda.
+// The sets of a step; `set` of crates/lion/src/rule.rs. Hyper-parameters: lr, lambda.
 template <class T>
 struct Sets {
     typedef lion::Scalars<T> Scalars;

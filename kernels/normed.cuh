@@ -27,19 +27,19 @@ template <class Rule, bool AT_RANDOM, class Source>
 struct Engine {
     typedef typename Rule::Format Format;
     typedef typename Format::Param Param;
-    typedef typename Format::Beside Beside;
+    typedef typename Format::Master Master;
     typedef typename Format::State State;
     typedef typename Format::Compute Compute;
     typedef storage::SetOf<typename Rule::Set, AT_RANDOM> KeyedSet;
     enum : int {
         STATES = Rule::STATES,
-        LISTS = 2 + STATES + Format::LISTS_BESIDE,
+        LISTS = 2 + STATES + Format::MASTER_LISTS,
         WORDS = LISTS + storage::Origin<AT_RANDOM>::WORDS,
         // State lists that the sums read; C++ has no arrays of length 0.
         SUMMED = Rule::READ - 2,
         PLACES = SUMMED > 0 ? SUMMED : 1,
         IS_MEASURED = multi_tensor::Place<Source>::IS_MEASURED,
-        ROW_BYTES = sizeof(Param) * (1 + Format::READS_PARAM) + sizeof(State) * SUMMED + sizeof(Beside) * Format::LISTS_BESIDE,
+        ROW_BYTES = sizeof(Param) * (1 + Format::READS_PARAM) + sizeof(State) * SUMMED + sizeof(Master) * Format::MASTER_LISTS,
     };
     typedef multi_tensor::Record<WORDS> Row;
     typedef multi_tensor::Table<typename Rule::Scalars, KeyedSet, WORDS, Source> Arguments;
@@ -81,7 +81,7 @@ struct Engine {
         Param param;
         Param grad;
         State state[PLACES];
-        Beside beside;
+        Master master;
     };
 
     template <class T>
@@ -98,15 +98,15 @@ struct Engine {
         for (int list = 0; list < SUMMED; list++) {
             kept.state[list] = dialect::load(list_of<const State>(record, 2 + list) + element);
         }
-        if constexpr (Format::LISTS_BESIDE > 0) {
-            kept.beside = dialect::load(list_of<const Beside>(record, LISTS - 1) + element);
+        if constexpr (Format::MASTER_LISTS > 0) {
+            kept.master = dialect::load(list_of<const Master>(record, LISTS - 1) + element);
         }
         return kept;
     }
 
     __device__ __forceinline__ void add_kept(const Kept& kept, const typename Rule::Set& set, double (&sums)[SUMS]) const {
         Compute element[Rule::READ];
-        element[0] = Format::value(kept.param, kept.beside);
+        element[0] = Format::value(kept.param, kept.master);
         element[1] = storage::widen(kept.grad);
         for (int list = 0; list < SUMMED; list++) {
             element[2 + list] = storage::widen(kept.state[list]);
@@ -231,7 +231,7 @@ struct Engine {
         const Compute grad_factor = Compute(multi_tensor::grad_factor(table.header()));
         Lanes<WIDTH, Param> p, g;
         Lanes<WIDTH, State> s[STATES];
-        Lanes<WIDTH, Beside> b;
+        Lanes<WIDTH, Master> b;
         if constexpr (Format::READS_PARAM) {
             p = multi_tensor::load_lanes<WIDTH>(list_of<const Param>(record, 0) + at);
         }
@@ -239,8 +239,8 @@ struct Engine {
         for (int list = 0; list < STATES; list++) {
             s[list] = multi_tensor::load_lanes<WIDTH>(list_of<const State>(record, 2 + list) + at);
         }
-        if constexpr (Format::LISTS_BESIDE > 0) {
-            b = multi_tensor::load_lanes<WIDTH>(list_of<const Beside>(record, LISTS - 1) + at);
+        if constexpr (Format::MASTER_LISTS > 0) {
+            b = multi_tensor::load_lanes<WIDTH>(list_of<const Master>(record, LISTS - 1) + at);
         }
         for (int lane = 0; lane < WIDTH; lane++) {
             const Compute before = Format::value(p.lane[lane], b.lane[lane]);
@@ -271,8 +271,8 @@ struct Engine {
         for (int list = 0; list < STATES; list++) {
             multi_tensor::store_lanes(list_of<State>(record, 2 + list) + at, s[list]);
         }
-        if constexpr (Format::LISTS_BESIDE > 0) {
-            multi_tensor::store_lanes(list_of<Beside>(record, LISTS - 1) + at, b);
+        if constexpr (Format::MASTER_LISTS > 0) {
+            multi_tensor::store_lanes(list_of<Master>(record, LISTS - 1) + at, b);
         }
     }
 

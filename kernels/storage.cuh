@@ -2,7 +2,7 @@
 // parameter, rounded to nearest or at random. Arithmetic is in the compute type; every format has
 // `widen` and `narrow`, and a kernel is written once for all.
 //
-// The host's versions are crates/simd/src/narrow.rs, crates/elementwise/src/slot.rs, and
+// The host's versions are crates/simd/src/narrow.rs, crates/elementwise/src/param_storage.rs, and
 // crates/launch/src/random_bits.rs; the bits are the same.
 #pragma once
 
@@ -74,10 +74,10 @@ __device__ __forceinline__ void narrow(BF16& to, float value, u32 draw) {
 template <class P, class S, class C>
 struct Plain {
     typedef P Param;
-    typedef Nothing Beside;
+    typedef Nothing Master;
     typedef S State;
     typedef C Compute;
-    enum : int { LISTS_BESIDE = 0, READS_PARAM = 1 };
+    enum : int { MASTER_LISTS = 0, READS_PARAM = 1 };
 
     __device__ __forceinline__ static C value(P param, Nothing) { return widen(param); }
 
@@ -91,10 +91,10 @@ struct Plain {
 template <class P, class S>
 struct WithMaster {
     typedef P Param;
-    typedef float Beside;
+    typedef float Master;
     typedef S State;
     typedef float Compute;
-    enum : int { LISTS_BESIDE = 1, READS_PARAM = 0 };
+    enum : int { MASTER_LISTS = 1, READS_PARAM = 0 };
 
     __device__ __forceinline__ static float value(P, float master) { return master; }
 
@@ -110,10 +110,10 @@ struct WithMaster {
 template <class S>
 struct WithRemainder {
     typedef BF16 Param;
-    typedef Remainder Beside;
+    typedef Remainder Master;
     typedef S State;
     typedef float Compute;
-    enum : int { LISTS_BESIDE = 1, READS_PARAM = 1 };
+    enum : int { MASTER_LISTS = 1, READS_PARAM = 1 };
 
     __device__ __forceinline__ static float value(BF16 param, Remainder remainder) {
         return dialect::float_of((u32(param.bits) << 16) + u32(int(short(remainder.bits))));
@@ -137,9 +137,9 @@ struct Width {
     enum : int {
         STATE = int(sizeof(typename Format::State)),
         PARAM = int(sizeof(typename Format::Param)),
-        BESIDE = int(sizeof(typename Format::Beside)),
+        MASTER = int(sizeof(typename Format::Master)),
         WIDER = STATE > PARAM ? STATE : PARAM,
-        FITTING = 16 / (WIDER > BESIDE ? WIDER : BESIDE),
+        FITTING = 16 / (WIDER > MASTER ? WIDER : MASTER),
         VALUE = FITTING > 4 ? 4 : FITTING,
     };
 };
@@ -158,7 +158,7 @@ struct IsBf16<BF16> {
 template <class Format>
 struct MayDraw {
     enum : int {
-        PARAM = IsBf16<typename Format::Param>::VALUE && Format::LISTS_BESIDE == 0,
+        PARAM = IsBf16<typename Format::Param>::VALUE && Format::MASTER_LISTS == 0,
         VALUE = PARAM || IsBf16<typename Format::State>::VALUE,
     };
 };

@@ -2,7 +2,7 @@
 //! input.
 
 use bytemuck::pod_collect_to_vec;
-use fusestep_fused_adam::device::Compute;
+use fusestep_elementwise::Compute;
 use fusestep_fused_adam::reference::{Element, update};
 use fusestep_fused_adam::{Adam, AdamTensors, SecondMoment, StepError, WeightDecay};
 use fusestep_planner::{Optimizer, Planner};

@@ -143,7 +143,7 @@ fn lengths_beyond_32_bits_are_counted_not_cut() {
         operation: Operation::AllGather,
         dtype: DType::F32,
         counts: Some(&[3 << 32, 0]),
-        buffers: Buffers::Apart {
+        buffers: Buffers::OutOfPlace {
             send: &[],
             receive: &mut [],
         },

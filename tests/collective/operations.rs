@@ -60,7 +60,7 @@ pub(crate) fn apart<T: Element>(
     send: &[T],
     receive: &mut [T],
 ) {
-    let buffers = Buffers::Apart {
+    let buffers = Buffers::OutOfPlace {
         send: bytemuck::cast_slice(send),
         receive: bytemuck::cast_slice_mut(receive),
     };

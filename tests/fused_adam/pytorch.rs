@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use bytemuck::pod_collect_to_vec;
-use fusestep_fused_adam::device::Compute;
+use fusestep_elementwise::Compute;
 use fusestep_fused_adam::{Adam, Objective, SecondMoment, WeightDecay};
 use safetensors::SafeTensors;
 use serde::Deserialize;

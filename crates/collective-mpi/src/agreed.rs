@@ -94,7 +94,7 @@ mod tests {
         let mut like = |agreed: &Agreed, operation, dtype, in_place: Option<usize>, context| {
             let buffers = match in_place {
                 Some(len_bytes) => Buffers::InPlace(&mut first[..len_bytes]),
-                None => Buffers::Apart {
+                None => Buffers::OutOfPlace {
                     send: &*second,
                     receive: first,
                 },

@@ -50,11 +50,11 @@ impl MpiCommunicator {
                 let buffer = &*buffer;
                 self.exchange(others.map(|to| Piece::out(to, Kind::Data, buffer)), print);
             }
-            Buffers::Apart { send, receive } if is_root => {
+            Buffers::OutOfPlace { send, receive } if is_root => {
                 receive.copy_from_slice(send);
                 self.exchange(others.map(|to| Piece::out(to, Kind::Data, send)), print);
             }
-            Buffers::InPlace(receive) | Buffers::Apart { receive, .. } => {
+            Buffers::InPlace(receive) | Buffers::OutOfPlace { receive, .. } => {
                 self.exchange([Piece::into(root, Kind::Data, receive)], print);
             }
         }
@@ -63,7 +63,7 @@ impl MpiCommunicator {
     fn all_gather(&mut self, buffers: Buffers<'_>, ranges: &[Range<usize>], print: &Fingerprint) {
         let (rank, others) = (self.group.rank, self.group.others());
         let (own, mut parts) = match buffers {
-            Buffers::Apart { send, receive } => {
+            Buffers::OutOfPlace { send, receive } => {
                 receive[ranges[rank].clone()].copy_from_slice(send);
                 (send, carve(receive, ranges))
             }
@@ -94,14 +94,14 @@ impl MpiCommunicator {
         let own = ranges[rank].clone();
         let send = match buffers {
             Buffers::InPlace(buffer) if rank == root => &*buffer,
-            Buffers::Apart { send, receive } if rank == root => {
+            Buffers::OutOfPlace { send, receive } if rank == root => {
                 receive.copy_from_slice(&send[own]);
                 send
             }
             Buffers::InPlace(buffer) => {
                 return self.exchange([Piece::into(root, Kind::Data, &mut buffer[own])], print);
             }
-            Buffers::Apart { receive, .. } => {
+            Buffers::OutOfPlace { receive, .. } => {
                 return self.exchange([Piece::into(root, Kind::Data, receive)], print);
             }
         };
@@ -120,14 +120,14 @@ impl MpiCommunicator {
         let own = ranges[rank].clone();
         let receive = match buffers {
             Buffers::InPlace(buffer) if rank == root => buffer,
-            Buffers::Apart { send, receive } if rank == root => {
+            Buffers::OutOfPlace { send, receive } if rank == root => {
                 receive[own].copy_from_slice(send);
                 receive
             }
             Buffers::InPlace(buffer) => {
                 return self.exchange([Piece::out(root, Kind::Data, &buffer[own])], print);
             }
-            Buffers::Apart { send, .. } => {
+            Buffers::OutOfPlace { send, .. } => {
                 return self.exchange([Piece::out(root, Kind::Data, send)], print);
             }
         };
@@ -143,7 +143,7 @@ impl MpiCommunicator {
         // In place, what arrives would overwrite what has not left yet.
         let copy;
         let (send, receive) = match buffers {
-            Buffers::Apart { send, receive } => (send, receive),
+            Buffers::OutOfPlace { send, receive } => (send, receive),
             Buffers::InPlace(buffer) => {
                 copy = buffer.to_vec();
                 (&copy[..], buffer)

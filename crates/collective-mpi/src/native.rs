@@ -124,7 +124,7 @@ impl MpiCommunicator {
         let aligned = |bytes: &[u8]| (bytes.as_ptr() as usize).trailing_zeros() >= shift;
         let fits = match &call.buffers {
             Buffers::InPlace(buffer) => native.in_place.is_some() && aligned(buffer),
-            Buffers::Apart { send, receive } => aligned(send) && aligned(receive),
+            Buffers::OutOfPlace { send, receive } => aligned(send) && aligned(receive),
         };
         let (Some((dtype, mpi_op)), true) = (names(call.dtype, op), fits) else {
             return Ok(Some(call.buffers));
@@ -137,7 +137,7 @@ impl MpiCommunicator {
         let limit = (limit >> shift).max(1) << shift;
         let receive = match call.buffers {
             Buffers::InPlace(buffer) => buffer,
-            Buffers::Apart { send, receive } => {
+            Buffers::OutOfPlace { send, receive } => {
                 receive.copy_from_slice(send);
                 receive
             }

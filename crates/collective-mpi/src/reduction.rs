@@ -97,7 +97,7 @@ impl MpiCommunicator {
         };
         let mut memory = match buffers {
             Buffers::InPlace(buffer) => Memory::Same(buffer),
-            Buffers::Apart { send, receive } => match task.whom {
+            Buffers::OutOfPlace { send, receive } => match task.whom {
                 Whom::Rank(root) if root != rank => Memory::Two(send, &mut []),
                 _ => Memory::Two(send, receive),
             },

@@ -25,8 +25,8 @@ impl MpiCommunicator {
         let piece = match call.buffers {
             Buffers::InPlace(buffer) if sends => Piece::out(peer, Kind::Transfer, buffer),
             Buffers::InPlace(buffer) => Piece::into(peer, Kind::Transfer, buffer),
-            Buffers::Apart { send, .. } if sends => Piece::out(peer, Kind::Transfer, send),
-            Buffers::Apart { receive, .. } => Piece::into(peer, Kind::Transfer, receive),
+            Buffers::OutOfPlace { send, .. } if sends => Piece::out(peer, Kind::Transfer, send),
+            Buffers::OutOfPlace { receive, .. } => Piece::into(peer, Kind::Transfer, receive),
         };
         self.exchange([piece], &print);
         Ok(())

@@ -61,7 +61,7 @@ pub enum DeviceBuffers<'a> {
     /// One buffer of the whole length.
     InPlace(&'a mut DeviceBuffer),
     /// Two buffers.
-    Apart {
+    OutOfPlace {
         /// The input.
         send: &'a DeviceBuffer,
         /// The result.
@@ -181,12 +181,12 @@ impl NcclCommunicator {
                 Lengths::InPlace(buffer.len_bytes()),
                 [buffer.device.index; 2],
             ),
-            DeviceBuffers::Apart { send, receive } => (
+            DeviceBuffers::OutOfPlace { send, receive } => (
                 Memory::Two {
                     send: send.address,
                     receive: receive.address,
                 },
-                Lengths::Apart {
+                Lengths::OutOfPlace {
                     send: send.len_bytes(),
                     receive: receive.len_bytes(),
                 },

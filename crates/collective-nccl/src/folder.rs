@@ -227,13 +227,13 @@ impl FolderControl {
         let (print, parties) = self.begin(&shape, blocks.numel);
         let payload = match &call.buffers {
             Buffers::InPlace(buffer) => &buffer[leaves],
-            Buffers::Apart { .. } if leaves.is_empty() => &[],
+            Buffers::OutOfPlace { .. } if leaves.is_empty() => &[],
             // Apart, a rank's input is all there is in it.
-            Buffers::Apart { send, .. } => &send[..leaves.len()],
+            Buffers::OutOfPlace { send, .. } => &send[..leaves.len()],
         };
         let all = self.exchange(&print, &parties, payload)?;
         let (Buffers::InPlace(result)
-        | Buffers::Apart {
+        | Buffers::OutOfPlace {
             receive: result, ..
         }) = call.buffers;
         for (party, range) in takes {

@@ -18,7 +18,7 @@ impl NcclCommunicator {
                 self.stage(0, buffer.len(), buffer, print)?;
                 Memory::Same(self.address(0))
             }
-            Buffers::Apart { send, receive } => {
+            Buffers::OutOfPlace { send, receive } => {
                 self.stage(0, send.len(), send, print)?;
                 self.stage(1, receive.len(), &[], print)?;
                 Memory::Two {
@@ -33,7 +33,7 @@ impl NcclCommunicator {
         }
         let (place, host): (usize, &mut [u8]) = match buffers {
             Buffers::InPlace(buffer) => (0, buffer),
-            Buffers::Apart { receive, .. } => (1, receive),
+            Buffers::OutOfPlace { receive, .. } => (1, receive),
         };
         let staged = self.staged[place].take();
         let outcome = self.engine(print, |link| match &staged {

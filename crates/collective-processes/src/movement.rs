@@ -16,7 +16,7 @@ use crate::segment::Segment;
 /// What a rank shows to the others.
 enum Input<'a> {
     Nothing,
-    Apart(&'a [u8]),
+    OutOfPlace(&'a [u8]),
     /// A part of the buffer that its results go to.
     Within(Range<usize>),
 }
@@ -42,7 +42,7 @@ impl Movement<'_> {
     fn input(&self) -> &[u8] {
         match &self.input {
             Input::Nothing => &[],
-            Input::Apart(bytes) => bytes,
+            Input::OutOfPlace(bytes) => bytes,
             Input::Within(range) => &self.output[range.clone()],
         }
     }
@@ -52,7 +52,7 @@ impl Movement<'_> {
         for pull in &self.pulls {
             let into = &mut self.output[pull.to..][..pull.range.len()];
             if pull.from == own {
-                if let (Input::Apart(bytes), 0) = (&self.input, piece) {
+                if let (Input::OutOfPlace(bytes), 0) = (&self.input, piece) {
                     into.copy_from_slice(&bytes[pull.range.clone()]);
                 }
                 continue;
@@ -98,7 +98,7 @@ impl ProcessCommunicator {
         let buffers = match call.buffers {
             Buffers::InPlace(buffer) if call.operation == Operation::AllToAll => {
                 copy = buffer.to_vec();
-                Buffers::Apart {
+                Buffers::OutOfPlace {
                     send: &copy,
                     receive: buffer,
                 }
@@ -123,8 +123,10 @@ impl ProcessCommunicator {
         let is_sender = place.party == 0;
         let (input, output) = match buffers {
             Buffers::InPlace(buffer) if is_sender => (Input::Within(0..buffer.len()), buffer),
-            Buffers::Apart { send, .. } if is_sender => (Input::Apart(send), &mut [][..]),
-            Buffers::InPlace(receive) | Buffers::Apart { receive, .. } => (Input::Nothing, receive),
+            Buffers::OutOfPlace { send, .. } if is_sender => (Input::OutOfPlace(send), &mut [][..]),
+            Buffers::InPlace(receive) | Buffers::OutOfPlace { receive, .. } => {
+                (Input::Nothing, receive)
+            }
         };
         let mut pulls = SmallVec::new();
         if !is_sender {
@@ -231,9 +233,9 @@ fn plan<'a>(
     let is_in_place = matches!(buffers, Buffers::InPlace(_));
     let (input, output) = match buffers {
         Buffers::InPlace(buffer) if shows => (Input::Within(within), buffer),
-        Buffers::Apart { send, receive } if shows => (Input::Apart(send), receive),
+        Buffers::OutOfPlace { send, receive } if shows => (Input::OutOfPlace(send), receive),
         Buffers::InPlace(output)
-        | Buffers::Apart {
+        | Buffers::OutOfPlace {
             receive: output, ..
         } => (Input::Nothing, output),
     };

@@ -68,7 +68,7 @@ impl ProcessCommunicator {
         };
         let (input, output): (Option<&[u8]>, &mut [u8]) = match call.buffers {
             Buffers::InPlace(buffer) => (None, buffer),
-            Buffers::Apart { send, receive } => (Some(send), receive),
+            Buffers::OutOfPlace { send, receive } => (Some(send), receive),
         };
         self.reduce(task, &plan, input, output)
     }

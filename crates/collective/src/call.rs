@@ -10,7 +10,7 @@ pub enum Buffers<'a> {
     /// One buffer of the whole length; a rank's block lies at its place in it.
     InPlace(&'a mut [u8]),
     /// Two buffers.
-    Apart {
+    OutOfPlace {
         /// The input; not looked at where an operation has none.
         send: &'a [u8],
         /// The result; not written where an operation has none.
@@ -68,7 +68,7 @@ impl<'a> Call<'a> {
             counts: self.counts,
             lengths: match &self.buffers {
                 Buffers::InPlace(buffer) => Lengths::InPlace(buffer.len()),
-                Buffers::Apart { send, receive } => Lengths::Apart {
+                Buffers::OutOfPlace { send, receive } => Lengths::OutOfPlace {
                     send: send.len(),
                     receive: receive.len(),
                 },

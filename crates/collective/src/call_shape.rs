@@ -23,7 +23,7 @@ pub enum Lengths {
     /// Of the one buffer.
     InPlace(usize),
     /// Of both.
-    Apart {
+    OutOfPlace {
         /// Of the input.
         send: usize,
         /// Of the result.
@@ -112,7 +112,7 @@ impl<'a> CallShape<'a> {
                 let numel = numel_of("buffer", buffer)?;
                 (numel, numel)
             }
-            Lengths::Apart { send, receive } => {
+            Lengths::OutOfPlace { send, receive } => {
                 (numel_of("send", send)?, numel_of("receive", receive)?)
             }
         };
@@ -194,7 +194,7 @@ impl<'a> CallShape<'a> {
         };
         match self.lengths {
             Lengths::InPlace(buffer) => require("buffer", buffer, Some(whole)),
-            Lengths::Apart { send, receive } => {
+            Lengths::OutOfPlace { send, receive } => {
                 require("send", send, send_numel)?;
                 require("receive", receive, receive_numel)
             }

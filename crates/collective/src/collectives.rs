@@ -13,7 +13,7 @@ fn in_place<T: Element>(operation: Operation, buffer: &mut [T]) -> Call<'_> {
     }
 }
 
-fn apart<'a, T: Element>(
+fn out_of_place<'a, T: Element>(
     operation: Operation,
     counts: Option<&'a [usize]>,
     send: &'a [T],
@@ -23,7 +23,7 @@ fn apart<'a, T: Element>(
         operation,
         dtype: T::DTYPE,
         counts,
-        buffers: Buffers::Apart {
+        buffers: Buffers::OutOfPlace {
             send: bytemuck::cast_slice(send),
             receive: bytemuck::cast_slice_mut(receive),
         },
@@ -72,7 +72,12 @@ pub trait Collectives: Communicator {
         receive: &mut [T],
         reduce: ReduceOp,
     ) -> Result<(), CollectiveError> {
-        self.execute(apart(Operation::AllReduce(reduce), None, send, receive))
+        self.execute(out_of_place(
+            Operation::AllReduce(reduce),
+            None,
+            send,
+            receive,
+        ))
     }
 
     /// `buffer ← reduce over ranks (buffer)` on the root; other ranks keep theirs.
@@ -131,7 +136,7 @@ pub trait Collectives: Communicator {
         block: &[T],
         receive: &mut [T],
     ) -> Result<(), CollectiveError> {
-        self.execute(apart(Operation::AllGather, None, block, receive))
+        self.execute(out_of_place(Operation::AllGather, None, block, receive))
     }
 
     /// [`all_gather`](Self::all_gather) of blocks of any lengths.
@@ -152,7 +157,12 @@ pub trait Collectives: Communicator {
         block: &[T],
         receive: &mut [T],
     ) -> Result<(), CollectiveError> {
-        self.execute(apart(Operation::AllGather, Some(counts), block, receive))
+        self.execute(out_of_place(
+            Operation::AllGather,
+            Some(counts),
+            block,
+            receive,
+        ))
     }
 
     /// `block ← own block of reduce over ranks (send)`. Blocks are as equal as can be:
@@ -173,7 +183,12 @@ pub trait Collectives: Communicator {
         block: &mut [T],
         reduce: ReduceOp,
     ) -> Result<(), CollectiveError> {
-        self.execute(apart(Operation::ReduceScatter(reduce), None, send, block))
+        self.execute(out_of_place(
+            Operation::ReduceScatter(reduce),
+            None,
+            send,
+            block,
+        ))
     }
 
     /// [`reduce_scatter`](Self::reduce_scatter) to blocks of any lengths.
@@ -195,7 +210,7 @@ pub trait Collectives: Communicator {
         reduce: ReduceOp,
     ) -> Result<(), CollectiveError> {
         let operation = Operation::ReduceScatter(reduce);
-        self.execute(apart(operation, Some(counts), send, block))
+        self.execute(out_of_place(operation, Some(counts), send, block))
     }
 
     /// `block ← own block of the root's send`; blocks of one length. Other ranks' `send` is not
@@ -216,7 +231,7 @@ pub trait Collectives: Communicator {
         block: &mut [T],
         root: usize,
     ) -> Result<(), CollectiveError> {
-        self.execute(apart(Operation::Scatter { root }, None, send, block))
+        self.execute(out_of_place(Operation::Scatter { root }, None, send, block))
     }
 
     /// `receive ← the blocks of all ranks` on the root; blocks of one length. Other ranks'
@@ -237,7 +252,12 @@ pub trait Collectives: Communicator {
         receive: &mut [T],
         root: usize,
     ) -> Result<(), CollectiveError> {
-        self.execute(apart(Operation::Gather { root }, None, block, receive))
+        self.execute(out_of_place(
+            Operation::Gather { root },
+            None,
+            block,
+            receive,
+        ))
     }
 
     /// Block `i` of rank `j` becomes block `j` of rank `i`; blocks of one length.
@@ -257,7 +277,7 @@ pub trait Collectives: Communicator {
         send: &[T],
         receive: &mut [T],
     ) -> Result<(), CollectiveError> {
-        self.execute(apart(Operation::AllToAll, None, send, receive))
+        self.execute(out_of_place(Operation::AllToAll, None, send, receive))
     }
 
     /// Hands elements to rank `to`, which calls [`receive`](Self::receive); returns when they are
@@ -276,7 +296,12 @@ pub trait Collectives: Communicator {
     /// # ranks.into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn send<T: Element>(&mut self, elements: &[T], to: usize) -> Result<(), CollectiveError> {
-        self.execute(apart(Operation::Send { to }, None, elements, &mut []))
+        self.execute(out_of_place(
+            Operation::Send { to },
+            None,
+            elements,
+            &mut [],
+        ))
     }
 
     /// Takes the elements that rank `from` hands over by [`send`](Self::send).

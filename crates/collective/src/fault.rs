@@ -117,10 +117,10 @@ impl<C: Communicator> Communicator for Faulty<C> {
                 let buffers = Buffers::InPlace(buffer);
                 self.inner.execute(Call { buffers, ..call })
             }
-            Buffers::Apart { send, receive } => {
+            Buffers::OutOfPlace { send, receive } => {
                 let mut send = send.to_vec();
                 flip(&mut send);
-                let buffers = Buffers::Apart {
+                let buffers = Buffers::OutOfPlace {
                     send: &send,
                     receive,
                 };

@@ -72,7 +72,7 @@ impl Communicator for Solo {
             self.sequence,
             self.context,
         ));
-        if let Buffers::Apart { send, receive } = call.buffers
+        if let Buffers::OutOfPlace { send, receive } = call.buffers
             && !matches!(call.operation, Operation::Barrier)
         {
             receive.copy_from_slice(send);

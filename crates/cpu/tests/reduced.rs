@@ -73,7 +73,7 @@ impl Case {
     }
 
     /// Averages first, then one launch of everything.
-    fn apart(&self) -> Outcome {
+    fn sums_and_update(&self) -> Outcome {
         let storage = &self.storage;
         let grads: Vec<&[u8]> = self.grads.iter().map(Vec::as_slice).collect();
         let mut averages = vec![0; grads[0].len()];
@@ -183,7 +183,7 @@ impl Case {
 
     /// Every rank's parameters and its own state are those of the passes apart.
     fn check(&self, name: &str) {
-        let expected = self.apart();
+        let expected = self.sums_and_update();
         let param = self.storage.position(Role::Param);
         for threads in [1, 3] {
             let name = format!("{name}, {} ranks of {threads} threads", self.counts.len());
@@ -274,12 +274,12 @@ fn many_tensors_and_parameters_past_the_caches() {
 #[test]
 fn the_control_block_scales_and_stops() {
     let mut case = Case::new(&Adam::default(), kinds()[0], &[5000, 70_000], 2);
-    let plain = case.apart();
+    let plain = case.sums_and_update();
     case.control = Some(ControlBlock {
         grad_factor: 0.25,
         ..ControlBlock::default()
     });
-    assert!(case.apart() != plain);
+    assert!(case.sums_and_update() != plain);
     case.check("scaled");
     case.control = Some(ControlBlock {
         found: 1,

@@ -174,8 +174,8 @@ impl CudaBackend {
         let mut kernels = self.kernels();
         let function = kernels.function(entry.stem, entry.entry, block)?;
         let blocks = match entry.grid {
-            Grid::Apart(blocks) => blocks,
-            Grid::Together { at_most } => self.resident_blocks(function)?.min(at_most),
+            Grid::Independent(blocks) => blocks,
+            Grid::Cooperative { at_most } => self.resident_blocks(function)?.min(at_most),
         };
         let bytes = bytemuck::cast_slice_mut(kernels.block.as_mut_slice());
         write(bytes);
@@ -186,7 +186,7 @@ impl CudaBackend {
             // has at least as many; the call copies them. What they refer to lies in
             // live buffers, as the callers establish (`check_records`, `check_end`,
             // `Slots::at_least`).
-            Grid::Apart(_) => unsafe {
+            Grid::Independent(_) => unsafe {
                 sys::cuLaunchKernel(
                     function,
                     blocks,
@@ -202,7 +202,7 @@ impl CudaBackend {
                 )
             },
             // SAFETY: as above; all blocks fit on the device at once (`resident_blocks`).
-            Grid::Together { .. } => unsafe {
+            Grid::Cooperative { .. } => unsafe {
                 sys::cuLaunchCooperativeKernel(
                     function,
                     blocks,
@@ -250,9 +250,9 @@ pub(crate) struct Entry {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Grid {
     /// So many, in any order.
-    Apart(u32),
+    Independent(u32),
     /// As many as the device holds at once, so that they can wait for each other.
-    Together {
+    Cooperative {
         /// More have no work.
         at_most: u32,
     },
@@ -324,7 +324,7 @@ impl Backend for CudaBackend {
                 entry: launch.kernel.entry(),
                 block: ArgumentBlock::ByValue,
                 threads: BLOCK_THREADS,
-                grid: Grid::Apart(batch.chunks),
+                grid: Grid::Independent(batch.chunks),
             };
             self.enqueue(entry, &mut |bytes| {
                 pack(&launch, batch, addresses, bytes);

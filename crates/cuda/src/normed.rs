@@ -111,13 +111,20 @@ impl CudaBackend {
         if self.waits_in_waves(launch) {
             for index in all {
                 let at_most = units(&launch.batches[index]);
-                enqueue(index, launch.kernel.entry(), Grid::Together { at_most })?;
+                enqueue(index, launch.kernel.entry(), Grid::Cooperative { at_most })?;
             }
             return Ok(());
         }
-        for name in [normed.apart().sums, normed.apart().update] {
+        for name in [
+            normed.sums_and_update().sums,
+            normed.sums_and_update().update,
+        ] {
             for index in all.clone() {
-                enqueue(index, name, Grid::Apart(units(&launch.batches[index])))?;
+                enqueue(
+                    index,
+                    name,
+                    Grid::Independent(units(&launch.batches[index])),
+                )?;
             }
         }
         Ok(())

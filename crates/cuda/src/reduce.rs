@@ -35,7 +35,7 @@ impl CudaBackend {
                 entry: reduce.kernel.entry(),
                 block: ArgumentBlock::ByValue,
                 threads: BLOCK_THREADS,
-                grid: Grid::Apart(batch.chunks),
+                grid: Grid::Independent(batch.chunks),
             };
             let addresses = (list, partials + next * width);
             self.enqueue(entry, &mut |bytes| {
@@ -71,7 +71,7 @@ impl CudaBackend {
             entry: conclude.rule.entry(),
             block: ArgumentBlock::ByValue,
             threads: BLOCK_THREADS,
-            grid: Grid::Apart(1),
+            grid: Grid::Independent(1),
         };
         self.enqueue(entry, &mut |bytes| {
             pack_conclusion(addresses, tensors as u64, control, scalars, bytes);

@@ -60,7 +60,7 @@ enum Way {
     /// Sums and updates in waves of one launch.
     Waves,
     /// All sums, then all updates.
-    Apart,
+    SumsAndUpdate,
 }
 
 impl ResidentTable for DeviceTable {
@@ -122,7 +122,7 @@ impl CudaBackend {
             way: match (normed, self.waits_in_waves(launch)) {
                 (false, _) => Way::Chunks,
                 (true, true) => Way::Waves,
-                (true, false) => Way::Apart,
+                (true, false) => Way::SumsAndUpdate,
             },
             elements: launch.batches.iter().map(Batch::elements).sum(),
             slots: slots.map(|(slots, _)| slots),
@@ -184,7 +184,7 @@ impl CudaBackend {
         for batch in &table.batches {
             let blocks = batch.classes.div_ceil(BLOCK_THREADS);
             let entry = (stem, sets.entry, ArgumentBlock::Resident);
-            self.enqueue_placed(entry, batch, BLOCK_THREADS, Grid::Apart(blocks))?;
+            self.enqueue_placed(entry, batch, BLOCK_THREADS, Grid::Independent(blocks))?;
             launches += 1;
         }
         let block = match launch.update_sums {
@@ -196,23 +196,31 @@ impl CudaBackend {
             self.enqueue_placed((stem, name, block), batch, threads, grid)
         };
         match (table.way, launch.kernel.normed()) {
-            (Way::Apart, Some(normed)) => {
-                for name in [normed.apart().sums, normed.apart().update] {
+            (Way::SumsAndUpdate, Some(normed)) => {
+                for name in [
+                    normed.sums_and_update().sums,
+                    normed.sums_and_update().update,
+                ] {
                     for batch in &table.batches {
-                        enqueue(name, batch, BLOCK_THREADS, Grid::Apart(batch.units))?;
+                        enqueue(name, batch, BLOCK_THREADS, Grid::Independent(batch.units))?;
                     }
                 }
             }
             (Way::Waves, _) => {
                 for batch in &table.batches {
                     let at_most = batch.units;
-                    let grid = Grid::Together { at_most };
+                    let grid = Grid::Cooperative { at_most };
                     enqueue(table.entry, batch, BLOCK_THREADS, grid)?;
                 }
             }
             _ => {
                 for batch in &table.batches {
-                    enqueue(table.entry, batch, batch.threads, Grid::Apart(batch.chunks))?;
+                    enqueue(
+                        table.entry,
+                        batch,
+                        batch.threads,
+                        Grid::Independent(batch.chunks),
+                    )?;
                 }
             }
         }
@@ -320,7 +328,7 @@ impl CudaBackend {
         self.keep_table(table);
         for batch in &table.batches {
             let name = (reduce.kernel.stem(), table.entry, ArgumentBlock::Resident);
-            self.enqueue_placed(name, batch, batch.threads, Grid::Apart(batch.chunks))?;
+            self.enqueue_placed(name, batch, batch.threads, Grid::Independent(batch.chunks))?;
         }
         Ok(LaunchReport {
             launches: table.batches.len() as u64,

@@ -8,8 +8,8 @@ use crate::format::FormatVisitor;
 use crate::norm::{
     LEAF_ELEMENTS as LEAF, NORM_LANES as LANES, chunk_square_sum, fold, prefetch_half_row, sum_leaf,
 };
+use crate::param_storage::ParamStorage;
 use crate::rounding::Rounding;
-use crate::slot::Slot;
 use crate::{Compute, Storage};
 
 /// The sum of squares over a chunk of a parameter alone, of its master where it has one: the bits
@@ -26,13 +26,13 @@ pub fn param_chunk_sum<C: Compute, const N: usize>(
     format: Format,
     lists: [&[u8]; MAX_LISTS],
 ) -> f64 {
-    let (param, beside) = (lists[0], lists[2 + N]);
+    let (param, master) = (lists[0], lists[2 + N]);
     C::visit(
         format,
         Param {
             level,
             param,
-            beside,
+            master,
         },
     )
 }
@@ -41,21 +41,21 @@ pub fn param_chunk_sum<C: Compute, const N: usize>(
 struct Param<'a> {
     level: Level,
     param: &'a [u8],
-    beside: &'a [u8],
+    master: &'a [u8],
 }
 
 impl<C: Compute> FormatVisitor<C> for Param<'_> {
     type Output = f64;
 
-    fn visit<K: Slot<C>, S: Storage<C>, R: Rounding>(self) -> f64 {
+    fn visit<K: ParamStorage<C>, S: Storage<C>, R: Rounding>(self) -> f64 {
         let param: &[K::Param] = bytemuck::cast_slice(self.param);
         let mut none = Vec::new();
-        let beside: &[K::Beside] = match size_of::<K::Beside>() {
+        let master: &[K::Master] = match size_of::<K::Master>() {
             0 => {
-                none.resize(param.len(), K::Beside::zeroed());
+                none.resize(param.len(), K::Master::zeroed());
                 &none
             }
-            _ => bytemuck::cast_slice(self.beside),
+            _ => bytemuck::cast_slice(self.master),
         };
         self.level.run(
             #[inline(always)]
@@ -68,9 +68,9 @@ impl<C: Compute> FormatVisitor<C> for Param<'_> {
                         if K::READS_PARAM {
                             prefetch_half_row(param, first + LEAF + at);
                         }
-                        prefetch_half_row(beside, first + LEAF + at);
+                        prefetch_half_row(master, first + LEAF + at);
                     };
-                    *sum = leaf_sum::<C, K>(&param[elements.clone()], &beside[elements], ahead);
+                    *sum = leaf_sum::<C, K>(&param[elements.clone()], &master[elements], ahead);
                 }
                 fold(leaves)
             },
@@ -98,7 +98,7 @@ struct Gradient<'a> {
 impl<C: Compute> FormatVisitor<C> for Gradient<'_> {
     type Output = f64;
 
-    fn visit<K: Slot<C>, S: Storage<C>, R: Rounding>(self) -> f64 {
+    fn visit<K: ParamStorage<C>, S: Storage<C>, R: Rounding>(self) -> f64 {
         let grad: &[K::Param] = bytemuck::cast_slice(self.grad);
         chunk_square_sum::<C, K::Param>(self.level, grad).sum
     }
@@ -106,27 +106,27 @@ impl<C: Compute> FormatVisitor<C> for Gradient<'_> {
 
 /// The sum over a leaf, or what there is of it.
 #[inline(always)]
-pub(crate) fn leaf_sum<C: Compute, K: Slot<C>>(
+pub(crate) fn leaf_sum<C: Compute, K: ParamStorage<C>>(
     param: &[K::Param],
-    beside: &[K::Beside],
+    master: &[K::Master],
     ahead: impl Fn(usize),
 ) -> f64 {
-    if let (Ok(param), Ok(beside)) = (param.try_into(), beside.try_into()) {
-        return whole::<C, K>(param, beside, ahead);
+    if let (Ok(param), Ok(master)) = (param.try_into(), master.try_into()) {
+        return whole::<C, K>(param, master, ahead);
     }
     // Adding 0 to a sum of squares changes no bit, so a leaf that ends early is one that goes on
     // with zeros.
-    let (mut params, mut besides) = ([K::Param::zeroed(); LEAF], [K::Beside::zeroed(); LEAF]);
+    let (mut params, mut masters) = ([K::Param::zeroed(); LEAF], [K::Master::zeroed(); LEAF]);
     params[..param.len()].copy_from_slice(param);
-    besides[..beside.len()].copy_from_slice(beside);
-    whole::<C, K>(&params, &besides, ahead)
+    masters[..master.len()].copy_from_slice(master);
+    whole::<C, K>(&params, &masters, ahead)
 }
 
 #[inline(always)]
-fn whole<C: Compute, K: Slot<C>>(
+fn whole<C: Compute, K: ParamStorage<C>>(
     param: &[K::Param; LEAF],
-    beside: &[K::Beside; LEAF],
+    master: &[K::Master; LEAF],
     ahead: impl Fn(usize),
 ) -> f64 {
-    sum_leaf(|at| K::widen(param[at], beside[at]).exact(), ahead)
+    sum_leaf(|at| K::widen(param[at], master[at]).exact(), ahead)
 }

@@ -8,9 +8,9 @@ use fusestep_simd::prefetch_bytes;
 use crate::alone::leaf_sum;
 use crate::format::FormatVisitor;
 use crate::norm::LEAF_ELEMENTS as LEAF;
+use crate::param_storage::{ParamStorage, master};
 use crate::rounding::Rounding;
 use crate::run::Tensor;
-use crate::slot::{Slot, beside};
 use crate::{Compute, Storage, Update};
 
 /// A tensor's sums of squares that its last update has taken along.
@@ -65,7 +65,7 @@ struct Call<'a, U, const N: usize> {
 impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, U, N> {
     type Output = ();
 
-    fn visit<K: Slot<C>, S: Storage<C>, R: Rounding>(self) {
+    fn visit<K: ParamStorage<C>, S: Storage<C>, R: Rounding>(self) {
         let Call {
             update,
             call,
@@ -79,7 +79,7 @@ impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, 
         let grad = next().elements::<K::Param>();
         let mut state: [&mut [S]; N] = std::array::from_fn(|_| next().elements_mut::<S>());
         let mut none = Vec::new();
-        let beside = beside::<K::Beside>(next(), param.len(), &mut none);
+        let master = master::<K::Master>(next(), param.len(), &mut none);
         call.level.run(
             #[inline(always)]
             || {
@@ -100,7 +100,7 @@ impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, 
                     let mut rest = state.iter_mut();
                     let mut tensor = Tensor::<C, K, S, R, N> {
                         param: &mut param[elements.clone()],
-                        beside: &mut beside[elements.clone()],
+                        master: &mut master[elements.clone()],
                         grad: &grad[elements.clone()],
                         state: std::array::from_fn(|_| match rest.next() {
                             Some(list) => &mut list[elements.clone()],
@@ -114,7 +114,7 @@ impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, 
                         Some(leaves) => tensor.update_measured(update, set, &leaves[leaf..]),
                         None => tensor.update(update, set),
                     }
-                    *sum = leaf_sum::<C, K>(&param[elements.clone()], &beside[elements], |_| {});
+                    *sum = leaf_sum::<C, K>(&param[elements.clone()], &master[elements], |_| {});
                 }
             },
         );

@@ -7,9 +7,9 @@ use fusestep_launch::{CHUNK_UNITS, LeafSums, UnitSums};
 
 use crate::Compute;
 use crate::norm::{LEAF_ELEMENTS as LEAF, NORM_LANES, fold};
+use crate::param_storage::ParamStorage;
 use crate::rounding::Rounding;
 use crate::run::{LANES, Tensor, Update};
-use crate::slot::Slot;
 use crate::storage::Storage;
 
 /// What becomes of the changes of a block.
@@ -105,7 +105,7 @@ impl<C: Compute> Changes<C> for Squares {
 impl<C, K, S, R, const N: usize> Tensor<'_, C, K, S, R, N>
 where
     C: Compute,
-    K: Slot<C>,
+    K: ParamStorage<C>,
     S: Storage<C>,
     R: Rounding,
 {

@@ -3,9 +3,9 @@
 use fusestep_launch::{Format, HostRun, Layout};
 use half::{bf16, f16};
 
+use crate::param_storage::{ParamStorage, Plain, WithMaster, WithRemainder};
 use crate::rounding::{Nearest, Rounding, Stochastic};
-use crate::run::run_slot;
-use crate::slot::{Plain, Slot, WithMaster, WithRemainder};
+use crate::run::run_stored;
 use crate::{Compute, Storage, Update};
 
 /// Code that is compiled for every way to keep tensors.
@@ -13,7 +13,7 @@ pub trait FormatVisitor<C: Compute> {
     /// What it returns.
     type Output;
     /// Runs for parameters kept as `K`, state as `S`, and rounding as `R`.
-    fn visit<K: Slot<C>, S: Storage<C>, R: Rounding>(self) -> Self::Output;
+    fn visit<K: ParamStorage<C>, S: Storage<C>, R: Rounding>(self) -> Self::Output;
 }
 
 pub(crate) fn visit_f64<V: FormatVisitor<f64>>(format: Format, visitor: V) -> V::Output {
@@ -40,7 +40,7 @@ pub(crate) fn visit_f32<V: FormatVisitor<f32>>(format: Format, visitor: V) -> V:
 /// For formats in which something may be rounded at random.
 fn rounded<K, S, V>(format: Format, visitor: V) -> V::Output
 where
-    K: Slot<f32>,
+    K: ParamStorage<f32>,
     S: Storage<f32>,
     V: FormatVisitor<f32>,
 {
@@ -60,8 +60,8 @@ struct Call<'a, 'b, U, const N: usize> {
 impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, '_, U, N> {
     type Output = ();
 
-    fn visit<K: Slot<C>, S: Storage<C>, R: Rounding>(self) {
-        run_slot::<C, K, S, R, U, N>(self.update, self.run);
+    fn visit<K: ParamStorage<C>, S: Storage<C>, R: Rounding>(self) {
+        run_stored::<C, K, S, R, U, N>(self.update, self.run);
     }
 }
 

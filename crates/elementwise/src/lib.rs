@@ -6,15 +6,16 @@ mod bytes;
 mod cached;
 mod change;
 mod compute;
+mod element_kernel;
 mod format;
 mod norm;
 mod normed;
 mod pairs;
+mod param_storage;
 mod power;
 mod rounding;
 mod run;
 mod slices;
-mod slot;
 mod storage;
 mod tree;
 
@@ -22,6 +23,7 @@ pub use alone::{grad_chunk_sum, param_chunk_sum};
 pub use bytes::{padded_bytes, read_values, write_padded};
 pub use cached::{Cached, run_leaves_format};
 pub use compute::Compute;
+pub use element_kernel::{ElementRule, Entries, element_kernel};
 pub use format::{FormatVisitor, run_format};
 pub use norm::{
     LEAF_ELEMENTS, NORM_CHUNK_ELEMENTS, NORM_LANES, chunk_square_sum, fold, square_sum,

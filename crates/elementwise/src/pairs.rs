@@ -8,9 +8,9 @@
 use bytemuck::Pod;
 
 use crate::change::Changes;
+use crate::param_storage::ParamStorage;
 use crate::rounding::Rounding;
 use crate::run::{LANES, Tensor, Update};
-use crate::slot::Slot;
 use crate::{Compute, Storage};
 
 /// One word for each lane.
@@ -22,13 +22,13 @@ type Half<C, const N: usize> = ([C; LANES], [[C; LANES]; N]);
 impl<C, K, S, R, const N: usize> Tensor<'_, C, K, S, R, N>
 where
     C: Compute,
-    K: Slot<C>,
+    K: ParamStorage<C>,
     S: Storage<C>,
     R: Rounding,
 {
     /// Whether all lists hold elements that are read and written by the pair.
     pub(crate) const PAIRED: bool =
-        size_of::<K::Beside>() == 0 && K::Param::PAIRED && (N == 0 || S::PAIRED);
+        size_of::<K::Master>() == 0 && K::Param::PAIRED && (N == 0 || S::PAIRED);
 
     /// Updates elements by the pair from the first on, only where [`Self::PAIRED`]; returns how
     /// many, all but the last 16 to 47, which the caller updates.
@@ -224,9 +224,9 @@ mod tests {
     use half::bf16;
 
     use super::*;
+    use crate::param_storage::Plain;
     use crate::rounding::{Nearest, Stochastic};
-    use crate::run::run_slot;
-    use crate::slot::Plain;
+    use crate::run::run_stored;
 
     #[derive(Clone, Copy)]
     struct Mix;
@@ -265,7 +265,7 @@ mod tests {
             changes: None,
         };
         let spans = HostSpans::part(part.len(), 0, 5, part.start as u64);
-        run_slot::<f32, Plain<bf16>, bf16, R, _, 2>(&Mix, HostRun::new(call, all, spans));
+        run_stored::<f32, Plain<bf16>, bf16, R, _, 2>(&Mix, HostRun::new(call, all, spans));
     }
 
     /// All kinds of bf16: NaN, infinities, subnormals and both signs; or only numbers whose updates

@@ -11,22 +11,23 @@ use crate::{Compute, Storage};
 use fusestep_simd::{join_bf16, split_bf16};
 
 /// How the update reads and writes a parameter.
-pub trait Slot<C: Compute> {
+pub trait ParamStorage<C: Compute> {
     /// The storage type of parameter and gradient.
     type Param: Storage<C>;
-    /// The element of the list beside the parameter; `()` if there is none.
-    type Beside: Pod + Send + Sync;
+    /// The element of the list beside the parameter: a master weight, the residual of one, or `()`
+    /// if there is no such list.
+    type Master: Pod + Send + Sync;
     /// Whether the value depends on the parameter itself.
     const READS_PARAM: bool = true;
 
     /// The value that the update starts from.
-    fn widen(param: Self::Param, beside: Self::Beside) -> C;
+    fn widen(param: Self::Param, master: Self::Master) -> C;
     /// The value that the update ended with.
-    fn narrow(value: C) -> (Self::Param, Self::Beside);
+    fn narrow(value: C) -> (Self::Param, Self::Master);
     /// The value that the update ended with, rounded by `random_bits` where the parameter is all
     /// there is.
     #[inline(always)]
-    fn narrow_at_random(value: C, _random_bits: u32) -> (Self::Param, Self::Beside) {
+    fn narrow_at_random(value: C, _random_bits: u32) -> (Self::Param, Self::Master) {
         Self::narrow(value)
     }
 }
@@ -34,9 +35,9 @@ pub trait Slot<C: Compute> {
 /// The parameter alone.
 pub(crate) struct Plain<P>(PhantomData<P>);
 
-impl<C: Compute, P: Storage<C>> Slot<C> for Plain<P> {
+impl<C: Compute, P: Storage<C>> ParamStorage<C> for Plain<P> {
     type Param = P;
-    type Beside = ();
+    type Master = ();
     #[inline(always)]
     fn widen(param: P, (): ()) -> C {
         param.widen()
@@ -54,9 +55,9 @@ impl<C: Compute, P: Storage<C>> Slot<C> for Plain<P> {
 /// A master weight in the compute type; the parameter is only written.
 pub(crate) struct WithMaster<P>(PhantomData<P>);
 
-impl<C: Compute, P: Storage<C>> Slot<C> for WithMaster<P> {
+impl<C: Compute, P: Storage<C>> ParamStorage<C> for WithMaster<P> {
     type Param = P;
-    type Beside = C;
+    type Master = C;
     const READS_PARAM: bool = false;
     #[inline(always)]
     fn widen(_: P, master: C) -> C {
@@ -71,9 +72,9 @@ impl<C: Compute, P: Storage<C>> Slot<C> for WithMaster<P> {
 /// A bf16 parameter with the 16 bits that make it an f32.
 pub(crate) struct WithRemainder;
 
-impl Slot<f32> for WithRemainder {
+impl ParamStorage<f32> for WithRemainder {
     type Param = bf16;
-    type Beside = u16;
+    type Master = u16;
     #[inline(always)]
     fn widen(param: bf16, remainder: u16) -> f32 {
         join_bf16(param.to_bits(), remainder)
@@ -87,7 +88,7 @@ impl Slot<f32> for WithRemainder {
 
 /// The elements of the list beside a parameter; `numel` nothings, which take no memory, if there is
 /// none.
-pub(crate) fn beside<'a, T: Pod>(
+pub(crate) fn master<'a, T: Pod>(
     list: HostList<'a>,
     numel: usize,
     none: &'a mut Vec<T>,

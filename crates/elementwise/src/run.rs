@@ -13,8 +13,8 @@ use fusestep_launch::{ACROSS_ELEMENTS, AcrossRanks, HostList, HostRun};
 use fusestep_simd::{prefetch_ahead, prefetch_bytes};
 
 use crate::change::{Changes, Ignored};
+use crate::param_storage::{ParamStorage, Plain, master};
 use crate::rounding::{Nearest, Rounding};
-use crate::slot::{Plain, Slot, beside};
 use crate::{Compute, Storage};
 
 /// Elements of a block: one cache line of f32, two of f64.
@@ -54,15 +54,15 @@ where
     S: Storage<C>,
     U: Update<C, N>,
 {
-    run_slot::<C, Plain<P>, S, Nearest, U, N>(update, run);
+    run_stored::<C, Plain<P>, S, Nearest, U, N>(update, run);
 }
 
 /// [`run`] for any way `K` to keep a parameter and any way `R` to round; the list beside the
 /// parameter comes last.
-pub(crate) fn run_slot<C, K, S, R, U, const N: usize>(update: &U, run: HostRun<'_, '_>)
+pub(crate) fn run_stored<C, K, S, R, U, const N: usize>(update: &U, run: HostRun<'_, '_>)
 where
     C: Compute,
-    K: Slot<C>,
+    K: ParamStorage<C>,
     S: Storage<C>,
     R: Rounding,
     U: Update<C, N>,
@@ -74,7 +74,7 @@ where
     let mut grads = Gradients::<K::Param>::of(next(), run.across);
     let mut state: [&mut [S]; N] = std::array::from_fn(|_| next().elements_mut::<S>());
     let mut none = Vec::new();
-    let beside = beside::<K::Beside>(next(), param.len(), &mut none);
+    let master = master::<K::Master>(next(), param.len(), &mut none);
     // The whole loop is compiled for the level, so that a small tensor costs no dispatch.
     call.level.run(
         #[inline(always)]
@@ -94,7 +94,7 @@ where
                     let mut rest = state.iter_mut();
                     let mut tensor = Tensor::<C, K, S, R, N> {
                         param: &mut param[elements.clone()],
-                        beside: &mut beside[elements.clone()],
+                        master: &mut master[elements.clone()],
                         grad: grads.elements(elements.clone()),
                         state: std::array::from_fn(|_| match rest.next() {
                             Some(list) => &mut list[elements.clone()],
@@ -115,8 +115,8 @@ where
                             let new = bytemuck::cast_slice(&state[elements.clone()]);
                             ranks.updated(2 + list, start, new);
                         }
-                        if size_of::<K::Beside>() > 0 {
-                            let new = bytemuck::cast_slice(&beside[elements]);
+                        if size_of::<K::Master>() > 0 {
+                            let new = bytemuck::cast_slice(&master[elements]);
                             ranks.updated(2 + N, start, new);
                         }
                     }
@@ -161,9 +161,9 @@ impl<'a, 'b, P: bytemuck::Pod> Gradients<'a, 'b, P> {
 }
 
 /// The lists of one tensor, all of one numel.
-pub(crate) struct Tensor<'a, C: Compute, K: Slot<C>, S, R, const N: usize> {
+pub(crate) struct Tensor<'a, C: Compute, K: ParamStorage<C>, S, R, const N: usize> {
     pub(crate) param: &'a mut [K::Param],
-    pub(crate) beside: &'a mut [K::Beside],
+    pub(crate) master: &'a mut [K::Master],
     pub(crate) grad: &'a [K::Param],
     pub(crate) state: [&'a mut [S]; N],
     pub(crate) grad_factor: C,
@@ -175,14 +175,14 @@ pub(crate) struct Tensor<'a, C: Compute, K: Slot<C>, S, R, const N: usize> {
 /// New values of consecutive elements.
 pub(crate) struct Block<P, B, S, const N: usize> {
     param: [P; LANES],
-    beside: [B; LANES],
+    master: [B; LANES],
     state: [[S; LANES]; N],
 }
 
 impl<C, K, S, R, const N: usize> Tensor<'_, C, K, S, R, N>
 where
     C: Compute,
-    K: Slot<C>,
+    K: ParamStorage<C>,
     S: Storage<C>,
     R: Rounding,
 {
@@ -231,9 +231,9 @@ where
         first: usize,
         count: usize,
         changes: &mut W,
-    ) -> Block<K::Param, K::Beside, S, N> {
+    ) -> Block<K::Param, K::Master, S, N> {
         let mut param: [K::Param; LANES] = load(self.param, first, count);
-        let mut beside: [K::Beside; LANES] = load(self.beside, first, count);
+        let mut master: [K::Master; LANES] = load(self.master, first, count);
         let grad: [K::Param; LANES] = load(self.grad, first, count);
         let mut state: [[S; LANES]; N] =
             std::array::from_fn(|list| load(self.state[list], first, count));
@@ -242,7 +242,7 @@ where
         let (mut values, mut grads) = ([C::ZERO; LANES], [C::ZERO; LANES]);
         let mut states = [[C::ZERO; LANES]; N];
         for lane in 0..LANES {
-            values[lane] = K::widen(param[lane], beside[lane]);
+            values[lane] = K::widen(param[lane], master[lane]);
         }
         let old = values;
         for lane in 0..LANES {
@@ -273,7 +273,7 @@ where
             }
         }
         for lane in 0..LANES {
-            (param[lane], beside[lane]) = if R::AT_RANDOM {
+            (param[lane], master[lane]) = if R::AT_RANDOM {
                 K::narrow_at_random(values[lane], rounding.random_bits(lane, 0))
             } else {
                 K::narrow(values[lane])
@@ -281,13 +281,13 @@ where
         }
         if W::ASKED {
             for lane in 0..LANES {
-                values[lane] = K::widen(param[lane], beside[lane]);
+                values[lane] = K::widen(param[lane], master[lane]);
             }
             changes.add(first, count, &old, &values);
         }
         Block {
             param,
-            beside,
+            master,
             state,
         }
     }
@@ -295,13 +295,13 @@ where
     #[inline(always)]
     pub(crate) fn store(
         &mut self,
-        block: &Block<K::Param, K::Beside, S, N>,
+        block: &Block<K::Param, K::Master, S, N>,
         first: usize,
         count: usize,
     ) {
         let elements = first..first + count;
         self.param[elements.clone()].copy_from_slice(&block.param[..count]);
-        self.beside[elements.clone()].copy_from_slice(&block.beside[..count]);
+        self.master[elements.clone()].copy_from_slice(&block.master[..count]);
         for (list, values) in self.state.iter_mut().zip(&block.state) {
             list[elements.clone()].copy_from_slice(&values[..count]);
         }
@@ -312,7 +312,7 @@ where
     #[inline(always)]
     pub(crate) fn prefetch(&self, first: usize) {
         prefetch_block(self.param, first, self.ahead_bytes);
-        prefetch_block(self.beside, first, self.ahead_bytes);
+        prefetch_block(self.master, first, self.ahead_bytes);
         prefetch_block(self.grad, first, self.ahead_bytes);
         for list in &self.state {
             prefetch_block(list, first, self.ahead_bytes);

@@ -11,8 +11,8 @@ use crate::format::FormatVisitor;
 use crate::norm::{
     LEAF_ELEMENTS as LEAF, NORM_CHUNK_ELEMENTS, NORM_LANES as LANES, fold, sum_leaf,
 };
+use crate::param_storage::ParamStorage;
 use crate::rounding::Rounding;
-use crate::slot::Slot;
 use crate::{Compute, Storage};
 
 /// Elements that are formed side by side.
@@ -75,32 +75,32 @@ where
 {
     type Output = [f64; SUMS];
 
-    fn visit<K: Slot<C>, S: Storage<C>, R: Rounding>(self) -> [f64; SUMS] {
+    fn visit<K: ParamStorage<C>, S: Storage<C>, R: Rounding>(self) -> [f64; SUMS] {
         let [param, grad, rest @ ..] = self.lists;
-        let mut beside: &[K::Beside] = &[];
-        if size_of::<K::Beside>() > 0 {
-            beside = bytemuck::cast_slice(rest[N]);
+        let mut master: &[K::Master] = &[];
+        if size_of::<K::Master>() > 0 {
+            master = bytemuck::cast_slice(rest[N]);
         }
         let chunk = Chunk::<C, K, S, N> {
             param: bytemuck::cast_slice(param),
             grad: bytemuck::cast_slice(grad),
             state: std::array::from_fn(|list| bytemuck::cast_slice(rest[list])),
-            beside,
+            master,
         };
         chunk.sums(self.level, self.terms)
     }
 }
 
 /// The elements of a chunk in each list.
-struct Chunk<'a, C: Compute, K: Slot<C>, S, const N: usize> {
+struct Chunk<'a, C: Compute, K: ParamStorage<C>, S, const N: usize> {
     param: &'a [K::Param],
     grad: &'a [K::Param],
     state: [&'a [S]; N],
     /// Empty if there is no such list.
-    beside: &'a [K::Beside],
+    master: &'a [K::Master],
 }
 
-impl<C: Compute, K: Slot<C>, S: Storage<C>, const N: usize> Chunk<'_, C, K, S, N> {
+impl<C: Compute, K: ParamStorage<C>, S: Storage<C>, const N: usize> Chunk<'_, C, K, S, N> {
     fn sums<T, const SUMS: usize>(&self, level: Level, terms: &T) -> [f64; SUMS]
     where
         T: Terms<C, N, SUMS>,
@@ -157,8 +157,8 @@ impl<C: Compute, K: Slot<C>, S: Storage<C>, const N: usize> Chunk<'_, C, K, S, N
         }
         for place in blocks * BLOCK..elements.len() {
             let at = elements.start + place;
-            let beside = self.beside.get(at).copied();
-            let p = K::widen(self.param[at], beside.unwrap_or_else(K::Beside::zeroed));
+            let master = self.master.get(at).copied();
+            let p = K::widen(self.param[at], master.unwrap_or_else(K::Master::zeroed));
             let state = std::array::from_fn(|list| {
                 if list < T::READ {
                     self.state[list][at].widen()
@@ -189,15 +189,15 @@ impl<C: Compute, K: Slot<C>, S: Storage<C>, const N: usize> Chunk<'_, C, K, S, N
         if K::READS_PARAM {
             param = load(self.param, first);
         }
-        let mut beside = [K::Beside::zeroed(); BLOCK];
-        if size_of::<K::Beside>() > 0 {
-            beside = load(self.beside, first);
+        let mut master = [K::Master::zeroed(); BLOCK];
+        if size_of::<K::Master>() > 0 {
+            master = load(self.master, first);
         }
         let grad = load(self.grad, first);
         // A loop for each list, on arrays of one width, as in the loop of updates.
         let (mut p, mut g) = ([C::ZERO; BLOCK], [C::ZERO; BLOCK]);
         for lane in 0..BLOCK {
-            p[lane] = K::widen(param[lane], beside[lane]);
+            p[lane] = K::widen(param[lane], master[lane]);
         }
         for lane in 0..BLOCK {
             g[lane] = grad[lane].widen();
@@ -341,7 +341,7 @@ mod tests {
             .iter()
             .map(|&bits| bf16::from_bits(bits).to_f64())
             .collect();
-        for (master, beside, expected) in [
+        for (master, list, expected) in [
             (Master::None, &[][..], &own),
             (Master::F32, bytemuck::cast_slice(&masters), &wide),
             (Master::Remainder, bytemuck::cast_slice(&remainders), &wide),
@@ -353,7 +353,7 @@ mod tests {
             let format = Format::new("test", DType::BF16, precision).unwrap();
             let mut lists: [&[u8]; MAX_LISTS] = [&[]; MAX_LISTS];
             (lists[0], lists[1]) = (bytemuck::cast_slice(&params), bytemuck::cast_slice(&params));
-            lists[2] = beside;
+            lists[2] = list;
             for level in Level::available() {
                 let [found] = chunk_sums::<f32, _, 0, 1>(level, &Itself, format, lists);
                 assert_eq!(found, transcription(expected), "{master:?}, {level}");

@@ -1,14 +1,11 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
-mod config;
-mod cpu;
-pub mod device;
 pub mod reference;
+mod rule;
 mod slices;
 
-pub use config::{Nesterov, Sgd};
-pub use cpu::SgdKernel;
 pub use fusestep_elementwise::StepError;
 pub use fusestep_launch::{Objective, WeightDecay};
+pub use rule::{Nesterov, Sgd};
 pub use slices::SgdTensors;

@@ -6,9 +6,9 @@ use fusestep_elementwise::{
     Compute, Terms, Update, chunk_sums, padded_bytes, read_values, run_format, write_padded,
 };
 use fusestep_launch::{
-    ApartEntries, ArgumentLayout, FINISHED_BYTES, Format, HostCall, HostRun, MAX_LISTS, MAX_SUMS,
-    MultiTensorKernel, NormedKernel, Outcome, ResidentSets, SetValues, TensorList, WORKSPACE_BYTES,
-    entry, sets_entry,
+    ArgumentLayout, FINISHED_BYTES, Format, HostCall, HostRun, MAX_LISTS, MAX_SUMS,
+    MultiTensorKernel, NormedKernel, Outcome, ResidentSets, SetValues, SumsAndUpdate, TensorList,
+    WORKSPACE_BYTES, entry, sets_entry,
 };
 
 use crate::Lamb;
@@ -119,8 +119,8 @@ impl<T: Compute> MultiTensorKernel for LambKernel<T> {
 }
 
 impl<T: Compute> NormedKernel for LambKernel<T> {
-    fn apart(&self) -> ApartEntries {
-        ApartEntries {
+    fn sums_and_update(&self) -> SumsAndUpdate {
+        SumsAndUpdate {
             sums: entry!("lamb_sums", self.format),
             update: entry!("lamb_update", self.format),
         }

@@ -7,9 +7,9 @@ use fusestep_elementwise::{
     run_leaves_format, write_padded,
 };
 use fusestep_launch::{
-    ApartEntries, ArgumentLayout, CachedSum, FINISHED_BYTES, Format, HostCall, HostList, HostRun,
-    HostSpans, MAX_LISTS, MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, ResidentSets,
-    SetValues, TensorList, WORKSPACE_BYTES, entry, sets_entry,
+    ArgumentLayout, CachedSum, FINISHED_BYTES, Format, HostCall, HostList, HostRun, HostSpans,
+    MAX_LISTS, MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, ResidentSets, SetValues,
+    SumsAndUpdate, TensorList, WORKSPACE_BYTES, entry, sets_entry,
 };
 
 use crate::Lars;
@@ -121,8 +121,8 @@ impl<T: Compute> MultiTensorKernel for LarsKernel<T> {
 }
 
 impl<T: Compute> NormedKernel for LarsKernel<T> {
-    fn apart(&self) -> ApartEntries {
-        ApartEntries {
+    fn sums_and_update(&self) -> SumsAndUpdate {
+        SumsAndUpdate {
             sums: entry!("lars_momentum_sums", self.format),
             update: entry!("lars_momentum_update", self.format),
         }

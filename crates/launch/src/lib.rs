@@ -34,8 +34,8 @@ pub use limits::{
     LaunchLimits,
 };
 pub use normed::{
-    ApartEntries, CHUNK_UNITS, CachedSum, Excluded, FINISHED_BYTES, MAX_SUMS, NormedKernel,
-    Outcome, SLOT_VALUES, WORKSPACE_BYTES, Workspace,
+    CHUNK_UNITS, CachedSum, Excluded, FINISHED_BYTES, MAX_SUMS, NormedKernel, Outcome, SLOT_VALUES,
+    SumsAndUpdate, WORKSPACE_BYTES, Workspace,
 };
 pub use pack::{Addresses, CONCLUSION_BYTES, pack, pack_conclusion, pack_reduction};
 pub use precision::{

@@ -71,7 +71,7 @@ impl Excluded {
 /// [`crate::CHUNK_ELEMENTS`] whatever the limits say, so they depend on the tensor alone.
 pub trait NormedKernel: Send + Sync {
     /// The device entries of the plan in two launches, without their argument suffix.
-    fn apart(&self) -> ApartEntries;
+    fn sums_and_update(&self) -> SumsAndUpdate;
 
     /// The sums over one chunk, at most [`crate::CHUNK_ELEMENTS`] elements; `lists` hold exactly
     /// those, in the kernel's order. Sums that the kernel does not take are 0; those that are
@@ -129,7 +129,7 @@ pub trait CachedSum: Send + Sync {
 /// Device entries where a grid cannot wait for itself: all sums in one launch, all updates in the
 /// next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ApartEntries {
+pub struct SumsAndUpdate {
     /// Takes the sums: `lars_momentum_sums_f32`.
     pub sums: &'static str,
     /// Updates: `lars_momentum_update_f32`.

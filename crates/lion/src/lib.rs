@@ -1,14 +1,11 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
-mod config;
-mod cpu;
-pub mod device;
 pub mod reference;
+mod rule;
 mod slices;
 
-pub use config::Lion;
-pub use cpu::LionKernel;
 pub use fusestep_elementwise::StepError;
 pub use fusestep_launch::Objective;
+pub use rule::Lion;
 pub use slices::LionTensors;

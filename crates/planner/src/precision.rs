@@ -8,7 +8,7 @@ use fusestep_tensor::DType;
 pub(crate) struct Precisions {
     all: Precision,
     /// Dtypes with a precision of their own.
-    apart: Vec<(DType, Precision)>,
+    exceptions: Vec<(DType, Precision)>,
 }
 
 impl Precisions {
@@ -16,19 +16,22 @@ impl Precisions {
     pub(crate) fn all(precision: Precision) -> Self {
         Self {
             all: precision,
-            apart: Vec::new(),
+            exceptions: Vec::new(),
         }
     }
 
     /// These settings, but for one dtype.
     pub(crate) fn set(&mut self, dtype: DType, precision: Precision) {
-        self.apart.retain(|apart| apart.0 != dtype);
-        self.apart.push((dtype, precision));
+        self.exceptions.retain(|exception| exception.0 != dtype);
+        self.exceptions.push((dtype, precision));
     }
 
     /// The precision of parameters of this dtype.
     pub(crate) fn of(&self, dtype: DType) -> Precision {
-        let apart = self.apart.iter().find(|apart| apart.0 == dtype);
-        apart.map_or(self.all, |apart| apart.1)
+        let exception = self
+            .exceptions
+            .iter()
+            .find(|exception| exception.0 == dtype);
+        exception.map_or(self.all, |exception| exception.1)
     }
 }

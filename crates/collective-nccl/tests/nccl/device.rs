@@ -24,7 +24,7 @@ fn device_buffers_are_reduced_where_they_lie() {
                 counts: None,
                 buffers,
             };
-            let both = DeviceBuffers::Apart {
+            let both = DeviceBuffers::OutOfPlace {
                 send: &buffer,
                 receive: &mut apart,
             };

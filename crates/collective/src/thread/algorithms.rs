@@ -55,7 +55,7 @@ impl ThreadCommunicator {
         let fingerprint = Fingerprint::new(&call, blocks.numel, self.sequence, self.context);
         let placement = match call.buffers {
             Buffers::InPlace(_) => Placement::Writable,
-            Buffers::Apart { .. } => Placement::Shared,
+            Buffers::OutOfPlace { .. } => Placement::Shared,
         };
         let (header, deadline) = self.header(fingerprint, placement);
         let round = Round {
@@ -155,7 +155,7 @@ impl ThreadCommunicator {
             Buffers::InPlace(receive) => self.round(round, |peers| {
                 copy_bytes(level, receive, peers.shared(root))
             }),
-            Buffers::Apart { send, receive } => {
+            Buffers::OutOfPlace { send, receive } => {
                 let shared = if root == self.rank { send } else { &[] };
                 self.round(Round { shared, ..round }, |peers| {
                     copy_bytes(level, receive, peers.shared(root))
@@ -174,7 +174,7 @@ impl ThreadCommunicator {
         let level = self.group.options().level;
         let own = bytes(rank);
         match buffers {
-            Buffers::Apart { send, receive } => self.round(
+            Buffers::OutOfPlace { send, receive } => self.round(
                 Round {
                     shared: send,
                     ..round
@@ -227,7 +227,7 @@ impl ThreadCommunicator {
             Buffers::InPlace(buffer) => self.round(round, |peers| {
                 buffer[own.clone()].copy_from_slice(&peers.shared(root)[own])
             }),
-            Buffers::Apart { send, receive } => {
+            Buffers::OutOfPlace { send, receive } => {
                 let shared = if root == self.rank { send } else { &[] };
                 self.round(Round { shared, ..round }, |peers| {
                     receive.copy_from_slice(&peers.shared(root)[own])
@@ -261,7 +261,7 @@ impl ThreadCommunicator {
                     .writable_mut(root)
                     .copy_from_slice(&buffer[own])
             }),
-            Buffers::Apart { send, receive } => {
+            Buffers::OutOfPlace { send, receive } => {
                 let (writable, cut) = if root == self.rank {
                     (receive, cut)
                 } else {
@@ -289,7 +289,7 @@ impl ThreadCommunicator {
         // In place the peers read what this rank overwrites, so they get a copy.
         let copy;
         let (shared, receive) = match buffers {
-            Buffers::Apart { send, receive } => (send, receive),
+            Buffers::OutOfPlace { send, receive } => (send, receive),
             Buffers::InPlace(buffer) => {
                 copy = buffer.to_vec();
                 (&copy[..], buffer)
@@ -367,8 +367,8 @@ impl ThreadCommunicator {
         let (shared, receive): (&[u8], &mut [u8]) = match call.buffers {
             Buffers::InPlace(buffer) if side == 0 => (buffer, &mut []),
             Buffers::InPlace(buffer) => (&[], buffer),
-            Buffers::Apart { send, .. } if side == 0 => (send, &mut []),
-            Buffers::Apart { receive, .. } => (&[], receive),
+            Buffers::OutOfPlace { send, .. } if side == 0 => (send, &mut []),
+            Buffers::OutOfPlace { receive, .. } => (&[], receive),
         };
         let contribution = Contribution {
             header: Header {

@@ -94,11 +94,11 @@ fn bring<'a>(
     };
     let (shared, writable, cut): (&[u8], _, _) = match (buffers, into) {
         (Buffers::InPlace(writable), _) => (&[], writable, round.cut),
-        (Buffers::Apart { send, .. }, Into::Rank(root)) if root != rank => {
+        (Buffers::OutOfPlace { send, .. }, Into::Rank(root)) if root != rank => {
             (send, &mut [][..], Cut::None)
         }
-        (Buffers::Apart { send, receive }, Into::Owner) => (send, receive, Cut::Own),
-        (Buffers::Apart { send, receive }, _) => (send, receive, round.cut),
+        (Buffers::OutOfPlace { send, receive }, Into::Owner) => (send, receive, Cut::Own),
+        (Buffers::OutOfPlace { send, receive }, _) => (send, receive, round.cut),
     };
     (
         Round {

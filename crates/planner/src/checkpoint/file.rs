@@ -188,7 +188,7 @@ impl State {
             }
         }
         self.set_step(steps.all);
-        for (name, step) in steps.apart {
+        for (name, step) in steps.exceptions {
             self.set_step_of(&name, step)?;
         }
         if let (Some(norm), Some((scale, skipped))) = (&mut self.norm, scale) {
@@ -227,7 +227,7 @@ impl State {
             refuse(file, STEP, expected, "no such metadata".to_owned())
         })?;
         let all = count(file, STEP, text)?;
-        let mut apart = Vec::new();
+        let mut exceptions = Vec::new();
         for param in self.params.iter() {
             let key = step_key(param);
             if let Some(text) = file.metadata().get(&key) {
@@ -236,10 +236,10 @@ impl State {
                     let expected = format!("at most the state's step {all}");
                     return Err(refuse(file, &key, expected, step.to_string()));
                 }
-                apart.push((param.name.clone(), step));
+                exceptions.push((param.name.clone(), step));
             }
         }
-        Ok(Steps { all, apart })
+        Ok(Steps { all, exceptions })
     }
 
     /// Compares the rules: state of another one has the same shapes and another meaning. Old files
@@ -314,7 +314,7 @@ impl State {
 /// The step counts of a file.
 struct Steps {
     all: u64,
-    apart: Vec<(String, u64)>,
+    exceptions: Vec<(String, u64)>,
 }
 
 fn tensor_name(param: &ParamDesc, role: Role) -> String {

@@ -93,14 +93,14 @@ impl Communicator for SimulatedRank {
                 whole[own.clone()].to_vec()
             }
             Buffers::InPlace(whole) => whole.to_vec(),
-            Buffers::Apart { send, .. } => send.to_vec(),
+            Buffers::OutOfPlace { send, .. } => send.to_vec(),
         };
         let label = format!("{operation:?} {dtype} {} {:?}", blocks.numel, call.counts);
         let all = self.exchange(&label, brings)?;
-        let is_apart = matches!(call.buffers, Buffers::Apart { .. });
+        let is_apart = matches!(call.buffers, Buffers::OutOfPlace { .. });
         let result = match call.buffers {
             Buffers::InPlace(whole) => whole,
-            Buffers::Apart { receive, .. } => receive,
+            Buffers::OutOfPlace { receive, .. } => receive,
         };
         let reduced = |op| {
             let inputs: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();

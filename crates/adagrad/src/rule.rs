@@ -1,14 +1,18 @@
-//! Hyper-parameters of Adagrad.
+//! The rule: hyper-parameters, what a step takes of them, and the update of one element.
 
-use fusestep_launch::{
-    Domain, Format, MultiTensorKernel, Objective, Precision, RuleError, SetValues, UpdateRule,
-    check_hyper,
+use fusestep_elementwise::{
+    Compute, ElementRule, Entries, Update, element_kernel, padded_bytes, read_values, run_format,
 };
-use fusestep_tensor::DType;
-
-use crate::{AdagradKernel, device};
+use fusestep_launch::{
+    Domain, Format, HostRun, MultiTensorKernel, Objective, Precision, RuleError, SetValues,
+    UpdateRule, check_hyper, entry, sets_entry,
+};
+use fusestep_tensor::{DType, Role};
 
 /// Hyper-parameters of one Adagrad optimizer.
+///
+/// # Cost
+/// 20 bytes of memory traffic per f32 element (read p, g, s; write p, s); twice that for f64.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Adagrad {
     /// Learning rate of the first step; 1e-2 by default.
@@ -72,30 +76,100 @@ impl UpdateRule for Adagrad {
         dtype: DType,
         precision: Precision,
     ) -> Result<Box<dyn MultiTensorKernel>, RuleError> {
-        self.validate()?;
-        let format = Format::new(self.name(), dtype, precision)?;
-        Ok(match dtype {
-            DType::F64 => Box::new(AdagradKernel::<f64>::new(*self, format)),
-            _ => Box::new(AdagradKernel::<f32>::new(*self, format)),
-        })
+        element_kernel(self, dtype, precision)
     }
 }
 
-impl Adagrad {
-    /// The set of scalars for one tensor at one step, in f64.
-    pub(crate) fn set(&self, values: SetValues) -> device::Set<f64> {
+/// Flag: the gradient's sign is turned (maximize).
+const FLAG_MAXIMIZE: u32 = 1;
+
+/// Lists of state in the order of a record's addresses.
+const STATE: [Role; 1] = [Role::Sum];
+
+impl ElementRule<1, 3> for Adagrad {
+    const STEM: &'static str = "adagrad";
+
+    fn entries(format: Format) -> Entries {
+        Entries {
+            update: entry!("adagrad", format),
+            sets: sets_entry!("adagrad", format),
+        }
+    }
+
+    fn state(&self) -> &'static [Role] {
+        &STATE
+    }
+
+    fn flags(&self) -> u32 {
+        match self.objective {
+            Objective::Minimize => 0,
+            Objective::Maximize => FLAG_MAXIMIZE,
+        }
+    }
+
+    fn scalars(&self) -> [f64; 1] {
+        [self.eps]
+    }
+
+    fn set(&self, values: SetValues) -> [f64; 3] {
         let steps_before = values.step.saturating_sub(1);
         let lr = values.lr * values.lr_scale;
-        device::Set {
-            step_size: lr / (1.0 + steps_before as f64 * self.lr_decay),
-            l2: values.weight_decay.unwrap_or(self.weight_decay),
+        [
+            // lr / (1 + (t − 1)·lr_decay).
+            lr / (1.0 + steps_before as f64 * self.lr_decay),
+            // λ.
+            values.weight_decay.unwrap_or(self.weight_decay),
+            // What the sum starts from at the first step, else 0.
             // State starts at 0 everywhere; the first step puts the initial value under the square,
             // later ones find it there.
-            initial: match values.step {
+            match values.step {
                 1 => self.initial_sum,
                 _ => 0.0,
             },
+        ]
+    }
+
+    fn hyper_parameters_of_sets(&self) -> Vec<f64> {
+        vec![self.lr_decay, self.weight_decay, self.initial_sum]
+    }
+
+    fn run<T: Compute>(&self, scalars: [T; 1], format: Format, run: HostRun<'_, '_>) {
+        let update = AdagradUpdate {
+            eps: scalars[0],
+            objective: self.objective,
+        };
+        run_format::<T, _, 1>(&update, format, run);
+    }
+}
+
+/// The update of `kernels/adagrad.cu`, operation for operation.
+#[derive(Clone, Copy)]
+struct AdagradUpdate<T> {
+    eps: T,
+    objective: Objective,
+}
+
+impl<T: Compute> Update<T, 1> for AdagradUpdate<T> {
+    type Set = [T; 3];
+    const SET_BYTES: usize = padded_bytes::<T>(3);
+
+    #[inline(always)]
+    fn set(&self, bytes: &[u8]) -> [T; 3] {
+        read_values(bytes)
+    }
+
+    #[inline(always)]
+    fn element(&self, &[step_size, l2, initial]: &[T; 3], p: T, g: T, [s]: [T; 1]) -> (T, [T; 1]) {
+        let mut g = match self.objective {
+            Objective::Minimize => g,
+            Objective::Maximize => -g,
+        };
+        if l2 != T::ZERO {
+            g = g + l2 * p;
         }
+        let s = (s + initial) + g * g;
+        let d = s.sqrt() + self.eps;
+        (p - step_size * (g / d), [s])
     }
 }
 

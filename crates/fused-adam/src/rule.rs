@@ -1,0 +1,298 @@
+//! The rule: hyper-parameters, what a step takes of them, and the update of one element.
+
+use fusestep_elementwise::{
+    Compute, ElementRule, Entries, Update, element_kernel, integer_power, padded_bytes,
+    read_values, run_format,
+};
+use fusestep_launch::{
+    Domain, Format, HostRun, MultiTensorKernel, Objective, Precision, RuleError, SetValues,
+    UpdateRule, WeightDecay, check_hyper, entry, sets_entry,
+};
+use fusestep_tensor::{DType, Role};
+
+/// Which second moment scales the step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum SecondMoment {
+    /// The running mean itself (Adam).
+    #[default]
+    Running,
+    /// The largest one so far (AMSGrad).
+    Largest,
+}
+
+/// Hyper-parameters of one Adam or AdamW optimizer.
+///
+/// # Cost
+/// 28 bytes of memory traffic per f32 element (read p, g, m, v; write p, m, v), 36 with AMSGrad;
+/// twice that for f64; from 14 on for 16-bit formats.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Adam {
+    /// Learning rate per step; 1e-3 by default.
+    pub lr: f64,
+    /// Decay of the first moment, in [0, 1); 0.9 by default.
+    pub beta1: f64,
+    /// Decay of the second moment, in [0, 1); 0.999 by default.
+    pub beta2: f64,
+    /// ε, added to the root outside of it, at least 0; 1e-8 by default.
+    pub eps: f64,
+    /// λ and how it enters; decoupled 0.01 by default, as in PyTorch's AdamW.
+    pub weight_decay: WeightDecay,
+    /// Which second moment scales the step.
+    pub second_moment: SecondMoment,
+    /// Whether to step against or along the gradient.
+    pub objective: Objective,
+}
+
+impl Default for Adam {
+    fn default() -> Self {
+        Self {
+            lr: 1e-3,
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: WeightDecay::Decoupled(0.01),
+            second_moment: SecondMoment::Running,
+            objective: Objective::Minimize,
+        }
+    }
+}
+
+impl UpdateRule for Adam {
+    fn name(&self) -> &'static str {
+        match self.weight_decay {
+            WeightDecay::Decoupled(_) => "adamw",
+            WeightDecay::L2(_) => "adam",
+        }
+    }
+
+    fn lr(&self) -> f64 {
+        self.lr
+    }
+
+    fn hyper_parameters(&self) -> Vec<(&'static str, f64)> {
+        vec![
+            ("lr", self.lr),
+            ("beta1", self.beta1),
+            ("beta2", self.beta2),
+            ("eps", self.eps),
+            ("weight_decay", self.weight_decay.lambda()),
+        ]
+    }
+
+    fn validate(&self) -> Result<(), RuleError> {
+        check_hyper(&[
+            ("lr", self.lr, Domain::NotNegative),
+            ("beta1", self.beta1, Domain::BelowOne),
+            ("beta2", self.beta2, Domain::BelowOne),
+            ("eps", self.eps, Domain::NotNegative),
+            (
+                "weight_decay",
+                self.weight_decay.lambda(),
+                Domain::NotNegative,
+            ),
+        ])
+    }
+
+    fn kernel(
+        &self,
+        dtype: DType,
+        precision: Precision,
+    ) -> Result<Box<dyn MultiTensorKernel>, RuleError> {
+        element_kernel(self, dtype, precision)
+    }
+}
+
+/// Flag: a fifth list, `max_moment2`, replaces `moment2` in the root (AMSGrad).
+const FLAG_AMSGRAD: u32 = 1;
+
+/// Flag: the gradient's sign is turned (maximize).
+const FLAG_MAXIMIZE: u32 = 2;
+
+/// Lists of state in the order of a record's addresses; the last only with AMSGrad.
+const STATE: [Role; 3] = [Role::Moment1, Role::Moment2, Role::MaxMoment2];
+
+impl ElementRule<4, 4> for Adam {
+    const STEM: &'static str = "fused_adam";
+
+    fn entries(format: Format) -> Entries {
+        Entries {
+            update: entry!("fused_adam", format),
+            sets: sets_entry!("fused_adam", format),
+        }
+    }
+
+    fn state(&self) -> &'static [Role] {
+        match self.second_moment {
+            SecondMoment::Running => &STATE[..2],
+            SecondMoment::Largest => &STATE,
+        }
+    }
+
+    fn flags(&self) -> u32 {
+        let amsgrad = match self.second_moment {
+            SecondMoment::Running => 0,
+            SecondMoment::Largest => FLAG_AMSGRAD,
+        };
+        let maximize = match self.objective {
+            Objective::Minimize => 0,
+            Objective::Maximize => FLAG_MAXIMIZE,
+        };
+        amsgrad | maximize
+    }
+
+    fn scalars(&self) -> [f64; 4] {
+        [self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2]
+    }
+
+    // m̂ / (√v̂ + ε) is m·s / (√v + ε·b) with b = √(1 − β₂ᵗ) and s = b / (1 − β₁ᵗ): the bias
+    // corrections cost no division per element.
+    fn set(&self, values: SetValues) -> [f64; 4] {
+        let lr = values.lr * values.lr_scale;
+        let lambda = values
+            .weight_decay
+            .unwrap_or_else(|| self.weight_decay.lambda());
+        let (decay, l2) = match self.weight_decay {
+            WeightDecay::L2(_) => (1.0, lambda),
+            WeightDecay::Decoupled(_) => (1.0 - lr * lambda, 0.0),
+        };
+        let bias2_sqrt = (1.0 - integer_power(self.beta2, values.step)).sqrt();
+        [
+            // lr·√(1 − β₂ᵗ) / (1 − β₁ᵗ).
+            lr * bias2_sqrt / (1.0 - integer_power(self.beta1, values.step)),
+            // ε·√(1 − β₂ᵗ).
+            self.eps * bias2_sqrt,
+            // 1 − lr·λ if decay is decoupled, else 1.
+            decay,
+            // λ if decay is L2, else 0.
+            l2,
+        ]
+    }
+
+    fn hyper_parameters_of_sets(&self) -> Vec<f64> {
+        let (decoupled, lambda) = (
+            self.weight_decay.decoupled_scalar(),
+            self.weight_decay.lambda(),
+        );
+        vec![self.beta1, self.beta2, lambda, decoupled, self.eps]
+    }
+
+    fn run<T: Compute>(&self, scalars: [T; 4], format: Format, run: HostRun<'_, '_>) {
+        let objective = self.objective;
+        // What the compiler knows to be so it does not test for in the loop: 5 % of the arithmetic
+        // of Adam all in bf16.
+        let as_it_is = objective == Objective::Minimize
+            && matches!(self.weight_decay, WeightDecay::Decoupled(_));
+        match (self.second_moment, as_it_is) {
+            (SecondMoment::Running, true) => {
+                let update = AdamUpdate::<T, true> { scalars, objective };
+                run_format::<T, _, 2>(&update, format, run);
+            }
+            (SecondMoment::Running, false) => {
+                let update = AdamUpdate::<T, false> { scalars, objective };
+                run_format::<T, _, 2>(&update, format, run);
+            }
+            (SecondMoment::Largest, _) => {
+                let update = AdamUpdate::<T, false> { scalars, objective };
+                run_format::<T, _, 3>(&update, format, run);
+            }
+        }
+    }
+}
+
+/// The update of `kernels/fused_adam.cu`, operation for operation. With `AS_IT_IS` gradients are
+/// minimized along and weight decay is no part of them.
+#[derive(Clone, Copy)]
+struct AdamUpdate<T, const AS_IT_IS: bool> {
+    scalars: [T; 4],
+    objective: Objective,
+}
+
+/// With 2 state tensors Adam, with 3 AMSGrad, whose last is the largest second moment so far.
+impl<T: Compute, const N: usize, const AS_IT_IS: bool> Update<T, N> for AdamUpdate<T, AS_IT_IS> {
+    type Set = [T; 4];
+    const SET_BYTES: usize = padded_bytes::<T>(4);
+
+    #[inline(always)]
+    fn set(&self, bytes: &[u8]) -> [T; 4] {
+        read_values(bytes)
+    }
+
+    #[inline(always)]
+    fn element(
+        &self,
+        &[step_size, eps, decay, l2]: &[T; 4],
+        p: T,
+        g: T,
+        state: [T; N],
+    ) -> (T, [T; N]) {
+        let [beta1, one_minus_beta1, beta2, one_minus_beta2] = self.scalars;
+        let mut g = match self.objective {
+            Objective::Maximize if !AS_IT_IS => -g,
+            _ => g,
+        };
+        if !AS_IT_IS && l2 != T::ZERO {
+            g = g + l2 * p;
+        }
+        let mut new = state;
+        let m = beta1 * state[0] + one_minus_beta1 * g;
+        let v = beta2 * state[1] + one_minus_beta2 * (g * g);
+        (new[0], new[1]) = (m, v);
+        let mut w = v;
+        if N > 2 {
+            w = if state[N - 1] > v { state[N - 1] } else { v };
+            new[N - 1] = w;
+        }
+        let d = w.sqrt() + eps;
+        let p = p * decay - step_size * (m / d);
+        (p, new)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hyper_parameters_out_of_range_are_named() {
+        let good = Adam::default();
+        for (bad, message) in [
+            (
+                Adam {
+                    lr: f64::NAN,
+                    ..good
+                },
+                "lr: expected a finite value of at least 0, found NaN",
+            ),
+            (
+                Adam { lr: -1.0, ..good },
+                "lr: expected a finite value of at least 0, found -1",
+            ),
+            (
+                Adam { beta1: 1.0, ..good },
+                "beta1: expected a value in [0, 1), found 1",
+            ),
+            (
+                Adam {
+                    beta2: -0.1,
+                    ..good
+                },
+                "beta2: expected a value in [0, 1), found -0.1",
+            ),
+            (
+                Adam { eps: -1e-8, ..good },
+                "eps: expected a finite value of at least 0, found -0.00000001",
+            ),
+            (
+                Adam {
+                    weight_decay: WeightDecay::L2(f64::INFINITY),
+                    ..good
+                },
+                "weight_decay: expected a finite value of at least 0, found inf",
+            ),
+        ] {
+            assert_eq!(bad.validate().unwrap_err().to_string(), message);
+        }
+        assert_eq!(good.validate(), Ok(()));
+        assert!(good.kernel(DType::I32, Precision::default()).is_err());
+    }
+}
