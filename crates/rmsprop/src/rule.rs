@@ -1,0 +1,263 @@
+//! The rule: hyper-parameters, what a step takes of them, and the update of one element.
+
+use fusestep_elementwise::{
+    Compute, ElementRule, Entries, Update, element_kernel, padded_bytes, read_values, run_format,
+};
+use fusestep_launch::{
+    Domain, Format, HostRun, MultiTensorKernel, Objective, Precision, RuleError, SetValues,
+    UpdateRule, check_hyper, entry, sets_entry,
+};
+use fusestep_tensor::{DType, Role};
+
+/// What the gradient is divided by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Centering {
+    /// The root of the mean square.
+    #[default]
+    MeanSquare,
+    /// The root of the variance: the mean's square is taken off (Graves 2013).
+    Centered,
+}
+
+/// Hyper-parameters of one RMSprop optimizer.
+///
+/// # Cost
+/// 20 bytes of memory traffic per f32 element (read p, g, v; write p, v), 8 more with momentum and
+/// 8 more if centered; twice that for f64.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RmsProp {
+    /// Learning rate per step; 1e-2 by default.
+    pub lr: f64,
+    /// α: decay of the mean square, in [0, 1); 0.99 by default.
+    pub alpha: f64,
+    /// ε, added to the root outside of it, at least 0; 1e-8 by default.
+    pub eps: f64,
+    /// μ, in [0, 1); 0 by default, which is no momentum and keeps no velocity.
+    pub momentum: f64,
+    /// λ: λ·p is added to the gradient; 0 by default.
+    pub weight_decay: f64,
+    /// What the gradient is divided by.
+    pub centering: Centering,
+    /// Whether to step against or along the gradient.
+    pub objective: Objective,
+}
+
+impl Default for RmsProp {
+    fn default() -> Self {
+        Self {
+            lr: 1e-2,
+            alpha: 0.99,
+            eps: 1e-8,
+            momentum: 0.0,
+            weight_decay: 0.0,
+            centering: Centering::MeanSquare,
+            objective: Objective::Minimize,
+        }
+    }
+}
+
+impl RmsProp {
+    /// Whether there is a velocity: momentum is above 0.
+    pub fn has_velocity(&self) -> bool {
+        self.momentum != 0.0
+    }
+}
+
+impl UpdateRule for RmsProp {
+    fn name(&self) -> &'static str {
+        "rmsprop"
+    }
+
+    fn lr(&self) -> f64 {
+        self.lr
+    }
+
+    fn hyper_parameters(&self) -> Vec<(&'static str, f64)> {
+        let mut all = vec![("lr", self.lr), ("alpha", self.alpha), ("eps", self.eps)];
+        if self.has_velocity() {
+            all.push(("momentum", self.momentum));
+        }
+        if self.centering == Centering::Centered {
+            all.push(("centered", 1.0));
+        }
+        all.push(("weight_decay", self.weight_decay));
+        all
+    }
+
+    fn validate(&self) -> Result<(), RuleError> {
+        check_hyper(&[
+            ("lr", self.lr, Domain::NotNegative),
+            ("alpha", self.alpha, Domain::BelowOne),
+            ("eps", self.eps, Domain::NotNegative),
+            ("momentum", self.momentum, Domain::BelowOne),
+            ("weight_decay", self.weight_decay, Domain::NotNegative),
+        ])
+    }
+
+    fn kernel(
+        &self,
+        dtype: DType,
+        precision: Precision,
+    ) -> Result<Box<dyn MultiTensorKernel>, RuleError> {
+        element_kernel(self, dtype, precision)
+    }
+}
+
+/// Flag: the gradient's sign is turned (maximize).
+const FLAG_MAXIMIZE: u32 = 1;
+
+/// Flag: behind the mean square lies the mean, whose square is taken off it.
+const FLAG_CENTERED: u32 = 2;
+
+/// Flag: the last list of state is the velocity.
+const FLAG_VELOCITY: u32 = 4;
+
+impl ElementRule<4, 2> for RmsProp {
+    const STEM: &'static str = "rmsprop";
+
+    fn entries(format: Format) -> Entries {
+        Entries {
+            update: entry!("rmsprop", format),
+            sets: sets_entry!("rmsprop", format),
+        }
+    }
+
+    fn state(&self) -> &'static [Role] {
+        match (self.centering, self.has_velocity()) {
+            (Centering::MeanSquare, false) => &[Role::Moment2],
+            (Centering::MeanSquare, true) => &[Role::Moment2, Role::Velocity],
+            (Centering::Centered, false) => &[Role::Moment2, Role::Moment1],
+            (Centering::Centered, true) => &[Role::Moment2, Role::Moment1, Role::Velocity],
+        }
+    }
+
+    fn flags(&self) -> u32 {
+        let maximize = match self.objective {
+            Objective::Minimize => 0,
+            Objective::Maximize => FLAG_MAXIMIZE,
+        };
+        let centered = match self.centering {
+            Centering::MeanSquare => 0,
+            Centering::Centered => FLAG_CENTERED,
+        };
+        let velocity = if self.has_velocity() {
+            FLAG_VELOCITY
+        } else {
+            0
+        };
+        maximize | centered | velocity
+    }
+
+    fn scalars(&self) -> [f64; 4] {
+        [self.alpha, 1.0 - self.alpha, self.eps, self.momentum]
+    }
+
+    fn set(&self, values: SetValues) -> [f64; 2] {
+        [
+            // The learning rate times the tensor's own factor.
+            values.lr * values.lr_scale,
+            // λ.
+            values.weight_decay.unwrap_or(self.weight_decay),
+        ]
+    }
+
+    fn hyper_parameters_of_sets(&self) -> Vec<f64> {
+        vec![self.weight_decay]
+    }
+
+    fn run<T: Compute>(&self, scalars: [T; 4], format: Format, run: HostRun<'_, '_>) {
+        let objective = self.objective;
+        match (self.centering, self.has_velocity()) {
+            (Centering::MeanSquare, false) => {
+                let update = RmsPropUpdate::<T, false> { scalars, objective };
+                run_format::<T, _, 1>(&update, format, run);
+            }
+            (Centering::MeanSquare, true) => {
+                let update = RmsPropUpdate::<T, false> { scalars, objective };
+                run_format::<T, _, 2>(&update, format, run);
+            }
+            (Centering::Centered, false) => {
+                let update = RmsPropUpdate::<T, true> { scalars, objective };
+                run_format::<T, _, 2>(&update, format, run);
+            }
+            (Centering::Centered, true) => {
+                let update = RmsPropUpdate::<T, true> { scalars, objective };
+                run_format::<T, _, 3>(&update, format, run);
+            }
+        }
+    }
+}
+
+/// The update of `kernels/rmsprop.cu`, operation for operation.
+#[derive(Clone, Copy)]
+struct RmsPropUpdate<T, const CENTERED: bool> {
+    scalars: [T; 4],
+    objective: Objective,
+}
+
+/// The state is the mean square, the mean if centered, and the velocity if one is left.
+impl<T: Compute, const N: usize, const CENTERED: bool> Update<T, N> for RmsPropUpdate<T, CENTERED> {
+    type Set = [T; 2];
+    const SET_BYTES: usize = padded_bytes::<T>(2);
+
+    #[inline(always)]
+    fn set(&self, bytes: &[u8]) -> [T; 2] {
+        read_values(bytes)
+    }
+
+    #[inline(always)]
+    fn element(&self, &[lr, l2]: &[T; 2], p: T, g: T, state: [T; N]) -> (T, [T; N]) {
+        let [alpha, one_minus_alpha, eps, momentum] = self.scalars;
+        let mut g = match self.objective {
+            Objective::Minimize => g,
+            Objective::Maximize => -g,
+        };
+        if l2 != T::ZERO {
+            g = g + l2 * p;
+        }
+        let mut new = state;
+        let v = alpha * state[0] + one_minus_alpha * (g * g);
+        new[0] = v;
+        let mut s = v;
+        if CENTERED {
+            let a = alpha * state[1] + one_minus_alpha * g;
+            new[1] = a;
+            s = v - a * a;
+            // Rounding may leave less than 0; NaN stay.
+            s = if s < T::ZERO { T::ZERO } else { s };
+        }
+        let mut step = g / (s.sqrt() + eps);
+        if N > 1 + usize::from(CENTERED) {
+            step = momentum * state[N - 1] + step;
+            new[N - 1] = step;
+        }
+        (p - lr * step, new)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hyper_parameters_out_of_range_are_named() {
+        let good = RmsProp::default();
+        for (bad, message) in [
+            (
+                RmsProp { alpha: 1.0, ..good },
+                "alpha: expected a value in [0, 1), found 1",
+            ),
+            (
+                RmsProp {
+                    momentum: -0.5,
+                    ..good
+                },
+                "momentum: expected a value in [0, 1), found -0.5",
+            ),
+        ] {
+            assert_eq!(bad.validate().unwrap_err().to_string(), message);
+        }
+        assert_eq!(good.validate(), Ok(()));
+        assert!(good.kernel(DType::I32, Precision::default()).is_err());
+    }
+}
