@@ -113,3 +113,22 @@ fn every_kernel_has_all_its_parts() {
         .collect();
     assert!(found.is_empty(), "\n{}\n", found.join("\n"));
 }
+
+#[test]
+fn every_element_wise_rule_has_the_same_files() {
+    let all = files();
+    let folders = all
+        .iter()
+        .filter_map(|path| path.strip_suffix("/src/rule.rs"));
+    let rules: Vec<&str> = folders
+        .filter(|&folder| folder != "crates/launch")
+        .collect();
+    assert!(rules.len() >= 5, "{rules:?}");
+    for folder in rules {
+        let found: Vec<&str> = all
+            .iter()
+            .filter_map(|path| path.strip_prefix(folder)?.strip_prefix('/'))
+            .collect();
+        assert_eq!(found, stems::RULE, "{folder}");
+    }
+}

@@ -17,48 +17,28 @@ struct Kernel {
     ptx: &'static str,
 }
 
-const KERNELS: &[Kernel] = &[
-    Kernel {
-        stem: "adagrad",
-        source: include_str!("../adagrad.cu"),
-        ptx: include_str!("../ptx/adagrad.ptx"),
-    },
-    Kernel {
-        stem: "amp",
-        source: include_str!("../amp.cu"),
-        ptx: include_str!("../ptx/amp.ptx"),
-    },
-    Kernel {
-        stem: "fused_adam",
-        source: include_str!("../fused_adam.cu"),
-        ptx: include_str!("../ptx/fused_adam.ptx"),
-    },
-    Kernel {
-        stem: "fused_sgd",
-        source: include_str!("../fused_sgd.cu"),
-        ptx: include_str!("../ptx/fused_sgd.ptx"),
-    },
-    Kernel {
-        stem: "lion",
-        source: include_str!("../lion.cu"),
-        ptx: include_str!("../ptx/lion.ptx"),
-    },
-    Kernel {
-        stem: "lamb",
-        source: include_str!("../lamb.cu"),
-        ptx: include_str!("../ptx/lamb.ptx"),
-    },
-    Kernel {
-        stem: "lars_momentum",
-        source: include_str!("../lars_momentum.cu"),
-        ptx: include_str!("../ptx/lars_momentum.ptx"),
-    },
-    Kernel {
-        stem: "rank_order",
-        source: include_str!("../rank_order.cu"),
-        ptx: include_str!("../ptx/rank_order.ptx"),
-    },
-];
+/// The kernels by their stems.
+macro_rules! kernels {
+    ($($stem:ident)*) => {
+        const KERNELS: &[Kernel] = &[$(Kernel {
+            stem: stringify!($stem),
+            source: include_str!(concat!("../", stringify!($stem), ".cu")),
+            ptx: include_str!(concat!("../ptx/", stringify!($stem), ".ptx")),
+        }),*];
+    };
+}
+
+kernels! {
+    adagrad
+    amp
+    fused_adam
+    fused_sgd
+    lamb
+    lars_momentum
+    lion
+    rank_order
+    rmsprop
+}
 
 /// Files that kernel sources include, as (file name, text).
 const HEADERS: &[(&str, &str)] = &[

@@ -10,8 +10,9 @@ use fusestep_planner::{
 };
 use fusestep_simd::{join_bf16, narrow_bf16, split_bf16};
 use fusestep_tensor::Role;
+use fusestep_testkit::each_rule;
 
-use crate::run::{Case, Mixed, rules};
+use crate::run::{Case, Mixed};
 use crate::train::{Trained, train};
 
 fn every(steps: u64) -> LocalSgd {
@@ -71,7 +72,7 @@ fn mean_of(ranks: &[Vec<f32>]) -> Vec<f32> {
 
 #[test]
 fn averages_are_those_of_masters_and_residuals_and_parameters_follow() {
-    for rule in rules() {
+    for rule in each_rule() {
         for master in [Master::F32, Master::Remainder] {
             let case = case(rule, master);
             // Equal steps, without an average and with one behind them.

@@ -12,8 +12,9 @@ use fusestep_planner::{
     GradientAccumulation, LocalSgd, LossScaling, Optimizer, Ownership, Plan, PlanError, Planner,
     Reach, ReducedWhen, Shard, Stage, Topology, UpdateNorms, Verdict, ZeroStage,
 };
+use fusestep_testkit::each_rule;
 
-use crate::run::{Case, Mixed, rules};
+use crate::run::{Case, Mixed};
 use crate::train::{Trained, train};
 
 /// Cut into buckets of 2,000 elements of f32 in the middle of tensors; at many worlds some parts
@@ -47,7 +48,7 @@ fn elementwise() -> Vec<Optimizer> {
     };
     let others = [plain.into(), l2.into()];
     let layerwise = |rule: &Optimizer| matches!(rule, Optimizer::Lars(_) | Optimizer::Lamb(_));
-    let known = rules().into_iter().filter(|rule| !layerwise(rule));
+    let known = each_rule().into_iter().filter(|rule| !layerwise(rule));
     known.chain(others).collect()
 }
 

@@ -7,8 +7,9 @@ use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Comms, CostModel, Manifest, Topology, ZeroStage};
 use fusestep_tensor::Role;
+use fusestep_testkit::each_rule;
 
-use crate::run::{Case, Mixed, rules, whole_params};
+use crate::run::{Case, Mixed, whole_params};
 
 fn grouped(world: usize, group: usize) -> Case {
     Case {
@@ -60,7 +61,7 @@ fn every_stage_and_any_buckets_give_the_bits_of_means_of_means() {
 
 #[test]
 fn every_rule_merges_and_skips_alike_in_groups() {
-    for rule in rules() {
+    for rule in each_rule() {
         let base = Case {
             rule,
             mixed: Mixed::Yes,

@@ -3,8 +3,9 @@
 
 use fusestep_launch::{Master, Precision, Rounding, StateDType};
 use fusestep_planner::{Ownership, ZeroStage};
+use fusestep_testkit::each_rule;
 
-use crate::run::{Case, Mixed, rules};
+use crate::run::{Case, Mixed};
 
 fn case() -> Case {
     Case {
@@ -33,7 +34,7 @@ fn shards_round_at_random_as_whole_tensors_do() {
         at_random(5, Master::None, StateDType::Bf16),
         at_random(5, Master::F32, StateDType::Bf16),
     ];
-    for rule in rules() {
+    for rule in each_rule() {
         for precision in precisions {
             for world in 1..=4 {
                 let whole = Case {

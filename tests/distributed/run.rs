@@ -2,15 +2,10 @@
 
 use std::num::{NonZeroU32, NonZeroUsize};
 
-use fusestep_adagrad::Adagrad;
 use fusestep_collective::{Communicator, Options, Solo, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
-use fusestep_fused_sgd::Sgd;
-use fusestep_lamb::Lamb;
-use fusestep_lars_momentum::Lars;
 use fusestep_launch::Precision;
-use fusestep_lion::Lion;
 use fusestep_planner::{
     ClipByGlobalNorm, Comms, FuseAllReduce, FuseBroadcast, GradientAccumulation, LocalSgd,
     LossScaling, Optimizer, Oversize, Ownership, Plan, Planner, ReducedWhen, Shard, StepReport,
@@ -108,22 +103,6 @@ pub(crate) struct Outcome {
     /// After each update, if it is measured.
     pub(crate) update_norms: Vec<Option<Vec<f64>>>,
     pub(crate) skipped: u64,
-}
-
-pub(crate) fn rules() -> Vec<Optimizer> {
-    let sgd = Sgd {
-        lr: 0.01,
-        momentum: 0.9,
-        ..Sgd::default()
-    };
-    vec![
-        Adam::default().into(),
-        sgd.into(),
-        Lion::default().into(),
-        Adagrad::default().into(),
-        Lars::default().into(),
-        Lamb::default().into(),
-    ]
 }
 
 impl Case {

@@ -6,9 +6,9 @@ use fusestep_planner::{
     ClipByGlobalNorm, LossScaling, Optimizer, Plan, Planner, State, StepReport,
 };
 use fusestep_tensor::{DType, Role};
-use fusestep_testkit::{Case, EDGE_NUMELS, backends, check_bits, outcome};
+use fusestep_testkit::{Case, EDGE_NUMELS, backends, check_bits, element_rules, outcome};
 
-use crate::{cpu, rules};
+use crate::cpu;
 
 /// Dtypes, empty tensors and chunks in one case.
 fn mixed(numels: &[u64]) -> Case {
@@ -21,7 +21,7 @@ fn mixed(numels: &[u64]) -> Case {
 
 #[test]
 fn clipping_and_scaling_have_the_same_bits_everywhere() {
-    for rule in rules() {
+    for rule in element_rules() {
         clipped_alike(rule, &[0, 1, 17, 1023, 1025, 0]);
     }
     // Chunks, and limits smaller than they are, once: every rule has the same stage before it.
@@ -41,7 +41,7 @@ fn clipped_alike(rule: Optimizer, numels: &[u64]) {
 
 #[test]
 fn a_large_max_norm_is_no_clipping() {
-    for rule in rules() {
+    for rule in element_rules() {
         let case = mixed(&[0, 1, 17, 1023, 65_537, 0, 1025]);
         let run = |planner: Planner| outcome(&planner.plan(&case.params).unwrap(), &case, &cpu());
         let plain = run(Planner::new(rule));
@@ -110,7 +110,7 @@ pub(crate) fn started(case: &Case, planner: &Planner, backend: &dyn Backend) -> 
 
 #[test]
 fn scaled_gradients_with_the_scale_taken_out_are_unscaled_gradients() {
-    for rule in rules() {
+    for rule in element_rules() {
         let case = mixed(&[5, 0, 1000, 65_537, 77]);
         let backend = cpu();
         let clip = || Planner::new(rule).with(ClipByGlobalNorm::new(0.25));
@@ -141,7 +141,7 @@ fn scaled_gradients_with_the_scale_taken_out_are_unscaled_gradients() {
 
 #[test]
 fn clipping_in_the_update_is_clipping_the_gradients_first() {
-    for rule in rules() {
+    for rule in element_rules() {
         let case = Case::new([5, 0, 1000, 65_537, 77], DType::F32);
         let backend = cpu();
         let planner = Planner::new(rule).with(ClipByGlobalNorm::new(0.25));
@@ -161,7 +161,7 @@ fn clipping_in_the_update_is_clipping_the_gradients_first() {
 #[test]
 fn a_skipped_step_leaves_every_bit_and_every_counter() {
     for (name, backend) in backends() {
-        for rule in rules() {
+        for rule in element_rules() {
             skip(rule, backend.as_ref(), &format!("{name}, {rule}"));
         }
     }

@@ -9,18 +9,11 @@ use fusestep_planner::{LossScaling, Optimizer, Planner, State, StepReport, Updat
 use fusestep_simd::Level;
 use fusestep_simd::join_bf16;
 use fusestep_tensor::{DType, Role};
-use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, backends, check_bits, outcome};
+use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, backends, check_bits, outcome, rules};
 use half::{bf16, f16};
 
+use crate::cpu;
 use crate::gradients::{started, step};
-use crate::{cpu, rules};
-
-fn all_rules() -> Vec<Optimizer> {
-    let mut all = rules();
-    all.push(Lars::default().into());
-    all.push(Lamb::default().into());
-    all
-}
 
 const NEAREST: Rounding = Rounding::Nearest;
 const RANDOM: Rounding = Rounding::Stochastic { seed: 3 };
@@ -64,7 +57,7 @@ fn measured_alike(rule: Optimizer, precision: Precision, case: &Case) {
 
 #[test]
 fn measuring_changes_no_bit_and_norms_are_the_same_everywhere() {
-    for rule in all_rules() {
+    for rule in rules() {
         let numels = [0, 1, 15, 17, 1023, 1024, 1025, 5000, 65_537, 0];
         measured_alike(rule, Precision::default(), &Case::new(numels, DType::F32));
     }
@@ -175,7 +168,7 @@ fn a_norm_is_that_of_what_changed() {
 fn what_took_no_part_did_not_move() {
     for (name, backend) in backends() {
         let backend = backend.as_ref();
-        for rule in all_rules() {
+        for rule in rules() {
             let case = Case::new([700, 5, 66_000, 3], DType::F32);
             let planner = Planner::new(rule).with(UpdateNorms);
             let (plan, mut state) = started(&case, &planner, backend);
@@ -197,7 +190,7 @@ fn what_took_no_part_did_not_move() {
 fn a_skipped_step_moves_nothing() {
     for (name, backend) in backends() {
         let backend = backend.as_ref();
-        for rule in all_rules() {
+        for rule in rules() {
             let case = Case::new([700, 0, 66_000, 3], DType::F32);
             let planner = Planner::new(rule).with(UpdateNorms);
             let (plan, mut state) = started(&case, &planner.with(LossScaling::dynamic()), backend);

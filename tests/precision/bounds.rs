@@ -1,21 +1,17 @@
 //! How far 16-bit formats get from an f64 reference that rounds what is kept in 16 bits, and
 //! nothing else.
 
-use fusestep_adagrad::reference as adagrad;
-use fusestep_fused_adam::reference as adam;
-use fusestep_fused_sgd::reference as sgd;
 use fusestep_lamb::reference as lamb;
 use fusestep_lars_momentum::reference as lars;
 use fusestep_launch::random_bits::{element_word, step_key, tensor_key};
 use fusestep_launch::{Format, Master, Rounding};
-use fusestep_lion::reference as lion;
 use fusestep_planner::{Optimizer, Planner, State};
 use fusestep_simd::{join_bf16, narrow_bf16_at_random};
 use fusestep_tensor::{DType, Role, Trust};
-use fusestep_testkit::Case;
+use fusestep_testkit::{Case, ElementState, reference_step, rules};
 use half::{bf16, f16};
 
-use crate::rules::{ready, rules};
+use crate::rules::ready;
 use crate::{cpu, formats, read};
 
 /// Steps after which errors are measured, and the most that they may be there: units in the last
@@ -61,11 +57,11 @@ impl Reference {
             }
             rule => {
                 for (at, &g) in grad.iter().enumerate() {
-                    let mut own: Vec<f64> = state.iter().map(|list| list[at]).collect();
-                    own.resize(3, 0.0);
-                    let p;
-                    (p, own) = updated(rule, step, param[at], &own, g);
-                    param[at] = p;
+                    let mut own = ElementState::default();
+                    for (own, list) in own.iter_mut().zip(&*state) {
+                        *own = list[at];
+                    }
+                    param[at] = reference_step(rule, step, param[at], &mut own, g);
                     for (list, value) in state.iter_mut().zip(own) {
                         list[at] = value;
                     }
@@ -100,47 +96,6 @@ impl Reference {
                 };
             }
         }
-    }
-}
-
-/// Parameter and state of one element after a step.
-fn updated(rule: &Optimizer, step: u64, param: f64, state: &[f64], g: f64) -> (f64, Vec<f64>) {
-    match rule {
-        Optimizer::Adam(rule) => {
-            let element = adam::Element {
-                param,
-                moment1: state[0],
-                moment2: state[1],
-                max_moment2: state[2],
-            };
-            let new = adam::update(rule, step, element, g);
-            (new.param, vec![new.moment1, new.moment2, new.max_moment2])
-        }
-        Optimizer::Sgd(rule) => {
-            let element = sgd::Element {
-                param,
-                velocity: state[0],
-            };
-            let new = sgd::update(rule, step, element, g);
-            (new.param, vec![new.velocity])
-        }
-        Optimizer::Lion(rule) => {
-            let element = lion::Element {
-                param,
-                moment1: state[0],
-            };
-            let new = lion::update(rule, element, g);
-            (new.param, vec![new.moment1])
-        }
-        Optimizer::Adagrad(rule) => {
-            let element = adagrad::Element {
-                param,
-                sum: state[0],
-            };
-            let new = adagrad::update(rule, step, element, g);
-            (new.param, vec![new.sum])
-        }
-        other => panic!("{} takes norms of tensors", other.name()),
     }
 }
 

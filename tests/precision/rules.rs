@@ -1,63 +1,12 @@
 //! Every rule in every format.
 
-use fusestep_adagrad::Adagrad;
-use fusestep_fused_adam::{Adam, SecondMoment};
-use fusestep_fused_sgd::{Nesterov, Sgd};
-use fusestep_lamb::Lamb;
-use fusestep_lars_momentum::Lars;
-use fusestep_launch::{Master, Precision, Rounding, StateDType, WeightDecay};
-use fusestep_lion::Lion;
+use fusestep_launch::{Master, Precision, Rounding, StateDType};
 use fusestep_planner::{ClipByGlobalNorm, LossScaling, Optimizer, Plan, Planner, State};
 use fusestep_simd::{join_bf16, narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 use fusestep_tensor::{DType, Role};
-use fusestep_testkit::{Case, Gradients, check_at, check_bits};
+use fusestep_testkit::{Case, Gradients, check_at, check_bits, rules};
 
 use crate::{cpu, formats, precision, read};
-
-/// Every rule, with settings that move bf16 parameters of the cases.
-pub(crate) fn rules() -> Vec<Optimizer> {
-    let momentum = Sgd {
-        lr: 1.0,
-        ..Sgd::with_momentum()
-    };
-    vec![
-        Optimizer::Adam(Adam {
-            lr: 1e-2,
-            ..Adam::default()
-        }),
-        Optimizer::Adam(Adam {
-            lr: 1e-2,
-            second_moment: SecondMoment::Largest,
-            weight_decay: WeightDecay::L2(0.01),
-            ..Adam::default()
-        }),
-        Optimizer::Sgd(momentum),
-        Optimizer::Sgd(Sgd {
-            nesterov: Nesterov::Nesterov,
-            weight_decay: WeightDecay::Decoupled(0.01),
-            ..momentum
-        }),
-        Optimizer::Sgd(Sgd {
-            momentum: 0.0,
-            ..momentum
-        }),
-        Optimizer::Lion(Lion {
-            lr: 1e-3,
-            ..Lion::default()
-        }),
-        Optimizer::Adagrad(Adagrad::default()),
-        Optimizer::Lars(Lars {
-            lr: 0.5,
-            trust_coefficient: 0.1,
-            eps: 1e-3,
-            ..Lars::default()
-        }),
-        Optimizer::Lamb(Lamb {
-            lr: 0.01,
-            ..Lamb::default()
-        }),
-    ]
-}
 
 /// A rule that takes norms sums over chunks; it gets a tensor of two.
 fn numels(rule: &Optimizer) -> &'static [u64] {

@@ -31,6 +31,7 @@ const LAYERS: [&[&str]; 9] = [
         "lars-momentum",
         "lion",
         "adagrad",
+        "rmsprop",
         "amp",
         "collective",
     ],

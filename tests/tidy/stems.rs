@@ -11,6 +11,17 @@ const OF_COLLECTIVES: [(&str, [&str; 3]); 1] = [(
     ],
 )];
 
+/// The files of a rule that updates every element on its own: its page, its definition, its
+/// settings with the update of an element, and its entry for slices.
+pub(crate) const RULE: [&str; 6] = [
+    "Cargo.toml",
+    "README.md",
+    "src/lib.rs",
+    "src/reference.rs",
+    "src/rule.rs",
+    "src/slices.rs",
+];
+
 /// What is missing for the kernel `kernels/<stem>.cu`; `exists` answers for a path, `docs` is the
 /// text of `docs/kernels.md`.
 pub(crate) fn violations(stem: &str, exists: &dyn Fn(&str) -> bool, docs: &str) -> Vec<String> {

@@ -62,6 +62,10 @@ impl UpdateRule for Adagrad {
         ]
     }
 
+    fn objective(&self) -> Option<Objective> {
+        Some(self.objective)
+    }
+
     fn validate(&self) -> Result<(), RuleError> {
         let all = self.hyper_parameters();
         let all: Vec<_> = all

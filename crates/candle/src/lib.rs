@@ -20,6 +20,7 @@ pub use fusestep_launch::{
 };
 pub use fusestep_lion::Lion as ParamsLion;
 pub use fusestep_planner::{LossScale, ScalePolicy};
+pub use fusestep_rmsprop::{Centering, RmsProp as ParamsRmsProp};
 pub use options::{Fusion, Options};
 pub use params::Params;
 pub use variables::IntoVariables;
@@ -35,6 +36,9 @@ pub type Lion = Fused<ParamsLion>;
 
 /// Adagrad.
 pub type Adagrad = Fused<ParamsAdagrad>;
+
+/// RMSprop.
+pub type RmsProp = Fused<ParamsRmsProp>;
 
 /// LARS: momentum with a rate for each layer.
 pub type Lars = Fused<ParamsLars>;

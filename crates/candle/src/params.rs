@@ -7,7 +7,7 @@ use fusestep_fused_adam::Adam;
 use fusestep_launch::WeightDecay;
 use fusestep_planner::Optimizer as Rule;
 
-use crate::{ParamsAdagrad, ParamsLamb, ParamsLars, ParamsLion, ParamsSgd};
+use crate::{ParamsAdagrad, ParamsLamb, ParamsLars, ParamsLion, ParamsRmsProp, ParamsSgd};
 
 /// Hyper-parameters of an update rule, as [`crate::Fused`] takes them.
 ///
@@ -61,6 +61,7 @@ params_of_rule! {
     ParamsSgd => Sgd,
     ParamsLion => Lion,
     ParamsAdagrad => Adagrad,
+    ParamsRmsProp => RmsProp,
     ParamsLars => Lars,
     ParamsLamb => Lamb,
 }

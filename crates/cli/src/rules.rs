@@ -10,6 +10,7 @@ use fusestep_lars_momentum::{Excluded, Lars};
 use fusestep_launch::{Objective, WeightDecay};
 use fusestep_lion::Lion;
 use fusestep_planner::Optimizer;
+use fusestep_rmsprop::{Centering, RmsProp};
 use fusestep_tensor::ParamDesc;
 
 /// The update rule.
@@ -27,6 +28,8 @@ pub(crate) enum Rule {
     Lion,
     /// Steps scaled by the sum of squared gradients
     Adagrad,
+    /// Steps scaled by a moving mean of squared gradients
+    Rmsprop,
     /// Momentum with a rate for each layer: LARS
     Lars,
     /// Adam with a rate for each layer: LAMB
@@ -57,8 +60,8 @@ pub(crate) struct OptimizerArgs {
     /// Update rule
     #[arg(long, value_enum, default_value = "adamw")]
     pub(crate) optimizer: Rule,
-    /// Learning rate per step, at least 0 [default: 1e-3; lion 1e-4, adagrad 1e-2; `train` has its
-    /// own]
+    /// Learning rate per step, at least 0 [default: 1e-3; lion 1e-4, adagrad and rmsprop 1e-2;
+    /// `train` has its own]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) lr: Option<f64>,
     /// adam, lamb, lion: decay of the first moment, in [0, 1) [default: 0.9]
@@ -68,8 +71,8 @@ pub(crate) struct OptimizerArgs {
     /// lion 0.99]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) beta2: Option<f64>,
-    /// adam, adagrad, lamb: added to the root; lars: to the trust ratio's denominator; at least 0
-    /// [default: 1e-8; adagrad 1e-10, lamb 1e-6, lars 0]
+    /// adam, adagrad, rmsprop, lamb: added to the root; lars: to the trust ratio's denominator; at
+    /// least 0 [default: 1e-8; adagrad 1e-10, lamb 1e-6, lars 0]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) eps: Option<f64>,
     /// Weight decay, at least 0 [default: 0.01 for adamw and lamb, 0.0005 for lars, else 0]
@@ -78,7 +81,8 @@ pub(crate) struct OptimizerArgs {
     /// sgd, momentum: how weight decay enters [default: l2]
     #[arg(long, value_enum)]
     pub(crate) decay: Option<Decay>,
-    /// momentum, lars: what is left of the velocity after a step, in [0, 1) [default: 0.9]
+    /// momentum, lars, rmsprop: what is left of the velocity after a step, in [0, 1) [default: 0.9;
+    /// rmsprop 0, which keeps none]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) momentum: Option<f64>,
     /// momentum: share of the gradient that does not reach the velocity, in [0, 1) [default: 0]
@@ -96,6 +100,12 @@ pub(crate) struct OptimizerArgs {
     /// adagrad: what the sum of squared gradients starts from, at least 0 [default: 0]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) initial_sum: Option<f64>,
+    /// rmsprop: decay of the mean of squared gradients, in [0, 1) [default: 0.99]
+    #[arg(long, allow_hyphen_values = true)]
+    pub(crate) alpha: Option<f64>,
+    /// rmsprop: divide by the variance's root, not by the mean square's
+    #[arg(long)]
+    pub(crate) centered: bool,
     /// lars: factor on the trust ratio, at least 0 [default: 0.001]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) trust_coefficient: Option<f64>,
@@ -114,6 +124,20 @@ pub(crate) struct OptimizerArgs {
 }
 
 impl Rule {
+    /// A learning rate at which the rule learns the digits.
+    pub(crate) fn rate_for_digits(self) -> f64 {
+        match self {
+            Rule::Adamw | Rule::Adam => 2e-3,
+            Rule::Sgd => 0.2,
+            Rule::Momentum => 0.05,
+            Rule::Lion => 3e-4,
+            Rule::Adagrad => 0.02,
+            Rule::Rmsprop => 1e-3,
+            Rule::Lars => 10.0,
+            Rule::Lamb => 0.01,
+        }
+    }
+
     /// The name on the command line.
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -123,6 +147,7 @@ impl Rule {
             Rule::Momentum => "momentum",
             Rule::Lion => "lion",
             Rule::Adagrad => "adagrad",
+            Rule::Rmsprop => "rmsprop",
             Rule::Lars => "lars",
             Rule::Lamb => "lamb",
         }
@@ -149,31 +174,38 @@ impl OptimizerArgs {
             Rule::Sgd | Rule::Momentum => self.sgd().into(),
             Rule::Lion => self.lion().into(),
             Rule::Adagrad => self.adagrad().into(),
+            Rule::Rmsprop => self.rmsprop().into(),
             Rule::Lars => self.lars().into(),
             Rule::Lamb => self.lamb().into(),
         })
     }
 
     fn refuse_foreign_flags(&self) -> anyhow::Result<()> {
-        use Rule::{Adagrad, Adam, Adamw, Lamb, Lars, Lion, Momentum, Sgd};
-        let flags: [(&str, bool, &[Rule]); 14] = [
+        use Rule::{Adagrad, Adam, Adamw, Lamb, Lars, Lion, Momentum, Rmsprop, Sgd};
+        let flags: [(&str, bool, &[Rule]); 16] = [
             ("--beta1", self.beta1.is_some(), &[Adamw, Adam, Lamb, Lion]),
             ("--beta2", self.beta2.is_some(), &[Adamw, Adam, Lamb, Lion]),
             (
                 "--eps",
                 self.eps.is_some(),
-                &[Adamw, Adam, Adagrad, Lamb, Lars],
+                &[Adamw, Adam, Adagrad, Rmsprop, Lamb, Lars],
             ),
             ("--amsgrad", self.amsgrad, &[Adamw, Adam]),
             ("--decay", self.decay.is_some(), &[Sgd, Momentum]),
-            ("--momentum", self.momentum.is_some(), &[Momentum, Lars]),
+            (
+                "--momentum",
+                self.momentum.is_some(),
+                &[Momentum, Lars, Rmsprop],
+            ),
+            ("--alpha", self.alpha.is_some(), &[Rmsprop]),
+            ("--centered", self.centered, &[Rmsprop]),
             ("--dampening", self.dampening.is_some(), &[Momentum]),
             ("--nesterov", self.nesterov, &[Momentum]),
             ("--rescale", self.rescale.is_some(), &[Sgd, Momentum, Lars]),
             (
                 "--maximize",
                 self.maximize,
-                &[Adamw, Adam, Sgd, Momentum, Lion, Adagrad],
+                &[Adamw, Adam, Sgd, Momentum, Lion, Adagrad, Rmsprop],
             ),
             (
                 "--trust-coefficient",
@@ -268,6 +300,23 @@ impl OptimizerArgs {
             initial_sum: self.initial_sum.unwrap_or(default.initial_sum),
             eps: self.eps.unwrap_or(default.eps),
             weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
+            objective: self.objective(),
+        }
+    }
+
+    fn rmsprop(&self) -> RmsProp {
+        let default = RmsProp::default();
+        RmsProp {
+            lr: self.lr.unwrap_or(default.lr),
+            alpha: self.alpha.unwrap_or(default.alpha),
+            eps: self.eps.unwrap_or(default.eps),
+            momentum: self.momentum.unwrap_or(default.momentum),
+            weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
+            centering: if self.centered {
+                Centering::Centered
+            } else {
+                Centering::MeanSquare
+            },
             objective: self.objective(),
         }
     }

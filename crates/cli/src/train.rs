@@ -15,7 +15,7 @@ use crate::options::{ParamDType, PrecisionArgs, parse_threads};
 use crate::output::{duration, print, print_json, write_page};
 use crate::ranks::{MOST_RANKS, RankArgs, bounded};
 use crate::report::report_page;
-use crate::rules::{OptimizerArgs, Rule};
+use crate::rules::OptimizerArgs;
 use crate::training::{self, Trained};
 
 /// Flags of `train`.
@@ -154,7 +154,7 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
         "--compare-parameters: expected ranks that hold all parameters, found --zero 3, where \
          each holds its part; give another stage or leave the comparison out"
     );
-    let lr = default_lr(args.optimizer.optimizer);
+    let lr = args.optimizer.optimizer.rate_for_digits();
     let rule = args.optimizer.clone().with_default_lr(lr).rule()?;
     let mut params = Mlp::descs(args.dtype.into())?;
     args.optimizer.exclude(&mut params);
@@ -178,19 +178,6 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
         return print_json(&summary);
     }
     print(&summary.to_string())
-}
-
-/// A learning rate at which the rule learns the digits.
-pub(crate) fn default_lr(rule: Rule) -> f64 {
-    match rule {
-        Rule::Adamw | Rule::Adam => 2e-3,
-        Rule::Sgd => 0.2,
-        Rule::Momentum => 0.05,
-        Rule::Lion => 3e-4,
-        Rule::Adagrad => 0.02,
-        Rule::Lars => 10.0,
-        Rule::Lamb => 0.01,
-    }
 }
 
 impl std::fmt::Display for TrainSummary {

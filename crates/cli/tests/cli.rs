@@ -99,16 +99,22 @@ fn refused(args: &[&str]) -> String {
 }
 
 /// Every rule with some of its flags.
-const RULES: [&str; 8] = [
+const RULES: [&str; 9] = [
     "adamw",
     "adam",
     "sgd --rescale 0.5 --weight-decay 0.1 --decay decoupled",
     "momentum --momentum 0.8 --nesterov --weight-decay 0.1",
     "lion --beta2 0.98",
     "adagrad --lr-decay 0.1 --initial-sum 0.1",
+    "rmsprop --alpha 0.9 --centered --momentum 0.5",
     "lars --trust-coefficient 1",
     "lamb",
 ];
+
+/// Every value of `--optimizer`.
+fn rule_names() -> impl Iterator<Item = &'static str> {
+    RULES.iter().filter_map(|rule| rule.split(' ').next())
+}
 
 fn text(path: &Path) -> &str {
     path.to_str().unwrap()
@@ -230,7 +236,7 @@ fn settings_out_of_range_are_refused_and_nothing_is_written() {
         ),
         (
             vec!["--optimizer", "nosuch"],
-            "possible values: adamw, adam, sgd, momentum, lion, adagrad",
+            "possible values: adamw, adam, sgd, momentum, lion, adagrad, rmsprop",
         ),
         (vec!["--argument-bytes", "40"], "argument"),
         (vec!["--threads", "0"], "--threads"),
@@ -257,7 +263,8 @@ fn flags_that_a_rule_does_not_have_are_refused() {
         ),
         (
             vec!["--optimizer", "sgd", "--eps", "0"],
-            "--eps: expected --optimizer adamw or adam or adagrad or lamb or lars, found sgd",
+            "--eps: expected --optimizer adamw or adam or adagrad or rmsprop or lamb or lars, \
+             found sgd",
         ),
         (
             vec![

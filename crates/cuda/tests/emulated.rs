@@ -5,68 +5,20 @@
 mod common;
 
 use common::{TINY, cpu, cuda, formats, same_bits, same_bits_at, step_at};
-use fusestep_adagrad::Adagrad;
 use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::{Adam, SecondMoment};
-use fusestep_fused_sgd::{Nesterov, Sgd};
 use fusestep_launch::{Backend, BackendError, LaunchLimits, Objective, Precision, WeightDecay};
-use fusestep_lion::Lion;
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::DType;
-use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, Recorder, outcome};
-
-/// Every option of every rule but Adam's, whose tests come first.
-fn other_rules() -> Vec<Optimizer> {
-    let momentum = Sgd {
-        lr: 1e-2,
-        weight_decay: WeightDecay::L2(0.1),
-        rescale: 0.3,
-        ..Sgd::with_momentum()
-    };
-    let mut all = Vec::new();
-    for objective in [Objective::Minimize, Objective::Maximize] {
-        let momentum = Sgd {
-            objective,
-            ..momentum
-        };
-        let plain = Sgd {
-            momentum: 0.0,
-            weight_decay: WeightDecay::Decoupled(0.1),
-            ..momentum
-        };
-        let dampened = Sgd {
-            dampening: 0.4,
-            ..momentum
-        };
-        let nesterov = Sgd {
-            nesterov: Nesterov::Nesterov,
-            ..momentum
-        };
-        let lion = Lion {
-            weight_decay: 0.1,
-            objective,
-            ..Lion::default()
-        };
-        let adagrad = Adagrad {
-            lr_decay: 0.1,
-            initial_sum: 0.01,
-            weight_decay: 0.1,
-            objective,
-            ..Adagrad::default()
-        };
-        all.extend([plain, dampened, nesterov].map(Optimizer::Sgd));
-        all.extend([Optimizer::Lion(lion), Optimizer::Adagrad(adagrad)]);
-    }
-    all
-}
+use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, Recorder, element_rules, outcome};
 
 #[test]
-fn every_option_of_the_other_rules_gives_the_bits_of_the_host() {
+fn every_element_wise_rule_gives_the_bits_of_the_host() {
     for dtype in [DType::F32, DType::F64] {
         let case = Case::new(EDGE_NUMELS, dtype).with_hyper_classes();
         let extreme = Case::new([1, 33, 1000], dtype).with_gradients(Gradients::Extreme);
         let cut = Case::new([0, 1, 63, 64, 65, 500, 0, 191, 193], dtype).with_hyper_classes();
-        for rule in other_rules() {
+        for rule in element_rules() {
             same_bits(rule, &case, cuda().limits());
             same_bits(rule, &extreme, cuda().limits());
             same_bits(rule, &cut, TINY);
@@ -157,7 +109,7 @@ fn addresses_that_no_pack_fits_give_the_same_bits_and_touch_nothing_else() {
         for shift in 0..4 {
             let offsets = [shift, 301 + shift, 640];
             let adam = Optimizer::from(Adam::default());
-            for rule in [adam].into_iter().chain(other_rules()) {
+            for rule in [adam].into_iter().chain(element_rules()) {
                 let step =
                     |backend: &dyn Backend| step_at(backend, rule.rule(), &offsets, 299, format);
                 assert!(
@@ -189,7 +141,7 @@ fn every_16_bit_format_gives_the_bits_of_the_host() {
 
 #[test]
 fn every_16_bit_format_of_every_rule_gives_the_bits_of_the_host() {
-    for rule in other_rules() {
+    for rule in element_rules() {
         for (dtype, precision) in formats() {
             let case = Case::new([0, 1, 63, 64, 65, 500, 0, 193, 4097], dtype);
             let case = case.with_hyper_classes();

@@ -7,7 +7,7 @@ mod common;
 use std::num::NonZeroU32;
 
 use common::mutants::{Mutant, check_mutants};
-use common::resident::{WayOfStep, allocate, read_all, rules, same_bits_of, scaled, write_grads};
+use common::resident::{WayOfStep, allocate, read_all, same_bits_of, scaled, write_grads};
 use common::{cpu, cuda, formats};
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
@@ -19,7 +19,7 @@ use fusestep_launch::{
 };
 use fusestep_planner::{Optimizer, Planner, TableKind, UpdateNorms};
 use fusestep_tensor::{DType, Role};
-use fusestep_testkit::{Case, Gradients};
+use fusestep_testkit::{Case, Gradients, rules};
 
 fn measured(planner: Planner) -> Planner {
     planner.with(UpdateNorms)

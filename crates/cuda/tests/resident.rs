@@ -15,7 +15,7 @@ use fusestep_lars_momentum::{Lars, Trust};
 use fusestep_launch::{Backend, LaunchLimits, Precision, Rounding, StateDType};
 use fusestep_planner::{Optimizer, PlanError, Planner, TableKind};
 use fusestep_tensor::DType;
-use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, Recorder, outcome};
+use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, Recorder, outcome, rules};
 
 #[test]
 fn every_rule_gives_the_bits_of_the_host() {

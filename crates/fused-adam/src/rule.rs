@@ -79,6 +79,10 @@ impl UpdateRule for Adam {
         ]
     }
 
+    fn objective(&self) -> Option<Objective> {
+        Some(self.objective)
+    }
+
     fn validate(&self) -> Result<(), RuleError> {
         check_hyper(&[
             ("lr", self.lr, Domain::NotNegative),

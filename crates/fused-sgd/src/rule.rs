@@ -88,6 +88,10 @@ impl UpdateRule for Sgd {
         all
     }
 
+    fn objective(&self) -> Option<Objective> {
+        Some(self.objective)
+    }
+
     fn validate(&self) -> Result<(), RuleError> {
         let lambda = self.weight_decay.lambda();
         check_hyper(&[

@@ -23,123 +23,52 @@ pub trait Kind {
     fn rule(lr: f64) -> Self::Rule;
 }
 
-/// The kinds of rules that builders have.
-pub mod kinds {
-    /// Adam with decoupled weight decay.
-    #[derive(Debug)]
-    pub struct AdamW;
+/// Kinds of rules, each with its builder, its type and where its defaults differ from the type's.
+macro_rules! kinds {
+    ($($(#[$doc:meta])* $kind:ident of $crate_name:ident::$rule:ident
+        $({ $($field:ident: $value:expr),* })?;)*) => {
+        /// The kinds of rules that builders have.
+        pub mod kinds {
+            $($(#[$doc])* #[derive(Debug)] pub struct $kind;)*
+        }
+
+        $(
+            impl Kind for kinds::$kind {
+                type Rule = $crate_name::$rule;
+
+                fn rule(lr: f64) -> Self::Rule {
+                    Self::Rule {
+                        lr,
+                        $($($field: $value,)*)?
+                        ..Default::default()
+                    }
+                }
+            }
+
+            $(#[$doc])*
+            pub type $kind = Builder<kinds::$kind>;
+        )*
+    };
+}
+
+kinds! {
+    /// AdamW: Adam with decoupled weight decay, 0.01 unless settings say otherwise.
+    AdamW of fusestep_fused_adam::Adam;
     /// Adam without weight decay.
-    #[derive(Debug)]
-    pub struct Adam;
-    /// Stochastic gradient descent.
-    #[derive(Debug)]
-    pub struct Sgd;
-    /// The sign of a moving mean.
-    #[derive(Debug)]
-    pub struct Lion;
-    /// Steps scaled by the sum of squared gradients.
-    #[derive(Debug)]
-    pub struct Adagrad;
-    /// Momentum with a rate for each layer.
-    #[derive(Debug)]
-    pub struct Lars;
-    /// Adam with a rate for each layer.
-    #[derive(Debug)]
-    pub struct Lamb;
+    Adam of fusestep_fused_adam::Adam { weight_decay: WeightDecay::L2(0.0) };
+    /// Stochastic gradient descent; settings give it momentum.
+    Sgd of fusestep_fused_sgd::Sgd;
+    /// Lion: the sign of a moving mean.
+    Lion of fusestep_lion::Lion;
+    /// Adagrad: steps scaled by the sum of squared gradients.
+    Adagrad of fusestep_adagrad::Adagrad;
+    /// RMSprop: steps scaled by a moving mean of squared gradients.
+    RmsProp of fusestep_rmsprop::RmsProp;
+    /// LARS: momentum with a rate for each layer.
+    Lars of fusestep_lars_momentum::Lars;
+    /// LAMB: Adam with a rate for each layer.
+    Lamb of fusestep_lamb::Lamb;
 }
-
-impl Kind for kinds::AdamW {
-    type Rule = fusestep_fused_adam::Adam;
-
-    fn rule(lr: f64) -> Self::Rule {
-        Self::Rule {
-            lr,
-            ..Default::default()
-        }
-    }
-}
-
-impl Kind for kinds::Adam {
-    type Rule = fusestep_fused_adam::Adam;
-
-    fn rule(lr: f64) -> Self::Rule {
-        Self::Rule {
-            lr,
-            weight_decay: WeightDecay::L2(0.0),
-            ..Default::default()
-        }
-    }
-}
-
-impl Kind for kinds::Sgd {
-    type Rule = fusestep_fused_sgd::Sgd;
-
-    fn rule(lr: f64) -> Self::Rule {
-        Self::Rule {
-            lr,
-            ..Default::default()
-        }
-    }
-}
-
-impl Kind for kinds::Lion {
-    type Rule = fusestep_lion::Lion;
-
-    fn rule(lr: f64) -> Self::Rule {
-        Self::Rule {
-            lr,
-            ..Default::default()
-        }
-    }
-}
-
-impl Kind for kinds::Adagrad {
-    type Rule = fusestep_adagrad::Adagrad;
-
-    fn rule(lr: f64) -> Self::Rule {
-        Self::Rule {
-            lr,
-            ..Default::default()
-        }
-    }
-}
-
-impl Kind for kinds::Lars {
-    type Rule = fusestep_lars_momentum::Lars;
-
-    fn rule(lr: f64) -> Self::Rule {
-        Self::Rule {
-            lr,
-            ..Default::default()
-        }
-    }
-}
-
-impl Kind for kinds::Lamb {
-    type Rule = fusestep_lamb::Lamb;
-
-    fn rule(lr: f64) -> Self::Rule {
-        Self::Rule {
-            lr,
-            ..Default::default()
-        }
-    }
-}
-
-/// AdamW: Adam with decoupled weight decay, 0.01 unless [`Builder::settings`] says otherwise.
-pub type AdamW = Builder<kinds::AdamW>;
-/// Adam without weight decay.
-pub type Adam = Builder<kinds::Adam>;
-/// Stochastic gradient descent; [`Builder::settings`] gives it momentum.
-pub type Sgd = Builder<kinds::Sgd>;
-/// Lion.
-pub type Lion = Builder<kinds::Lion>;
-/// Adagrad.
-pub type Adagrad = Builder<kinds::Adagrad>;
-/// LARS momentum.
-pub type Lars = Builder<kinds::Lars>;
-/// LAMB.
-pub type Lamb = Builder<kinds::Lamb>;
 
 /// An update rule and what is done around it; [`Builder::build`] makes an optimizer of it.
 ///

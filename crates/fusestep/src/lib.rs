@@ -6,7 +6,7 @@ mod device;
 mod optimizer;
 mod threads;
 
-pub use builder::{Adagrad, Adam, AdamW, Builder, Kind, Lamb, Lars, Lion, Sgd, kinds};
+pub use builder::{Adagrad, Adam, AdamW, Builder, Kind, Lamb, Lars, Lion, RmsProp, Sgd, kinds};
 pub use device::{Cpu, Device};
 pub use fusestep_adagrad::{self as adagrad, AdagradTensors};
 pub use fusestep_amp as amp;
@@ -27,6 +27,7 @@ pub use fusestep_planner::{
     self as planner, ClipByGlobalNorm, GradReport, LossScale, LossScaling, MicroStepReport, Note,
     Optimizer, Plan, PlanError, Planner, State, StepReport, Tensors, UpdateNorms, Verdict,
 };
+pub use fusestep_rmsprop::{self as rmsprop, Centering, RmsPropTensors};
 pub use fusestep_simd::{self as simd, Level, Team};
 pub use fusestep_tensor::{self as tensor, DType, ParamDesc, Role, Shape, TensorError, Trust};
 pub use fusestep_tensor_file::{self as tensor_file, TensorFile, TensorFileError};

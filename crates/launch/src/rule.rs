@@ -18,6 +18,11 @@ pub trait UpdateRule: fmt::Debug + Send + Sync {
     /// All hyper-parameters, the learning rate included, as plans print them.
     fn hyper_parameters(&self) -> Vec<(&'static str, f64)>;
 
+    /// Whether steps go against the gradient or along it, if the rule offers both.
+    fn objective(&self) -> Option<Objective> {
+        None
+    }
+
     /// Checks every hyper-parameter.
     ///
     /// # Errors

@@ -60,6 +60,10 @@ impl UpdateRule for Lion {
         ]
     }
 
+    fn objective(&self) -> Option<Objective> {
+        Some(self.objective)
+    }
+
     fn validate(&self) -> Result<(), RuleError> {
         check_hyper(&[
             ("lr", self.lr, Domain::NotNegative),

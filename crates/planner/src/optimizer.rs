@@ -2,13 +2,7 @@
 
 use std::fmt;
 
-use fusestep_adagrad::Adagrad;
-use fusestep_fused_adam::Adam;
-use fusestep_fused_sgd::Sgd;
-use fusestep_lamb::Lamb;
-use fusestep_lars_momentum::Lars;
 use fusestep_launch::{MultiTensorKernel, Objective, RuleError, UpdateRule};
-use fusestep_lion::Lion;
 use fusestep_tensor::ParamDesc;
 
 use crate::{PlanError, Precisions};
@@ -16,85 +10,63 @@ use crate::{PlanError, Precisions};
 /// Below this a hyper-parameter is printed with an exponent.
 const SMALL: f64 = 1e-4;
 
-/// The update rule and its hyper-parameters.
-#[derive(Clone, Copy, Debug, PartialEq)]
-#[non_exhaustive]
-pub enum Optimizer {
-    /// Adam or AdamW; see [`Adam`].
-    Adam(Adam),
-    /// SGD, with or without momentum; see [`Sgd`].
-    Sgd(Sgd),
-    /// Lion; see [`Lion`].
-    Lion(Lion),
-    /// Adagrad; see [`Adagrad`].
-    Adagrad(Adagrad),
-    /// LARS momentum; see [`Lars`].
-    Lars(Lars),
-    /// LAMB; see [`Lamb`].
-    Lamb(Lamb),
+/// The update rules that plans apply, each by its documentation, its type and its crate.
+macro_rules! optimizers {
+    ($($(#[$doc:meta])* $rule:ident of $crate_name:ident;)*) => {
+        /// The update rule and its hyper-parameters.
+        #[derive(Clone, Copy, Debug, PartialEq)]
+        #[non_exhaustive]
+        pub enum Optimizer {
+            $($(#[$doc])* $rule($crate_name::$rule),)*
+        }
+
+        $(impl From<$crate_name::$rule> for Optimizer {
+            fn from(rule: $crate_name::$rule) -> Self {
+                Optimizer::$rule(rule)
+            }
+        })*
+
+        impl Optimizer {
+            /// Every update rule with its defaults.
+            pub fn all() -> Vec<Self> {
+                vec![$($crate_name::$rule::default().into(),)*]
+            }
+
+            /// The rule as planner and command line see it.
+            pub fn rule(&self) -> &dyn UpdateRule {
+                match self {
+                    $(Optimizer::$rule(rule) => rule,)*
+                }
+            }
+
+            /// This rule at another learning rate.
+            pub fn with_lr(self, lr: f64) -> Self {
+                match self {
+                    $(Optimizer::$rule(rule) => $crate_name::$rule { lr, ..rule }.into(),)*
+                }
+            }
+        }
+    };
 }
 
-impl From<Adam> for Optimizer {
-    fn from(rule: Adam) -> Self {
-        Optimizer::Adam(rule)
-    }
-}
-
-impl From<Sgd> for Optimizer {
-    fn from(rule: Sgd) -> Self {
-        Optimizer::Sgd(rule)
-    }
-}
-
-impl From<Lion> for Optimizer {
-    fn from(rule: Lion) -> Self {
-        Optimizer::Lion(rule)
-    }
-}
-
-impl From<Adagrad> for Optimizer {
-    fn from(rule: Adagrad) -> Self {
-        Optimizer::Adagrad(rule)
-    }
-}
-
-impl From<Lars> for Optimizer {
-    fn from(rule: Lars) -> Self {
-        Optimizer::Lars(rule)
-    }
-}
-
-impl From<Lamb> for Optimizer {
-    fn from(rule: Lamb) -> Self {
-        Optimizer::Lamb(rule)
-    }
+optimizers! {
+    /// Adam or AdamW; see [`fusestep_fused_adam::Adam`].
+    Adam of fusestep_fused_adam;
+    /// SGD, with or without momentum; see [`fusestep_fused_sgd::Sgd`].
+    Sgd of fusestep_fused_sgd;
+    /// Lion; see [`fusestep_lion::Lion`].
+    Lion of fusestep_lion;
+    /// Adagrad; see [`fusestep_adagrad::Adagrad`].
+    Adagrad of fusestep_adagrad;
+    /// RMSprop, centered or not; see [`fusestep_rmsprop::RmsProp`].
+    RmsProp of fusestep_rmsprop;
+    /// LARS momentum; see [`fusestep_lars_momentum::Lars`].
+    Lars of fusestep_lars_momentum;
+    /// LAMB; see [`fusestep_lamb::Lamb`].
+    Lamb of fusestep_lamb;
 }
 
 impl Optimizer {
-    /// The rule as planner and command line see it.
-    pub fn rule(&self) -> &dyn UpdateRule {
-        match self {
-            Optimizer::Adam(rule) => rule,
-            Optimizer::Sgd(rule) => rule,
-            Optimizer::Lion(rule) => rule,
-            Optimizer::Adagrad(rule) => rule,
-            Optimizer::Lars(rule) => rule,
-            Optimizer::Lamb(rule) => rule,
-        }
-    }
-
-    /// This rule at another learning rate.
-    pub fn with_lr(self, lr: f64) -> Self {
-        match self {
-            Optimizer::Adam(rule) => Adam { lr, ..rule }.into(),
-            Optimizer::Sgd(rule) => Sgd { lr, ..rule }.into(),
-            Optimizer::Lion(rule) => Lion { lr, ..rule }.into(),
-            Optimizer::Adagrad(rule) => Adagrad { lr, ..rule }.into(),
-            Optimizer::Lars(rule) => Lars { lr, ..rule }.into(),
-            Optimizer::Lamb(rule) => Lamb { lr, ..rule }.into(),
-        }
-    }
-
     /// The rule's name on the command line: `adamw`.
     pub fn name(&self) -> &'static str {
         self.rule().name()
@@ -107,13 +79,7 @@ impl Optimizer {
 
     /// Whether steps go against the gradient or along it, if the rule offers both.
     pub fn objective(&self) -> Option<Objective> {
-        match self {
-            Optimizer::Adam(rule) => Some(rule.objective),
-            Optimizer::Sgd(rule) => Some(rule.objective),
-            Optimizer::Lion(rule) => Some(rule.objective),
-            Optimizer::Adagrad(rule) => Some(rule.objective),
-            Optimizer::Lars(_) | Optimizer::Lamb(_) => None,
-        }
+        self.rule().objective()
     }
 
     /// Checks every hyper-parameter.

@@ -319,7 +319,7 @@ impl State {
         let hint = match (self.tensors, role) {
             (Tensors::Borrowed, Role::Param | Role::Grad) => "the caller lends it",
             (_, Role::MaxMoment2) => "only AMSGrad has it",
-            (_, Role::Velocity) => "only SGD with momentum has it",
+            (_, Role::Velocity) => "only rules with momentum have it",
             (_, Role::Sum) => "only Adagrad has it",
             (_, Role::Master | Role::Remainder) => "the plan's precision asks for none",
             _ => "the optimizer has no such state",

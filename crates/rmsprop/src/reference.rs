@@ -7,9 +7,9 @@
 //! b ← μ·b + g / (√s + ε)
 //! p ← p − lr·b
 //! ```
-//! Tieleman & Hinton 2012 (lecture 6.5), centered as Graves 2013 (arXiv:1308.0850); ε outside of the
-//! root, momentum and L2 decay as in PyTorch 2.7. Where rounding makes v − a² negative, PyTorch's
-//! parameter becomes NaN; here the variance is 0.
+//! Tieleman & Hinton 2012 (lecture 6.5), centered as Graves 2013 (arXiv:1308.0850); ε outside of
+//! the root, momentum and L2 decay as in PyTorch 2.7. Where rounding makes v − a² negative,
+//! PyTorch's parameter becomes NaN; here the variance is 0.
 
 use fusestep_launch::Objective;
 

@@ -84,6 +84,10 @@ impl UpdateRule for RmsProp {
         all
     }
 
+    fn objective(&self) -> Option<Objective> {
+        Some(self.objective)
+    }
+
     fn validate(&self) -> Result<(), RuleError> {
         check_hyper(&[
             ("lr", self.lr, Domain::NotNegative),

@@ -18,7 +18,7 @@ pub enum Role {
     Moment2,
     /// Largest `moment2` seen so far; only AMSGrad keeps it.
     MaxMoment2,
-    /// Decaying sum of the gradients (u): SGD with momentum.
+    /// Decaying sum of the gradients (u), or of what RMSprop makes of them (b).
     Velocity,
     /// Sum of the squared gradients: Adagrad.
     Sum,

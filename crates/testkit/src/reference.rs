@@ -2,18 +2,17 @@
 //!
 //! Without it, every law would hold for kernels that do nothing.
 
-use fusestep_adagrad::{Adagrad, reference as adagrad};
-use fusestep_fused_adam::{Adam, SecondMoment, reference as adam};
-use fusestep_fused_sgd::{Sgd, reference as sgd};
-use fusestep_launch::{Format, WeightDecay};
-use fusestep_lion::{Lion, reference as lion};
+use fusestep_launch::Format;
 use fusestep_planner::{Optimizer, Plan};
 use fusestep_simd::join_bf16;
-use fusestep_tensor::{DType, ParamDesc, Role};
+use fusestep_tensor::{DType, Role};
 use half::{bf16, f16};
 
 use crate::Case;
 use crate::normed_reference::{near_lamb, near_lars};
+use crate::rules::{
+    ElementState, Sensitivity, reference_step, sensitivity, undecided, with_own_hyper_parameters,
+};
 
 /// Gradients of these sizes, as ordinary ones are, must lead near the reference in every dtype.
 const ORDINARY: std::ops::Range<f64> = 1e-7..1.0;
@@ -55,7 +54,7 @@ pub(crate) fn near_reference(plan: &Plan, case: &Case, found: &[u8]) {
 fn near_elementwise(plan: &Plan, case: &Case, found: &[u8]) {
     let (mut rest, mut compared) = (found, 0);
     for (index, param) in case.params.iter().enumerate() {
-        let optimizer = own_hyper_parameters(plan.optimizer(), param);
+        let optimizer = with_own_hyper_parameters(plan.optimizer(), param);
         let rounding = Rounding::new(plan, optimizer, param.dtype, case.steps);
         let kept = &rounding.kept;
         let numel = param.numel() as usize;
@@ -107,138 +106,35 @@ fn near_elementwise(plan: &Plan, case: &Case, found: &[u8]) {
 
 /// The element that starts at `param` after one step for each gradient.
 fn expected(optimizer: &Optimizer, param: f64, grads: &[f64], state_error: f64) -> Expected {
-    let steps = (1..).zip(grads.iter().copied());
-    match optimizer {
-        Optimizer::Adam(rule) => expected_of_adam(rule, param, steps),
-        Optimizer::Sgd(rule) => expected_of_sgd(rule, param, steps),
-        Optimizer::Lion(rule) => expected_of_lion(rule, param, steps, state_error),
-        Optimizer::Adagrad(rule) => expected_of_adagrad(rule, param, steps),
-        other => panic!("the runner has no reference for {}", other.name()),
+    let (mut value, mut state) = (param, ElementState::default());
+    for (step, &grad) in (1..).zip(grads) {
+        value = reference_step(optimizer, step, value, &mut state, grad);
     }
-}
-
-fn expected_of_adam(rule: &Adam, param: f64, steps: impl Iterator<Item = (u64, f64)>) -> Expected {
-    let mut element = adam::Element {
-        param,
-        ..adam::Element::default()
-    };
-    for (step, grad) in steps {
-        element = adam::update(rule, step, element, grad);
-    }
-    // A gradient that L2 decay nearly cancels leaves few correct digits in the update, which is at
-    // most lr, and decay carries them into the moments.
-    let moment = |value| Near {
+    // A gradient that L2 decay nearly cancels leaves few correct digits in the update, which is as
+    // large as its rate all the same, and decay carries them into the moments.
+    let Sensitivity {
+        state: roles,
+        update,
+        velocity,
+        l2,
+        is_normalized,
+    } = sensitivity(optimizer);
+    let rate = if is_normalized { update } else { 0.0 };
+    // `is_near` takes a thousandth of the scale.
+    let jumps = 1e3 * undecided(optimizer, param, grads, state_error);
+    let near = |(&role, value): (&Role, f64)| Near {
         value,
-        scale: rule.lr * rule.weight_decay.lambda(),
+        scale: match role {
+            Role::Velocity if is_normalized => velocity,
+            _ => rate * l2,
+        },
     };
-    let mut state = vec![moment(element.moment1), moment(element.moment2)];
-    if rule.second_moment == SecondMoment::Largest {
-        state.push(moment(element.max_moment2));
-    }
-    let param = Near {
-        value: element.param,
-        scale: rule.lr,
-    };
-    Expected { param, state }
-}
-
-fn expected_of_sgd(rule: &Sgd, param: f64, steps: impl Iterator<Item = (u64, f64)>) -> Expected {
-    let mut element = sgd::Element {
-        param,
-        ..sgd::Element::default()
-    };
-    for (step, grad) in steps {
-        element = sgd::update(rule, step, element, grad);
-    }
-    let near = |value| Near { value, scale: 0.0 };
-    let mut state = Vec::new();
-    if rule.has_velocity() {
-        state.push(near(element.velocity));
-    }
-    let param = near(element.param);
-    Expected { param, state }
-}
-
-fn expected_of_lion(
-    rule: &Lion,
-    param: f64,
-    steps: impl Iterator<Item = (u64, f64)>,
-    state_error: f64,
-) -> Expected {
-    // Below this certainty the rounding of f32, and of the state, may decide the sign.
-    let undecided = 1e-6 + 2.0 * state_error;
-    let mut element = lion::Element {
-        param,
-        ..lion::Element::default()
-    };
-    let mut scale = 0.0;
-    for (_, grad) in steps {
-        if lion::certainty(rule, element, grad) < undecided {
-            // The other sign is 2·lr away, and `is_near` takes a thousandth of the scale.
-            scale += 2e3 * rule.lr;
-        }
-        element = lion::update(rule, element, grad);
-    }
-    let param = Near {
-        value: element.param,
-        scale,
-    };
-    let state = vec![Near {
-        value: element.moment1,
-        scale: 0.0,
-    }];
-    Expected { param, state }
-}
-
-fn expected_of_adagrad(
-    rule: &Adagrad,
-    param: f64,
-    steps: impl Iterator<Item = (u64, f64)>,
-) -> Expected {
-    let mut element = adagrad::Element {
-        param,
-        ..adagrad::Element::default()
-    };
-    for (step, grad) in steps {
-        element = adagrad::update(rule, step, element, grad);
-    }
-    // As with Adam: decay may nearly cancel the gradient.
-    let param = Near {
-        value: element.param,
-        scale: rule.lr,
-    };
-    let state = vec![Near {
-        value: element.sum,
-        scale: rule.lr * rule.weight_decay,
-    }];
-    Expected { param, state }
-}
-
-fn own_hyper_parameters(optimizer: &Optimizer, param: &ParamDesc) -> Optimizer {
-    let own = |lambda| param.weight_decay.unwrap_or(lambda);
-    let optimizer = optimizer.with_lr(optimizer.lr() * param.lr_scale);
-    match optimizer {
-        Optimizer::Adam(rule) => Optimizer::Adam(Adam {
-            weight_decay: rule
-                .weight_decay
-                .with_lambda(own(rule.weight_decay.lambda())),
-            ..rule
-        }),
-        Optimizer::Sgd(rule) => Optimizer::Sgd(Sgd {
-            weight_decay: rule
-                .weight_decay
-                .with_lambda(own(rule.weight_decay.lambda())),
-            ..rule
-        }),
-        Optimizer::Lion(rule) => Optimizer::Lion(Lion {
-            weight_decay: own(rule.weight_decay),
-            ..rule
-        }),
-        Optimizer::Adagrad(rule) => Optimizer::Adagrad(Adagrad {
-            weight_decay: own(rule.weight_decay),
-            ..rule
-        }),
-        other => panic!("the runner has no reference for {}", other.name()),
+    Expected {
+        param: Near {
+            value,
+            scale: rate + jumps,
+        },
+        state: roles.iter().zip(state).map(near).collect(),
     }
 }
 
@@ -274,37 +170,27 @@ struct Rounding {
     kept: Kept,
     /// Most that one step moves a parameter by.
     update: f64,
+    /// The size of a velocity.
+    velocity: f64,
     /// What L2 decay carries of the parameter's error into the gradient.
     decayed: f64,
 }
 
 impl Rounding {
     fn new(plan: &Plan, optimizer: Optimizer, dtype: DType, steps: u64) -> Self {
-        let (state, update, l2): (&[Role], f64, f64) = match optimizer {
-            Optimizer::Adam(rule) => {
-                let state: &[Role] = match rule.second_moment {
-                    SecondMoment::Running => &[Role::Moment1, Role::Moment2],
-                    SecondMoment::Largest => &[Role::Moment1, Role::Moment2, Role::MaxMoment2],
-                };
-                (state, rule.lr, l2_of(rule.weight_decay))
-            }
-            Optimizer::Sgd(rule) => {
-                let state: &[Role] = if rule.has_velocity() {
-                    &[Role::Velocity]
-                } else {
-                    &[]
-                };
-                (state, rule.lr * 3.0 * GRAD, l2_of(rule.weight_decay))
-            }
-            Optimizer::Lion(rule) => (&[Role::Moment1], rule.lr, 0.0),
-            Optimizer::Adagrad(rule) => (&[Role::Sum], rule.lr, rule.weight_decay),
-            other => panic!("the runner has no reference for {}", other.name()),
-        };
+        let Sensitivity {
+            state,
+            update,
+            velocity,
+            l2,
+            ..
+        } = sensitivity(&optimizer);
         let kept = Kept::new(plan, state, dtype, steps);
         let decayed = PARAM * l2 * kept.param_error;
         Self {
             kept,
             update,
+            velocity,
             decayed,
         }
     }
@@ -329,7 +215,8 @@ impl Rounding {
             Role::Param | Role::Master | Role::Remainder => {
                 self.update * (10.0 * state_error + steps * param_error)
             }
-            Role::Moment1 | Role::Velocity => 3.0 * GRAD * state_error + self.decayed,
+            Role::Moment1 => 3.0 * GRAD * state_error + self.decayed,
+            Role::Velocity => self.velocity * (state_error + self.decayed / GRAD),
             _ => GRAD * self.decayed,
         };
         approx::relative_eq!(
@@ -338,13 +225,6 @@ impl Rounding {
             max_relative = relative + unit(dtype) * steps,
             epsilon = epsilon + coarse
         )
-    }
-}
-
-fn l2_of(weight_decay: WeightDecay) -> f64 {
-    match weight_decay {
-        WeightDecay::L2(lambda) => lambda,
-        WeightDecay::Decoupled(_) => 0.0,
     }
 }
 

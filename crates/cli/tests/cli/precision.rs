@@ -7,7 +7,7 @@ use half::bf16;
 use safetensors::tensor::{Dtype, TensorView, serialize};
 use serde_json::Value;
 
-use crate::{Folder, RULES, ok, refused, text};
+use crate::{Folder, RULES, ok, refused, rule_names, text};
 
 /// How bf16 parameters may be kept.
 const KEPT: [&[&str]; 5] = [
@@ -90,9 +90,7 @@ fn plans_and_timings_know_every_rule_in_16_bits() {
     let folder = Folder::new();
     let shapes = folder.path("shapes.json");
     fs::write(&shapes, r#"[{"name":"a","shape":[100, 10]}]"#).unwrap();
-    for rule in [
-        "adamw", "sgd", "momentum", "lion", "adagrad", "lars", "lamb",
-    ] {
+    for rule in rule_names() {
         for dtype in ["bf16", "f16"] {
             let model = [
                 "--optimizer",

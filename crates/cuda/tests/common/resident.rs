@@ -1,60 +1,13 @@
-//! Rules, and steps on resident tables in every way there is.
+//! Steps on resident tables in every way there is.
 use super::cpu;
-use fusestep_adagrad::Adagrad;
 use fusestep_cuda::CudaBackend;
-use fusestep_fused_adam::{Adam, SecondMoment};
-use fusestep_fused_sgd::Sgd;
-use fusestep_lamb::Lamb;
-use fusestep_lars_momentum::Lars;
-use fusestep_launch::{Backend, WeightDecay};
-use fusestep_lion::Lion;
+use fusestep_launch::Backend;
 use fusestep_planner::{
     ClipByGlobalNorm, LossScale, LossScaling, Optimizer, Plan, PlanError, Planner, ScalePolicy,
     State, TableKind,
 };
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, outcome};
-
-/// Every rule, with what its sets are made of away from the defaults.
-pub(crate) fn rules() -> Vec<Optimizer> {
-    let adam = Adam::default();
-    let coupled = Adam {
-        weight_decay: WeightDecay::L2(0.1),
-        second_moment: SecondMoment::Largest,
-        ..adam
-    };
-    let sgd = Sgd {
-        dampening: 0.4,
-        weight_decay: WeightDecay::L2(0.1),
-        ..Sgd::with_momentum()
-    };
-    let plain = Sgd {
-        momentum: 0.0,
-        dampening: 0.0,
-        weight_decay: WeightDecay::Decoupled(0.1),
-        ..sgd
-    };
-    let lion = Lion {
-        weight_decay: 0.1,
-        ..Lion::default()
-    };
-    let adagrad = Adagrad {
-        lr_decay: 0.1,
-        initial_sum: 0.01,
-        weight_decay: 0.1,
-        ..Adagrad::default()
-    };
-    vec![
-        adam.into(),
-        coupled.into(),
-        sgd.into(),
-        plain.into(),
-        lion.into(),
-        adagrad.into(),
-        Lars::default().into(),
-        Lamb::default().into(),
-    ]
-}
 
 /// The bits of the naive plan on the host, and those of the resident one on `backend`.
 pub(crate) fn same_bits_of(
