@@ -6,8 +6,8 @@
 //     b <- momentum b + g / (sqrt(s) + eps)
 //     p <- p - lr b
 //
-// Tieleman & Hinton 2012, lecture 6.5; centered as Graves 2013 (arXiv:1308.0850). Every operation is
-// rounded once, in the order written in `element`, without contraction: the bits are those of
+// Tieleman & Hinton 2012, lecture 6.5; centered as Graves 2013 (arXiv:1308.0850). Every operation
+// is rounded once, in the order written in `element`, without contraction: the bits are those of
 // crates/rmsprop/src/rule.rs.
 #include "elementwise.cuh"
 
