@@ -117,8 +117,8 @@ impl Planner {
         self
     }
 
-    /// Plans without any pass: one storage, one launch and, between ranks, one call per tensor. The
-    /// oracle of every pass.
+    /// Plans without any pass, those added so far included: one storage, one launch and, between
+    /// ranks, one call per tensor. The oracle of every pass.
     pub fn naive(mut self) -> Self {
         self.passes.clear();
         self
