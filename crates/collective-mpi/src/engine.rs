@@ -3,7 +3,7 @@
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use fusestep_collective::CollectiveError;
@@ -61,9 +61,9 @@ pub(crate) struct Engine {
     timeout: Duration,
     /// Some group has ended in an error: messages may be under way that never arrive.
     pub(crate) troubled: AtomicBool,
-    /// The first error that a group has ended in, for the case that the job ends before the
-    /// program has said so.
-    pub(crate) first_error: OnceLock<CollectiveError>,
+    /// The error that groups have ended in, for the case that the job ends before the program has
+    /// said so.
+    first_error: Mutex<Option<CollectiveError>>,
     universe: Mutex<Option<Universe>>,
 }
 
@@ -114,7 +114,7 @@ impl Engine {
             leave_timeout: options.leave_timeout,
             timeout: options.timeout,
             troubled: AtomicBool::new(false),
-            first_error: OnceLock::new(),
+            first_error: Mutex::new(None),
             universe: Mutex::new(Some(universe)),
         })
     }
@@ -265,6 +265,21 @@ impl Engine {
         self.world
     }
 
+    /// Keeps an error to be said at the end: the first, but for results that were dropped, which is
+    /// what a caller does whose other call has failed.
+    pub(crate) fn keep_error(&self, error: CollectiveError) {
+        let mut first = self.first_error();
+        if matches!(*first, None | Some(CollectiveError::Dropped { .. })) {
+            *first = Some(error);
+        }
+    }
+
+    fn first_error(&self) -> MutexGuard<'_, Option<CollectiveError>> {
+        self.first_error
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Ends the whole job at once.
     pub(crate) fn abort(&self) -> ! {
         // SAFETY: MPI runs until `Drop`; this call does not come back.
@@ -303,7 +318,7 @@ impl Drop for Engine {
                 gone[from] = true;
             } else if Instant::now() > deadline {
                 let ranks: Vec<usize> = (0..self.world_size).filter(|&rank| !gone[rank]).collect();
-                let before = match self.first_error.get() {
+                let before = match &*self.first_error() {
                     Some(error) => format!("{error}; then "),
                     None => String::new(),
                 };

@@ -347,7 +347,7 @@ impl Group {
             }
         }
         let settled = state.settled.get_or_insert(error).clone();
-        self.engine.first_error.get_or_init(|| settled.clone());
+        self.engine.keep_error(settled.clone());
         settled
     }
 

@@ -3,6 +3,7 @@
 
 use std::ffi::{c_int, c_void};
 use std::hash::{BuildHasher, Hasher, RandomState};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -26,6 +27,8 @@ const MEETING_TIME: Duration = Duration::from_secs(20);
 pub(crate) struct OnMachine<C: Communicator> {
     pub(crate) inner: C,
     engine: Arc<Engine>,
+    /// Where the world's flight recorder goes if a group of it fails.
+    dump_folder: Option<PathBuf>,
 }
 
 /// Compares what decides which messages go between processes: with two kinds of them ranks would
@@ -164,7 +167,11 @@ impl<C: Communicator> OnMachine<C> {
         if options.dump_folder.is_some() {
             watch::abort_at_end(inner.aborter());
         }
-        Self { inner, engine }
+        Self {
+            inner,
+            engine,
+            dump_folder: options.dump_folder.clone(),
+        }
     }
 }
 
@@ -186,7 +193,12 @@ impl<C: Communicator> Communicator for OnMachine<C> {
         let engine = &self.engine;
         Ok(inner.map(|inner| {
             let engine = Arc::clone(engine);
-            Box::new(OnMachine { inner, engine }) as Box<dyn Communicator>
+            let dump_folder = None;
+            Box::new(OnMachine {
+                inner,
+                engine,
+                dump_folder,
+            }) as Box<dyn Communicator>
         }))
     }
     fn set_context(&mut self, context: CallContext) {
@@ -219,11 +231,19 @@ impl<C: Communicator> Communicator for OnMachine<C> {
 impl<C: Communicator> Drop for OnMachine<C> {
     fn drop(&mut self) {
         match self.inner.failure() {
-            None | Some(CollectiveError::Left { .. }) => {}
+            None | Some(CollectiveError::Left { .. }) => {
+                // A communication stream has failed between two calls of this group.
+                if let Some(folder) = &self.dump_folder
+                    && self.engine.troubled.load(Ordering::SeqCst)
+                {
+                    // Nothing more can be done about an error: the job ends.
+                    let _ = self.inner.recorder().dump(folder);
+                }
+            }
             // Somebody may never leave MPI, which must not hold this process for long.
             Some(error) => {
                 self.engine.troubled.store(true, Ordering::SeqCst);
-                self.engine.first_error.get_or_init(|| error);
+                self.engine.keep_error(error);
             }
         }
     }
