@@ -38,6 +38,7 @@ kernels! {
     lion
     rank_order
     rmsprop
+    schedule_free
 }
 
 /// Files that kernel sources include, as (file name, text).

@@ -32,6 +32,7 @@ const LAYERS: [&[&str]; 9] = [
         "lion",
         "adagrad",
         "rmsprop",
+        "schedule-free",
         "amp",
         "collective",
     ],

@@ -21,6 +21,7 @@ pub use fusestep_launch::{
 pub use fusestep_lion::Lion as ParamsLion;
 pub use fusestep_planner::{LossScale, ScalePolicy};
 pub use fusestep_rmsprop::{Centering, RmsProp as ParamsRmsProp};
+pub use fusestep_schedule_free::ScheduleFree as ParamsScheduleFree;
 pub use options::{Fusion, Options};
 pub use params::Params;
 pub use variables::IntoVariables;
@@ -39,6 +40,9 @@ pub type Adagrad = Fused<ParamsAdagrad>;
 
 /// RMSprop.
 pub type RmsProp = Fused<ParamsRmsProp>;
+
+/// Schedule-Free AdamW.
+pub type ScheduleFree = Fused<ParamsScheduleFree>;
 
 /// LARS: momentum with a rate for each layer.
 pub type Lars = Fused<ParamsLars>;

@@ -7,7 +7,9 @@ use fusestep_fused_adam::Adam;
 use fusestep_launch::WeightDecay;
 use fusestep_planner::Optimizer as Rule;
 
-use crate::{ParamsAdagrad, ParamsLamb, ParamsLars, ParamsLion, ParamsRmsProp, ParamsSgd};
+use crate::{
+    ParamsAdagrad, ParamsLamb, ParamsLars, ParamsLion, ParamsRmsProp, ParamsScheduleFree, ParamsSgd,
+};
 
 /// Hyper-parameters of an update rule, as [`crate::Fused`] takes them.
 ///
@@ -62,6 +64,7 @@ params_of_rule! {
     ParamsLion => Lion,
     ParamsAdagrad => Adagrad,
     ParamsRmsProp => RmsProp,
+    ParamsScheduleFree => ScheduleFree,
     ParamsLars => Lars,
     ParamsLamb => Lamb,
 }

@@ -11,6 +11,7 @@ use fusestep_launch::{Objective, WeightDecay};
 use fusestep_lion::Lion;
 use fusestep_planner::Optimizer;
 use fusestep_rmsprop::{Centering, RmsProp};
+use fusestep_schedule_free::ScheduleFree;
 use fusestep_tensor::ParamDesc;
 
 /// The update rule.
@@ -30,6 +31,8 @@ pub(crate) enum Rule {
     Adagrad,
     /// Steps scaled by a moving mean of squared gradients
     Rmsprop,
+    /// AdamW whose average takes the place of a schedule
+    ScheduleFree,
     /// Momentum with a rate for each layer: LARS
     Lars,
     /// Adam with a rate for each layer: LAMB
@@ -100,6 +103,9 @@ pub(crate) struct OptimizerArgs {
     /// adagrad: what the sum of squared gradients starts from, at least 0 [default: 0]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) initial_sum: Option<f64>,
+    /// schedule-free: steps over which the learning rate rises [default: 0]
+    #[arg(long)]
+    pub(crate) warmup_steps: Option<u32>,
     /// rmsprop: decay of the mean of squared gradients, in [0, 1) [default: 0.99]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) alpha: Option<f64>,
@@ -133,6 +139,7 @@ impl Rule {
             Rule::Lion => 3e-4,
             Rule::Adagrad => 0.02,
             Rule::Rmsprop => 1e-3,
+            Rule::ScheduleFree => 5e-3,
             Rule::Lars => 10.0,
             Rule::Lamb => 0.01,
         }
@@ -148,6 +155,7 @@ impl Rule {
             Rule::Lion => "lion",
             Rule::Adagrad => "adagrad",
             Rule::Rmsprop => "rmsprop",
+            Rule::ScheduleFree => "schedule-free",
             Rule::Lars => "lars",
             Rule::Lamb => "lamb",
         }
@@ -175,20 +183,34 @@ impl OptimizerArgs {
             Rule::Lion => self.lion().into(),
             Rule::Adagrad => self.adagrad().into(),
             Rule::Rmsprop => self.rmsprop().into(),
+            Rule::ScheduleFree => self.schedule_free().into(),
             Rule::Lars => self.lars().into(),
             Rule::Lamb => self.lamb().into(),
         })
     }
 
     fn refuse_foreign_flags(&self) -> anyhow::Result<()> {
-        use Rule::{Adagrad, Adam, Adamw, Lamb, Lars, Lion, Momentum, Rmsprop, Sgd};
-        let flags: [(&str, bool, &[Rule]); 16] = [
-            ("--beta1", self.beta1.is_some(), &[Adamw, Adam, Lamb, Lion]),
-            ("--beta2", self.beta2.is_some(), &[Adamw, Adam, Lamb, Lion]),
+        use Rule::{Adagrad, Adam, Adamw, Lamb, Lars, Lion, Momentum, Rmsprop, ScheduleFree, Sgd};
+        let flags: [(&str, bool, &[Rule]); 17] = [
+            (
+                "--beta1",
+                self.beta1.is_some(),
+                &[Adamw, Adam, Lamb, Lion, ScheduleFree],
+            ),
+            (
+                "--beta2",
+                self.beta2.is_some(),
+                &[Adamw, Adam, Lamb, Lion, ScheduleFree],
+            ),
+            (
+                "--warmup-steps",
+                self.warmup_steps.is_some(),
+                &[ScheduleFree],
+            ),
             (
                 "--eps",
                 self.eps.is_some(),
-                &[Adamw, Adam, Adagrad, Rmsprop, Lamb, Lars],
+                &[Adamw, Adam, Adagrad, Rmsprop, ScheduleFree, Lamb, Lars],
             ),
             ("--amsgrad", self.amsgrad, &[Adamw, Adam]),
             ("--decay", self.decay.is_some(), &[Sgd, Momentum]),
@@ -318,6 +340,18 @@ impl OptimizerArgs {
                 Centering::MeanSquare
             },
             objective: self.objective(),
+        }
+    }
+
+    fn schedule_free(&self) -> ScheduleFree {
+        let default = ScheduleFree::default();
+        ScheduleFree {
+            lr: self.lr.unwrap_or(default.lr),
+            beta1: self.beta1.unwrap_or(default.beta1),
+            beta2: self.beta2.unwrap_or(default.beta2),
+            eps: self.eps.unwrap_or(default.eps),
+            weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
+            warmup_steps: self.warmup_steps.unwrap_or(default.warmup_steps),
         }
     }
 

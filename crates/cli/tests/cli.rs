@@ -99,7 +99,7 @@ fn refused(args: &[&str]) -> String {
 }
 
 /// Every rule with some of its flags.
-const RULES: [&str; 9] = [
+const RULES: [&str; 10] = [
     "adamw",
     "adam",
     "sgd --rescale 0.5 --weight-decay 0.1 --decay decoupled",
@@ -107,6 +107,7 @@ const RULES: [&str; 9] = [
     "lion --beta2 0.98",
     "adagrad --lr-decay 0.1 --initial-sum 0.1",
     "rmsprop --alpha 0.9 --centered --momentum 0.5",
+    "schedule-free --warmup-steps 3",
     "lars --trust-coefficient 1",
     "lamb",
 ];
@@ -236,7 +237,7 @@ fn settings_out_of_range_are_refused_and_nothing_is_written() {
         ),
         (
             vec!["--optimizer", "nosuch"],
-            "possible values: adamw, adam, sgd, momentum, lion, adagrad, rmsprop",
+            "possible values: adamw, adam, sgd, momentum, lion, adagrad, rmsprop, schedule-free",
         ),
         (vec!["--argument-bytes", "40"], "argument"),
         (vec!["--threads", "0"], "--threads"),
@@ -263,8 +264,8 @@ fn flags_that_a_rule_does_not_have_are_refused() {
         ),
         (
             vec!["--optimizer", "sgd", "--eps", "0"],
-            "--eps: expected --optimizer adamw or adam or adagrad or rmsprop or lamb or lars, \
-             found sgd",
+            "--eps: expected --optimizer adamw or adam or adagrad or rmsprop or \
+             schedule-free or lamb or lars, found sgd",
         ),
         (
             vec![

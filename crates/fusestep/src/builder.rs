@@ -64,6 +64,8 @@ kinds! {
     Adagrad of fusestep_adagrad::Adagrad;
     /// RMSprop: steps scaled by a moving mean of squared gradients.
     RmsProp of fusestep_rmsprop::RmsProp;
+    /// Schedule-Free AdamW: an average of the iterates in place of a schedule.
+    ScheduleFree of fusestep_schedule_free::ScheduleFree;
     /// LARS: momentum with a rate for each layer.
     Lars of fusestep_lars_momentum::Lars;
     /// LAMB: Adam with a rate for each layer.

@@ -6,7 +6,9 @@ mod device;
 mod optimizer;
 mod threads;
 
-pub use builder::{Adagrad, Adam, AdamW, Builder, Kind, Lamb, Lars, Lion, RmsProp, Sgd, kinds};
+pub use builder::{
+    Adagrad, Adam, AdamW, Builder, Kind, Lamb, Lars, Lion, RmsProp, ScheduleFree, Sgd, kinds,
+};
 pub use device::{Cpu, Device};
 pub use fusestep_adagrad::{self as adagrad, AdagradTensors};
 pub use fusestep_amp as amp;
@@ -28,6 +30,7 @@ pub use fusestep_planner::{
     Optimizer, Plan, PlanError, Planner, State, StepReport, Tensors, UpdateNorms, Verdict,
 };
 pub use fusestep_rmsprop::{self as rmsprop, Centering, RmsPropTensors};
+pub use fusestep_schedule_free::{self as schedule_free, ScheduleFreeTensors};
 pub use fusestep_simd::{self as simd, Level, Team};
 pub use fusestep_tensor::{self as tensor, DType, ParamDesc, Role, Shape, TensorError, Trust};
 pub use fusestep_tensor_file::{self as tensor_file, TensorFile, TensorFileError};

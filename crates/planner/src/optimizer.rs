@@ -60,6 +60,8 @@ optimizers! {
     Adagrad of fusestep_adagrad;
     /// RMSprop, centered or not; see [`fusestep_rmsprop::RmsProp`].
     RmsProp of fusestep_rmsprop;
+    /// Schedule-Free AdamW; see [`fusestep_schedule_free::ScheduleFree`].
+    ScheduleFree of fusestep_schedule_free;
     /// LARS momentum; see [`fusestep_lars_momentum::Lars`].
     Lars of fusestep_lars_momentum;
     /// LAMB; see [`fusestep_lamb::Lamb`].

@@ -321,6 +321,7 @@ impl State {
             (_, Role::MaxMoment2) => "only AMSGrad has it",
             (_, Role::Velocity) => "only rules with momentum have it",
             (_, Role::Sum) => "only Adagrad has it",
+            (_, Role::Base) => "only Schedule-Free has it",
             (_, Role::Master | Role::Remainder) => "the plan's precision asks for none",
             _ => "the optimizer has no such state",
         };

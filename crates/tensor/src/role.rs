@@ -22,6 +22,8 @@ pub enum Role {
     Velocity,
     /// Sum of the squared gradients: Adagrad.
     Sum,
+    /// Where steps lead without averaging (z): Schedule-Free.
+    Base,
     /// f32 copy of a 16-bit parameter, which the update is computed on.
     Master,
     /// 16 bits that make a bf16 parameter an f32 master again.
@@ -39,6 +41,7 @@ impl Role {
             Role::MaxMoment2 => "max_moment2",
             Role::Velocity => "velocity",
             Role::Sum => "sum",
+            Role::Base => "base",
             Role::Master => "master",
             Role::Remainder => "remainder",
         }

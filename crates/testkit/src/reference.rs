@@ -126,6 +126,7 @@ fn expected(optimizer: &Optimizer, param: f64, grads: &[f64], state_error: f64) 
         value,
         scale: match role {
             Role::Velocity if is_normalized => velocity,
+            Role::Base => rate,
             _ => rate * l2,
         },
     };
@@ -208,11 +209,11 @@ impl Rounding {
             _ => (1e-5, 1e-8 + 1e-3 * scale),
         };
         let coarse = match role {
-            Role::Param | Role::Master | Role::Remainder if self.decayed > 0.0 => {
+            Role::Param | Role::Master | Role::Remainder | Role::Base if self.decayed > 0.0 => {
                 self.update * steps / 2.0
             }
             // A parameter on its way through zero was rounded at values as large as the updates.
-            Role::Param | Role::Master | Role::Remainder => {
+            Role::Param | Role::Master | Role::Remainder | Role::Base => {
                 self.update * (10.0 * state_error + steps * param_error)
             }
             Role::Moment1 => 3.0 * GRAD * state_error + self.decayed,

@@ -9,6 +9,7 @@ use fusestep_launch::{Objective, WeightDecay};
 use fusestep_lion::{Lion, reference as lion};
 use fusestep_planner::Optimizer;
 use fusestep_rmsprop::{Centering, RmsProp, reference as rmsprop};
+use fusestep_schedule_free::{ScheduleFree, reference as schedule_free};
 use fusestep_tensor::{ParamDesc, Role};
 
 use crate::reference::GRAD;
@@ -70,7 +71,14 @@ pub fn element_rules() -> Vec<Optimizer> {
         objective: Objective::Maximize,
         ..Adagrad::default()
     };
+    let schedule_free = ScheduleFree {
+        lr: 1e-2,
+        weight_decay: 0.1,
+        warmup_steps: 2,
+        ..ScheduleFree::default()
+    };
     let mut all: Vec<Optimizer> = vec![adam.into(), largest.into(), lion.into(), adagrad.into()];
+    all.push(schedule_free.into());
     all.extend(sgd_rules().map(Optimizer::from));
     all.extend(rmsprop_rules().map(Optimizer::from));
     all
@@ -187,6 +195,16 @@ pub fn reference_step(
             };
             new.param
         }
+        Optimizer::ScheduleFree(rule) => {
+            let element = schedule_free::Element {
+                param,
+                moment2: first,
+                base: second,
+            };
+            let new = schedule_free::update(rule, step, element, grad);
+            (state[0], state[1]) = (new.moment2, new.base);
+            new.param
+        }
         other => panic!("{} takes norms of tensors", other.name()),
     }
 }
@@ -255,6 +273,7 @@ pub(crate) fn sensitivity(rule: &Optimizer) -> Sensitivity {
                 ..normalized(state, rule.lr * velocity, rule.weight_decay)
             }
         }
+        Optimizer::ScheduleFree(rule) => normalized(&[Role::Moment2, Role::Base], rule.lr, 0.0),
         other => panic!("{} takes norms of tensors", other.name()),
     }
 }
@@ -277,6 +296,7 @@ pub(crate) fn with_own_hyper_parameters(rule: &Optimizer, param: &ParamDesc) -> 
         Optimizer::Lion(rule) => rule.weight_decay = own(rule.weight_decay),
         Optimizer::Adagrad(rule) => rule.weight_decay = own(rule.weight_decay),
         Optimizer::RmsProp(rule) => rule.weight_decay = own(rule.weight_decay),
+        Optimizer::ScheduleFree(rule) => rule.weight_decay = own(rule.weight_decay),
         other => panic!("{} takes norms of tensors", other.name()),
     }
     rule

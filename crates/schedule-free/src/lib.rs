@@ -1,0 +1,10 @@
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+
+pub mod reference;
+mod rule;
+mod slices;
+
+pub use fusestep_elementwise::StepError;
+pub use rule::ScheduleFree;
+pub use slices::ScheduleFreeTensors;

@@ -1,0 +1,245 @@
+//! The rule: hyper-parameters, what a step takes of them, and the update of one element.
+
+use fusestep_elementwise::{
+    Compute, ElementRule, Entries, Update, element_kernel, integer_power, padded_bytes,
+    read_values, run_format,
+};
+use fusestep_launch::{
+    Domain, Format, HostRun, MultiTensorKernel, Precision, RuleError, SetValues, UpdateRule,
+    check_hyper, entry, sets_entry,
+};
+use fusestep_tensor::{DType, Role};
+
+/// Hyper-parameters of one Schedule-Free AdamW optimizer.
+///
+/// The learning rate stays as it is after the warm-up: the average takes the place of a schedule. A
+/// rate that is changed all the same changes the length of steps, not the weights of the average.
+///
+/// # Cost
+/// 28 bytes of memory traffic per f32 element (read p, g, v, z; write p, v, z), twice that for f64.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ScheduleFree {
+    /// Learning rate per step, after the warm-up; 2.5e-3 by default.
+    pub lr: f64,
+    /// β₁: the share of the average in the point where gradients are taken, in (0, 1); 0.9 by
+    /// default.
+    pub beta1: f64,
+    /// β₂: decay of the second moment, in [0, 1); 0.999 by default.
+    pub beta2: f64,
+    /// ε, added to the root outside of it, at least 0; 1e-8 by default.
+    pub eps: f64,
+    /// λ: lr·λ·y is taken off, as AdamW does; 0 by default.
+    pub weight_decay: f64,
+    /// Steps over which the learning rate rises to `lr`; 0 by default.
+    pub warmup_steps: u32,
+}
+
+impl Default for ScheduleFree {
+    fn default() -> Self {
+        Self {
+            lr: 2.5e-3,
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: 0.0,
+            warmup_steps: 0,
+        }
+    }
+}
+
+impl ScheduleFree {
+    /// The part of the learning rate that step t has, and the part of z that its average takes.
+    ///
+    /// The weight of a step is the square of its rate, so that the sum of all weights is that of
+    /// squares up to the end of the warm-up and counts from there.
+    fn warmed_and_share(&self, step: u64) -> (f64, f64) {
+        let (t, w) = (step as f64, f64::from(self.warmup_steps));
+        if t < w {
+            (t / w, 6.0 * t / ((t + 1.0) * (2.0 * t + 1.0)))
+        } else if w > 0.0 {
+            let rising = (w + 1.0) * (2.0 * w + 1.0) / (6.0 * w);
+            (1.0, 1.0 / (rising + (t - w)))
+        } else {
+            (1.0, 1.0 / t)
+        }
+    }
+
+    /// What is left of y in x, as a factor on z − y.
+    pub(crate) fn averaging(&self) -> f64 {
+        1.0 - 1.0 / self.beta1
+    }
+}
+
+impl UpdateRule for ScheduleFree {
+    fn name(&self) -> &'static str {
+        "schedule-free"
+    }
+
+    fn lr(&self) -> f64 {
+        self.lr
+    }
+
+    fn hyper_parameters(&self) -> Vec<(&'static str, f64)> {
+        vec![
+            ("lr", self.lr),
+            ("beta1", self.beta1),
+            ("beta2", self.beta2),
+            ("eps", self.eps),
+            ("weight_decay", self.weight_decay),
+            ("warmup_steps", f64::from(self.warmup_steps)),
+        ]
+    }
+
+    fn validate(&self) -> Result<(), RuleError> {
+        check_hyper(&[
+            ("lr", self.lr, Domain::NotNegative),
+            ("beta1", self.beta1, Domain::BelowOne),
+            ("beta1", self.beta1, Domain::Positive),
+            ("beta2", self.beta2, Domain::BelowOne),
+            ("eps", self.eps, Domain::NotNegative),
+            ("weight_decay", self.weight_decay, Domain::NotNegative),
+        ])
+    }
+
+    fn kernel(
+        &self,
+        dtype: DType,
+        precision: Precision,
+    ) -> Result<Box<dyn MultiTensorKernel>, RuleError> {
+        element_kernel(self, dtype, precision)
+    }
+}
+
+impl ElementRule<2, 7> for ScheduleFree {
+    const STEM: &'static str = "schedule_free";
+
+    fn entries(format: Format) -> Entries {
+        Entries {
+            update: entry!("schedule_free", format),
+            sets: sets_entry!("schedule_free", format),
+        }
+    }
+
+    fn state(&self) -> &'static [Role] {
+        &[Role::Moment2, Role::Base]
+    }
+
+    fn flags(&self) -> u32 {
+        0
+    }
+
+    fn scalars(&self) -> [f64; 2] {
+        [self.beta2, 1.0 - self.beta2]
+    }
+
+    // g / (√(v / (1 − β₂ᵗ)) + ε) is b·g / (√v + ε·b) with b = √(1 − β₂ᵗ).
+    fn set(&self, values: SetValues) -> [f64; 7] {
+        let (warmed, share) = self.warmed_and_share(values.step);
+        let lr = values.lr * values.lr_scale * warmed;
+        let bias2_sqrt = (1.0 - integer_power(self.beta2, values.step)).sqrt();
+        [
+            // The step of z.
+            lr,
+            // c, by which y goes towards z.
+            share,
+            // The step of y besides.
+            lr * (1.0 - self.beta1 * (1.0 - share)),
+            bias2_sqrt,
+            // ε·√(1 − β₂ᵗ).
+            self.eps * bias2_sqrt,
+            // λ.
+            values.weight_decay.unwrap_or(self.weight_decay),
+            // 1 at the first step, where z starts at the parameter, else 0.
+            if values.step == 1 { 1.0 } else { 0.0 },
+        ]
+    }
+
+    fn hyper_parameters_of_sets(&self) -> Vec<f64> {
+        let warmup_steps = f64::from(self.warmup_steps);
+        vec![
+            self.beta1,
+            self.beta2,
+            self.eps,
+            self.weight_decay,
+            warmup_steps,
+        ]
+    }
+
+    fn run<T: Compute>(&self, scalars: [T; 2], format: Format, run: HostRun<'_, '_>) {
+        run_format::<T, _, 2>(&ScheduleFreeUpdate { scalars }, format, run);
+    }
+}
+
+/// The update of `kernels/schedule_free.cu`, operation for operation.
+#[derive(Clone, Copy)]
+struct ScheduleFreeUpdate<T> {
+    scalars: [T; 2],
+}
+
+impl<T: Compute> Update<T, 2> for ScheduleFreeUpdate<T> {
+    type Set = [T; 7];
+    const SET_BYTES: usize = padded_bytes::<T>(7);
+
+    #[inline(always)]
+    fn set(&self, bytes: &[u8]) -> [T; 7] {
+        read_values(bytes)
+    }
+
+    #[inline(always)]
+    fn element(
+        &self,
+        &[lr, share, own_step, bias2_sqrt, eps, lambda, first]: &[T; 7],
+        p: T,
+        g: T,
+        [v, z]: [T; 2],
+    ) -> (T, [T; 2]) {
+        let [beta2, one_minus_beta2] = self.scalars;
+        let z = if first != T::ZERO { p } else { z };
+        let v = beta2 * v + one_minus_beta2 * (g * g);
+        let mut n = bias2_sqrt * (g / (v.sqrt() + eps));
+        if lambda != T::ZERO {
+            n = n + lambda * p;
+        }
+        let y = p + share * (z - p) - own_step * n;
+        (y, [v, z - lr * n])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_are_the_weights_over_their_sum() {
+        for warmup_steps in [0, 1, 2, 7, 100] {
+            let rule = ScheduleFree {
+                warmup_steps,
+                ..ScheduleFree::default()
+            };
+            let mut sum = 0.0;
+            for step in 1..=300u64 {
+                let (warmed, share) = rule.warmed_and_share(step);
+                sum += warmed * warmed;
+                let expected = warmed * warmed / sum;
+                assert!(
+                    (share / expected - 1.0).abs() < 1e-12,
+                    "{warmup_steps}, {step}: {share} {expected}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn hyper_parameters_out_of_range_are_named() {
+        let good = ScheduleFree::default();
+        for (beta1, message) in [
+            (1.0, "beta1: expected a value in [0, 1), found 1"),
+            (0.0, "beta1: expected a finite value above 0, found 0"),
+        ] {
+            let bad = ScheduleFree { beta1, ..good };
+            assert_eq!(bad.validate().unwrap_err().to_string(), message);
+        }
+        assert_eq!(good.validate(), Ok(()));
+        assert!(good.kernel(DType::I32, Precision::default()).is_err());
+    }
+}
