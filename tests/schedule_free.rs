@@ -102,7 +102,7 @@ fn the_first_step_starts_z_at_the_parameter_whatever_it_was() {
 /// Units in the last place that `steps` f32 steps may be away from the reference; `README.md` of
 /// the kernel states the same.
 fn bound_in_units(steps: u64) -> f64 {
-    8.0 + steps as f64 / 8.0
+    8.0 + steps as f64 / 16.0
 }
 
 #[test]

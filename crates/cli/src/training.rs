@@ -318,7 +318,11 @@ impl Run<'_> {
     }
 
     fn accuracy(&mut self) -> anyhow::Result<f64> {
-        Ok(self.model()?.accuracy(&self.test)?)
+        let (state, backend) = (&self.state, &self.backend);
+        let averages = self
+            .plan
+            .gather_averages(state, backend, &mut self.comms, &self.names)?;
+        Ok(Mlp::of(self.plan.params(), &averages)?.accuracy(&self.test)?)
     }
 
     /// Goes on from the checkpoint; returns where it was.

@@ -149,6 +149,15 @@ impl<'c> FusedOptimizer<'c> {
         self.with(|plan, state, backend, comms| plan.gather(state, backend, comms, names))
     }
 
+    /// What a model is evaluated with: averages under a rule that keeps them (Schedule-Free), else
+    /// the parameters; training goes on with its bits. All ranks ask for the same.
+    ///
+    /// # Errors
+    /// As [`Plan::gather_averages`].
+    pub fn gather_averages(&mut self, names: &[&str]) -> Result<GatheredParams, Error> {
+        self.with(|plan, state, backend, comms| plan.gather_averages(state, backend, comms, names))
+    }
+
     /// A gradient, to be written where the step reads it; it counts as given.
     ///
     /// # Errors

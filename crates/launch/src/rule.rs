@@ -23,6 +23,12 @@ pub trait UpdateRule: fmt::Debug + Send + Sync {
         None
     }
 
+    /// The factor w of x = p + w·(z − p), if a model is evaluated with such an average x of the
+    /// parameter p and the list [`fusestep_tensor::Role::Base`], z.
+    fn averaging(&self) -> Option<f64> {
+        None
+    }
+
     /// Checks every hyper-parameter.
     ///
     /// # Errors

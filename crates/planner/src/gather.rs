@@ -7,9 +7,10 @@ use fusestep_collective::Operation;
 use fusestep_launch::{Backend, Buffer};
 use fusestep_tensor::{DType, Role};
 
+use crate::averages::{Beside, Values};
 use crate::comms::Comms;
 use crate::passes::FuseAllReduce;
-use crate::stage::Gather;
+use crate::stage::{Extent, Gather};
 use crate::{Plan, PlanError, State, ZeroStage};
 
 /// Whole parameters, for as long as this value lives.
@@ -40,6 +41,17 @@ impl GatheredParams {
 pub(crate) struct Asked {
     pub(crate) buffers: Vec<AskedBuffer>,
     places: Vec<(usize, Range<usize>)>,
+}
+
+/// A parameter of which each rank has a part.
+struct Wanted {
+    segment: usize,
+    /// Its elements in the storage.
+    elements: Range<u64>,
+    /// Where it was asked for.
+    at: usize,
+    /// That of its average, if that is asked for.
+    factor: Option<f64>,
 }
 
 /// Parameters that lie one behind the other in one segment's range.
@@ -115,7 +127,19 @@ impl Plan {
         comms: &mut Comms<'_>,
         names: &[&str],
     ) -> Result<GatheredParams, PlanError> {
-        let mut asked = self.own_parts(state, backend, names)?;
+        self.gather_values(state, backend, comms, names, Values::Params)
+    }
+
+    /// Parameters, or their averages.
+    pub(crate) fn gather_values(
+        &self,
+        state: &State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        names: &[&str],
+        values: Values,
+    ) -> Result<GatheredParams, PlanError> {
+        let mut asked = self.own_parts(state, backend, names, values)?;
         for buffer in &mut asked.buffers {
             for (range, counts) in &buffer.calls {
                 let bytes = &mut buffer.memory.bytes_mut()[range.clone()];
@@ -131,6 +155,7 @@ impl Plan {
         state: &State,
         backend: &dyn Backend,
         names: &[&str],
+        values: Values,
     ) -> Result<Asked, PlanError> {
         let mut asked = Asked {
             buffers: Vec::new(),
@@ -143,18 +168,36 @@ impl Plan {
             let (storage, tensor) = self.places[param];
             let spec = &self.storages[storage];
             let elements = spec.layout.range(tensor);
-            let shared = self.zero == ZeroStage::Three && self.reduces() && !spec.distributed;
+            let factor = match values {
+                Values::Params => None,
+                Values::Averages => state.averaging(param),
+            };
+            // Averages come from those that have the state.
+            let shared_from = match factor {
+                None => ZeroStage::Three,
+                Some(_) => ZeroStage::One,
+            };
+            let shared = self.zero >= shared_from && self.reduces() && !spec.distributed;
             let segment = self.segments.iter().position(|segment| {
                 segment.storage == storage && segment.elements.contains(&elements.start)
             });
             match segment.filter(|_| shared && !elements.is_empty()) {
-                Some(segment) => wanted.push((segment, elements, at)),
+                Some(segment) => wanted.push(Wanted {
+                    segment,
+                    elements,
+                    at,
+                    factor,
+                }),
                 None => {
                     let len_bytes =
                         self.params[param].numel() as usize * spec.param_dtype().len_bytes();
                     let mut memory = HostMemory::zeroed(len_bytes)?;
                     if len_bytes > 0 {
-                        state.read(backend, Role::Param, name, memory.bytes_mut())?;
+                        let bytes = memory.bytes_mut();
+                        match values {
+                            Values::Params => state.read(backend, Role::Param, name, bytes)?,
+                            Values::Averages => state.read_average(backend, name, bytes)?,
+                        }
                     }
                     asked.places[at] = (asked.buffers.len(), 0..len_bytes);
                     asked.buffers.push(AskedBuffer {
@@ -165,8 +208,8 @@ impl Plan {
                 }
             }
         }
-        wanted.sort_unstable_by_key(|(segment, elements, _)| (*segment, elements.start));
-        for group in wanted.chunk_by(|a, b| a.0 == b.0) {
+        wanted.sort_unstable_by_key(|one| (one.segment, one.elements.start));
+        for group in wanted.chunk_by(|a, b| a.segment == b.segment) {
             self.own_part(state, backend, group, &mut asked)?;
         }
         Ok(asked)
@@ -177,25 +220,25 @@ impl Plan {
         &self,
         state: &State,
         backend: &dyn Backend,
-        wanted: &[(usize, Range<u64>, usize)],
+        wanted: &[Wanted],
         asked: &mut Asked,
     ) -> Result<(), PlanError> {
-        let segment = &self.segments[wanted[0].0];
+        let segment = &self.segments[wanted[0].segment];
         let dtype = self.storages[segment.storage].param_dtype();
         let width = dtype.len_bytes();
         let rank = self.shard_place().rank;
         let mut total = 0;
-        for (_, elements, at) in wanted {
+        for one in wanted {
             let from = total;
-            total += (elements.end - elements.start) as usize * width;
-            asked.places[*at] = (asked.buffers.len(), from..total);
+            total += (one.elements.end - one.elements.start) as usize * width;
+            asked.places[one.at] = (asked.buffers.len(), from..total);
         }
         let mut memory = HostMemory::zeroed(total)?;
         let (mut calls, mut end) = (Vec::new(), 0);
         for bucket in &self.buckets[segment.buckets.clone()] {
             let mut counts = vec![0; bucket.bounds.len() - 1];
-            for (_, elements, _) in wanted {
-                for (count, part) in counts.iter_mut().zip(bucket.overlaps(elements)) {
+            for one in wanted {
+                for (count, part) in counts.iter_mut().zip(bucket.overlaps(&one.elements)) {
                     *count += part;
                 }
             }
@@ -203,9 +246,10 @@ impl Plan {
             end += counts.iter().sum::<usize>() * width;
             let mut next = from + counts[..rank].iter().sum::<usize>() * width;
             let own = bucket.part(rank);
-            for (_, elements, _) in wanted {
-                let inside = own.start.max(elements.start)..own.end.min(elements.end);
-                for bytes in self.own_bytes(state, backend, segment.storage, &inside)? {
+            for one in wanted {
+                let inside = own.start.max(one.elements.start)..own.end.min(one.elements.end);
+                let parts = self.own_bytes(state, backend, segment.storage, &inside, one.factor)?;
+                for bytes in parts {
                     memory.bytes_mut()[next..next + bytes.len()].copy_from_slice(&bytes);
                     next += bytes.len();
                 }
@@ -222,30 +266,48 @@ impl Plan {
         Ok(())
     }
 
-    /// This rank's bytes of some elements of a storage's parameters, range by range.
+    /// This rank's bytes of some elements of a storage's parameters, range by range; of their
+    /// averages with a factor.
     fn own_bytes(
         &self,
         state: &State,
         backend: &dyn Backend,
         storage: usize,
         elements: &Range<u64>,
+        factor: Option<f64>,
     ) -> Result<Vec<Vec<u8>>, PlanError> {
         let spec = &self.storages[storage];
-        let width = spec.param_dtype().len_bytes();
-        let Some(list) = spec.list(Role::Param) else {
-            return Ok(Vec::new());
-        };
-        let buffer = state.storages[storage].lists[list].buffer.as_ref();
+        let lists = &state.storages[storage].lists;
         let mut ranges = Vec::new();
         for part in &spec.shard {
             let start = part.elements.start.max(elements.start);
             let end = part.elements.end.min(elements.end);
-            if start < end {
-                let mut bytes = vec![0; (end - start) as usize * width];
-                let at = (part.at + start - part.elements.start) as usize * width;
-                backend.read(buffer, at, &mut bytes)?;
-                ranges.push(bytes);
+            if start >= end {
+                continue;
             }
+            let read = |role| {
+                let Some(index) = spec.list(role) else {
+                    return Ok(None);
+                };
+                // A list that this rank has whole begins with the storage's first element.
+                let at = match spec.extents[index] {
+                    Extent::Shard => part.at + start - part.elements.start,
+                    Extent::Whole | Extent::Segments => start,
+                };
+                let dtype = spec.lists[index].dtype;
+                let width = dtype.len_bytes();
+                let mut bytes = vec![0; (end - start) as usize * width];
+                let buffer = lists[index].buffer.as_ref();
+                backend.read(buffer, at as usize * width, &mut bytes)?;
+                Ok::<_, PlanError>(Some((dtype, bytes)))
+            };
+            let Some((dtype, mut bytes)) = read(Role::Param)? else {
+                continue;
+            };
+            if let Some(factor) = factor {
+                Beside::read(read)?.average(dtype, factor, &mut bytes);
+            }
+            ranges.push(bytes);
         }
         Ok(ranges)
     }

@@ -5,6 +5,7 @@ mod absorb;
 mod allocate;
 mod arena;
 mod average;
+mod averages;
 mod bucket;
 mod calls;
 mod checkpoint;

@@ -5,6 +5,7 @@ use fusestep_collective::{
 };
 use fusestep_launch::Backend;
 
+use crate::averages::Values;
 use crate::comms::Comms;
 use crate::gather::Asked;
 use crate::{GatheredParams, Plan, PlanError, State};
@@ -51,7 +52,7 @@ impl Plan {
         names: &[&str],
     ) -> Result<PendingGather, PlanError> {
         self.check_state(state)?;
-        let mut asked = self.own_parts(state, backend, names)?;
+        let mut asked = self.own_parts(state, backend, names, Values::Params)?;
         let len_bytes = asked.len_bytes();
         for buffer in &asked.buffers {
             for (range, _) in &buffer.calls {

@@ -63,11 +63,6 @@ impl ScheduleFree {
             (1.0, 1.0 / t)
         }
     }
-
-    /// What is left of y in x, as a factor on z − y.
-    pub(crate) fn averaging(&self) -> f64 {
-        1.0 - 1.0 / self.beta1
-    }
 }
 
 impl UpdateRule for ScheduleFree {
@@ -88,6 +83,10 @@ impl UpdateRule for ScheduleFree {
             ("weight_decay", self.weight_decay),
             ("warmup_steps", f64::from(self.warmup_steps)),
         ]
+    }
+
+    fn averaging(&self) -> Option<f64> {
+        Some(1.0 - 1.0 / self.beta1)
     }
 
     fn validate(&self) -> Result<(), RuleError> {

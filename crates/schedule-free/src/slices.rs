@@ -88,7 +88,7 @@ impl ScheduleFree {
                 });
             }
         }
-        let factor = T::round(self.averaging());
+        let factor = T::round(1.0 - 1.0 / self.beta1);
         for ((x, &y), &z) in out.iter_mut().zip(param).zip(base) {
             *x = y + factor * (z - y);
         }

@@ -1,0 +1,165 @@
+//! Averages that a model is evaluated with, where its rule keeps what they follow from.
+
+use fusestep_launch::Backend;
+use fusestep_simd::{join_bf16, narrow_bf16, narrow_f16, widen_bf16, widen_f16};
+use fusestep_tensor::{DType, Role};
+
+use crate::comms::Comms;
+use crate::tensors::check_len;
+use crate::{GatheredParams, Plan, PlanError, State};
+
+/// Lists that the average of a parameter is computed from besides the parameter.
+const BESIDE: [Role; 3] = [Role::Master, Role::Remainder, Role::Base];
+
+/// The bytes of some elements in those lists; empty for a list that there is not.
+pub(crate) struct Beside {
+    lists: [Vec<u8>; BESIDE.len()],
+    base: DType,
+}
+
+impl Beside {
+    /// Reads each list with `read`, which gives its dtype too, or nothing if there is no such list.
+    pub(crate) fn read(
+        mut read: impl FnMut(Role) -> Result<Option<(DType, Vec<u8>)>, PlanError>,
+    ) -> Result<Self, PlanError> {
+        let mut beside = Self {
+            lists: Default::default(),
+            base: DType::F32,
+        };
+        for (own, role) in beside.lists.iter_mut().zip(BESIDE) {
+            if let Some((dtype, bytes)) = read(role)? {
+                *own = bytes;
+                if role == Role::Base {
+                    beside.base = dtype;
+                }
+            }
+        }
+        Ok(beside)
+    }
+
+    /// x = p + factor·(z − p) in place of the parameter's values; of the master where there is one.
+    pub(crate) fn average(&self, dtype: DType, factor: f64, params: &mut [u8]) {
+        let [master, remainder, base] = &self.lists;
+        if dtype == DType::F64 {
+            for (param, base) in params.chunks_exact_mut(8).zip(base.chunks_exact(8)) {
+                let (p, z): (f64, f64) = (read(param), read(base));
+                param.copy_from_slice(&(p + factor * (z - p)).to_le_bytes());
+            }
+            return;
+        }
+        let factor = factor as f32;
+        let width = dtype.len_bytes();
+        for (at, param) in params.chunks_exact_mut(width).enumerate() {
+            let p: f32 = match dtype {
+                _ if !master.is_empty() => read(&master[4 * at..]),
+                DType::F16 => widen_f16(read(param)),
+                DType::BF16 if !remainder.is_empty() => {
+                    join_bf16(read(param), read(&remainder[2 * at..]))
+                }
+                DType::BF16 => widen_bf16(read(param)),
+                _ => read(param),
+            };
+            let z: f32 = match self.base {
+                DType::BF16 => widen_bf16(read(&base[2 * at..])),
+                _ => read(&base[4 * at..]),
+            };
+            let x = p + factor * (z - p);
+            match dtype {
+                DType::F16 => param.copy_from_slice(&narrow_f16(x).to_le_bytes()),
+                DType::BF16 => param.copy_from_slice(&narrow_bf16(x).to_le_bytes()),
+                _ => param.copy_from_slice(&x.to_le_bytes()),
+            }
+        }
+    }
+}
+
+/// The value that these bytes begin with.
+fn read<T: bytemuck::AnyBitPattern>(bytes: &[u8]) -> T {
+    bytemuck::pod_read_unaligned(&bytes[..size_of::<T>()])
+}
+
+impl State {
+    /// The factor on z − p in a parameter's average, if its rule has one and has made a step.
+    pub(crate) fn averaging(&self, param: usize) -> Option<f64> {
+        let (storage, _) = self.places[param];
+        let rule = self.rules[self.storages[storage].spec.rule].rule();
+        let steps = self.step - self.steps_behind[param];
+        rule.averaging().filter(|_| steps > 0)
+    }
+
+    /// Copies to the host what a model is evaluated with: under a rule that averages
+    /// ([`fusestep_launch::UpdateRule::averaging`]) the average, rounded to the parameter's dtype,
+    /// under any other the parameter. Nothing is written: training goes on with its bits.
+    ///
+    /// # Errors
+    /// As [`State::read`]; [`PlanError::InShards`] if this rank has only a part of what it takes;
+    /// use [`Plan::gather_averages`].
+    pub fn read_average(
+        &self,
+        backend: &dyn Backend,
+        name: &str,
+        bytes: &mut [u8],
+    ) -> Result<(), PlanError> {
+        self.read(backend, Role::Param, name, bytes)?;
+        self.average_borrowed(backend, name, bytes)
+    }
+
+    /// [`State::read_average`] of a parameter that the caller lends: `bytes` has its values and
+    /// takes the average.
+    ///
+    /// # Errors
+    /// As [`State::read_average`]; [`PlanError::LenBytes`].
+    pub fn average_borrowed(
+        &self,
+        backend: &dyn Backend,
+        name: &str,
+        bytes: &mut [u8],
+    ) -> Result<(), PlanError> {
+        let param = self.find(name)?;
+        let (dtype, numel) = (
+            self.params[param].dtype,
+            self.params[param].numel() as usize,
+        );
+        check_len(Role::Param, name, numel * dtype.len_bytes(), bytes.len())?;
+        let Some(factor) = self.averaging(param) else {
+            return Ok(());
+        };
+        let roles = self.roles(name)?;
+        let beside = Beside::read(|role| {
+            if !roles.contains(&role) {
+                return Ok(None);
+            }
+            let dtype = self.dtype(role, name)?;
+            let mut own = vec![0; numel * dtype.len_bytes()];
+            self.read(backend, role, name, &mut own)?;
+            Ok(Some((dtype, own)))
+        })?;
+        beside.average(dtype, factor, bytes);
+        Ok(())
+    }
+}
+
+impl Plan {
+    /// What a model is evaluated with, whole on every rank and at any ZeRO stage, for as long as
+    /// the result lives: [`State::read_average`] of each parameter, its elements computed by the
+    /// ranks that keep their state. All ranks ask for the same.
+    ///
+    /// # Errors
+    /// As [`Plan::gather`].
+    pub fn gather_averages(
+        &self,
+        state: &State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        names: &[&str],
+    ) -> Result<GatheredParams, PlanError> {
+        self.gather_values(state, backend, comms, names, Values::Averages)
+    }
+}
+
+/// What is gathered under a parameter's name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Values {
+    Params,
+    Averages,
+}
