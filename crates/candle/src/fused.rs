@@ -25,13 +25,13 @@ use crate::{AdapterError, Fusion, IntoVariables, Options, Params};
 /// hyper-parameters; see the [crate's page](crate).
 #[derive(Debug)]
 pub struct Fused<P> {
-    vars: Vec<(String, Var)>,
+    pub(crate) vars: Vec<(String, Var)>,
     names: Names,
     addresses: Addresses,
     params: P,
     plan: Plan,
-    state: State,
-    backend: CpuBackend,
+    pub(crate) state: State,
+    pub(crate) backend: CpuBackend,
     unmatched: Vec<String>,
     report: Report,
 }

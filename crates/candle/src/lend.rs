@@ -87,7 +87,7 @@ pub(crate) fn bytes(storage: &CpuStorage) -> Option<&[u8]> {
     })
 }
 
-fn bytes_mut(storage: &mut CpuStorage) -> Option<&mut [u8]> {
+pub(crate) fn bytes_mut(storage: &mut CpuStorage) -> Option<&mut [u8]> {
     Some(match storage {
         CpuStorage::F32(values) => bytemuck::cast_slice_mut(values),
         CpuStorage::F64(values) => bytemuck::cast_slice_mut(values),

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod error;
+mod evaluate;
 mod fused;
 mod gradients;
 mod lend;

@@ -8,7 +8,7 @@ use candle_core::{Device, Tensor, Var};
 use candle_nn::Optimizer;
 use fusestep_candle::{
     AnyRule, Fused, Lion, Nesterov, Params, ParamsAdagrad, ParamsLamb, ParamsLars, ParamsLion,
-    ParamsRmsProp, ParamsSgd, Sgd, WeightDecay,
+    ParamsRmsProp, ParamsScheduleFree, ParamsSgd, Sgd, WeightDecay,
 };
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::Planner;
@@ -127,6 +127,7 @@ fn every_rule_has_the_bits_of_a_planned_state() {
     has_the_bits_of_a_planned_state(fusestep_planner::Optimizer::Lion(lion()));
     has_the_bits_of_a_planned_state(ParamsAdagrad::default());
     has_the_bits_of_a_planned_state(ParamsRmsProp::default());
+    has_the_bits_of_a_planned_state(ParamsScheduleFree::default());
     has_the_bits_of_a_planned_state(ParamsLars {
         lr: 2.0,
         ..ParamsLars::default()

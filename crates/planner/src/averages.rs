@@ -79,6 +79,12 @@ fn read<T: bytemuck::AnyBitPattern>(bytes: &[u8]) -> T {
 }
 
 impl State {
+    /// Whether a model is evaluated with other values than its parameters: a rule of them averages
+    /// ([`fusestep_launch::UpdateRule::averaging`]).
+    pub fn averages(&self) -> bool {
+        (0..self.params.len()).any(|param| self.averaging(param).is_some())
+    }
+
     /// The factor on z − p in a parameter's average, if its rule has one and has made a step.
     pub(crate) fn averaging(&self, param: usize) -> Option<f64> {
         let (storage, _) = self.places[param];
