@@ -20,21 +20,20 @@ struct Scalars {
     T one_minus_beta2;
 };
 
-// Of the tensors of one class at one step; `set` of crates/schedule-free/src/rule.rs, padded to a
-// multiple of 8.
+// Of the tensors of one class at one step; `set` of crates/schedule-free/src/rule.rs. The share of
+// the first step is 1, that of no other.
 template <class T>
-struct alignas(8) Set {
+struct Set {
     T lr;
     T share;
     T own_step;
     T bias2_sqrt;
     T eps;
     T lambda;
-    T first;
 };
 
 static_assert(sizeof(Scalars<float>) == 8 && sizeof(Scalars<double>) == 16, "crates/schedule-free: Scalars");
-static_assert(sizeof(Set<float>) == 32 && sizeof(Set<double>) == 56, "crates/schedule-free: Set");
+static_assert(sizeof(Set<float>) == 24 && sizeof(Set<double>) == 48, "crates/schedule-free: Set");
 
 // State: the second moment and z.
 template <class T>
@@ -47,15 +46,15 @@ struct Update {
     multi_tensor::u32 flags;
 
     __device__ __forceinline__ void element(T& p, T g, T* state) const {
-        const T z = set.first != T(0) ? p : state[1];
+        const T z = set.share == T(1) ? p : state[1];
         const T v = scalars.beta2 * state[0] + scalars.one_minus_beta2 * (g * g);
         T n = set.bias2_sqrt * (g / (dialect::square_root(v) + set.eps));
         if (set.lambda != T(0)) {
             n = n + set.lambda * p;
         }
-        p = p + set.share * (z - p) - set.own_step * n;
         state[0] = v;
         state[1] = z - set.lr * n;
+        p = p + set.share * (z - p) - set.own_step * n;
     }
 };
 
@@ -82,7 +81,7 @@ struct Sets {
         const double own_step = lr * (1.0 - hyper.value[1] * (1.0 - share));
         const double bias2_sqrt = dialect::square_root(1.0 - resident::integer_power(hyper.value[2], own.step));
         return {T(lr), T(share), T(own_step), T(bias2_sqrt), T(hyper.value[3] * bias2_sqrt),
-                T(resident::decay_of(own, hyper.value[4])), T(own.step == 1 ? 1.0 : 0.0)};
+                T(resident::decay_of(own, hyper.value[4]))};
     }
 };
 

@@ -109,7 +109,7 @@ impl UpdateRule for ScheduleFree {
     }
 }
 
-impl ElementRule<2, 7> for ScheduleFree {
+impl ElementRule<2, 6> for ScheduleFree {
     const STEM: &'static str = "schedule_free";
 
     fn entries(format: Format) -> Entries {
@@ -132,14 +132,14 @@ impl ElementRule<2, 7> for ScheduleFree {
     }
 
     // g / (√(v / (1 − β₂ᵗ)) + ε) is b·g / (√v + ε·b) with b = √(1 − β₂ᵗ).
-    fn set(&self, values: SetValues) -> [f64; 7] {
+    fn set(&self, values: SetValues) -> [f64; 6] {
         let (warmed, share) = self.warmed_and_share(values.step);
         let lr = values.lr * values.lr_scale * warmed;
         let bias2_sqrt = (1.0 - integer_power(self.beta2, values.step)).sqrt();
         [
             // The step of z.
             lr,
-            // c, by which y goes towards z.
+            // c, by which y goes towards z: 1 at the first step, where z starts at y, and at no other.
             share,
             // The step of y besides.
             lr * (1.0 - self.beta1 * (1.0 - share)),
@@ -148,8 +148,6 @@ impl ElementRule<2, 7> for ScheduleFree {
             self.eps * bias2_sqrt,
             // λ.
             values.weight_decay.unwrap_or(self.weight_decay),
-            // 1 at the first step, where z starts at the parameter, else 0.
-            if values.step == 1 { 1.0 } else { 0.0 },
         ]
     }
 
@@ -176,8 +174,8 @@ struct ScheduleFreeUpdate<T> {
 }
 
 impl<T: Compute> Update<T, 2> for ScheduleFreeUpdate<T> {
-    type Set = [T; 7];
-    const SET_BYTES: usize = padded_bytes::<T>(7);
+    type Set = [T; 6];
+    const SET_BYTES: usize = padded_bytes::<T>(6);
 
     #[inline(always)]
     fn set(&self, bytes: &[u8]) -> [T; 7] {
@@ -187,13 +185,13 @@ impl<T: Compute> Update<T, 2> for ScheduleFreeUpdate<T> {
     #[inline(always)]
     fn element(
         &self,
-        &[lr, share, own_step, bias2_sqrt, eps, lambda, first]: &[T; 7],
+        &[lr, share, own_step, bias2_sqrt, eps, lambda]: &[T; 6],
         p: T,
         g: T,
         [v, z]: [T; 2],
     ) -> (T, [T; 2]) {
         let [beta2, one_minus_beta2] = self.scalars;
-        let z = if first != T::ZERO { p } else { z };
+        let z = if share == T::ONE { p } else { z };
         let v = beta2 * v + one_minus_beta2 * (g * g);
         let mut n = bias2_sqrt * (g / (v.sqrt() + eps));
         if lambda != T::ZERO {
@@ -224,6 +222,7 @@ mod tests {
                     (share / expected - 1.0).abs() < 1e-12,
                     "{warmup_steps}, {step}: {share} {expected}"
                 );
+                assert_eq!(share as f32 == 1.0, step == 1);
             }
         }
     }
