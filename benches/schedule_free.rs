@@ -1,8 +1,8 @@
 //! Schedule-Free AdamW against the naive plan and against a stream of as many bytes, in turn.
 //!
-//! `cargo bench --bench schedule_free -- gpt2` runs the part whose names match; compare only within one
-//! run. `ceiling / fused` is the share of the machine's bandwidth that the step reaches; the stream
-//! reads four and writes three arrays, whatever the rule.
+//! `cargo bench --bench schedule_free -- gpt2` runs the part whose names match; compare only within
+//! one run. `ceiling / fused` is the share of the machine's bandwidth that the step reaches; the
+//! stream reads four and writes three arrays, whatever the rule.
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use fusestep_schedule_free::ScheduleFree;

@@ -7,9 +7,10 @@ use crate::{AdapterError, Fused, Params};
 
 impl<P: Params> Fused<P> {
     /// Runs `work` while the variables are what a model is evaluated with: under
-    /// [`crate::ScheduleFree`] the average, as `optimizer.eval()` of its authors' package, under any
-    /// other rule what they are anyway. Then they have the bits they had, so training does not
-    /// notice, whether `work` succeeds, fails or panics; what it writes to a variable is lost.
+    /// [`crate::ScheduleFree`] the average, as after `optimizer.eval()` of its authors' package,
+    /// under any other rule what they are anyway. Then they have the bits they had, so training
+    /// does not notice, whether `work` succeeds, fails or panics; what it writes to a variable is
+    /// lost.
     ///
     /// # Errors
     /// That of `work`; an [`AdapterError`] if a variable is not contiguous in host memory any more.

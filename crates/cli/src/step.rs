@@ -8,7 +8,7 @@ use std::time::Instant;
 use anyhow::{bail, ensure};
 use clap::Args;
 use fusestep_launch::Backend;
-use fusestep_planner::{GradReport, Plan, State, StepReport};
+use fusestep_planner::{GradReport, Plan, PlanError, State, StepReport};
 use fusestep_tensor::{ParamDesc, Quoted, Role};
 use fusestep_tensor_file::{
     Prepared, TensorBytes, TensorFile, check_writable, commit_together, finish_interrupted,
@@ -51,6 +51,10 @@ pub(crate) struct StepArgs {
     /// Where the optimizer state goes; parameters and state are replaced together or not at all
     #[arg(long, value_name = "FILE")]
     state_out: Option<PathBuf>,
+    /// Where the parameters go as a model is evaluated with them, along with the others: averages
+    /// under schedule-free, under any other rule what --out has
+    #[arg(long, value_name = "FILE")]
+    average_out: Option<PathBuf>,
     #[command(flatten)]
     gradients: GradientArgs,
     #[command(flatten)]
@@ -148,14 +152,13 @@ fn farthest(updates: &[Update]) -> String {
 
 /// Refuses outputs that would take the place of each other or of an input.
 fn check_places(args: &StepArgs) -> anyhow::Result<()> {
-    let state_out = args.state_out.as_ref().map(|path| ("--state-out", path));
-    let out = Some(("--out", &args.out));
+    let outputs = outputs(args);
     let inputs = [
         ("--params", Some(&args.params), "--out"),
         ("--grads", Some(&args.grads), ""),
         ("--state", args.state.as_ref(), "--state-out"),
     ];
-    for (flag, path) in out.into_iter().chain(state_out) {
+    for (index, (flag, path)) in outputs.iter().copied().enumerate() {
         for (input, other, may_replace) in inputs {
             let clash = other.is_some_and(|other| same_file(path, other));
             ensure!(
@@ -164,26 +167,31 @@ fn check_places(args: &StepArgs) -> anyhow::Result<()> {
                 path.display()
             );
         }
-    }
-    if let Some((flag, path)) = state_out {
-        ensure!(
-            !same_file(path, &args.out),
-            "{flag}: expected another file than --out, found {} for both",
-            path.display()
-        );
+        for (other_flag, other) in &outputs[..index] {
+            ensure!(
+                !same_file(path, other),
+                "{flag}: expected another file than {other_flag}, found {} for both",
+                path.display()
+            );
+        }
     }
     Ok(())
 }
 
+/// Files that are written, after their flags.
+fn outputs(args: &StepArgs) -> Vec<(&'static str, &PathBuf)> {
+    let state_out = args.state_out.as_ref().map(|path| ("--state-out", path));
+    let average_out = args.average_out.as_ref();
+    let average_out = average_out.map(|path| ("--average-out", path));
+    let out = [("--out", &args.out)].into_iter();
+    out.chain(state_out).chain(average_out).collect()
+}
+
 /// Finishes what an earlier run that was killed had committed for any of the files.
 fn finish_earlier(args: &StepArgs) -> anyhow::Result<()> {
-    let paths = [
-        Some(&args.params),
-        Some(&args.out),
-        args.state.as_ref(),
-        args.state_out.as_ref(),
-    ];
-    for path in paths.into_iter().flatten() {
+    let inputs = [Some(&args.params), args.state.as_ref()];
+    let outputs = outputs(args).into_iter().map(|(_, path)| path);
+    for path in inputs.into_iter().flatten().chain(outputs) {
         if finish_interrupted(path)? {
             eprintln!(
                 "finished an earlier step that was interrupted: {}",
@@ -209,8 +217,7 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     let plan = args.gradients.passes(planner).plan(&model.params)?;
     check_gradients(&model, &params, &grads)?;
     // Whatever cannot be written is refused before any work.
-    check_writable(&args.out)?;
-    if let Some(path) = &args.state_out {
+    for (_, path) in outputs(args) {
         check_writable(path)?;
     }
 
@@ -388,7 +395,7 @@ fn check_gradients(model: &Model, params: &TensorFile, grads: &TensorFile) -> an
     Ok(())
 }
 
-/// Writes parameters and state: both replace what was there, or neither does.
+/// Writes all outputs: they replace what was there together, or none does.
 fn write_files(
     args: &StepArgs,
     input: &TensorFile,
@@ -396,21 +403,30 @@ fn write_files(
     state: &State,
     backend: &dyn Backend,
 ) -> anyhow::Result<()> {
-    let mut tensors = Vec::with_capacity(input.entries().len());
-    for param in &model.params {
-        let len_bytes = input.bytes(&param.name).map_or(0, <[u8]>::len);
-        let mut bytes = vec![0; len_bytes];
-        state.read(backend, Role::Param, &param.name, &mut bytes)?;
-        let tensor = TensorBytes::of(param.dtype, &param.shape, Cow::Owned(bytes));
-        tensors.push((param.name.clone(), tensor));
-    }
-    for name in &model.buffers {
-        if let (Some(entry), Some(bytes)) = (input.entries().get(name), input.bytes(name)) {
-            tensors.push((name.clone(), entry.with_bytes(bytes)));
-        }
-    }
     let metadata: HashMap<String, String> = input.metadata().clone();
-    let mut prepared = vec![Prepared::tensors(&args.out, &tensors, metadata)?];
+    let params = |read: &dyn Fn(&str, &mut [u8]) -> Result<(), PlanError>| {
+        let mut tensors = Vec::with_capacity(input.entries().len());
+        for param in &model.params {
+            let len_bytes = input.bytes(&param.name).map_or(0, <[u8]>::len);
+            let mut bytes = vec![0; len_bytes];
+            read(&param.name, &mut bytes)?;
+            let tensor = TensorBytes::of(param.dtype, &param.shape, Cow::Owned(bytes));
+            tensors.push((param.name.clone(), tensor));
+        }
+        for name in &model.buffers {
+            if let (Some(entry), Some(bytes)) = (input.entries().get(name), input.bytes(name)) {
+                tensors.push((name.clone(), entry.with_bytes(bytes)));
+            }
+        }
+        Ok::<_, PlanError>(tensors)
+    };
+    let trained = params(&|name, bytes| state.read(backend, Role::Param, name, bytes))?;
+    let mut prepared = vec![Prepared::tensors(&args.out, &trained, metadata.clone())?];
+    drop(trained);
+    if let Some(path) = &args.average_out {
+        let averages = params(&|name, bytes| state.read_average(backend, name, bytes))?;
+        prepared.push(Prepared::tensors(path, &averages, metadata)?);
+    }
     if let Some(path) = &args.state_out {
         let state = state.to_tensors(backend)?;
         prepared.push(Prepared::tensors(path, &state.tensors, state.metadata)?);

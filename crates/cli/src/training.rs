@@ -280,14 +280,10 @@ impl Run<'_> {
             history.push(self.end_epoch(at)?);
         }
         self.bar.finish();
-        let last = match history.last() {
-            Some(last) => *last,
-            None => Epoch {
-                loss: start.last_loss,
-                test_accuracy: self.accuracy()?,
-            },
-        };
-        Ok((history, last))
+        match history.last().copied() {
+            Some(last) => Ok((history, last)),
+            None => Ok((history, self.tested(start.last_loss)?)),
+        }
     }
 
     /// Updates with what is left of the last micro-steps, which belongs to this epoch's images,
@@ -300,10 +296,7 @@ impl Run<'_> {
         if self.args.rank_args.local_sgd.is_some() {
             self.plan.average_now(&mut self.state, &mut self.comms)?;
         }
-        let ended = Epoch {
-            loss: at.loss_sum / self.images.len() as f64,
-            test_accuracy: self.accuracy()?,
-        };
+        let ended = self.tested(at.loss_sum / self.images.len() as f64)?;
         self.bar.set_message(format!(
             "loss {:.4}  test accuracy {:.2} %",
             ended.loss,
@@ -317,12 +310,17 @@ impl Run<'_> {
         Ok(ended)
     }
 
-    fn accuracy(&mut self) -> anyhow::Result<f64> {
+    /// An epoch of this loss, with the share of test images that the averages get right.
+    fn tested(&mut self, loss: f64) -> anyhow::Result<Epoch> {
         let (state, backend) = (&self.state, &self.backend);
         let averages = self
             .plan
             .gather_averages(state, backend, &mut self.comms, &self.names)?;
-        Ok(Mlp::of(self.plan.params(), &averages)?.accuracy(&self.test)?)
+        let test_accuracy = Mlp::of(self.plan.params(), &averages)?.accuracy(&self.test)?;
+        Ok(Epoch {
+            loss,
+            test_accuracy,
+        })
     }
 
     /// Goes on from the checkpoint; returns where it was.

@@ -246,6 +246,10 @@ fn settings_out_of_range_are_refused_and_nothing_is_written() {
             "--state-out: expected another file than --out",
         ),
         (
+            vec!["--average-out", text(&out)],
+            "--average-out: expected another file than --out",
+        ),
+        (
             vec!["--state", "/no/such/state"],
             "/no/such/state: cannot open",
         ),

@@ -139,7 +139,7 @@ impl ElementRule<2, 6> for ScheduleFree {
         [
             // The step of z.
             lr,
-            // c, by which y goes towards z: 1 at the first step, where z starts at y, and at no other.
+            // c, by which y goes towards z; 1 at the first step, where z starts at y, and no other.
             share,
             // The step of y besides.
             lr * (1.0 - self.beta1 * (1.0 - share)),
@@ -178,7 +178,7 @@ impl<T: Compute> Update<T, 2> for ScheduleFreeUpdate<T> {
     const SET_BYTES: usize = padded_bytes::<T>(6);
 
     #[inline(always)]
-    fn set(&self, bytes: &[u8]) -> [T; 7] {
+    fn set(&self, bytes: &[u8]) -> [T; 6] {
         read_values(bytes)
     }
 

@@ -1,10 +1,12 @@
-//! Whole runs: training, timing, and what the machine offers.
+//! Whole runs: training, timing, averages, and what the machine offers.
 
 use std::fs;
+use std::path::Path;
 
+use safetensors::SafeTensors;
 use serde_json::Value;
 
-use crate::{Folder, ok, refused, rule_names, text};
+use crate::{Folder, ok, refused, rule_names, tensor, text};
 
 #[test]
 fn training_reaches_97_percent_with_the_same_parameters_fused_and_naive() {
@@ -294,4 +296,36 @@ fn several_processes_that_know_nothing_of_each_other_are_refused() {
             "{error}"
         );
     }
+}
+
+#[test]
+fn averages_are_written_beside_the_parameters() {
+    let folder = Folder::new();
+    let (params, grads) = folder.model();
+    let [out, state, average] = ["out", "state", "average"].map(|name| folder.path(name));
+    let run = |rule: &str, more: &[&str]| {
+        let files = [&params, &grads, &out, &average].map(|path| text(path));
+        let mut args = vec!["step", "--params", files[0], "--grads", files[1]];
+        args.extend(["--out", files[2], "--average-out", files[3]]);
+        args.extend(["--optimizer", rule, "--lr", "0.25", "--steps", "3"]);
+        args.extend(more);
+        ok(&args);
+    };
+    let floats =
+        |path: &Path, name: &str| -> Vec<f32> { bytemuck::pod_collect_to_vec(&tensor(path, name)) };
+    run(
+        "schedule-free",
+        &["--beta1", "0.5", "--state-out", text(&state)],
+    );
+    // x = y + (1 - 1/beta1) (z - y), and 1 - 1/0.5 is -1.
+    let (y, z) = (floats(&out, "c"), floats(&state, "c@base"));
+    let expected: Vec<f32> = y.iter().zip(z).map(|(y, z)| y - (z - y)).collect();
+    assert_eq!(floats(&average, "c"), expected);
+    assert_ne!(expected, y);
+    run("adamw", &[]);
+    assert_eq!(floats(&average, "c"), floats(&out, "c"));
+    let metadata = SafeTensors::read_metadata(&fs::read(&average).unwrap())
+        .unwrap()
+        .1;
+    assert_eq!(metadata.metadata().as_ref().unwrap()["format"], "pt");
 }
