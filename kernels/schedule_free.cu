@@ -58,8 +58,8 @@ struct Update {
     }
 };
 
-// The sets of a step; `set` of crates/schedule-free/src/rule.rs. Hyper-parameters: lr, beta1, beta2,
-// eps, lambda, warmup_steps.
+// The sets of a step; `set` of crates/schedule-free/src/rule.rs. Hyper-parameters: lr, beta1,
+// beta2, eps, lambda, warmup_steps.
 template <class T>
 struct Sets {
     typedef schedule_free::Scalars<T> Scalars;
