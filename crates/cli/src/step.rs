@@ -395,6 +395,28 @@ fn check_gradients(model: &Model, params: &TensorFile, grads: &TensorFile) -> an
     Ok(())
 }
 
+/// What a file of parameters has: the values that `read` gives, and the model's buffers.
+fn params<'a>(
+    input: &'a TensorFile,
+    model: &Model,
+    read: impl Fn(&str, &mut [u8]) -> Result<(), PlanError>,
+) -> Result<Vec<(String, TensorBytes<'a>)>, PlanError> {
+    let mut tensors = Vec::with_capacity(input.entries().len());
+    for param in &model.params {
+        let len_bytes = input.bytes(&param.name).map_or(0, <[u8]>::len);
+        let mut bytes = vec![0; len_bytes];
+        read(&param.name, &mut bytes)?;
+        let tensor = TensorBytes::of(param.dtype, &param.shape, Cow::Owned(bytes));
+        tensors.push((param.name.clone(), tensor));
+    }
+    for name in &model.buffers {
+        if let (Some(entry), Some(bytes)) = (input.entries().get(name), input.bytes(name)) {
+            tensors.push((name.clone(), entry.with_bytes(bytes)));
+        }
+    }
+    Ok(tensors)
+}
+
 /// Writes all outputs: they replace what was there together, or none does.
 fn write_files(
     args: &StepArgs,
@@ -404,27 +426,13 @@ fn write_files(
     backend: &dyn Backend,
 ) -> anyhow::Result<()> {
     let metadata: HashMap<String, String> = input.metadata().clone();
-    let params = |read: &dyn Fn(&str, &mut [u8]) -> Result<(), PlanError>| {
-        let mut tensors = Vec::with_capacity(input.entries().len());
-        for param in &model.params {
-            let len_bytes = input.bytes(&param.name).map_or(0, <[u8]>::len);
-            let mut bytes = vec![0; len_bytes];
-            read(&param.name, &mut bytes)?;
-            let tensor = TensorBytes::of(param.dtype, &param.shape, Cow::Owned(bytes));
-            tensors.push((param.name.clone(), tensor));
-        }
-        for name in &model.buffers {
-            if let (Some(entry), Some(bytes)) = (input.entries().get(name), input.bytes(name)) {
-                tensors.push((name.clone(), entry.with_bytes(bytes)));
-            }
-        }
-        Ok::<_, PlanError>(tensors)
-    };
-    let trained = params(&|name, bytes| state.read(backend, Role::Param, name, bytes))?;
+    let read = |name: &str, bytes: &mut [u8]| state.read(backend, Role::Param, name, bytes);
+    let trained = params(input, model, read)?;
     let mut prepared = vec![Prepared::tensors(&args.out, &trained, metadata.clone())?];
     drop(trained);
     if let Some(path) = &args.average_out {
-        let averages = params(&|name, bytes| state.read_average(backend, name, bytes))?;
+        let read = |name: &str, bytes: &mut [u8]| state.read_average(backend, name, bytes);
+        let averages = params(input, model, read)?;
         prepared.push(Prepared::tensors(path, &averages, metadata)?);
     }
     if let Some(path) = &args.state_out {

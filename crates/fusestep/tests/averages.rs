@@ -22,7 +22,11 @@ fn params(dtype: DType) -> Vec<ParamDesc> {
 /// Powers of two, so that means over ranks are exact.
 fn grad(param: usize, step: usize, at: usize) -> f32 {
     let exponent = (at * 7 + step * 3 + param) % 11;
-    let sign = if (at + step) % 3 == 0 { -1.0 } else { 1.0 };
+    let sign = if (at + step).is_multiple_of(3) {
+        -1.0
+    } else {
+        1.0
+    };
     sign * (exponent as f32 - 10.0).exp2()
 }
 
