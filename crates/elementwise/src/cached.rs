@@ -6,6 +6,7 @@ use fusestep_launch::{Format, HostCall, HostList, HostSpan, HostSpans, MAX_LISTS
 use fusestep_simd::prefetch_bytes;
 
 use crate::alone::leaf_sum;
+use crate::change::Changes;
 use crate::format::FormatVisitor;
 use crate::norm::LEAF_ELEMENTS as LEAF;
 use crate::param_storage::{ParamStorage, master};
@@ -86,17 +87,15 @@ impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, 
                 let (update, ahead_bytes) = (*update, prefetch_bytes());
                 let set_bytes = &call.sets[span.class as usize * (U::SET_BYTES + R::KEY_BYTES)..];
                 let set = update.set(set_bytes);
+                let mut changes = call
+                    .changes
+                    .map(|leaves| Changes::<C, K>::of(leaves, call.level));
                 for (leaf, sum) in leaves[..span.numel.div_ceil(LEAF)].iter_mut().enumerate() {
-                    let before = leaf * LEAF;
-                    let start = span.start + before;
-                    let numel = LEAF.min(span.numel - before);
-                    let of_leaf = HostSpan {
-                        start,
-                        numel,
-                        first_element: span.first_element + before as u64,
-                        ..span
-                    };
-                    let elements = start..start + numel;
+                    let part = span.part(leaf * LEAF, LEAF);
+                    let elements = part.start..part.start + part.numel;
+                    if let Some(changes) = &mut changes {
+                        changes.before(&param[elements.clone()], &master[elements.clone()]);
+                    }
                     let mut rest = state.iter_mut();
                     let mut tensor = Tensor::<C, K, S, R, N> {
                         param: &mut param[elements.clone()],
@@ -107,14 +106,15 @@ impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, 
                             None => &mut [],
                         }),
                         grad_factor: C::round(call.grad_factor),
-                        rounding: R::of(&set_bytes[U::SET_BYTES..], &of_leaf),
+                        rounding: R::of(&set_bytes[U::SET_BYTES..], &part),
                         ahead_bytes,
                     };
-                    match call.changes {
-                        Some(leaves) => tensor.update_measured(update, set, &leaves[leaf..]),
-                        None => tensor.update(update, set),
+                    tensor.update(update, set);
+                    let (param, master) = (&param[elements.clone()], &master[elements]);
+                    if let Some(changes) = &mut changes {
+                        changes.after((leaf * LEAF, span.numel), param, master);
                     }
-                    *sum = leaf_sum::<C, K>(&param[elements.clone()], &master[elements], |_| {});
+                    *sum = leaf_sum::<C, K>(param, master, |_| {});
                 }
             },
         );

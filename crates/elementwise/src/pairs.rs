@@ -7,7 +7,6 @@
 
 use bytemuck::Pod;
 
-use crate::change::Changes;
 use crate::param_storage::ParamStorage;
 use crate::rounding::Rounding;
 use crate::run::{LANES, Tensor, Update};
@@ -75,30 +74,6 @@ where
             self.store_pairs::<true>(first, &low, &high);
         } else {
             self.store_pairs::<false>(first, &low, &high);
-        }
-    }
-
-    /// Takes the changes of the elements `first..end` by the pair, that many times `2 · LANES`;
-    /// `old` is what they were.
-    ///
-    /// By itself, behind the updates of a whole leaf: in the loop of updates words that are used
-    /// twice were compiled to scalars.
-    #[inline(always)]
-    pub(crate) fn measure_pairs(
-        &self,
-        old: &[K::Param],
-        first: usize,
-        end: usize,
-        changes: &mut impl Changes<C>,
-    ) {
-        for at in (0..end - first).step_by(2 * LANES) {
-            let (old, new) = (load(old, at), load(self.param, first + at));
-            // Not a loop over the halves: one that the compiler does not know becomes a choice for
-            // every element.
-            let low = [widen::<C, K::Param>(old, 0), widen::<C, K::Param>(new, 0)];
-            changes.add_half(at, 0, &low[0], &low[1]);
-            let high = [widen::<C, K::Param>(old, 1), widen::<C, K::Param>(new, 1)];
-            changes.add_half(at, 1, &high[0], &high[1]);
         }
     }
 

@@ -12,7 +12,7 @@
 use fusestep_launch::{ACROSS_ELEMENTS, AcrossRanks, HostList, HostRun};
 use fusestep_simd::{prefetch_ahead, prefetch_bytes};
 
-use crate::change::{Changes, Ignored};
+use crate::change::Changes;
 use crate::param_storage::{ParamStorage, Plain, master};
 use crate::rounding::{Nearest, Rounding};
 use crate::{Compute, Storage};
@@ -83,14 +83,25 @@ where
             // and then keeps blocks in memory.
             let update = *update;
             let (grad_factor, ahead_bytes) = (C::round(call.grad_factor), prefetch_bytes());
+            let mut changes = call
+                .changes
+                .map(|leaves| Changes::<C, K>::of(leaves, call.level));
+            let most = match changes {
+                Some(_) => grads.most().min(Changes::<C, K>::MOST),
+                None => grads.most(),
+            };
             for span in run.spans {
                 let set_bytes = &call.sets[span.class as usize * (U::SET_BYTES + R::KEY_BYTES)..];
                 let set = update.set(set_bytes);
-                let mut first = 0;
-                while first < span.numel {
-                    let span = span.part(first, grads.most());
+                let (mut first, chunk) = (0, span);
+                while first < chunk.numel {
+                    let span = chunk.part(first, most);
+                    let place = (first, chunk.numel);
                     first += span.numel;
                     let elements = span.start..span.start + span.numel;
+                    if let Some(changes) = &mut changes {
+                        changes.before(&param[elements.clone()], &master[elements.clone()]);
+                    }
                     let mut rest = state.iter_mut();
                     let mut tensor = Tensor::<C, K, S, R, N> {
                         param: &mut param[elements.clone()],
@@ -104,26 +115,36 @@ where
                         rounding: R::of(&set_bytes[U::SET_BYTES..], &span),
                         ahead_bytes,
                     };
-                    match call.changes {
-                        Some(leaves) => tensor.update_measured(update, set, leaves),
-                        None => tensor.update(update, set),
+                    tensor.update(update, set);
+                    if let Some(changes) = &mut changes {
+                        changes.after(place, &param[elements.clone()], &master[elements.clone()]);
                     }
                     if let Gradients::Ranks(ranks) = &mut grads {
-                        let start = span.start;
-                        ranks.updated(0, start, bytemuck::cast_slice(&param[elements.clone()]));
-                        for (list, state) in state.iter().enumerate() {
-                            let new = bytemuck::cast_slice(&state[elements.clone()]);
-                            ranks.updated(2 + list, start, new);
-                        }
-                        if size_of::<K::Master>() > 0 {
-                            let new = bytemuck::cast_slice(&master[elements]);
-                            ranks.updated(2 + N, start, new);
-                        }
+                        let new = (&param[elements.clone()], &master[elements.clone()]);
+                        let state = state.each_ref().map(|list| &list[elements.clone()]);
+                        give_ranks(*ranks, span.start, new, state);
                     }
                 }
             }
         },
     );
+}
+
+/// Gives all ranks the new values of the elements from `start` on.
+#[inline(always)]
+fn give_ranks<P: bytemuck::Pod, M: bytemuck::Pod, S: bytemuck::Pod, const N: usize>(
+    ranks: &mut dyn AcrossRanks,
+    start: usize,
+    (param, master): (&[P], &[M]),
+    state: [&[S]; N],
+) {
+    ranks.updated(0, start, bytemuck::cast_slice(param));
+    for (list, state) in state.into_iter().enumerate() {
+        ranks.updated(2 + list, start, bytemuck::cast_slice(state));
+    }
+    if size_of::<M>() > 0 {
+        ranks.updated(2 + N, start, bytemuck::cast_slice(master));
+    }
 }
 
 /// Where the gradients of a call are.
@@ -190,7 +211,7 @@ where
     pub(crate) fn update<U: Update<C, N>>(&mut self, update: U, set: U::Set) {
         let numel = self.param.len();
         if numel < LANES {
-            let block = self.block(update, set, 0, numel, &mut Ignored);
+            let block = self.block(update, set, 0, numel);
             return self.store(&block, 0, numel);
         }
         let mut first = 0;
@@ -205,7 +226,7 @@ where
         }
         while first + 2 * LANES <= numel {
             self.prefetch(first);
-            let block = self.block(update, set, first, LANES, &mut Ignored);
+            let block = self.block(update, set, first, LANES);
             self.store(&block, first, LANES);
             first += LANES;
         }
@@ -213,24 +234,23 @@ where
         // LANES; both are computed from the old values before either is stored, so the
         // overlap is written twice with the same bits.
         self.prefetch(first);
-        let block = self.block(update, set, first, LANES, &mut Ignored);
+        let block = self.block(update, set, first, LANES);
         if first + LANES < numel {
             let last = numel - LANES;
-            let overlapping = self.block(update, set, last, LANES, &mut Ignored);
+            let overlapping = self.block(update, set, last, LANES);
             self.store(&overlapping, last, LANES);
         }
         self.store(&block, first, LANES);
     }
 
-    /// The new values of `count` elements from `first` on, and what changes in them.
+    /// The new values of `count` elements from `first` on.
     #[inline(always)]
-    pub(crate) fn block<U: Update<C, N>, W: Changes<C>>(
+    pub(crate) fn block<U: Update<C, N>>(
         &self,
         update: U,
         set: U::Set,
         first: usize,
         count: usize,
-        changes: &mut W,
     ) -> Block<K::Param, K::Master, S, N> {
         let mut param: [K::Param; LANES] = load(self.param, first, count);
         let mut master: [K::Master; LANES] = load(self.master, first, count);
@@ -244,7 +264,6 @@ where
         for lane in 0..LANES {
             values[lane] = K::widen(param[lane], master[lane]);
         }
-        let old = values;
         for lane in 0..LANES {
             grads[lane] = grad[lane].widen() * self.grad_factor;
         }
@@ -278,12 +297,6 @@ where
             } else {
                 K::narrow(values[lane])
             };
-        }
-        if W::ASKED {
-            for lane in 0..LANES {
-                values[lane] = K::widen(param[lane], master[lane]);
-            }
-            changes.add(first, count, &old, &values);
         }
         Block {
             param,
