@@ -18,7 +18,7 @@ const NUMEL: usize = 32 << 20;
 
 fn ceiling(criterion: &mut Criterion) {
     for threads in thread_counts() {
-        let backend = CpuBackend::new(threads).expect("threads can be started");
+        let backend = CpuBackend::new(threads);
         let mut ceiling = Ceiling::new(NUMEL, &backend);
         let mut group = group(criterion, &format!("ceiling/t{threads}"));
         group.throughput(Throughput::Bytes(28 * NUMEL as u64));

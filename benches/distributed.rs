@@ -88,7 +88,7 @@ fn time(params: &[ParamDesc], ranks: usize, (way, timed): (Way, Timed), rounds: 
         let plan = planner
             .plan_for(params, Topology::of(&comm))
             .expect("a plan");
-        let backend = CpuBackend::new(NonZeroUsize::MIN).expect("a thread");
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
         let mut state = plan.allocate(&backend).expect("memory");
         let grads: Vec<Vec<u8>> = params
             .iter()

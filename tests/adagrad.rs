@@ -5,7 +5,7 @@ use bytemuck::pod_collect_to_vec;
 use fusestep_adagrad::reference::{Element, update};
 use fusestep_adagrad::{Adagrad, AdagradTensors, Objective};
 use fusestep_planner::Planner;
-use fusestep_simd::Team;
+use fusestep_simd::Pool;
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, EDGE_NUMELS, backends, outcome};
 use serde::Deserialize;
@@ -118,7 +118,7 @@ fn errors_against_the_reference_stay_within_the_stated_bound() {
 #[test]
 fn slices_give_the_bits_of_a_plan_with_any_team() {
     let case = Case::new(EDGE_NUMELS, DType::F32);
-    let team = Team::new(std::num::NonZeroUsize::new(3).unwrap()).unwrap();
+    let pool = Pool::new(std::num::NonZeroUsize::new(3).unwrap());
     let adagrad = Adagrad::default();
     let mut expected = Vec::<u8>::new();
     for index in 0..case.params.len() {
@@ -134,7 +134,7 @@ fn slices_give_the_bits_of_a_plan_with_any_team() {
             };
             match step % 2 {
                 0 => adagrad.step(step, &mut [tensor]).unwrap(),
-                _ => adagrad.step_with(&team, step, &mut [tensor]).unwrap(),
+                _ => adagrad.step_with(&pool, step, &mut [tensor]).unwrap(),
             }
         }
         for list in [&param, &grad, &sum] {

@@ -11,7 +11,7 @@ use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, EDGE_NUMELS};
 
 fn cpu() -> CpuBackend {
-    CpuBackend::new(NonZeroUsize::new(2).unwrap()).unwrap()
+    CpuBackend::new(NonZeroUsize::new(2).unwrap())
 }
 
 fn planner() -> Planner {

@@ -302,7 +302,7 @@ fn padding_stays_zero_over_steps() {
     let plan = Planner::new(Optimizer::Adam(adam))
         .plan(&case.params)
         .unwrap();
-    let backend = PaddingInspector(CpuBackend::with_all_threads().unwrap());
+    let backend = PaddingInspector(CpuBackend::with_all_threads());
     let mut state = plan.allocate(&backend).unwrap();
     for param in &case.params {
         // Every value and, after a step, every moment differs from zero.

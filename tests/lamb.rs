@@ -8,7 +8,7 @@ use fusestep_fused_adam::Adam;
 use fusestep_lamb::reference::{Tensor, update};
 use fusestep_lamb::{Excluded, Lamb, LambTensors, StepError, Trust};
 use fusestep_planner::{Optimizer, Planner};
-use fusestep_simd::Team;
+use fusestep_simd::Pool;
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, backends, check, outcome};
 
@@ -117,7 +117,7 @@ fn any_plan_cap_thread_count_and_simd_level_gives_the_bits_of_the_naive_plan() {
             check(Optimizer::Lamb(Lamb { excluded, ..lamb() }), &case);
         }
     }
-    // Many chunks: the team sums them out of order, and they are still added in order.
+    // Many chunks: the pool sums them out of order, and they are still added in order.
     check(
         Optimizer::Lamb(lamb()),
         &Case::new([65_536 * 5 + 3, 7, 1 << 18], DType::F32),
@@ -153,7 +153,7 @@ fn plain_rates_are_adamw_but_for_rounding() {
     };
     let run = |optimizer| -> Vec<f64> {
         let plan = Planner::new(optimizer).plan(&case.params).unwrap();
-        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
         pod_collect_to_vec(&outcome(&plan, &case, &backend))
     };
     let (found, expected) = (run(Optimizer::Lamb(lamb())), run(Optimizer::Adam(adam)));
@@ -169,7 +169,7 @@ fn plain_rates_are_adamw_but_for_rounding() {
 #[test]
 fn a_team_gives_the_same_bits_as_one_thread() {
     let case = Case::new([300_001], DType::F32);
-    let team = Team::new(NonZeroUsize::new(3).unwrap()).unwrap();
+    let pool = Pool::new(NonZeroUsize::new(3).unwrap());
     let start: Vec<f32> = pod_collect_to_vec(&case.param_bytes(0));
     let g: Vec<f32> = pod_collect_to_vec(&case.grad_bytes(0, 1));
     let mut lists = [start.clone(), g.clone(), vec![0.1; g.len()]];
@@ -180,7 +180,7 @@ fn a_team_gives_the_same_bits_as_one_thread() {
         .unwrap();
     let [p, m, v] = &mut again;
     lamb()
-        .step_with(&team, 3, &mut [LambTensors::new(p, &g, m, v)])
+        .step_with(&pool, 3, &mut [LambTensors::new(p, &g, m, v)])
         .unwrap();
     assert!(lists == again && lists[0] != start);
 }

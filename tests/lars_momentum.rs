@@ -8,7 +8,7 @@ use fusestep_cpu::CpuBackend;
 use fusestep_lars_momentum::reference::update;
 use fusestep_lars_momentum::{Excluded, Lars, LarsTensors, Trust};
 use fusestep_planner::{Optimizer, Planner};
-use fusestep_simd::Team;
+use fusestep_simd::Pool;
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, backends, check, outcome};
 
@@ -159,7 +159,7 @@ fn any_plan_cap_thread_count_and_simd_level_gives_the_bits_of_the_naive_plan() {
             check(Optimizer::Lars(Lars { excluded, ..lars() }), &case);
         }
     }
-    // Many chunks: the team sums them out of order, and they are still added in order.
+    // Many chunks: the pool sums them out of order, and they are still added in order.
     check(
         Optimizer::Lars(lars()),
         &Case::new([65_536 * 5 + 3, 7, 1 << 18], DType::F32),
@@ -195,7 +195,7 @@ fn plain_rates_are_momentum() {
     let plan = Planner::new(Optimizer::Lars(rule))
         .plan(&case.params)
         .unwrap();
-    let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+    let backend = CpuBackend::new(NonZeroUsize::MIN);
     let found: Vec<f64> = pod_collect_to_vec(&outcome(&plan, &case, &backend));
     let mut at = 0;
     for (index, param) in case.params.iter().enumerate() {
@@ -216,7 +216,7 @@ fn plain_rates_are_momentum() {
 #[test]
 fn a_team_gives_the_same_bits_as_one_thread() {
     let case = Case::new([300_001], DType::F32);
-    let team = Team::new(NonZeroUsize::new(3).unwrap()).unwrap();
+    let pool = Pool::new(NonZeroUsize::new(3).unwrap());
     let start: Vec<f32> = pod_collect_to_vec(&case.param_bytes(0));
     let g: Vec<f32> = pod_collect_to_vec(&case.grad_bytes(0, 1));
     let (mut p, mut u) = ((start.clone(), start.clone()), (g.clone(), g.clone()));
@@ -224,7 +224,7 @@ fn a_team_gives_the_same_bits_as_one_thread() {
         .step(&mut [LarsTensors::new(&mut p.0, &g, &mut u.0)])
         .unwrap();
     lars()
-        .step_with(&team, &mut [LarsTensors::new(&mut p.1, &g, &mut u.1)])
+        .step_with(&pool, &mut [LarsTensors::new(&mut p.1, &g, &mut u.1)])
         .unwrap();
     assert!(p.0 == p.1 && u.0 == u.1 && p.0 != start);
 }

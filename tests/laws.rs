@@ -25,7 +25,7 @@ fn adam(weight_decay: WeightDecay) -> Adam {
 }
 
 fn cpu() -> CpuBackend {
-    CpuBackend::new(NonZeroUsize::new(2).unwrap()).unwrap()
+    CpuBackend::new(NonZeroUsize::new(2).unwrap())
 }
 
 #[test]

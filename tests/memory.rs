@@ -61,7 +61,7 @@ fn measured(zero: ZeroStage, world: usize) -> (i64, i64) {
             .with(Shard::new(zero))
             .plan_for(&params, rank)
             .unwrap();
-        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
         comm.barrier().unwrap();
         let before = HELD.load(Ordering::SeqCst);
         comm.barrier().unwrap();

@@ -32,7 +32,7 @@ fn adam() -> Adam {
 }
 
 fn cpu() -> CpuBackend {
-    CpuBackend::new(NonZeroUsize::new(2).unwrap()).unwrap()
+    CpuBackend::new(NonZeroUsize::new(2).unwrap())
 }
 
 fn precision(master: Master, state: StateDType, rounding: Rounding) -> Precision {

@@ -5,7 +5,7 @@ use bytemuck::pod_collect_to_vec;
 use fusestep_planner::Planner;
 use fusestep_rmsprop::reference::{Element, update};
 use fusestep_rmsprop::{Centering, Objective, RmsProp, RmsPropTensors};
-use fusestep_simd::Team;
+use fusestep_simd::Pool;
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, EDGE_NUMELS, backends, outcome};
 use serde::Deserialize;
@@ -152,7 +152,7 @@ fn errors_against_the_reference_stay_within_the_stated_bound() {
 #[test]
 fn slices_give_the_bits_of_a_plan_with_any_team() {
     let case = Case::new(EDGE_NUMELS, DType::F32);
-    let team = Team::new(std::num::NonZeroUsize::new(3).unwrap()).unwrap();
+    let pool = Pool::new(std::num::NonZeroUsize::new(3).unwrap());
     for (centering, momentum) in [
         (Centering::MeanSquare, 0.0),
         (Centering::MeanSquare, 0.9),
@@ -183,7 +183,7 @@ fn slices_give_the_bits_of_a_plan_with_any_team() {
                 };
                 match step % 2 {
                     0 => rmsprop.step(step, &mut [tensor]).unwrap(),
-                    _ => rmsprop.step_with(&team, step, &mut [tensor]).unwrap(),
+                    _ => rmsprop.step_with(&pool, step, &mut [tensor]).unwrap(),
                 }
             }
             let lists = [Some(param), Some(grad), Some(moment2), moment1, velocity];

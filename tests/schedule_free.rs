@@ -5,7 +5,7 @@ use bytemuck::pod_collect_to_vec;
 use fusestep_planner::Planner;
 use fusestep_schedule_free::reference::{Element, update};
 use fusestep_schedule_free::{ScheduleFree, ScheduleFreeTensors};
-use fusestep_simd::Team;
+use fusestep_simd::Pool;
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, EDGE_NUMELS, backends, outcome};
 use safetensors::SafeTensors;
@@ -137,7 +137,7 @@ fn errors_against_the_reference_stay_within_the_stated_bound() {
 #[test]
 fn slices_give_the_bits_of_a_plan_with_any_team() {
     let case = Case::new(EDGE_NUMELS, DType::F32);
-    let team = Team::new(std::num::NonZeroUsize::new(3).unwrap()).unwrap();
+    let pool = Pool::new(std::num::NonZeroUsize::new(3).unwrap());
     let rule = ScheduleFree {
         warmup_steps: 2,
         weight_decay: 0.1,
@@ -158,7 +158,7 @@ fn slices_give_the_bits_of_a_plan_with_any_team() {
             };
             match step % 2 {
                 0 => rule.step(step, &mut [tensor]).unwrap(),
-                _ => rule.step_with(&team, step, &mut [tensor]).unwrap(),
+                _ => rule.step_with(&pool, step, &mut [tensor]).unwrap(),
             }
         }
         for list in [&param, &grad, &moment2, &base] {

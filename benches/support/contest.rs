@@ -74,7 +74,7 @@ pub(crate) fn contest(
         let mut group = group(criterion, &format!("{name}/{}", set.name));
         group.throughput(Throughput::Bytes(bytes));
         for threads in thread_counts() {
-            let backend = CpuBackend::new(threads).expect("threads can be started");
+            let backend = CpuBackend::new(threads);
             let planners = [
                 ("fused", Planner::new(rule)),
                 ("naive", Planner::new(rule).naive()),

@@ -46,7 +46,7 @@ impl Ceiling {
     pub(crate) fn pass(&mut self, backend: &CpuBackend, prefetch_distance: usize) {
         let [read, written @ ..] = &mut self.arrays;
         let written = written.each_mut().map(HostMemory::elements_mut);
-        let (team, level) = (backend.team(), backend.level());
-        stream(team, level, prefetch_distance, read.elements(), written);
+        let (pool, level) = (backend.pool(), backend.level());
+        stream(pool, level, prefetch_distance, read.elements(), written);
     }
 }

@@ -71,7 +71,7 @@ pub(crate) fn write(root: &Path) -> Result<()> {
 /// The state of the model of target `state` after a step.
 fn state() -> Result<StateTensors> {
     let plan = Planner::new(Adam::default().into()).plan(&params()?)?;
-    let backend = CpuBackend::new(NonZeroUsize::MIN)?;
+    let backend = CpuBackend::new(NonZeroUsize::MIN);
     let mut state = plan.allocate(&backend)?;
     for desc in plan.params() {
         let bytes: Vec<u8> = (0..desc.numel())
@@ -89,7 +89,7 @@ fn checkpoint(folder: &Path) -> Result<()> {
     let topology = Topology::new(0, 1)?;
     let planner = Planner::new(Adam::default().into()).with(Shard::new(ZeroStage::One));
     let plan = planner.plan_for(&params()?, topology)?;
-    let backend = CpuBackend::new(NonZeroUsize::MIN)?;
+    let backend = CpuBackend::new(NonZeroUsize::MIN);
     let state = plan.allocate(&backend)?;
     let one = folder.join("one");
     let texts = BTreeMap::from([("at".to_owned(), "0".to_owned())]);

@@ -19,7 +19,7 @@ fn part(case: &Case, folder: &Path, from: u64, to: u64) -> Vec<Vec<u8>> {
             .planner()
             .plan_for(&case.params(), Topology::of(&comm))
             .unwrap();
-        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
         let mut comms = Comms::direct(&mut comm);
         let mut state = plan.allocate(&backend).unwrap();
         if from > 0 {
@@ -120,7 +120,7 @@ fn small(world: usize) -> Case {
 fn load(case: &Case, folder: &Path) -> Result<(), PlanError> {
     let topology = Topology::new(0, case.world).unwrap();
     let plan = case.planner().plan_for(&case.params(), topology).unwrap();
-    let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+    let backend = CpuBackend::new(NonZeroUsize::MIN);
     let mut state = plan.allocate(&backend).unwrap();
     let before = format!("{:?}", state);
     let outcome = plan.load(&mut state, &backend, folder);
@@ -423,7 +423,7 @@ fn a_save_that_fails_on_one_rank_fails_on_all_and_keeps_the_old_checkpoint() {
             .planner()
             .plan_for(&case.params(), Topology::of(&comm))
             .unwrap();
-        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
         let mut comms = Comms::direct(&mut comm);
         let mut state = plan.allocate(&backend).unwrap();
         plan.load(&mut state, &backend, folder.path()).unwrap();

@@ -92,7 +92,7 @@ fn one_group_saves_and_any_world_goes_on() {
     let whole = run_ranks(4, &Options::default(), |mut comm| {
         let topology = Topology::of(&comm);
         let plan = case.planner().plan_for(&case.params(), topology).unwrap();
-        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
         let mut comms = Comms::in_groups(&mut comm, NonZeroUsize::new(2).unwrap(), 0).unwrap();
         let mut state = plan.allocate(&backend).unwrap();
         for (param, desc) in plan.params().iter().enumerate() {
@@ -119,7 +119,7 @@ fn one_group_saves_and_any_world_goes_on() {
         let found = run_ranks(world, &Options::default(), |mut comm| {
             let topology = Topology::of(&comm);
             let plan = case.planner().plan_for(&case.params(), topology).unwrap();
-            let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+            let backend = CpuBackend::new(NonZeroUsize::MIN);
             let group = NonZeroUsize::new(group).unwrap();
             let mut comms = Comms::in_groups(&mut comm, group, 0).unwrap();
             let mut state = plan.allocate(&backend).unwrap();
@@ -197,7 +197,7 @@ fn groups_that_do_not_fit_are_refused() {
             .planner()
             .plan_for(&case.params(), Topology::of(&comm))
             .unwrap();
-        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
         let mut state = plan.allocate(&backend).unwrap();
         let error = Comms::in_groups(&mut comm, NonZeroUsize::new(3).unwrap(), 0).unwrap_err();
         assert!(error.to_string().contains("multiple"), "{error}");

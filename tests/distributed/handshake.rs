@@ -24,7 +24,7 @@ fn outcomes(
         let planner = if odd { own() } else { common() };
         let topology = Topology::of(&comm);
         let plan = planner.plan_for(&case.params(), topology).unwrap();
-        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
         let mut state = plan.allocate(&backend).unwrap();
         for (param, desc) in plan.params().iter().enumerate() {
             let values = case.first_values(param);
@@ -125,7 +125,7 @@ fn values_are_compared_by_hash() {
     let params = [ParamDesc::new("w", Shape::new([5]).unwrap(), DType::F32)];
     let ranks = run_ranks(2, &Options::default(), |mut comm| {
         let plan = adam(0.1).plan_for(&params, Topology::of(&comm)).unwrap();
-        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
         let mut state = plan.allocate(&backend).unwrap();
         let values = [1.0f32, 2.0, 3.0, 4.0, 5.0 + comm.rank() as f32];
         let bytes = bytemuck::cast_slice(&values);

@@ -318,7 +318,7 @@ fn with_streams_a_full_bucket_starts_before_the_last_gradient_is_given() {
             .planner()
             .plan_for(&case.params(), Topology::of(&comm))
             .unwrap();
-        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
         let rank = comm.rank();
         let mut comms = Comms::with_streams(&mut comm, 2).unwrap();
         let mut state = plan.allocate(&backend).unwrap();
@@ -387,7 +387,7 @@ fn parameters_of_one_rank_come_to_all() {
                 .planner()
                 .plan_for(&case.params(), Topology::of(&comm))
                 .unwrap();
-            let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+            let backend = CpuBackend::new(NonZeroUsize::MIN);
             let rank = comm.rank();
             let mut comms = Comms::direct(&mut comm);
             let mut state = plan.allocate(&backend).unwrap();
@@ -437,7 +437,7 @@ fn buckets_that_are_through_give_their_memory_to_those_that_come() {
         let peaks = run_ranks(2, &Options::default(), |mut comm| {
             let rank = comm.rank();
             let plan = case.planner().plan_for(&case.params(), Topology::of(&comm));
-            let (plan, backend) = (plan.unwrap(), CpuBackend::new(NonZeroUsize::MIN).unwrap());
+            let (plan, backend) = (plan.unwrap(), CpuBackend::new(NonZeroUsize::MIN));
             let mut comms = match group {
                 Some(group) => Comms::in_groups(&mut comm, group, 2).unwrap(),
                 None => Comms::with_streams(&mut comm, 2).unwrap(),

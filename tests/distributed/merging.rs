@@ -124,7 +124,7 @@ fn weights_that_ranks_do_not_share_are_refused_by_all_of_them() {
                 .planner()
                 .plan_for(&case.params(), Topology::of(&comm))
                 .unwrap();
-            let backend = CpuBackend::with_all_threads().unwrap();
+            let backend = CpuBackend::with_all_threads();
             let rank = comm.rank();
             let mut comms = Comms::direct(&mut comm);
             let mut state = plan.allocate(&backend).unwrap();
@@ -143,7 +143,7 @@ fn weights_that_ranks_do_not_share_are_refused_by_all_of_them() {
 fn updates(planner: Planner, dtype: DType, micro_steps: &[Option<(f32, f64)>]) -> Vec<f32> {
     let params = [ParamDesc::new("w", Shape::new([3]).unwrap(), dtype)];
     let plan = planner.plan_for(&params, Topology::SOLO).unwrap();
-    let backend = CpuBackend::with_all_threads().unwrap();
+    let backend = CpuBackend::with_all_threads();
     let mut solo = Solo::new();
     let mut comms = Comms::direct(&mut solo);
     let mut state = plan.allocate(&backend).unwrap();
@@ -328,7 +328,7 @@ fn an_adaptive_interval_follows_the_mean_loss_on_all_ranks_alike() {
             .planner()
             .plan_for(&case.params(), Topology::of(&comm))
             .unwrap();
-        let backend = CpuBackend::with_all_threads().unwrap();
+        let backend = CpuBackend::with_all_threads();
         let rank = comm.rank();
         let mut comms = Comms::direct(&mut comm);
         let mut state = plan.allocate(&backend).unwrap();

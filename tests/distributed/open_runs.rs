@@ -29,7 +29,7 @@ fn part_with(
     let outcomes = run_ranks(case.world, &Options::default(), |mut comm| {
         let topology = Topology::of(&comm);
         let plan = case.planner().plan_for(&case.params(), topology).unwrap();
-        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
         let mut comms = Comms::direct(&mut comm);
         let mut state = plan.allocate(&backend).unwrap();
         match folder.filter(|_| from > 0) {
@@ -73,7 +73,7 @@ fn part_with(
 fn refusal(case: &Case, folder: &Path) -> String {
     let topology = Topology::new(0, case.world).unwrap();
     let plan = case.planner().plan_for(&case.params(), topology).unwrap();
-    let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+    let backend = CpuBackend::new(NonZeroUsize::MIN);
     let mut state = plan.allocate(&backend).unwrap();
     let before = format!("{state:?}");
     let error = plan.load(&mut state, &backend, folder).unwrap_err();

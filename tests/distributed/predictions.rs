@@ -46,7 +46,7 @@ fn line(
         zero => planner.with(Shard::new(zero)),
     };
     let plan = planner.plan_for(params, Topology::of(comm)).unwrap();
-    let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+    let backend = CpuBackend::new(NonZeroUsize::MIN);
     let mut state = plan.allocate(&backend).unwrap();
     let grad = |param: &ParamDesc| 1.0f32.to_le_bytes().repeat(param.numel() as usize);
     let grads: Vec<Vec<u8>> = params.iter().map(grad).collect();
@@ -96,7 +96,7 @@ fn peak(comm: &mut dyn Communicator, params: &[ParamDesc], cap_bytes: u64) -> St
         .with(FuseAllReduce::of_bytes(cap_bytes))
         .with(Shard::new(ZeroStage::Two));
     let plan = planner.plan_for(params, Topology::of(comm)).unwrap();
-    let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+    let backend = CpuBackend::new(NonZeroUsize::MIN);
     let mut state = plan.allocate(&backend).unwrap();
     let grad = |param: &ParamDesc| 1.0f32.to_le_bytes().repeat(param.numel() as usize);
     let grads: Vec<Vec<u8>> = params.iter().map(grad).collect();

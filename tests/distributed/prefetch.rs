@@ -46,7 +46,7 @@ fn start(case: &Case, comm: &dyn Communicator, backend: &CpuBackend) -> (Plan, S
 /// Two steps in which each parameter is asked for while the one after it gives its gradient, and
 /// compared with what is gathered.
 fn train_ahead(case: &Case, comm: &mut dyn Communicator) -> Result<Vec<Vec<u8>>, PlanError> {
-    let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+    let backend = CpuBackend::new(NonZeroUsize::MIN);
     let (plan, mut state) = start(case, comm, &backend);
     let rank = comm.rank();
     let mut comms = comms(case, comm)?;
@@ -124,7 +124,7 @@ fn several_dtypes_come_in_one_go_and_other_stages_copy() {
             ..case(3)
         };
         let ranks = run_ranks(3, &Options::default(), |mut comm| {
-            let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+            let backend = CpuBackend::new(NonZeroUsize::MIN);
             let (plan, state) = start(&case, &comm, &backend);
             let mut comms = comms(&case, &mut comm).unwrap();
             let order = [5, 0, 4, 1, 2];
@@ -151,7 +151,7 @@ fn parameters_that_change_on_the_way_are_refused_and_the_stream_goes_on() {
     for streams in [0, 1] {
         let case = Case { streams, ..case(2) };
         let ranks = run_ranks(2, &Options::default(), |mut comm| {
-            let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+            let backend = CpuBackend::new(NonZeroUsize::MIN);
             let (plan, mut state) = start(&case, &comm, &backend);
             let mut comms = comms(&case, &mut comm).unwrap();
             let name = plan.params()[0].name.as_str();
@@ -187,7 +187,7 @@ fn parameters_given_up_on_their_way_close_the_stream_with_an_error_that_names_th
         ..case(3)
     };
     let errors = run_ranks(3, &Options::default(), |mut comm| {
-        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
         let (plan, state) = start(&case, &comm, &backend);
         let rank = comm.rank();
         let mut comms = comms(&case, &mut comm).unwrap();
@@ -294,7 +294,7 @@ fn a_rank_whose_own_code_fails_while_parameters_are_on_their_way_ends_the_others
         ..case(3)
     };
     let errors = run_ranks(3, &Options::default(), |mut comm| {
-        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
         let (plan, state) = start(&case, &comm, &backend);
         let rank = comm.rank();
         let mut comms = comms(&case, &mut comm).unwrap();

@@ -235,7 +235,7 @@ impl Case {
             .planner()
             .plan_for(&self.params(), Topology::of(comm))
             .unwrap();
-        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
         let rank = comm.rank();
         let mut comms = match (self.shard_group, self.streams) {
             (Some(group), streams) => Comms::in_groups(comm, group, streams).unwrap(),
@@ -299,7 +299,7 @@ impl Case {
             planner = planner.with(UpdateNorms);
         }
         let plan = planner.plan(&self.params()).unwrap();
-        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
         let mut state = plan.allocate(&backend).unwrap();
         for (param, desc) in plan.params().iter().enumerate() {
             state

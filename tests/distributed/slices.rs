@@ -122,7 +122,7 @@ fn by_hand(world: usize, group: usize) -> (Vec<Vec<Vec<u8>>>, Vec<Norms>) {
         .with(UpdateNorms)
         .plan(&descs)
         .unwrap();
-    let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+    let backend = CpuBackend::new(NonZeroUsize::MIN);
     let mut state = plan.allocate(&backend).unwrap();
     for &(param, rank) in &whole {
         let value = first(param, rank);
@@ -203,7 +203,7 @@ fn slices_are_updated_by_their_ranks_and_count_once_in_the_norm() {
         };
         let outcomes = run_ranks(WORLD, &Options::default(), |mut comm| {
             let plan = planner.plan_for(&params(), Topology::of(&comm)).unwrap();
-            let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+            let backend = CpuBackend::new(NonZeroUsize::MIN);
             let mut comms = Comms::with_streams(&mut comm, 1).unwrap();
             let mut state = start(&plan, &backend);
             let found = steps(&plan, &mut state, &backend, &mut comms, 0..STEPS);
@@ -236,7 +236,7 @@ fn every_rank_has_slices_of_its_own_in_shard_groups_too_and_each_counts_once() {
             let folder = tempfile::tempdir().unwrap();
             let outcomes = run_ranks(world, &Options::default(), |mut comm| {
                 let plan = planner.plan_for(&params(), Topology::of(&comm)).unwrap();
-                let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+                let backend = CpuBackend::new(NonZeroUsize::MIN);
                 let mut comms = Comms::in_groups(&mut comm, group, streams).unwrap();
                 let mut state = start(&plan, &backend);
                 let mut found = steps(&plan, &mut state, &backend, &mut comms, 0..1);
@@ -264,7 +264,7 @@ fn slices_are_neither_broadcast_nor_averaged() {
     let folder = tempfile::tempdir().unwrap();
     let outcomes = run_ranks(WORLD, &Options::default(), |mut comm| {
         let plan = planner.plan_for(&params(), Topology::of(&comm)).unwrap();
-        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
         let rank = comm.rank();
         let mut comms = Comms::direct(&mut comm);
         let mut state = start(&plan, &backend);
@@ -283,7 +283,7 @@ fn slices_are_neither_broadcast_nor_averaged() {
     let error = manifest.average(folder.path(), out.path(), 1).unwrap_err();
     assert!(error.to_string().contains("layer2"), "{error}");
     let two = planner.plan_for(&params(), Topology::new(0, 2).unwrap());
-    let (two, backend) = (two.unwrap(), CpuBackend::new(NonZeroUsize::MIN).unwrap());
+    let (two, backend) = (two.unwrap(), CpuBackend::new(NonZeroUsize::MIN));
     let mut state = two.allocate(&backend).unwrap();
     let error = two.load(&mut state, &backend, folder.path()).unwrap_err();
     assert!(error.to_string().contains("cannot be averaged"), "{error}");
@@ -300,7 +300,7 @@ fn slices_are_saved_for_their_ranks_and_resumed_by_as_many() {
             let plan = planner(zero)
                 .plan_for(&params(), Topology::of(&comm))
                 .unwrap();
-            let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+            let backend = CpuBackend::new(NonZeroUsize::MIN);
             let mut comms = Comms::direct(&mut comm);
             let mut state = start(&plan, &backend);
             steps(&plan, &mut state, &backend, &mut comms, 0..1);
@@ -320,7 +320,7 @@ fn slices_are_saved_for_their_ranks_and_resumed_by_as_many() {
         let two = planner(zero)
             .plan_for(&params(), Topology::new(0, 2).unwrap())
             .unwrap();
-        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
         let mut state = two.allocate(&backend).unwrap();
         let error = two
             .load(&mut state, &backend, folder.path())

@@ -52,7 +52,7 @@ pub(crate) fn on_ranks<R: Send>(
 }
 
 pub(crate) fn backend() -> CpuBackend {
-    CpuBackend::new(NonZeroUsize::MIN).unwrap()
+    CpuBackend::new(NonZeroUsize::MIN)
 }
 
 /// A state with the first values of a case.

@@ -9,7 +9,7 @@ use fusestep_launch::{
     HostCall, HostList, MAX_LISTS, Master, Outcome, Precision, SetValues, UpdateRule,
 };
 use fusestep_planner::{ClipByGlobalNorm, Optimizer, Planner};
-use fusestep_simd::{Level, Team};
+use fusestep_simd::{Level, Pool};
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::Case;
 use half::bf16;
@@ -36,7 +36,7 @@ fn after_four_steps(
     anew: bool,
 ) -> Vec<u8> {
     let case = Case::new([70_000, 3, 200_001, 0], dtype);
-    let backend = CpuBackend::new(NonZeroUsize::new(2).unwrap()).unwrap();
+    let backend = CpuBackend::new(NonZeroUsize::new(2).unwrap());
     let mut planner = Planner::new(Optimizer::Lars(lars())).precision(precision);
     if let Some(max_norm) = max_norm {
         planner = planner.with(ClipByGlobalNorm::new(max_norm));
@@ -131,7 +131,7 @@ fn norms_carried_from_the_update_before_are_those_of_what_the_parameters_hold() 
 /// Largest error of a parameter after each of `marks`, in units in the last place of the largest
 /// value it has had. A tensor after one step with the sum of its gradient taken, or given as a
 /// multiple of what it is.
-fn after_one_step(given: Option<f64>, team: Option<&Team>) -> Vec<f32> {
+fn after_one_step(given: Option<f64>, pool: Option<&Pool>) -> Vec<f32> {
     let kernel = lars().kernel(DType::F32, Precision::default()).unwrap();
     let layout = kernel.argument_layout();
     let (mut scalars, mut sets) = (vec![0; layout.scalar_bytes], vec![0; layout.set_bytes]);
@@ -171,16 +171,16 @@ fn after_one_step(given: Option<f64>, team: Option<&Team>) -> Vec<f32> {
         grad_sum: given.map(|times| times * square_sum::<f32, f32>(level, &g).sum),
         update_sums: None,
     };
-    assert_eq!(step_tensor(tensor, team), Outcome::Update);
+    assert_eq!(step_tensor(tensor, pool), Outcome::Update);
     p
 }
 
 #[test]
 fn a_gradient_whose_sum_is_given_is_not_summed_again() {
-    let team = Team::new(NonZeroUsize::new(3).unwrap()).unwrap();
-    for team in [None, Some(&team)] {
-        let taken = after_one_step(None, team);
-        assert!(after_one_step(Some(1.0), team) == taken);
-        assert!(after_one_step(Some(4.0), team) != taken);
+    let pool = Pool::new(NonZeroUsize::new(3).unwrap());
+    for pool in [None, Some(&pool)] {
+        let taken = after_one_step(None, pool);
+        assert!(after_one_step(Some(1.0), pool) == taken);
+        assert!(after_one_step(Some(4.0), pool) != taken);
     }
 }

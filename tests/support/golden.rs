@@ -79,7 +79,7 @@ fn compare(
             param
         })
         .collect();
-    let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+    let backend = CpuBackend::new(NonZeroUsize::MIN);
     let plan = Planner::new(optimizer).plan(&params).unwrap();
     let mut state = plan.allocate(&backend).unwrap();
     let bytes = |values: &[f64]| -> Vec<u8> {

@@ -28,7 +28,7 @@ fn case(count: usize) -> Case {
 /// Requires the same bits from one plan over all tensors, on every backend, as from a plan for each
 /// tensor.
 pub(crate) fn merged_is_separate(optimizer: Optimizer) {
-    let alone = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+    let alone = CpuBackend::new(NonZeroUsize::MIN);
     for count in [1, 2, 59, 60, 61, 150, 200, 1000] {
         let case = case(count);
         let naive = Planner::new(optimizer).naive();
@@ -112,7 +112,7 @@ pub(crate) fn a_dropped_last_launch_is_noticed(optimizer: Optimizer) {
     let plan = Planner::new(optimizer).limits(limits);
     let plan = plan.plan(&case.params).unwrap();
     assert!(plan.launches() > 1);
-    let cpu = || CpuBackend::new(NonZeroUsize::MIN).unwrap();
+    let cpu = || CpuBackend::new(NonZeroUsize::MIN);
     let expected = outcome(&plan, &case, &cpu());
     assert!(outcome(&plan, &case, &Forgetful(cpu())) != expected);
 }

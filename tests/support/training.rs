@@ -32,7 +32,7 @@ impl Trained {
         let shape = Shape::new([start.len() as u64]).unwrap();
         let params = [ParamDesc::new(NAME, shape, T::DTYPE)];
         let plan = Planner::new(rule).plan(&params).unwrap();
-        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
         let mut state = plan.allocate(&backend).unwrap();
         let param = state.view_mut(Role::Param, NAME).unwrap();
         param.copy_from_slice(start);

@@ -16,7 +16,7 @@ fn start() -> (Plan, State, CpuBackend) {
     let plan = planner
         .plan_for(&params, Topology::new(0, 1).unwrap())
         .unwrap();
-    let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+    let backend = CpuBackend::new(NonZeroUsize::MIN);
     let state = plan.allocate(&backend).unwrap();
     (plan, state, backend)
 }

@@ -39,7 +39,7 @@ struct Run {
 impl Run {
     fn new(topology: Topology) -> Self {
         let plan = plan(topology);
-        let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
         let state = plan.allocate(&backend).unwrap();
         Self {
             plan,

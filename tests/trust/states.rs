@@ -24,7 +24,7 @@ fn params() -> Vec<ParamDesc> {
 
 fn start(rule: Optimizer) -> (Plan, State, CpuBackend) {
     let plan = Planner::new(rule).plan(&params()).unwrap();
-    let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+    let backend = CpuBackend::new(NonZeroUsize::MIN);
     let state = plan.allocate(&backend).unwrap();
     (plan, state, backend)
 }

@@ -134,7 +134,6 @@ impl<P: Params> Fused<P> {
             Some(threads) => CpuBackend::new(threads),
             None => CpuBackend::with_all_threads(),
         };
-        let backend = backend.map_err(AdapterError::from)?;
         let variables = vars.into_variables().floating_point();
         let mut unmatched = Vec::new();
         let descriptors = variables.descriptors(&options.exclude, &mut unmatched)?;

@@ -13,7 +13,7 @@ use fusestep_tensor::{ParamDesc, Role, Shape};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// Edges of vectors, of what the team shares, and one tensor that the whole team works on.
+/// Edges of vectors, of what the pool shares, and one tensor that the whole pool works on.
 const NUMELS: [usize; 9] = [1, 0, 15, 17, 4096, 65_537, 131_071, 131_072, 300_001];
 
 fn values(numel: usize, seed: u64) -> Vec<f32> {
@@ -75,7 +75,7 @@ fn the_adapter_has_the_bits_of_a_planned_state() {
             ParamDesc::new(format!("v{index}"), shape, fusestep_tensor::DType::F32)
         })
         .collect();
-    let backend = CpuBackend::new(threads(1)).unwrap();
+    let backend = CpuBackend::new(threads(1));
     let plan = Planner::new(rule).plan(&descs).unwrap();
     let mut state = plan.allocate(&backend).unwrap();
     for (index, param) in descs.iter().enumerate() {

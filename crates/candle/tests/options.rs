@@ -16,7 +16,7 @@ use fusestep_tensor::{ParamDesc, Role, Shape};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// Edges of chunks and of what the team shares, and one tensor that the whole team works on.
+/// Edges of chunks and of what the pool shares, and one tensor that the whole pool works on.
 const NUMELS: [usize; 6] = [1, 0, 17, 65_537, 131_072, 300_001];
 
 const DTYPES: [(DType, fusestep_tensor::DType); 4] = [
@@ -99,7 +99,7 @@ fn planned(
         ParamDesc::new(name, shape, planned)
     };
     let descs: Vec<ParamDesc> = vars.iter().map(describe).collect();
-    let backend = CpuBackend::new(NonZeroUsize::MIN).unwrap();
+    let backend = CpuBackend::new(NonZeroUsize::MIN);
     let mut planner = Planner::new(params.rule()).precision(options.precision);
     if let Some(scale) = options.loss_scale {
         planner = planner.with(LossScaling::from(scale));

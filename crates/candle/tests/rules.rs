@@ -16,7 +16,7 @@ use fusestep_tensor::{ParamDesc, Role, Shape};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// Edges of vectors, of what the team shares, and one tensor that the whole team works on.
+/// Edges of vectors, of what the pool shares, and one tensor that the whole pool works on.
 const NUMELS: [usize; 7] = [1, 0, 17, 4096, 65_537, 131_072, 300_001];
 
 fn values(numel: usize, seed: u64) -> Vec<f32> {
@@ -84,7 +84,7 @@ fn planned(params: &impl Params) -> Vec<Vec<u32>> {
             ParamDesc::new(format!("v{index}"), shape, fusestep_tensor::DType::F32)
         })
         .collect();
-    let backend = CpuBackend::new(threads(1)).unwrap();
+    let backend = CpuBackend::new(threads(1));
     let plan = Planner::new(params.rule()).plan(&descs).unwrap();
     let mut state = plan.allocate(&backend).unwrap();
     for step in 0..=3 {

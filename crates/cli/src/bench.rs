@@ -23,7 +23,7 @@ use crate::ceiling::Ceiling;
 use crate::engine::Engine;
 use crate::gradients::GradientArgs;
 use crate::inputs::read_model;
-use crate::options::{ParamDType, PlanningArgs, PrecisionArgs, parse_threads, threads};
+use crate::options::{ParamDType, PlanningArgs, PrecisionArgs, parse_threads, pool, threads};
 use crate::output::{duration, print, print_json};
 use crate::ranks::RankArgs;
 use crate::rules::{OptimizerArgs, Rule};
@@ -161,7 +161,7 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
 
 /// Times a step of one rank.
 fn bench_one(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<()> {
-    let backend = CpuBackend::new(args.threads())?.with_limits(args.planning.limits());
+    let backend = CpuBackend::in_pool(pool(args.threads)?).with_limits(args.planning.limits());
     let plans = Plans::new(args, rule, params)?;
     let plan = &plans.fused;
     let mut ours = Subject::new(plan, &backend)?;
@@ -194,7 +194,7 @@ fn bench_one(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow:
         dtype: DType::from(args.dtype).name(),
         optimizer: rule.name(),
         simd: backend.level().name(),
-        threads: backend.team().threads(),
+        threads: backend.pool().threads(),
         launches: plan.launches(),
         naive_launches: plan.naive_launches(),
         ns_per_step: ours.timer.best,

@@ -200,7 +200,7 @@ fn measure(
 ) -> anyhow::Result<Summary> {
     let topology = Topology::of(comm);
     let of_rank = args.threads().get().div_ceil(topology.world);
-    let backend = CpuBackend::new(of_rank.try_into()?)?.with_limits(args.planning.limits());
+    let backend = CpuBackend::new(of_rank.try_into()?).with_limits(args.planning.limits());
     let plans = Plans::new(args, rule, params, topology)?;
     let plan = &plans.whole;
     let mut step = Step::new(plan, &backend, comm)?;
@@ -249,7 +249,7 @@ fn measure(
         ranks: topology.world,
         engine: args.collective.engine.name(),
         zero: plan.zero().number(),
-        threads: backend.team().threads(),
+        threads: backend.pool().threads(),
         ns_per_step: whole.best,
         reduce_ns: of_calls(reduced, &reduce),
         update_ns: updated.best,

@@ -89,12 +89,12 @@ impl<'a> Ceiling<'a> {
     }
 
     fn stream_written<const W: usize>(&mut self, index: usize) {
-        let (team, level) = (self.backend.team(), self.backend.level());
+        let (pool, level) = (self.backend.pool(), self.backend.level());
         let read = self.read.elements::<f32>();
         let mut lists = self.written.iter_mut();
         let lists = std::array::from_fn::<_, W, _>(|_| lists.next());
         let written = lists.map(|list| list.map_or(&mut [][..], HostMemory::elements_mut::<f32>));
-        stream(team, level, PREFETCH_DISTANCES[index], read, written);
+        stream(pool, level, PREFETCH_DISTANCES[index], read, written);
     }
 
     /// The prefetch distance in bytes and the bandwidth of the best stream.

@@ -1,15 +1,17 @@
 //! Flags that several subcommands share, spelled the same in each.
 
 use std::num::NonZeroUsize;
+use std::sync::Arc;
 
-use anyhow::ensure;
+use anyhow::{Context, ensure};
 use clap::{Args, ValueEnum};
 use fusestep_cpu::CpuBackend;
 use fusestep_cuda::CudaBackend;
 use fusestep_launch::{Backend, LaunchLimits, Master, Precision, Rounding, StateDType};
 use fusestep_planner::{Optimizer, Planner, TableKind};
-use fusestep_simd::MAX_THREADS;
+use fusestep_simd::{MAX_THREADS, Pool};
 use fusestep_tensor::{DType, ParamDesc};
+use rayon::ThreadPoolBuilder;
 
 /// What a 16-bit parameter has beside it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -175,7 +177,7 @@ impl BackendArgs {
     pub(crate) fn open(&self, planning: &PlanningArgs) -> anyhow::Result<Box<dyn Backend>> {
         match self.backend {
             BackendName::Cpu => {
-                let cpu = CpuBackend::new(threads(self.threads))?;
+                let cpu = CpuBackend::in_pool(pool(self.threads)?);
                 Ok(Box::new(cpu.with_limits(planning.limits())))
             }
             BackendName::Cuda => {
@@ -196,7 +198,7 @@ impl BackendArgs {
     }
 }
 
-/// Reads a number of threads that a team can have.
+/// Reads a number of threads that a pool can have.
 pub(crate) fn parse_threads(text: &str) -> Result<NonZeroUsize, String> {
     let threads = text.parse::<NonZeroUsize>().ok();
     threads
@@ -204,9 +206,20 @@ pub(crate) fn parse_threads(text: &str) -> Result<NonZeroUsize, String> {
         .ok_or_else(|| format!("expected a number of threads from 1 to {MAX_THREADS}"))
 }
 
-/// The threads asked for, or all of the machine.
+/// The threads asked for, or as many as rayon's pool has.
 pub(crate) fn threads(asked: Option<NonZeroUsize>) -> NonZeroUsize {
-    asked.unwrap_or_else(|| std::thread::available_parallelism().unwrap_or(NonZeroUsize::MIN))
+    let all = || NonZeroUsize::new(rayon::current_num_threads());
+    asked.or_else(all).unwrap_or(NonZeroUsize::MIN)
+}
+
+/// So many threads: those of rayon's pool, or of one of its own if more are asked for.
+pub(crate) fn pool(asked: Option<NonZeroUsize>) -> anyhow::Result<Pool> {
+    let threads = threads(asked);
+    if threads.get() <= rayon::current_num_threads() {
+        return Ok(Pool::new(threads));
+    }
+    let own = ThreadPoolBuilder::new().num_threads(threads.get());
+    Ok(Pool::of(Arc::new(own.build().context("--threads")?)))
 }
 
 /// Element types that parameters can have.

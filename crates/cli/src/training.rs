@@ -61,7 +61,7 @@ pub(crate) fn train(
         ))?;
     }
     let of_rank = threads(args.threads).get().div_ceil(topology.world);
-    let backend = CpuBackend::new(NonZeroUsize::new(of_rank).unwrap_or(NonZeroUsize::MIN))?;
+    let backend = CpuBackend::new(NonZeroUsize::new(of_rank).unwrap_or(NonZeroUsize::MIN));
     if let Some(folder) = &args.checkpoint {
         std::fs::create_dir_all(folder)
             .with_context(|| format!("--checkpoint {}", folder.display()))?;

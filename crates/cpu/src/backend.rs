@@ -8,7 +8,7 @@ use fusestep_launch::{
     Backend, BackendError, Batch, Buffer, CONTROL_BYTES, Conclude, ControlBlock, Gate, HostCall,
     Launch, LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS, Reduce, Replicas, SquareSum,
 };
-use fusestep_simd::{Level, Team};
+use fusestep_simd::{Level, Pool};
 
 use crate::buffer::HostBuffer;
 use crate::chunks::ChunkPieces;
@@ -26,7 +26,7 @@ pub(crate) const FOREIGN: BackendError = BackendError::ForeignBuffer { backend: 
 /// nothing here. The bits depend neither on the threads nor on the SIMD level.
 #[derive(Debug)]
 pub struct CpuBackend {
-    team: Team,
+    pool: Pool,
     level: Level,
     limits: LaunchLimits,
     /// Tensors left as they are.
@@ -36,32 +36,27 @@ pub struct CpuBackend {
 }
 
 impl CpuBackend {
-    /// A backend of `threads` threads, the caller's included, at the processor's widest SIMD level.
-    ///
-    /// # Errors
-    /// [`BackendError::Device`] if a thread cannot be started.
-    pub fn new(threads: NonZeroUsize) -> Result<Self, BackendError> {
-        let team = Team::new(threads).map_err(|error| BackendError::Device {
-            backend: NAME,
-            operation: format!("starting {threads} threads"),
-            code: error.raw_os_error().unwrap_or(0).into(),
-            text: error.to_string(),
-        })?;
-        Ok(Self {
-            team,
+    /// A backend that works on the caller's thread and on at most `threads − 1` workers of the
+    /// rayon pool that the caller is in, at the processor's widest SIMD level.
+    pub fn new(threads: NonZeroUsize) -> Self {
+        Self::in_pool(Pool::new(threads))
+    }
+
+    /// A backend that works on as many threads as the rayon pool has that the caller is in, or
+    /// else rayon's global one.
+    pub fn with_all_threads() -> Self {
+        Self::in_pool(Pool::current())
+    }
+
+    /// A backend on these threads.
+    pub fn in_pool(pool: Pool) -> Self {
+        Self {
+            pool,
             level: Level::detect(),
             limits: LaunchLimits::default(),
             skipped: AtomicU64::new(0),
             told: AtomicU64::new(0),
-        })
-    }
-
-    /// A backend of as many threads as the processor has.
-    ///
-    /// # Errors
-    /// As [`CpuBackend::new`].
-    pub fn with_all_threads() -> Result<Self, BackendError> {
-        Self::new(std::thread::available_parallelism().unwrap_or(NonZeroUsize::MIN))
+        }
     }
 
     /// This backend at another SIMD level.
@@ -77,8 +72,8 @@ impl CpuBackend {
     }
 
     /// The threads.
-    pub fn team(&self) -> &Team {
-        &self.team
+    pub fn pool(&self) -> &Pool {
+        &self.pool
     }
 
     pub(crate) fn count_skipped(&self) -> &AtomicU64 {
@@ -166,7 +161,7 @@ impl Backend for CpuBackend {
         };
         let call = host_call(self.level, &launch, grad_factor);
         let pieces = Pieces::new(launch, call)?;
-        self.team.run(pieces);
+        self.pool.run(pieces);
         Ok(report)
     }
 
@@ -176,7 +171,7 @@ impl Backend for CpuBackend {
         let list = reduce.list.ok_or(foreign.clone())?;
         let elements = list.buffer.host().ok_or(foreign)?;
         let partials = partials(reduce.partials, reduce.first_partial, reduce.batches)?;
-        self.team.run(ChunkPieces::new(
+        self.pool.run(ChunkPieces::new(
             reduce.kernel,
             self.level,
             (reduce.batches, reduce.offsets),
@@ -220,7 +215,7 @@ impl Backend for CpuBackend {
     ) -> Result<LaunchReport, BackendError> {
         let report = LaunchReport::of(launch.batches);
         if let Some(pieces) = ReducedPieces::new(launch, replicas, self.level)? {
-            self.team.run(pieces);
+            self.pool.run(pieces);
         }
         Ok(report)
     }
@@ -230,7 +225,7 @@ impl Backend for CpuBackend {
         leaves: LeafSquares<'_>,
         sums: &mut [SquareSum],
     ) -> Result<(), BackendError> {
-        leaves::leaf_squares(&self.team, self.level, leaves, sums)
+        leaves::leaf_squares(&self.pool, self.level, leaves, sums)
     }
 
     fn leaf_sums(
@@ -238,7 +233,7 @@ impl Backend for CpuBackend {
         launch: &Launch<'_>,
         sums: &mut [[f64; MAX_SUMS]],
     ) -> Result<(), BackendError> {
-        leaves::leaf_sums(&self.team, self.level, launch, sums)
+        leaves::leaf_sums(&self.pool, self.level, launch, sums)
     }
 
     fn takes_host_memory(&self) -> bool {

@@ -2,7 +2,7 @@
 //! lends, and those of kernels that take sums over a tensor before they update it.
 //!
 //! A framework guards each tensor with its own lock. So a thread holds one tensor at a time: a
-//! large tensor is borrowed once and the whole team works on it; small ones are shared out and each
+//! large tensor is borrowed once and the whole pool works on it; small ones are shared out and each
 //! thread borrows its own, one after the other. A kernel that takes sums profits from the same
 //! order: a small tensor stays in its thread's cache between sums and update, a large one in the
 //! shared cache.
@@ -16,7 +16,7 @@ use fusestep_launch::{
     Backend, BackendError, Buffer, Gate, HostCall, HostList, Launch, LaunchReport, ListBuffer,
     MAX_LISTS, MAX_SUMS, MultiTensorKernel, Outcome, SquareSum, UnitSums,
 };
-use fusestep_simd::{Split, Team};
+use fusestep_simd::{Pool, Split};
 use fusestep_tensor::Role;
 
 use crate::CpuBackend;
@@ -30,7 +30,7 @@ use crate::window::{covered, window};
 pub(crate) const PARTS_PER_THREAD: usize = 32;
 
 /// Lends one tensor: calls [`BorrowedPiece::update`] with its parameter and gradient. It is called
-/// from any thread of the team, on one thread never for two tensors at once.
+/// from any thread of the pool, on one thread never for two tensors at once.
 pub type Lend<'a> = &'a (dyn Fn(BorrowedPiece<'_>) -> Result<(), BackendError> + Sync);
 
 /// A tensor whose state is at hand and whose parameter and gradient are to be borrowed, if they are
@@ -42,8 +42,8 @@ pub struct BorrowedPiece<'a> {
     parameter: u32,
     /// The kernel's lists; those to be borrowed are absent.
     lists: [HostList<'a>; MAX_LISTS],
-    /// The team, if the tensor is worth its while.
-    team: Option<&'a Team>,
+    /// The pool, if the tensor is worth its while.
+    pool: Option<&'a Pool>,
     cached: Option<Cached<'a>>,
     /// Places for the sums over what the update changes, if they are wanted.
     update_sums: Option<&'a mut [UnitSums]>,
@@ -106,7 +106,7 @@ impl CpuBackend {
             Some(_) => None,
             None => ParamSums::take(&mut launch),
         };
-        let large = large_elements(tensors, self.team().threads());
+        let large = large_elements(tensors, self.pool().threads());
         for whole in tensors.filter(|whole| whole.is_large(large)) {
             let (kept, span) = ((&mut *launch.lists, launch.firsts), whole.span(offsets));
             let lists = lists_of(launch.kernel, kept, &span)?;
@@ -115,7 +115,7 @@ impl CpuBackend {
                 whole,
                 parameter: launch.members[whole.tensor as usize],
                 lists,
-                team: Some(self.team()),
+                pool: Some(self.pool()),
                 cached: whole.cached(sums.as_ref()),
                 update_sums: whole.update_sums(&mut slots),
             })?;
@@ -123,7 +123,7 @@ impl CpuBackend {
         let error = Mutex::new(None);
         let elements = covered(launch.batches, offsets);
         let lists = lists_of(launch.kernel, (launch.lists, launch.firsts), &elements)?;
-        self.team().run(SmallPieces {
+        self.pool().run(SmallPieces {
             call,
             tensors,
             large,
@@ -221,7 +221,7 @@ impl BorrowedPiece<'_> {
         };
         // A tensor that several ranks or buckets have parts of counts where it begins.
         let begins = self.whole.first_element == 0;
-        if step_tensor(tensor, self.team) == Outcome::Skip && begins {
+        if step_tensor(tensor, self.pool) == Outcome::Skip && begins {
             self.call.skipped.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -376,7 +376,7 @@ impl Split for SmallPieces<'_> {
                 whole,
                 parameter: self.members[whole.tensor as usize],
                 lists: kept,
-                team: None,
+                pool: None,
                 cached: whole.cached(self.sums),
                 update_sums: whole.update_sums(&mut slots),
             });

@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use fusestep_launch::{
     Backend, BackendError, LaunchReport, MultiTensorReduction, Reduce, SquareSum,
 };
-use fusestep_simd::{Level, Split, Team};
+use fusestep_simd::{Level, Pool, Split};
 
 use crate::CpuBackend;
 use crate::backend::partials;
@@ -13,7 +13,7 @@ use crate::borrowed::PARTS_PER_THREAD;
 use crate::tensors::{Tensors, Whole, large_elements, small_elements};
 
 /// Lends one gradient: calls [`BorrowedGradient::read`] with it. It is called from any thread of
-/// the team, on one thread never for two tensors at once.
+/// the pool, on one thread never for two tensors at once.
 pub type LendGradient<'a> = &'a (dyn Fn(BorrowedGradient<'_>) -> Result<(), BackendError> + Sync);
 
 /// A tensor whose gradient is to be borrowed.
@@ -22,8 +22,8 @@ pub struct BorrowedGradient<'a> {
     whole: Whole,
     /// One for each chunk.
     sums: &'a mut [SquareSum],
-    /// The team, if the tensor is worth its while.
-    team: Option<&'a Team>,
+    /// The pool, if the tensor is worth its while.
+    pool: Option<&'a Pool>,
 }
 
 /// What is the same for all tensors of a reduction.
@@ -53,7 +53,7 @@ impl CpuBackend {
         };
         let mut sums = partials(reduce.partials, reduce.first_partial, reduce.batches)?;
         let tensors = Tensors::new(reduce.batches);
-        let large = large_elements(tensors, self.team().threads());
+        let large = large_elements(tensors, self.pool().threads());
         let mut rest = &mut *sums;
         for whole in tensors {
             let own = rest.split_off_mut(..chunks(call.kernel, &whole));
@@ -62,13 +62,13 @@ impl CpuBackend {
                     call,
                     whole,
                     sums,
-                    team: Some(self.team()),
+                    pool: Some(self.pool()),
                 })?;
             }
         }
         let error = Mutex::new(None);
         sums = partials(reduce.partials, reduce.first_partial, reduce.batches)?;
-        self.team().run(SmallGradients {
+        self.pool().run(SmallGradients {
             call,
             tensors,
             large,
@@ -116,8 +116,8 @@ impl BorrowedGradient<'_> {
             grad,
             sums: self.sums,
         };
-        match self.team {
-            Some(team) => team.run(chunks),
+        match self.pool {
+            Some(pool) => pool.run(chunks),
             None => chunks.run(),
         }
         Ok(())
@@ -213,7 +213,7 @@ impl Split for SmallGradients<'_> {
                 call: self.call,
                 whole,
                 sums,
-                team: None,
+                pool: None,
             });
             if let Err(error) = borrowed {
                 let mut first = self.error.lock().unwrap_or_else(PoisonError::into_inner);

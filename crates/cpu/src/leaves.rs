@@ -6,7 +6,7 @@ use fusestep_launch::{
     BackendError, Batch, Gate, LEAF_ELEMENTS, Launch, LeafSquares, MAX_LISTS, MAX_SUMS, Record,
     SquareSum,
 };
-use fusestep_simd::{Level, Split, Team};
+use fusestep_simd::{Level, Pool, Split};
 
 use crate::backend::{FOREIGN, NAME, gate, host_call, out_of_bounds};
 use crate::window::{covered, place};
@@ -172,7 +172,7 @@ impl<'a> Part<'a> {
 /// # Errors
 /// As [`fusestep_launch::Backend::leaf_squares`].
 pub(crate) fn leaf_squares(
-    team: &Team,
+    pool: &Pool,
     level: Level,
     leaves: LeafSquares<'_>,
     sums: &mut [SquareSum],
@@ -188,7 +188,7 @@ pub(crate) fn leaf_squares(
     let bytes = list.buffer.host().ok_or(FOREIGN)?;
     let elements = covered(batches, offsets);
     let list = Part::of(bytes, first, list.dtype().len_bytes(), &elements)?;
-    team.run(LeafPieces {
+    pool.run(LeafPieces {
         leaves: Leaves::new(batches, offsets),
         sums,
         sum: &|leaf| kernel.run_host(level, list.leaf(leaf)),
@@ -203,7 +203,7 @@ pub(crate) fn leaf_squares(
 /// As [`fusestep_launch::Backend::leaf_sums`]; [`BackendError::Unavailable`] for a kernel that
 /// takes no sums.
 pub(crate) fn leaf_sums(
-    team: &Team,
+    pool: &Pool,
     level: Level,
     launch: &Launch<'_>,
     sums: &mut [[f64; MAX_SUMS]],
@@ -229,7 +229,7 @@ pub(crate) fn leaf_sums(
         let width = list.dtype().len_bytes();
         *part = Part::of(bytes, launch.first(index), width, &elements)?;
     }
-    team.run(LeafPieces {
+    pool.run(LeafPieces {
         leaves: Leaves::new(batches, offsets),
         sums,
         sum: &|leaf| {

@@ -42,7 +42,7 @@ impl<'a> Pieces<'a> {
         let records = batches.iter().flat_map(|batch| &batch.records);
         let starts = records.map(|record| record.first_element);
         let sums = slots(launch.update_sums, offsets, starts)?;
-        // Only what the batches cover counts as work: one small tensor must not wake the team.
+        // Only what the batches cover counts as work: one small tensor must not wake the pool.
         let elements = covered(batches, offsets);
         let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
         let mut widths = [0; MAX_LISTS];

@@ -8,12 +8,12 @@ use fusestep_launch::{Batch, Record, UnitSums};
 use crate::cached::ParamSums;
 use crate::update_sums::Slots;
 
-/// Below this many elements the team never works on one tensor together: waking it costs more than
+/// Below this many elements the pool never works on one tensor together: waking it costs more than
 /// it saves.
 const LARGE_ELEMENTS: u64 = 128 * 1024;
 
 /// A tensor of more than a thread's work divided by this would leave the other threads waiting for
-/// its own at the end. What the team does together costs two hand-overs, at which all wait for the
+/// its own at the end. What the pool does together costs two hand-overs, at which all wait for the
 /// last: with 16 here LARS took a tenth longer on ResNet-50.
 const TENSORS_PER_THREAD: u64 = 5;
 
@@ -29,7 +29,7 @@ pub(crate) struct Whole {
 }
 
 impl Whole {
-    /// Whether the team works on it together, where tensors from `large` elements on are.
+    /// Whether the pool works on it together, where tensors from `large` elements on are.
     pub(crate) fn is_large(&self, large: u64) -> bool {
         self.numel >= large
     }
@@ -120,7 +120,7 @@ impl Iterator for Tensors<'_> {
     }
 }
 
-/// The elements from which on the whole team works on one tensor. Smaller ones are one thread's
+/// The elements from which on the whole pool works on one tensor. Smaller ones are one thread's
 /// each: nobody waits for another between the sums of a tensor and its update, and there are enough
 /// of them to leave no thread without work.
 pub(crate) fn large_elements(tensors: Tensors<'_>, threads: usize) -> u64 {

@@ -21,7 +21,7 @@ use fusestep_launch::{
 use fusestep_simd::Level;
 use fusestep_tensor::{DType, Role};
 
-/// Lengths around those of leaves, chunks and what a team shares.
+/// Lengths around those of leaves, chunks and what a pool shares.
 const NUMELS: [u64; 9] = [5, 1024, 0, 70_001, 1, 140_000, 1023, 131_073, 2049];
 
 const F32: (DType, Precision) = (

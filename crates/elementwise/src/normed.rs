@@ -7,7 +7,7 @@ use fusestep_launch::{
     CHUNK_ELEMENTS, CachedSum, FINISHED_BYTES, HostCall, HostList, HostRun, HostSpans, LeafSums,
     MAX_LISTS, MAX_SUMS, MultiTensorKernel, Outcome, UnitSums,
 };
-use fusestep_simd::{MAX_SHARED, Order, Split, Team};
+use fusestep_simd::{MAX_SHARED, Order, Pool, Split};
 
 use crate::Cached;
 use crate::change::units;
@@ -56,21 +56,21 @@ pub struct Tensor<'a> {
     pub update_sums: Option<&'a mut [UnitSums]>,
 }
 
-/// Updates one tensor, on all threads of `team` if there is one; takes its sums before if the
+/// Updates one tensor, on all threads of `pool` if there is one; takes its sums before if the
 /// kernel needs them.
 ///
 /// # Cost
 /// A tensor of a kernel that takes sums is read twice, the second time from cache if it fits; but
 /// its parameters once if their sum was cached, and its gradient once if its sum is given.
-pub fn step_tensor(tensor: Tensor<'_>, team: Option<&Team>) -> Outcome {
+pub fn step_tensor(tensor: Tensor<'_>, pool: Option<&Pool>) -> Outcome {
     let Some(normed) = tensor.kernel.normed() else {
-        update(tensor, team);
+        update(tensor, pool);
         return Outcome::Update;
     };
     let mut tensor = tensor;
     let sums = match tensor.sums {
         Some(sums) => sums,
-        None => tensor_sums(&tensor, team),
+        None => tensor_sums(&tensor, pool),
     };
     let mut set = [0; FINISHED_BYTES];
     let outcome = normed.finish(tensor.call, tensor.class, sums, &mut set);
@@ -91,7 +91,7 @@ pub fn step_tensor(tensor: Tensor<'_>, team: Option<&Team>) -> Outcome {
         if let Some(valid) = cached {
             valid.store(false, Ordering::Relaxed);
         }
-        update(finished, team);
+        update(finished, pool);
         if let Some(valid) = cached {
             valid.store(true, Ordering::Relaxed);
         }
@@ -103,15 +103,15 @@ pub fn step_tensor(tensor: Tensor<'_>, team: Option<&Team>) -> Outcome {
 
 /// The update, once what it needs of the whole tensor is in its set. The chunks whose sums were
 /// taken last come first: they may still be in the cache of the thread that took them.
-fn update(tensor: Tensor<'_>, team: Option<&Team>) {
+fn update(tensor: Tensor<'_>, pool: Option<&Pool>) {
     if tensor.kernel.normed().is_none() {
-        return match team {
-            Some(team) => team.run(tensor),
+        return match pool {
+            Some(pool) => pool.run(tensor),
             None => tensor.run(),
         };
     }
-    let team = match team {
-        Some(team) if team.threads() > 1 && tensor.numel > CHUNK => team,
+    let pool = match pool {
+        Some(pool) if pool.threads() > 1 && tensor.numel > CHUNK => pool,
         _ => return update_backward(tensor),
     };
     let chunks = tensor.numel.div_ceil(CHUNK);
@@ -125,7 +125,7 @@ fn update(tensor: Tensor<'_>, team: Option<&Team>) {
         rest = remainder;
     }
     *lock(&slots[parts - 1]) = Some(rest);
-    team.share(parts, Order::Backward, &|index| {
+    pool.share(parts, Order::Backward, &|index| {
         let part = lock(&slots[index]).take();
         if let Some(part) = part {
             update_backward(part);
@@ -180,7 +180,7 @@ fn lock<T>(slot: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// The sums over a tensor: those at hand, and its chunks' in order, whoever computed them.
-fn tensor_sums(tensor: &Tensor<'_>, team: Option<&Team>) -> [f64; MAX_SUMS] {
+fn tensor_sums(tensor: &Tensor<'_>, pool: Option<&Pool>) -> [f64; MAX_SUMS] {
     let at_hand = tensor.sums_at_hand();
     let wanted = at_hand.map(|sum| sum.is_none());
     let mut total = at_hand.map(Option::unwrap_or_default);
@@ -194,7 +194,7 @@ fn tensor_sums(tensor: &Tensor<'_>, team: Option<&Team>) -> [f64; MAX_SUMS] {
         }
     };
     let chunks = tensor.numel.div_ceil(CHUNK);
-    let Some(team) = team.filter(|team| chunks > 1 && team.threads() > 1) else {
+    let Some(pool) = pool.filter(|pool| chunks > 1 && pool.threads() > 1) else {
         (0..chunks).for_each(|chunk| add(chunk_sums(tensor, chunk, wanted)));
         return total;
     };
@@ -202,7 +202,7 @@ fn tensor_sums(tensor: &Tensor<'_>, team: Option<&Team>) -> [f64; MAX_SUMS] {
         let count = GROUP.min(chunks - first);
         let partials: [[AtomicU64; MAX_SUMS]; GROUP] =
             std::array::from_fn(|_| std::array::from_fn(|_| AtomicU64::new(0)));
-        team.share(count, Order::Forward, &|index| {
+        pool.share(count, Order::Forward, &|index| {
             let sums = chunk_sums(tensor, first + index, wanted);
             for (partial, sum) in partials[index].iter().zip(sums) {
                 partial.store(sum.to_bits(), Ordering::Relaxed);

@@ -4,7 +4,7 @@ use fusestep_launch::{
     HostCall, HostList, HostRun, HostSpans, MAX_LISTS, MultiTensorKernel, Outcome, Precision,
     RuleError, SetValues, UpdateRule,
 };
-use fusestep_simd::{Level, Split, Team};
+use fusestep_simd::{Level, Pool, Split};
 use fusestep_tensor::Trust;
 
 use crate::{Compute, Tensor, step_tensor};
@@ -88,7 +88,7 @@ pub enum StepError {
     },
 }
 
-/// Applies one step of `rule` to every tensor, on all threads of `team` or, without one, in the
+/// Applies one step of `rule` to every tensor, on all threads of `pool` or, without one, in the
 /// calling thread.
 ///
 /// # Units
@@ -101,7 +101,7 @@ pub enum StepError {
 pub fn step_slices<T: Compute, const N: usize>(
     rule: &dyn UpdateRule,
     step: u64,
-    team: Option<&Team>,
+    pool: Option<&Pool>,
     tensors: Vec<SliceTensor<'_, T, N>>,
 ) -> Result<(), StepError> {
     let prepared = Prepared::new::<T>(rule, step)?;
@@ -112,8 +112,8 @@ pub fn step_slices<T: Compute, const N: usize>(
         call: prepared.call(&set),
         tensors,
     };
-    match team {
-        Some(team) => team.run(work),
+    match pool {
+        Some(pool) => pool.run(work),
         None => work.run(),
     }
     Ok(())
@@ -130,7 +130,7 @@ pub fn step_slices<T: Compute, const N: usize>(
 pub fn step_normed_slices<T: Compute, const N: usize>(
     rule: &dyn UpdateRule,
     step: u64,
-    team: Option<&Team>,
+    pool: Option<&Pool>,
     tensors: Vec<(SliceTensor<'_, T, N>, OwnHyper)>,
 ) -> Result<Vec<usize>, StepError> {
     let prepared = Prepared::new::<T>(rule, step)?;
@@ -167,7 +167,7 @@ pub fn step_normed_slices<T: Compute, const N: usize>(
             sums: None,
             update_sums: None,
         };
-        if step_tensor(tensor, team) == Outcome::Skip {
+        if step_tensor(tensor, pool) == Outcome::Skip {
             skipped.push(index);
         }
     }

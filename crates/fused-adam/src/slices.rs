@@ -2,7 +2,7 @@
 
 use fusestep_elementwise::{Compute, SliceTensor, step_slices};
 use fusestep_launch::UpdateRule;
-use fusestep_simd::Team;
+use fusestep_simd::Pool;
 
 use crate::{Adam, SecondMoment, StepError};
 
@@ -51,22 +51,22 @@ impl Adam {
         self.step_on(None, step, tensors)
     }
 
-    /// [`Adam::step`] on all threads of `team`, with the same bits.
+    /// [`Adam::step`] on all threads of `pool`, with the same bits.
     ///
     /// # Errors
     /// As [`Adam::step`].
     pub fn step_with<T: Compute>(
         &self,
-        team: &Team,
+        pool: &Pool,
         step: u64,
         tensors: &mut [AdamTensors<'_, T>],
     ) -> Result<(), StepError> {
-        self.step_on(Some(team), step, tensors)
+        self.step_on(Some(pool), step, tensors)
     }
 
     fn step_on<T: Compute>(
         &self,
-        team: Option<&Team>,
+        pool: Option<&Pool>,
         step: u64,
         tensors: &mut [AdamTensors<'_, T>],
     ) -> Result<(), StepError> {
@@ -103,8 +103,8 @@ impl Adam {
             }
         }
         match self.second_moment {
-            SecondMoment::Running => step_slices(self, step, team, running),
-            SecondMoment::Largest => step_slices(self, step, team, largest),
+            SecondMoment::Running => step_slices(self, step, pool, running),
+            SecondMoment::Largest => step_slices(self, step, pool, largest),
         }
     }
 }
@@ -119,7 +119,7 @@ mod tests {
         (((i as u64 + 3) * (step + 7) * 2_654_435_761) % 2001) as f64 * 1e-5 - 0.01
     }
 
-    fn run<T: Compute>(adam: &Adam, numel: usize, steps: u64, team: Option<&Team>) -> Vec<T> {
+    fn run<T: Compute>(adam: &Adam, numel: usize, steps: u64, pool: Option<&Pool>) -> Vec<T> {
         let mut p: Vec<T> = (0..numel)
             .map(|i| T::round(gradient(i, 0) * 10.0))
             .collect();
@@ -137,8 +137,8 @@ mod tests {
                 max_moment2: (adam.second_moment == SecondMoment::Largest)
                     .then_some(w.as_mut_slice()),
             }];
-            match team {
-                Some(team) => adam.step_with(team, step, tensors).unwrap(),
+            match pool {
+                Some(pool) => adam.step_with(pool, step, tensors).unwrap(),
                 None => adam.step(step, tensors).unwrap(),
             }
         }
@@ -190,10 +190,10 @@ mod tests {
 
     #[test]
     fn any_team_gives_the_same_bits() {
-        let team = Team::new(NonZeroUsize::new(3).unwrap()).unwrap();
+        let pool = Pool::new(NonZeroUsize::new(3).unwrap());
         for adam in configurations() {
             let alone = run::<f32>(&adam, 100_003, 3, None);
-            let together = run::<f32>(&adam, 100_003, 3, Some(&team));
+            let together = run::<f32>(&adam, 100_003, 3, Some(&pool));
             assert!(alone == together, "{adam:?}");
         }
     }

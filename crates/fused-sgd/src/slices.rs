@@ -2,7 +2,7 @@
 
 use fusestep_elementwise::{Compute, SliceTensor, step_slices};
 use fusestep_launch::UpdateRule;
-use fusestep_simd::Team;
+use fusestep_simd::Pool;
 
 use crate::{Sgd, StepError};
 
@@ -46,22 +46,22 @@ impl Sgd {
         self.step_on(None, step, tensors)
     }
 
-    /// [`Sgd::step`] on all threads of `team`, with the same bits.
+    /// [`Sgd::step`] on all threads of `pool`, with the same bits.
     ///
     /// # Errors
     /// As [`Sgd::step`].
     pub fn step_with<T: Compute>(
         &self,
-        team: &Team,
+        pool: &Pool,
         step: u64,
         tensors: &mut [SgdTensors<'_, T>],
     ) -> Result<(), StepError> {
-        self.step_on(Some(team), step, tensors)
+        self.step_on(Some(pool), step, tensors)
     }
 
     fn step_on<T: Compute>(
         &self,
-        team: Option<&Team>,
+        pool: Option<&Pool>,
         step: u64,
         tensors: &mut [SgdTensors<'_, T>],
     ) -> Result<(), StepError> {
@@ -95,9 +95,9 @@ impl Sgd {
             }
         }
         if self.has_velocity() {
-            step_slices(self, step, team, with)
+            step_slices(self, step, pool, with)
         } else {
-            step_slices(self, step, team, without)
+            step_slices(self, step, pool, without)
         }
     }
 }

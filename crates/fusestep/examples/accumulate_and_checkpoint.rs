@@ -25,7 +25,7 @@ fn train(steps: usize, folder: &Path) -> Result<Vec<f32>, Error> {
     let found = fusestep::threads(4, |comm| {
         let rank = comm.rank();
         let opt = AdamW::new(1e-3).zero(2).accumulate(4);
-        let mut opt = opt.build(&params, Cpu::new()?)?.on(comm)?;
+        let mut opt = opt.build(&params, Cpu::new())?.on(comm)?;
         let first = opt.resume(folder)?;
         for (step, batch) in data(rank).take(steps).enumerate().skip(first) {
             backward(batch, |name, g| opt.push_grad(name, g))?;

@@ -7,9 +7,7 @@ pub(crate) fn main() -> Result<(), Error> {
     let params = [ParamDesc::new("encoder.0.weight", weight, DType::F32)];
     let g = vec![0.5; 128 * 64];
 
-    let mut opt = AdamW::new(1e-3)
-        .clip_norm(1.0)
-        .build(&params, Cpu::new()?)?;
+    let mut opt = AdamW::new(1e-3).clip_norm(1.0).build(&params, Cpu::new())?;
     println!("{}", opt.plan());
     opt.grad_mut::<f32>("encoder.0.weight")?.copy_from_slice(&g);
     let report = opt.step()?;

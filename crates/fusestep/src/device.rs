@@ -5,6 +5,7 @@ use std::num::NonZeroUsize;
 use fusestep_cpu::CpuBackend;
 use fusestep_cuda::CudaBackend;
 use fusestep_launch::{Backend, LaunchLimits};
+use fusestep_simd::Pool;
 
 use crate::Error;
 
@@ -27,18 +28,21 @@ pub struct Cpu {
 }
 
 impl Cpu {
-    /// All threads of the machine.
-    ///
-    /// # Errors
-    /// The operating system's if it does not say how many there are.
-    pub fn new() -> Result<Self, Error> {
-        let threads = std::thread::available_parallelism()?;
-        Ok(Self { threads })
+    /// As many threads as the rayon pool has that the caller is in, or else rayon's global one.
+    pub fn new() -> Self {
+        let threads = NonZeroUsize::new(Pool::current().threads());
+        Self::with_threads(threads.unwrap_or(NonZeroUsize::MIN))
     }
 
-    /// So many threads, of all ranks of the process together; they change no bits.
+    /// At most so many threads, of all ranks of the process together; they change no bits.
     pub fn with_threads(threads: NonZeroUsize) -> Self {
         Self { threads }
+    }
+}
+
+impl Default for Cpu {
+    fn default() -> Self {
+        Self::new()
     }
 }
 
@@ -49,8 +53,9 @@ impl Device for Cpu {
 
     fn open(self: Box<Self>, ranks: usize) -> Result<Box<dyn Backend>, Error> {
         let threads = NonZeroUsize::new(self.threads.get().div_ceil(ranks.max(1)));
-        let backend = CpuBackend::new(threads.unwrap_or(NonZeroUsize::MIN))?;
-        Ok(Box::new(backend))
+        Ok(Box::new(CpuBackend::new(
+            threads.unwrap_or(NonZeroUsize::MIN),
+        )))
     }
 }
 

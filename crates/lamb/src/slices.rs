@@ -1,7 +1,7 @@
 //! The crate alone: safe slices, no plan, no backend.
 
 use fusestep_elementwise::{Compute, OwnHyper, SliceTensor, step_normed_slices};
-use fusestep_simd::Team;
+use fusestep_simd::Pool;
 use fusestep_tensor::Trust;
 
 use crate::{Lamb, StepError};
@@ -75,22 +75,22 @@ impl Lamb {
         self.step_on(None, step, tensors)
     }
 
-    /// [`Lamb::step`] on all threads of `team`, with the same bits.
+    /// [`Lamb::step`] on all threads of `pool`, with the same bits.
     ///
     /// # Errors
     /// As [`Lamb::step`].
     pub fn step_with<T: Compute>(
         &self,
-        team: &Team,
+        pool: &Pool,
         step: u64,
         tensors: &mut [LambTensors<'_, T>],
     ) -> Result<Vec<usize>, StepError> {
-        self.step_on(Some(team), step, tensors)
+        self.step_on(Some(pool), step, tensors)
     }
 
     fn step_on<T: Compute>(
         &self,
-        team: Option<&Team>,
+        pool: Option<&Pool>,
         step: u64,
         tensors: &mut [LambTensors<'_, T>],
     ) -> Result<Vec<usize>, StepError> {
@@ -107,6 +107,6 @@ impl Lamb {
             };
             (slices, own)
         });
-        step_normed_slices(self, step, team, tensors.collect())
+        step_normed_slices(self, step, pool, tensors.collect())
     }
 }

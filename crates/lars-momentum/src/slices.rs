@@ -1,7 +1,7 @@
 //! The crate alone: safe slices, no plan, no backend.
 
 use fusestep_elementwise::{Compute, OwnHyper, SliceTensor, step_normed_slices};
-use fusestep_simd::Team;
+use fusestep_simd::Pool;
 use fusestep_tensor::Trust;
 
 use crate::{Lars, StepError};
@@ -66,21 +66,21 @@ impl Lars {
         self.step_on(None, tensors)
     }
 
-    /// [`Lars::step`] on all threads of `team`, with the same bits.
+    /// [`Lars::step`] on all threads of `pool`, with the same bits.
     ///
     /// # Errors
     /// As [`Lars::step`].
     pub fn step_with<T: Compute>(
         &self,
-        team: &Team,
+        pool: &Pool,
         tensors: &mut [LarsTensors<'_, T>],
     ) -> Result<Vec<usize>, StepError> {
-        self.step_on(Some(team), tensors)
+        self.step_on(Some(pool), tensors)
     }
 
     fn step_on<T: Compute>(
         &self,
-        team: Option<&Team>,
+        pool: Option<&Pool>,
         tensors: &mut [LarsTensors<'_, T>],
     ) -> Result<Vec<usize>, StepError> {
         let tensors = tensors.iter_mut().map(|tensor| {
@@ -97,6 +97,6 @@ impl Lars {
             (slices, own)
         });
         // Every step is alike.
-        step_normed_slices(self, 1, team, tensors.collect())
+        step_normed_slices(self, 1, pool, tensors.collect())
     }
 }

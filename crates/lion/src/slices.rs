@@ -1,7 +1,7 @@
 //! The crate alone: safe slices, no plan, no backend.
 
 use fusestep_elementwise::{Compute, SliceTensor, step_slices};
-use fusestep_simd::Team;
+use fusestep_simd::Pool;
 
 use crate::{Lion, StepError};
 
@@ -43,17 +43,17 @@ impl Lion {
         step_slices(self, step, None, slices(tensors))
     }
 
-    /// [`Lion::step`] on all threads of `team`, with the same bits.
+    /// [`Lion::step`] on all threads of `pool`, with the same bits.
     ///
     /// # Errors
     /// As [`Lion::step`].
     pub fn step_with<T: Compute>(
         &self,
-        team: &Team,
+        pool: &Pool,
         step: u64,
         tensors: &mut [LionTensors<'_, T>],
     ) -> Result<(), StepError> {
-        step_slices(self, step, Some(team), slices(tensors))
+        step_slices(self, step, Some(pool), slices(tensors))
     }
 }
 

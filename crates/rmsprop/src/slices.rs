@@ -2,7 +2,7 @@
 
 use fusestep_elementwise::{Compute, SliceTensor, step_slices};
 use fusestep_launch::UpdateRule;
-use fusestep_simd::Team;
+use fusestep_simd::Pool;
 
 use crate::{Centering, RmsProp, StepError};
 
@@ -49,22 +49,22 @@ impl RmsProp {
         self.step_on(None, step, tensors)
     }
 
-    /// [`RmsProp::step`] on all threads of `team`, with the same bits.
+    /// [`RmsProp::step`] on all threads of `pool`, with the same bits.
     ///
     /// # Errors
     /// As [`RmsProp::step`].
     pub fn step_with<T: Compute>(
         &self,
-        team: &Team,
+        pool: &Pool,
         step: u64,
         tensors: &mut [RmsPropTensors<'_, T>],
     ) -> Result<(), StepError> {
-        self.step_on(Some(team), step, tensors)
+        self.step_on(Some(pool), step, tensors)
     }
 
     fn step_on<T: Compute>(
         &self,
-        team: Option<&Team>,
+        pool: Option<&Pool>,
         step: u64,
         tensors: &mut [RmsPropTensors<'_, T>],
     ) -> Result<(), StepError> {
@@ -95,9 +95,9 @@ impl RmsProp {
             }
         }
         match (self.centering, self.has_velocity()) {
-            (Centering::MeanSquare, false) => step_slices(self, step, team, one),
-            (Centering::Centered, true) => step_slices(self, step, team, three),
-            _ => step_slices(self, step, team, two),
+            (Centering::MeanSquare, false) => step_slices(self, step, pool, one),
+            (Centering::Centered, true) => step_slices(self, step, pool, three),
+            _ => step_slices(self, step, pool, two),
         }
     }
 

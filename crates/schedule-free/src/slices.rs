@@ -2,7 +2,7 @@
 
 use fusestep_elementwise::{Compute, SliceTensor, step_slices};
 use fusestep_launch::UpdateRule;
-use fusestep_simd::Team;
+use fusestep_simd::Pool;
 
 use crate::{ScheduleFree, StepError};
 
@@ -48,17 +48,17 @@ impl ScheduleFree {
         step_slices(self, step, None, slices(tensors))
     }
 
-    /// [`ScheduleFree::step`] on all threads of `team`, with the same bits.
+    /// [`ScheduleFree::step`] on all threads of `pool`, with the same bits.
     ///
     /// # Errors
     /// As [`ScheduleFree::step`].
     pub fn step_with<T: Compute>(
         &self,
-        team: &Team,
+        pool: &Pool,
         step: u64,
         tensors: &mut [ScheduleFreeTensors<'_, T>],
     ) -> Result<(), StepError> {
-        step_slices(self, step, Some(team), slices(tensors))
+        step_slices(self, step, Some(pool), slices(tensors))
     }
 
     /// Writes the average x, which is what a model is evaluated and shipped with, and leaves y and

@@ -5,14 +5,13 @@ mod copy;
 mod level;
 mod narrow;
 mod notifier;
+mod pool;
 mod prefetch;
 mod rendezvous;
 #[cfg(test)]
 mod rendezvous_tests;
-mod stopwatch;
 mod stream;
 mod sync;
-mod team;
 
 pub use copy::{StreamingCopies, copy_bytes, streaming};
 pub use level::{Level, LevelError};
@@ -20,10 +19,9 @@ pub use narrow::{
     join_bf16, narrow_bf16, narrow_bf16_at_random, narrow_bf16_pair, narrow_bf16_pair_at_random,
     narrow_f16, split_bf16, widen_bf16, widen_bf16_pair, widen_f16,
 };
+pub use pool::{MAX_SHARED, MAX_THREADS, Order, Pool, Split};
 pub use prefetch::{prefetch_ahead, prefetch_bytes};
 pub use rendezvous::{
     Claim, Contribution, MAX_REPLICAS, Participant, Peers, Rendezvous, Replicas, participants,
 };
-pub use stopwatch::Stopwatch;
 pub use stream::{MAX_WRITTEN, PREFETCH_DISTANCES, stream};
-pub use team::{MAX_SHARED, MAX_THREADS, Order, Split, Team};

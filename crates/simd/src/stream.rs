@@ -1,7 +1,7 @@
 //! The memory traffic of an optimizer step with next to no arithmetic: the ceiling that kernels are
 //! measured against.
 
-use crate::{Level, Split, Team, prefetch_ahead};
+use crate::{Level, Pool, Split, prefetch_ahead};
 
 /// Prefetch distances worth trying, in f32 elements; 0 is no prefetch.
 pub const PREFETCH_DISTANCES: [usize; 6] = [0, 128, 256, 512, 768, 1024];
@@ -24,7 +24,7 @@ pub const MAX_WRITTEN: usize = 5;
 /// # Cost
 /// 8·W + 4 bytes of memory traffic per element.
 pub fn stream<const W: usize>(
-    team: &Team,
+    pool: &Pool,
     level: Level,
     prefetch_distance: usize,
     read: &[f32],
@@ -32,7 +32,7 @@ pub fn stream<const W: usize>(
 ) {
     let shortest = written.iter().map(|list| list.len()).min();
     let numel = read.len().min(shortest.unwrap_or(0));
-    team.run(Stream {
+    pool.run(Stream {
         level,
         prefetch_distance,
         read: &read[..numel],
@@ -139,12 +139,12 @@ mod tests {
     use std::num::NonZeroUsize;
 
     fn touches_every_element_once<const W: usize>() {
-        let team = Team::new(NonZeroUsize::new(2).unwrap()).unwrap();
+        let pool = Pool::new(NonZeroUsize::new(2).unwrap());
         for numel in [0, 1, 15, 16, 17, 100_003] {
             let read = vec![1.0; numel];
             let mut written: [Vec<f32>; W] = std::array::from_fn(|list| vec![list as f32; numel]);
             let slices = written.each_mut().map(|list| &mut list[..]);
-            stream(&team, Level::detect(), 128, &read, slices);
+            stream(&pool, Level::detect(), 128, &read, slices);
             for (list, values) in written.iter().enumerate() {
                 assert!(values.iter().all(|&x| x == list as f32 + 1.0), "{numel}");
             }

@@ -24,7 +24,7 @@ pub(crate) fn run(input: &[u8]) -> Outcome {
 
 fn tried(input: &[u8]) -> Result<Outcome, anyhow::Error> {
     let plan = Planner::new(Adam::default().into()).plan(&params()?)?;
-    let backend = CpuBackend::new(NonZeroUsize::MIN)?;
+    let backend = CpuBackend::new(NonZeroUsize::MIN);
     let mut state = plan.allocate(&backend)?;
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("state");

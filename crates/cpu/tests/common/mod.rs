@@ -159,7 +159,7 @@ pub(crate) fn bytes(lists: &[ListBuffer]) -> Vec<Vec<u8>> {
 }
 
 pub(crate) fn backend(threads: usize) -> CpuBackend {
-    CpuBackend::new(NonZeroUsize::new(threads).unwrap()).unwrap()
+    CpuBackend::new(NonZeroUsize::new(threads).unwrap())
 }
 
 /// Random numbers of many magnitudes as elements of this type.

@@ -31,7 +31,7 @@ pub(crate) fn cuda() -> CudaBackend {
 }
 
 pub(crate) fn cpu() -> CpuBackend {
-    CpuBackend::new(NonZeroUsize::MIN).expect("the caller's thread")
+    CpuBackend::new(NonZeroUsize::MIN)
 }
 
 /// Every combination of dtype and precision that there is a kernel for, but the plain f32 and f64.

@@ -354,7 +354,7 @@ fn run_rank(
     let folder = CheckpointFolder::of(files, Path::new(FOLDER));
     let topology = Topology::of(comm);
     let plan = scenario.plan(topology).map_err(told)?;
-    let backend = CpuBackend::new(Scenario::threads()).map_err(|error| error.to_string())?;
+    let backend = CpuBackend::new(Scenario::threads());
     let mut state = plan.allocate_on(&backend, comm).map_err(told)?;
     let mut comms = Comms::direct(comm);
     for (param, desc) in plan.params().iter().enumerate() {
