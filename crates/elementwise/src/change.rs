@@ -90,11 +90,11 @@ fn add<C: Compute, K: ParamStorage<C>>(
         sums.copy_from_slice(own);
         for row in 0..rows {
             let at = row * NORM_LANES + column * COLUMN;
-            let param = (&old.0[at..][..COLUMN], &new.0[at..][..COLUMN]);
-            let master = (&old.1[at..][..COLUMN], &new.1[at..][..COLUMN]);
+            let (old_param, old_master) = (&old.0[at..][..COLUMN], &old.1[at..][..COLUMN]);
+            let (param, master) = (&new.0[at..][..COLUMN], &new.1[at..][..COLUMN]);
             for lane in 0..COLUMN {
-                let param = (param.0[lane], param.1[lane]);
-                sums[lane] += square(param, (master.0[lane], master.1[lane]));
+                let param = (old_param[lane], param[lane]);
+                sums[lane] += square(param, (old_master[lane], master[lane]));
             }
         }
         own.copy_from_slice(&sums);
