@@ -63,7 +63,7 @@ pub struct Report {
 }
 
 impl<P: Params> Fused<P> {
-    /// An optimizer of these variables on all threads of the machine.
+    /// An optimizer of these variables on the threads of rayon's pool, in which candle works, too.
     ///
     /// # Errors
     /// An [`AdapterError`] inside candle's error: a hyper-parameter out of range, a variable of
@@ -85,8 +85,8 @@ impl<P: Params> Fused<P> {
         Self::new(vars, params)
     }
 
-    /// [`Fused::new`] on a given number of threads, the caller's included; the bits do not depend
-    /// on it.
+    /// [`Fused::new`] on the caller's thread and at most `threads − 1` of rayon's; the bits do not
+    /// depend on it.
     ///
     /// # Errors
     /// As [`Fused::new`].

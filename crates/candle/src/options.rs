@@ -21,7 +21,8 @@ use fusestep_planner::{LossScale, Precision};
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// Threads, the caller's included; all of the machine if `None`. The bits do not depend on it.
+    /// Most threads, the caller's included; as many as rayon's pool has if `None`. The bits do not
+    /// depend on it.
     pub threads: Option<NonZeroUsize>,
     /// Gradients whose common norm is above this are multiplied by clip_norm / (norm + 1e-6) as
     /// the update reads them.

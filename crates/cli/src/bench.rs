@@ -47,7 +47,7 @@ pub(crate) struct BenchArgs {
     pub(crate) precision: PrecisionArgs,
     #[command(flatten)]
     pub(crate) planning: PlanningArgs,
-    /// Threads, of all ranks together [default: all]
+    /// Threads, of all ranks together [default: RAYON_NUM_THREADS, or all]
     #[arg(long, value_parser = parse_threads)]
     threads: Option<NonZeroUsize>,
     /// Element type of shapes that state none

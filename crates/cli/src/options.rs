@@ -167,7 +167,7 @@ pub(crate) struct BackendArgs {
     /// Where the step runs
     #[arg(long, value_enum, default_value = "cpu")]
     pub(crate) backend: BackendName,
-    /// Threads of the cpu backend [default: all]
+    /// Threads of the cpu backend [default: RAYON_NUM_THREADS, or all]
     #[arg(long, value_parser = parse_threads)]
     pub(crate) threads: Option<NonZeroUsize>,
 }

@@ -53,7 +53,7 @@ pub(crate) struct TrainArgs {
     /// Decides the first parameters, the split and the order of images
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// Threads of the optimizer, of all ranks together [default: all]
+    /// Threads of the optimizer, of all ranks together [default: RAYON_NUM_THREADS, or all]
     #[arg(long, value_parser = parse_threads)]
     pub(crate) threads: Option<NonZeroUsize>,
     /// One launch and one call per tensor, no pass

@@ -48,7 +48,7 @@ impl CpuBackend {
         Self::in_pool(Pool::current())
     }
 
-    /// A backend on these threads.
+    /// A backend on these threads: [`Pool::of`] takes a rayon pool of the program's choice.
     pub fn in_pool(pool: Pool) -> Self {
         Self {
             pool,
@@ -71,7 +71,7 @@ impl CpuBackend {
         self
     }
 
-    /// The threads.
+    /// The threads that launches are shared out among.
     pub fn pool(&self) -> &Pool {
         &self.pool
     }
