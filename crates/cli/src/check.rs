@@ -8,7 +8,6 @@ use clap::Args;
 use fusestep_collective::{
     AllReduceRow, CollectiveError, Costs, Link, measure, measure_all_reduce, self_test,
 };
-use fusestep_cuda::CudaBackend;
 use fusestep_simd::Level;
 use serde::Serialize;
 
@@ -159,9 +158,20 @@ fn thread_count() -> Finding {
     }
 }
 
+#[cfg(feature = "cuda")]
+fn device() -> anyhow::Result<String> {
+    let backend = fusestep_cuda::CudaBackend::open(0)?;
+    Ok(backend.device_info().to_string())
+}
+
+#[cfg(not(feature = "cuda"))]
+fn device() -> anyhow::Result<String> {
+    anyhow::bail!(crate::options::NO_CUDA)
+}
+
 fn cuda() -> Finding {
-    let (present, detail) = match CudaBackend::open(0) {
-        Ok(backend) => (true, backend.device_info().to_string()),
+    let (present, detail) = match device() {
+        Ok(found) => (true, found),
         Err(error) => (false, error.to_string()),
     };
     Finding {

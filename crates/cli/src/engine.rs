@@ -4,16 +4,18 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail, ensure};
 use clap::{Args, ValueEnum};
 use fusestep_collective::{Communicator, Options, run_ranks};
-use fusestep_collective_mpi::{Compare, MpiCommunicator, MpiOptions, Reduction, launched_ranks};
-use fusestep_collective_nccl::{
-    Meeting, NcclCommunicator, NcclOptions, Reduction as NcclReduction,
-};
+use fusestep_collective_mpi::{Compare, MpiOptions, Reduction, launched_ranks};
 use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions, launched_processes};
 
 use crate::{launch, outcomes};
+
+#[cfg(feature = "nccl")]
+mod gpus;
+#[cfg(feature = "nccl")]
+use gpus::run as on_gpus;
 
 /// Longest time that ranks wait for each other.
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
@@ -105,17 +107,6 @@ impl Watch {
             ..default
         }
     }
-
-    /// For ranks with a GPU each.
-    fn of_gpus(&self, reduction: NcclReduction) -> NcclOptions {
-        let default = NcclOptions::default();
-        NcclOptions {
-            timeout: self.timeout.unwrap_or(default.timeout),
-            dump_folder: self.flight_recorder.clone(),
-            reduction,
-            ..default
-        }
-    }
 }
 
 /// How many ranks there are, and how they find and look after each other.
@@ -168,17 +159,6 @@ impl Ranks {
         );
         self.watch.require_none(what)
     }
-
-    /// Where this process meets others, if it does.
-    fn meeting(&self) -> Option<Meeting> {
-        let default = Meeting::at(self.meet.clone()?);
-        Some(Meeting {
-            rank: self.rank?,
-            world_size: self.count(),
-            timeout: self.watch.timeout.unwrap_or(default.timeout),
-            ..default
-        })
-    }
 }
 
 impl Engine {
@@ -218,12 +198,12 @@ impl Engine {
             // As little as can be between the caller and MPI: whoever asks for its sums asks for
             // its speed.
             Engine::MpiNative => (Reduction::Engine, Compare::FirstOfEach),
-            Engine::Nccl => return on_gpus(ranks, NcclReduction::Reproducible, body),
-            Engine::NcclNative => return on_gpus(ranks, NcclReduction::Engine, body),
+            Engine::Nccl => return on_gpus(ranks, Sums::InRankOrder, body),
+            Engine::NcclNative => return on_gpus(ranks, Sums::OfEngine, body),
         };
         let options = ranks.watch.of_processes(reduction, compare);
-        let mut comm = MpiCommunicator::world(&options)?;
-        let found = body(&mut comm).map_err(Into::into);
+        let mut comm = mpi_world(&options)?;
+        let found = body(comm.as_mut()).map_err(Into::into);
         let found = found.with_context(|| format!("rank {}", comm.rank()))?;
         Ok((comm.rank() == 0).then_some(found))
     }
@@ -245,53 +225,48 @@ fn on_machine<T, E: Into<anyhow::Error>>(
     Ok((comm.rank() == 0).then_some(found))
 }
 
-/// Runs `body` on ranks with a GPU each: threads of this process, or the processes that mpirun has
-/// started.
-fn on_gpus<T: Send, E: Into<anyhow::Error> + Send>(
-    ranks: &Ranks,
-    reduction: NcclReduction,
-    body: impl Fn(&mut dyn Communicator) -> Result<T, E> + Sync,
-) -> anyhow::Result<Option<T>> {
-    let options = ranks.watch.of_gpus(reduction);
-    // The recorder is that of the calls that move data.
-    let control = Watch {
-        flight_recorder: None,
-        ..ranks.watch.clone()
-    };
-    let alone = |mut comm: NcclCommunicator| {
-        let found = body(&mut comm).map_err(Into::into);
-        let found = found.with_context(|| format!("rank {}", comm.rank()))?;
-        anyhow::Ok((comm.rank() == 0).then_some(found))
-    };
-    if let Some(meeting) = ranks.meeting() {
-        let control = meeting.join()?;
-        let gpu = ranks.gpu.unwrap_or(meeting.rank);
-        return alone(NcclCommunicator::new(Box::new(control), gpu, &options)?);
-    }
-    if launched_ranks().is_some() {
-        let world = MpiCommunicator::world(
-            &control.of_processes(Reduction::default(), Compare::default()),
-        )?;
-        let gpu = local_rank().unwrap_or(world.rank());
-        return alone(NcclCommunicator::new(Box::new(world), gpu, &options)?);
-    }
-    let outcomes = run_ranks(ranks.count(), &control.of_threads(), |control| {
-        let gpu = control.rank();
-        let mut comm = NcclCommunicator::new(Box::new(control), gpu, &options)?;
-        body(&mut comm).map_err(Into::into)
-    });
-    outcomes::first(outcomes.context("cannot start a thread for each rank")?)
+/// Who adds up what ranks with a GPU each send.
+#[derive(Clone, Copy, Debug)]
+enum Sums {
+    /// They do, in rank order.
+    InRankOrder,
+    /// NCCL does, in an order of its choice.
+    OfEngine,
 }
 
-/// This process's number among those of its machine, as launchers tell.
-fn local_rank() -> Option<usize> {
-    [
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "MPI_LOCALRANKID",
-        "SLURM_LOCALID",
-    ]
-    .into_iter()
-    .find_map(|name| std::env::var(name).ok()?.parse().ok())
+/// Says what this build lacks.
+#[cfg(not(feature = "nccl"))]
+fn on_gpus<T, E>(
+    _: &Ranks,
+    _: Sums,
+    _: impl Fn(&mut dyn Communicator) -> Result<T, E>,
+) -> anyhow::Result<Option<T>> {
+    bail!(
+        "nccl: this build leaves NCCL out; build with the feature `nccl` (it takes nothing more \
+         to build), or use ranks that are threads"
+    )
+}
+
+/// All processes of the job that mpirun has started.
+#[cfg(feature = "mpi")]
+pub(crate) fn mpi_world(options: &MpiOptions) -> anyhow::Result<Box<dyn Communicator>> {
+    Ok(Box::new(fusestep_collective_mpi::MpiCommunicator::world(
+        options,
+    )?))
+}
+
+/// Says what this build lacks, and how many processes wait for it.
+#[cfg(not(feature = "mpi"))]
+pub(crate) fn mpi_world(_: &MpiOptions) -> anyhow::Result<Box<dyn Communicator>> {
+    let launched = launched_ranks().map_or_else(String::new, |ranks| {
+        format!(
+            "; {ranks} processes were started together, and each would take itself for the whole"
+        )
+    });
+    bail!(
+        "mpi: this build leaves MPI out; build with the feature `mpi` (it takes an MPI with mpicc, \
+         and libclang), or use ranks that are threads{launched}"
+    )
 }
 
 /// Refuses to be one of several processes that know nothing of each other: each would take itself

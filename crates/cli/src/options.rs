@@ -3,10 +3,9 @@
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use clap::{Args, ValueEnum};
 use fusestep_cpu::CpuBackend;
-use fusestep_cuda::CudaBackend;
 use fusestep_launch::{Backend, LaunchLimits, Master, Precision, Rounding, StateDType};
 use fusestep_planner::{Optimizer, Planner, TableKind};
 use fusestep_simd::{MAX_THREADS, Pool};
@@ -180,22 +179,36 @@ impl BackendArgs {
                 let cpu = CpuBackend::in_pool(pool(self.threads)?);
                 Ok(Box::new(cpu.with_limits(planning.limits())))
             }
-            BackendName::Cuda => {
-                let cuda = CudaBackend::open(0)?;
-                let most = cuda.limits();
-                let argument_bytes = planning.argument_bytes.unwrap_or(most.argument_bytes);
-                ensure!(
-                    argument_bytes <= most.argument_bytes,
-                    "--argument-bytes: expected at most {} on this device, found {argument_bytes}",
-                    most.argument_bytes
-                );
-                Ok(Box::new(cuda.with_limits(LaunchLimits {
-                    argument_bytes,
-                    ..most
-                })))
-            }
+            BackendName::Cuda => cuda(planning),
         }
     }
+}
+
+/// What a build without CUDA says.
+#[cfg(not(feature = "cuda"))]
+pub(crate) const NO_CUDA: &str = "cuda: device 0 cannot be opened: this build leaves CUDA out; \
+                                  build with the feature `cuda`, or use the cpu backend";
+
+#[cfg(not(feature = "cuda"))]
+fn cuda(_: &PlanningArgs) -> anyhow::Result<Box<dyn Backend>> {
+    anyhow::bail!(NO_CUDA)
+}
+
+/// The first device, with the limits asked for as far as it has them.
+#[cfg(feature = "cuda")]
+fn cuda(planning: &PlanningArgs) -> anyhow::Result<Box<dyn Backend>> {
+    let cuda = fusestep_cuda::CudaBackend::open(0)?;
+    let most = cuda.limits();
+    let argument_bytes = planning.argument_bytes.unwrap_or(most.argument_bytes);
+    anyhow::ensure!(
+        argument_bytes <= most.argument_bytes,
+        "--argument-bytes: expected at most {} on this device, found {argument_bytes}",
+        most.argument_bytes
+    );
+    Ok(Box::new(cuda.with_limits(LaunchLimits {
+        argument_bytes,
+        ..most
+    })))
 }
 
 /// Reads a number of threads that a pool can have.

@@ -2,7 +2,6 @@
 
 use anyhow::{Error, anyhow};
 use fusestep_collective::CollectiveError;
-use fusestep_collective_nccl::NcclError;
 use fusestep_planner::PlanError;
 
 /// What rank 0 has found, unless a rank has failed.
@@ -61,8 +60,21 @@ fn is_consequence(error: &Error) -> bool {
             )
         );
         let told = matches!(plan, Some(PlanError::OtherRank { .. }));
-        left_alone || told || matches!(cause.downcast_ref(), Some(NcclError::Peer { .. }))
+        left_alone || told || is_founding_of_others(cause)
     })
+}
+
+/// Whether a rank's GPU is not used because another rank's cannot be.
+#[cfg(feature = "nccl")]
+fn is_founding_of_others(cause: &(dyn std::error::Error + 'static)) -> bool {
+    use fusestep_collective_nccl::NcclError;
+
+    matches!(cause.downcast_ref(), Some(NcclError::Peer { .. }))
+}
+
+#[cfg(not(feature = "nccl"))]
+fn is_founding_of_others(_: &(dyn std::error::Error + 'static)) -> bool {
+    false
 }
 
 #[cfg(test)]

@@ -1,8 +1,10 @@
-#![doc = include_str!("../README.md")]
+#![cfg_attr(feature = "mpi", doc = include_str!("../README.md"))]
+#![cfg_attr(
+    not(feature = "mpi"),
+    doc = "Collectives on MPI: the feature `mpi` adds the engine, which is all that needs an MPI."
+)]
 #![cfg_attr(not(feature = "mpi"), forbid(unsafe_code))]
 
-#[cfg(not(feature = "mpi"))]
-mod absent;
 #[cfg(feature = "mpi")]
 mod agreed;
 #[cfg(feature = "mpi")]
@@ -32,8 +34,6 @@ mod watch;
 #[cfg(feature = "mpi")]
 mod wire;
 
-#[cfg(not(feature = "mpi"))]
-pub use absent::MpiCommunicator;
 #[cfg(feature = "mpi")]
 pub use communicator::MpiCommunicator;
 pub use launcher::launched_ranks;

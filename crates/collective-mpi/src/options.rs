@@ -84,12 +84,6 @@ impl Default for MpiOptions {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MpiError {
-    /// The feature `mpi` is off.
-    #[error("mpi: this build leaves MPI out; build with the feature `mpi` (it takes an MPI with mpicc, and libclang), or use ranks that are threads{}", launched_text(.launched))]
-    NotBuilt {
-        /// The processes that a launcher has started, if any.
-        launched: Option<usize>,
-    },
     /// MPI starts once in a process.
     #[error(
         "mpi: expected the first start in this process, found MPI started already; keep the first \
@@ -124,12 +118,4 @@ pub enum MpiError {
         /// MPI's words.
         reason: String,
     },
-}
-
-fn launched_text(launched: &Option<usize>) -> String {
-    launched.map_or_else(String::new, |ranks| {
-        format!(
-            "; {ranks} processes were started together, and each would take itself for the whole"
-        )
-    })
 }

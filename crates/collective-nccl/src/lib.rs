@@ -1,8 +1,10 @@
-#![doc = include_str!("../README.md")]
+#![cfg_attr(feature = "nccl", doc = include_str!("../README.md"))]
+#![cfg_attr(
+    not(feature = "nccl"),
+    doc = "Collectives on NCCL: the feature `nccl` adds the engine, which is all that needs GPUs."
+)]
 #![cfg_attr(not(feature = "nccl"), forbid(unsafe_code))]
 
-#[cfg(not(feature = "nccl"))]
-mod absent;
 #[cfg(feature = "nccl")]
 mod communicator;
 #[cfg(feature = "nccl")]
@@ -29,8 +31,6 @@ mod reduction;
 mod staging;
 mod wire;
 
-#[cfg(not(feature = "nccl"))]
-pub use absent::NcclCommunicator;
 #[cfg(feature = "nccl")]
 pub use communicator::{DeviceBuffers, DeviceCall, NcclCommunicator};
 #[cfg(feature = "nccl")]

@@ -55,12 +55,6 @@ impl Default for NcclOptions {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NcclError {
-    /// The feature `nccl` is off.
-    #[error(
-        "nccl: this build leaves NCCL out; build with the feature `nccl` (it takes nothing more \
-         to build), or use ranks that are threads"
-    )]
-    NotBuilt,
     /// A library cannot be loaded.
     #[error("nccl: expected the library {library}, found none that loads ({reason}); {remedy}")]
     MissingLibrary {

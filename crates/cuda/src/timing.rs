@@ -27,7 +27,6 @@ impl DeviceTime {
     }
 }
 
-#[cfg(feature = "cuda")]
 mod events {
     use std::num::NonZeroU32;
     use std::time::{Duration, Instant};

@@ -3,6 +3,7 @@
 use std::num::NonZeroUsize;
 
 use fusestep_cpu::CpuBackend;
+#[cfg(feature = "cuda")]
 use fusestep_cuda::CudaBackend;
 use fusestep_launch::{Backend, LaunchLimits};
 use fusestep_simd::Pool;
@@ -69,6 +70,7 @@ impl Device for CpuBackend {
     }
 }
 
+#[cfg(feature = "cuda")]
 impl Device for CudaBackend {
     fn limits(&self) -> LaunchLimits {
         Backend::limits(self)

@@ -1,0 +1,82 @@
+//! Ranks with a GPU each: threads of this process, or processes that others have started.
+
+use anyhow::Context;
+use fusestep_collective::{Communicator, run_ranks};
+use fusestep_collective_mpi::{Compare, Reduction, launched_ranks};
+use fusestep_collective_nccl::{
+    Meeting, NcclCommunicator, NcclOptions, Reduction as NcclReduction,
+};
+
+use super::{Ranks, Sums, Watch, mpi_world};
+use crate::outcomes;
+
+/// Runs `body` on ranks with a GPU each: threads of this process, or the processes that mpirun has
+/// started or that meet in a folder.
+pub(super) fn run<T: Send, E: Into<anyhow::Error> + Send>(
+    ranks: &Ranks,
+    sums: Sums,
+    body: impl Fn(&mut dyn Communicator) -> Result<T, E> + Sync,
+) -> anyhow::Result<Option<T>> {
+    let options = options(&ranks.watch, sums);
+    // The recorder is that of the calls that move data.
+    let control = Watch {
+        flight_recorder: None,
+        ..ranks.watch.clone()
+    };
+    let alone = |mut comm: NcclCommunicator| {
+        let found = body(&mut comm).map_err(Into::into);
+        let found = found.with_context(|| format!("rank {}", comm.rank()))?;
+        anyhow::Ok((comm.rank() == 0).then_some(found))
+    };
+    if let Some(meeting) = meeting(ranks) {
+        let control = meeting.join()?;
+        let gpu = ranks.gpu.unwrap_or(meeting.rank);
+        return alone(NcclCommunicator::new(Box::new(control), gpu, &options)?);
+    }
+    if launched_ranks().is_some() {
+        let world = mpi_world(&control.of_processes(Reduction::default(), Compare::default()))?;
+        let gpu = local_rank().unwrap_or(world.rank());
+        return alone(NcclCommunicator::new(world, gpu, &options)?);
+    }
+    let outcomes = run_ranks(ranks.count(), &control.of_threads(), |control| {
+        let gpu = control.rank();
+        let mut comm = NcclCommunicator::new(Box::new(control), gpu, &options)?;
+        body(&mut comm).map_err(Into::into)
+    });
+    outcomes::first(outcomes.context("cannot start a thread for each rank")?)
+}
+
+fn options(watch: &Watch, sums: Sums) -> NcclOptions {
+    let default = NcclOptions::default();
+    NcclOptions {
+        timeout: watch.timeout.unwrap_or(default.timeout),
+        dump_folder: watch.flight_recorder.clone(),
+        reduction: match sums {
+            Sums::InRankOrder => NcclReduction::Reproducible,
+            Sums::OfEngine => NcclReduction::Engine,
+        },
+        ..default
+    }
+}
+
+/// Where this process meets others, if it does.
+fn meeting(ranks: &Ranks) -> Option<Meeting> {
+    let default = Meeting::at(ranks.meet.clone()?);
+    Some(Meeting {
+        rank: ranks.rank?,
+        world_size: ranks.count(),
+        timeout: ranks.watch.timeout.unwrap_or(default.timeout),
+        ..default
+    })
+}
+
+/// This process's number among those of its machine, as launchers tell.
+fn local_rank() -> Option<usize> {
+    [
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "MPI_LOCALRANKID",
+        "SLURM_LOCALID",
+    ]
+    .into_iter()
+    .find_map(|name| std::env::var(name).ok()?.parse().ok())
+}
