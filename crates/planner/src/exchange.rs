@@ -155,8 +155,8 @@ fn chunk(leaves: &[f64]) -> f64 {
     fold(lanes)
 }
 
-/// The sum over each chunk of a tensor, from pairs of its leaves' sums of squares and counts of what
-/// is not finite.
+/// The sum over each chunk of a tensor, from pairs of its leaves' sums of squares and counts of
+/// what is not finite.
 fn chunk_squares(leaves: &[f64]) -> impl Iterator<Item = SquareSum> + '_ {
     leaves.chunks(2 * CHUNK_LEAVES).map(|leaves| {
         let sums: Vec<f64> = leaves.iter().copied().step_by(2).collect();

@@ -81,8 +81,8 @@ pub struct RowParallel {
     pub input_is_parallel: InputIsParallel,
     /// Whether a new layer has a bias.
     pub bias: Bias,
-    /// Which inputs each rank takes. If `None`, a slice's are those it has, and a whole layer is cut
-    /// as equally as can be.
+    /// Which inputs each rank takes. If `None`, a slice's are those it has, and a whole layer is
+    /// cut as equally as can be.
     pub split: Option<Split>,
 }
 

@@ -12,16 +12,16 @@
 //! | partial | every rank has a summand of the whole | replicated |
 //! | replicated, but each rank does something else with it | | partial |
 //!
-//! | method of [`Group`] | forward | backward | Megatron-LM's name |
+//! | operation | forward | backward | Megatron-LM's name |
 //! |---|---|---|---|
-//! | [`copy_to_ranks`](Group::copy_to_ranks) | nothing | all-reduce, sum | copy to region, *f* |
-//! | [`all_reduce`](Group::all_reduce) | all-reduce, sum | nothing | reduce from region, *g* |
-//! | [`all_gather`](Group::all_gather) | all-gather | reduce-scatter | gather from sequence |
-//! | [`reduce_scatter`](Group::reduce_scatter) | reduce-scatter | all-gather | reduce-scatter to sequence |
-//! | [`all_gather_replicated`](Group::all_gather_replicated) | all-gather | own block | gather from region |
-//! | [`scatter_replicated`](Group::scatter_replicated) | own block | all-gather | scatter to region |
-//! | [`broadcast`](Group::broadcast) | broadcast of the root | reduce to the root | |
-//! | [`reduce`](Group::reduce) | reduce to the root | broadcast of the root | |
+//! | [`Group::copy_to_ranks`] | nothing | all-reduce, sum | copy to region, *f* |
+//! | [`Group::all_reduce`] | all-reduce, sum | nothing | reduce from region, *g* |
+//! | [`Group::all_gather`] | all-gather | reduce-scatter | gather from sequence |
+//! | [`Group::reduce_scatter`] | reduce-scatter | all-gather | reduce-scatter to sequence |
+//! | [`Group::all_gather_replicated`] | all-gather | own block | gather from region |
+//! | [`Group::scatter_replicated`] | own block | all-gather | scatter to region |
+//! | [`Group::broadcast`] | broadcast of the root | reduce to the root | |
+//! | [`Group::reduce`] | reduce to the root | broadcast of the root | |
 //!
 //! Sums are formed in rank order, in f32 for 16-bit elements and rounded once, so results and
 //! gradients have the same bits whatever the engine of the [`Communicator`].

@@ -13,10 +13,12 @@ use crate::{Note, Plan, PlanError, Stage, StorageSpec, Verdict};
 /// Their gradients are not reduced, their values neither broadcast nor averaged, and their state is
 /// not sharded. Norms are those of the tensor that the slices make up in the order of ranks: the
 /// norm of all gradients, and those that LARS and LAMB take of each parameter. They have the bits
-/// of one rank with the whole tensor if slices end with leaves of the fixed tree (their elements are
-/// a multiple of 1,024), and otherwise differ from them by rounding, a relative 2⁻⁵³ for each
-/// addition. Checkpoints keep every rank's slice, for as many ranks. With [`crate::Shard::group`] too no two ranks have the same slice:
-/// groups share out the other parameters.
+/// of one rank with the whole tensor if slices end with leaves of the fixed tree (their elements
+/// are a multiple of 1,024), and otherwise differ from them by rounding, a relative 2⁻⁵³ for each
+/// addition. Norms of updates are those of each rank's own slice, and their total counts each once.
+///
+/// Checkpoints keep every rank's slice, for as many ranks. With [`crate::Shard::group`] too no two
+/// ranks have the same slice: groups share out the other parameters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Distributed {
     names: Vec<String>,
