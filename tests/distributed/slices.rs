@@ -6,6 +6,7 @@ use std::num::{NonZeroU64, NonZeroUsize};
 use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
+use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_planner::{
     ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, LocalSgd, Manifest, Optimizer, Plan,
@@ -17,22 +18,31 @@ use crate::run::noise;
 
 const WORLD: usize = 3;
 const STEPS: u64 = 3;
-/// Shared parameters, then slices.
-const NUMELS: [u64; 4] = [70_001, 40, 66_000, 7];
+/// Shared parameters, then slices, which end with leaves of the fixed tree: the tensors that they
+/// make up have more than one chunk, whose borders lie within slices.
+const NUMELS: [u64; 4] = [70_001, 40, 65 * 1_024, 1_024];
 const SLICES: [usize; 2] = [2, 3];
 
 fn name(param: usize) -> String {
     format!("layer{param}")
 }
 
-fn desc(name: String, param: usize) -> ParamDesc {
-    ParamDesc::new(name, Shape::new([NUMELS[param]]).unwrap(), DType::F32)
+/// Parameters of which slices are these parts of the whole.
+fn params_of(ranks: usize) -> Vec<ParamDesc> {
+    let desc = |param| {
+        let numel = NUMELS[param] * slices_of(param, ranks) as u64;
+        ParamDesc::new(name(param), Shape::new([numel]).unwrap(), DType::F32)
+    };
+    (0..NUMELS.len()).map(desc).collect()
 }
 
 fn params() -> Vec<ParamDesc> {
-    (0..NUMELS.len())
-        .map(|param| desc(name(param), param))
-        .collect()
+    params_of(1)
+}
+
+/// How many ranks have a part of their own.
+fn slices_of(param: usize, world: usize) -> usize {
+    if SLICES.contains(&param) { world } else { 1 }
 }
 
 fn bytes(param: usize, key: [u64; 2]) -> Vec<u8> {
@@ -53,7 +63,11 @@ fn first(param: usize, rank: usize) -> Vec<u8> {
 }
 
 fn planner(zero: ZeroStage) -> Planner {
-    let planner = Planner::new(Optimizer::from(Adam::default()))
+    planner_of(Adam::default().into(), zero)
+}
+
+fn planner_of(rule: Optimizer, zero: ZeroStage) -> Planner {
+    let planner = Planner::new(rule)
         .with(FuseAllReduce::of_bytes(100_000))
         .with(Distributed::params(SLICES.map(name)));
     match zero {
@@ -73,11 +87,30 @@ fn start(plan: &Plan, backend: &CpuBackend) -> State {
     state
 }
 
-/// Bits of the norms of all gradients and of all updates.
-type Norms = [Option<u64>; 2];
+/// The norms of all gradients and of all updates.
+#[derive(Clone, Copy, Debug)]
+struct Norms {
+    grad: Option<f64>,
+    update: Option<f64>,
+}
 
 fn norms_of(report: &StepReport) -> Norms {
-    [report.grad_norm, report.update_norm].map(|norm| norm.map(f64::to_bits))
+    Norms {
+        grad: report.grad_norm,
+        update: report.update_norm,
+    }
+}
+
+/// Norms of gradients have the bits of one rank; those of updates are added slice by slice.
+fn assert_alike(found: &[Norms], expected: &[Norms], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    for (found, expected) in found.iter().zip(expected) {
+        let bits = |norm: Option<f64>| norm.map(f64::to_bits);
+        assert_eq!(bits(found.grad), bits(expected.grad), "{what}");
+        if let (Some(found), Some(expected)) = (found.update, expected.update) {
+            assert!((found / expected - 1.0).abs() < 1e-14, "{what}");
+        }
+    }
 }
 
 fn steps(
@@ -109,52 +142,75 @@ fn all(plan: &Plan, state: &State, backend: &CpuBackend, comms: &mut Comms<'_>) 
         .collect()
 }
 
-/// One plan of everything: shared parameters with the mean of gradients, and the slices of all
-/// ranks under names of their own.
-fn by_hand(world: usize, group: usize) -> (Vec<Vec<Vec<u8>>>, Vec<Norms>) {
-    let slices = (0..world).flat_map(|rank| SLICES.map(|param| (param, rank)));
-    let whole: Vec<(usize, usize)> = [(0, 0), (1, 0)].into_iter().chain(slices).collect();
-    let label = |param: usize, rank: usize| format!("layer{param}#{rank}");
-    let descs: Vec<ParamDesc> = whole.iter().map(|&(p, r)| desc(label(p, r), p)).collect();
-    let plan = Planner::new(Adam::default().into())
-        .naive()
-        .with(ClipByGlobalNorm::new(1.0))
-        .with(UpdateNorms)
-        .plan(&descs)
-        .unwrap();
-    let backend = CpuBackend::new(NonZeroUsize::MIN);
-    let mut state = plan.allocate(&backend).unwrap();
-    for &(param, rank) in &whole {
-        let value = first(param, rank);
-        state
-            .write(&backend, Role::Param, &label(param, rank), &value)
-            .unwrap();
+/// What one rank with everything comes to: shared parameters with the mean of gradients, and the
+/// tensors that slices make up.
+struct ByHand {
+    rule: Optimizer,
+    clip: Option<f64>,
+    world: usize,
+    group: usize,
+}
+
+impl ByHand {
+    fn of(world: usize, group: usize) -> (Vec<Vec<Vec<u8>>>, Vec<Norms>) {
+        let by_hand = Self {
+            rule: Adam::default().into(),
+            clip: Some(1.0),
+            world,
+            group,
+        };
+        by_hand.run()
     }
-    let mut norms = Vec::new();
-    for step in 0..STEPS {
-        for &(param, rank) in &whole {
-            let grad = if SLICES.contains(&param) {
-                bytes(param, [step, rank as u64])
-            } else {
-                mean(param, step, world, group)
-            };
+
+    /// The parts of all ranks, one behind the other.
+    fn whole(&self, param: usize, of_rank: impl Fn(usize) -> Vec<u8>) -> Vec<u8> {
+        (0..slices_of(param, self.world))
+            .flat_map(of_rank)
+            .collect()
+    }
+
+    /// Each rank's parameters, and the norms of each step.
+    fn run(&self) -> (Vec<Vec<Vec<u8>>>, Vec<Norms>) {
+        let mut planner = Planner::new(self.rule).naive().with(UpdateNorms);
+        if let Some(norm) = self.clip {
+            planner = planner.with(ClipByGlobalNorm::new(norm));
+        }
+        let plan = planner.plan(&params_of(self.world)).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
+        let mut state = plan.allocate(&backend).unwrap();
+        for param in 0..NUMELS.len() {
+            let value = self.whole(param, |rank| first(param, rank));
             state
-                .write(&backend, Role::Grad, &label(param, rank), &grad)
+                .write(&backend, Role::Param, &name(param), &value)
                 .unwrap();
         }
-        let report = plan.run(&mut state, &backend).unwrap();
-        norms.push(norms_of(&report));
+        let mut norms = Vec::new();
+        for step in 0..STEPS {
+            for param in 0..NUMELS.len() {
+                let grad = if SLICES.contains(&param) {
+                    self.whole(param, |rank| bytes(param, [step, rank as u64]))
+                } else {
+                    mean(param, step, self.world, self.group)
+                };
+                state
+                    .write(&backend, Role::Grad, &name(param), &grad)
+                    .unwrap();
+            }
+            let report = plan.run(&mut state, &backend).unwrap();
+            norms.push(norms_of(&report));
+        }
+        let read = |param: usize, rank: usize| {
+            let len_bytes = NUMELS[param] as usize * 4;
+            let mut whole = vec![0; len_bytes * slices_of(param, self.world)];
+            state
+                .read(&backend, Role::Param, &name(param), &mut whole)
+                .unwrap();
+            let at = rank.min(slices_of(param, self.world) - 1) * len_bytes;
+            whole[at..at + len_bytes].to_vec()
+        };
+        let of_rank = |rank| (0..NUMELS.len()).map(|param| read(param, rank)).collect();
+        ((0..self.world).map(of_rank).collect(), norms)
     }
-    let read = |param: usize, rank: usize| {
-        let of = if SLICES.contains(&param) { rank } else { 0 };
-        let mut value = vec![0; NUMELS[param] as usize * 4];
-        state
-            .read(&backend, Role::Param, &label(param, of), &mut value)
-            .unwrap();
-        value
-    };
-    let ranks = (0..world).map(|rank| (0..NUMELS.len()).map(|p| read(p, rank)).collect());
-    (ranks.collect(), norms)
 }
 
 /// The mean over groups of the means within them, in rank order.
@@ -181,7 +237,7 @@ fn mean(param: usize, step: u64, world: usize, group: usize) -> Vec<u8> {
 
 #[test]
 fn slices_are_updated_by_their_ranks_and_count_once_in_the_norm() {
-    let (expected, norms) = by_hand(WORLD, WORLD);
+    let (expected, norms) = ByHand::of(WORLD, WORLD);
     for (at, zero) in [
         ZeroStage::None,
         ZeroStage::One,
@@ -194,12 +250,9 @@ fn slices_are_updated_by_their_ranks_and_count_once_in_the_norm() {
     {
         // The last one alone does not measure: its shards end inside chunks.
         let planner = planner(zero).with(ClipByGlobalNorm::new(1.0));
-        let (planner, norms) = match at {
-            4 => (
-                planner,
-                norms.iter().map(|[grad, _]| [*grad, None]).collect(),
-            ),
-            _ => (planner.with(UpdateNorms), norms.clone()),
+        let planner = match at {
+            4 => planner,
+            _ => planner.with(UpdateNorms),
         };
         let outcomes = run_ranks(WORLD, &Options::default(), |mut comm| {
             let plan = planner.plan_for(&params(), Topology::of(&comm)).unwrap();
@@ -211,7 +264,7 @@ fn slices_are_updated_by_their_ranks_and_count_once_in_the_norm() {
         });
         for (rank, outcome) in outcomes.unwrap().into_iter().enumerate() {
             let (found, found_norms) = outcome.unwrap();
-            assert_eq!(found_norms, norms, "{zero:?}");
+            assert_alike(&found_norms, &norms, &format!("{zero:?}"));
             assert!(found == expected[rank], "{zero:?}, rank {rank}");
         }
     }
@@ -220,7 +273,7 @@ fn slices_are_updated_by_their_ranks_and_count_once_in_the_norm() {
 #[test]
 fn every_rank_has_slices_of_its_own_in_shard_groups_too_and_each_counts_once() {
     for (world, group) in [(4, 2), (6, 3), (3, 1)] {
-        let (expected, norms) = by_hand(world, group);
+        let (expected, norms) = ByHand::of(world, group);
         let group = NonZeroUsize::new(group).unwrap();
         for (zero, streams) in [
             (ZeroStage::One, 0),
@@ -251,8 +304,52 @@ fn every_rank_has_slices_of_its_own_in_shard_groups_too_and_each_counts_once() {
             });
             for (rank, outcome) in outcomes.unwrap().into_iter().enumerate() {
                 let (found, found_norms) = outcome.unwrap();
-                assert_eq!(found_norms, norms, "{zero:?}, {world} in {group}s");
+                assert_alike(
+                    &found_norms,
+                    &norms,
+                    &format!("{zero:?}, {world} in {group}s"),
+                );
                 assert!(found == expected[rank], "{zero:?}, rank {rank} of {world}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_tensor_that_is_split_trains_as_the_whole_one_under_rules_with_norms() {
+    for rule in [Optimizer::from(Lars::default()), Lamb::default().into()] {
+        for (world, clip) in [(2, None), (3, Some(0.5)), (4, None), (4, Some(0.5))] {
+            let by_hand = ByHand {
+                rule,
+                clip,
+                world,
+                group: world,
+            };
+            let (expected, norms) = by_hand.run();
+            for zero in [
+                ZeroStage::None,
+                ZeroStage::One,
+                ZeroStage::Two,
+                ZeroStage::Three,
+            ] {
+                let mut planner = planner_of(rule, zero).with(UpdateNorms);
+                if let Some(norm) = clip {
+                    planner = planner.with(ClipByGlobalNorm::new(norm));
+                }
+                let outcomes = run_ranks(world, &Options::default(), |mut comm| {
+                    let plan = planner.plan_for(&params(), Topology::of(&comm)).unwrap();
+                    let backend = CpuBackend::new(NonZeroUsize::MIN);
+                    let mut comms = Comms::direct(&mut comm);
+                    let mut state = start(&plan, &backend);
+                    let found = steps(&plan, &mut state, &backend, &mut comms, 0..STEPS);
+                    (all(&plan, &state, &backend, &mut comms), found)
+                });
+                for (rank, outcome) in outcomes.unwrap().into_iter().enumerate() {
+                    let (found, found_norms) = outcome.unwrap();
+                    let what = format!("{rule:?} {zero:?} rank {rank} of {world}, {clip:?}");
+                    assert_alike(&found_norms, &norms, &what);
+                    assert!(found == expected[rank], "{what}");
+                }
             }
         }
     }
@@ -337,9 +434,10 @@ fn what_slices_cannot_do_is_refused() {
         .plan_for(&params()[..3], two)
         .unwrap_err();
     assert!(unknown.to_string().contains("layer3"), "{unknown}");
-    let lars = Planner::new(Lars::default().into()).with(Distributed::params(["layer2"]));
-    let error = lars.plan_for(&params(), two).unwrap_err().to_string();
-    assert!(error.contains("distributed and lars"), "{error}");
+    let local =
+        planner_of(Lars::default().into(), ZeroStage::None).with(LocalSgd::every(NonZeroU64::MIN));
+    let error = local.plan_for(&params(), two).unwrap_err().to_string();
+    assert!(error.contains("distributed with lars"), "{error}");
     let averaged = planner(ZeroStage::None)
         .with(LocalSgd::every(NonZeroU64::MIN))
         .with(ClipByGlobalNorm::new(1.0));

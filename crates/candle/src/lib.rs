@@ -7,6 +7,7 @@ mod fused;
 mod gradients;
 mod lend;
 mod options;
+pub mod parallel;
 mod params;
 mod variables;
 

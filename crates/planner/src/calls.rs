@@ -1,7 +1,7 @@
 //! The calls of a step of many ranks, read off the stages before they are made.
 
 use fusestep_collective::{Operation, ReduceOp};
-use fusestep_launch::{LEAF_ELEMENTS, MAX_SUMS};
+use fusestep_launch::MAX_SUMS;
 use fusestep_tensor::Role;
 use serde::Serialize;
 
@@ -85,8 +85,7 @@ impl Plan {
                 }
                 Stage::Norm(_) => self.norm_calls(&mut calls),
                 Stage::Trust => {
-                    let len_bytes = self.leaves() * 8 * MAX_SUMS as u64;
-                    calls.control(Operation::AllReduce(ReduceOp::Sum), len_bytes, calls.group);
+                    self.leaf_calls(&mut calls, 8 * MAX_SUMS as u64);
                 }
                 Stage::Gather(gather) => self.gather_calls(&mut calls, gather),
                 Stage::Average(rule) => {
@@ -131,12 +130,17 @@ impl Plan {
         slices.map(|spec| spec.members.len() as u64).sum()
     }
 
-    fn leaves(&self) -> u64 {
-        let leaves = self
-            .params
-            .iter()
-            .map(|param| param.numel().div_ceil(LEAF_ELEMENTS));
-        leaves.sum()
+    /// The calls by which ranks tell each other `leaf_bytes` of every leaf.
+    fn leaf_calls(&self, calls: &mut Calls, leaf_bytes: u64) {
+        let (shared, slices) = self.leaf_counts();
+        if shared > 0 {
+            let sum = Operation::AllReduce(ReduceOp::Sum);
+            calls.control(sum, leaf_bytes * shared, calls.group);
+        }
+        if slices > 0 {
+            let len_bytes = leaf_bytes * slices * calls.world;
+            calls.control(Operation::AllGather, len_bytes, calls.world);
+        }
     }
 
     fn reduce_calls(&self, calls: &mut Calls, reduce: &crate::Reduce, windows: u64) {
@@ -165,11 +169,7 @@ impl Plan {
         if !self.reduces() {
             return calls.control(sum, 8, calls.world);
         }
-        let slices = self.slices_of_ranks();
-        if slices > 0 {
-            calls.control(sum, 16 * slices * calls.world, calls.world);
-        }
-        calls.control(sum, 16 * self.leaves(), calls.group);
+        self.leaf_calls(calls, 16);
     }
 
     fn gather_calls(&self, calls: &mut Calls, gather: &crate::Gather) {

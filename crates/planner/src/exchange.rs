@@ -4,8 +4,10 @@
 //! The fixed tree adds leaves of 1,024 elements, counted from a tensor's start. Parts of ranks end
 //! with leaves wherever sums are taken, so every leaf is summed by one rank. Ranks add up vectors
 //! of all leaves in which each has filled in its own: adding 0 to a sum of squares changes no bit.
-//! Then all fold leaves into chunks, chunks into tensors and tensors into a total alike.
+//! Then all fold leaves into chunks, chunks into tensors and tensors into a total alike. Slices of
+//! distributed parameters are gathered leaf by leaf and folded as the tensor that they make up.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use fusestep_amp::norm_kernel;
@@ -24,8 +26,10 @@ use crate::{Optimize, Plan, PlanError, State};
 /// The memory of sums that ranks tell each other.
 #[derive(Default)]
 pub(crate) struct Exchange {
-    /// For each parameter its first leaf among all; and one past the last.
-    first_leaf: Vec<usize>,
+    /// The leaves of each parameter among all of this rank; those of distributed ones come last.
+    leaves: Vec<Range<usize>>,
+    /// How many of them are of parameters that ranks share.
+    shared: usize,
     /// The kernel of each read of stage `norm`.
     readers: Vec<Box<dyn MultiTensorReduction>>,
     /// What this rank sums for stage `trust`: for each update its own part.
@@ -37,7 +41,7 @@ pub(crate) struct Exchange {
 impl std::fmt::Debug for Exchange {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Exchange")
-            .field("leaves", &self.first_leaf.last())
+            .field("shared", &self.shared)
             .finish_non_exhaustive()
     }
 }
@@ -51,12 +55,12 @@ fn leaves_of(numel: u64) -> usize {
 fn leaves_in<'a>(
     batches: &'a [Batch],
     members: &'a [u32],
-    first_leaf: &'a [usize],
+    leaves: &'a [Range<usize>],
 ) -> impl Iterator<Item = Range<usize>> + 'a {
     let records = batches.iter().flat_map(|batch| &batch.records);
     records.map(|record| {
         let param = members[record.tensor as usize] as usize;
-        let first = first_leaf[param] + (record.first_element / LEAF_ELEMENTS) as usize;
+        let first = leaves[param].start + (record.first_element / LEAF_ELEMENTS) as usize;
         first..first + leaves_of(record.numel)
     })
 }
@@ -67,17 +71,14 @@ impl Exchange {
         if plan.topology.world == 1 {
             return Ok(Self::default());
         }
-        let leaves = plan.params.iter().map(|param| leaves_of(param.numel()));
-        let ends = leaves.scan(0, |next, leaves| {
-            *next += leaves;
-            Some(*next)
-        });
+        let (leaves, shared) = plan.place_leaves();
         let mut readers = Vec::new();
         for read in plan.norm_stage().iter().flat_map(|norm| &norm.reads) {
             readers.push(norm_kernel(plan.storages[read.storage].grad_dtype())?);
         }
         let mut exchange = Self {
-            first_leaf: std::iter::once(0).chain(ends).collect(),
+            leaves,
+            shared,
             readers,
             trust: Vec::new(),
             update_sums: None,
@@ -103,8 +104,10 @@ impl Exchange {
         }
         let rank = plan.shard_place().rank;
         for stage in plan.optimize_stages() {
-            let Some(bucket) = stage.bucket else {
-                continue;
+            let elements = match stage.bucket {
+                Some(bucket) => plan.buckets[bucket].part(rank),
+                None if plan.storages[stage.storage].distributed => stage.elements.clone(),
+                None => continue,
             };
             // Other groups of parameters may have rules without such sums.
             let member = plan.storages[stage.storage].members[0];
@@ -112,7 +115,7 @@ impl Exchange {
                 continue;
             }
             let own = Optimize {
-                elements: plan.buckets[bucket].part(rank),
+                elements,
                 ..stage.clone()
             };
             let batches = plan.batches(&own, &takes_part, classes)?;
@@ -121,16 +124,27 @@ impl Exchange {
         Ok(())
     }
 
-    fn leaves(&self) -> usize {
-        self.first_leaf.last().copied().unwrap_or(0)
+    /// How many leaves this rank knows of.
+    fn count(&self) -> usize {
+        let ends = self.leaves.iter().map(|leaves| leaves.end);
+        ends.max().unwrap_or(0)
     }
 
-    /// The sum over a parameter: its leaves folded into chunks, those in order.
-    fn chunks(&self, param: usize) -> impl Iterator<Item = Range<usize>> + use<> {
-        let (first, end) = (self.first_leaf[param], self.first_leaf[param + 1]);
-        (first..end)
-            .step_by(CHUNK_LEAVES)
-            .map(move |at| at..end.min(at + CHUNK_LEAVES))
+    /// The values of a parameter's leaves over all ranks that have parts of it, `width` for each:
+    /// out of this rank's vector, or out of the slices of all.
+    fn of_param<'a>(
+        &self,
+        param: usize,
+        width: usize,
+        (own, slices): (&'a [f64], &'a Slices),
+    ) -> Cow<'a, [f64]> {
+        let leaves = &self.leaves[param];
+        let (start, end) = (leaves.start * width, leaves.end * width);
+        if leaves.start < self.shared || slices.values.is_empty() {
+            return Cow::Borrowed(&own[start..end]);
+        }
+        let before = self.shared * width;
+        Cow::Owned(slices.of(start - before..end - before))
     }
 }
 
@@ -141,7 +155,47 @@ fn chunk(leaves: &[f64]) -> f64 {
     fold(lanes)
 }
 
+/// The sum over each chunk of a tensor, from pairs of its leaves' sums of squares and counts of
+/// what is not finite.
+fn chunk_squares(leaves: &[f64]) -> impl Iterator<Item = SquareSum> + '_ {
+    leaves.chunks(2 * CHUNK_LEAVES).map(|leaves| {
+        let sums: Vec<f64> = leaves.iter().copied().step_by(2).collect();
+        let counts = leaves.iter().skip(1).step_by(2);
+        SquareSum {
+            sum: chunk(&sums),
+            non_finite: counts.map(|&count| count as u64).sum(),
+        }
+    })
+}
+
 impl Plan {
+    /// Where each parameter's leaves lie among those of this rank, and how many of them are of
+    /// parameters that ranks share, which come first.
+    fn place_leaves(&self) -> (Vec<Range<usize>>, usize) {
+        let mut leaves = vec![0..0; self.params.len()];
+        let (mut next, mut shared) = (0, 0);
+        for distributed in [false, true] {
+            for (param, place) in leaves.iter_mut().enumerate() {
+                if self.is_distributed(param) == distributed {
+                    let first = next;
+                    next += leaves_of(self.params[param].numel());
+                    *place = first..next;
+                }
+            }
+            if !distributed {
+                shared = next;
+            }
+        }
+        (leaves, shared)
+    }
+
+    /// Leaves of parameters that ranks share, and of this rank's slices of all others.
+    pub(crate) fn leaf_counts(&self) -> (u64, u64) {
+        let (leaves, shared) = self.place_leaves();
+        let all = leaves.iter().map(|leaves| leaves.end).max().unwrap_or(0);
+        (shared as u64, (all - shared) as u64)
+    }
+
     /// Stage `norm` of several ranks: decides on the step from the gradients of all. Whether it is
     /// skipped.
     pub(crate) fn decide(
@@ -150,7 +204,19 @@ impl Plan {
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
     ) -> Result<bool, PlanError> {
-        let (squares, other_slices) = self.gradient_squares(state, backend, comms)?;
+        let mut squares = self.own_squares(state, backend)?;
+        let mut elsewhere = 0;
+        let slices = if self.reduces() {
+            self.share(&state.exchange, comms, &mut squares, 2)?
+        } else {
+            // Every rank has gradients of its own; only that some are not finite is everybody's
+            // business.
+            let own: f64 = squares.iter().skip(1).step_by(2).sum();
+            let mut all = [own];
+            sum_over(comms, &mut all, Scope::World)?;
+            elsewhere = (all[0] - own) as u64;
+            Slices::default()
+        };
         let Some(norm) = &mut state.norm else {
             return Ok(false);
         };
@@ -158,25 +224,22 @@ impl Plan {
         let mut tensors = Vec::with_capacity(self.params.len());
         for param in 0..self.params.len() {
             let first = partials.len() as u64;
-            for leaves in state.exchange.chunks(param) {
-                let sums: Vec<f64> = squares[leaves.clone()].iter().map(|s| s.sum).collect();
-                partials.push(SquareSum {
-                    sum: chunk(&sums),
-                    non_finite: squares[leaves].iter().map(|s| s.non_finite).sum(),
-                });
-            }
+            let leaves = state.exchange.of_param(param, 2, (&squares, &slices));
+            partials.extend(chunk_squares(&leaves));
             tensors.push(TensorPartials {
                 first,
                 count: partials.len() as u64 - first,
             });
         }
-        // Slices of other ranks count once each, behind all parameters, in the order of ranks.
-        for slice in other_slices {
+        if elsewhere > 0 {
             tensors.push(TensorPartials {
                 first: partials.len() as u64,
                 count: 1,
             });
-            partials.push(slice);
+            partials.push(SquareSum {
+                sum: 0.0,
+                non_finite: elsewhere,
+            });
         }
         let mut sums = vec![SquareSum::default(); tensors.len()];
         let mut block = ControlBlock::read(backend, norm.control.as_ref())?;
@@ -188,59 +251,35 @@ impl Plan {
         Ok(block.found != 0)
     }
 
-    /// The sum of squares of every leaf of all parameters, and one for each slice of another rank;
-    /// gradients that are not finite on any rank are known to all.
-    fn gradient_squares(
+    /// Adds up over ranks what each has filled in of the leaves they share, `width` values for
+    /// each, and brings the slices of all ranks together.
+    fn share(
         &self,
-        state: &mut State,
-        backend: &dyn Backend,
+        exchange: &Exchange,
         comms: &mut Comms<'_>,
-    ) -> Result<(Vec<SquareSum>, Vec<SquareSum>), PlanError> {
-        let mut squares = self.own_squares(state, backend)?;
-        if !self.reduces() {
-            // Every rank has gradients of its own; only that some are not finite is everybody's
-            // business.
-            let own: u64 = squares.iter().map(|square| square.non_finite).sum();
-            let mut all = [own as f64];
-            sum_over(comms, &mut all, Scope::World)?;
-            let others = SquareSum {
-                sum: 0.0,
-                non_finite: all[0] as u64 - own,
-            };
-            return Ok((squares, vec![others; usize::from(others.non_finite > 0)]));
+        told: &mut [f64],
+        width: usize,
+    ) -> Result<Slices, PlanError> {
+        let (shared, own) = told.split_at_mut(exchange.shared * width);
+        sum_over(comms, shared, Scope::ShardGroup)?;
+        if own.is_empty() {
+            return Ok(Slices::default());
         }
-        let slices = self.share_slices(state, comms, &squares)?;
-        let mut told: Vec<f64> = Vec::with_capacity(2 * squares.len());
-        let replicated = |leaf: usize| !self.is_distributed(&state.exchange, leaf);
-        let shared = |leaf: usize, value: f64| if replicated(leaf) { value } else { 0.0 };
-        told.extend(
-            squares
-                .iter()
-                .enumerate()
-                .map(|(leaf, s)| shared(leaf, s.sum)),
-        );
-        let counts = squares.iter().enumerate();
-        told.extend(counts.map(|(leaf, s)| shared(leaf, s.non_finite as f64)));
-        sum_over(comms, &mut told, Scope::ShardGroup)?;
-        let (sums, counts) = told.split_at(squares.len());
-        for (leaf, square) in squares.iter_mut().enumerate() {
-            if replicated(leaf) {
-                *square = SquareSum {
-                    sum: sums[leaf],
-                    non_finite: counts[leaf] as u64,
-                };
-            }
-        }
-        Ok((self.slices_of_first(state, squares, &slices), slices.others))
+        let mut values = vec![0.0; self.topology.world * own.len()];
+        let at = self.topology.rank * own.len();
+        values[at..at + own.len()].copy_from_slice(own);
+        let bytes = bytemuck::cast_slice_mut(&mut values);
+        comms.in_place(Operation::AllGather, DType::F64, None, bytes)?;
+        Ok(Slices {
+            values,
+            of_rank: own.len(),
+        })
     }
 
-    /// The sums of squares of the leaves that this rank reads; 0 for all others.
-    fn own_squares(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-    ) -> Result<Vec<SquareSum>, PlanError> {
-        let mut squares = vec![SquareSum::default(); state.exchange.leaves()];
+    /// The sums of squares of the leaves that this rank reads, each with the number of its elements
+    /// that are not finite; 0 for all others.
+    fn own_squares(&self, state: &mut State, backend: &dyn Backend) -> Result<Vec<f64>, PlanError> {
+        let mut squares = vec![0.0; 2 * state.exchange.count()];
         let reads = self.norm_stage().map_or(&[][..], |norm| &norm.reads);
         for (index, read) in reads.iter().enumerate() {
             let own = self.with_gradients(state, read.bucket, |state| {
@@ -263,13 +302,10 @@ impl Plan {
                 Ok(sums)
             })?;
             let members = &self.storages[read.storage].members;
-            let places = leaves_in(
-                &state.schedule.norm[index],
-                members,
-                &state.exchange.first_leaf,
-            );
+            let places = leaves_in(&state.schedule.norm[index], members, &state.exchange.leaves);
             for (place, sum) in places.flatten().zip(own) {
-                squares[place] = sum;
+                squares[2 * place] = sum.sum;
+                squares[2 * place + 1] = sum.non_finite as f64;
             }
         }
         Ok(squares)
@@ -280,71 +316,8 @@ impl Plan {
         self.segments[self.buckets[bucket].segment].elements.start
     }
 
-    fn is_distributed(&self, exchange: &Exchange, leaf: usize) -> bool {
-        let param = exchange.first_leaf.partition_point(|&first| first <= leaf) - 1;
+    fn is_distributed(&self, param: usize) -> bool {
         self.storages[self.places[param].0].distributed
-    }
-
-    /// Tells all ranks the sums over this rank's slices of distributed parameters.
-    fn share_slices(
-        &self,
-        state: &State,
-        comms: &mut Comms<'_>,
-        squares: &[SquareSum],
-    ) -> Result<Slices, PlanError> {
-        let distributed = |param: &usize| self.storages[self.places[*param].0].distributed;
-        let params: Vec<usize> = (0..self.params.len()).filter(distributed).collect();
-        if params.is_empty() {
-            return Ok(Slices::default());
-        }
-        let (rank, world) = (self.topology.rank, self.topology.world);
-        let mut all = vec![0.0; 2 * world * params.len()];
-        for (at, &param) in params.iter().enumerate() {
-            let mut sum = SquareSum::default();
-            for leaves in state.exchange.chunks(param) {
-                let sums: Vec<f64> = squares[leaves.clone()].iter().map(|s| s.sum).collect();
-                sum = sum.then(SquareSum {
-                    sum: chunk(&sums),
-                    non_finite: squares[leaves].iter().map(|s| s.non_finite).sum(),
-                });
-            }
-            let place = 2 * (rank * params.len() + at);
-            all[place] = sum.sum;
-            all[place + 1] = sum.non_finite as f64;
-        }
-        sum_over(comms, &mut all, Scope::World)?;
-        let sums: Vec<SquareSum> = all
-            .chunks_exact(2)
-            .map(|pair| SquareSum {
-                sum: pair[0],
-                non_finite: pair[1] as u64,
-            })
-            .collect();
-        let (first, others) = sums.split_at(params.len());
-        Ok(Slices {
-            first: params.iter().copied().zip(first.iter().copied()).collect(),
-            others: others.to_vec(),
-        })
-    }
-
-    /// Puts rank 0's slices where its parameters are, so that all ranks form the same total.
-    fn slices_of_first(
-        &self,
-        state: &State,
-        mut squares: Vec<SquareSum>,
-        slices: &Slices,
-    ) -> Vec<SquareSum> {
-        for &(param, sum) in &slices.first {
-            let (first, end) = (
-                state.exchange.first_leaf[param],
-                state.exchange.first_leaf[param + 1],
-            );
-            squares[first..end].fill(SquareSum::default());
-            if first < end {
-                squares[first] = sum;
-            }
-        }
-        squares
     }
 
     /// Stage `trust`: the sums over whole tensors that a layer-wise rule needs.
@@ -354,7 +327,7 @@ impl Plan {
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
     ) -> Result<(), PlanError> {
-        let mut told = vec![0.0; state.exchange.leaves() * MAX_SUMS];
+        let mut told = vec![0.0; state.exchange.count() * MAX_SUMS];
         for index in 0..state.exchange.trust.len() {
             let (stage, batches) = state.exchange.trust[index].clone();
             if batches.is_empty() {
@@ -370,12 +343,12 @@ impl Plan {
                 Ok(sums)
             })?;
             let members = &self.storages[stage.storage].members;
-            let places = leaves_in(&batches, members, &state.exchange.first_leaf);
+            let places = leaves_in(&batches, members, &state.exchange.leaves);
             for (place, sums) in places.flatten().zip(own) {
                 told[place * MAX_SUMS..(place + 1) * MAX_SUMS].copy_from_slice(&sums);
             }
         }
-        sum_over(comms, &mut told, Scope::ShardGroup)?;
+        let slices = self.share(&state.exchange, comms, &mut told, MAX_SUMS)?;
         let exchange = &state.exchange;
         for storage in &mut state.storages {
             let Some(sums) = &mut storage.tensor_sums else {
@@ -383,9 +356,10 @@ impl Plan {
             };
             for (sums, &member) in sums.iter_mut().zip(&storage.spec.members) {
                 *sums = [0.0; MAX_SUMS];
-                for leaves in exchange.chunks(member as usize) {
+                let leaves = exchange.of_param(member as usize, MAX_SUMS, (&told, &slices));
+                for leaves in leaves.chunks(CHUNK_LEAVES * MAX_SUMS) {
                     for (which, sum) in sums.iter_mut().enumerate() {
-                        let own = leaves.clone().map(|leaf| told[leaf * MAX_SUMS + which]);
+                        let own = leaves.iter().copied().skip(which).step_by(MAX_SUMS);
                         *sum += chunk(&own.collect::<Vec<f64>>());
                     }
                 }
@@ -408,7 +382,7 @@ impl Plan {
         let params = self.params.len();
         let mut told = state.chunk_sums_of_update(backend, skipped)?;
         let own = told.clone();
-        let distributed = |param: usize| self.storages[self.places[param].0].distributed;
+        let distributed = |param: usize| self.is_distributed(param);
         let shared = self.zero != crate::ZeroStage::None && self.reduces();
         if shared {
             for (param, chunks) in told.iter_mut().enumerate() {
@@ -469,13 +443,25 @@ impl Plan {
     }
 }
 
-/// Sums over slices of distributed parameters.
+/// Values of the leaves of all ranks' slices of distributed parameters.
 #[derive(Default)]
 struct Slices {
-    /// Parameters and rank 0's sums.
-    first: Vec<(usize, SquareSum)>,
-    /// Those of the other ranks, in order.
-    others: Vec<SquareSum>,
+    /// Those of one rank behind those of the rank before.
+    values: Vec<f64>,
+    /// How many each rank has.
+    of_rank: usize,
+}
+
+impl Slices {
+    /// A range of every rank's, in rank order: the leaves of the tensor that a parameter's slices
+    /// make up.
+    fn of(&self, range: Range<usize>) -> Vec<f64> {
+        let ranks = self.values.chunks_exact(self.of_rank);
+        ranks
+            .flat_map(|rank| &rank[range.clone()])
+            .copied()
+            .collect()
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -68,6 +68,11 @@ impl Plan {
                 why,
             );
         }
+        if distributed && local && self.has_normed()? {
+            let why = "do not go together, since a trust ratio takes the norm of all slices at \
+                       every step";
+            return conflict("distributed with lars or lamb", "local_sgd", why);
+        }
         Ok(())
     }
 

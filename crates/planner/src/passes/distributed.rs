@@ -10,10 +10,15 @@ use crate::{Note, Plan, PlanError, Stage, StorageSpec, Verdict};
 /// the last layer of a classifier with millions of classes, for example. All ranks name them alike,
 /// and slices have one shape.
 ///
-/// Their gradients are not reduced, their values neither broadcast nor averaged, their state is not
-/// sharded, and each slice counts once in the norm of all gradients. Checkpoints keep every rank's
-/// slice, for as many ranks. With [`crate::Shard::group`] too no two ranks have the same slice:
-/// groups share out the other parameters.
+/// Their gradients are not reduced, their values neither broadcast nor averaged, and their state is
+/// not sharded. Norms are those of the tensor that the slices make up in the order of ranks: the
+/// norm of all gradients, and those that LARS and LAMB take of each parameter. They have the bits
+/// of one rank with the whole tensor if slices end with leaves of the fixed tree (their elements
+/// are a multiple of 1,024), and otherwise differ from them by rounding, a relative 2⁻⁵³ for each
+/// addition. Norms of updates are those of each rank's own slice, and their total counts each once.
+///
+/// Checkpoints keep every rank's slice, for as many ranks. With [`crate::Shard::group`] too no two
+/// ranks have the same slice: groups share out the other parameters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Distributed {
     names: Vec<String>,
@@ -58,15 +63,6 @@ impl Pass for Distributed {
             plan.notes
                 .push(Note::new(self.name(), Verdict::Skipped, reason));
             return Ok(());
-        }
-        for (param, _) in marked.iter().enumerate().filter(|(_, marked)| **marked) {
-            if plan.kernel_of(param as u32)?.normed().is_some() {
-                return Err(PlanError::Conflict {
-                    first: self.name().to_owned(),
-                    second: plan.optimizer_of(param).name().to_owned(),
-                    why: "do not go together, since a trust ratio takes the norm of all slices",
-                });
-            }
         }
         take_out(plan, &marked)?;
         plan.make_buckets()?;
