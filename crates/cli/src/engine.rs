@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, ensure};
 use clap::{Args, ValueEnum};
 use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_collective_mpi::{Compare, MpiOptions, Reduction, launched_ranks};
@@ -241,7 +241,7 @@ fn on_gpus<T, E>(
     _: Sums,
     _: impl Fn(&mut dyn Communicator) -> Result<T, E>,
 ) -> anyhow::Result<Option<T>> {
-    bail!(
+    anyhow::bail!(
         "nccl: this build leaves NCCL out; build with the feature `nccl` (it takes nothing more \
          to build), or use ranks that are threads"
     )
@@ -263,7 +263,7 @@ pub(crate) fn mpi_world(_: &MpiOptions) -> anyhow::Result<Box<dyn Communicator>>
             "; {ranks} processes were started together, and each would take itself for the whole"
         )
     });
-    bail!(
+    anyhow::bail!(
         "mpi: this build leaves MPI out; build with the feature `mpi` (it takes an MPI with mpicc, \
          and libclang), or use ranks that are threads{launched}"
     )
