@@ -26,7 +26,7 @@ pub use fusestep_launch::{
 };
 pub use fusestep_lion::{self as lion, LionTensors};
 pub use fusestep_planner::{
-    self as planner, ClipByGlobalNorm, GatheredParams, GradReport, LossScale, LossScaling,
+    self as planner, Checkpoints, ClipByGlobalNorm, GatheredParams, GradReport, LossScale, LossScaling,
     MicroStepReport, Note, Optimizer, Plan, PlanError, Planner, State, StepReport, Tensors,
     UpdateNorms, Verdict,
 };

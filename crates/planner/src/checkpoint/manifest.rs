@@ -20,7 +20,7 @@ use fusestep_tensor::{DType, Quoted, Shape};
 use fusestep_tensor_file::Prepared;
 use serde::{Deserialize, Serialize};
 
-use super::generation;
+use super::generation::{self, Generation};
 use super::{CheckpointFolder, OpenRun};
 use crate::PlanError;
 use crate::state::MAX_STEPS;
@@ -246,6 +246,21 @@ impl Manifest {
             generation: String::new(),
             shards: Vec::new(),
         }
+    }
+
+    /// Fills in the files that all ranks have written, looks for them, and makes this the manifest
+    /// that counts.
+    pub(super) fn commit_to(
+        mut self,
+        folder: CheckpointFolder<'_>,
+        generation: &Generation,
+        shards: Vec<ShardSpec>,
+    ) -> Result<(), PlanError> {
+        self.generation = generation.name();
+        self.checkpoint = generation.checkpoint();
+        self.shards = shards;
+        self.check_shards_seen(folder)?;
+        self.commit(folder).map(drop)
     }
 
     /// Makes this the manifest that counts, then removes this checkpoint's other generations.
