@@ -21,7 +21,7 @@ enum Kind {
 /// kernel crates depend neither on each other nor on the planner or a backend, and backends and
 /// planner do not know each other.
 const LAYERS: [&[&str]; 9] = [
-    &["tensor", "simd", "kernels", "cuda-emulator"],
+    &["tensor", "simd", "schedule", "kernels", "cuda-emulator"],
     &["launch", "tensor-file"],
     &["elementwise", "coalesce"],
     &[
@@ -45,7 +45,7 @@ const LAYERS: [&[&str]; 9] = [
         "collective-mpi",
         "collective-nccl",
     ],
-    &["candle", "testkit"],
+    &["candle", "models", "testkit"],
     &["fusestep"],
     &["cli", "tests", "benches", "xtask", "fuzz"],
 ];
@@ -58,7 +58,7 @@ const ONLY_IN: [(&str, &[&str]); 10] = [
     ("nccl*", &["crates/collective-nccl"]),
     ("libloading", &["crates/collective-nccl"]),
     ("loom", &["crates/simd"]),
-    ("candle-*", &["crates/candle", "crates/cli"]),
+    ("candle-*", &["crates/candle", "crates/models", "crates/cli"]),
     ("criterion", &["benches"]),
     ("clap", &["crates/cli"]),
     ("indicatif", &["crates/cli"]),

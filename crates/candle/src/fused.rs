@@ -203,6 +203,13 @@ impl<P: Params> Fused<P> {
         self.params = params;
     }
 
+    /// The learning rate of the next step: the base rate, times the factor of
+    /// [`Options::schedule`].
+    pub fn scheduled_rate(&self) -> f64 {
+        let schedule = self.plan.schedule();
+        self.params.lr() * schedule.map_or(1.0, |own| own.factor(self.state.step()))
+    }
+
     /// The plan of a step.
     pub fn plan(&self) -> &Plan {
         &self.plan
@@ -326,6 +333,7 @@ impl<P: Params> Optimizer for Fused<P> {
         Ok(())
     }
 
+    /// The base rate; [`Fused::scheduled_rate`] is what the next step takes.
     fn learning_rate(&self) -> f64 {
         self.params.lr()
     }
@@ -343,6 +351,9 @@ fn planner(rule: Rule, backend: &CpuBackend, options: &Options) -> Planner {
         .tensors(Tensors::Borrowed);
     if options.fusion == Fusion::Naive {
         planner = planner.naive();
+    }
+    if let Some(schedule) = &options.schedule {
+        planner = planner.schedule(schedule.clone());
     }
     if let Some(scale) = options.loss_scale {
         planner = planner.with(LossScaling::from(scale));

@@ -2,7 +2,7 @@
 
 use std::num::NonZeroUsize;
 
-use fusestep_planner::{LossScale, Precision};
+use fusestep_planner::{LossScale, Precision, Schedule};
 
 /// What an optimizer does besides its rule; the default is what [`crate::Fused::new`] takes.
 ///
@@ -38,6 +38,9 @@ pub struct Options {
     /// Variables whose name contains one of these have no weight decay, and with LARS and LAMB the
     /// rate that the rule's `excluded` says.
     pub exclude: Vec<String>,
+    /// What multiplies the learning rate at every step; it follows from the step count that
+    /// [`crate::Fused::save`] writes.
+    pub schedule: Option<Schedule>,
     /// Whether passes fuse the launches.
     pub fusion: Fusion,
 }

@@ -126,6 +126,7 @@ fn plan_of(
 ) -> anyhow::Result<Plan> {
     let planner = Planner::new(rule);
     let planner = if args.naive { planner.naive() } else { planner };
+    let planner = args.optimizer.scheduled(planner);
     let planner = args.precision.planner(planner, params);
     let planner = args.gradients.passes(planner);
     let fused = Fused::from(args.naive);

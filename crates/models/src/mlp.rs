@@ -1,26 +1,29 @@
-//! The example model: a perceptron with two hidden layers, in candle.
+//! A perceptron with two hidden layers.
 
 use candle_core::{D, DType, Device, Tensor, Var};
-use fusestep_planner::GatheredParams;
 use fusestep_tensor::{ParamDesc, Shape};
-use half::{bf16, f16};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+use crate::Tested;
 use crate::digits::{CLASSES, Images, PIXELS};
 
 /// Inputs and outputs of the layers.
 const LAYERS: [usize; 4] = [PIXELS, 128, 64, CLASSES];
 
-/// A bias and a weight for each layer, in this order.
-pub(crate) struct Mlp {
+/// A perceptron with two hidden layers; a bias and a weight for each layer, in this order.
+#[derive(Clone, Debug)]
+pub struct Mlp {
     vars: Vec<Var>,
 }
 
 impl Mlp {
     /// A model whose first values follow from `seed` alone, not from the framework's generator.
     /// Parameters are rounded to `dtype` and kept in it; arithmetic is f32.
-    pub(crate) fn new(seed: u64, dtype: DType) -> candle_core::Result<Self> {
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn new(seed: u64, dtype: DType) -> candle_core::Result<Self> {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mut vars = Vec::new();
         for pair in LAYERS.windows(2) {
@@ -37,25 +40,16 @@ impl Mlp {
         Ok(Self { vars })
     }
 
-    /// The model whose parameters have these values.
-    pub(crate) fn of(params: &[ParamDesc], values: &GatheredParams) -> candle_core::Result<Self> {
-        let vars = params.iter().enumerate().map(|(at, param)| {
-            let dims: Vec<usize> = param.shape.dims().iter().map(|&dim| dim as usize).collect();
-            let dtype = match param.dtype {
-                fusestep_tensor::DType::F64 => DType::F64,
-                fusestep_tensor::DType::F16 => DType::F16,
-                fusestep_tensor::DType::BF16 => DType::BF16,
-                _ => DType::F32,
-            };
-            let bytes = values.bytes(at);
-            Var::from_tensor(&Tensor::from_raw_buffer(bytes, dtype, &dims, &Device::Cpu)?)
-        });
-        let vars = vars.collect::<candle_core::Result<_>>()?;
-        Ok(Self { vars })
+    /// The model of these parameters.
+    pub fn with_vars(vars: Vec<Var>) -> Self {
+        Self { vars }
     }
 
     /// What a plan has to know of the parameters, in their order.
-    pub(crate) fn descs(dtype: fusestep_tensor::DType) -> anyhow::Result<Vec<ParamDesc>> {
+    ///
+    /// # Errors
+    /// None that this model can meet.
+    pub fn params(dtype: fusestep_tensor::DType) -> anyhow::Result<Vec<ParamDesc>> {
         let mut descs = Vec::new();
         for (index, pair) in LAYERS.windows(2).enumerate() {
             let (inputs, outputs) = (pair[0] as u64, pair[1] as u64);
@@ -72,7 +66,7 @@ impl Mlp {
     }
 
     /// The parameters.
-    pub(crate) fn vars(&self) -> &[Var] {
+    pub fn vars(&self) -> &[Var] {
         &self.vars
     }
 
@@ -93,17 +87,28 @@ impl Mlp {
     }
 
     /// The mean cross-entropy of a batch.
-    pub(crate) fn loss(&self, images: &Images) -> candle_core::Result<Tensor> {
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn loss(&self, images: &Images) -> candle_core::Result<Tensor> {
         let (pixels, labels) = tensors(images)?;
         candle_nn::loss::cross_entropy(&self.forward(&pixels)?, &labels)
     }
 
-    /// The share of images whose most likely digit is the right one.
-    pub(crate) fn accuracy(&self, images: &Images) -> candle_core::Result<f64> {
+    /// The mean cross-entropy, and the share of images whose most likely digit is the right one.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn test(&self, images: &Images) -> candle_core::Result<Tested> {
         let (pixels, labels) = tensors(images)?;
-        let found = self.forward(&pixels)?.argmax(D::Minus1)?;
-        let right = found.eq(&labels)?.to_dtype(DType::F32)?;
-        Ok(f64::from(right.mean_all()?.to_scalar::<f32>()?))
+        let logits = self.forward(&pixels)?;
+        let loss = candle_nn::loss::cross_entropy(&logits, &labels)?;
+        let right = logits.argmax(D::Minus1)?.eq(&labels)?;
+        let right = right.to_dtype(DType::F32)?.mean_all()?;
+        Ok(Tested {
+            loss: f64::from(loss.to_scalar::<f32>()?),
+            accuracy: f64::from(right.to_scalar::<f32>()?),
+        })
     }
 }
 
@@ -111,15 +116,4 @@ fn tensors(images: &Images) -> candle_core::Result<(Tensor, Tensor)> {
     let pixels = Tensor::from_slice(&images.pixels, (images.len(), PIXELS), &Device::Cpu)?;
     let labels = Tensor::from_slice(&images.labels, images.len(), &Device::Cpu)?;
     Ok((pixels, labels))
-}
-
-/// A tensor's elements as they lie in memory.
-pub(crate) fn bytes_of(tensor: &Tensor) -> candle_core::Result<Vec<u8>> {
-    let flat = tensor.flatten_all()?;
-    Ok(match flat.dtype() {
-        DType::F64 => bytemuck::cast_slice(&flat.to_vec1::<f64>()?).to_vec(),
-        DType::F16 => bytemuck::cast_slice(&flat.to_vec1::<f16>()?).to_vec(),
-        DType::BF16 => bytemuck::cast_slice(&flat.to_vec1::<bf16>()?).to_vec(),
-        _ => bytemuck::cast_slice(&flat.to_vec1::<f32>()?).to_vec(),
-    })
 }

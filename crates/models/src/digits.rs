@@ -1,12 +1,16 @@
-//! The handwritten digits that `train` learns.
+//! Handwritten digits.
 
 use std::io::Read;
 
 use anyhow::{Context, bail, ensure};
+use candle_core::{DType, Tensor, Var};
 use flate2::read::GzDecoder;
+use fusestep_tensor::ParamDesc;
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
+
+use crate::{Mlp, Task, Tested};
 
 /// Pixels of one image: 8 × 8.
 pub(crate) const PIXELS: usize = 64;
@@ -22,15 +26,22 @@ const FILE: &[u8] = include_bytes!("../../../data/digits.csv.gz");
 
 /// Images and their labels.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Images {
+pub struct Images {
     /// Row by row, scaled to [0, 1].
-    pub(crate) pixels: Vec<f32>,
-    pub(crate) labels: Vec<u32>,
+    pub pixels: Vec<f32>,
+    /// 0 to 9.
+    pub labels: Vec<u32>,
 }
 
 impl Images {
-    pub(crate) fn len(&self) -> usize {
+    /// How many there are.
+    pub fn len(&self) -> usize {
         self.labels.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.labels.is_empty()
     }
 
     fn push(&mut self, (pixels, label): &([f32; PIXELS], u32)) {
@@ -39,7 +50,7 @@ impl Images {
     }
 
     /// The images at these positions, in this order.
-    pub(crate) fn select(&self, positions: &[usize]) -> Self {
+    pub fn select(&self, positions: &[usize]) -> Self {
         let mut selected = Self::default();
         for &at in positions {
             selected
@@ -51,8 +62,66 @@ impl Images {
     }
 }
 
+/// Handwritten digits and the model that learns them.
+#[derive(Clone, Debug)]
+pub struct Digits {
+    /// 1,437 images to learn from.
+    pub train: Images,
+    /// 360 others.
+    pub test: Images,
+}
+
+impl Digits {
+    /// The images; `seed` decides which are held back for the test.
+    ///
+    /// # Errors
+    /// Data that was damaged in the binary.
+    pub fn load(seed: u64) -> anyhow::Result<Self> {
+        let (train, test) = load(seed)?;
+        Ok(Self { train, test })
+    }
+}
+
+impl Task for Digits {
+    fn describe(&self) -> String {
+        format!(
+            "{} training and {} test images of handwritten digits",
+            self.train.len(),
+            self.test.len()
+        )
+    }
+
+    fn samples(&self) -> usize {
+        self.train.len()
+    }
+
+    fn tokens_per_sample(&self) -> usize {
+        1
+    }
+
+    fn params(&self, dtype: fusestep_tensor::DType) -> anyhow::Result<Vec<ParamDesc>> {
+        Mlp::params(dtype)
+    }
+
+    fn start(&self, seed: u64, dtype: DType) -> candle_core::Result<Vec<Var>> {
+        Ok(Mlp::new(seed, dtype)?.vars().to_vec())
+    }
+
+    fn loss(&self, vars: &[Var], samples: &[usize]) -> candle_core::Result<Tensor> {
+        Mlp::with_vars(vars.to_vec()).loss(&self.train.select(samples))
+    }
+
+    fn test(&self, vars: &[Var]) -> candle_core::Result<Tested> {
+        Mlp::with_vars(vars.to_vec()).test(&self.test)
+    }
+
+    fn sample(&self, _: &[Var], _: u64) -> candle_core::Result<Option<String>> {
+        Ok(None)
+    }
+}
+
 /// Training and test images; `seed` decides which are which.
-pub(crate) fn load(seed: u64) -> anyhow::Result<(Images, Images)> {
+fn load(seed: u64) -> anyhow::Result<(Images, Images)> {
     let mut text = String::new();
     GzDecoder::new(FILE)
         .read_to_string(&mut text)
