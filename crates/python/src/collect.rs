@@ -289,7 +289,6 @@ fn misfit(parameter: &Parameter, what: &str, expected: Expected<'_>, unfit: Unfi
         Unfit::DType(None) => text("a dtype that no kernel takes".to_owned()),
         Unfit::Shape(found) => text(format!("shape {found:?}")),
         Unfit::Strides => text("strides".to_owned()),
-        Unfit::ReadOnly => text("one that must not be written".to_owned()),
         Unfit::Alignment => text("an address that is no multiple of its elements'".to_owned()),
     }
 }

@@ -2,25 +2,20 @@
 //!
 //! A tensor is described by DLPack. PyTorch from 2.10 on fills in a description without making an
 //! object (`__dlpack_c_exchange_api__`), some 20 ns a tensor, so that every address is asked for
-//! anew at every step and none can be out of date. Others give a capsule (`__dlpack__`).
+//! anew at every step and none can be out of date.
 
 use std::ffi::{CStr, c_int, c_void};
 
-use fusestep::launch::Access;
-use fusestep::{DType, Shape};
+use fusestep::DType;
 use pyo3::exceptions::PyTypeError;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyCapsule, PyType};
+use pyo3::types::PyType;
 
 const ON_CPU: c_int = 1;
 const FLOAT: u8 = 2;
 const BFLOAT: u8 = 4;
-/// Flag of a tensor that must not be written.
-const READ_ONLY: u64 = 1;
 const MAJOR: u32 = 1;
-const UNVERSIONED: &CStr = c"dltensor";
-const VERSIONED: &CStr = c"dltensor_versioned";
 const EXCHANGE: &CStr = c"dlpack_exchange_api";
 
 /// `DLTensor` of dlpack.h.
@@ -36,17 +31,6 @@ struct Described {
     shape: *const i64,
     strides: *const i64,
     byte_offset: u64,
-}
-
-/// The beginning of `DLManagedTensorVersioned`, all that is read of it.
-#[repr(C)]
-struct Versioned {
-    major: u32,
-    minor: u32,
-    manager: *mut c_void,
-    deleter: *mut c_void,
-    flags: u64,
-    tensor: Described,
 }
 
 /// `DLPackExchangeAPI`, whose first two members are those of its header.
@@ -75,8 +59,6 @@ pub(crate) enum Unfit {
     Shape(Vec<i64>),
     /// Its elements do not lie one behind the other in the order of their indices.
     Strides,
-    /// It must not be written.
-    ReadOnly,
     /// Its address is no multiple of the size of its elements.
     Alignment,
 }
@@ -231,69 +213,6 @@ fn in_order(shape: &[i64], strides: &[i64]) -> bool {
         expected *= extent;
         fits
     })
-}
-
-/// A tensor that an object has described in a capsule, which keeps its memory.
-pub(crate) struct Exported {
-    capsule: Py<PyAny>,
-}
-
-impl Exported {
-    /// That of an object with the method `__dlpack__`.
-    pub(crate) fn of(object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let capsule = object.call_method0("__dlpack__")?;
-        Ok(Self {
-            capsule: capsule.downcast_into::<PyCapsule>()?.into_any().unbind(),
-        })
-    }
-
-    /// Its dtype, `None` for one that no kernel takes, and its extents.
-    pub(crate) fn describe(&self, py: Python<'_>) -> PyResult<(Option<DType>, Vec<i64>)> {
-        let (described, _) = self.described(py)?;
-        // SAFETY: a producer fills in `ndim` extents, and the capsule keeps them.
-        let shape = unsafe { described.extents(described.shape) };
-        Ok((described.dtype(), shape.to_vec()))
-    }
-
-    /// Where the elements lie, if they are as expected and may be used so.
-    pub(crate) fn place(
-        &self,
-        py: Python<'_>,
-        expected: Expected<'_>,
-        access: Access,
-    ) -> Result<Place, Unfit> {
-        let (described, flags) = self.described(py).map_err(Unfit::NoMemory)?;
-        if access != Access::Read && flags & READ_ONLY != 0 {
-            return Err(Unfit::ReadOnly);
-        }
-        // SAFETY: a producer fills in `ndim` extents and strides, and the capsule keeps them.
-        unsafe { described.place(expected) }
-    }
-
-    fn described<'py>(&'py self, py: Python<'py>) -> PyResult<(&'py Described, u64)> {
-        let capsule = self.capsule.as_ptr();
-        // SAFETY: `capsule` is a live capsule, kept by `self`. One of either name that was not
-        // consumed holds a tensor of its kind until it is dropped, and nothing here consumes it.
-        let found = unsafe {
-            if ffi::PyCapsule_IsValid(capsule, VERSIONED.as_ptr()) != 0 {
-                let pointer = ffi::PyCapsule_GetPointer(capsule, VERSIONED.as_ptr());
-                let managed = pointer.cast::<Versioned>().as_ref();
-                managed
-                    .filter(|managed| managed.major == MAJOR)
-                    .map(|managed| (&managed.tensor, managed.flags))
-            } else if ffi::PyCapsule_IsValid(capsule, UNVERSIONED.as_ptr()) != 0 {
-                let pointer = ffi::PyCapsule_GetPointer(capsule, UNVERSIONED.as_ptr());
-                pointer
-                    .cast::<Described>()
-                    .as_ref()
-                    .map(|tensor| (tensor, 0))
-            } else {
-                None
-            }
-        };
-        let _ = py;
-        found.ok_or_else(|| PyTypeError::new_err("expected a tensor by DLPack 1, found another"))
-    }
 }
 
 impl Place {
