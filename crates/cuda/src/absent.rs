@@ -34,16 +34,6 @@ impl CudaBackend {
         match self.never {}
     }
 
-    /// This backend with waves of at most this many chunks; they change the time, not the bits.
-    pub fn with_wave_chunks(self, _wave_chunks: std::num::NonZeroU32) -> Self {
-        match self.never {}
-    }
-
-    /// This backend without grids that wait for themselves; it changes the launches, not the bits.
-    pub fn without_grid_sync(self) -> Self {
-        match self.never {}
-    }
-
     /// Times steps by the device's clock.
     ///
     /// # Errors

@@ -30,7 +30,7 @@ mod update_sums;
 pub use absent::CudaBackend;
 #[cfg(feature = "cuda")]
 pub use backend::CudaBackend;
-pub use info::{DeviceInfo, GridSync};
+pub use info::DeviceInfo;
 pub use timing::DeviceTime;
 
 /// The backend's name in messages.
