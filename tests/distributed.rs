@@ -42,5 +42,7 @@ mod slices;
 mod stages;
 #[path = "distributed/train.rs"]
 mod train;
+#[path = "distributed/uneven_leaves.rs"]
+mod uneven_leaves;
 #[path = "distributed/views.rs"]
 mod views;
