@@ -19,6 +19,7 @@ const WELCOME: &str = "welcome";
 /// Where and as whom a process meets the others of its job.
 ///
 /// ```no_run
+/// # #[cfg(feature = "nccl")] {
 /// use fusestep_collective::{Collectives, ReduceOp};
 /// use fusestep_collective_nccl::{Meeting, NcclCommunicator, NcclOptions};
 ///
@@ -27,6 +28,7 @@ const WELCOME: &str = "welcome";
 /// let meeting = Meeting { rank: 0, world_size: 2, ..Meeting::at("/shared/run-17") };
 /// let mut comm = NcclCommunicator::new(Box::new(meeting.join()?), 0, &NcclOptions::default())?;
 /// comm.all_reduce(&mut [1.0f32; 8], ReduceOp::Sum)?;
+/// # }
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug)]
