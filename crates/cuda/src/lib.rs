@@ -1,4 +1,8 @@
-#![doc = include_str!("../README.md")]
+#![cfg_attr(feature = "cuda", doc = include_str!("../README.md"))]
+#![cfg_attr(
+    not(feature = "cuda"),
+    doc = "Backend of fusestep on CUDA devices; empty without the feature `cuda`."
+)]
 #![cfg(feature = "cuda")]
 
 mod backend;
