@@ -34,6 +34,12 @@ inline std::uint64_t put(T value) {
     return slot;
 }
 
+// Bytes of an operand of the type; predicates have none.
+template <class T>
+constexpr std::uint8_t OPERAND_BYTES = sizeof(T);
+template <>
+inline constexpr std::uint8_t OPERAND_BYTES<bool> = 0;
+
 // Handlers from plain functions: result and sources are typed by the function's signature.
 template <auto FUNCTION>
 struct Compute;
@@ -49,7 +55,7 @@ struct Compute<FUNCTION> {
     static void run(Warp& warp, const Instruction& instruction, std::uint32_t lanes) {
         rows(warp, instruction, lanes, std::index_sequence_for<S...>{});
     }
-    static constexpr Form form() { return {run, unsigned(sizeof...(S))}; }
+    static constexpr Form form() { return {run, unsigned(sizeof...(S)), {OPERAND_BYTES<R>, OPERAND_BYTES<S>...}}; }
 };
 
 using Table = std::map<std::string, Form>;

@@ -57,13 +57,17 @@ void join_parts(Warp& warp, const Instruction& instruction, std::uint32_t lanes)
     });
 }
 
+// Rows of constants and of what nobody reads fit every instruction.
+constexpr std::uint8_t ANY_BYTES = 0xff;
+enum class Widths { Same, OrWider };
+
 class Decoder {
 public:
     Decoder(const Module& module, Entry* entry) : module_(module), entry_(*entry) {}
 
     void run() {
         scopes_.emplace_back();
-        sink_ = new_row();
+        sink_ = new_row(ANY_BYTES);
         for (const Statement& statement : statements(entry_.text, entry_.first_line)) {
             line_ = statement.line;
             read(statement);
@@ -78,7 +82,20 @@ public:
     }
 
 private:
-    std::uint32_t new_row() { return entry_.rows++; }
+    std::uint32_t new_row(std::uint8_t bytes) {
+        row_bytes_.push_back(bytes);
+        return entry_.rows++;
+    }
+
+    // The assembler takes registers of an instruction's own width only. Accesses extend into a wider
+    // one or store its low bytes, and conversions read its low bytes.
+    void check_width(std::uint32_t row, std::uint8_t bytes, Widths widths) const {
+        const std::uint8_t found = row_bytes_[row];
+        if (found == bytes || found == ANY_BYTES) return;
+        if (widths == Widths::OrWider && bytes != 0 && found > bytes) return;
+        const auto name = [](std::uint8_t width) { return width == 0 ? std::string("a predicate") : "a register of " + std::to_string(width) + " bytes"; };
+        refuse("expected " + name(bytes) + ", found " + name(found) + " in `" + text_ + "`");
+    }
 
     [[noreturn]] void refuse(const std::string& why) const { throw Refusal{line_, why}; }
 
@@ -116,15 +133,17 @@ private:
     // `.reg .f32 %f<411>` or `.reg .b32 a, b`.
     void declare_registers(const std::string& text) {
         const std::size_t type_end = text.find(' ', 5);
-        if (type_end == std::string::npos) refuse("unknown directive `" + text + "`");
+        const std::string type = text.substr(5, type_end - 5);
+        const std::uint8_t bytes = std::uint8_t(type_bytes(type));
+        if (type_end == std::string::npos || (bytes == 0 && type != ".pred")) refuse("unknown directive `" + text + "`");
         for (const std::string& name : split_operands(text.substr(type_end))) {
             const std::size_t bracket = name.find('<');
             if (bracket == std::string::npos) {
-                scopes_.back()[name] = new_row();
+                scopes_.back()[name] = new_row(bytes);
                 continue;
             }
             const unsigned long count = std::strtoul(name.c_str() + bracket + 1, nullptr, 10);
-            for (unsigned long i = 0; i < count; ++i) scopes_.back()[name.substr(0, bracket) + std::to_string(i)] = new_row();
+            for (unsigned long i = 0; i < count; ++i) scopes_.back()[name.substr(0, bracket) + std::to_string(i)] = new_row(bytes);
         }
     }
 
@@ -138,7 +157,7 @@ private:
     std::uint32_t constant(std::uint64_t value) {
         const auto known = constants_.find(value);
         if (known != constants_.end()) return known->second;
-        const std::uint32_t row = constants_[value] = new_row();
+        const std::uint32_t row = constants_[value] = new_row(ANY_BYTES);
         entry_.constants.push_back({row, value});
         return row;
     }
@@ -155,7 +174,7 @@ private:
         for (const auto& known : SPECIALS)
             if (name == known.first) {
                 const auto row = specials_.emplace(name, entry_.rows);
-                if (row.second) entry_.specials.push_back({new_row(), known.second});
+                if (row.second) entry_.specials.push_back({new_row(4), known.second});
                 return row.first->second;
             }
         refuse("unknown operand `" + name + "`");
@@ -195,6 +214,7 @@ private:
         const std::string inside = text.substr(1, text.size() - 2);
         const std::size_t plus = inside.find('+');
         to->address = source(trimmed(inside.substr(0, plus)));
+        check_width(to->address, 8, Widths::Same);
         if (plus == std::string::npos) return;
         std::uint64_t offset;
         if (!read_number(trimmed(inside.substr(plus + 1)), &offset)) refuse("expected an offset, found `" + text + "`");
@@ -204,12 +224,13 @@ private:
     void instruction(std::string text) {
         Instruction decoded;
         decoded.line = line_;
-        decoded.text = text;
+        decoded.text = text_ = text;
         if (text[0] == '@') {
             const std::size_t end = text.find(' ');
             const bool negated = text[1] == '!';
             decoded.guard = source(text.substr(1 + negated, end - 1 - negated));
             decoded.guard_skips = negated;
+            check_width(decoded.guard, 0, Widths::Same);
             text = trimmed(text.substr(end));
         }
         const std::size_t end = text.find(' ');
@@ -243,6 +264,7 @@ private:
             to->kind = Kind::WarpBarrier;
             expect(operands, 1);
             to->at[5] = source(operands[0]);
+            check_width(to->at[5], 4, Widths::Same);
         } else if (begins_with(opcode, "fence.") || begins_with(opcode, "membar.")) {
             // One after the other, accesses of one thread are in order anyway; the races say what
             // others may see.
@@ -270,11 +292,15 @@ private:
         if (updates || reduces) {
             to->at[0] = reduces ? sink_ : result(operands[0]);
             for (std::size_t i = 0; i < sources; ++i) to->at[1 + i] = source(operands[(reduces ? 1 : 2) + i]);
+            for (std::size_t i = 0; i <= sources; ++i) check_width(to->at[i], to->element_bytes, Widths::Same);
             return true;
         }
         const std::vector<std::string> values = parts_of(operands[stores ? 1 : 0]);
         if (values.size() != to->count) refuse("expected " + std::to_string(to->count) + " elements, found `" + to->text + "`");
-        for (std::size_t i = 0; i < values.size(); ++i) to->at[i] = stores ? source(values[i]) : result(values[i]);
+        for (std::size_t i = 0; i < values.size(); ++i) {
+            to->at[i] = stores ? source(values[i]) : result(values[i]);
+            check_width(to->at[i], to->element_bytes, Widths::OrWider);
+        }
         return true;
     }
 
@@ -285,6 +311,7 @@ private:
         to->at[0] = result(trimmed(results[0]));
         to->at[1] = results.size() > 1 ? result(trimmed(results[1])) : sink_;
         for (std::size_t i = 1; i < 5; ++i) to->at[1 + i] = source(operands[i]);
+        for (std::size_t i = 0; i < 6; ++i) check_width(to->at[i], i == 1 ? 0 : 4, Widths::Same);
     }
 
     void compute(const std::string& opcode, const std::vector<std::string>& operands, Instruction* to) {
@@ -294,6 +321,9 @@ private:
         to->run = form->run;
         to->at[0] = result(operands[0]);
         for (unsigned i = 0; i < form->sources; ++i) to->at[1 + i] = source(operands[1 + i]);
+        check_width(to->at[0], form->operand_bytes[0], Widths::Same);
+        const Widths widths = begins_with(opcode, "cvt.") ? Widths::OrWider : Widths::Same;
+        for (unsigned i = 1; i <= form->sources; ++i) check_width(to->at[i], form->operand_bytes[i], widths);
     }
 
     // `mov.b64 {%r1, %r2}, %rd1` and its reverse: parts from the lowest bits up, the whole last.
@@ -307,11 +337,15 @@ private:
         to->run = splits ? split_whole : join_parts;
         for (std::size_t i = 0; i < parts.size(); ++i) to->at[i] = splits ? result(parts[i]) : source(parts[i]);
         to->at[5] = splits ? source(operands[1]) : result(operands[0]);
+        for (std::size_t i = 0; i < parts.size(); ++i) check_width(to->at[i], to->element_bytes, Widths::Same);
+        check_width(to->at[5], std::uint8_t(whole_bytes), Widths::Same);
     }
 
     const Module& module_;
     Entry& entry_;
     std::uint32_t line_ = 0, sink_ = 0;
+    std::string text_;  // of the instruction that is read
+    std::vector<std::uint8_t> row_bytes_;
     std::vector<std::map<std::string, std::uint32_t>> scopes_;
     std::map<std::string, std::uint32_t> specials_;
     std::map<std::uint64_t, std::uint32_t> constants_;

@@ -143,6 +143,8 @@ struct Refusal {
 struct Form {
     Handler run;
     unsigned sources;
+    // Of the result and of each source; 0 is a predicate.
+    std::array<std::uint8_t, 6> operand_bytes;
 };
 // Null for an opcode that computes nothing here.
 const Form* find_form(const std::string& opcode);

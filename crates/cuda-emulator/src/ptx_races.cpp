@@ -2,8 +2,10 @@
 //
 // What orders them is what the memory model of PTX says, as far as kernels rely on it: the barrier
 // of a block, and between blocks a release that is read by an acquire. A release tells what the
-// block knew at its last barrier; an acquire is the thread's own until the next barrier hands it to
-// its block. That is the grid barrier of cooperative groups. A shuffle orders nothing.
+// block knew at its last barrier, and what its own thread has done; an acquire is the thread's own
+// until the next barrier hands it to its block. That is the grid barrier of cooperative groups. What
+// a thread does between a release and its next barrier counts as done before the release. A shuffle
+// orders nothing.
 //
 // Two bytes share a cell, which keeps their last writer and their last reader, or that several
 // threads of one block have read. A reader in another block replaces the one before, so a write
@@ -47,20 +49,27 @@ struct Known {
 };
 std::array<Known, 256> known_pages;
 
-bool knows(const Clock& clock, std::uint32_t block, std::uint32_t epoch) {
-    const auto found = clock.find(block);
-    return found != clock.end() && epoch < found->second;
+std::uint64_t key_of(std::uint32_t block, std::uint64_t thread) { return std::uint64_t(block) << THREAD_BITS | thread; }
+
+// Whether all that the mark stands for is behind what the clock says of its block or its thread.
+bool knows(const Clock& clock, const Mark& mark) {
+    for (const std::uint64_t thread : {SEVERAL, thread_of(mark)}) {
+        const auto found = clock.find(key_of(block_of(mark), thread));
+        if (found != clock.end() && epoch_of(mark) < found->second) return true;
+    }
+    return false;
 }
 
 // Whether what the mark stands for happened before the lane's next access.
 bool is_ordered(const Mark& mark, const Warp& warp, std::uint64_t thread) {
     const Block& block = *warp.block;
-    const std::uint32_t epoch = epoch_of(mark), other = block_of(mark);
+    const std::uint32_t epoch = epoch_of(mark);
     if (epoch == EPOCH_LAST) return true;  // more barriers than a mark counts
-    if (other == (block.index & ((1u << BLOCK_BITS) - 1))) return thread_of(mark) == thread || epoch < block.epoch;
-    if (knows(block.known, other, epoch)) return true;
+    const bool same_block = block_of(mark) == (block.index & ((1u << BLOCK_BITS) - 1));
+    if (same_block && (thread_of(mark) == thread || epoch < block.epoch)) return true;
+    if (knows(block.known, mark)) return true;
     const auto acquired = block.acquired.find(std::uint32_t(thread));
-    return acquired != block.acquired.end() && knows(acquired->second, other, epoch);
+    return acquired != block.acquired.end() && knows(acquired->second, mark);
 }
 
 [[noreturn]] void report(const Mark& mark, const char* before, const char* now, std::uint64_t address, unsigned bytes) {
@@ -130,8 +139,12 @@ void tell(std::uint64_t address, const Warp& warp, unsigned lane) {
     join(&message, block.known);
     const auto acquired = block.acquired.find(warp.first_thread + lane);
     if (acquired != block.acquired.end()) join(&message, acquired->second);
-    std::uint32_t& epoch = message[block.index];
-    epoch = std::max(epoch, block.epoch);
+    const std::uint32_t index = block.index & ((1u << BLOCK_BITS) - 1);
+    const std::uint64_t thread = warp.first_thread + lane;
+    for (const auto& own : {std::pair<std::uint64_t, std::uint32_t>{SEVERAL, block.epoch}, {thread, block.epoch + 1}}) {
+        std::uint32_t& epoch = message[key_of(index, own.first)];
+        epoch = std::max(epoch, own.second);
+    }
 }
 
 void learn(std::uint64_t address, const Warp& warp, unsigned lane) {

@@ -36,15 +36,6 @@ std::string without_comments(const std::string& text) {
     return result;
 }
 
-// Bytes of `.b8` to `.f64`; 0 if it is another word.
-std::size_t type_bytes(const std::string& word) {
-    if (word == ".b8" || word == ".u8" || word == ".s8") return 1;
-    if (word == ".b16" || word == ".u16" || word == ".s16") return 2;
-    if (word == ".b32" || word == ".u32" || word == ".s32" || word == ".f32") return 4;
-    if (word == ".b64" || word == ".u64" || word == ".s64" || word == ".f64") return 8;
-    return 0;
-}
-
 // Bytes of the entry's only parameter.
 std::size_t argument_bytes(const std::string& head, std::uint32_t line) {
     const std::size_t open = head.find('('), close = head.find(')');
@@ -108,6 +99,14 @@ Entry* read_entry(const std::string& text, std::size_t at, std::uint32_t line, s
 }
 
 }  // namespace
+
+std::size_t type_bytes(const std::string& word) {
+    if (word == ".b8" || word == ".u8" || word == ".s8") return 1;
+    if (word == ".b16" || word == ".u16" || word == ".s16") return 2;
+    if (word == ".b32" || word == ".u32" || word == ".s32" || word == ".f32") return 4;
+    if (word == ".b64" || word == ".u64" || word == ".s64" || word == ".f64") return 8;
+    return 0;
+}
 
 std::string trimmed(const std::string& text) {
     std::size_t from = 0, to = text.size();
