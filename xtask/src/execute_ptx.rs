@@ -5,22 +5,41 @@ mod mutants;
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
 use fusestep_cuda_emulator::{Options, build};
 
 use crate::emulate::{SUITE, split};
+use crate::mpi::executables;
 use crate::workspace_root;
 
-/// Tests that together run entries of every kernel and most storage classes, in under a minute.
-const EACH_ONCE: [&str; 6] = [
-    "every_rule_and_format_has_the_norms_of_the_host",
-    "every_rule_cut_in_every_way_has_the_norms_of_the_host",
-    "tensors_that_are_not_finite_are_left_and_counted",
-    "clipped_and_scaled_steps_give_the_bits_of_the_host",
-    "chunks_of_64_elements_three_to_a_launch_give_the_same_bits",
-    "a_fault_of_the_device_shows_with_its_code_and_stays",
+/// Tests of a program, by parts of their names; none for all of them.
+type Tests = (&'static str, &'static [&'static str]);
+
+/// What runs if nothing else is asked for: every entry on small tensors, and what small tensors do
+/// not show: chunks and launches that cut them, addresses that no pack fits, graphs, faults.
+const EACH_ONCE: [Tests; 5] = [
+    ("every_entry", &[]),
+    (
+        "emulated",
+        &[
+            "chunks_of_64_elements_three_to_a_launch_give_the_same_bits",
+            "addresses_that_no_pack_fits_give_the_same_bits_and_touch_nothing_else",
+        ],
+    ),
+    (
+        "normed",
+        &[
+            "addresses_that_no_pack_fits_give_the_same_bits_and_touch_nothing_else",
+            "excluded_tensors_take_the_rate_that_the_option_says",
+        ],
+    ),
+    (
+        "resident",
+        &["a_graph_replays_the_whole_tail_with_the_bits_of_plain_steps"],
+    ),
+    ("faults", &[]),
 ];
 
 /// Tests that build drivers from broken sources: they say nothing about PTX.
@@ -31,7 +50,7 @@ const OF_SOURCES: &str = "mutants_that";
 struct Request {
     /// The whole suite.
     all: bool,
-    /// What each entry did, as a table.
+    /// What an element costs each entry, as a table, in place of the tests.
     counts: bool,
     /// Broken PTX in place of the tests.
     mutants: bool,
@@ -39,7 +58,7 @@ struct Request {
     seed: Option<u64>,
 }
 
-/// Builds the emulator and runs the suite, or the mutants, on PTX.
+/// Builds the emulator and runs the tests, the counts or the mutants, on PTX.
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let (own, tests) = split(arguments);
     let request = Request::parse(own)?;
@@ -47,38 +66,32 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let folder = root.join("target/emulator");
     build(&root.join("kernels"), &folder, &Options::default())?;
     let counts = root.join("target/execute-ptx-counts.jsonl");
-    let _ = std::fs::remove_file(&counts);
     let mut suite = Suite::new(&folder, &counts);
     if let Some(seed) = request.seed {
         suite.set("FUSESTEP_PTX_SEED", seed.to_string());
     }
+    suite.find_programs()?;
     if request.mutants {
         return mutants::run(&suite, &root);
     }
-    let mut tests = tests.to_vec();
-    let chosen = !tests.is_empty();
-    if !request.all && !chosen {
-        tests = EACH_ONCE.map(str::to_owned).to_vec();
-    }
-    tests.extend(["--skip".to_owned(), OF_SOURCES.to_owned()]);
-    let status = suite
-        .command(&tests)
-        .status()
-        .context("cannot start cargo")?;
-    ensure!(status.success(), "the CUDA tests failed on the PTX");
-    let ran = counts::read(&counts)?;
     if request.counts {
-        counts::print(&ran);
+        return counts::of_an_element(&suite, &counts);
     }
-    if chosen {
+    let _ = std::fs::remove_file(&counts);
+    if request.all || !tests.is_empty() {
+        for program in &suite.programs {
+            suite.pass(program, tests)?;
+        }
+    } else {
+        for (name, tests) in EACH_ONCE {
+            let tests: Vec<String> = tests.iter().map(|&test| test.to_owned()).collect();
+            suite.pass(suite.program(name)?, &tests)?;
+        }
+    }
+    if !tests.is_empty() {
         return Ok(());
     }
-    let required = if request.all {
-        counts::Required::AllClasses
-    } else {
-        counts::Required::Nothing
-    };
-    counts::check_coverage(&ran, &root, required)
+    counts::check_coverage(&counts::read(&counts)?, &root)
 }
 
 impl Request {
@@ -105,14 +118,16 @@ impl Request {
 }
 
 /// The CUDA tests with what makes them run on PTX.
-pub(crate) struct Suite {
+struct Suite {
     environment: Vec<(OsString, OsString)>,
+    programs: Vec<PathBuf>,
 }
 
 impl Suite {
     fn new(folder: &Path, counts: &Path) -> Self {
         let mut suite = Self {
             environment: Vec::new(),
+            programs: Vec::new(),
         };
         suite.set("CUDA_LIBRARY_PATH", folder);
         suite.set("LD_LIBRARY_PATH", folder.join("lib64"));
@@ -122,23 +137,64 @@ impl Suite {
     }
 
     fn set(&mut self, name: &str, value: impl Into<PathBuf>) {
-        self.environment
-            .push((name.into(), value.into().into_os_string()));
+        let value = value.into().into_os_string();
+        self.environment.push((name.into(), value));
     }
 
-    fn command(&self, tests: &[String]) -> Command {
+    /// Has cargo build the programs of the suite.
+    fn find_programs(&mut self) -> Result<()> {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-        let mut command = Command::new(cargo);
-        command.current_dir(workspace_root()).arg("test");
-        command.args(SUITE).arg("--").args(tests);
+        let output = Command::new(cargo)
+            .current_dir(workspace_root())
+            .arg("test")
+            .args(SUITE)
+            .args(["--no-run", "--message-format=json-render-diagnostics"])
+            .envs(self.environment.iter().cloned())
+            .stderr(Stdio::inherit())
+            .output()
+            .context("cannot start cargo")?;
+        ensure!(output.status.success(), "the CUDA tests cannot be built");
+        self.programs = executables(&String::from_utf8(output.stdout)?);
+        Ok(())
+    }
+
+    /// The program of one test file.
+    fn program(&self, name: &str) -> Result<&Path> {
+        let prefix = format!("{name}-");
+        let named = self.programs.iter().find(|path| {
+            let file = path.file_name().unwrap_or_default().to_string_lossy();
+            file.starts_with(&prefix)
+        });
+        named
+            .map(PathBuf::as_path)
+            .with_context(|| format!("cargo built no test program `{name}`"))
+    }
+
+    fn command(&self, program: &Path) -> Command {
+        let mut command = Command::new(program);
+        command.current_dir(workspace_root().join("crates/cuda"));
         command.envs(self.environment.iter().cloned());
         command
     }
 
+    /// Requires tests of a program to pass.
+    fn pass(&self, program: &Path, arguments: &[String]) -> Result<()> {
+        let mut command = self.command(program);
+        command.args(arguments).args(["--skip", OF_SOURCES]);
+        let status = command.status().context("cannot start a test program")?;
+        ensure!(
+            status.success(),
+            "tests failed on the PTX: {}",
+            program.display()
+        );
+        Ok(())
+    }
+
     /// Runs the one test of that name with another text in place of its module.
-    fn one_with(&self, test: &str, text: &Path) -> Result<Output> {
-        let mut command = self.command(&[test.to_owned(), "--exact".to_owned()]);
+    fn one_with(&self, program: &str, test: &str, text: &Path) -> Result<Output> {
+        let mut command = self.command(self.program(program)?);
+        command.args([test, "--exact"]);
         command.env("FUSESTEP_PTX_INSTEAD", text);
-        command.output().context("cannot start cargo")
+        command.output().context("cannot start a test program")
     }
 }

@@ -38,6 +38,15 @@ bool read_number(const std::string& text, std::uint64_t* bits) {
 
 std::uint64_t low_bytes(unsigned bytes) { return bytes == 8 ? ~std::uint64_t(0) : (std::uint64_t(1) << (8 * bytes)) - 1; }
 
+Unit unit_of(const std::string& opcode) {
+    const bool is_float = opcode.find(".f32") != std::string::npos || opcode.find(".f64") != std::string::npos;
+    for (const char* name : {"div.", "sqrt.", "rcp."})
+        if (is_float && begins_with(opcode, name)) return Unit::Division;
+    for (const char* name : {"add.", "sub.", "mul.", "fma.", "min.", "max.", "setp.", "cvt."})
+        if (begins_with(opcode, name) && opcode.find(".f64") != std::string::npos) return Unit::Double;
+    return Unit::Plain;
+}
+
 void split_whole(Warp& warp, const Instruction& instruction, std::uint32_t lanes) {
     const unsigned bytes = instruction.element_bytes;
     each_lane(lanes, [&](unsigned lane) {
@@ -319,6 +328,7 @@ private:
         if (form == nullptr) refuse("unknown instruction `" + opcode + "` in `" + to->text + "`");
         expect(operands, 1 + form->sources);
         to->run = form->run;
+        to->unit = unit_of(opcode);
         to->at[0] = result(operands[0]);
         for (unsigned i = 0; i < form->sources; ++i) to->at[1 + i] = source(operands[1 + i]);
         check_width(to->at[0], form->operand_bytes[0], Widths::Same);

@@ -47,6 +47,11 @@ enum class Kind : std::uint8_t {
     Yield,
 };
 
+// What instructions cost beside their number: arithmetic in f64, of which many devices have little,
+// and divisions and roots, which the assembler makes dozens of instructions of.
+enum class Unit : std::uint8_t { Plain, Double, Division };
+constexpr std::size_t UNITS = 3;
+
 enum class Extend : std::uint8_t { Zero, Sign };
 enum class Shuffle : std::uint8_t { Up, Down, Butterfly, Index };
 // `Aligned`: all threads of a warp arrive at the very same instruction.
@@ -59,6 +64,7 @@ using Handler = void (*)(Warp&, const Instruction&, std::uint32_t lanes);
 struct Instruction {
     Handler run = nullptr;
     Kind kind = Kind::Compute;
+    Unit unit = Unit::Plain;
     // A predicate's row; lanes take part where it differs from `guard_skips`.
     std::uint32_t guard = NO_ROW;
     std::uint64_t guard_skips = 0;
@@ -99,6 +105,7 @@ struct SpecialRow {
 // What the threads of an entry have done, over all launches.
 struct Counts {
     std::uint64_t launches = 0, threads = 0, instructions = 0, barriers = 0, shuffles = 0, atomics = 0;
+    std::array<std::uint64_t, UNITS> by_unit{};
     // By space and by the logarithm of the bytes of one access.
     std::array<std::array<std::uint64_t, 6>, 4> loads{}, stores{};
     // 32-byte sectors of global memory that the accesses of a warp touch together.

@@ -214,7 +214,7 @@ bool take_control(Warp& warp, const Instruction& instruction, std::uint32_t lane
 // Runs lanes that stand at one instruction until they part, wait, or have had their turn.
 void run_together(Warp& warp, std::uint32_t lanes, std::uint32_t turn) {
     const Instruction* const code = launch.entry->code.data();
-    std::uint64_t* const instructions = &launch.entry->counts.instructions;
+    Counts& counts = launch.entry->counts;
     const unsigned width = unsigned(__builtin_popcount(lanes));
     std::uint32_t pc = warp.pc[unsigned(__builtin_ctz(lanes))];
     launch.warp = &warp;
@@ -228,7 +228,8 @@ void run_together(Warp& warp, std::uint32_t lanes, std::uint32_t turn) {
                 if (guard[lane] == instruction.guard_skips) active &= ~(1u << lane);
             });
         }
-        *instructions += width;
+        counts.instructions += width;
+        counts.by_unit[std::size_t(instruction.unit)] += width;
         if (instruction.kind == Kind::Compute) {
             if (active != 0) instruction.run(warp, instruction, active);
             ++pc;

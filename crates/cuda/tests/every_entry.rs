@@ -13,7 +13,7 @@ use common::{TINY, cpu, cuda, formats};
 use fusestep_cuda::CudaBackend;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
-use fusestep_launch::{Backend, Precision};
+use fusestep_launch::{Backend, Master, Precision, Rounding, StateDType};
 use fusestep_planner::{Optimizer, Planner, TableKind, UpdateNorms};
 use fusestep_tensor::DType;
 use fusestep_testkit::{Case, outcome, rules};
@@ -134,6 +134,19 @@ fn adam_alone_gives_the_bits_of_the_host() {
 }
 
 #[test]
+fn adam_in_16_bits_alone_gives_the_bits_of_the_host() {
+    let precision = Precision {
+        master: Master::F32,
+        state: StateDType::Bf16,
+        ..Precision::default()
+    };
+    let way = |planner: Planner| resident(planner.precision(precision));
+    for rule in rules().into_iter().take(2) {
+        same_bits_of(&cuda(), rule, &way, &case_of(DType::BF16));
+    }
+}
+
+#[test]
 fn norms_alone_give_the_bits_of_the_host() {
     let mut long = Case::new([70_000, 5], DType::F32);
     long.steps = 1;
@@ -199,8 +212,12 @@ fn norms_have_the_bits_of_the_host_to_the_last() {
 fn one_tensor_of_the_length_that_the_environment_says() {
     let numel = std::env::var("FUSESTEP_COUNT_ELEMENTS").expect("a length");
     let numel = numel.parse().expect("a number");
+    let rounding = std::env::var("FUSESTEP_COUNT_ROUNDING").expect("`nearest` or `random`");
     let apart = cuda().without_grid_sync();
     for (dtype, precision) in each_format() {
+        if (precision.rounding == Rounding::Nearest) != (rounding == "nearest") {
+            continue;
+        }
         let mut case = Case::new([numel], dtype);
         case.steps = 1;
         let run = |backend: &CudaBackend, rule, way: &dyn Fn(Planner) -> Planner| {

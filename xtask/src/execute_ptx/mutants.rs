@@ -1,5 +1,7 @@
 //! PTX with one change that breaks it: a test that runs on it must fail.
 
+mod list;
+
 use std::fs;
 use std::path::Path;
 use std::time::Instant;
@@ -7,180 +9,121 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 
 use super::Suite;
+use list::{EACH_BARRIER, Expected, MUTANTS, Mutant, Places};
 
-/// A change of every instruction of one opcode in one entry.
-struct Mutant {
-    /// What is broken.
-    name: &'static str,
-    entry: &'static str,
-    /// The text that is replaced, and by what; an empty text removes the whole instruction.
-    from: &'static str,
-    to: &'static str,
-}
+/// The test file whose tests run on mutants.
+const PROGRAM: &str = "every_entry";
 
-/// A mutant of the entry.
-const fn mutant(
-    name: &'static str,
-    entry: &'static str,
-    from: &'static str,
-    to: &'static str,
-) -> Mutant {
-    Mutant {
-        name,
-        entry,
-        from,
-        to,
-    }
-}
-
-const ADAM: &str = "fused_adam_f32";
-const LARS: &str = "lars_momentum_f32";
-const LAMB: &str = "lamb_f32";
-
-const MUTANTS: [Mutant; 21] = [
-    mutant("products rounded to zero", ADAM, "mul.rn.f32", "mul.rz.f32"),
-    mutant("sums rounded to zero", ADAM, "add.rn.f32", "add.rz.f32"),
-    mutant("differences rounded up", ADAM, "sub.rn.f32", "sub.rp.f32"),
-    mutant("quotients rounded down", ADAM, "div.rn.f32", "div.rm.f32"),
-    mutant("roots rounded up", ADAM, "sqrt.rn.f32", "sqrt.rp.f32"),
-    mutant("sums for products", ADAM, "mul.rn.f32", "add.rn.f32"),
-    mutant(
-        "packs stored by halves",
-        ADAM,
-        "st.global.v4.f32",
-        "st.global.v2.f32",
-    ),
-    mutant(
-        "packs loaded by halves",
-        ADAM,
-        "ld.global.v4.f32",
-        "ld.global.v2.f32",
-    ),
-    mutant("ends inverted", ADAM, "setp.ge.u64", "setp.lt.u64"),
-    mutant("starts inverted", ADAM, "setp.lt.u64", "setp.ge.u64"),
-    mutant(
-        "search of the table inverted",
-        ADAM,
-        "setp.le.u32",
-        "setp.gt.u32",
-    ),
-    mutant(
-        "approximate quotients",
-        ADAM,
-        "div.rn.f32",
-        "div.approx.f32",
-    ),
-    mutant("barriers of the block removed", LARS, "bar.sync", ""),
-    mutant(
-        "barriers of the grid without blocks",
-        LARS,
-        "barrier.sync",
-        "",
-    ),
-    mutant(
-        "arrivals that tell nothing",
-        LARS,
-        "atom.add.release.gpu",
-        "atom.add.relaxed.gpu",
-    ),
-    mutant(
-        "waits that learn nothing",
-        LARS,
-        "ld.acquire.gpu",
-        "ld.relaxed.gpu",
-    ),
-    mutant(
-        "shared values stored as f32",
-        LARS,
-        "st.shared.f64",
-        "st.shared.b32",
-    ),
-    mutant("updates rounded to zero", LARS, "sub.rn.f32", "sub.rz.f32"),
-    mutant("barriers of the block removed", LAMB, "bar.sync", ""),
-    mutant("quotients rounded up", LAMB, "div.rn.f32", "div.rp.f32"),
-    mutant(
-        "waits that learn nothing",
-        LAMB,
-        "ld.acquire.gpu",
-        "ld.relaxed.gpu",
-    ),
-];
-
-/// The test that launches an entry.
-fn test_of(entry: &str) -> &'static str {
-    match entry {
-        ADAM => "chunks_of_64_elements_three_to_a_launch_give_the_same_bits",
-        _ => "excluded_tensors_take_the_rate_that_the_option_says",
-    }
-}
-
-/// Runs every mutant, prints who was found and how, and fails if one survives.
+/// Runs every mutant, prints who was found and how, and fails if one is found that should not be,
+/// or survives that should be found.
 pub(super) fn run(suite: &Suite, root: &Path) -> Result<()> {
     let text = root.join("target/execute-ptx-mutant.ptx");
-    let mut survivors = Vec::new();
-    for entry in [ADAM, LARS] {
-        fs::write(&text, module_of(root, entry)?)?;
-        let output = suite.one_with(test_of(entry), &text)?;
-        ensure!(output.status.success(), "{entry} fails as it is");
-    }
-    println!("| Mutant | Entry | Places | Found by | Seconds |\n|---|---|---:|---|---:|");
-    for mutant in &MUTANTS {
-        let (broken, places) = broken(&module_of(root, mutant.entry)?, mutant)?;
-        fs::write(&text, broken)?;
-        let begun = Instant::now();
-        let output = suite.one_with(test_of(mutant.entry), &text)?;
-        let found = if output.status.success() {
-            survivors.push(mutant.name);
-            "SURVIVED".to_owned()
-        } else {
-            reason(&String::from_utf8_lossy(&output.stderr))
-        };
-        println!(
-            "| {} | {} | {places} | {found} | {:.1} |",
-            mutant.name,
+    let mutants = all(root)?;
+    for mutant in &mutants {
+        // As it is, every module passes every test that a mutant of it must fail.
+        if mutants.iter().find(|other| other.runs_as(mutant)) != Some(mutant) {
+            continue;
+        }
+        fs::write(&text, module_of(root, mutant.entry)?)?;
+        let output = suite.one_with(PROGRAM, mutant.test, &text)?;
+        ensure!(
+            output.status.success(),
+            "{} fails as it is: {}",
             mutant.entry,
-            begun.elapsed().as_secs_f64()
+            reason(&output.stderr)
         );
     }
-    ensure!(survivors.is_empty(), "survived: {}", survivors.join(", "));
-    println!("{} mutants, all found", MUTANTS.len());
+    let mut wrong = Vec::new();
+    let begun = Instant::now();
+    println!("| Mutant | Entry | Places | Found by |\n|---|---|---:|---|");
+    for mutant in &mutants {
+        let (broken, places) = mutant.broken(&module_of(root, mutant.entry)?)?;
+        fs::write(&text, broken)?;
+        let output = suite.one_with(PROGRAM, mutant.test, &text)?;
+        let survives = output.status.success();
+        let says = match mutant.expected {
+            Expected::Found if survives => "SURVIVED".to_owned(),
+            Expected::Unseen(why) if survives => format!("nobody: {why}"),
+            Expected::Unseen(_) => format!("FOUND, by {}", reason(&output.stderr)),
+            Expected::Found => reason(&output.stderr),
+        };
+        if survives == matches!(mutant.expected, Expected::Found) {
+            wrong.push(format!("{} of {}", mutant.name, mutant.entry));
+        }
+        println!("| {} | {} | {places} | {says} |", mutant.name, mutant.entry);
+    }
+    ensure!(wrong.is_empty(), "not as expected: {}", wrong.join(", "));
+    println!(
+        "{} mutants, all as expected, in {} s",
+        mutants.len(),
+        begun.elapsed().as_secs()
+    );
     Ok(())
 }
 
-fn module_of(root: &Path, entry: &str) -> Result<String> {
-    let stem = entry.trim_end_matches("_f32");
-    let path = root.join(format!("kernels/ptx/{stem}.ptx"));
-    fs::read_to_string(&path).with_context(|| path.display().to_string())
+/// Those of the list, and one for each single barrier of the entries that have several.
+fn all(root: &Path) -> Result<Vec<Mutant>> {
+    let mut mutants = MUTANTS.to_vec();
+    for pattern in EACH_BARRIER {
+        let module = module_of(root, pattern.entry)?;
+        let (_, places) = pattern.broken(&module)?;
+        mutants.extend((0..places).map(|index| Mutant {
+            places: Places::One(index),
+            ..pattern
+        }));
+    }
+    Ok(mutants)
 }
 
-/// The module with the mutant, and in how many places it differs.
-fn broken(module: &str, mutant: &Mutant) -> Result<(String, usize)> {
-    let head = format!(".visible .entry {}(", mutant.entry);
-    let from = module.find(&head).context("no such entry")?;
-    let to = from
-        + module[from..]
-            .find("\n}")
-            .context("an entry without an end")?;
-    let mut places = 0;
-    let mut body = String::new();
-    for line in module[from..to].split_inclusive('\n') {
-        // `bar.sync` is no part of `barrier.sync`: opcodes follow space.
-        let is_hit = line
-            .split_whitespace()
-            .any(|word| word.starts_with(mutant.from));
-        places += usize::from(is_hit);
-        if !is_hit {
-            body.push_str(line);
-        } else if !mutant.to.is_empty() {
-            let line = line.replacen(mutant.from, mutant.to, 1);
-            body.push_str(&halved(&line, mutant.to));
+fn module_of(root: &Path, entry: &str) -> Result<String> {
+    let folder = root.join("kernels/ptx");
+    for file in fs::read_dir(&folder)? {
+        let path = file?.path();
+        let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+        if entry.starts_with(&*stem) {
+            return fs::read_to_string(&path).with_context(|| path.display().to_string());
         }
     }
-    ensure!(places != 0, "{}: nothing to break", mutant.name);
-    Ok((
-        format!("{}{body}{}", &module[..from], &module[to..]),
-        places,
-    ))
+    anyhow::bail!("{entry}: no module of its stem in {}", folder.display())
+}
+
+impl Mutant {
+    /// Whether another one is a change of the same module under the same test.
+    fn runs_as(&self, other: &Self) -> bool {
+        (self.entry, self.test) == (other.entry, other.test)
+    }
+
+    /// The module with the mutant, and in how many places it differs.
+    fn broken(&self, module: &str) -> Result<(String, usize)> {
+        let head = format!(".visible .entry {}(", self.entry);
+        let from = module.find(&head).context("no such entry")?;
+        let length = module[from..].find("\n}").context("no end of the entry")?;
+        let (mut met, mut changed) = (0, 0);
+        let mut body = String::new();
+        for line in module[from..from + length].split_inclusive('\n') {
+            // `bar.sync` is no part of `barrier.sync`: opcodes follow space.
+            let mut words = line.split_whitespace();
+            let is_hit = words.any(|word| word.starts_with(self.from))
+                && match self.places {
+                    Places::All => true,
+                    Places::One(index) => met == index,
+                };
+            met += usize::from(
+                line.split_whitespace()
+                    .any(|word| word.starts_with(self.from)),
+            );
+            changed += usize::from(is_hit);
+            if !is_hit {
+                body.push_str(line);
+            } else if !self.to.is_empty() {
+                let line = line.replacen(self.from, self.to, 1);
+                body.push_str(&halved(&line, self.to));
+            }
+        }
+        ensure!(changed != 0, "{}: nothing to break", self.name);
+        let whole = format!("{}{body}{}", &module[..from], &module[from + length..]);
+        Ok((whole, changed))
+    }
 }
 
 /// The first two of four elements, where a pack became a half.
@@ -194,10 +137,48 @@ fn halved(line: &str, to: &str) -> String {
 }
 
 /// What the emulator said of the fault, or that values differ.
-fn reason(output: &str) -> String {
+fn reason(output: &[u8]) -> String {
+    let output = String::from_utf8_lossy(output);
     let said = output.lines().find(|line| line.contains("cuda emulator: "));
     match said {
         Some(line) => line.rsplit("`: ").next().unwrap_or(line).replace('|', "/"),
         None => "other bits than the host's".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MODULE: &str = ".visible .entry other(\n)\n{\n\tbar.sync 0;\n}\n\
+                          .visible .entry own(\n)\n{\n\tbarrier.sync 0;\n\tbar.sync 0;\n\
+                          \tst.global.v4.f32 [%rd1], {%f1, %f2, %f3, %f4};\n\t@%p1 bar.sync 0;\n}\n";
+
+    fn broken(from: &'static str, to: &'static str, places: Places) -> (String, usize) {
+        let mutant = Mutant {
+            name: "a",
+            entry: "own",
+            from,
+            to,
+            places,
+            test: "b",
+            expected: Expected::Found,
+        };
+        mutant.broken(MODULE).unwrap()
+    }
+
+    #[test]
+    fn one_place_or_all_of_one_entry_are_changed() {
+        let (text, places) = broken("bar.sync", "", Places::All);
+        assert_eq!((places, text.matches("bar.sync").count()), (2, 1));
+        assert!(text.contains("barrier.sync"));
+        let (text, places) = broken("bar.sync", "", Places::One(1));
+        assert_eq!((places, text.matches("bar.sync").count()), (1, 2));
+        assert!(!text.contains("@%p1"));
+        let (text, _) = broken("st.global.v4.f32", "st.global.v2.f32", Places::All);
+        assert!(
+            text.contains("st.global.v2.f32 [%rd1], {%f1, %f2};"),
+            "{text}"
+        );
     }
 }

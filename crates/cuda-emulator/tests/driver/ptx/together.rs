@@ -193,6 +193,9 @@ fn entries_are_counted_instruction_by_instruction() {
 	setp.lt.u32 %p1, %r0, 8;
 	@%p1 st.global.u32 [%rd1+16], %r0;
 	bar.sync 0;
+	mul.rn.f64 %d1, 0d3FF0000000000000, 0d3FF0000000000000;
+	div.rn.f32 %f1, 0f3F800000, 0f3F800000;
+	sqrt.rn.f64 %d2, %d1;
 ";
     let environment = [("FUSESTEP_PTX_COUNTS", path.as_str())];
     let launch = Launch {
@@ -204,7 +207,8 @@ fn entries_are_counted_instruction_by_instruction() {
     // Four instructions before the program's own and the return behind it.
     for part in [
         "\"entry\":\"probe\"",
-        "\"launches\":1,\"threads\":64,\"instructions\":576,\"barriers\":1",
+        "\"launches\":1,\"threads\":64,\"instructions\":768,\"barriers\":1",
+        "\"doubles\":64,\"divisions\":128",
         "\"load_sectors\":2,\"store_sectors\":3",
         "\"loads\":{\"16\":64},\"stores\":{\"4\":8}",
     ] {
