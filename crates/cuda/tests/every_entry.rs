@@ -16,7 +16,7 @@ use fusestep_lars_momentum::Lars;
 use fusestep_launch::{Backend, Master, Precision, Rounding, StateDType};
 use fusestep_planner::{Optimizer, Planner, TableKind, UpdateNorms};
 use fusestep_tensor::DType;
-use fusestep_testkit::{Case, outcome, rules};
+use fusestep_testkit::{Case, Gradients, outcome, rules};
 
 /// One rule of each kernel.
 fn rule_of_each_kernel() -> Vec<Optimizer> {
@@ -42,17 +42,15 @@ fn each_format() -> Vec<(DType, Precision)> {
     plain.into_iter().chain(formats()).collect()
 }
 
-/// Requires the host's bits of a rule, with gradients that are clipped and scaled: their factors
-/// are then no powers of two.
+/// Requires the host's bits of a rule.
 fn same_bits_of(
     backend: &CudaBackend,
     rule: Optimizer,
     way: &dyn Fn(Planner) -> Planner,
     case: &Case,
 ) {
-    let naive = way(scaled(Planner::new(rule).naive()));
-    let naive = naive.plan(&case.params).unwrap();
-    let plan = way(scaled(Planner::new(rule))).limits(backend.limits());
+    let naive = way(Planner::new(rule).naive()).plan(&case.params).unwrap();
+    let plan = way(Planner::new(rule)).limits(backend.limits());
     let plan = plan.plan(&case.params);
     let found = outcome(&plan.unwrap(), case, backend);
     let expected = outcome(&naive, case, &cpu());
@@ -64,7 +62,7 @@ fn same_bits_of(
     );
 }
 
-/// [`same_bits_of`] every rule in every format.
+/// [`same_bits_of`] every rule in every format, with gradients that are clipped and scaled.
 fn same_bits_of_all(backend: &CudaBackend, rules: &[Optimizer], way: &dyn Fn(Planner) -> Planner) {
     for (dtype, precision) in each_format() {
         let case = case_of(dtype);
@@ -72,7 +70,7 @@ fn same_bits_of_all(backend: &CudaBackend, rules: &[Optimizer], way: &dyn Fn(Pla
             same_bits_of(
                 backend,
                 rule,
-                &|planner| way(planner.precision(precision)),
+                &|planner| way(scaled(planner.precision(precision))),
                 &case,
             );
         }
@@ -125,11 +123,17 @@ fn entries_of_sums_and_of_updates_give_the_bits_of_the_host() {
 
 #[test]
 fn adam_alone_gives_the_bits_of_the_host() {
+    let whole = case_of(DType::F32);
     let cut = Case::new([0, 1, 63, 64, 65, 500, 0, 193], DType::F32).with_hyper_classes();
+    let skipped = cut.clone().with_gradients(Gradients::Extreme);
+    let clipped = |planner| in_arguments(scaled(planner));
     for rule in rules().into_iter().take(2) {
         assert!(matches!(rule, Optimizer::Adam(_)));
-        same_bits_of(&cuda(), rule, &in_arguments, &case_of(DType::F32));
-        same_bits_of(&cuda().with_limits(TINY), rule, &in_arguments, &cut);
+        for case in [&whole, &skipped] {
+            same_bits_of(&cuda(), rule, &clipped, case);
+            same_bits_of(&cuda(), rule, &in_arguments, case);
+        }
+        same_bits_of(&cuda().with_limits(TINY), rule, &clipped, &cut);
     }
 }
 
@@ -140,7 +144,7 @@ fn adam_in_16_bits_alone_gives_the_bits_of_the_host() {
         state: StateDType::Bf16,
         ..Precision::default()
     };
-    let way = |planner: Planner| resident(planner.precision(precision));
+    let way = |planner: Planner| resident(scaled(planner.precision(precision)));
     for rule in rules().into_iter().take(2) {
         same_bits_of(&cuda(), rule, &way, &case_of(DType::BF16));
     }
@@ -148,10 +152,12 @@ fn adam_in_16_bits_alone_gives_the_bits_of_the_host() {
 
 #[test]
 fn norms_alone_give_the_bits_of_the_host() {
-    let mut long = Case::new([70_000, 5], DType::F32);
+    // Two units of sums for a block, and two tensors.
+    let mut long = Case::new([140_000, 70_000, 5], DType::F32);
     long.steps = 1;
+    let clipped = |planner| in_arguments(scaled(planner));
     for rule in normed_rules() {
-        same_bits_of(&cuda(), rule, &in_arguments, &case_of(DType::F32));
+        same_bits_of(&cuda(), rule, &clipped, &case_of(DType::F32));
         same_bits_of(&cuda(), rule, &in_arguments, &long);
     }
 }

@@ -9,7 +9,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 
 use super::Suite;
-use list::{EACH_BARRIER, Expected, MUTANTS, Mutant, Places};
+use list::{EACH, Expected, MUTANTS, Mutant, Places};
 
 /// The test file whose tests run on mutants.
 const PROGRAM: &str = "every_entry";
@@ -61,15 +61,19 @@ pub(super) fn run(suite: &Suite, root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Those of the list, and one for each single barrier of the entries that have several.
+/// Those of the list, and one for each single instruction of [`EACH`].
 fn all(root: &Path) -> Result<Vec<Mutant>> {
     let mut mutants = MUTANTS.to_vec();
-    for pattern in EACH_BARRIER {
-        let module = module_of(root, pattern.entry)?;
-        let (_, places) = pattern.broken(&module)?;
-        mutants.extend((0..places).map(|index| Mutant {
-            places: Places::One(index),
-            ..pattern
+    for each in &EACH {
+        let module = module_of(root, each.mutant.entry)?;
+        let (_, places) = each.mutant.broken(&module)?;
+        mutants.extend((0..places).map(|index| {
+            let why = each.unseen.iter().find(|unseen| unseen.0 == index);
+            Mutant {
+                places: Places::One(index),
+                expected: why.map_or(Expected::Found, |why| Expected::Unseen(why.1)),
+                ..each.mutant
+            }
         }));
     }
     Ok(mutants)

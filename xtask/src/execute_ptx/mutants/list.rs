@@ -71,34 +71,81 @@ const fn lars(name: &'static str, from: &'static str, to: &'static str) -> Mutan
     mutant(name, LARS, from, to, NORMS_ALONE)
 }
 
-/// Whose single instructions are changed, one after the other.
-pub(super) const EACH_BARRIER: [Mutant; 7] = [
-    lars("one barrier of the block removed", "bar.sync", ""),
-    lars(
-        "one barrier of the grid without its block",
-        "barrier.sync",
-        "",
+/// A change of single instructions, one after the other, and those of them that no result shows.
+pub(super) struct Each {
+    pub(super) mutant: Mutant,
+    pub(super) unseen: &'static [(usize, &'static str)],
+}
+
+const fn each(mutant: Mutant, unseen: &'static [(usize, &'static str)]) -> Each {
+    Each { mutant, unseen }
+}
+
+/// What `normed.cuh` guards twice.
+const GUARDED_TWICE: &[(usize, &str)] = &[
+    (
+        2,
+        "behind a unit's sums: the next unit writes lanes that were read before the barrier \
+         before, and leaves behind its own first barrier",
     ),
-    mutant(
-        "one barrier of the block removed",
-        LAMB,
-        "bar.sync",
-        "",
-        NORMS_ALONE,
+    (
+        5,
+        "behind a tensor's sums: the next tensor writes its total behind its own first barrier, \
+         and what that folds was read before the barrier before",
     ),
-    mutant(
-        "one barrier of the block removed",
-        NORM,
-        "bar.sync",
-        "",
-        ADAM_ALONE,
+];
+
+pub(super) const EACH: [Each; 7] = [
+    each(
+        lars("one barrier of the block removed", "bar.sync", ""),
+        GUARDED_TWICE,
     ),
-    adam("one end of a loop inverted", "setp.ge.u64", "setp.lt.u64"),
-    adam("one start of a loop inverted", "setp.lt.u64", "setp.ge.u64"),
-    adam(
-        "one question for a control block inverted",
-        "setp.eq.s64",
-        "setp.ne.s64",
+    each(
+        lars(
+            "one barrier of the grid without its block",
+            "barrier.sync",
+            "",
+        ),
+        &[(
+            0,
+            "in front of the arrival: the sums end with a barrier, and nothing is stored since",
+        )],
+    ),
+    each(
+        mutant(
+            "one barrier of the block removed",
+            LAMB,
+            "bar.sync",
+            "",
+            NORMS_ALONE,
+        ),
+        GUARDED_TWICE,
+    ),
+    each(
+        mutant(
+            "one barrier of the block removed",
+            NORM,
+            "bar.sync",
+            "",
+            ADAM_ALONE,
+        ),
+        &[],
+    ),
+    each(
+        adam("one end of a loop inverted", "setp.ge.u64", "setp.lt.u64"),
+        &[],
+    ),
+    each(
+        adam("one start of a loop inverted", "setp.lt.u64", "setp.ge.u64"),
+        &[],
+    ),
+    each(
+        adam(
+            "one question for a control block inverted",
+            "setp.eq.s64",
+            "setp.ne.s64",
+        ),
+        &[],
     ),
 ];
 
