@@ -9,7 +9,7 @@ mod rank_order;
 use std::collections::BTreeSet;
 
 use common::resident::scaled;
-use common::{TINY, cpu, cuda, formats};
+use common::{Places, TINY, cpu, cuda, formats, step_at};
 use fusestep_cuda::CudaBackend;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
@@ -134,6 +134,12 @@ fn adam_alone_gives_the_bits_of_the_host() {
             same_bits_of(&cuda(), rule, &in_arguments, case);
         }
         same_bits_of(&cuda().with_limits(TINY), rule, &clipped, &cut);
+        // Addresses that no pack fits.
+        let plain = (DType::F32, Precision::default());
+        for places in [Places::cut(&[1, 302], 299), Places::whole(&[1, 2200], 2150)] {
+            let step = |backend: &dyn Backend| step_at(backend, rule.rule(), places, plain);
+            assert!(step(&cuda()) == step(&cpu()), "{rule}");
+        }
     }
 }
 
