@@ -36,6 +36,7 @@ struct Block {
     std::uint32_t index = 0;
     std::uint32_t epoch = 1;  // barriers passed, and one
     std::vector<Warp> warps;
+    std::size_t next_warp = 0;  // whose turn it is, without a seed
     std::vector<unsigned char> shared;
     std::vector<unsigned char> shared_written;
     std::vector<Cell> shared_cells;

@@ -22,6 +22,9 @@ constexpr std::uint64_t FRESH_REGISTER = 0xCBCBCBCBCBCBCBCBu;
 std::uint64_t random_state = 0;
 std::uint64_t idle_turns = 0;
 std::uint32_t unfinished_warps = 0;
+// Without a seed blocks take turns, and so do the warps of each: nobody waits for one who never
+// gets a turn.
+std::size_t next_block = 0;
 // Instructions that a turn takes at most, one more than a drawn number below it.
 std::uint32_t turn_length = ANY_LENGTH;
 
@@ -83,6 +86,7 @@ void prepare_block(Block& block, std::uint64_t index) {
     block.at = {unsigned(index % grid.x), unsigned(index / grid.x % grid.y), unsigned(index / grid.x / grid.y)};
     block.index = std::uint32_t(index);
     block.epoch = 1;
+    block.next_warp = 0;
     const std::size_t shared = launch.entry->shared_bytes + launch.shape.dynamic_shared_bytes;
     block.shared.assign(shared, 0xCB);
     block.shared_written.assign(shared, 0);
@@ -266,16 +270,21 @@ std::uint32_t draw_lanes(const Warp& warp) {
     return lanes;
 }
 
-// The next warp with lanes that can go, from a drawn one on; null if all wait.
+// The next warp with lanes that can go, from a drawn one on, or without a seed from the one behind
+// the last; null if all wait.
 Warp* draw_warp() {
     const std::size_t blocks = launch.blocks.size();
-    const std::size_t first_block = schedule().seed == 0 ? 0 : random() % blocks;
+    const std::size_t first_block = schedule().seed == 0 ? next_block++ : random() % blocks;
     for (std::size_t i = 0; i < blocks; ++i) {
         Block& block = launch.blocks[(first_block + i) % blocks];
         const std::size_t warps = block.warps.size();
-        const std::size_t first = schedule().seed == 0 ? 0 : random() % warps;
-        for (std::size_t k = 0; k < warps; ++k)
-            if (block.warps[(first + k) % warps].ready != 0) return &block.warps[(first + k) % warps];
+        const std::size_t first = schedule().seed == 0 ? block.next_warp : random() % warps;
+        for (std::size_t k = 0; k < warps; ++k) {
+            Warp& warp = block.warps[(first + k) % warps];
+            if (warp.ready == 0) continue;
+            block.next_warp = (first + k + 1) % warps;
+            return &warp;
+        }
     }
     return nullptr;
 }
@@ -328,6 +337,7 @@ void run_launch(std::uint64_t blocks) {
     turn_length = schedule().seed == 0 ? ANY_LENGTH : once_in(8) ? 32 : 100000;
     launch.blocks.resize(together ? blocks : 1);
     unfinished_warps = 0;
+    next_block = 0;
     for (std::uint64_t first = 0; first < blocks; first += launch.blocks.size()) {
         for (std::size_t i = 0; i < launch.blocks.size(); ++i) prepare_block(launch.blocks[i], together ? i : order.at(first));
         run_blocks();

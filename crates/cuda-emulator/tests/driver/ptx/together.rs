@@ -186,6 +186,33 @@ fn what_is_released_may_be_read_after_an_acquire() {
 }
 
 #[test]
+fn whoever_is_waited_for_gets_a_turn_in_every_schedule() {
+    // The first block waits for the last, and the first warp for the second.
+    let body = "\
+	mov.u32 %r1, %ctaid.x;
+	setp.eq.s32 %p1, %r1, 3;
+	@!%p1 bra WAIT;
+	setp.lt.u32 %p2, %r0, 32;
+	@%p2 bra WAIT;
+	atom.add.release.gpu.global.u32 %r2, [%rd0], 1;
+	ret;
+WAIT:
+	ld.acquire.gpu.global.u32 %r3, [%rd0];
+	setp.ne.s32 %p3, %r3, 32;
+	@%p3 bra WAIT;
+";
+    for seed in ["0", "1", "2"] {
+        let launch = Launch {
+            grid: 4,
+            together: true,
+            environment: &[("FUSESTEP_PTX_SEED", seed)],
+            ..Launch::of(64)
+        };
+        assert_eq!(words(body, launch, &[0; 1]), [32], "seed {seed}");
+    }
+}
+
+#[test]
 fn entries_are_counted_instruction_by_instruction() {
     let path = plain_path("counts.jsonl");
     let body = "\
