@@ -54,7 +54,7 @@ pub(crate) fn split(arguments: &[String]) -> (&[String], &[String]) {
 ///
 /// The command line is named for its dependencies: with them, what these tests are built on has the
 /// features that it has in `cargo test --release`, and is not compiled a second time.
-pub(crate) const SUITE: [&str; 24] = [
+pub(crate) const SUITE: [&str; 26] = [
     "--release",
     "--package",
     "fusestep-cuda",
@@ -67,6 +67,8 @@ pub(crate) const SUITE: [&str; 24] = [
     "--lib",
     "--test",
     "emulated",
+    "--test",
+    "every_entry",
     "--test",
     "faults",
     "--test",

@@ -8,6 +8,7 @@ use anyhow::{Context, Result, bail};
 
 mod bundle;
 mod emulate;
+mod execute_ptx;
 mod faults;
 mod fuzz;
 mod gpu;
@@ -44,6 +45,12 @@ const COMMANDS: &[Command] = &[
         usage: "emulate [--sanitize] [-- TEST ARGUMENTS]   build the emulated CUDA driver and run \
                 the CUDA tests on it; needs no GPU",
         run: emulate::run,
+    },
+    Command {
+        name: "execute-ptx",
+        usage: "execute-ptx [--all] [--seed N] [--counts] [--mutants] [-- TEST ARGUMENTS]   run \
+                the CUDA tests on the PTX as shipped, instruction by instruction; needs no GPU",
+        run: execute_ptx::run,
     },
     Command {
         name: "gpu",

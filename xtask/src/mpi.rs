@@ -221,14 +221,18 @@ pub(crate) fn build(command: &str, targets: &[&str]) -> Result<Vec<PathBuf>> {
         "cargo {command} {} failed",
         targets.join(" ")
     );
-    let text = String::from_utf8(output.stdout)?;
+    Ok(executables(&String::from_utf8(output.stdout)?))
+}
+
+/// The programs that cargo's messages name.
+pub(crate) fn executables(messages: &str) -> Vec<PathBuf> {
     let key = "\"executable\":\"";
-    let found = text.lines().filter_map(|line| {
+    let found = messages.lines().filter_map(|line| {
         let from = line.find(key)? + key.len();
         let to = line[from..].find('"')?;
         Some(PathBuf::from(&line[from..from + to]))
     });
-    Ok(found.collect())
+    found.collect()
 }
 
 /// How a job has ended.

@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use crate::EmulatorError;
 
 /// The emulator's own sources, so that it can be built from anywhere.
-const SOURCES: [(&str, &str); 13] = [
+const SOURCES: [(&str, &str); 26] = [
     ("device_language.hpp", include_str!("device_language.hpp")),
     ("driver_api.hpp", include_str!("driver_api.hpp")),
     ("driver.hpp", include_str!("driver.hpp")),
@@ -23,6 +23,19 @@ const SOURCES: [(&str, &str); 13] = [
     ("fiber.cpp", include_str!("fiber.cpp")),
     ("memory.cpp", include_str!("memory.cpp")),
     ("modules.cpp", include_str!("modules.cpp")),
+    ("ptx_arithmetic.hpp", include_str!("ptx_arithmetic.hpp")),
+    ("ptx_machine.hpp", include_str!("ptx_machine.hpp")),
+    ("ptx_program.hpp", include_str!("ptx_program.hpp")),
+    ("ptx_text.hpp", include_str!("ptx_text.hpp")),
+    ("ptx_conversions.cpp", include_str!("ptx_conversions.cpp")),
+    ("ptx_counts.cpp", include_str!("ptx_counts.cpp")),
+    ("ptx_decode.cpp", include_str!("ptx_decode.cpp")),
+    ("ptx_floats.cpp", include_str!("ptx_floats.cpp")),
+    ("ptx_integers.cpp", include_str!("ptx_integers.cpp")),
+    ("ptx_memory.cpp", include_str!("ptx_memory.cpp")),
+    ("ptx_races.cpp", include_str!("ptx_races.cpp")),
+    ("ptx_run.cpp", include_str!("ptx_run.cpp")),
+    ("ptx_text.cpp", include_str!("ptx_text.cpp")),
 ];
 
 /// Whether the library is compiled with sanitizers.

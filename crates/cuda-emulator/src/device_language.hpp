@@ -46,12 +46,17 @@ void grid_sync();
 // lane's value in its place.
 void shuffle(void* value, std::size_t len_bytes, int lane_mask);
 
-// A kernel that was compiled in.
+namespace ptx {
+struct Entry;
+}
+
+// A kernel that was compiled in, or an entry of a PTX text.
 struct Kernel {
     const char* name;
     std::size_t argument_bytes;
     unsigned block_threads_max;
     void (*run)(const void* arguments);
+    ptx::Entry* entry;
 };
 // All of them; they register themselves when the library is loaded.
 std::vector<Kernel>& kernels();
@@ -75,7 +80,7 @@ constexpr unsigned threads_max(unsigned threads, unsigned = 0) { return threads;
 #define ENTRY(NAME, BOUNDS, TYPE, ...)                                                                 \
     static void NAME(const TYPE& arguments) { __VA_ARGS__; }                                           \
     static const ::emulator::Registration register_##NAME({#NAME, sizeof(TYPE), ::emulator::threads_max BOUNDS, \
-        [](const void* at) { NAME(*static_cast<const TYPE*>(at)); }});
+        [](const void* at) { NAME(*static_cast<const TYPE*>(at)); }, nullptr});
 
 #define SHARED(T, name, count)    \
     static char name##_site;      \

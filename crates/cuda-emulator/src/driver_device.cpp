@@ -21,6 +21,11 @@ long long number_from_environment(const char* name, long long otherwise) {
     return text == nullptr || *text == 0 ? otherwise : std::atoll(text);
 }
 
+Code code_from_environment() {
+    const char* text = std::getenv("FUSESTEP_EMULATOR_CODE");
+    return text != nullptr && std::strcmp(text, "ptx") == 0 ? Code::Ptx : Code::Sources;
+}
+
 struct ErrorText {
     CUresult code;
     const char *name, *text;
@@ -96,6 +101,7 @@ const Settings& settings() {
         int(number_from_environment("FUSESTEP_EMULATOR_DRIVER", 12040)),
         int(number_from_environment("FUSESTEP_EMULATOR_DEVICES", 1)),
         std::size_t(number_from_environment("FUSESTEP_EMULATOR_MEMORY_MIB", 4096)) << 20,
+        code_from_environment(),
     };
     return read;
 }

@@ -159,14 +159,14 @@ CUresult cuModuleUnload(CUmodule module) {
 }
 
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
-    return with_context([&] {
+    return with_context([&]() -> CUresult {
         auto found = find(modules, module);
         if (found == modules.end()) return CUDA_ERROR_INVALID_HANDLE;
         if (function == nullptr || name == nullptr) return CUDA_ERROR_INVALID_VALUE;
         for (CUfunc_st& known : found->functions)
             if (std::strcmp(known.kernel->name, name) == 0) {
                 *function = &known;
-                return CUDA_SUCCESS;
+                return make_ready(*known.kernel);
             }
         return CUDA_ERROR_NOT_FOUND;
     });

@@ -8,6 +8,7 @@
 
 #include "fiber.hpp"
 #include "machine.hpp"
+#include "ptx_program.hpp"
 
 namespace emulator {
 
@@ -241,6 +242,7 @@ unsigned blocks_per_multiprocessor(unsigned block_threads) {
 }
 
 CUresult run_kernel(const Kernel& kernel, const LaunchShape& shape, const void* arguments) {
+    if (kernel.entry != nullptr) return ptx::run_entry(*kernel.entry, shape, arguments);
     const unsigned long long count = 1ull * shape.grid.x * shape.grid.y * shape.grid.z;
     const bool together = shape.blocks == Blocks::AllAtOnce;
     std::vector<Block> blocks(together ? count : 1);

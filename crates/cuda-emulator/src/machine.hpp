@@ -32,11 +32,16 @@ constexpr std::size_t SHARED_BYTES_MAX = 48 * 1024;
 constexpr std::size_t ARGUMENT_BYTES_CLASSIC = 4096;
 constexpr std::size_t ARGUMENT_BYTES_LARGE = 32764;
 
+// What a module's entries run as: the kernels compiled in under the same names, or the
+// instructions of its text.
+enum class Code { Sources, Ptx };
+
 // What the environment says; read once.
 struct Settings {
     int driver_version;         // FUSESTEP_EMULATOR_DRIVER, 12040
     int devices;                // FUSESTEP_EMULATOR_DEVICES, 1; they share memory and context
     std::size_t memory_bytes;   // FUSESTEP_EMULATOR_MEMORY_MIB, 4096 MiB
+    Code code;                  // FUSESTEP_EMULATOR_CODE, sources
 };
 const Settings& settings();
 // Drivers from 12.1 on take large arguments.
@@ -50,8 +55,11 @@ std::size_t allocated_bytes();
 // Whether all the bytes lie in one live allocation.
 bool is_allocated(const void* address, std::size_t len_bytes);
 
-// Reads the entries that a PTX text declares and finds the kernels compiled from the same sources.
+// Reads the entries that a PTX text declares; finds the kernels compiled from the same sources, or
+// makes kernels of the text itself.
 CUresult find_kernels(const char* ptx, std::vector<const Kernel*>* found);
+// What has to be done once before a kernel is launched.
+CUresult make_ready(const Kernel& kernel);
 
 enum class Blocks { OneAfterTheOther, AllAtOnce };
 

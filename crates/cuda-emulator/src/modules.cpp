@@ -1,9 +1,12 @@
 // Which kernels a PTX text holds, and whether a driver of this version would take it.
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <unordered_map>
 
 #include "machine.hpp"
+#include "ptx_program.hpp"
 
 namespace emulator {
 namespace {
@@ -72,7 +75,54 @@ CUresult check_header(const char* ptx) {
     return std::atoi(chip + 3) <= 10 * COMPUTE_MAJOR + COMPUTE_MINOR ? CUDA_SUCCESS : CUDA_ERROR_NO_BINARY_FOR_GPU;
 }
 
+CUresult complain_of(const ptx::Refusal& refusal) {
+    complain("PTX line " + std::to_string(refusal.line) + ": " + refusal.text);
+    return CUDA_ERROR_INVALID_PTX;
+}
+
+// The text of FUSESTEP_PTX_INSTEAD, which is loaded in place of a module whose first entry has the
+// name of its own first entry: that is how mutants are run.
+std::string text_instead(const char* ptx) {
+    const char* path = std::getenv("FUSESTEP_PTX_INSTEAD");
+    std::FILE* file = path == nullptr ? nullptr : std::fopen(path, "r");
+    if (file == nullptr) return ptx;
+    std::string text;
+    char part[65536];
+    for (std::size_t length; (length = std::fread(part, 1, sizeof part, file)) != 0;) text.append(part, length);
+    std::fclose(file);
+    const char *own = find_directive(text.c_str(), ".visible .entry"), *others = find_directive(ptx, ".visible .entry");
+    return own != nullptr && others != nullptr && word_at(own) == word_at(others) ? text : ptx;
+}
+
+// Programs load a module for every backend; its text is read once.
+CUresult read_entries(const char* ptx, std::vector<const Kernel*>* found) {
+    static std::unordered_map<std::string, ptx::Module> modules;
+    auto known = modules.find(ptx);
+    if (known == modules.end()) try {
+            known = modules.emplace(ptx, ptx::read_module(text_instead(ptx))).first;
+        } catch (const ptx::Refusal& refusal) {
+            return complain_of(refusal);
+        }
+    for (ptx::Entry* entry : known->second.entries) {
+        entry->module = &known->second;
+        found->push_back(&entry->kernel);
+    }
+    if (!found->empty()) return CUDA_SUCCESS;
+    complain("the PTX declares no entry");
+    return CUDA_ERROR_INVALID_PTX;
+}
+
 }  // namespace
+
+CUresult make_ready(const Kernel& kernel) {
+    if (kernel.entry == nullptr || kernel.entry->decoded) return CUDA_SUCCESS;
+    try {
+        ptx::decode(kernel.entry);
+        return CUDA_SUCCESS;
+    } catch (const ptx::Refusal& refusal) {
+        return complain_of(refusal);
+    }
+}
 
 std::vector<Kernel>& kernels() {
     static std::vector<Kernel> all;
@@ -81,6 +131,7 @@ std::vector<Kernel>& kernels() {
 
 CUresult find_kernels(const char* ptx, std::vector<const Kernel*>* found) {
     if (const CUresult refused = check_header(ptx)) return refused;
+    if (settings().code == Code::Ptx) return read_entries(ptx, found);
     for (const char* at = ptx; (at = find_directive(at, ".visible .entry")) != nullptr;) {
         const std::string name = word_at(at);
         const Kernel* kernel = compiled_kernel(name);

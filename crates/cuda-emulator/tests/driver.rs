@@ -1,16 +1,21 @@
 //! The emulated driver, called by a C++ program as a real one would be: each check in a process of
 //! its own, for its faults stay.
 
+#[path = "driver/ptx.rs"]
+mod ptx;
+
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
 
 use fusestep_cuda_emulator::{EmulatorError, Options, Sanitize, build};
 
-/// The program and the folder of its library.
+/// The programs and the folder of their library.
 struct Probe {
     _folder: tempfile::TempDir,
     program: PathBuf,
+    /// Runs PTX of a file.
+    ptx_program: PathBuf,
     libraries: PathBuf,
 }
 
@@ -25,25 +30,27 @@ impl Probe {
         let library = build(&here.join("tests/kernels"), folder.path(), &options)
             .unwrap_or_else(|error| panic!("{error}"));
         let libraries = library.parent().expect("a file's folder").to_owned();
-        let program = folder.path().join("probe");
-        let mut command = Command::new(options.compiler());
-        command.args(["-std=c++17", "-O1", "-pthread"]);
-        if sanitize == Sanitize::AddressAndUndefined {
-            command.arg("-fsanitize=address,undefined");
-        }
-        command.arg("-I").arg(here.join("src"));
-        command.arg(here.join("tests/probe.cpp"));
-        command.arg("-o").arg(&program);
-        command.arg("-L").arg(&libraries).arg("-lcuda");
-        let output = command.output().expect("a C++ compiler");
-        assert!(
-            output.status.success(),
-            "{}",
-            String::from_utf8_lossy(&output.stderr)
-        );
+        let compiled = |name: &str| {
+            let program = folder.path().join(name);
+            let mut command = Command::new(options.compiler());
+            command.args(["-std=c++17", "-O1", "-pthread"]);
+            if sanitize == Sanitize::AddressAndUndefined {
+                command.arg("-fsanitize=address,undefined");
+            }
+            command.arg("-I").arg(here.join("src"));
+            command.arg(here.join("tests").join(name).with_extension("cpp"));
+            command.arg("-o").arg(&program);
+            command.arg("-L").arg(&libraries).arg("-lcuda");
+            let output = command.output().expect("a C++ compiler");
+            let errors = String::from_utf8_lossy(&output.stderr);
+            assert!(output.status.success(), "{errors}");
+            program
+        };
+        let (program, ptx_program) = (compiled("probe"), compiled("ptx_program"));
         Self {
             _folder: folder,
             program,
+            ptx_program,
             libraries,
         }
     }

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{TINY, cpu, cuda, formats, same_bits, same_bits_at, step_at};
+use common::{Places, TINY, cpu, cuda, formats, same_bits, same_bits_at, step_at};
 use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::{Adam, SecondMoment};
 use fusestep_launch::{Backend, BackendError, LaunchLimits, Objective, Precision, WeightDecay};
@@ -105,18 +105,22 @@ fn empty_tensors_may_stand_anywhere() {
 #[test]
 fn addresses_that_no_pack_fits_give_the_same_bits_and_touch_nothing_else() {
     let plain = [DType::F32, DType::F64].map(|dtype| (dtype, Precision::default()));
+    let same = |rule: Optimizer, places: Places, format| {
+        let step = |backend: &dyn Backend| step_at(backend, rule.rule(), places, format);
+        let shift = places.offsets[0];
+        assert!(
+            step(&cuda()) == step(&cpu()),
+            "{rule}, {format:?}, shift {shift}"
+        );
+    };
     for format in plain.into_iter().chain(formats()) {
-        for shift in 0..4 {
-            let offsets = [shift, 301 + shift, 640];
-            let adam = Optimizer::from(Adam::default());
-            for rule in [adam].into_iter().chain(element_rules()) {
-                let step =
-                    |backend: &dyn Backend| step_at(backend, rule.rule(), &offsets, 299, format);
-                assert!(
-                    step(&cuda()) == step(&cpu()),
-                    "{rule}, {format:?}, shift {shift}"
-                );
+        let adam = Optimizer::from(Adam::default());
+        for rule in [adam].into_iter().chain(element_rules()) {
+            for shift in 0..4 {
+                same(rule, Places::cut(&[shift, 301 + shift, 640], 299), format);
             }
+            // Enough that every thread takes several elements at a time.
+            same(rule, Places::whole(&[1, 2200], 2150), format);
         }
     }
 }

@@ -6,7 +6,7 @@ mod common;
 
 use std::process::Command;
 
-use common::{cuda, launch_at};
+use common::{Places, cuda, launch_at};
 use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_launch::{
@@ -44,7 +44,10 @@ fn launch_one(
     kernel: &dyn MultiTensorKernel,
     offset: u64,
 ) -> Result<(), BackendError> {
-    launch_at(backend, kernel, &[offset], 100, &mut |_| vec![0; 400]).map(|_| ())
+    launch_at(backend, kernel, Places::cut(&[offset], 100), &mut |_| {
+        vec![0; 400]
+    })
+    .map(|_| ())
 }
 
 fn adam(dtype: DType) -> Box<dyn MultiTensorKernel> {

@@ -8,7 +8,7 @@ use std::num::NonZeroU32;
 
 use common::mutants::{Mutant, check_mutants};
 use common::resident::*;
-use common::{cpu, cuda, formats, step_at};
+use common::{Places, cpu, cuda, formats, step_at};
 use fusestep_fused_adam::Adam;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::{Lars, Trust};
@@ -365,6 +365,7 @@ fn alone_adam_has_the_bits_of_the_host() {
     case.steps = 1;
     same_bits_of(rule, &|planner| planner, &case, &cuda());
     let format = (DType::F32, Precision::default());
-    let step = |backend: &dyn Backend| step_at(backend, rule.rule(), &[1, 302], 299, format);
+    let places = Places::cut(&[1, 302], 299);
+    let step = |backend: &dyn Backend| step_at(backend, rule.rule(), places, format);
     assert!(step(&cuda()) == step(&cpu()));
 }

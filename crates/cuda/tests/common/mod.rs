@@ -97,18 +97,45 @@ pub(crate) fn same_bits_on(
     }
 }
 
-/// A launch of `kernel` over tensors of `numel` elements at `offsets`, with `fill` giving each
-/// list's first bytes; returns the lists after it.
+/// Tensors of one length at given element offsets.
+#[derive(Clone, Copy)]
+pub(crate) struct Places<'a> {
+    pub(crate) offsets: &'a [u64],
+    pub(crate) numel: u64,
+    pub(crate) chunk_elements: u32,
+}
+
+impl<'a> Places<'a> {
+    /// In chunks of 64 elements.
+    pub(crate) fn cut(offsets: &'a [u64], numel: u64) -> Self {
+        Self {
+            offsets,
+            numel,
+            chunk_elements: 64,
+        }
+    }
+
+    /// In one chunk each, of which a thread takes several elements at a time.
+    pub(crate) fn whole(offsets: &'a [u64], numel: u64) -> Self {
+        Self {
+            chunk_elements: 65_536,
+            ..Self::cut(offsets, numel)
+        }
+    }
+}
+
+/// A launch of `kernel` over tensors at `places`, with `fill` giving each list's first bytes;
+/// returns the lists after it.
 pub(crate) fn launch_at(
     backend: &dyn Backend,
     kernel: &dyn MultiTensorKernel,
-    offsets: &[u64],
-    numel: u64,
+    places: Places,
     fill: &mut dyn FnMut(usize) -> Vec<u8>,
 ) -> Result<Vec<ListBuffer>, BackendError> {
+    let Places { offsets, numel, .. } = places;
     let layout = kernel.argument_layout();
     let limits = LaunchLimits {
-        chunk_elements: 64,
+        chunk_elements: places.chunk_elements,
         ..LaunchLimits::with_argument_bytes(4096)
     }
     .of(kernel);
@@ -157,17 +184,16 @@ pub(crate) fn launch_at(
     Ok(lists)
 }
 
-/// One step over tensors at given element offsets; returns the bytes of all lists, those between
-/// the tensors included.
+/// One step over tensors at `places`; returns the bytes of all lists, those between the tensors
+/// included.
 pub(crate) fn step_at(
     backend: &dyn Backend,
     rule: &dyn UpdateRule,
-    offsets: &[u64],
-    numel: u64,
+    places: Places,
     (dtype, precision): (DType, Precision),
 ) -> Vec<u8> {
     let kernel = rule.kernel(dtype, precision).unwrap();
-    let elements = offsets.iter().max().unwrap() + numel;
+    let elements = places.offsets.iter().max().unwrap() + places.numel;
     let mut fill = |list: usize| {
         let values = (0..elements as usize).map(|i| (i * 7 + list * 3 + 1) as f64 / 64.0);
         match kernel.lists()[list].dtype {
@@ -182,7 +208,7 @@ pub(crate) fn step_at(
             _ => values.flat_map(f64::to_le_bytes).collect(),
         }
     };
-    let lists = launch_at(backend, kernel.as_ref(), offsets, numel, &mut fill).unwrap();
+    let lists = launch_at(backend, kernel.as_ref(), places, &mut fill).unwrap();
     let mut all = Vec::new();
     for list in &lists {
         let mut bytes = vec![0; list.buffer.len_bytes()];

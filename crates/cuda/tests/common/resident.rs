@@ -36,15 +36,17 @@ pub(crate) fn same_bits_of(
     );
 }
 
+/// Gradients divided by a loss scale and clipped to a norm that those of every case exceed: their
+/// factor is then no power of two, and rounded.
 pub(crate) fn scaled(planner: Planner) -> Planner {
     let policy = ScalePolicy {
         growth_interval: 2,
         ..ScalePolicy::default()
     };
-    let scale = LossScale::with_policy(1024.0, policy).unwrap();
+    let scale = LossScale::with_policy(4.0, policy).unwrap();
     planner
         .with(LossScaling::from(scale))
-        .with(ClipByGlobalNorm::new(0.5))
+        .with(ClipByGlobalNorm::new(0.01))
 }
 
 pub(crate) fn allocate(plan: &Plan, case: &Case, backend: &dyn Backend) -> State {

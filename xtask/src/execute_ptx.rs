@@ -1,0 +1,200 @@
+//! `execute-ptx`: the PTX as shipped, run on the CPU instruction by instruction by the CUDA tests.
+
+mod counts;
+mod mutants;
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+use fusestep_cuda_emulator::{Options, build};
+
+use crate::emulate::{SUITE, split};
+use crate::mpi::executables;
+use crate::workspace_root;
+
+/// Tests of a program, by parts of their names; none for all of them.
+type Tests = (&'static str, &'static [&'static str]);
+
+/// What runs if nothing else is asked for: every entry on small tensors, and what small tensors do
+/// not show: chunks and launches that cut them, addresses that no pack fits, graphs, faults.
+const EACH_ONCE: [Tests; 5] = [
+    ("every_entry", &[]),
+    (
+        "emulated",
+        &[
+            "chunks_of_64_elements_three_to_a_launch_give_the_same_bits",
+            "addresses_that_no_pack_fits_give_the_same_bits_and_touch_nothing_else",
+        ],
+    ),
+    (
+        "normed",
+        &[
+            "addresses_that_no_pack_fits_give_the_same_bits_and_touch_nothing_else",
+            "excluded_tensors_take_the_rate_that_the_option_says",
+        ],
+    ),
+    (
+        "resident",
+        &["a_graph_replays_the_whole_tail_with_the_bits_of_plain_steps"],
+    ),
+    ("faults", &[]),
+];
+
+/// Tests that build drivers from broken sources: they say nothing about PTX.
+const OF_SOURCES: &str = "mutants_that";
+
+/// What the command line asks for.
+#[derive(Default)]
+struct Request {
+    /// The whole suite.
+    all: bool,
+    /// What an element costs each entry, as a table, in place of the tests.
+    counts: bool,
+    /// Broken PTX in place of the tests.
+    mutants: bool,
+    /// From which schedules are drawn; 0: warps in step.
+    seed: Option<u64>,
+}
+
+/// Builds the emulator and runs the tests, the counts or the mutants, on PTX.
+pub(crate) fn run(arguments: &[String]) -> Result<()> {
+    let (own, tests) = split(arguments);
+    let request = Request::parse(own)?;
+    let root = workspace_root();
+    let folder = root.join("target/emulator");
+    build(&root.join("kernels"), &folder, &Options::default())?;
+    let counts = root.join("target/execute-ptx-counts.jsonl");
+    let mut suite = Suite::new(&folder, &counts);
+    if let Some(seed) = request.seed {
+        suite.set("FUSESTEP_PTX_SEED", seed.to_string());
+    }
+    suite.find_programs()?;
+    if request.mutants {
+        return mutants::run(&suite, &root);
+    }
+    if request.counts {
+        return counts::of_an_element(&suite, &counts);
+    }
+    let _ = std::fs::remove_file(&counts);
+    if request.all || !tests.is_empty() {
+        for program in &suite.programs {
+            suite.pass(program, tests)?;
+        }
+    } else {
+        for (name, tests) in EACH_ONCE {
+            let tests: Vec<String> = tests.iter().map(|&test| test.to_owned()).collect();
+            suite.pass(suite.program(name)?, &tests)?;
+        }
+    }
+    if !tests.is_empty() {
+        return Ok(());
+    }
+    counts::check_coverage(&counts::read(&counts)?, &root)
+}
+
+impl Request {
+    fn parse(arguments: &[String]) -> Result<Self> {
+        let mut request = Self::default();
+        let mut words = arguments.iter();
+        while let Some(word) = words.next() {
+            match word.as_str() {
+                "--all" => request.all = true,
+                "--counts" => request.counts = true,
+                "--mutants" => request.mutants = true,
+                "--seed" => {
+                    let seed = words.next().context("expected a number behind --seed")?;
+                    request.seed = Some(seed.parse()?);
+                }
+                _ => bail!(
+                    "expected `execute-ptx [--all] [--seed N] [--counts] [--mutants] [-- TEST \
+                     ARGUMENTS]`, found `{word}`"
+                ),
+            }
+        }
+        Ok(request)
+    }
+}
+
+/// The CUDA tests with what makes them run on PTX.
+struct Suite {
+    environment: Vec<(OsString, OsString)>,
+    programs: Vec<PathBuf>,
+}
+
+impl Suite {
+    fn new(folder: &Path, counts: &Path) -> Self {
+        let mut suite = Self {
+            environment: Vec::new(),
+            programs: Vec::new(),
+        };
+        suite.set("CUDA_LIBRARY_PATH", folder);
+        suite.set("LD_LIBRARY_PATH", folder.join("lib64"));
+        suite.set("FUSESTEP_EMULATOR_CODE", "ptx");
+        suite.set("FUSESTEP_PTX_COUNTS", counts);
+        suite
+    }
+
+    fn set(&mut self, name: &str, value: impl Into<PathBuf>) {
+        let value = value.into().into_os_string();
+        self.environment.push((name.into(), value));
+    }
+
+    /// Has cargo build the programs of the suite.
+    fn find_programs(&mut self) -> Result<()> {
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let output = Command::new(cargo)
+            .current_dir(workspace_root())
+            .arg("test")
+            .args(SUITE)
+            .args(["--no-run", "--message-format=json-render-diagnostics"])
+            .envs(self.environment.iter().cloned())
+            .stderr(Stdio::inherit())
+            .output()
+            .context("cannot start cargo")?;
+        ensure!(output.status.success(), "the CUDA tests cannot be built");
+        self.programs = executables(&String::from_utf8(output.stdout)?);
+        Ok(())
+    }
+
+    /// The program of one test file.
+    fn program(&self, name: &str) -> Result<&Path> {
+        let prefix = format!("{name}-");
+        let named = self.programs.iter().find(|path| {
+            let file = path.file_name().unwrap_or_default().to_string_lossy();
+            file.starts_with(&prefix)
+        });
+        named
+            .map(PathBuf::as_path)
+            .with_context(|| format!("cargo built no test program `{name}`"))
+    }
+
+    fn command(&self, program: &Path) -> Command {
+        let mut command = Command::new(program);
+        command.current_dir(workspace_root().join("crates/cuda"));
+        command.envs(self.environment.iter().cloned());
+        command
+    }
+
+    /// Requires tests of a program to pass.
+    fn pass(&self, program: &Path, arguments: &[String]) -> Result<()> {
+        let mut command = self.command(program);
+        command.args(arguments).args(["--skip", OF_SOURCES]);
+        let status = command.status().context("cannot start a test program")?;
+        ensure!(
+            status.success(),
+            "tests failed on the PTX: {}",
+            program.display()
+        );
+        Ok(())
+    }
+
+    /// Runs the one test of that name with another text in place of its module.
+    fn one_with(&self, program: &str, test: &str, text: &Path) -> Result<Output> {
+        let mut command = self.command(self.program(program)?);
+        command.args([test, "--exact"]);
+        command.env("FUSESTEP_PTX_INSTEAD", text);
+        command.output().context("cannot start a test program")
+    }
+}

@@ -1,0 +1,287 @@
+//! What is broken, where, and who must see it.
+
+/// Which of the instructions that fit are changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Places {
+    All,
+    /// The one of this number.
+    One(usize),
+}
+
+/// What the tests must say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Expected {
+    Found,
+    /// No result can show it, for this reason.
+    Unseen(&'static str),
+}
+
+/// A change of the instructions of one opcode in one entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Mutant {
+    /// What is broken.
+    pub(super) name: &'static str,
+    pub(super) entry: &'static str,
+    /// The text that is replaced, and by what; an empty text removes the whole instruction.
+    pub(super) from: &'static str,
+    pub(super) to: &'static str,
+    pub(super) places: Places,
+    /// The test that runs on it.
+    pub(super) test: &'static str,
+    pub(super) expected: Expected,
+}
+
+const ADAM: &str = "fused_adam_f32";
+const LARS: &str = "lars_momentum_f32";
+const LAMB: &str = "lamb_f32";
+const HALF: &str = "fused_adam_bf16_m32_s16_resident";
+const NORM: &str = "amp_norm_f32";
+const RANKS: &str = "rank_order_f16";
+
+const ADAM_ALONE: &str = "adam_alone_gives_the_bits_of_the_host";
+const NORMS_ALONE: &str = "norms_alone_give_the_bits_of_the_host";
+const LAST_BITS: &str = "norms_have_the_bits_of_the_host_to_the_last";
+const HALVES_ALONE: &str = "adam_in_16_bits_alone_gives_the_bits_of_the_host";
+const RANKS_ALONE: &str = "rank_order::sums_in_rank_order_are_those_of_the_host";
+
+/// A mutant of the entry, under the test that launches it.
+const fn mutant(
+    name: &'static str,
+    entry: &'static str,
+    from: &'static str,
+    to: &'static str,
+    test: &'static str,
+) -> Mutant {
+    Mutant {
+        name,
+        entry,
+        from,
+        to,
+        places: Places::All,
+        test,
+        expected: Expected::Found,
+    }
+}
+
+const fn adam(name: &'static str, from: &'static str, to: &'static str) -> Mutant {
+    mutant(name, ADAM, from, to, ADAM_ALONE)
+}
+
+const fn lars(name: &'static str, from: &'static str, to: &'static str) -> Mutant {
+    mutant(name, LARS, from, to, NORMS_ALONE)
+}
+
+/// A change of single instructions, one after the other, and those of them that no result shows.
+pub(super) struct Each {
+    pub(super) mutant: Mutant,
+    pub(super) unseen: &'static [(usize, &'static str)],
+}
+
+const fn each(mutant: Mutant, unseen: &'static [(usize, &'static str)]) -> Each {
+    Each { mutant, unseen }
+}
+
+/// What `normed.cuh` guards twice.
+const GUARDED_TWICE: &[(usize, &str)] = &[
+    (
+        2,
+        "behind a unit's sums: the next unit writes lanes that were read before the barrier \
+         before, and leaves behind its own first barrier",
+    ),
+    (
+        5,
+        "behind a tensor's sums: the next tensor writes its total behind its own first barrier, \
+         and what that folds was read before the barrier before",
+    ),
+];
+
+pub(super) const EACH: [Each; 7] = [
+    each(
+        lars("one barrier of the block removed", "bar.sync", ""),
+        GUARDED_TWICE,
+    ),
+    each(
+        lars(
+            "one barrier of the grid without its block",
+            "barrier.sync",
+            "",
+        ),
+        &[(
+            0,
+            "in front of the arrival: the sums end with a barrier, and nothing is stored since",
+        )],
+    ),
+    each(
+        mutant(
+            "one barrier of the block removed",
+            LAMB,
+            "bar.sync",
+            "",
+            NORMS_ALONE,
+        ),
+        GUARDED_TWICE,
+    ),
+    each(
+        mutant(
+            "one barrier of the block removed",
+            NORM,
+            "bar.sync",
+            "",
+            ADAM_ALONE,
+        ),
+        &[],
+    ),
+    each(
+        adam("one end of a loop inverted", "setp.ge.u64", "setp.lt.u64"),
+        &[],
+    ),
+    each(
+        adam("one start of a loop inverted", "setp.lt.u64", "setp.ge.u64"),
+        &[],
+    ),
+    each(
+        adam(
+            "one question for a control block inverted",
+            "setp.eq.s64",
+            "setp.ne.s64",
+        ),
+        &[],
+    ),
+];
+
+pub(super) const MUTANTS: [Mutant; 34] = [
+    adam("products rounded to zero", "mul.rn.f32", "mul.rz.f32"),
+    adam("sums rounded to zero", "add.rn.f32", "add.rz.f32"),
+    adam("differences rounded up", "sub.rn.f32", "sub.rp.f32"),
+    adam("quotients rounded down", "div.rn.f32", "div.rm.f32"),
+    adam("roots rounded up", "sqrt.rn.f32", "sqrt.rp.f32"),
+    adam(
+        "factors of gradients rounded to zero",
+        "cvt.rn.f32.f64",
+        "cvt.rz.f32.f64",
+    ),
+    adam("sums for products", "mul.rn.f32", "add.rn.f32"),
+    adam(
+        "packs stored by halves",
+        "st.global.v4.f32",
+        "st.global.v2.f32",
+    ),
+    adam(
+        "packs loaded by halves",
+        "ld.global.v4.f32",
+        "ld.global.v2.f32",
+    ),
+    adam("ends inverted", "setp.ge.u64", "setp.lt.u64"),
+    adam("starts inverted", "setp.lt.u64", "setp.ge.u64"),
+    adam(
+        "comparisons of counts inverted",
+        "setp.le.u32",
+        "setp.gt.u32",
+    ),
+    adam("approximate quotients", "div.rn.f32", "div.approx.f32"),
+    adam("offsets of 32 bits", "shl.b64", "shl.b32"),
+    lars("barriers of the block removed", "bar.sync", ""),
+    lars("barriers of the grid without blocks", "barrier.sync", ""),
+    lars(
+        "arrivals that tell nothing",
+        "atom.add.release.gpu",
+        "atom.add.relaxed.gpu",
+    ),
+    lars(
+        "waits that learn nothing",
+        "ld.acquire.gpu",
+        "ld.relaxed.gpu",
+    ),
+    lars(
+        "shared values stored as f32",
+        "st.shared.f64",
+        "st.shared.b32",
+    ),
+    lars("updates rounded to zero", "sub.rn.f32", "sub.rz.f32"),
+    mutant(
+        "sums rounded to zero",
+        LARS,
+        "add.rn.f64",
+        "add.rz.f64",
+        LAST_BITS,
+    ),
+    mutant(
+        "norms rounded down",
+        LARS,
+        "sqrt.rn.f64",
+        "sqrt.rm.f64",
+        LAST_BITS,
+    ),
+    mutant(
+        "rates rounded down",
+        LARS,
+        "div.rn.f64",
+        "div.rm.f64",
+        LAST_BITS,
+    ),
+    lars("warps summed upwards", "shfl.sync.bfly", "shfl.sync.up"),
+    Mutant {
+        expected: Expected::Unseen(
+            "only lane 0 of a warp keeps its sum, and what it takes at each halving are lanes \
+             below the half, for which both modes name the same lane",
+        ),
+        ..lars("warps summed downwards", "shfl.sync.bfly", "shfl.sync.down")
+    },
+    mutant(
+        "barriers of the block removed",
+        LAMB,
+        "bar.sync",
+        "",
+        NORMS_ALONE,
+    ),
+    mutant(
+        "quotients rounded up",
+        LAMB,
+        "div.rn.f32",
+        "div.rp.f32",
+        NORMS_ALONE,
+    ),
+    mutant(
+        "waits that learn nothing",
+        LAMB,
+        "ld.acquire.gpu",
+        "ld.relaxed.gpu",
+        NORMS_ALONE,
+    ),
+    mutant(
+        "sums rounded to zero",
+        LAMB,
+        "add.rn.f64",
+        "add.rz.f64",
+        LAST_BITS,
+    ),
+    mutant(
+        "norms rounded down",
+        LAMB,
+        "sqrt.rn.f64",
+        "sqrt.rm.f64",
+        LAST_BITS,
+    ),
+    mutant(
+        "sums rounded up",
+        NORM,
+        "add.rn.f64",
+        "add.rp.f64",
+        ADAM_ALONE,
+    ),
+    mutant(
+        "masters stored by halves",
+        HALF,
+        "st.global.v4.f32",
+        "st.global.v2.f32",
+        HALVES_ALONE,
+    ),
+    mutant("ties rounded up", HALF, "and.b32", "or.b32", HALVES_ALONE),
+    mutant(
+        "sums rounded to zero",
+        RANKS,
+        "cvt.rn.f16.f32",
+        "cvt.rz.f16.f32",
+        RANKS_ALONE,
+    ),
+];
