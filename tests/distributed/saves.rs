@@ -200,7 +200,7 @@ fn a_save_behind_holds_what_was_there_when_it_was_begun() {
 fn the_checkpoint_before_counts_until_a_save_is_complete_and_one_is_in_flight() {
     for world in [1, 2, 4] {
         let case = small(world, ZeroStage::Two);
-        let folder = tempfile::tempdir().unwrap();
+        let (folder, line) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let at = || read(folder.path()).1["at"].clone();
         on_ranks(&case, |_, mut rank| {
             // Every part waits for its third look.
@@ -213,15 +213,18 @@ fn the_checkpoint_before_counts_until_a_save_is_complete_and_one_is_in_flight() 
             assert_eq!(rank.poll(&mut saves).unwrap(), None);
             assert_eq!(at(), "1");
             rank.step();
-            // The next one completes the one before.
+            // The next one completes the one before, and is copied to the same memory.
             rank.begin(&mut saves, folder.path()).unwrap();
             assert_eq!(at(), "2");
+            rank.save(line.path()).unwrap();
+            rank.step();
             let mut looks = 0;
             while rank.poll(&mut saves).unwrap().is_none() {
                 looks += 1;
                 assert!(looks < 20, "a save that does not end");
             }
             assert!(looks >= 2, "{looks}");
+            assert_eq!(read(folder.path()), read(line.path()));
             assert_eq!(at(), "3");
             assert_eq!(rank.poll(&mut saves).unwrap(), None);
         });

@@ -9,7 +9,6 @@ use candle_nn::{ParamsAdamW, VarBuilder, VarMap};
 use fusestep_candle::{
     AdamW, Communicator, Fused, LossScale, Options, ParamGroup, ParamsLion, ParamsSgd, Sgd, Solo,
 };
-
 use fusestep_collective::Collectives;
 
 use super::{Shared, all_bits, bits, gradients, on_ranks, sharing, step_ranked, step_whole, vars};
@@ -174,11 +173,15 @@ fn a_checkpoint_of_another_model_or_rule_is_refused_tensor_by_tensor() {
     step_whole(&mut fused, &own, 0..1).unwrap();
     fused.save_checkpoint(folder.path(), 1).unwrap();
 
-    let mut other = vars(DType::F32, 8);
-    other.retain(|(name, _)| name != "body.0.bias");
-    let grown = Tensor::zeros((41, 9), DType::F32, &Device::Cpu).unwrap();
-    other[5].1 = Var::from_tensor(&grown).unwrap();
-    assert_eq!(other[5].0, "head.weight");
+    let other_model = || {
+        let mut other = vars(DType::F32, 8);
+        other.retain(|(name, _)| name != "body.0.bias");
+        let grown = Tensor::zeros((41, 9), DType::F32, &Device::Cpu).unwrap();
+        other[5].1 = Var::from_tensor(&grown).unwrap();
+        assert_eq!(other[5].0, "head.weight");
+        other
+    };
+    let other = other_model();
     let before = all_bits(&other);
     let mut wrong = adamw(&other, &options());
     let error = wrong.resume(folder.path()).unwrap_err().to_string();
@@ -192,7 +195,7 @@ fn a_checkpoint_of_another_model_or_rule_is_refused_tensor_by_tensor() {
     }
     assert_eq!(all_bits(&other), before);
     let errors = on_ranks(2, |comm| {
-        let mut wrong = adamw(&other, &options()).on(comm).unwrap();
+        let mut wrong = adamw(&other_model(), &options()).on(comm).unwrap();
         wrong.resume(folder.path()).unwrap_err().to_string()
     });
     assert!(
@@ -211,7 +214,10 @@ fn a_checkpoint_of_another_model_or_rule_is_refused_tensor_by_tensor() {
     );
     let mut sgd = Sgd::new(same.clone(), ParamsSgd::default()).unwrap();
     let error = sgd.resume(folder.path()).unwrap_err().to_string();
-    assert!(error.contains("optimizer: expected sgd"), "{error}");
+    assert!(
+        error.contains("`optimizer`: expected sgd, found adamw"),
+        "{error}"
+    );
     let bare: Vec<Var> = same.into_iter().map(|(_, var)| var).collect();
     let mut unnamed = Fused::new(bare, ParamsAdamW::default()).unwrap();
     for error in [
