@@ -11,7 +11,7 @@ use crate::{AdapterError, Params};
 /// use fusestep_candle::{Options, ParamGroup, ParamsLion};
 ///
 /// let options = Options {
-///     groups: vec![ParamGroup::of(["embedding"], ParamsLion { lr: 3e-4, ..ParamsLion::default() })],
+///     groups: vec![ParamGroup::of(["embedding"], ParamsLion::default())],
 ///     ..Options::default()
 /// };
 /// ```

@@ -281,8 +281,8 @@ impl<P: Params> Ranked<'_, P> {
         }
     }
 
-    /// Remembers a failure: other ranks may wait elsewhere. One of a checkpoint is all ranks' in the
-    /// same call.
+    /// Remembers a failure: other ranks may wait elsewhere. One of a checkpoint comes on all of
+    /// them in the same call.
     pub(crate) fn note<R>(&mut self, outcome: Result<R, AdapterError>) -> candle_core::Result<R> {
         self.failed |= outcome
             .as_ref()

@@ -112,7 +112,7 @@ fn step_ranked<P: Params>(
     Ok(())
 }
 
-/// The same with one optimizer of one process, which has the whole batch.
+/// Steps `steps` of one optimizer in one process, which has the whole batch.
 fn step_whole<P: Params>(
     fused: &mut Fused<P>,
     vars: &[(String, Var)],

@@ -346,8 +346,8 @@ pub enum PlanError {
 }
 
 impl PlanError {
-    /// Whether it is one of saving or resuming, which comes on all ranks in the same call and leaves
-    /// the run as it was: training may go on.
+    /// Whether it is one of saving or resuming, which comes on all ranks in the same call and
+    /// leaves the run as it was: training may go on.
     pub fn is_of_checkpoint(&self) -> bool {
         matches!(
             self,

@@ -37,9 +37,10 @@ impl Remembered {
         comms: &mut Comms<'_>,
         caller: &mut BTreeMap<String, String>,
     ) -> Result<(), PlanError> {
-        let own = match self.0.is_empty() {
-            true => String::new(),
-            false => serde_json::to_string(&self.0).unwrap_or_default(),
+        let own = if self.0.is_empty() {
+            String::new()
+        } else {
+            serde_json::to_string(&self.0).unwrap_or_default()
         };
         let all = plan.gather_texts(comms, &own)?;
         if all.iter().all(|text| *text == all[0]) {

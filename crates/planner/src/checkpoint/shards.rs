@@ -272,9 +272,10 @@ impl Manifest {
             .open
             .as_ref()
             .is_some_and(|open| open.local_sgd.is_some());
-        let key = match averages {
-            true => tensor.strip_suffix("#0").unwrap_or(tensor),
-            false => tensor,
+        let key = if averages {
+            tensor.strip_suffix("#0").unwrap_or(tensor)
+        } else {
+            tensor
         };
         let name = key.strip_suffix("@param")?;
         let sliced = self.open.iter().flat_map(|open| &open.slices);

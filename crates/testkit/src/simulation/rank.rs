@@ -156,7 +156,7 @@ fn train(scenario: &Scenario, rank: &mut Rank<'_>, mut at: u64) -> Result<(), Pl
         }
         rank.plan.step(state, backend, comms)?;
         at += 1;
-        if at % scenario.save_every == 0 {
+        if at.is_multiple_of(scenario.save_every) {
             rank.save(at)?;
         }
     }
