@@ -34,6 +34,8 @@ mod rounding;
 mod rules;
 #[path = "distributed/run.rs"]
 mod run;
+#[path = "distributed/saves.rs"]
+mod saves;
 #[path = "distributed/shards.rs"]
 mod shards;
 #[path = "distributed/slices.rs"]

@@ -110,7 +110,8 @@ fn one_group_saves_and_any_world_goes_on() {
         whole_params(&plan, &state, &backend, &mut comms)
     });
     let whole = whole.unwrap().pop().unwrap().unwrap();
-    assert_eq!(Manifest::read(folder.path()).unwrap().shards.len(), 2);
+    // Those of the first group, and the model's.
+    assert_eq!(Manifest::read(folder.path()).unwrap().shards.len(), 3);
     for (world, group) in [(1, 1), (2, 1), (3, 3), (4, 2)] {
         let case = Case {
             world,

@@ -65,12 +65,65 @@ pub enum AdapterError {
          VarMap"
     )]
     Unnamed,
+    /// An option out of range.
+    #[error("option `{option}`: expected {expected}, found {found}")]
+    Option {
+        /// Its name.
+        option: &'static str,
+        /// What works.
+        expected: &'static str,
+        /// What was given.
+        found: String,
+    },
+    /// An option needs gradients in memory of the optimizer's own.
+    #[error(
+        "option `{option}` of {found}: expected an optimizer on a communicator, found one that \
+         borrows candle's memory; build it with `.on(comm)`, `Solo` for one process"
+    )]
+    NeedsRanks {
+        /// Its name.
+        option: &'static str,
+        /// Its value.
+        found: String,
+    },
+    /// There is no such parameter group.
+    #[error("group {found}: expected one of the {count} of `Options::groups`, counted from 0")]
+    NoSuchGroup {
+        /// The number given.
+        found: usize,
+        /// The number of groups.
+        count: usize,
+    },
+    /// An optimizer that has stepped, saved or resumed cannot change to ranks.
+    #[error("on: expected an optimizer before its first step, found one of {steps} steps")]
+    InUse {
+        /// Steps run.
+        steps: u64,
+    },
+    /// A call between ranks failed.
+    #[error(transparent)]
+    Collective(#[from] fusestep_collective::CollectiveError),
     /// Planning, running, saving or loading failed.
     #[error(transparent)]
     Plan(#[from] PlanError),
+    /// candle's own, about memory it guards.
+    #[error("{0}")]
+    Candle(String),
     /// Threads could not be started.
     #[error(transparent)]
     Backend(#[from] BackendError),
+}
+
+impl AdapterError {
+    /// Whether it is one of saving or resuming, which comes on all ranks alike.
+    pub(crate) fn is_of_checkpoint(&self) -> bool {
+        matches!(self, Self::Plan(error) if error.is_of_checkpoint())
+    }
+
+    /// An error that has passed through candle.
+    pub(crate) fn from_candle(error: candle_core::Error) -> Self {
+        Self::Candle(error.to_string())
+    }
 }
 
 impl From<AdapterError> for candle_core::Error {

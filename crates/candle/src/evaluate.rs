@@ -1,9 +1,9 @@
 //! Variables as a model is evaluated with them, for a while.
 
-use candle_core::{CpuStorage, InplaceOp1, Layout, Var};
+use candle_core::Var;
 
-use crate::lend::{bytes_mut, bytes_of};
-use crate::{AdapterError, Fused, Params};
+use crate::lend::{bytes_of, copy, write_in_place};
+use crate::{AdapterError, Fused, Params, Ranked};
 
 impl<P: Params> Fused<P> {
     /// Runs `work` while the variables are what a model is evaluated with: under
@@ -24,17 +24,52 @@ impl<P: Params> Fused<P> {
         if !self.state.averages() {
             return work();
         }
-        let mut trained = Trained(Vec::with_capacity(self.vars.len()));
-        for (name, var) in &self.vars {
-            let mut bytes = trained.keep(var)?;
-            let averaged = self.state.average_borrowed(&self.backend, name, &mut bytes);
-            averaged.map_err(AdapterError::from)?;
-            write(var, &bytes)?;
-        }
-        let result = work();
-        trained.restore()?;
-        result
+        with_values(&self.vars, work, |index, bytes| {
+            let name = &self.vars[index].0;
+            let averaged = self.state.average_borrowed(&self.backend, name, bytes);
+            Ok(averaged.map_err(AdapterError::from)?)
+        })
     }
+}
+
+impl<P: Params> Ranked<'_, P> {
+    /// As [`Fused::evaluate`]; all ranks call it, and each runs `work`.
+    ///
+    /// # Errors
+    /// As [`Fused::evaluate`], and for a call between ranks.
+    pub fn evaluate<R>(
+        &mut self,
+        work: impl FnOnce() -> candle_core::Result<R>,
+    ) -> candle_core::Result<R> {
+        if !self.state.averages() {
+            return work();
+        }
+        let names: Vec<&str> = self.vars.iter().map(|(name, _)| name.as_str()).collect();
+        let gathered =
+            self.plan
+                .gather_averages(&self.state, &self.backend, &mut self.comms, &names);
+        let gathered = gathered.map_err(AdapterError::from)?;
+        with_values(&self.vars, work, |index, bytes| {
+            copy(gathered.bytes(index), bytes)
+        })
+    }
+}
+
+/// Runs `work` while variables have the values that `change` makes of their own.
+fn with_values<R>(
+    vars: &[(String, Var)],
+    work: impl FnOnce() -> candle_core::Result<R>,
+    change: impl Fn(usize, &mut [u8]) -> candle_core::Result<()>,
+) -> candle_core::Result<R> {
+    let mut trained = Trained(Vec::with_capacity(vars.len()));
+    for (index, (_, var)) in vars.iter().enumerate() {
+        let mut bytes = trained.keep(var)?;
+        change(index, &mut bytes)?;
+        write(var, &bytes)?;
+    }
+    let result = work();
+    trained.restore()?;
+    result
 }
 
 /// What variables were while they are something else; they are that again when this is dropped.
@@ -69,31 +104,5 @@ impl Drop for Trained<'_> {
 
 /// Writes a variable's elements in place.
 fn write(var: &Var, bytes: &[u8]) -> candle_core::Result<()> {
-    var.as_tensor().inplace_op1(&Write(bytes))
-}
-
-struct Write<'a>(&'a [u8]);
-
-impl InplaceOp1 for Write<'_> {
-    fn name(&self) -> &'static str {
-        "fused-evaluate"
-    }
-
-    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
-        let name = InplaceOp1::name(self);
-        let width = candle_core::backend::BackendStorage::dtype(storage).size_in_bytes();
-        let place = layout.contiguous_offsets();
-        let elements = place.and_then(|(start, end)| {
-            let bytes = bytes_mut(storage)?.get_mut(start * width..end * width)?;
-            (bytes.len() == self.0.len()).then_some(bytes)
-        });
-        let Some(elements) = elements else {
-            candle_core::bail!(
-                "{name}: expected the contiguous tensor of {} bytes that was read, found another",
-                self.0.len()
-            )
-        };
-        elements.copy_from_slice(self.0);
-        Ok(())
-    }
+    write_in_place(var, &mut |own| copy(bytes, own))
 }

@@ -7,14 +7,12 @@ use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var, WithDType};
 use candle_nn::Optimizer;
 use fusestep_cpu::CpuBackend;
-use fusestep_launch::Backend;
-use fusestep_planner::{
-    ClipByGlobalNorm, LossScaling, Optimizer as Rule, Plan, Planner, State, Tensors, UpdateNorms,
-};
+use fusestep_planner::{Checkpoints, Plan, State};
 use fusestep_tensor::{Element, Role};
 use half::bf16;
 
 use crate::gradients::{Addresses, Gradients};
+use crate::group::GroupRules;
 use crate::lend::{self, BorrowedFromCandle};
 use crate::variables::{Names, Variables};
 use crate::{AdapterError, Fusion, IntoVariables, Options, Params};
@@ -26,14 +24,17 @@ use crate::{AdapterError, Fusion, IntoVariables, Options, Params};
 #[derive(Debug)]
 pub struct Fused<P> {
     pub(crate) vars: Vec<(String, Var)>,
-    names: Names,
-    addresses: Addresses,
-    params: P,
-    plan: Plan,
+    pub(crate) names: Names,
+    pub(crate) addresses: Addresses,
+    pub(crate) params: P,
+    pub(crate) options: Options,
+    group_rules: GroupRules,
+    pub(crate) plan: Plan,
     pub(crate) state: State,
     pub(crate) backend: CpuBackend,
-    unmatched: Vec<String>,
+    pub(crate) unmatched: Vec<String>,
     report: Report,
+    pub(crate) checkpoints: Checkpoints,
 }
 
 /// What the last step did.
@@ -136,8 +137,10 @@ impl<P: Params> Fused<P> {
         };
         let variables = vars.into_variables().floating_point();
         let mut unmatched = Vec::new();
-        let descriptors = variables.descriptors(&options.exclude, &mut unmatched)?;
-        let planner = planner(params.rule(), &backend, options);
+        let descriptors = variables.descriptors(options, &mut unmatched)?;
+        let mut names = variables.vars.iter().map(|(name, _)| name.as_str());
+        let planner = options.planner(params.rule(), &backend, &mut names);
+        let planner = options.borrowing(planner);
         let plan = planner.plan(&descriptors).map_err(AdapterError::from)?;
         let state = plan.allocate(&backend).map_err(AdapterError::from)?;
         let Variables { vars, names } = variables;
@@ -146,11 +149,14 @@ impl<P: Params> Fused<P> {
             vars,
             names,
             params,
+            options: options.clone(),
+            group_rules: GroupRules::of(&options.groups, state.rules()),
             plan,
             state,
             backend,
             unmatched,
             report: Report::default(),
+            checkpoints: Checkpoints::default(),
         };
         optimizer.follow_variables()?;
         Ok(optimizer)
@@ -171,7 +177,8 @@ impl<P: Params> Fused<P> {
         Ok(())
     }
 
-    /// Names of [`Options::exclude`] that are part of no variable's name: likely a mistake.
+    /// Texts of [`Options::exclude`] and [`Options::groups`] that are part of no variable's name:
+    /// likely a mistake.
     pub fn unmatched_excludes(&self) -> &[String] {
         &self.unmatched
     }
@@ -201,6 +208,16 @@ impl<P: Params> Fused<P> {
     /// Sets the hyper-parameters from the next step on; that step refuses values out of range.
     pub fn set_params(&mut self, params: P) {
         self.params = params;
+    }
+
+    /// Sets the learning rate of one of [`Options::groups`], counted from 0, from the next step on;
+    /// groups that were given equal rules have one.
+    ///
+    /// # Errors
+    /// An [`AdapterError`] if there is no such group, or the rate is out of range.
+    pub fn set_group_learning_rate(&mut self, group: usize, lr: f64) -> candle_core::Result<()> {
+        let rule = self.group_rules.number(group)?;
+        Ok(self.state.set_lr_of(rule, lr).map_err(AdapterError::from)?)
     }
 
     /// The plan of a step.
@@ -270,7 +287,7 @@ impl<P: Params> Fused<P> {
         Ok(())
     }
 
-    fn check_named(&self) -> Result<(), AdapterError> {
+    pub(crate) fn check_named(&self) -> Result<(), AdapterError> {
         match self.names {
             Names::Given => Ok(()),
             Names::Positions => Err(AdapterError::Unnamed),
@@ -294,6 +311,8 @@ impl<P: Params> Optimizer for Fused<P> {
     /// The memory traffic of the rule's kernel, 28 bytes per f32 element for AdamW; one lock at a
     /// time on each thread.
     fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
+        self.options.check_borrowed()?;
+        self.look_after_saves()?;
         let gradients = Gradients::take(&self.vars, &self.addresses, grads)?;
         let rule = self.params.rule();
         if rule != *self.state.optimizer() {
@@ -333,25 +352,4 @@ impl<P: Params> Optimizer for Fused<P> {
     fn set_learning_rate(&mut self, lr: f64) {
         self.params.set_lr(lr);
     }
-}
-
-/// The passes that the options ask for.
-fn planner(rule: Rule, backend: &CpuBackend, options: &Options) -> Planner {
-    let mut planner = Planner::new(rule)
-        .limits(backend.limits())
-        .precision(options.precision)
-        .tensors(Tensors::Borrowed);
-    if options.fusion == Fusion::Naive {
-        planner = planner.naive();
-    }
-    if let Some(scale) = options.loss_scale {
-        planner = planner.with(LossScaling::from(scale));
-    }
-    if let Some(norm) = options.clip_norm {
-        planner = planner.with(ClipByGlobalNorm::new(norm));
-    }
-    if options.update_norms {
-        planner = planner.with(UpdateNorms);
-    }
-    planner
 }

@@ -1,11 +1,11 @@
 //! Variables and gradients as memory that candle guards: one lock at a time on each thread.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 
-use candle_core::{CpuStorage, InplaceOp2, Layout, Storage, Tensor, Var};
+use candle_core::{CpuStorage, InplaceOp1, InplaceOp2, Layout, Storage, Tensor, Var};
 use fusestep_cpu::{BorrowedPiece, CpuBackend};
 use fusestep_launch::{Backend, BackendError, Launch, LaunchReport, Reduce};
-use fusestep_planner::Lender;
+use fusestep_planner::{BorrowedParams, Lender};
 use half::slice::HalfFloatSliceExt;
 
 /// Variables and their gradients, in plan order.
@@ -143,4 +143,68 @@ impl InplaceOp2 for Update<'_> {
         let grad = &grad[grad_range.0 * width..grad_range.1 * width];
         piece.update(param, grad).map_err(candle_core::Error::wrap)
     }
+}
+
+/// Does `work` on a variable's elements where they lie.
+pub(crate) fn write_in_place(
+    var: &Var,
+    work: &mut dyn FnMut(&mut [u8]) -> candle_core::Result<()>,
+) -> candle_core::Result<()> {
+    if var.elem_count() == 0 {
+        // candle takes a stride of 0 for elements that lie on each other.
+        return work(&mut []);
+    }
+    let write = InPlace(RefCell::new(work));
+    var.as_tensor().inplace_op1(&write)
+}
+
+type Work<'a> = &'a mut dyn FnMut(&mut [u8]) -> candle_core::Result<()>;
+
+struct InPlace<'a>(RefCell<Work<'a>>);
+
+impl InplaceOp1 for InPlace<'_> {
+    fn name(&self) -> &'static str {
+        "fused-write"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
+        let name = InplaceOp1::name(self);
+        let width = storage_dtype(storage).size_in_bytes();
+        let place = layout.contiguous_offsets();
+        let elements =
+            place.and_then(|(start, end)| bytes_mut(storage)?.get_mut(start * width..end * width));
+        match elements {
+            Some(elements) => (self.0.borrow_mut())(elements),
+            None => candle_core::bail!("{name}: expected a contiguous tensor, found strides"),
+        }
+    }
+}
+
+/// Variables of a plan that borrows them, as saving and resuming read and write them.
+pub(crate) struct KeptByCandle<'a>(pub(crate) &'a [(String, Var)]);
+
+impl BorrowedParams for KeptByCandle<'_> {
+    fn read(&self, param: usize, into: &mut [u8]) -> Result<(), BackendError> {
+        let (name, var) = &self.0[param];
+        let mut read = || {
+            let (storage, layout) = var.storage_and_layout();
+            copy(bytes_of(&storage, layout)?, into)
+        };
+        read().map_err(|error| failed("reading", name, &error))
+    }
+
+    fn write(&self, param: usize, from: &[u8]) -> Result<(), BackendError> {
+        let (name, var) = &self.0[param];
+        let written = write_in_place(var, &mut |own| copy(from, own));
+        written.map_err(|error| failed("writing", name, &error))
+    }
+}
+
+/// Copies elements between places of one length.
+pub(crate) fn copy(from: &[u8], to: &mut [u8]) -> candle_core::Result<()> {
+    if from.len() != to.len() {
+        candle_core::bail!("expected {} bytes, found {}", to.len(), from.len());
+    }
+    to.copy_from_slice(from);
+    Ok(())
 }

@@ -1,19 +1,24 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+mod checkpoint;
 mod error;
 mod evaluate;
 mod fused;
 mod gradients;
+mod group;
 mod lend;
 mod options;
 pub mod parallel;
 mod params;
+mod planning;
+mod ranked;
 mod variables;
 
 pub use error::AdapterError;
 pub use fused::{Fused, Report};
 pub use fusestep_adagrad::Adagrad as ParamsAdagrad;
+pub use fusestep_collective::{Communicator, Solo};
 pub use fusestep_fused_sgd::{Nesterov, Sgd as ParamsSgd};
 pub use fusestep_lamb::Lamb as ParamsLamb;
 pub use fusestep_lars_momentum::Lars as ParamsLars;
@@ -24,8 +29,10 @@ pub use fusestep_lion::Lion as ParamsLion;
 pub use fusestep_planner::{LossScale, ScalePolicy};
 pub use fusestep_rmsprop::{Centering, RmsProp as ParamsRmsProp};
 pub use fusestep_schedule_free::ScheduleFree as ParamsScheduleFree;
-pub use options::{Fusion, Options};
+pub use group::ParamGroup;
+pub use options::{Fusion, Initial, Options};
 pub use params::Params;
+pub use ranked::Ranked;
 pub use variables::IntoVariables;
 
 /// AdamW: a drop-in for [`candle_nn::AdamW`].

@@ -1,8 +1,10 @@
 //! What an optimizer does besides its rule.
 
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
 use fusestep_planner::{LossScale, Precision};
+
+use crate::ParamGroup;
 
 /// What an optimizer does besides its rule; the default is what [`crate::Fused::new`] takes.
 ///
@@ -40,6 +42,34 @@ pub struct Options {
     pub exclude: Vec<String>,
     /// Whether passes fuse the launches.
     pub fusion: Fusion,
+    /// Variables with a rule and settings of their own.
+    pub groups: Vec<ParamGroup>,
+    /// What ranks share out ([`crate::Fused::on`]): 1 optimizer state, 2 gradients too, 3 the
+    /// optimizer's copy of the variables too; 0 is nothing. It changes no bit.
+    pub zero: u8,
+    /// Adds the gradients of this many micro-steps before each update ([`crate::Fused::on`]).
+    pub accumulate: Option<NonZeroU32>,
+    /// Most MiB of gradients that one call between ranks reduces; 25 if `None`. It changes no bit.
+    pub bucket_cap_mib: Option<f64>,
+    /// Reduces buckets on so many streams while gradients are still being given. If `None`, 2, and
+    /// 0 where ranks see each other's memory: there a bucket is reduced and updated in one pass. It
+    /// changes no bit.
+    pub comm_streams: Option<usize>,
+    /// Averages variables over ranks every this many steps in place of gradients every step.
+    pub local_sgd: Option<NonZeroU64>,
+    /// Whose first values ranks train.
+    pub initial: Initial,
+}
+
+/// Whose first values ranks train.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Initial {
+    /// Those of rank 0, which the others' variables are set to: candle draws other random values on
+    /// every rank.
+    #[default]
+    OfRankZero,
+    /// Each rank's own, which have to be the same; the first step compares them.
+    OwnAndEqual,
 }
 
 /// Whether passes fuse the launches; it changes no bit.

@@ -7,7 +7,7 @@ use candle_core::{DType, Var};
 use candle_nn::VarMap;
 use fusestep_tensor::{ParamDesc, Shape};
 
-use crate::AdapterError;
+use crate::{AdapterError, Options};
 
 /// What [`crate::Fused::new`] takes: a [`VarMap`] or its data (sorted by name), named variables, or
 /// a bare list.
@@ -76,12 +76,13 @@ impl Variables {
 
     /// The variables as the planner sees them.
     ///
-    /// Of `exclude`, `unmatched` gets those that are in no name.
+    /// Of the texts that names are looked for by, `unmatched` gets those that are in no name.
     pub(crate) fn descriptors(
         &self,
-        exclude: &[String],
+        options: &Options,
         unmatched: &mut Vec<String>,
     ) -> Result<Vec<ParamDesc>, AdapterError> {
+        let exclude = &options.exclude;
         let mut seen = HashMap::new();
         let mut descriptors = Vec::with_capacity(self.vars.len());
         for (name, var) in &self.vars {
@@ -118,7 +119,9 @@ impl Variables {
             descriptors.push(descriptor);
         }
         let is_unmatched = |part: &&String| !self.vars.iter().any(|(name, _)| name.contains(*part));
-        unmatched.extend(exclude.iter().filter(is_unmatched).cloned());
+        let of_groups = options.groups.iter().flat_map(|group| &group.contains);
+        let all = exclude.iter().chain(of_groups);
+        unmatched.extend(all.filter(is_unmatched).cloned());
         Ok(descriptors)
     }
 }

@@ -1,7 +1,8 @@
 //! The run of `fusestep train` on one rank of any number: each has its part of every batch.
 
+mod checkpoints;
+
 use std::num::{NonZeroU64, NonZeroUsize};
-use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, bail};
@@ -10,16 +11,16 @@ use fusestep_collective::{Collectives, Communicator, ReduceOp, even_counts};
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::Precision;
 use fusestep_planner::{
-    Comms, FolderLock, Manifest, MicroStepReport, Optimizer, Plan, Planner, State, Topology,
-    ZeroStage,
+    Comms, FolderLock, MicroStepReport, Optimizer, Plan, Planner, Saves, State, Topology, ZeroStage,
 };
-use fusestep_tensor::{DType, ParamDesc, Quoted, Role};
+use fusestep_tensor::{DType, ParamDesc, Role};
 use indicatif::{ProgressBar, ProgressStyle};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 use xxhash_rust::xxh3::Xxh3;
 
+use self::checkpoints::check_folder;
 use crate::digits::{self, Images};
 use crate::model::{Mlp, bytes_of};
 use crate::options::{ParamDType, threads};
@@ -95,26 +96,13 @@ pub(crate) fn train(
         bar: progress_bar(first, batches as u64),
         tally: Tally::default(),
         compared: 0,
+        saves: Saves::new(),
     };
     run.meet()?;
     let (history, last) = run.epochs()?;
     let summary = run.summary(history, last)?;
     drop(run);
     Ok(Trained { summary, plan })
-}
-
-/// Refuses to replace a checkpoint that is not gone on from, and another program's files.
-fn check_folder(folder: &Path, resume: bool) -> anyhow::Result<()> {
-    let found = Manifest::read_if_any(folder)?;
-    if let Some(manifest) = found.filter(|_| !resume) {
-        bail!(
-            "--checkpoint {}: expected a folder without a checkpoint, found one of step {}; give \
-             --resume to go on from it, or another folder",
-            folder.display(),
-            manifest.step
-        );
-    }
-    Ok(())
 }
 
 /// The plan of one rank.
@@ -170,6 +158,7 @@ struct Run<'a> {
     tally: Tally,
     /// Batches since the run began, of which every so many compare parameters.
     compared: u64,
+    saves: Saves,
 }
 
 /// What the steps so far have taken.
@@ -279,6 +268,7 @@ impl Run<'_> {
             }
             history.push(self.end_epoch(at)?);
         }
+        self.finish_saves()?;
         self.bar.finish();
         match history.last().copied() {
             Some(last) => Ok((history, last)),
@@ -323,44 +313,9 @@ impl Run<'_> {
         })
     }
 
-    /// Goes on from the checkpoint; returns where it was.
-    fn resume(&mut self) -> anyhow::Result<Position> {
-        let folder = self.args.checkpoint.as_ref();
-        let Some(folder) = folder.filter(|_| self.args.resume) else {
-            return Ok(Position::default());
-        };
-        let caller = self.plan.load(&mut self.state, &self.backend, folder)?;
-        self.handshake()?;
-        for (key, own) in images(self.args) {
-            let found = caller.get(key).map_or("nothing", String::as_str);
-            let found = Quoted(found).to_string();
-            if found != own {
-                bail!(
-                    "{}: {key}: expected {own}, found {found}; resume with the same images",
-                    folder.display()
-                );
-            }
-        }
-        let position = Position::read(&caller);
-        position.with_context(|| format!("{}: expected where the run was", folder.display()))
-    }
-
-    fn save(&mut self, position: Position) -> anyhow::Result<()> {
-        let Some(folder) = &self.args.checkpoint else {
-            return Ok(());
-        };
-        let mut caller = position.texts();
-        for (key, own) in images(self.args) {
-            caller.insert(key.to_owned(), own);
-        }
-        let (state, backend) = (&self.state, &self.backend);
-        Ok(self
-            .plan
-            .save(state, backend, &mut self.comms, folder, caller)?)
-    }
-
     /// One batch, shared out among ranks; returns the mean loss over all of it.
     fn step(&mut self, positions: &[usize]) -> anyhow::Result<f64> {
+        self.poll_saves()?;
         let sent = (self.comms.calls(), self.comms.bytes_sent());
         let Topology { rank, world, .. } = self.plan.topology();
         let counts = even_counts(positions.len(), world);

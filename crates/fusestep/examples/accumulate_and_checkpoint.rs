@@ -30,8 +30,10 @@ fn train(steps: usize, folder: &Path) -> Result<Vec<f32>, Error> {
         for (step, batch) in data(rank).take(steps).enumerate().skip(first) {
             backward(batch, |name, g| opt.push_grad(name, g))?;
             opt.step()?;
+            // Written while training goes on; an error is the next call's.
             opt.checkpoint_every(50, folder, step)?;
         }
+        opt.finish_saves()?;
         Ok(opt.param::<f32>("w")?.to_vec())
     })?;
     Ok(found.into_iter().next().unwrap_or_default())

@@ -1,21 +1,17 @@
 //! A plan, its memory and its ranks in one object.
 
-use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use fusestep_collective::{Communicator, Solo};
 use fusestep_launch::Backend;
 use fusestep_planner::{
-    Comms, FolderLock, GatheredParams, MicroStepReport, Optimizer, Plan, PlanError, Reach, State,
-    Topology,
+    Checkpoints, Comms, GatheredParams, MicroStepReport, Optimizer, Plan, PlanError, Reach,
+    RunToSave, State, Topology,
 };
 use fusestep_tensor::{Element, ParamDesc, Role};
 
 use crate::builder::Asked;
 use crate::{Device, Error};
-
-/// What a checkpoint calls the number of steps that the caller has done.
-const STEPS: &str = "steps";
 
 /// The optimizer of one rank: gradients go in, [`FusedOptimizer::step`] updates parameters.
 ///
@@ -30,7 +26,9 @@ pub struct FusedOptimizer<'c> {
     running: Option<Running>,
     /// Whether ranks have compared what decides their bits.
     met: bool,
-    lock: Option<(PathBuf, FolderLock)>,
+    checkpoints: Checkpoints,
+    /// Whether a call has failed that other ranks may not know of.
+    failed: bool,
 }
 
 /// Who else there is.
@@ -75,7 +73,8 @@ impl FusedOptimizer<'static> {
             ranks: Ranks::Alone(Solo::new()),
             running: None,
             met: false,
-            lock: None,
+            checkpoints: Checkpoints::default(),
+            failed: false,
         })
     }
 }
@@ -86,21 +85,22 @@ impl<'c> FusedOptimizer<'c> {
     ///
     /// # Errors
     /// What the planner refuses for so many ranks; an optimizer that has been used.
-    pub fn on<'d>(self, comm: &'d mut dyn Communicator) -> Result<FusedOptimizer<'d>, Error> {
+    pub fn on<'d>(mut self, comm: &'d mut dyn Communicator) -> Result<FusedOptimizer<'d>, Error> {
         let topology = Topology::of(comm);
-        let Some(device) = self.device else {
+        let Some(device) = self.device.take() else {
             return Err("on: expected an optimizer before its first use, found one in use".into());
         };
         let planner = self.asked.planner(self.rule, device.limits(), topology)?;
         Ok(FusedOptimizer {
             plan: planner.plan_for(self.plan.params(), topology)?,
             rule: self.rule,
-            asked: self.asked,
+            asked: std::mem::take(&mut self.asked),
             device: Some(device),
             ranks: Ranks::Waiting(comm),
             running: None,
             met: false,
-            lock: None,
+            checkpoints: Checkpoints::default(),
+            failed: false,
         })
     }
 
@@ -194,6 +194,7 @@ impl<'c> FusedOptimizer<'c> {
     /// # Errors
     /// As [`Plan::step`]; as [`Plan::handshake`].
     pub fn step(&mut self) -> Result<MicroStepReport, Error> {
+        self.look_after_saves()?;
         self.meet()?;
         self.with(|plan, state, backend, comms| plan.step(state, backend, comms))
     }
@@ -220,24 +221,29 @@ impl<'c> FusedOptimizer<'c> {
     /// caller had done, 0 if there is none.
     ///
     /// # Errors
-    /// As [`Plan::load`].
+    /// As [`Plan::load`]; that of a save that is under way.
     pub fn resume(&mut self, folder: impl AsRef<Path>) -> Result<usize, Error> {
         let folder = folder.as_ref();
-        if !folder.join("manifest.json").exists() {
-            return Ok(0);
+        let resumed = self.with_checkpoints(|checkpoints, plan, state, backend, comms| {
+            checkpoints.resume(plan, (state, backend), None, (comms, folder))
+        })?;
+        if resumed.is_some() {
+            self.met = false;
         }
-        let texts = self.with(|plan, state, backend, _| plan.load(state, backend, folder))?;
-        self.met = false;
-        let steps = texts.get(STEPS).and_then(|steps| steps.parse().ok());
-        let named = || format!("{}: expected a count of steps", folder.display());
-        steps.ok_or_else(|| named().into())
+        Ok(resumed.unwrap_or(0))
     }
 
-    /// Saves after every so many steps; `step` counts from 0 and has just been done. Says whether
-    /// it has saved.
+    /// Begins a save after every so many steps; `step` counts from 0 and has just been done. Says
+    /// whether it has begun one.
+    ///
+    /// Parameters and state are copied before it returns, and written while training goes on. What
+    /// goes wrong then is an error of the next call, on all ranks alike: of a step, of a save, or
+    /// of [`FusedOptimizer::finish_saves`].
     ///
     /// # Errors
-    /// As [`FusedOptimizer::save`].
+    /// As [`FusedOptimizer::save`]; that of the save before.
+    /// # Cost
+    /// One copy of what this rank saves; until the save before is complete, if it is not.
     pub fn checkpoint_every(
         &mut self,
         every: usize,
@@ -246,25 +252,83 @@ impl<'c> FusedOptimizer<'c> {
     ) -> Result<bool, Error> {
         let due = (step + 1).is_multiple_of(every);
         if due {
-            self.save(folder, step + 1)?;
+            self.begin_save(folder.as_ref(), step + 1)?;
         }
         Ok(due)
     }
 
-    /// Saves parameters, state and that the caller has done `steps` steps; the checkpoint before
-    /// stays until this one is complete.
+    /// Saves parameters, state, what is remembered and that the caller has done `steps` steps, and
+    /// waits for it; the checkpoint before stays until this one is complete. Its parameters are
+    /// `model.safetensors` in the folder that `manifest.json` names as its generation.
     ///
     /// # Errors
     /// As [`Plan::save`]; another run that saves to the same folder.
     pub fn save(&mut self, folder: impl AsRef<Path>, steps: usize) -> Result<(), Error> {
-        let folder = folder.as_ref();
-        std::fs::create_dir_all(folder)?;
-        let locked = self.lock.as_ref().is_some_and(|(at, _)| at == folder);
-        if self.plan.topology().rank == 0 && !locked {
-            self.lock = Some((folder.to_owned(), FolderLock::take(folder)?));
+        self.begin_save(folder.as_ref(), steps)?;
+        self.finish_saves()
+    }
+
+    /// Waits until nothing is being saved on any rank; at the end of training, so that an error is
+    /// heard of. Dropping the optimizer waits as well.
+    ///
+    /// # Errors
+    /// That of the save.
+    pub fn finish_saves(&mut self) -> Result<(), Error> {
+        if !self.checkpoints.in_flight() {
+            return Ok(());
         }
-        let texts = BTreeMap::from([(STEPS.to_owned(), steps.to_string())]);
-        self.with(|plan, state, backend, comms| plan.save(state, backend, comms, folder, texts))
+        self.with_checkpoints(|checkpoints, plan, _, _, comms| checkpoints.finish(plan, comms))?;
+        Ok(())
+    }
+
+    /// Keeps a text in every checkpoint from the next one on, such as a serialized random
+    /// generator. Each rank has its own; they come back on as many ranks, and on another number
+    /// only if they were the same on all.
+    pub fn remember(&mut self, name: impl Into<String>, text: impl Into<String>) {
+        self.checkpoints.remembered_mut().set(name, text);
+    }
+
+    /// A text that was remembered: here, or in the checkpoint that was resumed.
+    pub fn remembered(&self, name: &str) -> Option<&str> {
+        self.checkpoints.remembered().get(name)
+    }
+
+    fn begin_save(&mut self, folder: &Path, steps: usize) -> Result<(), Error> {
+        self.with_checkpoints(|checkpoints, plan, state, backend, comms| {
+            let run = RunToSave {
+                state,
+                backend,
+                params: None,
+            };
+            checkpoints.begin(plan, run, comms, (folder, steps))
+        })
+    }
+
+    /// Hears of a save that has failed.
+    fn look_after_saves(&mut self) -> Result<(), Error> {
+        if self.checkpoints.in_flight() {
+            self.with_checkpoints(|checkpoints, plan, _, _, comms| checkpoints.poll(plan, comms))?;
+        }
+        Ok(())
+    }
+
+    /// [`FusedOptimizer::with`] that has the checkpoints at hand, too.
+    fn with_checkpoints<R>(
+        &mut self,
+        work: impl FnOnce(
+            &mut Checkpoints,
+            &Plan,
+            &mut State,
+            &dyn Backend,
+            &mut Comms<'_>,
+        ) -> Result<R, PlanError>,
+    ) -> Result<R, Error> {
+        let mut checkpoints = std::mem::take(&mut self.checkpoints);
+        let done = self.with(|plan, state, backend, comms| {
+            work(&mut checkpoints, plan, state, backend, comms)
+        });
+        self.checkpoints = checkpoints;
+        done
     }
 
     /// Compares what decides the bits of a run over all ranks, once.
@@ -281,7 +345,19 @@ impl<'c> FusedOptimizer<'c> {
         &mut self,
         work: impl FnOnce(&Plan, &mut State, &dyn Backend, &mut Comms<'_>) -> Result<R, PlanError>,
     ) -> Result<R, Error> {
-        self.start()?;
+        let done = self.start().and_then(|()| self.with_started(work));
+        let harmless = |error: &Error| {
+            let error = error.downcast_ref::<PlanError>();
+            error.is_some_and(PlanError::is_of_checkpoint)
+        };
+        self.failed |= done.as_ref().is_err_and(|error| !harmless(error));
+        done
+    }
+
+    fn with_started<R>(
+        &mut self,
+        work: impl FnOnce(&Plan, &mut State, &dyn Backend, &mut Comms<'_>) -> Result<R, PlanError>,
+    ) -> Result<R, Error> {
         let lost = || Error::from("expected an optimizer that could be set up");
         let Running { backend, state } = self.running.as_mut().ok_or_else(lost)?;
         Ok(match &mut self.ranks {
@@ -321,6 +397,16 @@ impl<'c> FusedOptimizer<'c> {
         };
         self.running = Some(Running { backend, state });
         Ok(())
+    }
+}
+
+impl Drop for FusedOptimizer<'_> {
+    /// Completes the save in flight with the other ranks, unless a call has failed: then they may
+    /// be anywhere.
+    fn drop(&mut self) {
+        if !self.failed && !std::thread::panicking() {
+            let _ = self.finish_saves();
+        }
     }
 }
 

@@ -50,6 +50,18 @@ impl Plan {
         compare(comms, &fields)
     }
 
+    /// The part of [`Plan::handshake`] that needs no values: for ranks that are about to be given
+    /// those of one of them.
+    ///
+    /// # Errors
+    /// As [`Plan::handshake`].
+    pub fn compare_settings(&self, state: &State, comms: &mut Comms<'_>) -> Result<(), PlanError> {
+        if self.topology.world == 1 {
+            return Ok(());
+        }
+        compare(comms, &self.settings(state))
+    }
+
     /// Compares parameters over all ranks by hash; for ranks that hold all of them alike (ZeRO
     /// stages 0 to 2, no LocalSGD).
     ///

@@ -48,8 +48,9 @@ mod update_norms;
 pub use bucket::{Bucket, MAX_BUCKETS, Segment};
 pub use calls::{CallPurpose, PlannedCall};
 pub use checkpoint::{
-    CheckpointFolder, FolderLock, MAX_SHARDS, Manifest, OpenRun, OpenWindow, ShardSpec,
-    StateTensors, TensorSpec, WholeTensors,
+    BorrowedParams, CheckpointFolder, Checkpoints, FolderLock, MAX_SHARDS, Manifest, OpenRun,
+    OpenWindow, Remembered, RunToSave, Saved, Saves, ShardSpec, StateTensors, TensorSpec,
+    WholeTensors,
 };
 pub use comms::Comms;
 pub use cost::{CostModel, Event, EventKind, RankBytes, RankSummary};

@@ -150,27 +150,44 @@ impl State {
         param: usize,
         mut with: impl FnMut(&Held, Vec<u8>),
     ) -> Result<(), PlanError> {
-        let (storage, list) = self.list_index(role, &self.params[param].name)?;
-        let (_, tensor) = self.places[param];
-        let own = &self.storages[storage];
-        let width = own.lists[list].dtype().len_bytes();
-        let start = own.spec.layout.offset(tensor);
-        for held in own.spec.held_of_shard(tensor) {
-            // These elements lie elsewhere in a list that this rank has whole.
-            let at = match own.spec.extents[list] {
-                Extent::Shard => held.at,
-                _ => start + held.elements.start,
-            };
-            let placed = Held {
-                elements: held.elements,
-                at,
-            };
-            let place = placed.place(width);
-            let mut bytes = vec![0; place.len()];
-            backend.read(own.lists[list].buffer.as_ref(), place.start, &mut bytes)?;
-            with(&placed, bytes);
+        let width = self.dtype(role, &self.params[param].name)?.len_bytes();
+        for held in self.shard_places(role, param)? {
+            let mut bytes = vec![0; held.place(width).len()];
+            self.read_held(backend, (role, param), &held, &mut bytes)?;
+            with(&held, bytes);
         }
         Ok(())
+    }
+
+    /// The ranges of a tensor's elements in this rank's shard, and where they lie in its list.
+    pub(crate) fn shard_places(&self, role: Role, param: usize) -> Result<Vec<Held>, PlanError> {
+        let (storage, list) = self.list_index(role, &self.params[param].name)?;
+        let (_, tensor) = self.places[param];
+        let spec = &self.storages[storage].spec;
+        let start = spec.layout.offset(tensor);
+        let placed = |held: Held| Held {
+            // These elements lie elsewhere in a list that this rank has whole.
+            at: match spec.extents[list] {
+                Extent::Shard => held.at,
+                _ => start + held.elements.start,
+            },
+            elements: held.elements,
+        };
+        Ok(spec.held_of_shard(tensor).map(placed).collect())
+    }
+
+    /// Copies one of [`State::shard_places`] to the host.
+    pub(crate) fn read_held(
+        &self,
+        backend: &dyn Backend,
+        (role, param): (Role, usize),
+        held: &Held,
+        bytes: &mut [u8],
+    ) -> Result<(), PlanError> {
+        let (storage, list) = self.list_index(role, &self.params[param].name)?;
+        let list = &self.storages[storage].lists[list];
+        let at = held.place(list.dtype().len_bytes()).start;
+        Ok(backend.read(list.buffer.as_ref(), at, bytes)?)
     }
 
     fn check_dtype<T: Element>(&self, list: &ListBuffer, name: &str) -> Result<(), PlanError> {

@@ -191,20 +191,55 @@ pub(super) const BUGS: &[Bug] = &[
     },
     Bug {
         name: "save: other ranks' files are not looked for",
-        file: "crates/planner/src/checkpoint/save.rs",
-        from: r"                    manifest.check_shards_seen(folder)?;
+        file: "crates/planner/src/checkpoint/manifest.rs",
+        from: r"        self.check_shards_seen(folder)?;
 ",
         to: "",
         tool: Tool::Test("fusestep-tests", "trust", "rank_0_does_not_see"),
     },
     Bug {
         name: "save: an error of another rank is no error",
-        file: "crates/planner/src/checkpoint/save.rs",
+        file: "crates/planner/src/checkpoint/agree.rs",
         from: r"self.agree(comms, outcome)?;
-        let word",
+        let said",
         to: r"let _ = self.agree(comms, outcome);
-        let word",
+        let said",
         tool: Tool::Simulate,
+    },
+    Bug {
+        name: "save behind: parts go on before all ranks have done theirs",
+        file: "crates/planner/src/checkpoint/behind.rs",
+        from: "None => Own::Yes,",
+        to: "None => Own::No,",
+        tool: Tool::Simulate,
+    },
+    Bug {
+        name: "save behind: nobody hears of an error of the last part",
+        file: "crates/planner/src/checkpoint/behind.rs",
+        from: "self.agree(comms, committed)?;",
+        to: "let _ = self.agree(comms, committed);",
+        tool: Tool::Test("fusestep-tests", "distributed", "an_error_behind"),
+    },
+    Bug {
+        name: "save behind: what was copied for the save before is written again",
+        file: "crates/planner/src/checkpoint/snapshot.rs",
+        from: "into.make_room(folder, len_bytes)?;",
+        to: r"if into.bytes.len() == len_bytes {
+            return Ok(());
+        }
+        into.make_room(folder, len_bytes)?;",
+        tool: Tool::Test(
+            "fusestep-tests",
+            "distributed",
+            "the_checkpoint_before_counts",
+        ),
+    },
+    Bug {
+        name: "resume: ranks go on from different checkpoints",
+        file: "crates/planner/src/checkpoint/checkpoints.rs",
+        from: "(failed, said))?;",
+        to: "(failed, said.min(1).max(1)))?;",
+        tool: Tool::Test("fusestep-tests", "distributed", "or_none_of_them_does"),
     },
     Bug {
         name: "save: skipped steps are not saved",
@@ -270,7 +305,7 @@ pub(super) const BUGS: &[Bug] = &[
     Bug {
         name: "resume: counts are not restored",
         file: "crates/planner/src/checkpoint/save.rs",
-        from: r"self.restore_counts(state, backend, &progress)?;
+        from: r"self.restore_counts(state, backend, &run.progress)?;
 ",
         to: "",
         tool: Tool::Simulate,
@@ -278,7 +313,7 @@ pub(super) const BUGS: &[Bug] = &[
     Bug {
         name: "resume: a window that is open is forgotten",
         file: "crates/planner/src/checkpoint/save.rs",
-        from: r"self.restore_open(state, backend, (&progress, from), &whole)?;
+        from: r"self.restore_open(state, backend, (&run.progress, run.from), &run.whole)?;
 ",
         to: "",
         tool: Tool::Simulate,
@@ -286,10 +321,9 @@ pub(super) const BUGS: &[Bug] = &[
     Bug {
         name: "resume: state is not restored",
         file: "crates/planner/src/checkpoint/save.rs",
-        from: "state.write(backend, role, &desc.name, bytes)?;",
-        to: r"if role == Role::Param {
-                    state.write(backend, role, &desc.name, bytes)?;
-                }",
+        from: "None => state.write(backend, role, &desc.name, bytes)?,",
+        to: r"None if role == Role::Param => state.write(backend, role, &desc.name, bytes)?,
+                    None => {}",
         tool: Tool::Simulate,
     },
     Bug {

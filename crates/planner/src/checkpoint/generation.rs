@@ -18,6 +18,9 @@ const MARK: &str = "mark.json";
 /// What every mark begins with.
 const FORMAT: &str = "fusestep-generation";
 
+/// Name of the file of whole parameters.
+pub(super) const MODEL_FILE: &str = "model.safetensors";
+
 /// Suffixes of generations of one step: two saves of it never write to one place.
 const TURNS: [&str; 2] = ["a", "b"];
 
@@ -219,7 +222,7 @@ pub(super) fn remove_others(
 /// Removes the files of a generation that a save has written.
 fn remove_shards(folder: CheckpointFolder<'_>, path: &Path) {
     for name in folder.files.list(path).unwrap_or_default() {
-        if is_shard(&name) || is_part(&name) {
+        if is_shard(&name) || is_part(&name) || name == MODEL_FILE {
             let _ = folder.files.remove_file(&path.join(name));
         }
     }

@@ -6,6 +6,8 @@
 //!                                has one of its own
 //! DIR/step-00000012-a/           a generation
 //!     mark.json                  says whose it is: nothing without it is written over or removed
+//!     model.safetensors          whole parameters under their own names, for any program; metadata
+//!                                say what they are called in the checkpoint
 //!     shard-00000.safetensors    ranges of tensors, `<name>@<role>`, and where each begins; a
 //!                                rank's further ranges of a tensor are `<name>@<role>~<n>`, and
 //!                                metadata say whose they are
@@ -19,8 +21,9 @@ use std::path::{Path, PathBuf};
 use fusestep_tensor::{DType, Quoted, Shape};
 use fusestep_tensor_file::Prepared;
 use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_64;
 
-use super::generation;
+use super::generation::{self, Generation};
 use super::{CheckpointFolder, OpenRun};
 use crate::PlanError;
 use crate::state::MAX_STEPS;
@@ -30,7 +33,7 @@ const MANIFEST: &str = "manifest.json";
 /// What every manifest begins with.
 const FORMAT: &str = "fusestep-checkpoint";
 /// Version that is written, and the newest that is read.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 /// First version with a checksum, marks and the rules' directions.
 const VERSION_CHECKED: u32 = 3;
 
@@ -221,6 +224,12 @@ impl Manifest {
         Ok(generation::checksum(&text))
     }
 
+    /// A number that another manifest has not; never 0.
+    pub(super) fn fingerprint(&self) -> u64 {
+        let text = serde_json::to_vec(self).unwrap_or_default();
+        xxh3_64(&text).max(1)
+    }
+
     /// Whether it says in which direction steps go.
     pub(super) fn says_objective(&self) -> bool {
         self.version >= VERSION_CHECKED
@@ -246,6 +255,21 @@ impl Manifest {
             generation: String::new(),
             shards: Vec::new(),
         }
+    }
+
+    /// Fills in the files that all ranks have written, looks for them, and makes this the manifest
+    /// that counts.
+    pub(super) fn commit_to(
+        mut self,
+        folder: CheckpointFolder<'_>,
+        generation: &Generation,
+        shards: Vec<ShardSpec>,
+    ) -> Result<(), PlanError> {
+        self.generation = generation.name();
+        self.checkpoint = generation.checkpoint();
+        self.shards = shards;
+        self.check_shards_seen(folder)?;
+        self.commit(folder).map(drop)
     }
 
     /// Makes this the manifest that counts, then removes this checkpoint's other generations.

@@ -1,21 +1,32 @@
 //! Runs saved and resumed: a state's own tensors as a file, and checkpoints of any number of ranks
 //! as a folder.
 
+mod agree;
+mod behind;
+mod checkpoints;
 mod counts;
 mod file;
+mod fits;
 mod generation;
 mod lock;
 mod manifest;
 mod other_ranks;
 mod place;
 mod progress;
+mod remembered;
 mod save;
 mod shards;
+mod snapshot;
 mod values;
+mod writer;
 
+pub use behind::{Saved, Saves};
+pub use checkpoints::Checkpoints;
 pub use file::StateTensors;
 pub use lock::FolderLock;
 pub use manifest::{Manifest, ShardSpec, TensorSpec};
 pub use place::CheckpointFolder;
 pub use progress::{OpenRun, OpenWindow};
+pub use remembered::Remembered;
 pub use shards::{MAX_SHARDS, WholeTensors};
+pub use snapshot::{BorrowedParams, RunToSave};

@@ -9,8 +9,9 @@ use fusestep_tensor::{DType, Shape};
 use fusestep_tensor_file::{FileKind, Prepared, TensorBytes, TensorFile, serialize};
 
 use super::CheckpointFolder;
-use super::generation::{Generation, checksum, shard_file};
-use super::manifest::{Manifest, ShardSpec, refuse, sync};
+use super::generation::{Generation, MODEL_FILE, checksum, shard_file};
+use super::manifest::{Manifest, ShardSpec, TensorSpec, refuse, sync};
+use super::snapshot::{File, Snapshot};
 use crate::PlanError;
 
 /// Most files that a checkpoint is written as.
@@ -27,6 +28,25 @@ pub(crate) struct PieceBytes {
     pub(crate) dtype: DType,
     pub(crate) first: u64,
     pub(crate) bytes: Vec<u8>,
+}
+
+/// Consecutive elements of a tensor on their way to a file.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Piece<'a> {
+    /// `<name>@<role>`.
+    pub(super) tensor: &'a str,
+    pub(super) dtype: DType,
+    pub(super) first: u64,
+    pub(super) bytes: &'a [u8],
+    /// Name and shape in the model's file.
+    pub(super) of_model: Option<&'a (String, Shape)>,
+}
+
+/// The files that a rank has written: none where others save the same.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Written {
+    pub(super) model: Option<ShardSpec>,
+    pub(super) shard: Option<ShardSpec>,
 }
 
 /// The tensors of a checkpoint, whole.
@@ -197,25 +217,71 @@ impl Manifest {
         manifest.generation = generation.name();
         manifest.checkpoint = generation.checkpoint();
         manifest.shards.clear();
+        let model: Vec<_> = self
+            .tensors
+            .iter()
+            .filter_map(|tensor| self.of_model(tensor))
+            .collect();
+        let whole_of = |tensor: &String| whole.get(tensor).map_or(&[][..], Vec::as_slice);
+        let pieces: Vec<Piece<'_>> = model
+            .iter()
+            .map(|(tensor, dtype, name)| Piece {
+                tensor,
+                dtype: *dtype,
+                first: 0,
+                bytes: whole_of(tensor),
+                of_model: Some(name),
+            })
+            .collect();
+        if !pieces.is_empty() {
+            let spec = write_model(to, &manifest.generation, &pieces)?;
+            manifest.shards.push(spec);
+        }
+        let in_model: HashSet<&String> = model.iter().map(|(tensor, ..)| *tensor).collect();
         for shard in 0..count as u64 {
             let mut pieces = Vec::new();
             for (name, spec) in &self.tensors {
+                if in_model.contains(name) {
+                    continue;
+                }
                 let (numel, count) = (spec.shape.numel(), count as u64);
                 let bound = |at: u64| at * (numel / count) + at.min(numel % count);
                 let (first, end) = (bound(shard), bound(shard + 1));
                 let width = spec.dtype.len_bytes();
-                let bytes = whole.get(name).map_or(&[][..], Vec::as_slice);
-                pieces.push(PieceBytes {
-                    tensor: name.clone(),
+                pieces.push(Piece {
+                    tensor: name,
                     dtype: spec.dtype,
                     first,
-                    bytes: bytes[first as usize * width..end as usize * width].to_vec(),
+                    bytes: &whole_of(name)[first as usize * width..end as usize * width],
+                    of_model: None,
                 });
             }
             let spec = write_shard(to, &manifest.generation, shard as usize, &pieces)?;
             manifest.shards.push(spec);
         }
         manifest.commit(to)
+    }
+
+    /// What a tensor is called in the model's file, if it goes there: a parameter that all ranks
+    /// share, or rank 0's where each has its own.
+    fn of_model<'a>(
+        &self,
+        (tensor, spec): (&'a String, &TensorSpec),
+    ) -> Option<(&'a String, DType, (String, Shape))> {
+        let averages = self
+            .open
+            .as_ref()
+            .is_some_and(|open| open.local_sgd.is_some());
+        let key = if averages {
+            tensor.strip_suffix("#0").unwrap_or(tensor)
+        } else {
+            tensor
+        };
+        let name = key.strip_suffix("@param")?;
+        let sliced = self.open.iter().flat_map(|open| &open.slices);
+        let fits = !name.is_empty() && name != "__metadata__";
+        let whole = fits && sliced.into_iter().all(|slice| slice != name);
+        whole.then(|| (tensor, spec.dtype, (name.to_owned(), spec.shape.clone())))
     }
 }
 
@@ -272,41 +338,98 @@ fn shard_len(
     }
 }
 
+/// Writes a rank's files of a generation, synced.
+pub(super) fn write_snapshot(
+    folder: CheckpointFolder<'_>,
+    generation: &str,
+    rank: usize,
+    snapshot: &Snapshot,
+) -> Result<Written, PlanError> {
+    let mut written = Written::default();
+    let model: Vec<Piece<'_>> = snapshot.pieces(File::Model).collect();
+    if !model.is_empty() {
+        written.model = Some(write_model(folder, generation, &model)?);
+    }
+    let shard: Vec<Piece<'_>> = snapshot.pieces(File::Shard).collect();
+    if !shard.is_empty() {
+        written.shard = Some(write_shard(folder, generation, rank, &shard)?);
+    }
+    Ok(written)
+}
+
+/// Writes the model's file: whole parameters under their own names, for any program. Its texts say
+/// what the tensors are called in the checkpoint.
+pub(super) fn write_model(
+    folder: CheckpointFolder<'_>,
+    generation: &str,
+    pieces: &[Piece<'_>],
+) -> Result<ShardSpec, PlanError> {
+    // Some loaders ask what framework's conventions the tensors follow.
+    let mut metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    let mut tensors = Vec::with_capacity(pieces.len());
+    for piece in pieces {
+        let Some((name, shape)) = piece.of_model else {
+            continue;
+        };
+        metadata.insert(tensor_key(name), piece.tensor.to_owned());
+        metadata.insert(sum_key(name), checksum(piece.bytes));
+        let bytes = TensorBytes::of(piece.dtype, shape, Cow::Borrowed(piece.bytes));
+        tensors.push((name.clone(), bytes));
+    }
+    write_file(
+        folder,
+        generation,
+        MODEL_FILE.to_owned(),
+        (tensors, metadata),
+    )
+}
+
 /// Writes one file of a generation, synced.
 pub(super) fn write_shard(
     folder: CheckpointFolder<'_>,
     generation: &str,
     shard: usize,
-    pieces: &[PieceBytes],
+    pieces: &[Piece<'_>],
 ) -> Result<ShardSpec, PlanError> {
-    let within = folder.join(generation);
-    let path = within.join(shard_file(shard));
     let mut metadata = HashMap::new();
     let mut tensors = Vec::with_capacity(pieces.len());
-    let mut names: HashSet<String> = pieces.iter().map(|piece| piece.tensor.clone()).collect();
+    let mut names: HashSet<String> = pieces.iter().map(|piece| piece.tensor.to_owned()).collect();
     let mut known = HashSet::new();
     for piece in pieces {
         // A rank may have several ranges of one tensor: behind the first they have names of their
         // own.
-        let mut name = piece.tensor.clone();
-        if !known.insert(&piece.tensor) {
+        let mut name = piece.tensor.to_owned();
+        if !known.insert(piece.tensor) {
             let mut free = (1u64..).map(|at| format!("{}~{at}", piece.tensor));
             name = free.find(|name| !names.contains(name)).unwrap_or(name);
             names.insert(name.clone());
-            metadata.insert(tensor_key(&name), piece.tensor.clone());
+            metadata.insert(tensor_key(&name), piece.tensor.to_owned());
         }
         metadata.insert(first_key(&name), piece.first.to_string());
-        metadata.insert(sum_key(&name), checksum(&piece.bytes));
+        metadata.insert(sum_key(&name), checksum(piece.bytes));
         let numel = (piece.bytes.len() / piece.dtype.len_bytes()) as u64;
         let shape = Shape::new([numel])?;
-        let bytes = TensorBytes::of(piece.dtype, &shape, Cow::Borrowed(&piece.bytes));
+        let bytes = TensorBytes::of(piece.dtype, &shape, Cow::Borrowed(piece.bytes));
         tensors.push((name, bytes));
     }
+    write_file(folder, generation, shard_file(shard), (tensors, metadata))
+}
+
+type FileContent<'a> = (Vec<(String, TensorBytes<'a>)>, HashMap<String, String>);
+
+fn write_file(
+    folder: CheckpointFolder<'_>,
+    generation: &str,
+    file: String,
+    (tensors, metadata): FileContent<'_>,
+) -> Result<ShardSpec, PlanError> {
+    let within = folder.join(generation);
+    let path = within.join(&file);
     let bytes = serialize(&path, &tensors, metadata)?;
     Prepared::bytes_in(folder.files, &path, &bytes)?.commit()?;
     sync(folder, &within)?;
     Ok(ShardSpec {
-        file: shard_file(shard),
+        file,
         len_bytes: bytes.len() as u64,
         xxh3: checksum(&bytes),
     })

@@ -14,6 +14,7 @@
 //! ```
 
 mod communicator;
+mod rank;
 mod scenario;
 mod schedule;
 
@@ -23,16 +24,13 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use fusestep_collective::Communicator;
-use fusestep_cpu::CpuBackend;
-use fusestep_planner::{CheckpointFolder, Comms, Manifest, PlanError, Topology};
-use fusestep_tensor::Role;
+use fusestep_planner::{CheckpointFolder, Manifest};
 use fusestep_tensor_file::Files;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use xxhash_rust::xxh3::Xxh3;
 
 use self::communicator::{RankFiles, SimulatedRank};
+use self::rank::run_rank;
 use self::scenario::Scenario;
 use self::schedule::{RankFault, Schedule};
 use crate::{Fault, SimulatedDisk};
@@ -318,7 +316,7 @@ fn run_once(
                         saves.fetch_add(u64::from(rank == 0), Ordering::SeqCst);
                     };
                     let ran = catch_unwind(AssertUnwindSafe(|| {
-                        run_rank(scenario, &mut comm, &files, &saved)
+                        run_rank(scenario, &mut comm, Arc::new(files), &saved)
                     }));
                     schedule.end(rank);
                     ran.unwrap_or_else(|panic| {
@@ -341,76 +339,4 @@ fn run_once(
         acknowledged: acknowledged.into_inner(),
         saves: saves.into_inner(),
     }
-}
-
-/// One rank from the checkpoint to the end.
-fn run_rank(
-    scenario: &Scenario,
-    comm: &mut dyn Communicator,
-    files: &RankFiles,
-    saved: &dyn Fn(u64),
-) -> Result<Ended, String> {
-    let told = |error: PlanError| error.to_string();
-    let folder = CheckpointFolder::of(files, Path::new(FOLDER));
-    let topology = Topology::of(comm);
-    let plan = scenario.plan(topology).map_err(told)?;
-    let backend = CpuBackend::new(Scenario::threads());
-    let mut state = plan.allocate_on(&backend, comm).map_err(told)?;
-    let mut comms = Comms::direct(comm);
-    for (param, desc) in plan.params().iter().enumerate() {
-        let bytes = scenario.first_values(param);
-        state
-            .write(&backend, Role::Param, &desc.name, &bytes)
-            .map_err(told)?;
-    }
-    let mut at = 0;
-    if Manifest::read_if_any(folder)
-        .map_err(|error| format!("{CANNOT_LOAD}{error}"))?
-        .is_some()
-    {
-        let caller = plan.load(&mut state, &backend, folder);
-        let caller = caller.map_err(|error| format!("{CANNOT_LOAD}{error}"))?;
-        at = caller
-            .get(AT)
-            .and_then(|text| text.parse().ok())
-            .ok_or("no position")?;
-    }
-    let resumed_at = at;
-    plan.handshake(&state, &backend, &mut comms, &[(AT, at.to_string())])
-        .map_err(told)?;
-    while at < scenario.micro_steps {
-        for (param, desc) in plan.params().iter().enumerate().rev() {
-            let bytes = scenario.gradient(at, param, topology);
-            plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes)
-                .map_err(told)?;
-        }
-        plan.step(&mut state, &backend, &mut comms).map_err(told)?;
-        at += 1;
-        if at % scenario.save_every == 0 {
-            let caller = BTreeMap::from([(AT.to_owned(), at.to_string())]);
-            plan.save(&state, &backend, &mut comms, folder, caller)
-                .map_err(told)?;
-            saved(at);
-        }
-    }
-    plan.flush(&mut state, &backend, &mut comms).map_err(told)?;
-    if scenario.averages() {
-        plan.average_now(&mut state, &mut comms).map_err(told)?;
-    }
-    let names: Vec<&str> = plan
-        .params()
-        .iter()
-        .map(|param| param.name.as_str())
-        .collect();
-    let gathered = plan
-        .gather(&state, &backend, &mut comms, &names)
-        .map_err(told)?;
-    let mut hasher = Xxh3::new();
-    for at in 0..names.len() {
-        hasher.update(gathered.bytes(at));
-    }
-    Ok(Ended {
-        hash: format!("{:016x}", hasher.digest()),
-        resumed_at,
-    })
 }

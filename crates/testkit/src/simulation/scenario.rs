@@ -36,6 +36,8 @@ pub(super) struct Scenario {
     pub(super) micro_steps: u64,
     pub(super) save_every: u64,
     pub(super) shares_memory: bool,
+    /// Saves are written behind training, each part at the so-manieth look; else in line.
+    pub(super) looks: Option<u32>,
 }
 
 impl Scenario {
@@ -80,6 +82,7 @@ impl Scenario {
             micro_steps: rng.random_range(2..8),
             save_every: rng.random_range(1..4),
             shares_memory: rng.random_bool(0.5),
+            looks: rng.random_bool(0.5).then(|| rng.random_range(1..4)),
         }
     }
 

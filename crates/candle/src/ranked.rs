@@ -1,0 +1,391 @@
+//! The optimizer of one rank of many.
+
+use std::num::NonZeroUsize;
+
+use candle_core::backprop::GradStore;
+use candle_core::{Tensor, Var};
+use fusestep_collective::{Buffers, Call, Communicator, Operation};
+use fusestep_cpu::CpuBackend;
+use fusestep_planner::{Checkpoints, Comms, Plan, Reach, State, Topology};
+use fusestep_simd::Pool;
+use fusestep_tensor::Role;
+
+use crate::gradients::{Addresses, Gradients};
+use crate::group::GroupRules;
+use crate::lend::{bytes_of, copy, write_in_place};
+use crate::variables::Names;
+use crate::{AdapterError, Fused, Initial, Options, Params, Report};
+
+/// An update rule on candle variables as one rank of a communicator, [`Fused::on`]: gradients of
+/// micro-steps are added, reduced over ranks and stepped with in the optimizer's own memory, and
+/// the variables get what is new.
+///
+/// All ranks make the same calls. Parameters get the same bits at every ZeRO stage, with any bucket
+/// cap and any streams; on one rank, those of [`Fused`].
+#[derive(Debug)]
+pub struct Ranked<'c, P: Params> {
+    pub(crate) vars: Vec<(String, Var)>,
+    pub(crate) names: Names,
+    addresses: Addresses,
+    params: P,
+    group_rules: GroupRules,
+    pub(crate) plan: Plan,
+    pub(crate) state: State,
+    pub(crate) backend: CpuBackend,
+    pub(crate) comms: Comms<'c>,
+    unmatched: Vec<String>,
+    report: Report,
+    /// Whether ranks have compared what decides their bits.
+    pub(crate) met: bool,
+    /// Whether a call has failed that other ranks may not know of.
+    failed: bool,
+    pub(crate) checkpoints: Checkpoints,
+}
+
+impl<P: Params> Fused<P> {
+    /// This optimizer as one rank of `comm`, before its first step. Ranks compare their options
+    /// and, unless [`Options::initial`] says otherwise, take over the variables of rank 0. All
+    /// ranks call it.
+    ///
+    /// # Errors
+    /// An [`AdapterError`]: options out of range or that contradict each other, ranks that differ
+    /// in them, memory that cannot be had, an optimizer that has been used.
+    /// # Cost
+    /// Memory for a copy of the variables and for gradients, less what [`Options::zero`] shares
+    /// out.
+    pub fn on(self, comm: &mut dyn Communicator) -> candle_core::Result<Ranked<'_, P>> {
+        if self.state.step() > 0 || self.checkpoints.in_flight() {
+            let steps = self.state.step();
+            return Err(AdapterError::InUse { steps }.into());
+        }
+        Ok(self.ranked(comm)?)
+    }
+
+    fn ranked(self, comm: &mut dyn Communicator) -> Result<Ranked<'_, P>, AdapterError> {
+        let topology = Topology::of(comm);
+        let backend = CpuBackend::new(threads(&self.options, topology));
+        let mut names = self.vars.iter().map(|(name, _)| name.as_str());
+        let rule = self.params.rule();
+        let planner = self.options.planner(rule, &backend, &mut names);
+        let planner = self.options.on_ranks(planner, topology)?;
+        let plan = planner.plan_for(self.plan.params(), topology)?;
+        let state = plan.allocate_on(&backend, comm)?;
+        let comms = Comms::with_streams(comm, self.options.streams(topology))?;
+        let mut ranked = Ranked {
+            vars: self.vars,
+            names: self.names,
+            addresses: self.addresses,
+            params: self.params,
+            group_rules: GroupRules::of(&self.options.groups, state.rules()),
+            plan,
+            state,
+            backend,
+            comms,
+            unmatched: self.unmatched,
+            report: Report::default(),
+            met: false,
+            failed: true,
+            checkpoints: self.checkpoints,
+        };
+        if topology.world > 1 {
+            ranked
+                .plan
+                .compare_settings(&ranked.state, &mut ranked.comms)?;
+            if self.options.initial == Initial::OfRankZero {
+                ranked.broadcast(0)?;
+            }
+        }
+        ranked.follow()?;
+        ranked.failed = false;
+        Ok(ranked)
+    }
+}
+
+/// Threads of a rank: its share of the machine where ranks are on one.
+fn threads(options: &Options, topology: Topology) -> NonZeroUsize {
+    let sharing = match topology.reach {
+        Reach::SharedMemory => topology.world,
+        Reach::Calls => 1,
+    };
+    let all = options
+        .threads
+        .map_or_else(|| Pool::current().threads(), NonZeroUsize::get);
+    NonZeroUsize::new(all.div_ceil(sharing.max(1))).unwrap_or(NonZeroUsize::MIN)
+}
+
+impl<P: Params> Ranked<'_, P> {
+    /// Computes the gradients of `loss` and ends a micro-step with them: at the last one of an
+    /// update the variables change. Multiply the loss with [`Ranked::loss_scale`] before, if it is
+    /// scaled.
+    ///
+    /// # Errors
+    /// As [`Ranked::step`].
+    pub fn backward_step(&mut self, loss: &Tensor) -> candle_core::Result<()> {
+        let grads = loss.backward()?;
+        self.step(&grads)
+    }
+
+    /// Ends a micro-step with these gradients, each copied or added in one pass from where candle
+    /// has it; at the last one of an update reduces them over ranks, updates, and writes the
+    /// variables in place. A rank without data gives an empty store.
+    ///
+    /// A variable whose gradient is missing on some ranks has zero there; missing on all, it stays
+    /// as it is.
+    ///
+    /// # Errors
+    /// An [`AdapterError`] naming the variable whose gradient does not fit, a hyper-parameter out
+    /// of range, a save behind that has failed: nothing has been written then. A call between ranks
+    /// that failed, and the optimizer refuses further steps.
+    pub fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
+        let gradients = self.check_devices().and_then(|()| {
+            let taken = Gradients::take(&self.vars, &self.addresses, grads);
+            taken.map_err(AdapterError::from_candle)
+        });
+        let gradients = self.note(gradients)?;
+        let stepped = self.try_step(&gradients);
+        self.note(stepped)
+    }
+
+    /// Updates from fewer micro-steps than asked for, at an epoch's end; nothing if there are none.
+    ///
+    /// # Errors
+    /// As [`Ranked::step`].
+    pub fn flush(&mut self) -> candle_core::Result<()> {
+        let flushed = self.try_flush();
+        self.note(flushed)
+    }
+
+    fn try_step(&mut self, gradients: &Gradients) -> Result<(), AdapterError> {
+        self.checkpoints.poll(&self.plan, &mut self.comms)?;
+        let rule = self.params.rule();
+        if rule != *self.state.optimizer() {
+            self.state.set_optimizer(rule)?;
+        }
+        self.meet()?;
+        // The last layer's first, as a backward pass finds them: so buckets become full in order.
+        let named = self.vars.iter().zip(&gradients.of_var).rev();
+        for ((name, _), grad) in named {
+            let Some(grad) = grad else { continue };
+            let (storage, layout) = grad.storage_and_layout();
+            let bytes = bytes_of(&storage, layout).map_err(AdapterError::from_candle)?;
+            let (state, comms) = (&mut self.state, &mut self.comms);
+            self.plan
+                .push_grad(state, &self.backend, comms, name, bytes)?;
+        }
+        let (state, comms) = (&mut self.state, &mut self.comms);
+        let ended = self.plan.step(state, &self.backend, comms)?;
+        self.report.copied_gradients = gradients.copied;
+        self.take_up(ended)
+    }
+
+    fn try_flush(&mut self) -> Result<(), AdapterError> {
+        let (state, comms) = (&mut self.state, &mut self.comms);
+        let ended = self.plan.flush(state, &self.backend, comms)?;
+        self.take_up(ended)
+    }
+
+    /// Reports an update and hands what is new to the variables.
+    fn take_up(&mut self, ended: fusestep_planner::MicroStepReport) -> Result<(), AdapterError> {
+        let Some(update) = ended.update else {
+            return Ok(());
+        };
+        self.report = Report {
+            step: update.step,
+            launches: update.launches,
+            elements: update.elements,
+            without_gradient: update.without_gradient,
+            copied_gradients: self.report.copied_gradients,
+            grad_norm: update.grad_norm,
+            update_norm: update.update_norm,
+            non_finite: update.non_finite,
+            skipped: update.skipped,
+        };
+        if update.skipped && !ended.averaged {
+            return Ok(());
+        }
+        self.set_variables()
+    }
+
+    /// Writes the variables from the optimizer's own memory, in place.
+    pub(crate) fn set_variables(&mut self) -> Result<(), AdapterError> {
+        if self.plan.zero() == fusestep_planner::ZeroStage::Three {
+            let names: Vec<&str> = self.vars.iter().map(|(name, _)| name.as_str()).collect();
+            let (state, comms) = (&self.state, &mut self.comms);
+            let gathered = self.plan.gather(state, &self.backend, comms, &names)?;
+            for (index, (_, var)) in self.vars.iter().enumerate() {
+                let written = write_in_place(var, &mut |own| copy(gathered.bytes(index), own));
+                written.map_err(AdapterError::from_candle)?;
+            }
+            return Ok(());
+        }
+        for (name, var) in &self.vars {
+            let written = write_in_place(var, &mut |own| {
+                let read = self.state.read(&self.backend, Role::Param, name, own);
+                read.map_err(candle_core::Error::wrap)
+            });
+            written.map_err(AdapterError::from_candle)?;
+        }
+        Ok(())
+    }
+
+    /// Takes the variables over into the optimizer's own memory.
+    fn follow(&mut self) -> Result<(), AdapterError> {
+        for (name, var) in &self.vars {
+            let (storage, layout) = var.storage_and_layout();
+            let bytes = bytes_of(&storage, layout).map_err(AdapterError::from_candle)?;
+            self.state.write(&self.backend, Role::Param, name, bytes)?;
+        }
+        Ok(())
+    }
+
+    /// Sets the variables of all ranks to those of rank `root`.
+    fn broadcast(&mut self, root: usize) -> Result<(), AdapterError> {
+        let operation = Operation::Broadcast { root };
+        for ((_, var), desc) in self.vars.iter().zip(self.plan.params()) {
+            if desc.numel() == 0 {
+                continue;
+            }
+            let comm = self.comms.communicator();
+            let sent = write_in_place(var, &mut |own| {
+                let call = Call {
+                    operation,
+                    dtype: desc.dtype,
+                    counts: None,
+                    buffers: Buffers::InPlace(own),
+                };
+                comm.execute(call).map_err(candle_core::Error::wrap)
+            });
+            sent.map_err(AdapterError::from_candle)?;
+        }
+        Ok(())
+    }
+
+    /// Compares what decides the bits of a run over all ranks, once.
+    pub(crate) fn meet(&mut self) -> Result<(), AdapterError> {
+        if !self.met {
+            let (state, comms) = (&self.state, &mut self.comms);
+            self.plan.handshake(state, &self.backend, comms, &[])?;
+            self.met = true;
+        }
+        Ok(())
+    }
+
+    /// A variable moved since the optimizer was built would be read where it is no more.
+    fn check_devices(&self) -> Result<(), AdapterError> {
+        match self.vars.iter().find(|(_, var)| !var.device().is_cpu()) {
+            None => Ok(()),
+            Some((name, var)) => Err(AdapterError::Device {
+                name: name.clone(),
+                found: format!("{:?}", var.device().location()),
+            }),
+        }
+    }
+
+    /// Remembers a failure: other ranks may wait elsewhere. One of a checkpoint comes on all of
+    /// them in the same call.
+    pub(crate) fn note<R>(&mut self, outcome: Result<R, AdapterError>) -> candle_core::Result<R> {
+        self.failed |= outcome
+            .as_ref()
+            .is_err_and(|error| !error.is_of_checkpoint());
+        Ok(outcome?)
+    }
+}
+
+impl<P: Params> Ranked<'_, P> {
+    /// Hands variables that were written outside of a step on to the optimizer; all ranks write the
+    /// same.
+    ///
+    /// # Errors
+    /// An [`AdapterError`] if a variable is not contiguous in host memory any more.
+    pub fn follow_variables(&mut self) -> candle_core::Result<()> {
+        let followed = self.follow();
+        self.met = false;
+        self.note(followed)
+    }
+
+    /// The factor to multiply the next loss with before `backward`; 1 without
+    /// [`Options::loss_scale`].
+    pub fn loss_scale(&self) -> f64 {
+        let scale = self.state.loss_scale();
+        scale.map_or(1.0, |scale| scale.scale())
+    }
+
+    /// The weight of the micro-step under way, whose gradients are the mean over fewer examples
+    /// than the others'; 1 unless it is set.
+    ///
+    /// # Errors
+    /// As [`State::set_weight`].
+    pub fn set_weight(&mut self, weight: f64) -> candle_core::Result<()> {
+        Ok(self.state.set_weight(weight).map_err(AdapterError::from)?)
+    }
+
+    /// The hyper-parameters.
+    pub fn params(&self) -> &P {
+        &self.params
+    }
+
+    /// Sets the hyper-parameters from the next step on, which refuses values out of range; all
+    /// ranks set the same.
+    pub fn set_params(&mut self, params: P) {
+        self.params = params;
+    }
+
+    /// The learning rate.
+    pub fn learning_rate(&self) -> f64 {
+        self.params.lr()
+    }
+
+    /// Sets the learning rate from the next step on; all ranks set the same.
+    pub fn set_learning_rate(&mut self, lr: f64) {
+        self.params.set_lr(lr);
+    }
+
+    /// As [`Fused::set_group_learning_rate`]; all ranks set the same.
+    ///
+    /// # Errors
+    /// As [`Fused::set_group_learning_rate`].
+    pub fn set_group_learning_rate(&mut self, group: usize, lr: f64) -> candle_core::Result<()> {
+        let rule = self.group_rules.number(group)?;
+        Ok(self.state.set_lr_of(rule, lr).map_err(AdapterError::from)?)
+    }
+
+    /// The plan of a step.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// What the last update did; launches and elements are this rank's.
+    pub fn report(&self) -> Report {
+        self.report
+    }
+
+    /// The optimizer's memory on this rank.
+    pub fn state(&self) -> &State {
+        &self.state
+    }
+
+    /// The communicator, for calls of one's own, which all ranks make between steps.
+    pub fn communicator(&mut self) -> &mut dyn Communicator {
+        self.comms.communicator()
+    }
+
+    /// The variables with their names, in plan order.
+    pub fn variables(&self) -> impl Iterator<Item = (&str, &Var)> {
+        self.vars.iter().map(|(name, var)| (name.as_str(), var))
+    }
+
+    /// As [`Fused::unmatched_excludes`].
+    pub fn unmatched_excludes(&self) -> &[String] {
+        &self.unmatched
+    }
+}
+
+impl<P: Params> Drop for Ranked<'_, P> {
+    /// Completes the save in flight with the other ranks, unless a call has failed: then they may
+    /// be anywhere. [`Ranked::finish_saves`] tells of errors.
+    fn drop(&mut self) {
+        if !self.failed && !std::thread::panicking() {
+            let _ = self.checkpoints.finish(&self.plan, &mut self.comms);
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! One rank has the bits of [`Fused`], and so have many, at every ZeRO stage.
+
+use std::num::NonZeroU64;
+
+use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::{Module, ParamsAdamW, VarBuilder, VarMap};
+use fusestep_candle::{
+    AnyRule, Fused, Fusion, LossScale, Master, Options, ParamGroup, Params, ParamsLamb, ParamsLars,
+    ParamsLion, ParamsSgd, Precision, Rounding, Solo,
+};
+use fusestep_planner::Optimizer as Rule;
+
+use super::{Shared, all_bits, bits, exact, on_ranks, sharing, step_ranked, step_whole, vars};
+
+const STEPS: u64 = 3;
+
+/// The ways to share out a run that are held to the bits of one process.
+fn ways() -> Vec<Shared> {
+    let mut ways = Vec::new();
+    for world in [1, 2, 4] {
+        for zero in 0..=3 {
+            for micro in [1, 2] {
+                ways.push(Shared { world, zero, micro });
+            }
+        }
+    }
+    ways
+}
+
+/// The bits of one process that has the whole batch.
+fn whole(params: &impl Params, options: &Options, dtype: DType) -> Vec<Vec<u64>> {
+    let vars = vars(dtype, 7);
+    let mut fused = Fused::with_options(vars.clone(), params.clone(), options).unwrap();
+    step_whole(&mut fused, &vars, 0..STEPS).unwrap();
+    all_bits(&vars)
+}
+
+fn shared_out(
+    params: &(impl Params + Sync),
+    options: &Options,
+    (dtype, shared): (DType, Shared),
+) -> Vec<Vec<u64>> {
+    let options = sharing(options, shared);
+    let ranks = on_ranks(shared.world, |comm| {
+        let vars = vars(dtype, 7);
+        let fused = Fused::with_options(vars.clone(), params.clone(), &options).unwrap();
+        let mut ranked = fused.on(comm).unwrap();
+        step_ranked(&mut ranked, shared, 0..STEPS).unwrap();
+        assert_eq!(ranked.report().step, STEPS);
+        assert_eq!(ranked.report().copied_gradients, 0);
+        all_bits(&vars)
+    });
+    for rank in &ranks {
+        assert!(*rank == ranks[0], "ranks differ: {shared:?}");
+    }
+    ranks.into_iter().next().unwrap()
+}
+
+fn check(name: &str, params: &(impl Params + Sync), options: &Options, dtype: DType) {
+    let expected = whole(params, options, dtype);
+    assert!(expected != all_bits(&vars(dtype, 7)), "{name}: no step");
+    for shared in ways() {
+        let found = shared_out(params, options, (dtype, shared));
+        assert!(found == expected, "{name}: {shared:?}");
+    }
+}
+
+fn groups() -> Options {
+    let lion = ParamsLion {
+        lr: 3e-4,
+        ..ParamsLion::default()
+    };
+    let slow = ParamsAdamW {
+        lr: 1e-5,
+        weight_decay: 0.0,
+        ..ParamsAdamW::default()
+    };
+    Options {
+        groups: vec![
+            ParamGroup::of(["embedding"], lion),
+            ParamGroup::of(["bias"], slow),
+        ],
+        clip_norm: Some(0.5),
+        ..Options::default()
+    }
+}
+
+#[test]
+fn ranks_and_stages_and_micro_steps_have_the_bits_of_one_process() {
+    let adamw = ParamsAdamW::default();
+    check("adamw", &adamw, &Options::default(), DType::F32);
+    let clipped = Options {
+        clip_norm: Some(0.5),
+        exclude: vec!["bias".to_owned()],
+        ..Options::default()
+    };
+    check("clip", &adamw, &clipped, DType::F32);
+    check("groups", &adamw, &groups(), DType::F32);
+}
+
+#[test]
+fn sixteen_bits_with_masters_and_a_scaled_loss_have_the_bits_of_one_process() {
+    let options = Options {
+        precision: Precision {
+            master: Master::F32,
+            ..Precision::default()
+        },
+        loss_scale: Some(LossScale::fixed(1.0).unwrap()),
+        ..Options::default()
+    };
+    check("masters", &ParamsAdamW::default(), &options, DType::BF16);
+    let random = Options {
+        precision: Precision {
+            rounding: Rounding::Stochastic { seed: 3 },
+            ..Precision::default()
+        },
+        ..Options::default()
+    };
+    check("random", &ParamsSgd::with_momentum(), &random, DType::BF16);
+}
+
+#[test]
+fn rules_with_norms_have_the_bits_of_one_process() {
+    let options = Options::default();
+    check("lars", &ParamsLars::default(), &options, DType::F32);
+    check("lamb", &ParamsLamb::default(), &options, DType::F32);
+}
+
+#[test]
+fn buckets_streams_and_naive_plans_change_no_bit() {
+    let adamw = ParamsAdamW::default();
+    let expected = whole(&adamw, &groups(), DType::F32);
+    let shared = Shared {
+        world: 4,
+        zero: 2,
+        micro: 1,
+    };
+    for options in [
+        Options {
+            bucket_cap_mib: Some(0.01),
+            ..groups()
+        },
+        Options {
+            comm_streams: Some(2),
+            bucket_cap_mib: Some(0.05),
+            ..groups()
+        },
+        Options {
+            fusion: Fusion::Naive,
+            ..groups()
+        },
+    ] {
+        let found = shared_out(&adamw, &options, (DType::F32, shared));
+        assert!(found == expected, "{options:?}");
+    }
+}
+
+#[test]
+fn a_group_has_the_rule_and_the_rate_it_was_given() {
+    let vars = vars(DType::F32, 7);
+    let mut fused = Fused::with_options(vars.clone(), ParamsAdamW::default(), &groups()).unwrap();
+    step_whole(&mut fused, &vars, 0..1).unwrap();
+    let (expected, found) = (all_bits(&vars), |only: Rule, name: &str| {
+        let own = super::vars(DType::F32, 7);
+        let options = Options {
+            clip_norm: Some(0.5),
+            ..Options::default()
+        };
+        let mut alone = AnyRule::with_options(own.clone(), only, &options).unwrap();
+        step_whole(&mut alone, &own, 0..1).unwrap();
+        let (_, var) = own.iter().find(|(known, _)| known == name).unwrap().clone();
+        bits(var.as_tensor())
+    });
+    let rules = &groups().groups;
+    let at = |name: &str| vars.iter().position(|(known, _)| known == name).unwrap();
+    for (name, rule) in [
+        ("embedding.weight", rules[0].rule()),
+        ("head.bias", rules[1].rule()),
+        ("head.weight", ParamsAdamW::default().rule()),
+    ] {
+        assert_eq!(expected[at(name)], found(rule, name), "{name}");
+    }
+    // And another rate from the next step on.
+    let before = bits(vars[at("head.bias")].1.as_tensor());
+    fused.set_group_learning_rate(1, 0.0).unwrap();
+    step_whole(&mut fused, &vars, 1..2).unwrap();
+    assert_eq!(bits(vars[at("head.bias")].1.as_tensor()), before);
+    assert_ne!(
+        all_bits(&vars)[at("head.weight")],
+        expected[at("head.weight")]
+    );
+}
+
+#[test]
+fn a_model_of_candle_trains_alike_on_ranks_and_in_micro_steps() {
+    // A real backward pass, whose gradients are no exact numbers: ranks and micro-steps add the
+    // same terms in the same order.
+    let part = |part: u64| {
+        let x = super::tensor(&[4, 6], DType::F32, |at| exact([part, 1, at]));
+        let y = super::tensor(&[4, 2], DType::F32, |at| exact([part, 2, at]));
+        (x, y)
+    };
+    let run = |comm: &mut dyn fusestep_candle::Communicator, micro: u32| {
+        let (rank, world) = (comm.rank() as u64, comm.world_size() as u64);
+        let varmap = VarMap::new();
+        let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
+        let first = candle_nn::linear(6, 9, vb.pp("first")).unwrap();
+        let second = candle_nn::linear(9, 2, vb.pp("second")).unwrap();
+        // Any process draws other values: they are set to be alike.
+        let data = varmap.data().lock().unwrap();
+        for (at, name) in ["first.bias", "first.weight", "second.bias", "second.weight"]
+            .iter()
+            .enumerate()
+        {
+            let var: &Var = &data[*name];
+            let values = super::tensor(var.dims(), DType::F32, |e| exact([9, at as u64, e]));
+            var.set(&values).unwrap();
+        }
+        drop(data);
+        let options = Options {
+            accumulate: std::num::NonZeroU32::new(micro),
+            ..Options::default()
+        };
+        let fused = Fused::with_options(&varmap, ParamsAdamW::default(), &options).unwrap();
+        let mut ranked = fused.on(comm).unwrap();
+        for step in 0..5 {
+            for at in 0..u64::from(micro) {
+                let (x, y) = part(4 * step + at * world + rank);
+                let hidden: Tensor = first.forward(&x).unwrap().tanh().unwrap();
+                let loss = (second.forward(&hidden).unwrap() - y).unwrap();
+                let loss = loss.sqr().unwrap().mean_all().unwrap();
+                ranked.backward_step(&loss).unwrap();
+            }
+        }
+        let vars: Vec<_> = ranked
+            .variables()
+            .map(|(_, var)| bits(var.as_tensor()))
+            .collect();
+        vars
+    };
+    let alone = run(&mut Solo::new(), 4);
+    for rank in on_ranks(4, |comm| run(comm, 1)) {
+        assert!(rank == alone);
+    }
+}
+
+#[test]
+fn averages_every_few_steps_end_alike_on_all_ranks() {
+    let options = Options {
+        local_sgd: NonZeroU64::new(2),
+        ..Options::default()
+    };
+    let ranks = on_ranks(2, |comm| {
+        let vars = vars(DType::F32, 7);
+        let fused = Fused::with_options(vars.clone(), ParamsAdamW::default(), &options).unwrap();
+        let mut ranked = fused.on(comm).unwrap();
+        let shared = Shared {
+            world: 2,
+            zero: 0,
+            micro: 1,
+        };
+        step_ranked(&mut ranked, shared, 0..1).unwrap();
+        let apart = all_bits(&vars);
+        step_ranked(&mut ranked, shared, 1..2).unwrap();
+        (apart, all_bits(&vars))
+    });
+    assert!(ranks[0].0 != ranks[1].0);
+    assert!(ranks[0].1 == ranks[1].1);
+}

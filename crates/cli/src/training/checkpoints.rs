@@ -1,0 +1,78 @@
+//! Checkpoints of a run: gone on from, and written while it trains.
+
+use std::path::Path;
+
+use anyhow::{Context, bail};
+use fusestep_planner::{Manifest, RunToSave};
+use fusestep_tensor::Quoted;
+
+use super::{Run, images};
+use crate::position::Position;
+
+/// Refuses to replace a checkpoint that is not gone on from, and another program's files.
+pub(super) fn check_folder(folder: &Path, resume: bool) -> anyhow::Result<()> {
+    let found = Manifest::read_if_any(folder)?;
+    if let Some(manifest) = found.filter(|_| !resume) {
+        bail!(
+            "--checkpoint {}: expected a folder without a checkpoint, found one of step {}; give \
+             --resume to go on from it, or another folder",
+            folder.display(),
+            manifest.step
+        );
+    }
+    Ok(())
+}
+
+impl Run<'_> {
+    /// Goes on from the checkpoint; returns where it was.
+    pub(super) fn resume(&mut self) -> anyhow::Result<Position> {
+        let folder = self.args.checkpoint.as_ref();
+        let Some(folder) = folder.filter(|_| self.args.resume) else {
+            return Ok(Position::default());
+        };
+        let caller = self.plan.load(&mut self.state, &self.backend, folder)?;
+        self.handshake()?;
+        for (key, own) in images(self.args) {
+            let found = caller.get(key).map_or("nothing", String::as_str);
+            let found = Quoted(found).to_string();
+            if found != own {
+                bail!(
+                    "{}: {key}: expected {own}, found {found}; resume with the same images",
+                    folder.display()
+                );
+            }
+        }
+        let position = Position::read(&caller);
+        position.with_context(|| format!("{}: expected where the run was", folder.display()))
+    }
+
+    /// Begins a save, which is written while training goes on.
+    pub(super) fn save(&mut self, position: Position) -> anyhow::Result<()> {
+        let Some(folder) = &self.args.checkpoint else {
+            return Ok(());
+        };
+        let mut caller = position.texts();
+        for (key, own) in images(self.args) {
+            caller.insert(key.to_owned(), own);
+        }
+        let run = RunToSave {
+            state: &self.state,
+            backend: &self.backend,
+            params: None,
+        };
+        let (comms, saves) = (&mut self.comms, &mut self.saves);
+        Ok(self.plan.save_behind(run, comms, saves, folder, caller)?)
+    }
+
+    /// Goes on with the save in flight, and hears of one that has failed.
+    pub(super) fn poll_saves(&mut self) -> anyhow::Result<()> {
+        self.plan.poll_saves(&mut self.comms, &mut self.saves)?;
+        Ok(())
+    }
+
+    /// Waits for the save in flight.
+    pub(super) fn finish_saves(&mut self) -> anyhow::Result<()> {
+        self.plan.finish_saves(&mut self.comms, &mut self.saves)?;
+        Ok(())
+    }
+}

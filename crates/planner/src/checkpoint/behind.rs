@@ -1,0 +1,336 @@
+//! Saves that training does not wait for.
+//!
+//! ```text
+//! all ranks   copy of what they save, into memory kept for it               in the call
+//! rank 0      folder of the generation                                      behind
+//! all ranks   their files, complete and synced                              behind
+//! rank 0      manifest, then the generations before it go                   behind
+//! ```
+//!
+//! Between two of these all ranks agree, in a call that all of them make anyway: so the commit
+//! point is that of a save in line, an error comes on all ranks in one call, and no rank has to
+//! guess from files what another has done. A call in between costs one reduction of a byte.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use fusestep_tensor_file::{Disk, Files};
+
+use super::agree::Own;
+use super::generation::Generation;
+use super::manifest::Manifest;
+use super::shards::write_snapshot;
+use super::snapshot::Snapshot;
+use super::writer::{Done, Job, Outcome, Writer};
+use super::{CheckpointFolder, RunToSave};
+use crate::comms::Comms;
+use crate::{Plan, PlanError};
+
+/// One rank's saves behind training: memory for copies, who writes them, and the one save in
+/// flight.
+///
+/// Dropped, it waits for what this rank is writing. On one rank the save is complete then; on many
+/// [`Plan::finish_saves`] completes it.
+pub struct Saves {
+    files: Arc<dyn Files>,
+    writer: Writer,
+    /// Of the last save; the writer lets go of it when it has written.
+    snapshot: Arc<Snapshot>,
+    flight: Option<Flight>,
+}
+
+/// A save in flight; all ranks have one, or none.
+struct Flight {
+    folder: PathBuf,
+    step: u64,
+    phase: Phase,
+    /// What this rank's part of the phase has come to.
+    outcome: Option<Outcome>,
+    /// On rank 0, until it is written.
+    manifest: Option<Manifest>,
+    generation: Option<Generation>,
+}
+
+/// What ranks agree on next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Begin,
+    Write,
+    Commit,
+}
+
+/// A save that is complete: it is what a run resumes from now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Saved {
+    /// Steps that had been run when it was begun.
+    pub step: u64,
+}
+
+impl std::fmt::Debug for Saves {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let phase = self.flight.as_ref().map(|flight| flight.phase);
+        f.debug_struct("Saves")
+            .field("flight", &phase)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Default for Saves {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Saves {
+    /// Saves to the machine's file systems, written by a thread that the first save starts.
+    pub fn new() -> Self {
+        Self::of(Arc::new(Disk), Writer::Thread(None))
+    }
+
+    /// Saves to a file system that stands in for the machine's, written by the caller itself, at
+    /// the `looks`-th call that looks after each part of a save: for simulations, in which nothing
+    /// may depend on threads.
+    pub fn in_turns(files: Arc<dyn Files>, looks: u32) -> Self {
+        let writer = Writer::Turns {
+            looks: looks.max(1),
+            job: None,
+        };
+        Self::of(files, writer)
+    }
+
+    fn of(files: Arc<dyn Files>, writer: Writer) -> Self {
+        Self {
+            files,
+            writer,
+            snapshot: Arc::default(),
+            flight: None,
+        }
+    }
+
+    /// Whether a save is in flight.
+    pub fn in_flight(&self) -> bool {
+        self.flight.is_some()
+    }
+
+    /// Hands a job over; the outcome of one that cannot be is its error.
+    fn begin(&mut self, job: Option<Job>, nothing: Done) -> Option<Outcome> {
+        match job {
+            None => Some(Ok(nothing)),
+            Some(job) => self.writer.begin(job).err().map(Err),
+        }
+    }
+}
+
+impl Plan {
+    /// Begins a save of what [`Plan::save_run`] saves: copies it and returns, once a save before
+    /// it is complete. All ranks call it, between micro-steps, and then [`Plan::poll_saves`] in
+    /// every step, until that says that the save is complete.
+    ///
+    /// # Errors
+    /// As [`Plan::save_run`], for what can be told before anything is written. That of the save
+    /// before, and this one has not been begun then. On all ranks alike.
+    /// # Cost
+    /// One copy of what this rank saves; two small calls.
+    pub fn save_behind(
+        &self,
+        run: RunToSave<'_>,
+        comms: &mut Comms<'_>,
+        saves: &mut Saves,
+        folder: &Path,
+        caller: BTreeMap<String, String>,
+    ) -> Result<(), PlanError> {
+        self.finish_saves(comms, saves)?;
+        self.check_state(run.state)?;
+        let files = Arc::clone(&saves.files);
+        let place = CheckpointFolder::of(files.as_ref(), folder);
+        if Arc::get_mut(&mut saves.snapshot).is_none() {
+            // The writer of a save that was given up has it still.
+            saves.snapshot = Arc::default();
+        }
+        let copied = self.check_between(run.state).and_then(|()| {
+            let own = Arc::get_mut(&mut saves.snapshot);
+            own.map_or(Ok(()), |own| self.snapshot(run, place, own))
+        });
+        let first = self.topology().rank == 0;
+        let manifest = match (&copied, first) {
+            (Ok(()), true) => self.manifest(run.state, caller).map(Some),
+            _ => Ok(None),
+        };
+        let (manifest, outcome) = match manifest {
+            Ok(manifest) => (manifest, copied),
+            Err(error) => (None, Err(error)),
+        };
+        if self.topology().world > 1 {
+            comms.set_plan(self.hash());
+            self.agree(comms, outcome)?;
+        } else {
+            outcome?;
+        }
+        let flight = Flight {
+            folder: folder.to_owned(),
+            step: run.state.step(),
+            phase: Phase::Begin,
+            outcome: None,
+            manifest,
+            generation: None,
+        };
+        self.take_off(saves, flight);
+        Ok(())
+    }
+
+    /// Looks after the save in flight, if there is one, without waiting for a disk; says so when it
+    /// is complete. All ranks call it alike: as part of every step, for example.
+    ///
+    /// # Errors
+    /// As [`Plan::save_run`], on all ranks in the same call; the checkpoint before is as it was,
+    /// and nothing is in flight any more.
+    /// # Cost
+    /// One reduction of a byte while a save is in flight, and nothing otherwise.
+    pub fn poll_saves(
+        &self,
+        comms: &mut Comms<'_>,
+        saves: &mut Saves,
+    ) -> Result<Option<Saved>, PlanError> {
+        let Some(flight) = &mut saves.flight else {
+            return Ok(None);
+        };
+        if flight.outcome.is_none() {
+            flight.outcome = saves.writer.look();
+        }
+        let own = match flight.outcome {
+            Some(_) => Own::No,
+            None => Own::Yes,
+        };
+        match self.on_any_rank(comms, own) {
+            Ok(true) => Ok(None),
+            Ok(false) => self.advance(comms, saves),
+            Err(error) => {
+                saves.flight = None;
+                Err(error)
+            }
+        }
+    }
+
+    /// Waits until nothing is in flight; all ranks call it, at the end of training. Says which save
+    /// it has completed.
+    ///
+    /// # Errors
+    /// As [`Plan::poll_saves`].
+    pub fn finish_saves(
+        &self,
+        comms: &mut Comms<'_>,
+        saves: &mut Saves,
+    ) -> Result<Option<Saved>, PlanError> {
+        let mut saved = None;
+        while let Some(flight) = &mut saves.flight {
+            if flight.outcome.is_none() {
+                flight.outcome = saves.writer.wait();
+            }
+            saved = self.advance(comms, saves)?.or(saved);
+        }
+        Ok(saved)
+    }
+
+    /// Begins the first part of a save: one rank alone does all of it at once.
+    fn take_off(&self, saves: &mut Saves, mut flight: Flight) {
+        let (files, folder) = (Arc::clone(&saves.files), flight.folder.clone());
+        let step = flight.step;
+        let job: Option<Job> = if self.topology().world == 1 {
+            flight.phase = Phase::Commit;
+            let (snapshot, manifest) = (Arc::clone(&saves.snapshot), flight.manifest.take());
+            Some(Box::new(move || {
+                let folder = CheckpointFolder::of(files.as_ref(), &folder);
+                save_alone(folder, step, &snapshot, manifest)
+            }))
+        } else if self.topology().rank == 0 {
+            Some(Box::new(move || {
+                let folder = CheckpointFolder::of(files.as_ref(), &folder);
+                Generation::begin(folder, step).map(|begun| Done::Begun(Some(begun)))
+            }))
+        } else {
+            None
+        };
+        flight.outcome = saves.begin(job, Done::Begun(None));
+        saves.flight = Some(flight);
+    }
+
+    /// Goes on to the next part of a save when all ranks have done this one.
+    fn advance(
+        &self,
+        comms: &mut Comms<'_>,
+        saves: &mut Saves,
+    ) -> Result<Option<Saved>, PlanError> {
+        let Some(mut flight) = saves.flight.take() else {
+            return Ok(None);
+        };
+        let outcome = flight.outcome.take();
+        let outcome = outcome.unwrap_or(Ok(Done::Committed));
+        comms.set_plan(self.hash());
+        let rank = self.topology().rank;
+        let (files, folder) = (Arc::clone(&saves.files), flight.folder.clone());
+        match flight.phase {
+            Phase::Begin => {
+                let begun = outcome.map(|done| match done {
+                    Done::Begun(generation) => generation,
+                    _ => None,
+                });
+                let generation = self.agree_on_generation(comms, begun)?;
+                flight.generation = Some(generation.clone());
+                flight.phase = Phase::Write;
+                let snapshot = Arc::clone(&saves.snapshot);
+                let job: Job = Box::new(move || {
+                    let folder = CheckpointFolder::of(files.as_ref(), &folder);
+                    generation.check_seen(folder)?;
+                    let written = write_snapshot(folder, &generation.name(), rank, &snapshot);
+                    written.map(Done::Written)
+                });
+                flight.outcome = saves.begin(Some(job), Done::Committed);
+            }
+            Phase::Write => {
+                let written = outcome.map(|done| match done {
+                    Done::Written(written) => written,
+                    _ => Default::default(),
+                });
+                let shards = self.agree_on_shards(comms, written)?;
+                flight.phase = Phase::Commit;
+                let own = flight.manifest.take().zip(flight.generation.take());
+                let job = own.map(|(manifest, generation)| -> Job {
+                    Box::new(move || {
+                        let folder = CheckpointFolder::of(files.as_ref(), &folder);
+                        let committed = manifest.commit_to(folder, &generation, shards);
+                        committed.map(|()| Done::Committed)
+                    })
+                });
+                flight.outcome = saves.begin(job, Done::Committed);
+            }
+            Phase::Commit => {
+                let committed = outcome.map(drop);
+                if self.topology().world > 1 {
+                    self.agree(comms, committed)?;
+                } else {
+                    committed?;
+                }
+                return Ok(Some(Saved { step: flight.step }));
+            }
+        }
+        saves.flight = Some(flight);
+        Ok(None)
+    }
+}
+
+/// All parts of a save of the only rank, one after the other.
+fn save_alone(
+    folder: CheckpointFolder<'_>,
+    step: u64,
+    snapshot: &Snapshot,
+    manifest: Option<Manifest>,
+) -> Outcome {
+    let generation = Generation::begin(folder, step)?;
+    let written = write_snapshot(folder, &generation.name(), 0, snapshot)?;
+    let shards = written.model.into_iter().chain(written.shard).collect();
+    if let Some(manifest) = manifest {
+        manifest.commit_to(folder, &generation, shards)?;
+    }
+    Ok(Done::Committed)
+}

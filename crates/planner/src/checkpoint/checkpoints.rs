@@ -1,0 +1,169 @@
+//! A rank's checkpoints, as an optimizer of many steps keeps them.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use fusestep_launch::Backend;
+use fusestep_tensor::Quoted;
+
+use super::manifest::{Manifest, refuse};
+use super::save::ReadRun;
+use super::{BorrowedParams, FolderLock, Remembered, RunToSave, Saved, Saves};
+use crate::comms::Comms;
+use crate::{Plan, PlanError, State};
+
+/// What a checkpoint calls the number of steps that the caller has done.
+const STEPS: &str = "steps";
+
+/// A rank's saves behind training, the folder they go to, and what else is kept in them: how many
+/// steps the caller has done and what it wants remembered.
+#[derive(Debug, Default)]
+pub struct Checkpoints {
+    saves: Saves,
+    remembered: Remembered,
+    folder: Option<PathBuf>,
+    lock: Option<FolderLock>,
+}
+
+impl Checkpoints {
+    /// Texts of this rank that the next save takes and the last resume has brought.
+    pub fn remembered(&self) -> &Remembered {
+        &self.remembered
+    }
+
+    /// [`Checkpoints::remembered`], to be changed.
+    pub fn remembered_mut(&mut self) -> &mut Remembered {
+        &mut self.remembered
+    }
+
+    /// Goes on from the folder's checkpoint, of however many ranks; returns how many steps the
+    /// caller had done, or nothing if there is no checkpoint. All ranks call it.
+    ///
+    /// # Errors
+    /// As [`Plan::load_run`] and [`Plan::finish_saves`]; [`PlanError::Checkpoint`] if ranks do not
+    /// see the same checkpoint. On all ranks alike, before anything is written.
+    pub fn resume(
+        &mut self,
+        plan: &Plan,
+        (state, backend): (&mut State, &dyn Backend),
+        params: Option<&dyn BorrowedParams>,
+        (comms, folder): (&mut Comms<'_>, &Path),
+    ) -> Result<Option<usize>, PlanError> {
+        plan.finish_saves(comms, &mut self.saves)?;
+        let read = read_any(plan, state, params, folder);
+        let manifest = |read: &Option<(ReadRun, usize)>| {
+            let manifest = read.as_ref().map(|(run, _)| &run.manifest);
+            manifest.map_or(0, Manifest::fingerprint)
+        };
+        let said = read.as_ref().map_or(0, manifest);
+        let failed = read.as_ref().err().cloned().map_or(Ok(()), Err);
+        plan.agree_on_checkpoint(comms, folder, (failed, said))?;
+        let Some((run, steps)) = read? else {
+            return Ok(None);
+        };
+        let texts = plan.take_over(state, backend, params, run)?;
+        self.remembered.restore(plan.topology(), &texts);
+        Ok(Some(steps))
+    }
+
+    /// Begins a save behind training, of a run whose caller has done `steps` steps.
+    ///
+    /// # Errors
+    /// As [`Plan::save_behind`]; another run that saves to the same folder. On all ranks alike.
+    pub fn begin(
+        &mut self,
+        plan: &Plan,
+        run: RunToSave<'_>,
+        comms: &mut Comms<'_>,
+        (folder, steps): (&Path, usize),
+    ) -> Result<(), PlanError> {
+        plan.finish_saves(comms, &mut self.saves)?;
+        self.own_folder(plan, comms, folder)?;
+        let mut texts = BTreeMap::from([(STEPS.to_owned(), steps.to_string())]);
+        self.remembered.gather(plan, comms, &mut texts)?;
+        plan.save_behind(run, comms, &mut self.saves, folder, texts)
+    }
+
+    /// Looks after the save in flight, as [`Plan::poll_saves`].
+    ///
+    /// # Errors
+    /// As [`Plan::poll_saves`].
+    pub fn poll(&mut self, plan: &Plan, comms: &mut Comms<'_>) -> Result<Option<Saved>, PlanError> {
+        plan.poll_saves(comms, &mut self.saves)
+    }
+
+    /// Waits for the save in flight, as [`Plan::finish_saves`].
+    ///
+    /// # Errors
+    /// As [`Plan::finish_saves`].
+    pub fn finish(
+        &mut self,
+        plan: &Plan,
+        comms: &mut Comms<'_>,
+    ) -> Result<Option<Saved>, PlanError> {
+        plan.finish_saves(comms, &mut self.saves)
+    }
+
+    /// Whether a save is in flight.
+    pub fn in_flight(&self) -> bool {
+        self.saves.in_flight()
+    }
+
+    /// Makes the folder and locks it, when the run saves to it for the first time.
+    fn own_folder(
+        &mut self,
+        plan: &Plan,
+        comms: &mut Comms<'_>,
+        folder: &Path,
+    ) -> Result<(), PlanError> {
+        if self.folder.as_deref() == Some(folder) {
+            return Ok(());
+        }
+        let locked = match plan.topology().rank {
+            0 => lock(folder).map(Some),
+            _ => Ok(None),
+        };
+        let (lock, outcome) = match locked {
+            Ok(lock) => (lock, Ok(())),
+            Err(error) => (None, Err(error)),
+        };
+        if plan.topology().world > 1 {
+            comms.set_plan(plan.hash());
+            plan.agree(comms, outcome)?;
+        } else {
+            outcome?;
+        }
+        self.lock = lock;
+        self.folder = Some(folder.to_owned());
+        Ok(())
+    }
+}
+
+/// Reads the folder's checkpoint, and how many steps its caller had done.
+fn read_any(
+    plan: &Plan,
+    state: &State,
+    params: Option<&dyn BorrowedParams>,
+    folder: &Path,
+) -> Result<Option<(ReadRun, usize)>, PlanError> {
+    let Some(manifest) = Manifest::read_if_any(folder)? else {
+        return Ok(None);
+    };
+    let run = plan.read_run(state, params, (folder.into(), &manifest))?;
+    let text = run.manifest.caller.get(STEPS);
+    let steps = text.and_then(|steps| steps.parse().ok());
+    let refused = || {
+        let found = text.map_or_else(|| "nothing".to_owned(), |text| Quoted(text).to_string());
+        refuse(folder, STEPS, "a count of steps", found)
+    };
+    let steps = steps.ok_or_else(refused)?;
+    Ok(Some((run, steps)))
+}
+
+fn lock(folder: &Path) -> Result<FolderLock, PlanError> {
+    std::fs::create_dir_all(folder).map_err(|error| {
+        let expected = "one that can be made";
+        refuse(folder, "folder", expected, error.to_string())
+    })?;
+    FolderLock::take(folder)
+}

@@ -1,0 +1,117 @@
+//! Whether a checkpoint is one of a plan: of its rules, its tensors and its ranks.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use fusestep_tensor::Quoted;
+
+use super::manifest::{Manifest, TensorSpec, refuse};
+use crate::{Plan, PlanError};
+
+/// Tensors that a refusal names.
+const MOST_NAMED: usize = 9;
+
+impl Plan {
+    pub(super) fn check_manifest(
+        &self,
+        manifest: &Manifest,
+        folder: &Path,
+    ) -> Result<(), PlanError> {
+        let own = self.optimizer().name();
+        if manifest.optimizer != own {
+            let found = Quoted(&manifest.optimizer).to_string();
+            return Err(refuse(folder, "optimizer", own, found));
+        }
+        if manifest.says_objective() {
+            self.check_rules(manifest, folder)?;
+        }
+        self.check_open(manifest, folder)?;
+        let differences = self.differences(manifest)?;
+        let Some((name, expected, found)) = differences.first() else {
+            return self.check_steps(manifest, folder);
+        };
+        let mut found = found.clone();
+        if differences.len() > 1 {
+            let others = differences[1..].iter().map(|(name, ..)| name.as_str());
+            let others: Vec<&str> = others.take(MOST_NAMED).collect();
+            found += &format!(
+                "; {} others differ too: {}",
+                differences.len() - 1,
+                others.join(", ")
+            );
+        }
+        Err(refuse(folder, name, expected, found))
+    }
+
+    /// The direction of steps, where the rule offers both.
+    pub(super) fn objective(&self) -> Option<String> {
+        let objective = self.optimizer().objective()?;
+        Some(objective.name().to_owned())
+    }
+
+    /// Rules of parameters that have one of their own.
+    pub(super) fn own_rules(&self) -> BTreeMap<String, String> {
+        let rules = self.params().iter().zip(self.rule_of.iter());
+        let own = rules.filter(|(_, rule)| **rule != 0);
+        let name = |rule: u32| self.rules[rule as usize].name().to_owned();
+        own.map(|(param, &rule)| (param.name.clone(), name(rule)))
+            .collect()
+    }
+
+    /// State of another rule may have the same shapes and mean something else.
+    fn check_rules(&self, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
+        let none = "none of its own";
+        let (own, found) = (self.objective(), &manifest.objective);
+        if own != *found {
+            let expected = own.as_deref().unwrap_or(none);
+            let found = Quoted(found.as_deref().unwrap_or(none)).to_string();
+            return Err(refuse(folder, "objective", expected, found));
+        }
+        let (own, found) = (self.own_rules(), &manifest.optimizer_of);
+        for name in own.keys().chain(found.keys()) {
+            if own.get(name) != found.get(name) {
+                let text = |rules: &BTreeMap<String, String>| {
+                    Quoted(rules.get(name).map_or(none, String::as_str)).to_string()
+                };
+                let what = format!("optimizer of `{}`", Quoted(name));
+                return Err(refuse(folder, &what, &text(&own), text(found)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Tensors that the plan and a checkpoint have not alike: name, expected, found.
+    fn differences(&self, manifest: &Manifest) -> Result<Vec<(String, String, String)>, PlanError> {
+        let own = self.tensors_of_checkpoint(manifest.open.as_ref())?;
+        let none = || "no such tensor".to_owned();
+        let text = |spec: &TensorSpec| format!("{} {}", spec.dtype, spec.shape);
+        let mut differences = Vec::new();
+        for (name, spec) in &own {
+            let found = manifest.tensors.get(name);
+            if found != Some(spec) {
+                differences.push((name.clone(), text(spec), found.map_or_else(none, text)));
+            }
+        }
+        for (name, spec) in &manifest.tensors {
+            if !own.contains_key(name) {
+                differences.push((name.clone(), none(), text(spec)));
+            }
+        }
+        Ok(differences)
+    }
+
+    fn check_steps(&self, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
+        for (name, &step) in &manifest.steps_of {
+            let what = format!("steps of `{name}`");
+            if !self.params.iter().any(|param| param.name == *name) {
+                let found = "one of no parameter of the plan".to_owned();
+                return Err(refuse(folder, &what, "a parameter of the plan", found));
+            }
+            if step > manifest.step {
+                let expected = format!("at most the {} of the run", manifest.step);
+                return Err(refuse(folder, &what, &expected, step.to_string()));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,251 @@
+//! A rank's part of a checkpoint, copied from its state.
+
+use std::ops::Range;
+
+use fusestep_launch::{Backend, BackendError};
+use fusestep_tensor::{DType, Role, Shape};
+
+use super::CheckpointFolder;
+use super::manifest::refuse;
+use super::shards::Piece;
+use crate::storage::Held;
+use crate::{Plan, PlanError, State, Tensors, ZeroStage};
+
+/// What a save takes.
+#[derive(Clone, Copy)]
+pub struct RunToSave<'a> {
+    /// Optimizer state and counts, and parameters unless the caller keeps them.
+    pub state: &'a State,
+    /// The state's backend.
+    pub backend: &'a dyn Backend,
+    /// Parameters that the caller keeps ([`Tensors::Borrowed`]).
+    pub params: Option<&'a dyn BorrowedParams>,
+}
+
+impl std::fmt::Debug for RunToSave<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RunToSave")
+            .field("step", &self.state.step())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Parameters that the caller's framework keeps ([`Tensors::Borrowed`]), by their positions in the
+/// plan, as saving and resuming read and write them.
+pub trait BorrowedParams {
+    /// Copies a whole parameter.
+    ///
+    /// # Errors
+    /// Those of the framework; a length that is not the parameter's.
+    fn read(&self, param: usize, bytes: &mut [u8]) -> Result<(), BackendError>;
+
+    /// Writes a whole parameter in place.
+    ///
+    /// # Errors
+    /// As [`BorrowedParams::read`].
+    fn write(&self, param: usize, bytes: &[u8]) -> Result<(), BackendError>;
+}
+
+/// A rank's part of a checkpoint at one moment; its memory serves the next one, too, so that only
+/// the first copy waits for pages.
+#[derive(Debug, Default)]
+pub(super) struct Snapshot {
+    bytes: Vec<u8>,
+    pieces: Vec<Placed>,
+}
+
+/// Consecutive elements of a tensor in a snapshot.
+#[derive(Debug)]
+struct Placed {
+    tensor: String,
+    dtype: DType,
+    first: u64,
+    place: Range<usize>,
+    /// Name and shape in the model's file, of parameters that go there.
+    of_model: Option<(String, Shape)>,
+}
+
+/// Where the bytes of a piece come from.
+enum Source {
+    /// Elements of this rank's shard.
+    Held(Role, usize, Held),
+    /// A whole parameter.
+    Param(usize),
+    /// Sums and counts, which are small or have been copied.
+    Copied(Vec<u8>),
+}
+
+impl Snapshot {
+    /// The pieces of one file, in order: the model's or the shard's.
+    pub(super) fn pieces(&self, file: File) -> impl Iterator<Item = Piece<'_>> {
+        let wanted = move |placed: &&Placed| placed.of_model.is_some() == (file == File::Model);
+        self.pieces.iter().filter(wanted).map(|placed| Piece {
+            tensor: &placed.tensor,
+            dtype: placed.dtype,
+            first: placed.first,
+            bytes: &self.bytes[placed.place.clone()],
+            of_model: placed.of_model.as_ref(),
+        })
+    }
+
+    /// Makes room; what it has been is lost.
+    fn make_room(
+        &mut self,
+        folder: CheckpointFolder<'_>,
+        len_bytes: usize,
+    ) -> Result<(), PlanError> {
+        if let Some(more) = len_bytes.checked_sub(self.bytes.len()) {
+            self.bytes.try_reserve_exact(more).map_err(|_| {
+                let expected = format!("{len_bytes} bytes beside the state");
+                let found = "less; save in line, or on more ranks".to_owned();
+                refuse(folder.path, "memory", &expected, found)
+            })?;
+            self.bytes.resize(len_bytes, 0);
+        }
+        Ok(())
+    }
+}
+
+/// A file that a rank writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum File {
+    /// Whole parameters under their own names.
+    Model,
+    /// Ranges of tensors.
+    Shard,
+}
+
+impl Plan {
+    /// Copies what this rank saves.
+    pub(super) fn snapshot(
+        &self,
+        run: RunToSave<'_>,
+        folder: CheckpointFolder<'_>,
+        into: &mut Snapshot,
+    ) -> Result<(), PlanError> {
+        into.pieces.clear();
+        self.check_borrowed(run.params, folder)?;
+        let sources = self.pieces_to_save(run.state, &mut into.pieces)?;
+        let len_bytes = into.pieces.last().map_or(0, |placed| placed.place.end);
+        into.make_room(folder, len_bytes)?;
+        for (placed, source) in into.pieces.iter().zip(sources) {
+            let bytes = &mut into.bytes[placed.place.clone()];
+            match (source, run.params) {
+                (Source::Held(role, param, held), _) => {
+                    run.state
+                        .read_held(run.backend, (role, param), &held, bytes)?;
+                }
+                (Source::Param(param), Some(params)) => params.read(param, bytes)?,
+                (Source::Param(param), None) => {
+                    let name = &self.params()[param].name;
+                    run.state.read(run.backend, Role::Param, name, bytes)?;
+                }
+                (Source::Copied(own), _) => bytes.copy_from_slice(&own),
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses parameters from two sides, or from none.
+    pub(super) fn check_borrowed(
+        &self,
+        params: Option<&dyn BorrowedParams>,
+        folder: CheckpointFolder<'_>,
+    ) -> Result<(), PlanError> {
+        let borrowed = self.tensors == Tensors::Borrowed;
+        if borrowed == params.is_some() {
+            return Ok(());
+        }
+        let (expected, found) = if borrowed {
+            ("the parameters that the caller keeps", "a state alone")
+        } else {
+            ("a state that keeps its parameters", "the caller's as well")
+        };
+        Err(refuse(
+            folder.path,
+            "parameters",
+            expected,
+            found.to_owned(),
+        ))
+    }
+
+    /// Lists what this rank saves: pieces, one behind the other, and where their bytes come from.
+    fn pieces_to_save(
+        &self,
+        state: &State,
+        pieces: &mut Vec<Placed>,
+    ) -> Result<Vec<Source>, PlanError> {
+        let mut sources = Vec::new();
+        let mut add = |tensor: String, dtype: DType, (first, numel): (u64, u64), source| {
+            let start = pieces.last().map_or(0, |placed: &Placed| placed.place.end);
+            // Copies of any element type begin where its elements may lie.
+            let start = start.next_multiple_of(8);
+            let len_bytes = numel as usize * dtype.len_bytes();
+            let of_model = match &source {
+                Source::Param(param) => {
+                    let desc = &self.params()[*param];
+                    Some((desc.name.clone(), desc.shape.clone()))
+                }
+                _ => None,
+            };
+            pieces.push(Placed {
+                tensor,
+                dtype,
+                first,
+                place: start..start + len_bytes,
+                of_model,
+            });
+            sources.push(source);
+        };
+        let rank = self.topology().rank;
+        for (param, desc) in self.params().iter().enumerate() {
+            // What all ranks have alike is saved once.
+            let shared = self.has_own(param) || self.saves_shared();
+            for role in self.roles(param)? {
+                let key = self.key(param, role, rank);
+                let dtype = self.role_dtype(param, role)?;
+                if role == Role::Param && self.in_model(param) {
+                    if rank == 0 {
+                        add(key, dtype, (0, desc.numel()), Source::Param(param));
+                        continue;
+                    } else if !self.has_own(param) {
+                        continue;
+                    }
+                }
+                if !shared {
+                    continue;
+                }
+                for held in state.shard_places(role, param)? {
+                    let range = (held.elements.start, held.elements.end - held.elements.start);
+                    add(key.clone(), dtype, range, Source::Held(role, param, held));
+                }
+            }
+        }
+        if let Some(open) = self.open_run(state) {
+            for piece in self.open_pieces(state, &open) {
+                let numel = (piece.bytes.len() / piece.dtype.len_bytes()) as u64;
+                let range = (piece.first, numel);
+                add(
+                    piece.tensor,
+                    piece.dtype,
+                    range,
+                    Source::Copied(piece.bytes),
+                );
+            }
+        }
+        Ok(sources)
+    }
+
+    /// Whether a parameter is saved whole in the model's file, by rank 0: all are but at ZeRO stage
+    /// 3, where nobody has them, and slices of each rank's own.
+    fn in_model(&self, param: usize) -> bool {
+        let (storage, _) = self.places[param];
+        let name = &self.params()[param].name;
+        self.zero() != ZeroStage::Three
+            && !self.storages[storage].distributed
+            && name != METADATA_NAME
+    }
+}
+
+/// What a safetensors file calls its texts; no tensor can have that name.
+const METADATA_NAME: &str = "__metadata__";

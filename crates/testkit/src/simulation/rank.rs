@@ -1,0 +1,169 @@
+//! One rank of a simulated run, from the checkpoint to the end.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use fusestep_collective::Communicator;
+use fusestep_cpu::CpuBackend;
+use fusestep_planner::{
+    CheckpointFolder, Comms, Manifest, Plan, PlanError, RunToSave, Saves, State, Topology,
+};
+use fusestep_tensor::Role;
+use xxhash_rust::xxh3::Xxh3;
+
+use super::communicator::RankFiles;
+use super::scenario::Scenario;
+use super::{AT, CANNOT_LOAD, Ended, FOLDER};
+
+/// A rank's memory, and the saves of it that are not complete yet.
+struct Rank<'a> {
+    plan: &'a Plan,
+    backend: CpuBackend,
+    state: State,
+    comms: Comms<'a>,
+    files: Arc<RankFiles>,
+    /// `None` where the run waits for each save.
+    saves: Option<Saves>,
+    /// Micro-steps at which the save in flight was begun.
+    saving: u64,
+    /// Told of every save that is acknowledged.
+    saved: &'a dyn Fn(u64),
+}
+
+impl Rank<'_> {
+    /// Begins a save behind, or saves.
+    fn save(&mut self, at: u64) -> Result<(), PlanError> {
+        let path = Path::new(FOLDER);
+        let caller = BTreeMap::from([(AT.to_owned(), at.to_string())]);
+        self.finish_saves()?;
+        let run = RunToSave {
+            state: &self.state,
+            backend: &self.backend,
+            params: None,
+        };
+        let comms = &mut self.comms;
+        if let Some(saves) = &mut self.saves {
+            self.plan.save_behind(run, comms, saves, path, caller)?;
+            self.saving = at;
+        } else {
+            let folder = CheckpointFolder::of(self.files.as_ref(), path);
+            self.plan.save_run(run, comms, folder, caller)?;
+            (self.saved)(at);
+        }
+        Ok(())
+    }
+
+    /// Looks after the save in flight.
+    fn poll_saves(&mut self) -> Result<(), PlanError> {
+        if let Some(saves) = &mut self.saves
+            && self.plan.poll_saves(&mut self.comms, saves)?.is_some()
+        {
+            (self.saved)(self.saving);
+        }
+        Ok(())
+    }
+
+    /// Waits for the save in flight.
+    fn finish_saves(&mut self) -> Result<(), PlanError> {
+        if let Some(saves) = &mut self.saves
+            && self.plan.finish_saves(&mut self.comms, saves)?.is_some()
+        {
+            (self.saved)(self.saving);
+        }
+        Ok(())
+    }
+
+    /// All parameters, as a hash.
+    fn hash(&mut self) -> Result<String, PlanError> {
+        let params = self.plan.params().iter();
+        let names: Vec<&str> = params.map(|param| param.name.as_str()).collect();
+        let (state, backend) = (&self.state, &self.backend);
+        let gathered = self.plan.gather(state, backend, &mut self.comms, &names)?;
+        let mut hasher = Xxh3::new();
+        for at in 0..names.len() {
+            hasher.update(gathered.bytes(at));
+        }
+        Ok(format!("{:016x}", hasher.digest()))
+    }
+}
+
+/// One rank from the checkpoint to the end; `saved` hears of saves that are acknowledged.
+pub(super) fn run_rank(
+    scenario: &Scenario,
+    comm: &mut dyn Communicator,
+    files: Arc<RankFiles>,
+    saved: &dyn Fn(u64),
+) -> Result<Ended, String> {
+    let told = |error: PlanError| error.to_string();
+    let topology = Topology::of(comm);
+    let plan = scenario.plan(topology).map_err(told)?;
+    let backend = CpuBackend::new(Scenario::threads());
+    let mut state = plan.allocate_on(&backend, comm).map_err(told)?;
+    for (param, desc) in plan.params().iter().enumerate() {
+        let bytes = scenario.first_values(param);
+        let written = state.write(&backend, Role::Param, &desc.name, &bytes);
+        written.map_err(told)?;
+    }
+    let resumed_at = resume(&plan, (&mut state, &backend), &files)?;
+    let looks = scenario.looks;
+    let mut rank = Rank {
+        plan: &plan,
+        backend,
+        state,
+        comms: Comms::direct(comm),
+        saves: looks.map(|looks| Saves::in_turns(files.clone(), looks)),
+        files,
+        saving: 0,
+        saved,
+    };
+    train(scenario, &mut rank, resumed_at).map_err(told)?;
+    Ok(Ended {
+        hash: rank.hash().map_err(told)?,
+        resumed_at,
+    })
+}
+
+/// Goes on from the checkpoint, if there is one; the micro-steps that are over.
+fn resume(
+    plan: &Plan,
+    (state, backend): (&mut State, &CpuBackend),
+    files: &RankFiles,
+) -> Result<u64, String> {
+    let told = |error: PlanError| format!("{CANNOT_LOAD}{error}");
+    let folder = CheckpointFolder::of(files, Path::new(FOLDER));
+    if Manifest::read_if_any(folder).map_err(told)?.is_none() {
+        return Ok(0);
+    }
+    let caller = plan.load(state, backend, folder).map_err(told)?;
+    let at = caller.get(AT).and_then(|text| text.parse().ok());
+    Ok(at.ok_or("no position")?)
+}
+
+/// Runs the micro-steps that are left, with their saves, and what ends a run.
+fn train(scenario: &Scenario, rank: &mut Rank<'_>, mut at: u64) -> Result<(), PlanError> {
+    let topology = rank.plan.topology();
+    let said = [(AT, at.to_string())];
+    rank.plan
+        .handshake(&rank.state, &rank.backend, &mut rank.comms, &said)?;
+    while at < scenario.micro_steps {
+        rank.poll_saves()?;
+        let (state, backend, comms) = (&mut rank.state, &rank.backend, &mut rank.comms);
+        for (param, desc) in rank.plan.params().iter().enumerate().rev() {
+            let bytes = scenario.gradient(at, param, topology);
+            rank.plan
+                .push_grad(state, backend, comms, &desc.name, &bytes)?;
+        }
+        rank.plan.step(state, backend, comms)?;
+        at += 1;
+        if at.is_multiple_of(scenario.save_every) {
+            rank.save(at)?;
+        }
+    }
+    let (state, backend, comms) = (&mut rank.state, &rank.backend, &mut rank.comms);
+    rank.plan.flush(state, backend, comms)?;
+    if scenario.averages() {
+        rank.plan.average_now(&mut rank.state, &mut rank.comms)?;
+    }
+    rank.finish_saves()
+}
