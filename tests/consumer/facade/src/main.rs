@@ -21,7 +21,8 @@ fn main() -> Result<(), Error> {
         let grad = [0.0, 0.5][comm.rank()];
         let mut ranks = builder().zero(2).build(&params, Cpu::new())?.on(comm)?;
         for name in names {
-            ranks.push_grad(name, &vec![grad; ranks.param::<f32>(name)?.len()])?;
+            let numel = ranks.param::<f32>(name)?.len();
+            ranks.push_grad(name, &vec![grad; numel])?;
         }
         ranks.step()?;
         Ok([
