@@ -265,12 +265,12 @@ impl fmt::Display for PeerSummary {
             self.optimizer, self.parameters, self.elements, self.threads, self.simd
         )?;
         for (name, ns, note) in self.rows() {
-            writeln!(f, "  {name:<32} {:>10}  {note}", duration(ns))?;
+            writeln!(f, "  {name:<40} {:>10}  {note}", duration(ns))?;
         }
         for absent in &self.absent {
             writeln!(
                 f,
-                "  {:<32} not timed: {}; to add it: {}",
+                "  {:<40} not timed: {}; to add it: {}",
                 absent.name, absent.reason, absent.help
             )?;
         }

@@ -18,7 +18,7 @@ fn main() -> Result<(), Error> {
 
     // The mean of both ranks' gradients is what one process has alone.
     let found = fusestep::threads(2, |comm| {
-        let grad = [0.0, 0.5][comm.rank()];
+        let grad = [0.0f32, 0.5][comm.rank()];
         let mut ranks = builder().zero(2).build(&params, Cpu::new())?.on(comm)?;
         for name in names {
             let numel = ranks.param::<f32>(name)?.len();
