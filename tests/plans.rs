@@ -227,6 +227,21 @@ fn the_page_is_self_contained() {
 }
 
 #[test]
+fn the_picture_shows_sixteen_launches_and_counts_the_others() {
+    let mut params = model("resnet50");
+    params[0].name = "<script>".to_owned();
+    let plan = planner(400).plan(&params).unwrap();
+    let svg = plan.to_svg();
+    assert!(plan.launches() > 17, "{} launches", plan.launches());
+    assert_eq!(svg.matches("<text y=").count(), 17);
+    let more = format!("and {} more launches</text>", plan.launches() - 16);
+    assert!(svg.contains(&more), "{more}");
+    assert!(svg.contains("&lt;script&gt;") && !svg.contains("<script"));
+    let xml = svg.matches("<g ").count() == svg.matches("</g>").count();
+    assert!(xml && svg.ends_with("</svg>\n"));
+}
+
+#[test]
 fn plans_of_equal_input_are_equal_and_the_hash_tells_others_apart() {
     let plan = |params: &[ParamDesc]| planner(ARGUMENT_BYTES_LARGE).plan(params).unwrap();
     let params = model("gpt2");

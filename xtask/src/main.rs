@@ -17,6 +17,7 @@ mod mpi_bench;
 mod mpi_victims;
 mod nccl;
 mod nightly;
+mod package;
 mod parallel;
 mod planted;
 mod ptx;
@@ -99,6 +100,12 @@ const COMMANDS: &[Command] = &[
         usage: "nightly [WORD]   what takes longer than a change may wait for: kills, a million \
                 seeds, sanitizers, features, licences, mutants",
         run: nightly::run,
+    },
+    Command {
+        name: "package",
+        usage: "package [--candle VERSION | --semver]   pack every public crate as for a registry, and run programs that depend \
+                on nothing but what was packed",
+        run: package::run,
     },
     Command {
         name: "sanitize",

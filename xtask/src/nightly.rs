@@ -79,6 +79,19 @@ const CHECKS: &[Check] = &[
         variables: &[(COMPILER, "1.94"), ("CARGO_TARGET_DIR", "target/oldest")],
         command: "cargo check --release -p fusestep-candle -p fusestep-cli",
     },
+    // The lock file holds the newest.
+    Check {
+        name: "oldest release of candle",
+        needs: None,
+        variables: &[],
+        command: "cargo xtask package --candle 0.11.0",
+    },
+    Check {
+        name: "semver of the public crates",
+        needs: Some("cargo-semver-checks"),
+        variables: &[],
+        command: "cargo xtask package --semver",
+    },
     Check {
         name: "licences, sources and advisories",
         needs: Some("cargo-deny"),

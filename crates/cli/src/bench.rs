@@ -4,10 +4,7 @@
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
-use anyhow::{Context, bail, ensure};
-use candle_core::backprop::GradStore;
-use candle_core::{Device, Tensor, Var};
-use candle_nn::{Optimizer as _, ParamsAdamW};
+use anyhow::{Context, ensure};
 use clap::{Args, ValueEnum};
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::Precision;
@@ -25,6 +22,7 @@ use crate::gradients::GradientArgs;
 use crate::inputs::read_model;
 use crate::options::{ParamDType, PlanningArgs, PrecisionArgs, parse_threads, pool, threads};
 use crate::output::{duration, print, print_json};
+use crate::peers::{self, CandlePair, CandleTimes};
 use crate::ranks::RankArgs;
 use crate::rules::{OptimizerArgs, Rule};
 use crate::timer::Timer;
@@ -59,6 +57,8 @@ pub(crate) struct BenchArgs {
     /// Also time another implementation on the same shapes, and ours in its place
     #[arg(long, value_enum)]
     peer: Option<Peer>,
+    #[command(flatten)]
+    pub(crate) peers: peers::PeerArgs,
     /// Print the numbers as one JSON object
     #[arg(long)]
     pub(crate) json: bool,
@@ -123,13 +123,6 @@ struct BenchSummary {
     candle: Option<CandleTimes>,
 }
 
-#[derive(Debug, Serialize)]
-struct CandleTimes {
-    candle_ns_per_step: f64,
-    candle_adapter_ns_per_step: f64,
-    times_faster_than_candle: f64,
-}
-
 pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     if let Some(collective) = args.collective.collective {
         return bench_collective::run(&args.collective, collective, args.json);
@@ -148,14 +141,17 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     );
     if args.of_ranks() {
         ensure!(
-            args.peer.is_none(),
-            "--peer: expected no --ranks, found both"
+            args.peer.is_none() && !args.peers.peers,
+            "--peer, --peers: expected no --ranks, found both"
         );
         return bench_ranks::run(args, rule, &params);
     }
     args.collective
         .ranks
         .require_none("--ranks or --collective")?;
+    if args.peers.peers {
+        return peers::run(args, rule, &params);
+    }
     bench_one(args, rule, &params)
 }
 
@@ -257,15 +253,15 @@ impl std::fmt::Display for BenchSummary {
 }
 
 /// A plan with its state.
-struct Subject<'a> {
+pub(crate) struct Subject<'a> {
     plan: &'a Plan,
     backend: &'a CpuBackend,
     state: State,
-    timer: Timer,
+    pub(crate) timer: Timer,
 }
 
 impl<'a> Subject<'a> {
-    fn new(plan: &'a Plan, backend: &'a CpuBackend) -> anyhow::Result<Self> {
+    pub(crate) fn new(plan: &'a Plan, backend: &'a CpuBackend) -> anyhow::Result<Self> {
         let mut state = plan.allocate(backend)?;
         for param in plan.params() {
             for (role, value) in [(Role::Param, 0.1), (Role::Grad, 0.01)] {
@@ -281,7 +277,7 @@ impl<'a> Subject<'a> {
         })
     }
 
-    fn sample(&mut self) -> anyhow::Result<()> {
+    pub(crate) fn sample(&mut self) -> anyhow::Result<()> {
         let (plan, state, backend) = (self.plan, &mut self.state, self.backend);
         self.timer
             .sample(|| plan.run(state, backend).map(drop))
@@ -340,79 +336,4 @@ pub(crate) fn filled(param: &ParamDesc, value: f64) -> Vec<u8> {
         DType::BF16 => bf16::from_f64(value).to_le_bytes().repeat(numel),
         _ => (value as f32).to_le_bytes().repeat(numel),
     }
-}
-
-/// candle's AdamW and ours in its place, each on its own variables.
-struct CandlePair {
-    theirs: candle_nn::AdamW,
-    their_grads: GradStore,
-    their_timer: Timer,
-    ours: fusestep_candle::AdamW,
-    our_grads: GradStore,
-    our_timer: Timer,
-}
-
-impl CandlePair {
-    fn new(
-        params: &[ParamDesc],
-        rule: Optimizer,
-        asked: Option<NonZeroUsize>,
-    ) -> anyhow::Result<Self> {
-        let Optimizer::Adam(adam) = rule else {
-            bail!("--peer candle: expected adamw, found {}", rule.name());
-        };
-        let config = ParamsAdamW {
-            lr: adam.lr,
-            beta1: adam.beta1,
-            beta2: adam.beta2,
-            eps: adam.eps,
-            weight_decay: adam.weight_decay.lambda(),
-        };
-        let (theirs, their_grads) = variables(params)?;
-        let (ours, our_grads) = variables(params)?;
-        Ok(Self {
-            theirs: candle_nn::AdamW::new(theirs, config.clone())?,
-            their_grads,
-            their_timer: Timer::new(),
-            ours: fusestep_candle::AdamW::with_threads(ours, config, threads(asked))?,
-            our_grads,
-            our_timer: Timer::new(),
-        })
-    }
-
-    fn sample(&mut self) -> anyhow::Result<()> {
-        let (theirs, grads) = (&mut self.theirs, &self.their_grads);
-        self.their_timer.sample(|| theirs.step(grads))?;
-        let (ours, grads) = (&mut self.ours, &self.our_grads);
-        self.our_timer.sample(|| ours.step(grads))?;
-        Ok(())
-    }
-
-    fn times(self) -> CandleTimes {
-        CandleTimes {
-            candle_ns_per_step: self.their_timer.best,
-            candle_adapter_ns_per_step: self.our_timer.best,
-            times_faster_than_candle: self.their_timer.best / self.our_timer.best,
-        }
-    }
-}
-
-/// Variables of these shapes with gradients.
-fn variables(params: &[ParamDesc]) -> anyhow::Result<(Vec<Var>, GradStore)> {
-    let (mut vars, mut grads) = (Vec::with_capacity(params.len()), GradStore::default());
-    for param in params {
-        let dtype = match param.dtype {
-            DType::F64 => candle_core::DType::F64,
-            _ => candle_core::DType::F32,
-        };
-        let dims: Vec<usize> = param.shape.dims().iter().map(|&dim| dim as usize).collect();
-        let full = |value: f64| {
-            let ones = Tensor::ones(dims.as_slice(), dtype, &Device::Cpu)?;
-            ones.affine(value, 0.0)
-        };
-        let var = Var::from_tensor(&full(0.1)?)?;
-        grads.insert(&var, full(0.01)?);
-        vars.push(var);
-    }
-    Ok((vars, grads))
 }

@@ -18,7 +18,7 @@ const MAX_PIXEL: u8 = 16;
 /// Images held back for the test: one in five.
 const TEST_IMAGES: usize = 360;
 
-const FILE: &[u8] = include_bytes!("../../../data/digits.csv.gz");
+const FILE: &[u8] = include_bytes!("../data/digits.csv.gz");
 
 /// Images and their labels.
 #[derive(Clone, Debug, Default)]

@@ -17,6 +17,7 @@ mod model;
 mod options;
 mod outcomes;
 mod output;
+mod peers;
 mod plan;
 mod position;
 mod ranks;

@@ -37,6 +37,9 @@ pub(crate) struct PlanArgs {
     /// Write the plan as a page, drawn to scale
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
+    /// Write the launches as a picture, drawn to scale
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
 }
 
 pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
@@ -66,6 +69,9 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     if let Some(path) = &args.html {
         let page = costs.map_or_else(|| plan.to_html(), |costs| plan.ranks_to_html(&costs));
         write_page(path, &page)?;
+    }
+    if let Some(path) = &args.svg {
+        write_page(path, &plan.to_svg())?;
     }
     let ranks = costs.map(|costs| plan.rank_summary(costs));
     if args.json {

@@ -97,44 +97,86 @@ impl Plan {
         page.push_str("</table>\n");
     }
 
-    fn launch_bars(&self, page: &mut String) {
+    /// The launches as a picture of their own, dark or light as the reader has it: one bar for each
+    /// launch, its length its share of the largest, each block a tensor to scale.
+    pub fn to_svg(&self) -> String {
         /// Bars drawn; a naive plan may have thousands.
-        const MOST: usize = 64;
-        let launches: Vec<_> = self
-            .stages
-            .iter()
-            .flat_map(|stage| -> Vec<(&str, usize, &Batch)> {
-                match stage {
-                    Stage::Norm(norm) => norm.reads.iter().flat_map(read_launches).collect(),
-                    Stage::Optimize(stage) | Stage::ReduceUpdate(stage) => {
-                        let kernel = self.storages[stage.storage].kernel;
-                        let launch = |batch| (kernel, stage.storage, batch);
-                        stage.batches.iter().map(launch).collect()
-                    }
-                    _ => Vec::new(),
-                }
-            })
-            .collect();
-        let largest = launches
-            .iter()
-            .map(|(_, _, batch)| batch.elements())
-            .max()
-            .unwrap_or(0);
-        for (index, (kernel, storage, batch)) in launches.iter().take(MOST).enumerate() {
-            let elements = batch.elements();
+        const MOST: usize = 16;
+        let launches = self.drawn_launches();
+        let largest = largest(&launches);
+        let rows = launches.len().min(MOST) + usize::from(launches.len() > MOST);
+        let mut svg = format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {BAR_WIDTH} {}\" role=\"img\" \
+             font-size=\"15\" font-family=\"system-ui,sans-serif\"><style>text{{fill:#1c1c1c}}\
+             @media(prefers-color-scheme:dark){{text{{fill:#e6e6e6}}}}</style>\n",
+            rows as f64 * 2.0 * BAR_HEIGHT,
+        );
+        for (index, (label, batch, storage)) in launches.iter().take(MOST).enumerate() {
+            let top = index as f64 * 2.0 * BAR_HEIGHT;
             let _ = writeln!(
-                page,
-                "<div>launch {index}: {}, {} tensors, {} chunks, {} elements</div>",
+                svg,
+                "<text y=\"{:.0}\">launch {index}: {label}</text><g transform=\"translate(0 {:.0})\">",
+                top + 0.75 * BAR_HEIGHT,
+                top + BAR_HEIGHT,
+            );
+            blocks(&mut svg, self.blocks_of(batch, *storage), largest);
+            svg.push_str("</g>\n");
+        }
+        if let Some(more @ 1..) = launches.len().checked_sub(MOST) {
+            let y = (MOST as f64 * 2.0 + 0.75) * BAR_HEIGHT;
+            let _ = writeln!(svg, "<text y=\"{y:.0}\">and {more} more launches</text>");
+        }
+        svg.push_str("</svg>\n");
+        svg
+    }
+
+    /// Label, batch and storage of each launch.
+    fn drawn_launches(&self) -> Vec<(String, &Batch, usize)> {
+        let launches = self.stages.iter().flat_map(|stage| self.launches_of(stage));
+        let labelled = launches.map(|(kernel, storage, batch)| {
+            let label = format!(
+                "{}, {} tensors, {} chunks, {} elements",
                 escape(kernel),
                 batch.records.len(),
                 batch.chunks,
-                grouped(elements),
+                grouped(batch.elements()),
             );
-            let blocks = batch
-                .records
-                .iter()
-                .map(|r| (self.name(*storage, r.tensor), r.numel));
-            bar(page, blocks, largest);
+            (label, batch, storage)
+        });
+        labelled.collect()
+    }
+
+    /// Kernel, storage and batch of each launch of a stage.
+    fn launches_of<'a>(&'a self, stage: &'a Stage) -> Vec<(&'a str, usize, &'a Batch)> {
+        match stage {
+            Stage::Norm(norm) => norm.reads.iter().flat_map(read_launches).collect(),
+            Stage::Optimize(stage) | Stage::ReduceUpdate(stage) => {
+                let kernel = self.storages[stage.storage].kernel;
+                let launch = |batch| (kernel, stage.storage, batch);
+                stage.batches.iter().map(launch).collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// Name and elements of each tensor of a launch.
+    fn blocks_of<'a>(
+        &'a self,
+        batch: &'a Batch,
+        storage: usize,
+    ) -> impl Iterator<Item = (&'a str, u64)> {
+        let records = batch.records.iter();
+        records.map(move |record| (self.name(storage, record.tensor), record.numel))
+    }
+
+    fn launch_bars(&self, page: &mut String) {
+        /// Bars drawn; a naive plan may have thousands.
+        const MOST: usize = 64;
+        let launches = self.drawn_launches();
+        let largest = largest(&launches);
+        for (index, (label, batch, storage)) in launches.iter().take(MOST).enumerate() {
+            let _ = writeln!(page, "<div>launch {index}: {label}</div>");
+            bar(page, self.blocks_of(batch, *storage), largest);
         }
         if launches.len() > MOST {
             let _ = writeln!(page, "<p>and {} more launches</p>", launches.len() - MOST);
@@ -180,13 +222,25 @@ fn read_launches(read: &GradientRead) -> impl Iterator<Item = (&str, usize, &Bat
     read.batches.iter().map(launch)
 }
 
-/// One bar of blocks to scale; neighbours too narrow to be seen share a block.
-fn bar<'a>(page: &mut String, blocks: impl Iterator<Item = (&'a str, u64)>, largest: u64) {
-    let scale = BAR_WIDTH / largest.max(1) as f64;
+/// Elements of the largest launch.
+fn largest(launches: &[(String, &Batch, usize)]) -> u64 {
+    let elements = launches.iter().map(|(_, batch, _)| batch.elements());
+    elements.max().unwrap_or(0)
+}
+
+/// One bar of blocks to scale.
+fn bar<'a>(page: &mut String, of: impl Iterator<Item = (&'a str, u64)>, largest: u64) {
     let _ = write!(
         page,
         "<svg viewBox=\"0 0 {BAR_WIDTH} {BAR_HEIGHT}\" role=\"img\">"
     );
+    blocks(page, of, largest);
+    page.push_str("</svg>\n");
+}
+
+/// Blocks to scale; neighbours too narrow to be seen share a block.
+fn blocks<'a>(page: &mut String, blocks: impl Iterator<Item = (&'a str, u64)>, largest: u64) {
+    let scale = BAR_WIDTH / largest.max(1) as f64;
     let (mut x, mut color) = (0.0, 0);
     let mut pending: (f64, usize, String, u64) = (0.0, 0, String::new(), 0);
     let mut draw = |x: &mut f64, (width, count, first, numel): (f64, usize, String, u64)| {
@@ -222,7 +276,6 @@ fn bar<'a>(page: &mut String, blocks: impl Iterator<Item = (&'a str, u64)>, larg
         }
     }
     draw(&mut x, pending);
-    page.push_str("</svg>\n");
 }
 
 /// A setting of a pass, or that the pass is not there.

@@ -1,0 +1,335 @@
+//! `fusestep bench --peers`: a step of AdamW beside those of other implementations that this
+//! machine has, all in turns in one run.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::ensure;
+use clap::Args;
+use fusestep_cpu::CpuBackend;
+use fusestep_planner::{Optimizer, Plan, html_page};
+use fusestep_simd::PREFETCH_DISTANCES;
+use fusestep_tensor::{DType, ParamDesc};
+use serde::{Deserialize, Serialize};
+
+use crate::bench::{BenchArgs, Subject};
+use crate::ceiling::Ceiling;
+use crate::options::pool;
+use crate::output::{duration, print, print_json, write_page};
+use worker::{Request, Shaped, Turn, Worker};
+
+mod candle;
+mod chart;
+mod worker;
+
+pub(crate) use candle::{CandlePair, CandleTimes};
+
+/// A pause between turns, in which the threads of the last one stop to spin.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// Flags of `bench` on peers.
+#[derive(Debug, Args)]
+pub(crate) struct PeerArgs {
+    /// Time AdamW beside PyTorch, DeepSpeed, candle and burn, as far as this machine has them
+    #[arg(long, conflicts_with_all = ["peer", "collective"])]
+    pub(crate) peers: bool,
+    /// The Python in which PyTorch and DeepSpeed are looked for
+    #[arg(
+        long,
+        value_name = "PATH",
+        default_value = "python3",
+        requires = "peers"
+    )]
+    python: PathBuf,
+    /// Write times and plan as a page
+    #[arg(long, value_name = "FILE", requires = "peers")]
+    report: Option<PathBuf>,
+    /// Write the times as a picture
+    #[arg(long, value_name = "FILE", requires = "peers")]
+    svg: Option<PathBuf>,
+}
+
+/// What `--json` prints. Times are the best of all rounds.
+#[derive(Debug, Serialize)]
+struct PeerSummary {
+    parameters: usize,
+    elements: u64,
+    optimizer: &'static str,
+    simd: &'static str,
+    threads: usize,
+    ns_per_step: f64,
+    /// As many bytes streamed, in the same run.
+    ceiling_ns: f64,
+    share_of_ceiling: f64,
+    peers: Vec<PeerTime>,
+    absent: Vec<Absent>,
+}
+
+/// How long a peer takes.
+#[derive(Debug, Serialize)]
+struct PeerTime {
+    name: String,
+    version: String,
+    ns_per_step: f64,
+    /// Its time over ours.
+    times_ours: f64,
+}
+
+/// A peer that could not be timed.
+#[derive(Debug, Deserialize, Serialize)]
+struct Absent {
+    name: String,
+    reason: String,
+    /// What would add it.
+    help: String,
+}
+
+/// A worker's peer with the best time so far.
+struct Timed {
+    worker: usize,
+    number: usize,
+    best: f64,
+}
+
+/// Times ours, the memory's ceiling and every peer in turns.
+///
+/// # Errors
+/// Another rule than AdamW, parameters that are not f32, gradients that are clipped or scaled; a
+/// peer that ends or whose parameters are not those of AdamW.
+pub(crate) fn run(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<()> {
+    let request = request(args, rule, params)?;
+    let backend = CpuBackend::in_pool(pool(Some(args.threads()))?);
+    let plan = args
+        .planning
+        .planner(rule, args.planning.limits())
+        .plan(params)?;
+    let mut ours = Subject::new(&plan, &backend)?;
+    let mut ceiling = Ceiling::new(&backend, &plan, plan.traffic_bytes())?;
+    let mut candle = CandlePair::new(params, rule, Some(args.threads()))?;
+    let mut absent = Vec::new();
+    let python = Worker::python(&args.peers.python, &request, &mut absent);
+    let burn = Worker::burn(&request, &mut absent);
+    let mut workers: Vec<Worker> = python.into_iter().chain(burn).collect();
+    let mut timed: Vec<Timed> = (workers.iter().enumerate())
+        .flat_map(|(worker, w)| (0..w.found.len()).map(move |number| (worker, number)))
+        .map(|(worker, number)| Timed {
+            worker,
+            number,
+            best: f64::INFINITY,
+        })
+        .collect();
+    for _ in 0..args.rounds.get() {
+        for stream in 0..PREFETCH_DISTANCES.len() {
+            ours.sample()?;
+            ceiling.sample(stream);
+        }
+        candle.sample()?;
+        for timed in &mut timed {
+            thread::sleep(PAUSE);
+            let worker = &mut workers[timed.worker];
+            let turn = worker.turn(timed.number)?;
+            check(&worker.found[timed.number].name, &request, turn)?;
+            timed.best = timed.best.min(turn.ns);
+        }
+        thread::sleep(PAUSE);
+    }
+    let ns = ours.timer.best;
+    let mut peers: Vec<PeerTime> = (timed.iter())
+        .map(|timed| {
+            let found = workers[timed.worker].found[timed.number].clone();
+            PeerTime {
+                name: found.name,
+                version: found.version,
+                ns_per_step: timed.best,
+                times_ours: timed.best / ns,
+            }
+        })
+        .collect();
+    let candle = candle.times();
+    for (name, time) in [
+        ("candle AdamW", candle.candle_ns_per_step),
+        ("fusestep through candle", candle.candle_adapter_ns_per_step),
+    ] {
+        peers.push(PeerTime {
+            name: name.to_owned(),
+            version: "0.11".to_owned(),
+            ns_per_step: time,
+            times_ours: time / ns,
+        });
+    }
+    peers.sort_by(|a, b| a.ns_per_step.total_cmp(&b.ns_per_step));
+    let ceiling_ns = plan.traffic_bytes() as f64 / ceiling.best().1;
+    let summary = PeerSummary {
+        parameters: params.len(),
+        elements: plan.elements(),
+        optimizer: rule.name(),
+        simd: backend.level().name(),
+        threads: backend.pool().threads(),
+        ns_per_step: ns,
+        ceiling_ns,
+        share_of_ceiling: ceiling_ns / ns,
+        peers,
+        absent,
+    };
+    shown(args, &summary, &plan)
+}
+
+/// Prints the times, and writes the page and the picture that were asked for.
+fn shown(args: &BenchArgs, summary: &PeerSummary, plan: &Plan) -> anyhow::Result<()> {
+    if let Some(path) = &args.peers.svg {
+        write_page(path, &chart::picture(summary))?;
+    }
+    if let Some(path) = &args.peers.report {
+        let body = format!("{}{}", chart::section(summary), plan.to_html_fragment());
+        write_page(path, &html_page("fusestep bench --peers", &body))?;
+    }
+    if args.json {
+        return print_json(summary);
+    }
+    print(&summary.to_string())
+}
+
+/// What peers are asked to do.
+fn request(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<Request> {
+    let adamw = match rule {
+        Optimizer::Adam(adam) if rule.name() == "adamw" => adam,
+        _ => anyhow::bail!(
+            "--peers: expected --optimizer adamw, which all of them have, found {}",
+            rule.name()
+        ),
+    };
+    for param in params {
+        ensure!(
+            param.dtype == DType::F32,
+            "--peers: expected parameters in f32, which all of them take, found {} in {}",
+            param.name,
+            param.dtype.name()
+        );
+    }
+    let plain = args.gradients.clip_norm.is_none() && args.gradients.loss_scale.is_none();
+    ensure!(
+        plain,
+        "--peers: expected a plain step, found --clip-norm or --loss-scale; leave them out"
+    );
+    let shaped = |param: &ParamDesc| Shaped {
+        name: param.name.clone(),
+        shape: param.shape.dims().to_vec(),
+    };
+    Ok(Request {
+        params: params.iter().map(shaped).collect(),
+        threads: args.threads().get(),
+        lr: adamw.lr,
+        beta1: adamw.beta1,
+        beta2: adamw.beta2,
+        eps: adamw.eps,
+        weight_decay: adamw.weight_decay.lambda(),
+    })
+}
+
+/// Refuses a peer whose parameters are not where AdamW's are after as many steps on the same
+/// gradients: its time would be that of something else.
+fn check(name: &str, request: &Request, turn: Turn) -> anyhow::Result<()> {
+    let Some(found) = turn.value else {
+        return Ok(());
+    };
+    let (mut param, grad) = (0.1f64, 0.01f64);
+    let (mut m, mut v) = (0.0, 0.0);
+    let (mut power1, mut power2) = (1.0, 1.0);
+    let mut largest = param.abs();
+    for _ in 0..turn.steps {
+        m = request.beta1 * m + (1.0 - request.beta1) * grad;
+        v = request.beta2 * v + (1.0 - request.beta2) * grad * grad;
+        power1 *= request.beta1;
+        power2 *= request.beta2;
+        let root = (v / (1.0 - power2)).sqrt() + request.eps;
+        param -= request.lr * (request.weight_decay * param + m / (1.0 - power1) / root);
+        largest = largest.max(param.abs());
+    }
+    // A rounding of f32 for each of a handful of operations in every step.
+    let bound = 1e-6 * (1.0 + turn.steps as f64) * (largest + request.lr);
+    ensure!(
+        (found - param).abs() <= bound,
+        "{name}: expected {param} ± {bound:.1e} after {} steps of AdamW, found {found}",
+        turn.steps
+    );
+    Ok(())
+}
+
+impl fmt::Display for PeerSummary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{} on {} parameters, {} elements of f32; {} threads, {}",
+            self.optimizer, self.parameters, self.elements, self.threads, self.simd
+        )?;
+        for (name, ns, note) in self.rows() {
+            writeln!(f, "  {name:<40} {:>10}  {note}", duration(ns))?;
+        }
+        for absent in &self.absent {
+            writeln!(
+                f,
+                "  {:<40} not timed: {}; to add it: {}",
+                absent.name, absent.reason, absent.help
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl PeerSummary {
+    /// Name, nanoseconds and a note for everything that was timed.
+    fn rows(&self) -> Vec<(String, f64, String)> {
+        let share = format!("{:.2} of the memory bandwidth", self.share_of_ceiling);
+        let bytes = "the same bytes streamed".to_owned();
+        let mut rows = vec![
+            ("memory bandwidth".to_owned(), self.ceiling_ns, bytes),
+            ("fusestep".to_owned(), self.ns_per_step, share),
+        ];
+        rows.extend(self.peers.iter().map(|peer| {
+            let name = format!("{} ({})", peer.name, peer.version);
+            let note = format!("{:.2} times ours", peer.times_ours);
+            (name, peer.ns_per_step, note)
+        }));
+        rows
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn adamw() -> Request {
+        Request {
+            params: Vec::new(),
+            threads: 1,
+            lr: 0.001,
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: 0.01,
+        }
+    }
+
+    #[test]
+    fn a_peer_that_does_something_else_is_refused() {
+        let turn = |steps, value| Turn {
+            ns: 1.0,
+            steps,
+            value: Some(value),
+        };
+        // 0.1 · (1 − 10⁻⁵) − 0.001: the first step of AdamW is lr against the gradient's sign.
+        assert!(check("theirs", &adamw(), turn(1, 0.098_999)).is_ok());
+        let error = check("theirs", &adamw(), turn(1, 0.099)).unwrap_err();
+        let expected = "theirs: expected 0.098999";
+        assert!(error.to_string().starts_with(expected), "{error}");
+        assert!(check("theirs", &adamw(), turn(2, 0.098_999)).is_err());
+        let without = Turn {
+            ns: 1.0,
+            steps: 5,
+            value: None,
+        };
+        assert!(check("theirs", &adamw(), without).is_ok());
+    }
+}

@@ -1,0 +1,265 @@
+//! `package`: the crates as a registry would serve them, and programs outside of the workspace that
+//! are built from them and run.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+
+use crate::workspace_root;
+
+/// The most bytes of a packed crate that crates.io takes.
+const MAX_PACKED_BYTES: u64 = 10 << 20;
+
+/// Programs of `tests/consumer`, by package.
+const CONSUMERS: [&str; 3] = [
+    "consumer-one-kernel",
+    "consumer-facade",
+    "consumer-with-candle",
+];
+
+/// A crate that is for publication.
+struct Public {
+    name: String,
+    version: String,
+}
+
+impl Public {
+    fn stem(&self) -> String {
+        format!("{}-{}", self.name, self.version)
+    }
+}
+
+/// Packs every crate that is not `publish = false`, checks what a registry asks for, and runs the
+/// programs of `tests/consumer` on what was packed: with the lock file's candle or a given one.
+/// `--semver` compares public items with those of the commit that raised the version instead.
+pub(crate) fn run(arguments: &[String]) -> Result<()> {
+    let root = workspace_root();
+    let crates = public_crates(&root)?;
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let candle = match arguments[..] {
+        [] => None,
+        ["--candle", version] => Some(version),
+        ["--semver"] => return semver(&root, &crates),
+        _ => bail!("expected `package [--candle VERSION | --semver]`, found {arguments:?}"),
+    };
+    let packed = pack(&root, &crates)?;
+    let unpacked = unpack(&root, &packed, &crates)?;
+    let consumer = place_consumer(&root, &unpacked, &crates)?;
+    for package in candle.iter().flat_map(|_| ["candle-core", "candle-nn"]) {
+        let version = candle.unwrap_or_default();
+        let status = Command::new("cargo")
+            .args(["update", "-q", "-p", package, "--precise", version])
+            .current_dir(&consumer)
+            .status()?;
+        ensure!(status.success(), "{package} cannot be of version {version}");
+    }
+    for program in CONSUMERS {
+        let status = Command::new("cargo")
+            .args(["run", "--release", "-q", "-p", program])
+            .current_dir(&consumer)
+            .env("CARGO_TARGET_DIR", root.join("target/consumer-build"))
+            .status()?;
+        ensure!(
+            status.success(),
+            "{program} does not run on the packed crates"
+        );
+    }
+    Ok(())
+}
+
+/// Public items beside those of the commit in which the crates took their version; nothing has been
+/// released that they could be compared with.
+fn semver(root: &Path, crates: &[Public]) -> Result<()> {
+    let version = &crates.first().context("no public crates")?.version;
+    let found = Command::new("git")
+        .args(["log", "--format=%H", "--reverse"])
+        .arg(format!("-Sversion = \"{version}\""))
+        .args(["--", "Cargo.toml"])
+        .current_dir(root)
+        .output()?;
+    let commits = String::from_utf8(found.stdout)?;
+    let first = commits
+        .lines()
+        .next()
+        .context("no commit has set the version")?;
+    let mut command = Command::new("cargo");
+    command
+        .args([
+            "semver-checks",
+            "--release-type",
+            "minor",
+            "--baseline-rev",
+            first,
+        ])
+        .current_dir(root);
+    for public in crates {
+        command.args(["-p", &public.name]);
+    }
+    ensure!(command.status()?.success(), "public items have changed");
+    Ok(())
+}
+
+/// The crates for publication, and an error that names every one that a registry would refuse.
+fn public_crates(root: &Path) -> Result<Vec<Public>> {
+    let found = Command::new("cargo")
+        .args(["metadata", "--no-deps", "--format-version", "1"])
+        .current_dir(root)
+        .output()?;
+    ensure!(found.status.success(), "cargo metadata fails");
+    let metadata: Value = serde_json::from_slice(&found.stdout)?;
+    let packages = metadata["packages"].as_array().context("no packages")?;
+    let mut missing = Vec::new();
+    let mut crates = Vec::new();
+    for package in packages.iter().filter(|package| is_public(package)) {
+        let text = |key: &str| package[key].as_str().unwrap_or_default().to_owned();
+        let name = text("name");
+        missing.extend(gaps(package).map(|gap| format!("{name}: {gap}")));
+        crates.push(Public {
+            name,
+            version: text("version"),
+        });
+    }
+    ensure!(
+        missing.is_empty(),
+        "a registry would refuse\n{}",
+        missing.join("\n")
+    );
+    Ok(crates)
+}
+
+/// Whether `publish` is not `false`, which `cargo metadata` gives as an empty list.
+fn is_public(package: &Value) -> bool {
+    package["publish"]
+        .as_array()
+        .is_none_or(|to| !to.is_empty())
+}
+
+/// What a package lacks.
+fn gaps(package: &Value) -> impl Iterator<Item = String> {
+    let texts = ["description", "license", "repository", "readme"]
+        .into_iter()
+        .filter(|key| package[key].as_str().is_none_or(str::is_empty))
+        .map(|key| format!("expected `{key}`, found none"));
+    let lists = ["keywords", "categories"].into_iter().filter_map(|key| {
+        let count = package[key].as_array().map_or(0, Vec::len);
+        (!(1..=5).contains(&count)).then(|| format!("expected 1 to 5 `{key}`, found {count}"))
+    });
+    texts.chain(lists).collect::<Vec<_>>().into_iter()
+}
+
+/// Packs the crates and returns the folder of their files; prints the size of each.
+fn pack(root: &Path, crates: &[Public]) -> Result<PathBuf> {
+    // What is not committed is packed too, so that a change can be tried before it is one.
+    let mut command = Command::new("cargo");
+    command
+        .args(["package", "-q", "--no-verify", "--allow-dirty"])
+        .current_dir(root);
+    for public in crates {
+        command.args(["-p", &public.name]);
+    }
+    ensure!(command.status()?.success(), "cargo package fails");
+    let folder = root.join("target/package");
+    let mut too_large = Vec::new();
+    for public in crates {
+        let len_bytes = fs::metadata(folder.join(public.stem() + ".crate"))?.len();
+        println!("{:>9} bytes  {}", len_bytes, public.stem());
+        if len_bytes > MAX_PACKED_BYTES {
+            too_large.push(public.stem());
+        }
+    }
+    if !too_large.is_empty() {
+        bail!("expected at most {MAX_PACKED_BYTES} bytes, found more in {too_large:?}");
+    }
+    Ok(folder)
+}
+
+/// Unpacks every crate into an empty folder and returns it.
+fn unpack(root: &Path, packed: &Path, crates: &[Public]) -> Result<PathBuf> {
+    let folder = emptied(root.join("target/unpacked"))?;
+    for public in crates {
+        let status = Command::new("tar")
+            .arg("-xzf")
+            .arg(packed.join(public.stem() + ".crate"))
+            .arg("-C")
+            .arg(&folder)
+            .status()
+            .context("tar unpacks crates")?;
+        ensure!(status.success(), "{} does not unpack", public.stem());
+        for licence in ["LICENSE-MIT", "LICENSE-APACHE"] {
+            let path = folder.join(public.stem()).join(licence);
+            ensure!(path.is_file(), "expected {}, found no file", path.display());
+        }
+    }
+    Ok(folder)
+}
+
+/// Copies `tests/consumer` out of the workspace's reach, with the unpacked crates in the place of
+/// the registry's and the workspace's versions of everything else.
+fn place_consumer(root: &Path, unpacked: &Path, crates: &[Public]) -> Result<PathBuf> {
+    let folder = emptied(root.join("target/consumer"))?;
+    copy(&root.join("tests/consumer"), &folder)?;
+    fs::copy(root.join("Cargo.lock"), folder.join("Cargo.lock"))?;
+    let manifest = folder.join("Cargo.toml");
+    let mut text = fs::read_to_string(&manifest)?;
+    text.push_str("\n[patch.crates-io]\n");
+    for public in crates {
+        let path = unpacked.join(public.stem());
+        text.push_str(&format!("{} = {{ path = {path:?} }}\n", public.name));
+    }
+    fs::write(manifest, text)?;
+    Ok(folder)
+}
+
+/// The folder, made anew.
+fn emptied(folder: PathBuf) -> Result<PathBuf> {
+    if folder.exists() {
+        fs::remove_dir_all(&folder)?;
+    }
+    fs::create_dir_all(&folder)?;
+    Ok(folder)
+}
+
+/// Copies the files of a folder, and those of its folders.
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    for entry in fs::read_dir(from)? {
+        let entry = entry?;
+        let target = to.join(entry.file_name());
+        if entry.file_type()?.is_dir() {
+            fs::create_dir_all(&target)?;
+            copy(&entry.path(), &target)?;
+        } else {
+            fs::copy(entry.path(), target)?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn what_a_registry_asks_for_is_looked_for() {
+        let whole = json!({
+            "description": "d", "license": "MIT", "repository": "r", "readme": "README.md",
+            "keywords": ["k"], "categories": ["c"], "publish": null,
+        });
+        assert!(is_public(&whole));
+        assert_eq!(gaps(&whole).count(), 0);
+        let mut bare = whole.clone();
+        bare["readme"] = Value::Null;
+        bare["keywords"] = json!(["a", "b", "c", "d", "e", "f"]);
+        bare["publish"] = json!([]);
+        assert!(!is_public(&bare));
+        let found: Vec<_> = gaps(&bare).collect();
+        let expected = [
+            "expected `readme`, found none",
+            "expected 1 to 5 `keywords`, found 6",
+        ];
+        assert_eq!(found, expected);
+    }
+}
