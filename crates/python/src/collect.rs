@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString};
 
 use crate::dlpack::{Exchange, Expected, Place, Unfit};
-use crate::loan::{GRADIENT, Lent, read_count};
+use crate::loan::{GRADIENT, Places, read_count};
 
 /// Most steps that a tensor counts.
 const MAX_COUNT: f64 = (1u64 << 53) as f64;
@@ -43,7 +43,7 @@ impl Parameter {
 
 /// What has been found so far.
 pub(crate) struct Collected<'a, 'py> {
-    lent: &'a mut [Lent],
+    borrowed: &'a mut [Places],
     /// The steps that each parameter has taken.
     pub(crate) steps: Vec<u64>,
     /// Positions of parameters that have a gradient.
@@ -56,12 +56,12 @@ pub(crate) struct Collected<'a, 'py> {
 }
 
 impl<'a> Collected<'a, '_> {
-    pub(crate) fn new(lent: &'a mut [Lent], steps: impl Iterator<Item = u64>) -> Self {
+    pub(crate) fn new(borrowed: &'a mut [Places], steps: impl Iterator<Item = u64>) -> Self {
         Self {
-            updated: Vec::with_capacity(lent.len()),
-            counts: Vec::with_capacity(lent.len()),
-            kept: Vec::with_capacity(lent.len() * 4),
-            lent,
+            updated: Vec::with_capacity(borrowed.len()),
+            counts: Vec::with_capacity(borrowed.len()),
+            kept: Vec::with_capacity(borrowed.len() * 4),
+            borrowed,
             steps: steps.collect(),
             copied: 0,
         }
@@ -97,7 +97,7 @@ impl Collector {
         let Some(member) = parameter.member else {
             return Ok(gradient.is_none());
         };
-        found.lent[member] = None;
+        found.borrowed[member] = None;
         if gradient.is_none() {
             return Ok(true);
         }
@@ -110,7 +110,7 @@ impl Collector {
         places[GRADIENT] = place;
         found.kept.push(gradient);
         self.state_of(py, parameter, (owner, index), (&mut places, member), found)?;
-        found.lent[member] = Some(places);
+        found.borrowed[member] = Some(places);
         found.updated.push(index);
         Ok(true)
     }

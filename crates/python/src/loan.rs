@@ -9,7 +9,7 @@ use fusestep::{CpuBackend, DType};
 use crate::dlpack::Place;
 
 /// The tensors of one parameter, in the order of its kernel's lists; `None` without a gradient.
-pub(crate) type Lent = Option<[Place; MAX_LISTS]>;
+pub(crate) type Places = Option<[Place; MAX_LISTS]>;
 
 /// What kernels do with a parameter's tensors, in their order.
 pub(crate) type Lists = [TensorList];
@@ -21,7 +21,7 @@ pub(crate) struct Overlap(pub(crate) usize, pub(crate) usize);
 /// The tensors that were looked at last, so that those that stay are not looked at again.
 #[derive(Debug, Default)]
 pub(crate) struct Checked {
-    lent: Vec<Lent>,
+    borrowed: Vec<Places>,
     /// What is written, by address, and whose it is.
     written: Vec<(usize, usize, usize)>,
 }
@@ -34,25 +34,25 @@ impl Checked {
     /// something that is written has.
     fn check<'l>(
         &mut self,
-        lent: &[Lent],
+        borrowed: &[Places],
         lists: impl Fn(usize) -> &'l Lists,
     ) -> Result<(), Overlap> {
-        if self.lent == lent {
+        if self.borrowed == borrowed {
             return Ok(());
         }
-        let same = self.lent.len() == lent.len()
-            && lent.iter().zip(&self.lent).enumerate().all(|(at, pair)| {
-                let own = |lent: &Lent| lent.map(|lent| written(lent, lists(at)));
-                match pair {
-                    (Some(now), Some(before)) => own(&Some(*now)) == own(&Some(*before)),
-                    (now, before) => now.is_none() && before.is_none(),
+        let pairs = borrowed.iter().zip(&self.borrowed);
+        let same = self.borrowed.len() == borrowed.len()
+            && pairs.enumerate().all(|(at, pair)| match pair {
+                (Some(now), Some(before)) => {
+                    written(*now, lists(at)) == written(*before, lists(at))
                 }
+                (now, before) => now.is_none() && before.is_none(),
             });
-        let before = std::mem::take(&mut self.lent);
+        let before = std::mem::take(&mut self.borrowed);
         if !same {
-            self.sort(lent, &lists)?;
+            self.sort(borrowed, &lists)?;
         }
-        for (at, own) in lent.iter().enumerate() {
+        for (at, own) in borrowed.iter().enumerate() {
             let Some(places) = own else { continue };
             if same && before[at] == *own {
                 continue;
@@ -66,19 +66,19 @@ impl Checked {
                 }
             }
         }
-        self.lent = before;
-        self.lent.clear();
-        self.lent.extend_from_slice(lent);
+        self.borrowed = before;
+        self.borrowed.clear();
+        self.borrowed.extend_from_slice(borrowed);
         Ok(())
     }
 
     fn sort<'l>(
         &mut self,
-        lent: &[Lent],
+        borrowed: &[Places],
         lists: &impl Fn(usize) -> &'l Lists,
     ) -> Result<(), Overlap> {
         self.written.clear();
-        for (at, own) in lent.iter().enumerate() {
+        for (at, own) in borrowed.iter().enumerate() {
             for (list, place) in lists(at).iter().zip(own.iter().flatten()) {
                 if list.access != Access::Read && place.len_bytes > 0 {
                     let end = place.address + place.len_bytes;
@@ -123,7 +123,7 @@ fn written(places: [Place; MAX_LISTS], lists: &Lists) -> [Place; MAX_LISTS] {
 
 /// The tensors of all parameters of a step, of which those that are written overlap no other.
 pub(crate) struct Loan<'a> {
-    lent: &'a [Lent],
+    borrowed: &'a [Places],
     backend: &'a CpuBackend,
 }
 
@@ -137,18 +137,18 @@ impl<'a> Loan<'a> {
     /// # Errors
     /// Two parameters whose tensors overlap.
     pub(crate) unsafe fn new<'l>(
-        lent: &'a [Lent],
+        borrowed: &'a [Places],
         backend: &'a CpuBackend,
         checked: &mut Checked,
         lists: impl Fn(usize) -> &'l Lists,
     ) -> Result<Self, Overlap> {
-        checked.check(lent, lists)?;
-        Ok(Self { lent, backend })
+        checked.check(borrowed, lists)?;
+        Ok(Self { borrowed, backend })
     }
 
     fn read(&self, parameter: usize, list: usize) -> &'a [u8] {
-        match &self.lent[parameter] {
-            Some(lent) => bytes(lent[list]),
+        match &self.borrowed[parameter] {
+            Some(borrowed) => bytes(borrowed[list]),
             None => &[],
         }
     }
@@ -181,9 +181,9 @@ impl Lender for Loan<'_> {
 
     fn launch(&mut self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         let (members, kernel) = (launch.members, launch.kernel);
-        let lent = self.lent;
+        let borrowed = self.borrowed;
         self.backend.launch_borrowed(launch, &|piece| {
-            let Some(places) = &lent[members[piece.tensor()] as usize] else {
+            let Some(places) = &borrowed[members[piece.tensor()] as usize] else {
                 return Ok(());
             };
             piece.update_lists(|role| {

@@ -3,7 +3,7 @@
 use fusestep::planner::{LossScaling, Optimizer, Planner};
 use fusestep::{
     Centering, ClipByGlobalNorm, DType, Excluded, LossScale, Master, Nesterov, Objective,
-    Precision, SecondMoment, StateDType, Tensors, UpdateNorms, WeightDecay,
+    Precision, SecondMoment, StateDType, Tensors, Trust, UpdateNorms, WeightDecay,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -50,12 +50,14 @@ impl Settings<'_, '_> {
         })
     }
 
-    fn excluded(&self) -> PyResult<Excluded> {
-        Ok(if self.is_set("scale_excluded")? {
-            Excluded::TrustRatio
-        } else {
-            Excluded::PlainLr
-        })
+    /// Whether a layer-wise rule scales the rate of the group's parameters; `None` for others.
+    pub(crate) fn trust(&self) -> PyResult<Option<Trust>> {
+        let asked = self.0.get_item("trust_ratio")?;
+        let asked: Option<bool> = asked.map(|asked| asked.extract()).transpose()?;
+        let trust = |scaled| {
+            if scaled { Trust::Ratio } else { Trust::Plain }
+        };
+        Ok(asked.map(trust))
     }
 
     /// The rule that `rule` names.
@@ -103,7 +105,7 @@ impl Settings<'_, '_> {
                 weight_decay: self.number("weight_decay")?,
                 eps: self.number("eps")?,
                 rescale: 1.0,
-                excluded: self.excluded()?,
+                excluded: Excluded::default(),
             }
             .into(),
             "lamb" => fusestep::lamb::Lamb {
@@ -112,7 +114,7 @@ impl Settings<'_, '_> {
                 beta2: self.number("beta2")?,
                 eps: self.number("eps")?,
                 weight_decay: self.number("weight_decay")?,
-                excluded: self.excluded()?,
+                excluded: Excluded::default(),
             }
             .into(),
             other => {

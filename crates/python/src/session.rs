@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use fusestep::launch::MAX_LISTS;
 use fusestep::planner::{Optimizer, Plan, State, StepReport};
 use fusestep::tensor::ParamDesc;
-use fusestep::{CpuBackend, DType, Shape, Tensors};
+use fusestep::{CpuBackend, DType, Shape, Tensors, Trust};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -14,7 +14,7 @@ use pyo3::types::{PyDict, PyList, PyString, PyType};
 
 use crate::collect::{Collected, Collector, Parameter};
 use crate::dlpack::Exchange;
-use crate::loan::{Checked, Lent, Loan, write_count};
+use crate::loan::{Checked, Loan, Places, write_count};
 use crate::rules::{Settings, refused};
 use crate::threads;
 
@@ -28,11 +28,13 @@ pub(crate) struct Session {
     /// of which nothing trains.
     rules: Vec<Optimizer>,
     rule_numbers: Vec<Option<usize>>,
+    /// Whether the rates of each group are scaled, by a rule that does so.
+    trusts: Vec<Option<Trust>>,
     parameters: Vec<Parameter>,
     collector: Collector,
     /// Values of the optimizer's `state` when it was last looked through.
     values: Vec<Py<PyAny>>,
-    lent: Vec<Lent>,
+    borrowed: Vec<Places>,
     checked: Checked,
     report: Option<StepReport>,
     copied_gradients: u64,
@@ -66,7 +68,7 @@ impl Session {
         keys: &Bound<'_, PyDict>,
         library: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
-        let rules = parse(&rules)?;
+        let (rules, trusts) = (parse(&rules)?, trusts(&rules)?);
         let trains = |group| described.iter().any(|p| p.trains && p.group == group);
         let (distinct, rule_numbers) = number(&rules, trains);
         let Some(&first) = distinct.first().or(rules.first()) else {
@@ -87,7 +89,9 @@ impl Session {
                 parameter.lists = kernel.map_err(refused)?.lists().into();
                 parameter.keys = keys_of(&parameter, keys)?;
                 let shape = Shape::new(parameter.shape.clone()).map_err(refused)?;
-                descs.push(ParamDesc::new(parameter.name.clone(), shape, dtype));
+                let desc = ParamDesc::new(parameter.name.clone(), shape, dtype);
+                let trust = trusts[described.group];
+                descs.push(ParamDesc { trust, ..desc });
                 names[rule].push(parameter.name.clone());
             }
             own.push(parameter);
@@ -105,9 +109,10 @@ impl Session {
         Ok(Self {
             plan,
             state: Mutex::new(state.map_err(failed)?),
-            lent: vec![None; descs.len()],
+            borrowed: vec![None; descs.len()],
             rules,
             rule_numbers,
+            trusts,
             parameters: own,
             collector: Collector {
                 exchange: Exchange::of(class.downcast::<PyType>()?)?,
@@ -137,12 +142,15 @@ impl Session {
         gradients: Option<&Bound<'py, PyList>>,
         threads: usize,
     ) -> PyResult<Option<Vec<usize>>> {
-        if self.broken || !self.is_of(parameters) || !self.take_rules(parse(&rules)?)? {
+        if self.broken || !self.is_of(parameters) || self.trusts != trusts(&rules)? {
+            return Ok(None);
+        }
+        if !self.take_rules(parse(&rules)?) {
             return Ok(None);
         }
         self.look_through_state(owner)?;
         let state = unlocked(&mut self.state);
-        let mut collected = Collected::new(&mut self.lent, state.steps());
+        let mut collected = Collected::new(&mut self.borrowed, state.steps());
         for index in 0..self.parameters.len() {
             let parameter = &mut self.parameters[index];
             let fits =
@@ -155,7 +163,7 @@ impl Session {
         self.copied_gradients = collected.copied;
         if collected.updated.is_empty() {
             self.report = Some(StepReport {
-                without_gradient: self.lent.len() as u64,
+                without_gradient: self.borrowed.len() as u64,
                 ..StepReport::default()
             });
             return Ok(Some(Vec::new()));
@@ -236,30 +244,30 @@ impl Session {
     }
 
     /// Takes the settings of the step to come; `false` if they need another plan.
-    fn take_rules(&mut self, rules: Vec<Optimizer>) -> PyResult<bool> {
+    fn take_rules(&mut self, rules: Vec<Optimizer>) -> bool {
         if rules == self.rules {
-            return Ok(true);
+            return true;
         }
         if rules.len() != self.rules.len() {
-            return Ok(false);
+            return false;
         }
         // Groups of one number have to stay alike.
         let numbered = || rules.iter().zip(self.rule_numbers.iter().copied());
         for (rule, number) in numbered().filter(|(_, number)| number.is_some()) {
             let first = self.rule_numbers.iter().position(|&other| other == number);
             if first.is_some_and(|first| rules[first] != *rule) {
-                return Ok(false);
+                return false;
             }
         }
         let state = unlocked(&mut self.state);
         for (rule, number) in numbered() {
             let Some(number) = number else { continue };
             if state.rules()[number] != *rule && state.set_optimizer_of(number, *rule).is_err() {
-                return Ok(false);
+                return false;
             }
         }
         self.rules = rules;
-        Ok(true)
+        true
     }
 
     /// Looks the state of parameters up again if the optimizer's mapping has changed.
@@ -294,8 +302,8 @@ impl Session {
             .iter()
             .filter(|p| p.member.is_some())
             .collect();
-        for (member, lent) in self.lent.iter().enumerate() {
-            if lent.is_none() {
+        for (member, borrowed) in self.borrowed.iter().enumerate() {
+            if borrowed.is_none() {
                 unlocked(&mut self.state).set_without_gradient_at(member);
             }
         }
@@ -303,7 +311,7 @@ impl Session {
         // the caller, `Session::step`, keeps references until it returns. Other threads that write
         // to them meanwhile race, as they would with PyTorch's own kernels, which say so.
         let loan = unsafe {
-            Loan::new(&self.lent, backend, &mut self.checked, |member| {
+            Loan::new(&self.borrowed, backend, &mut self.checked, |member| {
                 &lists[member].lists
             })
         };
@@ -336,6 +344,11 @@ fn failed(error: impl std::fmt::Display) -> PyErr {
 /// The rules of the groups.
 fn parse(rules: &[Bound<'_, PyDict>]) -> PyResult<Vec<Optimizer>> {
     rules.iter().map(|rule| Settings(rule).rule()).collect()
+}
+
+/// Whether the rates of each group are scaled.
+fn trusts(rules: &[Bound<'_, PyDict>]) -> PyResult<Vec<Option<Trust>>> {
+    rules.iter().map(|rule| Settings(rule).trust()).collect()
 }
 
 /// The distinct rules of groups that train, and which each group has, numbered as the planner does.

@@ -143,7 +143,7 @@ class Fused(Optimizer):
             self._options["loss_scale"] = tuple(state_dict["loss_scale"])
 
     @torch.no_grad()
-    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """Updates every parameter that has a gradient, in place.
 
         Raises ``RuntimeError``, ``TypeError`` or ``ValueError`` that names the tensor, what was
@@ -244,7 +244,7 @@ class Fused(Optimizer):
                 wide = torch.float32 if gradient.dtype in NARROW else gradient.dtype
                 self._sums[index] = gradient.detach().to(wide, copy=True).contiguous()
         self._micro_steps += 1
-        return self._micro_steps >= self._options["accumulate"]
+        return self._micro_steps >= int(self._options["accumulate"])
 
     def _means(self) -> List[Optional[Tensor]]:
         flat = self._flat()

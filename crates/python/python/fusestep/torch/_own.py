@@ -64,7 +64,7 @@ class Lion(_Own):
 class Lars(_Own):
     """LARS, momentum with a rate for each parameter (You et al. 2017, arXiv:1708.03888).
 
-    Parameters of groups with ``weight_decay=0`` take the plain rate unless ``scale_excluded``.
+    Parameters of groups with ``trust_ratio=False``, biases for example, take the plain rate.
     Takes the arguments of every class here, too. The state is ``momentum_buffer``.
     """
 
@@ -81,7 +81,7 @@ class Lars(_Own):
         trust_coefficient: float = 1e-3,
         eps: float = 0.0,
         *,
-        scale_excluded: bool = False,
+        trust_ratio: bool = True,
         **options: Any,
     ) -> None:
         defaults = {
@@ -90,7 +90,7 @@ class Lars(_Own):
             "weight_decay": weight_decay,
             "trust_coefficient": trust_coefficient,
             "eps": eps,
-            "scale_excluded": scale_excluded,
+            "trust_ratio": trust_ratio,
         }
         super().__init__(params, defaults, **options)
 
@@ -98,7 +98,7 @@ class Lars(_Own):
 class Lamb(_Own):
     """LAMB, Adam with a rate for each parameter (You et al. 2020, arXiv:1904.00962).
 
-    Parameters of groups with ``weight_decay=0`` take the plain rate unless ``scale_excluded``.
+    Parameters of groups with ``trust_ratio=False``, biases for example, take the plain rate.
     Takes the arguments of every class here, too. The state is that of ``AdamW``.
     """
 
@@ -113,7 +113,7 @@ class Lamb(_Own):
         eps: float = 1e-6,
         weight_decay: float = 0.01,
         *,
-        scale_excluded: bool = False,
+        trust_ratio: bool = True,
         **options: Any,
     ) -> None:
         defaults = {
@@ -121,7 +121,7 @@ class Lamb(_Own):
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
-            "scale_excluded": scale_excluded,
+            "trust_ratio": trust_ratio,
         }
         super().__init__(params, defaults, **options)
 
@@ -184,7 +184,7 @@ class ScheduleFreeAdamW(_Own):
                     tensor.copy_(trained)
             group["train_mode"] = True
 
-    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """As that of every class here; ``RuntimeError`` while the averages are in place."""
         if not all(group["train_mode"] for group in self.param_groups):
             raise RuntimeError("expected `optimizer.train()` before `step`, found `eval()`")

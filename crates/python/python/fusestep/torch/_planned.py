@@ -106,7 +106,7 @@ class Planned:
         if updated is None:
             self._take_back()
             return None
-        report = Report(**self.session.report())
+        report = Report(**(self.session.report() or {}))
         if report.skipped:
             self._take_back()
         if updated:
