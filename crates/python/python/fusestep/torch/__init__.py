@@ -7,6 +7,7 @@ hand-over to the threads, without the interpreter's lock, and with the same bits
 threads (``torch.set_num_threads``).
 """
 
+from fusestep.torch._backward import FusedBackward, fuse_backward
 from fusestep.torch._options import Report
 from fusestep.torch._own import Lamb, Lars, Lion, ScheduleFreeAdamW
 from fusestep.torch._pytorch import SGD, Adagrad, Adam, AdamW, RMSprop
@@ -16,12 +17,14 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "FusedBackward",
     "Lamb",
     "Lars",
     "Lion",
     "RMSprop",
     "Report",
     "ScheduleFreeAdamW",
+    "fuse_backward",
 ]
 
 # Pickles and messages name the classes where users find them.

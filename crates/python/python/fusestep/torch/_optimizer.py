@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Union
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Union
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from fusestep import _fusestep
 from fusestep.torch._options import Report, checked
 from fusestep.torch._planned import Planned, members_of
 from fusestep.torch._tensors import NARROW, Library, refuse_kind
+
+if TYPE_CHECKING:
+    from fusestep.torch._backward import FusedBackward
 
 
 class Fused(Optimizer):
@@ -68,6 +71,8 @@ class Fused(Optimizer):
         self._sums: Dict[int, Tensor] = {}
         self._micro_steps = 0
         self._report: Optional[Report] = None
+        # Set by `fuse_backward`; a copy has none.
+        self._backward: Optional[FusedBackward] = getattr(self, "_backward", None)
 
     def _drop_plans(self) -> None:
         """Has the next step planned anew."""
@@ -149,6 +154,7 @@ class Fused(Optimizer):
         Raises ``RuntimeError``, ``TypeError`` or ``ValueError`` that names the tensor, what was
         expected and what was found; nothing has changed then.
         """
+        self._refuse_step()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -178,6 +184,9 @@ class Fused(Optimizer):
         scale = self._planned().session.loss_scale()
         return 1.0 if scale is None else scale[0]
 
+    def _refuse_step(self) -> None:
+        """Raises where a step makes no sense now."""
+
     def _flat(self) -> List[Tensor]:
         return [tensor for group in self.param_groups for tensor in group["params"]]
 
@@ -191,6 +200,8 @@ class Fused(Optimizer):
             report = self._planned().run(flat, gradients)
             if report is not None:
                 self._report = report
+                if self._backward is not None:
+                    self._report = self._backward._finish(report)
                 return
             self._drop_plans()
         raise RuntimeError("expected tensors that stay what they are during a step")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Optional, Tuple, Union
+from typing import Any, Dict, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -184,8 +184,6 @@ class ScheduleFreeAdamW(_Own):
                     tensor.copy_(trained)
             group["train_mode"] = True
 
-    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
-        """As that of every class here; ``RuntimeError`` while the averages are in place."""
+    def _refuse_step(self) -> None:
         if not all(group["train_mode"] for group in self.param_groups):
             raise RuntimeError("expected `optimizer.train()` before `step`, found `eval()`")
-        return super().step(closure)
