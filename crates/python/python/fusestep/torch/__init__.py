@@ -7,8 +7,8 @@ hand-over to the threads, without the interpreter's lock, and with the same bits
 threads (``torch.set_num_threads``).
 """
 
+from fusestep._report import Report
 from fusestep.torch._backward import FusedBackward, fuse_backward
-from fusestep.torch._options import Report
 from fusestep.torch._own import Lamb, Lars, Lion, ScheduleFreeAdamW
 from fusestep.torch._pytorch import SGD, Adagrad, Adam, AdamW, RMSprop
 
@@ -29,5 +29,6 @@ __all__ = [
 
 # Pickles and messages name the classes where users find them.
 for _name in __all__:
-    globals()[_name].__module__ = __name__
+    if _name != "Report":
+        globals()[_name].__module__ = __name__
 del _name

@@ -8,8 +8,8 @@ from typing import Any, Dict, List, Optional, Set
 import torch
 from torch import Tensor
 
+from fusestep._report import Report
 from fusestep.torch._optimizer import Fused
-from fusestep.torch._options import Report
 from fusestep.torch._planned import Member, Planned, members_of
 
 # Of the model's bytes a bucket has this share: two of them are a tenth.
@@ -32,9 +32,12 @@ class FusedBackward:
     def __init__(self, model: torch.nn.Module, optimizer: Fused, bucket_mib: Optional[float]):
         self._optimizer = optimizer
         self._bucket_mib = bucket_mib
-        self._order = [p for p in reversed(list(model.parameters())) if p.requires_grad]
         known = {id(member.tensor) for member in members_of(optimizer.param_groups)}
-        self._order = [tensor for tensor in self._order if id(tensor) in known]
+        self._order: List[Tensor] = [
+            tensor
+            for tensor in reversed(list(model.parameters()))
+            if tensor.requires_grad and id(tensor) in known
+        ]
         if not self._order:
             raise ValueError(
                 "model: expected parameters that the optimizer updates, found none of them"
@@ -45,9 +48,10 @@ class FusedBackward:
         self._seen: Dict[int, Tensor] = {}
         self._updated: Set[int] = set()
         self._reports: List[Report] = []
-        self._handles = [
-            tensor.register_post_accumulate_grad_hook(self._accumulated) for tensor in self._order
-        ]
+        self._handles: List[Any] = []
+        for tensor in self._order:
+            register: Any = tensor.register_post_accumulate_grad_hook
+            self._handles.append(register(self._accumulated))
         self._peak_bytes = self._bytes = 0
 
     @property

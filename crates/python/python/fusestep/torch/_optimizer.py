@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusestep import _fusestep
-from fusestep.torch._options import Report, checked
+from fusestep._report import Report
+from fusestep.torch._options import checked
 from fusestep.torch._planned import Planned, members_of
 from fusestep.torch._tensors import NARROW, Library, refuse_kind
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusestep import _fusestep
-from fusestep.torch._options import Report
+from fusestep._report import Report
 from fusestep.torch._tensors import NARROW, Library, refuse_parameter
 
 if TYPE_CHECKING:
