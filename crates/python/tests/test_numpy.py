@@ -204,3 +204,23 @@ def test_torch_is_not_imported():
     program = "import sys, fusestep.numpy; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert out.stdout.split() == ["False"], out.stderr
+
+
+def test_gradients_of_jax_are_read_where_they_lie():
+    jax = pytest.importorskip("jax")
+    params = {"w": np.ones((4, 3), np.float32), "b": np.zeros(3, np.float32)}
+    x = np.arange(8.0, dtype=np.float32).reshape(2, 4)
+
+    def loss(params):
+        return (jax.numpy.tanh(x @ params["w"] + params["b"]) ** 2).sum()
+
+    state, losses = fusestep.numpy.State(), []
+    for _ in range(30):
+        value, grads = jax.value_and_grad(loss)(params)
+        report = fusestep.numpy.step("adamw", params, grads, state, lr=0.05)
+        assert report.copied_gradients == 0 and report.without_gradient == 0
+        losses.append(float(value))
+    assert losses[-1] < losses[0] - 1
+    with pytest.raises((ValueError, TypeError), match="parameter `w`"):
+        frozen = {"w": jax.numpy.ones((4, 3))}
+        fusestep.numpy.step("adamw", frozen, {"w": grads["w"]}, fusestep.numpy.State())

@@ -442,3 +442,40 @@ def test_memory_of_plans_is_given_back():
     run(optimizer, params, range(2, 50))
     gc.collect()
     assert sys.getrefcount(param) == held
+
+
+@pytest.mark.parametrize("path", ["exchange", "methods"])
+def test_both_ways_to_find_tensors_find_the_same(path, monkeypatch):
+    """PyTorch from 2.10 on describes tensors in C; before that its methods are called."""
+    from fusestep.torch import _planned
+    from fusestep.torch._tensors import Library
+
+    calls = []
+
+    class Counting(Library):
+        if path == "methods":
+            Tensor = torch._C.TensorBase
+
+        @staticmethod
+        def describe(tensor):
+            calls.append(tensor)
+            return Library.describe(tensor)
+
+    monkeypatch.setattr(_planned, "Library", Counting)
+    ours, others = twins()
+    run(make("AdamW", ours), ours, range(4))
+    monkeypatch.undo()
+    run(make("AdamW", others), others, range(4))
+    assert same_bits(ours, others)
+    exchange = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    assert bool(calls) == (path == "methods" or not exchange)
+    params = parameters(shapes=[(3,), (4, 5)])
+    monkeypatch.setattr(_planned, "Library", Counting)
+    optimizer = make("AdamW", params)
+    for wrong in (torch.ones(4, 5).to_sparse(), torch.zeros(4, 5).to_sparse()):
+        give_gradients(params, 0)
+        params[1].grad = wrong
+        before = snapshot(optimizer, params)
+        with pytest.raises(RuntimeError, match="sparse"):
+            optimizer.step()
+        assert_unchanged(before, optimizer, params)

@@ -14,7 +14,8 @@ FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 class Library:
     """What the extension module asks PyTorch."""
 
-    Tensor: Any = torch._C.TensorBase
+    # From PyTorch 2.10 on its type says how tensors are described without making an object.
+    Tensor: Any = torch.Tensor
 
     @staticmethod
     def describe(tensor: Tensor) -> Tuple[int, str, Tuple[int, ...], bool]:
