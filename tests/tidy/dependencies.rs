@@ -47,18 +47,19 @@ const LAYERS: [&[&str]; 9] = [
     ],
     &["candle", "testkit"],
     &["fusestep"],
-    &["cli", "tests", "benches", "xtask", "fuzz"],
+    &["cli", "python", "tests", "benches", "xtask", "fuzz"],
 ];
 
 /// Packages from elsewhere that only some folders may name, in any kind of dependency; a trailing
 /// `*` stands for any rest.
-const ONLY_IN: [(&str, &[&str]); 10] = [
+const ONLY_IN: [(&str, &[&str]); 11] = [
     ("cust*", &["crates/cuda"]),
     ("mpi", &["crates/collective-mpi"]),
     ("nccl*", &["crates/collective-nccl"]),
     ("libloading", &["crates/collective-nccl"]),
     ("loom", &["crates/simd"]),
     ("candle-*", &["crates/candle", "crates/cli"]),
+    ("pyo3*", &["crates/python"]),
     ("criterion", &["benches"]),
     ("clap", &["crates/cli"]),
     ("indicatif", &["crates/cli"]),

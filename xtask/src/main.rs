@@ -22,6 +22,7 @@ mod parallel;
 mod planted;
 mod ptx;
 mod ptxas;
+mod python;
 mod sanitize;
 mod sass;
 mod simulate;
@@ -70,6 +71,18 @@ const COMMANDS: &[Command] = &[
         usage: "nccl [-- TEST ARGUMENTS]   run the collectives' tests between emulated GPUs, on a \
                 stand-in for NCCL",
         run: nccl::run,
+    },
+    Command {
+        name: "python",
+        usage: "python [--bare | -- PYTEST ARGUMENTS]   test the Python package beside the pinned \
+                PyTorch, or its seam alone without it",
+        run: python::run,
+    },
+    Command {
+        name: "wheel",
+        usage: "wheel [--from-sdist]   build the Python package: a wheel and a source \
+                distribution, and once more from that",
+        run: python::wheel,
     },
     Command {
         name: "simulate",

@@ -160,6 +160,26 @@ impl BorrowedPiece<'_> {
     /// [`BackendError::OutOfBounds`] if one of them is shorter than the tensor; nothing is written
     /// then.
     pub fn update(self, param: &mut [u8], grad: &[u8]) -> Result<(), BackendError> {
+        let (mut param, mut grad) = (HostList::ReadWrite(param), HostList::Read(grad));
+        self.update_lists(|role| match role {
+            Role::Param => Some(std::mem::take(&mut param)),
+            Role::Grad => Some(std::mem::take(&mut grad)),
+            _ => None,
+        })
+    }
+
+    /// [`BorrowedPiece::update`] where the caller lends state, too: `lend` is called once for each
+    /// list of the kernel and gives the tensor whole, or `None` for a list that the plan keeps.
+    ///
+    /// # Errors
+    /// As [`BorrowedPiece::update`], for any of the lists.
+    pub fn update_lists<'b>(
+        self,
+        mut lend: impl FnMut(Role) -> Option<HostList<'b>>,
+    ) -> Result<(), BackendError>
+    where
+        Self: 'b,
+    {
         let Whole {
             first_element,
             numel,
@@ -180,18 +200,13 @@ impl BorrowedPiece<'_> {
             })
         };
         let kernel = self.call.kernel;
-        let (mut param, mut grad) = (HostList::ReadWrite(param), HostList::Read(grad));
         let mut lists: [HostList<'_>; MAX_LISTS] = Default::default();
         let declared = kernel.lists().iter();
         for ((list, kept), declared) in lists.iter_mut().zip(self.lists).zip(declared) {
             let width = declared.dtype.len_bytes();
-            let borrowed = match declared.role {
-                Role::Param => std::mem::take(&mut param),
-                Role::Grad => std::mem::take(&mut grad),
-                _ => {
-                    *list = kept;
-                    continue;
-                }
+            let Some(borrowed) = lend(declared.role) else {
+                *list = kept;
+                continue;
             };
             let (offset_bytes, len_bytes) = check(width, borrowed.bytes().len())?;
             *list = borrowed.split_at(offset_bytes).1.split_at(len_bytes).0;

@@ -6,9 +6,7 @@ use fusestep_tensor::Role;
 use crate::bucket::cut;
 use crate::passes::Ownership;
 use crate::stage::{Broadcast, Extent, Part};
-use crate::{
-    Note, Optimize, Plan, PlanError, Stage, StorageSpec, TableKind, Tensors, Verdict, ZeroStage,
-};
+use crate::{Note, Optimize, Plan, PlanError, Stage, StorageSpec, TableKind, Verdict, ZeroStage};
 
 impl Plan {
     /// Completes a plan once all passes are through.
@@ -48,11 +46,11 @@ impl Plan {
         };
         let local = self.local_sgd().is_some();
         let zero = format!("zero stage {}", self.zero.number());
-        if self.topology.world > 1 && self.tensors == Tensors::Borrowed {
+        if self.topology.world > 1 && self.tensors.are_borrowed() {
             let why = "do not go together, since ranks reduce gradients where the state keeps them";
             return conflict("borrowed tensors", "more than one rank", why);
         }
-        if self.accumulation().is_some() && self.tensors == Tensors::Borrowed {
+        if self.accumulation().is_some() && self.tensors.are_borrowed() {
             let why = "do not go together, since micro-steps are added where the state keeps them";
             return conflict("borrowed tensors", "accumulate", why);
         }

@@ -374,13 +374,14 @@ impl Plan {
     }
 
     /// The lists that a kernel's tensors have in this plan: all, or only the state if the caller
-    /// lends the rest.
+    /// lends the rest, or none if it lends everything.
     pub(crate) fn kept_lists(tensors: Tensors, kernel: &dyn MultiTensorKernel) -> Vec<TensorList> {
         let borrowed = |role| matches!(role, Role::Param | Role::Grad);
         let lists = kernel.lists().iter().copied();
         match tensors {
             Tensors::Kept => lists.collect(),
             Tensors::Borrowed => lists.filter(|list| !borrowed(list.role)).collect(),
+            Tensors::BorrowedWithState => Vec::new(),
         }
     }
 

@@ -27,6 +27,16 @@ pub enum Tensors {
     /// The caller's framework does and lends them for each step; the state keeps only the
     /// optimizer's own tensors.
     Borrowed,
+    /// The caller's framework keeps the optimizer's own tensors, too, and lends all of them: the
+    /// state keeps step counts only.
+    BorrowedWithState,
+}
+
+impl Tensors {
+    /// Whether parameters and gradients are lent for each step.
+    pub fn are_borrowed(self) -> bool {
+        self != Tensors::Kept
+    }
 }
 
 /// Makes plans.

@@ -3,7 +3,7 @@
 use fusestep_launch::{Backend, BackendError, Launch, LaunchReport, Reduce, SetValues};
 
 use crate::comms::Comms;
-use crate::{Plan, PlanError, Stage, State, StepReport, Tensors};
+use crate::{Plan, PlanError, Stage, State, StepReport};
 
 impl Plan {
     /// Runs one step on a state that keeps parameters and gradients.
@@ -17,7 +17,7 @@ impl Plan {
     /// # Cost
     /// [`Plan::traffic_bytes`] of memory traffic in [`Plan::launches`] launches.
     pub fn run(&self, state: &mut State, backend: &dyn Backend) -> Result<StepReport, PlanError> {
-        if self.tensors == Tensors::Borrowed {
+        if self.tensors.are_borrowed() {
             return Err(PlanError::NoSuchList {
                 role: fusestep_tensor::Role::Param,
                 name: self

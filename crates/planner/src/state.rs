@@ -120,6 +120,29 @@ impl State {
         Ok(())
     }
 
+    /// The steps that each parameter has taken, in plan order.
+    pub fn steps(&self) -> impl ExactSizeIterator<Item = u64> + '_ {
+        self.steps_behind.iter().map(|behind| self.step - behind)
+    }
+
+    /// Sets the steps that each parameter has taken, in plan order, [`MAX_STEPS`] at most: what a
+    /// framework that counts them itself does.
+    ///
+    /// # Panics
+    /// If they are not as many as the plan has parameters.
+    pub fn set_steps(&mut self, steps: impl ExactSizeIterator<Item = u64> + Clone) {
+        assert_eq!(
+            steps.len(),
+            self.steps_behind.len(),
+            "one step count for each parameter"
+        );
+        let most = steps.clone().max().unwrap_or(0).min(MAX_STEPS);
+        self.set_step(most);
+        for (behind, step) in self.steps_behind.iter_mut().zip(steps) {
+            *behind = most - step.min(MAX_STEPS);
+        }
+    }
+
     /// The learning rate of the next step, of parameters without a rule of their own.
     pub fn lr(&self) -> f64 {
         self.rules[0].lr()
@@ -166,10 +189,22 @@ impl State {
     /// other tensors, [`PlanError::OtherRule`] if its kernel takes other scalars. The old rule
     /// stays then.
     pub fn set_optimizer(&mut self, optimizer: Optimizer) -> Result<(), PlanError> {
+        self.set_optimizer_of(0, optimizer)
+    }
+
+    /// Changes the hyper-parameters of one of the plan's rules, numbered as [`State::set_lr_of`]
+    /// says, from the next step on.
+    ///
+    /// # Errors
+    /// As [`State::set_optimizer`]; [`PlanError::UnknownRule`].
+    pub fn set_optimizer_of(&mut self, rule: usize, optimizer: Optimizer) -> Result<(), PlanError> {
+        let count = self.rules.len();
+        let own = self.rules.get(rule);
+        let old = *own.ok_or(PlanError::UnknownRule { rule, count })?;
         optimizer.validate()?;
         let mut kernels = Vec::with_capacity(self.storages.len());
         for (index, storage) in self.storages.iter().enumerate() {
-            if storage.spec.rule != 0 {
+            if storage.spec.rule != rule {
                 continue;
             }
             let Some(&member) = storage.spec.members.first() else {
@@ -189,7 +224,7 @@ impl State {
                 && storage.kernel.normed().is_some() == kernel.normed().is_some();
             if !fits {
                 return Err(PlanError::OtherRule {
-                    expected: self.rules[0].name(),
+                    expected: old.name(),
                     found: optimizer.name(),
                 });
             }
@@ -201,7 +236,7 @@ impl State {
             storage.kernel = kernel;
         }
         self.schedule.stale = true;
-        self.rules[0] = optimizer;
+        self.rules[rule] = optimizer;
         Ok(())
     }
 
@@ -317,7 +352,9 @@ impl State {
         let lists = &self.storages[storage].lists;
         let list = lists.iter().position(|list| list.role() == role);
         let hint = match (self.tensors, role) {
-            (Tensors::Borrowed, Role::Param | Role::Grad) => "the caller lends it",
+            (Tensors::Borrowed, Role::Param | Role::Grad) | (Tensors::BorrowedWithState, _) => {
+                "the caller lends it"
+            }
             (_, Role::MaxMoment2) => "only AMSGrad has it",
             (_, Role::Velocity) => "only rules with momentum have it",
             (_, Role::Sum) => "only Adagrad has it",

@@ -12,7 +12,7 @@ use crate::norm::NormState;
 use crate::run::Executor;
 use crate::storage::StorageState;
 use crate::update_norms::UpdateSlots;
-use crate::{Note, Optimize, Plan, PlanError, Stage, State, StepReport, Tensors, Verdict};
+use crate::{Note, Optimize, Plan, PlanError, Stage, State, StepReport, Verdict};
 
 /// Where a launch's table of tensors lies. It changes launches and what the host does for them,
 /// never a bit.
@@ -55,7 +55,7 @@ impl Plan {
             _ => 0,
         });
         let most = most.max().unwrap_or(0);
-        let borrowed = self.tensors == Tensors::Borrowed;
+        let borrowed = self.tensors.are_borrowed();
         let note = |verdict, reason: String| Note::new("table", verdict, reason);
         if self.topology.world > 1 {
             if asked == TableKind::Resident {

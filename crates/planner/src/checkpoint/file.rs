@@ -27,7 +27,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::values;
 use crate::state::MAX_STEPS;
-use crate::{PlanError, State, Tensors};
+use crate::{PlanError, State};
 
 /// Metadata keys of what the file is.
 const FORMAT_KEY: &str = "format";
@@ -120,7 +120,7 @@ impl State {
     /// # Cost
     /// One read of the parameters.
     pub fn parameters_xxh3(&self, backend: &dyn Backend) -> Result<Option<String>, PlanError> {
-        if self.tensors == Tensors::Borrowed {
+        if self.tensors.are_borrowed() {
             return Ok(None);
         }
         let mut params: Vec<&ParamDesc> = self.params.iter().collect();

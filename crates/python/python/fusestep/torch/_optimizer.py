@@ -1,0 +1,266 @@
+"""The part that all optimizers share: a planned step in place of PyTorch's loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Union
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fusestep import _fusestep
+from fusestep._report import Report
+from fusestep.torch._options import checked
+from fusestep.torch._planned import Planned, members_of
+from fusestep.torch._tensors import NARROW, Library, refuse_kind
+
+if TYPE_CHECKING:
+    from fusestep.torch._backward import FusedBackward
+
+
+class Fused(Optimizer):
+    """The step; a subclass names its rule, its state and its settings.
+
+    The arguments below are those of every class of this module, besides the ones that PyTorch's
+    class of the same name has.
+
+    * ``clip_norm`` scales gradients down whose norm, of all together, is larger.
+    * ``loss_scale``, a number or ``"dynamic"``, is taken out of the gradients, and a step with one
+      that is not finite is skipped.
+    * ``accumulate=k`` updates at every k-th step from the mean of the gradients of k steps.
+    * ``master_weights`` keeps a float32 copy of 16-bit parameters, which is what is updated.
+    * ``update_norms`` measures how far parameters move.
+    * ``state_dtype=torch.bfloat16`` keeps the state of bfloat16 parameters in 16 bits.
+    """
+
+    # Roles of the kernels' lists and their names in PyTorch's state.
+    _keys: Dict[str, str] = {}
+    # Whether PyTorch counts the steps of each parameter.
+    _counts = True
+
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        clip_norm: Optional[float] = None,
+        loss_scale: Union[float, str, None] = None,
+        accumulate: int = 1,
+        master_weights: bool = False,
+        update_norms: bool = False,
+        state_dtype: Optional[torch.dtype] = None,
+        **settings: Any,
+    ) -> None:
+        self._options = checked(
+            {
+                "clip_norm": clip_norm,
+                "loss_scale": loss_scale,
+                "accumulate": accumulate,
+                "master_weights": master_weights,
+                "update_norms": update_norms,
+                "state_dtype": state_dtype,
+            }
+        )
+        self._forget()
+        super().__init__(params, *args, **settings)
+        # `GradScaler` is to take its scale out itself, as for PyTorch's optimizers that loop.
+        self._step_supports_amp_scaling = False
+
+    def _forget(self) -> None:
+        """Drops what belongs to one run: plan, report, sums of micro-steps."""
+        self._plans_made: int = getattr(self, "_plans_made", 0) + 1
+        self._whole: Optional[Planned] = None
+        self._sums: Dict[int, Tensor] = {}
+        self._micro_steps = 0
+        self._report: Optional[Report] = None
+        # Set by `fuse_backward`; a copy has none.
+        self._backward: Optional[FusedBackward] = getattr(self, "_backward", None)
+
+    def _drop_plans(self) -> None:
+        """Has the next step planned anew."""
+        self._options = self._saved_options()
+        self._whole = None
+        self._plans_made += 1
+
+    def _check_group(self, group: Dict[str, Any]) -> None:
+        for flag in ("capturable", "differentiable"):
+            if group.get(flag):
+                raise ValueError(
+                    f"{flag}: expected False, because steps run on the CPU and in place, found True"
+                )
+        for tensor in group["params"]:
+            if tensor.is_complex() or tensor.layout != torch.strided:
+                refuse_kind("parameter", tensor)
+        _fusestep.check(self._settings(group))
+
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        """Adds a parameter group, as PyTorch does."""
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self._drop_plans()
+
+    def __getstate__(self) -> Dict[str, Any]:
+        state = dict(super().__getstate__())
+        state["_options"] = self._saved_options()
+        # By position, so that parameters of a copy find theirs.
+        state["_sums"], state["_micro_steps"] = self._sums, self._micro_steps
+        return state
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        if "_options" not in self.__dict__ and "_options" not in state:
+            state = {**state, "_options": checked({})}
+        self._forget()
+        super().__setstate__(state)
+        self._step_supports_amp_scaling = False
+
+    def state_dict(self) -> Dict[str, Any]:
+        """PyTorch's state dict; a loss scale that moves is one more entry, ``loss_scale``."""
+        saved: Dict[str, Any] = super().state_dict()
+        scale = self._saved_options()["loss_scale"]
+        if isinstance(scale, tuple):
+            saved["loss_scale"] = scale
+        return saved
+
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        """Loads a state dict of ours or of PyTorch's optimizer of this name.
+
+        PyTorch casts state to the dtype of its parameter; state that is kept in float32 beside a
+        16-bit parameter keeps the values saved.
+        """
+        super().load_state_dict(state_dict)
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        own = [tensor for group in self.param_groups for tensor in group["params"]]
+        names = {*self._keys.values(), "master"}
+        for index, tensor in zip(saved, own):
+            values = state_dict["state"].get(index, {})
+            for name in names.intersection(values):
+                if values[name] is not None:
+                    self.state[tensor][name] = values[name].detach().to(
+                        device="cpu",
+                        dtype=self._state_dtype(tensor, name),
+                        copy=True,
+                        memory_format=torch.contiguous_format,
+                    )
+        self._forget()
+        if self._options["loss_scale"] is not None and "loss_scale" in state_dict:
+            self._options["loss_scale"] = tuple(state_dict["loss_scale"])
+
+    @torch.no_grad()
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
+        """Updates every parameter that has a gradient, in place.
+
+        Raises ``RuntimeError``, ``TypeError`` or ``ValueError`` that names the tensor, what was
+        expected and what was found; nothing has changed then.
+        """
+        self._refuse_step()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._options["accumulate"] == 1:
+            self._update(None)
+        elif self._add_gradients():
+            self._update(self._means())
+            self._sums, self._micro_steps = {}, 0
+        return loss
+
+    def plan(self) -> str:
+        """The plan of a step, as text: what runs in it, in how many launches, and why."""
+        return self._planned().session.plan()
+
+    def report(self) -> Optional[Report]:
+        """What the last step did; ``None`` before the first."""
+        return self._report
+
+    def update_norms(self) -> Optional[Dict[str, float]]:
+        """How far each parameter moved in the last step, ‖new − old‖; ``None`` unless asked for."""
+        norms = self._planned().session.update_norms()
+        return None if norms is None else dict(norms)
+
+    def loss_scale(self) -> float:
+        """The factor to multiply the next loss with before ``backward``; 1 without one."""
+        scale = self._planned().session.loss_scale()
+        return 1.0 if scale is None else scale[0]
+
+    def _refuse_step(self) -> None:
+        """Raises where a step makes no sense now."""
+
+    def _flat(self) -> List[Tensor]:
+        return [tensor for group in self.param_groups for tensor in group["params"]]
+
+    def _update(self, gradients: Optional[List[Optional[Tensor]]]) -> None:
+        flat = self._flat()
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if self._whole is not None and self._whole.sizes != sizes:
+            self._drop_plans()
+        # A plan that does not fit is made anew once.
+        for _ in range(2):
+            report = self._planned().run(flat, gradients)
+            if report is not None:
+                self._report = report
+                if self._backward is not None:
+                    self._report = self._backward._finish(report)
+                return
+            self._drop_plans()
+        raise RuntimeError("expected tensors that stay what they are during a step")
+
+    def _saved_options(self) -> Dict[str, Any]:
+        options = dict(self._options)
+        scale = None if self._whole is None else self._whole.session.loss_scale()
+        if scale is not None and not isinstance(options["loss_scale"], float):
+            options["loss_scale"] = scale
+        return options
+
+    def _planned(self) -> Planned:
+        """The plan over all parameters, made if there is none."""
+        if self._whole is None:
+            self._whole = Planned(self, members_of(self.param_groups))
+        return self._whole
+
+    def _settings(self, group: Dict[str, Any]) -> Dict[str, Any]:
+        """The rule of a group and its settings, as the extension module reads them."""
+        raise NotImplementedError
+
+    def _state_names(self, group: Dict[str, Any]) -> List[str]:
+        """The tensors that a parameter of a group has beside it."""
+        return list(self._keys.values())
+
+    def _state_dtype(self, tensor: Tensor, name: str) -> torch.dtype:
+        if name == "master":
+            return torch.float32
+        if tensor.dtype not in NARROW:
+            return tensor.dtype
+        if self._options["state_dtype"] == torch.bfloat16 and tensor.dtype == torch.bfloat16:
+            return torch.bfloat16
+        return torch.float32
+
+    def _first_value(self, tensor: Tensor, name: str, group: Dict[str, Any]) -> Tensor:
+        return torch.zeros(tensor.shape, dtype=self._state_dtype(tensor, name))
+
+    def _add_gradients(self) -> bool:
+        """Adds a micro-step's gradients; whether there are enough of them."""
+        flat = self._flat()
+        for index, tensor in enumerate(flat):
+            if tensor.grad is not None:
+                Library.refuse(str(index), tensor, tensor.grad)
+        for index, tensor in enumerate(flat):
+            gradient = tensor.grad
+            if gradient is None:
+                continue
+            if index in self._sums:
+                self._sums[index].add_(gradient)
+            else:
+                wide = torch.float32 if gradient.dtype in NARROW else gradient.dtype
+                self._sums[index] = gradient.detach().to(wide, copy=True).contiguous()
+        self._micro_steps += 1
+        return self._micro_steps >= int(self._options["accumulate"])
+
+    def _means(self) -> List[Optional[Tensor]]:
+        flat = self._flat()
+        means: List[Optional[Tensor]] = [None] * len(flat)
+        for index, total in self._sums.items():
+            means[index] = (total / float(self._micro_steps)).to(flat[index].dtype)
+        return means

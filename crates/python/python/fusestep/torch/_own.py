@@ -1,0 +1,189 @@
+"""Rules that PyTorch does not have."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from fusestep.torch._optimizer import Fused
+
+Betas = Tuple[float, float]
+
+
+class _Own(Fused):
+    """A rule whose settings all stand in the group, under the names that the rule has for them."""
+
+    _rule = ""
+
+    def __init__(self, params: Any, defaults: Dict[str, Any], **options: Any) -> None:
+        lr = defaults["lr"]
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        super().__init__(params, defaults, **options)
+
+    def _settings(self, group: Dict[str, Any]) -> Dict[str, Any]:
+        settings: Dict[str, Any] = {"rule": self._rule}
+        # PyTorch adds defaults of its own when it loads.
+        for name in self.defaults.keys() & group.keys():
+            value = group[name]
+            if name == "betas":
+                settings["beta1"], settings["beta2"] = (float(beta) for beta in value)
+            elif isinstance(value, (bool, int)):
+                settings[name] = value
+            else:
+                settings[name] = float(value)
+        return settings
+
+
+class Lion(_Own):
+    """Lion, the sign of a moving mean (Chen et al. 2023, arXiv:2302.06675).
+
+    Takes the arguments of every class here, too. The state is ``exp_avg``.
+    """
+
+    _rule = "lion"
+    _keys = {"moment1": "exp_avg"}
+    _counts = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Union[float, Tensor] = 1e-4,
+        betas: Betas = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **options: Any,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, **options)
+
+
+class Lars(_Own):
+    """LARS, momentum with a rate for each parameter (You et al. 2017, arXiv:1708.03888).
+
+    Parameters of groups with ``trust_ratio=False``, biases for example, take the plain rate.
+    Takes the arguments of every class here, too. The state is ``momentum_buffer``.
+    """
+
+    _rule = "lars"
+    _keys = {"velocity": "momentum_buffer"}
+    _counts = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Union[float, Tensor] = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 5e-4,
+        trust_coefficient: float = 1e-3,
+        eps: float = 0.0,
+        *,
+        trust_ratio: bool = True,
+        **options: Any,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "trust_ratio": trust_ratio,
+        }
+        super().__init__(params, defaults, **options)
+
+
+class Lamb(_Own):
+    """LAMB, Adam with a rate for each parameter (You et al. 2020, arXiv:1904.00962).
+
+    Parameters of groups with ``trust_ratio=False``, biases for example, take the plain rate.
+    Takes the arguments of every class here, too. The state is that of ``AdamW``.
+    """
+
+    _rule = "lamb"
+    _keys = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Union[float, Tensor] = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        trust_ratio: bool = True,
+        **options: Any,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "trust_ratio": trust_ratio,
+        }
+        super().__init__(params, defaults, **options)
+
+
+class ScheduleFreeAdamW(_Own):
+    """Schedule-Free AdamW: an average in place of a schedule (Defazio et al., arXiv:2405.15682).
+
+    Call :meth:`eval` before evaluating or saving the model and :meth:`train` before going on.
+    Takes the arguments of every class here, too. The state is ``z`` and ``exp_avg_sq``; while the
+    averages are in place, ``trained`` holds the parameters.
+    """
+
+    _rule = "schedule_free"
+    _keys = {"moment2": "exp_avg_sq", "base": "z"}
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Union[float, Tensor] = 2.5e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        **options: Any,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "warmup_steps": warmup_steps,
+            "train_mode": True,
+        }
+        super().__init__(params, defaults, **options)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Puts the averages in place of the parameters; parameters that never stepped stay."""
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                continue
+            # The parameter is y; x, the average, is y / β₁ + z·(1 − 1 / β₁).
+            beyond = 1 - 1 / float(group["betas"][0])
+            for tensor in group["params"]:
+                state = self.state.get(tensor, {})
+                if "z" not in state or float(state["step"]) == 0:
+                    continue
+                wide = torch.promote_types(tensor.dtype, torch.float32)
+                state["trained"] = tensor.detach().clone()
+                tensor.copy_(tensor.to(wide).lerp(state["z"].to(wide), beyond))
+            group["train_mode"] = False
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Puts the parameters back, with the bits they had."""
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                trained = self.state.get(tensor, {}).pop("trained", None)
+                if trained is not None:
+                    tensor.copy_(trained)
+            group["train_mode"] = True
+
+    def _refuse_step(self) -> None:
+        if not all(group["train_mode"] for group in self.param_groups):
+            raise RuntimeError("expected `optimizer.train()` before `step`, found `eval()`")

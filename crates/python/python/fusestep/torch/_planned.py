@@ -1,0 +1,165 @@
+"""A step that is planned once over some of an optimizer's parameters and run many times."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from fusestep import _fusestep
+from fusestep._report import Report
+from fusestep.torch._tensors import NARROW, Library, refuse_parameter
+
+if TYPE_CHECKING:
+    from fusestep.torch._optimizer import Fused
+
+
+class Member(NamedTuple):
+    """A parameter of an optimizer."""
+
+    tensor: Tensor
+    group: int
+    name: str
+
+
+class _Described(NamedTuple):
+    """A parameter as the extension module reads it."""
+
+    name: str
+    dtype: str
+    shape: Tuple[int, ...]
+    group: int
+    trains: bool
+
+
+def members_of(groups: Sequence[Dict[str, Any]]) -> List[Member]:
+    """All parameters, in the order of the groups, each with a name of its own."""
+    members: List[Member] = []
+    names = set()
+    for index, group in enumerate(groups):
+        given = group.get("param_names")
+        for at, tensor in enumerate(group["params"]):
+            name = given[at] if given else f"{index}.{at}"
+            if name in names:
+                name = f"{index}.{at}.{name}"
+            names.add(name)
+            members.append(Member(tensor, index, name))
+    return members
+
+
+class Planned:
+    """A plan over tensors that PyTorch keeps.
+
+    Where a tensor lies is asked for anew at every step, so an address that is reused cannot fool
+    it; shape, dtype and settings are compared with those that were planned for.
+    """
+
+    def __init__(self, optimizer: Fused, members: List[Member]) -> None:
+        self._optimizer = optimizer
+        self.members = members
+        self.tensors = [member.tensor for member in members]
+        # How many parameters of each group there were, which says whose each is.
+        self.sizes = [len(group["params"]) for group in optimizer.param_groups]
+        described = []
+        for tensor, group, name in members:
+            trains = tensor.requires_grad or tensor.grad is not None
+            if trains:
+                refuse_parameter(name, tensor)
+            described.append(
+                _Described(name, str(tensor.dtype), tuple(tensor.shape), group, trains)
+            )
+        options = dict(optimizer._options, counts=optimizer._counts)
+        options["state_16"] = options.pop("state_dtype") == torch.bfloat16
+        keys = dict(optimizer._keys, master="master")
+        self.session = _fusestep.Session(
+            self.tensors, described, self._rules(), options, keys, Library
+        )
+        # What the step at hand has added to the optimizer's state.
+        self._made: List[Tuple[Tensor, List[str]]] = []
+        self._versions: Dict[int, int] = {}
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's state, where the extension module looks for it."""
+        return self._optimizer.state
+
+    def run(
+        self, tensors: List[Tensor], gradients: Optional[List[Optional[Tensor]]]
+    ) -> Optional[Report]:
+        """Updates ``tensors``, those planned for, from ``gradients`` or their own.
+
+        Returns ``None`` if the plan is no longer theirs; nothing has changed then, nor where this
+        raises.
+        """
+        masters = self._optimizer._options["master_weights"]
+        if masters:
+            self._follow()
+        self._made = []
+        try:
+            threads = torch.get_num_threads()
+            updated = self.session.step(tensors, self._rules(), self, gradients, threads)
+        except BaseException:
+            self._take_back()
+            raise
+        if updated is None:
+            self._take_back()
+            return None
+        report = Report(**(self.session.report() or {}))
+        if report.skipped:
+            self._take_back()
+        if updated:
+            all_of_them = len(updated) == len(tensors)
+            increment_version(tensors if all_of_them else [tensors[index] for index in updated])
+        if masters:
+            self._versions = {index: tensor._version for index, tensor in enumerate(tensors)}
+        return report
+
+    def _rules(self) -> List[Dict[str, Any]]:
+        return [self._optimizer._settings(group) for group in self._optimizer.param_groups]
+
+    def _make_state(self, index: int) -> Tuple[Dict[str, Any], bool]:
+        """Fills in what is missing of a parameter's state; whether its rule had none of it."""
+        optimizer, (tensor, group_index, _) = self._optimizer, self.members[index]
+        group = optimizer.param_groups[group_index]
+        known = tensor in optimizer.state
+        state = optimizer.state[tensor]
+        made = [] if known else [""]
+        if optimizer._counts and not isinstance(state.get("step"), Tensor):
+            count = float(state.get("step", 0.0))
+            wide = torch.get_default_dtype() == torch.float64
+            made += [] if "step" in state else ["step"]
+            state["step"] = torch.tensor(count, dtype=torch.float64 if wide else torch.float32)
+        names = optimizer._state_names(group)
+        missing = [name for name in names if state.get(name) is None]
+        for name in missing:
+            state[name] = optimizer._first_value(tensor, name, group)
+        made += missing
+        if optimizer._options["master_weights"] and tensor.dtype in NARROW:
+            if state.get("master") is None:
+                state["master"] = tensor.detach().to(torch.float32)
+                made.append("master")
+        self._made.append((tensor, made))
+        return state, len(missing) == len(names)
+
+    def _take_back(self) -> None:
+        """Removes state that was made for a step that has not happened."""
+        state = self._optimizer.state
+        for tensor, names in self._made:
+            for name in names:
+                if name:
+                    state[tensor].pop(name, None)
+            if "" in names and not state[tensor]:
+                del state[tensor]
+        self._made = []
+
+    def _follow(self) -> None:
+        """Lets masters take over values that were written to their parameters between steps."""
+        for index, tensor in enumerate(self.tensors):
+            if self._versions.get(index) == tensor._version or tensor not in self.state:
+                continue
+            master = self.state[tensor].get("master")
+            if master is not None:
+                stays = master.to(tensor.dtype) == tensor
+                master.copy_(torch.where(stays, master, tensor.detach().to(torch.float32)))

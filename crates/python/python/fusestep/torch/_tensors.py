@@ -1,0 +1,65 @@
+"""What a tensor has to be, and what is raised for one that is not."""
+
+from __future__ import annotations
+
+from typing import Any, Tuple
+
+import torch
+from torch import Tensor
+
+NARROW = (torch.float16, torch.bfloat16)
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class Library:
+    """What the extension module asks PyTorch."""
+
+    # From PyTorch 2.10 on its type says how tensors are described without making an object.
+    Tensor: Any = torch.Tensor
+
+    @staticmethod
+    def describe(tensor: Tensor) -> Tuple[int, str, Tuple[int, ...], bool]:
+        """Address, dtype, shape, and whether elements lie in order; for PyTorch before 2.10."""
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            raise ValueError(f"a {tensor.layout} tensor on {tensor.device}")
+        shape = tuple(tensor.shape)
+        return tensor.data_ptr(), str(tensor.dtype), shape, tensor.is_contiguous()
+
+    @staticmethod
+    def refuse(name: str, parameter: Tensor, gradient: Tensor) -> None:
+        """Raises what PyTorch would for a gradient that no kernel takes."""
+        refuse_kind(f"gradient of `{name}`", gradient)
+        if gradient.dtype != parameter.dtype:
+            raise TypeError(
+                f"gradient of `{name}`: expected {parameter.dtype}, found {gradient.dtype}"
+            )
+        if gradient.shape != parameter.shape:
+            raise ValueError(
+                f"gradient of `{name}`: expected shape {tuple(parameter.shape)}, "
+                f"found {tuple(gradient.shape)}"
+            )
+
+
+def refuse_kind(what: str, tensor: Tensor) -> None:
+    """Raises unless the tensor is dense, on the CPU, and of a dtype that kernels have."""
+    if tensor.layout != torch.strided:
+        raise RuntimeError(
+            f"{what}: expected a dense tensor, found {tensor.layout}; "
+            "fusestep does not support sparse gradients"
+        )
+    if tensor.device.type != "cpu":
+        raise RuntimeError(f"{what}: expected a tensor on the cpu, found one on {tensor.device}")
+    if tensor.dtype not in FLOATING:
+        raise TypeError(
+            f"{what}: expected float32, float64, float16 or bfloat16, found {tensor.dtype}"
+        )
+
+
+def refuse_parameter(name: str, tensor: Tensor) -> None:
+    """Raises unless a step can update the tensor in place."""
+    refuse_kind(f"parameter `{name}`", tensor)
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"parameter `{name}`: expected a contiguous tensor, found strides "
+            f"{tuple(tensor.stride())} of shape {tuple(tensor.shape)}; use `.contiguous()`"
+        )

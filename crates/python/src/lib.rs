@@ -1,0 +1,25 @@
+#![doc = include_str!("../README.md")]
+
+mod collect;
+mod dlpack;
+mod loan;
+mod rules;
+mod session;
+mod threads;
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// Raises `ValueError` unless the settings name a rule and are all in range.
+#[pyfunction]
+fn check(settings: &Bound<'_, PyDict>) -> PyResult<()> {
+    rules::Settings(settings).rule().map(drop)
+}
+
+/// The extension module of the package `fusestep`.
+#[pymodule]
+fn _fusestep(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_function(wrap_pyfunction!(check, module)?)?;
+    module.add_class::<session::Session>()
+}

@@ -1,0 +1,226 @@
+"""Steps on NumPy's arrays, and on other libraries' by DLPack."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import fusestep.numpy
+
+RULES = list(fusestep.numpy.RULES)
+SHAPES = {"a": (3, 4), "b": (7,), "c": (), "d": (0, 2), "e": (300, 40)}
+
+
+def arrays(seed, dtype=np.float32, scale=1.0):
+    generator = np.random.default_rng(seed)
+    return {
+        name: np.array(generator.standard_normal(shape) * scale, dtype)
+        for name, shape in SHAPES.items()
+    }
+
+
+def settings_of(rule):
+    return {"momentum": 0.9} if rule in ("sgd", "rmsprop") else {}
+
+
+def same(ours, others):
+    return all(np.array_equal(ours[name], others[name]) for name in SHAPES)
+
+
+def run(rule, params, state, steps, **settings):
+    for step in steps:
+        grads = arrays(100 + step, params["a"].dtype)
+        for index, name in enumerate(SHAPES):
+            if (step + index) % 5 == 4:
+                grads[name] = None
+        fusestep.numpy.step(rule, params, grads, state, **settings_of(rule), **settings)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_steps_have_the_bits_of_the_torch_classes(rule, dtype):
+    torch = pytest.importorskip("torch")
+    import fusestep.torch
+
+    names = {
+        "adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad",
+        "rmsprop": "RMSprop", "lion": "Lion", "lars": "Lars", "lamb": "Lamb",
+        "schedule_free": "ScheduleFreeAdamW",
+    }  # fmt: skip
+    params, state = arrays(0, dtype), fusestep.numpy.State()
+    tensors = [torch.nn.Parameter(torch.from_numpy(np.copy(p))) for p in params.values()]
+    optimizer = getattr(fusestep.torch, names[rule])(tensors, **settings_of(rule))
+    run(rule, params, state, range(9))
+    for step in range(9):
+        for index, (tensor, value) in enumerate(zip(tensors, arrays(100 + step, dtype).values())):
+            tensor.grad = None if (step + index) % 5 == 4 else torch.from_numpy(value)
+        optimizer.step()
+    for array, tensor in zip(params.values(), tensors):
+        assert np.array_equal(array, tensor.detach().numpy())
+    assert not same(params, arrays(0, dtype))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("copier", ["pickle", "deepcopy", "arrays"])
+def test_a_copied_state_goes_on_with_the_same_bits(rule, copier):
+    params, state = arrays(0), fusestep.numpy.State()
+    run(rule, params, state, range(4))
+    others = copy.deepcopy(params)
+    if copier == "pickle":
+        other = pickle.loads(pickle.dumps(state))
+    elif copier == "deepcopy":
+        other = copy.deepcopy(state)
+    else:
+        other = fusestep.numpy.State(
+            {name: {key: value.copy() for key, value in own.items()} for name, own in state.items()}
+        )
+    run(rule, params, state, range(4, 9))
+    run(rule, others, other, range(4, 9))
+    assert same(params, others)
+
+
+def test_threads_change_no_bit_and_the_plan_is_kept():
+    results = []
+    for threads in (1, 2, 3):
+        params, state = arrays(0), fusestep.numpy.State()
+        run("adamw", params, state, range(3), threads=threads)
+        session = state._session
+        run("adamw", params, state, range(3, 6), threads=threads, lr=0.1)
+        assert state._session is session, "another rate needs no other plan"
+        results.append(params)
+    assert same(results[0], results[1]) and same(results[0], results[2])
+    assert "fused_adam_f32" in state.plan()
+
+
+def test_new_arrays_shapes_and_names():
+    params, state = arrays(0), fusestep.numpy.State()
+    others, other = arrays(0), fusestep.numpy.State()
+    run("adamw", params, state, range(2))
+    run("adamw", others, other, range(2))
+    moved = {name: array.copy() for name, array in params.items()}
+    run("adamw", moved, state, range(2, 4))
+    run("adamw", others, other, range(2, 4))
+    assert same(moved, others)
+    grown = {"new": np.ones(3, np.float32), **moved}
+    grads = {"new": np.ones(3, np.float32)}
+    report = fusestep.numpy.step("adamw", grown, grads, state)
+    assert report.elements == 3 and report.without_gradient == len(SHAPES)
+    assert state["new"]["step"] == 1 and state["a"]["step"] == other["a"]["step"]
+
+
+def test_clipping():
+    params = {"x": np.zeros(2, np.float32)}
+    grads = {"x": np.array([3.0, 4.0], np.float32)}
+    state = fusestep.numpy.State()
+    report = fusestep.numpy.step("sgd", params, grads, state, lr=1.0, clip_norm=1.0)
+    assert report.grad_norm == pytest.approx(5.0)
+    assert np.allclose(params["x"], [-0.6, -0.8], atol=1e-5)
+
+
+def wrong():
+    ones = np.ones(4, np.float32)
+    read_only = ones.copy()
+    read_only.flags.writeable = False
+    yield "dtype", {"x": ones.astype(np.int32)}, {}, TypeError, "parameter `x`.*i4"
+    yield "order", {"x": ones.astype(">f4")}, {}, TypeError, "byte order"
+    yield "strides", {"x": np.ones(8, np.float32)[::2]}, {}, ValueError, "strides"
+    yield "read-only", {"x": read_only}, {}, ValueError, "read-only"
+    yield "list", {"x": [1.0]}, {}, TypeError, "list"
+    yield "unknown", {"x": ones}, {"y": ones}, ValueError, "grads.*y"
+    yield "shape", {"x": ones}, {"x": np.ones(5, np.float32)}, ValueError, r"\(4,\).*\(5,\)"
+    yield "gradient", {"x": ones}, {"x": np.ones(4)}, TypeError, "float32.*float64"
+    yield "overlap", {"x": ones, "y": ones}, {"x": ones + 1, "y": ones + 1}, RuntimeError, "overlap"
+
+
+@pytest.mark.parametrize("case", list(wrong()), ids=lambda case: case[0])
+def test_wrong_arrays_change_nothing(case):
+    _, params, grads, error, match = case
+    good = np.full(3, 2.0, np.float32)
+    state = fusestep.numpy.State()
+    with pytest.raises(error, match=match):
+        given = {"good": good, **params}
+        fusestep.numpy.step("adamw", given, {"good": np.ones(3, np.float32), **grads}, state)
+    assert np.array_equal(good, np.full(3, 2.0)) and not state
+    fusestep.numpy.step("adamw", {"good": good}, {"good": np.ones(3, np.float32)}, state)
+    assert (good < 2).all() and state["good"]["step"] == 1
+
+
+def test_wrong_rules_settings_and_states():
+    params, grads = {"x": np.ones(2)}, {"x": np.ones(2)}
+    state = fusestep.numpy.State()
+    with pytest.raises(ValueError, match="adamax"):
+        fusestep.numpy.step("adamax", params, grads, state)
+    with pytest.raises(TypeError, match="momentum"):
+        fusestep.numpy.step("adamw", params, grads, state, momentum=0.9)
+    with pytest.raises(ValueError, match="lr"):
+        fusestep.numpy.step("adamw", params, grads, state, lr=float("nan"))
+    with pytest.raises(TypeError, match="State"):
+        fusestep.numpy.step("adamw", params, grads, {})
+
+
+def test_gradients_in_another_order_are_copied():
+    params = {"x": np.zeros((3, 2))}
+    grads = {"x": np.arange(6.0).reshape(2, 3).T}
+    report = fusestep.numpy.step("sgd", params, grads, fusestep.numpy.State(), lr=1.0)
+    assert report.copied_gradients == 1 and np.array_equal(params["x"], -grads["x"])
+
+
+class Foreign:
+    """An array of another library: DLPack and nothing else."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+def test_dlpack_is_used_without_a_copy():
+    own, plain = np.ones((5, 6), np.float32), {"x": np.ones((5, 6), np.float32)}
+    gradient = arrays(3)["e"][:5, :6].copy()
+    fusestep.numpy.step("adamw", plain, {"x": gradient}, fusestep.numpy.State())
+    report = fusestep.numpy.step(
+        "adamw", {"x": Foreign(own)}, {"x": Foreign(gradient)}, fusestep.numpy.State()
+    )
+    assert report.copied_gradients == 0
+    assert np.array_equal(own, plain["x"]) and not np.array_equal(own, np.ones((5, 6)))
+
+
+def test_a_parameter_that_dlpack_says_is_read_only_is_refused():
+    own = np.ones(3, np.float32)
+    own.flags.writeable = False
+    with pytest.raises((ValueError, TypeError), match="parameter `x`"):
+        fusestep.numpy.step("adamw", {"x": Foreign(own)}, {"x": np.ones(3, np.float32)},
+                            fusestep.numpy.State())  # fmt: skip
+
+
+def test_torch_is_not_imported():
+    program = "import sys, fusestep.numpy; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert out.stdout.split() == ["False"], out.stderr
+
+
+def test_gradients_of_jax_are_read_where_they_lie():
+    jax = pytest.importorskip("jax")
+    params = {"w": np.ones((4, 3), np.float32), "b": np.zeros(3, np.float32)}
+    x = np.arange(8.0, dtype=np.float32).reshape(2, 4)
+
+    def loss(params):
+        return (jax.numpy.tanh(x @ params["w"] + params["b"]) ** 2).sum()
+
+    state, losses = fusestep.numpy.State(), []
+    for _ in range(30):
+        value, grads = jax.value_and_grad(loss)(params)
+        report = fusestep.numpy.step("adamw", params, grads, state, lr=0.05)
+        assert report.copied_gradients == 0 and report.without_gradient == 0
+        losses.append(float(value))
+    assert losses[-1] < losses[0] - 1
+    with pytest.raises((ValueError, TypeError), match="parameter `w`"):
+        frozen = {"w": jax.numpy.ones((4, 3))}
+        fusestep.numpy.step("adamw", frozen, {"w": grads["w"]}, fusestep.numpy.State())

@@ -1,0 +1,193 @@
+//! `python` and `wheel`: the Python package, built and tested.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::wheels::{python, succeed};
+use crate::workspace_root;
+
+/// Builds wheels.
+const MATURIN: &str = "maturin==1.16.0";
+
+/// The Python side of the package, below the workspace.
+const SOURCES: &str = "crates/python/python/fusestep";
+
+/// Tests the package: without PyTorch, or all of it in an environment of its own.
+pub(crate) fn run(arguments: &[String]) -> Result<()> {
+    match arguments {
+        [flag] if flag == "--bare" => bare(),
+        [] => full(&[]),
+        [dashes, rest @ ..] if dashes == "--" => full(rest),
+        _ => bail!("expected `python [--bare | -- PYTEST ARGUMENTS]`, found {arguments:?}"),
+    }
+}
+
+/// Builds the wheel and the source distribution.
+pub(crate) fn wheel(arguments: &[String]) -> Result<()> {
+    let from_sources = match arguments {
+        [] => false,
+        [flag] if flag == "--from-sdist" => true,
+        _ => bail!("expected `wheel [--from-sdist]`, found {arguments:?}"),
+    };
+    let built = Built::new()?;
+    println!("{}", built.wheel.display());
+    println!("{}", built.sources.display());
+    if from_sources {
+        let out = workspace_root().join("target/python/from-sdist");
+        let mut pip = built.environment.python();
+        pip.args(["-m", "pip", "wheel", "--no-deps", "-w"])
+            .args([out.as_os_str(), built.sources.as_os_str()]);
+        succeed(&mut pip).context("the source distribution does not build")?;
+        println!("{}", newest(&out, "whl")?.display());
+    }
+    Ok(())
+}
+
+/// Needs nothing but an interpreter: a step over memory of `ctypes`.
+fn bare() -> Result<()> {
+    let root = workspace_root();
+    let built = Command::new("cargo")
+        .args(["build", "--release", "-q", "-p", "fusestep-python"])
+        .current_dir(&root)
+        .status()?;
+    ensure!(built.success(), "the extension module does not build");
+    let package = root.join("target/python/bare/fusestep");
+    copy(&root.join(SOURCES), &package)?;
+    let library = root.join("target/release/lib_fusestep.so");
+    fs::copy(&library, package.join("_fusestep.abi3.so"))
+        .with_context(|| format!("{} is not there", library.display()))?;
+    let status = python()
+        .args(["-m", "unittest", "-v", "test_bare"])
+        .env("PYTHONPATH", root.join("target/python/bare"))
+        .current_dir(root.join("crates/python/tests"))
+        .status()?;
+    ensure!(status.success(), "a test of the Python package failed");
+    Ok(())
+}
+
+/// Installs the wheel beside the pinned PyTorch, checks types and runs all tests.
+fn full(arguments: &[String]) -> Result<()> {
+    let root = workspace_root();
+    let built = Built::new()?;
+    let environment = Environment::new("target/python/test")?;
+    let tests = root.join("crates/python/tests");
+    environment.install(&["-r".as_ref(), tests.join("requirements.txt").as_os_str()])?;
+    let again = ["--force-reinstall", "--no-deps"].map(OsStr::new);
+    environment.install(&[again[0], again[1], built.wheel.as_os_str()])?;
+    // The package's types, as users' checkers see them, and the stub of the extension module.
+    let checks: [&[&str]; 2] = [
+        &["-m", "mypy", "-p", "fusestep"],
+        &["-m", "mypy.stubtest", "fusestep._fusestep"],
+    ];
+    for check in checks {
+        let mut checker = environment.python();
+        checker.args(check).current_dir(root.join("crates/python"));
+        succeed(&mut checker)?;
+    }
+    let status = environment
+        .python()
+        .args(["-m", "pytest", "-q", "-p", "no:cacheprovider"])
+        .args(arguments)
+        .current_dir(tests)
+        .status()?;
+    ensure!(status.success(), "a test of the Python package failed");
+    Ok(())
+}
+
+/// What `maturin` has built.
+struct Built {
+    environment: Environment,
+    wheel: PathBuf,
+    sources: PathBuf,
+}
+
+impl Built {
+    fn new() -> Result<Self> {
+        let environment = Environment::new("target/python/build")?;
+        environment.install(&[MATURIN.as_ref()])?;
+        let root = workspace_root();
+        let out = root.join("target/python/wheels");
+        let manifest = root.join("crates/python/Cargo.toml");
+        for command in [&["build", "--release"][..], &["sdist"]] {
+            let mut maturin = environment.python();
+            maturin
+                .args(["-m", "maturin"])
+                .args(command)
+                .arg("--manifest-path")
+                .args([manifest.as_os_str(), "--out".as_ref(), out.as_os_str()])
+                .current_dir(&root);
+            succeed(&mut maturin)?;
+        }
+        Ok(Self {
+            environment,
+            wheel: newest(&out, "whl")?,
+            sources: newest(&out, "gz")?,
+        })
+    }
+}
+
+/// An environment of the interpreter's own, below `target`.
+struct Environment(PathBuf);
+
+impl Environment {
+    fn new(folder: &str) -> Result<Self> {
+        let folder = workspace_root().join(folder);
+        if !folder.join("bin/python").exists() {
+            succeed(python().args(["-m", "venv"]).arg(&folder))?;
+        }
+        Ok(Self(folder))
+    }
+
+    fn python(&self) -> Command {
+        let mut python = Command::new(self.0.join("bin/python"));
+        // A path of the caller's must not stand before what is installed here.
+        python.env_remove("PYTHONPATH");
+        python
+    }
+
+    fn install(&self, packages: &[&OsStr]) -> Result<()> {
+        let mut pip = self.python();
+        pip.args(["-m", "pip", "install", "--quiet"])
+            .arg("--disable-pip-version-check")
+            .args(packages);
+        succeed(&mut pip)
+    }
+}
+
+/// The file of this ending that was written last.
+fn newest(folder: &Path, ending: &str) -> Result<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        if entry.path().extension() == Some(OsStr::new(ending)) {
+            found.push((entry.metadata()?.modified()?, entry.path()));
+        }
+    }
+    let newest = found.into_iter().max();
+    let (_, path) = newest.with_context(|| format!("{} has no .{ending}", folder.display()))?;
+    Ok(path)
+}
+
+/// Copies a package's sources, anew: what is no longer there must not be imported.
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    if to.exists() {
+        fs::remove_dir_all(to)?;
+    }
+    fs::create_dir_all(to)?;
+    for entry in fs::read_dir(from)? {
+        let (path, name) = entry.map(|entry| (entry.path(), entry.file_name()))?;
+        if name == "__pycache__" {
+            continue;
+        }
+        if path.is_dir() {
+            copy(&path, &to.join(name))?;
+        } else {
+            fs::copy(&path, to.join(name))?;
+        }
+    }
+    Ok(())
+}
