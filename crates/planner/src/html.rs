@@ -132,7 +132,10 @@ impl Plan {
 
     /// Label, batch and storage of each launch.
     fn drawn_launches(&self) -> Vec<(String, &Batch, usize)> {
-        let launches = self.stages.iter().flat_map(|stage| self.launches_of(stage));
+        let launches = self
+            .stages
+            .iter()
+            .flat_map(|stage| self.stage_launches(stage));
         let labelled = launches.map(|(kernel, storage, batch)| {
             let label = format!(
                 "{}, {} tensors, {} chunks, {} elements",
@@ -147,7 +150,7 @@ impl Plan {
     }
 
     /// Kernel, storage and batch of each launch of a stage.
-    fn launches_of<'a>(&'a self, stage: &'a Stage) -> Vec<(&'a str, usize, &'a Batch)> {
+    fn stage_launches<'a>(&'a self, stage: &'a Stage) -> Vec<(&'a str, usize, &'a Batch)> {
         match stage {
             Stage::Norm(norm) => norm.reads.iter().flat_map(read_launches).collect(),
             Stage::Optimize(stage) | Stage::ReduceUpdate(stage) => {
