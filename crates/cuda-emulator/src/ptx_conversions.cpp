@@ -18,8 +18,8 @@ struct BF16 {
 
 template <class To, class From> To convert(From value) { return To(value); }
 
-// Rounded to an integer as MODE says, then into the range of the type. NaN becomes 0, or the highest
-// bit alone where one of the types has 64 bits.
+// Rounded to an integer as MODE says, then into the range of the type. NaN becomes 0, or the
+// highest bit alone where one of the types has 64 bits.
 template <int MODE, class To, class From>
 To to_integer(From value) {
     if (value != value) return sizeof(From) == 8 || sizeof(To) == 8 ? To(std::uint64_t(1) << (8 * sizeof(To) - 1)) : To(0);

@@ -96,8 +96,8 @@ private:
         return entry_.rows++;
     }
 
-    // The assembler takes registers of an instruction's own width only. Accesses extend into a wider
-    // one or store its low bytes, and conversions read its low bytes.
+    // The assembler takes registers of an instruction's own width only. Accesses extend into a
+    // wider one or store its low bytes, and conversions read its low bytes.
     void check_width(std::uint32_t row, std::uint8_t bytes, Widths widths) const {
         const std::uint8_t found = row_bytes_[row];
         if (found == bytes || found == ANY_BYTES) return;

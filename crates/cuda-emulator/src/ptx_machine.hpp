@@ -27,8 +27,8 @@ struct Cell {
     Mark write, read;
 };
 
-// What a block, or a message to it, knows of others: of blocks and of single threads (their keys are
-// those of `ptx_races.cpp`) the barrier before which all they did is seen.
+// What a block, or a message to it, knows of others: of blocks and of single threads (their keys
+// are those of `ptx_races.cpp`) the barrier before which all they did is seen.
 using Clock = std::unordered_map<std::uint64_t, std::uint32_t>;
 
 struct Block {

@@ -3,9 +3,9 @@
 // What orders them is what the memory model of PTX says, as far as kernels rely on it: the barrier
 // of a block, and between blocks a release that is read by an acquire. A release tells what the
 // block knew at its last barrier, and what its own thread has done; an acquire is the thread's own
-// until the next barrier hands it to its block. That is the grid barrier of cooperative groups. What
-// a thread does between a release and its next barrier counts as done before the release. A shuffle
-// orders nothing.
+// until the next barrier hands it to its block. That is the grid barrier of cooperative groups.
+// What a thread does between a release and its next barrier counts as done before the release. A
+// shuffle orders nothing.
 //
 // Two bytes share a cell, which keeps their last writer and their last reader, or that several
 // threads of one block have read. A reader in another block replaces the one before, so a write

@@ -188,9 +188,10 @@ fn next_edge(rule: Optimizer, case: &Case, low: f64) -> f64 {
     assert!(bits(f64::from_bits(above)) != first);
     while above - below > 1 {
         let middle = below.midpoint(above);
-        match bits(f64::from_bits(middle)) == first {
-            true => below = middle,
-            false => above = middle,
+        if bits(f64::from_bits(middle)) == first {
+            below = middle;
+        } else {
+            above = middle;
         }
     }
     f64::from_bits(above)

@@ -133,7 +133,7 @@ fn races_in_shared_memory_are_found_in_every_schedule() {
 	ld.shared.u64 %rd7, [%rd6];
 	st.global.u64 [%rd1], %rd7;
 ";
-    // The same but for its barrier.
+    // With its barrier.
     let ordered = unordered.replace("\txor.b32", "\tbar.sync 0;\n\txor.b32");
     // All threads store to one place.
     let together = "\tmov.u64 %rd2, shared;\n\tst.shared.u32 [%rd2], %r0;";
