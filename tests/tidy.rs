@@ -67,7 +67,11 @@ fn require(endings: &[&str], rule: impl Fn(&str, &str) -> Vec<String>) {
 #[test]
 fn dependencies_go_down_and_stay_where_they_belong() {
     require(&["/Cargo.toml"], |path, text| {
-        dependencies::violations(path.trim_end_matches("/Cargo.toml"), text)
+        let folder = path.trim_end_matches("/Cargo.toml");
+        if dependencies::is_outside(folder) {
+            return Vec::new();
+        }
+        dependencies::violations(folder, text)
     });
 }
 

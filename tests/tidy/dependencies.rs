@@ -66,6 +66,14 @@ const ONLY_IN: [(&str, &[&str]); 11] = [
     ("approx", &["crates/testkit", "tests"]),
 ];
 
+/// Workspaces of their own: programs that depend on us as strangers do, and a peer.
+const OUTSIDE: [&str; 2] = ["tests/consumer", "benches/peers/burn"];
+
+/// Whether the folder belongs to another workspace.
+pub(crate) fn is_outside(folder: &str) -> bool {
+    OUTSIDE.iter().any(|outside| folder.starts_with(outside))
+}
+
 /// What is wrong with the manifest of the package in `folder`.
 pub(crate) fn violations(folder: &str, manifest: &str) -> Vec<String> {
     let mut found = Vec::new();

@@ -11,10 +11,12 @@ const OF_COLLECTIVES: [(&str, [&str; 3]); 1] = [(
     ],
 )];
 
-/// The files of a rule that updates every element on its own: its page, its definition, its
-/// settings with the update of an element, and its entry for slices.
-pub(crate) const RULE: [&str; 6] = [
+/// The files of a rule that updates every element on its own: its licences, its page, its
+/// definition, its settings with the update of an element, and its entry for slices.
+pub(crate) const RULE: [&str; 8] = [
     "Cargo.toml",
+    "LICENSE-APACHE",
+    "LICENSE-MIT",
     "README.md",
     "src/lib.rs",
     "src/reference.rs",

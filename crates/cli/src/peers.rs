@@ -93,6 +93,32 @@ struct Timed {
     best: f64,
 }
 
+impl Timed {
+    /// Every peer of every worker.
+    fn all(workers: &[Worker]) -> Vec<Self> {
+        let peers = workers.iter().enumerate().flat_map(|(worker, of)| {
+            let numbers = 0..of.found.len();
+            numbers.map(move |number| Self {
+                worker,
+                number,
+                best: f64::INFINITY,
+            })
+        });
+        peers.collect()
+    }
+
+    /// Its best time beside ours.
+    fn time(&self, workers: &[Worker], our_ns: f64) -> PeerTime {
+        let found = workers[self.worker].found[self.number].clone();
+        PeerTime {
+            name: found.name,
+            version: found.version,
+            ns_per_step: self.best,
+            times_ours: self.best / our_ns,
+        }
+    }
+}
+
 /// Times ours, the memory's ceiling and every peer in turns.
 ///
 /// # Errors
@@ -112,14 +138,7 @@ pub(crate) fn run(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> an
     let python = Worker::python(&args.peers.python, &request, &mut absent);
     let burn = Worker::burn(&request, &mut absent);
     let mut workers: Vec<Worker> = python.into_iter().chain(burn).collect();
-    let mut timed: Vec<Timed> = (workers.iter().enumerate())
-        .flat_map(|(worker, w)| (0..w.found.len()).map(move |number| (worker, number)))
-        .map(|(worker, number)| Timed {
-            worker,
-            number,
-            best: f64::INFINITY,
-        })
-        .collect();
+    let mut timed = Timed::all(&workers);
     for _ in 0..args.rounds.get() {
         for stream in 0..PREFETCH_DISTANCES.len() {
             ours.sample()?;
@@ -136,17 +155,8 @@ pub(crate) fn run(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> an
         thread::sleep(PAUSE);
     }
     let ns = ours.timer.best;
-    let mut peers: Vec<PeerTime> = (timed.iter())
-        .map(|timed| {
-            let found = workers[timed.worker].found[timed.number].clone();
-            PeerTime {
-                name: found.name,
-                version: found.version,
-                ns_per_step: timed.best,
-                times_ours: timed.best / ns,
-            }
-        })
-        .collect();
+    let of_worker = |timed: &Timed| timed.time(&workers, ns);
+    let mut peers: Vec<PeerTime> = timed.iter().map(of_worker).collect();
     let candle = candle.times();
     for (name, time) in [
         ("candle AdamW", candle.candle_ns_per_step),

@@ -1,5 +1,6 @@
 //! burn's AdamW for `fusestep bench --peers`, which starts this program and talks to it by lines:
 //! see `crates/cli/src/peers/worker.rs` for what is sent and expected.
+#![forbid(unsafe_code)]
 
 use std::error::Error;
 use std::io::{self, BufRead, Write};

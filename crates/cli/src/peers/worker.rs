@@ -48,7 +48,7 @@ pub(super) struct Found {
 }
 
 #[derive(Debug, Deserialize)]
-struct Offer {
+struct Inventory {
     found: Vec<Found>,
     absent: Vec<Absent>,
 }
@@ -101,8 +101,8 @@ impl Worker {
         absent: &mut Vec<Absent>,
     ) -> Option<Self> {
         match Self::started(command, request) {
-            Ok((worker, offer)) => {
-                absent.extend(offer);
+            Ok((worker, missing)) => {
+                absent.extend(missing);
                 Some(worker)
             }
             Err(error) => {
@@ -140,9 +140,9 @@ impl Worker {
             answers,
             found: Vec::new(),
         };
-        let offer: Offer = worker.ask(&serde_json::to_string(request)?)?;
-        worker.found = offer.found;
-        Ok((worker, offer.absent))
+        let inventory: Inventory = worker.ask(&serde_json::to_string(request)?)?;
+        worker.found = inventory.found;
+        Ok((worker, inventory.absent))
     }
 
     /// A turn of the peer with this number.

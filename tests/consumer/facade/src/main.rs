@@ -1,4 +1,5 @@
 //! A planned step in one process and on two ranks, with the same bits.
+#![forbid(unsafe_code)]
 
 use fusestep::{AdamW, Cpu, DType, Error, ParamDesc, Shape};
 

@@ -1,4 +1,5 @@
 //! One AdamW step on slices: a kernel crate and nothing else.
+#![forbid(unsafe_code)]
 
 use fusestep_fused_adam::{Adam, AdamTensors};
 

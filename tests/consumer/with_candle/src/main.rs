@@ -1,4 +1,5 @@
 //! candle's AdamW swapped for the planned one: as close as their roundings.
+#![forbid(unsafe_code)]
 
 use candle_core::{Device, Result, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
