@@ -21,7 +21,7 @@ enum Kind {
 /// kernel crates depend neither on each other nor on the planner or a backend, and backends and
 /// planner do not know each other.
 const LAYERS: [&[&str]; 9] = [
-    &["tensor", "simd", "kernels", "cuda-emulator"],
+    &["tensor", "simd", "schedule", "kernels", "cuda-emulator"],
     &["launch", "tensor-file"],
     &["elementwise", "coalesce"],
     &[

@@ -220,6 +220,12 @@ impl<P: Params> Fused<P> {
         Ok(self.state.set_lr_of(rule, lr).map_err(AdapterError::from)?)
     }
 
+    /// The learning rate of the next step: the base rate, times the factor of
+    /// [`Options::schedule`].
+    pub fn scheduled_rate(&self) -> f64 {
+        self.params.lr() * self.state.lr_factor()
+    }
+
     /// The plan of a step.
     pub fn plan(&self) -> &Plan {
         &self.plan
@@ -345,6 +351,7 @@ impl<P: Params> Optimizer for Fused<P> {
         Ok(())
     }
 
+    /// The base rate; [`Fused::scheduled_rate`] is what the next step takes.
     fn learning_rate(&self) -> f64 {
         self.params.lr()
     }

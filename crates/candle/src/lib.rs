@@ -26,7 +26,7 @@ pub use fusestep_launch::{
     Excluded, Master, Objective, Precision, Rounding, StateDType, WeightDecay,
 };
 pub use fusestep_lion::Lion as ParamsLion;
-pub use fusestep_planner::{LossScale, ScalePolicy};
+pub use fusestep_planner::{LossScale, Phase, ScalePolicy, Schedule};
 pub use fusestep_rmsprop::{Centering, RmsProp as ParamsRmsProp};
 pub use fusestep_schedule_free::ScheduleFree as ParamsScheduleFree;
 pub use group::ParamGroup;

@@ -2,7 +2,7 @@
 
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
-use fusestep_planner::{LossScale, Precision};
+use fusestep_planner::{LossScale, Precision, Schedule};
 
 use crate::ParamGroup;
 
@@ -40,6 +40,9 @@ pub struct Options {
     /// Variables whose name contains one of these have no weight decay, and with LARS and LAMB the
     /// rate that the rule's `excluded` says.
     pub exclude: Vec<String>,
+    /// What multiplies the learning rates at every update, those of groups too. It follows from the
+    /// step count, so a run that is resumed goes on in the middle of it.
+    pub schedule: Option<Schedule>,
     /// Whether passes fuse the launches.
     pub fusion: Fusion,
     /// Variables with a rule and settings of their own.

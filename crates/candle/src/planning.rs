@@ -36,6 +36,9 @@ impl Options {
         if self.fusion == Fusion::Naive {
             planner = planner.naive();
         }
+        if let Some(schedule) = &self.schedule {
+            planner = planner.schedule(schedule.clone());
+        }
         if let Some(scale) = self.loss_scale {
             planner = planner.with(LossScaling::from(scale));
         }

@@ -330,12 +330,17 @@ impl<P: Params> Ranked<'_, P> {
         self.params = params;
     }
 
-    /// The learning rate.
+    /// The base learning rate.
     pub fn learning_rate(&self) -> f64 {
         self.params.lr()
     }
 
-    /// Sets the learning rate from the next step on; all ranks set the same.
+    /// As [`Fused::scheduled_rate`].
+    pub fn scheduled_rate(&self) -> f64 {
+        self.params.lr() * self.state.lr_factor()
+    }
+
+    /// Sets the base learning rate from the next step on; all ranks set the same.
     pub fn set_learning_rate(&mut self, lr: f64) {
         self.params.set_lr(lr);
     }

@@ -38,7 +38,7 @@ pub(crate) struct BenchArgs {
     #[command(flatten)]
     pub(crate) rank_args: RankArgs,
     #[command(flatten)]
-    optimizer: OptimizerArgs,
+    pub(crate) optimizer: OptimizerArgs,
     #[command(flatten)]
     pub(crate) gradients: GradientArgs,
     #[command(flatten)]
@@ -296,12 +296,13 @@ struct Plans {
 impl Plans {
     fn new(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<Self> {
         let limits = args.planning.limits();
-        let fused = args.planning.planner(rule, limits);
+        let scheduled = |planner| args.optimizer.scheduled(planner);
+        let fused = scheduled(args.planning.planner(rule, limits));
         let fused = args
             .gradients
             .passes(args.precision.planner(fused, params))
             .plan(params)?;
-        let naive = Planner::new(rule).limits(limits).naive();
+        let naive = scheduled(Planner::new(rule).limits(limits).naive());
         let naive = args
             .gradients
             .passes(args.precision.planner(naive, params))
@@ -309,7 +310,7 @@ impl Plans {
         let compared = fused.precision(DType::F32) != Precision::default()
             || params.iter().any(|param| param.dtype != DType::F32);
         let wide = if compared {
-            let wide = Planner::new(rule).limits(limits);
+            let wide = scheduled(Planner::new(rule).limits(limits));
             Some(args.gradients.passes(wide).plan(&as_f32(params))?)
         } else {
             None

@@ -172,6 +172,7 @@ impl Plans {
     ) -> anyhow::Result<Self> {
         let local = || -> Planner {
             let planner = args.planning.planner(rule, args.planning.limits());
+            let planner = args.optimizer.scheduled(planner);
             args.gradients
                 .passes(args.precision.planner(planner, params))
         };

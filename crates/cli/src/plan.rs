@@ -48,6 +48,7 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     let planner = args
         .planning
         .planner(args.optimizer.rule()?, args.planning.limits());
+    let planner = args.optimizer.scheduled(planner);
     let planner = args.precision.planner(planner, &model.params);
     let planner = args.gradients.passes(planner);
     let (fused, topology) = (Fused::from(args.planning.naive), args.world.topology()?);

@@ -9,7 +9,7 @@ use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::{Excluded, Lars};
 use fusestep_launch::{Objective, WeightDecay};
 use fusestep_lion::Lion;
-use fusestep_planner::Optimizer;
+use fusestep_planner::{Optimizer, Planner, Schedule};
 use fusestep_rmsprop::{Centering, RmsProp};
 use fusestep_schedule_free::ScheduleFree;
 use fusestep_tensor::ParamDesc;
@@ -124,6 +124,12 @@ pub(crate) struct OptimizerArgs {
     /// adam: scale the step by the largest second moment so far
     #[arg(long)]
     pub(crate) amsgrad: bool,
+    /// What multiplies the learning rate at every update: warmup:STEPS, cosine:STEPS[:FLOOR],
+    /// polynomial:STEPS:POWER[:FLOOR], linear:STEPS:FROM:TO, constant[:STEPS[:FACTOR]],
+    /// step:EVERY:GAMMA[:STEPS]; joined by commas one follows on the other, as in
+    /// warmup:100,cosine:900:0.1
+    #[arg(long)]
+    pub(crate) schedule: Option<Schedule>,
     /// Step along the gradient instead of against it
     #[arg(long)]
     pub(crate) maximize: bool,
@@ -168,6 +174,14 @@ impl OptimizerArgs {
         Self {
             lr: self.lr.or(Some(lr)),
             ..self
+        }
+    }
+
+    /// The planner with the schedule asked for.
+    pub(crate) fn scheduled(&self, planner: Planner) -> Planner {
+        match &self.schedule {
+            Some(schedule) => planner.schedule(schedule.clone()),
+            None => planner,
         }
     }
 

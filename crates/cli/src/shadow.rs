@@ -51,8 +51,13 @@ impl Shadow {
         }))
     }
 
-    /// Takes a step with the gradients of `model`.
-    pub(crate) fn step(&mut self, model: &Mlp, grads: &GradStore) -> candle_core::Result<()> {
+    /// Takes a step of this rate with the gradients of `model`.
+    pub(crate) fn step(
+        &mut self,
+        model: &Mlp,
+        grads: &GradStore,
+        lr: f64,
+    ) -> candle_core::Result<()> {
         let mut own = GradStore::default();
         for (var, copy) in model.vars().iter().zip(&self.vars) {
             if let Some(grad) = grads.get(var) {
@@ -60,6 +65,7 @@ impl Shadow {
             }
         }
         let start = Instant::now();
+        self.optimizer.set_learning_rate(lr);
         self.optimizer.step(&own)?;
         self.ns += start.elapsed().as_nanos() as f64;
         Ok(())

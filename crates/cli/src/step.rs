@@ -213,6 +213,7 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     let planner = args
         .planning
         .planner(args.optimizer.rule()?, backend.limits());
+    let planner = args.optimizer.scheduled(planner);
     let planner = args.precision.planner(planner, &model.params);
     let plan = args.gradients.passes(planner).plan(&model.params)?;
     check_gradients(&model, &params, &grads)?;

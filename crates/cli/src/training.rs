@@ -114,6 +114,7 @@ fn plan_of(
 ) -> anyhow::Result<Plan> {
     let planner = Planner::new(rule);
     let planner = if args.naive { planner.naive() } else { planner };
+    let planner = args.optimizer.scheduled(planner);
     let planner = args.precision.planner(planner, params);
     let planner = args.gradients.passes(planner);
     let fused = Fused::from(args.naive);
@@ -381,7 +382,7 @@ impl Run<'_> {
         let grads = (&loss * (share * scale))?.backward()?;
         self.give(&model, &grads)?;
         if let Some(shadow) = &mut self.shadow {
-            shadow.step(&model, &grads)?;
+            shadow.step(&model, &grads, self.state.lr())?;
         }
         Ok(f64::from(loss.to_scalar::<f32>()?))
     }

@@ -5,7 +5,7 @@ use std::num::{NonZeroU32, NonZeroU64};
 use fusestep_launch::{LaunchLimits, Precision, WeightDecay};
 use fusestep_planner::{
     ClipByGlobalNorm, Comms, FuseAllReduce, FuseReduceIntoUpdate, GradientAccumulation, LocalSgd,
-    LossScaling, Optimizer, Planner, Reach, Shard, Topology, ZeroStage,
+    LossScaling, Optimizer, Planner, Reach, Schedule, Shard, Topology, ZeroStage,
 };
 use fusestep_tensor::ParamDesc;
 
@@ -93,6 +93,7 @@ pub(crate) struct Asked {
     local_sgd: Option<u64>,
     precision: Precision,
     groups: Vec<(Vec<String>, Optimizer)>,
+    schedule: Option<Schedule>,
 }
 
 impl<K: Kind> Builder<K> {
@@ -171,6 +172,14 @@ impl<K: Kind> Builder<K> {
         self
     }
 
+    /// Multiplies the learning rate, each group's own, by the schedule's factor at every update:
+    /// `.schedule(Schedule::warmup(100).then(Schedule::cosine(900)))`. The factor follows from the
+    /// step count, so that a run that is resumed goes on in the middle of it.
+    pub fn schedule(mut self, schedule: impl Into<Schedule>) -> Self {
+        self.asked.schedule = Some(schedule.into());
+        self
+    }
+
     /// An optimizer of these parameters, of one rank until [`FusedOptimizer::on`] says otherwise.
     /// Parameters are zero until [`FusedOptimizer::set_param`]; memory is allocated when it is
     /// first used.
@@ -198,6 +207,9 @@ impl Asked {
         let mut planner = Planner::new(rule).limits(limits).precision(self.precision);
         for (names, rule) in &self.groups {
             planner = planner.group(names.iter().cloned(), *rule);
+        }
+        if let Some(schedule) = &self.schedule {
+            planner = planner.schedule(schedule.clone());
         }
         if let Some(max_norm) = self.clip_norm {
             planner = planner.with(ClipByGlobalNorm::new(max_norm));

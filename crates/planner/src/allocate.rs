@@ -84,6 +84,7 @@ impl Plan {
             params: Arc::clone(&self.params),
             tensors: self.tensors,
             rules: self.rules.clone(),
+            lr_schedule: self.schedule.clone(),
             precisions: self.precisions.clone(),
             storages,
             places: self.places.clone(),

@@ -18,6 +18,9 @@ impl fmt::Display for Plan {
         for rule in &self.rules[1..] {
             writeln!(f, "  and {rule}")?;
         }
+        if let Some(schedule) = &self.schedule {
+            writeln!(f, "  learning rates follow {schedule}")?;
+        }
         self.fmt_ranks(f)?;
         writeln!(
             f,

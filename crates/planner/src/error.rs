@@ -4,6 +4,7 @@ use fusestep_amp::AmpError;
 use fusestep_coalesce::CoalesceError;
 use fusestep_collective::CollectiveError;
 use fusestep_launch::{BackendError, LaunchError, RuleError};
+use fusestep_schedule::ScheduleError;
 use fusestep_tensor::{DType, Quoted, Role, TensorError};
 use fusestep_tensor_file::TensorFileError;
 
@@ -18,6 +19,9 @@ pub enum PlanError {
     /// A hyper-parameter is out of range.
     #[error(transparent)]
     Rule(#[from] RuleError),
+    /// A number of the learning-rate schedule is out of range.
+    #[error(transparent)]
+    Schedule(#[from] ScheduleError),
     /// A loss scale or a limit of the norm is out of range.
     #[error(transparent)]
     Amp(#[from] AmpError),

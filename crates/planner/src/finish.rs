@@ -6,7 +6,9 @@ use fusestep_tensor::Role;
 use crate::bucket::cut;
 use crate::passes::Ownership;
 use crate::stage::{Broadcast, Extent, Part};
-use crate::{Note, Optimize, Plan, PlanError, Stage, StorageSpec, TableKind, Verdict, ZeroStage};
+use crate::{
+    Note, Optimize, Optimizer, Plan, PlanError, Stage, StorageSpec, TableKind, Verdict, ZeroStage,
+};
 
 impl Plan {
     /// Completes a plan once all passes are through.
@@ -56,6 +58,11 @@ impl Plan {
         }
         if self.zero != ZeroStage::None && local {
             return conflict(&zero, "local_sgd", "both decide how gradients are reduced");
+        }
+        let average = |rule: &Optimizer| matches!(rule, Optimizer::ScheduleFree(_));
+        if self.schedule.is_some() && self.rules.iter().any(average) {
+            let why = "do not go together, since its average takes the place of a schedule";
+            return conflict("schedule-free", "a learning-rate schedule", why);
         }
         let distributed = self.storages.iter().any(|spec| spec.distributed);
         if distributed && local && self.gradients.rule().is_some() {

@@ -105,6 +105,8 @@ impl Plan {
             // Options that are no numbers.
             add(&of("optimizer's settings"), format!("{rule:?}"));
         }
+        let schedule = self.schedule().map(ToString::to_string);
+        add("schedule", schedule.unwrap_or_else(|| "none".to_owned()));
         add("steps run", state.step.to_string());
         add("zero stage", self.zero.number().to_string());
         add("ranks that share shards", self.shard_group.to_string());

@@ -91,7 +91,9 @@ impl Plan {
             ),
         ];
         page.push_str("<table>\n");
-        for (what, value) in rows {
+        let schedule = self.schedule().map(ToString::to_string);
+        let schedule = schedule.map(|schedule| ("learning rates follow", schedule));
+        for (what, value) in schedule.into_iter().chain(rows) {
             let _ = writeln!(page, "<tr><td>{what}</td><td class=\"n\">{value}</td></tr>");
         }
         page.push_str("</table>\n");

@@ -58,6 +58,7 @@ pub use error::PlanError;
 pub use explain::{Note, Verdict};
 pub use fusestep_amp::{AmpError, LossScale, ScalePolicy};
 pub use fusestep_launch::Precision;
+pub use fusestep_schedule::{Phase, Schedule, ScheduleError};
 pub use gather::GatheredParams;
 pub use group::SizeClass;
 pub use html::html_page;

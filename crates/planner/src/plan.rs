@@ -6,6 +6,7 @@ use std::sync::Arc;
 use fusestep_launch::{
     Batch, Batchable, LaunchLimits, MultiTensorKernel, Precision, TensorList, batches,
 };
+use fusestep_schedule::Schedule;
 use fusestep_tensor::{DType, ParamDesc, Role};
 
 use crate::bucket::{Caps, Grain};
@@ -29,6 +30,8 @@ pub struct Plan {
     pub(crate) rules: Vec<Optimizer>,
     /// For each parameter its rule.
     pub(crate) rule_of: Arc<[u32]>,
+    /// What multiplies the learning rates.
+    pub(crate) schedule: Option<Arc<Schedule>>,
     pub(crate) precisions: Precisions,
     pub(crate) limits: LaunchLimits,
     pub(crate) tensors: Tensors,
@@ -79,6 +82,11 @@ impl Plan {
     /// If the plan has no such parameter.
     pub fn optimizer_of(&self, param: usize) -> &Optimizer {
         &self.rules[self.rule_of[param] as usize]
+    }
+
+    /// What multiplies the learning rates of all rules.
+    pub fn schedule(&self) -> Option<&Schedule> {
+        self.schedule.as_deref()
     }
 
     /// How exactly parameters of this dtype and their state are kept.

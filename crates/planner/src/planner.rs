@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use fusestep_coalesce::{FlatLayout, LayoutOptions};
 use fusestep_launch::{LaunchLimits, Precision, TensorList};
+use fusestep_schedule::Schedule;
 use fusestep_tensor::{DType, ParamDesc, check_unique_names};
 use serde::Serialize;
 
@@ -58,6 +59,7 @@ impl Tensors {
 pub struct Planner {
     optimizer: Optimizer,
     groups: Vec<(Vec<String>, Optimizer)>,
+    schedule: Option<Schedule>,
     limits: LaunchLimits,
     precisions: Precisions,
     tensors: Tensors,
@@ -71,6 +73,7 @@ impl Planner {
         Self {
             optimizer,
             groups: Vec::new(),
+            schedule: None,
             limits: LaunchLimits::default(),
             precisions: Precisions::default(),
             tensors: Tensors::Kept,
@@ -93,6 +96,14 @@ impl Planner {
     ) -> Self {
         let names = names.into_iter().map(Into::into).collect();
         self.groups.push((names, optimizer));
+        self
+    }
+
+    /// Multiplies every rule's learning rate by the schedule's factor at each update, the one that
+    /// follows from [`crate::State::step`]: micro-steps and skipped steps do not count, and a run
+    /// that is loaded goes on where it was.
+    pub fn schedule(mut self, schedule: Schedule) -> Self {
+        self.schedule = Some(schedule);
         self
     }
 
@@ -171,6 +182,9 @@ impl Planner {
         for param in params {
             param.validate()?;
         }
+        if let Some(schedule) = &self.schedule {
+            schedule.validate()?;
+        }
         let mut plan = self.naive_plan(params, topology)?;
         let mut passes: Vec<&dyn Pass> = self.passes.iter().map(AsRef::as_ref).collect();
         passes.sort_by_key(|pass| pass.acts_on());
@@ -223,6 +237,7 @@ impl Planner {
             params: Arc::from(params),
             rules,
             rule_of: Arc::from(rule_of),
+            schedule: self.schedule.clone().map(Arc::new),
             precisions: self.precisions.clone(),
             limits: self.limits,
             tensors: self.tensors,

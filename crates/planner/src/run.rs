@@ -288,7 +288,7 @@ impl State {
     fn values_of(&self, rule: usize, class: usize) -> SetValues {
         let class = &self.schedule.classes.classes[class];
         SetValues {
-            lr: self.rules[rule].lr(),
+            lr: self.rate(rule),
             lr_scale: class.lr_scale,
             weight_decay: class.weight_decay,
             trust: class.trust,

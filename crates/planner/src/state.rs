@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use fusestep_launch::{Batch, ListBuffer};
+use fusestep_schedule::Schedule as LrSchedule;
 use fusestep_tensor::{DType, ParamDesc, Role};
 
 use crate::arena::GradientArena;
@@ -27,8 +28,10 @@ pub struct State {
     pub(crate) plan_hash: u64,
     pub(crate) params: Arc<[ParamDesc]>,
     pub(crate) tensors: Tensors,
-    /// The rules at their current learning rates.
+    /// The rules at their base learning rates.
     pub(crate) rules: Vec<Optimizer>,
+    /// What multiplies them.
+    pub(crate) lr_schedule: Option<Arc<LrSchedule>>,
     pub(crate) precisions: Precisions,
     pub(crate) storages: Vec<StorageState>,
     /// For each parameter its storage and its position there.
@@ -143,12 +146,42 @@ impl State {
         }
     }
 
-    /// The learning rate of the next step, of parameters without a rule of their own.
+    /// The learning rate of the next step, of parameters without a rule of their own: the base
+    /// rate, times the schedule's factor if the plan has one.
     pub fn lr(&self) -> f64 {
-        self.rules[0].lr()
+        self.rate(0)
     }
 
-    /// Sets the learning rate from the next step on, of parameters without a rule of their own.
+    /// [`State::lr`] of one of the plan's rules.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownRule`].
+    pub fn lr_of(&self, rule: usize) -> Result<f64, PlanError> {
+        let count = self.rules.len();
+        match rule < count {
+            true => Ok(self.rate(rule)),
+            false => Err(PlanError::UnknownRule { rule, count }),
+        }
+    }
+
+    /// What the plan's schedule multiplies the rates of the next step with; 1 without one.
+    pub fn lr_factor(&self) -> f64 {
+        let schedule = self.lr_schedule.as_ref();
+        schedule.map_or(1.0, |schedule| schedule.factor(self.step))
+    }
+
+    pub(crate) fn rate(&self, rule: usize) -> f64 {
+        self.rules[rule].lr() * self.lr_factor()
+    }
+
+    /// Whether the next step may have another rate than later ones.
+    pub(crate) fn rate_may_change(&self) -> bool {
+        let schedule = self.lr_schedule.as_ref();
+        schedule.is_some_and(|own| own.settled_from().is_none_or(|end| self.step < end))
+    }
+
+    /// Sets the base learning rate from the next step on, of parameters without a rule of their
+    /// own.
     ///
     /// # Errors
     /// The optimizer's error if `lr` is negative or not finite; the old one stays.
@@ -156,7 +189,7 @@ impl State {
         self.set_lr_of(0, lr)
     }
 
-    /// Sets the learning rate of one of the plan's rules ([`crate::Planner::group`]), which are
+    /// Sets the base rate of one of the plan's rules ([`crate::Planner::group`]), which are
     /// numbered in the order they were given; 0 is that of all other parameters.
     ///
     /// # Errors
@@ -171,12 +204,12 @@ impl State {
         Ok(())
     }
 
-    /// The rule of parameters without one of their own, at the current learning rate.
+    /// The rule of parameters without one of their own, at its base learning rate.
     pub fn optimizer(&self) -> &Optimizer {
         &self.rules[0]
     }
 
-    /// All rules, at their current learning rates.
+    /// All rules, at their base learning rates.
     pub fn rules(&self) -> &[Optimizer] {
         &self.rules
     }

@@ -58,6 +58,9 @@ impl Plan {
                 other => write!(text, "{other:?}"),
             };
         }
+        if let Some(schedule) = &self.schedule {
+            let _ = write!(text, "schedule {schedule}");
+        }
         text.0.finish()
     }
 
@@ -65,6 +68,7 @@ impl Plan {
     pub fn summary(&self) -> PlanSummary {
         PlanSummary {
             optimizer: self.optimizer().name(),
+            schedule: self.schedule().map(ToString::to_string),
             parameters: self.params.len(),
             elements: self.elements(),
             launches: self.launches(),
@@ -96,6 +100,8 @@ impl Write for HashWriter {
 pub struct PlanSummary {
     /// The update rule.
     pub optimizer: &'static str,
+    /// What multiplies the learning rates; `null` if they stay as they are.
+    pub schedule: Option<String>,
     /// Number of parameters.
     pub parameters: usize,
     /// Their elements.

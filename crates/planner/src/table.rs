@@ -110,7 +110,8 @@ impl Plan {
     /// decided; without a stage that reads the gradients nothing is left to read.
     ///
     /// The step of a plan that reads gradients is waited for nevertheless if parameters are without
-    /// gradient in it, because the next step's table depends on whether this one was skipped.
+    /// gradient in it, because the next step's table depends on whether this one was skipped. So
+    /// is the step before this one while a schedule still changes the rate.
     ///
     /// # Errors
     /// As [`Plan::run`]; [`PlanError::NotCapturable`] for a plan that reads gradients and whose
@@ -325,14 +326,20 @@ impl State {
     }
 
     fn publish_lr(&mut self, backend: &dyn Backend) -> Result<(), PlanError> {
-        let rates = || self.rules.iter().map(|rule| rule.lr().to_bits());
+        let unsettled = self.tables.pending > 0 && self.rate_may_change();
+        if unsettled {
+            // The rate follows from how many steps were applied.
+            self.settle(backend)?;
+        }
+        let rates = || (0..self.rules.len()).map(|rule| self.rate(rule).to_bits());
         if !rates().eq(self.tables.rates.iter().copied()) {
             self.tables.rates = rates().collect();
             let tables = self.tables.updates.iter_mut().zip(&self.updated);
             for (table, &storage) in tables {
                 let rule = self.storages[storage].spec.rule;
                 if let Some(table) = table {
-                    backend.set_table_lr(table.as_mut(), self.rules[rule].lr())?;
+                    let lr = f64::from_bits(self.tables.rates[rule]);
+                    backend.set_table_lr(table.as_mut(), lr)?;
                 }
             }
         }
@@ -356,7 +363,7 @@ impl State {
             self.tables.updates.push(table);
         }
         self.build_reads(plan, backend)?;
-        let rates = self.rules.iter().map(|rule| rule.lr().to_bits());
+        let rates = (0..self.rules.len()).map(|rule| self.rate(rule).to_bits());
         self.tables.rates = rates.collect();
         self.tables.generation = GENERATIONS.fetch_add(1, Ordering::Relaxed);
         Ok(())

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use fusestep_schedule::Schedule;
 use fusestep_tensor::Quoted;
 
 use super::manifest::{Manifest, TensorSpec, refuse};
@@ -10,6 +11,9 @@ use crate::{Plan, PlanError};
 
 /// Tensors that a refusal names.
 const MOST_NAMED: usize = 9;
+
+/// Steps in which schedules are compared, some seconds of work.
+const MOST_COMPARED: u64 = 1 << 26;
 
 impl Plan {
     pub(super) fn check_manifest(
@@ -25,6 +29,7 @@ impl Plan {
         if manifest.says_objective() {
             self.check_rules(manifest, folder)?;
         }
+        self.check_schedule(manifest, folder)?;
         self.check_open(manifest, folder)?;
         let differences = self.differences(manifest)?;
         let Some((name, expected, found)) = differences.first() else {
@@ -78,6 +83,37 @@ impl Plan {
             }
         }
         Ok(())
+    }
+
+    /// Another schedule is one with another factor at a step that was taken: what is left of it may
+    /// change.
+    fn check_schedule(&self, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
+        let own = self.schedule().map(ToString::to_string);
+        if own == manifest.schedule {
+            return Ok(());
+        }
+        let none = "none";
+        let found = manifest.schedule.as_deref().unwrap_or(none);
+        let saved: Option<Schedule> = manifest.schedule.as_ref().and_then(|_| found.parse().ok());
+        let factor = |schedule: Option<&Schedule>, step| {
+            schedule.map_or(1.0, |schedule| schedule.factor(step))
+        };
+        let readable = saved.is_some() == manifest.schedule.is_some();
+        let taken = 0..manifest.step.min(MOST_COMPARED);
+        let mut taken =
+            taken.filter(|&step| factor(self.schedule(), step) != factor(saved.as_ref(), step));
+        let differs = match taken.next() {
+            Some(step) => format!("another rate at step {}", step + 1),
+            None if !readable => "no schedule of this version".to_owned(),
+            None if manifest.step > MOST_COMPARED => "too many steps to compare".to_owned(),
+            None => return Ok(()),
+        };
+        let expected = format!(
+            "`{}`, or one that is the same in the steps taken",
+            own.as_deref().unwrap_or(none)
+        );
+        let found = format!("`{}`: {differs}", Quoted(found));
+        Err(refuse(folder, "schedule", &expected, found))
     }
 
     /// Tensors that the plan and a checkpoint have not alike: name, expected, found.

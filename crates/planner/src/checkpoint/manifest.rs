@@ -60,6 +60,9 @@ pub struct Manifest {
     /// Rules of parameters that have one of their own; from version 3 on.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub optimizer_of: BTreeMap<String, String>,
+    /// What multiplied the learning rates, as text, if anything did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub schedule: Option<String>,
     /// Steps run.
     pub step: u64,
     /// Steps skipped.
@@ -245,6 +248,7 @@ impl Manifest {
             optimizer,
             objective: None,
             optimizer_of: BTreeMap::new(),
+            schedule: None,
             step,
             skipped: 0,
             loss_scale: None,

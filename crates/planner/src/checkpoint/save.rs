@@ -243,6 +243,7 @@ impl Plan {
         let mut manifest = Manifest::new(self.optimizer().name().to_owned(), state.step());
         manifest.objective = self.objective();
         manifest.optimizer_of = self.own_rules();
+        manifest.schedule = self.schedule().map(ToString::to_string);
         manifest.skipped = state.skipped();
         manifest.loss_scale = state
             .loss_scale()

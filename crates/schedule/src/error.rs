@@ -1,0 +1,74 @@
+//! What is wrong with a schedule.
+
+use alloc::string::String;
+use core::fmt;
+
+/// What is wrong with a schedule.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum ScheduleError {
+    /// A number of a phase is out of range.
+    Range {
+        /// Position of the phase, from 0.
+        index: usize,
+        /// Its name.
+        phase: &'static str,
+        /// The number.
+        what: &'static str,
+        /// What would work.
+        expected: &'static str,
+        /// The value given.
+        found: f64,
+    },
+    /// A phase without an end has another behind it.
+    Endless {
+        /// Position of the phase, from 0.
+        index: usize,
+        /// Its name.
+        phase: &'static str,
+    },
+    /// A text is no schedule.
+    Text {
+        /// Position of the phase, from 0.
+        index: usize,
+        /// What would work.
+        expected: &'static str,
+        /// The phase as it was written.
+        found: String,
+    },
+}
+
+impl fmt::Display for ScheduleError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ScheduleError::Range {
+                index,
+                phase,
+                what,
+                expected,
+                found,
+            } => write!(
+                f,
+                "schedule, phase {}: {what} of {phase}: expected {expected}, found {found}",
+                index + 1
+            ),
+            ScheduleError::Endless { index, phase } => write!(
+                f,
+                "schedule, phase {}: expected a number of steps for {phase}, since a phase \
+                 follows, found none",
+                index + 1
+            ),
+            ScheduleError::Text {
+                index,
+                expected,
+                found,
+            } => write!(
+                f,
+                "schedule, phase {}: expected {expected}, found `{found}`",
+                index + 1
+            ),
+        }
+    }
+}
+
+impl core::error::Error for ScheduleError {}

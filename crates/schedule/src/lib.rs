@@ -1,0 +1,121 @@
+#![doc = include_str!("../README.md")]
+#![no_std]
+#![forbid(unsafe_code)]
+
+extern crate alloc;
+
+mod error;
+mod phase;
+mod text;
+
+use alloc::vec;
+use alloc::vec::Vec;
+
+pub use error::ScheduleError;
+pub use phase::Phase;
+
+/// The factor on the learning rate at every step: one phase after the other.
+///
+/// A value: equal schedules have equal factors, and the factor of a step follows from its number.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Schedule {
+    /// At least one.
+    phases: Vec<Phase>,
+}
+
+impl Schedule {
+    /// Factor 1 at every step.
+    pub fn constant() -> Self {
+        Phase::Constant {
+            steps: None,
+            factor: 1.0,
+        }
+        .into()
+    }
+
+    /// A linear rise over so many steps: (t + 1) / (steps + 1), so that no step is lost at rate 0
+    /// and the first step after it has the whole rate.
+    pub fn warmup(steps: u64) -> Self {
+        Phase::warmup(steps).into()
+    }
+
+    /// Half a cosine from 1 to 0 over so many steps.
+    pub fn cosine(steps: u64) -> Self {
+        Phase::Cosine { steps, floor: 0.0 }.into()
+    }
+
+    /// This schedule, and once its steps are over another from its own step 0 on.
+    pub fn then(mut self, next: impl Into<Schedule>) -> Self {
+        self.phases.extend(next.into().phases);
+        self
+    }
+
+    /// The phases, in order.
+    pub fn phases(&self) -> &[Phase] {
+        &self.phases
+    }
+
+    /// Checks every number.
+    ///
+    /// # Errors
+    /// A [`ScheduleError`] that names the phase, the number and what would work: factors, gammas,
+    /// floors and powers are finite and not negative, floors at most 1, and only the last phase
+    /// goes on for ever.
+    pub fn validate(&self) -> Result<(), ScheduleError> {
+        for (index, phase) in self.phases.iter().enumerate() {
+            phase.validate(index)?;
+            let last = index + 1 == self.phases.len();
+            if phase.steps().is_none() && !last {
+                return Err(ScheduleError::Endless {
+                    index,
+                    phase: phase.name(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// The factor of the update that so many updates went before.
+    ///
+    /// # Cost
+    /// Linear in the number of phases.
+    pub fn factor(&self, step: u64) -> f64 {
+        let mut step = step;
+        let (last, before) = match self.phases.split_last() {
+            Some(split) => split,
+            None => return 1.0,
+        };
+        for phase in before {
+            match phase.steps() {
+                Some(steps) if step >= steps => step -= steps,
+                _ => return phase.factor(step),
+            }
+        }
+        last.factor(step)
+    }
+
+    /// The step from which on the factor is always the same; `None` if there is none.
+    pub fn settled_from(&self) -> Option<u64> {
+        let steps = |phase: &Phase| match phase {
+            Phase::Constant { steps: None, .. } => Some(0),
+            other => other.steps(),
+        };
+        self.phases
+            .iter()
+            .try_fold(0u64, |sum, phase| Some(sum.saturating_add(steps(phase)?)))
+    }
+}
+
+impl From<Phase> for Schedule {
+    fn from(phase: Phase) -> Self {
+        Self {
+            phases: vec![phase],
+        }
+    }
+}
+
+impl Default for Schedule {
+    fn default() -> Self {
+        Self::constant()
+    }
+}
