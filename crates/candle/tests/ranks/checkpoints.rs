@@ -22,6 +22,7 @@ fn options() -> Options {
         groups: vec![ParamGroup::of(["embedding"], lion)],
         clip_norm: Some(0.5),
         loss_scale: Some(LossScale::fixed(1.0).unwrap()),
+        schedule: Some("warmup:3,polynomial:5:2".parse().unwrap()),
         ..Options::default()
     }
 }
@@ -212,6 +213,13 @@ fn a_checkpoint_of_another_model_or_rule_is_refused_tensor_by_tensor() {
         error.contains("embedding.weight") && error.contains("lion"),
         "{error}"
     );
+    let unscheduled = Options {
+        schedule: None,
+        ..options()
+    };
+    let error = adamw(&same, &unscheduled).resume(folder.path());
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("found `warmup:3,polynomial:5:2`"), "{error}");
     let mut sgd = Sgd::new(same.clone(), ParamsSgd::default()).unwrap();
     let error = sgd.resume(folder.path()).unwrap_err().to_string();
     assert!(
