@@ -26,28 +26,24 @@ struct Golden {
     base: f64,
 }
 
-/// Positive f64 values between two.
-fn ulps(a: f64, b: f64) -> u64 {
-    a.to_bits().abs_diff(b.to_bits())
-}
-
-/// The largest differences of any step of a case: from the scheduler's closed form, in units in the
-/// last place, and from its own steps, relative to the base rate.
-fn differences(name: &str, schedule: &Schedule, base: f64) -> (u64, f64) {
+/// The largest differences of any step of a case, relative to the base rate: from the scheduler's
+/// closed form, and from its own steps. A cosine's 1 + cos cancels towards the end in PyTorch and
+/// here, so units of the rate itself would measure which cosine was taken.
+fn differences(name: &str, schedule: &Schedule, base: f64) -> (f64, f64) {
     let golden = SafeTensors::deserialize(GOLDEN).unwrap();
-    let read = |list: &str| {
-        let tensor = golden.tensor(&format!("{name}.{list}"));
-        tensor.map(|tensor| pod_collect_to_vec::<u8, f64>(tensor.data()))
+    let largest = |list: &str| {
+        let tensor = golden.tensor(&format!("{name}.{list}")).ok()?;
+        let rates = pod_collect_to_vec::<u8, f64>(tensor.data());
+        assert_eq!(rates.len(), 1001);
+        let rates = rates.into_iter().enumerate();
+        let rate = |step: usize| base * schedule.factor(step as u64);
+        let differences = rates.map(|(step, lr)| (rate(step) - lr).abs() / base);
+        Some(differences.fold(0.0, f64::max))
     };
-    let rate = |step: usize| base * schedule.factor(step as u64);
-    let chained = read("chained").unwrap().into_iter().enumerate();
-    assert_eq!(chained.len(), 1001);
-    let chained = chained.map(|(step, lr)| (rate(step) - lr).abs() / base);
-    let closed = read("closed").unwrap_or_default().into_iter().enumerate();
-    // A cosine of a half turn rounds to a rate a little beside zero, of any exponent.
-    let closed = closed.filter(|&(_, lr)| lr > 1e-15 * base);
-    let closed = closed.map(|(step, lr)| ulps(rate(step), lr));
-    (closed.max().unwrap_or(0), chained.fold(0.0, f64::max))
+    (
+        largest("closed").unwrap_or(0.0),
+        largest("chained").unwrap(),
+    )
 }
 
 #[test]
@@ -61,7 +57,10 @@ fn rates_are_those_of_pytorch_at_every_step() {
         };
         let case: Golden = serde_json::from_str(&text).unwrap();
         let (closed, chained) = differences(name, &case.schedule.parse().unwrap(), case.base);
-        assert!(closed <= 4, "{name}: {closed} units in the last place");
+        assert!(
+            closed <= 4.0 * f64::EPSILON,
+            "{name}: {closed} of the base rate"
+        );
         assert!(chained <= 1e-12, "{name}: {chained} of the base rate");
         cases += 1;
     }
@@ -71,9 +70,9 @@ fn rates_are_those_of_pytorch_at_every_step() {
 #[test]
 fn the_golden_comparison_can_fail() {
     let differ = |text: &str| differences("cosine_floor", &text.parse().unwrap(), 1e-3);
-    assert!(differ("cosine:1000:0.1").0 <= 4);
+    assert!(differ("cosine:1000:0.1").0 <= 4.0 * f64::EPSILON);
     let (closed, chained) = differ("cosine:1001:0.1");
-    assert!(closed > 4 && chained > 1e-12);
+    assert!(closed > 1e-6 && chained > 1e-6);
 }
 
 const SCHEDULE: &str = "warmup:3,polynomial:5:2:0.1";

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
 use fusestep_candle::{
     AdamW, Fusion, Lars, LossScale, Master, Options, Params, ParamsLars, Precision, Rounding,
-    StateDType,
+    Schedule, StateDType,
 };
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{ClipByGlobalNorm, LossScaling, Planner, UpdateNorms};
@@ -107,6 +107,9 @@ fn planned(
     if let Some(norm) = options.clip_norm {
         planner = planner.with(ClipByGlobalNorm::new(norm));
     }
+    if let Some(schedule) = &options.schedule {
+        planner = planner.schedule(schedule.clone());
+    }
     if options.update_norms {
         planner = planner.with(UpdateNorms);
     }
@@ -177,6 +180,23 @@ fn clipped_and_scaled_steps_have_the_bits_of_a_planned_state() {
         ..clipped
     };
     has_the_bits_of_a_planned_state(&scaled, &[0, 3]);
+}
+
+#[test]
+fn scheduled_steps_have_the_bits_of_a_planned_state_and_say_their_rate() {
+    let options = Options {
+        schedule: Some(Schedule::warmup(2).then(Schedule::cosine(4))),
+        ..Options::default()
+    };
+    has_the_bits_of_a_planned_state(&options, &[0, 3]);
+    let rule = ParamsAdamW::default();
+    let (vars, base) = (vars(DType::F32), rule.lr);
+    let mut optimizer = AdamW::with_options(vars.clone(), rule, &options).unwrap();
+    for (step, factor) in [1.0 / 3.0, 2.0 / 3.0, 1.0].into_iter().enumerate() {
+        assert!((optimizer.scheduled_rate() / base - factor).abs() < 1e-15);
+        optimizer.step(&grads(&vars, step as u64)).unwrap();
+    }
+    assert_eq!(optimizer.learning_rate(), base);
 }
 
 #[test]

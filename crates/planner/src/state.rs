@@ -158,10 +158,10 @@ impl State {
     /// [`PlanError::UnknownRule`].
     pub fn lr_of(&self, rule: usize) -> Result<f64, PlanError> {
         let count = self.rules.len();
-        match rule < count {
-            true => Ok(self.rate(rule)),
-            false => Err(PlanError::UnknownRule { rule, count }),
+        if rule >= count {
+            return Err(PlanError::UnknownRule { rule, count });
         }
+        Ok(self.rate(rule))
     }
 
     /// What the plan's schedule multiplies the rates of the next step with; 1 without one.

@@ -22,6 +22,7 @@ fn options() -> Options {
         groups: vec![ParamGroup::of(["embedding"], lion)],
         clip_norm: Some(0.5),
         loss_scale: Some(LossScale::fixed(1.0).unwrap()),
+        schedule: Some("warmup:3,polynomial:5:2".parse().unwrap()),
         ..Options::default()
     }
 }
@@ -163,6 +164,22 @@ fn candle_reads_the_model_as_any_file_of_its_own() {
         );
         assert_ne!(before, values[0][6]);
     }
+}
+
+#[test]
+fn a_checkpoint_of_another_schedule_is_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let own = vars(DType::F32, 7);
+    let mut fused = adamw(&own, &options());
+    step_whole(&mut fused, &own, 0..1).unwrap();
+    fused.save_checkpoint(folder.path(), 1).unwrap();
+    let unscheduled = Options {
+        schedule: None,
+        ..options()
+    };
+    let error = adamw(&own, &unscheduled).resume(folder.path());
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("found `warmup:3,polynomial:5:2`"), "{error}");
 }
 
 #[test]

@@ -69,6 +69,25 @@ fn a_run_resumed_on_the_same_ranks_ends_with_the_same_parameters_and_on_others_g
     go_on_elsewhere(&folder, text(&path));
 }
 
+#[test]
+fn a_resumed_run_goes_on_in_its_schedule_and_another_is_refused_by_name() {
+    let folder = Folder::new();
+    let path = folder.path("checkpoint");
+    let of = ["--schedule", "warmup:10,cosine:80:0.1"];
+    let resume = ["--resume", "--checkpoint", text(&path)];
+    let whole = train(&of);
+    ok(&[&["train", "--epochs", "1"], &of[..], &resume[1..]].concat());
+    let error = refused(&[&["train", "--schedule", "warmup:5"], &resume[..]].concat());
+    for word in ["`warmup:5`", "`warmup:10,cosine:80:0.1`", "step 1"] {
+        assert!(error.contains(word), "{word}: {error}");
+    }
+    let resumed = train(&[&of[..], &resume].concat());
+    assert_eq!(resumed["params_hash"], whole["params_hash"]);
+    assert_ne!(train(&[])["params_hash"], whole["params_hash"]);
+    let error = refused(&["train", "--schedule", "step:0:0.1"]);
+    assert!(error.contains("step:EVERY:GAMMA"), "{error}");
+}
+
 /// Writes the checkpoint for 3 ranks and trains on with 1, 2 and 3, from it and from the files as
 /// they were.
 fn go_on_elsewhere(folder: &Folder, path: &str) {
