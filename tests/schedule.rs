@@ -195,7 +195,7 @@ fn plans_show_their_schedule_and_refuse_what_has_no_meaning() {
         plan.to_string()
             .contains(&format!("learning rates follow {SCHEDULE}\n"))
     );
-    assert!(fusestep_planner::html_page(&plan).contains(SCHEDULE));
+    assert!(plan.to_html().contains(SCHEDULE));
     let shown = plan.summary().schedule.unwrap();
     assert_eq!(shown.parse(), Ok(plan.schedule().unwrap().clone()));
     let another = planner("warmup:4").plan(&params).unwrap();

@@ -87,6 +87,9 @@ impl FromStr for Schedule {
 /// Most numbers of a phase.
 const MOST_NUMBERS: usize = 3;
 
+/// Makes a phase of its numbers; `None` if they are not of its form.
+type Reader = fn(&[&str]) -> Option<Phase>;
+
 fn phase(index: usize, text: &str) -> Result<Phase, ScheduleError> {
     let mut parts = text.split(':');
     let name = parts.next().unwrap_or_default();
@@ -96,7 +99,7 @@ fn phase(index: usize, text: &str) -> Result<Phase, ScheduleError> {
         expected,
         found: text.to_owned(),
     };
-    let (expected, read): (_, fn(&[&str]) -> Option<Phase>) = match name {
+    let (expected, read): (_, Reader) = match name {
         "constant" => ("constant[:STEPS[:FACTOR]]", constant),
         "warmup" => ("warmup:STEPS", |n| match n {
             [steps] => Some(Phase::warmup(number(steps)?)),

@@ -50,7 +50,7 @@ proptest! {
         step in 0u64..500
     ) {
         let steps = first.steps().unwrap();
-        let both = Schedule::from(first.clone()).then(second.clone());
+        let both = Schedule::from(first).then(second);
         let expected = match step.checked_sub(steps) {
             Some(own) => second.factor(own),
             None => first.factor(step),
