@@ -124,11 +124,14 @@ pub(crate) struct OptimizerArgs {
     /// adam: scale the step by the largest second moment so far
     #[arg(long)]
     pub(crate) amsgrad: bool,
-    /// What multiplies the learning rate at every update: warmup:STEPS, cosine:STEPS[:FLOOR],
-    /// polynomial:STEPS:POWER[:FLOOR], linear:STEPS:FROM:TO, constant[:STEPS[:FACTOR]],
-    /// step:EVERY:GAMMA[:STEPS]; joined by commas one follows on the other, as in
-    /// warmup:100,cosine:900:0.1
-    #[arg(long)]
+    // Not as a doc comment, which would take the brackets for links.
+    #[arg(
+        long,
+        help = "What multiplies the learning rate at every update: warmup:STEPS, \
+                cosine:STEPS[:FLOOR], polynomial:STEPS:POWER[:FLOOR], linear:STEPS:FROM:TO, \
+                constant[:STEPS[:FACTOR]], step:EVERY:GAMMA[:STEPS]; joined by commas one follows \
+                on the other, as in warmup:100,cosine:900:0.1"
+    )]
     pub(crate) schedule: Option<Schedule>,
     /// Step along the gradient instead of against it
     #[arg(long)]
