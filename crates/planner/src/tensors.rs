@@ -202,7 +202,7 @@ impl State {
         })
     }
 
-    fn not_on_host(&self, role: Role, name: &str) -> PlanError {
+    pub(crate) fn not_on_host(&self, role: Role, name: &str) -> PlanError {
         PlanError::NotOnHost {
             role,
             name: name.to_owned(),
