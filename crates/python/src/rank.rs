@@ -210,9 +210,11 @@ impl<'c> Rank<'c> {
         let mut state = self.kept.state();
         let mut places = Vec::with_capacity(self.plan.params().len());
         for desc in self.plan.params() {
+            // What has no elements has no memory to lend.
+            let lent = lends && desc.numel() > 0;
             places.push(Lent {
                 param: param_address(&mut state, desc)?,
-                grad: lends.then(|| grad_address(&state, desc)).transpose()?,
+                grad: lent.then(|| grad_address(&state, desc)).transpose()?,
             });
         }
         Ok(places)
