@@ -1,15 +1,15 @@
 """Processes that train one model together: `DataParallel`."""
 
-import json
-import os
+import multiprocessing
 import pathlib
 import subprocess
 import sys
+import time
 import uuid
 
 import pytest
 import torch
-from rank_program import Model, loss_of
+from rank_program import Model, loss_of, main
 
 import fusestep.torch
 
@@ -17,13 +17,11 @@ HERE = pathlib.Path(__file__).resolve().parent
 PROGRAM = HERE / "rank_program.py"
 
 
-def environment(rank, world):
-    return {
-        **os.environ,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-    }
+def starter():
+    """Starts processes as copies of one that has imported PyTorch, which takes it seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "fusestep.torch"])
+    return context
 
 
 def run(kind, out, world=2, may_die=(), **options):
@@ -31,22 +29,24 @@ def run(kind, out, world=2, may_die=(), **options):
     out.mkdir(exist_ok=True)
     session = uuid.uuid4().hex
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), kind, str(out), json.dumps(options)],
-            env={**environment(rank, world), "FUSESTEP_SESSION": session},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        starter().Process(target=main, args=(kind, out, options, (rank, world, session)))
         for rank in range(world)
     ]
-    told = [process.communicate(timeout=240)[0] for process in processes]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + 240
+    for process in processes:
+        process.join(max(0, end - time.monotonic()))
+    late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+    for rank in late:
+        processes[rank].kill()
+    assert not late, "ranks that did not end"
     found = []
     for rank, process in enumerate(processes):
         if rank in may_die:
             found.append(None)
             continue
-        assert process.returncode == 0, told[rank]
+        assert process.exitcode == 0, (out / f"rank{rank}.txt").read_text()
         found.append(torch.load(out / f"rank{rank}.pt"))
     return found
 
@@ -118,6 +118,15 @@ def test_a_checkpoint_goes_on_at_another_number_of_ranks(tmp_path):
 @pytest.mark.parametrize("options", [{}, {"comm_streams": 0}])
 def test_gradients_are_views_and_what_is_wrong_is_refused(tmp_path, options):
     run("views", tmp_path, **options)
+
+
+@pytest.mark.parametrize("how", ["backward", "clip", "zeros"])
+def test_gradients_written_while_ranks_average_them_are_refused(tmp_path, how):
+    for found in run("written", tmp_path, how=how):
+        *second, step, flush, again = found["errors"]
+        assert [("second gradient" in text) for text in second] == [True] * (how == "backward")
+        assert all("found it written" in text for text in (step, flush, again)), found["errors"]
+        assert found["same"]
 
 
 def test_unequal_models_are_named(tmp_path):

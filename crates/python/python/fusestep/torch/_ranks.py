@@ -81,7 +81,8 @@ class DataParallel(torch.nn.Module):
             address = places[index][1]
             if address is not None:
                 self._gradients[index] = self._view(index, address)
-        self._given: Dict[int, Tensor] = {}
+        # The version of what was given in a view, `None` for a copy.
+        self._given: Dict[int, Optional[int]] = {}
         self._versions: List[int] = []
         self._norms: Optional[List[Tuple[str, float]]] = None
         self._handles: List[Any] = []
@@ -117,6 +118,7 @@ class DataParallel(torch.nn.Module):
     def flush(self) -> None:
         """Updates from fewer micro-steps than ``accumulate``, at an epoch's end. All ranks call
         it."""
+        self._refuse_written_gradients()
         self._take(self._ranks.flush())
 
     def save(self, folder: Folder, steps: int, *, wait: bool = True) -> None:
@@ -175,9 +177,9 @@ class DataParallel(torch.nn.Module):
                 "found a second gradient; the optimizer's `accumulate=` adds those of several"
             )
         Library.refuse(name, tensor, gradient)
-        self._given[index] = tensor
         view = self._gradients.get(index)
         if view is None:
+            self._given[index] = None
             dense = gradient.contiguous()
             self._ranks.push(index, (dense.data_ptr(), dense.numel() * dense.element_size()))
             if self._zero == 2:
@@ -186,10 +188,24 @@ class DataParallel(torch.nn.Module):
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
             tensor.grad = view
+        self._given[index] = view._version
         self._ranks.given(index)
+
+    def _refuse_written_gradients(self) -> None:
+        """Autograd adds to a gradient before its hook can refuse that, and others write to it
+        freely; what ranks have averaged meanwhile is neither the one nor the other."""
+        for index, version in self._given.items():
+            if version is not None and self._gradients[index]._version != version:
+                raise RuntimeError(
+                    f"gradient of `{self._members[index].name}`: expected what `backward` has left "
+                    "there, found it written while ranks average it; parameters are those of the "
+                    "last step: go on from a checkpoint, with the optimizer's `clip_norm=` or "
+                    "`accumulate=` if that was meant"
+                )
 
     def _step(self) -> None:
         """The optimizer's step."""
+        self._refuse_written_gradients()
         for member, version in zip(self._members, self._versions):
             if member.tensor._version != version:
                 raise RuntimeError(
