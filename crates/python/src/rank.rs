@@ -45,11 +45,11 @@ pub(crate) struct Ready {
     pub(crate) plan: String,
     pub(crate) aborter: Aborter,
     pub(crate) kept: Arc<Kept>,
-    pub(crate) places: Vec<Lent>,
+    pub(crate) places: Vec<Borrowed>,
 }
 
 /// Where a parameter of the rank's own memory and its gradient begin.
-pub(crate) struct Lent {
+pub(crate) struct Borrowed {
     pub(crate) param: usize,
     /// `None` where gradients move while they are reduced.
     pub(crate) grad: Option<usize>,
@@ -206,15 +206,15 @@ impl<'c> Rank<'c> {
         Ok((rank_of, ready))
     }
 
-    fn places(&self, lends: bool) -> Result<Vec<Lent>, Error> {
+    fn places(&self, lends: bool) -> Result<Vec<Borrowed>, Error> {
         let mut state = self.kept.state();
         let mut places = Vec::with_capacity(self.plan.params().len());
         for desc in self.plan.params() {
             // What has no elements has no memory to lend.
-            let lent = lends && desc.numel() > 0;
-            places.push(Lent {
+            let borrowed = lends && desc.numel() > 0;
+            places.push(Borrowed {
                 param: param_address(&mut state, desc)?,
-                grad: lent.then(|| grad_address(&state, desc)).transpose()?,
+                grad: borrowed.then(|| grad_address(&state, desc)).transpose()?,
             });
         }
         Ok(places)

@@ -14,7 +14,7 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::rank::{Kept, Lent, Rank, Setup, Stepped, Task, serve};
+use crate::rank::{Borrowed, Kept, Rank, Setup, Stepped, Task, serve};
 use crate::rules::{Settings, refused};
 use crate::session::{Described, dtype_of, number, parse, trusts};
 
@@ -34,7 +34,7 @@ pub(crate) struct Ranks {
     plan: String,
     names: Vec<String>,
     rule_numbers: Vec<Option<usize>>,
-    places: Vec<Lent>,
+    places: Vec<Borrowed>,
     /// Views of Python's keep this object, and so the memory.
     _kept: Arc<Kept>,
 }
@@ -108,7 +108,9 @@ impl Ranks {
     /// written by others.
     fn places(&self) -> Vec<(usize, Option<usize>)> {
         let places = self.places.iter();
-        places.map(|lent| (lent.param, lent.grad)).collect()
+        places
+            .map(|borrowed| (borrowed.param, borrowed.grad))
+            .collect()
     }
 
     /// Takes the parameters of rank 0 and compares what decides the bits.
