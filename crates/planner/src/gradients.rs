@@ -50,10 +50,48 @@ impl Plan {
         state.absorb(self, backend, param, Some(bytes), how)?;
         state.arena.now[param] = Given::Pushed;
         state.arena.given[param] += 1;
+        self.start_full(state, backend, comms, param)
+    }
+
+    /// Says that the gradient of one parameter is whole where its view lies ([`State::grad_mut`]):
+    /// nothing is copied, and every segment that is full starts to be reduced, if `comms` has
+    /// communication streams. The view may be written again once the step has been run. With
+    /// several micro-steps to an update it counts as given, and is added when the micro-step ends.
+    ///
+    /// # Errors
+    /// As [`Plan::push_grad`]; [`PlanError::NotOnHost`].
+    pub fn give_view(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        name: &str,
+    ) -> Result<(), PlanError> {
+        self.check_state(state)?;
+        let param = state.find(name)?;
+        if state.grad_view(param)?.is_none() {
+            return Err(state.not_on_host(Role::Grad, name));
+        }
+        if self.micro_steps() > 1 {
+            return Ok(());
+        }
+        state.arena.now[param] = Given::Pushed;
+        state.arena.given[param] += 1;
+        self.start_full(state, backend, comms, param)
+    }
+
+    /// Counts a parameter's gradient in its segment and starts every segment that is full.
+    fn start_full(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        param: usize,
+    ) -> Result<(), PlanError> {
         let Some(segment) = state.arena.regions[param].segment else {
             return Ok(());
         };
-        if !bytes.is_empty() {
+        if self.params[param].numel() > 0 {
             state.arena.ready.given(segment);
         }
         let last = state.arena.micro_steps + 1 == self.micro_steps();

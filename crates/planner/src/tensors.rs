@@ -28,7 +28,12 @@ impl State {
             bytes.and_then(|bytes| bytes.get(place))
         };
         let bytes = bytes.ok_or_else(|| self.not_on_host(role, name))?;
-        Ok(bytemuck::cast_slice(bytes))
+        // What has no elements lies nowhere, so not aligned either.
+        Ok(if bytes.is_empty() {
+            &[]
+        } else {
+            bytemuck::cast_slice(bytes)
+        })
     }
 
     /// A tensor on the host that this rank has whole, to be written. At the next step an f32 master
@@ -47,9 +52,12 @@ impl State {
             self.params_version += 1;
         }
         if role == Role::Grad {
-            return Ok(bytemuck::cast_slice_mut(
-                self.grad_view(param)?.ok_or(error)?,
-            ));
+            let bytes = self.grad_view(param)?.ok_or(error)?;
+            return Ok(if bytes.is_empty() {
+                &mut []
+            } else {
+                bytemuck::cast_slice_mut(bytes)
+            });
         }
         let own = &mut self.storages[storage];
         let held = whole(own.spec.held(tensor, list), &self.params[param])?;
@@ -202,7 +210,7 @@ impl State {
         })
     }
 
-    fn not_on_host(&self, role: Role, name: &str) -> PlanError {
+    pub(crate) fn not_on_host(&self, role: Role, name: &str) -> PlanError {
         PlanError::NotOnHost {
             role,
             name: name.to_owned(),

@@ -3,6 +3,8 @@
 mod collect;
 mod dlpack;
 mod loan;
+mod rank;
+mod ranks;
 mod rules;
 mod session;
 mod threads;
@@ -21,5 +23,6 @@ fn check(settings: &Bound<'_, PyDict>) -> PyResult<()> {
 fn _fusestep(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_function(wrap_pyfunction!(check, module)?)?;
+    module.add_class::<ranks::Ranks>()?;
     module.add_class::<session::Session>()
 }

@@ -13,7 +13,7 @@ use pyo3::types::PyDict;
 pub(crate) struct Settings<'a, 'py>(pub(crate) &'a Bound<'py, PyDict>);
 
 impl Settings<'_, '_> {
-    fn get<T>(&self, name: &str) -> PyResult<T>
+    pub(crate) fn get<T>(&self, name: &str) -> PyResult<T>
     where
         T: for<'py> FromPyObject<'py>,
     {

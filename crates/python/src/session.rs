@@ -44,11 +44,11 @@ pub(crate) struct Session {
 
 /// One parameter as Python describes it.
 #[derive(FromPyObject)]
-struct Described {
-    name: String,
-    dtype: String,
-    shape: Vec<u64>,
-    group: usize,
+pub(crate) struct Described {
+    pub(crate) name: String,
+    pub(crate) dtype: String,
+    pub(crate) shape: Vec<u64>,
+    pub(crate) group: usize,
     /// Whether it can have a gradient.
     trains: bool,
 }
@@ -342,17 +342,17 @@ fn failed(error: impl std::fmt::Display) -> PyErr {
 }
 
 /// The rules of the groups.
-fn parse(rules: &[Bound<'_, PyDict>]) -> PyResult<Vec<Optimizer>> {
+pub(crate) fn parse(rules: &[Bound<'_, PyDict>]) -> PyResult<Vec<Optimizer>> {
     rules.iter().map(|rule| Settings(rule).rule()).collect()
 }
 
 /// Whether the rates of each group are scaled.
-fn trusts(rules: &[Bound<'_, PyDict>]) -> PyResult<Vec<Option<Trust>>> {
+pub(crate) fn trusts(rules: &[Bound<'_, PyDict>]) -> PyResult<Vec<Option<Trust>>> {
     rules.iter().map(|rule| Settings(rule).trust()).collect()
 }
 
 /// The distinct rules of groups that train, and which each group has, numbered as the planner does.
-fn number(
+pub(crate) fn number(
     rules: &[Optimizer],
     trains: impl Fn(usize) -> bool,
 ) -> (Vec<Optimizer>, Vec<Option<usize>>) {

@@ -343,6 +343,17 @@ def test_complex_half_integer_and_strided_parameters():
     assert torch.equal(strided, torch.zeros(6, 4)) and not optimizer.state
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_dtypes_that_no_kernel_has_are_refused(dtype):
+    params = [torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(3).to(dtype))]
+    optimizer = make("AdamW", params)
+    for param in params:
+        param.grad = torch.ones(param.shape).to(param.dtype)
+    with pytest.raises(TypeError, match=f"0.1.*found {dtype}"):
+        optimizer.step()
+    assert torch.equal(params[0], torch.ones(4)) and not optimizer.state
+
+
 def test_overlapping_parameters_are_refused():
     memory = torch.zeros(10)
     params = [torch.nn.Parameter(memory[:6]), torch.nn.Parameter(memory[5:])]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Dict, List, Optional, Tuple, final
 
-__all__ = ["__version__", "check", "Session"]
+__all__ = ["__version__", "check", "Ranks", "Session"]
 
 __version__: str
 
@@ -47,3 +47,65 @@ class Session:
 
     def loss_scale(self) -> Optional[Tuple[float, int, int]]:
         """The loss scale and how many good and bad steps it counts; ``None`` without one."""
+
+@final
+class Ranks:
+    """One rank of many, all of which make the same calls."""
+
+    def __new__(
+        cls,
+        described: Sequence[Any],
+        rules: Sequence[Dict[str, Any]],
+        options: Dict[str, Any],
+        threads: int,
+    ) -> Ranks:
+        """Joins the other processes with the parameters described, all of which train."""
+
+    @property
+    def rank(self) -> int:
+        """This process among all."""
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+
+    def plan(self) -> str:
+        """The plan of a step, as text."""
+
+    def places(self) -> List[Tuple[int, Optional[int]]]:
+        """For each parameter the address of its memory and of its gradient's, where that may be
+        written by others."""
+
+    def begin(self) -> None:
+        """Takes the parameters of rank 0 and compares what decides the bits."""
+
+    def given(self, index: int) -> None:
+        """Says that the gradient of a parameter is whole in its view; does not wait."""
+
+    def push(self, index: int, place: Tuple[int, int]) -> None:
+        """Copies a gradient: its address, and how many bytes it has."""
+
+    def step(self, rules: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
+        """Ends a micro-step: reduces and updates, if it is the last one of an update."""
+
+    def flush(self) -> Dict[str, Any]:
+        """Updates from fewer micro-steps than asked for."""
+
+    def touch(self) -> None:
+        """Before parameters are written through their views."""
+
+    def loss_scale(self) -> float:
+        """The factor to multiply the next loss with."""
+
+    def resume(self, folder: str) -> Optional[int]:
+        """Goes on from a folder's checkpoint; how many steps had been done, ``None`` without
+        one."""
+
+    def save(self, folder: str, steps: int) -> None:
+        """Begins a checkpoint, which is written behind what follows."""
+
+    def finish_saves(self) -> None:
+        """Waits for the checkpoint under way."""
+
+    def close(self) -> None:
+        """Leaves the other ranks, once a checkpoint under way is complete."""

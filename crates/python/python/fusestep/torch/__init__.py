@@ -11,12 +11,14 @@ from fusestep._report import Report
 from fusestep.torch._backward import FusedBackward, fuse_backward
 from fusestep.torch._own import Lamb, Lars, Lion, ScheduleFreeAdamW
 from fusestep.torch._pytorch import SGD, Adagrad, Adam, AdamW, RMSprop
+from fusestep.torch._ranks import DataParallel
 
 __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
     "AdamW",
+    "DataParallel",
     "FusedBackward",
     "Lamb",
     "Lars",

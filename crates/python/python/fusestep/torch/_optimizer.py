@@ -16,6 +16,7 @@ from fusestep.torch._tensors import NARROW, Library, refuse_kind
 
 if TYPE_CHECKING:
     from fusestep.torch._backward import FusedBackward
+    from fusestep.torch._ranks import DataParallel
 
 
 class Fused(Optimizer):
@@ -74,6 +75,8 @@ class Fused(Optimizer):
         self._report: Optional[Report] = None
         # Set by `fuse_backward`; a copy has none.
         self._backward: Optional[FusedBackward] = getattr(self, "_backward", None)
+        # Set by `DataParallel`, which has the state then.
+        self._ranks: Optional[DataParallel] = getattr(self, "_ranks", None)
 
     def _drop_plans(self) -> None:
         """Has the next step planned anew."""
@@ -94,6 +97,7 @@ class Fused(Optimizer):
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Adds a parameter group, as PyTorch does."""
+        self._refuse_ranks("add_param_group", "all groups before `DataParallel` is made")
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
@@ -118,6 +122,7 @@ class Fused(Optimizer):
 
     def state_dict(self) -> Dict[str, Any]:
         """PyTorch's state dict; a loss scale that moves is one more entry, ``loss_scale``."""
+        self._refuse_ranks("state_dict", "`save` of `DataParallel`, whose ranks have the state")
         saved: Dict[str, Any] = super().state_dict()
         scale = self._saved_options()["loss_scale"]
         if isinstance(scale, tuple):
@@ -130,6 +135,7 @@ class Fused(Optimizer):
         PyTorch casts state to the dtype of its parameter; state that is kept in float32 beside a
         16-bit parameter keeps the values saved.
         """
+        self._refuse_ranks("load_state_dict", "`resume` of `DataParallel`")
         super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         own = [tensor for group in self.param_groups for tensor in group["params"]]
@@ -160,6 +166,9 @@ class Fused(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._ranks is not None:
+            self._ranks._step()
+            return loss
         if self._options["accumulate"] == 1:
             self._update(None)
         elif self._add_gradients():
@@ -169,6 +178,8 @@ class Fused(Optimizer):
 
     def plan(self) -> str:
         """The plan of a step, as text: what runs in it, in how many launches, and why."""
+        if self._ranks is not None:
+            return self._ranks._ranks.plan()
         return self._planned().session.plan()
 
     def report(self) -> Optional[Report]:
@@ -177,13 +188,22 @@ class Fused(Optimizer):
 
     def update_norms(self) -> Optional[Dict[str, float]]:
         """How far each parameter moved in the last step, ‖new − old‖; ``None`` unless asked for."""
-        norms = self._planned().session.update_norms()
+        if self._ranks is not None:
+            norms = self._ranks._norms
+        else:
+            norms = self._planned().session.update_norms()
         return None if norms is None else dict(norms)
 
     def loss_scale(self) -> float:
         """The factor to multiply the next loss with before ``backward``; 1 without one."""
+        if self._ranks is not None:
+            return self._ranks._ranks.loss_scale()
         scale = self._planned().session.loss_scale()
         return 1.0 if scale is None else scale[0]
+
+    def _refuse_ranks(self, found: str, expected: str) -> None:
+        if getattr(self, "_ranks", None) is not None:
+            raise RuntimeError(f"expected {expected}, found `{found}` of its optimizer")
 
     def _refuse_step(self) -> None:
         """Raises where a step makes no sense now."""

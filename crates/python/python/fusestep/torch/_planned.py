@@ -24,7 +24,7 @@ class Member(NamedTuple):
     name: str
 
 
-class _Described(NamedTuple):
+class Described(NamedTuple):
     """A parameter as the extension module reads it."""
 
     name: str
@@ -68,7 +68,7 @@ class Planned:
             if trains:
                 refuse_parameter(name, tensor)
             described.append(
-                _Described(name, str(tensor.dtype), tuple(tensor.shape), group, trains)
+                Described(name, str(tensor.dtype), tuple(tensor.shape), group, trains)
             )
         options = dict(optimizer._options, counts=optimizer._counts)
         options["state_16"] = options.pop("state_dtype") == torch.bfloat16

@@ -1,0 +1,301 @@
+"""Many processes with one model: gradients are averaged over them, and all of them step alike."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from fusestep import _fusestep
+from fusestep._report import Report
+from fusestep.torch._optimizer import Fused
+from fusestep.torch._planned import Described, Member, members_of
+from fusestep.torch._tensors import Library, refuse_parameter
+
+Folder = Union[str, "os.PathLike[str]"]
+
+
+class DataParallel(torch.nn.Module):
+    """A model that is trained by many processes, each with a part of every batch.
+
+    Start the processes with ``torchrun``; all of them are on one machine and share its memory, or
+    come by ``mpirun`` with a wheel that was built with its feature ``mpi``. The model takes the
+    parameters of rank 0. ``loss.backward()`` writes gradients into memory of ours, where they are
+    averaged over ranks, bucket by bucket, while it goes on; ``optimizer.step()`` updates on every
+    rank alike and takes the gradients: ``.grad`` is ``None`` behind it.
+
+    * ``zero`` is what ranks share out: 1 optimizer state, 2 gradients too. It changes no bit.
+    * ``bucket_mib`` is the most MiB of gradients in one call, 25 by default. It changes no bit.
+    * ``comm_streams`` is how many threads reduce during ``backward``; with 0 the step reduces and
+      updates a bucket in one pass. It changes no bit.
+    * ``engine`` is ``"processes"`` or ``"mpi"``, by default what the launcher's variables say.
+    * ``timeout`` is how many seconds a rank waits for the others.
+
+    Options of the optimizer mean what they mean in one process: norms and loss scales are those of
+    all ranks. Buffers, such as running means, stay each rank's own.
+
+    Raises ``ValueError`` and ``TypeError`` for what cannot be trained so, and ``RuntimeError`` if
+    processes do not come, or differ in model, rule or settings, naming what differs.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        *,
+        zero: int = 0,
+        bucket_mib: Optional[float] = None,
+        comm_streams: int = 2,
+        engine: Optional[str] = None,
+        timeout: float = 60.0,
+    ) -> None:
+        super().__init__()
+        _check(optimizer, zero, bucket_mib, comm_streams, timeout)
+        self.module = model
+        self._optimizer: Fused = optimizer
+        self._zero = zero
+        self._members = _trained(model, optimizer)
+        self._tensors = [member.tensor for member in self._members]
+        self._index = {id(tensor): index for index, tensor in enumerate(self._tensors)}
+        described = [
+            Described(name, str(tensor.dtype), tuple(tensor.shape), group, True)
+            for tensor, group, name in self._members
+        ]
+        options = dict(optimizer._options)
+        options["state_16"] = options.pop("state_dtype") == torch.bfloat16
+        options.update(
+            zero=zero, bucket_mib=bucket_mib, streams=comm_streams, engine=engine, timeout=timeout
+        )
+        threads = torch.get_num_threads()
+        self._ranks = _fusestep.Ranks(described, self._rules(), options, threads)
+        places = self._ranks.places()
+        # What has no elements has no memory either.
+        full = [index for index, tensor in enumerate(self._tensors) if tensor.numel()]
+        self._full = [self._tensors[index] for index in full]
+        self._values = [self._view(index, places[index][0]) for index in full]
+        self._gradients: Dict[int, Tensor] = {}
+        for index in full:
+            address = places[index][1]
+            if address is not None:
+                self._gradients[index] = self._view(index, address)
+        # The version of what was given in a view, `None` for a copy.
+        self._given: Dict[int, Optional[int]] = {}
+        self._versions: List[int] = []
+        self._norms: Optional[List[Tuple[str, float]]] = None
+        self._handles: List[Any] = []
+        self.follow_parameters()
+        for tensor in self._tensors:
+            register: Any = tensor.register_post_accumulate_grad_hook
+            self._handles.append(register(self._accumulated))
+        optimizer._ranks = self
+
+    @property
+    def rank(self) -> int:
+        """This process among all."""
+        return self._ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return self._ranks.world_size
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's."""
+        return self.module(*args, **kwargs)
+
+    @torch.no_grad()
+    def follow_parameters(self) -> None:
+        """Trains on from what was written to the parameters outside of a step: rank 0's values go
+        to all. All ranks call it."""
+        self._ranks.touch()
+        torch._foreach_copy_(self._values, [tensor.detach() for tensor in self._full])
+        self._ranks.begin()
+        self._set_parameters()
+
+    def flush(self) -> None:
+        """Updates from fewer micro-steps than ``accumulate``, at an epoch's end. All ranks call
+        it."""
+        self._refuse_written_gradients()
+        self._take(self._ranks.flush())
+
+    def save(self, folder: Folder, steps: int, *, wait: bool = True) -> None:
+        """Saves parameters, the optimizer's state and that ``steps`` steps were done.
+
+        With ``wait=False`` it is written behind the steps that follow; what goes wrong then is the
+        next call's error, and :meth:`finish_saves` waits. The checkpoint before stays until this
+        one is complete. All ranks call it.
+        """
+        self._ranks.save(os.fspath(folder), steps)
+        if wait:
+            self._ranks.finish_saves()
+
+    def finish_saves(self) -> None:
+        """Waits until the checkpoint under way is complete on all ranks."""
+        self._ranks.finish_saves()
+
+    def resume(self, folder: Folder) -> int:
+        """Goes on from the folder's checkpoint, of however many ranks; returns how many steps had
+        been done, 0 if there is none. All ranks call it."""
+        steps = self._ranks.resume(os.fspath(folder))
+        if steps is None:
+            return 0
+        self._set_parameters()
+        return steps
+
+    def close(self) -> None:
+        """Leaves the other ranks, once a checkpoint under way is complete. Parameters stay as they
+        are; a later step raises ``RuntimeError``."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._ranks.close()
+
+    def _rules(self) -> List[Dict[str, Any]]:
+        return [self._optimizer._settings(group) for group in self._optimizer.param_groups]
+
+    def _view(self, index: int, address: int) -> Tensor:
+        """A tensor in the rank's memory, which it keeps."""
+        like = self._tensors[index]
+        memory = (ctypes.c_char * (like.numel() * like.element_size())).from_address(address)
+        # PyTorch keeps the buffer, and the buffer what it lies in.
+        setattr(memory, "owner", self._ranks)
+        return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+
+    @torch.no_grad()
+    def _accumulated(self, tensor: Tensor) -> None:
+        """Called by autograd when a parameter has its gradient."""
+        index, gradient = self._index[id(tensor)], tensor.grad
+        name = self._members[index].name
+        if gradient is None:
+            return
+        if index in self._given:
+            raise RuntimeError(
+                f"gradient of `{name}`: expected `optimizer.step()` between two backward passes, "
+                "found a second gradient; the optimizer's `accumulate=` adds those of several"
+            )
+        Library.refuse(name, tensor, gradient)
+        view = self._gradients.get(index)
+        if view is None:
+            self._given[index] = None
+            dense = gradient.contiguous()
+            self._ranks.push(index, (dense.data_ptr(), dense.numel() * dense.element_size()))
+            if self._zero == 2:
+                tensor.grad = None
+            return
+        if gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+            tensor.grad = view
+        self._given[index] = view._version
+        self._ranks.given(index)
+
+    def _refuse_written_gradients(self) -> None:
+        """Autograd adds to a gradient before its hook can refuse that, and others write to it
+        freely; what ranks have averaged meanwhile is neither the one nor the other."""
+        for index, version in self._given.items():
+            if version is not None and self._gradients[index]._version != version:
+                raise RuntimeError(
+                    f"gradient of `{self._members[index].name}`: expected what `backward` has left "
+                    "there, found it written while ranks average it; parameters are those of the "
+                    "last step: go on from a checkpoint, with the optimizer's `clip_norm=` or "
+                    "`accumulate=` if that was meant"
+                )
+
+    def _step(self) -> None:
+        """The optimizer's step."""
+        self._refuse_written_gradients()
+        for member, version in zip(self._members, self._versions):
+            if member.tensor._version != version:
+                raise RuntimeError(
+                    f"parameter `{member.name}`: expected the values of the last step, found it "
+                    "written since; call `follow_parameters()` on all ranks after that"
+                )
+        self._take(self._ranks.step(self._rules()))
+
+    def _take(self, told: Dict[str, Any]) -> None:
+        """Takes over what a step has done."""
+        for tensor in self._tensors:
+            tensor.grad = None
+        self._given = {}
+        report = told["report"]
+        if report is None:
+            return
+        self._optimizer._report = Report(**report)
+        self._norms = told["update_norms"]
+        if not report["skipped"]:
+            self._set_parameters()
+
+    @torch.no_grad()
+    def _set_parameters(self) -> None:
+        torch._foreach_copy_([tensor.detach() for tensor in self._full], self._values)
+        self._versions = [tensor._version for tensor in self._tensors]
+
+
+class _Span(NamedTuple):
+    start: int
+    end: int
+    name: str
+
+
+def _trained(model: torch.nn.Module, optimizer: Fused) -> List[Member]:
+    """The parameters that the optimizer trains, by the model's names and in its order."""
+    groups = {id(m.tensor): m for m in members_of(optimizer.param_groups)}
+    members = []
+    spans = []
+    for name, tensor in model.named_parameters():
+        member = groups.pop(id(tensor), None)
+        if member is None or not tensor.requires_grad:
+            continue
+        refuse_parameter(name, tensor)
+        start = tensor.data_ptr()
+        if tensor.numel():
+            spans.append(_Span(start, start + tensor.numel() * tensor.element_size(), name))
+        members.append(Member(tensor, member.group, name))
+    if groups:
+        name = next(iter(groups.values())).name
+        raise ValueError(
+            f"optimizer: expected parameters of the model, found others, such as `{name}`"
+        )
+    if not members:
+        raise ValueError("model: expected parameters that the optimizer trains, found none")
+    spans.sort()
+    for before, after in zip(spans, spans[1:]):
+        if after.start < before.end:
+            raise RuntimeError(
+                f"`{before.name}` and `{after.name}`: expected parameters that do not overlap in "
+                "memory, found some that do; use `.clone()`"
+            )
+    return members
+
+
+def _check(
+    optimizer: Any, zero: int, bucket_mib: Optional[float], comm_streams: int, timeout: float
+) -> None:
+    if not isinstance(optimizer, Fused):
+        raise TypeError(
+            f"optimizer: expected one of fusestep.torch, found {type(optimizer).__name__}"
+        )
+    if optimizer._backward is not None or optimizer._ranks is not None:
+        raise ValueError(
+            "optimizer: expected one of its own, found one of `fuse_backward` or `DataParallel`"
+        )
+    if optimizer.state:
+        raise ValueError(
+            "optimizer: expected one before its first step, found state; resume from a checkpoint"
+        )
+    if "train_mode" in optimizer.defaults:
+        raise ValueError(
+            "optimizer: expected a rule without averages of its own, found ScheduleFreeAdamW"
+        )
+    if any(group.get("initial_accumulator_value") for group in optimizer.param_groups):
+        raise ValueError("initial_accumulator_value: expected 0 with DataParallel, found another")
+    if zero not in (0, 1, 2):
+        raise ValueError(f"zero: expected 0, 1 or 2, found {zero!r}")
+    if bucket_mib is not None and not 0 < bucket_mib < float("inf"):
+        raise ValueError(f"bucket_mib: expected a finite number above 0, found {bucket_mib!r}")
+    if not isinstance(comm_streams, int) or not 0 <= comm_streams <= 8:
+        raise ValueError(f"comm_streams: expected 0 to 8, found {comm_streams!r}")
+    if not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout: expected a finite number above 0, found {timeout!r}")

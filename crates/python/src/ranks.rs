@@ -1,0 +1,390 @@
+//! `Ranks`: what Python has of a rank.
+
+use std::num::{NonZeroU32, NonZeroUsize};
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use fusestep::collective::Aborter;
+use fusestep::planner::Optimizer;
+use fusestep::tensor::ParamDesc;
+use fusestep::{Error, Shape, Tensors};
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::rank::{Borrowed, Kept, Rank, Setup, Stepped, Task, serve};
+use crate::rules::{Settings, refused};
+use crate::session::{Described, dtype_of, number, parse, trusts};
+
+/// How long a wait lasts before signals are looked for.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// Bytes of a MiB.
+const MIB: f64 = 1_048_576.0;
+
+/// One rank of many, all of which make the same calls.
+#[pyclass(module = "fusestep._fusestep")]
+pub(crate) struct Ranks {
+    link: Mutex<Link>,
+    aborter: Aborter,
+    rank: usize,
+    world: usize,
+    plan: String,
+    names: Vec<String>,
+    rule_numbers: Vec<Option<usize>>,
+    places: Vec<Borrowed>,
+    /// Views of Python's keep this object, and so the memory.
+    _kept: Arc<Kept>,
+}
+
+/// The way to the rank's thread.
+struct Link {
+    /// `None` once it is closed.
+    tasks: Option<Sender<Task>>,
+    /// Why there are no more tasks.
+    closed: &'static str,
+    /// Disconnected once the thread has left.
+    ended: Option<Receiver<()>>,
+}
+
+#[pymethods]
+impl Ranks {
+    /// Joins the other processes with the parameters that `described` lists, all of which train.
+    #[new]
+    fn new(
+        py: Python<'_>,
+        described: Vec<Described>,
+        rules: Vec<Bound<'_, PyDict>>,
+        options: &Bound<'_, PyDict>,
+        threads: usize,
+    ) -> PyResult<Self> {
+        let names = described.iter().map(|p| p.name.clone()).collect();
+        let (setup, rule_numbers) = setup(&described, &rules, options, threads)?;
+        let (send_ready, ready) = channel();
+        let (tasks, receive) = channel();
+        let (ending, ended) = channel();
+        std::thread::Builder::new()
+            .name("fusestep-rank".to_owned())
+            .spawn(move || serve(setup, &send_ready, &receive, ending))
+            .map_err(|error| PyRuntimeError::new_err(format!("threads: {error}")))?;
+        let ready = wait(py, ready, |_| {})?.map_err(failed)?;
+        Ok(Self {
+            link: Mutex::new(Link {
+                tasks: Some(tasks),
+                closed: "",
+                ended: Some(ended),
+            }),
+            aborter: ready.aborter,
+            rank: ready.rank,
+            world: ready.world,
+            plan: ready.plan,
+            names,
+            rule_numbers,
+            places: ready.places,
+            _kept: ready.kept,
+        })
+    }
+
+    /// This process among all.
+    #[getter]
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// How many processes there are.
+    #[getter]
+    fn world_size(&self) -> usize {
+        self.world
+    }
+
+    /// The plan of a step, as text.
+    fn plan(&self) -> String {
+        self.plan.clone()
+    }
+
+    /// For each parameter the address of its memory and of its gradient's, where that may be
+    /// written by others.
+    fn places(&self) -> Vec<(usize, Option<usize>)> {
+        let places = self.places.iter();
+        places
+            .map(|borrowed| (borrowed.param, borrowed.grad))
+            .collect()
+    }
+
+    /// Takes the parameters of rank 0 and compares what decides the bits.
+    fn begin(&self, py: Python<'_>) -> PyResult<()> {
+        self.call(py, |rank| rank.begin())
+    }
+
+    /// Says that the gradient of a parameter is whole in its view; does not wait.
+    fn given(&self, index: usize) -> PyResult<()> {
+        self.check(index)?;
+        self.send(Box::new(move |rank| {
+            // What fails is remembered, and the step's error.
+            let _ = rank.attempt(|rank| rank.given(index));
+        }))
+    }
+
+    /// Copies a gradient of `len_bytes` bytes at an address, which its tensor keeps.
+    fn push(&self, py: Python<'_>, index: usize, place: (usize, usize)) -> PyResult<()> {
+        self.check(index)?;
+        let (send, receive) = channel();
+        let (address, len_bytes) = place;
+        self.send(Box::new(move |rank| {
+            let bytes = if len_bytes == 0 {
+                &[][..]
+            } else {
+                let start = std::ptr::with_exposed_provenance::<u8>(address);
+                // SAFETY: the caller's tensor has so many bytes there, and stays until this has
+                // answered: the wait below is not broken off.
+                unsafe { std::slice::from_raw_parts(start, len_bytes) }
+            };
+            let _ = send.send(rank.attempt(|rank| rank.push(index, bytes)));
+        }))?;
+        let done = py.detach(move || receive.recv());
+        done.map_err(|_| gone())?.map_err(failed)
+    }
+
+    /// Ends a micro-step: reduces and updates, if it is the last one of an update.
+    fn step<'py>(
+        &self,
+        py: Python<'py>,
+        rules: Vec<Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let rules = self.numbered(parse(&rules)?)?;
+        let stepped = self.call(py, move |rank| rank.step(&rules))?;
+        self.told(py, stepped)
+    }
+
+    /// Updates from fewer micro-steps than asked for.
+    fn flush<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stepped = self.call(py, |rank| rank.flush())?;
+        self.told(py, stepped)
+    }
+
+    /// Before parameters are written through their views.
+    fn touch(&self, py: Python<'_>) -> PyResult<()> {
+        self.call(py, |rank| rank.touch())
+    }
+
+    /// The factor to multiply the next loss with.
+    fn loss_scale(&self, py: Python<'_>) -> PyResult<f64> {
+        self.call(py, |rank| rank.loss_scale())
+    }
+
+    /// Goes on from a folder's checkpoint; how many steps had been done, `None` without one.
+    fn resume(&self, py: Python<'_>, folder: PathBuf) -> PyResult<Option<usize>> {
+        self.call(py, move |rank| rank.resume(&folder))
+    }
+
+    /// Begins a checkpoint, which is written behind what follows.
+    fn save(&self, py: Python<'_>, folder: PathBuf, steps: usize) -> PyResult<()> {
+        self.call(py, move |rank| rank.save(&folder, steps))
+    }
+
+    /// Waits for the checkpoint under way.
+    fn finish_saves(&self, py: Python<'_>) -> PyResult<()> {
+        self.call(py, |rank| rank.finish_saves())
+    }
+
+    /// Leaves the other ranks, once a checkpoint under way is complete.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let ended = {
+            let mut link = self.link();
+            if link.tasks.take().is_some() {
+                link.closed = "it was closed";
+            }
+            link.ended.take()
+        };
+        let Some(mut ended) = ended else {
+            return Ok(());
+        };
+        loop {
+            let (back, came) = py.detach(move || {
+                let came = ended.recv_timeout(PAUSE);
+                (ended, came)
+            });
+            if came == Err(RecvTimeoutError::Disconnected) {
+                return Ok(());
+            }
+            ended = back;
+            py.check_signals()?;
+        }
+    }
+}
+
+impl Ranks {
+    fn link(&self) -> MutexGuard<'_, Link> {
+        self.link.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn check(&self, index: usize) -> PyResult<()> {
+        if index < self.names.len() {
+            return Ok(());
+        }
+        let expected = self.names.len();
+        Err(PyValueError::new_err(format!(
+            "index: expected one below {expected}, found {index}"
+        )))
+    }
+
+    fn send(&self, task: Task) -> PyResult<()> {
+        let link = self.link();
+        let Some(tasks) = &link.tasks else {
+            return Err(PyRuntimeError::new_err(format!(
+                "expected ranks that are joined, found a communicator that is closed: {}",
+                link.closed
+            )));
+        };
+        tasks.send(task).map_err(|_| gone())
+    }
+
+    /// Does `work` on the rank's thread and waits for it, without the interpreter's lock. A signal
+    /// whose handler raises breaks the group off on all ranks.
+    fn call<T: Send + 'static>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut Rank<'_>) -> Result<T, Error> + Send + 'static,
+    ) -> PyResult<T> {
+        let (send, receive) = channel();
+        self.send(Box::new(move |rank| {
+            let _ = send.send(rank.attempt(work));
+        }))?;
+        let done = wait(py, receive, |_| {
+            self.aborter.abort("interrupted");
+            let mut link = self.link();
+            (link.tasks, link.closed) = (None, "a call was interrupted");
+        });
+        done?.map_err(failed)
+    }
+
+    /// The rules with the plan's numbers.
+    fn numbered(&self, rules: Vec<Optimizer>) -> PyResult<Vec<(usize, Optimizer)>> {
+        if rules.len() != self.rule_numbers.len() {
+            return Err(PyValueError::new_err(format!(
+                "expected {} parameter groups as at the start, found {}",
+                self.rule_numbers.len(),
+                rules.len()
+            )));
+        }
+        let numbers = self.rule_numbers.iter().copied();
+        let mut numbered: Vec<(usize, Optimizer)> = Vec::new();
+        for (number, rule) in numbers.zip(rules) {
+            let Some(number) = number else { continue };
+            match numbered.iter().find(|(known, _)| *known == number) {
+                None => numbered.push((number, rule)),
+                Some((_, known)) if *known == rule => {}
+                Some(_) => {
+                    return Err(PyValueError::new_err(
+                        "expected parameter groups that began alike to stay alike, found other \
+                         settings; give them different ones from the start",
+                    ));
+                }
+            }
+        }
+        Ok(numbered)
+    }
+
+    fn told<'py>(&self, py: Python<'py>, stepped: Stepped) -> PyResult<Bound<'py, PyDict>> {
+        let told = PyDict::new(py);
+        told.set_item("loss_scale", stepped.loss_scale)?;
+        let norms = stepped.update_norms;
+        let norms = norms.map(|norms| self.names.iter().cloned().zip(norms).collect::<Vec<_>>());
+        told.set_item("update_norms", norms)?;
+        let report = stepped.report.update.map(|update| {
+            let report = PyDict::new(py);
+            report.set_item("launches", update.launches)?;
+            report.set_item("elements", update.elements)?;
+            report.set_item("without_gradient", update.without_gradient)?;
+            report.set_item("copied_gradients", 0)?;
+            report.set_item("grad_norm", update.grad_norm)?;
+            report.set_item("update_norm", update.update_norm)?;
+            report.set_item("non_finite", update.non_finite)?;
+            report.set_item("skipped", update.skipped)?;
+            Ok::<_, PyErr>(report)
+        });
+        told.set_item("report", report.transpose()?)?;
+        Ok(told)
+    }
+}
+
+/// What a rank is set up from, and the number of each group's rule.
+fn setup(
+    described: &[Described],
+    rules: &[Bound<'_, PyDict>],
+    options: &Bound<'_, PyDict>,
+    threads: usize,
+) -> PyResult<(Setup, Vec<Option<usize>>)> {
+    let (rules, trusts) = (parse(rules)?, trusts(rules)?);
+    let (distinct, rule_numbers) = number(&rules, |group| {
+        described.iter().any(|param| param.group == group)
+    });
+    let Some(&first) = distinct.first() else {
+        return Err(PyValueError::new_err(
+            "expected a parameter that trains, found none",
+        ));
+    };
+    let asked = Settings(options);
+    let mut planner = asked.planner(first, Tensors::Kept)?;
+    let mut names = vec![Vec::new(); distinct.len()];
+    let mut params = Vec::with_capacity(described.len());
+    for param in described {
+        let shape = Shape::new(param.shape.clone()).map_err(refused)?;
+        let desc = ParamDesc::new(param.name.clone(), shape, dtype_of(&param.dtype)?);
+        let trust = trusts[param.group];
+        params.push(ParamDesc { trust, ..desc });
+        if let Some(rule) = rule_numbers[param.group] {
+            names[rule].push(param.name.clone());
+        }
+    }
+    for (names, rule) in names.into_iter().zip(&distinct).skip(1) {
+        planner = planner.group(names, *rule);
+    }
+    let bucket_mib: Option<f64> = asked.get("bucket_mib")?;
+    let timeout = Duration::try_from_secs_f64(asked.get("timeout")?);
+    let setup = Setup {
+        planner,
+        params,
+        zero: asked.get("zero")?,
+        accumulate: NonZeroU32::new(asked.get("accumulate")?).unwrap_or(NonZeroU32::MIN),
+        bucket_bytes: bucket_mib.map(|mib| (mib * MIB) as u64),
+        streams: asked.get("streams")?,
+        threads: NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN),
+        engine: asked.get("engine")?,
+        timeout: timeout.map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?,
+    };
+    Ok((setup, rule_numbers))
+}
+
+/// Waits for an answer; a signal whose handler raises ends the wait after `broken`.
+fn wait<T: Send>(
+    py: Python<'_>,
+    mut answer: Receiver<T>,
+    broken: impl FnOnce(&PyErr),
+) -> PyResult<T> {
+    loop {
+        let (back, came) = py.detach(move || {
+            let came = answer.recv_timeout(PAUSE);
+            (answer, came)
+        });
+        match came {
+            Ok(answer) => return Ok(answer),
+            Err(RecvTimeoutError::Disconnected) => return Err(gone()),
+            Err(RecvTimeoutError::Timeout) => answer = back,
+        }
+        if let Err(raised) = py.check_signals() {
+            broken(&raised);
+            return Err(raised);
+        }
+    }
+}
+
+fn gone() -> PyErr {
+    PyRuntimeError::new_err("expected the rank's thread to answer, found it gone")
+}
+
+fn failed(error: Error) -> PyErr {
+    PyRuntimeError::new_err(error.to_string())
+}

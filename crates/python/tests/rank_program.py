@@ -1,0 +1,232 @@
+"""What a rank of `test_ranks.py` runs; the first argument names it, the second where it writes."""
+
+import json
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+
+import torch
+
+import fusestep.torch
+
+class Model(torch.nn.Module):
+    def __init__(self, width=37):
+        super().__init__()
+        self.first = torch.nn.Linear(12, width)
+        self.second = torch.nn.Linear(width, 65)
+        self.last = torch.nn.Linear(65, 3)
+        self.unused = torch.nn.Parameter(torch.ones(5))
+        self.frozen = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+        self.empty = torch.nn.Parameter(torch.ones(0, 3))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x))))) * self.frozen.mean()
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(77 + step)
+    return torch.randn(8, 12, generator=generator), torch.randn(8, 3, generator=generator)
+
+
+def loss_of(model, step, rank, world):
+    """The loss of a rank's part of a batch of eight."""
+    inputs, wanted = batch(step)
+    mine = slice(rank * 8 // world, (rank + 1) * 8 // world)
+    return torch.nn.functional.mse_loss(model(inputs[mine]), wanted[mine])
+
+
+def made(seed=0, **options):
+    torch.manual_seed(seed)
+    model = Model(options.pop("width", 37))
+    name = options.pop("rule", "AdamW")
+    settings = options.pop("settings", {"lr": 1e-2})
+    optimizer = getattr(fusestep.torch, name)(model.parameters(), **settings)
+    return model, optimizer, options
+
+
+def write(model, **more):
+    torch.save({"model": model.state_dict(), **more}, OUT / f"rank{RANK}.pt")
+
+
+def train(parallel, optimizer, steps, accumulate=1):
+    for step in range(*steps):
+        optimizer.zero_grad()
+        loss = loss_of(parallel, step, RANK, WORLD)
+        (loss * optimizer.loss_scale()).backward()
+        optimizer.step()
+
+
+def kind_train():
+    # Other first values on each rank: those of rank 0 are taken.
+    steps = OPTIONS.pop("steps", [0, 6])
+    save, resume = OPTIONS.pop("save", None), OPTIONS.pop("resume", None)
+    model, optimizer, options = made(seed=RANK, **OPTIONS)
+    parallel = fusestep.torch.DataParallel(model, optimizer, timeout=30, **options)
+    assert (parallel.rank, parallel.world_size) == (RANK, WORLD)
+    if resume:
+        assert parallel.resume(resume) == steps[0]
+    train(parallel, optimizer, steps)
+    if save:
+        parallel.save(save, steps[1])
+    report = optimizer.report()
+    parallel.close()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        closed = str(error)
+    write(model, report=vars(report), closed=closed)
+
+
+def kind_views():
+    model, optimizer, options = made(**OPTIONS)
+    parallel = fusestep.torch.DataParallel(model, optimizer, timeout=30, **options)
+    loss_of(parallel, 0, RANK, WORLD).backward()
+    first = model.first.weight.grad
+    address = first.data_ptr()
+    optimizer.step()
+    assert model.first.weight.grad is None
+    loss_of(parallel, 1, RANK, WORLD).backward()
+    assert model.first.weight.grad.data_ptr() == address, "the same memory at every step"
+    optimizer.step()
+    for call in (optimizer.state_dict, lambda: optimizer.add_param_group({"params": []})):
+        try:
+            call()
+        except RuntimeError as error:
+            assert "DataParallel" in str(error)
+        else:
+            raise AssertionError("the optimizer has no state of its own")
+    with torch.no_grad():
+        model.first.weight.zero_()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        assert "`first.weight`" in str(error) and "follow_parameters" in str(error), error
+    else:
+        raise AssertionError("a parameter was written")
+    parallel.follow_parameters()
+    assert not model.first.weight.any()
+    parallel.close()
+    del parallel, optimizer
+    # A view outlives all else.
+    assert torch.isfinite(first.sum())
+    write(model)
+
+
+def kind_written():
+    how, errors = OPTIONS.pop("how"), []
+    model, optimizer, options = made(**OPTIONS)
+    parallel = fusestep.torch.DataParallel(model, optimizer, timeout=30, **options)
+    train(parallel, optimizer, (0, 2))
+    before = [value.clone() for value in model.state_dict().values()]
+    loss_of(parallel, 2, RANK, WORLD).backward()
+    if how == "backward":
+        try:
+            loss_of(parallel, 2, RANK, WORLD).backward()
+        except RuntimeError as error:
+            errors.append(str(error))
+    elif how == "clip":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    else:
+        optimizer.zero_grad(set_to_none=False)
+    for call in (optimizer.step, parallel.flush, optimizer.step):
+        try:
+            call()
+        except RuntimeError as error:
+            errors.append(str(error))
+    after = model.state_dict().values()
+    same = all(torch.equal(a, b) for a, b in zip(before, after))
+    parallel.close()
+    write(model, errors=errors, same=same)
+
+
+def kind_unequal():
+    model, optimizer, options = made(width=37 + RANK, **OPTIONS)
+    try:
+        fusestep.torch.DataParallel(model, optimizer, timeout=20, **options)
+    except RuntimeError as error:
+        write(model, error=str(error))
+
+
+def kind_dead_peer():
+    model, optimizer, options = made(**OPTIONS)
+    parallel = fusestep.torch.DataParallel(model, optimizer, timeout=30, **options)
+    train(parallel, optimizer, (0, 2))
+    before = [value.clone() for value in model.state_dict().values()]
+    loss_of(parallel, 2, RANK, WORLD).backward()
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        after = model.state_dict().values()
+        same = all(torch.equal(a, b) for a, b in zip(before, after))
+        write(model, error=str(error), same=same, seconds=time.monotonic() - start)
+
+
+def kind_interrupt():
+    model, optimizer, options = made(**OPTIONS)
+    parallel = fusestep.torch.DataParallel(model, optimizer, timeout=60, **options)
+    train(parallel, optimizer, (0, 2))
+    before = [value.clone() for value in model.state_dict().values()]
+    loss_of(parallel, 2, RANK, WORLD).backward()
+    if RANK == 1:
+        # Does not come until rank 0 has been interrupted.
+        while not (OUT / "rank0.pt").exists():
+            time.sleep(0.05)
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            write(model, error=str(error))
+        return
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        optimizer.step()
+    except KeyboardInterrupt:
+        after = model.state_dict().values()
+        same = all(torch.equal(a, b) for a, b in zip(before, after))
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            write(model, error=str(error), same=same)
+
+
+def kind_gloo():
+    """PyTorch's own, for its losses."""
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = Model()
+    parallel = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(parallel, step, RANK, WORLD).backward()
+        optimizer.step()
+    write(model)
+
+
+def main(kind, out, options, started=None):
+    """Runs a kind; `started` is the rank, the world and the session, without a launcher."""
+    global OUT, OPTIONS, RANK, WORLD
+    OUT, OPTIONS = pathlib.Path(out), options
+    if started is not None:
+        rank, world, session = started
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(world),
+            LOCAL_WORLD_SIZE=str(world),
+            FUSESTEP_SESSION=session,
+        )
+        told = os.open(OUT / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT)
+        for stream in (1, 2):
+            os.dup2(told, stream)
+    RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    globals()[f"kind_{kind}"]()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]) if len(sys.argv) > 3 else {})

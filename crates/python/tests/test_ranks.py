@@ -1,0 +1,204 @@
+"""Processes that train one model together: `DataParallel`."""
+
+import multiprocessing
+import pathlib
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+import torch
+from rank_program import Model, loss_of, main
+
+import fusestep.torch
+
+HERE = pathlib.Path(__file__).resolve().parent
+PROGRAM = HERE / "rank_program.py"
+
+
+def starter():
+    """Starts processes as copies of one that has imported PyTorch, which takes it seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "fusestep.torch"])
+    return context
+
+
+def run(kind, out, world=2, may_die=(), **options):
+    """Ranks started by plain variables; what each has written, `None` for one that died."""
+    out.mkdir(exist_ok=True)
+    session = uuid.uuid4().hex
+    processes = [
+        starter().Process(target=main, args=(kind, out, options, (rank, world, session)))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + 240
+    for process in processes:
+        process.join(max(0, end - time.monotonic()))
+    late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+    for rank in late:
+        processes[rank].kill()
+    assert not late, "ranks that did not end"
+    found = []
+    for rank, process in enumerate(processes):
+        if rank in may_die:
+            found.append(None)
+            continue
+        assert process.exitcode == 0, (out / f"rank{rank}.txt").read_text()
+        found.append(torch.load(out / f"rank{rank}.pt"))
+    return found
+
+
+def same_models(one, other):
+    one, other = one["model"], other["model"]
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def alone(world, steps=6, **settings):
+    """One process that averages the parts of each batch in the order of the ranks."""
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = fusestep.torch.AdamW(model.parameters(), lr=1e-2, **settings)
+    for step in range(steps):
+        parts = []
+        for rank in range(world):
+            optimizer.zero_grad()
+            loss_of(model, step, rank, world).backward()
+            parts.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        for param, *gradients in zip(model.parameters(), *parts):
+            if gradients[0] is not None:
+                total = gradients[0]
+                for gradient in gradients[1:]:
+                    total = total + gradient
+                param.grad = total / world
+        optimizer.step()
+    return {"model": model.state_dict()}
+
+
+def test_bits_are_those_of_one_process_at_every_stage(tmp_path):
+    torch.set_num_threads(1)
+    expected = alone(2)
+    for zero in (0, 1, 2):
+        for streams in (0, 2):
+            out = tmp_path / f"{zero}-{streams}"
+            ranks = run("train", out, zero=zero, comm_streams=streams, bucket_mib=0.005)
+            assert same_models(*ranks), "both ranks"
+            assert same_models(expected, ranks[0]), (zero, streams)
+            assert ranks[0]["report"]["without_gradient"] == 2
+            assert "closed" in ranks[0]["closed"]
+
+
+def test_clipping_scales_and_micro_steps_change_alike_at_every_stage(tmp_path):
+    settings = {"lr": 1e-2, "clip_norm": 0.1, "loss_scale": "dynamic", "accumulate": 2}
+    found = [
+        run("train", tmp_path / str(zero), zero=zero, settings=settings)[0] for zero in (0, 1, 2)
+    ]
+    assert same_models(found[0], found[1]) and same_models(found[0], found[2])
+    assert found[0]["report"]["grad_norm"] > 0.1
+    assert not same_models(found[0], alone(2))
+
+
+def test_a_checkpoint_goes_on_at_another_number_of_ranks(tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    whole = run("train", tmp_path / "whole", zero=1, steps=[0, 8])
+    run("train", tmp_path / "first", zero=1, steps=[0, 4], save=folder)
+    again = run("train", tmp_path / "again", zero=2, steps=[4, 8], resume=folder)
+    assert same_models(whole[0], again[0])
+    one = run("train", tmp_path / "one", world=1, steps=[4, 8], resume=folder)
+    three = run("train", tmp_path / "three", world=3, zero=1, steps=[4, 8], resume=folder)
+    assert same_models(three[0], three[2])
+    # A mean over other parts of the batch differs by rounding.
+    for other in (one, three):
+        pairs = zip(whole[0]["model"].values(), other[0]["model"].values())
+        assert all(torch.allclose(a, b, atol=2e-2) for a, b in pairs)
+
+
+@pytest.mark.parametrize("options", [{}, {"comm_streams": 0}])
+def test_gradients_are_views_and_what_is_wrong_is_refused(tmp_path, options):
+    run("views", tmp_path, **options)
+
+
+@pytest.mark.parametrize("how", ["backward", "clip", "zeros"])
+def test_gradients_written_while_ranks_average_them_are_refused(tmp_path, how):
+    for found in run("written", tmp_path, how=how):
+        *second, step, flush, again = found["errors"]
+        assert [("second gradient" in text) for text in second] == [True] * (how == "backward")
+        assert all("found it written" in text for text in (step, flush, again)), found["errors"]
+        assert found["same"]
+
+
+def test_unequal_models_are_named(tmp_path):
+    for found in run("unequal", tmp_path):
+        assert "first.weight" in found["error"] or "first.bias" in found["error"], found["error"]
+
+
+@pytest.mark.parametrize("streams", [0, 2])
+def test_a_dead_peer_is_an_exception_and_changes_nothing(tmp_path, streams):
+    found = run("dead_peer", tmp_path, may_die=(1,), comm_streams=streams)[0]
+    assert "rank 1" in found["error"] and found["same"]
+    assert found["seconds"] < 20
+
+
+@pytest.mark.parametrize("streams", [0, 2])
+def test_ctrl_c_during_a_collective(tmp_path, streams):
+    interrupted, other = run("interrupt", tmp_path, comm_streams=streams)
+    assert interrupted["same"] and "interrupted" in interrupted["error"]
+    assert "interrupted" in other["error"] or "rank 0" in other["error"], other["error"]
+
+
+def test_torchrun_starts_ranks_whose_losses_are_pytorchs(tmp_path):
+    def torchrun(kind):
+        out = tmp_path / kind
+        out.mkdir()
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node=2", str(PROGRAM), kind, str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        return [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
+
+    ours, theirs = torchrun("train"), torchrun("gloo")
+    assert same_models(*ours) and same_models(ours[0], alone(2))
+    for name, value in theirs[0]["model"].items():
+        # PyTorch's has zeros for parameters that nobody uses, and decays them.
+        if name != "unused":
+            assert torch.allclose(value, ours[0]["model"][name], atol=1e-5), name
+
+
+def model_of(param):
+    model = torch.nn.Module()
+    model.param = param
+    return model
+
+
+def test_what_cannot_be_trained_is_refused_before_ranks_join(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    param = torch.nn.Parameter(torch.ones(3, 4))
+
+    def refused(kind, text, param=param, make=fusestep.torch.AdamW, **options):
+        optimizer = make([param])
+        with pytest.raises(kind, match=text):
+            fusestep.torch.DataParallel(model_of(param), optimizer, **options)
+
+    refused(ValueError, "zero: expected 0, 1 or 2, found 3", zero=3)
+    refused(ValueError, "bucket_mib", bucket_mib=0)
+    refused(ValueError, "comm_streams", comm_streams=-1)
+    refused(ValueError, "timeout", timeout=0)
+    refused(TypeError, "found AdamW", make=torch.optim.AdamW)
+    refused(ValueError, "ScheduleFreeAdamW", make=fusestep.torch.ScheduleFreeAdamW)
+    refused(ValueError, "contiguous", param=torch.nn.Parameter(torch.ones(3, 4).t()))
+    refused(RuntimeError, "meta", param=torch.nn.Parameter(torch.ones(3, device="meta")))
+    refused(ValueError, "trains, found none", param=torch.nn.Parameter(torch.ones(3), False))
+    refused(RuntimeError, "found WORLD_SIZE=.not set")
+    refused(RuntimeError, "expected processes or mpi, found smoke", engine="smoke")
+    refused(RuntimeError, "--features mpi", engine="mpi")
+    whole = torch.ones(8)
+    model = torch.nn.Module()
+    model.one, model.two = torch.nn.Parameter(whole[:5]), torch.nn.Parameter(whole[4:])
+    with pytest.raises(RuntimeError, match="`one` and `two`"):
+        fusestep.torch.DataParallel(model, fusestep.torch.AdamW(model.parameters()))
+    with pytest.raises(ValueError, match="found others"):
+        other = torch.nn.Parameter(torch.ones(2))
+        fusestep.torch.DataParallel(model_of(param), fusestep.torch.AdamW([param, other]))
