@@ -3,6 +3,7 @@
 use fusestep_planner::{
     Comms, FuseReduceIntoUpdate, Plan, PlanError, ReducedWhen, State, Topology, ZeroStage,
 };
+use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use half::bf16;
 
 use crate::run::{Case, Mixed, whole_params};
@@ -205,6 +206,27 @@ fn a_gradient_given_in_both_ways_is_refused() {
             both_ways(&plan, &mut state, &mut comms, &case);
             plan.step(&mut state, &backend, &mut comms).unwrap();
             both_ways(&plan, &mut state, &mut comms, &case);
+        });
+    }
+}
+
+#[test]
+fn what_has_no_elements_has_an_empty_view() {
+    for zero in STAGES {
+        let case = Case {
+            zero,
+            ..case(2, Mixed::No, 1)
+        };
+        on_ranks(2, |comm| {
+            let backend = backend();
+            let mut params = case.params();
+            let shape = Shape::new([0, 3]).unwrap();
+            params.push(ParamDesc::new("empty", shape, DType::F32));
+            let plan = case.planner().plan_for(&params, Topology::of(comm));
+            let mut state = plan.unwrap().allocate(&backend).unwrap();
+            let view = state.view::<f32>(Role::Grad, "empty").unwrap();
+            assert!(view.is_empty());
+            assert!(state.grad_mut::<f32>("empty").unwrap().is_empty());
         });
     }
 }
