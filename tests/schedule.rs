@@ -259,7 +259,7 @@ fn a_resumed_run_goes_on_in_its_schedule_and_another_schedule_is_refused_by_name
     for other in [None, Some("warmup:2,polynomial:5:2:0.1")] {
         let error = run(parts, other, 10).unwrap_err().to_string();
         let named = [
-            format!("schedule: expected `{}`", other.unwrap_or("none")),
+            format!("`schedule`: expected `{}`", other.unwrap_or("none")),
             format!("found `{SCHEDULE}`: another rate at step 1"),
         ];
         assert!(named.iter().all(|word| error.contains(word)), "{error}");
