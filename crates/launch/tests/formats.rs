@@ -1,9 +1,9 @@
 //! What rules say of their hyper-parameters and formats, as devices and people read it.
 
 use fusestep_launch::{
-    CHUNK_ELEMENTS, Domain, FLAG_STOCHASTIC, Format, KEY_BYTES, LaunchLimits,
-    Master, Objective, Precision, Rounding, RuleError, SquareSum, StateDType, WeightDecay,
-    check_hyper, random_bits::step_key,
+    CHUNK_ELEMENTS, Domain, FLAG_STOCHASTIC, Format, KEY_BYTES, LaunchLimits, Master, Objective,
+    Precision, Rounding, RuleError, SquareSum, StateDType, WeightDecay, check_hyper,
+    random_bits::step_key,
 };
 use fusestep_tensor::DType;
 

@@ -4,10 +4,10 @@
 use std::any::Any;
 
 use fusestep_launch::{
-    Access, Addresses, ArgumentLayout, Backend, BackendError, Batch, Buffer, ChangedRecord, Conclude,
-    ControlBlock, Excluded, FLAG_STOCHASTIC, Gate, HostRun, Launch, LaunchLimits, LaunchReport,
-    LeafSquares, ListBuffer, MultiTensorKernel, MultiTensorReduction, Record, Reduce, Replicas,
-    ResidentTable, SetValues, SquareSum, TensorList, UpdateSums, pack, pack_conclusion,
+    Access, Addresses, ArgumentLayout, Backend, BackendError, Batch, Buffer, ChangedRecord,
+    Conclude, ControlBlock, Excluded, FLAG_STOCHASTIC, Gate, HostRun, Launch, LaunchLimits,
+    LaunchReport, LeafSquares, ListBuffer, MultiTensorKernel, MultiTensorReduction, Record, Reduce,
+    Replicas, ResidentTable, SetValues, SquareSum, TensorList, UpdateSums, pack, pack_conclusion,
     pack_reduction, pack_reduction_table, pack_table, pack_update_sums,
 };
 use fusestep_simd::Level;
