@@ -79,7 +79,8 @@ struct Chunk {
     }
 
     // The sum over one leaf, by a group of threads of one warp, of which this is `member`; each has
-    // WIDTH neighbouring lanes. All threads of the warp arrive here. The result is that of member 0.
+    // WIDTH neighbouring lanes. All threads of the warp arrive here. The result is that of member
+    // 0.
     __device__ __forceinline__ double leaf_sum(u32 first, u32 numel, bool packs, u32 member) const {
         double sums[WIDTH] = {};
         const u32 at = first + member * WIDTH;
