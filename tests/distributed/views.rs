@@ -21,6 +21,8 @@ const STAGES: [ZeroStage; 4] = [
 enum Viewed {
     None,
     All,
+    /// And said to be whole at once, so that streams reduce them before the step.
+    Given,
     /// By turns, so that neighbours in a bucket are given in both ways and each parameter in
     /// another with every micro-step.
     Some,
@@ -30,7 +32,7 @@ impl Viewed {
     fn is(self, step: u64, param: usize) -> bool {
         match self {
             Viewed::None => false,
-            Viewed::All => true,
+            Viewed::All | Viewed::Given => true,
             Viewed::Some => (step as usize + param / 2).is_multiple_of(2),
         }
     }
@@ -80,6 +82,10 @@ fn run(case: &Case, viewed: Viewed, weighed: Weighed) -> Vec<Vec<Vec<u8>>> {
                 let bytes = case.gradient(rank, step, param);
                 if viewed.is(step, param) {
                     write_view(&mut state, &desc.name, case, &bytes, param);
+                    if viewed == Viewed::Given {
+                        plan.give_view(&mut state, &backend, &mut comms, &desc.name)
+                            .unwrap();
+                    }
                 } else {
                     let name = &desc.name;
                     plan.push_grad(&mut state, &backend, &mut comms, name, &bytes)
@@ -110,7 +116,7 @@ fn case(world: usize, mixed: Mixed, merge: u32) -> Case {
 
 fn same_in_views(case: &Case, weighed: Weighed) {
     let expected = run(case, Viewed::None, weighed);
-    for viewed in [Viewed::All, Viewed::Some] {
+    for viewed in [Viewed::All, Viewed::Given, Viewed::Some] {
         let found = run(case, viewed, weighed);
         assert!(found == expected, "{viewed:?} {weighed:?}: {case:?}");
     }
@@ -189,6 +195,13 @@ fn both_ways(plan: &Plan, state: &mut State, comms: &mut Comms<'_>, case: &Case)
         .unwrap();
     let error = state.grad_mut::<f32>(other).unwrap_err();
     assert!(matches!(error, PlanError::GradientTwice { .. }));
+    let error = plan.give_view(state, &backend, comms, other);
+    assert!(matches!(error, Err(PlanError::GradientTwice { .. })));
+    plan.give_view(state, &backend, comms, name).unwrap();
+    let error = plan.give_view(state, &backend, comms, name);
+    assert!(matches!(error, Err(PlanError::GradientTwice { .. })));
+    let error = plan.give_view(state, &backend, comms, "nobody");
+    assert!(matches!(error, Err(PlanError::UnknownName { .. })));
 }
 
 #[test]

@@ -3,6 +3,8 @@
 use alloc::string::String;
 use core::fmt;
 
+use crate::MOST_PHASES;
+
 /// What is wrong with a schedule.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
@@ -27,13 +29,18 @@ pub enum ScheduleError {
         /// Its name.
         phase: &'static str,
     },
+    /// More phases than [`MOST_PHASES`](crate::MOST_PHASES).
+    Phases {
+        /// How many.
+        found: usize,
+    },
     /// A text is no schedule.
     Text {
         /// Position of the phase, from 0.
         index: usize,
         /// What would work.
         expected: &'static str,
-        /// The phase as it was written.
+        /// The phase as it was written, or how it begins.
         found: String,
     },
 }
@@ -58,14 +65,21 @@ impl fmt::Display for ScheduleError {
                  follows, found none",
                 index + 1
             ),
+            ScheduleError::Phases { found } => write!(
+                f,
+                "schedule: expected at most {MOST_PHASES} phases, found {found}; `step` changes \
+                 the rate as often as it likes"
+            ),
             ScheduleError::Text {
                 index,
                 expected,
                 found,
             } => write!(
                 f,
-                "schedule, phase {}: expected {expected}, found `{found}`",
-                index + 1
+                "schedule, phase {}: expected {expected}, found `{}`",
+                index + 1,
+                // What a terminal would act on is shown instead.
+                found.escape_debug()
             ),
         }
     }

@@ -14,6 +14,12 @@ use alloc::vec::Vec;
 pub use error::ScheduleError;
 pub use phase::Phase;
 
+/// Most phases of a schedule, so that the factor of a step costs little whatever a file says.
+pub const MOST_PHASES: usize = 128;
+
+/// Most that a phase multiplies the learning rate with: no rate of a run overflows.
+pub const MOST_FACTOR: f64 = 1e6;
+
 /// The factor on the learning rate at every step: one phase after the other.
 ///
 /// A value: equal schedules have equal factors, and the factor of a step follows from its number.
@@ -58,10 +64,15 @@ impl Schedule {
     /// Checks every number.
     ///
     /// # Errors
-    /// A [`ScheduleError`] that names the phase, the number and what would work: factors, gammas,
-    /// floors and powers are finite and not negative, floors at most 1, and only the last phase
-    /// goes on for ever.
+    /// A [`ScheduleError`] that names the phase, the number and what would work: powers are finite
+    /// and not negative, floors are from 0 to 1, no factor of any step is below 0 or above
+    /// [`MOST_FACTOR`], there are at most [`MOST_PHASES`] phases, and only the last one goes on for
+    /// ever.
     pub fn validate(&self) -> Result<(), ScheduleError> {
+        let found = self.phases.len();
+        if found > MOST_PHASES {
+            return Err(ScheduleError::Phases { found });
+        }
         for (index, phase) in self.phases.iter().enumerate() {
             phase.validate(index)?;
             let last = index + 1 == self.phases.len();

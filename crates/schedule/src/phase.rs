@@ -3,7 +3,7 @@
 use core::f64::consts::PI;
 use core::num::NonZeroU64;
 
-use crate::ScheduleError;
+use crate::{MOST_FACTOR, ScheduleError};
 
 /// One phase of a schedule: a curve over steps t = 0, 1, … of its own, and how many it takes.
 ///
@@ -15,16 +15,16 @@ pub enum Phase {
     Constant {
         /// How many steps; for ever if `None`.
         steps: Option<u64>,
-        /// Factor on the base rate, at least 0.
+        /// Factor on the base rate, from 0 to [`MOST_FACTOR`].
         factor: f64,
     },
     /// from + (to − from)·t/steps.
     Linear {
         /// How many steps.
         steps: u64,
-        /// Factor of the first step, at least 0.
+        /// Factor of the first step, from 0 to [`MOST_FACTOR`].
         from: f64,
-        /// Factor once the steps are over, at least 0.
+        /// Factor once the steps are over, from 0 to [`MOST_FACTOR`].
         to: f64,
     },
     /// floor + (1 − floor)·(1 + cos(π·t/steps))/2 (Loshchilov & Hutter 2017, arXiv:1608.03983,
@@ -48,7 +48,7 @@ pub enum Phase {
     Step {
         /// Steps between two changes.
         every: NonZeroU64,
-        /// Factor of a change, at least 0.
+        /// Factor of a change, at least 0; above 1 only with `steps`.
         gamma: f64,
         /// How many steps; for ever if `None`.
         steps: Option<u64>,
@@ -110,44 +110,60 @@ impl Phase {
     }
 
     pub(crate) fn validate(&self, index: usize) -> Result<(), ScheduleError> {
-        let (most, any) = (1.0, f64::INFINITY);
-        match self {
-            Phase::Constant { factor, .. } => self.check(index, "factor", *factor, any),
+        let check = |what, range: Range, found| self.check((index, what), range, found);
+        match *self {
+            Phase::Constant { factor, .. } => check("factor", Range::Factor, factor),
             Phase::Linear { from, to, .. } => {
-                self.check(index, "from", *from, any)?;
-                self.check(index, "to", *to, any)
+                check("from", Range::Factor, from)?;
+                check("to", Range::Factor, to)
             }
-            Phase::Cosine { floor, .. } => self.check(index, "floor", *floor, most),
+            Phase::Cosine { floor, .. } => check("floor", Range::Share, floor),
             Phase::Polynomial { power, floor, .. } => {
-                self.check(index, "power", *power, any)?;
-                self.check(index, "floor", *floor, most)
+                check("power", Range::Power, power)?;
+                check("floor", Range::Share, floor)
             }
-            Phase::Step { gamma, .. } => self.check(index, "gamma", *gamma, any),
+            Phase::Step { gamma, .. } => check("gamma", Range::Gamma, gamma),
         }
     }
 
     fn check(
         &self,
-        index: usize,
-        what: &'static str,
+        (index, what): (usize, &'static str),
+        range: Range,
         found: f64,
-        most: f64,
     ) -> Result<(), ScheduleError> {
-        if found.is_finite() && (0.0..=most).contains(&found) {
+        let (holds, expected) = match range {
+            Range::Share => (found <= 1.0, "a number from 0 to 1"),
+            Range::Factor => (found <= MOST_FACTOR, "a number from 0 to 1e6"),
+            Range::Power => (true, "a finite number of at least 0"),
+            // The last factor is the largest.
+            Range::Gamma => (
+                found <= 1.0
+                    || self
+                        .steps()
+                        .is_some_and(|end| self.factor(end) <= MOST_FACTOR),
+                "a number from 0 to 1, or STEPS after which its factor is at most 1e6",
+            ),
+        };
+        if holds && found >= 0.0 && found.is_finite() {
             return Ok(());
         }
         Err(ScheduleError::Range {
             index,
             phase: self.name(),
             what,
-            expected: if most == 1.0 {
-                "a number from 0 to 1"
-            } else {
-                "a finite number of at least 0"
-            },
+            expected,
             found,
         })
     }
+}
+
+/// What a number of a phase may be, besides finite and at least 0.
+enum Range {
+    Share,
+    Factor,
+    Power,
+    Gamma,
 }
 
 /// How much of a phase is over; all of it if it takes no steps.

@@ -1,12 +1,11 @@
 //! Schedules as text: `warmup:100,cosine:900:0.1`.
 
-use alloc::borrow::ToOwned;
 use alloc::vec::Vec;
 use core::fmt;
 use core::num::NonZeroU64;
 use core::str::FromStr;
 
-use crate::{Phase, Schedule, ScheduleError};
+use crate::{MOST_PHASES, Phase, Schedule, ScheduleError};
 
 /// The form that [`Schedule::from_str`] reads.
 impl fmt::Display for Schedule {
@@ -74,6 +73,10 @@ impl FromStr for Schedule {
     /// # Errors
     /// [`ScheduleError::Text`] with the form of the phase; as [`Schedule::validate`].
     fn from_str(text: &str) -> Result<Self, ScheduleError> {
+        let found = text.split(',').count();
+        if found > MOST_PHASES {
+            return Err(ScheduleError::Phases { found });
+        }
         let phases = text.split(',').enumerate();
         let phases = phases.map(|(index, text)| phase(index, text.trim()));
         let schedule = Schedule {
@@ -83,6 +86,9 @@ impl FromStr for Schedule {
         Ok(schedule)
     }
 }
+
+/// Most characters of a phase that an error quotes.
+const MOST_QUOTED: usize = 200;
 
 /// Most numbers of a phase.
 const MOST_NUMBERS: usize = 3;
@@ -97,7 +103,7 @@ fn phase(index: usize, text: &str) -> Result<Phase, ScheduleError> {
     let refuse = |expected| ScheduleError::Text {
         index,
         expected,
-        found: text.to_owned(),
+        found: text.chars().take(MOST_QUOTED).collect(),
     };
     let (expected, read): (_, Reader) = match name {
         "constant" => ("constant[:STEPS[:FACTOR]]", constant),

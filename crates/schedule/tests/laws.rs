@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU64;
 
-use fusestep_schedule::{Phase, Schedule, ScheduleError};
+use fusestep_schedule::{MOST_PHASES, Phase, Schedule, ScheduleError};
 use proptest::prelude::*;
 
 /// A phase with an end.
@@ -107,11 +107,25 @@ fn whatever_is_no_schedule_is_refused_by_phase_and_number() {
             "cosine:9:1.5",
             "floor of cosine: expected a number from 0 to 1, found 1.5",
         ),
-        ("step:9:-1", "gamma of step: expected a finite number"),
+        (
+            "step:9:-1",
+            "gamma of step: expected a number from 0 to 1, or",
+        ),
+        (
+            "step:9:1.5",
+            "gamma of step: expected a number from 0 to 1, or",
+        ),
+        ("step:1:2:21", "factor is at most 1e6, found 2"),
         (
             "linear:5:nan:1",
-            "from of linear: expected a finite number of at least 0, found NaN",
+            "from of linear: expected a number from 0 to 1e6, found NaN",
         ),
+        ("constant:5:1e7", "expected a number from 0 to 1e6"),
+        (
+            "polynomial:5:inf",
+            "power of polynomial: expected a finite number",
+        ),
+        ("warm\u{1b}[2Jup", "found `warm\\u{1b}[2Jup`"),
         (
             "step:9:0.9,cosine:5",
             "phase 1: expected a number of steps for step, since a phase follows",
@@ -126,4 +140,26 @@ fn whatever_is_no_schedule_is_refused_by_phase_and_number() {
         factor: -1.0,
     });
     assert!(matches!(own.validate(), Err(ScheduleError::Range { .. })));
+}
+
+#[test]
+fn schedules_have_bounds_whatever_is_written() {
+    let phases = vec!["constant:1"; MOST_PHASES].join(",");
+    assert!(phases.parse::<Schedule>().is_ok());
+    let error = format!("{phases},cosine:5").parse::<Schedule>();
+    assert_eq!(
+        error,
+        Err(ScheduleError::Phases {
+            found: MOST_PHASES + 1
+        })
+    );
+    let built = (0..MOST_PHASES).fold(Schedule::cosine(1), |all, _| all.then(Schedule::cosine(1)));
+    assert!(matches!(
+        built.validate(),
+        Err(ScheduleError::Phases { .. })
+    ));
+    let long = "x".repeat(1 << 20).parse::<Schedule>().unwrap_err();
+    assert!(long.to_string().len() < 400, "{long}");
+    let grown: Schedule = "step:1:2:19".parse().unwrap();
+    assert_eq!(grown.factor(u64::MAX), 524_288.0);
 }

@@ -12,8 +12,8 @@ use crate::{Plan, PlanError};
 /// Tensors that a refusal names.
 const MOST_NAMED: usize = 9;
 
-/// Steps in which schedules are compared, some seconds of work.
-const MOST_COMPARED: u64 = 1 << 26;
+/// Steps in which schedules are compared; of schedules as long as may be, a few seconds of work.
+const MOST_COMPARED: u64 = 1 << 22;
 
 impl Plan {
     pub(super) fn check_manifest(
@@ -85,8 +85,8 @@ impl Plan {
         Ok(())
     }
 
-    /// Another schedule is one with another factor at a step that was taken: what is left of it may
-    /// change.
+    /// Refuses a checkpoint whose schedule had another factor at a step that was taken. The steps
+    /// that are left may differ, so that a run can be made longer.
     fn check_schedule(&self, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
         let own = self.schedule().map(ToString::to_string);
         if own == manifest.schedule {
@@ -110,7 +110,7 @@ impl Plan {
         };
         let expected = format!(
             "`{}`, or one that is the same in the steps taken",
-            own.as_deref().unwrap_or(none)
+            Quoted(own.as_deref().unwrap_or(none))
         );
         let found = format!("`{}`: {differs}", Quoted(found));
         Err(refuse(folder, "schedule", &expected, found))
