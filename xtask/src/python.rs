@@ -51,7 +51,9 @@ pub(crate) fn wheel(arguments: &[String]) -> Result<()> {
 fn bare() -> Result<()> {
     let root = workspace_root();
     let built = Command::new("cargo")
+        // The command line for its dependencies: with them nothing is compiled a second time.
         .args(["build", "--release", "-q", "-p", "fusestep-python"])
+        .args(["-p", "fusestep-cli"])
         .current_dir(&root)
         .status()?;
     ensure!(built.success(), "the extension module does not build");
