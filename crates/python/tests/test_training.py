@@ -29,15 +29,15 @@ class Transformer(torch.nn.Module):
         torch.nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, words):
-        mask = torch.nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(LENGTH, dtype=self.place.dtype)
         hidden = self.layers(self.embedding(words) + self.place, mask=mask, is_causal=True)
         return hidden @ self.embedding.weight.t()
 
 
-def train(library, steps, fuse=False):
-    model = Transformer()
+def train(library, steps, fuse=False, dtype=torch.float32, **settings):
+    model = Transformer().to(dtype)
     assert sum(p.numel() for p in model.parameters()) > 1_500_000
-    optimizer = library.AdamW(model.parameters(), lr=3e-4)
+    optimizer = library.AdamW(model.parameters(), lr=3e-4, **settings)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-4, total_steps=steps)
     if fuse:
         fusestep.torch.fuse_backward(model, optimizer)
@@ -57,18 +57,32 @@ def train(library, steps, fuse=False):
     return losses, bits(model.parameters())
 
 
+def apart(losses, others):
+    return max(abs(a - b) for a, b in zip(losses, others))
+
+
 def test_losses_of_a_transformer_are_those_of_pytorchs_adamw():
+    wide = {"dtype": torch.float64}
+    ours, _ = train(fusestep.torch, 200, **wide)
+    theirs, _ = train(torch.optim, 200, **wide)
+    assert apart(ours, theirs) < 1e-12
+    assert ours[-1] < ours[0] - 1
+
+
+def test_losses_in_float32_part_from_pytorchs_no_further_than_its_own_fused_adamw():
     ours, values = train(fusestep.torch, 200)
     theirs, _ = train(torch.optim, 200)
-    assert max(abs(a - b) for a, b in zip(ours, theirs)) < 1e-5
-    assert ours[-1] < ours[0] - 1
-    fused, fused_values = train(fusestep.torch, 200, fuse=True)
-    assert fused == ours and same_bits(values, fused_values)
+    assert apart(ours[:30], theirs[:30]) < 1e-5
+    # From there on this training makes roundings of the last place large, PyTorch's own as well.
+    fused, _ = train(torch.optim, 200, fused=True)
+    assert apart(ours, theirs) < 2 * apart(fused, theirs)
+    in_backward, its_values = train(fusestep.torch, 200, fuse=True)
+    assert in_backward == ours and same_bits(values, its_values)
 
 
 def test_a_users_session(tmp_path):
     script = WORKSPACE / "crates/python/examples/digits.py"
-    data = WORKSPACE / "data/digits.csv.gz"
+    data = WORKSPACE / "crates/cli/data/digits.csv.gz"
 
     def session(*arguments):
         command = [sys.executable, str(script), str(data), *arguments]
@@ -78,11 +92,13 @@ def test_a_users_session(tmp_path):
         return int(found[2]), float(found[3]), float(found[4])
 
     steps, loss, right = session("--save", "ours.pt")
-    assert steps == 450 and right > 0.9
+    same_steps, same_loss, same_right = session("--optimizer", "torch")
+    assert steps == same_steps == 450
+    assert abs(loss - same_loss) < 1e-3 and abs(right - same_right) < 0.01 and right > 0.85
     # On in plain PyTorch, and back again.
     later_steps, later_loss, later_right = session(
         "--load", "ours.pt", "--optimizer", "torch", "--save", "theirs.pt"
     )
-    assert later_steps == 900 and later_loss < loss and later_right > 0.9
+    assert later_steps == 900 and later_loss < loss and later_right > 0.85
     last_steps, last_loss, _ = session("--load", "theirs.pt")
     assert last_steps == 1350 and last_loss < later_loss
