@@ -56,10 +56,12 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
             .status()?;
         ensure!(status.success(), "{package} cannot be of version {version}");
     }
+    // A stranger's first build is one without `--release`, and it takes a third of the time.
     for program in CONSUMERS {
         let status = Command::new("cargo")
-            .args(["run", "--release", "-q", "-p", program])
+            .args(["run", "-q", "-p", program])
             .current_dir(&consumer)
+            .env("CARGO_PROFILE_DEV_DEBUG", "none")
             .env("CARGO_TARGET_DIR", root.join("target/consumer-build"))
             .status()?;
         ensure!(

@@ -80,34 +80,47 @@ def kind_train():
     write(model, report=vars(report), closed=closed)
 
 
+def refused(call, *words):
+    """That the call raises an error with these words."""
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        assert all(word in str(error) for word in words), error
+    else:
+        raise AssertionError(f"expected an error of {words}")
+
+
 def kind_views():
     model, optimizer, options = made(**OPTIONS)
     parallel = fusestep.torch.DataParallel(model, optimizer, timeout=30, **options)
+    place = model.first.weight.data_ptr()
+    version = model.first.weight._version
     loss_of(parallel, 0, RANK, WORLD).backward()
     first = model.first.weight.grad
     address = first.data_ptr()
     optimizer.step()
     assert model.first.weight.grad is None
+    assert model.first.weight.data_ptr() == place, "the step is in place"
+    assert model.first.weight._version > version, "autograd knows that it was written"
     loss_of(parallel, 1, RANK, WORLD).backward()
     assert model.first.weight.grad.data_ptr() == address, "the same memory at every step"
     optimizer.step()
-    for call in (optimizer.state_dict, lambda: optimizer.add_param_group({"params": []})):
-        try:
-            call()
-        except RuntimeError as error:
-            assert "DataParallel" in str(error)
-        else:
-            raise AssertionError("the optimizer has no state of its own")
+    # The optimizer has no state of its own.
+    refused(optimizer.state_dict, "DataParallel")
+    refused(lambda: optimizer.add_param_group({"params": []}), "DataParallel")
     with torch.no_grad():
         model.first.weight.zero_()
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        assert "`first.weight`" in str(error) and "follow_parameters" in str(error), error
-    else:
-        raise AssertionError("a parameter was written")
+    refused(optimizer.step, "`first.weight`", "follow_parameters")
     parallel.follow_parameters()
     assert not model.first.weight.any()
+    model.first.weight.data = torch.full_like(model.first.weight, 2.0 + RANK)
+    refused(optimizer.step, "`first.weight`", "moved", "follow_parameters")
+    parallel.follow_parameters()
+    assert model.first.weight.data_ptr() == place and (model.first.weight == 2.0).all()
+    kept = model.second.bias.data
+    model.second.bias.data = kept.double()
+    refused(parallel.follow_parameters, "`second.bias`", "torch.float32", "torch.float64")
+    model.second.bias.data = kept
     parallel.close()
     del parallel, optimizer
     # A view outlives all else.

@@ -8,6 +8,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fusestep import _fusestep
 from fusestep._report import Report
@@ -23,9 +24,10 @@ class DataParallel(torch.nn.Module):
 
     Start the processes with ``torchrun``; all of them are on one machine and share its memory, or
     come by ``mpirun`` with a wheel that was built with its feature ``mpi``. The model takes the
-    parameters of rank 0. ``loss.backward()`` writes gradients into memory of ours, where they are
-    averaged over ranks, bucket by bucket, while it goes on; ``optimizer.step()`` updates on every
-    rank alike and takes the gradients: ``.grad`` is ``None`` behind it.
+    parameters of rank 0 and has them in memory of ours from then on, where steps update them in
+    place. ``loss.backward()`` writes gradients there too, where they are averaged over ranks,
+    bucket by bucket, while it goes on; ``optimizer.step()`` updates on every rank alike and takes
+    the gradients: ``.grad`` is ``None`` behind it.
 
     * ``zero`` is what ranks share out: 1 optimizer state, 2 gradients too. It changes no bit.
     * ``bucket_mib`` is the most MiB of gradients in one call, 25 by default. It changes no bit.
@@ -108,12 +110,22 @@ class DataParallel(torch.nn.Module):
 
     @torch.no_grad()
     def follow_parameters(self) -> None:
-        """Trains on from what was written to the parameters outside of a step: rank 0's values go
-        to all. All ranks call it."""
+        """Trains on from what was written to the parameters outside of a step, or from where they
+        have been moved: rank 0's values go to all. All ranks call it."""
+        for tensor, value in zip(self._full, self._values):
+            if (tensor.dtype, tensor.shape) != (value.dtype, value.shape):
+                name = self._members[self._index[id(tensor)]].name
+                raise ValueError(
+                    f"parameter `{name}`: expected {value.dtype} of shape {tuple(value.shape)}, "
+                    f"found {tensor.dtype} of {tuple(tensor.shape)}; make another DataParallel"
+                )
         self._ranks.touch()
-        torch._foreach_copy_(self._values, [tensor.detach() for tensor in self._full])
+        for tensor, value in zip(self._full, self._values):
+            if tensor.data_ptr() != value.data_ptr():
+                value.copy_(tensor)
+                tensor.data = value
         self._ranks.begin()
-        self._set_parameters()
+        self._parameters_changed()
 
     def flush(self) -> None:
         """Updates from fewer micro-steps than ``accumulate``, at an epoch's end. All ranks call
@@ -142,12 +154,12 @@ class DataParallel(torch.nn.Module):
         steps = self._ranks.resume(os.fspath(folder))
         if steps is None:
             return 0
-        self._set_parameters()
+        self._parameters_changed()
         return steps
 
     def close(self) -> None:
-        """Leaves the other ranks, once a checkpoint under way is complete. Parameters stay as they
-        are; a later step raises ``RuntimeError``."""
+        """Leaves the other ranks, once a checkpoint under way is complete. Parameters stay where and
+        as they are; a later step raises ``RuntimeError``."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -212,6 +224,13 @@ class DataParallel(torch.nn.Module):
                     f"parameter `{member.name}`: expected the values of the last step, found it "
                     "written since; call `follow_parameters()` on all ranks after that"
                 )
+        for tensor, value in zip(self._full, self._values):
+            if tensor.data_ptr() != value.data_ptr():
+                raise RuntimeError(
+                    f"parameter `{self._members[self._index[id(tensor)]].name}`: expected the "
+                    "memory of the ranks, found it moved to other memory since; call "
+                    "`follow_parameters()` on all ranks after that"
+                )
         self._take(self._ranks.step(self._rules()))
 
     def _take(self, told: Dict[str, Any]) -> None:
@@ -225,11 +244,11 @@ class DataParallel(torch.nn.Module):
         self._optimizer._report = Report(**report)
         self._norms = told["update_norms"]
         if not report["skipped"]:
-            self._set_parameters()
+            self._parameters_changed()
 
-    @torch.no_grad()
-    def _set_parameters(self) -> None:
-        torch._foreach_copy_([tensor.detach() for tensor in self._full], self._values)
+    def _parameters_changed(self) -> None:
+        """Tells autograd that the ranks have written parameters."""
+        increment_version(self._full)
         self._versions = [tensor._version for tensor in self._tensors]
 
 
