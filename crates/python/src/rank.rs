@@ -53,6 +53,8 @@ pub(crate) struct Borrowed {
     pub(crate) param: usize,
     /// `None` where gradients move while they are reduced.
     pub(crate) grad: Option<usize>,
+    /// Bytes of each.
+    pub(crate) len_bytes: usize,
 }
 
 /// The memory that Python has views of, for as long as any of them is there.
@@ -215,6 +217,7 @@ impl<'c> Rank<'c> {
             places.push(Borrowed {
                 param: param_address(&mut state, desc)?,
                 grad: borrowed.then(|| grad_address(&state, desc)).transpose()?,
+                len_bytes: desc.numel() as usize * desc.dtype.len_bytes(),
             });
         }
         Ok(places)

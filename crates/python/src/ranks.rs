@@ -8,8 +8,9 @@ use std::time::Duration;
 
 use fusestep::collective::Aborter;
 use fusestep::planner::Optimizer;
+use fusestep::simd::copy_bytes;
 use fusestep::tensor::ParamDesc;
-use fusestep::{Error, Shape, Tensors};
+use fusestep::{Error, Level, Shape, Tensors};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -116,6 +117,35 @@ impl Ranks {
     /// Takes the parameters of rank 0 and compares what decides the bits.
     fn begin(&self, py: Python<'_>) -> PyResult<()> {
         self.call(py, |rank| rank.begin())
+    }
+
+    /// Copies a gradient of `len_bytes` bytes at an address, which its tensor keeps, into its view,
+    /// which nothing reads before [`Self::given`].
+    fn copy(&self, py: Python<'_>, index: usize, place: (usize, usize)) -> PyResult<()> {
+        self.check(index)?;
+        let (address, len_bytes) = place;
+        let own = &self.places[index];
+        let Some(view) = own.grad.filter(|_| own.len_bytes == len_bytes) else {
+            return Err(PyValueError::new_err(format!(
+                "gradient of `{}`: expected {} bytes for a view, found {len_bytes}",
+                self.names[index], own.len_bytes
+            )));
+        };
+        py.detach(|| {
+            let from = std::ptr::with_exposed_provenance::<u8>(address);
+            let to = std::ptr::with_exposed_provenance_mut::<u8>(view);
+            // SAFETY: the caller's tensor has so many bytes there and stays; the view is of memory
+            // that `_kept` keeps, apart from the tensor's own, and the rank's thread does not touch
+            // it between a step and `given`.
+            let (from, to) = unsafe {
+                (
+                    std::slice::from_raw_parts(from, len_bytes),
+                    std::slice::from_raw_parts_mut(to, len_bytes),
+                )
+            };
+            copy_bytes(Level::detect(), to, from);
+        });
+        Ok(())
     }
 
     /// Says that the gradient of a parameter is whole in its view; does not wait.

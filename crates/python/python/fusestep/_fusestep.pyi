@@ -79,6 +79,9 @@ class Ranks:
     def begin(self) -> None:
         """Takes the parameters of rank 0 and compares what decides the bits."""
 
+    def copy(self, index: int, place: Tuple[int, int]) -> None:
+        """Copies a gradient into its view: its address, and how many bytes it has."""
+
     def given(self, index: int) -> None:
         """Says that the gradient of a parameter is whole in its view; does not wait."""
 

@@ -198,7 +198,12 @@ class DataParallel(torch.nn.Module):
                 tensor.grad = None
             return
         if gradient.data_ptr() != view.data_ptr():
-            view.copy_(gradient)
+            if gradient.is_contiguous():
+                # Past the caches: what moves between ranks is not read again soon.
+                len_bytes = gradient.numel() * gradient.element_size()
+                self._ranks.copy(index, (gradient.data_ptr(), len_bytes))
+            else:
+                view.copy_(gradient)
             tensor.grad = view
         self._given[index] = view._version
         self._ranks.given(index)
