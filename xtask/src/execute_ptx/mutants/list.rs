@@ -32,9 +32,11 @@ pub(super) struct Mutant {
 }
 
 const ADAM: &str = "fused_adam_f32";
-const LARS: &str = "lars_momentum_f32";
-const LAMB: &str = "lamb_f32";
-const HALF: &str = "fused_adam_bf16_m32_s16_resident";
+const LARS_SUMS: &str = "lars_momentum_sums_f32";
+const LARS: &str = "lars_momentum_update_f32";
+const LAMB_SUMS: &str = "lamb_sums_f32";
+const LAMB: &str = "lamb_update_f32";
+const HALF: &str = "fused_adam_bf16_m32_s16";
 const NORM: &str = "amp_norm_f32";
 const RANKS: &str = "rank_order_f16";
 
@@ -71,6 +73,10 @@ const fn lars(name: &'static str, from: &'static str, to: &'static str) -> Mutan
     mutant(name, LARS, from, to, NORMS_ALONE)
 }
 
+const fn lars_sums(name: &'static str, from: &'static str, to: &'static str) -> Mutant {
+    mutant(name, LARS_SUMS, from, to, NORMS_ALONE)
+}
+
 /// A change of single instructions, one after the other, and those of them that no result shows.
 pub(super) struct Each {
     pub(super) mutant: Mutant,
@@ -81,46 +87,33 @@ const fn each(mutant: Mutant, unseen: &'static [(usize, &'static str)]) -> Each 
     Each { mutant, unseen }
 }
 
-/// What `normed.cuh` guards twice.
-const GUARDED_TWICE: &[(usize, &str)] = &[
-    (
-        2,
-        "behind a unit's sums: the next unit writes lanes that were read before the barrier \
-         before, and leaves behind its own first barrier",
-    ),
-    (
-        5,
-        "behind a tensor's sums: the next tensor writes its total behind its own first barrier, \
-         and what that folds was read before the barrier before",
-    ),
-];
+/// What `normed.cuh` guards twice, in sums and in updates.
+const SUMS_GUARDED_TWICE: &[(usize, &str)] = &[(
+    2,
+    "behind a unit's sums: the next unit writes lanes that were read before the barrier before, \
+     and leaves behind its own first barrier",
+)];
+const UPDATE_GUARDED_TWICE: &[(usize, &str)] = &[(
+    2,
+    "behind a tensor's sums: the next tensor writes its total behind its own first barrier, and \
+     what that folds was read before the barrier before",
+)];
 
-pub(super) const EACH: [Each; 7] = [
-    each(
-        lars("one barrier of the block removed", "bar.sync", ""),
-        GUARDED_TWICE,
-    ),
-    each(
-        lars(
-            "one barrier of the grid without its block",
-            "barrier.sync",
-            "",
-        ),
-        &[(
-            0,
-            "in front of the arrival: the sums end with a barrier, and nothing is stored since",
-        )],
-    ),
-    each(
-        mutant(
-            "one barrier of the block removed",
-            LAMB,
-            "bar.sync",
-            "",
-            NORMS_ALONE,
-        ),
-        GUARDED_TWICE,
-    ),
+const fn barrier(entry: &'static str) -> Mutant {
+    mutant(
+        "one barrier of the block removed",
+        entry,
+        "bar.sync",
+        "",
+        NORMS_ALONE,
+    )
+}
+
+pub(super) const EACH: [Each; 8] = [
+    each(barrier(LARS_SUMS), SUMS_GUARDED_TWICE),
+    each(barrier(LARS), UPDATE_GUARDED_TWICE),
+    each(barrier(LAMB_SUMS), SUMS_GUARDED_TWICE),
+    each(barrier(LAMB), UPDATE_GUARDED_TWICE),
     each(
         mutant(
             "one barrier of the block removed",
@@ -132,11 +125,11 @@ pub(super) const EACH: [Each; 7] = [
         &[],
     ),
     each(
-        adam("one end of a loop inverted", "setp.ge.u64", "setp.lt.u64"),
+        adam("one end of a loop inverted", "setp.ge.u32", "setp.lt.u32"),
         &[],
     ),
     each(
-        adam("one start of a loop inverted", "setp.lt.u64", "setp.ge.u64"),
+        adam("one start of a loop inverted", "setp.lt.u32", "setp.ge.u32"),
         &[],
     ),
     each(
@@ -171,8 +164,8 @@ pub(super) const MUTANTS: [Mutant; 34] = [
         "ld.global.v4.f32",
         "ld.global.v2.f32",
     ),
-    adam("ends inverted", "setp.ge.u64", "setp.lt.u64"),
-    adam("starts inverted", "setp.lt.u64", "setp.ge.u64"),
+    adam("ends inverted", "setp.ge.u32", "setp.lt.u32"),
+    adam("starts inverted", "setp.lt.u32", "setp.ge.u32"),
     adam(
         "comparisons of counts inverted",
         "setp.le.u32",
@@ -180,27 +173,27 @@ pub(super) const MUTANTS: [Mutant; 34] = [
     ),
     adam("approximate quotients", "div.rn.f32", "div.approx.f32"),
     adam("offsets of 32 bits", "shl.b64", "shl.b32"),
+    lars_sums("barriers of the block removed", "bar.sync", ""),
     lars("barriers of the block removed", "bar.sync", ""),
-    lars("barriers of the grid without blocks", "barrier.sync", ""),
-    lars(
-        "arrivals that tell nothing",
-        "atom.add.release.gpu",
-        "atom.add.relaxed.gpu",
-    ),
-    lars(
-        "waits that learn nothing",
-        "ld.acquire.gpu",
-        "ld.relaxed.gpu",
-    ),
-    lars(
+    lars_sums(
         "shared values stored as f32",
         "st.shared.f64",
         "st.shared.b32",
     ),
+    lars(
+        "packs stored by halves",
+        "st.global.v4.f32",
+        "st.global.v2.f32",
+    ),
+    lars(
+        "packs loaded by halves",
+        "ld.global.v4.f32",
+        "ld.global.v2.f32",
+    ),
     lars("updates rounded to zero", "sub.rn.f32", "sub.rz.f32"),
     mutant(
         "sums rounded to zero",
-        LARS,
+        LARS_SUMS,
         "add.rn.f64",
         "add.rz.f64",
         LAST_BITS,
@@ -219,13 +212,13 @@ pub(super) const MUTANTS: [Mutant; 34] = [
         "div.rm.f64",
         LAST_BITS,
     ),
-    lars("warps summed upwards", "shfl.sync.bfly", "shfl.sync.up"),
+    lars_sums("warps summed upwards", "shfl.sync.bfly", "shfl.sync.up"),
     Mutant {
         expected: Expected::Unseen(
             "only lane 0 of a warp keeps its sum, and what it takes at each halving are lanes \
              below the half, for which both modes name the same lane",
         ),
-        ..lars("warps summed downwards", "shfl.sync.bfly", "shfl.sync.down")
+        ..lars_sums("warps summed downwards", "shfl.sync.bfly", "shfl.sync.down")
     },
     mutant(
         "barriers of the block removed",
@@ -242,15 +235,15 @@ pub(super) const MUTANTS: [Mutant; 34] = [
         NORMS_ALONE,
     ),
     mutant(
-        "waits that learn nothing",
+        "packs stored by halves",
         LAMB,
-        "ld.acquire.gpu",
-        "ld.relaxed.gpu",
+        "st.global.v4.f32",
+        "st.global.v2.f32",
         NORMS_ALONE,
     ),
     mutant(
         "sums rounded to zero",
-        LAMB,
+        LAMB_SUMS,
         "add.rn.f64",
         "add.rz.f64",
         LAST_BITS,
