@@ -190,8 +190,8 @@ struct Engine {
         if (threadIdx.x < SUMS) {
             dialect::store(out + threadIdx.x, update_sums::fold_8<SUMS>(leaves + threadIdx.x));
         }
-        // `lanes` and `leaves` are written again by the next unit.
-        dialect::block_sync();
+        // No barrier: the next unit writes lanes that were read before the one above, and leaves
+        // behind one of its own.
     }
 
     __device__ __forceinline__ void sum_chunks() const {
@@ -235,8 +235,8 @@ struct Engine {
         for (int sum = 0; sum < int(SUMS); sum++) {
             sums[sum] = total[sum];
         }
-        // `total` is written again for the next tensor.
-        dialect::block_sync();
+        // No barrier: the next tensor writes what was read before the one above, and its total
+        // behind one of its own.
     }
 
     // What all elements of a tensor share: copies, because a store to a tensor could change what
