@@ -295,9 +295,8 @@ const MUTANTS: [Mutant; 5] = [
         name: "last_chunk_dropped",
         edits: &[(
             "multi_tensor.cuh",
-            "            return behind_records(chunk);\n",
-            "            return behind_records(chunk + 1 == gridDim.x && chunk > 0 ? chunk - 1 : \
-             chunk);\n",
+            "record_count) + chunk * ",
+            "record_count) + (chunk + 1 == gridDim.x && chunk > 0 ? chunk - 1 : chunk) * ",
         )],
     },
     // What 32 bits do to a tensor of 2^32 elements, at a size that a test can have.
