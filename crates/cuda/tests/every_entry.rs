@@ -149,6 +149,30 @@ fn adam_in_16_bits_alone_gives_the_bits_of_the_host() {
 }
 
 #[test]
+fn norms_of_updates_alone_have_the_bits_of_the_host() {
+    let way = |planner| measured(scaled(planner));
+    let rule = rules()[0];
+    same_bits_of(&cuda(), rule, &way, &case_of(DType::F32));
+}
+
+#[test]
+fn a_norm_over_many_tensors_has_the_bits_of_the_host() {
+    // More tensors than a block has threads, and some of so many chunks that a warp adds them up.
+    let mut case = Case::new((0..600).map(|tensor| tensor % 3), DType::F32);
+    case.steps = 1;
+    let mut long = Case::new([3, 65_536 * 5 + 1, 9], DType::F32);
+    long.steps = 1;
+    for case in [case, long] {
+        same_bits_of(
+            &cuda(),
+            rules()[0],
+            &|planner| in_arguments(scaled(planner)),
+            &case,
+        );
+    }
+}
+
+#[test]
 fn norms_alone_give_the_bits_of_the_host() {
     // Two units of sums for a block, and two tensors.
     let mut long = Case::new([140_000, 70_000, 5], DType::F32);

@@ -38,10 +38,14 @@ const LAMB_SUMS: &str = "lamb_sums_f32";
 const LAMB: &str = "lamb_update_f32";
 const HALF: &str = "fused_adam_bf16_m32_s16";
 const NORM: &str = "amp_norm_f32";
+const FINISH: &str = "amp_finish";
+const CHANGES: &str = "update_sums_f32";
 const RANKS: &str = "rank_order_f16";
 
 const ADAM_ALONE: &str = "adam_alone_gives_the_bits_of_the_host";
 const NORMS_ALONE: &str = "norms_alone_give_the_bits_of_the_host";
+const CHANGES_ALONE: &str = "norms_of_updates_alone_have_the_bits_of_the_host";
+const MANY_ALONE: &str = "a_norm_over_many_tensors_has_the_bits_of_the_host";
 const LAST_BITS: &str = "norms_have_the_bits_of_the_host_to_the_last";
 const HALVES_ALONE: &str = "adam_in_16_bits_alone_gives_the_bits_of_the_host";
 const RANKS_ALONE: &str = "rank_order::sums_in_rank_order_are_those_of_the_host";
@@ -87,31 +91,24 @@ const fn each(mutant: Mutant, unseen: &'static [(usize, &'static str)]) -> Each 
     Each { mutant, unseen }
 }
 
-const fn barrier(entry: &'static str) -> Mutant {
+const fn barrier(entry: &'static str, test: &'static str) -> Mutant {
     mutant(
         "one barrier of the block removed",
         entry,
         "bar.sync",
         "",
-        NORMS_ALONE,
+        test,
     )
 }
 
-pub(super) const EACH: [Each; 8] = [
-    each(barrier(LARS_SUMS), &[]),
-    each(barrier(LARS), &[]),
-    each(barrier(LAMB_SUMS), &[]),
-    each(barrier(LAMB), &[]),
-    each(
-        mutant(
-            "one barrier of the block removed",
-            NORM,
-            "bar.sync",
-            "",
-            ADAM_ALONE,
-        ),
-        &[],
-    ),
+pub(super) const EACH: [Each; 10] = [
+    each(barrier(LARS_SUMS, NORMS_ALONE), &[]),
+    each(barrier(LARS, NORMS_ALONE), &[]),
+    each(barrier(LAMB_SUMS, NORMS_ALONE), &[]),
+    each(barrier(LAMB, NORMS_ALONE), &[]),
+    each(barrier(NORM, ADAM_ALONE), &[]),
+    each(barrier(FINISH, MANY_ALONE), &[]),
+    each(barrier(CHANGES, CHANGES_ALONE), &[]),
     each(
         adam("one end of a loop inverted", "setp.ge.u32", "setp.lt.u32"),
         &[],
@@ -130,7 +127,7 @@ pub(super) const EACH: [Each; 8] = [
     ),
 ];
 
-pub(super) const MUTANTS: [Mutant; 34] = [
+pub(super) const MUTANTS: [Mutant; 37] = [
     adam("products rounded to zero", "mul.rn.f32", "mul.rz.f32"),
     adam("sums rounded to zero", "add.rn.f32", "add.rz.f32"),
     adam("differences rounded up", "sub.rn.f32", "sub.rp.f32"),
@@ -249,6 +246,27 @@ pub(super) const MUTANTS: [Mutant; 34] = [
         "add.rn.f64",
         "add.rp.f64",
         ADAM_ALONE,
+    ),
+    mutant(
+        "chunks and tensors out of order",
+        FINISH,
+        "shfl.sync.bfly",
+        "shfl.sync.up",
+        MANY_ALONE,
+    ),
+    mutant(
+        "values added to those from before",
+        CHANGES,
+        "sub.rn.f64",
+        "add.rn.f64",
+        CHANGES_ALONE,
+    ),
+    mutant(
+        "values loaded by halves",
+        CHANGES,
+        "ld.global.v4.f32",
+        "ld.global.v2.f32",
+        CHANGES_ALONE,
     ),
     mutant(
         "masters stored by halves",
