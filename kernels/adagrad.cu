@@ -70,13 +70,12 @@ struct Sets {
     }
 };
 
-template <class Format, class Source>
-__device__ __forceinline__ void run(Source arguments) {
+template <class Format>
+__device__ __forceinline__ void run(const unsigned char* arguments) {
     elementwise::run<Format, 1, Update<typename Format::Compute>>(arguments);
 }
 
 }  // namespace adagrad
 
-#define ALONE_adagrad_bf16_m32_resident ALONE
 EACH_FORMAT(UPDATE_ENTRIES, adagrad)
 SETS_ENTRIES(adagrad)

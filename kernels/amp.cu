@@ -2,8 +2,8 @@
 //
 //     amp_norm    one block per chunk of 65,536 elements: sum of squares in f64, and the count of
 //                 infinite and NaN elements
-//     amp_finish  one block: sums of tensors and of all, then the control block that update
-//                 kernels read
+//     amp_finish  one block: sums of tensors, many at a time, and of all, then the control block
+//                 that update kernels read
 //
 // The tree of a sum depends on element indices alone; crates/elementwise/src/norm.rs states it.
 // Lane j of a leaf of 1,024 elements adds elements j, j + 64, ...; lanes fold by halves, and the 64
@@ -26,6 +26,8 @@ enum : u32 {
     CHUNK_ELEMENTS = LEAF_ELEMENTS * LEAVES,
     WARP = 32,
     WARPS_MAX = 16,
+    // Of a tensor that one thread adds up.
+    CHUNKS_OF_THREAD = 4,
 };
 
 // crates/launch/src/reduction.rs: SquareSum.
@@ -107,11 +109,10 @@ __device__ __forceinline__ double leaf_sum(const T* leaf, u32 numel, bool packs,
             }
         }
     } else {
-        for (u32 row = 0; row < ROWS; row++) {
+        ROLLED for (u32 row = lane; row < numel; row += LANES) {
             for (u32 i = 0; i < PER; i++) {
-                const u32 at = row * LANES + lane + i;
-                if (at < numel) {
-                    add_square(dialect::load(leaf + at), sums[i], non_finite);
+                if (row + i < numel) {
+                    add_square(dialect::load(leaf + row + i), sums[i], non_finite);
                 }
             }
         }
@@ -130,11 +131,12 @@ __device__ __forceinline__ double leaf_sum(const T* leaf, u32 numel, bool packs,
 }
 
 // The block's chunk, written to the launch's partial sums.
-template <class T, class Source>
-__device__ __forceinline__ void norm_chunk(Source arguments) {
+template <class T>
+__device__ __forceinline__ void norm_chunk(const unsigned char* arguments) {
     constexpr u32 GROUP = LANES / (16 / sizeof(T));
-    const multi_tensor::Table<NormScalars, NormScalars, 1, Source> table = {arguments};
-    const multi_tensor::Record<1>& record = table.record(table.record_of_chunk(blockIdx.x));
+    typedef multi_tensor::Table<NormScalars, NormScalars, 1> Table;
+    const Table table = Table::of(arguments);
+    const multi_tensor::Record<1> record = table.record(table.record_of_chunk(blockIdx.x));
     const multi_tensor::Chunk chunk = multi_tensor::chunk_of_block(table.header(), record);
     const T* elements = multi_tensor::chunk_start<const T>(record, 0, chunk);
     const bool packs = multi_tensor::takes_packs(elements);
@@ -142,7 +144,13 @@ __device__ __forceinline__ void norm_chunk(Source arguments) {
     SHARED(u32, counts, WARPS_MAX);
     const u32 member = threadIdx.x % GROUP;
     u32 non_finite = 0;
-    for (u32 leaf = threadIdx.x / GROUP; leaf < LEAVES; leaf += blockDim.x / GROUP) {
+    // Leaves with elements, as many as whole warps take; the others are 0 and cost no more.
+    constexpr u32 OF_WARP = WARP / GROUP;
+    const u32 filled = (chunk.numel + LEAF_ELEMENTS * OF_WARP - 1) / (LEAF_ELEMENTS * OF_WARP) * OF_WARP;
+    for (u32 leaf = filled + threadIdx.x; leaf < LEAVES; leaf += blockDim.x) {
+        leaves[leaf] = 0.0;
+    }
+    for (u32 leaf = threadIdx.x / GROUP; leaf < filled; leaf += blockDim.x / GROUP) {
         const u32 first = leaf * LEAF_ELEMENTS;
         const u32 left = first < chunk.numel ? chunk.numel - first : 0;
         const u32 numel = left < LEAF_ELEMENTS ? left : u32(LEAF_ELEMENTS);
@@ -208,14 +216,31 @@ __device__ __forceinline__ multi_tensor::Control conclude(const Finish& finish, 
     return after;
 }
 
-__device__ __forceinline__ void add(SquareSum& sum, const SquareSum& next) {
-    sum.sum = sum.sum + next.sum;
-    sum.non_finite += next.non_finite;
+// The sum of values in order, by a warp; the result is that of its lane 0. Lanes load 32 at a time,
+// the next ones while the last are added, so that of a value's cost only the addition is left in
+// the chain. Lane 0 meets the lanes' values in their order: its partner at mask i is lane i. Behind
+// the last value zeros are added, which change nothing.
+__device__ __forceinline__ SquareSum ordered_sum(const SquareSum* values, u64 count) {
+    const u32 lane = threadIdx.x % WARP;
+    const SquareSum none = {0.0, 0};
+    SquareSum own = lane < count ? dialect::load(values + lane) : none;
+    SquareSum total = none;
+    ROLLED for (u64 first = WARP; first < count + WARP; first += WARP) {
+        const SquareSum next = first + lane < count ? dialect::load(values + first + lane) : none;
+        for (u32 i = 0; i < WARP; i++) {
+            total.sum = total.sum + dialect::shuffle_xor(own.sum, int(i));
+        }
+        total.non_finite += own.non_finite;
+        own = next;
+    }
+    for (u32 half = WARP / 2; half > 0; half /= 2) {
+        total.non_finite += dialect::shuffle_xor(total.non_finite, int(half));
+    }
+    return total;
 }
 
-// One block: a thread per tensor, then one thread for the rest.
+// One block: tensors of few chunks a thread each, others a warp each, then one warp for the rest.
 __device__ __forceinline__ void finish_step(const Conclusion& arguments) {
-    const multi_tensor::Header& header = arguments.header;
     const Finish& finish = arguments.finish;
     const SquareSum* const partials = reinterpret_cast<const SquareSum*>(finish.partials);
     const TensorPartials* const tensors = reinterpret_cast<const TensorPartials*>(finish.tensors);
@@ -223,21 +248,45 @@ __device__ __forceinline__ void finish_step(const Conclusion& arguments) {
     if (blockIdx.x != 0) {
         return;
     }
-    for (u64 tensor = threadIdx.x; tensor < finish.tensor_count; tensor += blockDim.x) {
-        const TensorPartials place = dialect::load(tensors + tensor);
-        SquareSum sum = {0.0, 0};
-        for (u64 chunk = 0; chunk < place.count; chunk++) {
-            add(sum, dialect::load(partials + place.first + chunk));
+    SHARED(TensorPartials, places, WARP * WARPS_MAX);
+    const u32 warp = threadIdx.x / WARP;
+    ROLLED for (u64 first = 0; first < finish.tensor_count; first += blockDim.x) {
+        const u64 tensor = first + threadIdx.x;
+        TensorPartials place = {0, 0};
+        if (tensor < finish.tensor_count) {
+            place = dialect::load(tensors + tensor);
+            if (place.count <= CHUNKS_OF_THREAD) {
+                SquareSum sum = {0.0, 0};
+                for (u32 chunk = 0; chunk < CHUNKS_OF_THREAD; chunk++) {
+                    if (chunk < place.count) {
+                        const SquareSum next = dialect::load(partials + place.first + chunk);
+                        sum = {sum.sum + next.sum, sum.non_finite + next.non_finite};
+                    }
+                }
+                dialect::store(sums + tensor, sum);
+            }
         }
-        dialect::store(sums + tensor, sum);
+        places[threadIdx.x] = place;
+        dialect::block_sync();
+        // Neighbours, which tend to be alike, go to different warps.
+        ROLLED for (u32 i = warp; i < blockDim.x; i += blockDim.x / WARP) {
+            const TensorPartials large = places[i];
+            if (large.count > CHUNKS_OF_THREAD) {
+                const SquareSum sum = ordered_sum(partials + large.first, large.count);
+                if (threadIdx.x % WARP == 0) {
+                    dialect::store(sums + first + i, sum);
+                }
+            }
+        }
+        // `places` is written again; and what was stored is read below.
+        dialect::block_sync();
     }
-    dialect::block_sync();
+    if (warp != 0) {
+        return;
+    }
+    const SquareSum total = ordered_sum(sums, finish.tensor_count);
     if (threadIdx.x == 0) {
-        SquareSum total = {0.0, 0};
-        for (u64 tensor = 0; tensor < finish.tensor_count; tensor++) {
-            add(total, dialect::load(static_cast<const SquareSum*>(sums) + tensor));
-        }
-        multi_tensor::Control* const control = reinterpret_cast<multi_tensor::Control*>(header.control);
+        multi_tensor::Control* const control = reinterpret_cast<multi_tensor::Control*>(arguments.header.control);
         const multi_tensor::Control before = dialect::load(static_cast<const multi_tensor::Control*>(control));
         dialect::store(control, conclude(finish, total, before));
     }
@@ -245,9 +294,8 @@ __device__ __forceinline__ void finish_step(const Conclusion& arguments) {
 
 }  // namespace amp
 
-#define NORM_ENTRIES(TYPE, ...)                                                                                   \
-    ENTRY(amp_norm_##TYPE, (512), multi_tensor::Arguments, amp::norm_chunk<__VA_ARGS__>(arguments.bytes))           \
-    ENTRY(amp_norm_##TYPE##_resident, (512), multi_tensor::Resident, amp::norm_chunk<__VA_ARGS__>(multi_tensor::in_memory(arguments)))
+#define NORM_ENTRIES(TYPE, ...) \
+    ENTRY(amp_norm_##TYPE, (512), multi_tensor::Arguments, amp::norm_chunk<__VA_ARGS__>(arguments.bytes))
 
 NORM_ENTRIES(f32, float)
 NORM_ENTRIES(f64, double)

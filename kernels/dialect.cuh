@@ -8,12 +8,6 @@
 
 #ifdef __CUDACC__
 
-// A kernel that waits for the whole grid defines GRID_SYNC first. Others do without: the header
-// leaves constants in every module.
-#ifdef GRID_SYNC
-#include <cooperative_groups.h>
-#endif
-
 // Before a loop: its turns one after the other, each in the registers of the one before.
 #define ROLLED _Pragma("unroll 1")
 
@@ -52,6 +46,12 @@ __device__ __forceinline__ void store(T* address, T value) {
     *global(address) = value;
 }
 
+// A part of an argument table: the launch's own, or one in global memory.
+template <class T>
+__device__ __forceinline__ T load_table(const T* address, bool is_global) {
+    return *address;
+}
+
 // `address` is aligned to 16 bytes.
 template <class T>
 __device__ __forceinline__ Pack<T> load_pack(const T* address) {
@@ -80,14 +80,6 @@ __device__ __forceinline__ void store_lanes(T* address, Pack<T, LANES> pack) {
 __device__ __forceinline__ void block_sync() {
     __syncthreads();
 }
-
-#ifdef GRID_SYNC
-// All threads of a cooperative launch arrive, and see what the others wrote before, before any goes
-// on.
-__device__ __forceinline__ void grid_sync() {
-    cooperative_groups::this_grid().sync();
-}
-#endif
 
 // The value of the thread of the same warp whose lane differs in the bits of `lane_mask`. All 32
 // lanes take part.

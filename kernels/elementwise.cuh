@@ -14,14 +14,13 @@
 #pragma once
 
 #include "entries.cuh"
-#include "update_sums.cuh"
 
 namespace elementwise {
 
 using multi_tensor::Lanes;
 using multi_tensor::u32;
 
-template <class Format, int STATES, class Update, bool AT_RANDOM, class Source>
+template <class Format, int STATES, class Update, bool AT_RANDOM>
 struct Body {
     typedef typename Format::Param Param;
     typedef typename Format::Master Master;
@@ -35,18 +34,11 @@ struct Body {
     State* state[PLACES];
     Master* master;
     Update update;
-    typename multi_tensor::Place<Source>::HeaderView header;
+    const multi_tensor::Header& header;
     storage::Draws draws;
 
     template <int WIDTH, int IN_FLIGHT>
     __device__ __forceinline__ void visit(u32 first, u32 stride) const {
-        update_sums::Ignored ignored;
-        watch<WIDTH, IN_FLIGHT>(first, stride, ignored);
-    }
-
-    // Adds what it changes to `changes`.
-    template <int WIDTH, int IN_FLIGHT, class Changes>
-    __device__ __forceinline__ void watch(u32 first, u32 stride, Changes& changes) const {
         // Read anew each time: kept over the loop, it costs registers.
         const Compute grad_factor = Compute(multi_tensor::grad_factor(header));
         Lanes<WIDTH, Param> p[IN_FLIGHT], g[IN_FLIGHT];
@@ -67,8 +59,7 @@ struct Body {
         }
         for (int i = 0; i < IN_FLIGHT; i++) {
             for (int lane = 0; lane < WIDTH; lane++) {
-                const Compute before = Format::value(p[i].lane[lane], b[i].lane[lane]);
-                Compute value = before;
+                Compute value = Format::value(p[i].lane[lane], b[i].lane[lane]);
                 Compute own[PLACES];
                 for (int list = 0; list < STATES; list++) {
                     own[list] = storage::widen(s[i][list].lane[lane]);
@@ -81,7 +72,6 @@ struct Body {
                     }
                 }
                 Format::template keep<AT_RANDOM>(p[i].lane[lane], b[i].lane[lane], value, words[0]);
-                changes.add(lane, before, Format::value(p[i].lane[lane], b[i].lane[lane]));
                 for (int list = 0; list < STATES; list++) {
                     const u32 draw = words[(list + 1) / 2] >> (16 * ((list + 1) % 2));
                     storage::narrow<AT_RANDOM>(s[i][list].lane[lane], own[list], draw);
@@ -103,23 +93,23 @@ struct Body {
 
 // What one block does: finds its chunk and updates it, in packs of 16 bytes where all lists allow
 // it.
-template <class Format, int STATES, class Update, bool AT_RANDOM, class Source>
-__device__ __forceinline__ void update_chunk(Source arguments) {
+template <class Format, int STATES, class Update, bool AT_RANDOM>
+__device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
     typedef typename Format::Param Param;
     typedef typename Format::Master Master;
     typedef typename Format::State State;
     constexpr int LISTS = 2 + STATES + Format::MASTER_LISTS;
     constexpr int WORDS = LISTS + storage::Origin<AT_RANDOM>::WORDS;
     typedef storage::SetOf<typename Update::Set, AT_RANDOM> KeyedSet;
-    const multi_tensor::Table<typename Update::Scalars, KeyedSet, WORDS, Source> table = {arguments};
+    typedef multi_tensor::Table<typename Update::Scalars, KeyedSet, WORDS> Table;
+    const Table table = Table::of(arguments);
     if (multi_tensor::is_skipped(table.header())) {
         return;
     }
-    const u32 index = table.record_of_chunk(blockIdx.x);
-    const multi_tensor::Record<WORDS>& record = table.record(index);
+    const multi_tensor::Record<WORDS> record = table.record(table.record_of_chunk(blockIdx.x));
     const multi_tensor::Chunk chunk = multi_tensor::chunk_of_block(table.header(), record);
-    const KeyedSet& set = table.set(record.set);
-    Body<Format, STATES, Update, AT_RANDOM, Source> body = {
+    const KeyedSet set = table.set(record.set);
+    Body<Format, STATES, Update, AT_RANDOM> body = {
         multi_tensor::chunk_start<Param>(record, 0, chunk),
         multi_tensor::chunk_start<const Param>(record, 1, chunk),
         {},
@@ -137,11 +127,6 @@ __device__ __forceinline__ void update_chunk(Source arguments) {
         body.master = multi_tensor::chunk_start<Master>(record, LISTS - 1, chunk);
         packs = packs && multi_tensor::takes_packs(body.master);
     }
-    if constexpr (multi_tensor::Place<Source>::IS_MEASURED) {
-        double* const slot = table.update_sums(index) + chunk.first_element / update_sums::CHUNK * update_sums::UNITS;
-        update_sums::update_chunk<AT_RANDOM ? 2 : int(storage::Width<Format>::VALUE)>(body, chunk.numel, packs, slot);
-        return;
-    }
     // Two packs of each of two or three lists are 64 or 96 bytes in flight per thread, within the
     // 64 registers that let two blocks of 512 threads share a multiprocessor. Where all lists are
     // of 16 bits one pack is eight elements, as many as two packs of 32 bits. Words of random bits
@@ -157,10 +142,10 @@ __device__ __forceinline__ void update_chunk(Source arguments) {
 }
 
 // An entry: `Format` may be rounded at random, and the flag says whether it is.
-template <class Format, int STATES, class Update, class Source>
-__device__ __forceinline__ void run(Source arguments) {
+template <class Format, int STATES, class Update>
+__device__ __forceinline__ void run(const unsigned char* arguments) {
     if constexpr (storage::MayDraw<Format>::VALUE) {
-        if (multi_tensor::flags_of(arguments) & storage::FLAG_STOCHASTIC) {
+        if (multi_tensor::header_of(arguments).flags & storage::FLAG_STOCHASTIC) {
             update_chunk<Format, STATES, Update, true>(arguments);
             return;
         }

@@ -1,10 +1,9 @@
 // The entries of update rules, from one table.
 //
-// An entry is named by its rule, its format and where its arguments are: `lion_bf16_m32` takes them
-// by value, `lion_bf16_m32_resident` from a table in global memory, `lion_bf16_m32_measured` as
-// well and sums up what it changes. A format has the name that `Format` of
-// crates/launch/src/format.rs gives it: the parameter's type, then m32 for a master in f32 or r16
-// for a remainder, then s16 for state in bf16.
+// An entry is named by its rule and its format, `lion_bf16_m32`, and takes its table by value or
+// from global memory. A format has the name that `Format` of crates/launch/src/format.rs gives it:
+// the parameter's type, then m32 for a master in f32 or r16 for a remainder, then s16 for state in
+// bf16.
 #pragma once
 
 #include "resident.cuh"
@@ -50,30 +49,20 @@ typedef storage::WithRemainder<BF16> bf16_r16_s16;
 #define SECOND(...) SECOND_OF(__VA_ARGS__)
 #define SECOND_OF(FIRST, SECOND, ...) SECOND
 
-// A function of what an entry's arguments are, wherever they are.
-#define PLACES(NAME, VALUE_BOUNDS, RESIDENT_BOUNDS, ...)                                  \
-    ENTRY(NAME, VALUE_BOUNDS, multi_tensor::Arguments, __VA_ARGS__(arguments.bytes))      \
-    ENTRY(NAME##_resident, RESIDENT_BOUNDS, multi_tensor::Resident,                       \
-          __VA_ARGS__(multi_tensor::in_memory(arguments)))                                \
-    ENTRY(NAME##_measured, (512, 1), multi_tensor::Resident,                              \
-          __VA_ARGS__(multi_tensor::measured(arguments)))
+// A function of an entry's arguments.
+#define TABLE_ENTRY(NAME, ...) ENTRY(NAME, BOUNDS(NAME), multi_tensor::Arguments, __VA_ARGS__(arguments.bytes))
 
 // Of a rule without norms: `STEM::run<Format>`.
-#define UPDATE_ENTRIES(STEM, FORMAT)                                                      \
-    PLACES(STEM##_##FORMAT, BOUNDS(STEM##_##FORMAT), BOUNDS(STEM##_##FORMAT##_resident),  \
-           STEM::run<formats::FORMAT>)
+#define UPDATE_ENTRIES(STEM, FORMAT) TABLE_ENTRY(STEM##_##FORMAT, STEM::run<formats::FORMAT>)
 
-// Of a rule with norms, `STEM::Rule<Format>`, which normed.cuh runs in one launch or in two.
+// Of a rule with norms, `STEM::Rule<Format>`: all sums, then all updates; normed.cuh.
 #define NORMED_ENTRIES(STEM, FORMAT)                                                      \
-    PLACES(STEM##_##FORMAT, (512, 1), (512, 1), normed::waves<STEM::Rule<formats::FORMAT>>) \
-    PLACES(STEM##_sums_##FORMAT, BOUNDS(STEM##_sums_##FORMAT),                            \
-           BOUNDS(STEM##_sums_##FORMAT##_resident), normed::sums<STEM::Rule<formats::FORMAT>>) \
-    PLACES(STEM##_update_##FORMAT, BOUNDS(STEM##_update_##FORMAT),                        \
-           BOUNDS(STEM##_update_##FORMAT##_resident), normed::update<STEM::Rule<formats::FORMAT>>)
+    TABLE_ENTRY(STEM##_sums_##FORMAT, normed::sums<STEM::Rule<formats::FORMAT>>)          \
+    TABLE_ENTRY(STEM##_update_##FORMAT, normed::update<STEM::Rule<formats::FORMAT>>)
 
 // What derives the sets of a resident table: `STEM::Sets<T>`.
 #define SETS_ENTRIES(STEM)                                                                \
-    ENTRY(STEM##_sets_f32_resident, (512), multi_tensor::Resident,                        \
+    ENTRY(STEM##_sets_f32, (512), multi_tensor::Resident,                        \
           resident::derive_sets<STEM::Sets<float>>(arguments))                            \
-    ENTRY(STEM##_sets_f64_resident, (512), multi_tensor::Resident,                        \
+    ENTRY(STEM##_sets_f64, (512), multi_tensor::Resident,                        \
           resident::derive_sets<STEM::Sets<double>>(arguments))

@@ -10,7 +10,6 @@
 // AMSGrad. Every operation is rounded once, in the order written in `update`, without contraction:
 // the bits are those of crates/fused-adam/src/rule.rs.
 #include "entries.cuh"
-#include "update_sums.cuh"
 
 namespace fused_adam {
 
@@ -73,7 +72,7 @@ __device__ __forceinline__ void update(Element<T>& element, T g, const Scalars<T
 }
 
 // One chunk in all lists.
-template <class Format, SecondMoment SECOND, bool AT_RANDOM, class Source>
+template <class Format, SecondMoment SECOND, bool AT_RANDOM>
 struct Body {
     typedef typename Format::Param Param;
     typedef typename Format::Master Master;
@@ -88,18 +87,11 @@ struct Body {
     Master* master;
     Scalars<Compute> scalars;
     Set<Compute> set;
-    typename multi_tensor::Place<Source>::HeaderView header;
+    const multi_tensor::Header& header;
     storage::Draws draws;
 
     template <int WIDTH, int IN_FLIGHT>
     __device__ __forceinline__ void visit(u32 first, u32 stride) const {
-        update_sums::Ignored ignored;
-        watch<WIDTH, IN_FLIGHT>(first, stride, ignored);
-    }
-
-    // Adds what it changes to `changes`.
-    template <int WIDTH, int IN_FLIGHT, class Changes>
-    __device__ __forceinline__ void watch(u32 first, u32 stride, Changes& changes) const {
         // Read anew each time: kept over the loop, it costs the registers that f64 has not got.
         const Compute grad_factor = Compute(multi_tensor::grad_factor(header));
         Lanes<WIDTH, Param> p[IN_FLIGHT], g[IN_FLIGHT];
@@ -124,8 +116,7 @@ struct Body {
         }
         for (int i = 0; i < IN_FLIGHT; i++) {
             for (int lane = 0; lane < WIDTH; lane++) {
-                const Compute before = Format::value(p[i].lane[lane], b[i].lane[lane]);
-                Element<Compute> element = {before, storage::widen(m[i].lane[lane]), storage::widen(v[i].lane[lane]),
+                Element<Compute> element = {Format::value(p[i].lane[lane], b[i].lane[lane]), storage::widen(m[i].lane[lane]), storage::widen(v[i].lane[lane]),
                                             storage::widen(w[i].lane[lane])};
                 update<Compute, SECOND>(element, storage::widen(g[i].lane[lane]) * grad_factor, scalars, set, header.flags);
                 u32 word0 = 0, word1 = 0;
@@ -134,7 +125,6 @@ struct Body {
                     word1 = draws.word(first + i * stride + lane, 1);
                 }
                 Format::template keep<AT_RANDOM>(p[i].lane[lane], b[i].lane[lane], element.param, word0);
-                changes.add(lane, before, Format::value(p[i].lane[lane], b[i].lane[lane]));
                 storage::narrow<AT_RANDOM>(m[i].lane[lane], element.moment1, word0 >> 16);
                 storage::narrow<AT_RANDOM>(v[i].lane[lane], element.moment2, word1);
                 storage::narrow<AT_RANDOM>(w[i].lane[lane], element.max_moment2, word1 >> 16);
@@ -155,8 +145,8 @@ struct Body {
     }
 };
 
-template <class Format, SecondMoment SECOND, bool AT_RANDOM, class Source>
-__device__ __forceinline__ void update_chunk(Source arguments) {
+template <class Format, SecondMoment SECOND, bool AT_RANDOM>
+__device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
     typedef typename Format::Param Param;
     typedef typename Format::State State;
     typedef typename Format::Compute Compute;
@@ -164,14 +154,15 @@ __device__ __forceinline__ void update_chunk(Source arguments) {
     constexpr int LISTS = 2 + STATE_LISTS + Format::MASTER_LISTS;
     constexpr int WORDS = LISTS + storage::Origin<AT_RANDOM>::WORDS;
     typedef storage::SetOf<Set<Compute>, AT_RANDOM> KeyedSet;
-    const multi_tensor::Table<Scalars<Compute>, KeyedSet, WORDS, Source> table = {arguments};
+    typedef multi_tensor::Table<Scalars<Compute>, KeyedSet, WORDS> Table;
+    const Table table = Table::of(arguments);
     if (multi_tensor::is_skipped(table.header())) {
         return;
     }
-    const u32 index = table.record_of_chunk(blockIdx.x);
-    const multi_tensor::Record<WORDS>& record = table.record(index);
+    const multi_tensor::Record<WORDS> record = table.record(table.record_of_chunk(blockIdx.x));
+    const KeyedSet set = table.set(record.set);
     const multi_tensor::Chunk chunk = multi_tensor::chunk_of_block(table.header(), record);
-    Body<Format, SECOND, AT_RANDOM, Source> body = {
+    Body<Format, SECOND, AT_RANDOM> body = {
         multi_tensor::chunk_start<Param>(record, 0, chunk),
         multi_tensor::chunk_start<const Param>(record, 1, chunk),
         multi_tensor::chunk_start<State>(record, 2, chunk),
@@ -179,9 +170,9 @@ __device__ __forceinline__ void update_chunk(Source arguments) {
         nullptr,
         nullptr,
         table.scalars(),
-        table.set(record.set).own,
+        set.own,
         table.header(),
-        storage::draws_of<LISTS>(record, table.set(record.set), chunk),
+        storage::draws_of<LISTS>(record, set, chunk),
     };
     if constexpr (SECOND == SecondMoment::largest) {
         body.max_moment2 = multi_tensor::chunk_start<State>(record, 4, chunk);
@@ -192,11 +183,6 @@ __device__ __forceinline__ void update_chunk(Source arguments) {
     const bool packs = multi_tensor::takes_packs(body.param) && multi_tensor::takes_packs(body.grad) &&
                        multi_tensor::takes_packs(body.moment1) && multi_tensor::takes_packs(body.moment2) &&
                        multi_tensor::takes_packs(body.max_moment2) && multi_tensor::takes_packs(body.master);
-    if constexpr (multi_tensor::Place<Source>::IS_MEASURED) {
-        double* const slot = table.update_sums(index) + chunk.first_element / update_sums::CHUNK * update_sums::UNITS;
-        update_sums::update_chunk<AT_RANDOM ? 2 : int(storage::Width<Format>::VALUE)>(body, chunk.numel, packs, slot);
-        return;
-    }
     // One access per list is four or five packs in flight per thread already. A second would cost
     // more registers than the 64 that let two blocks of 512 threads share a multiprocessor, and so
     // would bring no further bytes in flight. The words of four elements at a time would spill on
@@ -207,19 +193,19 @@ __device__ __forceinline__ void update_chunk(Source arguments) {
     multi_tensor::sweep<1, AT_RANDOM ? 1 : 2>(body, done, chunk.numel);
 }
 
-template <class Format, bool AT_RANDOM, class Source>
-__device__ __forceinline__ void run_rounded(Source arguments) {
-    if (multi_tensor::flags_of(arguments) & FLAG_AMSGRAD) {
+template <class Format, bool AT_RANDOM>
+__device__ __forceinline__ void run_rounded(const unsigned char* arguments) {
+    if (multi_tensor::header_of(arguments).flags & FLAG_AMSGRAD) {
         update_chunk<Format, SecondMoment::largest, AT_RANDOM>(arguments);
     } else {
         update_chunk<Format, SecondMoment::running, AT_RANDOM>(arguments);
     }
 }
 
-template <class Format, class Source>
-__device__ __forceinline__ void run(Source arguments) {
+template <class Format>
+__device__ __forceinline__ void run(const unsigned char* arguments) {
     if constexpr (storage::MayDraw<Format>::VALUE) {
-        if (multi_tensor::flags_of(arguments) & storage::FLAG_STOCHASTIC) {
+        if (multi_tensor::header_of(arguments).flags & storage::FLAG_STOCHASTIC) {
             run_rounded<Format, true>(arguments);
             return;
         }
@@ -246,8 +232,5 @@ struct Sets {
 
 }  // namespace fused_adam
 
-#define ALONE_fused_adam_f64 ALONE
-#define ALONE_fused_adam_bf16_resident ALONE
-#define ALONE_fused_adam_bf16_s16_resident ALONE
 EACH_FORMAT(UPDATE_ENTRIES, fused_adam)
 SETS_ENTRIES(fused_adam)

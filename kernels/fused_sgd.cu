@@ -77,9 +77,9 @@ struct Sets {
     }
 };
 
-template <class Format, class Source>
-__device__ __forceinline__ void run(Source arguments) {
-    if (multi_tensor::flags_of(arguments) & FLAG_VELOCITY) {
+template <class Format>
+__device__ __forceinline__ void run(const unsigned char* arguments) {
+    if (multi_tensor::header_of(arguments).flags & FLAG_VELOCITY) {
         elementwise::run<Format, 1, Update<typename Format::Compute, 1>>(arguments);
     } else {
         elementwise::run<Format, 0, Update<typename Format::Compute, 0>>(arguments);

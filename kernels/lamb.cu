@@ -8,7 +8,6 @@
 // `Compute`; every operation is rounded once, in the order written, without contraction: the bits
 // are those of crates/lamb/src/cpu.rs. The moments are computed twice and written once, so that a
 // tensor that is skipped keeps every bit.
-#define GRID_SYNC
 #include "normed.cuh"
 
 namespace lamb {
@@ -109,7 +108,13 @@ struct Sets {
 
 }  // namespace lamb
 
-#define ALONE_lamb_update_f64 ALONE
-#define ALONE_lamb_sums_bf16_r16_s16_resident ALONE
+#define ALONE_lamb_update_f16 ALONE
+#define ALONE_lamb_update_f32_s16 ALONE
+#define ALONE_lamb_update_bf16_m32 ALONE
+#define ALONE_lamb_update_bf16_r16 ALONE
+#define ALONE_lamb_update_bf16_m32_s16 ALONE
+#define ALONE_lamb_update_bf16_r16_s16 ALONE
+#define ALONE_lamb_sums_bf16_m32_s16 ALONE
+#define ALONE_lamb_update_f16_m32 ALONE
 EACH_FORMAT(NORMED_ENTRIES, lamb)
 SETS_ENTRIES(lamb)

@@ -7,7 +7,6 @@
 // You, Gitman & Ginsburg 2017 (arXiv:1708.03888), with lr inside of the velocity. Norms and rates
 // are f64, elements `Compute`; every operation is rounded once, in the order written, without
 // contraction: the bits are those of crates/lars-momentum/src/cpu.rs.
-#define GRID_SYNC
 #include "normed.cuh"
 
 namespace lars_momentum {
@@ -90,8 +89,7 @@ struct Sets {
 
 }  // namespace lars_momentum
 
-#define ALONE_lars_momentum_update_bf16_resident ALONE
-#define ALONE_lars_momentum_update_bf16_s16_resident ALONE
-#define ALONE_lars_momentum_update_bf16_m32_s16_resident ALONE
+#define ALONE_lars_momentum_update_bf16_s16 ALONE
+#define ALONE_lars_momentum_update_bf16_r16_s16 ALONE
 EACH_FORMAT(NORMED_ENTRIES, lars_momentum)
 SETS_ENTRIES(lars_momentum)

@@ -9,8 +9,9 @@
 // bytes per tensor only, however long the tensors are.
 //
 // A resident table is the same bytes in global memory, built once, with a map from chunks to
-// records behind the records: u32 for each chunk, for one load in place of the search.
-// `resident.cuh` derives its sets. A measured one has an address behind every record.
+// records behind the records: u32 for each chunk, for one load in place of the search. A launch
+// from it has header and scalars in its arguments as any other; FLAG_RESIDENT is set, and the
+// table's address stands where the sets would begin. `resident.cuh` derives its sets.
 #pragma once
 
 #include "dialect.cuh"
@@ -33,14 +34,15 @@ enum ArgumentBytes : int {
     BYTES = LIMIT / 8 * 8,
 };
 
-// The only parameter of an entry that takes its table by value.
+// The only parameter of an entry: a table, or where one lies.
 struct alignas(8) Arguments {
     unsigned char bytes[BYTES];
 };
 
-static_assert(sizeof(Arguments) == 32760, "crates/kernels: ArgumentBlock::ByValue");
+static_assert(sizeof(Arguments) == 32760, "crates/kernels: TABLE_BYTES");
 
-// The only parameter of an entry that reads a resident table; crates/launch/src/resident.rs.
+// The only parameter of an entry that derives the sets of a resident table;
+// crates/launch/src/resident.rs.
 struct Resident {
     // Address of the table.
     u64 table;
@@ -48,26 +50,10 @@ struct Resident {
     u64 steps;
 };
 
-static_assert(sizeof(Resident) == 16, "crates/kernels: ArgumentBlock::Resident");
+static_assert(sizeof(Resident) == 16, "crates/kernels: SETS_BYTES");
 
-// A table in global memory. One in the parameter space of the launch is just its bytes.
-struct InMemory {
-    const unsigned char* bytes;
-};
-
-__device__ __forceinline__ InMemory in_memory(const Resident& resident) {
-    return {reinterpret_cast<const unsigned char*>(resident.table)};
-}
-
-// Arguments of a launch that leaves sums over what it changes: behind every record stands the
-// address of those of its first chunk.
-struct Measured {
-    const unsigned char* bytes;
-};
-
-__device__ __forceinline__ Measured measured(const Resident& resident) {
-    return {reinterpret_cast<const unsigned char*>(resident.table)};
-}
+// crates/launch/src/resident.rs: FLAG_RESIDENT.
+enum Flag : u32 { FLAG_RESIDENT = 1u << 30 };
 
 struct Header {
     u32 record_count;
@@ -121,106 +107,73 @@ struct Record {
 
 static_assert(sizeof(Record<1>) == 24 && sizeof(Record<4>) == 48 && sizeof(Record<5>) == 56, "crates/launch: record_bytes");
 
-// How parts of a table are reached, by where it lies.
-template <class Source>
-struct Place;
-
-template <>
-struct Place<const unsigned char*> {
-    typedef const Header& HeaderView;
-    enum : int { IS_RESIDENT = 0, IS_MEASURED = 0, BEHIND_RECORD = 0 };
-
-    template <class T>
-    __device__ __forceinline__ static const T& part(const unsigned char* bytes, u64 at) {
-        return *reinterpret_cast<const T*>(bytes + at);
-    }
-};
-
-template <>
-struct Place<InMemory> {
-    // A copy: stores to tensors could change what lies in memory, for all that the compiler knows.
-    typedef Header HeaderView;
-    enum : int { IS_RESIDENT = 1, IS_MEASURED = 0, BEHIND_RECORD = 0 };
-
-    template <class T>
-    __device__ __forceinline__ static const T& part(const InMemory& memory, u64 at) {
-        return *dialect::global(reinterpret_cast<const T*>(memory.bytes + at));
-    }
-};
-
-template <>
-struct Place<Measured> {
-    typedef Header HeaderView;
-    enum : int { IS_RESIDENT = 1, IS_MEASURED = 1, BEHIND_RECORD = 8 };
-
-    template <class T>
-    __device__ __forceinline__ static const T& part(const Measured& memory, u64 at) {
-        return Place<InMemory>::part<T>(InMemory{memory.bytes}, at);
-    }
-};
-
-// The flags of a table's header.
-template <class Source>
-__device__ __forceinline__ u32 flags_of(Source source) {
-    return Place<Source>::template part<Header>(source, 0).flags;
+__device__ __forceinline__ const Header& header_of(const unsigned char* arguments) {
+    return *reinterpret_cast<const Header*>(arguments);
 }
 
 // The table seen through the kernel's own scalars and sets.
-template <class Scalars, class Set, int LISTS, class Source = const unsigned char*>
+template <class Scalars, class Set, int LISTS>
 struct Table {
     static_assert(sizeof(Set) % 8 == 0 && alignof(Scalars) <= 8 && alignof(Set) <= 8, "parts keep what follows aligned to 8 bytes");
 
-    Source source;
+    // Those of the launch.
+    const unsigned char* arguments;
+    // Where sets and records are: there, or in global memory.
+    const unsigned char* bytes;
 
     enum : u32 { SETS_AT = sizeof(Header) + (sizeof(Scalars) + 7) / 8 * 8 };
-    // From record to record, in a table that may be long.
-    enum : u64 { RECORD_BYTES = sizeof(Record<LISTS>) + Place<Source>::BEHIND_RECORD };
 
-    template <class T>
-    __device__ __forceinline__ const T& part(u64 at) const {
-        return Place<Source>::template part<T>(source, at);
+    __device__ __forceinline__ static Table of(const unsigned char* arguments) {
+        const u64 elsewhere = *reinterpret_cast<const u64*>(arguments + SETS_AT);
+        const bool is_resident = (header_of(arguments).flags & FLAG_RESIDENT) != 0;
+        return {arguments, is_resident ? reinterpret_cast<const unsigned char*>(elsewhere) : arguments};
     }
 
-    __device__ __forceinline__ typename Place<Source>::HeaderView header() const {
-        return part<Header>(0);
+    __device__ __forceinline__ const Header& header() const {
+        return header_of(arguments);
+    }
+
+    __device__ __forceinline__ bool is_resident() const {
+        return (header().flags & FLAG_RESIDENT) != 0;
     }
 
     __device__ __forceinline__ const Scalars& scalars() const {
-        return part<Scalars>(sizeof(Header));
+        return *reinterpret_cast<const Scalars*>(arguments + sizeof(Header));
     }
 
-    __device__ __forceinline__ const Set& set(u32 index) const {
+    // A copy, as are all parts that may lie in global memory: a store to a tensor could change
+    // what lies there, for all that the compiler knows.
+    template <class T>
+    __device__ __forceinline__ T part(u64 at) const {
+        return dialect::load_table(reinterpret_cast<const T*>(bytes + at), is_resident());
+    }
+
+    __device__ __forceinline__ Set set(u32 index) const {
         return part<Set>(SETS_AT + index * sizeof(Set));
     }
 
-    __device__ __forceinline__ const Record<LISTS>& record(u32 index) const {
-        const u32 records_at = SETS_AT + header().set_count * sizeof(Set);
-        return part<Record<LISTS>>(records_at + index * RECORD_BYTES);
+    __device__ __forceinline__ u64 record_at(u32 index) const {
+        return SETS_AT + header().set_count * sizeof(Set) + index * u64(sizeof(Record<LISTS>));
     }
 
-    // Where the sums over what a record's first chunk changes go; only of a table that is measured.
-    __device__ __forceinline__ double* update_sums(u32 index) const {
-        const u32 records_at = SETS_AT + header().set_count * sizeof(Set);
-        return reinterpret_cast<double*>(part<u64>(records_at + index * RECORD_BYTES + sizeof(Record<LISTS>)));
+    __device__ __forceinline__ Record<LISTS> record(u32 index) const {
+        return part<Record<LISTS>>(record_at(index));
     }
 
-    // Entry `index` of what a resident table has behind its records.
-    __device__ __forceinline__ u32 behind_records(u64 index) const {
-        const auto header = this->header();
-        const u64 at = SETS_AT + header.set_count * sizeof(Set) + header.record_count * RECORD_BYTES;
-        return part<u32>(at + index * sizeof(u32));
+    __device__ __forceinline__ u32 first_chunk(u32 index) const {
+        return part<u32>(record_at(index) + (LISTS + 1) * sizeof(u64));
     }
 
     // The last record that starts at or before `chunk`.
     __device__ __forceinline__ u32 record_of_chunk(u32 chunk) const {
-        if constexpr (Place<Source>::IS_RESIDENT) {
-            return behind_records(chunk);
+        if (is_resident()) {
+            return part<u32>(record_at(header().record_count) + chunk * u64(sizeof(u32)));
         }
         u32 low = 0;
         u32 high = header().record_count;
         while (high - low > 1) {
             const u32 middle = low + (high - low) / 2;
-            if (record(middle).first_chunk <= chunk) {
+            if (first_chunk(middle) <= chunk) {
                 low = middle;
             } else {
                 high = middle;

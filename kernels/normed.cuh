@@ -7,7 +7,10 @@
 // A unit, one turn of a block, is leaves s, s + 8, ..., s + 56 of a chunk: the fold by 32, 16 and 8
 // leaves stays within it, so that eight blocks share a chunk. Its sums go to the chunk's slot, and
 // whoever updates a tensor folds and adds the slots of its chunks. Every chunk has a slot of its
-// own for the whole step: no slot is written twice, so one wait of the grid per wave is enough.
+// own for the whole step, and one launch takes all sums before the next one updates. A single
+// launch that waits for itself between waves of tensors would read a wave's second time from
+// cache, but layers of the models in use are larger than a wave: docs/gpu.md counts both. Updates
+// go from the last unit to the first: what the sums have read last is still in the cache.
 //
 // A rule gives `Format` (of storage.cuh), `Scalars`, `Set`, `Finished`, STATES, VALUES (parameter,
 // gradient, state), READ (values that the sums need, the first ones), SCALED_TERMS (whether the
@@ -23,7 +26,7 @@ namespace normed {
 
 using multi_tensor::Lanes;
 
-template <class Rule, bool AT_RANDOM, class Source>
+template <class Rule, bool AT_RANDOM>
 struct Engine {
     typedef typename Rule::Format Format;
     typedef typename Format::Param Param;
@@ -38,11 +41,10 @@ struct Engine {
         // State lists that the sums read; C++ has no arrays of length 0.
         SUMMED = Rule::READ - 2,
         PLACES = SUMMED > 0 ? SUMMED : 1,
-        IS_MEASURED = multi_tensor::Place<Source>::IS_MEASURED,
         ROW_BYTES = sizeof(Param) * (1 + Format::READS_PARAM) + sizeof(State) * SUMMED + sizeof(Master) * Format::MASTER_LISTS,
     };
     typedef multi_tensor::Record<WORDS> Row;
-    typedef multi_tensor::Table<typename Rule::Scalars, KeyedSet, WORDS, Source> Arguments;
+    typedef multi_tensor::Table<typename Rule::Scalars, KeyedSet, WORDS> Arguments;
 
     Arguments table;
 
@@ -55,7 +57,7 @@ struct Engine {
     }
 
     __device__ __forceinline__ u32 chunk_count() const {
-        const Row& last = table.record(table.header().record_count - 1);
+        const Row last = table.record(table.header().record_count - 1);
         return last.first_chunk + chunks_of(last);
     }
 
@@ -64,7 +66,7 @@ struct Engine {
     }
 
     __device__ __forceinline__ Tensor tensor(u32 index) const {
-        const Row& record = table.record(index);
+        const Row record = table.record(index);
         const u32 head = index == 0 ? workspace().head_chunks : 0;
         const u32 tail = index + 1 == table.header().record_count ? workspace().tail_chunks : 0;
         const u32 chunks = chunks_of(record);
@@ -74,6 +76,11 @@ struct Engine {
     // Elements of the record before `chunk` of the launch.
     __device__ __forceinline__ u64 first_element(const Row& record, u64 chunk) const {
         return (chunk - record.first_chunk) * CHUNK;
+    }
+
+    // Whether any leaf of a unit does.
+    __device__ __forceinline__ bool has_elements(const Row& record, u64 chunk, u32 unit) const {
+        return first_element(record, chunk) + unit * LEAF < record.numel;
     }
 
     // An element as it is kept, of those lists that the sums read.
@@ -104,7 +111,7 @@ struct Engine {
         return kept;
     }
 
-    __device__ __forceinline__ void add_kept(const Kept& kept, const typename Rule::Set& set, double (&sums)[SUMS]) const {
+    __device__ __forceinline__ void add_kept(const Kept& kept, const typename Rule::Set& set, Compute grad_factor, double (&sums)[SUMS]) const {
         Compute element[Rule::READ];
         element[0] = Format::value(kept.param, kept.master);
         element[1] = storage::widen(kept.grad);
@@ -112,7 +119,7 @@ struct Engine {
             element[2 + list] = storage::widen(kept.state[list]);
         }
         if (Rule::SCALED_TERMS) {
-            element[1] = element[1] * Compute(multi_tensor::grad_factor(table.header()));
+            element[1] = element[1] * grad_factor;
         }
         Compute terms[SUMS];
         Rule::terms(element, table.scalars(), set, terms);
@@ -128,22 +135,22 @@ struct Engine {
         // Four rows of four f64 lists would spill.
         constexpr int IN_FLIGHT = ROW_BYTES > 16 ? 1 : 4;
         constexpr int ROWS = LEAF / LEAF_LANES;
-        const typename Rule::Set& set = table.set(record.set).own;
+        const typename Rule::Set set = table.set(record.set).own;
+        const Compute grad_factor = Rule::SCALED_TERMS ? Compute(multi_tensor::grad_factor(table.header())) : Compute(1);
+        const u64 end = element + LEAF;
         if (element + (ROWS - 1) * LEAF_LANES < record.numel) {
-            for (int first = 0; first < ROWS; first += IN_FLIGHT) {
+            ROLLED for (int first = 0; first < ROWS; first += IN_FLIGHT) {
                 Kept rows[IN_FLIGHT];
                 for (int i = 0; i < IN_FLIGHT; i++) {
                     rows[i] = load_kept(record, element + (first + i) * LEAF_LANES);
                 }
                 for (int i = 0; i < IN_FLIGHT; i++) {
-                    add_kept(rows[i], set, sums);
+                    add_kept(rows[i], set, grad_factor, sums);
                 }
             }
         } else {
-            for (int row = 0; row < ROWS; row++, element += LEAF_LANES) {
-                if (element < record.numel) {
-                    add_kept(load_kept(record, element), set, sums);
-                }
+            ROLLED for (; element < record.numel && element < end; element += LEAF_LANES) {
+                add_kept(load_kept(record, element), set, grad_factor, sums);
             }
         }
     }
@@ -152,7 +159,15 @@ struct Engine {
     __device__ __forceinline__ void sum_unit(u64 chunk, u32 unit) const {
         double* const lanes = shared_lanes();
         double* const leaves = shared_leaves();
-        const Row& record = table.record(table.record_of_chunk(u32(chunk)));
+        const Row record = table.record(table.record_of_chunk(u32(chunk)));
+        double* const out = slot(workspace().first_slot + chunk) + unit * SUMS;
+        // Equal in all threads of the block.
+        if (!has_elements(record, chunk, unit)) {
+            if (threadIdx.x < SUMS) {
+                dialect::store(out + threadIdx.x, 0.0);
+            }
+            return;
+        }
         const u32 leaf = threadIdx.x / LEAF_LANES;
         const u32 lane = threadIdx.x % LEAF_LANES;
         const u64 element = first_element(record, chunk) + (unit + leaf * UNITS) * LEAF + lane;
@@ -173,18 +188,18 @@ struct Engine {
         }
         dialect::block_sync();
         if (threadIdx.x < SUMS) {
-            double* const out = slot(workspace().first_slot + chunk) + unit * SUMS;
             dialect::store(out + threadIdx.x, update_sums::fold_8<SUMS>(leaves + threadIdx.x));
         }
-        // `lanes` and `leaves` are written again by the next unit.
-        dialect::block_sync();
+        // No barrier: the next unit writes lanes that were read before the one above, and leaves
+        // behind one of its own.
     }
 
-    __device__ __forceinline__ void sum_chunks(u64 first, u64 end) const {
+    __device__ __forceinline__ void sum_chunks() const {
         if (multi_tensor::is_skipped(table.header())) {
             return;
         }
-        for (u64 at = first * UNITS + blockIdx.x; at < end * UNITS; at += gridDim.x) {
+        const u64 units = u64(chunk_count()) * UNITS;
+        ROLLED for (u64 at = blockIdx.x; at < units; at += gridDim.x) {
             sum_unit(at / UNITS, u32(at % UNITS));
         }
     }
@@ -220,15 +235,27 @@ struct Engine {
         for (int sum = 0; sum < int(SUMS); sum++) {
             sums[sum] = total[sum];
         }
-        // `total` is written again for the next tensor.
-        dialect::block_sync();
+        // No barrier: the next tensor writes what was read before the one above, and its total
+        // behind one of its own.
+    }
+
+    // What all elements of a tensor share: copies, because a store to a tensor could change what
+    // lies in memory, for all that the compiler knows, and the next one would wait for a reload.
+    struct Shared {
+        typename Rule::Scalars scalars;
+        typename Rule::Finished finished;
+        storage::Draws draws;
+        Compute grad_factor;
+    };
+
+    __device__ __forceinline__ Shared shared(const Row& record, const typename Rule::Finished& finished) const {
+        return {table.scalars(), finished, storage::draws_of<LISTS>(record, table.set(record.set), multi_tensor::Chunk{0, 0}),
+                Compute(multi_tensor::grad_factor(table.header()))};
     }
 
     // One visit of `WIDTH` neighbouring elements in all lists.
-    template <int WIDTH, class Changes>
-    __device__ __forceinline__ void update_lanes(const Row& record, u64 at, const typename Rule::Finished& finished,
-                                                 const storage::Draws& draws, Changes& changes) const {
-        const Compute grad_factor = Compute(multi_tensor::grad_factor(table.header()));
+    template <int WIDTH>
+    __device__ __forceinline__ void update_lanes(const Row& record, u64 at, const Shared& shared) const {
         Lanes<WIDTH, Param> p, g;
         Lanes<WIDTH, State> s[STATES];
         Lanes<WIDTH, Master> b;
@@ -243,25 +270,23 @@ struct Engine {
             b = multi_tensor::load_lanes<WIDTH>(list_of<const Master>(record, LISTS - 1) + at);
         }
         for (int lane = 0; lane < WIDTH; lane++) {
-            const Compute before = Format::value(p.lane[lane], b.lane[lane]);
             Compute element[Rule::VALUES];
-            element[0] = before;
-            element[1] = storage::widen(g.lane[lane]) * grad_factor;
+            element[0] = Format::value(p.lane[lane], b.lane[lane]);
+            element[1] = storage::widen(g.lane[lane]) * shared.grad_factor;
             for (int list = 0; list < STATES; list++) {
                 element[2 + list] = storage::widen(s[list].lane[lane]);
             }
-            Rule::update(element, table.scalars(), finished);
+            Rule::update(element, shared.scalars, shared.finished);
             // Two lists share a word of random bits.
             constexpr int DRAWN = (STATES + 2) / 2;
             u32 words[DRAWN] = {};
             if constexpr (AT_RANDOM) {
-                const storage::Draws here = {draws.key, draws.element + at};
+                const storage::Draws here = {shared.draws.key, shared.draws.element + at};
                 for (int word = 0; word < DRAWN; word++) {
                     words[word] = here.word(lane, word);
                 }
             }
             Format::template keep<AT_RANDOM>(p.lane[lane], b.lane[lane], element[0], words[0]);
-            changes.add(lane, before, Format::value(p.lane[lane], b.lane[lane]));
             for (int list = 0; list < STATES; list++) {
                 const u32 draw = words[(list + 1) / 2] >> (16 * ((list + 1) % 2));
                 storage::narrow<AT_RANDOM>(s[list].lane[lane], element[2 + list], draw);
@@ -278,55 +303,21 @@ struct Engine {
 
     __device__ __forceinline__ void update_unit(const Row& record, u64 chunk, u32 unit, const typename Rule::Finished& finished) const {
         constexpr u32 WIDTH = AT_RANDOM ? 2 : storage::Width<Format>::VALUE;
-        const storage::Draws draws = storage::draws_of<LISTS>(record, table.set(record.set), multi_tensor::Chunk{0, 0});
-        update_sums::Ignored ignored;
+        const Shared shared = this->shared(record, finished);
         bool packs = true;
         for (int list = 0; list < LISTS; list++) {
             packs = packs && multi_tensor::takes_packs(list_of<const unsigned char>(record, list));
         }
-        for (u32 i = threadIdx.x * WIDTH; i < UNIT_ELEMENTS; i += BLOCK_THREADS * WIDTH) {
+        ROLLED for (u32 i = threadIdx.x * WIDTH; i < UNIT_ELEMENTS; i += BLOCK_THREADS * WIDTH) {
             const u64 at = first_element(record, chunk) + (unit + i / LEAF * UNITS) * LEAF + i % LEAF;
             if (packs && at + WIDTH <= record.numel) {
-                update_lanes<WIDTH>(record, at, finished, draws, ignored);
+                update_lanes<WIDTH>(record, at, shared);
             } else {
-                for (u64 element = at; element < at + WIDTH && element < record.numel; element++) {
-                    update_lanes<1>(record, element, finished, draws, ignored);
+                ROLLED for (u64 element = at; element < at + WIDTH && element < record.numel; element++) {
+                    update_lanes<1>(record, element, shared);
                 }
             }
         }
-    }
-
-    // As above, with a thread to a lane of a leaf; the sum over what the unit changes goes to
-    // `out`.
-    __device__ __forceinline__ void update_unit_summed(const Row& record, u64 chunk, u32 unit, const typename Rule::Finished& finished,
-                                                       double* out) const {
-        double* const lanes = shared_lanes();
-        double* const leaves = shared_leaves();
-        const storage::Draws draws = storage::draws_of<LISTS>(record, table.set(record.set), multi_tensor::Chunk{0, 0});
-        const u32 leaf = threadIdx.x / LEAF_LANES;
-        const u32 lane = threadIdx.x % LEAF_LANES;
-        const u64 first = first_element(record, chunk) + (unit + leaf * UNITS) * LEAF + lane;
-        update_sums::Squares<1> squares = {};
-        ROLLED for (u32 row = 0; row < LEAF / LEAF_LANES; row++) {
-            const u64 element = first + row * LEAF_LANES;
-            if (element < record.numel) {
-                update_lanes<1>(record, element, finished, draws, squares);
-            }
-        }
-        lanes[threadIdx.x] = squares.sums[0];
-        dialect::block_sync();
-        if (lane < LEAF_LANES / 2) {
-            const double total = fold_warp(lanes[threadIdx.x] + lanes[threadIdx.x + LEAF_LANES / 2]);
-            if (lane == 0) {
-                leaves[leaf] = total;
-            }
-        }
-        dialect::block_sync();
-        if (threadIdx.x == 0) {
-            dialect::store(out, update_sums::fold_8<1>(leaves));
-        }
-        // `lanes` and `leaves` are written again by the next unit.
-        dialect::block_sync();
     }
 
     // The values of a warp, by halves.
@@ -337,119 +328,70 @@ struct Engine {
         return value;
     }
 
-    // Where the sum over what a unit changes goes.
-    __device__ __forceinline__ double* update_sum(u32 index, u64 chunk, u32 unit) const {
-        return table.update_sums(index) + (chunk - table.record(index).first_chunk) * UNITS + unit;
-    }
-
-    __device__ __forceinline__ void update_chunks(u64 first, u64 end) const {
+    __device__ __forceinline__ void update_chunks() const {
         if (multi_tensor::is_skipped(table.header())) {
             return;
         }
-        u32 known = u32(-1);
-        bool finite = false;
-        typename Rule::Finished finished;
-        for (u64 at = first * UNITS + blockIdx.x; at < end * UNITS; at += gridDim.x) {
-            const u64 chunk = at / UNITS;
-            const u32 index = table.record_of_chunk(u32(chunk));
-            const Row& record = table.record(index);
-            // Equal in all threads of the block, so all of them take part in the sums or none.
-            if (index != known) {
-                const Tensor whole = tensor(index);
-                double sums[SUMS];
-                tensor_sums(whole, sums);
-                finite = Rule::finish(sums, table.scalars(), table.set(record.set).own, multi_tensor::grad_factor(table.header()), finished);
-                known = index;
+        const u64 units = u64(chunk_count()) * UNITS;
+        ROLLED for (u64 turn = blockIdx.x; turn < units; turn += gridDim.x) {
+            const u64 at = units - 1 - turn;
+            const u32 chunk = u32(at / UNITS);
+            const u32 index = table.record_of_chunk(chunk);
+            const Row record = table.record(index);
+            if (!has_elements(record, chunk, u32(at % UNITS))) {
+                continue;
             }
+            typename Rule::Finished finished;
+            const bool finite = finish(index, record, finished);
             if (finite) {
-                if constexpr (IS_MEASURED) {
-                    update_unit_summed(record, chunk, u32(at % UNITS), finished, update_sum(index, chunk, u32(at % UNITS)));
-                } else {
-                    update_unit(record, chunk, u32(at % UNITS), finished);
-                }
-            } else if (threadIdx.x == 0 && at == u64(record.first_chunk) * UNITS && tensor(index).starts_here) {
-                double* const skipped = slot(tensor(index).first_slot) + UNITS * SUMS;
-                dialect::store(skipped, dialect::load(skipped) + 1.0);
+                update_unit(record, chunk, u32(at % UNITS), finished);
             }
-            if constexpr (IS_MEASURED) {
-                if (!finite && threadIdx.x == 0) {
-                    dialect::store(update_sum(index, chunk, u32(at % UNITS)), 0.0);
-                }
+            if (threadIdx.x == 0 && at == u64(record.first_chunk) * UNITS && tensor(index).starts_here) {
+                note_outcome(tensor(index), finite);
             }
         }
     }
 
-#ifdef GRID_SYNC
-    // Waves of whole tensors: sums, one wait of the grid, update from cache.
-    __device__ __forceinline__ void waves() const {
-        // Equal in all blocks, so all of them wait for the grid or none.
-        if (multi_tensor::is_skipped(table.header())) {
-            return;
-        }
-        if constexpr (multi_tensor::Place<Source>::IS_RESIDENT) {
-            planned_waves();
-            return;
-        }
-        const u32 records = table.header().record_count;
-        for (u32 first = 0, end = 0; first < records; first = end) {
-            const u32 first_chunk = table.record(first).first_chunk;
-            u32 end_chunk = first_chunk;
-            do {
-                end_chunk = table.record(end).first_chunk + chunks_of(table.record(end));
-                end++;
-            } while (end < records && end_chunk - first_chunk + chunks_of(table.record(end)) <= workspace().wave_chunks);
-            sum_chunks(first_chunk, end_chunk);
-            dialect::grid_sync();
-            update_chunks(first_chunk, end_chunk);
-        }
+    // What a tensor's sums come to, in every thread of the block; false if it is to be left as it
+    // is.
+    __device__ __forceinline__ bool finish(u32 index, const Row& record, typename Rule::Finished& finished) const {
+        double sums[SUMS];
+        tensor_sums(tensor(index), sums);
+        return Rule::finish(sums, table.scalars(), table.set(record.set).own, multi_tensor::grad_factor(table.header()), finished);
     }
 
-    // The waves of a resident table: behind the map of all chunks, how many, and the chunk at which
-    // each ends.
-    __device__ __forceinline__ void planned_waves() const {
-        const u64 waves_at = chunk_count();
-        const u32 waves = table.behind_records(waves_at);
-        u32 first_chunk = 0;
-        for (u32 wave = 0; wave < waves; wave++) {
-            const u32 end_chunk = table.behind_records(waves_at + 1 + wave);
-            sum_chunks(first_chunk, end_chunk);
-            dialect::grid_sync();
-            update_chunks(first_chunk, end_chunk);
-            first_chunk = end_chunk;
+    // Whether the tensor was skipped in this step, and how often it has been so far.
+    __device__ __forceinline__ void note_outcome(const Tensor& tensor, bool finite) const {
+        double* const count = slot(tensor.first_slot) + UNITS * SUMS;
+        if (!finite) {
+            dialect::store(count, dialect::load(static_cast<const double*>(count)) + 1.0);
         }
+        dialect::store(count + 1, finite ? 0.0 : 1.0);
     }
-#endif
 };
 
-template <class Rule, bool AT_RANDOM, class Source>
-__device__ __forceinline__ Engine<Rule, AT_RANDOM, Source> engine(Source arguments) {
-    Engine<Rule, AT_RANDOM, Source> engine;
-    engine.table = {arguments};
-    return engine;
-}
-
 // Whether values are rounded at random: the format may be, and the flag says so.
-template <class Rule, class Source>
-__device__ __forceinline__ bool is_drawn(Source arguments) {
+template <class Rule>
+__device__ __forceinline__ bool is_drawn(const unsigned char* arguments) {
     return storage::MayDraw<typename Rule::Format>::VALUE &&
-           (multi_tensor::flags_of(arguments) & storage::FLAG_STOCHASTIC) != 0;
+           (multi_tensor::header_of(arguments).flags & storage::FLAG_STOCHASTIC) != 0;
 }
 
-template <class Rule, bool AT_RANDOM, class Source>
-__device__ __forceinline__ void sums_of(Source arguments) {
-    const Engine<Rule, AT_RANDOM, Source> own = engine<Rule, AT_RANDOM>(arguments);
-    own.sum_chunks(0, own.chunk_count());
+template <class Rule, bool AT_RANDOM>
+__device__ __forceinline__ void sums_of(const unsigned char* arguments) {
+    const Engine<Rule, AT_RANDOM> own = {Engine<Rule, AT_RANDOM>::Arguments::of(arguments)};
+    own.sum_chunks();
 }
 
-template <class Rule, bool AT_RANDOM, class Source>
-__device__ __forceinline__ void update_of(Source arguments) {
-    const Engine<Rule, AT_RANDOM, Source> own = engine<Rule, AT_RANDOM>(arguments);
-    own.update_chunks(0, own.chunk_count());
+template <class Rule, bool AT_RANDOM>
+__device__ __forceinline__ void update_of(const unsigned char* arguments) {
+    const Engine<Rule, AT_RANDOM> own = {Engine<Rule, AT_RANDOM>::Arguments::of(arguments)};
+    own.update_chunks();
 }
 
 // The entries of a rule.
-template <class Rule, class Source>
-__device__ __forceinline__ void sums(Source arguments) {
+template <class Rule>
+__device__ __forceinline__ void sums(const unsigned char* arguments) {
     if (is_drawn<Rule>(arguments)) {
         sums_of<Rule, storage::MayDraw<typename Rule::Format>::VALUE != 0>(arguments);
     } else {
@@ -457,24 +399,13 @@ __device__ __forceinline__ void sums(Source arguments) {
     }
 }
 
-template <class Rule, class Source>
-__device__ __forceinline__ void update(Source arguments) {
+template <class Rule>
+__device__ __forceinline__ void update(const unsigned char* arguments) {
     if (is_drawn<Rule>(arguments)) {
         update_of<Rule, storage::MayDraw<typename Rule::Format>::VALUE != 0>(arguments);
     } else {
         update_of<Rule, false>(arguments);
     }
 }
-
-#ifdef GRID_SYNC
-template <class Rule, class Source>
-__device__ __forceinline__ void waves(Source arguments) {
-    if (is_drawn<Rule>(arguments)) {
-        engine<Rule, storage::MayDraw<typename Rule::Format>::VALUE != 0>(arguments).waves();
-    } else {
-        engine<Rule, false>(arguments).waves();
-    }
-}
-#endif
 
 }  // namespace normed

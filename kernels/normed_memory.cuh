@@ -17,8 +17,9 @@ enum Shape : u32 {
     UNITS = 8,
     UNIT_ELEMENTS = CHUNK / UNITS,
     SUMS = 2,
-    // Sums of each unit, then how often the tensor was skipped.
-    SLOT_VALUES = UNITS * SUMS + 1,
+    // Sums of each unit, then how often the tensor was skipped, and whether it was in the last
+    // step.
+    SLOT_VALUES = UNITS * SUMS + 2,
 };
 
 static_assert(BLOCK_THREADS == UNITS * LEAF_LANES, "a unit's leaves fill the block, a thread to a lane");
@@ -26,10 +27,10 @@ static_assert(BLOCK_THREADS == UNITS * LEAF_LANES, "a unit's leaves fill the blo
 // First part of the scalars, written by the backend; crates/launch/src/normed.rs: Workspace.
 struct Workspace {
     u64 slots;
-    u32 wave_chunks;
     u32 first_slot;
     u32 head_chunks;
     u32 tail_chunks;
+    u32 reserved;
 };
 
 static_assert(sizeof(Workspace) == 24, "crates/launch: WORKSPACE_BYTES");

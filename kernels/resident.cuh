@@ -2,7 +2,7 @@
 // the device derives itself.
 //
 // Step counts, learning rate and hyper-parameters live beside the table. Before the updates of a
-// step, an entry `*_sets_*_resident` counts the step of every class of tensors and derives its set
+// step, an entry `*_sets_*` counts the step of every class of tensors and derives its set
 // in f64 by the operations of the host's `write_set`, so that the bits are the same. A step that
 // the control block skips changes nothing. The host launches with fixed arguments and waits for
 // none.
@@ -106,7 +106,7 @@ __device__ __forceinline__ void derive_sets(const multi_tensor::Resident& reside
     own.step = own.step + 1;
     dialect::store(&place->step, own.step);
     const u32 set_bytes = dialect::load(&steps->set_bytes);
-    const u64 sets_at = resident.table + multi_tensor::Table<typename Sets::Scalars, Set, 1>::SETS_AT;
+    const u64 sets_at = resident.table + u64(multi_tensor::Table<typename Sets::Scalars, Set, 1>::SETS_AT);
     const u64 at = sets_at + u64(index) * set_bytes;
     dialect::store(reinterpret_cast<Set*>(at), Sets::derive(dialect::load(&steps->hyper), own));
     if (set_bytes > sizeof(Set)) {

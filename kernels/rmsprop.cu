@@ -82,10 +82,10 @@ struct Sets {
     }
 };
 
-template <class Format, class Source>
-__device__ __forceinline__ void run(Source arguments) {
+template <class Format>
+__device__ __forceinline__ void run(const unsigned char* arguments) {
     typedef typename Format::Compute Compute;
-    const u32 flags = multi_tensor::flags_of(arguments) & (FLAG_CENTERED | FLAG_VELOCITY);
+    const u32 flags = multi_tensor::header_of(arguments).flags & (FLAG_CENTERED | FLAG_VELOCITY);
     if (flags == 0) {
         elementwise::run<Format, 1, Update<Compute, 1>>(arguments);
     } else if (flags == (FLAG_CENTERED | FLAG_VELOCITY)) {

@@ -85,8 +85,8 @@ struct Sets {
     }
 };
 
-template <class Format, class Source>
-__device__ __forceinline__ void run(Source arguments) {
+template <class Format>
+__device__ __forceinline__ void run(const unsigned char* arguments) {
     elementwise::run<Format, 2, Update<typename Format::Compute>>(arguments);
 }
 

@@ -4,9 +4,8 @@
 //! `cargo xtask ptx` with a pinned compiler and checked in, so that neither users nor their build
 //! machines need a CUDA toolkit.
 //!
-//! An entry takes one argument block, which `fusestep-launch` packs; [`entry`] names the entry for
-//! the place of the block. Those of `rank_order` take a few words from `fusestep-collective-nccl`
-//! instead.
+//! An entry takes one argument block, which `fusestep-launch` packs. Those of `rank_order` take a
+//! few words from `fusestep-collective-nccl` instead.
 #![forbid(unsafe_code)]
 
 /// One kernel source and what was compiled from it.
@@ -39,6 +38,7 @@ kernels! {
     rank_order
     rmsprop
     schedule_free
+    update_sums
 }
 
 /// Files that kernel sources include, as (file name, text).
@@ -54,36 +54,14 @@ const HEADERS: &[(&str, &str)] = &[
     ("update_sums.cuh", include_str!("../update_sums.cuh")),
 ];
 
-/// The by-value parameter of a device entry.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum ArgumentBlock {
-    /// 32,760 bytes, of the 32,764 that devices of compute capability 7.0 or newer take from driver
-    /// 530 on; older drivers do not read the PTX.
-    ByValue,
-    /// 16 bytes: where a table lies in the device's memory, and what its sets are derived from.
-    Resident,
-    /// The entry whose launch also leaves sums over what it changes.
-    Measured,
-}
+/// Bytes of the one parameter of an entry that reads a table: 32,760, of the 32,764 that devices of
+/// compute capability 7.0 or newer take from driver 530 on; older drivers do not read the PTX. A
+/// shorter argument block is followed by bytes that the kernel does not read.
+pub const TABLE_BYTES: usize = 32_760;
 
-impl ArgumentBlock {
-    /// Bytes of the parameter. A shorter argument block is followed by bytes that the kernel does
-    /// not read.
-    pub const fn len_bytes(self) -> usize {
-        match self {
-            Self::ByValue => 32_760,
-            Self::Resident | Self::Measured => 16,
-        }
-    }
-
-    const fn suffix(self) -> &'static str {
-        match self {
-            Self::ByValue => "",
-            Self::Resident => "_resident",
-            Self::Measured => "_measured",
-        }
-    }
-}
+/// Bytes of the one parameter of an entry that derives the sets of a resident table: where the
+/// table lies, and what its sets are derived from.
+pub const SETS_BYTES: usize = 16;
 
 /// The stems of all kernels, in alphabetical order.
 pub fn stems() -> impl ExactSizeIterator<Item = &'static str> {
@@ -105,16 +83,6 @@ pub fn headers() -> &'static [(&'static str, &'static str)] {
     HEADERS
 }
 
-/// The name under which a module holds `entry` for argument blocks in this place.
-///
-/// ```
-/// use fusestep_kernels::{ArgumentBlock, entry};
-/// assert_eq!(entry("lion_f32", ArgumentBlock::Resident), "lion_f32_resident");
-/// ```
-pub fn entry(entry: &str, block: ArgumentBlock) -> String {
-    format!("{entry}{}", block.suffix())
-}
-
 /// The kernel whose PTX holds `entry`, such as `fused_adam_f32`, as its stem; none if no kernel has
 /// it.
 pub fn stem_of_entry(entry: &str) -> Option<&'static str> {
@@ -125,7 +93,7 @@ pub fn stem_of_entry(entry: &str) -> Option<&'static str> {
     })
 }
 
-/// All entries of a kernel as its PTX names them, with the suffix of their argument block.
+/// All entries of a kernel as its PTX names them.
 pub fn entries(stem: &str) -> Option<Vec<&'static str>> {
     let text = ptx(stem)?;
     Some(

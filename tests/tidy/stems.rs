@@ -1,15 +1,25 @@
 //! Every kernel has its reference, test, bench, documentation and compiled form under the same
 //! stem.
 
-/// Kernels that serve collectives and no optimizer have these for their reference, test and bench.
-const OF_COLLECTIVES: [(&str, [&str; 3]); 1] = [(
-    "rank_order",
-    [
-        "tests/collective/numbers.rs",
-        "crates/collective-nccl/tests/nccl/rank_order.rs",
-        "benches/collective.rs",
-    ],
-)];
+/// Kernels that serve collectives or reports and no optimizer have these for their reference, test
+/// and bench. What norms of updates cost is not timed by itself.
+const OF_OTHERS: [(&str, &[&str]); 2] = [
+    (
+        "rank_order",
+        &[
+            "tests/collective/numbers.rs",
+            "crates/collective-nccl/tests/nccl/rank_order.rs",
+            "benches/collective.rs",
+        ],
+    ),
+    (
+        "update_sums",
+        &[
+            "crates/elementwise/src/change.rs",
+            "crates/cuda/tests/measured.rs",
+        ],
+    ),
+];
 
 /// The files of a rule that updates every element on its own: its licences, its page, its
 /// definition, its settings with the update of an element, and its entry for slices.
@@ -28,9 +38,9 @@ pub(crate) const RULE: [&str; 8] = [
 /// text of `docs/kernels.md`.
 pub(crate) fn violations(stem: &str, exists: &dyn Fn(&str) -> bool, docs: &str) -> Vec<String> {
     let dashed = stem.replace('_', "-");
-    let parts = match OF_COLLECTIVES.iter().find(|(own, _)| *own == stem) {
-        Some((_, parts)) => parts.map(str::to_owned),
-        None => [
+    let parts = match OF_OTHERS.iter().find(|(own, _)| *own == stem) {
+        Some((_, parts)) => parts.iter().map(|&part| part.to_owned()).collect(),
+        None => vec![
             format!("crates/{dashed}/src/reference.rs"),
             format!("tests/{stem}.rs"),
             format!("benches/{stem}.rs"),

@@ -19,7 +19,8 @@ pub(crate) struct Wide {
 /// Those of every entry of one assembled file.
 ///
 /// # Errors
-/// If the file cannot be disassembled, or an entry has fewer than it should; see [`missing`].
+/// If the file cannot be disassembled, or an entry stores other than it should; see
+/// [`expected_stores`].
 pub(crate) fn count(disassembler: &Path, cubin: &Path) -> Result<BTreeMap<String, Wide>> {
     let mut command = Command::new(disassembler);
     command.arg("-c").arg(cubin);
@@ -29,10 +30,22 @@ pub(crate) fn count(disassembler: &Path, cubin: &Path) -> Result<BTreeMap<String
         bail!("{}: the disassembler names no entry", cubin.display());
     }
     for (name, wide) in &entries {
-        if let Some(expected) = missing(name, *wide) {
+        if name.starts_with("amp_norm_") && wide.loads == 0 {
             bail!(
-                "{name} in {}: expected {expected} of 16 bytes, found none",
+                "{name} in {}: expected loads of 16 bytes, found none",
                 cubin.display()
+            );
+        }
+        let Some(expected) = expected_stores(name) else {
+            continue;
+        };
+        if wide.stores != expected || wide.loads == 0 {
+            bail!(
+                "{name} in {}: expected {expected} stores of 16 bytes and some loads, found {} and \
+                 {}",
+                cubin.display(),
+                wide.stores,
+                wide.loads
             );
         }
     }
@@ -65,23 +78,40 @@ fn parse(text: &str) -> BTreeMap<String, Wide> {
     entries
 }
 
-/// What an entry should have and has not. Entries for f32 and f64 move packs of 16 bytes, but for
-/// those that derive sets, conclude a reduction, or take sums by themselves, whose lanes the fixed
-/// tree puts side by side; nor do measured updates of LARS and LAMB, which take the sums over what
-/// they change in the same way. With 16 bits it depends on the registers.
-fn missing(name: &str, wide: Wide) -> Option<&'static str> {
-    let of_dtype = name.split('_').any(|part| matches!(part, "f32" | "f64"));
-    let without = ["_sets_", "_sums_", "_s16", "amp_finish"];
-    let normed = name.starts_with("lars_momentum_") || name.starts_with("lamb_");
-    let by_lane = normed && name.ends_with("_measured");
-    if !of_dtype || by_lane || without.iter().any(|part| name.contains(part)) {
-        return None;
-    }
-    match wide {
-        Wide { loads: 0, .. } => Some("loads"),
-        Wide { stores: 0, .. } if !name.starts_with("amp_norm") => Some("stores"),
-        _ => None,
-    }
+/// A way through a kernel: the lists of state that it writes, and how often each pack of a list is
+/// stored in its code: once for each pack in flight, and once for the rest behind those.
+type Way = (u32, u32);
+
+/// The ways through the kernels that write tensors.
+const WAYS: [(&str, &[Way]); 8] = [
+    ("adagrad_", &[(1, 3)]),
+    ("fused_adam_", &[(2, 1), (3, 1)]),
+    ("fused_sgd_", &[(0, 3), (1, 3)]),
+    ("lamb_update_", &[(2, 1)]),
+    ("lars_momentum_update_", &[(1, 1)]),
+    ("lion_", &[(1, 3)]),
+    ("rmsprop_", &[(1, 3), (2, 1), (3, 1)]),
+    ("schedule_free_", &[(2, 1)]),
+];
+
+/// Stores of 16 bytes that an entry should have: one for each list of 32 or 64 bits that it writes,
+/// on each of its [`WAYS`]. None where it depends on the registers: with all lists of 16 bits, and
+/// element-wise with state of 16 bits or bf16 rounded at random.
+fn expected_stores(name: &str) -> Option<u32> {
+    let (stem, ways) = WAYS.iter().find(|(stem, _)| name.starts_with(stem))?;
+    let normed = stem.ends_with("_update_");
+    // Besides the lists of state: the parameter, or its master.
+    let (others, with_states) = match &name[stem.len()..] {
+        "f32" | "f64" | "f16_m32" | "bf16_m32" => (1, 1),
+        "f16" | "bf16_r16" => (0, 1),
+        "bf16" if normed => (0, 1),
+        "f32_s16" | "bf16_m32_s16" if normed => (1, 0),
+        _ => return None,
+    };
+    let stores = ways
+        .iter()
+        .map(|(states, packs)| (others + states * with_states) * packs);
+    Some(stores.sum())
 }
 
 #[cfg(test)]
@@ -97,7 +127,7 @@ mod tests {
         /*00c0*/                   STG.E.128 desc[UR6][R2.64], R4 ;
 //--------------------- .nv.shared.reserved --------------------------
         /*0090*/                   LDG.E.128 R4, desc[UR6][R2.64+0x10] ;
-//--------------------- .text.fused_adam_sets_f32_resident --------------------------
+//--------------------- .text.fused_adam_sets_f32 --------------------------
         /*0090*/                   LDG.E.64 R4, desc[UR6][R2.64+0x10] ;
 ";
 
@@ -106,20 +136,30 @@ mod tests {
         let entries = parse(LISTING);
         let wide = |loads, stores| Wide { loads, stores };
         assert_eq!(entries["fused_adam_f32"], wide(2, 1));
-        assert_eq!(entries["fused_adam_sets_f32_resident"], wide(0, 0));
+        assert_eq!(entries["fused_adam_sets_f32"], wide(0, 0));
         assert_eq!(entries.len(), 2);
     }
 
     #[test]
-    fn an_entry_without_packs_is_noticed() {
-        let wide = |loads, stores| Wide { loads, stores };
-        assert_eq!(missing("lion_f32", wide(0, 3)), Some("loads"));
-        assert_eq!(missing("lion_f64_resident", wide(3, 0)), Some("stores"));
-        assert_eq!(missing("amp_norm_f32", wide(3, 0)), None);
-        assert_eq!(missing("lion_sets_f32_resident", wide(0, 0)), None);
-        assert_eq!(missing("lamb_f32_measured", wide(0, 0)), None);
-        assert_eq!(missing("lion_f32_measured", wide(0, 1)), Some("loads"));
-        assert_eq!(missing("lion_bf16", wide(0, 0)), None);
-        assert_eq!(missing("lion_f32_s16", wide(0, 0)), None);
+    fn stores_follow_from_the_lists_that_are_written() {
+        for (name, expected) in [
+            ("lars_momentum_update_f32", Some(2)),
+            ("lamb_update_f64", Some(3)),
+            ("lamb_update_bf16_m32", Some(3)),
+            ("lamb_update_bf16", Some(2)),
+            ("lamb_update_bf16_m32_s16", Some(1)),
+            ("lamb_update_bf16_s16", None),
+            ("fused_adam_f32", Some(7)),
+            ("fused_sgd_f64", Some(9)),
+            ("rmsprop_f32", Some(13)),
+            ("rmsprop_f16", Some(8)),
+            ("lion_bf16", None),
+            ("lion_f32_s16", None),
+            ("lion_sets_f32", None),
+            ("lars_momentum_sums_f32", None),
+            ("amp_finish", None),
+        ] {
+            assert_eq!(expected_stores(name), expected, "{name}");
+        }
     }
 }

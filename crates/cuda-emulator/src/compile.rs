@@ -99,8 +99,9 @@ impl Options {
 /// `out_dir/lib64/libcuda.so.1`.
 ///
 /// `CUDA_LIBRARY_PATH=out_dir` links with it, `LD_LIBRARY_PATH=out_dir/lib64` runs on it. Nothing
-/// is compiled again while sources, compiler and options stay the same. One build at a time may use
-/// an `out_dir`.
+/// is compiled again while sources, compiler and options stay the same; other kernels in the same
+/// `out_dir` leave the emulator's own objects as they are. One build at a time may use an
+/// `out_dir`.
 ///
 /// # Errors
 /// [`EmulatorError::Compile`] with the compiler's output, and the variants for files and a missing
@@ -182,10 +183,13 @@ impl Inputs {
 
     /// Changes with anything that the library depends on, but for the compiler's version.
     fn fingerprint(&self, options: &Options) -> String {
-        let mut hasher = DefaultHasher::new();
-        (&self.kernels, &self.headers, SOURCES).hash(&mut hasher);
-        (options.compiler(), options.flags()).hash(&mut hasher);
-        format!("{:016x}", hasher.finish())
+        hash(&(
+            &self.kernels,
+            &self.headers,
+            SOURCES,
+            options.compiler(),
+            options.flags(),
+        ))
     }
 
     fn compile(
@@ -194,36 +198,67 @@ impl Inputs {
         build_dir: &Path,
         options: &Options,
     ) -> Result<Vec<PathBuf>, EmulatorError> {
+        let own_headers: Vec<_> = SOURCES.iter().filter(|(name, _)| is_header(name)).collect();
+        let compiler = (options.compiler(), options.flags());
         let mut sources = Vec::new();
         for (name, text) in SOURCES {
-            let path = build_dir.join(name);
-            write(&path, text)?;
-            if name.ends_with(".cpp") {
-                let object = path.with_extension("o");
-                sources.push((path, object));
-            }
+            write(&build_dir.join(name), text)?;
         }
-        for (path, _) in &self.kernels {
+        for (name, text) in SOURCES.iter().filter(|(name, _)| !is_header(name)) {
+            let wanted = hash(&(text, &own_headers, &compiler));
+            sources.push((
+                build_dir.join(name),
+                Path::new(name).with_extension("o"),
+                wanted,
+            ));
+        }
+        for (path, text) in &self.kernels {
             let name = path.file_stem().unwrap_or_default().to_string_lossy();
-            let object = build_dir.join(format!("kernel_{name}.o"));
-            sources.push((path.clone(), object));
+            let wanted = hash(&(text, &self.headers, &own_headers, &compiler));
+            sources.push((
+                path.clone(),
+                PathBuf::from(format!("kernel_{name}.o")),
+                wanted,
+            ));
         }
         let mut started = Vec::new();
-        for (source, object) in sources {
+        let mut objects = Vec::new();
+        for (source, object, wanted) in sources {
+            let object = build_dir.join(object);
+            let stamp = object.with_extension("stamp");
+            objects.push(object.clone());
+            if object.exists() && fs::read_to_string(&stamp).is_ok_and(|found| found == wanted) {
+                continue;
+            }
+            let _ = fs::remove_file(&stamp);
             let mut command = Command::new(options.compiler());
             command.args(options.flags());
             command.arg("-I").arg(build_dir).arg("-I").arg(kernels_dir);
             command.args(["-x", "c++", "-c"]).arg(source);
             command.arg("-o").arg(&object);
-            started.push((object, start(command, options)?));
+            started.push((object, stamp, wanted, start(command, options)?));
         }
         // All are waited for, also after one has failed: none may go on writing into the folder.
         let results: Vec<_> = started
             .into_iter()
-            .map(|(object, child)| finish(child, &object, options).map(|()| object))
+            .map(|(object, stamp, wanted, child)| {
+                finish(child, &object, options)?;
+                write(&stamp, &wanted)
+            })
             .collect();
-        results.into_iter().collect()
+        results.into_iter().collect::<Result<Vec<()>, _>>()?;
+        Ok(objects)
     }
+}
+
+fn is_header(name: &str) -> bool {
+    name.ends_with(".hpp")
+}
+
+fn hash(value: &impl Hash) -> String {
+    let mut hasher = DefaultHasher::new();
+    value.hash(&mut hasher);
+    format!("{:016x}", hasher.finish())
 }
 
 fn link(objects: &[PathBuf], library_dir: &Path, options: &Options) -> Result<(), EmulatorError> {

@@ -88,11 +88,11 @@ constexpr unsigned threads_max(unsigned threads, unsigned = 0) { return threads;
 
 namespace dialect {
 
-// What lies at the address, to be read in place.
+// The launch's own arguments are no global memory.
 template <class T>
-inline const T* global(const T* address) {
-    emulator::check_access(address, sizeof(T), alignof(T), emulator::Access::Load);
-    return address;
+inline T load_table(const T* address, bool is_global) {
+    if (is_global) emulator::check_access(address, sizeof(T), alignof(T), emulator::Access::Load);
+    return *address;
 }
 
 template <class T>

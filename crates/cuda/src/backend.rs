@@ -1,12 +1,10 @@
 //! Launches on a stream of the device.
 
 use std::ffi::c_void;
-use std::num::NonZeroU32;
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cust::sys;
-use fusestep_kernels::ArgumentBlock;
 use fusestep_launch::{
     Addresses, Backend, BackendError, Batch, Buffer, CONTROL_BYTES, Conclude, Graph, Launch,
     LaunchLimits, LaunchReport, ListBuffer, MAX_LISTS, Reduce, ResidentTable, SetValues, pack,
@@ -17,10 +15,19 @@ use crate::kernels::Kernels;
 use crate::session::{Session, unavailable};
 use crate::status::check;
 use crate::update_sums::check_without_update_sums;
-use crate::{DeviceInfo, GridSync, NAME};
+use crate::{DeviceInfo, NAME};
 
-/// Threads of a block, as the kernels are compiled for.
+/// Most threads of a block, as the kernels are compiled for.
 pub(crate) const BLOCK_THREADS: u32 = 512;
+
+/// Elements that a thread takes at a time, and threads of the smallest block worth its place.
+const THREAD_ELEMENTS: u64 = 4;
+const LEAST_THREADS: u64 = 32;
+
+/// Threads of the largest block where any number will do: of two such blocks one computes where the
+/// other waits for memory, as in one of 512, and of a kernel with 65 to 80 registers three fit on a
+/// multiprocessor, but one of 512.
+const MOST_THREADS: u64 = 256;
 
 /// CUDA's limit on the grid's first dimension.
 const GRID_MAX: u32 = i32::MAX as u32;
@@ -37,8 +44,6 @@ pub struct CudaBackend {
     /// What a graph that is being recorded refers to.
     recorded: Mutex<Option<Vec<Arc<Allocation>>>>,
     limits: LaunchLimits,
-    wave_chunks: Option<NonZeroU32>,
-    grid_sync: GridSync,
 }
 
 impl CudaBackend {
@@ -52,30 +57,16 @@ impl CudaBackend {
         let limits = LaunchLimits::with_argument_bytes(session.info.argument_bytes);
         let session = Arc::new(session);
         Ok(Self {
-            grid_sync: session.info.grid_sync,
             kernels: Arc::new(Mutex::new(Kernels::new(&session))),
             recorded: Mutex::new(None),
             session,
             limits,
-            wave_chunks: None,
         })
     }
 
     /// This backend with other limits; they change the plan, not the bits.
     pub fn with_limits(mut self, limits: LaunchLimits) -> Self {
         self.limits = limits;
-        self
-    }
-
-    /// This backend with waves of at most this many chunks; they change the time, not the bits.
-    pub fn with_wave_chunks(mut self, wave_chunks: NonZeroU32) -> Self {
-        self.wave_chunks = Some(wave_chunks);
-        self
-    }
-
-    /// This backend without grids that wait for themselves; it changes the launches, not the bits.
-    pub fn without_grid_sync(mut self) -> Self {
-        self.grid_sync = GridSync::Missing;
         self
     }
 
@@ -103,31 +94,6 @@ impl CudaBackend {
             self.keep(allocation);
         }
         Ok(address)
-    }
-
-    pub(crate) fn asked_wave_chunks(&self) -> Option<NonZeroU32> {
-        self.wave_chunks
-    }
-
-    pub(crate) fn grid_sync(&self) -> GridSync {
-        self.grid_sync
-    }
-
-    /// Blocks of a function that the device holds at once.
-    fn resident_blocks(&self, function: sys::CUfunction) -> Result<u32, BackendError> {
-        let mut blocks = 0;
-        // SAFETY: writes one integer; the function belongs to a loaded module.
-        let status = unsafe {
-            sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                &mut blocks,
-                function,
-                BLOCK_THREADS as i32,
-                0,
-            )
-        };
-        check(status, || "asking how many blocks fit".to_owned())?;
-        let per_multiprocessor = u32::try_from(blocks).unwrap_or(0);
-        Ok((per_multiprocessor * self.session.info.multiprocessors).max(1))
     }
 
     /// What the device and its driver offer.
@@ -169,57 +135,32 @@ impl CudaBackend {
         entry: Entry,
         write: &mut dyn FnMut(&mut [u8]),
     ) -> Result<(), BackendError> {
-        let block = entry.block;
         self.session.enter()?;
         let mut kernels = self.kernels();
-        let function = kernels.function(entry.stem, entry.entry, block)?;
-        let blocks = match entry.grid {
-            Grid::Independent(blocks) => blocks,
-            Grid::Cooperative { at_most } => self.resident_blocks(function)?.min(at_most),
-        };
+        let function = kernels.function(entry.stem, entry.entry)?;
         let bytes = bytemuck::cast_slice_mut(kernels.block.as_mut_slice());
         write(bytes);
         let mut parameters: [*mut c_void; 1] = [bytes.as_mut_ptr().cast()];
-        let stream = self.session.stream();
-        let status = match entry.grid {
-            // SAFETY: `function` takes one parameter of `block.len_bytes()` bytes, of which `bytes`
-            // has at least as many; the call copies them. What they refer to lies in
-            // live buffers, as the callers establish (`check_records`, `check_end`,
-            // `Slots::at_least`).
-            Grid::Independent(_) => unsafe {
-                sys::cuLaunchKernel(
-                    function,
-                    blocks,
-                    1,
-                    1,
-                    entry.threads,
-                    1,
-                    1,
-                    0,
-                    stream,
-                    parameters.as_mut_ptr(),
-                    ptr::null_mut(),
-                )
-            },
-            // SAFETY: as above; all blocks fit on the device at once (`resident_blocks`).
-            Grid::Cooperative { .. } => unsafe {
-                sys::cuLaunchCooperativeKernel(
-                    function,
-                    blocks,
-                    1,
-                    1,
-                    entry.threads,
-                    1,
-                    1,
-                    0,
-                    stream,
-                    parameters.as_mut_ptr(),
-                )
-            },
+        // SAFETY: `function` takes one parameter of at most `TABLE_BYTES` bytes, of which `bytes`
+        // has as many; the call copies them. What they refer to lies in live buffers, as the
+        // callers establish (`check_records`, `check_end`, `Slots::at_least`).
+        let status = unsafe {
+            sys::cuLaunchKernel(
+                function,
+                entry.blocks,
+                1,
+                1,
+                entry.threads,
+                1,
+                1,
+                0,
+                self.session.stream(),
+                parameters.as_mut_ptr(),
+                ptr::null_mut(),
+            )
         };
         check(status, || {
-            let entry = fusestep_kernels::entry(entry.entry, block);
-            format!("launching `{entry}` with {blocks} blocks")
+            format!("launching `{}` with {} blocks", entry.entry, entry.blocks)
         })
     }
 
@@ -236,26 +177,14 @@ impl CudaBackend {
     }
 }
 
-/// One launch: which function, what its arguments are, and its grid.
+/// One launch: which function, and its grid.
 #[derive(Clone, Copy)]
 pub(crate) struct Entry {
     pub(crate) stem: &'static str,
     pub(crate) entry: &'static str,
-    pub(crate) block: ArgumentBlock,
     pub(crate) threads: u32,
-    pub(crate) grid: Grid,
-}
-
-/// How the blocks of a launch run.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Grid {
-    /// So many, in any order.
-    Independent(u32),
-    /// As many as the device holds at once, so that they can wait for each other.
-    Cooperative {
-        /// More have no work.
-        at_most: u32,
-    },
+    /// In any order.
+    pub(crate) blocks: u32,
 }
 
 impl Backend for CudaBackend {
@@ -307,7 +236,6 @@ impl Backend for CudaBackend {
                 Some(control) => self.control_address(control)?,
                 None => 0,
             },
-            update_sums: 0,
         };
         // All batches are checked before the first is launched.
         for batch in launch.batches {
@@ -322,9 +250,8 @@ impl Backend for CudaBackend {
             let entry = Entry {
                 stem: launch.kernel.stem(),
                 entry: launch.kernel.entry(),
-                block: ArgumentBlock::ByValue,
-                threads: BLOCK_THREADS,
-                grid: Grid::Independent(batch.chunks),
+                threads: threads_for(batch),
+                blocks: batch.chunks,
             };
             self.enqueue(entry, &mut |bytes| {
                 pack(&launch, batch, addresses, bytes);
@@ -393,10 +320,17 @@ impl Backend for CudaBackend {
     }
 }
 
+/// Threads of a block: as many as its share of the elements keeps busy. Many small tensors in
+/// blocks of 512 would leave most threads idle, and few such blocks fit on the device at once.
+pub(crate) fn threads_for(batch: &Batch) -> u32 {
+    let elements = batch.elements() / u64::from(batch.chunks.max(1));
+    let threads = elements.div_ceil(THREAD_ELEMENTS).next_power_of_two();
+    threads.clamp(LEAST_THREADS, MOST_THREADS) as u32
+}
+
 pub(crate) fn argument_bytes(launch: &Launch<'_>, batch: &Batch) -> usize {
-    launch
-        .argument_layout()
-        .bytes(batch.records.len(), batch.classes.len())
+    let layout = launch.kernel.argument_layout();
+    layout.bytes(batch.records.len(), batch.classes.len())
 }
 
 /// Refuses a batch that is too large for one grid or that reaches beyond a buffer: a device would
@@ -452,4 +386,28 @@ pub(crate) fn check_without_tensor_sums(launch: &Launch<'_>) -> Result<(), Backe
 
 fn saturate(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_as_large_as_their_chunks_need() {
+        for (elements, threads) in [(1, 32), (64, 32), (512, 128), (1024, 256), (65_536, 256)] {
+            let record = fusestep_launch::Record {
+                tensor: 0,
+                first_element: 0,
+                numel: elements,
+                first_chunk: 0,
+                set: 0,
+            };
+            let batch = Batch {
+                records: vec![record],
+                classes: vec![0],
+                chunks: 1,
+            };
+            assert_eq!(threads_for(&batch), threads, "{elements}");
+        }
+    }
 }

@@ -1,14 +1,5 @@
 use std::fmt;
 
-/// Whether a grid can wait for itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GridSync {
-    /// It can: sums and updates of a wave of tensors are one launch.
-    Offered,
-    /// It cannot: all sums are one launch, all updates the next, with the same bits.
-    Missing,
-}
-
 /// What a CUDA device and its driver offer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
@@ -26,8 +17,6 @@ pub struct DeviceInfo {
     pub multiprocessors: u32,
     /// Bytes of the cache that all multiprocessors share.
     pub l2_bytes: u64,
-    /// Whether a grid can wait for itself (a cooperative launch).
-    pub grid_sync: GridSync,
     /// Most by-value argument bytes of one launch.
     pub argument_bytes: usize,
 }
@@ -63,7 +52,6 @@ mod tests {
             memory_bytes: 3 << 30,
             multiprocessors: 132,
             l2_bytes: 50 << 20,
-            grid_sync: GridSync::Offered,
             argument_bytes: 32_764,
         };
         assert_eq!(

@@ -5,7 +5,7 @@ use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cust::sys::{self, CUfunction, CUmodule, CUresult};
-use fusestep_kernels::ArgumentBlock;
+use fusestep_kernels::TABLE_BYTES;
 use fusestep_launch::BackendError;
 
 use crate::normed::Slots;
@@ -13,7 +13,7 @@ use crate::session::{Session, unavailable};
 use crate::status::check;
 
 /// Words of an argument block.
-const BLOCK_WORDS: usize = ArgumentBlock::ByValue.len_bytes() / 8;
+const BLOCK_WORDS: usize = TABLE_BYTES / 8;
 
 /// What launches reuse: functions and the argument bytes.
 #[derive(Debug)]
@@ -39,7 +39,6 @@ struct Module {
 #[derive(Debug)]
 struct Function {
     entry: &'static str,
-    block: ArgumentBlock,
     handle: CUfunction,
 }
 
@@ -97,42 +96,33 @@ impl Kernels {
         Ok(())
     }
 
-    /// The function of an entry for argument blocks in this place; the context must be current.
+    /// The function of an entry; the context must be current.
     ///
     /// Only the first call for an entry allocates.
     pub(crate) fn function(
         &mut self,
         stem: &'static str,
         entry: &'static str,
-        block: ArgumentBlock,
     ) -> Result<CUfunction, BackendError> {
-        let known = self
-            .functions
-            .iter()
-            .find(|function| function.entry == entry && function.block == block);
-        if let Some(function) = known {
+        let mut known = self.functions.iter();
+        if let Some(function) = known.find(|function| function.entry == entry) {
             return Ok(function.handle);
         }
-        let name = fusestep_kernels::entry(entry, block);
         let entries = fusestep_kernels::entries(stem);
-        if entries.is_some_and(|entries| !entries.contains(&name.as_str())) {
+        if entries.is_some_and(|entries| !entries.contains(&entry)) {
             return Err(unavailable(format!(
-                "expected a device entry `{name}`, found none in the PTX of `{stem}`; use the cpu \
+                "expected a device entry `{entry}`, found none in the PTX of `{stem}`; use the cpu \
                  backend"
             )));
         }
         let module = self.module(stem)?;
-        let c_name = CString::new(name.as_str())
-            .map_err(|_| unavailable(format!("the entry `{name}` holds a zero byte")))?;
+        let c_name = CString::new(entry)
+            .map_err(|_| unavailable(format!("the entry `{entry}` holds a zero byte")))?;
         let mut handle = ptr::null_mut();
         // SAFETY: the module is loaded until `self` is dropped; the name ends in 0.
         let status = unsafe { sys::cuModuleGetFunction(&mut handle, module, c_name.as_ptr()) };
-        check(status, || format!("looking up the entry `{name}`"))?;
-        self.functions.push(Function {
-            entry,
-            block,
-            handle,
-        });
+        check(status, || format!("looking up the entry `{entry}`"))?;
+        self.functions.push(Function { entry, handle });
         Ok(handle)
     }
 

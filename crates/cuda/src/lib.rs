@@ -19,7 +19,7 @@ mod timing;
 mod update_sums;
 
 pub use backend::CudaBackend;
-pub use info::{DeviceInfo, GridSync};
+pub use info::DeviceInfo;
 pub use timing::DeviceTime;
 
 /// The backend's name in messages.

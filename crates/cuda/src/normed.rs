@@ -1,23 +1,23 @@
-//! How kernels that take sums over a tensor first are launched.
-//!
-//! Where a grid can wait for itself and no tensor goes on from one launch to the next, each batch
-//! is one cooperative launch. Else all batches take their sums first and then all update, with the
-//! same bits.
+//! How kernels that take sums over a tensor first are launched: all batches take their sums, and
+//! then all update.
 
 use std::sync::Arc;
 
-use fusestep_kernels::ArgumentBlock;
 use fusestep_launch::{
-    Addresses, BackendError, Batch, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, HEADER_BYTES, Launch,
-    NormedKernel, SLOT_VALUES, WORKSPACE_BYTES, Workspace, pack,
+    Addresses, BackendError, Batch, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, HEADER_BYTES,
+    LEAF_ELEMENTS, Launch, NormedKernel, SLOT_VALUES, WORKSPACE_BYTES, Workspace, pack,
 };
 
-use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, Grid};
+use crate::NAME;
+use crate::backend::{BLOCK_THREADS, CudaBackend, Entry};
 use crate::buffer::{Allocation, DeviceBuffer};
 use crate::session::{Session, unavailable};
-use crate::{GridSync, NAME};
 
-const SLOT_BYTES: usize = SLOT_VALUES as usize * size_of::<f64>();
+pub(crate) const SLOT_BYTES: usize = SLOT_VALUES as usize * size_of::<f64>();
+
+/// Where a slot has how often its tensor was skipped, and whether it was in the last step.
+const COUNT_AT: usize = SLOT_BYTES - 2 * size_of::<f64>();
+pub(crate) const SKIPPED_AT: usize = SLOT_BYTES - size_of::<f64>();
 
 /// Device memory for the sums of every chunk of a launch, kept from step to step.
 #[derive(Debug, Default)]
@@ -71,7 +71,7 @@ impl Slots {
             let mut bytes = vec![0; buffer.len_bytes()];
             buffer.read(0, &mut bytes)?;
             for slot in bytes.chunks_exact(SLOT_BYTES) {
-                let (_, counter) = slot.split_at(SLOT_BYTES - size_of::<f64>());
+                let counter = &slot[COUNT_AT..SKIPPED_AT];
                 skipped += bytemuck::pod_read_unaligned::<f64>(counter) as u64;
             }
             bytes.fill(0);
@@ -91,64 +91,24 @@ impl CudaBackend {
         addresses: Addresses<'_>,
     ) -> Result<(), BackendError> {
         let slots = self.slots(slot_count(launch)?)?;
-        let wave_chunks = self.wave_chunks(launch);
-        let enqueue = |index: usize, name: &'static str, grid: Grid| {
-            let batch = &launch.batches[index];
-            let entry = Entry {
-                stem: launch.kernel.stem(),
-                entry: name,
-                block: ArgumentBlock::ByValue,
-                threads: BLOCK_THREADS,
-                grid,
-            };
-            let workspace = workspace(launch, index, slots, wave_chunks).bytes();
-            self.enqueue(entry, &mut |bytes| {
-                pack(launch, batch, addresses, bytes);
-                bytes[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace);
-            })
-        };
-        let all = (0..launch.batches.len()).filter(|&index| launch.batches[index].chunks > 0);
-        if self.waits_in_waves(launch) {
-            for index in all {
-                let at_most = units(&launch.batches[index]);
-                enqueue(index, launch.kernel.entry(), Grid::Cooperative { at_most })?;
-            }
-            return Ok(());
-        }
-        for name in [
-            normed.sums_and_update().sums,
-            normed.sums_and_update().update,
-        ] {
-            for index in all.clone() {
-                enqueue(
-                    index,
-                    name,
-                    Grid::Independent(units(&launch.batches[index])),
-                )?;
+        let names = normed.sums_and_update();
+        for name in [names.sums, names.update] {
+            let batches = launch.batches.iter().enumerate();
+            for (index, batch) in batches.filter(|(_, batch)| batch.chunks > 0) {
+                let entry = Entry {
+                    stem: launch.kernel.stem(),
+                    entry: name,
+                    threads: BLOCK_THREADS,
+                    blocks: blocks(batch),
+                };
+                let workspace = workspace(launch, index, slots).bytes();
+                self.enqueue(entry, &mut |bytes| {
+                    pack(launch, batch, addresses, bytes);
+                    bytes[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace);
+                })?;
             }
         }
         Ok(())
-    }
-
-    /// Whether each batch takes its sums and updates in one launch.
-    pub(crate) fn waits_in_waves(&self, launch: &Launch<'_>) -> bool {
-        let uncut = launch.batches.iter().all(|batch| head_chunks(batch) == 0);
-        self.grid_sync() == GridSync::Offered && uncut
-    }
-
-    /// Chunks of a wave: as many as half of the shared cache holds, for the update to find what the
-    /// sums have read.
-    pub(crate) fn wave_chunks(&self, launch: &Launch<'_>) -> u32 {
-        if let Some(asked) = self.asked_wave_chunks() {
-            return asked.get();
-        }
-        let lists = launch.kernel.lists().iter();
-        let element_bytes: u64 = lists.map(|list| list.dtype.len_bytes() as u64).sum();
-        let chunk_bytes = element_bytes * u64::from(CHUNK_ELEMENTS);
-        let cached = self.device_info().l2_bytes / 2 / chunk_bytes.max(1);
-        // A wave with less than two units for each multiprocessor would leave some without work.
-        let busy = u64::from(self.device_info().multiprocessors) * 2 / CHUNK_UNITS;
-        u32::try_from(cached.max(busy).max(1)).unwrap_or(u32::MAX)
     }
 }
 
@@ -184,16 +144,29 @@ pub(crate) fn slot_count(launch: &Launch<'_>) -> Result<u64, BackendError> {
     Ok(chunks)
 }
 
-/// Turns of a block that a batch takes, as many as a grid can have.
-pub(crate) fn units(batch: &Batch) -> u32 {
-    batch
-        .chunks
-        .saturating_mul(CHUNK_UNITS as u32)
-        .min(i32::MAX as u32)
+/// Blocks for a batch: one for each unit of its chunks, or where most units have no elements, as
+/// with many small tensors, one for each that has some. Blocks go on by the size of the grid, and
+/// an odd one takes each of them through all units.
+pub(crate) fn blocks(batch: &Batch) -> u32 {
+    let all = u64::from(batch.chunks) * CHUNK_UNITS;
+    let filled: u64 = batch
+        .records
+        .iter()
+        .map(|record| filled(record.numel))
+        .sum();
+    let blocks = if 2 * filled > all { all } else { filled | 1 };
+    u32::try_from(blocks).map_or(i32::MAX as u32, |blocks| blocks.min(i32::MAX as u32))
+}
+
+/// Units with elements: unit u has leaves u, u + 8, … of a chunk.
+fn filled(numel: u64) -> u64 {
+    let chunk = u64::from(CHUNK_ELEMENTS);
+    let last = (numel % chunk).div_ceil(LEAF_ELEMENTS);
+    numel / chunk * CHUNK_UNITS + last.min(CHUNK_UNITS)
 }
 
 /// Chunks of the first record's tensor in earlier batches.
-fn head_chunks(batch: &Batch) -> u64 {
+pub(crate) fn head_chunks(batch: &Batch) -> u64 {
     let first = batch.records.first();
     first.map_or(0, |record| record.first_element / u64::from(CHUNK_ELEMENTS))
 }
@@ -215,19 +188,13 @@ fn tail_chunks(batches: &[Batch], index: usize) -> u64 {
     chunks
 }
 
-pub(crate) fn workspace(
-    launch: &Launch<'_>,
-    index: usize,
-    slots: u64,
-    wave_chunks: u32,
-) -> Workspace {
+pub(crate) fn workspace(launch: &Launch<'_>, index: usize, slots: u64) -> Workspace {
     let before = launch.batches[..index].iter();
     let first_slot: u64 = before.map(|batch| u64::from(batch.chunks)).sum();
     // All counts are part of the launch's, which fits a u32.
     let count = |chunks: u64| u32::try_from(chunks).unwrap_or(u32::MAX);
     Workspace {
         slots,
-        wave_chunks,
         first_slot: count(first_slot),
         head_chunks: count(head_chunks(&launch.batches[index])),
         tail_chunks: count(tail_chunks(launch.batches, index)),
@@ -265,5 +232,33 @@ mod tests {
             .map(|i| tail_chunks(&batches, i))
             .collect();
         assert_eq!((heads, tails), (vec![0, 2, 5, 0], vec![6, 3, 0, 0]));
+    }
+
+    #[test]
+    fn many_small_tensors_take_a_block_each_and_large_ones_one_for_each_unit() {
+        let chunk = u64::from(CHUNK_ELEMENTS);
+        for (numels, expected) in [
+            (vec![1; 10_000], 10_001),
+            (vec![64; 3], 3),
+            (vec![1025, 1], 3),
+            (vec![chunk], 8),
+            (vec![7 * 1024 + 1], 8),
+            (vec![chunk * 5 + 1, 9000], 56),
+        ] {
+            let tensors = (0..).zip(numels.iter()).map(|(tensor, &numel)| Batchable {
+                tensor,
+                first_element: 0,
+                numel,
+                class: 0,
+            });
+            let layout = ArgumentLayout {
+                lists: 3,
+                scalar_bytes: 56,
+                set_bytes: 24,
+            };
+            let limits = LaunchLimits::with_argument_bytes(usize::MAX);
+            let batches = batches("test", tensors, layout, limits).unwrap();
+            assert_eq!(blocks(&batches[0]), expected, "{numels:?}");
+        }
     }
 }

@@ -1,13 +1,12 @@
 //! Reductions and their conclusion on the device.
 
-use fusestep_kernels::ArgumentBlock;
 use fusestep_launch::{
     BackendError, CONTROL_BYTES, Conclude, LaunchReport, ListBuffer, Reduce, SquareSum,
     TensorPartials, pack_conclusion, pack_reduction,
 };
 
 use crate::NAME;
-use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, Grid, check_records};
+use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, check_records, threads_for};
 
 impl CudaBackend {
     /// Enqueues the batches of a reduction, one launch each.
@@ -33,9 +32,8 @@ impl CudaBackend {
             let entry = Entry {
                 stem: reduce.kernel.stem(),
                 entry: reduce.kernel.entry(),
-                block: ArgumentBlock::ByValue,
-                threads: BLOCK_THREADS,
-                grid: Grid::Independent(batch.chunks),
+                threads: threads_for(batch),
+                blocks: batch.chunks,
             };
             let addresses = (list, partials + next * width);
             self.enqueue(entry, &mut |bytes| {
@@ -69,9 +67,8 @@ impl CudaBackend {
         let entry = Entry {
             stem: conclude.rule.stem(),
             entry: conclude.rule.entry(),
-            block: ArgumentBlock::ByValue,
             threads: BLOCK_THREADS,
-            grid: Grid::Independent(1),
+            blocks: 1,
         };
         self.enqueue(entry, &mut |bytes| {
             pack_conclusion(addresses, tensors as u64, control, scalars, bytes);

@@ -3,28 +3,20 @@
 use std::any::Any;
 use std::sync::{Arc, Mutex};
 
-use fusestep_kernels::ArgumentBlock;
 use fusestep_launch::{
-    Addresses, BackendError, Batch, HEADER_BYTES, Launch, LaunchReport, Reduce, ResidentTable,
-    SetValues, SquareSum, WORKSPACE_BYTES, pack_reduction_table, pack_steps, pack_table,
-    push_waves, resident_sets,
+    Addresses, ArgumentLayout, BackendError, Batch, HEADER_BYTES, Launch, LaunchReport, Reduce,
+    ResidentTable, SetValues, SquareSum, WORKSPACE_BYTES, pack_launch_of_table,
+    pack_reduction_table, pack_steps, pack_table, resident_sets,
 };
 
 use crate::NAME;
 use crate::backend::{
-    BLOCK_THREADS, CudaBackend, Entry, Grid, check_records, check_without_tensor_sums,
+    BLOCK_THREADS, CudaBackend, Entry, check_records, check_without_tensor_sums, threads_for,
 };
 use crate::buffer::DeviceBuffer;
-use crate::normed::{Slots, slot_count, units, workspace};
+use crate::normed::{Slots, blocks, slot_count, workspace};
 use crate::reduce::{check_end, read_list};
-use crate::update_sums::check_update_sums;
-
-/// Elements that a thread takes at a time, and threads of the smallest block worth its place.
-const THREAD_ELEMENTS: u64 = 4;
-const LEAST_THREADS: u64 = 32;
-/// Of the largest block: the table's scalars are in registers, which leaves room for three blocks
-/// of 256 threads on a multiprocessor and for one of 512.
-const MOST_THREADS: u64 = 256;
+use crate::update_sums::{PlacedSums, SumsPart, check_update_sums};
 
 /// The tables of one launch, one for each batch.
 #[derive(Debug)]
@@ -35,7 +27,6 @@ pub(crate) struct DeviceTable {
     /// Of the kernel that it was built for.
     entry: &'static str,
     batches: Vec<PlacedBatch>,
-    way: Way,
     elements: u64,
     /// Where sums over tensors go: the table holds their address.
     slots: Option<Arc<Mutex<Slots>>>,
@@ -46,21 +37,19 @@ struct PlacedBatch {
     /// What sets are derived from, and behind it the table.
     memory: DeviceBuffer,
     table: u64,
-    chunks: u32,
-    units: u32,
+    /// Of launches from the table.
+    arguments: Vec<u8>,
     classes: u32,
     threads: u32,
+    blocks: u32,
+    sums: Option<PlacedSums>,
 }
 
-/// The launches behind the one that derives the sets.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
-    /// A block per chunk.
-    Chunks,
-    /// Sums and updates in waves of one launch.
-    Waves,
-    /// All sums, then all updates.
-    SumsAndUpdate,
+/// How a batch is launched.
+#[derive(Clone, Copy)]
+struct Shape {
+    threads: u32,
+    blocks: u32,
 }
 
 impl ResidentTable for DeviceTable {
@@ -90,7 +79,6 @@ impl CudaBackend {
         let packed = Addresses {
             lists,
             control: others[0],
-            update_sums: others[1],
         };
         let normed = launch.kernel.normed().is_some();
         let slots = if normed {
@@ -100,30 +88,34 @@ impl CudaBackend {
         };
         let mut batches = Vec::with_capacity(launch.batches.len());
         for (index, batch) in launch.batches.iter().enumerate() {
-            let steps = pack_steps(&sets, launch.argument_layout(), batch, values);
+            let layout = launch.kernel.argument_layout();
+            let steps = pack_steps(&sets, layout, batch, values);
             let mut table = pack_table(launch, batch, packed);
-            if let Some((_, slots)) = &slots {
-                let wave_chunks = self.wave_chunks(launch);
-                let workspace = workspace(launch, index, *slots, wave_chunks).bytes();
-                table[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace);
-                push_waves(&mut table, batch, launch.limits.chunk_elements, wave_chunks);
-            }
-            let threads = if normed {
-                BLOCK_THREADS
-            } else {
-                threads_for(batch)
+            let mut shape = Shape {
+                threads: threads_for(batch),
+                blocks: batch.chunks,
             };
-            batches.push(self.place_batch(&steps, &table, batch, threads)?);
+            if let Some((_, slots)) = &slots {
+                let workspace = workspace(launch, index, *slots).bytes();
+                table[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace);
+                shape = Shape {
+                    threads: BLOCK_THREADS,
+                    blocks: blocks(batch),
+                };
+            }
+            let mut placed = self.place_batch(&steps, (&table, layout), batch, shape)?;
+            let tensor_slots = slots.as_ref().map(|(_, address)| *address);
+            let [control, sums, ..] = *others else {
+                unreachable!("`launch_addresses` has both")
+            };
+            let others = (control, sums);
+            placed.sums = self.place_sums(launch, index, lists, others, tensor_slots)?;
+            batches.push(placed);
         }
         Ok(DeviceTable {
             addresses,
             entry: launch.kernel.entry(),
             batches,
-            way: match (normed, self.waits_in_waves(launch)) {
-                (false, _) => Way::Chunks,
-                (true, true) => Way::Waves,
-                (true, false) => Way::SumsAndUpdate,
-            },
             elements: launch.batches.iter().map(Batch::elements).sum(),
             slots: slots.map(|(slots, _)| slots),
         })
@@ -132,20 +124,22 @@ impl CudaBackend {
     fn place_batch(
         &self,
         steps: &[u8],
-        table: &[u8],
+        (table, layout): (&[u8], ArgumentLayout),
         batch: &Batch,
-        threads: u32,
+        shape: Shape,
     ) -> Result<PlacedBatch, BackendError> {
         let mut memory = DeviceBuffer::zeroed(&self.session, steps.len() + table.len())?;
         memory.write(0, &[steps, table].concat())?;
+        let address = memory.address() + steps.len() as u64;
         Ok(PlacedBatch {
-            table: memory.address() + steps.len() as u64,
+            table: address,
             memory,
-            chunks: batch.chunks,
-            units: units(batch),
+            arguments: pack_launch_of_table(table, layout, address),
             // The batching loop counts them in 16 bits.
             classes: batch.classes.len() as u32,
-            threads,
+            threads: shape.threads,
+            blocks: shape.blocks,
+            sums: None,
         })
     }
 
@@ -182,67 +176,42 @@ impl CudaBackend {
         let mut launches = 0;
         let stem = launch.kernel.stem();
         for batch in &table.batches {
-            let blocks = batch.classes.div_ceil(BLOCK_THREADS);
-            let entry = (stem, sets.entry, ArgumentBlock::Resident);
-            self.enqueue_placed(entry, batch, BLOCK_THREADS, Grid::Independent(blocks))?;
+            self.enqueue_sets((stem, sets.entry), batch)?;
             launches += 1;
         }
-        let block = match launch.update_sums {
-            Some(_) => ArgumentBlock::Measured,
-            None => ArgumentBlock::Resident,
+        let names = launch
+            .kernel
+            .normed()
+            .map(|normed| normed.sums_and_update());
+        let names = match &names {
+            Some(names) => &[names.sums, names.update][..],
+            None => &[table.entry],
         };
-        let mut enqueue = |name, batch: &PlacedBatch, threads, grid| {
-            launches += 1;
-            self.enqueue_placed((stem, name, block), batch, threads, grid)
-        };
-        match (table.way, launch.kernel.normed()) {
-            (Way::SumsAndUpdate, Some(normed)) => {
-                for name in [
-                    normed.sums_and_update().sums,
-                    normed.sums_and_update().update,
-                ] {
-                    for batch in &table.batches {
-                        enqueue(name, batch, BLOCK_THREADS, Grid::Independent(batch.units))?;
-                    }
-                }
-            }
-            (Way::Waves, _) => {
-                for batch in &table.batches {
-                    let at_most = batch.units;
-                    let grid = Grid::Cooperative { at_most };
-                    enqueue(table.entry, batch, BLOCK_THREADS, grid)?;
-                }
-            }
-            _ => {
-                for batch in &table.batches {
-                    enqueue(
-                        table.entry,
-                        batch,
-                        batch.threads,
-                        Grid::Independent(batch.chunks),
-                    )?;
-                }
+        launches += self.enqueue_all_sums(table, SumsPart::Keep)?;
+        for name in names {
+            for batch in &table.batches {
+                self.enqueue_placed((stem, name), batch)?;
+                launches += 1;
             }
         }
+        launches += self.enqueue_all_sums(table, SumsPart::Sum)?;
         Ok(LaunchReport {
             launches,
             elements: table.elements,
         })
     }
 
-    fn enqueue_placed(
+    /// Derives the sets of a batch.
+    fn enqueue_sets(
         &self,
-        (stem, entry, block): (&'static str, &'static str, ArgumentBlock),
+        (stem, entry): (&'static str, &'static str),
         batch: &PlacedBatch,
-        threads: u32,
-        grid: Grid,
     ) -> Result<(), BackendError> {
         let entry = Entry {
             stem,
             entry,
-            block,
-            threads,
-            grid,
+            threads: BLOCK_THREADS,
+            blocks: batch.classes.div_ceil(BLOCK_THREADS),
         };
         self.enqueue(entry, &mut |bytes| {
             bytes[..8].copy_from_slice(&batch.table.to_le_bytes());
@@ -250,10 +219,39 @@ impl CudaBackend {
         })
     }
 
+    /// Enqueues a part of what sums over changes take, and returns the number of launches.
+    fn enqueue_all_sums(&self, table: &DeviceTable, part: SumsPart) -> Result<u64, BackendError> {
+        let mut launches = 0;
+        for sums in table.batches.iter().filter_map(|batch| batch.sums.as_ref()) {
+            self.enqueue_sums(sums, part)?;
+            launches += 1;
+        }
+        Ok(launches)
+    }
+
+    fn enqueue_placed(
+        &self,
+        (stem, entry): (&'static str, &'static str),
+        batch: &PlacedBatch,
+    ) -> Result<(), BackendError> {
+        let entry = Entry {
+            stem,
+            entry,
+            threads: batch.threads,
+            blocks: batch.blocks,
+        };
+        self.enqueue(entry, &mut |bytes| {
+            bytes[..batch.arguments.len()].copy_from_slice(&batch.arguments);
+        })
+    }
+
     /// Makes a graph that is being recorded keep a table and its slots.
     fn keep_table(&self, table: &DeviceTable) {
         for batch in &table.batches {
             self.keep(batch.memory.allocation());
+            if let Some(sums) = &batch.sums {
+                self.keep(sums.memory.allocation());
+            }
         }
         if let Some(slots) = &table.slots {
             let slots = slots
@@ -292,14 +290,18 @@ impl CudaBackend {
             let read = std::slice::from_ref(read_list(reduce)?);
             check_records((read, &[]), reduce.offsets, batch)?;
             let table = pack_reduction_table(reduce, batch, (list, next));
-            batches.push(self.place_batch(&[], &table, batch, BLOCK_THREADS)?);
+            let layout = reduce.kernel.argument_layout();
+            let shape = Shape {
+                threads: threads_for(batch),
+                blocks: batch.chunks,
+            };
+            batches.push(self.place_batch(&[], (&table, layout), batch, shape)?);
             next += u64::from(batch.chunks) * width;
         }
         Ok(DeviceTable {
             addresses: addresses.to_vec(),
             entry: reduce.kernel.entry(),
             batches,
-            way: Way::Chunks,
             elements: 0,
             slots: None,
         })
@@ -327,8 +329,7 @@ impl CudaBackend {
         }
         self.keep_table(table);
         for batch in &table.batches {
-            let name = (reduce.kernel.stem(), table.entry, ArgumentBlock::Resident);
-            self.enqueue_placed(name, batch, batch.threads, Grid::Independent(batch.chunks))?;
+            self.enqueue_placed((reduce.kernel.stem(), table.entry), batch)?;
         }
         Ok(LaunchReport {
             launches: table.batches.len() as u64,
@@ -340,36 +341,4 @@ impl CudaBackend {
 fn own(table: &dyn ResidentTable) -> Result<&DeviceTable, BackendError> {
     let table = table.as_any().downcast_ref::<DeviceTable>();
     table.ok_or(BackendError::ForeignTable { backend: NAME })
-}
-
-/// Threads of a block: as many as its share of the elements keeps busy. Many small tensors in
-/// blocks of 512 would leave most threads idle, and few such blocks fit on the device at once.
-fn threads_for(batch: &Batch) -> u32 {
-    let elements = batch.elements() / u64::from(batch.chunks.max(1));
-    let threads = elements.div_ceil(THREAD_ELEMENTS).next_power_of_two();
-    threads.clamp(LEAST_THREADS, MOST_THREADS) as u32
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn blocks_are_as_large_as_their_chunks_need() {
-        for (elements, threads) in [(1, 32), (64, 32), (512, 128), (1024, 256), (65_536, 256)] {
-            let record = fusestep_launch::Record {
-                tensor: 0,
-                first_element: 0,
-                numel: elements,
-                first_chunk: 0,
-                set: 0,
-            };
-            let batch = Batch {
-                records: vec![record],
-                classes: vec![0],
-                chunks: 1,
-            };
-            assert_eq!(threads_for(&batch), threads, "{elements}");
-        }
-    }
 }

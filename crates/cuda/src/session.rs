@@ -9,7 +9,7 @@ use cust::sys::{self, CUdevice_attribute, CUresult, CUstream};
 use fusestep_launch::{ARGUMENT_BYTES_LARGE, BackendError};
 
 use crate::status::{check, describe, wrapped};
-use crate::{DeviceInfo, GridSync, NAME};
+use crate::{DeviceInfo, NAME};
 
 /// The compute capability that the PTX is compiled for.
 const LEAST_COMPUTE_CAPABILITY: (u32, u32) = (7, 0);
@@ -129,10 +129,6 @@ fn read_info(ordinal: u32) -> Result<DeviceInfo, BackendError> {
     );
     let multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
     let l2_bytes = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?;
-    let grid_sync = match attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH)? {
-        0 => GridSync::Missing,
-        _ => GridSync::Offered,
-    };
     let mut name: [c_char; 256] = [0; 256];
     // SAFETY: the length is the array's; the last byte is left 0.
     let status = unsafe { sys::cuDeviceGetName(name.as_mut_ptr(), 255, handle) };
@@ -153,7 +149,6 @@ fn read_info(ordinal: u32) -> Result<DeviceInfo, BackendError> {
         memory_bytes: memory_bytes as u64,
         multiprocessors,
         l2_bytes: l2_bytes.into(),
-        grid_sync,
         // Devices and drivers that take fewer do not read the PTX either.
         argument_bytes: ARGUMENT_BYTES_LARGE,
     })

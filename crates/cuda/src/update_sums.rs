@@ -1,11 +1,50 @@
-//! Sums over what a launch changes, in the device's memory.
+//! Sums over what a launch changes: a launch keeps the values from before, and one behind the
+//! update sums up the changes.
 
-use fusestep_launch::{BackendError, CHUNK_ELEMENTS, Launch, UnitSums};
+use fusestep_launch::{
+    ArgumentLayout, BackendError, Batch, CHUNK_ELEMENTS, ChangedRecord, Launch, UnitSums,
+    pack_launch_of_table, pack_update_sums,
+};
+use fusestep_tensor::{DType, Role};
 
-use crate::backend::CudaBackend;
-use crate::normed::check_chunks;
+use crate::backend::{CudaBackend, Entry, threads_for};
+use crate::buffer::DeviceBuffer;
+use crate::normed::{SKIPPED_AT, SLOT_BYTES, check_chunks, head_chunks, workspace};
 use crate::reduce::check_end;
 use crate::session::unavailable;
+
+const STEM: &str = "update_sums";
+
+/// Alignment of each tensor's copy, so that it is accessed 16 bytes at a time.
+const COPY_ALIGNMENT: u64 = 16;
+
+/// What is placed for the sums of one batch.
+#[derive(Debug)]
+pub(crate) struct PlacedSums {
+    /// The copies of the values, and behind them the table.
+    pub(crate) memory: DeviceBuffer,
+    arguments: Vec<u8>,
+    value: Value,
+    threads: u32,
+    blocks: u32,
+}
+
+/// How a parameter's value is kept: the entries for it, and the bytes of a copy.
+#[derive(Clone, Copy, Debug)]
+struct Value {
+    keep: &'static str,
+    sum: &'static str,
+    copy_bytes: u64,
+}
+
+/// The two launches of one batch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum SumsPart {
+    /// Before the update.
+    Keep,
+    /// Behind it.
+    Sum,
+}
 
 impl CudaBackend {
     /// The address of the launch's slots; 0 if it leaves no sums.
@@ -15,10 +54,136 @@ impl CudaBackend {
             None => Ok(0),
         }
     }
+
+    /// Places what the sums of a batch take, if the launch leaves some. `addresses` are those of
+    /// the lists, `control` and `sums` those of control block and slots, and `tensor_slots` that of
+    /// the sums that the kernel itself takes of tensors, if it does.
+    pub(crate) fn place_sums(
+        &self,
+        launch: &Launch<'_>,
+        index: usize,
+        addresses: &[u64],
+        (control, sums): (u64, u64),
+        tensor_slots: Option<u64>,
+    ) -> Result<Option<PlacedSums>, BackendError> {
+        if launch.update_sums.is_none() {
+            return Ok(None);
+        }
+        let batch = &launch.batches[index];
+        let (value, lists) = value_of(launch)?;
+        let lists: Vec<_> = lists
+            .into_iter()
+            .map(|list| (list, addresses[list]))
+            .collect();
+        let mut kept_bytes = 0;
+        let mut changed = changed_records(launch, index, tensor_slots);
+        for (record, changed) in batch.records.iter().zip(&mut changed) {
+            changed.kept = kept_bytes;
+            kept_bytes += (record.numel * value.copy_bytes).next_multiple_of(COPY_ALIGNMENT);
+        }
+        let table_bytes = pack_update_sums(launch, batch, &lists, (control, sums), &changed).len();
+        let too_large = || BackendError::OutOfMemory {
+            backend: crate::NAME,
+            len_bytes: usize::MAX,
+        };
+        let kept_end = usize::try_from(kept_bytes).map_err(|_| too_large())?;
+        let len_bytes = kept_end.checked_add(table_bytes).ok_or_else(too_large)?;
+        let mut memory = DeviceBuffer::zeroed(&self.session, len_bytes)?;
+        for changed in &mut changed {
+            changed.kept += memory.address();
+        }
+        let table = pack_update_sums(launch, batch, &lists, (control, sums), &changed);
+        memory.write(kept_end, &table)?;
+        let layout = ArgumentLayout {
+            lists: 0,
+            scalar_bytes: size_of::<u64>(),
+            set_bytes: 0,
+        };
+        Ok(Some(PlacedSums {
+            arguments: pack_launch_of_table(&table, layout, memory.address() + kept_bytes),
+            memory,
+            value,
+            threads: threads_for(batch),
+            blocks: batch.chunks,
+        }))
+    }
+
+    pub(crate) fn enqueue_sums(
+        &self,
+        sums: &PlacedSums,
+        part: SumsPart,
+    ) -> Result<(), BackendError> {
+        let entry = Entry {
+            stem: STEM,
+            entry: match part {
+                SumsPart::Keep => sums.value.keep,
+                SumsPart::Sum => sums.value.sum,
+            },
+            threads: sums.threads,
+            blocks: sums.blocks,
+        };
+        self.enqueue(entry, &mut |bytes| {
+            bytes[..sums.arguments.len()].copy_from_slice(&sums.arguments);
+        })
+    }
 }
 
-/// Refuses a launch that leaves sums and whose table is in its arguments: there are entries for
-/// tables in memory only.
+/// For every record of a batch where the kernel notes that it has skipped the tensor, which it does
+/// in the slot of the tensor's first chunk.
+fn changed_records(
+    launch: &Launch<'_>,
+    index: usize,
+    tensor_slots: Option<u64>,
+) -> Vec<ChangedRecord> {
+    let batch: &Batch = &launch.batches[index];
+    let records = batch.records.iter().enumerate();
+    let changed = records.map(|(place, record)| {
+        let skipped = tensor_slots.map_or(0, |slots| {
+            let head = if place == 0 { head_chunks(batch) } else { 0 };
+            let first = workspace(launch, index, slots).first_slot;
+            let slot = u64::from(first) + u64::from(record.first_chunk) - head;
+            slots + slot * SLOT_BYTES as u64 + SKIPPED_AT as u64
+        });
+        ChangedRecord { kept: 0, skipped }
+    });
+    changed.collect()
+}
+
+/// How a parameter of the launch is kept, and the lists that have it.
+fn value_of(launch: &Launch<'_>) -> Result<(Value, Vec<usize>), BackendError> {
+    let place = |role| launch.lists.iter().position(|list| list.role() == role);
+    let value = |keep, sum, copy_bytes| Value {
+        keep,
+        sum,
+        copy_bytes,
+    };
+    let missing = || {
+        unavailable(format!(
+            "`{}`: expected a list of parameters to sum up the changes of, found none",
+            launch.kernel.entry()
+        ))
+    };
+    if let Some(master) = place(Role::Master) {
+        let value = value("update_sums_keep_f32", "update_sums_f32", 4);
+        return Ok((value, vec![master]));
+    }
+    let param = place(Role::Param).ok_or_else(missing)?;
+    if let Some(remainder) = place(Role::Remainder) {
+        let value = value("update_sums_keep_bf16_r16", "update_sums_bf16_r16", 4);
+        return Ok((value, vec![param, remainder]));
+    }
+    let value = match launch.lists[param].dtype() {
+        DType::F32 => value("update_sums_keep_f32", "update_sums_f32", 4),
+        DType::F64 => value("update_sums_keep_f64", "update_sums_f64", 8),
+        DType::F16 => value("update_sums_keep_f16", "update_sums_f16", 4),
+        DType::BF16 => value("update_sums_keep_bf16", "update_sums_bf16", 4),
+        _ => return Err(missing()),
+    };
+    Ok((value, vec![param]))
+}
+
+/// Refuses a launch that leaves sums and whose table is in its arguments: the copies of the values
+/// are made for tables in memory only.
 pub(crate) fn check_without_update_sums(launch: &Launch<'_>) -> Result<(), BackendError> {
     match launch.update_sums {
         None => Ok(()),

@@ -111,14 +111,6 @@ fn entries_that_measure_give_the_bits_of_the_host() {
     same_bits_of_all(&cuda(), &rule_of_each_kernel(), &measured);
 }
 
-#[test]
-fn entries_of_sums_and_of_updates_give_the_bits_of_the_host() {
-    let apart = || cuda().without_grid_sync();
-    for way in [in_arguments, resident, measured] {
-        same_bits_of_all(&apart(), &normed_rules(), &way);
-    }
-}
-
 // What mutants of single entries run on: less than the tests above, since there are many.
 
 #[test]
@@ -153,6 +145,30 @@ fn adam_in_16_bits_alone_gives_the_bits_of_the_host() {
     let way = |planner: Planner| resident(scaled(planner.precision(precision)));
     for rule in rules().into_iter().take(2) {
         same_bits_of(&cuda(), rule, &way, &case_of(DType::BF16));
+    }
+}
+
+#[test]
+fn norms_of_updates_alone_have_the_bits_of_the_host() {
+    let way = |planner| measured(scaled(planner));
+    let rule = rules()[0];
+    same_bits_of(&cuda(), rule, &way, &case_of(DType::F32));
+}
+
+#[test]
+fn a_norm_over_many_tensors_has_the_bits_of_the_host() {
+    // More tensors than a block has threads, and some of so many chunks that a warp adds them up.
+    let mut case = Case::new((0..600).map(|tensor| tensor % 3), DType::F32);
+    case.steps = 1;
+    let mut long = Case::new([3, 65_536 * 5 + 1, 9], DType::F32);
+    long.steps = 1;
+    for case in [case, long] {
+        same_bits_of(
+            &cuda(),
+            rules()[0],
+            &|planner| in_arguments(scaled(planner)),
+            &case,
+        );
     }
 }
 
@@ -226,7 +242,6 @@ fn one_tensor_of_the_length_that_the_environment_says() {
     let numel = std::env::var("FUSESTEP_COUNT_ELEMENTS").expect("a length");
     let numel = numel.parse().expect("a number");
     let rounding = std::env::var("FUSESTEP_COUNT_ROUNDING").expect("`nearest` or `random`");
-    let apart = cuda().without_grid_sync();
     for (dtype, precision) in each_format() {
         if (precision.rounding == Rounding::Nearest) != (rounding == "nearest") {
             continue;
@@ -241,9 +256,6 @@ fn one_tensor_of_the_length_that_the_environment_says() {
         for way in [in_arguments, resident, measured] {
             for rule in rule_of_each_kernel() {
                 run(&cuda(), rule, &way);
-            }
-            for rule in normed_rules() {
-                run(&apart, rule, &way);
             }
         }
     }

@@ -4,8 +4,6 @@
 
 mod common;
 
-use std::num::NonZeroU32;
-
 use common::mutants::{Mutant, check_mutants};
 use common::resident::{WayOfStep, allocate, read_all, same_bits_of, scaled, write_grads};
 use common::{cpu, cuda, formats};
@@ -43,11 +41,7 @@ fn every_rule_cut_in_every_way_has_the_norms_of_the_host() {
         same_bits_of(rule, &skips, &extreme, &cuda());
     }
     for rule in [Optimizer::from(Lars::default()), Lamb::default().into()] {
-        for chunks in [1, 2] {
-            let waves = cuda().with_wave_chunks(NonZeroU32::new(chunks).unwrap());
-            same_bits_of(rule, &measured, &large, &waves);
-        }
-        same_bits_of(rule, &measured, &large, &cuda().without_grid_sync());
+        same_bits_of(rule, &measured, &large, &cuda());
     }
 }
 
@@ -147,7 +141,7 @@ fn step_at(
         class: 0,
     });
     let layout = kernel.argument_layout();
-    let batches = batches("test", tensors, layout.with_update_sums(), limits).unwrap();
+    let batches = batches("test", tensors, layout, limits).unwrap();
     let mut lists = lists_of(backend, kernel.as_ref(), offsets.last().unwrap() + numel)?;
     let (mut scalars, mut sets) = (vec![0; layout.scalar_bytes], vec![0; layout.set_bytes]);
     kernel.write_scalars(&mut scalars);
@@ -268,45 +262,51 @@ fn arguments_have_no_entries_that_measure() {
     assert!(plan.run(&mut state, &backend).is_ok());
 }
 
-const MUTANTS: [Mutant; 4] = [
+const MUTANTS: [Mutant; 5] = [
     Mutant {
         name: "leaves_read_before_they_are_written",
         edits: &[(
-            "update_sums.cuh",
-            "    dialect::block_sync();\n    if (threadIdx.x < UNITS) {",
-            "    if (threadIdx.x < UNITS) {",
+            "update_sums.cu",
+            "        dialect::block_sync();\n        if (threadIdx.x < UNITS) {",
+            "        if (threadIdx.x < UNITS) {",
         )],
     },
     Mutant {
         name: "rows_beyond_the_tensor",
         edits: &[(
-            "update_sums.cuh",
+            "update_sums.cu",
             "if (packs && first + LEAF <= numel) {",
             "if (packs && first < numel) {",
         )],
     },
     Mutant {
-        name: "records_without_the_address",
+        name: "sums_of_all_tensors_in_one_place",
         edits: &[(
-            "multi_tensor.cuh",
-            "IS_MEASURED = 1, BEHIND_RECORD = 8 };",
-            "IS_MEASURED = 1, BEHIND_RECORD = 0 };",
+            "update_sums.cu",
+            "const u64 sum = record.address[W::FIRST_SUM] + ",
+            "const u64 sum = ",
         )],
     },
     Mutant {
         name: "sum_of_one_unit_for_all",
+        edits: &[("update_sums.cu", "(leaves + threadIdx.x)", "(leaves)")],
+    },
+    // Values would be compared with those of the step before.
+    Mutant {
+        name: "nothing_kept",
         edits: &[(
-            "normed.cuh",
-            ".first_chunk) * UNITS + unit;",
-            ".first_chunk) * UNITS;",
+            "update_sums.cu",
+            "    if constexpr (PART == Part::keep) {\n",
+            "    if constexpr (PART == Part::keep) {\n        return;\n",
         )],
     },
 ];
 
 #[test]
 fn mutants_that_sum_wrongly_are_found() {
+    const KERNELS: [&str; 3] = ["fused_adam.cu", "lars_momentum.cu", "update_sums.cu"];
     let alone = "alone_adam_and_lars_have_the_norms_of_the_host";
-    check_mutants(&MUTANTS, &["fused_adam.cu", "lars_momentum.cu"], alone);
+    check_mutants(&MUTANTS, &KERNELS, alone);
 }
 
 #[test]

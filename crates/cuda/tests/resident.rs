@@ -4,8 +4,6 @@
 
 mod common;
 
-use std::num::NonZeroU32;
-
 use common::mutants::{Mutant, check_mutants};
 use common::resident::*;
 use common::{Places, cpu, cuda, formats, step_at};
@@ -97,16 +95,7 @@ fn chunks_and_launches_of_any_size_give_the_bits_of_the_host() {
     }
     for rule in [Optimizer::from(Lars::default()), Lamb::default().into()] {
         same_bits_of(rule, &|planner| planner, &large, &cuda().with_limits(cut));
-        for chunks in [1, 2] {
-            let waves = cuda().with_wave_chunks(NonZeroU32::new(chunks).unwrap());
-            same_bits_of(rule, &|planner| planner, &large, &waves);
-        }
-        same_bits_of(
-            rule,
-            &|planner| planner,
-            &large,
-            &cuda().without_grid_sync(),
-        );
+        same_bits_of(rule, &|planner| planner, &large, &cuda());
     }
 }
 
@@ -306,9 +295,8 @@ const MUTANTS: [Mutant; 5] = [
         name: "last_chunk_dropped",
         edits: &[(
             "multi_tensor.cuh",
-            "            return behind_records(chunk);\n",
-            "            return behind_records(chunk + 1 == gridDim.x && chunk > 0 ? chunk - 1 : \
-             chunk);\n",
+            "record_count) + chunk * ",
+            "record_count) + (chunk + 1 == gridDim.x && chunk > 0 ? chunk - 1 : chunk) * ",
         )],
     },
     // What 32 bits do to a tensor of 2^32 elements, at a size that a test can have.

@@ -63,7 +63,7 @@ pub trait MultiTensorKernel: Send + Sync {
     /// The system's stem, which names its `.cu` file and PTX module: `fused_adam`.
     fn stem(&self) -> &'static str;
 
-    /// The device entry for these dtypes, without the argument suffix: `fused_adam_f32`.
+    /// The device entry for these dtypes: `fused_adam_f32`.
     fn entry(&self) -> &'static str;
 
     /// The tensor lists in the order of a record's addresses; at most [`crate::MAX_LISTS`].

@@ -46,8 +46,8 @@ pub use reduction::{
     Conclude, ControlRule, MultiTensorReduction, Reduce, SquareSum, TensorPartials,
 };
 pub use resident::{
-    CLASS_BYTES, Graph, HYPER_VALUES, ResidentSets, ResidentTable, STEPS_BYTES,
-    pack_reduction_table, pack_steps, pack_table, push_waves, resident_sets,
+    CLASS_BYTES, FLAG_RESIDENT, Graph, HYPER_VALUES, ResidentSets, ResidentTable, STEPS_BYTES,
+    pack_launch_of_table, pack_reduction_table, pack_steps, pack_table, resident_sets,
 };
 pub use rule::{Domain, Objective, RuleError, UpdateRule, WeightDecay, check_hyper};
-pub use update_sums::{UPDATE_SUM_WORDS, UnitSums, UpdateSums, fold_units};
+pub use update_sums::{ChangedRecord, UnitSums, UpdateSums, fold_units, pack_update_sums};

@@ -90,9 +90,8 @@ impl LaunchLimits {
 /// its record in it by binary search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ArgumentLayout {
-    /// Words of a record besides its numel and place: one address for each tensor list,
-    /// [`crate::ORIGIN_WORDS`] behind them for a kernel that rounds at random, and
-    /// [`crate::UPDATE_SUM_WORDS`] at the end for a launch that leaves sums over what it changes.
+    /// Words of a record besides its numel and place: one address for each tensor list, and
+    /// [`crate::ORIGIN_WORDS`] behind them for a kernel that rounds at random.
     pub lists: usize,
     /// Bytes of the scalars shared by all tensors; a multiple of 8.
     pub scalar_bytes: usize,

@@ -17,9 +17,9 @@ pub const WORKSPACE_BYTES: usize = 24;
 /// Parts of a chunk that a device's blocks sum and update apart.
 pub const CHUNK_UNITS: u64 = 8;
 
-/// Values of f64 that a device keeps for a chunk: [`MAX_SUMS`] partial sums of each unit, and how
-/// often its tensor was skipped.
-pub const SLOT_VALUES: u64 = CHUNK_UNITS * MAX_SUMS as u64 + 1;
+/// Values of f64 that a device keeps for a chunk: [`MAX_SUMS`] partial sums of each unit, how often
+/// its tensor was skipped, and 1 if it was in the last step.
+pub const SLOT_VALUES: u64 = CHUNK_UNITS * MAX_SUMS as u64 + 2;
 
 /// Whether a tensor is updated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,7 +70,7 @@ impl Excluded {
 /// wrote in place of the class's set. Sums follow the fixed tree, whose chunk is
 /// [`crate::CHUNK_ELEMENTS`] whatever the limits say, so they depend on the tensor alone.
 pub trait NormedKernel: Send + Sync {
-    /// The device entries of the plan in two launches, without their argument suffix.
+    /// The device entries; [`crate::MultiTensorKernel::entry`] is the name of both together.
     fn sums_and_update(&self) -> SumsAndUpdate;
 
     /// The sums over one chunk, at most [`crate::CHUNK_ELEMENTS`] elements; `lists` hold exactly
@@ -126,8 +126,7 @@ pub trait CachedSum: Send + Sync {
     );
 }
 
-/// Device entries where a grid cannot wait for itself: all sums in one launch, all updates in the
-/// next.
+/// Device entries: all sums in one launch, all updates in the next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SumsAndUpdate {
     /// Takes the sums: `lars_momentum_sums_f32`.
@@ -145,8 +144,6 @@ pub struct SumsAndUpdate {
 pub struct Workspace {
     /// Device address of the slots, each [`SLOT_VALUES`] f64.
     pub slots: u64,
-    /// Chunks that a wave may have unless its first tensor alone has more.
-    pub wave_chunks: u32,
     /// Slot of the launch's first chunk.
     pub first_slot: u32,
     /// Chunks of the first record's tensor in earlier launches.
@@ -160,12 +157,7 @@ impl Workspace {
     pub fn bytes(&self) -> [u8; WORKSPACE_BYTES] {
         let mut bytes = [0; WORKSPACE_BYTES];
         bytes[..8].copy_from_slice(&self.slots.to_le_bytes());
-        let words = [
-            self.wave_chunks,
-            self.first_slot,
-            self.head_chunks,
-            self.tail_chunks,
-        ];
+        let words = [self.first_slot, self.head_chunks, self.tail_chunks];
         for (bytes, word) in bytes[8..].chunks_exact_mut(4).zip(words) {
             bytes.copy_from_slice(&word.to_le_bytes());
         }
@@ -207,14 +199,13 @@ mod tests {
     fn the_workspace_is_little_endian_in_the_order_of_its_fields() {
         let workspace = Workspace {
             slots: 0x0102,
-            wave_chunks: 3,
             first_slot: 4,
             head_chunks: 5,
             tail_chunks: 6,
         };
         let mut expected = [0; WORKSPACE_BYTES];
         (expected[0], expected[1]) = (2, 1);
-        (expected[8], expected[12], expected[16], expected[20]) = (3, 4, 5, 6);
+        (expected[8], expected[12], expected[16]) = (4, 5, 6);
         assert_eq!(workspace.bytes(), expected);
     }
 }

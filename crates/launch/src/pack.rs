@@ -2,7 +2,7 @@
 
 use crate::{
     ArgumentLayout, Batch, FLAG_STOCHASTIC, HEADER_BYTES, Launch, MultiTensorReduction,
-    ORIGIN_WORDS, Record, UPDATE_SUM_WORDS, UnitSums,
+    ORIGIN_WORDS, Record,
 };
 
 /// Bytes of a conclusion's arguments before the rule's own: header, three addresses and the tensor
@@ -16,8 +16,6 @@ pub struct Addresses<'a> {
     pub lists: &'a [u64],
     /// The control block; 0 if there is none.
     pub control: u64,
-    /// The slots of [`crate::UpdateSums`]; 0 if there are none.
-    pub update_sums: u64,
 }
 
 /// Writes the arguments of one batch of `launch` into `out` and returns their length in bytes.
@@ -29,16 +27,13 @@ pub struct Addresses<'a> {
 /// If `out` is shorter than the batch's argument bytes: batches are made for a limit, and `out` is
 /// as long as that limit.
 pub fn pack(launch: &Launch<'_>, batch: &Batch, addresses: Addresses<'_>, out: &mut [u8]) -> usize {
-    let layout = launch.argument_layout();
+    let layout = launch.kernel.argument_layout();
     let len_bytes = layout.bytes(batch.records.len(), batch.classes.len());
     let flags = launch.kernel.flags();
     let mut words = addresses.lists.len();
     let origin = flags & FLAG_STOCHASTIC != 0;
     if origin {
         words += ORIGIN_WORDS;
-    }
-    if launch.update_sums.is_some() {
-        words += UPDATE_SUM_WORDS;
     }
     assert!(
         len_bytes <= out.len() && words == layout.lists,
@@ -69,10 +64,6 @@ pub fn pack(launch: &Launch<'_>, batch: &Batch, addresses: Addresses<'_>, out: &
             writer.u64(record.first_element);
         }
         writer.place(record);
-        if let Some(sums) = &launch.update_sums {
-            let slot = sums.slot(record.tensor, record.first_element);
-            writer.u64(addresses.update_sums + slot * size_of::<UnitSums>() as u64);
-        }
     }
     debug_assert_eq!(writer.at, len_bytes);
     len_bytes
@@ -131,13 +122,20 @@ pub fn pack_conclusion(
     writer.at
 }
 
-struct Writer<'a> {
-    out: &'a mut [u8],
-    at: usize,
+/// Argument bytes, written one part behind the other.
+pub(crate) struct Writer<'a> {
+    pub(crate) out: &'a mut [u8],
+    pub(crate) at: usize,
 }
 
 impl Writer<'_> {
-    fn header(&mut self, [records, sets]: [u32; 2], chunk_elements: u32, flags: u32, control: u64) {
+    pub(crate) fn header(
+        &mut self,
+        [records, sets]: [u32; 2],
+        chunk_elements: u32,
+        flags: u32,
+        control: u64,
+    ) {
         for value in [records, sets, chunk_elements, flags] {
             self.u32(value);
         }
@@ -146,7 +144,7 @@ impl Writer<'_> {
     }
 
     /// The part of a record behind its addresses.
-    fn place(&mut self, record: &Record) {
+    pub(crate) fn place(&mut self, record: &Record) {
         self.u64(record.numel);
         self.u32(record.first_chunk);
         self.bytes(&record.set.to_le_bytes());
@@ -162,7 +160,7 @@ impl Writer<'_> {
         self.bytes(&value.to_le_bytes());
     }
 
-    fn u64(&mut self, value: u64) {
+    pub(crate) fn u64(&mut self, value: u64) {
         self.bytes(&value.to_le_bytes());
     }
 }

@@ -45,7 +45,7 @@ pub trait MultiTensorReduction: Send + Sync {
     /// The system's stem, which names its `.cu` file and PTX module: `amp`.
     fn stem(&self) -> &'static str;
 
-    /// The device entry, without the argument suffix: `amp_norm_f32`.
+    /// The device entry: `amp_norm_f32`.
     fn entry(&self) -> &'static str;
 
     /// The list that is read.
@@ -74,7 +74,7 @@ pub trait ControlRule: Send + Sync {
     /// The system's stem: `amp`.
     fn stem(&self) -> &'static str;
 
-    /// The device entry, without the argument suffix: `amp_finish`.
+    /// The device entry: `amp_finish`.
     fn entry(&self) -> &'static str;
 
     /// The rule's settings as the device reads them; a multiple of 8 bytes.

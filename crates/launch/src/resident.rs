@@ -1,5 +1,5 @@
-//! Argument tables that stay in a backend's memory: built once, launched with the same two
-//! addresses at every step.
+//! Argument tables that stay in a backend's memory: built once, launched with the same few words at
+//! every step.
 //!
 //! Beside the table lies what its sets are derived from: hyper-parameters, and for every class of
 //! tensors its own and the steps it has taken. The device counts and derives itself, by the
@@ -10,7 +10,7 @@
 //! steps:  { f64 hyper[8]; u64 seed; u32 classes; u32 set_bytes } | class₀ class₁ …
 //! class:  { f64 lr_scale; f64 weight_decay; u64 step; u32 own_decay; u32 trust }
 //! table:  the argument block of a batch | u32 record of chunk₀, chunk₁, …
-//!         | u32 waves, end₀, end₁, …
+//! launch: header and scalars of the table, with [`FLAG_RESIDENT`] | u64 address of the table
 //! ```
 //! `kernels/multi_tensor.cuh` and `kernels/resident.cuh` read it.
 
@@ -33,11 +33,10 @@ pub const STEPS_BYTES: usize = HYPER_VALUES * 8 + 16;
 /// Bytes of one class.
 pub const CLASS_BYTES: usize = 32;
 
-/// What a kernel offers besides [`MultiTensorKernel`] to run from a resident table. The entry that
-/// updates is [`MultiTensorKernel::entry`] with the suffix of resident tables.
+/// What a kernel offers besides [`MultiTensorKernel`] to run from a resident table.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ResidentSets {
-    /// The device entry that derives the sets, without its suffix: `fused_adam_sets_f32`.
+    /// The device entry that derives the sets: `fused_adam_sets_f32`.
     pub entry: &'static str,
     /// The rule's hyper-parameters as the entry reads them; the first is left for the learning
     /// rate.
@@ -137,7 +136,7 @@ pub fn pack_steps(
 
 /// The bytes of a batch's table: its argument block, and the record of every chunk.
 pub fn pack_table(launch: &Launch<'_>, batch: &Batch, addresses: Addresses<'_>) -> Vec<u8> {
-    let layout = launch.argument_layout();
+    let layout = launch.kernel.argument_layout();
     let mut out = vec![0; layout.bytes(batch.records.len(), batch.classes.len())];
     pack(launch, batch, addresses, &mut out);
     push_chunks(&mut out, batch, launch.limits.chunk_elements);
@@ -154,27 +153,21 @@ pub fn pack_reduction_table(reduce: &Reduce<'_>, batch: &Batch, addresses: (u64,
     out
 }
 
-/// Appends where the waves of a batch end: whole tensors, as many as `wave_chunks` chunks hold, but
-/// at least one.
-pub fn push_waves(out: &mut Vec<u8>, batch: &Batch, chunk_elements: u32, wave_chunks: u32) {
-    let mut ends: Vec<u32> = Vec::new();
-    let mut start = 0;
-    for (index, record) in batch.records.iter().enumerate() {
-        let end = record.first_chunk + chunks_of(record.numel, chunk_elements);
-        let next = batch.records.get(index + 1);
-        let next_end = next.map(|next| end + chunks_of(next.numel, chunk_elements));
-        if next_end.is_none_or(|next_end| next_end - start > wave_chunks) {
-            ends.push(end);
-            start = end;
-        }
-    }
-    out.extend_from_slice(&(ends.len() as u32).to_le_bytes());
-    for end in ends {
-        out.extend_from_slice(&end.to_le_bytes());
-    }
+/// In the flags of a launch's header: behind its scalars stands the address of the table that has
+/// sets and records.
+pub const FLAG_RESIDENT: u32 = 1 << 30;
+
+/// The arguments of launches from a table that lies at `address`: its header and its scalars, then
+/// the address.
+pub fn pack_launch_of_table(table: &[u8], layout: ArgumentLayout, address: u64) -> Vec<u8> {
+    let mut out = table[..layout.bytes(0, 0)].to_vec();
+    let flags = u32::from_le_bytes([out[12], out[13], out[14], out[15]]);
+    out[12..16].copy_from_slice(&(flags | FLAG_RESIDENT).to_le_bytes());
+    out.extend_from_slice(&address.to_le_bytes());
+    out
 }
 
-fn push_chunks(out: &mut Vec<u8>, batch: &Batch, chunk_elements: u32) {
+pub(crate) fn push_chunks(out: &mut Vec<u8>, batch: &Batch, chunk_elements: u32) {
     out.reserve(4 * batch.chunks as usize);
     for (index, record) in batch.records.iter().enumerate() {
         for _ in 0..chunks_of(record.numel, chunk_elements) {
@@ -248,21 +241,18 @@ mod tests {
     }
 
     #[test]
-    fn waves_end_between_tensors() {
-        for (wave_chunks, expected) in [
-            (1, vec![4, 1, 2, 4, 8]),
-            (2, vec![3, 2, 4, 8]),
-            (4, vec![2, 4, 8]),
-            (100, vec![1, 8]),
-        ] {
-            let mut out = Vec::new();
-            push_waves(&mut out, &batch(&[1, 4, 5, 0, 13]), 4, wave_chunks);
-            assert_eq!(words(&out), expected, "{wave_chunks}");
-        }
-        // A wave after the first holds several tensors, too.
-        let mut out = Vec::new();
-        push_waves(&mut out, &batch(&[16, 4, 4, 1]), 4, 4);
-        assert_eq!(words(&out), [2, 4, 7]);
+    fn a_launch_of_a_table_has_its_head_and_its_address() {
+        let layout = ArgumentLayout {
+            lists: 1,
+            scalar_bytes: 8,
+            set_bytes: 16,
+        };
+        let table: Vec<u8> = (0..100).collect();
+        let found = pack_launch_of_table(&table, layout, 0x0102);
+        let mut expected = table[..32].to_vec();
+        expected[15] |= 0x40;
+        expected.extend_from_slice(&[2, 1, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(found, expected);
     }
 
     #[test]

@@ -9,12 +9,12 @@
 //! the limits say. A chunk leaves [`CHUNK_UNITS`] values behind, since on a device so many blocks
 //! may share it; unit u is the fold of leaves u, u + 8, …, u + 56 by 32, 16 and 8.
 
+use crate::pack::Writer;
+use crate::resident::push_chunks;
 use crate::{
-    ArgumentLayout, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, Launch, LaunchLimits, MultiTensorKernel,
+    ArgumentLayout, Batch, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, Launch, LaunchLimits,
+    MultiTensorKernel,
 };
-
-/// Words behind a record: the address of the [`UnitSums`] of its first chunk.
-pub const UPDATE_SUM_WORDS: usize = 1;
 
 /// What is kept of a chunk.
 pub type UnitSums = [f64; CHUNK_UNITS as usize];
@@ -43,25 +43,59 @@ impl UpdateSums<'_> {
     }
 }
 
-impl Launch<'_> {
-    /// Bytes of scalars, sets and records of this launch.
-    pub fn argument_layout(&self) -> ArgumentLayout {
-        let layout = self.kernel.argument_layout();
-        match self.update_sums {
-            Some(_) => layout.with_update_sums(),
-            None => layout,
-        }
-    }
+/// What a device reads to sum up the changes of one record, beside its elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChangedRecord {
+    /// Address of the copy of its values from before the update.
+    pub kept: u64,
+    /// Address of an f64 that is not 0 if the update has skipped the tensor; 0 if it skips none.
+    pub skipped: u64,
 }
 
-impl ArgumentLayout {
-    /// The layout of launches that leave sums over what they change.
-    pub const fn with_update_sums(self) -> Self {
-        Self {
-            lists: self.lists + UPDATE_SUM_WORDS,
-            ..self
+/// The bytes of the table from which a device keeps the values of a batch before the update, and
+/// sums up their changes behind it; `kernels/update_sums.cu` reads it.
+///
+/// `values` are the positions of the lists that make up a value, with their addresses; `sums` is
+/// the address of the slots, and `changed` is as long as the batch's records.
+///
+/// # Panics
+/// If the launch leaves no sums.
+pub fn pack_update_sums(
+    launch: &Launch<'_>,
+    batch: &Batch,
+    values: &[(usize, u64)],
+    (control, sums): (u64, u64),
+    changed: &[ChangedRecord],
+) -> Vec<u8> {
+    let slots = launch.update_sums.as_ref();
+    let slots = slots.expect("the launch leaves sums over what it changes");
+    let layout = ArgumentLayout {
+        lists: values.len() + 3,
+        scalar_bytes: 8,
+        set_bytes: 0,
+    };
+    let mut out = vec![0; layout.bytes(batch.records.len(), 0)];
+    let mut writer = Writer {
+        out: &mut out,
+        at: 0,
+    };
+    let counts = [batch.records.len() as u32, 0];
+    writer.header(counts, launch.limits.chunk_elements, 0, control);
+    writer.u64(sums);
+    for (record, changed) in batch.records.iter().zip(changed) {
+        let element = launch.offsets[record.tensor as usize] + record.first_element;
+        for &(list, address) in values {
+            let width = launch.lists[list].dtype().len_bytes() as u64;
+            writer.u64(address + element.wrapping_sub(launch.first(list)) * width);
         }
+        writer.u64(changed.kept);
+        writer.u64(slots.slot(record.tensor, record.first_element));
+        writer.u64(changed.skipped);
+        writer.place(record);
     }
+    debug_assert_eq!(writer.at, out.len());
+    push_chunks(&mut out, batch, launch.limits.chunk_elements);
+    out
 }
 
 impl LaunchLimits {

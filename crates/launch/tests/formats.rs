@@ -1,9 +1,9 @@
 //! What rules say of their hyper-parameters and formats, as devices and people read it.
 
 use fusestep_launch::{
-    ArgumentLayout, CHUNK_ELEMENTS, Domain, FLAG_STOCHASTIC, Format, KEY_BYTES, LaunchLimits,
-    Master, Objective, Precision, Rounding, RuleError, SquareSum, StateDType, WeightDecay,
-    check_hyper, random_bits::step_key,
+    CHUNK_ELEMENTS, Domain, FLAG_STOCHASTIC, Format, KEY_BYTES, LaunchLimits, Master, Objective,
+    Precision, Rounding, RuleError, SquareSum, StateDType, WeightDecay, check_hyper,
+    random_bits::step_key,
 };
 use fusestep_tensor::DType;
 
@@ -106,16 +106,9 @@ fn random_rounding_is_flagged_and_keyed() {
 }
 
 #[test]
-fn sums_of_squares_are_added_and_launches_of_sums_have_a_word_more() {
+fn sums_of_squares_are_added_and_launches_of_sums_have_whole_chunks() {
     let sum = |sum, non_finite| SquareSum { sum, non_finite };
     assert_eq!(sum(1.5, 2).then(sum(0.25, 5)), sum(1.75, 7));
-    let layout = ArgumentLayout {
-        lists: 4,
-        scalar_bytes: 8,
-        set_bytes: 16,
-    };
-    let summing = ArgumentLayout { lists: 5, ..layout };
-    assert_eq!(layout.with_update_sums(), summing);
     let limits = LaunchLimits {
         chunk_elements: 10,
         chunks_per_launch: 3,

@@ -4,11 +4,11 @@
 use std::any::Any;
 
 use fusestep_launch::{
-    Access, Addresses, ArgumentLayout, Backend, BackendError, Batch, Buffer, Conclude,
-    ControlBlock, Excluded, FLAG_STOCHASTIC, Gate, HostRun, Launch, LaunchLimits, LaunchReport,
-    LeafSquares, ListBuffer, MultiTensorKernel, MultiTensorReduction, Record, Reduce, Replicas,
-    ResidentTable, SetValues, SquareSum, TensorList, UpdateSums, pack, pack_conclusion,
-    pack_reduction, pack_reduction_table, pack_table,
+    Access, Addresses, ArgumentLayout, Backend, BackendError, Batch, Buffer, ChangedRecord,
+    Conclude, ControlBlock, Excluded, FLAG_STOCHASTIC, Gate, HostRun, Launch, LaunchLimits,
+    LaunchReport, LeafSquares, ListBuffer, MultiTensorKernel, MultiTensorReduction, Record, Reduce,
+    Replicas, ResidentTable, SetValues, SquareSum, TensorList, UpdateSums, pack, pack_conclusion,
+    pack_reduction, pack_reduction_table, pack_table, pack_update_sums,
 };
 use fusestep_simd::Level;
 use fusestep_tensor::{DType, Role};
@@ -247,26 +247,13 @@ fn arguments_are_header_scalars_sets_and_records() {
         .u64(4)
         .u64(0)
         .place(7, 2, 1);
-    // Behind a record the address of its first sum: 64 bytes each, those of tensor 2 from the
-    // fourth on.
-    let summed = first(head(3)).place(1500, 0, 0).u64(0x5000 + 64);
-    let summed = second(summed).place(7, 2, 1).u64(0x5000 + 3 * 64);
-    for (flags, words, sums, expected) in [
-        (3, 2, false, plain),
-        (FLAG_STOCHASTIC, 4, false, random),
-        (3, 2, true, summed),
-    ] {
+    for (flags, words, expected) in [(3, 2, plain), (FLAG_STOCHASTIC, 4, random)] {
         let (kernel, batches) = (Kernel { flags, words }, [batch()]);
-        let (mut lists, mut slots) = (lists(), Memory(Vec::new()));
-        let update_sums = sums.then_some(UpdateSums {
-            slots: &mut slots,
-            firsts: &[0, 1, 3, 4],
-        });
-        let launch = launch(&kernel, &batches, &mut lists, update_sums);
+        let mut lists = lists();
+        let launch = launch(&kernel, &batches, &mut lists, None);
         let addresses = Addresses {
             lists: &[0x1000, 0x9000],
             control: 0x77,
-            update_sums: 0x5000,
         };
         let mut out = vec![0xee; expected.0.len() + 3];
         let len = pack(&launch, &batches[0], addresses, &mut out);
@@ -286,11 +273,34 @@ fn random_rounding_adds_two_words_to_a_record_of_any_length() {
     let addresses = Addresses {
         lists: &[0x1000],
         control: 0,
-        update_sums: 0,
     };
     let mut out = [0; 1000];
     let len = pack(&launch, &batches[0], addresses, &mut out);
     assert_eq!(len, kernel.argument_layout().bytes(2, 2));
+}
+
+/// Header, the sums' address, and for each record its values' addresses, the copy's, the first sum
+/// of the storage and the address of what says that it was skipped.
+#[test]
+fn tables_of_changes_are_header_sums_and_records() {
+    let (kernel, batches) = (Kernel { flags: 3, words: 2 }, [batch()]);
+    let (mut lists, mut slots) = (lists(), Memory(Vec::new()));
+    let update_sums = UpdateSums {
+        slots: &mut slots,
+        firsts: &[0, 1, 3, 4],
+    };
+    let launch = launch(&kernel, &batches, &mut lists, Some(update_sums));
+    let changed = |kept, skipped| ChangedRecord { kept, skipped };
+    let changed = [changed(0x100, 0x10), changed(0x200, 0)];
+    let values = [(0, 0x1000), (1, 0x9000)];
+    let found = pack_update_sums(&launch, &batches[0], &values, (0x77, 0x5000), &changed);
+    let head = Fields::default().u32(2).u32(0).u32(1024).u32(0);
+    let head = head.u64(0x77).u64(0x5000);
+    let first = head.u64(0x1000 + 4 * 1088).u64(0x9000 + 2 * 1024);
+    let first = first.u64(0x100).u64(1).u64(0x10).place(1500, 0, 0);
+    let second = first.u64(0x1000 + 4 * 4096).u64(0x9000 + 2 * 4032);
+    let second = second.u64(0x200).u64(3).u64(0).place(7, 2, 1);
+    assert_eq!(found, second.u32(0).u32(0).u32(1).0);
 }
 
 /// A table is the arguments, and behind them the record of each chunk.
@@ -302,7 +312,6 @@ fn tables_are_arguments_and_the_record_of_every_chunk() {
     let addresses = Addresses {
         lists: &[0x1000, 0x9000],
         control: 0,
-        update_sums: 0,
     };
     let mut arguments = vec![0; 1000];
     let len = pack(&launch, &batches[0], addresses, &mut arguments);

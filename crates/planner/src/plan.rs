@@ -340,10 +340,7 @@ impl Plan {
             let class = classes.of_param[members[tensor as usize] as usize];
             within(spec, tensor, &stage.elements, class)
         });
-        let mut layout = kernel.argument_layout();
-        if self.update_norms {
-            layout = layout.with_update_sums();
-        }
+        let layout = kernel.argument_layout();
         let limits = self.batch_limits(self.limits_of(kernel.as_ref()));
         Ok(batches(kernel.entry(), batchable, layout, limits)?)
     }

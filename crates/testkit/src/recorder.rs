@@ -157,7 +157,7 @@ impl<B: Backend> Backend for Recorder<B> {
     }
 
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
-        let layout = launch.argument_layout();
+        let layout = launch.kernel.argument_layout();
         let entry = launch.kernel.entry();
         self.record(launch.batches.iter().map(|batch| RecordedLaunch {
             entry,

@@ -172,6 +172,6 @@ mod tests {
             .unwrap_err()
             .to_string();
         assert!(error.contains("entries did not run: "), "{error}");
-        assert!(error.contains("fused_adam_bf16_m32_resident"), "{error}");
+        assert!(error.contains("fused_adam_bf16_m32"), "{error}");
     }
 }

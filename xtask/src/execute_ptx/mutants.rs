@@ -4,11 +4,14 @@ mod list;
 
 use std::fs;
 use std::path::Path;
+use std::process::Output;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
 use super::Suite;
+use crate::parallel;
 use list::{EACH, Expected, MUTANTS, Mutant, Places};
 
 /// The test file whose tests run on mutants.
@@ -17,29 +20,31 @@ const PROGRAM: &str = "every_entry";
 /// Runs every mutant, prints who was found and how, and fails if one is found that should not be,
 /// or survives that should be found.
 pub(super) fn run(suite: &Suite, root: &Path) -> Result<()> {
-    let text = root.join("target/execute-ptx-mutant.ptx");
     let mutants = all(root)?;
-    for mutant in &mutants {
-        // As it is, every module passes every test that a mutant of it must fail.
-        if mutants.iter().find(|other| other.runs_as(mutant)) != Some(mutant) {
-            continue;
-        }
-        fs::write(&text, module_of(root, mutant.entry)?)?;
-        let output = suite.one_with(PROGRAM, mutant.test, &text)?;
+    let begun = Instant::now();
+    // As it is, every module passes every test that a mutant of it must fail.
+    let untouched: Vec<&Mutant> = mutants
+        .iter()
+        .filter(|mutant| mutants.iter().find(|other| other.runs_as(mutant)) == Some(mutant))
+        .collect();
+    parallel::map(&untouched, |mutant| {
+        let text = module_of(root, mutant.entry)?;
+        let output = test(suite, root, mutant, &text)?;
         ensure!(
             output.status.success(),
             "{} fails as it is: {}",
             mutant.entry,
             reason(&output.stderr)
         );
-    }
-    let mut wrong = Vec::new();
-    let begun = Instant::now();
-    println!("| Mutant | Entry | Places | Found by |\n|---|---|---:|---|");
-    for mutant in &mutants {
+        Ok(())
+    })?;
+    let outcomes = parallel::map(&mutants, |mutant| {
         let (broken, places) = mutant.broken(&module_of(root, mutant.entry)?)?;
-        fs::write(&text, broken)?;
-        let output = suite.one_with(PROGRAM, mutant.test, &text)?;
+        Ok((places, test(suite, root, mutant, &broken)?))
+    })?;
+    let mut wrong = Vec::new();
+    println!("| Mutant | Entry | Places | Found by |\n|---|---|---:|---|");
+    for (mutant, (places, output)) in mutants.iter().zip(outcomes) {
         let survives = output.status.success();
         let says = match mutant.expected {
             Expected::Found if survives => "SURVIVED".to_owned(),
@@ -59,6 +64,17 @@ pub(super) fn run(suite: &Suite, root: &Path) -> Result<()> {
         begun.elapsed().as_secs()
     );
     Ok(())
+}
+
+/// Runs the mutant's test on this text in place of its module.
+fn test(suite: &Suite, root: &Path, mutant: &Mutant, text: &str) -> Result<Output> {
+    static FILES: AtomicUsize = AtomicUsize::new(0);
+    let number = FILES.fetch_add(1, Ordering::Relaxed);
+    let file = root.join(format!("target/execute-ptx-mutant-{number}.ptx"));
+    fs::write(&file, text)?;
+    let output = suite.one_with(PROGRAM, mutant.test, &file);
+    fs::remove_file(&file)?;
+    output
 }
 
 /// Those of the list, and one for each single instruction of [`EACH`].

@@ -38,7 +38,9 @@ fn build_mutant(mutant: &Mutant, kernel_names: &[&str], folder: &Path) -> PathBu
         fs::write(kernels.join(name), only_f32(&text)).unwrap();
     }
     assert_eq!(done, mutant.edits.len(), "{}", mutant.name);
-    let library = build(&kernels, &folder.join("built"), &Options::default()).unwrap();
+    // In one place for all mutants: the emulator itself is compiled once.
+    let built = folder.with_file_name("built");
+    let library = build(&kernels, &built, &Options::default()).unwrap();
     library.parent().unwrap().to_owned()
 }
 

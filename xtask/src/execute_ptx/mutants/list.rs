@@ -32,14 +32,20 @@ pub(super) struct Mutant {
 }
 
 const ADAM: &str = "fused_adam_f32";
-const LARS: &str = "lars_momentum_f32";
-const LAMB: &str = "lamb_f32";
-const HALF: &str = "fused_adam_bf16_m32_s16_resident";
+const LARS_SUMS: &str = "lars_momentum_sums_f32";
+const LARS: &str = "lars_momentum_update_f32";
+const LAMB_SUMS: &str = "lamb_sums_f32";
+const LAMB: &str = "lamb_update_f32";
+const HALF: &str = "fused_adam_bf16_m32_s16";
 const NORM: &str = "amp_norm_f32";
+const FINISH: &str = "amp_finish";
+const CHANGES: &str = "update_sums_f32";
 const RANKS: &str = "rank_order_f16";
 
 const ADAM_ALONE: &str = "adam_alone_gives_the_bits_of_the_host";
 const NORMS_ALONE: &str = "norms_alone_give_the_bits_of_the_host";
+const CHANGES_ALONE: &str = "norms_of_updates_alone_have_the_bits_of_the_host";
+const MANY_ALONE: &str = "a_norm_over_many_tensors_has_the_bits_of_the_host";
 const LAST_BITS: &str = "norms_have_the_bits_of_the_host_to_the_last";
 const HALVES_ALONE: &str = "adam_in_16_bits_alone_gives_the_bits_of_the_host";
 const RANKS_ALONE: &str = "rank_order::sums_in_rank_order_are_those_of_the_host";
@@ -71,6 +77,10 @@ const fn lars(name: &'static str, from: &'static str, to: &'static str) -> Mutan
     mutant(name, LARS, from, to, NORMS_ALONE)
 }
 
+const fn lars_sums(name: &'static str, from: &'static str, to: &'static str) -> Mutant {
+    mutant(name, LARS_SUMS, from, to, NORMS_ALONE)
+}
+
 /// A change of single instructions, one after the other, and those of them that no result shows.
 pub(super) struct Each {
     pub(super) mutant: Mutant,
@@ -81,62 +91,30 @@ const fn each(mutant: Mutant, unseen: &'static [(usize, &'static str)]) -> Each 
     Each { mutant, unseen }
 }
 
-/// What `normed.cuh` guards twice.
-const GUARDED_TWICE: &[(usize, &str)] = &[
-    (
-        2,
-        "behind a unit's sums: the next unit writes lanes that were read before the barrier \
-         before, and leaves behind its own first barrier",
-    ),
-    (
-        5,
-        "behind a tensor's sums: the next tensor writes its total behind its own first barrier, \
-         and what that folds was read before the barrier before",
-    ),
-];
+const fn barrier(entry: &'static str, test: &'static str) -> Mutant {
+    mutant(
+        "one barrier of the block removed",
+        entry,
+        "bar.sync",
+        "",
+        test,
+    )
+}
 
-pub(super) const EACH: [Each; 7] = [
+pub(super) const EACH: [Each; 10] = [
+    each(barrier(LARS_SUMS, NORMS_ALONE), &[]),
+    each(barrier(LARS, NORMS_ALONE), &[]),
+    each(barrier(LAMB_SUMS, NORMS_ALONE), &[]),
+    each(barrier(LAMB, NORMS_ALONE), &[]),
+    each(barrier(NORM, ADAM_ALONE), &[]),
+    each(barrier(FINISH, MANY_ALONE), &[]),
+    each(barrier(CHANGES, CHANGES_ALONE), &[]),
     each(
-        lars("one barrier of the block removed", "bar.sync", ""),
-        GUARDED_TWICE,
-    ),
-    each(
-        lars(
-            "one barrier of the grid without its block",
-            "barrier.sync",
-            "",
-        ),
-        &[(
-            0,
-            "in front of the arrival: the sums end with a barrier, and nothing is stored since",
-        )],
-    ),
-    each(
-        mutant(
-            "one barrier of the block removed",
-            LAMB,
-            "bar.sync",
-            "",
-            NORMS_ALONE,
-        ),
-        GUARDED_TWICE,
-    ),
-    each(
-        mutant(
-            "one barrier of the block removed",
-            NORM,
-            "bar.sync",
-            "",
-            ADAM_ALONE,
-        ),
+        adam("one end of a loop inverted", "setp.ge.u32", "setp.lt.u32"),
         &[],
     ),
     each(
-        adam("one end of a loop inverted", "setp.ge.u64", "setp.lt.u64"),
-        &[],
-    ),
-    each(
-        adam("one start of a loop inverted", "setp.lt.u64", "setp.ge.u64"),
+        adam("one start of a loop inverted", "setp.lt.u32", "setp.ge.u32"),
         &[],
     ),
     each(
@@ -149,7 +127,7 @@ pub(super) const EACH: [Each; 7] = [
     ),
 ];
 
-pub(super) const MUTANTS: [Mutant; 34] = [
+pub(super) const MUTANTS: [Mutant; 37] = [
     adam("products rounded to zero", "mul.rn.f32", "mul.rz.f32"),
     adam("sums rounded to zero", "add.rn.f32", "add.rz.f32"),
     adam("differences rounded up", "sub.rn.f32", "sub.rp.f32"),
@@ -171,8 +149,8 @@ pub(super) const MUTANTS: [Mutant; 34] = [
         "ld.global.v4.f32",
         "ld.global.v2.f32",
     ),
-    adam("ends inverted", "setp.ge.u64", "setp.lt.u64"),
-    adam("starts inverted", "setp.lt.u64", "setp.ge.u64"),
+    adam("ends inverted", "setp.ge.u32", "setp.lt.u32"),
+    adam("starts inverted", "setp.lt.u32", "setp.ge.u32"),
     adam(
         "comparisons of counts inverted",
         "setp.le.u32",
@@ -180,27 +158,27 @@ pub(super) const MUTANTS: [Mutant; 34] = [
     ),
     adam("approximate quotients", "div.rn.f32", "div.approx.f32"),
     adam("offsets of 32 bits", "shl.b64", "shl.b32"),
+    lars_sums("barriers of the block removed", "bar.sync", ""),
     lars("barriers of the block removed", "bar.sync", ""),
-    lars("barriers of the grid without blocks", "barrier.sync", ""),
-    lars(
-        "arrivals that tell nothing",
-        "atom.add.release.gpu",
-        "atom.add.relaxed.gpu",
-    ),
-    lars(
-        "waits that learn nothing",
-        "ld.acquire.gpu",
-        "ld.relaxed.gpu",
-    ),
-    lars(
+    lars_sums(
         "shared values stored as f32",
         "st.shared.f64",
         "st.shared.b32",
     ),
+    lars(
+        "packs stored by halves",
+        "st.global.v4.f32",
+        "st.global.v2.f32",
+    ),
+    lars(
+        "packs loaded by halves",
+        "ld.global.v4.f32",
+        "ld.global.v2.f32",
+    ),
     lars("updates rounded to zero", "sub.rn.f32", "sub.rz.f32"),
     mutant(
         "sums rounded to zero",
-        LARS,
+        LARS_SUMS,
         "add.rn.f64",
         "add.rz.f64",
         LAST_BITS,
@@ -219,13 +197,13 @@ pub(super) const MUTANTS: [Mutant; 34] = [
         "div.rm.f64",
         LAST_BITS,
     ),
-    lars("warps summed upwards", "shfl.sync.bfly", "shfl.sync.up"),
+    lars_sums("warps summed upwards", "shfl.sync.bfly", "shfl.sync.up"),
     Mutant {
         expected: Expected::Unseen(
             "only lane 0 of a warp keeps its sum, and what it takes at each halving are lanes \
              below the half, for which both modes name the same lane",
         ),
-        ..lars("warps summed downwards", "shfl.sync.bfly", "shfl.sync.down")
+        ..lars_sums("warps summed downwards", "shfl.sync.bfly", "shfl.sync.down")
     },
     mutant(
         "barriers of the block removed",
@@ -242,15 +220,15 @@ pub(super) const MUTANTS: [Mutant; 34] = [
         NORMS_ALONE,
     ),
     mutant(
-        "waits that learn nothing",
+        "packs stored by halves",
         LAMB,
-        "ld.acquire.gpu",
-        "ld.relaxed.gpu",
+        "st.global.v4.f32",
+        "st.global.v2.f32",
         NORMS_ALONE,
     ),
     mutant(
         "sums rounded to zero",
-        LAMB,
+        LAMB_SUMS,
         "add.rn.f64",
         "add.rz.f64",
         LAST_BITS,
@@ -268,6 +246,27 @@ pub(super) const MUTANTS: [Mutant; 34] = [
         "add.rn.f64",
         "add.rp.f64",
         ADAM_ALONE,
+    ),
+    mutant(
+        "chunks and tensors out of order",
+        FINISH,
+        "shfl.sync.bfly",
+        "shfl.sync.up",
+        MANY_ALONE,
+    ),
+    mutant(
+        "values added to those from before",
+        CHANGES,
+        "sub.rn.f64",
+        "add.rn.f64",
+        CHANGES_ALONE,
+    ),
+    mutant(
+        "values loaded by halves",
+        CHANGES,
+        "ld.global.v4.f32",
+        "ld.global.v2.f32",
+        CHANGES_ALONE,
     ),
     mutant(
         "masters stored by halves",
