@@ -24,11 +24,11 @@ use crate::values::descs;
 pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) task: TaskArgs,
-    /// Passes over the training images; of the transformer over 512 windows of its text, and 6
+    /// Passes over the training images; of the transformer over 512 windows of its text, and 4
     #[arg(
         long,
         default_value = "20",
-        default_value_if("model", "transformer", "6")
+        default_value_if("model", "transformer", "4")
     )]
     pub(crate) epochs: NonZeroUsize,
     /// Images or windows of one step, of all ranks together; of the transformer 16
