@@ -45,7 +45,7 @@ const LAYERS: [&[&str]; 9] = [
         "collective-mpi",
         "collective-nccl",
     ],
-    &["candle", "testkit"],
+    &["candle", "models", "testkit"],
     &["fusestep"],
     &["cli", "python", "tests", "benches", "xtask", "fuzz"],
 ];
@@ -58,7 +58,10 @@ const ONLY_IN: [(&str, &[&str]); 11] = [
     ("nccl*", &["crates/collective-nccl"]),
     ("libloading", &["crates/collective-nccl"]),
     ("loom", &["crates/simd"]),
-    ("candle-*", &["crates/candle", "crates/cli"]),
+    (
+        "candle-*",
+        &["crates/candle", "crates/cli", "crates/models"],
+    ),
     ("pyo3*", &["crates/python"]),
     ("criterion", &["benches"]),
     ("clap", &["crates/cli"]),

@@ -8,12 +8,10 @@ mod bench_ranks;
 mod ceiling;
 mod check;
 mod checkpoint;
-mod digits;
 mod engine;
 mod gradients;
 mod inputs;
 mod launch;
-mod model;
 mod options;
 mod outcomes;
 mod output;
@@ -25,9 +23,11 @@ mod report;
 mod rules;
 mod shadow;
 mod step;
+mod tasks;
 mod timer;
 mod train;
 mod training;
+mod values;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -49,7 +49,7 @@ enum Command {
     Plan(plan::PlanArgs),
     /// Apply N optimizer steps to a file of parameters
     Step(step::StepArgs),
-    /// Train a model on handwritten digits with the planned optimizer
+    /// Train a small model with the planned optimizer: on handwritten digits, or on a text
     Train(train::TrainArgs),
     /// Start a program as several ranks of this machine, for the engine `processes`
     Launch(launch::LaunchArgs),

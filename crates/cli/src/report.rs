@@ -45,6 +45,9 @@ pub(crate) fn report_page(summary: &TrainSummary, plan: &Plan) -> String {
     let accuracies: Vec<f64> = summary.history.iter().map(accuracies).collect();
     body.push_str("<h2>Training loss by epoch</h2>\n");
     body.push_str(&curve(&losses, "#4878a8", 3));
+    let test_losses: Vec<f64> = summary.history.iter().map(|at| at.test_loss).collect();
+    body.push_str("<h2>Test loss by epoch</h2>\n");
+    body.push_str(&curve(&test_losses, "#5a9367", 3));
     body.push_str("<h2>Test accuracy in % by epoch</h2>\n");
     body.push_str(&curve(&accuracies, "#c27c3e", 1));
     body.push_str("<h2>Plan of the optimizer step</h2>\n");

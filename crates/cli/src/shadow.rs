@@ -9,9 +9,7 @@ use fusestep_fused_adam::{Adam, SecondMoment};
 use fusestep_launch::{Objective, WeightDecay};
 use fusestep_planner::Optimizer;
 
-use crate::model::Mlp;
-
-/// candle's AdamW on a copy of the model.
+/// candle's AdamW on a copy of the parameters.
 pub(crate) struct Shadow {
     vars: Vec<Var>,
     optimizer: candle_nn::AdamW,
@@ -21,7 +19,7 @@ pub(crate) struct Shadow {
 
 impl Shadow {
     /// None unless the rule is candle's AdamW too.
-    pub(crate) fn new(model: &Mlp, rule: Optimizer) -> candle_core::Result<Option<Self>> {
+    pub(crate) fn new(vars: &[Var], rule: Optimizer) -> candle_core::Result<Option<Self>> {
         let Optimizer::Adam(Adam {
             weight_decay: WeightDecay::Decoupled(weight_decay),
             second_moment: SecondMoment::Running,
@@ -42,7 +40,7 @@ impl Shadow {
             weight_decay,
         };
         let copy = |var: &Var| Var::from_tensor(&var.as_tensor().copy()?.detach());
-        let vars: candle_core::Result<Vec<Var>> = model.vars().iter().map(copy).collect();
+        let vars: candle_core::Result<Vec<Var>> = vars.iter().map(copy).collect();
         let vars = vars?;
         Ok(Some(Self {
             optimizer: candle_nn::AdamW::new(vars.clone(), params)?,
@@ -51,15 +49,15 @@ impl Shadow {
         }))
     }
 
-    /// Takes a step of this rate with the gradients of `model`.
+    /// Takes a step of this rate with the gradients of `vars`.
     pub(crate) fn step(
         &mut self,
-        model: &Mlp,
+        vars: &[Var],
         grads: &GradStore,
         lr: f64,
     ) -> candle_core::Result<()> {
         let mut own = GradStore::default();
-        for (var, copy) in model.vars().iter().zip(&self.vars) {
+        for (var, copy) in vars.iter().zip(&self.vars) {
             if let Some(grad) = grads.get(var) {
                 own.insert(copy, grad.clone());
             }

@@ -1,4 +1,4 @@
-//! `fusestep train`: a small model learns handwritten digits with the planned optimizer.
+//! `fusestep train`: a small model learns with the planned optimizer.
 
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
@@ -10,22 +10,33 @@ use serde::Serialize;
 
 use crate::engine::{Engine, Ranks, Watch};
 use crate::gradients::GradientArgs;
-use crate::model::Mlp;
 use crate::options::{ParamDType, PrecisionArgs, parse_threads};
 use crate::output::{duration, print, print_json, write_page};
 use crate::ranks::{MOST_RANKS, RankArgs, bounded};
 use crate::report::report_page;
 use crate::rules::OptimizerArgs;
+use crate::tasks::TaskArgs;
 use crate::training::{self, Trained};
+use crate::values::descs;
 
 /// Flags of `train`.
 #[derive(Debug, Args)]
 pub(crate) struct TrainArgs {
-    /// Passes over the training images
-    #[arg(long, default_value = "20")]
+    #[command(flatten)]
+    pub(crate) task: TaskArgs,
+    /// Passes over the training images; of the transformer over 512 windows of its text, and 4
+    #[arg(
+        long,
+        default_value = "20",
+        default_value_if("model", "transformer", "4")
+    )]
     pub(crate) epochs: NonZeroUsize,
-    /// Images of one step, of all ranks together
-    #[arg(long, default_value = "32")]
+    /// Images or windows of one step, of all ranks together; of the transformer 16
+    #[arg(
+        long,
+        default_value = "32",
+        default_value_if("model", "transformer", "16")
+    )]
     pub(crate) batch: NonZeroUsize,
     #[command(flatten)]
     pub(crate) optimizer: OptimizerArgs,
@@ -50,7 +61,7 @@ pub(crate) struct TrainArgs {
     /// Element type of parameters and gradients
     #[arg(long, value_enum, default_value = "f32")]
     pub(crate) dtype: ParamDType,
-    /// Decides the first parameters, the split and the order of images
+    /// Decides the first parameters, the split and the order of samples
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
     /// Threads of the optimizer, of all ranks together [default: RAYON_NUM_THREADS, or all]
@@ -80,12 +91,23 @@ pub(crate) struct TrainArgs {
 /// What `--json` prints.
 #[derive(Debug, Serialize)]
 pub(crate) struct TrainSummary {
+    /// What was trained.
+    pub(crate) model: &'static str,
     pub(crate) epochs: usize,
     pub(crate) steps: u64,
     /// Steps that changed nothing because a gradient was not finite.
     pub(crate) skipped_steps: u64,
     pub(crate) final_loss: f64,
+    pub(crate) test_loss: f64,
     pub(crate) test_accuracy: f64,
+    /// Characters or images learned from in a second, all ranks together.
+    pub(crate) tokens_per_second: f64,
+    /// Share of a batch's time that is ours on rank 0: parameters and gradients handed over,
+    /// reduced and updated.
+    pub(crate) step_share: f64,
+    /// What those are, in the plural.
+    #[serde(skip)]
+    pub(crate) tokens: &'static str,
     /// Mean time of our optimizer's step.
     pub(crate) optimizer_ns_per_step: f64,
     /// The update rule.
@@ -104,6 +126,9 @@ pub(crate) struct TrainSummary {
     #[serde(flatten)]
     pub(crate) ranks: RankNumbers,
     pub(crate) history: Vec<Epoch>,
+    /// What the model writes, if it is one of texts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) written: Option<String>,
 }
 
 /// What each rank holds and sends.
@@ -136,12 +161,25 @@ impl TrainArgs {
     }
 }
 
-/// One pass over the training images.
+/// One pass over the samples of an epoch.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Epoch {
     /// Mean training loss.
     pub(crate) loss: f64,
+    /// Mean loss on what is held back, and the share of it that is answered right.
+    pub(crate) test_loss: f64,
     pub(crate) test_accuracy: f64,
+}
+
+impl std::fmt::Display for Epoch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (loss, test_loss) = (self.loss, self.test_loss);
+        let percent = 100.0 * self.test_accuracy;
+        write!(
+            f,
+            "loss {loss:.4}, test loss {test_loss:.4}, test accuracy {percent:.2} %"
+        )
+    }
 }
 
 /// Trains on all ranks; rank 0 prints.
@@ -156,7 +194,9 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     );
     let lr = args.optimizer.optimizer.rate_for_digits();
     let rule = args.optimizer.clone().with_default_lr(lr).rule()?;
-    let mut params = Mlp::descs(args.dtype.into())?;
+    let task = args.task.task(args.seed)?;
+    let task = task.as_ref();
+    let mut params = descs(task, args.dtype.into())?;
     args.optimizer.exclude(&mut params);
     // A page that cannot be written is known before the training and not after.
     if let Some(path) = &args.report {
@@ -164,9 +204,9 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     }
     let count = args.ranks.and_then(NonZeroUsize::new);
     let ranks = Ranks::threads(count.unwrap_or(NonZeroUsize::MIN), args.watch.clone());
-    let trained = args
-        .engine()
-        .run(&ranks, |comm| training::train(args, rule, &params, comm))?;
+    let trained = args.engine().run(&ranks, |comm| {
+        training::train(args, rule, (task, &params), comm)
+    })?;
     // Other ranks have nothing to say.
     let Some(Trained { summary, plan }) = trained else {
         return Ok(());
@@ -205,6 +245,14 @@ impl std::fmt::Display for TrainSummary {
             )?;
         }
         writeln!(f)?;
+        writeln!(
+            f,
+            "{:.0} {} a second, {:.1} % of the time in the step: parameters and gradients handed \
+             over, reduced and updated",
+            self.tokens_per_second,
+            self.tokens,
+            100.0 * self.step_share,
+        )?;
         if let Some(norm) = self.update_norm {
             writeln!(f, "norm of the last update: {norm}")?;
         }
@@ -221,6 +269,9 @@ impl std::fmt::Display for TrainSummary {
                 numbers.collectives_per_step,
                 numbers.bytes_sent_per_step,
             )?;
+        }
+        if let Some(written) = &self.written {
+            writeln!(f, "it writes:\n{written}")?;
         }
         writeln!(f, "parameters: xxh3 {}", self.params_hash)
     }

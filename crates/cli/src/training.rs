@@ -6,10 +6,12 @@ use std::num::{NonZeroU64, NonZeroUsize};
 use std::time::Instant;
 
 use anyhow::{Context, bail};
+use candle_core::Var;
 use candle_core::backprop::GradStore;
 use fusestep_collective::{Collectives, Communicator, ReduceOp, even_counts};
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::Precision;
+use fusestep_models::Task;
 use fusestep_planner::{
     Comms, FolderLock, MicroStepReport, Optimizer, Plan, Planner, Saves, State, Topology, ZeroStage,
 };
@@ -21,14 +23,13 @@ use rand_chacha::ChaCha8Rng;
 use xxhash_rust::xxh3::Xxh3;
 
 use self::checkpoints::check_folder;
-use crate::digits::{self, Images};
-use crate::model::{Mlp, bytes_of};
 use crate::options::{ParamDType, threads};
 use crate::output::print;
 use crate::position::Position;
 use crate::ranks::Fused;
 use crate::shadow::Shadow;
 use crate::train::{Epoch, RankNumbers, TrainArgs, TrainSummary};
+use crate::values::{vars_of, with_bytes};
 
 /// What a run ends with.
 pub(crate) struct Trained {
@@ -40,10 +41,9 @@ pub(crate) struct Trained {
 pub(crate) fn train(
     args: &TrainArgs,
     rule: Optimizer,
-    params: &[ParamDesc],
+    (task, params): (&dyn Task, &[ParamDesc]),
     comm: &mut dyn Communicator,
 ) -> anyhow::Result<Trained> {
-    let (train, test) = digits::load(args.seed)?;
     let topology = Topology::of(comm);
     if let Some(asked) = args.ranks.filter(|asked| *asked != topology.world) {
         bail!(
@@ -55,11 +55,7 @@ pub(crate) fn train(
     let first = topology.rank == 0;
     let plan = plan_of(args, rule, params, topology)?;
     if first && !args.json {
-        print(&format!(
-            "{} training and {} test images of handwritten digits\n{plan}",
-            train.len(),
-            test.len(),
-        ))?;
+        print(&format!("{}\n{plan}", task.describe()))?;
     }
     let of_rank = threads(args.threads).get().div_ceil(topology.world);
     let backend = CpuBackend::new(NonZeroUsize::new(of_rank).unwrap_or(NonZeroUsize::MIN));
@@ -73,16 +69,18 @@ pub(crate) fn train(
         check_folder(folder, args.resume)?;
     }
     let mut state = plan.allocate_on(&backend, comm)?;
-    let model = Mlp::new(args.seed, args.dtype.into())?;
-    for (param, var) in params.iter().zip(model.vars()) {
-        state.write(&backend, Role::Param, &param.name, &bytes_of(var)?)?;
+    let vars = task.start(args.seed, args.dtype.into())?;
+    for (param, var) in params.iter().zip(&vars) {
+        with_bytes(var, |bytes| {
+            Ok(state.write(&backend, Role::Param, &param.name, bytes)?)
+        })?;
     }
     let shadow = if compares(args, &plan) {
-        Shadow::new(&model, rule)?
+        Shadow::new(&vars, rule)?
     } else {
         None
     };
-    let batches = args.epochs.get() * train.len().div_ceil(args.batch.get());
+    let batches = args.epochs.get() * task.samples_of_epoch().div_ceil(args.batch.get());
     let mut run = Run {
         args,
         names: params.iter().map(|param| param.name.as_str()).collect(),
@@ -90,8 +88,7 @@ pub(crate) fn train(
         state,
         backend,
         comms: args.rank_args.comms(comm, Fused::from(args.naive))?,
-        images: train,
-        test,
+        task,
         shadow,
         bar: progress_bar(first, batches as u64),
         tally: Tally::default(),
@@ -152,8 +149,7 @@ struct Run<'a> {
     state: State,
     backend: CpuBackend,
     comms: Comms<'a>,
-    images: Images,
-    test: Images,
+    task: &'a dyn Task,
     shadow: Option<Shadow>,
     bar: ProgressBar,
     tally: Tally,
@@ -169,6 +165,12 @@ struct Tally {
     steps: u64,
     /// Time of steps, and calls and bytes sent for them.
     update_ns: f64,
+    /// Time of whole batches but for candle's optimizer, and of what is ours in them: steps, and
+    /// parameters and gradients handed over.
+    batch_ns: f64,
+    ours_ns: f64,
+    /// What all batches had: images, or characters.
+    tokens: usize,
     calls: u64,
     bytes: u64,
     /// The most bytes of whole parameters beside the state, and of segments of gradients.
@@ -204,6 +206,7 @@ impl Run<'_> {
     /// Compares what decides the bits of the run over all ranks.
     fn handshake(&mut self) -> anyhow::Result<()> {
         let caller = [
+            ("--model", self.args.task.model.name().to_owned()),
             ("--seed", self.args.seed.to_string()),
             ("--batch", self.args.batch.to_string()),
             ("--epochs", self.args.epochs.to_string()),
@@ -214,30 +217,30 @@ impl Run<'_> {
             .handshake(state, backend, &mut self.comms, &caller)?)
     }
 
-    /// The model with the parameters of this moment; at ZeRO stage 3 all ranks ask for it alike.
-    fn model(&mut self) -> anyhow::Result<Mlp> {
+    /// The parameters of this moment; at ZeRO stage 3 all ranks ask for them alike.
+    fn vars(&mut self) -> anyhow::Result<Vec<Var>> {
         let (state, backend) = (&self.state, &self.backend);
         let gathered = self
             .plan
             .gather(state, backend, &mut self.comms, &self.names)?;
         let len_bytes = gathered.len_bytes() as u64;
         self.tally.layer_peak_bytes = self.tally.layer_peak_bytes.max(len_bytes);
-        Ok(Mlp::of(self.plan.params(), &gathered)?)
+        Ok(vars_of(self.plan.params(), &gathered)?)
     }
 
     /// Trains; returns the epochs of this run, and the last one of all runs.
     fn epochs(&mut self) -> anyhow::Result<(Vec<Epoch>, Epoch)> {
         let batch = self.args.batch.get();
         let mut rng = ChaCha8Rng::seed_from_u64(self.args.seed.wrapping_add(1));
-        let mut order: Vec<usize> = (0..self.images.len()).collect();
+        let mut order: Vec<usize> = (0..self.task.samples()).collect();
         let mut history: Vec<Epoch> = Vec::new();
         let start = self.resume()?;
-        let of_epoch = order.len().div_ceil(batch);
-        let mut done = start.epochs * of_epoch + start.batches;
+        let of_epoch = self.task.samples_of_epoch();
+        let mut done = start.epochs * of_epoch.div_ceil(batch) + start.batches;
         self.bar.set_position(done as u64);
         for epoch in 1..=self.args.epochs.get() {
             order.shuffle(&mut rng);
-            // The order of images follows from all shuffles before it.
+            // The order of samples follows from all shuffles before it.
             if epoch <= start.epochs {
                 continue;
             }
@@ -250,7 +253,7 @@ impl Run<'_> {
             if epoch == start.epochs + 1 {
                 (at.batches, at.loss_sum) = (start.batches, start.loss_sum);
             }
-            for positions in order.chunks(batch).skip(at.batches) {
+            for positions in order[..of_epoch].chunks(batch).skip(at.batches) {
                 let loss = self.step(positions)?;
                 // All ranks see the same mean, so they give up together.
                 if !loss.is_finite() {
@@ -277,8 +280,8 @@ impl Run<'_> {
         }
     }
 
-    /// Updates with what is left of the last micro-steps, which belongs to this epoch's images,
-    /// looks at the test images and saves.
+    /// Updates with what is left of the last micro-steps, which belongs to this epoch's samples,
+    /// looks at the test and saves.
     fn end_epoch(&mut self, at: Position) -> anyhow::Result<Epoch> {
         let report = self
             .plan
@@ -287,12 +290,12 @@ impl Run<'_> {
         if self.args.rank_args.local_sgd.is_some() {
             self.plan.average_now(&mut self.state, &mut self.comms)?;
         }
-        let ended = self.tested(at.loss_sum / self.images.len() as f64)?;
-        self.bar.set_message(format!(
-            "loss {:.4}  test accuracy {:.2} %",
-            ended.loss,
-            100.0 * ended.test_accuracy
-        ));
+        let ended = self.tested(at.loss_sum / self.task.samples_of_epoch() as f64)?;
+        let told = format!("epoch {}: {ended}", at.epochs + 1);
+        self.bar.set_message(told.clone());
+        if self.plan.topology().rank == 0 && !self.args.json {
+            self.bar.suspend(|| print(&format!("{told}\n")))?;
+        }
         self.save(Position {
             epochs: at.epochs + 1,
             last_loss: ended.loss,
@@ -301,28 +304,36 @@ impl Run<'_> {
         Ok(ended)
     }
 
-    /// An epoch of this loss, with the share of test images that the averages get right.
+    /// An epoch of this loss, with how the averages do at the test.
     fn tested(&mut self, loss: f64) -> anyhow::Result<Epoch> {
+        let tested = self.task.test(&self.averages()?)?;
+        Ok(Epoch {
+            loss,
+            test_loss: tested.loss,
+            test_accuracy: tested.accuracy,
+        })
+    }
+
+    /// The averages of the parameters, for a rule that has some, else the parameters; all ranks ask
+    /// for them alike.
+    fn averages(&mut self) -> anyhow::Result<Vec<Var>> {
         let (state, backend) = (&self.state, &self.backend);
         let averages = self
             .plan
             .gather_averages(state, backend, &mut self.comms, &self.names)?;
-        let test_accuracy = Mlp::of(self.plan.params(), &averages)?.accuracy(&self.test)?;
-        Ok(Epoch {
-            loss,
-            test_accuracy,
-        })
+        Ok(vars_of(self.plan.params(), &averages)?)
     }
 
     /// One batch, shared out among ranks; returns the mean loss over all of it.
     fn step(&mut self, positions: &[usize]) -> anyhow::Result<f64> {
         self.poll_saves()?;
+        let (whole, beside) = (Instant::now(), self.candle_ns());
         let sent = (self.comms.calls(), self.comms.bytes_sent());
         let Topology { rank, world, .. } = self.plan.topology();
         let counts = even_counts(positions.len(), world);
         let start: usize = counts[..rank].iter().sum();
-        let own = self.images.select(&positions[start..start + counts[rank]]);
-        // Gradients are averaged over ranks, so a rank with more images than others counts for
+        let own = &positions[start..start + counts[rank]];
+        // Gradients are averaged over ranks, so a rank with more samples than others counts for
         // more.
         let share = match self.args.rank_args.local_sgd {
             Some(_) => 1.0,
@@ -333,7 +344,7 @@ impl Run<'_> {
             self.state
                 .set_weight(positions.len() as f64 / batch as f64)?;
         }
-        let loss = self.gradients(&own, share)?;
+        let loss = self.gradients(own, share)?;
         let mut total = [loss * own.len() as f64];
         // The step below begins on all ranks at once, so its time is its own and not that of the
         // slowest backward pass.
@@ -346,7 +357,11 @@ impl Run<'_> {
         let report = self
             .plan
             .step(&mut self.state, &self.backend, &mut self.comms)?;
-        self.tally.update_ns += begun.elapsed().as_nanos() as f64;
+        let update_ns = begun.elapsed().as_nanos() as f64;
+        self.tally.update_ns += update_ns;
+        self.tally.ours_ns += update_ns;
+        self.tally.batch_ns += whole.elapsed().as_nanos() as f64 - (self.candle_ns() - beside);
+        self.tally.tokens += positions.len() * self.task.tokens_of_sample();
         self.tally.add(&report);
         self.tally.calls += self.comms.calls() - sent.0;
         self.tally.bytes += self.comms.bytes_sent() - sent.1;
@@ -370,47 +385,67 @@ impl Run<'_> {
         Ok(compared?)
     }
 
-    /// One forward and backward pass over this rank's images, whose mean loss it returns; gives the
-    /// gradients of `share` times the loss. A rank without images has none to give.
-    fn gradients(&mut self, images: &Images, share: f64) -> anyhow::Result<f64> {
-        let model = self.model()?;
-        if images.len() == 0 {
+    /// Time of candle's optimizer so far.
+    fn candle_ns(&self) -> f64 {
+        self.shadow.as_ref().map_or(0.0, |shadow| shadow.ns)
+    }
+
+    /// One forward and backward pass over this rank's samples, whose mean loss it returns; gives
+    /// the gradients of `share` times the loss. A rank without samples has none to give.
+    fn gradients(&mut self, samples: &[usize], share: f64) -> anyhow::Result<f64> {
+        let begun = Instant::now();
+        let vars = self.vars()?;
+        self.tally.ours_ns += begun.elapsed().as_nanos() as f64;
+        if samples.is_empty() {
             return Ok(0.0);
         }
-        let loss = model.loss(images)?;
+        let loss = self.task.loss(&vars, samples)?;
         let scale = self.state.loss_scale().map_or(1.0, |scale| scale.scale());
         let grads = (&loss * (share * scale))?.backward()?;
-        self.give(&model, &grads)?;
+        let begun = Instant::now();
+        self.give(&vars, &grads)?;
+        self.tally.ours_ns += begun.elapsed().as_nanos() as f64;
         if let Some(shadow) = &mut self.shadow {
-            shadow.step(&model, &grads, self.state.lr())?;
+            shadow.step(&vars, &grads, self.state.lr())?;
         }
         Ok(f64::from(loss.to_scalar::<f32>()?))
     }
 
     /// Gives gradients, those of the last layer first, as a backward pass finds them.
-    fn give(&mut self, model: &Mlp, grads: &GradStore) -> anyhow::Result<()> {
-        for (name, var) in self.names.iter().zip(model.vars()).rev() {
-            if let Some(grad) = grads.get(var) {
-                let (state, backend) = (&mut self.state, &self.backend);
-                self.plan
-                    .push_grad(state, backend, &mut self.comms, name, &bytes_of(grad)?)?;
-            }
+    fn give(&mut self, vars: &[Var], grads: &GradStore) -> anyhow::Result<()> {
+        for (name, var) in self.names.iter().zip(vars).rev() {
+            let Some(grad) = grads.get(var) else { continue };
+            let (state, backend) = (&mut self.state, &self.backend);
+            let (plan, comms) = (self.plan, &mut self.comms);
+            with_bytes(grad, |bytes| {
+                Ok(plan.push_grad(state, backend, comms, name, bytes)?)
+            })?;
         }
         Ok(())
     }
 
     fn summary(&mut self, history: Vec<Epoch>, last: Epoch) -> anyhow::Result<TrainSummary> {
         let params_hash = self.params_hash()?;
+        let averages = self.averages()?;
+        let written = match self.plan.topology().rank {
+            0 => self.task.write(&averages, self.args.seed)?,
+            _ => None,
+        };
         let (plan, tally) = (self.plan, &self.tally);
         let steps = tally.steps.max(1) as f64;
         let params = plan.params().iter();
         let parameter_bytes = params.map(|p| p.numel() * p.dtype.len_bytes() as u64);
         Ok(TrainSummary {
+            model: self.args.task.model.name(),
             epochs: self.args.epochs.get(),
             steps: tally.steps,
             skipped_steps: self.state.skipped(),
             final_loss: last.loss,
+            test_loss: last.test_loss,
             test_accuracy: last.test_accuracy,
+            tokens_per_second: tally.tokens as f64 / (1e-9 * tally.batch_ns.max(1.0)),
+            step_share: tally.ours_ns / tally.batch_ns.max(1.0),
+            tokens: self.task.tokens(),
             optimizer_ns_per_step: tally.update_ns / steps,
             optimizer: plan.optimizer().name(),
             dtype: DType::from(self.args.dtype).name(),
@@ -430,6 +465,7 @@ impl Run<'_> {
                 parameter_bytes: parameter_bytes.sum(),
             },
             history,
+            written,
         })
     }
 
@@ -447,7 +483,7 @@ impl Run<'_> {
     }
 }
 
-/// What decides which images a batch has.
+/// What decides which samples a batch has.
 fn images(args: &TrainArgs) -> [(&'static str, String); 2] {
     [
         ("seed", args.seed.to_string()),

@@ -19,6 +19,8 @@ mod precision;
 mod ranks;
 #[path = "cli/runs.rs"]
 mod runs;
+#[path = "cli/transformer.rs"]
+mod transformer;
 #[path = "cli/trust.rs"]
 mod trust;
 

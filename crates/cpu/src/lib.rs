@@ -8,6 +8,7 @@ mod buffer;
 mod cached;
 mod chunks;
 mod leaves;
+mod nested;
 mod pieces;
 mod reduced;
 mod tensors;

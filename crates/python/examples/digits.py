@@ -1,7 +1,7 @@
 """Learns handwritten digits with PyTorch; one line chooses the optimizer.
 
-    python digits.py ../../cli/data/digits.csv.gz --save model.pt
-    python digits.py ../../cli/data/digits.csv.gz --load model.pt --optimizer torch
+    python digits.py ../../models/data/digits.csv.gz --save model.pt
+    python digits.py ../../models/data/digits.csv.gz --load model.pt --optimizer torch
 """
 
 import argparse

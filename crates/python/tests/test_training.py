@@ -82,7 +82,7 @@ def test_losses_in_float32_part_from_pytorchs_no_further_than_its_own_fused_adam
 
 def test_a_users_session(tmp_path):
     script = WORKSPACE / "crates/python/examples/digits.py"
-    data = WORKSPACE / "crates/cli/data/digits.csv.gz"
+    data = WORKSPACE / "crates/models/data/digits.csv.gz"
 
     def session(*arguments):
         command = [sys.executable, str(script), str(data), *arguments]

@@ -1,12 +1,15 @@
-//! The handwritten digits that `train` learns.
+//! Handwritten digits, and the model that learns them.
 
 use std::io::Read;
 
 use anyhow::{Context, bail, ensure};
+use candle_core::{DType, Result, Tensor, Var};
 use flate2::read::GzDecoder;
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
+
+use crate::{Task, Tested, mlp};
 
 /// Pixels of one image: 8 × 8.
 pub(crate) const PIXELS: usize = 64;
@@ -51,8 +54,59 @@ impl Images {
     }
 }
 
+/// Handwritten digits, for a perceptron with two hidden layers: 17,226 elements in 6 variables.
+#[derive(Clone, Debug)]
+pub struct Digits {
+    /// 1,437 images.
+    train: Images,
+    /// 360 others.
+    test: Images,
+}
+
+impl Digits {
+    /// The images; `seed` decides which are held back for the test.
+    ///
+    /// # Errors
+    /// Data that was damaged in the binary.
+    pub fn load(seed: u64) -> anyhow::Result<Self> {
+        let (train, test) = load(seed)?;
+        Ok(Self { train, test })
+    }
+}
+
+impl Task for Digits {
+    fn describe(&self) -> String {
+        let (train, test) = (self.train.len(), self.test.len());
+        format!("{train} training and {test} test images of handwritten digits")
+    }
+
+    fn samples(&self) -> usize {
+        self.train.len()
+    }
+
+    fn tokens(&self) -> &'static str {
+        "images"
+    }
+
+    fn shapes(&self) -> Vec<(String, Vec<usize>)> {
+        mlp::shapes()
+    }
+
+    fn start(&self, seed: u64, dtype: DType) -> Result<Vec<Var>> {
+        mlp::start(seed, dtype)
+    }
+
+    fn loss(&self, vars: &[Var], samples: &[usize]) -> Result<Tensor> {
+        mlp::loss(vars, &self.train.select(samples))
+    }
+
+    fn test(&self, vars: &[Var]) -> Result<Tested> {
+        mlp::test(vars, &self.test)
+    }
+}
+
 /// Training and test images; `seed` decides which are which.
-pub(crate) fn load(seed: u64) -> anyhow::Result<(Images, Images)> {
+fn load(seed: u64) -> anyhow::Result<(Images, Images)> {
     let mut text = String::new();
     GzDecoder::new(FILE)
         .read_to_string(&mut text)

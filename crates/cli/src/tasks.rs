@@ -1,0 +1,77 @@
+//! What `train` trains: the model of the digits, or a transformer.
+
+use std::num::NonZeroUsize;
+
+use anyhow::ensure;
+use clap::{Args, ValueEnum};
+use fusestep_models::{Digits, Task, Text, Transformer};
+
+/// A model with its data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Model {
+    /// A perceptron on images of handwritten digits, 17,226 elements
+    Digits,
+    /// A decoder-only transformer on the characters of Shakespeare, 3.2 million elements
+    Transformer,
+}
+
+/// Flags that say what is trained.
+#[derive(Debug, Args)]
+pub(crate) struct TaskArgs {
+    /// What is trained, and on what
+    #[arg(long, value_enum, default_value = "digits")]
+    pub(crate) model: Model,
+    /// Layers of the transformer [default: 4]
+    #[arg(long, value_name = "N")]
+    layers: Option<NonZeroUsize>,
+    /// Elements of a position between the transformer's layers [default: 256]
+    #[arg(long, value_name = "N")]
+    width: Option<NonZeroUsize>,
+    /// Heads of the transformer's attention, a divisor of the width [default: 4]
+    #[arg(long, value_name = "N")]
+    heads: Option<NonZeroUsize>,
+    /// Characters that the transformer sees [default: 64]
+    #[arg(long, value_name = "N")]
+    context: Option<NonZeroUsize>,
+}
+
+impl TaskArgs {
+    /// The model and its data; `seed` decides what is held back, where that is drawn.
+    pub(crate) fn task(&self, seed: u64) -> anyhow::Result<Box<dyn Task>> {
+        if self.model == Model::Digits {
+            let sizes = [
+                ("--layers", self.layers),
+                ("--width", self.width),
+                ("--heads", self.heads),
+                ("--context", self.context),
+            ];
+            let given = sizes.iter().find(|(_, size)| size.is_some());
+            ensure!(
+                given.is_none(),
+                "{}: expected --model transformer, found digits, whose sizes are fixed",
+                given.map_or("", |(flag, _)| flag)
+            );
+            return Ok(Box::new(Digits::load(seed)?));
+        }
+        let or = |size: Option<NonZeroUsize>, default| size.map_or(default, NonZeroUsize::get);
+        let default = Transformer::default();
+        let model = Transformer {
+            layers: or(self.layers, default.layers),
+            width: or(self.width, default.width),
+            heads: or(self.heads, default.heads),
+            context: or(self.context, default.context),
+            ..default
+        };
+        Ok(Box::new(Text::shakespeare(model)?))
+    }
+}
+
+impl Model {
+    /// The name on the command line.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Model::Digits => "digits",
+            Model::Transformer => "transformer",
+        }
+    }
+}

@@ -1,0 +1,74 @@
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+
+mod digits;
+mod mlp;
+mod text;
+mod transformer;
+
+use candle_core::{DType, Result, Tensor, Var};
+
+pub use digits::Digits;
+pub use text::Text;
+pub use transformer::Transformer;
+
+/// Something to learn: a model as a function of its variables, and data to train and test it on.
+pub trait Task: Send + Sync {
+    /// What is learned, for people: `1437 training and 360 test images of handwritten digits`.
+    fn describe(&self) -> String;
+
+    /// Training samples, numbered from 0.
+    fn samples(&self) -> usize;
+
+    /// Samples after which one looks at the test: all of them, unless they are very many.
+    fn samples_of_epoch(&self) -> usize {
+        self.samples()
+    }
+
+    /// What a sample consists of, in the plural: `images`, `characters`.
+    fn tokens(&self) -> &'static str;
+
+    /// How many of those are in a sample.
+    fn tokens_of_sample(&self) -> usize {
+        1
+    }
+
+    /// Names and extents of the variables, in their order.
+    fn shapes(&self) -> Vec<(String, Vec<usize>)>;
+
+    /// The first values of all variables, which follow from `seed` alone and not from the
+    /// framework's generator. They are rounded to `dtype` and kept in it; arithmetic is f32.
+    ///
+    /// # Errors
+    /// Those of candle.
+    fn start(&self, seed: u64, dtype: DType) -> Result<Vec<Var>>;
+
+    /// The mean loss of these training samples.
+    ///
+    /// # Errors
+    /// Those of candle: variables of other shapes than [`Task::shapes`].
+    fn loss(&self, vars: &[Var], samples: &[usize]) -> Result<Tensor>;
+
+    /// How the model does on data that it is not trained on.
+    ///
+    /// # Errors
+    /// As [`Task::loss`].
+    fn test(&self, vars: &[Var]) -> Result<Tested>;
+
+    /// What the model writes, drawn by `seed`, if it writes anything.
+    ///
+    /// # Errors
+    /// As [`Task::loss`].
+    fn write(&self, _vars: &[Var], _seed: u64) -> Result<Option<String>> {
+        Ok(None)
+    }
+}
+
+/// How a model does on data that it is not trained on.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Tested {
+    /// Mean cross-entropy, in nats.
+    pub loss: f64,
+    /// Share of answers that are right when the most likely one is taken.
+    pub accuracy: f64,
+}
