@@ -314,11 +314,8 @@ impl<P: Params> Optimizer for Fused<P> {
     /// An [`AdapterError`] naming the variable whose gradient does not fit, or a hyper-parameter
     /// out of range; nothing has been written then.
     /// # Cost
-    /// The memory traffic of the rule's kernel, 28 bytes per f32 element for AdamW; one hand-over to
-    /// the threads, two for each variable of a rule with norms of its own.
-    /// # Locks
-    /// Variables of 131,072 elements and more are locked together, in the order of their names: while
-    /// a step is under way no other thread may compute with two of them in one operation.
+    /// The memory traffic of the rule's kernel, 28 bytes per f32 element for AdamW; one lock at a
+    /// time on each thread.
     fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
         self.options.check_borrowed()?;
         self.look_after_saves()?;

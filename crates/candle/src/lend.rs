@@ -1,4 +1,4 @@
-//! Variables and gradients as memory that candle guards with a lock each.
+//! Variables and gradients as memory that candle guards: one lock at a time on each thread.
 
 use std::cell::{Cell, RefCell};
 

@@ -1,12 +1,11 @@
 //! Launches that go tensor by tensor: those whose parameters and gradients a framework keeps and
 //! lends, and those of kernels that take sums over a tensor before they update it.
 //!
-//! A framework guards each tensor with its own lock. A large tensor is borrowed once, by the
-//! caller's thread, and the whole pool works on it; small ones are shared out, and each thread
-//! borrows its own, one after the other. An element-wise update has all large tensors borrowed
-//! before it hands over all of the launch at once ([`crate::nested`]). A kernel that takes sums
-//! works on one large tensor after the other: it stays in the shared cache between sums and update,
-//! as a small one does in its thread's.
+//! A framework guards each tensor with its own lock. So a thread holds one tensor at a time: a
+//! large tensor is borrowed once and the whole pool works on it; small ones are shared out and each
+//! thread borrows its own, one after the other. A kernel that takes sums profits from the same
+//! order: a small tensor stays in its thread's cache between sums and update, a large one in the
+//! shared cache.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,7 +22,6 @@ use fusestep_tensor::Role;
 use crate::CpuBackend;
 use crate::backend::{FOREIGN, NAME, gate, host_call, out_of_bounds};
 use crate::cached::ParamSums;
-use crate::nested::{GoOn, Nest, most_large};
 use crate::tensors::{Tensors, Whole, large_elements, small_elements};
 use crate::update_sums::{Slots, slots};
 use crate::window::{covered, window};
@@ -32,8 +30,7 @@ use crate::window::{covered, window};
 pub(crate) const PARTS_PER_THREAD: usize = 32;
 
 /// Lends one tensor: calls [`BorrowedPiece::update`] with its parameter and gradient. It is called
-/// from any thread of the pool; for a large tensor of a launch it is called while those before are
-/// lent, from within their [`BorrowedPiece::update`].
+/// from any thread of the pool, on one thread never for two tensors at once.
 pub type Lend<'a> = &'a (dyn Fn(BorrowedPiece<'_>) -> Result<(), BackendError> + Sync);
 
 /// A tensor whose state is at hand and whose parameter and gradient are to be borrowed, if they are
@@ -50,8 +47,6 @@ pub struct BorrowedPiece<'a> {
     cached: Option<Cached<'a>>,
     /// Places for the sums over what the update changes, if they are wanted.
     update_sums: Option<&'a mut [UnitSums]>,
-    /// What goes on with the other tensors while this one is lent, and updates them together.
-    nest: Option<&'a dyn GoOn>,
 }
 
 /// What is the same for all pieces of a launch.
@@ -111,14 +106,8 @@ impl CpuBackend {
             Some(_) => None,
             None => ParamSums::take(&mut launch),
         };
-        let together = launch.kernel.normed().is_none() && self.pool().threads() > 1;
-        let large = if together {
-            most_large(tensors, self.pool().threads())
-        } else {
-            large_elements(tensors, self.pool().threads())
-        };
-        let alone = tensors.filter(|whole| whole.is_large(large) && !together);
-        for whole in alone {
+        let large = large_elements(tensors, self.pool().threads());
+        for whole in tensors.filter(|whole| whole.is_large(large)) {
             let (kept, span) = ((&mut *launch.lists, launch.firsts), whole.span(offsets));
             let lists = lists_of(launch.kernel, kept, &span)?;
             lend(BorrowedPiece {
@@ -129,13 +118,12 @@ impl CpuBackend {
                 pool: Some(self.pool()),
                 cached: whole.cached(sums.as_ref()),
                 update_sums: whole.update_sums(&mut slots),
-                nest: None,
             })?;
         }
         let error = Mutex::new(None);
         let elements = covered(launch.batches, offsets);
         let lists = lists_of(launch.kernel, (launch.lists, launch.firsts), &elements)?;
-        let pieces = SmallPieces {
+        self.pool().run(SmallPieces {
             call,
             tensors,
             large,
@@ -148,12 +136,7 @@ impl CpuBackend {
             error: &error,
             sums: sums.as_ref(),
             slots,
-        };
-        if together {
-            Nest::new(pieces, self.pool()).run();
-        } else {
-            self.pool().run(pieces);
-        }
+        });
         let error = error.into_inner().unwrap_or_else(PoisonError::into_inner);
         if let Some(error) = error {
             return Err(error);
@@ -251,9 +234,6 @@ impl BorrowedPiece<'_> {
             sums: sums.map(|sums| sums[self.whole.tensor as usize]),
             update_sums: self.update_sums,
         };
-        if let Some(nest) = self.nest {
-            return nest.go_on(tensor);
-        }
         // A tensor that several ranks or buckets have parts of counts where it begins.
         let begins = self.whole.first_element == 0;
         if step_tensor(tensor, self.pool) == Outcome::Skip && begins {
@@ -328,7 +308,7 @@ fn cut<'a>(
 }
 
 /// The small tensors among some tensors of a launch.
-pub(crate) struct SmallPieces<'a> {
+struct SmallPieces<'a> {
     call: BorrowedCall<'a>,
     tensors: Tensors<'a>,
     /// Tensors from so many elements on are not small.
@@ -347,17 +327,26 @@ pub(crate) struct SmallPieces<'a> {
     slots: Option<Slots<'a>>,
 }
 
-/// A large tensor of a launch, and the small ones before and behind it.
-pub(crate) struct AtLarge<'a> {
-    pub(crate) before: SmallPieces<'a>,
-    pub(crate) large: Large<'a>,
-    pub(crate) behind: SmallPieces<'a>,
-}
+impl Split for SmallPieces<'_> {
+    const PARTS_PER_THREAD: usize = PARTS_PER_THREAD;
 
-impl<'a> SmallPieces<'a> {
-    /// Cuts off the tensors before `rest`, which have `taken` small elements and end before storage
-    /// element `end`.
-    fn cut(self, rest: Tensors<'a>, (taken, end): (u64, u64)) -> (Self, Self) {
+    fn elements(&self) -> u64 {
+        self.elements
+    }
+
+    fn split(self, elements: u64) -> (Self, Self) {
+        let (mut rest, mut taken, mut end) = (self.tensors, 0, self.first);
+        while taken < elements {
+            let Some(whole) = rest.next() else {
+                break;
+            };
+            taken += if whole.is_large(self.large) {
+                0
+            } else {
+                whole.numel
+            };
+            end = whole.span(self.offsets).end;
+        }
         let (left, right) = cut(self.lists, self.call.kernel, end - self.first);
         let (left_slots, right_slots) = match self.slots {
             Some(slots) => {
@@ -385,89 +374,6 @@ impl<'a> SmallPieces<'a> {
         (left, right)
     }
 
-    /// How many of the tensors are large.
-    pub(crate) fn count_large(&self) -> usize {
-        let large = self.tensors.filter(|whole| whole.is_large(self.large));
-        large.count()
-    }
-
-    /// Cuts at the first large tensor; the small ones alone if there is none.
-    pub(crate) fn at_large(self) -> Result<AtLarge<'a>, Self> {
-        let (mut rest, mut taken) = (self.tensors, 0);
-        loop {
-            let from_here = rest;
-            let Some(whole) = rest.next() else {
-                return Err(self);
-            };
-            if whole.is_large(self.large) {
-                let span = whole.span(self.offsets);
-                let (before, from_here) = self.cut(from_here, (taken, span.start));
-                let (own, behind) = from_here.cut(rest, (0, span.end));
-                return Ok(AtLarge {
-                    before,
-                    large: Large { whole, own },
-                    behind,
-                });
-            }
-            taken += whole.numel;
-        }
-    }
-
-    /// What keeps the first error of all threads.
-    pub(crate) fn errors(&self) -> &'a Mutex<Option<BackendError>> {
-        self.error
-    }
-}
-
-/// A large tensor of a launch, with its parts of the kept lists.
-pub(crate) struct Large<'a> {
-    whole: Whole,
-    /// No tensors, but what is the tensor's.
-    own: SmallPieces<'a>,
-}
-
-impl Large<'_> {
-    /// Borrows the tensor and has `nest` go on while it is lent.
-    pub(crate) fn lend(self, nest: &dyn GoOn) -> Result<(), BackendError> {
-        let Large { whole, own: large } = self;
-        (large.lend)(BorrowedPiece {
-            call: large.call,
-            whole,
-            parameter: large.members[whole.tensor as usize],
-            lists: large.lists,
-            pool: None,
-            cached: None,
-            update_sums: large
-                .slots
-                .and_then(|slots| slots.into_part(whole.tensor, whole.first_element, whole.numel)),
-            nest: Some(nest),
-        })
-    }
-}
-
-impl Split for SmallPieces<'_> {
-    const PARTS_PER_THREAD: usize = PARTS_PER_THREAD;
-
-    fn elements(&self) -> u64 {
-        self.elements
-    }
-
-    fn split(self, elements: u64) -> (Self, Self) {
-        let (mut rest, mut taken, mut end) = (self.tensors, 0, self.first);
-        while taken < elements {
-            let Some(whole) = rest.next() else {
-                break;
-            };
-            taken += if whole.is_large(self.large) {
-                0
-            } else {
-                whole.numel
-            };
-            end = whole.span(self.offsets).end;
-        }
-        self.cut(rest, (taken, end))
-    }
-
     fn run(self) {
         let mut lists = self.lists;
         let mut first = self.first;
@@ -488,7 +394,6 @@ impl Split for SmallPieces<'_> {
                 pool: None,
                 cached: whole.cached(self.sums),
                 update_sums: whole.update_sums(&mut slots),
-                nest: None,
             });
             if let Err(error) = borrowed {
                 let mut first = self.error.lock().unwrap_or_else(PoisonError::into_inner);

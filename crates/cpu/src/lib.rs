@@ -8,7 +8,6 @@ mod buffer;
 mod cached;
 mod chunks;
 mod leaves;
-mod nested;
 mod pieces;
 mod reduced;
 mod tensors;

@@ -13,8 +13,8 @@ use crate::update_sums::Slots;
 const LARGE_ELEMENTS: u64 = 128 * 1024;
 
 /// A tensor of more than a thread's work divided by this would leave the other threads waiting for
-/// its own at the end. What the pool does together costs a rule with norms two hand-overs, at which
-/// all wait for the last: with 16 here LARS took a tenth longer on ResNet-50.
+/// its own at the end. What the pool does together costs two hand-overs, at which all wait for the
+/// last: with 16 here LARS took a tenth longer on ResNet-50.
 const TENSORS_PER_THREAD: u64 = 5;
 
 /// A tensor of a launch, or the part of it that lies there, put together from the records that its

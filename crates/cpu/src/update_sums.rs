@@ -75,20 +75,6 @@ impl<'a> Slots<'a> {
         first_element: u64,
         numel: u64,
     ) -> Option<&mut [UnitSums]> {
-        let own = Slots {
-            slots: &mut *self.slots,
-            ..*self
-        };
-        own.into_part(tensor, first_element, numel)
-    }
-
-    /// [`Slots::of_part`], of which nothing else is wanted.
-    pub(crate) fn into_part(
-        self,
-        tensor: u32,
-        first_element: u64,
-        numel: u64,
-    ) -> Option<&'a mut [UnitSums]> {
         let chunk = u64::from(CHUNK_ELEMENTS);
         let from = self.firsts.get(tensor as usize)? + first_element / chunk;
         let from = from.checked_sub(self.first)? as usize;
