@@ -44,35 +44,3 @@ pub fn update(sgd: &Sgd, step: u64, element: Element, grad: f64) -> Element {
         velocity: u,
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// p = 1, g = 0.5, u = 0.2, μ = 0.9, lr = 0.1, λ = 0.1, by hand.
-    #[test]
-    fn worked_examples() {
-        let start = Element {
-            param: 1.0,
-            velocity: 0.2,
-        };
-        let plain = Sgd {
-            lr: 0.1,
-            weight_decay: WeightDecay::L2(0.1),
-            ..Sgd::with_momentum()
-        };
-        let nesterov = Sgd {
-            nesterov: Nesterov::Nesterov,
-            ..plain
-        };
-        let lone = Sgd {
-            lr: 0.1,
-            ..Sgd::default()
-        };
-        for (sgd, param) in [(plain, 0.922), (nesterov, 0.8698), (lone, 0.95)] {
-            let found = update(&sgd, 2, start, 0.5);
-            assert!((found.param - param).abs() < 1e-15, "{sgd:?}: {found:?}");
-        }
-        assert!((update(&plain, 2, start, 0.5).velocity - 0.78).abs() < 1e-15);
-    }
-}
