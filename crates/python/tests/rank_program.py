@@ -64,7 +64,7 @@ def kind_train():
     steps = OPTIONS.pop("steps", [0, 6])
     save, resume = OPTIONS.pop("save", None), OPTIONS.pop("resume", None)
     model, optimizer, options = made(seed=RANK, **OPTIONS)
-    parallel = fusestep.torch.DataParallel(model, optimizer, timeout=30, **options)
+    parallel = fusestep.torch.DataParallel(model, optimizer, timeout=120, **options)
     assert (parallel.rank, parallel.world_size) == (RANK, WORLD)
     if resume:
         assert parallel.resume(resume) == steps[0]
