@@ -23,7 +23,7 @@ const OF_OTHERS: [(&str, &[&str]); 2] = [
 
 /// The files of a rule that updates every element on its own: its licences, its page, its
 /// definition, its settings with the update of an element, and its entry for slices.
-pub(crate) const RULE: [&str; 8] = [
+pub(crate) const RULE: [&str; 9] = [
     "Cargo.toml",
     "LICENSE-APACHE",
     "LICENSE-MIT",
@@ -32,6 +32,7 @@ pub(crate) const RULE: [&str; 8] = [
     "src/reference.rs",
     "src/rule.rs",
     "src/slices.rs",
+    "tests/rule.rs",
 ];
 
 /// What is missing for the kernel `kernels/<stem>.cu`; `exists` answers for a path, `docs` is the
