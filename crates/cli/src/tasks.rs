@@ -6,6 +6,10 @@ use anyhow::ensure;
 use clap::{Args, ValueEnum};
 use fusestep_models::{Digits, Task, Text, Transformer};
 
+/// Most scores of attention in a layer, for one sample: 1,024 characters with 4 heads, with which a
+/// step takes some 5 GiB.
+const MOST_SCORES: usize = 1 << 22;
+
 /// A model with its data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Model {
@@ -62,7 +66,15 @@ impl TaskArgs {
             context: or(self.context, default.context),
             ..default
         };
-        Ok(Box::new(Text::shakespeare(model)?))
+        let text = Text::shakespeare(model)?;
+        // candle asks for memory and ends the program where there is none.
+        let scores = model.heads * model.context * model.context;
+        ensure!(
+            scores <= MOST_SCORES,
+            "--context: expected heads times context squared of at most {MOST_SCORES}, found \
+             {scores}; take a smaller --context or fewer --heads"
+        );
+        Ok(Box::new(text))
     }
 }
 

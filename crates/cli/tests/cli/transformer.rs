@@ -88,4 +88,9 @@ fn sizes_that_make_no_transformer_are_refused() {
         error.contains("context: expected a number from 1"),
         "{error}"
     );
+    let error = refused(&["train", "--model", "transformer", "--context", "1025"]);
+    assert!(
+        error.contains("of at most 4194304, found 4202500; take a smaller --context"),
+        "{error}"
+    );
 }
