@@ -105,11 +105,8 @@ impl CudaBackend {
             }
             let mut placed = self.place_batch(&steps, (&table, layout), batch, shape)?;
             let tensor_slots = slots.as_ref().map(|(_, address)| *address);
-            let [control, sums, ..] = *others else {
-                unreachable!("`launch_addresses` has both")
-            };
-            let others = (control, sums);
-            placed.sums = self.place_sums(launch, index, lists, others, tensor_slots)?;
+            let control_and_sums = (others[0], others[1]);
+            placed.sums = self.place_sums(launch, index, lists, control_and_sums, tensor_slots)?;
             batches.push(placed);
         }
         Ok(DeviceTable {
