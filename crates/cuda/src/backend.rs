@@ -164,6 +164,17 @@ impl CudaBackend {
         })
     }
 
+    /// Enqueues a launch whose arguments are packed already.
+    pub(crate) fn enqueue_packed(
+        &self,
+        entry: Entry,
+        arguments: &[u8],
+    ) -> Result<(), BackendError> {
+        self.enqueue(entry, &mut |bytes| {
+            bytes[..arguments.len()].copy_from_slice(arguments);
+        })
+    }
+
     /// Refuses a batch whose arguments no launch carries.
     pub(crate) fn check_arguments(&self, len_bytes: usize) -> Result<(), BackendError> {
         let most = self.session.info.argument_bytes;

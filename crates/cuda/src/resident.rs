@@ -40,13 +40,12 @@ struct PlacedBatch {
     /// Of launches from the table.
     arguments: Vec<u8>,
     classes: u32,
-    threads: u32,
-    blocks: u32,
+    shape: Shape,
     sums: Option<PlacedSums>,
 }
 
 /// How a batch is launched.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 struct Shape {
     threads: u32,
     blocks: u32,
@@ -134,8 +133,7 @@ impl CudaBackend {
             arguments: pack_launch_of_table(table, layout, address),
             // The batching loop counts them in 16 bits.
             classes: batch.classes.len() as u32,
-            threads: shape.threads,
-            blocks: shape.blocks,
+            shape,
             sums: None,
         })
     }
@@ -234,12 +232,10 @@ impl CudaBackend {
         let entry = Entry {
             stem,
             entry,
-            threads: batch.threads,
-            blocks: batch.blocks,
+            threads: batch.shape.threads,
+            blocks: batch.shape.blocks,
         };
-        self.enqueue(entry, &mut |bytes| {
-            bytes[..batch.arguments.len()].copy_from_slice(&batch.arguments);
-        })
+        self.enqueue_packed(entry, &batch.arguments)
     }
 
     /// Makes a graph that is being recorded keep a table and its slots.

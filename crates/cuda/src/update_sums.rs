@@ -122,9 +122,7 @@ impl CudaBackend {
             threads: sums.threads,
             blocks: sums.blocks,
         };
-        self.enqueue(entry, &mut |bytes| {
-            bytes[..sums.arguments.len()].copy_from_slice(&sums.arguments);
-        })
+        self.enqueue_packed(entry, &sums.arguments)
     }
 }
 
