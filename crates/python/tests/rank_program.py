@@ -110,7 +110,9 @@ def kind_views():
     refused(lambda: optimizer.add_param_group({"params": []}), "DataParallel")
     with torch.no_grad():
         model.first.weight.zero_()
-    refused(optimizer.step, "`first.weight`", "follow_parameters")
+    for call in (optimizer.step, parallel.flush, lambda: parallel.save(OUT / "saved", 2)):
+        refused(call, "`first.weight`", "follow_parameters")
+    assert not (OUT / "saved").exists()
     parallel.follow_parameters()
     assert not model.first.weight.any()
     model.first.weight.data = torch.full_like(model.first.weight, 2.0 + RANK)

@@ -131,6 +131,7 @@ class DataParallel(torch.nn.Module):
         """Updates from fewer micro-steps than ``accumulate``, at an epoch's end. All ranks call
         it."""
         self._refuse_written_gradients()
+        self._refuse_written_parameters()
         self._take(self._ranks.flush())
 
     def save(self, folder: Folder, steps: int, *, wait: bool = True) -> None:
@@ -140,6 +141,7 @@ class DataParallel(torch.nn.Module):
         next call's error, and :meth:`finish_saves` waits. The checkpoint before stays until this
         one is complete. All ranks call it.
         """
+        self._refuse_written_parameters()
         self._ranks.save(os.fspath(folder), steps)
         if wait:
             self._ranks.finish_saves()
@@ -220,9 +222,8 @@ class DataParallel(torch.nn.Module):
                     "`accumulate=` if that was meant"
                 )
 
-    def _step(self) -> None:
-        """The optimizer's step."""
-        self._refuse_written_gradients()
+    def _refuse_written_parameters(self) -> None:
+        """Ranks would go on from different values, or train memory that the model has left."""
         for member, version in zip(self._members, self._versions):
             if member.tensor._version != version:
                 raise RuntimeError(
@@ -236,6 +237,11 @@ class DataParallel(torch.nn.Module):
                     "memory of the ranks, found it moved to other memory since; call "
                     "`follow_parameters()` on all ranks after that"
                 )
+
+    def _step(self) -> None:
+        """The optimizer's step."""
+        self._refuse_written_gradients()
+        self._refuse_written_parameters()
         self._take(self._ranks.step(self._rules()))
 
     def _take(self, told: Dict[str, Any]) -> None:
