@@ -19,8 +19,8 @@ pub(crate) struct Wide {
 /// Those of every entry of one assembled file.
 ///
 /// # Errors
-/// If the file cannot be disassembled, or an entry stores other than it should; see
-/// [`expected_stores`].
+/// If the file cannot be disassembled, or an entry loads or stores other than it should; see
+/// [`missing`] and [`expected_stores`].
 pub(crate) fn count(disassembler: &Path, cubin: &Path) -> Result<BTreeMap<String, Wide>> {
     let mut command = Command::new(disassembler);
     command.arg("-c").arg(cubin);
@@ -30,9 +30,9 @@ pub(crate) fn count(disassembler: &Path, cubin: &Path) -> Result<BTreeMap<String
         bail!("{}: the disassembler names no entry", cubin.display());
     }
     for (name, wide) in &entries {
-        if name.starts_with("amp_norm_") && wide.loads == 0 {
+        if let Some(expected) = missing(name, *wide) {
             bail!(
-                "{name} in {}: expected loads of 16 bytes, found none",
+                "{name} in {}: expected {expected} of 16 bytes, found none",
                 cubin.display()
             );
         }
@@ -76,6 +76,26 @@ fn parse(text: &str) -> BTreeMap<String, Wide> {
         entry.stores += wide("STG.");
     }
     entries
+}
+
+/// What an entry should have and has not. Entries for f32 and f64 move packs of 16 bytes, but for
+/// those that derive sets or take sums for LARS and LAMB, whose lanes the fixed tree puts side by
+/// side; norms load and copies for norms of updates store them whatever the dtype. Else it depends
+/// on the registers with 16 bits.
+fn missing(name: &str, wide: Wide) -> Option<&'static str> {
+    let of_dtype = name.split('_').any(|part| matches!(part, "f32" | "f64"));
+    let of_updates = name.starts_with("update_sums_");
+    let keeps = name.starts_with("update_sums_keep_");
+    let apart = ["_sets_", "_sums_", "_s16", "amp_"];
+    let moves = keeps || !apart.iter().any(|part| name.contains(part));
+    let sums = name.starts_with("amp_norm_") || of_updates && !keeps;
+    if wide.loads == 0 && (sums || moves && of_dtype) {
+        Some("loads")
+    } else if wide.stores == 0 && (keeps || moves && of_dtype) {
+        Some("stores")
+    } else {
+        None
+    }
 }
 
 /// A way through a kernel: the lists of state that it writes, and how often each pack of a list is
@@ -138,6 +158,29 @@ mod tests {
         assert_eq!(entries["fused_adam_f32"], wide(2, 1));
         assert_eq!(entries["fused_adam_sets_f32"], wide(0, 0));
         assert_eq!(entries.len(), 2);
+    }
+
+    #[test]
+    fn an_entry_without_packs_is_noticed() {
+        let wide = |loads, stores| Wide { loads, stores };
+        for (name, loads, stores, expected) in [
+            ("lion_f32", 0, 3, Some("loads")),
+            ("rank_order_f64", 3, 0, Some("stores")),
+            ("rank_order_u8", 0, 0, None),
+            ("amp_norm_bf16", 0, 0, Some("loads")),
+            ("amp_norm_f32", 3, 0, None),
+            ("amp_finish", 0, 0, None),
+            ("lion_sets_f32", 0, 0, None),
+            ("lion_bf16", 0, 0, None),
+            ("lion_f32_s16", 0, 0, None),
+            ("lamb_sums_f32", 0, 0, None),
+            ("update_sums_f32", 0, 0, Some("loads")),
+            ("update_sums_keep_f32", 0, 2, Some("loads")),
+            ("update_sums_keep_bf16", 0, 2, None),
+            ("update_sums_keep_bf16", 1, 0, Some("stores")),
+        ] {
+            assert_eq!(missing(name, wide(loads, stores)), expected, "{name}");
+        }
     }
 
     #[test]
