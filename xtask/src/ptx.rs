@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::{
     parallel, ptxas,
-    wheels::{self, NVRTC, RUNTIME_HEADERS},
+    wheels::{self, NVRTC},
     workspace_root,
 };
 
@@ -99,35 +99,29 @@ fn stems(kernels: &Path) -> Result<Vec<String>> {
     Ok(stems)
 }
 
-/// The pinned compiler with everything a source may include.
+/// The pinned compiler, and where sources include from.
 struct Compiler {
     driver: PathBuf,
     library: PathBuf,
-    include_folders: [PathBuf; 2],
+    include_folder: PathBuf,
 }
 
 impl Compiler {
     fn fetch(root: &Path) -> Result<Self> {
-        let header = wheels::file_below(&RUNTIME_HEADERS.unpacked(root)?, "cooperative_groups.h")?;
-        let headers = header.parent().context("the header lies in no folder")?;
         Ok(Self {
             driver: root.join("xtask/nvrtc.py"),
             library: wheels::file_below(&NVRTC.unpacked(root)?, "libnvrtc.so.12")?,
-            include_folders: [root.join("kernels"), headers.to_path_buf()],
+            include_folder: root.join("kernels"),
         })
     }
 
     fn compile(&self, source: &Path, out: &Path) -> Result<()> {
-        let includes = self
-            .include_folders
-            .iter()
-            .map(|folder| format!("--include-path={}", folder.display()));
         let mut command = wheels::python();
         command
             .arg(&self.driver)
             .args([self.library.as_path(), source, out])
             .args(OPTIONS)
-            .args(includes);
+            .arg(format!("--include-path={}", self.include_folder.display()));
         let log = wheels::output(&mut command).with_context(|| source.display().to_string())?;
         print!("{log}");
         Ok(())

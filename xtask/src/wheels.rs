@@ -27,12 +27,6 @@ pub(crate) const NVRTC: Wheel = Wheel {
     version: "12.4.127",
 };
 
-/// Headers for kernels that wait for the whole grid, of the compiler's release.
-pub(crate) const RUNTIME_HEADERS: Wheel = Wheel {
-    name: "nvidia-cuda-runtime-cu12",
-    version: "12.4.127",
-};
-
 /// Assembles PTX. 12.9 is the newest release line that still knows sm_70.
 pub(crate) const PTXAS: Wheel = Wheel {
     name: "nvidia-cuda-nvcc-cu12",
