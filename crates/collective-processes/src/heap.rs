@@ -50,6 +50,7 @@ impl Heap {
                         offset,
                         place_bytes,
                         len_bytes,
+                        is_left: false,
                     });
                 }
                 Err(error) => {
@@ -104,12 +105,19 @@ pub(crate) struct Arena {
     offset: u64,
     place_bytes: u64,
     len_bytes: usize,
+    is_left: bool,
 }
 
 impl Arena {
     /// Where it begins in the segment.
     pub(crate) fn offset(&self) -> u64 {
         self.offset
+    }
+
+    /// Leaves the memory as it is, for the ranks that still use it; it ends with the segment, when
+    /// the last of them has unmapped it.
+    pub(crate) fn leave(mut self) {
+        self.is_left = true;
     }
 }
 
@@ -131,6 +139,9 @@ impl MemoryOwner for Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
+        if self.is_left {
+            return;
+        }
         let heap = &self.heap;
         heap.segment.release(self.offset, self.place_bytes);
         let file = usize::from(self.offset >= heap.segment.first_bytes());

@@ -50,14 +50,29 @@ impl Session {
 
     /// Frees retired blocks that no rank uses any more.
     pub(crate) fn collect(&self) {
-        self.retired().retain(|block| {
-            let head: &GroupHead = self.segment.at(block.offset());
-            head.users.load(Ordering::SeqCst) > 0
-        });
+        self.retired().retain(|block| self.is_used(block));
+    }
+
+    fn is_used(&self, block: &Arena) -> bool {
+        let head: &GroupHead = self.segment.at(block.offset());
+        head.users.load(Ordering::SeqCst) > 0
     }
 
     fn retired(&self) -> MutexGuard<'_, Vec<Arena>> {
         self.retired.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Session {
+    /// A rank whose last call is over may not have looked yet how it ended: in a block that is
+    /// freed under it that call would never end.
+    fn drop(&mut self) {
+        let retired = std::mem::take(&mut *self.retired());
+        for block in retired {
+            if self.is_used(&block) {
+                block.leave();
+            }
+        }
     }
 }
 
@@ -133,4 +148,48 @@ pub(crate) fn life_in(word: &AtomicU64) -> Option<Life> {
         began: word & ((1 << BEGAN_BITS) - 1),
     };
     (word != 0).then_some(life)
+}
+
+#[cfg(test)]
+mod tests {
+    use fusestep_coalesce::MemoryOwner;
+
+    use super::*;
+    use crate::group::Group;
+
+    /// The block of a group of two ranks, after the session of its leader has ended.
+    fn block_after(users: u32) -> Vec<u8> {
+        let plan = SessionPlan {
+            world_size: 2,
+            part_bytes: [HUGE_PAGE_BYTES, HUGE_PAGE_BYTES],
+        };
+        let files: Vec<_> = plan
+            .file_bytes()
+            .map(|len| {
+                let file = tempfile::tempfile().unwrap();
+                file.set_len(len).unwrap();
+                file
+            })
+            .into();
+        let session = Session::new(Segment::map(files).unwrap(), plan, 0);
+        // What the other rank has mapped.
+        let other = Arc::clone(&session.segment);
+        let mut block = Group::found(&session, 2).unwrap();
+        let (offset, len) = (block.offset(), block.bytes().len());
+        block.bytes_mut().fill(7);
+        let head: &GroupHead = other.at(offset);
+        head.users.store(users, Ordering::SeqCst);
+        session.retire(block);
+        drop(session);
+        let bytes = other.address(offset, len);
+        // SAFETY: inside of the mapping, which `other` keeps, and nobody writes to it.
+        unsafe { std::slice::from_raw_parts(bytes, len) }.to_vec()
+    }
+
+    #[test]
+    fn a_block_that_a_rank_still_uses_outlives_its_leader() {
+        let block = block_after(1);
+        assert!(block.iter().filter(|&&byte| byte == 7).count() > block.len() - 8);
+        assert!(block_after(0).iter().all(|&byte| byte == 0), "given back");
+    }
 }
