@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from functools import partial
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
@@ -89,9 +90,11 @@ class DataParallel(torch.nn.Module):
         self._norms: Optional[List[Tuple[str, float]]] = None
         self._handles: List[Any] = []
         self.follow_parameters()
-        for tensor in self._tensors:
+        for index, tensor in enumerate(self._tensors):
             register: Any = tensor.register_post_accumulate_grad_hook
             self._handles.append(register(self._accumulated))
+            if index in self._gradients:
+                self._handles.append(tensor.register_hook(partial(self._arriving, index)))
         optimizer._ranks = self
 
     @property
@@ -179,6 +182,30 @@ class DataParallel(torch.nn.Module):
         return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
     @torch.no_grad()
+    def _arriving(self, index: int, gradient: Tensor) -> Optional[Tensor]:
+        """Called by autograd with a gradient on its way to ``.grad``, which it writes to memory of
+        its own where the gradient is a view of something, such as a sum's. It goes to the memory of
+        the ranks at once instead. What does not fit goes on as it is, to :meth:`_accumulated`."""
+        view = self._gradients[index]
+        if index in self._given or self._tensors[index].grad is not None:
+            return None
+        dense = gradient.layout == torch.strided and gradient.device == view.device
+        if not dense or (gradient.dtype, gradient.shape) != (view.dtype, view.shape):
+            return None
+        self._fill(index, gradient)
+        # Autograd takes over what nobody else refers to.
+        return view.detach()
+
+    def _fill(self, index: int, gradient: Tensor) -> None:
+        """Copies a gradient into its view."""
+        if gradient.is_contiguous():
+            # Past the caches: what moves between ranks is not read again soon.
+            len_bytes = gradient.numel() * gradient.element_size()
+            self._ranks.copy(index, (gradient.data_ptr(), len_bytes))
+        else:
+            self._gradients[index].copy_(gradient)
+
+    @torch.no_grad()
     def _accumulated(self, tensor: Tensor) -> None:
         """Called by autograd when a parameter has its gradient."""
         index, gradient = self._index[id(tensor)], tensor.grad
@@ -200,12 +227,7 @@ class DataParallel(torch.nn.Module):
                 tensor.grad = None
             return
         if gradient.data_ptr() != view.data_ptr():
-            if gradient.is_contiguous():
-                # Past the caches: what moves between ranks is not read again soon.
-                len_bytes = gradient.numel() * gradient.element_size()
-                self._ranks.copy(index, (gradient.data_ptr(), len_bytes))
-            else:
-                view.copy_(gradient)
+            self._fill(index, gradient)
             tensor.grad = view
         self._given[index] = view._version
         self._ranks.given(index)
