@@ -130,6 +130,32 @@ def kind_views():
     write(model)
 
 
+def kind_arriving():
+    """Gradients that are one element, in another order, or another hook's."""
+    model, optimizer, options = made(**OPTIONS)
+    parallel = fusestep.torch.DataParallel(model, optimizer, timeout=30, **options)
+    seen = {}
+    model.first.weight.register_hook(lambda gradient: 2 * gradient)
+    for name in ("bias", "weight"):
+        getattr(model.second, name).register_hook(
+            lambda gradient, name=name: seen.update({name: gradient.data_ptr()})
+        )
+    factors = torch.arange(37.0 * 65).view(37, 65) + RANK
+    loss = model.first.weight.sum() * (RANK + 1) + model.second.bias.sum()
+    (loss + (model.second.weight.t() * factors).sum()).backward()
+    # Nothing is averaged before the step without communication streams.
+    assert (model.first.weight.grad == 2.0 * (RANK + 1)).all()
+    assert (model.second.bias.grad == 1).all()
+    assert torch.equal(model.second.weight.grad, factors.t())
+    for name, address in seen.items():
+        gradient = getattr(model.second, name).grad
+        assert gradient.data_ptr() == address, "written once, where ranks read it"
+        assert gradient.is_contiguous()
+    optimizer.step()
+    parallel.close()
+    write(model)
+
+
 def kind_written():
     how, errors = OPTIONS.pop("how"), []
     model, optimizer, options = made(**OPTIONS)

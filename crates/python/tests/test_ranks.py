@@ -120,6 +120,10 @@ def test_gradients_are_views_and_what_is_wrong_is_refused(tmp_path, options):
     run("views", tmp_path, **options)
 
 
+def test_gradients_are_written_where_ranks_read_them(tmp_path):
+    assert same_models(*run("arriving", tmp_path, comm_streams=0))
+
+
 @pytest.mark.parametrize("how", ["backward", "clip", "zeros"])
 def test_gradients_written_while_ranks_average_them_are_refused(tmp_path, how):
     for found in run("written", tmp_path, how=how):
