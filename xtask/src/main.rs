@@ -74,8 +74,8 @@ const COMMANDS: &[Command] = &[
     },
     Command {
         name: "python",
-        usage: "python [--bare | -- PYTEST ARGUMENTS]   test the Python package beside the pinned \
-                PyTorch, or its seam alone without it",
+        usage: "python [--bare | --mpi | -- PYTEST ARGUMENTS]   test the Python package beside the \
+                pinned PyTorch, under mpirun, or its seam alone without PyTorch",
         run: python::run,
     },
     Command {

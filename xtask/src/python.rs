@@ -20,9 +20,12 @@ const SOURCES: &str = "crates/python/python/fusestep";
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
     match arguments {
         [flag] if flag == "--bare" => bare(),
-        [] => full(&[]),
-        [dashes, rest @ ..] if dashes == "--" => full(rest),
-        _ => bail!("expected `python [--bare | -- PYTEST ARGUMENTS]`, found {arguments:?}"),
+        [flag] if flag == "--mpi" => full(&["--features", "mpi"], &["-k", "mpirun"]),
+        [] => full(&[], &[]),
+        [dashes, rest @ ..] if dashes == "--" => {
+            full(&[], &rest.iter().map(String::as_str).collect::<Vec<_>>())
+        }
+        _ => bail!("expected `python [--bare | --mpi | -- PYTEST ARGUMENTS]`, found {arguments:?}"),
     }
 }
 
@@ -33,7 +36,7 @@ pub(crate) fn wheel(arguments: &[String]) -> Result<()> {
         [flag] if flag == "--from-sdist" => true,
         _ => bail!("expected `wheel [--from-sdist]`, found {arguments:?}"),
     };
-    let built = Built::new()?;
+    let built = Built::new(&[])?;
     println!("{}", built.wheel.display());
     println!("{}", built.sources.display());
     if from_sources {
@@ -71,10 +74,10 @@ fn bare() -> Result<()> {
     Ok(())
 }
 
-/// Installs the wheel beside the pinned PyTorch, checks types and runs all tests.
-fn full(arguments: &[String]) -> Result<()> {
+/// Installs a wheel of these features beside the pinned PyTorch, checks types and runs tests.
+fn full(features: &[&str], arguments: &[&str]) -> Result<()> {
     let root = workspace_root();
-    let built = Built::new()?;
+    let built = Built::new(features)?;
     let environment = Environment::new("target/python/test")?;
     let tests = root.join("crates/python/tests");
     environment.install(&["-r".as_ref(), tests.join("requirements.txt").as_os_str()])?;
@@ -108,13 +111,20 @@ struct Built {
 }
 
 impl Built {
-    fn new() -> Result<Self> {
+    fn new(features: &[&str]) -> Result<Self> {
         let environment = Environment::new("target/python/build")?;
         environment.install(&[MATURIN.as_ref()])?;
         let root = workspace_root();
         let out = root.join("target/python/wheels");
         let manifest = root.join("crates/python/Cargo.toml");
-        for command in [&["build", "--release"][..], &["sdist"]] {
+        // A wheel that takes this machine's MPI is for this machine.
+        let here: &[&str] = if features.is_empty() {
+            &[]
+        } else {
+            &["--auditwheel", "skip"]
+        };
+        let build = [&["build", "--release"], features, here].concat();
+        for command in [&build[..], &["sdist"]] {
             let mut maturin = environment.python();
             maturin
                 .args(["-m", "maturin"])

@@ -264,7 +264,11 @@ def main(kind, out, options, started=None):
         told = os.open(OUT / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT)
         for stream in (1, 2):
             os.dup2(told, stream)
-    RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # Of torchrun, or of Open MPI's mpirun.
+    RANK, WORLD = (
+        int(os.environ.get(name) or os.environ[f"OMPI_COMM_WORLD_{name.removeprefix('WORLD_')}"])
+        for name in ("RANK", "WORLD_SIZE")
+    )
     torch.set_num_threads(1)
     globals()[f"kind_{kind}"]()
 

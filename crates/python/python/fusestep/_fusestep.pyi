@@ -3,9 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Dict, List, Optional, Tuple, final
 
-__all__ = ["__version__", "check", "Ranks", "Session"]
+__all__ = ["__version__", "check", "engines", "Ranks", "Session"]
 
 __version__: str
+
+engines: Tuple[str, ...]
+"""The ways for processes to reach each other that this build has: ``mpi`` only if asked for."""
 
 def check(settings: Dict[str, Any]) -> None:
     """Raises ``ValueError`` unless the settings name a rule and are all in range."""

@@ -91,10 +91,10 @@ class DataParallel(torch.nn.Module):
         self._handles: List[Any] = []
         self.follow_parameters()
         for index, tensor in enumerate(self._tensors):
-            register: Any = tensor.register_post_accumulate_grad_hook
-            self._handles.append(register(self._accumulated))
+            hooked: Any = tensor
+            self._handles.append(hooked.register_post_accumulate_grad_hook(self._accumulated))
             if index in self._gradients:
-                self._handles.append(tensor.register_hook(partial(self._arriving, index)))
+                self._handles.append(hooked.register_hook(partial(self._arriving, index)))
         optimizer._ranks = self
 
     @property
