@@ -378,14 +378,18 @@ impl Split for SmallPieces<'_> {
         let mut lists = self.lists;
         let mut first = self.first;
         let mut slots = self.slots;
+        let are_all_lent = lists.iter().all(|list| matches!(list, HostList::Absent));
         for whole in self.tensors {
             if whole.is_large(self.large) {
                 continue;
             }
-            let elements = whole.span(self.offsets);
-            let (_, from_here) = cut(lists, self.call.kernel, elements.start - first);
-            let (kept, rest) = cut(from_here, self.call.kernel, whole.numel);
-            (lists, first) = (rest, elements.end);
+            let mut kept: [HostList<'_>; MAX_LISTS] = Default::default();
+            if !are_all_lent {
+                let elements = whole.span(self.offsets);
+                let (_, from_here) = cut(lists, self.call.kernel, elements.start - first);
+                (kept, lists) = cut(from_here, self.call.kernel, whole.numel);
+                first = elements.end;
+            }
             let borrowed = (self.lend)(BorrowedPiece {
                 call: self.call,
                 whole,

@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fusestep_launch::{
     CHUNK_ELEMENTS, CachedSum, FINISHED_BYTES, HostCall, HostList, HostRun, HostSpans, LeafSums,
-    MAX_LISTS, MAX_SUMS, MultiTensorKernel, Outcome, UnitSums,
+    MAX_LISTS, MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, UnitSums,
 };
 use fusestep_simd::{MAX_SHARED, Order, Pool, Split};
 
@@ -62,11 +62,23 @@ pub struct Tensor<'a> {
 /// # Cost
 /// A tensor of a kernel that takes sums is read twice, the second time from cache if it fits; but
 /// its parameters once if their sum was cached, and its gradient once if its sum is given.
+#[inline]
 pub fn step_tensor(tensor: Tensor<'_>, pool: Option<&Pool>) -> Outcome {
-    let Some(normed) = tensor.kernel.normed() else {
+    if let Some(normed) = tensor.kernel.normed() {
+        return step_normed(tensor, normed, pool);
+    }
+    if pool.is_none() && tensor.update_sums.is_none() {
+        // Most tensors of most models: not moved once more, which a small one feels.
+        let spans = tensor.spans();
+        let run = HostRun::new(tensor.call, tensor.lists, spans);
+        tensor.kernel.run_host(run);
+    } else {
         update(tensor, pool);
-        return Outcome::Update;
-    };
+    }
+    Outcome::Update
+}
+
+fn step_normed(tensor: Tensor<'_>, normed: &dyn NormedKernel, pool: Option<&Pool>) -> Outcome {
     let mut tensor = tensor;
     let sums = match tensor.sums {
         Some(sums) => sums,

@@ -1,12 +1,15 @@
 //! The tensors of a step: parameters, their gradients and their state, found anew at every step.
 
+use std::sync::Arc;
+
 use fusestep::DType;
 use fusestep::launch::{MAX_LISTS, TensorList};
 use pyo3::exceptions::PyValueError;
-use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString};
+use pyo3::{ffi, intern};
 
+use crate::ahead::{Ahead, TENSORS};
 use crate::dlpack::{Exchange, Expected, Place, Unfit};
 use crate::loan::{GRADIENT, Places, read_count};
 
@@ -21,9 +24,11 @@ pub(crate) struct Parameter {
     /// Its position in the plan, if it trains.
     pub(crate) member: Option<usize>,
     /// The lists of its kernel, and their names in its state.
-    pub(crate) lists: Box<[TensorList]>,
+    pub(crate) lists: Arc<[TensorList]>,
     pub(crate) keys: [Option<Py<PyString>>; MAX_LISTS],
     pub(crate) state: Option<Py<PyDict>>,
+    /// What was found in its state last, kept until something else is there.
+    found: [Option<Py<PyAny>>; TENSORS],
 }
 
 impl Parameter {
@@ -34,34 +39,80 @@ impl Parameter {
             name,
             shape,
             member: None,
-            lists: Box::default(),
+            lists: Arc::default(),
             keys: Default::default(),
             state: None,
+            found: Default::default(),
         }
     }
+
+    /// Looks for a tensor of the state, number `at`; whether there is anything.
+    fn find(&mut self, py: Python<'_>, at: usize) -> PyResult<bool> {
+        let Some(state) = &self.state else {
+            return Ok(false);
+        };
+        let key = match self.keys.get(at) {
+            Some(Some(key)) => key.bind(py),
+            _ => intern!(py, "step"),
+        };
+        // SAFETY: both are live objects, the first a dict; the interpreter's lock is held.
+        let item = unsafe { ffi::PyDict_GetItemWithError(state.as_ptr(), key.as_ptr()) };
+        let known = &mut self.found[at];
+        if item.is_null() {
+            *known = None;
+            return PyErr::take(py).map_or(Ok(false), Err);
+        }
+        if known.as_ref().is_none_or(|known| known.as_ptr() != item) {
+            // SAFETY: a reference that the dict has, and nobody has run since it gave it.
+            *known = Some(unsafe { Py::from_borrowed_ptr(py, item) });
+        }
+        Ok(true)
+    }
+
+    /// Whether there is all of the state.
+    fn find_all(&mut self, py: Python<'_>, counted: bool) -> PyResult<bool> {
+        for at in 0..MAX_LISTS {
+            if self.keys[at].is_none() {
+                continue;
+            }
+            if !self.find(py, at)? || self.found[at].as_ref().is_none_or(|own| own.is_none(py)) {
+                return Ok(false);
+            }
+        }
+        Ok(!counted || self.find(py, COUNT)?)
+    }
 }
+
+/// Where a parameter has the tensor that counts its steps, behind those of its lists.
+const COUNT: usize = MAX_LISTS;
 
 /// What has been found so far.
 pub(crate) struct Collected<'a, 'py> {
     borrowed: &'a mut [Places],
+    ahead: &'a mut Ahead,
     /// The steps that each parameter has taken.
     pub(crate) steps: Vec<u64>,
     /// Positions of parameters that have a gradient.
     pub(crate) updated: Vec<usize>,
     /// Tensors that count steps, and what they have counted.
     pub(crate) counts: Vec<(Place, DType, f64)>,
-    /// References that keep what was found.
+    /// References that keep gradients.
     pub(crate) kept: Vec<Bound<'py, PyAny>>,
     pub(crate) copied: u64,
 }
 
 impl<'a> Collected<'a, '_> {
-    pub(crate) fn new(borrowed: &'a mut [Places], steps: impl Iterator<Item = u64>) -> Self {
+    pub(crate) fn new(
+        borrowed: &'a mut [Places],
+        ahead: &'a mut Ahead,
+        steps: impl Iterator<Item = u64>,
+    ) -> Self {
         Self {
             updated: Vec::with_capacity(borrowed.len()),
             counts: Vec::with_capacity(borrowed.len()),
-            kept: Vec::with_capacity(borrowed.len() * 4),
+            kept: Vec::with_capacity(borrowed.len()),
             borrowed,
+            ahead,
             steps: steps.collect(),
             copied: 0,
         }
@@ -89,7 +140,8 @@ impl Collector {
         gradients: Option<&Bound<'py, PyList>>,
         found: &mut Collected<'_, 'py>,
     ) -> PyResult<bool> {
-        let tensor = parameter.tensor.bind(py).clone();
+        found.ahead.ask(index);
+        let tensor = parameter.tensor.bind(py);
         let gradient = match gradients {
             Some(gradients) => gradients.get_item(index)?,
             None => tensor.getattr(intern!(py, "grad"))?,
@@ -102,10 +154,12 @@ impl Collector {
             return Ok(true);
         }
         let mut places = [Place::default(); MAX_LISTS];
-        match self.place(&tensor, expected(parameter, 0)) {
+        match self.place(tensor, expected(parameter, 0)) {
             Ok(place) => places[0] = place,
             Err(_) => return Ok(false),
         }
+        found.ahead.saw(index, 0, tensor);
+        found.ahead.saw(index, GRADIENT, &gradient);
         let (place, gradient) = self.gradient(parameter, gradient, found)?;
         places[GRADIENT] = place;
         found.kept.push(gradient);
@@ -148,81 +202,66 @@ impl Collector {
         parameter: &mut Parameter,
         (owner, index): (&Bound<'py, PyAny>, usize),
         (places, member): (&mut [Place; MAX_LISTS], usize),
-        found: &mut Collected<'_, 'py>,
+        collected: &mut Collected<'_, 'py>,
     ) -> PyResult<()> {
         if !self.counted && parameter.keys.iter().all(Option::is_none) {
             return Ok(());
         }
         let mut first = false;
-        if !self.is_complete(py, parameter)? {
+        if !parameter.find_all(py, self.counted)? {
             let state = owner.call_method1(intern!(py, "_make_state"), (index,))?;
             let (state, none): (Py<PyDict>, bool) = state.extract()?;
             parameter.state = Some(state);
             first = none;
+            parameter.find_all(py, self.counted)?;
         }
-        let Some(state) = &parameter.state else {
-            return Ok(());
-        };
-        let state = state.bind(py);
         for (list, key) in parameter.keys.iter().enumerate() {
             let Some(key) = key else { continue };
-            let Some(own) = state.get_item(key.bind(py))? else {
+            let Some(own) = &parameter.found[list] else {
                 let text = format!("`{}`: expected `{key}` in its state", parameter.name);
                 return Err(PyValueError::new_err(text));
             };
+            let own = own.bind(py);
             let wanted = expected(parameter, list);
-            let place = self.place(&own, wanted);
+            let place = self.place(own, wanted);
             places[list] =
                 place.map_err(|unfit| misfit(parameter, &key.to_string(), wanted, unfit))?;
-            found.kept.push(own);
+            collected.ahead.saw(index, list, own);
         }
         if self.counted {
-            found.steps[member] = self.count(py, parameter, state, found)?;
+            collected.steps[member] = self.count(py, parameter, index, collected)?;
         } else {
             // Rules that count nothing tell a first step from all others.
-            found.steps[member] = if first { 0 } else { found.steps[member].max(1) };
+            let steps = &mut collected.steps[member];
+            *steps = if first { 0 } else { (*steps).max(1) };
         }
         Ok(())
     }
 
-    /// Whether there is all of a parameter's state.
-    fn is_complete(&self, py: Python<'_>, parameter: &Parameter) -> PyResult<bool> {
-        let Some(state) = &parameter.state else {
-            return Ok(false);
-        };
-        let state = state.bind(py);
-        for key in parameter.keys.iter().flatten() {
-            match state.get_item(key.bind(py))? {
-                Some(own) if !own.is_none() => {}
-                _ => return Ok(false),
-            }
-        }
-        Ok(!self.counted || state.get_item(intern!(py, "step"))?.is_some())
-    }
-
     /// Reads what the tensor `step` counts.
-    fn count<'py>(
+    fn count(
         &self,
-        py: Python<'py>,
+        py: Python<'_>,
         parameter: &Parameter,
-        state: &Bound<'py, PyDict>,
-        found: &mut Collected<'_, 'py>,
+        index: usize,
+        collected: &mut Collected<'_, '_>,
     ) -> PyResult<u64> {
-        let step = state.get_item(intern!(py, "step"))?;
+        let step = parameter.found[COUNT].as_ref();
         let step = step.ok_or_else(|| PyValueError::new_err("expected `step`, found none"))?;
+        let step = step.bind(py);
         for dtype in [DType::F32, DType::F64] {
             let one = Expected { dtype, shape: &[] };
-            let Ok(place) = self.place(&step, one) else {
+            let Ok(place) = self.place(step, one) else {
                 continue;
             };
             // SAFETY: the place of a tensor of one element of this dtype, found just now and kept
-            // by `step`; the interpreter's lock is held.
+            // by `parameter`; the interpreter's lock is held.
             let count = unsafe { read_count(place, dtype) };
             if !(0.0..MAX_COUNT).contains(&count) {
                 break;
             }
-            found.counts.push((place, dtype, count));
-            found.kept.push(step);
+            collected.counts.push((place, dtype, count));
+            collected.ahead.saw(index, COUNT, step);
             return Ok(count as u64);
         }
         Err(PyValueError::new_err(format!(

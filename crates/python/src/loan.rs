@@ -4,9 +4,19 @@ use fusestep::launch::{
     Access, Backend, BackendError, HostList, Launch, LaunchReport, MAX_LISTS, Reduce, TensorList,
 };
 use fusestep::planner::Lender;
+use fusestep::simd::prefetch_address;
 use fusestep::{CpuBackend, DType};
 
 use crate::dlpack::Place;
+
+/// How many tensors ahead memory is asked for.
+const AHEAD: usize = 3;
+
+/// The beginning of a tensor that is asked for ahead.
+const SHORT_BYTES: usize = 512;
+
+/// Bytes of a cache line.
+const LINE_BYTES: usize = 64;
 
 /// The tensors of one parameter, in the order of its kernel's lists; `None` without a gradient.
 pub(crate) type Places = Option<[Place; MAX_LISTS]>;
@@ -146,6 +156,17 @@ impl<'a> Loan<'a> {
         Ok(Self { borrowed, backend })
     }
 
+    /// Asks for the memory of a tensor that is updated soon, if it is too short for the processor
+    /// to see what comes.
+    #[inline]
+    fn ask(&self, parameter: usize) {
+        for place in self.borrowed[parameter].iter().flatten() {
+            for line in (0..place.len_bytes.min(SHORT_BYTES)).step_by(LINE_BYTES) {
+                prefetch_address(place.address + line);
+            }
+        }
+    }
+
     fn read(&self, parameter: usize, list: usize) -> &'a [u8] {
         match &self.borrowed[parameter] {
             Some(borrowed) => bytes(borrowed[list]),
@@ -181,8 +202,11 @@ impl Lender for Loan<'_> {
 
     fn launch(&mut self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         let (members, kernel) = (launch.members, launch.kernel);
-        let borrowed = self.borrowed;
+        let (borrowed, loan) = (self.borrowed, &*self);
         self.backend.launch_borrowed(launch, &|piece| {
+            if let Some(&soon) = members.get(piece.tensor() + AHEAD) {
+                loan.ask(soon as usize);
+            }
             let Some(places) = &borrowed[members[piece.tensor()] as usize] else {
                 return Ok(());
             };

@@ -3,15 +3,16 @@
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use fusestep::launch::MAX_LISTS;
+use fusestep::launch::{MAX_LISTS, TensorList};
 use fusestep::planner::{Optimizer, Plan, State, StepReport};
 use fusestep::tensor::ParamDesc;
 use fusestep::{CpuBackend, DType, Shape, Tensors, Trust};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
-use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyString, PyType};
+use pyo3::types::{PyDict, PyList, PyRange, PyString, PyType};
+use pyo3::{ffi, intern};
 
+use crate::ahead::Ahead;
 use crate::collect::{Collected, Collector, Parameter};
 use crate::dlpack::Exchange;
 use crate::loan::{Checked, Loan, Places, write_count};
@@ -32,6 +33,7 @@ pub(crate) struct Session {
     trusts: Vec<Option<Trust>>,
     parameters: Vec<Parameter>,
     collector: Collector,
+    ahead: Ahead,
     /// Values of the optimizer's `state` when it was last looked through.
     values: Vec<Py<PyAny>>,
     borrowed: Vec<Places>,
@@ -78,7 +80,8 @@ impl Session {
         };
         let mut planner = Settings(options).planner(first, Tensors::BorrowedWithState)?;
         let mut names = vec![Vec::new(); distinct.len()];
-        let (mut descs, mut own) = (Vec::new(), Vec::with_capacity(parameters.len()));
+        let mut descs = Vec::new();
+        let mut own: Vec<Parameter> = Vec::with_capacity(parameters.len());
         for (tensor, described) in parameters.into_iter().zip(described) {
             let mut parameter = Parameter::new(tensor, described.name, described.shape);
             if let Some(rule) = rule_numbers[described.group].filter(|_| described.trains) {
@@ -86,7 +89,7 @@ impl Session {
                 parameter.member = Some(descs.len());
                 let precision = Settings(options).precision(dtype)?;
                 let kernel = distinct[rule].rule().kernel(dtype, precision);
-                parameter.lists = kernel.map_err(refused)?.lists().into();
+                parameter.lists = shared(&own, kernel.map_err(refused)?.lists());
                 parameter.keys = keys_of(&parameter, keys)?;
                 let shape = Shape::new(parameter.shape.clone()).map_err(refused)?;
                 let desc = ParamDesc::new(parameter.name.clone(), shape, dtype);
@@ -113,6 +116,7 @@ impl Session {
             rules,
             rule_numbers,
             trusts,
+            ahead: Ahead::new(own.len()),
             parameters: own,
             collector: Collector {
                 exchange: Exchange::of(class.downcast::<PyType>()?)?,
@@ -141,7 +145,7 @@ impl Session {
         owner: &Bound<'py, PyAny>,
         gradients: Option<&Bound<'py, PyList>>,
         threads: usize,
-    ) -> PyResult<Option<Vec<usize>>> {
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
         if self.broken || !self.is_of(parameters) || self.trusts != trusts(&rules)? {
             return Ok(None);
         }
@@ -150,7 +154,8 @@ impl Session {
         }
         self.look_through_state(owner)?;
         let state = unlocked(&mut self.state);
-        let mut collected = Collected::new(&mut self.borrowed, state.steps());
+        let (borrowed, ahead) = (&mut self.borrowed, &mut self.ahead);
+        let mut collected = Collected::new(borrowed, ahead, state.steps());
         for index in 0..self.parameters.len() {
             let parameter = &mut self.parameters[index];
             let fits =
@@ -166,7 +171,7 @@ impl Session {
                 without_gradient: self.borrowed.len() as u64,
                 ..StepReport::default()
             });
-            return Ok(Some(Vec::new()));
+            return Ok(Some(PyList::empty(py).into_any()));
         }
         let Collected {
             steps,
@@ -183,7 +188,7 @@ impl Session {
         let report = self.run(py, &backend)?;
         self.report = Some(report);
         if report.skipped {
-            return Ok(Some(Vec::new()));
+            return Ok(Some(PyList::empty(py).into_any()));
         }
         for (place, dtype, count) in counts {
             // SAFETY: the place of a tensor of one element of this dtype, found in this call and
@@ -191,7 +196,11 @@ impl Session {
             unsafe { write_count(place, dtype, count + 1.0) };
         }
         drop(kept);
-        Ok(Some(updated))
+        if updated.len() == self.parameters.len() {
+            let all = PyRange::new(py, 0, updated.len() as isize)?;
+            return Ok(Some(all.into_any()));
+        }
+        Ok(Some(PyList::new(py, updated)?.into_any()))
     }
 
     /// The plan of a step, as text.
@@ -238,9 +247,11 @@ impl Session {
     fn is_of(&self, parameters: &Bound<'_, PyList>) -> bool {
         let own = self.parameters.iter();
         parameters.len() == own.len()
-            && own
-                .zip(parameters)
-                .all(|(own, given)| own.tensor.is(&given))
+            && own.enumerate().all(|(at, own)| {
+                // SAFETY: a live list that is so long; what it gives is only compared.
+                own.tensor.as_ptr()
+                    == unsafe { ffi::PyList_GetItem(parameters.as_ptr(), at as isize) }
+            })
     }
 
     /// Takes the settings of the step to come; `false` if they need another plan.
@@ -275,12 +286,12 @@ impl Session {
         let py = owner.py();
         let state = owner.getattr(intern!(py, "state"))?;
         let state = state.downcast::<PyDict>()?;
-        let values = state.values();
-        let same = values.len() == self.values.len()
-            && values
-                .iter()
-                .zip(&self.values)
-                .all(|(now, before)| before.is(&now));
+        let same = state.len() == self.values.len() && {
+            let mut known = self.values.iter();
+            values_of(state, |value| {
+                known.next().is_some_and(|known| known.as_ptr() == value)
+            })
+        };
         if same {
             return Ok(());
         }
@@ -291,7 +302,7 @@ impl Session {
                 None => None,
             };
         }
-        self.values = values.iter().map(Bound::unbind).collect();
+        self.values = state.values().iter().map(Bound::unbind).collect();
         Ok(())
     }
 
@@ -328,6 +339,32 @@ impl Session {
             self.broken = true;
             failed(error)
         })
+    }
+}
+
+/// Whether `is_same` holds for every value of a dict, whose addresses are for comparing.
+fn values_of(
+    dict: &Bound<'_, PyDict>,
+    mut is_same: impl FnMut(*mut ffi::PyObject) -> bool,
+) -> bool {
+    let (mut at, mut value) = (0, std::ptr::null_mut());
+    // SAFETY: a live dict, which nobody changes meanwhile: the interpreter's lock is held and
+    // nothing of Python's runs; there is room for a position and for a value.
+    while unsafe { ffi::PyDict_Next(dict.as_ptr(), &mut at, std::ptr::null_mut(), &mut value) } != 0
+    {
+        if !is_same(value) {
+            return false;
+        }
+    }
+    true
+}
+
+/// These lists, which the last parameter that trains has as well, as a rule.
+fn shared(own: &[Parameter], lists: &[TensorList]) -> Arc<[TensorList]> {
+    let last = own.iter().rev().find(|last| last.member.is_some());
+    match last {
+        Some(last) if *last.lists == *lists => Arc::clone(&last.lists),
+        _ => lists.into(),
     }
 }
 

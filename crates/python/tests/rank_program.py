@@ -223,6 +223,8 @@ def kind_interrupt():
         except RuntimeError as error:
             write(model, error=str(error))
         return
+    # Processes in the background of a shell ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         optimizer.step()

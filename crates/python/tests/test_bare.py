@@ -127,7 +127,7 @@ class Bare(unittest.TestCase):
     def test_steps_are_those_of_the_equation(self):
         owner, planned = Owner(self.arrays), session(self.arrays)
         for _ in range(5):
-            self.assertEqual(planned.step(self.arrays, [ADAM], owner, None, 2), [0, 1])
+            self.assertEqual(list(planned.step(self.arrays, [ADAM], owner, None, 2)), [0, 1])
         for array, start, grad in zip(self.arrays, self.starts, self.grads):
             expected = reference(start, grad, 5, ADAM)
             for found, wanted in zip(array.values(), expected):

@@ -49,17 +49,24 @@ fn first_level_bytes() -> Option<usize> {
 /// On processors other than x86-64 it does nothing.
 #[inline(always)]
 pub fn prefetch_ahead<T>(slice: &[T], index: usize) {
+    // `wrapping_add` makes the address without claiming that it lies in `slice`.
+    prefetch_address(slice.as_ptr().wrapping_add(index).addr());
+}
+
+/// Asks the processor to bring the cache line at an address close, where there may be nothing.
+///
+/// A hint only, as [`prefetch_ahead`].
+#[inline(always)]
+pub fn prefetch_address(address: usize) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        let address = slice.as_ptr().wrapping_add(index).cast::<i8>();
         // SAFETY: PREFETCHT0 never faults and has no effect on the program's memory, whatever the
-        // address (Intel SDM vol. 2, PREFETCHh); `wrapping_add` makes the address without
-        // claiming it lies in `slice`.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(address) };
+        // address (Intel SDM vol. 2, PREFETCHh).
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::without_provenance(address)) };
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (slice, index);
+    let _ = address;
 }
 
 #[cfg(test)]

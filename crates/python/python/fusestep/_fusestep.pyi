@@ -35,7 +35,7 @@ class Session:
         owner: Any,
         gradients: Optional[List[Any]],
         threads: int,
-    ) -> Optional[List[int]]:
+    ) -> Optional[Sequence[int]]:
         """Updates every parameter that has a gradient and says which, by position; ``None`` if
         tensors or settings are no longer what was planned for, and nothing was done then."""
 

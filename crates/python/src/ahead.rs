@@ -1,0 +1,97 @@
+//! Memory that is asked for before it is read.
+//!
+//! A tensor of PyTorch is three objects, each somewhere: Python's, the description, the storage. A
+//! step over thousands of small ones would wait for one line of memory after the other. Their
+//! addresses are remembered as hints for the next step, which looks at every tensor anew: a hint
+//! that is out of date costs time and nothing else.
+
+use fusestep::launch::MAX_LISTS;
+use fusestep::simd::prefetch_address;
+use pyo3::intern;
+use pyo3::prelude::*;
+
+/// Tensors of a parameter: the lists of its kernel, and the one that counts steps.
+pub(crate) const TENSORS: usize = MAX_LISTS + 1;
+
+/// How many parameters ahead memory is asked for: enough to be there in time, few enough to stay.
+const AHEAD: usize = 8;
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+/// Lines of a description and of a storage, wherever in a line they begin. PyTorch does not tell
+/// their sizes; today they are some 180 and 60 bytes.
+const DESCRIPTION_LINES: usize = 4;
+const STORAGE_LINES: usize = 2;
+
+/// Where one tensor was seen.
+#[derive(Clone, Copy, Debug, Default)]
+struct Seen {
+    object: usize,
+    description: usize,
+    storage: usize,
+    is_known: bool,
+}
+
+/// Where the tensors of all parameters were seen in the last step.
+#[derive(Debug)]
+pub(crate) struct Ahead(Vec<[Seen; TENSORS]>);
+
+impl Ahead {
+    /// For so many parameters, none of which has been seen.
+    pub(crate) fn new(parameters: usize) -> Self {
+        Self(vec![Default::default(); parameters])
+    }
+
+    /// Asks for the memory of a parameter that comes soon after `parameter`.
+    #[inline]
+    pub(crate) fn ask(&self, parameter: usize) {
+        let Some(tensors) = self.0.get(parameter + AHEAD) else {
+            return;
+        };
+        for seen in tensors.iter().filter(|seen| seen.object != 0) {
+            prefetch_address(seen.object);
+            if seen.description != 0 {
+                lines(seen.description, DESCRIPTION_LINES);
+                lines(seen.storage, STORAGE_LINES);
+            }
+        }
+    }
+
+    /// Takes down where a tensor of a parameter is. What comes again is worth being asked for all
+    /// its addresses, which takes a microsecond.
+    #[inline]
+    pub(crate) fn saw(&mut self, parameter: usize, tensor: usize, object: &Bound<'_, PyAny>) {
+        let seen = &mut self.0[parameter][tensor];
+        let address = object.as_ptr().addr();
+        if seen.object != address {
+            *seen = Seen {
+                object: address,
+                ..Seen::default()
+            };
+        } else if !seen.is_known {
+            seen.is_known = true;
+            if let Ok((description, storage)) = addresses(object) {
+                (seen.description, seen.storage) = (description, storage);
+            }
+        }
+    }
+}
+
+#[inline]
+fn lines(address: usize, lines: usize) {
+    for line in 0..lines {
+        prefetch_address(address.wrapping_add(line * LINE));
+    }
+}
+
+/// Where PyTorch has the description and the storage of a tensor.
+fn addresses(object: &Bound<'_, PyAny>) -> PyResult<(usize, usize)> {
+    let py = object.py();
+    let description = object.getattr(intern!(py, "_cdata"))?.extract()?;
+    let storage = object.call_method0(intern!(py, "untyped_storage"))?;
+    Ok((
+        description,
+        storage.getattr(intern!(py, "_cdata"))?.extract()?,
+    ))
+}
