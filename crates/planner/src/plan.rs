@@ -59,6 +59,8 @@ pub struct Plan {
     pub(crate) gradients: Gradients,
     /// Whether updates leave sums over what they change.
     pub(crate) update_norms: bool,
+    /// Whether a bucket whose gradients are there is updated before the step is run.
+    pub(crate) in_backward: bool,
     pub(crate) classes: Classes,
     pub(crate) naive_launches: usize,
     /// [`Plan::hash`], computed once the passes are through.
@@ -236,6 +238,12 @@ impl Plan {
         self.hash
     }
 
+    /// Whether buckets are updated as soon as their gradients are given, before the step is run
+    /// (pass `update_in_backward`).
+    pub fn updates_in_backward(&self) -> bool {
+        self.in_backward
+    }
+
     /// Whether gradients are reduced across ranks.
     pub fn reduces(&self) -> bool {
         self.topology.world > 1 && self.local_sgd().is_none()
@@ -406,6 +414,7 @@ impl Plan {
             Stage::Accumulate(_) => When::MicroStep,
             Stage::Reduce(_) if self.reduces_each() => When::MicroStep,
             Stage::Average(rule) => When::Every(rule.every.get()),
+            _ if self.in_backward => When::Ready,
             _ => When::Step,
         }
     }

@@ -10,8 +10,8 @@ use crate::{Note, Plan, PlanError, Reach, SizeClass, Stage, Verdict, ZeroStage};
 /// them. The reduced gradient is never written.
 ///
 /// It is for ranks that see each other's memory and for steps in which nothing has to be known of
-/// all gradients first. Parameters change in the step and not during a backward pass; communication
-/// streams have nothing to hide then.
+/// all gradients first. Parameters change in the step, and during a backward pass only with
+/// [`crate::UpdateInBackward`]; communication streams have nothing to hide then.
 ///
 /// # Cost
 /// At 2 ranks and ZeRO stage 1, AdamW in f32: 36 bytes an element where reducing, updating and
