@@ -231,9 +231,10 @@ fn a_bucket_is_updated_by_the_call_that_gives_its_last_gradient() {
                 };
                 on_ranks(world, |comm| {
                     let planner = case.planner().with(in_backward());
-                    let planner = match fused {
-                        true => planner.with(FuseReduceIntoUpdate),
-                        false => planner,
+                    let planner = if fused {
+                        planner.with(FuseReduceIntoUpdate)
+                    } else {
+                        planner
                     };
                     let plan = plan_of(&case, planner, comm);
                     let (backend, rank) = (backend(), plan.topology().rank);
@@ -248,8 +249,8 @@ fn a_bucket_is_updated_by_the_call_that_gives_its_last_gradient() {
                         let moved = moved(&case, &plan, &state);
                         seen.push(moved.into_iter().filter(|&moved| moved).count());
                     }
-                    // A bucket has 2,000 elements: 6, 5 and 4 share one, which is full with 4; 3 and 0
-                    // are longer, so 1 is alone; 2 is empty.
+                    // A bucket has 2,000 elements: 6, 5 and 4 share one, which is full with 4; 3
+                    // and 0 are longer, so 1 is alone; 2 is empty.
                     assert_eq!(seen, [0, 0, 3, 4, 4, 5, 6], "{case:?}, fused {fused}");
                     plan.step(&mut state, &backend, &mut comms).unwrap();
                     assert_eq!(state.step(), 1);
@@ -361,8 +362,8 @@ fn what_needs_all_gradients_first_is_refused_when_the_plan_is_made() {
         2,
         ["zero stage 3", own],
     );
-    let lent = Planner::new(Adam::default().into()).tensors(Tensors::Borrowed);
-    refused(lent, 1, ["borrowed tensors", own]);
+    let borrowed = Planner::new(Adam::default().into()).tensors(Tensors::Borrowed);
+    refused(borrowed, 1, ["borrowed tensors", own]);
     let twice = adam().with(in_backward()).with(in_backward());
     assert_eq!(
         twice.plan(&case(1).params()).unwrap_err(),

@@ -1,5 +1,5 @@
-//! Updates before the step is run (pass `update_in_backward`): which are due, and the step that they
-//! belong to.
+//! Updates before the step is run (pass `update_in_backward`): which are due, and the step that
+//! they belong to.
 //!
 //! ```text
 //! push_grad ─► last of its bucket ─► ranks agree who has gradients ─► Reduce ─► Optimize ─► Gather
