@@ -3,7 +3,7 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU32, NonZeroUsize};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicI64, Ordering};
 
@@ -12,7 +12,8 @@ use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_planner::{
-    Comms, FuseAllReduce, Optimizer, Plan, Planner, RankBytes, Shard, Topology, ZeroStage,
+    Comms, FuseAllReduce, GradientAccumulation, Optimizer, Plan, Planner, RankBytes, ReducedWhen,
+    Shard, Topology, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
 
@@ -72,9 +73,17 @@ fn params() -> Vec<ParamDesc> {
     numels.map(describe).collect()
 }
 
-fn plan_of(rule: Optimizer, zero: ZeroStage, topology: Topology) -> Plan {
+fn plan_of(
+    rule: Optimizer,
+    (zero, sums): (ZeroStage, Option<GradientAccumulation>),
+    topology: Topology,
+) -> Plan {
     let planner = Planner::new(rule).with(FuseAllReduce::of_bytes(CAP_BYTES));
     let planner = planner.with(Shard::new(zero));
+    let planner = match sums {
+        Some(rule) => planner.with(rule),
+        None => planner,
+    };
     planner.plan_for(&params(), topology).unwrap()
 }
 
@@ -83,7 +92,7 @@ fn measured(zero: ZeroStage, world: usize) -> (i64, i64) {
     let params = params();
     let gradients: Vec<Vec<u8>> = NUMELS.map(|numel| vec![0; 4 * numel as usize]).to_vec();
     let ranks = run_ranks(world, &Options::default(), |mut comm| {
-        let plan = plan_of(Adam::default().into(), zero, Topology::of(&comm));
+        let plan = plan_of(Adam::default().into(), (zero, None), Topology::of(&comm));
         let backend = CpuBackend::new(NonZeroUsize::MIN);
         comm.barrier().unwrap();
         let before = HELD.load(Ordering::SeqCst);
@@ -142,19 +151,25 @@ fn ranks_hold_what_their_stage_promises() {
 
 /// Bytes that each rank's own thread allocates for a plan, between steps, with what the plan says of
 /// it.
-fn of_each_rank(rule: Optimizer, zero: ZeroStage, world: usize) -> Vec<(i64, Plan)> {
+fn of_each_rank(
+    rule: Optimizer,
+    what: (ZeroStage, Option<GradientAccumulation>),
+    world: usize,
+) -> Vec<(i64, Plan)> {
     let ranks = run_ranks(world, &Options::default(), |mut comm| {
-        let plan = plan_of(rule, zero, Topology::of(&comm));
+        let plan = plan_of(rule, what, Topology::of(&comm));
         let backend = CpuBackend::new(NonZeroUsize::MIN);
         let before = OWN.get();
         let mut state = plan.allocate_on(&backend, &mut comm).unwrap();
         let mut comms = Comms::direct(&mut comm);
-        for (param, numel) in plan.params().iter().zip(NUMELS).rev() {
-            let gradient = vec![0; 4 * numel as usize];
-            plan.push_grad(&mut state, &backend, &mut comms, &param.name, &gradient)
-                .unwrap();
+        for _ in 0..plan.micro_steps() {
+            for (param, numel) in plan.params().iter().zip(NUMELS).rev() {
+                let gradient = vec![0; 4 * numel as usize];
+                plan.push_grad(&mut state, &backend, &mut comms, &param.name, &gradient)
+                    .unwrap();
+            }
+            plan.step(&mut state, &backend, &mut comms).unwrap();
         }
-        plan.step(&mut state, &backend, &mut comms).unwrap();
         drop(comms);
         (OWN.get() - before, plan)
     });
@@ -181,12 +196,15 @@ fn every_rank_allocates_what_its_plan_and_the_plan_of_the_world_say() {
             "{text}: expected {expected:?} bytes, found {found}"
         );
     };
+    let each = GradientAccumulation::every(NonZeroU32::new(2).unwrap());
+    let each = each.reduced(ReducedWhen::PerMicroStep);
+    let cases = stages.map(|zero| [(zero, None), (zero, Some(each))]);
     for world in [1, 2, 4] {
-        for zero in stages {
-            let text = format!("{zero:?} on {world} ranks");
-            let adam = of_each_rank(Adam::default().into(), zero, world);
+        for what in cases.into_iter().flatten() {
+            let text = format!("{what:?} on {world} ranks");
+            let adam = of_each_rank(Adam::default().into(), what, world);
             // What a rule without state has not.
-            let stateless = of_each_rank(plain.into(), zero, world);
+            let stateless = of_each_rank(plain.into(), what, world);
             let mut measured = Vec::new();
             for ((held, plan), (without, _)) in adam.iter().zip(stateless) {
                 within(*held, plan.memory_bytes(), &text);
