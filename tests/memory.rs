@@ -149,8 +149,7 @@ fn ranks_hold_what_their_stage_promises() {
     }
 }
 
-/// Bytes that each rank's own thread allocates for a plan, between steps, with what the plan says of
-/// it.
+/// Bytes that each rank's own thread allocates for a plan, between steps, and the plan itself.
 fn of_each_rank(
     rule: Optimizer,
     what: (ZeroStage, Option<GradientAccumulation>),

@@ -254,7 +254,7 @@ fn time(
     let activations = network.forward(&state, &plan, network.input(rank, 0));
     let grads = vec![1e-3f32; network.width * network.width];
     let mut best = f64::INFINITY;
-    for _ in 0..8 {
+    for _ in 0..4 {
         comms.communicator().barrier().unwrap();
         let begun = Instant::now();
         let mut give = |state: &mut State, name: &str, grad: &[f32]| {
@@ -286,7 +286,9 @@ fn time(
     best
 }
 
-/// Times that the machine decides, so nothing is required of them:
+/// Times that the machine decides, so nothing is required of them. Calls hide behind a backward
+/// pass only where that leaves a core for the streams: give the ranks half of the machine's.
+///
 /// `cargo test --release --test distributed -- --ignored --nocapture overlap`.
 #[test]
 #[ignore = "prints times, which other work on the machine changes"]
@@ -299,38 +301,39 @@ fn times_of_a_step_beside_a_backward_pass_that_computes() {
     for world in [1, 2] {
         for zero in [ZeroStage::None, ZeroStage::One] {
             let cap = 4 << 20;
-            let run = |planner: Planner, streams, parts| {
-                let times = on_ranks(world, |comm| {
-                    time(network, &planner, (comm, streams), parts)
-                });
-                1e3 * times[0]
-            };
-            let (backward, step, both) = ((true, false), (false, true), (true, true));
-            let fused = || planner(cap, zero).with(FuseReduceIntoUpdate);
+            let plain = || planner(cap, zero);
+            let fused = || plain().with(FuseReduceIntoUpdate);
             let early = || UpdateInBackward::of_bytes(cap);
-            println!("{world} ranks, zero stage {}, milliseconds:", zero.number());
+            let (backward, step, both) = ((true, false), (false, true), (true, true));
             let rows = [
-                ("backward alone", run(planner(cap, zero), 0, backward)),
-                ("step alone", run(planner(cap, zero), 0, step)),
-                ("step alone, fused", run(fused(), 0, step)),
-                ("one after the other", run(planner(cap, zero), 0, both)),
-                ("one after the other, fused", run(fused(), 0, both)),
-                ("1 communication stream", run(planner(cap, zero), 1, both)),
-                ("2 communication streams", run(planner(cap, zero), 2, both)),
-                (
-                    "updates in backward",
-                    run(planner(cap, zero).with(early()), 0, both),
-                ),
-                (
-                    "updates in backward, fused",
-                    run(fused().with(early()), 0, both),
-                ),
+                ("backward alone", plain(), 0, backward),
+                ("step alone", plain(), 0, step),
+                ("step alone, fused", fused(), 0, step),
+                ("one after the other", plain(), 0, both),
+                ("one after the other, fused", fused(), 0, both),
+                ("1 communication stream", plain(), 1, both),
+                ("2 communication streams", plain(), 2, both),
+                ("updates in backward", plain().with(early()), 0, both),
+                ("updates in backward, fused", fused().with(early()), 0, both),
                 (
                     "updates in backward, 2 streams",
-                    run(planner(cap, zero).with(early()), 2, both),
+                    plain().with(early()),
+                    2,
+                    both,
                 ),
             ];
-            for (what, milliseconds) in rows {
+            let mut best = [f64::INFINITY; 10];
+            // In turn, so that a machine that grows slower does so for all.
+            for _ in 0..3 {
+                for (best, (_, planner, streams, parts)) in best.iter_mut().zip(&rows) {
+                    let times = on_ranks(world, |comm| {
+                        time(network, planner, (comm, *streams), *parts)
+                    });
+                    *best = best.min(1e3 * times[0]);
+                }
+            }
+            println!("{world} ranks, zero stage {}, milliseconds:", zero.number());
+            for ((what, ..), milliseconds) in rows.iter().zip(best) {
                 println!("  {what:<32} {milliseconds:>8.2}");
             }
         }
