@@ -284,6 +284,8 @@ fn a_second_gradient_and_settings_between_are_refused_and_change_nothing() {
         let other = Adam::default().into();
         assert_eq!(state.set_optimizer(other), Err(refused("optimizer")));
         assert_eq!(plan.run(&mut state, &backend), Err(refused("run")));
+        let flushed = plan.flush(&mut state, &backend, &mut comms);
+        assert_eq!(flushed, Err(refused("flush")));
         let saved = state.to_tensors(&backend).map(|_| ());
         assert_eq!(saved, Err(refused("saving")));
         plan.step(&mut state, &backend, &mut comms).unwrap();
@@ -404,4 +406,54 @@ fn a_plan_says_that_it_updates_in_backward_and_ranks_that_differ_do_not_fit() {
         "{text}"
     );
     assert!(found.summary().update_in_backward);
+}
+
+#[test]
+fn a_step_that_is_left_half_way_is_forgotten_when_a_checkpoint_is_loaded() {
+    for (world, zero) in [
+        (1, ZeroStage::None),
+        (2, ZeroStage::One),
+        (2, ZeroStage::Two),
+    ] {
+        let case = Case {
+            zero,
+            ..case(world)
+        };
+        let expected = train(&case, &case.planner());
+        let folder = tempfile::tempdir().unwrap();
+        let found = on_ranks(world, |comm| {
+            let plan = plan_of(&case, case.planner().with(in_backward()), comm);
+            let (backend, rank) = (backend(), plan.topology().rank);
+            let mut comms = Comms::direct(comm);
+            let mut state = start(&case, &plan, &backend);
+            let nothing = std::collections::BTreeMap::new();
+            plan.save(&state, &backend, &mut comms, folder.path(), nothing)
+                .unwrap();
+            // The first two buckets of four, with gradients of another step.
+            for param in (3..case.numels.len()).rev() {
+                let bytes = case.gradient(rank, 7, param);
+                let name = &plan.params()[param].name;
+                plan.push_grad(&mut state, &backend, &mut comms, name, &bytes)
+                    .unwrap();
+            }
+            let begun = moved(&case, &plan, &state);
+            assert_eq!(begun.into_iter().filter(|&moved| moved).count(), 4);
+            let nothing = std::collections::BTreeMap::new();
+            let saved = plan.save(&state, &backend, &mut comms, folder.path(), nothing);
+            assert!(
+                matches!(saved, Err(PlanError::Conflict { .. })),
+                "{saved:?}"
+            );
+            plan.load(&mut state, &backend, folder.path()).unwrap();
+            assert!(moved(&case, &plan, &state).into_iter().all(|moved| !moved));
+            for step in 0..case.steps {
+                push(&case, &plan, (&mut state, &backend), &mut comms, step);
+                plan.step(&mut state, &backend, &mut comms).unwrap();
+            }
+            whole_params(&plan, &state, &backend, &mut comms)
+        });
+        for (found, expected) in found.iter().zip(&expected) {
+            assert!(*found == expected.params, "{case:?}");
+        }
+    }
 }

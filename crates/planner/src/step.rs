@@ -6,7 +6,7 @@ use fusestep_launch::Backend;
 use crate::absorb::{Absorb, Divisor, absorb};
 use crate::arena::{Given, keeps_segments, sum_width};
 use crate::comms::Comms;
-use crate::in_backward::update_rest;
+use crate::in_backward::{check_between_steps, update_rest};
 use crate::run::Executor;
 use crate::{MicroStepReport, Plan, PlanError, State, StepReport, Topology};
 
@@ -51,7 +51,7 @@ impl Plan {
     /// ended by [`Plan::step`] first.
     ///
     /// # Errors
-    /// As [`Plan::step`].
+    /// As [`Plan::step`]; [`PlanError::StepUnderWay`].
     pub fn flush(
         &self,
         state: &mut State,
@@ -59,6 +59,7 @@ impl Plan {
         comms: &mut Comms<'_>,
     ) -> Result<MicroStepReport, PlanError> {
         self.check_comms(state, comms)?;
+        check_between_steps(state, "flush")?;
         if state.arena.micro_steps == 0 {
             return Ok(MicroStepReport::default());
         }

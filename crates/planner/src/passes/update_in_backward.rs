@@ -18,11 +18,12 @@ use crate::{Note, Plan, PlanError, Reach, Stage, Tensors, Verdict, ZeroStage};
 /// reduction is through. Ranks wait for each other where a bucket is updated, so between a step's
 /// first gradient and its end a program makes no other calls on that communicator.
 ///
-/// What is set between the two, a learning rate or a rule, would reach some buckets and others not,
-/// and is refused ([`PlanError::StepUnderWay`]). A gradient that is given twice is refused
+/// What is set between the two, a learning rate or a rule, would reach some buckets and others
+/// not, and is refused ([`PlanError::StepUnderWay`]). A gradient that is given twice is refused
 /// ([`PlanError::GradientTwice`]) and changes nothing. A backward pass cannot be taken back: if it
-/// fails half-way, end the step or load a checkpoint. If a call or the device fails, some buckets
-/// are updated and the state refuses further steps ([`PlanError::Poisoned`]).
+/// fails half-way, end the step; or load a checkpoint, on all ranks behind the same gradient and
+/// without communication streams, else ranks start anew. If a call or the device fails, some
+/// buckets are updated and the state refuses further steps ([`PlanError::Poisoned`]).
 ///
 /// # Errors
 /// [`PlanError::Conflict`] for what needs all gradients before the first update: clipping, loss
