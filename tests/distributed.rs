@@ -12,6 +12,8 @@ mod fused;
 mod groups;
 #[path = "distributed/handshake.rs"]
 mod handshake;
+#[path = "distributed/in_backward.rs"]
+mod in_backward;
 #[path = "distributed/laws.rs"]
 mod laws;
 #[path = "distributed/layerwise.rs"]
@@ -20,6 +22,8 @@ mod layerwise;
 mod merging;
 #[path = "distributed/open_runs.rs"]
 mod open_runs;
+#[path = "distributed/overlap.rs"]
+mod overlap;
 #[path = "distributed/plans.rs"]
 mod plans;
 #[path = "distributed/predictions.rs"]

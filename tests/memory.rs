@@ -1,13 +1,20 @@
-//! What ranks hold, as the allocator sees it, beside what their stage of ZeRO promises.
+//! What ranks hold, as the allocator sees it, beside what their stage of ZeRO promises and what
+//! their plan says.
 
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::num::NonZeroUsize;
+use std::cell::Cell;
+use std::num::{NonZeroU32, NonZeroUsize};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicI64, Ordering};
 
-use fusestep_collective::{Collectives, Options, run_ranks};
+use fusestep_collective::{Collectives, Link, Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
-use fusestep_planner::{Comms, FuseAllReduce, Planner, Shard, Topology, ZeroStage};
+use fusestep_fused_sgd::Sgd;
+use fusestep_planner::{
+    Comms, FuseAllReduce, GradientAccumulation, Optimizer, Plan, Planner, RankBytes, ReducedWhen,
+    Shard, Topology, ZeroStage,
+};
 use fusestep_tensor::{DType, ParamDesc, Shape};
 
 /// Passes every call on and keeps the sum of what is allocated, and the most that it has been.
@@ -16,16 +23,30 @@ struct Summing;
 static HELD: AtomicI64 = AtomicI64::new(0);
 static MOST: AtomicI64 = AtomicI64::new(0);
 
+thread_local! {
+    /// What this thread has allocated and not freed.
+    static OWN: Cell<i64> = const { Cell::new(0) };
+}
+
+/// Tests that look at what all threads hold take turns.
+static TURN: Mutex<()> = Mutex::new(());
+
+/// Counts bytes that the caller's thread takes, or gives back if there are fewer than none.
+fn count(len_bytes: i64) {
+    let held = HELD.fetch_add(len_bytes, Ordering::SeqCst) + len_bytes;
+    MOST.fetch_max(held, Ordering::SeqCst);
+    OWN.set(OWN.get() + len_bytes);
+}
+
 // SAFETY: every call is passed on unchanged to the system's allocator, which upholds the contract.
 unsafe impl GlobalAlloc for Summing {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let held = HELD.fetch_add(layout.size() as i64, Ordering::SeqCst) + layout.size() as i64;
-        MOST.fetch_max(held, Ordering::SeqCst);
+        count(layout.size() as i64);
         // SAFETY: the caller's promise is passed on.
         unsafe { System.alloc(layout) }
     }
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        HELD.fetch_sub(layout.size() as i64, Ordering::SeqCst);
+        count(-(layout.size() as i64));
         // SAFETY: the caller's promise is passed on.
         unsafe { System.dealloc(pointer, layout) }
     }
@@ -44,23 +65,34 @@ const CAP_BYTES: u64 = 64 << 10;
 /// Bytes that a rank may hold besides: padding, names, what its backend has for itself.
 const SLACK_BYTES: i64 = 16 << 10;
 
+fn params() -> Vec<ParamDesc> {
+    let numels = NUMELS.iter().enumerate();
+    let describe = |(at, &numel): (usize, &u64)| {
+        ParamDesc::new(format!("t{at}"), Shape::new([numel]).unwrap(), DType::F32)
+    };
+    numels.map(describe).collect()
+}
+
+fn plan_of(
+    rule: Optimizer,
+    (zero, sums): (ZeroStage, Option<GradientAccumulation>),
+    topology: Topology,
+) -> Plan {
+    let planner = Planner::new(rule).with(FuseAllReduce::of_bytes(CAP_BYTES));
+    let planner = planner.with(Shard::new(zero));
+    let planner = match sums {
+        Some(rule) => planner.with(rule),
+        None => planner,
+    };
+    planner.plan_for(&params(), topology).unwrap()
+}
+
 /// Bytes of all ranks: between steps, and the most in a step beyond that.
 fn measured(zero: ZeroStage, world: usize) -> (i64, i64) {
-    let params: Vec<ParamDesc> = NUMELS
-        .iter()
-        .enumerate()
-        .map(|(at, &numel)| {
-            ParamDesc::new(format!("t{at}"), Shape::new([numel]).unwrap(), DType::F32)
-        })
-        .collect();
+    let params = params();
     let gradients: Vec<Vec<u8>> = NUMELS.map(|numel| vec![0; 4 * numel as usize]).to_vec();
     let ranks = run_ranks(world, &Options::default(), |mut comm| {
-        let rank = Topology::of(&comm);
-        let planner = Planner::new(Adam::default().into()).with(FuseAllReduce::of_bytes(CAP_BYTES));
-        let plan = planner
-            .with(Shard::new(zero))
-            .plan_for(&params, rank)
-            .unwrap();
+        let plan = plan_of(Adam::default().into(), (zero, None), Topology::of(&comm));
         let backend = CpuBackend::new(NonZeroUsize::MIN);
         comm.barrier().unwrap();
         let before = HELD.load(Ordering::SeqCst);
@@ -90,6 +122,7 @@ fn measured(zero: ZeroStage, world: usize) -> (i64, i64) {
 
 #[test]
 fn ranks_hold_what_their_stage_promises() {
+    let _turn = TURN.lock().unwrap();
     let bytes = 4 * NUMELS.iter().sum::<u64>() as i64;
     for world in [2, 3, 4] {
         let ranks = world as i64;
@@ -112,6 +145,81 @@ fn ranks_hold_what_their_stage_promises() {
                 (within..within + slack).contains(&more),
                 "{zero:?} on {world} ranks: expected {within} bytes more in a step, found {more}"
             );
+        }
+    }
+}
+
+/// Bytes that each rank's own thread allocates for a plan, between steps, and the plan itself.
+fn of_each_rank(
+    rule: Optimizer,
+    what: (ZeroStage, Option<GradientAccumulation>),
+    world: usize,
+) -> Vec<(i64, Plan)> {
+    let ranks = run_ranks(world, &Options::default(), |mut comm| {
+        let plan = plan_of(rule, what, Topology::of(&comm));
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
+        let before = OWN.get();
+        let mut state = plan.allocate_on(&backend, &mut comm).unwrap();
+        let mut comms = Comms::direct(&mut comm);
+        for _ in 0..plan.micro_steps() {
+            for (param, numel) in plan.params().iter().zip(NUMELS).rev() {
+                let gradient = vec![0; 4 * numel as usize];
+                plan.push_grad(&mut state, &backend, &mut comms, &param.name, &gradient)
+                    .unwrap();
+            }
+            plan.step(&mut state, &backend, &mut comms).unwrap();
+        }
+        drop(comms);
+        (OWN.get() - before, plan)
+    });
+    ranks.unwrap().into_iter().map(Result::unwrap).collect()
+}
+
+#[test]
+fn every_rank_allocates_what_its_plan_and_the_plan_of_the_world_say() {
+    let _turn = TURN.lock().unwrap();
+    let stages = [
+        ZeroStage::None,
+        ZeroStage::One,
+        ZeroStage::Two,
+        ZeroStage::Three,
+    ];
+    let plain = Sgd {
+        momentum: 0.0,
+        ..Sgd::default()
+    };
+    let within = |found: i64, said: u64, text: &str| {
+        let expected = said as i64..said as i64 + SLACK_BYTES;
+        assert!(
+            expected.contains(&found),
+            "{text}: expected {expected:?} bytes, found {found}"
+        );
+    };
+    let each = GradientAccumulation::every(NonZeroU32::new(2).unwrap());
+    let each = each.reduced(ReducedWhen::PerMicroStep);
+    let cases = stages.map(|zero| [(zero, None), (zero, Some(each))]);
+    for world in [1, 2, 4] {
+        for what in cases.into_iter().flatten() {
+            let text = format!("{what:?} on {world} ranks");
+            let adam = of_each_rank(Adam::default().into(), what, world);
+            // What a rule without state has not.
+            let stateless = of_each_rank(plain.into(), what, world);
+            let mut measured = Vec::new();
+            for ((held, plan), (without, _)) in adam.iter().zip(stateless) {
+                within(*held, plan.memory_bytes(), &text);
+                within(held - without, plan.state_bytes(), &text);
+                measured.push(*held);
+            }
+            let link = Link {
+                alpha_seconds: 1e-5,
+                beta_bytes_per_second: 1e9,
+            };
+            // Rank 0 knows the numbers of all.
+            let summary = adam[0].1.rank_summary(link);
+            let RankBytes { memory_bytes, .. } = summary.worst_rank;
+            within(*measured.iter().max().unwrap(), memory_bytes, &text);
+            let mean = measured.iter().sum::<i64>() / world as i64;
+            within(mean, summary.mean_rank.memory_bytes, &text);
         }
     }
 }

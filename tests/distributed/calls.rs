@@ -9,7 +9,7 @@ use fusestep_lars_momentum::Lars;
 use fusestep_launch::{Master, Precision};
 use fusestep_planner::{
     Averaged, Comms, Distributed, FuseReduceIntoUpdate, LocalSgd, Optimizer, Ownership, Plan,
-    Planner, ReducedWhen, State, Topology, ZeroStage,
+    Planner, ReducedWhen, State, Topology, UpdateInBackward, ZeroStage,
 };
 
 use crate::run::{Case, Measured, Mixed};
@@ -272,4 +272,21 @@ fn one_rank_makes_no_calls() {
     let case = case(1, ZeroStage::None);
     let plan = case.planner().plan(&case.params()).unwrap();
     assert!(plan.calls().is_empty());
+}
+
+#[test]
+fn updates_in_backward_make_the_calls_that_are_listed() {
+    for world in 2..=4 {
+        for zero in &STAGES[..3] {
+            for streams in [0, 2] {
+                let case = Case {
+                    streams,
+                    ..case(world, *zero)
+                };
+                let in_backward = || case.planner().with(UpdateInBackward::default());
+                as_listed(&case, &in_backward());
+                as_listed(&case, &in_backward().with(FuseReduceIntoUpdate));
+            }
+        }
+    }
 }

@@ -8,9 +8,9 @@ use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::{Master, Precision, Rounding, StateDType};
 use fusestep_planner::{
-    ClipByGlobalNorm, Distributed, FuseAllReduce, FuseBroadcast, FuseReduceIntoUpdate,
-    GradientAccumulation, LocalSgd, LossScaling, Optimizer, Ownership, Plan, PlanError, Planner,
-    Reach, ReducedWhen, Shard, Stage, Topology, UpdateNorms, Verdict, ZeroStage,
+    CallPurpose, ClipByGlobalNorm, Distributed, FuseAllReduce, FuseBroadcast, FuseReduceIntoUpdate,
+    GradientAccumulation, LocalSgd, LossScaling, Note, Optimizer, Ownership, Plan, PlanError,
+    Planner, Reach, ReducedWhen, Shard, Stage, Topology, UpdateNorms, Verdict, ZeroStage,
 };
 use fusestep_testkit::each_rule;
 
@@ -305,5 +305,116 @@ fn owners_of_whole_tensors_fuse_too_and_have_nothing_left_to_broadcast() {
         &train(&case, &planner),
         &train(&case, &case.planner()),
         "tensors",
+    );
+}
+
+/// Calls of a step that move gradients, parameters or state.
+fn data_calls(plan: &Plan) -> u64 {
+    let calls = plan.calls();
+    let data = calls.iter().filter(|call| call.what == CallPurpose::Data);
+    data.map(|call| call.times).sum()
+}
+
+#[test]
+fn one_pass_costs_fewer_bytes_and_no_more_calls_whatever_the_shapes_ranks_and_stage() {
+    let shapes: [&[u64]; 4] = [&[1], &[3, 0, 17], &[5_000, 257, 64], &[131_072, 70_001]];
+    let precisions = [
+        None,
+        Some(Precision {
+            master: Master::F32,
+            ..Precision::default()
+        }),
+        Some(Precision {
+            master: Master::None,
+            state: StateDType::Bf16,
+            rounding: Rounding::default(),
+        }),
+    ];
+    for world in [2, 3, 4, 8, 64] {
+        for (numels, rule) in shapes.iter().flat_map(|shape| {
+            let rules = elementwise().into_iter();
+            rules.map(move |rule| (shape.to_vec(), rule))
+        }) {
+            for (zero, precision) in [ZeroStage::None, ZeroStage::One]
+                .into_iter()
+                .flat_map(|zero| precisions.map(|precision| (zero, precision)))
+            {
+                let case = Case {
+                    rule,
+                    numels: numels.clone(),
+                    mixed: if precision.is_some() {
+                        Mixed::Yes
+                    } else {
+                        Mixed::No
+                    },
+                    zero,
+                    precision,
+                    ..case(world)
+                };
+                let plan_of = |planner: Planner, rank| {
+                    let topology = Topology {
+                        rank,
+                        ..shared(world)
+                    };
+                    planner.plan_for(&case.params(), topology).unwrap()
+                };
+                let apart = plan_of(case.planner(), 0);
+                let fused = plan_of(case.planner().with(FuseReduceIntoUpdate), 0);
+                let prices = [&fused, &apart].map(Plan::bytes_per_element);
+                assert!(prices[0] < prices[1], "{prices:?}, {case:?}");
+                assert!(data_calls(&fused) <= data_calls(&apart), "{case:?}");
+                // The plan says both.
+                let notes = fused.explain().iter();
+                let said = format!(
+                    "{} bytes an element for all ranks together, apart {}",
+                    prices[0], prices[1]
+                );
+                let says = |note: &Note| note.reason.contains(&said);
+                assert_eq!(
+                    notes.filter(|note| says(note)).count(),
+                    1,
+                    "{said}: {case:?}"
+                );
+                if precision.is_none() && world <= 4 {
+                    // What each rank is said to read and write adds up to that price.
+                    let fused = || case.planner().with(FuseReduceIntoUpdate);
+                    let of_rank = |rank| plan_of(fused(), rank).traffic_bytes();
+                    let all: u64 = (0..world).map(of_rank).sum();
+                    assert_eq!(all, prices[0] * numels.iter().sum::<u64>(), "{case:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn adamw_takes_the_bytes_that_the_documents_say() {
+    let prices = |zero, world| {
+        let case = Case {
+            zero,
+            ..case(world)
+        };
+        let of = |planner: Planner| {
+            let plan = planner.plan_for(&case.params(), shared(world)).unwrap();
+            plan.bytes_per_element()
+        };
+        (
+            of(case.planner().with(FuseReduceIntoUpdate)),
+            of(case.planner()),
+        )
+    };
+    let found = [2, 4, 8].map(|world| {
+        (
+            prices(ZeroStage::None, world),
+            prices(ZeroStage::One, world),
+        )
+    });
+    assert_eq!(
+        found,
+        [
+            ((44, 72), (36, 48)),
+            ((76, 144), (52, 72)),
+            ((140, 288), (84, 120)),
+        ]
     );
 }

@@ -8,7 +8,7 @@ use fusestep_fused_adam::Adam;
 use fusestep_planner::{
     ClipByGlobalNorm, CoalesceGradients, FuseAllReduce, FuseBroadcast, FuseOptimizer,
     FuseReduceIntoUpdate, GradientAccumulation, LocalSgd, LossScaling, Optimize, Ownership, Plan,
-    Planner, Reach, Shard, Stage, Topology, Verdict, ZeroStage,
+    Planner, Reach, Shard, Stage, Topology, UpdateInBackward, Verdict, When, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
 
@@ -85,7 +85,11 @@ fn text_of(plan: &Plan, stage: &Stage) -> String {
 fn stages(text: &mut String, when: &str, plan: &Plan) {
     let _ = writeln!(text, "{when}:");
     for stage in plan.stages() {
-        let _ = writeln!(text, "  {}", text_of(plan, stage));
+        let ready = match plan.when(stage) {
+            When::Ready => "once ready, ",
+            _ => "",
+        };
+        let _ = writeln!(text, "  {ready}{}", text_of(plan, stage));
     }
 }
 
@@ -111,6 +115,11 @@ fn bucketed() -> Planner {
 
 fn owned() -> Planner {
     bucketed().with(Shard::new(ZeroStage::One).ownership(Ownership::Tensors))
+}
+
+/// Ranks that update on their own: no bucket, so updates are cut.
+fn local() -> Planner {
+    default().with(LocalSgd::every(NonZeroU64::new(8).unwrap()))
 }
 
 /// Every pass with what it is put on top of.
@@ -140,6 +149,14 @@ fn passes() -> Vec<(&'static str, Base, With)> {
         ("fuse_reduce_into_update", bucketed, |p| {
             p.with(FuseReduceIntoUpdate)
         }),
+        (
+            "update_in_backward",
+            || bucketed().with(FuseReduceIntoUpdate),
+            |p| p.with(UpdateInBackward::default()),
+        ),
+        ("update_in_backward", local, |p| {
+            p.with(UpdateInBackward::of_bytes(4 * 6_000))
+        }),
     ]
 }
 
@@ -154,7 +171,11 @@ fn stages_before_and_after_every_pass_are_as_written_down() {
         String::from("Stages of rank 1 of 2; tensors a, b, c and d of 5000, 64, 3 and 1000 f32.\n");
     for (pass, base, with) in passes() {
         let (before, after) = (plan(base()), plan(with(base())));
-        assert_ne!(before.stages(), after.stages(), "{pass}");
+        let whens = |plan: &Plan| -> Vec<When> {
+            plan.stages().iter().map(|stage| plan.when(stage)).collect()
+        };
+        let differ = before.stages() != after.stages() || whens(&before) != whens(&after);
+        assert!(differ, "{pass}");
         let applied = |plan: &Plan| {
             let notes = plan.explain().iter();
             let own = |note: &&fusestep_planner::Note| {

@@ -58,9 +58,12 @@ struct Summary {
 pub(crate) fn run(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<()> {
     let ranks = &args.rank_args;
     ensure!(
-        ranks.accumulate.is_none() && ranks.local_sgd.is_none() && ranks.shard_group.is_none(),
-        "--accumulate, --local-sgd, --shard-group: expected none of them, found one; whole steps \
-         of all ranks are timed"
+        ranks.accumulate.is_none()
+            && ranks.local_sgd.is_none()
+            && ranks.shard_group.is_none()
+            && !ranks.update_in_backward,
+        "--accumulate, --local-sgd, --shard-group, --update-in-backward: expected none of them, \
+         found one; whole steps of all ranks are timed"
     );
     let count = args.collective.ranks.count();
     ensure!(

@@ -7,7 +7,7 @@ use clap::Args;
 use fusestep_collective::{Communicator, Costs, Link, measure};
 use fusestep_planner::{
     Comms, CostModel, FuseAllReduce, FuseReduceIntoUpdate, GradientAccumulation, LocalSgd,
-    MAX_WORLD, Planner, Reach, ReducedWhen, Shard, Topology, ZeroStage,
+    MAX_WORLD, Planner, Reach, ReducedWhen, Shard, Topology, UpdateInBackward, ZeroStage,
 };
 
 use crate::engine::{Engine, Ranks, Watch};
@@ -61,6 +61,10 @@ pub(crate) struct RankArgs {
     /// could do it in one pass
     #[arg(long)]
     pub(crate) apart: bool,
+    /// Reduce and update a bucket as soon as its gradients are there, and not in the step: whoever
+    /// computes them promises to read none of the bucket's parameters any more
+    #[arg(long)]
+    pub(crate) update_in_backward: bool,
     /// Add the gradients of this many batches before each update
     #[arg(
         long,
@@ -88,6 +92,7 @@ impl RankArgs {
             || self.shard_group.is_some()
             || self.bucket_cap_mib.is_some()
             || self.comm_streams.is_some()
+            || self.update_in_backward
             || self.accumulate.is_some()
             || self.local_sgd.is_some()
     }
@@ -144,6 +149,9 @@ impl RankArgs {
             if self.streams(fused, topology) == 0 && !self.apart {
                 planner = planner.with(FuseReduceIntoUpdate);
             }
+        }
+        if self.update_in_backward {
+            planner = planner.with(UpdateInBackward::of_bytes(cap_bytes));
         }
         let every = self.accumulate.and_then(|every| u32::try_from(every).ok());
         if let Some(every) = every.and_then(NonZeroU32::new) {

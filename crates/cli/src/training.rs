@@ -140,6 +140,9 @@ fn progress_bar(shown: bool, batches: u64) -> ProgressBar {
     bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
+/// The gradients of a backward pass and the variables that have them; none without samples.
+type Grads = Option<(Vec<Var>, GradStore)>;
+
 /// A model being trained.
 struct Run<'a> {
     args: &'a TrainArgs,
@@ -344,7 +347,14 @@ impl Run<'_> {
             self.state
                 .set_weight(positions.len() as f64 / batch as f64)?;
         }
-        let loss = self.gradients(own, share)?;
+        let (loss, grads) = self.gradients(own, share)?;
+        // Where giving them updates, it makes the calls of a step, and none may come between.
+        let in_backward = self.plan.updates_in_backward();
+        let begun = Instant::now();
+        if !in_backward {
+            self.give(&grads)?;
+        }
+        self.tally.ours_ns += begun.elapsed().as_nanos() as f64;
         let mut total = [loss * own.len() as f64];
         // The step below begins on all ranks at once, so its time is its own and not that of the
         // slowest backward pass.
@@ -354,6 +364,9 @@ impl Run<'_> {
         let loss = total[0] / positions.len() as f64;
         self.state.set_loss(loss);
         let begun = Instant::now();
+        if in_backward {
+            self.give(&grads)?;
+        }
         let report = self
             .plan
             .step(&mut self.state, &self.backend, &mut self.comms)?;
@@ -390,29 +403,29 @@ impl Run<'_> {
         self.shadow.as_ref().map_or(0.0, |shadow| shadow.ns)
     }
 
-    /// One forward and backward pass over this rank's samples, whose mean loss it returns; gives
-    /// the gradients of `share` times the loss. A rank without samples has none to give.
-    fn gradients(&mut self, samples: &[usize], share: f64) -> anyhow::Result<f64> {
+    /// One forward and backward pass over this rank's samples: their mean loss, and the gradients
+    /// of `share` times it. A rank without samples has none to give.
+    fn gradients(&mut self, samples: &[usize], share: f64) -> anyhow::Result<(f64, Grads)> {
         let begun = Instant::now();
         let vars = self.vars()?;
         self.tally.ours_ns += begun.elapsed().as_nanos() as f64;
         if samples.is_empty() {
-            return Ok(0.0);
+            return Ok((0.0, None));
         }
         let loss = self.task.loss(&vars, samples)?;
         let scale = self.state.loss_scale().map_or(1.0, |scale| scale.scale());
         let grads = (&loss * (share * scale))?.backward()?;
-        let begun = Instant::now();
-        self.give(&vars, &grads)?;
-        self.tally.ours_ns += begun.elapsed().as_nanos() as f64;
         if let Some(shadow) = &mut self.shadow {
             shadow.step(&vars, &grads, self.state.lr())?;
         }
-        Ok(f64::from(loss.to_scalar::<f32>()?))
+        Ok((f64::from(loss.to_scalar::<f32>()?), Some((vars, grads))))
     }
 
     /// Gives gradients, those of the last layer first, as a backward pass finds them.
-    fn give(&mut self, vars: &[Var], grads: &GradStore) -> anyhow::Result<()> {
+    fn give(&mut self, grads: &Grads) -> anyhow::Result<()> {
+        let Some((vars, grads)) = grads else {
+            return Ok(());
+        };
         for (name, var) in self.names.iter().zip(vars).rev() {
             let Some(grad) = grads.get(var) else { continue };
             let (state, backend) = (&mut self.state, &self.backend);
@@ -481,12 +494,4 @@ impl Run<'_> {
         }
         Ok(format!("{:016x}", hasher.digest()))
     }
-}
-
-/// What decides which samples a batch has.
-fn images(args: &TrainArgs) -> [(&'static str, String); 2] {
-    [
-        ("seed", args.seed.to_string()),
-        ("batch", args.batch.to_string()),
-    ]
 }

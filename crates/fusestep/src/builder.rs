@@ -5,7 +5,7 @@ use std::num::{NonZeroU32, NonZeroU64};
 use fusestep_launch::{LaunchLimits, Precision, WeightDecay};
 use fusestep_planner::{
     ClipByGlobalNorm, Comms, FuseAllReduce, FuseReduceIntoUpdate, GradientAccumulation, LocalSgd,
-    LossScaling, Optimizer, Planner, Reach, Schedule, Shard, Topology, ZeroStage,
+    LossScaling, Optimizer, Planner, Reach, Schedule, Shard, Topology, UpdateInBackward, ZeroStage,
 };
 use fusestep_tensor::ParamDesc;
 
@@ -94,6 +94,7 @@ pub(crate) struct Asked {
     precision: Precision,
     groups: Vec<(Vec<String>, Optimizer)>,
     schedule: Option<Schedule>,
+    update_in_backward: bool,
 }
 
 impl<K: Kind> Builder<K> {
@@ -135,7 +136,8 @@ impl<K: Kind> Builder<K> {
         self
     }
 
-    /// Most MiB of gradients that one call between ranks reduces; 25 by default.
+    /// Most MiB of gradients that one call between ranks reduces, and that one rank updates in
+    /// backward at once; 25 by default.
     pub fn bucket_cap_mib(mut self, cap_mib: f64) -> Self {
         self.asked.bucket_cap_mib = Some(cap_mib);
         self
@@ -146,6 +148,17 @@ impl<K: Kind> Builder<K> {
     /// pass.
     pub fn comm_streams(mut self, streams: usize) -> Self {
         self.asked.comm_streams = Some(streams);
+        self
+    }
+
+    /// Promises that a backward pass reads no parameter of a bucket once all gradients of that
+    /// bucket are given: it is reduced and updated at once then, by the call that gives the last
+    /// of them, and [`FusedOptimizer::step`] does what is left. The bits stay.
+    ///
+    /// Not with clipping, loss scaling or ZeRO stage 3, nor with LARS and LAMB on several ranks,
+    /// which have to know all gradients first.
+    pub fn update_in_backward(mut self) -> Self {
+        self.asked.update_in_backward = true;
         self
     }
 
@@ -230,9 +243,6 @@ impl Asked {
         if zero != ZeroStage::None {
             planner = planner.with(Shard::new(zero));
         }
-        if topology.world == 1 {
-            return Ok(planner);
-        }
         let cap_bytes = match self.bucket_cap_mib {
             None => FuseAllReduce::DEFAULT_CAP_BYTES,
             Some(mib) if mib > 0.0 && mib.is_finite() => (mib * MIB) as u64,
@@ -240,6 +250,12 @@ impl Asked {
                 return Err(format!("bucket_cap_mib: expected more than 0, found {mib}").into());
             }
         };
+        if self.update_in_backward {
+            planner = planner.with(UpdateInBackward::of_bytes(cap_bytes));
+        }
+        if topology.world == 1 {
+            return Ok(planner);
+        }
         planner = planner.with(FuseAllReduce::of_bytes(cap_bytes));
         Ok(if self.streams(topology) == 0 {
             planner.with(FuseReduceIntoUpdate)

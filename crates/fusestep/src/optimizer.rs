@@ -166,7 +166,8 @@ impl<'c> FusedOptimizer<'c> {
         Ok(self.state()?.grad_mut(name)?)
     }
 
-    /// Gives a gradient; with communication streams its bucket is reduced as soon as it is full.
+    /// Gives a gradient; with communication streams its bucket is reduced as soon as it is full,
+    /// and with [`Builder::update_in_backward`](crate::Builder::update_in_backward) updated.
     ///
     /// # Errors
     /// As [`Plan::push_grad`]; [`PlanError::WrongDType`].
@@ -194,9 +195,18 @@ impl<'c> FusedOptimizer<'c> {
     /// # Errors
     /// As [`Plan::step`]; as [`Plan::handshake`].
     pub fn step(&mut self) -> Result<MicroStepReport, Error> {
-        self.look_after_saves()?;
+        // Other ranks may be within a step already that updates in backward, and saves are polled
+        // by calls of all ranks.
+        let first = !self.plan.updates_in_backward();
+        if first {
+            self.look_after_saves()?;
+        }
         self.meet()?;
-        self.with(|plan, state, backend, comms| plan.step(state, backend, comms))
+        let report = self.with(|plan, state, backend, comms| plan.step(state, backend, comms))?;
+        if !first {
+            self.look_after_saves()?;
+        }
+        Ok(report)
     }
 
     /// Updates from fewer micro-steps than asked for, at an epoch's end.

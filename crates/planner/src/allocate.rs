@@ -9,6 +9,7 @@ use fusestep_launch::{Backend, Buffer, ListBuffer, MAX_SUMS};
 use crate::arena::GradientArena;
 use crate::average::Adapting;
 use crate::exchange::Exchange;
+use crate::in_backward::InBackward;
 use crate::master::Masters;
 use crate::norm::NormState;
 use crate::stage::Extent;
@@ -110,6 +111,7 @@ impl Plan {
             update_reader: UpdateReader::of(self),
             arena,
             exchange: Exchange::of(self)?,
+            in_backward: InBackward::of(self),
             since_average: 0,
             adapting: Adapting::default(),
             params_version: 0,

@@ -307,7 +307,8 @@ pub(crate) fn keeps_segments(plan: &Plan) -> bool {
     plan.zero < ZeroStage::Two
 }
 
-fn full_tensors(plan: &Plan, segment: &crate::Segment) -> usize {
+/// Tensors of a segment that have elements.
+pub(crate) fn full_tensors(plan: &Plan, segment: &crate::Segment) -> usize {
     let layout = &plan.storages[segment.storage].layout;
     let full = |&tensor: &u32| layout.numel(tensor as usize) > 0;
     segment.tensors.clone().filter(full).count()

@@ -5,6 +5,7 @@ use fusestep_launch::MAX_SUMS;
 use fusestep_tensor::Role;
 use serde::Serialize;
 
+use crate::arena::full_tensors;
 use crate::comms::bytes_sent;
 use crate::stage::Reduced;
 use crate::{Plan, Stage, ZeroStage};
@@ -57,8 +58,7 @@ impl Plan {
             1
         };
         if self.reduces() {
-            let params = self.params.len() as u64 + if self.reduces_each() { 16 } else { 0 };
-            calls.control(Operation::AllReduce(ReduceOp::Max), params, calls.world);
+            self.calls_about_gradients(&mut calls);
         }
         if self.zero == ZeroStage::Three && self.reduces() {
             self.layer_gathers(&mut calls);
@@ -105,6 +105,25 @@ impl Plan {
         }
         self.update_norm_calls(&mut calls);
         calls.all
+    }
+
+    /// The calls by which ranks tell each other which gradients there are.
+    fn calls_about_gradients(&self, calls: &mut Calls) {
+        let largest = Operation::AllReduce(ReduceOp::Max);
+        let params = self.params.len() as u64;
+        if !self.in_backward {
+            let hashes = if self.reduces_each() { 16 } else { 0 };
+            return calls.control(largest, params + hashes, calls.world);
+        }
+        let mut told = 0;
+        for segment in &self.segments {
+            let tensors = full_tensors(self, segment) as u64;
+            calls.control(largest, tensors, calls.world);
+            told += tensors;
+        }
+        if told < params {
+            calls.control(largest, params - told, calls.world);
+        }
     }
 
     /// The calls by which ranks hear how far parameters moved.

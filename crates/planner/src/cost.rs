@@ -271,6 +271,8 @@ impl Plan {
             } else {
                 spec.layout.total_numel()
             };
+            let sums = self.accumulation();
+            found.memory_bytes += sums.map_or(0, |rule| rule.sum_bytes(spec, own));
             for (list, extent) in spec.lists.iter().zip(&spec.extents) {
                 let numel = if *extent == crate::Extent::Shard {
                     own

@@ -42,6 +42,9 @@ impl fmt::Display for Plan {
         if self.table == TableKind::Resident {
             writeln!(f, "  tables resident in the device's memory")?;
         }
+        if self.in_backward {
+            writeln!(f, "  updates run as soon as their gradients are given")?;
+        }
         for (index, storage) in self.storages.iter().enumerate().take(BATCHES_SHOWN) {
             let roles = storage.roles();
             writeln!(

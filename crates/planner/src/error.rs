@@ -81,6 +81,19 @@ pub enum PlanError {
         /// The parameter.
         name: String,
     },
+    /// Some buckets of a step have been updated, and others would be by something else.
+    #[error(
+        "{what}: expected a state between two steps, found one whose step {step} has updated \
+         {updated} parameters in backward; end it by `step` first"
+    )]
+    StepUnderWay {
+        /// What was asked for.
+        what: &'static str,
+        /// The step under way.
+        step: u64,
+        /// Parameters that it has updated.
+        updated: usize,
+    },
     /// A parameter lies in shards.
     #[error(
         "`{name}`: expected a parameter that this rank holds whole, found zero stage 3; use `gather`",

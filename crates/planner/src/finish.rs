@@ -34,6 +34,7 @@ impl Plan {
         self.make_batches_anew()?;
         self.place_tables(table)?;
         self.explain_shards();
+        self.explain_fused();
         self.hash = self.compute_hash();
         Ok(())
     }
@@ -247,6 +248,21 @@ impl Plan {
         }
         self.stages = stages;
         Ok(())
+    }
+
+    /// A pass that comes later may have said when buckets are updated.
+    fn explain_fused(&mut self) {
+        if self.in_backward {
+            return;
+        }
+        let notes = self.notes.iter_mut();
+        let applied = |note: &&mut Note| {
+            note.pass == "fuse_reduce_into_update" && note.verdict == Verdict::Applied
+        };
+        if let Some(note) = notes.rev().find(applied) {
+            note.reason +=
+                "; within the step, since a backward pass may read parameters until then";
+        }
     }
 
     fn explain_shards(&mut self) {

@@ -11,6 +11,7 @@ use fusestep_tensor::Role;
 use crate::absorb::{Absorb, Divisor};
 use crate::arena::Given;
 use crate::comms::Comms;
+use crate::in_backward::update_ready;
 use crate::passes::Accumulated;
 use crate::tensors::check_len;
 use crate::{Plan, PlanError, State};
@@ -80,7 +81,8 @@ impl Plan {
         self.start_full(state, backend, comms, param)
     }
 
-    /// Counts a parameter's gradient in its segment and starts every segment that is full.
+    /// Counts a parameter's gradient in its segment and starts every segment that is full, or
+    /// updates it if the plan does so in backward.
     fn start_full(
         &self,
         state: &mut State,
@@ -88,13 +90,22 @@ impl Plan {
         comms: &mut Comms<'_>,
         param: usize,
     ) -> Result<(), PlanError> {
-        let Some(segment) = state.arena.regions[param].segment else {
-            return Ok(());
-        };
-        if self.params[param].numel() > 0 {
+        let segment = state.arena.regions[param].segment;
+        if let Some(segment) = segment.filter(|_| self.params[param].numel() > 0) {
             state.arena.ready.given(segment);
         }
         let last = state.arena.micro_steps + 1 == self.micro_steps();
+        if self.in_backward {
+            let done = if last && self.params[param].numel() > 0 {
+                update_ready(self, state, backend, comms, param)
+            } else {
+                Ok(())
+            };
+            if done.is_err() {
+                self.poison(state);
+            }
+            return done;
+        }
         let early = comms.has_streams() && state.arena.starts_early;
         if early && (last || self.reduces_each()) {
             self.take_reduced(state, backend)?;

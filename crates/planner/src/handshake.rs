@@ -117,6 +117,7 @@ impl Plan {
             format!("{:?}", self.gradients),
         );
         add("update_norms", self.update_norms.to_string());
+        add("update_in_backward", self.in_backward.to_string());
         add("accumulate", format!("{:?}", self.accumulation()));
         add("local_sgd", format!("{:?}", self.local_sgd()));
         add("precision", format!("{:?}", self.precisions));

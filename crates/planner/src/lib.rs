@@ -23,6 +23,7 @@ mod gradients;
 mod group;
 mod handshake;
 mod html;
+mod in_backward;
 mod master;
 mod norm;
 mod optimizer;
@@ -66,7 +67,8 @@ pub use optimizer::Optimizer;
 pub use passes::{
     Accumulated, ActsOn, Averaged, ClipByGlobalNorm, CoalesceGradients, Distributed, FuseAllReduce,
     FuseBroadcast, FuseOptimizer, FuseReduceIntoUpdate, GradientAccumulation, Interval, LocalSgd,
-    LossScaling, Oversize, Ownership, Pass, ReducedWhen, Shard, UpdateNorms, ZeroStage,
+    LossScaling, Oversize, Ownership, Pass, ReducedWhen, Shard, UpdateInBackward, UpdateNorms,
+    ZeroStage,
 };
 pub use plan::Plan;
 pub use planner::{Planner, Tensors};

@@ -59,6 +59,8 @@ pub struct Plan {
     pub(crate) gradients: Gradients,
     /// Whether updates leave sums over what they change.
     pub(crate) update_norms: bool,
+    /// Whether a bucket whose gradients are there is updated before the step is run.
+    pub(crate) in_backward: bool,
     pub(crate) classes: Classes,
     pub(crate) naive_launches: usize,
     /// [`Plan::hash`], computed once the passes are through.
@@ -187,18 +189,13 @@ impl Plan {
 
     /// Bytes of the f32 sums of 16-bit gradients, or of sums that lie in shards.
     fn accumulator_bytes(&self) -> u64 {
-        let Some(rule) = self.accumulation().filter(|rule| rule.every.get() > 1) else {
+        let Some(rule) = self.accumulation() else {
             return 0;
         };
-        let storages = self.storages.iter().map(|spec| {
-            let width = spec.grad_dtype().len_bytes() as u64;
-            match rule.reduced {
-                ReducedWhen::PerMicroStep => spec.shard_numel() * width.max(4),
-                ReducedWhen::PerWindow if width < 4 => spec.layout.total_numel() * 4,
-                ReducedWhen::PerWindow => 0,
-            }
-        });
-        storages.sum()
+        let storages = self.storages.iter();
+        storages
+            .map(|spec| rule.sum_bytes(spec, spec.shard_numel()))
+            .sum()
     }
 
     /// Bytes of memory traffic of one step on this rank: what the kernels' lists read and write,
@@ -216,13 +213,15 @@ impl Plan {
             let spec = &self.storages[optimize.storage];
             let member = spec.members[tensor as usize];
             let per_element = self.kernel_of(member).map_or(0, |k| k.traffic_bytes());
-            // One pass reads every rank's gradient and writes every rank's parameter.
+            // One pass reads every rank's gradient and writes all that every rank keeps whole.
             let others = if reduces {
                 self.topology.world as u64 - 1
             } else {
                 0
             };
-            let width = spec.grad_dtype().len_bytes() + spec.param_dtype().len_bytes();
+            let replicated = self.replicated(spec).into_iter();
+            let widths = replicated.map(|list| spec.lists[list].dtype.len_bytes());
+            let width = spec.grad_dtype().len_bytes() + widths.sum::<usize>();
             let elements: u64 = optimize.batches.iter().map(Batch::elements).sum();
             (per_element + others * width as u64) * elements
         });
@@ -234,6 +233,12 @@ impl Plan {
     /// together.
     pub fn hash(&self) -> u64 {
         self.hash
+    }
+
+    /// Whether buckets are updated as soon as their gradients are given, before the step is run
+    /// (pass `update_in_backward`).
+    pub fn updates_in_backward(&self) -> bool {
+        self.in_backward
     }
 
     /// Whether gradients are reduced across ranks.
@@ -406,7 +411,21 @@ impl Plan {
             Stage::Accumulate(_) => When::MicroStep,
             Stage::Reduce(_) if self.reduces_each() => When::MicroStep,
             Stage::Average(rule) => When::Every(rule.every.get()),
+            _ if self.in_backward => When::Ready,
             _ => When::Step,
+        }
+    }
+}
+
+impl GradientAccumulation {
+    /// Bytes of a storage's sums on a rank whose shard of it has so many elements.
+    pub(crate) fn sum_bytes(&self, spec: &StorageSpec, shard_numel: u64) -> u64 {
+        let width = spec.grad_dtype().len_bytes() as u64;
+        match self.reduced {
+            _ if self.every.get() == 1 => 0,
+            ReducedWhen::PerMicroStep => shard_numel * width.max(4),
+            ReducedWhen::PerWindow if width < 4 => spec.layout.total_numel() * 4,
+            ReducedWhen::PerWindow => 0,
         }
     }
 }

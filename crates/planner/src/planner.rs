@@ -257,6 +257,7 @@ impl Planner {
             notes: Vec::new(),
             gradients: Gradients::default(),
             update_norms: false,
+            in_backward: false,
             classes: Classes::new(params, |_| 0),
             naive_launches: 0,
             hash: 0,

@@ -3,6 +3,7 @@
 use fusestep_launch::{Backend, BackendError, Launch, LaunchReport, Reduce, SetValues};
 
 use crate::comms::Comms;
+use crate::in_backward::check_between_steps;
 use crate::{Plan, PlanError, Stage, State, StepReport};
 
 impl Plan {
@@ -48,6 +49,7 @@ impl Plan {
         mut executor: Executor<'_>,
     ) -> Result<StepReport, PlanError> {
         self.check_state(state)?;
+        check_between_steps(state, "run")?;
         if self.topology.world > 1 || self.micro_steps() > 1 {
             return Err(PlanError::Topology {
                 expected: "a plan of one rank and one micro-step for `run`".to_owned(),
@@ -68,6 +70,21 @@ impl Plan {
         executor: &mut Executor<'_>,
         comms: Option<&mut Comms<'_>>,
     ) -> Result<StepReport, PlanError> {
+        let mut begun = self.begin_update(state, executor)?;
+        let done = self.each_stage(state, executor, comms, &mut begun.report);
+        if let Err(error) = done {
+            self.poison(state);
+            return Err(error);
+        }
+        self.end_update(state, executor, begun)
+    }
+
+    /// Makes everything ready for the updates of a step.
+    pub(crate) fn begin_update(
+        &self,
+        state: &mut State,
+        executor: &Executor<'_>,
+    ) -> Result<Begun, PlanError> {
         state.follow_views();
         let derived = match &executor {
             Executor::Backend(backend) => {
@@ -82,15 +99,28 @@ impl Plan {
         if !derived {
             write_sets(state);
         }
-        let mut report = StepReport {
-            step: state.step + 1,
-            without_gradient: state.without_gradient_count,
-            ..StepReport::default()
-        };
-        let skipped_before = executor.backend().skipped();
-        let done = self.each_stage(state, executor, comms, &mut report);
-        if let Err(error) = done.and_then(|()| settle(state, executor, skipped_before, &mut report))
-        {
+        Ok(Begun {
+            report: StepReport {
+                step: state.step + 1,
+                without_gradient: state.without_gradient_count,
+                ..StepReport::default()
+            },
+            skipped_before: executor.backend().skipped(),
+        })
+    }
+
+    /// Reads what the step has come to, and counts it.
+    pub(crate) fn end_update(
+        &self,
+        state: &mut State,
+        executor: &Executor<'_>,
+        begun: Begun,
+    ) -> Result<StepReport, PlanError> {
+        let Begun {
+            mut report,
+            skipped_before,
+        } = begun;
+        if let Err(error) = settle(state, executor, skipped_before, &mut report) {
             self.poison(state);
             return Err(error);
         }
@@ -134,45 +164,10 @@ impl Plan {
     ) -> Result<(), PlanError> {
         let (mut updates, mut skipped) = (0, false);
         for stage in &self.stages {
-            let done = match (stage, comms.as_deref_mut()) {
-                // Gradients of earlier micro-steps are in the arena already.
-                (Stage::Accumulate(_), _) => LaunchReport::default(),
-                (Stage::Norm(_), None) => state.run_norm(self, executor)?,
-                (Stage::Norm(_), Some(comms)) => {
-                    skipped = self.decide(state, executor.backend(), comms)?;
-                    LaunchReport::default()
-                }
-                (Stage::Optimize(optimize), _) => {
-                    updates += 1;
-                    self.with_gradients(state, optimize.bucket, |state| {
-                        state.launch_update(self, (optimize, updates - 1), executor)
-                    })?
-                }
-                (_, None) => LaunchReport::default(),
-                (Stage::Reduce(_), Some(_)) if self.reduces_each() => LaunchReport::default(),
-                (Stage::Reduce(reduce), Some(comms)) => {
-                    let segment = self.buckets[reduce.bucket].segment;
-                    self.reduce_once(state, executor.backend(), comms, (segment, reduce.bucket))?
-                }
-                (Stage::Trust, Some(_)) if skipped => LaunchReport::default(),
-                (Stage::Trust, Some(comms)) => {
-                    self.sum_tensors(state, executor.backend(), comms)?;
-                    LaunchReport::default()
-                }
-                (Stage::ReduceUpdate(optimize), Some(comms)) => {
-                    updates += 1;
-                    let place = (optimize, updates - 1);
-                    self.reduce_and_update(state, place, executor.backend(), comms)?
-                }
-                // After a skipped step nothing has changed.
-                (Stage::Gather(_), Some(_)) if skipped => LaunchReport::default(),
-                (Stage::Gather(gather), Some(comms)) => {
-                    self.bring(state, executor.backend(), comms, gather)?;
-                    LaunchReport::default()
-                }
-                // Averages count steps, so they follow once this one is counted.
-                (Stage::Average(_), Some(_)) => LaunchReport::default(),
-            };
+            let place = (stage, updates);
+            let done =
+                self.run_stage(state, executor, comms.as_deref_mut(), place, &mut skipped)?;
+            updates += usize::from(stage.update().is_some());
             report.launches += done.launches;
             report.elements += done.elements;
         }
@@ -180,6 +175,55 @@ impl Plan {
             self.share_update_sums(state, executor.backend(), comms, skipped)?;
         }
         Ok(())
+    }
+
+    /// Runs one stage, the `update`-th that updates if it does; says whether all updates are
+    /// skipped once that is known.
+    pub(crate) fn run_stage(
+        &self,
+        state: &mut State,
+        executor: &mut Executor<'_>,
+        comms: Option<&mut Comms<'_>>,
+        (stage, update): (&Stage, usize),
+        skipped: &mut bool,
+    ) -> Result<LaunchReport, PlanError> {
+        Ok(match (stage, comms) {
+            // Gradients of earlier micro-steps are in the arena already.
+            (Stage::Accumulate(_), _) => LaunchReport::default(),
+            (Stage::Norm(_), None) => state.run_norm(self, executor)?,
+            (Stage::Norm(_), Some(comms)) => {
+                *skipped = self.decide(state, executor.backend(), comms)?;
+                LaunchReport::default()
+            }
+            (Stage::Optimize(optimize), _) => {
+                self.with_gradients(state, optimize.bucket, |state| {
+                    state.launch_update(self, (optimize, update), executor)
+                })?
+            }
+            (_, None) => LaunchReport::default(),
+            (Stage::Reduce(_), Some(_)) if self.reduces_each() => LaunchReport::default(),
+            (Stage::Reduce(reduce), Some(comms)) => {
+                let segment = self.buckets[reduce.bucket].segment;
+                self.reduce_once(state, executor.backend(), comms, (segment, reduce.bucket))?
+            }
+            (Stage::Trust, Some(_)) if *skipped => LaunchReport::default(),
+            (Stage::Trust, Some(comms)) => {
+                self.sum_tensors(state, executor.backend(), comms)?;
+                LaunchReport::default()
+            }
+            (Stage::ReduceUpdate(optimize), Some(comms)) => {
+                let place = (optimize, update);
+                self.reduce_and_update(state, place, executor.backend(), comms)?
+            }
+            // After a skipped step nothing has changed.
+            (Stage::Gather(_), Some(_)) if *skipped => LaunchReport::default(),
+            (Stage::Gather(gather), Some(comms)) => {
+                self.bring(state, executor.backend(), comms, gather)?;
+                LaunchReport::default()
+            }
+            // Averages count steps, so they follow once this one is counted.
+            (Stage::Average(_), Some(_)) => LaunchReport::default(),
+        })
     }
 
     /// Reduces a segment at the first of its buckets.
@@ -195,6 +239,14 @@ impl Plan {
         }
         Ok(LaunchReport::default())
     }
+}
+
+/// A step whose updates have begun.
+#[derive(Debug)]
+pub(crate) struct Begun {
+    /// What it has done so far.
+    pub(crate) report: StepReport,
+    skipped_before: u64,
 }
 
 /// Runs the launches of a plan whose parameters and gradients a framework keeps: `launch.lists` and

@@ -280,12 +280,33 @@ pub enum Stage {
     Average(LocalSgd),
 }
 
+impl Stage {
+    /// The bucket that the stage is about; `None` for one about whole storages.
+    pub fn bucket(&self) -> Option<usize> {
+        match self {
+            Stage::Reduce(reduce) => Some(reduce.bucket),
+            Stage::Gather(gather) => Some(gather.bucket),
+            other => other.update().and_then(|update| update.bucket),
+        }
+    }
+
+    /// The update that the stage makes; `None` for one that makes none.
+    pub fn update(&self) -> Option<&Optimize> {
+        match self {
+            Stage::Optimize(update) | Stage::ReduceUpdate(update) => Some(update),
+            _ => None,
+        }
+    }
+}
+
 /// When a stage runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum When {
     /// In every micro-step.
     MicroStep,
+    /// In every step, as soon as the gradients it takes are given.
+    Ready,
     /// In every step.
     Step,
     /// In every so many-th step.

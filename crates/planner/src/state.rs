@@ -11,6 +11,7 @@ use crate::arena::GradientArena;
 use crate::average::Adapting;
 use crate::exchange::Exchange;
 use crate::group::Classes;
+use crate::in_backward::{InBackward, check_between_steps};
 use crate::master::Masters;
 use crate::norm::{NormState, Placed};
 use crate::storage::StorageState;
@@ -59,6 +60,8 @@ pub struct State {
     pub(crate) update_reader: Option<UpdateReader>,
     /// Gradients that micro-steps add and ranks reduce.
     pub(crate) arena: GradientArena,
+    /// Updates that run before the step does.
+    pub(crate) in_backward: InBackward,
     /// Sums that ranks tell each other.
     pub(crate) exchange: Exchange,
     /// Steps since parameters were averaged across ranks.
@@ -184,7 +187,8 @@ impl State {
     /// own.
     ///
     /// # Errors
-    /// The optimizer's error if `lr` is negative or not finite; the old one stays.
+    /// The optimizer's error if `lr` is negative or not finite; [`PlanError::StepUnderWay`]. The
+    /// old one stays.
     pub fn set_lr(&mut self, lr: f64) -> Result<(), PlanError> {
         self.set_lr_of(0, lr)
     }
@@ -195,6 +199,7 @@ impl State {
     /// # Errors
     /// As [`State::set_lr`]; [`PlanError::UnknownRule`].
     pub fn set_lr_of(&mut self, rule: usize, lr: f64) -> Result<(), PlanError> {
+        check_between_steps(self, "learning rate")?;
         let count = self.rules.len();
         let own = self.rules.get_mut(rule);
         let own = own.ok_or(PlanError::UnknownRule { rule, count })?;
@@ -219,8 +224,8 @@ impl State {
     ///
     /// # Errors
     /// The optimizer's error for a value out of range; [`PlanError::OtherLists`] if the rule keeps
-    /// other tensors, [`PlanError::OtherRule`] if its kernel takes other scalars. The old rule
-    /// stays then.
+    /// other tensors, [`PlanError::OtherRule`] if its kernel takes other scalars,
+    /// [`PlanError::StepUnderWay`]. The old rule stays then.
     pub fn set_optimizer(&mut self, optimizer: Optimizer) -> Result<(), PlanError> {
         self.set_optimizer_of(0, optimizer)
     }
@@ -231,6 +236,7 @@ impl State {
     /// # Errors
     /// As [`State::set_optimizer`]; [`PlanError::UnknownRule`].
     pub fn set_optimizer_of(&mut self, rule: usize, optimizer: Optimizer) -> Result<(), PlanError> {
+        check_between_steps(self, "optimizer")?;
         let count = self.rules.len();
         let own = self.rules.get(rule);
         let old = *own.ok_or(PlanError::UnknownRule { rule, count })?;

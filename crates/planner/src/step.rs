@@ -6,6 +6,7 @@ use fusestep_launch::Backend;
 use crate::absorb::{Absorb, Divisor, absorb};
 use crate::arena::{Given, keeps_segments, sum_width};
 use crate::comms::Comms;
+use crate::in_backward::{check_between_steps, update_rest};
 use crate::run::Executor;
 use crate::{MicroStepReport, Plan, PlanError, State, StepReport, Topology};
 
@@ -50,7 +51,7 @@ impl Plan {
     /// ended by [`Plan::step`] first.
     ///
     /// # Errors
-    /// As [`Plan::step`].
+    /// As [`Plan::step`]; [`PlanError::StepUnderWay`].
     pub fn flush(
         &self,
         state: &mut State,
@@ -58,6 +59,7 @@ impl Plan {
         comms: &mut Comms<'_>,
     ) -> Result<MicroStepReport, PlanError> {
         self.check_comms(state, comms)?;
+        check_between_steps(state, "flush")?;
         if state.arena.micro_steps == 0 {
             return Ok(MicroStepReport::default());
         }
@@ -194,6 +196,32 @@ impl Plan {
         } else {
             self.complete_gradients(state, backend, divisor)?;
         }
+        let report = if self.in_backward {
+            update_rest(self, state, backend, comms)?
+        } else {
+            self.update_all(state, backend, comms, divisor)?
+        };
+        let averaged = self.average(state, comms)?;
+        let peak = state.arena.settle(keeps_segments(self));
+        state.arena.seen_peak(peak);
+        state.arena.clear();
+        Ok(MicroStepReport {
+            update: Some(report),
+            averaged,
+            exposed_ns: std::mem::take(&mut state.arena.exposed_ns),
+            segment_peak_bytes: std::mem::take(&mut state.arena.seen_peak_bytes),
+            gradient_bytes_copied: std::mem::take(&mut state.arena.copied_bytes),
+        })
+    }
+
+    /// Agrees on which gradients there are and runs all stages.
+    fn update_all(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        divisor: Divisor,
+    ) -> Result<StepReport, PlanError> {
         let given = self.agree_on_given(state, comms)?;
         if self.reduces_each() {
             let how = Absorb {
@@ -209,20 +237,9 @@ impl Plan {
         let mut executor = Executor::Backend(backend);
         let comms_of_stages = (self.topology.world > 1).then_some(&mut *comms);
         let report = self.run_update(state, &mut executor, comms_of_stages)?;
-        let report = StepReport {
+        Ok(StepReport {
             without_gradient: given.iter().filter(|&&given| given == 0).count() as u64,
             ..report
-        };
-        let averaged = self.average(state, comms)?;
-        let peak = state.arena.settle(keeps_segments(self));
-        state.arena.seen_peak(peak);
-        state.arena.clear();
-        Ok(MicroStepReport {
-            update: Some(report),
-            averaged,
-            exposed_ns: std::mem::take(&mut state.arena.exposed_ns),
-            segment_peak_bytes: std::mem::take(&mut state.arena.seen_peak_bytes),
-            gradient_bytes_copied: std::mem::take(&mut state.arena.copied_bytes),
         })
     }
 }

@@ -44,6 +44,9 @@ impl Plan {
             );
             let _ = write!(text, "{lists:?}{}", spec.distributed);
         }
+        if self.in_backward {
+            let _ = write!(text, "update in backward");
+        }
         for stage in &self.stages {
             let _ = match stage {
                 // Elements and batches are this rank's own.
@@ -77,6 +80,7 @@ impl Plan {
             traffic_bytes: self.traffic_bytes(),
             argument_bytes: self.limits.argument_bytes,
             table: self.table,
+            update_in_backward: self.in_backward,
             max_norm: self.gradients.max_norm.map(MaxNorm::value),
             loss_scale: self.gradients.loss_scale.map(|scale| scale.scale()),
             hash: format!("{:016x}", self.hash),
@@ -118,6 +122,8 @@ pub struct PlanSummary {
     pub argument_bytes: usize,
     /// Where the tables of launches lie.
     pub table: TableKind,
+    /// Whether buckets are updated before the step is run.
+    pub update_in_backward: bool,
     /// The limit of the gradients' norm; `null` if they are not clipped.
     pub max_norm: Option<f64>,
     /// The loss scale of the first step; `null` if the loss is not scaled.

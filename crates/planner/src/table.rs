@@ -8,6 +8,7 @@ use fusestep_launch::{
 use fusestep_tensor::Role;
 use serde::Serialize;
 
+use crate::in_backward::check_between_steps;
 use crate::norm::NormState;
 use crate::run::Executor;
 use crate::storage::StorageState;
@@ -60,6 +61,14 @@ impl Plan {
         if self.topology.world > 1 {
             if asked == TableKind::Resident {
                 let reason = "arguments: gradients of several ranks change their place in memory";
+                self.notes.push(note(Verdict::Refused, reason.to_owned()));
+            }
+            return Ok(());
+        }
+        if self.in_backward {
+            if asked != TableKind::Arguments {
+                let reason = "arguments: updates of a step begin before it is known whose gradients \
+                              it lacks";
                 self.notes.push(note(Verdict::Refused, reason.to_owned()));
             }
             return Ok(());
@@ -122,6 +131,7 @@ impl Plan {
     /// grows with the tensors.
     pub fn enqueue(&self, state: &mut State, backend: &dyn Backend) -> Result<(), PlanError> {
         self.check_state(state)?;
+        check_between_steps(state, "enqueue")?;
         if state.norm.is_some() && state.tables.kind != TableKind::Resident {
             return Err(not_capturable("its tables are in arguments"));
         }
@@ -149,6 +159,7 @@ impl Plan {
         backend: &dyn Backend,
     ) -> Result<StepGraph, PlanError> {
         self.check_state(state)?;
+        check_between_steps(state, "capture")?;
         if state.tables.kind != TableKind::Resident {
             return Err(not_capturable("its tables are in arguments"));
         }
@@ -189,6 +200,7 @@ impl Plan {
         graph: &StepGraph,
     ) -> Result<(), PlanError> {
         self.check_state(state)?;
+        check_between_steps(state, "replay")?;
         let built_anew = state.tables.generation != graph.generation;
         if built_anew || state.schedule.stale || state.without_gradient_count > 0 {
             return Err(PlanError::StaleGraph);

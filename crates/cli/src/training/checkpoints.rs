@@ -6,8 +6,9 @@ use anyhow::{Context, bail};
 use fusestep_planner::{Manifest, RunToSave};
 use fusestep_tensor::Quoted;
 
-use super::{Run, images};
+use super::Run;
 use crate::position::Position;
+use crate::train::TrainArgs;
 
 /// Refuses to replace a checkpoint that is not gone on from, and another program's files.
 pub(super) fn check_folder(folder: &Path, resume: bool) -> anyhow::Result<()> {
@@ -75,4 +76,12 @@ impl Run<'_> {
         self.plan.finish_saves(&mut self.comms, &mut self.saves)?;
         Ok(())
     }
+}
+
+/// What decides which samples a batch has.
+fn images(args: &TrainArgs) -> [(&'static str, String); 2] {
+    [
+        ("seed", args.seed.to_string()),
+        ("batch", args.batch.to_string()),
+    ]
 }

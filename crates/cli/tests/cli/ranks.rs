@@ -75,6 +75,48 @@ fn a_bucket_reduced_and_updated_in_one_pass_ends_with_the_same_bits() {
 }
 
 #[test]
+fn updates_in_backward_train_to_the_bits_of_updates_in_the_step() {
+    let ways: [&[&str]; 7] = [
+        &[],
+        &["--accumulate", "3"],
+        &["--ranks", "3"],
+        // 3 ranks have 29 batches of 64 and one of 60 or less, of which ranks have uneven parts.
+        &["--ranks", "3", "--zero", "1", "--bucket-cap-mib", "0.01"],
+        &["--ranks", "2", "--zero", "2", "--comm-streams", "2"],
+        &["--ranks", "2", "--apart", "--accumulate", "2"],
+        &["--ranks", "2", "--local-sgd", "4"],
+    ];
+    for way in ways {
+        let (plain, found) = (
+            train(way),
+            train(&[way, &["--update-in-backward"]].concat()),
+        );
+        for key in ["params_hash", "final_loss", "history"] {
+            assert_eq!(found[key], plain[key], "{key} {way:?}");
+        }
+    }
+    let printed = ok(&[
+        "train",
+        "--ranks",
+        "2",
+        "--epochs",
+        "1",
+        "--update-in-backward",
+    ]);
+    assert!(
+        printed.contains("note update_in_backward applied: ")
+            && printed.contains("no longer read then"),
+        "{printed}"
+    );
+    let both = ["train", "--clip-norm", "1", "--update-in-backward"];
+    let found = refused(&both);
+    assert!(
+        found.contains("clip_by_global_norm and update_in_backward"),
+        "{found}"
+    );
+}
+
+#[test]
 fn shard_groups_train_to_the_same_bits_at_every_stage() {
     let base = ["--ranks", "4", "--shard-group", "2", "--clip-norm", "1"];
     let run = |more: &[&str]| train(&[&base, more].concat());

@@ -26,6 +26,7 @@ use fusestep_tensor_file::{TensorBytes, TensorFile, write_atomically};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::values;
+use crate::in_backward::{check_between_steps, forget};
 use crate::state::MAX_STEPS;
 use crate::{PlanError, State};
 
@@ -76,6 +77,7 @@ impl State {
             return Err(PlanError::Poisoned { step });
         }
         self.tables.check_settled()?;
+        check_between_steps(self, "saving")?;
         let mut metadata = HashMap::from([
             (FORMAT_KEY.to_owned(), FORMAT.to_owned()),
             (VERSION_KEY.to_owned(), VERSION.to_string()),
@@ -194,6 +196,7 @@ impl State {
         if let (Some(norm), Some((scale, skipped))) = (&mut self.norm, scale) {
             norm.restore(backend, scale, skipped)?;
         }
+        forget(self);
         self.poisoned = None;
         Ok(file.metadata().get(PARAMETERS).cloned())
     }

@@ -13,6 +13,7 @@ use super::snapshot::Snapshot;
 use super::{BorrowedParams, CheckpointFolder, OpenRun, RunToSave, WholeTensors};
 use crate::arena::Given;
 use crate::comms::Comms;
+use crate::in_backward::forget;
 use crate::{Plan, PlanError, State, ZeroStage};
 
 /// A checkpoint that has been read and is one of a plan.
@@ -181,6 +182,7 @@ impl Plan {
                 }
             }
         }
+        forget(state);
         self.restore_counts(state, backend, &run.progress)?;
         self.restore_open(state, backend, (&run.progress, run.from), &run.whole)?;
         state.poisoned = None;

@@ -98,13 +98,13 @@ impl Pass for FuseAllReduce {
         if plan.caps.is_some() {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
+        plan.ready = self.order(plan.params.len());
         if plan.topology.world == 1 {
             let reason = "a world of 1 rank has nothing to reduce".to_owned();
             plan.notes
                 .push(Note::new(self.name(), Verdict::Skipped, reason));
             return Ok(());
         }
-        plan.ready = self.order(plan.params.len());
         lay_in_order(plan)?;
         plan.caps = Some(Caps {
             bytes: self.cap_bytes,

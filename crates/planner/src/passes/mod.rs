@@ -15,6 +15,7 @@ mod fuse_reduce_into_update;
 mod local_sgd;
 mod loss_scaling;
 mod shard;
+mod update_in_backward;
 mod update_norms;
 
 pub use accumulate::{Accumulated, GradientAccumulation, ReducedWhen};
@@ -28,6 +29,7 @@ pub use fuse_reduce_into_update::FuseReduceIntoUpdate;
 pub use local_sgd::{Averaged, Interval, LocalSgd};
 pub use loss_scaling::LossScaling;
 pub use shard::{Ownership, Shard, ZeroStage};
+pub use update_in_backward::UpdateInBackward;
 pub use update_norms::UpdateNorms;
 
 /// What a pass rewrites. Passes apply in this order, and in that in which they were given where
@@ -46,6 +48,8 @@ pub enum ActsOn {
     Buckets,
     /// Stages that become one.
     Fusion,
+    /// What runs while a backward pass does.
+    Backward,
 }
 
 /// A rewrite of a plan: how a step runs, never its bits. Only [`ClipByGlobalNorm`],

@@ -1,0 +1,344 @@
+//! Updates before the step is run (pass `update_in_backward`): which are due, and the step that
+//! they belong to.
+//!
+//! ```text
+//! push_grad ─► last of its bucket ─► ranks agree who has gradients ─► Reduce ─► Optimize ─► Gather
+//! step      ─► what is left, bucket by bucket ─► the report of all of them
+//! ```
+//! Ranks make these calls in the order of buckets, in backward or in the step, so one that lacks a
+//! gradient is waited for and never met by another call.
+
+use fusestep_collective::{Operation, ReduceOp};
+use fusestep_launch::Backend;
+use fusestep_tensor::DType;
+
+use crate::arena::SegmentState;
+use crate::comms::Comms;
+use crate::run::{Begun, Executor};
+use crate::{Plan, PlanError, State, StepReport};
+
+/// What can be updated before the step is run.
+#[derive(Debug, Default)]
+pub(crate) struct InBackward {
+    /// One for each segment, in order; then those that wait for no other rank.
+    units: Vec<Unit>,
+    /// For each parameter its unit, if that waits for no other rank.
+    alone: Vec<Option<usize>>,
+    /// Parameters in no segment's unit, of which ranks hear in the step.
+    rest: Vec<u32>,
+    /// Segments before this one are updated.
+    next: usize,
+    /// For each parameter whether any rank has given its gradient, as far as ranks have agreed.
+    given: Vec<u8>,
+    /// The step that has begun.
+    under_way: Option<Begun>,
+}
+
+/// Parameters that are updated together.
+#[derive(Debug, Default)]
+struct Unit {
+    params: Vec<u32>,
+    /// Positions among the plan's stages, each with its position among those that update.
+    stages: Vec<(usize, usize)>,
+    /// Gradients that are not there yet; of a segment's unit `Ready` counts them.
+    missing: usize,
+    updated: bool,
+}
+
+impl InBackward {
+    /// The units of a plan; none without the pass.
+    pub(crate) fn of(plan: &Plan) -> Self {
+        if !plan.in_backward {
+            return Self::default();
+        }
+        let mut units: Vec<Unit> = Vec::with_capacity(plan.segments.len());
+        for segment in &plan.segments {
+            let params = members(plan, segment.storage, segment.tensors.clone());
+            units.push(Unit::of(params));
+        }
+        let mut of_segment = vec![false; plan.params.len()];
+        for &param in units.iter().flat_map(|unit| &unit.params) {
+            of_segment[param as usize] = true;
+        }
+        let mut alone = vec![None; plan.params.len()];
+        let mut update = 0;
+        for (at, stage) in plan.stages.iter().enumerate() {
+            let place = (at, update);
+            if let Some(bucket) = stage.bucket() {
+                units[plan.buckets[bucket].segment].stages.push(place);
+            } else if let Some(own) = stage.update() {
+                let params = members(plan, own.storage, own.tensors.iter().copied());
+                for &param in &params {
+                    alone[param as usize] = Some(units.len());
+                }
+                let mut unit = Unit::of(params);
+                unit.stages.push(place);
+                units.push(unit);
+            }
+            update += usize::from(stage.update().is_some());
+        }
+        let params = 0..plan.params.len() as u32;
+        Self {
+            units,
+            alone,
+            rest: params
+                .filter(|&param| !of_segment[param as usize])
+                .collect(),
+            next: 0,
+            given: vec![0; plan.params.len()],
+            under_way: None,
+        }
+    }
+
+    /// Waits for all gradients again.
+    fn again(&mut self) {
+        self.next = 0;
+        self.given.fill(0);
+        for unit in &mut self.units {
+            unit.missing = unit.params.len();
+            unit.updated = false;
+        }
+    }
+}
+
+impl Unit {
+    fn of(params: Vec<u32>) -> Self {
+        Self {
+            missing: params.len(),
+            params,
+            ..Self::default()
+        }
+    }
+}
+
+/// The parameters of some tensors that have elements.
+fn members(plan: &Plan, storage: usize, tensors: impl Iterator<Item = u32>) -> Vec<u32> {
+    let spec = &plan.storages[storage];
+    let full = tensors.filter(|&tensor| spec.layout.numel(tensor as usize) > 0);
+    full.map(|tensor| spec.members[tensor as usize]).collect()
+}
+
+/// Refuses what would reach only those buckets of a step that are not updated yet.
+pub(crate) fn check_between_steps(state: &State, what: &'static str) -> Result<(), PlanError> {
+    if state.in_backward.under_way.is_none() {
+        return Ok(());
+    }
+    let units = state.in_backward.units.iter();
+    let updated = units.filter(|unit| unit.updated);
+    Err(PlanError::StepUnderWay {
+        what,
+        step: state.step + 1,
+        updated: updated.map(|unit| unit.params.len()).sum(),
+    })
+}
+
+/// Forgets a step that has begun, once everything that it may have changed is loaded.
+pub(crate) fn forget(state: &mut State) {
+    if state.in_backward.under_way.take().is_some() {
+        state.in_backward.again();
+        state.arena.restore();
+        state.arena.clear();
+    }
+}
+
+/// Updates what can be updated now that one more gradient of the last micro-step is there.
+pub(crate) fn update_ready(
+    plan: &Plan,
+    state: &mut State,
+    backend: &dyn Backend,
+    comms: &mut Comms<'_>,
+    param: usize,
+) -> Result<(), PlanError> {
+    if state.arena.regions[param].segment.is_some() {
+        return update_segments(plan, state, backend, comms);
+    }
+    let Some(unit) = state.in_backward.alone[param] else {
+        return Ok(());
+    };
+    let waiting = &mut state.in_backward.units[unit];
+    waiting.missing = waiting.missing.saturating_sub(1);
+    if waiting.missing > 0 {
+        return Ok(());
+    }
+    update_unit(plan, state, (backend, comms), unit)
+}
+
+/// Updates the next segments: those that are full, or, with communication streams, those that are
+/// through.
+fn update_segments(
+    plan: &Plan,
+    state: &mut State,
+    backend: &dyn Backend,
+    comms: &mut Comms<'_>,
+) -> Result<(), PlanError> {
+    if comms.has_streams() && state.arena.starts_early {
+        while let Some(segment) = state.arena.ready.full() {
+            plan.start_segment(state, backend, comms, segment)?;
+        }
+        while is_through(state)? {
+            let next = state.in_backward.next;
+            update_unit(plan, state, (backend, comms), next)?;
+        }
+        return Ok(());
+    }
+    while let Some(segment) = state.arena.ready.full() {
+        update_unit(plan, state, (backend, comms), segment)?;
+    }
+    Ok(())
+}
+
+/// Whether the next segment to be updated has been reduced.
+fn is_through(state: &mut State) -> Result<bool, PlanError> {
+    let next = state.in_backward.next;
+    if next >= state.arena.ready.started() {
+        return Ok(false);
+    }
+    let (held, through) = match state.arena.take(next) {
+        SegmentState::InFlight(pending) => match pending.try_wait() {
+            Ok(memory) => (SegmentState::Here(Some(memory?)), true),
+            Err(pending) => (SegmentState::InFlight(pending), false),
+        },
+        other => (other, true),
+    };
+    state.arena.segments[next] = held;
+    Ok(through)
+}
+
+/// Updates everything that is left, and ends the step.
+pub(crate) fn update_rest(
+    plan: &Plan,
+    state: &mut State,
+    backend: &dyn Backend,
+    comms: &mut Comms<'_>,
+) -> Result<StepReport, PlanError> {
+    begin(plan, state, backend, comms)?;
+    for segment in state.in_backward.next..plan.segments.len() {
+        update_unit(plan, state, (backend, &mut *comms), segment)?;
+    }
+    let rest = std::mem::take(&mut state.in_backward.rest);
+    let agreed = agree(plan, state, comms, &rest);
+    state.in_backward.rest = rest;
+    agreed?;
+    for unit in plan.segments.len()..state.in_backward.units.len() {
+        if !state.in_backward.units[unit].updated {
+            update_unit(plan, state, (backend, &mut *comms), unit)?;
+        }
+    }
+    let given = state.in_backward.given.iter();
+    let without_gradient = given.filter(|&&given| given == 0).count() as u64;
+    let Some(begun) = state.in_backward.under_way.take() else {
+        return Err(plan.poison(state));
+    };
+    state.in_backward.again();
+    let report = plan.end_update(state, &Executor::Backend(backend), begun)?;
+    Ok(StepReport {
+        without_gradient,
+        ..report
+    })
+}
+
+/// Begins a step, unless it has begun: settings are those of this moment for all of its updates.
+fn begin(
+    plan: &Plan,
+    state: &mut State,
+    backend: &dyn Backend,
+    comms: &mut Comms<'_>,
+) -> Result<(), PlanError> {
+    if state.in_backward.under_way.is_none() {
+        comms.set_plan(plan.hash());
+        let begun = plan.begin_update(state, &Executor::Backend(backend))?;
+        state.in_backward.under_way = Some(begun);
+    }
+    Ok(())
+}
+
+/// Reduces, updates and gathers the parameters of one unit.
+fn update_unit(
+    plan: &Plan,
+    state: &mut State,
+    (backend, comms): (&dyn Backend, &mut Comms<'_>),
+    index: usize,
+) -> Result<(), PlanError> {
+    begin(plan, state, backend, comms)?;
+    // Taken out, so that its stages can borrow the rest of the state.
+    let mut unit = std::mem::take(&mut state.in_backward.units[index]);
+    let is_segment = index < plan.segments.len();
+    let agreed = if is_segment {
+        agree(plan, state, comms, &unit.params)
+    } else {
+        Ok(())
+    };
+    let done = agreed.and_then(|()| run_unit(plan, state, (backend, comms), &unit));
+    unit.updated = done.is_ok();
+    state.in_backward.units[index] = unit;
+    done?;
+    if is_segment {
+        state.in_backward.next = index + 1;
+        if !state.arena.starts_early {
+            state.arena.ready.start();
+        }
+    }
+    Ok(())
+}
+
+fn run_unit(
+    plan: &Plan,
+    state: &mut State,
+    (backend, comms): (&dyn Backend, &mut Comms<'_>),
+    unit: &Unit,
+) -> Result<(), PlanError> {
+    leave_out(plan, state, unit)?;
+    let mut executor = Executor::Backend(backend);
+    for &(at, update) in &unit.stages {
+        let comms = (plan.topology.world > 1).then_some(&mut *comms);
+        // A step that may be skipped has all its gradients first, and is never here.
+        let place = (&plan.stages[at], update);
+        let done = plan.run_stage(state, &mut executor, comms, place, &mut false)?;
+        if let Some(begun) = &mut state.in_backward.under_way {
+            begun.report.launches += done.launches;
+            begun.report.elements += done.elements;
+        }
+    }
+    Ok(())
+}
+
+/// Makes the batches of a unit anew if some of its parameters are left out of this step.
+fn leave_out(plan: &Plan, state: &mut State, unit: &Unit) -> Result<(), PlanError> {
+    let without_gradient = &state.without_gradient;
+    if !unit.params.iter().any(|&p| without_gradient[p as usize]) {
+        return Ok(());
+    }
+    for &(at, update) in &unit.stages {
+        if let Some(stage) = plan.stages[at].update() {
+            let schedule = &mut state.schedule;
+            schedule.batches[update] =
+                plan.batches(stage, |param| !without_gradient[param], &schedule.classes)?;
+        }
+    }
+    Ok(())
+}
+
+/// Hears from all ranks which of these parameters any of them has given a gradient, and leaves the
+/// others out of the step.
+fn agree(
+    plan: &Plan,
+    state: &mut State,
+    comms: &mut Comms<'_>,
+    params: &[u32],
+) -> Result<(), PlanError> {
+    let own = params
+        .iter()
+        .map(|&param| state.arena.given[param as usize]);
+    let mut given: Vec<u8> = own.map(|given| u8::from(given > 0)).collect();
+    if plan.reduces() && !given.is_empty() {
+        let largest = Operation::AllReduce(ReduceOp::Max);
+        comms.in_place(largest, DType::U8, None, &mut given)?;
+    }
+    for (&param, given) in params.iter().zip(given) {
+        state.in_backward.given[param as usize] = given;
+        if given == 0 {
+            state.set_without_gradient_at(param as usize);
+        }
+    }
+    Ok(())
+}
