@@ -185,6 +185,7 @@ impl BorrowedPiece<'_> {
             numel,
             ..
         } = self.whole;
+        let backend = self.call.backend;
         let check = |width: usize, found: usize| {
             // Tensors lie in host memory, so their element counts fit a usize.
             let (offset_bytes, len_bytes) =
@@ -193,29 +194,29 @@ impl BorrowedPiece<'_> {
                 return Ok((offset_bytes, len_bytes));
             }
             Err(BackendError::OutOfBounds {
-                backend: self.call.backend,
+                backend,
                 offset_bytes,
                 len_bytes,
                 found,
             })
         };
-        let kernel = self.call.kernel;
-        let mut lists: [HostList<'_>; MAX_LISTS] = Default::default();
-        let declared = kernel.lists().iter();
-        for ((list, kept), declared) in lists.iter_mut().zip(self.lists).zip(declared) {
+        // In place: a small tensor feels every copy of what is known of it.
+        let mut piece: BorrowedPiece<'b> = self;
+        let declared = piece.call.kernel.lists().iter();
+        for (list, declared) in piece.lists.iter_mut().zip(declared) {
             let width = declared.dtype.len_bytes();
-            let Some(borrowed) = lend(declared.role) else {
-                *list = kept;
+            let Some(mut borrowed) = lend(declared.role) else {
                 continue;
             };
             let (offset_bytes, len_bytes) = check(width, borrowed.bytes().len())?;
-            *list = borrowed.split_at(offset_bytes).1.split_at(len_bytes).0;
+            *list = take_bytes(&mut borrowed, offset_bytes, len_bytes);
         }
-        BorrowedPiece { lists, ..self }.run();
+        piece.run();
         Ok(())
     }
 
     /// Updates a tensor all of whose lists are at hand.
+    #[inline]
     pub(crate) fn run(self) {
         let sums = self.call.tensor_sums;
         let tensor = Tensor {
@@ -307,6 +308,24 @@ fn cut<'a>(
     (lists, right)
 }
 
+/// Takes bytes off a list, behind `before` that are left out.
+#[inline(always)]
+fn take_bytes<'a>(list: &mut HostList<'a>, before: usize, len_bytes: usize) -> HostList<'a> {
+    match std::mem::take(list) {
+        HostList::Absent => HostList::Absent,
+        HostList::Read(bytes) => {
+            let (own, rest) = bytes[before..].split_at(len_bytes);
+            *list = HostList::Read(rest);
+            HostList::Read(own)
+        }
+        HostList::ReadWrite(bytes) => {
+            let (own, rest) = bytes[before..].split_at_mut(len_bytes);
+            *list = HostList::ReadWrite(rest);
+            HostList::ReadWrite(own)
+        }
+    }
+}
+
 /// The small tensors among some tensors of a launch.
 struct SmallPieces<'a> {
     call: BorrowedCall<'a>,
@@ -386,8 +405,13 @@ impl Split for SmallPieces<'_> {
             let mut kept: [HostList<'_>; MAX_LISTS] = Default::default();
             if !are_all_lent {
                 let elements = whole.span(self.offsets);
-                let (_, from_here) = cut(lists, self.call.kernel, elements.start - first);
-                (kept, lists) = cut(from_here, self.call.kernel, whole.numel);
+                // Lists lie in host memory, so their element counts fit a usize.
+                let (before, numel) = ((elements.start - first) as usize, whole.numel as usize);
+                let declared = self.call.kernel.lists();
+                for ((own, rest), declared) in kept.iter_mut().zip(&mut lists).zip(declared) {
+                    let width = declared.dtype.len_bytes();
+                    *own = take_bytes(rest, before * width, numel * width);
+                }
                 first = elements.end;
             }
             let borrowed = (self.lend)(BorrowedPiece {
