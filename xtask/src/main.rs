@@ -12,6 +12,7 @@ mod execute_ptx;
 mod faults;
 mod fuzz;
 mod gpu;
+mod machine_code;
 mod mpi;
 mod mpi_bench;
 mod mpi_victims;
@@ -38,8 +39,8 @@ struct Command {
 const COMMANDS: &[Command] = &[
     Command {
         name: "ptx",
-        usage: "ptx [--check]   compile kernels/*.cu to kernels/ptx, or compare with what is \
-                there; then assemble and list registers",
+        usage: "ptx [--check]   compile kernels/*.cu to kernels/ptx, assemble that to \
+                kernels/machine_code and list registers, or compare with what is there",
         run: ptx::run,
     },
     Command {
