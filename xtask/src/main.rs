@@ -27,6 +27,7 @@ mod python;
 mod sanitize;
 mod sass;
 mod simulate;
+mod waves;
 mod wheels;
 
 /// A command: its name, what it does in one line, and its entry.
@@ -54,6 +55,12 @@ const COMMANDS: &[Command] = &[
         usage: "execute-ptx [--all] [--seed N] [--counts] [--mutants] [-- TEST ARGUMENTS]   run \
                 the CUDA tests on the PTX as shipped, instruction by instruction; needs no GPU",
         run: execute_ptx::run,
+    },
+    Command {
+        name: "waves",
+        usage: "waves   what the last blocks of a launch cost on an H100, for several lengths of \
+                chunks; counts only",
+        run: waves::run,
     },
     Command {
         name: "gpu",
