@@ -40,7 +40,8 @@ Per thread, by `ptxas` for each promised device; no entry keeps anything on a st
 Behind them, instructions that move 16 bytes between a thread and memory, by `nvdisasm`: all of an
 entry's paths, so the f32 path of an Adam with AMSGrad counts twice. Sums of LARS and LAMB read
 element by element, neighbouring threads side by side, as the fixed tree has them; Adam with bf16
-in all lists takes 8 bytes at a time, because 16 would take more than 64 registers.
+in all lists takes 8 bytes at a time where there is a fifth, because 16 would take too many
+registers.
 
 ";
 
