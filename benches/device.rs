@@ -106,10 +106,9 @@ fn all_rules(
     Ok(())
 }
 
-/// Loads one module and runs it once: a driver compiles PTX when it first meets it and keeps the
-/// outcome.
+/// One step of one kernel: a driver compiles PTX when it first meets it and keeps the outcome.
 ///
-/// `all` starts a process for each module, because a process may compile one at a time.
+/// `all` starts a process for each kernel, because a process may compile one at a time.
 fn warm(asked: &str) -> Result<ExitCode, Box<dyn Error>> {
     let modules = rules::one_of_each_module();
     if asked == "all" {
@@ -130,8 +129,8 @@ fn warm(asked: &str) -> Result<ExitCode, Box<dyn Error>> {
     let (name, planner) = module
         .ok_or_else(|| format!("--warm: expected all, {}, found {asked}", names.join(", ")))?;
     let begun = Instant::now();
-    contest::one_step(planner)?;
+    let loaded = contest::one_step(planner)?;
     let seconds = begun.elapsed().as_secs_f64();
-    println!("{name}: loaded and run once in {seconds:.2} s");
+    println!("{name}: opened, loaded and run once in {seconds:.2} s: {loaded}");
     Ok(ExitCode::SUCCESS)
 }

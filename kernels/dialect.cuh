@@ -110,6 +110,11 @@ __device__ __forceinline__ unsigned bits_of(float value) {
     return __float_as_uint(value);
 }
 
+// The upper half of `low` below that of `high`, in one instruction.
+__device__ __forceinline__ unsigned upper_halves(unsigned low, unsigned high) {
+    return __byte_perm(low, high, 0x7632);
+}
+
 // Exact.
 __device__ __forceinline__ float widen_f16(unsigned short bits) {
     float value;

@@ -130,12 +130,12 @@ __device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
     // Two packs of each of two or three lists are 64 or 96 bytes in flight per thread, within the
     // 64 registers that let two blocks of 512 threads share a multiprocessor. Where all lists are
     // of 16 bits one pack is eight elements, as many as two packs of 32 bits. Words of random bits
-    // and a second list of state take the registers of the second pack; with both, a set of more
-    // than four values takes those of half a pack.
+    // and a second list of state take the registers of the second pack, both those of half a pack,
+    // and a set of more than four values with them those of a quarter.
     constexpr int FITTING = storage::Width<Format>::FITTING;
     constexpr int IN_FLIGHT = AT_RANDOM || STATES > 1 || FITTING > 4 ? 1 : 2;
     constexpr bool IS_LARGE = STATES > 1 && sizeof(typename Update::Set) > 4 * sizeof(typename Format::Compute);
-    constexpr int MOST_AT_RANDOM = IS_LARGE ? 2 : 4;
+    constexpr int MOST_AT_RANDOM = IS_LARGE ? 2 : STATES > 1 ? 4 : 8;
     constexpr int WIDTH = AT_RANDOM && FITTING > MOST_AT_RANDOM ? MOST_AT_RANDOM : FITTING;
     const u32 done = packs ? multi_tensor::sweep<WIDTH, IN_FLIGHT>(body, 0, chunk.numel) : 0;
     multi_tensor::sweep<1, (AT_RANDOM || STATES > 1 ? 1 : 2)>(body, done, chunk.numel);

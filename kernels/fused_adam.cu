@@ -184,10 +184,15 @@ __device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
                        multi_tensor::takes_packs(body.moment1) && multi_tensor::takes_packs(body.moment2) &&
                        multi_tensor::takes_packs(body.max_moment2) && multi_tensor::takes_packs(body.master);
     // One access per list is four or five packs in flight per thread already. A second would cost
-    // more registers than the 64 that let two blocks of 512 threads share a multiprocessor, and so
-    // would bring no further bytes in flight. The words of four elements at a time would spill on
-    // sm_70.
-    constexpr int WIDTH = AT_RANDOM ? 2 : int(storage::Width<Format>::VALUE);
+    // more registers than the 64 that let four blocks of 256 threads share a multiprocessor, and so
+    // would bring no further bytes in flight. Where all lists are of 16 bits, packs of eight take
+    // up to 73 registers, and three such blocks have 48 KB in flight where four with halves of
+    // packs have 32; a fifth list, of AMSGrad or a remainder, takes too many. States alone rounded
+    // at random would spill with the words of four elements.
+    constexpr int FITTING = storage::Width<Format>::FITTING;
+    constexpr bool HAS_FIFTH = SECOND == SecondMoment::largest || Format::MASTER_LISTS > 0;
+    constexpr int MOST = HAS_FIFTH ? 4 : 8;
+    constexpr int WIDTH = AT_RANDOM && sizeof(Param) > 2 ? 2 : FITTING > MOST ? MOST : FITTING;
     const u32 done = packs ? multi_tensor::sweep<WIDTH, 1>(body, 0, chunk.numel) : 0;
     // Random rounding has registers for one element at a time.
     multi_tensor::sweep<1, AT_RANDOM ? 1 : 2>(body, done, chunk.numel);

@@ -208,17 +208,30 @@ __device__ __forceinline__ bool takes_packs(const T* address) {
     return reinterpret_cast<u64>(address) % 16 == 0;
 }
 
+// How a thread keeps an element of `T`: as it lies in memory, unless `storage.cuh` knows better.
+// Elements of 16 bits come and go in pairs, the first in the lower half of a word.
+template <class T>
+struct Held {
+    typedef T Type;
+
+    __device__ __forceinline__ static T of(T element) { return element; }
+    __device__ __forceinline__ static T element(T held) { return held; }
+    __device__ __forceinline__ static T lower(u32 pair) { return T{u16(pair)}; }
+    __device__ __forceinline__ static T upper(u32 pair) { return T{u16(pair >> 16)}; }
+    __device__ __forceinline__ static u32 pair(T lower, T upper) { return u32(lower.bits) | u32(upper.bits) << 16; }
+};
+
 // `WIDTH` consecutive elements: one, or a whole number of packs.
 template <int WIDTH, class T>
 struct Lanes {
-    T lane[WIDTH];
+    typename Held<T>::Type lane[WIDTH];
 };
 
 template <int WIDTH, class T>
 __device__ __forceinline__ Lanes<WIDTH, T> load_lanes(const T* address) {
     Lanes<WIDTH, T> lanes;
     if constexpr (WIDTH == 1) {
-        lanes.lane[0] = dialect::load(address);
+        lanes.lane[0] = Held<T>::of(dialect::load(address));
     } else if constexpr (sizeof(T) == 2) {
         // Elements of 16 bits travel in pairs: there is no access of eight of them.
         constexpr int WORDS = WIDTH / 2 < 4 ? WIDTH / 2 : 4;
@@ -226,8 +239,8 @@ __device__ __forceinline__ Lanes<WIDTH, T> load_lanes(const T* address) {
         for (int first = 0; first < WIDTH / 2; first += WORDS) {
             const dialect::Pack<u32, WORDS> pack = dialect::load_lanes<WORDS>(reinterpret_cast<const u32*>(address) + first);
             for (int i = 0; i < WORDS; i++) {
-                lanes.lane[2 * (first + i)] = T{u16(pack.lane[i])};
-                lanes.lane[2 * (first + i) + 1] = T{u16(pack.lane[i] >> 16)};
+                lanes.lane[2 * (first + i)] = Held<T>::lower(pack.lane[i]);
+                lanes.lane[2 * (first + i) + 1] = Held<T>::upper(pack.lane[i]);
             }
         }
     } else {
@@ -246,14 +259,14 @@ __device__ __forceinline__ Lanes<WIDTH, T> load_lanes(const T* address) {
 template <int WIDTH, class T>
 __device__ __forceinline__ void store_lanes(T* address, const Lanes<WIDTH, T>& lanes) {
     if constexpr (WIDTH == 1) {
-        dialect::store(address, lanes.lane[0]);
+        dialect::store(address, Held<T>::element(lanes.lane[0]));
     } else if constexpr (sizeof(T) == 2) {
         constexpr int WORDS = WIDTH / 2 < 4 ? WIDTH / 2 : 4;
         static_assert(WIDTH % (2 * WORDS) == 0, "lanes fill whole packs");
         for (int first = 0; first < WIDTH / 2; first += WORDS) {
             dialect::Pack<u32, WORDS> pack;
             for (int i = 0; i < WORDS; i++) {
-                pack.lane[i] = u32(lanes.lane[2 * (first + i)].bits) | u32(lanes.lane[2 * (first + i) + 1].bits) << 16;
+                pack.lane[i] = Held<T>::pair(lanes.lane[2 * (first + i)], lanes.lane[2 * (first + i) + 1]);
             }
             dialect::store_lanes<WORDS>(reinterpret_cast<u32*>(address) + first, pack);
         }

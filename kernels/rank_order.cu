@@ -58,7 +58,7 @@ __device__ __forceinline__ void narrow(T& to, T value) {
     to = value;
 }
 __device__ __forceinline__ void narrow(storage::F16& to, float value) { storage::narrow<false>(to, value, 0); }
-__device__ __forceinline__ void narrow(storage::BF16& to, float value) { storage::narrow<false>(to, value, 0); }
+__device__ __forceinline__ void narrow(storage::HeldBF16& to, float value) { storage::narrow<false>(to, value, 0); }
 __device__ __forceinline__ void narrow(U16& to, u16 value) { to.bits = value; }
 
 // Bytes travel by four: there is no access of sixteen of them.

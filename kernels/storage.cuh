@@ -14,7 +14,7 @@ using multi_tensor::u16;
 using multi_tensor::u32;
 using multi_tensor::u64;
 
-enum Bits : u32 { MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000, QUIET = 0x00400000 };
+enum Bits : u32 { INFINITE = 0x7f800000, QUIET = 0x00400000 };
 
 // crates/launch/src/precision.rs.
 enum Flag : u32 { FLAG_STOCHASTIC = 1u << 31 };
@@ -27,6 +27,12 @@ struct BF16 {
     u16 bits;
 };
 
+// A bf16 in the upper half of a word, as f32 has it: the lower half is 0 where it was loaded and
+// means nothing where it was rounded, so that neither takes an instruction.
+struct HeldBF16 {
+    u32 bits;
+};
+
 // What a master differs from its bf16 parameter by.
 struct Remainder {
     u16 bits;
@@ -35,17 +41,30 @@ struct Remainder {
 // No list beside the parameter.
 struct Nothing {};
 
+}  // namespace storage
+
+namespace multi_tensor {
+
+template <>
+struct Held<storage::BF16> {
+    typedef storage::HeldBF16 Type;
+
+    __device__ __forceinline__ static Type of(storage::BF16 element) { return {u32(element.bits) << 16}; }
+    __device__ __forceinline__ static storage::BF16 element(Type held) { return {u16(held.bits >> 16)}; }
+    __device__ __forceinline__ static Type lower(u32 pair) { return {pair << 16}; }
+    __device__ __forceinline__ static Type upper(u32 pair) { return {pair & 0xffff0000}; }
+    __device__ __forceinline__ static u32 pair(Type lower, Type upper) { return dialect::upper_halves(lower.bits, upper.bits); }
+};
+
+}  // namespace multi_tensor
+
+namespace storage {
+
 __device__ __forceinline__ float widen(float value) { return value; }
 __device__ __forceinline__ double widen(double value) { return value; }
 __device__ __forceinline__ float widen(F16 value) { return dialect::widen_f16(value.bits); }
+__device__ __forceinline__ float widen(HeldBF16 value) { return dialect::float_of(value.bits); }
 __device__ __forceinline__ float widen(BF16 value) { return dialect::float_of(u32(value.bits) << 16); }
-
-// The upper half after `addend`, less than 2^16, was added; NaN stay NaN.
-__device__ __forceinline__ BF16 round_bf16(u32 bits, u32 addend) {
-    const u32 rounded = (bits + addend) >> 16;
-    const u32 nan = (bits | QUIET) >> 16;
-    return {u16((bits & MAGNITUDE) > INFINITE ? nan : rounded)};
-}
 
 // `narrow` to nearest, ties to even; at random by the lower 16 bits of `draw` where something is
 // lost and nothing keeps it.
@@ -64,10 +83,13 @@ __device__ __forceinline__ void narrow(F16& to, float value, u32) {
     to.bits = dialect::narrow_f16(value);
 }
 
+// The upper half after less than 2^16 was added; NaN stay NaN, and those that have no bit set in
+// their upper half, which no operation gives, get one.
 template <bool AT_RANDOM>
-__device__ __forceinline__ void narrow(BF16& to, float value, u32 draw) {
+__device__ __forceinline__ void narrow(HeldBF16& to, float value, u32 draw) {
     const u32 bits = dialect::bits_of(value);
-    to = round_bf16(bits, AT_RANDOM ? draw & 0xffff : 0x7fff + (bits >> 16 & 1));
+    const u32 addend = AT_RANDOM ? draw & 0xffff : 0x7fff + (bits >> 16 & 1);
+    to.bits = value != value ? bits | QUIET : bits + addend;
 }
 
 // A parameter by itself; `S` is the type of state.
@@ -79,10 +101,13 @@ struct Plain {
     typedef C Compute;
     enum : int { MASTER_LISTS = 0, READS_PARAM = 1 };
 
-    __device__ __forceinline__ static C value(P param, Nothing) { return widen(param); }
+    template <class Held>
+    __device__ __forceinline__ static C value(Held param, Nothing) {
+        return widen(param);
+    }
 
-    template <bool AT_RANDOM>
-    __device__ __forceinline__ static void keep(P& param, Nothing&, C value, u32 draw) {
+    template <bool AT_RANDOM, class Held>
+    __device__ __forceinline__ static void keep(Held& param, Nothing&, C value, u32 draw) {
         narrow<AT_RANDOM>(param, value, draw);
     }
 };
@@ -96,10 +121,13 @@ struct WithMaster {
     typedef float Compute;
     enum : int { MASTER_LISTS = 1, READS_PARAM = 0 };
 
-    __device__ __forceinline__ static float value(P, float master) { return master; }
+    template <class Held>
+    __device__ __forceinline__ static float value(Held, float master) {
+        return master;
+    }
 
-    template <bool AT_RANDOM>
-    __device__ __forceinline__ static void keep(P& param, float& master, float value, u32) {
+    template <bool AT_RANDOM, class Held>
+    __device__ __forceinline__ static void keep(Held& param, float& master, float value, u32) {
         narrow<false>(param, value, 0);
         master = value;
     }
@@ -115,23 +143,21 @@ struct WithRemainder {
     typedef float Compute;
     enum : int { MASTER_LISTS = 1, READS_PARAM = 1 };
 
-    __device__ __forceinline__ static float value(BF16 param, Remainder remainder) {
-        return dialect::float_of((u32(param.bits) << 16) + u32(int(short(remainder.bits))));
+    template <class Held>
+    __device__ __forceinline__ static float value(Held param, Remainder remainder) {
+        return dialect::float_of(dialect::bits_of(widen(param)) + u32(int(short(remainder.bits))));
     }
 
     template <bool AT_RANDOM>
-    __device__ __forceinline__ static void keep(BF16& param, Remainder& remainder, float value, u32) {
-        u32 bits = dialect::bits_of(value);
-        bits = (bits & MAGNITUDE) > INFINITE ? u32(INFINITE | QUIET) : bits;
-        param.bits = u16((bits + 0x8000) >> 16);
+    __device__ __forceinline__ static void keep(HeldBF16& param, Remainder& remainder, float value, u32) {
+        const u32 bits = value != value ? u32(INFINITE | QUIET) : dialect::bits_of(value);
+        param.bits = bits + 0x8000;
         remainder.bits = u16(bits);
     }
 };
 
 // Elements that one thread takes at a time: a pack of 16 bytes in the widest list, so that every
-// list is accessed without gaps, and at most four. Eight of 16 bits in all lists were compiled and
-// not kept: they take up to 94 registers, and above 64 only one block of 512 threads fits on a
-// multiprocessor.
+// list is accessed without gaps, and at most four where registers are scarce.
 template <class Format>
 struct Width {
     enum : int {
@@ -200,12 +226,16 @@ struct Draws {
     u64 element;
 
     // 32 bits for element `at` of the chunk; list l, counted from the parameter without the
-    // gradient, takes half l % 2 of word l / 2.
+    // gradient, takes half l % 2 of word l / 2. What depends on the upper half of the element's
+    // index is formed once, and a carry into it adds to it: nothing here is of 64 bits.
     __device__ __forceinline__ u32 word(u32 at, u32 index) const {
-        const u64 e = element + at;
-        const u32 b = u32(key >> 32) + u32(e >> 32) * 0x9e3779b9u + index * 0x85ebca6bu;
-        return mix32(mix32(u32(e) + u32(key)) ^ b);
+        const u32 low = u32(element) + at;
+        u32 b = u32(key >> 32) + u32(element >> 32) * HIGH;
+        b += low < at ? u32(HIGH) : 0;
+        return mix32(mix32(low + u32(key)) ^ (b + index * WORD));
     }
+
+    enum : u32 { HIGH = 0x9e3779b9, WORD = 0x85ebca6b };
 };
 
 template <int LISTS, int WORDS, class Own>

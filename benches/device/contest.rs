@@ -204,12 +204,18 @@ fn is_finite(dtype: DType, bytes: &[u8]) -> bool {
     }
 }
 
-/// One step of a plan over one tensor, on a backend of its own.
-pub(crate) fn one_step(planner: Planner) -> Result<(), Box<dyn Error>> {
+/// One step of a plan over one tensor, on a backend of its own; returns what was loaded, and from
+/// what.
+pub(crate) fn one_step(planner: Planner) -> Result<String, Box<dyn Error>> {
     let backend = CudaBackend::open(0)?;
     let params = [ParamDesc::new("tensor", Shape::new([64])?, DType::F32)];
     let plan = planner.limits(backend.limits()).plan(&params)?;
     let mut state = plan.allocate(&backend)?;
     plan.run(&mut state, &backend)?;
-    Ok(backend.synchronize()?)
+    backend.synchronize()?;
+    let loaded = backend.loaded_entries().into_iter();
+    let loaded: Vec<_> = loaded
+        .map(|(entry, code)| format!("{entry} from {code}"))
+        .collect();
+    Ok(loaded.join(", "))
 }

@@ -116,9 +116,29 @@ fn ptx_rounds_every_operation_once() {
 fn ptx_is_for_the_oldest_device_and_driver_promised() {
     for stem in stems() {
         let text = ptx(stem).unwrap();
-        assert!(text.contains("\n.version 8.4\n"), "{stem}: ISA version");
+        assert!(text.contains("\n.version 8.1\n"), "{stem}: ISA version");
         assert!(text.contains("\n.target sm_70\n"), "{stem}: target");
     }
+}
+
+#[test]
+fn every_entry_is_a_module_of_its_own() {
+    for stem in stems() {
+        let module = ptx(stem).unwrap();
+        let declared = |text: &str| text.matches("\n.shared ").count();
+        for entry in entries(stem).unwrap() {
+            let text = entry_ptx(entry).unwrap();
+            assert_eq!(text.matches(".entry").count(), 1, "{entry}");
+            assert!(text.contains(&format!("\n.visible .entry {entry}(\n")));
+            assert!(text.starts_with(".version 8.1\n.target sm_70\n.address_size 64\n"));
+            assert_eq!(declared(&text), declared(module), "{entry}");
+            let body = module.split(&format!(".entry {entry}(")).nth(1).unwrap();
+            let body = body.split("\n}\n").next().unwrap();
+            assert!(text.contains(body), "{entry}");
+        }
+    }
+    assert_eq!(entry_ptx("fused_adam_f8"), None);
+    assert_eq!(entry_ptx("adamw_f32"), None);
 }
 
 /// Every build carries the text, and every regeneration lands in the history.

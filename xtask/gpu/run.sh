@@ -82,22 +82,31 @@ unpack() {
   fi
 }
 
-# The time is the compiler's, on all cores; without this every test program would pay for it.
+# A step of every kernel from machine code, where there is some for this device, and from PTX, which
+# the driver compiles entry by entry.
 warm() {
-  say "loading every module once"
+  say "one step of every kernel, as loaded here, and from PTX"
   local begun=$SECONDS status
-  limited "$(least "$(left)" 150)" "$(program device)" --warm all
+  limited "$(least "$(left)" 75)" "$(program device)" --warm all
   status=$?
   warm_seconds=$((SECONDS - begun))
-  [ $status -eq 0 ] || failed+=("loading the modules $(status_of $status)")
+  [ $status -eq 0 ] || failed+=("loading the kernels $(status_of $status)")
+  begun=$SECONDS
+  CUDA_FORCE_PTX_JIT=1 limited "$(least "$(left)" 75)" "$(program device)" --warm all
+  status=$?
+  warm_ptx_seconds=$((SECONDS - begun))
+  [ $status -eq 0 ] || failed+=("loading the kernels from PTX $(status_of $status)")
 }
 
 suites=()
 suite() {
-  local name status begun result end=$((SECONDS + $(least "$(left)" 170)))
-  for name in $(cd "$work/bin" && ls); do
+  local name status begun result forced end=$((SECONDS + $(least "$(left)" 170)))
+  for name in $(cd "$work/bin" && ls) resident-from-ptx; do
     [ "$name" = device ] && continue
     local filter=("${skips[@]}")
+    forced=${CUDA_FORCE_PTX_JIT:-0}
+    # Devices that there is machine code for run PTX nowhere else.
+    [ "$name" = resident-from-ptx ] && filter=(--exact "${quick[@]}") forced=1
     if [ $small -eq 1 ]; then
       case $name in
         resident) filter=(--exact "${quick[@]}") ;;
@@ -109,7 +118,7 @@ suite() {
     begun=$SECONDS
     local before
     before=$(wc -l <"$log")
-    limited $((end - SECONDS)) "$(program "$name")" "${filter[@]}"
+    CUDA_FORCE_PTX_JIT=$forced limited $((end - SECONDS)) "$(program "${name%-from-ptx}")" "${filter[@]}"
     status=$?
     result=$(tail -n "+$before" "$log" | grep '^test result' | tail -n 1)
     [ $status -eq 0 ] || failed+=("tests of $name: $(status_of $status)")
@@ -191,7 +200,7 @@ quoted_all() {
 }
 report() {
   {
-    echo "{\"date\":$(quoted "$(date -u +%Y-%m-%dT%H:%M:%SZ)"),\"gpu\":$(quoted "$gpu"),\"small\":$small,\"seconds\":$SECONDS,\"warm_seconds\":$warm_seconds,"
+    echo "{\"date\":$(quoted "$(date -u +%Y-%m-%dT%H:%M:%SZ)"),\"gpu\":$(quoted "$gpu"),\"small\":$small,\"seconds\":$SECONDS,\"warm_seconds\":$warm_seconds,\"warm_ptx_seconds\":$warm_ptx_seconds,"
     echo "\"failed\":[$(quoted_all ${failed[@]+"${failed[@]}"})],\"not_run\":[$(quoted_all ${not_run[@]+"${not_run[@]}"})],"
     echo "\"suite\":[$(joined ${suites[@]+"${suites[@]}"})],\"sanitizer\":[$(joined ${checked[@]+"${checked[@]}"})],"
     echo "\"device\":$(content "$work/device.json"),\"others\":$(content "$work/torch.json")}"
@@ -199,7 +208,7 @@ report() {
   {
     printf '# %s, %s, %s s\n' "$gpu" "$(date -u +%Y-%m-%d)" "$SECONDS"
     [ $small -eq 0 ] || printf '\nA trial with small sets and few tests: it proves nothing about a device.\n'
-    printf '\nEvery module compiled by the driver and run once: %s s\n' "$warm_seconds"
+    printf '\nEvery kernel loaded and run once: %s s, from PTX %s s\n' "$warm_seconds" "$warm_ptx_seconds"
     printf '\n| tests | status | s | result |\n|---|---|---|---|\n%s' "$suite_rows"
     printf '\n| sanitizer | status | s | result |\n|---|---|---|---|\n%s' "$sanitizer_rows"
     local table item
@@ -211,7 +220,7 @@ report() {
   } >"$out/table.md"
 }
 
-suite_rows='' sanitizer_rows='' warm_seconds=0
+suite_rows='' sanitizer_rows='' warm_seconds=0 warm_ptx_seconds=0
 unpack
 gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1)
 gpu=${gpu:-a device without nvidia-smi}

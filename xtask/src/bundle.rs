@@ -1,5 +1,5 @@
 //! What a bare machine with a GPU needs, in one folder: test and bench programs, shapes, the script
-//! of other implementations' times, and `run.sh`. Kernels are in the programs, as PTX.
+//! of other implementations' times, and `run.sh`. Kernels are in the programs.
 
 use std::fs;
 use std::path::{Path, PathBuf};

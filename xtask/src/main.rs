@@ -12,6 +12,7 @@ mod execute_ptx;
 mod faults;
 mod fuzz;
 mod gpu;
+mod machine_code;
 mod mpi;
 mod mpi_bench;
 mod mpi_victims;
@@ -26,6 +27,7 @@ mod python;
 mod sanitize;
 mod sass;
 mod simulate;
+mod waves;
 mod wheels;
 
 /// A command: its name, what it does in one line, and its entry.
@@ -38,8 +40,8 @@ struct Command {
 const COMMANDS: &[Command] = &[
     Command {
         name: "ptx",
-        usage: "ptx [--check]   compile kernels/*.cu to kernels/ptx, or compare with what is \
-                there; then assemble and list registers",
+        usage: "ptx [--check]   compile kernels/*.cu to kernels/ptx, assemble that to \
+                kernels/machine_code and list registers, or compare with what is there",
         run: ptx::run,
     },
     Command {
@@ -53,6 +55,12 @@ const COMMANDS: &[Command] = &[
         usage: "execute-ptx [--all] [--seed N] [--counts] [--mutants] [-- TEST ARGUMENTS]   run \
                 the CUDA tests on the PTX as shipped, instruction by instruction; needs no GPU",
         run: execute_ptx::run,
+    },
+    Command {
+        name: "waves",
+        usage: "waves   what the last blocks of a launch cost on an H100, for several lengths of \
+                chunks; counts only",
+        run: waves::run,
     },
     Command {
         name: "gpu",

@@ -6,10 +6,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
+
+#[path = "../../kernels/src/single_entry.rs"]
+mod single_entry;
 
 use crate::{
-    parallel, ptxas,
+    machine_code, parallel, ptxas,
     wheels::{self, NVRTC},
     workspace_root,
 };
@@ -25,6 +28,11 @@ const OPTIONS: [&str; 6] = [
     "--std=c++17",
 ];
 
+/// The version of the ISA as the compiler writes it, and as the text is to have it: the oldest with
+/// arguments of 32 KB, which drivers from 530 on read. The assembler refuses what a version lacks,
+/// so that what it takes needs no later one.
+const ISA: (&str, &str) = ("\n.version 8.4\n", "\n.version 8.1\n");
+
 /// What stands above the table of registers.
 const REGISTERS_HEAD: &str = "# Registers of every kernel
 
@@ -32,18 +40,20 @@ Per thread, by `ptxas` for each promised device; no entry keeps anything on a st
 Behind them, instructions that move 16 bytes between a thread and memory, by `nvdisasm`: all of an
 entry's paths, so the f32 path of an Adam with AMSGrad counts twice. Sums of LARS and LAMB read
 element by element, neighbouring threads side by side, as the fixed tree has them; Adam with bf16
-in all lists takes 8 bytes at a time, because 16 would take more than 64 registers.
+in all lists takes 8 bytes at a time where there is a fifth, because 16 would take too many
+registers.
 
 ";
 
 /// What happens to PTX once it is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Mode {
+pub(crate) enum Mode {
     Write,
     Check,
 }
 
-/// Compiles every kernel, writes or compares its PTX, and assembles it for all promised devices.
+/// Compiles every kernel, writes or compares its PTX, assembles it for all promised devices, and
+/// writes or compares machine code.
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let mode = match arguments {
         [] => Mode::Write,
@@ -78,7 +88,14 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     if !differences.is_empty() {
         bail!("{}\nrun `cargo xtask ptx`", differences.join("\n"));
     }
-    let registers = ptxas::report(&root, &fresh, &stems)?;
+    let apart = fresh.join("entries");
+    let entries = take_apart(&fresh, &stems, &apart)?;
+    let registers = ptxas::report(&root, &apart, &entries)?;
+    let bundles = kernels.join("machine_code");
+    let differences = machine_code::bundle(mode, &bundles, &apart, &entries)?;
+    if !differences.is_empty() {
+        bail!("{}\nrun `cargo xtask ptx`", differences.join("\n"));
+    }
     let page = fresh.join("registers.md");
     fs::write(&page, format!("{REGISTERS_HEAD}{registers}"))?;
     println!("registers of every entry: {}", page.display());
@@ -97,6 +114,29 @@ fn stems(kernels: &Path) -> Result<Vec<String>> {
     }
     stems.sort();
     Ok(stems)
+}
+
+/// Writes every entry as a module of its own, which is what drivers load, and returns the names,
+/// sorted.
+fn take_apart(modules: &Path, stems: &[String], apart: &Path) -> Result<Vec<String>> {
+    fs::create_dir_all(apart)?;
+    let mut entries = Vec::new();
+    for stem in stems {
+        let path = modules.join(format!("{stem}.ptx"));
+        let module = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+        for line in module.lines() {
+            let Some(rest) = line.strip_prefix(".visible .entry ") else {
+                continue;
+            };
+            let entry = rest.trim_end_matches('(');
+            let text = single_entry::single_entry(&module, entry)
+                .with_context(|| format!("{}: `{entry}` has no end", path.display()))?;
+            fs::write(apart.join(format!("{entry}.ptx")), text)?;
+            entries.push(entry.to_owned());
+        }
+    }
+    entries.sort();
+    Ok(entries)
 }
 
 /// The pinned compiler, and where sources include from.
@@ -124,7 +164,15 @@ impl Compiler {
             .arg(format!("--include-path={}", self.include_folder.display()));
         let log = wheels::output(&mut command).with_context(|| source.display().to_string())?;
         print!("{log}");
-        Ok(())
+        let (written, wanted) = ISA;
+        let text = fs::read_to_string(out)?;
+        ensure!(
+            text.matches(written).count() == 1,
+            "{}: expected `{}` of the compiler, found another version",
+            out.display(),
+            written.trim()
+        );
+        Ok(fs::write(out, text.replacen(written, wanted, 1))?)
     }
 }
 

@@ -20,13 +20,14 @@ struct Entry {
     spill_bytes: u32,
 }
 
-/// A table of one row per entry with its registers on every device and its accesses of 16 bytes on
+/// Assembles `ENTRY.ptx` of `folder` to `ENTRY.DEVICE.cubin` for every promised device, and returns
+/// a table of one row per entry with its registers on every device and its accesses of 16 bytes on
 /// some.
 ///
 /// # Errors
 /// If an entry spills, or keeps anything on a stack: its argument block was copied to local memory,
 /// or an array index is not constant. As [`sass::count`].
-pub(crate) fn report(root: &Path, folder: &Path, stems: &[String]) -> Result<String> {
+pub(crate) fn report(root: &Path, folder: &Path, entries: &[String]) -> Result<String> {
     let assembler = wheels::file_below(&PTXAS.unpacked(root)?, "ptxas")?;
     make_executable(&assembler)?;
     let disassembler = wheels::file_below(&NVDISASM.unpacked(root)?, "nvdisasm")?;
@@ -39,41 +40,29 @@ pub(crate) fn report(root: &Path, folder: &Path, stems: &[String]) -> Result<Str
     );
     let columns = DEVICES.len() + wide_heads.len();
     table += &format!("|---|{}\n", "---|".repeat(columns));
-    let jobs: Vec<(&str, &str)> = stems
-        .iter()
-        .flat_map(|stem| DEVICES.map(|device| (stem.as_str(), device)))
-        .collect();
-    let reports = parallel::map(&jobs, |(stem, device)| {
-        assemble(&assembler, device, &folder.join(format!("{stem}.ptx")))
+    let jobs = jobs(&DEVICES, entries);
+    let reports = parallel::map(&jobs, |(device, entry)| {
+        assemble(&assembler, device, folder, entry)
     })?;
-    let wide = wide(&disassembler, folder, stems)?;
+    let wide = wide(&disassembler, folder, entries)?;
     let mut failures = Vec::new();
-    for of_stem in reports.chunks(DEVICES.len()) {
-        let mut rows: Vec<(String, Vec<String>)> = Vec::new();
-        for (device, entries) in DEVICES.iter().zip(of_stem) {
-            let mut entries = entries.clone();
-            entries.sort_by(|left, right| left.name.cmp(&right.name));
-            for (i, entry) in entries.into_iter().enumerate() {
-                if entry.spill_bytes + entry.stack_bytes > 0 {
-                    failures.push(format!(
-                        "{} on {device}: expected 0 bytes of stack and spills, found {} and {}",
-                        entry.name, entry.stack_bytes, entry.spill_bytes
-                    ));
-                }
-                if rows.len() == i {
-                    rows.push((entry.name, Vec::new()));
-                }
-                rows[i].1.push(entry.registers.to_string());
-            }
+    for ((device, _), entry) in jobs.iter().zip(&reports) {
+        if entry.spill_bytes + entry.stack_bytes > 0 {
+            failures.push(format!(
+                "{} on {device}: expected 0 bytes of stack and spills, found {} and {}",
+                entry.name, entry.stack_bytes, entry.spill_bytes
+            ));
         }
-        for (name, registers) in rows {
-            let wide = wide.iter().map(|entries| {
-                let Wide { loads, stores } = entries.get(&name).copied().unwrap_or_default();
-                format!("{loads}, {stores}")
-            });
-            let cells: Vec<String> = registers.into_iter().chain(wide).collect();
-            table += &format!("| `{name}` | {} |\n", cells.join(" | "));
-        }
+    }
+    for (index, name) in entries.iter().enumerate() {
+        let registers = reports.iter().skip(index).step_by(entries.len());
+        let registers = registers.map(|entry| entry.registers.to_string());
+        let wide = wide.iter().map(|entries| {
+            let Wide { loads, stores } = entries.get(name).copied().unwrap_or_default();
+            format!("{loads}, {stores}")
+        });
+        let cells: Vec<String> = registers.chain(wide).collect();
+        table += &format!("| `{name}` | {} |\n", cells.join(" | "));
     }
     if !failures.is_empty() {
         bail!("{}", failures.join("\n"));
@@ -82,46 +71,50 @@ pub(crate) fn report(root: &Path, folder: &Path, stems: &[String]) -> Result<Str
     Ok(table)
 }
 
+/// Each device with each entry, device by device.
+fn jobs<'e>(devices: &[&'static str], entries: &'e [String]) -> Vec<(&'static str, &'e str)> {
+    let of_device = |&device| entries.iter().map(move |entry| (device, entry.as_str()));
+    devices.iter().flat_map(of_device).collect()
+}
+
 /// The accesses of 16 bytes of all entries, for each device that is looked at.
 fn wide(
     disassembler: &Path,
     folder: &Path,
-    stems: &[String],
+    entries: &[String],
 ) -> Result<Vec<BTreeMap<String, Wide>>> {
-    let jobs: Vec<(&str, &str)> = sass::DEVICES
-        .iter()
-        .flat_map(|device| stems.iter().map(|stem| (*device, stem.as_str())))
-        .collect();
-    let counts = parallel::map(&jobs, |(device, stem)| {
-        sass::count(disassembler, &folder.join(format!("{stem}.{device}.cubin")))
+    let counts = parallel::map(&jobs(&sass::DEVICES, entries), |(device, entry)| {
+        sass::count(
+            disassembler,
+            &folder.join(format!("{entry}.{device}.cubin")),
+        )
     })?;
-    let of_devices = counts.chunks(stems.len());
+    let of_devices = counts.chunks(entries.len());
     Ok(of_devices
-        .map(|counts| {
-            counts
-                .iter()
-                .flatten()
-                .map(|(name, wide)| (name.clone(), *wide))
-                .collect()
-        })
+        .map(|counts| counts.iter().flatten())
+        .map(|counts| counts.map(|(name, wide)| (name.clone(), *wide)).collect())
         .collect())
 }
 
-fn assemble(assembler: &Path, device: &str, ptx: &Path) -> Result<Vec<Entry>> {
+fn assemble(assembler: &Path, device: &str, folder: &Path, entry: &str) -> Result<Entry> {
+    let ptx = folder.join(format!("{entry}.ptx"));
     let mut command = Command::new(assembler);
     command
         .args(["--verbose", "--gpu-name", device, "--output-file"])
-        .args([ptx.with_extension(format!("{device}.cubin")).as_path(), ptx]);
+        .args([
+            ptx.with_extension(format!("{device}.cubin")).as_path(),
+            &ptx,
+        ]);
     let log =
         wheels::output(&mut command).with_context(|| format!("{} for {device}", ptx.display()))?;
-    let entries = parse(&log);
-    if entries.is_empty() {
-        bail!(
-            "{} for {device}: the assembler names no entry\n{log}",
+    let mut found = parse(&log);
+    match (found.pop(), found.pop()) {
+        (Some(only), None) if only.name == entry => Ok(only),
+        _ => bail!(
+            "{} for {device}: expected this entry alone, found in the log\n{log}",
             ptx.display()
-        );
+        ),
     }
-    Ok(entries)
 }
 
 /// Reads the assembler's report, in which an entry's lines follow its name.

@@ -20,14 +20,13 @@ pub(crate) struct Wheel {
     pub(crate) version: &'static str,
 }
 
-/// Compiles CUDA C++ to PTX. Its version decides the PTX ISA, and with it the oldest driver that
-/// takes our PTX: 8.4 needs 550.
+/// Compiles CUDA C++ to PTX.
 pub(crate) const NVRTC: Wheel = Wheel {
     name: "nvidia-cuda-nvrtc-cu12",
     version: "12.4.127",
 };
 
-/// Assembles PTX. 12.9 is the newest release line that still knows sm_70.
+/// Assembles PTX. 12.9 is the newest release line that still knows sm_70, and knows sm_100.
 pub(crate) const PTXAS: Wheel = Wheel {
     name: "nvidia-cuda-nvcc-cu12",
     version: "12.9.86",

@@ -72,7 +72,7 @@ impl Kernels {
         driver.check(code).map_err(|reason| {
             format!(
                 "{reason}, for the kernel that sums in rank order; expected a driver that reads \
-                 PTX ISA 8.4 (550 or newer), or `Reduction::Engine`"
+                 PTX ISA 8.1 (530 or newer), or `Reduction::Engine`"
             )
         })?;
         Ok(Self { module })

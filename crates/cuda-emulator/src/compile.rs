@@ -9,12 +9,13 @@ use std::process::{Child, Command, Stdio};
 use crate::EmulatorError;
 
 /// The emulator's own sources, so that it can be built from anywhere.
-const SOURCES: [(&str, &str); 26] = [
+const SOURCES: [(&str, &str); 27] = [
     ("device_language.hpp", include_str!("device_language.hpp")),
     ("driver_api.hpp", include_str!("driver_api.hpp")),
     ("driver.hpp", include_str!("driver.hpp")),
     ("fiber.hpp", include_str!("fiber.hpp")),
     ("machine.hpp", include_str!("machine.hpp")),
+    ("cubins.cpp", include_str!("cubins.cpp")),
     ("driver_device.cpp", include_str!("driver_device.cpp")),
     ("driver_graph.cpp", include_str!("driver_graph.cpp")),
     ("driver_launch.cpp", include_str!("driver_launch.cpp")),

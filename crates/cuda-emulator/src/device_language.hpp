@@ -173,6 +173,10 @@ inline unsigned bits_of(float value) {
     return bits;
 }
 
+inline unsigned upper_halves(unsigned low, unsigned high) {
+    return low >> 16 | (high & 0xffff0000u);
+}
+
 // A value of 10 bits of mantissa: powers of two scale it exactly.
 inline float widen_f16(unsigned short bits) {
     const unsigned exponent = bits >> 10 & 31, mantissa = bits & 1023;

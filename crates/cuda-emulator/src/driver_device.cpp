@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 
 #include "driver.hpp"
 
@@ -86,13 +87,16 @@ constexpr Attribute ATTRIBUTES[] = {
     {38, 4 << 20},                    // L2 cache
     {39, int(MULTIPROCESSOR_THREADS)},  // threads per multiprocessor
     {41, 1},                          // unified addressing
-    {75, COMPUTE_MAJOR},              // compute capability
-    {76, COMPUTE_MINOR},
     {81, int(SHARED_BYTES_MAX)},      // shared memory per multiprocessor
     {95, 1},                          // cooperative launch
     {97, int(SHARED_BYTES_MAX)},      // shared memory per block, opt-in
     {106, int(MULTIPROCESSOR_BLOCKS)},  // blocks per multiprocessor
 };
+
+const Attribute* find_attribute(int number, const Attribute* from, const Attribute* end) {
+    while (from != end && from->number != number) ++from;
+    return from == end ? nullptr : from;
+}
 
 }  // namespace
 
@@ -100,6 +104,7 @@ const Settings& settings() {
     static const Settings read{
         int(number_from_environment("FUSESTEP_EMULATOR_DRIVER", 12040)),
         int(number_from_environment("FUSESTEP_EMULATOR_DEVICES", 1)),
+        int(number_from_environment("FUSESTEP_EMULATOR_CAPABILITY", 90)),
         std::size_t(number_from_environment("FUSESTEP_EMULATOR_MEMORY_MIB", 4096)) << 20,
         code_from_environment(),
     };
@@ -190,12 +195,13 @@ CUresult cuDeviceTotalMem_v2(size_t* len_bytes, CUdevice device) {
 CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
     return with_driver([&] {
         if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
-        for (const Attribute& known : ATTRIBUTES)
-            if (value != nullptr && known.number == attribute) {
-                *value = known.value;
-                return CUDA_SUCCESS;
-            }
-        return CUDA_ERROR_INVALID_VALUE;
+        const int capability = settings().compute_capability;
+        const Attribute of_capability[] = {{75, capability / 10}, {76, capability % 10}};
+        const Attribute* found = find_attribute(attribute, std::begin(of_capability), std::end(of_capability));
+        if (found == nullptr) found = find_attribute(attribute, std::begin(ATTRIBUTES), std::end(ATTRIBUTES));
+        if (value == nullptr || found == nullptr) return CUDA_ERROR_INVALID_VALUE;
+        *value = found->value;
+        return CUDA_SUCCESS;
     });
 }
 

@@ -51,7 +51,9 @@ CUresult load(CUmodule* module, const void* image) {
     return with_context([&]() -> CUresult {
         if (module == nullptr || image == nullptr) return CUDA_ERROR_INVALID_VALUE;
         std::vector<const Kernel*> found;
-        if (const CUresult refused = find_kernels(static_cast<const char*>(image), &found)) return refused;
+        const CUresult refused = is_machine_code(image) ? find_kernels_of_machine_code(image, &found)
+                                                        : find_kernels(static_cast<const char*>(image), &found);
+        if (refused != CUDA_SUCCESS) return refused;
         modules.emplace_back();
         for (const Kernel* kernel : found) modules.back().functions.push_back({kernel});
         *module = &modules.back();

@@ -20,8 +20,6 @@ struct Fault {
 
 // What the device is like.
 constexpr int MULTIPROCESSORS = 4;
-constexpr int COMPUTE_MAJOR = 9;
-constexpr int COMPUTE_MINOR = 0;
 constexpr unsigned WARP_THREADS = 32;
 constexpr unsigned BLOCK_THREADS_MAX = 1024;
 constexpr unsigned MULTIPROCESSOR_THREADS = 2048;
@@ -40,6 +38,7 @@ enum class Code { Sources, Ptx };
 struct Settings {
     int driver_version;         // FUSESTEP_EMULATOR_DRIVER, 12040
     int devices;                // FUSESTEP_EMULATOR_DEVICES, 1; they share memory and context
+    int compute_capability;     // FUSESTEP_EMULATOR_CAPABILITY, 90: ten times major and minor
     std::size_t memory_bytes;   // FUSESTEP_EMULATOR_MEMORY_MIB, 4096 MiB
     Code code;                  // FUSESTEP_EMULATOR_CODE, sources
 };
@@ -58,6 +57,11 @@ bool is_allocated(const void* address, std::size_t len_bytes);
 // Reads the entries that a PTX text declares; finds the kernels compiled from the same sources, or
 // makes kernels of the text itself.
 CUresult find_kernels(const char* ptx, std::vector<const Kernel*>* found);
+// As find_kernels, of a file of machine code, whose entries run as the kernels compiled in.
+bool is_machine_code(const void* image);
+CUresult find_kernels_of_machine_code(const void* image, std::vector<const Kernel*>* found);
+// The kernel compiled in under this name, or null.
+const Kernel* compiled_kernel(const std::string& name);
 // What has to be done once before a kernel is launched.
 CUresult make_ready(const Kernel& kernel);
 

@@ -39,12 +39,6 @@ std::string word_at(const char* text) {
     return std::string(text, std::strcspn(text, " \t\r\n(,;"));
 }
 
-const Kernel* compiled_kernel(const std::string& name) {
-    for (const Kernel& kernel : kernels())
-        if (name == kernel.name) return &kernel;
-    return nullptr;
-}
-
 // Bytes of the entry's only parameter, `.param .align 8 .b8 NAME_param_0[4096]`; 0 if it is not an
 // array of bytes.
 std::size_t declared_argument_bytes(const char* entry, const std::string& name) {
@@ -72,7 +66,7 @@ CUresult check_header(const char* ptx) {
     }
     const char* chip = std::strstr(target, "sm_");
     if (chip == nullptr) return CUDA_ERROR_INVALID_PTX;
-    return std::atoi(chip + 3) <= 10 * COMPUTE_MAJOR + COMPUTE_MINOR ? CUDA_SUCCESS : CUDA_ERROR_NO_BINARY_FOR_GPU;
+    return std::atoi(chip + 3) <= settings().compute_capability ? CUDA_SUCCESS : CUDA_ERROR_NO_BINARY_FOR_GPU;
 }
 
 CUresult complain_of(const ptx::Refusal& refusal) {
@@ -80,8 +74,8 @@ CUresult complain_of(const ptx::Refusal& refusal) {
     return CUDA_ERROR_INVALID_PTX;
 }
 
-// The text of FUSESTEP_PTX_INSTEAD, which is loaded in place of a module whose first entry has the
-// name of its own first entry: that is how mutants are run.
+// The text of FUSESTEP_PTX_INSTEAD, which is loaded in place of a module whose first entry it has:
+// that is how mutants are run.
 std::string text_instead(const char* ptx) {
     const char* path = std::getenv("FUSESTEP_PTX_INSTEAD");
     std::FILE* file = path == nullptr ? nullptr : std::fopen(path, "r");
@@ -90,8 +84,9 @@ std::string text_instead(const char* ptx) {
     char part[65536];
     for (std::size_t length; (length = std::fread(part, 1, sizeof part, file)) != 0;) text.append(part, length);
     std::fclose(file);
-    const char *own = find_directive(text.c_str(), ".visible .entry"), *others = find_directive(ptx, ".visible .entry");
-    return own != nullptr && others != nullptr && word_at(own) == word_at(others) ? text : ptx;
+    const char* first = find_directive(ptx, ".visible .entry");
+    const bool has_first = first != nullptr && text.find(".visible .entry " + word_at(first) + "(") != std::string::npos;
+    return has_first ? text : ptx;
 }
 
 // Programs load a module for every backend; its text is read once.
@@ -122,6 +117,12 @@ CUresult make_ready(const Kernel& kernel) {
     } catch (const ptx::Refusal& refusal) {
         return complain_of(refusal);
     }
+}
+
+const Kernel* compiled_kernel(const std::string& name) {
+    for (const Kernel& kernel : kernels())
+        if (name == kernel.name) return &kernel;
+    return nullptr;
 }
 
 std::vector<Kernel>& kernels() {

@@ -1,26 +1,24 @@
-//! Modules, loaded once per stem, and their functions, looked up once per entry.
+//! What launches reuse: entries, loaded once each, and the bytes of arguments.
 
-use std::ffi::CString;
-use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cust::sys::{self, CUfunction, CUmodule, CUresult};
+use cust::sys::CUfunction;
 use fusestep_kernels::TABLE_BYTES;
 use fusestep_launch::BackendError;
 
+use crate::CudaBackend;
+use crate::loaded_entry::{EntryCode, LoadedEntry};
 use crate::normed::Slots;
-use crate::session::{Session, unavailable};
-use crate::status::check;
+use crate::session::Session;
 
 /// Words of an argument block.
 const BLOCK_WORDS: usize = TABLE_BYTES / 8;
 
-/// What launches reuse: functions and the argument bytes.
+/// What launches reuse: loaded entries and the argument bytes.
 #[derive(Debug)]
 pub(crate) struct Kernels {
     session: Arc<Session>,
-    functions: Vec<Function>,
-    modules: Vec<Module>,
+    loaded: Vec<LoadedEntry>,
     /// The argument block; words, because the driver copies it for parameters that are aligned to
     /// 8 bytes.
     pub(crate) block: Box<[u64; BLOCK_WORDS]>,
@@ -28,18 +26,6 @@ pub(crate) struct Kernels {
     pub(crate) slots: Slots,
     /// Entries for resident tables, each its own.
     placed_slots: Vec<Arc<Mutex<Slots>>>,
-}
-
-#[derive(Debug)]
-struct Module {
-    stem: &'static str,
-    handle: CUmodule,
-}
-
-#[derive(Debug)]
-struct Function {
-    entry: &'static str,
-    handle: CUfunction,
 }
 
 // SAFETY: module and function handles belong to the context, not to a thread; the driver locks them
@@ -50,8 +36,7 @@ impl Kernels {
     pub(crate) fn new(session: &Arc<Session>) -> Self {
         Self {
             session: Arc::clone(session),
-            functions: Vec::new(),
-            modules: Vec::new(),
+            loaded: Vec::new(),
             block: Box::new([0; BLOCK_WORDS]),
             slots: Slots::default(),
             placed_slots: Vec::new(),
@@ -104,68 +89,35 @@ impl Kernels {
         stem: &'static str,
         entry: &'static str,
     ) -> Result<CUfunction, BackendError> {
-        let mut known = self.functions.iter();
-        if let Some(function) = known.find(|function| function.entry == entry) {
-            return Ok(function.handle);
+        let mut known = self.loaded.iter();
+        if let Some(known) = known.find(|known| known.entry == entry) {
+            return Ok(known.function);
         }
-        let entries = fusestep_kernels::entries(stem);
-        if entries.is_some_and(|entries| !entries.contains(&entry)) {
-            return Err(unavailable(format!(
-                "expected a device entry `{entry}`, found none in the PTX of `{stem}`; use the cpu \
-                 backend"
-            )));
-        }
-        let module = self.module(stem)?;
-        let c_name = CString::new(entry)
-            .map_err(|_| unavailable(format!("the entry `{entry}` holds a zero byte")))?;
-        let mut handle = ptr::null_mut();
-        // SAFETY: the module is loaded until `self` is dropped; the name ends in 0.
-        let status = unsafe { sys::cuModuleGetFunction(&mut handle, module, c_name.as_ptr()) };
-        check(status, || format!("looking up the entry `{entry}`"))?;
-        self.functions.push(Function { entry, handle });
-        Ok(handle)
+        let loaded = LoadedEntry::load(&self.session, stem, entry)?;
+        let function = loaded.function;
+        self.loaded.push(loaded);
+        Ok(function)
     }
 
-    fn module(&mut self, stem: &'static str) -> Result<CUmodule, BackendError> {
-        if let Some(module) = self.modules.iter().find(|module| module.stem == stem) {
-            return Ok(module.handle);
-        }
-        let ptx = fusestep_kernels::ptx(stem).ok_or_else(|| {
-            let known: Vec<_> = fusestep_kernels::stems().collect();
-            unavailable(format!(
-                "there is no PTX of `{stem}`, only of {}; use the cpu backend",
-                known.join(", ")
-            ))
-        })?;
-        let text = CString::new(ptx)
-            .map_err(|_| unavailable(format!("the PTX of `{stem}` holds a zero byte")))?;
-        let mut handle = ptr::null_mut();
-        // SAFETY: the image ends in 0, as PTX must, and is copied by the call.
-        let status = unsafe { sys::cuModuleLoadData(&mut handle, text.as_ptr().cast()) };
-        check(status, || {
-            let version = ptx.lines().find(|line| line.starts_with(".version"));
-            let hint = match status {
-                CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION => "; a newer driver reads it",
-                _ => "",
-            };
-            format!(
-                "loading the PTX of `{stem}` ({}{hint})",
-                version.unwrap_or("no version")
-            )
-        })?;
-        self.modules.push(Module { stem, handle });
-        Ok(handle)
+    /// What was loaded until now, in that order.
+    pub(crate) fn loaded(&self) -> impl Iterator<Item = (&'static str, EntryCode)> {
+        self.loaded.iter().map(|loaded| (loaded.entry, loaded.code))
     }
 
     /// Unloads the modules; the context must be current and nothing that was launched may still
     /// run.
     fn unload(&mut self) {
-        self.functions.clear();
-        for module in self.modules.drain(..) {
-            // SAFETY: each handle comes from a successful load and is unloaded once; its functions
-            // are forgotten above.
-            let _ = unsafe { sys::cuModuleUnload(module.handle) };
+        for loaded in self.loaded.drain(..) {
+            loaded.unload();
         }
+    }
+}
+
+impl CudaBackend {
+    /// The entries that were launched until now, each with what the driver was handed for it. An
+    /// entry is loaded when it is launched first.
+    pub fn loaded_entries(&self) -> Vec<(&'static str, EntryCode)> {
+        self.kernels().loaded().collect()
     }
 }
 

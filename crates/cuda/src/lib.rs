@@ -10,6 +10,7 @@ mod buffer;
 mod graph;
 mod info;
 mod kernels;
+mod loaded_entry;
 mod normed;
 mod reduce;
 mod resident;
@@ -20,6 +21,7 @@ mod update_sums;
 
 pub use backend::CudaBackend;
 pub use info::DeviceInfo;
+pub use loaded_entry::EntryCode;
 pub use timing::DeviceTime;
 
 /// The backend's name in messages.

@@ -6,7 +6,7 @@ mod common;
 
 use std::process::Command;
 
-use common::{Places, cuda, launch_at};
+use common::{Places, cpu, cuda, launch_at, step_at};
 use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_launch::{
@@ -153,6 +153,55 @@ fn alone_out_of_bounds() {
 }
 
 #[test]
+fn the_device_decides_what_an_entry_is_loaded_from() {
+    for (capability, driver, just_in_time, expected) in [
+        ("80", "12040", "0", "machine code for sm_80"),
+        ("86", "12040", "0", "machine code for sm_80"),
+        ("90", "12040", "0", "machine code for sm_90"),
+        ("103", "12090", "0", "machine code for sm_100"),
+        // The driver is older than the code's format.
+        ("103", "12040", "0", "PTX"),
+        ("70", "12040", "0", "PTX"),
+        ("120", "12090", "0", "PTX"),
+        ("90", "12040", "1", "PTX"),
+    ] {
+        // What runs the text of modules refuses all machine code.
+        let runs_ptx = std::env::var("FUSESTEP_EMULATOR_CODE").is_ok_and(|code| code == "ptx");
+        alone(
+            "alone_loaded_from",
+            &[
+                ("FUSESTEP_EMULATOR_CAPABILITY", capability),
+                ("FUSESTEP_EMULATOR_DRIVER", driver),
+                ("CUDA_FORCE_PTX_JIT", just_in_time),
+                ("EXPECTED_CODE", if runs_ptx { "PTX" } else { expected }),
+            ],
+        );
+    }
+}
+
+#[test]
+#[ignore = "needs a device of a kind; run by the_device_decides_what_an_entry_is_loaded_from"]
+fn alone_loaded_from() {
+    let backend = cuda();
+    assert_eq!(backend.loaded_entries(), []);
+    let rule = Optimizer::from(Adam::default());
+    let format = (DType::F32, Precision::default());
+    let places = Places::whole(&[0, 300], 299);
+    let step = |backend: &dyn Backend| step_at(backend, rule.rule(), places, format);
+    let expected = step(&cpu());
+    for _ in 0..2 {
+        assert!(step(&backend) == expected);
+        let loaded: Vec<_> = backend
+            .loaded_entries()
+            .iter()
+            .map(|(entry, code)| format!("{entry}: {code}"))
+            .collect();
+        let code = std::env::var("EXPECTED_CODE").unwrap();
+        assert_eq!(loaded, [format!("fused_adam_f32: {code}")]);
+    }
+}
+
+#[test]
 fn a_machine_without_a_device_says_so() {
     alone("alone_no_device", &[("FUSESTEP_EMULATOR_DEVICES", "0")]);
 }
@@ -180,7 +229,10 @@ fn alone_old_driver() {
     let error = launch_one(&backend, adam(DType::F32).as_ref(), 0).unwrap_err();
     assert!(
         matches!(error, BackendError::Device { code: 222, .. })
-            && error.to_string().contains("a newer driver reads it"),
+            && error.to_string().contains("a newer driver reads it; ")
+            && error
+                .to_string()
+                .contains("machine code for sm_90 was refused with code 20"),
         "{error}"
     );
     // Batches made for another device's limits.

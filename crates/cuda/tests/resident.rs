@@ -351,7 +351,9 @@ fn alone_adam_has_the_bits_of_the_host() {
     assert!(found == train(rule, TableKind::Arguments, WayOfStep::Run, &cpu()));
     let mut case = Case::new([65_536 * 2 + 7, 3, 131_071], DType::F32);
     case.steps = 1;
-    same_bits_of(rule, &|planner| planner, &case, &cuda());
+    // Chunks whose length takes more than 16 bits.
+    let long = cuda().with_limits(LaunchLimits::default());
+    same_bits_of(rule, &|planner| planner, &case, &long);
     let format = (DType::F32, Precision::default());
     let places = Places::cut(&[1, 302], 299);
     let step = |backend: &dyn Backend| step_at(backend, rule.rule(), places, format);
