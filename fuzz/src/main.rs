@@ -119,14 +119,18 @@ fn fuzz(name: &str, target: Target, time: Duration, seed: u64) -> Result<()> {
     Ok(())
 }
 
-/// What is said before the first and after the last quote, without digits: what is quoted is of the
-/// input.
+/// What is said of an input without what is of the input itself: what is quoted, what was found,
+/// the place that a message begins with, and whatever is no plain word.
 fn kind_of(said: &str) -> String {
     const QUOTES: [char; 2] = ['`', '"'];
-    let before = said.split(QUOTES).next().unwrap_or_default();
-    let after = said[before.len()..].rsplit(QUOTES).next();
+    let expected = said.split(", found").next().unwrap_or_default();
+    let message = expected.split_once(": ").map_or(expected, |(_, rest)| rest);
+    let before = message.split(QUOTES).next().unwrap_or_default();
+    let after = message[before.len()..].rsplit(QUOTES).next();
     let outside = [before, after.unwrap_or_default()].concat();
-    outside.chars().filter(|c| !c.is_ascii_hexdigit()).collect()
+    let words = outside.split(|c: char| c.is_whitespace() || ":,;()".contains(c));
+    let is_plain = |word: &&str| word.chars().all(|c| c.is_ascii_lowercase());
+    words.filter(is_plain).collect::<Vec<_>>().join(" ")
 }
 
 fn read_corpus(folder: &Path) -> Result<Vec<Vec<u8>>> {
@@ -142,4 +146,30 @@ fn keep(root: &Path, name: &str, input: &[u8]) -> Result<PathBuf> {
     let path = folder.join(format!("{name}-{:016x}", xxh3_64(input)));
     fs::write(&path, input)?;
     Ok(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::kind_of;
+
+    #[test]
+    fn kinds_are_of_the_program_and_not_of_the_input() {
+        let place = |name: &str, found: &str| {
+            format!("/c/{name}/shard-1: `header`: expected checksum b92{name}, found {found}")
+        };
+        let kind = kind_of(&place("step-0", "b93"));
+        assert_eq!(
+            kind.split_whitespace().collect::<Vec<_>>(),
+            ["expected", "checksum"]
+        );
+        assert_eq!(kind, kind_of(&place("st p\u{7f}-9", "what ever")));
+        assert_ne!(
+            kind,
+            kind_of("/c/step-0: `header`: expected bytes, found 3")
+        );
+        assert_eq!(
+            kind_of("input: `a`b`: expected none"),
+            kind_of("input: `\"`: expected none")
+        );
+    }
 }
