@@ -24,6 +24,8 @@ const LAYERS: [(&str, &[usize]); 3] = [
 ];
 /// Samples of a step, of all ranks together.
 const BATCH: usize = 8;
+/// Kills beyond two for each that cuts off a save, so that a few of them may miss on a busy machine.
+const SPARE: usize = 10;
 /// Steps of the run that is not killed any more.
 const LAST_STEPS: usize = 3;
 
@@ -278,8 +280,8 @@ fn kill_within_saves(world: usize, wanted: usize) {
     let mut resumed: Vec<(usize, u64)> = Vec::new();
     while cut_off < wanted {
         assert!(
-            kills < 2 * wanted,
-            "expected most kills to cut off a save, found {cut_off} of {kills}"
+            kills < 2 * wanted + SPARE,
+            "expected one kill in two to cut off a save, found {cut_off} of {kills}"
         );
         let mut program = Program::start(world, folder, usize::MAX);
         let (first, hash) = program.expect(Told::Resumed);
@@ -296,8 +298,10 @@ fn kill_within_saves(world: usize, wanted: usize) {
         for _ in 0..saves {
             (begun, _) = program.expect(Told::Begun);
         }
+        // The second half of a save's time goes to removing the one before, when it counts already:
+        // squares leave that to one kill in four or so.
         let share = exact([3, world as u64, kills as u64]) + 0.5;
-        let pause: Duration = (start.elapsed() / saves).mul_f32(share);
+        let pause: Duration = (start.elapsed() / saves).mul_f32(share * share);
         std::thread::sleep(pause);
         // SIGKILL: nothing of the process runs after it.
         program.child.kill().unwrap();
