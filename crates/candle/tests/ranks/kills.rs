@@ -24,7 +24,7 @@ const LAYERS: [(&str, &[usize]); 3] = [
 ];
 /// Samples of a step, of all ranks together.
 const BATCH: usize = 8;
-/// Kills beyond two for each that cuts off a save, so that a few of them may miss on a busy machine.
+/// Kills beyond two for each that cuts off a save: a few may miss on a busy machine.
 const SPARE: usize = 10;
 /// Steps of the run that is not killed any more.
 const LAST_STEPS: usize = 3;
@@ -45,6 +45,9 @@ enum Told {
     Begun,
     Ended,
 }
+
+/// Hears what is told, the steps done and the variables.
+type Listener<'a> = dyn Fn(Told, usize, &[(String, Var)]) + Sync + 'a;
 
 /// What one process and a rank have in common.
 trait Run {
@@ -136,7 +139,7 @@ fn go_on(
 fn train(
     world: usize,
     (folder, steps): (Option<&Path>, usize),
-    tell: &(dyn Fn(Told, usize, &[(String, Var)]) + Sync),
+    tell: &Listener<'_>,
 ) {
     let start = || -> (Vec<(String, Var)>, AdamW) {
         let var = |(index, (name, shape)): (usize, &(&str, &[usize]))| {
