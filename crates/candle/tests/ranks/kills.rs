@@ -136,11 +136,7 @@ fn go_on(
 
 /// Trains on so many ranks, the first of which tells, each time with a hash of all bits of the
 /// variables.
-fn train(
-    world: usize,
-    (folder, steps): (Option<&Path>, usize),
-    tell: &Listener<'_>,
-) {
+fn train(world: usize, (folder, steps): (Option<&Path>, usize), tell: &Listener<'_>) {
     let start = || -> (Vec<(String, Var)>, AdamW) {
         let var = |(index, (name, shape)): (usize, &(&str, &[usize]))| {
             let first = tensor(shape, DType::F32, |at| exact([5, index as u64, at]) / 8.0);
