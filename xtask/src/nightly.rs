@@ -26,6 +26,15 @@ const CHECKS: &[Check] = &[
         command: "cargo test --release -p fusestep-cli --test cli -- --ignored --exact \
                   checkpoints::a_run_killed_at_200_instants_resumes_to_the_same_parameters",
     },
+    // With the program, so that features are those of the other checks and little is built anew.
+    Check {
+        name: "100 kills of candle's saves behind training, each resumed",
+        needs: None,
+        variables: &[],
+        command: "cargo test --release -p fusestep-candle -p fusestep-cli --test ranks -- \
+                  --ignored --exact \
+                  kills::a_run_killed_100_times_within_saves_behind_resumes_to_the_same_parameters",
+    },
     Check {
         name: "a million seeds",
         needs: None,

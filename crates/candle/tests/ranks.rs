@@ -5,6 +5,8 @@
 mod checkpoints;
 #[path = "ranks/errors.rs"]
 mod errors;
+#[path = "ranks/kills.rs"]
+mod kills;
 #[path = "ranks/laws.rs"]
 mod laws;
 

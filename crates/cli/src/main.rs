@@ -19,6 +19,7 @@ mod peers;
 mod plan;
 mod position;
 mod ranks;
+mod rates;
 mod report;
 mod rules;
 mod shadow;

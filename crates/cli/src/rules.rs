@@ -64,7 +64,7 @@ pub(crate) struct OptimizerArgs {
     #[arg(long, value_enum, default_value = "adamw")]
     pub(crate) optimizer: Rule,
     /// Learning rate per step, at least 0 [default: 1e-3; lion 1e-4, adagrad and rmsprop 1e-2;
-    /// `train` has its own]
+    /// `train` has those listed at the end]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) lr: Option<f64>,
     /// adam, lamb, lion: decay of the first moment, in [0, 1) [default: 0.9]
@@ -139,21 +139,6 @@ pub(crate) struct OptimizerArgs {
 }
 
 impl Rule {
-    /// A learning rate at which the rule learns the digits.
-    pub(crate) fn rate_for_digits(self) -> f64 {
-        match self {
-            Rule::Adamw | Rule::Adam => 2e-3,
-            Rule::Sgd => 0.2,
-            Rule::Momentum => 0.05,
-            Rule::Lion => 3e-4,
-            Rule::Adagrad => 0.02,
-            Rule::Rmsprop => 1e-3,
-            Rule::ScheduleFree => 5e-3,
-            Rule::Lars => 10.0,
-            Rule::Lamb => 0.01,
-        }
-    }
-
     /// The name on the command line.
     pub(crate) fn name(self) -> &'static str {
         match self {

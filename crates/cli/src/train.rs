@@ -13,6 +13,7 @@ use crate::gradients::GradientArgs;
 use crate::options::{ParamDType, PrecisionArgs, parse_threads};
 use crate::output::{duration, print, print_json, write_page};
 use crate::ranks::{MOST_RANKS, RankArgs, bounded};
+use crate::rates::{help, rate};
 use crate::report::report_page;
 use crate::rules::OptimizerArgs;
 use crate::tasks::TaskArgs;
@@ -21,6 +22,7 @@ use crate::values::descs;
 
 /// Flags of `train`.
 #[derive(Debug, Args)]
+#[command(after_help = help())]
 pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) task: TaskArgs,
@@ -112,6 +114,8 @@ pub(crate) struct TrainSummary {
     pub(crate) optimizer_ns_per_step: f64,
     /// The update rule.
     pub(crate) optimizer: &'static str,
+    /// The base learning rate, given or the model's own.
+    pub(crate) lr: f64,
     /// Element type of parameters and gradients.
     pub(crate) dtype: &'static str,
     /// Mean time of candle's AdamW on the same gradients, if the rule is AdamW.
@@ -192,7 +196,7 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
         "--compare-parameters: expected ranks that hold all parameters, found --zero 3, where \
          each holds its part; give another stage or leave the comparison out"
     );
-    let lr = args.optimizer.optimizer.rate_for_digits();
+    let lr = rate(args.task.model, args.optimizer.optimizer);
     let rule = args.optimizer.clone().with_default_lr(lr).rule()?;
     let task = args.task.task(args.seed)?;
     let task = task.as_ref();

@@ -461,6 +461,7 @@ impl Run<'_> {
             tokens: self.task.tokens(),
             optimizer_ns_per_step: tally.update_ns / steps,
             optimizer: plan.optimizer().name(),
+            lr: plan.optimizer().lr(),
             dtype: DType::from(self.args.dtype).name(),
             candle_ns_per_step: self.shadow.as_ref().map(|shadow| shadow.ns / steps),
             update_norm: tally.update_norm,

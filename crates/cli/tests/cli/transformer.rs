@@ -72,6 +72,29 @@ fn train_says_how_fast_it_learns_and_how_much_of_that_is_the_step() {
 }
 
 #[test]
+fn each_model_has_learning_rates_of_its_own_at_which_all_rules_learn() {
+    let help = ok(&["train", "--help"]);
+    let listed = help.split("without --lr").nth(1).unwrap();
+    let mut rules = 0;
+    for line in listed.lines().skip(1) {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let [rule, _, rate] = words[..] else { continue };
+        let found = train(&["--epochs", "4", "--optimizer", rule]);
+        assert_eq!(found["lr"], rate.parse::<f64>().unwrap(), "{rule}");
+        let loss = found["test_loss"].as_f64().unwrap();
+        // Without any step it is ln 65 = 4.17; so narrow, the model could bear larger ones.
+        assert!(loss < 4.0, "{rule}: {loss}");
+        rules += 1;
+    }
+    assert_eq!(rules, 10, "{listed}");
+    let lr = |more: &[&str]| train(&[&["--epochs", "1"], more].concat())["lr"].clone();
+    assert_eq!(lr(&["--lr", "0.5"]), 0.5);
+    let digits: Value = serde_json::from_str(&ok(&["train", "--epochs", "1", "--json"])).unwrap();
+    assert_eq!(digits["lr"], 2e-3);
+    assert_eq!(lr(&[]), 1e-3);
+}
+
+#[test]
 fn sizes_that_make_no_transformer_are_refused() {
     let error = refused(&["train", "--width", "16"]);
     assert!(
