@@ -353,7 +353,7 @@ fn a_run_killed_within_saves_behind_training_resumes_to_the_same_parameters() {
 }
 
 #[test]
-#[ignore = "minutes; run with --ignored"]
+#[ignore = "half a minute; run with --ignored"]
 fn a_run_killed_100_times_within_saves_behind_resumes_to_the_same_parameters() {
     kill_within_saves(1, 100);
     kill_within_saves(2, 100);
