@@ -29,15 +29,15 @@ fn of_digits(rule: Rule) -> f64 {
     }
 }
 
-/// The wider a model, the smaller the steps that it bears where each element moves by about the
-/// rate: Adam's and the like. Rules that scale by a gradient or a norm take those of the digits.
+/// Those with which it learns faster than with the digits', which it takes for all other rules.
 fn of_transformer(rule: Rule) -> f64 {
     match rule {
         Rule::Adamw | Rule::Adam => 1e-3,
-        Rule::Lion => 1e-4,
         Rule::Rmsprop => 3e-4,
         Rule::ScheduleFree => 2.5e-3,
-        Rule::Sgd | Rule::Momentum | Rule::Adagrad | Rule::Lars | Rule::Lamb => of_digits(rule),
+        Rule::Sgd | Rule::Momentum | Rule::Lion | Rule::Adagrad | Rule::Lars | Rule::Lamb => {
+            of_digits(rule)
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::hash_map::DefaultHasher;
 use std::fs;
 use std::hash::{Hash, Hasher};
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, ChildStderr, Command, Stdio};
 use std::sync::Mutex;
@@ -190,8 +190,10 @@ fn program() {
             Told::Begun => 0,
             Told::Resumed | Told::Ended => hash(vars),
         };
+        // In one write, which a pipe takes whole or not at all: a kill must not tear the line.
         // Standard output has the harness's own text in front.
-        eprintln!("{MARK} {told:?} {steps} {hash}");
+        let line = format!("{MARK} {told:?} {steps} {hash}\n");
+        std::io::stderr().write_all(line.as_bytes()).unwrap();
     });
 }
 
@@ -351,7 +353,7 @@ fn a_run_killed_within_saves_behind_training_resumes_to_the_same_parameters() {
 }
 
 #[test]
-#[ignore = "minutes; run with --ignored"]
+#[ignore = "half a minute; run with --ignored"]
 fn a_run_killed_100_times_within_saves_behind_resumes_to_the_same_parameters() {
     kill_within_saves(1, 100);
     kill_within_saves(2, 100);

@@ -83,7 +83,7 @@ fn each_model_has_learning_rates_of_its_own_at_which_all_rules_learn() {
         assert_eq!(found["lr"], rate.parse::<f64>().unwrap(), "{rule}");
         let loss = found["test_loss"].as_f64().unwrap();
         // Without any step it is ln 65 = 4.17; so narrow, the model could bear larger ones.
-        assert!(loss < 4.0, "{rule}: {loss}");
+        assert!(loss < 3.7, "{rule}: {loss}");
         rules += 1;
     }
     assert_eq!(rules, 10, "{listed}");
