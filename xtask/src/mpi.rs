@@ -31,7 +31,13 @@ const MESSAGES: (&str, &str) = ("FUSESTEP_MPI_MESSAGES", "1");
 fn suite() -> Result<()> {
     let programs = build(
         "test",
-        &["--no-run", "--lib", "--test=mpi", "--test=victim"],
+        &[
+            "--no-run",
+            "--lib",
+            "--test=mpi",
+            "--test=victim",
+            "--test=candle_mpi",
+        ],
     )?;
     let program = |name: &str| {
         let starts = format!("{name}-");
@@ -87,6 +93,9 @@ fn suite() -> Result<()> {
         &["operations::", "streams::", "zz_leave::"],
         &fast,
     )?;
+    for ranks in 1..=3 {
+        tests(program("candle_mpi")?, ranks, &[], &[])?;
+    }
     mpi_victims::run(victim, &[])?;
     mpi_victims::run(victim, &[MESSAGES])?;
     let built = build("build", &["--bin=fusestep"])?;
