@@ -14,7 +14,7 @@ use fusestep_planner::{
 };
 use fusestep_testkit::each_rule;
 
-use crate::run::{Case, Mixed};
+use crate::run::{Case, Mixed, lacking};
 use crate::train::{Trained, train};
 
 /// Cut into buckets of 2,000 elements of f32 in the middle of tensors; at many worlds some parts
@@ -145,16 +145,11 @@ fn micro_steps_absent_gradients_and_streams_change_no_bit() {
     for world in 2..=5 {
         for mixed in [Mixed::No, Mixed::Yes] {
             for (merge, streams) in [(1, 0), (3, 0), (1, 2), (3, 1)] {
-                // One rank lacks a gradient in a micro-step; all lack another in a whole update.
-                let mut without_gradient = vec![(0, 1, 4), (world - 1, 4, 0)];
-                let window = u64::from(merge)..2 * u64::from(merge);
-                without_gradient
-                    .extend(window.flat_map(|step| (0..world).map(move |rank| (rank, step, 5))));
                 let base = Case {
                     merge,
                     streams,
                     mixed,
-                    without_gradient,
+                    without_gradient: lacking(world, merge),
                     ..case(world)
                 };
                 same_fused(&base);

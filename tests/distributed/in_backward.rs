@@ -16,7 +16,7 @@ use fusestep_planner::{
 use fusestep_tensor::Role;
 use fusestep_testkit::each_rule;
 
-use crate::run::{Case, Mixed, whole_params};
+use crate::run::{Case, Mixed, lacking, whole_params};
 use crate::train::{Trained, backend, on_ranks, push, start, train};
 
 const STAGES: [ZeroStage; 3] = [ZeroStage::None, ZeroStage::One, ZeroStage::Two];
@@ -93,15 +93,10 @@ fn every_rule_stage_and_world_gives_the_bits_of_updates_in_the_step() {
 fn micro_steps_and_absent_gradients_change_no_bit() {
     for world in 1..=3 {
         for (merge, streams) in [(1, 0), (3, 0), (1, 2), (3, 1)] {
-            // One rank lacks a gradient in a micro-step; all lack another in a whole update.
-            let mut without_gradient = vec![(0, 1, 4), (world - 1, 4, 0)];
-            let window = u64::from(merge)..2 * u64::from(merge);
-            without_gradient
-                .extend(window.flat_map(|step| (0..world).map(move |rank| (rank, step, 5))));
             let base = Case {
                 merge,
                 streams,
-                without_gradient,
+                without_gradient: lacking(world, merge),
                 mixed: Mixed::Yes,
                 steps: 3,
                 ..case(world)

@@ -105,6 +105,15 @@ pub(crate) struct Outcome {
     pub(crate) skipped: u64,
 }
 
+/// Gradients that are missing: one rank lacks one in a micro-step, all lack another in a whole
+/// update.
+pub(crate) fn lacking(world: usize, merge: u32) -> Vec<(usize, u64, usize)> {
+    let mut lacking = vec![(0, 1, 4), (world - 1, 4, 0)];
+    let window = u64::from(merge)..2 * u64::from(merge);
+    lacking.extend(window.flat_map(|step| (0..world).map(move |rank| (rank, step, 5))));
+    lacking
+}
+
 impl Case {
     pub(crate) fn params(&self) -> Vec<ParamDesc> {
         let describe = |(at, &numel): (usize, &u64)| {

@@ -309,21 +309,12 @@ fn cut<'a>(
 }
 
 /// Takes bytes off a list, behind `before` that are left out.
-#[inline(always)]
+#[inline]
 fn take_bytes<'a>(list: &mut HostList<'a>, before: usize, len_bytes: usize) -> HostList<'a> {
-    match std::mem::take(list) {
-        HostList::Absent => HostList::Absent,
-        HostList::Read(bytes) => {
-            let (own, rest) = bytes[before..].split_at(len_bytes);
-            *list = HostList::Read(rest);
-            HostList::Read(own)
-        }
-        HostList::ReadWrite(bytes) => {
-            let (own, rest) = bytes[before..].split_at_mut(len_bytes);
-            *list = HostList::ReadWrite(rest);
-            HostList::ReadWrite(own)
-        }
-    }
+    let (_, from_here) = std::mem::take(list).split_at(before);
+    let (own, rest) = from_here.split_at(len_bytes);
+    *list = rest;
+    own
 }
 
 /// The small tensors among some tensors of a launch.

@@ -116,6 +116,7 @@ impl<'a> HostList<'a> {
     ///
     /// # Panics
     /// If the list is shorter.
+    #[inline]
     pub fn split_at(self, len_bytes: usize) -> (Self, Self) {
         match self {
             HostList::Absent => (HostList::Absent, HostList::Absent),

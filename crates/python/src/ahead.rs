@@ -6,7 +6,7 @@
 //! that is out of date costs time and nothing else.
 
 use fusestep::launch::MAX_LISTS;
-use fusestep::simd::prefetch_address;
+use fusestep::simd::prefetch_memory;
 use pyo3::intern;
 use pyo3::prelude::*;
 
@@ -16,13 +16,9 @@ pub(crate) const TENSORS: usize = MAX_LISTS + 1;
 /// How many parameters ahead memory is asked for: enough to be there in time, few enough to stay.
 const AHEAD: usize = 8;
 
-/// Bytes of a cache line.
-const LINE: usize = 64;
-
-/// Lines of a description and of a storage, wherever in a line they begin. PyTorch does not tell
-/// their sizes; today they are some 180 and 60 bytes.
-const DESCRIPTION_LINES: usize = 4;
-const STORAGE_LINES: usize = 2;
+/// Bytes of a description and of a storage that a look reads. PyTorch does not tell their sizes.
+const DESCRIPTION_BYTES: usize = 184;
+const STORAGE_BYTES: usize = 64;
 
 /// Where one tensor was seen.
 #[derive(Clone, Copy, Debug, Default)]
@@ -50,10 +46,10 @@ impl Ahead {
             return;
         };
         for seen in tensors.iter().filter(|seen| seen.object != 0) {
-            prefetch_address(seen.object);
+            prefetch_memory(seen.object, 1);
             if seen.description != 0 {
-                lines(seen.description, DESCRIPTION_LINES);
-                lines(seen.storage, STORAGE_LINES);
+                prefetch_memory(seen.description, DESCRIPTION_BYTES);
+                prefetch_memory(seen.storage, STORAGE_BYTES);
             }
         }
     }
@@ -75,13 +71,6 @@ impl Ahead {
                 (seen.description, seen.storage) = (description, storage);
             }
         }
-    }
-}
-
-#[inline]
-fn lines(address: usize, lines: usize) {
-    for line in 0..lines {
-        prefetch_address(address.wrapping_add(line * LINE));
     }
 }
 

@@ -4,7 +4,7 @@ use fusestep::launch::{
     Access, Backend, BackendError, HostList, Launch, LaunchReport, MAX_LISTS, Reduce, TensorList,
 };
 use fusestep::planner::Lender;
-use fusestep::simd::prefetch_address;
+use fusestep::simd::prefetch_memory;
 use fusestep::{CpuBackend, DType};
 
 use crate::dlpack::Place;
@@ -14,9 +14,6 @@ const AHEAD: usize = 3;
 
 /// The beginning of a tensor that is asked for ahead.
 const SHORT_BYTES: usize = 512;
-
-/// Bytes of a cache line.
-const LINE_BYTES: usize = 64;
 
 /// The tensors of one parameter, in the order of its kernel's lists; `None` without a gradient.
 pub(crate) type Places = Option<[Place; MAX_LISTS]>;
@@ -161,9 +158,7 @@ impl<'a> Loan<'a> {
     #[inline]
     fn ask(&self, parameter: usize) {
         for place in self.borrowed[parameter].iter().flatten() {
-            for line in (0..place.len_bytes.min(SHORT_BYTES)).step_by(LINE_BYTES) {
-                prefetch_address(place.address + line);
-            }
+            prefetch_memory(place.address, place.len_bytes.min(SHORT_BYTES));
         }
     }
 

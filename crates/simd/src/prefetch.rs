@@ -11,6 +11,9 @@ const FAR_BYTES: usize = 3072;
 /// The largest first-level data cache of the processors that want lines asked for late.
 const SMALL_CACHE_BYTES: usize = 32 * 1024;
 
+/// Bytes of a cache line.
+const LINE_BYTES: usize = 64;
+
 /// How many bytes before their use an update asks for the cache lines of each of its lists.
 ///
 /// Processors with larger first-level caches also keep more misses under way and want to know of
@@ -50,14 +53,25 @@ fn first_level_bytes() -> Option<usize> {
 #[inline(always)]
 pub fn prefetch_ahead<T>(slice: &[T], index: usize) {
     // `wrapping_add` makes the address without claiming that it lies in `slice`.
-    prefetch_address(slice.as_ptr().wrapping_add(index).addr());
+    prefetch_line(slice.as_ptr().wrapping_add(index).addr());
 }
 
-/// Asks the processor to bring the cache line at an address close, where there may be nothing.
+/// Asks the processor to bring `len_bytes` bytes at an address close, where there may be nothing.
 ///
 /// A hint only, as [`prefetch_ahead`].
+///
+/// # Cost
+/// An instruction for each cache line.
+#[inline]
+pub fn prefetch_memory(address: usize, len_bytes: usize) {
+    let start = address & !(LINE_BYTES - 1);
+    for line in (start..address.saturating_add(len_bytes)).step_by(LINE_BYTES) {
+        prefetch_line(line);
+    }
+}
+
 #[inline(always)]
-pub fn prefetch_address(address: usize) {
+fn prefetch_line(address: usize) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};

@@ -57,41 +57,29 @@ trait Run {
     fn finish(&mut self) -> candle_core::Result<()>;
 }
 
-impl Run for AdamW {
-    fn go_on_from(&mut self, folder: &Path) -> candle_core::Result<usize> {
-        self.resume(folder)
-    }
+macro_rules! run_by_calls_of_its_own {
+    ($($optimizer:ty),+) => {$(
+        impl Run for $optimizer {
+            fn go_on_from(&mut self, folder: &Path) -> candle_core::Result<usize> {
+                self.resume(folder)
+            }
 
-    fn learn(&mut self, loss: &Tensor) -> candle_core::Result<()> {
-        self.backward_step(loss)
-    }
+            fn learn(&mut self, loss: &Tensor) -> candle_core::Result<()> {
+                self.backward_step(loss)
+            }
 
-    fn save_behind(&mut self, folder: &Path, step: usize) -> candle_core::Result<bool> {
-        self.checkpoint_every(1, folder, step)
-    }
+            fn save_behind(&mut self, folder: &Path, step: usize) -> candle_core::Result<bool> {
+                self.checkpoint_every(1, folder, step)
+            }
 
-    fn finish(&mut self) -> candle_core::Result<()> {
-        self.finish_saves()
-    }
+            fn finish(&mut self) -> candle_core::Result<()> {
+                self.finish_saves()
+            }
+        }
+    )+};
 }
 
-impl Run for Ranked<'_, ParamsAdamW> {
-    fn go_on_from(&mut self, folder: &Path) -> candle_core::Result<usize> {
-        self.resume(folder)
-    }
-
-    fn learn(&mut self, loss: &Tensor) -> candle_core::Result<()> {
-        self.backward_step(loss)
-    }
-
-    fn save_behind(&mut self, folder: &Path, step: usize) -> candle_core::Result<bool> {
-        self.checkpoint_every(1, folder, step)
-    }
-
-    fn finish(&mut self) -> candle_core::Result<()> {
-        self.finish_saves()
-    }
-}
+run_by_calls_of_its_own!(AdamW, Ranked<'_, ParamsAdamW>);
 
 /// The loss of a rank's part of a step's batch, which depends on the step alone.
 fn loss(vars: &[(String, Var)], step: usize, part: (usize, usize)) -> candle_core::Result<Tensor> {
