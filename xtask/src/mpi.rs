@@ -56,6 +56,23 @@ fn suite() -> Result<()> {
         Command::new(units).status()?.success(),
         "the unit tests failed"
     );
+    communicators(suite)?;
+    for ranks in 1..=3 {
+        tests(program("candle_mpi")?, ranks, &[], &[])?;
+    }
+    mpi_victims::run(victim, &[])?;
+    mpi_victims::run(victim, &[MESSAGES])?;
+    let built = build("build", &["--bin=fusestep"])?;
+    let fusestep = built.first().context("cargo built no `fusestep`")?;
+    self_test(fusestep)?;
+    mpi_victims::training(fusestep)?;
+    println!("mpi: all is well");
+    Ok(())
+}
+
+/// The communicator's tests: whole in worlds of one to five ranks, and in part over messages cut
+/// small and over the engine.
+fn communicators(suite: &Path) -> Result<()> {
     for ranks in 1..=5 {
         tests(suite, ranks, &[], &[])?;
         // As between machines.
@@ -93,16 +110,6 @@ fn suite() -> Result<()> {
         &["operations::", "streams::", "zz_leave::"],
         &fast,
     )?;
-    for ranks in 1..=3 {
-        tests(program("candle_mpi")?, ranks, &[], &[])?;
-    }
-    mpi_victims::run(victim, &[])?;
-    mpi_victims::run(victim, &[MESSAGES])?;
-    let built = build("build", &["--bin=fusestep"])?;
-    let fusestep = built.first().context("cargo built no `fusestep`")?;
-    self_test(fusestep)?;
-    mpi_victims::training(fusestep)?;
-    println!("mpi: all is well");
     Ok(())
 }
 
