@@ -210,7 +210,10 @@ impl NcclCommunicator {
     }
 
     /// Writes an outcome down; an error closes the group on all ranks.
-    pub(crate) fn end<T>(&mut self, outcome: Result<T, CollectiveError>) -> Result<T, CollectiveError> {
+    pub(crate) fn end<T>(
+        &mut self,
+        outcome: Result<T, CollectiveError>,
+    ) -> Result<T, CollectiveError> {
         match outcome {
             Ok(value) => {
                 self.recorder.end(Ok(()));

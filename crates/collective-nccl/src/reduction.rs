@@ -157,16 +157,9 @@ impl NcclCommunicator {
                 // its mark was reached; a result is written on the root only, where it was checked.
                 unsafe {
                     match print.operation {
-                        Operation::Reduce { root, .. } => (nccl.reduce)(
-                            from,
-                            to,
-                            numel,
-                            dtype,
-                            op,
-                            root as c_int,
-                            comm,
-                            stream,
-                        ),
+                        Operation::Reduce { root, .. } => {
+                            (nccl.reduce)(from, to, numel, dtype, op, root as c_int, comm, stream)
+                        }
                         _ => (nccl.all_reduce)(from, to, numel, dtype, op, comm, stream),
                     }
                 }

@@ -76,18 +76,18 @@ fn a_group_with_a_long_deadline_does_not_keep_another_ones_end() {
         let ranks = run_ranks(2, &control, |mut control| {
             let rank = control.rank();
             let everyone = Membership { colour: 0, key: 0 };
-            let second = control.split(Some(everyone)).unwrap().unwrap();
+            // The short one is the subgroup, whose end is not the whole group's by itself.
+            let subgroup = control.split(Some(everyone)).unwrap().unwrap();
             let long = NcclOptions {
                 timeout: Duration::from_secs(60),
                 ..options()
             };
-            let mut first =
-                NcclCommunicator::new(Box::new(control), rank, &short()).unwrap();
-            let second = NcclCommunicator::new(second, rank, &long).unwrap();
-            let stream = CommStream::new(Box::new(second)).unwrap();
+            let long = NcclCommunicator::new(Box::new(control), rank, &long).unwrap();
+            let mut short = NcclCommunicator::new(subgroup, rank, &short()).unwrap();
+            let stream = CommStream::new(Box::new(long)).unwrap();
             let pending = stream.all_reduce(vec![1.0f32; 1000], ReduceOp::Sum);
             std::thread::sleep(Duration::from_millis(300));
-            let own = first.all_reduce(&mut [1.0f32; 9], ReduceOp::Sum);
+            let own = short.all_reduce(&mut [1.0f32; 9], ReduceOp::Sum);
             [own.unwrap_err(), pending.wait().unwrap_err()]
         });
         let ranks = ranks.unwrap().into_iter();

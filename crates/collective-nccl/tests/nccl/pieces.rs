@@ -23,7 +23,7 @@ mod worlds {
             return Vec::new();
         }
         let _turn = crate::worlds::turn();
-        crate::worlds::group(ranks, &super::small(50_000), |mut comm| body(&mut comm))
+        crate::worlds::group(ranks, &super::small(150_000), |mut comm| body(&mut comm))
     }
 }
 

@@ -93,7 +93,10 @@ pub(crate) fn short() -> NcclOptions {
 
 /// Fails the test if `body` does not end in time: the watchdog lies outside of the code that is
 /// tested.
-pub(crate) fn within<R: Send + 'static>(limit: Duration, body: impl FnOnce() -> R + Send + 'static) -> R {
+pub(crate) fn within<R: Send + 'static>(
+    limit: Duration,
+    body: impl FnOnce() -> R + Send + 'static,
+) -> R {
     let (sender, receiver) = mpsc::channel();
     let thread = std::thread::spawn(move || {
         // The receiver is gone only if the watchdog has fired.
