@@ -29,7 +29,7 @@ pub(crate) fn longest(ranges: &[Range<usize>]) -> usize {
     ranges.iter().map(ExactSizeIterator::len).max().unwrap_or(0)
 }
 
-/// The same lengths from 0 on, each at a multiple of the longest: in a row where all are equal.
+/// Places for parts from 0 on, each at a multiple of the longest: in a row where all are equal.
 pub(crate) fn packed(parts: &[Range<usize>]) -> Vec<Range<usize>> {
     let longest = longest(parts);
     let place = |(rank, part): (usize, &Range<usize>)| rank * longest..rank * longest + part.len();

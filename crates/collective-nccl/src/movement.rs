@@ -227,7 +227,7 @@ impl NcclCommunicator {
                     .iter()
                     .map(|range| (send + range.start as u64, range.clone()))
                     .collect();
-                return self.to_all(&blocks, memory, print);
+                return self.deal(&blocks, memory, print);
             }
             Memory::Same(base) => base,
         };
@@ -246,14 +246,14 @@ impl NcclCommunicator {
                     link.copy(base + part.start as u64, *copy, part.len())
                 })
             })?;
-            self.to_all(&blocks, memory, print)?;
+            self.deal(&blocks, memory, print)?;
         }
         Ok(())
     }
 
     /// Sends each rank its block, which lies at an address of its own, and receives the others'
     /// into the ranges of the result.
-    fn to_all(
+    fn deal(
         &mut self,
         blocks: &[(Address, Range<usize>)],
         memory: Memory,

@@ -60,10 +60,11 @@ impl NcclCommunicator {
         let step = cut::step(room, 1);
         for start in (0..len_bytes).step_by(step) {
             let part = start..len_bytes.min(start + step);
+            let of_whole = vec![part];
             let piece = Piece {
-                on_device: vec![0..part.len()],
-                len_bytes: part.len(),
-                of_whole: vec![part],
+                on_device: cut::packed(&of_whole),
+                len_bytes: cut::longest(&of_whole),
+                of_whole,
             };
             self.piece(buffers, &piece, 0, print)?;
         }

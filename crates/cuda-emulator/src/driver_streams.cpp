@@ -1,8 +1,8 @@
 // Driver functions: streams and events, and who waits for a stream that something occupies.
 //
 // The driver does its own work at once, so nobody waits for that. Another library, such as a
-// stand-in for NCCL, may occupy a stream (`emulatorOccupy`) with an operation that goes on until its
-// peers have come, as a kernel of NCCL's does. Then
+// stand-in for NCCL, may occupy a stream (`emulatorOccupy`) with an operation that goes on until
+// its peers have come, as a kernel of NCCL's does. Then
 //
 // - what is enqueued on that stream waits for it; a device would return and do it later;
 // - a query of it, or of an event recorded since, says that it is not ready;
@@ -11,9 +11,9 @@
 //   cuCtxSynchronize.
 //
 // A real driver waits so in cuMemFree, and may in the others: the CUDA C++ Programming Guide names
-// allocations under "Implicit Synchronization", and says under "Lazy Loading" that loading a kernel,
-// which cuModuleGetFunction does there, might require context synchronization. A program that is
-// well here is well whatever a driver makes of that.
+// allocations under "Implicit Synchronization", and says under "Lazy Loading" that loading a
+// kernel, which cuModuleGetFunction does there, might require context synchronization. A program
+// that is well here is well whatever a driver makes of that.
 
 #include <chrono>
 #include <list>

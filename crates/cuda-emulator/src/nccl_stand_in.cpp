@@ -7,8 +7,8 @@
 // rank down, an order that nobody may rely on.
 //
 // A group occupies its stream from its end until it is through or its communicator has ended, as
-// NCCL's kernel does, which waits there for the other ranks. So the driver's calls that wait for all
-// work of a device wait for it. Ending a communicator frees its memory, and waits likewise.
+// NCCL's kernel does, which waits there for the other ranks. So the driver's calls that wait for
+// all work of a device wait for it. Ending a communicator frees its memory, and waits likewise.
 
 #include <atomic>
 #include <condition_variable>

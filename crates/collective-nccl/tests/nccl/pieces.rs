@@ -1,31 +1,11 @@
-//! Every operation, with so little memory on the GPU that calls pass through it in pieces.
-
-#[path = "../../../../tests/collective/operations.rs"]
-mod operations;
+//! Calls that are longer than the memory that communicators have on the GPU.
 
 use fusestep_collective::{Communicator, Operation, ReduceOp};
 use fusestep_collective_nccl::{DeviceBuffers, DeviceCall, NcclOptions};
 use fusestep_tensor::DType;
 
 use super::numbers;
-use crate::worlds::{group, options, sizes, turn};
-
-/// The worlds of `operations`.
-mod worlds {
-    pub(crate) use crate::worlds::sizes;
-    use fusestep_collective::Communicator;
-
-    pub(crate) fn world<R: Send>(
-        ranks: usize,
-        body: impl Fn(&mut dyn Communicator) -> R + Sync,
-    ) -> Vec<R> {
-        if ranks > sizes().len() {
-            return Vec::new();
-        }
-        let _turn = crate::worlds::turn();
-        crate::worlds::group(ranks, &super::small(150_000), |mut comm| body(&mut comm))
-    }
-}
+use super::worlds::{group, options, sizes, turn};
 
 fn small(scratch_bytes: usize) -> NcclOptions {
     NcclOptions {

@@ -21,8 +21,8 @@ pub(crate) fn options() -> NcclOptions {
     NcclOptions {
         nccl_library: path("FUSESTEP_NCCL_LIBRARY").unwrap_or(defaults.nccl_library),
         driver_library: path("FUSESTEP_CUDA_LIBRARY").unwrap_or(defaults.driver_library),
-        // So that the longest calls of tests pass through it in pieces.
-        scratch_bytes: 1 << 20,
+        // So little that the longer calls of tests pass through it in pieces.
+        scratch_bytes: 150_000,
         ..NcclOptions::default()
     }
 }
