@@ -60,7 +60,10 @@ impl NcclCommunicator {
     /// versions. A rank that lacks a library or its GPU says so, and the others return
     /// [`NcclError::Peer`].
     /// # Cost
-    /// What it takes NCCL to connect the ranks: seconds on many machines.
+    /// What it takes NCCL to connect the ranks: seconds on many machines. Of the GPU's memory twice
+    /// [`NcclOptions::scratch_bytes`], for as long as the communicator lives. The first one of a
+    /// GPU loads the kernel's entries, eight files of machine code of 50 KB, or has the driver
+    /// compile as many. All of this may wait for calls that are under way on the same GPU.
     pub fn new(
         mut control: Box<dyn Communicator>,
         device: usize,
