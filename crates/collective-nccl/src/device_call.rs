@@ -10,7 +10,7 @@ use crate::buffer::DeviceBuffer;
 use crate::communicator::NcclCommunicator;
 use crate::driver::Address;
 
-/// Device memory of a call; as [`Buffers`] of the host.
+/// Device memory of a call; as [`fusestep_collective::Buffers`] of the host.
 #[derive(Debug)]
 pub enum DeviceBuffers<'a> {
     /// One buffer of the whole length.
@@ -24,7 +24,7 @@ pub enum DeviceBuffers<'a> {
     },
 }
 
-/// A call on device memory; as [`Call`] on the host's.
+/// A call on device memory; as [`fusestep_collective::Call`] on the host's.
 #[derive(Debug)]
 pub struct DeviceCall<'a> {
     /// What to do.

@@ -22,7 +22,7 @@ pub(crate) fn options() -> NcclOptions {
         nccl_library: path("FUSESTEP_NCCL_LIBRARY").unwrap_or(defaults.nccl_library),
         driver_library: path("FUSESTEP_CUDA_LIBRARY").unwrap_or(defaults.driver_library),
         // So little that the longer calls of tests pass through it in pieces.
-        scratch_bytes: 150_000,
+        scratch_bytes: 500_000,
         ..NcclOptions::default()
     }
 }
