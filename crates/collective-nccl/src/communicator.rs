@@ -10,8 +10,6 @@ use fusestep_collective::{
 };
 use fusestep_tensor::DType;
 
-use crate::device::DeviceBuffer;
-use crate::driver::Address;
 use crate::exchange::renamed;
 use crate::founding::{Site, as_call_error};
 use crate::link::{Link, Progress, relax};
@@ -37,7 +35,7 @@ const POLLS: u32 = 32;
 /// [`docs/collectives.md`]: https://docs.rs/fusestep-collective-nccl
 pub struct NcclCommunicator {
     pub(crate) control: Box<dyn Communicator>,
-    site: Site,
+    pub(crate) site: Site,
     pub(crate) link: Link,
     pub(crate) options: NcclOptions,
     pub(crate) sequence: u64,
@@ -47,46 +45,9 @@ pub struct NcclCommunicator {
     pub(crate) last: Option<Fingerprint>,
     /// Transfers made, by sender and receiver.
     pub(crate) made: HashMap<(usize, usize), u64>,
-    /// What others contribute to the part that this rank reduces.
-    pub(crate) scratch: Option<DeviceBuffer>,
-    /// Where host buffers go.
-    pub(crate) staged: [Option<DeviceBuffer>; 2],
+    broken_off: bool,
     closed: Option<CollectiveError>,
     dumped: Option<Result<PathBuf, String>>,
-}
-
-/// Device memory of a call; as [`Buffers`] of the host.
-#[derive(Debug)]
-pub enum DeviceBuffers<'a> {
-    /// One buffer of the whole length.
-    InPlace(&'a mut DeviceBuffer),
-    /// Two buffers.
-    OutOfPlace {
-        /// The input.
-        send: &'a DeviceBuffer,
-        /// The result.
-        receive: &'a mut DeviceBuffer,
-    },
-}
-
-/// A call on device memory; as [`Call`] on the host's.
-#[derive(Debug)]
-pub struct DeviceCall<'a> {
-    /// What to do.
-    pub operation: Operation,
-    /// The elements' type.
-    pub dtype: DType,
-    /// Elements of each rank's block, for the operations that have blocks; the same on all ranks.
-    pub counts: Option<&'a [usize]>,
-    /// Input and result.
-    pub buffers: DeviceBuffers<'a>,
-}
-
-/// Where a call's memory lies on the device.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Memory {
-    Same(Address),
-    Two { send: Address, receive: Address },
 }
 
 impl NcclCommunicator {
@@ -99,7 +60,10 @@ impl NcclCommunicator {
     /// versions. A rank that lacks a library or its GPU says so, and the others return
     /// [`NcclError::Peer`].
     /// # Cost
-    /// What it takes NCCL to connect the ranks: seconds on many machines.
+    /// What it takes NCCL to connect the ranks: seconds on many machines. Of the GPU's memory twice
+    /// [`NcclOptions::scratch_bytes`], for as long as the communicator lives. The first one of a
+    /// GPU loads the kernel's entries, eight files of machine code of 50 KB, or has the driver
+    /// compile as many. All of this may wait for calls that are under way on the same GPU.
     pub fn new(
         mut control: Box<dyn Communicator>,
         device: usize,
@@ -108,7 +72,7 @@ impl NcclCommunicator {
         let mut options = options.clone();
         options.timeout = options.timeout.min(MAX_TIMEOUT);
         let site = Site::agree(&mut *control, device, &options)?;
-        let link = site.connect(&mut *control, options.timeout)?;
+        let link = site.connect(&mut *control, &options)?;
         Ok(Self::with(control, site, link, options))
     }
 
@@ -126,8 +90,7 @@ impl NcclCommunicator {
             recorder,
             last: None,
             made: HashMap::new(),
-            scratch: None,
-            staged: [None, None],
+            broken_off: false,
             closed: None,
             dumped: None,
         }
@@ -149,74 +112,8 @@ impl NcclCommunicator {
         self.dumped.as_ref()
     }
 
-    /// Memory on this rank's GPU.
-    ///
-    /// # Errors
-    /// The driver's words.
-    pub fn device_buffer(&self, len_bytes: usize) -> Result<DeviceBuffer, NcclError> {
-        DeviceBuffer::allocate(&self.site.device, len_bytes).map_err(|reason| NcclError::Call {
-            call: "cuMemAlloc",
-            reason,
-        })
-    }
-
-    /// Memory that the caller already has on this rank's GPU, in its primary context.
-    ///
-    /// # Safety
-    /// `address` leads to `len_bytes` bytes there, which live as long as the buffer; nothing else
-    /// uses them during a call, and what was enqueued for them on other streams has ended.
-    pub unsafe fn borrow_device_memory(&self, address: u64, len_bytes: usize) -> DeviceBuffer {
-        // SAFETY: as required of the caller.
-        unsafe { DeviceBuffer::borrow(&self.site.device, address, len_bytes) }
-    }
-
-    /// [`execute`](Communicator::execute) on device memory: nothing goes through the host.
-    ///
-    /// # Errors
-    /// As there; [`CollectiveError::Refused`] for memory of another GPU.
-    pub fn execute_on_device(&mut self, call: DeviceCall<'_>) -> Result<(), CollectiveError> {
-        let (memory, lengths, devices) = match &call.buffers {
-            DeviceBuffers::InPlace(buffer) => (
-                Memory::Same(buffer.address),
-                Lengths::InPlace(buffer.len_bytes()),
-                [buffer.device.index; 2],
-            ),
-            DeviceBuffers::OutOfPlace { send, receive } => (
-                Memory::Two {
-                    send: send.address,
-                    receive: receive.address,
-                },
-                Lengths::OutOfPlace {
-                    send: send.len_bytes(),
-                    receive: receive.len_bytes(),
-                },
-                [send.device.index, receive.device.index],
-            ),
-        };
-        let own = self.site.device.index;
-        if let Some(other) = devices.into_iter().find(|&device| device != own) {
-            let refused = CollectiveError::Refused {
-                rank: self.rank(),
-                operation: call.operation.name(),
-                reason: format!(
-                    "expected memory of GPU {own}, this rank's, found some of GPU {other}"
-                ),
-            };
-            return self.end(Err(refused));
-        }
-        let shape = CallShape {
-            operation: call.operation,
-            dtype: call.dtype,
-            counts: call.counts,
-            lengths,
-        };
-        self.run(shape, |comm, blocks, print| {
-            comm.move_data(memory, blocks, print)
-        })
-    }
-
     /// The steps that all calls have in common: check, compare, move.
-    fn run(
+    pub(crate) fn run(
         &mut self,
         shape: CallShape<'_>,
         body: impl FnOnce(&mut Self, Blocks<'_>, &Fingerprint) -> Result<(), CollectiveError>,
@@ -229,7 +126,15 @@ impl NcclCommunicator {
             let print = self.announce(&shape, blocks.numel)?;
             match shape.operation {
                 Operation::Barrier => Ok(()),
-                _ => body(self, blocks, &print),
+                _ => {
+                    let under_way = self.site.device.begin_call();
+                    let moved = body(self, blocks, &print);
+                    if let Err(error) = &moved {
+                        self.break_off(error);
+                    }
+                    drop(under_way);
+                    moved
+                }
             }
         });
         self.end(outcome)
@@ -274,7 +179,7 @@ impl NcclCommunicator {
                 Some(error) => return Err(error),
             }
             if waited > self.options.timeout {
-                self.link.abort();
+                self.link.abort_apart();
                 return Err(self.stuck(print));
             }
         }
@@ -294,17 +199,31 @@ impl NcclCommunicator {
         })
     }
 
-    /// Writes an outcome down; an error closes the group on all ranks, and NCCL's part of it on
-    /// this one.
-    fn end<T>(&mut self, outcome: Result<T, CollectiveError>) -> Result<T, CollectiveError> {
+    /// Closes the group on all ranks, then ends NCCL's part of it on this one, and with it all
+    /// groups of the GPU. Once is enough, and more does nothing.
+    fn break_off(&mut self, error: &CollectiveError) {
+        if std::mem::replace(&mut self.broken_off, true) {
+            return;
+        }
+        self.control.aborter().close(error.clone());
+        // The first error holds.
+        let first = self.control.failure();
+        let error = first.as_ref().unwrap_or(error);
+        self.link.end_all_of_device(error, self.options.timeout);
+    }
+
+    /// Writes an outcome down; an error closes the group on all ranks.
+    pub(crate) fn end<T>(
+        &mut self,
+        outcome: Result<T, CollectiveError>,
+    ) -> Result<T, CollectiveError> {
         match outcome {
             Ok(value) => {
                 self.recorder.end(Ok(()));
                 Ok(value)
             }
             Err(error) => {
-                self.link.abort();
-                self.control.aborter().close(error.clone());
+                self.break_off(&error);
                 // The first error holds; the control communicator knows which one that was.
                 let error = renamed(self.control.failure().unwrap_or(error), self.last.as_ref());
                 self.recorder.end(Err(&error));
@@ -333,7 +252,7 @@ impl NcclCommunicator {
             return Ok(None);
         };
         let rank = self.rank();
-        let link = self.site.connect(&mut *control, self.options.timeout);
+        let link = self.site.connect(&mut *control, &self.options);
         let link = link.map_err(|error| as_call_error(error, rank))?;
         let mut options = self.options.clone();
         options.dump_folder = options
@@ -386,6 +305,16 @@ impl Communicator for NcclCommunicator {
 
     fn failure(&self) -> Option<CollectiveError> {
         self.closed.clone().or_else(|| self.control.failure())
+    }
+}
+
+impl Drop for NcclCommunicator {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            // The others will not finish what this rank has begun.
+            let (rank, calls) = (self.rank(), self.recorder.calls_begun());
+            self.break_off(&CollectiveError::Panicked { rank, calls });
+        }
     }
 }
 

@@ -1,13 +1,18 @@
-//! One GPU: its context, and memory on it.
+//! One GPU: its context, its kernels, the communicators on it, and when memory may be given back.
 
 use std::ffi::{CStr, c_int};
-use std::path::Path;
-use std::sync::{Arc, OnceLock};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::NcclError;
 use crate::driver::{Address, Context, Driver};
+use crate::handle::Handle;
 use crate::kernel::Kernels;
-use crate::library::Stream;
+
+/// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR`.
+const CAPABILITY_MAJOR: c_int = 75;
+/// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR`.
+const CAPABILITY_MINOR: c_int = 76;
 
 /// A GPU with its primary context, which other users of the GPU in this process share.
 #[derive(Debug)]
@@ -15,8 +20,10 @@ pub(crate) struct Device {
     pub(crate) driver: Driver,
     context: Context,
     handle: c_int,
-    /// Loaded when a reduction first needs it, or why it cannot be.
-    kernels: OnceLock<Result<Kernels, String>>,
+    /// Or why they cannot be loaded, which the first call that needs one says.
+    kernels: Result<Kernels, String>,
+    pub(crate) calls: Calls,
+    pub(crate) communicators: Communicators,
     pub(crate) index: usize,
     pub(crate) name: String,
     pub(crate) uuid: [u8; 16],
@@ -28,6 +35,9 @@ unsafe impl Send for Device {}
 // SAFETY: as above.
 unsafe impl Sync for Device {}
 
+/// The GPUs that this process has open, by their driver and index: one for all communicators.
+static OPEN: Mutex<Vec<(PathBuf, usize, Weak<Device>)>> = Mutex::new(Vec::new());
+
 /// While it lives, the device's context is the calling thread's; then the one from before is again.
 pub(crate) struct Entered<'a> {
     device: &'a Device,
@@ -35,8 +45,29 @@ pub(crate) struct Entered<'a> {
 }
 
 impl Device {
-    /// Opens GPU `index` for `rank`.
-    pub(crate) fn open(library: &Path, index: usize, rank: usize) -> Result<Self, NcclError> {
+    /// GPU `index` for `rank`, with its kernels: opened, or as another communicator has it.
+    pub(crate) fn open(library: &Path, index: usize, rank: usize) -> Result<Arc<Self>, NcclError> {
+        let find = |open: &mut Vec<(PathBuf, usize, Weak<Self>)>| {
+            open.retain(|(.., device)| device.strong_count() > 0);
+            let mut known = open.iter();
+            let same = known.find(|(path, known, _)| path == library && *known == index);
+            same.and_then(|(.., device)| device.upgrade())
+        };
+        if let Some(device) = find(&mut locked(&OPEN)) {
+            return Ok(device);
+        }
+        // Without the lock: loading takes a while, and other ranks open GPUs of their own.
+        let made = Arc::new(Self::make(library, index, rank)?);
+        let mut open = locked(&OPEN);
+        if let Some(device) = find(&mut open) {
+            // Two threads have come at once.
+            return Ok(device);
+        }
+        open.push((library.to_owned(), index, Arc::downgrade(&made)));
+        Ok(made)
+    }
+
+    fn make(library: &Path, index: usize, rank: usize) -> Result<Self, NcclError> {
         let driver = Driver::load(library)?;
         let call = |call: &'static str, code: c_int| {
             driver
@@ -44,9 +75,12 @@ impl Device {
                 .map_err(|reason| NcclError::Call { call, reason })
         };
         let (mut count, mut handle) = (0, 0);
+        let (mut name, mut uuid) = ([0; 256], [0; 16]);
+        let (mut major, mut minor) = (0, 0);
+        let mut context = std::ptr::null_mut();
         // SAFETY: each function writes the one value, or as many bytes, as its argument has room
         // for; `handle` is a device that the driver has named.
-        unsafe {
+        let text = unsafe {
             call("cuDeviceGetCount", (driver.device_count)(&mut count))?;
             let count = usize::try_from(count).unwrap_or(0);
             if index >= count {
@@ -56,31 +90,38 @@ impl Device {
                     count,
                 });
             }
-            call(
-                "cuDeviceGet",
-                (driver.device_get)(&mut handle, index as c_int),
-            )?;
-            let (mut name, mut uuid) = ([0; 256], [0; 16]);
-            call(
-                "cuDeviceGetName",
-                (driver.device_name)(name.as_mut_ptr(), 255, handle),
-            )?;
+            let device = (driver.device_get)(&mut handle, index as c_int);
+            call("cuDeviceGet", device)?;
+            let named = (driver.device_name)(name.as_mut_ptr(), 255, handle);
+            call("cuDeviceGetName", named)?;
             call("cuDeviceGetUuid", (driver.device_uuid)(&mut uuid, handle))?;
-            let mut context = std::ptr::null_mut();
-            call(
-                "cuDevicePrimaryCtxRetain",
-                (driver.context_retain)(&mut context, handle),
-            )?;
-            Ok(Self {
-                name: CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned(),
-                driver,
-                context,
-                handle,
-                kernels: OnceLock::new(),
-                index,
-                uuid,
-            })
-        }
+            for (value, attribute) in [
+                (&mut major, CAPABILITY_MAJOR),
+                (&mut minor, CAPABILITY_MINOR),
+            ] {
+                let asked = (driver.device_attribute)(value, attribute, handle);
+                call("cuDeviceGetAttribute", asked)?;
+            }
+            let retained = (driver.context_retain)(&mut context, handle);
+            call("cuDevicePrimaryCtxRetain", retained)?;
+            CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned()
+        };
+        let mut device = Self {
+            name: text,
+            driver,
+            context,
+            handle,
+            kernels: Err(String::new()),
+            calls: Calls::default(),
+            communicators: Communicators::default(),
+            index,
+            uuid,
+        };
+        let capability = (major.unsigned_abs(), minor.unsigned_abs());
+        let entered = device.enter();
+        let loaded = entered.and_then(|_entered| Kernels::load(&device.driver, capability));
+        device.kernels = loaded;
+        Ok(device)
     }
 
     /// Makes the context the calling thread's.
@@ -98,11 +139,92 @@ impl Device {
         })
     }
 
-    /// The kernels of this device, whose context is current.
+    /// The kernels, which were loaded when the device was opened.
     pub(crate) fn kernels(&self) -> Result<&Kernels, String> {
-        let loaded = self.kernels.get_or_init(|| Kernels::load(&self.driver));
-        loaded.as_ref().map_err(Clone::clone)
+        self.kernels.as_ref().map_err(Clone::clone)
     }
+
+    /// Counts a call until what is returned is dropped: memory that is dropped meanwhile is given
+    /// back then, if no other call is under way.
+    pub(crate) fn begin_call(self: &Arc<Self>) -> UnderWay {
+        locked(&self.calls.0).under_way += 1;
+        UnderWay(Arc::clone(self))
+    }
+
+    /// Gives memory back at once, or when no call is under way: the driver waits for all work of
+    /// the device, and what a call has put there waits for other ranks.
+    pub(crate) fn give_back(&self, address: Address) {
+        let mut calls = locked(&self.calls.0);
+        calls.dropped.push(address);
+        self.give_back_dropped(&mut calls);
+    }
+
+    fn give_back_dropped(&self, calls: &mut Waiting) {
+        if calls.under_way > 0 || calls.gave_up || calls.dropped.is_empty() {
+            return;
+        }
+        // Without the context nothing can be freed, and nothing is left of it.
+        let _entered = self.enter();
+        for address in calls.dropped.drain(..) {
+            // SAFETY: allocated by `DeviceBuffer::allocate`, freed once. Operations on it have
+            // ended: no call is under way, nor can one begin under this lock.
+            unsafe { (self.driver.free)(address) };
+        }
+    }
+}
+
+/// The calls under way on a device, and memory that waits for their end.
+#[derive(Debug, Default)]
+pub(crate) struct Calls(Mutex<Waiting>);
+
+#[derive(Debug, Default)]
+struct Waiting {
+    under_way: usize,
+    dropped: Vec<Address>,
+    /// Something on the device does not end; the driver would wait for it for ever.
+    gave_up: bool,
+}
+
+impl Calls {
+    /// From now on memory stays until the process ends.
+    pub(crate) fn give_up(&self) {
+        locked(&self.0).gave_up = true;
+    }
+}
+
+/// A call that is under way.
+#[derive(Debug)]
+pub(crate) struct UnderWay(Arc<Device>);
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        let mut calls = locked(&self.0.calls.0);
+        calls.under_way -= 1;
+        self.0.give_back_dropped(&mut calls);
+    }
+}
+
+/// The communicators of a device.
+#[derive(Debug, Default)]
+pub(crate) struct Communicators(Mutex<Vec<Weak<Handle>>>);
+
+impl Communicators {
+    pub(crate) fn add(&self, handle: &Arc<Handle>) {
+        let mut all = locked(&self.0);
+        all.retain(|known| known.strong_count() > 0);
+        all.push(Arc::downgrade(handle));
+    }
+
+    /// Those that were not yet destroyed or aborted.
+    pub(crate) fn not_ended(&self) -> Vec<Arc<Handle>> {
+        let known: Vec<_> = locked(&self.0).iter().filter_map(Weak::upgrade).collect();
+        let lives = known.into_iter().filter(|known| !known.is_ended());
+        lives.collect()
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Drop for Entered<'_> {
@@ -115,176 +237,15 @@ impl Drop for Entered<'_> {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        if let Some(Ok(kernels)) = self.kernels.get()
+        if locked(&self.calls.0).gave_up {
+            return;
+        }
+        if let Ok(kernels) = &self.kernels
             && let Ok(_entered) = self.enter()
         {
             kernels.unload(&self.driver);
         }
-        // SAFETY: retained once, by `open`; memory, streams and events on it hold the device.
+        // SAFETY: retained once, by `make`; memory, streams and events on it hold the device.
         unsafe { (self.driver.context_release)(self.handle) };
-    }
-}
-
-/// Memory on the GPU of a communicator, given back when dropped. Lengths are in bytes.
-#[derive(Debug)]
-pub struct DeviceBuffer {
-    pub(crate) device: Arc<Device>,
-    pub(crate) address: Address,
-    len_bytes: usize,
-    owner: Owner,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Owner {
-    This,
-    Caller,
-}
-
-impl DeviceBuffer {
-    pub(crate) fn allocate(device: &Arc<Device>, len_bytes: usize) -> Result<Self, String> {
-        let _entered = device.enter()?;
-        let mut address = 0;
-        // SAFETY: it writes one address. The driver refuses a length of zero, which gets memory
-        // nobody uses.
-        let code = unsafe { (device.driver.allocate)(&mut address, len_bytes.max(256)) };
-        device.driver.check(code)?;
-        Ok(Self {
-            device: Arc::clone(device),
-            address,
-            len_bytes,
-            owner: Owner::This,
-        })
-    }
-
-    /// Memory that the caller has, in the primary context of the same GPU.
-    ///
-    /// # Safety
-    /// `address` leads to `len_bytes` bytes of that GPU, which live as long as the buffer and are
-    /// used by nothing else during calls.
-    pub(crate) unsafe fn borrow(device: &Arc<Device>, address: Address, len_bytes: usize) -> Self {
-        Self {
-            device: Arc::clone(device),
-            address,
-            len_bytes,
-            owner: Owner::Caller,
-        }
-    }
-
-    /// Its length.
-    pub fn len_bytes(&self) -> usize {
-        self.len_bytes
-    }
-
-    /// Where it lies on the GPU, a `CUdeviceptr`.
-    pub fn address(&self) -> u64 {
-        self.address
-    }
-
-    /// Fills it.
-    ///
-    /// # Errors
-    /// The driver's words, or both lengths if they differ.
-    pub fn upload(&mut self, bytes: &[u8]) -> Result<(), NcclError> {
-        self.require(bytes.len())?;
-        let copied = self.put(0, bytes, std::ptr::null_mut());
-        copied.and_then(|()| self.finish()).map_err(failed)
-    }
-
-    /// Reads it.
-    ///
-    /// # Errors
-    /// As [`upload`](Self::upload).
-    pub fn download(&self, bytes: &mut [u8]) -> Result<(), NcclError> {
-        self.require(bytes.len())?;
-        let copied = self.get(0, bytes, std::ptr::null_mut());
-        copied.and_then(|()| self.finish()).map_err(failed)
-    }
-
-    fn require(&self, len_bytes: usize) -> Result<(), NcclError> {
-        if len_bytes == self.len_bytes {
-            Ok(())
-        } else {
-            Err(failed(format!(
-                "expected {} bytes as on the GPU, found {len_bytes}",
-                self.len_bytes
-            )))
-        }
-    }
-
-    /// Puts host bytes at `start`, in the order of the stream. The bytes have been read when this
-    /// returns: they lie in pageable memory, from which the driver copies first.
-    pub(crate) fn put(&self, start: usize, bytes: &[u8], stream: Stream) -> Result<(), String> {
-        if bytes.is_empty() {
-            return Ok(());
-        }
-        assert!(
-            start + bytes.len() <= self.len_bytes.max(256),
-            "upload within the buffer"
-        );
-        let _entered = self.device.enter()?;
-        // SAFETY: both ranges are live and long enough, as asserted.
-        let code = unsafe {
-            (self.device.driver.upload)(
-                self.address + start as u64,
-                bytes.as_ptr().cast(),
-                bytes.len(),
-                stream,
-            )
-        };
-        self.device.driver.check(code)
-    }
-
-    /// Reads bytes from `start` on, in the order of the stream; they have arrived when this
-    /// returns.
-    pub(crate) fn get(&self, start: usize, bytes: &mut [u8], stream: Stream) -> Result<(), String> {
-        if bytes.is_empty() {
-            return Ok(());
-        }
-        assert!(
-            start + bytes.len() <= self.len_bytes.max(256),
-            "download within the buffer"
-        );
-        let _entered = self.device.enter()?;
-        // SAFETY: both ranges are live and long enough, as asserted; the host's is borrowed until
-        // the stream is done with it.
-        unsafe {
-            let code = (self.device.driver.download)(
-                bytes.as_mut_ptr().cast(),
-                self.address + start as u64,
-                bytes.len(),
-                stream,
-            );
-            self.device.driver.check(code)?;
-            self.device
-                .driver
-                .check((self.device.driver.stream_synchronize)(stream))
-        }
-    }
-
-    /// Waits for copies on the default stream.
-    fn finish(&self) -> Result<(), String> {
-        let _entered = self.device.enter()?;
-        let driver = &self.device.driver;
-        // SAFETY: the null stream is the context's default one.
-        driver.check(unsafe { (driver.stream_synchronize)(std::ptr::null_mut()) })
-    }
-}
-
-fn failed(reason: String) -> NcclError {
-    NcclError::Call {
-        call: "copy between host and GPU",
-        reason,
-    }
-}
-
-impl Drop for DeviceBuffer {
-    fn drop(&mut self) {
-        if self.owner == Owner::This
-            && let Ok(_entered) = self.device.enter()
-        {
-            // SAFETY: allocated by `allocate`, freed once. Operations on it have ended, or their
-            // communicator was aborted.
-            unsafe { (self.device.driver.free)(self.address) };
-        }
     }
 }

@@ -31,6 +31,7 @@ functions! {
         device_get = "cuDeviceGet": fn(*mut c_int, c_int) -> c_int;
         device_name = "cuDeviceGetName": fn(*mut c_char, c_int, c_int) -> c_int;
         device_uuid = "cuDeviceGetUuid": fn(*mut [u8; 16], c_int) -> c_int;
+        device_attribute = "cuDeviceGetAttribute": fn(*mut c_int, c_int, c_int) -> c_int;
         context_retain = "cuDevicePrimaryCtxRetain": fn(*mut Context, c_int) -> c_int;
         context_release = "cuDevicePrimaryCtxRelease_v2": fn(c_int) -> c_int;
         context_current = "cuCtxGetCurrent": fn(*mut Context) -> c_int;

@@ -12,9 +12,9 @@ use crate::link::{Link, Place, Progress, relax};
 use crate::options::version_text;
 use crate::{NcclError, NcclOptions};
 
-/// Bytes of a greeting: a flag, the version, the machine, the GPU and a text.
+/// Bytes of a greeting: a flag, the version, the machine, the GPU, memory for calls and a text.
 const GREETING_BYTES: usize = 256;
-const TEXT: usize = 48;
+const TEXT: usize = 56;
 
 /// What a rank has: its libraries and its GPU.
 #[derive(Clone, Debug)]
@@ -26,7 +26,7 @@ pub(crate) struct Site {
 
 impl Site {
     fn open(device: usize, rank: usize, options: &NcclOptions) -> Result<Self, NcclError> {
-        let device = Arc::new(Device::open(&options.driver_library, device, rank)?);
+        let device = Device::open(&options.driver_library, device, rank)?;
         let (nccl, version) = Nccl::load(&options.nccl_library)?;
         Ok(Self {
             nccl: Arc::new(nccl),
@@ -43,7 +43,7 @@ impl Site {
         options: &NcclOptions,
     ) -> Result<Self, NcclError> {
         let opened = Self::open(device, control.rank(), options);
-        let own = greeting(&opened);
+        let own = greeting(&opened, options.scratch_bytes);
         let mut all = vec![0; GREETING_BYTES * control.world_size()];
         control
             .all_gather(&own, &mut all)
@@ -53,17 +53,37 @@ impl Site {
         Ok(site)
     }
 
-    /// Connects the ranks of `control`.
+    /// Connects the ranks of `control`, once all have what their calls will need.
     pub(crate) fn connect(
         &self,
         control: &mut dyn Communicator,
-        timeout: Duration,
+        options: &NcclOptions,
     ) -> Result<Link, NcclError> {
         let (rank, world_size) = (control.rank(), control.world_size());
+        let prepared = Link::prepare(
+            Arc::clone(&self.nccl),
+            Arc::clone(&self.device),
+            control.aborter(),
+            (options.scratch_bytes, world_size),
+        );
+        let link = agreed(control, prepared, "it lacks what calls need on its GPU")?;
+        let place = Place {
+            rank,
+            world_size,
+            id: self.unique_id(control)?,
+        };
+        let linked = link
+            .connect(place)
+            .and_then(|()| wait_connected(link, options.timeout));
+        agreed(control, linked, "NCCL did not connect it")
+    }
+
+    /// The id that rank 0 gets from NCCL.
+    fn unique_id(&self, control: &mut dyn Communicator) -> Result<UniqueId, NcclError> {
         // One byte says whether there is an id.
         let mut message = [0u8; 129];
         let mut made = Ok(());
-        if rank == 0 {
+        if control.rank() == 0 {
             let mut id = UniqueId([0; 128]);
             // SAFETY: it writes one id.
             let code = unsafe { (self.nccl.get_unique_id)(&mut id) };
@@ -86,43 +106,44 @@ impl Site {
         }
         let mut id = UniqueId([0; 128]);
         id.0.copy_from_slice(&message[1..]);
-        let place = Place {
-            rank,
-            world_size,
-            id,
-        };
-        let linked = Link::start(Arc::clone(&self.nccl), Arc::clone(&self.device), place)
-            .and_then(|link| wait_connected(link, timeout));
-        // A rank that could not connect says so; the others would find out at the deadline of their
-        // first call.
-        let mut states = vec![0u8; world_size];
-        let told = control.all_gather(&[u8::from(linked.is_ok())], &mut states);
-        let link = linked?;
-        told.map_err(NcclError::Control)?;
-        match states.iter().position(|&state| state == 0) {
-            None => Ok(link),
-            Some(rank) => Err(NcclError::Peer {
-                rank,
-                reason: "NCCL did not connect it".to_owned(),
-            }),
-        }
+        Ok(id)
     }
 }
 
-fn wait_connected(mut link: Link, timeout: Duration) -> Result<Link, NcclError> {
+/// A rank's own outcome, if all others have come through as well. A rank that could not says so;
+/// the others would find out at a deadline.
+fn agreed(
+    control: &mut dyn Communicator,
+    outcome: Result<Link, NcclError>,
+    lack: &str,
+) -> Result<Link, NcclError> {
+    let mut states = vec![0u8; control.world_size()];
+    let told = control.all_gather(&[u8::from(outcome.is_ok())], &mut states);
+    let link = outcome?;
+    told.map_err(NcclError::Control)?;
+    match states.iter().position(|&state| state == 0) {
+        None => Ok(link),
+        Some(rank) => Err(NcclError::Peer {
+            rank,
+            reason: lack.to_owned(),
+        }),
+    }
+}
+
+fn wait_connected(link: Link, timeout: Duration) -> Result<Link, NcclError> {
     let begun = Instant::now();
     loop {
         match link.enqueued() {
             Ok(Progress::Done) => return Ok(link),
             Ok(Progress::Waiting) if begun.elapsed() < timeout => relax(begun.elapsed()),
             Ok(Progress::Waiting) => {
-                link.abort();
+                link.abort_within(timeout);
                 return Err(NcclError::NotConnected {
                     timeout_ms: u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX),
                 });
             }
             Err(reason) => {
-                link.abort();
+                link.abort_within(timeout);
                 return Err(NcclError::Call {
                     call: "connecting the ranks",
                     reason,
@@ -132,7 +153,7 @@ fn wait_connected(mut link: Link, timeout: Duration) -> Result<Link, NcclError> 
     }
 }
 
-fn greeting(opened: &Result<Site, NcclError>) -> [u8; GREETING_BYTES] {
+fn greeting(opened: &Result<Site, NcclError>, scratch_bytes: usize) -> [u8; GREETING_BYTES] {
     let mut bytes = [0; GREETING_BYTES];
     let text = match opened {
         Ok(site) => {
@@ -141,6 +162,7 @@ fn greeting(opened: &Result<Site, NcclError>) -> [u8; GREETING_BYTES] {
             bytes[8..16].copy_from_slice(&machine().to_le_bytes());
             bytes[16..32].copy_from_slice(&site.device.uuid);
             bytes[32..40].copy_from_slice(&(site.device.index as u64).to_le_bytes());
+            bytes[48..56].copy_from_slice(&(scratch_bytes as u64).to_le_bytes());
             site.device.name.clone()
         }
         Err(error) => error.to_string(),
@@ -186,6 +208,18 @@ fn judge(all: &[u8]) -> Result<(), NcclError> {
                 rank,
                 expected: version_text(word(0, 4)),
                 found: version_text(word(rank, 4)),
+            });
+        }
+        let scratch = |rank: usize| {
+            let mut word = [0; 8];
+            word.copy_from_slice(&greetings[rank][48..56]);
+            u64::from_le_bytes(word)
+        };
+        if scratch(rank) != scratch(0) {
+            return Err(NcclError::ScratchDiffers {
+                rank,
+                expected: scratch(0),
+                found: scratch(rank),
             });
         }
         let gpu = |rank: usize| &greetings[rank][8..32];

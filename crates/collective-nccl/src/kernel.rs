@@ -1,6 +1,6 @@
 //! The sum in rank order on the GPU: `kernels/rank_order.cu`, loaded and launched.
 
-use std::ffi::{CString, c_uint, c_void};
+use std::ffi::{CString, c_char, c_uint, c_void};
 
 use fusestep_collective::ReduceOp;
 use fusestep_tensor::DType;
@@ -21,10 +21,17 @@ const GRID_BLOCKS: usize = 1024;
 /// Bytes that a thread takes at a time, and what slots are aligned to so that it may.
 pub(crate) const PACK_BYTES: usize = 16;
 
-/// The kernel's module; it is unloaded with its device's context.
+/// An entry for each dtype, in the order of [`DType::ALL`], each a module of its own. They are
+/// unloaded with their device's context.
 #[derive(Debug)]
 pub(crate) struct Kernels {
+    entries: Vec<Entry>,
+}
+
+#[derive(Debug)]
+struct Entry {
     module: Module,
+    function: Function,
 }
 
 /// Where the elements of all ranks lie, and where their reduction goes.
@@ -61,38 +68,94 @@ struct Arguments {
 }
 
 impl Kernels {
-    /// Loads the module into the current context.
-    pub(crate) fn load(driver: &Driver) -> Result<Self, String> {
-        let ptx = fusestep_kernels::ptx(STEM).ok_or("no PTX of the sum in rank order")?;
-        let text = CString::new(ptx).map_err(|_| "PTX with a zero byte")?;
-        let mut module = std::ptr::null_mut();
-        // SAFETY: the image ends in 0, as PTX must, and has been read when the call returns; it
-        // writes one handle.
-        let code = unsafe { (driver.module_load)(&mut module, text.as_ptr().cast()) };
-        driver.check(code).map_err(|reason| {
-            format!(
-                "{reason}, for the kernel that sums in rank order; expected a driver that reads \
-                 PTX ISA 8.1 (530 or newer), or `Reduction::Engine`"
-            )
-        })?;
-        Ok(Self { module })
+    /// Loads all entries into the current context of a device of this compute capability: machine
+    /// code where there is some that the driver takes, else PTX.
+    ///
+    /// Looking a function up loads it, if the driver put that off; so no call waits for a load.
+    pub(crate) fn load(driver: &Driver, capability: (u32, u32)) -> Result<Self, String> {
+        let mut loaded = Self {
+            entries: Vec::with_capacity(DType::ALL.len()),
+        };
+        for dtype in DType::ALL {
+            match Entry::load(driver, capability, &format!("{STEM}_{dtype}")) {
+                Ok(entry) => loaded.entries.push(entry),
+                Err(reason) => {
+                    loaded.unload(driver);
+                    return Err(reason);
+                }
+            }
+        }
+        Ok(loaded)
     }
 
-    fn function(&self, driver: &Driver, dtype: DType) -> Result<Function, String> {
-        let name = format!("{STEM}_{dtype}");
-        let name = CString::new(name).map_err(|_| "a dtype with a zero byte")?;
-        let mut function = std::ptr::null_mut();
-        // SAFETY: the module is loaded; the name ends in 0; it writes one handle.
-        let code = unsafe { (driver.module_function)(&mut function, self.module, name.as_ptr()) };
-        driver.check(code).map(|()| function)
+    fn function(&self, dtype: DType) -> Result<Function, String> {
+        let place = DType::ALL.into_iter().position(|known| known == dtype);
+        let entry = place.and_then(|place| self.entries.get(place));
+        let entry = entry.ok_or_else(|| format!("no sum in rank order of {dtype}"))?;
+        Ok(entry.function)
     }
 
-    /// Unloads the module; its context is current.
+    /// Unloads the modules; their context is current.
     pub(crate) fn unload(&self, driver: &Driver) {
-        // SAFETY: loaded by `load`, unloaded once, by the device's drop. Launches have ended, or
-        // their communicator was aborted.
-        unsafe { (driver.module_unload)(self.module) };
+        for entry in &self.entries {
+            // SAFETY: loaded by `load`, unloaded once. Launches have ended, or their communicator
+            // was aborted.
+            unsafe { (driver.module_unload)(entry.module) };
+        }
     }
+}
+
+impl Entry {
+    fn load(driver: &Driver, capability: (u32, u32), name: &str) -> Result<Self, String> {
+        let code = fusestep_kernels::machine_code(name, capability);
+        let code = code.ok_or_else(|| "there is none".to_owned());
+        let assembled = code.and_then(|code| {
+            // SAFETY: a whole file of machine code, as the driver reads without its length.
+            unsafe { load_module(driver, code.image.as_ptr().cast()) }
+        });
+        let module = match assembled {
+            Ok(module) => module,
+            Err(refusal) => {
+                let ptx = fusestep_kernels::entry_ptx(name);
+                let ptx = ptx.ok_or_else(|| format!("no PTX of `{name}`"))?;
+                let text = zero_ended(ptx)?;
+                // SAFETY: the image ends in 0, as PTX must.
+                let loaded = unsafe { load_module(driver, text.as_ptr()) };
+                loaded.map_err(|reason| {
+                    format!(
+                        "{reason}, for the kernel that sums in rank order (machine code for {}.{}: \
+                         {refusal}); expected a driver that reads PTX ISA 8.1 (530 or newer), or \
+                         `Reduction::Engine`",
+                        capability.0, capability.1
+                    )
+                })?
+            }
+        };
+        let (name, mut function) = (zero_ended(name.to_owned())?, std::ptr::null_mut());
+        // SAFETY: the module is loaded; the name ends in 0; it writes one handle.
+        let code = unsafe { (driver.module_function)(&mut function, module, name.as_ptr()) };
+        match driver.check(code) {
+            Ok(()) => Ok(Self { module, function }),
+            Err(reason) => {
+                // SAFETY: loaded above, and nobody has it.
+                unsafe { (driver.module_unload)(module) };
+                Err(reason)
+            }
+        }
+    }
+}
+
+/// # Safety
+/// `image` is PTX that ends in 0, or a whole file of machine code.
+unsafe fn load_module(driver: &Driver, image: *const c_char) -> Result<Module, String> {
+    let mut module = std::ptr::null_mut();
+    // SAFETY: the caller's; the image has been read when the call returns, which writes one handle.
+    let code = unsafe { (driver.module_load)(&mut module, image.cast()) };
+    driver.check(code).map(|()| module)
+}
+
+fn zero_ended(text: String) -> Result<CString, String> {
+    CString::new(text).map_err(|_| "expected text without a zero byte, found one".to_owned())
 }
 
 impl Link {
@@ -107,7 +170,7 @@ impl Link {
         }
         let _entered = self.device.enter()?;
         let driver = &self.device.driver;
-        let function = self.device.kernels()?.function(driver, dtype)?;
+        let function = self.device.kernels()?.function(dtype)?;
         let mut arguments = Arguments {
             own: parts.own,
             slots: parts.slots,

@@ -6,9 +6,15 @@
 #![cfg_attr(not(feature = "nccl"), forbid(unsafe_code))]
 
 #[cfg(feature = "nccl")]
+mod buffer;
+#[cfg(feature = "nccl")]
 mod communicator;
 #[cfg(feature = "nccl")]
+mod cut;
+#[cfg(feature = "nccl")]
 mod device;
+#[cfg(feature = "nccl")]
+mod device_call;
 #[cfg(feature = "nccl")]
 mod driver;
 #[cfg(feature = "nccl")]
@@ -16,6 +22,8 @@ mod exchange;
 mod folder;
 #[cfg(feature = "nccl")]
 mod founding;
+#[cfg(feature = "nccl")]
+mod handle;
 #[cfg(feature = "nccl")]
 mod kernel;
 #[cfg(feature = "nccl")]
@@ -30,10 +38,14 @@ mod reduction;
 #[cfg(feature = "nccl")]
 mod staging;
 mod wire;
+#[cfg(feature = "nccl")]
+mod workspace;
 
 #[cfg(feature = "nccl")]
-pub use communicator::{DeviceBuffers, DeviceCall, NcclCommunicator};
+pub use buffer::DeviceBuffer;
 #[cfg(feature = "nccl")]
-pub use device::DeviceBuffer;
+pub use communicator::NcclCommunicator;
+#[cfg(feature = "nccl")]
+pub use device_call::{DeviceBuffers, DeviceCall};
 pub use folder::{FolderControl, Meeting};
 pub use options::{MIN_VERSION, NcclError, NcclOptions, Reduction};

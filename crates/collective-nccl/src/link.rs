@@ -4,10 +4,14 @@ use std::ffi::c_int;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use fusestep_collective::{Aborter, CollectiveError};
+
 use crate::NcclError;
 use crate::device::Device;
 use crate::driver::{Address, Event};
+use crate::handle::Handle;
 use crate::library::{BYTES, Comm, Config, IN_PROGRESS, Nccl, SUCCESS, Stream, UniqueId};
+use crate::workspace::Workspace;
 
 /// `CU_STREAM_NON_BLOCKING`: not ordered with the default stream.
 const NON_BLOCKING: u32 = 1;
@@ -17,25 +21,17 @@ const DISABLE_TIMING: u32 = 2;
 /// How long to poll without giving the processor away.
 const SPIN: Duration = Duration::from_micros(50);
 
-/// A communicator and the stream that its operations run on.
+/// A communicator, the stream that its operations run on, and memory for them.
 #[derive(Debug)]
 pub(crate) struct Link {
-    pub(crate) nccl: Arc<Nccl>,
     pub(crate) device: Arc<Device>,
-    comm: Comm,
+    handle: Arc<Handle>,
     pub(crate) stream: Stream,
     event: Event,
-    state: State,
+    pub(crate) workspace: Workspace,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    Live,
-    Aborted,
-}
-
-// SAFETY: NCCL's communicators, streams and events may be used from any thread, by one at a time:
-// `Link` is not `Sync`.
+// SAFETY: streams and events may be used from any thread, by one at a time: `Link` is not `Sync`.
 unsafe impl Send for Link {}
 
 /// A part of a group of transfers; `address` is device memory.
@@ -69,85 +65,99 @@ pub(crate) struct Place {
 }
 
 impl Link {
-    /// Starts to connect; [`connected`](Self::connected) says when it has happened.
-    pub(crate) fn start(
+    /// Makes all that calls will need but the communicator itself, for a group of `ranks` and
+    /// twice `scratch_bytes`. `aborter` breaks off the group.
+    pub(crate) fn prepare(
         nccl: Arc<Nccl>,
         device: Arc<Device>,
-        place: Place,
+        aborter: Aborter,
+        (scratch_bytes, ranks): (usize, usize),
     ) -> Result<Self, NcclError> {
-        let cuda = |call: &'static str, outcome: Result<(), String>| {
-            outcome.map_err(|reason| NcclError::Call { call, reason })
-        };
-        let entered = device.enter().map_err(|reason| NcclError::Call {
-            call: "cuCtxSetCurrent",
-            reason,
-        })?;
+        let cuda = |call: &'static str| move |reason: String| NcclError::Call { call, reason };
+        let workspace = Workspace::allocate(&device, scratch_bytes, ranks);
         let mut link = Self {
-            comm: std::ptr::null_mut(),
+            handle: Handle::new(nccl, Arc::clone(&device), aborter),
             stream: std::ptr::null_mut(),
             event: std::ptr::null_mut(),
-            state: State::Live,
+            workspace: workspace.map_err(cuda("cuMemAlloc"))?,
             device: Arc::clone(&device),
-            nccl,
         };
+        let _entered = device.enter().map_err(cuda("cuCtxSetCurrent"))?;
         let driver = &device.driver;
         // SAFETY: each writes one handle into the link, whose drop gives it back; the context is
         // current.
         unsafe {
             let code = (driver.stream_create)(&mut link.stream, NON_BLOCKING);
-            cuda("cuStreamCreate", driver.check(code))?;
+            driver.check(code).map_err(cuda("cuStreamCreate"))?;
             let code = (driver.event_create)(&mut link.event, DISABLE_TIMING);
-            cuda("cuEventCreate", driver.check(code))?;
+            driver.check(code).map_err(cuda("cuEventCreate"))?;
         }
-        let mut config = Config::without_blocking();
-        // SAFETY: the id was made by `ncclGetUniqueId`; all ranks pass the same one, and each its
-        // own rank. The configuration is read before the call returns.
-        let code = unsafe {
-            (link.nccl.init_rank)(
-                &mut link.comm,
-                place.world_size as c_int,
-                place.id,
-                place.rank as c_int,
-                &mut config,
-            )
-        };
-        cuda("ncclCommInitRankConfig", link.nccl.check(code))?;
-        drop(entered);
         Ok(link)
+    }
+
+    /// Starts to connect; [`enqueued`](Self::enqueued) says when it has happened.
+    pub(crate) fn connect(&self, place: Place) -> Result<(), NcclError> {
+        let _entered = self.device.enter().map_err(|reason| NcclError::Call {
+            call: "cuCtxSetCurrent",
+            reason,
+        })?;
+        let made = self.handle.make(|nccl, comm: &mut Comm| {
+            let mut config = Config::without_blocking();
+            // SAFETY: the id was made by `ncclGetUniqueId`; all ranks pass the same one, and each
+            // its own rank. The configuration is read before the call returns.
+            let code = unsafe {
+                (nccl.init_rank)(
+                    comm,
+                    place.world_size as c_int,
+                    place.id,
+                    place.rank as c_int,
+                    &mut config,
+                )
+            };
+            nccl.check(code)
+        });
+        made.map_err(|reason| NcclError::Call {
+            call: "ncclCommInitRankConfig",
+            reason,
+        })
     }
 
     /// Whether NCCL has nothing left to set up or enqueue.
     pub(crate) fn enqueued(&self) -> Result<Progress, String> {
-        let mut state = SUCCESS;
-        // SAFETY: the communicator lives; it writes one code.
-        let asked = unsafe { (self.nccl.async_error)(self.comm, &mut state) };
-        match (asked, state) {
-            (SUCCESS, SUCCESS) => Ok(Progress::Done),
-            (SUCCESS, IN_PROGRESS) => Ok(Progress::Waiting),
-            (SUCCESS, code) | (code, _) => Err(self.nccl.words(code)),
-        }
+        self.handle.with(|nccl, comm| {
+            let mut state = SUCCESS;
+            // SAFETY: the communicator lives; it writes one code.
+            let asked = unsafe { (nccl.async_error)(comm, &mut state) };
+            match (asked, state) {
+                (SUCCESS, SUCCESS) => Ok(Progress::Done),
+                (SUCCESS, IN_PROGRESS) => Ok(Progress::Waiting),
+                (SUCCESS, code) | (code, _) => Err(nccl.words(code)),
+            }
+        })
     }
 
     /// Makes the calls of `body` as one group. They are enqueued once [`enqueued`](Self::enqueued)
     /// says so.
     pub(crate) fn group(
-        &mut self,
+        &self,
         body: impl FnOnce(&Nccl, Comm, Stream) -> c_int,
     ) -> Result<(), String> {
         let _entered = self.device.enter()?;
-        // SAFETY: groups are the calling thread's, and each start has its end.
-        let (started, called, ended) = unsafe {
-            let started = (self.nccl.group_start)();
-            let called = body(&self.nccl, self.comm, self.stream);
-            (started, called, (self.nccl.group_end)())
-        };
-        [started, called, ended]
-            .into_iter()
-            .try_for_each(|code| self.nccl.check(code))
+        self.handle.with(|nccl, comm| {
+            // SAFETY: groups are the calling thread's, and each start has its end.
+            let (started, called, ended) = unsafe {
+                let started = (nccl.group_start)();
+                let called = body(nccl, comm, self.stream);
+                (started, called, (nccl.group_end)())
+            };
+            [started, called, ended]
+                .into_iter()
+                .try_for_each(|code| nccl.check(code))
+        })
     }
 
     /// Starts transfers; pieces of no length are left out on both sides.
-    pub(crate) fn transfers(&mut self, pieces: &[Piece]) -> Result<(), String> {
+    pub(crate) fn transfers(&self, pieces: &[Piece]) -> Result<(), String> {
         let moves = |piece: &&Piece| match piece {
             Piece::Out { len_bytes, .. } | Piece::In { len_bytes, .. } => *len_bytes > 0,
         };
@@ -229,35 +239,37 @@ impl Link {
         })
     }
 
-    /// Ends all of NCCL's work on this communicator; its memory is free then. Once is enough, and
-    /// more does nothing.
-    pub(crate) fn abort(&mut self) {
-        if self.state == State::Live && !self.comm.is_null() {
-            let _entered = self.device.enter();
-            // SAFETY: the communicator lives, and this is its last use.
-            unsafe { (self.nccl.abort)(self.comm) };
-        }
-        self.state = State::Aborted;
+    /// Ends all of NCCL's work on this communicator and on all others of its GPU, which `error` is
+    /// told to; their memory is free then. Once is enough, and more does nothing.
+    pub(crate) fn end_all_of_device(&self, error: &CollectiveError, limit: Duration) {
+        self.handle.end_all_of_device(error, limit);
+    }
+
+    /// Starts to end all of NCCL's work on this communicator, and waits for nothing.
+    pub(crate) fn abort_apart(&self) {
+        self.handle.abort_apart(None);
+    }
+
+    /// Ends all of NCCL's work on this communicator, and waits for it as long as `limit`.
+    pub(crate) fn abort_within(&self, limit: Duration) {
+        self.handle.abort_within(limit);
     }
 
     /// Lets NCCL finish and give its memory back; aborts it if that takes longer than `limit`.
-    fn destroy(&mut self, limit: Duration) {
+    fn destroy(&self, limit: Duration) {
         let begun = Instant::now();
         // SAFETY: the communicator lives.
-        let mut code = unsafe { (self.nccl.finalize)(self.comm) };
-        while matches!(code, SUCCESS | IN_PROGRESS) {
+        let finalized = |nccl: &Nccl, comm| nccl.check(unsafe { (nccl.finalize)(comm) });
+        let mut outcome = self.handle.with(finalized);
+        while outcome.is_ok() {
             match self.enqueued() {
-                Ok(Progress::Done) => {
-                    self.state = State::Aborted;
-                    // SAFETY: finalised, and this is its last use.
-                    unsafe { (self.nccl.destroy)(self.comm) };
-                    return;
-                }
+                Ok(Progress::Done) => return self.handle.destroy(),
                 Ok(Progress::Waiting) if begun.elapsed() < limit => relax(begun.elapsed()),
-                _ => code = -1,
+                Ok(Progress::Waiting) => outcome = Err(String::new()),
+                Err(reason) => outcome = Err(reason),
             }
         }
-        self.abort();
+        self.handle.abort_within(limit);
     }
 }
 
@@ -276,13 +288,10 @@ impl Drop for Link {
     fn drop(&mut self) {
         let device = Arc::clone(&self.device);
         let _entered = device.enter();
-        if std::thread::panicking() {
-            // The others will not finish what this rank has begun.
-            self.abort();
-        } else if self.state == State::Live && !self.comm.is_null() {
+        if self.handle.is_live() {
             self.destroy(Duration::from_secs(5));
         }
-        // SAFETY: made by `start`, destroyed once; the driver keeps what is still in use until it
+        // SAFETY: made by `prepare`, destroyed once; the driver keeps what is still in use until it
         // is not.
         unsafe {
             if !self.event.is_null() {

@@ -5,54 +5,32 @@ use std::ops::Range;
 
 use fusestep_collective::{Blocks, CollectiveError, Communicator, Fingerprint, Operation};
 
-use crate::communicator::{Memory, NcclCommunicator};
+use crate::communicator::NcclCommunicator;
+use crate::cut;
+use crate::device_call::Memory;
 use crate::driver::Address;
 use crate::library::BYTES;
 use crate::link::Piece;
 
-impl Memory {
-    /// Input at an offset of the whole.
-    pub(crate) fn input(self, start: usize) -> Address {
-        let (Memory::Same(base) | Memory::Two { send: base, .. }) = self;
-        base + start as u64
-    }
-
-    /// The result at an offset of the whole.
-    pub(crate) fn result(self, start: usize) -> Address {
-        let (Memory::Same(base) | Memory::Two { receive: base, .. }) = self;
-        base + start as u64
-    }
-
-    /// The own block as input, which apart is all of it.
-    pub(crate) fn input_block(self, block: &Range<usize>) -> Address {
-        match self {
-            Memory::Same(base) => base + block.start as u64,
-            Memory::Two { send, .. } => send,
-        }
-    }
-
-    /// The own block as result, which apart is all of it.
-    pub(crate) fn result_block(self, block: &Range<usize>) -> Address {
-        match self {
-            Memory::Same(base) => base + block.start as u64,
-            Memory::Two { receive, .. } => receive,
-        }
-    }
-}
-
 impl NcclCommunicator {
-    /// Moves the data of a call that all ranks make, and returns when it is there.
+    /// Where the blocks of ranks begin and end, in bytes of the whole.
+    pub(crate) fn ranges(&self, blocks: Blocks<'_>, print: &Fingerprint) -> Vec<Range<usize>> {
+        let element_bytes = print.dtype.len_bytes();
+        (0..self.world_size())
+            .map(|rank| blocks.of_bytes(rank, element_bytes))
+            .collect()
+    }
+
+    /// Moves the data of a call that all ranks make, or of a piece of it, and returns when it is
+    /// there. Operations of blocks look at `ranges`, which need not follow each other; others at
+    /// `whole`, their length in bytes.
     pub(crate) fn move_data(
         &mut self,
         memory: Memory,
-        blocks: Blocks<'_>,
+        ranges: &[Range<usize>],
+        whole: usize,
         print: &Fingerprint,
     ) -> Result<(), CollectiveError> {
-        let element_bytes = print.dtype.len_bytes();
-        let ranges: Vec<Range<usize>> = (0..self.world_size())
-            .map(|rank| blocks.of_bytes(rank, element_bytes))
-            .collect();
-        let whole = blocks.numel * element_bytes;
         let out = |to: usize, address: Address, len_bytes: usize| Piece::Out {
             to,
             address,
@@ -67,13 +45,17 @@ impl NcclCommunicator {
             Operation::AllReduce(op)
             | Operation::Reduce { reduce: op, .. }
             | Operation::ReduceScatter(op) => {
-                return self.reduction(memory, &ranges, op, print);
+                if self.is_engines_own(op, print) {
+                    self.engines_own(memory, op, whole, print)?;
+                } else {
+                    self.reduction(memory, ranges, op, print)?;
+                }
             }
             Operation::Broadcast { root } => self.broadcast(memory, root, whole, print)?,
-            Operation::AllGather => self.all_gather(memory, &ranges, print)?,
-            Operation::Scatter { root } => self.scatter(memory, root, &ranges, print)?,
-            Operation::Gather { root } => self.gather(memory, root, &ranges, print)?,
-            Operation::AllToAll => self.all_to_all(memory, &ranges, print)?,
+            Operation::AllGather => self.all_gather(memory, ranges, print)?,
+            Operation::Scatter { root } => self.scatter(memory, root, ranges, print)?,
+            Operation::Gather { root } => self.gather(memory, root, ranges, print)?,
+            Operation::AllToAll => self.all_to_all(memory, ranges, print)?,
             Operation::Send { to } => self.transfers(&[out(to, memory.input(0), whole)], print)?,
             Operation::Receive { from } => {
                 self.transfers(&[into(from, memory.result(0), whole)], print)?;
@@ -137,12 +119,13 @@ impl NcclCommunicator {
         if own.is_empty() && ranges.iter().all(|range| range.is_empty()) {
             return Ok(());
         }
-        if ranges.iter().all(|range| range.len() == own.len()) {
+        if cut::are_a_row(ranges) {
+            let first = ranges[0].start;
             self.engine(print, |link| {
-                // SAFETY: as in `broadcast`; blocks are equal, so the result is as long as all of
-                // them.
+                // SAFETY: as in `broadcast`; blocks are equal and in a row, so the result is as
+                // long as all of them.
                 link.group(|nccl, comm, stream| unsafe {
-                    let (from, to) = (from as *const _, memory.result(0) as *mut _);
+                    let (from, to) = (from as *const _, memory.result(first) as *mut _);
                     (nccl.all_gather)(from, to, own.len(), BYTES, comm, stream)
                 })
             })?;
@@ -238,33 +221,61 @@ impl NcclCommunicator {
         ranges: &[Range<usize>],
         print: &Fingerprint,
     ) -> Result<(), CollectiveError> {
-        let own = ranges[self.rank()].clone();
-        let whole = ranges.last().map_or(0, |range| range.end);
-        // In place, what arrives would overwrite what has not left yet.
-        let from = match memory {
-            Memory::Two { send, .. } => send,
-            Memory::Same(base) => {
-                let copy = self.scratch(whole, print)?;
-                self.engine(print, |link| link.copy(base, copy, whole))?;
-                copy
+        let base = match memory {
+            Memory::Two { send, .. } => {
+                let blocks: Vec<_> = ranges
+                    .iter()
+                    .map(|range| (send + range.start as u64, range.clone()))
+                    .collect();
+                return self.deal(&blocks, memory, print);
             }
+            Memory::Same(base) => base,
         };
-        let at = |range: &Range<usize>| from + range.start as u64;
-        let mut pieces = Vec::with_capacity(2 * ranges.len());
+        // In place, what arrives would overwrite what has not left yet.
+        let slots = &self.link.workspace.slots;
+        let (slots, step) = (slots.address, cut::step(slots.len_bytes(), ranges.len()));
+        for start in cut::starts(ranges, step) {
+            let parts = cut::parts(ranges, start, step);
+            let blocks: Vec<_> = cut::packed(&parts)
+                .into_iter()
+                .zip(parts)
+                .map(|(place, part)| (slots + place.start as u64, part))
+                .collect();
+            self.engine(print, |link| {
+                blocks.iter().try_for_each(|(copy, part)| {
+                    link.copy(base + part.start as u64, *copy, part.len())
+                })
+            })?;
+            self.deal(&blocks, memory, print)?;
+        }
+        Ok(())
+    }
+
+    /// Sends each rank its block, which lies at an address of its own, and receives the others'
+    /// into the ranges of the result.
+    fn deal(
+        &mut self,
+        blocks: &[(Address, Range<usize>)],
+        memory: Memory,
+        print: &Fingerprint,
+    ) -> Result<(), CollectiveError> {
+        let mut pieces = Vec::with_capacity(2 * blocks.len());
         for peer in self.others() {
+            let (address, range) = &blocks[peer];
             pieces.push(Piece::Out {
                 to: peer,
-                address: at(&ranges[peer]),
-                len_bytes: ranges[peer].len(),
+                address: *address,
+                len_bytes: range.len(),
             });
             pieces.push(Piece::In {
                 from: peer,
-                address: memory.result(ranges[peer].start),
-                len_bytes: ranges[peer].len(),
+                address: memory.result(range.start),
+                len_bytes: range.len(),
             });
         }
+        let (address, own) = &blocks[self.rank()];
         self.engine(print, |link| {
-            link.copy(at(&own), memory.result(own.start), own.len())
+            link.copy(*address, memory.result(own.start), own.len())
         })?;
         self.transfers(&pieces, print)
     }

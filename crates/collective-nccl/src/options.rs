@@ -32,6 +32,12 @@ pub struct NcclOptions {
     pub dump_folder: Option<PathBuf>,
     /// Who adds up.
     pub reduction: Reduction,
+    /// Bytes of device memory that each communicator, subgroups and communication streams
+    /// included, has from its founding on for what other ranks contribute to a reduction, and as
+    /// many again for host buffers on their way; 32 MiB by default, so 64 MiB in all. Nothing is
+    /// allocated within a call: longer ones pass through in pieces, with the same bits, each piece
+    /// a group of transfers more. At least 256 bytes for each rank are taken.
+    pub scratch_bytes: usize,
     /// The NCCL to load; by default `libnccl.so.2`, as the system finds it.
     pub nccl_library: PathBuf,
     /// The CUDA driver to load; by default `libcuda.so.1`, as the system finds it.
@@ -45,6 +51,7 @@ impl Default for NcclOptions {
             recorded_calls: 256,
             dump_folder: None,
             reduction: Reduction::default(),
+            scratch_bytes: 32 << 20,
             nccl_library: "libnccl.so.2".into(),
             driver_library: "libcuda.so.1".into(),
         }
@@ -107,6 +114,19 @@ pub enum NcclError {
         expected: String,
         /// Its own.
         found: String,
+    },
+    /// Ranks would cut calls into different pieces.
+    #[error(
+        "nccl: expected `scratch_bytes` of {expected} as on rank 0, found {found} on rank {rank}; \
+         pass the same on all ranks"
+    )]
+    ScratchDiffers {
+        /// The lowest rank that differs.
+        rank: usize,
+        /// The value of rank 0.
+        expected: u64,
+        /// Its own.
+        found: u64,
     },
     /// There is no such device.
     #[error(

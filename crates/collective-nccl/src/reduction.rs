@@ -7,14 +7,27 @@ use std::ops::Range;
 use fusestep_collective::{CollectiveError, Communicator, Fingerprint, Operation, ReduceOp};
 
 use crate::Reduction;
-use crate::communicator::{Memory, NcclCommunicator};
-use crate::device::DeviceBuffer;
+use crate::communicator::NcclCommunicator;
+use crate::cut;
+use crate::device_call::Memory;
 use crate::driver::Address;
 use crate::kernel::{PACK_BYTES, Parts};
 use crate::library::names;
 use crate::link::Piece;
 
 impl NcclCommunicator {
+    /// Whether the operation is left to NCCL.
+    pub(crate) fn is_engines_own(&self, op: ReduceOp, print: &Fingerprint) -> bool {
+        let has = matches!(
+            print.operation,
+            Operation::AllReduce(_) | Operation::Reduce { .. }
+        );
+        has && self.options.reduction == Reduction::Engine && names(print.dtype, op).is_some()
+    }
+
+    /// A reduction in rank order. What the others contribute passes through the communicator's own
+    /// memory, in pieces if there is more of it; an element's sum is the same whichever piece it is
+    /// in.
     pub(crate) fn reduction(
         &mut self,
         memory: Memory,
@@ -22,20 +35,42 @@ impl NcclCommunicator {
         op: ReduceOp,
         print: &Fingerprint,
     ) -> Result<(), CollectiveError> {
-        if self.options.reduction == Reduction::Engine && self.engines_own(memory, op, print)? {
-            return self.finish(print);
+        let step = cut::step(self.link.workspace.slots.len_bytes(), ranges.len());
+        for start in cut::starts(ranges, step) {
+            let parts = cut::parts(ranges, start, step);
+            let results = self.reduce_parts(memory, ranges, &parts, op, print)?;
+            if let Operation::Reduce { root, .. } = print.operation {
+                self.gather(results, root, &parts, print)?;
+            }
         }
+        if let Operation::AllReduce(_) = print.operation {
+            self.all_gather(Memory::Same(memory.result(0)), ranges, print)?;
+        }
+        Ok(())
+    }
+
+    /// Reduces this rank's part of a piece; where the root of a reduce gathers results from.
+    fn reduce_parts(
+        &mut self,
+        memory: Memory,
+        ranges: &[Range<usize>],
+        parts: &[Range<usize>],
+        op: ReduceOp,
+        print: &Fingerprint,
+    ) -> Result<Memory, CollectiveError> {
         let rank = self.rank();
-        let own = ranges[rank].clone();
+        let own = parts[rank].clone();
+        let slots = self.link.workspace.slots.address;
         // Slots begin where packs do, so that whole packs are read from them.
         let slot_bytes = own.len().next_multiple_of(PACK_BYTES);
-        let slots = self.scratch(slot_bytes * ranges.len(), print)?;
         let slot = |of: usize| slots + (of * slot_bytes) as u64;
-        self.exchange_blocks(memory, ranges, slot, print)?;
+        self.exchange_blocks(memory, parts, slot, print)?;
         let result = match print.operation {
-            Operation::ReduceScatter(_) => memory.result_block(&own),
+            Operation::ReduceScatter(_) => {
+                memory.result_block(&ranges[rank]) + (own.start - ranges[rank].start) as u64
+            }
             Operation::AllReduce(_) => memory.result(own.start),
-            // Only the root has room for results; the others' leave from scratch memory.
+            // Only the root has room for results; the others' leave from the communicator's memory.
             Operation::Reduce { root, .. } if root == rank => memory.result(own.start),
             _ => slot(rank),
         };
@@ -49,41 +84,30 @@ impl NcclCommunicator {
             }
         };
         let input = memory.input(own.start);
-        let parts = Parts {
+        let kernel = Parts {
             own: or_slot(input),
             slots,
             slot_bytes,
             result: or_slot(result),
             len_bytes: own.len(),
-            ranks: ranges.len(),
+            ranks: parts.len(),
             own_rank: rank,
         };
         // All of it in the order of the stream: the host waits for nothing here.
         self.engine(print, |link| {
-            link.copy(input, parts.own, own.len())?;
-            link.reduce(&parts, print.dtype, op)?;
-            link.copy(parts.result, result, own.len())
+            link.copy(input, kernel.own, own.len())?;
+            link.reduce(&kernel, print.dtype, op)?;
+            link.copy(kernel.result, result, own.len())
         })?;
-        match print.operation {
-            Operation::AllReduce(_) => {
-                self.all_gather(Memory::Same(memory.result(0)), ranges, print)?;
-            }
-            Operation::Reduce { root, .. } => {
-                // As if apart: what this rank has is one block, and the root's own lies in its
-                // place already.
-                let memory = if rank == root {
-                    Memory::Same(memory.result(0))
-                } else {
-                    Memory::Two {
-                        send: result,
-                        receive: result,
-                    }
-                };
-                self.gather(memory, root, ranges, print)?;
-            }
-            _ => {}
-        }
-        self.finish(print)
+        Ok(match print.operation {
+            // What another rank than the root has is one block, as if apart; the root's own lies in
+            // its place already.
+            Operation::Reduce { root, .. } if root != rank => Memory::Two {
+                send: result,
+                receive: result,
+            },
+            _ => Memory::Same(memory.result(0)),
+        })
     }
 
     /// Sends each rank its block and receives what the others have of this rank's, each in its
@@ -112,72 +136,35 @@ impl NcclCommunicator {
         self.transfers(&pieces, print)
     }
 
-    /// NCCL's own all-reduce or reduce; says whether it has one.
-    fn engines_own(
+    /// NCCL's own all-reduce or reduce of `len_bytes`, which it has.
+    pub(crate) fn engines_own(
         &mut self,
         memory: Memory,
         op: ReduceOp,
-        print: &Fingerprint,
-    ) -> Result<bool, CollectiveError> {
-        let Some((dtype, op)) = names(print.dtype, op) else {
-            return Ok(false);
-        };
-        // The length fits: it was checked against memory.
-        let numel = print.numel as usize;
-        if numel == 0 {
-            return Ok(true);
-        }
-        let (from, to) = (memory.input(0), memory.result(0));
-        let operation = print.operation;
-        let has = matches!(
-            operation,
-            Operation::AllReduce(_) | Operation::Reduce { .. }
-        );
-        if has {
-            // Who is not the root of a reduce may have no room for a result; NCCL writes none
-            // there.
-            self.engine(print, |link| {
-                link.group(|nccl, comm, stream| {
-                    let (from, to) = (from as *const _, to as *mut _);
-                    // SAFETY: both lead to `numel` elements of device memory that the call holds
-                    // until its mark was reached; a result is written on the
-                    // root only, where it was checked.
-                    unsafe {
-                        match operation {
-                            Operation::Reduce { root, .. } => (nccl.reduce)(
-                                from,
-                                to,
-                                numel,
-                                dtype,
-                                op,
-                                root as c_int,
-                                comm,
-                                stream,
-                            ),
-                            _ => (nccl.all_reduce)(from, to, numel, dtype, op, comm, stream),
-                        }
-                    }
-                })
-            })?;
-            self.settle(print)?;
-        }
-        Ok(has)
-    }
-
-    /// Device memory for as many bytes, kept from call to call.
-    pub(crate) fn scratch(
-        &mut self,
         len_bytes: usize,
         print: &Fingerprint,
-    ) -> Result<Address, CollectiveError> {
-        let kept = self.scratch.take();
-        let kept = kept.filter(|kept| kept.len_bytes() >= len_bytes);
-        let buffer = match kept {
-            Some(kept) => kept,
-            None => self.engine(print, |link| {
-                DeviceBuffer::allocate(&link.device, len_bytes)
-            })?,
+    ) -> Result<(), CollectiveError> {
+        let numel = len_bytes / print.dtype.len_bytes();
+        let (Some((dtype, op)), 1..) = (names(print.dtype, op), numel) else {
+            return Ok(());
         };
-        Ok(self.scratch.insert(buffer).address)
+        let (from, to) = (memory.input(0), memory.result(0));
+        // Who is not the root of a reduce may have no room for a result; NCCL writes none there.
+        self.engine(print, |link| {
+            link.group(|nccl, comm, stream| {
+                let (from, to) = (from as *const _, to as *mut _);
+                // SAFETY: both lead to `numel` elements of device memory that the call holds until
+                // its mark was reached; a result is written on the root only, where it was checked.
+                unsafe {
+                    match print.operation {
+                        Operation::Reduce { root, .. } => {
+                            (nccl.reduce)(from, to, numel, dtype, op, root as c_int, comm, stream)
+                        }
+                        _ => (nccl.all_reduce)(from, to, numel, dtype, op, comm, stream),
+                    }
+                }
+            })
+        })?;
+        self.settle(print)
     }
 }

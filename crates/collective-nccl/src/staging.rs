@@ -1,83 +1,181 @@
-//! Host buffers go through device memory.
+//! Host buffers go through device memory, in pieces where they are longer.
+
+use std::ops::Range;
 
 use fusestep_collective::{Blocks, Buffers, CollectiveError, Communicator, Fingerprint, Operation};
 
-use crate::communicator::{Memory, NcclCommunicator};
-use crate::device::DeviceBuffer;
+use crate::communicator::NcclCommunicator;
+use crate::cut;
+use crate::device_call::Memory;
+
+/// What of the whole a rank gives or gets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Share {
+    All,
+    Own,
+    Nothing,
+}
+
+/// A piece of a call: ranges of the whole, and where they lie on the device.
+struct Piece {
+    of_whole: Vec<Range<usize>>,
+    on_device: Vec<Range<usize>>,
+    /// Bytes of the piece, for operations that are not made of blocks.
+    len_bytes: usize,
+}
 
 impl NcclCommunicator {
-    /// Copies input to the device, makes the call there and copies the result back.
+    /// Copies input to the device, makes the call there, in place, and copies the result back.
     pub(crate) fn through_the_device(
         &mut self,
         buffers: &mut Buffers<'_>,
         blocks: Blocks<'_>,
         print: &Fingerprint,
     ) -> Result<(), CollectiveError> {
-        let memory = match buffers {
-            Buffers::InPlace(buffer) => {
-                self.stage(0, buffer.len(), buffer, print)?;
-                Memory::Same(self.address(0))
+        let ranges = self.ranges(blocks, print);
+        let own_start = ranges[self.rank()].start;
+        let len_bytes = blocks.numel * print.dtype.len_bytes();
+        let room = self.link.workspace.staging.len_bytes();
+        if len_bytes <= room {
+            let piece = Piece {
+                of_whole: ranges.clone(),
+                on_device: ranges,
+                len_bytes,
+            };
+            return self.piece(buffers, &piece, own_start, print);
+        }
+        if self.is_of_blocks(print) {
+            let step = cut::step(room, ranges.len());
+            for start in cut::starts(&ranges, step) {
+                let parts = cut::parts(&ranges, start, step);
+                let piece = Piece {
+                    on_device: cut::packed(&parts),
+                    of_whole: parts,
+                    len_bytes: 0,
+                };
+                self.piece(buffers, &piece, own_start, print)?;
             }
-            Buffers::OutOfPlace { send, receive } => {
-                self.stage(0, send.len(), send, print)?;
-                self.stage(1, receive.len(), &[], print)?;
-                Memory::Two {
-                    send: self.address(0),
-                    receive: self.address(1),
-                }
-            }
-        };
-        self.move_data(memory, blocks, print)?;
-        if !gets_a_result(print.operation, self.rank()) {
             return Ok(());
         }
-        let (place, host): (usize, &mut [u8]) = match buffers {
-            Buffers::InPlace(buffer) => (0, buffer),
-            Buffers::OutOfPlace { receive, .. } => (1, receive),
-        };
-        let staged = self.staged[place].take();
-        let outcome = self.engine(print, |link| match &staged {
-            Some(staged) => staged.get(0, host, link.stream),
-            None => Ok(()),
-        });
-        self.staged[place] = staged;
-        outcome
-    }
-
-    /// Device memory of at least this length, with these bytes at its start.
-    fn stage(
-        &mut self,
-        place: usize,
-        len_bytes: usize,
-        bytes: &[u8],
-        print: &Fingerprint,
-    ) -> Result<(), CollectiveError> {
-        let kept = self.staged[place].take();
-        let kept = kept.filter(|kept| kept.len_bytes() >= len_bytes);
-        let staged = match kept {
-            Some(kept) => kept,
-            None => self.engine(print, |link| {
-                DeviceBuffer::allocate(&link.device, len_bytes)
-            })?,
-        };
-        self.engine(print, |link| staged.put(0, bytes, link.stream))?;
-        self.staged[place] = Some(staged);
+        let step = cut::step(room, 1);
+        for start in (0..len_bytes).step_by(step) {
+            let part = start..len_bytes.min(start + step);
+            let of_whole = vec![part];
+            let piece = Piece {
+                on_device: cut::packed(&of_whole),
+                len_bytes: cut::longest(&of_whole),
+                of_whole,
+            };
+            self.piece(buffers, &piece, 0, print)?;
+        }
         Ok(())
     }
 
-    fn address(&self, place: usize) -> u64 {
-        self.staged[place].as_ref().map_or(0, DeviceBuffer::address)
+    /// Whether an operation treats the blocks of ranks differently, so that a piece has a part of
+    /// each.
+    fn is_of_blocks(&self, print: &Fingerprint) -> bool {
+        match print.operation {
+            Operation::Broadcast { .. } | Operation::Send { .. } | Operation::Receive { .. } => {
+                false
+            }
+            operation => match operation.reduce_op() {
+                Some(op) => !self.is_engines_own(op, print),
+                None => true,
+            },
+        }
+    }
+
+    fn piece(
+        &mut self,
+        buffers: &mut Buffers<'_>,
+        piece: &Piece,
+        own_start: usize,
+        print: &Fingerprint,
+    ) -> Result<(), CollectiveError> {
+        let rank = self.rank();
+        let (given, gotten) = (gives(print.operation, rank), gets(print.operation, rank));
+        // Apart, the own block is all there is in a buffer that holds no more.
+        let (send, send_start): (&[u8], usize) = match buffers {
+            Buffers::InPlace(buffer) => (buffer, 0),
+            Buffers::OutOfPlace { send, .. } => (send, start_of(given, own_start)),
+        };
+        let runs = piece.runs(given, rank);
+        self.engine(print, |link| {
+            let staging = &link.workspace.staging;
+            runs.iter().try_for_each(|(range, place)| {
+                let bytes = &send[range.start - send_start..range.end - send_start];
+                staging.put(*place, bytes, link.stream)
+            })
+        })?;
+        let memory = Memory::Same(self.link.workspace.staging.address);
+        self.move_data(memory, &piece.on_device, piece.len_bytes, print)?;
+        let (receive, receive_start): (&mut [u8], usize) = match buffers {
+            Buffers::InPlace(buffer) => (buffer, 0),
+            Buffers::OutOfPlace { receive, .. } => (receive, start_of(gotten, own_start)),
+        };
+        let runs = piece.runs(gotten, rank);
+        self.engine(print, |link| {
+            let staging = &link.workspace.staging;
+            runs.iter().try_for_each(|(range, place)| {
+                let bytes = &mut receive[range.start - receive_start..range.end - receive_start];
+                staging.get(*place, bytes, link.stream)
+            })
+        })
     }
 }
 
-/// Whether an operation writes anything on `rank`.
-fn gets_a_result(operation: Operation, rank: usize) -> bool {
+impl Piece {
+    /// The ranges of a share with their places, those that follow each other on both sides as one.
+    fn runs(&self, share: Share, rank: usize) -> Vec<(Range<usize>, usize)> {
+        let pairs = match share {
+            Share::All => 0..self.of_whole.len(),
+            Share::Own => rank..rank + 1,
+            Share::Nothing => 0..0,
+        };
+        let mut runs: Vec<(Range<usize>, usize)> = Vec::with_capacity(pairs.len());
+        for index in pairs {
+            let (range, place) = (&self.of_whole[index], self.on_device[index].start);
+            match runs.last_mut() {
+                Some((last, at)) if last.end == range.start && *at + last.len() == place => {
+                    last.end = range.end;
+                }
+                _ => runs.push((range.clone(), place)),
+            }
+        }
+        runs
+    }
+}
+
+fn start_of(share: Share, own_start: usize) -> usize {
+    match share {
+        Share::Own => own_start,
+        Share::All | Share::Nothing => 0,
+    }
+}
+
+/// What `rank` gives to an operation.
+fn gives(operation: Operation, rank: usize) -> Share {
     match operation {
-        Operation::Reduce { root, .. } | Operation::Gather { root } => rank == root,
+        Operation::AllGather | Operation::Gather { .. } => Share::Own,
+        Operation::Broadcast { root } | Operation::Scatter { root } if root != rank => {
+            Share::Nothing
+        }
+        Operation::Receive { .. } | Operation::Barrier | Operation::Split => Share::Nothing,
+        _ => Share::All,
+    }
+}
+
+/// What `rank` gets from an operation.
+fn gets(operation: Operation, rank: usize) -> Share {
+    match operation {
+        Operation::ReduceScatter(_) | Operation::Scatter { .. } => Share::Own,
+        Operation::Reduce { root, .. } | Operation::Gather { root } if root != rank => {
+            Share::Nothing
+        }
         Operation::Send { .. }
         | Operation::Barrier
         | Operation::Split
-        | Operation::ReduceUpdate => false,
-        _ => true,
+        | Operation::ReduceUpdate => Share::Nothing,
+        _ => Share::All,
     }
 }

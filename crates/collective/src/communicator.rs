@@ -70,7 +70,7 @@ pub trait Communicator: Send {
     /// ranks call it.
     ///
     /// The new groups are independent of this one and of each other, save that breaking this one
-    /// off breaks them off too.
+    /// off breaks them off too, and that on GPUs an error of one ends all groups of its GPU.
     ///
     /// # Errors
     /// As [`execute`](Self::execute).

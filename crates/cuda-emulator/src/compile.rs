@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use crate::EmulatorError;
 
 /// The emulator's own sources, so that it can be built from anywhere.
-const SOURCES: [(&str, &str); 27] = [
+const SOURCES: [(&str, &str); 28] = [
     ("device_language.hpp", include_str!("device_language.hpp")),
     ("driver_api.hpp", include_str!("driver_api.hpp")),
     ("driver.hpp", include_str!("driver.hpp")),
@@ -20,6 +20,7 @@ const SOURCES: [(&str, &str); 27] = [
     ("driver_graph.cpp", include_str!("driver_graph.cpp")),
     ("driver_launch.cpp", include_str!("driver_launch.cpp")),
     ("driver_memory.cpp", include_str!("driver_memory.cpp")),
+    ("driver_streams.cpp", include_str!("driver_streams.cpp")),
     ("execution.cpp", include_str!("execution.cpp")),
     ("fiber.cpp", include_str!("fiber.cpp")),
     ("memory.cpp", include_str!("memory.cpp")),

@@ -1,6 +1,7 @@
 // What the driver's functions share: one lock, the context, and errors that stay.
 #pragma once
 
+#include <condition_variable>
 #include <memory>
 #include <mutex>
 
@@ -15,7 +16,9 @@ namespace emulator {
 
 extern std::mutex mutex;
 extern bool initialised;
-extern CUctx_st primary;
+// The primary context of each device. Devices share memory and handles, so that programs that use
+// one each cannot tell; a context says whose streams a call waits for.
+std::vector<CUctx_st>& primaries();
 // The first fault of a launch. As on a device, every later call returns it until the process ends.
 extern CUresult sticky;
 extern thread_local CUcontext current;
@@ -27,17 +30,49 @@ CUresult with_driver(Body body) {
     return initialised ? body() : CUDA_ERROR_NOT_INITIALIZED;
 }
 
-// Runs `body` under the lock if the calling thread has a live context and no launch has failed.
+// Runs `body` under the lock if the calling thread has a live context and no launch has failed;
+// `before` may wait.
+template <class Before, class Body>
+CUresult with_context_after(Before before, Body body) {
+    std::unique_lock<std::mutex> lock(mutex);
+    if (!initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    if (current == nullptr || current->retained == 0) return CUDA_ERROR_INVALID_CONTEXT;
+    before(lock);
+    return sticky != CUDA_SUCCESS ? sticky : body();
+}
+
 template <class Body>
 CUresult with_context(Body body) {
-    return with_driver([&]() -> CUresult {
-        if (current == nullptr || primary.retained == 0) return CUDA_ERROR_INVALID_CONTEXT;
-        return sticky != CUDA_SUCCESS ? sticky : body();
-    });
+    return with_context_after([](std::unique_lock<std::mutex>&) {}, body);
 }
+
+// Wait, without the lock, until nothing occupies any stream of the thread's device, or this one.
+void wait_for_device(std::unique_lock<std::mutex>& lock);
+void wait_for_stream(std::unique_lock<std::mutex>& lock, CUstream stream);
+
+// As with_context, for calls that wait for all work of their device (driver_streams.cpp).
+template <class Body>
+CUresult with_idle_device(Body body) {
+    return with_context_after(wait_for_device, body);
+}
+
+// As with_context, for what is enqueued: it is done at once, when the stream's turn has come.
+template <class Body>
+CUresult with_idle_stream(CUstream stream, Body body) {
+    return with_context_after([&](std::unique_lock<std::mutex>& lock) { wait_for_stream(lock, stream); }, body);
+}
+
+// What was done since the library was loaded, for tests that hold a program to it.
+struct Counts {
+    unsigned long long allocations, frees, modules_loaded, modules_unloaded, functions_found;
+    // Calls that found their device occupied.
+    unsigned long long waits_for_a_device;
+};
+extern Counts counts;
 
 // Frees memory, modules, streams and events with their context.
 void destroy_handles();
+void destroy_streams();
 // Whether the stream is the default one or has been created.
 bool is_stream(CUstream stream);
 

@@ -33,6 +33,7 @@ enum {
     CUDA_ERROR_UNSUPPORTED_PTX_VERSION = 222,
     CUDA_ERROR_INVALID_HANDLE = 400,
     CUDA_ERROR_NOT_FOUND = 500,
+    CUDA_ERROR_NOT_READY = 600,
     CUDA_ERROR_ILLEGAL_ADDRESS = 700,
     CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES = 701,
     CUDA_ERROR_MISALIGNED_ADDRESS = 716,
@@ -118,5 +119,10 @@ CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph, uns
 CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream);
 CUresult cuGraphExecDestroy(CUgraphExec executable);
 CUresult cuGraphDestroy(CUgraph graph);
+
+// For a library that carries out operations on a stream, and for tests; driver_streams.cpp.
+CUresult emulatorOccupy(CUstream stream);
+CUresult emulatorVacate(CUstream stream);
+void emulatorCounts(unsigned long long* into);
 
 }  // extern "C"

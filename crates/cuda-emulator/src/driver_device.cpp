@@ -11,9 +11,13 @@ namespace emulator {
 
 std::mutex mutex;
 bool initialised = false;
-CUctx_st primary{0, 0};
 CUresult sticky = CUDA_SUCCESS;
 thread_local CUcontext current = nullptr;
+
+std::vector<CUctx_st>& primaries() {
+    static std::vector<CUctx_st> all(std::size_t(settings().devices > 0 ? settings().devices : 0));
+    return all;
+}
 
 namespace {
 
@@ -47,6 +51,7 @@ constexpr ErrorText ERRORS[] = {
      "the provided PTX was compiled with an unsupported toolchain."},
     {CUDA_ERROR_INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
     {CUDA_ERROR_NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
+    {CUDA_ERROR_NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
     {CUDA_ERROR_ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
     {CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "too many resources requested for launch"},
     {CUDA_ERROR_MISALIGNED_ADDRESS, "CUDA_ERROR_MISALIGNED_ADDRESS", "misaligned address"},
@@ -63,8 +68,19 @@ const ErrorText* find_error(CUresult code) {
     return nullptr;
 }
 
-// Devices share their memory and context: programs that use one each cannot tell.
 bool is_device(int device) { return device >= 0 && device < settings().devices; }
+
+bool is_context(CUcontext context) {
+    for (CUctx_st& primary : primaries())
+        if (&primary == context) return true;
+    return false;
+}
+
+bool any_retained() {
+    for (const CUctx_st& primary : primaries())
+        if (primary.retained != 0) return true;
+    return false;
+}
 
 struct Attribute {
     int number, value;
@@ -210,8 +226,8 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
         if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
         if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
         if (sticky != CUDA_SUCCESS) return sticky;
-        ++primary.retained;
-        *context = &primary;
+        *context = &primaries()[std::size_t(device)];
+        ++(*context)->retained;
         return CUDA_SUCCESS;
     });
 }
@@ -219,8 +235,10 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
 CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
     return with_driver([&] {
         if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+        CUctx_st& primary = primaries()[std::size_t(device)];
         if (primary.retained == 0) return CUDA_ERROR_INVALID_CONTEXT;
-        if (--primary.retained == 0) destroy_handles();
+        --primary.retained;
+        if (!any_retained()) destroy_handles();
         return CUDA_SUCCESS;
     });
 }
@@ -236,7 +254,7 @@ CUresult cuDevicePrimaryCtxReset_v2(CUdevice device) {
 CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice device, unsigned flags) {
     return with_driver([&] {
         if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
-        primary.flags = flags;
+        primaries()[std::size_t(device)].flags = flags;
         return CUDA_SUCCESS;
     });
 }
@@ -245,15 +263,15 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* activ
     return with_driver([&] {
         if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
         if (flags == nullptr || active == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        *flags = primary.flags;
-        *active = primary.retained != 0;
+        *flags = primaries()[std::size_t(device)].flags;
+        *active = primaries()[std::size_t(device)].retained != 0;
         return CUDA_SUCCESS;
     });
 }
 
 CUresult cuCtxSetCurrent(CUcontext context) {
     return with_driver([&] {
-        if (context != nullptr && context != &primary) return CUDA_ERROR_INVALID_CONTEXT;
+        if (context != nullptr && !is_context(context)) return CUDA_ERROR_INVALID_CONTEXT;
         current = context;
         return CUDA_SUCCESS;
     });
@@ -280,7 +298,7 @@ CUresult cuCtxPopCurrent_v2(CUcontext* context) {
 CUresult cuCtxGetDevice(CUdevice* device) {
     return with_context([&] {
         if (device == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        *device = 0;
+        *device = CUdevice(current - primaries().data());
         return CUDA_SUCCESS;
     });
 }
@@ -288,14 +306,14 @@ CUresult cuCtxGetDevice(CUdevice* device) {
 CUresult cuCtxGetFlags(unsigned* flags) {
     return with_context([&] {
         if (flags == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        *flags = primary.flags;
+        *flags = current->flags;
         return CUDA_SUCCESS;
     });
 }
 
 CUresult cuCtxGetApiVersion(CUcontext context, unsigned* version) {
     return with_driver([&] {
-        if (context != &primary || version == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+        if (!is_context(context) || version == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
         *version = 3020;
         return CUDA_SUCCESS;
     });
@@ -310,7 +328,7 @@ CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) {
 }
 
 CUresult cuCtxSynchronize(void) {
-    return with_context([] { return CUDA_SUCCESS; });
+    return with_idle_device([] { return CUDA_SUCCESS; });
 }
 
 }  // extern "C"

@@ -87,7 +87,7 @@ CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph, uns
 }
 
 CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream) {
-    return with_context([&] {
+    return with_idle_stream(stream, [&] {
         auto found = find(executables, executable);
         if (found == executables.end() || !is_stream(stream)) return CUDA_ERROR_INVALID_HANDLE;
         if (is_capturing(stream)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;

@@ -1,7 +1,6 @@
-// Driver functions: modules, launches, streams and events. Everything enqueued is done at once, in
-// the order of the calls.
+// Driver functions: modules and launches. Everything enqueued is done at once, in the order of the
+// calls.
 
-#include <chrono>
 #include <cstring>
 #include <list>
 #include <memory>
@@ -16,27 +15,15 @@ struct CUmod_st {
     std::list<CUfunc_st> functions;
 };
 
-struct CUstream_st {
-    int priority;
-};
-
-struct CUevent_st {
-    bool recorded;
-    std::chrono::steady_clock::time_point at;
-};
-
 namespace emulator {
 namespace {
 
-// Handles are nodes of these lists: their addresses stay.
+// Handles are nodes of lists: their addresses stay.
 std::list<CUmod_st> modules;
-std::list<CUstream_st> streams;
-std::list<CUevent_st> events;
 
-template <class T>
-typename std::list<T>::iterator find(std::list<T>& list, const T* handle) {
-    auto at = list.begin();
-    while (at != list.end() && &*at != handle) ++at;
+std::list<CUmod_st>::iterator find(CUmodule handle) {
+    auto at = modules.begin();
+    while (at != modules.end() && &*at != handle) ++at;
     return at;
 }
 
@@ -48,7 +35,7 @@ const Kernel* kernel_of(CUfunction function) {
 }
 
 CUresult load(CUmodule* module, const void* image) {
-    return with_context([&]() -> CUresult {
+    return with_idle_device([&]() -> CUresult {
         if (module == nullptr || image == nullptr) return CUDA_ERROR_INVALID_VALUE;
         std::vector<const Kernel*> found;
         const CUresult refused = is_machine_code(image) ? find_kernels_of_machine_code(image, &found)
@@ -57,6 +44,7 @@ CUresult load(CUmodule* module, const void* image) {
         modules.emplace_back();
         for (const Kernel* kernel : found) modules.back().functions.push_back({kernel});
         *module = &modules.back();
+        ++counts.modules_loaded;
         return CUDA_SUCCESS;
     });
 }
@@ -104,7 +92,7 @@ const void* argument_block(const Kernel& kernel, void** params, void** extra) {
 }
 
 CUresult launch(CUfunction function, const LaunchShape& shape, CUstream stream, void** params, void** extra) {
-    return with_context([&]() -> CUresult {
+    return with_idle_stream(stream, [&]() -> CUresult {
         const Kernel* kernel = kernel_of(function);
         if (kernel == nullptr || !is_stream(stream)) return CUDA_ERROR_INVALID_HANDLE;
         if (const CUresult refused = check_shape(*kernel, shape)) return refused;
@@ -135,11 +123,8 @@ void destroy_handles() {
     release_all();
     release_graphs();
     modules.clear();
-    streams.clear();
-    events.clear();
+    destroy_streams();
 }
-
-bool is_stream(CUstream stream) { return stream == nullptr || find(streams, stream) != streams.end(); }
 
 }  // namespace emulator
 
@@ -152,22 +137,25 @@ CUresult cuModuleLoadData(CUmodule* module, const void* image) { return load(mod
 CUresult cuModuleLoadDataEx(CUmodule* module, const void* image, unsigned, int*, void**) { return load(module, image); }
 
 CUresult cuModuleUnload(CUmodule module) {
-    return with_context([&] {
-        auto found = find(modules, module);
+    return with_idle_device([&] {
+        auto found = find(module);
         if (found == modules.end()) return CUDA_ERROR_INVALID_HANDLE;
         modules.erase(found);
+        ++counts.modules_unloaded;
         return CUDA_SUCCESS;
     });
 }
 
+// Under lazy loading, which is the default, this is what loads a kernel.
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
-    return with_context([&]() -> CUresult {
-        auto found = find(modules, module);
+    return with_idle_device([&]() -> CUresult {
+        auto found = find(module);
         if (found == modules.end()) return CUDA_ERROR_INVALID_HANDLE;
         if (function == nullptr || name == nullptr) return CUDA_ERROR_INVALID_VALUE;
         for (CUfunc_st& known : found->functions)
             if (std::strcmp(known.kernel->name, name) == 0) {
                 *function = &known;
+                ++counts.functions_found;
                 return make_ready(*known.kernel);
             }
         return CUDA_ERROR_NOT_FOUND;
@@ -209,88 +197,13 @@ CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned grid_x, unsigne
 }
 
 CUresult cuLaunchHostFunc(CUstream stream, void (*function)(void*), void* data) {
-    const CUresult result = with_context([&] {
+    const CUresult result = with_idle_stream(stream, [&] {
         if (!is_stream(stream)) return CUDA_ERROR_INVALID_HANDLE;
         return function == nullptr ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
     });
     // Outside of the lock: it belongs to the caller.
     if (result == CUDA_SUCCESS) function(data);
     return result;
-}
-
-CUresult cuStreamCreate(CUstream* stream, unsigned flags) { return cuStreamCreateWithPriority(stream, flags, 0); }
-
-CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned, int priority) {
-    return with_context([&] {
-        if (stream == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        streams.push_back({priority});
-        *stream = &streams.back();
-        return CUDA_SUCCESS;
-    });
-}
-
-CUresult cuStreamDestroy_v2(CUstream stream) {
-    return with_context([&] {
-        auto found = find(streams, stream);
-        if (found == streams.end()) return CUDA_ERROR_INVALID_HANDLE;
-        streams.erase(found);
-        return CUDA_SUCCESS;
-    });
-}
-
-CUresult cuStreamSynchronize(CUstream stream) {
-    return with_context([&] {
-        if (is_capturing(stream)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-        return is_stream(stream) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
-    });
-}
-
-CUresult cuStreamQuery(CUstream stream) { return cuStreamSynchronize(stream); }
-
-CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
-    return with_context([&] { return is_stream(stream) && find(events, event) != events.end() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE; });
-}
-
-CUresult cuEventCreate(CUevent* event, unsigned) {
-    return with_context([&] {
-        if (event == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        events.push_back({false, {}});
-        *event = &events.back();
-        return CUDA_SUCCESS;
-    });
-}
-
-CUresult cuEventDestroy_v2(CUevent event) {
-    return with_context([&] {
-        auto found = find(events, event);
-        if (found == events.end()) return CUDA_ERROR_INVALID_HANDLE;
-        events.erase(found);
-        return CUDA_SUCCESS;
-    });
-}
-
-CUresult cuEventRecord(CUevent event, CUstream stream) {
-    return with_context([&] {
-        if (find(events, event) == events.end() || !is_stream(stream)) return CUDA_ERROR_INVALID_HANDLE;
-        event->recorded = true;
-        event->at = std::chrono::steady_clock::now();
-        return CUDA_SUCCESS;
-    });
-}
-
-CUresult cuEventQuery(CUevent event) { return cuEventSynchronize(event); }
-
-CUresult cuEventSynchronize(CUevent event) {
-    return with_context([&] { return find(events, event) != events.end() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE; });
-}
-
-CUresult cuEventElapsedTime(float* milliseconds, CUevent start, CUevent end) {
-    return with_context([&] {
-        if (find(events, start) == events.end() || find(events, end) == events.end()) return CUDA_ERROR_INVALID_HANDLE;
-        if (milliseconds == nullptr || !start->recorded || !end->recorded) return CUDA_ERROR_INVALID_VALUE;
-        *milliseconds = std::chrono::duration<float, std::milli>(end->at - start->at).count();
-        return CUDA_SUCCESS;
-    });
 }
 
 }  // extern "C"

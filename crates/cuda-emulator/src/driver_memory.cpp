@@ -1,5 +1,5 @@
 // Driver functions: memory. Copies are done when they return; a device may do the asynchronous ones
-// later.
+// later. What makes or frees memory waits for its device, as driver_streams.cpp says.
 
 #include <cstdlib>
 #include <cstring>
@@ -13,7 +13,7 @@ namespace {
 void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(address); }
 
 CUresult copy(void* to, const void* from, size_t len_bytes, const void* device_range, const void* other_device_range, CUstream stream) {
-    return with_context([&] {
+    return with_idle_stream(stream, [&] {
         if (!is_stream(stream)) return CUDA_ERROR_INVALID_HANDLE;
         if (is_capturing(stream)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
         if (len_bytes == 0) return CUDA_SUCCESS;
@@ -26,7 +26,7 @@ CUresult copy(void* to, const void* from, size_t len_bytes, const void* device_r
 
 template <class T>
 CUresult fill(CUdeviceptr to, T value, size_t count, CUstream stream) {
-    return with_context([&] {
+    return with_idle_stream(stream, [&] {
         if (!is_stream(stream)) return CUDA_ERROR_INVALID_HANDLE;
         if (is_capturing(stream)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
         if (count == 0) return CUDA_SUCCESS;
@@ -43,17 +43,23 @@ CUresult fill(CUdeviceptr to, T value, size_t count, CUstream stream) {
 extern "C" {
 
 CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t len_bytes) {
-    return with_context([&] {
+    return with_idle_device([&] {
         void* memory = nullptr;
         if (address == nullptr) return CUresult(CUDA_ERROR_INVALID_VALUE);
         const CUresult result = allocate(len_bytes, &memory);
-        if (result == CUDA_SUCCESS) *address = reinterpret_cast<CUdeviceptr>(memory);
+        if (result != CUDA_SUCCESS) return result;
+        *address = reinterpret_cast<CUdeviceptr>(memory);
+        ++counts.allocations;
         return result;
     });
 }
 
 CUresult cuMemFree_v2(CUdeviceptr address) {
-    return with_context([&] { return address == 0 ? CUresult(CUDA_SUCCESS) : release(pointer(address)); });
+    return with_idle_device([&] {
+        const CUresult result = address == 0 ? CUresult(CUDA_SUCCESS) : release(pointer(address));
+        if (result == CUDA_SUCCESS) ++counts.frees;
+        return result;
+    });
 }
 
 CUresult cuMemGetInfo_v2(size_t* free_bytes, size_t* total_bytes) {
@@ -66,7 +72,7 @@ CUresult cuMemGetInfo_v2(size_t* free_bytes, size_t* total_bytes) {
 }
 
 CUresult cuMemAllocHost_v2(void** address, size_t len_bytes) {
-    return with_context([&] {
+    return with_idle_device([&] {
         if (address == nullptr || len_bytes == 0) return CUDA_ERROR_INVALID_VALUE;
         *address = std::malloc(len_bytes);
         return *address == nullptr ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
@@ -74,7 +80,7 @@ CUresult cuMemAllocHost_v2(void** address, size_t len_bytes) {
 }
 
 CUresult cuMemFreeHost(void* address) {
-    return with_context([&] {
+    return with_idle_device([&] {
         std::free(address);
         return CUDA_SUCCESS;
     });

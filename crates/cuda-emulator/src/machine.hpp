@@ -37,7 +37,7 @@ enum class Code { Sources, Ptx };
 // What the environment says; read once.
 struct Settings {
     int driver_version;         // FUSESTEP_EMULATOR_DRIVER, 12040
-    int devices;                // FUSESTEP_EMULATOR_DEVICES, 1; they share memory and context
+    int devices;                // FUSESTEP_EMULATOR_DEVICES, 1; they share memory
     int compute_capability;     // FUSESTEP_EMULATOR_CAPABILITY, 90: ten times major and minor
     std::size_t memory_bytes;   // FUSESTEP_EMULATOR_MEMORY_MIB, 4096 MiB
     Code code;                  // FUSESTEP_EMULATOR_CODE, sources

@@ -8,7 +8,10 @@ use std::process::Command;
 use crate::compile::{finish, start, write, write_error};
 use crate::{EmulatorError, Options};
 
-const SOURCE: &str = include_str!("nccl_stand_in.cpp");
+const SOURCES: [(&str, &str); 2] = [
+    ("nccl_stand_in.cpp", include_str!("nccl_stand_in.cpp")),
+    ("nccl_stand_in.hpp", include_str!("nccl_stand_in.hpp")),
+];
 
 /// What the stand-in says it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,7 +41,7 @@ pub fn build_nccl(out_dir: &Path, nccl: Nccl, options: &Options) -> Result<PathB
         Nccl::WithoutConfig => "-DSTAND_IN_WITHOUT_CONFIG",
     };
     let mut hasher = DefaultHasher::new();
-    (SOURCE, define, options.compiler(), options.flags()).hash(&mut hasher);
+    (SOURCES, define, options.compiler(), options.flags()).hash(&mut hasher);
     let wanted = format!("{:016x}", hasher.finish());
     let (library, stamp) = (out_dir.join("libnccl.so.2"), out_dir.join("stamp"));
     if library.exists() && fs::read_to_string(&stamp).is_ok_and(|found| found == wanted) {
@@ -46,13 +49,15 @@ pub fn build_nccl(out_dir: &Path, nccl: Nccl, options: &Options) -> Result<PathB
     }
     fs::create_dir_all(out_dir).map_err(|source| write_error(out_dir, source))?;
     let _ = fs::remove_file(&stamp);
-    let source = out_dir.join("nccl_stand_in.cpp");
-    write(&source, SOURCE)?;
+    for (name, text) in SOURCES {
+        write(&out_dir.join(name), text)?;
+    }
+    let source = out_dir.join(SOURCES[0].0);
     let fresh = out_dir.join("libnccl.so.2.new");
     let mut command = Command::new(options.compiler());
     command.args(options.flags()).arg(define);
     command.args(["-shared", "-Wl,-soname,libnccl.so.2", "-o"]);
-    command.arg(&fresh).arg(&source);
+    command.arg(&fresh).arg(&source).arg("-ldl");
     finish(start(command, options)?, &library, options)?;
     fs::rename(&fresh, &library).map_err(|source| write_error(&library, source))?;
     write(&stamp, &wanted)?;

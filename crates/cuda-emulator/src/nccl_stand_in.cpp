@@ -5,12 +5,13 @@
 // has a worker thread that carries out one group of operations after the other; until it has, the
 // communicator says "in progress", and nothing blocks the caller. Reductions go from the highest
 // rank down, an order that nobody may rely on.
+//
+// A group occupies its stream from its end until it is through or its communicator has ended, as
+// NCCL's kernel does, which waits there for the other ranks. So the driver's calls that wait for
+// all work of a device wait for it. Ending a communicator frees its memory, and waits likewise.
 
 #include <atomic>
 #include <condition_variable>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
@@ -18,7 +19,8 @@
 #include <string>
 #include <thread>
 #include <utility>
-#include <vector>
+
+#include "nccl_stand_in.hpp"
 
 #ifndef STAND_IN_VERSION
 #define STAND_IN_VERSION 22703
@@ -26,9 +28,6 @@
 
 namespace {
 
-enum Result { SUCCESS = 0, SYSTEM_ERROR = 2, INTERNAL_ERROR = 3, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6, IN_PROGRESS = 7 };
-enum DataType { INT32 = 2, INT64 = 4, FLOAT32 = 7, FLOAT64 = 8, UINT8 = 1 };
-enum ReduceOp { SUM, PROD, MAX, MIN, AVG };
 enum class Kind { Send, Receive, AllReduce, Reduce, Broadcast, AllGather };
 
 struct Operation {
@@ -37,6 +36,13 @@ struct Operation {
     char* receive;
     std::size_t count;
     int dtype, op, peer;
+    void* stream;
+};
+
+// A group: its operations, all on one stream.
+struct Job {
+    std::vector<Operation> operations;
+    void* stream;
 };
 
 struct Message {
@@ -64,59 +70,19 @@ std::map<std::string, std::weak_ptr<World>> registry;
 std::vector<Fault> faults;
 std::atomic<int> live{0};
 
-std::size_t length_of(int dtype) {
-    switch (dtype) {
-        case 0: case 1: return 1;
-        case 6: case 9: return 2;
-        case 2: case 3: case 7: return 4;
-        default: return 8;
-    }
-}
-
-template <class T>
-T combined(T a, T b, int op) {
-    switch (op) {
-        case PROD: return T(a * b);
-        case MAX: return a > b ? a : b;
-        case MIN: return a < b ? a : b;
-        default: return T(a + b);
-    }
-}
-
-template <class T>
-void reduce_as(const std::vector<std::vector<char>>& inputs, char* out, std::size_t count, int op) {
-    for (std::size_t i = 0; i < count; ++i) {
-        T result{};
-        for (std::size_t back = 0; back < inputs.size(); ++back) {
-            T value;
-            std::memcpy(&value, inputs[inputs.size() - 1 - back].data() + i * sizeof(T), sizeof(T));
-            result = back == 0 ? value : combined(result, value, op);
-        }
-        if (op == AVG) result = T(result / T(inputs.size()));
-        std::memcpy(out + i * sizeof(T), &result, sizeof(T));
-    }
-}
-
-bool reduce(const std::vector<std::vector<char>>& inputs, char* out, std::size_t count, int dtype, int op) {
-    switch (dtype) {
-        case FLOAT32: reduce_as<float>(inputs, out, count, op); return true;
-        case FLOAT64: reduce_as<double>(inputs, out, count, op); return true;
-        case INT32: reduce_as<std::uint32_t>(inputs, out, count, op); return true;
-        case INT64: reduce_as<std::uint64_t>(inputs, out, count, op); return true;
-        case UINT8: reduce_as<std::uint8_t>(inputs, out, count, op); return true;
-        default: return false;
-    }
-}
-
 }  // namespace
 
 struct ncclComm {
     std::shared_ptr<World> world;
     int rank = 0, ranks = 0, jobs_done = 0;
     std::atomic<int> state{IN_PROGRESS};
+    // Of its device.
+    void* context = nullptr;
     // Under the world's lock.
     bool ended = false;
-    std::deque<std::vector<Operation>> jobs;
+    std::deque<Job> jobs;
+    // Streams that groups occupy which are not through.
+    std::deque<void*> occupied;
     std::thread worker;
 
     void work() {
@@ -129,12 +95,17 @@ struct ncclComm {
         for (;;) {
             world->changed.wait(lock, [&] { return ended || !jobs.empty(); });
             if (ended) return;
-            const std::vector<Operation> job = std::move(jobs.front());
+            const Job job = std::move(jobs.front());
             jobs.pop_front();
             ++jobs_done;
             int result = misbehave(lock);
-            if (result == SUCCESS) result = run(job, lock);
+            if (result == SUCCESS) result = run(job.operations, lock);
             if (ended) return;
+            // What has failed stays on the device until its communicator ends.
+            if (result == SUCCESS) {
+                driver().vacate(occupied.front());
+                occupied.pop_front();
+            }
             if (result != SUCCESS) state = result;
             else if (jobs.empty()) state = SUCCESS;
         }
@@ -232,6 +203,13 @@ struct ncclComm {
             world->changed.notify_all();
         }
         if (worker.joinable()) worker.join();
+        for (void* stream : occupied) driver().vacate(stream);
+        // Its memory is freed, for which a device waits for all of its work.
+        void* before = nullptr;
+        driver().context(&before);
+        driver().set_context(context);
+        driver().synchronize();
+        driver().set_context(before);
         --live;
         delete this;
     }
@@ -243,12 +221,17 @@ thread_local int depth = 0;
 thread_local std::vector<std::pair<ncclComm*, Operation>> grouped;
 
 int start_grouped() {
-    std::map<ncclComm*, std::vector<Operation>> jobs;
-    for (const auto& [comm, operation] : grouped) jobs[comm].push_back(operation);
+    std::map<ncclComm*, Job> jobs;
+    for (const auto& [comm, operation] : grouped) {
+        jobs[comm].operations.push_back(operation);
+        jobs[comm].stream = operation.stream;
+    }
     grouped.clear();
     for (auto& [comm, job] : jobs) {
         const std::lock_guard<std::mutex> lock(comm->world->mutex);
         comm->state = IN_PROGRESS;
+        driver().occupy(job.stream);
+        comm->occupied.push_back(job.stream);
         comm->jobs.push_back(std::move(job));
         comm->world->changed.notify_all();
     }
@@ -317,6 +300,8 @@ int ncclGetUniqueId(ncclUniqueId* id) {
 int ncclCommInitRankConfig(ncclComm** comm, int ranks, ncclUniqueId id, int rank, ncclConfig* config) {
     if (comm == nullptr || ranks < 1 || rank < 0 || rank >= ranks) return INVALID_ARGUMENT;
     if (config == nullptr || config->magic != 0xcafebeef || config->size < 24 || config->blocking != 0) return INVALID_ARGUMENT;
+    void* context = nullptr;
+    if (driver().vacate == nullptr || driver().context(&context) != 0 || context == nullptr) return SYSTEM_ERROR;
     std::shared_ptr<World> world;
     {
         const std::lock_guard<std::mutex> lock(registry_mutex);
@@ -328,6 +313,7 @@ int ncclCommInitRankConfig(ncclComm** comm, int ranks, ncclUniqueId id, int rank
     made->world = world;
     made->rank = rank;
     made->ranks = ranks;
+    made->context = context;
     ++live;
     made->worker = std::thread([made] { made->work(); });
     *comm = made;
@@ -362,28 +348,28 @@ int ncclGroupEnd() {
     return --depth == 0 ? start_grouped() : SUCCESS;
 }
 
-int ncclSend(const void* send, std::size_t count, int dtype, int peer, ncclComm* comm, void*) {
-    return add(comm, {Kind::Send, static_cast<const char*>(send), nullptr, count, dtype, 0, peer});
+int ncclSend(const void* send, std::size_t count, int dtype, int peer, ncclComm* comm, void* stream) {
+    return add(comm, {Kind::Send, static_cast<const char*>(send), nullptr, count, dtype, 0, peer, stream});
 }
 
-int ncclRecv(void* receive, std::size_t count, int dtype, int peer, ncclComm* comm, void*) {
-    return add(comm, {Kind::Receive, nullptr, static_cast<char*>(receive), count, dtype, 0, peer});
+int ncclRecv(void* receive, std::size_t count, int dtype, int peer, ncclComm* comm, void* stream) {
+    return add(comm, {Kind::Receive, nullptr, static_cast<char*>(receive), count, dtype, 0, peer, stream});
 }
 
-int ncclAllReduce(const void* send, void* receive, std::size_t count, int dtype, int op, ncclComm* comm, void*) {
-    return add(comm, {Kind::AllReduce, static_cast<const char*>(send), static_cast<char*>(receive), count, dtype, op, 0});
+int ncclAllReduce(const void* send, void* receive, std::size_t count, int dtype, int op, ncclComm* comm, void* stream) {
+    return add(comm, {Kind::AllReduce, static_cast<const char*>(send), static_cast<char*>(receive), count, dtype, op, 0, stream});
 }
 
-int ncclReduce(const void* send, void* receive, std::size_t count, int dtype, int op, int root, ncclComm* comm, void*) {
-    return add(comm, {Kind::Reduce, static_cast<const char*>(send), static_cast<char*>(receive), count, dtype, op, root});
+int ncclReduce(const void* send, void* receive, std::size_t count, int dtype, int op, int root, ncclComm* comm, void* stream) {
+    return add(comm, {Kind::Reduce, static_cast<const char*>(send), static_cast<char*>(receive), count, dtype, op, root, stream});
 }
 
-int ncclBroadcast(const void* send, void* receive, std::size_t count, int dtype, int root, ncclComm* comm, void*) {
-    return add(comm, {Kind::Broadcast, static_cast<const char*>(send), static_cast<char*>(receive), count, dtype, 0, root});
+int ncclBroadcast(const void* send, void* receive, std::size_t count, int dtype, int root, ncclComm* comm, void* stream) {
+    return add(comm, {Kind::Broadcast, static_cast<const char*>(send), static_cast<char*>(receive), count, dtype, 0, root, stream});
 }
 
-int ncclAllGather(const void* send, void* receive, std::size_t count, int dtype, ncclComm* comm, void*) {
-    return add(comm, {Kind::AllGather, static_cast<const char*>(send), static_cast<char*>(receive), count, dtype, 0, 0});
+int ncclAllGather(const void* send, void* receive, std::size_t count, int dtype, ncclComm* comm, void* stream) {
+    return add(comm, {Kind::AllGather, static_cast<const char*>(send), static_cast<char*>(receive), count, dtype, 0, 0, stream});
 }
 
 }  // extern "C"

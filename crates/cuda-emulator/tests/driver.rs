@@ -177,6 +177,11 @@ fn the_environment_sets_driver_and_devices() {
 }
 
 #[test]
+fn an_occupied_stream_keeps_calls_that_wait_for_its_device_and_no_others() {
+    passes("occupied_streams", &[("FUSESTEP_EMULATOR_DEVICES", "2")]);
+}
+
+#[test]
 fn sanitizers_run_with_fibers_and_see_accesses_beside_the_dialect() {
     let probe = Probe::new(Sanitize::AddressAndUndefined);
     for check in [

@@ -1,9 +1,13 @@
 // Calls the emulated driver as a program would. `probe CHECK` prints what went wrong and returns 1,
 // or returns 0.
 
+#include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "driver_api.hpp"
@@ -230,6 +234,78 @@ void no_context() {
     EXPECT(cuMemAlloc_v2(&address, 16), CUDA_ERROR_INVALID_CONTEXT);
 }
 
+unsigned long long waits() {
+    unsigned long long counts[6];
+    emulatorCounts(counts);
+    return counts[5];
+}
+
+// What somebody has put into a stream keeps calls that wait for all work of its device, and no
+// others.
+void occupied_streams() {
+    Device device;
+    CUcontext second = nullptr;
+    CUstream stream = nullptr;
+    CUevent event = nullptr;
+    EXPECT(cuDevicePrimaryCtxRetain(&second, 1), 0);
+    EXPECT(cuStreamCreate(&stream, 1), 0);
+    EXPECT(cuEventCreate(&event, 0), 0);
+    CUdeviceptr memory = 0;
+    CUmodule module = nullptr;
+    CUfunction function = nullptr;
+    void* host = nullptr;
+    const std::pair<const char*, std::function<CUresult()>> calls[] = {
+        {"cuMemAlloc", [&] { return cuMemAlloc_v2(&memory, 16); }},
+        {"cuMemFree", [&] { return cuMemFree_v2(memory); }},
+        {"cuMemAllocHost", [&] { return cuMemAllocHost_v2(&host, 16); }},
+        {"cuMemFreeHost", [&] { return cuMemFreeHost(host); }},
+        {"cuModuleLoadData", [&] { return cuModuleLoadData(&module, whole().c_str()); }},
+        {"cuModuleGetFunction", [&] { return cuModuleGetFunction(&function, module, "packs"); }},
+        {"cuModuleUnload", [&] { return cuModuleUnload(module); }},
+        {"cuCtxSynchronize", [] { return cuCtxSynchronize(); }},
+        {"cuStreamSynchronize", [&] { return cuStreamSynchronize(stream); }},
+        {"cuEventSynchronize", [&] { return cuEventSynchronize(event); }},
+        {"cuMemsetD8Async", [&] { return cuMemsetD8Async(device.in, 0, 16, stream); }},
+    };
+    for (const auto& [name, call] : calls) {
+        EXPECT(emulatorOccupy(stream), 0);
+        EXPECT(cuEventRecord(event, stream), 0);
+        EXPECT(cuEventQuery(event), CUDA_ERROR_NOT_READY);
+        EXPECT(cuStreamQuery(stream), CUDA_ERROR_NOT_READY);
+        std::atomic<bool> returned{false};
+        std::thread thread([&, &call = call, name = name] {
+            cuCtxSetCurrent(device.context);
+            expect(call(), 0, name);
+            returned = true;
+        });
+        std::this_thread::sleep_for(std::chrono::milliseconds(30));
+        expect(returned, false, name);
+        EXPECT(emulatorVacate(stream), 0);
+        thread.join();
+        EXPECT(cuEventQuery(event), 0);
+        EXPECT(cuStreamQuery(stream), 0);
+    }
+    EXPECT(waits(), 8);
+    EXPECT(emulatorVacate(stream), CUDA_ERROR_INVALID_HANDLE);
+    EXPECT(emulatorOccupy(nullptr), CUDA_ERROR_INVALID_HANDLE);
+    // Neither another stream nor another device waits.
+    function = device.function("packs");
+    Block arguments{};
+    arguments.task = {device.in, device.out, 0, 0};
+    void* params[] = {&arguments};
+    EXPECT(emulatorOccupy(stream), 0);
+    EXPECT(cuLaunchKernel(function, 1, 1, 1, 256, 1, 1, 0, nullptr, params, nullptr), 0);
+    EXPECT(cuMemsetD8_v2(device.in, 0, 16), 0);
+    EXPECT(cuCtxSetCurrent(second), 0);
+    int index = 0;
+    EXPECT(cuCtxGetDevice(&index), 0);
+    EXPECT(index, 1);
+    EXPECT(cuMemAlloc_v2(&memory, 16), 0);
+    EXPECT(cuMemFree_v2(memory), 0);
+    EXPECT(cuCtxSynchronize(), 0);
+    EXPECT(waits(), 8);
+}
+
 struct Check {
     const char* name;
     void (*run)();
@@ -245,6 +321,7 @@ const Check CHECKS[] = {
     {"old_driver", old_driver},
     {"no_device", no_device},
     {"no_context", no_context},
+    {"occupied_streams", occupied_streams},
     {"load_past_the_end", [] { fault("twice_small", 64, {4096 - 4 * 100, 0, 101, 0}, CUDA_ERROR_ILLEGAL_ADDRESS); }},
     {"store_past_the_end", [] { fault("twice_small", 64, {0, 4096 - 4 * 100, 200, 0}, CUDA_ERROR_ILLEGAL_ADDRESS); }},
     {"before_the_start", [] { fault("twice_small", 64, {0, 0, 10, (unsigned long long)-4}, CUDA_ERROR_ILLEGAL_ADDRESS); }},

@@ -1,76 +1,17 @@
 //! Ranks and engines that misbehave. Faults within NCCL take the stand-in, which can be told to
 //! have them.
 
-use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use fusestep_collective::{CollectiveError, Collectives, Communicator, ReduceOp, comm_streams};
 use fusestep_collective_nccl::{NcclCommunicator, NcclOptions};
 
-use super::worlds::{SHORT, group, options, outcomes, short, sizes, turn};
+use super::stand_in::{ASYNC_ERROR, Fault, STALL};
+use super::worlds::{SHORT, group, options, outcomes, short, sizes, turn, within};
 
-const STALL: i32 = 1;
-const ASYNC_ERROR: i32 = 2;
+pub(crate) type Job = fn(&mut NcclCommunicator) -> Result<(), CollectiveError>;
 
-/// Has the stand-in misbehave until dropped.
-struct Fault(libloading::Library);
-
-impl Fault {
-    /// `None` if the library is no stand-in.
-    fn new(kind: i32, rank: i32, job: i32) -> Option<Self> {
-        // SAFETY: the library is loaded already; the function takes three numbers.
-        let library = unsafe { libloading::Library::new(options().nccl_library).ok()? };
-        let fault = Self(library);
-        fault.set(kind, rank, job).then_some(fault)
-    }
-
-    fn set(&self, kind: i32, rank: i32, job: i32) -> bool {
-        // SAFETY: as above.
-        unsafe {
-            let set = self
-                .0
-                .get::<unsafe extern "C" fn(i32, i32, i32)>(b"standInFault");
-            set.map(|set| set(kind, rank, job)).is_ok()
-        }
-    }
-
-    /// NCCL communicators that nobody has given back.
-    fn live(&self) -> i32 {
-        // SAFETY: the function takes nothing and returns a number.
-        unsafe {
-            let live = self.0.get::<unsafe extern "C" fn() -> i32>(b"standInLive");
-            live.map_or(0, |live| live())
-        }
-    }
-}
-
-impl Drop for Fault {
-    fn drop(&mut self) {
-        self.set(0, 0, 0);
-    }
-}
-
-/// Fails the test if `body` does not end in time: the watchdog lies outside of the code that is
-/// tested.
-fn within<R: Send + 'static>(limit: Duration, body: impl FnOnce() -> R + Send + 'static) -> R {
-    let (sender, receiver) = mpsc::channel();
-    let thread = std::thread::spawn(move || {
-        // The receiver is gone only if the watchdog has fired.
-        let _ = sender.send(body());
-    });
-    match receiver.recv_timeout(limit) {
-        Ok(result) => result,
-        Err(mpsc::RecvTimeoutError::Timeout) => panic!("still running after {limit:?}"),
-        Err(mpsc::RecvTimeoutError::Disconnected) => match thread.join() {
-            Err(panic) => std::panic::resume_unwind(panic),
-            Ok(()) => unreachable!("a body that returned has sent its result"),
-        },
-    }
-}
-
-type Job = fn(&mut NcclCommunicator) -> Result<(), CollectiveError>;
-
-const COLLECTIVES: [(&str, Job); 8] = [
+pub(crate) const COLLECTIVES: [(&str, Job); 8] = [
     ("all-reduce", |c| {
         c.all_reduce(&mut [1.0f32; 99], ReduceOp::Sum)
     }),

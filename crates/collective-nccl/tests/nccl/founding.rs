@@ -113,6 +113,40 @@ fn one_gpu_for_two_ranks_is_refused_by_name_on_all() {
 }
 
 #[test]
+fn ranks_with_different_scratch_are_refused_on_all() {
+    let _turn = turn();
+    if sizes().len() < 2 {
+        return;
+    }
+    let found = errors(&[0, 1], |rank| NcclOptions {
+        scratch_bytes: 1000 + rank,
+        ..options()
+    });
+    let expected = NcclError::ScratchDiffers {
+        rank: 1,
+        expected: 1000,
+        found: 1001,
+    };
+    assert_eq!(found, [Some(expected.clone()), Some(expected)]);
+}
+
+#[test]
+fn too_little_memory_for_calls_says_how_much_was_asked() {
+    let _turn = turn();
+    // More than the emulated machine has, four times over.
+    let error = alone(&NcclOptions {
+        scratch_bytes: 1 << 60,
+        ..options()
+    });
+    let text = error.to_string();
+    assert!(
+        text.starts_with("nccl: cuMemAlloc: CUDA error 2, out of memory, for twice")
+            && text.contains("smaller `NcclOptions::scratch_bytes`"),
+        "{text}"
+    );
+}
+
+#[test]
 fn a_gpu_that_is_not_there_is_named() {
     let _turn = turn();
     let count = sizes().len();

@@ -1,7 +1,7 @@
 //! Groups of ranks with a GPU each.
 
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Duration;
 
 use fusestep_collective::{Communicator, Options, run_ranks};
@@ -21,6 +21,8 @@ pub(crate) fn options() -> NcclOptions {
     NcclOptions {
         nccl_library: path("FUSESTEP_NCCL_LIBRARY").unwrap_or(defaults.nccl_library),
         driver_library: path("FUSESTEP_CUDA_LIBRARY").unwrap_or(defaults.driver_library),
+        // So little that the longer calls of tests pass through it in pieces.
+        scratch_bytes: 500_000,
         ..NcclOptions::default()
     }
 }
@@ -86,5 +88,26 @@ pub(crate) fn short() -> NcclOptions {
     NcclOptions {
         timeout: SHORT,
         ..options()
+    }
+}
+
+/// Fails the test if `body` does not end in time: the watchdog lies outside of the code that is
+/// tested.
+pub(crate) fn within<R: Send + 'static>(
+    limit: Duration,
+    body: impl FnOnce() -> R + Send + 'static,
+) -> R {
+    let (sender, receiver) = mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        // The receiver is gone only if the watchdog has fired.
+        let _ = sender.send(body());
+    });
+    match receiver.recv_timeout(limit) {
+        Ok(result) => result,
+        Err(mpsc::RecvTimeoutError::Timeout) => panic!("still running after {limit:?}"),
+        Err(mpsc::RecvTimeoutError::Disconnected) => match thread.join() {
+            Err(panic) => std::panic::resume_unwind(panic),
+            Ok(()) => unreachable!("a body that returned has sent its result"),
+        },
     }
 }

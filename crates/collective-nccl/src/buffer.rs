@@ -1,0 +1,173 @@
+//! Memory on a GPU.
+
+use std::sync::Arc;
+
+use crate::NcclError;
+use crate::device::Device;
+use crate::driver::Address;
+use crate::library::Stream;
+
+/// Memory on the GPU of a communicator, given back when dropped. Lengths are in bytes.
+///
+/// The driver frees memory once all work of the GPU has ended. So what is dropped while calls are
+/// under way on any communicator of the GPU is given back when none is. Making memory is not put
+/// off and may wait for them: make it before calls on communication streams begin, for such a wait
+/// may be for a call that another rank has not begun.
+#[derive(Debug)]
+pub struct DeviceBuffer {
+    pub(crate) device: Arc<Device>,
+    pub(crate) address: Address,
+    len_bytes: usize,
+    owner: Owner,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Owner {
+    This,
+    Caller,
+}
+
+impl DeviceBuffer {
+    pub(crate) fn allocate(device: &Arc<Device>, len_bytes: usize) -> Result<Self, String> {
+        let _entered = device.enter()?;
+        let mut address = 0;
+        // SAFETY: it writes one address. The driver refuses a length of zero, which gets memory
+        // nobody uses.
+        let code = unsafe { (device.driver.allocate)(&mut address, len_bytes.max(256)) };
+        device.driver.check(code)?;
+        Ok(Self {
+            device: Arc::clone(device),
+            address,
+            len_bytes,
+            owner: Owner::This,
+        })
+    }
+
+    /// Memory that the caller has, in the primary context of the same GPU.
+    ///
+    /// # Safety
+    /// `address` leads to `len_bytes` bytes of that GPU, which live as long as the buffer and are
+    /// used by nothing else during calls.
+    pub(crate) unsafe fn borrow(device: &Arc<Device>, address: Address, len_bytes: usize) -> Self {
+        Self {
+            device: Arc::clone(device),
+            address,
+            len_bytes,
+            owner: Owner::Caller,
+        }
+    }
+
+    /// Its length.
+    pub fn len_bytes(&self) -> usize {
+        self.len_bytes
+    }
+
+    /// Where it lies on the GPU, a `CUdeviceptr`.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Fills it.
+    ///
+    /// # Errors
+    /// The driver's words, or both lengths if they differ.
+    pub fn upload(&mut self, bytes: &[u8]) -> Result<(), NcclError> {
+        self.require(bytes.len())?;
+        let copied = self.put(0, bytes, std::ptr::null_mut());
+        copied.and_then(|()| self.finish()).map_err(failed)
+    }
+
+    /// Reads it.
+    ///
+    /// # Errors
+    /// As [`upload`](Self::upload).
+    pub fn download(&self, bytes: &mut [u8]) -> Result<(), NcclError> {
+        self.require(bytes.len())?;
+        let copied = self.get(0, bytes, std::ptr::null_mut());
+        copied.and_then(|()| self.finish()).map_err(failed)
+    }
+
+    fn require(&self, len_bytes: usize) -> Result<(), NcclError> {
+        if len_bytes == self.len_bytes {
+            Ok(())
+        } else {
+            Err(failed(format!(
+                "expected {} bytes as on the GPU, found {len_bytes}",
+                self.len_bytes
+            )))
+        }
+    }
+
+    /// Puts host bytes at `start`, in the order of the stream. The bytes have been read when this
+    /// returns: they lie in pageable memory, from which the driver copies first.
+    pub(crate) fn put(&self, start: usize, bytes: &[u8], stream: Stream) -> Result<(), String> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        assert!(
+            start + bytes.len() <= self.len_bytes.max(256),
+            "upload within the buffer"
+        );
+        let _entered = self.device.enter()?;
+        // SAFETY: both ranges are live and long enough, as asserted.
+        let code = unsafe {
+            (self.device.driver.upload)(
+                self.address + start as u64,
+                bytes.as_ptr().cast(),
+                bytes.len(),
+                stream,
+            )
+        };
+        self.device.driver.check(code)
+    }
+
+    /// Reads bytes from `start` on, in the order of the stream; they have arrived when this
+    /// returns.
+    pub(crate) fn get(&self, start: usize, bytes: &mut [u8], stream: Stream) -> Result<(), String> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        assert!(
+            start + bytes.len() <= self.len_bytes.max(256),
+            "download within the buffer"
+        );
+        let _entered = self.device.enter()?;
+        // SAFETY: both ranges are live and long enough, as asserted; the host's is borrowed until
+        // the stream is done with it.
+        unsafe {
+            let code = (self.device.driver.download)(
+                bytes.as_mut_ptr().cast(),
+                self.address + start as u64,
+                bytes.len(),
+                stream,
+            );
+            self.device.driver.check(code)?;
+            self.device
+                .driver
+                .check((self.device.driver.stream_synchronize)(stream))
+        }
+    }
+
+    /// Waits for copies on the default stream.
+    fn finish(&self) -> Result<(), String> {
+        let _entered = self.device.enter()?;
+        let driver = &self.device.driver;
+        // SAFETY: the null stream is the context's default one.
+        driver.check(unsafe { (driver.stream_synchronize)(std::ptr::null_mut()) })
+    }
+}
+
+fn failed(reason: String) -> NcclError {
+    NcclError::Call {
+        call: "copy between host and GPU",
+        reason,
+    }
+}
+
+impl Drop for DeviceBuffer {
+    fn drop(&mut self) {
+        if self.owner == Owner::This {
+            self.device.give_back(self.address);
+        }
+    }
+}
