@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
+#include <list>
 
 #include "driver.hpp"
 
@@ -16,6 +17,15 @@ CUresult sticky = CUDA_SUCCESS;
 thread_local CUcontext current = nullptr;
 
 namespace {
+
+// Contexts beside the primary one; they share its memory.
+std::list<CUctx_st> others;
+
+std::list<CUctx_st>::iterator find_other(CUcontext context) {
+    auto at = others.begin();
+    while (at != others.end() && &*at != context) ++at;
+    return at;
+}
 
 long long number_from_environment(const char* name, long long otherwise) {
     const char* text = std::getenv(name);
@@ -53,6 +63,8 @@ constexpr ErrorText ERRORS[] = {
     {CUDA_ERROR_LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
     {CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE", "too many blocks in cooperative launch"},
     {CUDA_ERROR_NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+    {CUDA_ERROR_STREAM_CAPTURE_UNJOINED, "CUDA_ERROR_STREAM_CAPTURE_UNJOINED",
+     "capturing stream has unjoined work"},
     {CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "operation not permitted when stream is capturing"},
     {CUDA_ERROR_UNKNOWN, "CUDA_ERROR_UNKNOWN", "unknown error"},
 };
@@ -99,6 +111,10 @@ const Attribute* find_attribute(int number, const Attribute* from, const Attribu
 }
 
 }  // namespace
+
+bool is_live(CUcontext context) {
+    return context == &primary ? primary.retained != 0 : find_other(context) != others.end();
+}
 
 const Settings& settings() {
     static const Settings read{
@@ -251,9 +267,30 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* activ
     });
 }
 
+CUresult cuCtxCreate_v2(CUcontext* context, unsigned flags, CUdevice device) {
+    return with_driver([&]() -> CUresult {
+        if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
+        if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+        if (sticky != CUDA_SUCCESS) return sticky;
+        others.push_back({1, flags});
+        *context = current = &others.back();
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuCtxDestroy_v2(CUcontext context) {
+    return with_driver([&] {
+        const auto found = find_other(context);
+        if (found == others.end()) return CUDA_ERROR_INVALID_CONTEXT;
+        if (current == context) current = nullptr;
+        others.erase(found);
+        return CUDA_SUCCESS;
+    });
+}
+
 CUresult cuCtxSetCurrent(CUcontext context) {
     return with_driver([&] {
-        if (context != nullptr && context != &primary) return CUDA_ERROR_INVALID_CONTEXT;
+        if (context != nullptr && context != &primary && find_other(context) == others.end()) return CUDA_ERROR_INVALID_CONTEXT;
         current = context;
         return CUDA_SUCCESS;
     });

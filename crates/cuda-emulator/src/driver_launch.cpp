@@ -18,10 +18,13 @@ struct CUmod_st {
 
 struct CUstream_st {
     int priority;
+    CUcontext context;
 };
 
 struct CUevent_st {
     bool recorded;
+    // Where it was recorded last, and the capture that stream took part in then.
+    CUstream stream, capture;
     std::chrono::steady_clock::time_point at;
 };
 
@@ -139,7 +142,10 @@ void destroy_handles() {
     events.clear();
 }
 
-bool is_stream(CUstream stream) { return stream == nullptr || find(streams, stream) != streams.end(); }
+bool is_stream(CUstream stream) {
+    const bool is_default = stream == nullptr || stream == LEGACY_STREAM || stream == PER_THREAD_STREAM;
+    return is_default || find(streams, stream) != streams.end();
+}
 
 }  // namespace emulator
 
@@ -223,7 +229,7 @@ CUresult cuStreamCreate(CUstream* stream, unsigned flags) { return cuStreamCreat
 CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned, int priority) {
     return with_context([&] {
         if (stream == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        streams.push_back({priority});
+        streams.push_back({priority, current});
         *stream = &streams.back();
         return CUDA_SUCCESS;
     });
@@ -238,6 +244,16 @@ CUresult cuStreamDestroy_v2(CUstream stream) {
     });
 }
 
+CUresult cuStreamGetCtx(CUstream stream, CUcontext* context) {
+    return with_context([&] {
+        if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
+        if (!is_stream(stream)) return CUDA_ERROR_INVALID_HANDLE;
+        const auto found = find(streams, stream);
+        *context = found == streams.end() ? current : found->context;
+        return CUDA_SUCCESS;
+    });
+}
+
 CUresult cuStreamSynchronize(CUstream stream) {
     return with_context([&] {
         if (is_capturing(stream)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
@@ -248,13 +264,17 @@ CUresult cuStreamSynchronize(CUstream stream) {
 CUresult cuStreamQuery(CUstream stream) { return cuStreamSynchronize(stream); }
 
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
-    return with_context([&] { return is_stream(stream) && find(events, event) != events.end() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE; });
+    return with_context([&] {
+        if (!is_stream(stream) || find(events, event) == events.end()) return CUDA_ERROR_INVALID_HANDLE;
+        if (event->capture != nullptr) follow(stream, event->stream, event->capture);
+        return CUDA_SUCCESS;
+    });
 }
 
 CUresult cuEventCreate(CUevent* event, unsigned) {
     return with_context([&] {
         if (event == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        events.push_back({false, {}});
+        events.push_back({false, nullptr, nullptr, {}});
         *event = &events.back();
         return CUDA_SUCCESS;
     });
@@ -273,6 +293,8 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
     return with_context([&] {
         if (find(events, event) == events.end() || !is_stream(stream)) return CUDA_ERROR_INVALID_HANDLE;
         event->recorded = true;
+        event->stream = stream;
+        event->capture = capture_of(stream);
         event->at = std::chrono::steady_clock::now();
         return CUDA_SUCCESS;
     });

@@ -59,18 +59,22 @@ impl CudaBackend {
     /// [`BackendError::Unavailable`] if there is no driver, no such device, or one too old for the
     /// PTX; [`BackendError::Device`] with the driver's code if the device cannot be opened.
     pub fn open(ordinal: u32) -> Result<Self, BackendError> {
-        let session = Session::open(ordinal)?;
+        Ok(Self::of(Session::open(ordinal)?))
+    }
+
+    /// On a device that is at work.
+    pub(crate) fn of(session: Session) -> Self {
         let limits = LaunchLimits {
             chunk_elements: CHUNK_ELEMENTS,
             ..LaunchLimits::with_argument_bytes(session.info.argument_bytes)
         };
         let session = Arc::new(session);
-        Ok(Self {
+        Self {
             kernels: Arc::new(Mutex::new(Kernels::new(&session))),
             recorded: Mutex::new(None),
             session,
             limits,
-        })
+        }
     }
 
     /// This backend with other limits; they change the plan, not the bits.

@@ -5,8 +5,10 @@
 )]
 #![cfg(feature = "cuda")]
 
+mod adopt;
 mod backend;
 mod buffer;
+mod event;
 mod graph;
 mod info;
 mod kernels;
@@ -19,6 +21,7 @@ mod status;
 mod timing;
 mod update_sums;
 
+pub use adopt::{ContextHandle, StreamHandle};
 pub use backend::CudaBackend;
 pub use info::DeviceInfo;
 pub use loaded_entry::EntryCode;

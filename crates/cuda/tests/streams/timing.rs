@@ -3,12 +3,9 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use fusestep_cuda::CudaBackend;
 use fusestep_launch::{Backend, BackendError};
 
-fn cuda() -> CudaBackend {
-    CudaBackend::open(0).unwrap_or_else(|error| panic!("{error}"))
-}
+use crate::common::cuda;
 
 const FOUR: NonZeroU32 = NonZeroU32::new(4).unwrap();
 
