@@ -7,6 +7,7 @@
 
 mod adopt;
 mod backend;
+mod borrowed;
 mod buffer;
 mod event;
 mod graph;
@@ -23,6 +24,7 @@ mod update_sums;
 
 pub use adopt::{ContextHandle, StreamHandle};
 pub use backend::CudaBackend;
+pub use borrowed::{DeviceTensor, LendOnDevice};
 pub use info::DeviceInfo;
 pub use loaded_entry::EntryCode;
 pub use timing::DeviceTime;

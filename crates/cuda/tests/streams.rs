@@ -3,6 +3,8 @@
 
 #[path = "streams/adopted.rs"]
 mod adopted;
+#[path = "streams/borrowed.rs"]
+mod borrowed;
 mod common;
 #[path = "streams/framework.rs"]
 mod framework;

@@ -142,6 +142,18 @@ impl Memory {
         Self { address, len_bytes }
     }
 
+    pub(crate) fn address(&self) -> u64 {
+        self.address
+    }
+
+    pub(crate) fn write(&self, at: usize, bytes: &[u8]) {
+        assert!(at + bytes.len() <= self.len_bytes);
+        // SAFETY: the range lies in the memory; the copy is done when the call returns.
+        check(unsafe {
+            sys::cuMemcpyHtoD_v2(self.address + at as u64, bytes.as_ptr().cast(), bytes.len())
+        });
+    }
+
     pub(crate) fn read(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.len_bytes];
         // SAFETY: as above.
