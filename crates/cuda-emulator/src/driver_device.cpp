@@ -103,6 +103,7 @@ constexpr Attribute ATTRIBUTES[] = {
     {95, 1},                          // cooperative launch
     {97, int(SHARED_BYTES_MAX)},      // shared memory per block, opt-in
     {106, int(MULTIPROCESSOR_BLOCKS)},  // blocks per multiprocessor
+    {115, 0},                         // memory pools
 };
 
 const Attribute* find_attribute(int number, const Attribute* from, const Attribute* end) {
