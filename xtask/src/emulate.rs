@@ -78,7 +78,7 @@ pub(crate) const SUITE: [&str; 26] = [
     "--test",
     "resident",
     "--test",
-    "streams",
+    "timing",
     "--test",
     "laws",
 ];

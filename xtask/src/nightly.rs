@@ -107,6 +107,12 @@ const CHECKS: &[Check] = &[
         variables: &[],
         command: "cargo deny --workspace check",
     },
+    Check {
+        name: "candle on the emulated device",
+        needs: None,
+        variables: &[],
+        command: "cargo xtask candle-cuda",
+    },
     // Without candle's `cuda`, which takes nvcc; `cargo xtask candle-cuda` builds it.
     Check {
         name: "each feature alone",

@@ -69,7 +69,8 @@ impl<P: Params> Fused<P> {
     ///
     /// # Errors
     /// An [`AdapterError`] inside candle's error: a hyper-parameter out of range, a variable of
-    /// another dtype or device than f32, f64, f16 or bf16 on the CPU, or one given twice.
+    /// another dtype than f32, f64, f16 or bf16, or that is neither on the CPU nor, with the
+    /// feature `cuda`, on the CUDA device of the others, or one given twice.
     pub fn new(vars: impl IntoVariables, params: P) -> candle_core::Result<Self> {
         Self::with_options(vars, params, &Options::default())
     }

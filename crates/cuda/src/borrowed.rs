@@ -29,11 +29,14 @@ impl DeviceTensor {
     /// faster. An address of 0 is one of 0 bytes.
     ///
     /// # Safety
-    /// From the launch that is given this until what that has enqueued is done, the memory is
-    /// allocated in the backend's context and holds initialised elements of the list's dtype.
-    /// Nothing else writes it in that time, and if the kernel writes it, nothing else reads it
-    /// and it overlaps no other tensor of the launch; what the backend's stream is ordered with
-    /// is not in that time. If the launch is recorded, that holds for each replay of its graph.
+    /// Until what is enqueued with it is done on the device:
+    /// - the memory is allocated in the backend's context, `len_bytes` long, and holds initialised
+    ///   elements of the list's dtype;
+    /// - nothing writes it that is not ordered with the backend's stream, and if the kernel writes
+    ///   it, nothing reads it either;
+    /// - what the kernel writes overlaps no other tensor of the launch.
+    ///
+    /// If the launch is recorded, that holds for each replay of its graph.
     pub unsafe fn at(address: u64, len_bytes: usize) -> Self {
         Self { address, len_bytes }
     }

@@ -13,7 +13,7 @@ use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, EDGE_NUMELS, outcome};
 
 use crate::common::{cpu, cuda};
-use crate::framework::{Framework, Memory};
+use crate::framework::{Framework, LEGACY_STREAM, Memory};
 
 /// The backend on a stream of the framework.
 fn adopted(framework: &Framework, stream: StreamHandle) -> CudaBackend {
@@ -29,6 +29,7 @@ fn refusal(context: ContextHandle, stream: StreamHandle) -> BackendError {
 
 #[test]
 fn an_adopted_stream_gives_the_bits_of_an_opened_backend_and_of_the_host() {
+    let _legacy = LEGACY_STREAM.lock();
     let framework = Framework::new();
     let case = Case::new(EDGE_NUMELS, DType::F32).with_hyper_classes();
     for optimizer in [
@@ -116,6 +117,7 @@ fn launches_go_to_the_adopted_stream() {
 
 #[test]
 fn streams_are_ordered_by_events() {
+    let _legacy = LEGACY_STREAM.lock();
     let framework = Framework::new();
     let backend = cuda();
     let mut step = Begun::on(&backend);

@@ -3,9 +3,12 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
+use fusestep_cuda::CudaBackend;
 use fusestep_launch::{Backend, BackendError};
 
-use crate::common::cuda;
+fn cuda() -> CudaBackend {
+    CudaBackend::open(0).unwrap_or_else(|error| panic!("{error}"))
+}
 
 const FOUR: NonZeroU32 = NonZeroU32::new(4).unwrap();
 

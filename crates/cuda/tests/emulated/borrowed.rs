@@ -344,6 +344,7 @@ fn a_parameter_without_a_gradient_is_not_lent_and_keeps_its_bits() {
     state.set_without_gradient_at(1);
     let before = lender.params.read(&lender.len_bytes);
     let report = plan.run_borrowed(&mut state, &mut lender).unwrap();
+    backend.synchronize().unwrap();
     let after = lender.params.read(&lender.len_bytes);
     assert_eq!((report.elements, report.without_gradient), (105, 1));
     let changed: Vec<_> = before.iter().zip(&after).map(|(a, b)| a != b).collect();

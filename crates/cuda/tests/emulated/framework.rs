@@ -2,6 +2,7 @@
 //! of the driver.
 
 use std::ptr;
+use std::sync::Mutex;
 
 use cust::sys::{self, CUcontext, CUgraph, CUresult, CUstream};
 use fusestep_cuda::{ContextHandle, CudaBackend, StreamHandle};
@@ -118,28 +119,32 @@ impl Drop for Framework {
     }
 }
 
-/// Memory of the framework.
+/// Held by a test that records on a stream which waits for the legacy default one, and by those
+/// that use the latter: a driver refuses both at a time.
+pub(crate) static LEGACY_STREAM: Mutex<()> = Mutex::new(());
+
+/// Memory of the framework, copied on its stream.
 pub(crate) struct Memory {
+    stream: CUstream,
     address: u64,
     len_bytes: usize,
 }
 
 impl Memory {
-    /// Memory that holds these bytes.
+    /// Memory that holds these bytes, as long as the framework lives.
     pub(crate) fn of(framework: &Framework, bytes: &[u8]) -> Self {
         framework.enter();
         let mut address = 0;
         let len_bytes = bytes.len();
-        // SAFETY: the context lives; the copy is done when the call returns.
-        unsafe {
-            check(sys::cuMemAlloc_v2(&mut address, len_bytes.max(1)));
-            check(sys::cuMemcpyHtoD_v2(
-                address,
-                bytes.as_ptr().cast(),
-                len_bytes,
-            ));
-        }
-        Self { address, len_bytes }
+        // SAFETY: the context lives; the call writes one address.
+        check(unsafe { sys::cuMemAlloc_v2(&mut address, len_bytes.max(1)) });
+        let memory = Self {
+            stream: framework.stream,
+            address,
+            len_bytes,
+        };
+        memory.write(0, bytes);
+        memory
     }
 
     pub(crate) fn address(&self) -> u64 {
@@ -148,18 +153,32 @@ impl Memory {
 
     pub(crate) fn write(&self, at: usize, bytes: &[u8]) {
         assert!(at + bytes.len() <= self.len_bytes);
-        // SAFETY: the range lies in the memory; the copy is done when the call returns.
-        check(unsafe {
-            sys::cuMemcpyHtoD_v2(self.address + at as u64, bytes.as_ptr().cast(), bytes.len())
-        });
+        let (to, from) = (self.address + at as u64, bytes.as_ptr().cast());
+        // SAFETY: the range lies in the memory, and the copy is waited for.
+        unsafe {
+            check(sys::cuMemcpyHtoDAsync_v2(
+                to,
+                from,
+                bytes.len(),
+                self.stream,
+            ));
+            check(sys::cuStreamSynchronize(self.stream));
+        }
     }
 
     pub(crate) fn read(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.len_bytes];
+        let to = bytes.as_mut_ptr().cast();
         // SAFETY: as above.
-        check(unsafe {
-            sys::cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), self.address, self.len_bytes)
-        });
+        unsafe {
+            check(sys::cuMemcpyDtoHAsync_v2(
+                to,
+                self.address,
+                self.len_bytes,
+                self.stream,
+            ));
+            check(sys::cuStreamSynchronize(self.stream));
+        }
         bytes
     }
 }
