@@ -7,6 +7,7 @@ use std::{env, path::PathBuf, process::ExitCode};
 use anyhow::{Context, Result, bail};
 
 mod bundle;
+mod candle_cuda;
 mod emulate;
 mod execute_ptx;
 mod faults;
@@ -49,6 +50,12 @@ const COMMANDS: &[Command] = &[
         usage: "emulate [--sanitize] [-- TEST ARGUMENTS]   build the emulated CUDA driver and run \
                 the CUDA tests on it; needs no GPU",
         run: emulate::run,
+    },
+    Command {
+        name: "candle-cuda",
+        usage: "candle-cuda [-- TEST ARGUMENTS]   candle's variables on the emulated CUDA device, \
+                without candle's own kernels; needs no GPU and no nvcc",
+        run: candle_cuda::run,
     },
     Command {
         name: "execute-ptx",

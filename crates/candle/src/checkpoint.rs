@@ -22,7 +22,7 @@ impl<P: Params> Fused<P> {
         let mut comms = Comms::direct(&mut solo);
         let resumed = self.checkpoints.resume(
             &self.plan,
-            (&mut self.state, &self.backend),
+            (&mut self.state, self.memory.backend()),
             Some(&KeptByCandle(&self.vars)),
             (&mut comms, folder.as_ref()),
         );
@@ -98,7 +98,7 @@ impl<P: Params> Fused<P> {
         let mut solo = Solo::new();
         let run = RunToSave {
             state: &self.state,
-            backend: &self.backend,
+            backend: self.memory.backend(),
             params: Some(&KeptByCandle(&self.vars)),
         };
         let mut comms = Comms::direct(&mut solo);

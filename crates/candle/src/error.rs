@@ -20,14 +20,17 @@ pub enum AdapterError {
         /// Its dtype.
         found: DType,
     },
-    /// A variable is not in host memory.
+    /// A variable is not where the optimizer works: on the cpu, or with the feature `cuda` on the
+    /// device of the first variable.
     #[error(
-        "variable `{name}`: expected it on the cpu, found it on {found}; move the model with \
-         Device::Cpu"
+        "variable `{name}`: expected it on {expected}, found it on {found}; build the model on one \
+         device, Device::Cpu without the feature `cuda`"
     )]
     Device {
         /// The variable.
         name: String,
+        /// Where it has to be.
+        expected: &'static str,
         /// Where it is.
         found: String,
     },

@@ -2,7 +2,7 @@
 
 use candle_core::Var;
 
-use crate::lend::{bytes_of, copy, write_in_place};
+use crate::lend::{copy, with_bytes, write_in_place};
 use crate::{AdapterError, Fused, Params, Ranked};
 
 impl<P: Params> Fused<P> {
@@ -26,7 +26,8 @@ impl<P: Params> Fused<P> {
         }
         with_values(&self.vars, work, |index, bytes| {
             let name = &self.vars[index].0;
-            let averaged = self.state.average_borrowed(&self.backend, name, bytes);
+            let backend = self.memory.backend();
+            let averaged = self.state.average_borrowed(backend, name, bytes);
             Ok(averaged.map_err(AdapterError::from)?)
         })
     }
@@ -78,9 +79,7 @@ struct Trained<'a>(Vec<(&'a Var, Vec<u8>)>);
 impl<'a> Trained<'a> {
     /// Keeps a variable's values and returns a copy.
     fn keep(&mut self, var: &'a Var) -> candle_core::Result<Vec<u8>> {
-        let (storage, layout) = var.storage_and_layout();
-        let bytes = bytes_of(&storage, layout)?.to_vec();
-        drop(storage);
+        let bytes = with_bytes(var.as_tensor(), |bytes| Ok(bytes.to_vec()))?;
         self.0.push((var, bytes.clone()));
         Ok(bytes)
     }

@@ -6,14 +6,14 @@ use std::path::Path;
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var, WithDType};
 use candle_nn::Optimizer;
-use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Checkpoints, Plan, State};
 use fusestep_tensor::{Element, Role};
 use half::bf16;
 
 use crate::gradients::{Addresses, Gradients};
 use crate::group::GroupRules;
-use crate::lend::{self, BorrowedFromCandle};
+use crate::lend;
+use crate::memory::Memory;
 use crate::variables::{Names, Variables};
 use crate::{AdapterError, Fusion, IntoVariables, Options, Params};
 
@@ -31,7 +31,8 @@ pub struct Fused<P> {
     group_rules: GroupRules,
     pub(crate) plan: Plan,
     pub(crate) state: State,
-    pub(crate) backend: CpuBackend,
+    /// Behind the state, whose memory it gave.
+    pub(crate) memory: Memory,
     pub(crate) unmatched: Vec<String>,
     report: Report,
     pub(crate) checkpoints: Checkpoints,
@@ -68,7 +69,8 @@ impl<P: Params> Fused<P> {
     ///
     /// # Errors
     /// An [`AdapterError`] inside candle's error: a hyper-parameter out of range, a variable of
-    /// another dtype or device than f32, f64, f16 or bf16 on the CPU, or one given twice.
+    /// another dtype than f32, f64, f16 or bf16, or that is neither on the CPU nor, with the
+    /// feature `cuda`, on the CUDA device of the others, or one given twice.
     pub fn new(vars: impl IntoVariables, params: P) -> candle_core::Result<Self> {
         Self::with_options(vars, params, &Options::default())
     }
@@ -131,18 +133,16 @@ impl<P: Params> Fused<P> {
         params: P,
         options: &Options,
     ) -> candle_core::Result<Self> {
-        let backend = match options.threads {
-            Some(threads) => CpuBackend::new(threads),
-            None => CpuBackend::with_all_threads(),
-        };
         let variables = vars.into_variables().floating_point();
+        let memory = Memory::of(&variables.vars, options)?;
+        let backend = memory.backend();
         let mut unmatched = Vec::new();
-        let descriptors = variables.descriptors(options, &mut unmatched)?;
+        let descriptors = variables.descriptors(options, &memory, &mut unmatched)?;
         let mut names = variables.vars.iter().map(|(name, _)| name.as_str());
-        let planner = options.planner(params.rule(), &backend, &mut names);
+        let planner = options.planner(params.rule(), backend, &mut names);
         let planner = options.borrowing(planner);
         let plan = planner.plan(&descriptors).map_err(AdapterError::from)?;
-        let state = plan.allocate(&backend).map_err(AdapterError::from)?;
+        let state = plan.allocate(backend).map_err(AdapterError::from)?;
         let Variables { vars, names } = variables;
         let mut optimizer = Self {
             addresses: Addresses::of(&vars),
@@ -153,7 +153,7 @@ impl<P: Params> Fused<P> {
             group_rules: GroupRules::of(&options.groups, state.rules()),
             plan,
             state,
-            backend,
+            memory,
             unmatched,
             report: Report::default(),
             checkpoints: Checkpoints::default(),
@@ -169,10 +169,11 @@ impl<P: Params> Fused<P> {
     /// An [`AdapterError`] if memory cannot be had.
     pub fn follow_variables(&mut self) -> candle_core::Result<()> {
         for (name, var) in &self.vars {
-            let (storage, layout) = var.storage_and_layout();
-            let bytes = lend::bytes_of(&storage, layout)?;
-            let done = self.state.follow_borrowed(&self.backend, name, bytes);
-            done.map_err(AdapterError::from)?;
+            let (state, backend) = (&mut self.state, self.memory.backend());
+            lend::with_bytes(var.as_tensor(), |bytes| {
+                let done = state.follow_borrowed(backend, name, bytes);
+                Ok(done.map_err(AdapterError::from)?)
+            })?;
         }
         Ok(())
     }
@@ -196,7 +197,7 @@ impl<P: Params> Fused<P> {
     /// # Errors
     /// An [`AdapterError`] inside candle's error: the sums cannot be read.
     pub fn update_norms(&self) -> candle_core::Result<Option<Vec<f64>>> {
-        let norms = self.state.update_norms(&self.backend);
+        let norms = self.state.update_norms(self.memory.backend());
         Ok(norms.map_err(AdapterError::from)?)
     }
 
@@ -264,9 +265,18 @@ impl<P: Params> Fused<P> {
         name: &str,
         shape: candle_core::Shape,
     ) -> candle_core::Result<Tensor> {
-        let values = self.state.view::<T>(role, name);
-        let values = values.map_err(AdapterError::from)?;
-        Tensor::from_slice(values, shape, &candle_core::Device::Cpu)
+        let cpu = &candle_core::Device::Cpu;
+        let backend = self.memory.backend();
+        if backend.takes_host_memory() {
+            let values = self.state.view::<T>(role, name);
+            let values = values.map_err(AdapterError::from)?;
+            return Tensor::from_slice(values, shape, cpu);
+        }
+        let mut values = vec![T::default(); shape.elem_count()];
+        let bytes = bytemuck::cast_slice_mut(&mut values);
+        let read = self.state.read(backend, role, name, bytes);
+        read.map_err(AdapterError::from)?;
+        Tensor::from_vec(values, shape, cpu)
     }
 
     /// Writes the optimizer's own tensors and step counts as a safetensors file: `<name>@moment1`,
@@ -277,7 +287,7 @@ impl<P: Params> Fused<P> {
     /// then.
     pub fn save(&self, path: impl AsRef<Path>) -> candle_core::Result<()> {
         self.check_named()?;
-        let saved = self.state.save(&self.backend, path.as_ref());
+        let saved = self.state.save(self.memory.backend(), path.as_ref());
         Ok(saved.map_err(AdapterError::from)?)
     }
 
@@ -288,7 +298,7 @@ impl<P: Params> Fused<P> {
     /// then.
     pub fn load(&mut self, path: impl AsRef<Path>) -> candle_core::Result<()> {
         self.check_named()?;
-        let loaded = self.state.load(&self.backend, path.as_ref());
+        let loaded = self.state.load(self.memory.backend(), path.as_ref());
         loaded.map_err(AdapterError::from)?;
         Ok(())
     }
@@ -330,13 +340,8 @@ impl<P: Params> Optimizer for Fused<P> {
                 self.state.set_without_gradient_at(index);
             }
         }
-        let mut lender = BorrowedFromCandle {
-            backend: &self.backend,
-            vars: &self.vars,
-            grads: &gradients.of_var,
-        };
-        let report = self.plan.run_borrowed(&mut self.state, &mut lender);
-        let report = report.map_err(AdapterError::from)?;
+        let run = (&self.plan, &mut self.state);
+        let report = self.memory.step(run, &self.vars, &gradients)?;
         self.report = Report {
             step: report.step,
             launches: report.launches,

@@ -69,9 +69,13 @@ impl Gradients {
 /// Where a tensor's storage begins.
 fn address(tensor: &Tensor) -> Option<usize> {
     let (storage, _) = tensor.storage_and_layout();
-    let Storage::Cpu(storage) = &*storage else {
-        return None;
-    };
-    let bytes = bytes(storage).filter(|bytes| !bytes.is_empty())?;
-    Some(bytes.as_ptr().addr())
+    match &*storage {
+        Storage::Cpu(storage) => {
+            let bytes = bytes(storage).filter(|bytes| !bytes.is_empty())?;
+            Some(bytes.as_ptr().addr())
+        }
+        #[cfg(feature = "cuda")]
+        Storage::Cuda(storage) => crate::cuda::address(storage),
+        _ => None,
+    }
 }

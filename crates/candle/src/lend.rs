@@ -2,6 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 
+use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, InplaceOp1, InplaceOp2, Layout, Storage, Tensor, Var};
 use fusestep_cpu::{BorrowedPiece, CpuBackend};
 use fusestep_launch::{Backend, BackendError, Launch, LaunchReport, Reduce};
@@ -55,6 +56,22 @@ fn failed(what: &str, name: &str, error: &candle_core::Error) -> BackendError {
     }
 }
 
+/// Does `work` on the bytes of a contiguous tensor: where it lies in host memory, or on a copy
+/// from a device, which is waited for.
+pub(crate) fn with_bytes<R>(
+    tensor: &Tensor,
+    work: impl FnOnce(&[u8]) -> candle_core::Result<R>,
+) -> candle_core::Result<R> {
+    let (storage, layout) = tensor.storage_and_layout();
+    match &*storage {
+        Storage::Cuda(own) => {
+            let copy = Storage::Cpu(own.to_cpu_storage()?);
+            work(bytes_of(&copy, layout)?)
+        }
+        _ => work(bytes_of(&storage, layout)?),
+    }
+}
+
 /// The elements of a contiguous tensor in host memory, as bytes.
 pub(crate) fn bytes_of<'a>(storage: &'a Storage, layout: &Layout) -> candle_core::Result<&'a [u8]> {
     let Storage::Cpu(storage) = storage else {
@@ -73,7 +90,7 @@ pub(crate) fn bytes_of<'a>(storage: &'a Storage, layout: &Layout) -> candle_core
 }
 
 fn storage_dtype(storage: &CpuStorage) -> candle_core::DType {
-    candle_core::backend::BackendStorage::dtype(storage)
+    storage.dtype()
 }
 
 /// A storage's bytes; `None` if it is not floating point.
@@ -178,6 +195,15 @@ impl InplaceOp1 for InPlace<'_> {
             None => candle_core::bail!("{name}: expected a contiguous tensor, found strides"),
         }
     }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        storage: &mut candle_core::CudaStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<()> {
+        crate::cuda::write_through_host(storage, layout, &mut **self.0.borrow_mut())
+    }
 }
 
 /// Variables of a plan that borrows them, as saving and resuming read and write them.
@@ -186,11 +212,8 @@ pub(crate) struct KeptByCandle<'a>(pub(crate) &'a [(String, Var)]);
 impl BorrowedParams for KeptByCandle<'_> {
     fn read(&self, param: usize, into: &mut [u8]) -> Result<(), BackendError> {
         let (name, var) = &self.0[param];
-        let mut read = || {
-            let (storage, layout) = var.storage_and_layout();
-            copy(bytes_of(&storage, layout)?, into)
-        };
-        read().map_err(|error| failed("reading", name, &error))
+        let read = with_bytes(var.as_tensor(), |bytes| copy(bytes, into));
+        read.map_err(|error| failed("reading", name, &error))
     }
 
     fn write(&self, param: usize, from: &[u8]) -> Result<(), BackendError> {

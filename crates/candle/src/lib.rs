@@ -1,13 +1,21 @@
 #![doc = include_str!("../README.md")]
-#![forbid(unsafe_code)]
+#![cfg_attr(not(feature = "cuda"), forbid(unsafe_code))]
+#![cfg_attr(feature = "cuda", deny(unsafe_code))]
 
 mod checkpoint;
+#[cfg(feature = "cuda")]
+#[expect(
+    unsafe_code,
+    reason = "handles of cudarc and addresses in candle's memory"
+)]
+mod cuda;
 mod error;
 mod evaluate;
 mod fused;
 mod gradients;
 mod group;
 mod lend;
+mod memory;
 mod options;
 pub mod parallel;
 mod params;

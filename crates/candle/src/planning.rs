@@ -1,6 +1,5 @@
 //! From options to a plan.
 
-use fusestep_cpu::CpuBackend;
 use fusestep_launch::Backend;
 use fusestep_planner::{
     ClipByGlobalNorm, Comms, FuseAllReduce, FuseReduceIntoUpdate, GradientAccumulation, LocalSgd,
@@ -18,7 +17,7 @@ impl Options {
     pub(crate) fn planner(
         &self,
         rule: Rule,
-        backend: &CpuBackend,
+        backend: &dyn Backend,
         names: &mut dyn Iterator<Item = &str>,
     ) -> Planner {
         let mut planner = Planner::new(rule)

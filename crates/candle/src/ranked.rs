@@ -14,7 +14,7 @@ use crate::gradients::{Addresses, Gradients};
 use crate::group::GroupRules;
 use crate::lend::{bytes_of, copy, write_in_place};
 use crate::variables::Names;
-use crate::{AdapterError, Fused, Initial, Options, Params, Report};
+use crate::{AdapterError, Fused, Initial, Options, Params, Report, memory};
 
 /// An update rule on candle variables as one rank of a communicator, [`Fused::on`]: gradients of
 /// micro-steps are added, reduced over ranks and stepped with in the optimizer's own memory, and
@@ -58,6 +58,7 @@ impl<P: Params> Fused<P> {
             let steps = self.state.step();
             return Err(AdapterError::InUse { steps }.into());
         }
+        memory::check_host(&self.vars)?;
         Ok(self.ranked(comm)?)
     }
 
@@ -272,13 +273,7 @@ impl<P: Params> Ranked<'_, P> {
 
     /// A variable moved since the optimizer was built would be read where it is no more.
     fn check_devices(&self) -> Result<(), AdapterError> {
-        match self.vars.iter().find(|(_, var)| !var.device().is_cpu()) {
-            None => Ok(()),
-            Some((name, var)) => Err(AdapterError::Device {
-                name: name.clone(),
-                found: format!("{:?}", var.device().location()),
-            }),
-        }
+        memory::check_host(&self.vars)
     }
 
     /// Remembers a failure: other ranks may wait elsewhere. One of a checkpoint comes on all of

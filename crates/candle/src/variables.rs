@@ -7,6 +7,7 @@ use candle_core::{DType, Var};
 use candle_nn::VarMap;
 use fusestep_tensor::{ParamDesc, Shape};
 
+use crate::memory::Memory;
 use crate::{AdapterError, Options};
 
 /// What [`crate::Fused::new`] takes: a [`VarMap`] or its data (sorted by name), named variables, or
@@ -80,18 +81,14 @@ impl Variables {
     pub(crate) fn descriptors(
         &self,
         options: &Options,
+        memory: &Memory,
         unmatched: &mut Vec<String>,
     ) -> Result<Vec<ParamDesc>, AdapterError> {
         let exclude = &options.exclude;
         let mut seen = HashMap::new();
         let mut descriptors = Vec::with_capacity(self.vars.len());
         for (name, var) in &self.vars {
-            if !var.device().is_cpu() {
-                return Err(AdapterError::Device {
-                    name: name.clone(),
-                    found: format!("{:?}", var.device().location()),
-                });
-            }
+            memory.check(name, var.device())?;
             if let Some(first) = seen.insert(var.id(), name) {
                 return Err(AdapterError::SameVariable {
                     name: name.clone(),

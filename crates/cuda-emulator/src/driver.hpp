@@ -23,6 +23,9 @@ std::vector<CUctx_st>& primaries();
 extern CUresult sticky;
 extern thread_local CUcontext current;
 
+// Whether the context is a retained primary one, or another that was created.
+bool is_live(CUcontext context);
+
 // Runs `body` under the lock once the driver is initialised.
 template <class Body>
 CUresult with_driver(Body body) {
@@ -36,7 +39,7 @@ template <class Before, class Body>
 CUresult with_context_after(Before before, Body body) {
     std::unique_lock<std::mutex> lock(mutex);
     if (!initialised) return CUDA_ERROR_NOT_INITIALIZED;
-    if (current == nullptr || current->retained == 0) return CUDA_ERROR_INVALID_CONTEXT;
+    if (!is_live(current)) return CUDA_ERROR_INVALID_CONTEXT;
     before(lock);
     return sticky != CUDA_SUCCESS ? sticky : body();
 }
@@ -73,7 +76,10 @@ extern Counts counts;
 // Frees memory, modules, streams and events with their context.
 void destroy_handles();
 void destroy_streams();
-// Whether the stream is the default one or has been created.
+// Handles of cuda.h that stand for default streams.
+inline const CUstream LEGACY_STREAM = reinterpret_cast<CUstream>(1);
+inline const CUstream PER_THREAD_STREAM = reinterpret_cast<CUstream>(2);
+// Whether the stream is a default one or has been created.
 bool is_stream(CUstream stream);
 
 // A launch with the copy of its arguments that every thread reads.
@@ -87,6 +93,11 @@ struct Enqueued {
 // there then.
 bool is_capturing(CUstream stream);
 void record(CUstream stream, const Enqueued& launch);
+// The stream that a capture began with which this one takes part in; nullptr for none.
+CUstream capture_of(CUstream stream);
+// Lets `stream` go on behind what `from` had enqueued in a capture: it joins that capture, or if
+// the capture began with it, `from` is joined again.
+void follow(CUstream stream, CUstream from, CUstream capture);
 // Forgets all graphs and recordings.
 void release_graphs();
 

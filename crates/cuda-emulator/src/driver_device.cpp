@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
+#include <list>
 
 #include "driver.hpp"
 
@@ -20,6 +21,18 @@ std::vector<CUctx_st>& primaries() {
 }
 
 namespace {
+
+// Contexts beside the primary ones; they share their memory.
+struct OtherContext : CUctx_st {
+    CUdevice device;
+};
+std::list<OtherContext> others;
+
+std::list<OtherContext>::iterator find_other(CUcontext context) {
+    auto at = others.begin();
+    while (at != others.end() && &*at != context) ++at;
+    return at;
+}
 
 long long number_from_environment(const char* name, long long otherwise) {
     const char* text = std::getenv(name);
@@ -58,6 +71,8 @@ constexpr ErrorText ERRORS[] = {
     {CUDA_ERROR_LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
     {CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE", "too many blocks in cooperative launch"},
     {CUDA_ERROR_NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+    {CUDA_ERROR_STREAM_CAPTURE_UNJOINED, "CUDA_ERROR_STREAM_CAPTURE_UNJOINED",
+     "capturing stream has unjoined work"},
     {CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "operation not permitted when stream is capturing"},
     {CUDA_ERROR_UNKNOWN, "CUDA_ERROR_UNKNOWN", "unknown error"},
 };
@@ -70,11 +85,13 @@ const ErrorText* find_error(CUresult code) {
 
 bool is_device(int device) { return device >= 0 && device < settings().devices; }
 
-bool is_context(CUcontext context) {
+bool is_primary(CUcontext context) {
     for (CUctx_st& primary : primaries())
         if (&primary == context) return true;
     return false;
 }
+
+bool is_context(CUcontext context) { return is_primary(context) || find_other(context) != others.end(); }
 
 bool any_retained() {
     for (const CUctx_st& primary : primaries())
@@ -107,6 +124,7 @@ constexpr Attribute ATTRIBUTES[] = {
     {95, 1},                          // cooperative launch
     {97, int(SHARED_BYTES_MAX)},      // shared memory per block, opt-in
     {106, int(MULTIPROCESSOR_BLOCKS)},  // blocks per multiprocessor
+    {115, 0},                         // memory pools
 };
 
 const Attribute* find_attribute(int number, const Attribute* from, const Attribute* end) {
@@ -115,6 +133,10 @@ const Attribute* find_attribute(int number, const Attribute* from, const Attribu
 }
 
 }  // namespace
+
+bool is_live(CUcontext context) {
+    return is_primary(context) ? context->retained != 0 : find_other(context) != others.end();
+}
 
 const Settings& settings() {
     static const Settings read{
@@ -269,6 +291,27 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* activ
     });
 }
 
+CUresult cuCtxCreate_v2(CUcontext* context, unsigned flags, CUdevice device) {
+    return with_driver([&]() -> CUresult {
+        if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
+        if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+        if (sticky != CUDA_SUCCESS) return sticky;
+        others.push_back({{1, flags}, device});
+        *context = current = &others.back();
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuCtxDestroy_v2(CUcontext context) {
+    return with_driver([&] {
+        const auto found = find_other(context);
+        if (found == others.end()) return CUDA_ERROR_INVALID_CONTEXT;
+        if (current == context) current = nullptr;
+        others.erase(found);
+        return CUDA_SUCCESS;
+    });
+}
+
 CUresult cuCtxSetCurrent(CUcontext context) {
     return with_driver([&] {
         if (context != nullptr && !is_context(context)) return CUDA_ERROR_INVALID_CONTEXT;
@@ -298,7 +341,7 @@ CUresult cuCtxPopCurrent_v2(CUcontext* context) {
 CUresult cuCtxGetDevice(CUdevice* device) {
     return with_context([&] {
         if (device == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        *device = CUdevice(current - primaries().data());
+        *device = is_primary(current) ? CUdevice(current - primaries().data()) : find_other(current)->device;
         return CUDA_SUCCESS;
     });
 }

@@ -21,6 +21,14 @@ std::list<CUgraph_st> graphs;
 std::list<CUgraphExec_st> executables;
 std::map<CUstream, std::vector<Enqueued>> recordings;
 
+// A stream that has joined the capture of another, and whether that must wait for it still.
+struct Fork {
+    CUstream capture;
+    bool is_pending;
+};
+
+std::map<CUstream, Fork> forks;
+
 template <class T>
 typename std::list<T>::iterator find(std::list<T>& list, const T* handle) {
     auto at = list.begin();
@@ -40,14 +48,32 @@ CUresult destroy(std::list<T>& list, const T* handle) {
 
 }  // namespace
 
-bool is_capturing(CUstream stream) { return recordings.count(stream) != 0; }
+CUstream capture_of(CUstream stream) {
+    const auto fork = forks.find(stream);
+    if (fork != forks.end()) return fork->second.capture;
+    return recordings.count(stream) != 0 ? stream : nullptr;
+}
 
-void record(CUstream stream, const Enqueued& launch) { recordings[stream].push_back(launch); }
+bool is_capturing(CUstream stream) { return capture_of(stream) != nullptr; }
+
+void record(CUstream stream, const Enqueued& launch) {
+    recordings[capture_of(stream)].push_back(launch);
+    const auto fork = forks.find(stream);
+    if (fork != forks.end()) fork->second.is_pending = true;
+}
+
+void follow(CUstream stream, CUstream from, CUstream capture) {
+    if (recordings.count(capture) == 0) return;
+    if (!is_capturing(stream)) forks[stream] = {capture, false};
+    const auto fork = forks.find(from);
+    if (stream == capture && fork != forks.end()) fork->second.is_pending = false;
+}
 
 void release_graphs() {
     graphs.clear();
     executables.clear();
     recordings.clear();
+    forks.clear();
 }
 
 }  // namespace emulator
@@ -60,7 +86,7 @@ CUresult cuStreamBeginCapture_v2(CUstream stream, int mode) {
     return with_context([&] {
         if (!is_stream(stream)) return CUDA_ERROR_INVALID_HANDLE;
         // The default stream cannot capture, nor can one that does already.
-        if (mode < 0 || mode > 2 || stream == nullptr || is_capturing(stream)) return CUDA_ERROR_INVALID_VALUE;
+        if (mode < 0 || mode > 2 || stream == nullptr || stream == LEGACY_STREAM || is_capturing(stream)) return CUDA_ERROR_INVALID_VALUE;
         recordings[stream];
         return CUDA_SUCCESS;
     });
@@ -68,9 +94,23 @@ CUresult cuStreamBeginCapture_v2(CUstream stream, int mode) {
 
 CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
     return with_context([&] {
-        if (graph == nullptr || !is_capturing(stream)) return CUDA_ERROR_INVALID_VALUE;
+        if (graph == nullptr || recordings.count(stream) == 0) return CUDA_ERROR_INVALID_VALUE;
+        bool is_joined = true;
+        for (auto fork = forks.begin(); fork != forks.end();) {
+            if (fork->second.capture != stream) {
+                ++fork;
+                continue;
+            }
+            is_joined = is_joined && !fork->second.is_pending;
+            fork = forks.erase(fork);
+        }
         graphs.push_back({recordings[stream]});
         recordings.erase(stream);
+        if (!is_joined) {
+            graphs.pop_back();
+            *graph = nullptr;
+            return CUDA_ERROR_STREAM_CAPTURE_UNJOINED;
+        }
         *graph = &graphs.back();
         return CUDA_SUCCESS;
     });

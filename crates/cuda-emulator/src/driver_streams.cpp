@@ -31,7 +31,8 @@ struct CUstream_st {
 struct CUevent_st {
     bool recorded;
     std::chrono::steady_clock::time_point at;
-    CUstream stream;
+    // Where it was recorded last, and the capture that stream took part in then.
+    CUstream stream, capture;
     // Operations of others that lie before it in its stream.
     unsigned long long behind;
 };
@@ -68,8 +69,9 @@ bool is_device_occupied(CUcontext context) {
 
 // Of the default stream, whether it waits for one that is ordered with it.
 bool is_stream_occupied(CUcontext context, CUstream stream) {
+    const bool is_legacy = stream == nullptr || stream == LEGACY_STREAM;
     for (const CUstream_st& other : streams) {
-        const bool is_asked = stream == nullptr ? other.context == context && (other.flags & NON_BLOCKING) == 0 : &other == stream;
+        const bool is_asked = is_legacy ? other.context == context && (other.flags & NON_BLOCKING) == 0 : &other == stream;
         if (is_asked && is_occupied(other)) return true;
     }
     return false;
@@ -107,7 +109,10 @@ void destroy_streams() {
     changed.notify_all();
 }
 
-bool is_stream(CUstream stream) { return stream == nullptr || find(streams, stream) != streams.end(); }
+bool is_stream(CUstream stream) {
+    const bool is_default = stream == nullptr || stream == LEGACY_STREAM || stream == PER_THREAD_STREAM;
+    return is_default || find(streams, stream) != streams.end();
+}
 
 }  // namespace emulator
 
@@ -168,6 +173,16 @@ CUresult cuStreamDestroy_v2(CUstream stream) {
     });
 }
 
+CUresult cuStreamGetCtx(CUstream stream, CUcontext* context) {
+    return with_context([&] {
+        if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
+        if (!is_stream(stream)) return CUDA_ERROR_INVALID_HANDLE;
+        const auto found = find(streams, stream);
+        *context = found == streams.end() ? current : found->context;
+        return CUDA_SUCCESS;
+    });
+}
+
 CUresult cuStreamSynchronize(CUstream stream) {
     return with_idle_stream(stream, [&] {
         if (is_capturing(stream)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
@@ -185,14 +200,16 @@ CUresult cuStreamQuery(CUstream stream) {
 
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
     return with_context_after(after(event), [&] {
-        return is_stream(stream) && find(events, event) != events.end() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+        if (!is_stream(stream) || find(events, event) == events.end()) return CUDA_ERROR_INVALID_HANDLE;
+        if (event->capture != nullptr) follow(stream, event->stream, event->capture);
+        return CUDA_SUCCESS;
     });
 }
 
 CUresult cuEventCreate(CUevent* event, unsigned) {
     return with_context([&] {
         if (event == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        events.push_back({false, {}, nullptr, 0});
+        events.push_back({false, {}, nullptr, nullptr, 0});
         *event = &events.back();
         return CUDA_SUCCESS;
     });
@@ -213,7 +230,9 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
         event->recorded = true;
         event->at = std::chrono::steady_clock::now();
         event->stream = stream;
-        event->behind = stream == nullptr ? 0 : stream->occupied;
+        event->capture = capture_of(stream);
+        const auto found = find(streams, stream);
+        event->behind = found == streams.end() ? 0 : found->occupied;
         return CUDA_SUCCESS;
     });
 }

@@ -49,6 +49,8 @@ pub struct CudaBackend {
     pub(crate) kernels: Arc<Mutex<Kernels>>,
     /// What a graph that is being recorded refers to.
     recorded: Mutex<Option<Vec<Arc<Allocation>>>>,
+    /// Addresses of tensors that a framework lends, for the launch under way; kept for its memory.
+    pub(crate) borrowed: Mutex<Vec<u64>>,
     limits: LaunchLimits,
 }
 
@@ -59,18 +61,23 @@ impl CudaBackend {
     /// [`BackendError::Unavailable`] if there is no driver, no such device, or one too old for the
     /// PTX; [`BackendError::Device`] with the driver's code if the device cannot be opened.
     pub fn open(ordinal: u32) -> Result<Self, BackendError> {
-        let session = Session::open(ordinal)?;
+        Ok(Self::of(Session::open(ordinal)?))
+    }
+
+    /// On a device that is at work.
+    pub(crate) fn of(session: Session) -> Self {
         let limits = LaunchLimits {
             chunk_elements: CHUNK_ELEMENTS,
             ..LaunchLimits::with_argument_bytes(session.info.argument_bytes)
         };
         let session = Arc::new(session);
-        Ok(Self {
+        Self {
             kernels: Arc::new(Mutex::new(Kernels::new(&session))),
             recorded: Mutex::new(None),
+            borrowed: Mutex::default(),
             session,
             limits,
-        })
+        }
     }
 
     /// This backend with other limits; they change the plan, not the bits.
@@ -173,6 +180,29 @@ impl CudaBackend {
         })
     }
 
+    /// Enqueues all batches of a launch, which have been checked; `pack` writes the arguments of
+    /// one.
+    pub(crate) fn enqueue_batches(
+        &self,
+        launch: &Launch<'_>,
+        pack: &dyn Fn(&Batch, &mut [u8]),
+    ) -> Result<LaunchReport, BackendError> {
+        if let Some(normed) = launch.kernel.normed() {
+            self.launch_normed(launch, normed, pack)?;
+            return Ok(LaunchReport::of(launch.batches));
+        }
+        for batch in launch.batches.iter().filter(|batch| batch.chunks > 0) {
+            let entry = Entry {
+                stem: launch.kernel.stem(),
+                entry: launch.kernel.entry(),
+                threads: threads_for(batch),
+                blocks: batch.chunks,
+            };
+            self.enqueue(entry, &mut |bytes| pack(batch, bytes))?;
+        }
+        Ok(LaunchReport::of(launch.batches))
+    }
+
     /// Enqueues a launch whose arguments are packed already.
     pub(crate) fn enqueue_packed(
         &self,
@@ -262,22 +292,9 @@ impl Backend for CudaBackend {
             check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
             self.check_arguments(argument_bytes(&launch, batch))?;
         }
-        if let Some(normed) = launch.kernel.normed() {
-            self.launch_normed(&launch, normed, addresses)?;
-            return Ok(LaunchReport::of(launch.batches));
-        }
-        for batch in launch.batches.iter().filter(|batch| batch.chunks > 0) {
-            let entry = Entry {
-                stem: launch.kernel.stem(),
-                entry: launch.kernel.entry(),
-                threads: threads_for(batch),
-                blocks: batch.chunks,
-            };
-            self.enqueue(entry, &mut |bytes| {
-                pack(&launch, batch, addresses, bytes);
-            })?;
-        }
-        Ok(LaunchReport::of(launch.batches))
+        self.enqueue_batches(&launch, &|batch, bytes| {
+            pack(&launch, batch, addresses, bytes);
+        })
     }
 
     fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
@@ -404,7 +421,7 @@ pub(crate) fn check_without_tensor_sums(launch: &Launch<'_>) -> Result<(), Backe
     }
 }
 
-fn saturate(bytes: u64) -> usize {
+pub(crate) fn saturate(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 

@@ -5,8 +5,11 @@
 )]
 #![cfg(feature = "cuda")]
 
+mod adopt;
 mod backend;
+mod borrowed;
 mod buffer;
+mod event;
 mod graph;
 mod info;
 mod kernels;
@@ -19,7 +22,9 @@ mod status;
 mod timing;
 mod update_sums;
 
+pub use adopt::{ContextHandle, StreamHandle};
 pub use backend::CudaBackend;
+pub use borrowed::{DeviceTensor, LendOnDevice};
 pub use info::DeviceInfo;
 pub use loaded_entry::EntryCode;
 pub use timing::DeviceTime;

@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use fusestep_launch::{
-    Addresses, BackendError, Batch, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, HEADER_BYTES,
-    LEAF_ELEMENTS, Launch, NormedKernel, SLOT_VALUES, WORKSPACE_BYTES, Workspace, pack,
+    BackendError, Batch, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, HEADER_BYTES, LEAF_ELEMENTS, Launch,
+    NormedKernel, SLOT_VALUES, WORKSPACE_BYTES, Workspace,
 };
 
 use crate::NAME;
@@ -83,12 +83,13 @@ impl Slots {
 }
 
 impl CudaBackend {
-    /// Enqueues all batches of a launch whose kernel is normed; they have been checked.
+    /// Enqueues all batches of a launch whose kernel is normed; they have been checked, and `pack`
+    /// writes the arguments of one.
     pub(crate) fn launch_normed(
         &self,
         launch: &Launch<'_>,
         normed: &dyn NormedKernel,
-        addresses: Addresses<'_>,
+        pack: &dyn Fn(&Batch, &mut [u8]),
     ) -> Result<(), BackendError> {
         let slots = self.slots(slot_count(launch)?)?;
         let names = normed.sums_and_update();
@@ -103,7 +104,7 @@ impl CudaBackend {
                 };
                 let workspace = workspace(launch, index, slots).bytes();
                 self.enqueue(entry, &mut |bytes| {
-                    pack(launch, batch, addresses, bytes);
+                    pack(batch, bytes);
                     bytes[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace);
                 })?;
             }

@@ -1,7 +1,7 @@
 //! Reductions and their conclusion on the device.
 
 use fusestep_launch::{
-    BackendError, CONTROL_BYTES, Conclude, LaunchReport, ListBuffer, Reduce, SquareSum,
+    BackendError, Batch, CONTROL_BYTES, Conclude, LaunchReport, ListBuffer, Reduce, SquareSum,
     TensorPartials, pack_conclusion, pack_reduction,
 };
 
@@ -16,15 +16,29 @@ impl CudaBackend {
     ) -> Result<LaunchReport, BackendError> {
         let read = read_list(&reduce)?;
         let list = self.device_buffer(read.buffer.as_ref())?.address();
-        let partials = self.device_buffer(reduce.partials)?.address();
+        for batch in reduce.batches {
+            check_records((std::slice::from_ref(read), &[]), reduce.offsets, batch)?;
+        }
+        let (kernel, offsets) = (reduce.kernel, reduce.offsets);
+        self.enqueue_read_batches(&reduce, &|batch, partials, bytes| {
+            pack_reduction(kernel, batch, offsets, (list, partials), bytes);
+        })
+    }
+
+    /// Enqueues all batches of a reduction, whose records have been checked; `pack` writes the
+    /// arguments of one, whose first partial sum lies at the address that it is given.
+    pub(crate) fn enqueue_read_batches(
+        &self,
+        reduce: &Reduce<'_>,
+        pack: &dyn Fn(&Batch, u64, &mut [u8]),
+    ) -> Result<LaunchReport, BackendError> {
+        let partials = self.device_buffer(&*reduce.partials)?.address();
         let chunks: u64 = reduce.batches.iter().map(|b| u64::from(b.chunks)).sum();
         let width = size_of::<SquareSum>() as u64;
         let end = reduce.first_partial.saturating_add(chunks);
         check_end(end.saturating_mul(width), reduce.partials.len_bytes())?;
         let layout = reduce.kernel.argument_layout();
         for batch in reduce.batches {
-            let lists = std::slice::from_ref(read);
-            check_records((lists, &[]), reduce.offsets, batch)?;
             self.check_arguments(layout.bytes(batch.records.len(), 0))?;
         }
         let mut next = reduce.first_partial;
@@ -35,10 +49,8 @@ impl CudaBackend {
                 threads: threads_for(batch),
                 blocks: batch.chunks,
             };
-            let addresses = (list, partials + next * width);
-            self.enqueue(entry, &mut |bytes| {
-                pack_reduction(reduce.kernel, batch, reduce.offsets, addresses, bytes);
-            })?;
+            let own = partials + next * width;
+            self.enqueue(entry, &mut |bytes| pack(batch, own, bytes))?;
             next += u64::from(batch.chunks);
         }
         Ok(LaunchReport {
@@ -93,7 +105,7 @@ pub(crate) fn check_end(end: u64, found: usize) -> Result<(), BackendError> {
     })
 }
 
-/// The list that a reduction reads: nobody lends memory of a device.
+/// The list that a reduction reads, where nobody lends it.
 pub(crate) fn read_list<'a>(reduce: &Reduce<'a>) -> Result<&'a ListBuffer, BackendError> {
     reduce
         .list

@@ -1,4 +1,4 @@
-//! One opened device: its context, a stream, and what it offers.
+//! One device at work: its context, a stream, and what it offers.
 
 use std::ffi::{CStr, c_char};
 
@@ -8,6 +8,7 @@ use cust::stream::{Stream, StreamFlags};
 use cust::sys::{self, CUdevice_attribute, CUresult, CUstream};
 use fusestep_launch::{ARGUMENT_BYTES_LARGE, BackendError};
 
+use crate::adopt::StreamHandle;
 use crate::status::{check, describe, wrapped};
 use crate::{DeviceInfo, NAME};
 
@@ -18,43 +19,40 @@ const LEAST_COMPUTE_CAPABILITY: (u32, u32) = (7, 0);
 #[derive(Debug)]
 pub(crate) struct Session {
     // Declared before the context: the stream goes first.
-    stream: Stream,
+    stream: WorkStream,
     context: Context,
     pub(crate) info: DeviceInfo,
 }
 
+/// Where work is enqueued.
+#[derive(Debug)]
+pub(crate) enum WorkStream {
+    /// Made here and destroyed with the session.
+    Own(Stream),
+    /// A framework's, which lives longer than the session.
+    Adopted(StreamHandle),
+}
+
 impl Session {
+    pub(crate) fn new(stream: WorkStream, context: Context, info: DeviceInfo) -> Self {
+        Self {
+            stream,
+            context,
+            info,
+        }
+    }
+
     pub(crate) fn open(ordinal: u32) -> Result<Self, BackendError> {
-        // SAFETY: no precondition; 0 is the only value for the flags.
-        let status = unsafe { sys::cuInit(0) };
-        if status != CUresult::CUDA_SUCCESS {
-            return Err(unavailable(format!(
-                "the driver does not start, with code {}: {}; check the output of `nvidia-smi`, \
-                 or use the cpu backend",
-                status as i32,
-                describe(status)
-            )));
-        }
+        start()?;
         let info = read_info(ordinal)?;
-        if info.compute_capability < LEAST_COMPUTE_CAPABILITY {
-            let (major, minor) = info.compute_capability;
-            return Err(unavailable(format!(
-                "device {ordinal} ({}): expected compute capability 7.0 or newer, found \
-                 {major}.{minor}; use the cpu backend",
-                info.name
-            )));
-        }
+        check_capability(&info)?;
         let opening = || format!("opening device {ordinal}");
         let device = wrapped(Device::get_device(ordinal), opening)?;
         let context = wrapped(Context::new(device), opening)?;
         let stream = wrapped(Stream::new(StreamFlags::DEFAULT, None), || {
             "creating a stream".to_owned()
         })?;
-        Ok(Self {
-            stream,
-            context,
-            info,
-        })
+        Ok(Self::new(WorkStream::Own(stream), context, info))
     }
 
     /// Makes the context the calling thread's. Every use of the driver starts with it: threads have
@@ -66,11 +64,10 @@ impl Session {
     }
 
     pub(crate) fn stream(&self) -> CUstream {
-        self.stream.as_inner()
-    }
-
-    pub(crate) fn own_stream(&self) -> &Stream {
-        &self.stream
+        match &self.stream {
+            WorkStream::Own(stream) => stream.as_inner(),
+            WorkStream::Adopted(stream) => stream.0.cast(),
+        }
     }
 
     /// Waits for everything enqueued.
@@ -98,7 +95,35 @@ pub(crate) fn unavailable(reason: String) -> BackendError {
     }
 }
 
-fn read_info(ordinal: u32) -> Result<DeviceInfo, BackendError> {
+/// Starts the driver.
+pub(crate) fn start() -> Result<(), BackendError> {
+    // SAFETY: no precondition; 0 is the only value for the flags.
+    let status = unsafe { sys::cuInit(0) };
+    if status == CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    Err(unavailable(format!(
+        "the driver does not start, with code {}: {}; check the output of `nvidia-smi`, or use the \
+         cpu backend",
+        status as i32,
+        describe(status)
+    )))
+}
+
+/// Refuses a device that does not run the PTX.
+pub(crate) fn check_capability(info: &DeviceInfo) -> Result<(), BackendError> {
+    if info.compute_capability >= LEAST_COMPUTE_CAPABILITY {
+        return Ok(());
+    }
+    let (major, minor) = info.compute_capability;
+    Err(unavailable(format!(
+        "device {} ({}): expected compute capability 7.0 or newer, found {major}.{minor}; use the \
+         cpu backend",
+        info.ordinal, info.name
+    )))
+}
+
+pub(crate) fn read_info(ordinal: u32) -> Result<DeviceInfo, BackendError> {
     let reading = || format!("reading the properties of device {ordinal}");
     let mut version = 0;
     let mut count = 0;

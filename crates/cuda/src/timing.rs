@@ -31,14 +31,14 @@ mod events {
     use std::num::NonZeroU32;
     use std::time::{Duration, Instant};
 
-    use cust::event::{Event, EventFlags};
     use cust::sys;
     use fusestep_launch::{Backend, BackendError, Buffer};
 
     use super::DeviceTime;
     use crate::NAME;
     use crate::backend::CudaBackend;
-    use crate::status::{check, wrapped};
+    use crate::event::{Event, EventUse};
+    use crate::status::check;
 
     impl CudaBackend {
         /// Enqueues `step` so many times, numbered from 0, between two events, and waits for the
@@ -65,8 +65,7 @@ mod events {
             self.mark(&end)?;
             self.synchronize()?;
             let wall = begun.elapsed();
-            let between = end.elapsed_time_f32(&start);
-            let milliseconds = wrapped(between, || "reading the time between events".to_owned())?;
+            let milliseconds = end.since(&start)?;
             Ok(DeviceTime {
                 steps,
                 device: Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3),
@@ -114,17 +113,12 @@ mod events {
         }
 
         fn event(&self) -> Result<Event, BackendError> {
-            self.session.enter()?;
-            wrapped(Event::new(EventFlags::DEFAULT), || {
-                "creating an event".to_owned()
-            })
+            Event::new(&self.session, EventUse::Time)
         }
 
         fn mark(&self, event: &Event) -> Result<(), BackendError> {
-            self.session.enter()?;
-            wrapped(event.record(self.session.own_stream()), || {
-                "recording an event".to_owned()
-            })
+            // SAFETY: the session's stream lives as long as it.
+            unsafe { event.record(self.session.stream()) }
         }
     }
 }

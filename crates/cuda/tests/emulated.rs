@@ -2,7 +2,13 @@
 //! emulate`, a real one under `cargo xtask gpu`. What only the emulator can show is skipped
 //! elsewhere, and the skip is printed.
 
+#[path = "emulated/adopted.rs"]
+mod adopted;
+#[path = "emulated/borrowed.rs"]
+mod borrowed;
 mod common;
+#[path = "emulated/framework.rs"]
+mod framework;
 
 use common::{Places, TINY, cpu, cuda, formats, same_bits, same_bits_at, step_at};
 use fusestep_cuda::CudaBackend;

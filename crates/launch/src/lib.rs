@@ -37,7 +37,10 @@ pub use normed::{
     CHUNK_UNITS, CachedSum, Excluded, FINISHED_BYTES, MAX_SUMS, NormedKernel, Outcome, SLOT_VALUES,
     SumsAndUpdate, WORKSPACE_BYTES, Workspace,
 };
-pub use pack::{Addresses, CONCLUSION_BYTES, pack, pack_conclusion, pack_reduction};
+pub use pack::{
+    Addresses, CONCLUSION_BYTES, TensorAddresses, pack, pack_conclusion, pack_reduction,
+    pack_reduction_of_tensors, pack_tensors,
+};
 pub use precision::{
     FLAG_STOCHASTIC, Format, KEY_BYTES, Layout, Master, ORIGIN_WORDS, Precision, Rounding,
     StateDType,

@@ -18,6 +18,16 @@ pub struct Addresses<'a> {
     pub control: u64,
 }
 
+/// Device addresses of what a launch refers to whose tensors lie anywhere.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorAddresses<'a> {
+    /// For each tensor of the storage, that of its first element in each list, in the kernel's
+    /// order.
+    pub tensors: &'a [u64],
+    /// The control block; 0 if there is none.
+    pub control: u64,
+}
+
 /// Writes the arguments of one batch of `launch` into `out` and returns their length in bytes.
 ///
 /// `addresses` are the device addresses of what the launch refers to. The layout is that of
@@ -27,10 +37,47 @@ pub struct Addresses<'a> {
 /// If `out` is shorter than the batch's argument bytes: batches are made for a limit, and `out` is
 /// as long as that limit.
 pub fn pack(launch: &Launch<'_>, batch: &Batch, addresses: Addresses<'_>, out: &mut [u8]) -> usize {
+    let words = addresses.lists.len().min(launch.lists.len());
+    let head = (addresses.control, words);
+    pack_records(launch, batch, head, out, |record, index| {
+        let element = launch.offsets[record.tensor as usize] + record.first_element;
+        let place = element.wrapping_sub(launch.first(index));
+        addresses.lists[index] + place * launch.lists[index].dtype().len_bytes() as u64
+    })
+}
+
+/// [`pack`] for tensors that lie anywhere: `launch.lists` has those that are kept, `addresses` all
+/// of the kernel's.
+///
+/// # Panics
+/// As [`pack`].
+pub fn pack_tensors(
+    launch: &Launch<'_>,
+    batch: &Batch,
+    addresses: TensorAddresses<'_>,
+    out: &mut [u8],
+) -> usize {
+    let declared = launch.kernel.lists();
+    let head = (addresses.control, declared.len());
+    pack_records(launch, batch, head, out, |record, index| {
+        let tensor = addresses.tensors[record.tensor as usize * declared.len() + index];
+        let place = record.first_element * declared[index].dtype.len_bytes() as u64;
+        tensor.wrapping_add(place)
+    })
+}
+
+/// Writes a batch of records of so many lists, whose addresses `address_of` says.
+fn pack_records(
+    launch: &Launch<'_>,
+    batch: &Batch,
+    (control, lists): (u64, usize),
+    out: &mut [u8],
+    address_of: impl Fn(&Record, usize) -> u64,
+) -> usize {
     let layout = launch.kernel.argument_layout();
     let len_bytes = layout.bytes(batch.records.len(), batch.classes.len());
     let flags = launch.kernel.flags();
-    let mut words = addresses.lists.len();
+    let mut words = lists;
     let origin = flags & FLAG_STOCHASTIC != 0;
     if origin {
         words += ORIGIN_WORDS;
@@ -42,22 +89,15 @@ pub fn pack(launch: &Launch<'_>, batch: &Batch, addresses: Addresses<'_>, out: &
     );
     let mut writer = Writer { out, at: 0 };
     let counts = [batch.records.len() as u32, batch.classes.len() as u32];
-    writer.header(
-        counts,
-        launch.limits.chunk_elements,
-        flags,
-        addresses.control,
-    );
+    writer.header(counts, launch.limits.chunk_elements, flags, control);
     writer.bytes(launch.scalars);
     for &class in &batch.classes {
         let start = class as usize * layout.set_bytes;
         writer.bytes(&launch.sets[start..start + layout.set_bytes]);
     }
     for record in &batch.records {
-        let element = launch.offsets[record.tensor as usize] + record.first_element;
-        for (index, (list, &address)) in launch.lists.iter().zip(addresses.lists).enumerate() {
-            let place = element.wrapping_sub(launch.first(index));
-            writer.u64(address + place * list.dtype().len_bytes() as u64);
+        for index in 0..lists {
+            writer.u64(address_of(record, index));
         }
         if origin {
             writer.u64(launch.members[record.tensor as usize].into());
@@ -82,16 +122,46 @@ pub fn pack_reduction(
     (list, partials): (u64, u64),
     out: &mut [u8],
 ) -> usize {
-    let layout: ArgumentLayout = kernel.argument_layout();
     let width = kernel.list().dtype.len_bytes() as u64;
+    pack_reads(kernel, batch, partials, out, |record| {
+        let first = offsets[record.tensor as usize] + record.first_element;
+        list + first * width
+    })
+}
+
+/// [`pack_reduction`] for tensors that lie anywhere, with the address of each tensor of the
+/// storage.
+///
+/// # Panics
+/// As [`pack_reduction`].
+pub fn pack_reduction_of_tensors(
+    kernel: &dyn MultiTensorReduction,
+    batch: &Batch,
+    tensors: &[u64],
+    partials: u64,
+    out: &mut [u8],
+) -> usize {
+    let width = kernel.list().dtype.len_bytes() as u64;
+    pack_reads(kernel, batch, partials, out, |record| {
+        tensors[record.tensor as usize] + record.first_element * width
+    })
+}
+
+fn pack_reads(
+    kernel: &dyn MultiTensorReduction,
+    batch: &Batch,
+    partials: u64,
+    out: &mut [u8],
+    address_of: impl Fn(&Record) -> u64,
+) -> usize {
+    let layout: ArgumentLayout = kernel.argument_layout();
     let mut writer = Writer { out, at: 0 };
     // There are no hyper-parameters, so the sets that the records name take no bytes.
     let counts = [batch.records.len() as u32, 0];
     writer.header(counts, kernel.chunk_elements(), 0, 0);
     writer.u64(partials);
     for record in &batch.records {
-        let first = offsets[record.tensor as usize] + record.first_element;
-        writer.u64(list + first * width);
+        writer.u64(address_of(record));
         writer.place(record);
     }
     debug_assert_eq!(writer.at, layout.bytes(batch.records.len(), 0));

@@ -7,8 +7,9 @@ use fusestep_launch::{
     Access, Addresses, ArgumentLayout, Backend, BackendError, Batch, Buffer, ChangedRecord,
     Conclude, ControlBlock, Excluded, FLAG_STOCHASTIC, Gate, HostRun, Launch, LaunchLimits,
     LaunchReport, LeafSquares, ListBuffer, MultiTensorKernel, MultiTensorReduction, Record, Reduce,
-    Replicas, ResidentTable, SetValues, SquareSum, TensorList, UpdateSums, pack, pack_conclusion,
-    pack_reduction, pack_reduction_table, pack_table, pack_update_sums,
+    Replicas, ResidentTable, SetValues, SquareSum, TensorAddresses, TensorList, UpdateSums, pack,
+    pack_conclusion, pack_reduction, pack_reduction_of_tensors, pack_reduction_table, pack_table,
+    pack_tensors, pack_update_sums,
 };
 use fusestep_simd::Level;
 use fusestep_tensor::{DType, Role};
@@ -260,6 +261,38 @@ fn arguments_are_header_scalars_sets_and_records() {
         assert_eq!(out[..len], expected.0);
         assert_eq!(out[len..], [0xee; 3]);
     }
+}
+
+/// Where tensors lie as in common lists, their arguments are the same.
+#[test]
+fn tensors_that_lie_anywhere_have_addresses_of_their_own() {
+    let places = OFFSETS.map(|first| (4 * first, 2 * first.wrapping_sub(64)));
+    let alike = places.map(|(param, grad)| [0x1000 + param, grad.wrapping_add(0x9000)]);
+    for (flags, words) in [(3, 2), (FLAG_STOCHASTIC, 4)] {
+        let (kernel, batches) = (Kernel { flags, words }, [batch()]);
+        let mut own = lists();
+        let launch = launch(&kernel, &batches, &mut own, None);
+        let (mut expected, mut found) = (vec![0xee; 200], vec![0xee; 200]);
+        let addresses = Addresses {
+            lists: &[0x1000, 0x9000],
+            control: 0x77,
+        };
+        let len = pack(&launch, &batches[0], addresses, &mut expected);
+        let addresses = TensorAddresses {
+            tensors: alike.as_flattened(),
+            control: 0x77,
+        };
+        assert_eq!(
+            pack_tensors(&launch, &batches[0], addresses, &mut found),
+            len
+        );
+        assert_eq!(found, expected);
+    }
+    let (mut expected, mut found) = ([0; 100], [0; 100]);
+    let len = pack_reduction(&Lengths, &batch(), &OFFSETS, (0x9000, 0x66), &mut expected);
+    let alike = OFFSETS.map(|first| 0x9000 + 2 * first);
+    let own = pack_reduction_of_tensors(&Lengths, &batch(), &alike, 0x66, &mut found);
+    assert_eq!((own, found), (len, expected));
 }
 
 #[test]

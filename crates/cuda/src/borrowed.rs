@@ -1,0 +1,191 @@
+//! Launches on parameters and gradients that lie in a framework's memory of the device, each
+//! somewhere else: a record has addresses of its own anyway.
+
+use std::sync::{MutexGuard, PoisonError};
+
+use fusestep_launch::{
+    BackendError, Launch, LaunchReport, Record, Reduce, TensorAddresses, TensorList,
+    pack_reduction_of_tensors, pack_tensors,
+};
+use fusestep_tensor::Role;
+
+use crate::NAME;
+use crate::backend::{
+    CudaBackend, argument_bytes, check_records, check_without_tensor_sums, saturate,
+};
+use crate::session::unavailable;
+use crate::update_sums::check_without_update_sums;
+
+/// Where one tensor lies on the device: its elements one behind the other, in memory of whoever
+/// gives the address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceTensor {
+    address: u64,
+    len_bytes: usize,
+}
+
+impl DeviceTensor {
+    /// The tensor at a device address, aligned to its elements at least: 16 bytes and more are
+    /// faster. An address of 0 is one of 0 bytes.
+    ///
+    /// # Safety
+    /// Until what is enqueued with it is done on the device:
+    /// - the memory is allocated in the backend's context, `len_bytes` long, and holds initialised
+    ///   elements of the list's dtype;
+    /// - nothing writes it that is not ordered with the backend's stream, and if the kernel writes
+    ///   it, nothing reads it either;
+    /// - what the kernel writes overlaps no other tensor of the launch.
+    ///
+    /// If the launch is recorded, that holds for each replay of its graph.
+    pub unsafe fn at(address: u64, len_bytes: usize) -> Self {
+        Self { address, len_bytes }
+    }
+
+    /// Where it begins.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+}
+
+/// Lends one tensor: where this role of a parameter, by its position among the caller's, lies;
+/// `None` for one that the caller does not have. It is called for every part of a tensor and says
+/// the same each time.
+pub type LendOnDevice<'a> = &'a mut dyn FnMut(u32, Role) -> Option<DeviceTensor>;
+
+impl CudaBackend {
+    /// Enqueues a launch of a plan whose tensors are borrowed. `lend` is called for those lists of
+    /// the kernel that `launch.lists` lacks.
+    ///
+    /// # Errors
+    /// [`BackendError::Unavailable`] for a tensor that is not lent, or lies at an address that is
+    /// not aligned to its elements; [`BackendError::OutOfBounds`] for one that is too short.
+    /// Nothing is enqueued then. As [`fusestep_launch::Backend::launch`].
+    /// # Cost
+    /// As [`fusestep_launch::Backend::launch`] with tables in arguments: linear in tensors on the
+    /// host, and allocates nothing once it has run.
+    pub fn launch_borrowed(
+        &self,
+        launch: Launch<'_>,
+        lend: LendOnDevice<'_>,
+    ) -> Result<LaunchReport, BackendError> {
+        check_without_update_sums(&launch)?;
+        check_without_tensor_sums(&launch)?;
+        let control = match launch.control {
+            Some(control) => self.control_address(control)?,
+            None => 0,
+        };
+        let declared = launch.kernel.lists();
+        let mut tensors = self.borrowed();
+        tensors.clear();
+        tensors.resize(launch.offsets.len() * declared.len(), 0);
+        for batch in launch.batches {
+            check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
+            self.check_arguments(argument_bytes(&launch, batch))?;
+        }
+        for (at, list) in declared.iter().enumerate() {
+            let kept = launch
+                .lists
+                .iter()
+                .position(|kept| kept.role() == list.role);
+            let kept = match kept {
+                Some(index) => {
+                    let buffer = launch.lists[index].buffer.as_ref();
+                    Some((self.device_buffer(buffer)?.address(), launch.first(index)))
+                }
+                None => None,
+            };
+            for record in launch.batches.iter().flat_map(|batch| &batch.records) {
+                let tensor = record.tensor as usize;
+                tensors[tensor * declared.len() + at] = match kept {
+                    // Modulo 2⁶⁴: a shard may begin inside of the tensor.
+                    Some((address, first)) => launch.offsets[tensor]
+                        .wrapping_sub(first)
+                        .wrapping_mul(list.dtype.len_bytes() as u64)
+                        .wrapping_add(address),
+                    None => {
+                        let parameter = launch.members[tensor];
+                        checked(lend(parameter, list.role), list, record, parameter)?
+                    }
+                };
+            }
+        }
+        let tensors = &tensors[..];
+        self.enqueue_batches(&launch, &|batch, bytes| {
+            let addresses = TensorAddresses { tensors, control };
+            pack_tensors(&launch, batch, addresses, bytes);
+        })
+    }
+
+    /// Enqueues a reduction of a plan whose gradients are borrowed.
+    ///
+    /// # Errors
+    /// As [`CudaBackend::launch_borrowed`] and [`fusestep_launch::Backend::reduce`].
+    pub fn reduce_borrowed(
+        &self,
+        reduce: Reduce<'_>,
+        lend: LendOnDevice<'_>,
+    ) -> Result<LaunchReport, BackendError> {
+        let list = reduce.kernel.list();
+        let mut tensors = self.borrowed();
+        tensors.clear();
+        tensors.resize(reduce.offsets.len(), 0);
+        for batch in reduce.batches {
+            check_records((&[], &[]), reduce.offsets, batch)?;
+            for record in &batch.records {
+                let tensor = record.tensor as usize;
+                let parameter = reduce.members[tensor];
+                let borrowed = lend(parameter, list.role);
+                tensors[tensor] = checked(borrowed, &list, record, parameter)?;
+            }
+        }
+        let (kernel, tensors) = (reduce.kernel, &tensors[..]);
+        self.enqueue_read_batches(&reduce, &|batch, partials, bytes| {
+            pack_reduction_of_tensors(kernel, batch, tensors, partials, bytes);
+        })
+    }
+
+    fn borrowed(&self) -> MutexGuard<'_, Vec<u64>> {
+        self.borrowed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The address of a tensor, of which a record's elements are used.
+fn checked(
+    borrowed: Option<DeviceTensor>,
+    list: &TensorList,
+    record: &Record,
+    parameter: u32,
+) -> Result<u64, BackendError> {
+    let role = list.role;
+    let refused = |found: String| {
+        let width = list.dtype.len_bytes();
+        Err(unavailable(format!(
+            "{role} of parameter {parameter}: expected {} at a device address that is a multiple \
+             of {width}, found {found}",
+            list.dtype
+        )))
+    };
+    let Some(DeviceTensor { address, len_bytes }) = borrowed else {
+        return refused("none".to_owned());
+    };
+    let width = list.dtype.len_bytes() as u64;
+    let (place, needed) = (
+        record.first_element.saturating_mul(width),
+        record.numel.saturating_mul(width),
+    );
+    if place.saturating_add(needed) > len_bytes as u64 {
+        return Err(BackendError::OutOfBounds {
+            backend: NAME,
+            offset_bytes: saturate(place),
+            len_bytes: saturate(needed),
+            found: len_bytes,
+        });
+    }
+    if address == 0 || !address.is_multiple_of(width) {
+        return refused(format!("address {address:#x}"));
+    }
+    if address.checked_add(len_bytes as u64).is_none() {
+        return refused(format!("{len_bytes} bytes from address {address:#x} on"));
+    }
+    Ok(address)
+}

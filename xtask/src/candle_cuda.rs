@@ -1,0 +1,72 @@
+//! `candle-cuda`: variables of candle on the emulated device, beside a toolkit that has no code.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use fusestep_cuda_emulator::{Options, build};
+
+use crate::emulate::split;
+use crate::{ptxas, workspace_root};
+
+/// CUDA's libraries that candle is linked with, beside the driver.
+const LIBRARIES: [&str; 5] = ["cublas", "cublasLt", "curand", "nvrtc", "cudart"];
+
+/// Builds the emulator and the toolkit, and runs candle's tests on a CUDA device.
+pub(crate) fn run(arguments: &[String]) -> Result<()> {
+    let (own, test_arguments) = split(arguments);
+    ensure!(
+        own.is_empty(),
+        "expected `candle-cuda [-- TEST ARGUMENTS]`, found {own:?}"
+    );
+    let root = workspace_root();
+    let emulator = root.join("target/emulator");
+    build(&root.join("kernels"), &emulator, &Options::default())?;
+    let toolkit = root.join("target/candle-toolkit");
+    make_toolkit(&root.join("crates/candle/tests/toolkit"), &toolkit)?;
+    let libraries = [emulator.join("lib64"), toolkit.join("lib64")];
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let words = "test --release --package fusestep-candle --features cuda --test cuda --";
+    let status = Command::new(cargo)
+        .current_dir(&root)
+        .args(words.split(' '))
+        .args(test_arguments)
+        .env("CUDA_HOME", &toolkit)
+        .env("NVCC", toolkit.join("bin/nvcc"))
+        .env("CUDA_COMPUTE_CAP", "90")
+        .env("CUDARC_CUDA_VERSION", "12040")
+        .env("CUDA_LIBRARY_PATH", &emulator)
+        .env("LD_LIBRARY_PATH", std::env::join_paths(libraries)?)
+        .status()
+        .context("cannot start cargo")?;
+    ensure!(status.success(), "the tests failed: cargo {words}");
+    Ok(())
+}
+
+/// A folder as a CUDA toolkit lies in one: a compiler that writes files without code, and
+/// libraries that can be opened and do nothing.
+fn make_toolkit(sources: &Path, folder: &Path) -> Result<()> {
+    let making = || format!("cannot make {}", folder.display());
+    let (programs, libraries) = (folder.join("bin"), folder.join("lib64"));
+    for part in [&programs, &libraries] {
+        fs::create_dir_all(part).with_context(making)?;
+    }
+    let compiler = programs.join("nvcc");
+    fs::copy(sources.join("nvcc.sh"), &compiler).with_context(making)?;
+    ptxas::make_executable(&compiler)?;
+    let source = sources.join("libraries.cpp");
+    for name in LIBRARIES {
+        let library = libraries.join(format!("lib{name}.so"));
+        let output = Command::new(Options::default().compiler())
+            .args(["-std=c++17", "-shared", "-fPIC", "-o"])
+            .arg(&library)
+            .arg(format!("-DLIBRARY_{name}"))
+            .arg(&source)
+            .output()
+            .context("cannot start the C++ compiler")?;
+        let errors = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "{}: {errors}", source.display());
+    }
+    Ok(())
+}
