@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 
 #[path = "tidy/dependencies.rs"]
 mod dependencies;
+#[path = "tidy/documents.rs"]
+mod documents;
 #[path = "tidy/lengths.rs"]
 mod lengths;
 #[path = "tidy/sentences.rs"]
@@ -88,6 +90,28 @@ fn lines_are_at_most_100_columns_wide() {
         widths::violations_of_comments,
     );
     require(&[".md"], widths::violations_of_prose);
+}
+
+#[test]
+fn what_pages_name_is_there() {
+    let exists = |path: &str| root().join(path).exists();
+    require(&[".md"], |path, text| {
+        documents::dead_links(path, text, &exists)
+    });
+    let sources: Vec<String> = files()
+        .into_iter()
+        .filter(|path| {
+            let endings = [".rs", ".cu", ".cuh", ".hpp", ".cpp", ".py", ".toml"];
+            // That one names what is not there.
+            endings.iter().any(|ending| path.ends_with(ending)) && !path.ends_with("documents.rs")
+        })
+        .map(|path| read(&path))
+        .collect();
+    let words = sources.iter().flat_map(|text| documents::words(text));
+    let words = words.collect();
+    require(&[".md"], |path, text| {
+        documents::unknown_names(path, text, &words)
+    });
 }
 
 #[test]
