@@ -32,8 +32,10 @@ mod values;
 
 use std::io::Write;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{Parser, Subcommand};
+use fusestep_collective_mpi::launched_ranks;
 use fusestep_tensor::escaped;
 
 /// The tail of a training step, fused: everything between the end of backward and the next forward.
@@ -62,6 +64,10 @@ enum Command {
     Check(check::CheckArgs),
 }
 
+/// How long a rank of mpirun's stays once it has told its error: the job ends with the first
+/// process that fails, and what others were about to say would be lost.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
 fn main() -> ExitCode {
     // Usage errors end here with exit code 2 and clap's own message.
     let cli = Cli::parse();
@@ -73,6 +79,9 @@ fn main() -> ExitCode {
             // obeyed by a terminal.
             let line = format!("error: {}\n", escaped(&format!("{error:#}")));
             let _ = std::io::stderr().write_all(line.as_bytes());
+            if launched_ranks().is_some_and(|ranks| ranks > 1) {
+                std::thread::sleep(LAST_WORDS);
+            }
             ExitCode::FAILURE
         }
     }
