@@ -9,10 +9,10 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::workspace_root;
 
-/// A check: its name, the tool of cargo that it needs, variables and the command.
+/// A check: its name, the tools of cargo that it needs, variables and the command.
 struct Check {
     name: &'static str,
-    needs: Option<&'static str>,
+    needs: &'static [&'static str],
     variables: &'static [(&'static str, &'static str)],
     /// Words with a space between them.
     command: &'static str,
@@ -21,7 +21,7 @@ struct Check {
 const CHECKS: &[Check] = &[
     Check {
         name: "200 kills of a run that saves, each resumed to the same parameters",
-        needs: None,
+        needs: &[],
         variables: &[],
         command: "cargo test --release -p fusestep-cli --test cli -- --ignored --exact \
                   checkpoints::a_run_killed_at_200_instants_resumes_to_the_same_parameters",
@@ -29,7 +29,7 @@ const CHECKS: &[Check] = &[
     // With the program, so that features are those of the other checks and little is built anew.
     Check {
         name: "100 kills of candle's saves behind training, each resumed",
-        needs: None,
+        needs: &[],
         variables: &[],
         command: "cargo test --release -p fusestep-candle -p fusestep-cli --test ranks -- \
                   --ignored --exact \
@@ -37,37 +37,37 @@ const CHECKS: &[Check] = &[
     },
     Check {
         name: "a million seeds",
-        needs: None,
+        needs: &[],
         variables: &[],
         command: "cargo xtask simulate --seeds 1000000",
     },
     Check {
         name: "ten minutes of each fuzz target",
-        needs: None,
+        needs: &[],
         variables: &[],
         command: "cargo xtask fuzz --seconds 600",
     },
     Check {
         name: "planted bugs",
-        needs: None,
+        needs: &[],
         variables: &[],
         command: "cargo xtask planted",
     },
     Check {
         name: "thread sanitizer",
-        needs: None,
+        needs: &[],
         variables: &[(COMPILER, "nightly")],
         command: "cargo xtask sanitize thread",
     },
     Check {
         name: "address sanitizer",
-        needs: None,
+        needs: &[],
         variables: &[(COMPILER, "nightly")],
         command: "cargo xtask sanitize address",
     },
     Check {
         name: "tests with checks of overflow and debug assertions",
-        needs: None,
+        needs: &[],
         variables: &[
             ("CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS", "true"),
             ("CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS", "true"),
@@ -77,61 +77,62 @@ const CHECKS: &[Check] = &[
     },
     Check {
         name: "oldest compiler of the crates",
-        needs: None,
+        needs: &[],
         variables: &[(COMPILER, "1.89"), ("CARGO_TARGET_DIR", "target/oldest")],
         command: "cargo check --release --workspace --exclude fusestep-candle --exclude \
                   fusestep-cli",
     },
     Check {
         name: "oldest compiler of candle and the program",
-        needs: None,
+        needs: &[],
         variables: &[(COMPILER, "1.94"), ("CARGO_TARGET_DIR", "target/oldest")],
         command: "cargo check --release -p fusestep-candle -p fusestep-cli",
     },
     // The lock file holds the newest.
     Check {
         name: "oldest release of candle",
-        needs: None,
+        needs: &[],
         variables: &[],
         command: "cargo xtask package --candle 0.11.0",
     },
     Check {
         name: "semver of the public crates",
-        needs: Some("cargo-semver-checks"),
+        needs: &["cargo-semver-checks"],
         variables: &[],
         command: "cargo xtask package --semver",
     },
     Check {
         name: "licences, sources and advisories",
-        needs: Some("cargo-deny"),
+        needs: &["cargo-deny"],
         variables: &[],
         command: "cargo deny --workspace check",
     },
     Check {
         name: "candle on the emulated device",
-        needs: None,
+        needs: &[],
         variables: &[],
         command: "cargo xtask candle-cuda",
     },
     // Without candle's `cuda`, which takes nvcc; `cargo xtask candle-cuda` builds it.
     Check {
         name: "each feature alone",
-        needs: Some("cargo-hack"),
+        needs: &["cargo-hack"],
         variables: &[("DOCS_RS", "1"), ("CARGO_TARGET_DIR", "target/docs-rs")],
         command: "cargo hack check --workspace --exclude fusestep-candle --each-feature --no-dev-deps",
     },
     Check {
         name: "mutants of layouts and launches",
-        needs: Some("cargo-mutants"),
+        needs: &["cargo-mutants"],
         variables: &[],
         command: "cargo mutants --profile mutants --package fusestep-coalesce --package fusestep-launch --cargo-test-arg=--lib --cargo-test-arg=--tests --output target/mutants-launch --no-shuffle",
     },
-    // The baseline would look for these tests in the package of the mutants.
+    // The baseline would look for these tests in the package of the mutants. A mutant that is found
+    // costs no more than until the first test that finds it, for each test is a process of its own.
     Check {
         name: "mutants of the passes",
-        needs: Some("cargo-mutants"),
+        needs: &["cargo-mutants", "cargo-nextest"],
         variables: &[],
-        command: "cargo mutants --profile mutants --package fusestep-planner --file crates/planner/src/passes/*.rs --test-package fusestep-tests --baseline skip --timeout 600 --cargo-test-arg=--test=plans --cargo-test-arg=--test=distributed --output target/mutants-passes --no-shuffle",
+        command: "cargo mutants --profile mutants --package fusestep-planner --file crates/planner/src/passes/*.rs --test-package fusestep-tests --baseline skip --timeout 300 --test-tool nextest --output target/mutants-passes --no-shuffle -- --test plans --test amp --test distributed",
     },
 ];
 
@@ -174,7 +175,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
 
 fn ended(check: &Check) -> Result<()> {
     let root = workspace_root();
-    if let Some(tool) = check.needs {
+    for tool in check.needs {
         install(&root, tool)?;
     }
     for (variable, compiler) in check.variables {
