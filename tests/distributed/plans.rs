@@ -405,6 +405,25 @@ fn predicted_memory_is_what_a_state_holds_per_stage() {
 }
 
 #[test]
+fn a_plan_says_how_many_gradients_are_reduced_in_how_many_calls() {
+    let params = params(&[
+        ("a", 3 * SLOT, DType::F32),
+        ("nothing", 0, DType::F32),
+        ("b", SLOT, DType::F32),
+    ]);
+    let told = |cap_bytes| {
+        let plan = plan(&params, FuseAllReduce::of_bytes(cap_bytes), 2);
+        let mut notes = plan.explain().iter();
+        let note = notes.find(|note| note.reason.contains("are reduced in"));
+        note.unwrap().reason.clone()
+    };
+    let whole = "2 gradients are reduced in 1 calls (0 cut by the cap)";
+    assert_eq!(told(slots(4)), whole);
+    let cut = "2 gradients are reduced in 3 calls (1 cut by the cap)";
+    assert_eq!(told(slots(2)), cut);
+}
+
+#[test]
 fn a_world_of_one_is_told_that_it_has_nothing_to_reduce() {
     let params = params(&[("a", 5, DType::F32)]);
     let plan = plan(&params, FuseAllReduce::default(), 1);
