@@ -6,7 +6,9 @@ use std::time::Instant;
 
 use fusestep_fused_adam::{Adam, WeightDecay};
 use fusestep_launch::{ARGUMENT_BYTES_CLASSIC, ARGUMENT_BYTES_LARGE, ArgumentLayout, LaunchLimits};
-use fusestep_planner::{Optimizer, Plan, Planner, SizeClass, Stage, Verdict};
+use fusestep_planner::{
+    CoalesceGradients, FuseOptimizer, Optimizer, Plan, Planner, SizeClass, Stage, Verdict,
+};
 use fusestep_tensor::{DType, ParamDesc, Shape};
 use serde::Deserialize;
 
@@ -139,6 +141,40 @@ fn launches_of_10_000_tiny_tensors_are_what_the_argument_bytes_allow() {
         let records = stage.batches.iter().flat_map(|batch| &batch.records);
         assert!(records.map(|record| record.tensor).eq(0..10_000));
     }
+}
+
+#[test]
+fn updates_are_fused_where_there_are_several_and_tensors_lie_together() {
+    let fused = |params: &[ParamDesc], coalesced: bool| {
+        let mut planner = Planner::new(adamw()).naive();
+        if coalesced {
+            planner = planner.with(CoalesceGradients);
+        }
+        let plan = planner.with(FuseOptimizer).plan(params).unwrap();
+        let note = plan.explain().iter().find(|n| n.pass == "fuse_optimizer");
+        let note = note.unwrap();
+        (plan.launches(), note.verdict, note.reason.clone())
+    };
+    let mut two = params([100, 200], DType::F32);
+    let (launches, verdict, reason) = fused(&two, false);
+    assert_eq!((launches, verdict), (2, Verdict::Refused));
+    assert!(
+        reason.contains("put pass coalesce_gradients before"),
+        "{reason}"
+    );
+    assert_eq!(fused(&two, true).0, 1);
+    let (launches, verdict, reason) = fused(&two[..1], true);
+    assert_eq!((launches, verdict), (1, Verdict::Refused));
+    assert_eq!(reason, "1 update has nothing to be fused with");
+    // As many storages as parameters, since there are as many dtypes.
+    two[1].dtype = DType::F64;
+    let (launches, verdict, _) = fused(&two, true);
+    assert_eq!((launches, verdict), (2, Verdict::Applied));
+    // Fewer than parameters, and more than one.
+    let mut three = params([100, 200, 300], DType::F32);
+    three[1].dtype = DType::F64;
+    let (launches, verdict, _) = fused(&three, true);
+    assert_eq!((launches, verdict), (2, Verdict::Applied));
 }
 
 #[test]
