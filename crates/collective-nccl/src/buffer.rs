@@ -21,6 +21,9 @@ pub struct DeviceBuffer {
     owner: Owner,
 }
 
+/// The driver refuses a length of zero, so an empty buffer has memory that nobody uses.
+const LEAST_BYTES: usize = 256;
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Owner {
     This,
@@ -31,9 +34,8 @@ impl DeviceBuffer {
     pub(crate) fn allocate(device: &Arc<Device>, len_bytes: usize) -> Result<Self, String> {
         let _entered = device.enter()?;
         let mut address = 0;
-        // SAFETY: it writes one address. The driver refuses a length of zero, which gets memory
-        // nobody uses.
-        let code = unsafe { (device.driver.allocate)(&mut address, len_bytes.max(256)) };
+        // SAFETY: it writes one address.
+        let code = unsafe { (device.driver.allocate)(&mut address, len_bytes.max(LEAST_BYTES)) };
         device.driver.check(code)?;
         Ok(Self {
             device: Arc::clone(device),
@@ -104,10 +106,7 @@ impl DeviceBuffer {
         if bytes.is_empty() {
             return Ok(());
         }
-        assert!(
-            start + bytes.len() <= self.len_bytes.max(256),
-            "upload within the buffer"
-        );
+        self.assert_within(start, bytes.len());
         let _entered = self.device.enter()?;
         // SAFETY: both ranges are live and long enough, as asserted.
         let code = unsafe {
@@ -127,10 +126,7 @@ impl DeviceBuffer {
         if bytes.is_empty() {
             return Ok(());
         }
-        assert!(
-            start + bytes.len() <= self.len_bytes.max(256),
-            "download within the buffer"
-        );
+        self.assert_within(start, bytes.len());
         let _entered = self.device.enter()?;
         // SAFETY: both ranges are live and long enough, as asserted; the host's is borrowed until
         // the stream is done with it.
@@ -146,6 +142,12 @@ impl DeviceBuffer {
                 .driver
                 .check((self.device.driver.stream_synchronize)(stream))
         }
+    }
+
+    /// Calls stay within what they were cut for; a copy that did not would write over other memory.
+    fn assert_within(&self, start: usize, len_bytes: usize) {
+        let room = self.len_bytes.max(LEAST_BYTES);
+        assert!(start + len_bytes <= room, "a copy within the buffer");
     }
 
     /// Waits for copies on the default stream.
