@@ -3,26 +3,36 @@
 # implementations. Needs the CUDA driver and what any Linux has; compute-sanitizer, nvcc and a
 # python3 with torch add the parts that need them, and a part that is not run is named.
 #
-# usage: run.sh [--small] [--out DIR] [--seconds N]
+# usage: run.sh [--small] [--out DIR] [--seconds N] [--only PART[,PART...]]
 #   --small      quick tests and scaled-down sets: a trial of this script where the device is slow
 #   --out DIR    where results.json, table.md and log.txt go; default: the folder results below the current one
 #   --seconds N  time for everything together; default: 520. Parts share it, and each is stopped at its end
+#   --only PARTS some of kernels,tests,times,others,sanitizers; default: all
 #
 # Status 0: tests, sanitizers and the checks of the times passed, or could not be run and are named;
 # 1: one failed or was stopped; 2: nothing could be run.
 set -u
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-small=0 out=$PWD/results total=520
+small=0 out=$PWD/results total=520 all=kernels,tests,times,others,sanitizers
+only=$all
 while [ $# -gt 0 ]; do
   case $1 in
     --small) small=1 ;;
     --out) out=${2:?--out: expected a folder, found nothing}; shift ;;
     --seconds) total=${2:?--seconds: expected a number, found nothing}; shift ;;
-    *) echo "error: expected --small, --out DIR or --seconds N, found $1" >&2; exit 2 ;;
+    --only) only=${2:?--only: expected parts, found nothing}; shift ;;
+    *) echo "error: expected --small, --out DIR, --seconds N or --only PARTS, found $1" >&2; exit 2 ;;
   esac
   shift
 done
 case $total in ''|*[!0-9]*) echo "error: --seconds: expected a whole number, found $total" >&2; exit 2 ;; esac
+for part in ${only//,/ }; do
+  case ,$all, in
+    *,"$part",*) ;;
+    *) echo "error: --only: expected some of $all, found $part" >&2; exit 2 ;;
+  esac
+done
+asked() { case ,$only, in *,"$1",*) ;; *) return 1 ;; esac }
 mkdir -p "$out" || exit 2
 out=$(cd "$out" && pwd)
 work=$(mktemp -d) || exit 2
@@ -69,12 +79,12 @@ status_of() {
 
 unpack() {
   mkdir "$work/bin" || exit 2
-  local packed
-  for packed in "$here"/bin/*.gz; do
-    packed=${packed##*/}
-    gzip -dc "$here/bin/$packed" >"$(program "${packed%.gz}")" || exit 2
-    chmod +x "$(program "${packed%.gz}")"
-  done
+  if command -v xz >/dev/null; then
+    xz -dc "$here/bin.tar.xz"
+  else
+    python3 -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), sys.stdout.buffer)' \
+      "$here/bin.tar.xz"
+  fi | tar -x -f - -C "$work/bin" || exit 2
   if ! "$(program device)" --list >>"$log" 2>&1; then
     echo "error: the programs do not start here: $(tail -n 1 "$log")" >&2
     echo "they need the CUDA driver (libcuda.so.1, in LD_LIBRARY_PATH if it lies apart), and $(cat "$here/NEEDS")" >&2
@@ -84,7 +94,7 @@ unpack() {
 
 # A step of every kernel from machine code, where there is some for this device, and from PTX, which
 # the driver compiles entry by entry.
-warm() {
+run_kernels() {
   say "one step of every kernel, as loaded here, and from PTX"
   local begun=$SECONDS status
   limited "$(least "$(left)" 75)" "$(program device)" --warm all
@@ -99,7 +109,7 @@ warm() {
 }
 
 suites=()
-suite() {
+run_tests() {
   local name status begun result forced end=$((SECONDS + $(least "$(left)" 170)))
   for name in $(cd "$work/bin" && ls) resident-from-ptx; do
     [ "$name" = device ] && continue
@@ -129,11 +139,13 @@ suite() {
   done
 }
 
-bench() {
+run_times() {
   local options=() status seconds
   # The other half is for the times of others and the sanitizers. No line is begun behind this; one
   # that was may end.
-  seconds=$(least $(($(left) / 2 - 30)) 230)
+  seconds=$(($(left) - 30))
+  asked others || asked sanitizers && seconds=$(($(left) / 2 - 30))
+  seconds=$(least "$seconds" 230)
   [ "$seconds" -ge 1 ] || seconds=1
   [ $small -eq 1 ] && options=(--scale 4000 --steps 1 --rounds 1 --sets 10000x64,1000x1024,norm_1e9)
   say "times"
@@ -143,13 +155,15 @@ bench() {
   [ $status -eq 0 ] || failed+=("times: $(status_of $status)")
 }
 
-torch() {
+run_others() {
   local options=() status seconds
   if ! command -v python3 >/dev/null; then
     not_run+=("times of others: there is no python3")
     return
   fi
-  seconds=$(least $(($(left) / 2 - 15)) 70)
+  seconds=$(($(left) - 15))
+  asked sanitizers && seconds=$(($(left) / 2 - 15))
+  seconds=$(least "$seconds" 70)
   [ "$seconds" -ge 1 ] || seconds=1
   [ $small -eq 1 ] && options=(--scale 4000 --steps 1 --rounds 1)
   say "times of others"
@@ -165,7 +179,7 @@ torch() {
 }
 
 checked=()
-sanitize() {
+run_sanitizers() {
   local tool sanitizer='' place status begun remaining=4 result
   for place in "$(command -v compute-sanitizer)" /usr/local/cuda/bin/compute-sanitizer /usr/local/cuda/compute-sanitizer/compute-sanitizer; do
     [ -z "$sanitizer" ] && [ -n "$place" ] && [ -x "$place" ] && sanitizer=$place
@@ -224,11 +238,9 @@ suite_rows='' sanitizer_rows='' warm_seconds=0 warm_ptx_seconds=0
 unpack
 gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1)
 gpu=${gpu:-a device without nvidia-smi}
-warm
-suite
-bench
-torch
-sanitize
+for part in ${all//,/ }; do
+  if asked "$part"; then "run_$part"; else not_run+=("$part: not asked for"); fi
+done
 report
 cat "$out/table.md"
 echo "written: $out/results.json, $out/table.md, $out/log.txt"

@@ -53,8 +53,9 @@ pub(crate) fn pack(folder: &Path) -> Result<()> {
     let making = || format!("cannot fill {}", folder.display());
     let bin = folder.join("bin");
     fs::create_dir_all(&bin).with_context(making)?;
-    let glibc = parallel::map(&programs, |program| pack_program(program, &bin))?;
+    let glibc = parallel::map(&programs, |program| strip_program(program, &bin))?;
     let glibc = glibc.into_iter().max().unwrap_or_default();
+    pack_programs(folder)?;
     let root = workspace_root();
     fs::create_dir_all(folder.join("shapes")).with_context(making)?;
     for entry in fs::read_dir(root.join("data/shapes"))? {
@@ -142,8 +143,8 @@ fn programs_of(messages: &str) -> Vec<Program> {
     programs.collect()
 }
 
-/// Strips, checks and compresses one program; returns the glibc that it needs.
-fn pack_program(program: &Program, bin: &Path) -> Result<(u32, u32)> {
+/// Strips and checks one program; returns the glibc that it needs.
+fn strip_program(program: &Program, bin: &Path) -> Result<(u32, u32)> {
     let stripped = bin.join(&program.name);
     let path = program.path.as_os_str();
     output(Command::new("strip").arg("-o").arg(&stripped).arg(path))?;
@@ -152,9 +153,24 @@ fn pack_program(program: &Program, bin: &Path) -> Result<(u32, u32)> {
             .args(["-W", "-d", "-V"])
             .arg(&stripped),
     )?;
-    let glibc = check_headers(&program.name, &headers)?;
-    output(Command::new("gzip").args(["-9", "-n"]).arg(&stripped))?;
-    Ok(glibc)
+    check_headers(&program.name, &headers)
+}
+
+/// Packs all programs into one archive, in which the kernels that each carries lie once: the
+/// dictionary reaches back over several programs.
+fn pack_programs(folder: &Path) -> Result<()> {
+    let (bin, archive) = (folder.join("bin"), folder.join("bin.tar"));
+    output(
+        Command::new("tar")
+            .args(["--sort=name", "--create", "--file"])
+            .arg(&archive)
+            .arg("--directory")
+            .arg(&bin)
+            .arg("."),
+    )?;
+    let options = ["--threads=1", "--lzma2=preset=6,dict=192MiB"];
+    output(Command::new("xz").args(options).arg(&archive))?;
+    fs::remove_dir_all(&bin).with_context(|| format!("cannot remove {}", bin.display()))
 }
 
 /// Refuses a program that would not start elsewhere.

@@ -92,7 +92,10 @@ struct Enqueued {
 // Whether launches on the stream are recorded in place of being run. Nothing else can be enqueued
 // there then.
 bool is_capturing(CUstream stream);
-void record(CUstream stream, const Enqueued& launch);
+// The error of a recording that a call has spoiled, which every further launch and its end return.
+CUresult record(CUstream stream, const Enqueued& launch);
+// Spoils the recording that the stream takes part in.
+void spoil(CUstream stream);
 // The stream that a capture began with which this one takes part in; nullptr for none.
 CUstream capture_of(CUstream stream);
 // Lets `stream` go on behind what `from` had enqueued in a capture: it joins that capture, or if

@@ -19,7 +19,14 @@ namespace {
 
 std::list<CUgraph_st> graphs;
 std::list<CUgraphExec_st> executables;
-std::map<CUstream, std::vector<Enqueued>> recordings;
+
+// What a stream has recorded since its capture began, and whether a call has spoiled it.
+struct Recording {
+    std::vector<Enqueued> launches;
+    bool is_spoiled = false;
+};
+
+std::map<CUstream, Recording> recordings;
 
 // A stream that has joined the capture of another, and whether that must wait for it still.
 struct Fork {
@@ -56,11 +63,16 @@ CUstream capture_of(CUstream stream) {
 
 bool is_capturing(CUstream stream) { return capture_of(stream) != nullptr; }
 
-void record(CUstream stream, const Enqueued& launch) {
-    recordings[capture_of(stream)].push_back(launch);
+CUresult record(CUstream stream, const Enqueued& launch) {
+    Recording& recording = recordings[capture_of(stream)];
+    if (recording.is_spoiled) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+    recording.launches.push_back(launch);
     const auto fork = forks.find(stream);
     if (fork != forks.end()) fork->second.is_pending = true;
+    return CUDA_SUCCESS;
 }
+
+void spoil(CUstream stream) { recordings[capture_of(stream)].is_spoiled = true; }
 
 void follow(CUstream stream, CUstream from, CUstream capture) {
     if (recordings.count(capture) == 0) return;
@@ -104,8 +116,14 @@ CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
             is_joined = is_joined && !fork->second.is_pending;
             fork = forks.erase(fork);
         }
-        graphs.push_back({recordings[stream]});
+        const bool is_spoiled = recordings[stream].is_spoiled;
+        graphs.push_back({recordings[stream].launches});
         recordings.erase(stream);
+        if (is_spoiled) {
+            graphs.pop_back();
+            *graph = nullptr;
+            return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+        }
         if (!is_joined) {
             graphs.pop_back();
             *graph = nullptr;

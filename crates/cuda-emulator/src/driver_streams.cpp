@@ -202,6 +202,11 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
     return with_context_after(after(event), [&] {
         if (!is_stream(stream) || find(events, event) == events.end()) return CUDA_ERROR_INVALID_HANDLE;
         if (event->capture != nullptr) follow(stream, event->stream, event->capture);
+        if (event->recorded && event->capture == nullptr && is_capturing(stream)) {
+            // A graph cannot wait for what was enqueued outside of it.
+            spoil(stream);
+            return CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
+        }
         return CUDA_SUCCESS;
     });
 }

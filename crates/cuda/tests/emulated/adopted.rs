@@ -142,6 +142,24 @@ fn streams_are_ordered_by_events() {
 }
 
 #[test]
+fn a_recording_cannot_wait_for_what_went_before_it() {
+    let framework = Framework::new();
+    let other = Framework::new();
+    let backend = adopted(&framework, framework.stream());
+    let mut step = Begun::on(&backend);
+    let spoiled = framework.record(|| {
+        // SAFETY: a stream of the same context.
+        let error = unsafe { backend.wait_for(other.stream()) }.unwrap_err();
+        let isolation = matches!(error, BackendError::Device { code: 905, .. });
+        assert!(isolation, "{error}");
+        // The step says so too, and can be taken again outside.
+        assert!(step.plan.enqueue(&mut step.state, step.backend).is_err());
+    });
+    let invalidated = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+    assert_eq!(spoiled.unwrap_err(), invalidated);
+}
+
+#[test]
 fn what_belongs_to_the_framework_outlives_the_backend() {
     let framework = Framework::new();
     let memory = Memory::of(&framework, &[5; 100]);
