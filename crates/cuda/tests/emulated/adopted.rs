@@ -152,7 +152,7 @@ fn a_recording_cannot_wait_for_what_went_before_it() {
         let error = unsafe { backend.wait_for(other.stream()) }.unwrap_err();
         let isolation = matches!(error, BackendError::Device { code: 905, .. });
         assert!(isolation, "{error}");
-        // The step says so too, and can be taken again outside.
+        // Nothing more is recorded then.
         assert!(step.plan.enqueue(&mut step.state, step.backend).is_err());
     });
     let invalidated = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
