@@ -64,10 +64,30 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
             .with_context(|| format!("cannot start {}", program.display()))?;
         ensure!(status.success(), "failed: {}", program.display());
     }
+    device_ranks(&libraries, test_arguments)?;
     if test_arguments.is_empty() {
         self_test(&libraries)?;
     }
     println!("nccl: all is well");
+    Ok(())
+}
+
+/// Whole steps of ranks with a device each: a program that is linked with the emulated driver.
+fn device_ranks(libraries: &[(&str, PathBuf)], test_arguments: &[String]) -> Result<()> {
+    let folder = workspace_root().join("target/emulator");
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let status = Command::new(cargo)
+        .current_dir(workspace_root())
+        .args(["test", "--release", "--package", "fusestep-cli"])
+        .args(["--features", "cuda,nccl", "--test", "device_ranks", "--"])
+        .args(test_arguments)
+        .envs(libraries.iter().cloned())
+        .env("CUDA_LIBRARY_PATH", &folder)
+        .env("LD_LIBRARY_PATH", folder.join("lib64"))
+        .env("FUSESTEP_EMULATOR_DEVICES", DEVICES)
+        .status()
+        .context("cannot start cargo")?;
+    ensure!(status.success(), "ranks on devices failed");
     Ok(())
 }
 

@@ -291,7 +291,8 @@ impl Run<'_> {
             .flush(&mut self.state, &self.backend, &mut self.comms)?;
         self.tally.add(&report);
         if self.args.rank_args.local_sgd.is_some() {
-            self.plan.average_now(&mut self.state, &mut self.comms)?;
+            let (state, comms) = (&mut self.state, &mut self.comms);
+            self.plan.average_now(state, &self.backend, comms)?;
         }
         let ended = self.tested(at.loss_sum / self.task.samples_of_epoch() as f64)?;
         let told = format!("epoch {}: {ended}", at.epochs + 1);

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use fusestep_launch::{DeviceOrder, DeviceSliceMut};
+
 use crate::NcclError;
 use crate::device::Device;
 use crate::driver::Address;
@@ -18,17 +20,10 @@ pub struct DeviceBuffer {
     pub(crate) device: Arc<Device>,
     pub(crate) address: Address,
     len_bytes: usize,
-    owner: Owner,
 }
 
 /// The driver refuses a length of zero, so an empty buffer has memory that nobody uses.
 const LEAST_BYTES: usize = 256;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Owner {
-    This,
-    Caller,
-}
 
 impl DeviceBuffer {
     pub(crate) fn allocate(device: &Arc<Device>, len_bytes: usize) -> Result<Self, String> {
@@ -41,22 +36,7 @@ impl DeviceBuffer {
             device: Arc::clone(device),
             address,
             len_bytes,
-            owner: Owner::This,
         })
-    }
-
-    /// Memory that the caller has, in the primary context of the same GPU.
-    ///
-    /// # Safety
-    /// `address` leads to `len_bytes` bytes of that GPU, which live as long as the buffer and are
-    /// used by nothing else during calls.
-    pub(crate) unsafe fn borrow(device: &Arc<Device>, address: Address, len_bytes: usize) -> Self {
-        Self {
-            device: Arc::clone(device),
-            address,
-            len_bytes,
-            owner: Owner::Caller,
-        }
     }
 
     /// Its length.
@@ -67,6 +47,20 @@ impl DeviceBuffer {
     /// Where it lies on the GPU, a `CUdeviceptr`.
     pub fn address(&self) -> u64 {
         self.address
+    }
+
+    /// All of it, for a call. What has been put there is there: copies to it are waited for.
+    pub fn slice_mut(&mut self) -> DeviceSliceMut<'_> {
+        // SAFETY: allocated in the GPU's primary context and freed when `self` is dropped, which is
+        // borrowed meanwhile; no copy is under way between methods.
+        unsafe {
+            DeviceSliceMut::new(
+                self.device.index as u32,
+                self.address,
+                self.len_bytes,
+                DeviceOrder::HostWaits,
+            )
+        }
     }
 
     /// Fills it.
@@ -168,8 +162,6 @@ fn failed(reason: String) -> NcclError {
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        if self.owner == Owner::This {
-            self.device.give_back(self.address);
-        }
+        self.device.give_back(self.address);
     }
 }

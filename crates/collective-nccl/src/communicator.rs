@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use fusestep_collective::{
     Aborter, Blocks, Buffers, Call, CallContext, CallShape, CollectiveError, Communicator,
-    Fingerprint, FlightRecorder, Lengths, Membership, Operation,
+    DeviceCall, Fingerprint, FlightRecorder, Lengths, Membership, Operation,
 };
 use fusestep_tensor::DType;
 
@@ -102,7 +102,7 @@ impl NcclCommunicator {
     }
 
     /// Name and index of this rank's GPU.
-    pub fn device(&self) -> (&str, usize) {
+    pub fn gpu(&self) -> (&str, usize) {
         (&self.site.device.name, self.site.device.index)
     }
 
@@ -278,6 +278,14 @@ impl Communicator for NcclCommunicator {
         self.run(shape, |comm, blocks, print| {
             comm.through_the_device(&mut buffers, blocks, print)
         })
+    }
+
+    fn device(&self) -> Option<u32> {
+        u32::try_from(self.site.device.index).ok()
+    }
+
+    fn execute_on_device(&mut self, call: DeviceCall<'_>) -> Result<(), CollectiveError> {
+        self.on_device(call)
     }
 
     fn split(

@@ -51,6 +51,7 @@ functions! {
         stream_create = "cuStreamCreate": fn(*mut Stream, c_uint) -> c_int;
         stream_destroy = "cuStreamDestroy_v2": fn(Stream) -> c_int;
         stream_synchronize = "cuStreamSynchronize": fn(Stream) -> c_int;
+        stream_wait_event = "cuStreamWaitEvent": fn(Stream, Event, c_uint) -> c_int;
         event_create = "cuEventCreate": fn(*mut Event, c_uint) -> c_int;
         event_record = "cuEventRecord": fn(Event, Stream) -> c_int;
         event_query = "cuEventQuery": fn(Event) -> c_int;

@@ -45,7 +45,5 @@ mod workspace;
 pub use buffer::DeviceBuffer;
 #[cfg(feature = "nccl")]
 pub use communicator::NcclCommunicator;
-#[cfg(feature = "nccl")]
-pub use device_call::{DeviceBuffers, DeviceCall};
 pub use folder::{FolderControl, Meeting};
 pub use options::{MIN_VERSION, NcclError, NcclOptions, Reduction};

@@ -218,6 +218,23 @@ impl Link {
         driver.check(unsafe { (driver.copy)(to, from, len_bytes, self.stream) })
     }
 
+    /// Lets what comes next on the stream begin behind a place in another one.
+    pub(crate) fn follow(&self, ready: u64) -> Result<(), String> {
+        let _entered = self.device.enter()?;
+        let driver = &self.device.driver;
+        // SAFETY: the stream is this link's; whoever lent memory has promised that the event of its
+        // order lives, in the device's primary context.
+        driver.check(unsafe { (driver.stream_wait_event)(self.stream, ready as Event, 0) })
+    }
+
+    /// Tells the owner of memory, by its event, what is enqueued here by now.
+    pub(crate) fn tell(&self, done: u64) -> Result<(), String> {
+        let _entered = self.device.enter()?;
+        let driver = &self.device.driver;
+        // SAFETY: as above.
+        driver.check(unsafe { (driver.event_record)(done as Event, self.stream) })
+    }
+
     /// Marks the place in the stream that [`reached`](Self::reached) asks for.
     pub(crate) fn mark(&self) -> Result<(), String> {
         let _entered = self.device.enter()?;

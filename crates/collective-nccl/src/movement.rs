@@ -21,9 +21,9 @@ impl NcclCommunicator {
             .collect()
     }
 
-    /// Moves the data of a call that all ranks make, or of a piece of it, and returns when it is
-    /// there. Operations of blocks look at `ranges`, which need not follow each other; others at
-    /// `whole`, their length in bytes.
+    /// Enqueues what moves the data of a call that all ranks make, or of a piece of it. Operations
+    /// of blocks look at `ranges`, which need not follow each other; others at `whole`, their
+    /// length in bytes.
     pub(crate) fn move_data(
         &mut self,
         memory: Memory,
@@ -62,7 +62,7 @@ impl NcclCommunicator {
             }
             Operation::Barrier | Operation::Split | Operation::ReduceUpdate => {}
         }
-        self.finish(print)
+        Ok(())
     }
 
     /// Starts transfers and waits until NCCL takes more.

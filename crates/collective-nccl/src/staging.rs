@@ -109,6 +109,7 @@ impl NcclCommunicator {
         })?;
         let memory = Memory::Same(self.link.workspace.staging.address);
         self.move_data(memory, &piece.on_device, piece.len_bytes, print)?;
+        self.finish(print)?;
         let (receive, receive_start): (&mut [u8], usize) = match buffers {
             Buffers::InPlace(buffer) => (buffer, 0),
             Buffers::OutOfPlace { receive, .. } => (receive, start_of(gotten, own_start)),

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use fusestep_coalesce::HostMemory;
 
 use crate::{
-    Call, CallContext, CollectiveError, FlightRecorder, Operation, RankMemory, ReduceUpdate,
+    Call, CallContext, CollectiveError, DeviceCall, FlightRecorder, Operation, RankMemory,
+    ReduceUpdate,
 };
 
 /// One rank's place in a group of ranks.
@@ -222,6 +223,38 @@ pub trait Communicator: Send {
         })
     }
 
+    /// The number of the device whose memory [`execute_on_device`](Self::execute_on_device) takes;
+    /// `None` on an engine that works in host memory.
+    ///
+    /// ```
+    /// # use fusestep_collective::*;
+    /// # let ranks = run_ranks(2, &Options::default(), |comm| {
+    /// assert_eq!(comm.device(), None);
+    /// # }).unwrap();
+    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// ```
+    fn device(&self) -> Option<u32> {
+        None
+    }
+
+    /// [`execute`](Self::execute) on memory of this rank's device: nothing goes through
+    /// the host.
+    ///
+    /// # Errors
+    /// As [`execute`](Self::execute); [`CollectiveError::Refused`] for memory of another device,
+    /// and on an engine that works in host memory.
+    fn execute_on_device(&mut self, call: DeviceCall<'_>) -> Result<(), CollectiveError> {
+        Err(CollectiveError::Refused {
+            rank: self.rank(),
+            operation: call.operation.name(),
+            reason: format!(
+                "expected host memory, which this engine works in, found some of GPU {}; copy it \
+                 to the host first, or use NCCL",
+                call.buffers.both()[0].ordinal()
+            ),
+        })
+    }
+
     /// What has closed the group, as far as this rank can tell without a call. `None` is no promise
     /// that all is well.
     ///
@@ -329,6 +362,12 @@ impl<C: Communicator + ?Sized> Communicator for Box<C> {
         work: &mut dyn FnMut(RankMemory<'_>),
     ) -> Result<(), CollectiveError> {
         (**self).reduce_update(call, work)
+    }
+    fn device(&self) -> Option<u32> {
+        (**self).device()
+    }
+    fn execute_on_device(&mut self, call: DeviceCall<'_>) -> Result<(), CollectiveError> {
+        (**self).execute_on_device(call)
     }
     fn failure(&self) -> Option<CollectiveError> {
         (**self).failure()

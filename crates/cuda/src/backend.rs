@@ -7,11 +7,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cust::sys;
 use fusestep_launch::{
     Addresses, Backend, BackendError, Batch, Buffer, CONTROL_BYTES, Conclude, Graph, Launch,
-    LaunchLimits, LaunchReport, ListBuffer, MAX_LISTS, Reduce, ResidentTable, SetValues, pack,
+    LaunchLimits, LaunchReport, LeafSquares, ListBuffer, MAX_SUMS, Reduce, ResidentTable,
+    SetValues, SquareSum, pack,
 };
 
 use crate::buffer::{Allocation, DeviceBuffer};
 use crate::kernels::Kernels;
+use crate::normed::check_chunks;
 use crate::session::{Session, unavailable};
 use crate::status::check;
 use crate::update_sums::check_without_update_sums;
@@ -242,6 +244,10 @@ impl Backend for CudaBackend {
         NAME
     }
 
+    fn device(&self) -> Option<u32> {
+        Some(self.session.info.ordinal)
+    }
+
     fn limits(&self) -> LaunchLimits {
         self.limits
     }
@@ -256,12 +262,26 @@ impl Backend for CudaBackend {
         offset_bytes: usize,
         bytes: &[u8],
     ) -> Result<(), BackendError> {
-        DeviceBuffer::of(&self.session, buffer)?;
-        buffer
-            .as_any_mut()
-            .downcast_mut::<DeviceBuffer>()
-            .ok_or(BackendError::ForeignBuffer { backend: NAME })?
-            .write(offset_bytes, bytes)
+        DeviceBuffer::of_mut(&self.session, buffer)?.write(offset_bytes, bytes)
+    }
+
+    fn copy(
+        &self,
+        (from, from_offset_bytes): (&dyn Buffer, usize),
+        (to, to_offset_bytes): (&mut dyn Buffer, usize),
+        len_bytes: usize,
+    ) -> Result<(), BackendError> {
+        let from = (DeviceBuffer::of(&self.session, from)?, from_offset_bytes);
+        let to = DeviceBuffer::of_mut(&self.session, to)?;
+        to.copy_from(to_offset_bytes, from, len_bytes)
+    }
+
+    fn hand_over(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
+        DeviceBuffer::of_mut(&self.session, buffer)?.hand_over()
+    }
+
+    fn take_back(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
+        DeviceBuffer::of_mut(&self.session, buffer)?.take_back()
     }
 
     fn read(
@@ -275,11 +295,7 @@ impl Backend for CudaBackend {
 
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         check_without_update_sums(&launch)?;
-        check_without_tensor_sums(&launch)?;
-        let mut addresses = [0; MAX_LISTS];
-        for (address, list) in addresses.iter_mut().zip(launch.lists.iter()) {
-            *address = self.device_buffer(list.buffer.as_ref())?.address();
-        }
+        let addresses = self.list_addresses(&launch)?;
         let addresses = Addresses {
             lists: &addresses[..launch.lists.len()],
             control: match launch.control {
@@ -292,9 +308,30 @@ impl Backend for CudaBackend {
             check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
             self.check_arguments(argument_bytes(&launch, batch))?;
         }
+        if let (Some(normed), Some(sums)) = (launch.kernel.normed(), launch.tensor_sums) {
+            check_chunks(&launch)?;
+            self.launch_with_sums(&launch, (normed, sums), addresses)?;
+            return Ok(LaunchReport::of(launch.batches));
+        }
         self.enqueue_batches(&launch, &|batch, bytes| {
             pack(&launch, batch, addresses, bytes);
         })
+    }
+
+    fn leaf_squares(
+        &self,
+        leaves: LeafSquares<'_>,
+        sums: &mut [SquareSum],
+    ) -> Result<(), BackendError> {
+        self.squares_of_leaves(leaves, sums)
+    }
+
+    fn leaf_sums(
+        &self,
+        launch: &Launch<'_>,
+        sums: &mut [[f64; MAX_SUMS]],
+    ) -> Result<(), BackendError> {
+        self.sums_of_leaves(launch, sums)
     }
 
     fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {

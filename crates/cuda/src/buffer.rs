@@ -5,9 +5,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use cust::sys::{self, CUdeviceptr, CUresult};
-use fusestep_launch::{BackendError, Buffer};
+use fusestep_launch::{BackendError, Buffer, DeviceOrder, DeviceSliceMut};
 
 use crate::NAME;
+use crate::event::{Event, EventUse};
 use crate::session::Session;
 use crate::status::check;
 
@@ -15,6 +16,16 @@ use crate::status::check;
 #[derive(Debug)]
 pub(crate) struct DeviceBuffer {
     allocation: Arc<Allocation>,
+    /// How others that work on the memory follow this session's stream and it them, from the first
+    /// time on that it is handed over.
+    order: Option<Order>,
+}
+
+/// The places in streams that work on a buffer begins and ends behind.
+#[derive(Debug)]
+struct Order {
+    ready: Event,
+    done: Event,
 }
 
 /// A range of device memory.
@@ -49,13 +60,87 @@ impl DeviceBuffer {
             // From here on the memory is the allocation's, which frees it if the next call fails.
             allocation.address = address;
             allocation.len_bytes = len_bytes;
-            // SAFETY: the range was allocated above and nothing else refers to it.
-            let status = unsafe { sys::cuMemsetD8Async(address, 0, len_bytes, session.stream()) };
-            check(status, || format!("zeroing {len_bytes} bytes"))?;
         }
-        Ok(Self {
+        let mut buffer = Self {
             allocation: Arc::new(allocation),
+            order: None,
+        };
+        buffer.zero()?;
+        Ok(buffer)
+    }
+
+    /// Sets all bytes to 0, in the order of the stream.
+    pub(crate) fn zero(&mut self) -> Result<(), BackendError> {
+        let (address, len_bytes) = (self.address(), self.len_bytes());
+        if len_bytes == 0 {
+            return Ok(());
+        }
+        let session = &self.allocation.session;
+        session.enter()?;
+        // SAFETY: the range is the allocation's.
+        let status = unsafe { sys::cuMemsetD8Async(address, 0, len_bytes, session.stream()) };
+        check(status, || format!("zeroing {len_bytes} bytes"))
+    }
+
+    /// Lets others work on the memory behind what is enqueued by now.
+    pub(crate) fn hand_over(&mut self) -> Result<(), BackendError> {
+        let session = &self.allocation.session;
+        if self.order.is_none() {
+            self.order = Some(Order {
+                ready: Event::new(session, EventUse::Order)?,
+                done: Event::new(session, EventUse::Order)?,
+            });
+        }
+        match &self.order {
+            // SAFETY: the session's stream lives as long as it.
+            Some(order) => unsafe { order.ready.record(session.stream()) },
+            None => Ok(()),
+        }
+    }
+
+    /// Lets what is enqueued from now on begin behind what others have done with the memory.
+    pub(crate) fn take_back(&mut self) -> Result<(), BackendError> {
+        match &self.order {
+            // SAFETY: as above.
+            Some(order) => unsafe { order.done.hold(self.allocation.session.stream()) },
+            None => Ok(()),
+        }
+    }
+
+    /// Copies from another buffer of the session, in the order of the stream.
+    pub(crate) fn copy_from(
+        &mut self,
+        offset_bytes: usize,
+        (from, from_offset_bytes): (&Self, usize),
+        len_bytes: usize,
+    ) -> Result<(), BackendError> {
+        let source = from.range(from_offset_bytes, len_bytes)?;
+        let range = self.range(offset_bytes, len_bytes)?;
+        if range.is_empty() {
+            return Ok(());
+        }
+        let session = &self.allocation.session;
+        session.enter()?;
+        // SAFETY: both ranges lie in live allocations, which are freed behind what is enqueued, and
+        // do not overlap: this one is borrowed alone.
+        let status = unsafe {
+            sys::cuMemcpyDtoDAsync_v2(range.start, source.start, len_bytes, session.stream())
+        };
+        check(status, || {
+            format!("copying {len_bytes} bytes within the device")
         })
+    }
+
+    /// The buffer, if it is one of this session.
+    pub(crate) fn of_mut<'a>(
+        session: &Arc<Session>,
+        buffer: &'a mut dyn Buffer,
+    ) -> Result<&'a mut Self, BackendError> {
+        buffer
+            .as_any_mut()
+            .downcast_mut::<Self>()
+            .filter(|own| Arc::ptr_eq(&own.allocation.session, session))
+            .ok_or(BackendError::ForeignBuffer { backend: NAME })
     }
 
     /// What keeps the memory.
@@ -186,6 +271,27 @@ impl Buffer for DeviceBuffer {
 
     fn host_mut(&mut self) -> Option<&mut [u8]> {
         None
+    }
+
+    fn device_mut(&mut self) -> Option<DeviceSliceMut<'_>> {
+        let order = match &self.order {
+            None => return None,
+            Some(order) => DeviceOrder::Events {
+                ready: order.ready.handle(),
+                done: order.done.handle(),
+            },
+        };
+        // SAFETY: the allocation and the events live as long as `self`, which is borrowed, in the
+        // primary context; the session's own work on it comes before `ready` and, by `take_back`,
+        // behind `done`.
+        Some(unsafe {
+            DeviceSliceMut::new(
+                self.allocation.session.info.ordinal,
+                self.allocation.address,
+                self.allocation.len_bytes,
+                order,
+            )
+        })
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -64,6 +64,11 @@ impl Event {
         check(status, || "letting a stream wait for an event".to_owned())
     }
 
+    /// The driver's name for it.
+    pub(crate) fn handle(&self) -> u64 {
+        self.event as u64
+    }
+
     /// Milliseconds from `start` to this one, both of which have been reached.
     pub(crate) fn since(&self, start: &Self) -> Result<f32, BackendError> {
         self.session.enter()?;
@@ -74,6 +79,10 @@ impl Event {
         Ok(milliseconds)
     }
 }
+
+// SAFETY: an event is a name that the driver takes on any thread; what is done with it here is
+// done by calls of the driver, one after the other.
+unsafe impl Send for Event {}
 
 impl Drop for Event {
     fn drop(&mut self) {

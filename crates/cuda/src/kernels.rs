@@ -24,6 +24,10 @@ pub(crate) struct Kernels {
     pub(crate) block: Box<[u64; BLOCK_WORDS]>,
     /// Where sums over tensors go.
     pub(crate) slots: Slots,
+    /// Where those over leaves go, for the host.
+    pub(crate) leaf_slots: Slots,
+    /// Where those lie that the host has of tensors, whose parts are updated here.
+    pub(crate) part_slots: Slots,
     /// Entries for resident tables, each its own.
     placed_slots: Vec<Arc<Mutex<Slots>>>,
 }
@@ -39,6 +43,8 @@ impl Kernels {
             loaded: Vec::new(),
             block: Box::new([0; BLOCK_WORDS]),
             slots: Slots::default(),
+            leaf_slots: Slots::default(),
+            part_slots: Slots::default(),
             placed_slots: Vec::new(),
         }
     }
@@ -58,7 +64,7 @@ impl Kernels {
 
     /// Tensors skipped since the last call; waits for the device.
     pub(crate) fn take_skipped(&mut self) -> Result<u64, BackendError> {
-        let mut skipped = self.slots.take_skipped()?;
+        let mut skipped = self.slots.take_skipped()? + self.part_slots.take_skipped()?;
         for slots in &self.placed_slots {
             skipped += slots
                 .lock()

@@ -13,6 +13,7 @@ mod event;
 mod graph;
 mod info;
 mod kernels;
+mod leaves;
 mod loaded_entry;
 mod normed;
 mod reduce;

@@ -54,6 +54,33 @@ impl Slots {
         Ok(address)
     }
 
+    /// Sets all of them to 0, in the order of the stream; their address.
+    pub(crate) fn zero(&mut self) -> Result<u64, BackendError> {
+        match &mut self.buffer {
+            Some(buffer) => {
+                buffer.zero()?;
+                Ok(buffer.address())
+            }
+            None => Ok(0),
+        }
+    }
+
+    /// Reads the first bytes; waits for the device.
+    pub(crate) fn read(&self, bytes: &mut [u8]) -> Result<(), BackendError> {
+        match &self.buffer {
+            Some(buffer) => buffer.read(0, bytes),
+            None => Ok(()),
+        }
+    }
+
+    /// Writes the first bytes.
+    pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<(), BackendError> {
+        match &mut self.buffer {
+            Some(buffer) => buffer.write(0, bytes),
+            None => Ok(()),
+        }
+    }
+
     /// Counts tensors that others have skipped.
     pub(crate) fn count_skipped(&mut self, skipped: u64) {
         self.skipped += skipped;

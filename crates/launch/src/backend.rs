@@ -7,8 +7,9 @@ use fusestep_simd::Level;
 use fusestep_tensor::{DType, Role};
 
 use crate::{
-    Access, Batch, Conclude, Graph, LEAF_ELEMENTS, LaunchLimits, MAX_SUMS, MultiTensorKernel,
-    MultiTensorReduction, Reduce, ResidentTable, SetValues, SquareSum, TensorList, UpdateSums,
+    Access, BackendError, Batch, Conclude, DeviceSliceMut, Graph, LEAF_ELEMENTS, LaunchLimits,
+    MAX_SUMS, MultiTensorKernel, MultiTensorReduction, Reduce, ResidentTable, SetValues, SquareSum,
+    TensorList, UpdateSums,
 };
 
 /// Memory of a backend: zeroed at allocation, aligned to 256 bytes.
@@ -19,6 +20,11 @@ pub trait Buffer: Send + fmt::Debug {
     fn host(&self) -> Option<&[u8]>;
     /// The bytes, if the host can write them in place.
     fn host_mut(&mut self) -> Option<&mut [u8]>;
+    /// The bytes of a device, for others that work on it, once they have been handed over
+    /// ([`Backend::hand_over`]); `None` before, and for memory of the host.
+    fn device_mut(&mut self) -> Option<DeviceSliceMut<'_>> {
+        None
+    }
     /// For the backend that allocated it.
     fn as_any(&self) -> &dyn Any;
     /// For the backend that allocated it.
@@ -179,6 +185,11 @@ pub trait Backend {
     /// The backend's name: `cpu` or `cuda`.
     fn name(&self) -> &'static str;
 
+    /// The device's number; `None` on a backend that works in host memory.
+    fn device(&self) -> Option<u32> {
+        None
+    }
+
     /// What one launch may carry here.
     fn limits(&self) -> LaunchLimits;
 
@@ -209,6 +220,51 @@ pub trait Backend {
         offset_bytes: usize,
         bytes: &mut [u8],
     ) -> Result<(), BackendError>;
+
+    /// Copies bytes between two buffers of this backend; on a device without the host, and it
+    /// returns when the copy is enqueued.
+    ///
+    /// # Errors
+    /// As [`Backend::read`] and [`Backend::write`].
+    fn copy(
+        &self,
+        (from, from_offset_bytes): (&dyn Buffer, usize),
+        (to, to_offset_bytes): (&mut dyn Buffer, usize),
+        len_bytes: usize,
+    ) -> Result<(), BackendError> {
+        if let Some(bytes) = from.host() {
+            let end = from_offset_bytes.saturating_add(len_bytes);
+            let own = bytes.get(from_offset_bytes..end);
+            let own = own.ok_or(BackendError::OutOfBounds {
+                backend: self.name(),
+                offset_bytes: from_offset_bytes,
+                len_bytes,
+                found: bytes.len(),
+            })?;
+            return self.write(to, to_offset_bytes, own);
+        }
+        let mut staged = vec![0; len_bytes];
+        self.read(from, from_offset_bytes, &mut staged)?;
+        self.write(to, to_offset_bytes, &staged)
+    }
+
+    /// Makes a device's buffer ready for others that work on the device: what they do begins behind
+    /// what is enqueued here by now ([`Buffer::device_mut`]). Nothing on the host.
+    ///
+    /// # Errors
+    /// [`BackendError::ForeignBuffer`]; [`BackendError::Device`].
+    fn hand_over(&self, _buffer: &mut dyn Buffer) -> Result<(), BackendError> {
+        Ok(())
+    }
+
+    /// Lets what is enqueued here from now on begin behind what others have done with a buffer that
+    /// was handed over; the host does not wait.
+    ///
+    /// # Errors
+    /// As [`Backend::hand_over`].
+    fn take_back(&self, _buffer: &mut dyn Buffer) -> Result<(), BackendError> {
+        Ok(())
+    }
 
     /// Runs all batches of `launch`; on a device it returns when they are enqueued.
     ///
@@ -408,73 +464,4 @@ pub trait Backend {
     /// # Errors
     /// [`BackendError::Device`] with the device's own code.
     fn synchronize(&self) -> Result<(), BackendError>;
-}
-
-/// Why a backend could not do what was asked.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum BackendError {
-    /// Memory could not be had.
-    #[error(
-        "{backend}: expected {len_bytes} bytes of memory, found less; use a smaller model or \
-         shard its state"
-    )]
-    OutOfMemory {
-        /// The backend.
-        backend: &'static str,
-        /// Bytes asked for.
-        len_bytes: usize,
-    },
-    /// A copy reaches beyond its buffer.
-    #[error(
-        "{backend}: copy of {len_bytes} bytes at offset {offset_bytes}: expected a buffer of at \
-         least that length, found {found} bytes"
-    )]
-    OutOfBounds {
-        /// The backend.
-        backend: &'static str,
-        /// First byte.
-        offset_bytes: usize,
-        /// Bytes to copy.
-        len_bytes: usize,
-        /// The buffer's length in bytes.
-        found: usize,
-    },
-    /// A buffer of another backend was given.
-    #[error(
-        "{backend}: expected a buffer allocated by this backend, found another's; allocate the \
-         state with the backend that runs it"
-    )]
-    ForeignBuffer {
-        /// The backend.
-        backend: &'static str,
-    },
-    /// A table was given that was built by another backend or from other memory.
-    #[error(
-        "{backend}: expected a table built here from these lists, found another; place it again"
-    )]
-    ForeignTable {
-        /// The backend.
-        backend: &'static str,
-    },
-    /// There is no such device, or the build leaves it out.
-    #[error("{backend}: {reason}")]
-    Unavailable {
-        /// The backend.
-        backend: &'static str,
-        /// What is missing and what would work.
-        reason: String,
-    },
-    /// The device reported an error.
-    #[error("{backend}: {operation} failed with code {code}: {text}")]
-    Device {
-        /// The backend.
-        backend: &'static str,
-        /// What was being done.
-        operation: String,
-        /// The device's own code.
-        code: i64,
-        /// The device's own text.
-        text: String,
-    },
 }

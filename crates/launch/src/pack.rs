@@ -143,7 +143,7 @@ pub fn pack_reduction_of_tensors(
 ) -> usize {
     let width = kernel.list().dtype.len_bytes() as u64;
     pack_reads(kernel, batch, partials, out, |record| {
-        tensors[record.tensor as usize] + record.first_element * width
+        tensors[record.tensor as usize].wrapping_add(record.first_element * width)
     })
 }
 

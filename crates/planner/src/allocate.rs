@@ -165,17 +165,15 @@ impl Plan {
 
     /// Refuses a backend that cannot run a stage of the plan.
     fn check_backend(&self, backend: &dyn Backend) -> Result<(), PlanError> {
-        let in_host_memory = |stage: &crate::Stage| {
-            matches!(stage, crate::Stage::Trust | crate::Stage::ReduceUpdate(_))
-        };
-        if backend.takes_host_memory() || !self.stages.iter().any(in_host_memory) {
+        let fused = |stage: &crate::Stage| matches!(stage, crate::Stage::ReduceUpdate(_));
+        if backend.takes_host_memory() || !self.stages.iter().any(fused) {
             return Ok(());
         }
         Err(PlanError::Conflict {
             first: format!("backend {}", backend.name()),
-            second: "a rule with sums over tensors, or fuse_reduce_into_update, on several ranks"
-                .to_owned(),
-            why: "do not go together, since ranks work on parts of tensors in host memory",
+            second: "fuse_reduce_into_update".to_owned(),
+            why: "do not go together, since ranks read each other's gradients in host memory; \
+                  reduce them first",
         })
     }
 }

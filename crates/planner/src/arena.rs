@@ -37,7 +37,7 @@ pub(crate) struct GradientArena {
     pub(crate) weight: Option<f64>,
     /// Stands for the weights of all micro-steps, if gradients are reduced in each.
     pub(crate) weights_hash: u64,
-    /// Memory of segments that are through, for those that come.
+    /// Memory of segments that are through, for those that come; a device's may be longer.
     pub(crate) spare: Vec<Box<dyn Buffer>>,
     /// Segments from the front whose parts have been taken.
     pub(crate) through: usize,
@@ -204,8 +204,10 @@ impl GradientArena {
             return Ok(None);
         };
         if memory.is_none() {
-            let mut spare = self.spare.iter();
-            let reused = spare.position(|spare| spare.len_bytes() == len_bytes);
+            let lens = self.spare.iter().map(|spare| spare.len_bytes()).enumerate();
+            let exact = self.on_host;
+            let fits = lens.filter(|&(_, len)| len == len_bytes || len > len_bytes && !exact);
+            let reused = fits.min_by_key(|&(_, len)| len).map(|(at, _)| at);
             *memory = Some(match reused {
                 Some(at) => self.spare.swap_remove(at),
                 None => {
@@ -230,11 +232,16 @@ impl GradientArena {
     }
 
     /// Makes all segments fit for the next gradients; says the most bytes there have been.
+    ///
+    /// A device gives memory back only once all its work has ended, that of calls too, which is
+    /// another rank's matter: what a step has needed of it stays for the next one.
     pub(crate) fn settle(&mut self, keeps: bool) -> u64 {
         self.through = 0;
         if !keeps {
-            self.spare.clear();
-            self.held_bytes = 0;
+            if self.on_host {
+                self.spare.clear();
+                self.held_bytes = 0;
+            }
             for segment in &mut self.segments {
                 *segment = SegmentState::Here(None);
             }

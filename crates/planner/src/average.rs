@@ -2,11 +2,14 @@
 
 use std::num::NonZeroU64;
 
+use fusestep_coalesce::HostMemory;
 use fusestep_collective::{Operation, ReduceOp};
+use fusestep_launch::Backend;
 use fusestep_simd::{join_bf16, narrow_bf16, narrow_f16, split_bf16};
 use fusestep_tensor::{DType, Role};
 
 use crate::comms::Comms;
+use crate::gather::in_place;
 use crate::passes::{Averaged, Interval, LocalSgd};
 use crate::storage::StorageState;
 use crate::{Plan, PlanError, State};
@@ -27,6 +30,7 @@ impl Plan {
     pub(crate) fn average(
         &self,
         state: &mut State,
+        backend: &dyn Backend,
         comms: &mut Comms<'_>,
     ) -> Result<bool, PlanError> {
         let Some(rule) = self.local_sgd() else {
@@ -47,7 +51,7 @@ impl Plan {
         if !now.due(step, state.since_average) {
             return Ok(false);
         }
-        self.average_now(state, comms)?;
+        self.average_now(state, backend, comms)?;
         if adapts && let Some((first_loss, first_lr)) = state.adapting.first {
             let loss = mean_loss(state, comms)?;
             let adapted = rule.adapted(first_loss, loss, first_lr, state.lr());
@@ -61,7 +65,12 @@ impl Plan {
     ///
     /// # Errors
     /// As [`Self::step`].
-    pub fn average_now(&self, state: &mut State, comms: &mut Comms<'_>) -> Result<(), PlanError> {
+    pub fn average_now(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+    ) -> Result<(), PlanError> {
         state.since_average = 0;
         let Some(rule) = self.local_sgd().filter(|_| self.topology.world > 1) else {
             return Ok(());
@@ -69,7 +78,7 @@ impl Plan {
         state.follow_views();
         state.params_version += 1;
         let with_state = rule.averaged == Averaged::ParamsAndState;
-        let done = self.average_lists(state, comms, with_state);
+        let done = self.average_lists(state, backend, comms, with_state);
         if done.is_err() {
             self.poison(state);
         }
@@ -82,6 +91,7 @@ impl Plan {
     fn average_lists(
         &self,
         state: &mut State,
+        backend: &dyn Backend,
         comms: &mut Comms<'_>,
         with_state: bool,
     ) -> Result<(), PlanError> {
@@ -93,21 +103,22 @@ impl Plan {
             let list = |role| spec.list(role);
             match (list(Role::Param), list(Role::Master), list(Role::Remainder)) {
                 (Some(param), Some(master), _) => {
-                    average_list(own, master, comms)?;
-                    let (master, dtype) = (host_of(own, master)?.to_vec(), spec.param_dtype());
-                    let out = host_mut_of(own, param)?;
-                    round_masters(dtype, &master, out);
+                    average_list(own, backend, comms, master)?;
+                    let masters = bytes_of(own, backend, master)?;
+                    let mut params = HostMemory::zeroed(own.lists[param].buffer.len_bytes())?;
+                    round_masters(spec.param_dtype(), masters.bytes(), params.bytes_mut());
+                    write_all(own, backend, param, params.bytes())?;
                 }
                 (Some(param), None, Some(residual)) => {
-                    average_split(own, (param, residual), comms)?
+                    average_split(own, backend, comms, (param, residual))?
                 }
-                (Some(param), None, None) => average_list(own, param, comms)?,
+                (Some(param), None, None) => average_list(own, backend, comms, param)?,
                 (None, ..) => {}
             }
             let kept = [Role::Master, Role::Remainder];
             for (index, list) in spec.lists.iter().enumerate() {
                 if with_state && list.role.is_state() && !kept.contains(&list.role) {
-                    average_list(own, index, comms)?;
+                    average_list(own, backend, comms, index)?;
                 }
             }
         }
@@ -115,59 +126,68 @@ impl Plan {
     }
 }
 
-fn host_of(storage: &StorageState, list: usize) -> Result<&[u8], PlanError> {
-    let bytes = storage.lists[list].buffer.host();
-    bytes.ok_or_else(|| not_on_host(storage, list))
+/// All bytes of a list, as the host can work on them.
+fn bytes_of(
+    storage: &StorageState,
+    backend: &dyn Backend,
+    list: usize,
+) -> Result<HostMemory, PlanError> {
+    let buffer = storage.lists[list].buffer.as_ref();
+    let mut bytes = HostMemory::zeroed(buffer.len_bytes())?;
+    backend.read(buffer, 0, bytes.bytes_mut())?;
+    Ok(bytes)
 }
 
-fn host_mut_of(storage: &mut StorageState, list: usize) -> Result<&mut [u8], PlanError> {
-    let error = not_on_host(storage, list);
-    storage.lists[list].buffer.host_mut().ok_or(error)
-}
-
-fn not_on_host(storage: &StorageState, list: usize) -> PlanError {
-    PlanError::NotOnHost {
-        role: storage.lists[list].role(),
-        name: storage.kernel.entry().to_owned(),
-        backend: "device",
-    }
+fn write_all(
+    storage: &mut StorageState,
+    backend: &dyn Backend,
+    list: usize,
+    bytes: &[u8],
+) -> Result<(), PlanError> {
+    Ok(backend.write(storage.lists[list].buffer.as_mut(), 0, bytes)?)
 }
 
 /// Averages an arena in place.
 fn average_list(
     storage: &mut StorageState,
-    list: usize,
+    backend: &dyn Backend,
     comms: &mut Comms<'_>,
+    list: usize,
 ) -> Result<(), PlanError> {
     let dtype = storage.lists[list].dtype();
-    let bytes = host_mut_of(storage, list)?;
-    Ok(comms.in_place(Operation::AllReduce(ReduceOp::Average), dtype, None, bytes)?)
+    let buffer = storage.lists[list].buffer.as_mut();
+    let all = 0..buffer.len_bytes();
+    in_place(backend, comms, (buffer, all), |comms, bytes| {
+        comms.in_place(Operation::AllReduce(ReduceOp::Average), dtype, None, bytes)
+    })
 }
 
 /// Averages 32-bit values that are kept as bf16 parameters and the bits these lack.
 fn average_split(
     storage: &mut StorageState,
-    (param, residual): (usize, usize),
+    backend: &dyn Backend,
     comms: &mut Comms<'_>,
+    (param, residual): (usize, usize),
 ) -> Result<(), PlanError> {
-    let (high, low) = (host_of(storage, param)?, host_of(storage, residual)?);
-    let pairs = high.as_chunks::<2>().0.iter().zip(low.as_chunks::<2>().0);
-    let values =
-        pairs.map(|(high, low)| join_bf16(u16::from_le_bytes(*high), u16::from_le_bytes(*low)));
-    let mut values: Vec<f32> = values.collect();
+    let mut high = bytes_of(storage, backend, param)?;
+    let mut low = bytes_of(storage, backend, residual)?;
+    let bits = |bytes: &HostMemory| -> Vec<u16> {
+        let pairs = bytes.bytes().as_chunks::<2>().0.iter();
+        pairs.map(|pair| u16::from_le_bytes(*pair)).collect()
+    };
+    let pairs = bits(&high).into_iter().zip(bits(&low));
+    let mut values: Vec<f32> = pairs.map(|(high, low)| join_bf16(high, low)).collect();
     let operation = Operation::AllReduce(ReduceOp::Average);
-    let bytes = bytemuck::cast_slice_mut(&mut values);
+    let bytes = bytemuck::cast_slice_mut::<f32, u8>(&mut values);
     comms.in_place(operation, DType::F32, None, bytes)?;
-    let split: Vec<(u16, u16)> = values.into_iter().map(split_bf16).collect();
-    let high = host_mut_of(storage, param)?.as_chunks_mut::<2>().0;
-    for (out, (high, _)) in high.iter_mut().zip(&split) {
-        *out = high.to_le_bytes();
+    let outs = high.bytes_mut().as_chunks_mut::<2>().0.iter_mut();
+    let outs = outs.zip(low.bytes_mut().as_chunks_mut::<2>().0);
+    for ((high, low), value) in outs.zip(values) {
+        let split = split_bf16(value);
+        (*high, *low) = (split.0.to_le_bytes(), split.1.to_le_bytes());
     }
-    let low = host_mut_of(storage, residual)?.as_chunks_mut::<2>().0;
-    for (out, (_, low)) in low.iter_mut().zip(&split) {
-        *out = low.to_le_bytes();
-    }
-    Ok(())
+    write_all(storage, backend, param, high.bytes())?;
+    write_all(storage, backend, residual, low.bytes())
 }
 
 /// 16-bit parameters from their masters, rounded to nearest even.
@@ -191,7 +211,7 @@ fn mean_loss(state: &State, comms: &mut Comms<'_>) -> Result<f64, PlanError> {
         operation,
         DType::F64,
         None,
-        bytemuck::cast_slice_mut(&mut loss),
+        bytemuck::cast_slice_mut::<f64, u8>(&mut loss),
     )?;
     Ok(loss[0])
 }

@@ -4,10 +4,10 @@ use std::num::NonZeroUsize;
 use std::ops::Range;
 
 use fusestep_collective::{
-    Buffers, Call, CallContext, CollectiveError, CommStream, Communicator, Membership, Operation,
-    Pending, RankMemory, ReduceOp, ReduceUpdate, comm_streams,
+    Buffers, Call, CallContext, CollectiveError, CommStream, Communicator, DeviceBuffers,
+    DeviceCall, Membership, Operation, Pending, RankMemory, ReduceOp, ReduceUpdate, comm_streams,
 };
-use fusestep_launch::Buffer;
+use fusestep_launch::{Backend, Buffer, DeviceSliceMut};
 use fusestep_tensor::DType;
 
 /// What a rank's step makes its calls with: one communicator, and communication streams for calls
@@ -187,58 +187,53 @@ impl<'a> Comms<'a> {
     }
 
     /// Makes one call in place among the ranks that share shards.
-    pub(crate) fn in_group(
+    pub(crate) fn in_group<'b>(
         &mut self,
         operation: Operation,
         dtype: DType,
         counts: Option<&[usize]>,
-        bytes: &mut [u8],
+        bytes: impl Into<Bytes<'b>>,
     ) -> Result<(), CollectiveError> {
+        let bytes = bytes.into();
         self.count_in_group(operation, bytes.len());
-        self.within_group().execute(Call {
-            operation,
-            dtype,
-            counts,
-            buffers: Buffers::InPlace(bytes),
-        })
+        bytes.call(self.within_group(), (operation, dtype), counts)
     }
 
     /// The mean over groups; does nothing without them.
     pub(crate) fn across_groups(
         &mut self,
         dtype: DType,
-        bytes: &mut [u8],
+        bytes: Bytes<'_>,
     ) -> Result<(), CollectiveError> {
         let Some(groups) = &mut self.groups else {
             return Ok(());
         };
         let operation = Operation::AllReduce(ReduceOp::Average);
         let (len_bytes, ranks) = (bytes.len(), groups.across.world_size());
-        groups.across.execute(Call {
-            operation,
-            dtype,
-            counts: None,
-            buffers: Buffers::InPlace(bytes),
-        })?;
+        bytes.call(groups.across.as_mut(), (operation, dtype), None)?;
         self.count(operation, len_bytes, ranks);
         Ok(())
     }
 
     /// Makes one call in place.
-    pub(crate) fn in_place(
+    pub(crate) fn in_place<'b>(
         &mut self,
         operation: Operation,
         dtype: DType,
         counts: Option<&[usize]>,
-        bytes: &mut [u8],
+        bytes: impl Into<Bytes<'b>>,
     ) -> Result<(), CollectiveError> {
+        let bytes = bytes.into();
         self.count(operation, bytes.len(), self.comm.world_size());
-        self.comm.execute(Call {
-            operation,
-            dtype,
-            counts,
-            buffers: Buffers::InPlace(bytes),
-        })
+        bytes.call(self.comm, (operation, dtype), counts)
+    }
+
+    /// Whether calls take this buffer where it lies.
+    pub(crate) fn takes(&self, backend: &dyn Backend, buffer: &dyn Buffer) -> bool {
+        buffer.host().is_some()
+            || backend
+                .device()
+                .is_some_and(|own| self.comm.device() == Some(own))
     }
 
     /// Reduces a bucket of all ranks and updates it in one pass.
@@ -302,6 +297,58 @@ pub(crate) fn bytes_sent(operation: Operation, len_bytes: u64, ranks: u64) -> u6
     }
 }
 
+/// Bytes where a call can take them.
+pub(crate) enum Bytes<'a> {
+    Host(&'a mut [u8]),
+    Device(DeviceSliceMut<'a>),
+}
+
+impl<'a, T: AsMut<[u8]> + ?Sized> From<&'a mut T> for Bytes<'a> {
+    fn from(bytes: &'a mut T) -> Self {
+        Bytes::Host(bytes.as_mut())
+    }
+}
+
+impl<'a> Bytes<'a> {
+    /// A part of a buffer; `None` beyond its end, and for a device's that was not handed over.
+    pub(crate) fn of(buffer: &'a mut dyn Buffer, range: Range<usize>) -> Option<Bytes<'a>> {
+        if buffer.host().is_some() {
+            return buffer.host_mut()?.get_mut(range).map(Bytes::Host);
+        }
+        buffer.device_mut()?.part(range).map(Bytes::Device)
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Bytes::Host(bytes) => bytes.len(),
+            Bytes::Device(memory) => memory.len_bytes(),
+        }
+    }
+
+    /// Makes one call in place.
+    fn call(
+        self,
+        comm: &mut dyn Communicator,
+        (operation, dtype): (Operation, DType),
+        counts: Option<&[usize]>,
+    ) -> Result<(), CollectiveError> {
+        match self {
+            Bytes::Host(bytes) => comm.execute(Call {
+                operation,
+                dtype,
+                counts,
+                buffers: Buffers::InPlace(bytes),
+            }),
+            Bytes::Device(memory) => comm.execute_on_device(DeviceCall {
+                operation,
+                dtype,
+                counts,
+                buffers: DeviceBuffers::InPlace(memory),
+            }),
+        }
+    }
+}
+
 /// A segment on its way.
 #[derive(Debug)]
 pub(crate) enum Reducing {
@@ -338,31 +385,26 @@ impl BucketCall {
 }
 
 impl SegmentCalls {
-    /// Makes the calls on the segment's memory; that of a device goes through the host.
+    /// Makes the calls on the segment's memory.
     fn make(
         &self,
         comm: &mut dyn Communicator,
         memory: &mut Box<dyn Buffer>,
     ) -> Result<(), CollectiveError> {
-        let Some(bytes) = memory.host_mut() else {
-            return Err(CollectiveError::Refused {
-                rank: comm.rank(),
-                operation: "bucket",
-                reason: "expected gradients in host memory, found a device's; stage them first"
-                    .to_owned(),
-            });
-        };
         for call in &self.buckets {
             comm.set_context(CallContext {
                 plan_hash: self.plan_hash,
                 bucket: Some(call.bucket as u32),
             });
-            comm.execute(Call {
-                operation: call.operation(),
-                dtype: self.dtype,
-                counts: call.counts.as_deref(),
-                buffers: Buffers::InPlace(&mut bytes[call.bytes.clone()]),
+            let bytes = Bytes::of(memory.as_mut(), call.bytes.clone());
+            let bytes = bytes.ok_or_else(|| CollectiveError::Refused {
+                rank: comm.rank(),
+                operation: "bucket",
+                reason: "expected gradients in host memory or a device's that was handed over, \
+                         found others"
+                    .to_owned(),
             })?;
+            bytes.call(comm, (call.operation(), self.dtype), call.counts.as_deref())?;
         }
         comm.set_context(CallContext {
             plan_hash: self.plan_hash,

@@ -3,12 +3,12 @@
 use std::ops::Range;
 
 use fusestep_coalesce::HostMemory;
-use fusestep_collective::Operation;
+use fusestep_collective::{CollectiveError, Operation};
 use fusestep_launch::{Backend, Buffer};
 use fusestep_tensor::{DType, Role};
 
 use crate::averages::{Beside, Values};
-use crate::comms::Comms;
+use crate::comms::{Bytes, Comms};
 use crate::passes::FuseAllReduce;
 use crate::stage::{Extent, Gather};
 use crate::{Plan, PlanError, State, ZeroStage};
@@ -100,16 +100,21 @@ impl Plan {
         let buffer = state.storages[bucket.storage].lists[index].buffer.as_mut();
         for call in &gather.broadcasts {
             let operation = Operation::Broadcast { root: call.owner };
-            in_place(backend, buffer, bytes(&call.elements), |own| {
-                Ok(comms.in_group(operation, dtype, None, own)?)
-            })?;
+            in_place(
+                backend,
+                comms,
+                (buffer, bytes(&call.elements)),
+                |comms, own| comms.in_group(operation, dtype, None, own),
+            )?;
         }
         if gather.broadcasts.is_empty() {
             let counts = bucket.counts();
-            in_place(backend, buffer, bytes(&bucket.elements), |own| {
-                let counts = Some(counts.as_slice());
-                Ok(comms.in_group(Operation::AllGather, dtype, counts, own)?)
-            })?;
+            in_place(
+                backend,
+                comms,
+                (buffer, bytes(&bucket.elements)),
+                |comms, own| comms.in_group(Operation::AllGather, dtype, Some(&counts), own),
+            )?;
         }
         Ok(())
     }
@@ -363,18 +368,23 @@ impl Plan {
     }
 }
 
-/// Does `work` on bytes of a buffer where they lie, or on a copy of a device's.
-fn in_place(
+/// Makes a call on bytes of a buffer where they lie, or on a copy of a device's where calls are
+/// made in host memory.
+pub(crate) fn in_place(
     backend: &dyn Backend,
-    buffer: &mut dyn Buffer,
-    range: Range<usize>,
-    work: impl FnOnce(&mut [u8]) -> Result<(), PlanError>,
+    comms: &mut Comms<'_>,
+    (buffer, range): (&mut dyn Buffer, Range<usize>),
+    call: impl FnOnce(&mut Comms<'_>, Bytes<'_>) -> Result<(), CollectiveError>,
 ) -> Result<(), PlanError> {
-    if let Some(bytes) = buffer.host_mut() {
-        return work(&mut bytes[range]);
+    if comms.takes(backend, buffer) {
+        backend.hand_over(buffer)?;
+        if let Some(bytes) = Bytes::of(buffer, range.clone()) {
+            call(comms, bytes)?;
+            return Ok(backend.take_back(buffer)?);
+        }
     }
     let mut staged = vec![0; range.len()];
     backend.read(buffer, range.start, &mut staged)?;
-    work(&mut staged)?;
+    call(comms, Bytes::Host(&mut staged))?;
     Ok(backend.write(buffer, range.start, &staged)?)
 }

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 
 use crate::arena::{SegmentState, keeps_segments};
 use crate::bucket::Bucket;
-use crate::comms::{BucketCall, Comms, Reducing, SegmentCalls};
+use crate::comms::{BucketCall, Bytes, Comms, Reducing, SegmentCalls};
 use crate::stage::{Extent, Reduced};
 use crate::{Optimize, Plan, PlanError, Stage, State, StorageSpec};
 
@@ -45,7 +45,7 @@ impl Plan {
         let SegmentState::Here(Some(memory)) = state.arena.take(index) else {
             return Err(self.poison(state));
         };
-        let memory = self.to_host(backend, memory)?;
+        let memory = self.to_calls(backend, comms, memory)?;
         match comms.reduce(index, calls, memory) {
             Ok(Reducing::Done(memory)) => {
                 state.arena.segments[index] = SegmentState::Here(Some(memory));
@@ -62,13 +62,16 @@ impl Plan {
         Ok(())
     }
 
-    /// A segment's memory where calls can take it.
-    fn to_host(
+    /// A segment's memory where calls can take it: that of a device goes through the host unless
+    /// they are made there.
+    fn to_calls(
         &self,
         backend: &dyn Backend,
-        memory: Box<dyn Buffer>,
+        comms: &Comms<'_>,
+        mut memory: Box<dyn Buffer>,
     ) -> Result<Box<dyn Buffer>, PlanError> {
-        if memory.host().is_some() {
+        if comms.takes(backend, memory.as_ref()) {
+            backend.hand_over(memory.as_mut())?;
             return Ok(memory);
         }
         let mut staged = HostMemory::zeroed(memory.len_bytes())?;
@@ -77,16 +80,20 @@ impl Plan {
     }
 
     /// That memory as launches can take it.
-    fn to_backend(
+    fn to_launches(
         &self,
         backend: &dyn Backend,
-        memory: Box<dyn Buffer>,
+        mut memory: Box<dyn Buffer>,
     ) -> Result<Box<dyn Buffer>, PlanError> {
         if backend.takes_host_memory() {
             return Ok(memory);
         }
+        let Some(bytes) = memory.host() else {
+            backend.take_back(memory.as_mut())?;
+            return Ok(memory);
+        };
         let mut own = backend.allocate(memory.len_bytes())?;
-        backend.write(own.as_mut(), 0, memory.host().unwrap_or_default())?;
+        backend.write(own.as_mut(), 0, bytes)?;
         Ok(own)
     }
 
@@ -119,6 +126,7 @@ impl Plan {
             match state.arena.take(index) {
                 SegmentState::InFlight(pending) => match pending.try_wait() {
                     Ok(Ok(memory)) => {
+                        let memory = self.to_launches(backend, memory)?;
                         self.take_own_part(state, backend, index, memory.as_ref())?;
                         state.arena.give_back(index, memory);
                     }
@@ -164,8 +172,8 @@ impl Plan {
         };
         self.reduce_across(index, comms, memory.as_mut())?;
         state.arena.exposed_ns += start.elapsed().as_nanos() as u64;
+        let memory = self.to_launches(backend, memory)?;
         if keeps_segments(self) {
-            let memory = self.to_backend(backend, memory)?;
             state.arena.segments[index] = SegmentState::Here(Some(memory));
         } else {
             self.take_own_part(state, backend, index, memory.as_ref())?;
@@ -208,8 +216,8 @@ impl Plan {
             };
             let place = |element: u64| (element - segment.elements.start) as usize;
             let range = place(own.start) * dtype.len_bytes()..place(own.end) * dtype.len_bytes();
-            if let Some(bytes) = memory.host_mut() {
-                comms.across_groups(dtype, &mut bytes[range])?;
+            if let Some(bytes) = Bytes::of(memory, range) {
+                comms.across_groups(dtype, bytes)?;
             }
         }
         Ok(())
@@ -229,17 +237,16 @@ impl Plan {
             return Ok(());
         };
         let width = spec.grad_dtype().len_bytes();
-        let bytes = memory.host().unwrap_or_default();
         for part in &spec.shard {
             let start = part.elements.start.max(segment.elements.start);
             let end = part.elements.end.min(segment.elements.end);
             if start < end {
                 let from = (start - segment.elements.start) as usize * width;
-                let own = &bytes[from..from + (end - start) as usize * width];
+                let len_bytes = (end - start) as usize * width;
                 let at = (part.at + start - part.elements.start) as usize * width;
                 let buffer = state.storages[segment.storage].lists[list].buffer.as_mut();
-                backend.write(buffer, at, own)?;
-                state.arena.copied_bytes += own.len() as u64;
+                backend.copy((memory, from), (buffer, at), len_bytes)?;
+                state.arena.copied_bytes += len_bytes as u64;
             }
         }
         Ok(())

@@ -201,7 +201,7 @@ impl Plan {
         } else {
             self.update_all(state, backend, comms, divisor)?
         };
-        let averaged = self.average(state, comms)?;
+        let averaged = self.average(state, backend, comms)?;
         let peak = state.arena.settle(keeps_segments(self));
         state.arena.seen_peak(peak);
         state.arena.clear();

@@ -4,8 +4,10 @@
 
 use std::time::Duration;
 
-use fusestep_collective::{Collectives, Communicator, Operation, ReduceOp, comm_streams};
-use fusestep_collective_nccl::{DeviceBuffers, DeviceCall, NcclOptions};
+use fusestep_collective::{
+    Collectives, Communicator, DeviceBuffers, DeviceCall, Operation, ReduceOp, comm_streams,
+};
+use fusestep_collective_nccl::NcclOptions;
 use fusestep_tensor::DType;
 
 use super::faults::COLLECTIVES;
@@ -82,7 +84,7 @@ fn nothing_is_made_freed_or_loaded_within_a_call() {
                     operation,
                     dtype,
                     counts: None,
-                    buffers: DeviceBuffers::InPlace(&mut buffer),
+                    buffers: DeviceBuffers::InPlace(buffer.slice_mut()),
                 };
                 comm.execute_on_device(call).unwrap();
             }

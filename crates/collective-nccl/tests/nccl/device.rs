@@ -1,11 +1,21 @@
 //! Calls on memory of the GPU.
 
-use fusestep_collective::{CollectiveError, Collectives, Communicator, Operation, ReduceOp};
-use fusestep_collective_nccl::{DeviceBuffers, DeviceCall};
+use fusestep_collective::{
+    CollectiveError, Collectives, Communicator, DeviceBuffers, DeviceCall, Operation, ReduceOp,
+};
 use fusestep_tensor::DType;
 
 use super::numbers::{input, reduced};
 use super::worlds::{group, options, sizes, turn};
+
+fn sum(buffers: DeviceBuffers<'_>) -> DeviceCall<'_> {
+    DeviceCall {
+        operation: Operation::AllReduce(ReduceOp::Sum),
+        dtype: DType::F32,
+        counts: None,
+        buffers,
+    }
+}
 
 #[test]
 fn device_buffers_are_reduced_where_they_lie() {
@@ -18,23 +28,13 @@ fn device_buffers_are_reduced_where_they_lie() {
             let mut buffer = comm.device_buffer(4 * numel).unwrap();
             let mut apart = comm.device_buffer(4 * numel).unwrap();
             buffer.upload(bytemuck::cast_slice(&own)).unwrap();
-            let call = |buffers| DeviceCall {
-                operation: Operation::AllReduce(ReduceOp::Sum),
-                dtype: DType::F32,
-                counts: None,
-                buffers,
-            };
             let both = DeviceBuffers::OutOfPlace {
-                send: &buffer,
-                receive: &mut apart,
+                send: buffer.slice_mut(),
+                receive: apart.slice_mut(),
             };
-            comm.execute_on_device(call(both)).unwrap();
-            // SAFETY: the memory of `buffer`, which lives on and is used by nothing else.
-            let mut borrowed =
-                unsafe { comm.borrow_device_memory(buffer.address(), buffer.len_bytes()) };
-            comm.execute_on_device(call(DeviceBuffers::InPlace(&mut borrowed)))
+            comm.execute_on_device(sum(both)).unwrap();
+            comm.execute_on_device(sum(DeviceBuffers::InPlace(buffer.slice_mut())))
                 .unwrap();
-            drop(borrowed);
             for found in [&buffer, &apart] {
                 let mut values = vec![0.0f32; numel];
                 found
@@ -56,7 +56,7 @@ fn device_calls_are_checked_as_others_are() {
             operation: Operation::AllReduce(ReduceOp::Sum),
             dtype: DType::F32,
             counts: None,
-            buffers: DeviceBuffers::InPlace(&mut buffer),
+            buffers: DeviceBuffers::InPlace(buffer.slice_mut()),
         };
         let error = comm.execute_on_device(call).unwrap_err();
         assert!(

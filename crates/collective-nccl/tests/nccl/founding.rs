@@ -164,7 +164,7 @@ fn a_group_says_what_it_runs_on() {
     let _turn = turn();
     let comm = NcclCommunicator::new(Box::new(Solo::new()), 0, &options()).unwrap();
     assert!(comm.library_version().starts_with("2."));
-    assert!(!comm.device().0.is_empty() && comm.device().1 == 0);
+    assert!(!comm.gpu().0.is_empty() && comm.gpu().1 == 0);
 }
 
 #[test]

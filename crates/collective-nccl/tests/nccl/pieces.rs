@@ -1,7 +1,7 @@
 //! Calls that are longer than the memory that communicators have on the GPU.
 
-use fusestep_collective::{Communicator, Operation, ReduceOp};
-use fusestep_collective_nccl::{DeviceBuffers, DeviceCall, NcclOptions};
+use fusestep_collective::{Communicator, DeviceBuffers, DeviceCall, Operation, ReduceOp};
+use fusestep_collective_nccl::NcclOptions;
 use fusestep_tensor::DType;
 
 use super::numbers;
@@ -39,7 +39,7 @@ fn device_calls_in_pieces_have_the_bits_of_whole_ones() {
                         operation,
                         dtype: DType::F32,
                         counts: None,
-                        buffers: DeviceBuffers::InPlace(&mut buffer),
+                        buffers: DeviceBuffers::InPlace(buffer.slice_mut()),
                     };
                     comm.execute_on_device(call).unwrap();
                     let mut bytes = vec![0u8; 4 * numel];

@@ -1,7 +1,9 @@
 //! The kernel that reduces on the GPU, wherever parts lie, finds the bytes of the host's reduction.
 
-use fusestep_collective::{Communicator, Operation, even_counts, reduce_slices};
-use fusestep_collective_nccl::{DeviceBuffers, DeviceCall, NcclCommunicator};
+use fusestep_collective::{
+    Communicator, DeviceBuffers, DeviceCall, Operation, even_counts, reduce_slices,
+};
+use fusestep_collective_nccl::NcclCommunicator;
 use fusestep_simd::Level;
 use half::{bf16, f16};
 
@@ -27,17 +29,15 @@ fn reduced_at<T: Number>(
     around[start..start + bytes.len()].copy_from_slice(bytes);
     let mut buffer = comm.device_buffer(around.len()).unwrap();
     buffer.upload(&around).unwrap();
-    // SAFETY: a part of `buffer`, which lives on and is used by nothing else during the call.
-    let mut part =
-        unsafe { comm.borrow_device_memory(buffer.address() + start as u64, bytes.len()) };
+    let range = start..start + bytes.len();
+    let part = buffer.slice_mut().part(range).unwrap();
     let call = DeviceCall {
         operation,
         dtype: T::DTYPE,
         counts: None,
-        buffers: DeviceBuffers::InPlace(&mut part),
+        buffers: DeviceBuffers::InPlace(part),
     };
     comm.execute_on_device(call).unwrap();
-    drop(part);
     buffer.download(&mut around).unwrap();
     let behind = around.split_off(start + bytes.len());
     let part = around.split_off(start);

@@ -163,7 +163,7 @@ fn train(scenario: &Scenario, rank: &mut Rank<'_>, mut at: u64) -> Result<(), Pl
     let (state, backend, comms) = (&mut rank.state, &rank.backend, &mut rank.comms);
     rank.plan.flush(state, backend, comms)?;
     if scenario.averages() {
-        rank.plan.average_now(&mut rank.state, &mut rank.comms)?;
+        rank.plan.average_now(state, backend, comms)?;
     }
     rank.finish_saves()
 }

@@ -1,0 +1,11 @@
+//! Steps of many ranks in device memory: the bits of threads on the host at every stage, with
+//! gradients that never pass through the host. `cargo xtask nccl` runs this on emulated devices and
+//! a stand-in for NCCL.
+
+#[path = "device_ranks/counted.rs"]
+mod counted;
+#[path = "device_ranks/laws.rs"]
+mod laws;
+#[path = "../../../tests/distributed/run.rs"]
+#[expect(dead_code, reason = "the other suite has more to ask of a run")]
+mod run;

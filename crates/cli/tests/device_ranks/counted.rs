@@ -1,0 +1,110 @@
+//! A backend that counts what passes between host and device.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use fusestep_cuda::CudaBackend;
+use fusestep_launch::{
+    Backend, BackendError, Buffer, Conclude, Launch, LaunchLimits, LaunchReport, LeafSquares,
+    MAX_SUMS, Reduce, SquareSum,
+};
+
+/// CUDA, with the bytes that the planner reads and writes.
+#[derive(Debug)]
+pub(crate) struct Counted {
+    cuda: CudaBackend,
+    read: AtomicU64,
+    written: AtomicU64,
+}
+
+impl Counted {
+    pub(crate) fn open(device: usize) -> Self {
+        Self {
+            cuda: CudaBackend::open(device as u32).unwrap(),
+            read: AtomicU64::new(0),
+            written: AtomicU64::new(0),
+        }
+    }
+
+    /// Bytes read from the device and written to it.
+    pub(crate) fn bytes(&self) -> (u64, u64) {
+        let count = |of: &AtomicU64| of.load(Ordering::Relaxed);
+        (count(&self.read), count(&self.written))
+    }
+}
+
+impl Backend for Counted {
+    fn name(&self) -> &'static str {
+        self.cuda.name()
+    }
+    fn device(&self) -> Option<u32> {
+        self.cuda.device()
+    }
+    fn limits(&self) -> LaunchLimits {
+        self.cuda.limits()
+    }
+    fn allocate(&self, len_bytes: usize) -> Result<Box<dyn Buffer>, BackendError> {
+        self.cuda.allocate(len_bytes)
+    }
+    fn write(
+        &self,
+        buffer: &mut dyn Buffer,
+        offset_bytes: usize,
+        bytes: &[u8],
+    ) -> Result<(), BackendError> {
+        self.written
+            .fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        self.cuda.write(buffer, offset_bytes, bytes)
+    }
+    fn read(
+        &self,
+        buffer: &dyn Buffer,
+        offset_bytes: usize,
+        bytes: &mut [u8],
+    ) -> Result<(), BackendError> {
+        self.read.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        self.cuda.read(buffer, offset_bytes, bytes)
+    }
+    fn copy(
+        &self,
+        from: (&dyn Buffer, usize),
+        to: (&mut dyn Buffer, usize),
+        len_bytes: usize,
+    ) -> Result<(), BackendError> {
+        Backend::copy(&self.cuda, from, to, len_bytes)
+    }
+    fn hand_over(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
+        self.cuda.hand_over(buffer)
+    }
+    fn take_back(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
+        self.cuda.take_back(buffer)
+    }
+    fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
+        self.cuda.launch(launch)
+    }
+    fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
+        self.cuda.reduce(reduce)
+    }
+    fn conclude(&self, conclude: Conclude<'_>) -> Result<LaunchReport, BackendError> {
+        self.cuda.conclude(conclude)
+    }
+    fn leaf_squares(
+        &self,
+        leaves: LeafSquares<'_>,
+        sums: &mut [SquareSum],
+    ) -> Result<(), BackendError> {
+        self.cuda.leaf_squares(leaves, sums)
+    }
+    fn leaf_sums(
+        &self,
+        launch: &Launch<'_>,
+        sums: &mut [[f64; MAX_SUMS]],
+    ) -> Result<(), BackendError> {
+        self.cuda.leaf_sums(launch, sums)
+    }
+    fn take_skipped(&self) -> Result<u64, BackendError> {
+        self.cuda.take_skipped()
+    }
+    fn synchronize(&self) -> Result<(), BackendError> {
+        self.cuda.synchronize()
+    }
+}

@@ -1,0 +1,223 @@
+//! Ranks on devices end with the bits of ranks that are threads on the host.
+
+use std::num::NonZeroU64;
+use std::path::PathBuf;
+
+use fusestep_collective::{Communicator, Options, run_ranks};
+use fusestep_collective_nccl::{NcclCommunicator, NcclOptions};
+use fusestep_fused_adam::Adam;
+use fusestep_fused_sgd::Sgd;
+use fusestep_lamb::Lamb;
+use fusestep_lars_momentum::Lars;
+use fusestep_launch::{Master, Precision};
+use fusestep_planner::{LocalSgd, Optimizer, ReducedWhen, ZeroStage};
+
+use crate::counted::Counted;
+use crate::run::{Case, Mixed, Outcome, lacking};
+
+const STAGES: [ZeroStage; 4] = [
+    ZeroStage::None,
+    ZeroStage::One,
+    ZeroStage::Two,
+    ZeroStage::Three,
+];
+
+/// A model of which some tensors have leaves on several ranks.
+fn small() -> Case {
+    Case {
+        numels: vec![7_001, 3, 0, 1, 5_000, 66_000, 17, 257],
+        cap: Some(60_000),
+        steps: 2,
+        ..Case::default()
+    }
+}
+
+/// The GPUs there are, which bound the worlds.
+fn gpus() -> usize {
+    let count = std::env::var("FUSESTEP_EMULATOR_DEVICES");
+    count.map_or(1, |text| text.parse().unwrap())
+}
+
+/// The libraries under test; by default those of the system.
+fn options() -> NcclOptions {
+    let path = |name: &str| std::env::var_os(name).map(PathBuf::from);
+    let defaults = NcclOptions::default();
+    NcclOptions {
+        nccl_library: path("FUSESTEP_NCCL_LIBRARY").unwrap_or(defaults.nccl_library),
+        driver_library: path("FUSESTEP_CUDA_LIBRARY").unwrap_or(defaults.driver_library),
+        scratch_bytes: 1 << 20,
+        ..NcclOptions::default()
+    }
+}
+
+/// The case on so many devices; what each rank ends with, and the bytes that it has read from its
+/// device and written there.
+fn on_devices(case: &Case) -> Vec<(Outcome, (u64, u64))> {
+    let ranks = run_ranks(case.world, &Options::default(), |control| {
+        let device = control.rank();
+        let backend = Counted::open(device);
+        let mut comm = NcclCommunicator::new(Box::new(control), device, &options()).unwrap();
+        let outcome = case.rank(&mut comm, &backend);
+        (outcome, backend.bytes())
+    });
+    let ranks = ranks.unwrap().into_iter();
+    let rethrow = |panic| std::panic::resume_unwind(panic);
+    ranks.map(|rank| rank.unwrap_or_else(rethrow)).collect()
+}
+
+/// Every rank's parameters and reports are those of threads on the host.
+fn assert_same(case: &Case) {
+    let expected = case.run();
+    for (rank, (found, _)) in on_devices(case).into_iter().enumerate() {
+        assert!(
+            found.params == expected.params,
+            "rank {rank}: other parameters: {case:?}"
+        );
+        assert_eq!(found.skipped, expected.skipped, "{case:?}");
+        for (found, expected) in found.reports.iter().zip(&expected.reports) {
+            let alike = |report: &fusestep_planner::StepReport| {
+                (
+                    report.step,
+                    report.skipped,
+                    report.without_gradient,
+                    report.grad_norm.map(f64::to_bits),
+                )
+            };
+            assert_eq!(alike(found), alike(expected), "rank {rank}: {case:?}");
+        }
+    }
+}
+
+fn worlds() -> impl Iterator<Item = usize> {
+    1..=gpus().min(4)
+}
+
+#[test]
+fn every_stage_and_world_gives_the_bits_of_threads_on_the_host() {
+    for world in worlds() {
+        for zero in STAGES {
+            for streams in [0, 2] {
+                assert_same(&Case {
+                    world,
+                    zero,
+                    streams,
+                    ..small()
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn clipping_and_loss_scales_see_the_gradients_of_all_ranks() {
+    for world in worlds().skip(1) {
+        for zero in STAGES {
+            assert_same(&Case {
+                world,
+                zero,
+                streams: 1,
+                clip: Some(0.5),
+                scaled: Some(1024.0),
+                infinite: Some((world - 1, 1, 5)),
+                steps: 3,
+                ..small()
+            });
+        }
+    }
+}
+
+#[test]
+fn rules_with_norms_sum_up_tensors_that_lie_in_many_shards() {
+    let rules: [Optimizer; 2] = [Lars::default().into(), Lamb::default().into()];
+    for rule in rules {
+        for world in worlds().skip(1) {
+            for (zero, clip) in STAGES
+                .into_iter()
+                .zip([None, Some(0.5)].into_iter().cycle())
+            {
+                assert_same(&Case {
+                    rule,
+                    world,
+                    zero,
+                    clip,
+                    ..small()
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn micro_steps_add_up_before_and_behind_the_reduction() {
+    for world in worlds().skip(1) {
+        for reduced in [ReducedWhen::PerWindow, ReducedWhen::PerMicroStep] {
+            for zero in STAGES {
+                assert_same(&Case {
+                    world,
+                    zero,
+                    reduced,
+                    merge: 2,
+                    streams: 1,
+                    mixed: Mixed::Yes,
+                    without_gradient: lacking(world, 2),
+                    ..small()
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn averages_of_parameters_are_taken_on_the_device() {
+    let masters = Precision {
+        master: Master::F32,
+        ..Precision::default()
+    };
+    for (mixed, precision) in [(Mixed::No, None), (Mixed::Yes, Some(masters))] {
+        for world in worlds().skip(1) {
+            assert_same(&Case {
+                rule: Sgd::default().into(),
+                world,
+                mixed,
+                precision,
+                local_sgd: Some(LocalSgd::every(NonZeroU64::new(2).unwrap())),
+                steps: 5,
+                ..small()
+            });
+        }
+    }
+}
+
+#[test]
+fn gradients_do_not_pass_through_the_host() {
+    let world = gpus().min(3);
+    if world == 1 {
+        return;
+    }
+    for zero in STAGES {
+        for (clip, streams) in [(None, 0), (Some(0.5), 2)] {
+            let case = Case {
+                rule: Adam::default().into(),
+                world,
+                zero,
+                clip,
+                streams,
+                ..small()
+            };
+            let few = on_devices(&case);
+            let many = on_devices(&Case {
+                steps: case.steps + 10,
+                ..case.clone()
+            });
+            let given: u64 = case.numels.iter().map(|numel| 4 * numel).sum();
+            for ((_, few), (_, many)) in few.iter().zip(&many) {
+                // Of ten steps: gradients as they are given, and a control block.
+                let (read, written) = ((many.0 - few.0) / 10, (many.1 - few.1) / 10);
+                assert!(
+                    read < 1_000 && written < given + 1_000,
+                    "{read} and {written} bytes a step, of which {given} are given: {case:?}"
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,310 @@
+//! Sums over leaves, for tensors that ranks have parts of: the entries that sum up chunks are given
+//! so little at a time that what they leave is the sum of one leaf.
+
+use fusestep_launch::{
+    Addresses, Backend, BackendError, Batch, Batchable, CHUNK_ELEMENTS, CHUNK_UNITS, HEADER_BYTES,
+    LEAF_ELEMENTS, Launch, LaunchLimits, LeafSquares, MAX_LISTS, MAX_SUMS, MultiTensorReduction,
+    NormedKernel, Record, SquareSum, TensorList, WORKSPACE_BYTES, Workspace, batches, pack,
+    pack_reduction_of_tensors,
+};
+use fusestep_simd::Level;
+
+use crate::NAME;
+use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, check_records};
+use crate::normed::{SLOT_BYTES, blocks};
+use crate::session::unavailable;
+
+/// Threads of a block that sums up one leaf: one warp, whose groups take rows of it.
+const LEAF_THREADS: u32 = 32;
+
+/// Leaves of which each is in a unit of its own: the sum of that unit is that of the leaf.
+const LEAVES_AT_ONCE: u64 = CHUNK_UNITS;
+
+/// A reduction whose chunks are leaves: the other leaves of its tree are empty and add 0.
+struct OfLeaves<'a>(&'a dyn MultiTensorReduction);
+
+impl MultiTensorReduction for OfLeaves<'_> {
+    fn stem(&self) -> &'static str {
+        self.0.stem()
+    }
+
+    fn entry(&self) -> &'static str {
+        self.0.entry()
+    }
+
+    fn list(&self) -> TensorList {
+        self.0.list()
+    }
+
+    fn chunk_elements(&self) -> u32 {
+        LEAF_ELEMENTS as u32
+    }
+
+    fn run_host(&self, level: Level, chunk: &[u8]) -> SquareSum {
+        self.0.run_host(level, chunk)
+    }
+}
+
+impl CudaBackend {
+    /// As [`Backend::leaf_squares`]: of the gradients nothing goes to the host but their sums.
+    pub(crate) fn squares_of_leaves(
+        &self,
+        leaves: LeafSquares<'_>,
+        sums: &mut [SquareSum],
+    ) -> Result<(), BackendError> {
+        let records = || leaves.batches.iter().flat_map(|batch| &batch.records);
+        let count = records().map(|record| leaves_of(record.numel)).sum::<u64>();
+        check_count(count, sums)?;
+        let list = self.device_buffer(leaves.list.buffer.as_ref())?.address();
+        for batch in leaves.batches {
+            let lists = (std::slice::from_ref(leaves.list), &[leaves.first][..]);
+            check_records(lists, leaves.offsets, batch)?;
+        }
+        let kernel = OfLeaves(leaves.kernel);
+        let limits = LaunchLimits {
+            chunk_elements: kernel.chunk_elements(),
+            ..self.limits()
+        };
+        let tensors = records().map(|record| Batchable {
+            tensor: record.tensor,
+            first_element: record.first_element,
+            numel: record.numel,
+            class: 0,
+        });
+        let batches = batches(kernel.entry(), tensors, kernel.argument_layout(), limits)
+            .map_err(|error| unavailable(error.to_string()))?;
+        let width = leaves.list.dtype().len_bytes() as u64;
+        let place = |&offset: &u64| {
+            list.wrapping_add(offset.wrapping_sub(leaves.first).wrapping_mul(width))
+        };
+        let addresses: Vec<u64> = leaves.offsets.iter().map(place).collect();
+        let len_bytes = size_of_val(sums);
+        let partials = self.leaf_slots(len_bytes.div_ceil(SLOT_BYTES) as u64)?;
+        let mut next = partials;
+        for batch in &batches {
+            let entry = Entry {
+                stem: kernel.stem(),
+                entry: kernel.entry(),
+                threads: LEAF_THREADS,
+                blocks: batch.chunks,
+            };
+            self.enqueue(entry, &mut |bytes| {
+                pack_reduction_of_tensors(&kernel, batch, &addresses, next, bytes);
+            })?;
+            next += u64::from(batch.chunks) * size_of::<SquareSum>() as u64;
+        }
+        self.read_leaf_slots(bytemuck::cast_slice_mut(sums))
+    }
+
+    /// As [`Backend::leaf_sums`].
+    pub(crate) fn sums_of_leaves(
+        &self,
+        launch: &Launch<'_>,
+        sums: &mut [[f64; MAX_SUMS]],
+    ) -> Result<(), BackendError> {
+        let Some(normed) = launch.kernel.normed() else {
+            let entry = launch.kernel.entry();
+            return Err(unavailable(format!(
+                "expected a kernel that takes sums over tensors, found `{entry}`"
+            )));
+        };
+        let pieces = pieces_of(launch.batches);
+        let count = pieces
+            .iter()
+            .map(|piece| leaves_of(piece.numel))
+            .sum::<u64>();
+        check_count(count, sums)?;
+        let addresses = self.list_addresses(launch)?;
+        let addresses = Addresses {
+            lists: &addresses[..launch.lists.len()],
+            control: match launch.control {
+                Some(control) => self.control_address(control)?,
+                None => 0,
+            },
+        };
+        let limits = LaunchLimits {
+            chunk_elements: CHUNK_ELEMENTS,
+            argument_bytes: self.session.info.argument_bytes,
+            ..launch.limits
+        };
+        let layout = launch.kernel.argument_layout();
+        let batches = batches(
+            launch.kernel.entry(),
+            pieces.iter().copied(),
+            layout,
+            limits,
+        )
+        .map_err(|error| unavailable(error.to_string()))?;
+        for batch in &batches {
+            check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
+        }
+        let slots = self.leaf_slots(pieces.len() as u64)?;
+        let mut first_slot = 0;
+        for batch in &batches {
+            let place = Place { slots, first_slot };
+            self.enqueue_normed(
+                launch,
+                (normed.sums_and_update().sums, batch),
+                place,
+                addresses,
+            )?;
+            first_slot += batch.chunks;
+        }
+        let mut values = vec![0.0; pieces.len() * SLOT_BYTES / size_of::<f64>()];
+        self.read_leaf_slots(bytemuck::cast_slice_mut(&mut values))?;
+        let slots = values.chunks_exact(SLOT_BYTES / size_of::<f64>());
+        let of_pieces = slots.zip(&pieces).flat_map(|(slot, piece)| {
+            let units = slot.chunks_exact(MAX_SUMS);
+            units.take(leaves_of(piece.numel) as usize)
+        });
+        for (sums, unit) in sums.iter_mut().zip(of_pieces) {
+            sums.copy_from_slice(unit);
+        }
+        Ok(())
+    }
+
+    /// Updates parts of tensors by the sums over the whole of each, which the host has: each record
+    /// is a tensor of its own, whose first chunk has all of its sums.
+    pub(crate) fn launch_with_sums(
+        &self,
+        launch: &Launch<'_>,
+        (normed, tensor_sums): (&dyn NormedKernel, &[[f64; MAX_SUMS]]),
+        addresses: Addresses<'_>,
+    ) -> Result<(), BackendError> {
+        let chunks: u64 = launch.batches.iter().map(|b| u64::from(b.chunks)).sum();
+        let mut values = vec![0.0; chunks as usize * SLOT_BYTES / size_of::<f64>()];
+        let mut slots = values.chunks_exact_mut(SLOT_BYTES / size_of::<f64>());
+        for record in launch.batches.iter().flat_map(|batch| &batch.records) {
+            let of_record = record.numel.div_ceil(u64::from(CHUNK_ELEMENTS)) as usize;
+            let first = slots.next();
+            if let (Some(slot), Some(sums)) = (first, tensor_sums.get(record.tensor as usize)) {
+                slot[..MAX_SUMS].copy_from_slice(sums);
+            }
+            if of_record > 1 {
+                slots.nth(of_record - 2);
+            }
+        }
+        let slots = self.write_part_slots(chunks, bytemuck::cast_slice(&values))?;
+        let mut first_slot = 0;
+        for batch in launch.batches.iter().filter(|batch| batch.chunks > 0) {
+            let place = Place { slots, first_slot };
+            self.enqueue_normed(
+                launch,
+                (normed.sums_and_update().update, batch),
+                place,
+                addresses,
+            )?;
+            first_slot += batch.chunks;
+        }
+        Ok(())
+    }
+
+    /// The address of so many slots for sums over leaves, which are 0.
+    fn leaf_slots(&self, count: u64) -> Result<u64, BackendError> {
+        self.session.enter()?;
+        let mut kernels = self.kernels();
+        kernels.leaf_slots.at_least(&self.session, count)?;
+        kernels.leaf_slots.zero()
+    }
+
+    /// Reads what a launch has left in them; waits for it.
+    fn read_leaf_slots(&self, bytes: &mut [u8]) -> Result<(), BackendError> {
+        self.kernels().leaf_slots.read(bytes)
+    }
+
+    /// The address of so many slots with these bytes, for sums that the host has; waits for the
+    /// device.
+    fn write_part_slots(&self, count: u64, bytes: &[u8]) -> Result<u64, BackendError> {
+        self.session.enter()?;
+        let mut kernels = self.kernels();
+        let skipped = kernels.part_slots.take_skipped()?;
+        kernels.part_slots.count_skipped(skipped);
+        let address = kernels.part_slots.at_least(&self.session, count)?;
+        kernels.part_slots.write(bytes)?;
+        Ok(address)
+    }
+
+    /// Where the lists of a launch lie.
+    pub(crate) fn list_addresses(
+        &self,
+        launch: &Launch<'_>,
+    ) -> Result<[u64; MAX_LISTS], BackendError> {
+        let mut addresses = [0; MAX_LISTS];
+        for (address, list) in addresses.iter_mut().zip(launch.lists.iter()) {
+            *address = self.device_buffer(list.buffer.as_ref())?.address();
+        }
+        Ok(addresses)
+    }
+
+    /// Enqueues one entry of a normed kernel on a batch whose records are tensors of their own.
+    fn enqueue_normed(
+        &self,
+        launch: &Launch<'_>,
+        (name, batch): (&'static str, &Batch),
+        place: Place,
+        addresses: Addresses<'_>,
+    ) -> Result<(), BackendError> {
+        let entry = Entry {
+            stem: launch.kernel.stem(),
+            entry: name,
+            threads: BLOCK_THREADS,
+            blocks: blocks(batch),
+        };
+        let workspace = Workspace {
+            slots: place.slots,
+            first_slot: place.first_slot,
+            head_chunks: 0,
+            tail_chunks: 0,
+        };
+        let workspace = workspace.bytes();
+        self.enqueue(entry, &mut |bytes| {
+            pack(launch, batch, addresses, bytes);
+            bytes[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace);
+        })
+    }
+}
+
+/// Where a batch's slots lie.
+#[derive(Clone, Copy)]
+struct Place {
+    slots: u64,
+    first_slot: u32,
+}
+
+/// The records of a launch in pieces of [`LEAVES_AT_ONCE`].
+fn pieces_of(batches: &[Batch]) -> Vec<Batchable> {
+    let piece = LEAVES_AT_ONCE * LEAF_ELEMENTS;
+    let of_record = |batch: &Batch, record: &Record| {
+        let (tensor, first, numel) = (record.tensor, record.first_element, record.numel);
+        let class = batch.classes.get(usize::from(record.set)).copied();
+        (0..numel).step_by(piece as usize).map(move |at| Batchable {
+            tensor,
+            first_element: first + at,
+            numel: piece.min(numel - at),
+            class: class.unwrap_or(0),
+        })
+    };
+    let of_batch = |batch: &Batch| -> Vec<Batchable> {
+        let records = batch.records.iter();
+        records
+            .flat_map(|record| of_record(batch, record))
+            .collect()
+    };
+    batches.iter().flat_map(of_batch).collect()
+}
+
+fn leaves_of(numel: u64) -> u64 {
+    numel.div_ceil(LEAF_ELEMENTS)
+}
+
+fn check_count<T>(expected: u64, sums: &[T]) -> Result<(), BackendError> {
+    if expected == sums.len() as u64 {
+        return Ok(());
+    }
+    Err(BackendError::OutOfBounds {
+        backend: NAME,
+        offset_bytes: 0,
+        len_bytes: expected as usize * size_of::<T>(),
+        found: size_of_val(sums),
+    })
+}

@@ -1,0 +1,102 @@
+//! Memory of a device, as its owner lends it to others that work on the same device.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// How work of others follows what the owner has enqueued for its memory, and the owner's theirs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceOrder {
+    /// Nothing is under way when the memory is lent, and whoever borrows it waits for the end of
+    /// its own work before it returns.
+    HostWaits,
+    /// By two `CUevent`s of the device's primary context: work on the memory begins behind `ready`,
+    /// and whoever borrows it records `done` behind that work. The host waits for neither.
+    Events {
+        /// Recorded by the owner.
+        ready: u64,
+        /// Recorded by the borrower.
+        done: u64,
+    },
+}
+
+/// Bytes of a device's memory, to be read and written.
+///
+/// Looking behind the address is unsafe; whoever does relies on what [`DeviceSliceMut::new`] asks.
+#[derive(Debug)]
+pub struct DeviceSliceMut<'a> {
+    ordinal: u32,
+    address: u64,
+    len_bytes: usize,
+    order: DeviceOrder,
+    memory: PhantomData<&'a mut [u8]>,
+}
+
+impl DeviceSliceMut<'_> {
+    /// `len_bytes` bytes of device `ordinal` from `address` on, a `CUdeviceptr` of its primary
+    /// context.
+    ///
+    /// # Safety
+    /// The bytes are allocated there for as long as the slice lives, and used by nobody else
+    /// meanwhile but in the order that `order` says; its events live as long.
+    pub unsafe fn new(ordinal: u32, address: u64, len_bytes: usize, order: DeviceOrder) -> Self {
+        Self {
+            ordinal,
+            address,
+            len_bytes,
+            order,
+            memory: PhantomData,
+        }
+    }
+
+    /// The device's number.
+    pub fn ordinal(&self) -> u32 {
+        self.ordinal
+    }
+
+    /// Where the bytes begin.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// How many there are.
+    pub fn len_bytes(&self) -> usize {
+        self.len_bytes
+    }
+
+    /// How work on them is ordered.
+    pub fn order(&self) -> DeviceOrder {
+        self.order
+    }
+
+    /// A part of them; `None` beyond their end.
+    pub fn part(self, range: Range<usize>) -> Option<Self> {
+        let is_within = range.start <= range.end && range.end <= self.len_bytes;
+        is_within.then(|| Self {
+            address: self.address + range.start as u64,
+            len_bytes: range.len(),
+            ..self
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_lie_within_the_whole() {
+        // SAFETY: nobody looks behind the address.
+        let slice = || unsafe { DeviceSliceMut::new(1, 4096, 100, DeviceOrder::HostWaits) };
+        let part = slice().part(10..30).unwrap();
+        assert_eq!(
+            (part.ordinal(), part.address(), part.len_bytes()),
+            (1, 4106, 20)
+        );
+        assert_eq!(part.order(), DeviceOrder::HostWaits);
+        assert_eq!(slice().part(100..100).unwrap().len_bytes(), 0);
+        assert!(slice().part(90..101).is_none());
+        #[expect(clippy::reversed_empty_ranges, reason = "that is the case")]
+        let reversed = slice().part(30..10);
+        assert!(reversed.is_none());
+    }
+}
