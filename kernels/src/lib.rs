@@ -5,8 +5,8 @@
 //! with a pinned compiler and assembler and checked in, so that neither users nor their build
 //! machines need a CUDA toolkit, nor drivers to compile on devices that there is code for.
 //!
-//! An entry takes one argument block, which `fusestep-launch` packs. Those of `rank_order` take a
-//! few words from `fusestep-collective-nccl` instead.
+//! An entry takes one argument block, which `fusestep-launch` packs. Those of `rank_order` and
+//! `accumulate` take a few words from `fusestep-collective-nccl` and `fusestep-cuda` instead.
 #![forbid(unsafe_code)]
 
 mod bundle;
@@ -35,6 +35,7 @@ macro_rules! kernels {
 }
 
 kernels! {
+    accumulate
     adagrad
     amp
     fused_adam

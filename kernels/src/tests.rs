@@ -48,6 +48,7 @@ fn expected_entries(stem: &str) -> BTreeSet<(String, usize)> {
             let names = dtypes.map(|dtype| (format!("{stem}_{dtype}"), 56));
             names.collect()
         }
+        "accumulate" => dtypes.map(|dtype| (format!("{stem}_{dtype}"), 40)).into(),
         "amp" => {
             let norms = dtypes.map(|dtype| table(format!("amp_norm_{dtype}")));
             let finish = ("amp_finish".to_owned(), 104);

@@ -1,9 +1,16 @@
 //! Every kernel has its reference, test, bench, documentation and compiled form under the same
 //! stem.
 
-/// Kernels that serve collectives or reports and no optimizer have these for their reference, test
-/// and bench. What norms of updates cost is not timed by itself.
-const OF_OTHERS: [(&str, &[&str]); 2] = [
+/// Kernels that serve collectives, sums or reports and no optimizer have these for their reference,
+/// test and bench. What sums over micro-steps and norms of updates cost is not timed by itself.
+const OF_OTHERS: [(&str, &[&str]); 3] = [
+    (
+        "accumulate",
+        &[
+            "crates/planner/src/absorb.rs",
+            "crates/cuda/tests/every_entry/accumulate.rs",
+        ],
+    ),
     (
         "rank_order",
         &[

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cust::sys;
 use fusestep_launch::{
-    Addresses, Backend, BackendError, Batch, Buffer, CONTROL_BYTES, Conclude, Graph, Launch,
-    LaunchLimits, LaunchReport, LeafSquares, ListBuffer, MAX_SUMS, Reduce, ResidentTable,
+    Accumulate, Addresses, Backend, BackendError, Batch, Buffer, CONTROL_BYTES, Conclude, Graph,
+    Launch, LaunchLimits, LaunchReport, LeafSquares, ListBuffer, MAX_SUMS, Reduce, ResidentTable,
     SetValues, SquareSum, pack,
 };
 
@@ -274,6 +274,10 @@ impl Backend for CudaBackend {
         let from = (DeviceBuffer::of(&self.session, from)?, from_offset_bytes);
         let to = DeviceBuffer::of_mut(&self.session, to)?;
         to.copy_from(to_offset_bytes, from, len_bytes)
+    }
+
+    fn accumulate(&self, accumulate: Accumulate<'_>) -> Result<(), BackendError> {
+        self.enqueue_accumulation(accumulate)
     }
 
     fn hand_over(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {

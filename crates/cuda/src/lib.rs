@@ -5,6 +5,7 @@
 )]
 #![cfg(feature = "cuda")]
 
+mod accumulate;
 mod adopt;
 mod backend;
 mod borrowed;

@@ -2,6 +2,8 @@
 //! xtask execute-ptx` runs before anything else. Together these tests launch each entry at least
 //! once; that command counts.
 
+#[path = "every_entry/accumulate.rs"]
+mod accumulate;
 mod common;
 #[path = "every_entry/rank_order.rs"]
 mod rank_order;

@@ -7,9 +7,9 @@ use fusestep_simd::Level;
 use fusestep_tensor::{DType, Role};
 
 use crate::{
-    Access, BackendError, Batch, Conclude, DeviceSliceMut, Graph, LEAF_ELEMENTS, LaunchLimits,
-    MAX_SUMS, MultiTensorKernel, MultiTensorReduction, Reduce, ResidentTable, SetValues, SquareSum,
-    TensorList, UpdateSums,
+    Access, Accumulate, BackendError, Batch, Conclude, DeviceSliceMut, Graph, LEAF_ELEMENTS,
+    LaunchLimits, MAX_SUMS, MultiTensorKernel, MultiTensorReduction, Reduce, ResidentTable,
+    SetValues, SquareSum, TensorList, UpdateSums,
 };
 
 /// Memory of a backend: zeroed at allocation, aligned to 256 bytes.
@@ -246,6 +246,20 @@ pub trait Backend {
         let mut staged = vec![0; len_bytes];
         self.read(from, from_offset_bytes, &mut staged)?;
         self.write(to, to_offset_bytes, &staged)
+    }
+
+    /// Adds gradients up over micro-steps where they lie on a device; returns when the launch is
+    /// enqueued. A backend that works in host memory is not asked.
+    ///
+    /// # Errors
+    /// [`BackendError::OutOfBounds`], [`BackendError::Device`]; [`BackendError::Unavailable`] for a
+    /// type that has no sums, and on a backend of the host.
+    fn accumulate(&self, _accumulate: Accumulate<'_>) -> Result<(), BackendError> {
+        Err(BackendError::Unavailable {
+            backend: self.name(),
+            reason: "expected gradients on a device; those of the host are added up in place"
+                .to_owned(),
+        })
     }
 
     /// Makes a device's buffer ready for others that work on the device: what they do begins behind

@@ -2,6 +2,7 @@
 // Forbidden but in the one module whose constructor is a promise of its caller.
 #![deny(unsafe_code)]
 
+mod accumulate;
 mod backend;
 mod backend_error;
 mod batch;
@@ -24,6 +25,7 @@ mod resident;
 mod rule;
 mod update_sums;
 
+pub use accumulate::{Accumulate, Accumulation};
 pub use backend::{
     Backend, Buffer, Launch, LaunchReport, LeafSquares, ListBuffer, Replicas, Replicated,
 };

@@ -1,6 +1,7 @@
 //! Gradients of one micro-step, added to those before.
 
 use bytemuck::Pod;
+use fusestep_launch::Accumulation;
 use fusestep_simd::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 use fusestep_tensor::DType;
 
@@ -14,6 +15,29 @@ pub(crate) struct Absorb {
     /// It is the last before the next update, and the sum is divided by this; `None` if others
     /// follow.
     pub(crate) last: Option<Divisor>,
+}
+
+impl Absorb {
+    /// What is done on a device: a gradient that is there is added, and what the sums come to
+    /// follows behind the last.
+    pub(crate) fn on_device<E>(
+        self,
+        is_given: bool,
+        mut run: impl FnMut(Accumulation) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let weight = self.weight.unwrap_or(1.0);
+        if is_given {
+            run(if self.first {
+                Accumulation::First { weight }
+            } else {
+                Accumulation::Add { weight }
+            })?;
+        }
+        match self.last {
+            Some(Divisor(divisor)) => run(Accumulation::Mean { divisor }),
+            None => Ok(()),
+        }
+    }
 }
 
 /// What the sum over micro-steps is divided by.

@@ -2,9 +2,8 @@
 
 use std::ops::Range;
 
-use fusestep_coalesce::HostMemory;
 use fusestep_collective::Pending;
-use fusestep_launch::Buffer;
+use fusestep_launch::{Backend, Buffer};
 use fusestep_tensor::DType;
 
 use crate::allocate::Allocator;
@@ -22,10 +21,10 @@ pub(crate) struct GradientArena {
     /// Where each parameter's gradient is written.
     pub(crate) regions: Vec<Region>,
     /// For each region the sums of micro-steps, where the gradients' own memory cannot hold them.
-    pub(crate) sums: Vec<Option<HostMemory>>,
+    pub(crate) sums: Vec<Option<Box<dyn Buffer>>>,
     /// For each storage the sums of gradients that are reduced in every micro-step: of the shard,
     /// or of all of it.
-    pub(crate) reduced_sums: Vec<Option<HostMemory>>,
+    pub(crate) reduced_sums: Vec<Option<Box<dyn Buffer>>>,
     /// For each parameter in how many micro-steps its gradient was given.
     pub(crate) given: Vec<u32>,
     /// For each parameter how it was given in this micro-step.
@@ -146,26 +145,28 @@ impl GradientArena {
             accumulates: plan.micro_steps() > 1 && !plan.reduces_each(),
             starts_early: plan.stages.iter().any(|s| matches!(s, Stage::Reduce(_))),
         };
-        arena.allocate_sums(plan)?;
+        arena.allocate_sums(plan, allocator.backend())?;
         Ok(arena)
     }
 
     /// Sums for gradients of 16 bits, and for gradients that are reduced in every micro-step.
-    fn allocate_sums(&mut self, plan: &Plan) -> Result<(), PlanError> {
+    fn allocate_sums(&mut self, plan: &Plan, backend: &dyn Backend) -> Result<(), PlanError> {
         let Some(rule) = plan.accumulation().filter(|rule| rule.every.get() > 1) else {
             return Ok(());
         };
         if rule.reduced == ReducedWhen::PerMicroStep {
             for (storage, sums) in plan.storages.iter().zip(&mut self.reduced_sums) {
                 let width = sum_width(storage.grad_dtype());
-                *sums = Some(HostMemory::zeroed(storage.shard_numel() as usize * width)?);
+                *sums = Some(backend.allocate(storage.shard_numel() as usize * width)?);
             }
             return Ok(());
         }
         for region in self.regions.clone() {
             let narrow = plan.storages[region.storage].grad_dtype().len_bytes() < 4;
+            let dtype = plan.storages[region.storage].grad_dtype();
+            // A view of a device is written by others, who know nothing of sums in it.
             if narrow || !self.on_host {
-                self.sums_of(region, plan.storages[region.storage].grad_dtype())?;
+                self.sums_of(region, dtype, |len_bytes| Ok(backend.allocate(len_bytes)?))?;
             }
         }
         Ok(())
@@ -176,20 +177,20 @@ impl GradientArena {
         &mut self,
         region: Region,
         dtype: DType,
-    ) -> Result<&mut HostMemory, PlanError> {
-        let sums = &mut self.sums[region.index];
-        if sums.is_none() {
-            *sums = Some(HostMemory::zeroed(
-                region.numel as usize * sum_width(dtype),
-            )?);
-        }
-        sums.as_mut().ok_or(PlanError::Poisoned { step: 0 })
+        allocate: impl FnOnce(usize) -> Result<Box<dyn Buffer>, PlanError>,
+    ) -> Result<&mut dyn Buffer, PlanError> {
+        let len_bytes = region.numel as usize * sum_width(dtype);
+        let sums = match self.sums[region.index].take() {
+            Some(sums) => sums,
+            None => allocate(len_bytes)?,
+        };
+        Ok(self.sums[region.index].insert(sums).as_mut())
     }
 
     /// Bytes that are held right now besides the arenas of storages.
     pub(crate) fn held_bytes(&self) -> u64 {
         let sums = self.sums.iter().chain(&self.reduced_sums).flatten();
-        let sums: usize = sums.map(|memory| memory.bytes().len()).sum();
+        let sums: usize = sums.map(|memory| memory.len_bytes()).sum();
         self.held_bytes + sums as u64
     }
 
@@ -294,12 +295,20 @@ impl GradientArena {
 
     /// The sums of one tensor's gradients so far, as a checkpoint keeps them; `None` if they are
     /// where the gradients lie.
-    pub(crate) fn sums(&self, spec: &StorageSpec, param: usize, tensor: usize) -> Option<&[u8]> {
+    pub(crate) fn sums(
+        &self,
+        spec: &StorageSpec,
+        backend: &dyn Backend,
+        (param, tensor): (usize, usize),
+    ) -> Result<Option<Vec<u8>>, PlanError> {
         let region = self.regions[param];
-        let sums = self.sums[region.index].as_ref()?;
-        let width = sum_width(spec.grad_dtype());
-        let place = place_in(spec, &region, tensor, width);
-        sums.bytes().get(place)
+        let Some(sums) = &self.sums[region.index] else {
+            return Ok(None);
+        };
+        let place = place_in(spec, &region, tensor, sum_width(spec.grad_dtype()));
+        let mut bytes = vec![0; place.len()];
+        backend.read(sums.as_ref(), place.start, &mut bytes)?;
+        Ok(Some(bytes))
     }
 }
 

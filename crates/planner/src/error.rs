@@ -289,6 +289,16 @@ pub enum PlanError {
         /// The backend that keeps it.
         backend: &'static str,
     },
+    /// Host memory has no views on a device, and a call that is under way has the memory.
+    #[error(
+        "grad of `{name}`: expected memory of a device that no call is using, found none; use \
+         `grad_mut` on the host, or give it before its bucket is reduced",
+        name = Quoted(name)
+    )]
+    NotOnDevice {
+        /// The parameter.
+        name: String,
+    },
     /// The state was allocated from another plan.
     #[error(
         "state: expected one allocated from this plan (hash {expected:016x}), found hash \

@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use fusestep_coalesce::HostMemory;
-use fusestep_launch::{Backend, Buffer};
-use fusestep_tensor::{DType, Role};
+use fusestep_launch::{Accumulate, Backend, Buffer, DeviceSliceMut};
+use fusestep_tensor::Role;
 
 use crate::absorb::{Absorb, absorb};
 use crate::arena::{Given, Region, SegmentState, Target, place_in, sum_width};
@@ -34,7 +34,7 @@ impl State {
             self.arena.memory(segment, len_bytes, allocate)?;
         }
         let sums = self.arena.sums[region.index].as_mut();
-        let sums = sums.and_then(|sums| sums.bytes_mut().get_mut(sum_place));
+        let sums = sums.and_then(|sums| sums.host_mut()?.get_mut(sum_place));
         let buffer = match region.segment {
             Some(segment) => match &mut self.arena.segments[segment] {
                 SegmentState::Here(Some(memory)) => memory.host_mut(),
@@ -63,7 +63,10 @@ impl State {
         let dtype = plan.storages[storage].grad_dtype();
         let on_host = self.arena.on_host;
         if !on_host {
-            return self.absorb_on_device(plan, backend, (param, dtype), grad, how);
+            if let Some(grad) = grad {
+                self.write_gradient(backend, param, grad)?;
+            }
+            return self.absorb_on_device(plan, backend, param, (grad.is_some(), how));
         }
         // Without several micro-steps a gradient goes to the arena as it is.
         let allocate = |len_bytes| Ok(backend.allocate(len_bytes)?);
@@ -84,9 +87,13 @@ impl State {
     pub(crate) fn absorb_view(
         &mut self,
         plan: &Plan,
+        backend: &dyn Backend,
         param: usize,
         how: Absorb,
     ) -> Result<(), PlanError> {
+        if !self.arena.on_host {
+            return self.absorb_on_device(plan, backend, param, (true, how));
+        }
         let (storage, _) = self.places[param];
         let dtype = plan.storages[storage].grad_dtype();
         let allocate = |len_bytes| Ok(Box::new(HostMemory::zeroed(len_bytes)?) as Box<dyn Buffer>);
@@ -108,37 +115,40 @@ impl State {
         Ok(())
     }
 
-    /// Device memory has no view: sums are the host's, and what they come to is written.
+    /// Adds a gradient that lies at its place on a device to its sums, if there is one, and puts
+    /// what they come to in its place.
     fn absorb_on_device(
         &mut self,
         plan: &Plan,
         backend: &dyn Backend,
-        (param, dtype): (usize, DType),
-        grad: Option<&[u8]>,
-        how: Absorb,
+        param: usize,
+        (is_given, how): (bool, Absorb),
     ) -> Result<(), PlanError> {
         let region = self.arena.regions[param];
         let (_, tensor) = self.places[param];
         let spec = &plan.storages[region.storage];
-        let place = place_in(spec, &region, tensor, sum_width(dtype));
-        let len_bytes = self.params[param].numel() as usize * dtype.len_bytes();
-        // Aligned for elements of any type, also where it is empty.
-        let mut memory = HostMemory::zeroed(len_bytes)?;
-        let out = memory.bytes_mut();
-        let sums = self.arena.sums[region.index].as_mut();
-        let sums = sums.and_then(|sums| sums.bytes_mut().get_mut(place));
-        if sums.is_none() {
-            match grad {
-                Some(grad) => out.copy_from_slice(grad),
-                None => return Ok(()),
-            }
-        } else {
-            absorb(dtype, out, sums, grad, how);
-            if how.last.is_none() {
-                return Ok(());
-            }
-        }
-        self.write_gradient(backend, param, out)
+        let dtype = spec.grad_dtype();
+        let width = dtype.len_bytes();
+        let Some(mut sums) = self.arena.sums[region.index].take() else {
+            return Ok(());
+        };
+        let place = place_in(spec, &region, tensor, width);
+        let sums_at = place_in(spec, &region, tensor, sum_width(dtype)).start;
+        let grads = self.grad_buffer(backend, region, width)?;
+        let added = match grads {
+            Some(grads) => how.on_device(is_given, |what| {
+                backend.accumulate(Accumulate {
+                    dtype,
+                    sums: (sums.as_mut(), sums_at),
+                    grads: (grads.as_mut(), place.start),
+                    numel: (place.len() / width) as u64,
+                    what,
+                })
+            }),
+            None => Ok(()),
+        };
+        self.arena.sums[region.index] = Some(sums);
+        Ok(added?)
     }
 
     pub(crate) fn write_zeros(
@@ -170,22 +180,10 @@ impl State {
         let spec = self.storages[region.storage].spec.clone();
         let width = spec.grad_dtype().len_bytes();
         let place = place_in(&spec, &region, tensor, width);
-        match region.segment {
-            Some(segment) => {
-                let len_bytes = region.numel as usize * width;
-                let allocate = |len_bytes| Ok(backend.allocate(len_bytes)?);
-                if let Some(memory) = self.arena.memory(segment, len_bytes, allocate)? {
-                    backend.write(memory.as_mut(), place.start, bytes)?;
-                }
-            }
-            None => {
-                let storage = &mut self.storages[region.storage];
-                if let Some(list) = storage.list(Role::Grad) {
-                    backend.write(storage.lists[list].buffer.as_mut(), place.start, bytes)?;
-                }
-            }
+        match self.grad_buffer(backend, region, width)? {
+            Some(buffer) => Ok(backend.write(buffer.as_mut(), place.start, bytes)?),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// The view of a gradient in the arena, which counts as given from now on; `None` if the memory
@@ -222,6 +220,81 @@ impl State {
         Ok(buffer.and_then(|buffer| buffer.get_mut(place)))
     }
 
+    /// A gradient on a device, to be written where ranks reduce it and updates read it, no copy:
+    /// what a framework enqueues for it begins behind `ready` of its order, and it records `done`.
+    /// It counts as given in the micro-step under way; say that it is whole by [`Plan::give_view`]
+    /// before anything else is done with this state.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownName`]; [`PlanError::GradientTwice`] if it was pushed in this
+    /// micro-step; [`PlanError::NotOnDevice`] on a backend of the host, and while a call has the
+    /// memory; [`PlanError::Backend`].
+    pub fn grad_on_device(
+        &mut self,
+        backend: &dyn Backend,
+        name: &str,
+    ) -> Result<DeviceSliceMut<'_>, PlanError> {
+        let param = self.find(name)?;
+        let (_, tensor) = self.places[param];
+        if self.arena.now[param] == Given::Pushed {
+            return Err(PlanError::GradientTwice {
+                name: name.to_owned(),
+            });
+        }
+        let region = self.arena.regions[param];
+        let spec = self.storages[region.storage].spec.clone();
+        let width = spec.grad_dtype().len_bytes();
+        let place = place_in(&spec, &region, tensor, width);
+        let error = || PlanError::NotOnDevice {
+            name: name.to_owned(),
+        };
+        if self.arena.on_host {
+            return Err(error());
+        }
+        let buffer = self.grad_buffer(backend, region, width)?;
+        backend.hand_over(buffer.ok_or_else(error)?.as_mut())?;
+        self.arena.now[param] = Given::Viewed;
+        let buffer = self.grad_buffer(backend, region, width)?;
+        let slice = buffer.and_then(|buffer| buffer.device_mut()?.part(place));
+        slice.ok_or_else(error)
+    }
+
+    /// Lets work of the backend follow what was enqueued for a view.
+    pub(crate) fn take_view_back(
+        &mut self,
+        backend: &dyn Backend,
+        param: usize,
+    ) -> Result<(), PlanError> {
+        let region = self.arena.regions[param];
+        let width = self.storages[region.storage].spec.grad_dtype().len_bytes();
+        match self.grad_buffer(backend, region, width)? {
+            Some(buffer) => Ok(backend.take_back(buffer.as_mut())?),
+            None => Ok(()),
+        }
+    }
+
+    /// The memory that a region's gradients lie in, made when it is first needed; `None` while a
+    /// call has it.
+    fn grad_buffer(
+        &mut self,
+        backend: &dyn Backend,
+        region: Region,
+        width: usize,
+    ) -> Result<Option<&mut Box<dyn Buffer>>, PlanError> {
+        Ok(match region.segment {
+            Some(segment) => {
+                let allocate = |len_bytes| Ok(backend.allocate(len_bytes)?);
+                let len_bytes = region.numel as usize * width;
+                self.arena.memory(segment, len_bytes, allocate)?
+            }
+            None => {
+                let storage = &mut self.storages[region.storage];
+                let list = storage.list(Role::Grad);
+                list.map(|list| &mut storage.lists[list].buffer)
+            }
+        })
+    }
+
     /// Moves sums out of the memory that a view will be written to.
     fn sums_beside(&mut self, region: Region, spec: &StorageSpec) -> Result<(), PlanError> {
         let copied = match region.segment {
@@ -236,10 +309,11 @@ impl State {
                 bytes.map(<[u8]>::to_vec)
             }
         };
-        let sums = self.arena.sums_of(region, spec.grad_dtype())?;
-        if let Some(copied) = copied {
-            let len = copied.len().min(sums.bytes().len());
-            sums.bytes_mut()[..len].copy_from_slice(&copied[..len]);
+        let allocate = |len_bytes| Ok(Box::new(HostMemory::zeroed(len_bytes)?) as Box<dyn Buffer>);
+        let sums = self.arena.sums_of(region, spec.grad_dtype(), allocate)?;
+        if let (Some(copied), Some(sums)) = (copied, sums.host_mut()) {
+            let len = copied.len().min(sums.len());
+            sums[..len].copy_from_slice(&copied[..len]);
         }
         Ok(())
     }
@@ -260,10 +334,16 @@ impl State {
         param: usize,
         bytes: &[u8],
     ) -> Result<(), PlanError> {
+        let region = self.arena.regions[param];
+        let (_, tensor) = self.places[param];
+        let spec = &plan.storages[region.storage];
+        let place = place_in(spec, &region, tensor, sum_width(spec.grad_dtype()));
+        if let Some(sums) = &mut self.arena.sums[region.index] {
+            return Ok(backend.write(sums.as_mut(), place.start, bytes)?);
+        }
         let allocate = |len_bytes| Ok(backend.allocate(len_bytes)?);
         if let Some(target) = self.target(plan, param, allocate)? {
-            let place = target.sums.unwrap_or(target.bytes);
-            place.copy_from_slice(bytes);
+            target.bytes.copy_from_slice(bytes);
         }
         Ok(())
     }
@@ -291,6 +371,32 @@ impl State {
     ) -> Result<(), PlanError> {
         self.each_of_reduced(plan, (storage, part), &mut |buffer, place, range| {
             Ok(backend.write(buffer, place, &bytes[range])?)
+        })
+    }
+
+    /// Adds them to sums on a device that begin at a byte, or puts what these come to in their
+    /// place.
+    pub(crate) fn add_reduced(
+        &mut self,
+        plan: &Plan,
+        backend: &dyn Backend,
+        (storage, part): (usize, &Part),
+        (sums, sums_at, how): (&mut dyn Buffer, usize, Absorb),
+    ) -> Result<(), PlanError> {
+        let dtype = plan.storages[storage].grad_dtype();
+        let (width, sum_width) = (dtype.len_bytes(), sum_width(dtype));
+        let is_given = how.last.is_none();
+        self.each_of_reduced(plan, (storage, part), &mut |buffer, place, range| {
+            let done = how.on_device(is_given, |what| {
+                backend.accumulate(Accumulate {
+                    dtype,
+                    sums: (&mut *sums, sums_at + range.start / width * sum_width),
+                    grads: (&mut *buffer, place),
+                    numel: (range.len() / width) as u64,
+                    what,
+                })
+            });
+            Ok(done?)
         })
     }
 
@@ -333,16 +439,21 @@ impl State {
     }
 
     /// The sums over micro-steps of one gradient so far.
-    pub(crate) fn sums_so_far(&self, plan: &Plan, param: usize) -> Vec<u8> {
+    pub(crate) fn sums_so_far(
+        &self,
+        plan: &Plan,
+        backend: &dyn Backend,
+        param: usize,
+    ) -> Result<Vec<u8>, PlanError> {
         let (storage, tensor) = self.places[param];
         let spec = &plan.storages[storage];
         let width = sum_width(spec.grad_dtype());
         let zeros = || vec![0; self.params[param].numel() as usize * width];
         if self.arena.given[param] == 0 {
-            return zeros();
+            return Ok(zeros());
         }
-        if let Some(sums) = self.arena.sums(spec, param, tensor) {
-            return sums.to_vec();
+        if let Some(sums) = self.arena.sums(spec, backend, (param, tensor))? {
+            return Ok(sums);
         }
         let view = match spec.list(Role::Grad).map(|list| (list, spec.extents[list])) {
             Some((list, Extent::Whole)) => {
@@ -352,6 +463,6 @@ impl State {
             }
             _ => self.arena.view(spec, param, tensor),
         };
-        view.map_or_else(zeros, <[u8]>::to_vec)
+        Ok(view.map_or_else(zeros, <[u8]>::to_vec))
     }
 }

@@ -54,7 +54,8 @@ impl Plan {
         self.start_full(state, backend, comms, param)
     }
 
-    /// Says that the gradient of one parameter is whole where its view lies ([`State::grad_mut`]):
+    /// Says that the gradient of one parameter is whole where its view lies ([`State::grad_mut`],
+    /// [`State::grad_on_device`]):
     /// nothing is copied, and every segment that is full starts to be reduced, if `comms` has
     /// communication streams. The view may be written again once the step has been run. With
     /// several micro-steps to an update it counts as given, and is added when the micro-step ends.
@@ -70,7 +71,9 @@ impl Plan {
     ) -> Result<(), PlanError> {
         self.check_state(state)?;
         let param = state.find(name)?;
-        if state.grad_view(param)?.is_none() {
+        if !state.arena.on_host && state.arena.now[param] == Given::Viewed {
+            state.take_view_back(backend, param)?;
+        } else if state.grad_view(param)?.is_none() {
             return Err(state.not_on_host(Role::Grad, name));
         }
         if self.micro_steps() > 1 {
@@ -162,7 +165,7 @@ impl Plan {
                         ..self.how_to_absorb(state, param)
                     };
                     if sums {
-                        state.absorb_view(self, param, how)?;
+                        state.absorb_view(self, backend, param, how)?;
                     }
                     state.arena.given[param] += 1;
                 }
@@ -186,12 +189,16 @@ impl Plan {
     }
 
     /// Ends a micro-step that is not the last: what was written through views is added.
-    pub(crate) fn add_views(&self, state: &mut State) -> Result<(), PlanError> {
+    pub(crate) fn add_views(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+    ) -> Result<(), PlanError> {
         for param in 0..self.params.len() {
             if state.arena.now[param] == Given::Viewed {
                 let how = self.how_to_absorb(state, param);
                 if !self.reduces_each() {
-                    state.absorb_view(self, param, how)?;
+                    state.absorb_view(self, backend, param, how)?;
                 }
                 state.arena.given[param] += 1;
             }

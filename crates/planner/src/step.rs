@@ -107,7 +107,7 @@ impl Plan {
             self.complete_gradients(state, backend, Divisor(1.0))?;
             self.reduce_and_add(state, backend, comms, given_weight)?;
         } else {
-            self.add_views(state)?;
+            self.add_views(state, backend)?;
         }
         let arena = &mut state.arena;
         arena.micro_steps += 1;
@@ -161,15 +161,20 @@ impl Plan {
             for part in &spec.shard {
                 let numel = (part.elements.end - part.elements.start) as usize;
                 let at = part.at as usize * sum_width;
-                let sums = &mut sums.bytes_mut()[at..at + numel * sum_width];
+                let place = (storage, part);
+                let Some(all) = sums.host_mut() else {
+                    state.add_reduced(self, backend, place, (sums.as_mut(), at, how))?;
+                    continue;
+                };
+                let sums = &mut all[at..at + numel * sum_width];
                 // Aligned for elements of any type, also where it is empty.
                 let mut own = HostMemory::zeroed(numel * width)?;
                 let own = own.bytes_mut();
                 if how.last.is_some() {
                     absorb(dtype, own, Some(sums), None, how);
-                    state.write_reduced(self, backend, (storage, part), own)?;
+                    state.write_reduced(self, backend, place, own)?;
                 } else {
-                    state.read_reduced(self, backend, (storage, part), own)?;
+                    state.read_reduced(self, backend, place, own)?;
                     absorb(dtype, &mut [], Some(sums), Some(own), how);
                 }
                 state.arena.copied_bytes += own.len() as u64;

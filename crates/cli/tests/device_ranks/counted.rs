@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use fusestep_cuda::CudaBackend;
 use fusestep_launch::{
-    Backend, BackendError, Buffer, Conclude, Launch, LaunchLimits, LaunchReport, LeafSquares,
-    MAX_SUMS, Reduce, SquareSum,
+    Accumulate, Backend, BackendError, Buffer, Conclude, Launch, LaunchLimits, LaunchReport,
+    LeafSquares, MAX_SUMS, Reduce, SquareSum,
 };
 
 /// CUDA, with the bytes that the planner reads and writes.
@@ -71,6 +71,9 @@ impl Backend for Counted {
         len_bytes: usize,
     ) -> Result<(), BackendError> {
         Backend::copy(&self.cuda, from, to, len_bytes)
+    }
+    fn accumulate(&self, accumulate: Accumulate<'_>) -> Result<(), BackendError> {
+        self.cuda.accumulate(accumulate)
     }
     fn hand_over(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
         self.cuda.hand_over(buffer)

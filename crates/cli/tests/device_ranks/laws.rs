@@ -194,7 +194,12 @@ fn gradients_do_not_pass_through_the_host() {
     if world == 1 {
         return;
     }
-    for zero in STAGES {
+    let merges = [
+        (1, ReducedWhen::PerWindow),
+        (2, ReducedWhen::PerWindow),
+        (2, ReducedWhen::PerMicroStep),
+    ];
+    for (zero, (merge, reduced)) in STAGES.into_iter().flat_map(|z| merges.map(|m| (z, m))) {
         for (clip, streams) in [(None, 0), (Some(0.5), 2)] {
             let case = Case {
                 rule: Adam::default().into(),
@@ -202,6 +207,8 @@ fn gradients_do_not_pass_through_the_host() {
                 zero,
                 clip,
                 streams,
+                merge,
+                reduced,
                 ..small()
             };
             let few = on_devices(&case);
@@ -210,6 +217,7 @@ fn gradients_do_not_pass_through_the_host() {
                 ..case.clone()
             });
             let given: u64 = case.numels.iter().map(|numel| 4 * numel).sum();
+            let given = given * u64::from(merge);
             for ((_, few), (_, many)) in few.iter().zip(&many) {
                 // Of ten steps: gradients as they are given, and a control block.
                 let (read, written) = ((many.0 - few.0) / 10, (many.1 - few.1) / 10);

@@ -130,7 +130,12 @@ impl Plan {
     }
 
     /// What this rank saves of them.
-    pub(crate) fn open_pieces(&self, state: &State, open: &OpenRun) -> Vec<PieceBytes> {
+    pub(crate) fn open_pieces(
+        &self,
+        state: &State,
+        backend: &dyn Backend,
+        open: &OpenRun,
+    ) -> Result<Vec<PieceBytes>, PlanError> {
         let rank = self.topology().rank;
         let mut pieces = vec![PieceBytes {
             tensor: progress_key(rank),
@@ -139,7 +144,7 @@ impl Plan {
             bytes: Progress::of(state).to_bytes(),
         }];
         if open.window.is_none() {
-            return pieces;
+            return Ok(pieces);
         }
         for param in 0..self.params().len() {
             let dtype = self.window_dtype(param);
@@ -152,7 +157,7 @@ impl Plan {
                 });
             };
             if !self.reduces_each() {
-                add(0, state.sums_so_far(self, param));
+                add(0, state.sums_so_far(self, backend, param)?);
                 continue;
             }
             if !self.has_own(param) && !self.saves_shared() {
@@ -160,16 +165,17 @@ impl Plan {
             }
             let (storage, tensor) = self.places[param];
             let spec = &self.storages[storage];
-            let sums = state.arena.reduced_sums[storage].as_ref();
-            let sums = sums.map_or(&[][..], |memory| memory.bytes());
+            let Some(sums) = &state.arena.reduced_sums[storage] else {
+                continue;
+            };
             for held in spec.held_of_shard(tensor) {
-                add(
-                    held.elements.start,
-                    sums[held.place(dtype.len_bytes())].to_vec(),
-                );
+                let place = held.place(dtype.len_bytes());
+                let mut bytes = vec![0; place.len()];
+                backend.read(sums.as_ref(), place.start, &mut bytes)?;
+                add(held.elements.start, bytes);
             }
         }
-        pieces
+        Ok(pieces)
     }
 
     /// Refuses what only other ranks or another plan could go on from.
@@ -352,7 +358,7 @@ impl Plan {
             if let Some(sums) = &mut state.arena.reduced_sums[storage] {
                 for held in spec.held_of_shard(tensor) {
                     let own = &bytes[held.within(width)];
-                    sums.bytes_mut()[held.place(width)].copy_from_slice(own);
+                    backend.write(sums.as_mut(), held.place(width).start, own)?;
                 }
             }
         }

@@ -125,7 +125,7 @@ impl Plan {
     ) -> Result<(), PlanError> {
         into.pieces.clear();
         self.check_borrowed(run.params, folder)?;
-        let sources = self.pieces_to_save(run.state, &mut into.pieces)?;
+        let sources = self.pieces_to_save(run.state, run.backend, &mut into.pieces)?;
         let len_bytes = into.pieces.last().map_or(0, |placed| placed.place.end);
         into.make_room(folder, len_bytes)?;
         for (placed, source) in into.pieces.iter().zip(sources) {
@@ -173,6 +173,7 @@ impl Plan {
     fn pieces_to_save(
         &self,
         state: &State,
+        backend: &dyn Backend,
         pieces: &mut Vec<Placed>,
     ) -> Result<Vec<Source>, PlanError> {
         let mut sources = Vec::new();
@@ -222,7 +223,7 @@ impl Plan {
             }
         }
         if let Some(open) = self.open_run(state) {
-            for piece in self.open_pieces(state, &open) {
+            for piece in self.open_pieces(state, backend, &open)? {
                 let numel = (piece.bytes.len() / piece.dtype.len_bytes()) as u64;
                 let range = (piece.first, numel);
                 add(
