@@ -9,3 +9,7 @@ mod laws;
 #[path = "../../../tests/distributed/run.rs"]
 #[expect(dead_code, reason = "the other suite has more to ask of a run")]
 mod run;
+#[path = "device_ranks/views.rs"]
+mod views;
+#[path = "device_ranks/worlds.rs"]
+mod worlds;

@@ -10,6 +10,7 @@ use fusestep_collective::{
 };
 use fusestep_tensor::DType;
 
+use crate::device::UnderWay;
 use crate::exchange::renamed;
 use crate::founding::{Site, as_call_error};
 use crate::link::{Link, Progress, relax};
@@ -45,9 +46,21 @@ pub struct NcclCommunicator {
     pub(crate) last: Option<Fingerprint>,
     /// Transfers made, by sender and receiver.
     pub(crate) made: HashMap<(usize, usize), u64>,
+    /// What was enqueued on device memory and has not been waited for, and that it counts as under
+    /// way.
+    pub(crate) enqueued: Option<(Fingerprint, UnderWay)>,
     broken_off: bool,
     closed: Option<CollectiveError>,
     dumped: Option<Result<PathBuf, String>>,
+}
+
+/// How far a call has come when it returns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Moved {
+    /// Its data is there.
+    Done,
+    /// It will be, in the order of the stream.
+    Enqueued,
 }
 
 impl NcclCommunicator {
@@ -90,6 +103,7 @@ impl NcclCommunicator {
             recorder,
             last: None,
             made: HashMap::new(),
+            enqueued: None,
             broken_off: false,
             closed: None,
             dumped: None,
@@ -112,11 +126,12 @@ impl NcclCommunicator {
         self.dumped.as_ref()
     }
 
-    /// The steps that all calls have in common: check, compare, move.
+    /// The steps that all calls have in common: check, compare, move. `body` says whether the call
+    /// is done when it returns, or only enqueued.
     pub(crate) fn run(
         &mut self,
         shape: CallShape<'_>,
-        body: impl FnOnce(&mut Self, Blocks<'_>, &Fingerprint) -> Result<(), CollectiveError>,
+        body: impl FnOnce(&mut Self, Blocks<'_>, &Fingerprint) -> Result<Moved, CollectiveError>,
     ) -> Result<(), CollectiveError> {
         if let Some(closed) = &self.closed {
             return Err(closed.clone());
@@ -132,12 +147,35 @@ impl NcclCommunicator {
                     if let Err(error) = &moved {
                         self.break_off(error);
                     }
-                    drop(under_way);
-                    moved
+                    // One that is done was behind all others on the stream.
+                    self.enqueued = match moved {
+                        Ok(Moved::Enqueued) => Some((print, under_way)),
+                        _ => None,
+                    };
+                    moved.map(|_| ())
                 }
             }
         });
         self.end(outcome)
+    }
+
+    /// Waits until calls on device memory that have returned are done.
+    fn finish_enqueued(&mut self) -> Result<(), CollectiveError> {
+        if let Some(closed) = &self.closed {
+            return Err(closed.clone());
+        }
+        let Some((print, under_way)) = self.enqueued.take() else {
+            return Ok(());
+        };
+        let done = self.finish(&print);
+        if let Err(error) = &done {
+            self.break_off(error);
+        }
+        drop(under_way);
+        match done {
+            Ok(()) => Ok(()),
+            Err(error) => self.end(Err(error)),
+        }
     }
 
     /// Waits until everything enqueued so far is done.
@@ -276,7 +314,8 @@ impl Communicator for NcclCommunicator {
         let shape = call.shape();
         let mut buffers: Buffers<'_> = call.buffers;
         self.run(shape, |comm, blocks, print| {
-            comm.through_the_device(&mut buffers, blocks, print)
+            comm.through_the_device(&mut buffers, blocks, print)?;
+            Ok(Moved::Done)
         })
     }
 
@@ -286,6 +325,14 @@ impl Communicator for NcclCommunicator {
 
     fn execute_on_device(&mut self, call: DeviceCall<'_>) -> Result<(), CollectiveError> {
         self.on_device(call)
+    }
+
+    fn finish_on_device(&mut self) -> Result<(), CollectiveError> {
+        self.finish_enqueued()
+    }
+
+    fn control(&mut self) -> Option<&mut dyn Communicator> {
+        Some(self.control.as_mut())
     }
 
     fn split(

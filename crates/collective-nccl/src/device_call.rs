@@ -7,7 +7,7 @@ use fusestep_launch::DeviceOrder;
 
 use crate::NcclError;
 use crate::buffer::DeviceBuffer;
-use crate::communicator::NcclCommunicator;
+use crate::communicator::{Moved, NcclCommunicator};
 use crate::driver::Address;
 
 /// Where a call's memory lies on the device.
@@ -93,10 +93,14 @@ impl NcclCommunicator {
             let ranges = comm.ranges(blocks, print);
             let len_bytes = blocks.numel * print.dtype.len_bytes();
             comm.move_data(memory, &ranges, len_bytes, print)?;
-            for (_, done) in events {
+            for (_, done) in events.clone() {
                 comm.engine(print, |link| link.tell(done))?;
             }
-            comm.finish(print)
+            if events.count() == orders.len() {
+                return Ok(Moved::Enqueued);
+            }
+            comm.finish(print)?;
+            Ok(Moved::Done)
         })
     }
 }

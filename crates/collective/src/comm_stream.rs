@@ -109,6 +109,9 @@ impl CommStream {
             let outcome = work(comm, &mut buffer);
             // Nobody listens if the pending result was dropped, which has closed the group already.
             let _ = sender.send(outcome.map(|()| buffer));
+            // What a device does is watched from here; an error closes the group, and the next call
+            // says so.
+            let _ = comm.finish_on_device();
         });
         self.started.fetch_add(1, Ordering::Relaxed);
         if let Some(queue) = &self.queue {

@@ -243,6 +243,11 @@ pub trait Communicator: Send {
     /// # Errors
     /// As [`execute`](Self::execute); [`CollectiveError::Refused`] for memory of another device,
     /// and on an engine that works in host memory.
+    ///
+    /// Memory in the order of events ([`DeviceOrder::Events`]) is not waited for: it returns when
+    /// the call is enqueued, and [`finish_on_device`](Self::finish_on_device) says how it went.
+    ///
+    /// [`DeviceOrder::Events`]: fusestep_launch::DeviceOrder::Events
     fn execute_on_device(&mut self, call: DeviceCall<'_>) -> Result<(), CollectiveError> {
         Err(CollectiveError::Refused {
             rank: self.rank(),
@@ -253,6 +258,23 @@ pub trait Communicator: Send {
                 call.buffers.both()[0].ordinal()
             ),
         })
+    }
+
+    /// Waits until all that [`execute_on_device`](Self::execute_on_device) has enqueued is done; an
+    /// engine that returns from it behind that has nothing to wait for. Whoever makes such calls
+    /// makes this one too, sooner or later, on a thread that has nothing better to do: until then
+    /// nobody sees that data does not come.
+    ///
+    /// # Errors
+    /// As [`execute`](Self::execute).
+    fn finish_on_device(&mut self) -> Result<(), CollectiveError> {
+        Ok(())
+    }
+
+    /// The ranks' line to each other that needs no device, if this one works there: for a few bytes
+    /// of the host.
+    fn control(&mut self) -> Option<&mut dyn Communicator> {
+        None
     }
 
     /// What has closed the group, as far as this rank can tell without a call. `None` is no promise
@@ -368,6 +390,12 @@ impl<C: Communicator + ?Sized> Communicator for Box<C> {
     }
     fn execute_on_device(&mut self, call: DeviceCall<'_>) -> Result<(), CollectiveError> {
         (**self).execute_on_device(call)
+    }
+    fn finish_on_device(&mut self) -> Result<(), CollectiveError> {
+        (**self).finish_on_device()
+    }
+    fn control(&mut self) -> Option<&mut dyn Communicator> {
+        (**self).control()
     }
     fn failure(&self) -> Option<CollectiveError> {
         (**self).failure()

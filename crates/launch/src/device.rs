@@ -36,8 +36,9 @@ impl DeviceSliceMut<'_> {
     /// context.
     ///
     /// # Safety
-    /// The bytes are allocated there for as long as the slice lives, and used by nobody else
-    /// meanwhile but in the order that `order` says; its events live as long.
+    /// The bytes are allocated there for as long as the slice lives, with events until `done` has
+    /// come, and used by nobody else meanwhile but in the order that `order` says; its events live
+    /// as long as the slice.
     pub unsafe fn new(ordinal: u32, address: u64, len_bytes: usize, order: DeviceOrder) -> Self {
         Self {
             ordinal,

@@ -1,5 +1,6 @@
 //! The calls of one rank's step, counted, and the communication streams that carry some of them.
 
+use std::any::Any;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 
@@ -154,7 +155,7 @@ impl<'a> Comms<'a> {
         !self.streams.is_empty()
     }
 
-    /// The stream of parameters that are asked for ahead; `None` without streams.
+    /// The stream of parameters, asked for ahead or brought by the step; `None` without streams.
     ///
     /// Another than those of buckets, because a rank starts these when its gradients are given, and
     /// some give theirs late or not at all: on one stream both kinds of calls would come in
@@ -277,6 +278,37 @@ impl<'a> Comms<'a> {
         Ok(Reducing::Pending(stream.start("bucket", memory, work)))
     }
 
+    /// Makes a call among the ranks that share shards in place on a part of a buffer that was
+    /// handed over: on a stream if there is one, which watches what the device does, so that nobody
+    /// here has to wait for it.
+    pub(crate) fn on_device(
+        &mut self,
+        buffer: &mut Box<dyn Buffer>,
+        range: Range<usize>,
+        (operation, dtype, counts): (Operation, DType, Option<Vec<usize>>),
+    ) -> Result<(), CollectiveError> {
+        self.count_in_group(operation, range.len());
+        let make = move |comm: &mut dyn Communicator, memory: &mut Box<dyn Buffer>| {
+            let bytes = Bytes::of(memory.as_mut(), range).ok_or_else(|| foreign(comm.rank()))?;
+            bytes.call(comm, (operation, dtype), counts.as_deref())
+        };
+        let Some(stream) = self.stream_ahead()? else {
+            return make(self.within_group(), buffer);
+        };
+        let memory = std::mem::replace(buffer, Box::new(Elsewhere));
+        *buffer = stream.start(operation.name(), memory, make).wait()?;
+        Ok(())
+    }
+
+    /// Waits for what was enqueued on devices by calls that no stream has made.
+    pub(crate) fn finish_on_device(&mut self) -> Result<(), CollectiveError> {
+        if let Some(groups) = &mut self.groups {
+            groups.within.finish_on_device()?;
+            groups.across.finish_on_device()?;
+        }
+        self.comm.finish_on_device()
+    }
+
     /// Counts a call among the ranks that share shards.
     pub(crate) fn count_in_group(&mut self, operation: Operation, len_bytes: usize) {
         self.count(operation, len_bytes, self.group_size());
@@ -296,6 +328,10 @@ pub(crate) fn bytes_sent(operation: Operation, len_bytes: u64, ranks: u64) -> u6
         _ => part,
     }
 }
+
+/// Most bytes of the host that ranks on devices tell each other without these: no longer than that
+/// would take to the device and back.
+const CONTROL_BYTES: usize = 1 << 16;
 
 /// Bytes where a call can take them.
 pub(crate) enum Bytes<'a> {
@@ -333,12 +369,19 @@ impl<'a> Bytes<'a> {
         counts: Option<&[usize]>,
     ) -> Result<(), CollectiveError> {
         match self {
-            Bytes::Host(bytes) => comm.execute(Call {
-                operation,
-                dtype,
-                counts,
-                buffers: Buffers::InPlace(bytes),
-            }),
+            Bytes::Host(bytes) => {
+                let is_few = bytes.len() <= CONTROL_BYTES;
+                let call = Call {
+                    operation,
+                    dtype,
+                    counts,
+                    buffers: Buffers::InPlace(bytes),
+                };
+                match comm.control().filter(|_| is_few) {
+                    Some(control) => control.execute(call),
+                    None => comm.execute(call),
+                }
+            }
             Bytes::Device(memory) => comm.execute_on_device(DeviceCall {
                 operation,
                 dtype,
@@ -346,6 +389,37 @@ impl<'a> Bytes<'a> {
                 buffers: DeviceBuffers::InPlace(memory),
             }),
         }
+    }
+}
+
+/// Says that a buffer is neither the host's nor one that was handed over.
+fn foreign(rank: usize) -> CollectiveError {
+    CollectiveError::Refused {
+        rank,
+        operation: "bucket",
+        reason: "expected host memory or a device's that was handed over, found others".to_owned(),
+    }
+}
+
+/// What lies in a list while its memory is elsewhere: with all ranks, or with a stream.
+#[derive(Debug)]
+pub(crate) struct Elsewhere;
+
+impl Buffer for Elsewhere {
+    fn len_bytes(&self) -> usize {
+        0
+    }
+    fn host(&self) -> Option<&[u8]> {
+        None
+    }
+    fn host_mut(&mut self) -> Option<&mut [u8]> {
+        None
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
     }
 }
 
@@ -397,13 +471,7 @@ impl SegmentCalls {
                 bucket: Some(call.bucket as u32),
             });
             let bytes = Bytes::of(memory.as_mut(), call.bytes.clone());
-            let bytes = bytes.ok_or_else(|| CollectiveError::Refused {
-                rank: comm.rank(),
-                operation: "bucket",
-                reason: "expected gradients in host memory or a device's that was handed over, \
-                         found others"
-                    .to_owned(),
-            })?;
+            let bytes = bytes.ok_or_else(|| foreign(comm.rank()))?;
             bytes.call(comm, (call.operation(), self.dtype), call.counts.as_deref())?;
         }
         comm.set_context(CallContext {

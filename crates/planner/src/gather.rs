@@ -97,26 +97,29 @@ impl Plan {
         let dtype = spec.param_dtype();
         let width = dtype.len_bytes();
         let bytes = |range: &Range<u64>| range.start as usize * width..range.end as usize * width;
-        let buffer = state.storages[bucket.storage].lists[index].buffer.as_mut();
-        for call in &gather.broadcasts {
-            let operation = Operation::Broadcast { root: call.owner };
+        let buffer = &mut state.storages[bucket.storage].lists[index].buffer;
+        let mut call = |range, operation, counts: Option<Vec<usize>>| {
+            if comms.takes(backend, buffer.as_ref()) && buffer.host().is_none() {
+                backend.hand_over(buffer.as_mut())?;
+                comms.on_device(buffer, bytes(range), (operation, dtype, counts))?;
+                return Ok(backend.take_back(buffer.as_mut())?);
+            }
             in_place(
                 backend,
                 comms,
-                (buffer, bytes(&call.elements)),
-                |comms, own| comms.in_group(operation, dtype, None, own),
-            )?;
+                (buffer.as_mut(), bytes(range)),
+                |comms, own| comms.in_group(operation, dtype, counts.as_deref(), own),
+            )
+        };
+        for part in &gather.broadcasts {
+            let operation = Operation::Broadcast { root: part.owner };
+            call(&part.elements, operation, None)?;
         }
         if gather.broadcasts.is_empty() {
-            let counts = bucket.counts();
-            in_place(
-                backend,
-                comms,
-                (buffer, bytes(&bucket.elements)),
-                |comms, own| comms.in_group(Operation::AllGather, dtype, Some(&counts), own),
-            )?;
+            let counts = Some(bucket.counts());
+            call(&bucket.elements, Operation::AllGather, counts)?;
         }
-        Ok(())
+        Ok::<_, PlanError>(())
     }
 
     /// Parameters just before they are used; dropping them releases their memory. Under ZeRO stage

@@ -1,6 +1,5 @@
 //! Stages `Reduce` and `ReduceUpdate`: buckets of gradients become those of all ranks.
 
-use std::any::Any;
 use std::time::Instant;
 
 use fusestep_coalesce::HostMemory;
@@ -11,7 +10,7 @@ use smallvec::SmallVec;
 
 use crate::arena::{SegmentState, keeps_segments};
 use crate::bucket::Bucket;
-use crate::comms::{BucketCall, Bytes, Comms, Reducing, SegmentCalls};
+use crate::comms::{BucketCall, Bytes, Comms, Elsewhere, Reducing, SegmentCalls};
 use crate::stage::{Extent, Reduced};
 use crate::{Optimize, Plan, PlanError, Stage, State, StorageSpec};
 
@@ -391,28 +390,6 @@ impl Plan {
             std::mem::swap(memory, &mut state.storages[storage].lists[list].buffer);
         }
         done
-    }
-}
-
-/// What lies in a list while its memory is with all ranks.
-#[derive(Debug)]
-struct Elsewhere;
-
-impl Buffer for Elsewhere {
-    fn len_bytes(&self) -> usize {
-        0
-    }
-    fn host(&self) -> Option<&[u8]> {
-        None
-    }
-    fn host_mut(&mut self) -> Option<&mut [u8]> {
-        None
-    }
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-    fn as_any_mut(&mut self) -> &mut dyn Any {
-        self
     }
 }
 

@@ -207,6 +207,7 @@ impl Plan {
             self.update_all(state, backend, comms, divisor)?
         };
         let averaged = self.average(state, backend, comms)?;
+        comms.finish_on_device()?;
         let peak = state.arena.settle(keeps_segments(self));
         state.arena.seen_peak(peak);
         state.arena.clear();

@@ -14,6 +14,7 @@ pub(crate) struct Counted {
     cuda: CudaBackend,
     read: AtomicU64,
     written: AtomicU64,
+    waits: AtomicU64,
 }
 
 impl Counted {
@@ -22,7 +23,18 @@ impl Counted {
             cuda: CudaBackend::open(device as u32).unwrap(),
             read: AtomicU64::new(0),
             written: AtomicU64::new(0),
+            waits: AtomicU64::new(0),
         }
+    }
+
+    /// Calls that have waited for the device.
+    pub(crate) fn waits(&self) -> u64 {
+        self.waits.load(Ordering::Relaxed)
+    }
+
+    fn wait(&self) -> &CudaBackend {
+        self.waits.fetch_add(1, Ordering::Relaxed);
+        &self.cuda
     }
 
     /// Bytes read from the device and written to it.
@@ -53,7 +65,7 @@ impl Backend for Counted {
     ) -> Result<(), BackendError> {
         self.written
             .fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        self.cuda.write(buffer, offset_bytes, bytes)
+        self.wait().write(buffer, offset_bytes, bytes)
     }
     fn read(
         &self,
@@ -62,7 +74,7 @@ impl Backend for Counted {
         bytes: &mut [u8],
     ) -> Result<(), BackendError> {
         self.read.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        self.cuda.read(buffer, offset_bytes, bytes)
+        self.wait().read(buffer, offset_bytes, bytes)
     }
     fn copy(
         &self,
@@ -95,19 +107,19 @@ impl Backend for Counted {
         leaves: LeafSquares<'_>,
         sums: &mut [SquareSum],
     ) -> Result<(), BackendError> {
-        self.cuda.leaf_squares(leaves, sums)
+        self.wait().leaf_squares(leaves, sums)
     }
     fn leaf_sums(
         &self,
         launch: &Launch<'_>,
         sums: &mut [[f64; MAX_SUMS]],
     ) -> Result<(), BackendError> {
-        self.cuda.leaf_sums(launch, sums)
+        self.wait().leaf_sums(launch, sums)
     }
     fn take_skipped(&self) -> Result<u64, BackendError> {
-        self.cuda.take_skipped()
+        self.wait().take_skipped()
     }
     fn synchronize(&self) -> Result<(), BackendError> {
-        self.cuda.synchronize()
+        self.wait().synchronize()
     }
 }

@@ -1,68 +1,24 @@
 //! Ranks on devices end with the bits of ranks that are threads on the host.
 
 use std::num::NonZeroU64;
-use std::path::PathBuf;
 
-use fusestep_collective::{Communicator, Options, run_ranks};
-use fusestep_collective_nccl::{NcclCommunicator, NcclOptions};
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::{Master, Precision};
-use fusestep_planner::{LocalSgd, Optimizer, ReducedWhen, ZeroStage};
+use fusestep_planner::{LocalSgd, Optimizer, ReducedWhen};
 
-use crate::counted::Counted;
 use crate::run::{Case, Mixed, Outcome, lacking};
-
-const STAGES: [ZeroStage; 4] = [
-    ZeroStage::None,
-    ZeroStage::One,
-    ZeroStage::Two,
-    ZeroStage::Three,
-];
-
-/// A model of which some tensors have leaves on several ranks.
-fn small() -> Case {
-    Case {
-        numels: vec![7_001, 3, 0, 1, 5_000, 66_000, 17, 257],
-        cap: Some(60_000),
-        steps: 2,
-        ..Case::default()
-    }
-}
-
-/// The GPUs there are, which bound the worlds.
-fn gpus() -> usize {
-    let count = std::env::var("FUSESTEP_EMULATOR_DEVICES");
-    count.map_or(1, |text| text.parse().unwrap())
-}
-
-/// The libraries under test; by default those of the system.
-fn options() -> NcclOptions {
-    let path = |name: &str| std::env::var_os(name).map(PathBuf::from);
-    let defaults = NcclOptions::default();
-    NcclOptions {
-        nccl_library: path("FUSESTEP_NCCL_LIBRARY").unwrap_or(defaults.nccl_library),
-        driver_library: path("FUSESTEP_CUDA_LIBRARY").unwrap_or(defaults.driver_library),
-        scratch_bytes: 1 << 20,
-        ..NcclOptions::default()
-    }
-}
+use crate::worlds::{STAGES, gpus, on_each, small, worlds};
 
 /// The case on so many devices; what each rank ends with, and the bytes that it has read from its
 /// device and written there.
 fn on_devices(case: &Case) -> Vec<(Outcome, (u64, u64))> {
-    let ranks = run_ranks(case.world, &Options::default(), |control| {
-        let device = control.rank();
-        let backend = Counted::open(device);
-        let mut comm = NcclCommunicator::new(Box::new(control), device, &options()).unwrap();
-        let outcome = case.rank(&mut comm, &backend);
+    on_each(case.world, |comm, backend| {
+        let outcome = case.rank(comm, backend);
         (outcome, backend.bytes())
-    });
-    let ranks = ranks.unwrap().into_iter();
-    let rethrow = |panic| std::panic::resume_unwind(panic);
-    ranks.map(|rank| rank.unwrap_or_else(rethrow)).collect()
+    })
 }
 
 /// Every rank's parameters and reports are those of threads on the host.
@@ -86,10 +42,6 @@ fn assert_same(case: &Case) {
             assert_eq!(alike(found), alike(expected), "rank {rank}: {case:?}");
         }
     }
-}
-
-fn worlds() -> impl Iterator<Item = usize> {
-    1..=gpus().min(4)
 }
 
 #[test]

@@ -1,0 +1,114 @@
+//! Gradients that are written where they lie on the device.
+
+use fusestep_collective::Communicator;
+use fusestep_launch::Backend;
+use fusestep_planner::{Comms, Plan, PlanError, State, Topology};
+use fusestep_tensor::Role;
+
+use crate::counted::Counted;
+use crate::run::{Case, whole_params};
+use crate::worlds::{STAGES, gpus, on_each, small, worlds};
+
+fn started(case: &Case, comm: &dyn Communicator, backend: &Counted) -> (Plan, State) {
+    let planner = case.planner().limits(backend.limits());
+    let plan = planner
+        .plan_for(&case.params(), Topology::of(comm))
+        .unwrap();
+    let mut state = plan.allocate(backend).unwrap();
+    for (param, desc) in plan.params().iter().enumerate() {
+        let bytes = case.first_values(param);
+        state
+            .write(backend, Role::Param, &desc.name, &bytes)
+            .unwrap();
+    }
+    (plan, state)
+}
+
+#[test]
+fn gradients_given_through_views_give_the_bits_of_those_that_are_pushed() {
+    for world in worlds() {
+        for (zero, merge) in STAGES.into_iter().zip([1, 2].into_iter().cycle()) {
+            let case = Case {
+                world,
+                zero,
+                merge,
+                streams: 2,
+                ..small()
+            };
+            let expected = case.run();
+            let found = on_each(world, |comm, backend| {
+                let rank = comm.rank();
+                let (plan, mut state) = started(&case, comm, backend);
+                let mut comms = Comms::with_streams(comm, case.streams).unwrap();
+                for step in 0..case.steps * u64::from(merge) {
+                    for (param, desc) in plan.params().iter().enumerate() {
+                        let view = state.grad_on_device(backend, &desc.name).unwrap();
+                        assert_eq!(view.len_bytes() as u64, 4 * desc.numel());
+                        // A framework would write it there.
+                        let bytes = case.gradient(rank, step, param);
+                        state
+                            .write(backend, Role::Grad, &desc.name, &bytes)
+                            .unwrap();
+                        plan.give_view(&mut state, backend, &mut comms, &desc.name)
+                            .unwrap();
+                    }
+                    plan.step(&mut state, backend, &mut comms).unwrap();
+                }
+                whole_params(&plan, &state, backend, &mut comms)
+            });
+            for (rank, found) in found.iter().enumerate() {
+                assert!(*found == expected.params, "rank {rank}: {case:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_step_without_norms_waits_for_no_device() {
+    let world = gpus().min(3);
+    for zero in STAGES {
+        let case = Case {
+            world,
+            zero,
+            streams: 2,
+            ..small()
+        };
+        on_each(world, |comm, backend| {
+            let (plan, mut state) = started(&case, comm, backend);
+            let mut comms = Comms::with_streams(comm, case.streams).unwrap();
+            let mut waits = 0;
+            // The first steps make what later ones use again.
+            for step in 0..6 {
+                if step == 3 {
+                    waits = backend.waits();
+                }
+                for desc in plan.params() {
+                    state.grad_on_device(backend, &desc.name).unwrap();
+                    plan.give_view(&mut state, backend, &mut comms, &desc.name)
+                        .unwrap();
+                }
+                plan.step(&mut state, backend, &mut comms).unwrap();
+            }
+            assert_eq!(backend.waits(), waits, "{case:?}");
+        });
+    }
+}
+
+#[test]
+fn views_of_the_host_and_of_what_was_pushed_are_refused() {
+    on_each(1, |comm, backend| {
+        let case = small();
+        let (plan, mut state) = started(&case, comm, backend);
+        let mut comms = Comms::direct(comm);
+        let name = plan.params()[0].name.as_str();
+        let bytes = case.gradient(0, 0, 0);
+        plan.push_grad(&mut state, backend, &mut comms, name, &bytes)
+            .unwrap();
+        let error = state.grad_on_device(backend, name).unwrap_err();
+        assert!(matches!(error, PlanError::GradientTwice { .. }), "{error}");
+        let host = fusestep_cpu::CpuBackend::new(std::num::NonZeroUsize::MIN);
+        let mut state = plan.allocate(&host).unwrap();
+        let error = state.grad_on_device(&host, name).unwrap_err();
+        assert!(matches!(error, PlanError::NotOnDevice { .. }), "{error}");
+    });
+}
