@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use fusestep_collective::{Communicator, Solo};
-use fusestep_launch::Backend;
+use fusestep_launch::{Backend, DeviceSliceMut};
 use fusestep_planner::{
     Checkpoints, Comms, GatheredParams, MicroStepReport, Optimizer, Plan, PlanError, Reach,
     RunToSave, State, Topology,
@@ -164,6 +164,22 @@ impl<'c> FusedOptimizer<'c> {
     /// As [`State::grad_mut`].
     pub fn grad_mut<T: Element>(&mut self, name: &str) -> Result<&mut [T], Error> {
         Ok(self.state()?.grad_mut(name)?)
+    }
+
+    /// A gradient on a device, to be written there where the step reads it, in the order of events;
+    /// it counts as given.
+    ///
+    /// # Errors
+    /// As [`State::grad_on_device`].
+    pub fn grad_on_device(&mut self, name: &str) -> Result<DeviceSliceMut<'_>, Error> {
+        self.meet()?;
+        self.start()?;
+        let running = self.running.as_mut();
+        let running =
+            running.ok_or("grad_on_device: expected an optimizer that could be set up")?;
+        Ok(running
+            .state
+            .grad_on_device(running.backend.as_ref(), name)?)
     }
 
     /// Gives a gradient; with communication streams its bucket is reduced as soon as it is full,

@@ -222,8 +222,9 @@ impl State {
 
     /// A gradient on a device, to be written where ranks reduce it and updates read it, no copy:
     /// what a framework enqueues for it begins behind `ready` of its order, and it records `done`.
-    /// It counts as given in the micro-step under way; say that it is whole by [`Plan::give_view`]
-    /// before anything else is done with this state.
+    /// It counts as given in the micro-step under way, whose end follows `done` on the device;
+    /// [`Plan::give_view`] says earlier that it is whole. Gradients of one bucket share the events
+    /// and are written on one stream.
     ///
     /// # Errors
     /// [`PlanError::UnknownName`]; [`PlanError::GradientTwice`] if it was pushed in this
@@ -259,12 +260,15 @@ impl State {
         slice.ok_or_else(error)
     }
 
-    /// Lets work of the backend follow what was enqueued for a view.
+    /// Lets work of the backend follow what was enqueued for a view, if it lies on a device.
     pub(crate) fn take_view_back(
         &mut self,
         backend: &dyn Backend,
         param: usize,
     ) -> Result<(), PlanError> {
+        if self.arena.on_host {
+            return Ok(());
+        }
         let region = self.arena.regions[param];
         let width = self.storages[region.storage].spec.grad_dtype().len_bytes();
         match self.grad_buffer(backend, region, width)? {

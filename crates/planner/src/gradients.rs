@@ -160,6 +160,7 @@ impl Plan {
             match state.arena.now[param] {
                 Given::Pushed => continue,
                 Given::Viewed => {
+                    state.take_view_back(backend, param)?;
                     let how = Absorb {
                         last: Some(divisor),
                         ..self.how_to_absorb(state, param)
@@ -196,6 +197,7 @@ impl Plan {
     ) -> Result<(), PlanError> {
         for param in 0..self.params.len() {
             if state.arena.now[param] == Given::Viewed {
+                state.take_view_back(backend, param)?;
                 let how = self.how_to_absorb(state, param);
                 if !self.reduces_each() {
                     state.absorb_view(self, backend, param, how)?;

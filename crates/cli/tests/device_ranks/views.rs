@@ -49,8 +49,11 @@ fn gradients_given_through_views_give_the_bits_of_those_that_are_pushed() {
                         state
                             .write(backend, Role::Grad, &desc.name, &bytes)
                             .unwrap();
-                        plan.give_view(&mut state, backend, &mut comms, &desc.name)
-                            .unwrap();
+                        // Of some it is only known when the step is run.
+                        if param % 3 > 0 {
+                            plan.give_view(&mut state, backend, &mut comms, &desc.name)
+                                .unwrap();
+                        }
                     }
                     plan.step(&mut state, backend, &mut comms).unwrap();
                 }
