@@ -2,6 +2,7 @@
 //
 //     amp_norm    one block per chunk of 65,536 elements: sum of squares in f64, and the count of
 //                 infinite and NaN elements
+//     amp_fold    one warp per chunk: its sum from those of its leaves, where ranks have taken them
 //     amp_finish  one block: sums of tensors, many at a time, and of all, then the control block
 //                 that update kernels read
 //
@@ -46,6 +47,16 @@ struct TensorPartials {
 struct NormScalars {
     u64 partials;
 };
+
+// The only parameter of amp_fold; crates/cuda/src/leaves.rs. Places say which leaves are a chunk's.
+struct Fold {
+    u64 leaves;
+    u64 places;
+    u64 partials;
+    u64 chunks;
+};
+
+static_assert(sizeof(Fold) == 32, "crates/cuda: FoldArguments");
 
 // Arguments of amp_finish behind the header; crates/launch/src/pack.rs and
 // crates/amp/src/device.rs.
@@ -181,6 +192,29 @@ __device__ __forceinline__ void norm_chunk(const unsigned char* arguments) {
     }
 }
 
+// The chunk of each warp, folded as `norm_chunk` does.
+__device__ __forceinline__ void fold_chunks(const Fold& fold) {
+    const u32 lane = threadIdx.x % WARP;
+    const u64 chunk = u64(blockIdx.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
+    if (chunk >= fold.chunks) {
+        return;
+    }
+    const TensorPartials place = dialect::load(reinterpret_cast<const TensorPartials*>(fold.places) + chunk);
+    const SquareSum* const leaves = reinterpret_cast<const SquareSum*>(fold.leaves) + place.first;
+    const SquareSum none = {0.0, 0};
+    const SquareSum low = lane < place.count ? dialect::load(leaves + lane) : none;
+    const SquareSum high = lane + WARP < place.count ? dialect::load(leaves + lane + WARP) : none;
+    double sum = low.sum + high.sum;
+    u64 count = low.non_finite + high.non_finite;
+    for (u32 half = WARP / 2; half > 0; half /= 2) {
+        sum = sum + dialect::shuffle_xor(sum, int(half));
+        count += dialect::shuffle_xor(count, int(half));
+    }
+    if (lane == 0) {
+        dialect::store(reinterpret_cast<SquareSum*>(fold.partials) + chunk, SquareSum{sum, count});
+    }
+}
+
 __device__ __forceinline__ u32 saturating_next(u32 count) {
     return count == 0xffffffffu ? count : count + 1;
 }
@@ -302,3 +336,4 @@ NORM_ENTRIES(f64, double)
 NORM_ENTRIES(f16, storage::F16)
 NORM_ENTRIES(bf16, storage::BF16)
 ENTRY(amp_finish, (512), amp::Conclusion, amp::finish_step(arguments))
+ENTRY(amp_fold, (512), amp::Fold, amp::fold_chunks(arguments))

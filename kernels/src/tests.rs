@@ -52,7 +52,8 @@ fn expected_entries(stem: &str) -> BTreeSet<(String, usize)> {
         "amp" => {
             let norms = dtypes.map(|dtype| table(format!("amp_norm_{dtype}")));
             let finish = ("amp_finish".to_owned(), 104);
-            norms.into_iter().chain([finish]).collect()
+            let fold = ("amp_fold".to_owned(), 32);
+            norms.into_iter().chain([finish, fold]).collect()
         }
         "update_sums" => {
             let values = dtypes.into_iter().chain(["bf16_r16"]);

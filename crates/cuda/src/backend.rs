@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cust::sys;
 use fusestep_launch::{
-    Accumulate, Addresses, Backend, BackendError, Batch, Buffer, CONTROL_BYTES, Conclude, Graph,
-    Launch, LaunchLimits, LaunchReport, LeafSquares, ListBuffer, MAX_SUMS, Reduce, ResidentTable,
-    SetValues, SquareSum, pack,
+    Accumulate, Addresses, Backend, BackendError, Batch, Buffer, CONTROL_BYTES, Conclude,
+    FoldLeaves, Graph, Launch, LaunchLimits, LaunchReport, LeafSquares, ListBuffer, MAX_SUMS,
+    Reduce, ResidentTable, SetValues, SquareSum, pack,
 };
 
 use crate::buffer::{Allocation, DeviceBuffer};
@@ -330,6 +330,22 @@ impl Backend for CudaBackend {
         self.squares_of_leaves(leaves, sums)
     }
 
+    fn leaf_squares_into(
+        &self,
+        leaves: LeafSquares<'_>,
+        into: (&mut dyn Buffer, u64),
+    ) -> Result<(), BackendError> {
+        self.squares_of_leaves_into(leaves, into)
+    }
+
+    fn fold_leaves(&self, fold: FoldLeaves<'_>) -> Result<(), BackendError> {
+        self.enqueue_fold(fold)
+    }
+
+    fn zero(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
+        DeviceBuffer::of_mut(&self.session, buffer)?.zero()
+    }
+
     fn leaf_sums(
         &self,
         launch: &Launch<'_>,
@@ -448,18 +464,6 @@ pub(crate) fn check_records(
         }
     }
     Ok(())
-}
-
-/// Refuses sums that others have taken: the kernels here take those of whole tensors themselves.
-pub(crate) fn check_without_tensor_sums(launch: &Launch<'_>) -> Result<(), BackendError> {
-    match launch.tensor_sums {
-        None => Ok(()),
-        Some(_) => Err(unavailable(format!(
-            "`{}`: expected whole tensors, found parts and the sums over the whole of them; give \
-             whole tensors to ranks (`Ownership::Tensors`)",
-            launch.kernel.entry()
-        ))),
-    }
 }
 
 pub(crate) fn saturate(bytes: u64) -> usize {

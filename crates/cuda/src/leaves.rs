@@ -1,17 +1,19 @@
 //! Sums over leaves, for tensors that ranks have parts of: the entries that sum up chunks are given
 //! so little at a time that what they leave is the sum of one leaf.
 
+use bytemuck::{Pod, Zeroable};
 use fusestep_launch::{
-    Addresses, Backend, BackendError, Batch, Batchable, CHUNK_ELEMENTS, CHUNK_UNITS, HEADER_BYTES,
-    LEAF_ELEMENTS, Launch, LaunchLimits, LeafSquares, MAX_LISTS, MAX_SUMS, MultiTensorReduction,
-    NormedKernel, Record, SquareSum, TensorList, WORKSPACE_BYTES, Workspace, batches, pack,
-    pack_reduction_of_tensors,
+    Addresses, Backend, BackendError, Batch, Batchable, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS,
+    FoldLeaves, HEADER_BYTES, LEAF_ELEMENTS, Launch, LaunchLimits, LeafSquares, MAX_LISTS,
+    MAX_SUMS, MultiTensorReduction, NormedKernel, Record, SquareSum, TensorList, TensorPartials,
+    WORKSPACE_BYTES, Workspace, batches, pack, pack_reduction_of_tensors,
 };
 use fusestep_simd::Level;
 
 use crate::NAME;
 use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, check_records};
 use crate::normed::{SLOT_BYTES, blocks};
+use crate::reduce::check_end;
 use crate::session::unavailable;
 
 /// Threads of a block that sums up one leaf: one warp, whose groups take rows of it.
@@ -19,6 +21,19 @@ const LEAF_THREADS: u32 = 32;
 
 /// Leaves of which each is in a unit of its own: the sum of that unit is that of the leaf.
 const LEAVES_AT_ONCE: u64 = CHUNK_UNITS;
+
+/// Threads of a block that folds chunks, a warp each.
+const FOLD_THREADS: u32 = 128;
+
+/// The only parameter of `amp_fold`, as `kernels/amp.cu` reads it.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct FoldArguments {
+    leaves: u64,
+    places: u64,
+    partials: u64,
+    chunks: u64,
+}
 
 /// A reduction whose chunks are leaves: the other leaves of its tree are empty and add 0.
 struct OfLeaves<'a>(&'a dyn MultiTensorReduction);
@@ -52,9 +67,63 @@ impl CudaBackend {
         leaves: LeafSquares<'_>,
         sums: &mut [SquareSum],
     ) -> Result<(), BackendError> {
-        let records = || leaves.batches.iter().flat_map(|batch| &batch.records);
-        let count = records().map(|record| leaves_of(record.numel)).sum::<u64>();
+        let records = leaves.batches.iter().flat_map(|batch| &batch.records);
+        let count = records.map(|record| leaves_of(record.numel)).sum::<u64>();
         check_count(count, sums)?;
+        let len_bytes = size_of_val(sums);
+        let partials = self.leaf_slots(len_bytes.div_ceil(SLOT_BYTES) as u64)?;
+        self.enqueue_leaf_squares(leaves, partials)?;
+        self.read_leaf_slots(bytemuck::cast_slice_mut(sums))
+    }
+
+    /// As [`Backend::leaf_squares_into`].
+    pub(crate) fn squares_of_leaves_into(
+        &self,
+        leaves: LeafSquares<'_>,
+        (into, first): (&mut dyn Buffer, u64),
+    ) -> Result<(), BackendError> {
+        let records = leaves.batches.iter().flat_map(|batch| &batch.records);
+        let count = records.map(|record| leaves_of(record.numel)).sum::<u64>();
+        let width = size_of::<SquareSum>() as u64;
+        let end = first.saturating_add(count).saturating_mul(width);
+        check_end(end, into.len_bytes())?;
+        let address = self.device_buffer(into)?.address();
+        self.enqueue_leaf_squares(leaves, address + first * width)
+    }
+
+    /// As [`Backend::fold_leaves`].
+    pub(crate) fn enqueue_fold(&self, fold: FoldLeaves<'_>) -> Result<(), BackendError> {
+        let chunks = (fold.places.len_bytes() / size_of::<TensorPartials>()) as u64;
+        let width = size_of::<SquareSum>() as u64;
+        check_end(chunks.saturating_mul(width), fold.partials.len_bytes())?;
+        if chunks == 0 {
+            return Ok(());
+        }
+        let arguments = FoldArguments {
+            leaves: self.device_buffer(fold.leaves)?.address(),
+            places: self.device_buffer(fold.places)?.address(),
+            partials: self.device_buffer(fold.partials)?.address(),
+            chunks,
+        };
+        let blocks = chunks.div_ceil(u64::from(FOLD_THREADS / LEAF_THREADS));
+        let entry = Entry {
+            stem: "amp",
+            entry: "amp_fold",
+            threads: FOLD_THREADS,
+            blocks: u32::try_from(blocks).map_err(|_| {
+                unavailable(format!("{chunks} chunks are more than one launch folds"))
+            })?,
+        };
+        self.enqueue_packed(entry, bytemuck::bytes_of(&arguments))
+    }
+
+    /// Enqueues the sums of all leaves of a read, from an address on.
+    fn enqueue_leaf_squares(
+        &self,
+        leaves: LeafSquares<'_>,
+        partials: u64,
+    ) -> Result<(), BackendError> {
+        let records = || leaves.batches.iter().flat_map(|batch| &batch.records);
         let list = self.device_buffer(leaves.list.buffer.as_ref())?.address();
         for batch in leaves.batches {
             let lists = (std::slice::from_ref(leaves.list), &[leaves.first][..]);
@@ -78,8 +147,6 @@ impl CudaBackend {
             list.wrapping_add(offset.wrapping_sub(leaves.first).wrapping_mul(width))
         };
         let addresses: Vec<u64> = leaves.offsets.iter().map(place).collect();
-        let len_bytes = size_of_val(sums);
-        let partials = self.leaf_slots(len_bytes.div_ceil(SLOT_BYTES) as u64)?;
         let mut next = partials;
         for batch in &batches {
             let entry = Entry {
@@ -93,7 +160,7 @@ impl CudaBackend {
             })?;
             next += u64::from(batch.chunks) * size_of::<SquareSum>() as u64;
         }
-        self.read_leaf_slots(bytemuck::cast_slice_mut(sums))
+        Ok(())
     }
 
     /// As [`Backend::leaf_sums`].
@@ -307,4 +374,16 @@ fn check_count<T>(expected: u64, sums: &[T]) -> Result<(), BackendError> {
         len_bytes: expected as usize * size_of::<T>(),
         found: size_of_val(sums),
     })
+}
+
+/// Refuses sums that others have taken: the kernels here take those of whole tensors themselves.
+pub(crate) fn check_without_tensor_sums(launch: &Launch<'_>) -> Result<(), BackendError> {
+    match launch.tensor_sums {
+        None => Ok(()),
+        Some(_) => Err(unavailable(format!(
+            "`{}`: expected whole tensors, found parts and the sums over the whole of them; give \
+             whole tensors to ranks (`Ownership::Tensors`)",
+            launch.kernel.entry()
+        ))),
+    }
 }

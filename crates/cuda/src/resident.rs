@@ -10,10 +10,9 @@ use fusestep_launch::{
 };
 
 use crate::NAME;
-use crate::backend::{
-    BLOCK_THREADS, CudaBackend, Entry, check_records, check_without_tensor_sums, threads_for,
-};
+use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, check_records, threads_for};
 use crate::buffer::DeviceBuffer;
+use crate::leaves::check_without_tensor_sums;
 use crate::normed::{Slots, blocks, slot_count, workspace};
 use crate::reduce::{check_end, read_list};
 use crate::update_sums::{PlacedSums, SumsPart, check_update_sums};

@@ -7,8 +7,8 @@ use fusestep_simd::Level;
 use fusestep_tensor::{DType, Role};
 
 use crate::{
-    Access, Accumulate, BackendError, Batch, Conclude, DeviceSliceMut, Graph, LEAF_ELEMENTS,
-    LaunchLimits, MAX_SUMS, MultiTensorKernel, MultiTensorReduction, Reduce, ResidentTable,
+    Access, Accumulate, BackendError, Batch, Conclude, DeviceSliceMut, FoldLeaves, Graph,
+    LEAF_ELEMENTS, LaunchLimits, LeafSquares, MAX_SUMS, MultiTensorKernel, Reduce, ResidentTable,
     SetValues, SquareSum, TensorList, UpdateSums,
 };
 
@@ -129,36 +129,6 @@ pub struct Replicated<'a, 'b> {
     pub ranks: &'a mut [&'b mut [u8]],
 }
 
-/// Leaves of gradients, 1,024 elements from the start of their tensor on, whose sums of squares are
-/// wanted.
-#[derive(Clone, Copy)]
-pub struct LeafSquares<'a> {
-    /// The kernel whose tree they belong to.
-    pub kernel: &'a dyn MultiTensorReduction,
-    /// What is read; records begin with a leaf.
-    pub batches: &'a [Batch],
-    /// First element of each tensor of the storage.
-    pub offsets: &'a [u64],
-    /// The gradients.
-    pub list: &'a ListBuffer,
-    /// The element of the storage that the list's memory begins with; see [`Launch::firsts`].
-    pub first: u64,
-}
-
-impl<'a> LeafSquares<'a> {
-    /// Place of each leaf's first element in the list, and its element count, in order.
-    pub fn places(&self) -> impl Iterator<Item = (u64, u64)> + 'a {
-        let (offsets, list_first) = (self.offsets, self.first);
-        let records = self.batches.iter().flat_map(|batch| &batch.records);
-        records.flat_map(move |record| {
-            let element = offsets[record.tensor as usize] + record.first_element;
-            let first = element.wrapping_sub(list_first);
-            let leaves = (0..record.numel).step_by(LEAF_ELEMENTS as usize);
-            leaves.map(move |at| (first + at, LEAF_ELEMENTS.min(record.numel - at)))
-        })
-    }
-}
-
 /// What running a [`Launch`] took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LaunchReport {
@@ -255,11 +225,7 @@ pub trait Backend {
     /// [`BackendError::OutOfBounds`], [`BackendError::Device`]; [`BackendError::Unavailable`] for a
     /// type that has no sums, and on a backend of the host.
     fn accumulate(&self, _accumulate: Accumulate<'_>) -> Result<(), BackendError> {
-        Err(BackendError::Unavailable {
-            backend: self.name(),
-            reason: "expected gradients on a device; those of the host are added up in place"
-                .to_owned(),
-        })
+        Err(not_of_host(self.name()))
     }
 
     /// Makes a device's buffer ready for others that work on the device: what they do begins behind
@@ -346,6 +312,38 @@ pub trait Backend {
             *sum = leaves.kernel.run_host(level, leaf);
         }
         Ok(())
+    }
+
+    /// [`Backend::leaf_squares`] into memory of the device, from sum `first` on; returns when it is
+    /// enqueued.
+    ///
+    /// # Errors
+    /// As there; [`BackendError::Unavailable`] on a backend that works in host memory.
+    fn leaf_squares_into(
+        &self,
+        _leaves: LeafSquares<'_>,
+        (_into, _first): (&mut dyn Buffer, u64),
+    ) -> Result<(), BackendError> {
+        Err(not_of_host(self.name()))
+    }
+
+    /// Folds sums over leaves into those over chunks, in the fixed tree; returns when it is
+    /// enqueued.
+    ///
+    /// # Errors
+    /// As [`Backend::reduce`]; [`BackendError::Unavailable`] on a backend that works in host
+    /// memory.
+    fn fold_leaves(&self, _fold: FoldLeaves<'_>) -> Result<(), BackendError> {
+        Err(not_of_host(self.name()))
+    }
+
+    /// Sets all bytes of a buffer to 0, in the order of what is enqueued.
+    ///
+    /// # Errors
+    /// As [`Backend::write`].
+    fn zero(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
+        let zeros = vec![0; buffer.len_bytes()];
+        self.write(buffer, 0, &zeros)
     }
 
     /// The sums over every leaf that the kernel of a launch takes of a tensor before it updates it,
@@ -478,4 +476,13 @@ pub trait Backend {
     /// # Errors
     /// [`BackendError::Device`] with the device's own code.
     fn synchronize(&self) -> Result<(), BackendError>;
+}
+
+/// What is asked of a device only.
+fn not_of_host(backend: &'static str) -> BackendError {
+    BackendError::Unavailable {
+        backend,
+        reason: "expected gradients on a device; those of the host are summed up in place"
+            .to_owned(),
+    }
 }

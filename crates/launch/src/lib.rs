@@ -15,6 +15,7 @@ mod device;
 mod error;
 mod host;
 mod kernel;
+mod leaves;
 mod limits;
 mod normed;
 mod pack;
@@ -26,9 +27,7 @@ mod rule;
 mod update_sums;
 
 pub use accumulate::{Accumulate, Accumulation};
-pub use backend::{
-    Backend, Buffer, Launch, LaunchReport, LeafSquares, ListBuffer, Replicas, Replicated,
-};
+pub use backend::{Backend, Buffer, Launch, LaunchReport, ListBuffer, Replicas, Replicated};
 pub use backend_error::BackendError;
 pub use batch::{Batch, Batchable, MAX_LAUNCHES, Record, batches};
 pub use control::{CONTROL_BYTES, ControlBlock, Gate};
@@ -39,6 +38,7 @@ pub use host::{
     LEAF_ELEMENTS, LeafSums, MAX_LISTS, Places,
 };
 pub use kernel::{Access, MultiTensorKernel, SetValues, TensorList};
+pub use leaves::{FoldLeaves, LeafSquares};
 pub use limits::{
     ARGUMENT_BYTES_CLASSIC, ARGUMENT_BYTES_LARGE, ArgumentLayout, CHUNK_ELEMENTS, HEADER_BYTES,
     LaunchLimits,

@@ -231,10 +231,13 @@ impl<'a> Comms<'a> {
 
     /// Whether calls take this buffer where it lies.
     pub(crate) fn takes(&self, backend: &dyn Backend, buffer: &dyn Buffer) -> bool {
-        buffer.host().is_some()
-            || backend
-                .device()
-                .is_some_and(|own| self.comm.device() == Some(own))
+        buffer.host().is_some() || self.is_on_device_of(backend)
+    }
+
+    /// Whether calls are made in the memory of the backend's device.
+    pub(crate) fn is_on_device_of(&self, backend: &dyn Backend) -> bool {
+        let device = backend.device();
+        device.is_some() && self.comm.device() == device
     }
 
     /// Reduces a bucket of all ranks and updates it in one pass.

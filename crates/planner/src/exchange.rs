@@ -20,6 +20,7 @@ use fusestep_launch::{
 use fusestep_tensor::{DType, Role};
 
 use crate::comms::Comms;
+use crate::device_norm::DeviceNorm;
 use crate::group::Classes;
 use crate::{Optimize, Plan, PlanError, State};
 
@@ -34,6 +35,8 @@ pub(crate) struct Exchange {
     readers: Vec<Box<dyn MultiTensorReduction>>,
     /// What this rank sums for stage `trust`: for each update its own part.
     trust: Vec<(Optimize, Vec<Batch>)>,
+    /// The memory of stage `norm` where that runs on devices, made for the first step.
+    pub(crate) on_device: Option<DeviceNorm>,
     /// For each parameter the sum over what the last update changed, and the total over all ranks.
     pub(crate) update_sums: Option<(Vec<f64>, f64)>,
 }
@@ -52,7 +55,7 @@ fn leaves_of(numel: u64) -> usize {
 }
 
 /// Leaves of all records, in order: index of the parameter's leaf, one by one.
-fn leaves_in<'a>(
+pub(crate) fn leaves_in<'a>(
     batches: &'a [Batch],
     members: &'a [u32],
     leaves: &'a [Range<usize>],
@@ -81,6 +84,7 @@ impl Exchange {
             shared,
             readers,
             trust: Vec::new(),
+            on_device: None,
             update_sums: None,
         };
         exchange.refresh(plan, |_| true, &plan.classes)?;
@@ -122,6 +126,16 @@ impl Exchange {
             self.trust.push((own, batches));
         }
         Ok(())
+    }
+
+    /// The leaves of each parameter among all of this rank.
+    pub(crate) fn of_params(&self) -> &[Range<usize>] {
+        &self.leaves
+    }
+
+    /// The kernel of a read of stage `norm`.
+    pub(crate) fn reader(&self, index: usize) -> &dyn MultiTensorReduction {
+        self.readers[index].as_ref()
     }
 
     /// How many leaves this rank knows of.
@@ -175,12 +189,15 @@ impl Plan {
         let mut leaves = vec![0..0; self.params.len()];
         let (mut next, mut shared) = (0, 0);
         for distributed in [false, true] {
-            for (param, place) in leaves.iter_mut().enumerate() {
-                if self.is_distributed(param) == distributed {
-                    let first = next;
-                    next += leaves_of(self.params[param].numel());
-                    *place = first..next;
-                }
+            // As gradients lie, so that the leaves of a read follow each other.
+            let storages = self
+                .storages
+                .iter()
+                .filter(|spec| spec.distributed == distributed);
+            for &param in storages.flat_map(|spec| &spec.members) {
+                let first = next;
+                next += leaves_of(self.params[param as usize].numel());
+                leaves[param as usize] = first..next;
             }
             if !distributed {
                 shared = next;
@@ -197,13 +214,17 @@ impl Plan {
     }
 
     /// Stage `norm` of several ranks: decides on the step from the gradients of all. Whether it is
-    /// skipped.
+    /// skipped, as far as the host knows: devices keep that to themselves.
     pub(crate) fn decide(
         &self,
         state: &mut State,
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
     ) -> Result<bool, PlanError> {
+        if self.norms_on_device(backend, comms) {
+            self.decide_on_device(state, backend, comms)?;
+            return Ok(false);
+        }
         let mut squares = self.own_squares(state, backend)?;
         let mut elsewhere = 0;
         let slices = if self.reduces() {
@@ -316,7 +337,7 @@ impl Plan {
         self.segments[self.buckets[bucket].segment].elements.start
     }
 
-    fn is_distributed(&self, param: usize) -> bool {
+    pub(crate) fn is_distributed(&self, param: usize) -> bool {
         self.storages[self.places[param].0].distributed
     }
 
@@ -367,80 +388,6 @@ impl Plan {
         }
         Ok(())
     }
-
-    /// Tells all ranks how far each parameter moved.
-    pub(crate) fn share_update_sums(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        skipped: bool,
-    ) -> Result<(), PlanError> {
-        if !self.update_norms {
-            return Ok(());
-        }
-        let params = self.params.len();
-        let mut told = state.chunk_sums_of_update(backend, skipped)?;
-        let own = told.clone();
-        let distributed = |param: usize| self.is_distributed(param);
-        let shared = self.zero != crate::ZeroStage::None && self.reduces();
-        if shared {
-            for (param, chunks) in told.iter_mut().enumerate() {
-                if distributed(param) {
-                    chunks.fill(0.0);
-                }
-            }
-            let mut flat: Vec<f64> = told.iter().flatten().copied().collect();
-            sum_over(comms, &mut flat, Scope::ShardGroup)?;
-            let mut rest = flat.as_slice();
-            for chunks in &mut told {
-                let (own, after) = rest.split_at(chunks.len());
-                chunks.copy_from_slice(own);
-                rest = after;
-            }
-        }
-        let sum = |chunks: &[f64]| chunks.iter().fold(0.0, |sum, chunk| sum + chunk);
-        let mut sums = Vec::with_capacity(params);
-        for param in 0..params {
-            let of = if distributed(param) {
-                &own[param]
-            } else {
-                &told[param]
-            };
-            sums.push(sum(of));
-        }
-        let total = self.total_over_slices(comms, &sums, distributed)?;
-        state.exchange.update_sums = Some((sums, total));
-        Ok(())
-    }
-
-    /// The sum over all parameters, each rank's slices of distributed ones counted once: those of
-    /// rank 0 in their places, the others behind.
-    fn total_over_slices(
-        &self,
-        comms: &mut Comms<'_>,
-        sums: &[f64],
-        distributed: impl Fn(usize) -> bool,
-    ) -> Result<f64, PlanError> {
-        let params: Vec<usize> = (0..sums.len())
-            .filter(|&param| distributed(param))
-            .collect();
-        let (rank, world) = (self.topology.rank, self.topology.world);
-        let mut all = vec![0.0; world * params.len()];
-        for (at, &param) in params.iter().enumerate() {
-            all[rank * params.len() + at] = sums[param];
-        }
-        if !all.is_empty() {
-            sum_over(comms, &mut all, Scope::World)?;
-        }
-        let mut of_first = sums.to_vec();
-        for (at, &param) in params.iter().enumerate() {
-            of_first[param] = all[at];
-        }
-        let others = all.get(params.len()..).unwrap_or_default();
-        let in_order = of_first.iter().chain(others);
-        Ok(in_order.fold(0.0, |sum, own| sum + own))
-    }
 }
 
 /// Values of the leaves of all ranks' slices of distributed parameters.
@@ -465,13 +412,17 @@ impl Slices {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Scope {
+pub(crate) enum Scope {
     World,
     ShardGroup,
 }
 
 /// Adds up a vector over ranks, each of which has filled in what is its own.
-fn sum_over(comms: &mut Comms<'_>, values: &mut [f64], scope: Scope) -> Result<(), PlanError> {
+pub(crate) fn sum_over(
+    comms: &mut Comms<'_>,
+    values: &mut [f64],
+    scope: Scope,
+) -> Result<(), PlanError> {
     if values.is_empty() {
         return Ok(());
     }

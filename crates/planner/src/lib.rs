@@ -12,6 +12,7 @@ mod checkpoint;
 mod comms;
 mod cost;
 mod cost_page;
+mod device_norm;
 mod display;
 mod error;
 mod exchange;

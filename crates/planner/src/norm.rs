@@ -193,6 +193,25 @@ impl NormState {
         Ok(Some(state))
     }
 
+    /// Writes the control block on a device from the sums of chunks there, and says nothing to the
+    /// host.
+    pub(crate) fn conclude(
+        &mut self,
+        backend: &dyn Backend,
+        partials: &dyn Buffer,
+        tensors: &dyn Buffer,
+    ) -> Result<(), PlanError> {
+        backend.conclude(Conclude {
+            rule: &self.rule,
+            scalars: &self.scalars,
+            partials,
+            tensors,
+            sums: self.sums.as_mut(),
+            control: self.control.as_mut(),
+        })?;
+        Ok(())
+    }
+
     /// Writes where each tensor's partial sums lie, if the schedule has changed.
     pub(crate) fn place(
         &mut self,

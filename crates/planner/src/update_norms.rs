@@ -4,6 +4,8 @@ use fusestep_launch::{
     Backend, Buffer, CHUNK_ELEMENTS, ControlBlock, UnitSums, UpdateSums, fold_units,
 };
 
+use crate::comms::Comms;
+use crate::exchange::{Scope, sum_over};
 use crate::{Plan, PlanError, State, StepReport, StorageSpec};
 
 /// Places for the sums over what updates change in one storage.
@@ -212,5 +214,81 @@ impl State {
             }
         }
         Ok(())
+    }
+}
+
+impl Plan {
+    /// Tells all ranks how far each parameter moved.
+    pub(crate) fn share_update_sums(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        skipped: bool,
+    ) -> Result<(), PlanError> {
+        if !self.update_norms {
+            return Ok(());
+        }
+        let params = self.params.len();
+        let mut told = state.chunk_sums_of_update(backend, skipped)?;
+        let own = told.clone();
+        let distributed = |param: usize| self.is_distributed(param);
+        let shared = self.zero != crate::ZeroStage::None && self.reduces();
+        if shared {
+            for (param, chunks) in told.iter_mut().enumerate() {
+                if distributed(param) {
+                    chunks.fill(0.0);
+                }
+            }
+            let mut flat: Vec<f64> = told.iter().flatten().copied().collect();
+            sum_over(comms, &mut flat, Scope::ShardGroup)?;
+            let mut rest = flat.as_slice();
+            for chunks in &mut told {
+                let (own, after) = rest.split_at(chunks.len());
+                chunks.copy_from_slice(own);
+                rest = after;
+            }
+        }
+        let sum = |chunks: &[f64]| chunks.iter().fold(0.0, |sum, chunk| sum + chunk);
+        let mut sums = Vec::with_capacity(params);
+        for param in 0..params {
+            let of = if distributed(param) {
+                &own[param]
+            } else {
+                &told[param]
+            };
+            sums.push(sum(of));
+        }
+        let total = self.total_over_slices(comms, &sums, distributed)?;
+        state.exchange.update_sums = Some((sums, total));
+        Ok(())
+    }
+
+    /// The sum over all parameters, each rank's slices of distributed ones counted once: those of
+    /// rank 0 in their places, the others behind.
+    fn total_over_slices(
+        &self,
+        comms: &mut Comms<'_>,
+        sums: &[f64],
+        distributed: impl Fn(usize) -> bool,
+    ) -> Result<f64, PlanError> {
+        let params: Vec<usize> = (0..sums.len())
+            .filter(|&param| distributed(param))
+            .collect();
+        let (rank, world) = (self.topology.rank, self.topology.world);
+        let mut all = vec![0.0; world * params.len()];
+        for (at, &param) in params.iter().enumerate() {
+            all[rank * params.len() + at] = sums[param];
+        }
+        if !all.is_empty() {
+            sum_over(comms, &mut all, Scope::World)?;
+        }
+        let mut of_first = sums.to_vec();
+        for (at, &param) in params.iter().enumerate() {
+            of_first[param] = all[at];
+        }
+        let others = all.get(params.len()..).unwrap_or_default();
+        let in_order = of_first.iter().chain(others);
+        Ok(in_order.fold(0.0, |sum, own| sum + own))
     }
 }

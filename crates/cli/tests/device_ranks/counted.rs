@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use fusestep_cuda::CudaBackend;
 use fusestep_launch::{
-    Accumulate, Backend, BackendError, Buffer, Conclude, Launch, LaunchLimits, LaunchReport,
-    LeafSquares, MAX_SUMS, Reduce, SquareSum,
+    Accumulate, Backend, BackendError, Buffer, Conclude, FoldLeaves, Launch, LaunchLimits,
+    LaunchReport, LeafSquares, MAX_SUMS, Reduce, SquareSum,
 };
 
 /// CUDA, with the bytes that the planner reads and writes.
@@ -108,6 +108,19 @@ impl Backend for Counted {
         sums: &mut [SquareSum],
     ) -> Result<(), BackendError> {
         self.wait().leaf_squares(leaves, sums)
+    }
+    fn leaf_squares_into(
+        &self,
+        leaves: LeafSquares<'_>,
+        into: (&mut dyn Buffer, u64),
+    ) -> Result<(), BackendError> {
+        self.cuda.leaf_squares_into(leaves, into)
+    }
+    fn fold_leaves(&self, fold: FoldLeaves<'_>) -> Result<(), BackendError> {
+        self.cuda.fold_leaves(fold)
+    }
+    fn zero(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
+        self.cuda.zero(buffer)
     }
     fn leaf_sums(
         &self,

@@ -1,0 +1,169 @@
+//! The norm of many ranks' gradients where these lie on devices: nothing waits for the host.
+//!
+//! ```text
+//! leaves of this rank ─► all-reduce ─► chunks ─► tensors, total, control block
+//! ```
+//! Each rank fills in the leaves of its parts and has zeros for all others, so that adding up over
+//! ranks changes no bit of a sum. Counts of what is not finite are integers beside the sums; as
+//! f64 they are so small that adding them up is adding the integers.
+
+use fusestep_collective::{Operation, ReduceOp};
+use fusestep_launch::{
+    Backend, Batch, Buffer, CHUNK_LEAVES, FoldLeaves, LeafSquares, SquareSum, TensorPartials,
+};
+use fusestep_tensor::{DType, Role};
+
+use crate::comms::Comms;
+use crate::exchange::{Exchange, leaves_in};
+use crate::{Plan, PlanError, Stage, State};
+
+/// What lies on the device for it.
+#[derive(Debug)]
+pub(crate) struct DeviceNorm {
+    /// The sum of every leaf of all parameters.
+    leaves: Box<dyn Buffer>,
+    /// The leaves of every chunk.
+    places: Box<dyn Buffer>,
+    /// The sum of every chunk.
+    partials: Box<dyn Buffer>,
+    /// The chunks of every parameter.
+    tensors: Box<dyn Buffer>,
+}
+
+impl DeviceNorm {
+    fn allocate(
+        plan: &Plan,
+        exchange: &Exchange,
+        backend: &dyn Backend,
+    ) -> Result<Self, PlanError> {
+        let (mut places, mut tensors) = (Vec::new(), Vec::with_capacity(plan.params.len()));
+        let mut count = 0;
+        for leaves in exchange.of_params() {
+            count = count.max(leaves.end);
+            let first = places.len() as u64;
+            places.extend(
+                leaves
+                    .clone()
+                    .step_by(CHUNK_LEAVES)
+                    .map(|at| TensorPartials {
+                        first: at as u64,
+                        count: CHUNK_LEAVES.min(leaves.end - at) as u64,
+                    }),
+            );
+            tensors.push(TensorPartials {
+                first,
+                count: places.len() as u64 - first,
+            });
+        }
+        let table = |entries: &[TensorPartials]| {
+            let bytes: &[u8] = bytemuck::cast_slice(entries);
+            let mut buffer = backend.allocate(bytes.len())?;
+            backend.write(buffer.as_mut(), 0, bytes)?;
+            Ok::<_, PlanError>(buffer)
+        };
+        Ok(Self {
+            leaves: backend.allocate(count * size_of::<SquareSum>())?,
+            partials: backend.allocate(places.len() * size_of::<SquareSum>())?,
+            places: table(&places)?,
+            tensors: table(&tensors)?,
+        })
+    }
+}
+
+impl Plan {
+    /// Whether the stage runs on devices: where gradients of all ranks are reduced there, and
+    /// nothing else has to know on the host whether the step is skipped.
+    pub(crate) fn norms_on_device(&self, backend: &dyn Backend, comms: &Comms<'_>) -> bool {
+        let asks = |stage: &Stage| matches!(stage, Stage::Trust);
+        let has_slices = self.storages.iter().any(|spec| spec.distributed);
+        comms.is_on_device_of(backend)
+            && self.reduces()
+            && !self.update_norms
+            && !has_slices
+            && !self.stages.iter().any(asks)
+    }
+
+    /// Stage `norm` of several ranks on devices: enqueues all of it.
+    pub(crate) fn decide_on_device(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+    ) -> Result<(), PlanError> {
+        let mut own = match state.exchange.on_device.take() {
+            Some(own) => own,
+            None => DeviceNorm::allocate(self, &state.exchange, backend)?,
+        };
+        let done = self.sum_on_device(state, backend, comms, &mut own);
+        if let (Ok(()), Some(norm)) = (&done, &mut state.norm) {
+            norm.conclude(backend, own.partials.as_ref(), own.tensors.as_ref())?;
+        }
+        state.exchange.on_device = Some(own);
+        done
+    }
+
+    /// Fills in the sums of all chunks.
+    fn sum_on_device(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        own: &mut DeviceNorm,
+    ) -> Result<(), PlanError> {
+        backend.zero(own.leaves.as_mut())?;
+        let reads = self.norm_stage().map_or(&[][..], |norm| &norm.reads);
+        for (index, read) in reads.iter().enumerate() {
+            self.with_gradients(state, read.bucket, |state| {
+                let storage = &state.storages[read.storage];
+                let Some(list) = storage.list(Role::Grad) else {
+                    return Ok(());
+                };
+                let segment = read.bucket.map_or(0, |bucket| self.segment_start(bucket));
+                let first = storage.spec.first_of(list, &read.elements, segment);
+                let batches = &state.schedule.norm[index];
+                let members = &self.storages[read.storage].members;
+                let leaves: Vec<_> =
+                    leaves_in(batches, members, state.exchange.of_params()).collect();
+                for (batches, place) in in_runs(batches, &leaves) {
+                    let squares = LeafSquares {
+                        kernel: state.exchange.reader(index),
+                        batches: &batches,
+                        offsets: storage.spec.layout.offsets(),
+                        list: &storage.lists[list],
+                        first,
+                    };
+                    backend.leaf_squares_into(squares, (own.leaves.as_mut(), place as u64))?;
+                }
+                Ok(())
+            })?;
+        }
+        backend.hand_over(own.leaves.as_mut())?;
+        let call = (Operation::AllReduce(ReduceOp::Sum), DType::F64, None);
+        let all = 0..own.leaves.len_bytes();
+        comms.on_device(&mut own.leaves, all, call)?;
+        backend.take_back(own.leaves.as_mut())?;
+        Ok(backend.fold_leaves(FoldLeaves {
+            leaves: own.leaves.as_ref(),
+            places: own.places.as_ref(),
+            partials: own.partials.as_mut(),
+        })?)
+    }
+}
+
+/// Batches whose leaves lie one behind the other, each with the place of its first leaf: all
+/// records of a read, unless parameters between them are without gradient.
+fn in_runs(batches: &[Batch], leaves: &[std::ops::Range<usize>]) -> Vec<(Vec<Batch>, usize)> {
+    let records = batches.iter().flat_map(|batch| &batch.records);
+    let mut runs: Vec<(Vec<Batch>, usize)> = Vec::new();
+    let mut end = None;
+    for (record, place) in records.zip(leaves) {
+        if end != Some(place.start) {
+            runs.push((vec![Batch::default()], place.start));
+        }
+        end = Some(place.end);
+        if let Some(batch) = runs.last_mut().and_then(|(batches, _)| batches.last_mut()) {
+            batch.records.push(*record);
+        }
+    }
+    runs
+}
