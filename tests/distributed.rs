@@ -46,6 +46,8 @@ mod shards;
 mod slices;
 #[path = "distributed/stages.rs"]
 mod stages;
+#[path = "distributed/told.rs"]
+mod told;
 #[path = "distributed/train.rs"]
 mod train;
 #[path = "distributed/uneven_leaves.rs"]

@@ -1,0 +1,136 @@
+//! What plans say of themselves in numbers and words.
+
+use std::num::NonZeroUsize;
+
+use fusestep_amp::{LossScale, ScalePolicy};
+use fusestep_fused_adam::Adam;
+use fusestep_planner::{
+    FuseAllReduce, FuseReduceIntoUpdate, LossScaling, Plan, Planner, Shard, Stage, Topology,
+    ZeroStage,
+};
+use fusestep_tensor::{DType, ParamDesc, Shape};
+
+fn params() -> Vec<ParamDesc> {
+    let describe =
+        |(name, numel): (&str, u64)| ParamDesc::new(name, Shape::new([numel]).unwrap(), DType::F32);
+    [("a", 300), ("nothing", 0), ("b", 200)]
+        .map(describe)
+        .into()
+}
+
+fn planner() -> Planner {
+    Planner::new(Adam::default().into()).with(FuseAllReduce::default())
+}
+
+fn plan(planner: Planner, world: usize) -> Plan {
+    let mut topology = Topology::new(0, world).unwrap();
+    topology.reach = fusestep_planner::Reach::SharedMemory;
+    planner.plan_for(&params(), topology).unwrap()
+}
+
+fn says(plan: &Plan, text: &str) -> bool {
+    plan.explain().iter().any(|note| note.reason.contains(text))
+}
+
+#[test]
+fn bytes_of_an_element_are_those_of_its_passes() {
+    let sharded = |zero| planner().with(Shard::new(zero));
+    for (planner, world, expected) in [
+        // Gradient; parameter and two moments read and written.
+        (planner(), 1, 4 + 2 * 12),
+        // All gradients read and written by the reduction, and each rank's update.
+        (planner(), 2, 2 * 8 + 2 * 28),
+        // All read, one written, one update, and a gather to every other rank.
+        (sharded(ZeroStage::One), 2, 8 + 4 + 28 + 8),
+        (sharded(ZeroStage::Two), 3, 12 + 4 + 28 + 2 * 8),
+        (sharded(ZeroStage::Three), 2, 8 + 4 + 28),
+        (sharded(ZeroStage::Three), 3, 12 + 4 + 28),
+        // In one pass: all read, state of one rank or of all, parameters of all written.
+        (planner().with(FuseReduceIntoUpdate), 2, 8 + 3 * 12),
+        (planner().with(FuseReduceIntoUpdate), 3, 12 + 4 * 12),
+        (
+            sharded(ZeroStage::One).with(FuseReduceIntoUpdate),
+            2,
+            8 + 2 * 8 + 4 + 2 * 4,
+        ),
+        (
+            sharded(ZeroStage::One).with(FuseReduceIntoUpdate),
+            3,
+            12 + 2 * 8 + 4 + 3 * 4,
+        ),
+    ] {
+        let plan = plan(planner, world);
+        let zero = plan.zero();
+        assert_eq!(
+            plan.bytes_per_element(),
+            expected,
+            "{world} ranks, {zero:?}"
+        );
+    }
+}
+
+#[test]
+fn an_update_of_a_bucket_leaves_empty_tensors_out() {
+    let plan = plan(planner().with(FuseReduceIntoUpdate), 2);
+    let updates = plan.stages().iter().filter_map(|stage| match stage {
+        Stage::ReduceUpdate(update) => Some(update),
+        _ => None,
+    });
+    let tensors: Vec<Vec<&str>> = updates
+        .map(|update| {
+            let members = &plan.storages()[update.storage].members;
+            let name = |&tensor: &u32| {
+                let param = members[tensor as usize] as usize;
+                plan.params()[param].name.as_str()
+            };
+            update.tensors.iter().map(name).collect()
+        })
+        .collect();
+    assert_eq!(tensors, [["b", "a"]]);
+}
+
+#[test]
+fn a_loss_scale_that_can_change_says_how() {
+    let told = |growth, backoff| {
+        let policy = ScalePolicy {
+            growth,
+            backoff,
+            ..ScalePolicy::default()
+        };
+        let scale = LossScale::with_policy(8.0, policy).unwrap();
+        let plan = planner().with(LossScaling::from(scale));
+        plan_says_it_stays(&self::plan(plan, 1))
+    };
+    assert!(told(1.0, 1.0));
+    for (growth, backoff) in [(2.0, 1.0), (1.0, 0.5), (2.0, 0.5)] {
+        assert!(!told(growth, backoff), "times {growth} and {backoff}");
+    }
+}
+
+fn plan_says_it_stays(plan: &Plan) -> bool {
+    let stays = says(plan, "and stays so");
+    assert!(stays != says(plan, "good steps"));
+    stays
+}
+
+#[test]
+fn stages_have_numbers_and_shards_of_groups_are_counted() {
+    let stages = [
+        Some(ZeroStage::None),
+        Some(ZeroStage::One),
+        Some(ZeroStage::Two),
+        Some(ZeroStage::Three),
+        None,
+    ];
+    for (number, stage) in (0..).zip(stages) {
+        assert_eq!(ZeroStage::of(number), stage);
+        assert!(stage.is_none_or(|stage| stage.number() == number));
+    }
+    let group = NonZeroUsize::new(2).unwrap();
+    let shards = Shard::new(ZeroStage::One).group(group);
+    let grouped = plan(planner().with(shards), 6);
+    assert!(says(&grouped, "among 2 ranks, alike in 3 groups"));
+    let alone = plan(planner().with(Shard::new(ZeroStage::One)), 1);
+    let gathers = |stage: &Stage| matches!(stage, Stage::Gather(_));
+    assert!(!alone.stages().iter().any(gathers));
+}
