@@ -27,9 +27,9 @@ pub use fusestep_launch::{
 };
 pub use fusestep_lion::{self as lion, LionTensors};
 pub use fusestep_planner::{
-    self as planner, Checkpoints, ClipByGlobalNorm, GatheredParams, GradReport, LossScale,
-    LossScaling, MicroStepReport, Note, Optimizer, Phase, Plan, PlanError, Planner, Schedule,
-    State, StepReport, Tensors, UpdateNorms, Verdict,
+    self as planner, Checkpoints, ClipByGlobalNorm, DeviceParams, GatheredParams, GradReport,
+    LossScale, LossScaling, MicroStepReport, Note, Optimizer, Phase, Plan, PlanError, Planner,
+    Schedule, State, StepReport, Tensors, UpdateNorms, Verdict,
 };
 pub use fusestep_rmsprop::{self as rmsprop, Centering, RmsPropTensors};
 pub use fusestep_schedule_free::{self as schedule_free, ScheduleFreeTensors};

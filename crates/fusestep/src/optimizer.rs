@@ -5,8 +5,8 @@ use std::path::Path;
 use fusestep_collective::{Communicator, Solo};
 use fusestep_launch::{Backend, DeviceSliceMut};
 use fusestep_planner::{
-    Checkpoints, Comms, GatheredParams, MicroStepReport, Optimizer, Plan, PlanError, Reach,
-    RunToSave, State, Topology,
+    Checkpoints, Comms, DeviceParams, GatheredParams, MicroStepReport, Optimizer, Plan, PlanError,
+    Reach, RunToSave, State, Topology,
 };
 use fusestep_tensor::{Element, ParamDesc, Role};
 
@@ -147,6 +147,26 @@ impl<'c> FusedOptimizer<'c> {
     /// As [`Plan::gather`].
     pub fn gather(&mut self, names: &[&str]) -> Result<GatheredParams, Error> {
         self.with(|plan, state, backend, comms| plan.gather(state, backend, comms, names))
+    }
+
+    /// [`FusedOptimizer::gather`] into memory of the device, without the host;
+    /// [`FusedOptimizer::use_again`] takes it back once it has been read.
+    ///
+    /// # Errors
+    /// As [`Plan::gather_on_device`].
+    pub fn gather_on_device(&mut self, names: &[&str]) -> Result<DeviceParams, Error> {
+        self.with(|plan, state, backend, comms| plan.gather_on_device(state, backend, comms, names))
+    }
+
+    /// Keeps the memory of parameters that are no longer read, for those that are gathered next.
+    ///
+    /// # Errors
+    /// As [`FusedOptimizer::state`].
+    pub fn use_again(&mut self, params: DeviceParams) -> Result<(), Error> {
+        self.with(|_, _, _, comms| {
+            comms.use_again(params);
+            Ok(())
+        })
     }
 
     /// What a model is evaluated with: averages under a rule that keeps them (Schedule-Free), else

@@ -1,15 +1,17 @@
 //! The calls of one rank's step, counted, and the communication streams that carry some of them.
 
-use std::any::Any;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 
 use fusestep_collective::{
-    Buffers, Call, CallContext, CollectiveError, CommStream, Communicator, DeviceBuffers,
-    DeviceCall, Membership, Operation, Pending, RankMemory, ReduceOp, ReduceUpdate, comm_streams,
+    CallContext, CollectiveError, CommStream, Communicator, Membership, Operation, Pending,
+    RankMemory, ReduceOp, ReduceUpdate, comm_streams,
 };
-use fusestep_launch::{Backend, Buffer, DeviceSliceMut};
+use fusestep_launch::{Backend, BackendError, Buffer};
 use fusestep_tensor::DType;
+
+use crate::DeviceParams;
+use crate::bytes::{Bytes, Elsewhere, foreign};
 
 /// What a rank's step makes its calls with: one communicator, and communication streams for calls
 /// that run beside the backward pass.
@@ -22,6 +24,8 @@ pub struct Comms<'a> {
     streams: Vec<CommStream>,
     /// Carries calls that bring parameters ahead of their use; made for the first of them.
     ahead: Option<CommStream>,
+    /// Memory of a device for parameters that are gathered there.
+    spare: Vec<Box<dyn Buffer>>,
     calls: u64,
     bytes: u64,
 }
@@ -54,6 +58,7 @@ impl<'a> Comms<'a> {
             groups: None,
             streams: Vec::new(),
             ahead: None,
+            spare: Vec::new(),
             calls: 0,
             bytes: 0,
         }
@@ -118,6 +123,30 @@ impl<'a> Comms<'a> {
             groups: Some(Groups { within, across }),
             ..Self::direct(comm)
         })
+    }
+
+    /// Keeps the memory of parameters that are no longer read, for those that are gathered next.
+    pub fn use_again(&mut self, params: DeviceParams) {
+        self.spare.extend(params.into_buffers());
+    }
+
+    /// Memory of the backend's device for so many bytes, or more.
+    pub(crate) fn spare(
+        &mut self,
+        backend: &dyn Backend,
+        len_bytes: usize,
+    ) -> Result<Box<dyn Buffer>, BackendError> {
+        let lens = self.spare.iter().map(|spare| spare.len_bytes()).enumerate();
+        let fits = lens.filter(|&(_, len)| len >= len_bytes);
+        match fits.min_by_key(|&(_, len)| len) {
+            Some((at, _)) => {
+                let mut memory = self.spare.swap_remove(at);
+                // Whoever has read it last is through before it is written.
+                backend.take_back(memory.as_mut())?;
+                Ok(memory)
+            }
+            None => backend.allocate(len_bytes),
+        }
     }
 
     /// Calls made so far.
@@ -329,100 +358,6 @@ pub(crate) fn bytes_sent(operation: Operation, len_bytes: u64, ranks: u64) -> u6
     match operation {
         Operation::AllReduce(_) => 2 * part,
         _ => part,
-    }
-}
-
-/// Most bytes of the host that ranks on devices tell each other without these: no longer than that
-/// would take to the device and back.
-const CONTROL_BYTES: usize = 1 << 16;
-
-/// Bytes where a call can take them.
-pub(crate) enum Bytes<'a> {
-    Host(&'a mut [u8]),
-    Device(DeviceSliceMut<'a>),
-}
-
-impl<'a, T: AsMut<[u8]> + ?Sized> From<&'a mut T> for Bytes<'a> {
-    fn from(bytes: &'a mut T) -> Self {
-        Bytes::Host(bytes.as_mut())
-    }
-}
-
-impl<'a> Bytes<'a> {
-    /// A part of a buffer; `None` beyond its end, and for a device's that was not handed over.
-    pub(crate) fn of(buffer: &'a mut dyn Buffer, range: Range<usize>) -> Option<Bytes<'a>> {
-        if buffer.host().is_some() {
-            return buffer.host_mut()?.get_mut(range).map(Bytes::Host);
-        }
-        buffer.device_mut()?.part(range).map(Bytes::Device)
-    }
-
-    fn len(&self) -> usize {
-        match self {
-            Bytes::Host(bytes) => bytes.len(),
-            Bytes::Device(memory) => memory.len_bytes(),
-        }
-    }
-
-    /// Makes one call in place.
-    fn call(
-        self,
-        comm: &mut dyn Communicator,
-        (operation, dtype): (Operation, DType),
-        counts: Option<&[usize]>,
-    ) -> Result<(), CollectiveError> {
-        match self {
-            Bytes::Host(bytes) => {
-                let is_few = bytes.len() <= CONTROL_BYTES;
-                let call = Call {
-                    operation,
-                    dtype,
-                    counts,
-                    buffers: Buffers::InPlace(bytes),
-                };
-                match comm.control().filter(|_| is_few) {
-                    Some(control) => control.execute(call),
-                    None => comm.execute(call),
-                }
-            }
-            Bytes::Device(memory) => comm.execute_on_device(DeviceCall {
-                operation,
-                dtype,
-                counts,
-                buffers: DeviceBuffers::InPlace(memory),
-            }),
-        }
-    }
-}
-
-/// Says that a buffer is neither the host's nor one that was handed over.
-fn foreign(rank: usize) -> CollectiveError {
-    CollectiveError::Refused {
-        rank,
-        operation: "bucket",
-        reason: "expected host memory or a device's that was handed over, found others".to_owned(),
-    }
-}
-
-/// What lies in a list while its memory is elsewhere: with all ranks, or with a stream.
-#[derive(Debug)]
-pub(crate) struct Elsewhere;
-
-impl Buffer for Elsewhere {
-    fn len_bytes(&self) -> usize {
-        0
-    }
-    fn host(&self) -> Option<&[u8]> {
-        None
-    }
-    fn host_mut(&mut self) -> Option<&mut [u8]> {
-        None
-    }
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-    fn as_any_mut(&mut self) -> &mut dyn Any {
-        self
     }
 }
 

@@ -8,7 +8,8 @@ use fusestep_launch::{Backend, Buffer};
 use fusestep_tensor::{DType, Role};
 
 use crate::averages::{Beside, Values};
-use crate::comms::{Bytes, Comms};
+use crate::bytes::Bytes;
+use crate::comms::Comms;
 use crate::passes::FuseAllReduce;
 use crate::stage::{Extent, Gather};
 use crate::{Plan, PlanError, State, ZeroStage};
@@ -44,14 +45,44 @@ pub(crate) struct Asked {
 }
 
 /// A parameter of which each rank has a part.
-struct Wanted {
-    segment: usize,
+pub(crate) struct Wanted {
+    pub(crate) segment: usize,
     /// Its elements in the storage.
-    elements: Range<u64>,
+    pub(crate) elements: Range<u64>,
     /// Where it was asked for.
-    at: usize,
+    pub(crate) at: usize,
     /// That of its average, if that is asked for.
-    factor: Option<f64>,
+    pub(crate) factor: Option<f64>,
+}
+
+/// Parameters of one segment in a buffer of their own.
+#[derive(Default)]
+pub(crate) struct Block {
+    pub(crate) len_bytes: usize,
+    /// The bytes of each parameter.
+    pub(crate) places: Vec<Range<usize>>,
+    /// For each bucket its bytes and the elements of each rank's part.
+    pub(crate) calls: Vec<(Range<usize>, Vec<usize>)>,
+    /// What this rank has: where it goes, of which parameter, and which elements of the storage.
+    pub(crate) own: Vec<(usize, usize, Range<u64>)>,
+}
+
+/// Consecutive elements that this rank has.
+pub(crate) struct OwnRange {
+    in_storage: usize,
+    in_shard: usize,
+    pub(crate) numel: usize,
+}
+
+impl OwnRange {
+    /// Their first element's place in a list: one that this rank has whole begins with the
+    /// storage's first element.
+    pub(crate) fn place_in(&self, extent: Extent) -> usize {
+        match extent {
+            Extent::Shard => self.in_shard,
+            Extent::Whole | Extent::Segments => self.in_storage,
+        }
+    }
 }
 
 /// Parameters that lie one behind the other in one segment's range.
@@ -232,17 +263,38 @@ impl Plan {
         asked: &mut Asked,
     ) -> Result<(), PlanError> {
         let segment = &self.segments[wanted[0].segment];
-        let dtype = self.storages[segment.storage].param_dtype();
-        let width = dtype.len_bytes();
-        let rank = self.shard_place().rank;
-        let mut total = 0;
-        for one in wanted {
-            let from = total;
-            total += (one.elements.end - one.elements.start) as usize * width;
-            asked.places[one.at] = (asked.buffers.len(), from..total);
+        let block = self.block_of(wanted);
+        for (one, place) in wanted.iter().zip(block.places) {
+            asked.places[one.at] = (asked.buffers.len(), place);
         }
-        let mut memory = HostMemory::zeroed(total)?;
-        let (mut calls, mut end) = (Vec::new(), 0);
+        let mut memory = HostMemory::zeroed(block.len_bytes)?;
+        for (mut next, which, inside) in block.own {
+            let factor = wanted[which].factor;
+            for bytes in self.own_bytes(state, backend, segment.storage, &inside, factor)? {
+                memory.bytes_mut()[next..next + bytes.len()].copy_from_slice(&bytes);
+                next += bytes.len();
+            }
+        }
+        asked.buffers.push(AskedBuffer {
+            dtype: self.storages[segment.storage].param_dtype(),
+            calls: block.calls,
+            memory,
+        });
+        Ok(())
+    }
+
+    /// How parameters of one segment lie in a buffer of their own.
+    pub(crate) fn block_of(&self, wanted: &[Wanted]) -> Block {
+        let segment = &self.segments[wanted[0].segment];
+        let width = self.storages[segment.storage].param_dtype().len_bytes();
+        let rank = self.shard_place().rank;
+        let mut block = Block::default();
+        for one in wanted {
+            let from = block.len_bytes;
+            block.len_bytes += (one.elements.end - one.elements.start) as usize * width;
+            block.places.push(from..block.len_bytes);
+        }
+        let mut end = 0;
         for bucket in &self.buckets[segment.buckets.clone()] {
             let mut counts = vec![0; bucket.bounds.len() - 1];
             for one in wanted {
@@ -254,24 +306,19 @@ impl Plan {
             end += counts.iter().sum::<usize>() * width;
             let mut next = from + counts[..rank].iter().sum::<usize>() * width;
             let own = bucket.part(rank);
-            for one in wanted {
+            for (which, one) in wanted.iter().enumerate() {
                 let inside = own.start.max(one.elements.start)..own.end.min(one.elements.end);
-                let parts = self.own_bytes(state, backend, segment.storage, &inside, one.factor)?;
-                for bytes in parts {
-                    memory.bytes_mut()[next..next + bytes.len()].copy_from_slice(&bytes);
-                    next += bytes.len();
+                if !inside.is_empty() {
+                    let len_bytes = (inside.end - inside.start) as usize * width;
+                    block.own.push((next, which, inside));
+                    next += len_bytes;
                 }
             }
             if from < end {
-                calls.push((from..end, counts));
+                block.calls.push((from..end, counts));
             }
         }
-        asked.buffers.push(AskedBuffer {
-            dtype,
-            calls,
-            memory,
-        });
-        Ok(())
+        block
     }
 
     /// This rank's bytes of some elements of a storage's parameters, range by range; of their
@@ -287,26 +334,16 @@ impl Plan {
         let spec = &self.storages[storage];
         let lists = &state.storages[storage].lists;
         let mut ranges = Vec::new();
-        for part in &spec.shard {
-            let start = part.elements.start.max(elements.start);
-            let end = part.elements.end.min(elements.end);
-            if start >= end {
-                continue;
-            }
+        for range in self.own_ranges(storage, elements) {
             let read = |role| {
                 let Some(index) = spec.list(role) else {
                     return Ok(None);
                 };
-                // A list that this rank has whole begins with the storage's first element.
-                let at = match spec.extents[index] {
-                    Extent::Shard => part.at + start - part.elements.start,
-                    Extent::Whole | Extent::Segments => start,
-                };
                 let dtype = spec.lists[index].dtype;
                 let width = dtype.len_bytes();
-                let mut bytes = vec![0; (end - start) as usize * width];
-                let buffer = lists[index].buffer.as_ref();
-                backend.read(buffer, at as usize * width, &mut bytes)?;
+                let mut bytes = vec![0; range.numel * width];
+                let at = range.place_in(spec.extents[index]);
+                backend.read(lists[index].buffer.as_ref(), at * width, &mut bytes)?;
                 Ok::<_, PlanError>(Some((dtype, bytes)))
             };
             let Some((dtype, mut bytes)) = read(Role::Param)? else {
@@ -318,6 +355,25 @@ impl Plan {
             ranges.push(bytes);
         }
         Ok(ranges)
+    }
+
+    /// Where this rank has some elements of a storage, in order.
+    pub(crate) fn own_ranges(
+        &self,
+        storage: usize,
+        elements: &Range<u64>,
+    ) -> impl Iterator<Item = OwnRange> {
+        let (first, last) = (elements.start, elements.end);
+        let parts = self.storages[storage].shard.iter();
+        parts.filter_map(move |part| {
+            let start = part.elements.start.max(first);
+            let end = part.elements.end.min(last);
+            (start < end).then(|| OwnRange {
+                in_storage: start as usize,
+                in_shard: (part.at + start - part.elements.start) as usize,
+                numel: (end - start) as usize,
+            })
+        })
     }
 
     /// Brings the parameters of rank `root` to all ranks, before the first step: many in one call,

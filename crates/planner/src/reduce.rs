@@ -10,7 +10,8 @@ use smallvec::SmallVec;
 
 use crate::arena::{SegmentState, keeps_segments};
 use crate::bucket::Bucket;
-use crate::comms::{BucketCall, Bytes, Comms, Elsewhere, Reducing, SegmentCalls};
+use crate::bytes::{Bytes, Elsewhere};
+use crate::comms::{BucketCall, Comms, Reducing, SegmentCalls};
 use crate::stage::{Extent, Reduced};
 use crate::{Optimize, Plan, PlanError, Stage, State, StorageSpec};
 

@@ -118,5 +118,52 @@ fn views_of_the_host_and_of_what_was_pushed_are_refused() {
         let mut state = plan.allocate(&host).unwrap();
         let error = state.grad_on_device(&host, name).unwrap_err();
         assert!(matches!(error, PlanError::NotOnDevice { .. }), "{error}");
+        let gathered = plan.gather_on_device(&state, &host, &mut comms, &[name]);
+        let error = gathered.unwrap_err();
+        assert!(matches!(error, PlanError::NotOnDevice { .. }), "{error}");
     });
+}
+
+#[test]
+fn parameters_are_gathered_on_the_device_bucket_by_bucket() {
+    for world in worlds() {
+        for zero in STAGES {
+            let case = Case {
+                world,
+                zero,
+                steps: 1,
+                streams: 2 * (world % 2),
+                ..small()
+            };
+            let expected = case.run().params;
+            on_each(world, |comm, backend| {
+                let rank = comm.rank();
+                let (plan, mut state) = started(&case, comm, backend);
+                let mut comms = Comms::with_streams(comm, case.streams).unwrap();
+                for (param, desc) in plan.params().iter().enumerate() {
+                    let bytes = case.gradient(rank, 0, param);
+                    plan.push_grad(&mut state, backend, &mut comms, &desc.name, &bytes)
+                        .unwrap();
+                }
+                plan.step(&mut state, backend, &mut comms).unwrap();
+                let names: Vec<&str> = plan.params().iter().map(|p| p.name.as_str()).collect();
+                // Some in another order, again in memory that is there, and all.
+                for asked in [&[4, 0][..], &[5, 7], &[0, 1, 2, 3, 4, 5, 6, 7]] {
+                    let names: Vec<&str> = asked.iter().map(|&at| names[at]).collect();
+                    let mut found = plan
+                        .gather_on_device(&state, backend, &mut comms, &names)
+                        .unwrap();
+                    for (at, &param) in asked.iter().enumerate() {
+                        let mut bytes = vec![0; expected[param].len()];
+                        let slice = found.slice_mut(at).unwrap();
+                        assert_eq!(slice.len_bytes(), bytes.len());
+                        found.read(backend, at, &mut bytes).unwrap();
+                        assert!(bytes == expected[param], "rank {rank}, {param}: {case:?}");
+                    }
+                    assert!(found.slice_mut(asked.len()).is_none());
+                    comms.use_again(found);
+                }
+            });
+        }
+    }
 }

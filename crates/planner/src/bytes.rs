@@ -1,0 +1,104 @@
+//! Bytes of a call, on the host or on a device.
+
+use std::any::Any;
+use std::ops::Range;
+
+use fusestep_collective::{
+    Buffers, Call, CollectiveError, Communicator, DeviceBuffers, DeviceCall, Operation,
+};
+use fusestep_launch::{Buffer, DeviceSliceMut};
+use fusestep_tensor::DType;
+
+/// Most bytes of the host that ranks on devices tell each other without these: no longer than that
+/// would take to the device and back.
+const CONTROL_BYTES: usize = 1 << 16;
+
+/// Bytes where a call can take them.
+pub(crate) enum Bytes<'a> {
+    Host(&'a mut [u8]),
+    Device(DeviceSliceMut<'a>),
+}
+
+impl<'a, T: AsMut<[u8]> + ?Sized> From<&'a mut T> for Bytes<'a> {
+    fn from(bytes: &'a mut T) -> Self {
+        Bytes::Host(bytes.as_mut())
+    }
+}
+
+impl<'a> Bytes<'a> {
+    /// A part of a buffer; `None` beyond its end, and for a device's that was not handed over.
+    pub(crate) fn of(buffer: &'a mut dyn Buffer, range: Range<usize>) -> Option<Bytes<'a>> {
+        if buffer.host().is_some() {
+            return buffer.host_mut()?.get_mut(range).map(Bytes::Host);
+        }
+        buffer.device_mut()?.part(range).map(Bytes::Device)
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Bytes::Host(bytes) => bytes.len(),
+            Bytes::Device(memory) => memory.len_bytes(),
+        }
+    }
+
+    /// Makes one call in place.
+    pub(crate) fn call(
+        self,
+        comm: &mut dyn Communicator,
+        (operation, dtype): (Operation, DType),
+        counts: Option<&[usize]>,
+    ) -> Result<(), CollectiveError> {
+        match self {
+            Bytes::Host(bytes) => {
+                let is_few = bytes.len() <= CONTROL_BYTES;
+                let call = Call {
+                    operation,
+                    dtype,
+                    counts,
+                    buffers: Buffers::InPlace(bytes),
+                };
+                match comm.control().filter(|_| is_few) {
+                    Some(control) => control.execute(call),
+                    None => comm.execute(call),
+                }
+            }
+            Bytes::Device(memory) => comm.execute_on_device(DeviceCall {
+                operation,
+                dtype,
+                counts,
+                buffers: DeviceBuffers::InPlace(memory),
+            }),
+        }
+    }
+}
+
+/// Says that a buffer is neither the host's nor one that was handed over.
+pub(crate) fn foreign(rank: usize) -> CollectiveError {
+    CollectiveError::Refused {
+        rank,
+        operation: "bucket",
+        reason: "expected host memory or a device's that was handed over, found others".to_owned(),
+    }
+}
+
+/// What lies in a list while its memory is elsewhere: with all ranks, or with a stream.
+#[derive(Debug)]
+pub(crate) struct Elsewhere;
+
+impl Buffer for Elsewhere {
+    fn len_bytes(&self) -> usize {
+        0
+    }
+    fn host(&self) -> Option<&[u8]> {
+        None
+    }
+    fn host_mut(&mut self) -> Option<&mut [u8]> {
+        None
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
+    }
+}

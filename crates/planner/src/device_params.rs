@@ -1,0 +1,183 @@
+//! Whole parameters on a device, out of the parts of ranks.
+
+use std::ops::Range;
+
+use fusestep_collective::Operation;
+use fusestep_launch::{Backend, Buffer, DeviceSliceMut};
+use fusestep_tensor::Role;
+
+use crate::comms::Comms;
+use crate::gather::Wanted;
+use crate::stage::Extent;
+use crate::{Plan, PlanError, State, ZeroStage};
+
+/// Whole parameters on a device, for as long as this value lives.
+///
+/// Dropping it gives memory of the device back, for which a driver may wait until all work there
+/// has ended; [`Comms::use_again`] keeps it for the next ones.
+#[derive(Debug)]
+pub struct DeviceParams {
+    buffers: Vec<Box<dyn Buffer>>,
+    /// For each parameter its buffer and its bytes there.
+    places: Vec<(usize, Range<usize>)>,
+}
+
+impl DeviceParams {
+    /// The parameter that was asked for at this position, in the order of events: what reads it
+    /// begins behind `ready`, and records `done`. `None` beyond the last one.
+    pub fn slice_mut(&mut self, position: usize) -> Option<DeviceSliceMut<'_>> {
+        let (buffer, range) = self.places.get(position)?;
+        self.buffers[*buffer].device_mut()?.part(range.clone())
+    }
+
+    /// Copies a parameter to the host; waits for the device.
+    ///
+    /// # Errors
+    /// [`PlanError::Backend`], also if `bytes` are more than the parameter has.
+    ///
+    /// # Panics
+    /// If not so many were asked for.
+    pub fn read(
+        &self,
+        backend: &dyn Backend,
+        position: usize,
+        bytes: &mut [u8],
+    ) -> Result<(), PlanError> {
+        let (buffer, range) = &self.places[position];
+        Ok(backend.read(self.buffers[*buffer].as_ref(), range.start, bytes)?)
+    }
+
+    /// Bytes of all of them.
+    pub fn len_bytes(&self) -> usize {
+        self.places.iter().map(|(_, range)| range.len()).sum()
+    }
+
+    /// The buffers, for others.
+    pub(crate) fn into_buffers(self) -> Vec<Box<dyn Buffer>> {
+        self.buffers
+    }
+}
+
+impl Plan {
+    /// [`Plan::gather`] into memory of the device, without the host: at ZeRO stage 3 what a forward
+    /// or backward pass there reads. It returns when all of it is enqueued.
+    ///
+    /// # Errors
+    /// As [`Plan::gather`]; [`PlanError::NotOnDevice`] where the backend or the communicator works
+    /// in host memory.
+    /// # Cost
+    /// One call for each bucket that has some of them; a copy of this rank's part.
+    pub fn gather_on_device(
+        &self,
+        state: &State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        names: &[&str],
+    ) -> Result<DeviceParams, PlanError> {
+        let is_there = match self.topology.world {
+            1 => backend.device().is_some(),
+            _ => comms.is_on_device_of(backend),
+        };
+        if !is_there {
+            let name = names.first().map_or("", |name| name).to_owned();
+            return Err(PlanError::NotOnDevice { name });
+        }
+        comms.set_plan(self.hash());
+        let mut found = DeviceParams {
+            buffers: Vec::new(),
+            places: vec![(0, 0..0); names.len()],
+        };
+        let mut wanted = Vec::with_capacity(names.len());
+        for (at, name) in names.iter().enumerate() {
+            let param = state.find(name)?;
+            let (storage, tensor) = self.places[param];
+            let spec = &self.storages[storage];
+            let elements = spec.layout.range(tensor);
+            let in_parts = self.zero == ZeroStage::Three && self.reduces() && !spec.distributed;
+            let mut segments = self.segments.iter();
+            let segment = segments.position(|segment| {
+                segment.storage == storage && segment.elements.contains(&elements.start)
+            });
+            match segment.filter(|_| in_parts && !elements.is_empty()) {
+                Some(segment) => wanted.push(Wanted {
+                    segment,
+                    elements,
+                    at,
+                    factor: None,
+                }),
+                None => {
+                    let len_bytes = self.params[param].numel() as usize;
+                    let len_bytes = len_bytes * spec.param_dtype().len_bytes();
+                    let mut memory = comms.spare(backend, len_bytes)?;
+                    self.copy_own(state, backend, (storage, &elements), (&mut memory, 0))?;
+                    backend.hand_over(memory.as_mut())?;
+                    found.places[at] = (found.buffers.len(), 0..len_bytes);
+                    found.buffers.push(memory);
+                }
+            }
+        }
+        wanted.sort_unstable_by_key(|one| (one.segment, one.elements.start));
+        for group in wanted.chunk_by(|a, b| a.segment == b.segment) {
+            self.gather_segment(state, backend, comms, (group, &mut found))?;
+        }
+        Ok(found)
+    }
+
+    /// The parameters of one segment.
+    fn gather_segment(
+        &self,
+        state: &State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        (wanted, found): (&[Wanted], &mut DeviceParams),
+    ) -> Result<(), PlanError> {
+        let storage = self.segments[wanted[0].segment].storage;
+        let dtype = self.storages[storage].param_dtype();
+        let block = self.block_of(wanted);
+        let mut memory = comms.spare(backend, block.len_bytes)?;
+        for (at, _, inside) in &block.own {
+            self.copy_own(state, backend, (storage, inside), (&mut memory, *at))?;
+        }
+        for (range, counts) in block.calls {
+            backend.hand_over(memory.as_mut())?;
+            let call = (Operation::AllGather, dtype, Some(counts));
+            comms.on_device(&mut memory, range, call)?;
+            backend.take_back(memory.as_mut())?;
+        }
+        backend.hand_over(memory.as_mut())?;
+        for (one, place) in wanted.iter().zip(block.places) {
+            found.places[one.at] = (found.buffers.len(), place);
+        }
+        found.buffers.push(memory);
+        Ok(())
+    }
+
+    /// Copies what this rank has of some elements of a storage's parameters.
+    fn copy_own(
+        &self,
+        state: &State,
+        backend: &dyn Backend,
+        (storage, elements): (usize, &Range<u64>),
+        (memory, at): (&mut Box<dyn Buffer>, usize),
+    ) -> Result<(), PlanError> {
+        let spec = &self.storages[storage];
+        let Some(list) = spec.list(Role::Param) else {
+            return Ok(());
+        };
+        let width = spec.param_dtype().len_bytes();
+        let from = state.storages[storage].lists[list].buffer.as_ref();
+        if spec.extents[list] == Extent::Whole {
+            let place = elements.start as usize * width;
+            let len_bytes = (elements.end - elements.start) as usize * width;
+            return Ok(backend.copy((from, place), (memory.as_mut(), at), len_bytes)?);
+        }
+        let mut next = at;
+        for range in self.own_ranges(storage, elements) {
+            let place = range.place_in(spec.extents[list]) * width;
+            let len_bytes = range.numel * width;
+            backend.copy((from, place), (memory.as_mut(), next), len_bytes)?;
+            next += len_bytes;
+        }
+        Ok(())
+    }
+}
