@@ -5,6 +5,8 @@
 #[path = "every_entry/accumulate.rs"]
 mod accumulate;
 mod common;
+#[path = "every_entry/leaves.rs"]
+mod leaves;
 #[path = "every_entry/rank_order.rs"]
 mod rank_order;
 
