@@ -2,6 +2,7 @@
 
 use std::num::NonZeroU64;
 
+use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
@@ -9,6 +10,7 @@ use fusestep_lars_momentum::Lars;
 use fusestep_launch::{Master, Precision};
 use fusestep_planner::{LocalSgd, Optimizer, ReducedWhen};
 
+use crate::counted::Counted;
 use crate::run::{Case, Mixed, Outcome, lacking};
 use crate::worlds::{STAGES, gpus, on_each, small, worlds};
 
@@ -143,6 +145,30 @@ fn averages_of_parameters_are_taken_on_the_device() {
                 steps: 5,
                 ..small()
             });
+        }
+    }
+}
+
+#[test]
+fn ranks_whose_engine_works_on_the_host_take_gradients_there_and_back() {
+    for world in worlds().skip(1) {
+        for (zero, merge) in STAGES.into_iter().zip([1, 2].into_iter().cycle()) {
+            let case = Case {
+                world,
+                zero,
+                merge,
+                streams: world % 2,
+                clip: Some(0.5),
+                ..small()
+            };
+            let expected = case.run();
+            let ranks = run_ranks(world, &Options::default(), |mut comm| {
+                let backend = Counted::open(comm.rank());
+                case.rank(&mut comm, &backend).params
+            });
+            for (rank, found) in ranks.unwrap().into_iter().enumerate() {
+                assert!(found.unwrap() == expected.params, "rank {rank}: {case:?}");
+            }
         }
     }
 }
