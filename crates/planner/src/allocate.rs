@@ -8,6 +8,7 @@ use fusestep_launch::{Backend, Buffer, ListBuffer, MAX_SUMS};
 
 use crate::arena::GradientArena;
 use crate::average::Adapting;
+use crate::device_norm::DeviceNorm;
 use crate::exchange::Exchange;
 use crate::in_backward::InBackward;
 use crate::master::Masters;
@@ -80,6 +81,8 @@ impl Plan {
         let arena = GradientArena::allocate(self, &mut allocator)?;
         let backend = allocator.backend();
         let names = self.params.iter().enumerate();
+        let mut exchange = Exchange::of(self)?;
+        exchange.on_device = DeviceNorm::of(self, &exchange, backend)?;
         Ok(State {
             plan_hash: self.hash,
             params: Arc::clone(&self.params),
@@ -110,7 +113,7 @@ impl Plan {
             updated: self.optimize_stages().map(|stage| stage.storage).collect(),
             update_reader: UpdateReader::of(self),
             arena,
-            exchange: Exchange::of(self)?,
+            exchange,
             in_backward: InBackward::of(self),
             since_average: 0,
             adapting: Adapting::default(),

@@ -7,6 +7,7 @@ use fusestep_launch::{Backend, Buffer};
 use fusestep_tensor::DType;
 
 use crate::allocate::Allocator;
+use crate::comms::Comms;
 use crate::passes::ReducedWhen;
 use crate::ready::Ready;
 use crate::{Plan, PlanError, Stage, StorageSpec, ZeroStage};
@@ -146,7 +147,27 @@ impl GradientArena {
             starts_early: plan.stages.iter().any(|s| matches!(s, Stage::Reduce(_))),
         };
         arena.allocate_sums(plan, allocator.backend())?;
+        arena.allocate_spares(plan, allocator.backend())?;
         Ok(arena)
+    }
+
+    /// Memory for the segments that are filled and reduced at a time, where a driver may wait for
+    /// calls under way before it gives any; a backward pass that runs further ahead takes more.
+    fn allocate_spares(&mut self, plan: &Plan, backend: &dyn Backend) -> Result<(), PlanError> {
+        if self.on_host || keeps_segments(plan) {
+            return Ok(());
+        }
+        let lens = plan.segments.iter().map(|segment| {
+            let width = plan.storages[segment.storage].grad_dtype().len_bytes();
+            (segment.elements.end - segment.elements.start) as usize * width
+        });
+        let longest = lens.max().unwrap_or(0);
+        for _ in 0..plan.segments.len().min(1 + Comms::DEFAULT_STREAMS) {
+            self.spare.push(backend.allocate(longest)?);
+            self.held_bytes += longest as u64;
+        }
+        self.peak_bytes = self.held_bytes;
+        Ok(())
     }
 
     /// Sums for gradients of 16 bits, and for gradients that are reduced in every micro-step.
@@ -262,7 +283,9 @@ impl GradientArena {
                 *segment = SegmentState::Here(None);
             }
         }
-        self.spare.clear();
+        if self.on_host {
+            self.spare.clear();
+        }
         self.through = 0;
         self.ready.again();
         self.now.fill(Given::No);

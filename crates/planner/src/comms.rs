@@ -78,6 +78,7 @@ impl<'a> Comms<'a> {
             _ => comm_streams(comm, count)?,
         };
         Ok(Self {
+            ahead: ahead_on_device(comm, &streams)?,
             streams,
             ..Self::direct(comm)
         })
@@ -119,6 +120,7 @@ impl<'a> Comms<'a> {
             _ => comm_streams(within.as_mut(), stream_count)?,
         };
         Ok(Self {
+            ahead: ahead_on_device(within.as_mut(), &streams)?,
             streams,
             groups: Some(Groups { within, across }),
             ..Self::direct(comm)
@@ -350,6 +352,18 @@ impl<'a> Comms<'a> {
         self.calls += 1;
         self.bytes += bytes_sent(operation, len_bytes as u64, ranks as u64);
     }
+}
+
+/// The stream of parameters where calls are made on devices: founding it takes memory there, for
+/// which a driver may wait until calls that are under way have ended.
+fn ahead_on_device(
+    comm: &mut dyn Communicator,
+    streams: &[CommStream],
+) -> Result<Option<CommStream>, CollectiveError> {
+    if streams.is_empty() || comm.device().is_none() {
+        return Ok(None);
+    }
+    Ok(comm_streams(comm, 1)?.pop())
 }
 
 /// Bytes that a rank sends for a call on buffers of so many bytes, by ring algorithms.

@@ -31,6 +31,19 @@ pub(crate) struct DeviceNorm {
 }
 
 impl DeviceNorm {
+    /// The memory, if the plan may run the stage on the backend's device: made before any call is
+    /// under way there, for which a driver may wait.
+    pub(crate) fn of(
+        plan: &Plan,
+        exchange: &Exchange,
+        backend: &dyn Backend,
+    ) -> Result<Option<Self>, PlanError> {
+        if backend.device().is_none() || plan.topology.world == 1 || !plan.may_norm_on_device() {
+            return Ok(None);
+        }
+        Self::allocate(plan, exchange, backend).map(Some)
+    }
+
     fn allocate(
         plan: &Plan,
         exchange: &Exchange,
@@ -71,35 +84,37 @@ impl DeviceNorm {
 }
 
 impl Plan {
-    /// Whether the stage runs on devices: where gradients of all ranks are reduced there, and
-    /// nothing else has to know on the host whether the step is skipped.
-    pub(crate) fn norms_on_device(&self, backend: &dyn Backend, comms: &Comms<'_>) -> bool {
+    /// Whether the stage can run on devices: gradients are reduced, and nothing else has to know on
+    /// the host whether the step is skipped.
+    fn may_norm_on_device(&self) -> bool {
         let asks = |stage: &Stage| matches!(stage, Stage::Trust);
         let has_slices = self.storages.iter().any(|spec| spec.distributed);
-        comms.is_on_device_of(backend)
+        self.norm_stage().is_some()
             && self.reduces()
             && !self.update_norms
             && !has_slices
             && !self.stages.iter().any(asks)
     }
 
-    /// Stage `norm` of several ranks on devices: enqueues all of it.
+    /// Stage `norm` of several ranks on devices: enqueues all of it. Whether it runs there.
     pub(crate) fn decide_on_device(
         &self,
         state: &mut State,
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
-    ) -> Result<(), PlanError> {
-        let mut own = match state.exchange.on_device.take() {
-            Some(own) => own,
-            None => DeviceNorm::allocate(self, &state.exchange, backend)?,
+    ) -> Result<bool, PlanError> {
+        if !comms.is_on_device_of(backend) {
+            return Ok(false);
+        }
+        let Some(mut own) = state.exchange.on_device.take() else {
+            return Ok(false);
         };
         let done = self.sum_on_device(state, backend, comms, &mut own);
         if let (Ok(()), Some(norm)) = (&done, &mut state.norm) {
             norm.conclude(backend, own.partials.as_ref(), own.tensors.as_ref())?;
         }
         state.exchange.on_device = Some(own);
-        done
+        done.map(|()| true)
     }
 
     /// Fills in the sums of all chunks.

@@ -35,7 +35,7 @@ pub(crate) struct Exchange {
     readers: Vec<Box<dyn MultiTensorReduction>>,
     /// What this rank sums for stage `trust`: for each update its own part.
     trust: Vec<(Optimize, Vec<Batch>)>,
-    /// The memory of stage `norm` where that runs on devices, made for the first step.
+    /// The memory of stage `norm` where that runs on devices.
     pub(crate) on_device: Option<DeviceNorm>,
     /// For each parameter the sum over what the last update changed, and the total over all ranks.
     pub(crate) update_sums: Option<(Vec<f64>, f64)>,
@@ -221,8 +221,7 @@ impl Plan {
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
     ) -> Result<bool, PlanError> {
-        if self.norms_on_device(backend, comms) {
-            self.decide_on_device(state, backend, comms)?;
+        if self.decide_on_device(state, backend, comms)? {
             return Ok(false);
         }
         let mut squares = self.own_squares(state, backend)?;

@@ -170,7 +170,7 @@ impl Plan {
             }
             SegmentState::Here(None) | SegmentState::Lost => return Err(self.poison(state)),
         };
-        self.reduce_across(index, comms, memory.as_mut())?;
+        self.reduce_across(index, backend, comms, memory.as_mut())?;
         state.arena.exposed_ns += start.elapsed().as_nanos() as u64;
         let memory = self.to_launches(backend, memory)?;
         if keeps_segments(self) {
@@ -200,11 +200,17 @@ impl Plan {
     fn reduce_across(
         &self,
         index: usize,
+        backend: &dyn Backend,
         comms: &mut Comms<'_>,
         memory: &mut dyn Buffer,
     ) -> Result<(), PlanError> {
         if self.shard_group == self.topology.world {
             return Ok(());
+        }
+        if memory.host().is_none() {
+            // Calls across groups are on another stream than those within, which they follow.
+            backend.take_back(memory)?;
+            backend.hand_over(memory)?;
         }
         let segment = &self.segments[index];
         let dtype = self.storages[segment.storage].grad_dtype();

@@ -1,6 +1,6 @@
 //! Ranks on devices end with the bits of ranks that are threads on the host.
 
-use std::num::NonZeroU64;
+use std::num::{NonZeroU64, NonZeroUsize};
 
 use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_fused_adam::Adam;
@@ -58,6 +58,25 @@ fn every_stage_and_world_gives_the_bits_of_threads_on_the_host() {
                     ..small()
                 });
             }
+        }
+    }
+}
+
+#[test]
+fn shards_of_groups_are_averaged_over_groups() {
+    if gpus() < 4 {
+        return;
+    }
+    for zero in STAGES.into_iter().skip(1) {
+        for (streams, clip) in [(0, None), (2, Some(0.5))] {
+            assert_same(&Case {
+                world: 4,
+                zero,
+                shard_group: NonZeroUsize::new(2),
+                streams,
+                clip,
+                ..small()
+            });
         }
     }
 }
