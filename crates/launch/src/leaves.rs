@@ -14,7 +14,8 @@ pub struct LeafSquares<'a> {
     pub offsets: &'a [u64],
     /// The gradients.
     pub list: &'a ListBuffer,
-    /// The element of the storage that the list's memory begins with; see [`Launch::firsts`].
+    /// The element of the storage that the list's memory begins with; see
+    /// [`crate::Launch::firsts`].
     pub first: u64,
 }
 
