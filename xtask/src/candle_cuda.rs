@@ -32,6 +32,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         .current_dir(&root)
         .args(words.split(' '))
         .args(test_arguments)
+        // The emulated driver has one per-thread default stream for all threads: while one test
+        // records on candle's, another could not use it.
+        .env("RUST_TEST_THREADS", "1")
         .env("CUDA_HOME", &toolkit)
         .env("NVCC", toolkit.join("bin/nvcc"))
         .env("CUDA_COMPUTE_CAP", "90")
