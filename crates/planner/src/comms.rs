@@ -22,7 +22,7 @@ pub struct Comms<'a> {
     comm: &'a mut dyn Communicator,
     groups: Option<Groups>,
     streams: Vec<CommStream>,
-    /// Carries calls that bring parameters ahead of their use; made for the first of them.
+    /// Carries calls that bring parameters; made for the first of them, on devices at once.
     ahead: Option<CommStream>,
     /// Memory of a device for parameters that are gathered there.
     spare: Vec<Box<dyn Buffer>>,

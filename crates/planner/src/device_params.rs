@@ -6,10 +6,11 @@ use fusestep_collective::Operation;
 use fusestep_launch::{Backend, Buffer, DeviceSliceMut};
 use fusestep_tensor::Role;
 
+use crate::averages::Values;
 use crate::comms::Comms;
 use crate::gather::Wanted;
 use crate::stage::Extent;
-use crate::{Plan, PlanError, State, ZeroStage};
+use crate::{Plan, PlanError, State};
 
 /// Whole parameters on a device, for as long as this value lives.
 ///
@@ -87,36 +88,18 @@ impl Plan {
             buffers: Vec::new(),
             places: vec![(0, 0..0); names.len()],
         };
-        let mut wanted = Vec::with_capacity(names.len());
-        for (at, name) in names.iter().enumerate() {
-            let param = state.find(name)?;
+        let (wanted, here) = self.asked_for(state, names, Values::Params)?;
+        for (at, param) in here {
             let (storage, tensor) = self.places[param];
             let spec = &self.storages[storage];
+            let len_bytes = self.params[param].numel() as usize * spec.param_dtype().len_bytes();
+            let mut memory = comms.spare(backend, len_bytes)?;
             let elements = spec.layout.range(tensor);
-            let in_parts = self.zero == ZeroStage::Three && self.reduces() && !spec.distributed;
-            let mut segments = self.segments.iter();
-            let segment = segments.position(|segment| {
-                segment.storage == storage && segment.elements.contains(&elements.start)
-            });
-            match segment.filter(|_| in_parts && !elements.is_empty()) {
-                Some(segment) => wanted.push(Wanted {
-                    segment,
-                    elements,
-                    at,
-                    factor: None,
-                }),
-                None => {
-                    let len_bytes = self.params[param].numel() as usize;
-                    let len_bytes = len_bytes * spec.param_dtype().len_bytes();
-                    let mut memory = comms.spare(backend, len_bytes)?;
-                    self.copy_own(state, backend, (storage, &elements), (&mut memory, 0))?;
-                    backend.hand_over(memory.as_mut())?;
-                    found.places[at] = (found.buffers.len(), 0..len_bytes);
-                    found.buffers.push(memory);
-                }
-            }
+            self.copy_own(state, backend, (storage, &elements), (&mut memory, 0))?;
+            backend.hand_over(memory.as_mut())?;
+            found.places[at] = (found.buffers.len(), 0..len_bytes);
+            found.buffers.push(memory);
         }
-        wanted.sort_unstable_by_key(|one| (one.segment, one.elements.start));
         for group in wanted.chunk_by(|a, b| a.segment == b.segment) {
             self.gather_segment(state, backend, comms, (group, &mut found))?;
         }

@@ -200,8 +200,42 @@ impl Plan {
             buffers: Vec::new(),
             places: vec![(0, 0..0); names.len()],
         };
-        // By bucket and place there, so that each rank's part of neighbours is one block.
-        let mut wanted = Vec::with_capacity(names.len());
+        let (wanted, here) = self.asked_for(state, names, values)?;
+        for (at, param) in here {
+            let (storage, _) = self.places[param];
+            let dtype = self.storages[storage].param_dtype();
+            let len_bytes = self.params[param].numel() as usize * dtype.len_bytes();
+            let mut memory = HostMemory::zeroed(len_bytes)?;
+            if len_bytes > 0 {
+                let bytes = memory.bytes_mut();
+                match values {
+                    Values::Params => state.read(backend, Role::Param, names[at], bytes)?,
+                    Values::Averages => state.read_average(backend, names[at], bytes)?,
+                }
+            }
+            asked.places[at] = (asked.buffers.len(), 0..len_bytes);
+            asked.buffers.push(AskedBuffer {
+                dtype,
+                calls: Vec::new(),
+                memory,
+            });
+        }
+        for group in wanted.chunk_by(|a, b| a.segment == b.segment) {
+            self.own_part(state, backend, group, &mut asked)?;
+        }
+        Ok(asked)
+    }
+
+    /// The parameters of these names: those of which each rank has a part, by bucket and place
+    /// there, so that each rank's part of neighbours is one block; and those that this rank has
+    /// whole, each with where it was asked for.
+    pub(crate) fn asked_for(
+        &self,
+        state: &State,
+        names: &[&str],
+        values: Values,
+    ) -> Result<(Vec<Wanted>, Vec<(usize, usize)>), PlanError> {
+        let (mut wanted, mut here) = (Vec::with_capacity(names.len()), Vec::new());
         for (at, name) in names.iter().enumerate() {
             let param = state.find(name)?;
             let (storage, tensor) = self.places[param];
@@ -227,31 +261,11 @@ impl Plan {
                     at,
                     factor,
                 }),
-                None => {
-                    let len_bytes =
-                        self.params[param].numel() as usize * spec.param_dtype().len_bytes();
-                    let mut memory = HostMemory::zeroed(len_bytes)?;
-                    if len_bytes > 0 {
-                        let bytes = memory.bytes_mut();
-                        match values {
-                            Values::Params => state.read(backend, Role::Param, name, bytes)?,
-                            Values::Averages => state.read_average(backend, name, bytes)?,
-                        }
-                    }
-                    asked.places[at] = (asked.buffers.len(), 0..len_bytes);
-                    asked.buffers.push(AskedBuffer {
-                        dtype: spec.param_dtype(),
-                        calls: Vec::new(),
-                        memory,
-                    });
-                }
+                None => here.push((at, param)),
             }
         }
         wanted.sort_unstable_by_key(|one| (one.segment, one.elements.start));
-        for group in wanted.chunk_by(|a, b| a.segment == b.segment) {
-            self.own_part(state, backend, group, &mut asked)?;
-        }
-        Ok(asked)
+        Ok((wanted, here))
     }
 
     /// The tensors of one segment, one call for each of its buckets.

@@ -323,7 +323,8 @@ impl State {
     }
 
     /// Bytes of everything that this rank holds right now: arenas, segments and sums; between steps
-    /// what [`Plan::memory_bytes`] says.
+    /// what [`Plan::memory_bytes`] says, and on a device from ZeRO stage 2 on the segments besides
+    /// that it keeps for the next step.
     pub fn memory_bytes(&self) -> u64 {
         let lists = self.storages.iter().flat_map(|storage| &storage.lists);
         let lists: usize = lists.map(|list| list.buffer.len_bytes()).sum();
