@@ -8,7 +8,7 @@ use fusestep_tensor::Role;
 
 use crate::averages::Values;
 use crate::comms::Comms;
-use crate::gather::Wanted;
+use crate::gather::{Here, Wanted};
 use crate::stage::Extent;
 use crate::{Plan, PlanError, State};
 
@@ -89,7 +89,7 @@ impl Plan {
             places: vec![(0, 0..0); names.len()],
         };
         let (wanted, here) = self.asked_for(state, names, Values::Params)?;
-        for (at, param) in here {
+        for Here { at, param } in here {
             let (storage, tensor) = self.places[param];
             let spec = &self.storages[storage];
             let len_bytes = self.params[param].numel() as usize * spec.param_dtype().len_bytes();

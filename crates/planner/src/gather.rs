@@ -55,6 +55,13 @@ pub(crate) struct Wanted {
     pub(crate) factor: Option<f64>,
 }
 
+/// A parameter that this rank has whole.
+pub(crate) struct Here {
+    /// Where it was asked for.
+    pub(crate) at: usize,
+    pub(crate) param: usize,
+}
+
 /// Parameters of one segment in a buffer of their own.
 #[derive(Default)]
 pub(crate) struct Block {
@@ -201,7 +208,7 @@ impl Plan {
             places: vec![(0, 0..0); names.len()],
         };
         let (wanted, here) = self.asked_for(state, names, values)?;
-        for (at, param) in here {
+        for Here { at, param } in here {
             let (storage, _) = self.places[param];
             let dtype = self.storages[storage].param_dtype();
             let len_bytes = self.params[param].numel() as usize * dtype.len_bytes();
@@ -228,13 +235,13 @@ impl Plan {
 
     /// The parameters of these names: those of which each rank has a part, by bucket and place
     /// there, so that each rank's part of neighbours is one block; and those that this rank has
-    /// whole, each with where it was asked for.
+    /// whole.
     pub(crate) fn asked_for(
         &self,
         state: &State,
         names: &[&str],
         values: Values,
-    ) -> Result<(Vec<Wanted>, Vec<(usize, usize)>), PlanError> {
+    ) -> Result<(Vec<Wanted>, Vec<Here>), PlanError> {
         let (mut wanted, mut here) = (Vec::with_capacity(names.len()), Vec::new());
         for (at, name) in names.iter().enumerate() {
             let param = state.find(name)?;
@@ -261,7 +268,7 @@ impl Plan {
                     at,
                     factor,
                 }),
-                None => here.push((at, param)),
+                None => here.push(Here { at, param }),
             }
         }
         wanted.sort_unstable_by_key(|one| (one.segment, one.elements.start));
