@@ -8,9 +8,10 @@
 //
 // The tree of a sum depends on element indices alone; crates/elementwise/src/norm.rs states it.
 // Lane j of a leaf of 1,024 elements adds elements j, j + 64, ...; lanes fold by halves, and the 64
-// leaves of a chunk do likewise. Chunks of a tensor and tensors add up in order. The conclusion is
-// crates/amp/src/cpu.rs, operation for operation.
+// leaves of a chunk do likewise. Chunks of a tensor and tensors add up as tree.cuh says. The
+// conclusion is crates/amp/src/cpu.rs, operation for operation.
 #include "storage.cuh"
+#include "tree.cuh"
 
 namespace amp {
 
@@ -29,6 +30,12 @@ enum : u32 {
     WARPS_MAX = 16,
     // Of a tensor that one thread adds up.
     CHUNKS_OF_THREAD = 4,
+    // Groups of chunks that a warp asks for before it waits for the first.
+    GROUPS_IN_FLIGHT = 8,
+    // crates/cuda/src/backend.rs: BLOCK_THREADS.
+    FINISH_THREADS = 512,
+    FINISH_WARPS = FINISH_THREADS / WARP,
+    LEVELS = tree::LEVELS * WARP,
 };
 
 // crates/launch/src/reduction.rs: SquareSum.
@@ -250,76 +257,136 @@ __device__ __forceinline__ multi_tensor::Control conclude(const Finish& finish, 
     return after;
 }
 
-// The sum of values in order, by a warp; the result is that of its lane 0. Lanes load 32 at a time,
-// the next ones while the last are added, so that of a value's cost only the addition is left in
-// the chain. Lane 0 meets the lanes' values in their order: its partner at mask i is lane i. Behind
-// the last value zeros are added, which change nothing.
-__device__ __forceinline__ SquareSum ordered_sum(const SquareSum* values, u64 count) {
-    const u32 lane = threadIdx.x % WARP;
-    const SquareSum none = {0.0, 0};
-    SquareSum own = lane < count ? dialect::load(values + lane) : none;
-    SquareSum total = none;
-    ROLLED for (u64 first = WARP; first < count + WARP; first += WARP) {
-        const SquareSum next = first + lane < count ? dialect::load(values + first + lane) : none;
-        for (u32 i = 0; i < WARP; i++) {
-            total.sum = total.sum + dialect::shuffle_xor(own.sum, int(i));
-        }
-        total.non_finite += own.non_finite;
-        own = next;
-    }
+__device__ __forceinline__ u64 count_of_warp(u64 own) {
     for (u32 half = WARP / 2; half > 0; half /= 2) {
-        total.non_finite += dialect::shuffle_xor(total.non_finite, int(half));
+        own += dialect::shuffle_xor(own, int(half));
     }
-    return total;
+    return own;
 }
 
-// One block: tensors of few chunks a thread each, others a warp each, then one warp for the rest.
+// The sum of values, by a warp; the result is every lane's.
+__device__ __forceinline__ SquareSum sum_of(const SquareSum* values, u64 count, double* levels) {
+    const u32 lane = threadIdx.x % WARP;
+    const SquareSum none = {0.0, 0};
+    if (count <= WARP) {
+        // One group, which most tensors are.
+        const SquareSum own = lane < count ? dialect::load(values + lane) : none;
+        return {tree::fold(own.sum), count_of_warp(own.non_finite)};
+    }
+    tree::Groups groups = {levels, 0};
+    u64 non_finite = 0;
+    ROLLED for (u64 first = 0; first < count; first += WARP * GROUPS_IN_FLIGHT) {
+        SquareSum own[GROUPS_IN_FLIGHT];
+        for (u32 i = 0; i < GROUPS_IN_FLIGHT; i++) {
+            const u64 at = first + i * WARP + lane;
+            own[i] = at < count ? dialect::load(values + at) : none;
+        }
+        double group = 0.0;
+        for (u32 i = 0; i < GROUPS_IN_FLIGHT; i++) {
+            const double sum = tree::fold(own[i].sum);
+            group = lane % GROUPS_IN_FLIGHT == i ? sum : group;
+            non_finite += own[i].non_finite;
+        }
+        groups.add(GROUPS_IN_FLIGHT, group);
+    }
+    return {groups.total(), count_of_warp(non_finite)};
+}
+
+// The sum of a tensor of few chunks: what `sum_of` adds, less what is 0.
+__device__ __forceinline__ SquareSum sum_of_few(const SquareSum* values, u32 count) {
+    static_assert(u32(CHUNKS_OF_THREAD) == 4, "by halves");
+    SquareSum own[CHUNKS_OF_THREAD] = {};
+    for (u32 i = 0; i < CHUNKS_OF_THREAD; i++) {
+        if (i < count) {
+            own[i] = dialect::load(values + i);
+        }
+    }
+    return {(own[0].sum + own[2].sum) + (own[1].sum + own[3].sum),
+            own[0].non_finite + own[1].non_finite + own[2].non_finite + own[3].non_finite};
+}
+
+__device__ __forceinline__ TensorPartials place_of(const Finish& finish, u64 tensor) {
+    const TensorPartials none = {0, 0};
+    return tensor < finish.tensor_count ? dialect::load(reinterpret_cast<const TensorPartials*>(finish.tensors) + tensor) : none;
+}
+
+// The sums of as many tensors as the block has threads: of few chunks a thread each, others a warp
+// each, which leaves it in `sums`. The thread's own is that of the tensor at its `place`.
+__device__ __forceinline__ SquareSum sum_tensors(const SquareSum* partials, const TensorPartials& place, double* levels) {
+    SHARED(TensorPartials, places, FINISH_THREADS);
+    SHARED(SquareSum, sums, FINISH_THREADS);
+    const u32 warp = threadIdx.x / WARP;
+    const u32 lane = threadIdx.x % WARP;
+    places[threadIdx.x] = place;
+    SquareSum own = {0.0, 0};
+    if (place.count <= CHUNKS_OF_THREAD) {
+        own = sum_of_few(partials + place.first, u32(place.count));
+    }
+    dialect::block_sync();
+    // Neighbours, which tend to be alike, go to different warps.
+    u32 large = places[lane * FINISH_WARPS + warp].count > CHUNKS_OF_THREAD ? 1u << lane : 0;
+    for (u32 half = WARP / 2; half > 0; half /= 2) {
+        large |= dialect::shuffle_xor(large, int(half));
+    }
+    ROLLED for (u32 i = warp; large != 0; i += FINISH_WARPS) {
+        if (large % 2 != 0) {
+            const TensorPartials tensor = places[i];
+            const SquareSum sum = sum_of(partials + tensor.first, tensor.count, levels);
+            if (lane == 0) {
+                sums[i] = sum;
+            }
+        }
+        large = large >> 1;
+    }
+    dialect::block_sync();
+    return place.count <= CHUNKS_OF_THREAD ? own : sums[threadIdx.x];
+}
+
+// One block of FINISH_THREADS.
 __device__ __forceinline__ void finish_step(const Conclusion& arguments) {
     const Finish& finish = arguments.finish;
     const SquareSum* const partials = reinterpret_cast<const SquareSum*>(finish.partials);
-    const TensorPartials* const tensors = reinterpret_cast<const TensorPartials*>(finish.tensors);
-    SquareSum* const sums = reinterpret_cast<SquareSum*>(finish.sums);
     if (blockIdx.x != 0) {
         return;
     }
-    SHARED(TensorPartials, places, WARP * WARPS_MAX);
+    SHARED(double, of_warps, FINISH_WARPS);
+    SHARED(u64, counts, FINISH_WARPS);
+    // A warp's own, for tensors; the last ones are those of the first warp, for all of them.
+    SHARED(double, levels, (FINISH_WARPS + 1) * LEVELS);
     const u32 warp = threadIdx.x / WARP;
-    ROLLED for (u64 first = 0; first < finish.tensor_count; first += blockDim.x) {
+    const u32 lane = threadIdx.x % WARP;
+    tree::Groups groups = {levels + FINISH_WARPS * LEVELS, 0};
+    u64 non_finite = 0;
+    TensorPartials place = place_of(finish, threadIdx.x);
+    ROLLED for (u64 first = 0; first < finish.tensor_count; first += FINISH_THREADS) {
         const u64 tensor = first + threadIdx.x;
-        TensorPartials place = {0, 0};
+        // Asked for before the others are waited for.
+        const TensorPartials next = place_of(finish, tensor + FINISH_THREADS);
+        const SquareSum own = sum_tensors(partials, place, levels + warp * LEVELS);
         if (tensor < finish.tensor_count) {
-            place = dialect::load(tensors + tensor);
-            if (place.count <= CHUNKS_OF_THREAD) {
-                SquareSum sum = {0.0, 0};
-                for (u32 chunk = 0; chunk < CHUNKS_OF_THREAD; chunk++) {
-                    if (chunk < place.count) {
-                        const SquareSum next = dialect::load(partials + place.first + chunk);
-                        sum = {sum.sum + next.sum, sum.non_finite + next.non_finite};
-                    }
-                }
-                dialect::store(sums + tensor, sum);
-            }
+            dialect::store(reinterpret_cast<SquareSum*>(finish.sums) + tensor, own);
         }
-        places[threadIdx.x] = place;
-        dialect::block_sync();
-        // Neighbours, which tend to be alike, go to different warps.
-        ROLLED for (u32 i = warp; i < blockDim.x; i += blockDim.x / WARP) {
-            const TensorPartials large = places[i];
-            if (large.count > CHUNKS_OF_THREAD) {
-                const SquareSum sum = ordered_sum(partials + large.first, large.count);
-                if (threadIdx.x % WARP == 0) {
-                    dialect::store(sums + first + i, sum);
-                }
-            }
+        non_finite += own.non_finite;
+        const double group = tree::fold(own.sum);
+        if (lane == 0) {
+            of_warps[warp] = group;
         }
-        // `places` is written again; and what was stored is read below.
         dialect::block_sync();
+        if (warp == 0) {
+            groups.add(FINISH_WARPS, of_warps[lane % FINISH_WARPS]);
+        }
+        place = next;
     }
+    non_finite = count_of_warp(non_finite);
+    if (lane == 0) {
+        counts[warp] = non_finite;
+    }
+    dialect::block_sync();
     if (warp != 0) {
         return;
     }
-    const SquareSum total = ordered_sum(sums, finish.tensor_count);
-    if (threadIdx.x == 0) {
+    const SquareSum total = {groups.total(), count_of_warp(lane < FINISH_WARPS ? counts[lane] : 0)};
+    if (lane == 0) {
         multi_tensor::Control* const control = reinterpret_cast<multi_tensor::Control*>(arguments.header.control);
         const multi_tensor::Control before = dialect::load(static_cast<const multi_tensor::Control*>(control));
         dialect::store(control, conclude(finish, total, before));
@@ -335,5 +402,5 @@ NORM_ENTRIES(f32, float)
 NORM_ENTRIES(f64, double)
 NORM_ENTRIES(f16, storage::F16)
 NORM_ENTRIES(bf16, storage::BF16)
-ENTRY(amp_finish, (512), amp::Conclusion, amp::finish_step(arguments))
+ENTRY(amp_finish, (512, 1), amp::Conclusion, amp::finish_step(arguments))
 ENTRY(amp_fold, (512), amp::Fold, amp::fold_chunks(arguments))

@@ -116,5 +116,7 @@ struct Sets {
 #define ALONE_lamb_update_bf16_r16_s16 ALONE
 #define ALONE_lamb_sums_bf16_m32_s16 ALONE
 #define ALONE_lamb_update_f16_m32 ALONE
+#define ALONE_lamb_update_bf16 ALONE
+#define ALONE_lamb_update_bf16_s16 ALONE
 EACH_FORMAT(NORMED_ENTRIES, lamb)
 SETS_ENTRIES(lamb)

@@ -89,6 +89,10 @@ struct Sets {
 
 }  // namespace lars_momentum
 
+#define ALONE_lars_momentum_update_f16 ALONE
+#define ALONE_lars_momentum_update_bf16 ALONE
+#define ALONE_lars_momentum_update_bf16_m32_s16 ALONE
+#define ALONE_lars_momentum_update_f32_s16 ALONE
 #define ALONE_lars_momentum_update_bf16_s16 ALONE
 #define ALONE_lars_momentum_update_bf16_r16_s16 ALONE
 EACH_FORMAT(NORMED_ENTRIES, lars_momentum)

@@ -2,7 +2,7 @@
 //
 // Sums of squares follow the fixed tree of docs/numerics.md: a leaf is 1,024 elements, lane j of 64
 // sums elements j, j + 64, ... in order and the lanes fold by halves; a chunk is 64 leaves, folded
-// alike; a tensor is its chunks in order. All in f64.
+// alike; a tensor is its chunks, added up as tree.cuh says. All in f64.
 //
 // A unit, one turn of a block, is leaves s, s + 8, ..., s + 56 of a chunk: the fold by 32, 16 and 8
 // leaves stays within it, so that eight blocks share a chunk. Its sums go to the chunk's slot, and
@@ -11,6 +11,9 @@
 // launch that waits for itself between waves of tensors would read a wave's second time from
 // cache, but layers of the models in use are larger than a wave: docs/gpu.md counts both. Updates
 // go from the last unit to the first: what the sums have read last is still in the cache.
+//
+// Where no tensor of a launch is longer than a leaf, blocks have the threads of one, and a block's
+// turn is a chunk, of which nothing but the first leaf is there.
 //
 // A rule gives `Format` (of storage.cuh), `Scalars`, `Set`, `Finished`, STATES, VALUES (parameter,
 // gradient, state), READ (values that the sums need, the first ones), SCALED_TERMS (whether the
@@ -176,11 +179,14 @@ struct Engine {
         for (int sum = 0; sum < int(SUMS); sum++) {
             lanes[threadIdx.x * SUMS + sum] = sums[sum];
         }
+        if (is_small() && threadIdx.x < UNITS * SUMS) {
+            leaves[threadIdx.x] = 0.0;
+        }
         dialect::block_sync();
         // The lower half of a leaf's lanes is a whole warp.
         if (lane < LEAF_LANES / 2) {
             for (int sum = 0; sum < int(SUMS); sum++) {
-                const double total = fold_warp(lanes[threadIdx.x * SUMS + sum] + lanes[(threadIdx.x + LEAF_LANES / 2) * SUMS + sum]);
+                const double total = tree::fold(lanes[threadIdx.x * SUMS + sum] + lanes[(threadIdx.x + LEAF_LANES / 2) * SUMS + sum]);
                 if (lane == 0) {
                     leaves[leaf * SUMS + sum] = total;
                 }
@@ -189,9 +195,21 @@ struct Engine {
         dialect::block_sync();
         if (threadIdx.x < SUMS) {
             dialect::store(out + threadIdx.x, update_sums::fold_8<SUMS>(leaves + threadIdx.x));
+        } else if (is_small() && threadIdx.x < UNITS * SUMS) {
+            dialect::store(out + threadIdx.x, 0.0);
         }
         // No barrier: the next unit writes lanes that were read before the one above, and leaves
         // behind one of its own.
+    }
+
+    // Whether blocks have a leaf each.
+    __device__ __forceinline__ static bool is_small() {
+        return blockDim.x == LEAF_LANES;
+    }
+
+    // Units from one turn to the next: small blocks see the first one of each chunk.
+    __device__ __forceinline__ static u32 step() {
+        return is_small() ? UNITS : 1;
     }
 
     __device__ __forceinline__ void sum_chunks() const {
@@ -199,44 +217,55 @@ struct Engine {
             return;
         }
         const u64 units = u64(chunk_count()) * UNITS;
-        ROLLED for (u64 at = blockIdx.x; at < units; at += gridDim.x) {
+        ROLLED for (u64 at = blockIdx.x * step(); at < units; at += gridDim.x * step()) {
             sum_unit(at / UNITS, u32(at % UNITS));
         }
     }
 
-    // The sums over a whole tensor, the same in every thread of the block.
+    // The sums over a whole tensor, the same in every thread of the block. A warp has one sum of 32
+    // chunks, a thread of it that of one chunk.
     __device__ __forceinline__ void tensor_sums(const Tensor& tensor, double (&sums)[SUMS]) const {
-        // A thread folds one sum of one chunk: as many chunks at a time as the block has threads
-        // for.
-        constexpr u32 AT_ONCE = BLOCK_THREADS / SUMS;
-        double* const of_chunks = shared_chunks();
+        const u32 at_once = blockDim.x / SUMS;
+        const u32 own_sum = threadIdx.x / at_once;
+        const u32 own_chunk = threadIdx.x % at_once;
+        const u32 warp = threadIdx.x / WARP;
+        double* of_groups = shared_groups();
         double* const total = shared_total();
-        double running = 0.0;
-        for (u64 first = 0; first < tensor.slots; first += AT_ONCE) {
-            const u64 left = tensor.slots - first;
-            const u32 count = left < AT_ONCE ? u32(left) : AT_ONCE;
-            if (threadIdx.x < count * SUMS) {
-                const double* const own = slot(tensor.first_slot + first + threadIdx.x / SUMS) + threadIdx.x % SUMS;
+        // Of the first warps, each of which adds up one sum.
+        tree::Groups groups = {shared_levels() + warp % SUMS * (tree::LEVELS * WARP), 0};
+        ROLLED for (u64 first = 0; first < tensor.slots; first += at_once) {
+            double chunk = 0.0;
+            if (first + own_chunk < tensor.slots) {
+                const double* const own = slot(tensor.first_slot + first + own_chunk) + own_sum;
                 double values[UNITS];
                 for (int unit = 0; unit < int(UNITS); unit++) {
                     values[unit] = dialect::load(own + unit * SUMS);
                 }
-                of_chunks[threadIdx.x] = update_sums::fold_8<1>(values);
+                chunk = update_sums::fold_8<1>(values);
+            }
+            const double group = tree::fold(chunk);
+            // By turns, so that the next ones are not written where these are still read.
+            of_groups = shared_groups() + (of_groups == shared_groups() ? WARPS : 0);
+            if (threadIdx.x % WARP == 0) {
+                of_groups[warp] = group;
             }
             dialect::block_sync();
-            if (threadIdx.x < SUMS) {
-                for (u32 chunk = 0; chunk < count; chunk++) {
-                    running = running + of_chunks[chunk * SUMS + threadIdx.x];
-                }
-                total[threadIdx.x] = running;
+            if (warp < SUMS) {
+                const u32 count = at_once / WARP;
+                groups.add(count, of_groups[warp * count + threadIdx.x % count]);
             }
-            dialect::block_sync();
         }
+        if (warp < SUMS) {
+            const double sum = groups.total();
+            if (threadIdx.x % WARP == 0) {
+                total[warp] = sum;
+            }
+        }
+        dialect::block_sync();
         for (int sum = 0; sum < int(SUMS); sum++) {
             sums[sum] = total[sum];
         }
-        // No barrier: the next tensor writes what was read before the one above, and its total
-        // behind one of its own.
+        // No barrier: the next tensor's total is written behind one.
     }
 
     // What all elements of a tensor share: copies, because a store to a tensor could change what
@@ -308,7 +337,9 @@ struct Engine {
         for (int list = 0; list < LISTS; list++) {
             packs = packs && multi_tensor::takes_packs(list_of<const unsigned char>(record, list));
         }
-        ROLLED for (u32 i = threadIdx.x * WIDTH; i < UNIT_ELEMENTS; i += BLOCK_THREADS * WIDTH) {
+        // As many elements for each thread as for a lane of a leaf.
+        const u32 stride = is_small() ? LEAF_LANES * WIDTH : BLOCK_THREADS * WIDTH;
+        ROLLED for (u32 i = threadIdx.x * WIDTH; i < stride * (LEAF / LEAF_LANES / WIDTH); i += stride) {
             const u64 at = first_element(record, chunk) + (unit + i / LEAF * UNITS) * LEAF + i % LEAF;
             if (packs && at + WIDTH <= record.numel) {
                 update_lanes<WIDTH>(record, at, shared);
@@ -320,31 +351,24 @@ struct Engine {
         }
     }
 
-    // The values of a warp, by halves.
-    __device__ __forceinline__ static double fold_warp(double value) {
-        for (int half = 16; half > 0; half /= 2) {
-            value = value + dialect::shuffle_xor(value, half);
-        }
-        return value;
-    }
-
     __device__ __forceinline__ void update_chunks() const {
         if (multi_tensor::is_skipped(table.header())) {
             return;
         }
         const u64 units = u64(chunk_count()) * UNITS;
-        ROLLED for (u64 turn = blockIdx.x; turn < units; turn += gridDim.x) {
-            const u64 at = units - 1 - turn;
+        ROLLED for (u64 turn = (blockIdx.x + 1) * step(); turn <= units; turn += gridDim.x * step()) {
+            const u64 at = units - turn;
             const u32 chunk = u32(at / UNITS);
+            const u32 unit = u32(at % UNITS);
             const u32 index = table.record_of_chunk(chunk);
             const Row record = table.record(index);
-            if (!has_elements(record, chunk, u32(at % UNITS))) {
+            if (!has_elements(record, chunk, unit)) {
                 continue;
             }
             typename Rule::Finished finished;
             const bool finite = finish(index, record, finished);
             if (finite) {
-                update_unit(record, chunk, u32(at % UNITS), finished);
+                update_unit(record, chunk, unit, finished);
             }
             if (threadIdx.x == 0 && at == u64(record.first_chunk) * UNITS && tensor(index).starts_here) {
                 note_outcome(tensor(index), finite);

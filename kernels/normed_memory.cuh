@@ -2,7 +2,7 @@
 // threads of a block share.
 #pragma once
 
-#include "multi_tensor.cuh"
+#include "tree.cuh"
 
 namespace normed {
 
@@ -20,6 +20,8 @@ enum Shape : u32 {
     // Sums of each unit, then how often the tensor was skipped, and whether it was in the last
     // step.
     SLOT_VALUES = UNITS * SUMS + 2,
+    WARP = 32,
+    WARPS = BLOCK_THREADS / WARP,
 };
 
 static_assert(BLOCK_THREADS == UNITS * LEAF_LANES, "a unit's leaves fill the block, a thread to a lane");
@@ -55,9 +57,14 @@ __device__ __forceinline__ double* shared_leaves() {
     return leaves;
 }
 
-__device__ __forceinline__ double* shared_chunks() {
-    SHARED(double, of_chunks, BLOCK_THREADS);
-    return of_chunks;
+__device__ __forceinline__ double* shared_groups() {
+    SHARED(double, of_groups, 2 * WARPS);
+    return of_groups;
+}
+
+__device__ __forceinline__ double* shared_levels() {
+    SHARED(double, levels, SUMS * tree::LEVELS * WARP);
+    return levels;
 }
 
 __device__ __forceinline__ double* shared_total() {

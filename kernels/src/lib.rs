@@ -59,6 +59,7 @@ const HEADERS: &[(&str, &str)] = &[
     ("normed_memory.cuh", include_str!("../normed_memory.cuh")),
     ("resident.cuh", include_str!("../resident.cuh")),
     ("storage.cuh", include_str!("../storage.cuh")),
+    ("tree.cuh", include_str!("../tree.cuh")),
     ("update_sums.cuh", include_str!("../update_sums.cuh")),
 ];
 

@@ -5,8 +5,8 @@ use std::num::NonZeroUsize;
 use fusestep_amp::{LossScale, ScalePolicy};
 use fusestep_fused_adam::Adam;
 use fusestep_planner::{
-    FuseAllReduce, FuseReduceIntoUpdate, LossScaling, Plan, Planner, Shard, Stage, Topology,
-    ZeroStage,
+    FuseAllReduce, FuseReduceIntoUpdate, LossScaling, Plan, Planner, Reach, Shard, Stage, Topology,
+    UpdateInBackward, UpdateNorms, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
 
@@ -24,7 +24,7 @@ fn planner() -> Planner {
 
 fn plan(planner: Planner, world: usize) -> Plan {
     let mut topology = Topology::new(0, world).unwrap();
-    topology.reach = fusestep_planner::Reach::SharedMemory;
+    topology.reach = Reach::SharedMemory;
     planner.plan_for(&params(), topology).unwrap()
 }
 
@@ -87,6 +87,56 @@ fn an_update_of_a_bucket_leaves_empty_tensors_out() {
         })
         .collect();
     assert_eq!(tensors, [["b", "a"]]);
+}
+
+#[test]
+fn updates_in_backward_say_what_they_do_with_buckets() {
+    let with = |zero: Option<ZeroStage>, world, reach| {
+        // Ranges of one tensor each, where ranks do not reduce.
+        let mut planner = planner().with(UpdateInBackward::of_bytes(1_200));
+        if let Some(zero) = zero {
+            planner = planner.with(Shard::new(zero));
+        }
+        let mut topology = Topology::new(0, world).unwrap();
+        topology.reach = reach;
+        planner.plan_for(&params(), topology).unwrap()
+    };
+    let plain = with(None, 2, Reach::SharedMemory);
+    assert!(says(&plain, "1 buckets are reduced and updated as soon"));
+    let sharded = with(Some(ZeroStage::One), 2, Reach::SharedMemory);
+    assert!(says(
+        &sharded,
+        "1 buckets are reduced, updated and gathered as soon"
+    ));
+    // Only of many ranks, and only where streams call.
+    let alone = with(None, 1, Reach::Calls);
+    assert!(says(&alone, "2 updates run as soon"));
+    for (plan, streams) in [
+        (&plain, false),
+        (&alone, false),
+        (&with(None, 2, Reach::Calls), true),
+    ] {
+        let told = says(plan, "where a communication stream reduces them");
+        assert_eq!(told, streams);
+    }
+    // A bucket that is reduced is updated whole.
+    let updates = |plan: &Plan| {
+        let stages = plan.stages().iter();
+        stages
+            .filter(|stage| matches!(stage, Stage::Optimize(_)))
+            .count()
+    };
+    assert_eq!((updates(&plain), updates(&alone)), (1, 2));
+}
+
+#[test]
+fn norms_of_updates_are_named_in_notes_and_refusals() {
+    let plan = plan(planner().with(UpdateNorms), 1);
+    let mut notes = plan.explain().iter();
+    assert!(notes.any(|note| note.pass == "update_norms"));
+    let twice = planner().with(UpdateNorms).with(UpdateNorms);
+    let refused = twice.plan_for(&params(), Topology::new(0, 1).unwrap());
+    assert!(refused.unwrap_err().to_string().contains("update_norms"));
 }
 
 #[test]

@@ -4,7 +4,7 @@ use fusestep_elementwise::square_sum;
 use fusestep_fused_adam::Adam;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
-use fusestep_launch::{Backend, LaunchLimits, Master, Precision, Rounding, StateDType};
+use fusestep_launch::{Backend, LaunchLimits, Master, Precision, Rounding, StateDType, tree_sum};
 use fusestep_planner::{LossScaling, Optimizer, Planner, State, StepReport, UpdateNorms};
 use fusestep_simd::Level;
 use fusestep_simd::join_bf16;
@@ -123,14 +123,15 @@ fn are_of_the_change(
     (before, after): (&[Vec<f64>], &[Vec<f64>]),
     name: &str,
 ) {
-    let mut total = 0.0;
+    let mut sums = Vec::new();
     let norms = state.update_norms(backend).unwrap().unwrap();
     for ((norm, before), after) in norms.iter().zip(before).zip(after) {
         let change: Vec<f64> = before.iter().zip(after).map(|(b, a)| a - b).collect();
         let sum = square_sum::<f64, f64>(Level::PORTABLE, &change).sum;
         assert_eq!(norm.to_bits(), sum.sqrt().to_bits(), "{name}");
-        total += sum;
+        sums.push(sum);
     }
+    let total = tree_sum(sums.len(), |param| sums[param]);
     assert_eq!(report.update_norm, Some(total.sqrt()), "{name}");
 }
 

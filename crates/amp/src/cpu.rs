@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use fusestep_elementwise::{Compute, NORM_CHUNK_ELEMENTS, Storage, chunk_square_sum};
 use fusestep_launch::{
     ControlBlock, ControlRule, MultiTensorReduction, RuleError, SquareSum, TensorList,
-    TensorPartials,
+    TensorPartials, tree_sum,
 };
 use fusestep_simd::Level;
 use fusestep_tensor::DType;
@@ -146,15 +146,14 @@ impl ControlRule for GradientRule {
         sums: &mut [SquareSum],
         control: &mut ControlBlock,
     ) {
-        let mut total = SquareSum::default();
-        for (tensor, sum) in tensors.iter().zip(sums) {
+        for (tensor, sum) in tensors.iter().zip(&mut *sums) {
             let first = tensor.first as usize;
-            let chunks = &partials[first..first + tensor.count as usize];
-            *sum = chunks
-                .iter()
-                .fold(SquareSum::default(), |sum, &chunk| sum.then(chunk));
-            total = total.then(*sum);
+            *sum = match tensor.count {
+                1 => partials[first],
+                count => tree_sum(count as usize, |chunk| partials[first + chunk]),
+            };
         }
+        let total = tree_sum(tensors.len(), |tensor| sums[tensor]);
         *control = self.conclude(total, *control);
     }
 }

@@ -16,7 +16,7 @@ use fusestep_lars_momentum::Lars;
 use fusestep_launch::{
     Backend, BackendError, CHUNK_ELEMENTS, CHUNK_LEAVES, ControlBlock, HostCall, LEAF_ELEMENTS,
     LeafSquares, ListBuffer, MAX_LISTS, MAX_SUMS, Master, Precision, Rounding, SquareSum,
-    StateDType, UnitSums, UpdateRule, UpdateSums,
+    StateDType, UnitSums, UpdateRule, UpdateSums, tree_sum,
 };
 use fusestep_simd::Level;
 use fusestep_tensor::{DType, Role};
@@ -148,15 +148,16 @@ fn take_leaf_sums(
     all.iter().map(|leaves| fold_tensor(leaves)).collect()
 }
 
-/// The sums over a tensor from those over its leaves: chunks fold, and are added in order.
+/// The sums over a tensor from those over its leaves, which fold to chunks.
 fn fold_tensor(leaves: &[[f64; MAX_SUMS]]) -> [f64; MAX_SUMS] {
-    std::array::from_fn(|sum| {
-        leaves.chunks(CHUNK_LEAVES).fold(0.0, |total, chunk| {
+    let chunks: Vec<&[[f64; MAX_SUMS]]> = leaves.chunks(CHUNK_LEAVES).collect();
+    tree_sum(chunks.len(), |at| {
+        std::array::from_fn(|sum| {
             let mut of_chunk = [0.0; CHUNK_LEAVES];
-            for (place, leaf) in of_chunk.iter_mut().zip(chunk) {
+            for (place, leaf) in of_chunk.iter_mut().zip(chunks[at]) {
                 *place = leaf[sum];
             }
-            total + fold(of_chunk)
+            fold(of_chunk)
         })
     })
 }

@@ -38,7 +38,7 @@ const MOST_THREADS: u64 = 256;
 const CHUNK_ELEMENTS: u32 = 16_384;
 
 /// CUDA's limit on the grid's first dimension.
-const GRID_MAX: u32 = i32::MAX as u32;
+pub(crate) const GRID_MAX: u32 = i32::MAX as u32;
 
 /// Runs kernels on a CUDA device.
 ///

@@ -11,8 +11,8 @@ use fusestep_launch::{
 use fusestep_simd::Level;
 
 use crate::NAME;
-use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, check_records};
-use crate::normed::{SLOT_BYTES, blocks};
+use crate::backend::{CudaBackend, Entry, check_records};
+use crate::normed::{SLOT_BYTES, shape};
 use crate::reduce::check_end;
 use crate::session::unavailable;
 
@@ -311,11 +311,12 @@ impl CudaBackend {
         place: Place,
         addresses: Addresses<'_>,
     ) -> Result<(), BackendError> {
+        let (threads, blocks) = shape(batch);
         let entry = Entry {
             stem: launch.kernel.stem(),
             entry: name,
-            threads: BLOCK_THREADS,
-            blocks: blocks(batch),
+            threads,
+            blocks,
         };
         let workspace = Workspace {
             slots: place.slots,

@@ -9,9 +9,12 @@ use fusestep_launch::{
 };
 
 use crate::NAME;
-use crate::backend::{BLOCK_THREADS, CudaBackend, Entry};
+use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, GRID_MAX};
 use crate::buffer::{Allocation, DeviceBuffer};
 use crate::session::{Session, unavailable};
+
+/// Threads for one leaf, a lane each, as `kernels/normed.cuh` knows them.
+const LEAF_THREADS: u32 = 64;
 
 pub(crate) const SLOT_BYTES: usize = SLOT_VALUES as usize * size_of::<f64>();
 
@@ -123,11 +126,12 @@ impl CudaBackend {
         for name in [names.sums, names.update] {
             let batches = launch.batches.iter().enumerate();
             for (index, batch) in batches.filter(|(_, batch)| batch.chunks > 0) {
+                let (threads, blocks) = shape(batch);
                 let entry = Entry {
                     stem: launch.kernel.stem(),
                     entry: name,
-                    threads: BLOCK_THREADS,
-                    blocks: blocks(batch),
+                    threads,
+                    blocks,
                 };
                 let workspace = workspace(launch, index, slots).bytes();
                 self.enqueue(entry, &mut |bytes| {
@@ -172,10 +176,16 @@ pub(crate) fn slot_count(launch: &Launch<'_>) -> Result<u64, BackendError> {
     Ok(chunks)
 }
 
-/// Blocks for a batch: one for each unit of its chunks, or where most units have no elements, as
-/// with many small tensors, one for each that has some. Blocks go on by the size of the grid, and
-/// an odd one takes each of them through all units.
-pub(crate) fn blocks(batch: &Batch) -> u32 {
+/// Threads of a block, and blocks, for a batch: one block for each unit of its chunks, or where
+/// most units have no elements, as with tensors of few leaves, one for each that has some. Blocks
+/// go on by the size of the grid, and an odd one takes each of them through all units.
+///
+/// Where no tensor is longer than a leaf, a block has the threads of one and takes a chunk.
+pub(crate) fn shape(batch: &Batch) -> (u32, u32) {
+    let mut records = batch.records.iter();
+    if records.all(|record| record.numel <= LEAF_ELEMENTS) && batch.chunks > 0 {
+        return (LEAF_THREADS, batch.chunks);
+    }
     let all = u64::from(batch.chunks) * CHUNK_UNITS;
     let filled: u64 = batch
         .records
@@ -183,7 +193,8 @@ pub(crate) fn blocks(batch: &Batch) -> u32 {
         .map(|record| filled(record.numel))
         .sum();
     let blocks = if 2 * filled > all { all } else { filled | 1 };
-    u32::try_from(blocks).map_or(i32::MAX as u32, |blocks| blocks.min(i32::MAX as u32))
+    let blocks = u32::try_from(blocks).map_or(GRID_MAX, |blocks| blocks.min(GRID_MAX));
+    (BLOCK_THREADS, blocks)
 }
 
 /// Units with elements: unit u has leaves u, u + 8, … of a chunk.
@@ -263,15 +274,16 @@ mod tests {
     }
 
     #[test]
-    fn many_small_tensors_take_a_block_each_and_large_ones_one_for_each_unit() {
+    fn small_tensors_take_a_small_block_each_and_large_ones_one_for_each_unit() {
         let chunk = u64::from(CHUNK_ELEMENTS);
         for (numels, expected) in [
-            (vec![1; 10_000], 10_001),
-            (vec![64; 3], 3),
-            (vec![1025, 1], 3),
-            (vec![chunk], 8),
-            (vec![7 * 1024 + 1], 8),
-            (vec![chunk * 5 + 1, 9000], 56),
+            (vec![1; 10_000], (64, 10_000)),
+            (vec![1024, 5, 1], (64, 3)),
+            (vec![1025, 1], (512, 3)),
+            (vec![1025; 10_000], (512, 20_001)),
+            (vec![chunk], (512, 8)),
+            (vec![7 * 1024 + 1], (512, 8)),
+            (vec![chunk * 5 + 1, 9000], (512, 56)),
         ] {
             let tensors = (0..).zip(numels.iter()).map(|(tensor, &numel)| Batchable {
                 tensor,
@@ -286,7 +298,7 @@ mod tests {
             };
             let limits = LaunchLimits::with_argument_bytes(usize::MAX);
             let batches = batches("test", tensors, layout, limits).unwrap();
-            assert_eq!(blocks(&batches[0]), expected, "{numels:?}");
+            assert_eq!(shape(&batches[0]), expected, "{numels:?}");
         }
     }
 }

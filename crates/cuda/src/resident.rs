@@ -13,7 +13,7 @@ use crate::NAME;
 use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, check_records, threads_for};
 use crate::buffer::DeviceBuffer;
 use crate::leaves::check_without_tensor_sums;
-use crate::normed::{Slots, blocks, slot_count, workspace};
+use crate::normed::{self, Slots, slot_count, workspace};
 use crate::reduce::{check_end, read_list};
 use crate::update_sums::{PlacedSums, SumsPart, check_update_sums};
 
@@ -96,10 +96,8 @@ impl CudaBackend {
             if let Some((_, slots)) = &slots {
                 let workspace = workspace(launch, index, *slots).bytes();
                 table[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace);
-                shape = Shape {
-                    threads: BLOCK_THREADS,
-                    blocks: blocks(batch),
-                };
+                let (threads, blocks) = normed::shape(batch);
+                shape = Shape { threads, blocks };
             }
             let mut placed = self.place_batch(&steps, (&table, layout), batch, shape)?;
             let tensor_slots = slots.as_ref().map(|(_, address)| *address);

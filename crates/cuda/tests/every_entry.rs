@@ -181,10 +181,14 @@ fn norms_alone_give_the_bits_of_the_host() {
     // Two units of sums for a block, and two tensors.
     let mut long = Case::new([140_000, 70_000, 5], DType::F32);
     long.steps = 1;
+    // Blocks of a leaf's threads.
+    let mut small = Case::new([1000, 5, 64], DType::F32);
+    small.steps = 1;
     let clipped = |planner| in_arguments(scaled(planner));
     for rule in normed_rules() {
         same_bits_of(&cuda(), rule, &clipped, &case_of(DType::F32));
         same_bits_of(&cuda(), rule, &in_arguments, &long);
+        same_bits_of(&cuda(), rule, &in_arguments, &small);
     }
 }
 

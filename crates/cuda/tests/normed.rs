@@ -115,6 +115,33 @@ fn many_tensors_in_few_launches_give_the_bits_of_the_host() {
 }
 
 #[test]
+fn tensors_of_a_leaf_at_most_give_the_bits_of_the_host() {
+    let numels = (0..90).map(|i| [1, 0, 63, 64, 65, 512, 1023, 1024, 5][i % 9]);
+    for (dtype, precision) in formats()
+        .into_iter()
+        .chain([(DType::F32, Precision::default())])
+    {
+        let mut case = Case::new(numels.clone(), dtype).with_hyper_classes();
+        case.steps = 2;
+        let mut extreme = case.clone().with_gradients(Gradients::Extreme);
+        extreme.steps = 1;
+        for rule in rules() {
+            println!("{rule}, {dtype}, {precision}");
+            let backend = cuda();
+            same_bits_on(&backend, rule, precision, &case);
+            same_bits_on(&backend, rule, precision, &extreme);
+        }
+    }
+    // The rest of a long tensor in a launch of its own, whose block has a leaf's threads.
+    let backend = cuda().with_limits(three_chunks());
+    let mut case = Case::new([65_536 * 6 + 1000], DType::F32);
+    case.steps = 2;
+    for rule in rules() {
+        same_bits_on(&backend, rule, Precision::default(), &case);
+    }
+}
+
+#[test]
 fn excluded_tensors_take_the_rate_that_the_option_says() {
     let mut case = Case::new([33, 1000, 700], DType::F32);
     case.params[1].weight_decay = Some(0.0);
@@ -203,7 +230,7 @@ fn addresses_that_no_pack_fits_give_the_same_bits_and_touch_nothing_else() {
     }
 }
 
-const MUTANTS: [Mutant; 4] = [
+const MUTANTS: [Mutant; 7] = [
     // A tensor would read the sums of another one that has been summed since.
     Mutant {
         name: "one_slot_for_all_chunks",
@@ -234,6 +261,28 @@ const MUTANTS: [Mutant; 4] = [
             "        return last.first_chunk + chunks_of(last) - 1;\n",
         )],
     },
+    // Blocks of one leaf: the other leaves and units of a chunk are 0.
+    Mutant {
+        name: "leaves_without_threads_kept",
+        edits: &[("normed.cuh", "leaves[threadIdx.x] = 0.0;", "")],
+    },
+    Mutant {
+        name: "units_without_blocks_kept",
+        edits: &[(
+            "normed.cuh",
+            "} else if (is_small() && threadIdx.x < UNITS * SUMS) {",
+            "} else if (false) {",
+        )],
+    },
+    // The tree over chunks: more groups than are added up at a time.
+    Mutant {
+        name: "groups_of_chunks_lost",
+        edits: &[(
+            "normed.cuh",
+            "slot(tensor.first_slot + first + own_chunk)",
+            "slot(tensor.first_slot + own_chunk)",
+        )],
+    },
 ];
 
 #[test]
@@ -250,9 +299,17 @@ fn alone_lars_has_the_bits_of_the_host() {
         DType::F32,
     );
     case.steps = 2;
-    let mut small = Case::new([9; 20], DType::F32);
-    small.steps = 1;
-    for case in [case, small] {
-        same_bits_on(&cuda(), rules()[0], Precision::default(), &case);
+    // On slots that others have used.
+    let backend = cuda();
+    for mut case in [case, Case::new([9; 20], DType::F32)] {
+        case.steps = 1;
+        same_bits_on(&backend, rules()[0], Precision::default(), &case);
+    }
+    let mut few_leaves = Case::new([1100; 20], DType::F32);
+    few_leaves.steps = 1;
+    let mut groups = Case::new([65_536 * 256 + 1], DType::F32);
+    groups.steps = 1;
+    for case in [few_leaves, groups] {
+        same_bits_on(&backend, rules()[0], Precision::default(), &case);
     }
 }

@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fusestep_launch::{
     CHUNK_ELEMENTS, CachedSum, FINISHED_BYTES, HostCall, HostList, HostRun, HostSpans, LeafSums,
-    MAX_LISTS, MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, UnitSums,
+    MAX_LISTS, MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, UnitSums, tree_sum,
 };
 use fusestep_simd::{MAX_SHARED, Order, Pool, Split};
 
@@ -45,8 +45,7 @@ pub struct Tensor<'a> {
     /// Sums that the tensor's last update took along, and where this one leaves them, if somebody
     /// sees to it that they are still those of the parameters.
     pub cached: Option<Cached<'a>>,
-    /// Σ g² over the whole tensor, if somebody has taken it: chunks of the fixed tree, added in
-    /// order.
+    /// Σ g² over the whole tensor in the fixed tree, if somebody has taken it.
     pub grad_sum: Option<f64>,
     /// All sums over the whole tensor that the kernel needs, if somebody has taken them: nothing
     /// is read for them then, and `grad_sum` is not looked at. Nothing is cached with them.
@@ -191,42 +190,46 @@ fn lock<T>(slot: &Mutex<T>) -> MutexGuard<'_, T> {
     slot.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The sums over a tensor: those at hand, and its chunks' in order, whoever computed them.
+/// The sums over a tensor: those at hand, and of others its chunks', whoever computed them.
 fn tensor_sums(tensor: &Tensor<'_>, pool: Option<&Pool>) -> [f64; MAX_SUMS] {
     let at_hand = tensor.sums_at_hand();
     let wanted = at_hand.map(|sum| sum.is_none());
-    let mut total = at_hand.map(Option::unwrap_or_default);
     if wanted == [false; MAX_SUMS] {
-        return total;
+        return at_hand.map(Option::unwrap_or_default);
     }
-    let mut add = |sums: [f64; MAX_SUMS]| {
-        let wanted = total.iter_mut().zip(sums).zip(wanted);
-        for ((total, sum), _) in wanted.filter(|(_, wanted)| *wanted) {
-            *total += sum;
-        }
-    };
     let chunks = tensor.numel.div_ceil(CHUNK);
-    let Some(pool) = pool.filter(|pool| chunks > 1 && pool.threads() > 1) else {
-        (0..chunks).for_each(|chunk| add(chunk_sums(tensor, chunk, wanted)));
-        return total;
+    let pool = pool.filter(|pool| chunks > 1 && pool.threads() > 1);
+    let taken = match pool {
+        Some(pool) => shared_sums(tensor, pool, chunks, wanted),
+        None if chunks == 1 => chunk_sums(tensor, 0, wanted),
+        None => tree_sum(chunks, |chunk| chunk_sums(tensor, chunk, wanted)),
     };
-    for first in (0..chunks).step_by(GROUP) {
-        let count = GROUP.min(chunks - first);
-        let partials: [[AtomicU64; MAX_SUMS]; GROUP] =
-            std::array::from_fn(|_| std::array::from_fn(|_| AtomicU64::new(0)));
-        pool.share(count, Order::Forward, &|index| {
-            let sums = chunk_sums(tensor, first + index, wanted);
-            for (partial, sum) in partials[index].iter().zip(sums) {
-                partial.store(sum.to_bits(), Ordering::Relaxed);
-            }
-        });
-        for partial in &partials[..count] {
-            add(std::array::from_fn(|sum| {
-                f64::from_bits(partial[sum].load(Ordering::Relaxed))
-            }));
+    std::array::from_fn(|sum| at_hand[sum].unwrap_or(taken[sum]))
+}
+
+/// The sums over a tensor, whose chunks the pool's threads share.
+fn shared_sums(
+    tensor: &Tensor<'_>,
+    pool: &Pool,
+    chunks: usize,
+    wanted: [bool; MAX_SUMS],
+) -> [f64; MAX_SUMS] {
+    let partials: [[AtomicU64; MAX_SUMS]; GROUP] =
+        std::array::from_fn(|_| std::array::from_fn(|_| AtomicU64::new(0)));
+    tree_sum(chunks, |chunk| {
+        // Asked for in order: with the first of a group all of it are taken.
+        if chunk.is_multiple_of(GROUP) {
+            let count = GROUP.min(chunks - chunk);
+            pool.share(count, Order::Forward, &|index| {
+                let sums = chunk_sums(tensor, chunk + index, wanted);
+                for (partial, sum) in partials[index].iter().zip(sums) {
+                    partial.store(sum.to_bits(), Ordering::Relaxed);
+                }
+            });
         }
-    }
-    total
+        let own = &partials[chunk % GROUP];
+        std::array::from_fn(|sum| f64::from_bits(own[sum].load(Ordering::Relaxed)))
+    })
 }
 
 fn chunk_sums(tensor: &Tensor<'_>, chunk: usize, wanted: [bool; MAX_SUMS]) -> [f64; MAX_SUMS] {
@@ -259,10 +262,11 @@ impl<'a> Tensor<'a> {
         if let Some((kernel, cached)) = self.caching()
             && cached.valid.load(Ordering::Relaxed)
         {
-            let chunks = cached.chunks.iter();
-            sums[kernel.position()] = Some(chunks.fold(0.0, |total, chunk| {
-                total + f64::from_bits(chunk.load(Ordering::Relaxed))
-            }));
+            let chunk = |at: usize| f64::from_bits(cached.chunks[at].load(Ordering::Relaxed));
+            sums[kernel.position()] = Some(match cached.chunks.len() {
+                1 => chunk(0),
+                chunks => tree_sum(chunks, chunk),
+            });
         }
         if let Some(position) = self.kernel.normed().and_then(|normed| normed.grad_sum()) {
             sums[position] = self.grad_sum;

@@ -24,6 +24,7 @@ pub mod random_bits;
 mod reduction;
 mod resident;
 mod rule;
+mod tree_sum;
 mod update_sums;
 
 pub use accumulate::{Accumulate, Accumulation};
@@ -63,4 +64,5 @@ pub use resident::{
     pack_launch_of_table, pack_reduction_table, pack_steps, pack_table, resident_sets,
 };
 pub use rule::{Domain, Objective, RuleError, UpdateRule, WeightDecay, check_hyper};
+pub use tree_sum::{Summand, TREE_WIDTH, tree_sum};
 pub use update_sums::{ChangedRecord, UnitSums, UpdateSums, fold_units, pack_update_sums};

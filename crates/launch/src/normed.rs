@@ -64,8 +64,8 @@ impl Excluded {
 /// What a kernel offers besides [`crate::MultiTensorKernel`] if it needs sums over a tensor before
 /// it can update it.
 ///
-/// A backend takes the sums of every chunk ([`NormedKernel::chunk_sums`]), adds a tensor's chunks
-/// in order, starting from 0, lets the kernel derive the scalars of the update
+/// A backend takes the sums of every chunk ([`NormedKernel::chunk_sums`]), adds up a tensor's
+/// chunks ([`crate::tree_sum`]), lets the kernel derive the scalars of the update
 /// ([`NormedKernel::finish`]) and then runs [`crate::MultiTensorKernel::run_host`] with what that
 /// wrote in place of the class's set. Sums follow the fixed tree, whose chunk is
 /// [`crate::CHUNK_ELEMENTS`] whatever the limits say, so they depend on the tensor alone.

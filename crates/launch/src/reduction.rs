@@ -19,16 +19,6 @@ pub struct SquareSum {
     pub non_finite: u64,
 }
 
-impl SquareSum {
-    /// This sum, then another: the order of chunks in a tensor and of tensors in a plan.
-    pub fn then(self, next: SquareSum) -> Self {
-        Self {
-            sum: self.sum + next.sum,
-            non_finite: self.non_finite + next.non_finite,
-        }
-    }
-}
-
 /// Where a tensor's partial sums lie among all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
@@ -80,8 +70,8 @@ pub trait ControlRule: Send + Sync {
     /// The rule's settings as the device reads them; a multiple of 8 bytes.
     fn scalars(&self) -> Vec<u8>;
 
-    /// Adds each tensor's chunks in order into `sums`, those in order to the total, and writes the
-    /// block for this step.
+    /// Adds up each tensor's chunks into `sums` and those to the total, both as
+    /// [`crate::tree_sum`], and writes the block for this step.
     ///
     /// `sums` is as long as `tensors`. `control` holds the block of the step before.
     fn run_host(

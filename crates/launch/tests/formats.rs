@@ -2,7 +2,7 @@
 
 use fusestep_launch::{
     CHUNK_ELEMENTS, Domain, FLAG_STOCHASTIC, Format, KEY_BYTES, LaunchLimits, Master, Objective,
-    Precision, Rounding, RuleError, SquareSum, StateDType, WeightDecay, check_hyper,
+    Precision, Rounding, RuleError, SquareSum, StateDType, Summand, WeightDecay, check_hyper,
     random_bits::step_key,
 };
 use fusestep_tensor::DType;
@@ -108,7 +108,7 @@ fn random_rounding_is_flagged_and_keyed() {
 #[test]
 fn sums_of_squares_are_added_and_launches_of_sums_have_whole_chunks() {
     let sum = |sum, non_finite| SquareSum { sum, non_finite };
-    assert_eq!(sum(1.5, 2).then(sum(0.25, 5)), sum(1.75, 7));
+    assert_eq!(sum(1.5, 2).plus(sum(0.25, 5)), sum(1.75, 7));
     let limits = LaunchLimits {
         chunk_elements: 10,
         chunks_per_launch: 3,

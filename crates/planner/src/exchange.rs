@@ -15,7 +15,7 @@ use fusestep_collective::{Operation, ReduceOp};
 use fusestep_elementwise::{NORM_LANES, fold};
 use fusestep_launch::{
     Backend, Batch, CHUNK_LEAVES, ControlBlock, ControlRule, LEAF_ELEMENTS, LeafSquares, MAX_SUMS,
-    MultiTensorReduction, SquareSum, TensorPartials,
+    MultiTensorReduction, SquareSum, TensorPartials, tree_sum,
 };
 use fusestep_tensor::{DType, Role};
 
@@ -375,14 +375,14 @@ impl Plan {
                 continue;
             };
             for (sums, &member) in sums.iter_mut().zip(&storage.spec.members) {
-                *sums = [0.0; MAX_SUMS];
                 let leaves = exchange.of_param(member as usize, MAX_SUMS, (&told, &slices));
-                for leaves in leaves.chunks(CHUNK_LEAVES * MAX_SUMS) {
-                    for (which, sum) in sums.iter_mut().enumerate() {
-                        let own = leaves.iter().copied().skip(which).step_by(MAX_SUMS);
-                        *sum += chunk(&own.collect::<Vec<f64>>());
-                    }
-                }
+                let chunks: Vec<&[f64]> = leaves.chunks(CHUNK_LEAVES * MAX_SUMS).collect();
+                *sums = tree_sum(chunks.len(), |at| {
+                    std::array::from_fn(|sum| {
+                        let own = chunks[at].iter().copied().skip(sum).step_by(MAX_SUMS);
+                        chunk(&own.collect::<Vec<f64>>())
+                    })
+                });
             }
         }
         Ok(())

@@ -3,7 +3,7 @@
 use fusestep_amp::{GradientRule, LossScale, MaxNorm, norm_kernel};
 use fusestep_launch::{
     Backend, Batch, Buffer, Conclude, ControlBlock, ControlRule, LaunchLimits, LaunchReport,
-    MultiTensorReduction, Reduce, SquareSum, TensorPartials, batches,
+    MultiTensorReduction, Reduce, SquareSum, TensorPartials, batches, tree_sum,
 };
 use fusestep_tensor::Role;
 
@@ -246,9 +246,7 @@ impl NormState {
     /// The power of two that the norm of all gradients was divided by, from the sums of tensors in
     /// plan order.
     fn scale_of(&self, sums: &[SquareSum]) -> f64 {
-        let all = sums
-            .iter()
-            .fold(SquareSum::default(), |all, sum| all.then(*sum));
+        let all = tree_sum(sums.len(), |tensor| sums[tensor]);
         let scale = (all.sum.sqrt() / self.block.grad_norm)
             .log2()
             .round()

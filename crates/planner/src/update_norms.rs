@@ -1,7 +1,7 @@
 //! How far parameters moved: the memory for the sums that updates leave, and their readers.
 
 use fusestep_launch::{
-    Backend, Buffer, CHUNK_ELEMENTS, ControlBlock, UnitSums, UpdateSums, fold_units,
+    Backend, Buffer, CHUNK_ELEMENTS, ControlBlock, UnitSums, UpdateSums, fold_units, tree_sum,
 };
 
 use crate::comms::Comms;
@@ -77,15 +77,20 @@ impl UpdateReader {
         &self.chunks[self.firsts[param]..self.firsts[param + 1]]
     }
 
-    /// The sum over each parameter: its chunks in order.
-    fn sums(&self) -> impl Iterator<Item = f64> + '_ {
-        let params = 0..self.firsts.len() - 1;
-        params.map(|param| {
-            self.chunks(param)
-                .iter()
-                .fold(0.0, |sum, chunk| sum + chunk)
-        })
+    /// How many parameters there are.
+    fn params(&self) -> usize {
+        self.firsts.len() - 1
     }
+
+    /// The sum over a parameter.
+    fn sum(&self, param: usize) -> f64 {
+        sum_of(self.chunks(param))
+    }
+}
+
+/// The sum over chunks of a parameter, or over parameters.
+fn sum_of(sums: &[f64]) -> f64 {
+    tree_sum(sums.len(), |at| sums[at])
 }
 
 /// Chunks of the fixed tree that so many elements have.
@@ -122,7 +127,8 @@ impl State {
         if !skipped {
             self.read_update_sums(backend, &mut own)?;
         }
-        Ok(Some(own.sums().map(f64::sqrt).collect()))
+        let norms = (0..own.params()).map(|param| own.sum(param).sqrt());
+        Ok(Some(norms.collect()))
     }
 
     /// The sums over each chunk of every parameter that the last update on this rank has left.
@@ -166,7 +172,7 @@ impl State {
         } else {
             self.read_update_sums(backend, &mut reader)
         };
-        let sum = reader.sums().fold(0.0, |sum, own| sum + own);
+        let sum = tree_sum(reader.params(), |param| reader.sum(param));
         report.update_norm = Some(sum.sqrt());
         self.update_reader = Some(reader);
         read
@@ -249,7 +255,6 @@ impl Plan {
                 rest = after;
             }
         }
-        let sum = |chunks: &[f64]| chunks.iter().fold(0.0, |sum, chunk| sum + chunk);
         let mut sums = Vec::with_capacity(params);
         for param in 0..params {
             let of = if distributed(param) {
@@ -257,7 +262,7 @@ impl Plan {
             } else {
                 &told[param]
             };
-            sums.push(sum(of));
+            sums.push(sum_of(of));
         }
         let total = self.total_over_slices(comms, &sums, distributed)?;
         state.exchange.update_sums = Some((sums, total));
@@ -287,8 +292,7 @@ impl Plan {
         for (at, &param) in params.iter().enumerate() {
             of_first[param] = all[at];
         }
-        let others = all.get(params.len()..).unwrap_or_default();
-        let in_order = of_first.iter().chain(others);
-        Ok(in_order.fold(0.0, |sum, own| sum + own))
+        of_first.extend(all.get(params.len()..).unwrap_or_default());
+        Ok(sum_of(&of_first))
     }
 }
