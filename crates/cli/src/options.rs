@@ -160,6 +160,42 @@ pub(crate) enum BackendName {
     Cuda,
 }
 
+impl BackendName {
+    /// Refuses what this build leaves out.
+    pub(crate) fn is_built(self) -> anyhow::Result<()> {
+        match self {
+            #[cfg(not(feature = "cuda"))]
+            BackendName::Cuda => anyhow::bail!(NO_CUDA),
+            _ => Ok(()),
+        }
+    }
+
+    /// That of one rank, of so many threads, or on the GPU that its engine gives it.
+    pub(crate) fn of_rank(
+        self,
+        threads: usize,
+        gpu: Option<u32>,
+    ) -> anyhow::Result<Box<dyn Backend>> {
+        Ok(match self {
+            BackendName::Cpu => {
+                let threads = NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN);
+                Box::new(CpuBackend::new(threads))
+            }
+            BackendName::Cuda => gpu_backend(gpu.unwrap_or(0))?,
+        })
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn gpu_backend(_: u32) -> anyhow::Result<Box<dyn Backend>> {
+    anyhow::bail!(NO_CUDA)
+}
+
+#[cfg(feature = "cuda")]
+fn gpu_backend(index: u32) -> anyhow::Result<Box<dyn Backend>> {
+    Ok(Box::new(fusestep_cuda::CudaBackend::open(index)?))
+}
+
 /// Where a step runs.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct BackendArgs {

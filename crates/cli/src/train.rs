@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::engine::{Engine, Ranks, Watch};
 use crate::gradients::GradientArgs;
-use crate::options::{ParamDType, PrecisionArgs, parse_threads};
+use crate::options::{BackendName, ParamDType, PrecisionArgs, parse_threads};
 use crate::output::{duration, print, print_json, write_page};
 use crate::ranks::{MOST_RANKS, RankArgs, bounded};
 use crate::rates::{help, rate};
@@ -66,7 +66,11 @@ pub(crate) struct TrainArgs {
     /// Decides the first parameters, the split and the order of samples
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// Threads of the optimizer, of all ranks together [default: RAYON_NUM_THREADS, or all]
+    /// Where steps run; a model's own passes run on the cpu. With `--engine nccl` each rank has a
+    /// GPU, on which its gradients stay from then on; ranks of other engines share the first one
+    #[arg(long, value_enum, default_value = "cpu")]
+    pub(crate) backend: BackendName,
+    /// Threads of the cpu backend, of all ranks together [default: RAYON_NUM_THREADS, or all]
     #[arg(long, value_parser = parse_threads)]
     pub(crate) threads: Option<NonZeroUsize>,
     /// One launch and one call per tensor, no pass
@@ -95,6 +99,8 @@ pub(crate) struct TrainArgs {
 pub(crate) struct TrainSummary {
     /// What was trained.
     pub(crate) model: &'static str,
+    /// Where steps ran.
+    pub(crate) backend: &'static str,
     pub(crate) epochs: usize,
     pub(crate) steps: u64,
     /// Steps that changed nothing because a gradient was not finite.
@@ -206,6 +212,7 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     if let Some(path) = &args.report {
         check_writable(path)?;
     }
+    args.backend.is_built()?;
     let count = args.ranks.and_then(NonZeroUsize::new);
     let ranks = Ranks::threads(count.unwrap_or(NonZeroUsize::MIN), args.watch.clone());
     let trained = args.engine().run(&ranks, |comm| {
@@ -240,6 +247,9 @@ impl std::fmt::Display for TrainSummary {
             duration(self.optimizer_ns_per_step),
             self.launches_per_step,
         )?;
+        if self.backend != "cpu" {
+            write!(f, " on {}", self.backend)?;
+        }
         if let Some(candle) = self.candle_ns_per_step {
             write!(
                 f,

@@ -2,15 +2,14 @@
 
 mod checkpoints;
 
-use std::num::{NonZeroU64, NonZeroUsize};
+use std::num::NonZeroU64;
 use std::time::Instant;
 
 use anyhow::{Context, bail};
 use candle_core::Var;
 use candle_core::backprop::GradStore;
 use fusestep_collective::{Collectives, Communicator, ReduceOp, even_counts};
-use fusestep_cpu::CpuBackend;
-use fusestep_launch::Precision;
+use fusestep_launch::{Backend, Precision};
 use fusestep_models::Task;
 use fusestep_planner::{
     Comms, FolderLock, MicroStepReport, Optimizer, Plan, Planner, Saves, State, Topology, ZeroStage,
@@ -58,7 +57,8 @@ pub(crate) fn train(
         print(&format!("{}\n{plan}", task.describe()))?;
     }
     let of_rank = threads(args.threads).get().div_ceil(topology.world);
-    let backend = CpuBackend::new(NonZeroUsize::new(of_rank).unwrap_or(NonZeroUsize::MIN));
+    let backend = args.backend.of_rank(of_rank, comm.device())?;
+    let backend = backend.as_ref();
     if let Some(folder) = &args.checkpoint {
         std::fs::create_dir_all(folder)
             .with_context(|| format!("--checkpoint {}", folder.display()))?;
@@ -68,11 +68,11 @@ pub(crate) fn train(
     if let Some(folder) = folder {
         check_folder(folder, args.resume)?;
     }
-    let mut state = plan.allocate_on(&backend, comm)?;
+    let mut state = plan.allocate_on(backend, comm)?;
     let vars = task.start(args.seed, args.dtype.into())?;
     for (param, var) in params.iter().zip(&vars) {
         with_bytes(var, |bytes| {
-            Ok(state.write(&backend, Role::Param, &param.name, bytes)?)
+            Ok(state.write(backend, Role::Param, &param.name, bytes)?)
         })?;
     }
     let shadow = if compares(args, &plan) {
@@ -150,7 +150,7 @@ struct Run<'a> {
     names: Vec<&'a str>,
     plan: &'a Plan,
     state: State,
-    backend: CpuBackend,
+    backend: &'a dyn Backend,
     comms: Comms<'a>,
     task: &'a dyn Task,
     shadow: Option<Shadow>,
@@ -199,7 +199,7 @@ impl Run<'_> {
     fn meet(&mut self) -> anyhow::Result<()> {
         self.handshake()?;
         if self.plan.topology().world > 1 && self.plan.zero() != ZeroStage::Three {
-            let (state, backend) = (&mut self.state, &self.backend);
+            let (state, backend) = (&mut self.state, self.backend);
             self.plan
                 .broadcast_parameters(state, backend, &mut self.comms, 0)?;
         }
@@ -214,7 +214,7 @@ impl Run<'_> {
             ("--batch", self.args.batch.to_string()),
             ("--epochs", self.args.epochs.to_string()),
         ];
-        let (state, backend) = (&self.state, &self.backend);
+        let (state, backend) = (&self.state, self.backend);
         Ok(self
             .plan
             .handshake(state, backend, &mut self.comms, &caller)?)
@@ -222,7 +222,7 @@ impl Run<'_> {
 
     /// The parameters of this moment; at ZeRO stage 3 all ranks ask for them alike.
     fn vars(&mut self) -> anyhow::Result<Vec<Var>> {
-        let (state, backend) = (&self.state, &self.backend);
+        let (state, backend) = (&self.state, self.backend);
         let gathered = self
             .plan
             .gather(state, backend, &mut self.comms, &self.names)?;
@@ -288,11 +288,11 @@ impl Run<'_> {
     fn end_epoch(&mut self, at: Position) -> anyhow::Result<Epoch> {
         let report = self
             .plan
-            .flush(&mut self.state, &self.backend, &mut self.comms)?;
+            .flush(&mut self.state, self.backend, &mut self.comms)?;
         self.tally.add(&report);
         if self.args.rank_args.local_sgd.is_some() {
             let (state, comms) = (&mut self.state, &mut self.comms);
-            self.plan.average_now(state, &self.backend, comms)?;
+            self.plan.average_now(state, self.backend, comms)?;
         }
         let ended = self.tested(at.loss_sum / self.task.samples_of_epoch() as f64)?;
         let told = format!("epoch {}: {ended}", at.epochs + 1);
@@ -321,7 +321,7 @@ impl Run<'_> {
     /// The averages of the parameters, for a rule that has some, else the parameters; all ranks ask
     /// for them alike.
     fn averages(&mut self) -> anyhow::Result<Vec<Var>> {
-        let (state, backend) = (&self.state, &self.backend);
+        let (state, backend) = (&self.state, self.backend);
         let averages = self
             .plan
             .gather_averages(state, backend, &mut self.comms, &self.names)?;
@@ -370,7 +370,7 @@ impl Run<'_> {
         }
         let report = self
             .plan
-            .step(&mut self.state, &self.backend, &mut self.comms)?;
+            .step(&mut self.state, self.backend, &mut self.comms)?;
         let update_ns = begun.elapsed().as_nanos() as f64;
         self.tally.update_ns += update_ns;
         self.tally.ours_ns += update_ns;
@@ -392,11 +392,8 @@ impl Run<'_> {
         if self.compared % every != 0 {
             return Ok(());
         }
-        let (state, backend) = (&self.state, &self.backend);
-        let compared = self
-            .plan
-            .compare_parameters(state, backend, &mut self.comms);
-        Ok(compared?)
+        let (plan, state) = (self.plan, &self.state);
+        Ok(plan.compare_parameters(state, self.backend, &mut self.comms)?)
     }
 
     /// Time of candle's optimizer so far.
@@ -429,7 +426,7 @@ impl Run<'_> {
         };
         for (name, var) in self.names.iter().zip(vars).rev() {
             let Some(grad) = grads.get(var) else { continue };
-            let (state, backend) = (&mut self.state, &self.backend);
+            let (state, backend) = (&mut self.state, self.backend);
             let (plan, comms) = (self.plan, &mut self.comms);
             with_bytes(grad, |bytes| {
                 Ok(plan.push_grad(state, backend, comms, name, bytes)?)
@@ -451,6 +448,7 @@ impl Run<'_> {
         let parameter_bytes = params.map(|p| p.numel() * p.dtype.len_bytes() as u64);
         Ok(TrainSummary {
             model: self.args.task.model.name(),
+            backend: self.backend.name(),
             epochs: self.args.epochs.get(),
             steps: tally.steps,
             skipped_steps: self.state.skipped(),
@@ -488,7 +486,7 @@ impl Run<'_> {
     fn params_hash(&mut self) -> anyhow::Result<String> {
         let mut names = self.names.clone();
         names.sort_unstable();
-        let (state, backend) = (&self.state, &self.backend);
+        let (state, backend) = (&self.state, self.backend);
         let gathered = self.plan.gather(state, backend, &mut self.comms, &names)?;
         let mut hasher = Xxh3::new();
         for at in 0..names.len() {

@@ -6,6 +6,8 @@
 mod counted;
 #[path = "device_ranks/laws.rs"]
 mod laws;
+#[path = "device_ranks/program.rs"]
+mod program;
 #[path = "../../../tests/distributed/run.rs"]
 #[expect(dead_code, reason = "the other suite has more to ask of a run")]
 mod run;

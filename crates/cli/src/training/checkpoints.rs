@@ -31,7 +31,7 @@ impl Run<'_> {
         let Some(folder) = folder.filter(|_| self.args.resume) else {
             return Ok(Position::default());
         };
-        let caller = self.plan.load(&mut self.state, &self.backend, folder)?;
+        let caller = self.plan.load(&mut self.state, self.backend, folder)?;
         self.handshake()?;
         for (key, own) in images(self.args) {
             let found = caller.get(key).map_or("nothing", String::as_str);
@@ -58,7 +58,7 @@ impl Run<'_> {
         }
         let run = RunToSave {
             state: &self.state,
-            backend: &self.backend,
+            backend: self.backend,
             params: None,
         };
         let (comms, saves) = (&mut self.comms, &mut self.saves);

@@ -299,6 +299,24 @@ fn several_processes_that_know_nothing_of_each_other_are_refused() {
 }
 
 #[test]
+fn training_on_a_gpu_is_refused_at_once_where_the_build_leaves_cuda_out() {
+    if cfg!(feature = "cuda") {
+        return;
+    }
+    for ranks in [&[][..], &["--ranks", "2"]] {
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_fusestep"))
+            .args(["train", "--backend", "cuda"])
+            .args(ranks)
+            .output()
+            .unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        let reasons = error.matches("this build leaves CUDA out").count();
+        assert!(!output.status.success() && reasons == 1, "{error}");
+        assert!(output.stdout.is_empty(), "{error}");
+    }
+}
+
+#[test]
 fn averages_are_written_beside_the_parameters() {
     let folder = Folder::new();
     let (params, grads) = folder.model();
