@@ -148,10 +148,7 @@ impl ControlRule for GradientRule {
     ) {
         for (tensor, sum) in tensors.iter().zip(&mut *sums) {
             let first = tensor.first as usize;
-            *sum = match tensor.count {
-                1 => partials[first],
-                count => tree_sum(count as usize, |chunk| partials[first + chunk]),
-            };
+            *sum = tree_sum(tensor.count as usize, |chunk| partials[first + chunk]);
         }
         let total = tree_sum(tensors.len(), |tensor| sums[tensor]);
         *control = self.conclude(total, *control);

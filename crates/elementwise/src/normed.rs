@@ -201,7 +201,6 @@ fn tensor_sums(tensor: &Tensor<'_>, pool: Option<&Pool>) -> [f64; MAX_SUMS] {
     let pool = pool.filter(|pool| chunks > 1 && pool.threads() > 1);
     let taken = match pool {
         Some(pool) => shared_sums(tensor, pool, chunks, wanted),
-        None if chunks == 1 => chunk_sums(tensor, 0, wanted),
         None => tree_sum(chunks, |chunk| chunk_sums(tensor, chunk, wanted)),
     };
     std::array::from_fn(|sum| at_hand[sum].unwrap_or(taken[sum]))
@@ -263,10 +262,7 @@ impl<'a> Tensor<'a> {
             && cached.valid.load(Ordering::Relaxed)
         {
             let chunk = |at: usize| f64::from_bits(cached.chunks[at].load(Ordering::Relaxed));
-            sums[kernel.position()] = Some(match cached.chunks.len() {
-                1 => chunk(0),
-                chunks => tree_sum(chunks, chunk),
-            });
+            sums[kernel.position()] = Some(tree_sum(cached.chunks.len(), chunk));
         }
         if let Some(position) = self.kernel.normed().and_then(|normed| normed.grad_sum()) {
             sums[position] = self.grad_sum;

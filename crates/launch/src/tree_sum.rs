@@ -50,6 +50,10 @@ impl Summand for SquareSum {
 /// # Cost
 /// `count` additions; an array of 32 values on the stack for each level.
 pub fn tree_sum<T: Summand>(count: usize, mut value: impl FnMut(usize) -> T) -> T {
+    // Most tensors: nothing to be folded with.
+    if count == 1 {
+        return value(0);
+    }
     let mut below = 1;
     while below < count.div_ceil(TREE_WIDTH) {
         below *= TREE_WIDTH;
