@@ -46,6 +46,7 @@ kernels! {
     rank_order
     rmsprop
     schedule_free
+    tensor_sums
     update_sums
 }
 

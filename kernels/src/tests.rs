@@ -55,6 +55,9 @@ fn expected_entries(stem: &str) -> BTreeSet<(String, usize)> {
             let fold = ("amp_fold".to_owned(), 32);
             norms.into_iter().chain([finish, fold]).collect()
         }
+        "tensor_sums" => [("fold", 40), ("place", 32_736)]
+            .map(|(part, bytes)| (format!("{stem}_{part}"), bytes))
+            .into(),
         "update_sums" => {
             let values = dtypes.into_iter().chain(["bf16_r16"]);
             let parts = values.flat_map(|value| [format!("keep_{value}"), value.to_owned()]);

@@ -3,7 +3,7 @@
 
 /// Kernels that serve collectives, sums or reports and no optimizer have these for their reference,
 /// test and bench. What sums over micro-steps and norms of updates cost is not timed by itself.
-const OF_OTHERS: [(&str, &[&str]); 3] = [
+const OF_OTHERS: [(&str, &[&str]); 4] = [
     (
         "accumulate",
         &[
@@ -17,6 +17,13 @@ const OF_OTHERS: [(&str, &[&str]); 3] = [
             "tests/collective/numbers.rs",
             "crates/collective-nccl/tests/nccl/rank_order.rs",
             "benches/collective.rs",
+        ],
+    ),
+    (
+        "tensor_sums",
+        &[
+            "crates/planner/src/exchange.rs",
+            "crates/cuda/tests/every_entry/tensor_sums.rs",
         ],
     ),
     (

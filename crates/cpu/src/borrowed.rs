@@ -14,7 +14,7 @@ use std::sync::{Mutex, PoisonError};
 use fusestep_elementwise::{Cached, Tensor, step_tensor};
 use fusestep_launch::{
     Backend, BackendError, Buffer, Gate, HostCall, HostList, Launch, LaunchReport, ListBuffer,
-    MAX_LISTS, MAX_SUMS, MultiTensorKernel, Outcome, SquareSum, UnitSums,
+    MAX_LISTS, MAX_SUMS, MultiTensorKernel, Outcome, SquareSum, TensorSums, UnitSums,
 };
 use fusestep_simd::{Pool, Split};
 use fusestep_tensor::Role;
@@ -88,11 +88,12 @@ impl CpuBackend {
         let Gate::Open(grad_factor) = gate(&launch)? else {
             return Ok(report);
         };
+        let tensor_sums = sums_of_host(&launch)?;
         let call = BorrowedCall {
             kernel: launch.kernel,
             host: host_call(self.level(), &launch, grad_factor),
             grad_sums: launch.grad_sums.and_then(Buffer::host).and_then(sums_of),
-            tensor_sums: launch.tensor_sums,
+            tensor_sums,
             backend,
             skipped: self.count_skipped(),
         };
@@ -248,10 +249,19 @@ fn sums_of(bytes: &[u8]) -> Option<&[SquareSum]> {
     bytemuck::try_cast_slice(bytes).ok()
 }
 
+/// Sums over whole tensors, which only the host has here.
+fn sums_of_host<'a>(launch: &Launch<'a>) -> Result<Option<&'a [[f64; MAX_SUMS]]>, BackendError> {
+    match launch.tensor_sums {
+        None => Ok(None),
+        Some(TensorSums::Host(sums)) => Ok(Some(sums)),
+        Some(TensorSums::Device(_)) => Err(FOREIGN),
+    }
+}
+
 /// Refuses sums over whole tensors that are fewer than the tensors, and parts of tensors without
 /// them.
 fn check_parts(launch: &Launch<'_>, mut tensors: Tensors<'_>) -> Result<(), BackendError> {
-    if let Some(sums) = launch.tensor_sums {
+    if let Some(sums) = sums_of_host(launch)? {
         let len_bytes = launch.members.len() * size_of::<[f64; MAX_SUMS]>();
         if size_of_val(sums) < len_bytes {
             return Err(out_of_bounds(0, len_bytes, size_of_val(sums)));

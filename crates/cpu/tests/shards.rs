@@ -16,7 +16,7 @@ use fusestep_lars_momentum::Lars;
 use fusestep_launch::{
     Backend, BackendError, CHUNK_ELEMENTS, CHUNK_LEAVES, ControlBlock, HostCall, LEAF_ELEMENTS,
     LeafSquares, ListBuffer, MAX_LISTS, MAX_SUMS, Master, Precision, Rounding, SquareSum,
-    StateDType, UnitSums, UpdateRule, UpdateSums, tree_sum,
+    StateDType, TensorSums, UnitSums, UpdateRule, UpdateSums, tree_sum,
 };
 use fusestep_simd::Level;
 use fusestep_tensor::{DType, Role};
@@ -191,7 +191,7 @@ fn check(storage: &Storage, control: Option<&ControlBlock>) {
             let batches = storage.batches(shard);
             let mut launch = storage.launch(&batches, &mut sharded.lists, firsts);
             launch.control = control.as_deref();
-            launch.tensor_sums = normed.then_some(&sums);
+            launch.tensor_sums = normed.then_some(TensorSums::Host(&sums));
             let report = backend.launch(launch).unwrap();
             let elements: u64 = batches.iter().map(|batch| batch.elements()).sum();
             assert_eq!(report.elements, elements);
@@ -277,7 +277,7 @@ fn a_tensor_whose_sums_are_not_finite_is_skipped_on_every_rank() {
         for (shard, firsts) in sharded.shards.iter().zip(&sharded.firsts) {
             let batches = storage.batches(shard);
             let mut launch = storage.launch(&batches, &mut sharded.lists, firsts);
-            launch.tensor_sums = Some(&sums);
+            launch.tensor_sums = Some(TensorSums::Host(&sums));
             backend.launch(launch).unwrap();
         }
         assert!(sharded.whole(&storage) == expected);
@@ -424,7 +424,7 @@ fn a_list_that_does_not_hold_its_shard_and_parts_without_sums_are_refused() {
                 first => first,
             });
             let mut launch = storage.launch(&batches, &mut lists, &firsts);
-            launch.tensor_sums = storage.kernel.normed().map(|_| &sums[..]);
+            launch.tensor_sums = storage.kernel.normed().map(|_| TensorSums::Host(&sums));
             let refused = backend(1).launch(launch).unwrap_err();
             assert!(matches!(refused, BackendError::OutOfBounds { .. }));
         }

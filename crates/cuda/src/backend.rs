@@ -7,14 +7,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cust::sys;
 use fusestep_launch::{
     Accumulate, Addresses, Backend, BackendError, Batch, Buffer, CONTROL_BYTES, Conclude,
-    FoldLeaves, Graph, Launch, LaunchLimits, LaunchReport, LeafSquares, ListBuffer, MAX_SUMS,
-    Reduce, ResidentTable, SetValues, SquareSum, pack,
+    FoldLeaves, Graph, Launch, LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS, Reduce,
+    ResidentTable, SetValues, SquareSum, pack,
 };
 
 use crate::buffer::{Allocation, DeviceBuffer};
+use crate::checks::{argument_bytes, check_records};
 use crate::kernels::Kernels;
-use crate::normed::check_chunks;
-use crate::session::{Session, unavailable};
+use crate::session::Session;
 use crate::status::check;
 use crate::update_sums::check_without_update_sums;
 use crate::{DeviceInfo, NAME};
@@ -215,18 +215,6 @@ impl CudaBackend {
             bytes[..arguments.len()].copy_from_slice(arguments);
         })
     }
-
-    /// Refuses a batch whose arguments no launch carries.
-    pub(crate) fn check_arguments(&self, len_bytes: usize) -> Result<(), BackendError> {
-        let most = self.session.info.argument_bytes;
-        if len_bytes <= most {
-            return Ok(());
-        }
-        Err(unavailable(format!(
-            "a batch has {len_bytes} argument bytes, this device takes {most}; plan with the \
-             limits of the backend"
-        )))
-    }
 }
 
 /// One launch: which function, and its grid.
@@ -313,8 +301,7 @@ impl Backend for CudaBackend {
             self.check_arguments(argument_bytes(&launch, batch))?;
         }
         if let (Some(normed), Some(sums)) = (launch.kernel.normed(), launch.tensor_sums) {
-            check_chunks(&launch)?;
-            self.launch_with_sums(&launch, (normed, sums), addresses)?;
+            self.launch_with_sums(&launch, (normed, sums))?;
             return Ok(LaunchReport::of(launch.batches));
         }
         self.enqueue_batches(&launch, &|batch, bytes| {
@@ -352,6 +339,14 @@ impl Backend for CudaBackend {
         sums: &mut [[f64; MAX_SUMS]],
     ) -> Result<(), BackendError> {
         self.sums_of_leaves(launch, sums)
+    }
+
+    fn leaf_sums_into(
+        &self,
+        launch: &Launch<'_>,
+        slots: (&mut dyn Buffer, u64),
+    ) -> Result<(), BackendError> {
+        self.enqueue_leaf_sums(launch, slots)
     }
 
     fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
@@ -420,54 +415,6 @@ pub(crate) fn threads_for(batch: &Batch) -> u32 {
     let elements = batch.elements() / u64::from(batch.chunks.max(1));
     let threads = elements.div_ceil(THREAD_ELEMENTS).next_power_of_two();
     threads.clamp(LEAST_THREADS, MOST_THREADS) as u32
-}
-
-pub(crate) fn argument_bytes(launch: &Launch<'_>, batch: &Batch) -> usize {
-    let layout = launch.kernel.argument_layout();
-    layout.bytes(batch.records.len(), batch.classes.len())
-}
-
-/// Refuses a batch that is too large for one grid or that reaches beyond a buffer: a device would
-/// notice late, or not at all. `firsts` are those of [`Launch::firsts`].
-pub(crate) fn check_records(
-    (lists, firsts): (&[ListBuffer], &[u64]),
-    offsets: &[u64],
-    batch: &Batch,
-) -> Result<(), BackendError> {
-    if batch.chunks > GRID_MAX {
-        return Err(unavailable(format!(
-            "a batch has {} chunks, a launch takes {GRID_MAX}; plan with the limits of the backend",
-            batch.chunks
-        )));
-    }
-    for record in &batch.records {
-        let element = offsets
-            .get(record.tensor as usize)
-            .copied()
-            .unwrap_or(u64::MAX)
-            .saturating_add(record.first_element);
-        for (index, list) in lists.iter().enumerate() {
-            let element_bytes = list.dtype().len_bytes() as u64;
-            let first = firsts.get(index).copied().unwrap_or(0);
-            let place = element.wrapping_sub(first);
-            let end = place
-                .saturating_add(record.numel)
-                .saturating_mul(element_bytes);
-            if end > list.buffer.len_bytes() as u64 {
-                return Err(BackendError::OutOfBounds {
-                    backend: NAME,
-                    offset_bytes: saturate(place.saturating_mul(element_bytes)),
-                    len_bytes: saturate(record.numel.saturating_mul(element_bytes)),
-                    found: list.buffer.len_bytes(),
-                });
-            }
-        }
-    }
-    Ok(())
-}
-
-pub(crate) fn saturate(bytes: u64) -> usize {
-    usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
 #[cfg(test)]

@@ -10,7 +10,8 @@ use fusestep_launch::{
 use fusestep_tensor::Role;
 
 use crate::NAME;
-use crate::backend::{CudaBackend, argument_bytes, check_records, saturate};
+use crate::backend::CudaBackend;
+use crate::checks::{argument_bytes, check_records, saturate};
 use crate::leaves::check_without_tensor_sums;
 use crate::session::unavailable;
 use crate::update_sums::check_without_update_sums;

@@ -1,20 +1,20 @@
 //! Sums over leaves, for tensors that ranks have parts of: the entries that sum up chunks are given
 //! so little at a time that what they leave is the sum of one leaf.
 
-use bytemuck::{Pod, Zeroable};
 use fusestep_launch::{
-    Addresses, Backend, BackendError, Batch, Batchable, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS,
-    FoldLeaves, HEADER_BYTES, LEAF_ELEMENTS, Launch, LaunchLimits, LeafSquares, MAX_LISTS,
-    MAX_SUMS, MultiTensorReduction, NormedKernel, Record, SquareSum, TensorList, TensorPartials,
-    WORKSPACE_BYTES, Workspace, batches, pack, pack_reduction_of_tensors,
+    Backend, BackendError, Batch, Batchable, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, FoldLeaves,
+    LEAF_ELEMENTS, Launch, LaunchLimits, LeafSquares, MAX_LISTS, MAX_SUMS, MultiTensorReduction,
+    Record, SquareSum, TensorList, TensorPartials, batches, pack_reduction_of_tensors,
 };
 use fusestep_simd::Level;
 
 use crate::NAME;
-use crate::backend::{CudaBackend, Entry, check_records};
-use crate::normed::{SLOT_BYTES, shape};
+use crate::backend::{CudaBackend, Entry};
+use crate::checks::check_records;
+use crate::normed::SLOT_BYTES;
 use crate::reduce::check_end;
 use crate::session::unavailable;
+use crate::tensor_sums::{Place, normed_of};
 
 /// Threads of a block that sums up one leaf: one warp, whose groups take rows of it.
 const LEAF_THREADS: u32 = 32;
@@ -24,16 +24,6 @@ const LEAVES_AT_ONCE: u64 = CHUNK_UNITS;
 
 /// Threads of a block that folds chunks, a warp each.
 const FOLD_THREADS: u32 = 128;
-
-/// The only parameter of `amp_fold`, as `kernels/amp.cu` reads it.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct FoldArguments {
-    leaves: u64,
-    places: u64,
-    partials: u64,
-    chunks: u64,
-}
 
 /// A reduction whose chunks are leaves: the other leaves of its tree are empty and add 0.
 struct OfLeaves<'a>(&'a dyn MultiTensorReduction);
@@ -94,27 +84,35 @@ impl CudaBackend {
     /// As [`Backend::fold_leaves`].
     pub(crate) fn enqueue_fold(&self, fold: FoldLeaves<'_>) -> Result<(), BackendError> {
         let chunks = (fold.places.len_bytes() / size_of::<TensorPartials>()) as u64;
+        const { assert!(size_of::<SquareSum>() == size_of::<[f64; MAX_SUMS]>()) };
         let width = size_of::<SquareSum>() as u64;
         check_end(chunks.saturating_mul(width), fold.partials.len_bytes())?;
         if chunks == 0 {
             return Ok(());
         }
-        let arguments = FoldArguments {
-            leaves: self.device_buffer(fold.leaves)?.address(),
-            places: self.device_buffer(fold.places)?.address(),
-            partials: self.device_buffer(fold.partials)?.address(),
-            chunks,
-        };
+        let address = |buffer| Ok::<_, BackendError>(self.device_buffer(buffer)?.address());
+        let leaves = address(fold.leaves)?;
+        let [places, partials] = [address(fold.places)?, address(&*fold.partials)?];
         let blocks = chunks.div_ceil(u64::from(FOLD_THREADS / LEAF_THREADS));
-        let entry = Entry {
-            stem: "amp",
-            entry: "amp_fold",
+        let blocks = u32::try_from(blocks)
+            .map_err(|_| unavailable(format!("{chunks} chunks are more than one launch folds")))?;
+        let entry = |stem, entry| Entry {
+            stem,
+            entry,
             threads: FOLD_THREADS,
-            blocks: u32::try_from(blocks).map_err(|_| {
-                unavailable(format!("{chunks} chunks are more than one launch folds"))
-            })?,
+            blocks,
         };
-        self.enqueue_packed(entry, bytemuck::bytes_of(&arguments))
+        match fold.index {
+            None => {
+                let arguments = [leaves, places, partials, chunks];
+                self.enqueue_packed(entry("amp", "amp_fold"), bytemuck::bytes_of(&arguments))
+            }
+            Some(index) => {
+                let arguments = [leaves, address(index)?, places, partials, chunks];
+                let entry = entry("tensor_sums", "tensor_sums_fold");
+                self.enqueue_packed(entry, bytemuck::bytes_of(&arguments))
+            }
+        }
     }
 
     /// Enqueues the sums of all leaves of a read, from an address on.
@@ -169,26 +167,13 @@ impl CudaBackend {
         launch: &Launch<'_>,
         sums: &mut [[f64; MAX_SUMS]],
     ) -> Result<(), BackendError> {
-        let Some(normed) = launch.kernel.normed() else {
-            let entry = launch.kernel.entry();
-            return Err(unavailable(format!(
-                "expected a kernel that takes sums over tensors, found `{entry}`"
-            )));
-        };
+        let normed = normed_of(launch)?;
         let pieces = pieces_of(launch.batches);
         let count = pieces
             .iter()
             .map(|piece| leaves_of(piece.numel))
             .sum::<u64>();
         check_count(count, sums)?;
-        let addresses = self.list_addresses(launch)?;
-        let addresses = Addresses {
-            lists: &addresses[..launch.lists.len()],
-            control: match launch.control {
-                Some(control) => self.control_address(control)?,
-                None => 0,
-            },
-        };
         let limits = LaunchLimits {
             chunk_elements: CHUNK_ELEMENTS,
             argument_bytes: self.session.info.argument_bytes,
@@ -206,17 +191,11 @@ impl CudaBackend {
             check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
         }
         let slots = self.leaf_slots(pieces.len() as u64)?;
-        let mut first_slot = 0;
-        for batch in &batches {
-            let place = Place { slots, first_slot };
-            self.enqueue_normed(
-                launch,
-                (normed.sums_and_update().sums, batch),
-                place,
-                addresses,
-            )?;
-            first_slot += batch.chunks;
-        }
+        let place = Place {
+            slots,
+            first_slot: 0,
+        };
+        self.enqueue_parts(launch, (normed.sums_and_update().sums, &batches), place)?;
         let mut values = vec![0.0; pieces.len() * SLOT_BYTES / size_of::<f64>()];
         self.read_leaf_slots(bytemuck::cast_slice_mut(&mut values))?;
         let slots = values.chunks_exact(SLOT_BYTES / size_of::<f64>());
@@ -226,42 +205,6 @@ impl CudaBackend {
         });
         for (sums, unit) in sums.iter_mut().zip(of_pieces) {
             sums.copy_from_slice(unit);
-        }
-        Ok(())
-    }
-
-    /// Updates parts of tensors by the sums over the whole of each, which the host has: each record
-    /// is a tensor of its own, whose first chunk has all of its sums.
-    pub(crate) fn launch_with_sums(
-        &self,
-        launch: &Launch<'_>,
-        (normed, tensor_sums): (&dyn NormedKernel, &[[f64; MAX_SUMS]]),
-        addresses: Addresses<'_>,
-    ) -> Result<(), BackendError> {
-        let chunks: u64 = launch.batches.iter().map(|b| u64::from(b.chunks)).sum();
-        let mut values = vec![0.0; chunks as usize * SLOT_BYTES / size_of::<f64>()];
-        let mut slots = values.chunks_exact_mut(SLOT_BYTES / size_of::<f64>());
-        for record in launch.batches.iter().flat_map(|batch| &batch.records) {
-            let of_record = record.numel.div_ceil(u64::from(CHUNK_ELEMENTS)) as usize;
-            let first = slots.next();
-            if let (Some(slot), Some(sums)) = (first, tensor_sums.get(record.tensor as usize)) {
-                slot[..MAX_SUMS].copy_from_slice(sums);
-            }
-            if of_record > 1 {
-                slots.nth(of_record - 2);
-            }
-        }
-        let slots = self.write_part_slots(chunks, bytemuck::cast_slice(&values))?;
-        let mut first_slot = 0;
-        for batch in launch.batches.iter().filter(|batch| batch.chunks > 0) {
-            let place = Place { slots, first_slot };
-            self.enqueue_normed(
-                launch,
-                (normed.sums_and_update().update, batch),
-                place,
-                addresses,
-            )?;
-            first_slot += batch.chunks;
         }
         Ok(())
     }
@@ -279,18 +222,6 @@ impl CudaBackend {
         self.kernels().leaf_slots.read(bytes)
     }
 
-    /// The address of so many slots with these bytes, for sums that the host has; waits for the
-    /// device.
-    fn write_part_slots(&self, count: u64, bytes: &[u8]) -> Result<u64, BackendError> {
-        self.session.enter()?;
-        let mut kernels = self.kernels();
-        let skipped = kernels.part_slots.take_skipped()?;
-        kernels.part_slots.count_skipped(skipped);
-        let address = kernels.part_slots.at_least(&self.session, count)?;
-        kernels.part_slots.write(bytes)?;
-        Ok(address)
-    }
-
     /// Where the lists of a launch lie.
     pub(crate) fn list_addresses(
         &self,
@@ -302,41 +233,6 @@ impl CudaBackend {
         }
         Ok(addresses)
     }
-
-    /// Enqueues one entry of a normed kernel on a batch whose records are tensors of their own.
-    fn enqueue_normed(
-        &self,
-        launch: &Launch<'_>,
-        (name, batch): (&'static str, &Batch),
-        place: Place,
-        addresses: Addresses<'_>,
-    ) -> Result<(), BackendError> {
-        let (threads, blocks) = shape(batch);
-        let entry = Entry {
-            stem: launch.kernel.stem(),
-            entry: name,
-            threads,
-            blocks,
-        };
-        let workspace = Workspace {
-            slots: place.slots,
-            first_slot: place.first_slot,
-            head_chunks: 0,
-            tail_chunks: 0,
-        };
-        let workspace = workspace.bytes();
-        self.enqueue(entry, &mut |bytes| {
-            pack(launch, batch, addresses, bytes);
-            bytes[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace);
-        })
-    }
-}
-
-/// Where a batch's slots lie.
-#[derive(Clone, Copy)]
-struct Place {
-    slots: u64,
-    first_slot: u32,
 }
 
 /// The records of a launch in pieces of [`LEAVES_AT_ONCE`].

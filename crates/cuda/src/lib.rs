@@ -10,6 +10,7 @@ mod adopt;
 mod backend;
 mod borrowed;
 mod buffer;
+mod checks;
 mod event;
 mod graph;
 mod info;
@@ -21,6 +22,7 @@ mod reduce;
 mod resident;
 mod session;
 mod status;
+mod tensor_sums;
 mod timing;
 mod update_sums;
 

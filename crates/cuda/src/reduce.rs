@@ -6,7 +6,8 @@ use fusestep_launch::{
 };
 
 use crate::NAME;
-use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, check_records, threads_for};
+use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, threads_for};
+use crate::checks::check_records;
 
 impl CudaBackend {
     /// Enqueues the batches of a reduction, one launch each.

@@ -10,8 +10,9 @@ use fusestep_launch::{
 };
 
 use crate::NAME;
-use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, check_records, threads_for};
+use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, threads_for};
 use crate::buffer::DeviceBuffer;
+use crate::checks::check_records;
 use crate::leaves::check_without_tensor_sums;
 use crate::normed::{self, Slots, slot_count, workspace};
 use crate::reduce::{check_end, read_list};

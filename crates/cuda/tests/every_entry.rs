@@ -9,6 +9,8 @@ mod common;
 mod leaves;
 #[path = "every_entry/rank_order.rs"]
 mod rank_order;
+#[path = "every_entry/tensor_sums.rs"]
+mod tensor_sums;
 
 use std::collections::BTreeSet;
 

@@ -4,12 +4,11 @@ use std::any::Any;
 use std::fmt;
 
 use fusestep_simd::Level;
-use fusestep_tensor::{DType, Role};
 
 use crate::{
-    Access, Accumulate, BackendError, Batch, Conclude, DeviceSliceMut, FoldLeaves, Graph,
-    LEAF_ELEMENTS, LaunchLimits, LeafSquares, MAX_SUMS, MultiTensorKernel, Reduce, ResidentTable,
-    SetValues, SquareSum, TensorList, UpdateSums,
+    Accumulate, BackendError, Conclude, DeviceSliceMut, FoldLeaves, Graph, LEAF_ELEMENTS, Launch,
+    LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS, Reduce, Replicas, ResidentTable, SetValues,
+    SquareSum,
 };
 
 /// Memory of a backend: zeroed at allocation, aligned to 256 bytes.
@@ -29,123 +28,6 @@ pub trait Buffer: Send + fmt::Debug {
     fn as_any(&self) -> &dyn Any;
     /// For the backend that allocated it.
     fn as_any_mut(&mut self) -> &mut dyn Any;
-}
-
-/// The buffer that holds one tensor list of a storage.
-#[derive(Debug)]
-pub struct ListBuffer {
-    /// The list's role, dtype and access.
-    pub list: TensorList,
-    /// Its memory.
-    pub buffer: Box<dyn Buffer>,
-}
-
-impl ListBuffer {
-    /// The list's role.
-    pub fn role(&self) -> Role {
-        self.list.role
-    }
-
-    /// The list's storage type.
-    pub fn dtype(&self) -> DType {
-        self.list.dtype
-    }
-
-    /// Whether the kernel writes the list.
-    pub fn access(&self) -> Access {
-        self.list.access
-    }
-}
-
-/// A kernel, its batches and the memory they refer to: all that running them takes.
-pub struct Launch<'a> {
-    /// The kernel.
-    pub kernel: &'a dyn MultiTensorKernel,
-    /// The batches, one launch each on a device; their records are in storage order and do not
-    /// overlap.
-    pub batches: &'a [Batch],
-    /// First element of each tensor of the storage, the same in every list.
-    pub offsets: &'a [u64],
-    /// Position of each tensor of the storage among the caller's parameters.
-    pub members: &'a [u32],
-    /// The kernel's lists, in its order.
-    pub lists: &'a mut [ListBuffer],
-    /// For each list the element of the storage that its memory begins with; empty if all begin
-    /// with element 0. Element `e` of the storage lies at place `e.wrapping_sub(first)`, so
-    /// several shards can lie one behind the other in one list. The batches' elements
-    /// lie in all lists.
-    pub firsts: &'a [u64],
-    /// The kernel's scalars.
-    pub scalars: &'a [u8],
-    /// The [`crate::ControlBlock`] that decides whether anything is written and with which factor
-    /// on every gradient; without one everything is, with factor 1.
-    pub control: Option<&'a dyn Buffer>,
-    /// The [`crate::SquareSum`] of each parameter's gradient, by the position that `members` says,
-    /// if the step has read all gradients before: a kernel that needs the same sums
-    /// ([`crate::NormedKernel::grad_sum`]) need not read them once more.
-    pub grad_sums: Option<&'a dyn Buffer>,
-    /// For each tensor of the storage the sums that a kernel with [`crate::NormedKernel`] needs of
-    /// it, if they have been taken: the batches hold parts of tensors then, and the sums of a
-    /// whole tensor come from all ranks ([`Backend::leaf_sums`]).
-    pub tensor_sums: Option<&'a [[f64; MAX_SUMS]]>,
-    /// Where to leave the sums over what is changed, if they are asked for. If the control block
-    /// stops the step, nothing is left. Cuda leaves them where a launch goes from a resident
-    /// table ([`Backend::launch_table`]) and refuses others with
-    /// [`BackendError::Unavailable`].
-    pub update_sums: Option<UpdateSums<'a>>,
-    /// The kernel's sets by class.
-    pub sets: &'a [u8],
-    /// The limits the batches were made with.
-    pub limits: LaunchLimits,
-}
-
-impl Launch<'_> {
-    /// The element of the storage that a list's memory begins with.
-    pub fn first(&self, list: usize) -> u64 {
-        self.firsts.get(list).copied().unwrap_or(0)
-    }
-}
-
-/// The memory of all ranks that a launch reduces from and writes to, where ranks see each other's.
-#[derive(Debug)]
-pub struct Replicas<'a, 'b, 'c> {
-    /// This rank.
-    pub rank: usize,
-    /// Element of the storage that all these slices begin with; they are of one numel and hold all
-    /// elements of the batches.
-    pub first: u64,
-    /// Each rank's gradients, in rank order.
-    pub grads: &'a [&'b [u8]],
-    /// The lists that every rank has a replica of: the parameters, and at ZeRO stage 0 the state.
-    pub lists: &'c mut [Replicated<'a, 'b>],
-}
-
-/// One list of a kernel in the memory of all ranks.
-#[derive(Debug)]
-pub struct Replicated<'a, 'b> {
-    /// The list's position among the kernel's.
-    pub list: usize,
-    /// Each rank's replica, in rank order, all with the same values.
-    pub ranks: &'a mut [&'b mut [u8]],
-}
-
-/// What running a [`Launch`] took.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct LaunchReport {
-    /// Launches issued.
-    pub launches: u64,
-    /// Elements updated.
-    pub elements: u64,
-}
-
-impl LaunchReport {
-    /// The report of running these batches one launch each.
-    pub fn of(batches: &[Batch]) -> Self {
-        Self {
-            launches: batches.len() as u64,
-            elements: batches.iter().map(Batch::elements).sum(),
-        }
-    }
 }
 
 /// Owns memory and runs launches.
@@ -363,6 +245,21 @@ pub trait Backend {
                      (`Ownership::Tensors`)"
                 .to_owned(),
         })
+    }
+
+    /// [`Backend::leaf_sums`] into memory of the device, for records of [`crate::CHUNK_UNITS`]
+    /// leaves at most: each leaves its sums in the next slot of [`crate::SLOT_VALUES`] f64, from
+    /// `first` on, one leaf behind the other ([`crate::leaf_place`]). Returns when it is enqueued;
+    /// nothing is written if the control block stops the step.
+    ///
+    /// # Errors
+    /// As [`Backend::leaf_squares_into`].
+    fn leaf_sums_into(
+        &self,
+        _launch: &Launch<'_>,
+        (_slots, _first): (&mut dyn Buffer, u64),
+    ) -> Result<(), BackendError> {
+        Err(not_of_host(self.name()))
     }
 
     /// Whether launches take any [`Buffer`] that the host can write, whoever allocated it.

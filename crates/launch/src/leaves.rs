@@ -1,6 +1,9 @@
 //! Sums over the leaves of gradients, for tensors that ranks have parts of.
 
-use crate::{Batch, Buffer, LEAF_ELEMENTS, ListBuffer, MultiTensorReduction};
+use crate::{
+    Batch, Buffer, CHUNK_UNITS, LEAF_ELEMENTS, ListBuffer, MAX_SUMS, MultiTensorReduction,
+    SLOT_VALUES,
+};
 
 /// Leaves of gradients, 1,024 elements from the start of their tensor on, whose sums of squares are
 /// wanted.
@@ -35,10 +38,41 @@ impl<'a> LeafSquares<'a> {
 
 /// Sums over leaves on a device, and the chunks that they are folded into.
 pub struct FoldLeaves<'a> {
-    /// A [`crate::SquareSum`] of every leaf.
+    /// A [`crate::SquareSum`] of every leaf, or slots of a kernel's sums
+    /// ([`crate::Backend::leaf_sums_into`]).
     pub leaves: &'a dyn Buffer,
+    /// For every leaf the place of its sums in slots, as [`leaf_place`] gives it; `None` if leaves
+    /// have a [`crate::SquareSum`] each.
+    pub index: Option<&'a dyn Buffer>,
     /// For every chunk its leaves, as [`crate::TensorPartials`]: 64 at most.
     pub places: &'a dyn Buffer,
-    /// Where the [`crate::SquareSum`] of every chunk goes.
+    /// Where the [`crate::SquareSum`] of every chunk goes, or its [`MAX_SUMS`] sums.
     pub partials: &'a mut dyn Buffer,
+}
+
+/// Where the sums of a leaf lie in slots: of unit `leaf` of a slot, counted in groups of
+/// [`MAX_SUMS`] values; `None` beyond what 32 bits count.
+pub fn leaf_place(slot: u64, leaf: u64) -> Option<u32> {
+    const { assert!(SLOT_VALUES.is_multiple_of(MAX_SUMS as u64)) };
+    debug_assert!(leaf < CHUNK_UNITS);
+    let place = slot.checked_mul(SLOT_VALUES / MAX_SUMS as u64)? + leaf;
+    u32::try_from(place).ok()
+}
+
+/// The sums over whole tensors that a kernel with norms needs to update parts of them.
+#[derive(Clone, Copy)]
+pub enum TensorSums<'a> {
+    /// For each tensor of the storage ([`crate::Backend::leaf_sums`], folded by who asks).
+    Host(&'a [[f64; MAX_SUMS]]),
+    /// On a device, where they are yet to be added up.
+    Device(ChunkSums<'a>),
+}
+
+/// Sums over the chunks of tensors in a device's memory.
+#[derive(Clone, Copy)]
+pub struct ChunkSums<'a> {
+    /// [`MAX_SUMS`] f64 for every chunk.
+    pub sums: &'a dyn Buffer,
+    /// For every parameter its chunks, as [`crate::TensorPartials`].
+    pub tensors: &'a dyn Buffer,
 }

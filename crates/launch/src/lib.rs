@@ -15,6 +15,7 @@ mod device;
 mod error;
 mod host;
 mod kernel;
+mod launch;
 mod leaves;
 mod limits;
 mod normed;
@@ -28,7 +29,7 @@ mod tree_sum;
 mod update_sums;
 
 pub use accumulate::{Accumulate, Accumulation};
-pub use backend::{Backend, Buffer, Launch, LaunchReport, ListBuffer, Replicas, Replicated};
+pub use backend::{Backend, Buffer};
 pub use backend_error::BackendError;
 pub use batch::{Batch, Batchable, MAX_LAUNCHES, Record, batches};
 pub use control::{CONTROL_BYTES, ControlBlock, Gate};
@@ -39,7 +40,8 @@ pub use host::{
     LEAF_ELEMENTS, LeafSums, MAX_LISTS, Places,
 };
 pub use kernel::{Access, MultiTensorKernel, SetValues, TensorList};
-pub use leaves::{FoldLeaves, LeafSquares};
+pub use launch::{Launch, LaunchReport, ListBuffer, Replicas, Replicated};
+pub use leaves::{ChunkSums, FoldLeaves, LeafSquares, TensorSums, leaf_place};
 pub use limits::{
     ARGUMENT_BYTES_CLASSIC, ARGUMENT_BYTES_LARGE, ArgumentLayout, CHUNK_ELEMENTS, HEADER_BYTES,
     LaunchLimits,

@@ -9,6 +9,7 @@ use fusestep_launch::{Backend, Buffer, ListBuffer, MAX_SUMS};
 use crate::arena::GradientArena;
 use crate::average::Adapting;
 use crate::device_norm::DeviceNorm;
+use crate::device_trust::DeviceTrust;
 use crate::exchange::Exchange;
 use crate::in_backward::InBackward;
 use crate::master::Masters;
@@ -82,7 +83,8 @@ impl Plan {
         let backend = allocator.backend();
         let names = self.params.iter().enumerate();
         let mut exchange = Exchange::of(self)?;
-        exchange.on_device = DeviceNorm::of(self, &exchange, backend)?;
+        exchange.norm_on_device = DeviceNorm::of(self, &exchange, backend)?;
+        exchange.trust_on_device = DeviceTrust::of(self, backend)?;
         Ok(State {
             plan_hash: self.hash,
             params: Arc::clone(&self.params),

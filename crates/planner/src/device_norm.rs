@@ -15,7 +15,7 @@ use fusestep_tensor::{DType, Role};
 
 use crate::comms::Comms;
 use crate::exchange::{Exchange, leaves_in};
-use crate::{Plan, PlanError, Stage, State};
+use crate::{Plan, PlanError, State};
 
 /// What lies on the device for it.
 #[derive(Debug)]
@@ -38,7 +38,8 @@ impl DeviceNorm {
         exchange: &Exchange,
         backend: &dyn Backend,
     ) -> Result<Option<Self>, PlanError> {
-        if backend.device().is_none() || plan.topology.world == 1 || !plan.may_norm_on_device() {
+        let may = plan.norm_stage().is_some() && plan.sums_may_stay_on_devices();
+        if backend.device().is_none() || !may {
             return Ok(None);
         }
         Self::allocate(plan, exchange, backend).map(Some)
@@ -84,18 +85,6 @@ impl DeviceNorm {
 }
 
 impl Plan {
-    /// Whether the stage can run on devices: gradients are reduced, and nothing else has to know on
-    /// the host whether the step is skipped.
-    fn may_norm_on_device(&self) -> bool {
-        let asks = |stage: &Stage| matches!(stage, Stage::Trust);
-        let has_slices = self.storages.iter().any(|spec| spec.distributed);
-        self.norm_stage().is_some()
-            && self.reduces()
-            && !self.update_norms
-            && !has_slices
-            && !self.stages.iter().any(asks)
-    }
-
     /// Stage `norm` of several ranks on devices: enqueues all of it. Whether it runs there.
     pub(crate) fn decide_on_device(
         &self,
@@ -106,14 +95,14 @@ impl Plan {
         if !comms.is_on_device_of(backend) {
             return Ok(false);
         }
-        let Some(mut own) = state.exchange.on_device.take() else {
+        let Some(mut own) = state.exchange.norm_on_device.take() else {
             return Ok(false);
         };
         let done = self.sum_on_device(state, backend, comms, &mut own);
         if let (Ok(()), Some(norm)) = (&done, &mut state.norm) {
             norm.conclude(backend, own.partials.as_ref(), own.tensors.as_ref())?;
         }
-        state.exchange.on_device = Some(own);
+        state.exchange.norm_on_device = Some(own);
         done.map(|()| true)
     }
 
@@ -159,6 +148,7 @@ impl Plan {
         backend.take_back(own.leaves.as_mut())?;
         Ok(backend.fold_leaves(FoldLeaves {
             leaves: own.leaves.as_ref(),
+            index: None,
             places: own.places.as_ref(),
             partials: own.partials.as_mut(),
         })?)

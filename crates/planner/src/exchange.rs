@@ -21,6 +21,7 @@ use fusestep_tensor::{DType, Role};
 
 use crate::comms::Comms;
 use crate::device_norm::DeviceNorm;
+use crate::device_trust::DeviceTrust;
 use crate::group::Classes;
 use crate::{Optimize, Plan, PlanError, State};
 
@@ -34,9 +35,11 @@ pub(crate) struct Exchange {
     /// The kernel of each read of stage `norm`.
     readers: Vec<Box<dyn MultiTensorReduction>>,
     /// What this rank sums for stage `trust`: for each update its own part.
-    trust: Vec<(Optimize, Vec<Batch>)>,
+    pub(crate) trust: Vec<(Optimize, Vec<Batch>)>,
     /// The memory of stage `norm` where that runs on devices.
-    pub(crate) on_device: Option<DeviceNorm>,
+    pub(crate) norm_on_device: Option<DeviceNorm>,
+    /// That of stage `trust`.
+    pub(crate) trust_on_device: Option<DeviceTrust>,
     /// For each parameter the sum over what the last update changed, and the total over all ranks.
     pub(crate) update_sums: Option<(Vec<f64>, f64)>,
 }
@@ -84,7 +87,8 @@ impl Exchange {
             shared,
             readers,
             trust: Vec::new(),
-            on_device: None,
+            norm_on_device: None,
+            trust_on_device: None,
             update_sums: None,
         };
         exchange.refresh(plan, |_| true, &plan.classes)?;
@@ -99,6 +103,9 @@ impl Exchange {
         classes: &Classes,
     ) -> Result<(), PlanError> {
         self.trust.clear();
+        if let Some(trust) = &mut self.trust_on_device {
+            trust.forget_own();
+        }
         if !plan
             .stages
             .iter()
@@ -347,6 +354,9 @@ impl Plan {
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
     ) -> Result<(), PlanError> {
+        if self.sum_tensors_on_device(state, backend, comms)? {
+            return Ok(());
+        }
         let mut told = vec![0.0; state.exchange.count() * MAX_SUMS];
         for index in 0..state.exchange.trust.len() {
             let (stage, batches) = state.exchange.trust[index].clone();

@@ -2,17 +2,12 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use fusestep_launch::{
-    Backend, BackendError, Batch, Graph, Launch, LaunchReport, Reduce, ResidentTable, SetValues,
-};
+use fusestep_launch::{Backend, BackendError, Graph, Reduce, ResidentTable, SetValues};
 use fusestep_tensor::Role;
 use serde::Serialize;
 
 use crate::in_backward::check_between_steps;
-use crate::norm::NormState;
 use crate::run::Executor;
-use crate::storage::StorageState;
-use crate::update_norms::UpdateSlots;
 use crate::{Note, Optimize, Plan, PlanError, Stage, State, StepReport, Verdict};
 
 /// Where a launch's table of tensors lies. It changes launches and what the host does for them,
@@ -407,93 +402,4 @@ impl State {
         }
         Ok(())
     }
-
-    /// The launch of a stage that updates; `None` if it has no batches.
-    pub(crate) fn launch_of<'a>(
-        &'a mut self,
-        plan: &'a Plan,
-        stage: &Optimize,
-        update: usize,
-    ) -> Option<Launch<'a>> {
-        // Taken apart so that the launch can borrow the batches beside the storage.
-        let Self {
-            schedule,
-            storages,
-            norm,
-            ..
-        } = self;
-        launch(
-            plan,
-            stage,
-            (&schedule.batches[update], storages, norm.as_ref()),
-        )
-    }
-
-    /// The launch of a stage with batches of the caller's.
-    pub(crate) fn launch_with<'a>(
-        &'a mut self,
-        plan: &'a Plan,
-        stage: &Optimize,
-        batches: &'a [Batch],
-    ) -> Option<Launch<'a>> {
-        launch(
-            plan,
-            stage,
-            (batches, &mut self.storages, self.norm.as_ref()),
-        )
-    }
-
-    /// Runs a stage that updates, from its table if it has one.
-    pub(crate) fn launch_update(
-        &mut self,
-        plan: &Plan,
-        (stage, update): (&Optimize, usize),
-        executor: &mut Executor<'_>,
-    ) -> Result<LaunchReport, PlanError> {
-        // Taken out, so that the launch can borrow the rest of the state.
-        let place = self.tables.updates.get_mut(update);
-        let table = place.and_then(Option::take);
-        let done = match (self.launch_of(plan, stage, update), &table, executor) {
-            (None, ..) => Ok(LaunchReport::default()),
-            (Some(launch), Some(table), Executor::Backend(backend)) => {
-                backend.launch_table(launch, table.as_ref())
-            }
-            (Some(launch), _, executor) => executor.launch(launch),
-        };
-        if let Some(place) = self.tables.updates.get_mut(update) {
-            *place = table;
-        }
-        Ok(done?)
-    }
-}
-
-fn launch<'a>(
-    plan: &'a Plan,
-    stage: &Optimize,
-    (batches, storages, norm): (&'a [Batch], &'a mut [StorageState], Option<&'a NormState>),
-) -> Option<Launch<'a>> {
-    if batches.is_empty() {
-        return None;
-    }
-    let control = norm.map(|norm| norm.control.as_ref());
-    // Those of several ranks are formed on the host, for tensors that this rank may have in parts.
-    let alone = norm.filter(|_| plan.topology.world == 1);
-    let segment = stage.bucket.map_or(0, |bucket| plan.segment_start(bucket));
-    let storage = &mut storages[stage.storage];
-    storage.set_firsts(&stage.elements, segment);
-    Some(Launch {
-        kernel: storage.kernel.as_ref(),
-        batches,
-        offsets: storage.spec.layout.offsets(),
-        members: &storage.spec.members,
-        lists: &mut storage.lists,
-        firsts: &storage.firsts,
-        scalars: &storage.scalars,
-        control,
-        grad_sums: alone.map(|norm| norm.sums.as_ref()),
-        tensor_sums: storage.tensor_sums.as_deref(),
-        update_sums: storage.update_slots.as_mut().map(UpdateSlots::lend),
-        sets: &storage.sets,
-        limits: plan.limits_of(storage.kernel.as_ref()),
-    })
 }

@@ -129,6 +129,13 @@ impl Backend for Counted {
     ) -> Result<(), BackendError> {
         self.wait().leaf_sums(launch, sums)
     }
+    fn leaf_sums_into(
+        &self,
+        launch: &Launch<'_>,
+        slots: (&mut dyn Buffer, u64),
+    ) -> Result<(), BackendError> {
+        self.cuda.leaf_sums_into(launch, slots)
+    }
     fn take_skipped(&self) -> Result<u64, BackendError> {
         self.wait().take_skipped()
     }

@@ -204,9 +204,15 @@ fn gradients_do_not_pass_through_the_host() {
         (2, ReducedWhen::PerMicroStep),
     ];
     for (zero, (merge, reduced)) in STAGES.into_iter().flat_map(|z| merges.map(|m| (z, m))) {
-        for (clip, streams) in [(None, 0), (Some(0.5), 2)] {
+        let rules: [(Optimizer, _, _); 4] = [
+            (Adam::default().into(), None, 0),
+            (Adam::default().into(), Some(0.5), 2),
+            (Lars::default().into(), Some(0.5), 0),
+            (Lamb::default().into(), None, 2),
+        ];
+        for (rule, clip, streams) in rules {
             let case = Case {
-                rule: Adam::default().into(),
+                rule,
                 world,
                 zero,
                 clip,

@@ -1,8 +1,11 @@
 //! Gradients that are written where they lie on the device.
 
 use fusestep_collective::Communicator;
+use fusestep_fused_adam::Adam;
+use fusestep_lamb::Lamb;
+use fusestep_lars_momentum::Lars;
 use fusestep_launch::Backend;
-use fusestep_planner::{Comms, Plan, PlanError, State, Topology};
+use fusestep_planner::{Comms, Optimizer, Plan, PlanError, State, Topology};
 use fusestep_tensor::Role;
 
 use crate::counted::Counted;
@@ -69,11 +72,18 @@ fn gradients_given_through_views_give_the_bits_of_those_that_are_pushed() {
 #[test]
 fn a_step_waits_for_a_device_at_its_end_and_only_to_report_a_norm() {
     let world = gpus().min(3);
-    for (zero, clip) in STAGES
-        .into_iter()
-        .flat_map(|zero| [(zero, None), (zero, Some(0.5))])
-    {
+    let rules: [Optimizer; 3] = [
+        Adam::default().into(),
+        Lars::default().into(),
+        Lamb::default().into(),
+    ];
+    let cases = STAGES.into_iter().flat_map(|zero| {
+        let of_rule = |rule| [(zero, rule, None), (zero, rule, Some(0.5))];
+        rules.into_iter().flat_map(of_rule)
+    });
+    for (zero, rule, clip) in cases {
         let case = Case {
+            rule,
             world,
             zero,
             clip,

@@ -6,8 +6,8 @@ use std::ops::Range;
 use fusestep_coalesce::HostMemory;
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::{
-    Batch, Buffer, Launch, LaunchLimits, ListBuffer, MAX_SUMS, MultiTensorKernel, Precision,
-    Record, SetValues, UpdateRule,
+    Batch, Buffer, Launch, LaunchLimits, ListBuffer, MultiTensorKernel, Precision, Record,
+    SetValues, UpdateRule,
 };
 use fusestep_tensor::{DType, Role};
 use half::{bf16, f16};
@@ -126,7 +126,7 @@ impl Storage {
             scalars: &self.scalars,
             control: None,
             grad_sums: None,
-            tensor_sums: None::<&[[f64; MAX_SUMS]]>,
+            tensor_sums: None,
             update_sums: None,
             sets: &self.sets,
             limits: LaunchLimits::default(),

@@ -82,6 +82,7 @@ fn sums(backend: &dyn Backend, folds: bool) -> Vec<SquareSum> {
         backend
             .fold_leaves(FoldLeaves {
                 leaves: leaves.as_ref(),
+                index: None,
                 places: places.as_ref(),
                 partials: partials.as_mut(),
             })

@@ -1,0 +1,229 @@
+//! Updates of parts of tensors, by sums over the whole of each that come from all ranks.
+
+use bytemuck::{Pod, Zeroable};
+use fusestep_launch::{
+    Addresses, BackendError, Batch, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, ChunkSums, HEADER_BYTES,
+    LEAF_ELEMENTS, Launch, MAX_SUMS, NormedKernel, Record, TensorPartials, TensorSums,
+    WORKSPACE_BYTES, Workspace, pack,
+};
+
+use crate::backend::{CudaBackend, Entry};
+use crate::checks::check_records;
+use crate::normed::{SLOT_BYTES, check_chunks, shape, slot_count};
+use crate::reduce::check_end;
+use crate::session::unavailable;
+
+/// Records that one launch places the sums of; `kernels/tensor_sums.cu`: MOST_PLACES.
+const MOST_PLACES: usize = 2044;
+
+/// Threads of a block that places sums, and how many of its warps each has a record.
+const PLACE_THREADS: u32 = 128;
+const PLACING_WARPS: u32 = PLACE_THREADS / 32;
+
+/// One record of an update, as `kernels/tensor_sums.cu` reads it.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct RecordPlace {
+    tensor: u32,
+    first_slot: u32,
+    slots: u32,
+    reserved: u32,
+}
+
+/// Where the slots of a launch lie.
+#[derive(Clone, Copy)]
+pub(crate) struct Place {
+    pub(crate) slots: u64,
+    pub(crate) first_slot: u32,
+}
+
+impl CudaBackend {
+    /// As [`fusestep_launch::Backend::leaf_sums_into`].
+    pub(crate) fn enqueue_leaf_sums(
+        &self,
+        launch: &Launch<'_>,
+        (slots, first): (&mut dyn Buffer, u64),
+    ) -> Result<(), BackendError> {
+        let normed = normed_of(launch)?;
+        let mut count = 0;
+        for batch in launch.batches {
+            check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
+            let most = CHUNK_UNITS * LEAF_ELEMENTS;
+            if let Some(long) = batch.records.iter().find(|record| record.numel > most) {
+                return Err(unavailable(format!(
+                    "expected records of {most} elements at most, one leaf to a unit, found one \
+                     of {}",
+                    long.numel
+                )));
+            }
+            count += u64::from(batch.chunks);
+        }
+        let end = first.saturating_add(count);
+        check_end(end.saturating_mul(SLOT_BYTES as u64), slots.len_bytes())?;
+        let place = Place {
+            slots: self.device_buffer(slots)?.address(),
+            first_slot: u32::try_from(first)
+                .map_err(|_| unavailable(format!("slot {first} is beyond what 32 bits count")))?,
+        };
+        self.enqueue_parts(
+            launch,
+            (normed.sums_and_update().sums, launch.batches),
+            place,
+        )
+    }
+
+    /// Updates parts of tensors by the sums over the whole of each: each record is a tensor of its
+    /// own, whose first chunk has all of its sums.
+    pub(crate) fn launch_with_sums(
+        &self,
+        launch: &Launch<'_>,
+        (normed, sums): (&dyn NormedKernel, TensorSums<'_>),
+    ) -> Result<(), BackendError> {
+        check_chunks(launch)?;
+        let chunks = slot_count(launch)?;
+        let slots = match sums {
+            TensorSums::Host(sums) => self.write_tensor_sums(launch, chunks, sums)?,
+            TensorSums::Device(sums) => self.place_tensor_sums(launch, chunks, sums)?,
+        };
+        let place = Place {
+            slots,
+            first_slot: 0,
+        };
+        self.enqueue_parts(
+            launch,
+            (normed.sums_and_update().update, launch.batches),
+            place,
+        )
+    }
+
+    /// Writes sums that the host has; where the slots lie. Waits for the device.
+    fn write_tensor_sums(
+        &self,
+        launch: &Launch<'_>,
+        chunks: u64,
+        sums: &[[f64; MAX_SUMS]],
+    ) -> Result<u64, BackendError> {
+        let mut values = vec![0.0; chunks as usize * SLOT_BYTES / size_of::<f64>()];
+        for (record, place) in places(launch) {
+            let first = place.first_slot as usize * SLOT_BYTES / size_of::<f64>();
+            if let Some(sums) = sums.get(record.tensor as usize) {
+                values[first..first + MAX_SUMS].copy_from_slice(sums);
+            }
+        }
+        self.session.enter()?;
+        let mut kernels = self.kernels();
+        let skipped = kernels.part_slots.take_skipped()?;
+        kernels.part_slots.count_skipped(skipped);
+        let address = kernels.part_slots.at_least(&self.session, chunks)?;
+        kernels.part_slots.write(bytemuck::cast_slice(&values))?;
+        Ok(address)
+    }
+
+    /// Lets the device add up the sums of chunks, and put those of each tensor where the update
+    /// looks for them; where the slots lie.
+    fn place_tensor_sums(
+        &self,
+        launch: &Launch<'_>,
+        chunks: u64,
+        sums: ChunkSums<'_>,
+    ) -> Result<u64, BackendError> {
+        self.session.enter()?;
+        let slots = self.kernels().part_slots.at_least(&self.session, chunks)?;
+        let places: Vec<RecordPlace> = places(launch).map(|(_, place)| place).collect();
+        let tensors = places.iter().map(|place| u64::from(place.tensor) + 1).max();
+        let width = size_of::<TensorPartials>() as u64;
+        check_end(tensors.unwrap_or(0) * width, sums.tensors.len_bytes())?;
+        let addresses = [
+            slots,
+            self.device_buffer(sums.sums)?.address(),
+            self.device_buffer(sums.tensors)?.address(),
+        ];
+        for places in places.chunks(MOST_PLACES) {
+            let entry = Entry {
+                stem: "tensor_sums",
+                entry: "tensor_sums_place",
+                threads: PLACE_THREADS,
+                blocks: (places.len() as u32).div_ceil(PLACING_WARPS),
+            };
+            let [slots, sums, tensors] = addresses;
+            let head = [slots, sums, tensors, places.len() as u64];
+            self.enqueue(entry, &mut |bytes| {
+                let (own, rest) = bytes.split_at_mut(size_of_val(&head));
+                own.copy_from_slice(bytemuck::bytes_of(&head));
+                rest[..size_of_val(places)].copy_from_slice(bytemuck::cast_slice(places));
+            })?;
+        }
+        Ok(slots)
+    }
+
+    /// Enqueues one entry of a normed kernel on batches whose records are tensors of their own.
+    pub(crate) fn enqueue_parts(
+        &self,
+        launch: &Launch<'_>,
+        (name, batches): (&'static str, &[Batch]),
+        place: Place,
+    ) -> Result<(), BackendError> {
+        let addresses = self.list_addresses(launch)?;
+        let addresses = Addresses {
+            lists: &addresses[..launch.lists.len()],
+            control: match launch.control {
+                Some(control) => self.control_address(control)?,
+                None => 0,
+            },
+        };
+        let mut first_slot = place.first_slot;
+        for batch in batches.iter().filter(|batch| batch.chunks > 0) {
+            let (threads, blocks) = shape(batch);
+            let entry = Entry {
+                stem: launch.kernel.stem(),
+                entry: name,
+                threads,
+                blocks,
+            };
+            let workspace = Workspace {
+                slots: place.slots,
+                first_slot,
+                head_chunks: 0,
+                tail_chunks: 0,
+            };
+            let workspace = workspace.bytes();
+            self.enqueue(entry, &mut |bytes| {
+                pack(launch, batch, addresses, bytes);
+                bytes[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace);
+            })?;
+            first_slot = first_slot.saturating_add(batch.chunks);
+        }
+        Ok(())
+    }
+}
+
+/// The records of a launch, each with its parameter and its slots, which follow each other.
+fn places<'a>(launch: &'a Launch<'_>) -> impl Iterator<Item = (&'a Record, RecordPlace)> {
+    let mut next = 0;
+    let records = launch.batches.iter().flat_map(|batch| &batch.records);
+    records.map(move |record| {
+        // A launch has no more chunks than 32 bits count: `slot_count`.
+        let slots = record.numel.div_ceil(u64::from(CHUNK_ELEMENTS)) as u32;
+        let place = RecordPlace {
+            tensor: launch.members[record.tensor as usize],
+            first_slot: next,
+            slots,
+            reserved: 0,
+        };
+        next += slots;
+        (record, place)
+    })
+}
+
+/// What a launch's kernel takes of tensors.
+///
+/// # Errors
+/// [`BackendError::Unavailable`] for a kernel that takes no sums.
+pub(crate) fn normed_of<'a>(launch: &Launch<'a>) -> Result<&'a dyn NormedKernel, BackendError> {
+    launch.kernel.normed().ok_or_else(|| {
+        let entry = launch.kernel.entry();
+        unavailable(format!(
+            "expected a kernel that takes sums over tensors, found `{entry}`"
+        ))
+    })
+}

@@ -1,0 +1,292 @@
+//! The sums over whole tensors that LARS and LAMB need, where shards of many ranks lie on devices:
+//! nothing waits for the host.
+//!
+//! ```text
+//! leaves of this rank, in slots ─► all-reduce ─► chunks ─► tensors, with every update
+//! ```
+//! A slot has the sums of up to eight leaves that lie in one rank's part, so that every slot is one
+//! rank's. All others have zeros there, and adding up over ranks changes no bit of a sum.
+
+use std::ops::Range;
+
+use fusestep_collective::{Operation, ReduceOp};
+use fusestep_launch::{
+    Backend, Batch, Batchable, Buffer, CHUNK_LEAVES, CHUNK_UNITS, ChunkSums, FoldLeaves,
+    LEAF_ELEMENTS, MAX_SUMS, SLOT_VALUES, TensorPartials, TensorSums, batches, leaf_place,
+};
+use fusestep_tensor::DType;
+
+use crate::comms::Comms;
+use crate::{Optimize, Plan, PlanError, Stage, State};
+
+/// Bytes of a slot.
+const SLOT_BYTES: usize = SLOT_VALUES as usize * size_of::<f64>();
+
+/// Elements of the leaves of a slot.
+const SLOT_ELEMENTS: u64 = CHUNK_UNITS * LEAF_ELEMENTS;
+
+/// What lies on the device for it, and where.
+#[derive(Debug)]
+pub(crate) struct DeviceTrust {
+    /// The sums of every leaf of all tensors.
+    slots: Box<dyn Buffer>,
+    /// Where each leaf's are among them.
+    index: Box<dyn Buffer>,
+    /// The leaves of every chunk.
+    places: Box<dyn Buffer>,
+    /// The sums of every chunk.
+    sums: Box<dyn Buffer>,
+    /// The chunks of every parameter.
+    tensors: Box<dyn Buffer>,
+    /// The slots of each parameter, in the order of its elements.
+    of_params: Vec<Vec<Slot>>,
+    /// What this rank sums up while the same tensors take part; `None` if that is not known.
+    own: Option<Vec<OwnSums>>,
+    /// Whether the sums are those of the step under way.
+    filled: bool,
+}
+
+/// Elements of a parameter whose leaves have a slot.
+#[derive(Clone, Debug)]
+struct Slot {
+    elements: Range<u64>,
+    number: u64,
+}
+
+/// What this rank sums up of one stage.
+#[derive(Debug)]
+struct OwnSums {
+    stage: Optimize,
+    /// Batches whose slots follow each other, and the first of these.
+    runs: Vec<(Vec<Batch>, u64)>,
+}
+
+impl DeviceTrust {
+    /// The memory, if the plan may run the stage on the backend's device: made before any call is
+    /// under way there, for which a driver may wait.
+    pub(crate) fn of(plan: &Plan, backend: &dyn Backend) -> Result<Option<Self>, PlanError> {
+        let asks = |stage: &Stage| matches!(stage, Stage::Trust);
+        if backend.device().is_none()
+            || !plan.sums_may_stay_on_devices()
+            || !plan.stages.iter().any(asks)
+        {
+            return Ok(None);
+        }
+        let (of_params, count) = plan.slots_of_leaves()?;
+        let (mut index, mut places) = (Vec::new(), Vec::new());
+        let mut tensors = Vec::with_capacity(of_params.len());
+        for slots in &of_params {
+            let first = index.len();
+            for slot in slots {
+                let numel = slot.elements.end - slot.elements.start;
+                for leaf in 0..numel.div_ceil(LEAF_ELEMENTS) {
+                    let Some(place) = leaf_place(slot.number, leaf) else {
+                        return Ok(None);
+                    };
+                    index.push(place);
+                }
+            }
+            let chunks = places.len() as u64;
+            places.extend((first..index.len()).step_by(CHUNK_LEAVES).map(|at| {
+                let count = CHUNK_LEAVES.min(index.len() - at) as u64;
+                TensorPartials {
+                    first: at as u64,
+                    count,
+                }
+            }));
+            tensors.push(TensorPartials {
+                first: chunks,
+                count: places.len() as u64 - chunks,
+            });
+        }
+        let table = |bytes: &[u8]| {
+            let mut buffer = backend.allocate(bytes.len())?;
+            backend.write(buffer.as_mut(), 0, bytes)?;
+            Ok::<_, PlanError>(buffer)
+        };
+        Ok(Some(Self {
+            slots: backend.allocate(count as usize * SLOT_BYTES)?,
+            sums: backend.allocate(places.len() * size_of::<[f64; MAX_SUMS]>())?,
+            index: table(bytemuck::cast_slice(&index))?,
+            places: table(bytemuck::cast_slice(&places))?,
+            tensors: table(bytemuck::cast_slice(&tensors))?,
+            of_params,
+            own: None,
+            filled: false,
+        }))
+    }
+
+    /// Other tensors take part from now on.
+    pub(crate) fn forget_own(&mut self) {
+        self.own = None;
+    }
+
+    /// The sums for updates, if they are those of the step under way.
+    pub(crate) fn sums(&self) -> Option<TensorSums<'_>> {
+        self.filled.then_some(TensorSums::Device(ChunkSums {
+            sums: self.sums.as_ref(),
+            tensors: self.tensors.as_ref(),
+        }))
+    }
+
+    /// What this rank sums up of a stage.
+    fn own_sums(
+        &self,
+        plan: &Plan,
+        (stage, all): &(Optimize, Vec<Batch>),
+    ) -> Result<OwnSums, PlanError> {
+        let members = &plan.storages[stage.storage].members;
+        let mut runs: Vec<(Vec<Batchable>, u64)> = Vec::new();
+        let mut next = None;
+        for (batch, record) in all
+            .iter()
+            .flat_map(|batch| batch.records.iter().map(move |record| (batch, record)))
+        {
+            let slots = &self.of_params[members[record.tensor as usize] as usize];
+            let end = record.first_element + record.numel;
+            let first = slots.partition_point(|slot| slot.elements.end <= record.first_element);
+            for slot in slots[first..]
+                .iter()
+                .take_while(|slot| slot.elements.start < end)
+            {
+                if next != Some(slot.number) {
+                    runs.push((Vec::new(), slot.number));
+                }
+                next = Some(slot.number + 1);
+                let (run, _) = runs
+                    .last_mut()
+                    .expect("a run has begun with its first slot");
+                run.push(Batchable {
+                    tensor: record.tensor,
+                    first_element: slot.elements.start,
+                    numel: slot.elements.end - slot.elements.start,
+                    class: batch.classes[usize::from(record.set)],
+                });
+            }
+        }
+        let kernel = plan.kernel_of(members[0])?;
+        let limits = plan.limits_of(kernel.as_ref());
+        let runs = runs.into_iter().map(|(run, first)| {
+            let layout = kernel.argument_layout();
+            Ok((batches(kernel.entry(), run, layout, limits)?, first))
+        });
+        Ok(OwnSums {
+            stage: stage.clone(),
+            runs: runs.collect::<Result<_, PlanError>>()?,
+        })
+    }
+}
+
+impl Plan {
+    /// Whether sums over gradients and tensors of several ranks can stay on devices: nothing else
+    /// has to know them on the host.
+    pub(crate) fn sums_may_stay_on_devices(&self) -> bool {
+        let has_slices = self.storages.iter().any(|spec| spec.distributed);
+        self.reduces() && !self.update_norms && !has_slices
+    }
+
+    /// The slots of each parameter whose rule takes sums over it, and how many there are.
+    fn slots_of_leaves(&self) -> Result<(Vec<Vec<Slot>>, u64), PlanError> {
+        let mut slots = vec![Vec::new(); self.params.len()];
+        let mut count = 0;
+        for (storage, spec) in self.storages.iter().enumerate() {
+            let Some(&member) = spec.members.first() else {
+                continue;
+            };
+            if self.kernel_of(member)?.normed().is_none() {
+                continue;
+            }
+            let of_storage = self.buckets.iter().filter(|b| b.storage == storage);
+            let ranks = 0..self.shard_place().world;
+            let mut parts: Vec<Range<u64>> = of_storage
+                .flat_map(|bucket| ranks.clone().map(|rank| bucket.part(rank)))
+                .filter(|part| !part.is_empty())
+                .collect();
+            parts.sort_unstable_by_key(|part| part.start);
+            for (tensor, &member) in spec.members.iter().enumerate() {
+                let tensor = spec.layout.range(tensor);
+                let first = parts.partition_point(|part| part.end <= tensor.start);
+                for part in parts[first..]
+                    .iter()
+                    .take_while(|part| part.start < tensor.end)
+                {
+                    let start = part.start.max(tensor.start) - tensor.start;
+                    let end = part.end.min(tensor.end) - tensor.start;
+                    for at in (start..end).step_by(SLOT_ELEMENTS as usize) {
+                        slots[member as usize].push(Slot {
+                            elements: at..end.min(at + SLOT_ELEMENTS),
+                            number: count,
+                        });
+                        count += 1;
+                    }
+                }
+            }
+        }
+        Ok((slots, count))
+    }
+
+    /// Stage `trust` on devices: enqueues all of it. Whether it runs there.
+    pub(crate) fn sum_tensors_on_device(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+    ) -> Result<bool, PlanError> {
+        let Some(mut own) = state.exchange.trust_on_device.take() else {
+            return Ok(false);
+        };
+        own.filled = false;
+        let done = if comms.is_on_device_of(backend) {
+            self.fill_sums(state, backend, comms, &mut own)
+        } else {
+            Ok(())
+        };
+        let filled = own.filled;
+        state.exchange.trust_on_device = Some(own);
+        done.map(|()| filled)
+    }
+
+    /// Fills in the sums of all chunks.
+    fn fill_sums(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        own: &mut DeviceTrust,
+    ) -> Result<(), PlanError> {
+        let parts = match own.own.take() {
+            Some(parts) => parts,
+            None => {
+                let parts = state.exchange.trust.iter();
+                parts
+                    .map(|part| own.own_sums(self, part))
+                    .collect::<Result<_, _>>()?
+            }
+        };
+        backend.zero(own.slots.as_mut())?;
+        for OwnSums { stage, runs } in parts.iter().filter(|part| !part.runs.is_empty()) {
+            self.with_gradients(state, stage.bucket, |state| {
+                for (batches, first) in runs {
+                    if let Some(launch) = state.launch_with(self, stage, batches) {
+                        backend.leaf_sums_into(&launch, (own.slots.as_mut(), *first))?;
+                    }
+                }
+                Ok(())
+            })?;
+        }
+        own.own = Some(parts);
+        backend.hand_over(own.slots.as_mut())?;
+        let call = (Operation::AllReduce(ReduceOp::Sum), DType::F64, None);
+        let all = 0..own.slots.len_bytes();
+        comms.on_device(&mut own.slots, all, call)?;
+        backend.take_back(own.slots.as_mut())?;
+        backend.fold_leaves(FoldLeaves {
+            leaves: own.slots.as_ref(),
+            index: Some(own.index.as_ref()),
+            places: own.places.as_ref(),
+            partials: own.sums.as_mut(),
+        })?;
+        own.filled = true;
+        Ok(())
+    }
+}

@@ -1,0 +1,102 @@
+//! The launches of a plan's stages, on the memory of a state.
+
+use fusestep_launch::{Batch, Launch, LaunchReport, TensorSums};
+
+use crate::device_trust::DeviceTrust;
+use crate::exchange::Exchange;
+use crate::norm::NormState;
+use crate::run::Executor;
+use crate::storage::StorageState;
+use crate::update_norms::UpdateSlots;
+use crate::{Optimize, Plan, PlanError, State};
+
+impl State {
+    /// The launch of a stage that updates; `None` if it has no batches.
+    pub(crate) fn launch_of<'a>(
+        &'a mut self,
+        plan: &'a Plan,
+        stage: &Optimize,
+        update: usize,
+    ) -> Option<Launch<'a>> {
+        // Taken apart so that the launch can borrow the batches beside the storage.
+        let Self {
+            schedule,
+            storages,
+            norm,
+            exchange,
+            ..
+        } = self;
+        let decided = (norm.as_ref(), &*exchange);
+        launch(plan, stage, (&schedule.batches[update], storages), decided)
+    }
+
+    /// The launch of a stage with batches of the caller's.
+    pub(crate) fn launch_with<'a>(
+        &'a mut self,
+        plan: &'a Plan,
+        stage: &Optimize,
+        batches: &'a [Batch],
+    ) -> Option<Launch<'a>> {
+        let decided = (self.norm.as_ref(), &self.exchange);
+        launch(plan, stage, (batches, &mut self.storages), decided)
+    }
+
+    /// Runs a stage that updates, from its table if it has one.
+    pub(crate) fn launch_update(
+        &mut self,
+        plan: &Plan,
+        (stage, update): (&Optimize, usize),
+        executor: &mut Executor<'_>,
+    ) -> Result<LaunchReport, PlanError> {
+        // Taken out, so that the launch can borrow the rest of the state.
+        let place = self.tables.updates.get_mut(update);
+        let table = place.and_then(Option::take);
+        let done = match (self.launch_of(plan, stage, update), &table, executor) {
+            (None, ..) => Ok(LaunchReport::default()),
+            (Some(launch), Some(table), Executor::Backend(backend)) => {
+                backend.launch_table(launch, table.as_ref())
+            }
+            (Some(launch), _, executor) => executor.launch(launch),
+        };
+        if let Some(place) = self.tables.updates.get_mut(update) {
+            *place = table;
+        }
+        Ok(done?)
+    }
+}
+
+fn launch<'a>(
+    plan: &'a Plan,
+    stage: &Optimize,
+    (batches, storages): (&'a [Batch], &'a mut [StorageState]),
+    (norm, exchange): (Option<&'a NormState>, &'a Exchange),
+) -> Option<Launch<'a>> {
+    if batches.is_empty() {
+        return None;
+    }
+    let control = norm.map(|norm| norm.control.as_ref());
+    // Those of several ranks are formed together, for tensors that this rank may have in parts.
+    let alone = norm.filter(|_| plan.topology.world == 1);
+    let segment = stage.bucket.map_or(0, |bucket| plan.segment_start(bucket));
+    let storage = &mut storages[stage.storage];
+    storage.set_firsts(&stage.elements, segment);
+    Some(Launch {
+        kernel: storage.kernel.as_ref(),
+        batches,
+        offsets: storage.spec.layout.offsets(),
+        members: &storage.spec.members,
+        lists: &mut storage.lists,
+        firsts: &storage.firsts,
+        scalars: &storage.scalars,
+        control,
+        grad_sums: alone.map(|norm| norm.sums.as_ref()),
+        tensor_sums: storage.tensor_sums.as_deref().map(|sums| {
+            let on_device = exchange.trust_on_device.as_ref();
+            let on_device = on_device.and_then(DeviceTrust::sums);
+            on_device.unwrap_or(TensorSums::Host(sums))
+        }),
+        update_sums: storage.update_slots.as_mut().map(UpdateSlots::lend),
+        sets: &storage.sets,
+        limits: plan.limits_of(storage.kernel.as_ref()),
+    })
+}
