@@ -20,7 +20,8 @@ fn kernel() -> Box<dyn MultiTensorKernel> {
         lr: 0.5,
         ..Lars::default()
     };
-    lars.kernel(DType::F32, Precision::default()).unwrap()
+    // In f64 a sum's last bit shows.
+    lars.kernel(DType::F64, Precision::default()).unwrap()
 }
 
 /// A buffer of the backend with these bytes.
@@ -45,10 +46,10 @@ fn tables(leaves: impl Fn(u64) -> u64) -> (Vec<TensorPartials>, Vec<TensorPartia
     (tensors, chunks)
 }
 
-/// Sums that are not alike, of which adding up in another order gives others.
+/// Sums that are not alike. Adding up the first in another order, or rounded otherwise, gives
+/// another; the second is exact, so that no quotient of them hides it.
 fn sums(at: u64) -> [f64; MAX_SUMS] {
-    let at = at as f64;
-    [1.0 / (at + 3.0), (at * 0.7).sin().abs() * 1e-3]
+    [1.0 / (at as f64 + 3.0), (at % 7 + 1) as f64 / 1024.0]
 }
 
 /// The sum of a chunk's leaves, by halves.
@@ -138,7 +139,7 @@ fn lists(
     }
     let elements = end + LEAF_ELEMENTS * records;
     let lists = kernel.lists().iter().enumerate().map(|(index, &list)| {
-        let value = |at: u64| ((at * 37 + index as u64) % 1_009) as f32 * 0.003 - 1.5;
+        let value = |at: u64| ((at * 37 + index as u64) % 1_009) as f64 * 0.003 - 1.5;
         let bytes: Vec<u8> = (0..elements)
             .flat_map(|at| value(at).to_le_bytes())
             .collect();
@@ -165,7 +166,8 @@ fn updated(backend: &dyn Backend, records: u64, on_device: bool) -> Vec<Vec<u8>>
     let (mut scalars, mut sets) = (vec![0; layout.scalar_bytes], vec![0; layout.set_bytes]);
     kernel.write_scalars(&mut scalars);
     let values = SetValues {
-        lr: 0.1,
+        // So much that what is updated hangs on the sums to the last bit.
+        lr: 1e4,
         lr_scale: 1.0,
         weight_decay: Some(0.01),
         trust: None,
@@ -220,9 +222,11 @@ fn updated(backend: &dyn Backend, records: u64, on_device: bool) -> Vec<Vec<u8>>
 fn parts_are_updated_by_the_sums_that_the_device_adds_up() {
     for records in [1, 12] {
         let expected = updated(&cpu(), records, false);
+        assert!(updated(&cuda(), records, false) == expected, "{records}");
         let backend = cuda();
-        assert!(updated(&backend, records, false) == expected, "{records}");
-        // Slots have what the launch before has left.
+        assert!(updated(&backend, records, true) == expected, "{records}");
+        // Slots have the sums of other records still, which count for nothing.
+        updated(&backend, 101, true);
         assert!(updated(&backend, records, true) == expected, "{records}");
         assert_eq!(backend.take_skipped().unwrap(), 0);
     }

@@ -41,6 +41,8 @@ const NORM: &str = "amp_norm_f32";
 const FINISH: &str = "amp_finish";
 const CHANGES: &str = "update_sums_f32";
 const RANKS: &str = "rank_order_f16";
+const FOLD: &str = "tensor_sums_fold";
+const PLACE: &str = "tensor_sums_place";
 
 const ADAM_ALONE: &str = "adam_alone_gives_the_bits_of_the_host";
 const NORMS_ALONE: &str = "norms_alone_give_the_bits_of_the_host";
@@ -48,6 +50,8 @@ const CHANGES_ALONE: &str = "norms_of_updates_alone_have_the_bits_of_the_host";
 const MANY_ALONE: &str = "a_norm_over_many_tensors_has_the_bits_of_the_host";
 const LAST_BITS: &str = "norms_have_the_bits_of_the_host_to_the_last";
 const HALVES_ALONE: &str = "adam_in_16_bits_alone_gives_the_bits_of_the_host";
+const FOLD_ALONE: &str = "tensor_sums::chunks_are_folded_from_leaves_wherever_these_lie";
+const PLACE_ALONE: &str = "tensor_sums::parts_are_updated_by_the_sums_that_the_device_adds_up";
 const RANKS_ALONE: &str = "rank_order::sums_in_rank_order_are_those_of_the_host";
 
 /// A mutant of the entry, under the test that launches it.
@@ -127,7 +131,7 @@ pub(super) const EACH: [Each; 10] = [
     ),
 ];
 
-pub(super) const MUTANTS: [Mutant; 37] = [
+pub(super) const MUTANTS: [Mutant; 41] = [
     adam("products rounded to zero", "mul.rn.f32", "mul.rz.f32"),
     adam("sums rounded to zero", "add.rn.f32", "add.rz.f32"),
     adam("differences rounded up", "sub.rn.f32", "sub.rp.f32"),
@@ -276,6 +280,34 @@ pub(super) const MUTANTS: [Mutant; 37] = [
         HALVES_ALONE,
     ),
     mutant("ties rounded up", HALF, "and.b32", "or.b32", HALVES_ALONE),
+    mutant(
+        "leaves out of order",
+        FOLD,
+        "shfl.sync.bfly",
+        "shfl.sync.up",
+        FOLD_ALONE,
+    ),
+    mutant(
+        "leaves behind the last added",
+        FOLD,
+        "setp.le.u64",
+        "setp.lt.u64",
+        FOLD_ALONE,
+    ),
+    mutant(
+        "chunks added down",
+        PLACE,
+        "add.rn.f64",
+        "add.rm.f64",
+        PLACE_ALONE,
+    ),
+    mutant(
+        "nothing behind the first sums",
+        PLACE,
+        "st.global.f64",
+        "",
+        PLACE_ALONE,
+    ),
     mutant(
         "sums rounded to zero",
         RANKS,
