@@ -4,6 +4,8 @@
 
 #[path = "device_ranks/counted.rs"]
 mod counted;
+#[path = "device_ranks/graph.rs"]
+mod graph;
 #[path = "device_ranks/laws.rs"]
 mod laws;
 #[path = "device_ranks/program.rs"]

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 
@@ -82,18 +83,19 @@ inline const CUstream PER_THREAD_STREAM = reinterpret_cast<CUstream>(2);
 // Whether the stream is a default one or has been created.
 bool is_stream(CUstream stream);
 
-// A launch with the copy of its arguments that every thread reads.
-struct Enqueued {
-    const Kernel* kernel;
-    LaunchShape shape;
-    std::shared_ptr<const std::max_align_t[]> arguments;
+// What a graph does, one after the other.
+struct Node {
+    // A launch, a copy or a fill: done at once, under the lock.
+    std::function<CUresult()> work;
+    // Or what another library starts on the stream that the graph is launched on, without the lock.
+    std::function<void(CUstream)> start;
 };
 
-// Whether launches on the stream are recorded in place of being run. Nothing else can be enqueued
-// there then.
+// Whether launches, copies within the device and fills on the stream are recorded in place of being
+// run. Nothing else can be enqueued there then.
 bool is_capturing(CUstream stream);
-// The error of a recording that a call has spoiled, which every further launch and its end return.
-CUresult record(CUstream stream, const Enqueued& launch);
+// The error of a recording that a call has spoiled, which every further node and its end return.
+CUresult record(CUstream stream, const Node& node);
 // Spoils the recording that the stream takes part in.
 void spoil(CUstream stream);
 // The stream that a capture began with which this one takes part in; nullptr for none.

@@ -1,5 +1,8 @@
-// Driver functions: graphs. A stream that captures records its launches; a graph runs them again,
-// in order, with the same arguments.
+// Driver functions: graphs. A stream that captures records what is enqueued on it; a graph does it
+// again, in order, with the same arguments.
+//
+// Another library, such as a stand-in for NCCL, records what it would have put into the stream
+// (`emulatorRecord`): the graph starts it on the stream that it is launched on.
 
 #include <list>
 #include <map>
@@ -7,11 +10,11 @@
 #include "driver.hpp"
 
 struct CUgraph_st {
-    std::vector<emulator::Enqueued> launches;
+    std::vector<emulator::Node> nodes;
 };
 
 struct CUgraphExec_st {
-    std::vector<emulator::Enqueued> launches;
+    std::vector<emulator::Node> nodes;
 };
 
 namespace emulator {
@@ -22,7 +25,7 @@ std::list<CUgraphExec_st> executables;
 
 // What a stream has recorded since its capture began, and whether a call has spoiled it.
 struct Recording {
-    std::vector<Enqueued> launches;
+    std::vector<Node> nodes;
     bool is_spoiled = false;
 };
 
@@ -63,10 +66,10 @@ CUstream capture_of(CUstream stream) {
 
 bool is_capturing(CUstream stream) { return capture_of(stream) != nullptr; }
 
-CUresult record(CUstream stream, const Enqueued& launch) {
+CUresult record(CUstream stream, const Node& node) {
     Recording& recording = recordings[capture_of(stream)];
     if (recording.is_spoiled) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
-    recording.launches.push_back(launch);
+    recording.nodes.push_back(node);
     const auto fork = forks.find(stream);
     if (fork != forks.end()) fork->second.is_pending = true;
     return CUDA_SUCCESS;
@@ -117,7 +120,7 @@ CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
             fork = forks.erase(fork);
         }
         const bool is_spoiled = recordings[stream].is_spoiled;
-        graphs.push_back({recordings[stream].launches});
+        graphs.push_back({recordings[stream].nodes});
         recordings.erase(stream);
         if (is_spoiled) {
             graphs.pop_back();
@@ -138,22 +141,50 @@ CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph, uns
     return with_context([&] {
         auto found = find(graphs, graph);
         if (executable == nullptr || found == graphs.end()) return CUDA_ERROR_INVALID_VALUE;
-        executables.push_back({found->launches});
+        executables.push_back({found->nodes});
         *executable = &executables.back();
         return CUDA_SUCCESS;
     });
 }
 
 CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream) {
-    return with_idle_stream(stream, [&] {
+    std::vector<Node> nodes;
+    const CUresult refused = with_idle_stream(stream, [&] {
         auto found = find(executables, executable);
         if (found == executables.end() || !is_stream(stream)) return CUDA_ERROR_INVALID_HANDLE;
         if (is_capturing(stream)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-        for (const Enqueued& launch : found->launches) {
-            sticky = run_kernel(*launch.kernel, launch.shape, launch.arguments.get());
-            if (sticky != CUDA_SUCCESS) break;
-        }
+        nodes = found->nodes;
         return CUDA_SUCCESS;
+    });
+    if (refused != CUDA_SUCCESS) return refused;
+    for (const Node& node : nodes) {
+        if (node.start) {
+            node.start(stream);
+            continue;
+        }
+        // A graph is asynchronous: a fault of it shows in the next call.
+        const bool goes_on = with_idle_stream(stream, [&] {
+            sticky = node.work();
+            return sticky;
+        }) == CUDA_SUCCESS;
+        if (!goes_on) break;
+    }
+    return CUDA_SUCCESS;
+}
+
+// No function of a driver: whether what is enqueued on the stream is recorded.
+int emulatorIsCapturing(CUstream stream) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return is_capturing(stream) ? 1 : 0;
+}
+
+// No function of a driver: records what another library does on the stream. `start` is given
+// `operation`, which `drop` ends, and the stream of each launch of the graph.
+CUresult emulatorRecord(CUstream stream, void (*start)(void*, CUstream), void* operation, void (*drop)(void*)) {
+    const std::shared_ptr<void> kept(operation, drop);
+    return with_driver([&]() -> CUresult {
+        if (!is_capturing(stream)) return CUDA_ERROR_INVALID_VALUE;
+        return record(stream, {nullptr, [start, kept](CUstream launched_on) { start(kept.get(), launched_on); }});
     });
 }
 

@@ -107,7 +107,7 @@ CUresult launch(CUfunction function, const LaunchShape& shape, CUstream stream, 
         // thread reads this one copy.
         const std::shared_ptr<std::max_align_t[]> copy(new std::max_align_t[kernel->argument_bytes / sizeof(std::max_align_t) + 1]);
         std::memcpy(copy.get(), arguments, kernel->argument_bytes);
-        if (is_capturing(stream)) return record(stream, {kernel, shape, copy});
+        if (is_capturing(stream)) return record(stream, {[kernel, shape, copy] { return run_kernel(*kernel, shape, copy.get()); }, nullptr});
         // A launch is asynchronous: its fault shows in the next call.
         sticky = run_kernel(*kernel, shape, copy.get());
         return CUDA_SUCCESS;

@@ -13,28 +13,34 @@ namespace {
 void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(address); }
 
 CUresult copy(void* to, const void* from, size_t len_bytes, const void* device_range, const void* other_device_range, CUstream stream) {
-    return with_idle_stream(stream, [&] {
+    return with_idle_stream(stream, [&]() -> CUresult {
         if (!is_stream(stream)) return CUDA_ERROR_INVALID_HANDLE;
-        if (is_capturing(stream)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+        // A graph would read the host's memory, or write it, later.
+        if (is_capturing(stream) && other_device_range == nullptr) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
         if (len_bytes == 0) return CUDA_SUCCESS;
         if (to == nullptr || from == nullptr || !is_allocated(device_range, len_bytes)) return CUDA_ERROR_INVALID_VALUE;
         if (other_device_range != nullptr && !is_allocated(other_device_range, len_bytes)) return CUDA_ERROR_INVALID_VALUE;
-        std::memmove(to, from, len_bytes);
-        return CUDA_SUCCESS;
+        const auto work = [=] {
+            std::memmove(to, from, len_bytes);
+            return CUDA_SUCCESS;
+        };
+        return is_capturing(stream) ? record(stream, {work, nullptr}) : work();
     });
 }
 
 template <class T>
 CUresult fill(CUdeviceptr to, T value, size_t count, CUstream stream) {
-    return with_idle_stream(stream, [&] {
+    return with_idle_stream(stream, [&]() -> CUresult {
         if (!is_stream(stream)) return CUDA_ERROR_INVALID_HANDLE;
-        if (is_capturing(stream)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
         if (count == 0) return CUDA_SUCCESS;
         if (count > SIZE_MAX / sizeof(T) || to % sizeof(T) != 0 || !is_allocated(pointer(to), count * sizeof(T)))
             return CUDA_ERROR_INVALID_VALUE;
-        T* values = static_cast<T*>(pointer(to));
-        for (size_t i = 0; i < count; ++i) values[i] = value;
-        return CUDA_SUCCESS;
+        const auto work = [=] {
+            T* values = static_cast<T*>(pointer(to));
+            for (size_t i = 0; i < count; ++i) values[i] = value;
+            return CUDA_SUCCESS;
+        };
+        return is_capturing(stream) ? record(stream, {work, nullptr}) : work();
     });
 }
 

@@ -9,6 +9,9 @@
 // A group occupies its stream from its end until it is through or its communicator has ended, as
 // NCCL's kernel does, which waits there for the other ranks. So the driver's calls that wait for
 // all work of a device wait for it. Ending a communicator frees its memory, and waits likewise.
+//
+// On a stream that captures a group is recorded, and every launch of the graph puts it into that
+// graph's stream.
 
 #include <atomic>
 #include <chrono>
@@ -236,6 +239,26 @@ namespace {
 thread_local int depth = 0;
 thread_local std::vector<std::pair<ncclComm*, Operation>> grouped;
 
+// A group that a graph starts.
+struct Recorded {
+    ncclComm* comm;
+    Job job;
+};
+
+// Gives a group to its communicator's worker.
+void put(ncclComm* comm, Job job) {
+    driver().occupy(job.stream);
+    comm->occupied.push_back(job.stream);
+    comm->jobs.push_back(std::move(job));
+    comm->world->changed.notify_all();
+}
+
+void start_recorded(void* operation, void* stream) {
+    const Recorded& recorded = *static_cast<Recorded*>(operation);
+    const std::lock_guard<std::mutex> lock(recorded.comm->world->mutex);
+    put(recorded.comm, Job{recorded.job.operations, stream});
+}
+
 int start_grouped() {
     std::map<ncclComm*, Job> jobs;
     for (const auto& [comm, operation] : grouped) {
@@ -243,15 +266,20 @@ int start_grouped() {
         jobs[comm].stream = operation.stream;
     }
     grouped.clear();
+    int result = SUCCESS;
     for (auto& [comm, job] : jobs) {
+        if (driver().is_capturing(job.stream) != 0) {
+            Recorded* const recorded = new Recorded{comm, job};
+            const auto drop = [](void* operation) { delete static_cast<Recorded*>(operation); };
+            if (driver().record(job.stream, start_recorded, recorded, drop) != 0) return INVALID_USAGE;
+            continue;
+        }
         const std::lock_guard<std::mutex> lock(comm->world->mutex);
         comm->state = IN_PROGRESS;
-        driver().occupy(job.stream);
-        comm->occupied.push_back(job.stream);
-        comm->jobs.push_back(std::move(job));
-        comm->world->changed.notify_all();
+        put(comm, std::move(job));
+        result = IN_PROGRESS;
     }
-    return jobs.empty() ? SUCCESS : IN_PROGRESS;
+    return result;
 }
 
 int add(ncclComm* comm, const Operation& operation) {

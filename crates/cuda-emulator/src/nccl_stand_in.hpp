@@ -22,6 +22,8 @@ struct Driver {
     int (*synchronize)() = nullptr;
     int (*occupy)(void*) = nullptr;
     int (*vacate)(void*) = nullptr;
+    int (*is_capturing)(void*) = nullptr;
+    int (*record)(void*, void (*)(void*, void*), void*, void (*)(void*)) = nullptr;
 
     Driver() {
         void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
@@ -34,6 +36,8 @@ struct Driver {
         find(synchronize, "cuCtxSynchronize");
         find(occupy, "emulatorOccupy");
         find(vacate, "emulatorVacate");
+        find(is_capturing, "emulatorIsCapturing");
+        find(record, "emulatorRecord");
     }
 };
 

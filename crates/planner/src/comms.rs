@@ -271,6 +271,11 @@ impl<'a> Comms<'a> {
         device.is_some() && self.comm.device() == device
     }
 
+    /// The error that the communicator has failed with.
+    pub(crate) fn check(&self) -> Result<(), CollectiveError> {
+        self.comm.failure().map_or(Ok(()), Err)
+    }
+
     /// Reduces a bucket of all ranks and updates it in one pass.
     pub(crate) fn reduce_update(
         &mut self,

@@ -1,6 +1,6 @@
 //! The launches of a plan's stages, on the memory of a state.
 
-use fusestep_launch::{Batch, Launch, LaunchReport, TensorSums};
+use fusestep_launch::{Backend, Batch, Launch, LaunchReport, TensorSums};
 
 use crate::device_trust::DeviceTrust;
 use crate::exchange::Exchange;
@@ -41,6 +41,22 @@ impl State {
         launch(plan, stage, (batches, &mut self.storages), decided)
     }
 
+    /// Builds the table of a stage of several ranks, whose gradients are where the launch reads
+    /// them, unless there is one.
+    pub(crate) fn build_table(
+        &mut self,
+        plan: &Plan,
+        (stage, update): (&Optimize, usize),
+        backend: &dyn Backend,
+    ) -> Result<(), PlanError> {
+        let is_missing = matches!(self.tables.updates.get(update), Some(None));
+        if is_missing && plan.topology.world > 1 && backend.device().is_some() {
+            let table = self.place_update(plan, (stage, update), backend)?;
+            self.tables.updates[update] = table;
+        }
+        Ok(())
+    }
+
     /// Runs a stage that updates, from its table if it has one.
     pub(crate) fn launch_update(
         &mut self,
@@ -48,6 +64,9 @@ impl State {
         (stage, update): (&Optimize, usize),
         executor: &mut Executor<'_>,
     ) -> Result<LaunchReport, PlanError> {
+        if let Executor::Backend(backend) = executor {
+            self.build_table(plan, (stage, update), *backend)?;
+        }
         // Taken out, so that the launch can borrow the rest of the state.
         let place = self.tables.updates.get_mut(update);
         let table = place.and_then(Option::take);

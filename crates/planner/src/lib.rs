@@ -37,6 +37,7 @@ mod plan;
 mod planner;
 mod precision;
 mod prefetch;
+mod rank_graph;
 mod ready;
 mod reduce;
 mod report;
@@ -80,6 +81,7 @@ pub use plan::Plan;
 pub use planner::{Planner, Tensors};
 pub(crate) use precision::Precisions;
 pub use prefetch::PendingGather;
+pub use rank_graph::RankGraph;
 pub use report::{GradReport, MicroStepReport, StepReport};
 pub use run::Lender;
 pub use stage::{

@@ -6,6 +6,8 @@ use fusestep_launch::{Backend, BackendError, Graph, Reduce, ResidentTable, SetVa
 use fusestep_tensor::Role;
 use serde::Serialize;
 
+use crate::arena::keeps_segments;
+use crate::comms::Comms;
 use crate::in_backward::check_between_steps;
 use crate::run::Executor;
 use crate::{Note, Optimize, Plan, PlanError, Stage, State, StepReport, Verdict};
@@ -54,11 +56,14 @@ impl Plan {
         let borrowed = self.tensors.are_borrowed();
         let note = |verdict, reason: String| Note::new("table", verdict, reason);
         if self.topology.world > 1 {
-            if asked == TableKind::Resident {
-                let reason = "arguments: gradients of several ranks change their place in memory";
-                self.notes.push(note(Verdict::Refused, reason.to_owned()));
+            if asked != TableKind::Resident {
+                return Ok(());
             }
-            return Ok(());
+            if let Some(reason) = self.no_tables_of_ranks() {
+                self.notes
+                    .push(note(Verdict::Refused, format!("arguments: {reason}")));
+                return Ok(());
+            }
         }
         if self.in_backward {
             if asked != TableKind::Arguments {
@@ -101,6 +106,22 @@ impl Plan {
         Ok(())
     }
 
+    /// Why tables of several ranks cannot lie in memory; `None` if they can.
+    fn no_tables_of_ranks(&self) -> Option<&'static str> {
+        let has = |asked: fn(&Stage) -> bool| self.stages.iter().any(asked);
+        if !keeps_segments(self) {
+            Some("gradients of several ranks change their place in memory from ZeRO stage 2 on")
+        } else if has(|stage| matches!(stage, Stage::Trust)) {
+            Some("sums over tensors of several ranks are placed anew for every launch")
+        } else if has(|stage| matches!(stage, Stage::ReduceUpdate(_))) {
+            Some("ranks reduce and update in one pass")
+        } else if self.update_norms {
+            Some("norms of updates of several ranks are not measured on devices")
+        } else {
+            None
+        }
+    }
+
     /// Launches of a stage: before the updates from a resident table, one derives its sets.
     pub(crate) fn launches_of(&self, stage: &Optimize) -> usize {
         match self.table {
@@ -127,6 +148,7 @@ impl Plan {
     pub fn enqueue(&self, state: &mut State, backend: &dyn Backend) -> Result<(), PlanError> {
         self.check_state(state)?;
         check_between_steps(state, "enqueue")?;
+        self.check_alone("enqueue", "step")?;
         if state.norm.is_some() && state.tables.kind != TableKind::Resident {
             return Err(not_capturable("its tables are in arguments"));
         }
@@ -155,26 +177,37 @@ impl Plan {
     ) -> Result<StepGraph, PlanError> {
         self.check_state(state)?;
         check_between_steps(state, "capture")?;
-        if state.tables.kind != TableKind::Resident {
-            return Err(not_capturable("its tables are in arguments"));
-        }
-        if state.without_gradient_count > 0 {
-            return Err(not_capturable(
-                "parameters are without gradient in the next step",
-            ));
-        }
+        self.check_alone("capture", "capture_on")?;
+        state.check_capturable()?;
         state.prepare(self, backend)?;
+        self.record(state, backend, None)
+    }
+
+    /// Records the stages of a step.
+    pub(crate) fn record(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        mut comms: Option<&mut Comms<'_>>,
+    ) -> Result<StepGraph, PlanError> {
+        let mut stopped = None;
         let graph = backend.capture(&mut || {
             let mut executor = Executor::Backend(backend);
-            let done = self.each_stage(state, &mut executor, None, &mut StepReport::default());
+            let (comms, mut report) = (comms.as_deref_mut(), StepReport::default());
+            let done = self.each_stage(state, &mut executor, comms, &mut report);
             done.map_err(|error| match error {
                 PlanError::Backend(error) => error,
-                other => BackendError::Unavailable {
-                    backend: backend.name(),
-                    reason: other.to_string(),
-                },
+                other => {
+                    let reason = other.to_string();
+                    stopped = Some(other);
+                    BackendError::Unavailable {
+                        backend: backend.name(),
+                        reason,
+                    }
+                }
             })
-        })?;
+        });
+        let graph = graph.map_err(|error| stopped.unwrap_or(error.into()))?;
         Ok(StepGraph {
             graph,
             generation: state.tables.generation,
@@ -196,6 +229,28 @@ impl Plan {
     ) -> Result<(), PlanError> {
         self.check_state(state)?;
         check_between_steps(state, "replay")?;
+        self.check_alone("replay", "replay_on")?;
+        self.replay_recorded(state, backend, graph)
+    }
+
+    /// Refuses plans of several ranks.
+    fn check_alone(&self, what: &str, instead: &str) -> Result<(), PlanError> {
+        if self.topology.world == 1 {
+            return Ok(());
+        }
+        Err(PlanError::Topology {
+            expected: format!("a plan of one rank for `{what}`"),
+            found: format!("{} ranks; use `{instead}`", self.topology.world),
+        })
+    }
+
+    /// Enqueues a recorded step.
+    pub(crate) fn replay_recorded(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        graph: &StepGraph,
+    ) -> Result<(), PlanError> {
         let built_anew = state.tables.generation != graph.generation;
         if built_anew || state.schedule.stale || state.without_gradient_count > 0 {
             return Err(PlanError::StaleGraph);
@@ -209,7 +264,7 @@ impl Plan {
     }
 }
 
-fn not_capturable(found: &'static str) -> PlanError {
+pub(crate) fn not_capturable(found: &'static str) -> PlanError {
     PlanError::NotCapturable { found }
 }
 
@@ -323,7 +378,24 @@ impl State {
             self.build_tables(plan, backend)?;
         }
         self.publish_lr(backend)?;
+        if plan.topology.world > 1 {
+            // Tables are built where gradients lie, with the first launch of each stage.
+            return Ok(backend.device().is_some());
+        }
         Ok(self.derives_sets())
+    }
+
+    /// Refuses to record a step that hangs on what the host does.
+    pub(crate) fn check_capturable(&self) -> Result<(), PlanError> {
+        if self.tables.kind != TableKind::Resident {
+            return Err(not_capturable("its tables are in arguments"));
+        }
+        if self.without_gradient_count > 0 {
+            return Err(not_capturable(
+                "parameters are without gradient in the next step",
+            ));
+        }
+        Ok(())
     }
 
     /// Whether the backend has tables and derives the sets itself.
@@ -360,20 +432,34 @@ impl State {
         self.tables.updates.clear();
         self.tables.reads.clear();
         for (update, stage) in plan.optimize_stages().enumerate() {
-            let rule = self.storages[stage.storage].spec.rule;
-            let values: Vec<SetValues> = self.set_values(rule).collect();
-            let launch = self.launch_of(plan, stage, update);
-            let table = match launch {
-                Some(launch) => backend.place_table(&launch, &values)?,
-                None => None,
+            let table = match plan.topology.world {
+                1 => self.place_update(plan, (stage, update), backend)?,
+                _ => None,
             };
             self.tables.updates.push(table);
         }
-        self.build_reads(plan, backend)?;
+        if plan.topology.world == 1 {
+            self.build_reads(plan, backend)?;
+        }
         let rates = (0..self.rules.len()).map(|rule| self.rate(rule).to_bits());
         self.tables.rates = rates.collect();
         self.tables.generation = GENERATIONS.fetch_add(1, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// The table of a stage that updates, whose gradients are where the launch reads them.
+    pub(crate) fn place_update(
+        &mut self,
+        plan: &Plan,
+        (stage, update): (&Optimize, usize),
+        backend: &dyn Backend,
+    ) -> Result<Option<Box<dyn ResidentTable>>, PlanError> {
+        let rule = self.storages[stage.storage].spec.rule;
+        let values: Vec<SetValues> = self.set_values(rule).collect();
+        Ok(match self.launch_of(plan, stage, update) {
+            Some(launch) => backend.place_table(&launch, &values)?,
+            None => None,
+        })
     }
 
     fn build_reads(&mut self, plan: &Plan, backend: &dyn Backend) -> Result<(), PlanError> {

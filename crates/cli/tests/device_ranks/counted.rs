@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use fusestep_cuda::CudaBackend;
 use fusestep_launch::{
-    Accumulate, Backend, BackendError, Buffer, Conclude, FoldLeaves, Launch, LaunchLimits,
-    LaunchReport, LeafSquares, MAX_SUMS, Reduce, SquareSum,
+    Accumulate, Backend, BackendError, Buffer, Conclude, FoldLeaves, Graph, Launch, LaunchLimits,
+    LaunchReport, LeafSquares, MAX_SUMS, Reduce, ResidentTable, SetValues, SquareSum,
 };
 
 /// CUDA, with the bytes that the planner reads and writes.
@@ -135,6 +135,29 @@ impl Backend for Counted {
         slots: (&mut dyn Buffer, u64),
     ) -> Result<(), BackendError> {
         self.cuda.leaf_sums_into(launch, slots)
+    }
+    fn place_table(
+        &self,
+        launch: &Launch<'_>,
+        values: &[SetValues],
+    ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
+        self.cuda.place_table(launch, values)
+    }
+    fn launch_table(
+        &self,
+        launch: Launch<'_>,
+        table: &dyn ResidentTable,
+    ) -> Result<LaunchReport, BackendError> {
+        self.cuda.launch_table(launch, table)
+    }
+    fn set_table_lr(&self, table: &mut dyn ResidentTable, lr: f64) -> Result<(), BackendError> {
+        self.cuda.set_table_lr(table, lr)
+    }
+    fn capture(
+        &self,
+        enqueue: &mut dyn FnMut() -> Result<(), BackendError>,
+    ) -> Result<Box<dyn Graph>, BackendError> {
+        self.cuda.capture(enqueue)
     }
     fn take_skipped(&self) -> Result<u64, BackendError> {
         self.wait().take_skipped()

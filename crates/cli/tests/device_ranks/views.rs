@@ -78,7 +78,7 @@ fn a_step_waits_for_a_device_at_its_end_and_only_to_report_a_norm() {
         Lamb::default().into(),
     ];
     let cases = STAGES.into_iter().flat_map(|zero| {
-        let of_rule = |rule| [(zero, rule, None), (zero, rule, Some(0.5))];
+        let of_rule = move |rule| [(zero, rule, None), (zero, rule, Some(0.5))];
         rules.into_iter().flat_map(of_rule)
     });
     for (zero, rule, clip) in cases {

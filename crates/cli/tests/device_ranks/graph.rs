@@ -1,0 +1,244 @@
+//! Steps of many ranks, recorded once with their calls and enqueued by one call of the driver.
+
+use std::num::NonZeroUsize;
+
+use fusestep_collective::Communicator;
+use fusestep_fused_adam::Adam;
+use fusestep_fused_sgd::Sgd;
+use fusestep_lamb::Lamb;
+use fusestep_launch::Backend;
+use fusestep_planner::{Comms, Optimizer, Plan, PlanError, State, TableKind, Topology, ZeroStage};
+use fusestep_tensor::Role;
+
+use crate::counted::Counted;
+use crate::run::{Case, Mixed, whole_params};
+use crate::worlds::{gpus, on_each, small, worlds};
+
+fn started(case: &Case, comm: &dyn Communicator, backend: &Counted) -> (Plan, State) {
+    let planner = case.planner().limits(backend.limits());
+    let plan = planner.table(TableKind::Resident);
+    let plan = plan.plan_for(&case.params(), Topology::of(comm)).unwrap();
+    let mut state = plan.allocate(backend).unwrap();
+    for (param, desc) in plan.params().iter().enumerate() {
+        let bytes = case.first_values(param);
+        state
+            .write(backend, Role::Param, &desc.name, &bytes)
+            .unwrap();
+    }
+    (plan, state)
+}
+
+/// Pushes all gradients of a step.
+fn push(
+    (case, plan): (&Case, &Plan),
+    state: &mut State,
+    backend: &Counted,
+    comms: &mut Comms<'_>,
+    step: u64,
+) {
+    for (param, desc) in plan.params().iter().enumerate() {
+        let bytes = case.gradient(plan.topology().rank, step, param);
+        plan.push_grad(state, backend, comms, &desc.name, &bytes)
+            .unwrap();
+    }
+}
+
+/// Gives all gradients of a step, every second one through a view.
+fn give(
+    (case, plan): (&Case, &Plan),
+    state: &mut State,
+    backend: &Counted,
+    comms: &mut Comms<'_>,
+    step: u64,
+) {
+    let rank = plan.topology().rank;
+    for (param, desc) in plan.params().iter().enumerate() {
+        let bytes = case.gradient(rank, step, param);
+        if param % 2 == 0 {
+            plan.push_grad(state, backend, comms, &desc.name, &bytes)
+                .unwrap();
+        } else {
+            state.grad_on_device(backend, &desc.name).unwrap();
+            state
+                .write(backend, Role::Grad, &desc.name, &bytes)
+                .unwrap();
+        }
+    }
+}
+
+/// Whether steps are run as the host goes along, or replayed.
+fn steps_of(case: &Case, replayed: impl Fn(u64) -> bool + Sync) -> Vec<(Vec<Vec<u8>>, u64, u64)> {
+    on_each(case.world, |comm, backend| {
+        let (plan, mut state) = started(case, comm, backend);
+        assert_eq!(plan.table(), TableKind::Resident);
+        let mut comms = Comms::direct(comm);
+        let mut graph = plan.capture_on(&mut state, backend, &mut comms).unwrap();
+        for step in 0..case.steps {
+            give((case, &plan), &mut state, backend, &mut comms, step);
+            if replayed(step) {
+                plan.replay_on(&mut state, backend, &mut comms, &graph)
+                    .unwrap();
+            } else {
+                plan.settle_on(&mut state, backend, &mut comms, &mut graph)
+                    .unwrap();
+                plan.step(&mut state, backend, &mut comms).unwrap();
+            }
+        }
+        plan.settle_on(&mut state, backend, &mut comms, &mut graph)
+            .unwrap();
+        let (step, skipped) = (state.step(), state.skipped());
+        drop(graph);
+        let params = whole_params(&plan, &state, backend, &mut comms);
+        (params, step, skipped)
+    })
+}
+
+#[test]
+fn recorded_steps_give_the_bits_of_threads_on_the_host() {
+    let rules: [Optimizer; 2] = [Adam::default().into(), Sgd::with_momentum().into()];
+    for world in worlds() {
+        for (zero, rule) in [ZeroStage::None, ZeroStage::One].into_iter().zip(rules) {
+            for (clip, mixed) in [(None, Mixed::No), (Some(0.5), Mixed::Yes)] {
+                let case = Case {
+                    rule,
+                    world,
+                    zero,
+                    clip,
+                    mixed,
+                    steps: 4,
+                    ..small()
+                };
+                let expected = case.run();
+                // Recorded steps alone, and between others.
+                for every in [1, 2] {
+                    for found in steps_of(&case, |step| step % every == 0) {
+                        assert!(found.0 == expected.params, "{every}: {case:?}");
+                        assert_eq!((found.1, found.2), (4, 0));
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn devices_skip_recorded_steps_alike() {
+    let world = gpus().min(3);
+    if world == 1 {
+        return;
+    }
+    let case = Case {
+        world,
+        zero: ZeroStage::One,
+        clip: Some(0.5),
+        scaled: Some(1024.0),
+        infinite: Some((world - 1, 1, 5)),
+        steps: 3,
+        ..small()
+    };
+    let expected = case.run();
+    assert_eq!(expected.skipped, 1);
+    for found in steps_of(&case, |_| true) {
+        assert!(found.0 == expected.params, "{case:?}");
+        assert_eq!((found.1, found.2), (2, 1));
+    }
+}
+
+/// What the planner reads, writes and waits for between two settled states.
+#[test]
+fn a_replayed_step_waits_for_nothing() {
+    let world = gpus().min(2);
+    if world == 1 {
+        return;
+    }
+    let case = Case {
+        world,
+        clip: Some(0.5),
+        ..small()
+    };
+    on_each(world, |comm, backend| {
+        let (plan, mut state) = started(&case, comm, backend);
+        let mut comms = Comms::direct(comm);
+        let mut graph = plan.capture_on(&mut state, backend, &mut comms).unwrap();
+        give((&case, &plan), &mut state, backend, &mut comms, 0);
+        let (waits, calls) = (backend.waits(), comms.calls());
+        for _ in 0..3 {
+            plan.replay_on(&mut state, backend, &mut comms, &graph)
+                .unwrap();
+        }
+        assert_eq!((backend.waits(), comms.calls()), (waits, calls));
+        plan.settle_on(&mut state, backend, &mut comms, &mut graph)
+            .unwrap();
+        assert_eq!(state.step(), 3);
+    });
+}
+
+#[test]
+fn what_cannot_be_recorded_is_refused_and_changes_nothing() {
+    let world = gpus().min(2);
+    if world == 1 {
+        return;
+    }
+    let group = NonZeroUsize::MIN;
+    for (case, found) in [
+        (
+            Case {
+                zero: ZeroStage::Two,
+                ..small()
+            },
+            "its tables are in arguments",
+        ),
+        (
+            Case {
+                rule: Lamb::default().into(),
+                ..small()
+            },
+            "its tables are in arguments",
+        ),
+        (
+            Case {
+                merge: 2,
+                ..small()
+            },
+            "it adds up micro-steps",
+        ),
+        (
+            Case {
+                zero: ZeroStage::One,
+                shard_group: Some(group),
+                ..small()
+            },
+            "shards lie in groups of ranks",
+        ),
+        (
+            Case {
+                streams: 1,
+                ..small()
+            },
+            "communication streams make its calls; take `Comms::direct`",
+        ),
+    ] {
+        let case = Case { world, ..case };
+        on_each(world, |comm, backend| {
+            let (plan, mut state) = started(&case, comm, backend);
+            let mut comms = match (case.shard_group, case.streams) {
+                (Some(group), streams) => Comms::in_groups(comm, group, streams).unwrap(),
+                (None, streams) => Comms::with_streams(comm, streams).unwrap(),
+            };
+            let refused = plan.capture_on(&mut state, backend, &mut comms);
+            let refused = refused.unwrap_err();
+            assert!(
+                matches!(&refused, PlanError::NotCapturable { found: text } if *text == found),
+                "{refused}"
+            );
+            let alone = plan.capture(&mut state, backend).unwrap_err();
+            assert!(matches!(alone, PlanError::Topology { .. }), "{alone}");
+            // The state goes on.
+            for step in 0..u64::from(case.merge) {
+                push((&case, &plan), &mut state, backend, &mut comms, step);
+                plan.step(&mut state, backend, &mut comms).unwrap();
+            }
+            assert_eq!(state.step(), 1);
+        });
+    }
+}
