@@ -349,6 +349,23 @@ impl Backend for CudaBackend {
         self.enqueue_leaf_sums(launch, slots)
     }
 
+    fn place_leaf_sums(
+        &self,
+        launch: &Launch<'_>,
+        values: &[SetValues],
+        slots: (&dyn Buffer, u64),
+    ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
+        Ok(Some(Box::new(self.place_leaves(launch, values, slots)?)))
+    }
+
+    fn leaf_sums_of_table(
+        &self,
+        launch: &Launch<'_>,
+        table: &dyn ResidentTable,
+    ) -> Result<(), BackendError> {
+        self.enqueue_leaves(launch, table)
+    }
+
     fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
         self.enqueue_reduction(reduce)
     }

@@ -4,18 +4,19 @@ use std::any::Any;
 use std::sync::{Arc, Mutex};
 
 use fusestep_launch::{
-    Addresses, ArgumentLayout, BackendError, Batch, HEADER_BYTES, Launch, LaunchReport, Reduce,
-    ResidentTable, SetValues, SquareSum, WORKSPACE_BYTES, pack_launch_of_table,
-    pack_reduction_table, pack_steps, pack_table, resident_sets,
+    Addresses, ArgumentLayout, BackendError, Batch, Buffer, HEADER_BYTES, Launch, LaunchReport,
+    Reduce, ResidentTable, SetValues, SquareSum, TensorSums, WORKSPACE_BYTES, Workspace,
+    pack_launch_of_table, pack_reduction_table, pack_steps, pack_table, resident_sets,
 };
 
 use crate::NAME;
 use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, threads_for};
-use crate::buffer::DeviceBuffer;
+use crate::buffer::{Allocation, DeviceBuffer};
 use crate::checks::check_records;
-use crate::leaves::check_without_tensor_sums;
 use crate::normed::{self, Slots, slot_count, workspace};
 use crate::reduce::{check_end, read_list};
+use crate::session::unavailable;
+use crate::tensor_sums::normed_of;
 use crate::update_sums::{PlacedSums, SumsPart, check_update_sums};
 
 /// The tables of one launch, one for each batch.
@@ -28,8 +29,34 @@ pub(crate) struct DeviceTable {
     entry: &'static str,
     batches: Vec<PlacedBatch>,
     elements: u64,
-    /// Where sums over tensors go: the table holds their address.
-    slots: Option<Arc<Mutex<Slots>>>,
+    does: Does,
+    /// What the tables have the addresses of, besides lists.
+    memory: Vec<Arc<Allocation>>,
+}
+
+/// What launches from a table do, once its sets are derived.
+#[derive(Debug)]
+enum Does {
+    /// Update, or read gradients.
+    Run,
+    /// Take sums over tensors and then update; the table holds the address of the slots.
+    SumAndUpdate(Arc<Mutex<Slots>>),
+    /// Place the sums of whole tensors, by launches with these arguments, and update parts of them.
+    UpdateParts {
+        slots: Arc<Mutex<Slots>>,
+        places: Vec<Vec<u8>>,
+    },
+    /// Take the sums of leaves.
+    SumLeaves,
+}
+
+impl Does {
+    fn slots(&self) -> Option<&Arc<Mutex<Slots>>> {
+        match self {
+            Does::SumAndUpdate(slots) | Does::UpdateParts { slots, .. } => Some(slots),
+            Does::Run | Does::SumLeaves => None,
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -67,26 +94,92 @@ impl CudaBackend {
         launch: &Launch<'_>,
         values: &[SetValues],
     ) -> Result<DeviceTable, BackendError> {
-        let sets = resident_sets(NAME, launch.kernel)?;
-        check_without_tensor_sums(launch)?;
         let addresses = self.launch_addresses(launch)?;
-        for batch in launch.batches {
-            check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
-        }
         check_update_sums(launch)?;
+        let mut memory = Vec::new();
+        let place_slots = || self.kernels().place_slots(slot_count(launch)?);
+        let indices = 0..launch.batches.len();
+        let (does, workspaces, tensor_slots) = match (launch.kernel.normed(), launch.tensor_sums) {
+            (None, _) => (Does::Run, Vec::new(), None),
+            (Some(_), None) => {
+                let (slots, address) = place_slots()?;
+                let workspaces = indices.map(|index| workspace(launch, index, address));
+                (
+                    Does::SumAndUpdate(slots),
+                    workspaces.collect(),
+                    Some(address),
+                )
+            }
+            (Some(_), Some(TensorSums::Device(sums))) => {
+                let (slots, address) = place_slots()?;
+                let places = self.pack_places(launch, address, sums)?;
+                for buffer in [sums.sums, sums.tensors] {
+                    memory.push(Arc::clone(self.device_buffer(buffer)?.allocation()));
+                }
+                let workspaces = workspaces_of_parts(launch, (address, 0));
+                (Does::UpdateParts { slots, places }, workspaces, None)
+            }
+            (Some(_), Some(TensorSums::Host(_))) => {
+                return Err(unavailable(format!(
+                    "`{}`: expected sums over tensors on the device for a table, found those of \
+                     the host; launch with arguments",
+                    launch.kernel.entry()
+                )));
+            }
+        };
+        let mut batches = self.place_batches(launch, values, (&addresses, &workspaces))?;
+        let (lists, others) = addresses.split_at(launch.lists.len());
+        for (index, placed) in batches.iter_mut().enumerate() {
+            let control_and_sums = (others[0], others[1]);
+            placed.sums = self.place_sums(launch, index, lists, control_and_sums, tensor_slots)?;
+        }
+        Ok(DeviceTable {
+            addresses,
+            entry: launch.kernel.entry(),
+            batches,
+            elements: launch.batches.iter().map(Batch::elements).sum(),
+            does,
+            memory,
+        })
+    }
+
+    /// As [`fusestep_launch::Backend::place_leaf_sums`].
+    pub(crate) fn place_leaves(
+        &self,
+        launch: &Launch<'_>,
+        values: &[SetValues],
+        slots: (&dyn Buffer, u64),
+    ) -> Result<DeviceTable, BackendError> {
+        let (_, place) = self.check_leaf_sums(launch, slots)?;
+        let addresses = self.launch_addresses(launch)?;
+        let workspaces = workspaces_of_parts(launch, (place.slots, place.first_slot));
+        Ok(DeviceTable {
+            batches: self.place_batches(launch, values, (&addresses, &workspaces))?,
+            addresses,
+            entry: launch.kernel.entry(),
+            elements: 0,
+            does: Does::SumLeaves,
+            memory: vec![Arc::clone(self.device_buffer(slots.0)?.allocation())],
+        })
+    }
+
+    /// Places the tables of all batches; of a kernel with norms each with its workspace.
+    fn place_batches(
+        &self,
+        launch: &Launch<'_>,
+        values: &[SetValues],
+        (addresses, workspaces): (&[u64], &[Workspace]),
+    ) -> Result<Vec<PlacedBatch>, BackendError> {
+        let sets = resident_sets(NAME, launch.kernel)?;
         let (lists, others) = addresses.split_at(launch.lists.len());
         let packed = Addresses {
             lists,
             control: others[0],
         };
-        let normed = launch.kernel.normed().is_some();
-        let slots = if normed {
-            Some(self.kernels().place_slots(slot_count(launch)?)?)
-        } else {
-            None
-        };
-        let mut batches = Vec::with_capacity(launch.batches.len());
-        for (index, batch) in launch.batches.iter().enumerate() {
+        for batch in launch.batches {
+            check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
+        }
+        let place = |(index, batch): (usize, &Batch)| {
             let layout = launch.kernel.argument_layout();
             let steps = pack_steps(&sets, layout, batch, values);
             let mut table = pack_table(launch, batch, packed);
@@ -94,25 +187,15 @@ impl CudaBackend {
                 threads: threads_for(batch),
                 blocks: batch.chunks,
             };
-            if let Some((_, slots)) = &slots {
-                let workspace = workspace(launch, index, *slots).bytes();
-                table[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace);
+            if let Some(workspace) = workspaces.get(index) {
+                table[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES]
+                    .copy_from_slice(&workspace.bytes());
                 let (threads, blocks) = normed::shape(batch);
                 shape = Shape { threads, blocks };
             }
-            let mut placed = self.place_batch(&steps, (&table, layout), batch, shape)?;
-            let tensor_slots = slots.as_ref().map(|(_, address)| *address);
-            let control_and_sums = (others[0], others[1]);
-            placed.sums = self.place_sums(launch, index, lists, control_and_sums, tensor_slots)?;
-            batches.push(placed);
-        }
-        Ok(DeviceTable {
-            addresses,
-            entry: launch.kernel.entry(),
-            batches,
-            elements: launch.batches.iter().map(Batch::elements).sum(),
-            slots: slots.map(|(slots, _)| slots),
-        })
+            self.place_batch(&steps, (&table, layout), batch, shape)
+        };
+        launch.batches.iter().enumerate().map(place).collect()
     }
 
     fn place_batch(
@@ -158,29 +241,32 @@ impl CudaBackend {
         launch: &Launch<'_>,
         table: &dyn ResidentTable,
     ) -> Result<LaunchReport, BackendError> {
-        check_without_tensor_sums(launch)?;
         let table = own(table)?;
-        let addresses = self.launch_addresses(launch)?;
-        if table.addresses != addresses || table.entry != launch.kernel.entry() {
-            return Err(BackendError::ForeignTable { backend: NAME });
-        }
-        let sets = resident_sets(NAME, launch.kernel)?;
-        self.keep_table(table);
-        let mut launches = 0;
+        let of_parts = matches!(launch.tensor_sums, Some(TensorSums::Device(_)));
+        let fits = match table.does {
+            Does::UpdateParts { .. } => of_parts,
+            Does::Run | Does::SumAndUpdate(_) => launch.tensor_sums.is_none(),
+            Does::SumLeaves => false,
+        };
+        self.begin_table(launch, table, fits)?;
+        let mut launches = table.batches.len() as u64;
         let stem = launch.kernel.stem();
-        for batch in &table.batches {
-            self.enqueue_sets((stem, sets.entry), batch)?;
-            launches += 1;
-        }
         let names = launch
             .kernel
             .normed()
             .map(|normed| normed.sums_and_update());
         let names = match &names {
-            Some(names) => &[names.sums, names.update][..],
+            Some(names) if of_parts => &[names.update][..],
+            Some(names) => &[names.sums, names.update],
             None => &[table.entry],
         };
         launches += self.enqueue_all_sums(table, SumsPart::Keep)?;
+        if let Does::UpdateParts { places, .. } = &table.does {
+            for arguments in places {
+                self.enqueue_places(arguments)?;
+                launches += 1;
+            }
+        }
         for name in names {
             for batch in &table.batches {
                 self.enqueue_placed((stem, name), batch)?;
@@ -192,6 +278,41 @@ impl CudaBackend {
             launches,
             elements: table.elements,
         })
+    }
+
+    /// As [`fusestep_launch::Backend::leaf_sums_of_table`].
+    pub(crate) fn enqueue_leaves(
+        &self,
+        launch: &Launch<'_>,
+        table: &dyn ResidentTable,
+    ) -> Result<(), BackendError> {
+        let table = own(table)?;
+        self.begin_table(launch, table, matches!(table.does, Does::SumLeaves))?;
+        let sums = normed_of(launch)?.sums_and_update().sums;
+        for batch in &table.batches {
+            self.enqueue_placed((launch.kernel.stem(), sums), batch)?;
+        }
+        Ok(())
+    }
+
+    /// Refuses a table of other lists or another purpose, and lets the device derive its sets.
+    fn begin_table(
+        &self,
+        launch: &Launch<'_>,
+        table: &DeviceTable,
+        fits: bool,
+    ) -> Result<(), BackendError> {
+        let addresses = self.launch_addresses(launch)?;
+        if table.addresses != addresses || table.entry != launch.kernel.entry() || !fits {
+            return Err(BackendError::ForeignTable { backend: NAME });
+        }
+        let sets = resident_sets(NAME, launch.kernel)?;
+        self.keep_table(table);
+        let stem = launch.kernel.stem();
+        for batch in &table.batches {
+            self.enqueue_sets((stem, sets.entry), batch)?;
+        }
+        Ok(())
     }
 
     /// Derives the sets of a batch.
@@ -244,7 +365,10 @@ impl CudaBackend {
                 self.keep(sums.memory.allocation());
             }
         }
-        if let Some(slots) = &table.slots {
+        for allocation in &table.memory {
+            self.keep(allocation);
+        }
+        if let Some(slots) = table.does.slots() {
             let slots = slots
                 .lock()
                 .unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -294,7 +418,8 @@ impl CudaBackend {
             entry: reduce.kernel.entry(),
             batches,
             elements: 0,
-            slots: None,
+            does: Does::Run,
+            memory: Vec::new(),
         })
     }
 
@@ -327,6 +452,22 @@ impl CudaBackend {
             elements: 0,
         })
     }
+}
+
+/// The workspaces of batches whose records are tensors of their own, from a slot on.
+fn workspaces_of_parts(launch: &Launch<'_>, (slots, first_slot): (u64, u32)) -> Vec<Workspace> {
+    let mut next = first_slot;
+    let workspaces = launch.batches.iter().map(|batch| {
+        let first_slot = next;
+        next = next.saturating_add(batch.chunks);
+        Workspace {
+            slots,
+            first_slot,
+            head_chunks: 0,
+            tail_chunks: 0,
+        }
+    });
+    workspaces.collect()
 }
 
 fn own(table: &dyn ResidentTable) -> Result<&DeviceTable, BackendError> {

@@ -20,6 +20,9 @@ const MOST_PLACES: usize = 2044;
 const PLACE_THREADS: u32 = 128;
 const PLACING_WARPS: u32 = PLACE_THREADS / 32;
 
+/// Bytes before the records.
+const PLACES_HEAD_BYTES: usize = 4 * size_of::<u64>();
+
 /// One record of an update, as `kernels/tensor_sums.cu` reads it.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
@@ -44,6 +47,21 @@ impl CudaBackend {
         launch: &Launch<'_>,
         (slots, first): (&mut dyn Buffer, u64),
     ) -> Result<(), BackendError> {
+        let (normed, place) = self.check_leaf_sums(launch, (slots, first))?;
+        self.enqueue_parts(
+            launch,
+            (normed.sums_and_update().sums, launch.batches),
+            place,
+        )
+    }
+
+    /// Refuses records of more leaves than a slot has, and slots behind the buffer; the kernel, and
+    /// where its slots lie.
+    pub(crate) fn check_leaf_sums<'a>(
+        &self,
+        launch: &Launch<'a>,
+        (slots, first): (&dyn Buffer, u64),
+    ) -> Result<(&'a dyn NormedKernel, Place), BackendError> {
         let normed = normed_of(launch)?;
         let mut count = 0;
         for batch in launch.batches {
@@ -65,11 +83,7 @@ impl CudaBackend {
             first_slot: u32::try_from(first)
                 .map_err(|_| unavailable(format!("slot {first} is beyond what 32 bits count")))?,
         };
-        self.enqueue_parts(
-            launch,
-            (normed.sums_and_update().sums, launch.batches),
-            place,
-        )
+        Ok((normed, place))
     }
 
     /// Updates parts of tensors by the sums over the whole of each: each record is a tensor of its
@@ -129,31 +143,45 @@ impl CudaBackend {
     ) -> Result<u64, BackendError> {
         self.session.enter()?;
         let slots = self.kernels().part_slots.at_least(&self.session, chunks)?;
+        for arguments in self.pack_places(launch, slots, sums)? {
+            self.enqueue_places(&arguments)?;
+        }
+        Ok(slots)
+    }
+
+    /// The arguments of the launches that put the sums of each tensor into slots.
+    pub(crate) fn pack_places(
+        &self,
+        launch: &Launch<'_>,
+        slots: u64,
+        sums: ChunkSums<'_>,
+    ) -> Result<Vec<Vec<u8>>, BackendError> {
         let places: Vec<RecordPlace> = places(launch).map(|(_, place)| place).collect();
         let tensors = places.iter().map(|place| u64::from(place.tensor) + 1).max();
         let width = size_of::<TensorPartials>() as u64;
         check_end(tensors.unwrap_or(0) * width, sums.tensors.len_bytes())?;
-        let addresses = [
-            slots,
+        let [sums, tensors] = [
             self.device_buffer(sums.sums)?.address(),
             self.device_buffer(sums.tensors)?.address(),
         ];
-        for places in places.chunks(MOST_PLACES) {
-            let entry = Entry {
-                stem: "tensor_sums",
-                entry: "tensor_sums_place",
-                threads: PLACE_THREADS,
-                blocks: (places.len() as u32).div_ceil(PLACING_WARPS),
-            };
-            let [slots, sums, tensors] = addresses;
+        let packed = places.chunks(MOST_PLACES).map(|places| {
             let head = [slots, sums, tensors, places.len() as u64];
-            self.enqueue(entry, &mut |bytes| {
-                let (own, rest) = bytes.split_at_mut(size_of_val(&head));
-                own.copy_from_slice(bytemuck::bytes_of(&head));
-                rest[..size_of_val(places)].copy_from_slice(bytemuck::cast_slice(places));
-            })?;
-        }
-        Ok(slots)
+            [bytemuck::bytes_of(&head), bytemuck::cast_slice(places)].concat()
+        });
+        Ok(packed.collect())
+    }
+
+    /// Enqueues one of them.
+    pub(crate) fn enqueue_places(&self, arguments: &[u8]) -> Result<(), BackendError> {
+        let records = (arguments.len() - PLACES_HEAD_BYTES) / size_of::<RecordPlace>();
+        let entry = Entry {
+            stem: "tensor_sums",
+            entry: "tensor_sums_place",
+            threads: PLACE_THREADS,
+            // A launch has few enough.
+            blocks: (records as u32).div_ceil(PLACING_WARPS),
+        };
+        self.enqueue_packed(entry, arguments)
     }
 
     /// Enqueues one entry of a normed kernel on batches whose records are tensors of their own.

@@ -262,6 +262,33 @@ pub trait Backend {
         Err(not_of_host(self.name()))
     }
 
+    /// Builds the tables of [`Backend::leaf_sums_into`]; as [`Backend::place_table`].
+    ///
+    /// # Errors
+    /// As those two.
+    fn place_leaf_sums(
+        &self,
+        _launch: &Launch<'_>,
+        _values: &[SetValues],
+        (_slots, _first): (&dyn Buffer, u64),
+    ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
+        Ok(None)
+    }
+
+    /// Takes the sums that `table` was built for; as [`Backend::launch_table`].
+    ///
+    /// # Errors
+    /// As there.
+    fn leaf_sums_of_table(
+        &self,
+        _launch: &Launch<'_>,
+        _table: &dyn ResidentTable,
+    ) -> Result<(), BackendError> {
+        Err(BackendError::ForeignTable {
+            backend: self.name(),
+        })
+    }
+
     /// Whether launches take any [`Buffer`] that the host can write, whoever allocated it.
     fn takes_host_memory(&self) -> bool {
         false

@@ -12,12 +12,13 @@ use std::ops::Range;
 use fusestep_collective::{Operation, ReduceOp};
 use fusestep_launch::{
     Backend, Batch, Batchable, Buffer, CHUNK_LEAVES, CHUNK_UNITS, ChunkSums, FoldLeaves,
-    LEAF_ELEMENTS, MAX_SUMS, SLOT_VALUES, TensorPartials, TensorSums, batches, leaf_place,
+    LEAF_ELEMENTS, MAX_SUMS, ResidentTable, SLOT_VALUES, SetValues, TensorPartials, TensorSums,
+    batches, leaf_place,
 };
 use fusestep_tensor::DType;
 
 use crate::comms::Comms;
-use crate::{Optimize, Plan, PlanError, Stage, State};
+use crate::{Optimize, Plan, PlanError, Stage, State, TableKind};
 
 /// Bytes of a slot.
 const SLOT_BYTES: usize = SLOT_VALUES as usize * size_of::<f64>();
@@ -57,8 +58,26 @@ struct Slot {
 #[derive(Debug)]
 struct OwnSums {
     stage: Optimize,
-    /// Batches whose slots follow each other, and the first of these.
-    runs: Vec<(Vec<Batch>, u64)>,
+    runs: Vec<Run>,
+}
+
+/// Batches whose slots follow each other.
+#[derive(Debug)]
+struct Run {
+    batches: Vec<Batch>,
+    /// The first of the slots.
+    first: u64,
+    /// Where tables are resident, once it is built.
+    table: Option<Box<dyn ResidentTable>>,
+}
+
+/// How far stage `trust` goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Leaves {
+    /// Tables are built where they are missing.
+    Tables,
+    /// And the sums are taken.
+    Sums,
 }
 
 impl DeviceTrust {
@@ -121,6 +140,20 @@ impl DeviceTrust {
         self.own = None;
     }
 
+    /// The learning rate of each rule is another from now on.
+    pub(crate) fn set_lr(
+        &mut self,
+        backend: &dyn Backend,
+        lr_of: impl Fn(&Optimize) -> f64,
+    ) -> Result<(), PlanError> {
+        for OwnSums { stage, runs } in self.own.iter_mut().flatten() {
+            for table in runs.iter_mut().filter_map(|run| run.table.as_mut()) {
+                backend.set_table_lr(table.as_mut(), lr_of(stage))?;
+            }
+        }
+        Ok(())
+    }
+
     /// The sums for updates, if they are those of the step under way.
     pub(crate) fn sums(&self) -> Option<TensorSums<'_>> {
         self.filled.then_some(TensorSums::Device(ChunkSums {
@@ -168,7 +201,11 @@ impl DeviceTrust {
         let limits = plan.limits_of(kernel.as_ref());
         let runs = runs.into_iter().map(|(run, first)| {
             let layout = kernel.argument_layout();
-            Ok((batches(kernel.entry(), run, layout, limits)?, first))
+            Ok(Run {
+                batches: batches(kernel.entry(), run, layout, limits)?,
+                first,
+                table: None,
+            })
         });
         Ok(OwnSums {
             stage: stage.clone(),
@@ -246,15 +283,31 @@ impl Plan {
         done.map(|()| filled)
     }
 
-    /// Fills in the sums of all chunks.
-    fn fill_sums(
+    /// Builds what a recording of the stage cannot wait for; updates look for sums on the device
+    /// from now on.
+    pub(crate) fn build_trust_tables(
         &self,
         state: &mut State,
         backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        own: &mut DeviceTrust,
     ) -> Result<(), PlanError> {
-        let parts = match own.own.take() {
+        let Some(mut own) = state.exchange.trust_on_device.take() else {
+            return Ok(());
+        };
+        own.filled = true;
+        let built = self.own_leaves(state, backend, &mut own, Leaves::Tables);
+        state.exchange.trust_on_device = Some(own);
+        built
+    }
+
+    /// Takes the sums of this rank's leaves.
+    fn own_leaves(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        own: &mut DeviceTrust,
+        leaves: Leaves,
+    ) -> Result<(), PlanError> {
+        let mut parts: Vec<OwnSums> = match own.own.take() {
             Some(parts) => parts,
             None => {
                 let parts = state.exchange.trust.iter();
@@ -263,18 +316,43 @@ impl Plan {
                     .collect::<Result<_, _>>()?
             }
         };
-        backend.zero(own.slots.as_mut())?;
-        for OwnSums { stage, runs } in parts.iter().filter(|part| !part.runs.is_empty()) {
+        let resident = state.tables.kind == TableKind::Resident;
+        let slots = &mut own.slots;
+        for OwnSums { stage, runs } in parts.iter_mut().filter(|part| !part.runs.is_empty()) {
+            let rule = state.storages[stage.storage].spec.rule;
+            let values: Vec<SetValues> = state.set_values(rule).collect();
             self.with_gradients(state, stage.bucket, |state| {
-                for (batches, first) in runs {
-                    if let Some(launch) = state.launch_with(self, stage, batches) {
-                        backend.leaf_sums_into(&launch, (own.slots.as_mut(), *first))?;
+                for run in runs {
+                    let Some(launch) = state.launch_with(self, stage, &run.batches) else {
+                        continue;
+                    };
+                    let place = (slots.as_ref(), run.first);
+                    if resident && run.table.is_none() {
+                        run.table = backend.place_leaf_sums(&launch, &values, place)?;
+                    }
+                    match &run.table {
+                        _ if leaves == Leaves::Tables => {}
+                        Some(table) => backend.leaf_sums_of_table(&launch, table.as_ref())?,
+                        None => backend.leaf_sums_into(&launch, (slots.as_mut(), run.first))?,
                     }
                 }
                 Ok(())
             })?;
         }
         own.own = Some(parts);
+        Ok(())
+    }
+
+    /// Fills in the sums of all chunks.
+    fn fill_sums(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        own: &mut DeviceTrust,
+    ) -> Result<(), PlanError> {
+        backend.zero(own.slots.as_mut())?;
+        self.own_leaves(state, backend, own, Leaves::Sums)?;
         backend.hand_over(own.slots.as_mut())?;
         let call = (Operation::AllReduce(ReduceOp::Sum), DType::F64, None);
         let all = 0..own.slots.len_bytes();

@@ -10,7 +10,7 @@ use crate::arena::{Given, keeps_segments};
 use crate::comms::Comms;
 use crate::in_backward::check_between_steps;
 use crate::table::not_capturable;
-use crate::{Plan, PlanError, State, StepGraph};
+use crate::{Plan, PlanError, Stage, State, StepGraph};
 
 /// A step recorded by [`Plan::capture_on`], of which every rank has one. It works on the
 /// communicator's memory, which therefore outlives it:
@@ -49,8 +49,8 @@ impl Plan {
     ///
     /// # Errors
     /// [`PlanError::NotCapturable`]: with tables in arguments ([`crate::TableKind`]; at ZeRO stages
-    /// 2 and 3, and for LARS and LAMB, they are), with several micro-steps or LocalSGD, shard
-    /// groups, communication streams, or an engine that works on the host.
+    /// 2 and 3 they are, whose gradients have no memory that stays), with several micro-steps or
+    /// LocalSGD, shard groups, communication streams, or an engine that works on the host.
     /// [`PlanError::Collective`]; [`PlanError::Backend`].
     pub fn capture_on<'a>(
         &self,
@@ -69,6 +69,7 @@ impl Plan {
         state.settle(backend)?;
         state.prepare(self, backend)?;
         // A recording cannot wait for what is written to tables.
+        self.build_trust_tables(state, backend)?;
         for (update, stage) in self.optimize_stages().enumerate() {
             self.with_gradients(state, stage.bucket, |state| {
                 state.build_table(self, (stage, update), backend)
@@ -102,7 +103,9 @@ impl Plan {
             "shards lie in groups of ranks"
         } else if !comms.is_on_device_of(backend) {
             "its calls are made on the host"
-        } else if state.norm.is_some() && state.exchange.norm_on_device.is_none() {
+        } else if state.norm.is_some() && state.exchange.norm_on_device.is_none()
+            || self.stages.contains(&Stage::Trust) && state.exchange.trust_on_device.is_none()
+        {
             "norms are formed on the host"
         } else if comms.has_streams() {
             "communication streams make its calls; take `Comms::direct`"

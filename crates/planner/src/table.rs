@@ -2,7 +2,9 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use fusestep_launch::{Backend, BackendError, Graph, Reduce, ResidentTable, SetValues};
+use fusestep_launch::{
+    Backend, BackendError, Graph, Launch, Reduce, ResidentTable, SetValues, TensorSums,
+};
 use fusestep_tensor::Role;
 use serde::Serialize;
 
@@ -111,8 +113,6 @@ impl Plan {
         let has = |asked: fn(&Stage) -> bool| self.stages.iter().any(asked);
         if !keeps_segments(self) {
             Some("gradients of several ranks change their place in memory from ZeRO stage 2 on")
-        } else if has(|stage| matches!(stage, Stage::Trust)) {
-            Some("sums over tensors of several ranks are placed anew for every launch")
         } else if has(|stage| matches!(stage, Stage::ReduceUpdate(_))) {
             Some("ranks reduce and update in one pass")
         } else if self.update_norms {
@@ -378,11 +378,8 @@ impl State {
             self.build_tables(plan, backend)?;
         }
         self.publish_lr(backend)?;
-        if plan.topology.world > 1 {
-            // Tables are built where gradients lie, with the first launch of each stage.
-            return Ok(backend.device().is_some());
-        }
-        Ok(self.derives_sets())
+        // Those of several ranks are built with the first launch of each stage, and not for all.
+        Ok(plan.topology.world == 1 && self.derives_sets())
     }
 
     /// Refuses to record a step that hangs on what the host does.
@@ -421,6 +418,12 @@ impl State {
                     backend.set_table_lr(table.as_mut(), lr)?;
                 }
             }
+            if let Some(trust) = &mut self.exchange.trust_on_device {
+                let (rates, storages) = (&self.tables.rates, &self.storages);
+                trust.set_lr(backend, |stage| {
+                    f64::from_bits(rates[storages[stage.storage].spec.rule])
+                })?;
+            }
         }
         Ok(())
     }
@@ -457,8 +460,13 @@ impl State {
         let rule = self.storages[stage.storage].spec.rule;
         let values: Vec<SetValues> = self.set_values(rule).collect();
         Ok(match self.launch_of(plan, stage, update) {
+            // Sums that the host has go with arguments.
+            Some(Launch {
+                tensor_sums: Some(TensorSums::Host(_)),
+                ..
+            })
+            | None => None,
             Some(launch) => backend.place_table(&launch, &values)?,
-            None => None,
         })
     }
 

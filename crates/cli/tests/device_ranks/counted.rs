@@ -159,6 +159,21 @@ impl Backend for Counted {
     ) -> Result<Box<dyn Graph>, BackendError> {
         self.cuda.capture(enqueue)
     }
+    fn place_leaf_sums(
+        &self,
+        launch: &Launch<'_>,
+        values: &[SetValues],
+        slots: (&dyn Buffer, u64),
+    ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
+        self.cuda.place_leaf_sums(launch, values, slots)
+    }
+    fn leaf_sums_of_table(
+        &self,
+        launch: &Launch<'_>,
+        table: &dyn ResidentTable,
+    ) -> Result<(), BackendError> {
+        self.cuda.leaf_sums_of_table(launch, table)
+    }
     fn take_skipped(&self) -> Result<u64, BackendError> {
         self.wait().take_skipped()
     }

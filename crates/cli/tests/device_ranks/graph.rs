@@ -6,6 +6,7 @@ use fusestep_collective::Communicator;
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
+use fusestep_lars_momentum::Lars;
 use fusestep_launch::Backend;
 use fusestep_planner::{Comms, Optimizer, Plan, PlanError, State, TableKind, Topology, ZeroStage};
 use fusestep_tensor::Role;
@@ -66,8 +67,13 @@ fn give(
     }
 }
 
-/// Whether steps are run as the host goes along, or replayed.
-fn steps_of(case: &Case, replayed: impl Fn(u64) -> bool + Sync) -> Vec<(Vec<Vec<u8>>, u64, u64)> {
+/// What each rank ends with, parameters, steps applied and skipped, if these steps are replayed and
+/// all others run as the host goes along. The rate changes on the way if `slower` says so.
+fn steps_of(
+    case: &Case,
+    slower: bool,
+    replayed: impl Fn(u64) -> bool + Sync,
+) -> Vec<(Vec<Vec<u8>>, u64, u64)> {
     on_each(case.world, |comm, backend| {
         let (plan, mut state) = started(case, comm, backend);
         assert_eq!(plan.table(), TableKind::Resident);
@@ -75,6 +81,9 @@ fn steps_of(case: &Case, replayed: impl Fn(u64) -> bool + Sync) -> Vec<(Vec<Vec<
         let mut graph = plan.capture_on(&mut state, backend, &mut comms).unwrap();
         for step in 0..case.steps {
             give((case, &plan), &mut state, backend, &mut comms, step);
+            if slower && step == 2 {
+                state.set_lr(1e-4).unwrap();
+            }
             if replayed(step) {
                 plan.replay_on(&mut state, backend, &mut comms, &graph)
                     .unwrap();
@@ -95,9 +104,15 @@ fn steps_of(case: &Case, replayed: impl Fn(u64) -> bool + Sync) -> Vec<(Vec<Vec<
 
 #[test]
 fn recorded_steps_give_the_bits_of_threads_on_the_host() {
-    let rules: [Optimizer; 2] = [Adam::default().into(), Sgd::with_momentum().into()];
+    let rules: [Optimizer; 4] = [
+        Adam::default().into(),
+        Sgd::with_momentum().into(),
+        Lamb::default().into(),
+        Lars::default().into(),
+    ];
+    let stages = [ZeroStage::None, ZeroStage::One].into_iter().cycle();
     for world in worlds() {
-        for (zero, rule) in [ZeroStage::None, ZeroStage::One].into_iter().zip(rules) {
+        for (zero, rule) in stages.clone().zip(rules) {
             for (clip, mixed) in [(None, Mixed::No), (Some(0.5), Mixed::Yes)] {
                 let case = Case {
                     rule,
@@ -111,7 +126,7 @@ fn recorded_steps_give_the_bits_of_threads_on_the_host() {
                 let expected = case.run();
                 // Recorded steps alone, and between others.
                 for every in [1, 2] {
-                    for found in steps_of(&case, |step| step % every == 0) {
+                    for found in steps_of(&case, false, |step| step % every == 0) {
                         assert!(found.0 == expected.params, "{every}: {case:?}");
                         assert_eq!((found.1, found.2), (4, 0));
                     }
@@ -138,9 +153,25 @@ fn devices_skip_recorded_steps_alike() {
     };
     let expected = case.run();
     assert_eq!(expected.skipped, 1);
-    for found in steps_of(&case, |_| true) {
+    for found in steps_of(&case, false, |_| true) {
         assert!(found.0 == expected.params, "{case:?}");
         assert_eq!((found.1, found.2), (2, 1));
+    }
+}
+
+#[test]
+fn a_rate_that_is_set_reaches_recorded_steps() {
+    let rules: [Optimizer; 2] = [Adam::default().into(), Lamb::default().into()];
+    for rule in rules {
+        let case = Case {
+            rule,
+            world: gpus().min(2),
+            steps: 4,
+            ..small()
+        };
+        let run = steps_of(&case, true, |_| false);
+        assert!(run == steps_of(&case, true, |_| true), "{case:?}");
+        assert!(run != steps_of(&case, false, |_| true), "{case:?}");
     }
 }
 
@@ -184,13 +215,6 @@ fn what_cannot_be_recorded_is_refused_and_changes_nothing() {
         (
             Case {
                 zero: ZeroStage::Two,
-                ..small()
-            },
-            "its tables are in arguments",
-        ),
-        (
-            Case {
-                rule: Lamb::default().into(),
                 ..small()
             },
             "its tables are in arguments",
