@@ -3,9 +3,9 @@
 use std::ffi::OsStr;
 use std::path::Path;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use fusestep_tensor::{DType, ParamDesc, Quoted, Shape};
-use fusestep_tensor_file::{Disk, Files, TensorFile};
+use fusestep_tensor_file::{Disk, Files, TensorFile, TensorFileError};
 use serde::Deserialize;
 
 /// One entry of a shapes file: `[{"name": "fc.weight", "shape": [10, 64]}, …]`.
@@ -35,7 +35,13 @@ pub(crate) fn read_model(path: &Path, dtype: DType) -> anyhow::Result<Model> {
             buffers: Vec::new(),
         });
     }
-    let file = TensorFile::read(path)?;
+    let file = TensorFile::read(path).map_err(|error| match error {
+        // What a text looks like to whoever expects a header's length.
+        TensorFileError::HeaderTooLong { .. } | TensorFileError::Length { .. } => {
+            anyhow!("{error}; shapes are read from a file whose name ends in .json")
+        }
+        error => error.into(),
+    })?;
     model_of(&file)
 }
 
@@ -77,9 +83,13 @@ pub(crate) fn parse_shapes(
     text: &[u8],
     dtype: DType,
 ) -> anyhow::Result<Vec<ParamDesc>> {
-    let named = || path.display().to_string();
-    let entries: Vec<ShapeEntry> = serde_json::from_slice(text)
-        .with_context(|| format!("{}: expected [{{\"name\": …, \"shape\": […]}}, …]", named()))?;
+    let parsed: Result<Vec<ShapeEntry>, _> = serde_json::from_slice(text);
+    let entries = parsed.map_err(|error| {
+        // Its text quotes what it found, of any length.
+        let (path, error) = (path.display(), error.to_string());
+        let error = Quoted(&error);
+        anyhow!("{path}: expected [{{\"name\": …, \"shape\": […]}}, …]: {error}")
+    })?;
     let mut params = Vec::with_capacity(entries.len());
     for entry in entries {
         let shape = Shape::new(entry.shape)

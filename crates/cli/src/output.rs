@@ -4,14 +4,17 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use anyhow::Context;
-use fusestep_tensor::escaped;
+use fusestep_tensor::{escaped, escaped_json};
 use fusestep_tensor_file::Prepared;
 use serde::Serialize;
 
 /// Prints text, without what a terminal would obey: names come from files. A reader that closed the
 /// pipe is no error.
 pub(crate) fn print(text: &str) -> anyhow::Result<()> {
-    let text = escaped(text);
+    write_out(&escaped(text))
+}
+
+fn write_out(text: &str) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
@@ -19,10 +22,10 @@ pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     }
 }
 
-/// Prints one JSON object.
+/// Prints one JSON object, likewise: a program that reads it finds every name as it is.
 pub(crate) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
     let text = serde_json::to_string(value).context("cannot form JSON")?;
-    print(&format!("{text}\n"))
+    write_out(&format!("{}\n", escaped_json(&text)))
 }
 
 /// Writes a page, all or nothing, and says so on standard error.

@@ -11,7 +11,8 @@ use clap::Args;
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Optimizer, Plan, html_page};
 use fusestep_simd::PREFETCH_DISTANCES;
-use fusestep_tensor::{DType, ParamDesc};
+use fusestep_tensor::{DType, ParamDesc, Quoted};
+use fusestep_tensor_file::check_writable;
 use serde::{Deserialize, Serialize};
 
 use crate::bench::{BenchArgs, Subject};
@@ -126,6 +127,10 @@ impl Timed {
 /// peer that ends or whose parameters are not those of AdamW.
 pub(crate) fn run(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<()> {
     let request = request(args, rule, params)?;
+    // A page that cannot be written is known before anything is timed and not after.
+    for path in [&args.peers.svg, &args.peers.report].into_iter().flatten() {
+        check_writable(path)?;
+    }
     let backend = CpuBackend::in_pool(pool(Some(args.threads()))?);
     let plan = args
         .planning
@@ -139,7 +144,7 @@ pub(crate) fn run(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> an
     let burn = Worker::burn(&request, &mut absent);
     let mut workers: Vec<Worker> = python.into_iter().chain(burn).collect();
     let mut timed = Timed::all(&workers);
-    for _ in 0..args.rounds.get() {
+    for _ in 0..args.rounds {
         for stream in 0..PREFETCH_DISTANCES.len() {
             ours.sample()?;
             ceiling.sample(stream);
@@ -213,9 +218,9 @@ fn request(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::R
     for param in params {
         ensure!(
             param.dtype == DType::F32,
-            "--peers: expected parameters in f32, which all of them take, found {} in {}",
-            param.name,
-            param.dtype.name()
+            "--peers: expected parameters in f32, which all of them take, found {} in `{}`",
+            param.dtype.name(),
+            Quoted(&param.name)
         );
     }
     let plain = args.gradients.clip_norm.is_none() && args.gradients.loss_scale.is_none();

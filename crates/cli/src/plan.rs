@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use fusestep_planner::{PlanSummary, RankSummary};
+use fusestep_tensor::Quoted;
 use serde::Serialize;
 
 use crate::gradients::GradientArgs;
@@ -63,7 +64,7 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
         let count = model.buffers.len();
         eprintln!(
             "note: {count} tensors are not floating point and so no parameters: {}, …",
-            model.buffers[0]
+            Quoted(&model.buffers[0])
         );
     }
     let costs = of_ranks.then(|| args.world.cost_model(fused)).transpose()?;

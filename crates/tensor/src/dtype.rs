@@ -6,6 +6,8 @@ use std::str::FromStr;
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
+use crate::Quoted;
+
 /// The storage type of a tensor's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -80,7 +82,10 @@ impl FromStr for DType {
             .into_iter()
             .find(|dtype| dtype.name().eq_ignore_ascii_case(text))
             .ok_or_else(|| {
-                format!("unknown dtype `{text}`: expected f32, f64, f16, bf16, i32, i64, u8 or u16")
+                format!(
+                    "unknown dtype `{}`: expected f32, f64, f16, bf16, i32, i64, u8 or u16",
+                    Quoted(text)
+                )
             })
     }
 }
@@ -144,5 +149,7 @@ mod tests {
             assert_eq!(dtype.name().parse::<DType>(), Ok(dtype));
         }
         assert!("f8".parse::<DType>().unwrap_err().contains("expected f32"));
+        let long = "f\n".repeat(500_000).parse::<DType>().unwrap_err();
+        assert!(long.len() < 3_000 && !long.contains('\n'), "{long}");
     }
 }

@@ -9,6 +9,6 @@ mod shape;
 
 pub use desc::{ParamDesc, TensorError, Trust, check_unique_names};
 pub use dtype::{DType, Element};
-pub use quoted::{MAX_QUOTED_CHARS, Quoted, escaped};
+pub use quoted::{MAX_QUOTED_CHARS, Quoted, escaped, escaped_json};
 pub use role::Role;
 pub use shape::{MAX_NUMEL, Shape};

@@ -61,6 +61,21 @@ pub fn escaped(text: &str) -> String {
     safe
 }
 
+/// JSON of any length, which stays the same value: what a terminal would obey is escaped as JSON
+/// does it, `\u202e`. All of it lies within strings, for `json` is on one line.
+pub fn escaped_json(json: &str) -> String {
+    let mut safe = String::with_capacity(json.len());
+    for c in json.chars() {
+        if is_obeyed(c) {
+            // None of them is beyond the basic plane, which would take two.
+            safe += &format!("\\u{:04x}", u32::from(c));
+        } else {
+            safe.push(c);
+        }
+    }
+    safe
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -77,6 +92,10 @@ mod tests {
         assert_eq!(
             escaped("a\tb\n\u{1b}[0m\u{2067}"),
             "a\tb\n\\u{1b}[0m\\u{2067}"
+        );
+        assert_eq!(
+            escaped_json("\"\u{7f}\u{9b}\u{202e}é𝄞\""),
+            "\"\\u007f\\u009b\\u202eé𝄞\""
         );
     }
 }
