@@ -23,9 +23,12 @@ use crate::inputs::read_model;
 use crate::options::{ParamDType, PlanningArgs, PrecisionArgs, parse_threads, pool, threads};
 use crate::output::{duration, print, print_json};
 use crate::peers::{self, CandlePair, CandleTimes};
-use crate::ranks::RankArgs;
+use crate::ranks::{RankArgs, bounded};
 use crate::rules::{OptimizerArgs, Rule};
 use crate::timer::Timer;
+
+/// Most rounds.
+const MOST_ROUNDS: usize = 1_000_000;
 
 /// Flags of `bench`.
 #[derive(Debug, Args)]
@@ -52,8 +55,8 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_enum, default_value = "f32")]
     pub(crate) dtype: ParamDType,
     /// Rounds; each times everything in turn, and the best of each counts
-    #[arg(long, default_value = "5")]
-    pub(crate) rounds: NonZeroUsize,
+    #[arg(long, value_name = "N", default_value = "5", value_parser = bounded::<1, MOST_ROUNDS>)]
+    pub(crate) rounds: usize,
     /// Also time another implementation on the same shapes, and ours in its place
     #[arg(long, value_enum)]
     peer: Option<Peer>,
@@ -167,7 +170,7 @@ fn bench_one(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow:
     let mut ceiling = Ceiling::new(&backend, plan, plan.traffic_bytes())?;
     let pair = |Peer::Candle| CandlePair::new(params, rule, args.threads);
     let mut candle = args.peer.map(pair).transpose()?;
-    for _ in 0..args.rounds.get() {
+    for _ in 0..args.rounds {
         // The step is timed as often as streams are, or the ceiling would have more tries at a
         // quiet moment.
         for stream in 0..PREFETCH_DISTANCES.len() {

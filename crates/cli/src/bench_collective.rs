@@ -31,6 +31,9 @@ pub(crate) struct CollectiveArgs {
     sizes: Vec<Size>,
 }
 
+/// Most bytes of each rank's buffer.
+const MOST_BYTES: u64 = 1 << 34;
+
 /// Collectives that can be timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Collective {
@@ -57,8 +60,9 @@ impl FromStr for Size {
             let count: u64 = text.strip_suffix(unit)?.trim().parse().ok()?;
             count.checked_mul(bytes)
         });
+        let found = found.filter(|&bytes| bytes <= MOST_BYTES);
         found.map(Self).ok_or_else(|| {
-            format!("expected bytes such as 4096, 4KiB, 64MiB or 1GiB, found `{text}`")
+            format!("expected bytes such as 4096, 4KiB, 64MiB or 1GiB, from 0 to {MOST_BYTES}")
         })
     }
 }
@@ -127,11 +131,11 @@ mod tests {
             ("17B", 17),
             ("4KiB", 4096),
             ("64 MiB", 64 << 20),
-            ("1GiB", 1 << 30),
+            ("16GiB", MOST_BYTES),
         ] {
             assert_eq!(text.parse(), Ok(Size(bytes)), "{text}");
         }
-        for text in ["", "KiB", "4KB", "-1", "1.5MiB", "99999999999GiB"] {
+        for text in ["", "KiB", "4KB", "-1", "1.5MiB", "17GiB", "99999999999GiB"] {
             assert!(text.parse::<Size>().is_err(), "{text}");
         }
     }

@@ -15,7 +15,7 @@ use crate::bench::BenchArgs;
 use crate::bench_parts::{Calls, Step, Streamed, Update, Work, own_params};
 use crate::ceiling::Ceiling;
 use crate::output::{duration, print, print_json};
-use crate::ranks::{Fused, MOST_RANKS, RankArgs};
+use crate::ranks::{Fused, RankArgs};
 use crate::timer::MIN_SAMPLE_NS;
 
 /// Most bytes that the ceiling's arrays have on all ranks together; longer steps are scaled from
@@ -64,11 +64,6 @@ pub(crate) fn run(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> an
             && !ranks.update_in_backward,
         "--accumulate, --local-sgd, --shard-group, --update-in-backward: expected none of them, \
          found one; whole steps of all ranks are timed"
-    );
-    let count = args.collective.ranks.count();
-    ensure!(
-        count <= MOST_RANKS,
-        "--ranks: expected at most {MOST_RANKS}, found {count}"
     );
     let engine = args.collective.engine;
     let found = engine.run(&args.collective.ranks, |comm| {
@@ -222,7 +217,7 @@ fn measure(
         .comms(comm, Fused::from(args.planning.naive))?;
     let [mut whole, mut reduced, mut updated, mut gathered] = [(); 4].map(|()| RankTimer::new());
     let mut streams = PREFETCH_DISTANCES.map(|_| RankTimer::new());
-    for _ in 0..args.rounds.get() {
+    for _ in 0..args.rounds {
         // The step is timed as often as streams are, or the ceiling would have more tries at a
         // quiet moment.
         for (index, timer) in streams.iter_mut().enumerate() {

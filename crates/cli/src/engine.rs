@@ -1,15 +1,15 @@
 //! What carries collectives, and who runs them.
 
-use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail, ensure};
 use clap::{Args, ValueEnum};
 use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_collective_mpi::{Compare, MpiOptions, Reduction, launched_ranks};
 use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions, launched_processes};
 
+use crate::ranks::{MOST_RANKS, bounded};
 use crate::{launch, outcomes};
 
 #[cfg(feature = "nccl")]
@@ -113,8 +113,11 @@ impl Watch {
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Ranks {
     /// Ranks that are threads, 2 by default; mpirun says how many processes there are
-    #[arg(long)]
-    ranks: Option<NonZeroUsize>,
+    #[arg(long, value_name = "N", value_parser = bounded::<1, MOST_RANKS>)]
+    ranks: Option<usize>,
+    /// How many if nothing says so.
+    #[arg(skip = 2usize)]
+    default: usize,
     /// Processes with a GPU each that were not started by mpirun meet in this folder, new for
     /// every run (engines nccl, nccl-native)
     #[arg(long, value_name = "FOLDER", requires = "rank")]
@@ -130,10 +133,11 @@ pub(crate) struct Ranks {
 }
 
 impl Ranks {
-    /// So many threads.
-    pub(crate) fn threads(ranks: NonZeroUsize, watch: Watch) -> Self {
+    /// So many; one if neither they nor a launcher are given.
+    pub(crate) fn new(ranks: Option<usize>, watch: Watch) -> Self {
         Self {
-            ranks: Some(ranks),
+            ranks,
+            default: 1,
             meet: None,
             rank: None,
             gpu: None,
@@ -143,7 +147,19 @@ impl Ranks {
 
     /// How many there are.
     pub(crate) fn count(&self) -> usize {
-        self.ranks.map_or(2, NonZeroUsize::get)
+        self.ranks.unwrap_or(self.default)
+    }
+
+    /// Refuses another number of ranks than a launcher has started.
+    fn require_world(&self, comm: &dyn Communicator) -> anyhow::Result<()> {
+        let world = comm.world_size();
+        if let Some(asked) = self.ranks.filter(|asked| *asked != world) {
+            bail!(
+                "--ranks: expected the {world} that the launcher has started, found {asked}; \
+                 leave the flag out, or start as many"
+            );
+        }
+        Ok(())
     }
 
     /// Whether any flag says how many there are, or where they meet.
@@ -202,11 +218,20 @@ impl Engine {
             Engine::NcclNative => return on_gpus(ranks, Sums::OfEngine, body),
         };
         let options = ranks.watch.of_processes(reduction, compare);
-        let mut comm = mpi_world(&options)?;
-        let found = body(comm.as_mut()).map_err(Into::into);
-        let found = found.with_context(|| format!("rank {}", comm.rank()))?;
-        Ok((comm.rank() == 0).then_some(found))
+        on_process(ranks, mpi_world(&options)?.as_mut(), body)
     }
+}
+
+/// Runs `body` on this rank of those that a launcher has started.
+fn on_process<T, E: Into<anyhow::Error>>(
+    ranks: &Ranks,
+    comm: &mut dyn Communicator,
+    body: impl Fn(&mut dyn Communicator) -> Result<T, E>,
+) -> anyhow::Result<Option<T>> {
+    let found = ranks.require_world(comm);
+    let found = found.and_then(|()| body(comm).map_err(Into::into));
+    let found = found.with_context(|| format!("rank {}", comm.rank()))?;
+    Ok((comm.rank() == 0).then_some(found))
 }
 
 /// Runs `body` on this rank of those that a launcher has started; is that launcher if there is
@@ -220,9 +245,7 @@ fn on_machine<T, E: Into<anyhow::Error>>(
         return Ok(None);
     }
     let mut comm = ProcessCommunicator::world(&ranks.watch.of_machine())?;
-    let found = body(&mut comm).map_err(Into::into);
-    let found = found.with_context(|| format!("rank {}", comm.rank()))?;
-    Ok((comm.rank() == 0).then_some(found))
+    on_process(ranks, &mut comm, body)
 }
 
 /// Who adds up what ranks with a GPU each send.

@@ -1,18 +1,19 @@
 //! `fusestep launch`: a program as several ranks of this machine.
 
 use std::ffi::OsString;
-use std::num::NonZeroUsize;
 
 use anyhow::{Context, bail, ensure};
 use clap::Args;
 use fusestep_collective_processes::{LaunchOptions, Launched, launch, launched_processes};
 
+use crate::ranks::{MOST_RANKS, bounded};
+
 /// Flags of `launch`.
 #[derive(Debug, Args)]
 pub(crate) struct LaunchArgs {
     /// How many processes
-    #[arg(short = 'n', long)]
-    ranks: NonZeroUsize,
+    #[arg(short = 'n', long, value_name = "N", value_parser = bounded::<1, MOST_RANKS>)]
+    ranks: usize,
     /// The program and its arguments, behind `--`
     #[arg(required = true, last = true, value_name = "PROGRAM")]
     program: Vec<OsString>,
@@ -29,7 +30,7 @@ pub(crate) fn run(args: &LaunchArgs) -> anyhow::Result<()> {
     };
     let options = LaunchOptions {
         arguments: arguments.to_vec(),
-        ..LaunchOptions::new(args.ranks.get(), program)
+        ..LaunchOptions::new(args.ranks, program)
     };
     start(&options)
 }

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use crate::train::MOST_EPOCHS;
+
 /// Where in its images a run is.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Position {
@@ -39,15 +41,46 @@ impl Position {
         entries.map(|(key, value)| (key.to_owned(), value)).into()
     }
 
-    /// What was saved; `None` if it is no position.
-    pub(crate) fn read(texts: &BTreeMap<String, String>) -> Option<Self> {
+    /// What was saved; `None` if it is no position of a run whose epochs have so many batches.
+    pub(crate) fn read(texts: &BTreeMap<String, String>, of_epoch: usize) -> Option<Self> {
+        let count = |key: &str, most| {
+            let count = texts.get(key)?.parse().ok();
+            count.filter(|&count: &usize| count <= most)
+        };
         let bits = |key: &str| u64::from_str_radix(texts.get(key)?, 16).ok();
         Some(Self {
-            epochs: texts.get("epochs")?.parse().ok()?,
-            batches: texts.get("batches")?.parse().ok()?,
+            epochs: count("epochs", MOST_EPOCHS)?,
+            batches: count("batches", of_epoch)?,
             loss_sum: f64::from_bits(bits("loss_sum")?),
             // Older checkpoints lack it.
             last_loss: bits("last_loss").map_or(f64::NAN, f64::from_bits),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_position_is_within_a_run() {
+        let saved = |epochs, batches| {
+            let position = Position {
+                epochs,
+                batches,
+                ..Position::default()
+            };
+            position.texts()
+        };
+        let read = Position::read(&saved(MOST_EPOCHS, 45), 45).unwrap();
+        assert_eq!((read.epochs, read.batches), (MOST_EPOCHS, 45));
+        for (epochs, batches) in [
+            (MOST_EPOCHS + 1, 0),
+            (usize::MAX, 0),
+            (1, 46),
+            (1, usize::MAX),
+        ] {
+            assert!(Position::read(&saved(epochs, batches), 45).is_none());
+        }
     }
 }

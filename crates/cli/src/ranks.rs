@@ -291,16 +291,14 @@ impl WorldArgs {
     }
 
     fn measured(&self) -> anyhow::Result<Costs> {
-        let world = self.world.and_then(NonZeroUsize::new);
-        let world = world.unwrap_or(NonZeroUsize::MIN);
+        let world = self.world.unwrap_or(1);
         ensure!(
-            world.get() <= MOST_MEASURED,
+            world <= MOST_MEASURED,
             "--measure: expected a world of at most {MOST_MEASURED}, found {world}; give \
              --latency-us and --bandwidth-gbs"
         );
-        let costs = Engine::Thread.run(&Ranks::threads(world, Watch::default()), |comm| {
-            measure(comm)
-        })?;
+        let ranks = Ranks::new(Some(world), Watch::default());
+        let costs = Engine::Thread.run(&ranks, |comm| measure(comm))?;
         costs.context("rank 0 has measured nothing")
     }
 }

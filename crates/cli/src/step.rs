@@ -8,7 +8,7 @@ use std::time::Instant;
 use anyhow::{bail, ensure};
 use clap::Args;
 use fusestep_launch::Backend;
-use fusestep_planner::{GradReport, Plan, PlanError, State, StepReport};
+use fusestep_planner::{GradReport, MAX_STEPS, Plan, PlanError, State, StepReport};
 use fusestep_tensor::{ParamDesc, Quoted, Role};
 use fusestep_tensor_file::{
     Prepared, TensorBytes, TensorFile, check_writable, commit_together, finish_interrupted,
@@ -20,7 +20,11 @@ use crate::gradients::GradientArgs;
 use crate::inputs::{Model, model_of};
 use crate::options::{BackendArgs, PlanningArgs, PrecisionArgs};
 use crate::output::{duration, print, print_json};
+use crate::ranks::bounded;
 use crate::rules::OptimizerArgs;
+
+/// Most steps of a run.
+const MOST_STEPS: usize = 1_000_000_000;
 
 /// Flags of `step`.
 #[derive(Debug, Args)]
@@ -42,8 +46,8 @@ pub(crate) struct StepArgs {
     #[command(flatten)]
     precision: PrecisionArgs,
     /// Steps to apply, each with the same gradients
-    #[arg(long, default_value_t = 1)]
-    steps: u64,
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = bounded::<0, MOST_STEPS>)]
+    steps: usize,
     /// Where the parameters go; an existing file, or the one a link leads to, is replaced once the
     /// new one is complete
     #[arg(long, value_name = "FILE")]
@@ -232,6 +236,14 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     drop(grads);
     if let Some(path) = &args.state {
         load_state(args, path, &mut state, backend.as_ref())?;
+        // No file of more could be read again.
+        let (taken, more) = (state.step(), args.steps as u64);
+        ensure!(
+            taken + more <= MAX_STEPS,
+            "--steps: expected at most {} after the {taken} of {}, found {more}",
+            MAX_STEPS - taken,
+            path.display()
+        );
     }
     let summary = run_steps(args, &plan, &mut state, backend.as_ref())?;
     write_files(args, &params, &model, &state, backend.as_ref())?;
@@ -348,7 +360,7 @@ fn run_steps(
         gradients: reports.map(named),
         update_norm: last.update_norm,
         updates,
-        steps: args.steps,
+        steps: args.steps as u64,
         step: state.step(),
         launches: last.launches,
         ns_per_step: nanoseconds / args.steps.max(1) as f64,
@@ -372,16 +384,18 @@ fn check_gradients(model: &Model, params: &TensorFile, grads: &TensorFile) -> an
     {
         let Some(entry) = grads.entries().get(name) else {
             bail!(
-                "{path}: gradient of `{}`: expected {dtype} {shape}, found no tensor of this name",
-                Quoted(name)
+                "{path}: gradient of `{}`: expected {dtype} {}, found no tensor of this name",
+                Quoted(name),
+                Quoted(&shape.to_string())
             );
         };
         ensure!(
             entry.element_type() == Some(*dtype) && entry.shape == *shape,
-            "{path}: gradient of `{}`: expected {dtype} {shape} like the parameter, found {} {}",
+            "{path}: gradient of `{}`: expected {dtype} {} like the parameter, found {} {}",
             Quoted(name),
+            Quoted(&shape.to_string()),
             entry.dtype_name(),
-            entry.shape,
+            Quoted(&entry.shape.to_string()),
         );
     }
     for name in grads.entries().keys() {

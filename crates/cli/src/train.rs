@@ -20,6 +20,12 @@ use crate::tasks::TaskArgs;
 use crate::training::{self, Trained};
 use crate::values::descs;
 
+/// Most passes over the samples.
+pub(crate) const MOST_EPOCHS: usize = 1_000_000;
+
+/// Most samples of one step, of all ranks together.
+const MOST_SAMPLES: usize = 1_000_000;
+
 /// Flags of `train`.
 #[derive(Debug, Args)]
 #[command(after_help = help())]
@@ -30,16 +36,18 @@ pub(crate) struct TrainArgs {
     #[arg(
         long,
         default_value = "20",
-        default_value_if("model", "transformer", "4")
+        default_value_if("model", "transformer", "4"),
+        value_parser = bounded::<1, MOST_EPOCHS>
     )]
-    pub(crate) epochs: NonZeroUsize,
+    pub(crate) epochs: usize,
     /// Images or windows of one step, of all ranks together; of the transformer 16
     #[arg(
         long,
         default_value = "32",
-        default_value_if("model", "transformer", "16")
+        default_value_if("model", "transformer", "16"),
+        value_parser = bounded::<1, MOST_SAMPLES>
     )]
-    pub(crate) batch: NonZeroUsize,
+    pub(crate) batch: usize,
     #[command(flatten)]
     pub(crate) optimizer: OptimizerArgs,
     #[command(flatten)]
@@ -213,8 +221,7 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
         check_writable(path)?;
     }
     args.backend.is_built()?;
-    let count = args.ranks.and_then(NonZeroUsize::new);
-    let ranks = Ranks::threads(count.unwrap_or(NonZeroUsize::MIN), args.watch.clone());
+    let ranks = Ranks::new(args.ranks, args.watch.clone());
     let trained = args.engine().run(&ranks, |comm| {
         training::train(args, rule, (task, &params), comm)
     })?;

@@ -44,13 +44,6 @@ pub(crate) fn train(
     comm: &mut dyn Communicator,
 ) -> anyhow::Result<Trained> {
     let topology = Topology::of(comm);
-    if let Some(asked) = args.ranks.filter(|asked| *asked != topology.world) {
-        bail!(
-            "--ranks: expected the {} that the launcher has started, found {asked}; leave the \
-             flag out, or start as many",
-            topology.world
-        );
-    }
     let first = topology.rank == 0;
     let plan = plan_of(args, rule, params, topology)?;
     if first && !args.json {
@@ -80,7 +73,7 @@ pub(crate) fn train(
     } else {
         None
     };
-    let batches = args.epochs.get() * task.samples_of_epoch().div_ceil(args.batch.get());
+    let batches = args.epochs * task.samples_of_epoch().div_ceil(args.batch);
     let mut run = Run {
         args,
         names: params.iter().map(|param| param.name.as_str()).collect(),
@@ -233,7 +226,7 @@ impl Run<'_> {
 
     /// Trains; returns the epochs of this run, and the last one of all runs.
     fn epochs(&mut self) -> anyhow::Result<(Vec<Epoch>, Epoch)> {
-        let batch = self.args.batch.get();
+        let batch = self.args.batch;
         let mut rng = ChaCha8Rng::seed_from_u64(self.args.seed.wrapping_add(1));
         let mut order: Vec<usize> = (0..self.task.samples()).collect();
         let mut history: Vec<Epoch> = Vec::new();
@@ -241,7 +234,7 @@ impl Run<'_> {
         let of_epoch = self.task.samples_of_epoch();
         let mut done = start.epochs * of_epoch.div_ceil(batch) + start.batches;
         self.bar.set_position(done as u64);
-        for epoch in 1..=self.args.epochs.get() {
+        for epoch in 1..=self.args.epochs {
             order.shuffle(&mut rng);
             // The order of samples follows from all shuffles before it.
             if epoch <= start.epochs {
@@ -343,7 +336,7 @@ impl Run<'_> {
             Some(_) => 1.0,
             None => (counts[rank] * world) as f64 / positions.len() as f64,
         };
-        let batch = self.args.batch.get();
+        let batch = self.args.batch;
         if self.plan.micro_steps() > 1 && positions.len() != batch {
             self.state
                 .set_weight(positions.len() as f64 / batch as f64)?;
@@ -449,7 +442,7 @@ impl Run<'_> {
         Ok(TrainSummary {
             model: self.args.task.model.name(),
             backend: self.backend.name(),
-            epochs: self.args.epochs.get(),
+            epochs: self.args.epochs,
             steps: tally.steps,
             skipped_steps: self.state.skipped(),
             final_loss: last.loss,

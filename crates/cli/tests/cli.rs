@@ -11,6 +11,8 @@ use serde_json::Value;
 
 #[path = "cli/checkpoints.rs"]
 mod checkpoints;
+#[path = "cli/counts.rs"]
+mod counts;
 #[path = "cli/norms.rs"]
 mod norms;
 #[path = "cli/precision.rs"]

@@ -299,8 +299,8 @@ impl Plan {
         };
         let sent = calls
             .iter()
-            .map(|call| call.bytes_sent * call.times / call.every);
-        let sent: u64 = sent.sum();
+            .map(|call| call.bytes_sent.saturating_mul(call.times) / call.every);
+        let sent = sent.fold(0, u64::saturating_add);
         let of_rank = |rank| self.rank_bytes(rank, sent);
         let ranks: Vec<RankBytes> = (0..self.shard_group).map(of_rank).collect();
         let mean = |of: fn(&RankBytes) -> u64| {

@@ -199,7 +199,7 @@ impl Plan {
     }
 
     /// Bytes of memory traffic of one step on this rank: what the kernels' lists read and write,
-    /// and the gradients once more for their norm.
+    /// and the gradients once more for their norm. With ranks beyond number, `u64::MAX`.
     pub fn traffic_bytes(&self) -> u64 {
         let updates = self.stages.iter().filter_map(|stage| match stage {
             Stage::Optimize(optimize) => Some((optimize, false)),
@@ -223,10 +223,10 @@ impl Plan {
             let widths = replicated.map(|list| spec.lists[list].dtype.len_bytes());
             let width = spec.grad_dtype().len_bytes() + widths.sum::<usize>();
             let elements: u64 = optimize.batches.iter().map(Batch::elements).sum();
-            (per_element + others * width as u64) * elements
+            (per_element + others * width as u64).saturating_mul(elements)
         });
         let norm = self.norm_stage().map_or(0, |_| self.gradient_bytes());
-        bytes.sum::<u64>() + norm
+        bytes.fold(norm, u64::saturating_add)
     }
 
     /// Identifies parameters, layout, passes and stages: states and ranks with equal hashes fit

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use fusestep_coalesce::{FlatLayout, LayoutOptions};
 use fusestep_launch::{LaunchLimits, Precision, TensorList};
 use fusestep_schedule::Schedule;
-use fusestep_tensor::{DType, ParamDesc, check_unique_names};
+use fusestep_tensor::{DType, ParamDesc, check_total_numel, check_unique_names};
 use serde::Serialize;
 
 use crate::group::Classes;
@@ -179,6 +179,7 @@ impl Planner {
             });
         }
         check_unique_names(params)?;
+        check_total_numel(params)?;
         for param in params {
             param.validate()?;
         }

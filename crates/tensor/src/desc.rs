@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::shape::MAX_NUMEL;
+use crate::shape::{MAX_MODEL_NUMEL, MAX_NUMEL};
 use crate::{DType, Quoted, Shape};
 
 /// A parameter as the planner sees it: name, shape, dtype and its own hyper-parameters, no data.
@@ -97,6 +97,19 @@ pub fn check_unique_names(params: &[ParamDesc]) -> Result<(), TensorError> {
     Ok(())
 }
 
+/// Refuses parameters that together have more than [`MAX_MODEL_NUMEL`] elements.
+///
+/// # Errors
+/// [`TensorError::ModelOverflow`].
+pub fn check_total_numel(params: &[ParamDesc]) -> Result<(), TensorError> {
+    let numels = params.iter().map(ParamDesc::numel);
+    let found = numels.fold(0, u64::saturating_add);
+    if found > MAX_MODEL_NUMEL {
+        return Err(TensorError::ModelOverflow { found });
+    }
+    Ok(())
+}
+
 /// Why a shape or a descriptor was refused.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
@@ -109,6 +122,15 @@ pub enum TensorError {
     ShapeOverflow {
         /// The extents given.
         dims: Vec<u64>,
+    },
+    /// The parameters of a model are together beyond what any machine holds.
+    #[error(
+        "parameters: expected at most {MAX_MODEL_NUMEL} elements of all together, found {found}; \
+         check the extents"
+    )]
+    ModelOverflow {
+        /// Elements of all parameters; `u64::MAX` stands for more.
+        found: u64,
     },
     /// Two parameters share a name.
     #[error(
@@ -151,6 +173,21 @@ mod tests {
             "parameter `a` is registered twice, at positions 0 and 2; names must be unique"
         );
         assert_eq!(check_unique_names(&[param("a"), param("b")]), Ok(()));
+    }
+
+    #[test]
+    fn models_are_bounded_and_so_is_every_sum_over_them() {
+        let largest = ParamDesc::new("a", Shape::new([MAX_NUMEL]).unwrap(), DType::F64);
+        let most = (MAX_MODEL_NUMEL / MAX_NUMEL) as usize;
+        assert_eq!(check_total_numel(&vec![largest.clone(); most]), Ok(()));
+        let mut params = vec![largest; most];
+        params.push(param("b"));
+        let error = check_total_numel(&params).unwrap_err().to_string();
+        assert!(
+            error.contains("at most 18014398509481984")
+                && error.contains("found 18014398509481986"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -7,8 +7,8 @@ mod quoted;
 mod role;
 mod shape;
 
-pub use desc::{ParamDesc, TensorError, Trust, check_unique_names};
+pub use desc::{ParamDesc, TensorError, Trust, check_total_numel, check_unique_names};
 pub use dtype::{DType, Element};
 pub use quoted::{MAX_QUOTED_CHARS, Quoted, escaped, escaped_json};
 pub use role::Role;
-pub use shape::{MAX_NUMEL, Shape};
+pub use shape::{MAX_MODEL_NUMEL, MAX_NUMEL, Shape};

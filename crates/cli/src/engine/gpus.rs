@@ -7,7 +7,7 @@ use fusestep_collective_nccl::{
     Meeting, NcclCommunicator, NcclOptions, Reduction as NcclReduction,
 };
 
-use super::{Ranks, Sums, Watch, mpi_world};
+use super::{Ranks, Sums, Watch, mpi_world, on_process};
 use crate::outcomes;
 
 /// Runs `body` on ranks with a GPU each: threads of this process, or the processes that mpirun has
@@ -23,11 +23,7 @@ pub(super) fn run<T: Send, E: Into<anyhow::Error> + Send>(
         flight_recorder: None,
         ..ranks.watch.clone()
     };
-    let alone = |mut comm: NcclCommunicator| {
-        let found = body(&mut comm).map_err(Into::into);
-        let found = found.with_context(|| format!("rank {}", comm.rank()))?;
-        anyhow::Ok((comm.rank() == 0).then_some(found))
-    };
+    let alone = |mut comm: NcclCommunicator| on_process(ranks, &mut comm, &body);
     if let Some(meeting) = meeting(ranks) {
         let control = meeting.join()?;
         let gpu = ranks.gpu.unwrap_or(meeting.rank);

@@ -43,7 +43,8 @@ impl Run<'_> {
                 );
             }
         }
-        let position = Position::read(&caller);
+        let of_epoch = self.task.samples_of_epoch().div_ceil(self.args.batch);
+        let position = Position::read(&caller, of_epoch);
         position.with_context(|| format!("{}: expected where the run was", folder.display()))
     }
 

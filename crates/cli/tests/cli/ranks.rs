@@ -253,36 +253,6 @@ fn one_rank_is_a_world_like_any_other() {
 }
 
 #[test]
-fn more_than_there_can_be_is_refused() {
-    let shapes = concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../../data/shapes/resnet50.json"
-    );
-    for (args, most) in [
-        (&["plan", shapes, "--world", "65537"][..], "65536"),
-        (
-            &["plan", shapes, "--world", "18446744073709551615"],
-            "65536",
-        ),
-        (&["plan", shapes, "--world", "0"], "65536"),
-        (&["train", "--ranks", "1025"], "1024"),
-        (&["bench", shapes, "--ranks", "1025"], "1024"),
-        (
-            &["train", "--ranks", "2", "--accumulate", "1000001"],
-            "1000000",
-        ),
-        (
-            &["train", "--ranks", "2", "--gradient-merge", "0"],
-            "1000000",
-        ),
-        (&["train", "--ranks", "2", "--comm-streams", "65"], "64"),
-    ] {
-        let error = refused(args);
-        assert!(error.contains(most), "{args:?}: {error}");
-    }
-}
-
-#[test]
 fn added_batches_train_as_larger_ones_and_adding_one_changes_nothing() {
     let momentum = ["--optimizer", "momentum", "--ranks", "1"];
     let run = |more: &[&str]| train(&[&momentum, more].concat());
