@@ -177,17 +177,19 @@ fn disagreements(fusestep: &Path) -> Result<()> {
     let path = fusestep.to_string_lossy();
     let other_engine = ["-c", OTHER_ENGINE, &path];
     let other_count = ["train", "--epochs", "1", "--engine", "mpi", "--ranks", "3"];
-    let cases: [(&Path, &[&str], &str); 2] = [
+    let named = "expected the 2 that the launcher has started, found 3";
+    let other_check = ["check", "--engine", "mpi", "--ranks", "3"];
+    let other_bench = ["bench", "--collective", "all-reduce", "--engine", "mpi"];
+    let other_bench = [&other_bench[..], &["--ranks", "3"]].concat();
+    let cases: [(&Path, &[&str], &str); 4] = [
         (
             Path::new("sh"),
             &other_engine,
             "expected the same engine and options on all processes",
         ),
-        (
-            fusestep,
-            &other_count,
-            "expected the 2 that the launcher has started, found 3",
-        ),
+        (fusestep, &other_count, named),
+        (fusestep, &other_check, named),
+        (fusestep, &other_bench, named),
     ];
     for (program, arguments, expected) in cases {
         let end = Job {

@@ -299,6 +299,91 @@ fn several_processes_that_know_nothing_of_each_other_are_refused() {
 }
 
 #[test]
+fn another_number_of_ranks_than_a_launcher_has_started_is_named() {
+    let program = env!("CARGO_BIN_EXE_fusestep");
+    let folder = Folder::new();
+    let shapes = folder.path("shapes.json");
+    fs::write(&shapes, r#"[{"name":"a","shape":[3]}]"#).unwrap();
+    let collective = ["bench", "--collective", "all-reduce", "--sizes", "4KiB"];
+    for command in [
+        &["check"][..],
+        &["train", "--epochs", "1"],
+        &["bench", text(&shapes), "--rounds", "1"],
+        &collective,
+    ] {
+        let start = ["launch", "-n", "2", "--", program];
+        let ranks = ["--engine", "processes", "--ranks", "3"];
+        let error = refused(&[&start[..], command, &ranks].concat());
+        let named = "expected the 2 that the launcher has started, found 3";
+        assert_eq!(error.matches(named).count(), 2, "{command:?}: {error}");
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn the_cause_is_told_where_only_a_rank_other_than_the_first_fails() {
+    let folder = Folder::new();
+    let (whole, cut) = (folder.path("whole"), folder.path("cut"));
+    let train = ["train", "--epochs", "1", "--ranks", "3", "--zero", "3"];
+    ok(&[&train[..], &["--checkpoint", text(&whole)]].concat());
+    let shards = [0, 1, 2].map(|rank| {
+        let shard = format!("step-00000045-a/shard-{rank:05}.safetensors");
+        fs::metadata(whole.join(shard)).unwrap().len()
+    });
+    let (second, others) = (shards[1], shards[0].max(shards[2]));
+    assert!(others < second, "{shards:?}: another rank fails below");
+    // One byte too little for the file of rank 1, and enough for every other file.
+    let limited = "trap '' XFSZ; exec prlimit --fsize=$0 \"$@\"";
+    let output = std::process::Command::new("sh")
+        .args(["-c", limited, &(second - 1).to_string()])
+        .arg(env!("CARGO_BIN_EXE_fusestep"))
+        .args(train)
+        .args(["--checkpoint", text(&cut)])
+        .output()
+        .unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    let first = error.lines().next().unwrap_or_default();
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(
+        first.contains("shard-00001.safetensors") && first.contains("File too large"),
+        "{error}"
+    );
+    assert_eq!(error.matches("File too large").count(), 1, "{error}");
+    // The save that was cut off is no checkpoint.
+    assert!(!cut.join("manifest.json").exists());
+}
+
+#[test]
+fn processes_tell_the_cause_and_which_rank_they_follow() {
+    let folder = Folder::new();
+    fs::create_dir(folder.path("0")).unwrap();
+    fs::write(folder.path("1"), "no folder").unwrap();
+    fs::create_dir(folder.path("2")).unwrap();
+    let train = "exec \"$0\" train --epochs 1 --engine processes --checkpoint \"$1/$RANK\"";
+    let program = env!("CARGO_BIN_EXE_fusestep");
+    let shell = ["sh", "-c", train, program, text(folder.0.path())];
+    let error = refused(&[&["launch", "-n", "3", "--"][..], &shell].concat());
+    let told = |start: &str, what: &str| {
+        let line = error.lines().find(|line| line.starts_with(start));
+        assert!(line.is_some_and(|line| line.contains(what)), "{error}");
+    };
+    told("error: rank 1: --checkpoint", "/1: File exists");
+    told("error: rank 0: ", "rank 1 left the group");
+    told("error: rank 2: ", "rank 1 left the group");
+}
+
+#[test]
+fn shapes_under_another_name_are_told_what_they_should_be_called() {
+    let folder = Folder::new();
+    let shapes = folder.path("shapes");
+    for content in [r#"[{"name":"a","shape":[3]}]"#, "[]"] {
+        fs::write(&shapes, content).unwrap();
+        let error = refused(&["plan", text(&shapes)]);
+        assert!(error.contains("whose name ends in .json"), "{error}");
+    }
+}
+
+#[test]
 fn training_on_a_gpu_is_refused_at_once_where_the_build_leaves_cuda_out() {
     if cfg!(feature = "cuda") {
         return;
