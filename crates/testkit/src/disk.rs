@@ -39,6 +39,8 @@ struct Inner {
     /// Changes of names that are not durable yet.
     pending: Vec<Change>,
     faults: BTreeMap<u64, Fault>,
+    /// Those that have happened: a full disk counts with every write that finds no room.
+    happened: u64,
     calls: u64,
     full: bool,
     dead: bool,
@@ -107,6 +109,7 @@ impl SimulatedDisk {
             durable: root,
             pending: Vec::new(),
             faults: faults.into_iter().collect(),
+            happened: 0,
             calls: 0,
             full: false,
             dead: false,
@@ -116,6 +119,11 @@ impl SimulatedDisk {
     /// Calls so far that would change something.
     pub fn calls(&self) -> u64 {
         self.lock().calls
+    }
+
+    /// Errors, losses of power and writes without room so far.
+    pub fn faults(&self) -> u64 {
+        self.lock().happened
     }
 
     /// Another fault, at a call that is still to come, counted from 0 at the disk's beginning.
@@ -209,12 +217,16 @@ impl Inner {
         }
         match self.faults.get(&number) {
             None => Ok(()),
-            Some(Fault::Error) => Err(io::Error::other("a fault of the disk")),
+            Some(Fault::Error) => {
+                self.happened += 1;
+                Err(io::Error::other("a fault of the disk"))
+            }
             Some(Fault::Full) => {
                 self.full = true;
                 Ok(())
             }
             Some(Fault::PowerLoss) => {
+                self.happened += 1;
                 self.pending.extend(torn);
                 self.dead = true;
                 Err(io::Error::other("the power is off"))
@@ -278,6 +290,7 @@ impl Files for SimulatedDisk {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
         if inner.full {
+            inner.happened += 1;
             inner.change(part);
             return Err(io::ErrorKind::StorageFull.into());
         }

@@ -7,9 +7,9 @@
 //! ```text
 //! it ends in the bits of a run without faults, whatever happened on the way
 //! whoever fails says why; nobody panics, and nobody waits for ever
-//! a save that was acknowledged is there afterwards, unless bits have rotted:
-//! the loader says so then
-//! without a fault there is no error
+//! a save that was acknowledged is there afterwards, and every rank goes on from it or from a newer
+//! one, unless bits have rotted: the loader says so then
+//! an error comes only where a fault has happened; one that was drawn and not reached is none
 //! what is left on the disk is the checkpoint, and not what was given up
 //! ```
 
@@ -18,19 +18,19 @@ mod rank;
 mod scenario;
 mod schedule;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use fusestep_planner::{CheckpointFolder, Manifest};
-use fusestep_tensor_file::Files;
+use fusestep_tensor_file::{Files, is_part};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use self::communicator::{RankFiles, SimulatedRank};
-use self::rank::run_rank;
+use self::rank::{Told, run_rank};
 use self::scenario::Scenario;
 use self::schedule::{RankFault, Schedule};
 use crate::{Fault, SimulatedDisk};
@@ -52,7 +52,8 @@ const AT: &str = "at";
 pub struct Story {
     /// Times that the run was begun or resumed.
     pub tries: u64,
-    /// Ranks that died or stalled, losses of power, errors of the disk, full disks, rotten bits.
+    /// Ranks that died or stalled, losses of power, errors of the disk, writes to a full one and
+    /// rotten bits: those that have happened.
     pub faults: u64,
     /// Errors that ranks have ended in.
     pub errors: u64,
@@ -97,6 +98,7 @@ pub fn simulate(seed: u64) -> Result<Story, String> {
         scenario,
         acknowledged: 0,
         rotten: false,
+        ended_in_peace: false,
         story: Story::default(),
     };
     let found = world.run()?;
@@ -125,35 +127,31 @@ struct Simulation {
     acknowledged: u64,
     /// Whether a bit of the disk was flipped since it was last empty.
     rotten: bool,
+    /// Whether the last try has saved and gone through no fault.
+    ended_in_peace: bool,
     story: Story,
 }
 
 /// What one try ended in.
 struct Tried {
-    outcomes: Vec<Result<Ended, String>>,
+    /// Each rank's parameters in the end, as a hash.
+    outcomes: Vec<Result<String, String>>,
+    /// Micro-steps that ranks went on from, 0 without a checkpoint; of ranks that have come so far.
+    resumed: Vec<u64>,
     events: u64,
+    /// Deaths and stalls that have happened.
+    faults: u64,
     acknowledged: u64,
     saves: u64,
 }
 
-/// What a rank that has come to the end has.
-#[derive(Clone, Debug)]
-struct Ended {
-    hash: String,
-    resumed_at: u64,
-}
-
-fn one_hash(outcomes: &[Result<Ended, String>]) -> Result<String, String> {
-    let mut hashes = outcomes
-        .iter()
-        .map(|outcome| outcome.as_ref().map(|ended| ended.hash.clone()));
-    let first = hashes.next().ok_or("no ranks")?.map_err(String::clone)?;
-    for hash in hashes {
-        let hash = hash.map_err(String::clone)?;
+fn one_hash(outcomes: &[Result<String, String>]) -> Result<String, String> {
+    let (first, others) = outcomes.split_first().ok_or("no ranks")?;
+    let first = first.clone()?;
+    for hash in others {
+        let hash = hash.clone()?;
         if hash != first {
-            return Err(format!(
-                "expected the same parameters on all ranks, found {first} and {hash}"
-            ));
+            return Err(format!("{DIFFER}, found {first} and {hash}"));
         }
     }
     Ok(first)
@@ -168,28 +166,31 @@ impl Simulation {
             let world = worlds[self.rng.random_range(0..worlds.len())];
             let may_fail = number < FAULTY_TRIES;
             let mut faults = BTreeMap::new();
-            let mut put = 0;
+            let mut happened = 0;
             if may_fail {
-                put = self.put_faults(&mut faults);
+                self.put_faults(&mut faults);
+                happened += u64::from(self.rot());
             }
+            let of_disk = self.disk.faults();
             let seed = self.rng.random();
             let tried = run_once(&self.scenario, &self.disk, (seed, world), faults);
-            self.story.faults += put;
+            happened += tried.faults + self.disk.faults() - of_disk;
+            self.story.faults += happened;
             self.story.events += tried.events;
             self.story.saves += tried.saves;
-            self.acknowledged = self.acknowledged.max(tried.acknowledged);
             self.disk.clear_faults();
             if self.disk.is_dead() {
                 self.disk.restart();
             }
             self.disk.make_room();
-            if let Some(ended) = tried.outcomes.iter().flatten().next() {
-                self.check_resumed(ended.resumed_at, tried.acknowledged)?;
-            }
+            // Against what was acknowledged before this try: its own saves say nothing of that.
+            self.check_resumed(&tried.resumed)?;
+            self.acknowledged = self.acknowledged.max(tried.acknowledged);
+            self.ended_in_peace = happened == 0 && tried.saves > 0;
             match one_hash(&tried.outcomes) {
                 Ok(hash) => return Ok(hash),
                 Err(error) => {
-                    self.after(&error, &tried, put)?;
+                    self.after(&error, &tried, happened)?;
                     last = error;
                 }
             }
@@ -199,8 +200,8 @@ impl Simulation {
         ))
     }
 
-    /// Draws what goes wrong in the next try; how much.
-    fn put_faults(&mut self, faults: &mut BTreeMap<u64, RankFault>) -> u64 {
+    /// Draws what may go wrong in the next try.
+    fn put_faults(&mut self, faults: &mut BTreeMap<u64, RankFault>) {
         let count = self.rng.random_range(0..3);
         for _ in 0..count {
             let disk_call = self.disk.calls() + self.rng.random_range(0..60);
@@ -216,31 +217,29 @@ impl Simulation {
                 _ => self.disk.add_fault(disk_call, Fault::Full),
             }
         }
-        if self.rng.random_bool(0.05) && self.disk.rot().is_some() {
-            self.rotten = true;
-            return count + 1;
-        }
-        count
     }
 
-    fn check_resumed(&mut self, resumed_at: u64, acknowledged_now: u64) -> Result<(), String> {
-        self.story.resumes += u64::from(resumed_at > 0);
-        let before = if acknowledged_now < self.acknowledged {
-            self.acknowledged
-        } else {
-            0
-        };
-        if resumed_at < before && !self.rotten {
-            return Err(format!(
-                "a save of micro-step {before} was acknowledged, and the run went on from \
-                 {resumed_at}"
-            ));
+    /// Flips a bit of the disk, now and then; whether it has.
+    fn rot(&mut self) -> bool {
+        let rotten = self.rng.random_bool(0.05) && self.disk.rot().is_some();
+        self.rotten |= rotten;
+        rotten
+    }
+
+    /// Every rank has gone on from the newest save that was acknowledged, or from a newer one.
+    fn check_resumed(&mut self, resumed: &[u64]) -> Result<(), String> {
+        self.story.resumes += u64::from(resumed.iter().any(|&at| at > 0));
+        match resumed.iter().find(|&&at| at < self.acknowledged) {
+            None => Ok(()),
+            Some(at) => Err(format!(
+                "a save of micro-step {} was acknowledged, and a rank went on from {at}",
+                self.acknowledged
+            )),
         }
-        Ok(())
     }
 
     /// A try has failed: says whether it may have.
-    fn after(&mut self, error: &str, tried: &Tried, put: u64) -> Result<(), String> {
+    fn after(&mut self, error: &str, tried: &Tried, happened: u64) -> Result<(), String> {
         let errors = tried
             .outcomes
             .iter()
@@ -250,32 +249,61 @@ impl Simulation {
                 return Err(error.clone());
             }
         }
+        if error.starts_with(DIFFER) {
+            return Err(error.to_owned());
+        }
         self.story.errors += errors.count() as u64;
-        if self.rotten && (put == 0 || error.contains(CANNOT_LOAD)) {
+        if self.rotten && (happened == 0 || error.contains(CANNOT_LOAD)) {
             // Whatever was refused for its sake: what is rotten is thrown away, as its owner would.
             self.disk = Arc::new(new_disk(self.scenario.seed ^ 1));
             (self.rotten, self.acknowledged) = (false, 0);
             return Ok(());
         }
-        if put == 0 {
-            return Err(format!("no fault, and yet: {error}"));
+        if happened == 0 {
+            return Err(format!("no fault has happened, and yet: {error}"));
         }
         Ok(())
     }
 
-    /// Nothing is left but one checkpoint and what single calls could not remove.
+    /// The newest save is there. If nothing has gone wrong since, nothing else is left but parts,
+    /// which are given up by the death of their process, and that is this one.
     fn check_left_over(&self) -> Result<(), String> {
         let folder = CheckpointFolder::of(&*self.disk, Path::new(FOLDER));
-        let Ok(Some(manifest)) = Manifest::read_if_any(folder) else {
-            return Ok(());
+        let manifest = match Manifest::read_if_any(folder) {
+            Ok(Some(manifest)) => manifest,
+            Ok(None) if self.acknowledged == 0 => return Ok(()),
+            Ok(None) => return Err("no manifest in the end, and yet saves acknowledged".to_owned()),
+            Err(_) if self.rotten => return Ok(()),
+            Err(error) => return Err(format!("in the end: {error}")),
         };
-        let shards = |path: &&std::path::PathBuf| path.to_string_lossy().ends_with(".safetensors");
-        let of_others =
-            |path: &&std::path::PathBuf| !path.to_string_lossy().contains(&manifest.generation);
+        let at = manifest.caller.get(AT).and_then(|at| at.parse().ok());
+        if at < Some(self.acknowledged) {
+            let expected = self.acknowledged;
+            return Err(format!(
+                "in the end: expected micro-step {expected} or more, found {at:?}"
+            ));
+        }
+        if self.rotten || !self.ended_in_peace {
+            return Ok(());
+        }
+        let generation = Path::new(FOLDER).join(&manifest.generation);
+        let shards = manifest
+            .shards
+            .iter()
+            .map(|shard| generation.join(&shard.file));
+        let mut known: BTreeSet<PathBuf> = shards.collect();
+        known.insert(generation.join("mark.json"));
+        known.insert(Path::new(FOLDER).join("manifest.json"));
+        let is_part = |path: &Path| {
+            let name = path.file_name().and_then(|name| name.to_str());
+            name.is_some_and(is_part)
+        };
         let files = self.disk.files();
-        let left: Vec<_> = files.iter().filter(shards).filter(of_others).collect();
-        // A removal that was itself cut off is made up for at the next save.
-        if left.len() > 8 && self.story.faults == 0 {
+        let left = files
+            .iter()
+            .filter(|path| !known.contains(*path) && !is_part(path));
+        let left: Vec<_> = left.collect();
+        if !left.is_empty() {
             return Err(format!("left behind: {left:?}"));
         }
         Ok(())
@@ -284,6 +312,9 @@ impl Simulation {
 
 /// How an error begins that is no error.
 const PANICKED: &str = "panicked";
+
+/// How an error begins that no fault excuses: ranks have come to the end with other values.
+const DIFFER: &str = "expected the same parameters on all ranks";
 
 /// How an error begins that a checkpoint was refused with.
 const CANNOT_LOAD: &str = "cannot go on: ";
@@ -297,11 +328,12 @@ fn run_once(
 ) -> Tried {
     let schedule = Arc::new(Schedule::new(seed, world, faults));
     let (acknowledged, saves) = (AtomicU64::new(0), AtomicU64::new(0));
+    let resumed = Mutex::new(Vec::new());
     let outcomes = std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..world)
             .map(|rank| {
                 let (schedule, disk) = (Arc::clone(&schedule), Arc::clone(disk));
-                let (acknowledged, saves) = (&acknowledged, &saves);
+                let (acknowledged, saves, resumed) = (&acknowledged, &saves, &resumed);
                 scope.spawn(move || {
                     schedule.begin(rank);
                     let files = RankFiles {
@@ -315,8 +347,16 @@ fn run_once(
                         acknowledged.fetch_max(at, Ordering::SeqCst);
                         saves.fetch_add(u64::from(rank == 0), Ordering::SeqCst);
                     };
+                    let resumed = |at| {
+                        let resumed = resumed.lock();
+                        resumed.unwrap_or_else(PoisonError::into_inner).push(at);
+                    };
+                    let told = Told {
+                        resumed: &resumed,
+                        saved: &saved,
+                    };
                     let ran = catch_unwind(AssertUnwindSafe(|| {
-                        run_rank(scenario, &mut comm, Arc::new(files), &saved)
+                        run_rank(scenario, &mut comm, Arc::new(files), told)
                     }));
                     schedule.end(rank);
                     ran.unwrap_or_else(|panic| {
@@ -335,7 +375,9 @@ fn run_once(
     });
     Tried {
         outcomes,
+        resumed: resumed.into_inner().unwrap_or_else(PoisonError::into_inner),
         events: schedule.events(),
+        faults: schedule.faults(),
         acknowledged: acknowledged.into_inner(),
         saves: saves.into_inner(),
     }

@@ -14,7 +14,16 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::communicator::RankFiles;
 use super::scenario::Scenario;
-use super::{AT, CANNOT_LOAD, Ended, FOLDER};
+use super::{AT, CANNOT_LOAD, FOLDER};
+
+/// Who hears of what a rank has come to.
+#[derive(Clone, Copy)]
+pub(super) struct Told<'a> {
+    /// Of the micro-steps that it goes on from.
+    pub(super) resumed: &'a dyn Fn(u64),
+    /// Of every save that is acknowledged: its micro-steps.
+    pub(super) saved: &'a dyn Fn(u64),
+}
 
 /// A rank's memory, and the saves of it that are not complete yet.
 struct Rank<'a> {
@@ -27,8 +36,7 @@ struct Rank<'a> {
     saves: Option<Saves>,
     /// Micro-steps at which the save in flight was begun.
     saving: u64,
-    /// Told of every save that is acknowledged.
-    saved: &'a dyn Fn(u64),
+    told: Told<'a>,
 }
 
 impl Rank<'_> {
@@ -49,7 +57,7 @@ impl Rank<'_> {
         } else {
             let folder = CheckpointFolder::of(self.files.as_ref(), path);
             self.plan.save_run(run, comms, folder, caller)?;
-            (self.saved)(at);
+            (self.told.saved)(at);
         }
         Ok(())
     }
@@ -59,7 +67,7 @@ impl Rank<'_> {
         if let Some(saves) = &mut self.saves
             && self.plan.poll_saves(&mut self.comms, saves)?.is_some()
         {
-            (self.saved)(self.saving);
+            (self.told.saved)(self.saving);
         }
         Ok(())
     }
@@ -69,7 +77,7 @@ impl Rank<'_> {
         if let Some(saves) = &mut self.saves
             && self.plan.finish_saves(&mut self.comms, saves)?.is_some()
         {
-            (self.saved)(self.saving);
+            (self.told.saved)(self.saving);
         }
         Ok(())
     }
@@ -88,24 +96,25 @@ impl Rank<'_> {
     }
 }
 
-/// One rank from the checkpoint to the end; `saved` hears of saves that are acknowledged.
+/// One rank from the checkpoint to the end; its parameters then, as a hash.
 pub(super) fn run_rank(
     scenario: &Scenario,
     comm: &mut dyn Communicator,
     files: Arc<RankFiles>,
-    saved: &dyn Fn(u64),
-) -> Result<Ended, String> {
-    let told = |error: PlanError| error.to_string();
+    told: Told<'_>,
+) -> Result<String, String> {
+    let in_words = |error: PlanError| error.to_string();
     let topology = Topology::of(comm);
-    let plan = scenario.plan(topology).map_err(told)?;
+    let plan = scenario.plan(topology).map_err(in_words)?;
     let backend = CpuBackend::new(Scenario::threads());
-    let mut state = plan.allocate_on(&backend, comm).map_err(told)?;
+    let mut state = plan.allocate_on(&backend, comm).map_err(in_words)?;
     for (param, desc) in plan.params().iter().enumerate() {
         let bytes = scenario.first_values(param);
         let written = state.write(&backend, Role::Param, &desc.name, &bytes);
-        written.map_err(told)?;
+        written.map_err(in_words)?;
     }
     let resumed_at = resume(&plan, (&mut state, &backend), &files)?;
+    (told.resumed)(resumed_at);
     let looks = scenario.looks;
     let mut rank = Rank {
         plan: &plan,
@@ -115,13 +124,10 @@ pub(super) fn run_rank(
         saves: looks.map(|looks| Saves::in_turns(files.clone(), looks)),
         files,
         saving: 0,
-        saved,
+        told,
     };
-    train(scenario, &mut rank, resumed_at).map_err(told)?;
-    Ok(Ended {
-        hash: rank.hash().map_err(told)?,
-        resumed_at,
-    })
+    train(scenario, &mut rank, resumed_at).map_err(in_words)?;
+    rank.hash().map_err(in_words)
 }
 
 /// Goes on from the checkpoint, if there is one; the micro-steps that are over.

@@ -37,6 +37,8 @@ struct Inner {
     ranks: Vec<Status>,
     events: u64,
     faults: BTreeMap<u64, RankFault>,
+    /// Those that have happened.
+    happened: u64,
     closed: Option<CollectiveError>,
     calls: HashMap<CallId, PendingCall>,
 }
@@ -65,6 +67,7 @@ impl Schedule {
             ranks: vec![Status::Ready; world],
             events: 0,
             faults,
+            happened: 0,
             closed: None,
             calls: HashMap::new(),
         };
@@ -78,6 +81,11 @@ impl Schedule {
     /// Events so far.
     pub(super) fn events(&self) -> u64 {
         self.lock().events
+    }
+
+    /// Deaths and stalls so far.
+    pub(super) fn faults(&self) -> u64 {
+        self.lock().happened
     }
 
     /// Waits for a rank's first turn.
@@ -109,7 +117,9 @@ impl Schedule {
         }
         let number = inner.events;
         inner.events += 1;
-        match inner.faults.get(&number) {
+        let fault = inner.faults.get(&number).copied();
+        inner.happened += u64::from(fault.is_some());
+        match fault {
             Some(RankFault::Death) => {
                 inner.ranks[rank] = Status::Ended;
                 inner.close(died.clone());
