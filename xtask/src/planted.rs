@@ -2,6 +2,7 @@
 //! tool that is there for it.
 
 mod bugs;
+mod loads;
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -12,6 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 
 use self::bugs::BUGS;
+use self::loads::LOADS;
 use crate::workspace_root;
 
 /// A change of one place that breaks a promise.
@@ -91,12 +93,17 @@ enum End {
     Nothing,
 }
 
+/// All of them, in the order of the page that lists them.
+fn bugs() -> impl Iterator<Item = &'static Bug> {
+    BUGS.iter().chain(LOADS)
+}
+
 /// Plants every bug, or those whose name contains one of the words.
 pub(crate) fn run(words: &[String]) -> Result<()> {
     let copy = workspace_root().join("target/planted");
     copy_sources(&copy)?;
     let wanted = |bug: &&Bug| words.is_empty() || words.iter().any(|word| bug.name.contains(word));
-    let bugs: Vec<&Bug> = BUGS.iter().filter(wanted).collect();
+    let bugs: Vec<&Bug> = bugs().filter(wanted).collect();
     ensure!(!bugs.is_empty(), "no bug is called {words:?}");
     for bug in &bugs {
         bug.text(&copy)?;
@@ -143,7 +150,7 @@ impl Bug {
         ensure!(
             found == 1,
             "{}: {}: expected the place once, found it {found} times; bring \
-             xtask/src/planted/bugs.rs up to date",
+             xtask/src/planted up to date",
             self.name,
             self.file
         );
@@ -213,4 +220,44 @@ fn copy_sources(copy: &Path) -> Result<()> {
         fs::copy(&from, &to)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::{Bug, Tool, bugs};
+    use crate::workspace_root;
+
+    /// A bug's row of the page's table.
+    fn row(bug: &Bug) -> String {
+        let tool = match bug.tool {
+            Tool::Test(package, "lib", word) => {
+                format!("`cargo test -p {package} --lib {word}`")
+            }
+            Tool::Test(package, target, word) => {
+                let command = format!("cargo test -p {package} --test {target} {word}");
+                format!("`{}`", command.trim_end())
+            }
+            Tool::Simulate => "`cargo xtask simulate`".to_owned(),
+            Tool::Faults => "`cargo xtask faults`".to_owned(),
+            Tool::Fuzz(target) => format!("`cargo xtask fuzz` ({target})"),
+        };
+        let (first, rest) = bug.name.split_at(1);
+        format!("| {}{rest} | {tool} |", first.to_uppercase())
+    }
+
+    #[test]
+    fn the_page_lists_every_bug_and_who_finds_it() {
+        let page = fs::read_to_string(workspace_root().join("docs/RELIABILITY.md")).unwrap();
+        let (before, table) = page.split_once("| Bug | Found by |\n|---|---|\n").unwrap();
+        let found: Vec<&str> = table.lines().collect();
+        let expected: Vec<String> = bugs().map(row).collect();
+        assert_eq!(found, expected);
+        assert!(
+            before.contains(&format!("| {} bugs, all found", expected.len())),
+            "expected {} bugs in the table of tools",
+            expected.len()
+        );
+    }
 }

@@ -1,4 +1,4 @@
-//! The bugs, by what they break, and who finds each.
+//! The bugs of ranks and of what they write, by what they break, and who finds each.
 
 use super::{Bug, Tool};
 
@@ -168,6 +168,16 @@ pub(super) const BUGS: &[Bug] = &[
         tool: Tool::Simulate,
     },
     Bug {
+        name: "save: the generation before stays for ever",
+        file: "crates/planner/src/checkpoint/manifest.rs",
+        from: r"        generation::remove_others(folder, &self, previous.as_ref());
+",
+        to: r"        let _ = generation::remove_others;
+        drop(previous);
+",
+        tool: Tool::Simulate,
+    },
+    Bug {
         name: "save: a second save of a step writes over the first",
         file: "crates/planner/src/checkpoint/generation.rs",
         from: "if !counts && generation",
@@ -214,6 +224,19 @@ pub(super) const BUGS: &[Bug] = &[
         tool: Tool::Simulate,
     },
     Bug {
+        name: "save behind: a save counts before its manifest is written",
+        file: "crates/planner/src/checkpoint/behind.rs",
+        from: r"        saves.flight = Some(flight);
+        Ok(None)
+",
+        to: r"        let step = flight.step;
+        let said = (flight.phase == Phase::Commit).then_some(Saved { step });
+        saves.flight = Some(flight);
+        Ok(said)
+",
+        tool: Tool::Simulate,
+    },
+    Bug {
         name: "save behind: nobody hears of an error of the last part",
         file: "crates/planner/src/checkpoint/behind.rs",
         from: "self.agree(comms, committed)?;",
@@ -233,13 +256,6 @@ pub(super) const BUGS: &[Bug] = &[
             "distributed",
             "the_checkpoint_before_counts",
         ),
-    },
-    Bug {
-        name: "resume: ranks go on from different checkpoints",
-        file: "crates/planner/src/checkpoint/checkpoints.rs",
-        from: "(failed, said))?;",
-        to: "(failed, said.min(1).max(1)))?;",
-        tool: Tool::Test("fusestep-tests", "distributed", "or_none_of_them_does"),
     },
     Bug {
         name: "save: skipped steps are not saved",
@@ -301,184 +317,5 @@ pub(super) const BUGS: &[Bug] = &[
         to: r"    for step in left.into_iter().skip(1) {
         files",
         tool: Tool::Test("fusestep-tests", "trust", "loss_of_power"),
-    },
-    Bug {
-        name: "resume: counts are not restored",
-        file: "crates/planner/src/checkpoint/save.rs",
-        from: r"self.restore_counts(state, backend, &run.progress)?;
-",
-        to: "",
-        tool: Tool::Simulate,
-    },
-    Bug {
-        name: "resume: a window that is open is forgotten",
-        file: "crates/planner/src/checkpoint/save.rs",
-        from: r"self.restore_open(state, backend, (&run.progress, run.from), &run.whole)?;
-",
-        to: "",
-        tool: Tool::Simulate,
-    },
-    Bug {
-        name: "resume: state is not restored",
-        file: "crates/planner/src/checkpoint/save.rs",
-        from: "None => state.write(backend, role, &desc.name, bytes)?,",
-        to: r"None if role == Role::Param => state.write(backend, role, &desc.name, bytes)?,
-                    None => {}",
-        tool: Tool::Simulate,
-    },
-    Bug {
-        name: "resume: a reader beside a saver gives up at once",
-        file: "crates/planner/src/checkpoint/shards.rs",
-        from: "for _ in 0..MOST_TRIES {",
-        to: "for _ in 0..MOST_TRIES - 100 {",
-        tool: Tool::Test("fusestep-tests", "trust", "begins_again"),
-    },
-    Bug {
-        name: "load: ranges that overlap count",
-        file: "crates/planner/src/checkpoint/shards.rs",
-        from: "if first != covered {",
-        to: "if first > covered {",
-        tool: Tool::Test("fusestep-tests", "trust", "overlapping"),
-    },
-    Bug {
-        name: "load: a hole at the end counts",
-        file: "crates/planner/src/checkpoint/shards.rs",
-        from: "if covered == numel {",
-        to: "if covered <= numel {",
-        tool: Tool::Test("fusestep-tests", "trust", "overlapping"),
-    },
-    Bug {
-        name: "load: a shard's checksum is not compared",
-        file: "crates/planner/src/checkpoint/shards.rs",
-        from: "if found == spec.xxh3 {",
-        to: "if found == spec.xxh3 || !found.is_empty() {",
-        tool: Tool::Simulate,
-    },
-    Bug {
-        name: "load: a manifest may ask for any memory",
-        file: "crates/planner/src/checkpoint/shards.rs",
-        from: "if needed.is_some_and(|needed| needed <= on_disk) {",
-        to: "if needed.is_none_or(|needed| needed <= on_disk) || true {",
-        tool: Tool::Test("fusestep-tests", "distributed", "more_memory"),
-    },
-    Bug {
-        name: "load: a manifest's checksum is not compared",
-        file: "crates/planner/src/checkpoint/manifest.rs",
-        from: "if found != self.xxh3 {",
-        to: "if found.is_empty() {",
-        tool: Tool::Test("fusestep-cli", "cli", "edited_manifests"),
-    },
-    Bug {
-        name: "load: names in a manifest lead anywhere",
-        file: "crates/planner/src/checkpoint/manifest.rs",
-        from: r"!name.is_empty() && !name.contains(['/', '\\']) && !name.starts_with('.')",
-        to: "!name.is_empty()",
-        tool: Tool::Test("fusestep-tests", "distributed", "without_a_checksum"),
-    },
-    Bug {
-        name: "load: state of another rule is taken",
-        file: "crates/planner/src/checkpoint/file.rs",
-        from: "if expected == found || (found.is_none() && is_old(file)) {",
-        to: "if expected == found || found.is_some() || is_old(file) {",
-        tool: Tool::Test("fusestep-tests", "trust", "another_rule"),
-    },
-    Bug {
-        name: "load: a tensor's checksum is not compared",
-        file: "crates/planner/src/checkpoint/file.rs",
-        from: r#"let (expected, found) = (sum.map_or("none", String::as_str), checksum(bytes));
-        if expected != found {"#,
-        to: r#"let (expected, found) = (sum.map_or("none", String::as_str), checksum(bytes));
-        if found.is_empty() {"#,
-        tool: Tool::Test("fusestep-tests", "trust", "every_flipped_bit"),
-    },
-    Bug {
-        name: "load: what is refused has changed the state already",
-        file: "crates/planner/src/checkpoint/file.rs",
-        from: r"let steps = self.check(&file)?;
-",
-        to: r"for param in self.params.clone().iter() {
-            for role in self.state_roles(param)? {
-                let bytes = file.bytes(&tensor_name(param, role)).unwrap_or_default();
-                self.write(backend, role, &param.name, bytes)?;
-            }
-        }
-        let steps = self.check(&file)?;
-",
-        tool: Tool::Fuzz("state"),
-    },
-    Bug {
-        name: "load: state may be negative where squares are added up",
-        file: "crates/planner/src/checkpoint/values.rs",
-        from: "|| (negative && *value < 0.0)",
-        to: "|| (negative && value.is_nan())",
-        tool: Tool::Test("fusestep-tests", "trust", "impossible_values"),
-    },
-    Bug {
-        name: "load: steps without a limit",
-        file: "crates/planner/src/checkpoint/file.rs",
-        from: "text.parse().ok().filter(|&count| count <= MAX_STEPS)",
-        to: "text.parse().ok().filter(|&count| count <= u64::MAX)",
-        tool: Tool::Test("fusestep-tests", "trust", "changed_counts"),
-    },
-    Bug {
-        name: "load: descriptions of any length",
-        file: "crates/tensor-file/src/header.rs",
-        from: "*length > MAX_ENTRY_BYTES",
-        to: "*length > usize::MAX - 1",
-        tool: Tool::Test("fusestep-tensor-file", "lib", "descriptions_are_bounded"),
-    },
-    Bug {
-        name: "load: names are printed as they are",
-        file: "crates/tensor/src/quoted.rs",
-        from: "c.is_control() || direction ||",
-        to: "direction ||",
-        tool: Tool::Test("fusestep-cli", "cli", "names_are_quoted"),
-    },
-    Bug {
-        name: "packing: a launch takes a record more than fits",
-        file: "crates/launch/src/batch.rs",
-        from: r"bytes <= self.limits.argument_bytes
-",
-        to: r"bytes <= self.limits.argument_bytes + 24
-",
-        tool: Tool::Fuzz("packing"),
-    },
-    Bug {
-        name: "packing: a new launch knows the sets of the one before",
-        file: "crates/launch/src/batch.rs",
-        from: r"        self.sets.clear();
-",
-        to: "",
-        tool: Tool::Fuzz("packing"),
-    },
-    Bug {
-        name: "packing: chunks are counted from the tensor's start",
-        file: "crates/launch/src/batch.rs",
-        from: "first_chunk: self.batch.chunks,",
-        to: "first_chunk: 0,",
-        tool: Tool::Test("fusestep-launch", "lib", "batch"),
-    },
-    Bug {
-        name: "packing: a last launch of one tensor is lost",
-        file: "crates/launch/src/batch.rs",
-        from: "if !self.batch.records.is_empty() {",
-        to: "if self.batch.records.len() > 1 {",
-        tool: Tool::Test("fusestep-launch", "lib", "batch"),
-    },
-    Bug {
-        name: "packing: a launch has a chunk too many",
-        file: "crates/launch/src/batch.rs",
-        from: ".min(chunks_left);",
-        to: ".min(chunks_left + 1);",
-        tool: Tool::Test("fusestep-launch", "lib", "batch"),
-    },
-    Bug {
-        name: "packing: tensors overlap where slots are padded",
-        file: "crates/coalesce/src/layout.rs",
-        from: r".checked_next_multiple_of(slot)
-",
-        to: r".checked_next_multiple_of(slot.min(1))
-",
-        tool: Tool::Test("fusestep-tests", "coalesce", ""),
     },
 ];
