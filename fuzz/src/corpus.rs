@@ -10,12 +10,13 @@ use anyhow::Result;
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_planner::{Comms, Manifest, Planner, Shard, StateTensors, Topology, ZeroStage};
-use fusestep_tensor::Role;
+use fusestep_tensor::{DType, Role};
 use fusestep_tensor_file::serialize;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::targets::state::params;
+use crate::targets::journal::example;
+use crate::targets::state::{params, plan};
 
 /// Writes corpora and the files beside the manifest.
 pub(crate) fn write(root: &Path) -> Result<()> {
@@ -24,18 +25,20 @@ pub(crate) fn write(root: &Path) -> Result<()> {
         fs::create_dir_all(&folder)?;
         Ok(fs::write(folder.join(name), bytes)?)
     };
-    let mut state = state()?;
     let path = Path::new("state");
+    for (first, name) in [(5, "momentum_bf16"), (10, "lamb_f16"), (3, "lars")] {
+        let state = state(first)?;
+        let file = serialize(path, &state.tensors, state.metadata)?;
+        put("state", name, &[&[first], &file[..]].concat())?;
+    }
+    let mut state = state(0)?;
     let adam = serialize(path, &state.tensors, state.metadata.clone())?;
-    put("state", "adam", &adam)?;
+    put("state", "adam", &[&[0], &adam[..]].concat())?;
     put("tensor_file", "state", &adam)?;
     // One of version 1 has no checksums, so that changes get past them.
     state.metadata.retain(|key, _| key == "step");
-    put(
-        "state",
-        "old",
-        &serialize(path, &state.tensors, state.metadata)?,
-    )?;
+    let old = serialize(path, &state.tensors, state.metadata)?;
+    put("state", "old", &[&[0], &old[..]].concat())?;
     put("tensor_file", "empty", b"\x02\0\0\0\0\0\0\0{}")?;
     let shapes: [&[u8]; 2] = [
         br#"[{"name":"a","shape":[10,64]},{"name":"b","shape":[],"dtype":"bf16"},{"name":"c","shape":[0,7]}]"#,
@@ -50,14 +53,19 @@ pub(crate) fn write(root: &Path) -> Result<()> {
     put("manifest", "new.json", text.as_bytes())?;
     let manifest = Manifest::read(folder.path())?;
     // Older ones have no checksum, so that changes get past it.
-    let old = text.replace("\"version\": 3", "\"version\": 1");
+    let old = text.replace("\"version\": 4", "\"version\": 1");
     let old = old.replace(&manifest.xxh3, "");
     put("manifest", "old.json", old.as_bytes())?;
     fs::create_dir_all(root.join("shards"))?;
     for shard in &manifest.shards {
         let from = folder.path().join(&manifest.generation).join(&shard.file);
-        fs::copy(from, root.join("shards").join(&shard.file))?;
+        let bytes = fs::read(from)?;
+        fs::write(root.join("shards").join(&shard.file), &bytes)?;
+        put("shards", &shard.file, &bytes)?;
     }
+    let mark = folder.path().join(&manifest.generation).join("mark.json");
+    put("mark", "own", &fs::read(mark)?)?;
+    put("journal", "two", &serde_json::to_vec(&example())?)?;
     let mut rng = ChaCha8Rng::seed_from_u64(1);
     for target in ["plan", "packing"] {
         for (at, length) in [40, 200, 1_000].into_iter().enumerate() {
@@ -68,15 +76,14 @@ pub(crate) fn write(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The state of the model of target `state` after a step.
-fn state() -> Result<StateTensors> {
-    let plan = Planner::new(Adam::default().into()).plan(&params()?)?;
+/// The state of a model of target `state` after a step.
+fn state(first: u8) -> Result<StateTensors> {
+    let plan = plan(first)?;
     let backend = CpuBackend::new(NonZeroUsize::MIN);
     let mut state = plan.allocate(&backend)?;
     for desc in plan.params() {
-        let bytes: Vec<u8> = (0..desc.numel())
-            .flat_map(|at| (at as f32 - 1.5).to_le_bytes())
-            .collect();
+        // Any bits of small numbers, in each type.
+        let bytes = vec![0x3c; desc.numel() as usize * desc.dtype.len_bytes()];
         state.write(&backend, Role::Grad, &desc.name, &bytes)?;
     }
     plan.run(&mut state, &backend)?;
@@ -88,7 +95,7 @@ fn checkpoint(folder: &Path) -> Result<()> {
     let mut comm = fusestep_collective::Solo::new();
     let topology = Topology::new(0, 1)?;
     let planner = Planner::new(Adam::default().into()).with(Shard::new(ZeroStage::One));
-    let plan = planner.plan_for(&params()?, topology)?;
+    let plan = planner.plan_for(&params(DType::F32)?, topology)?;
     let backend = CpuBackend::new(NonZeroUsize::MIN);
     let state = plan.allocate(&backend)?;
     let one = folder.join("one");

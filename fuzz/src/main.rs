@@ -11,10 +11,14 @@ mod corpus;
 mod inputs;
 mod mutate;
 mod targets {
+    pub(crate) mod journal;
     pub(crate) mod manifest;
+    pub(crate) mod mark;
+    mod packed;
     pub(crate) mod packing;
     pub(crate) mod plan;
     pub(crate) mod shapes;
+    pub(crate) mod shards;
     pub(crate) mod state;
     pub(crate) mod tensor_file;
 }
@@ -36,14 +40,21 @@ type Outcome = Result<String, String>;
 /// Most inputs that others are made from.
 const MOST_KEPT: usize = 4096;
 
+/// Longest message of an input, however long the input: what is quoted is cut, and a message
+/// quotes a few values.
+const MOST_CHARS: usize = 4_000;
+
 /// Tries one input.
 type Target = fn(&[u8]) -> Outcome;
 
 /// The targets by name.
-const TARGETS: [(&str, Target); 6] = [
+const TARGETS: [(&str, Target); 9] = [
     ("tensor_file", targets::tensor_file::run),
     ("shapes", targets::shapes::run),
     ("manifest", targets::manifest::run),
+    ("mark", targets::mark::run),
+    ("shards", targets::shards::run),
+    ("journal", targets::journal::run),
     ("state", targets::state::run),
     ("plan", targets::plan::run),
     ("packing", targets::packing::run),
@@ -68,13 +79,23 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// A target's outcome; a panic breaks every promise.
+/// A target's outcome; a panic breaks every promise, and so does a message without end.
 fn tried(target: Target, input: &[u8]) -> Outcome {
-    catch_unwind(AssertUnwindSafe(|| target(input))).unwrap_or_else(|panic| {
+    let outcome = catch_unwind(AssertUnwindSafe(|| target(input))).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().cloned();
         let text = text.or_else(|| Some((*panic.downcast_ref::<&str>()?).to_owned()));
         Err(format!("panicked: {}", text.unwrap_or_default()))
-    })
+    });
+    match outcome {
+        Ok(said) if said.chars().count() > MOST_CHARS => {
+            let (length, begin) = (said.chars().count(), said.chars().take(300));
+            let begin = String::from_iter(begin);
+            Err(format!(
+                "expected at most {MOST_CHARS} characters, found {length}: {begin}"
+            ))
+        }
+        outcome => outcome,
+    }
 }
 
 fn fuzz(name: &str, target: Target, time: Duration, seed: u64) -> Result<()> {
@@ -150,7 +171,43 @@ fn keep(root: &Path, name: &str, input: &[u8]) -> Result<PathBuf> {
 
 #[cfg(test)]
 mod tests {
-    use super::kind_of;
+    use std::fs;
+    use std::path::Path;
+
+    use super::{TARGETS, kind_of, tried};
+
+    #[test]
+    fn the_corpus_has_what_each_reader_accepts() {
+        let whole = "whole\n";
+        for (target, file, expected) in [
+            ("manifest", "new.json", "whole"),
+            ("manifest", "old.json", "whole"),
+            ("mark", "own", "removed\nremoved\n"),
+            ("journal", "two", "moved\nmoved"),
+            ("state", "adam", "loaded"),
+            ("state", "momentum_bf16", "loaded"),
+            ("state", "lamb_f16", "loaded"),
+            ("state", "lars", "loaded"),
+            ("state", "old", "loaded"),
+        ] {
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus");
+            let input = fs::read(folder.join(target).join(file)).unwrap();
+            let run = TARGETS.iter().find(|(name, _)| *name == target).unwrap().1;
+            assert_eq!(tried(run, &input).unwrap(), expected, "{target}/{file}");
+        }
+        let shards = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus/shards");
+        for entry in fs::read_dir(shards).unwrap() {
+            let input = fs::read(entry.unwrap().path()).unwrap();
+            let said = tried(super::targets::shards::run, &input).unwrap();
+            assert!(said.contains(whole), "{said}");
+        }
+    }
+
+    #[test]
+    fn a_message_without_end_breaks_a_promise() {
+        let long = |input: &[u8]| Ok("x".repeat(input.len()));
+        assert!(tried(long, &[0; 4_000]).is_ok() && tried(long, &[0; 4_001]).is_err());
+    }
 
     #[test]
     fn kinds_are_of_the_program_and_not_of_the_input() {

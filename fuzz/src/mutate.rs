@@ -41,6 +41,9 @@ const WORDS: [&str; 34] = [
     "@",
 ];
 
+/// Bytes of a long run of one.
+const LONG: usize = 5_000;
+
 /// Longest input.
 const MOST_BYTES: usize = 1 << 16;
 
@@ -73,7 +76,7 @@ impl Mutator {
     fn change(&mut self, input: &mut Vec<u8>, corpus: &[Vec<u8>]) {
         let at = self.below(input.len() + 1);
         let end = (at + self.below(32)).min(input.len());
-        match self.below(9) {
+        match self.below(10) {
             0 if at < input.len() => input[at] ^= 1 << self.below(8),
             1 if at < input.len() => input[at] = self.below(256) as u8,
             2 => drop(input.drain(at..end)),
@@ -94,6 +97,11 @@ impl Mutator {
                 input.splice(at..end, other[from..to].to_vec());
             }
             7 => self.mend_length(input),
+            // So long that whoever quotes it whole says too much.
+            8 => {
+                let byte = b"x/\x1b\xe2"[self.below(4)];
+                input.splice(at..end, vec![byte; LONG]);
+            }
             _ => input.truncate(at),
         }
     }
@@ -114,15 +122,17 @@ impl Mutator {
         input.splice(at..end, word);
     }
 
-    /// Makes the length at the beginning that of the text behind it, so that changes of the text
+    /// Makes the length before the text that of the text behind it, so that changes of the text
     /// get past it.
     fn mend_length(&mut self, input: &mut [u8]) {
         let Some(close) = input.iter().rposition(|&byte| byte == b'}') else {
             return;
         };
-        if close >= 8 {
-            let length = (close as u64 + 1).saturating_sub(8);
-            input[..8].copy_from_slice(&length.to_le_bytes());
+        // Behind the byte that one target draws from, where the text begins so.
+        let open = if input.get(9) == Some(&b'{') { 9 } else { 8 };
+        if close >= open {
+            let length = (close + 1 - open) as u64;
+            input[open - 8..open].copy_from_slice(&length.to_le_bytes());
         }
     }
 }

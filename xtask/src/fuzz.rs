@@ -16,13 +16,16 @@ const SECONDS: u64 = 60;
 const MEMORY_KIB: u64 = 4 << 20;
 
 /// The targets, a slow one and a fast one by turns.
-const TARGETS: [&str; 6] = [
+const TARGETS: [&str; 9] = [
     "state",
     "tensor_file",
     "plan",
     "shapes",
     "packing",
     "manifest",
+    "mark",
+    "journal",
+    "shards",
 ];
 
 /// Targets that run at a time.

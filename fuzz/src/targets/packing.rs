@@ -1,11 +1,15 @@
-//! Any bytes as tensors and limits of launches.
+//! Any bytes as tensors and limits of launches, which are packed for a device.
 
 use std::iter::Peekable;
 
 use fusestep_launch::{ArgumentLayout, Batch, Batchable, LaunchLimits, batches};
 
+use super::packed::Packer;
 use crate::Outcome;
 use crate::mutate::Numbers;
+
+/// Launches that are packed of each input: the first ones, and the last.
+const MOST_PACKED: usize = 16;
 
 pub(crate) fn run(input: &[u8]) -> Outcome {
     let mut numbers = Numbers(input);
@@ -19,6 +23,7 @@ pub(crate) fn run(input: &[u8]) -> Outcome {
         chunk_elements: numbers.wide() as u32,
         chunks_per_launch: numbers.wide() as u32,
     };
+    let rounds_at_random = numbers.byte() % 2 == 1;
     let mut tensors = Vec::new();
     while !numbers.is_empty() && tensors.len() < 2_000 {
         tensors.push(Batchable {
@@ -35,6 +40,11 @@ pub(crate) fn run(input: &[u8]) -> Outcome {
         Ok(made) => made,
         Err(error) => return Ok(error.to_string()),
     };
+    let numels = tensors.iter().map(|tensor: &Batchable| tensor.numel);
+    let mut packer = Packer::new(layout, limits, numels, rounds_at_random)?;
+    for batch in made.iter().take(MOST_PACKED).chain(made.last()) {
+        packer.check(batch)?;
+    }
     let mut left = tensors
         .into_iter()
         .filter(|tensor| tensor.numel > 0)
