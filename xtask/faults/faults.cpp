@@ -1,5 +1,5 @@
-// A library to be loaded before a program: one of its calls that change files fails, or ends the
-// process.
+// A library to be loaded before a program: one of its calls that open or change files fails, or
+// ends the process.
 //
 //   FAULT_ROOT   only files below this folder count
 //   FAULT_AT     which call, counted from 0
@@ -20,7 +20,8 @@
 namespace {
 
 constexpr int kMostFiles = 4096;
-std::atomic<bool> written[kMostFiles];
+// Files below the root, for reading or writing, and its folders.
+std::atomic<bool> watched[kMostFiles];
 std::atomic<long> calls{0};
 
 template <typename F>
@@ -63,16 +64,15 @@ int guarded(bool counted, F call) {
 }
 
 int opened(const char* name, const char* path, int flags, mode_t mode) {
-    bool changes = (flags & (O_WRONLY | O_RDWR | O_CREAT)) != 0;
     bool counted = counts(path);
-    int file = guarded(counted && changes, [&] {
+    int file = guarded(counted, [&] {
         return next<int (*)(const char*, int, ...)>(name)(path, flags, mode);
     });
-    if (file >= 0 && file < kMostFiles) written[file] = counted;
+    if (file >= 0 && file < kMostFiles) watched[file] = counted;
     return file;
 }
 
-bool is_written(int file) { return file >= 0 && file < kMostFiles && written[file]; }
+bool is_watched(int file) { return file >= 0 && file < kMostFiles && watched[file]; }
 
 }  // namespace
 
@@ -96,7 +96,7 @@ int open64(const char* path, int flags, ...) {
 
 ssize_t write(int file, const void* bytes, size_t count) {
     auto real = next<ssize_t (*)(int, const void*, size_t)>("write");
-    Fate fate_of_it = is_written(file) ? fate() : Fate::kGo;
+    Fate fate_of_it = is_watched(file) ? fate() : Fate::kGo;
     if (fate_of_it == Fate::kFail) return -1;
     if (fate_of_it == Fate::kDieAfter) {
         real(file, bytes, count / 2);
@@ -106,7 +106,7 @@ ssize_t write(int file, const void* bytes, size_t count) {
 }
 
 int fsync(int file) {
-    return guarded(is_written(file), [&] { return next<int (*)(int)>("fsync")(file); });
+    return guarded(is_watched(file), [&] { return next<int (*)(int)>("fsync")(file); });
 }
 
 int rename(const char* from, const char* to) {

@@ -1,5 +1,5 @@
-//! `faults`: the command itself, with an error or its death at every call that changes a file, one
-//! after the other.
+//! `faults`: the command itself, with an error or its death at every call that opens or changes a
+//! file, one after the other.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -45,7 +45,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         }
         ensure!(
             calls > 5,
-            "{name}: expected calls that change files, found {calls}"
+            "{name}: expected calls that open or change files, found {calls}"
         );
         println!("faults: {name}: {calls} calls, {faults} faults, every end as promised");
         table.push((name, calls, faults));
@@ -279,24 +279,55 @@ fn hash(output: &str) -> Result<String> {
     Ok(value["params_hash"].as_str().context("no hash")?.to_owned())
 }
 
-/// A judge of runs: whatever happened, the run goes on to the parameters of one that nothing has
-/// happened to.
-fn goes_on(bench: &Bench, template: &Path, epochs: &'static str) -> Result<Judge> {
-    let folder = bench.fresh("run", template)?;
-    let resume: &[&str] = if folder.join("c/manifest.json").exists() {
+/// Steps of a folder's checkpoint, 0 without one.
+fn saved_steps(folder: &Path) -> Result<u64> {
+    let manifest = folder.join("c/manifest.json");
+    if !manifest.exists() {
+        return Ok(0);
+    }
+    let manifest: serde_json::Value = serde_json::from_slice(&fs::read(manifest)?)?;
+    manifest["step"].as_u64().context("no step")
+}
+
+/// The run that comes next: it goes on from a checkpoint if there is one.
+fn next_run(folder: &Path, epochs: &str) -> Result<Vec<String>> {
+    let resume: &[&str] = if saved_steps(folder)? > 0 {
         &["--resume"]
     } else {
         &[]
     };
-    let whole = bench.plain(&folder, &training(epochs, resume))?;
+    Ok(training(epochs, resume))
+}
+
+/// A judge of runs: whatever happened, what was acknowledged is there, and the run goes on from it
+/// to the parameters of one that nothing has happened to.
+fn goes_on(bench: &Bench, template: &Path, epochs: &'static str) -> Result<Judge> {
+    let before = saved_steps(template)?;
+    let folder = bench.fresh("run", template)?;
+    let whole = bench.plain(&folder, &next_run(&folder, epochs)?)?;
     let expected = hash(&String::from_utf8(whole.stdout)?)?;
-    Ok(Box::new(move |bench, folder, _| {
-        let resume: &[&str] = if folder.join("c/manifest.json").exists() {
-            &["--resume"]
+    let after = saved_steps(&folder)?;
+    ensure!(
+        after > before,
+        "expected steps beyond {before}, found {after}"
+    );
+    Ok(Box::new(move |bench, folder, output| {
+        let found = saved_steps(folder)?;
+        // A run that ends well has acknowledged its last save, any other has at least kept what it
+        // began with.
+        let least = if output.status.success() {
+            after
         } else {
-            &[]
+            before
         };
-        let next = bench.plain(folder, &training(epochs, resume))?;
+        ensure!(
+            (least..=after).contains(&found),
+            "expected a checkpoint of {least} to {after} steps, found one of {found}"
+        );
+        if found > 0 {
+            bench.must(folder, &["checkpoint", "verify", "@/c"])?;
+        }
+        let next = bench.plain(folder, &next_run(folder, epochs)?)?;
         ensure!(
             next.status.success(),
             "the next run: {}",
