@@ -113,7 +113,8 @@ const CHECKS: &[Check] = &[
         variables: &[],
         command: "cargo xtask candle-cuda",
     },
-    // Without candle's `cuda`, which takes nvcc; `cargo xtask candle-cuda` builds it.
+    // Candle's only feature is `cuda`, whose kernels take nvcc: `cargo xtask candle-cuda` builds it
+    // beside a toolkit of its own, and every other check builds the crate without it.
     Check {
         name: "each feature alone",
         needs: &["cargo-hack"],
