@@ -164,9 +164,9 @@ fn a_local_sgd_run_averaged_by_hand_goes_on_with_other_ranks() {
     assert!(error.contains("empty folder"), "{error}");
 }
 
-/// Kills a run that saves after every update at random instants and resumes it, `rounds` times;
-/// then lets it end.
-fn kill_and_resume(rounds: u64, more: &[&str]) {
+/// Kills a run that saves after every update at random instants and resumes it, until `kills` have
+/// met it running; then lets it end.
+fn kill_and_resume(kills: u64, more: &[&str]) {
     let folder = Folder::new();
     let (path, scratch) = (folder.path("checkpoint"), folder.path("scratch"));
     let base = ["train", "--json", "--epochs", "1", "--batch", "64"];
@@ -181,7 +181,12 @@ fn kill_and_resume(rounds: u64, more: &[&str]) {
     let whole = hash(&ok(&[&base[..], &[text(&scratch)]].concat()));
     let length = start.elapsed();
     let (mut killed, mut saved) = (0, 0);
-    for round in 0..rounds {
+    for round in 0.. {
+        if killed == kills {
+            break;
+        }
+        // On a machine that is idle again a run is shorter than the one that was measured.
+        assert!(round < 4 * kills, "{killed} killed in {round} rounds");
         let resumes = path.join("manifest.json").exists();
         saved += u64::from(resumes);
         let mut command = Command::new(env!("CARGO_BIN_EXE_fusestep"));
@@ -204,7 +209,7 @@ fn kill_and_resume(rounds: u64, more: &[&str]) {
             ok(&["checkpoint", "verify", text(&path)]);
         }
     }
-    assert!(killed > 0 && saved > 0, "{killed} killed, {saved} resumed");
+    assert!(saved > 0, "{killed} killed, {saved} resumed");
     let resume: &[&str] = if path.join("manifest.json").exists() {
         &["--resume"]
     } else {
