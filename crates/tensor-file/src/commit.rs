@@ -11,6 +11,7 @@
 
 use std::path::{Path, PathBuf};
 
+use fusestep_tensor::Quoted;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -192,9 +193,9 @@ pub fn finish_interrupted_in(files: &dyn Files, target: &Path) -> Result<bool, T
             let reason = format!(
                 "expected {} bytes with xxh3 {} in {} or in {}, found them in neither",
                 step.sum.len_bytes,
-                step.sum.xxh3,
-                step.from.display(),
-                step.to.display()
+                Quoted(&step.sum.xxh3),
+                shown(&step.from).display(),
+                shown(&step.to).display()
             );
             return Err(TensorFileError::Journal { path, reason });
         }
@@ -202,17 +203,22 @@ pub fn finish_interrupted_in(files: &dyn Files, target: &Path) -> Result<bool, T
     for step in left {
         files
             .rename(&step.from, &step.to)
-            .map_err(io_error(&step.to, "replace"))?;
+            .map_err(io_error(&shown(&step.to), "replace"))?;
     }
     for step in &journal.moves {
         files
             .sync_folder(&place::folder(&step.to))
-            .map_err(io_error(&step.to, "sync its folder"))?;
+            .map_err(io_error(&shown(&step.to), "sync its folder"))?;
     }
     files
         .remove_file(&path)
         .map_err(io_error(&path, "remove"))?;
     Ok(true)
+}
+
+/// A name from a journal as messages quote it.
+fn shown(path: &Path) -> PathBuf {
+    Quoted(&path.display().to_string()).to_string().into()
 }
 
 /// Where the journal of a first file lies.
@@ -290,4 +296,41 @@ fn sync_folders(files: &dyn Files, prepared: &[Prepared<'_>]) -> Result<(), Tens
             .map_err(io_error(&file.path, "sync its folder"))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn long_names_in_a_journal_are_quoted_short() {
+        let folder = tempfile::tempdir().unwrap();
+        let (place, from) = (folder.path().join("p"), folder.path().join("new"));
+        fs::write(&from, "new").unwrap();
+        let long = PathBuf::from("x".repeat(5_000));
+        let moves = |from: &Path, to: &Path, sum: Sum| {
+            let (from, to) = (from.to_owned(), to.to_owned());
+            Journal::new(vec![Move { from, to, sum }])
+        };
+        let unknown = Sum {
+            len_bytes: 3,
+            xxh3: "y".repeat(5_000),
+        };
+        let present = Move {
+            from: from.clone(),
+            to: place.clone(),
+            sum: Sum::of(b"new"),
+        };
+        let mut missing = moves(&long, &long, unknown).moves;
+        missing.push(present);
+        for journal in [Journal::new(missing), moves(&from, &long, Sum::of(b"new"))] {
+            let text = serde_json::to_vec(&journal).unwrap();
+            fs::write(folder.path().join(".fusestep-p.journal"), text).unwrap();
+            let error = finish_interrupted(&place).unwrap_err().to_string();
+            assert!(error.chars().count() < 2_000, "{error}");
+            assert_eq!(fs::read(&from).unwrap(), b"new");
+        }
+    }
 }
