@@ -140,9 +140,14 @@ fn fuzz(name: &str, target: Target, time: Duration, seed: u64) -> Result<()> {
     Ok(())
 }
 
-/// What is said of an input without what is of the input itself: what is quoted, what was found,
-/// the place that a message begins with, and whatever is no plain word.
+/// What is said of an input without what is of the input itself, of each message that it led to.
 fn kind_of(said: &str) -> String {
+    said.lines().map(kind_of_one).collect::<Vec<_>>().join("\n")
+}
+
+/// A message without what is quoted, what was found, the place that it begins with, and whatever is
+/// no plain word.
+fn kind_of_one(said: &str) -> String {
     const QUOTES: [char; 2] = ['`', '"'];
     let expected = said.split(", found").next().unwrap_or_default();
     let message = expected.split_once(": ").map_or(expected, |(_, rest)| rest);
@@ -150,7 +155,8 @@ fn kind_of(said: &str) -> String {
     let after = message[before.len()..].rsplit(QUOTES).next();
     let outside = [before, after.unwrap_or_default()].concat();
     let words = outside.split(|c: char| c.is_whitespace() || ":,;()".contains(c));
-    let is_plain = |word: &&str| word.chars().all(|c| c.is_ascii_lowercase());
+    // Longer than any word of a message's own is a piece of the input.
+    let is_plain = |word: &&str| word.len() <= 20 && word.chars().all(|c| c.is_ascii_lowercase());
     words.filter(is_plain).collect::<Vec<_>>().join(" ")
 }
 
@@ -228,5 +234,6 @@ mod tests {
             kind_of("input: `a`b`: expected none"),
             kind_of("input: `\"`: expected none")
         );
+        assert_ne!(kind_of("one: a\none: b"), kind_of("one: a\none: c"));
     }
 }
