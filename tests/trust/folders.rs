@@ -101,13 +101,26 @@ pub(crate) fn step_and_save(folder: CheckpointFolder<'_>) -> Vec<Result<(), Stri
 }
 
 /// The step that the checkpoint has, which must be whole, and the values there; 0 without one.
-fn held(folder: CheckpointFolder<'_>) -> (u64, Vec<u8>) {
+pub(crate) fn held(folder: CheckpointFolder<'_>) -> (u64, Vec<u8>) {
     if Manifest::read_if_any(folder).unwrap().is_none() {
         return (0, Vec::new());
     }
+    load(folder).unwrap()
+}
+
+pub(crate) fn load(folder: CheckpointFolder<'_>) -> Result<(u64, Vec<u8>), PlanError> {
     let mut run = Run::new(Topology::new(0, 1).unwrap());
-    run.plan.load(&mut run.state, &run.backend, folder).unwrap();
-    (run.state.step(), run.value())
+    run.plan.load(&mut run.state, &run.backend, folder)?;
+    Ok((run.state.step(), run.value()))
+}
+
+/// Makes a manifest that was changed one with a right checksum, in its folder.
+pub(crate) fn sign(mut manifest: Manifest, folder: &Path) {
+    manifest.xxh3 = String::new();
+    let sum = xxh3_64(&serde_json::to_vec(&manifest).unwrap());
+    manifest.xxh3 = format!("{sum:016x}");
+    let text = serde_json::to_vec_pretty(&manifest).unwrap();
+    fs::write(folder.join("manifest.json"), text).unwrap();
 }
 
 pub(crate) fn expect_saved(outcomes: Vec<Result<(), String>>) {
@@ -283,7 +296,7 @@ fn a_save_cut_off_or_refused_anywhere_keeps_the_old_checkpoint_or_has_made_the_n
     let (mut old, mut new, mut refused) = (0, 0, 0);
     for fault in [Fault::PowerLoss, Fault::Error, Fault::Full] {
         for seed in 0..40u64 {
-            for at in 0..40 {
+            for at in 0..60 {
                 let disk = SimulatedDisk::new(seed, []);
                 disk.create_folder(Path::new("/run")).unwrap();
                 disk.sync_folder(Path::new("/")).unwrap();

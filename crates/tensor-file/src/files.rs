@@ -5,6 +5,8 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::path::Path;
 
+use crate::part;
+
 /// What lies at a path; links are followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileKind {
@@ -86,6 +88,10 @@ pub trait Files: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// What the system says.
     fn remove_file(&self, path: &Path) -> io::Result<()>;
+
+    /// Removes what processes that are dead were writing in a folder, where processes can be asked
+    /// about; what cannot be removed costs space only.
+    fn remove_abandoned(&self, _folder: &Path) {}
 
     /// Removes an empty folder.
     ///
@@ -170,6 +176,10 @@ impl Files for Disk {
 
     fn remove_file(&self, path: &Path) -> io::Result<()> {
         fs::remove_file(path)
+    }
+
+    fn remove_abandoned(&self, folder: &Path) {
+        part::remove_abandoned(folder);
     }
 
     fn remove_folder(&self, path: &Path) -> io::Result<()> {

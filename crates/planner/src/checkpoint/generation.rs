@@ -1,7 +1,6 @@
 //! The folders of a checkpoint's files, of which one counts: whose they are, and which may be
 //! written and removed.
 
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::ErrorKind;
 use std::path::Path;
 
@@ -10,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::CheckpointFolder;
+use super::begun::Begun;
 use super::manifest::{Manifest, refuse, sync};
 use crate::PlanError;
 
@@ -17,6 +17,8 @@ use crate::PlanError;
 const MARK: &str = "mark.json";
 /// What every mark begins with.
 const FORMAT: &str = "fusestep-generation";
+/// Version of marks that is written, and the newest that is read.
+const VERSION: u32 = 1;
 
 /// Name of the file of whole parameters.
 pub(super) const MODEL_FILE: &str = "model.safetensors";
@@ -25,11 +27,33 @@ pub(super) const MODEL_FILE: &str = "model.safetensors";
 const TURNS: [&str; 2] = ["a", "b"];
 
 /// What says that a folder is a checkpoint's own.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 struct Mark {
     format: String,
+    /// 0 in the first marks, which had neither version nor checksum.
+    #[serde(default)]
+    version: u32,
     /// The checkpoint's, as its manifest has it.
     checkpoint: String,
+    /// xxh3 of the mark as compact JSON with this field empty.
+    #[serde(default)]
+    xxh3: String,
+}
+
+impl Mark {
+    fn sum(&self) -> String {
+        let unsigned = Self {
+            xxh3: String::new(),
+            ..self.clone()
+        };
+        checksum(&serde_json::to_vec(&unsigned).unwrap_or_default())
+    }
+
+    fn is_known(&self) -> bool {
+        let first = self.version == 0 && self.xxh3.is_empty();
+        let checked = self.version <= VERSION && self.xxh3 == self.sum();
+        self.format == FORMAT && (first || checked)
+    }
 }
 
 /// Where the next save goes.
@@ -67,43 +91,42 @@ impl Generation {
             // has to stay.
             sync(folder, folder.path)?;
         }
-        let known = previous
-            .as_ref()
-            .and_then(|manifest| u64::from_str_radix(&manifest.checkpoint, 16).ok());
-        let checkpoint = known.unwrap_or_else(|| RandomState::new().build_hasher().finish());
-        for turn in 0..TURNS.len() {
-            let generation = Self {
-                checkpoint,
-                step,
-                turn,
-            };
+        folder.files.remove_abandoned(folder.path);
+        let (checkpoint, mut begun) = Begun::of(folder, previous.as_ref())?;
+        let of_turn = |turn| Self {
+            checkpoint,
+            step,
+            turn,
+        };
+        for generation in [0, 1].map(of_turn) {
+            let name = generation.name();
             let counts = previous
                 .as_ref()
-                .is_some_and(|manifest| manifest.generation == generation.name());
-            if !counts && generation.is_free(folder, previous.is_some())? {
+                .is_some_and(|manifest| manifest.generation == name);
+            if !counts && generation.is_free(folder, &begun)? {
+                begun.add(&name);
+                begun.write(folder)?;
                 generation.make(folder)?;
                 return Ok(generation);
             }
         }
-        let names = [0, 1]
-            .map(|turn| {
-                Self {
-                    checkpoint,
-                    step,
-                    turn,
-                }
-                .name()
-            })
-            .join(" and ");
-        let found = format!(
-            "{names}, which this checkpoint has not made; move them, or choose another folder"
-        );
+        let names = [0, 1].map(|turn| of_turn(turn).name()).join(" and ");
+        let found = match previous {
+            Some(_) => format!(
+                "{names}, of which this checkpoint has made one at most; move the other, or choose \
+                 another folder"
+            ),
+            None => format!(
+                "{names}, and no manifest.json that says whose they are; put it back if it was \
+                 moved, else move them, or choose another folder"
+            ),
+        };
         Err(refuse(folder.path, "generation", "a free name", found))
     }
 
     /// Whether a folder may be written: there is none, or an empty one, or one that this checkpoint
-    /// has made. Before the first manifest a marked one is what an earlier try has left.
-    fn is_free(&self, folder: CheckpointFolder<'_>, has_manifest: bool) -> Result<bool, PlanError> {
+    /// has begun and marked.
+    fn is_free(&self, folder: CheckpointFolder<'_>, begun: &Begun) -> Result<bool, PlanError> {
         let path = folder.join(&self.name());
         match folder.files.kind(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(true),
@@ -115,11 +138,8 @@ impl Generation {
             Ok(_) => return Ok(false),
         }
         Ok(match read_mark(folder, &self.name()) {
-            Some(mark) => !has_manifest || mark.checkpoint == self.checkpoint(),
-            None => folder
-                .files
-                .list(&path)
-                .is_ok_and(|names| names.iter().all(|name| is_part(name))),
+            Some(mark) => mark.checkpoint == begun.checkpoint && begun.has(&self.name()),
+            None => is_unused(folder, &path),
         })
     }
 
@@ -128,10 +148,13 @@ impl Generation {
         let path = folder.join(&self.name());
         make_folder(folder, &path)?;
         remove_shards(folder, &path);
-        let mark = Mark {
+        let mut mark = Mark {
             format: FORMAT.to_owned(),
+            version: VERSION,
             checkpoint: self.checkpoint(),
+            xxh3: String::new(),
         };
+        mark.xxh3 = mark.sum();
         let text = serde_json::to_vec(&mark).unwrap_or_default();
         Ok(Prepared::bytes_in(folder.files, &path.join(MARK), &text)?.commit()?)
     }
@@ -187,24 +210,30 @@ pub(super) fn checksum(bytes: &[u8]) -> String {
     format!("{:016x}", xxh3_64(bytes))
 }
 
-/// Removes the generations of a checkpoint that do not count. Nothing else in the folder is
-/// touched, and what cannot be removed costs space only.
+/// Removes the generations that a checkpoint has begun and that do not count. Nothing else in the
+/// folder is touched, and what cannot be removed costs space only.
 pub(super) fn remove_others(
     folder: CheckpointFolder<'_>,
     current: &Manifest,
     previous: Option<&Manifest>,
 ) {
-    for name in folder.files.list(folder.path).unwrap_or_default() {
-        if !is_name(&name) || name == current.generation {
-            continue;
-        }
+    let begun = Begun::read(folder).ok().flatten();
+    let Some(begun) = begun.filter(|begun| begun.checkpoint == current.checkpoint) else {
+        return;
+    };
+    let others = || {
+        let mut names = begun.there(folder);
+        names.retain(|name| *name != current.generation);
+        names
+    };
+    for name in others() {
         let marked =
             read_mark(folder, &name).is_some_and(|mark| mark.checkpoint == current.checkpoint);
         // Older versions had no marks; what they made is what their manifest names.
         let named = previous
             .is_some_and(|manifest| manifest.checkpoint.is_empty() && manifest.generation == name);
-        if marked || named {
-            let path = folder.join(&name);
+        let path = folder.join(&name);
+        if marked || named || is_unused(folder, &path) {
             remove_shards(folder, &path);
             let left = folder.files.list(&path).unwrap_or_default();
             // With a stranger's file in it the mark stays, too; and it goes only once the shards
@@ -217,6 +246,15 @@ pub(super) fn remove_others(
             }
         }
     }
+    // Without the one that counts: should its manifest be moved away, it is nobody's to remove.
+    let left = others();
+    begun.keep(left, folder);
+}
+
+/// Whether a folder has nothing in it but what a save that died was writing.
+fn is_unused(folder: CheckpointFolder<'_>, path: &Path) -> bool {
+    let names = folder.files.list(path);
+    names.is_ok_and(|names| names.iter().all(|name| is_part(name)))
 }
 
 /// Removes the files of a generation that a save has written.
@@ -234,11 +272,11 @@ fn read_mark(folder: CheckpointFolder<'_>, generation: &str) -> Option<Mark> {
         .read(&folder.join(generation).join(MARK))
         .ok()?;
     let mark: Mark = serde_json::from_slice(&bytes).ok()?;
-    (mark.format == FORMAT).then_some(mark)
+    mark.is_known().then_some(mark)
 }
 
 /// Whether a name is one that [`Generation::name`] gives.
-fn is_name(name: &str) -> bool {
+pub(super) fn is_name(name: &str) -> bool {
     let step = name
         .strip_prefix("step-")
         .and_then(|rest| rest.rsplit_once('-'));

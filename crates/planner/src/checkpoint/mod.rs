@@ -2,6 +2,7 @@
 //! as a folder.
 
 mod agree;
+mod begun;
 mod behind;
 mod checkpoints;
 mod counts;

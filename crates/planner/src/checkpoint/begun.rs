@@ -1,0 +1,144 @@
+//! Which generations a checkpoint has begun and not removed yet: those, and no others, are its own
+//! to write over and to remove.
+//!
+//! The list is durable before a generation's folder is made, so that a save that dies, also before
+//! the first manifest, leaves nothing behind that the next one does not know.
+
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io::ErrorKind;
+
+use fusestep_tensor_file::Prepared;
+use serde::{Deserialize, Serialize};
+
+use super::CheckpointFolder;
+use super::generation::{checksum, is_name};
+use super::manifest::{Manifest, refuse, sync};
+use crate::PlanError;
+
+/// Name of the list in a checkpoint's folder; it is gone when nothing is left to remove.
+const LIST: &str = ".fusestep-generations";
+/// What every list begins with.
+const FORMAT: &str = "fusestep-generations";
+/// Version that is written, and the newest that is read.
+const VERSION: u32 = 1;
+
+/// Generations of one checkpoint.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Begun {
+    format: String,
+    version: u32,
+    /// The checkpoint's, as its manifest has it.
+    pub(super) checkpoint: String,
+    generations: Vec<String>,
+    /// xxh3 of the list as compact JSON with this field empty.
+    xxh3: String,
+}
+
+impl Begun {
+    /// The number of the checkpoint that has this manifest, and its list. Before the first
+    /// manifest, and beside one of the old versions without marks, it is that of the saves which
+    /// have died here; else a new one.
+    ///
+    /// # Errors
+    /// As [`Begun::read`].
+    pub(super) fn of(
+        folder: CheckpointFolder<'_>,
+        manifest: Option<&Manifest>,
+    ) -> Result<(u64, Self), PlanError> {
+        let found = Self::read(folder)?;
+        let named = manifest.into_iter().map(|manifest| &manifest.checkpoint);
+        let known = named.chain(found.as_ref().map(|begun| &begun.checkpoint));
+        let number = known.flat_map(|id| u64::from_str_radix(id, 16)).next();
+        let number = number.unwrap_or_else(|| RandomState::new().build_hasher().finish());
+        let checkpoint = format!("{number:016x}");
+        let mut begun = found
+            .filter(|begun| begun.checkpoint == checkpoint)
+            .unwrap_or_else(|| Self {
+                format: FORMAT.to_owned(),
+                version: VERSION,
+                checkpoint,
+                generations: Vec::new(),
+                xxh3: String::new(),
+            });
+        begun.generations = begun.there(folder);
+        if let Some(manifest) = manifest {
+            begun.add(&manifest.generation);
+        }
+        Ok((number, begun))
+    }
+
+    /// Reads the list; `None` if there is none, or none that is whole: what it named stays then.
+    ///
+    /// # Errors
+    /// [`PlanError::Checkpoint`] if it cannot be read, or is a newer version's.
+    pub(super) fn read(folder: CheckpointFolder<'_>) -> Result<Option<Self>, PlanError> {
+        let path = folder.join(LIST);
+        let bytes = match folder.files.read(&path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(error) => {
+                let expected = "a file that can be read";
+                return Err(refuse(&path, "generations", expected, error.to_string()));
+            }
+        };
+        let read: Option<Self> = serde_json::from_slice(&bytes).ok();
+        let Some(begun) = read.filter(|begun| begun.format == FORMAT) else {
+            return Ok(None);
+        };
+        if begun.version > VERSION {
+            let expected = format!("at most {VERSION}; use a newer fusestep");
+            let found = begun.version.to_string();
+            return Err(refuse(&path, "version", &expected, found));
+        }
+        Ok((begun.xxh3 == begun.sum()).then_some(begun))
+    }
+
+    /// Makes the list durable.
+    pub(super) fn write(mut self, folder: CheckpointFolder<'_>) -> Result<(), PlanError> {
+        self.xxh3 = self.sum();
+        let text = serde_json::to_vec(&self).unwrap_or_default();
+        Ok(Prepared::bytes_in(folder.files, &folder.join(LIST), &text)?.commit()?)
+    }
+
+    /// Goes on with these generations only, once the others are gone for good; without any the
+    /// file goes. What fails here is left to the next save.
+    pub(super) fn keep(mut self, generations: Vec<String>, folder: CheckpointFolder<'_>) {
+        if sync(folder, folder.path).is_err() {
+            return;
+        }
+        if generations.is_empty() {
+            let _ = folder.files.remove_file(&folder.join(LIST));
+        } else {
+            self.generations = generations;
+            let _ = self.write(folder);
+        }
+    }
+
+    fn sum(&self) -> String {
+        let unsigned = Self {
+            xxh3: String::new(),
+            ..self.clone()
+        };
+        checksum(&serde_json::to_vec(&unsigned).unwrap_or_default())
+    }
+
+    pub(super) fn add(&mut self, generation: &str) {
+        if is_name(generation) && !self.has(generation) {
+            self.generations.push(generation.to_owned());
+        }
+    }
+
+    pub(super) fn has(&self, generation: &str) -> bool {
+        self.generations.iter().any(|name| name == generation)
+    }
+
+    /// The generations whose folders are there.
+    pub(super) fn there(&self, folder: CheckpointFolder<'_>) -> Vec<String> {
+        let gone = |name: &String| {
+            let error = folder.files.kind(&folder.join(name)).err();
+            error.is_some_and(|error| error.kind() == ErrorKind::NotFound)
+        };
+        let names = self.generations.iter().filter(|name| is_name(name));
+        names.filter(|name| !gone(name)).cloned().collect()
+    }
+}
