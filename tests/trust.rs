@@ -11,6 +11,9 @@ mod folders;
 mod generations;
 #[path = "trust/meanwhile.rs"]
 mod meanwhile;
+#[cfg(unix)]
+#[path = "trust/planted.rs"]
+mod planted;
 #[path = "trust/states.rs"]
 mod states;
 

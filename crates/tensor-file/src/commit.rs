@@ -23,6 +23,9 @@ const FORMAT: &str = "fusestep-journal";
 /// Newest version of journals that is read.
 const VERSION: u32 = 1;
 
+/// What helps where a journal cannot be followed.
+const HELP: &str = "look at the files it names and remove it";
+
 /// Length and checksum of a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Sum {
@@ -40,7 +43,11 @@ impl Sum {
     }
 
     fn is_of(&self, files: &dyn Files, path: &Path) -> bool {
-        files.read(path).is_ok_and(|bytes| Sum::of(&bytes) == *self)
+        let long = FileKind::File {
+            len_bytes: self.len_bytes,
+        };
+        let as_long = files.kind(path).is_ok_and(|found| found == long);
+        as_long && files.read(path).is_ok_and(|bytes| Sum::of(&bytes) == *self)
     }
 }
 
@@ -73,9 +80,68 @@ impl Journal {
         }
     }
 
-    fn is_whole(&self) -> bool {
-        self.format == FORMAT && self.version <= VERSION && self.xxh3 == sum_of(&self.moves)
+    /// Reads and checks the journal at `path` of the first file `target`; why it is none to follow,
+    /// else.
+    fn parse(text: &[u8], path: &Path, target: &Path) -> Result<Self, String> {
+        /// What every version has.
+        #[derive(Deserialize)]
+        struct Version {
+            format: String,
+            version: u64,
+        }
+        let version: Option<Version> = serde_json::from_slice(text).ok();
+        let version = version.filter(|version| version.format == FORMAT);
+        if let Some(Version { version, .. }) = version
+            && version > u64::from(VERSION)
+        {
+            return Err(format!(
+                "expected a journal of version {VERSION} at most, found version {version}, which a \
+                 newer fusestep has written; finish it with that one"
+            ));
+        }
+        let journal: Option<Self> = serde_json::from_slice(text).ok();
+        let whole =
+            |journal: &Self| journal.format == FORMAT && journal.xxh3 == sum_of(&journal.moves);
+        let Some(journal) = journal.filter(whole) else {
+            return Err(format!(
+                "expected moves and their checksum, found others; {HELP}"
+            ));
+        };
+        journal.check_moves(path, target)?;
+        Ok(journal)
     }
+
+    /// Refuses moves that [`commit_together`] cannot have written: anyone can put a journal into a
+    /// folder that is shared, and must not have other files moved by it.
+    fn check_moves(&self, path: &Path, target: &Path) -> Result<(), String> {
+        let first = self.moves.first().map(|step| step.to.as_path());
+        if first != Some(target) {
+            let found = first.map_or_else(|| "none".to_owned(), quoted);
+            return Err(format!(
+                "expected {} as the first file to be replaced, found {found}; {HELP}",
+                quoted(target)
+            ));
+        }
+        let ours = |step: &&Move| {
+            step.to.file_name().is_some()
+                && step.from.parent() == step.to.parent()
+                && part::is_ready(&step.from, path)
+        };
+        match self.moves.iter().find(|step| !ours(step)) {
+            None => Ok(()),
+            Some(step) => Err(format!(
+                "expected moves of complete parts (`.fusestep-….ready`) to files beside them, \
+                 found one from {} to {}; {HELP}",
+                quoted(&step.from),
+                quoted(&step.to)
+            )),
+        }
+    }
+}
+
+/// A name from a journal as messages quote it.
+fn quoted(path: &Path) -> String {
+    Quoted(&path.to_string_lossy()).to_string()
 }
 
 fn sum_of(moves: &[Move]) -> String {
@@ -161,17 +227,21 @@ pub fn finish_interrupted(path: &Path) -> Result<bool, TensorFileError> {
 /// As there.
 pub fn finish_interrupted_in(files: &dyn Files, target: &Path) -> Result<bool, TensorFileError> {
     let path = journal_of(target);
-    if !matches!(files.kind(&path), Ok(FileKind::File { .. })) {
+    let Ok(FileKind::File { len_bytes }) = files.kind(&path) else {
         return Ok(false);
+    };
+    let refuse = |reason: String| TensorFileError::Journal {
+        path: path.clone(),
+        reason,
+    };
+    if len_bytes > part::MAX_JOURNAL_BYTES {
+        let most = part::MAX_JOURNAL_BYTES;
+        let reason =
+            format!("expected a journal of at most {most} bytes, found {len_bytes}; {HELP}");
+        return Err(refuse(reason));
     }
     let text = files.read(&path).map_err(io_error(&path, "read"))?;
-    let journal = serde_json::from_slice::<Journal>(&text).ok();
-    let Some(journal) = journal.filter(Journal::is_whole) else {
-        return Err(TensorFileError::Journal {
-            path,
-            reason: "expected moves of a known version and their checksum, found others".to_owned(),
-        });
-    };
+    let journal = Journal::parse(&text, &path, target).map_err(refuse)?;
     // Everything is looked at before anything moves.
     let (mut left, mut moved) = (Vec::new(), 0);
     for step in &journal.moves {
@@ -191,34 +261,29 @@ pub fn finish_interrupted_in(files: &dyn Files, target: &Path) -> Result<bool, T
     for step in &journal.moves {
         if !step.sum.is_of(files, &step.from) && !step.sum.is_of(files, &step.to) {
             let reason = format!(
-                "expected {} bytes with xxh3 {} in {} or in {}, found them in neither",
+                "expected {} bytes with xxh3 {} in {} or in {}, found them in neither; {HELP}",
                 step.sum.len_bytes,
                 Quoted(&step.sum.xxh3),
-                shown(&step.from).display(),
-                shown(&step.to).display()
+                quoted(&step.from),
+                quoted(&step.to)
             );
-            return Err(TensorFileError::Journal { path, reason });
+            return Err(refuse(reason));
         }
     }
     for step in left {
         files
             .rename(&step.from, &step.to)
-            .map_err(io_error(&shown(&step.to), "replace"))?;
+            .map_err(io_error(Path::new(&quoted(&step.to)), "replace"))?;
     }
     for step in &journal.moves {
         files
             .sync_folder(&place::folder(&step.to))
-            .map_err(io_error(&shown(&step.to), "sync its folder"))?;
+            .map_err(io_error(Path::new(&quoted(&step.to)), "sync its folder"))?;
     }
     files
         .remove_file(&path)
         .map_err(io_error(&path, "remove"))?;
     Ok(true)
-}
-
-/// A name from a journal as messages quote it.
-fn shown(path: &Path) -> PathBuf {
-    Quoted(&path.display().to_string()).to_string().into()
 }
 
 /// Where the journal of a first file lies.

@@ -103,11 +103,11 @@ pub enum TensorFileError {
         reason: String,
     },
     /// A journal cannot be followed.
-    #[error("{path}: {reason}; look at the files it names and remove it", path = path.display())]
+    #[error("{path}: {reason}", path = path.display())]
     Journal {
         /// The journal.
         path: PathBuf,
-        /// What is wrong.
+        /// What is wrong, and what helps.
         reason: String,
     },
     /// The library that writes the format refused.

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
-use crate::Files;
+use crate::{Disk, FileKind, Files};
 
 /// What the name of a file that is being written begins and ends with.
 const PREFIX: &str = ".fusestep-";
@@ -20,6 +20,9 @@ const READY_ELSEWHERE: &str = ".ready-elsewhere";
 
 /// What the name of a journal ends with.
 pub(crate) const JOURNAL: &str = ".journal";
+
+/// Most bytes of a journal: of a few files with the longest paths that systems have.
+pub(crate) const MAX_JOURNAL_BYTES: u64 = 1 << 20;
 
 /// A file of a process that cannot be asked about, on another machine or in another container, is
 /// left behind after so long.
@@ -56,29 +59,58 @@ pub fn is_part(name: &str) -> bool {
 pub(crate) fn ready(part: &Path, journal: &Path) -> PathBuf {
     let name = part.file_name().unwrap_or_default().to_string_lossy();
     let stem = name.strip_suffix(SUFFIX).unwrap_or(&name);
-    let suffix = if part.parent() == journal.parent() {
+    let suffix = suffix_of_ready(part, journal);
+    part.with_file_name(format!("{stem}{suffix}"))
+}
+
+/// Whether a file is a complete one that a journal at `journal` may name.
+pub(crate) fn is_ready(part: &Path, journal: &Path) -> bool {
+    let name = part.file_name().unwrap_or_default().to_string_lossy();
+    let suffix = suffix_of_ready(part, journal);
+    name.starts_with(PREFIX) && name.ends_with(suffix)
+}
+
+fn suffix_of_ready(part: &Path, journal: &Path) -> &'static str {
+    if part.parent() == journal.parent() {
         READY
     } else {
         READY_ELSEWHERE
-    };
-    part.with_file_name(format!("{stem}{suffix}"))
+    }
+}
+
+/// What a journal says; `None` where there is none that is followed: a pipe or a device, which may
+/// be waited for without end, or something longer than a journal is.
+fn read_journal(path: &Path) -> io::Result<Option<Vec<u8>>> {
+    match Disk.kind(path) {
+        Ok(FileKind::File { len_bytes }) if len_bytes <= MAX_JOURNAL_BYTES => {
+            Disk.read(path).map(Some)
+        }
+        Ok(_) => Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 /// Removes what processes that are dead were writing in a folder, unless a journal has to finish
 /// it; what cannot be removed costs space only.
 pub fn remove_abandoned(folder: &Path) {
     let names = || std::fs::read_dir(folder).into_iter().flatten().flatten();
-    let journals: Vec<Vec<u8>> = names()
-        .filter(|entry| entry.file_name().to_string_lossy().ends_with(JOURNAL))
-        .map(|entry| std::fs::read(entry.path()).unwrap_or_default())
-        .collect();
+    let is_journal = |name: &str| name.starts_with(PREFIX) && name.ends_with(JOURNAL);
+    let journals = names()
+        .filter(|entry| entry.file_name().to_str().is_some_and(is_journal))
+        .map(|entry| read_journal(&entry.path()))
+        .collect::<io::Result<Vec<_>>>();
+    // One that cannot be read may name any of the files.
+    let Ok(journals) = journals else {
+        return;
+    };
     for entry in names() {
         let name = entry.file_name();
         let named = |journal: &Vec<u8>| {
             let name = name.as_encoded_bytes();
             journal.windows(name.len().max(1)).any(|text| text == name)
         };
-        if journals.iter().any(named) {
+        if journals.iter().flatten().any(named) {
             continue;
         }
         let old = || {
@@ -164,7 +196,6 @@ fn began_at(pid: u32) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Disk;
 
     #[test]
     #[cfg(target_os = "linux")]

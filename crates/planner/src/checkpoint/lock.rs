@@ -3,6 +3,8 @@
 use std::fs::{File, TryLockError};
 use std::path::Path;
 
+use fusestep_tensor_file::{Disk, FileKind, Files};
+
 use super::manifest::refuse;
 use crate::PlanError;
 
@@ -26,6 +28,12 @@ impl FolderLock {
     /// [`PlanError::Checkpoint`] if another run has it, or the folder cannot be written.
     pub fn take(folder: &Path) -> Result<Self, PlanError> {
         let path = folder.join(LOCK);
+        // Looked at before it is opened: opening a pipe waits for a reader.
+        if let Ok(FileKind::Folder | FileKind::Other) = Disk.kind(&path) {
+            let expected = "an empty file, or none; move what is there, or choose another folder";
+            let found = "no ordinary file".to_owned();
+            return Err(refuse(&path, "lock", expected, found));
+        }
         let opened = File::options()
             .create(true)
             .truncate(false)
