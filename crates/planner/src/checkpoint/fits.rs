@@ -7,6 +7,8 @@ use fusestep_schedule::Schedule;
 use fusestep_tensor::Quoted;
 
 use super::manifest::{Manifest, TensorSpec, refuse};
+use super::shards::WholeTensors;
+use super::values;
 use crate::{Plan, PlanError};
 
 /// Tensors that a refusal names.
@@ -134,6 +136,26 @@ impl Plan {
             }
         }
         Ok(differences)
+    }
+
+    /// Refuses state that no run leaves behind, of the rank whose values this one takes over.
+    pub(super) fn check_values(
+        &self,
+        (whole, from): (&WholeTensors, usize),
+        folder: &Path,
+    ) -> Result<(), PlanError> {
+        for param in 0..self.params().len() {
+            for role in self.roles(param)? {
+                let key = self.key(param, role, from);
+                let bytes = whole.get(&key).map_or(&[][..], Vec::as_slice);
+                let dtype = self.role_dtype(param, role)?;
+                if let Some((at, value)) = values::first_impossible(role, dtype, bytes) {
+                    let found = format!("{value} at element {at}");
+                    return Err(refuse(folder, &key, values::possible(role), found));
+                }
+            }
+        }
+        Ok(())
     }
 
     fn check_steps(&self, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {

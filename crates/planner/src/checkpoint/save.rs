@@ -144,6 +144,7 @@ impl Plan {
         let (manifest, whole) = Manifest::read_whole(place)?;
         self.check_manifest(&manifest, folder)?;
         let from = self.source_rank(&manifest, &whole, folder)?;
+        self.check_values((&whole, from), folder)?;
         let progress = self.progress((&manifest, from), &whole, folder)?;
         if let (Some(norm), Some((scale, good, bad))) = (&state.norm, progress.loss_scale)
             && state.scaled
