@@ -1,16 +1,17 @@
 //! What belonged to single ranks, for other numbers of them.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use fusestep_collective::{ReduceOp, reduce_slices};
 use fusestep_simd::Level;
 use fusestep_tensor::DType;
 
-use super::CheckpointFolder;
 use super::counts::Progress;
 use super::manifest::{Manifest, refuse};
 use super::progress::PROGRESS;
 use super::shards::WholeTensors;
+use super::{CheckpointFolder, OpenRun};
 use crate::PlanError;
 
 impl Manifest {
@@ -25,7 +26,8 @@ impl Manifest {
     /// counts              those of the rank with most steps, the smallest loss scale
     /// ```
     ///
-    /// That is a state in which no rank has been, so it is never done unasked.
+    /// That is a state in which no rank has been, so it is never done unasked. If a run saves
+    /// meanwhile it is done of the newest generation.
     ///
     /// # Errors
     /// As [`Self::reshard`]; [`PlanError::Checkpoint`] if nothing belongs to single ranks, if ranks
@@ -37,26 +39,16 @@ impl Manifest {
         count: usize,
     ) -> Result<Self, PlanError> {
         let from = from.into();
+        self.check_averages(from.path)?;
+        let (read, mut whole) = self.read_newest(from)?;
+        let open = read.check_averages(from.path)?;
         let refuse = |what: &str, expected: &str, found: &str| {
             refuse(from.path, what, expected, found.to_owned())
         };
-        let Some(open) = &self.open else {
-            let expected = "something that belongs to single ranks";
-            return Err(refuse(
-                "average",
-                expected,
-                "nothing of the kind: any number of ranks can load it",
-            ));
-        };
-        if let Some(name) = open.slices.first() {
-            let expected = "values that ranks can share";
-            return Err(refuse(name, expected, "a slice of each rank's own"));
-        }
-        let mut whole = self.read_tensors(from)?;
-        let mut manifest = self.clone();
-        for (base, keys) in self.of_ranks() {
+        let mut manifest = read.clone();
+        for (base, keys) in read.of_ranks() {
             let inputs: Vec<&[u8]> = keys.iter().map(|key| whole[key].as_slice()).collect();
-            let dtype = self.tensors[&keys[0]].dtype;
+            let dtype = read.tensors[&keys[0]].dtype;
             let mean = if base == PROGRESS {
                 let counts = Progress::averaged(&inputs);
                 let counts =
@@ -83,11 +75,26 @@ impl Manifest {
             }
             whole.insert(keys[0].clone(), mean);
         }
-        manifest.open = Some(super::OpenRun {
+        manifest.open = Some(OpenRun {
             ranks: 1,
             ..open.clone()
         });
         manifest.write_whole(&whole, to.into(), count)
+    }
+
+    /// What belongs to single ranks, if it is such that a mean can take its place.
+    fn check_averages(&self, folder: &Path) -> Result<&OpenRun, PlanError> {
+        let Some(open) = &self.open else {
+            let expected = "something that belongs to single ranks";
+            let found = "nothing of the kind: any number of ranks can load it";
+            return Err(refuse(folder, "average", expected, found.to_owned()));
+        };
+        if let Some(name) = open.slices.first() {
+            let expected = "values that ranks can share";
+            let found = "a slice of each rank's own";
+            return Err(refuse(folder, name, expected, found.to_owned()));
+        }
+        Ok(open)
     }
 
     /// The first tensor, or count, that ranks do not have alike; `None` if any number of ranks can

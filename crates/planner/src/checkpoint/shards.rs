@@ -61,7 +61,15 @@ impl Manifest {
         folder: impl Into<CheckpointFolder<'a>>,
     ) -> Result<(Self, WholeTensors), PlanError> {
         let folder = folder.into();
-        let mut manifest = Self::read(folder)?;
+        Self::read(folder)?.read_newest(folder)
+    }
+
+    /// The tensors of this checkpoint, or of the newest generation if a run saves meanwhile.
+    pub(super) fn read_newest(
+        &self,
+        folder: CheckpointFolder<'_>,
+    ) -> Result<(Self, WholeTensors), PlanError> {
+        let mut manifest = self.clone();
         for _ in 0..MOST_TRIES {
             match manifest.read_tensors(folder) {
                 Ok(whole) => return Ok((manifest, whole)),
@@ -182,7 +190,8 @@ impl Manifest {
         Ok(())
     }
 
-    /// Writes the same tensors again as a checkpoint of `count` files.
+    /// Writes the same tensors again as a checkpoint of `count` files; those of the newest
+    /// generation if a run saves meanwhile.
     ///
     /// # Errors
     /// As [`Self::read_tensors`]; [`PlanError::File`].
@@ -192,8 +201,8 @@ impl Manifest {
         to: impl Into<CheckpointFolder<'a>>,
         count: usize,
     ) -> Result<Self, PlanError> {
-        let whole = self.read_tensors(from)?;
-        self.write_whole(&whole, to.into(), count)
+        let (manifest, whole) = self.read_newest(from.into())?;
+        manifest.write_whole(&whole, to.into(), count)
     }
 
     /// Writes tensors as a checkpoint of `count` files.
