@@ -14,6 +14,8 @@ mod meanwhile;
 #[cfg(unix)]
 #[path = "trust/planted.rs"]
 mod planted;
+#[path = "trust/quotes.rs"]
+mod quotes;
 #[path = "trust/shards.rs"]
 mod shards;
 #[path = "trust/states.rs"]

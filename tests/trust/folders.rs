@@ -10,7 +10,8 @@ use fusestep_collective::{Options, Solo, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_planner::{
-    CheckpointFolder, Comms, Manifest, Plan, PlanError, Planner, Shard, State, Topology, ZeroStage,
+    CheckpointFolder, Comms, Manifest, Plan, PlanError, Planner, RunToSave, Saves, Shard, State,
+    Topology, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use fusestep_tensor_file::{Files, TensorFile, serialize};
@@ -225,6 +226,39 @@ fn ranks_that_do_not_see_one_folder_are_told_so() {
         assert_eq!(error.starts_with("rank 1: "), rank == 0, "{error}");
     }
     assert!(Manifest::read_if_any(folders[0].path()).unwrap().is_none());
+}
+
+/// As `train` saves: the error comes at the end of the save, on every rank, and nothing counts.
+#[test]
+fn ranks_that_do_not_see_one_folder_are_told_so_behind_training() {
+    let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let outcomes = run_ranks(2, &Options::default(), |mut comm| {
+        let topology = Topology::of(&comm);
+        let mut run = Run::new(topology);
+        let mut comms = Comms::direct(&mut comm);
+        run.step(&mut comms);
+        let (mut saves, own) = (Saves::new(), folders[topology.rank].path());
+        let to_save = RunToSave {
+            state: &run.state,
+            backend: &run.backend,
+            params: None,
+        };
+        let begun = run
+            .plan
+            .save_behind(to_save, &mut comms, &mut saves, own, BTreeMap::new());
+        begun.unwrap();
+        let error = run.plan.finish_saves(&mut comms, &mut saves).unwrap_err();
+        assert!(!saves.in_flight());
+        error.to_string()
+    });
+    for (rank, error) in outcomes.unwrap().into_iter().enumerate() {
+        let error = error.unwrap();
+        assert!(error.contains("file system that they share"), "{error}");
+        assert_eq!(error.starts_with("rank 1: "), rank == 0, "{error}");
+    }
+    for folder in &folders {
+        assert!(Manifest::read_if_any(folder.path()).unwrap().is_none());
+    }
 }
 
 #[test]

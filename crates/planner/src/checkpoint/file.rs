@@ -341,6 +341,7 @@ fn check_tensor(
     };
     if entry.element_type() != Some(dtype) || entry.shape != param.shape {
         let found = format!("{} {}", entry.dtype_name(), entry.shape);
+        let found = Quoted(&found).to_string();
         return Err(refuse(file, &name, expected(), found));
     }
     Ok(())

@@ -37,10 +37,11 @@ impl Plan {
         let Some((name, expected, found)) = differences.first() else {
             return self.check_steps(manifest, folder);
         };
-        let mut found = found.clone();
+        let mut found = Quoted(found).to_string();
         if differences.len() > 1 {
-            let others = differences[1..].iter().map(|(name, ..)| name.as_str());
-            let others: Vec<&str> = others.take(MOST_NAMED).collect();
+            let others = differences[1..].iter();
+            let others = others.map(|(name, ..)| Quoted(name).to_string());
+            let others: Vec<String> = others.take(MOST_NAMED).collect();
             found += &format!(
                 "; {} others differ too: {}",
                 differences.len() - 1,
@@ -160,7 +161,7 @@ impl Plan {
 
     fn check_steps(&self, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
         for (name, &step) in &manifest.steps_of {
-            let what = format!("steps of `{name}`");
+            let what = format!("steps of `{}`", Quoted(name));
             if !self.params.iter().any(|param| param.name == *name) {
                 let found = "one of no parameter of the plan".to_owned();
                 return Err(refuse(folder, &what, "a parameter of the plan", found));

@@ -154,7 +154,8 @@ impl Manifest {
         // Version first: a newer format need not have the fields that this one has.
         let version: Version = serde_json::from_slice(bytes).map_err(|error| {
             let expected = "JSON with a format and a version; another program's file is left alone";
-            refuse(path, "manifest", expected, error.to_string())
+            let found = Quoted(&error.to_string()).to_string();
+            refuse(path, "manifest", expected, found)
         })?;
         if version.format != FORMAT {
             let found = Quoted(&version.format).to_string();

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 
-use fusestep_tensor::{DType, Shape};
+use fusestep_tensor::{DType, Quoted, Shape};
 use fusestep_tensor_file::{FileKind, Prepared, TensorBytes, TensorFile, serialize};
 
 use super::CheckpointFolder;
@@ -141,7 +141,7 @@ impl Manifest {
         let Some((first, end)) = range.filter(|(_, end)| *end <= spec.shape.numel()) else {
             let from = file.metadata().get(&first_key(name));
             let from = from.map_or("0", String::as_str);
-            let found = format!("{numel} elements from {from} on");
+            let found = format!("{numel} elements from {} on", Quoted(from));
             return Err(refuse(path, name, &expected, found));
         };
         let place = whole.tensors.entry(tensor.clone()).or_default();
@@ -472,7 +472,7 @@ fn read_shard(
         file.entries().keys().find(damaged).cloned()
     });
     let what = damaged.unwrap_or_else(|| "header".to_owned());
-    let expected = format!("checksum {}", spec.xxh3);
+    let expected = format!("checksum {}", Quoted(&spec.xxh3));
     Err(refuse(path, &what, &expected, found))
 }
 
