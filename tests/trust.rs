@@ -16,6 +16,8 @@ mod meanwhile;
 mod planted;
 #[path = "trust/quotes.rs"]
 mod quotes;
+#[path = "trust/settings.rs"]
+mod settings;
 #[path = "trust/shards.rs"]
 mod shards;
 #[path = "trust/states.rs"]

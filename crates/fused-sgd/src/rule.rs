@@ -92,6 +92,14 @@ impl UpdateRule for Sgd {
         Some(self.objective)
     }
 
+    /// The velocity has λ·p in it with L2 and not with decoupled decay. It is one of rescaled
+    /// gradients, so that another `rescale` goes with gradients of another scale.
+    fn settings_of_state(&self) -> Vec<(&'static str, String)> {
+        let decay = ("weight_decay", self.weight_decay.name().to_owned());
+        let with_velocity = self.has_velocity().then_some(decay);
+        with_velocity.into_iter().collect()
+    }
+
     fn validate(&self) -> Result<(), RuleError> {
         let lambda = self.weight_decay.lambda();
         check_hyper(&[

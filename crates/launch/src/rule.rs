@@ -29,6 +29,12 @@ pub trait UpdateRule: fmt::Debug + Send + Sync {
         None
     }
 
+    /// Settings under which the rule's state means something else, and their values, beside the
+    /// name and the objective. What is merely tuned (rates, decays, ε) is none of them.
+    fn settings_of_state(&self) -> Vec<(&'static str, String)> {
+        Vec::new()
+    }
+
     /// Checks every hyper-parameter.
     ///
     /// # Errors
@@ -62,6 +68,14 @@ impl WeightDecay {
     pub fn lambda(self) -> f64 {
         match self {
             WeightDecay::L2(lambda) | WeightDecay::Decoupled(lambda) => lambda,
+        }
+    }
+
+    /// `l2` or `decoupled`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            WeightDecay::L2(_) => "l2",
+            WeightDecay::Decoupled(_) => "decoupled",
         }
     }
 

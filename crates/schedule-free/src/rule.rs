@@ -89,6 +89,15 @@ impl UpdateRule for ScheduleFree {
         Some(1.0 - 1.0 / self.beta1)
     }
 
+    /// The parameter is y, of which β₁ tells how far it is from the average x; and how much a step
+    /// weighs in x follows from the length of the warm-up.
+    fn settings_of_state(&self) -> Vec<(&'static str, String)> {
+        vec![
+            ("beta1", self.beta1.to_string()),
+            ("warmup_steps", self.warmup_steps.to_string()),
+        ]
+    }
+
     fn validate(&self) -> Result<(), RuleError> {
         check_hyper(&[
             ("lr", self.lr, Domain::NotNegative),

@@ -10,6 +10,7 @@
 //! step, step@<name>    steps run, and those of a parameter that has missed some
 //! optimizer, objective the rule and the direction of its steps; optimizer@<name> of a parameter
 //!                      with a rule of its own
+//! beta1, …             settings under which the state would mean something else
 //! parameters_xxh3      of the parameters that the state belongs to, unless the caller keeps them
 //! loss_scale, …        with the pass `loss_scaling`
 //! xxh3                 of all other metadata
@@ -25,10 +26,10 @@ use fusestep_tensor::{DType, ParamDesc, Quoted, Role};
 use fusestep_tensor_file::{TensorBytes, TensorFile, write_atomically};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-use super::values;
+use super::{settings, values};
 use crate::in_backward::{check_between_steps, forget};
 use crate::state::MAX_STEPS;
-use crate::{PlanError, State};
+use crate::{Optimizer, PlanError, State};
 
 /// Metadata keys of what the file is.
 const FORMAT_KEY: &str = "format";
@@ -86,6 +87,7 @@ impl State {
         let parameters = self.parameters_xxh3(backend)?;
         metadata.extend(parameters.map(|sum| (PARAMETERS.to_owned(), sum)));
         metadata.extend(self.rules_in_file());
+        metadata.extend(self.settings_in_file());
         if let Some(scale) = self.loss_scale() {
             let [good, bad] = [scale.good_steps(), scale.bad_steps()];
             metadata.insert(LOSS_SCALE.to_owned(), scale.scale().to_string());
@@ -145,14 +147,25 @@ impl State {
         if let Some(objective) = first.objective() {
             rules.insert(OBJECTIVE.to_owned(), objective.name().to_owned());
         }
-        for (param, (storage, _)) in self.params.iter().zip(&self.places) {
-            let rule = self.storages[*storage].spec.rule;
-            if rule != 0 {
-                let name = self.rules[rule].name().to_owned();
-                rules.insert(format!("{OPTIMIZER}@{}", param.name), name);
-            }
+        for (param, rule) in self.own_rules() {
+            let name = rule.name().to_owned();
+            rules.insert(format!("{OPTIMIZER}@{param}"), name);
         }
         rules
+    }
+
+    /// Parameters that have a rule of their own.
+    fn own_rules(&self) -> impl Iterator<Item = (&str, &Optimizer)> {
+        let params = self.params.iter().zip(&self.places);
+        params.filter_map(|(param, (storage, _))| {
+            let rule = self.storages[*storage].spec.rule;
+            (rule != 0).then(|| (param.name.as_str(), &self.rules[rule]))
+        })
+    }
+
+    /// What a file says of settings under which the state would mean something else.
+    fn settings_in_file(&self) -> BTreeMap<String, String> {
+        settings::of_rules(self.optimizer(), self.own_rules())
     }
 
     /// Writes [`State::to_tensors`] as a file, all or nothing.
@@ -272,7 +285,12 @@ impl State {
             );
             return Err(refuse(file, key, text(expected), found));
         }
-        Ok(())
+        // The rules are alike here, so only files from before there were such entries lack any.
+        let found = |key: &str| file.metadata().get(key);
+        match settings::difference(self.settings_in_file(), found) {
+            None => Ok(()),
+            Some((key, own, found)) => Err(refuse(file, &key, own, found)),
+        }
     }
 
     /// The loss scale of a file and the steps skipped, if file and plan have one. A plan with a

@@ -8,8 +8,8 @@ use fusestep_tensor::Quoted;
 
 use super::manifest::{Manifest, TensorSpec, refuse};
 use super::shards::WholeTensors;
-use super::values;
-use crate::{Plan, PlanError};
+use super::{settings, values};
+use crate::{Optimizer, Plan, PlanError};
 
 /// Tensors that a refusal names.
 const MOST_NAMED: usize = 9;
@@ -59,11 +59,19 @@ impl Plan {
 
     /// Rules of parameters that have one of their own.
     pub(super) fn own_rules(&self) -> BTreeMap<String, String> {
+        let name = |(param, rule): (&str, &Optimizer)| (param.to_owned(), rule.name().to_owned());
+        self.rules_of_params().map(name).collect()
+    }
+
+    fn rules_of_params(&self) -> impl Iterator<Item = (&str, &Optimizer)> {
         let rules = self.params().iter().zip(self.rule_of.iter());
         let own = rules.filter(|(_, rule)| **rule != 0);
-        let name = |rule: u32| self.rules[rule as usize].name().to_owned();
-        own.map(|(param, &rule)| (param.name.clone(), name(rule)))
-            .collect()
+        own.map(|(param, &rule)| (param.name.as_str(), &self.rules[rule as usize]))
+    }
+
+    /// Settings under which the state would mean something else.
+    pub(super) fn settings_of_state(&self) -> BTreeMap<String, String> {
+        settings::of_rules(self.optimizer(), self.rules_of_params())
     }
 
     /// State of another rule may have the same shapes and mean something else.
@@ -85,7 +93,11 @@ impl Plan {
                 return Err(refuse(folder, &what, &text(&own), text(found)));
             }
         }
-        Ok(())
+        let found = |key: &str| manifest.settings.get(key);
+        match settings::difference(self.settings_of_state(), found) {
+            None => Ok(()),
+            Some((key, own, found)) => Err(refuse(folder, &key, &own, found)),
+        }
     }
 
     /// Refuses a checkpoint whose schedule had another factor at a step that was taken. The steps

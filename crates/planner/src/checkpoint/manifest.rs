@@ -33,7 +33,7 @@ const MANIFEST: &str = "manifest.json";
 /// What every manifest begins with.
 const FORMAT: &str = "fusestep-checkpoint";
 /// Version that is written, and the newest that is read.
-const VERSION: u32 = 4;
+const VERSION: u32 = 5;
 /// First version with a checksum, marks and the rules' directions.
 const VERSION_CHECKED: u32 = 3;
 
@@ -60,6 +60,10 @@ pub struct Manifest {
     /// Rules of parameters that have one of their own; from version 3 on.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub optimizer_of: BTreeMap<String, String>,
+    /// Settings under which the state would mean something else, such as `beta1`, and of
+    /// parameters with a rule of their own `beta1@<name>`; from version 5 on.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub settings: BTreeMap<String, String>,
     /// What multiplied the learning rates, as text, if anything did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub schedule: Option<String>,
@@ -249,6 +253,7 @@ impl Manifest {
             optimizer,
             objective: None,
             optimizer_of: BTreeMap::new(),
+            settings: BTreeMap::new(),
             schedule: None,
             step,
             skipped: 0,

@@ -16,6 +16,7 @@ mod place;
 mod progress;
 mod remembered;
 mod save;
+mod settings;
 mod shards;
 mod snapshot;
 mod values;

@@ -246,6 +246,7 @@ impl Plan {
         let mut manifest = Manifest::new(self.optimizer().name().to_owned(), state.step());
         manifest.objective = self.objective();
         manifest.optimizer_of = self.own_rules();
+        manifest.settings = self.settings_of_state();
         manifest.schedule = self.schedule().map(ToString::to_string);
         manifest.skipped = state.skipped();
         manifest.loss_scale = state
