@@ -9,6 +9,7 @@ use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Comms, FolderLock, Manifest, PlanError, Topology, ZeroStage};
 use fusestep_tensor::Role;
+use xxhash_rust::xxh3::xxh3_64;
 
 use crate::run::{Case, Mixed, whole_params};
 
@@ -230,7 +231,7 @@ fn manifests_without_a_checksum_are_held_to_what_can_be() {
     let path = folder.path().join("manifest.json");
     let sum = Manifest::read(folder.path()).unwrap().xxh3;
     let text = fs::read_to_string(&path).unwrap();
-    let text = text.replace("\"version\": 4", "\"version\": 1");
+    let text = text.replace("\"version\": 5", "\"version\": 1");
     fs::write(&path, &text).unwrap();
     let error = load(&case, folder.path()).unwrap_err().to_string();
     assert!(error.contains("checksum"), "{error}");
@@ -238,7 +239,7 @@ fn manifests_without_a_checksum_are_held_to_what_can_be() {
     fs::write(&path, &text).unwrap();
     load(&case, folder.path()).unwrap();
     for (from, to, named) in [
-        ("\"version\": 1", "\"version\": 5", "newer fusestep"),
+        ("\"version\": 1", "\"version\": 6", "newer fusestep"),
         (
             "\"step\": 1",
             "\"step\": 18446744073709551615",
@@ -334,8 +335,8 @@ fn the_old_checkpoint_is_kept_until_the_new_one_is_whole() {
     let folder = tempfile::tempdir().unwrap();
     part(&case, folder.path(), 0, 1);
     let old = Manifest::read(folder.path()).unwrap();
-    // What a killed run leaves behind: a marked generation without a manifest. What others leave
-    // has no mark and stays.
+    // What a killed run leaves behind: a marked generation without a manifest, on the list of those
+    // that were begun. What others leave is not on it and stays.
     let (half, foreign) = (
         folder.path().join("step-00000002-a"),
         folder.path().join("step-00000009-a"),
@@ -349,6 +350,13 @@ fn the_old_checkpoint_is_kept_until_the_new_one_is_whole() {
         half.join("mark.json"),
     )
     .unwrap();
+    let list = |sum: &str| {
+        let (id, name) = (&old.checkpoint, "step-00000002-a");
+        let what = r#""format":"fusestep-generations","version":1"#;
+        format!(r#"{{{what},"checkpoint":"{id}","generations":["{name}"],"xxh3":"{sum}"}}"#)
+    };
+    let list = list(&format!("{:016x}", xxh3_64(list("").as_bytes())));
+    fs::write(folder.path().join(".fusestep-generations"), list).unwrap();
     assert_eq!(Manifest::read(folder.path()).unwrap(), old);
     load(&case, folder.path()).unwrap();
     part(&case, folder.path(), 1, 2);

@@ -133,7 +133,8 @@ fn marks_of_the_first_version_are_known_and_changed_or_newer_ones_are_strangers(
     let folder = tempfile::tempdir().unwrap();
     expect_saved(step_and_save(folder.path().into()));
     let mark = |manifest: &Manifest| folder.path().join(&manifest.generation).join("mark.json");
-    let changes: [(fn(&mut serde_json::Map<String, serde_json::Value>), bool); 4] = [
+    type Change = fn(&mut serde_json::Map<String, serde_json::Value>);
+    let changes: [(Change, bool); 4] = [
         (|_| {}, true),
         (
             |mark| mark.retain(|key, _| ["format", "checkpoint"].contains(&key.as_str())),
