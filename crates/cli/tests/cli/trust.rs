@@ -234,7 +234,7 @@ fn edited_manifests_are_not_intact() {
         ("\"epochs\": \"1\"", "\"epochs\": \"2\""),
         ("\"batches\": \"0\"", "\"batches\": \"7\""),
         ("\"skipped\": 0", "\"skipped\": 3"),
-        ("\"version\": 4", "\"version\": 1"),
+        ("\"version\": 5", "\"version\": 1"),
     ] {
         assert!(manifest.contains(from), "{from} in {manifest}");
         fs::write(path.join("manifest.json"), manifest.replace(from, to)).unwrap();
