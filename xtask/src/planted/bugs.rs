@@ -187,17 +187,16 @@ pub(super) const BUGS: &[Bug] = &[
     Bug {
         name: "save: folders of other checkpoints are taken",
         file: "crates/planner/src/checkpoint/generation.rs",
-        from: "Some(mark) => !has_manifest || mark.checkpoint == self.checkpoint(),",
+        from: "Some(mark) => mark.checkpoint == begun.checkpoint && begun.has(&self.name()),",
         to: "Some(_) => true,",
         tool: Tool::Test("fusestep-tests", "trust", "nothing_of_others"),
     },
     Bug {
-        name: "save: unmarked folders are removed",
+        name: "save: generations that were not begun here are removed",
         file: "crates/planner/src/checkpoint/generation.rs",
-        from: "        if marked || named {",
-        to: r"        let _ = named;
-        if marked || read_mark(folder, &name).is_none() {",
-        tool: Tool::Test("fusestep-tests", "trust", "nothing_of_others"),
+        from: "let mut names = begun.there(folder);",
+        to: "let mut names = folder.files.list(folder.path).unwrap_or_default();",
+        tool: Tool::Test("fusestep-tests", "trust", "a_generation_of_a_copy"),
     },
     Bug {
         name: "save: other ranks' files are not looked for",
@@ -305,9 +304,9 @@ pub(super) const BUGS: &[Bug] = &[
     Bug {
         name: "commit: a damaged journal moves files",
         file: "crates/tensor-file/src/commit.rs",
-        from: "self.format == FORMAT && self.version <= VERSION && self.xxh3 == sum_of(&self.moves)",
-        to: "self.format == FORMAT && self.version <= VERSION",
-        tool: Tool::Test("fusestep-tests", "trust", "journal_that_is_damaged"),
+        from: "journal.format == FORMAT && journal.xxh3 == sum_of(&journal.moves)",
+        to: "journal.format == FORMAT",
+        tool: Tool::Test("fusestep-tests", "trust", "right_moves_under"),
     },
     Bug {
         name: "commit: an interrupted commit is not finished",
