@@ -16,6 +16,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::targets::journal::example;
+use crate::targets::mark::list_of;
 use crate::targets::state::{params, plan};
 
 /// Writes corpora and the files beside the manifest.
@@ -53,7 +54,7 @@ pub(crate) fn write(root: &Path) -> Result<()> {
     put("manifest", "new.json", text.as_bytes())?;
     let manifest = Manifest::read(folder.path())?;
     // Older ones have no checksum, so that changes get past it.
-    let old = text.replace("\"version\": 4", "\"version\": 1");
+    let old = text.replace("\"version\": 5", "\"version\": 1");
     let old = old.replace(&manifest.xxh3, "");
     put("manifest", "old.json", old.as_bytes())?;
     fs::create_dir_all(root.join("shards"))?;
@@ -65,6 +66,7 @@ pub(crate) fn write(root: &Path) -> Result<()> {
     }
     let mark = folder.path().join(&manifest.generation).join("mark.json");
     put("mark", "own", &fs::read(mark)?)?;
+    put("mark", "list", &list_of(&manifest))?;
     put("journal", "two", &serde_json::to_vec(&example())?)?;
     let mut rng = ChaCha8Rng::seed_from_u64(1);
     for target in ["plan", "packing"] {

@@ -188,7 +188,6 @@ mod tests {
         for (target, file, expected) in [
             ("manifest", "new.json", "whole"),
             ("manifest", "old.json", "whole"),
-            ("mark", "own", "removed\nremoved\n"),
             ("journal", "two", "moved\nmoved"),
             ("state", "adam", "loaded"),
             ("state", "momentum_bf16", "loaded"),
@@ -200,6 +199,25 @@ mod tests {
             let input = fs::read(folder.join(target).join(file)).unwrap();
             let run = TARGETS.iter().find(|(name, _)| *name == target).unwrap().1;
             assert_eq!(tried(run, &input).unwrap(), expected, "{target}/{file}");
+        }
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus/mark");
+        // A mark goes by the list and a list by the mark, for each of two generations.
+        for (file, expected) in [
+            ("own", ["removed", "refused", "removed", "kept"].as_slice()),
+            (
+                "list",
+                &[
+                    "refused", "refused", "refused", "kept", "removed", "removed",
+                ],
+            ),
+        ] {
+            let input = fs::read(folder.join(file)).unwrap();
+            let said = tried(super::targets::mark::run, &input).unwrap();
+            let said = said.lines().map(|line| match line {
+                "removed" | "kept" => line,
+                _ => "refused",
+            });
+            assert_eq!(said.collect::<Vec<_>>(), expected, "{file}");
         }
         let shards = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus/shards");
         for entry in fs::read_dir(shards).unwrap() {

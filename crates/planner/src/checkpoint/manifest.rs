@@ -32,6 +32,8 @@ use crate::state::MAX_STEPS;
 const MANIFEST: &str = "manifest.json";
 /// What every manifest begins with.
 const FORMAT: &str = "fusestep-checkpoint";
+/// Most bytes of a file's name, as file systems have it.
+const MAX_NAME_BYTES: usize = 255;
 /// Version that is written, and the newest that is read.
 const VERSION: u32 = 5;
 /// First version with a checksum, marks and the rules' directions.
@@ -200,20 +202,18 @@ impl Manifest {
                 return Err(refuse(path, "manifest", &expected, found));
             }
         }
-        let plain =
-            |name: &str| !name.is_empty() && !name.contains(['/', '\\']) && !name.starts_with('.');
+        let plain = |name: &str| {
+            let has_length = (1..=MAX_NAME_BYTES).contains(&name.len());
+            has_length && !name.contains(['/', '\\']) && !name.starts_with('.')
+        };
         let shards = self.shards.iter().map(|shard| &shard.file);
         if let Some(name) = std::iter::once(&self.generation)
             .chain(shards)
             .find(|name| !plain(name))
         {
-            let expected = "a name within the folder";
-            return Err(refuse(
-                path,
-                "file name",
-                expected,
-                Quoted(name).to_string(),
-            ));
+            let expected = format!("a name within the folder, of {MAX_NAME_BYTES} bytes at most");
+            let found = Quoted(name).to_string();
+            return Err(refuse(path, "file name", &expected, found));
         }
         if self.step > MAX_STEPS || self.skipped > MAX_STEPS {
             let expected = format!("{MAX_STEPS} at most");
