@@ -92,7 +92,8 @@ fn saved_beside(manifest: &Manifest, name: &str, list: &[u8], mark: &[u8]) -> Ou
     let saved = manifest.reshard(folder, folder, 2);
     let kept = disk.read(&place.join("shard-00009.safetensors")).is_ok();
     let is_own = |text: &[u8]| names(text, &manifest.checkpoint);
-    if !kept && !(is_own(mark) && is_own(list)) {
+    let may_go = is_own(mark) && is_own(list);
+    if !kept && !may_go {
         return Err("a stranger's file was removed".to_owned());
     }
     match saved {

@@ -90,6 +90,9 @@ impl Generation {
             // power takes back. Its predecessor's files are written over below, so it
             // has to stay.
             sync(folder, folder.path)?;
+        } else {
+            // Whoever made the folder may have died before its name was durable.
+            sync_names(folder)?;
         }
         folder.files.remove_abandoned(folder.path);
         let (checkpoint, mut begun) = Begun::of(folder, previous.as_ref())?;
@@ -197,6 +200,28 @@ fn make_folder(folder: CheckpointFolder<'_>, path: &Path) -> Result<(), PlanErro
             folder_above
         };
         sync(folder, above)?;
+    }
+    Ok(())
+}
+
+/// Makes the names of the checkpoint's folder and of those above it durable, as far as they may be
+/// read.
+fn sync_names(folder: CheckpointFolder<'_>) -> Result<(), PlanError> {
+    for above in folder.path.ancestors().skip(1) {
+        let above = if above.as_os_str().is_empty() {
+            Path::new(".")
+        } else {
+            above
+        };
+        match folder.files.sync_folder(above) {
+            // One of another user, who has made it.
+            Err(error) if error.kind() == ErrorKind::PermissionDenied => break,
+            Err(error) => {
+                let expected = "one whose names can be made durable";
+                return Err(refuse(above, "folder", expected, error.to_string()));
+            }
+            Ok(()) => {}
+        }
     }
     Ok(())
 }
