@@ -66,7 +66,7 @@ pub struct Launch<'a> {
     /// Where to leave the sums over what is changed, if they are asked for. If the control block
     /// stops the step, nothing is left. Cuda leaves them where a launch goes from a resident
     /// table ([`crate::Backend::launch_table`]) and refuses others with
-    /// [`BackendError::Unavailable`].
+    /// [`crate::BackendError::Unavailable`].
     pub update_sums: Option<UpdateSums<'a>>,
     /// The kernel's sets by class.
     pub sets: &'a [u8],
