@@ -300,3 +300,25 @@ fn no_parameters_and_one_parameter_are_plans() {
     assert_eq!((one.launches(), one.naive_launches()), (1, 1));
     assert!(one.explain().iter().all(|n| n.verdict == Verdict::Refused));
 }
+
+/// A stage alone may have as many, but there is one for every tensor.
+#[test]
+fn launches_of_all_tensors_together_are_bounded() {
+    let limits = LaunchLimits {
+        chunk_elements: 1,
+        chunks_per_launch: 1,
+        ..LaunchLimits::default()
+    };
+    let plan = |numels: &[u64]| {
+        Planner::new(Adam::default().into())
+            .naive()
+            .limits(limits)
+            .plan(&params(numels.iter().copied(), DType::F32))
+    };
+    assert_eq!(plan(&[600_000]).unwrap().launches(), 600_000);
+    let error = plan(&[600_000, 1, 600_000]).unwrap_err().to_string();
+    assert!(
+        error.contains("expected at most 1048576, found more"),
+        "{error}"
+    );
+}

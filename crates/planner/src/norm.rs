@@ -7,7 +7,7 @@ use fusestep_launch::{
 };
 use fusestep_tensor::Role;
 
-use crate::plan::within;
+use crate::plan::{LaunchCount, within};
 use crate::run::Executor;
 use crate::{GradReport, GradientRead, Norm, Note, Plan, PlanError, Stage, State, Verdict};
 
@@ -54,8 +54,10 @@ impl Plan {
                 reads.push(read(storage, None, 0..spec.layout.total_numel()));
             }
         }
+        let mut launches = LaunchCount::default();
         for read in &mut reads {
             read.batches = self.norm_batches(read, |_| true)?;
+            launches.add(&read.batches, "amp_norm")?;
         }
         let norm = Norm { reads };
         let reason = format!(

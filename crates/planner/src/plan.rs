@@ -4,7 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use fusestep_launch::{
-    Batch, Batchable, LaunchLimits, MultiTensorKernel, Precision, TensorList, batches,
+    Batch, Batchable, LaunchError, LaunchLimits, MAX_LAUNCHES, MultiTensorKernel, Precision,
+    TensorList, batches,
 };
 use fusestep_schedule::Schedule;
 use fusestep_tensor::{DType, ParamDesc, Role};
@@ -445,5 +446,27 @@ pub(crate) fn within(
         first_element: start - own.start,
         numel: end - start,
         class,
+    }
+}
+
+/// Launches of a plan's stages behind the first of each: a stage is bounded by itself, but there
+/// may be one for every tensor.
+#[derive(Debug, Default)]
+pub(crate) struct LaunchCount(usize);
+
+impl LaunchCount {
+    /// Counts those of one more stage.
+    ///
+    /// # Errors
+    /// [`LaunchError::TooMany`] beyond [`MAX_LAUNCHES`] of all stages together.
+    pub(crate) fn add(&mut self, batches: &[Batch], kernel: &str) -> Result<(), PlanError> {
+        self.0 += batches.len().saturating_sub(1);
+        if self.0 < MAX_LAUNCHES {
+            return Ok(());
+        }
+        Err(PlanError::Launch(LaunchError::TooMany {
+            kernel: kernel.to_owned(),
+            expected: MAX_LAUNCHES,
+        }))
     }
 }

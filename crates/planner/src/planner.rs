@@ -13,6 +13,7 @@ use serde::Serialize;
 use crate::group::Classes;
 use crate::norm::Gradients;
 use crate::passes::{CoalesceGradients, FuseOptimizer, Ownership, Pass};
+use crate::plan::LaunchCount;
 use crate::stage::{Reduce, Reduced};
 use crate::{
     Note, Optimizer, Plan, PlanError, Precisions, SizeClass, Stage, StorageSpec, TableKind,
@@ -294,6 +295,7 @@ impl Planner {
     fn naive_storages(&self, plan: &mut Plan) -> Result<(), PlanError> {
         let mut kernels = HashMap::<(DType, u32), (&'static str, Vec<TensorList>)>::new();
         let params = Arc::clone(&plan.params);
+        let mut launches = LaunchCount::default();
         for (index, param) in params.iter().enumerate() {
             let rule = plan.rule_of[index];
             let (kernel, lists) = match kernels.entry((param.dtype, rule)) {
@@ -319,6 +321,7 @@ impl Planner {
             });
             let size_class = SizeClass::of(param.numel(), self.limits);
             let stage = plan.optimize(index, size_class, vec![0])?;
+            launches.add(&stage.batches, *kernel)?;
             plan.stages.push(Stage::Optimize(stage));
         }
         Ok(())
