@@ -321,7 +321,7 @@ impl Planner {
             });
             let size_class = SizeClass::of(param.numel(), self.limits);
             let stage = plan.optimize(index, size_class, vec![0])?;
-            launches.add(&stage.batches, *kernel)?;
+            launches.add(&stage.batches, kernel)?;
             plan.stages.push(Stage::Optimize(stage));
         }
         Ok(())
