@@ -125,22 +125,37 @@ impl CudaBackend {
         let names = normed.sums_and_update();
         for name in [names.sums, names.update] {
             let batches = launch.batches.iter().enumerate();
-            for (index, batch) in batches.filter(|(_, batch)| batch.chunks > 0) {
-                let (threads, blocks) = shape(batch);
-                let entry = Entry {
-                    stem: launch.kernel.stem(),
-                    entry: name,
-                    threads,
-                    blocks,
-                };
-                let workspace = workspace(launch, index, slots).bytes();
-                self.enqueue(entry, &mut |bytes| {
-                    pack(batch, bytes);
-                    bytes[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace);
-                })?;
+            for (index, batch) in batches {
+                let workspace = workspace(launch, index, slots);
+                self.enqueue_normed(launch, (name, batch), workspace, pack)?;
             }
         }
         Ok(())
+    }
+
+    /// Enqueues one entry of a normed kernel on a batch, unless that is empty.
+    pub(crate) fn enqueue_normed(
+        &self,
+        launch: &Launch<'_>,
+        (name, batch): (&'static str, &Batch),
+        workspace: Workspace,
+        pack: &dyn Fn(&Batch, &mut [u8]),
+    ) -> Result<(), BackendError> {
+        if batch.chunks == 0 {
+            return Ok(());
+        }
+        let (threads, blocks) = shape(batch);
+        let entry = Entry {
+            stem: launch.kernel.stem(),
+            entry: name,
+            threads,
+            blocks,
+        };
+        let workspace = workspace.bytes();
+        self.enqueue(entry, &mut |bytes| {
+            pack(batch, bytes);
+            bytes[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace);
+        })
     }
 }
 

@@ -16,7 +16,7 @@ use crate::checks::check_records;
 use crate::normed::{self, Slots, slot_count, workspace};
 use crate::reduce::{check_end, read_list};
 use crate::session::unavailable;
-use crate::tensor_sums::normed_of;
+use crate::tensor_sums::{Place, normed_of, workspaces_of_parts};
 use crate::update_sums::{PlacedSums, SumsPart, check_update_sums};
 
 /// The tables of one launch, one for each batch.
@@ -116,7 +116,11 @@ impl CudaBackend {
                 for buffer in [sums.sums, sums.tensors] {
                     memory.push(Arc::clone(self.device_buffer(buffer)?.allocation()));
                 }
-                let workspaces = workspaces_of_parts(launch, (address, 0));
+                let place = Place {
+                    slots: address,
+                    first_slot: 0,
+                };
+                let workspaces = workspaces_of_parts(launch.batches, place).collect();
                 (Does::UpdateParts { slots, places }, workspaces, None)
             }
             (Some(_), Some(TensorSums::Host(_))) => {
@@ -152,7 +156,7 @@ impl CudaBackend {
     ) -> Result<DeviceTable, BackendError> {
         let (_, place) = self.check_leaf_sums(launch, slots)?;
         let addresses = self.launch_addresses(launch)?;
-        let workspaces = workspaces_of_parts(launch, (place.slots, place.first_slot));
+        let workspaces: Vec<_> = workspaces_of_parts(launch.batches, place).collect();
         Ok(DeviceTable {
             batches: self.place_batches(launch, values, (&addresses, &workspaces))?,
             addresses,
@@ -452,22 +456,6 @@ impl CudaBackend {
             elements: 0,
         })
     }
-}
-
-/// The workspaces of batches whose records are tensors of their own, from a slot on.
-fn workspaces_of_parts(launch: &Launch<'_>, (slots, first_slot): (u64, u32)) -> Vec<Workspace> {
-    let mut next = first_slot;
-    let workspaces = launch.batches.iter().map(|batch| {
-        let first_slot = next;
-        next = next.saturating_add(batch.chunks);
-        Workspace {
-            slots,
-            first_slot,
-            head_chunks: 0,
-            tail_chunks: 0,
-        }
-    });
-    workspaces.collect()
 }
 
 fn own(table: &dyn ResidentTable) -> Result<&DeviceTable, BackendError> {

@@ -2,14 +2,13 @@
 
 use bytemuck::{Pod, Zeroable};
 use fusestep_launch::{
-    Addresses, BackendError, Batch, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, ChunkSums, HEADER_BYTES,
-    LEAF_ELEMENTS, Launch, MAX_SUMS, NormedKernel, Record, TensorPartials, TensorSums,
-    WORKSPACE_BYTES, Workspace, pack,
+    Addresses, BackendError, Batch, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, ChunkSums, LEAF_ELEMENTS,
+    Launch, MAX_SUMS, NormedKernel, Record, TensorPartials, TensorSums, Workspace, pack,
 };
 
 use crate::backend::{CudaBackend, Entry};
 use crate::checks::check_records;
-use crate::normed::{SLOT_BYTES, check_chunks, shape, slot_count};
+use crate::normed::{SLOT_BYTES, check_chunks, slot_count};
 use crate::reduce::check_end;
 use crate::session::unavailable;
 
@@ -199,30 +198,31 @@ impl CudaBackend {
                 None => 0,
             },
         };
-        let mut first_slot = place.first_slot;
-        for batch in batches.iter().filter(|batch| batch.chunks > 0) {
-            let (threads, blocks) = shape(batch);
-            let entry = Entry {
-                stem: launch.kernel.stem(),
-                entry: name,
-                threads,
-                blocks,
-            };
-            let workspace = Workspace {
-                slots: place.slots,
-                first_slot,
-                head_chunks: 0,
-                tail_chunks: 0,
-            };
-            let workspace = workspace.bytes();
-            self.enqueue(entry, &mut |bytes| {
+        for (batch, workspace) in batches.iter().zip(workspaces_of_parts(batches, place)) {
+            self.enqueue_normed(launch, (name, batch), workspace, &|batch, bytes| {
                 pack(launch, batch, addresses, bytes);
-                bytes[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace);
             })?;
-            first_slot = first_slot.saturating_add(batch.chunks);
         }
         Ok(())
     }
+}
+
+/// The workspaces of batches whose records are tensors of their own.
+pub(crate) fn workspaces_of_parts(
+    batches: &[Batch],
+    place: Place,
+) -> impl Iterator<Item = Workspace> {
+    let mut next = place.first_slot;
+    batches.iter().map(move |batch| {
+        let first_slot = next;
+        next = next.saturating_add(batch.chunks);
+        Workspace {
+            slots: place.slots,
+            first_slot,
+            head_chunks: 0,
+            tail_chunks: 0,
+        }
+    })
 }
 
 /// The records of a launch, each with its parameter and its slots, which follow each other.
