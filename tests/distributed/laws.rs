@@ -417,17 +417,20 @@ fn buckets_that_are_through_give_their_memory_to_those_that_come() {
         numels: vec![1_000; 16],
         world: 2,
         cap: Some(4_000),
-        streams: 2,
         zero: ZeroStage::Two,
         steps: 2,
         ..Case::default()
     };
     let expected = base.by_hand();
-    for (zero, group, all) in [
-        (ZeroStage::One, None, true),
-        (ZeroStage::Two, None, false),
-        (ZeroStage::Two, NonZeroUsize::new(1), true),
-        (ZeroStage::Three, None, false),
+    for (zero, group, streams, all) in [
+        (ZeroStage::One, None, 2, true),
+        (ZeroStage::One, None, 0, true),
+        (ZeroStage::Two, None, 2, false),
+        (ZeroStage::Two, None, 0, false),
+        (ZeroStage::Two, NonZeroUsize::new(1), 2, true),
+        (ZeroStage::Two, NonZeroUsize::new(1), 0, true),
+        (ZeroStage::Three, None, 2, false),
+        (ZeroStage::Three, None, 0, false),
     ] {
         let case = Case {
             zero,
@@ -439,9 +442,10 @@ fn buckets_that_are_through_give_their_memory_to_those_that_come() {
             let plan = case.planner().plan_for(&case.params(), Topology::of(&comm));
             let (plan, backend) = (plan.unwrap(), CpuBackend::new(NonZeroUsize::MIN));
             let mut comms = match group {
-                Some(group) => Comms::in_groups(&mut comm, group, 2).unwrap(),
-                None => Comms::with_streams(&mut comm, 2).unwrap(),
+                Some(group) => Comms::in_groups(&mut comm, group, streams).unwrap(),
+                None => Comms::with_streams(&mut comm, streams).unwrap(),
             };
+            comms = comms.reducing_when_full();
             let mut state = plan.allocate(&backend).unwrap();
             for (param, desc) in plan.params().iter().enumerate() {
                 let values = case.first_values(param);
@@ -472,8 +476,8 @@ fn buckets_that_are_through_give_their_memory_to_those_that_come() {
             let (peaks, params) = outcome.unwrap();
             // A gradient of 1,000 elements lies in a slot of 1,024.
             let bytes = if all { 16 * 4_096 } else { 4_096 };
-            assert_eq!(peaks, [bytes; 2], "{zero:?} {group:?}");
-            assert!(params == expected.params, "{zero:?} {group:?}");
+            assert_eq!(peaks, [bytes; 2], "{zero:?} {group:?} {streams}");
+            assert!(params == expected.params, "{zero:?} {group:?} {streams}");
         }
     }
 }

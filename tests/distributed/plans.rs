@@ -373,8 +373,8 @@ fn segments_that_were_given_back_are_allocated_anew_and_fewer_with_streams() {
         ..model(comm_streams)
     };
     let shared = plan(ZeroStage::Two);
-    // 8 segments of 1 MiB; with streams one for each and one that is being filled.
-    for (streams, mib) in [(0, 8.0), (1, 2.0), (2, 3.0), (9, 8.0)] {
+    // 8 segments of 1 MiB: one that is being filled, and one for each stream.
+    for (streams, mib) in [(0, 1.0), (1, 2.0), (2, 3.0), (9, 8.0)] {
         let backward = &shared.timeline(&fresh(streams))[0];
         assert_eq!(backward.kind, EventKind::Backward);
         let expected = mib * f64::from(1 << 20) / 2e9;
@@ -389,11 +389,12 @@ fn segments_that_were_given_back_are_allocated_anew_and_fewer_with_streams() {
 #[test]
 fn predicted_memory_is_what_a_state_holds_per_stage() {
     let params = params(&[("a", 100_000, DType::F32), ("b", 20_000, DType::F32)]);
-    let memory = |zero: ZeroStage| {
-        let planner = planner(FuseAllReduce::default()).with(Shard::new(zero));
+    let of_cap = |zero: ZeroStage, cap_bytes| {
+        let planner = planner(FuseAllReduce::of_bytes(cap_bytes)).with(Shard::new(zero));
         let plan = planner.plan_for(&params, Topology::new(0, 4).unwrap());
         plan.unwrap().memory_bytes()
     };
+    let memory = |zero| of_cap(zero, 1 << 16);
     let bytes = 480_000;
     let near = |found: u64, expected: u64| assert!(found.abs_diff(expected) < 4 * 512, "{found}");
     // Parameter, gradient and two moments, in which the gradient is reduced where it lies.
@@ -402,6 +403,10 @@ fn predicted_memory_is_what_a_state_holds_per_stage() {
     // Segments of gradients are given back, a quarter is kept; up to stage 2 whole parameters.
     near(memory(ZeroStage::Two), bytes + 3 * bytes / 4);
     near(memory(ZeroStage::Three), bytes);
+    // One bucket of several tensors stays, here all of them.
+    for zero in [ZeroStage::Two, ZeroStage::Three] {
+        near(of_cap(zero, 1 << 20), memory(zero) + bytes);
+    }
 }
 
 #[test]

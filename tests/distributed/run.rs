@@ -250,6 +250,8 @@ impl Case {
         let rank = comm.rank();
         let mut comms = match (self.shard_group, self.streams) {
             (Some(group), streams) => Comms::in_groups(comm, group, streams).unwrap(),
+            // Both ways without streams; they differ from ZeRO stage 2 on.
+            (None, 0) if self.world.is_multiple_of(2) => Comms::direct(comm).reducing_when_full(),
             (None, 0) => Comms::direct(comm),
             (None, streams) => Comms::with_streams(comm, streams).unwrap(),
         };

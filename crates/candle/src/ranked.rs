@@ -71,7 +71,7 @@ impl<P: Params> Fused<P> {
         let planner = self.options.on_ranks(planner, topology)?;
         let plan = planner.plan_for(self.plan.params(), topology)?;
         let state = plan.allocate_on(&backend, comm)?;
-        let comms = Comms::with_streams(comm, self.options.streams(topology))?;
+        let comms = Comms::with_streams(comm, self.options.streams(topology))?.reducing_when_full();
         let mut ranked = Ranked {
             vars: self.vars,
             names: self.names,

@@ -119,7 +119,7 @@ impl RankArgs {
         let streams = self.streams(fused, Topology::of(comm));
         Ok(match self.shard_group {
             Some(group) => Comms::in_groups(comm, group, streams)?,
-            None => Comms::with_streams(comm, streams)?,
+            None => Comms::with_streams(comm, streams)?.reducing_when_full(),
         })
     }
 

@@ -342,10 +342,10 @@ impl Run<'_> {
                 .set_weight(positions.len() as f64 / batch as f64)?;
         }
         let (loss, grads) = self.gradients(own, share)?;
-        // Where giving them updates, it makes the calls of a step, and none may come between.
-        let in_backward = self.plan.updates_in_backward();
+        // Where giving them makes the calls of a step, none may come between.
+        let calls_while_given = self.plan.calls_while_given(&self.comms);
         let begun = Instant::now();
-        if !in_backward {
+        if !calls_while_given {
             self.give(&grads)?;
         }
         self.tally.ours_ns += begun.elapsed().as_nanos() as f64;
@@ -358,7 +358,7 @@ impl Run<'_> {
         let loss = total[0] / positions.len() as f64;
         self.state.set_loss(loss);
         let begun = Instant::now();
-        if in_backward {
+        if calls_while_given {
             self.give(&grads)?;
         }
         let report = self

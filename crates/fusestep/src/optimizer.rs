@@ -231,9 +231,12 @@ impl<'c> FusedOptimizer<'c> {
     /// # Errors
     /// As [`Plan::step`]; as [`Plan::handshake`].
     pub fn step(&mut self) -> Result<MicroStepReport, Error> {
-        // Other ranks may be within a step already that updates in backward, and saves are polled
-        // by calls of all ranks.
-        let first = !self.plan.updates_in_backward();
+        // Other ranks may be within calls of the step already, and saves are polled by calls of all
+        // ranks.
+        let first = match &self.ranks {
+            Ranks::Many(comms) => !self.plan.calls_while_given(comms),
+            _ => true,
+        };
         if first {
             self.look_after_saves()?;
         }
@@ -433,7 +436,7 @@ impl<'c> FusedOptimizer<'c> {
             Ranks::Waiting(comm) => {
                 let state = self.plan.allocate_on(backend.as_ref(), comm)?;
                 let streams = self.asked.streams(topology);
-                self.ranks = Ranks::Many(Comms::with_streams(comm, streams)?);
+                self.ranks = Ranks::Many(Comms::with_streams(comm, streams)?.reducing_when_full());
                 state
             }
             others => {

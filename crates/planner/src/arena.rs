@@ -37,8 +37,13 @@ pub(crate) struct GradientArena {
     pub(crate) weight: Option<f64>,
     /// Stands for the weights of all micro-steps, if gradients are reduced in each.
     pub(crate) weights_hash: u64,
-    /// Memory of segments that are through, for those that come; a device's may be longer.
+    /// Memory of segments that are through, for those that come; it may be longer than they need.
     pub(crate) spare: Vec<Box<dyn Buffer>>,
+    /// [`usual_bytes`] of the plan: what memory for a segment has at least, so that the next one
+    /// fits into it.
+    usual_bytes: usize,
+    /// Address of the memory of so many bytes that stays from step to step.
+    kept: Option<usize>,
     /// Segments from the front whose parts have been taken.
     pub(crate) through: usize,
     /// Bytes of segments, and the most there have been since the last update.
@@ -107,8 +112,7 @@ impl GradientArena {
         let mut segments = Vec::with_capacity(plan.segments.len());
         let mut held_bytes = 0;
         for segment in &plan.segments {
-            let width = plan.storages[segment.storage].grad_dtype().len_bytes();
-            let len_bytes = (segment.elements.end - segment.elements.start) as usize * width;
+            let len_bytes = len_bytes(plan, segment);
             let memory = if keeps {
                 held_bytes += len_bytes as u64;
                 Some(allocator.arena(len_bytes, true)?)
@@ -136,6 +140,8 @@ impl GradientArena {
             weight: None,
             weights_hash: 0,
             spare: Vec::new(),
+            usual_bytes: usual_bytes(plan),
+            kept: None,
             through: 0,
             held_bytes,
             peak_bytes: held_bytes,
@@ -147,7 +153,14 @@ impl GradientArena {
             starts_early: plan.stages.iter().any(|s| matches!(s, Stage::Reduce(_))),
         };
         arena.allocate_sums(plan, allocator.backend())?;
+        if arena.on_host && !keeps && arena.usual_bytes > 0 {
+            let memory = allocator.arena(arena.usual_bytes, true)?;
+            arena.kept = address(memory.as_ref());
+            arena.spare.push(memory);
+        }
         arena.allocate_spares(plan, allocator.backend())?;
+        arena.held_bytes += bytes_of(&arena.spare);
+        arena.peak_bytes = arena.held_bytes;
         Ok(arena)
     }
 
@@ -157,16 +170,11 @@ impl GradientArena {
         if self.on_host || keeps_segments(plan) {
             return Ok(());
         }
-        let lens = plan.segments.iter().map(|segment| {
-            let width = plan.storages[segment.storage].grad_dtype().len_bytes();
-            (segment.elements.end - segment.elements.start) as usize * width
-        });
+        let lens = plan.segments.iter().map(|segment| len_bytes(plan, segment));
         let longest = lens.max().unwrap_or(0);
         for _ in 0..plan.segments.len().min(1 + Comms::DEFAULT_STREAMS) {
             self.spare.push(backend.allocate(longest)?);
-            self.held_bytes += longest as u64;
         }
-        self.peak_bytes = self.held_bytes;
         Ok(())
     }
 
@@ -222,24 +230,35 @@ impl GradientArena {
         len_bytes: usize,
         mut allocate: impl FnMut(usize) -> Result<Box<dyn Buffer>, PlanError>,
     ) -> Result<Option<&mut Box<dyn Buffer>>, PlanError> {
-        let SegmentState::Here(memory) = &mut self.segments[segment] else {
-            return Ok(None);
-        };
-        if memory.is_none() {
-            let lens = self.spare.iter().map(|spare| spare.len_bytes()).enumerate();
-            let exact = self.on_host;
-            let fits = lens.filter(|&(_, len)| len == len_bytes || len > len_bytes && !exact);
-            let reused = fits.min_by_key(|&(_, len)| len).map(|(at, _)| at);
-            *memory = Some(match reused {
-                Some(at) => self.spare.swap_remove(at),
+        if let SegmentState::Here(None) = &self.segments[segment] {
+            let memory = match self.spare_of(len_bytes) {
+                Some(spare) => spare,
                 None => {
+                    let mut len_bytes = len_bytes;
+                    if self.on_host {
+                        // Pages that nobody touches take no memory; what is too short would.
+                        len_bytes = len_bytes.max(self.usual_bytes);
+                        self.drop_spares();
+                    }
                     self.held_bytes += len_bytes as u64;
                     self.peak_bytes = self.peak_bytes.max(self.held_bytes);
                     allocate(len_bytes)?
                 }
-            });
+            };
+            self.segments[segment] = SegmentState::Here(Some(memory));
         }
-        Ok(memory.as_mut())
+        Ok(match &mut self.segments[segment] {
+            SegmentState::Here(memory) => memory.as_mut(),
+            _ => None,
+        })
+    }
+
+    /// The shortest memory of segments that are through that has so many bytes.
+    fn spare_of(&mut self, len_bytes: usize) -> Option<Box<dyn Buffer>> {
+        let lens = self.spare.iter().map(|spare| spare.len_bytes()).enumerate();
+        let fits = lens.filter(|&(_, len)| len >= len_bytes);
+        let (at, _) = fits.min_by_key(|&(_, len)| len)?;
+        Some(self.spare.swap_remove(at))
     }
 
     /// Takes a segment's memory; it counts as lost until it is put back.
@@ -260,15 +279,23 @@ impl GradientArena {
     pub(crate) fn settle(&mut self, keeps: bool) -> u64 {
         self.through = 0;
         if !keeps {
-            if self.on_host {
-                self.spare.clear();
-                self.held_bytes = 0;
-            }
             for segment in &mut self.segments {
                 *segment = SegmentState::Here(None);
             }
+            if self.on_host {
+                self.drop_spares();
+                self.held_bytes = bytes_of(&self.spare);
+            }
         }
         std::mem::replace(&mut self.peak_bytes, self.held_bytes)
+    }
+
+    /// Gives back the memory of segments that are through, but for what stays.
+    fn drop_spares(&mut self) {
+        let (kept, before) = (self.kept, bytes_of(&self.spare));
+        let stays = |spare: &Box<dyn Buffer>| kept.is_some() && address(spare.as_ref()) == kept;
+        self.spare.retain(stays);
+        self.held_bytes -= before - bytes_of(&self.spare);
     }
 
     /// Notes the most bytes that segments have had in one micro-step.
@@ -284,7 +311,7 @@ impl GradientArena {
             }
         }
         if self.on_host {
-            self.spare.clear();
+            self.drop_spares();
         }
         self.through = 0;
         self.ready.again();
@@ -344,6 +371,36 @@ pub(crate) fn sum_width(dtype: DType) -> usize {
 /// more than its shard.
 pub(crate) fn keeps_segments(plan: &Plan) -> bool {
     plan.zero < ZeroStage::Two
+}
+
+/// Bytes of the longest segment of several tensors, which is no longer than the cap of buckets: one
+/// arena of so many stays from step to step where segments do not, so that most steps need no new
+/// memory, and calls find it where ranks see each other's.
+pub(crate) fn usual_bytes(plan: &Plan) -> usize {
+    let several = plan.segments.iter().filter(|s| s.tensors.len() > 1);
+    several.map(|s| len_bytes(plan, s)).max().unwrap_or(0)
+}
+
+/// Bytes of that arena; 0 where segments keep theirs.
+pub(crate) fn kept_bytes(plan: &Plan) -> u64 {
+    if keeps_segments(plan) {
+        return 0;
+    }
+    usual_bytes(plan) as u64
+}
+
+fn address(memory: &dyn Buffer) -> Option<usize> {
+    memory.host().map(|bytes| bytes.as_ptr().addr())
+}
+
+fn bytes_of(memory: &[Box<dyn Buffer>]) -> u64 {
+    memory.iter().map(|memory| memory.len_bytes() as u64).sum()
+}
+
+/// Bytes of a segment's gradients.
+fn len_bytes(plan: &Plan, segment: &crate::Segment) -> usize {
+    let width = plan.storages[segment.storage].grad_dtype().len_bytes();
+    (segment.elements.end - segment.elements.start) as usize * width
 }
 
 /// Tensors of a segment that have elements.

@@ -16,12 +16,15 @@ use crate::bytes::{Bytes, Elsewhere, foreign};
 /// What a rank's step makes its calls with: one communicator, and communication streams for calls
 /// that run beside the backward pass.
 ///
-/// Without streams a bucket is reduced when the step is run; with them as soon as its last gradient
-/// is given, on each stream in turn.
+/// Without streams a bucket is reduced when the step is run ([`Comms::reducing_when_full`]: as soon
+/// as its last gradient is given, from ZeRO stage 2 on); with them as soon as its last gradient is
+/// given, on each stream in turn.
 pub struct Comms<'a> {
     comm: &'a mut dyn Communicator,
     groups: Option<Groups>,
     streams: Vec<CommStream>,
+    /// Whether segments are reduced as soon as they are full without streams, too.
+    when_full: bool,
     /// Carries calls that bring parameters; made for the first of them, on devices at once.
     ahead: Option<CommStream>,
     /// Memory of a device for parameters that are gathered there.
@@ -57,6 +60,7 @@ impl<'a> Comms<'a> {
             comm,
             groups: None,
             streams: Vec::new(),
+            when_full: false,
             ahead: None,
             spare: Vec::new(),
             calls: 0,
@@ -125,6 +129,27 @@ impl<'a> Comms<'a> {
             groups: Some(Groups { within, across }),
             ..Self::direct(comm)
         })
+    }
+
+    /// Has segments reduced as soon as their last gradient is given where no stream does so, from
+    /// ZeRO stage 2 on: [`Plan::push_grad`] and [`Plan::give_view`] wait for the other ranks then,
+    /// and a rank has the memory of one segment in place of all.
+    ///
+    /// From the first gradient of a micro-step until [`Plan::step`] ranks make no other calls
+    /// ([`Plan::calls_while_given`]).
+    ///
+    /// [`Plan::calls_while_given`]: crate::Plan::calls_while_given
+    /// [`Plan::push_grad`]: crate::Plan::push_grad
+    /// [`Plan::give_view`]: crate::Plan::give_view
+    /// [`Plan::step`]: crate::Plan::step
+    pub fn reducing_when_full(mut self) -> Self {
+        self.when_full = true;
+        self
+    }
+
+    /// Whether segments are reduced by who gives their last gradient.
+    pub(crate) fn reduces_when_full(&self) -> bool {
+        self.when_full && !self.has_streams() && self.groups.is_none()
     }
 
     /// Keeps the memory of parameters that are no longer read, for those that are gathered next.

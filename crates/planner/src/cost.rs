@@ -4,7 +4,7 @@
 use fusestep_collective::{Costs, Link};
 use serde::Serialize;
 
-use crate::arena::keeps_segments;
+use crate::arena::{keeps_segments, kept_bytes};
 use crate::display::bytes;
 use crate::{CallPurpose, Plan, PlannedCall, ZeroStage};
 
@@ -12,8 +12,8 @@ use crate::{CallPurpose, Plan, PlannedCall, ZeroStage};
 ///
 /// ```text
 /// call of B bytes    α + B / β           of its kind: all-reduce, reduce-scatter or all-gather
-/// backward pass      as given + N / F    N: bytes of segments that are allocated anew,
-///                                        F: `fresh_bytes_per_second`
+/// backward pass      as given + N / F    N: bytes of segments that are allocated anew, where each
+///                                        is reduced when it is full, F: `fresh_bytes_per_second`
 /// update             U / M               U: [`Plan::traffic_bytes`], M: `memory_bytes_per_second`
 /// step               passes, the calls they do not hide, update, gathers
 /// ```
@@ -246,11 +246,9 @@ impl Plan {
             (segment.elements.end - segment.elements.start) * width
         });
         let (all, largest) = sizes.fold((0, 0u64), |(all, most), one| (all + one, most.max(one)));
-        // With streams, one for each and one that is being filled.
-        let fresh = match model.comm_streams {
-            0 => all,
-            streams => all.min((streams as u64 + 1) * largest),
-        };
+        // One that is being filled, and one for each stream.
+        let most = (model.comm_streams as u64 + 1).saturating_mul(largest);
+        let fresh = all.min(most).saturating_sub(kept_bytes(self));
         model
             .fresh_bytes_per_second
             .map_or(0.0, |rate| fresh as f64 / rate)
@@ -261,6 +259,7 @@ impl Plan {
         let shared = self.zero != ZeroStage::None && self.reduces();
         let mut found = RankBytes {
             bytes_sent,
+            memory_bytes: kept_bytes(self),
             ..RankBytes::default()
         };
         for (index, spec) in self.storages.iter().enumerate() {

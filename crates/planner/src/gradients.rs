@@ -9,12 +9,12 @@ use fusestep_launch::Backend;
 use fusestep_tensor::Role;
 
 use crate::absorb::{Absorb, Divisor};
-use crate::arena::Given;
+use crate::arena::{Given, keeps_segments};
 use crate::comms::Comms;
 use crate::in_backward::update_ready;
 use crate::passes::Accumulated;
 use crate::tensors::check_len;
-use crate::{Plan, PlanError, State};
+use crate::{Plan, PlanError, Stage, State};
 
 impl Plan {
     /// Takes the gradient of one parameter for the micro-step under way, in one pass that copies or
@@ -109,14 +109,32 @@ impl Plan {
             }
             return done;
         }
-        let early = comms.has_streams() && state.arena.starts_early;
+        let at_once = self.reduces_when_full(comms);
+        let early = state.arena.starts_early && comms.has_streams() || at_once;
         if early && (last || self.reduces_each()) {
             self.take_reduced(state, backend)?;
             while let Some(segment) = state.arena.ready.full() {
                 self.start_segment(state, backend, comms, segment)?;
             }
+            if at_once {
+                self.take_reduced(state, backend)?;
+            }
         }
         Ok(())
+    }
+
+    /// Whether giving gradients makes calls at once and waits for the other ranks: where updates
+    /// run in backward, and where `comms` reduces segments when they are full. From the first
+    /// gradient of a micro-step until [`Plan::step`] ranks make no other calls then.
+    pub fn calls_while_given(&self, comms: &Comms<'_>) -> bool {
+        self.in_backward || self.reduces_when_full(comms)
+    }
+
+    /// Whether whoever gives a segment's last gradient reduces it, and no more.
+    pub(crate) fn reduces_when_full(&self, comms: &Comms<'_>) -> bool {
+        let reduces = |stage: &Stage| matches!(stage, Stage::Reduce(_));
+        let asked = comms.reduces_when_full() && !self.in_backward;
+        asked && !keeps_segments(self) && self.stages.iter().any(reduces)
     }
 
     /// What a gradient of the micro-step under way does to the sums.

@@ -10,6 +10,7 @@ use fusestep_launch::{
 use fusestep_schedule::Schedule;
 use fusestep_tensor::{DType, ParamDesc, Role};
 
+use crate::arena::kept_bytes;
 use crate::bucket::{Caps, Grain};
 use crate::group::Classes;
 use crate::norm::Gradients;
@@ -182,10 +183,11 @@ impl Plan {
         self.storages.iter().map(StorageSpec::state_bytes).sum()
     }
 
-    /// Bytes of everything that this rank keeps between steps, padding included.
+    /// Bytes of everything that this rank keeps between steps, padding included: from ZeRO stage 2
+    /// on one bucket of gradients beside its shard.
     pub fn memory_bytes(&self) -> u64 {
         let arenas = self.storages.iter().map(StorageSpec::len_bytes);
-        arenas.sum::<u64>() + self.accumulator_bytes()
+        arenas.sum::<u64>() + self.accumulator_bytes() + kept_bytes(self)
     }
 
     /// Bytes of the f32 sums of 16-bit gradients, or of sums that lie in shards.

@@ -139,6 +139,12 @@ impl Plan {
                         break;
                     }
                 },
+                // Without a stream it was reduced at once.
+                SegmentState::Here(Some(memory)) => {
+                    let memory = self.to_launches(backend, memory)?;
+                    self.take_own_part(state, backend, index, memory.as_ref())?;
+                    state.arena.give_back(index, memory);
+                }
                 other => {
                     state.arena.segments[index] = other;
                     break;

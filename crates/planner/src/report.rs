@@ -42,9 +42,9 @@ pub struct MicroStepReport {
     /// calls the backward passes did not hide. Where the update is fused into the reduction
     /// there is nothing to wait for.
     pub exposed_ns: u64,
-    /// Most bytes of gradient segments at one time since the update before: with communication
-    /// streams from ZeRO stage 2 on fewer than of all of them, since those that are through
-    /// give their memory to those that come.
+    /// Most bytes of gradient segments at one time since the update before: from ZeRO stage 2 on
+    /// fewer than of all of them where they are reduced while gradients come, since those that are
+    /// through give their memory to those that come.
     pub segment_peak_bytes: u64,
     /// Bytes of gradients copied from one place to another since the update before.
     pub gradient_bytes_copied: u64,

@@ -200,6 +200,10 @@ impl Plan {
             }
         } else {
             self.complete_gradients(state, backend, divisor)?;
+            if self.reduces_when_full(comms) {
+                // Ranks that have given everything are in these calls already.
+                self.reduce_all(state, backend, comms)?;
+            }
         }
         let report = if self.in_backward {
             update_rest(self, state, backend, comms)?

@@ -77,6 +77,8 @@ pub(crate) struct Rank<'c> {
     backend: CpuBackend,
     comms: Comms<'c>,
     checkpoints: Checkpoints,
+    /// A save that has failed on all ranks, and that nobody has been told of.
+    failed_save: Option<PlanError>,
     /// What has gone wrong that other ranks may not know of.
     failed: Option<String>,
 }
@@ -187,10 +189,11 @@ impl<'c> Rank<'c> {
                 state: Mutex::new(state),
                 _shared: Mutex::new(shared),
             }),
-            comms: Comms::with_streams(comm, streams)?,
+            comms: Comms::with_streams(comm, streams)?.reducing_when_full(),
             plan,
             backend,
             checkpoints: Checkpoints::default(),
+            failed_save: None,
             failed: None,
         };
         if world > 1 {
@@ -277,7 +280,29 @@ impl<'c> Rank<'c> {
 
     /// Ends a micro-step with these rules, numbered as the planner does.
     pub(crate) fn step(&mut self, rules: &[(usize, Optimizer)]) -> Result<Stepped, Error> {
-        self.checkpoints.poll(&self.plan, &mut self.comms)?;
+        // Other ranks may be within calls of the step already: those of saves follow it then, and
+        // what they say is told by the next step, on all ranks alike.
+        let behind = self.plan.calls_while_given(&self.comms);
+        self.tell_of_saves()?;
+        if !behind {
+            self.checkpoints.poll(&self.plan, &mut self.comms)?;
+        }
+        let stepped = self.update(rules)?;
+        if behind {
+            match self.checkpoints.poll(&self.plan, &mut self.comms) {
+                Err(error) if error.is_of_checkpoint() => self.failed_save = Some(error),
+                polled => drop(polled?),
+            }
+        }
+        Ok(stepped)
+    }
+
+    /// The failure of a save that nobody has been told of.
+    fn tell_of_saves(&mut self) -> Result<(), PlanError> {
+        self.failed_save.take().map_or(Ok(()), Err)
+    }
+
+    fn update(&mut self, rules: &[(usize, Optimizer)]) -> Result<Stepped, Error> {
         let mut state = self.kept.state();
         for (number, rule) in rules {
             if state.rules()[*number] != *rule {
@@ -341,6 +366,7 @@ impl<'c> Rank<'c> {
 
     /// Begins a checkpoint, which is written behind the steps that follow.
     pub(crate) fn save(&mut self, folder: &Path, steps: usize) -> Result<(), Error> {
+        self.tell_of_saves()?;
         let state = self.kept.state();
         let run = RunToSave {
             state: &state,
@@ -354,6 +380,7 @@ impl<'c> Rank<'c> {
 
     /// Waits for the checkpoint under way.
     pub(crate) fn finish_saves(&mut self) -> Result<(), Error> {
+        self.tell_of_saves()?;
         self.checkpoints.finish(&self.plan, &mut self.comms)?;
         Ok(())
     }
