@@ -6,7 +6,8 @@ use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_planner::{
-    ClipByGlobalNorm, Comms, FuseAllReduce, LocalSgd, PlanError, Planner, Topology, ZeroStage,
+    ClipByGlobalNorm, Comms, FuseAllReduce, GradientAccumulation, LocalSgd, LossScaling, PlanError,
+    Planner, Topology, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 
@@ -96,8 +97,8 @@ fn the_field_and_both_values_are_named_on_every_rank() {
     let other = || adam(0.1).with(ClipByGlobalNorm::new(2.0));
     assert_differs(
         outcomes(&clipped, &other, ["1", "1"]),
-        "clip_by_global_norm, loss_scaling",
-        ["1.0", "2.0"],
+        "clip_by_global_norm",
+        ["1", "2"],
     );
     let local = |begin| {
         move || {
@@ -110,7 +111,39 @@ fn the_field_and_both_values_are_named_on_every_rank() {
     assert_differs(
         outcomes(&local(0), &local(7), ["1", "1"]),
         "local_sgd",
-        ["begin: 0", "begin: 7"],
+        ["the first 0 steps", "the first 7 steps"],
+    );
+    let merged = || adam(0.1).with(GradientAccumulation::every(2.try_into().unwrap()));
+    assert_differs(
+        outcomes(&|| adam(0.1), &merged, ["1", "1"]),
+        "accumulate",
+        [
+            "1 micro-step",
+            "2 micro-steps, their mean, reduced once per update",
+        ],
+    );
+    let naive = || {
+        Planner::new(
+            Adam {
+                lr: 0.1,
+                ..Adam::default()
+            }
+            .into(),
+        )
+    };
+    assert_differs(
+        outcomes(&|| adam(0.1), &naive, ["1", "1"]),
+        "buckets",
+        [
+            "at most 26214400 bytes, longer tensors cut",
+            "one for each tensor",
+        ],
+    );
+    let scaled = || adam(0.1).with(LossScaling::dynamic());
+    assert_differs(
+        outcomes(&|| adam(0.1), &scaled, ["1", "1"]),
+        "loss_scaling",
+        ["none", "65536 after 0 good"],
     );
     let shard = |zero| move || adam(0.1).with(fusestep_planner::Shard::new(zero));
     assert_differs(
@@ -118,6 +151,22 @@ fn the_field_and_both_values_are_named_on_every_rank() {
         "zero stage",
         ["1", "2"],
     );
+}
+
+#[test]
+fn fields_of_the_caller_alone_are_compared() {
+    let ranks = run_ranks(3, &Options::default(), |mut comm| {
+        let odd = comm.rank() == 2;
+        let mut comms = Comms::direct(&mut comm);
+        comms.compare(&[("streams", "2".to_owned())]).unwrap();
+        let streams = if odd { "1" } else { "2" };
+        comms.compare(&[
+            ("saves", "none".to_owned()),
+            ("streams", streams.to_owned()),
+        ])
+    });
+    let outcomes = ranks.unwrap().into_iter().map(Result::unwrap);
+    assert_differs(outcomes.collect(), "streams", ["2", "1"]);
 }
 
 #[test]

@@ -70,8 +70,10 @@ impl<P: Params> Fused<P> {
         let planner = self.options.planner(rule, &backend, &mut names);
         let planner = self.options.on_ranks(planner, topology)?;
         let plan = planner.plan_for(self.plan.params(), topology)?;
+        let streams = self.options.streams(topology);
+        Comms::direct(comm).compare(&[("comm_streams", streams.to_string())])?;
         let state = plan.allocate_on(&backend, comm)?;
-        let comms = Comms::with_streams(comm, self.options.streams(topology))?.reducing_when_full();
+        let comms = Comms::with_streams(comm, streams)?.reducing_when_full();
         let mut ranked = Ranked {
             vars: self.vars,
             names: self.names,

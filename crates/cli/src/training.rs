@@ -1,6 +1,7 @@
 //! The run of `fusestep train` on one rank of any number: each has its part of every batch.
 
 mod checkpoints;
+mod handshake;
 
 use std::num::NonZeroU64;
 use std::time::Instant;
@@ -22,6 +23,7 @@ use rand_chacha::ChaCha8Rng;
 use xxhash_rust::xxh3::Xxh3;
 
 use self::checkpoints::check_folder;
+use self::handshake::compare_calls;
 use crate::options::{ParamDType, threads};
 use crate::output::print;
 use crate::position::Position;
@@ -61,6 +63,7 @@ pub(crate) fn train(
     if let Some(folder) = folder {
         check_folder(folder, args.resume)?;
     }
+    compare_calls(args, comm)?;
     let mut state = plan.allocate_on(backend, comm)?;
     let vars = task.start(args.seed, args.dtype.into())?;
     for (param, var) in params.iter().zip(&vars) {
@@ -197,20 +200,6 @@ impl Run<'_> {
                 .broadcast_parameters(state, backend, &mut self.comms, 0)?;
         }
         Ok(())
-    }
-
-    /// Compares what decides the bits of the run over all ranks.
-    fn handshake(&mut self) -> anyhow::Result<()> {
-        let caller = [
-            ("--model", self.args.task.model.name().to_owned()),
-            ("--seed", self.args.seed.to_string()),
-            ("--batch", self.args.batch.to_string()),
-            ("--epochs", self.args.epochs.to_string()),
-        ];
-        let (state, backend) = (&self.state, self.backend);
-        Ok(self
-            .plan
-            .handshake(state, backend, &mut self.comms, &caller)?)
     }
 
     /// The parameters of this moment; at ZeRO stage 3 all ranks ask for them alike.

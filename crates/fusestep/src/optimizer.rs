@@ -434,8 +434,9 @@ impl<'c> FusedOptimizer<'c> {
         let backend = device.open(sharing)?;
         let state = match std::mem::replace(&mut self.ranks, Ranks::Lost) {
             Ranks::Waiting(comm) => {
-                let state = self.plan.allocate_on(backend.as_ref(), comm)?;
                 let streams = self.asked.streams(topology);
+                Comms::direct(comm).compare(&[("comm_streams", streams.to_string())])?;
+                let state = self.plan.allocate_on(backend.as_ref(), comm)?;
                 self.ranks = Ranks::Many(Comms::with_streams(comm, streams)?.reducing_when_full());
                 state
             }

@@ -5,12 +5,19 @@
 //! first field that differs, and all of them hear of the lowest rank that has found one: the error
 //! names the field and both values on every rank alike.
 
+use fusestep_amp::LossScale;
 use fusestep_collective::{Operation, ReduceOp};
 use fusestep_launch::Backend;
 use fusestep_tensor::{DType, ParamDesc, Role};
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::bucket::Caps;
 use crate::comms::Comms;
+use crate::norm::Gradients;
+use crate::passes::{
+    Accumulated, Averaged, GradientAccumulation, Interval, LocalSgd, Oversize, Ownership,
+    ReducedWhen,
+};
 use crate::{Plan, PlanError, State, ZeroStage};
 
 /// A field and this rank's value of it.
@@ -110,17 +117,19 @@ impl Plan {
         add("steps run", state.step.to_string());
         add("zero stage", self.zero.number().to_string());
         add("ranks that share shards", self.shard_group.to_string());
-        add("ownership", format!("{:?}", self.ownership));
-        add("buckets", format!("{:?}", self.caps));
-        add(
-            "clip_by_global_norm, loss_scaling",
-            format!("{:?}", self.gradients),
-        );
+        add("updates are shared out", text_of_ownership(self.ownership));
+        add("buckets", text_of_buckets(self.caps.as_ref()));
+        add("clip_by_global_norm", text_of_norm(&self.gradients));
+        let scale = self.gradients.loss_scale.map(|scale| text_of_scale(&scale));
+        add("loss_scaling", scale.unwrap_or_else(|| "none".to_owned()));
         add("update_norms", self.update_norms.to_string());
         add("update_in_backward", self.in_backward.to_string());
-        add("accumulate", format!("{:?}", self.accumulation()));
-        add("local_sgd", format!("{:?}", self.local_sgd()));
-        add("precision", format!("{:?}", self.precisions));
+        add("accumulate", text_of_micro_steps(self.accumulation()));
+        add("local_sgd", text_of_averages(self.local_sgd()));
+        for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
+            let precision = self.precisions.of(dtype).to_string();
+            add(&format!("precision of {dtype} parameters"), precision);
+        }
         for (param, rule) in self.params.iter().zip(self.rule_of.iter()) {
             add(
                 &format!("parameter `{}`", param.name),
@@ -150,11 +159,113 @@ impl Plan {
     }
 }
 
-fn text_of(param: &ParamDesc, rule: u32) -> String {
+fn text_of_ownership(ownership: Ownership) -> String {
+    let text = match ownership {
+        Ownership::Elements => "between elements",
+        Ownership::Tensors => "between tensors",
+    };
+    text.to_owned()
+}
+
+fn text_of_buckets(caps: Option<&Caps>) -> String {
+    let Some(caps) = caps else {
+        return "one for each tensor".to_owned();
+    };
+    let beyond = match caps.oversize {
+        Oversize::Split => "cut",
+        Oversize::Alone => "alone",
+    };
+    let count = match caps.count {
+        usize::MAX => String::new(),
+        count => format!(" of at most {count} tensors"),
+    };
+    let bytes = caps.bytes;
+    format!("at most {bytes} bytes{count}, longer tensors {beyond}")
+}
+
+fn text_of_norm(gradients: &Gradients) -> String {
+    let max_norm = gradients.max_norm.map(|max_norm| max_norm.value());
+    max_norm.map_or("none".to_owned(), |max_norm| max_norm.to_string())
+}
+
+fn text_of_scale(scale: &LossScale) -> String {
+    let policy = scale.policy();
     format!(
-        "{} {} lr_scale {} weight_decay {:?} trust {:?} rule {rule}",
-        param.dtype, param.shape, param.lr_scale, param.weight_decay, param.trust
+        "{} after {} good and {} bad steps; times {} after {} good, times {} after {} bad, from {} \
+         to {}",
+        scale.scale(),
+        scale.good_steps(),
+        scale.bad_steps(),
+        policy.growth,
+        policy.growth_interval,
+        policy.backoff,
+        policy.backoff_interval,
+        policy.floor,
+        policy.ceiling
     )
+}
+
+fn text_of_micro_steps(rule: Option<GradientAccumulation>) -> String {
+    let Some(rule) = rule else {
+        return "1 micro-step".to_owned();
+    };
+    let accumulated = match rule.accumulated {
+        Accumulated::Mean => "mean",
+        Accumulated::Sum => "sum",
+    };
+    let reduced = match rule.reduced {
+        ReducedWhen::PerWindow => "once per update",
+        ReducedWhen::PerMicroStep => "in each",
+    };
+    let every = rule.every;
+    format!("{every} micro-steps, their {accumulated}, reduced {reduced}")
+}
+
+fn text_of_averages(rule: Option<LocalSgd>) -> String {
+    let Some(rule) = rule else {
+        return "none".to_owned();
+    };
+    let averaged = match rule.averaged {
+        Averaged::Params => "parameters",
+        Averaged::ParamsAndState => "parameters and state",
+    };
+    let interval = match rule.interval {
+        Interval::Fixed => "",
+        Interval::Adaptive => " at first, then as losses say",
+    };
+    let LocalSgd { every, begin, .. } = rule;
+    format!("{averaged} every {every} steps{interval}, each of the first {begin} steps")
+}
+
+fn text_of(param: &ParamDesc, rule: u32) -> String {
+    let of_rule = || "its rule's".to_owned();
+    let decay = param
+        .weight_decay
+        .map_or_else(of_rule, |decay| decay.to_string());
+    let trust = param
+        .trust
+        .map_or_else(of_rule, |trust| format!("{trust:?}"));
+    format!(
+        "{} {}, lr_scale {}, weight decay {decay}, trust ratio {trust}, rule {rule}",
+        param.dtype, param.shape, param.lr_scale
+    )
+}
+
+impl Comms<'_> {
+    /// Compares fields of the caller's own over all ranks, which all call it: for what decides
+    /// which calls they make, before they make any.
+    ///
+    /// # Errors
+    /// As [`Plan::handshake`].
+    pub fn compare(&mut self, fields: &[(&str, String)]) -> Result<(), PlanError> {
+        if self.world() == 1 {
+            return Ok(());
+        }
+        let fields = fields
+            .iter()
+            .map(|(name, value)| (name.to_string(), value.clone()));
+        compare(self, &fields.collect::<Vec<_>>())
+    }
 }
 
 /// Compares each rank's fields with those of rank 0.

@@ -182,6 +182,7 @@ impl<'c> Rank<'c> {
             && (comm.shares_memory() || topology.world == 1);
         let plan = setup.plan(topology)?;
         let (rank, world, aborter) = (topology.rank, topology.world, comm.aborter());
+        Comms::direct(comm).compare(&[("comm_streams", streams.to_string())])?;
         let state = plan.allocate_on(&backend, comm)?;
         let shared = comm.allocate(1)?;
         let mut rank_of = Self {

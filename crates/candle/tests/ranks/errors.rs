@@ -100,6 +100,21 @@ fn ranks_that_differ_are_told_in_what() {
 }
 
 #[test]
+fn ranks_with_other_streams_hear_of_it_before_the_streams_are_founded() {
+    let errors = on_ranks(2, |comm| {
+        let options = Options {
+            comm_streams: Some(1 + comm.rank()),
+            ..Options::default()
+        };
+        adamw(&options).on(comm).unwrap_err().to_string()
+    });
+    for error in &errors {
+        let named = "comm_streams: expected 1 as on rank 0, found 2 on rank 1";
+        assert!(error.contains(named), "{error}");
+    }
+}
+
+#[test]
 fn ranks_begin_with_the_variables_of_rank_0_or_say_that_theirs_differ() {
     let shared = Shared {
         world: 2,

@@ -320,6 +320,41 @@ fn another_number_of_ranks_than_a_launcher_has_started_is_named() {
 }
 
 #[test]
+#[cfg(unix)]
+fn ranks_that_would_make_other_calls_hear_of_the_flag_before_the_first_step() {
+    let program = env!("CARGO_BIN_EXE_fusestep");
+    let folder = Folder::new();
+    let checkpoint = format!("--checkpoint {}", text(&folder.path("checkpoint")));
+    for (first, second, named) in [
+        (
+            &*checkpoint,
+            "",
+            "--checkpoint: expected given as on rank 0, found not given",
+        ),
+        (
+            &format!("{checkpoint} --save-every 3"),
+            &format!("{checkpoint} --save-every 4"),
+            "--save-every: expected 3 as on rank 0, found 4",
+        ),
+        (
+            "--comm-streams 1",
+            "--comm-streams 2",
+            "--comm-streams: expected 1 as on rank 0, found 2",
+        ),
+        (
+            "",
+            "--ranks 2 --compare-parameters 5",
+            "--compare-parameters: expected not given as on rank 0, found 5",
+        ),
+    ] {
+        let train = format!("{program} train --epochs 1 --engine processes");
+        let either = format!("[ $RANK = 0 ] && exec {train} {first} || exec {train} {second}");
+        let error = refused(&["launch", "-n", "2", "--", "sh", "-c", &either]);
+        assert!(error.matches(named).count() >= 2, "{named}: {error}");
+    }
+}
+
+#[test]
 #[cfg(target_os = "linux")]
 fn the_cause_is_told_where_only_a_rank_other_than_the_first_fails() {
     let folder = Folder::new();

@@ -1,0 +1,42 @@
+//! What ranks compare before they train.
+
+use std::num::NonZeroU64;
+
+use fusestep_collective::Communicator;
+use fusestep_planner::{Comms, Topology};
+
+use super::Run;
+use crate::ranks::Fused;
+use crate::train::TrainArgs;
+
+/// Compares over all ranks what decides which calls they make.
+pub(super) fn compare_calls(args: &TrainArgs, comm: &mut dyn Communicator) -> anyhow::Result<()> {
+    let given = |is_given| if is_given { "given" } else { "not given" }.to_owned();
+    let every = |count: Option<NonZeroU64>| count.map_or(given(false), |count| count.to_string());
+    let topology = Topology::of(comm);
+    let streams = args.rank_args.streams(Fused::from(args.naive), topology);
+    let fields = [
+        ("--checkpoint", given(args.checkpoint.is_some())),
+        ("--resume", given(args.resume)),
+        ("--save-every", every(args.save_every)),
+        ("--compare-parameters", every(args.compare_parameters)),
+        ("--comm-streams", streams.to_string()),
+    ];
+    Ok(Comms::direct(comm).compare(&fields)?)
+}
+
+impl Run<'_> {
+    /// Compares what decides the bits of the run over all ranks.
+    pub(super) fn handshake(&mut self) -> anyhow::Result<()> {
+        let caller = [
+            ("--model", self.args.task.model.name().to_owned()),
+            ("--seed", self.args.seed.to_string()),
+            ("--batch", self.args.batch.to_string()),
+            ("--epochs", self.args.epochs.to_string()),
+        ];
+        let (state, backend) = (&self.state, self.backend);
+        Ok(self
+            .plan
+            .handshake(state, backend, &mut self.comms, &caller)?)
+    }
+}
