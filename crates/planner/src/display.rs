@@ -206,12 +206,6 @@ impl Plan {
         }
         writeln!(f)
     }
-
-    /// The name of a storage's tensor.
-    pub(crate) fn name(&self, storage: usize, tensor: u32) -> &str {
-        let member = self.storages[storage].members[tensor as usize];
-        &self.params[member as usize].name
-    }
 }
 
 /// Digits in groups of three: 25,557,032.

@@ -23,7 +23,7 @@ use crate::comms::Comms;
 use crate::device_norm::DeviceNorm;
 use crate::device_trust::DeviceTrust;
 use crate::group::Classes;
-use crate::{Optimize, Plan, PlanError, State};
+use crate::{Optimize, Plan, PlanError, State, batches};
 
 /// The memory of sums that ranks tell each other.
 #[derive(Default)]
@@ -129,7 +129,7 @@ impl Exchange {
                 elements,
                 ..stage.clone()
             };
-            let batches = plan.batches(&own, &takes_part, classes)?;
+            let batches = batches::of_update(plan, &own, &takes_part, classes)?;
             self.trust.push((own, batches));
         }
         Ok(())
@@ -336,15 +336,6 @@ impl Plan {
             }
         }
         Ok(squares)
-    }
-
-    /// The element of its storage that a bucket's segment begins with.
-    pub(crate) fn segment_start(&self, bucket: usize) -> u64 {
-        self.segments[self.buckets[bucket].segment].elements.start
-    }
-
-    pub(crate) fn is_distributed(&self, param: usize) -> bool {
-        self.storages[self.places[param].0].distributed
     }
 
     /// Stage `trust`: the sums over whole tensors that a layer-wise rule needs.

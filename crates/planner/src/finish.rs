@@ -8,6 +8,7 @@ use crate::passes::Ownership;
 use crate::stage::{Broadcast, Extent, Part};
 use crate::{
     Note, Optimize, Optimizer, Plan, PlanError, Stage, StorageSpec, TableKind, Verdict, ZeroStage,
+    batches,
 };
 
 impl Plan {
@@ -237,11 +238,11 @@ impl Plan {
             match stage {
                 Stage::Norm(norm) => {
                     for read in &mut norm.reads {
-                        read.batches = self.norm_batches(read, |_| true)?;
+                        read.batches = batches::of_read(self, read, |_| true)?;
                     }
                 }
                 Stage::Optimize(stage) | Stage::ReduceUpdate(stage) => {
-                    stage.batches = self.batches(stage, |_| true, &self.classes)?;
+                    stage.batches = batches::of_update(self, stage, |_| true, &self.classes)?;
                 }
                 _ => {}
             }

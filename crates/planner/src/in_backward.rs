@@ -15,7 +15,7 @@ use fusestep_tensor::DType;
 use crate::arena::SegmentState;
 use crate::comms::Comms;
 use crate::run::{Begun, Executor};
-use crate::{Plan, PlanError, State, StepReport};
+use crate::{Plan, PlanError, State, StepReport, batches};
 
 /// What can be updated before the step is run.
 #[derive(Debug, Default)]
@@ -311,8 +311,12 @@ fn leave_out(plan: &Plan, state: &mut State, unit: &Unit) -> Result<(), PlanErro
     for &(at, update) in &unit.stages {
         if let Some(stage) = plan.stages[at].update() {
             let schedule = &mut state.schedule;
-            schedule.batches[update] =
-                plan.batches(stage, |param| !without_gradient[param], &schedule.classes)?;
+            schedule.batches[update] = batches::of_update(
+                plan,
+                stage,
+                |param| !without_gradient[param],
+                &schedule.classes,
+            )?;
         }
     }
     Ok(())

@@ -6,6 +6,7 @@ mod allocate;
 mod arena;
 mod average;
 mod averages;
+mod batches;
 mod bucket;
 mod bytes;
 mod calls;

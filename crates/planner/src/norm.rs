@@ -1,15 +1,17 @@
 //! The stage that reads all gradients before anything is updated, and the memory it works in.
 
-use fusestep_amp::{GradientRule, LossScale, MaxNorm, norm_kernel};
+use fusestep_amp::{GradientRule, LossScale, MaxNorm};
 use fusestep_launch::{
-    Backend, Batch, Buffer, Conclude, ControlBlock, ControlRule, LaunchLimits, LaunchReport,
-    MultiTensorReduction, Reduce, SquareSum, TensorPartials, batches, tree_sum,
+    Backend, Batch, Buffer, Conclude, ControlBlock, ControlRule, LaunchReport,
+    MultiTensorReduction, Reduce, SquareSum, TensorPartials, tree_sum,
 };
 use fusestep_tensor::Role;
 
-use crate::plan::{LaunchCount, within};
+use crate::batches::LaunchCount;
 use crate::run::Executor;
-use crate::{GradReport, GradientRead, Norm, Note, Plan, PlanError, Stage, State, Verdict};
+use crate::{
+    GradReport, GradientRead, Norm, Note, Plan, PlanError, Stage, State, Verdict, batches,
+};
 
 /// What passes ask of all gradients together.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -56,7 +58,7 @@ impl Plan {
         }
         let mut launches = LaunchCount::default();
         for read in &mut reads {
-            read.batches = self.norm_batches(read, |_| true)?;
+            read.batches = batches::of_read(self, read, |_| true)?;
             launches.add(&read.batches, "amp_norm")?;
         }
         let norm = Norm { reads };
@@ -68,64 +70,6 @@ impl Plan {
         self.notes.push(Note::new("norm", Verdict::Applied, reason));
         self.stages.insert(0, Stage::Norm(norm));
         Ok(())
-    }
-
-    /// The batches of a read, of those parameters that take part.
-    pub(crate) fn norm_batches(
-        &self,
-        read: &GradientRead,
-        takes_part: impl Fn(usize) -> bool,
-    ) -> Result<Vec<Batch>, PlanError> {
-        let spec = &self.storages[read.storage];
-        let Some(kernel) = self.norm_kernel(read.storage)? else {
-            return Ok(Vec::new());
-        };
-        let members = spec.members.iter().enumerate();
-        let tensors = members.filter(|&(_, &member)| takes_part(member as usize));
-        let batchable = tensors.map(|(tensor, _)| within(spec, tensor as u32, &read.elements, 0));
-        let limits = self.batch_limits(LaunchLimits {
-            chunk_elements: kernel.chunk_elements(),
-            ..self.limits
-        });
-        let layout = kernel.argument_layout();
-        Ok(batches(kernel.entry(), batchable, layout, limits)?)
-    }
-
-    /// The kernel that reads a storage's gradients; `None` for a storage without tensors.
-    fn norm_kernel(
-        &self,
-        storage: usize,
-    ) -> Result<Option<Box<dyn MultiTensorReduction>>, PlanError> {
-        let Some(&first) = self.storages[storage].members.first() else {
-            return Ok(None);
-        };
-        // Borrowed gradients are in no list of the storage, but in the kernel's they are.
-        let kernel = self.kernel_of(first)?;
-        let grads = kernel.lists().iter().find(|list| list.role == Role::Grad);
-        let dtype = grads.map_or(self.params[first as usize].dtype, |list| list.dtype);
-        Ok(Some(norm_kernel(dtype)?))
-    }
-
-    /// Bytes of all gradients.
-    pub(crate) fn gradient_bytes(&self) -> u64 {
-        let storages = self.storages.iter().map(|spec| {
-            let grads = spec.lists.iter().find(|list| list.role == Role::Grad);
-            let members = spec.members.iter();
-            let bytes = members.map(|&member| {
-                let param = &self.params[member as usize];
-                let dtype = grads.map_or(param.dtype, |list| list.dtype);
-                dtype.len_bytes() as u64 * param.numel()
-            });
-            bytes.sum::<u64>()
-        });
-        storages.sum()
-    }
-
-    pub(crate) fn norm_stage(&self) -> Option<&Norm> {
-        self.stages.iter().find_map(|stage| match stage {
-            Stage::Norm(norm) => Some(norm),
-            _ => None,
-        })
     }
 }
 
@@ -175,7 +119,7 @@ impl NormState {
         // Several ranks form sums and control block together, on the host.
         let alone = plan.topology.world == 1;
         for read in norm.reads.iter().filter(|_| alone) {
-            kernels.extend(plan.norm_kernel(read.storage)?.map(Reader));
+            kernels.extend(batches::reader_of(plan, read.storage)?.map(Reader));
         }
         let chunks = if alone { norm.chunks() as usize } else { 0 };
         let tensors = plan.params.len();

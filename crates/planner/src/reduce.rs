@@ -360,15 +360,6 @@ impl Plan {
         Ok(outcome?)
     }
 
-    /// The lists that every rank keeps whole: parameters, and where it is not sharded the state.
-    pub(crate) fn replicated(&self, spec: &StorageSpec) -> SmallVec<[usize; MAX_LISTS]> {
-        let lists = spec.lists.iter().enumerate();
-        let whole = lists.filter(|(index, list)| {
-            list.role != Role::Grad && spec.extents[*index] == Extent::Whole
-        });
-        whole.map(|(index, _)| index).collect()
-    }
-
     /// Does `work` with the gradients of a stage's bucket in their list, where the launch looks for
     /// them.
     pub(crate) fn with_gradients<R>(

@@ -17,7 +17,7 @@ use crate::norm::{NormState, Placed};
 use crate::storage::StorageState;
 use crate::table::Tables;
 use crate::update_norms::UpdateReader;
-use crate::{Optimizer, Plan, PlanError, Precisions, Tensors};
+use crate::{Optimizer, Plan, PlanError, Precisions, Tensors, batches};
 
 /// Most steps that a state counts: thousands of years of them.
 pub const MAX_STEPS: u64 = 1 << 53;
@@ -330,7 +330,12 @@ impl State {
         let classes = Classes::new(&self.params, |param| self.steps_behind[param]);
         let mut batches = Vec::with_capacity(plan.stages.len());
         for stage in plan.optimize_stages() {
-            batches.push(plan.batches(stage, |param| !self.without_gradient[param], &classes)?);
+            batches.push(batches::of_update(
+                plan,
+                stage,
+                |param| !self.without_gradient[param],
+                &classes,
+            )?);
         }
         for storage in &mut self.storages {
             let set_bytes = storage.kernel.argument_layout().set_bytes;
@@ -339,7 +344,9 @@ impl State {
         let mut norm = Vec::new();
         if let (Some(state), Some(stage)) = (&mut self.norm, plan.norm_stage()) {
             for read in &stage.reads {
-                norm.push(plan.norm_batches(read, |param| !self.without_gradient[param])?);
+                norm.push(batches::of_read(plan, read, |param| {
+                    !self.without_gradient[param]
+                })?);
             }
             state.placed = Placed::No;
         }

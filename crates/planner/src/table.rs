@@ -42,11 +42,6 @@ impl TableKind {
 }
 
 impl Plan {
-    /// Where the tables lie: [`TableKind::Arguments`] or [`TableKind::Resident`].
-    pub fn table(&self) -> TableKind {
-        self.table
-    }
-
     /// Decides where the tables lie and makes the batches for it.
     pub(crate) fn place_tables(&mut self, asked: TableKind) -> Result<(), PlanError> {
         let most = self.stages.iter().map(|stage| match stage {
@@ -119,14 +114,6 @@ impl Plan {
             Some("norms of updates of several ranks are not measured on devices")
         } else {
             None
-        }
-    }
-
-    /// Launches of a stage: before the updates from a resident table, one derives its sets.
-    pub(crate) fn launches_of(&self, stage: &Optimize) -> usize {
-        match self.table {
-            TableKind::Resident => 2 * stage.batches.len(),
-            _ => stage.batches.len(),
         }
     }
 

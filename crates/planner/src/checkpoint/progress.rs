@@ -79,12 +79,6 @@ impl Plan {
         })
     }
 
-    /// Whether every rank has its own values of a parameter and of its state.
-    pub(crate) fn has_own(&self, param: usize) -> bool {
-        let distributed = self.storages[self.places[param].0].distributed;
-        distributed || self.local_sgd().is_some()
-    }
-
     fn window_key(&self, param: usize, rank: usize) -> String {
         let name = &self.params()[param].name;
         if self.reduces_each() && !self.has_own(param) {

@@ -14,7 +14,7 @@ use super::{BorrowedParams, CheckpointFolder, OpenRun, RunToSave, WholeTensors};
 use crate::arena::Given;
 use crate::comms::Comms;
 use crate::in_backward::forget;
-use crate::{Plan, PlanError, State, ZeroStage};
+use crate::{Plan, PlanError, State};
 
 /// A checkpoint that has been read and is one of a plan.
 pub(super) struct ReadRun {
@@ -209,16 +209,6 @@ impl Plan {
             format!("{name}@{}#{rank}", role.name())
         } else {
             format!("{name}@{}", role.name())
-        }
-    }
-
-    /// Whether this rank saves what others have as well: without shards rank 0, with them the first
-    /// group of ranks.
-    pub(crate) fn saves_shared(&self) -> bool {
-        let rank = self.topology().rank;
-        match self.zero() {
-            ZeroStage::None => rank == 0,
-            _ => rank < self.shard_group,
         }
     }
 
