@@ -9,7 +9,9 @@ use fusestep_launch::{
 use fusestep_tensor::Role;
 
 use crate::group::Classes;
-use crate::{GradientRead, Optimize, Plan, PlanError, SizeClass, StorageSpec};
+use crate::norm::Placed;
+use crate::state::Schedule;
+use crate::{GradientRead, Optimize, Plan, PlanError, SizeClass, State, StorageSpec, batches};
 
 /// A stage over whole tensors of a storage, with its batches.
 pub(crate) fn update_stage(
@@ -87,6 +89,48 @@ pub(crate) fn reader_of(
     let grads = kernel.lists().iter().find(|list| list.role == Role::Grad);
     let dtype = grads.map_or(plan.params[first as usize].dtype, |list| list.dtype);
     Ok(Some(norm_kernel(dtype)?))
+}
+
+/// Makes the batches anew if the pattern of tensors without gradient or missed steps has
+/// changed.
+pub(crate) fn refresh(plan: &Plan, state: &mut State) -> Result<(), PlanError> {
+    if !state.schedule.stale {
+        return Ok(());
+    }
+    let classes = Classes::new(&state.params, |param| state.steps_behind[param]);
+    let mut batches = Vec::with_capacity(plan.stages.len());
+    for stage in plan.optimize_stages() {
+        batches.push(batches::of_update(
+            plan,
+            stage,
+            |param| !state.without_gradient[param],
+            &classes,
+        )?);
+    }
+    for storage in &mut state.storages {
+        let set_bytes = storage.kernel.argument_layout().set_bytes;
+        storage.sets.resize(set_bytes * classes.classes.len(), 0);
+    }
+    let mut norm = Vec::new();
+    if let (Some(memory), Some(stage)) = (&mut state.norm, plan.norm_stage()) {
+        for read in &stage.reads {
+            norm.push(batches::of_read(plan, read, |param| {
+                !state.without_gradient[param]
+            })?);
+        }
+        memory.placed = Placed::No;
+    }
+    let without_gradient = &state.without_gradient;
+    state
+        .exchange
+        .refresh(plan, |param| !without_gradient[param], &classes)?;
+    state.schedule = Schedule {
+        classes,
+        batches,
+        norm,
+        stale: false,
+    };
+    Ok(())
 }
 
 /// What of a tensor lies in some elements of its storage.

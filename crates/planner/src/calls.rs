@@ -8,7 +8,7 @@ use serde::Serialize;
 use crate::arena::full_tensors;
 use crate::comms::bytes_sent;
 use crate::stage::Reduced;
-use crate::{Plan, Stage, ZeroStage};
+use crate::{Plan, Stage, ZeroStage, exchange};
 
 /// A call of a step, before it is made.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -151,7 +151,7 @@ impl Plan {
 
     /// The calls by which ranks tell each other `leaf_bytes` of every leaf.
     fn leaf_calls(&self, calls: &mut Calls, leaf_bytes: u64) {
-        let (shared, slices) = self.leaf_counts();
+        let (shared, slices) = exchange::leaf_counts(self);
         if shared > 0 {
             let sum = Operation::AllReduce(ReduceOp::Sum);
             calls.control(sum, leaf_bytes * shared, calls.group);

@@ -8,7 +8,7 @@ use crate::passes::Ownership;
 use crate::stage::{Broadcast, Extent, Part};
 use crate::{
     Note, Optimize, Optimizer, Plan, PlanError, Stage, StorageSpec, TableKind, Verdict, ZeroStage,
-    batches,
+    batches, norm, table,
 };
 
 impl Plan {
@@ -27,13 +27,13 @@ impl Plan {
         self.share_out();
         self.split_updates_by_bucket();
         self.place_broadcasts();
-        self.place_norm()?;
+        norm::place(self)?;
         if self.reduces() && self.has_normed()? {
             self.stages.push(Stage::Trust);
         }
         self.put_in_order();
         self.make_batches_anew()?;
-        self.place_tables(table)?;
+        table::place(self, table)?;
         self.explain_shards();
         self.explain_fused();
         self.hash = self.compute_hash();

@@ -15,7 +15,7 @@ use fusestep_tensor::DType;
 use crate::arena::SegmentState;
 use crate::comms::Comms;
 use crate::run::{Begun, Executor};
-use crate::{Plan, PlanError, State, StepReport, batches};
+use crate::{Plan, PlanError, State, StepReport, batches, reduce, run};
 
 /// What can be updated before the step is run.
 #[derive(Debug, Default)]
@@ -173,7 +173,7 @@ fn update_segments(
 ) -> Result<(), PlanError> {
     if comms.has_streams() && state.arena.starts_early {
         while let Some(segment) = state.arena.ready.full() {
-            plan.start_segment(state, backend, comms, segment)?;
+            reduce::start_segment(plan, state, backend, comms, segment)?;
         }
         while is_through(state)? {
             let next = state.in_backward.next;
@@ -227,10 +227,10 @@ pub(crate) fn update_rest(
     let given = state.in_backward.given.iter();
     let without_gradient = given.filter(|&&given| given == 0).count() as u64;
     let Some(begun) = state.in_backward.under_way.take() else {
-        return Err(plan.poison(state));
+        return Err(run::poison(state));
     };
     state.in_backward.again();
-    let report = plan.end_update(state, &Executor::Backend(backend), begun)?;
+    let report = run::end_update(state, &Executor::Backend(backend), begun)?;
     Ok(StepReport {
         without_gradient,
         ..report
@@ -246,7 +246,7 @@ fn begin(
 ) -> Result<(), PlanError> {
     if state.in_backward.under_way.is_none() {
         comms.set_plan(plan.hash());
-        let begun = plan.begin_update(state, &Executor::Backend(backend))?;
+        let begun = run::begin_update(plan, state, &Executor::Backend(backend))?;
         state.in_backward.under_way = Some(begun);
     }
     Ok(())
@@ -293,7 +293,7 @@ fn run_unit(
         let comms = (plan.topology.world > 1).then_some(&mut *comms);
         // A step that may be skipped has all its gradients first, and is never here.
         let place = (&plan.stages[at], update);
-        let done = plan.run_stage(state, &mut executor, comms, place, &mut false)?;
+        let done = run::run_stage(plan, state, &mut executor, comms, place, &mut false)?;
         if let Some(begun) = &mut state.in_backward.under_way {
             begun.report.launches += done.launches;
             begun.report.elements += done.elements;

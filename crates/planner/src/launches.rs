@@ -8,80 +8,78 @@ use crate::norm::NormState;
 use crate::run::Executor;
 use crate::storage::StorageState;
 use crate::update_norms::UpdateSlots;
-use crate::{Optimize, Plan, PlanError, State};
+use crate::{Optimize, Plan, PlanError, State, table};
 
-impl State {
-    /// The launch of a stage that updates; `None` if it has no batches.
-    pub(crate) fn launch_of<'a>(
-        &'a mut self,
-        plan: &'a Plan,
-        stage: &Optimize,
-        update: usize,
-    ) -> Option<Launch<'a>> {
-        // Taken apart so that the launch can borrow the batches beside the storage.
-        let Self {
-            schedule,
-            storages,
-            norm,
-            exchange,
-            ..
-        } = self;
-        let decided = (norm.as_ref(), &*exchange);
-        launch(plan, stage, (&schedule.batches[update], storages), decided)
+/// The launch of a stage that updates; `None` if it has no batches.
+pub(crate) fn of_stage<'a>(
+    plan: &'a Plan,
+    state: &'a mut State,
+    stage: &Optimize,
+    update: usize,
+) -> Option<Launch<'a>> {
+    // Taken apart so that the launch can borrow the batches beside the storage.
+    let State {
+        schedule,
+        storages,
+        norm,
+        exchange,
+        ..
+    } = state;
+    let decided = (norm.as_ref(), &*exchange);
+    launch(plan, stage, (&schedule.batches[update], storages), decided)
+}
+
+/// The launch of a stage with batches of the caller's.
+pub(crate) fn with_batches<'a>(
+    plan: &'a Plan,
+    state: &'a mut State,
+    stage: &Optimize,
+    batches: &'a [Batch],
+) -> Option<Launch<'a>> {
+    let decided = (state.norm.as_ref(), &state.exchange);
+    launch(plan, stage, (batches, &mut state.storages), decided)
+}
+
+/// Builds the table of a stage of several ranks, whose gradients are where the launch reads
+/// them, unless there is one.
+pub(crate) fn build_table(
+    plan: &Plan,
+    state: &mut State,
+    (stage, update): (&Optimize, usize),
+    backend: &dyn Backend,
+) -> Result<(), PlanError> {
+    let is_missing = matches!(state.tables.updates.get(update), Some(None));
+    if is_missing && plan.topology.world > 1 && backend.device().is_some() {
+        let table = table::place_update(plan, state, (stage, update), backend)?;
+        state.tables.updates[update] = table;
     }
+    Ok(())
+}
 
-    /// The launch of a stage with batches of the caller's.
-    pub(crate) fn launch_with<'a>(
-        &'a mut self,
-        plan: &'a Plan,
-        stage: &Optimize,
-        batches: &'a [Batch],
-    ) -> Option<Launch<'a>> {
-        let decided = (self.norm.as_ref(), &self.exchange);
-        launch(plan, stage, (batches, &mut self.storages), decided)
+/// Runs a stage that updates, from its table if it has one.
+pub(crate) fn run(
+    plan: &Plan,
+    state: &mut State,
+    (stage, update): (&Optimize, usize),
+    executor: &mut Executor<'_>,
+) -> Result<LaunchReport, PlanError> {
+    if let Executor::Backend(backend) = executor {
+        build_table(plan, state, (stage, update), *backend)?;
     }
-
-    /// Builds the table of a stage of several ranks, whose gradients are where the launch reads
-    /// them, unless there is one.
-    pub(crate) fn build_table(
-        &mut self,
-        plan: &Plan,
-        (stage, update): (&Optimize, usize),
-        backend: &dyn Backend,
-    ) -> Result<(), PlanError> {
-        let is_missing = matches!(self.tables.updates.get(update), Some(None));
-        if is_missing && plan.topology.world > 1 && backend.device().is_some() {
-            let table = self.place_update(plan, (stage, update), backend)?;
-            self.tables.updates[update] = table;
+    // Taken out, so that the launch can borrow the rest of the state.
+    let place = state.tables.updates.get_mut(update);
+    let table = place.and_then(Option::take);
+    let done = match (of_stage(plan, state, stage, update), &table, executor) {
+        (None, ..) => Ok(LaunchReport::default()),
+        (Some(launch), Some(table), Executor::Backend(backend)) => {
+            backend.launch_table(launch, table.as_ref())
         }
-        Ok(())
+        (Some(launch), _, executor) => executor.launch(launch),
+    };
+    if let Some(place) = state.tables.updates.get_mut(update) {
+        *place = table;
     }
-
-    /// Runs a stage that updates, from its table if it has one.
-    pub(crate) fn launch_update(
-        &mut self,
-        plan: &Plan,
-        (stage, update): (&Optimize, usize),
-        executor: &mut Executor<'_>,
-    ) -> Result<LaunchReport, PlanError> {
-        if let Executor::Backend(backend) = executor {
-            self.build_table(plan, (stage, update), *backend)?;
-        }
-        // Taken out, so that the launch can borrow the rest of the state.
-        let place = self.tables.updates.get_mut(update);
-        let table = place.and_then(Option::take);
-        let done = match (self.launch_of(plan, stage, update), &table, executor) {
-            (None, ..) => Ok(LaunchReport::default()),
-            (Some(launch), Some(table), Executor::Backend(backend)) => {
-                backend.launch_table(launch, table.as_ref())
-            }
-            (Some(launch), _, executor) => executor.launch(launch),
-        };
-        if let Some(place) = self.tables.updates.get_mut(update) {
-            *place = table;
-        }
-        Ok(done?)
-    }
+    Ok(done?)
 }
 
 fn launch<'a>(

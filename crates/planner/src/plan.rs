@@ -1,5 +1,7 @@
 //! The plan as a value.
 
+mod steps;
+
 use std::sync::Arc;
 
 use fusestep_launch::{Batch, LaunchLimits, MAX_LISTS, MultiTensorKernel, Precision, TensorList};

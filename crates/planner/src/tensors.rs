@@ -5,7 +5,7 @@ use fusestep_tensor::{Element, ParamDesc, Role};
 
 use crate::stage::Extent;
 use crate::storage::Held;
-use crate::{PlanError, State};
+use crate::{PlanError, State, averages, master};
 
 impl State {
     /// A tensor on the host that this rank has whole.
@@ -48,7 +48,7 @@ impl State {
         let param = self.find(name)?;
         let (_, tensor) = self.places[param];
         if role == Role::Param {
-            self.lend_for_writing(param);
+            master::lend_for_writing(self, param);
             self.params_version += 1;
         }
         if role == Role::Grad {
@@ -104,7 +104,7 @@ impl State {
         let width = self.storages[storage].lists[list].dtype().len_bytes();
         let len_bytes = self.params[param].numel() as usize * width;
         check_len(role, name, len_bytes, bytes.len())?;
-        self.before_write(backend, role, name, bytes)?;
+        master::before_write(self, backend, role, name, bytes)?;
         if role == Role::Param {
             self.params_version += 1;
         }
@@ -216,6 +216,59 @@ impl State {
             name: name.to_owned(),
             backend: self.backend,
         }
+    }
+
+    /// Whether a model is evaluated with other values than its parameters: a rule of them averages
+    /// ([`fusestep_launch::UpdateRule::averaging`]).
+    pub fn averages(&self) -> bool {
+        (0..self.params.len()).any(|param| averages::factor_of(self, param).is_some())
+    }
+
+    /// Copies to the host what a model is evaluated with: under a rule that averages
+    /// ([`fusestep_launch::UpdateRule::averaging`]) the average, rounded to the parameter's dtype,
+    /// under any other the parameter. Nothing is written: training goes on with its bits.
+    ///
+    /// # Errors
+    /// As [`State::read`]; [`PlanError::InShards`] if this rank has only a part of what it takes;
+    /// use [`Plan::gather_averages`].
+    pub fn read_average(
+        &self,
+        backend: &dyn Backend,
+        name: &str,
+        bytes: &mut [u8],
+    ) -> Result<(), PlanError> {
+        self.read(backend, Role::Param, name, bytes)?;
+        self.average_borrowed(backend, name, bytes)
+    }
+
+    /// [`State::read_average`] of a parameter that the caller lends: `bytes` has its values and
+    /// takes the average.
+    ///
+    /// # Errors
+    /// As [`State::read_average`]; [`PlanError::LenBytes`].
+    pub fn average_borrowed(
+        &self,
+        backend: &dyn Backend,
+        name: &str,
+        bytes: &mut [u8],
+    ) -> Result<(), PlanError> {
+        averages::average_of(self, backend, name, bytes)
+    }
+
+    /// Lets the f32 master of a parameter that the caller lends follow the parameter's values,
+    /// `bytes`: the master takes over those that it does not round to. To be called before the
+    /// first step, and whenever such a parameter was written outside of a step;
+    /// without a master it does nothing.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownName`], [`PlanError::LenBytes`], [`PlanError::Backend`].
+    pub fn follow_borrowed(
+        &mut self,
+        backend: &dyn Backend,
+        name: &str,
+        bytes: &[u8],
+    ) -> Result<(), PlanError> {
+        master::follow_borrowed(self, backend, name, bytes)
     }
 }
 

@@ -25,7 +25,7 @@ use super::snapshot::Snapshot;
 use super::writer::{Done, Job, Outcome, Writer};
 use super::{CheckpointFolder, RunToSave};
 use crate::comms::Comms;
-use crate::{Plan, PlanError};
+use crate::{Plan, PlanError, run};
 
 /// One rank's saves behind training: memory for copies, who writes them, and the one save in
 /// flight.
@@ -141,7 +141,7 @@ impl Plan {
         caller: BTreeMap<String, String>,
     ) -> Result<(), PlanError> {
         self.finish_saves(comms, saves)?;
-        self.check_state(run.state)?;
+        run::check_state(self, run.state)?;
         let files = Arc::clone(&saves.files);
         let place = CheckpointFolder::of(files.as_ref(), folder);
         if Arc::get_mut(&mut saves.snapshot).is_none() {

@@ -14,7 +14,7 @@ use super::{BorrowedParams, CheckpointFolder, OpenRun, RunToSave, WholeTensors};
 use crate::arena::Given;
 use crate::comms::Comms;
 use crate::in_backward::forget;
-use crate::{Plan, PlanError, State};
+use crate::{Plan, PlanError, State, run};
 
 /// A checkpoint that has been read and is one of a plan.
 pub(super) struct ReadRun {
@@ -67,7 +67,7 @@ impl Plan {
         caller: BTreeMap<String, String>,
     ) -> Result<(), PlanError> {
         let folder = folder.into();
-        self.check_state(run.state)?;
+        run::check_state(self, run.state)?;
         let rank = self.topology().rank;
         comms.set_plan(self.hash());
         let begun = match rank {
@@ -137,7 +137,7 @@ impl Plan {
         params: Option<&dyn BorrowedParams>,
         (place, manifest): (CheckpointFolder<'_>, &Manifest),
     ) -> Result<ReadRun, PlanError> {
-        self.check_state(state)?;
+        run::check_state(self, state)?;
         self.check_borrowed(params, place)?;
         let folder = place.path;
         self.check_manifest(manifest, folder)?;
