@@ -17,7 +17,7 @@ use fusestep_launch::{
 };
 use fusestep_tensor::DType;
 
-use crate::comms::Comms;
+use crate::step::RankStep;
 use crate::{Optimize, Plan, PlanError, Stage, State, TableKind, launches, reduce, run};
 
 /// Bytes of a slot.
@@ -262,23 +262,18 @@ fn slots_of_leaves(plan: &Plan) -> Result<(Vec<Vec<Slot>>, u64), PlanError> {
 }
 
 /// Stage `trust` on devices: enqueues all of it. Whether it runs there.
-pub(crate) fn sum_tensors(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-) -> Result<bool, PlanError> {
-    let Some(mut own) = state.exchange.trust_on_device.take() else {
+pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<bool, PlanError> {
+    let Some(mut own) = step.state.exchange.trust_on_device.take() else {
         return Ok(false);
     };
     own.filled = false;
-    let done = if comms.is_on_device_of(backend) {
-        fill_sums(plan, state, backend, comms, &mut own)
+    let done = if step.comms.is_on_device_of(step.backend) {
+        fill_sums(step, &mut own)
     } else {
         Ok(())
     };
     let filled = own.filled;
-    state.exchange.trust_on_device = Some(own);
+    step.state.exchange.trust_on_device = Some(own);
     done.map(|()| filled)
 }
 
@@ -343,21 +338,15 @@ fn own_leaves(
 }
 
 /// Fills in the sums of all chunks.
-fn fill_sums(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-    own: &mut DeviceTrust,
-) -> Result<(), PlanError> {
-    backend.zero(own.slots.as_mut())?;
-    own_leaves(plan, state, backend, own, Leaves::Sums)?;
-    backend.hand_over(own.slots.as_mut())?;
+fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceTrust) -> Result<(), PlanError> {
+    step.backend.zero(own.slots.as_mut())?;
+    own_leaves(step.plan, step.state, step.backend, own, Leaves::Sums)?;
+    step.backend.hand_over(own.slots.as_mut())?;
     let call = (Operation::AllReduce(ReduceOp::Sum), DType::F64, None);
     let all = 0..own.slots.len_bytes();
-    comms.on_device(&mut own.slots, all, call)?;
-    backend.take_back(own.slots.as_mut())?;
-    backend.fold_leaves(FoldLeaves {
+    step.comms.on_device(&mut own.slots, all, call)?;
+    step.backend.take_back(own.slots.as_mut())?;
+    step.backend.fold_leaves(FoldLeaves {
         leaves: own.slots.as_ref(),
         index: Some(own.index.as_ref()),
         places: own.places.as_ref(),

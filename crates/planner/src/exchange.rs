@@ -23,6 +23,7 @@ use crate::comms::Comms;
 use crate::device_norm::DeviceNorm;
 use crate::device_trust::DeviceTrust;
 use crate::group::Classes;
+use crate::step::RankStep;
 use crate::{
     Optimize, Plan, PlanError, State, batches, device_norm, device_trust, launches, reduce,
 };
@@ -223,36 +224,31 @@ pub(crate) fn leaf_counts(plan: &Plan) -> (u64, u64) {
 
 /// Stage `norm` of several ranks: decides on the step from the gradients of all. Whether it is
 /// skipped, as far as the host knows: devices keep that to themselves.
-pub(crate) fn decide(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-) -> Result<bool, PlanError> {
-    if device_norm::decide(plan, state, backend, comms)? {
+pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool, PlanError> {
+    if device_norm::decide(step)? {
         return Ok(false);
     }
-    let mut squares = own_squares(plan, state, backend)?;
+    let mut squares = own_squares(step.plan, step.state, step.backend)?;
     let mut elsewhere = 0;
-    let slices = if plan.reduces() {
-        share(plan, &state.exchange, comms, &mut squares, 2)?
+    let slices = if step.plan.reduces() {
+        share(step.plan, &step.state.exchange, step.comms, &mut squares, 2)?
     } else {
         // Every rank has gradients of its own; only that some are not finite is everybody's
         // business.
         let own: f64 = squares.iter().skip(1).step_by(2).sum();
         let mut all = [own];
-        sum_over(comms, &mut all, Scope::World)?;
+        sum_over(step.comms, &mut all, Scope::World)?;
         elsewhere = (all[0] - own) as u64;
         Slices::default()
     };
-    let Some(norm) = &mut state.norm else {
+    let Some(norm) = &mut step.state.norm else {
         return Ok(false);
     };
     let mut partials = Vec::new();
-    let mut tensors = Vec::with_capacity(plan.params.len());
-    for param in 0..plan.params.len() {
+    let mut tensors = Vec::with_capacity(step.plan.params.len());
+    for param in 0..step.plan.params.len() {
         let first = partials.len() as u64;
-        let leaves = state.exchange.of_param(param, 2, (&squares, &slices));
+        let leaves = step.state.exchange.of_param(param, 2, (&squares, &slices));
         partials.extend(chunk_squares(&leaves));
         tensors.push(TensorPartials {
             first,
@@ -270,12 +266,13 @@ pub(crate) fn decide(
         });
     }
     let mut sums = vec![SquareSum::default(); tensors.len()];
-    let mut block = ControlBlock::read(backend, norm.control.as_ref())?;
+    let mut block = ControlBlock::read(step.backend, norm.control.as_ref())?;
     norm.rule
         .run_host(&partials, &tensors, &mut sums, &mut block);
-    block.write(backend, norm.control.as_mut())?;
-    let own = &sums[..plan.params.len()];
-    backend.write(norm.sums.as_mut(), 0, bytemuck::cast_slice(own))?;
+    block.write(step.backend, norm.control.as_mut())?;
+    let own = &sums[..step.plan.params.len()];
+    step.backend
+        .write(norm.sums.as_mut(), 0, bytemuck::cast_slice(own))?;
     Ok(block.found != 0)
 }
 
@@ -344,39 +341,40 @@ fn own_squares(
 }
 
 /// Stage `trust`: the sums over whole tensors that a layer-wise rule needs.
-pub(crate) fn sum_tensors(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-) -> Result<(), PlanError> {
-    if device_trust::sum_tensors(plan, state, backend, comms)? {
+pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<(), PlanError> {
+    if device_trust::sum_tensors(step)? {
         return Ok(());
     }
-    let mut told = vec![0.0; state.exchange.count() * MAX_SUMS];
-    for index in 0..state.exchange.trust.len() {
-        let (stage, batches) = state.exchange.trust[index].clone();
+    let mut told = vec![0.0; step.state.exchange.count() * MAX_SUMS];
+    for index in 0..step.state.exchange.trust.len() {
+        let (stage, batches) = step.state.exchange.trust[index].clone();
         if batches.is_empty() {
             continue;
         }
-        let own = reduce::with_gradients(plan, state, stage.bucket, |state| {
+        let own = reduce::with_gradients(step.plan, step.state, stage.bucket, |state| {
             let records = batches.iter().flat_map(|batch| &batch.records);
             let count = records.map(|record| leaves_of(record.numel)).sum();
             let mut sums = vec![[0.0; MAX_SUMS]; count];
-            if let Some(launch) = launches::with_batches(plan, state, &stage, &batches) {
-                backend.leaf_sums(&launch, &mut sums)?;
+            if let Some(launch) = launches::with_batches(step.plan, state, &stage, &batches) {
+                step.backend.leaf_sums(&launch, &mut sums)?;
             }
             Ok(sums)
         })?;
-        let members = &plan.storages[stage.storage].members;
-        let places = leaves_in(&batches, members, &state.exchange.leaves);
+        let members = &step.plan.storages[stage.storage].members;
+        let places = leaves_in(&batches, members, &step.state.exchange.leaves);
         for (place, sums) in places.flatten().zip(own) {
             told[place * MAX_SUMS..(place + 1) * MAX_SUMS].copy_from_slice(&sums);
         }
     }
-    let slices = share(plan, &state.exchange, comms, &mut told, MAX_SUMS)?;
-    let exchange = &state.exchange;
-    for storage in &mut state.storages {
+    let slices = share(
+        step.plan,
+        &step.state.exchange,
+        step.comms,
+        &mut told,
+        MAX_SUMS,
+    )?;
+    let exchange = &step.state.exchange;
+    for storage in &mut step.state.storages {
         let Some(sums) = &mut storage.tensor_sums else {
             continue;
         };

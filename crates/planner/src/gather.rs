@@ -12,6 +12,7 @@ use crate::bytes::Bytes;
 use crate::comms::Comms;
 use crate::passes::FuseAllReduce;
 use crate::stage::{Extent, Gather};
+use crate::step::RankStep;
 use crate::{Plan, PlanError, State, ZeroStage, averages, run};
 
 /// Whole parameters, for as long as this value lives.
@@ -164,31 +165,26 @@ pub(crate) fn broadcast_parameters(
 }
 
 /// Stage `gather`: brings this rank's part of a bucket to all ranks, and theirs here.
-pub(crate) fn bring(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-    gather: &Gather,
-) -> Result<(), PlanError> {
-    let bucket = &plan.buckets[gather.bucket];
-    let spec = &plan.storages[bucket.storage];
+pub(crate) fn bring(step: &mut RankStep<'_, '_>, gather: &Gather) -> Result<(), PlanError> {
+    let bucket = &step.plan.buckets[gather.bucket];
+    let spec = &step.plan.storages[bucket.storage];
     let Some(index) = spec.list(Role::Param) else {
         return Ok(());
     };
     let dtype = spec.param_dtype();
     let width = dtype.len_bytes();
     let bytes = |range: &Range<u64>| range.start as usize * width..range.end as usize * width;
-    let buffer = &mut state.storages[bucket.storage].lists[index].buffer;
+    let buffer = &mut step.state.storages[bucket.storage].lists[index].buffer;
     let mut call = |range, operation, counts: Option<Vec<usize>>| {
-        if comms.takes(backend, buffer.as_ref()) && buffer.host().is_none() {
-            backend.hand_over(buffer.as_mut())?;
-            comms.on_device(buffer, bytes(range), (operation, dtype, counts))?;
-            return Ok(backend.take_back(buffer.as_mut())?);
+        if step.comms.takes(step.backend, buffer.as_ref()) && buffer.host().is_none() {
+            step.backend.hand_over(buffer.as_mut())?;
+            step.comms
+                .on_device(buffer, bytes(range), (operation, dtype, counts))?;
+            return Ok(step.backend.take_back(buffer.as_mut())?);
         }
         in_place(
-            backend,
-            comms,
+            step.backend,
+            step.comms,
             (buffer.as_mut(), bytes(range)),
             |comms, own| comms.in_group(operation, dtype, counts.as_deref(), own),
         )

@@ -10,92 +10,78 @@ use fusestep_tensor::Role;
 
 use crate::absorb::{Absorb, Divisor};
 use crate::arena::Given;
-use crate::comms::Comms;
 use crate::in_backward::update_ready;
 use crate::passes::Accumulated;
+use crate::step::RankStep;
 use crate::tensors::check_len;
 use crate::{Plan, PlanError, State, reduce, run};
 
 /// [`Plan::push_grad`].
 pub(crate) fn push_grad(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
+    step: &mut RankStep<'_, '_>,
     name: &str,
     bytes: &[u8],
 ) -> Result<(), PlanError> {
-    run::check_state(plan, state)?;
-    let param = state.find(name)?;
-    let (storage, _) = state.places[param];
-    let dtype = plan.storages[storage].grad_dtype();
-    let len_bytes = plan.params[param].numel() as usize * dtype.len_bytes();
+    run::check_state(step.plan, step.state)?;
+    let param = step.state.find(name)?;
+    let (storage, _) = step.state.places[param];
+    let dtype = step.plan.storages[storage].grad_dtype();
+    let len_bytes = step.plan.params[param].numel() as usize * dtype.len_bytes();
     check_len(Role::Grad, name, len_bytes, bytes.len())?;
-    if state.arena.now[param] != Given::No {
+    if step.state.arena.now[param] != Given::No {
         return Err(PlanError::GradientTwice {
             name: name.to_owned(),
         });
     }
-    let how = how_to_absorb(plan, state, param);
-    state.absorb(plan, backend, param, Some(bytes), how)?;
-    state.arena.now[param] = Given::Pushed;
-    state.arena.given[param] += 1;
-    start_full(plan, state, backend, comms, param)
+    let how = how_to_absorb(step.plan, step.state, param);
+    step.state
+        .absorb(step.plan, step.backend, param, Some(bytes), how)?;
+    step.state.arena.now[param] = Given::Pushed;
+    step.state.arena.given[param] += 1;
+    start_full(step, param)
 }
 
 /// [`Plan::give_view`].
-pub(crate) fn give_view(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-    name: &str,
-) -> Result<(), PlanError> {
-    run::check_state(plan, state)?;
-    let param = state.find(name)?;
-    if !state.arena.on_host && state.arena.now[param] == Given::Viewed {
-        state.take_view_back(backend, param)?;
-    } else if state.grad_view(param)?.is_none() {
-        return Err(state.not_on_host(Role::Grad, name));
+pub(crate) fn give_view(step: &mut RankStep<'_, '_>, name: &str) -> Result<(), PlanError> {
+    run::check_state(step.plan, step.state)?;
+    let param = step.state.find(name)?;
+    if !step.state.arena.on_host && step.state.arena.now[param] == Given::Viewed {
+        step.state.take_view_back(step.backend, param)?;
+    } else if step.state.grad_view(param)?.is_none() {
+        return Err(step.state.not_on_host(Role::Grad, name));
     }
-    if plan.micro_steps() > 1 {
+    if step.plan.micro_steps() > 1 {
         return Ok(());
     }
-    state.arena.now[param] = Given::Pushed;
-    state.arena.given[param] += 1;
-    start_full(plan, state, backend, comms, param)
+    step.state.arena.now[param] = Given::Pushed;
+    step.state.arena.given[param] += 1;
+    start_full(step, param)
 }
 
 /// Counts a parameter's gradient in its segment and starts every segment that is full, or
 /// updates it if the plan does so in backward.
-fn start_full(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-    param: usize,
-) -> Result<(), PlanError> {
-    let segment = state.arena.regions[param].segment;
-    if let Some(segment) = segment.filter(|_| plan.params[param].numel() > 0) {
-        state.arena.ready.given(segment);
+fn start_full(step: &mut RankStep<'_, '_>, param: usize) -> Result<(), PlanError> {
+    let segment = step.state.arena.regions[param].segment;
+    if let Some(segment) = segment.filter(|_| step.plan.params[param].numel() > 0) {
+        step.state.arena.ready.given(segment);
     }
-    let last = state.arena.micro_steps + 1 == plan.micro_steps();
-    if plan.in_backward {
-        let done = if last && plan.params[param].numel() > 0 {
-            update_ready(plan, state, backend, comms, param)
+    let last = step.state.arena.micro_steps + 1 == step.plan.micro_steps();
+    if step.plan.in_backward {
+        let done = if last && step.plan.params[param].numel() > 0 {
+            update_ready(step, param)
         } else {
             Ok(())
         };
         if done.is_err() {
-            run::poison(state);
+            run::poison(step.state);
         }
         return done;
     }
-    let early = comms.has_streams() && state.arena.starts_early;
-    if early && (last || plan.reduces_each()) {
-        plan.take_reduced(state, backend)?;
-        while let Some(segment) = state.arena.ready.full() {
-            reduce::start_segment(plan, state, backend, comms, segment)?;
+    let early = step.comms.has_streams() && step.state.arena.starts_early;
+    if early && (last || step.plan.reduces_each()) {
+        reduce::take_reduced(step.plan, step.state, step.backend)?;
+        while let Some(segment) = step.state.arena.ready.full() {
+            reduce::start_segment(step, segment)?;
         }
     }
     Ok(())

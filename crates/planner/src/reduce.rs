@@ -13,6 +13,7 @@ use crate::bucket::Bucket;
 use crate::bytes::{Bytes, Elsewhere};
 use crate::comms::{BucketCall, Comms, Reducing, SegmentCalls};
 use crate::stage::{Extent, Reduced};
+use crate::step::RankStep;
 use crate::{Optimize, Plan, PlanError, Stage, State, StorageSpec, launches, run};
 
 /// [`Plan::take_reduced`].
@@ -52,19 +53,13 @@ pub(crate) fn take_reduced(
 }
 
 /// Starts reducing a segment.
-pub(crate) fn start_segment(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-    index: usize,
-) -> Result<(), PlanError> {
-    let spec = &plan.segments[index];
-    let dtype = plan.storages[spec.storage].grad_dtype();
+pub(crate) fn start_segment(step: &mut RankStep<'_, '_>, index: usize) -> Result<(), PlanError> {
+    let spec = &step.plan.segments[index];
+    let dtype = step.plan.storages[spec.storage].grad_dtype();
     let width = dtype.len_bytes();
-    let result = result_of_reduce(plan);
+    let result = result_of_reduce(step.plan);
     let buckets = spec.buckets.clone().map(|at| {
-        let bucket = &plan.buckets[at];
+        let bucket = &step.plan.buckets[at];
         let place = |element: u64| (element - spec.elements.start) as usize * width;
         BucketCall {
             bucket: at,
@@ -74,26 +69,26 @@ pub(crate) fn start_segment(
     });
     let calls = SegmentCalls {
         dtype,
-        plan_hash: plan.hash(),
+        plan_hash: step.plan.hash(),
         buckets: buckets.collect(),
     };
-    let SegmentState::Here(Some(memory)) = state.arena.take(index) else {
-        return Err(run::poison(state));
+    let SegmentState::Here(Some(memory)) = step.state.arena.take(index) else {
+        return Err(run::poison(step.state));
     };
-    let memory = to_calls(backend, comms, memory)?;
-    match comms.reduce(index, calls, memory) {
+    let memory = to_calls(step.backend, step.comms, memory)?;
+    match step.comms.reduce(index, calls, memory) {
         Ok(Reducing::Done(memory)) => {
-            state.arena.segments[index] = SegmentState::Here(Some(memory));
+            step.state.arena.segments[index] = SegmentState::Here(Some(memory));
         }
         Ok(Reducing::Pending(pending)) => {
-            state.arena.segments[index] = SegmentState::InFlight(pending);
+            step.state.arena.segments[index] = SegmentState::InFlight(pending);
         }
         Err(error) => {
-            run::poison(state);
+            run::poison(step.state);
             return Err(error.into());
         }
     }
-    state.arena.ready.start();
+    step.state.arena.ready.start();
     Ok(())
 }
 
@@ -139,47 +134,36 @@ fn result_of_reduce(plan: &Plan) -> Reduced {
 }
 
 /// Reduces one segment, or waits until that is done, and puts it where updates read it.
-pub(crate) fn reduce_segment(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-    index: usize,
-) -> Result<(), PlanError> {
+pub(crate) fn reduce_segment(step: &mut RankStep<'_, '_>, index: usize) -> Result<(), PlanError> {
     let start = Instant::now();
-    while let Some(next) = state.arena.ready.rest().filter(|&next| next <= index) {
-        start_segment(plan, state, backend, comms, next)?;
+    while let Some(next) = step.state.arena.ready.rest().filter(|&next| next <= index) {
+        start_segment(step, next)?;
     }
-    let mut memory = match state.arena.take(index) {
+    let mut memory = match step.state.arena.take(index) {
         SegmentState::Here(Some(memory)) => memory,
         SegmentState::InFlight(pending) => pending.wait()?,
         SegmentState::Through => {
-            state.arena.segments[index] = SegmentState::Through;
+            step.state.arena.segments[index] = SegmentState::Through;
             return Ok(());
         }
-        SegmentState::Here(None) | SegmentState::Lost => return Err(run::poison(state)),
+        SegmentState::Here(None) | SegmentState::Lost => return Err(run::poison(step.state)),
     };
-    reduce_across(plan, index, backend, comms, memory.as_mut())?;
-    state.arena.exposed_ns += start.elapsed().as_nanos() as u64;
-    let memory = to_launches(backend, memory)?;
-    if keeps_segments(plan) {
-        state.arena.segments[index] = SegmentState::Here(Some(memory));
+    reduce_across(step, index, memory.as_mut())?;
+    step.state.arena.exposed_ns += start.elapsed().as_nanos() as u64;
+    let memory = to_launches(step.backend, memory)?;
+    if keeps_segments(step.plan) {
+        step.state.arena.segments[index] = SegmentState::Here(Some(memory));
     } else {
-        take_own_part(plan, state, backend, index, memory.as_ref())?;
-        state.arena.give_back(index, memory);
+        take_own_part(step.plan, step.state, step.backend, index, memory.as_ref())?;
+        step.state.arena.give_back(index, memory);
     }
     Ok(())
 }
 
 /// Reduces all segments.
-pub(crate) fn reduce_all(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-) -> Result<(), PlanError> {
-    for index in 0..plan.segments.len() {
-        reduce_segment(plan, state, backend, comms, index)?;
+pub(crate) fn reduce_all(step: &mut RankStep<'_, '_>) -> Result<(), PlanError> {
+    for index in 0..step.plan.segments.len() {
+        reduce_segment(step, index)?;
     }
     Ok(())
 }
@@ -187,32 +171,30 @@ pub(crate) fn reduce_all(
 /// Takes the mean over shard groups of what this rank's group has come to, in order of the
 /// groups.
 fn reduce_across(
-    plan: &Plan,
+    step: &mut RankStep<'_, '_>,
     index: usize,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
     memory: &mut dyn Buffer,
 ) -> Result<(), PlanError> {
-    if plan.shard_group == plan.topology.world {
+    if step.plan.shard_group == step.plan.topology.world {
         return Ok(());
     }
     if memory.host().is_none() {
         // Calls across groups are on another stream than those within, which they follow.
-        backend.take_back(memory)?;
-        backend.hand_over(memory)?;
+        step.backend.take_back(memory)?;
+        step.backend.hand_over(memory)?;
     }
-    let segment = &plan.segments[index];
-    let dtype = plan.storages[segment.storage].grad_dtype();
-    let rank = plan.shard_place().rank;
-    for bucket in &plan.buckets[segment.buckets.clone()] {
-        let own = match result_of_reduce(plan) {
+    let segment = &step.plan.segments[index];
+    let dtype = step.plan.storages[segment.storage].grad_dtype();
+    let rank = step.plan.shard_place().rank;
+    for bucket in &step.plan.buckets[segment.buckets.clone()] {
+        let own = match result_of_reduce(step.plan) {
             Reduced::Part => bucket.part(rank),
             Reduced::Whole => bucket.elements.clone(),
         };
         let place = |element: u64| (element - segment.elements.start) as usize;
         let range = place(own.start) * dtype.len_bytes()..place(own.end) * dtype.len_bytes();
         if let Some(bytes) = Bytes::of(memory, range) {
-            comms.across_groups(dtype, bytes)?;
+            step.comms.across_groups(dtype, bytes)?;
         }
     }
     Ok(())
@@ -288,26 +270,23 @@ pub(crate) fn agree_on_given(
 
 /// Reduces a bucket and updates this rank's part of it, everywhere, in one pass.
 pub(crate) fn reduce_and_update(
-    plan: &Plan,
-    state: &mut State,
+    step: &mut RankStep<'_, '_>,
     (stage, update): (&Optimize, usize),
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
 ) -> Result<LaunchReport, PlanError> {
     let Some(index) = stage.bucket else {
         return Ok(LaunchReport::default());
     };
-    let bucket = &plan.buckets[index];
-    let segment = &plan.segments[bucket.segment];
-    let spec = &plan.storages[bucket.storage];
+    let bucket = &step.plan.buckets[index];
+    let segment = &step.plan.segments[bucket.segment];
+    let spec = &step.plan.storages[bucket.storage];
     let grad = spec.grad_dtype();
-    let SegmentState::Here(Some(memory)) = state.arena.take(bucket.segment) else {
-        return Err(run::poison(state));
+    let SegmentState::Here(Some(memory)) = step.state.arena.take(bucket.segment) else {
+        return Err(run::poison(step.state));
     };
-    let replicated = plan.replicated(spec);
+    let replicated = step.plan.replicated(spec);
     let mut buffers: SmallVec<[_; MAX_LISTS]> = SmallVec::new();
     for &index in &replicated {
-        let buffer = &mut state.storages[bucket.storage].lists[index].buffer;
+        let buffer = &mut step.state.storages[bucket.storage].lists[index].buffer;
         buffers.push(std::mem::replace(buffer, Box::new(Elsewhere)));
     }
     let in_segment = bucket.place(segment.elements.start, grad.len_bytes());
@@ -322,11 +301,11 @@ pub(crate) fn reduce_and_update(
         counts: &bucket.counts(),
     };
     let context = CallContext {
-        plan_hash: plan.hash(),
+        plan_hash: step.plan.hash(),
         bucket: Some(index as u32),
     };
     let mut outcome = Ok(LaunchReport::default());
-    let done = comms.reduce_update(call, context, &mut |mut memory| {
+    let done = step.comms.reduce_update(call, context, &mut |mut memory| {
         let lists = replicated.iter().zip(&mut memory.replicas);
         let mut lists: SmallVec<[_; MAX_LISTS]> = lists
             .map(|(&list, ranks)| Replicated { list, ranks })
@@ -337,13 +316,13 @@ pub(crate) fn reduce_and_update(
             grads: &memory.grads,
             lists: &mut lists,
         };
-        if let Some(launch) = launches::of_stage(plan, state, stage, update) {
-            outcome = backend.launch_reduced(launch, replicas);
+        if let Some(launch) = launches::of_stage(step.plan, step.state, stage, update) {
+            outcome = step.backend.launch_reduced(launch, replicas);
         }
     });
-    state.arena.segments[bucket.segment] = SegmentState::Here(Some(memory));
+    step.state.arena.segments[bucket.segment] = SegmentState::Here(Some(memory));
     for (&index, buffer) in replicated.iter().zip(buffers) {
-        state.storages[bucket.storage].lists[index].buffer = buffer;
+        step.state.storages[bucket.storage].lists[index].buffer = buffer;
     }
     done?;
     Ok(outcome?)

@@ -4,6 +4,7 @@ use fusestep_launch::{Backend, BackendError, Launch, LaunchReport, Reduce, SetVa
 
 use crate::comms::Comms;
 use crate::in_backward::check_between_steps;
+use crate::step::RankStep;
 use crate::{
     Plan, PlanError, Stage, State, StepReport, batches, exchange, gather, launches, master, norm,
     reduce, table, update_norms,
@@ -162,7 +163,14 @@ pub(crate) fn each_stage(
         report.elements += done.elements;
     }
     if let Some(comms) = comms {
-        update_norms::share(plan, state, executor.backend(), comms, skipped)?;
+        let backend = executor.backend();
+        let mut step = RankStep {
+            plan,
+            state,
+            backend,
+            comms,
+        };
+        update_norms::share(&mut step, skipped)?;
     }
     Ok(())
 }
@@ -177,61 +185,54 @@ pub(crate) fn run_stage(
     (stage, update): (&Stage, usize),
     skipped: &mut bool,
 ) -> Result<LaunchReport, PlanError> {
-    Ok(match (stage, comms) {
-        // Gradients of earlier micro-steps are in the arena already.
-        (Stage::Accumulate(_), _) => LaunchReport::default(),
-        (Stage::Norm(_), None) => norm::run(plan, state, executor)?,
-        (Stage::Norm(_), Some(comms)) => {
-            *skipped = exchange::decide(plan, state, executor.backend(), comms)?;
-            LaunchReport::default()
-        }
+    match (stage, comms) {
         (Stage::Optimize(optimize), _) => {
             reduce::with_gradients(plan, state, optimize.bucket, |state| {
                 launches::run(plan, state, (optimize, update), executor)
-            })?
+            })
         }
-        (_, None) => LaunchReport::default(),
-        (Stage::Reduce(_), Some(_)) if plan.reduces_each() => LaunchReport::default(),
-        (Stage::Reduce(reduce), Some(comms)) => {
-            let segment = plan.buckets[reduce.bucket].segment;
-            reduce_once(
+        (Stage::Norm(_), None) => norm::run(plan, state, executor),
+        (_, None) => Ok(LaunchReport::default()),
+        (_, Some(comms)) => {
+            let backend = executor.backend();
+            let mut step = RankStep {
                 plan,
                 state,
-                executor.backend(),
+                backend,
                 comms,
-                (segment, reduce.bucket),
-            )?
+            };
+            run_stage_of_ranks(&mut step, (stage, update), skipped)
         }
-        (Stage::Trust, Some(_)) if *skipped => LaunchReport::default(),
-        (Stage::Trust, Some(comms)) => {
-            exchange::sum_tensors(plan, state, executor.backend(), comms)?;
-            LaunchReport::default()
-        }
-        (Stage::ReduceUpdate(optimize), Some(comms)) => {
-            let place = (optimize, update);
-            reduce::reduce_and_update(plan, state, place, executor.backend(), comms)?
-        }
-        // After a skipped step nothing has changed.
-        (Stage::Gather(_), Some(_)) if *skipped => LaunchReport::default(),
-        (Stage::Gather(gather), Some(comms)) => {
-            gather::bring(plan, state, executor.backend(), comms, gather)?;
-            LaunchReport::default()
-        }
-        // Averages count steps, so they follow once this one is counted.
-        (Stage::Average(_), Some(_)) => LaunchReport::default(),
-    })
+    }
 }
 
-/// Reduces a segment at the first of its buckets.
-fn reduce_once(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-    (segment, bucket): (usize, usize),
+/// Runs a stage that takes other ranks.
+fn run_stage_of_ranks(
+    step: &mut RankStep<'_, '_>,
+    (stage, update): (&Stage, usize),
+    skipped: &mut bool,
 ) -> Result<LaunchReport, PlanError> {
-    if plan.segments[segment].buckets.start == bucket {
-        reduce::reduce_segment(plan, state, backend, comms, segment)?;
+    match stage {
+        Stage::Norm(_) => *skipped = exchange::decide(step)?,
+        // Reduced already, at the end of each micro-step.
+        Stage::Reduce(_) if step.plan.reduces_each() => {}
+        Stage::Reduce(reduce) => {
+            let segment = step.plan.buckets[reduce.bucket].segment;
+            // The first of its buckets reduces it whole.
+            if step.plan.segments[segment].buckets.start == reduce.bucket {
+                reduce::reduce_segment(step, segment)?;
+            }
+        }
+        Stage::ReduceUpdate(optimize) => {
+            return reduce::reduce_and_update(step, (optimize, update));
+        }
+        // After a skipped step nothing has changed.
+        Stage::Trust | Stage::Gather(_) if *skipped => {}
+        Stage::Trust => exchange::sum_tensors(step)?,
+        Stage::Gather(gather) => gather::bring(step, gather)?,
+        // Gradients of earlier micro-steps are in the arena already; averages count steps, so they
+        // follow once this one is counted; and updates need no other rank.
+        Stage::Accumulate(_) | Stage::Average(_) | Stage::Optimize(_) => {}
     }
     Ok(LaunchReport::default())
 }

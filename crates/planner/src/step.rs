@@ -12,45 +12,43 @@ use crate::{
     MicroStepReport, Plan, PlanError, State, StepReport, Topology, average, gradients, reduce, run,
 };
 
+/// What the functions of a rank's step work on.
+pub(crate) struct RankStep<'a, 'c> {
+    pub(crate) plan: &'a Plan,
+    pub(crate) state: &'a mut State,
+    pub(crate) backend: &'a dyn Backend,
+    pub(crate) comms: &'a mut Comms<'c>,
+}
+
 /// [`Plan::step`].
-pub(crate) fn step(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-) -> Result<MicroStepReport, PlanError> {
-    check_comms(plan, state, comms)?;
-    let weight = state.arena.weight.unwrap_or(1.0);
-    let last = state.arena.micro_steps + 1 == plan.micro_steps();
+pub(crate) fn step(step: &mut RankStep<'_, '_>) -> Result<MicroStepReport, PlanError> {
+    check_comms(step.plan, step.state, step.comms)?;
+    let weight = step.state.arena.weight.unwrap_or(1.0);
+    let last = step.state.arena.micro_steps + 1 == step.plan.micro_steps();
     let done = if last {
-        let divisor = gradients::divisor(plan, state, weight);
-        update(plan, state, backend, comms, (divisor, Pending::MicroStep))
+        let divisor = gradients::divisor(step.plan, step.state, weight);
+        update(step, (divisor, Pending::MicroStep))
     } else {
-        end_micro_step(plan, state, backend, comms, weight).map(|()| MicroStepReport::default())
+        end_micro_step(step, weight).map(|()| MicroStepReport::default())
     };
-    state.arena.weight = None;
+    step.state.arena.weight = None;
     if done.is_err() {
-        run::poison(state);
+        run::poison(step.state);
     }
     done
 }
 
 /// [`Plan::flush`].
-pub(crate) fn flush(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-) -> Result<MicroStepReport, PlanError> {
-    check_comms(plan, state, comms)?;
-    check_between_steps(state, "flush")?;
-    if state.arena.micro_steps == 0 {
+pub(crate) fn flush(step: &mut RankStep<'_, '_>) -> Result<MicroStepReport, PlanError> {
+    check_comms(step.plan, step.state, step.comms)?;
+    check_between_steps(step.state, "flush")?;
+    if step.state.arena.micro_steps == 0 {
         return Ok(MicroStepReport::default());
     }
-    let divisor = gradients::divisor(plan, state, 0.0);
-    let done = update(plan, state, backend, comms, (divisor, Pending::Nothing));
+    let divisor = gradients::divisor(step.plan, step.state, 0.0);
+    let done = update(step, (divisor, Pending::Nothing));
     if done.is_err() {
-        run::poison(state);
+        run::poison(step.state);
     }
     done
 }
@@ -78,22 +76,16 @@ pub(crate) fn check_comms(plan: &Plan, state: &State, comms: &Comms<'_>) -> Resu
 }
 
 /// Ends a micro-step that is not the last.
-fn end_micro_step(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-    weight: f64,
-) -> Result<(), PlanError> {
-    comms.set_plan(plan.hash());
-    if plan.reduces_each() {
-        let given_weight = state.arena.weight;
-        gradients::complete(plan, state, backend, Divisor(1.0))?;
-        reduce_and_add(plan, state, backend, comms, given_weight)?;
+fn end_micro_step(step: &mut RankStep<'_, '_>, weight: f64) -> Result<(), PlanError> {
+    step.comms.set_plan(step.plan.hash());
+    if step.plan.reduces_each() {
+        let given_weight = step.state.arena.weight;
+        gradients::complete(step.plan, step.state, step.backend, Divisor(1.0))?;
+        reduce_and_add(step, given_weight)?;
     } else {
-        gradients::add_views(plan, state, backend)?;
+        gradients::add_views(step.plan, step.state, step.backend)?;
     }
-    let arena = &mut state.arena;
+    let arena = &mut step.state.arena;
     arena.micro_steps += 1;
     arena.weights += weight;
     arena.now.fill(Given::No);
@@ -102,28 +94,22 @@ fn end_micro_step(
 }
 
 /// Reduces the gradients of one micro-step and adds them to the sums of all.
-fn reduce_and_add(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-    weight: Option<f64>,
-) -> Result<(), PlanError> {
-    if plan.reduces() {
-        reduce::reduce_all(plan, state, backend, comms)?;
+fn reduce_and_add(step: &mut RankStep<'_, '_>, weight: Option<f64>) -> Result<(), PlanError> {
+    if step.plan.reduces() {
+        reduce::reduce_all(step)?;
     }
     let how = Absorb {
-        first: state.arena.micro_steps == 0,
+        first: step.state.arena.micro_steps == 0,
         weight,
         last: None,
     };
-    each_reduced(plan, state, backend, how)?;
-    let mut bytes = state.arena.weights_hash.to_le_bytes().to_vec();
+    each_reduced(step.plan, step.state, step.backend, how)?;
+    let mut bytes = step.state.arena.weights_hash.to_le_bytes().to_vec();
     bytes.extend(weight.unwrap_or(1.0).to_le_bytes());
-    state.arena.weights_hash = xxhash_rust::xxh3::xxh3_64(&bytes);
-    if plan.reduces() {
-        let peak = state.arena.settle(keeps_segments(plan));
-        state.arena.seen_peak(peak);
+    step.state.arena.weights_hash = xxhash_rust::xxh3::xxh3_64(&bytes);
+    if step.plan.reduces() {
+        let peak = step.state.arena.settle(keeps_segments(step.plan));
+        step.state.arena.seen_peak(peak);
     }
     Ok(())
 }
@@ -169,64 +155,55 @@ fn each_reduced(
 }
 
 fn update(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
+    step: &mut RankStep<'_, '_>,
     (divisor, pending): (Divisor, Pending),
 ) -> Result<MicroStepReport, PlanError> {
-    comms.set_plan(plan.hash());
-    if plan.reduces_each() {
+    step.comms.set_plan(step.plan.hash());
+    if step.plan.reduces_each() {
         if pending == Pending::MicroStep {
-            let weight = state.arena.weight;
-            gradients::complete(plan, state, backend, Divisor(1.0))?;
-            reduce_and_add(plan, state, backend, comms, weight)?;
+            let weight = step.state.arena.weight;
+            gradients::complete(step.plan, step.state, step.backend, Divisor(1.0))?;
+            reduce_and_add(step, weight)?;
         }
     } else {
-        gradients::complete(plan, state, backend, divisor)?;
+        gradients::complete(step.plan, step.state, step.backend, divisor)?;
     }
-    let report = if plan.in_backward {
-        update_rest(plan, state, backend, comms)?
+    let report = if step.plan.in_backward {
+        update_rest(step)?
     } else {
-        update_all(plan, state, backend, comms, divisor)?
+        update_all(step, divisor)?
     };
-    let averaged = average::average_if_due(plan, state, backend, comms)?;
-    comms.finish_on_device()?;
-    let peak = state.arena.settle(keeps_segments(plan));
-    state.arena.seen_peak(peak);
-    state.arena.clear();
+    let averaged = average::average_if_due(step)?;
+    step.comms.finish_on_device()?;
+    let peak = step.state.arena.settle(keeps_segments(step.plan));
+    step.state.arena.seen_peak(peak);
+    step.state.arena.clear();
     Ok(MicroStepReport {
         update: Some(report),
         averaged,
-        exposed_ns: std::mem::take(&mut state.arena.exposed_ns),
-        segment_peak_bytes: std::mem::take(&mut state.arena.seen_peak_bytes),
-        gradient_bytes_copied: std::mem::take(&mut state.arena.copied_bytes),
+        exposed_ns: std::mem::take(&mut step.state.arena.exposed_ns),
+        segment_peak_bytes: std::mem::take(&mut step.state.arena.seen_peak_bytes),
+        gradient_bytes_copied: std::mem::take(&mut step.state.arena.copied_bytes),
     })
 }
 
 /// Agrees on which gradients there are and runs all stages.
-fn update_all(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-    divisor: Divisor,
-) -> Result<StepReport, PlanError> {
-    let given = reduce::agree_on_given(plan, state, comms)?;
-    if plan.reduces_each() {
+fn update_all(step: &mut RankStep<'_, '_>, divisor: Divisor) -> Result<StepReport, PlanError> {
+    let given = reduce::agree_on_given(step.plan, step.state, step.comms)?;
+    if step.plan.reduces_each() {
         let how = Absorb {
             first: false,
             weight: None,
             last: Some(divisor),
         };
-        each_reduced(plan, state, backend, how)?;
+        each_reduced(step.plan, step.state, step.backend, how)?;
     }
     for (param, _) in given.iter().enumerate().filter(|(_, given)| **given == 0) {
-        state.set_without_gradient_at(param);
+        step.state.set_without_gradient_at(param);
     }
-    let mut executor = Executor::Backend(backend);
-    let comms_of_stages = (plan.topology.world > 1).then_some(&mut *comms);
-    let report = run::run_update(plan, state, &mut executor, comms_of_stages)?;
+    let mut executor = Executor::Backend(step.backend);
+    let comms_of_stages = (step.plan.topology.world > 1).then_some(&mut *step.comms);
+    let report = run::run_update(step.plan, step.state, &mut executor, comms_of_stages)?;
     Ok(StepReport {
         without_gradient: given.iter().filter(|&&given| given == 0).count() as u64,
         ..report

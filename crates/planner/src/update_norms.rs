@@ -6,6 +6,7 @@ use fusestep_launch::{
 
 use crate::comms::Comms;
 use crate::exchange::{Scope, sum_over};
+use crate::step::RankStep;
 use crate::{Plan, PlanError, State, StepReport, StorageSpec};
 
 /// Places for the sums over what updates change in one storage.
@@ -218,21 +219,15 @@ fn read_sums(
 }
 
 /// Tells all ranks how far each parameter moved.
-pub(crate) fn share(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-    skipped: bool,
-) -> Result<(), PlanError> {
-    if !plan.update_norms {
+pub(crate) fn share(step: &mut RankStep<'_, '_>, skipped: bool) -> Result<(), PlanError> {
+    if !step.plan.update_norms {
         return Ok(());
     }
-    let params = plan.params.len();
-    let mut told = chunk_sums(state, backend, skipped)?;
+    let params = step.plan.params.len();
+    let mut told = chunk_sums(step.state, step.backend, skipped)?;
     let own = told.clone();
-    let distributed = |param: usize| plan.is_distributed(param);
-    let shared = plan.zero != crate::ZeroStage::None && plan.reduces();
+    let distributed = |param: usize| step.plan.is_distributed(param);
+    let shared = step.plan.zero != crate::ZeroStage::None && step.plan.reduces();
     if shared {
         for (param, chunks) in told.iter_mut().enumerate() {
             if distributed(param) {
@@ -240,7 +235,7 @@ pub(crate) fn share(
             }
         }
         let mut flat: Vec<f64> = told.iter().flatten().copied().collect();
-        sum_over(comms, &mut flat, Scope::ShardGroup)?;
+        sum_over(step.comms, &mut flat, Scope::ShardGroup)?;
         let mut rest = flat.as_slice();
         for chunks in &mut told {
             let (own, after) = rest.split_at(chunks.len());
@@ -257,8 +252,8 @@ pub(crate) fn share(
         };
         sums.push(sum_of(of));
     }
-    let total = total_over_slices(plan, comms, &sums, distributed)?;
-    state.exchange.update_sums = Some((sums, total));
+    let total = total_over_slices(step.plan, step.comms, &sums, distributed)?;
+    step.state.exchange.update_sums = Some((sums, total));
     Ok(())
 }
 

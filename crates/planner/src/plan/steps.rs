@@ -9,6 +9,7 @@ use crate::allocate::Allocator;
 use crate::averages::Values;
 use crate::comms::Comms;
 use crate::run::Executor;
+use crate::step::RankStep;
 use crate::{
     DeviceParams, GatheredParams, Lender, MicroStepReport, PendingGather, Plan, PlanError,
     RankGraph, State, StepGraph, StepReport, allocate, average, device_params, gather, gradients,
@@ -115,7 +116,16 @@ impl Plan {
         name: &str,
         bytes: &[u8],
     ) -> Result<(), PlanError> {
-        gradients::push_grad(self, state, backend, comms, name, bytes)
+        gradients::push_grad(
+            &mut RankStep {
+                plan: self,
+                state,
+                backend,
+                comms,
+            },
+            name,
+            bytes,
+        )
     }
 
     /// Says that the gradient of one parameter is whole where its view lies ([`State::grad_mut`],
@@ -133,7 +143,15 @@ impl Plan {
         comms: &mut Comms<'_>,
         name: &str,
     ) -> Result<(), PlanError> {
-        gradients::give_view(self, state, backend, comms, name)
+        gradients::give_view(
+            &mut RankStep {
+                plan: self,
+                state,
+                backend,
+                comms,
+            },
+            name,
+        )
     }
 
     /// Takes this rank's part out of the next segments that are through, without waiting, so that
@@ -171,7 +189,12 @@ impl Plan {
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
     ) -> Result<MicroStepReport, PlanError> {
-        step::step(self, state, backend, comms)
+        step::step(&mut RankStep {
+            plan: self,
+            state,
+            backend,
+            comms,
+        })
     }
 
     /// Updates from fewer micro-steps than planned: what the last ones before an epoch's end have
@@ -186,7 +209,12 @@ impl Plan {
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
     ) -> Result<MicroStepReport, PlanError> {
-        step::flush(self, state, backend, comms)
+        step::flush(&mut RankStep {
+            plan: self,
+            state,
+            backend,
+            comms,
+        })
     }
 
     /// Averages parameters, and state if pass `local_sgd` says so, across all ranks.
@@ -199,7 +227,12 @@ impl Plan {
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
     ) -> Result<(), PlanError> {
-        average::average_now(self, state, backend, comms)
+        average::average_now(&mut RankStep {
+            plan: self,
+            state,
+            backend,
+            comms,
+        })
     }
 
     /// Parameters just before they are used; dropping them releases their memory. Under ZeRO stage
