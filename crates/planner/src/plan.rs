@@ -1,5 +1,6 @@
 //! The plan as a value.
 
+mod checkpoints;
 mod steps;
 
 use std::sync::Arc;

@@ -1,9 +1,10 @@
 //! What one step did.
 
+use std::num::NonZeroU64;
+
 use fusestep_amp::LossScale;
 use fusestep_launch::Backend;
 use serde::Serialize;
-use std::num::NonZeroU64;
 
 use crate::norm::NormState;
 use crate::{PlanError, State, norm, update_norms};

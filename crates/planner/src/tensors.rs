@@ -1,11 +1,14 @@
 //! Tensors of a state, as callers read and write them.
 
+use std::path::Path;
+
 use fusestep_launch::{Backend, ListBuffer};
 use fusestep_tensor::{Element, ParamDesc, Role};
 
+use crate::checkpoint::file;
 use crate::stage::Extent;
 use crate::storage::Held;
-use crate::{PlanError, State, averages, master};
+use crate::{PlanError, State, StateTensors, averages, master};
 
 impl State {
     /// A tensor on the host that this rank has whole.
@@ -269,6 +272,52 @@ impl State {
         bytes: &[u8],
     ) -> Result<(), PlanError> {
         master::follow_borrowed(self, backend, name, bytes)
+    }
+
+    /// The optimizer's tensors as `<name>@moment1`, `<name>@moment2`, …, masters among them
+    /// (`<name>@master`), and metadata: `step`, the steps run, and `step@<name>` for a
+    /// parameter that has missed some; with pass `loss_scaling` also `loss_scale`, its counters and
+    /// `skipped`. Parameters and gradients are left out.
+    ///
+    /// # Errors
+    /// [`PlanError::Poisoned`]; [`PlanError::Unsettled`]; [`PlanError::Backend`].
+    pub fn to_tensors(&self, backend: &dyn Backend) -> Result<StateTensors, PlanError> {
+        file::to_tensors(self, backend)
+    }
+
+    /// xxh3 of all parameters' names, types, shapes and values, in the order of their names; `None`
+    /// where the caller keeps them.
+    ///
+    /// # Errors
+    /// [`PlanError::Backend`]; [`PlanError::InShards`].
+    /// # Cost
+    /// One read of the parameters.
+    pub fn parameters_xxh3(&self, backend: &dyn Backend) -> Result<Option<String>, PlanError> {
+        file::parameters_xxh3(self, backend)
+    }
+
+    /// Writes [`State::to_tensors`] as a file, all or nothing.
+    ///
+    /// # Errors
+    /// As [`State::to_tensors`]; [`PlanError::File`], and an existing file is as it was.
+    pub fn save(&self, backend: &dyn Backend, path: &Path) -> Result<(), PlanError> {
+        file::save(self, backend, path)
+    }
+
+    /// Reads what [`State::save`] wrote; returns the [`State::parameters_xxh3`] that it was saved
+    /// with, if the file says so.
+    ///
+    /// # Errors
+    /// [`PlanError::File`]; [`PlanError::StateFile`] naming the first tensor that is missing,
+    /// extra, damaged, of another shape, dtype or rule, or that no run can have: a state that
+    /// is not finite, or a negative mean of squares. The whole file is checked before anything
+    /// changes.
+    pub fn load(
+        &mut self,
+        backend: &dyn Backend,
+        path: &Path,
+    ) -> Result<Option<String>, PlanError> {
+        file::load(self, backend, path)
     }
 }
 
