@@ -11,7 +11,9 @@ use fusestep_tensor::Role;
 use crate::group::Classes;
 use crate::norm::Placed;
 use crate::state::Schedule;
-use crate::{GradientRead, Optimize, Plan, PlanError, SizeClass, State, StorageSpec, batches};
+use crate::{
+    GradientRead, Optimize, Plan, PlanError, SizeClass, Stage, State, StorageSpec, batches,
+};
 
 /// A stage over whole tensors of a storage, with its batches.
 pub(crate) fn update_stage(
@@ -74,6 +76,26 @@ pub(crate) fn of_read(
     });
     let layout = kernel.argument_layout();
     Ok(batches(kernel.entry(), batchable, layout, limits)?)
+}
+
+/// Makes all batches, for the stages and tables as they are.
+pub(crate) fn make_anew(plan: &mut Plan) -> Result<(), PlanError> {
+    let mut stages = std::mem::take(&mut plan.stages);
+    for stage in &mut stages {
+        match stage {
+            Stage::Norm(norm) => {
+                for read in &mut norm.reads {
+                    read.batches = batches::of_read(plan, read, |_| true)?;
+                }
+            }
+            Stage::Optimize(stage) | Stage::ReduceUpdate(stage) => {
+                stage.batches = batches::of_update(plan, stage, |_| true, &plan.classes)?;
+            }
+            _ => {}
+        }
+    }
+    plan.stages = stages;
+    Ok(())
 }
 
 /// The kernel that reads a storage's gradients; `None` for a storage without tensors.

@@ -1,6 +1,7 @@
 //! The plan as a value.
 
 mod checkpoints;
+mod descriptions;
 mod steps;
 
 use std::sync::Arc;

@@ -17,7 +17,7 @@ use crate::passes::{CoalesceGradients, FuseOptimizer, Ownership, Pass};
 use crate::stage::{Reduce, Reduced};
 use crate::{
     Note, Optimizer, Plan, PlanError, Precisions, SizeClass, Stage, StorageSpec, TableKind,
-    Topology, Verdict, ZeroStage, batches,
+    Topology, Verdict, ZeroStage, batches, bucket, finish,
 };
 
 /// Who keeps parameters and gradients.
@@ -193,7 +193,7 @@ impl Planner {
         for pass in passes {
             pass.apply(&mut plan)?;
         }
-        plan.finish(self.table)?;
+        finish::finish(&mut plan, self.table)?;
         Ok(plan)
     }
 
@@ -276,7 +276,7 @@ impl Planner {
                     result: Reduced::Whole,
                 }),
             );
-            plan.make_buckets()?;
+            bucket::make(&mut plan)?;
         }
         let empty = params.iter().filter(|param| param.numel() == 0).count();
         if empty > 0 {

@@ -20,6 +20,22 @@ pub(crate) struct RankStep<'a, 'c> {
     pub(crate) comms: &'a mut Comms<'c>,
 }
 
+impl<'a, 'c> RankStep<'a, 'c> {
+    pub(crate) fn new(
+        plan: &'a Plan,
+        state: &'a mut State,
+        backend: &'a dyn Backend,
+        comms: &'a mut Comms<'c>,
+    ) -> Self {
+        Self {
+            plan,
+            state,
+            backend,
+            comms,
+        }
+    }
+}
+
 /// [`Plan::step`].
 pub(crate) fn step(step: &mut RankStep<'_, '_>) -> Result<MicroStepReport, PlanError> {
     check_comms(step.plan, step.state, step.comms)?;

@@ -152,7 +152,7 @@ pub(crate) fn place(plan: &mut Plan, asked: TableKind) -> Result<(), PlanError> 
         _ => format!("a stage would take {most} launches with tables in arguments"),
     };
     plan.table = TableKind::Resident;
-    plan.make_batches_anew()?;
+    batches::make_anew(plan)?;
     let reason = format!(
         "resident, {why}: built once in the device's memory, and the device derives the \
          scalars; the cpu backend runs the same batches without a table"

@@ -116,16 +116,7 @@ impl Plan {
         name: &str,
         bytes: &[u8],
     ) -> Result<(), PlanError> {
-        gradients::push_grad(
-            &mut RankStep {
-                plan: self,
-                state,
-                backend,
-                comms,
-            },
-            name,
-            bytes,
-        )
+        gradients::push_grad(&mut RankStep::new(self, state, backend, comms), name, bytes)
     }
 
     /// Says that the gradient of one parameter is whole where its view lies ([`State::grad_mut`],
@@ -143,15 +134,7 @@ impl Plan {
         comms: &mut Comms<'_>,
         name: &str,
     ) -> Result<(), PlanError> {
-        gradients::give_view(
-            &mut RankStep {
-                plan: self,
-                state,
-                backend,
-                comms,
-            },
-            name,
-        )
+        gradients::give_view(&mut RankStep::new(self, state, backend, comms), name)
     }
 
     /// Takes this rank's part out of the next segments that are through, without waiting, so that
@@ -189,12 +172,7 @@ impl Plan {
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
     ) -> Result<MicroStepReport, PlanError> {
-        step::step(&mut RankStep {
-            plan: self,
-            state,
-            backend,
-            comms,
-        })
+        step::step(&mut RankStep::new(self, state, backend, comms))
     }
 
     /// Updates from fewer micro-steps than planned: what the last ones before an epoch's end have
@@ -209,12 +187,7 @@ impl Plan {
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
     ) -> Result<MicroStepReport, PlanError> {
-        step::flush(&mut RankStep {
-            plan: self,
-            state,
-            backend,
-            comms,
-        })
+        step::flush(&mut RankStep::new(self, state, backend, comms))
     }
 
     /// Averages parameters, and state if pass `local_sgd` says so, across all ranks.
@@ -227,12 +200,7 @@ impl Plan {
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
     ) -> Result<(), PlanError> {
-        average::average_now(&mut RankStep {
-            plan: self,
-            state,
-            backend,
-            comms,
-        })
+        average::average_now(&mut RankStep::new(self, state, backend, comms))
     }
 
     /// Parameters just before they are used; dropping them releases their memory. Under ZeRO stage
