@@ -13,7 +13,7 @@ use crate::gather::in_place;
 use crate::passes::{Averaged, Interval, LocalSgd};
 use crate::step::RankStep;
 use crate::storage::StorageState;
-use crate::{PlanError, State, master, run};
+use crate::{PlanError, State, master};
 
 /// An interval that follows the loss.
 #[derive(Clone, Copy, Debug, Default)]
@@ -41,7 +41,7 @@ pub(crate) fn average_now(step: &mut RankStep<'_, '_>) -> Result<(), PlanError> 
     let with_state = rule.averaged == Averaged::ParamsAndState;
     let done = average_lists(step, with_state);
     if done.is_err() {
-        run::poison(step.state);
+        step.state.poison();
     }
     done
 }

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::arena::keeps_segments;
 use crate::display::bytes;
-use crate::{CallPurpose, Plan, PlannedCall, ZeroStage};
+use crate::{CallPurpose, Plan, PlannedCall, ZeroStage, calls};
 
 /// What a step is predicted from.
 ///
@@ -172,7 +172,7 @@ pub struct RankSummary {
 
 /// [`Plan::timeline`].
 pub(crate) fn timeline(plan: &Plan, model: &CostModel) -> Vec<Event> {
-    let calls = plan.calls();
+    let calls = calls::planned(plan);
     let is_reduce = |call: &&PlannedCall| {
         call.what == CallPurpose::Data && call.operation.starts_with("reduce-scatter")
             || call.what == CallPurpose::Data
@@ -238,7 +238,7 @@ pub(crate) fn timeline(plan: &Plan, model: &CostModel) -> Vec<Event> {
 /// [`Plan::rank_summary`].
 pub(crate) fn rank_summary(plan: &Plan, model: impl Into<CostModel>) -> RankSummary {
     let model = model.into();
-    let calls = plan.calls();
+    let calls = calls::planned(plan);
     let count = |what| {
         let of = calls.iter().filter(move |call| call.what == what);
         of.map(|call| call.times.div_ceil(call.every)).sum::<u64>()
@@ -253,7 +253,7 @@ pub(crate) fn rank_summary(plan: &Plan, model: impl Into<CostModel>) -> RankSumm
         ranks.iter().map(|rank| u128::from(of(rank))).sum::<u128>() / ranks.len() as u128
     };
     let worst = ranks.iter().max_by_key(|rank| rank.memory_bytes);
-    let events = plan.timeline(&model);
+    let events = timeline(plan, &model);
     let end = events.last().map_or(0.0, |event| event.end);
     let local = model.local(plan.traffic_bytes());
     let hidden = f64::from(plan.micro_steps()) * model.backward_seconds + local;

@@ -13,7 +13,7 @@ use crate::comms::Comms;
 use crate::passes::FuseAllReduce;
 use crate::stage::{Extent, Gather};
 use crate::step::RankStep;
-use crate::{Plan, PlanError, State, ZeroStage, averages, run};
+use crate::{Plan, PlanError, State, ZeroStage, averages};
 
 /// Whole parameters, for as long as this value lives.
 #[derive(Debug)]
@@ -127,7 +127,7 @@ pub(crate) fn broadcast_parameters(
     comms: &mut Comms<'_>,
     root: usize,
 ) -> Result<(), PlanError> {
-    run::check_state(plan, state)?;
+    state.check_plan(plan)?;
     if let (ZeroStage::Three, Some(first)) = (plan.zero, plan.params.first()) {
         return Err(PlanError::InShards {
             name: first.name.clone(),

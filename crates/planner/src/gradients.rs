@@ -14,7 +14,7 @@ use crate::in_backward::update_ready;
 use crate::passes::Accumulated;
 use crate::step::RankStep;
 use crate::tensors::check_len;
-use crate::{Plan, PlanError, State, reduce, run};
+use crate::{Plan, PlanError, State, reduce};
 
 /// [`Plan::push_grad`].
 pub(crate) fn push_grad(
@@ -22,7 +22,7 @@ pub(crate) fn push_grad(
     name: &str,
     bytes: &[u8],
 ) -> Result<(), PlanError> {
-    run::check_state(step.plan, step.state)?;
+    step.state.check_plan(step.plan)?;
     let param = step.state.find(name)?;
     let (storage, _) = step.state.places[param];
     let dtype = step.plan.storages[storage].grad_dtype();
@@ -43,7 +43,7 @@ pub(crate) fn push_grad(
 
 /// [`Plan::give_view`].
 pub(crate) fn give_view(step: &mut RankStep<'_, '_>, name: &str) -> Result<(), PlanError> {
-    run::check_state(step.plan, step.state)?;
+    step.state.check_plan(step.plan)?;
     let param = step.state.find(name)?;
     if !step.state.arena.on_host && step.state.arena.now[param] == Given::Viewed {
         step.state.take_view_back(step.backend, param)?;
@@ -73,7 +73,7 @@ fn start_full(step: &mut RankStep<'_, '_>, param: usize) -> Result<(), PlanError
             Ok(())
         };
         if done.is_err() {
-            run::poison(step.state);
+            step.state.poison();
         }
         return done;
     }

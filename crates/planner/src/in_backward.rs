@@ -211,7 +211,7 @@ pub(crate) fn update_rest(step: &mut RankStep<'_, '_>) -> Result<StepReport, Pla
     let given = step.state.in_backward.given.iter();
     let without_gradient = given.filter(|&&given| given == 0).count() as u64;
     let Some(begun) = step.state.in_backward.under_way.take() else {
-        return Err(run::poison(step.state));
+        return Err(step.state.poison());
     };
     step.state.in_backward.again();
     let report = run::end_update(step.state, &Executor::Backend(step.backend), begun)?;

@@ -18,6 +18,7 @@ mod device_norm;
 mod device_params;
 mod device_trust;
 mod display;
+mod enqueue;
 mod error;
 mod exchange;
 mod explain;
@@ -63,6 +64,7 @@ pub use checkpoint::{
 pub use comms::Comms;
 pub use cost::{CostModel, Event, EventKind, RankBytes, RankSummary};
 pub use device_params::DeviceParams;
+pub use enqueue::StepGraph;
 pub use error::PlanError;
 pub use explain::{Note, Verdict};
 pub use fusestep_amp::{AmpError, LossScale, ScalePolicy};
@@ -91,5 +93,5 @@ pub use stage::{
 };
 pub use state::{MAX_STEPS, State};
 pub use summary::PlanSummary;
-pub use table::{StepGraph, TableKind};
+pub use table::TableKind;
 pub use topology::{MAX_WORLD, Reach, Topology};

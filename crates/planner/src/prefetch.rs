@@ -8,7 +8,7 @@ use fusestep_launch::Backend;
 use crate::averages::Values;
 use crate::comms::Comms;
 use crate::gather::Asked;
-use crate::{GatheredParams, Plan, PlanError, State, gather, run};
+use crate::{GatheredParams, Plan, PlanError, State, gather};
 
 /// Parameters on their way, started by [`Plan::prefetch`].
 ///
@@ -37,7 +37,7 @@ pub(crate) fn prefetch(
     comms: &mut Comms<'_>,
     names: &[&str],
 ) -> Result<PendingGather, PlanError> {
-    run::check_state(plan, state)?;
+    state.check_plan(plan)?;
     let mut asked = gather::own_parts(plan, state, backend, names, Values::Params)?;
     let len_bytes = asked.len_bytes();
     for buffer in &asked.buffers {

@@ -8,10 +8,10 @@ use fusestep_tensor::DType;
 
 use crate::arena::{Given, keeps_segments};
 use crate::comms::Comms;
+use crate::enqueue::not_capturable;
 use crate::in_backward::check_between_steps;
-use crate::table::not_capturable;
 use crate::{
-    Plan, PlanError, Stage, State, StepGraph, device_trust, launches, reduce, step, table,
+    Plan, PlanError, Stage, State, StepGraph, device_trust, enqueue, launches, reduce, step, table,
 };
 
 /// A step recorded by [`Plan::capture_on`], of which every rank has one. It works on the
@@ -49,7 +49,7 @@ pub(crate) fn capture_on<'a>(
 ) -> Result<RankGraph<'a>, PlanError> {
     step::check_comms(plan, state, comms)?;
     check_between_steps(state, "capture_on")?;
-    table::check_capturable(state)?;
+    enqueue::check_capturable(state)?;
     if plan.topology.world > 1 {
         check_recorded_calls(plan, state, backend, comms)?;
     }
@@ -65,7 +65,7 @@ pub(crate) fn capture_on<'a>(
         })?;
     }
     let calls = (plan.topology.world > 1).then_some(&mut *comms);
-    let graph = table::record(plan, state, backend, calls);
+    let graph = enqueue::record(plan, state, backend, calls);
     // Nothing has run: what counts as reduced is to be reduced still.
     state.arena.settle(keeps_segments(plan));
     state.arena.clear();
@@ -94,7 +94,7 @@ pub(crate) fn replay_on<'a>(
         }
     }
     state.arena.clear();
-    table::replay_recorded(state, backend, &graph.graph)
+    enqueue::replay_recorded(state, backend, &graph.graph)
 }
 
 /// [`Plan::settle_on`].

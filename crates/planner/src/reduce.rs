@@ -14,7 +14,7 @@ use crate::bytes::{Bytes, Elsewhere};
 use crate::comms::{BucketCall, Comms, Reducing, SegmentCalls};
 use crate::stage::{Extent, Reduced};
 use crate::step::RankStep;
-use crate::{Optimize, Plan, PlanError, Stage, State, StorageSpec, launches, run};
+use crate::{Optimize, Plan, PlanError, Stage, State, StorageSpec, launches};
 
 /// [`Plan::take_reduced`].
 pub(crate) fn take_reduced(
@@ -34,7 +34,7 @@ pub(crate) fn take_reduced(
                     state.arena.give_back(index, memory);
                 }
                 Ok(Err(error)) => {
-                    run::poison(state);
+                    state.poison();
                     return Err(error.into());
                 }
                 Err(pending) => {
@@ -73,7 +73,7 @@ pub(crate) fn start_segment(step: &mut RankStep<'_, '_>, index: usize) -> Result
         buckets: buckets.collect(),
     };
     let SegmentState::Here(Some(memory)) = step.state.arena.take(index) else {
-        return Err(run::poison(step.state));
+        return Err(step.state.poison());
     };
     let memory = to_calls(step.backend, step.comms, memory)?;
     match step.comms.reduce(index, calls, memory) {
@@ -84,7 +84,7 @@ pub(crate) fn start_segment(step: &mut RankStep<'_, '_>, index: usize) -> Result
             step.state.arena.segments[index] = SegmentState::InFlight(pending);
         }
         Err(error) => {
-            run::poison(step.state);
+            step.state.poison();
             return Err(error.into());
         }
     }
@@ -146,7 +146,7 @@ pub(crate) fn reduce_segment(step: &mut RankStep<'_, '_>, index: usize) -> Resul
             step.state.arena.segments[index] = SegmentState::Through;
             return Ok(());
         }
-        SegmentState::Here(None) | SegmentState::Lost => return Err(run::poison(step.state)),
+        SegmentState::Here(None) | SegmentState::Lost => return Err(step.state.poison()),
     };
     reduce_across(step, index, memory.as_mut())?;
     step.state.arena.exposed_ns += start.elapsed().as_nanos() as u64;
@@ -281,7 +281,7 @@ pub(crate) fn reduce_and_update(
     let spec = &step.plan.storages[bucket.storage];
     let grad = spec.grad_dtype();
     let SegmentState::Here(Some(memory)) = step.state.arena.take(bucket.segment) else {
-        return Err(run::poison(step.state));
+        return Err(step.state.poison());
     };
     let replicated = step.plan.replicated(spec);
     let mut buffers: SmallVec<[_; MAX_LISTS]> = SmallVec::new();
@@ -349,7 +349,7 @@ pub(crate) fn with_gradients<R>(
         SegmentState::Here(Some(memory)) => {
             std::mem::swap(memory, &mut state.storages[storage].lists[list].buffer);
         }
-        _ => return Err(run::poison(state)),
+        _ => return Err(state.poison()),
     }
     let done = work(state);
     if let SegmentState::Here(Some(memory)) = &mut state.arena.segments[segment] {

@@ -34,7 +34,7 @@ pub(crate) fn run_stages(
     state: &mut State,
     mut executor: Executor<'_>,
 ) -> Result<StepReport, PlanError> {
-    check_state(plan, state)?;
+    state.check_plan(plan)?;
     check_between_steps(state, "run")?;
     if plan.topology.world > 1 || plan.micro_steps() > 1 {
         return Err(PlanError::Topology {
@@ -59,7 +59,7 @@ pub(crate) fn run_update(
     let mut begun = begin_update(plan, state, executor)?;
     let done = each_stage(plan, state, executor, comms, &mut begun.report);
     if let Err(error) = done {
-        poison(state);
+        state.poison();
         return Err(error);
     }
     end_update(state, executor, begun)
@@ -106,7 +106,7 @@ pub(crate) fn end_update(
         skipped_before,
     } = begun;
     if let Err(error) = settle(state, executor, skipped_before, &mut report) {
-        poison(state);
+        state.poison();
         return Err(error);
     }
     state.params_version += 1;
@@ -117,26 +117,6 @@ pub(crate) fn end_update(
     }
     report.step = state.step;
     Ok(report)
-}
-
-/// Refuses a state of another plan, or one that a step has failed on.
-pub(crate) fn check_state(plan: &Plan, state: &State) -> Result<(), PlanError> {
-    if state.plan_hash != plan.hash {
-        return Err(PlanError::ForeignState {
-            expected: plan.hash,
-            found: state.plan_hash,
-        });
-    }
-    match state.poisoned {
-        Some(step) => Err(PlanError::Poisoned { step }),
-        None => master::check(state),
-    }
-}
-
-/// Marks a state as half-changed and says so.
-pub(crate) fn poison(state: &mut State) -> PlanError {
-    let step = *state.poisoned.get_or_insert(state.step + 1);
-    PlanError::Poisoned { step }
 }
 
 /// Runs the stages of an update, in order; `comms` where there are several ranks.

@@ -17,7 +17,7 @@ use crate::norm::NormState;
 use crate::storage::StorageState;
 use crate::table::Tables;
 use crate::update_norms::UpdateReader;
-use crate::{Optimizer, PlanError, Precisions, Tensors, table};
+use crate::{Optimizer, Plan, PlanError, Precisions, Tensors, master, table};
 
 /// Most steps that a state counts: thousands of years of them.
 pub const MAX_STEPS: u64 = 1 << 53;
@@ -319,6 +319,26 @@ impl State {
     pub fn dtype(&self, role: Role, name: &str) -> Result<DType, PlanError> {
         let (storage, list) = self.list_index(role, name)?;
         Ok(self.storages[storage].lists[list].dtype())
+    }
+
+    /// Refuses another plan than the state's, and a state that a step has failed on.
+    pub(crate) fn check_plan(&self, plan: &Plan) -> Result<(), PlanError> {
+        if self.plan_hash != plan.hash {
+            return Err(PlanError::ForeignState {
+                expected: plan.hash,
+                found: self.plan_hash,
+            });
+        }
+        match self.poisoned {
+            Some(step) => Err(PlanError::Poisoned { step }),
+            None => master::check(self),
+        }
+    }
+
+    /// Marks the state as half-changed and says so.
+    pub(crate) fn poison(&mut self) -> PlanError {
+        let step = *self.poisoned.get_or_insert(self.step + 1);
+        PlanError::Poisoned { step }
     }
 
     /// Counts a step that has been run.

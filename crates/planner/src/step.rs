@@ -49,7 +49,7 @@ pub(crate) fn step(step: &mut RankStep<'_, '_>) -> Result<MicroStepReport, PlanE
     };
     step.state.arena.weight = None;
     if done.is_err() {
-        run::poison(step.state);
+        step.state.poison();
     }
     done
 }
@@ -64,13 +64,13 @@ pub(crate) fn flush(step: &mut RankStep<'_, '_>) -> Result<MicroStepReport, Plan
     let divisor = gradients::divisor(step.plan, step.state, 0.0);
     let done = update(step, (divisor, Pending::Nothing));
     if done.is_err() {
-        run::poison(step.state);
+        step.state.poison();
     }
     done
 }
 
 pub(crate) fn check_comms(plan: &Plan, state: &State, comms: &Comms<'_>) -> Result<(), PlanError> {
-    run::check_state(plan, state)?;
+    state.check_plan(plan)?;
     let (expected, found) = (plan.topology(), (comms.rank(), comms.world()));
     let text = |rank: usize, world: usize| format!("rank {rank} of {world}");
     if (expected.rank, expected.world) != found {

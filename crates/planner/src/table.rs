@@ -2,19 +2,12 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use fusestep_launch::{
-    Backend, BackendError, Graph, Launch, Reduce, ResidentTable, SetValues, TensorSums,
-};
+use fusestep_launch::{Backend, Launch, Reduce, ResidentTable, SetValues, TensorSums};
 use fusestep_tensor::Role;
 use serde::Serialize;
 
 use crate::arena::keeps_segments;
-use crate::comms::Comms;
-use crate::in_backward::check_between_steps;
-use crate::run::Executor;
-use crate::{
-    Note, Optimize, Plan, PlanError, Stage, State, StepReport, Verdict, batches, launches, run,
-};
+use crate::{Note, Optimize, Plan, PlanError, Stage, State, Verdict, batches, launches, run};
 
 /// Where a launch's table of tensors lies. It changes launches and what the host does for them,
 /// never a bit.
@@ -41,63 +34,6 @@ impl TableKind {
             TableKind::Auto => "auto",
         }
     }
-}
-
-/// [`Plan::enqueue`].
-pub(crate) fn enqueue(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-) -> Result<(), PlanError> {
-    run::check_state(plan, state)?;
-    check_between_steps(state, "enqueue")?;
-    check_alone(plan, "enqueue", "step")?;
-    if state.norm.is_some() && state.tables.kind != TableKind::Resident {
-        return Err(not_capturable("its tables are in arguments"));
-    }
-    if !prepare(plan, state, backend)? {
-        return plan.run(state, backend).map(|_| ());
-    }
-    let mut report = StepReport::default();
-    let done = run::each_stage(
-        plan,
-        state,
-        &mut Executor::Backend(backend),
-        None,
-        &mut report,
-    );
-    if let Err(error) = done {
-        run::poison(state);
-        return Err(error);
-    }
-    count_enqueued(state, backend)
-}
-
-/// [`Plan::capture`].
-pub(crate) fn capture(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-) -> Result<StepGraph, PlanError> {
-    run::check_state(plan, state)?;
-    check_between_steps(state, "capture")?;
-    check_alone(plan, "capture", "capture_on")?;
-    check_capturable(state)?;
-    prepare(plan, state, backend)?;
-    record(plan, state, backend, None)
-}
-
-/// [`Plan::replay`].
-pub(crate) fn replay(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    graph: &StepGraph,
-) -> Result<(), PlanError> {
-    run::check_state(plan, state)?;
-    check_between_steps(state, "replay")?;
-    check_alone(plan, "replay", "replay_on")?;
-    replay_recorded(state, backend, graph)
 }
 
 /// Decides where the tables lie and makes the batches for it.
@@ -175,78 +111,6 @@ fn no_tables_of_ranks(plan: &Plan) -> Option<&'static str> {
     }
 }
 
-/// Records the stages of a step.
-pub(crate) fn record(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    mut comms: Option<&mut Comms<'_>>,
-) -> Result<StepGraph, PlanError> {
-    let mut stopped = None;
-    let graph = backend.capture(&mut || {
-        let mut executor = Executor::Backend(backend);
-        let (comms, mut report) = (comms.as_deref_mut(), StepReport::default());
-        let done = run::each_stage(plan, state, &mut executor, comms, &mut report);
-        done.map_err(|error| match error {
-            PlanError::Backend(error) => error,
-            other => {
-                let reason = other.to_string();
-                stopped = Some(other);
-                BackendError::Unavailable {
-                    backend: backend.name(),
-                    reason,
-                }
-            }
-        })
-    });
-    let graph = graph.map_err(|error| stopped.unwrap_or(error.into()))?;
-    Ok(StepGraph {
-        graph,
-        generation: state.tables.generation,
-    })
-}
-
-/// Refuses plans of several ranks.
-fn check_alone(plan: &Plan, what: &str, instead: &str) -> Result<(), PlanError> {
-    if plan.topology.world == 1 {
-        return Ok(());
-    }
-    Err(PlanError::Topology {
-        expected: format!("a plan of one rank for `{what}`"),
-        found: format!("{} ranks; use `{instead}`", plan.topology.world),
-    })
-}
-
-/// Enqueues a recorded step.
-pub(crate) fn replay_recorded(
-    state: &mut State,
-    backend: &dyn Backend,
-    graph: &StepGraph,
-) -> Result<(), PlanError> {
-    let built_anew = state.tables.generation != graph.generation;
-    if built_anew || state.schedule.stale || state.without_gradient_count > 0 {
-        return Err(PlanError::StaleGraph);
-    }
-    publish_lr(state, backend)?;
-    if let Err(error) = graph.graph.launch() {
-        state.poisoned = Some(state.step + 1);
-        return Err(error.into());
-    }
-    count_enqueued(state, backend)
-}
-
-pub(crate) fn not_capturable(found: &'static str) -> PlanError {
-    PlanError::NotCapturable { found }
-}
-
-/// A step recorded by [`Plan::capture`]; keeps the memory that it runs on.
-#[derive(Debug)]
-pub struct StepGraph {
-    graph: Box<dyn Graph>,
-    /// Of the tables that it runs on.
-    generation: u64,
-}
-
 /// A state's tables in its backend's memory.
 #[derive(Debug, Default)]
 pub(crate) struct Tables {
@@ -256,11 +120,11 @@ pub(crate) struct Tables {
     /// One for each storage whose gradients are read.
     pub(crate) reads: Vec<Option<Box<dyn ResidentTable>>>,
     /// Which tables these are among all that were built; 0 before the first.
-    generation: u64,
+    pub(crate) generation: u64,
     /// The bits of the learning rates that they derive sets from, of each rule.
     rates: Vec<u64>,
     /// Steps enqueued whose outcome the host does not know.
-    pending: u64,
+    pub(crate) pending: u64,
     /// The steps pending were counted before the state's step was set from outside.
     superseded: bool,
 }
@@ -303,22 +167,6 @@ pub(crate) fn read_applied(state: &mut State, backend: &dyn Backend) -> Result<u
     }
 }
 
-/// Counts a step that was enqueued.
-fn count_enqueued(state: &mut State, backend: &dyn Backend) -> Result<(), PlanError> {
-    if state.norm.is_none() {
-        state.advance();
-        return Ok(());
-    }
-    state.tables.pending += 1;
-    if state.without_gradient_count > 0 {
-        match read_applied(state, backend)? {
-            0 => state.forget_without_gradient(),
-            _ => state.advance(),
-        }
-    }
-    Ok(())
-}
-
 /// Makes batches and tables ready for a step; whether the backend derives the sets itself.
 pub(crate) fn prepare(
     plan: &Plan,
@@ -341,26 +189,13 @@ pub(crate) fn prepare(
     Ok(plan.topology.world == 1 && derives_sets(state))
 }
 
-/// Refuses to record a step that hangs on what the host does.
-pub(crate) fn check_capturable(state: &State) -> Result<(), PlanError> {
-    if state.tables.kind != TableKind::Resident {
-        return Err(not_capturable("its tables are in arguments"));
-    }
-    if state.without_gradient_count > 0 {
-        return Err(not_capturable(
-            "parameters are without gradient in the next step",
-        ));
-    }
-    Ok(())
-}
-
 /// Whether the backend has tables and derives the sets itself.
 fn derives_sets(state: &State) -> bool {
     let mut all = state.tables.updates.iter().zip(&state.schedule.batches);
     all.all(|(table, batches)| table.is_some() || batches.is_empty())
 }
 
-fn publish_lr(state: &mut State, backend: &dyn Backend) -> Result<(), PlanError> {
+pub(crate) fn publish_lr(state: &mut State, backend: &dyn Backend) -> Result<(), PlanError> {
     let unsettled = state.tables.pending > 0 && state.rate_may_change();
     if unsettled {
         // The rate follows from how many steps were applied.

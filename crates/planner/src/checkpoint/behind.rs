@@ -25,7 +25,7 @@ use super::snapshot::Snapshot;
 use super::writer::{Done, Job, Outcome, Writer};
 use super::{CheckpointFolder, RunToSave, agree, save, snapshot};
 use crate::comms::Comms;
-use crate::{Plan, PlanError, run};
+use crate::{Plan, PlanError};
 
 /// One rank's saves behind training: memory for copies, who writes them, and the one save in
 /// flight.
@@ -131,8 +131,8 @@ pub(crate) fn save(
     folder: &Path,
     caller: BTreeMap<String, String>,
 ) -> Result<(), PlanError> {
-    plan.finish_saves(comms, saves)?;
-    run::check_state(plan, run.state)?;
+    finish(plan, comms, saves)?;
+    run.state.check_plan(plan)?;
     let files = Arc::clone(&saves.files);
     let place = CheckpointFolder::of(files.as_ref(), folder);
     if Arc::get_mut(&mut saves.snapshot).is_none() {

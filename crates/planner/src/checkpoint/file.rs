@@ -131,7 +131,7 @@ pub(crate) fn parameters_xxh3(
 
 /// [`State::save`].
 pub(crate) fn save(state: &State, backend: &dyn Backend, path: &Path) -> Result<(), PlanError> {
-    let StateTensors { tensors, metadata } = state.to_tensors(backend)?;
+    let StateTensors { tensors, metadata } = to_tensors(state, backend)?;
     Ok(write_atomically(path, &tensors, metadata)?)
 }
 

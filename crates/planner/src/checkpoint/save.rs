@@ -17,7 +17,7 @@ use super::{
 use crate::arena::Given;
 use crate::comms::Comms;
 use crate::in_backward::forget;
-use crate::{Plan, PlanError, State, run};
+use crate::{Plan, PlanError, State};
 
 /// A checkpoint that has been read and is one of a plan.
 pub(super) struct ReadRun {
@@ -36,7 +36,7 @@ pub(crate) fn save(
     folder: CheckpointFolder<'_>,
     caller: BTreeMap<String, String>,
 ) -> Result<(), PlanError> {
-    run::check_state(plan, run.state)?;
+    run.state.check_plan(plan)?;
     let rank = plan.topology().rank;
     comms.set_plan(plan.hash());
     let begun = match rank {
@@ -80,7 +80,7 @@ pub(super) fn read_run(
     params: Option<&dyn BorrowedParams>,
     (place, manifest): (CheckpointFolder<'_>, &Manifest),
 ) -> Result<ReadRun, PlanError> {
-    run::check_state(plan, state)?;
+    state.check_plan(plan)?;
     snapshot::check_borrowed(plan, params, place)?;
     let folder = place.path;
     fits::check_manifest(plan, manifest, folder)?;

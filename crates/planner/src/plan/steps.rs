@@ -12,8 +12,8 @@ use crate::run::Executor;
 use crate::step::RankStep;
 use crate::{
     DeviceParams, GatheredParams, Lender, MicroStepReport, PendingGather, Plan, PlanError,
-    RankGraph, State, StepGraph, StepReport, allocate, average, device_params, gather, gradients,
-    handshake, prefetch, rank_graph, reduce, run, step, table,
+    RankGraph, State, StepGraph, StepReport, allocate, average, device_params, enqueue, gather,
+    gradients, handshake, prefetch, rank_graph, reduce, run, step,
 };
 
 impl Plan {
@@ -319,7 +319,7 @@ impl Plan {
     /// Launches whose arguments are equal at every step, on a device: nothing of the host's work
     /// grows with the tensors.
     pub fn enqueue(&self, state: &mut State, backend: &dyn Backend) -> Result<(), PlanError> {
-        table::enqueue(self, state, backend)
+        enqueue::enqueue(self, state, backend)
     }
 
     /// Records a step as a graph; the step is not run. Every [`Plan::replay`] is then one call of
@@ -333,7 +333,7 @@ impl Plan {
         state: &mut State,
         backend: &dyn Backend,
     ) -> Result<StepGraph, PlanError> {
-        table::capture(self, state, backend)
+        enqueue::capture(self, state, backend)
     }
 
     /// Enqueues the recorded step once more, as [`Plan::enqueue`] would. A learning rate set since
@@ -349,7 +349,7 @@ impl Plan {
         backend: &dyn Backend,
         graph: &StepGraph,
     ) -> Result<(), PlanError> {
-        table::replay(self, state, backend, graph)
+        enqueue::replay(self, state, backend, graph)
     }
 
     /// Records the step of a rank on a device, its calls among the other ranks included; nothing is
