@@ -15,7 +15,7 @@ use fusestep_tensor::{DType, Role};
 
 use crate::exchange::{Exchange, leaves_in};
 use crate::step::RankStep;
-use crate::{Plan, PlanError, device_trust, reduce};
+use crate::{Plan, PlanError, device_trust, gather, reduce};
 
 /// What lies on the device for it.
 #[derive(Debug)]
@@ -131,11 +131,9 @@ fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceNorm) -> Result<(), Pl
             Ok(())
         })?;
     }
-    step.backend.hand_over(own.leaves.as_mut())?;
     let call = (Operation::AllReduce(ReduceOp::Sum), DType::F64, None);
     let all = 0..own.leaves.len_bytes();
-    step.comms.on_device(&mut own.leaves, all, call)?;
-    step.backend.take_back(own.leaves.as_mut())?;
+    gather::on_device(step.backend, step.comms, (&mut own.leaves, all), call)?;
     Ok(step.backend.fold_leaves(FoldLeaves {
         leaves: own.leaves.as_ref(),
         index: None,

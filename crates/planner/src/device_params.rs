@@ -114,10 +114,8 @@ fn gather_segment(
         copy_own(plan, state, backend, (storage, inside), (&mut memory, *at))?;
     }
     for (range, counts) in block.calls {
-        backend.hand_over(memory.as_mut())?;
         let call = (Operation::AllGather, dtype, Some(counts));
-        comms.on_device(&mut memory, range, call)?;
-        backend.take_back(memory.as_mut())?;
+        gather::on_device(backend, comms, (&mut memory, range), call)?;
     }
     backend.hand_over(memory.as_mut())?;
     for (one, place) in wanted.iter().zip(block.places) {

@@ -18,7 +18,7 @@ use fusestep_launch::{
 use fusestep_tensor::DType;
 
 use crate::step::RankStep;
-use crate::{Optimize, Plan, PlanError, Stage, State, TableKind, launches, reduce, run};
+use crate::{Optimize, Plan, PlanError, Stage, State, TableKind, gather, launches, reduce, run};
 
 /// Bytes of a slot.
 const SLOT_BYTES: usize = SLOT_VALUES as usize * size_of::<f64>();
@@ -341,11 +341,9 @@ fn own_leaves(
 fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceTrust) -> Result<(), PlanError> {
     step.backend.zero(own.slots.as_mut())?;
     own_leaves(step.plan, step.state, step.backend, own, Leaves::Sums)?;
-    step.backend.hand_over(own.slots.as_mut())?;
     let call = (Operation::AllReduce(ReduceOp::Sum), DType::F64, None);
     let all = 0..own.slots.len_bytes();
-    step.comms.on_device(&mut own.slots, all, call)?;
-    step.backend.take_back(own.slots.as_mut())?;
+    gather::on_device(step.backend, step.comms, (&mut own.slots, all), call)?;
     step.backend.fold_leaves(FoldLeaves {
         leaves: own.slots.as_ref(),
         index: Some(own.index.as_ref()),

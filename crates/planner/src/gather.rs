@@ -177,10 +177,8 @@ pub(crate) fn bring(step: &mut RankStep<'_, '_>, gather: &Gather) -> Result<(), 
     let buffer = &mut step.state.storages[bucket.storage].lists[index].buffer;
     let mut call = |range, operation, counts: Option<Vec<usize>>| {
         if step.comms.takes(step.backend, buffer.as_ref()) && buffer.host().is_none() {
-            step.backend.hand_over(buffer.as_mut())?;
-            step.comms
-                .on_device(buffer, bytes(range), (operation, dtype, counts))?;
-            return Ok(step.backend.take_back(buffer.as_mut())?);
+            let place = (&mut *buffer, bytes(range));
+            return on_device(step.backend, step.comms, place, (operation, dtype, counts));
         }
         in_place(
             step.backend,
@@ -419,6 +417,18 @@ pub(crate) fn own_ranges(
             numel: (end - start) as usize,
         })
     })
+}
+
+/// Makes a call on bytes of a device's buffer where they lie.
+pub(crate) fn on_device(
+    backend: &dyn Backend,
+    comms: &mut Comms<'_>,
+    (buffer, range): (&mut Box<dyn Buffer>, Range<usize>),
+    call: (Operation, DType, Option<Vec<usize>>),
+) -> Result<(), PlanError> {
+    backend.hand_over(buffer.as_mut())?;
+    comms.on_device(buffer, range, call)?;
+    Ok(backend.take_back(buffer.as_mut())?)
 }
 
 /// Makes a call on bytes of a buffer where they lie, or on a copy of a device's where calls are

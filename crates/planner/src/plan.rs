@@ -104,6 +104,11 @@ impl Plan {
         self.limits
     }
 
+    /// Where the tables lie: [`TableKind::Arguments`] or [`TableKind::Resident`].
+    pub fn table(&self) -> TableKind {
+        self.table
+    }
+
     /// This rank and the number of ranks.
     pub fn topology(&self) -> Topology {
         self.topology
@@ -433,8 +438,7 @@ impl Plan {
 
     /// Whether every rank has its own values of a parameter and of its state.
     pub(crate) fn has_own(&self, param: usize) -> bool {
-        let distributed = self.storages[self.places[param].0].distributed;
-        distributed || self.local_sgd().is_some()
+        self.is_distributed(param) || self.local_sgd().is_some()
     }
 
     /// Whether this rank saves what others have as well: without shards rank 0, with them the first
@@ -445,11 +449,6 @@ impl Plan {
             ZeroStage::None => rank == 0,
             _ => rank < self.shard_group,
         }
-    }
-
-    /// Where the tables lie: [`TableKind::Arguments`] or [`TableKind::Resident`].
-    pub fn table(&self) -> TableKind {
-        self.table
     }
 }
 

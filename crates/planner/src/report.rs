@@ -1,4 +1,4 @@
-//! What one step did.
+//! What one step did, and what a state says of those it has made.
 
 use std::num::NonZeroU64;
 

@@ -1,4 +1,4 @@
-//! Where the argument tables of a plan's launches lie, and steps that the host does not wait for.
+//! Where the argument tables of a plan's launches lie.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -233,7 +233,7 @@ impl State {
     ///
     /// # Errors
     /// As [`State::read`]; [`PlanError::InShards`] if this rank has only a part of what it takes;
-    /// use [`Plan::gather_averages`].
+    /// use [`crate::Plan::gather_averages`].
     pub fn read_average(
         &self,
         backend: &dyn Backend,

@@ -70,12 +70,8 @@ pub(crate) fn open_run(plan: &Plan, state: &State) -> Option<OpenRun> {
 /// Parameters of which each rank has a slice of its own.
 fn slices(plan: &Plan) -> impl Iterator<Item = &str> {
     let params = plan.params().iter().enumerate();
-    params.filter_map(|(param, desc)| {
-        let (storage, _) = plan.places[param];
-        plan.storages[storage]
-            .distributed
-            .then_some(desc.name.as_str())
-    })
+    let slices = params.filter(|(param, _)| plan.is_distributed(*param));
+    slices.map(|(_, desc)| desc.name.as_str())
 }
 
 fn window_key(plan: &Plan, param: usize, rank: usize) -> String {

@@ -239,9 +239,8 @@ fn pieces_to_save(
 /// Whether a parameter is saved whole in the model's file, by rank 0: all are but at ZeRO stage
 /// 3, where nobody has them, and slices of each rank's own.
 fn in_model(plan: &Plan, param: usize) -> bool {
-    let (storage, _) = plan.places[param];
     let name = &plan.params()[param].name;
-    plan.zero() != ZeroStage::Three && !plan.storages[storage].distributed && name != METADATA_NAME
+    plan.zero() != ZeroStage::Three && !plan.is_distributed(param) && name != METADATA_NAME
 }
 
 /// What a safetensors file calls its texts; no tensor can have that name.
