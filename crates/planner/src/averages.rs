@@ -4,7 +4,7 @@ use fusestep_launch::Backend;
 use fusestep_simd::{join_bf16, narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 use fusestep_tensor::{DType, Role};
 
-use crate::tensors::check_len;
+use crate::storage::check_len;
 use crate::{PlanError, State};
 
 /// Lists that the average of a parameter is computed from besides the parameter.

@@ -18,7 +18,7 @@ use fusestep_launch::{
 use fusestep_tensor::DType;
 
 use crate::step::RankStep;
-use crate::{Optimize, Plan, PlanError, Stage, State, TableKind, gather, launches, reduce, run};
+use crate::{Optimize, Plan, PlanError, Stage, State, TableKind, gather, launches, reduce};
 
 /// Bytes of a slot.
 const SLOT_BYTES: usize = SLOT_VALUES as usize * size_of::<f64>();
@@ -314,7 +314,7 @@ fn own_leaves(
     let slots = &mut own.slots;
     for OwnSums { stage, runs } in parts.iter_mut().filter(|part| !part.runs.is_empty()) {
         let rule = state.storages[stage.storage].spec.rule;
-        let values: Vec<SetValues> = run::set_values(state, rule).collect();
+        let values: Vec<SetValues> = launches::set_values(state, rule).collect();
         reduce::with_gradients(plan, state, stage.bucket, |state| {
             for run in runs {
                 let Some(launch) = launches::with_batches(plan, state, stage, &run.batches) else {

@@ -3,7 +3,6 @@
 use fusestep_launch::{Backend, BackendError, Graph};
 
 use crate::comms::Comms;
-use crate::in_backward::check_between_steps;
 use crate::run::Executor;
 use crate::{Plan, PlanError, State, StepReport, TableKind, run, table};
 
@@ -22,7 +21,7 @@ pub(crate) fn enqueue(
     backend: &dyn Backend,
 ) -> Result<(), PlanError> {
     state.check_plan(plan)?;
-    check_between_steps(state, "enqueue")?;
+    state.check_between_steps("enqueue")?;
     check_alone(plan, "enqueue", "step")?;
     if state.norm.is_some() && state.tables.kind != TableKind::Resident {
         return Err(not_capturable("its tables are in arguments"));
@@ -52,7 +51,7 @@ pub(crate) fn capture(
     backend: &dyn Backend,
 ) -> Result<StepGraph, PlanError> {
     state.check_plan(plan)?;
-    check_between_steps(state, "capture")?;
+    state.check_between_steps("capture")?;
     check_alone(plan, "capture", "capture_on")?;
     check_capturable(state)?;
     table::prepare(plan, state, backend)?;
@@ -98,7 +97,7 @@ pub(crate) fn replay(
     graph: &StepGraph,
 ) -> Result<(), PlanError> {
     state.check_plan(plan)?;
-    check_between_steps(state, "replay")?;
+    state.check_between_steps("replay")?;
     check_alone(plan, "replay", "replay_on")?;
     replay_recorded(state, backend, graph)
 }

@@ -24,9 +24,7 @@ use crate::device_norm::DeviceNorm;
 use crate::device_trust::DeviceTrust;
 use crate::group::Classes;
 use crate::step::RankStep;
-use crate::{
-    Optimize, Plan, PlanError, State, batches, device_norm, device_trust, launches, reduce,
-};
+use crate::{Optimize, Plan, PlanError, State, batches, launches, reduce};
 
 /// The memory of sums that ranks tell each other.
 #[derive(Default)]
@@ -222,12 +220,9 @@ pub(crate) fn leaf_counts(plan: &Plan) -> (u64, u64) {
     (shared as u64, (all - shared) as u64)
 }
 
-/// Stage `norm` of several ranks: decides on the step from the gradients of all. Whether it is
-/// skipped, as far as the host knows: devices keep that to themselves.
+/// Stage `norm` of several ranks on the host: decides on the step from the gradients of all.
+/// Whether it is skipped.
 pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool, PlanError> {
-    if device_norm::decide(step)? {
-        return Ok(false);
-    }
     let mut squares = own_squares(step.plan, step.state, step.backend)?;
     let mut elsewhere = 0;
     let slices = if step.plan.reduces() {
@@ -340,11 +335,8 @@ fn own_squares(
     Ok(squares)
 }
 
-/// Stage `trust`: the sums over whole tensors that a layer-wise rule needs.
+/// Stage `trust` on the host: the sums over whole tensors that a layer-wise rule needs.
 pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<(), PlanError> {
-    if device_trust::sum_tensors(step)? {
-        return Ok(());
-    }
     let mut told = vec![0.0; step.state.exchange.count() * MAX_SUMS];
     for index in 0..step.state.exchange.trust.len() {
         let (stage, batches) = step.state.exchange.trust[index].clone();

@@ -13,7 +13,7 @@ use crate::arena::Given;
 use crate::in_backward::update_ready;
 use crate::passes::Accumulated;
 use crate::step::RankStep;
-use crate::tensors::check_len;
+use crate::storage::check_len;
 use crate::{Plan, PlanError, State, reduce};
 
 /// [`Plan::push_grad`].

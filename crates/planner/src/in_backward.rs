@@ -90,6 +90,13 @@ impl InBackward {
         }
     }
 
+    /// Parameters that a step under way has updated; `None` between steps.
+    pub(crate) fn updated(&self) -> Option<usize> {
+        self.under_way.as_ref()?;
+        let updated = self.units.iter().filter(|unit| unit.updated);
+        Some(updated.map(|unit| unit.params.len()).sum())
+    }
+
     /// Waits for all gradients again.
     fn again(&mut self) {
         self.next = 0;
@@ -116,20 +123,6 @@ fn members(plan: &Plan, storage: usize, tensors: impl Iterator<Item = u32>) -> V
     let spec = &plan.storages[storage];
     let full = tensors.filter(|&tensor| spec.layout.numel(tensor as usize) > 0);
     full.map(|tensor| spec.members[tensor as usize]).collect()
-}
-
-/// Refuses what would reach only those buckets of a step that are not updated yet.
-pub(crate) fn check_between_steps(state: &State, what: &'static str) -> Result<(), PlanError> {
-    if state.in_backward.under_way.is_none() {
-        return Ok(());
-    }
-    let units = state.in_backward.units.iter();
-    let updated = units.filter(|unit| unit.updated);
-    Err(PlanError::StepUnderWay {
-        what,
-        step: state.step + 1,
-        updated: updated.map(|unit| unit.params.len()).sum(),
-    })
 }
 
 /// Forgets a step that has begun, once everything that it may have changed is loaded.

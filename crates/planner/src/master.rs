@@ -10,7 +10,7 @@ use fusestep_tensor::{DType, Role};
 
 use crate::stage::Extent;
 use crate::storage::Held;
-use crate::tensors::check_len;
+use crate::storage::check_len;
 use crate::{Plan, PlanError, State, Tensors};
 
 /// What masters have to follow before the next step.

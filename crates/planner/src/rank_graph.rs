@@ -9,10 +9,7 @@ use fusestep_tensor::DType;
 use crate::arena::{Given, keeps_segments};
 use crate::comms::Comms;
 use crate::enqueue::not_capturable;
-use crate::in_backward::check_between_steps;
-use crate::{
-    Plan, PlanError, Stage, State, StepGraph, device_trust, enqueue, launches, reduce, step, table,
-};
+use crate::{Plan, PlanError, Stage, State, StepGraph, device_trust, enqueue, reduce, step, table};
 
 /// A step recorded by [`Plan::capture_on`], of which every rank has one. It works on the
 /// communicator's memory, which therefore outlives it:
@@ -48,7 +45,7 @@ pub(crate) fn capture_on<'a>(
     comms: &mut Comms<'a>,
 ) -> Result<RankGraph<'a>, PlanError> {
     step::check_comms(plan, state, comms)?;
-    check_between_steps(state, "capture_on")?;
+    state.check_between_steps("capture_on")?;
     enqueue::check_capturable(state)?;
     if plan.topology.world > 1 {
         check_recorded_calls(plan, state, backend, comms)?;
@@ -61,7 +58,7 @@ pub(crate) fn capture_on<'a>(
     device_trust::build_tables(plan, state, backend)?;
     for (update, stage) in plan.optimize_stages().enumerate() {
         reduce::with_gradients(plan, state, stage.bucket, |state| {
-            launches::build_table(plan, state, (stage, update), backend)
+            table::build_table(plan, state, (stage, update), backend)
         })?;
     }
     let calls = (plan.topology.world > 1).then_some(&mut *comms);
@@ -86,7 +83,7 @@ pub(crate) fn replay_on<'a>(
     graph: &RankGraph<'a>,
 ) -> Result<(), PlanError> {
     step::check_comms(plan, state, comms)?;
-    check_between_steps(state, "replay_on")?;
+    state.check_between_steps("replay_on")?;
     comms.check()?;
     for param in 0..plan.params.len() {
         if state.arena.now[param] == Given::Viewed {

@@ -1,13 +1,12 @@
 //! One step: the only loop over a plan's stages.
 
-use fusestep_launch::{Backend, BackendError, Launch, LaunchReport, Reduce, SetValues};
+use fusestep_launch::{Backend, BackendError, Launch, LaunchReport, Reduce};
 
 use crate::comms::Comms;
-use crate::in_backward::check_between_steps;
 use crate::step::RankStep;
 use crate::{
-    Plan, PlanError, Stage, State, StepReport, batches, exchange, gather, launches, master, norm,
-    reduce, table, update_norms,
+    Plan, PlanError, Stage, State, StepReport, batches, device_norm, device_trust, exchange,
+    gather, launches, master, norm, reduce, table, update_norms,
 };
 
 /// [`Plan::run`].
@@ -35,7 +34,7 @@ pub(crate) fn run_stages(
     mut executor: Executor<'_>,
 ) -> Result<StepReport, PlanError> {
     state.check_plan(plan)?;
-    check_between_steps(state, "run")?;
+    state.check_between_steps("run")?;
     if plan.topology.world > 1 || plan.micro_steps() > 1 {
         return Err(PlanError::Topology {
             expected: "a plan of one rank and one micro-step for `run`".to_owned(),
@@ -83,7 +82,7 @@ pub(crate) fn begin_update(
         }
     };
     if !derived {
-        write_sets(state);
+        launches::write_sets(state);
     }
     Ok(Begun {
         report: StepReport {
@@ -163,7 +162,7 @@ pub(crate) fn run_stage(
     match (stage, comms) {
         (Stage::Optimize(optimize), _) => {
             reduce::with_gradients(plan, state, optimize.bucket, |state| {
-                launches::run(plan, state, (optimize, update), executor)
+                table::run_update(plan, state, (optimize, update), executor)
             })
         }
         (Stage::Norm(_), None) => norm::run(plan, state, executor),
@@ -183,7 +182,8 @@ fn run_stage_of_ranks(
     skipped: &mut bool,
 ) -> Result<LaunchReport, PlanError> {
     match stage {
-        Stage::Norm(_) => *skipped = exchange::decide(step)?,
+        // Devices that decide keep to themselves whether the step is skipped.
+        Stage::Norm(_) => *skipped = !device_norm::decide(step)? && exchange::decide(step)?,
         // Reduced already, at the end of each micro-step.
         Stage::Reduce(_) if step.plan.reduces_each() => {}
         Stage::Reduce(reduce) => {
@@ -198,7 +198,11 @@ fn run_stage_of_ranks(
         }
         // After a skipped step nothing has changed.
         Stage::Trust | Stage::Gather(_) if *skipped => {}
-        Stage::Trust => exchange::sum_tensors(step)?,
+        Stage::Trust => {
+            if !device_trust::sum_tensors(step)? {
+                exchange::sum_tensors(step)?;
+            }
+        }
         Stage::Gather(gather) => gather::bring(step, gather)?,
         // Gradients of earlier micro-steps are in the arena already; averages count steps, so they
         // follow once this one is counted; and updates need no other rank.
@@ -285,36 +289,4 @@ fn settle(
     update_norms::report(state, executor.backend(), report)?;
     report.loss_scale = state.loss_scale().map(|scale| scale.scale());
     Ok(())
-}
-
-/// Derives every class's scalars for the step to come, in f64 and rounded once.
-fn write_sets(state: &mut State) {
-    for storage in 0..state.storages.len() {
-        let set_bytes = state.storages[storage].kernel.argument_layout().set_bytes;
-        for class in 0..state.schedule.classes.classes.len() {
-            let rule = state.storages[storage].spec.rule;
-            let values = values_of(state, rule, class);
-            let storage = &mut state.storages[storage];
-            let set = &mut storage.sets[class * set_bytes..][..set_bytes];
-            storage.kernel.write_set(values, set);
-        }
-    }
-}
-
-/// The hyper-parameters of a class of one rule at the step to come.
-fn values_of(state: &State, rule: usize, class: usize) -> SetValues {
-    let class = &state.schedule.classes.classes[class];
-    SetValues {
-        lr: state.rate(rule),
-        lr_scale: class.lr_scale,
-        weight_decay: class.weight_decay,
-        trust: class.trust,
-        step: state.step + 1 - class.steps_behind,
-    }
-}
-
-/// Those of all classes.
-pub(crate) fn set_values(state: &State, rule: usize) -> impl Iterator<Item = SetValues> {
-    let classes = 0..state.schedule.classes.classes.len();
-    classes.map(move |class| values_of(state, rule, class))
 }

@@ -11,7 +11,7 @@ use crate::arena::GradientArena;
 use crate::average::Adapting;
 use crate::exchange::Exchange;
 use crate::group::Classes;
-use crate::in_backward::{InBackward, check_between_steps};
+use crate::in_backward::InBackward;
 use crate::master::Masters;
 use crate::norm::NormState;
 use crate::storage::StorageState;
@@ -199,7 +199,7 @@ impl State {
     /// # Errors
     /// As [`State::set_lr`]; [`PlanError::UnknownRule`].
     pub fn set_lr_of(&mut self, rule: usize, lr: f64) -> Result<(), PlanError> {
-        check_between_steps(self, "learning rate")?;
+        self.check_between_steps("learning rate")?;
         let count = self.rules.len();
         let own = self.rules.get_mut(rule);
         let own = own.ok_or(PlanError::UnknownRule { rule, count })?;
@@ -236,7 +236,7 @@ impl State {
     /// # Errors
     /// As [`State::set_optimizer`]; [`PlanError::UnknownRule`].
     pub fn set_optimizer_of(&mut self, rule: usize, optimizer: Optimizer) -> Result<(), PlanError> {
-        check_between_steps(self, "optimizer")?;
+        self.check_between_steps("optimizer")?;
         let count = self.rules.len();
         let own = self.rules.get(rule);
         let old = *own.ok_or(PlanError::UnknownRule { rule, count })?;
@@ -332,6 +332,19 @@ impl State {
         match self.poisoned {
             Some(step) => Err(PlanError::Poisoned { step }),
             None => master::check(self),
+        }
+    }
+
+    /// Refuses what would reach only those buckets of a step that are not updated yet.
+    pub(crate) fn check_between_steps(&self, what: &'static str) -> Result<(), PlanError> {
+        let step = self.step + 1;
+        match self.in_backward.updated() {
+            None => Ok(()),
+            Some(updated) => Err(PlanError::StepUnderWay {
+                what,
+                step,
+                updated,
+            }),
         }
     }
 

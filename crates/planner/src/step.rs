@@ -6,7 +6,7 @@ use fusestep_launch::Backend;
 use crate::absorb::{Absorb, Divisor, absorb};
 use crate::arena::{Given, keeps_segments, sum_width};
 use crate::comms::Comms;
-use crate::in_backward::{check_between_steps, update_rest};
+use crate::in_backward::update_rest;
 use crate::run::Executor;
 use crate::{
     MicroStepReport, Plan, PlanError, State, StepReport, Topology, average, gradients, reduce, run,
@@ -57,7 +57,7 @@ pub(crate) fn step(step: &mut RankStep<'_, '_>) -> Result<MicroStepReport, PlanE
 /// [`Plan::flush`].
 pub(crate) fn flush(step: &mut RankStep<'_, '_>) -> Result<MicroStepReport, PlanError> {
     check_comms(step.plan, step.state, step.comms)?;
-    check_between_steps(step.state, "flush")?;
+    step.state.check_between_steps("flush")?;
     if step.state.arena.micro_steps == 0 {
         return Ok(MicroStepReport::default());
     }

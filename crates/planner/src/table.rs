@@ -2,12 +2,15 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use fusestep_launch::{Backend, Launch, Reduce, ResidentTable, SetValues, TensorSums};
+use fusestep_launch::{
+    Backend, Launch, LaunchReport, Reduce, ResidentTable, SetValues, TensorSums,
+};
 use fusestep_tensor::Role;
 use serde::Serialize;
 
 use crate::arena::keeps_segments;
-use crate::{Note, Optimize, Plan, PlanError, Stage, State, Verdict, batches, launches, run};
+use crate::run::Executor;
+use crate::{Note, Optimize, Plan, PlanError, Stage, State, Verdict, batches, launches};
 
 /// Where a launch's table of tensors lies. It changes launches and what the host does for them,
 /// never a bit.
@@ -252,7 +255,7 @@ pub(crate) fn place_update(
     backend: &dyn Backend,
 ) -> Result<Option<Box<dyn ResidentTable>>, PlanError> {
     let rule = state.storages[stage.storage].spec.rule;
-    let values: Vec<SetValues> = run::set_values(state, rule).collect();
+    let values: Vec<SetValues> = launches::set_values(state, rule).collect();
     Ok(match launches::of_stage(plan, state, stage, update) {
         // Sums that the host has go with arguments.
         Some(Launch {
@@ -289,4 +292,50 @@ fn build_reads(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<
         first_partial += batches.iter().map(|b| u64::from(b.chunks)).sum::<u64>();
     }
     Ok(())
+}
+
+/// Builds the table of a stage of several ranks, whose gradients are where the launch reads
+/// them, unless there is one.
+pub(crate) fn build_table(
+    plan: &Plan,
+    state: &mut State,
+    (stage, update): (&Optimize, usize),
+    backend: &dyn Backend,
+) -> Result<(), PlanError> {
+    let is_missing = matches!(state.tables.updates.get(update), Some(None));
+    if is_missing && plan.topology.world > 1 && backend.device().is_some() {
+        let table = place_update(plan, state, (stage, update), backend)?;
+        state.tables.updates[update] = table;
+    }
+    Ok(())
+}
+
+/// Runs a stage that updates, from its table if it has one.
+pub(crate) fn run_update(
+    plan: &Plan,
+    state: &mut State,
+    (stage, update): (&Optimize, usize),
+    executor: &mut Executor<'_>,
+) -> Result<LaunchReport, PlanError> {
+    if let Executor::Backend(backend) = executor {
+        build_table(plan, state, (stage, update), *backend)?;
+    }
+    // Taken out, so that the launch can borrow the rest of the state.
+    let place = state.tables.updates.get_mut(update);
+    let table = place.and_then(Option::take);
+    let done = match (
+        launches::of_stage(plan, state, stage, update),
+        &table,
+        executor,
+    ) {
+        (None, ..) => Ok(LaunchReport::default()),
+        (Some(launch), Some(table), Executor::Backend(backend)) => {
+            backend.launch_table(launch, table.as_ref())
+        }
+        (Some(launch), _, executor) => executor.launch(launch),
+    };
+    if let Some(place) = state.tables.updates.get_mut(update) {
+        *place = table;
+    }
+    Ok(done?)
 }

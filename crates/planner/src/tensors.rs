@@ -7,7 +7,7 @@ use fusestep_tensor::{Element, ParamDesc, Role};
 
 use crate::checkpoint::file;
 use crate::stage::Extent;
-use crate::storage::Held;
+use crate::storage::{Held, check_len};
 use crate::{PlanError, State, StateTensors, averages, master};
 
 impl State {
@@ -333,22 +333,5 @@ fn whole(held: Vec<Held>, desc: &ParamDesc) -> Result<Held, PlanError> {
     }
     Err(PlanError::InShards {
         name: desc.name.clone(),
-    })
-}
-
-pub(crate) fn check_len(
-    role: Role,
-    name: &str,
-    expected: usize,
-    found: usize,
-) -> Result<(), PlanError> {
-    if expected == found {
-        return Ok(());
-    }
-    Err(PlanError::LenBytes {
-        role,
-        name: name.to_owned(),
-        expected,
-        found,
     })
 }

@@ -27,7 +27,7 @@ use fusestep_tensor_file::{TensorBytes, TensorFile, write_atomically};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::{settings, values};
-use crate::in_backward::{check_between_steps, forget};
+use crate::in_backward::forget;
 use crate::state::MAX_STEPS;
 use crate::{Optimizer, PlanError, State};
 
@@ -71,7 +71,7 @@ pub(crate) fn to_tensors(state: &State, backend: &dyn Backend) -> Result<StateTe
         return Err(PlanError::Poisoned { step });
     }
     state.tables.check_settled()?;
-    check_between_steps(state, "saving")?;
+    state.check_between_steps("saving")?;
     let mut metadata = HashMap::from([
         (FORMAT_KEY.to_owned(), FORMAT.to_owned()),
         (VERSION_KEY.to_owned(), VERSION.to_string()),
