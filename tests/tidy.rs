@@ -8,6 +8,8 @@ mod dependencies;
 mod documents;
 #[path = "tidy/lengths.rs"]
 mod lengths;
+#[path = "tidy/methods.rs"]
+mod methods;
 #[path = "tidy/sentences.rs"]
 mod sentences;
 #[path = "tidy/source.rs"]
@@ -117,6 +119,16 @@ fn what_pages_name_is_there() {
 #[test]
 fn files_and_functions_are_short() {
     require(&[".rs", ".cu", ".cuh", ".hpp", ".cpp"], lengths::violations);
+}
+
+#[test]
+fn a_type_has_its_methods_in_few_files() {
+    let paths = files();
+    let sources = paths.iter().filter(|path| path.ends_with(".rs"));
+    let sources: Vec<(&str, String)> = sources.map(|path| (path.as_str(), read(path))).collect();
+    let sources = sources.iter().map(|(path, text)| (*path, text.as_str()));
+    let found = methods::scattered(sources);
+    assert!(found.is_empty(), "\n{}\n", found.join("\n"));
 }
 
 #[test]

@@ -8,157 +8,178 @@ use fusestep_collective::{Blocks, Buffers, Call, CollectiveError, Fingerprint, O
 use crate::communicator::MpiCommunicator;
 use crate::engine::Kind;
 use crate::exchange::Piece;
+use crate::{exchange, reduction};
 
-impl MpiCommunicator {
-    /// The data of a call that all ranks have agreed on.
-    pub(crate) fn move_data(
-        &mut self,
-        call: Call<'_>,
-        blocks: Blocks<'_>,
-        print: &Fingerprint,
-    ) -> Result<(), CollectiveError> {
-        let element_bytes = call.dtype.len_bytes();
-        let world_size = self.group.world_size();
-        let ranges = || -> Vec<Range<usize>> {
-            (0..world_size)
-                .map(|rank| blocks.of_bytes(rank, element_bytes))
-                .collect()
-        };
-        match call.operation {
-            Operation::AllReduce(op)
-            | Operation::Reduce { reduce: op, .. }
-            | Operation::ReduceScatter(op) => return self.reduction(call, blocks, op, print),
-            Operation::Broadcast { root } => self.broadcast(call.buffers, root, print),
-            Operation::AllGather => self.all_gather(call.buffers, &ranges(), print),
-            Operation::Scatter { root } => self.scatter(call.buffers, root, &ranges(), print),
-            Operation::Gather { root } => self.gather(call.buffers, root, &ranges(), print),
-            Operation::AllToAll => self.all_to_all(call.buffers, &ranges(), print),
-            Operation::Barrier
-            | Operation::Split
-            | Operation::ReduceUpdate
-            | Operation::Send { .. }
-            | Operation::Receive { .. } => {}
+/// The data of a call that all ranks have agreed on.
+pub(crate) fn move_data(
+    comm: &mut MpiCommunicator,
+    call: Call<'_>,
+    blocks: Blocks<'_>,
+    print: &Fingerprint,
+) -> Result<(), CollectiveError> {
+    let element_bytes = call.dtype.len_bytes();
+    let world_size = comm.group.world_size();
+    let ranges = || -> Vec<Range<usize>> {
+        (0..world_size)
+            .map(|rank| blocks.of_bytes(rank, element_bytes))
+            .collect()
+    };
+    match call.operation {
+        Operation::AllReduce(op)
+        | Operation::Reduce { reduce: op, .. }
+        | Operation::ReduceScatter(op) => return reduction::reduce(comm, call, blocks, op, print),
+        Operation::Broadcast { root } => broadcast(comm, call.buffers, root, print),
+        Operation::AllGather => all_gather(comm, call.buffers, &ranges(), print),
+        Operation::Scatter { root } => scatter(comm, call.buffers, root, &ranges(), print),
+        Operation::Gather { root } => gather(comm, call.buffers, root, &ranges(), print),
+        Operation::AllToAll => all_to_all(comm, call.buffers, &ranges(), print),
+        Operation::Barrier
+        | Operation::Split
+        | Operation::ReduceUpdate
+        | Operation::Send { .. }
+        | Operation::Receive { .. } => {}
+    }
+    Ok(())
+}
+
+fn broadcast(comm: &mut MpiCommunicator, buffers: Buffers<'_>, root: usize, print: &Fingerprint) {
+    let is_root = comm.group.rank == root;
+    let others = comm.group.others();
+    match buffers {
+        Buffers::InPlace(buffer) if is_root => {
+            let buffer = &*buffer;
+            exchange::pieces(
+                comm,
+                others.map(|to| Piece::out(to, Kind::Data, buffer)),
+                print,
+            );
         }
-        Ok(())
-    }
-
-    fn broadcast(&mut self, buffers: Buffers<'_>, root: usize, print: &Fingerprint) {
-        let is_root = self.group.rank == root;
-        let others = self.group.others();
-        match buffers {
-            Buffers::InPlace(buffer) if is_root => {
-                let buffer = &*buffer;
-                self.exchange(others.map(|to| Piece::out(to, Kind::Data, buffer)), print);
-            }
-            Buffers::OutOfPlace { send, receive } if is_root => {
-                receive.copy_from_slice(send);
-                self.exchange(others.map(|to| Piece::out(to, Kind::Data, send)), print);
-            }
-            Buffers::InPlace(receive) | Buffers::OutOfPlace { receive, .. } => {
-                self.exchange([Piece::into(root, Kind::Data, receive)], print);
-            }
+        Buffers::OutOfPlace { send, receive } if is_root => {
+            receive.copy_from_slice(send);
+            exchange::pieces(
+                comm,
+                others.map(|to| Piece::out(to, Kind::Data, send)),
+                print,
+            );
+        }
+        Buffers::InPlace(receive) | Buffers::OutOfPlace { receive, .. } => {
+            exchange::pieces(comm, [Piece::into(root, Kind::Data, receive)], print);
         }
     }
+}
 
-    fn all_gather(&mut self, buffers: Buffers<'_>, ranges: &[Range<usize>], print: &Fingerprint) {
-        let (rank, others) = (self.group.rank, self.group.others());
-        let (own, mut parts) = match buffers {
-            Buffers::OutOfPlace { send, receive } => {
-                receive[ranges[rank].clone()].copy_from_slice(send);
-                (send, carve(receive, ranges))
-            }
-            Buffers::InPlace(buffer) => {
-                let mut parts = carve(buffer, ranges);
-                let own = std::mem::take(&mut parts[rank]);
-                (&*own, parts)
-            }
-        };
-        let mut pieces: Vec<Piece<'_>> = Vec::new();
-        for (from, part) in parts.drain(..).enumerate() {
-            if from != rank {
-                pieces.push(Piece::into(from, Kind::Data, part));
-            }
+fn all_gather(
+    comm: &mut MpiCommunicator,
+    buffers: Buffers<'_>,
+    ranges: &[Range<usize>],
+    print: &Fingerprint,
+) {
+    let (rank, others) = (comm.group.rank, comm.group.others());
+    let (own, mut parts) = match buffers {
+        Buffers::OutOfPlace { send, receive } => {
+            receive[ranges[rank].clone()].copy_from_slice(send);
+            (send, carve(receive, ranges))
         }
-        pieces.extend(others.map(|to| Piece::out(to, Kind::Data, own)));
-        self.exchange(pieces, print);
-    }
-
-    fn scatter(
-        &mut self,
-        buffers: Buffers<'_>,
-        root: usize,
-        ranges: &[Range<usize>],
-        print: &Fingerprint,
-    ) {
-        let (rank, others) = (self.group.rank, self.group.others());
-        let own = ranges[rank].clone();
-        let send = match buffers {
-            Buffers::InPlace(buffer) if rank == root => &*buffer,
-            Buffers::OutOfPlace { send, receive } if rank == root => {
-                receive.copy_from_slice(&send[own]);
-                send
-            }
-            Buffers::InPlace(buffer) => {
-                return self.exchange([Piece::into(root, Kind::Data, &mut buffer[own])], print);
-            }
-            Buffers::OutOfPlace { receive, .. } => {
-                return self.exchange([Piece::into(root, Kind::Data, receive)], print);
-            }
-        };
-        let piece = |to: usize| Piece::out(to, Kind::Data, &send[ranges[to].clone()]);
-        self.exchange(others.map(piece), print);
-    }
-
-    fn gather(
-        &mut self,
-        buffers: Buffers<'_>,
-        root: usize,
-        ranges: &[Range<usize>],
-        print: &Fingerprint,
-    ) {
-        let rank = self.group.rank;
-        let own = ranges[rank].clone();
-        let receive = match buffers {
-            Buffers::InPlace(buffer) if rank == root => buffer,
-            Buffers::OutOfPlace { send, receive } if rank == root => {
-                receive[own].copy_from_slice(send);
-                receive
-            }
-            Buffers::InPlace(buffer) => {
-                return self.exchange([Piece::out(root, Kind::Data, &buffer[own])], print);
-            }
-            Buffers::OutOfPlace { send, .. } => {
-                return self.exchange([Piece::out(root, Kind::Data, send)], print);
-            }
-        };
-        let parts = carve(receive, ranges).into_iter().enumerate();
-        let pieces = parts.filter(|(from, _)| *from != rank);
-        let pieces = pieces.map(|(from, part)| Piece::into(from, Kind::Data, part));
-        self.exchange(pieces, print);
-    }
-
-    fn all_to_all(&mut self, buffers: Buffers<'_>, ranges: &[Range<usize>], print: &Fingerprint) {
-        let (rank, others) = (self.group.rank, self.group.others());
-        let own = ranges[rank].clone();
-        // In place, what arrives would overwrite what has not left yet.
-        let copy;
-        let (send, receive) = match buffers {
-            Buffers::OutOfPlace { send, receive } => (send, receive),
-            Buffers::InPlace(buffer) => {
-                copy = buffer.to_vec();
-                (&copy[..], buffer)
-            }
-        };
-        receive[own.clone()].copy_from_slice(&send[own]);
-        let mut pieces: Vec<Piece<'_>> = Vec::new();
-        for (from, part) in carve(receive, ranges).into_iter().enumerate() {
-            if from != rank {
-                pieces.push(Piece::into(from, Kind::Data, part));
-            }
+        Buffers::InPlace(buffer) => {
+            let mut parts = carve(buffer, ranges);
+            let own = std::mem::take(&mut parts[rank]);
+            (&*own, parts)
         }
-        pieces.extend(others.map(|to| Piece::out(to, Kind::Data, &send[ranges[to].clone()])));
-        self.exchange(pieces, print);
+    };
+    let mut pieces: Vec<Piece<'_>> = Vec::new();
+    for (from, part) in parts.drain(..).enumerate() {
+        if from != rank {
+            pieces.push(Piece::into(from, Kind::Data, part));
+        }
     }
+    pieces.extend(others.map(|to| Piece::out(to, Kind::Data, own)));
+    exchange::pieces(comm, pieces, print);
+}
+
+fn scatter(
+    comm: &mut MpiCommunicator,
+    buffers: Buffers<'_>,
+    root: usize,
+    ranges: &[Range<usize>],
+    print: &Fingerprint,
+) {
+    let (rank, others) = (comm.group.rank, comm.group.others());
+    let own = ranges[rank].clone();
+    let send = match buffers {
+        Buffers::InPlace(buffer) if rank == root => &*buffer,
+        Buffers::OutOfPlace { send, receive } if rank == root => {
+            receive.copy_from_slice(&send[own]);
+            send
+        }
+        Buffers::InPlace(buffer) => {
+            return exchange::pieces(
+                comm,
+                [Piece::into(root, Kind::Data, &mut buffer[own])],
+                print,
+            );
+        }
+        Buffers::OutOfPlace { receive, .. } => {
+            return exchange::pieces(comm, [Piece::into(root, Kind::Data, receive)], print);
+        }
+    };
+    let piece = |to: usize| Piece::out(to, Kind::Data, &send[ranges[to].clone()]);
+    exchange::pieces(comm, others.map(piece), print);
+}
+
+fn gather(
+    comm: &mut MpiCommunicator,
+    buffers: Buffers<'_>,
+    root: usize,
+    ranges: &[Range<usize>],
+    print: &Fingerprint,
+) {
+    let rank = comm.group.rank;
+    let own = ranges[rank].clone();
+    let receive = match buffers {
+        Buffers::InPlace(buffer) if rank == root => buffer,
+        Buffers::OutOfPlace { send, receive } if rank == root => {
+            receive[own].copy_from_slice(send);
+            receive
+        }
+        Buffers::InPlace(buffer) => {
+            return exchange::pieces(comm, [Piece::out(root, Kind::Data, &buffer[own])], print);
+        }
+        Buffers::OutOfPlace { send, .. } => {
+            return exchange::pieces(comm, [Piece::out(root, Kind::Data, send)], print);
+        }
+    };
+    let parts = carve(receive, ranges).into_iter().enumerate();
+    let pieces = parts.filter(|(from, _)| *from != rank);
+    let pieces = pieces.map(|(from, part)| Piece::into(from, Kind::Data, part));
+    exchange::pieces(comm, pieces, print);
+}
+
+fn all_to_all(
+    comm: &mut MpiCommunicator,
+    buffers: Buffers<'_>,
+    ranges: &[Range<usize>],
+    print: &Fingerprint,
+) {
+    let (rank, others) = (comm.group.rank, comm.group.others());
+    let own = ranges[rank].clone();
+    // In place, what arrives would overwrite what has not left yet.
+    let copy;
+    let (send, receive) = match buffers {
+        Buffers::OutOfPlace { send, receive } => (send, receive),
+        Buffers::InPlace(buffer) => {
+            copy = buffer.to_vec();
+            (&copy[..], buffer)
+        }
+    };
+    receive[own.clone()].copy_from_slice(&send[own]);
+    let mut pieces: Vec<Piece<'_>> = Vec::new();
+    for (from, part) in carve(receive, ranges).into_iter().enumerate() {
+        if from != rank {
+            pieces.push(Piece::into(from, Kind::Data, part));
+        }
+    }
+    pieces.extend(others.map(|to| Piece::out(to, Kind::Data, &send[ranges[to].clone()])));
+    exchange::pieces(comm, pieces, print);
 }
 
 /// The parts of a buffer at ranges that ascend and do not overlap.

@@ -21,7 +21,7 @@ use crate::machine::{self, OnMachine};
 use crate::meeting::{Meeting, Party};
 use crate::native::Native;
 use crate::wire::Header;
-use crate::{Compare, MpiError, MpiOptions, Reduction, watch};
+use crate::{Compare, MpiError, MpiOptions, Reduction, algorithms, transfer, watch};
 
 /// Least time between two looks for what the others say about the group's end where calls are not
 /// compared: a look takes 0.3 µs, and calls may take ten times that.
@@ -248,7 +248,7 @@ impl MpiCommunicator {
         } else {
             self.enter()?
         }
-        self.move_data(call, blocks, &print)
+        algorithms::move_data(self, call, blocks, &print)
     }
 
     /// Begins to move the data of a call that is not compared.
@@ -277,7 +277,7 @@ impl MpiCommunicator {
             world_size: self.group.world_size(),
             counts: None,
         };
-        self.move_data(call, blocks, &print)
+        algorithms::move_data(self, call, blocks, &print)
     }
 
     /// A send or a receive, from `pair.0` to `pair.1`.
@@ -292,7 +292,7 @@ impl MpiCommunicator {
         let mut print = Fingerprint::new(&call, numel, *made, self.context);
         self.begin(&print);
         print.operation = Operation::Send { to: pair.1 };
-        self.transfer_between(call, print, pair)
+        transfer::between(self, call, print, pair)
     }
 
     fn join(

@@ -43,82 +43,80 @@ impl<'a> Piece<'a> {
     }
 }
 
-impl MpiCommunicator {
-    /// Moves all pieces. Between two ranks, pieces of a kind arrive in the order in which they are
-    /// given on both sides.
-    ///
-    /// Ends the job if they have not moved by the deadline: MPI cannot give memory back that a
-    /// message uses, so there is no return. Headers were exchanged before, so a rank that does
-    /// not come is found earlier than here.
-    pub(crate) fn exchange<'a>(
-        &mut self,
-        pieces: impl IntoIterator<Item = Piece<'a>>,
-        print: &Fingerprint,
-    ) {
-        let (group, pending) = (&self.group, &mut self.pending);
-        let limit = group.options.chunk_limit_bytes.clamp(1, i32::MAX as usize);
-        let fail = |reason: String| -> ! {
-            group.die(fusestep_collective::CollectiveError::Engine {
-                rank: group.rank,
-                operation: print.operation.name(),
-                reason,
-            })
+/// Moves all pieces. Between two ranks, pieces of a kind arrive in the order in which they are
+/// given on both sides.
+///
+/// Ends the job if they have not moved by the deadline: MPI cannot give memory back that a
+/// message uses, so there is no return. Headers were exchanged before, so a rank that does
+/// not come is found earlier than here.
+pub(crate) fn pieces<'a>(
+    comm: &mut MpiCommunicator,
+    pieces: impl IntoIterator<Item = Piece<'a>>,
+    print: &Fingerprint,
+) {
+    let (group, pending) = (&comm.group, &mut comm.pending);
+    let limit = group.options.chunk_limit_bytes.clamp(1, i32::MAX as usize);
+    let fail = |reason: String| -> ! {
+        group.die(fusestep_collective::CollectiveError::Engine {
+            rank: group.rank,
+            operation: print.operation.name(),
+            reason,
+        })
+    };
+    pending.clear();
+    // Held to the end of this function: what `pending` uses is borrowed until then.
+    let mut held: Vec<Piece<'a>> = pieces.into_iter().collect();
+    for piece in &mut held {
+        let (peer, kind) = (group.members[piece.peer], piece.kind);
+        // SAFETY: the pieces borrow their bytes until this function returns, which it does when
+        // every request is done; it ends the process otherwise, and nothing here
+        // panics in between. Chunks are cut to what an int counts.
+        let mut start = |request: Result<Request, String>| match request {
+            Ok(request) => pending.push((request, piece.peer)),
+            Err(reason) => fail(reason),
         };
-        pending.clear();
-        // Held to the end of this function: what `pending` uses is borrowed until then.
-        let mut held: Vec<Piece<'a>> = pieces.into_iter().collect();
-        for piece in &mut held {
-            let (peer, kind) = (group.members[piece.peer], piece.kind);
-            // SAFETY: the pieces borrow their bytes until this function returns, which it does when
-            // every request is done; it ends the process otherwise, and nothing here
-            // panics in between. Chunks are cut to what an int counts.
-            let mut start = |request: Result<Request, String>| match request {
-                Ok(request) => pending.push((request, piece.peer)),
-                Err(reason) => fail(reason),
-            };
-            match &mut piece.bytes {
-                Bytes::Out(bytes) => {
-                    for chunk in bytes.chunks(limit) {
-                        // SAFETY: as said above.
-                        start(unsafe { group.engine.send(chunk, peer, group.tag, kind) });
-                    }
+        match &mut piece.bytes {
+            Bytes::Out(bytes) => {
+                for chunk in bytes.chunks(limit) {
+                    // SAFETY: as said above.
+                    start(unsafe { group.engine.send(chunk, peer, group.tag, kind) });
                 }
-                Bytes::In(bytes) => {
-                    for chunk in bytes.chunks_mut(limit) {
-                        // SAFETY: as said above.
-                        start(unsafe { group.engine.receive(chunk, peer, group.tag, kind) });
-                    }
+            }
+            Bytes::In(bytes) => {
+                for chunk in bytes.chunks_mut(limit) {
+                    // SAFETY: as said above.
+                    start(unsafe { group.engine.receive(chunk, peer, group.tag, kind) });
                 }
             }
         }
-        let (begun, mut ending) = (Instant::now(), None);
-        let unannounced = group.options.compare == Compare::FirstOfEach;
-        let mut polls = 0u32;
-        while !pending.is_empty() {
-            pending.retain_mut(|(request, _)| match group.engine.done(request) {
-                Ok(done) => !done,
-                Err(reason) => fail(reason),
-            });
-            polls = polls.wrapping_add(1);
-            if polls.is_multiple_of(POLLS) {
-                let waited = begun.elapsed();
-                relax(waited);
-                if unannounced {
-                    group.poll();
-                    if group.is_ending() && since(&mut ending) > group.grace() {
-                        group.die(group.settle_as_told());
-                    }
-                }
-                if waited > group.timeout() {
-                    let mut ranks: Vec<usize> = pending.iter().map(|(_, rank)| *rank).collect();
-                    ranks.sort_unstable();
-                    ranks.dedup();
-                    group.die(late(group, ranks, print));
-                }
-            }
-        }
-        drop(held);
     }
+    let (begun, mut ending) = (Instant::now(), None);
+    let unannounced = group.options.compare == Compare::FirstOfEach;
+    let mut polls = 0u32;
+    while !pending.is_empty() {
+        pending.retain_mut(|(request, _)| match group.engine.done(request) {
+            Ok(done) => !done,
+            Err(reason) => fail(reason),
+        });
+        polls = polls.wrapping_add(1);
+        if polls.is_multiple_of(POLLS) {
+            let waited = begun.elapsed();
+            relax(waited);
+            if unannounced {
+                group.poll();
+                if group.is_ending() && since(&mut ending) > group.grace() {
+                    group.die(group.settle_as_told());
+                }
+            }
+            if waited > group.timeout() {
+                let mut ranks: Vec<usize> = pending.iter().map(|(_, rank)| *rank).collect();
+                ranks.sort_unstable();
+                ranks.dedup();
+                group.die(late(group, ranks, print));
+            }
+        }
+    }
+    drop(held);
 }
 
 /// The time since this was asked first.

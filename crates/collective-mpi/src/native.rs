@@ -107,68 +107,66 @@ fn names(dtype: DType, op: ReduceOp) -> Option<(ffi::MPI_Datatype, ffi::MPI_Op)>
     }
 }
 
-impl MpiCommunicator {
-    /// Makes an all-reduce with the MPI's own, if that was asked for and there is one; hands the
-    /// buffers back if not.
-    pub(crate) fn all_reduce_natively<'a>(
-        &mut self,
-        call: Call<'a>,
-        op: ReduceOp,
-    ) -> Result<Option<Buffers<'a>>, CollectiveError> {
-        let (Some(native), Operation::AllReduce(_)) = (&self.native, call.operation) else {
-            return Ok(Some(call.buffers));
-        };
-        // A division by a power of two that only the caller knows takes as long as ten other
-        // instructions.
-        let shift = call.dtype.len_bytes().trailing_zeros();
-        let aligned = |bytes: &[u8]| (bytes.as_ptr() as usize).trailing_zeros() >= shift;
-        let fits = match &call.buffers {
-            Buffers::InPlace(buffer) => native.in_place.is_some() && aligned(buffer),
-            Buffers::OutOfPlace { send, receive } => aligned(send) && aligned(receive),
-        };
-        let (Some((dtype, mpi_op)), true) = (names(call.dtype, op), fits) else {
-            return Ok(Some(call.buffers));
-        };
-        let limit = self
-            .group
-            .options
-            .chunk_limit_bytes
-            .clamp(1, i32::MAX as usize);
-        let limit = (limit >> shift).max(1) << shift;
-        let receive = match call.buffers {
-            Buffers::InPlace(buffer) => buffer,
-            Buffers::OutOfPlace { send, receive } => {
-                receive.copy_from_slice(send);
-                receive
-            }
-        };
-        let in_place = native.in_place.unwrap_or_default() as *const c_void;
-        let _watched = self.group.watched(self.begun_ns);
-        for chunk in receive.chunks_mut(limit) {
-            // SAFETY: `chunk` is a borrowed slice of whole, aligned elements, in use until the call
-            // returns. All ranks make the same calls, which they have compared. This
-            // level of reduction was given only with an MPI for many threads.
-            let code = unsafe {
-                ffi::MPI_Allreduce(
-                    in_place,
-                    chunk.as_mut_ptr().cast::<c_void>(),
-                    (chunk.len() >> shift) as c_int,
-                    dtype,
-                    mpi_op,
-                    native.comm.0,
-                )
-            };
-            check(code).map_err(|reason| CollectiveError::Engine {
-                rank: self.group.rank,
-                operation: "all-reduce",
-                reason,
-            })?;
+/// Makes an all-reduce with the MPI's own, if that was asked for and there is one; hands the
+/// buffers back if not.
+pub(crate) fn all_reduce<'a>(
+    comm: &mut MpiCommunicator,
+    call: Call<'a>,
+    op: ReduceOp,
+) -> Result<Option<Buffers<'a>>, CollectiveError> {
+    let (Some(native), Operation::AllReduce(_)) = (&comm.native, call.operation) else {
+        return Ok(Some(call.buffers));
+    };
+    // A division by a power of two that only the caller knows takes as long as ten other
+    // instructions.
+    let shift = call.dtype.len_bytes().trailing_zeros();
+    let aligned = |bytes: &[u8]| (bytes.as_ptr() as usize).trailing_zeros() >= shift;
+    let fits = match &call.buffers {
+        Buffers::InPlace(buffer) => native.in_place.is_some() && aligned(buffer),
+        Buffers::OutOfPlace { send, receive } => aligned(send) && aligned(receive),
+    };
+    let (Some((dtype, mpi_op)), true) = (names(call.dtype, op), fits) else {
+        return Ok(Some(call.buffers));
+    };
+    let limit = comm
+        .group
+        .options
+        .chunk_limit_bytes
+        .clamp(1, i32::MAX as usize);
+    let limit = (limit >> shift).max(1) << shift;
+    let receive = match call.buffers {
+        Buffers::InPlace(buffer) => buffer,
+        Buffers::OutOfPlace { send, receive } => {
+            receive.copy_from_slice(send);
+            receive
         }
-        if op == ReduceOp::Average {
-            divide(call.dtype, receive, self.group.world_size());
-        }
-        Ok(None)
+    };
+    let in_place = native.in_place.unwrap_or_default() as *const c_void;
+    let _watched = comm.group.watched(comm.begun_ns);
+    for chunk in receive.chunks_mut(limit) {
+        // SAFETY: `chunk` is a borrowed slice of whole, aligned elements, in use until the call
+        // returns. All ranks make the same calls, which they have compared. This
+        // level of reduction was given only with an MPI for many threads.
+        let code = unsafe {
+            ffi::MPI_Allreduce(
+                in_place,
+                chunk.as_mut_ptr().cast::<c_void>(),
+                (chunk.len() >> shift) as c_int,
+                dtype,
+                mpi_op,
+                native.comm.0,
+            )
+        };
+        check(code).map_err(|reason| CollectiveError::Engine {
+            rank: comm.group.rank,
+            operation: "all-reduce",
+            reason,
+        })?;
     }
+    if op == ReduceOp::Average {
+        divide(call.dtype, receive, comm.group.world_size());
+    }
+    Ok(None)
 }
 
 /// Divides sums by the world size; elements are aligned.

@@ -11,6 +11,7 @@ use crate::algorithms::carve;
 use crate::communicator::MpiCommunicator;
 use crate::engine::Kind;
 use crate::exchange::Piece;
+use crate::{exchange, native};
 
 /// Everything about one reduction but its memory.
 struct Task<'a> {
@@ -62,129 +63,127 @@ impl Task<'_> {
     }
 }
 
-impl MpiCommunicator {
-    pub(crate) fn reduction(
-        &mut self,
-        call: Call<'_>,
-        blocks: Blocks<'_>,
-        op: ReduceOp,
-        print: &Fingerprint,
-    ) -> Result<(), CollectiveError> {
-        let element_bytes = call.dtype.len_bytes();
-        let buffers = match self.all_reduce_natively(call, op)? {
-            None => return Ok(()),
-            Some(buffers) => buffers,
-        };
-        let segment = self
-            .group
-            .options
-            .segment_bytes
-            .max(1)
-            .next_multiple_of(element_bytes);
-        let (rank, world_size) = (self.group.rank, self.group.world_size());
-        let task = Task {
-            parts: (0..world_size)
-                .map(|rank| blocks.of_bytes(rank, element_bytes))
-                .collect(),
-            segment,
-            whom: match print.operation {
-                Operation::Reduce { root, .. } => Whom::Rank(root),
-                Operation::ReduceScatter(_) => Whom::Own,
-                _ => Whom::All,
-            },
-            op,
-            print,
-        };
-        let mut memory = match buffers {
-            Buffers::InPlace(buffer) => Memory::Same(buffer),
-            Buffers::OutOfPlace { send, receive } => match task.whom {
-                Whom::Rank(root) if root != rank => Memory::Two(send, &mut []),
-                _ => Memory::Two(send, receive),
-            },
-        };
-        let slot = segment.next_multiple_of(64).min(task.longest_slot());
-        let (mut incoming, mut reduced) = (
-            std::mem::take(&mut self.incoming),
-            std::mem::take(&mut self.reduced),
-        );
-        grow(&mut incoming, slot * world_size);
-        grow(&mut reduced, slot);
-        {
-            let incoming = bytemuck::cast_slice_mut(&mut incoming);
-            let reduced = bytemuck::cast_slice_mut(&mut reduced);
-            // One round more than there are segments: the results of the last one still have to go.
-            for round in 0..=task.segments() {
-                self.one_round(&task, &mut memory, (incoming, slot), reduced, round);
-            }
+pub(crate) fn reduce(
+    comm: &mut MpiCommunicator,
+    call: Call<'_>,
+    blocks: Blocks<'_>,
+    op: ReduceOp,
+    print: &Fingerprint,
+) -> Result<(), CollectiveError> {
+    let element_bytes = call.dtype.len_bytes();
+    let buffers = match native::all_reduce(comm, call, op)? {
+        None => return Ok(()),
+        Some(buffers) => buffers,
+    };
+    let segment = comm
+        .group
+        .options
+        .segment_bytes
+        .max(1)
+        .next_multiple_of(element_bytes);
+    let (rank, world_size) = (comm.group.rank, comm.group.world_size());
+    let task = Task {
+        parts: (0..world_size)
+            .map(|rank| blocks.of_bytes(rank, element_bytes))
+            .collect(),
+        segment,
+        whom: match print.operation {
+            Operation::Reduce { root, .. } => Whom::Rank(root),
+            Operation::ReduceScatter(_) => Whom::Own,
+            _ => Whom::All,
+        },
+        op,
+        print,
+    };
+    let mut memory = match buffers {
+        Buffers::InPlace(buffer) => Memory::Same(buffer),
+        Buffers::OutOfPlace { send, receive } => match task.whom {
+            Whom::Rank(root) if root != rank => Memory::Two(send, &mut []),
+            _ => Memory::Two(send, receive),
+        },
+    };
+    let slot = segment.next_multiple_of(64).min(task.longest_slot());
+    let (mut incoming, mut reduced) = (
+        std::mem::take(&mut comm.incoming),
+        std::mem::take(&mut comm.reduced),
+    );
+    grow(&mut incoming, slot * world_size);
+    grow(&mut reduced, slot);
+    {
+        let incoming = bytemuck::cast_slice_mut(&mut incoming);
+        let reduced = bytemuck::cast_slice_mut(&mut reduced);
+        // One round more than there are segments: the results of the last one still have to go.
+        for round in 0..=task.segments() {
+            one_round(comm, &task, &mut memory, (incoming, slot), reduced, round);
         }
-        (self.incoming, self.reduced) = (incoming, reduced);
-        Ok(())
     }
+    (comm.incoming, comm.reduced) = (incoming, reduced);
+    Ok(())
+}
 
-    /// Exchanges segment `round` of all parts and the results of the segment before, then reduces.
-    fn one_round(
-        &mut self,
-        task: &Task<'_>,
-        memory: &mut Memory<'_>,
-        (incoming, slot): (&mut [u8], usize),
-        reduced: &mut [u8],
-        round: usize,
-    ) {
-        let (rank, world_size) = (self.group.rank, self.group.world_size());
-        let before = |of: usize| match round.checked_sub(1) {
-            Some(round) if task.gets_results(rank) => task.segment(of, round),
-            _ => task.parts[of].start..task.parts[of].start,
-        };
-        // Two ranges for each rank: results that arrive, then input that leaves.
-        let ranges: Vec<Range<usize>> = (0..world_size)
-            .flat_map(|of| [before(of), task.segment(of, round)])
-            .collect();
-        let (arriving, leaving) = memory.parts(&ranges, task.gets_results(rank));
-        let own = leaving[rank].len();
-        let mut pieces: Vec<Piece<'_>> = Vec::with_capacity(4 * world_size);
-        for (from, bytes) in incoming
-            .chunks_mut(slot.max(1))
-            .take(world_size)
-            .enumerate()
-        {
-            if from != rank {
-                pieces.push(Piece::into(from, Kind::Data, &mut bytes[..own]));
-            }
+/// Exchanges segment `round` of all parts and the results of the segment before, then reduces.
+fn one_round(
+    comm: &mut MpiCommunicator,
+    task: &Task<'_>,
+    memory: &mut Memory<'_>,
+    (incoming, slot): (&mut [u8], usize),
+    reduced: &mut [u8],
+    round: usize,
+) {
+    let (rank, world_size) = (comm.group.rank, comm.group.world_size());
+    let before = |of: usize| match round.checked_sub(1) {
+        Some(round) if task.gets_results(rank) => task.segment(of, round),
+        _ => task.parts[of].start..task.parts[of].start,
+    };
+    // Two ranges for each rank: results that arrive, then input that leaves.
+    let ranges: Vec<Range<usize>> = (0..world_size)
+        .flat_map(|of| [before(of), task.segment(of, round)])
+        .collect();
+    let (arriving, leaving) = memory.parts(&ranges, task.gets_results(rank));
+    let own = leaving[rank].len();
+    let mut pieces: Vec<Piece<'_>> = Vec::with_capacity(4 * world_size);
+    for (from, bytes) in incoming
+        .chunks_mut(slot.max(1))
+        .take(world_size)
+        .enumerate()
+    {
+        if from != rank {
+            pieces.push(Piece::into(from, Kind::Data, &mut bytes[..own]));
         }
-        for (from, bytes) in arriving.into_iter().enumerate() {
-            if from != rank {
-                pieces.push(Piece::into(from, Kind::Result, bytes));
-            }
-        }
-        let result = round
-            .checked_sub(1)
-            .map_or(0, |round| task.segment(rank, round).len());
-        for to in self.group.others() {
-            pieces.push(Piece::out(to, Kind::Data, leaving[to]));
-            if task.gets_results(to) {
-                pieces.push(Piece::out(to, Kind::Result, &reduced[..result]));
-            }
-        }
-        self.exchange(pieces, task.print);
-        let inputs: Vec<&[u8]> = (0..world_size)
-            .map(|from| {
-                if from == rank {
-                    leaving[rank]
-                } else {
-                    &incoming[from * slot..][..own]
-                }
-            })
-            .collect();
-        let level = self.group.options.level;
-        reduce_slices(
-            level,
-            task.print.dtype,
-            task.op,
-            &inputs,
-            &mut reduced[..own],
-        );
-        memory.keep(task, rank, round, &reduced[..own]);
     }
+    for (from, bytes) in arriving.into_iter().enumerate() {
+        if from != rank {
+            pieces.push(Piece::into(from, Kind::Result, bytes));
+        }
+    }
+    let result = round
+        .checked_sub(1)
+        .map_or(0, |round| task.segment(rank, round).len());
+    for to in comm.group.others() {
+        pieces.push(Piece::out(to, Kind::Data, leaving[to]));
+        if task.gets_results(to) {
+            pieces.push(Piece::out(to, Kind::Result, &reduced[..result]));
+        }
+    }
+    exchange::pieces(comm, pieces, task.print);
+    let inputs: Vec<&[u8]> = (0..world_size)
+        .map(|from| {
+            if from == rank {
+                leaving[rank]
+            } else {
+                &incoming[from * slot..][..own]
+            }
+        })
+        .collect();
+    let level = comm.group.options.level;
+    reduce_slices(
+        level,
+        task.print.dtype,
+        task.op,
+        &inputs,
+        &mut reduced[..own],
+    );
+    memory.keep(task, rank, round, &reduced[..own]);
 }
 
 impl Memory<'_> {

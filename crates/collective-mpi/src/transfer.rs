@@ -4,33 +4,32 @@ use fusestep_collective::{Buffers, Call, CollectiveError, Fingerprint, Operation
 
 use crate::communicator::{MpiCommunicator, header};
 use crate::engine::Kind;
+use crate::exchange;
 use crate::exchange::Piece;
 use crate::meeting::Party;
 
-impl MpiCommunicator {
-    /// Both sides compare what they do; then the elements go.
-    pub(crate) fn transfer_between(
-        &mut self,
-        call: Call<'_>,
-        print: Fingerprint,
-        pair: (usize, usize),
-    ) -> Result<(), CollectiveError> {
-        let sends = matches!(call.operation, Operation::Send { .. });
-        let peer = if sends { pair.1 } else { pair.0 };
-        let own = self.group.rank;
-        let met = self.meet(Party::Pair(peer), header(print));
-        if let Err(error) = met {
-            return Err(with_ranks(error, [own.min(peer), own.max(peer)]));
-        }
-        let piece = match call.buffers {
-            Buffers::InPlace(buffer) if sends => Piece::out(peer, Kind::Transfer, buffer),
-            Buffers::InPlace(buffer) => Piece::into(peer, Kind::Transfer, buffer),
-            Buffers::OutOfPlace { send, .. } if sends => Piece::out(peer, Kind::Transfer, send),
-            Buffers::OutOfPlace { receive, .. } => Piece::into(peer, Kind::Transfer, receive),
-        };
-        self.exchange([piece], &print);
-        Ok(())
+/// Both sides compare what they do; then the elements go.
+pub(crate) fn between(
+    comm: &mut MpiCommunicator,
+    call: Call<'_>,
+    print: Fingerprint,
+    pair: (usize, usize),
+) -> Result<(), CollectiveError> {
+    let sends = matches!(call.operation, Operation::Send { .. });
+    let peer = if sends { pair.1 } else { pair.0 };
+    let own = comm.group.rank;
+    let met = comm.meet(Party::Pair(peer), header(print));
+    if let Err(error) = met {
+        return Err(with_ranks(error, [own.min(peer), own.max(peer)]));
     }
+    let piece = match call.buffers {
+        Buffers::InPlace(buffer) if sends => Piece::out(peer, Kind::Transfer, buffer),
+        Buffers::InPlace(buffer) => Piece::into(peer, Kind::Transfer, buffer),
+        Buffers::OutOfPlace { send, .. } if sends => Piece::out(peer, Kind::Transfer, send),
+        Buffers::OutOfPlace { receive, .. } => Piece::into(peer, Kind::Transfer, receive),
+    };
+    exchange::pieces(comm, [piece], &print);
+    Ok(())
 }
 
 /// A mismatch between two parties, said of the ranks they are.

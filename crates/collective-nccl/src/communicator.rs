@@ -15,7 +15,7 @@ use crate::exchange::renamed;
 use crate::founding::{Site, as_call_error};
 use crate::link::{Link, Progress, relax};
 use crate::options::version_text;
-use crate::{NcclError, NcclOptions};
+use crate::{NcclError, NcclOptions, exchange, staging};
 
 /// Longest timeout; a longer one is cut to this, so that every wait ends.
 const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
@@ -138,7 +138,7 @@ impl NcclCommunicator {
         }
         let checked = shape.blocks(self.rank(), self.world_size());
         let outcome = checked.and_then(|blocks| {
-            let print = self.announce(&shape, blocks.numel)?;
+            let print = exchange::announce(self, &shape, blocks.numel)?;
             match shape.operation {
                 Operation::Barrier => Ok(()),
                 _ => {
@@ -218,7 +218,7 @@ impl NcclCommunicator {
             }
             if waited > self.options.timeout {
                 self.link.abort_apart();
-                return Err(self.stuck(print));
+                return Err(exchange::stuck(self, print));
             }
         }
     }
@@ -284,7 +284,7 @@ impl NcclCommunicator {
             counts: None,
             lengths: Lengths::InPlace(0),
         };
-        let print = self.announce(&shape, 0)?;
+        let print = exchange::announce(self, &shape, 0)?;
         let control = self.control.split(membership)?;
         let Some(mut control) = control else {
             return Ok(None);
@@ -314,7 +314,7 @@ impl Communicator for NcclCommunicator {
         let shape = call.shape();
         let mut buffers: Buffers<'_> = call.buffers;
         self.run(shape, |comm, blocks, print| {
-            comm.through_the_device(&mut buffers, blocks, print)?;
+            staging::through_the_device(comm, &mut buffers, blocks, print)?;
             Ok(Moved::Done)
         })
     }

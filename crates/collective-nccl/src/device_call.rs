@@ -5,10 +5,10 @@ use std::ops::Range;
 use fusestep_collective::{CollectiveError, Communicator, DeviceCall};
 use fusestep_launch::DeviceOrder;
 
-use crate::NcclError;
 use crate::buffer::DeviceBuffer;
 use crate::communicator::{Moved, NcclCommunicator};
 use crate::driver::Address;
+use crate::{NcclError, movement};
 
 /// Where a call's memory lies on the device.
 #[derive(Clone, Copy, Debug)]
@@ -90,9 +90,9 @@ impl NcclCommunicator {
             for (ready, _) in events.clone() {
                 comm.engine(print, |link| link.follow(ready))?;
             }
-            let ranges = comm.ranges(blocks, print);
+            let ranges = movement::ranges(comm, blocks, print);
             let len_bytes = blocks.numel * print.dtype.len_bytes();
-            comm.move_data(memory, &ranges, len_bytes, print)?;
+            movement::move_data(comm, memory, &ranges, len_bytes, print)?;
             for (_, done) in events.clone() {
                 comm.engine(print, |link| link.tell(done))?;
             }

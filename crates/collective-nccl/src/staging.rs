@@ -5,8 +5,8 @@ use std::ops::Range;
 use fusestep_collective::{Blocks, Buffers, CollectiveError, Communicator, Fingerprint, Operation};
 
 use crate::communicator::NcclCommunicator;
-use crate::cut;
 use crate::device_call::Memory;
+use crate::{cut, movement, reduction};
 
 /// What of the whole a rank gives or gets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,105 +24,101 @@ struct Piece {
     len_bytes: usize,
 }
 
-impl NcclCommunicator {
-    /// Copies input to the device, makes the call there, in place, and copies the result back.
-    pub(crate) fn through_the_device(
-        &mut self,
-        buffers: &mut Buffers<'_>,
-        blocks: Blocks<'_>,
-        print: &Fingerprint,
-    ) -> Result<(), CollectiveError> {
-        let ranges = self.ranges(blocks, print);
-        let own_start = ranges[self.rank()].start;
-        let len_bytes = blocks.numel * print.dtype.len_bytes();
-        let room = self.link.workspace.staging.len_bytes();
-        if len_bytes <= room {
-            let piece = Piece {
-                of_whole: ranges.clone(),
-                on_device: ranges,
-                len_bytes,
-            };
-            return self.piece(buffers, &piece, own_start, print);
-        }
-        if self.is_of_blocks(print) {
-            let step = cut::step(room, ranges.len());
-            for start in cut::starts(&ranges, step) {
-                let parts = cut::parts(&ranges, start, step);
-                let piece = Piece {
-                    on_device: cut::packed(&parts),
-                    of_whole: parts,
-                    len_bytes: 0,
-                };
-                self.piece(buffers, &piece, own_start, print)?;
-            }
-            return Ok(());
-        }
-        let step = cut::step(room, 1);
-        for start in (0..len_bytes).step_by(step) {
-            let part = start..len_bytes.min(start + step);
-            let of_whole = vec![part];
-            let piece = Piece {
-                on_device: cut::packed(&of_whole),
-                len_bytes: cut::longest(&of_whole),
-                of_whole,
-            };
-            self.piece(buffers, &piece, 0, print)?;
-        }
-        Ok(())
-    }
-
-    /// Whether an operation treats the blocks of ranks differently, so that a piece has a part of
-    /// each.
-    fn is_of_blocks(&self, print: &Fingerprint) -> bool {
-        match print.operation {
-            Operation::Broadcast { .. } | Operation::Send { .. } | Operation::Receive { .. } => {
-                false
-            }
-            operation => match operation.reduce_op() {
-                Some(op) => !self.is_engines_own(op, print),
-                None => true,
-            },
-        }
-    }
-
-    fn piece(
-        &mut self,
-        buffers: &mut Buffers<'_>,
-        piece: &Piece,
-        own_start: usize,
-        print: &Fingerprint,
-    ) -> Result<(), CollectiveError> {
-        let rank = self.rank();
-        let (given, gotten) = (gives(print.operation, rank), gets(print.operation, rank));
-        // Apart, the own block is all there is in a buffer that holds no more.
-        let (send, send_start): (&[u8], usize) = match buffers {
-            Buffers::InPlace(buffer) => (buffer, 0),
-            Buffers::OutOfPlace { send, .. } => (send, start_of(given, own_start)),
+/// Copies input to the device, makes the call there, in place, and copies the result back.
+pub(crate) fn through_the_device(
+    comm: &mut NcclCommunicator,
+    buffers: &mut Buffers<'_>,
+    blocks: Blocks<'_>,
+    print: &Fingerprint,
+) -> Result<(), CollectiveError> {
+    let ranges = movement::ranges(comm, blocks, print);
+    let own_start = ranges[comm.rank()].start;
+    let len_bytes = blocks.numel * print.dtype.len_bytes();
+    let room = comm.link.workspace.staging.len_bytes();
+    if len_bytes <= room {
+        let piece = Piece {
+            of_whole: ranges.clone(),
+            on_device: ranges,
+            len_bytes,
         };
-        let runs = piece.runs(given, rank);
-        self.engine(print, |link| {
-            let staging = &link.workspace.staging;
-            runs.iter().try_for_each(|(range, place)| {
-                let bytes = &send[range.start - send_start..range.end - send_start];
-                staging.put(*place, bytes, link.stream)
-            })
-        })?;
-        let memory = Memory::Same(self.link.workspace.staging.address);
-        self.move_data(memory, &piece.on_device, piece.len_bytes, print)?;
-        self.finish(print)?;
-        let (receive, receive_start): (&mut [u8], usize) = match buffers {
-            Buffers::InPlace(buffer) => (buffer, 0),
-            Buffers::OutOfPlace { receive, .. } => (receive, start_of(gotten, own_start)),
+        return move_piece(comm, buffers, &piece, own_start, print);
+    }
+    if is_of_blocks(comm, print) {
+        let step = cut::step(room, ranges.len());
+        for start in cut::starts(&ranges, step) {
+            let parts = cut::parts(&ranges, start, step);
+            let piece = Piece {
+                on_device: cut::packed(&parts),
+                of_whole: parts,
+                len_bytes: 0,
+            };
+            move_piece(comm, buffers, &piece, own_start, print)?;
+        }
+        return Ok(());
+    }
+    let step = cut::step(room, 1);
+    for start in (0..len_bytes).step_by(step) {
+        let part = start..len_bytes.min(start + step);
+        let of_whole = vec![part];
+        let piece = Piece {
+            on_device: cut::packed(&of_whole),
+            len_bytes: cut::longest(&of_whole),
+            of_whole,
         };
-        let runs = piece.runs(gotten, rank);
-        self.engine(print, |link| {
-            let staging = &link.workspace.staging;
-            runs.iter().try_for_each(|(range, place)| {
-                let bytes = &mut receive[range.start - receive_start..range.end - receive_start];
-                staging.get(*place, bytes, link.stream)
-            })
+        move_piece(comm, buffers, &piece, 0, print)?;
+    }
+    Ok(())
+}
+
+/// Whether an operation treats the blocks of ranks differently, so that a piece has a part of
+/// each.
+fn is_of_blocks(comm: &NcclCommunicator, print: &Fingerprint) -> bool {
+    match print.operation {
+        Operation::Broadcast { .. } | Operation::Send { .. } | Operation::Receive { .. } => false,
+        operation => match operation.reduce_op() {
+            Some(op) => !reduction::is_engines_own(comm, op, print),
+            None => true,
+        },
+    }
+}
+
+fn move_piece(
+    comm: &mut NcclCommunicator,
+    buffers: &mut Buffers<'_>,
+    piece: &Piece,
+    own_start: usize,
+    print: &Fingerprint,
+) -> Result<(), CollectiveError> {
+    let rank = comm.rank();
+    let (given, gotten) = (gives(print.operation, rank), gets(print.operation, rank));
+    // Apart, the own block is all there is in a buffer that holds no more.
+    let (send, send_start): (&[u8], usize) = match buffers {
+        Buffers::InPlace(buffer) => (buffer, 0),
+        Buffers::OutOfPlace { send, .. } => (send, start_of(given, own_start)),
+    };
+    let runs = piece.runs(given, rank);
+    comm.engine(print, |link| {
+        let staging = &link.workspace.staging;
+        runs.iter().try_for_each(|(range, place)| {
+            let bytes = &send[range.start - send_start..range.end - send_start];
+            staging.put(*place, bytes, link.stream)
         })
-    }
+    })?;
+    let memory = Memory::Same(comm.link.workspace.staging.address);
+    movement::move_data(comm, memory, &piece.on_device, piece.len_bytes, print)?;
+    comm.finish(print)?;
+    let (receive, receive_start): (&mut [u8], usize) = match buffers {
+        Buffers::InPlace(buffer) => (buffer, 0),
+        Buffers::OutOfPlace { receive, .. } => (receive, start_of(gotten, own_start)),
+    };
+    let runs = piece.runs(gotten, rank);
+    comm.engine(print, |link| {
+        let staging = &link.workspace.staging;
+        runs.iter().try_for_each(|(range, place)| {
+            let bytes = &mut receive[range.start - receive_start..range.end - receive_start];
+            staging.get(*place, bytes, link.stream)
+        })
+    })
 }
 
 impl Piece {

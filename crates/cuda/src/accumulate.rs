@@ -29,60 +29,58 @@ struct Arguments {
     reserved: u32,
 }
 
-impl CudaBackend {
-    /// As [`fusestep_launch::Backend::accumulate`].
-    pub(crate) fn enqueue_accumulation(
-        &self,
-        accumulate: Accumulate<'_>,
-    ) -> Result<(), BackendError> {
-        let Accumulate {
-            dtype,
-            sums: (sums, sums_at),
-            grads: (grads, grads_at),
-            numel,
-            what,
-        } = accumulate;
-        let entry = match dtype {
-            DType::F32 => "accumulate_f32",
-            DType::F64 => "accumulate_f64",
-            DType::F16 => "accumulate_f16",
-            DType::BF16 => "accumulate_bf16",
-            _ => {
-                return Err(unavailable(format!(
-                    "expected gradients in floating point to be added up, found {dtype}"
-                )));
-            }
-        };
-        let (op, factor) = match what {
-            Accumulation::First { weight } => (0, weight),
-            Accumulation::Add { weight } => (1, weight),
-            Accumulation::Mean { divisor } => (2, divisor),
-        };
-        let place = |buffer, at: usize, width: usize| {
-            let buffer: &DeviceBuffer = self.device_buffer(buffer)?;
-            let end = numel.saturating_mul(width as u64).saturating_add(at as u64);
-            check_end(end, fusestep_launch::Buffer::len_bytes(buffer))?;
-            Ok::<_, BackendError>(buffer.address() + at as u64)
-        };
-        let width = dtype.len_bytes();
-        let arguments = Arguments {
-            sums: place(sums, sums_at, width.max(size_of::<f32>()))?,
-            grads: place(grads, grads_at, width)?,
-            numel,
-            factor,
-            op,
-            reserved: 0,
-        };
-        if numel == 0 {
-            return Ok(());
+/// As [`fusestep_launch::Backend::accumulate`].
+pub(crate) fn enqueue(
+    backend: &CudaBackend,
+    accumulate: Accumulate<'_>,
+) -> Result<(), BackendError> {
+    let Accumulate {
+        dtype,
+        sums: (sums, sums_at),
+        grads: (grads, grads_at),
+        numel,
+        what,
+    } = accumulate;
+    let entry = match dtype {
+        DType::F32 => "accumulate_f32",
+        DType::F64 => "accumulate_f64",
+        DType::F16 => "accumulate_f16",
+        DType::BF16 => "accumulate_bf16",
+        _ => {
+            return Err(unavailable(format!(
+                "expected gradients in floating point to be added up, found {dtype}"
+            )));
         }
-        let blocks = numel.div_ceil(u64::from(THREADS) * ELEMENTS_OF_THREAD);
-        let entry = Entry {
-            stem: STEM,
-            entry,
-            threads: THREADS,
-            blocks: blocks.min(MOST_BLOCKS) as u32,
-        };
-        self.enqueue_packed(entry, bytemuck::bytes_of(&arguments))
+    };
+    let (op, factor) = match what {
+        Accumulation::First { weight } => (0, weight),
+        Accumulation::Add { weight } => (1, weight),
+        Accumulation::Mean { divisor } => (2, divisor),
+    };
+    let place = |buffer, at: usize, width: usize| {
+        let buffer: &DeviceBuffer = backend.device_buffer(buffer)?;
+        let end = numel.saturating_mul(width as u64).saturating_add(at as u64);
+        check_end(end, fusestep_launch::Buffer::len_bytes(buffer))?;
+        Ok::<_, BackendError>(buffer.address() + at as u64)
+    };
+    let width = dtype.len_bytes();
+    let arguments = Arguments {
+        sums: place(sums, sums_at, width.max(size_of::<f32>()))?,
+        grads: place(grads, grads_at, width)?,
+        numel,
+        factor,
+        op,
+        reserved: 0,
+    };
+    if numel == 0 {
+        return Ok(());
     }
+    let blocks = numel.div_ceil(u64::from(THREADS) * ELEMENTS_OF_THREAD);
+    let entry = Entry {
+        stem: STEM,
+        entry,
+        threads: THREADS,
+        blocks: blocks.min(MOST_BLOCKS) as u32,
+    };
+    backend.enqueue_packed(entry, bytemuck::bytes_of(&arguments))
 }

@@ -14,10 +14,13 @@ use fusestep_launch::{
 use crate::buffer::{Allocation, DeviceBuffer};
 use crate::checks::{argument_bytes, check_records};
 use crate::kernels::Kernels;
+use crate::loaded_entry::EntryCode;
 use crate::session::Session;
 use crate::status::check;
 use crate::update_sums::check_without_update_sums;
-use crate::{DeviceInfo, NAME};
+use crate::{
+    DeviceInfo, NAME, accumulate, checks, graph, leaves, normed, reduce, resident, tensor_sums,
+};
 
 /// Most threads of a block, as the kernels are compiled for.
 pub(crate) const BLOCK_THREADS: u32 = 512;
@@ -190,7 +193,7 @@ impl CudaBackend {
         pack: &dyn Fn(&Batch, &mut [u8]),
     ) -> Result<LaunchReport, BackendError> {
         if let Some(normed) = launch.kernel.normed() {
-            self.launch_normed(launch, normed, pack)?;
+            normed::launch(self, launch, normed, pack)?;
             return Ok(LaunchReport::of(launch.batches));
         }
         for batch in launch.batches.iter().filter(|batch| batch.chunks > 0) {
@@ -214,6 +217,12 @@ impl CudaBackend {
         self.enqueue(entry, &mut |bytes| {
             bytes[..arguments.len()].copy_from_slice(arguments);
         })
+    }
+
+    /// The entries that were launched until now, each with what the driver was handed for it. An
+    /// entry is loaded when it is launched first.
+    pub fn loaded_entries(&self) -> Vec<(&'static str, EntryCode)> {
+        self.kernels().loaded().collect()
     }
 }
 
@@ -265,7 +274,7 @@ impl Backend for CudaBackend {
     }
 
     fn accumulate(&self, accumulate: Accumulate<'_>) -> Result<(), BackendError> {
-        self.enqueue_accumulation(accumulate)
+        accumulate::enqueue(self, accumulate)
     }
 
     fn hand_over(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
@@ -287,7 +296,7 @@ impl Backend for CudaBackend {
 
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         check_without_update_sums(&launch)?;
-        let addresses = self.list_addresses(&launch)?;
+        let addresses = leaves::list_addresses(self, &launch)?;
         let addresses = Addresses {
             lists: &addresses[..launch.lists.len()],
             control: match launch.control {
@@ -298,10 +307,10 @@ impl Backend for CudaBackend {
         // All batches are checked before the first is launched.
         for batch in launch.batches {
             check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
-            self.check_arguments(argument_bytes(&launch, batch))?;
+            checks::check_arguments(self, argument_bytes(&launch, batch))?;
         }
         if let (Some(normed), Some(sums)) = (launch.kernel.normed(), launch.tensor_sums) {
-            self.launch_with_sums(&launch, (normed, sums))?;
+            tensor_sums::launch_with_sums(self, &launch, (normed, sums))?;
             return Ok(LaunchReport::of(launch.batches));
         }
         self.enqueue_batches(&launch, &|batch, bytes| {
@@ -314,7 +323,7 @@ impl Backend for CudaBackend {
         leaves: LeafSquares<'_>,
         sums: &mut [SquareSum],
     ) -> Result<(), BackendError> {
-        self.squares_of_leaves(leaves, sums)
+        leaves::squares(self, leaves, sums)
     }
 
     fn leaf_squares_into(
@@ -322,11 +331,11 @@ impl Backend for CudaBackend {
         leaves: LeafSquares<'_>,
         into: (&mut dyn Buffer, u64),
     ) -> Result<(), BackendError> {
-        self.squares_of_leaves_into(leaves, into)
+        leaves::squares_into(self, leaves, into)
     }
 
     fn fold_leaves(&self, fold: FoldLeaves<'_>) -> Result<(), BackendError> {
-        self.enqueue_fold(fold)
+        leaves::enqueue_fold(self, fold)
     }
 
     fn zero(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
@@ -338,7 +347,7 @@ impl Backend for CudaBackend {
         launch: &Launch<'_>,
         sums: &mut [[f64; MAX_SUMS]],
     ) -> Result<(), BackendError> {
-        self.sums_of_leaves(launch, sums)
+        leaves::sums(self, launch, sums)
     }
 
     fn leaf_sums_into(
@@ -346,7 +355,7 @@ impl Backend for CudaBackend {
         launch: &Launch<'_>,
         slots: (&mut dyn Buffer, u64),
     ) -> Result<(), BackendError> {
-        self.enqueue_leaf_sums(launch, slots)
+        tensor_sums::enqueue_leaf_sums(self, launch, slots)
     }
 
     fn place_leaf_sums(
@@ -355,7 +364,9 @@ impl Backend for CudaBackend {
         values: &[SetValues],
         slots: (&dyn Buffer, u64),
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
-        Ok(Some(Box::new(self.place_leaves(launch, values, slots)?)))
+        Ok(Some(Box::new(resident::place_leaves(
+            self, launch, values, slots,
+        )?)))
     }
 
     fn leaf_sums_of_table(
@@ -363,15 +374,15 @@ impl Backend for CudaBackend {
         launch: &Launch<'_>,
         table: &dyn ResidentTable,
     ) -> Result<(), BackendError> {
-        self.enqueue_leaves(launch, table)
+        resident::enqueue_leaves(self, launch, table)
     }
 
     fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
-        self.enqueue_reduction(reduce)
+        reduce::reduce(self, reduce)
     }
 
     fn conclude(&self, conclude: Conclude<'_>) -> Result<LaunchReport, BackendError> {
-        self.enqueue_conclusion(conclude)
+        reduce::conclude(self, conclude)
     }
 
     fn place_table(
@@ -379,7 +390,9 @@ impl Backend for CudaBackend {
         launch: &Launch<'_>,
         values: &[SetValues],
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
-        Ok(Some(Box::new(self.place_launch(launch, values)?)))
+        Ok(Some(Box::new(resident::place_launch(
+            self, launch, values,
+        )?)))
     }
 
     fn launch_table(
@@ -387,18 +400,18 @@ impl Backend for CudaBackend {
         launch: Launch<'_>,
         table: &dyn ResidentTable,
     ) -> Result<LaunchReport, BackendError> {
-        self.enqueue_table(&launch, table)
+        resident::enqueue_table(self, &launch, table)
     }
 
     fn set_table_lr(&self, table: &mut dyn ResidentTable, lr: f64) -> Result<(), BackendError> {
-        self.set_lr_of(table, lr)
+        resident::set_lr(self, table, lr)
     }
 
     fn place_reduction(
         &self,
         reduce: &Reduce<'_>,
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
-        Ok(Some(Box::new(self.place_reads(reduce)?)))
+        Ok(Some(Box::new(resident::place_reads(self, reduce)?)))
     }
 
     fn reduce_table(
@@ -406,14 +419,14 @@ impl Backend for CudaBackend {
         reduce: Reduce<'_>,
         table: &dyn ResidentTable,
     ) -> Result<LaunchReport, BackendError> {
-        self.enqueue_reads(&reduce, table)
+        resident::enqueue_reads(self, &reduce, table)
     }
 
     fn capture(
         &self,
         enqueue: &mut dyn FnMut() -> Result<(), BackendError>,
     ) -> Result<Box<dyn Graph>, BackendError> {
-        Ok(Box::new(self.record(enqueue)?))
+        Ok(Box::new(graph::record(self, enqueue)?))
     }
 
     fn take_skipped(&self) -> Result<u64, BackendError> {

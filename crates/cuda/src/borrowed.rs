@@ -9,12 +9,12 @@ use fusestep_launch::{
 };
 use fusestep_tensor::Role;
 
-use crate::NAME;
 use crate::backend::CudaBackend;
 use crate::checks::{argument_bytes, check_records, saturate};
 use crate::leaves::check_without_tensor_sums;
 use crate::session::unavailable;
 use crate::update_sums::check_without_update_sums;
+use crate::{NAME, checks, reduce};
 
 /// Where one tensor lies on the device: its elements one behind the other, in memory of whoever
 /// gives the address.
@@ -80,7 +80,7 @@ impl CudaBackend {
         tensors.resize(launch.offsets.len() * declared.len(), 0);
         for batch in launch.batches {
             check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
-            self.check_arguments(argument_bytes(&launch, batch))?;
+            checks::check_arguments(self, argument_bytes(&launch, batch))?;
         }
         for (at, list) in declared.iter().enumerate() {
             let kept = launch
@@ -139,7 +139,7 @@ impl CudaBackend {
             }
         }
         let (kernel, tensors) = (reduce.kernel, &tensors[..]);
-        self.enqueue_read_batches(&reduce, &|batch, partials, bytes| {
+        reduce::enqueue_batches(self, &reduce, &|batch, partials, bytes| {
             pack_reduction_of_tensors(kernel, batch, tensors, partials, bytes);
         })
     }

@@ -6,18 +6,16 @@ use crate::NAME;
 use crate::backend::{CudaBackend, GRID_MAX};
 use crate::session::unavailable;
 
-impl CudaBackend {
-    /// Refuses a batch whose arguments no launch carries.
-    pub(crate) fn check_arguments(&self, len_bytes: usize) -> Result<(), BackendError> {
-        let most = self.session.info.argument_bytes;
-        if len_bytes <= most {
-            return Ok(());
-        }
-        Err(unavailable(format!(
-            "a batch has {len_bytes} argument bytes, this device takes {most}; plan with the \
-             limits of the backend"
-        )))
+/// Refuses a batch whose arguments no launch carries.
+pub(crate) fn check_arguments(backend: &CudaBackend, len_bytes: usize) -> Result<(), BackendError> {
+    let most = backend.session.info.argument_bytes;
+    if len_bytes <= most {
+        return Ok(());
     }
+    Err(unavailable(format!(
+        "a batch has {len_bytes} argument bytes, this device takes {most}; plan with the \
+         limits of the backend"
+    )))
 }
 
 /// Bytes of the arguments of a batch.

@@ -26,51 +26,49 @@ pub(crate) struct CapturedGraph {
 // SAFETY: the handle belongs to the context, not to a thread, and has one owner.
 unsafe impl Send for CapturedGraph {}
 
-impl CudaBackend {
-    /// Records what `enqueue` enqueues on this backend, from whichever thread.
-    pub(crate) fn record(
-        &self,
-        enqueue: &mut dyn FnMut() -> Result<(), BackendError>,
-    ) -> Result<CapturedGraph, BackendError> {
-        self.session.enter()?;
-        *self.recorded() = Some(Vec::new());
-        // Relaxed: modules are loaded when their first function is, and that may be now.
-        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: the stream lives as long as the session, and its context is current.
-        let status = unsafe { sys::cuStreamBeginCapture_v2(self.session.stream(), mode) };
-        let begun = check(status, || "starting to record launches".to_owned());
-        if let Err(error) = begun {
-            *self.recorded() = None;
-            return Err(error);
-        }
-        let enqueued = enqueue();
-        let mut graph: CUgraph = ptr::null_mut();
-        // A stream must not stay in this mode, whatever happened.
-        let ended = self.session.enter().and_then(|()| {
-            // SAFETY: writes one handle; the stream records since the call above.
-            let status = unsafe { sys::cuStreamEndCapture(self.session.stream(), &mut graph) };
-            check(status, || "recording launches".to_owned())
-        });
-        let memory = self.recorded().take().unwrap_or_default();
-        let made = enqueued.and(ended).and_then(|()| {
-            let mut executable: CUgraphExec = ptr::null_mut();
-            // SAFETY: writes one handle; the graph was recorded above.
-            let status = unsafe { sys::cuGraphInstantiateWithFlags(&mut executable, graph, 0) };
-            check(status, || "making a graph of recorded launches".to_owned())?;
-            Ok(executable)
-        });
-        if !graph.is_null() {
-            // SAFETY: the handle was returned above and is destroyed once; what was made of it has
-            // its own copy.
-            let _ = unsafe { sys::cuGraphDestroy(graph) };
-        }
-        Ok(CapturedGraph {
-            executable: made?,
-            session: Arc::clone(&self.session),
-            _memory: memory,
-            _kernels: Arc::clone(&self.kernels),
-        })
+/// Records what `enqueue` enqueues on this backend, from whichever thread.
+pub(crate) fn record(
+    backend: &CudaBackend,
+    enqueue: &mut dyn FnMut() -> Result<(), BackendError>,
+) -> Result<CapturedGraph, BackendError> {
+    backend.session.enter()?;
+    *backend.recorded() = Some(Vec::new());
+    // Relaxed: modules are loaded when their first function is, and that may be now.
+    let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    // SAFETY: the stream lives as long as the session, and its context is current.
+    let status = unsafe { sys::cuStreamBeginCapture_v2(backend.session.stream(), mode) };
+    let begun = check(status, || "starting to record launches".to_owned());
+    if let Err(error) = begun {
+        *backend.recorded() = None;
+        return Err(error);
     }
+    let enqueued = enqueue();
+    let mut graph: CUgraph = ptr::null_mut();
+    // A stream must not stay in this mode, whatever happened.
+    let ended = backend.session.enter().and_then(|()| {
+        // SAFETY: writes one handle; the stream records since the call above.
+        let status = unsafe { sys::cuStreamEndCapture(backend.session.stream(), &mut graph) };
+        check(status, || "recording launches".to_owned())
+    });
+    let memory = backend.recorded().take().unwrap_or_default();
+    let made = enqueued.and(ended).and_then(|()| {
+        let mut executable: CUgraphExec = ptr::null_mut();
+        // SAFETY: writes one handle; the graph was recorded above.
+        let status = unsafe { sys::cuGraphInstantiateWithFlags(&mut executable, graph, 0) };
+        check(status, || "making a graph of recorded launches".to_owned())?;
+        Ok(executable)
+    });
+    if !graph.is_null() {
+        // SAFETY: the handle was returned above and is destroyed once; what was made of it has
+        // its own copy.
+        let _ = unsafe { sys::cuGraphDestroy(graph) };
+    }
+    Ok(CapturedGraph {
+        executable: made?,
+        session: Arc::clone(&backend.session),
+        _memory: memory,
+        _kernels: Arc::clone(&backend.kernels),
+    })
 }
 
 impl Graph for CapturedGraph {

@@ -6,7 +6,6 @@ use cust::sys::CUfunction;
 use fusestep_kernels::TABLE_BYTES;
 use fusestep_launch::BackendError;
 
-use crate::CudaBackend;
 use crate::loaded_entry::{EntryCode, LoadedEntry};
 use crate::normed::Slots;
 use crate::session::Session;
@@ -116,14 +115,6 @@ impl Kernels {
         for loaded in self.loaded.drain(..) {
             loaded.unload();
         }
-    }
-}
-
-impl CudaBackend {
-    /// The entries that were launched until now, each with what the driver was handed for it. An
-    /// entry is loaded when it is launched first.
-    pub fn loaded_entries(&self) -> Vec<(&'static str, EntryCode)> {
-        self.kernels().loaded().collect()
     }
 }
 

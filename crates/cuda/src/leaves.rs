@@ -8,13 +8,13 @@ use fusestep_launch::{
 };
 use fusestep_simd::Level;
 
-use crate::NAME;
 use crate::backend::{CudaBackend, Entry};
 use crate::checks::check_records;
 use crate::normed::SLOT_BYTES;
 use crate::reduce::check_end;
 use crate::session::unavailable;
 use crate::tensor_sums::{Place, normed_of};
+use crate::{NAME, tensor_sums};
 
 /// Threads of a block that sums up one leaf: one warp, whose groups take rows of it.
 const LEAF_THREADS: u32 = 32;
@@ -50,189 +50,196 @@ impl MultiTensorReduction for OfLeaves<'_> {
     }
 }
 
-impl CudaBackend {
-    /// As [`Backend::leaf_squares`]: of the gradients nothing goes to the host but their sums.
-    pub(crate) fn squares_of_leaves(
-        &self,
-        leaves: LeafSquares<'_>,
-        sums: &mut [SquareSum],
-    ) -> Result<(), BackendError> {
-        let records = leaves.batches.iter().flat_map(|batch| &batch.records);
-        let count = records.map(|record| leaves_of(record.numel)).sum::<u64>();
-        check_count(count, sums)?;
-        let len_bytes = size_of_val(sums);
-        let partials = self.leaf_slots(len_bytes.div_ceil(SLOT_BYTES) as u64)?;
-        self.enqueue_leaf_squares(leaves, partials)?;
-        self.read_leaf_slots(bytemuck::cast_slice_mut(sums))
-    }
+/// As [`Backend::leaf_squares`]: of the gradients nothing goes to the host but their sums.
+pub(crate) fn squares(
+    backend: &CudaBackend,
+    leaves: LeafSquares<'_>,
+    sums: &mut [SquareSum],
+) -> Result<(), BackendError> {
+    let records = leaves.batches.iter().flat_map(|batch| &batch.records);
+    let count = records.map(|record| leaves_of(record.numel)).sum::<u64>();
+    check_count(count, sums)?;
+    let len_bytes = size_of_val(sums);
+    let partials = leaf_slots(backend, len_bytes.div_ceil(SLOT_BYTES) as u64)?;
+    enqueue_leaf_squares(backend, leaves, partials)?;
+    read_leaf_slots(backend, bytemuck::cast_slice_mut(sums))
+}
 
-    /// As [`Backend::leaf_squares_into`].
-    pub(crate) fn squares_of_leaves_into(
-        &self,
-        leaves: LeafSquares<'_>,
-        (into, first): (&mut dyn Buffer, u64),
-    ) -> Result<(), BackendError> {
-        let records = leaves.batches.iter().flat_map(|batch| &batch.records);
-        let count = records.map(|record| leaves_of(record.numel)).sum::<u64>();
-        let width = size_of::<SquareSum>() as u64;
-        let end = first.saturating_add(count).saturating_mul(width);
-        check_end(end, into.len_bytes())?;
-        let address = self.device_buffer(into)?.address();
-        self.enqueue_leaf_squares(leaves, address + first * width)
-    }
+/// As [`Backend::leaf_squares_into`].
+pub(crate) fn squares_into(
+    backend: &CudaBackend,
+    leaves: LeafSquares<'_>,
+    (into, first): (&mut dyn Buffer, u64),
+) -> Result<(), BackendError> {
+    let records = leaves.batches.iter().flat_map(|batch| &batch.records);
+    let count = records.map(|record| leaves_of(record.numel)).sum::<u64>();
+    let width = size_of::<SquareSum>() as u64;
+    let end = first.saturating_add(count).saturating_mul(width);
+    check_end(end, into.len_bytes())?;
+    let address = backend.device_buffer(into)?.address();
+    enqueue_leaf_squares(backend, leaves, address + first * width)
+}
 
-    /// As [`Backend::fold_leaves`].
-    pub(crate) fn enqueue_fold(&self, fold: FoldLeaves<'_>) -> Result<(), BackendError> {
-        let chunks = (fold.places.len_bytes() / size_of::<TensorPartials>()) as u64;
-        const { assert!(size_of::<SquareSum>() == size_of::<[f64; MAX_SUMS]>()) };
-        let width = size_of::<SquareSum>() as u64;
-        check_end(chunks.saturating_mul(width), fold.partials.len_bytes())?;
-        if chunks == 0 {
-            return Ok(());
+/// As [`Backend::fold_leaves`].
+pub(crate) fn enqueue_fold(
+    backend: &CudaBackend,
+    fold: FoldLeaves<'_>,
+) -> Result<(), BackendError> {
+    let chunks = (fold.places.len_bytes() / size_of::<TensorPartials>()) as u64;
+    const { assert!(size_of::<SquareSum>() == size_of::<[f64; MAX_SUMS]>()) };
+    let width = size_of::<SquareSum>() as u64;
+    check_end(chunks.saturating_mul(width), fold.partials.len_bytes())?;
+    if chunks == 0 {
+        return Ok(());
+    }
+    let address = |buffer| Ok::<_, BackendError>(backend.device_buffer(buffer)?.address());
+    let leaves = address(fold.leaves)?;
+    let [places, partials] = [address(fold.places)?, address(&*fold.partials)?];
+    let blocks = chunks.div_ceil(u64::from(FOLD_THREADS / LEAF_THREADS));
+    let blocks = u32::try_from(blocks)
+        .map_err(|_| unavailable(format!("{chunks} chunks are more than one launch folds")))?;
+    let entry = |stem, entry| Entry {
+        stem,
+        entry,
+        threads: FOLD_THREADS,
+        blocks,
+    };
+    match fold.index {
+        None => {
+            let arguments = [leaves, places, partials, chunks];
+            backend.enqueue_packed(entry("amp", "amp_fold"), bytemuck::bytes_of(&arguments))
         }
-        let address = |buffer| Ok::<_, BackendError>(self.device_buffer(buffer)?.address());
-        let leaves = address(fold.leaves)?;
-        let [places, partials] = [address(fold.places)?, address(&*fold.partials)?];
-        let blocks = chunks.div_ceil(u64::from(FOLD_THREADS / LEAF_THREADS));
-        let blocks = u32::try_from(blocks)
-            .map_err(|_| unavailable(format!("{chunks} chunks are more than one launch folds")))?;
-        let entry = |stem, entry| Entry {
-            stem,
-            entry,
-            threads: FOLD_THREADS,
-            blocks,
-        };
-        match fold.index {
-            None => {
-                let arguments = [leaves, places, partials, chunks];
-                self.enqueue_packed(entry("amp", "amp_fold"), bytemuck::bytes_of(&arguments))
-            }
-            Some(index) => {
-                let arguments = [leaves, address(index)?, places, partials, chunks];
-                let entry = entry("tensor_sums", "tensor_sums_fold");
-                self.enqueue_packed(entry, bytemuck::bytes_of(&arguments))
-            }
+        Some(index) => {
+            let arguments = [leaves, address(index)?, places, partials, chunks];
+            let entry = entry("tensor_sums", "tensor_sums_fold");
+            backend.enqueue_packed(entry, bytemuck::bytes_of(&arguments))
         }
     }
+}
 
-    /// Enqueues the sums of all leaves of a read, from an address on.
-    fn enqueue_leaf_squares(
-        &self,
-        leaves: LeafSquares<'_>,
-        partials: u64,
-    ) -> Result<(), BackendError> {
-        let records = || leaves.batches.iter().flat_map(|batch| &batch.records);
-        let list = self.device_buffer(leaves.list.buffer.as_ref())?.address();
-        for batch in leaves.batches {
-            let lists = (std::slice::from_ref(leaves.list), &[leaves.first][..]);
-            check_records(lists, leaves.offsets, batch)?;
-        }
-        let kernel = OfLeaves(leaves.kernel);
-        let limits = LaunchLimits {
-            chunk_elements: kernel.chunk_elements(),
-            ..self.limits()
-        };
-        let tensors = records().map(|record| Batchable {
-            tensor: record.tensor,
-            first_element: record.first_element,
-            numel: record.numel,
-            class: 0,
-        });
-        let batches = batches(kernel.entry(), tensors, kernel.argument_layout(), limits)
-            .map_err(|error| unavailable(error.to_string()))?;
-        let width = leaves.list.dtype().len_bytes() as u64;
-        let place = |&offset: &u64| {
-            list.wrapping_add(offset.wrapping_sub(leaves.first).wrapping_mul(width))
-        };
-        let addresses: Vec<u64> = leaves.offsets.iter().map(place).collect();
-        let mut next = partials;
-        for batch in &batches {
-            let entry = Entry {
-                stem: kernel.stem(),
-                entry: kernel.entry(),
-                threads: LEAF_THREADS,
-                blocks: batch.chunks,
-            };
-            self.enqueue(entry, &mut |bytes| {
-                pack_reduction_of_tensors(&kernel, batch, &addresses, next, bytes);
-            })?;
-            next += u64::from(batch.chunks) * size_of::<SquareSum>() as u64;
-        }
-        Ok(())
+/// Enqueues the sums of all leaves of a read, from an address on.
+fn enqueue_leaf_squares(
+    backend: &CudaBackend,
+    leaves: LeafSquares<'_>,
+    partials: u64,
+) -> Result<(), BackendError> {
+    let records = || leaves.batches.iter().flat_map(|batch| &batch.records);
+    let list = backend
+        .device_buffer(leaves.list.buffer.as_ref())?
+        .address();
+    for batch in leaves.batches {
+        let lists = (std::slice::from_ref(leaves.list), &[leaves.first][..]);
+        check_records(lists, leaves.offsets, batch)?;
     }
-
-    /// As [`Backend::leaf_sums`].
-    pub(crate) fn sums_of_leaves(
-        &self,
-        launch: &Launch<'_>,
-        sums: &mut [[f64; MAX_SUMS]],
-    ) -> Result<(), BackendError> {
-        let normed = normed_of(launch)?;
-        let pieces = pieces_of(launch.batches);
-        let count = pieces
-            .iter()
-            .map(|piece| leaves_of(piece.numel))
-            .sum::<u64>();
-        check_count(count, sums)?;
-        let limits = LaunchLimits {
-            chunk_elements: CHUNK_ELEMENTS,
-            argument_bytes: self.session.info.argument_bytes,
-            ..launch.limits
-        };
-        let layout = launch.kernel.argument_layout();
-        let batches = batches(
-            launch.kernel.entry(),
-            pieces.iter().copied(),
-            layout,
-            limits,
-        )
+    let kernel = OfLeaves(leaves.kernel);
+    let limits = LaunchLimits {
+        chunk_elements: kernel.chunk_elements(),
+        ..backend.limits()
+    };
+    let tensors = records().map(|record| Batchable {
+        tensor: record.tensor,
+        first_element: record.first_element,
+        numel: record.numel,
+        class: 0,
+    });
+    let batches = batches(kernel.entry(), tensors, kernel.argument_layout(), limits)
         .map_err(|error| unavailable(error.to_string()))?;
-        for batch in &batches {
-            check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
-        }
-        let slots = self.leaf_slots(pieces.len() as u64)?;
-        let place = Place {
-            slots,
-            first_slot: 0,
+    let width = leaves.list.dtype().len_bytes() as u64;
+    let place =
+        |&offset: &u64| list.wrapping_add(offset.wrapping_sub(leaves.first).wrapping_mul(width));
+    let addresses: Vec<u64> = leaves.offsets.iter().map(place).collect();
+    let mut next = partials;
+    for batch in &batches {
+        let entry = Entry {
+            stem: kernel.stem(),
+            entry: kernel.entry(),
+            threads: LEAF_THREADS,
+            blocks: batch.chunks,
         };
-        self.enqueue_parts(launch, (normed.sums_and_update().sums, &batches), place)?;
-        let mut values = vec![0.0; pieces.len() * SLOT_BYTES / size_of::<f64>()];
-        self.read_leaf_slots(bytemuck::cast_slice_mut(&mut values))?;
-        let slots = values.chunks_exact(SLOT_BYTES / size_of::<f64>());
-        let of_pieces = slots.zip(&pieces).flat_map(|(slot, piece)| {
-            let units = slot.chunks_exact(MAX_SUMS);
-            units.take(leaves_of(piece.numel) as usize)
-        });
-        for (sums, unit) in sums.iter_mut().zip(of_pieces) {
-            sums.copy_from_slice(unit);
-        }
-        Ok(())
+        backend.enqueue(entry, &mut |bytes| {
+            pack_reduction_of_tensors(&kernel, batch, &addresses, next, bytes);
+        })?;
+        next += u64::from(batch.chunks) * size_of::<SquareSum>() as u64;
     }
+    Ok(())
+}
 
-    /// The address of so many slots for sums over leaves, which are 0.
-    fn leaf_slots(&self, count: u64) -> Result<u64, BackendError> {
-        self.session.enter()?;
-        let mut kernels = self.kernels();
-        kernels.leaf_slots.at_least(&self.session, count)?;
-        kernels.leaf_slots.zero()
+/// As [`Backend::leaf_sums`].
+pub(crate) fn sums(
+    backend: &CudaBackend,
+    launch: &Launch<'_>,
+    sums: &mut [[f64; MAX_SUMS]],
+) -> Result<(), BackendError> {
+    let normed = normed_of(launch)?;
+    let pieces = pieces_of(launch.batches);
+    let count = pieces
+        .iter()
+        .map(|piece| leaves_of(piece.numel))
+        .sum::<u64>();
+    check_count(count, sums)?;
+    let limits = LaunchLimits {
+        chunk_elements: CHUNK_ELEMENTS,
+        argument_bytes: backend.session.info.argument_bytes,
+        ..launch.limits
+    };
+    let layout = launch.kernel.argument_layout();
+    let batches = batches(
+        launch.kernel.entry(),
+        pieces.iter().copied(),
+        layout,
+        limits,
+    )
+    .map_err(|error| unavailable(error.to_string()))?;
+    for batch in &batches {
+        check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
     }
+    let slots = leaf_slots(backend, pieces.len() as u64)?;
+    let place = Place {
+        slots,
+        first_slot: 0,
+    };
+    tensor_sums::enqueue_parts(
+        backend,
+        launch,
+        (normed.sums_and_update().sums, &batches),
+        place,
+    )?;
+    let mut values = vec![0.0; pieces.len() * SLOT_BYTES / size_of::<f64>()];
+    read_leaf_slots(backend, bytemuck::cast_slice_mut(&mut values))?;
+    let slots = values.chunks_exact(SLOT_BYTES / size_of::<f64>());
+    let of_pieces = slots.zip(&pieces).flat_map(|(slot, piece)| {
+        let units = slot.chunks_exact(MAX_SUMS);
+        units.take(leaves_of(piece.numel) as usize)
+    });
+    for (sums, unit) in sums.iter_mut().zip(of_pieces) {
+        sums.copy_from_slice(unit);
+    }
+    Ok(())
+}
 
-    /// Reads what a launch has left in them; waits for it.
-    fn read_leaf_slots(&self, bytes: &mut [u8]) -> Result<(), BackendError> {
-        self.kernels().leaf_slots.read(bytes)
-    }
+/// The address of so many slots for sums over leaves, which are 0.
+fn leaf_slots(backend: &CudaBackend, count: u64) -> Result<u64, BackendError> {
+    backend.session.enter()?;
+    let mut kernels = backend.kernels();
+    kernels.leaf_slots.at_least(&backend.session, count)?;
+    kernels.leaf_slots.zero()
+}
 
-    /// Where the lists of a launch lie.
-    pub(crate) fn list_addresses(
-        &self,
-        launch: &Launch<'_>,
-    ) -> Result<[u64; MAX_LISTS], BackendError> {
-        let mut addresses = [0; MAX_LISTS];
-        for (address, list) in addresses.iter_mut().zip(launch.lists.iter()) {
-            *address = self.device_buffer(list.buffer.as_ref())?.address();
-        }
-        Ok(addresses)
+/// Reads what a launch has left in them; waits for it.
+fn read_leaf_slots(backend: &CudaBackend, bytes: &mut [u8]) -> Result<(), BackendError> {
+    backend.kernels().leaf_slots.read(bytes)
+}
+
+/// Where the lists of a launch lie.
+pub(crate) fn list_addresses(
+    backend: &CudaBackend,
+    launch: &Launch<'_>,
+) -> Result<[u64; MAX_LISTS], BackendError> {
+    let mut addresses = [0; MAX_LISTS];
+    for (address, list) in addresses.iter_mut().zip(launch.lists.iter()) {
+        *address = backend.device_buffer(list.buffer.as_ref())?.address();
     }
+    Ok(addresses)
 }
 
 /// The records of a launch in pieces of [`LEAVES_AT_ONCE`].

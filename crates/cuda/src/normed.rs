@@ -112,51 +112,49 @@ impl Slots {
     }
 }
 
-impl CudaBackend {
-    /// Enqueues all batches of a launch whose kernel is normed; they have been checked, and `pack`
-    /// writes the arguments of one.
-    pub(crate) fn launch_normed(
-        &self,
-        launch: &Launch<'_>,
-        normed: &dyn NormedKernel,
-        pack: &dyn Fn(&Batch, &mut [u8]),
-    ) -> Result<(), BackendError> {
-        let slots = self.slots(slot_count(launch)?)?;
-        let names = normed.sums_and_update();
-        for name in [names.sums, names.update] {
-            let batches = launch.batches.iter().enumerate();
-            for (index, batch) in batches {
-                let workspace = workspace(launch, index, slots);
-                self.enqueue_normed(launch, (name, batch), workspace, pack)?;
-            }
+/// Enqueues all batches of a launch whose kernel is normed; they have been checked, and `pack`
+/// writes the arguments of one.
+pub(crate) fn launch(
+    backend: &CudaBackend,
+    launch: &Launch<'_>,
+    normed: &dyn NormedKernel,
+    pack: &dyn Fn(&Batch, &mut [u8]),
+) -> Result<(), BackendError> {
+    let slots = backend.slots(slot_count(launch)?)?;
+    let names = normed.sums_and_update();
+    for name in [names.sums, names.update] {
+        let batches = launch.batches.iter().enumerate();
+        for (index, batch) in batches {
+            let workspace = workspace(launch, index, slots);
+            enqueue(backend, launch, (name, batch), workspace, pack)?;
         }
-        Ok(())
     }
+    Ok(())
+}
 
-    /// Enqueues one entry of a normed kernel on a batch, unless that is empty.
-    pub(crate) fn enqueue_normed(
-        &self,
-        launch: &Launch<'_>,
-        (name, batch): (&'static str, &Batch),
-        workspace: Workspace,
-        pack: &dyn Fn(&Batch, &mut [u8]),
-    ) -> Result<(), BackendError> {
-        if batch.chunks == 0 {
-            return Ok(());
-        }
-        let (threads, blocks) = shape(batch);
-        let entry = Entry {
-            stem: launch.kernel.stem(),
-            entry: name,
-            threads,
-            blocks,
-        };
-        let workspace = workspace.bytes();
-        self.enqueue(entry, &mut |bytes| {
-            pack(batch, bytes);
-            bytes[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace);
-        })
+/// Enqueues one entry of a normed kernel on a batch, unless that is empty.
+pub(crate) fn enqueue(
+    backend: &CudaBackend,
+    launch: &Launch<'_>,
+    (name, batch): (&'static str, &Batch),
+    workspace: Workspace,
+    pack: &dyn Fn(&Batch, &mut [u8]),
+) -> Result<(), BackendError> {
+    if batch.chunks == 0 {
+        return Ok(());
     }
+    let (threads, blocks) = shape(batch);
+    let entry = Entry {
+        stem: launch.kernel.stem(),
+        entry: name,
+        threads,
+        blocks,
+    };
+    let workspace = workspace.bytes();
+    backend.enqueue(entry, &mut |bytes| {
+        pack(batch, bytes);
+        bytes[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace);
+    })
 }
 
 /// Refuses batches that are not cut at the chunks of the sums.

@@ -9,7 +9,6 @@ use fusestep_launch::{
     pack_launch_of_table, pack_reduction_table, pack_steps, pack_table, resident_sets,
 };
 
-use crate::NAME;
 use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, threads_for};
 use crate::buffer::{Allocation, DeviceBuffer};
 use crate::checks::check_records;
@@ -18,6 +17,7 @@ use crate::reduce::{check_end, read_list};
 use crate::session::unavailable;
 use crate::tensor_sums::{Place, normed_of, workspaces_of_parts};
 use crate::update_sums::{PlacedSums, SumsPart, check_update_sums};
+use crate::{NAME, tensor_sums, update_sums};
 
 /// The tables of one launch, one for each batch.
 #[derive(Debug)]
@@ -88,374 +88,390 @@ impl ResidentTable for DeviceTable {
     }
 }
 
-impl CudaBackend {
-    pub(crate) fn place_launch(
-        &self,
-        launch: &Launch<'_>,
-        values: &[SetValues],
-    ) -> Result<DeviceTable, BackendError> {
-        let addresses = self.launch_addresses(launch)?;
-        check_update_sums(launch)?;
-        let mut memory = Vec::new();
-        let place_slots = || self.kernels().place_slots(slot_count(launch)?);
-        let indices = 0..launch.batches.len();
-        let (does, workspaces, tensor_slots) = match (launch.kernel.normed(), launch.tensor_sums) {
-            (None, _) => (Does::Run, Vec::new(), None),
-            (Some(_), None) => {
-                let (slots, address) = place_slots()?;
-                let workspaces = indices.map(|index| workspace(launch, index, address));
-                (
-                    Does::SumAndUpdate(slots),
-                    workspaces.collect(),
-                    Some(address),
-                )
-            }
-            (Some(_), Some(TensorSums::Device(sums))) => {
-                let (slots, address) = place_slots()?;
-                let places = self.pack_places(launch, address, sums)?;
-                for buffer in [sums.sums, sums.tensors] {
-                    memory.push(Arc::clone(self.device_buffer(buffer)?.allocation()));
-                }
-                let place = Place {
-                    slots: address,
-                    first_slot: 0,
-                };
-                let workspaces = workspaces_of_parts(launch.batches, place).collect();
-                (Does::UpdateParts { slots, places }, workspaces, None)
-            }
-            (Some(_), Some(TensorSums::Host(_))) => {
-                return Err(unavailable(format!(
-                    "`{}`: expected sums over tensors on the device for a table, found those of \
-                     the host; launch with arguments",
-                    launch.kernel.entry()
-                )));
-            }
-        };
-        let mut batches = self.place_batches(launch, values, (&addresses, &workspaces))?;
-        let (lists, others) = addresses.split_at(launch.lists.len());
-        for (index, placed) in batches.iter_mut().enumerate() {
-            let control_and_sums = (others[0], others[1]);
-            placed.sums = self.place_sums(launch, index, lists, control_and_sums, tensor_slots)?;
+pub(crate) fn place_launch(
+    backend: &CudaBackend,
+    launch: &Launch<'_>,
+    values: &[SetValues],
+) -> Result<DeviceTable, BackendError> {
+    let addresses = launch_addresses(backend, launch)?;
+    check_update_sums(launch)?;
+    let mut memory = Vec::new();
+    let place_slots = || backend.kernels().place_slots(slot_count(launch)?);
+    let indices = 0..launch.batches.len();
+    let (does, workspaces, tensor_slots) = match (launch.kernel.normed(), launch.tensor_sums) {
+        (None, _) => (Does::Run, Vec::new(), None),
+        (Some(_), None) => {
+            let (slots, address) = place_slots()?;
+            let workspaces = indices.map(|index| workspace(launch, index, address));
+            (
+                Does::SumAndUpdate(slots),
+                workspaces.collect(),
+                Some(address),
+            )
         }
-        Ok(DeviceTable {
-            addresses,
-            entry: launch.kernel.entry(),
-            batches,
-            elements: launch.batches.iter().map(Batch::elements).sum(),
-            does,
-            memory,
-        })
-    }
-
-    /// As [`fusestep_launch::Backend::place_leaf_sums`].
-    pub(crate) fn place_leaves(
-        &self,
-        launch: &Launch<'_>,
-        values: &[SetValues],
-        slots: (&dyn Buffer, u64),
-    ) -> Result<DeviceTable, BackendError> {
-        let (_, place) = self.check_leaf_sums(launch, slots)?;
-        let addresses = self.launch_addresses(launch)?;
-        let workspaces: Vec<_> = workspaces_of_parts(launch.batches, place).collect();
-        Ok(DeviceTable {
-            batches: self.place_batches(launch, values, (&addresses, &workspaces))?,
-            addresses,
-            entry: launch.kernel.entry(),
-            elements: 0,
-            does: Does::SumLeaves,
-            memory: vec![Arc::clone(self.device_buffer(slots.0)?.allocation())],
-        })
-    }
-
-    /// Places the tables of all batches; of a kernel with norms each with its workspace.
-    fn place_batches(
-        &self,
-        launch: &Launch<'_>,
-        values: &[SetValues],
-        (addresses, workspaces): (&[u64], &[Workspace]),
-    ) -> Result<Vec<PlacedBatch>, BackendError> {
-        let sets = resident_sets(NAME, launch.kernel)?;
-        let (lists, others) = addresses.split_at(launch.lists.len());
-        let packed = Addresses {
-            lists,
-            control: others[0],
-        };
-        for batch in launch.batches {
-            check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
-        }
-        let place = |(index, batch): (usize, &Batch)| {
-            let layout = launch.kernel.argument_layout();
-            let steps = pack_steps(&sets, layout, batch, values);
-            let mut table = pack_table(launch, batch, packed);
-            let mut shape = Shape {
-                threads: threads_for(batch),
-                blocks: batch.chunks,
+        (Some(_), Some(TensorSums::Device(sums))) => {
+            let (slots, address) = place_slots()?;
+            let places = tensor_sums::pack_places(backend, launch, address, sums)?;
+            for buffer in [sums.sums, sums.tensors] {
+                memory.push(Arc::clone(backend.device_buffer(buffer)?.allocation()));
+            }
+            let place = Place {
+                slots: address,
+                first_slot: 0,
             };
-            if let Some(workspace) = workspaces.get(index) {
-                table[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES]
-                    .copy_from_slice(&workspace.bytes());
-                let (threads, blocks) = normed::shape(batch);
-                shape = Shape { threads, blocks };
-            }
-            self.place_batch(&steps, (&table, layout), batch, shape)
+            let workspaces = workspaces_of_parts(launch.batches, place).collect();
+            (Does::UpdateParts { slots, places }, workspaces, None)
+        }
+        (Some(_), Some(TensorSums::Host(_))) => {
+            return Err(unavailable(format!(
+                "`{}`: expected sums over tensors on the device for a table, found those of \
+                 the host; launch with arguments",
+                launch.kernel.entry()
+            )));
+        }
+    };
+    let mut batches = place_batches(backend, launch, values, (&addresses, &workspaces))?;
+    let (lists, others) = addresses.split_at(launch.lists.len());
+    for (index, placed) in batches.iter_mut().enumerate() {
+        let control_and_sums = (others[0], others[1]);
+        placed.sums = update_sums::place(
+            backend,
+            launch,
+            index,
+            lists,
+            control_and_sums,
+            tensor_slots,
+        )?;
+    }
+    Ok(DeviceTable {
+        addresses,
+        entry: launch.kernel.entry(),
+        batches,
+        elements: launch.batches.iter().map(Batch::elements).sum(),
+        does,
+        memory,
+    })
+}
+
+/// As [`fusestep_launch::Backend::place_leaf_sums`].
+pub(crate) fn place_leaves(
+    backend: &CudaBackend,
+    launch: &Launch<'_>,
+    values: &[SetValues],
+    slots: (&dyn Buffer, u64),
+) -> Result<DeviceTable, BackendError> {
+    let (_, place) = tensor_sums::check_leaf_sums(backend, launch, slots)?;
+    let addresses = launch_addresses(backend, launch)?;
+    let workspaces: Vec<_> = workspaces_of_parts(launch.batches, place).collect();
+    Ok(DeviceTable {
+        batches: place_batches(backend, launch, values, (&addresses, &workspaces))?,
+        addresses,
+        entry: launch.kernel.entry(),
+        elements: 0,
+        does: Does::SumLeaves,
+        memory: vec![Arc::clone(backend.device_buffer(slots.0)?.allocation())],
+    })
+}
+
+/// Places the tables of all batches; of a kernel with norms each with its workspace.
+fn place_batches(
+    backend: &CudaBackend,
+    launch: &Launch<'_>,
+    values: &[SetValues],
+    (addresses, workspaces): (&[u64], &[Workspace]),
+) -> Result<Vec<PlacedBatch>, BackendError> {
+    let sets = resident_sets(NAME, launch.kernel)?;
+    let (lists, others) = addresses.split_at(launch.lists.len());
+    let packed = Addresses {
+        lists,
+        control: others[0],
+    };
+    for batch in launch.batches {
+        check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
+    }
+    let place = |(index, batch): (usize, &Batch)| {
+        let layout = launch.kernel.argument_layout();
+        let steps = pack_steps(&sets, layout, batch, values);
+        let mut table = pack_table(launch, batch, packed);
+        let mut shape = Shape {
+            threads: threads_for(batch),
+            blocks: batch.chunks,
         };
-        launch.batches.iter().enumerate().map(place).collect()
-    }
-
-    fn place_batch(
-        &self,
-        steps: &[u8],
-        (table, layout): (&[u8], ArgumentLayout),
-        batch: &Batch,
-        shape: Shape,
-    ) -> Result<PlacedBatch, BackendError> {
-        let mut memory = DeviceBuffer::zeroed(&self.session, steps.len() + table.len())?;
-        memory.write(0, &[steps, table].concat())?;
-        let address = memory.address() + steps.len() as u64;
-        Ok(PlacedBatch {
-            table: address,
-            memory,
-            arguments: pack_launch_of_table(table, layout, address),
-            // The batching loop counts them in 16 bits.
-            classes: batch.classes.len() as u32,
-            shape,
-            sums: None,
-        })
-    }
-
-    /// The lists' addresses, those of the control block and of the slots for update sums, or 0, and
-    /// the elements that the lists begin with.
-    fn launch_addresses(&self, launch: &Launch<'_>) -> Result<Vec<u64>, BackendError> {
-        let count = launch.lists.len();
-        let mut addresses = Vec::with_capacity(2 * count + 2);
-        for list in launch.lists.iter() {
-            addresses.push(self.device_buffer(list.buffer.as_ref())?.address());
+        if let Some(workspace) = workspaces.get(index) {
+            table[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace.bytes());
+            let (threads, blocks) = normed::shape(batch);
+            shape = Shape { threads, blocks };
         }
-        addresses.push(match launch.control {
-            Some(control) => self.control_address(control)?,
-            None => 0,
-        });
-        addresses.push(self.update_sums_address(launch)?);
-        addresses.extend((0..count).map(|list| launch.first(list)));
-        Ok(addresses)
-    }
+        place_batch(backend, &steps, (&table, layout), batch, shape)
+    };
+    launch.batches.iter().enumerate().map(place).collect()
+}
 
-    pub(crate) fn enqueue_table(
-        &self,
-        launch: &Launch<'_>,
-        table: &dyn ResidentTable,
-    ) -> Result<LaunchReport, BackendError> {
-        let table = own(table)?;
-        let of_parts = matches!(launch.tensor_sums, Some(TensorSums::Device(_)));
-        let fits = match table.does {
-            Does::UpdateParts { .. } => of_parts,
-            Does::Run | Does::SumAndUpdate(_) => launch.tensor_sums.is_none(),
-            Does::SumLeaves => false,
-        };
-        self.begin_table(launch, table, fits)?;
-        let mut launches = table.batches.len() as u64;
-        let stem = launch.kernel.stem();
-        let names = launch
-            .kernel
-            .normed()
-            .map(|normed| normed.sums_and_update());
-        let names = match &names {
-            Some(names) if of_parts => &[names.update][..],
-            Some(names) => &[names.sums, names.update],
-            None => &[table.entry],
-        };
-        launches += self.enqueue_all_sums(table, SumsPart::Keep)?;
-        if let Does::UpdateParts { places, .. } = &table.does {
-            for arguments in places {
-                self.enqueue_places(arguments)?;
-                launches += 1;
-            }
-        }
-        for name in names {
-            for batch in &table.batches {
-                self.enqueue_placed((stem, name), batch)?;
-                launches += 1;
-            }
-        }
-        launches += self.enqueue_all_sums(table, SumsPart::Sum)?;
-        Ok(LaunchReport {
-            launches,
-            elements: table.elements,
-        })
-    }
+fn place_batch(
+    backend: &CudaBackend,
+    steps: &[u8],
+    (table, layout): (&[u8], ArgumentLayout),
+    batch: &Batch,
+    shape: Shape,
+) -> Result<PlacedBatch, BackendError> {
+    let mut memory = DeviceBuffer::zeroed(&backend.session, steps.len() + table.len())?;
+    memory.write(0, &[steps, table].concat())?;
+    let address = memory.address() + steps.len() as u64;
+    Ok(PlacedBatch {
+        table: address,
+        memory,
+        arguments: pack_launch_of_table(table, layout, address),
+        // The batching loop counts them in 16 bits.
+        classes: batch.classes.len() as u32,
+        shape,
+        sums: None,
+    })
+}
 
-    /// As [`fusestep_launch::Backend::leaf_sums_of_table`].
-    pub(crate) fn enqueue_leaves(
-        &self,
-        launch: &Launch<'_>,
-        table: &dyn ResidentTable,
-    ) -> Result<(), BackendError> {
-        let table = own(table)?;
-        self.begin_table(launch, table, matches!(table.does, Does::SumLeaves))?;
-        let sums = normed_of(launch)?.sums_and_update().sums;
-        for batch in &table.batches {
-            self.enqueue_placed((launch.kernel.stem(), sums), batch)?;
-        }
-        Ok(())
+/// The lists' addresses, those of the control block and of the slots for update sums, or 0, and
+/// the elements that the lists begin with.
+fn launch_addresses(backend: &CudaBackend, launch: &Launch<'_>) -> Result<Vec<u64>, BackendError> {
+    let count = launch.lists.len();
+    let mut addresses = Vec::with_capacity(2 * count + 2);
+    for list in launch.lists.iter() {
+        addresses.push(backend.device_buffer(list.buffer.as_ref())?.address());
     }
+    addresses.push(match launch.control {
+        Some(control) => backend.control_address(control)?,
+        None => 0,
+    });
+    addresses.push(update_sums::address_of(backend, launch)?);
+    addresses.extend((0..count).map(|list| launch.first(list)));
+    Ok(addresses)
+}
 
-    /// Refuses a table of other lists or another purpose, and lets the device derive its sets.
-    fn begin_table(
-        &self,
-        launch: &Launch<'_>,
-        table: &DeviceTable,
-        fits: bool,
-    ) -> Result<(), BackendError> {
-        let addresses = self.launch_addresses(launch)?;
-        if table.addresses != addresses || table.entry != launch.kernel.entry() || !fits {
-            return Err(BackendError::ForeignTable { backend: NAME });
-        }
-        let sets = resident_sets(NAME, launch.kernel)?;
-        self.keep_table(table);
-        let stem = launch.kernel.stem();
-        for batch in &table.batches {
-            self.enqueue_sets((stem, sets.entry), batch)?;
-        }
-        Ok(())
-    }
-
-    /// Derives the sets of a batch.
-    fn enqueue_sets(
-        &self,
-        (stem, entry): (&'static str, &'static str),
-        batch: &PlacedBatch,
-    ) -> Result<(), BackendError> {
-        let entry = Entry {
-            stem,
-            entry,
-            threads: BLOCK_THREADS,
-            blocks: batch.classes.div_ceil(BLOCK_THREADS),
-        };
-        self.enqueue(entry, &mut |bytes| {
-            bytes[..8].copy_from_slice(&batch.table.to_le_bytes());
-            bytes[8..16].copy_from_slice(&batch.memory.address().to_le_bytes());
-        })
-    }
-
-    /// Enqueues a part of what sums over changes take, and returns the number of launches.
-    fn enqueue_all_sums(&self, table: &DeviceTable, part: SumsPart) -> Result<u64, BackendError> {
-        let mut launches = 0;
-        for sums in table.batches.iter().filter_map(|batch| batch.sums.as_ref()) {
-            self.enqueue_sums(sums, part)?;
+pub(crate) fn enqueue_table(
+    backend: &CudaBackend,
+    launch: &Launch<'_>,
+    table: &dyn ResidentTable,
+) -> Result<LaunchReport, BackendError> {
+    let table = own(table)?;
+    let of_parts = matches!(launch.tensor_sums, Some(TensorSums::Device(_)));
+    let fits = match table.does {
+        Does::UpdateParts { .. } => of_parts,
+        Does::Run | Does::SumAndUpdate(_) => launch.tensor_sums.is_none(),
+        Does::SumLeaves => false,
+    };
+    begin_table(backend, launch, table, fits)?;
+    let mut launches = table.batches.len() as u64;
+    let stem = launch.kernel.stem();
+    let names = launch
+        .kernel
+        .normed()
+        .map(|normed| normed.sums_and_update());
+    let names = match &names {
+        Some(names) if of_parts => &[names.update][..],
+        Some(names) => &[names.sums, names.update],
+        None => &[table.entry],
+    };
+    launches += enqueue_all_sums(backend, table, SumsPart::Keep)?;
+    if let Does::UpdateParts { places, .. } = &table.does {
+        for arguments in places {
+            tensor_sums::enqueue_places(backend, arguments)?;
             launches += 1;
         }
-        Ok(launches)
     }
+    for name in names {
+        for batch in &table.batches {
+            enqueue_placed(backend, (stem, name), batch)?;
+            launches += 1;
+        }
+    }
+    launches += enqueue_all_sums(backend, table, SumsPart::Sum)?;
+    Ok(LaunchReport {
+        launches,
+        elements: table.elements,
+    })
+}
 
-    fn enqueue_placed(
-        &self,
-        (stem, entry): (&'static str, &'static str),
-        batch: &PlacedBatch,
-    ) -> Result<(), BackendError> {
-        let entry = Entry {
-            stem,
-            entry,
-            threads: batch.shape.threads,
-            blocks: batch.shape.blocks,
+/// As [`fusestep_launch::Backend::leaf_sums_of_table`].
+pub(crate) fn enqueue_leaves(
+    backend: &CudaBackend,
+    launch: &Launch<'_>,
+    table: &dyn ResidentTable,
+) -> Result<(), BackendError> {
+    let table = own(table)?;
+    begin_table(
+        backend,
+        launch,
+        table,
+        matches!(table.does, Does::SumLeaves),
+    )?;
+    let sums = normed_of(launch)?.sums_and_update().sums;
+    for batch in &table.batches {
+        enqueue_placed(backend, (launch.kernel.stem(), sums), batch)?;
+    }
+    Ok(())
+}
+
+/// Refuses a table of other lists or another purpose, and lets the device derive its sets.
+fn begin_table(
+    backend: &CudaBackend,
+    launch: &Launch<'_>,
+    table: &DeviceTable,
+    fits: bool,
+) -> Result<(), BackendError> {
+    let addresses = launch_addresses(backend, launch)?;
+    if table.addresses != addresses || table.entry != launch.kernel.entry() || !fits {
+        return Err(BackendError::ForeignTable { backend: NAME });
+    }
+    let sets = resident_sets(NAME, launch.kernel)?;
+    keep_table(backend, table);
+    let stem = launch.kernel.stem();
+    for batch in &table.batches {
+        enqueue_sets(backend, (stem, sets.entry), batch)?;
+    }
+    Ok(())
+}
+
+/// Derives the sets of a batch.
+fn enqueue_sets(
+    backend: &CudaBackend,
+    (stem, entry): (&'static str, &'static str),
+    batch: &PlacedBatch,
+) -> Result<(), BackendError> {
+    let entry = Entry {
+        stem,
+        entry,
+        threads: BLOCK_THREADS,
+        blocks: batch.classes.div_ceil(BLOCK_THREADS),
+    };
+    backend.enqueue(entry, &mut |bytes| {
+        bytes[..8].copy_from_slice(&batch.table.to_le_bytes());
+        bytes[8..16].copy_from_slice(&batch.memory.address().to_le_bytes());
+    })
+}
+
+/// Enqueues a part of what sums over changes take, and returns the number of launches.
+fn enqueue_all_sums(
+    backend: &CudaBackend,
+    table: &DeviceTable,
+    part: SumsPart,
+) -> Result<u64, BackendError> {
+    let mut launches = 0;
+    for sums in table.batches.iter().filter_map(|batch| batch.sums.as_ref()) {
+        update_sums::enqueue(backend, sums, part)?;
+        launches += 1;
+    }
+    Ok(launches)
+}
+
+fn enqueue_placed(
+    backend: &CudaBackend,
+    (stem, entry): (&'static str, &'static str),
+    batch: &PlacedBatch,
+) -> Result<(), BackendError> {
+    let entry = Entry {
+        stem,
+        entry,
+        threads: batch.shape.threads,
+        blocks: batch.shape.blocks,
+    };
+    backend.enqueue_packed(entry, &batch.arguments)
+}
+
+/// Makes a graph that is being recorded keep a table and its slots.
+fn keep_table(backend: &CudaBackend, table: &DeviceTable) {
+    for batch in &table.batches {
+        backend.keep(batch.memory.allocation());
+        if let Some(sums) = &batch.sums {
+            backend.keep(sums.memory.allocation());
+        }
+    }
+    for allocation in &table.memory {
+        backend.keep(allocation);
+    }
+    if let Some(slots) = table.does.slots() {
+        let slots = slots
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Some(allocation) = slots.allocation() {
+            backend.keep(allocation);
+        }
+    }
+}
+
+pub(crate) fn set_lr(
+    backend: &CudaBackend,
+    table: &mut dyn ResidentTable,
+    lr: f64,
+) -> Result<(), BackendError> {
+    let table = table.as_any_mut().downcast_mut::<DeviceTable>();
+    let table = table.ok_or(BackendError::ForeignTable { backend: NAME })?;
+    for batch in &mut table.batches {
+        DeviceBuffer::of(&backend.session, &batch.memory)?;
+        batch.memory.set_f64(0, lr)?;
+    }
+    Ok(())
+}
+
+pub(crate) fn place_reads(
+    backend: &CudaBackend,
+    reduce: &Reduce<'_>,
+) -> Result<DeviceTable, BackendError> {
+    let addresses = reduce_addresses(backend, reduce)?;
+    let [list, partials] = addresses;
+    let chunks: u64 = reduce.batches.iter().map(|b| u64::from(b.chunks)).sum();
+    let width = size_of::<SquareSum>() as u64;
+    let end = reduce.first_partial.saturating_add(chunks);
+    check_end(end.saturating_mul(width), reduce.partials.len_bytes())?;
+    let mut batches = Vec::with_capacity(reduce.batches.len());
+    let mut next = partials;
+    for batch in reduce.batches {
+        let read = std::slice::from_ref(read_list(reduce)?);
+        check_records((read, &[]), reduce.offsets, batch)?;
+        let table = pack_reduction_table(reduce, batch, (list, next));
+        let layout = reduce.kernel.argument_layout();
+        let shape = Shape {
+            threads: threads_for(batch),
+            blocks: batch.chunks,
         };
-        self.enqueue_packed(entry, &batch.arguments)
+        batches.push(place_batch(backend, &[], (&table, layout), batch, shape)?);
+        next += u64::from(batch.chunks) * width;
     }
+    Ok(DeviceTable {
+        addresses: addresses.to_vec(),
+        entry: reduce.kernel.entry(),
+        batches,
+        elements: 0,
+        does: Does::Run,
+        memory: Vec::new(),
+    })
+}
 
-    /// Makes a graph that is being recorded keep a table and its slots.
-    fn keep_table(&self, table: &DeviceTable) {
-        for batch in &table.batches {
-            self.keep(batch.memory.allocation());
-            if let Some(sums) = &batch.sums {
-                self.keep(sums.memory.allocation());
-            }
-        }
-        for allocation in &table.memory {
-            self.keep(allocation);
-        }
-        if let Some(slots) = table.does.slots() {
-            let slots = slots
-                .lock()
-                .unwrap_or_else(std::sync::PoisonError::into_inner);
-            if let Some(allocation) = slots.allocation() {
-                self.keep(allocation);
-            }
-        }
-    }
+/// Those of the list and of the reduction's first partial sum.
+fn reduce_addresses(backend: &CudaBackend, reduce: &Reduce<'_>) -> Result<[u64; 2], BackendError> {
+    let list = backend
+        .device_buffer(read_list(reduce)?.buffer.as_ref())?
+        .address();
+    let partials = backend.device_buffer(&*reduce.partials)?.address();
+    let width = size_of::<SquareSum>() as u64;
+    Ok([list, partials + reduce.first_partial * width])
+}
 
-    pub(crate) fn set_lr_of(
-        &self,
-        table: &mut dyn ResidentTable,
-        lr: f64,
-    ) -> Result<(), BackendError> {
-        let table = table.as_any_mut().downcast_mut::<DeviceTable>();
-        let table = table.ok_or(BackendError::ForeignTable { backend: NAME })?;
-        for batch in &mut table.batches {
-            DeviceBuffer::of(&self.session, &batch.memory)?;
-            batch.memory.set_f64(0, lr)?;
-        }
-        Ok(())
+pub(crate) fn enqueue_reads(
+    backend: &CudaBackend,
+    reduce: &Reduce<'_>,
+    table: &dyn ResidentTable,
+) -> Result<LaunchReport, BackendError> {
+    let table = own(table)?;
+    if table.addresses != reduce_addresses(backend, reduce)? || table.entry != reduce.kernel.entry()
+    {
+        return Err(BackendError::ForeignTable { backend: NAME });
     }
-
-    pub(crate) fn place_reads(&self, reduce: &Reduce<'_>) -> Result<DeviceTable, BackendError> {
-        let addresses = self.reduce_addresses(reduce)?;
-        let [list, partials] = addresses;
-        let chunks: u64 = reduce.batches.iter().map(|b| u64::from(b.chunks)).sum();
-        let width = size_of::<SquareSum>() as u64;
-        let end = reduce.first_partial.saturating_add(chunks);
-        check_end(end.saturating_mul(width), reduce.partials.len_bytes())?;
-        let mut batches = Vec::with_capacity(reduce.batches.len());
-        let mut next = partials;
-        for batch in reduce.batches {
-            let read = std::slice::from_ref(read_list(reduce)?);
-            check_records((read, &[]), reduce.offsets, batch)?;
-            let table = pack_reduction_table(reduce, batch, (list, next));
-            let layout = reduce.kernel.argument_layout();
-            let shape = Shape {
-                threads: threads_for(batch),
-                blocks: batch.chunks,
-            };
-            batches.push(self.place_batch(&[], (&table, layout), batch, shape)?);
-            next += u64::from(batch.chunks) * width;
-        }
-        Ok(DeviceTable {
-            addresses: addresses.to_vec(),
-            entry: reduce.kernel.entry(),
-            batches,
-            elements: 0,
-            does: Does::Run,
-            memory: Vec::new(),
-        })
+    keep_table(backend, table);
+    for batch in &table.batches {
+        enqueue_placed(backend, (reduce.kernel.stem(), table.entry), batch)?;
     }
-
-    /// Those of the list and of the reduction's first partial sum.
-    fn reduce_addresses(&self, reduce: &Reduce<'_>) -> Result<[u64; 2], BackendError> {
-        let list = self
-            .device_buffer(read_list(reduce)?.buffer.as_ref())?
-            .address();
-        let partials = self.device_buffer(&*reduce.partials)?.address();
-        let width = size_of::<SquareSum>() as u64;
-        Ok([list, partials + reduce.first_partial * width])
-    }
-
-    pub(crate) fn enqueue_reads(
-        &self,
-        reduce: &Reduce<'_>,
-        table: &dyn ResidentTable,
-    ) -> Result<LaunchReport, BackendError> {
-        let table = own(table)?;
-        if table.addresses != self.reduce_addresses(reduce)? || table.entry != reduce.kernel.entry()
-        {
-            return Err(BackendError::ForeignTable { backend: NAME });
-        }
-        self.keep_table(table);
-        for batch in &table.batches {
-            self.enqueue_placed((reduce.kernel.stem(), table.entry), batch)?;
-        }
-        Ok(LaunchReport {
-            launches: table.batches.len() as u64,
-            elements: 0,
-        })
-    }
+    Ok(LaunchReport {
+        launches: table.batches.len() as u64,
+        elements: 0,
+    })
 }
 
 fn own(table: &dyn ResidentTable) -> Result<&DeviceTable, BackendError> {

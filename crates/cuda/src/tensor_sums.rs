@@ -11,6 +11,7 @@ use crate::checks::check_records;
 use crate::normed::{SLOT_BYTES, check_chunks, slot_count};
 use crate::reduce::check_end;
 use crate::session::unavailable;
+use crate::{leaves, normed};
 
 /// Records that one launch places the sums of; `kernels/tensor_sums.cu`: MOST_PLACES.
 const MOST_PLACES: usize = 2044;
@@ -39,172 +40,181 @@ pub(crate) struct Place {
     pub(crate) first_slot: u32,
 }
 
-impl CudaBackend {
-    /// As [`fusestep_launch::Backend::leaf_sums_into`].
-    pub(crate) fn enqueue_leaf_sums(
-        &self,
-        launch: &Launch<'_>,
-        (slots, first): (&mut dyn Buffer, u64),
-    ) -> Result<(), BackendError> {
-        let (normed, place) = self.check_leaf_sums(launch, (slots, first))?;
-        self.enqueue_parts(
+/// As [`fusestep_launch::Backend::leaf_sums_into`].
+pub(crate) fn enqueue_leaf_sums(
+    backend: &CudaBackend,
+    launch: &Launch<'_>,
+    (slots, first): (&mut dyn Buffer, u64),
+) -> Result<(), BackendError> {
+    let (normed, place) = check_leaf_sums(backend, launch, (slots, first))?;
+    enqueue_parts(
+        backend,
+        launch,
+        (normed.sums_and_update().sums, launch.batches),
+        place,
+    )
+}
+
+/// Refuses records of more leaves than a slot has, and slots behind the buffer; the kernel, and
+/// where its slots lie.
+pub(crate) fn check_leaf_sums<'a>(
+    backend: &CudaBackend,
+    launch: &Launch<'a>,
+    (slots, first): (&dyn Buffer, u64),
+) -> Result<(&'a dyn NormedKernel, Place), BackendError> {
+    let normed = normed_of(launch)?;
+    let mut count = 0;
+    for batch in launch.batches {
+        check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
+        let most = CHUNK_UNITS * LEAF_ELEMENTS;
+        if let Some(long) = batch.records.iter().find(|record| record.numel > most) {
+            return Err(unavailable(format!(
+                "expected records of {most} elements at most, one leaf to a unit, found one \
+                 of {}",
+                long.numel
+            )));
+        }
+        count += u64::from(batch.chunks);
+    }
+    let end = first.saturating_add(count);
+    check_end(end.saturating_mul(SLOT_BYTES as u64), slots.len_bytes())?;
+    let place = Place {
+        slots: backend.device_buffer(slots)?.address(),
+        first_slot: u32::try_from(first)
+            .map_err(|_| unavailable(format!("slot {first} is beyond what 32 bits count")))?,
+    };
+    Ok((normed, place))
+}
+
+/// Updates parts of tensors by the sums over the whole of each: each record is a tensor of its
+/// own, whose first chunk has all of its sums.
+pub(crate) fn launch_with_sums(
+    backend: &CudaBackend,
+    launch: &Launch<'_>,
+    (normed, sums): (&dyn NormedKernel, TensorSums<'_>),
+) -> Result<(), BackendError> {
+    check_chunks(launch)?;
+    let chunks = slot_count(launch)?;
+    let slots = match sums {
+        TensorSums::Host(sums) => write_tensor_sums(backend, launch, chunks, sums)?,
+        TensorSums::Device(sums) => place_tensor_sums(backend, launch, chunks, sums)?,
+    };
+    let place = Place {
+        slots,
+        first_slot: 0,
+    };
+    enqueue_parts(
+        backend,
+        launch,
+        (normed.sums_and_update().update, launch.batches),
+        place,
+    )
+}
+
+/// Writes sums that the host has; where the slots lie. Waits for the device.
+fn write_tensor_sums(
+    backend: &CudaBackend,
+    launch: &Launch<'_>,
+    chunks: u64,
+    sums: &[[f64; MAX_SUMS]],
+) -> Result<u64, BackendError> {
+    let mut values = vec![0.0; chunks as usize * SLOT_BYTES / size_of::<f64>()];
+    for (record, place) in places(launch) {
+        let first = place.first_slot as usize * SLOT_BYTES / size_of::<f64>();
+        if let Some(sums) = sums.get(record.tensor as usize) {
+            values[first..first + MAX_SUMS].copy_from_slice(sums);
+        }
+    }
+    backend.session.enter()?;
+    let mut kernels = backend.kernels();
+    let skipped = kernels.part_slots.take_skipped()?;
+    kernels.part_slots.count_skipped(skipped);
+    let address = kernels.part_slots.at_least(&backend.session, chunks)?;
+    kernels.part_slots.write(bytemuck::cast_slice(&values))?;
+    Ok(address)
+}
+
+/// Lets the device add up the sums of chunks, and put those of each tensor where the update
+/// looks for them; where the slots lie.
+fn place_tensor_sums(
+    backend: &CudaBackend,
+    launch: &Launch<'_>,
+    chunks: u64,
+    sums: ChunkSums<'_>,
+) -> Result<u64, BackendError> {
+    backend.session.enter()?;
+    let slots = backend
+        .kernels()
+        .part_slots
+        .at_least(&backend.session, chunks)?;
+    for arguments in pack_places(backend, launch, slots, sums)? {
+        enqueue_places(backend, &arguments)?;
+    }
+    Ok(slots)
+}
+
+/// The arguments of the launches that put the sums of each tensor into slots.
+pub(crate) fn pack_places(
+    backend: &CudaBackend,
+    launch: &Launch<'_>,
+    slots: u64,
+    sums: ChunkSums<'_>,
+) -> Result<Vec<Vec<u8>>, BackendError> {
+    let places: Vec<RecordPlace> = places(launch).map(|(_, place)| place).collect();
+    let tensors = places.iter().map(|place| u64::from(place.tensor) + 1).max();
+    let width = size_of::<TensorPartials>() as u64;
+    check_end(tensors.unwrap_or(0) * width, sums.tensors.len_bytes())?;
+    let [sums, tensors] = [
+        backend.device_buffer(sums.sums)?.address(),
+        backend.device_buffer(sums.tensors)?.address(),
+    ];
+    let packed = places.chunks(MOST_PLACES).map(|places| {
+        let head = [slots, sums, tensors, places.len() as u64];
+        [bytemuck::bytes_of(&head), bytemuck::cast_slice(places)].concat()
+    });
+    Ok(packed.collect())
+}
+
+/// Enqueues one of them.
+pub(crate) fn enqueue_places(backend: &CudaBackend, arguments: &[u8]) -> Result<(), BackendError> {
+    let records = (arguments.len() - PLACES_HEAD_BYTES) / size_of::<RecordPlace>();
+    let entry = Entry {
+        stem: "tensor_sums",
+        entry: "tensor_sums_place",
+        threads: PLACE_THREADS,
+        // A launch has few enough.
+        blocks: (records as u32).div_ceil(PLACING_WARPS),
+    };
+    backend.enqueue_packed(entry, arguments)
+}
+
+/// Enqueues one entry of a normed kernel on batches whose records are tensors of their own.
+pub(crate) fn enqueue_parts(
+    backend: &CudaBackend,
+    launch: &Launch<'_>,
+    (name, batches): (&'static str, &[Batch]),
+    place: Place,
+) -> Result<(), BackendError> {
+    let addresses = leaves::list_addresses(backend, launch)?;
+    let addresses = Addresses {
+        lists: &addresses[..launch.lists.len()],
+        control: match launch.control {
+            Some(control) => backend.control_address(control)?,
+            None => 0,
+        },
+    };
+    for (batch, workspace) in batches.iter().zip(workspaces_of_parts(batches, place)) {
+        normed::enqueue(
+            backend,
             launch,
-            (normed.sums_and_update().sums, launch.batches),
-            place,
-        )
-    }
-
-    /// Refuses records of more leaves than a slot has, and slots behind the buffer; the kernel, and
-    /// where its slots lie.
-    pub(crate) fn check_leaf_sums<'a>(
-        &self,
-        launch: &Launch<'a>,
-        (slots, first): (&dyn Buffer, u64),
-    ) -> Result<(&'a dyn NormedKernel, Place), BackendError> {
-        let normed = normed_of(launch)?;
-        let mut count = 0;
-        for batch in launch.batches {
-            check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
-            let most = CHUNK_UNITS * LEAF_ELEMENTS;
-            if let Some(long) = batch.records.iter().find(|record| record.numel > most) {
-                return Err(unavailable(format!(
-                    "expected records of {most} elements at most, one leaf to a unit, found one \
-                     of {}",
-                    long.numel
-                )));
-            }
-            count += u64::from(batch.chunks);
-        }
-        let end = first.saturating_add(count);
-        check_end(end.saturating_mul(SLOT_BYTES as u64), slots.len_bytes())?;
-        let place = Place {
-            slots: self.device_buffer(slots)?.address(),
-            first_slot: u32::try_from(first)
-                .map_err(|_| unavailable(format!("slot {first} is beyond what 32 bits count")))?,
-        };
-        Ok((normed, place))
-    }
-
-    /// Updates parts of tensors by the sums over the whole of each: each record is a tensor of its
-    /// own, whose first chunk has all of its sums.
-    pub(crate) fn launch_with_sums(
-        &self,
-        launch: &Launch<'_>,
-        (normed, sums): (&dyn NormedKernel, TensorSums<'_>),
-    ) -> Result<(), BackendError> {
-        check_chunks(launch)?;
-        let chunks = slot_count(launch)?;
-        let slots = match sums {
-            TensorSums::Host(sums) => self.write_tensor_sums(launch, chunks, sums)?,
-            TensorSums::Device(sums) => self.place_tensor_sums(launch, chunks, sums)?,
-        };
-        let place = Place {
-            slots,
-            first_slot: 0,
-        };
-        self.enqueue_parts(
-            launch,
-            (normed.sums_and_update().update, launch.batches),
-            place,
-        )
-    }
-
-    /// Writes sums that the host has; where the slots lie. Waits for the device.
-    fn write_tensor_sums(
-        &self,
-        launch: &Launch<'_>,
-        chunks: u64,
-        sums: &[[f64; MAX_SUMS]],
-    ) -> Result<u64, BackendError> {
-        let mut values = vec![0.0; chunks as usize * SLOT_BYTES / size_of::<f64>()];
-        for (record, place) in places(launch) {
-            let first = place.first_slot as usize * SLOT_BYTES / size_of::<f64>();
-            if let Some(sums) = sums.get(record.tensor as usize) {
-                values[first..first + MAX_SUMS].copy_from_slice(sums);
-            }
-        }
-        self.session.enter()?;
-        let mut kernels = self.kernels();
-        let skipped = kernels.part_slots.take_skipped()?;
-        kernels.part_slots.count_skipped(skipped);
-        let address = kernels.part_slots.at_least(&self.session, chunks)?;
-        kernels.part_slots.write(bytemuck::cast_slice(&values))?;
-        Ok(address)
-    }
-
-    /// Lets the device add up the sums of chunks, and put those of each tensor where the update
-    /// looks for them; where the slots lie.
-    fn place_tensor_sums(
-        &self,
-        launch: &Launch<'_>,
-        chunks: u64,
-        sums: ChunkSums<'_>,
-    ) -> Result<u64, BackendError> {
-        self.session.enter()?;
-        let slots = self.kernels().part_slots.at_least(&self.session, chunks)?;
-        for arguments in self.pack_places(launch, slots, sums)? {
-            self.enqueue_places(&arguments)?;
-        }
-        Ok(slots)
-    }
-
-    /// The arguments of the launches that put the sums of each tensor into slots.
-    pub(crate) fn pack_places(
-        &self,
-        launch: &Launch<'_>,
-        slots: u64,
-        sums: ChunkSums<'_>,
-    ) -> Result<Vec<Vec<u8>>, BackendError> {
-        let places: Vec<RecordPlace> = places(launch).map(|(_, place)| place).collect();
-        let tensors = places.iter().map(|place| u64::from(place.tensor) + 1).max();
-        let width = size_of::<TensorPartials>() as u64;
-        check_end(tensors.unwrap_or(0) * width, sums.tensors.len_bytes())?;
-        let [sums, tensors] = [
-            self.device_buffer(sums.sums)?.address(),
-            self.device_buffer(sums.tensors)?.address(),
-        ];
-        let packed = places.chunks(MOST_PLACES).map(|places| {
-            let head = [slots, sums, tensors, places.len() as u64];
-            [bytemuck::bytes_of(&head), bytemuck::cast_slice(places)].concat()
-        });
-        Ok(packed.collect())
-    }
-
-    /// Enqueues one of them.
-    pub(crate) fn enqueue_places(&self, arguments: &[u8]) -> Result<(), BackendError> {
-        let records = (arguments.len() - PLACES_HEAD_BYTES) / size_of::<RecordPlace>();
-        let entry = Entry {
-            stem: "tensor_sums",
-            entry: "tensor_sums_place",
-            threads: PLACE_THREADS,
-            // A launch has few enough.
-            blocks: (records as u32).div_ceil(PLACING_WARPS),
-        };
-        self.enqueue_packed(entry, arguments)
-    }
-
-    /// Enqueues one entry of a normed kernel on batches whose records are tensors of their own.
-    pub(crate) fn enqueue_parts(
-        &self,
-        launch: &Launch<'_>,
-        (name, batches): (&'static str, &[Batch]),
-        place: Place,
-    ) -> Result<(), BackendError> {
-        let addresses = self.list_addresses(launch)?;
-        let addresses = Addresses {
-            lists: &addresses[..launch.lists.len()],
-            control: match launch.control {
-                Some(control) => self.control_address(control)?,
-                None => 0,
-            },
-        };
-        for (batch, workspace) in batches.iter().zip(workspaces_of_parts(batches, place)) {
-            self.enqueue_normed(launch, (name, batch), workspace, &|batch, bytes| {
+            (name, batch),
+            workspace,
+            &|batch, bytes| {
                 pack(launch, batch, addresses, bytes);
-            })?;
-        }
-        Ok(())
+            },
+        )?;
     }
+    Ok(())
 }
 
 /// The workspaces of batches whose records are tensors of their own.

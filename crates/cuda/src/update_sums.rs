@@ -46,84 +46,82 @@ pub(crate) enum SumsPart {
     Sum,
 }
 
-impl CudaBackend {
-    /// The address of the launch's slots; 0 if it leaves no sums.
-    pub(crate) fn update_sums_address(&self, launch: &Launch<'_>) -> Result<u64, BackendError> {
-        match &launch.update_sums {
-            Some(sums) => Ok(self.device_buffer(&*sums.slots)?.address()),
-            None => Ok(0),
-        }
+/// The address of the launch's slots; 0 if it leaves no sums.
+pub(crate) fn address_of(backend: &CudaBackend, launch: &Launch<'_>) -> Result<u64, BackendError> {
+    match &launch.update_sums {
+        Some(sums) => Ok(backend.device_buffer(&*sums.slots)?.address()),
+        None => Ok(0),
     }
+}
 
-    /// Places what the sums of a batch take, if the launch leaves some. `addresses` are those of
-    /// the lists, `control` and `sums` those of control block and slots, and `tensor_slots` that of
-    /// the sums that the kernel itself takes of tensors, if it does.
-    pub(crate) fn place_sums(
-        &self,
-        launch: &Launch<'_>,
-        index: usize,
-        addresses: &[u64],
-        (control, sums): (u64, u64),
-        tensor_slots: Option<u64>,
-    ) -> Result<Option<PlacedSums>, BackendError> {
-        if launch.update_sums.is_none() {
-            return Ok(None);
-        }
-        let batch = &launch.batches[index];
-        let (value, lists) = value_of(launch)?;
-        let lists: Vec<_> = lists
-            .into_iter()
-            .map(|list| (list, addresses[list]))
-            .collect();
-        let mut kept_bytes = 0;
-        let mut changed = changed_records(launch, index, tensor_slots);
-        for (record, changed) in batch.records.iter().zip(&mut changed) {
-            changed.kept = kept_bytes;
-            kept_bytes += (record.numel * value.copy_bytes).next_multiple_of(COPY_ALIGNMENT);
-        }
-        let table_bytes = pack_update_sums(launch, batch, &lists, (control, sums), &changed).len();
-        let too_large = || BackendError::OutOfMemory {
-            backend: crate::NAME,
-            len_bytes: usize::MAX,
-        };
-        let kept_end = usize::try_from(kept_bytes).map_err(|_| too_large())?;
-        let len_bytes = kept_end.checked_add(table_bytes).ok_or_else(too_large)?;
-        let mut memory = DeviceBuffer::zeroed(&self.session, len_bytes)?;
-        for changed in &mut changed {
-            changed.kept += memory.address();
-        }
-        let table = pack_update_sums(launch, batch, &lists, (control, sums), &changed);
-        memory.write(kept_end, &table)?;
-        let layout = ArgumentLayout {
-            lists: 0,
-            scalar_bytes: size_of::<u64>(),
-            set_bytes: 0,
-        };
-        Ok(Some(PlacedSums {
-            arguments: pack_launch_of_table(&table, layout, memory.address() + kept_bytes),
-            memory,
-            value,
-            threads: threads_for(batch),
-            blocks: batch.chunks,
-        }))
+/// Places what the sums of a batch take, if the launch leaves some. `addresses` are those of
+/// the lists, `control` and `sums` those of control block and slots, and `tensor_slots` that of
+/// the sums that the kernel itself takes of tensors, if it does.
+pub(crate) fn place(
+    backend: &CudaBackend,
+    launch: &Launch<'_>,
+    index: usize,
+    addresses: &[u64],
+    (control, sums): (u64, u64),
+    tensor_slots: Option<u64>,
+) -> Result<Option<PlacedSums>, BackendError> {
+    if launch.update_sums.is_none() {
+        return Ok(None);
     }
+    let batch = &launch.batches[index];
+    let (value, lists) = value_of(launch)?;
+    let lists: Vec<_> = lists
+        .into_iter()
+        .map(|list| (list, addresses[list]))
+        .collect();
+    let mut kept_bytes = 0;
+    let mut changed = changed_records(launch, index, tensor_slots);
+    for (record, changed) in batch.records.iter().zip(&mut changed) {
+        changed.kept = kept_bytes;
+        kept_bytes += (record.numel * value.copy_bytes).next_multiple_of(COPY_ALIGNMENT);
+    }
+    let table_bytes = pack_update_sums(launch, batch, &lists, (control, sums), &changed).len();
+    let too_large = || BackendError::OutOfMemory {
+        backend: crate::NAME,
+        len_bytes: usize::MAX,
+    };
+    let kept_end = usize::try_from(kept_bytes).map_err(|_| too_large())?;
+    let len_bytes = kept_end.checked_add(table_bytes).ok_or_else(too_large)?;
+    let mut memory = DeviceBuffer::zeroed(&backend.session, len_bytes)?;
+    for changed in &mut changed {
+        changed.kept += memory.address();
+    }
+    let table = pack_update_sums(launch, batch, &lists, (control, sums), &changed);
+    memory.write(kept_end, &table)?;
+    let layout = ArgumentLayout {
+        lists: 0,
+        scalar_bytes: size_of::<u64>(),
+        set_bytes: 0,
+    };
+    Ok(Some(PlacedSums {
+        arguments: pack_launch_of_table(&table, layout, memory.address() + kept_bytes),
+        memory,
+        value,
+        threads: threads_for(batch),
+        blocks: batch.chunks,
+    }))
+}
 
-    pub(crate) fn enqueue_sums(
-        &self,
-        sums: &PlacedSums,
-        part: SumsPart,
-    ) -> Result<(), BackendError> {
-        let entry = Entry {
-            stem: STEM,
-            entry: match part {
-                SumsPart::Keep => sums.value.keep,
-                SumsPart::Sum => sums.value.sum,
-            },
-            threads: sums.threads,
-            blocks: sums.blocks,
-        };
-        self.enqueue_packed(entry, &sums.arguments)
-    }
+pub(crate) fn enqueue(
+    backend: &CudaBackend,
+    sums: &PlacedSums,
+    part: SumsPart,
+) -> Result<(), BackendError> {
+    let entry = Entry {
+        stem: STEM,
+        entry: match part {
+            SumsPart::Keep => sums.value.keep,
+            SumsPart::Sum => sums.value.sum,
+        },
+        threads: sums.threads,
+        blocks: sums.blocks,
+    };
+    backend.enqueue_packed(entry, &sums.arguments)
 }
 
 /// For every record of a batch where the kernel notes that it has skipped the tensor, which it does

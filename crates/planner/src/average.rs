@@ -11,8 +11,9 @@ use fusestep_tensor::{DType, Role};
 use crate::comms::Comms;
 use crate::gather::in_place;
 use crate::passes::{Averaged, Interval, LocalSgd};
+use crate::step::RankStep;
 use crate::storage::StorageState;
-use crate::{Plan, PlanError, State};
+use crate::{PlanError, State, master};
 
 /// An interval that follows the loss.
 #[derive(Clone, Copy, Debug, Default)]
@@ -25,105 +26,88 @@ pub(crate) struct Adapting {
     pub(crate) every: Option<NonZeroU64>,
 }
 
-impl Plan {
-    /// Averages parameters across ranks, if it is time to.
-    pub(crate) fn average(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-    ) -> Result<bool, PlanError> {
-        let Some(rule) = self.local_sgd() else {
-            return Ok(false);
-        };
-        let adapts = rule.interval == Interval::Adaptive;
-        if adapts && state.adapting.first.is_none() {
-            let loss = mean_loss(state, comms)?;
-            state.adapting.first = Some((loss, state.lr()));
-        }
-        let now = LocalSgd {
-            every: state.adapting.every.unwrap_or(rule.every),
-            ..rule
-        };
-        state.since_average += 1;
-        // Skipped steps count, for other ranks may have taken theirs.
-        let step = state.step() + state.skipped();
-        if !now.due(step, state.since_average) {
-            return Ok(false);
-        }
-        self.average_now(state, backend, comms)?;
-        if adapts && let Some((first_loss, first_lr)) = state.adapting.first {
-            let loss = mean_loss(state, comms)?;
-            let adapted = rule.adapted(first_loss, loss, first_lr, state.lr());
-            state.adapting.every = Some(adapted.every);
-        }
-        state.adapting.loss = None;
-        Ok(true)
+/// [`Plan::average_now`].
+pub(crate) fn average_now(step: &mut RankStep<'_, '_>) -> Result<(), PlanError> {
+    step.state.since_average = 0;
+    let Some(rule) = step
+        .plan
+        .local_sgd()
+        .filter(|_| step.plan.topology.world > 1)
+    else {
+        return Ok(());
+    };
+    master::follow_views(step.state);
+    step.state.params_version += 1;
+    let with_state = rule.averaged == Averaged::ParamsAndState;
+    let done = average_lists(step, with_state);
+    if done.is_err() {
+        step.state.poison();
     }
+    done
+}
 
-    /// Averages parameters, and state if pass `local_sgd` says so, across all ranks.
-    ///
-    /// # Errors
-    /// As [`Self::step`].
-    pub fn average_now(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-    ) -> Result<(), PlanError> {
-        state.since_average = 0;
-        let Some(rule) = self.local_sgd().filter(|_| self.topology.world > 1) else {
-            return Ok(());
-        };
-        state.follow_views();
-        state.params_version += 1;
-        let with_state = rule.averaged == Averaged::ParamsAndState;
-        let done = self.average_lists(state, backend, comms, with_state);
-        if done.is_err() {
-            self.poison(state);
-        }
-        done
+/// Averages parameters across ranks, if it is time to.
+pub(crate) fn average_if_due(step: &mut RankStep<'_, '_>) -> Result<bool, PlanError> {
+    let Some(rule) = step.plan.local_sgd() else {
+        return Ok(false);
+    };
+    let adapts = rule.interval == Interval::Adaptive;
+    if adapts && step.state.adapting.first.is_none() {
+        let loss = mean_loss(step.state, step.comms)?;
+        step.state.adapting.first = Some((loss, step.state.lr()));
     }
+    let now = LocalSgd {
+        every: step.state.adapting.every.unwrap_or(rule.every),
+        ..rule
+    };
+    step.state.since_average += 1;
+    // Skipped steps count, for other ranks may have taken theirs.
+    let taken = step.state.step() + step.state.skipped();
+    if !now.due(taken, step.state.since_average) {
+        return Ok(false);
+    }
+    average_now(step)?;
+    if adapts && let Some((first_loss, first_lr)) = step.state.adapting.first {
+        let loss = mean_loss(step.state, step.comms)?;
+        let adapted = rule.adapted(first_loss, loss, first_lr, step.state.lr());
+        step.state.adapting.every = Some(adapted.every);
+    }
+    step.state.adapting.loss = None;
+    Ok(true)
+}
 
-    /// Averages every list that pass `local_sgd` asks for. Of a parameter with a 32-bit value that
-    /// value is averaged, and the 16-bit one is derived from it: a mean of rounded values would
-    /// forget what masters and residuals keep.
-    fn average_lists(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        with_state: bool,
-    ) -> Result<(), PlanError> {
-        for (storage, spec) in self.storages.iter().enumerate() {
-            if spec.distributed || spec.members.is_empty() {
-                continue;
+/// Averages every list that pass `local_sgd` asks for. Of a parameter with a 32-bit value that
+/// value is averaged, and the 16-bit one is derived from it: a mean of rounded values would
+/// forget what masters and residuals keep.
+fn average_lists(step: &mut RankStep<'_, '_>, with_state: bool) -> Result<(), PlanError> {
+    for (storage, spec) in step.plan.storages.iter().enumerate() {
+        if spec.distributed || spec.members.is_empty() {
+            continue;
+        }
+        let own = &mut step.state.storages[storage];
+        let list = |role| spec.list(role);
+        match (list(Role::Param), list(Role::Master), list(Role::Remainder)) {
+            (Some(param), Some(master), _) => {
+                average_list(own, step.backend, step.comms, master)?;
+                let masters = bytes_of(own, step.backend, master)?;
+                let mut params = HostMemory::zeroed(own.lists[param].buffer.len_bytes())?;
+                round_masters(spec.param_dtype(), masters.bytes(), params.bytes_mut());
+                write_all(own, step.backend, param, params.bytes())?;
             }
-            let own = &mut state.storages[storage];
-            let list = |role| spec.list(role);
-            match (list(Role::Param), list(Role::Master), list(Role::Remainder)) {
-                (Some(param), Some(master), _) => {
-                    average_list(own, backend, comms, master)?;
-                    let masters = bytes_of(own, backend, master)?;
-                    let mut params = HostMemory::zeroed(own.lists[param].buffer.len_bytes())?;
-                    round_masters(spec.param_dtype(), masters.bytes(), params.bytes_mut());
-                    write_all(own, backend, param, params.bytes())?;
-                }
-                (Some(param), None, Some(residual)) => {
-                    average_split(own, backend, comms, (param, residual))?
-                }
-                (Some(param), None, None) => average_list(own, backend, comms, param)?,
-                (None, ..) => {}
+            (Some(param), None, Some(residual)) => {
+                average_split(own, step.backend, step.comms, (param, residual))?
             }
-            let kept = [Role::Master, Role::Remainder];
-            for (index, list) in spec.lists.iter().enumerate() {
-                if with_state && list.role.is_state() && !kept.contains(&list.role) {
-                    average_list(own, backend, comms, index)?;
-                }
+            (Some(param), None, None) => average_list(own, step.backend, step.comms, param)?,
+            (None, ..) => {}
+        }
+        let kept = [Role::Master, Role::Remainder];
+        for (index, list) in spec.lists.iter().enumerate() {
+            if with_state && list.role.is_state() && !kept.contains(&list.role) {
+                average_list(own, step.backend, step.comms, index)?;
             }
         }
-        Ok(())
     }
+    Ok(())
 }
 
 /// All bytes of a list, as the host can work on them.
@@ -214,16 +198,4 @@ fn mean_loss(state: &State, comms: &mut Comms<'_>) -> Result<f64, PlanError> {
         bytemuck::cast_slice_mut::<f64, u8>(&mut loss),
     )?;
     Ok(loss[0])
-}
-
-impl State {
-    /// Tells the loss of the step under way, for an adaptive interval of LocalSGD.
-    pub fn set_loss(&mut self, loss: f64) {
-        self.adapting.loss = Some(loss);
-    }
-
-    /// Steps between two averages of LocalSGD, if they have been adapted.
-    pub fn local_interval(&self) -> Option<u64> {
-        self.adapting.every.map(NonZeroU64::get)
-    }
 }

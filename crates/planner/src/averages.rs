@@ -4,9 +4,8 @@ use fusestep_launch::Backend;
 use fusestep_simd::{join_bf16, narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 use fusestep_tensor::{DType, Role};
 
-use crate::comms::Comms;
-use crate::tensors::check_len;
-use crate::{GatheredParams, Plan, PlanError, State};
+use crate::storage::check_len;
+use crate::{PlanError, State};
 
 /// Lists that the average of a parameter is computed from besides the parameter.
 const BESIDE: [Role; 3] = [Role::Master, Role::Remainder, Role::Base];
@@ -78,89 +77,42 @@ fn read<T: bytemuck::AnyBitPattern>(bytes: &[u8]) -> T {
     bytemuck::pod_read_unaligned(&bytes[..size_of::<T>()])
 }
 
-impl State {
-    /// Whether a model is evaluated with other values than its parameters: a rule of them averages
-    /// ([`fusestep_launch::UpdateRule::averaging`]).
-    pub fn averages(&self) -> bool {
-        (0..self.params.len()).any(|param| self.averaging(param).is_some())
-    }
-
-    /// The factor on z − p in a parameter's average, if its rule has one and has made a step.
-    pub(crate) fn averaging(&self, param: usize) -> Option<f64> {
-        let (storage, _) = self.places[param];
-        let rule = self.rules[self.storages[storage].spec.rule].rule();
-        let steps = self.step - self.steps_behind[param];
-        rule.averaging().filter(|_| steps > 0)
-    }
-
-    /// Copies to the host what a model is evaluated with: under a rule that averages
-    /// ([`fusestep_launch::UpdateRule::averaging`]) the average, rounded to the parameter's dtype,
-    /// under any other the parameter. Nothing is written: training goes on with its bits.
-    ///
-    /// # Errors
-    /// As [`State::read`]; [`PlanError::InShards`] if this rank has only a part of what it takes;
-    /// use [`Plan::gather_averages`].
-    pub fn read_average(
-        &self,
-        backend: &dyn Backend,
-        name: &str,
-        bytes: &mut [u8],
-    ) -> Result<(), PlanError> {
-        self.read(backend, Role::Param, name, bytes)?;
-        self.average_borrowed(backend, name, bytes)
-    }
-
-    /// [`State::read_average`] of a parameter that the caller lends: `bytes` has its values and
-    /// takes the average.
-    ///
-    /// # Errors
-    /// As [`State::read_average`]; [`PlanError::LenBytes`].
-    pub fn average_borrowed(
-        &self,
-        backend: &dyn Backend,
-        name: &str,
-        bytes: &mut [u8],
-    ) -> Result<(), PlanError> {
-        let param = self.find(name)?;
-        let (dtype, numel) = (
-            self.params[param].dtype,
-            self.params[param].numel() as usize,
-        );
-        check_len(Role::Param, name, numel * dtype.len_bytes(), bytes.len())?;
-        let Some(factor) = self.averaging(param) else {
-            return Ok(());
-        };
-        let roles = self.roles(name)?;
-        let beside = Beside::read(|role| {
-            if !roles.contains(&role) {
-                return Ok(None);
-            }
-            let dtype = self.dtype(role, name)?;
-            let mut own = vec![0; numel * dtype.len_bytes()];
-            self.read(backend, role, name, &mut own)?;
-            Ok(Some((dtype, own)))
-        })?;
-        beside.average(dtype, factor, bytes);
-        Ok(())
-    }
+/// [`State::average_borrowed`].
+pub(crate) fn average_of(
+    state: &State,
+    backend: &dyn Backend,
+    name: &str,
+    bytes: &mut [u8],
+) -> Result<(), PlanError> {
+    let param = state.find(name)?;
+    let (dtype, numel) = (
+        state.params[param].dtype,
+        state.params[param].numel() as usize,
+    );
+    check_len(Role::Param, name, numel * dtype.len_bytes(), bytes.len())?;
+    let Some(factor) = factor_of(state, param) else {
+        return Ok(());
+    };
+    let roles = state.roles(name)?;
+    let beside = Beside::read(|role| {
+        if !roles.contains(&role) {
+            return Ok(None);
+        }
+        let dtype = state.dtype(role, name)?;
+        let mut own = vec![0; numel * dtype.len_bytes()];
+        state.read(backend, role, name, &mut own)?;
+        Ok(Some((dtype, own)))
+    })?;
+    beside.average(dtype, factor, bytes);
+    Ok(())
 }
 
-impl Plan {
-    /// What a model is evaluated with, whole on every rank and at any ZeRO stage, for as long as
-    /// the result lives: [`State::read_average`] of each parameter, its elements computed by the
-    /// ranks that keep their state. All ranks ask for the same.
-    ///
-    /// # Errors
-    /// As [`Plan::gather`].
-    pub fn gather_averages(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        names: &[&str],
-    ) -> Result<GatheredParams, PlanError> {
-        self.gather_values(state, backend, comms, names, Values::Averages)
-    }
+/// The factor on z − p in a parameter's average, if its rule has one and has made a step.
+pub(crate) fn factor_of(state: &State, param: usize) -> Option<f64> {
+    let (storage, _) = state.places[param];
+    let rule = state.rules[state.storages[storage].spec.rule].rule();
+    let steps = state.step - state.steps_behind[param];
+    rule.averaging().filter(|_| steps > 0)
 }
 
 /// What is gathered under a parameter's name.

@@ -5,7 +5,8 @@ use std::ops::Range;
 use serde::Serialize;
 
 use crate::passes::Oversize;
-use crate::{Plan, PlanError, StorageSpec};
+use crate::stage::{Gather, Reduce};
+use crate::{Plan, PlanError, Stage, StorageSpec};
 
 /// Consecutive whole tensors whose gradients share one allocation and become ready together for the
 /// calls of their buckets.
@@ -310,4 +311,40 @@ fn snap(spec: &StorageSpec, elements: &Range<u64>, at: u64, grain: Grain) -> u64
     };
     let nearest = if at - low <= high - at { low } else { high };
     nearest.clamp(elements.start, elements.end)
+}
+
+/// Makes the buckets for the storages as they are, with a call for each that is reduced and for
+/// each that is gathered.
+pub(crate) fn make(plan: &mut Plan) -> Result<(), PlanError> {
+    if plan.topology.world == 1 {
+        return Ok(());
+    }
+    let result = plan.stages.iter().find_map(|stage| match stage {
+        Stage::Reduce(reduce) => Some(reduce.result),
+        _ => None,
+    });
+    let gathers = |stage: &Stage| matches!(stage, Stage::Gather(_));
+    let gathers = plan.stages.iter().any(gathers);
+    (plan.segments, plan.buckets) = segments(plan, &plan.ready, plan.caps.as_ref(), plan.grain()?)?;
+    let before = plan
+        .stages
+        .iter()
+        .position(|stage| matches!(stage, Stage::Reduce(_)));
+    let calls = |stage: &Stage| matches!(stage, Stage::Reduce(_) | Stage::Gather(_));
+    plan.stages.retain(|stage| !calls(stage));
+    let buckets = 0..plan.buckets.len();
+    if let (Some(result), Some(at)) = (result, before) {
+        let reduce = |bucket| Stage::Reduce(Reduce { bucket, result });
+        plan.stages.splice(at..at, buckets.clone().map(reduce));
+    }
+    if gathers {
+        let gather = |bucket| {
+            Stage::Gather(Gather {
+                bucket,
+                broadcasts: Vec::new(),
+            })
+        };
+        plan.stages.extend(buckets.map(gather));
+    }
+    Ok(())
 }

@@ -8,7 +8,7 @@ use serde::Serialize;
 use crate::arena::full_tensors;
 use crate::comms::bytes_sent;
 use crate::stage::Reduced;
-use crate::{Plan, Stage, ZeroStage};
+use crate::{Plan, Stage, ZeroStage, exchange};
 
 /// A call of a step, before it is made.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -39,233 +39,228 @@ pub enum CallPurpose {
     Control,
 }
 
-impl Plan {
-    /// The calls of a step, in order. At ZeRO stage 3 parameters are gathered for each layer, the
-    /// name up to the last `.`, before the forward pass and again before the backward pass; a
-    /// program that asks otherwise makes other calls.
-    pub fn calls(&self) -> Vec<PlannedCall> {
-        let mut calls = Calls {
-            all: Vec::new(),
-            world: self.topology.world as u64,
-            group: self.shard_group as u64,
-        };
-        if self.topology.world == 1 {
-            return calls.all;
-        }
-        let windows = if self.reduces_each() {
-            u64::from(self.micro_steps())
-        } else {
-            1
-        };
-        if self.reduces() {
-            self.calls_about_gradients(&mut calls);
-        }
-        if self.zero == ZeroStage::Three && self.reduces() {
-            self.layer_gathers(&mut calls);
-        }
-        for stage in &self.stages {
-            match stage {
-                Stage::Reduce(reduce) => self.reduce_calls(&mut calls, reduce, windows),
-                Stage::ReduceUpdate(update) => {
-                    let numel = update
-                        .bucket
-                        .map_or(0, |bucket| self.buckets[bucket].numel());
-                    let spec = &self.storages[update.storage];
-                    let replicas = self.replicated(spec).into_iter();
-                    let replicas = replicas.map(|list| spec.lists[list].dtype.len_bytes());
-                    let width = spec.grad_dtype().len_bytes() + replicas.sum::<usize>();
-                    let len_bytes = numel * width as u64;
-                    let world = calls.world;
-                    calls.data(
-                        Operation::ReduceUpdate,
-                        update.bucket,
-                        (len_bytes, world),
-                        1,
-                    );
-                }
-                Stage::Norm(_) => self.norm_calls(&mut calls),
-                Stage::Trust => {
-                    self.leaf_calls(&mut calls, 8 * MAX_SUMS as u64);
-                }
-                Stage::Gather(gather) => self.gather_calls(&mut calls, gather),
-                Stage::Average(rule) => {
-                    let first = calls.all.len();
-                    self.average_calls(&mut calls, rule.averaged);
-                    if rule.interval == crate::Interval::Adaptive {
-                        // The mean loss that the next interval follows.
-                        let mean = Operation::AllReduce(ReduceOp::Average);
-                        calls.control(mean, 8, calls.world);
-                    }
-                    for call in &mut calls.all[first..] {
-                        call.every = rule.every.get();
-                    }
-                }
-                Stage::Accumulate(_) | Stage::Optimize(_) => {}
+/// [`Plan::calls`].
+pub(crate) fn planned(plan: &Plan) -> Vec<PlannedCall> {
+    let mut calls = Calls {
+        all: Vec::new(),
+        world: plan.topology.world as u64,
+        group: plan.shard_group as u64,
+    };
+    if plan.topology.world == 1 {
+        return calls.all;
+    }
+    let windows = if plan.reduces_each() {
+        u64::from(plan.micro_steps())
+    } else {
+        1
+    };
+    if plan.reduces() {
+        calls_about_gradients(plan, &mut calls);
+    }
+    if plan.zero == ZeroStage::Three && plan.reduces() {
+        layer_gathers(plan, &mut calls);
+    }
+    for stage in &plan.stages {
+        match stage {
+            Stage::Reduce(reduce) => reduce_calls(plan, &mut calls, reduce, windows),
+            Stage::ReduceUpdate(update) => {
+                let numel = update
+                    .bucket
+                    .map_or(0, |bucket| plan.buckets[bucket].numel());
+                let spec = &plan.storages[update.storage];
+                let replicas = plan.replicated(spec).into_iter();
+                let replicas = replicas.map(|list| spec.lists[list].dtype.len_bytes());
+                let width = spec.grad_dtype().len_bytes() + replicas.sum::<usize>();
+                let len_bytes = numel * width as u64;
+                let world = calls.world;
+                calls.data(
+                    Operation::ReduceUpdate,
+                    update.bucket,
+                    (len_bytes, world),
+                    1,
+                );
             }
-        }
-        self.update_norm_calls(&mut calls);
-        calls.all
-    }
-
-    /// The calls by which ranks tell each other which gradients there are.
-    fn calls_about_gradients(&self, calls: &mut Calls) {
-        let largest = Operation::AllReduce(ReduceOp::Max);
-        let params = self.params.len() as u64;
-        if !self.in_backward {
-            let hashes = if self.reduces_each() { 16 } else { 0 };
-            return calls.control(largest, params + hashes, calls.world);
-        }
-        let mut told = 0;
-        for segment in &self.segments {
-            let tensors = full_tensors(self, segment) as u64;
-            calls.control(largest, tensors, calls.world);
-            told += tensors;
-        }
-        if told < params {
-            calls.control(largest, params - told, calls.world);
-        }
-    }
-
-    /// The calls by which ranks hear how far parameters moved.
-    fn update_norm_calls(&self, calls: &mut Calls) {
-        if self.update_norms && self.zero != ZeroStage::None {
-            let chunk = u64::from(fusestep_launch::CHUNK_ELEMENTS);
-            let chunks = self
-                .params
-                .iter()
-                .map(|param| param.numel().div_ceil(chunk));
-            let len_bytes = 8 * chunks.sum::<u64>();
-            calls.control(Operation::AllReduce(ReduceOp::Sum), len_bytes, calls.group);
-        }
-        if self.update_norms && self.slices_of_ranks() > 0 {
-            let len_bytes = 8 * self.slices_of_ranks() * calls.world;
-            calls.control(Operation::AllReduce(ReduceOp::Sum), len_bytes, calls.world);
-        }
-    }
-
-    /// Parameters of which each rank has a slice of its own.
-    fn slices_of_ranks(&self) -> u64 {
-        let slices = self.storages.iter().filter(|spec| spec.distributed);
-        slices.map(|spec| spec.members.len() as u64).sum()
-    }
-
-    /// The calls by which ranks tell each other `leaf_bytes` of every leaf.
-    fn leaf_calls(&self, calls: &mut Calls, leaf_bytes: u64) {
-        let (shared, slices) = self.leaf_counts();
-        if shared > 0 {
-            let sum = Operation::AllReduce(ReduceOp::Sum);
-            calls.control(sum, leaf_bytes * shared, calls.group);
-        }
-        if slices > 0 {
-            let len_bytes = leaf_bytes * slices * calls.world;
-            calls.control(Operation::AllGather, len_bytes, calls.world);
-        }
-    }
-
-    fn reduce_calls(&self, calls: &mut Calls, reduce: &crate::Reduce, windows: u64) {
-        let bucket = &self.buckets[reduce.bucket];
-        let width = self.storages[bucket.storage].grad_dtype().len_bytes() as u64;
-        let (len_bytes, index) = (bucket.numel() * width, Some(reduce.bucket));
-        let (operation, own) = match reduce.result {
-            Reduced::Whole => (Operation::AllReduce(ReduceOp::Average), len_bytes),
-            Reduced::Part => {
-                let part = bucket.part(self.shard_place().rank);
-                let own = (part.end - part.start) * width;
-                (Operation::ReduceScatter(ReduceOp::Average), own)
+            Stage::Norm(_) => norm_calls(plan, &mut calls),
+            Stage::Trust => {
+                leaf_calls(plan, &mut calls, 8 * MAX_SUMS as u64);
             }
-        };
-        let group = calls.group;
-        calls.data(operation, index, (len_bytes, group), windows);
-        if calls.group < calls.world {
-            let groups = calls.world / calls.group;
-            let across = Operation::AllReduce(ReduceOp::Average);
-            calls.data(across, index, (own, groups), windows);
+            Stage::Gather(gather) => gather_calls(plan, &mut calls, gather),
+            Stage::Average(rule) => {
+                let first = calls.all.len();
+                average_calls(plan, &mut calls, rule.averaged);
+                if rule.interval == crate::Interval::Adaptive {
+                    // The mean loss that the next interval follows.
+                    let mean = Operation::AllReduce(ReduceOp::Average);
+                    calls.control(mean, 8, calls.world);
+                }
+                for call in &mut calls.all[first..] {
+                    call.every = rule.every.get();
+                }
+            }
+            Stage::Accumulate(_) | Stage::Optimize(_) => {}
         }
     }
+    update_norm_calls(plan, &mut calls);
+    calls.all
+}
 
-    fn norm_calls(&self, calls: &mut Calls) {
+/// The calls by which ranks tell each other which gradients there are.
+fn calls_about_gradients(plan: &Plan, calls: &mut Calls) {
+    let largest = Operation::AllReduce(ReduceOp::Max);
+    let params = plan.params.len() as u64;
+    if !plan.in_backward {
+        let hashes = if plan.reduces_each() { 16 } else { 0 };
+        return calls.control(largest, params + hashes, calls.world);
+    }
+    let mut told = 0;
+    for segment in &plan.segments {
+        let tensors = full_tensors(plan, segment) as u64;
+        calls.control(largest, tensors, calls.world);
+        told += tensors;
+    }
+    if told < params {
+        calls.control(largest, params - told, calls.world);
+    }
+}
+
+/// The calls by which ranks hear how far parameters moved.
+fn update_norm_calls(plan: &Plan, calls: &mut Calls) {
+    if plan.update_norms && plan.zero != ZeroStage::None {
+        let chunk = u64::from(fusestep_launch::CHUNK_ELEMENTS);
+        let chunks = plan
+            .params
+            .iter()
+            .map(|param| param.numel().div_ceil(chunk));
+        let len_bytes = 8 * chunks.sum::<u64>();
+        calls.control(Operation::AllReduce(ReduceOp::Sum), len_bytes, calls.group);
+    }
+    if plan.update_norms && slices_of_ranks(plan) > 0 {
+        let len_bytes = 8 * slices_of_ranks(plan) * calls.world;
+        calls.control(Operation::AllReduce(ReduceOp::Sum), len_bytes, calls.world);
+    }
+}
+
+/// Parameters of which each rank has a slice of its own.
+fn slices_of_ranks(plan: &Plan) -> u64 {
+    let slices = plan.storages.iter().filter(|spec| spec.distributed);
+    slices.map(|spec| spec.members.len() as u64).sum()
+}
+
+/// The calls by which ranks tell each other `leaf_bytes` of every leaf.
+fn leaf_calls(plan: &Plan, calls: &mut Calls, leaf_bytes: u64) {
+    let (shared, slices) = exchange::leaf_counts(plan);
+    if shared > 0 {
         let sum = Operation::AllReduce(ReduceOp::Sum);
-        if !self.reduces() {
-            return calls.control(sum, 8, calls.world);
-        }
-        self.leaf_calls(calls, 16);
+        calls.control(sum, leaf_bytes * shared, calls.group);
     }
-
-    fn gather_calls(&self, calls: &mut Calls, gather: &crate::Gather) {
-        let bucket = &self.buckets[gather.bucket];
-        let group = calls.group;
-        let width = self.storages[bucket.storage].param_dtype().len_bytes() as u64;
-        let index = Some(gather.bucket);
-        for call in &gather.broadcasts {
-            let len_bytes = (call.elements.end - call.elements.start) * width;
-            let operation = Operation::Broadcast { root: call.owner };
-            calls.data(operation, index, (len_bytes, group), 1);
-        }
-        if gather.broadcasts.is_empty() {
-            let len_bytes = bucket.numel() * width;
-            calls.data(Operation::AllGather, index, (len_bytes, group), 1);
-        }
+    if slices > 0 {
+        let len_bytes = leaf_bytes * slices * calls.world;
+        calls.control(Operation::AllGather, len_bytes, calls.world);
     }
+}
 
-    fn average_calls(&self, calls: &mut Calls, averaged: crate::Averaged) {
-        let world = calls.world;
-        for spec in self.storages.iter().filter(|spec| !spec.distributed) {
-            let values =
-                if spec.list(Role::Master).is_some() || spec.list(Role::Remainder).is_some() {
-                    4
-                } else {
-                    spec.param_dtype().len_bytes()
-                };
-            let state = spec.lists.iter().filter(|list| {
-                let kept = matches!(list.role, Role::Master | Role::Remainder);
-                averaged == crate::Averaged::ParamsAndState && list.role.is_state() && !kept
-            });
-            let widths = state.map(|list| list.dtype.len_bytes());
-            for width in std::iter::once(values).chain(widths) {
-                let len_bytes = spec.layout.total_numel() * width as u64;
-                let operation = Operation::AllReduce(ReduceOp::Average);
-                calls.data(operation, None, (len_bytes, world), 1);
-            }
+fn reduce_calls(plan: &Plan, calls: &mut Calls, reduce: &crate::Reduce, windows: u64) {
+    let bucket = &plan.buckets[reduce.bucket];
+    let width = plan.storages[bucket.storage].grad_dtype().len_bytes() as u64;
+    let (len_bytes, index) = (bucket.numel() * width, Some(reduce.bucket));
+    let (operation, own) = match reduce.result {
+        Reduced::Whole => (Operation::AllReduce(ReduceOp::Average), len_bytes),
+        Reduced::Part => {
+            let part = bucket.part(plan.shard_place().rank);
+            let own = (part.end - part.start) * width;
+            (Operation::ReduceScatter(ReduceOp::Average), own)
         }
+    };
+    let group = calls.group;
+    calls.data(operation, index, (len_bytes, group), windows);
+    if calls.group < calls.world {
+        let groups = calls.world / calls.group;
+        let across = Operation::AllReduce(ReduceOp::Average);
+        calls.data(across, index, (own, groups), windows);
     }
+}
 
-    /// The gathers of a program that asks for a layer's parameters before its forward and before
-    /// its backward pass.
-    fn layer_gathers(&self, calls: &mut Calls) {
-        let layer = |name: &str| {
-            name.rsplit_once('.')
-                .map_or(name, |(layer, _)| layer)
-                .to_owned()
+fn norm_calls(plan: &Plan, calls: &mut Calls) {
+    let sum = Operation::AllReduce(ReduceOp::Sum);
+    if !plan.reduces() {
+        return calls.control(sum, 8, calls.world);
+    }
+    leaf_calls(plan, calls, 16);
+}
+
+fn gather_calls(plan: &Plan, calls: &mut Calls, gather: &crate::Gather) {
+    let bucket = &plan.buckets[gather.bucket];
+    let group = calls.group;
+    let width = plan.storages[bucket.storage].param_dtype().len_bytes() as u64;
+    let index = Some(gather.bucket);
+    for call in &gather.broadcasts {
+        let len_bytes = (call.elements.end - call.elements.start) * width;
+        let operation = Operation::Broadcast { root: call.owner };
+        calls.data(operation, index, (len_bytes, group), 1);
+    }
+    if gather.broadcasts.is_empty() {
+        let len_bytes = bucket.numel() * width;
+        calls.data(Operation::AllGather, index, (len_bytes, group), 1);
+    }
+}
+
+fn average_calls(plan: &Plan, calls: &mut Calls, averaged: crate::Averaged) {
+    let world = calls.world;
+    for spec in plan.storages.iter().filter(|spec| !spec.distributed) {
+        let values = if spec.list(Role::Master).is_some() || spec.list(Role::Remainder).is_some() {
+            4
+        } else {
+            spec.param_dtype().len_bytes()
         };
-        let mut asked: std::collections::BTreeMap<(String, usize), u64> = Default::default();
-        for (index, segment) in self.segments.iter().enumerate() {
-            let spec = &self.storages[segment.storage];
-            let width = spec.param_dtype().len_bytes() as u64;
-            for tensor in segment.tensors.clone() {
-                let param = &self.params[spec.members[tensor as usize] as usize];
-                if param.numel() == 0 {
-                    continue;
-                }
-                for bucket in segment.buckets.clone() {
-                    let range = spec.layout.range(tensor as usize);
-                    let inside = self.buckets[bucket].overlaps(&range);
-                    let numel: usize = inside.iter().sum();
-                    let key = (
-                        layer(&param.name),
-                        if segment.buckets.len() > 1 {
-                            bucket
-                        } else {
-                            self.segments[index].buckets.start
-                        },
-                    );
-                    *asked.entry(key).or_default() += numel as u64 * width;
-                }
+        let state = spec.lists.iter().filter(|list| {
+            let kept = matches!(list.role, Role::Master | Role::Remainder);
+            averaged == crate::Averaged::ParamsAndState && list.role.is_state() && !kept
+        });
+        let widths = state.map(|list| list.dtype.len_bytes());
+        for width in std::iter::once(values).chain(widths) {
+            let len_bytes = spec.layout.total_numel() * width as u64;
+            let operation = Operation::AllReduce(ReduceOp::Average);
+            calls.data(operation, None, (len_bytes, world), 1);
+        }
+    }
+}
+
+/// The gathers of a program that asks for a layer's parameters before its forward and before
+/// its backward pass.
+fn layer_gathers(plan: &Plan, calls: &mut Calls) {
+    let layer = |name: &str| {
+        name.rsplit_once('.')
+            .map_or(name, |(layer, _)| layer)
+            .to_owned()
+    };
+    let mut asked: std::collections::BTreeMap<(String, usize), u64> = Default::default();
+    for (index, segment) in plan.segments.iter().enumerate() {
+        let spec = &plan.storages[segment.storage];
+        let width = spec.param_dtype().len_bytes() as u64;
+        for tensor in segment.tensors.clone() {
+            let param = &plan.params[spec.members[tensor as usize] as usize];
+            if param.numel() == 0 {
+                continue;
+            }
+            for bucket in segment.buckets.clone() {
+                let range = spec.layout.range(tensor as usize);
+                let inside = plan.buckets[bucket].overlaps(&range);
+                let numel: usize = inside.iter().sum();
+                let key = (
+                    layer(&param.name),
+                    if segment.buckets.len() > 1 {
+                        bucket
+                    } else {
+                        plan.segments[index].buckets.start
+                    },
+                );
+                *asked.entry(key).or_default() += numel as u64 * width;
             }
         }
-        let group = calls.group;
-        for ((_, bucket), len_bytes) in asked {
-            calls.data(Operation::AllGather, Some(bucket), (len_bytes, group), 2);
-        }
+    }
+    let group = calls.group;
+    for ((_, bucket), len_bytes) in asked {
+        calls.data(Operation::AllGather, Some(bucket), (len_bytes, group), 2);
     }
 }
 

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::arena::{keeps_segments, kept_bytes};
 use crate::display::bytes;
-use crate::{CallPurpose, Plan, PlannedCall, ZeroStage};
+use crate::{CallPurpose, Plan, PlannedCall, ZeroStage, calls};
 
 /// What a step is predicted from.
 ///
@@ -170,212 +170,210 @@ pub struct RankSummary {
     pub proposed_bucket_cap_bytes: u64,
 }
 
-impl Plan {
-    /// The calls of a step on its clock, in the order they start.
-    pub fn timeline(&self, model: &CostModel) -> Vec<Event> {
-        let calls = self.calls();
-        let is_reduce = |call: &&PlannedCall| {
-            call.what == CallPurpose::Data && call.operation.starts_with("reduce-scatter")
-                || call.what == CallPurpose::Data
-                    && call.operation == "all-reduce"
-                    && call.bucket.is_some()
-        };
-        let reduces: Vec<&PlannedCall> = calls.iter().filter(is_reduce).collect();
-        let passes = self.micro_steps();
-        let (mut events, mut now, mut link_free) = (Vec::new(), 0.0, 0.0f64);
-        for pass in 0..passes {
-            let length = model.backward_seconds + self.fresh_seconds(model);
-            let (start, end) = (now, now + length);
-            events.push(Event {
-                kind: EventKind::Backward,
-                index: pass as usize,
-                len_bytes: 0,
-                start,
-                end,
-            });
-            now = end;
-            if self.reduces_each() || pass + 1 == passes {
-                link_free = reduce_events(model, (start, length), link_free, &reduces, &mut events);
-                now = end.max(link_free);
-            }
-        }
-        let mut follow = |kind, index, len_bytes, length| {
-            events.push(Event {
-                kind,
-                index,
-                len_bytes,
-                start: now,
-                end: now + length,
-            });
-            now += length;
-        };
-        if model.memory_bytes_per_second.is_some() {
-            let len_bytes = self.traffic_bytes();
-            follow(EventKind::Update, 0, len_bytes, model.local(len_bytes));
-        }
-        let others = calls.iter().filter(|call| {
-            call.what == CallPurpose::Data
-                && call.operation != "reduce-update"
-                && !reduces.iter().any(|reduce| std::ptr::eq(*reduce, *call))
+/// [`Plan::timeline`].
+pub(crate) fn timeline(plan: &Plan, model: &CostModel) -> Vec<Event> {
+    let calls = calls::planned(plan);
+    let is_reduce = |call: &&PlannedCall| {
+        call.what == CallPurpose::Data && call.operation.starts_with("reduce-scatter")
+            || call.what == CallPurpose::Data
+                && call.operation == "all-reduce"
+                && call.bucket.is_some()
+    };
+    let reduces: Vec<&PlannedCall> = calls.iter().filter(is_reduce).collect();
+    let passes = plan.micro_steps();
+    let (mut events, mut now, mut link_free) = (Vec::new(), 0.0, 0.0f64);
+    for pass in 0..passes {
+        let length = model.backward_seconds + fresh_seconds(plan, model);
+        let (start, end) = (now, now + length);
+        events.push(Event {
+            kind: EventKind::Backward,
+            index: pass as usize,
+            len_bytes: 0,
+            start,
+            end,
         });
-        for call in others {
-            let link = if call.operation == "all-reduce" {
-                model.link
-            } else {
-                model.half(model.gather)
-            };
-            let length = link.alpha_seconds + call.len_bytes as f64 / link.beta_bytes_per_second;
-            let length = length * call.times as f64 / call.every as f64;
-            follow(
-                EventKind::Gather,
-                call.bucket.unwrap_or(0),
-                call.len_bytes,
-                length,
-            );
+        now = end;
+        if plan.reduces_each() || pass + 1 == passes {
+            link_free = reduce_events(model, (start, length), link_free, &reduces, &mut events);
+            now = end.max(link_free);
         }
-        events
     }
-
-    /// Time to make memory for segments that is given back once they are reduced.
-    fn fresh_seconds(&self, model: &CostModel) -> f64 {
-        if keeps_segments(self) {
-            return 0.0;
-        }
-        let sizes = self.segments.iter().map(|segment| {
-            let width = self.storages[segment.storage].grad_dtype().len_bytes() as u64;
-            (segment.elements.end - segment.elements.start) * width
+    let mut follow = |kind, index, len_bytes, length| {
+        events.push(Event {
+            kind,
+            index,
+            len_bytes,
+            start: now,
+            end: now + length,
         });
-        let (all, largest) = sizes.fold((0, 0u64), |(all, most), one| (all + one, most.max(one)));
-        // One that is being filled, and one for each stream.
-        let most = (model.comm_streams as u64 + 1).saturating_mul(largest);
-        let fresh = all.min(most).saturating_sub(kept_bytes(self));
-        model
-            .fresh_bytes_per_second
-            .map_or(0.0, |rate| fresh as f64 / rate)
+        now += length;
+    };
+    if model.memory_bytes_per_second.is_some() {
+        let len_bytes = plan.traffic_bytes();
+        follow(EventKind::Update, 0, len_bytes, model.local(len_bytes));
     }
-
-    /// What a rank keeps and sends.
-    fn rank_bytes(&self, rank: usize, bytes_sent: u64) -> RankBytes {
-        let shared = self.zero != ZeroStage::None && self.reduces();
-        let mut found = RankBytes {
-            bytes_sent,
-            memory_bytes: kept_bytes(self),
-            ..RankBytes::default()
+    let others = calls.iter().filter(|call| {
+        call.what == CallPurpose::Data
+            && call.operation != "reduce-update"
+            && !reduces.iter().any(|reduce| std::ptr::eq(*reduce, *call))
+    });
+    for call in others {
+        let link = if call.operation == "all-reduce" {
+            model.link
+        } else {
+            model.half(model.gather)
         };
-        for (index, spec) in self.storages.iter().enumerate() {
-            let own: u64 = if shared && !spec.distributed {
-                let buckets = self.buckets.iter().filter(|bucket| bucket.storage == index);
-                let part = |bucket: &crate::Bucket| bucket.part(rank % self.shard_group);
-                buckets.map(part).map(|part| part.end - part.start).sum()
+        let length = link.alpha_seconds + call.len_bytes as f64 / link.beta_bytes_per_second;
+        let length = length * call.times as f64 / call.every as f64;
+        follow(
+            EventKind::Gather,
+            call.bucket.unwrap_or(0),
+            call.len_bytes,
+            length,
+        );
+    }
+    events
+}
+
+/// [`Plan::rank_summary`].
+pub(crate) fn rank_summary(plan: &Plan, model: impl Into<CostModel>) -> RankSummary {
+    let model = model.into();
+    let calls = calls::planned(plan);
+    let count = |what| {
+        let of = calls.iter().filter(move |call| call.what == what);
+        of.map(|call| call.times.div_ceil(call.every)).sum::<u64>()
+    };
+    let sent = calls
+        .iter()
+        .map(|call| call.bytes_sent.saturating_mul(call.times) / call.every);
+    let sent = sent.fold(0, u64::saturating_add);
+    let of_rank = |rank| rank_bytes(plan, rank, sent);
+    let ranks: Vec<RankBytes> = (0..plan.shard_group).map(of_rank).collect();
+    let mean = |of: fn(&RankBytes) -> u64| {
+        ranks.iter().map(|rank| u128::from(of(rank))).sum::<u128>() / ranks.len() as u128
+    };
+    let worst = ranks.iter().max_by_key(|rank| rank.memory_bytes);
+    let events = timeline(plan, &model);
+    let end = events.last().map_or(0.0, |event| event.end);
+    let local = model.local(plan.traffic_bytes());
+    let hidden = f64::from(plan.micro_steps()) * model.backward_seconds + local;
+    RankSummary {
+        world: plan.topology.world,
+        zero: plan.zero.number(),
+        collectives: count(CallPurpose::Data),
+        naive_collectives: naive_collectives(plan),
+        control_calls: count(CallPurpose::Control),
+        bytes_on_wire: sent,
+        state_bytes_per_rank: plan.state_bytes(),
+        memory_bytes_per_rank: plan.memory_bytes(),
+        worst_rank: worst.copied().unwrap_or_default(),
+        mean_rank: RankBytes {
+            state_bytes: mean(|rank| rank.state_bytes) as u64,
+            memory_bytes: mean(|rank| rank.memory_bytes) as u64,
+            bytes_sent: mean(|rank| rank.bytes_sent) as u64,
+        },
+        buckets: plan.buckets.len(),
+        micro_steps: plan.micro_steps(),
+        link: model.text(),
+        exposed_ns: (end - hidden).max(0.0) * 1e9,
+        local_ns: local * 1e9,
+        predicted_step_ns: end * 1e9,
+        proposed_bucket_cap_bytes: proposed_cap(plan, &model),
+    }
+}
+
+/// Time to make memory for segments that is given back once they are reduced.
+fn fresh_seconds(plan: &Plan, model: &CostModel) -> f64 {
+    if keeps_segments(plan) {
+        return 0.0;
+    }
+    let sizes = plan.segments.iter().map(|segment| {
+        let width = plan.storages[segment.storage].grad_dtype().len_bytes() as u64;
+        (segment.elements.end - segment.elements.start) * width
+    });
+    let (all, largest) = sizes.fold((0, 0u64), |(all, most), one| (all + one, most.max(one)));
+    // One that is being filled, and one for each stream.
+    let most = (model.comm_streams as u64 + 1).saturating_mul(largest);
+    let fresh = all.min(most).saturating_sub(kept_bytes(plan));
+    model
+        .fresh_bytes_per_second
+        .map_or(0.0, |rate| fresh as f64 / rate)
+}
+
+/// What a rank keeps and sends.
+fn rank_bytes(plan: &Plan, rank: usize, bytes_sent: u64) -> RankBytes {
+    let shared = plan.zero != ZeroStage::None && plan.reduces();
+    let mut found = RankBytes {
+        bytes_sent,
+        memory_bytes: kept_bytes(plan),
+        ..RankBytes::default()
+    };
+    for (index, spec) in plan.storages.iter().enumerate() {
+        let own: u64 = if shared && !spec.distributed {
+            let buckets = plan.buckets.iter().filter(|bucket| bucket.storage == index);
+            let part = |bucket: &crate::Bucket| bucket.part(rank % plan.shard_group);
+            buckets.map(part).map(|part| part.end - part.start).sum()
+        } else {
+            spec.layout.total_numel()
+        };
+        let sums = plan.accumulation();
+        found.memory_bytes += sums.map_or(0, |rule| rule.sum_bytes(spec, own));
+        for (list, extent) in spec.lists.iter().zip(&spec.extents) {
+            let numel = if *extent == crate::Extent::Shard {
+                own
             } else {
                 spec.layout.total_numel()
             };
-            let sums = self.accumulation();
-            found.memory_bytes += sums.map_or(0, |rule| rule.sum_bytes(spec, own));
-            for (list, extent) in spec.lists.iter().zip(&spec.extents) {
-                let numel = if *extent == crate::Extent::Shard {
-                    own
-                } else {
-                    spec.layout.total_numel()
-                };
-                let len_bytes = numel * list.dtype.len_bytes() as u64;
-                found.memory_bytes += len_bytes;
-                if list.role.is_state() {
-                    found.state_bytes += len_bytes;
-                }
+            let len_bytes = numel * list.dtype.len_bytes() as u64;
+            found.memory_bytes += len_bytes;
+            if list.role.is_state() {
+                found.state_bytes += len_bytes;
             }
         }
-        found
     }
+    found
+}
 
-    /// The numbers of a step of ranks; `model` predicts its time.
-    pub fn rank_summary(&self, model: impl Into<CostModel>) -> RankSummary {
-        let model = model.into();
-        let calls = self.calls();
-        let count = |what| {
-            let of = calls.iter().filter(move |call| call.what == what);
-            of.map(|call| call.times.div_ceil(call.every)).sum::<u64>()
-        };
-        let sent = calls
-            .iter()
-            .map(|call| call.bytes_sent.saturating_mul(call.times) / call.every);
-        let sent = sent.fold(0, u64::saturating_add);
-        let of_rank = |rank| self.rank_bytes(rank, sent);
-        let ranks: Vec<RankBytes> = (0..self.shard_group).map(of_rank).collect();
-        let mean = |of: fn(&RankBytes) -> u64| {
-            ranks.iter().map(|rank| u128::from(of(rank))).sum::<u128>() / ranks.len() as u128
-        };
-        let worst = ranks.iter().max_by_key(|rank| rank.memory_bytes);
-        let events = self.timeline(&model);
-        let end = events.last().map_or(0.0, |event| event.end);
-        let local = model.local(self.traffic_bytes());
-        let hidden = f64::from(self.micro_steps()) * model.backward_seconds + local;
-        RankSummary {
-            world: self.topology.world,
-            zero: self.zero.number(),
-            collectives: count(CallPurpose::Data),
-            naive_collectives: self.naive_collectives(),
-            control_calls: count(CallPurpose::Control),
-            bytes_on_wire: sent,
-            state_bytes_per_rank: self.state_bytes(),
-            memory_bytes_per_rank: self.memory_bytes(),
-            worst_rank: worst.copied().unwrap_or_default(),
-            mean_rank: RankBytes {
-                state_bytes: mean(|rank| rank.state_bytes) as u64,
-                memory_bytes: mean(|rank| rank.memory_bytes) as u64,
-                bytes_sent: mean(|rank| rank.bytes_sent) as u64,
-            },
-            buckets: self.buckets.len(),
-            micro_steps: self.micro_steps(),
-            link: model.text(),
-            exposed_ns: (end - hidden).max(0.0) * 1e9,
-            local_ns: local * 1e9,
-            predicted_step_ns: end * 1e9,
-            proposed_bucket_cap_bytes: self.proposed_cap(&model),
-        }
+/// Calls of a plan without passes that moves the same.
+fn naive_collectives(plan: &Plan) -> u64 {
+    if !plan.reduces() {
+        return 0;
     }
+    let tensors = plan.storages.iter().filter(|spec| !spec.distributed);
+    let full = tensors.map(|spec| {
+        (0..spec.layout.tensors())
+            .filter(|&tensor| spec.layout.numel(tensor) > 0)
+            .count()
+    });
+    let tensors = full.sum::<usize>() as u64;
+    let windows = if plan.reduces_each() {
+        u64::from(plan.micro_steps())
+    } else {
+        1
+    };
+    let gathers = match plan.zero {
+        ZeroStage::None => 0,
+        ZeroStage::One | ZeroStage::Two => 1,
+        ZeroStage::Three => 2,
+    };
+    tensors * (windows + gathers)
+}
 
-    /// Calls of a plan without passes that moves the same.
-    fn naive_collectives(&self) -> u64 {
-        if !self.reduces() {
-            return 0;
-        }
-        let tensors = self.storages.iter().filter(|spec| !spec.distributed);
-        let full = tensors.map(|spec| {
-            (0..spec.layout.tensors())
-                .filter(|&tensor| spec.layout.numel(tensor) > 0)
-                .count()
-        });
-        let tensors = full.sum::<usize>() as u64;
-        let windows = if self.reduces_each() {
-            u64::from(self.micro_steps())
-        } else {
-            1
-        };
-        let gathers = match self.zero {
-            ZeroStage::None => 0,
-            ZeroStage::One | ZeroStage::Two => 1,
-            ZeroStage::Three => 2,
-        };
-        tensors * (windows + gathers)
-    }
-
-    /// `n` buckets of `S` bytes in all cost `n·α` in latency and leave `S / (n·β)` behind the
-    /// backward pass: least together at buckets of `√(S·α·β)` bytes.
-    fn proposed_cap(&self, model: &CostModel) -> u64 {
-        let link = if self.zero >= ZeroStage::One {
-            model.half(model.scatter)
-        } else {
-            model.link
-        };
-        let bytes = self.buckets.iter().map(|bucket| {
-            let width = self.storages[bucket.storage].grad_dtype().len_bytes() as u64;
-            bucket.numel() * width
-        });
-        let total: u64 = bytes.sum();
-        let cap = total as f64 * link.alpha_seconds * link.beta_bytes_per_second;
-        (cap.sqrt() as u64).clamp(4.min(total), total)
-    }
+/// `n` buckets of `S` bytes in all cost `n·α` in latency and leave `S / (n·β)` behind the
+/// backward pass: least together at buckets of `√(S·α·β)` bytes.
+fn proposed_cap(plan: &Plan, model: &CostModel) -> u64 {
+    let link = if plan.zero >= ZeroStage::One {
+        model.half(model.scatter)
+    } else {
+        model.link
+    };
+    let bytes = plan.buckets.iter().map(|bucket| {
+        let width = plan.storages[bucket.storage].grad_dtype().len_bytes() as u64;
+        bucket.numel() * width
+    });
+    let total: u64 = bytes.sum();
+    let cap = total as f64 * link.alpha_seconds * link.beta_bytes_per_second;
+    (cap.sqrt() as u64).clamp(4.min(total), total)
 }
 
 /// Adds the calls of one backward pass that begins at `start` and takes `length`; returns when the

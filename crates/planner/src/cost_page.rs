@@ -4,26 +4,24 @@ use std::fmt::Write;
 
 use crate::display::grouped;
 use crate::html::escape;
-use crate::{CostModel, Event, EventKind, Plan, html_page};
+use crate::{CostModel, Event, EventKind, Plan, cost, html, html_page};
 
 /// Width and height of the timeline's drawing, and of a row.
 const WIDTH: f64 = 1_000.0;
 const ROW: f64 = 22.0;
 
-impl Plan {
-    /// A page: the timeline drawn to scale, what passes did, and this rank's own launches.
-    pub fn ranks_to_html(&self, model: &CostModel) -> String {
-        let topology = self.topology();
-        let title = format!("Step of rank {} of {}", topology.rank, topology.world);
-        let mut page = String::new();
-        let summary = self.rank_summary(*model);
-        let _ = writeln!(page, "<pre>{}</pre>", escape(&summary.to_string()));
-        page.push_str("<h2>Timeline</h2>\n<p class=\"muted\">Backward passes and the update, calls that reduce buckets, \
-             calls that gather parameters, as the cost model predicts them. Hover for numbers.</p>\n");
-        draw(&mut page, &self.timeline(model));
-        page.push_str(&self.to_html_fragment());
-        html_page(&title, &page)
-    }
+/// [`Plan::ranks_to_html`].
+pub(crate) fn page(plan: &Plan, model: &CostModel) -> String {
+    let topology = plan.topology();
+    let title = format!("Step of rank {} of {}", topology.rank, topology.world);
+    let mut page = String::new();
+    let summary = cost::rank_summary(plan, *model);
+    let _ = writeln!(page, "<pre>{}</pre>", escape(&summary.to_string()));
+    page.push_str("<h2>Timeline</h2>\n<p class=\"muted\">Backward passes and the update, calls that reduce buckets, \
+         calls that gather parameters, as the cost model predicts them. Hover for numbers.</p>\n");
+    draw(&mut page, &cost::timeline(plan, model));
+    page.push_str(&html::fragment(plan));
+    html_page(&title, &page)
 }
 
 fn draw(page: &mut String, events: &[Event]) {

@@ -13,9 +13,9 @@ use fusestep_launch::{
 };
 use fusestep_tensor::{DType, Role};
 
-use crate::comms::Comms;
 use crate::exchange::{Exchange, leaves_in};
-use crate::{Plan, PlanError, State};
+use crate::step::RankStep;
+use crate::{Plan, PlanError, device_trust, gather, reduce};
 
 /// What lies on the device for it.
 #[derive(Debug)]
@@ -38,7 +38,7 @@ impl DeviceNorm {
         exchange: &Exchange,
         backend: &dyn Backend,
     ) -> Result<Option<Self>, PlanError> {
-        let may = plan.norm_stage().is_some() && plan.sums_may_stay_on_devices();
+        let may = plan.norm_stage().is_some() && device_trust::sums_may_stay_on_devices(plan);
         if backend.device().is_none() || !may {
             return Ok(None);
         }
@@ -84,75 +84,62 @@ impl DeviceNorm {
     }
 }
 
-impl Plan {
-    /// Stage `norm` of several ranks on devices: enqueues all of it. Whether it runs there.
-    pub(crate) fn decide_on_device(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-    ) -> Result<bool, PlanError> {
-        if !comms.is_on_device_of(backend) {
-            return Ok(false);
-        }
-        let Some(mut own) = state.exchange.norm_on_device.take() else {
-            return Ok(false);
-        };
-        let done = self.sum_on_device(state, backend, comms, &mut own);
-        if let (Ok(()), Some(norm)) = (&done, &mut state.norm) {
-            norm.conclude(backend, own.partials.as_ref(), own.tensors.as_ref())?;
-        }
-        state.exchange.norm_on_device = Some(own);
-        done.map(|()| true)
+/// Stage `norm` of several ranks on devices: enqueues all of it. Whether it runs there.
+pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool, PlanError> {
+    if !step.comms.is_on_device_of(step.backend) {
+        return Ok(false);
     }
+    let Some(mut own) = step.state.exchange.norm_on_device.take() else {
+        return Ok(false);
+    };
+    let done = fill_sums(step, &mut own);
+    if let (Ok(()), Some(norm)) = (&done, &mut step.state.norm) {
+        norm.conclude(step.backend, own.partials.as_ref(), own.tensors.as_ref())?;
+    }
+    step.state.exchange.norm_on_device = Some(own);
+    done.map(|()| true)
+}
 
-    /// Fills in the sums of all chunks.
-    fn sum_on_device(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        own: &mut DeviceNorm,
-    ) -> Result<(), PlanError> {
-        backend.zero(own.leaves.as_mut())?;
-        let reads = self.norm_stage().map_or(&[][..], |norm| &norm.reads);
-        for (index, read) in reads.iter().enumerate() {
-            self.with_gradients(state, read.bucket, |state| {
-                let storage = &state.storages[read.storage];
-                let Some(list) = storage.list(Role::Grad) else {
-                    return Ok(());
+/// Fills in the sums of all chunks.
+fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceNorm) -> Result<(), PlanError> {
+    step.backend.zero(own.leaves.as_mut())?;
+    let reads = step.plan.norm_stage().map_or(&[][..], |norm| &norm.reads);
+    for (index, read) in reads.iter().enumerate() {
+        reduce::with_gradients(step.plan, step.state, read.bucket, |state| {
+            let storage = &state.storages[read.storage];
+            let Some(list) = storage.list(Role::Grad) else {
+                return Ok(());
+            };
+            let segment = read
+                .bucket
+                .map_or(0, |bucket| step.plan.segment_start(bucket));
+            let first = storage.spec.first_of(list, &read.elements, segment);
+            let batches = &state.schedule.norm[index];
+            let members = &step.plan.storages[read.storage].members;
+            let leaves: Vec<_> = leaves_in(batches, members, state.exchange.of_params()).collect();
+            for (batches, place) in in_runs(batches, &leaves) {
+                let squares = LeafSquares {
+                    kernel: state.exchange.reader(index),
+                    batches: &batches,
+                    offsets: storage.spec.layout.offsets(),
+                    list: &storage.lists[list],
+                    first,
                 };
-                let segment = read.bucket.map_or(0, |bucket| self.segment_start(bucket));
-                let first = storage.spec.first_of(list, &read.elements, segment);
-                let batches = &state.schedule.norm[index];
-                let members = &self.storages[read.storage].members;
-                let leaves: Vec<_> =
-                    leaves_in(batches, members, state.exchange.of_params()).collect();
-                for (batches, place) in in_runs(batches, &leaves) {
-                    let squares = LeafSquares {
-                        kernel: state.exchange.reader(index),
-                        batches: &batches,
-                        offsets: storage.spec.layout.offsets(),
-                        list: &storage.lists[list],
-                        first,
-                    };
-                    backend.leaf_squares_into(squares, (own.leaves.as_mut(), place as u64))?;
-                }
-                Ok(())
-            })?;
-        }
-        backend.hand_over(own.leaves.as_mut())?;
-        let call = (Operation::AllReduce(ReduceOp::Sum), DType::F64, None);
-        let all = 0..own.leaves.len_bytes();
-        comms.on_device(&mut own.leaves, all, call)?;
-        backend.take_back(own.leaves.as_mut())?;
-        Ok(backend.fold_leaves(FoldLeaves {
-            leaves: own.leaves.as_ref(),
-            index: None,
-            places: own.places.as_ref(),
-            partials: own.partials.as_mut(),
-        })?)
+                step.backend
+                    .leaf_squares_into(squares, (own.leaves.as_mut(), place as u64))?;
+            }
+            Ok(())
+        })?;
     }
+    let call = (Operation::AllReduce(ReduceOp::Sum), DType::F64, None);
+    let all = 0..own.leaves.len_bytes();
+    gather::on_device(step.backend, step.comms, (&mut own.leaves, all), call)?;
+    Ok(step.backend.fold_leaves(FoldLeaves {
+        leaves: own.leaves.as_ref(),
+        index: None,
+        places: own.places.as_ref(),
+        partials: own.partials.as_mut(),
+    })?)
 }
 
 /// Batches whose leaves lie one behind the other, each with the place of its first leaf: all

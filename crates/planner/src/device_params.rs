@@ -10,7 +10,7 @@ use crate::averages::Values;
 use crate::comms::Comms;
 use crate::gather::{Here, Wanted};
 use crate::stage::Extent;
-use crate::{Plan, PlanError, State};
+use crate::{Plan, PlanError, State, gather};
 
 /// Whole parameters on a device, for as long as this value lives.
 ///
@@ -59,108 +59,97 @@ impl DeviceParams {
     }
 }
 
-impl Plan {
-    /// [`Plan::gather`] into memory of the device, without the host: at ZeRO stage 3 what a forward
-    /// or backward pass there reads. It returns when all of it is enqueued.
-    ///
-    /// # Errors
-    /// As [`Plan::gather`]; [`PlanError::NotOnDevice`] where the backend or the communicator works
-    /// in host memory.
-    /// # Cost
-    /// One call for each bucket that has some of them; a copy of this rank's part.
-    pub fn gather_on_device(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        names: &[&str],
-    ) -> Result<DeviceParams, PlanError> {
-        let is_there = match self.topology.world {
-            1 => backend.device().is_some(),
-            _ => comms.is_on_device_of(backend),
-        };
-        if !is_there {
-            let name = names.first().map_or("", |name| name).to_owned();
-            return Err(PlanError::NotOnDevice { name });
-        }
-        comms.set_plan(self.hash());
-        let mut found = DeviceParams {
-            buffers: Vec::new(),
-            places: vec![(0, 0..0); names.len()],
-        };
-        let (wanted, here) = self.asked_for(state, names, Values::Params)?;
-        for Here { at, param } in here {
-            let (storage, tensor) = self.places[param];
-            let spec = &self.storages[storage];
-            let len_bytes = self.params[param].numel() as usize * spec.param_dtype().len_bytes();
-            let mut memory = comms.spare(backend, len_bytes)?;
-            let elements = spec.layout.range(tensor);
-            self.copy_own(state, backend, (storage, &elements), (&mut memory, 0))?;
-            backend.hand_over(memory.as_mut())?;
-            found.places[at] = (found.buffers.len(), 0..len_bytes);
-            found.buffers.push(memory);
-        }
-        for group in wanted.chunk_by(|a, b| a.segment == b.segment) {
-            self.gather_segment(state, backend, comms, (group, &mut found))?;
-        }
-        Ok(found)
+/// [`Plan::gather_on_device`].
+pub(crate) fn gather_on_device(
+    plan: &Plan,
+    state: &State,
+    backend: &dyn Backend,
+    comms: &mut Comms<'_>,
+    names: &[&str],
+) -> Result<DeviceParams, PlanError> {
+    let is_there = match plan.topology.world {
+        1 => backend.device().is_some(),
+        _ => comms.is_on_device_of(backend),
+    };
+    if !is_there {
+        let name = names.first().map_or("", |name| name).to_owned();
+        return Err(PlanError::NotOnDevice { name });
     }
-
-    /// The parameters of one segment.
-    fn gather_segment(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        (wanted, found): (&[Wanted], &mut DeviceParams),
-    ) -> Result<(), PlanError> {
-        let storage = self.segments[wanted[0].segment].storage;
-        let dtype = self.storages[storage].param_dtype();
-        let block = self.block_of(wanted);
-        let mut memory = comms.spare(backend, block.len_bytes)?;
-        for (at, _, inside) in &block.own {
-            self.copy_own(state, backend, (storage, inside), (&mut memory, *at))?;
-        }
-        for (range, counts) in block.calls {
-            backend.hand_over(memory.as_mut())?;
-            let call = (Operation::AllGather, dtype, Some(counts));
-            comms.on_device(&mut memory, range, call)?;
-            backend.take_back(memory.as_mut())?;
-        }
+    comms.set_plan(plan.hash());
+    let mut found = DeviceParams {
+        buffers: Vec::new(),
+        places: vec![(0, 0..0); names.len()],
+    };
+    let (wanted, here) = gather::asked_for(plan, state, names, Values::Params)?;
+    for Here { at, param } in here {
+        let (storage, tensor) = plan.places[param];
+        let spec = &plan.storages[storage];
+        let len_bytes = plan.params[param].numel() as usize * spec.param_dtype().len_bytes();
+        let mut memory = comms.spare(backend, len_bytes)?;
+        let elements = spec.layout.range(tensor);
+        copy_own(plan, state, backend, (storage, &elements), (&mut memory, 0))?;
         backend.hand_over(memory.as_mut())?;
-        for (one, place) in wanted.iter().zip(block.places) {
-            found.places[one.at] = (found.buffers.len(), place);
-        }
+        found.places[at] = (found.buffers.len(), 0..len_bytes);
         found.buffers.push(memory);
-        Ok(())
     }
+    for group in wanted.chunk_by(|a, b| a.segment == b.segment) {
+        gather_segment(plan, state, backend, comms, (group, &mut found))?;
+    }
+    Ok(found)
+}
 
-    /// Copies what this rank has of some elements of a storage's parameters.
-    fn copy_own(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        (storage, elements): (usize, &Range<u64>),
-        (memory, at): (&mut Box<dyn Buffer>, usize),
-    ) -> Result<(), PlanError> {
-        let spec = &self.storages[storage];
-        let Some(list) = spec.list(Role::Param) else {
-            return Ok(());
-        };
-        let width = spec.param_dtype().len_bytes();
-        let from = state.storages[storage].lists[list].buffer.as_ref();
-        if spec.extents[list] == Extent::Whole {
-            let place = elements.start as usize * width;
-            let len_bytes = (elements.end - elements.start) as usize * width;
-            return Ok(backend.copy((from, place), (memory.as_mut(), at), len_bytes)?);
-        }
-        let mut next = at;
-        for range in self.own_ranges(storage, elements) {
-            let place = range.place_in(spec.extents[list]) * width;
-            let len_bytes = range.numel * width;
-            backend.copy((from, place), (memory.as_mut(), next), len_bytes)?;
-            next += len_bytes;
-        }
-        Ok(())
+/// The parameters of one segment.
+fn gather_segment(
+    plan: &Plan,
+    state: &State,
+    backend: &dyn Backend,
+    comms: &mut Comms<'_>,
+    (wanted, found): (&[Wanted], &mut DeviceParams),
+) -> Result<(), PlanError> {
+    let storage = plan.segments[wanted[0].segment].storage;
+    let dtype = plan.storages[storage].param_dtype();
+    let block = gather::block_of(plan, wanted);
+    let mut memory = comms.spare(backend, block.len_bytes)?;
+    for (at, _, inside) in &block.own {
+        copy_own(plan, state, backend, (storage, inside), (&mut memory, *at))?;
     }
+    for (range, counts) in block.calls {
+        let call = (Operation::AllGather, dtype, Some(counts));
+        gather::on_device(backend, comms, (&mut memory, range), call)?;
+    }
+    backend.hand_over(memory.as_mut())?;
+    for (one, place) in wanted.iter().zip(block.places) {
+        found.places[one.at] = (found.buffers.len(), place);
+    }
+    found.buffers.push(memory);
+    Ok(())
+}
+
+/// Copies what this rank has of some elements of a storage's parameters.
+fn copy_own(
+    plan: &Plan,
+    state: &State,
+    backend: &dyn Backend,
+    (storage, elements): (usize, &Range<u64>),
+    (memory, at): (&mut Box<dyn Buffer>, usize),
+) -> Result<(), PlanError> {
+    let spec = &plan.storages[storage];
+    let Some(list) = spec.list(Role::Param) else {
+        return Ok(());
+    };
+    let width = spec.param_dtype().len_bytes();
+    let from = state.storages[storage].lists[list].buffer.as_ref();
+    if spec.extents[list] == Extent::Whole {
+        let place = elements.start as usize * width;
+        let len_bytes = (elements.end - elements.start) as usize * width;
+        return Ok(backend.copy((from, place), (memory.as_mut(), at), len_bytes)?);
+    }
+    let mut next = at;
+    for range in gather::own_ranges(plan, storage, elements) {
+        let place = range.place_in(spec.extents[list]) * width;
+        let len_bytes = range.numel * width;
+        backend.copy((from, place), (memory.as_mut(), next), len_bytes)?;
+        next += len_bytes;
+    }
+    Ok(())
 }

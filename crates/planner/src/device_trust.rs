@@ -17,8 +17,8 @@ use fusestep_launch::{
 };
 use fusestep_tensor::DType;
 
-use crate::comms::Comms;
-use crate::{Optimize, Plan, PlanError, Stage, State, TableKind};
+use crate::step::RankStep;
+use crate::{Optimize, Plan, PlanError, Stage, State, TableKind, gather, launches, reduce};
 
 /// Bytes of a slot.
 const SLOT_BYTES: usize = SLOT_VALUES as usize * size_of::<f64>();
@@ -86,12 +86,12 @@ impl DeviceTrust {
     pub(crate) fn of(plan: &Plan, backend: &dyn Backend) -> Result<Option<Self>, PlanError> {
         let asks = |stage: &Stage| matches!(stage, Stage::Trust);
         if backend.device().is_none()
-            || !plan.sums_may_stay_on_devices()
+            || !sums_may_stay_on_devices(plan)
             || !plan.stages.iter().any(asks)
         {
             return Ok(None);
         }
-        let (of_params, count) = plan.slots_of_leaves()?;
+        let (of_params, count) = slots_of_leaves(plan)?;
         let (mut index, mut places) = (Vec::new(), Vec::new());
         let mut tensors = Vec::with_capacity(of_params.len());
         for slots in &of_params {
@@ -214,157 +214,142 @@ impl DeviceTrust {
     }
 }
 
-impl Plan {
-    /// Whether sums over gradients and tensors of several ranks can stay on devices: nothing else
-    /// has to know them on the host.
-    pub(crate) fn sums_may_stay_on_devices(&self) -> bool {
-        let has_slices = self.storages.iter().any(|spec| spec.distributed);
-        self.reduces() && !self.update_norms && !has_slices
-    }
+/// Whether sums over gradients and tensors of several ranks can stay on devices: nothing else
+/// has to know them on the host.
+pub(crate) fn sums_may_stay_on_devices(plan: &Plan) -> bool {
+    let has_slices = plan.storages.iter().any(|spec| spec.distributed);
+    plan.reduces() && !plan.update_norms && !has_slices
+}
 
-    /// The slots of each parameter whose rule takes sums over it, and how many there are.
-    fn slots_of_leaves(&self) -> Result<(Vec<Vec<Slot>>, u64), PlanError> {
-        let mut slots = vec![Vec::new(); self.params.len()];
-        let mut count = 0;
-        for (storage, spec) in self.storages.iter().enumerate() {
-            let Some(&member) = spec.members.first() else {
-                continue;
-            };
-            if self.kernel_of(member)?.normed().is_none() {
-                continue;
-            }
-            let of_storage = self.buckets.iter().filter(|b| b.storage == storage);
-            let ranks = 0..self.shard_place().world;
-            let mut parts: Vec<Range<u64>> = of_storage
-                .flat_map(|bucket| ranks.clone().map(|rank| bucket.part(rank)))
-                .filter(|part| !part.is_empty())
-                .collect();
-            parts.sort_unstable_by_key(|part| part.start);
-            for (tensor, &member) in spec.members.iter().enumerate() {
-                let tensor = spec.layout.range(tensor);
-                let first = parts.partition_point(|part| part.end <= tensor.start);
-                for part in parts[first..]
-                    .iter()
-                    .take_while(|part| part.start < tensor.end)
-                {
-                    let start = part.start.max(tensor.start) - tensor.start;
-                    let end = part.end.min(tensor.end) - tensor.start;
-                    for at in (start..end).step_by(SLOT_ELEMENTS as usize) {
-                        slots[member as usize].push(Slot {
-                            elements: at..end.min(at + SLOT_ELEMENTS),
-                            number: count,
-                        });
-                        count += 1;
-                    }
+/// The slots of each parameter whose rule takes sums over it, and how many there are.
+fn slots_of_leaves(plan: &Plan) -> Result<(Vec<Vec<Slot>>, u64), PlanError> {
+    let mut slots = vec![Vec::new(); plan.params.len()];
+    let mut count = 0;
+    for (storage, spec) in plan.storages.iter().enumerate() {
+        let Some(&member) = spec.members.first() else {
+            continue;
+        };
+        if plan.kernel_of(member)?.normed().is_none() {
+            continue;
+        }
+        let of_storage = plan.buckets.iter().filter(|b| b.storage == storage);
+        let ranks = 0..plan.shard_place().world;
+        let mut parts: Vec<Range<u64>> = of_storage
+            .flat_map(|bucket| ranks.clone().map(|rank| bucket.part(rank)))
+            .filter(|part| !part.is_empty())
+            .collect();
+        parts.sort_unstable_by_key(|part| part.start);
+        for (tensor, &member) in spec.members.iter().enumerate() {
+            let tensor = spec.layout.range(tensor);
+            let first = parts.partition_point(|part| part.end <= tensor.start);
+            for part in parts[first..]
+                .iter()
+                .take_while(|part| part.start < tensor.end)
+            {
+                let start = part.start.max(tensor.start) - tensor.start;
+                let end = part.end.min(tensor.end) - tensor.start;
+                for at in (start..end).step_by(SLOT_ELEMENTS as usize) {
+                    slots[member as usize].push(Slot {
+                        elements: at..end.min(at + SLOT_ELEMENTS),
+                        number: count,
+                    });
+                    count += 1;
                 }
             }
         }
-        Ok((slots, count))
     }
+    Ok((slots, count))
+}
 
-    /// Stage `trust` on devices: enqueues all of it. Whether it runs there.
-    pub(crate) fn sum_tensors_on_device(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-    ) -> Result<bool, PlanError> {
-        let Some(mut own) = state.exchange.trust_on_device.take() else {
-            return Ok(false);
-        };
-        own.filled = false;
-        let done = if comms.is_on_device_of(backend) {
-            self.fill_sums(state, backend, comms, &mut own)
-        } else {
+/// Stage `trust` on devices: enqueues all of it. Whether it runs there.
+pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<bool, PlanError> {
+    let Some(mut own) = step.state.exchange.trust_on_device.take() else {
+        return Ok(false);
+    };
+    own.filled = false;
+    let done = if step.comms.is_on_device_of(step.backend) {
+        fill_sums(step, &mut own)
+    } else {
+        Ok(())
+    };
+    let filled = own.filled;
+    step.state.exchange.trust_on_device = Some(own);
+    done.map(|()| filled)
+}
+
+/// Builds what a recording of the stage cannot wait for; updates look for sums on the device
+/// from now on.
+pub(crate) fn build_tables(
+    plan: &Plan,
+    state: &mut State,
+    backend: &dyn Backend,
+) -> Result<(), PlanError> {
+    let Some(mut own) = state.exchange.trust_on_device.take() else {
+        return Ok(());
+    };
+    own.filled = true;
+    let built = own_leaves(plan, state, backend, &mut own, Leaves::Tables);
+    state.exchange.trust_on_device = Some(own);
+    built
+}
+
+/// Takes the sums of this rank's leaves.
+fn own_leaves(
+    plan: &Plan,
+    state: &mut State,
+    backend: &dyn Backend,
+    own: &mut DeviceTrust,
+    leaves: Leaves,
+) -> Result<(), PlanError> {
+    let mut parts: Vec<OwnSums> = match own.own.take() {
+        Some(parts) => parts,
+        None => {
+            let parts = state.exchange.trust.iter();
+            parts
+                .map(|part| own.own_sums(plan, part))
+                .collect::<Result<_, _>>()?
+        }
+    };
+    let resident = state.tables.kind == TableKind::Resident;
+    let slots = &mut own.slots;
+    for OwnSums { stage, runs } in parts.iter_mut().filter(|part| !part.runs.is_empty()) {
+        let rule = state.storages[stage.storage].spec.rule;
+        let values: Vec<SetValues> = launches::set_values(state, rule).collect();
+        reduce::with_gradients(plan, state, stage.bucket, |state| {
+            for run in runs {
+                let Some(launch) = launches::with_batches(plan, state, stage, &run.batches) else {
+                    continue;
+                };
+                let place = (slots.as_ref(), run.first);
+                if resident && run.table.is_none() {
+                    run.table = backend.place_leaf_sums(&launch, &values, place)?;
+                }
+                match &run.table {
+                    _ if leaves == Leaves::Tables => {}
+                    Some(table) => backend.leaf_sums_of_table(&launch, table.as_ref())?,
+                    None => backend.leaf_sums_into(&launch, (slots.as_mut(), run.first))?,
+                }
+            }
             Ok(())
-        };
-        let filled = own.filled;
-        state.exchange.trust_on_device = Some(own);
-        done.map(|()| filled)
-    }
-
-    /// Builds what a recording of the stage cannot wait for; updates look for sums on the device
-    /// from now on.
-    pub(crate) fn build_trust_tables(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-    ) -> Result<(), PlanError> {
-        let Some(mut own) = state.exchange.trust_on_device.take() else {
-            return Ok(());
-        };
-        own.filled = true;
-        let built = self.own_leaves(state, backend, &mut own, Leaves::Tables);
-        state.exchange.trust_on_device = Some(own);
-        built
-    }
-
-    /// Takes the sums of this rank's leaves.
-    fn own_leaves(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        own: &mut DeviceTrust,
-        leaves: Leaves,
-    ) -> Result<(), PlanError> {
-        let mut parts: Vec<OwnSums> = match own.own.take() {
-            Some(parts) => parts,
-            None => {
-                let parts = state.exchange.trust.iter();
-                parts
-                    .map(|part| own.own_sums(self, part))
-                    .collect::<Result<_, _>>()?
-            }
-        };
-        let resident = state.tables.kind == TableKind::Resident;
-        let slots = &mut own.slots;
-        for OwnSums { stage, runs } in parts.iter_mut().filter(|part| !part.runs.is_empty()) {
-            let rule = state.storages[stage.storage].spec.rule;
-            let values: Vec<SetValues> = state.set_values(rule).collect();
-            self.with_gradients(state, stage.bucket, |state| {
-                for run in runs {
-                    let Some(launch) = state.launch_with(self, stage, &run.batches) else {
-                        continue;
-                    };
-                    let place = (slots.as_ref(), run.first);
-                    if resident && run.table.is_none() {
-                        run.table = backend.place_leaf_sums(&launch, &values, place)?;
-                    }
-                    match &run.table {
-                        _ if leaves == Leaves::Tables => {}
-                        Some(table) => backend.leaf_sums_of_table(&launch, table.as_ref())?,
-                        None => backend.leaf_sums_into(&launch, (slots.as_mut(), run.first))?,
-                    }
-                }
-                Ok(())
-            })?;
-        }
-        own.own = Some(parts);
-        Ok(())
-    }
-
-    /// Fills in the sums of all chunks.
-    fn fill_sums(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        own: &mut DeviceTrust,
-    ) -> Result<(), PlanError> {
-        backend.zero(own.slots.as_mut())?;
-        self.own_leaves(state, backend, own, Leaves::Sums)?;
-        backend.hand_over(own.slots.as_mut())?;
-        let call = (Operation::AllReduce(ReduceOp::Sum), DType::F64, None);
-        let all = 0..own.slots.len_bytes();
-        comms.on_device(&mut own.slots, all, call)?;
-        backend.take_back(own.slots.as_mut())?;
-        backend.fold_leaves(FoldLeaves {
-            leaves: own.slots.as_ref(),
-            index: Some(own.index.as_ref()),
-            places: own.places.as_ref(),
-            partials: own.sums.as_mut(),
         })?;
-        own.filled = true;
-        Ok(())
     }
+    own.own = Some(parts);
+    Ok(())
+}
+
+/// Fills in the sums of all chunks.
+fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceTrust) -> Result<(), PlanError> {
+    step.backend.zero(own.slots.as_mut())?;
+    own_leaves(step.plan, step.state, step.backend, own, Leaves::Sums)?;
+    let call = (Operation::AllReduce(ReduceOp::Sum), DType::F64, None);
+    let all = 0..own.slots.len_bytes();
+    gather::on_device(step.backend, step.comms, (&mut own.slots, all), call)?;
+    step.backend.fold_leaves(FoldLeaves {
+        leaves: own.slots.as_ref(),
+        index: Some(own.index.as_ref()),
+        places: own.places.as_ref(),
+        partials: own.sums.as_mut(),
+    })?;
+    own.filled = true;
+    Ok(())
 }

@@ -21,7 +21,7 @@ impl fmt::Display for Plan {
         if let Some(schedule) = &self.schedule {
             writeln!(f, "  learning rates follow {schedule}")?;
         }
-        self.fmt_ranks(f)?;
+        fmt_ranks(self, f)?;
         writeln!(
             f,
             "  {} parameters, {} elements, {} optimizer state, {} memory traffic per step",
@@ -30,7 +30,7 @@ impl fmt::Display for Plan {
             bytes(self.state_bytes()),
             bytes(self.traffic_bytes()),
         )?;
-        self.fmt_precisions(f)?;
+        fmt_precisions(self, f)?;
         writeln!(
             f,
             "  {} launches per step (naive: {}), {} argument bytes, chunks of {} elements",
@@ -61,7 +61,7 @@ impl fmt::Display for Plan {
             writeln!(f, "  and {rest} more storages")?;
         }
         for (index, stage) in self.stages.iter().enumerate().take(BATCHES_SHOWN) {
-            self.fmt_stage(f, index, stage)?;
+            fmt_stage(self, f, index, stage)?;
         }
         if self.stages.len() > BATCHES_SHOWN {
             let rest = self.stages.len() - BATCHES_SHOWN;
@@ -74,144 +74,141 @@ impl fmt::Display for Plan {
     }
 }
 
-impl Plan {
-    /// Where this rank stands among others.
-    fn fmt_ranks(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Topology { rank, world, .. } = self.topology;
-        if world == 1 {
-            return Ok(());
-        }
-        let (zero, buckets) = (self.zero.number(), self.buckets.len());
-        write!(
-            f,
-            "  rank {rank} of {world}, zero stage {zero}, {buckets} buckets"
-        )?;
-        if self.shard_group != world {
-            write!(f, ", shards among {} ranks", self.shard_group)?;
-        }
-        writeln!(f)
+/// Where this rank stands among others.
+fn fmt_ranks(plan: &Plan, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    let Topology { rank, world, .. } = plan.topology;
+    if world == 1 {
+        return Ok(());
     }
-
-    /// One line for every dtype that is kept otherwise than by default.
-    fn fmt_precisions(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut dtypes: Vec<_> = self.params.iter().map(|param| param.dtype).collect();
-        dtypes.sort_unstable();
-        dtypes.dedup();
-        for dtype in dtypes {
-            let precision = self.precision(dtype);
-            if precision != Precision::default() {
-                writeln!(f, "  {dtype} parameters: {precision}")?;
-            }
-        }
-        Ok(())
+    let (zero, buckets) = (plan.zero.number(), plan.buckets.len());
+    write!(
+        f,
+        "  rank {rank} of {world}, zero stage {zero}, {buckets} buckets"
+    )?;
+    if plan.shard_group != world {
+        write!(f, ", shards among {} ranks", plan.shard_group)?;
     }
+    writeln!(f)
+}
 
-    fn fmt_stage(&self, f: &mut fmt::Formatter<'_>, index: usize, stage: &Stage) -> fmt::Result {
-        write!(f, "stage {index}: ")?;
-        match stage {
-            Stage::Norm(norm) => self.fmt_norm(f, norm),
-            Stage::Optimize(optimize) => self.fmt_update(f, "optimize", optimize),
-            Stage::ReduceUpdate(optimize) => self.fmt_update(f, "reduce and optimize", optimize),
-            Stage::Accumulate(accumulate) => {
-                writeln!(f, "accumulate {} micro-steps", accumulate.rule.every)
-            }
-            Stage::Reduce(reduce) => {
-                let call = match reduce.result {
-                    Reduced::Whole => "all-reduce",
-                    Reduced::Part => "reduce-scatter",
-                };
-                writeln!(f, "{call} {}", self.text_of_bucket(reduce.bucket))
-            }
-            Stage::Trust => writeln!(f, "sums over whole tensors, each rank its part"),
-            Stage::Gather(gather) => {
-                let calls = match gather.broadcasts.len() {
-                    0 => "all-gather".to_owned(),
-                    calls => format!("{calls} broadcasts"),
-                };
-                writeln!(
-                    f,
-                    "{calls} of parameters, {}",
-                    self.text_of_bucket(gather.bucket)
-                )
-            }
-            Stage::Average(rule) => {
-                writeln!(f, "average parameters every {} steps", rule.every)
-            }
+/// One line for every dtype that is kept otherwise than by default.
+fn fmt_precisions(plan: &Plan, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    let mut dtypes: Vec<_> = plan.params.iter().map(|param| param.dtype).collect();
+    dtypes.sort_unstable();
+    dtypes.dedup();
+    for dtype in dtypes {
+        let precision = plan.precision(dtype);
+        if precision != Precision::default() {
+            writeln!(f, "  {dtype} parameters: {precision}")?;
         }
     }
+    Ok(())
+}
 
-    /// A bucket and what lies in it.
-    fn text_of_bucket(&self, index: usize) -> String {
-        let bucket = &self.buckets[index];
-        let width = self.storages[bucket.storage].grad_dtype().len_bytes() as u64;
-        format!(
-            "bucket {index} ({} elements, {} of gradients)",
-            grouped(bucket.numel()),
-            bytes(bucket.numel() * width)
-        )
-    }
-
-    fn fmt_update(&self, f: &mut fmt::Formatter<'_>, what: &str, stage: &Optimize) -> fmt::Result {
-        let storage = &self.storages[stage.storage];
-        let bucket = stage.bucket.map_or(String::new(), |bucket| {
-            format!("{} of ", self.text_of_bucket(bucket))
-        });
-        writeln!(
-            f,
-            "{what} {bucket}storage {} with {}, {} tensors ({})",
-            stage.storage,
-            storage.kernel,
-            stage.tensors.len(),
-            stage.size_class.name(),
-        )?;
-        for (index, batch) in stage.batches.iter().enumerate().take(BATCHES_SHOWN) {
-            let first = batch
-                .records
-                .first()
-                .map_or("", |r| self.name(stage.storage, r.tensor));
-            let last = batch
-                .records
-                .last()
-                .map_or("", |r| self.name(stage.storage, r.tensor));
+fn fmt_stage(plan: &Plan, f: &mut fmt::Formatter<'_>, index: usize, stage: &Stage) -> fmt::Result {
+    write!(f, "stage {index}: ")?;
+    match stage {
+        Stage::Norm(norm) => fmt_norm(plan, f, norm),
+        Stage::Optimize(optimize) => fmt_update(plan, f, "optimize", optimize),
+        Stage::ReduceUpdate(optimize) => fmt_update(plan, f, "reduce and optimize", optimize),
+        Stage::Accumulate(accumulate) => {
+            writeln!(f, "accumulate {} micro-steps", accumulate.rule.every)
+        }
+        Stage::Reduce(reduce) => {
+            let call = match reduce.result {
+                Reduced::Whole => "all-reduce",
+                Reduced::Part => "reduce-scatter",
+            };
+            writeln!(f, "{call} {}", text_of_bucket(plan, reduce.bucket))
+        }
+        Stage::Trust => writeln!(f, "sums over whole tensors, each rank its part"),
+        Stage::Gather(gather) => {
+            let calls = match gather.broadcasts.len() {
+                0 => "all-gather".to_owned(),
+                calls => format!("{calls} broadcasts"),
+            };
             writeln!(
                 f,
-                "  launch {index}: {} tensors, {} chunks, {} elements, {} sets: {} .. {}",
-                batch.records.len(),
-                batch.chunks,
-                grouped(batch.elements()),
-                batch.classes.len(),
-                Quoted(first),
-                Quoted(last),
-            )?;
+                "{calls} of parameters, {}",
+                text_of_bucket(plan, gather.bucket)
+            )
         }
-        if stage.batches.len() > BATCHES_SHOWN {
-            let rest = stage.batches.len() - BATCHES_SHOWN;
-            writeln!(f, "  and {rest} more launches")?;
+        Stage::Average(rule) => {
+            writeln!(f, "average parameters every {} steps", rule.every)
         }
-        Ok(())
     }
+}
 
-    fn fmt_norm(&self, f: &mut fmt::Formatter<'_>, norm: &Norm) -> fmt::Result {
-        write!(
+/// A bucket and what lies in it.
+fn text_of_bucket(plan: &Plan, index: usize) -> String {
+    let bucket = &plan.buckets[index];
+    let width = plan.storages[bucket.storage].grad_dtype().len_bytes() as u64;
+    format!(
+        "bucket {index} ({} elements, {} of gradients)",
+        grouped(bucket.numel()),
+        bytes(bucket.numel() * width)
+    )
+}
+
+fn fmt_update(
+    plan: &Plan,
+    f: &mut fmt::Formatter<'_>,
+    what: &str,
+    stage: &Optimize,
+) -> fmt::Result {
+    let storage = &plan.storages[stage.storage];
+    let bucket = stage.bucket.map_or(String::new(), |bucket| {
+        format!("{} of ", text_of_bucket(plan, bucket))
+    });
+    writeln!(
+        f,
+        "{what} {bucket}storage {} with {}, {} tensors ({})",
+        stage.storage,
+        storage.kernel,
+        stage.tensors.len(),
+        stage.size_class.name(),
+    )?;
+    for (index, batch) in stage.batches.iter().enumerate().take(BATCHES_SHOWN) {
+        let first = batch
+            .records
+            .first()
+            .map_or("", |r| plan.name(stage.storage, r.tensor));
+        let last = batch
+            .records
+            .last()
+            .map_or("", |r| plan.name(stage.storage, r.tensor));
+        writeln!(
             f,
-            "norm of all gradients in {} launches, {} chunks",
-            norm.launches(),
-            grouped(norm.chunks()),
+            "  launch {index}: {} tensors, {} chunks, {} elements, {} sets: {} .. {}",
+            batch.records.len(),
+            batch.chunks,
+            grouped(batch.elements()),
+            batch.classes.len(),
+            Quoted(first),
+            Quoted(last),
         )?;
-        if let Some(max_norm) = self.gradients.max_norm {
-            write!(f, ", clipped to {}", max_norm.value())?;
-        }
-        if let Some(scale) = self.gradients.loss_scale {
-            write!(f, ", loss scale {}", scale.scale())?;
-        }
-        writeln!(f)
     }
+    if stage.batches.len() > BATCHES_SHOWN {
+        let rest = stage.batches.len() - BATCHES_SHOWN;
+        writeln!(f, "  and {rest} more launches")?;
+    }
+    Ok(())
+}
 
-    /// The name of a storage's tensor.
-    pub(crate) fn name(&self, storage: usize, tensor: u32) -> &str {
-        let member = self.storages[storage].members[tensor as usize];
-        &self.params[member as usize].name
+fn fmt_norm(plan: &Plan, f: &mut fmt::Formatter<'_>, norm: &Norm) -> fmt::Result {
+    write!(
+        f,
+        "norm of all gradients in {} launches, {} chunks",
+        norm.launches(),
+        grouped(norm.chunks()),
+    )?;
+    if let Some(max_norm) = plan.gradients.max_norm {
+        write!(f, ", clipped to {}", max_norm.value())?;
     }
+    if let Some(scale) = plan.gradients.loss_scale {
+        write!(f, ", loss scale {}", scale.scale())?;
+    }
+    writeln!(f)
 }
 
 /// Digits in groups of three: 25,557,032.

@@ -23,7 +23,8 @@ use crate::comms::Comms;
 use crate::device_norm::DeviceNorm;
 use crate::device_trust::DeviceTrust;
 use crate::group::Classes;
-use crate::{Optimize, Plan, PlanError, State};
+use crate::step::RankStep;
+use crate::{Optimize, Plan, PlanError, State, batches, launches, reduce};
 
 /// The memory of sums that ranks tell each other.
 #[derive(Default)]
@@ -77,7 +78,7 @@ impl Exchange {
         if plan.topology.world == 1 {
             return Ok(Self::default());
         }
-        let (leaves, shared) = plan.place_leaves();
+        let (leaves, shared) = place_leaves(plan);
         let mut readers = Vec::new();
         for read in plan.norm_stage().iter().flat_map(|norm| &norm.reads) {
             readers.push(norm_kernel(plan.storages[read.storage].grad_dtype())?);
@@ -129,7 +130,7 @@ impl Exchange {
                 elements,
                 ..stage.clone()
             };
-            let batches = plan.batches(&own, &takes_part, classes)?;
+            let batches = batches::of_update(plan, &own, &takes_part, classes)?;
             self.trust.push((own, batches));
         }
         Ok(())
@@ -189,214 +190,198 @@ fn chunk_squares(leaves: &[f64]) -> impl Iterator<Item = SquareSum> + '_ {
     })
 }
 
-impl Plan {
-    /// Where each parameter's leaves lie among those of this rank, and how many of them are of
-    /// parameters that ranks share, which come first.
-    fn place_leaves(&self) -> (Vec<Range<usize>>, usize) {
-        let mut leaves = vec![0..0; self.params.len()];
-        let (mut next, mut shared) = (0, 0);
-        for distributed in [false, true] {
-            // As gradients lie, so that the leaves of a read follow each other.
-            let storages = self
-                .storages
-                .iter()
-                .filter(|spec| spec.distributed == distributed);
-            for &param in storages.flat_map(|spec| &spec.members) {
-                let first = next;
-                next += leaves_of(self.params[param as usize].numel());
-                leaves[param as usize] = first..next;
-            }
-            if !distributed {
-                shared = next;
-            }
+/// Where each parameter's leaves lie among those of this rank, and how many of them are of
+/// parameters that ranks share, which come first.
+fn place_leaves(plan: &Plan) -> (Vec<Range<usize>>, usize) {
+    let mut leaves = vec![0..0; plan.params.len()];
+    let (mut next, mut shared) = (0, 0);
+    for distributed in [false, true] {
+        // As gradients lie, so that the leaves of a read follow each other.
+        let storages = plan
+            .storages
+            .iter()
+            .filter(|spec| spec.distributed == distributed);
+        for &param in storages.flat_map(|spec| &spec.members) {
+            let first = next;
+            next += leaves_of(plan.params[param as usize].numel());
+            leaves[param as usize] = first..next;
         }
-        (leaves, shared)
+        if !distributed {
+            shared = next;
+        }
     }
+    (leaves, shared)
+}
 
-    /// Leaves of parameters that ranks share, and of this rank's slices of all others.
-    pub(crate) fn leaf_counts(&self) -> (u64, u64) {
-        let (leaves, shared) = self.place_leaves();
-        let all = leaves.iter().map(|leaves| leaves.end).max().unwrap_or(0);
-        (shared as u64, (all - shared) as u64)
+/// Leaves of parameters that ranks share, and of this rank's slices of all others.
+pub(crate) fn leaf_counts(plan: &Plan) -> (u64, u64) {
+    let (leaves, shared) = place_leaves(plan);
+    let all = leaves.iter().map(|leaves| leaves.end).max().unwrap_or(0);
+    (shared as u64, (all - shared) as u64)
+}
+
+/// Stage `norm` of several ranks on the host: decides on the step from the gradients of all.
+/// Whether it is skipped.
+pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool, PlanError> {
+    let mut squares = own_squares(step.plan, step.state, step.backend)?;
+    let mut elsewhere = 0;
+    let slices = if step.plan.reduces() {
+        share(step.plan, &step.state.exchange, step.comms, &mut squares, 2)?
+    } else {
+        // Every rank has gradients of its own; only that some are not finite is everybody's
+        // business.
+        let own: f64 = squares.iter().skip(1).step_by(2).sum();
+        let mut all = [own];
+        sum_over(step.comms, &mut all, Scope::World)?;
+        elsewhere = (all[0] - own) as u64;
+        Slices::default()
+    };
+    let Some(norm) = &mut step.state.norm else {
+        return Ok(false);
+    };
+    let mut partials = Vec::new();
+    let mut tensors = Vec::with_capacity(step.plan.params.len());
+    for param in 0..step.plan.params.len() {
+        let first = partials.len() as u64;
+        let leaves = step.state.exchange.of_param(param, 2, (&squares, &slices));
+        partials.extend(chunk_squares(&leaves));
+        tensors.push(TensorPartials {
+            first,
+            count: partials.len() as u64 - first,
+        });
     }
-
-    /// Stage `norm` of several ranks: decides on the step from the gradients of all. Whether it is
-    /// skipped, as far as the host knows: devices keep that to themselves.
-    pub(crate) fn decide(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-    ) -> Result<bool, PlanError> {
-        if self.decide_on_device(state, backend, comms)? {
-            return Ok(false);
-        }
-        let mut squares = self.own_squares(state, backend)?;
-        let mut elsewhere = 0;
-        let slices = if self.reduces() {
-            self.share(&state.exchange, comms, &mut squares, 2)?
-        } else {
-            // Every rank has gradients of its own; only that some are not finite is everybody's
-            // business.
-            let own: f64 = squares.iter().skip(1).step_by(2).sum();
-            let mut all = [own];
-            sum_over(comms, &mut all, Scope::World)?;
-            elsewhere = (all[0] - own) as u64;
-            Slices::default()
-        };
-        let Some(norm) = &mut state.norm else {
-            return Ok(false);
-        };
-        let mut partials = Vec::new();
-        let mut tensors = Vec::with_capacity(self.params.len());
-        for param in 0..self.params.len() {
-            let first = partials.len() as u64;
-            let leaves = state.exchange.of_param(param, 2, (&squares, &slices));
-            partials.extend(chunk_squares(&leaves));
-            tensors.push(TensorPartials {
-                first,
-                count: partials.len() as u64 - first,
-            });
-        }
-        if elsewhere > 0 {
-            tensors.push(TensorPartials {
-                first: partials.len() as u64,
-                count: 1,
-            });
-            partials.push(SquareSum {
-                sum: 0.0,
-                non_finite: elsewhere,
-            });
-        }
-        let mut sums = vec![SquareSum::default(); tensors.len()];
-        let mut block = ControlBlock::read(backend, norm.control.as_ref())?;
-        norm.rule
-            .run_host(&partials, &tensors, &mut sums, &mut block);
-        block.write(backend, norm.control.as_mut())?;
-        let own = &sums[..self.params.len()];
-        backend.write(norm.sums.as_mut(), 0, bytemuck::cast_slice(own))?;
-        Ok(block.found != 0)
+    if elsewhere > 0 {
+        tensors.push(TensorPartials {
+            first: partials.len() as u64,
+            count: 1,
+        });
+        partials.push(SquareSum {
+            sum: 0.0,
+            non_finite: elsewhere,
+        });
     }
+    let mut sums = vec![SquareSum::default(); tensors.len()];
+    let mut block = ControlBlock::read(step.backend, norm.control.as_ref())?;
+    norm.rule
+        .run_host(&partials, &tensors, &mut sums, &mut block);
+    block.write(step.backend, norm.control.as_mut())?;
+    let own = &sums[..step.plan.params.len()];
+    step.backend
+        .write(norm.sums.as_mut(), 0, bytemuck::cast_slice(own))?;
+    Ok(block.found != 0)
+}
 
-    /// Adds up over ranks what each has filled in of the leaves they share, `width` values for
-    /// each, and brings the slices of all ranks together.
-    fn share(
-        &self,
-        exchange: &Exchange,
-        comms: &mut Comms<'_>,
-        told: &mut [f64],
-        width: usize,
-    ) -> Result<Slices, PlanError> {
-        let (shared, own) = told.split_at_mut(exchange.shared * width);
-        sum_over(comms, shared, Scope::ShardGroup)?;
-        if own.is_empty() {
-            return Ok(Slices::default());
-        }
-        let mut values = vec![0.0; self.topology.world * own.len()];
-        let at = self.topology.rank * own.len();
-        values[at..at + own.len()].copy_from_slice(own);
-        let bytes = bytemuck::cast_slice_mut(&mut values);
-        comms.in_place(Operation::AllGather, DType::F64, None, bytes)?;
-        Ok(Slices {
-            values,
-            of_rank: own.len(),
-        })
+/// Adds up over ranks what each has filled in of the leaves they share, `width` values for
+/// each, and brings the slices of all ranks together.
+fn share(
+    plan: &Plan,
+    exchange: &Exchange,
+    comms: &mut Comms<'_>,
+    told: &mut [f64],
+    width: usize,
+) -> Result<Slices, PlanError> {
+    let (shared, own) = told.split_at_mut(exchange.shared * width);
+    sum_over(comms, shared, Scope::ShardGroup)?;
+    if own.is_empty() {
+        return Ok(Slices::default());
     }
+    let mut values = vec![0.0; plan.topology.world * own.len()];
+    let at = plan.topology.rank * own.len();
+    values[at..at + own.len()].copy_from_slice(own);
+    let bytes = bytemuck::cast_slice_mut(&mut values);
+    comms.in_place(Operation::AllGather, DType::F64, None, bytes)?;
+    Ok(Slices {
+        values,
+        of_rank: own.len(),
+    })
+}
 
-    /// The sums of squares of the leaves that this rank reads, each with the number of its elements
-    /// that are not finite; 0 for all others.
-    fn own_squares(&self, state: &mut State, backend: &dyn Backend) -> Result<Vec<f64>, PlanError> {
-        let mut squares = vec![0.0; 2 * state.exchange.count()];
-        let reads = self.norm_stage().map_or(&[][..], |norm| &norm.reads);
-        for (index, read) in reads.iter().enumerate() {
-            let own = self.with_gradients(state, read.bucket, |state| {
-                let batches = &state.schedule.norm[index];
-                let storage = &state.storages[read.storage];
-                let list = storage.list(Role::Grad);
-                let Some(list) = list else {
-                    return Ok(Vec::new());
-                };
-                let segment = read.bucket.map_or(0, |bucket| self.segment_start(bucket));
-                let leaves = LeafSquares {
-                    kernel: state.exchange.readers[index].as_ref(),
-                    batches,
-                    offsets: storage.spec.layout.offsets(),
-                    list: &storage.lists[list],
-                    first: storage.spec.first_of(list, &read.elements, segment),
-                };
-                let mut sums = vec![SquareSum::default(); leaves.places().count()];
-                backend.leaf_squares(leaves, &mut sums)?;
-                Ok(sums)
-            })?;
-            let members = &self.storages[read.storage].members;
-            let places = leaves_in(&state.schedule.norm[index], members, &state.exchange.leaves);
-            for (place, sum) in places.flatten().zip(own) {
-                squares[2 * place] = sum.sum;
-                squares[2 * place + 1] = sum.non_finite as f64;
-            }
-        }
-        Ok(squares)
-    }
-
-    /// The element of its storage that a bucket's segment begins with.
-    pub(crate) fn segment_start(&self, bucket: usize) -> u64 {
-        self.segments[self.buckets[bucket].segment].elements.start
-    }
-
-    pub(crate) fn is_distributed(&self, param: usize) -> bool {
-        self.storages[self.places[param].0].distributed
-    }
-
-    /// Stage `trust`: the sums over whole tensors that a layer-wise rule needs.
-    pub(crate) fn sum_tensors(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-    ) -> Result<(), PlanError> {
-        if self.sum_tensors_on_device(state, backend, comms)? {
-            return Ok(());
-        }
-        let mut told = vec![0.0; state.exchange.count() * MAX_SUMS];
-        for index in 0..state.exchange.trust.len() {
-            let (stage, batches) = state.exchange.trust[index].clone();
-            if batches.is_empty() {
-                continue;
-            }
-            let own = self.with_gradients(state, stage.bucket, |state| {
-                let records = batches.iter().flat_map(|batch| &batch.records);
-                let count = records.map(|record| leaves_of(record.numel)).sum();
-                let mut sums = vec![[0.0; MAX_SUMS]; count];
-                if let Some(launch) = state.launch_with(self, &stage, &batches) {
-                    backend.leaf_sums(&launch, &mut sums)?;
-                }
-                Ok(sums)
-            })?;
-            let members = &self.storages[stage.storage].members;
-            let places = leaves_in(&batches, members, &state.exchange.leaves);
-            for (place, sums) in places.flatten().zip(own) {
-                told[place * MAX_SUMS..(place + 1) * MAX_SUMS].copy_from_slice(&sums);
-            }
-        }
-        let slices = self.share(&state.exchange, comms, &mut told, MAX_SUMS)?;
-        let exchange = &state.exchange;
-        for storage in &mut state.storages {
-            let Some(sums) = &mut storage.tensor_sums else {
-                continue;
+/// The sums of squares of the leaves that this rank reads, each with the number of its elements
+/// that are not finite; 0 for all others.
+fn own_squares(
+    plan: &Plan,
+    state: &mut State,
+    backend: &dyn Backend,
+) -> Result<Vec<f64>, PlanError> {
+    let mut squares = vec![0.0; 2 * state.exchange.count()];
+    let reads = plan.norm_stage().map_or(&[][..], |norm| &norm.reads);
+    for (index, read) in reads.iter().enumerate() {
+        let own = reduce::with_gradients(plan, state, read.bucket, |state| {
+            let batches = &state.schedule.norm[index];
+            let storage = &state.storages[read.storage];
+            let list = storage.list(Role::Grad);
+            let Some(list) = list else {
+                return Ok(Vec::new());
             };
-            for (sums, &member) in sums.iter_mut().zip(&storage.spec.members) {
-                let leaves = exchange.of_param(member as usize, MAX_SUMS, (&told, &slices));
-                let chunks: Vec<&[f64]> = leaves.chunks(CHUNK_LEAVES * MAX_SUMS).collect();
-                *sums = tree_sum(chunks.len(), |at| {
-                    std::array::from_fn(|sum| {
-                        let own = chunks[at].iter().copied().skip(sum).step_by(MAX_SUMS);
-                        chunk(&own.collect::<Vec<f64>>())
-                    })
-                });
-            }
+            let segment = read.bucket.map_or(0, |bucket| plan.segment_start(bucket));
+            let leaves = LeafSquares {
+                kernel: state.exchange.readers[index].as_ref(),
+                batches,
+                offsets: storage.spec.layout.offsets(),
+                list: &storage.lists[list],
+                first: storage.spec.first_of(list, &read.elements, segment),
+            };
+            let mut sums = vec![SquareSum::default(); leaves.places().count()];
+            backend.leaf_squares(leaves, &mut sums)?;
+            Ok(sums)
+        })?;
+        let members = &plan.storages[read.storage].members;
+        let places = leaves_in(&state.schedule.norm[index], members, &state.exchange.leaves);
+        for (place, sum) in places.flatten().zip(own) {
+            squares[2 * place] = sum.sum;
+            squares[2 * place + 1] = sum.non_finite as f64;
         }
-        Ok(())
     }
+    Ok(squares)
+}
+
+/// Stage `trust` on the host: the sums over whole tensors that a layer-wise rule needs.
+pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<(), PlanError> {
+    let mut told = vec![0.0; step.state.exchange.count() * MAX_SUMS];
+    for index in 0..step.state.exchange.trust.len() {
+        let (stage, batches) = step.state.exchange.trust[index].clone();
+        if batches.is_empty() {
+            continue;
+        }
+        let own = reduce::with_gradients(step.plan, step.state, stage.bucket, |state| {
+            let records = batches.iter().flat_map(|batch| &batch.records);
+            let count = records.map(|record| leaves_of(record.numel)).sum();
+            let mut sums = vec![[0.0; MAX_SUMS]; count];
+            if let Some(launch) = launches::with_batches(step.plan, state, &stage, &batches) {
+                step.backend.leaf_sums(&launch, &mut sums)?;
+            }
+            Ok(sums)
+        })?;
+        let members = &step.plan.storages[stage.storage].members;
+        let places = leaves_in(&batches, members, &step.state.exchange.leaves);
+        for (place, sums) in places.flatten().zip(own) {
+            told[place * MAX_SUMS..(place + 1) * MAX_SUMS].copy_from_slice(&sums);
+        }
+    }
+    let slices = share(
+        step.plan,
+        &step.state.exchange,
+        step.comms,
+        &mut told,
+        MAX_SUMS,
+    )?;
+    let exchange = &step.state.exchange;
+    for storage in &mut step.state.storages {
+        let Some(sums) = &mut storage.tensor_sums else {
+            continue;
+        };
+        for (sums, &member) in sums.iter_mut().zip(&storage.spec.members) {
+            let leaves = exchange.of_param(member as usize, MAX_SUMS, (&told, &slices));
+            let chunks: Vec<&[f64]> = leaves.chunks(CHUNK_LEAVES * MAX_SUMS).collect();
+            *sums = tree_sum(chunks.len(), |at| {
+                std::array::from_fn(|sum| {
+                    let own = chunks[at].iter().copied().skip(sum).step_by(MAX_SUMS);
+                    chunk(&own.collect::<Vec<f64>>())
+                })
+            });
+        }
+    }
+    Ok(())
 }
 
 /// Values of the leaves of all ranks' slices of distributed parameters.

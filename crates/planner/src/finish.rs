@@ -8,273 +8,249 @@ use crate::passes::Ownership;
 use crate::stage::{Broadcast, Extent, Part};
 use crate::{
     Note, Optimize, Optimizer, Plan, PlanError, Stage, StorageSpec, TableKind, Verdict, ZeroStage,
+    batches, norm, summary, table,
 };
 
-impl Plan {
-    /// Completes a plan once all passes are through.
-    pub(crate) fn finish(&mut self, table: TableKind) -> Result<(), PlanError> {
-        self.check_conflicts()?;
-        if !self.reduces() {
-            // Ranks that reduce nothing need no ranges of what is reduced.
-            self.segments.clear();
-            self.buckets.clear();
-            let calls = |stage: &Stage| matches!(stage, Stage::Reduce(_) | Stage::Gather(_));
-            self.stages.retain(|stage| !calls(stage));
-        }
-        let grain = self.grain()?;
-        cut(&self.storages, &mut self.buckets, self.shard_group, grain);
-        self.share_out();
-        self.split_updates_by_bucket();
-        self.place_broadcasts();
-        self.place_norm()?;
-        if self.reduces() && self.has_normed()? {
-            self.stages.push(Stage::Trust);
-        }
-        self.put_in_order();
-        self.make_batches_anew()?;
-        self.place_tables(table)?;
-        self.explain_shards();
-        self.explain_fused();
-        self.hash = self.compute_hash();
-        Ok(())
+/// Completes a plan once all passes are through.
+pub(crate) fn finish(plan: &mut Plan, table: TableKind) -> Result<(), PlanError> {
+    check_conflicts(plan)?;
+    if !plan.reduces() {
+        // Ranks that reduce nothing need no ranges of what is reduced.
+        plan.segments.clear();
+        plan.buckets.clear();
+        let calls = |stage: &Stage| matches!(stage, Stage::Reduce(_) | Stage::Gather(_));
+        plan.stages.retain(|stage| !calls(stage));
     }
-
-    fn check_conflicts(&self) -> Result<(), PlanError> {
-        let conflict = |first: &str, second: &str, why| {
-            Err(PlanError::Conflict {
-                first: first.to_owned(),
-                second: second.to_owned(),
-                why,
-            })
-        };
-        let local = self.local_sgd().is_some();
-        let zero = format!("zero stage {}", self.zero.number());
-        if self.topology.world > 1 && self.tensors.are_borrowed() {
-            let why = "do not go together, since ranks reduce gradients where the state keeps them";
-            return conflict("borrowed tensors", "more than one rank", why);
-        }
-        if self.accumulation().is_some() && self.tensors.are_borrowed() {
-            let why = "do not go together, since micro-steps are added where the state keeps them";
-            return conflict("borrowed tensors", "accumulate", why);
-        }
-        if self.zero != ZeroStage::None && local {
-            return conflict(&zero, "local_sgd", "both decide how gradients are reduced");
-        }
-        let average = |rule: &Optimizer| matches!(rule, Optimizer::ScheduleFree(_));
-        if self.schedule.is_some() && self.rules.iter().any(average) {
-            let why = "do not go together, since its average takes the place of a schedule";
-            return conflict("schedule-free", "a learning-rate schedule", why);
-        }
-        let distributed = self.storages.iter().any(|spec| spec.distributed);
-        if distributed && local && self.gradients.rule().is_some() {
-            let why = "leave no gradients of which ranks could form one norm";
-            return conflict(
-                "distributed",
-                "local_sgd with clipping or loss scaling",
-                why,
-            );
-        }
-        if distributed && local && self.has_normed()? {
-            let why = "do not go together, since a trust ratio takes the norm of all slices at \
-                       every step";
-            return conflict("distributed with lars or lamb", "local_sgd", why);
-        }
-        Ok(())
+    let grain = plan.grain()?;
+    cut(&plan.storages, &mut plan.buckets, plan.shard_group, grain);
+    share_out(plan);
+    split_updates_by_bucket(plan);
+    place_broadcasts(plan);
+    norm::place(plan)?;
+    if plan.reduces() && plan.has_normed()? {
+        plan.stages.push(Stage::Trust);
     }
+    put_in_order(plan);
+    batches::make_anew(plan)?;
+    table::place(plan, table)?;
+    explain_shards(plan);
+    explain_fused(plan);
+    plan.hash = summary::hash(plan);
+    Ok(())
+}
 
-    /// Says which part of every storage this rank updates, and how much of each list it has.
-    fn share_out(&mut self) {
-        let rank = self.shard_place().rank;
-        let reduces = self.reduces();
-        for (index, spec) in self.storages.iter_mut().enumerate() {
-            let shared = self.zero != ZeroStage::None && reduces && !spec.distributed;
-            spec.shard = if shared {
-                let buckets = self.buckets.iter().filter(|bucket| bucket.storage == index);
-                let mut parts: Vec<_> = buckets.map(|bucket| bucket.part(rank)).collect();
-                parts.retain(|part| part.start < part.end);
-                parts.sort_by_key(|part| part.start);
-                let mut at = 0;
-                let place = |elements: std::ops::Range<u64>| {
-                    let part = Part { elements, at };
-                    at += part.elements.end - part.elements.start;
-                    part
-                };
-                parts.into_iter().map(place).collect()
-            } else {
-                vec![Part {
-                    elements: 0..spec.layout.total_numel(),
-                    at: 0,
-                }]
-            };
-            let zero = if shared { self.zero } else { ZeroStage::None };
-            let segmented = reduces && !spec.distributed;
-            let extent = |role: Role| match role {
-                Role::Grad if zero >= ZeroStage::Two => Extent::Shard,
-                Role::Grad if segmented => Extent::Segments,
-                Role::Param if zero < ZeroStage::Three => Extent::Whole,
-                Role::Grad => Extent::Whole,
-                _ if zero == ZeroStage::None => Extent::Whole,
-                _ => Extent::Shard,
-            };
-            spec.extents = spec.lists.iter().map(|list| extent(list.role)).collect();
-        }
-    }
-
-    /// An update reads gradients of one bucket, so that it can follow the bucket's reduction.
-    fn split_updates_by_bucket(&mut self) {
-        let rank = self.shard_place().rank;
-        let mut stages = Vec::with_capacity(self.stages.len());
-        for stage in std::mem::take(&mut self.stages) {
-            match stage {
-                Stage::Optimize(optimize) if !self.buckets.is_empty() => {
-                    let spec = &self.storages[optimize.storage];
-                    if spec.distributed {
-                        stages.push(Stage::Optimize(optimize));
-                        continue;
-                    }
-                    stages.extend(self.by_bucket(&optimize, rank).map(Stage::Optimize));
-                }
-                Stage::ReduceUpdate(mut optimize) => {
-                    if let Some(bucket) = optimize.bucket {
-                        optimize.elements = self.buckets[bucket].part(rank);
-                    }
-                    stages.push(Stage::ReduceUpdate(optimize));
-                }
-                other => stages.push(other),
-            }
-        }
-        self.stages = stages;
-    }
-
-    /// A stage's part in each bucket that has some of its tensors.
-    fn by_bucket<'a>(
-        &'a self,
-        optimize: &'a Optimize,
-        rank: usize,
-    ) -> impl Iterator<Item = Optimize> + 'a {
-        let spec = &self.storages[optimize.storage];
-        let buckets = self.buckets.iter().enumerate();
-        let own = buckets.filter(|(_, bucket)| bucket.storage == optimize.storage);
-        own.filter_map(move |(index, bucket)| {
-            let first = |tensor: &u32| spec.layout.range(*tensor as usize);
-            let from = optimize
-                .tensors
-                .partition_point(|tensor| first(tensor).end <= bucket.elements.start);
-            let to = optimize
-                .tensors
-                .partition_point(|tensor| first(tensor).start < bucket.elements.end);
-            let tensors: Vec<u32> = optimize.tensors.get(from..to)?.to_vec();
-            let elements = match self.zero {
-                ZeroStage::None => bucket.elements.clone(),
-                _ => bucket.part(rank),
-            };
-            (!tensors.is_empty()).then(|| Optimize {
-                bucket: Some(index),
-                tensors,
-                elements,
-                batches: Vec::new(),
-                ..*optimize
-            })
+fn check_conflicts(plan: &Plan) -> Result<(), PlanError> {
+    let conflict = |first: &str, second: &str, why| {
+        Err(PlanError::Conflict {
+            first: first.to_owned(),
+            second: second.to_owned(),
+            why,
         })
+    };
+    let local = plan.local_sgd().is_some();
+    let zero = format!("zero stage {}", plan.zero.number());
+    if plan.topology.world > 1 && plan.tensors.are_borrowed() {
+        let why = "do not go together, since ranks reduce gradients where the state keeps them";
+        return conflict("borrowed tensors", "more than one rank", why);
     }
+    if plan.accumulation().is_some() && plan.tensors.are_borrowed() {
+        let why = "do not go together, since micro-steps are added where the state keeps them";
+        return conflict("borrowed tensors", "accumulate", why);
+    }
+    if plan.zero != ZeroStage::None && local {
+        return conflict(&zero, "local_sgd", "both decide how gradients are reduced");
+    }
+    let average = |rule: &Optimizer| matches!(rule, Optimizer::ScheduleFree(_));
+    if plan.schedule.is_some() && plan.rules.iter().any(average) {
+        let why = "do not go together, since its average takes the place of a schedule";
+        return conflict("schedule-free", "a learning-rate schedule", why);
+    }
+    let distributed = plan.storages.iter().any(|spec| spec.distributed);
+    if distributed && local && plan.gradients.rule().is_some() {
+        let why = "leave no gradients of which ranks could form one norm";
+        return conflict(
+            "distributed",
+            "local_sgd with clipping or loss scaling",
+            why,
+        );
+    }
+    if distributed && local && plan.has_normed()? {
+        let why = "do not go together, since a trust ratio takes the norm of all slices at \
+                   every step";
+        return conflict("distributed with lars or lamb", "local_sgd", why);
+    }
+    Ok(())
+}
 
-    /// Replaces all-gathers of parts that are whole tensors by broadcasts, if pass `fuse_broadcast`
-    /// asks for it.
-    fn place_broadcasts(&mut self) {
-        let Some(cap_bytes) = self.broadcast_cap_bytes else {
-            return;
-        };
-        if self.ownership != Ownership::Tensors {
-            return;
-        }
-        let (mut params, mut calls) = (0, 0);
-        let (storages, buckets) = (&self.storages, &self.buckets);
-        for stage in &mut self.stages {
-            let Stage::Gather(gather) = stage else {
-                continue;
+/// Says which part of every storage this rank updates, and how much of each list it has.
+fn share_out(plan: &mut Plan) {
+    let rank = plan.shard_place().rank;
+    let reduces = plan.reduces();
+    for (index, spec) in plan.storages.iter_mut().enumerate() {
+        let shared = plan.zero != ZeroStage::None && reduces && !spec.distributed;
+        spec.shard = if shared {
+            let buckets = plan.buckets.iter().filter(|bucket| bucket.storage == index);
+            let mut parts: Vec<_> = buckets.map(|bucket| bucket.part(rank)).collect();
+            parts.retain(|part| part.start < part.end);
+            parts.sort_by_key(|part| part.start);
+            let mut at = 0;
+            let place = |elements: std::ops::Range<u64>| {
+                let part = Part { elements, at };
+                at += part.elements.end - part.elements.start;
+                part
             };
-            let bucket = &buckets[gather.bucket];
-            let spec = &storages[bucket.storage];
-            for owner in 0..bucket.bounds.len() - 1 {
-                let (count, more) = broadcasts(spec, bucket.part(owner), (owner, cap_bytes));
-                params += count;
-                gather.broadcasts.extend(more);
-            }
-            calls += gather.broadcasts.len();
-        }
-        if calls > 0 {
-            let reason = format!("{params} parameters come from their owners in {calls} calls");
-            self.notes
-                .push(Note::new("fuse_broadcast", Verdict::Applied, reason));
-        }
-    }
-
-    /// Puts stages in the order they run: an update follows its bucket's reduction, unless all
-    /// gradients have to be known first.
-    fn put_in_order(&mut self) {
-        let decides = |stage: &Stage| matches!(stage, Stage::Norm(_) | Stage::Trust);
-        let waits = self.stages.iter().any(decides);
-        let after = |bucket: Option<usize>| bucket.map_or(usize::MAX, |bucket| bucket);
-        let reduced_first = waits || self.reduces_each();
-        self.stages.sort_by_key(|stage| match stage {
-            Stage::Accumulate(_) => (0, 0, 0),
-            Stage::Reduce(reduce) if reduced_first => (1, reduce.bucket, 0),
-            Stage::Norm(_) => (2, 0, 0),
-            Stage::Trust => (3, 0, 0),
-            Stage::Reduce(reduce) => (4, reduce.bucket, 0),
-            Stage::Optimize(optimize) | Stage::ReduceUpdate(optimize) => {
-                (4, after(optimize.bucket), 1)
-            }
-            Stage::Gather(gather) => (4, gather.bucket, 2),
-            Stage::Average(_) => (5, 0, 0),
-        });
-    }
-
-    /// Makes all batches, for the stages and tables as they are.
-    pub(crate) fn make_batches_anew(&mut self) -> Result<(), PlanError> {
-        let mut stages = std::mem::take(&mut self.stages);
-        for stage in &mut stages {
-            match stage {
-                Stage::Norm(norm) => {
-                    for read in &mut norm.reads {
-                        read.batches = self.norm_batches(read, |_| true)?;
-                    }
-                }
-                Stage::Optimize(stage) | Stage::ReduceUpdate(stage) => {
-                    stage.batches = self.batches(stage, |_| true, &self.classes)?;
-                }
-                _ => {}
-            }
-        }
-        self.stages = stages;
-        Ok(())
-    }
-
-    /// A pass that comes later may have said when buckets are updated.
-    fn explain_fused(&mut self) {
-        if self.in_backward {
-            return;
-        }
-        let notes = self.notes.iter_mut();
-        let applied = |note: &&mut Note| {
-            note.pass == "fuse_reduce_into_update" && note.verdict == Verdict::Applied
+            parts.into_iter().map(place).collect()
+        } else {
+            vec![Part {
+                elements: 0..spec.layout.total_numel(),
+                at: 0,
+            }]
         };
-        if let Some(note) = notes.rev().find(applied) {
-            note.reason +=
-                "; within the step, since a backward pass may read parameters until then";
+        let zero = if shared { plan.zero } else { ZeroStage::None };
+        let segmented = reduces && !spec.distributed;
+        let extent = |role: Role| match role {
+            Role::Grad if zero >= ZeroStage::Two => Extent::Shard,
+            Role::Grad if segmented => Extent::Segments,
+            Role::Param if zero < ZeroStage::Three => Extent::Whole,
+            Role::Grad => Extent::Whole,
+            _ if zero == ZeroStage::None => Extent::Whole,
+            _ => Extent::Shard,
+        };
+        spec.extents = spec.lists.iter().map(|list| extent(list.role)).collect();
+    }
+}
+
+/// An update reads gradients of one bucket, so that it can follow the bucket's reduction.
+fn split_updates_by_bucket(plan: &mut Plan) {
+    let rank = plan.shard_place().rank;
+    let mut stages = Vec::with_capacity(plan.stages.len());
+    for stage in std::mem::take(&mut plan.stages) {
+        match stage {
+            Stage::Optimize(optimize) if !plan.buckets.is_empty() => {
+                let spec = &plan.storages[optimize.storage];
+                if spec.distributed {
+                    stages.push(Stage::Optimize(optimize));
+                    continue;
+                }
+                stages.extend(by_bucket(plan, &optimize, rank).map(Stage::Optimize));
+            }
+            Stage::ReduceUpdate(mut optimize) => {
+                if let Some(bucket) = optimize.bucket {
+                    optimize.elements = plan.buckets[bucket].part(rank);
+                }
+                stages.push(Stage::ReduceUpdate(optimize));
+            }
+            other => stages.push(other),
         }
     }
+    plan.stages = stages;
+}
 
-    fn explain_shards(&mut self) {
-        if self.zero == ZeroStage::None || !self.reduces() {
-            return;
+/// A stage's part in each bucket that has some of its tensors.
+fn by_bucket<'a>(
+    plan: &'a Plan,
+    optimize: &'a Optimize,
+    rank: usize,
+) -> impl Iterator<Item = Optimize> + 'a {
+    let spec = &plan.storages[optimize.storage];
+    let buckets = plan.buckets.iter().enumerate();
+    let own = buckets.filter(|(_, bucket)| bucket.storage == optimize.storage);
+    own.filter_map(move |(index, bucket)| {
+        let first = |tensor: &u32| spec.layout.range(*tensor as usize);
+        let from = optimize
+            .tensors
+            .partition_point(|tensor| first(tensor).end <= bucket.elements.start);
+        let to = optimize
+            .tensors
+            .partition_point(|tensor| first(tensor).start < bucket.elements.end);
+        let tensors: Vec<u32> = optimize.tensors.get(from..to)?.to_vec();
+        let elements = match plan.zero {
+            ZeroStage::None => bucket.elements.clone(),
+            _ => bucket.part(rank),
+        };
+        (!tensors.is_empty()).then(|| Optimize {
+            bucket: Some(index),
+            tensors,
+            elements,
+            batches: Vec::new(),
+            ..*optimize
+        })
+    })
+}
+
+/// Replaces all-gathers of parts that are whole tensors by broadcasts, if pass `fuse_broadcast`
+/// asks for it.
+fn place_broadcasts(plan: &mut Plan) {
+    let Some(cap_bytes) = plan.broadcast_cap_bytes else {
+        return;
+    };
+    if plan.ownership != Ownership::Tensors {
+        return;
+    }
+    let (mut params, mut calls) = (0, 0);
+    let (storages, buckets) = (&plan.storages, &plan.buckets);
+    for stage in &mut plan.stages {
+        let Stage::Gather(gather) = stage else {
+            continue;
+        };
+        let bucket = &buckets[gather.bucket];
+        let spec = &storages[bucket.storage];
+        for owner in 0..bucket.bounds.len() - 1 {
+            let (count, more) = broadcasts(spec, bucket.part(owner), (owner, cap_bytes));
+            params += count;
+            gather.broadcasts.extend(more);
         }
-        if self.update_norms && self.ownership == Ownership::Elements {
-            let reason =
-                "parts end with chunks of 65536 elements, so that one rank measures each chunk";
-            let note = Note::new("update_norms", Verdict::Split, reason.to_owned());
-            self.notes.push(note);
-        }
+        calls += gather.broadcasts.len();
+    }
+    if calls > 0 {
+        let reason = format!("{params} parameters come from their owners in {calls} calls");
+        plan.notes
+            .push(Note::new("fuse_broadcast", Verdict::Applied, reason));
+    }
+}
+
+/// Puts stages in the order they run: an update follows its bucket's reduction, unless all
+/// gradients have to be known first.
+fn put_in_order(plan: &mut Plan) {
+    let decides = |stage: &Stage| matches!(stage, Stage::Norm(_) | Stage::Trust);
+    let waits = plan.stages.iter().any(decides);
+    let after = |bucket: Option<usize>| bucket.map_or(usize::MAX, |bucket| bucket);
+    let reduced_first = waits || plan.reduces_each();
+    plan.stages.sort_by_key(|stage| match stage {
+        Stage::Accumulate(_) => (0, 0, 0),
+        Stage::Reduce(reduce) if reduced_first => (1, reduce.bucket, 0),
+        Stage::Norm(_) => (2, 0, 0),
+        Stage::Trust => (3, 0, 0),
+        Stage::Reduce(reduce) => (4, reduce.bucket, 0),
+        Stage::Optimize(optimize) | Stage::ReduceUpdate(optimize) => (4, after(optimize.bucket), 1),
+        Stage::Gather(gather) => (4, gather.bucket, 2),
+        Stage::Average(_) => (5, 0, 0),
+    });
+}
+
+/// A pass that comes later may have said when buckets are updated.
+fn explain_fused(plan: &mut Plan) {
+    if plan.in_backward {
+        return;
+    }
+    let notes = plan.notes.iter_mut();
+    let applied = |note: &&mut Note| {
+        note.pass == "fuse_reduce_into_update" && note.verdict == Verdict::Applied
+    };
+    if let Some(note) = notes.rev().find(applied) {
+        note.reason += "; within the step, since a backward pass may read parameters until then";
+    }
+}
+
+fn explain_shards(plan: &mut Plan) {
+    if plan.zero == ZeroStage::None || !plan.reduces() {
+        return;
+    }
+    if plan.update_norms && plan.ownership == Ownership::Elements {
+        let reason =
+            "parts end with chunks of 65536 elements, so that one rank measures each chunk";
+        let note = Note::new("update_norms", Verdict::Split, reason.to_owned());
+        plan.notes.push(note);
     }
 }
 

@@ -12,7 +12,8 @@ use crate::bytes::Bytes;
 use crate::comms::Comms;
 use crate::passes::FuseAllReduce;
 use crate::stage::{Extent, Gather};
-use crate::{Plan, PlanError, State, ZeroStage};
+use crate::step::RankStep;
+use crate::{Plan, PlanError, State, ZeroStage, averages};
 
 /// Whole parameters, for as long as this value lives.
 #[derive(Debug)]
@@ -118,334 +119,316 @@ impl Asked {
     }
 }
 
-impl Plan {
-    /// Stage `gather`: brings this rank's part of a bucket to all ranks, and theirs here.
-    pub(crate) fn bring(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        gather: &Gather,
-    ) -> Result<(), PlanError> {
-        let bucket = &self.buckets[gather.bucket];
-        let spec = &self.storages[bucket.storage];
-        let Some(index) = spec.list(Role::Param) else {
-            return Ok(());
-        };
+/// [`Plan::broadcast_parameters`].
+pub(crate) fn broadcast_parameters(
+    plan: &Plan,
+    state: &mut State,
+    backend: &dyn Backend,
+    comms: &mut Comms<'_>,
+    root: usize,
+) -> Result<(), PlanError> {
+    state.check_plan(plan)?;
+    if let (ZeroStage::Three, Some(first)) = (plan.zero, plan.params.first()) {
+        return Err(PlanError::InShards {
+            name: first.name.clone(),
+        });
+    }
+    comms.set_plan(plan.hash());
+    let of_buckets = plan.caps.as_ref().map(|caps| caps.bytes);
+    let cap_bytes = plan.broadcast_cap_bytes.or(of_buckets);
+    let cap_bytes = cap_bytes.unwrap_or(FuseAllReduce::DEFAULT_CAP_BYTES);
+    for spec in plan.storages.iter().filter(|spec| !spec.distributed) {
         let dtype = spec.param_dtype();
         let width = dtype.len_bytes();
-        let bytes = |range: &Range<u64>| range.start as usize * width..range.end as usize * width;
-        let buffer = &mut state.storages[bucket.storage].lists[index].buffer;
-        let mut call = |range, operation, counts: Option<Vec<usize>>| {
-            if comms.takes(backend, buffer.as_ref()) && buffer.host().is_none() {
-                backend.hand_over(buffer.as_mut())?;
-                comms.on_device(buffer, bytes(range), (operation, dtype, counts))?;
-                return Ok(backend.take_back(buffer.as_mut())?);
-            }
-            in_place(
-                backend,
-                comms,
-                (buffer.as_mut(), bytes(range)),
-                |comms, own| comms.in_group(operation, dtype, counts.as_deref(), own),
-            )
+        let cap = (usize::try_from(cap_bytes).unwrap_or(usize::MAX) / width).max(1) * width;
+        let mut memory = HostMemory::zeroed(spec.layout.total_numel() as usize * width)?;
+        let place = |tensor: usize| {
+            let range = spec.layout.range(tensor);
+            range.start as usize * width..range.end as usize * width
         };
-        for part in &gather.broadcasts {
-            let operation = Operation::Broadcast { root: part.owner };
-            call(&part.elements, operation, None)?;
-        }
-        if gather.broadcasts.is_empty() {
-            let counts = Some(bucket.counts());
-            call(&bucket.elements, Operation::AllGather, counts)?;
-        }
-        Ok::<_, PlanError>(())
-    }
-
-    /// Parameters just before they are used; dropping them releases their memory. Under ZeRO stage
-    /// 3 they come from all ranks, in one call for each bucket, and all ranks ask for the same;
-    /// at other stages they are copied. [`Self::prefetch`] asks ahead.
-    ///
-    /// # Errors
-    /// [`PlanError::UnknownName`], [`PlanError::Backend`]; [`PlanError::Collective`].
-    pub fn gather(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        names: &[&str],
-    ) -> Result<GatheredParams, PlanError> {
-        self.gather_values(state, backend, comms, names, Values::Params)
-    }
-
-    /// Parameters, or their averages.
-    pub(crate) fn gather_values(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        names: &[&str],
-        values: Values,
-    ) -> Result<GatheredParams, PlanError> {
-        let mut asked = self.own_parts(state, backend, names, values)?;
-        for buffer in &mut asked.buffers {
-            for (range, counts) in &buffer.calls {
-                let bytes = &mut buffer.memory.bytes_mut()[range.clone()];
-                comms.in_group(Operation::AllGather, buffer.dtype, Some(counts), bytes)?;
+        if comms.rank() == root {
+            for (tensor, &member) in spec.members.iter().enumerate() {
+                let name = &plan.params[member as usize].name;
+                let bytes = &mut memory.bytes_mut()[place(tensor)];
+                state.read(backend, Role::Param, name, bytes)?;
             }
         }
-        Ok(asked.whole())
+        for part in memory.bytes_mut().chunks_mut(cap) {
+            comms.in_place(Operation::Broadcast { root }, dtype, None, part)?;
+        }
+        for (tensor, &member) in spec.members.iter().enumerate() {
+            let name = &plan.params[member as usize].name;
+            state.write(backend, Role::Param, name, &memory.bytes()[place(tensor)])?;
+        }
     }
+    Ok(())
+}
 
-    /// Buffers for parameters, with this rank's part of them in its place.
-    pub(crate) fn own_parts(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        names: &[&str],
-        values: Values,
-    ) -> Result<Asked, PlanError> {
-        let mut asked = Asked {
-            buffers: Vec::new(),
-            places: vec![(0, 0..0); names.len()],
-        };
-        let (wanted, here) = self.asked_for(state, names, values)?;
-        for Here { at, param } in here {
-            let (storage, _) = self.places[param];
-            let dtype = self.storages[storage].param_dtype();
-            let len_bytes = self.params[param].numel() as usize * dtype.len_bytes();
-            let mut memory = HostMemory::zeroed(len_bytes)?;
-            if len_bytes > 0 {
-                let bytes = memory.bytes_mut();
-                match values {
-                    Values::Params => state.read(backend, Role::Param, names[at], bytes)?,
-                    Values::Averages => state.read_average(backend, names[at], bytes)?,
-                }
-            }
-            asked.places[at] = (asked.buffers.len(), 0..len_bytes);
-            asked.buffers.push(AskedBuffer {
-                dtype,
-                calls: Vec::new(),
-                memory,
-            });
+/// Stage `gather`: brings this rank's part of a bucket to all ranks, and theirs here.
+pub(crate) fn bring(step: &mut RankStep<'_, '_>, gather: &Gather) -> Result<(), PlanError> {
+    let bucket = &step.plan.buckets[gather.bucket];
+    let spec = &step.plan.storages[bucket.storage];
+    let Some(index) = spec.list(Role::Param) else {
+        return Ok(());
+    };
+    let dtype = spec.param_dtype();
+    let width = dtype.len_bytes();
+    let bytes = |range: &Range<u64>| range.start as usize * width..range.end as usize * width;
+    let buffer = &mut step.state.storages[bucket.storage].lists[index].buffer;
+    let mut call = |range, operation, counts: Option<Vec<usize>>| {
+        if step.comms.takes(step.backend, buffer.as_ref()) && buffer.host().is_none() {
+            let place = (&mut *buffer, bytes(range));
+            return on_device(step.backend, step.comms, place, (operation, dtype, counts));
         }
-        for group in wanted.chunk_by(|a, b| a.segment == b.segment) {
-            self.own_part(state, backend, group, &mut asked)?;
-        }
-        Ok(asked)
+        in_place(
+            step.backend,
+            step.comms,
+            (buffer.as_mut(), bytes(range)),
+            |comms, own| comms.in_group(operation, dtype, counts.as_deref(), own),
+        )
+    };
+    for part in &gather.broadcasts {
+        let operation = Operation::Broadcast { root: part.owner };
+        call(&part.elements, operation, None)?;
     }
-
-    /// The parameters of these names: those of which each rank has a part, by bucket and place
-    /// there, so that each rank's part of neighbours is one block; and those that this rank has
-    /// whole.
-    pub(crate) fn asked_for(
-        &self,
-        state: &State,
-        names: &[&str],
-        values: Values,
-    ) -> Result<(Vec<Wanted>, Vec<Here>), PlanError> {
-        let (mut wanted, mut here) = (Vec::with_capacity(names.len()), Vec::new());
-        for (at, name) in names.iter().enumerate() {
-            let param = state.find(name)?;
-            let (storage, tensor) = self.places[param];
-            let spec = &self.storages[storage];
-            let elements = spec.layout.range(tensor);
-            let factor = match values {
-                Values::Params => None,
-                Values::Averages => state.averaging(param),
-            };
-            // Averages come from those that have the state.
-            let shared_from = match factor {
-                None => ZeroStage::Three,
-                Some(_) => ZeroStage::One,
-            };
-            let shared = self.zero >= shared_from && self.reduces() && !spec.distributed;
-            let segment = self.segments.iter().position(|segment| {
-                segment.storage == storage && segment.elements.contains(&elements.start)
-            });
-            match segment.filter(|_| shared && !elements.is_empty()) {
-                Some(segment) => wanted.push(Wanted {
-                    segment,
-                    elements,
-                    at,
-                    factor,
-                }),
-                None => here.push(Here { at, param }),
-            }
-        }
-        wanted.sort_unstable_by_key(|one| (one.segment, one.elements.start));
-        Ok((wanted, here))
+    if gather.broadcasts.is_empty() {
+        let counts = Some(bucket.counts());
+        call(&bucket.elements, Operation::AllGather, counts)?;
     }
+    Ok::<_, PlanError>(())
+}
 
-    /// The tensors of one segment, one call for each of its buckets.
-    fn own_part(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        wanted: &[Wanted],
-        asked: &mut Asked,
-    ) -> Result<(), PlanError> {
-        let segment = &self.segments[wanted[0].segment];
-        let block = self.block_of(wanted);
-        for (one, place) in wanted.iter().zip(block.places) {
-            asked.places[one.at] = (asked.buffers.len(), place);
+/// Parameters, or their averages.
+pub(crate) fn gather_values(
+    plan: &Plan,
+    state: &State,
+    backend: &dyn Backend,
+    comms: &mut Comms<'_>,
+    names: &[&str],
+    values: Values,
+) -> Result<GatheredParams, PlanError> {
+    let mut asked = own_parts(plan, state, backend, names, values)?;
+    for buffer in &mut asked.buffers {
+        for (range, counts) in &buffer.calls {
+            let bytes = &mut buffer.memory.bytes_mut()[range.clone()];
+            comms.in_group(Operation::AllGather, buffer.dtype, Some(counts), bytes)?;
         }
-        let mut memory = HostMemory::zeroed(block.len_bytes)?;
-        for (mut next, which, inside) in block.own {
-            let factor = wanted[which].factor;
-            for bytes in self.own_bytes(state, backend, segment.storage, &inside, factor)? {
-                memory.bytes_mut()[next..next + bytes.len()].copy_from_slice(&bytes);
-                next += bytes.len();
+    }
+    Ok(asked.whole())
+}
+
+/// Buffers for parameters, with this rank's part of them in its place.
+pub(crate) fn own_parts(
+    plan: &Plan,
+    state: &State,
+    backend: &dyn Backend,
+    names: &[&str],
+    values: Values,
+) -> Result<Asked, PlanError> {
+    let mut asked = Asked {
+        buffers: Vec::new(),
+        places: vec![(0, 0..0); names.len()],
+    };
+    let (wanted, here) = asked_for(plan, state, names, values)?;
+    for Here { at, param } in here {
+        let (storage, _) = plan.places[param];
+        let dtype = plan.storages[storage].param_dtype();
+        let len_bytes = plan.params[param].numel() as usize * dtype.len_bytes();
+        let mut memory = HostMemory::zeroed(len_bytes)?;
+        if len_bytes > 0 {
+            let bytes = memory.bytes_mut();
+            match values {
+                Values::Params => state.read(backend, Role::Param, names[at], bytes)?,
+                Values::Averages => state.read_average(backend, names[at], bytes)?,
             }
         }
+        asked.places[at] = (asked.buffers.len(), 0..len_bytes);
         asked.buffers.push(AskedBuffer {
-            dtype: self.storages[segment.storage].param_dtype(),
-            calls: block.calls,
+            dtype,
+            calls: Vec::new(),
             memory,
         });
-        Ok(())
     }
+    for group in wanted.chunk_by(|a, b| a.segment == b.segment) {
+        own_part(plan, state, backend, group, &mut asked)?;
+    }
+    Ok(asked)
+}
 
-    /// How parameters of one segment lie in a buffer of their own.
-    pub(crate) fn block_of(&self, wanted: &[Wanted]) -> Block {
-        let segment = &self.segments[wanted[0].segment];
-        let width = self.storages[segment.storage].param_dtype().len_bytes();
-        let rank = self.shard_place().rank;
-        let mut block = Block::default();
+/// The parameters of these names: those of which each rank has a part, by bucket and place
+/// there, so that each rank's part of neighbours is one block; and those that this rank has
+/// whole.
+pub(crate) fn asked_for(
+    plan: &Plan,
+    state: &State,
+    names: &[&str],
+    values: Values,
+) -> Result<(Vec<Wanted>, Vec<Here>), PlanError> {
+    let (mut wanted, mut here) = (Vec::with_capacity(names.len()), Vec::new());
+    for (at, name) in names.iter().enumerate() {
+        let param = state.find(name)?;
+        let (storage, tensor) = plan.places[param];
+        let spec = &plan.storages[storage];
+        let elements = spec.layout.range(tensor);
+        let factor = match values {
+            Values::Params => None,
+            Values::Averages => averages::factor_of(state, param),
+        };
+        // Averages come from those that have the state.
+        let shared_from = match factor {
+            None => ZeroStage::Three,
+            Some(_) => ZeroStage::One,
+        };
+        let shared = plan.zero >= shared_from && plan.reduces() && !spec.distributed;
+        let segment = plan.segments.iter().position(|segment| {
+            segment.storage == storage && segment.elements.contains(&elements.start)
+        });
+        match segment.filter(|_| shared && !elements.is_empty()) {
+            Some(segment) => wanted.push(Wanted {
+                segment,
+                elements,
+                at,
+                factor,
+            }),
+            None => here.push(Here { at, param }),
+        }
+    }
+    wanted.sort_unstable_by_key(|one| (one.segment, one.elements.start));
+    Ok((wanted, here))
+}
+
+/// The tensors of one segment, one call for each of its buckets.
+fn own_part(
+    plan: &Plan,
+    state: &State,
+    backend: &dyn Backend,
+    wanted: &[Wanted],
+    asked: &mut Asked,
+) -> Result<(), PlanError> {
+    let segment = &plan.segments[wanted[0].segment];
+    let block = block_of(plan, wanted);
+    for (one, place) in wanted.iter().zip(block.places) {
+        asked.places[one.at] = (asked.buffers.len(), place);
+    }
+    let mut memory = HostMemory::zeroed(block.len_bytes)?;
+    for (mut next, which, inside) in block.own {
+        let factor = wanted[which].factor;
+        for bytes in own_bytes(plan, state, backend, segment.storage, &inside, factor)? {
+            memory.bytes_mut()[next..next + bytes.len()].copy_from_slice(&bytes);
+            next += bytes.len();
+        }
+    }
+    asked.buffers.push(AskedBuffer {
+        dtype: plan.storages[segment.storage].param_dtype(),
+        calls: block.calls,
+        memory,
+    });
+    Ok(())
+}
+
+/// How parameters of one segment lie in a buffer of their own.
+pub(crate) fn block_of(plan: &Plan, wanted: &[Wanted]) -> Block {
+    let segment = &plan.segments[wanted[0].segment];
+    let width = plan.storages[segment.storage].param_dtype().len_bytes();
+    let rank = plan.shard_place().rank;
+    let mut block = Block::default();
+    for one in wanted {
+        let from = block.len_bytes;
+        block.len_bytes += (one.elements.end - one.elements.start) as usize * width;
+        block.places.push(from..block.len_bytes);
+    }
+    let mut end = 0;
+    for bucket in &plan.buckets[segment.buckets.clone()] {
+        let mut counts = vec![0; bucket.bounds.len() - 1];
         for one in wanted {
-            let from = block.len_bytes;
-            block.len_bytes += (one.elements.end - one.elements.start) as usize * width;
-            block.places.push(from..block.len_bytes);
-        }
-        let mut end = 0;
-        for bucket in &self.buckets[segment.buckets.clone()] {
-            let mut counts = vec![0; bucket.bounds.len() - 1];
-            for one in wanted {
-                for (count, part) in counts.iter_mut().zip(bucket.overlaps(&one.elements)) {
-                    *count += part;
-                }
-            }
-            let from = end;
-            end += counts.iter().sum::<usize>() * width;
-            let mut next = from + counts[..rank].iter().sum::<usize>() * width;
-            let own = bucket.part(rank);
-            for (which, one) in wanted.iter().enumerate() {
-                let inside = own.start.max(one.elements.start)..own.end.min(one.elements.end);
-                if !inside.is_empty() {
-                    let len_bytes = (inside.end - inside.start) as usize * width;
-                    block.own.push((next, which, inside));
-                    next += len_bytes;
-                }
-            }
-            if from < end {
-                block.calls.push((from..end, counts));
+            for (count, part) in counts.iter_mut().zip(bucket.overlaps(&one.elements)) {
+                *count += part;
             }
         }
-        block
+        let from = end;
+        end += counts.iter().sum::<usize>() * width;
+        let mut next = from + counts[..rank].iter().sum::<usize>() * width;
+        let own = bucket.part(rank);
+        for (which, one) in wanted.iter().enumerate() {
+            let inside = own.start.max(one.elements.start)..own.end.min(one.elements.end);
+            if !inside.is_empty() {
+                let len_bytes = (inside.end - inside.start) as usize * width;
+                block.own.push((next, which, inside));
+                next += len_bytes;
+            }
+        }
+        if from < end {
+            block.calls.push((from..end, counts));
+        }
     }
+    block
+}
 
-    /// This rank's bytes of some elements of a storage's parameters, range by range; of their
-    /// averages with a factor.
-    fn own_bytes(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        storage: usize,
-        elements: &Range<u64>,
-        factor: Option<f64>,
-    ) -> Result<Vec<Vec<u8>>, PlanError> {
-        let spec = &self.storages[storage];
-        let lists = &state.storages[storage].lists;
-        let mut ranges = Vec::new();
-        for range in self.own_ranges(storage, elements) {
-            let read = |role| {
-                let Some(index) = spec.list(role) else {
-                    return Ok(None);
-                };
-                let dtype = spec.lists[index].dtype;
-                let width = dtype.len_bytes();
-                let mut bytes = vec![0; range.numel * width];
-                let at = range.place_in(spec.extents[index]);
-                backend.read(lists[index].buffer.as_ref(), at * width, &mut bytes)?;
-                Ok::<_, PlanError>(Some((dtype, bytes)))
+/// This rank's bytes of some elements of a storage's parameters, range by range; of their
+/// averages with a factor.
+fn own_bytes(
+    plan: &Plan,
+    state: &State,
+    backend: &dyn Backend,
+    storage: usize,
+    elements: &Range<u64>,
+    factor: Option<f64>,
+) -> Result<Vec<Vec<u8>>, PlanError> {
+    let spec = &plan.storages[storage];
+    let lists = &state.storages[storage].lists;
+    let mut ranges = Vec::new();
+    for range in own_ranges(plan, storage, elements) {
+        let read = |role| {
+            let Some(index) = spec.list(role) else {
+                return Ok(None);
             };
-            let Some((dtype, mut bytes)) = read(Role::Param)? else {
-                continue;
-            };
-            if let Some(factor) = factor {
-                Beside::read(read)?.average(dtype, factor, &mut bytes);
-            }
-            ranges.push(bytes);
-        }
-        Ok(ranges)
-    }
-
-    /// Where this rank has some elements of a storage, in order.
-    pub(crate) fn own_ranges(
-        &self,
-        storage: usize,
-        elements: &Range<u64>,
-    ) -> impl Iterator<Item = OwnRange> {
-        let (first, last) = (elements.start, elements.end);
-        let parts = self.storages[storage].shard.iter();
-        parts.filter_map(move |part| {
-            let start = part.elements.start.max(first);
-            let end = part.elements.end.min(last);
-            (start < end).then(|| OwnRange {
-                in_storage: start as usize,
-                in_shard: (part.at + start - part.elements.start) as usize,
-                numel: (end - start) as usize,
-            })
-        })
-    }
-
-    /// Brings the parameters of rank `root` to all ranks, before the first step: many in one call,
-    /// as many bytes at once as a bucket has. At ZeRO stage 3 every rank sends what it has of
-    /// them to nobody: all have written the same ([`State::write`]).
-    ///
-    /// # Errors
-    /// [`PlanError::InShards`] at ZeRO stage 3; [`PlanError::Collective`]; [`PlanError::Backend`].
-    pub fn broadcast_parameters(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        root: usize,
-    ) -> Result<(), PlanError> {
-        self.check_state(state)?;
-        if let (ZeroStage::Three, Some(first)) = (self.zero, self.params.first()) {
-            return Err(PlanError::InShards {
-                name: first.name.clone(),
-            });
-        }
-        comms.set_plan(self.hash());
-        let of_buckets = self.caps.as_ref().map(|caps| caps.bytes);
-        let cap_bytes = self.broadcast_cap_bytes.or(of_buckets);
-        let cap_bytes = cap_bytes.unwrap_or(FuseAllReduce::DEFAULT_CAP_BYTES);
-        for spec in self.storages.iter().filter(|spec| !spec.distributed) {
-            let dtype = spec.param_dtype();
+            let dtype = spec.lists[index].dtype;
             let width = dtype.len_bytes();
-            let cap = (usize::try_from(cap_bytes).unwrap_or(usize::MAX) / width).max(1) * width;
-            let mut memory = HostMemory::zeroed(spec.layout.total_numel() as usize * width)?;
-            let place = |tensor: usize| {
-                let range = spec.layout.range(tensor);
-                range.start as usize * width..range.end as usize * width
-            };
-            if comms.rank() == root {
-                for (tensor, &member) in spec.members.iter().enumerate() {
-                    let name = &self.params[member as usize].name;
-                    let bytes = &mut memory.bytes_mut()[place(tensor)];
-                    state.read(backend, Role::Param, name, bytes)?;
-                }
-            }
-            for part in memory.bytes_mut().chunks_mut(cap) {
-                comms.in_place(Operation::Broadcast { root }, dtype, None, part)?;
-            }
-            for (tensor, &member) in spec.members.iter().enumerate() {
-                let name = &self.params[member as usize].name;
-                state.write(backend, Role::Param, name, &memory.bytes()[place(tensor)])?;
-            }
+            let mut bytes = vec![0; range.numel * width];
+            let at = range.place_in(spec.extents[index]);
+            backend.read(lists[index].buffer.as_ref(), at * width, &mut bytes)?;
+            Ok::<_, PlanError>(Some((dtype, bytes)))
+        };
+        let Some((dtype, mut bytes)) = read(Role::Param)? else {
+            continue;
+        };
+        if let Some(factor) = factor {
+            Beside::read(read)?.average(dtype, factor, &mut bytes);
         }
-        Ok(())
+        ranges.push(bytes);
     }
+    Ok(ranges)
+}
+
+/// Where this rank has some elements of a storage, in order.
+pub(crate) fn own_ranges(
+    plan: &Plan,
+    storage: usize,
+    elements: &Range<u64>,
+) -> impl Iterator<Item = OwnRange> {
+    let (first, last) = (elements.start, elements.end);
+    let parts = plan.storages[storage].shard.iter();
+    parts.filter_map(move |part| {
+        let start = part.elements.start.max(first);
+        let end = part.elements.end.min(last);
+        (start < end).then(|| OwnRange {
+            in_storage: start as usize,
+            in_shard: (part.at + start - part.elements.start) as usize,
+            numel: (end - start) as usize,
+        })
+    })
+}
+
+/// Makes a call on bytes of a device's buffer where they lie.
+pub(crate) fn on_device(
+    backend: &dyn Backend,
+    comms: &mut Comms<'_>,
+    (buffer, range): (&mut Box<dyn Buffer>, Range<usize>),
+    call: (Operation, DType, Option<Vec<usize>>),
+) -> Result<(), PlanError> {
+    backend.hand_over(buffer.as_mut())?;
+    comms.on_device(buffer, range, call)?;
+    Ok(backend.take_back(buffer.as_mut())?)
 }
 
 /// Makes a call on bytes of a buffer where they lie, or on a copy of a device's where calls are

@@ -26,137 +26,122 @@ type Field = (String, String);
 /// Bytes of a differing value that a rank tells the others.
 const TOLD_BYTES: usize = 256;
 
-impl Plan {
-    /// Compares what decides the bits of a run over all ranks: rules and all their settings,
-    /// settings of parameters, passes, dtypes, steps and learning rates, initial values by
-    /// hash, and `caller`'s own fields, such as the seed and the size of batches. All ranks
-    /// call it before the first step and after a checkpoint has been loaded.
-    ///
-    /// # Errors
-    /// [`PlanError::RanksDiffer`] naming the field and both values, on all ranks;
-    /// [`PlanError::Collective`], [`PlanError::Backend`].
-    /// # Cost
-    /// One read of the parameters; three small calls.
-    pub fn handshake(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        caller: &[(&str, String)],
-    ) -> Result<(), PlanError> {
-        if self.topology.world == 1 {
-            return Ok(());
+/// [`Plan::handshake`].
+pub(crate) fn handshake(
+    plan: &Plan,
+    state: &State,
+    backend: &dyn Backend,
+    comms: &mut Comms<'_>,
+    caller: &[(&str, String)],
+) -> Result<(), PlanError> {
+    if plan.topology.world == 1 {
+        return Ok(());
+    }
+    let mut fields = settings(plan, state);
+    fields.extend(
+        caller
+            .iter()
+            .map(|(name, value)| ((*name).to_owned(), value.clone())),
+    );
+    fields.extend(values(plan, state, backend)?);
+    compare(comms, &fields)
+}
+
+/// [`Plan::compare_settings`].
+pub(crate) fn compare_settings(
+    plan: &Plan,
+    state: &State,
+    comms: &mut Comms<'_>,
+) -> Result<(), PlanError> {
+    if plan.topology.world == 1 {
+        return Ok(());
+    }
+    compare(comms, &settings(plan, state))
+}
+
+/// [`Plan::compare_parameters`].
+pub(crate) fn compare_parameters(
+    plan: &Plan,
+    state: &State,
+    backend: &dyn Backend,
+    comms: &mut Comms<'_>,
+) -> Result<(), PlanError> {
+    if plan.topology.world == 1 {
+        return Ok(());
+    }
+    compare(comms, &values(plan, state, backend)?)
+}
+
+/// Everything but values.
+fn settings(plan: &Plan, state: &State) -> Vec<Field> {
+    let mut fields = vec![
+        ("world size".to_owned(), plan.topology.world.to_string()),
+        (
+            "number of parameters".to_owned(),
+            plan.params.len().to_string(),
+        ),
+        ("number of rules".to_owned(), plan.rules.len().to_string()),
+    ];
+    let mut add = |name: &str, value: String| fields.push((name.to_owned(), value));
+    for (index, rule) in state.rules.iter().enumerate() {
+        let of = |name: &str| {
+            if index == 0 {
+                name.to_owned()
+            } else {
+                format!("{name} of rule {index}")
+            }
+        };
+        add(&of("optimizer"), rule.name().to_owned());
+        for (name, value) in rule.rule().hyper_parameters() {
+            add(&of(name), value.to_string());
         }
-        let mut fields = self.settings(state);
-        fields.extend(
-            caller
-                .iter()
-                .map(|(name, value)| ((*name).to_owned(), value.clone())),
+        // Options that are no numbers.
+        add(&of("optimizer's settings"), format!("{rule:?}"));
+    }
+    let schedule = plan.schedule().map(ToString::to_string);
+    add("schedule", schedule.unwrap_or_else(|| "none".to_owned()));
+    add("steps run", state.step.to_string());
+    add("zero stage", plan.zero.number().to_string());
+    add("ranks that share shards", plan.shard_group.to_string());
+    add("updates are shared out", text_of_ownership(plan.ownership));
+    add("buckets", text_of_buckets(plan.caps.as_ref()));
+    add("clip_by_global_norm", text_of_norm(&plan.gradients));
+    let scale = plan.gradients.loss_scale.map(|scale| text_of_scale(&scale));
+    add("loss_scaling", scale.unwrap_or_else(|| "none".to_owned()));
+    add("update_norms", plan.update_norms.to_string());
+    add("update_in_backward", plan.in_backward.to_string());
+    add("accumulate", text_of_micro_steps(plan.accumulation()));
+    add("local_sgd", text_of_averages(plan.local_sgd()));
+    for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
+        let precision = plan.precisions.of(dtype).to_string();
+        add(&format!("precision of {dtype} parameters"), precision);
+    }
+    for (param, rule) in plan.params.iter().zip(plan.rule_of.iter()) {
+        add(
+            &format!("parameter `{}`", param.name),
+            text_of(param, *rule),
         );
-        fields.extend(self.values(state, backend)?);
-        compare(comms, &fields)
     }
+    add("plan", format!("{:016x}", plan.hash));
+    fields
+}
 
-    /// The part of [`Plan::handshake`] that needs no values: for ranks that are about to be given
-    /// those of one of them.
-    ///
-    /// # Errors
-    /// As [`Plan::handshake`].
-    pub fn compare_settings(&self, state: &State, comms: &mut Comms<'_>) -> Result<(), PlanError> {
-        if self.topology.world == 1 {
-            return Ok(());
+/// A hash of each parameter that all ranks hold alike.
+fn values(plan: &Plan, state: &State, backend: &dyn Backend) -> Result<Vec<Field>, PlanError> {
+    let alike =
+        plan.zero != ZeroStage::Three && (plan.local_sgd().is_none() || state.since_average == 0);
+    let mut fields = Vec::new();
+    for (param, desc) in plan.params.iter().enumerate().filter(|_| alike) {
+        let spec = &plan.storages[plan.places[param].0];
+        if spec.distributed || desc.numel() == 0 {
+            continue;
         }
-        compare(comms, &self.settings(state))
+        let mut bytes = vec![0; desc.numel() as usize * desc.dtype.len_bytes()];
+        state.read(backend, Role::Param, &desc.name, &mut bytes)?;
+        let hash = format!("hash {:016x}", xxh3_64(&bytes));
+        fields.push((format!("values of `{}`", desc.name), hash));
     }
-
-    /// Compares parameters over all ranks by hash; for ranks that hold all of them alike (ZeRO
-    /// stages 0 to 2, no LocalSGD).
-    ///
-    /// # Errors
-    /// As [`Plan::handshake`].
-    pub fn compare_parameters(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-    ) -> Result<(), PlanError> {
-        if self.topology.world == 1 {
-            return Ok(());
-        }
-        compare(comms, &self.values(state, backend)?)
-    }
-
-    /// Everything but values.
-    fn settings(&self, state: &State) -> Vec<Field> {
-        let mut fields = vec![
-            ("world size".to_owned(), self.topology.world.to_string()),
-            (
-                "number of parameters".to_owned(),
-                self.params.len().to_string(),
-            ),
-            ("number of rules".to_owned(), self.rules.len().to_string()),
-        ];
-        let mut add = |name: &str, value: String| fields.push((name.to_owned(), value));
-        for (index, rule) in state.rules.iter().enumerate() {
-            let of = |name: &str| {
-                if index == 0 {
-                    name.to_owned()
-                } else {
-                    format!("{name} of rule {index}")
-                }
-            };
-            add(&of("optimizer"), rule.name().to_owned());
-            for (name, value) in rule.rule().hyper_parameters() {
-                add(&of(name), value.to_string());
-            }
-            // Options that are no numbers.
-            add(&of("optimizer's settings"), format!("{rule:?}"));
-        }
-        let schedule = self.schedule().map(ToString::to_string);
-        add("schedule", schedule.unwrap_or_else(|| "none".to_owned()));
-        add("steps run", state.step.to_string());
-        add("zero stage", self.zero.number().to_string());
-        add("ranks that share shards", self.shard_group.to_string());
-        add("updates are shared out", text_of_ownership(self.ownership));
-        add("buckets", text_of_buckets(self.caps.as_ref()));
-        add("clip_by_global_norm", text_of_norm(&self.gradients));
-        let scale = self.gradients.loss_scale.map(|scale| text_of_scale(&scale));
-        add("loss_scaling", scale.unwrap_or_else(|| "none".to_owned()));
-        add("update_norms", self.update_norms.to_string());
-        add("update_in_backward", self.in_backward.to_string());
-        add("accumulate", text_of_micro_steps(self.accumulation()));
-        add("local_sgd", text_of_averages(self.local_sgd()));
-        for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
-            let precision = self.precisions.of(dtype).to_string();
-            add(&format!("precision of {dtype} parameters"), precision);
-        }
-        for (param, rule) in self.params.iter().zip(self.rule_of.iter()) {
-            add(
-                &format!("parameter `{}`", param.name),
-                text_of(param, *rule),
-            );
-        }
-        add("plan", format!("{:016x}", self.hash));
-        fields
-    }
-
-    /// A hash of each parameter that all ranks hold alike.
-    fn values(&self, state: &State, backend: &dyn Backend) -> Result<Vec<Field>, PlanError> {
-        let alike = self.zero != ZeroStage::Three
-            && (self.local_sgd().is_none() || state.since_average == 0);
-        let mut fields = Vec::new();
-        for (param, desc) in self.params.iter().enumerate().filter(|_| alike) {
-            let spec = &self.storages[self.places[param].0];
-            if spec.distributed || desc.numel() == 0 {
-                continue;
-            }
-            let mut bytes = vec![0; desc.numel() as usize * desc.dtype.len_bytes()];
-            state.read(backend, Role::Param, &desc.name, &mut bytes)?;
-            let hash = format!("hash {:016x}", xxh3_64(&bytes));
-            fields.push((format!("values of `{}`", desc.name), hash));
-        }
-        Ok(fields)
-    }
+    Ok(fields)
 }
 
 fn text_of_ownership(ownership: Ownership) -> String {

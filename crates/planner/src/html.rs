@@ -36,188 +36,179 @@ pub fn html_page(title: &str, body: &str) -> String {
     )
 }
 
-impl Plan {
-    /// A self-contained HTML page: totals, storages and launches drawn to scale, and every note.
-    pub fn to_html(&self) -> String {
-        let title = format!("Plan: {}", self.optimizer());
-        html_page(&title, &self.to_html_fragment())
-    }
-
-    /// The body of [`Plan::to_html`], to be put into another page.
-    pub fn to_html_fragment(&self) -> String {
-        let mut page = String::new();
-        self.totals(&mut page);
-        page.push_str("<h2>Launches</h2>\n<p class=\"muted\">Each bar is one launch; its length is its share of the largest, each \
-             block a tensor to scale. Hover for names.</p>\n");
-        self.launch_bars(&mut page);
-        page.push_str("<h2>Buffers</h2>\n<p class=\"muted\">Tensors in the order they lie in memory, one buffer for each role.</p>\n");
-        self.storage_bars(&mut page);
-        page.push_str("<h2>What the passes did</h2>\n<table><tr><th>pass</th><th>verdict</th><th>reason</th></tr>\n");
-        for note in &self.notes {
-            let _ = writeln!(
-                page,
-                "<tr><td>{}</td><td>{}</td><td>{}</td></tr>",
-                escape(&note.pass),
-                note.verdict,
-                escape(&note.reason)
-            );
-        }
-        page.push_str("</table>\n");
-        page
-    }
-
-    fn totals(&self, page: &mut String) {
-        let rows = [
-            ("parameters", grouped(self.params.len() as u64)),
-            ("elements", grouped(self.elements())),
-            ("launches per step", grouped(self.launches() as u64)),
-            (
-                "launches of the naive plan",
-                grouped(self.naive_launches() as u64),
-            ),
-            ("optimizer state", bytes(self.state_bytes())),
-            ("memory traffic per step", bytes(self.traffic_bytes())),
-            (
-                "norm of gradients clipped to",
-                or_not(self.gradients.max_norm.map(MaxNorm::value)),
-            ),
-            (
-                "loss scale of the first step",
-                or_not(self.gradients.loss_scale.map(|s| s.scale())),
-            ),
-            (
-                "argument bytes per launch",
-                grouped(self.limits.argument_bytes as u64),
-            ),
-        ];
-        page.push_str("<table>\n");
-        let schedule = self.schedule().map(ToString::to_string);
-        let schedule = schedule.map(|schedule| ("learning rates follow", schedule));
-        for (what, value) in schedule.into_iter().chain(rows) {
-            let _ = writeln!(page, "<tr><td>{what}</td><td class=\"n\">{value}</td></tr>");
-        }
-        page.push_str("</table>\n");
-    }
-
-    /// The launches as a picture of their own, dark or light as the reader has it: one bar for each
-    /// launch, its length its share of the largest, each block a tensor to scale.
-    pub fn to_svg(&self) -> String {
-        /// Bars drawn; a naive plan may have thousands.
-        const MOST: usize = 16;
-        let launches = self.drawn_launches();
-        let largest = largest(&launches);
-        let rows = launches.len().min(MOST) + usize::from(launches.len() > MOST);
-        let mut svg = format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {BAR_WIDTH} {}\" role=\"img\" \
-             font-size=\"15\" font-family=\"system-ui,sans-serif\"><style>text{{fill:#1c1c1c}}\
-             @media(prefers-color-scheme:dark){{text{{fill:#e6e6e6}}}}</style>\n",
-            rows as f64 * 2.0 * BAR_HEIGHT,
+/// [`Plan::to_html_fragment`].
+pub(crate) fn fragment(plan: &Plan) -> String {
+    let mut page = String::new();
+    totals(plan, &mut page);
+    page.push_str("<h2>Launches</h2>\n<p class=\"muted\">Each bar is one launch; its length is its share of the largest, each \
+         block a tensor to scale. Hover for names.</p>\n");
+    launch_bars(plan, &mut page);
+    page.push_str("<h2>Buffers</h2>\n<p class=\"muted\">Tensors in the order they lie in memory, one buffer for each role.</p>\n");
+    storage_bars(plan, &mut page);
+    page.push_str("<h2>What the passes did</h2>\n<table><tr><th>pass</th><th>verdict</th><th>reason</th></tr>\n");
+    for note in &plan.notes {
+        let _ = writeln!(
+            page,
+            "<tr><td>{}</td><td>{}</td><td>{}</td></tr>",
+            escape(&note.pass),
+            note.verdict,
+            escape(&note.reason)
         );
-        for (index, (label, batch, storage)) in launches.iter().take(MOST).enumerate() {
-            let top = index as f64 * 2.0 * BAR_HEIGHT;
-            let _ = writeln!(
-                svg,
-                "<text y=\"{:.0}\">launch {index}: {label}</text><g transform=\"translate(0 {:.0})\">",
-                top + 0.75 * BAR_HEIGHT,
-                top + BAR_HEIGHT,
-            );
-            blocks(&mut svg, self.blocks_of(batch, *storage), largest);
-            svg.push_str("</g>\n");
-        }
-        if let Some(more @ 1..) = launches.len().checked_sub(MOST) {
-            let y = (MOST as f64 * 2.0 + 0.75) * BAR_HEIGHT;
-            let _ = writeln!(svg, "<text y=\"{y:.0}\">and {more} more launches</text>");
-        }
-        svg.push_str("</svg>\n");
-        svg
     }
+    page.push_str("</table>\n");
+    page
+}
 
-    /// Label, batch and storage of each launch.
-    fn drawn_launches(&self) -> Vec<(String, &Batch, usize)> {
-        let launches = self
-            .stages
-            .iter()
-            .flat_map(|stage| self.stage_launches(stage));
-        let labelled = launches.map(|(kernel, storage, batch)| {
-            let label = format!(
-                "{}, {} tensors, {} chunks, {} elements",
-                escape(kernel),
-                batch.records.len(),
-                batch.chunks,
-                grouped(batch.elements()),
-            );
-            (label, batch, storage)
-        });
-        labelled.collect()
+/// [`Plan::to_svg`].
+pub(crate) fn svg(plan: &Plan) -> String {
+    /// Bars drawn; a naive plan may have thousands.
+    const MOST: usize = 16;
+    let launches = drawn_launches(plan);
+    let largest = largest(&launches);
+    let rows = launches.len().min(MOST) + usize::from(launches.len() > MOST);
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {BAR_WIDTH} {}\" role=\"img\" \
+         font-size=\"15\" font-family=\"system-ui,sans-serif\"><style>text{{fill:#1c1c1c}}\
+         @media(prefers-color-scheme:dark){{text{{fill:#e6e6e6}}}}</style>\n",
+        rows as f64 * 2.0 * BAR_HEIGHT,
+    );
+    for (index, (label, batch, storage)) in launches.iter().take(MOST).enumerate() {
+        let top = index as f64 * 2.0 * BAR_HEIGHT;
+        let _ = writeln!(
+            svg,
+            "<text y=\"{:.0}\">launch {index}: {label}</text><g transform=\"translate(0 {:.0})\">",
+            top + 0.75 * BAR_HEIGHT,
+            top + BAR_HEIGHT,
+        );
+        blocks(&mut svg, blocks_of(plan, batch, *storage), largest);
+        svg.push_str("</g>\n");
     }
-
-    /// Kernel, storage and batch of each launch of a stage.
-    fn stage_launches<'a>(&'a self, stage: &'a Stage) -> Vec<(&'a str, usize, &'a Batch)> {
-        match stage {
-            Stage::Norm(norm) => norm.reads.iter().flat_map(read_launches).collect(),
-            Stage::Optimize(stage) | Stage::ReduceUpdate(stage) => {
-                let kernel = self.storages[stage.storage].kernel;
-                let launch = |batch| (kernel, stage.storage, batch);
-                stage.batches.iter().map(launch).collect()
-            }
-            _ => Vec::new(),
-        }
+    if let Some(more @ 1..) = launches.len().checked_sub(MOST) {
+        let y = (MOST as f64 * 2.0 + 0.75) * BAR_HEIGHT;
+        let _ = writeln!(svg, "<text y=\"{y:.0}\">and {more} more launches</text>");
     }
+    svg.push_str("</svg>\n");
+    svg
+}
 
-    /// Name and elements of each tensor of a launch.
-    fn blocks_of<'a>(
-        &'a self,
-        batch: &'a Batch,
-        storage: usize,
-    ) -> impl Iterator<Item = (&'a str, u64)> {
-        let records = batch.records.iter();
-        records.map(move |record| (self.name(storage, record.tensor), record.numel))
+fn totals(plan: &Plan, page: &mut String) {
+    let rows = [
+        ("parameters", grouped(plan.params.len() as u64)),
+        ("elements", grouped(plan.elements())),
+        ("launches per step", grouped(plan.launches() as u64)),
+        (
+            "launches of the naive plan",
+            grouped(plan.naive_launches() as u64),
+        ),
+        ("optimizer state", bytes(plan.state_bytes())),
+        ("memory traffic per step", bytes(plan.traffic_bytes())),
+        (
+            "norm of gradients clipped to",
+            or_not(plan.gradients.max_norm.map(MaxNorm::value)),
+        ),
+        (
+            "loss scale of the first step",
+            or_not(plan.gradients.loss_scale.map(|s| s.scale())),
+        ),
+        (
+            "argument bytes per launch",
+            grouped(plan.limits.argument_bytes as u64),
+        ),
+    ];
+    page.push_str("<table>\n");
+    let schedule = plan.schedule().map(ToString::to_string);
+    let schedule = schedule.map(|schedule| ("learning rates follow", schedule));
+    for (what, value) in schedule.into_iter().chain(rows) {
+        let _ = writeln!(page, "<tr><td>{what}</td><td class=\"n\">{value}</td></tr>");
     }
+    page.push_str("</table>\n");
+}
 
-    fn launch_bars(&self, page: &mut String) {
-        /// Bars drawn; a naive plan may have thousands.
-        const MOST: usize = 64;
-        let launches = self.drawn_launches();
-        let largest = largest(&launches);
-        for (index, (label, batch, storage)) in launches.iter().take(MOST).enumerate() {
-            let _ = writeln!(page, "<div>launch {index}: {label}</div>");
-            bar(page, self.blocks_of(batch, *storage), largest);
+/// Label, batch and storage of each launch.
+fn drawn_launches(plan: &Plan) -> Vec<(String, &Batch, usize)> {
+    let launches = plan
+        .stages
+        .iter()
+        .flat_map(|stage| stage_launches(plan, stage));
+    let labelled = launches.map(|(kernel, storage, batch)| {
+        let label = format!(
+            "{}, {} tensors, {} chunks, {} elements",
+            escape(kernel),
+            batch.records.len(),
+            batch.chunks,
+            grouped(batch.elements()),
+        );
+        (label, batch, storage)
+    });
+    labelled.collect()
+}
+
+/// Kernel, storage and batch of each launch of a stage.
+fn stage_launches<'a>(plan: &'a Plan, stage: &'a Stage) -> Vec<(&'a str, usize, &'a Batch)> {
+    match stage {
+        Stage::Norm(norm) => norm.reads.iter().flat_map(read_launches).collect(),
+        Stage::Optimize(stage) | Stage::ReduceUpdate(stage) => {
+            let kernel = plan.storages[stage.storage].kernel;
+            let launch = |batch| (kernel, stage.storage, batch);
+            stage.batches.iter().map(launch).collect()
         }
-        if launches.len() > MOST {
-            let _ = writeln!(page, "<p>and {} more launches</p>", launches.len() - MOST);
-        }
+        _ => Vec::new(),
     }
+}
 
-    fn storage_bars(&self, page: &mut String) {
-        /// Storages drawn; a naive plan has one for each tensor.
-        const MOST: usize = 16;
-        let largest = self
-            .storages
-            .iter()
-            .map(|s| s.layout.total_numel())
-            .max()
-            .unwrap_or(0);
-        for (index, storage) in self.storages.iter().take(MOST).enumerate() {
-            let roles = storage.roles();
-            let _ = writeln!(
-                page,
-                "<div>storage {index}: {} tensors, {} in {} buffers ({})</div>",
-                storage.members.len(),
-                bytes(storage.len_bytes()),
-                roles.len(),
-                roles.join(", "),
-            );
-            let blocks = (0..storage.members.len())
-                .map(|t| (self.name(index, t as u32), storage.layout.numel(t)));
-            bar(page, blocks, largest);
-        }
-        if self.storages.len() > MOST {
-            let _ = writeln!(
-                page,
-                "<p>and {} more storages</p>",
-                self.storages.len() - MOST
-            );
-        }
+/// Name and elements of each tensor of a launch.
+fn blocks_of<'a>(
+    plan: &'a Plan,
+    batch: &'a Batch,
+    storage: usize,
+) -> impl Iterator<Item = (&'a str, u64)> {
+    let records = batch.records.iter();
+    records.map(move |record| (plan.name(storage, record.tensor), record.numel))
+}
+
+fn launch_bars(plan: &Plan, page: &mut String) {
+    /// Bars drawn; a naive plan may have thousands.
+    const MOST: usize = 64;
+    let launches = drawn_launches(plan);
+    let largest = largest(&launches);
+    for (index, (label, batch, storage)) in launches.iter().take(MOST).enumerate() {
+        let _ = writeln!(page, "<div>launch {index}: {label}</div>");
+        bar(page, blocks_of(plan, batch, *storage), largest);
+    }
+    if launches.len() > MOST {
+        let _ = writeln!(page, "<p>and {} more launches</p>", launches.len() - MOST);
+    }
+}
+
+fn storage_bars(plan: &Plan, page: &mut String) {
+    /// Storages drawn; a naive plan has one for each tensor.
+    const MOST: usize = 16;
+    let largest = plan
+        .storages
+        .iter()
+        .map(|s| s.layout.total_numel())
+        .max()
+        .unwrap_or(0);
+    for (index, storage) in plan.storages.iter().take(MOST).enumerate() {
+        let roles = storage.roles();
+        let _ = writeln!(
+            page,
+            "<div>storage {index}: {} tensors, {} in {} buffers ({})</div>",
+            storage.members.len(),
+            bytes(storage.len_bytes()),
+            roles.len(),
+            roles.join(", "),
+        );
+        let blocks = (0..storage.members.len())
+            .map(|t| (plan.name(index, t as u32), storage.layout.numel(t)));
+        bar(page, blocks, largest);
+    }
+    if plan.storages.len() > MOST {
+        let _ = writeln!(
+            page,
+            "<p>and {} more storages</p>",
+            plan.storages.len() - MOST
+        );
     }
 }
 

@@ -9,13 +9,13 @@
 //! gradient is waited for and never met by another call.
 
 use fusestep_collective::{Operation, ReduceOp};
-use fusestep_launch::Backend;
 use fusestep_tensor::DType;
 
 use crate::arena::SegmentState;
 use crate::comms::Comms;
 use crate::run::{Begun, Executor};
-use crate::{Plan, PlanError, State, StepReport};
+use crate::step::RankStep;
+use crate::{Plan, PlanError, State, StepReport, batches, reduce, run};
 
 /// What can be updated before the step is run.
 #[derive(Debug, Default)]
@@ -90,6 +90,13 @@ impl InBackward {
         }
     }
 
+    /// Parameters that a step under way has updated; `None` between steps.
+    pub(crate) fn updated(&self) -> Option<usize> {
+        self.under_way.as_ref()?;
+        let updated = self.units.iter().filter(|unit| unit.updated);
+        Some(updated.map(|unit| unit.params.len()).sum())
+    }
+
     /// Waits for all gradients again.
     fn again(&mut self) {
         self.next = 0;
@@ -118,20 +125,6 @@ fn members(plan: &Plan, storage: usize, tensors: impl Iterator<Item = u32>) -> V
     full.map(|tensor| spec.members[tensor as usize]).collect()
 }
 
-/// Refuses what would reach only those buckets of a step that are not updated yet.
-pub(crate) fn check_between_steps(state: &State, what: &'static str) -> Result<(), PlanError> {
-    if state.in_backward.under_way.is_none() {
-        return Ok(());
-    }
-    let units = state.in_backward.units.iter();
-    let updated = units.filter(|unit| unit.updated);
-    Err(PlanError::StepUnderWay {
-        what,
-        step: state.step + 1,
-        updated: updated.map(|unit| unit.params.len()).sum(),
-    })
-}
-
 /// Forgets a step that has begun, once everything that it may have changed is loaded.
 pub(crate) fn forget(state: &mut State) {
     if state.in_backward.under_way.take().is_some() {
@@ -142,47 +135,36 @@ pub(crate) fn forget(state: &mut State) {
 }
 
 /// Updates what can be updated now that one more gradient of the last micro-step is there.
-pub(crate) fn update_ready(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-    param: usize,
-) -> Result<(), PlanError> {
-    if state.arena.regions[param].segment.is_some() {
-        return update_segments(plan, state, backend, comms);
+pub(crate) fn update_ready(step: &mut RankStep<'_, '_>, param: usize) -> Result<(), PlanError> {
+    if step.state.arena.regions[param].segment.is_some() {
+        return update_segments(step);
     }
-    let Some(unit) = state.in_backward.alone[param] else {
+    let Some(unit) = step.state.in_backward.alone[param] else {
         return Ok(());
     };
-    let waiting = &mut state.in_backward.units[unit];
+    let waiting = &mut step.state.in_backward.units[unit];
     waiting.missing = waiting.missing.saturating_sub(1);
     if waiting.missing > 0 {
         return Ok(());
     }
-    update_unit(plan, state, (backend, comms), unit)
+    update_unit(step, unit)
 }
 
 /// Updates the next segments: those that are full, or, with communication streams, those that are
 /// through.
-fn update_segments(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-) -> Result<(), PlanError> {
-    if comms.has_streams() && state.arena.starts_early {
-        while let Some(segment) = state.arena.ready.full() {
-            plan.start_segment(state, backend, comms, segment)?;
+fn update_segments(step: &mut RankStep<'_, '_>) -> Result<(), PlanError> {
+    if step.comms.has_streams() && step.state.arena.starts_early {
+        while let Some(segment) = step.state.arena.ready.full() {
+            reduce::start_segment(step, segment)?;
         }
-        while is_through(state)? {
-            let next = state.in_backward.next;
-            update_unit(plan, state, (backend, comms), next)?;
+        while is_through(step.state)? {
+            let next = step.state.in_backward.next;
+            update_unit(step, next)?;
         }
         return Ok(());
     }
-    while let Some(segment) = state.arena.ready.full() {
-        update_unit(plan, state, (backend, comms), segment)?;
+    while let Some(segment) = step.state.arena.ready.full() {
+        update_unit(step, segment)?;
     }
     Ok(())
 }
@@ -205,32 +187,27 @@ fn is_through(state: &mut State) -> Result<bool, PlanError> {
 }
 
 /// Updates everything that is left, and ends the step.
-pub(crate) fn update_rest(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-) -> Result<StepReport, PlanError> {
-    begin(plan, state, backend, comms)?;
-    for segment in state.in_backward.next..plan.segments.len() {
-        update_unit(plan, state, (backend, &mut *comms), segment)?;
+pub(crate) fn update_rest(step: &mut RankStep<'_, '_>) -> Result<StepReport, PlanError> {
+    begin(step)?;
+    for segment in step.state.in_backward.next..step.plan.segments.len() {
+        update_unit(step, segment)?;
     }
-    let rest = std::mem::take(&mut state.in_backward.rest);
-    let agreed = agree(plan, state, comms, &rest);
-    state.in_backward.rest = rest;
+    let rest = std::mem::take(&mut step.state.in_backward.rest);
+    let agreed = agree(step.plan, step.state, step.comms, &rest);
+    step.state.in_backward.rest = rest;
     agreed?;
-    for unit in plan.segments.len()..state.in_backward.units.len() {
-        if !state.in_backward.units[unit].updated {
-            update_unit(plan, state, (backend, &mut *comms), unit)?;
+    for unit in step.plan.segments.len()..step.state.in_backward.units.len() {
+        if !step.state.in_backward.units[unit].updated {
+            update_unit(step, unit)?;
         }
     }
-    let given = state.in_backward.given.iter();
+    let given = step.state.in_backward.given.iter();
     let without_gradient = given.filter(|&&given| given == 0).count() as u64;
-    let Some(begun) = state.in_backward.under_way.take() else {
-        return Err(plan.poison(state));
+    let Some(begun) = step.state.in_backward.under_way.take() else {
+        return Err(step.state.poison());
     };
-    state.in_backward.again();
-    let report = plan.end_update(state, &Executor::Backend(backend), begun)?;
+    step.state.in_backward.again();
+    let report = run::end_update(step.state, &Executor::Backend(step.backend), begun)?;
     Ok(StepReport {
         without_gradient,
         ..report
@@ -238,63 +215,55 @@ pub(crate) fn update_rest(
 }
 
 /// Begins a step, unless it has begun: settings are those of this moment for all of its updates.
-fn begin(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-) -> Result<(), PlanError> {
-    if state.in_backward.under_way.is_none() {
-        comms.set_plan(plan.hash());
-        let begun = plan.begin_update(state, &Executor::Backend(backend))?;
-        state.in_backward.under_way = Some(begun);
+fn begin(step: &mut RankStep<'_, '_>) -> Result<(), PlanError> {
+    if step.state.in_backward.under_way.is_none() {
+        step.comms.set_plan(step.plan.hash());
+        let begun = run::begin_update(step.plan, step.state, &Executor::Backend(step.backend))?;
+        step.state.in_backward.under_way = Some(begun);
     }
     Ok(())
 }
 
 /// Reduces, updates and gathers the parameters of one unit.
-fn update_unit(
-    plan: &Plan,
-    state: &mut State,
-    (backend, comms): (&dyn Backend, &mut Comms<'_>),
-    index: usize,
-) -> Result<(), PlanError> {
-    begin(plan, state, backend, comms)?;
+fn update_unit(step: &mut RankStep<'_, '_>, index: usize) -> Result<(), PlanError> {
+    begin(step)?;
     // Taken out, so that its stages can borrow the rest of the state.
-    let mut unit = std::mem::take(&mut state.in_backward.units[index]);
-    let is_segment = index < plan.segments.len();
+    let mut unit = std::mem::take(&mut step.state.in_backward.units[index]);
+    let is_segment = index < step.plan.segments.len();
     let agreed = if is_segment {
-        agree(plan, state, comms, &unit.params)
+        agree(step.plan, step.state, step.comms, &unit.params)
     } else {
         Ok(())
     };
-    let done = agreed.and_then(|()| run_unit(plan, state, (backend, comms), &unit));
+    let done = agreed.and_then(|()| run_unit(step, &unit));
     unit.updated = done.is_ok();
-    state.in_backward.units[index] = unit;
+    step.state.in_backward.units[index] = unit;
     done?;
     if is_segment {
-        state.in_backward.next = index + 1;
-        if !state.arena.starts_early {
-            state.arena.ready.start();
+        step.state.in_backward.next = index + 1;
+        if !step.state.arena.starts_early {
+            step.state.arena.ready.start();
         }
     }
     Ok(())
 }
 
-fn run_unit(
-    plan: &Plan,
-    state: &mut State,
-    (backend, comms): (&dyn Backend, &mut Comms<'_>),
-    unit: &Unit,
-) -> Result<(), PlanError> {
-    leave_out(plan, state, unit)?;
-    let mut executor = Executor::Backend(backend);
+fn run_unit(step: &mut RankStep<'_, '_>, unit: &Unit) -> Result<(), PlanError> {
+    leave_out(step.plan, step.state, unit)?;
+    let mut executor = Executor::Backend(step.backend);
     for &(at, update) in &unit.stages {
-        let comms = (plan.topology.world > 1).then_some(&mut *comms);
+        let comms = (step.plan.topology.world > 1).then_some(&mut *step.comms);
         // A step that may be skipped has all its gradients first, and is never here.
-        let place = (&plan.stages[at], update);
-        let done = plan.run_stage(state, &mut executor, comms, place, &mut false)?;
-        if let Some(begun) = &mut state.in_backward.under_way {
+        let place = (&step.plan.stages[at], update);
+        let done = run::run_stage(
+            step.plan,
+            step.state,
+            &mut executor,
+            comms,
+            place,
+            &mut false,
+        )?;
+        if let Some(begun) = &mut step.state.in_backward.under_way {
             begun.report.launches += done.launches;
             begun.report.elements += done.elements;
         }
@@ -311,8 +280,12 @@ fn leave_out(plan: &Plan, state: &mut State, unit: &Unit) -> Result<(), PlanErro
     for &(at, update) in &unit.stages {
         if let Some(stage) = plan.stages[at].update() {
             let schedule = &mut state.schedule;
-            schedule.batches[update] =
-                plan.batches(stage, |param| !without_gradient[param], &schedule.classes)?;
+            schedule.batches[update] = batches::of_update(
+                plan,
+                stage,
+                |param| !without_gradient[param],
+                &schedule.classes,
+            )?;
         }
     }
     Ok(())

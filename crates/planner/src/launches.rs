@@ -1,87 +1,42 @@
-//! The launches of a plan's stages, on the memory of a state.
+//! The launches of a plan's stages, on the memory of a state, and the scalars that they read.
 
-use fusestep_launch::{Backend, Batch, Launch, LaunchReport, TensorSums};
+use fusestep_launch::{Batch, Launch, SetValues, TensorSums};
 
 use crate::device_trust::DeviceTrust;
 use crate::exchange::Exchange;
 use crate::norm::NormState;
-use crate::run::Executor;
 use crate::storage::StorageState;
 use crate::update_norms::UpdateSlots;
-use crate::{Optimize, Plan, PlanError, State};
+use crate::{Optimize, Plan, State};
 
-impl State {
-    /// The launch of a stage that updates; `None` if it has no batches.
-    pub(crate) fn launch_of<'a>(
-        &'a mut self,
-        plan: &'a Plan,
-        stage: &Optimize,
-        update: usize,
-    ) -> Option<Launch<'a>> {
-        // Taken apart so that the launch can borrow the batches beside the storage.
-        let Self {
-            schedule,
-            storages,
-            norm,
-            exchange,
-            ..
-        } = self;
-        let decided = (norm.as_ref(), &*exchange);
-        launch(plan, stage, (&schedule.batches[update], storages), decided)
-    }
+/// The launch of a stage that updates; `None` if it has no batches.
+pub(crate) fn of_stage<'a>(
+    plan: &'a Plan,
+    state: &'a mut State,
+    stage: &Optimize,
+    update: usize,
+) -> Option<Launch<'a>> {
+    // Taken apart so that the launch can borrow the batches beside the storage.
+    let State {
+        schedule,
+        storages,
+        norm,
+        exchange,
+        ..
+    } = state;
+    let decided = (norm.as_ref(), &*exchange);
+    launch(plan, stage, (&schedule.batches[update], storages), decided)
+}
 
-    /// The launch of a stage with batches of the caller's.
-    pub(crate) fn launch_with<'a>(
-        &'a mut self,
-        plan: &'a Plan,
-        stage: &Optimize,
-        batches: &'a [Batch],
-    ) -> Option<Launch<'a>> {
-        let decided = (self.norm.as_ref(), &self.exchange);
-        launch(plan, stage, (batches, &mut self.storages), decided)
-    }
-
-    /// Builds the table of a stage of several ranks, whose gradients are where the launch reads
-    /// them, unless there is one.
-    pub(crate) fn build_table(
-        &mut self,
-        plan: &Plan,
-        (stage, update): (&Optimize, usize),
-        backend: &dyn Backend,
-    ) -> Result<(), PlanError> {
-        let is_missing = matches!(self.tables.updates.get(update), Some(None));
-        if is_missing && plan.topology.world > 1 && backend.device().is_some() {
-            let table = self.place_update(plan, (stage, update), backend)?;
-            self.tables.updates[update] = table;
-        }
-        Ok(())
-    }
-
-    /// Runs a stage that updates, from its table if it has one.
-    pub(crate) fn launch_update(
-        &mut self,
-        plan: &Plan,
-        (stage, update): (&Optimize, usize),
-        executor: &mut Executor<'_>,
-    ) -> Result<LaunchReport, PlanError> {
-        if let Executor::Backend(backend) = executor {
-            self.build_table(plan, (stage, update), *backend)?;
-        }
-        // Taken out, so that the launch can borrow the rest of the state.
-        let place = self.tables.updates.get_mut(update);
-        let table = place.and_then(Option::take);
-        let done = match (self.launch_of(plan, stage, update), &table, executor) {
-            (None, ..) => Ok(LaunchReport::default()),
-            (Some(launch), Some(table), Executor::Backend(backend)) => {
-                backend.launch_table(launch, table.as_ref())
-            }
-            (Some(launch), _, executor) => executor.launch(launch),
-        };
-        if let Some(place) = self.tables.updates.get_mut(update) {
-            *place = table;
-        }
-        Ok(done?)
-    }
+/// The launch of a stage with batches of the caller's.
+pub(crate) fn with_batches<'a>(
+    plan: &'a Plan,
+    state: &'a mut State,
+    stage: &Optimize,
+    batches: &'a [Batch],
+) -> Option<Launch<'a>> {
+    let decided = (state.norm.as_ref(), &state.exchange);
+    launch(plan, stage, (batches, &mut state.storages), decided)
 }
 
 fn launch<'a>(
@@ -118,4 +73,36 @@ fn launch<'a>(
         sets: &storage.sets,
         limits: plan.limits_of(storage.kernel.as_ref()),
     })
+}
+
+/// Derives every class's scalars for the step to come, in f64 and rounded once.
+pub(crate) fn write_sets(state: &mut State) {
+    for storage in 0..state.storages.len() {
+        let set_bytes = state.storages[storage].kernel.argument_layout().set_bytes;
+        for class in 0..state.schedule.classes.classes.len() {
+            let rule = state.storages[storage].spec.rule;
+            let values = values_of(state, rule, class);
+            let storage = &mut state.storages[storage];
+            let set = &mut storage.sets[class * set_bytes..][..set_bytes];
+            storage.kernel.write_set(values, set);
+        }
+    }
+}
+
+/// The hyper-parameters of a class of one rule at the step to come.
+fn values_of(state: &State, rule: usize, class: usize) -> SetValues {
+    let class = &state.schedule.classes.classes[class];
+    SetValues {
+        lr: state.rate(rule),
+        lr_scale: class.lr_scale,
+        weight_decay: class.weight_decay,
+        trust: class.trust,
+        step: state.step + 1 - class.steps_behind,
+    }
+}
+
+/// Those of all classes.
+pub(crate) fn set_values(state: &State, rule: usize) -> impl Iterator<Item = SetValues> {
+    let classes = 0..state.schedule.classes.classes.len();
+    classes.map(move |class| values_of(state, rule, class))
 }

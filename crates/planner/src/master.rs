@@ -10,7 +10,7 @@ use fusestep_tensor::{DType, Role};
 
 use crate::stage::Extent;
 use crate::storage::Held;
-use crate::tensors::check_len;
+use crate::storage::check_len;
 use crate::{Plan, PlanError, State, Tensors};
 
 /// What masters have to follow before the next step.
@@ -43,172 +43,162 @@ impl Masters {
     }
 }
 
-impl State {
-    /// Lets the f32 master of a parameter that the caller lends follow the parameter's values,
-    /// `bytes`: the master takes over those that it does not round to. To be called before the
-    /// first step, and whenever such a parameter was written outside of a step;
-    /// without a master it does nothing.
-    ///
-    /// # Errors
-    /// [`PlanError::UnknownName`], [`PlanError::LenBytes`], [`PlanError::Backend`].
-    pub fn follow_borrowed(
-        &mut self,
-        backend: &dyn Backend,
-        name: &str,
-        bytes: &[u8],
-    ) -> Result<(), PlanError> {
-        if !self.roles(name)?.contains(&Role::Master) {
-            return Ok(());
-        }
-        let param = &self.params[self.find(name)?];
-        let dtype = param.dtype;
-        let len_bytes = param.numel() as usize * dtype.len_bytes();
-        check_len(Role::Param, name, len_bytes, bytes.len())?;
-        let mut master = vec![0; 2 * bytes.len()];
-        self.read(backend, Role::Master, name, &mut master)?;
-        follow_master(dtype, bytes, &mut master);
-        self.write(backend, Role::Master, name, &master)
+/// [`State::follow_borrowed`].
+pub(crate) fn follow_borrowed(
+    state: &mut State,
+    backend: &dyn Backend,
+    name: &str,
+    bytes: &[u8],
+) -> Result<(), PlanError> {
+    if !state.roles(name)?.contains(&Role::Master) {
+        return Ok(());
     }
+    let param = &state.params[state.find(name)?];
+    let dtype = param.dtype;
+    let len_bytes = param.numel() as usize * dtype.len_bytes();
+    check_len(Role::Param, name, len_bytes, bytes.len())?;
+    let mut master = vec![0; 2 * bytes.len()];
+    state.read(backend, Role::Master, name, &mut master)?;
+    follow_master(dtype, bytes, &mut master);
+    state.write(backend, Role::Master, name, &master)
+}
 
-    /// Refuses a step before every master has values.
-    pub(crate) fn check_masters(&self) -> Result<(), PlanError> {
-        if !self.masters.any_awaited {
-            return Ok(());
-        }
-        let mut awaited = self.params.iter().zip(&self.masters.awaited);
-        match awaited.find(|(param, awaited)| **awaited && param.numel() > 0) {
-            Some((param, _)) => Err(PlanError::BorrowedMaster {
-                name: param.name.clone(),
-            }),
-            None => Ok(()),
-        }
+/// Refuses a step before every master has values.
+pub(crate) fn check(state: &State) -> Result<(), PlanError> {
+    if !state.masters.any_awaited {
+        return Ok(());
     }
-
-    /// Before `bytes` are written to a tensor: notes what they mean for masters.
-    pub(crate) fn before_write(
-        &mut self,
-        backend: &dyn Backend,
-        role: Role,
-        name: &str,
-        bytes: &[u8],
-    ) -> Result<(), PlanError> {
-        match role {
-            Role::Param => self.follow_write(backend, name, bytes)?,
-            Role::Master => {
-                let param = self.find(name)?;
-                self.masters.awaited[param] = false;
-            }
-            _ => {}
-        }
-        Ok(())
+    let mut awaited = state.params.iter().zip(&state.masters.awaited);
+    match awaited.find(|(param, awaited)| **awaited && param.numel() > 0) {
+        Some((param, _)) => Err(PlanError::BorrowedMaster {
+            name: param.name.clone(),
+        }),
+        None => Ok(()),
     }
+}
 
-    /// After `bytes` were to be written to a parameter: makes master and residual follow; `bytes`
-    /// are not written here.
-    fn follow_write(
-        &mut self,
-        backend: &dyn Backend,
-        name: &str,
-        bytes: &[u8],
-    ) -> Result<(), PlanError> {
-        let param = self.find(name)?;
-        let roles = self.roles(name)?;
-        if roles.contains(&Role::Master) {
-            let dtype = self.dtype(Role::Param, name)?;
-            let mut written = Vec::new();
-            self.read_shard(backend, Role::Master, param, |held, mut master| {
-                follow_master(dtype, &bytes[held.within(2)], &mut master);
-                written.push((held.clone(), master));
-            })?;
-            self.write_shard(backend, Role::Master, param, written)?;
+/// Before `bytes` are written to a tensor: notes what they mean for masters.
+pub(crate) fn before_write(
+    state: &mut State,
+    backend: &dyn Backend,
+    role: Role,
+    name: &str,
+    bytes: &[u8],
+) -> Result<(), PlanError> {
+    match role {
+        Role::Param => follow_write(state, backend, name, bytes)?,
+        Role::Master => {
+            let param = state.find(name)?;
+            state.masters.awaited[param] = false;
         }
-        if roles.contains(&Role::Remainder) {
-            let mut old = Vec::new();
-            self.read_shard(backend, Role::Param, param, |_, bytes| old.push(bytes))?;
-            let (mut written, mut old) = (Vec::new(), old.into_iter());
-            self.read_shard(backend, Role::Remainder, param, |held, mut remainder| {
-                let old = old.next().unwrap_or_default();
-                let new = bytes[held.within(2)]
-                    .chunks_exact(2)
-                    .zip(old.chunks_exact(2));
-                for (remainder, (new, old)) in remainder.chunks_exact_mut(2).zip(new) {
-                    if new != old {
-                        remainder.fill(0);
-                    }
+        _ => {}
+    }
+    Ok(())
+}
+
+/// After `bytes` were to be written to a parameter: makes master and residual follow; `bytes`
+/// are not written here.
+fn follow_write(
+    state: &mut State,
+    backend: &dyn Backend,
+    name: &str,
+    bytes: &[u8],
+) -> Result<(), PlanError> {
+    let param = state.find(name)?;
+    let roles = state.roles(name)?;
+    if roles.contains(&Role::Master) {
+        let dtype = state.dtype(Role::Param, name)?;
+        let mut written = Vec::new();
+        state.read_shard(backend, Role::Master, param, |held, mut master| {
+            follow_master(dtype, &bytes[held.within(2)], &mut master);
+            written.push((held.clone(), master));
+        })?;
+        write_shard(state, backend, Role::Master, param, written)?;
+    }
+    if roles.contains(&Role::Remainder) {
+        let mut old = Vec::new();
+        state.read_shard(backend, Role::Param, param, |_, bytes| old.push(bytes))?;
+        let (mut written, mut old) = (Vec::new(), old.into_iter());
+        state.read_shard(backend, Role::Remainder, param, |held, mut remainder| {
+            let old = old.next().unwrap_or_default();
+            let new = bytes[held.within(2)]
+                .chunks_exact(2)
+                .zip(old.chunks_exact(2));
+            for (remainder, (new, old)) in remainder.chunks_exact_mut(2).zip(new) {
+                if new != old {
+                    remainder.fill(0);
                 }
-                written.push((held.clone(), remainder));
-            })?;
-            self.write_shard(backend, Role::Remainder, param, written)?;
-        }
-        Ok(())
-    }
-
-    /// Writes ranges of a tensor that lie in this rank's shard, as [`State::read_shard`] gave them.
-    pub(crate) fn write_shard(
-        &mut self,
-        backend: &dyn Backend,
-        role: Role,
-        param: usize,
-        ranges: Vec<(Held, Vec<u8>)>,
-    ) -> Result<(), PlanError> {
-        let name = self.params[param].name.clone();
-        let (storage, list) = self.list_index(role, &name)?;
-        let buffer = &mut self.storages[storage].lists[list];
-        let width = buffer.dtype().len_bytes();
-        for (held, bytes) in ranges {
-            let place = held.place(width);
-            backend.write(buffer.buffer.as_mut(), place.start, &bytes)?;
-        }
-        Ok(())
-    }
-
-    /// Remembers that a parameter was borrowed for writing, if a master has to follow.
-    pub(crate) fn lend_for_writing(&mut self, param: usize) {
-        let (storage, _) = self.places[param];
-        let lists = &self.storages[storage].lists;
-        if lists.iter().any(|list| list.role() == Role::Master) {
-            self.masters.borrowed_for_writing[param] = true;
-            self.masters.any_borrowed_for_writing = true;
-        }
-    }
-
-    /// Lets masters follow what was written through views since the last step. Only host memory has
-    /// views.
-    pub(crate) fn follow_views(&mut self) {
-        if !std::mem::take(&mut self.masters.any_borrowed_for_writing) {
-            return;
-        }
-        for (param, borrowed) in self.masters.borrowed_for_writing.iter_mut().enumerate() {
-            if !std::mem::take(borrowed) {
-                continue;
             }
-            let (storage, tensor) = self.places[param];
-            let storage = &mut self.storages[storage];
-            let start = storage.spec.layout.offset(tensor);
-            let (Some(param), Some(master)) =
-                (storage.list(Role::Param), storage.list(Role::Master))
-            else {
-                continue;
+            written.push((held.clone(), remainder));
+        })?;
+        write_shard(state, backend, Role::Remainder, param, written)?;
+    }
+    Ok(())
+}
+
+/// Writes ranges of a tensor that lie in this rank's shard, as [`State::read_shard`] gave them.
+fn write_shard(
+    state: &mut State,
+    backend: &dyn Backend,
+    role: Role,
+    param: usize,
+    ranges: Vec<(Held, Vec<u8>)>,
+) -> Result<(), PlanError> {
+    let name = state.params[param].name.clone();
+    let (storage, list) = state.list_index(role, &name)?;
+    let buffer = &mut state.storages[storage].lists[list];
+    let width = buffer.dtype().len_bytes();
+    for (held, bytes) in ranges {
+        let place = held.place(width);
+        backend.write(buffer.buffer.as_mut(), place.start, &bytes)?;
+    }
+    Ok(())
+}
+
+/// Remembers that a parameter was borrowed for writing, if a master has to follow.
+pub(crate) fn lend_for_writing(state: &mut State, param: usize) {
+    let (storage, _) = state.places[param];
+    let lists = &state.storages[storage].lists;
+    if lists.iter().any(|list| list.role() == Role::Master) {
+        state.masters.borrowed_for_writing[param] = true;
+        state.masters.any_borrowed_for_writing = true;
+    }
+}
+
+/// Lets masters follow what was written through views since the last step. Only host memory has
+/// views.
+pub(crate) fn follow_views(state: &mut State) {
+    if !std::mem::take(&mut state.masters.any_borrowed_for_writing) {
+        return;
+    }
+    for (param, borrowed) in state.masters.borrowed_for_writing.iter_mut().enumerate() {
+        if !std::mem::take(borrowed) {
+            continue;
+        }
+        let (storage, tensor) = state.places[param];
+        let storage = &mut state.storages[storage];
+        let start = storage.spec.layout.offset(tensor);
+        let (Some(param), Some(master)) = (storage.list(Role::Param), storage.list(Role::Master))
+        else {
+            continue;
+        };
+        let whole = storage.spec.extents[param] == Extent::Whole;
+        let held: Vec<Held> = storage.spec.held(tensor, master);
+        let Ok([param, master]) = storage.lists.get_disjoint_mut([param, master]) else {
+            continue;
+        };
+        let dtype = param.dtype();
+        let (Some(param), Some(master)) = (param.buffer.host(), master.buffer.host_mut()) else {
+            continue;
+        };
+        for held in held {
+            let at = if whole {
+                start + held.elements.start
+            } else {
+                held.at
             };
-            let whole = storage.spec.extents[param] == Extent::Whole;
-            let held: Vec<Held> = storage.spec.held(tensor, master);
-            let Ok([param, master]) = storage.lists.get_disjoint_mut([param, master]) else {
-                continue;
-            };
-            let dtype = param.dtype();
-            let (Some(param), Some(master)) = (param.buffer.host(), master.buffer.host_mut())
-            else {
-                continue;
-            };
-            for held in held {
-                let at = if whole {
-                    start + held.elements.start
-                } else {
-                    held.at
-                };
-                let own = Held { at, ..held.clone() };
-                follow_master(dtype, &param[own.place(2)], &mut master[held.place(4)]);
-            }
+            let own = Held { at, ..held.clone() };
+            follow_master(dtype, &param[own.place(2)], &mut master[held.place(4)]);
         }
     }
 }

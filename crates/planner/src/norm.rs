@@ -1,15 +1,17 @@
 //! The stage that reads all gradients before anything is updated, and the memory it works in.
 
-use fusestep_amp::{GradientRule, LossScale, MaxNorm, norm_kernel};
+use fusestep_amp::{GradientRule, LossScale, MaxNorm};
 use fusestep_launch::{
-    Backend, Batch, Buffer, Conclude, ControlBlock, ControlRule, LaunchLimits, LaunchReport,
-    MultiTensorReduction, Reduce, SquareSum, TensorPartials, batches, tree_sum,
+    Backend, Batch, Buffer, Conclude, ControlBlock, ControlRule, LaunchReport,
+    MultiTensorReduction, Reduce, SquareSum, TensorPartials, tree_sum,
 };
 use fusestep_tensor::Role;
 
-use crate::plan::{LaunchCount, within};
+use crate::batches::LaunchCount;
 use crate::run::Executor;
-use crate::{GradReport, GradientRead, Norm, Note, Plan, PlanError, Stage, State, Verdict};
+use crate::{
+    GradReport, GradientRead, Norm, Note, Plan, PlanError, Stage, State, Verdict, batches,
+};
 
 /// What passes ask of all gradients together.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -31,102 +33,42 @@ impl Gradients {
     }
 }
 
-impl Plan {
-    /// Adds the stage, once the passes have said where tensors lie.
-    pub(crate) fn place_norm(&mut self) -> Result<(), PlanError> {
-        if self.gradients.rule().is_none() {
-            return Ok(());
+/// Adds the stage, once the passes have said where tensors lie.
+pub(crate) fn place(plan: &mut Plan) -> Result<(), PlanError> {
+    if plan.gradients.rule().is_none() {
+        return Ok(());
+    }
+    let rank = plan.shard_place().rank;
+    let mut reads = Vec::new();
+    let read = |storage, bucket, elements| GradientRead {
+        storage,
+        bucket,
+        elements,
+        batches: Vec::new(),
+    };
+    // Of reduced gradients every rank reads its part, even where it has all of them.
+    for (index, bucket) in plan.buckets.iter().enumerate() {
+        reads.push(read(bucket.storage, Some(index), bucket.part(rank)));
+    }
+    for (storage, spec) in plan.storages.iter().enumerate() {
+        if plan.buckets.is_empty() || spec.distributed {
+            reads.push(read(storage, None, 0..spec.layout.total_numel()));
         }
-        let rank = self.shard_place().rank;
-        let mut reads = Vec::new();
-        let read = |storage, bucket, elements| GradientRead {
-            storage,
-            bucket,
-            elements,
-            batches: Vec::new(),
-        };
-        // Of reduced gradients every rank reads its part, even where it has all of them.
-        for (index, bucket) in self.buckets.iter().enumerate() {
-            reads.push(read(bucket.storage, Some(index), bucket.part(rank)));
-        }
-        for (storage, spec) in self.storages.iter().enumerate() {
-            if self.buckets.is_empty() || spec.distributed {
-                reads.push(read(storage, None, 0..spec.layout.total_numel()));
-            }
-        }
-        let mut launches = LaunchCount::default();
-        for read in &mut reads {
-            read.batches = self.norm_batches(read, |_| true)?;
-            launches.add(&read.batches, "amp_norm")?;
-        }
-        let norm = Norm { reads };
-        let reason = format!(
-            "{} launches read {} of gradients once, before the first update",
-            norm.launches(),
-            crate::display::bytes(self.gradient_bytes()),
-        );
-        self.notes.push(Note::new("norm", Verdict::Applied, reason));
-        self.stages.insert(0, Stage::Norm(norm));
-        Ok(())
     }
-
-    /// The batches of a read, of those parameters that take part.
-    pub(crate) fn norm_batches(
-        &self,
-        read: &GradientRead,
-        takes_part: impl Fn(usize) -> bool,
-    ) -> Result<Vec<Batch>, PlanError> {
-        let spec = &self.storages[read.storage];
-        let Some(kernel) = self.norm_kernel(read.storage)? else {
-            return Ok(Vec::new());
-        };
-        let members = spec.members.iter().enumerate();
-        let tensors = members.filter(|&(_, &member)| takes_part(member as usize));
-        let batchable = tensors.map(|(tensor, _)| within(spec, tensor as u32, &read.elements, 0));
-        let limits = self.batch_limits(LaunchLimits {
-            chunk_elements: kernel.chunk_elements(),
-            ..self.limits
-        });
-        let layout = kernel.argument_layout();
-        Ok(batches(kernel.entry(), batchable, layout, limits)?)
+    let mut launches = LaunchCount::default();
+    for read in &mut reads {
+        read.batches = batches::of_read(plan, read, |_| true)?;
+        launches.add(&read.batches, "amp_norm")?;
     }
-
-    /// The kernel that reads a storage's gradients; `None` for a storage without tensors.
-    fn norm_kernel(
-        &self,
-        storage: usize,
-    ) -> Result<Option<Box<dyn MultiTensorReduction>>, PlanError> {
-        let Some(&first) = self.storages[storage].members.first() else {
-            return Ok(None);
-        };
-        // Borrowed gradients are in no list of the storage, but in the kernel's they are.
-        let kernel = self.kernel_of(first)?;
-        let grads = kernel.lists().iter().find(|list| list.role == Role::Grad);
-        let dtype = grads.map_or(self.params[first as usize].dtype, |list| list.dtype);
-        Ok(Some(norm_kernel(dtype)?))
-    }
-
-    /// Bytes of all gradients.
-    pub(crate) fn gradient_bytes(&self) -> u64 {
-        let storages = self.storages.iter().map(|spec| {
-            let grads = spec.lists.iter().find(|list| list.role == Role::Grad);
-            let members = spec.members.iter();
-            let bytes = members.map(|&member| {
-                let param = &self.params[member as usize];
-                let dtype = grads.map_or(param.dtype, |list| list.dtype);
-                dtype.len_bytes() as u64 * param.numel()
-            });
-            bytes.sum::<u64>()
-        });
-        storages.sum()
-    }
-
-    pub(crate) fn norm_stage(&self) -> Option<&Norm> {
-        self.stages.iter().find_map(|stage| match stage {
-            Stage::Norm(norm) => Some(norm),
-            _ => None,
-        })
-    }
+    let norm = Norm { reads };
+    let reason = format!(
+        "{} launches read {} of gradients once, before the first update",
+        norm.launches(),
+        crate::display::bytes(plan.gradient_bytes()),
+    );
+    plan.notes.push(Note::new("norm", Verdict::Applied, reason));
+    plan.stages.insert(0, Stage::Norm(norm));
+    Ok(())
 }
 
 /// The memory of the stage: partial sums, the sums of tensors and the control block.
@@ -175,7 +117,7 @@ impl NormState {
         // Several ranks form sums and control block together, on the host.
         let alone = plan.topology.world == 1;
         for read in norm.reads.iter().filter(|_| alone) {
-            kernels.extend(plan.norm_kernel(read.storage)?.map(Reader));
+            kernels.extend(batches::reader_of(plan, read.storage)?.map(Reader));
         }
         let chunks = if alone { norm.chunks() as usize } else { 0 };
         let tensors = plan.params.len();
@@ -297,98 +239,65 @@ impl NormState {
     }
 }
 
-impl State {
-    /// Runs the stage: one read of the gradients, then the control block.
-    pub(crate) fn run_norm(
-        &mut self,
-        plan: &Plan,
-        executor: &mut Executor<'_>,
-    ) -> Result<LaunchReport, PlanError> {
-        let Some(norm) = &mut self.norm else {
-            return Ok(LaunchReport::default());
-        };
-        norm.place(plan, &self.schedule.norm, executor.backend())?;
-        let mut report = LaunchReport::default();
-        let mut first_partial = 0;
-        for (index, batches) in self.schedule.norm.iter().enumerate() {
-            let storage = &self.storages[index];
-            if batches.is_empty() {
-                continue;
-            }
-            let reduce = Reduce {
-                kernel: norm.kernels[index].0.as_ref(),
-                batches,
-                offsets: storage.spec.layout.offsets(),
-                members: &plan.storages[index].members,
-                list: storage.lists.iter().find(|list| list.role() == Role::Grad),
-                partials: norm.partials.as_mut(),
-                first_partial,
-            };
-            let done = match self.tables.reads.get(index).and_then(Option::as_ref) {
-                Some(table) => executor.backend().reduce_table(reduce, table.as_ref())?,
-                None => executor.reduce(reduce)?,
-            };
-            report.launches += done.launches;
-            first_partial += batches.iter().map(|b| u64::from(b.chunks)).sum::<u64>();
+/// [`State::grad_reports`].
+pub(crate) fn grad_reports(
+    state: &State,
+    backend: &dyn Backend,
+) -> Result<Option<Vec<GradReport>>, PlanError> {
+    let Some(norm) = &state.norm else {
+        return Ok(None);
+    };
+    let mut sums = vec![SquareSum::default(); state.params.len()];
+    backend.read(norm.sums.as_ref(), 0, bytemuck::cast_slice_mut(&mut sums))?;
+    let scale = norm.scale_of_sums.unwrap_or_else(|| norm.scale_of(&sums));
+    let report = |sum: &SquareSum| GradReport {
+        norm: sum.sum.sqrt() / scale,
+        non_finite: sum.non_finite,
+    };
+    Ok(Some(sums.iter().map(report).collect()))
+}
+
+/// Runs the stage: one read of the gradients, then the control block.
+pub(crate) fn run(
+    plan: &Plan,
+    state: &mut State,
+    executor: &mut Executor<'_>,
+) -> Result<LaunchReport, PlanError> {
+    let Some(norm) = &mut state.norm else {
+        return Ok(LaunchReport::default());
+    };
+    norm.place(plan, &state.schedule.norm, executor.backend())?;
+    let mut report = LaunchReport::default();
+    let mut first_partial = 0;
+    for (index, batches) in state.schedule.norm.iter().enumerate() {
+        let storage = &state.storages[index];
+        if batches.is_empty() {
+            continue;
         }
-        let done = executor.backend().conclude(Conclude {
-            rule: &norm.rule,
-            scalars: &norm.scalars,
-            partials: norm.partials.as_ref(),
-            tensors: norm.tensors.as_ref(),
-            sums: norm.sums.as_mut(),
-            control: norm.control.as_mut(),
-        })?;
+        let reduce = Reduce {
+            kernel: norm.kernels[index].0.as_ref(),
+            batches,
+            offsets: storage.spec.layout.offsets(),
+            members: &plan.storages[index].members,
+            list: storage.lists.iter().find(|list| list.role() == Role::Grad),
+            partials: norm.partials.as_mut(),
+            first_partial,
+        };
+        let done = match state.tables.reads.get(index).and_then(Option::as_ref) {
+            Some(table) => executor.backend().reduce_table(reduce, table.as_ref())?,
+            None => executor.reduce(reduce)?,
+        };
         report.launches += done.launches;
-        Ok(report)
+        first_partial += batches.iter().map(|b| u64::from(b.chunks)).sum::<u64>();
     }
-
-    /// The factor to multiply the next step's loss with, and the counters behind it; `None` without
-    /// pass `loss_scaling`.
-    pub fn loss_scale(&self) -> Option<LossScale> {
-        let scaled = self.scaled.then_some(self.norm.as_ref()).flatten();
-        scaled.map(NormState::loss_scale)
-    }
-
-    /// Steps skipped so far because a gradient was not finite; 0 without a pass that looks.
-    pub fn skipped(&self) -> u64 {
-        self.norm.as_ref().map_or(0, |norm| norm.block.skipped)
-    }
-
-    /// The norm of each parameter's gradient in the last step, with the loss scale taken out, in
-    /// plan order; `None` without a pass that reads the gradients. A parameter that took no
-    /// part has 0.
-    ///
-    /// # Errors
-    /// [`PlanError::Backend`].
-    /// # Cost
-    /// As [`Self::grad_reports`].
-    pub fn grad_norms(&self, backend: &dyn Backend) -> Result<Option<Vec<f64>>, PlanError> {
-        let reports = self.grad_reports(backend)?;
-        Ok(reports.map(|reports| reports.iter().map(|report| report.norm).collect()))
-    }
-
-    /// What the pass that reads the gradients saw of each parameter's in the last step, in plan
-    /// order, whether the step was skipped or not; `None` without such a pass.
-    ///
-    /// # Errors
-    /// [`PlanError::Backend`].
-    /// # Cost
-    /// Reads 16 bytes for each parameter; the sums are there.
-    pub fn grad_reports(
-        &self,
-        backend: &dyn Backend,
-    ) -> Result<Option<Vec<GradReport>>, PlanError> {
-        let Some(norm) = &self.norm else {
-            return Ok(None);
-        };
-        let mut sums = vec![SquareSum::default(); self.params.len()];
-        backend.read(norm.sums.as_ref(), 0, bytemuck::cast_slice_mut(&mut sums))?;
-        let scale = norm.scale_of_sums.unwrap_or_else(|| norm.scale_of(&sums));
-        let report = |sum: &SquareSum| GradReport {
-            norm: sum.sum.sqrt() / scale,
-            non_finite: sum.non_finite,
-        };
-        Ok(Some(sums.iter().map(report).collect()))
-    }
+    let done = executor.backend().conclude(Conclude {
+        rule: &norm.rule,
+        scalars: &norm.scalars,
+        partials: norm.partials.as_ref(),
+        tensors: norm.tensors.as_ref(),
+        sums: norm.sums.as_mut(),
+        control: norm.control.as_mut(),
+    })?;
+    report.launches += done.launches;
+    Ok(report)
 }

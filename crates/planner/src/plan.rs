@@ -1,23 +1,25 @@
 //! The plan as a value.
 
-use std::ops::Range;
+mod checkpoints;
+mod descriptions;
+mod steps;
+
 use std::sync::Arc;
 
-use fusestep_launch::{
-    Batch, Batchable, LaunchError, LaunchLimits, MAX_LAUNCHES, MultiTensorKernel, Precision,
-    TensorList, batches,
-};
+use fusestep_launch::{Batch, LaunchLimits, MAX_LISTS, MultiTensorKernel, Precision, TensorList};
 use fusestep_schedule::Schedule;
 use fusestep_tensor::{DType, ParamDesc, Role};
+use smallvec::SmallVec;
 
 use crate::arena::kept_bytes;
 use crate::bucket::{Caps, Grain};
 use crate::group::Classes;
 use crate::norm::Gradients;
 use crate::passes::{GradientAccumulation, LocalSgd, Ownership, ReducedWhen};
+use crate::stage::Extent;
 use crate::{
-    Bucket, HyperClass, Note, Optimize, Optimizer, PlanError, Precisions, Segment, SizeClass,
-    Stage, StorageSpec, TableKind, Tensors, Topology, When, ZeroStage,
+    Bucket, HyperClass, Norm, Note, Optimize, Optimizer, PlanError, Precisions, Segment, Stage,
+    StorageSpec, TableKind, Tensors, Topology, When, ZeroStage,
 };
 
 /// A training step's tail, planned: where tensors lie, what is launched and what ranks send, in
@@ -101,6 +103,11 @@ impl Plan {
     /// The limits that batches were made for.
     pub fn limits(&self) -> LaunchLimits {
         self.limits
+    }
+
+    /// Where the tables lie: [`TableKind::Arguments`] or [`TableKind::Resident`].
+    pub fn table(&self) -> TableKind {
+        self.table
     }
 
     /// This rank and the number of ranks.
@@ -311,48 +318,6 @@ impl Plan {
         })
     }
 
-    /// A stage over whole tensors of a storage, with its batches.
-    pub(crate) fn optimize(
-        &self,
-        storage: usize,
-        size_class: SizeClass,
-        tensors: Vec<u32>,
-    ) -> Result<Optimize, PlanError> {
-        let mut optimize = Optimize {
-            storage,
-            bucket: None,
-            size_class,
-            tensors,
-            elements: 0..self.storages[storage].layout.total_numel(),
-            batches: Vec::new(),
-        };
-        optimize.batches = self.batches(&optimize, |_| true, &self.classes)?;
-        Ok(optimize)
-    }
-
-    /// The batches of those tensors of a stage that take part, as far as they lie in its elements.
-    pub(crate) fn batches(
-        &self,
-        stage: &Optimize,
-        takes_part: impl Fn(usize) -> bool,
-        classes: &Classes,
-    ) -> Result<Vec<Batch>, PlanError> {
-        let spec = &self.storages[stage.storage];
-        let Some(&member) = spec.members.first() else {
-            return Ok(Vec::new());
-        };
-        let kernel = self.kernel_of(member)?;
-        let members = &spec.members;
-        let present = |tensor: &&u32| takes_part(members[**tensor as usize] as usize);
-        let batchable = stage.tensors.iter().filter(present).map(|&tensor| {
-            let class = classes.of_param[members[tensor as usize] as usize];
-            within(spec, tensor, &stage.elements, class)
-        });
-        let layout = kernel.argument_layout();
-        let limits = self.batch_limits(self.limits_of(kernel.as_ref()));
-        Ok(batches(kernel.entry(), batchable, layout, limits)?)
-    }
-
     /// The limits of launches of a kernel.
     pub(crate) fn limits_of(&self, kernel: &dyn MultiTensorKernel) -> LaunchLimits {
         if self.update_norms {
@@ -418,6 +383,75 @@ impl Plan {
             _ => When::Step,
         }
     }
+
+    pub(crate) fn norm_stage(&self) -> Option<&Norm> {
+        self.stages.iter().find_map(|stage| match stage {
+            Stage::Norm(norm) => Some(norm),
+            _ => None,
+        })
+    }
+
+    /// Bytes of all gradients.
+    pub(crate) fn gradient_bytes(&self) -> u64 {
+        let storages = self.storages.iter().map(|spec| {
+            let grads = spec.lists.iter().find(|list| list.role == Role::Grad);
+            let members = spec.members.iter();
+            let bytes = members.map(|&member| {
+                let param = &self.params[member as usize];
+                let dtype = grads.map_or(param.dtype, |list| list.dtype);
+                dtype.len_bytes() as u64 * param.numel()
+            });
+            bytes.sum::<u64>()
+        });
+        storages.sum()
+    }
+
+    /// The lists that every rank keeps whole: parameters, and where it is not sharded the state.
+    pub(crate) fn replicated(&self, spec: &StorageSpec) -> SmallVec<[usize; MAX_LISTS]> {
+        let lists = spec.lists.iter().enumerate();
+        let whole = lists.filter(|(index, list)| {
+            list.role != Role::Grad && spec.extents[*index] == Extent::Whole
+        });
+        whole.map(|(index, _)| index).collect()
+    }
+
+    /// The element of its storage that a bucket's segment begins with.
+    pub(crate) fn segment_start(&self, bucket: usize) -> u64 {
+        self.segments[self.buckets[bucket].segment].elements.start
+    }
+
+    pub(crate) fn is_distributed(&self, param: usize) -> bool {
+        self.storages[self.places[param].0].distributed
+    }
+
+    /// Launches of a stage: before the updates from a resident table, one derives its sets.
+    pub(crate) fn launches_of(&self, stage: &Optimize) -> usize {
+        match self.table {
+            TableKind::Resident => 2 * stage.batches.len(),
+            _ => stage.batches.len(),
+        }
+    }
+
+    /// The name of a storage's tensor.
+    pub(crate) fn name(&self, storage: usize, tensor: u32) -> &str {
+        let member = self.storages[storage].members[tensor as usize];
+        &self.params[member as usize].name
+    }
+
+    /// Whether every rank has its own values of a parameter and of its state.
+    pub(crate) fn has_own(&self, param: usize) -> bool {
+        self.is_distributed(param) || self.local_sgd().is_some()
+    }
+
+    /// Whether this rank saves what others have as well: without shards rank 0, with them the first
+    /// group of ranks.
+    pub(crate) fn saves_shared(&self) -> bool {
+        let rank = self.topology().rank;
+        match self.zero() {
+            ZeroStage::None => rank == 0,
+            _ => rank < self.shard_group,
+        }
+    }
 }
 
 impl GradientAccumulation {
@@ -430,45 +464,5 @@ impl GradientAccumulation {
             ReducedWhen::PerWindow if width < 4 => spec.layout.total_numel() * 4,
             ReducedWhen::PerWindow => 0,
         }
-    }
-}
-
-/// What of a tensor lies in some elements of its storage.
-pub(crate) fn within(
-    spec: &StorageSpec,
-    tensor: u32,
-    elements: &Range<u64>,
-    class: u32,
-) -> Batchable {
-    let own = spec.layout.range(tensor as usize);
-    let start = own.start.max(elements.start).min(own.end);
-    let end = own.end.min(elements.end).max(start);
-    Batchable {
-        tensor,
-        first_element: start - own.start,
-        numel: end - start,
-        class,
-    }
-}
-
-/// Launches of a plan's stages behind the first of each: a stage is bounded by itself, but there
-/// may be one for every tensor.
-#[derive(Debug, Default)]
-pub(crate) struct LaunchCount(usize);
-
-impl LaunchCount {
-    /// Counts those of one more stage.
-    ///
-    /// # Errors
-    /// [`LaunchError::TooMany`] beyond [`MAX_LAUNCHES`] of all stages together.
-    pub(crate) fn add(&mut self, batches: &[Batch], kernel: &str) -> Result<(), PlanError> {
-        self.0 += batches.len().saturating_sub(1);
-        if self.0 < MAX_LAUNCHES {
-            return Ok(());
-        }
-        Err(PlanError::Launch(LaunchError::TooMany {
-            kernel: kernel.to_owned(),
-            expected: MAX_LAUNCHES,
-        }))
     }
 }

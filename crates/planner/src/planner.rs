@@ -10,14 +10,14 @@ use fusestep_schedule::Schedule;
 use fusestep_tensor::{DType, ParamDesc, check_total_numel, check_unique_names};
 use serde::Serialize;
 
+use crate::batches::LaunchCount;
 use crate::group::Classes;
 use crate::norm::Gradients;
 use crate::passes::{CoalesceGradients, FuseOptimizer, Ownership, Pass};
-use crate::plan::LaunchCount;
 use crate::stage::{Reduce, Reduced};
 use crate::{
     Note, Optimizer, Plan, PlanError, Precisions, SizeClass, Stage, StorageSpec, TableKind,
-    Topology, Verdict, ZeroStage,
+    Topology, Verdict, ZeroStage, batches, bucket, finish,
 };
 
 /// Who keeps parameters and gradients.
@@ -193,7 +193,7 @@ impl Planner {
         for pass in passes {
             pass.apply(&mut plan)?;
         }
-        plan.finish(self.table)?;
+        finish::finish(&mut plan, self.table)?;
         Ok(plan)
     }
 
@@ -276,7 +276,7 @@ impl Planner {
                     result: Reduced::Whole,
                 }),
             );
-            plan.make_buckets()?;
+            bucket::make(&mut plan)?;
         }
         let empty = params.iter().filter(|param| param.numel() == 0).count();
         if empty > 0 {
@@ -320,7 +320,7 @@ impl Planner {
                 extents: Vec::new(),
             });
             let size_class = SizeClass::of(param.numel(), self.limits);
-            let stage = plan.optimize(index, size_class, vec![0])?;
+            let stage = batches::update_stage(plan, index, size_class, vec![0])?;
             launches.add(&stage.batches, kernel)?;
             plan.stages.push(Stage::Optimize(stage));
         }

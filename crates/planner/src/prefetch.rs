@@ -8,7 +8,7 @@ use fusestep_launch::Backend;
 use crate::averages::Values;
 use crate::comms::Comms;
 use crate::gather::Asked;
-use crate::{GatheredParams, Plan, PlanError, State};
+use crate::{GatheredParams, Plan, PlanError, State, gather};
 
 /// Parameters on their way, started by [`Plan::prefetch`].
 ///
@@ -29,61 +29,46 @@ enum Way {
     Stream(Pending<Asked>),
 }
 
-impl Plan {
-    /// Asks for parameters ahead of their use; they come while the caller goes on, if `comms` has
-    /// communication streams, else at once. All ranks ask for the same in one order, whatever
-    /// else they do in between.
-    ///
-    /// This rank's part is copied before anything is sent, so nothing borrows the state: gradients
-    /// can be given meanwhile. The values are those of this moment, the same bits as
-    /// [`Self::gather`]'s. Buckets and these calls have streams of their own: a rank may start
-    /// its buckets earlier or later than others do.
-    ///
-    /// # Errors
-    /// As [`Self::gather`]; [`PlanError::ForeignState`], [`PlanError::Poisoned`].
-    /// # Cost
-    /// The parameters' memory from now on; one more thread for each rank, started with the first
-    /// call.
-    pub fn prefetch(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        names: &[&str],
-    ) -> Result<PendingGather, PlanError> {
-        self.check_state(state)?;
-        let mut asked = self.own_parts(state, backend, names, Values::Params)?;
-        let len_bytes = asked.len_bytes();
-        for buffer in &asked.buffers {
-            for (range, _) in &buffer.calls {
-                comms.count_in_group(Operation::AllGather, range.len());
-            }
+/// [`Plan::prefetch`].
+pub(crate) fn prefetch(
+    plan: &Plan,
+    state: &State,
+    backend: &dyn Backend,
+    comms: &mut Comms<'_>,
+    names: &[&str],
+) -> Result<PendingGather, PlanError> {
+    state.check_plan(plan)?;
+    let mut asked = gather::own_parts(plan, state, backend, names, Values::Params)?;
+    let len_bytes = asked.len_bytes();
+    for buffer in &asked.buffers {
+        for (range, _) in &buffer.calls {
+            comms.count_in_group(Operation::AllGather, range.len());
         }
-        let context = CallContext {
-            plan_hash: self.hash(),
-            bucket: None,
-        };
-        let calls = asked.buffers.iter().any(|buffer| !buffer.calls.is_empty());
-        let way = match comms.stream_ahead()? {
-            Some(stream) if calls => {
-                let work = move |comm: &mut dyn Communicator, asked: &mut Asked| {
-                    comm.set_context(context);
-                    make_calls(comm, asked)
-                };
-                Way::Stream(stream.start("prefetch", asked, work))
-            }
-            _ => {
-                make_calls(comms.within_group(), &mut asked)?;
-                Way::Here(asked)
-            }
-        };
-        Ok(PendingGather {
-            way,
-            len_bytes,
-            plan_hash: self.hash(),
-            version: state.params_version,
-        })
     }
+    let context = CallContext {
+        plan_hash: plan.hash(),
+        bucket: None,
+    };
+    let calls = asked.buffers.iter().any(|buffer| !buffer.calls.is_empty());
+    let way = match comms.stream_ahead()? {
+        Some(stream) if calls => {
+            let work = move |comm: &mut dyn Communicator, asked: &mut Asked| {
+                comm.set_context(context);
+                make_calls(comm, asked)
+            };
+            Way::Stream(stream.start("prefetch", asked, work))
+        }
+        _ => {
+            make_calls(comms.within_group(), &mut asked)?;
+            Way::Here(asked)
+        }
+    };
+    Ok(PendingGather {
+        way,
+        len_bytes,
+        plan_hash: plan.hash(),
+        version: state.params_version,
+    })
 }
 
 fn make_calls(comm: &mut dyn Communicator, asked: &mut Asked) -> Result<(), CollectiveError> {

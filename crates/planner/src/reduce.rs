@@ -13,397 +13,355 @@ use crate::bucket::Bucket;
 use crate::bytes::{Bytes, Elsewhere};
 use crate::comms::{BucketCall, Comms, Reducing, SegmentCalls};
 use crate::stage::{Extent, Reduced};
-use crate::{Optimize, Plan, PlanError, Stage, State, StorageSpec};
+use crate::step::RankStep;
+use crate::{Optimize, Plan, PlanError, Stage, State, StorageSpec, launches};
 
-impl Plan {
-    /// Starts reducing a segment.
-    pub(crate) fn start_segment(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        index: usize,
-    ) -> Result<(), PlanError> {
-        let spec = &self.segments[index];
-        let dtype = self.storages[spec.storage].grad_dtype();
-        let width = dtype.len_bytes();
-        let result = self.result_of_reduce();
-        let buckets = spec.buckets.clone().map(|at| {
-            let bucket = &self.buckets[at];
-            let place = |element: u64| (element - spec.elements.start) as usize * width;
-            BucketCall {
-                bucket: at,
-                bytes: place(bucket.elements.start)..place(bucket.elements.end),
-                counts: (result == Reduced::Part).then(|| bucket.counts()),
-            }
-        });
-        let calls = SegmentCalls {
-            dtype,
-            plan_hash: self.hash(),
-            buckets: buckets.collect(),
-        };
-        let SegmentState::Here(Some(memory)) = state.arena.take(index) else {
-            return Err(self.poison(state));
-        };
-        let memory = self.to_calls(backend, comms, memory)?;
-        match comms.reduce(index, calls, memory) {
-            Ok(Reducing::Done(memory)) => {
-                state.arena.segments[index] = SegmentState::Here(Some(memory));
-            }
-            Ok(Reducing::Pending(pending)) => {
-                state.arena.segments[index] = SegmentState::InFlight(pending);
-            }
-            Err(error) => {
-                self.poison(state);
-                return Err(error.into());
-            }
-        }
-        state.arena.ready.start();
-        Ok(())
-    }
-
-    /// A segment's memory where calls can take it: that of a device goes through the host unless
-    /// they are made there.
-    fn to_calls(
-        &self,
-        backend: &dyn Backend,
-        comms: &Comms<'_>,
-        mut memory: Box<dyn Buffer>,
-    ) -> Result<Box<dyn Buffer>, PlanError> {
-        if comms.takes(backend, memory.as_ref()) {
-            backend.hand_over(memory.as_mut())?;
-            return Ok(memory);
-        }
-        let mut staged = HostMemory::zeroed(memory.len_bytes())?;
-        backend.read(memory.as_ref(), 0, staged.bytes_mut())?;
-        Ok(Box::new(staged))
-    }
-
-    /// That memory as launches can take it.
-    fn to_launches(
-        &self,
-        backend: &dyn Backend,
-        mut memory: Box<dyn Buffer>,
-    ) -> Result<Box<dyn Buffer>, PlanError> {
-        if backend.takes_host_memory() {
-            return Ok(memory);
-        }
-        let Some(bytes) = memory.host() else {
-            backend.take_back(memory.as_mut())?;
-            return Ok(memory);
-        };
-        let mut own = backend.allocate(memory.len_bytes())?;
-        backend.write(own.as_mut(), 0, bytes)?;
-        Ok(own)
-    }
-
-    fn result_of_reduce(&self) -> Reduced {
-        let result = self.stages.iter().find_map(|stage| match stage {
-            Stage::Reduce(reduce) => Some(reduce.result),
-            _ => None,
-        });
-        result.unwrap_or(Reduced::Whole)
-    }
-
-    /// Takes this rank's part out of the next segments that are through, without waiting, so that
-    /// those that come use their memory. Giving a gradient does so too. Returns how many have
-    /// been started and not been taken.
-    ///
-    /// Below ZeRO stage 2 segments keep their memory, and with shard groups they go on across
-    /// groups when the step is run: nothing is taken then.
-    ///
-    /// # Errors
-    /// [`PlanError::Collective`], and the state refuses further steps then.
-    pub fn take_reduced(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-    ) -> Result<usize, PlanError> {
-        let groups = self.shard_group < self.topology.world;
-        let started = state.arena.ready.started();
-        while state.arena.through < started && !keeps_segments(self) && !groups {
-            let index = state.arena.through;
-            match state.arena.take(index) {
-                SegmentState::InFlight(pending) => match pending.try_wait() {
-                    Ok(Ok(memory)) => {
-                        let memory = self.to_launches(backend, memory)?;
-                        self.take_own_part(state, backend, index, memory.as_ref())?;
-                        state.arena.give_back(index, memory);
-                    }
-                    Ok(Err(error)) => {
-                        self.poison(state);
-                        return Err(error.into());
-                    }
-                    Err(pending) => {
-                        state.arena.segments[index] = SegmentState::InFlight(pending);
-                        break;
-                    }
-                },
-                // Without a stream it was reduced at once.
-                SegmentState::Here(Some(memory)) => {
-                    let memory = self.to_launches(backend, memory)?;
-                    self.take_own_part(state, backend, index, memory.as_ref())?;
+/// [`Plan::take_reduced`].
+pub(crate) fn take_reduced(
+    plan: &Plan,
+    state: &mut State,
+    backend: &dyn Backend,
+) -> Result<usize, PlanError> {
+    let groups = plan.shard_group < plan.topology.world;
+    let started = state.arena.ready.started();
+    while state.arena.through < started && !keeps_segments(plan) && !groups {
+        let index = state.arena.through;
+        match state.arena.take(index) {
+            SegmentState::InFlight(pending) => match pending.try_wait() {
+                Ok(Ok(memory)) => {
+                    let memory = to_launches(backend, memory)?;
+                    take_own_part(plan, state, backend, index, memory.as_ref())?;
                     state.arena.give_back(index, memory);
                 }
-                other => {
-                    state.arena.segments[index] = other;
+                Ok(Err(error)) => {
+                    state.poison();
+                    return Err(error.into());
+                }
+                Err(pending) => {
+                    state.arena.segments[index] = SegmentState::InFlight(pending);
                     break;
                 }
-            }
-            state.arena.through = index + 1;
-        }
-        Ok(started.saturating_sub(state.arena.through))
-    }
-
-    /// Reduces one segment, or waits until that is done, and puts it where updates read it.
-    pub(crate) fn reduce_segment(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        index: usize,
-    ) -> Result<(), PlanError> {
-        let start = Instant::now();
-        while let Some(next) = state.arena.ready.rest().filter(|&next| next <= index) {
-            self.start_segment(state, backend, comms, next)?;
-        }
-        let mut memory = match state.arena.take(index) {
-            SegmentState::Here(Some(memory)) => memory,
-            SegmentState::InFlight(pending) => pending.wait()?,
-            SegmentState::Through => {
-                state.arena.segments[index] = SegmentState::Through;
-                return Ok(());
-            }
-            SegmentState::Here(None) | SegmentState::Lost => return Err(self.poison(state)),
-        };
-        self.reduce_across(index, backend, comms, memory.as_mut())?;
-        state.arena.exposed_ns += start.elapsed().as_nanos() as u64;
-        let memory = self.to_launches(backend, memory)?;
-        if keeps_segments(self) {
-            state.arena.segments[index] = SegmentState::Here(Some(memory));
-        } else {
-            self.take_own_part(state, backend, index, memory.as_ref())?;
-            state.arena.give_back(index, memory);
-        }
-        Ok(())
-    }
-
-    /// Reduces all segments.
-    pub(crate) fn reduce_all(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-    ) -> Result<(), PlanError> {
-        for index in 0..self.segments.len() {
-            self.reduce_segment(state, backend, comms, index)?;
-        }
-        Ok(())
-    }
-
-    /// Takes the mean over shard groups of what this rank's group has come to, in order of the
-    /// groups.
-    fn reduce_across(
-        &self,
-        index: usize,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        memory: &mut dyn Buffer,
-    ) -> Result<(), PlanError> {
-        if self.shard_group == self.topology.world {
-            return Ok(());
-        }
-        if memory.host().is_none() {
-            // Calls across groups are on another stream than those within, which they follow.
-            backend.take_back(memory)?;
-            backend.hand_over(memory)?;
-        }
-        let segment = &self.segments[index];
-        let dtype = self.storages[segment.storage].grad_dtype();
-        let rank = self.shard_place().rank;
-        for bucket in &self.buckets[segment.buckets.clone()] {
-            let own = match self.result_of_reduce() {
-                Reduced::Part => bucket.part(rank),
-                Reduced::Whole => bucket.elements.clone(),
-            };
-            let place = |element: u64| (element - segment.elements.start) as usize;
-            let range = place(own.start) * dtype.len_bytes()..place(own.end) * dtype.len_bytes();
-            if let Some(bytes) = Bytes::of(memory, range) {
-                comms.across_groups(dtype, bytes)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Copies this rank's part of a reduced segment to its shard.
-    fn take_own_part(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        index: usize,
-        memory: &dyn Buffer,
-    ) -> Result<(), PlanError> {
-        let segment = &self.segments[index];
-        let spec = &self.storages[segment.storage];
-        let Some(list) = spec.list(Role::Grad) else {
-            return Ok(());
-        };
-        let width = spec.grad_dtype().len_bytes();
-        for part in &spec.shard {
-            let start = part.elements.start.max(segment.elements.start);
-            let end = part.elements.end.min(segment.elements.end);
-            if start < end {
-                let from = (start - segment.elements.start) as usize * width;
-                let len_bytes = (end - start) as usize * width;
-                let at = (part.at + start - part.elements.start) as usize * width;
-                let buffer = state.storages[segment.storage].lists[list].buffer.as_mut();
-                backend.copy((memory, from), (buffer, at), len_bytes)?;
-                state.arena.copied_bytes += len_bytes as u64;
-            }
-        }
-        Ok(())
-    }
-
-    /// For each parameter whether any rank has given a gradient; fails on all ranks if they have
-    /// weighed micro-steps differently.
-    pub(crate) fn agree_on_given(
-        &self,
-        state: &State,
-        comms: &mut Comms<'_>,
-    ) -> Result<Vec<u8>, PlanError> {
-        let given = state.arena.given.iter();
-        let mut given: Vec<u8> = given.map(|&given| u8::from(given > 0)).collect();
-        if !self.reduces() {
-            return Ok(given);
-        }
-        let params = given.len();
-        if self.reduces_each() {
-            let hash = state.arena.weights_hash;
-            given.extend(hash.to_le_bytes());
-            given.extend((!hash).to_le_bytes());
-        }
-        let operation = Operation::AllReduce(ReduceOp::Max);
-        comms.in_place(operation, DType::U8, None, &mut given)?;
-        let (low, high) = given[params..].split_at((given.len() - params) / 2);
-        // The largest of each byte and of its complement fit each other only where all ranks have
-        // the same.
-        if low
-            .iter()
-            .zip(high)
-            .any(|(byte, complement)| byte ^ complement != 0xff)
-        {
-            return Err(PlanError::Topology {
-                expected: "the same weights of micro-steps on all ranks, since gradients are \
-                           reduced in each"
-                    .to_owned(),
-                found: "others; weigh gradients themselves, or reduce once per update".to_owned(),
-            });
-        }
-        given.truncate(params);
-        Ok(given)
-    }
-
-    /// Reduces a bucket and updates this rank's part of it, everywhere, in one pass.
-    pub(crate) fn reduce_and_update(
-        &self,
-        state: &mut State,
-        (stage, update): (&Optimize, usize),
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-    ) -> Result<LaunchReport, PlanError> {
-        let Some(index) = stage.bucket else {
-            return Ok(LaunchReport::default());
-        };
-        let bucket = &self.buckets[index];
-        let segment = &self.segments[bucket.segment];
-        let spec = &self.storages[bucket.storage];
-        let grad = spec.grad_dtype();
-        let SegmentState::Here(Some(memory)) = state.arena.take(bucket.segment) else {
-            return Err(self.poison(state));
-        };
-        let replicated = self.replicated(spec);
-        let mut buffers: SmallVec<[_; MAX_LISTS]> = SmallVec::new();
-        for &index in &replicated {
-            let buffer = &mut state.storages[bucket.storage].lists[index].buffer;
-            buffers.push(std::mem::replace(buffer, Box::new(Elsewhere)));
-        }
-        let in_segment = bucket.place(segment.elements.start, grad.len_bytes());
-        let replicas = replicas_of(bucket, spec, &replicated, &mut buffers);
-        let call = ReduceUpdate {
-            grad_dtype: grad,
-            grads: memory
-                .host()
-                .and_then(|all| all.get(in_segment))
-                .unwrap_or_default(),
-            replicas,
-            counts: &bucket.counts(),
-        };
-        let context = CallContext {
-            plan_hash: self.hash(),
-            bucket: Some(index as u32),
-        };
-        let mut outcome = Ok(LaunchReport::default());
-        let done = comms.reduce_update(call, context, &mut |mut memory| {
-            let lists = replicated.iter().zip(&mut memory.replicas);
-            let mut lists: SmallVec<[_; MAX_LISTS]> = lists
-                .map(|(&list, ranks)| Replicated { list, ranks })
-                .collect();
-            let replicas = Replicas {
-                rank: memory.rank,
-                first: stage.elements.start,
-                grads: &memory.grads,
-                lists: &mut lists,
-            };
-            if let Some(launch) = state.launch_of(self, stage, update) {
-                outcome = backend.launch_reduced(launch, replicas);
-            }
-        });
-        state.arena.segments[bucket.segment] = SegmentState::Here(Some(memory));
-        for (&index, buffer) in replicated.iter().zip(buffers) {
-            state.storages[bucket.storage].lists[index].buffer = buffer;
-        }
-        done?;
-        Ok(outcome?)
-    }
-
-    /// The lists that every rank keeps whole: parameters, and where it is not sharded the state.
-    pub(crate) fn replicated(&self, spec: &StorageSpec) -> SmallVec<[usize; MAX_LISTS]> {
-        let lists = spec.lists.iter().enumerate();
-        let whole = lists.filter(|(index, list)| {
-            list.role != Role::Grad && spec.extents[*index] == Extent::Whole
-        });
-        whole.map(|(index, _)| index).collect()
-    }
-
-    /// Does `work` with the gradients of a stage's bucket in their list, where the launch looks for
-    /// them.
-    pub(crate) fn with_gradients<R>(
-        &self,
-        state: &mut State,
-        bucket: Option<usize>,
-        work: impl FnOnce(&mut State) -> Result<R, PlanError>,
-    ) -> Result<R, PlanError> {
-        let Some(bucket) = bucket.map(|bucket| &self.buckets[bucket]) else {
-            return work(state);
-        };
-        let spec = &self.storages[bucket.storage];
-        let list = spec.list(Role::Grad);
-        let Some(list) = list.filter(|&list| spec.extents[list] == Extent::Segments) else {
-            return work(state);
-        };
-        let (storage, segment) = (bucket.storage, bucket.segment);
-        match &mut state.arena.segments[segment] {
+            },
+            // Without a stream it was reduced at once.
             SegmentState::Here(Some(memory)) => {
-                std::mem::swap(memory, &mut state.storages[storage].lists[list].buffer);
+                let memory = to_launches(backend, memory)?;
+                take_own_part(plan, state, backend, index, memory.as_ref())?;
+                state.arena.give_back(index, memory);
             }
-            _ => return Err(self.poison(state)),
+            other => {
+                state.arena.segments[index] = other;
+                break;
+            }
         }
-        let done = work(state);
-        if let SegmentState::Here(Some(memory)) = &mut state.arena.segments[segment] {
+        state.arena.through = index + 1;
+    }
+    Ok(started.saturating_sub(state.arena.through))
+}
+
+/// Starts reducing a segment.
+pub(crate) fn start_segment(step: &mut RankStep<'_, '_>, index: usize) -> Result<(), PlanError> {
+    let spec = &step.plan.segments[index];
+    let dtype = step.plan.storages[spec.storage].grad_dtype();
+    let width = dtype.len_bytes();
+    let result = result_of_reduce(step.plan);
+    let buckets = spec.buckets.clone().map(|at| {
+        let bucket = &step.plan.buckets[at];
+        let place = |element: u64| (element - spec.elements.start) as usize * width;
+        BucketCall {
+            bucket: at,
+            bytes: place(bucket.elements.start)..place(bucket.elements.end),
+            counts: (result == Reduced::Part).then(|| bucket.counts()),
+        }
+    });
+    let calls = SegmentCalls {
+        dtype,
+        plan_hash: step.plan.hash(),
+        buckets: buckets.collect(),
+    };
+    let SegmentState::Here(Some(memory)) = step.state.arena.take(index) else {
+        return Err(step.state.poison());
+    };
+    let memory = to_calls(step.backend, step.comms, memory)?;
+    match step.comms.reduce(index, calls, memory) {
+        Ok(Reducing::Done(memory)) => {
+            step.state.arena.segments[index] = SegmentState::Here(Some(memory));
+        }
+        Ok(Reducing::Pending(pending)) => {
+            step.state.arena.segments[index] = SegmentState::InFlight(pending);
+        }
+        Err(error) => {
+            step.state.poison();
+            return Err(error.into());
+        }
+    }
+    step.state.arena.ready.start();
+    Ok(())
+}
+
+/// A segment's memory where calls can take it: that of a device goes through the host unless
+/// they are made there.
+fn to_calls(
+    backend: &dyn Backend,
+    comms: &Comms<'_>,
+    mut memory: Box<dyn Buffer>,
+) -> Result<Box<dyn Buffer>, PlanError> {
+    if comms.takes(backend, memory.as_ref()) {
+        backend.hand_over(memory.as_mut())?;
+        return Ok(memory);
+    }
+    let mut staged = HostMemory::zeroed(memory.len_bytes())?;
+    backend.read(memory.as_ref(), 0, staged.bytes_mut())?;
+    Ok(Box::new(staged))
+}
+
+/// That memory as launches can take it.
+fn to_launches(
+    backend: &dyn Backend,
+    mut memory: Box<dyn Buffer>,
+) -> Result<Box<dyn Buffer>, PlanError> {
+    if backend.takes_host_memory() {
+        return Ok(memory);
+    }
+    let Some(bytes) = memory.host() else {
+        backend.take_back(memory.as_mut())?;
+        return Ok(memory);
+    };
+    let mut own = backend.allocate(memory.len_bytes())?;
+    backend.write(own.as_mut(), 0, bytes)?;
+    Ok(own)
+}
+
+fn result_of_reduce(plan: &Plan) -> Reduced {
+    let result = plan.stages.iter().find_map(|stage| match stage {
+        Stage::Reduce(reduce) => Some(reduce.result),
+        _ => None,
+    });
+    result.unwrap_or(Reduced::Whole)
+}
+
+/// Reduces one segment, or waits until that is done, and puts it where updates read it.
+pub(crate) fn reduce_segment(step: &mut RankStep<'_, '_>, index: usize) -> Result<(), PlanError> {
+    let start = Instant::now();
+    while let Some(next) = step.state.arena.ready.rest().filter(|&next| next <= index) {
+        start_segment(step, next)?;
+    }
+    let mut memory = match step.state.arena.take(index) {
+        SegmentState::Here(Some(memory)) => memory,
+        SegmentState::InFlight(pending) => pending.wait()?,
+        SegmentState::Through => {
+            step.state.arena.segments[index] = SegmentState::Through;
+            return Ok(());
+        }
+        SegmentState::Here(None) | SegmentState::Lost => return Err(step.state.poison()),
+    };
+    reduce_across(step, index, memory.as_mut())?;
+    step.state.arena.exposed_ns += start.elapsed().as_nanos() as u64;
+    let memory = to_launches(step.backend, memory)?;
+    if keeps_segments(step.plan) {
+        step.state.arena.segments[index] = SegmentState::Here(Some(memory));
+    } else {
+        take_own_part(step.plan, step.state, step.backend, index, memory.as_ref())?;
+        step.state.arena.give_back(index, memory);
+    }
+    Ok(())
+}
+
+/// Reduces all segments.
+pub(crate) fn reduce_all(step: &mut RankStep<'_, '_>) -> Result<(), PlanError> {
+    for index in 0..step.plan.segments.len() {
+        reduce_segment(step, index)?;
+    }
+    Ok(())
+}
+
+/// Takes the mean over shard groups of what this rank's group has come to, in order of the
+/// groups.
+fn reduce_across(
+    step: &mut RankStep<'_, '_>,
+    index: usize,
+    memory: &mut dyn Buffer,
+) -> Result<(), PlanError> {
+    if step.plan.shard_group == step.plan.topology.world {
+        return Ok(());
+    }
+    if memory.host().is_none() {
+        // Calls across groups are on another stream than those within, which they follow.
+        step.backend.take_back(memory)?;
+        step.backend.hand_over(memory)?;
+    }
+    let segment = &step.plan.segments[index];
+    let dtype = step.plan.storages[segment.storage].grad_dtype();
+    let rank = step.plan.shard_place().rank;
+    for bucket in &step.plan.buckets[segment.buckets.clone()] {
+        let own = match result_of_reduce(step.plan) {
+            Reduced::Part => bucket.part(rank),
+            Reduced::Whole => bucket.elements.clone(),
+        };
+        let place = |element: u64| (element - segment.elements.start) as usize;
+        let range = place(own.start) * dtype.len_bytes()..place(own.end) * dtype.len_bytes();
+        if let Some(bytes) = Bytes::of(memory, range) {
+            step.comms.across_groups(dtype, bytes)?;
+        }
+    }
+    Ok(())
+}
+
+/// Copies this rank's part of a reduced segment to its shard.
+fn take_own_part(
+    plan: &Plan,
+    state: &mut State,
+    backend: &dyn Backend,
+    index: usize,
+    memory: &dyn Buffer,
+) -> Result<(), PlanError> {
+    let segment = &plan.segments[index];
+    let spec = &plan.storages[segment.storage];
+    let Some(list) = spec.list(Role::Grad) else {
+        return Ok(());
+    };
+    let width = spec.grad_dtype().len_bytes();
+    for part in &spec.shard {
+        let start = part.elements.start.max(segment.elements.start);
+        let end = part.elements.end.min(segment.elements.end);
+        if start < end {
+            let from = (start - segment.elements.start) as usize * width;
+            let len_bytes = (end - start) as usize * width;
+            let at = (part.at + start - part.elements.start) as usize * width;
+            let buffer = state.storages[segment.storage].lists[list].buffer.as_mut();
+            backend.copy((memory, from), (buffer, at), len_bytes)?;
+            state.arena.copied_bytes += len_bytes as u64;
+        }
+    }
+    Ok(())
+}
+
+/// For each parameter whether any rank has given a gradient; fails on all ranks if they have
+/// weighed micro-steps differently.
+pub(crate) fn agree_on_given(
+    plan: &Plan,
+    state: &State,
+    comms: &mut Comms<'_>,
+) -> Result<Vec<u8>, PlanError> {
+    let given = state.arena.given.iter();
+    let mut given: Vec<u8> = given.map(|&given| u8::from(given > 0)).collect();
+    if !plan.reduces() {
+        return Ok(given);
+    }
+    let params = given.len();
+    if plan.reduces_each() {
+        let hash = state.arena.weights_hash;
+        given.extend(hash.to_le_bytes());
+        given.extend((!hash).to_le_bytes());
+    }
+    let operation = Operation::AllReduce(ReduceOp::Max);
+    comms.in_place(operation, DType::U8, None, &mut given)?;
+    let (low, high) = given[params..].split_at((given.len() - params) / 2);
+    // The largest of each byte and of its complement fit each other only where all ranks have
+    // the same.
+    if low
+        .iter()
+        .zip(high)
+        .any(|(byte, complement)| byte ^ complement != 0xff)
+    {
+        return Err(PlanError::Topology {
+            expected: "the same weights of micro-steps on all ranks, since gradients are \
+                       reduced in each"
+                .to_owned(),
+            found: "others; weigh gradients themselves, or reduce once per update".to_owned(),
+        });
+    }
+    given.truncate(params);
+    Ok(given)
+}
+
+/// Reduces a bucket and updates this rank's part of it, everywhere, in one pass.
+pub(crate) fn reduce_and_update(
+    step: &mut RankStep<'_, '_>,
+    (stage, update): (&Optimize, usize),
+) -> Result<LaunchReport, PlanError> {
+    let Some(index) = stage.bucket else {
+        return Ok(LaunchReport::default());
+    };
+    let bucket = &step.plan.buckets[index];
+    let segment = &step.plan.segments[bucket.segment];
+    let spec = &step.plan.storages[bucket.storage];
+    let grad = spec.grad_dtype();
+    let SegmentState::Here(Some(memory)) = step.state.arena.take(bucket.segment) else {
+        return Err(step.state.poison());
+    };
+    let replicated = step.plan.replicated(spec);
+    let mut buffers: SmallVec<[_; MAX_LISTS]> = SmallVec::new();
+    for &index in &replicated {
+        let buffer = &mut step.state.storages[bucket.storage].lists[index].buffer;
+        buffers.push(std::mem::replace(buffer, Box::new(Elsewhere)));
+    }
+    let in_segment = bucket.place(segment.elements.start, grad.len_bytes());
+    let replicas = replicas_of(bucket, spec, &replicated, &mut buffers);
+    let call = ReduceUpdate {
+        grad_dtype: grad,
+        grads: memory
+            .host()
+            .and_then(|all| all.get(in_segment))
+            .unwrap_or_default(),
+        replicas,
+        counts: &bucket.counts(),
+    };
+    let context = CallContext {
+        plan_hash: step.plan.hash(),
+        bucket: Some(index as u32),
+    };
+    let mut outcome = Ok(LaunchReport::default());
+    let done = step.comms.reduce_update(call, context, &mut |mut memory| {
+        let lists = replicated.iter().zip(&mut memory.replicas);
+        let mut lists: SmallVec<[_; MAX_LISTS]> = lists
+            .map(|(&list, ranks)| Replicated { list, ranks })
+            .collect();
+        let replicas = Replicas {
+            rank: memory.rank,
+            first: stage.elements.start,
+            grads: &memory.grads,
+            lists: &mut lists,
+        };
+        if let Some(launch) = launches::of_stage(step.plan, step.state, stage, update) {
+            outcome = step.backend.launch_reduced(launch, replicas);
+        }
+    });
+    step.state.arena.segments[bucket.segment] = SegmentState::Here(Some(memory));
+    for (&index, buffer) in replicated.iter().zip(buffers) {
+        step.state.storages[bucket.storage].lists[index].buffer = buffer;
+    }
+    done?;
+    Ok(outcome?)
+}
+
+/// Does `work` with the gradients of a stage's bucket in their list, where the launch looks for
+/// them.
+pub(crate) fn with_gradients<R>(
+    plan: &Plan,
+    state: &mut State,
+    bucket: Option<usize>,
+    work: impl FnOnce(&mut State) -> Result<R, PlanError>,
+) -> Result<R, PlanError> {
+    let Some(bucket) = bucket.map(|bucket| &plan.buckets[bucket]) else {
+        return work(state);
+    };
+    let spec = &plan.storages[bucket.storage];
+    let list = spec.list(Role::Grad);
+    let Some(list) = list.filter(|&list| spec.extents[list] == Extent::Segments) else {
+        return work(state);
+    };
+    let (storage, segment) = (bucket.storage, bucket.segment);
+    match &mut state.arena.segments[segment] {
+        SegmentState::Here(Some(memory)) => {
             std::mem::swap(memory, &mut state.storages[storage].lists[list].buffer);
         }
-        done
+        _ => return Err(state.poison()),
     }
+    let done = work(state);
+    if let SegmentState::Here(Some(memory)) = &mut state.arena.segments[segment] {
+        std::mem::swap(memory, &mut state.storages[storage].lists[list].buffer);
+    }
+    done
 }
 
 /// A bucket's part of the lists that all ranks have whole.

@@ -1,6 +1,13 @@
-//! What one step did.
+//! What one step did, and what a state says of those it has made.
 
+use std::num::NonZeroU64;
+
+use fusestep_amp::LossScale;
+use fusestep_launch::Backend;
 use serde::Serialize;
+
+use crate::norm::NormState;
+use crate::{PlanError, State, norm, update_norms};
 
 /// What one step did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
@@ -58,4 +65,73 @@ pub struct GradReport {
     pub norm: f64,
     /// Elements that are infinite or NaN.
     pub non_finite: u64,
+}
+
+impl State {
+    /// The factor to multiply the next step's loss with, and the counters behind it; `None` without
+    /// pass `loss_scaling`.
+    pub fn loss_scale(&self) -> Option<LossScale> {
+        let scaled = self.scaled.then_some(self.norm.as_ref()).flatten();
+        scaled.map(NormState::loss_scale)
+    }
+
+    /// Steps skipped so far because a gradient was not finite; 0 without a pass that looks.
+    pub fn skipped(&self) -> u64 {
+        self.norm.as_ref().map_or(0, |norm| norm.block.skipped)
+    }
+
+    /// The norm of each parameter's gradient in the last step, with the loss scale taken out, in
+    /// plan order; `None` without a pass that reads the gradients. A parameter that took no
+    /// part has 0.
+    ///
+    /// # Errors
+    /// [`PlanError::Backend`].
+    /// # Cost
+    /// As [`Self::grad_reports`].
+    pub fn grad_norms(&self, backend: &dyn Backend) -> Result<Option<Vec<f64>>, PlanError> {
+        let reports = self.grad_reports(backend)?;
+        Ok(reports.map(|reports| reports.iter().map(|report| report.norm).collect()))
+    }
+
+    /// What the pass that reads the gradients saw of each parameter's in the last step, in plan
+    /// order, whether the step was skipped or not; `None` without such a pass.
+    ///
+    /// # Errors
+    /// [`PlanError::Backend`].
+    /// # Cost
+    /// Reads 16 bytes for each parameter; the sums are there.
+    pub fn grad_reports(
+        &self,
+        backend: &dyn Backend,
+    ) -> Result<Option<Vec<GradReport>>, PlanError> {
+        norm::grad_reports(self, backend)
+    }
+
+    /// How far each parameter moved in the last step, ‖new − old‖ in plan order; `None` without
+    /// pass [`UpdateNorms`](crate::UpdateNorms). A parameter that took no part has 0, and in a
+    /// step that was skipped all have.
+    ///
+    /// # Errors
+    /// [`PlanError::Backend`].
+    /// # Cost
+    /// Waits for a device; reads 64 bytes for each 65,536 elements.
+    pub fn update_norms(&self, backend: &dyn Backend) -> Result<Option<Vec<f64>>, PlanError> {
+        update_norms::of_params(self, backend)
+    }
+
+    /// Micro-steps since the last update that are over.
+    pub fn micro_steps(&self) -> u32 {
+        self.arena.micro_steps
+    }
+
+    /// Segments of gradients whose reduction has been started: with communication streams, while
+    /// gradients are still being given.
+    pub fn segments_started(&self) -> usize {
+        self.arena.ready.started()
+    }
+
+    /// Steps between two averages of LocalSGD, if they have been adapted.
+    pub fn local_interval(&self) -> Option<u64> {
+        self.adapting.every.map(NonZeroU64::get)
+    }
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use fusestep_launch::{Batch, ListBuffer};
+use fusestep_launch::{Backend, Batch, ListBuffer};
 use fusestep_schedule::Schedule as LrSchedule;
 use fusestep_tensor::{DType, ParamDesc, Role};
 
@@ -11,13 +11,13 @@ use crate::arena::GradientArena;
 use crate::average::Adapting;
 use crate::exchange::Exchange;
 use crate::group::Classes;
-use crate::in_backward::{InBackward, check_between_steps};
+use crate::in_backward::InBackward;
 use crate::master::Masters;
-use crate::norm::{NormState, Placed};
+use crate::norm::NormState;
 use crate::storage::StorageState;
 use crate::table::Tables;
 use crate::update_norms::UpdateReader;
-use crate::{Optimizer, Plan, PlanError, Precisions, Tensors};
+use crate::{Optimizer, Plan, PlanError, Precisions, Tensors, master, table};
 
 /// Most steps that a state counts: thousands of years of them.
 pub const MAX_STEPS: u64 = 1 << 53;
@@ -199,7 +199,7 @@ impl State {
     /// # Errors
     /// As [`State::set_lr`]; [`PlanError::UnknownRule`].
     pub fn set_lr_of(&mut self, rule: usize, lr: f64) -> Result<(), PlanError> {
-        check_between_steps(self, "learning rate")?;
+        self.check_between_steps("learning rate")?;
         let count = self.rules.len();
         let own = self.rules.get_mut(rule);
         let own = own.ok_or(PlanError::UnknownRule { rule, count })?;
@@ -236,7 +236,7 @@ impl State {
     /// # Errors
     /// As [`State::set_optimizer`]; [`PlanError::UnknownRule`].
     pub fn set_optimizer_of(&mut self, rule: usize, optimizer: Optimizer) -> Result<(), PlanError> {
-        check_between_steps(self, "optimizer")?;
+        self.check_between_steps("optimizer")?;
         let count = self.rules.len();
         let own = self.rules.get(rule);
         let old = *own.ok_or(PlanError::UnknownRule { rule, count })?;
@@ -321,38 +321,37 @@ impl State {
         Ok(self.storages[storage].lists[list].dtype())
     }
 
-    /// Makes the batches anew if the pattern of tensors without gradient or missed steps has
-    /// changed.
-    pub(crate) fn refresh(&mut self, plan: &Plan) -> Result<(), PlanError> {
-        if !self.schedule.stale {
-            return Ok(());
+    /// Refuses another plan than the state's, and a state that a step has failed on.
+    pub(crate) fn check_plan(&self, plan: &Plan) -> Result<(), PlanError> {
+        if self.plan_hash != plan.hash {
+            return Err(PlanError::ForeignState {
+                expected: plan.hash,
+                found: self.plan_hash,
+            });
         }
-        let classes = Classes::new(&self.params, |param| self.steps_behind[param]);
-        let mut batches = Vec::with_capacity(plan.stages.len());
-        for stage in plan.optimize_stages() {
-            batches.push(plan.batches(stage, |param| !self.without_gradient[param], &classes)?);
+        match self.poisoned {
+            Some(step) => Err(PlanError::Poisoned { step }),
+            None => master::check(self),
         }
-        for storage in &mut self.storages {
-            let set_bytes = storage.kernel.argument_layout().set_bytes;
-            storage.sets.resize(set_bytes * classes.classes.len(), 0);
+    }
+
+    /// Refuses what would reach only those buckets of a step that are not updated yet.
+    pub(crate) fn check_between_steps(&self, what: &'static str) -> Result<(), PlanError> {
+        let step = self.step + 1;
+        match self.in_backward.updated() {
+            None => Ok(()),
+            Some(updated) => Err(PlanError::StepUnderWay {
+                what,
+                step,
+                updated,
+            }),
         }
-        let mut norm = Vec::new();
-        if let (Some(state), Some(stage)) = (&mut self.norm, plan.norm_stage()) {
-            for read in &stage.reads {
-                norm.push(plan.norm_batches(read, |param| !self.without_gradient[param])?);
-            }
-            state.placed = Placed::No;
-        }
-        let without_gradient = &self.without_gradient;
-        self.exchange
-            .refresh(plan, |param| !without_gradient[param], &classes)?;
-        self.schedule = Schedule {
-            classes,
-            batches,
-            norm,
-            stale: false,
-        };
-        Ok(())
+    }
+
+    /// Marks the state as half-changed and says so.
+    pub(crate) fn poison(&mut self) -> PlanError {
+        let step = *self.poisoned.get_or_insert(self.step + 1);
+        PlanError::Poisoned { step }
     }
 
     /// Counts a step that has been run.
@@ -407,5 +406,31 @@ impl State {
             hint,
         })?;
         Ok((storage, list))
+    }
+
+    /// Weighs the gradients of the micro-step under way, before the first of them is given: the
+    /// number of its samples, if updates are means of micro-steps of unequal length.
+    pub fn set_weight(&mut self, weight: f64) -> Result<(), PlanError> {
+        if weight.is_finite() && weight > 0.0 {
+            self.arena.weight = Some(weight);
+            return Ok(());
+        }
+        Err(PlanError::Weight { found: weight })
+    }
+
+    /// Tells the loss of the step under way, for an adaptive interval of LocalSGD.
+    pub fn set_loss(&mut self, loss: f64) {
+        self.adapting.loss = Some(loss);
+    }
+
+    /// Reads what the device has decided in the steps enqueued: how many of them were applied, the
+    /// loss scale, and how many were skipped. Waits for the device.
+    ///
+    /// # Errors
+    /// [`PlanError::Backend`].
+    pub fn settle(&mut self, backend: &dyn Backend) -> Result<(), PlanError> {
+        // Parameters set without gradient since then are so in the next step, not in these.
+        self.step += table::read_applied(self, backend)?;
+        Ok(())
     }
 }

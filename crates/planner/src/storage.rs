@@ -5,9 +5,9 @@ use std::ops::Range;
 use fusestep_launch::{ListBuffer, MAX_SUMS, MultiTensorKernel};
 use fusestep_tensor::Role;
 
-use crate::StorageSpec;
 use crate::stage::{Extent, Part};
 use crate::update_norms::UpdateSlots;
+use crate::{PlanError, StorageSpec};
 
 /// The arenas of one storage and the scalars its kernel reads.
 pub(crate) struct StorageState {
@@ -120,4 +120,21 @@ impl StorageState {
             self.firsts.clear();
         }
     }
+}
+
+pub(crate) fn check_len(
+    role: Role,
+    name: &str,
+    expected: usize,
+    found: usize,
+) -> Result<(), PlanError> {
+    if expected == found {
+        return Ok(());
+    }
+    Err(PlanError::LenBytes {
+        role,
+        name: name.to_owned(),
+        expected,
+        found,
+    })
 }

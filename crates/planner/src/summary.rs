@@ -9,84 +9,82 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::{Note, Optimizer, Plan, Stage, TableKind};
 
-impl Plan {
-    /// The hash of everything that is the same on all ranks and decides where things lie and what
-    /// is done, read off the plan.
-    pub(crate) fn compute_hash(&self) -> u64 {
-        let mut text = HashWriter(Xxh3::new());
-        let names = self.rules.iter().map(Optimizer::name).collect::<Vec<_>>();
-        let (params, precisions) = (&self.params, &self.precisions);
-        let shape = (
-            self.topology.world,
-            self.shard_group,
-            self.zero,
-            self.ownership,
-        );
-        let asked = (
-            &self.gradients,
-            self.update_norms,
-            self.accumulation(),
-            self.local_sgd(),
-        );
-        // A hash has no error to return.
-        let _ = write!(
-            text,
-            "{names:?}{:?}{params:?}{precisions:?}{shape:?}{asked:?}{:?}{:?}{:?}",
-            self.rule_of, self.tensors, self.segments, self.buckets
-        );
-        for spec in &self.storages {
-            let lists = (
-                spec.kernel,
-                spec.rule,
-                &spec.members,
-                &spec.layout,
-                &spec.lists,
-            );
-            let _ = write!(text, "{lists:?}{}", spec.distributed);
-        }
-        if self.in_backward {
-            let _ = write!(text, "update in backward");
-        }
-        for stage in &self.stages {
-            let _ = match stage {
-                // Elements and batches are this rank's own.
-                Stage::Optimize(own) | Stage::ReduceUpdate(own) => {
-                    write!(
-                        text,
-                        "update{:?}{:?}{:?}",
-                        own.storage, own.bucket, own.tensors
-                    )
-                }
-                Stage::Norm(_) => write!(text, "norm"),
-                other => write!(text, "{other:?}"),
-            };
-        }
-        if let Some(schedule) = &self.schedule {
-            let _ = write!(text, "schedule {schedule}");
-        }
-        text.0.finish()
+/// [`Plan::summary`].
+pub(crate) fn of(plan: &Plan) -> PlanSummary {
+    PlanSummary {
+        optimizer: plan.optimizer().name(),
+        schedule: plan.schedule().map(ToString::to_string),
+        parameters: plan.params.len(),
+        elements: plan.elements(),
+        launches: plan.launches(),
+        naive_launches: plan.naive_launches(),
+        state_bytes: plan.state_bytes(),
+        traffic_bytes: plan.traffic_bytes(),
+        argument_bytes: plan.limits.argument_bytes,
+        table: plan.table,
+        update_in_backward: plan.in_backward,
+        max_norm: plan.gradients.max_norm.map(MaxNorm::value),
+        loss_scale: plan.gradients.loss_scale.map(|scale| scale.scale()),
+        hash: format!("{:016x}", plan.hash),
+        notes: plan.notes.iter().map(Note::to_string).collect(),
     }
+}
 
-    /// The numbers that `fusestep plan --json` prints.
-    pub fn summary(&self) -> PlanSummary {
-        PlanSummary {
-            optimizer: self.optimizer().name(),
-            schedule: self.schedule().map(ToString::to_string),
-            parameters: self.params.len(),
-            elements: self.elements(),
-            launches: self.launches(),
-            naive_launches: self.naive_launches(),
-            state_bytes: self.state_bytes(),
-            traffic_bytes: self.traffic_bytes(),
-            argument_bytes: self.limits.argument_bytes,
-            table: self.table,
-            update_in_backward: self.in_backward,
-            max_norm: self.gradients.max_norm.map(MaxNorm::value),
-            loss_scale: self.gradients.loss_scale.map(|scale| scale.scale()),
-            hash: format!("{:016x}", self.hash),
-            notes: self.notes.iter().map(Note::to_string).collect(),
-        }
+/// The hash of everything that is the same on all ranks and decides where things lie and what
+/// is done, read off the plan.
+pub(crate) fn hash(plan: &Plan) -> u64 {
+    let mut text = HashWriter(Xxh3::new());
+    let names = plan.rules.iter().map(Optimizer::name).collect::<Vec<_>>();
+    let (params, precisions) = (&plan.params, &plan.precisions);
+    let shape = (
+        plan.topology.world,
+        plan.shard_group,
+        plan.zero,
+        plan.ownership,
+    );
+    let asked = (
+        &plan.gradients,
+        plan.update_norms,
+        plan.accumulation(),
+        plan.local_sgd(),
+    );
+    // A hash has no error to return.
+    let _ = write!(
+        text,
+        "{names:?}{:?}{params:?}{precisions:?}{shape:?}{asked:?}{:?}{:?}{:?}",
+        plan.rule_of, plan.tensors, plan.segments, plan.buckets
+    );
+    for spec in &plan.storages {
+        let lists = (
+            spec.kernel,
+            spec.rule,
+            &spec.members,
+            &spec.layout,
+            &spec.lists,
+        );
+        let _ = write!(text, "{lists:?}{}", spec.distributed);
     }
+    if plan.in_backward {
+        let _ = write!(text, "update in backward");
+    }
+    for stage in &plan.stages {
+        let _ = match stage {
+            // Elements and batches are this rank's own.
+            Stage::Optimize(own) | Stage::ReduceUpdate(own) => {
+                write!(
+                    text,
+                    "update{:?}{:?}{:?}",
+                    own.storage, own.bucket, own.tensors
+                )
+            }
+            Stage::Norm(_) => write!(text, "norm"),
+            other => write!(text, "{other:?}"),
+        };
+    }
+    if let Some(schedule) = &plan.schedule {
+        let _ = write!(text, "schedule {schedule}");
+    }
+    text.0.finish()
 }
 
 /// Text that is hashed as it is written.

@@ -1,11 +1,14 @@
 //! Tensors of a state, as callers read and write them.
 
+use std::path::Path;
+
 use fusestep_launch::{Backend, ListBuffer};
 use fusestep_tensor::{Element, ParamDesc, Role};
 
+use crate::checkpoint::file;
 use crate::stage::Extent;
-use crate::storage::Held;
-use crate::{PlanError, State};
+use crate::storage::{Held, check_len};
+use crate::{PlanError, State, StateTensors, averages, master};
 
 impl State {
     /// A tensor on the host that this rank has whole.
@@ -48,7 +51,7 @@ impl State {
         let param = self.find(name)?;
         let (_, tensor) = self.places[param];
         if role == Role::Param {
-            self.lend_for_writing(param);
+            master::lend_for_writing(self, param);
             self.params_version += 1;
         }
         if role == Role::Grad {
@@ -104,7 +107,7 @@ impl State {
         let width = self.storages[storage].lists[list].dtype().len_bytes();
         let len_bytes = self.params[param].numel() as usize * width;
         check_len(role, name, len_bytes, bytes.len())?;
-        self.before_write(backend, role, name, bytes)?;
+        master::before_write(self, backend, role, name, bytes)?;
         if role == Role::Param {
             self.params_version += 1;
         }
@@ -217,6 +220,105 @@ impl State {
             backend: self.backend,
         }
     }
+
+    /// Whether a model is evaluated with other values than its parameters: a rule of them averages
+    /// ([`fusestep_launch::UpdateRule::averaging`]).
+    pub fn averages(&self) -> bool {
+        (0..self.params.len()).any(|param| averages::factor_of(self, param).is_some())
+    }
+
+    /// Copies to the host what a model is evaluated with: under a rule that averages
+    /// ([`fusestep_launch::UpdateRule::averaging`]) the average, rounded to the parameter's dtype,
+    /// under any other the parameter. Nothing is written: training goes on with its bits.
+    ///
+    /// # Errors
+    /// As [`State::read`]; [`PlanError::InShards`] if this rank has only a part of what it takes;
+    /// use [`crate::Plan::gather_averages`].
+    pub fn read_average(
+        &self,
+        backend: &dyn Backend,
+        name: &str,
+        bytes: &mut [u8],
+    ) -> Result<(), PlanError> {
+        self.read(backend, Role::Param, name, bytes)?;
+        self.average_borrowed(backend, name, bytes)
+    }
+
+    /// [`State::read_average`] of a parameter that the caller lends: `bytes` has its values and
+    /// takes the average.
+    ///
+    /// # Errors
+    /// As [`State::read_average`]; [`PlanError::LenBytes`].
+    pub fn average_borrowed(
+        &self,
+        backend: &dyn Backend,
+        name: &str,
+        bytes: &mut [u8],
+    ) -> Result<(), PlanError> {
+        averages::average_of(self, backend, name, bytes)
+    }
+
+    /// Lets the f32 master of a parameter that the caller lends follow the parameter's values,
+    /// `bytes`: the master takes over those that it does not round to. To be called before the
+    /// first step, and whenever such a parameter was written outside of a step;
+    /// without a master it does nothing.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownName`], [`PlanError::LenBytes`], [`PlanError::Backend`].
+    pub fn follow_borrowed(
+        &mut self,
+        backend: &dyn Backend,
+        name: &str,
+        bytes: &[u8],
+    ) -> Result<(), PlanError> {
+        master::follow_borrowed(self, backend, name, bytes)
+    }
+
+    /// The optimizer's tensors as `<name>@moment1`, `<name>@moment2`, …, masters among them
+    /// (`<name>@master`), and metadata: `step`, the steps run, and `step@<name>` for a
+    /// parameter that has missed some; with pass `loss_scaling` also `loss_scale`, its counters and
+    /// `skipped`. Parameters and gradients are left out.
+    ///
+    /// # Errors
+    /// [`PlanError::Poisoned`]; [`PlanError::Unsettled`]; [`PlanError::Backend`].
+    pub fn to_tensors(&self, backend: &dyn Backend) -> Result<StateTensors, PlanError> {
+        file::to_tensors(self, backend)
+    }
+
+    /// xxh3 of all parameters' names, types, shapes and values, in the order of their names; `None`
+    /// where the caller keeps them.
+    ///
+    /// # Errors
+    /// [`PlanError::Backend`]; [`PlanError::InShards`].
+    /// # Cost
+    /// One read of the parameters.
+    pub fn parameters_xxh3(&self, backend: &dyn Backend) -> Result<Option<String>, PlanError> {
+        file::parameters_xxh3(self, backend)
+    }
+
+    /// Writes [`State::to_tensors`] as a file, all or nothing.
+    ///
+    /// # Errors
+    /// As [`State::to_tensors`]; [`PlanError::File`], and an existing file is as it was.
+    pub fn save(&self, backend: &dyn Backend, path: &Path) -> Result<(), PlanError> {
+        file::save(self, backend, path)
+    }
+
+    /// Reads what [`State::save`] wrote; returns the [`State::parameters_xxh3`] that it was saved
+    /// with, if the file says so.
+    ///
+    /// # Errors
+    /// [`PlanError::File`]; [`PlanError::StateFile`] naming the first tensor that is missing,
+    /// extra, damaged, of another shape, dtype or rule, or that no run can have: a state that
+    /// is not finite, or a negative mean of squares. The whole file is checked before anything
+    /// changes.
+    pub fn load(
+        &mut self,
+        backend: &dyn Backend,
+        path: &Path,
+    ) -> Result<Option<String>, PlanError> {
+        file::load(self, backend, path)
+    }
 }
 
 /// The one range that has a whole tensor.
@@ -231,22 +333,5 @@ fn whole(held: Vec<Held>, desc: &ParamDesc) -> Result<Held, PlanError> {
     }
     Err(PlanError::InShards {
         name: desc.name.clone(),
-    })
-}
-
-pub(crate) fn check_len(
-    role: Role,
-    name: &str,
-    expected: usize,
-    found: usize,
-) -> Result<(), PlanError> {
-    if expected == found {
-        return Ok(());
-    }
-    Err(PlanError::LenBytes {
-        role,
-        name: name.to_owned(),
-        expected,
-        found,
     })
 }

@@ -6,6 +6,7 @@ use fusestep_launch::{
 
 use crate::comms::Comms;
 use crate::exchange::{Scope, sum_over};
+use crate::step::RankStep;
 use crate::{Plan, PlanError, State, StepReport, StorageSpec};
 
 /// Places for the sums over what updates change in one storage.
@@ -99,200 +100,186 @@ pub(crate) fn chunks_of(numel: u64) -> usize {
     numel.div_ceil(u64::from(CHUNK_ELEMENTS)) as usize
 }
 
-impl State {
-    /// How far each parameter moved in the last step, ‖new − old‖ in plan order; `None` without
-    /// pass [`UpdateNorms`](crate::UpdateNorms). A parameter that took no part has 0, and in a
-    /// step that was skipped all have.
-    ///
-    /// # Errors
-    /// [`PlanError::Backend`].
-    /// # Cost
-    /// Waits for a device; reads 64 bytes for each 65,536 elements.
-    pub fn update_norms(&self, backend: &dyn Backend) -> Result<Option<Vec<f64>>, PlanError> {
-        let Some(reader) = &self.update_reader else {
-            return Ok(None);
-        };
-        if let Some((sums, _)) = &self.exchange.update_sums {
-            return Ok(Some(sums.iter().map(|sum| sum.sqrt()).collect()));
-        }
-        let mut own = UpdateReader {
-            chunks: vec![0.0; reader.chunks.len()],
-            firsts: reader.firsts.clone(),
-            copy: Vec::new(),
-        };
-        let skipped = match &self.norm {
-            Some(norm) => ControlBlock::read(backend, norm.control.as_ref())?.found != 0,
-            None => false,
-        };
-        if !skipped {
-            self.read_update_sums(backend, &mut own)?;
-        }
-        let norms = (0..own.params()).map(|param| own.sum(param).sqrt());
-        Ok(Some(norms.collect()))
+/// [`State::update_norms`].
+pub(crate) fn of_params(
+    state: &State,
+    backend: &dyn Backend,
+) -> Result<Option<Vec<f64>>, PlanError> {
+    let Some(reader) = &state.update_reader else {
+        return Ok(None);
+    };
+    if let Some((sums, _)) = &state.exchange.update_sums {
+        return Ok(Some(sums.iter().map(|sum| sum.sqrt()).collect()));
     }
-
-    /// The sums over each chunk of every parameter that the last update on this rank has left.
-    pub(crate) fn chunk_sums_of_update(
-        &mut self,
-        backend: &dyn Backend,
-        skipped: bool,
-    ) -> Result<Vec<Vec<f64>>, PlanError> {
-        let Some(mut reader) = self.update_reader.take() else {
-            return Ok(Vec::new());
-        };
-        let read = if skipped {
-            reader.chunks.fill(0.0);
-            Ok(())
-        } else {
-            self.read_update_sums(backend, &mut reader)
-        };
-        let params = 0..self.params.len();
-        let chunks = params.map(|param| reader.chunks(param).to_vec()).collect();
-        self.update_reader = Some(reader);
-        read.map(|()| chunks)
+    let mut own = UpdateReader {
+        chunks: vec![0.0; reader.chunks.len()],
+        firsts: reader.firsts.clone(),
+        copy: Vec::new(),
+    };
+    let skipped = match &state.norm {
+        Some(norm) => ControlBlock::read(backend, norm.control.as_ref())?.found != 0,
+        None => false,
+    };
+    if !skipped {
+        read_sums(state, backend, &mut own)?;
     }
-
-    /// Writes the norm of what the step that `report` is of has changed.
-    pub(crate) fn report_update_norm(
-        &mut self,
-        backend: &dyn Backend,
-        report: &mut StepReport,
-    ) -> Result<(), PlanError> {
-        if let Some((_, total)) = &self.exchange.update_sums {
-            report.update_norm = Some(total.sqrt());
-            return Ok(());
-        }
-        // Taken out, so that the rest of the state can be read.
-        let Some(mut reader) = self.update_reader.take() else {
-            return Ok(());
-        };
-        let read = if report.skipped {
-            reader.chunks.fill(0.0);
-            Ok(())
-        } else {
-            self.read_update_sums(backend, &mut reader)
-        };
-        let sum = tree_sum(reader.params(), |param| reader.sum(param));
-        report.update_norm = Some(sum.sqrt());
-        self.update_reader = Some(reader);
-        read
-    }
-
-    /// Reads the chunks of each parameter that the last step's batches have.
-    fn read_update_sums(
-        &self,
-        backend: &dyn Backend,
-        reader: &mut UpdateReader,
-    ) -> Result<(), PlanError> {
-        let UpdateReader {
-            chunks,
-            firsts: places,
-            copy,
-        } = reader;
-        chunks.fill(0.0);
-        let mut copied = None;
-        for (&storage, batches) in self.updated.iter().zip(&self.schedule.batches) {
-            let own = &self.storages[storage];
-            let Some(UpdateSlots { slots, firsts }) = &own.update_slots else {
-                continue;
-            };
-            let units: &[UnitSums] = match slots.host() {
-                Some(bytes) => bytemuck::cast_slice(bytes),
-                None => {
-                    if copied != Some(storage) {
-                        let count = slots.len_bytes() / size_of::<UnitSums>();
-                        copy.resize(count, UnitSums::default());
-                        backend.read(slots.as_ref(), 0, bytemuck::cast_slice_mut(copy))?;
-                        copied = Some(storage);
-                    }
-                    copy
-                }
-            };
-            for record in batches.iter().flat_map(|batch| &batch.records) {
-                let before = chunks_of(record.first_element);
-                let count = chunks_of(record.numel);
-                let from = firsts[record.tensor as usize] as usize + before;
-                let to = places[own.spec.members[record.tensor as usize] as usize] + before;
-                let units = units[from..from + count].iter();
-                for (chunk, units) in chunks[to..to + count].iter_mut().zip(units) {
-                    *chunk = fold_units(units);
-                }
-            }
-        }
-        Ok(())
-    }
+    let norms = (0..own.params()).map(|param| own.sum(param).sqrt());
+    Ok(Some(norms.collect()))
 }
 
-impl Plan {
-    /// Tells all ranks how far each parameter moved.
-    pub(crate) fn share_update_sums(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        skipped: bool,
-    ) -> Result<(), PlanError> {
-        if !self.update_norms {
-            return Ok(());
-        }
-        let params = self.params.len();
-        let mut told = state.chunk_sums_of_update(backend, skipped)?;
-        let own = told.clone();
-        let distributed = |param: usize| self.is_distributed(param);
-        let shared = self.zero != crate::ZeroStage::None && self.reduces();
-        if shared {
-            for (param, chunks) in told.iter_mut().enumerate() {
-                if distributed(param) {
-                    chunks.fill(0.0);
-                }
-            }
-            let mut flat: Vec<f64> = told.iter().flatten().copied().collect();
-            sum_over(comms, &mut flat, Scope::ShardGroup)?;
-            let mut rest = flat.as_slice();
-            for chunks in &mut told {
-                let (own, after) = rest.split_at(chunks.len());
-                chunks.copy_from_slice(own);
-                rest = after;
-            }
-        }
-        let mut sums = Vec::with_capacity(params);
-        for param in 0..params {
-            let of = if distributed(param) {
-                &own[param]
-            } else {
-                &told[param]
-            };
-            sums.push(sum_of(of));
-        }
-        let total = self.total_over_slices(comms, &sums, distributed)?;
-        state.exchange.update_sums = Some((sums, total));
+/// The sums over each chunk of every parameter that the last update on this rank has left.
+fn chunk_sums(
+    state: &mut State,
+    backend: &dyn Backend,
+    skipped: bool,
+) -> Result<Vec<Vec<f64>>, PlanError> {
+    let Some(mut reader) = state.update_reader.take() else {
+        return Ok(Vec::new());
+    };
+    let read = if skipped {
+        reader.chunks.fill(0.0);
         Ok(())
-    }
+    } else {
+        read_sums(state, backend, &mut reader)
+    };
+    let params = 0..state.params.len();
+    let chunks = params.map(|param| reader.chunks(param).to_vec()).collect();
+    state.update_reader = Some(reader);
+    read.map(|()| chunks)
+}
 
-    /// The sum over all parameters, each rank's slices of distributed ones counted once: those of
-    /// rank 0 in their places, the others behind.
-    fn total_over_slices(
-        &self,
-        comms: &mut Comms<'_>,
-        sums: &[f64],
-        distributed: impl Fn(usize) -> bool,
-    ) -> Result<f64, PlanError> {
-        let params: Vec<usize> = (0..sums.len())
-            .filter(|&param| distributed(param))
-            .collect();
-        let (rank, world) = (self.topology.rank, self.topology.world);
-        let mut all = vec![0.0; world * params.len()];
-        for (at, &param) in params.iter().enumerate() {
-            all[rank * params.len() + at] = sums[param];
-        }
-        if !all.is_empty() {
-            sum_over(comms, &mut all, Scope::World)?;
-        }
-        let mut of_first = sums.to_vec();
-        for (at, &param) in params.iter().enumerate() {
-            of_first[param] = all[at];
-        }
-        of_first.extend(all.get(params.len()..).unwrap_or_default());
-        Ok(sum_of(&of_first))
+/// Writes the norm of what the step that `report` is of has changed.
+pub(crate) fn report(
+    state: &mut State,
+    backend: &dyn Backend,
+    report: &mut StepReport,
+) -> Result<(), PlanError> {
+    if let Some((_, total)) = &state.exchange.update_sums {
+        report.update_norm = Some(total.sqrt());
+        return Ok(());
     }
+    // Taken out, so that the rest of the state can be read.
+    let Some(mut reader) = state.update_reader.take() else {
+        return Ok(());
+    };
+    let read = if report.skipped {
+        reader.chunks.fill(0.0);
+        Ok(())
+    } else {
+        read_sums(state, backend, &mut reader)
+    };
+    let sum = tree_sum(reader.params(), |param| reader.sum(param));
+    report.update_norm = Some(sum.sqrt());
+    state.update_reader = Some(reader);
+    read
+}
+
+/// Reads the chunks of each parameter that the last step's batches have.
+fn read_sums(
+    state: &State,
+    backend: &dyn Backend,
+    reader: &mut UpdateReader,
+) -> Result<(), PlanError> {
+    let UpdateReader {
+        chunks,
+        firsts: places,
+        copy,
+    } = reader;
+    chunks.fill(0.0);
+    let mut copied = None;
+    for (&storage, batches) in state.updated.iter().zip(&state.schedule.batches) {
+        let own = &state.storages[storage];
+        let Some(UpdateSlots { slots, firsts }) = &own.update_slots else {
+            continue;
+        };
+        let units: &[UnitSums] = match slots.host() {
+            Some(bytes) => bytemuck::cast_slice(bytes),
+            None => {
+                if copied != Some(storage) {
+                    let count = slots.len_bytes() / size_of::<UnitSums>();
+                    copy.resize(count, UnitSums::default());
+                    backend.read(slots.as_ref(), 0, bytemuck::cast_slice_mut(copy))?;
+                    copied = Some(storage);
+                }
+                copy
+            }
+        };
+        for record in batches.iter().flat_map(|batch| &batch.records) {
+            let before = chunks_of(record.first_element);
+            let count = chunks_of(record.numel);
+            let from = firsts[record.tensor as usize] as usize + before;
+            let to = places[own.spec.members[record.tensor as usize] as usize] + before;
+            let units = units[from..from + count].iter();
+            for (chunk, units) in chunks[to..to + count].iter_mut().zip(units) {
+                *chunk = fold_units(units);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Tells all ranks how far each parameter moved.
+pub(crate) fn share(step: &mut RankStep<'_, '_>, skipped: bool) -> Result<(), PlanError> {
+    if !step.plan.update_norms {
+        return Ok(());
+    }
+    let params = step.plan.params.len();
+    let mut told = chunk_sums(step.state, step.backend, skipped)?;
+    let own = told.clone();
+    let distributed = |param: usize| step.plan.is_distributed(param);
+    let shared = step.plan.zero != crate::ZeroStage::None && step.plan.reduces();
+    if shared {
+        for (param, chunks) in told.iter_mut().enumerate() {
+            if distributed(param) {
+                chunks.fill(0.0);
+            }
+        }
+        let mut flat: Vec<f64> = told.iter().flatten().copied().collect();
+        sum_over(step.comms, &mut flat, Scope::ShardGroup)?;
+        let mut rest = flat.as_slice();
+        for chunks in &mut told {
+            let (own, after) = rest.split_at(chunks.len());
+            chunks.copy_from_slice(own);
+            rest = after;
+        }
+    }
+    let mut sums = Vec::with_capacity(params);
+    for param in 0..params {
+        let of = if distributed(param) {
+            &own[param]
+        } else {
+            &told[param]
+        };
+        sums.push(sum_of(of));
+    }
+    let total = total_over_slices(step.plan, step.comms, &sums, distributed)?;
+    step.state.exchange.update_sums = Some((sums, total));
+    Ok(())
+}
+
+/// The sum over all parameters, each rank's slices of distributed ones counted once: those of
+/// rank 0 in their places, the others behind.
+fn total_over_slices(
+    plan: &Plan,
+    comms: &mut Comms<'_>,
+    sums: &[f64],
+    distributed: impl Fn(usize) -> bool,
+) -> Result<f64, PlanError> {
+    let params: Vec<usize> = (0..sums.len())
+        .filter(|&param| distributed(param))
+        .collect();
+    let (rank, world) = (plan.topology.rank, plan.topology.world);
+    let mut all = vec![0.0; world * params.len()];
+    for (at, &param) in params.iter().enumerate() {
+        all[rank * params.len() + at] = sums[param];
+    }
+    if !all.is_empty() {
+        sum_over(comms, &mut all, Scope::World)?;
+    }
+    let mut of_first = sums.to_vec();
+    for (at, &param) in params.iter().enumerate() {
+        of_first[param] = all[at];
+    }
+    of_first.extend(all.get(params.len()..).unwrap_or_default());
+    Ok(sum_of(&of_first))
 }

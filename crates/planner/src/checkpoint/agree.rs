@@ -20,177 +20,175 @@ const FILES_BYTES: usize = 2 * WORD_BYTES;
 /// Bytes of an error that a rank tells the others.
 const TOLD_BYTES: usize = 512;
 
-impl Plan {
-    /// Brings the place that rank 0 has found to all ranks, so that all write to one.
-    pub(super) fn agree_on_generation(
-        &self,
-        comms: &mut Comms<'_>,
-        begun: Result<Option<Generation>, PlanError>,
-    ) -> Result<Generation, PlanError> {
-        let mut words = [0u8; 3 * 8];
-        if let Ok(Some(own)) = &begun {
-            let own = [own.checkpoint, own.step, own.turn as u64];
-            words.copy_from_slice(&own.map(u64::to_le_bytes).concat());
-        }
-        self.agree(comms, begun.map(drop))?;
-        let broadcast = Operation::Broadcast { root: 0 };
-        comms.in_place(broadcast, DType::U8, None, &mut words)?;
-        Ok(Generation {
-            checkpoint: number(&words, 0),
-            step: number(&words, 1),
-            turn: usize::from(number(&words, 2) > 0),
-        })
+/// Brings the place that rank 0 has found to all ranks, so that all write to one.
+pub(super) fn on_generation(
+    plan: &Plan,
+    comms: &mut Comms<'_>,
+    begun: Result<Option<Generation>, PlanError>,
+) -> Result<Generation, PlanError> {
+    let mut words = [0u8; 3 * 8];
+    if let Ok(Some(own)) = &begun {
+        let own = [own.checkpoint, own.step, own.turn as u64];
+        words.copy_from_slice(&own.map(u64::to_le_bytes).concat());
     }
+    on_outcome(plan, comms, begun.map(drop))?;
+    let broadcast = Operation::Broadcast { root: 0 };
+    comms.in_place(broadcast, DType::U8, None, &mut words)?;
+    Ok(Generation {
+        checkpoint: number(&words, 0),
+        step: number(&words, 1),
+        turn: usize::from(number(&words, 2) > 0),
+    })
+}
 
-    /// Tells all ranks what each has written; if one could not, all fail.
-    pub(super) fn agree_on_shards(
-        &self,
-        comms: &mut Comms<'_>,
-        written: Result<Written, PlanError>,
-    ) -> Result<Vec<ShardSpec>, PlanError> {
-        let (rank, world) = (self.topology().rank, self.topology().world);
-        let mut words = vec![0u8; FILES_BYTES * world];
-        if let Ok(written) = &written {
-            let own = &mut words[FILES_BYTES * rank..FILES_BYTES * (rank + 1)];
-            let files = [&written.model, &written.shard];
-            for (word, spec) in own.chunks_exact_mut(WORD_BYTES).zip(files) {
-                if let Some(spec) = spec {
-                    let sum = u64::from_str_radix(&spec.xxh3, 16).unwrap_or_default();
-                    let said = [1u64, spec.len_bytes, sum].map(u64::to_le_bytes);
-                    word.copy_from_slice(&said.concat());
-                }
+/// Tells all ranks what each has written; if one could not, all fail.
+pub(super) fn on_shards(
+    plan: &Plan,
+    comms: &mut Comms<'_>,
+    written: Result<Written, PlanError>,
+) -> Result<Vec<ShardSpec>, PlanError> {
+    let (rank, world) = (plan.topology().rank, plan.topology().world);
+    let mut words = vec![0u8; FILES_BYTES * world];
+    if let Ok(written) = &written {
+        let own = &mut words[FILES_BYTES * rank..FILES_BYTES * (rank + 1)];
+        let files = [&written.model, &written.shard];
+        for (word, spec) in own.chunks_exact_mut(WORD_BYTES).zip(files) {
+            if let Some(spec) = spec {
+                let sum = u64::from_str_radix(&spec.xxh3, 16).unwrap_or_default();
+                let said = [1u64, spec.len_bytes, sum].map(u64::to_le_bytes);
+                word.copy_from_slice(&said.concat());
             }
         }
-        let outcome = written.map(drop);
-        comms.in_place(
-            Operation::AllGather,
-            DType::U8,
-            Some(&vec![FILES_BYTES; world]),
-            &mut words,
-        )?;
-        self.agree(comms, outcome)?;
-        let said = words.chunks_exact(WORD_BYTES).enumerate();
-        let wrote = said.filter(|(_, word)| number(word, 0) == 1);
-        let spec = |(at, word): (usize, &[u8])| ShardSpec {
-            file: match at % 2 {
-                0 => MODEL_FILE.to_owned(),
-                _ => shard_file(at / 2),
-            },
-            len_bytes: number(word, 1),
-            xxh3: format!("{:016x}", number(word, 2)),
-        };
-        Ok(wrote.map(spec).collect())
     }
+    let outcome = written.map(drop);
+    comms.in_place(
+        Operation::AllGather,
+        DType::U8,
+        Some(&vec![FILES_BYTES; world]),
+        &mut words,
+    )?;
+    on_outcome(plan, comms, outcome)?;
+    let said = words.chunks_exact(WORD_BYTES).enumerate();
+    let wrote = said.filter(|(_, word)| number(word, 0) == 1);
+    let spec = |(at, word): (usize, &[u8])| ShardSpec {
+        file: match at % 2 {
+            0 => MODEL_FILE.to_owned(),
+            _ => shard_file(at / 2),
+        },
+        len_bytes: number(word, 1),
+        xxh3: format!("{:016x}", number(word, 2)),
+    };
+    Ok(wrote.map(spec).collect())
+}
 
-    /// Fails on all ranks if it failed on one, with that rank's own error: the lowest such rank's,
-    /// which the others name.
-    pub(super) fn agree(
-        &self,
-        comms: &mut Comms<'_>,
-        outcome: Result<(), PlanError>,
-    ) -> Result<(), PlanError> {
-        let (rank, world) = (self.topology().rank, self.topology().world);
-        if !most(comms, outcome.is_err())? {
-            return outcome;
-        }
-        let mut told = vec![0u8; TOLD_BYTES * world];
-        if let Err(error) = &outcome {
-            let text = error.to_string();
-            let fits = |len: &usize| text.is_char_boundary(*len);
-            let most = text.len().min(TOLD_BYTES - 1);
-            let len = (0..=most).rev().find(fits).unwrap_or(0);
-            let own = &mut told[TOLD_BYTES * rank..][..TOLD_BYTES];
-            own[0] = 1;
-            own[1..=len].copy_from_slice(&text.as_bytes()[..len]);
-        }
-        let counts = vec![TOLD_BYTES; world];
-        comms.in_place(Operation::AllGather, DType::U8, Some(&counts), &mut told)?;
-        outcome?;
-        let mut ranks = told.chunks_exact(TOLD_BYTES).enumerate();
-        let first = ranks.find(|(_, told)| told[0] == 1);
-        let (rank, text) = first.map_or((0, &[][..]), |(rank, told)| (rank, &told[1..]));
-        Err(PlanError::OtherRank {
-            rank,
-            reason: String::from_utf8_lossy(text)
-                .trim_end_matches('\0')
-                .to_owned(),
-        })
+/// Fails on all ranks if it failed on one, with that rank's own error: the lowest such rank's,
+/// which the others name.
+pub(super) fn on_outcome(
+    plan: &Plan,
+    comms: &mut Comms<'_>,
+    outcome: Result<(), PlanError>,
+) -> Result<(), PlanError> {
+    let (rank, world) = (plan.topology().rank, plan.topology().world);
+    if !most(comms, outcome.is_err())? {
+        return outcome;
     }
+    let mut told = vec![0u8; TOLD_BYTES * world];
+    if let Err(error) = &outcome {
+        let text = error.to_string();
+        let fits = |len: &usize| text.is_char_boundary(*len);
+        let most = text.len().min(TOLD_BYTES - 1);
+        let len = (0..=most).rev().find(fits).unwrap_or(0);
+        let own = &mut told[TOLD_BYTES * rank..][..TOLD_BYTES];
+        own[0] = 1;
+        own[1..=len].copy_from_slice(&text.as_bytes()[..len]);
+    }
+    let counts = vec![TOLD_BYTES; world];
+    comms.in_place(Operation::AllGather, DType::U8, Some(&counts), &mut told)?;
+    outcome?;
+    let mut ranks = told.chunks_exact(TOLD_BYTES).enumerate();
+    let first = ranks.find(|(_, told)| told[0] == 1);
+    let (rank, text) = first.map_or((0, &[][..]), |(rank, told)| (rank, &told[1..]));
+    Err(PlanError::OtherRank {
+        rank,
+        reason: String::from_utf8_lossy(text)
+            .trim_end_matches('\0')
+            .to_owned(),
+    })
+}
 
-    /// Refuses, on all ranks, a checkpoint that one of them cannot go on from, or that is not the
-    /// same for all: each says which it has read, 0 for none.
-    pub(super) fn agree_on_checkpoint(
-        &self,
-        comms: &mut Comms<'_>,
-        folder: &Path,
-        (read, said): (Result<(), PlanError>, u64),
-    ) -> Result<(), PlanError> {
-        let (rank, world) = (self.topology().rank, self.topology().world);
-        if world == 1 {
-            return read;
-        }
-        comms.set_plan(self.hash());
-        self.agree(comms, read)?;
-        let mut words = vec![0u8; 8 * world];
-        words[8 * rank..8 * (rank + 1)].copy_from_slice(&said.to_le_bytes());
-        let counts = vec![8; world];
-        comms.in_place(Operation::AllGather, DType::U8, Some(&counts), &mut words)?;
-        let first = number(&words, 0);
-        let Some(other) = (1..world).find(|&rank| number(&words, rank) != first) else {
-            return Ok(());
-        };
-        let text = |word| match word {
-            0 => "none".to_owned(),
-            sum => format!("one with checksum {sum:016x}"),
-        };
-        let expected = format!(
-            "the checkpoint that rank 0 sees ({}) on all ranks; resume from a file system that \
-             they share",
-            text(first)
-        );
-        let found = format!("{} on rank {other}", text(number(&words, other)));
-        Err(refuse(folder, "manifest", &expected, found))
+/// Refuses, on all ranks, a checkpoint that one of them cannot go on from, or that is not the
+/// same for all: each says which it has read, 0 for none.
+pub(super) fn on_checkpoint(
+    plan: &Plan,
+    comms: &mut Comms<'_>,
+    folder: &Path,
+    (read, said): (Result<(), PlanError>, u64),
+) -> Result<(), PlanError> {
+    let (rank, world) = (plan.topology().rank, plan.topology().world);
+    if world == 1 {
+        return read;
     }
+    comms.set_plan(plan.hash());
+    on_outcome(plan, comms, read)?;
+    let mut words = vec![0u8; 8 * world];
+    words[8 * rank..8 * (rank + 1)].copy_from_slice(&said.to_le_bytes());
+    let counts = vec![8; world];
+    comms.in_place(Operation::AllGather, DType::U8, Some(&counts), &mut words)?;
+    let first = number(&words, 0);
+    let Some(other) = (1..world).find(|&rank| number(&words, rank) != first) else {
+        return Ok(());
+    };
+    let text = |word| match word {
+        0 => "none".to_owned(),
+        sum => format!("one with checksum {sum:016x}"),
+    };
+    let expected = format!(
+        "the checkpoint that rank 0 sees ({}) on all ranks; resume from a file system that \
+         they share",
+        text(first)
+    );
+    let found = format!("{} on rank {other}", text(number(&words, other)));
+    Err(refuse(folder, "manifest", &expected, found))
+}
 
-    /// Whether it is so on any rank.
-    pub(super) fn on_any_rank(&self, comms: &mut Comms<'_>, own: Own) -> Result<bool, PlanError> {
-        if self.topology().world == 1 {
-            return Ok(own == Own::Yes);
-        }
-        comms.set_plan(self.hash());
-        most(comms, own == Own::Yes)
+/// Whether it is so on any rank.
+pub(super) fn on_any_rank(plan: &Plan, comms: &mut Comms<'_>, own: Own) -> Result<bool, PlanError> {
+    if plan.topology().world == 1 {
+        return Ok(own == Own::Yes);
     }
+    comms.set_plan(plan.hash());
+    most(comms, own == Own::Yes)
+}
 
-    /// Brings a text of each rank to all, in rank order.
-    pub(super) fn gather_texts(
-        &self,
-        comms: &mut Comms<'_>,
-        own: &str,
-    ) -> Result<Vec<String>, PlanError> {
-        let (rank, world) = (self.topology().rank, self.topology().world);
-        if world == 1 {
-            return Ok(vec![own.to_owned()]);
-        }
-        comms.set_plan(self.hash());
-        let mut lengths = vec![0u8; 8 * world];
-        lengths[8 * rank..8 * (rank + 1)].copy_from_slice(&(own.len() as u64).to_le_bytes());
-        let counts = vec![8; world];
-        comms.in_place(Operation::AllGather, DType::U8, Some(&counts), &mut lengths)?;
-        let counts: Vec<usize> = (0..world).map(|at| number(&lengths, at) as usize).collect();
-        let mut texts = vec![0u8; counts.iter().sum()];
-        if !texts.is_empty() {
-            let first: usize = counts[..rank].iter().sum();
-            texts[first..first + own.len()].copy_from_slice(own.as_bytes());
-            comms.in_place(Operation::AllGather, DType::U8, Some(&counts), &mut texts)?;
-        }
-        let mut rest = &texts[..];
-        let text = |count: usize| {
-            let (text, behind) = rest.split_at(count);
-            rest = behind;
-            String::from_utf8_lossy(text).into_owned()
-        };
-        Ok(counts.into_iter().map(text).collect())
+/// Brings a text of each rank to all, in rank order.
+pub(super) fn gather_texts(
+    plan: &Plan,
+    comms: &mut Comms<'_>,
+    own: &str,
+) -> Result<Vec<String>, PlanError> {
+    let (rank, world) = (plan.topology().rank, plan.topology().world);
+    if world == 1 {
+        return Ok(vec![own.to_owned()]);
     }
+    comms.set_plan(plan.hash());
+    let mut lengths = vec![0u8; 8 * world];
+    lengths[8 * rank..8 * (rank + 1)].copy_from_slice(&(own.len() as u64).to_le_bytes());
+    let counts = vec![8; world];
+    comms.in_place(Operation::AllGather, DType::U8, Some(&counts), &mut lengths)?;
+    let counts: Vec<usize> = (0..world).map(|at| number(&lengths, at) as usize).collect();
+    let mut texts = vec![0u8; counts.iter().sum()];
+    if !texts.is_empty() {
+        let first: usize = counts[..rank].iter().sum();
+        texts[first..first + own.len()].copy_from_slice(own.as_bytes());
+        comms.in_place(Operation::AllGather, DType::U8, Some(&counts), &mut texts)?;
+    }
+    let mut rest = &texts[..];
+    let text = |count: usize| {
+        let (text, behind) = rest.split_at(count);
+        rest = behind;
+        String::from_utf8_lossy(text).into_owned()
+    };
+    Ok(counts.into_iter().map(text).collect())
 }
 
 /// What one rank says of itself.

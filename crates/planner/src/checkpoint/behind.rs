@@ -23,7 +23,7 @@ use super::manifest::Manifest;
 use super::shards::write_snapshot;
 use super::snapshot::Snapshot;
 use super::writer::{Done, Job, Outcome, Writer};
-use super::{CheckpointFolder, RunToSave};
+use super::{CheckpointFolder, RunToSave, agree, save, snapshot};
 use crate::comms::Comms;
 use crate::{Plan, PlanError};
 
@@ -122,201 +122,180 @@ impl Saves {
     }
 }
 
-impl Plan {
-    /// Begins a save of what [`Plan::save_run`] saves: copies it and returns, once a save before
-    /// it is complete. All ranks call it, between micro-steps, and then [`Plan::poll_saves`] in
-    /// every step, until that says that the save is complete.
-    ///
-    /// # Errors
-    /// As [`Plan::save_run`], for what can be told before anything is written. That of the save
-    /// before, and this one has not been begun then. On all ranks alike.
-    /// # Cost
-    /// One copy of what this rank saves; two small calls.
-    pub fn save_behind(
-        &self,
-        run: RunToSave<'_>,
-        comms: &mut Comms<'_>,
-        saves: &mut Saves,
-        folder: &Path,
-        caller: BTreeMap<String, String>,
-    ) -> Result<(), PlanError> {
-        self.finish_saves(comms, saves)?;
-        self.check_state(run.state)?;
-        let files = Arc::clone(&saves.files);
-        let place = CheckpointFolder::of(files.as_ref(), folder);
-        if Arc::get_mut(&mut saves.snapshot).is_none() {
-            // The writer of a save that was given up has it still.
-            saves.snapshot = Arc::default();
-        }
-        let copied = self.check_between(run.state).and_then(|()| {
-            let own = Arc::get_mut(&mut saves.snapshot);
-            own.map_or(Ok(()), |own| self.snapshot(run, place, own))
-        });
-        let first = self.topology().rank == 0;
-        let manifest = match (&copied, first) {
-            (Ok(()), true) => self.manifest(run.state, caller).map(Some),
-            _ => Ok(None),
-        };
-        let (manifest, outcome) = match manifest {
-            Ok(manifest) => (manifest, copied),
-            Err(error) => (None, Err(error)),
-        };
-        if self.topology().world > 1 {
-            comms.set_plan(self.hash());
-            self.agree(comms, outcome)?;
-        } else {
-            outcome?;
-        }
-        let flight = Flight {
-            folder: folder.to_owned(),
-            step: run.state.step(),
-            phase: Phase::Begin,
-            outcome: None,
-            manifest,
-            generation: None,
-        };
-        self.take_off(saves, flight);
-        Ok(())
+/// [`Plan::save_behind`].
+pub(crate) fn save(
+    plan: &Plan,
+    run: RunToSave<'_>,
+    comms: &mut Comms<'_>,
+    saves: &mut Saves,
+    folder: &Path,
+    caller: BTreeMap<String, String>,
+) -> Result<(), PlanError> {
+    finish(plan, comms, saves)?;
+    run.state.check_plan(plan)?;
+    let files = Arc::clone(&saves.files);
+    let place = CheckpointFolder::of(files.as_ref(), folder);
+    if Arc::get_mut(&mut saves.snapshot).is_none() {
+        // The writer of a save that was given up has it still.
+        saves.snapshot = Arc::default();
     }
+    let copied = save::check_between(run.state).and_then(|()| {
+        let own = Arc::get_mut(&mut saves.snapshot);
+        own.map_or(Ok(()), |own| snapshot::take(plan, run, place, own))
+    });
+    let first = plan.topology().rank == 0;
+    let manifest = match (&copied, first) {
+        (Ok(()), true) => save::manifest_of(plan, run.state, caller).map(Some),
+        _ => Ok(None),
+    };
+    let (manifest, outcome) = match manifest {
+        Ok(manifest) => (manifest, copied),
+        Err(error) => (None, Err(error)),
+    };
+    if plan.topology().world > 1 {
+        comms.set_plan(plan.hash());
+        agree::on_outcome(plan, comms, outcome)?;
+    } else {
+        outcome?;
+    }
+    let flight = Flight {
+        folder: folder.to_owned(),
+        step: run.state.step(),
+        phase: Phase::Begin,
+        outcome: None,
+        manifest,
+        generation: None,
+    };
+    take_off(plan, saves, flight);
+    Ok(())
+}
 
-    /// Looks after the save in flight, if there is one, without waiting for a disk; says so when it
-    /// is complete. All ranks call it alike: as part of every step, for example.
-    ///
-    /// # Errors
-    /// As [`Plan::save_run`], on all ranks in the same call; the checkpoint before is as it was,
-    /// and nothing is in flight any more.
-    /// # Cost
-    /// One reduction of a byte while a save is in flight, and nothing otherwise.
-    pub fn poll_saves(
-        &self,
-        comms: &mut Comms<'_>,
-        saves: &mut Saves,
-    ) -> Result<Option<Saved>, PlanError> {
-        let Some(flight) = &mut saves.flight else {
-            return Ok(None);
-        };
+/// [`Plan::poll_saves`].
+pub(crate) fn poll(
+    plan: &Plan,
+    comms: &mut Comms<'_>,
+    saves: &mut Saves,
+) -> Result<Option<Saved>, PlanError> {
+    let Some(flight) = &mut saves.flight else {
+        return Ok(None);
+    };
+    if flight.outcome.is_none() {
+        flight.outcome = saves.writer.look();
+    }
+    let own = match flight.outcome {
+        Some(_) => Own::No,
+        None => Own::Yes,
+    };
+    match agree::on_any_rank(plan, comms, own) {
+        Ok(true) => Ok(None),
+        Ok(false) => advance(plan, comms, saves),
+        Err(error) => {
+            saves.flight = None;
+            Err(error)
+        }
+    }
+}
+
+/// [`Plan::finish_saves`].
+pub(crate) fn finish(
+    plan: &Plan,
+    comms: &mut Comms<'_>,
+    saves: &mut Saves,
+) -> Result<Option<Saved>, PlanError> {
+    let mut saved = None;
+    while let Some(flight) = &mut saves.flight {
         if flight.outcome.is_none() {
-            flight.outcome = saves.writer.look();
+            flight.outcome = saves.writer.wait();
         }
-        let own = match flight.outcome {
-            Some(_) => Own::No,
-            None => Own::Yes,
-        };
-        match self.on_any_rank(comms, own) {
-            Ok(true) => Ok(None),
-            Ok(false) => self.advance(comms, saves),
-            Err(error) => {
-                saves.flight = None;
-                Err(error)
-            }
-        }
+        saved = advance(plan, comms, saves)?.or(saved);
     }
+    Ok(saved)
+}
 
-    /// Waits until nothing is in flight; all ranks call it, at the end of training. Says which save
-    /// it has completed.
-    ///
-    /// # Errors
-    /// As [`Plan::poll_saves`].
-    pub fn finish_saves(
-        &self,
-        comms: &mut Comms<'_>,
-        saves: &mut Saves,
-    ) -> Result<Option<Saved>, PlanError> {
-        let mut saved = None;
-        while let Some(flight) = &mut saves.flight {
-            if flight.outcome.is_none() {
-                flight.outcome = saves.writer.wait();
-            }
-            saved = self.advance(comms, saves)?.or(saved);
+/// Begins the first part of a save: one rank alone does all of it at once.
+fn take_off(plan: &Plan, saves: &mut Saves, mut flight: Flight) {
+    let (files, folder) = (Arc::clone(&saves.files), flight.folder.clone());
+    let step = flight.step;
+    let job: Option<Job> = if plan.topology().world == 1 {
+        flight.phase = Phase::Commit;
+        let (snapshot, manifest) = (Arc::clone(&saves.snapshot), flight.manifest.take());
+        Some(Box::new(move || {
+            let folder = CheckpointFolder::of(files.as_ref(), &folder);
+            save_alone(folder, step, &snapshot, manifest)
+        }))
+    } else if plan.topology().rank == 0 {
+        Some(Box::new(move || {
+            let folder = CheckpointFolder::of(files.as_ref(), &folder);
+            Generation::begin(folder, step).map(|begun| Done::Begun(Some(begun)))
+        }))
+    } else {
+        None
+    };
+    flight.outcome = saves.begin(job, Done::Begun(None));
+    saves.flight = Some(flight);
+}
+
+/// Goes on to the next part of a save when all ranks have done this one.
+fn advance(
+    plan: &Plan,
+    comms: &mut Comms<'_>,
+    saves: &mut Saves,
+) -> Result<Option<Saved>, PlanError> {
+    let Some(mut flight) = saves.flight.take() else {
+        return Ok(None);
+    };
+    let outcome = flight.outcome.take();
+    let outcome = outcome.unwrap_or(Ok(Done::Committed));
+    comms.set_plan(plan.hash());
+    let rank = plan.topology().rank;
+    let (files, folder) = (Arc::clone(&saves.files), flight.folder.clone());
+    match flight.phase {
+        Phase::Begin => {
+            let begun = outcome.map(|done| match done {
+                Done::Begun(generation) => generation,
+                _ => None,
+            });
+            let generation = agree::on_generation(plan, comms, begun)?;
+            flight.generation = Some(generation.clone());
+            flight.phase = Phase::Write;
+            let snapshot = Arc::clone(&saves.snapshot);
+            let job: Job = Box::new(move || {
+                let folder = CheckpointFolder::of(files.as_ref(), &folder);
+                generation.check_seen(folder)?;
+                let written = write_snapshot(folder, &generation.name(), rank, &snapshot);
+                written.map(Done::Written)
+            });
+            flight.outcome = saves.begin(Some(job), Done::Committed);
         }
-        Ok(saved)
-    }
-
-    /// Begins the first part of a save: one rank alone does all of it at once.
-    fn take_off(&self, saves: &mut Saves, mut flight: Flight) {
-        let (files, folder) = (Arc::clone(&saves.files), flight.folder.clone());
-        let step = flight.step;
-        let job: Option<Job> = if self.topology().world == 1 {
+        Phase::Write => {
+            let written = outcome.map(|done| match done {
+                Done::Written(written) => written,
+                _ => Default::default(),
+            });
+            let shards = agree::on_shards(plan, comms, written)?;
             flight.phase = Phase::Commit;
-            let (snapshot, manifest) = (Arc::clone(&saves.snapshot), flight.manifest.take());
-            Some(Box::new(move || {
-                let folder = CheckpointFolder::of(files.as_ref(), &folder);
-                save_alone(folder, step, &snapshot, manifest)
-            }))
-        } else if self.topology().rank == 0 {
-            Some(Box::new(move || {
-                let folder = CheckpointFolder::of(files.as_ref(), &folder);
-                Generation::begin(folder, step).map(|begun| Done::Begun(Some(begun)))
-            }))
-        } else {
-            None
-        };
-        flight.outcome = saves.begin(job, Done::Begun(None));
-        saves.flight = Some(flight);
-    }
-
-    /// Goes on to the next part of a save when all ranks have done this one.
-    fn advance(
-        &self,
-        comms: &mut Comms<'_>,
-        saves: &mut Saves,
-    ) -> Result<Option<Saved>, PlanError> {
-        let Some(mut flight) = saves.flight.take() else {
-            return Ok(None);
-        };
-        let outcome = flight.outcome.take();
-        let outcome = outcome.unwrap_or(Ok(Done::Committed));
-        comms.set_plan(self.hash());
-        let rank = self.topology().rank;
-        let (files, folder) = (Arc::clone(&saves.files), flight.folder.clone());
-        match flight.phase {
-            Phase::Begin => {
-                let begun = outcome.map(|done| match done {
-                    Done::Begun(generation) => generation,
-                    _ => None,
-                });
-                let generation = self.agree_on_generation(comms, begun)?;
-                flight.generation = Some(generation.clone());
-                flight.phase = Phase::Write;
-                let snapshot = Arc::clone(&saves.snapshot);
-                let job: Job = Box::new(move || {
+            let own = flight.manifest.take().zip(flight.generation.take());
+            let job = own.map(|(manifest, generation)| -> Job {
+                Box::new(move || {
                     let folder = CheckpointFolder::of(files.as_ref(), &folder);
-                    generation.check_seen(folder)?;
-                    let written = write_snapshot(folder, &generation.name(), rank, &snapshot);
-                    written.map(Done::Written)
-                });
-                flight.outcome = saves.begin(Some(job), Done::Committed);
-            }
-            Phase::Write => {
-                let written = outcome.map(|done| match done {
-                    Done::Written(written) => written,
-                    _ => Default::default(),
-                });
-                let shards = self.agree_on_shards(comms, written)?;
-                flight.phase = Phase::Commit;
-                let own = flight.manifest.take().zip(flight.generation.take());
-                let job = own.map(|(manifest, generation)| -> Job {
-                    Box::new(move || {
-                        let folder = CheckpointFolder::of(files.as_ref(), &folder);
-                        let committed = manifest.commit_to(folder, &generation, shards);
-                        committed.map(|()| Done::Committed)
-                    })
-                });
-                flight.outcome = saves.begin(job, Done::Committed);
-            }
-            Phase::Commit => {
-                let committed = outcome.map(drop);
-                if self.topology().world > 1 {
-                    self.agree(comms, committed)?;
-                } else {
-                    committed?;
-                }
-                return Ok(Some(Saved { step: flight.step }));
-            }
+                    let committed = manifest.commit_to(folder, &generation, shards);
+                    committed.map(|()| Done::Committed)
+                })
+            });
+            flight.outcome = saves.begin(job, Done::Committed);
         }
-        saves.flight = Some(flight);
-        Ok(None)
+        Phase::Commit => {
+            let committed = outcome.map(drop);
+            if plan.topology().world > 1 {
+                agree::on_outcome(plan, comms, committed)?;
+            } else {
+                committed?;
+            }
+            return Ok(Some(Saved { step: flight.step }));
+        }
     }
+    saves.flight = Some(flight);
+    Ok(None)
 }
 
 /// All parts of a save of the only rank, one after the other.

@@ -8,7 +8,7 @@ use fusestep_tensor::Quoted;
 
 use super::manifest::{Manifest, refuse};
 use super::save::ReadRun;
-use super::{BorrowedParams, FolderLock, Remembered, RunToSave, Saved, Saves};
+use super::{BorrowedParams, FolderLock, Remembered, RunToSave, Saved, Saves, agree, save};
 use crate::comms::Comms;
 use crate::{Plan, PlanError, State};
 
@@ -57,11 +57,11 @@ impl Checkpoints {
         };
         let said = read.as_ref().map_or(0, manifest);
         let failed = read.as_ref().err().cloned().map_or(Ok(()), Err);
-        plan.agree_on_checkpoint(comms, folder, (failed, said))?;
+        agree::on_checkpoint(plan, comms, folder, (failed, said))?;
         let Some((run, steps)) = read? else {
             return Ok(None);
         };
-        let texts = plan.take_over(state, backend, params, run)?;
+        let texts = save::take_over(plan, state, backend, params, run)?;
         self.remembered.restore(plan.topology(), &texts);
         Ok(Some(steps))
     }
@@ -129,7 +129,7 @@ impl Checkpoints {
         };
         if plan.topology().world > 1 {
             comms.set_plan(plan.hash());
-            plan.agree(comms, outcome)?;
+            agree::on_outcome(plan, comms, outcome)?;
         } else {
             outcome?;
         }
@@ -149,7 +149,7 @@ fn read_any(
     let Some(manifest) = Manifest::read_if_any(folder)? else {
         return Ok(None);
     };
-    let run = plan.read_run(state, params, (folder.into(), &manifest))?;
+    let run = save::read_run(plan, state, params, (folder.into(), &manifest))?;
     let text = run.manifest.caller.get(STEPS);
     let steps = text.and_then(|steps| steps.parse().ok());
     let refused = || {

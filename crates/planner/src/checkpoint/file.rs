@@ -27,7 +27,7 @@ use fusestep_tensor_file::{TensorBytes, TensorFile, write_atomically};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::{settings, values};
-use crate::in_backward::{check_between_steps, forget};
+use crate::in_backward::forget;
 use crate::state::MAX_STEPS;
 use crate::{Optimizer, PlanError, State};
 
@@ -65,271 +65,252 @@ pub struct StateTensors {
     pub metadata: HashMap<String, String>,
 }
 
-impl State {
-    /// The optimizer's tensors as `<name>@moment1`, `<name>@moment2`, …, masters among them
-    /// (`<name>@master`), and metadata: `step`, the steps run, and `step@<name>` for a
-    /// parameter that has missed some; with pass `loss_scaling` also `loss_scale`, its counters and
-    /// `skipped`. Parameters and gradients are left out.
-    ///
-    /// # Errors
-    /// [`PlanError::Poisoned`]; [`PlanError::Unsettled`]; [`PlanError::Backend`].
-    pub fn to_tensors(&self, backend: &dyn Backend) -> Result<StateTensors, PlanError> {
-        if let Some(step) = self.poisoned {
-            return Err(PlanError::Poisoned { step });
+/// [`State::to_tensors`].
+pub(crate) fn to_tensors(state: &State, backend: &dyn Backend) -> Result<StateTensors, PlanError> {
+    if let Some(step) = state.poisoned {
+        return Err(PlanError::Poisoned { step });
+    }
+    state.tables.check_settled()?;
+    state.check_between_steps("saving")?;
+    let mut metadata = HashMap::from([
+        (FORMAT_KEY.to_owned(), FORMAT.to_owned()),
+        (VERSION_KEY.to_owned(), VERSION.to_string()),
+        (STEP.to_owned(), state.step.to_string()),
+    ]);
+    let parameters = state.parameters_xxh3(backend)?;
+    metadata.extend(parameters.map(|sum| (PARAMETERS.to_owned(), sum)));
+    metadata.extend(rules_in_file(state));
+    metadata.extend(settings_in_file(state));
+    if let Some(scale) = state.loss_scale() {
+        let [good, bad] = [scale.good_steps(), scale.bad_steps()];
+        metadata.insert(LOSS_SCALE.to_owned(), scale.scale().to_string());
+        metadata.insert(GOOD_STEPS.to_owned(), good.to_string());
+        metadata.insert(BAD_STEPS.to_owned(), bad.to_string());
+        metadata.insert(SKIPPED.to_owned(), state.skipped().to_string());
+    }
+    let mut tensors = Vec::new();
+    for param in state.params.iter() {
+        let step = state.step_of(&param.name)?;
+        if step != state.step {
+            metadata.insert(step_key(param), step.to_string());
         }
-        self.tables.check_settled()?;
-        check_between_steps(self, "saving")?;
-        let mut metadata = HashMap::from([
-            (FORMAT_KEY.to_owned(), FORMAT.to_owned()),
-            (VERSION_KEY.to_owned(), VERSION.to_string()),
-            (STEP.to_owned(), self.step.to_string()),
-        ]);
-        let parameters = self.parameters_xxh3(backend)?;
-        metadata.extend(parameters.map(|sum| (PARAMETERS.to_owned(), sum)));
-        metadata.extend(self.rules_in_file());
-        metadata.extend(self.settings_in_file());
-        if let Some(scale) = self.loss_scale() {
-            let [good, bad] = [scale.good_steps(), scale.bad_steps()];
-            metadata.insert(LOSS_SCALE.to_owned(), scale.scale().to_string());
-            metadata.insert(GOOD_STEPS.to_owned(), good.to_string());
-            metadata.insert(BAD_STEPS.to_owned(), bad.to_string());
-            metadata.insert(SKIPPED.to_owned(), self.skipped().to_string());
+        for role in state_roles(state, param)? {
+            let dtype = state.dtype(role, &param.name)?;
+            let mut bytes = vec![0; param.numel() as usize * dtype.len_bytes()];
+            state.read(backend, role, &param.name, &mut bytes)?;
+            let name = tensor_name(param, role);
+            metadata.insert(sum_key(&name), checksum(&bytes));
+            let tensor = TensorBytes::of(dtype, &param.shape, Cow::Owned(bytes));
+            tensors.push((name, tensor));
         }
-        let mut tensors = Vec::new();
-        for param in self.params.iter() {
-            let step = self.step_of(&param.name)?;
-            if step != self.step {
-                metadata.insert(step_key(param), step.to_string());
+    }
+    let sum = sum_of(&metadata);
+    metadata.insert(SUM.to_owned(), sum);
+    Ok(StateTensors { tensors, metadata })
+}
+
+/// [`State::parameters_xxh3`].
+pub(crate) fn parameters_xxh3(
+    state: &State,
+    backend: &dyn Backend,
+) -> Result<Option<String>, PlanError> {
+    if state.tensors.are_borrowed() {
+        return Ok(None);
+    }
+    let mut params: Vec<&ParamDesc> = state.params.iter().collect();
+    params.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+    let mut hasher = Xxh3::new();
+    for param in params {
+        hasher.update(format!("{}\0{} {}\0", param.name, param.dtype, param.shape).as_bytes());
+        let mut bytes = vec![0; param.numel() as usize * param.dtype.len_bytes()];
+        state.read(backend, Role::Param, &param.name, &mut bytes)?;
+        hasher.update(&bytes);
+    }
+    Ok(Some(format!("{:016x}", hasher.digest())))
+}
+
+/// [`State::save`].
+pub(crate) fn save(state: &State, backend: &dyn Backend, path: &Path) -> Result<(), PlanError> {
+    let StateTensors { tensors, metadata } = to_tensors(state, backend)?;
+    Ok(write_atomically(path, &tensors, metadata)?)
+}
+
+/// [`State::load`].
+pub(crate) fn load(
+    state: &mut State,
+    backend: &dyn Backend,
+    path: &Path,
+) -> Result<Option<String>, PlanError> {
+    let file = TensorFile::read(path)?;
+    check_format(&file)?;
+    let steps = check(state, &file)?;
+    check_rules(state, &file)?;
+    let scale = check_loss_scale(state, &file)?;
+    state.settle(backend)?;
+    for param in state.params.clone().iter() {
+        for role in state_roles(state, param)? {
+            let bytes = file.bytes(&tensor_name(param, role)).unwrap_or_default();
+            state.write(backend, role, &param.name, bytes)?;
+        }
+    }
+    state.set_step(steps.all);
+    for (name, step) in steps.exceptions {
+        state.set_step_of(&name, step)?;
+    }
+    if let (Some(norm), Some((scale, skipped))) = (&mut state.norm, scale) {
+        norm.restore(backend, scale, skipped)?;
+    }
+    forget(state);
+    state.poisoned = None;
+    Ok(file.metadata().get(PARAMETERS).cloned())
+}
+
+/// What a file says of the rules: the first one's name and direction, and the names of other
+/// parameters' rules.
+fn rules_in_file(state: &State) -> BTreeMap<String, String> {
+    let first = state.optimizer();
+    let mut rules = BTreeMap::from([(OPTIMIZER.to_owned(), first.name().to_owned())]);
+    if let Some(objective) = first.objective() {
+        rules.insert(OBJECTIVE.to_owned(), objective.name().to_owned());
+    }
+    for (param, rule) in own_rules(state) {
+        let name = rule.name().to_owned();
+        rules.insert(format!("{OPTIMIZER}@{param}"), name);
+    }
+    rules
+}
+
+/// Parameters that have a rule of their own.
+fn own_rules(state: &State) -> impl Iterator<Item = (&str, &Optimizer)> {
+    let params = state.params.iter().zip(&state.places);
+    params.filter_map(|(param, (storage, _))| {
+        let rule = state.storages[*storage].spec.rule;
+        (rule != 0).then(|| (param.name.as_str(), &state.rules[rule]))
+    })
+}
+
+/// What a file says of settings under which the state would mean something else.
+fn settings_in_file(state: &State) -> BTreeMap<String, String> {
+    settings::of_rules(state.optimizer(), own_rules(state))
+}
+
+fn state_roles(state: &State, param: &ParamDesc) -> Result<Vec<Role>, PlanError> {
+    let mut roles = state.roles(&param.name)?;
+    roles.retain(|role| role.is_state());
+    Ok(roles)
+}
+
+/// Compares a file with what this state keeps.
+fn check(state: &State, file: &TensorFile) -> Result<Steps, PlanError> {
+    let mut known = 0;
+    for param in state.params.iter() {
+        for role in state_roles(state, param)? {
+            let dtype = state.dtype(role, &param.name)?;
+            check_tensor(file, param, role, dtype)?;
+            check_values(file, param, role, dtype)?;
+            known += 1;
+        }
+    }
+    if known != file.entries().len() {
+        let extra = file.entries().keys().find(|name| !keeps(state, name));
+        let name = extra.map_or("", String::as_str);
+        let found = "a tensor of no parameter given".to_owned();
+        return Err(refuse(file, name, "no such tensor".to_owned(), found));
+    }
+    let text = file.metadata().get(STEP);
+    let text = text.ok_or_else(|| {
+        let expected = "the steps run, as metadata".to_owned();
+        refuse(file, STEP, expected, "no such metadata".to_owned())
+    })?;
+    let all = count(file, STEP, text)?;
+    let mut exceptions = Vec::new();
+    for param in state.params.iter() {
+        let key = step_key(param);
+        if let Some(text) = file.metadata().get(&key) {
+            let step = count(file, &key, text)?;
+            if step > all {
+                let expected = format!("at most the state's step {all}");
+                return Err(refuse(file, &key, expected, step.to_string()));
             }
-            for role in self.state_roles(param)? {
-                let dtype = self.dtype(role, &param.name)?;
-                let mut bytes = vec![0; param.numel() as usize * dtype.len_bytes()];
-                self.read(backend, role, &param.name, &mut bytes)?;
-                let name = tensor_name(param, role);
-                metadata.insert(sum_key(&name), checksum(&bytes));
-                let tensor = TensorBytes::of(dtype, &param.shape, Cow::Owned(bytes));
-                tensors.push((name, tensor));
-            }
+            exceptions.push((param.name.clone(), step));
         }
-        let sum = sum_of(&metadata);
-        metadata.insert(SUM.to_owned(), sum);
-        Ok(StateTensors { tensors, metadata })
     }
+    Ok(Steps { all, exceptions })
+}
 
-    /// xxh3 of all parameters' names, types, shapes and values, in the order of their names; `None`
-    /// where the caller keeps them.
-    ///
-    /// # Errors
-    /// [`PlanError::Backend`]; [`PlanError::InShards`].
-    /// # Cost
-    /// One read of the parameters.
-    pub fn parameters_xxh3(&self, backend: &dyn Backend) -> Result<Option<String>, PlanError> {
-        if self.tensors.are_borrowed() {
-            return Ok(None);
+/// Compares the rules: state of another one has the same shapes and another meaning. Old files
+/// may not say.
+fn check_rules(state: &State, file: &TensorFile) -> Result<(), PlanError> {
+    let own = rules_in_file(state);
+    let of_rules = |key: &&String| {
+        let of_param = key.strip_prefix(OPTIMIZER);
+        **key == OBJECTIVE || of_param.is_some_and(|rest| rest.is_empty() || rest.starts_with('@'))
+    };
+    // The rule itself first: what else differs follows from it.
+    let first = OPTIMIZER.to_owned();
+    let all = own.keys().chain(file.metadata().keys().filter(of_rules));
+    for key in std::iter::once(&first).chain(all) {
+        let (expected, found) = (own.get(key), file.metadata().get(key));
+        if expected == found || (found.is_none() && is_old(file)) {
+            continue;
         }
-        let mut params: Vec<&ParamDesc> = self.params.iter().collect();
-        params.sort_unstable_by(|a, b| a.name.cmp(&b.name));
-        let mut hasher = Xxh3::new();
-        for param in params {
-            hasher.update(format!("{}\0{} {}\0", param.name, param.dtype, param.shape).as_bytes());
-            let mut bytes = vec![0; param.numel() as usize * param.dtype.len_bytes()];
-            self.read(backend, Role::Param, &param.name, &mut bytes)?;
-            hasher.update(&bytes);
-        }
-        Ok(Some(format!("{:016x}", hasher.digest())))
-    }
-
-    /// What a file says of the rules: the first one's name and direction, and the names of other
-    /// parameters' rules.
-    fn rules_in_file(&self) -> BTreeMap<String, String> {
-        let first = self.optimizer();
-        let mut rules = BTreeMap::from([(OPTIMIZER.to_owned(), first.name().to_owned())]);
-        if let Some(objective) = first.objective() {
-            rules.insert(OBJECTIVE.to_owned(), objective.name().to_owned());
-        }
-        for (param, rule) in self.own_rules() {
-            let name = rule.name().to_owned();
-            rules.insert(format!("{OPTIMIZER}@{param}"), name);
-        }
-        rules
-    }
-
-    /// Parameters that have a rule of their own.
-    fn own_rules(&self) -> impl Iterator<Item = (&str, &Optimizer)> {
-        let params = self.params.iter().zip(&self.places);
-        params.filter_map(|(param, (storage, _))| {
-            let rule = self.storages[*storage].spec.rule;
-            (rule != 0).then(|| (param.name.as_str(), &self.rules[rule]))
-        })
-    }
-
-    /// What a file says of settings under which the state would mean something else.
-    fn settings_in_file(&self) -> BTreeMap<String, String> {
-        settings::of_rules(self.optimizer(), self.own_rules())
-    }
-
-    /// Writes [`State::to_tensors`] as a file, all or nothing.
-    ///
-    /// # Errors
-    /// As [`State::to_tensors`]; [`PlanError::File`], and an existing file is as it was.
-    pub fn save(&self, backend: &dyn Backend, path: &Path) -> Result<(), PlanError> {
-        let StateTensors { tensors, metadata } = self.to_tensors(backend)?;
-        Ok(write_atomically(path, &tensors, metadata)?)
-    }
-
-    /// Reads what [`State::save`] wrote; returns the [`State::parameters_xxh3`] that it was saved
-    /// with, if the file says so.
-    ///
-    /// # Errors
-    /// [`PlanError::File`]; [`PlanError::StateFile`] naming the first tensor that is missing,
-    /// extra, damaged, of another shape, dtype or rule, or that no run can have: a state that
-    /// is not finite, or a negative mean of squares. The whole file is checked before anything
-    /// changes.
-    pub fn load(
-        &mut self,
-        backend: &dyn Backend,
-        path: &Path,
-    ) -> Result<Option<String>, PlanError> {
-        let file = TensorFile::read(path)?;
-        check_format(&file)?;
-        let steps = self.check(&file)?;
-        self.check_rules(&file)?;
-        let scale = self.check_loss_scale(&file)?;
-        self.settle(backend)?;
-        for param in self.params.clone().iter() {
-            for role in self.state_roles(param)? {
-                let bytes = file.bytes(&tensor_name(param, role)).unwrap_or_default();
-                self.write(backend, role, &param.name, bytes)?;
-            }
-        }
-        self.set_step(steps.all);
-        for (name, step) in steps.exceptions {
-            self.set_step_of(&name, step)?;
-        }
-        if let (Some(norm), Some((scale, skipped))) = (&mut self.norm, scale) {
-            norm.restore(backend, scale, skipped)?;
-        }
-        forget(self);
-        self.poisoned = None;
-        Ok(file.metadata().get(PARAMETERS).cloned())
-    }
-
-    fn state_roles(&self, param: &ParamDesc) -> Result<Vec<Role>, PlanError> {
-        let mut roles = self.roles(&param.name)?;
-        roles.retain(|role| role.is_state());
-        Ok(roles)
-    }
-
-    /// Compares a file with what this state keeps.
-    fn check(&self, file: &TensorFile) -> Result<Steps, PlanError> {
-        let mut known = 0;
-        for param in self.params.iter() {
-            for role in self.state_roles(param)? {
-                let dtype = self.dtype(role, &param.name)?;
-                check_tensor(file, param, role, dtype)?;
-                check_values(file, param, role, dtype)?;
-                known += 1;
-            }
-        }
-        if known != file.entries().len() {
-            let extra = file.entries().keys().find(|name| !self.keeps(name));
-            let name = extra.map_or("", String::as_str);
-            let found = "a tensor of no parameter given".to_owned();
-            return Err(refuse(file, name, "no such tensor".to_owned(), found));
-        }
-        let text = file.metadata().get(STEP);
-        let text = text.ok_or_else(|| {
-            let expected = "the steps run, as metadata".to_owned();
-            refuse(file, STEP, expected, "no such metadata".to_owned())
-        })?;
-        let all = count(file, STEP, text)?;
-        let mut exceptions = Vec::new();
-        for param in self.params.iter() {
-            let key = step_key(param);
-            if let Some(text) = file.metadata().get(&key) {
-                let step = count(file, &key, text)?;
-                if step > all {
-                    let expected = format!("at most the state's step {all}");
-                    return Err(refuse(file, &key, expected, step.to_string()));
-                }
-                exceptions.push((param.name.clone(), step));
-            }
-        }
-        Ok(Steps { all, exceptions })
-    }
-
-    /// Compares the rules: state of another one has the same shapes and another meaning. Old files
-    /// may not say.
-    fn check_rules(&self, file: &TensorFile) -> Result<(), PlanError> {
-        let own = self.rules_in_file();
-        let of_rules = |key: &&String| {
-            let of_param = key.strip_prefix(OPTIMIZER);
-            **key == OBJECTIVE
-                || of_param.is_some_and(|rest| rest.is_empty() || rest.starts_with('@'))
+        let text = |value: Option<&String>| {
+            let value = value.map_or("none", String::as_str);
+            Quoted(value).to_string()
         };
-        // The rule itself first: what else differs follows from it.
-        let first = OPTIMIZER.to_owned();
-        let all = own.keys().chain(file.metadata().keys().filter(of_rules));
-        for key in std::iter::once(&first).chain(all) {
-            let (expected, found) = (own.get(key), file.metadata().get(key));
-            if expected == found || (found.is_none() && is_old(file)) {
-                continue;
-            }
-            let text = |value: Option<&String>| {
-                let value = value.map_or("none", String::as_str);
-                Quoted(value).to_string()
-            };
-            let found = format!(
-                "{}; run the rule that has saved it, or start without it",
-                text(found)
-            );
-            return Err(refuse(file, key, text(expected), found));
-        }
-        // The rules are alike here, so only files from before there were such entries lack any.
-        let found = |key: &str| file.metadata().get(key);
-        match settings::difference(self.settings_in_file(), found) {
-            None => Ok(()),
-            Some((key, own, found)) => Err(refuse(file, &key, own, found)),
-        }
+        let found = format!(
+            "{}; run the rule that has saved it, or start without it",
+            text(found)
+        );
+        return Err(refuse(file, key, text(expected), found));
     }
+    // The rules are alike here, so only files from before there were such entries lack any.
+    let found = |key: &str| file.metadata().get(key);
+    match settings::difference(settings_in_file(state), found) {
+        None => Ok(()),
+        Some((key, own, found)) => Err(refuse(file, &key, own, found)),
+    }
+}
 
-    /// The loss scale of a file and the steps skipped, if file and plan have one. A plan with a
-    /// fixed scale keeps its own.
-    fn check_loss_scale(&self, file: &TensorFile) -> Result<Option<(LossScale, u64)>, PlanError> {
-        let text = |key| file.metadata().get(key);
-        let (Some(own), Some(found)) = (self.loss_scale(), text(LOSS_SCALE)) else {
-            return Ok(None);
-        };
-        let number = |key| text(key).map_or(Ok(0), |found| count(file, key, found));
-        let steps = |key| -> Result<u32, PlanError> {
-            // A counter beyond 32 bits is beyond every interval, and so is the largest one.
-            Ok(u32::try_from(number(key)?).unwrap_or(u32::MAX))
-        };
-        let (good, bad, skipped) = (steps(GOOD_STEPS)?, steps(BAD_STEPS)?, number(SKIPPED)?);
-        let policy = own.policy();
-        if policy.growth == 1.0 && policy.backoff == 1.0 {
-            return Ok(Some((own, skipped)));
-        }
-        let scale = found.parse().unwrap_or(f64::NAN);
-        let scale = own.restored(scale, good, bad).map_err(|_| {
-            let expected = format!(
-                "a power of two from {} to {:e}",
-                policy.floor, policy.ceiling
-            );
-            refuse(file, LOSS_SCALE, expected, Quoted(found).to_string())
-        })?;
-        Ok(Some((scale, skipped)))
+/// The loss scale of a file and the steps skipped, if file and plan have one. A plan with a
+/// fixed scale keeps its own.
+fn check_loss_scale(
+    state: &State,
+    file: &TensorFile,
+) -> Result<Option<(LossScale, u64)>, PlanError> {
+    let text = |key| file.metadata().get(key);
+    let (Some(own), Some(found)) = (state.loss_scale(), text(LOSS_SCALE)) else {
+        return Ok(None);
+    };
+    let number = |key| text(key).map_or(Ok(0), |found| count(file, key, found));
+    let steps = |key| -> Result<u32, PlanError> {
+        // A counter beyond 32 bits is beyond every interval, and so is the largest one.
+        Ok(u32::try_from(number(key)?).unwrap_or(u32::MAX))
+    };
+    let (good, bad, skipped) = (steps(GOOD_STEPS)?, steps(BAD_STEPS)?, number(SKIPPED)?);
+    let policy = own.policy();
+    if policy.growth == 1.0 && policy.backoff == 1.0 {
+        return Ok(Some((own, skipped)));
     }
+    let scale = found.parse().unwrap_or(f64::NAN);
+    let scale = own.restored(scale, good, bad).map_err(|_| {
+        let expected = format!(
+            "a power of two from {} to {:e}",
+            policy.floor, policy.ceiling
+        );
+        refuse(file, LOSS_SCALE, expected, Quoted(found).to_string())
+    })?;
+    Ok(Some((scale, skipped)))
+}
 
-    fn keeps(&self, tensor_name: &str) -> bool {
-        let Some((name, suffix)) = tensor_name.rsplit_once('@') else {
-            return false;
-        };
-        let roles = self.roles(name).unwrap_or_default();
-        roles
-            .iter()
-            .any(|role| role.is_state() && role.name() == suffix)
-    }
+fn keeps(state: &State, tensor_name: &str) -> bool {
+    let Some((name, suffix)) = tensor_name.rsplit_once('@') else {
+        return false;
+    };
+    let roles = state.roles(name).unwrap_or_default();
+    roles
+        .iter()
+        .any(|role| role.is_state() && role.name() == suffix)
 }
 
 /// The step counts of a file.

@@ -8,7 +8,7 @@ use fusestep_tensor::Quoted;
 
 use super::manifest::{Manifest, TensorSpec, refuse};
 use super::shards::WholeTensors;
-use super::{settings, values};
+use super::{progress, save, settings, values};
 use crate::{Optimizer, Plan, PlanError};
 
 /// Tensors that a refusal names.
@@ -17,172 +17,172 @@ const MOST_NAMED: usize = 9;
 /// Steps in which schedules are compared; of schedules as long as may be, a few seconds of work.
 const MOST_COMPARED: u64 = 1 << 22;
 
-impl Plan {
-    pub(super) fn check_manifest(
-        &self,
-        manifest: &Manifest,
-        folder: &Path,
-    ) -> Result<(), PlanError> {
-        let own = self.optimizer().name();
-        if manifest.optimizer != own {
-            let found = Quoted(&manifest.optimizer).to_string();
-            return Err(refuse(folder, "optimizer", own, found));
-        }
-        if manifest.says_objective() {
-            self.check_rules(manifest, folder)?;
-        }
-        self.check_schedule(manifest, folder)?;
-        self.check_open(manifest, folder)?;
-        let differences = self.differences(manifest)?;
-        let Some((name, expected, found)) = differences.first() else {
-            return self.check_steps(manifest, folder);
-        };
-        let mut found = Quoted(found).to_string();
-        if differences.len() > 1 {
-            let others = differences[1..].iter();
-            let others = others.map(|(name, ..)| Quoted(name).to_string());
-            let others: Vec<String> = others.take(MOST_NAMED).collect();
-            found += &format!(
-                "; {} others differ too: {}",
-                differences.len() - 1,
-                others.join(", ")
-            );
-        }
-        Err(refuse(folder, name, expected, found))
+pub(super) fn check_manifest(
+    plan: &Plan,
+    manifest: &Manifest,
+    folder: &Path,
+) -> Result<(), PlanError> {
+    let own = plan.optimizer().name();
+    if manifest.optimizer != own {
+        let found = Quoted(&manifest.optimizer).to_string();
+        return Err(refuse(folder, "optimizer", own, found));
     }
-
-    /// The direction of steps, where the rule offers both.
-    pub(super) fn objective(&self) -> Option<String> {
-        let objective = self.optimizer().objective()?;
-        Some(objective.name().to_owned())
+    if manifest.says_objective() {
+        check_rules(plan, manifest, folder)?;
     }
-
-    /// Rules of parameters that have one of their own.
-    pub(super) fn own_rules(&self) -> BTreeMap<String, String> {
-        let name = |(param, rule): (&str, &Optimizer)| (param.to_owned(), rule.name().to_owned());
-        self.rules_of_params().map(name).collect()
-    }
-
-    fn rules_of_params(&self) -> impl Iterator<Item = (&str, &Optimizer)> {
-        let rules = self.params().iter().zip(self.rule_of.iter());
-        let own = rules.filter(|(_, rule)| **rule != 0);
-        own.map(|(param, &rule)| (param.name.as_str(), &self.rules[rule as usize]))
-    }
-
-    /// Settings under which the state would mean something else.
-    pub(super) fn settings_of_state(&self) -> BTreeMap<String, String> {
-        settings::of_rules(self.optimizer(), self.rules_of_params())
-    }
-
-    /// State of another rule may have the same shapes and mean something else.
-    fn check_rules(&self, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
-        let none = "none of its own";
-        let (own, found) = (self.objective(), &manifest.objective);
-        if own != *found {
-            let expected = own.as_deref().unwrap_or(none);
-            let found = Quoted(found.as_deref().unwrap_or(none)).to_string();
-            return Err(refuse(folder, "objective", expected, found));
-        }
-        let (own, found) = (self.own_rules(), &manifest.optimizer_of);
-        for name in own.keys().chain(found.keys()) {
-            if own.get(name) != found.get(name) {
-                let text = |rules: &BTreeMap<String, String>| {
-                    Quoted(rules.get(name).map_or(none, String::as_str)).to_string()
-                };
-                let what = format!("optimizer of `{}`", Quoted(name));
-                return Err(refuse(folder, &what, &text(&own), text(found)));
-            }
-        }
-        let found = |key: &str| manifest.settings.get(key);
-        match settings::difference(self.settings_of_state(), found) {
-            None => Ok(()),
-            Some((key, own, found)) => Err(refuse(folder, &key, &own, found)),
-        }
-    }
-
-    /// Refuses a checkpoint whose schedule had another factor at a step that was taken. The steps
-    /// that are left may differ, so that a run can be made longer.
-    fn check_schedule(&self, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
-        let own = self.schedule().map(ToString::to_string);
-        if own == manifest.schedule {
-            return Ok(());
-        }
-        let none = "none";
-        let found = manifest.schedule.as_deref().unwrap_or(none);
-        let saved: Option<Schedule> = manifest.schedule.as_ref().and_then(|_| found.parse().ok());
-        let factor = |schedule: Option<&Schedule>, step| {
-            schedule.map_or(1.0, |schedule| schedule.factor(step))
-        };
-        let readable = saved.is_some() == manifest.schedule.is_some();
-        let taken = 0..manifest.step.min(MOST_COMPARED);
-        let mut taken =
-            taken.filter(|&step| factor(self.schedule(), step) != factor(saved.as_ref(), step));
-        let differs = match taken.next() {
-            Some(step) => format!("another rate at step {}", step + 1),
-            None if !readable => "no schedule of this version".to_owned(),
-            None if manifest.step > MOST_COMPARED => "too many steps to compare".to_owned(),
-            None => return Ok(()),
-        };
-        let expected = format!(
-            "`{}`, or one that is the same in the steps taken",
-            Quoted(own.as_deref().unwrap_or(none))
+    check_schedule(plan, manifest, folder)?;
+    progress::check_open(plan, manifest, folder)?;
+    let differences = differences(plan, manifest)?;
+    let Some((name, expected, found)) = differences.first() else {
+        return check_steps(plan, manifest, folder);
+    };
+    let mut found = Quoted(found).to_string();
+    if differences.len() > 1 {
+        let others = differences[1..].iter();
+        let others = others.map(|(name, ..)| Quoted(name).to_string());
+        let others: Vec<String> = others.take(MOST_NAMED).collect();
+        found += &format!(
+            "; {} others differ too: {}",
+            differences.len() - 1,
+            others.join(", ")
         );
-        let found = format!("`{}`: {differs}", Quoted(found));
-        Err(refuse(folder, "schedule", &expected, found))
     }
+    Err(refuse(folder, name, expected, found))
+}
 
-    /// Tensors that the plan and a checkpoint have not alike: name, expected, found.
-    fn differences(&self, manifest: &Manifest) -> Result<Vec<(String, String, String)>, PlanError> {
-        let own = self.tensors_of_checkpoint(manifest.open.as_ref())?;
-        let none = || "no such tensor".to_owned();
-        let text = |spec: &TensorSpec| format!("{} {}", spec.dtype, spec.shape);
-        let mut differences = Vec::new();
-        for (name, spec) in &own {
-            let found = manifest.tensors.get(name);
-            if found != Some(spec) {
-                differences.push((name.clone(), text(spec), found.map_or_else(none, text)));
-            }
-        }
-        for (name, spec) in &manifest.tensors {
-            if !own.contains_key(name) {
-                differences.push((name.clone(), none(), text(spec)));
-            }
-        }
-        Ok(differences)
-    }
+/// The direction of steps, where the rule offers both.
+pub(super) fn objective(plan: &Plan) -> Option<String> {
+    let objective = plan.optimizer().objective()?;
+    Some(objective.name().to_owned())
+}
 
-    /// Refuses state that no run leaves behind, of the rank whose values this one takes over.
-    pub(super) fn check_values(
-        &self,
-        (whole, from): (&WholeTensors, usize),
-        folder: &Path,
-    ) -> Result<(), PlanError> {
-        for param in 0..self.params().len() {
-            for role in self.roles(param)? {
-                let key = self.key(param, role, from);
-                let bytes = whole.get(&key).map_or(&[][..], Vec::as_slice);
-                let dtype = self.role_dtype(param, role)?;
-                if let Some((at, value)) = values::first_impossible(role, dtype, bytes) {
-                    let found = format!("{value} at element {at}");
-                    return Err(refuse(folder, &key, values::possible(role), found));
-                }
-            }
-        }
-        Ok(())
-    }
+/// Rules of parameters that have one of their own.
+pub(super) fn own_rules(plan: &Plan) -> BTreeMap<String, String> {
+    let name = |(param, rule): (&str, &Optimizer)| (param.to_owned(), rule.name().to_owned());
+    rules_of_params(plan).map(name).collect()
+}
 
-    fn check_steps(&self, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
-        for (name, &step) in &manifest.steps_of {
-            let what = format!("steps of `{}`", Quoted(name));
-            if !self.params.iter().any(|param| param.name == *name) {
-                let found = "one of no parameter of the plan".to_owned();
-                return Err(refuse(folder, &what, "a parameter of the plan", found));
-            }
-            if step > manifest.step {
-                let expected = format!("at most the {} of the run", manifest.step);
-                return Err(refuse(folder, &what, &expected, step.to_string()));
+fn rules_of_params(plan: &Plan) -> impl Iterator<Item = (&str, &Optimizer)> {
+    let rules = plan.params().iter().zip(plan.rule_of.iter());
+    let own = rules.filter(|(_, rule)| **rule != 0);
+    own.map(|(param, &rule)| (param.name.as_str(), &plan.rules[rule as usize]))
+}
+
+/// Settings under which the state would mean something else.
+pub(super) fn settings_of_state(plan: &Plan) -> BTreeMap<String, String> {
+    settings::of_rules(plan.optimizer(), rules_of_params(plan))
+}
+
+/// State of another rule may have the same shapes and mean something else.
+fn check_rules(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
+    let none = "none of its own";
+    let (own, found) = (objective(plan), &manifest.objective);
+    if own != *found {
+        let expected = own.as_deref().unwrap_or(none);
+        let found = Quoted(found.as_deref().unwrap_or(none)).to_string();
+        return Err(refuse(folder, "objective", expected, found));
+    }
+    let (own, found) = (own_rules(plan), &manifest.optimizer_of);
+    for name in own.keys().chain(found.keys()) {
+        if own.get(name) != found.get(name) {
+            let text = |rules: &BTreeMap<String, String>| {
+                Quoted(rules.get(name).map_or(none, String::as_str)).to_string()
+            };
+            let what = format!("optimizer of `{}`", Quoted(name));
+            return Err(refuse(folder, &what, &text(&own), text(found)));
+        }
+    }
+    let found = |key: &str| manifest.settings.get(key);
+    match settings::difference(settings_of_state(plan), found) {
+        None => Ok(()),
+        Some((key, own, found)) => Err(refuse(folder, &key, &own, found)),
+    }
+}
+
+/// Refuses a checkpoint whose schedule had another factor at a step that was taken. The steps
+/// that are left may differ, so that a run can be made longer.
+fn check_schedule(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
+    let own = plan.schedule().map(ToString::to_string);
+    if own == manifest.schedule {
+        return Ok(());
+    }
+    let none = "none";
+    let found = manifest.schedule.as_deref().unwrap_or(none);
+    let saved: Option<Schedule> = manifest.schedule.as_ref().and_then(|_| found.parse().ok());
+    let factor =
+        |schedule: Option<&Schedule>, step| schedule.map_or(1.0, |schedule| schedule.factor(step));
+    let readable = saved.is_some() == manifest.schedule.is_some();
+    let taken = 0..manifest.step.min(MOST_COMPARED);
+    let mut taken =
+        taken.filter(|&step| factor(plan.schedule(), step) != factor(saved.as_ref(), step));
+    let differs = match taken.next() {
+        Some(step) => format!("another rate at step {}", step + 1),
+        None if !readable => "no schedule of this version".to_owned(),
+        None if manifest.step > MOST_COMPARED => "too many steps to compare".to_owned(),
+        None => return Ok(()),
+    };
+    let expected = format!(
+        "`{}`, or one that is the same in the steps taken",
+        Quoted(own.as_deref().unwrap_or(none))
+    );
+    let found = format!("`{}`: {differs}", Quoted(found));
+    Err(refuse(folder, "schedule", &expected, found))
+}
+
+/// Tensors that the plan and a checkpoint have not alike: name, expected, found.
+fn differences(
+    plan: &Plan,
+    manifest: &Manifest,
+) -> Result<Vec<(String, String, String)>, PlanError> {
+    let own = save::tensors_of_checkpoint(plan, manifest.open.as_ref())?;
+    let none = || "no such tensor".to_owned();
+    let text = |spec: &TensorSpec| format!("{} {}", spec.dtype, spec.shape);
+    let mut differences = Vec::new();
+    for (name, spec) in &own {
+        let found = manifest.tensors.get(name);
+        if found != Some(spec) {
+            differences.push((name.clone(), text(spec), found.map_or_else(none, text)));
+        }
+    }
+    for (name, spec) in &manifest.tensors {
+        if !own.contains_key(name) {
+            differences.push((name.clone(), none(), text(spec)));
+        }
+    }
+    Ok(differences)
+}
+
+/// Refuses state that no run leaves behind, of the rank whose values this one takes over.
+pub(super) fn check_values(
+    plan: &Plan,
+    (whole, from): (&WholeTensors, usize),
+    folder: &Path,
+) -> Result<(), PlanError> {
+    for param in 0..plan.params().len() {
+        for role in save::roles_of(plan, param)? {
+            let key = save::key(plan, param, role, from);
+            let bytes = whole.get(&key).map_or(&[][..], Vec::as_slice);
+            let dtype = save::role_dtype(plan, param, role)?;
+            if let Some((at, value)) = values::first_impossible(role, dtype, bytes) {
+                let found = format!("{value} at element {at}");
+                return Err(refuse(folder, &key, values::possible(role), found));
             }
         }
-        Ok(())
     }
+    Ok(())
+}
+
+fn check_steps(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
+    for (name, &step) in &manifest.steps_of {
+        let what = format!("steps of `{}`", Quoted(name));
+        if !plan.params.iter().any(|param| param.name == *name) {
+            let found = "one of no parameter of the plan".to_owned();
+            return Err(refuse(folder, &what, "a parameter of the plan", found));
+        }
+        if step > manifest.step {
+            let expected = format!("at most the {} of the run", manifest.step);
+            return Err(refuse(folder, &what, &expected, step.to_string()));
+        }
+    }
+    Ok(())
 }

@@ -3,10 +3,10 @@
 
 mod agree;
 mod begun;
-mod behind;
+pub(crate) mod behind;
 mod checkpoints;
 mod counts;
-mod file;
+pub(crate) mod file;
 mod fits;
 mod generation;
 mod lock;
@@ -15,7 +15,7 @@ mod other_ranks;
 mod place;
 mod progress;
 mod remembered;
-mod save;
+pub(crate) mod save;
 mod settings;
 mod shards;
 mod snapshot;

@@ -50,346 +50,334 @@ pub struct OpenWindow {
     pub reduced: ReducedWhen,
 }
 
-impl Plan {
-    /// What of a state belongs to this rank alone; `None` if a checkpoint of it is the same for any
-    /// number of ranks.
-    pub(crate) fn open_run(&self, state: &State) -> Option<OpenRun> {
-        let merge = self.accumulation().filter(|_| state.arena.micro_steps > 0);
-        let open = OpenRun {
-            ranks: self.topology().world,
-            window: merge.map(|merge| OpenWindow {
-                micro_steps: state.arena.micro_steps,
-                every: merge.every.get(),
-                reduced: merge.reduced,
-            }),
-            local_sgd: self.local_sgd().map(|rule| rule.every.get()),
-            slices: self.slices().map(str::to_owned).collect(),
-        };
-        (open.window.is_some() || open.local_sgd.is_some()).then_some(open)
-    }
+/// What of a state belongs to this rank alone; `None` if a checkpoint of it is the same for any
+/// number of ranks.
+pub(crate) fn open_run(plan: &Plan, state: &State) -> Option<OpenRun> {
+    let merge = plan.accumulation().filter(|_| state.arena.micro_steps > 0);
+    let open = OpenRun {
+        ranks: plan.topology().world,
+        window: merge.map(|merge| OpenWindow {
+            micro_steps: state.arena.micro_steps,
+            every: merge.every.get(),
+            reduced: merge.reduced,
+        }),
+        local_sgd: plan.local_sgd().map(|rule| rule.every.get()),
+        slices: slices(plan).map(str::to_owned).collect(),
+    };
+    (open.window.is_some() || open.local_sgd.is_some()).then_some(open)
+}
 
-    /// Parameters of which each rank has a slice of its own.
-    fn slices(&self) -> impl Iterator<Item = &str> {
-        let params = self.params().iter().enumerate();
-        params.filter_map(|(param, desc)| {
-            let (storage, _) = self.places[param];
-            self.storages[storage]
-                .distributed
-                .then_some(desc.name.as_str())
-        })
-    }
+/// Parameters of which each rank has a slice of its own.
+fn slices(plan: &Plan) -> impl Iterator<Item = &str> {
+    let params = plan.params().iter().enumerate();
+    let slices = params.filter(|(param, _)| plan.is_distributed(*param));
+    slices.map(|(_, desc)| desc.name.as_str())
+}
 
-    /// Whether every rank has its own values of a parameter and of its state.
-    pub(crate) fn has_own(&self, param: usize) -> bool {
-        let distributed = self.storages[self.places[param].0].distributed;
-        distributed || self.local_sgd().is_some()
+fn window_key(plan: &Plan, param: usize, rank: usize) -> String {
+    let name = &plan.params()[param].name;
+    if plan.reduces_each() && !plan.has_own(param) {
+        format!("{name}@window")
+    } else {
+        format!("{name}@window#{rank}")
     }
+}
 
-    fn window_key(&self, param: usize, rank: usize) -> String {
-        let name = &self.params()[param].name;
-        if self.reduces_each() && !self.has_own(param) {
-            format!("{name}@window")
-        } else {
-            format!("{name}@window#{rank}")
-        }
+/// Sums of 16-bit gradients are f32.
+fn window_dtype(plan: &Plan, param: usize) -> DType {
+    match plan.storages[plan.places[param].0].grad_dtype() {
+        DType::F16 | DType::BF16 => DType::F32,
+        dtype => dtype,
     }
+}
 
-    /// Sums of 16-bit gradients are f32.
-    fn window_dtype(&self, param: usize) -> DType {
-        match self.storages[self.places[param].0].grad_dtype() {
-            DType::F16 | DType::BF16 => DType::F32,
-            dtype => dtype,
-        }
-    }
-
-    /// Tensors that a checkpoint has beside parameters and state.
-    pub(crate) fn open_tensors(
-        &self,
-        open: &OpenRun,
-    ) -> Result<Vec<(String, TensorSpec)>, PlanError> {
-        let mut tensors = Vec::new();
-        for rank in 0..open.ranks {
-            let len_bytes = Progress::len_bytes(self.params().len()) as u64;
-            let spec = TensorSpec {
-                dtype: DType::U8,
-                shape: Shape::new([len_bytes])?,
-            };
-            tensors.push((progress_key(rank), spec));
-            if open.window.is_none() {
-                continue;
-            }
-            for (param, desc) in self.params().iter().enumerate() {
-                let spec = TensorSpec {
-                    dtype: self.window_dtype(param),
-                    shape: desc.shape.clone(),
-                };
-                tensors.push((self.window_key(param, rank), spec));
-            }
-        }
-        Ok(tensors)
-    }
-
-    /// What this rank saves of them.
-    pub(crate) fn open_pieces(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        open: &OpenRun,
-    ) -> Result<Vec<PieceBytes>, PlanError> {
-        let rank = self.topology().rank;
-        let mut pieces = vec![PieceBytes {
-            tensor: progress_key(rank),
+/// Tensors that a checkpoint has beside parameters and state.
+pub(crate) fn open_tensors(
+    plan: &Plan,
+    open: &OpenRun,
+) -> Result<Vec<(String, TensorSpec)>, PlanError> {
+    let mut tensors = Vec::new();
+    for rank in 0..open.ranks {
+        let len_bytes = Progress::len_bytes(plan.params().len()) as u64;
+        let spec = TensorSpec {
             dtype: DType::U8,
-            first: 0,
-            bytes: Progress::of(state).to_bytes(),
-        }];
+            shape: Shape::new([len_bytes])?,
+        };
+        tensors.push((progress_key(rank), spec));
         if open.window.is_none() {
-            return Ok(pieces);
+            continue;
         }
-        for param in 0..self.params().len() {
-            let dtype = self.window_dtype(param);
-            let mut add = |first: u64, bytes: Vec<u8>| {
-                pieces.push(PieceBytes {
-                    tensor: self.window_key(param, rank),
-                    dtype,
-                    first,
-                    bytes,
-                });
+        for (param, desc) in plan.params().iter().enumerate() {
+            let spec = TensorSpec {
+                dtype: window_dtype(plan, param),
+                shape: desc.shape.clone(),
             };
-            if !self.reduces_each() {
-                add(0, state.sums_so_far(self, backend, param)?);
-                continue;
-            }
-            if !self.has_own(param) && !self.saves_shared() {
-                continue;
-            }
-            let (storage, tensor) = self.places[param];
-            let spec = &self.storages[storage];
-            let Some(sums) = &state.arena.reduced_sums[storage] else {
-                continue;
-            };
+            tensors.push((window_key(plan, param, rank), spec));
+        }
+    }
+    Ok(tensors)
+}
+
+/// What this rank saves of them.
+pub(crate) fn open_pieces(
+    plan: &Plan,
+    state: &State,
+    backend: &dyn Backend,
+    open: &OpenRun,
+) -> Result<Vec<PieceBytes>, PlanError> {
+    let rank = plan.topology().rank;
+    let mut pieces = vec![PieceBytes {
+        tensor: progress_key(rank),
+        dtype: DType::U8,
+        first: 0,
+        bytes: Progress::of(state).to_bytes(),
+    }];
+    if open.window.is_none() {
+        return Ok(pieces);
+    }
+    for param in 0..plan.params().len() {
+        let dtype = window_dtype(plan, param);
+        let mut add = |first: u64, bytes: Vec<u8>| {
+            pieces.push(PieceBytes {
+                tensor: window_key(plan, param, rank),
+                dtype,
+                first,
+                bytes,
+            });
+        };
+        if !plan.reduces_each() {
+            add(0, state.sums_so_far(plan, backend, param)?);
+            continue;
+        }
+        if !plan.has_own(param) && !plan.saves_shared() {
+            continue;
+        }
+        let (storage, tensor) = plan.places[param];
+        let spec = &plan.storages[storage];
+        let Some(sums) = &state.arena.reduced_sums[storage] else {
+            continue;
+        };
+        for held in spec.held_of_shard(tensor) {
+            let place = held.place(dtype.len_bytes());
+            let mut bytes = vec![0; place.len()];
+            backend.read(sums.as_ref(), place.start, &mut bytes)?;
+            add(held.elements.start, bytes);
+        }
+    }
+    Ok(pieces)
+}
+
+/// Refuses what only other ranks or another plan could go on from.
+pub(crate) fn check_open(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
+    let own = plan.local_sgd().map(|rule| rule.every.get());
+    let found = manifest.open.as_ref();
+    let averages = found.and_then(|open| open.local_sgd);
+    if own.is_some() != averages.is_some() {
+        let text = |every: Option<u64>| match every {
+            Some(every) => format!("averages every {every} steps"),
+            None => "no averages of parameters".to_owned(),
+        };
+        return Err(refuse(folder, "local_sgd", &text(own), text(averages)));
+    }
+    let Some(open) = found else {
+        return Ok(());
+    };
+    // Each rank has its counts among the tensors, so a damaged number cannot ask for more work
+    // than the file is long.
+    if !(1..=manifest.tensors.len()).contains(&open.ranks) {
+        let found = format!("{} ranks", open.ranks);
+        return Err(refuse(
+            folder,
+            "ranks",
+            "at least 1, and counts of each",
+            found,
+        ));
+    }
+    let Some(window) = open.window else {
+        return Ok(());
+    };
+    let merge = plan.accumulation();
+    let fits = merge.is_some_and(|merge| {
+        (merge.every.get(), merge.reduced) == (window.every, window.reduced)
+            && (1..window.every).contains(&window.micro_steps)
+    });
+    if fits {
+        return Ok(());
+    }
+    let text = |every: u32, reduced: ReducedWhen| match reduced {
+        ReducedWhen::PerWindow => {
+            format!("windows of {every} micro-steps, reduced once per window")
+        }
+        ReducedWhen::PerMicroStep => {
+            format!("windows of {every} micro-steps, reduced in every one")
+        }
+    };
+    let expected = match merge {
+        Some(merge) => text(merge.every.get(), merge.reduced),
+        None => "no merge".to_owned(),
+    };
+    let found = text(window.every, window.reduced);
+    let found = format!("{} micro-steps of {found}", window.micro_steps);
+    Err(refuse(folder, "accumulate", &expected, found))
+}
+
+/// The rank whose values this one takes over: its own number, or 0 if the checkpoint is one of
+/// other ranks that were all alike.
+///
+/// # Errors
+/// [`PlanError::Checkpoint`] naming what is not alike.
+pub(crate) fn source_rank(
+    plan: &Plan,
+    manifest: &Manifest,
+    whole: &WholeTensors,
+    folder: &Path,
+) -> Result<usize, PlanError> {
+    let Topology { rank, world, .. } = plan.topology();
+    let Some(open) = manifest.open.as_ref().filter(|open| open.ranks != world) else {
+        return Ok(rank);
+    };
+    let different = match (open.slices.first(), slices(plan).next()) {
+        (Some(name), _) => Some(name.clone()),
+        (_, Some(name)) => Some(name.to_owned()),
+        (None, None) => manifest.difference(whole),
+    };
+    let Some(different) = different else {
+        return Ok(0);
+    };
+    let (what, whose) = match (&open.local_sgd, &open.window) {
+        (Some(_), _) => ("local_sgd", "parameters and state of their own"),
+        _ => ("accumulate", "a merge window under way"),
+    };
+    let sliced = !open.slices.is_empty() || slices(plan).next().is_some();
+    let way = match (sliced, &open.local_sgd) {
+        (true, _) => "slices of a rank's own cannot be averaged",
+        (false, Some(_)) => {
+            "to go on with others, average them: `fusestep checkpoint reshard --average`, or \
+             `Manifest::average`"
+        }
+        (false, None) => {
+            "to go on with others, end the window on those ranks, or `flush` it, and save \
+             then; or share its mean out by `fusestep checkpoint reshard --average`, or \
+             `Manifest::average`"
+        }
+    };
+    let found = format!(
+        "{} ranks with {whose}, which differ in {different}; {way}",
+        open.ranks
+    );
+    let expected = format!("{world} ranks, as the plan has");
+    Err(refuse(folder, what, &expected, found))
+}
+
+/// This rank's counts, checked.
+pub(crate) fn counts(
+    plan: &Plan,
+    (manifest, from): (&Manifest, usize),
+    whole: &WholeTensors,
+    folder: &Path,
+) -> Result<Progress, PlanError> {
+    let Some(open) = &manifest.open else {
+        return Ok(Progress::of_all(plan, manifest));
+    };
+    let key = progress_key(from);
+    let bytes = |key: &str| whole.get(key).map_or(&[][..], Vec::as_slice);
+    let params = plan.params().len();
+    let right_len = |key: &str| bytes(key).len() == Progress::len_bytes(params);
+    let progress = if open.ranks == plan.topology().world {
+        Progress::from_bytes(bytes(&key), params)
+    } else {
+        // Which gradients there are is known to all of them together.
+        let keys: Vec<String> = (0..open.ranks).map(progress_key).collect();
+        let all: Vec<&[u8]> = keys.iter().map(|key| bytes(key)).collect();
+        let right = keys.iter().all(|key| right_len(key));
+        right.then(|| Progress::together(&all).ok()).flatten()
+    };
+    let micro_steps = open
+        .window
+        .map_or(0, |window| u64::from(window.micro_steps));
+    let right = |progress: &Progress| {
+        progress.micro_steps == micro_steps
+            && progress
+                .steps_of
+                .iter()
+                .all(|&steps| steps <= progress.step)
+            && progress.given.iter().all(|&given| given <= micro_steps)
+    };
+    progress.filter(right).ok_or_else(|| {
+        let expected =
+            format!("counts of {micro_steps} micro-steps and of steps that fit each other");
+        refuse(folder, &key, &expected, "others".to_owned())
+    })
+}
+
+/// Puts a rank back where it was in its window and between averages.
+pub(crate) fn restore_open(
+    plan: &Plan,
+    state: &mut State,
+    backend: &dyn Backend,
+    (progress, from): (&Progress, usize),
+    whole: &WholeTensors,
+) -> Result<(), PlanError> {
+    let arena = &mut state.arena;
+    arena.restore();
+    arena.micro_steps = progress.micro_steps as u32;
+    arena.weights = progress.weights;
+    arena.weights_hash = progress.weights_hash;
+    for (own, &given) in arena.given.iter_mut().zip(&progress.given) {
+        *own = given as u32;
+    }
+    state.since_average = progress.since_average;
+    state.adapting.loss = progress.loss;
+    state.adapting.first = progress.first;
+    state.adapting.every = progress.every;
+    if progress.micro_steps == 0 {
+        return Ok(());
+    }
+    for param in 0..plan.params().len() {
+        let Some(bytes) = whole.get(&window_key(plan, param, from)) else {
+            continue;
+        };
+        if !plan.reduces_each() {
+            state.restore_sums(plan, backend, param, bytes)?;
+            continue;
+        }
+        let (storage, tensor) = plan.places[param];
+        let spec = &plan.storages[storage];
+        let width = sum_width(spec.grad_dtype());
+        if let Some(sums) = &mut state.arena.reduced_sums[storage] {
             for held in spec.held_of_shard(tensor) {
-                let place = held.place(dtype.len_bytes());
-                let mut bytes = vec![0; place.len()];
-                backend.read(sums.as_ref(), place.start, &mut bytes)?;
-                add(held.elements.start, bytes);
+                let own = &bytes[held.within(width)];
+                backend.write(sums.as_mut(), held.place(width).start, own)?;
             }
         }
-        Ok(pieces)
     }
+    Ok(())
+}
 
-    /// Refuses what only other ranks or another plan could go on from.
-    pub(crate) fn check_open(&self, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
-        let own = self.local_sgd().map(|rule| rule.every.get());
-        let found = manifest.open.as_ref();
-        let averages = found.and_then(|open| open.local_sgd);
-        if own.is_some() != averages.is_some() {
-            let text = |every: Option<u64>| match every {
-                Some(every) => format!("averages every {every} steps"),
-                None => "no averages of parameters".to_owned(),
-            };
-            return Err(refuse(folder, "local_sgd", &text(own), text(averages)));
+/// Puts steps, skipped steps and the loss scale back.
+pub(crate) fn restore_counts(
+    plan: &Plan,
+    state: &mut State,
+    backend: &dyn Backend,
+    progress: &Progress,
+) -> Result<(), PlanError> {
+    state.set_step(progress.step);
+    for (desc, &step) in plan.params().iter().zip(&progress.steps_of) {
+        if step != progress.step {
+            state.set_step_of(&desc.name, step)?;
         }
-        let Some(open) = found else {
-            return Ok(());
-        };
-        // Each rank has its counts among the tensors, so a damaged number cannot ask for more work
-        // than the file is long.
-        if !(1..=manifest.tensors.len()).contains(&open.ranks) {
-            let found = format!("{} ranks", open.ranks);
-            return Err(refuse(
-                folder,
-                "ranks",
-                "at least 1, and counts of each",
-                found,
-            ));
-        }
-        let Some(window) = open.window else {
-            return Ok(());
-        };
-        let merge = self.accumulation();
-        let fits = merge.is_some_and(|merge| {
-            (merge.every.get(), merge.reduced) == (window.every, window.reduced)
-                && (1..window.every).contains(&window.micro_steps)
-        });
-        if fits {
-            return Ok(());
-        }
-        let text = |every: u32, reduced: ReducedWhen| match reduced {
-            ReducedWhen::PerWindow => {
-                format!("windows of {every} micro-steps, reduced once per window")
-            }
-            ReducedWhen::PerMicroStep => {
-                format!("windows of {every} micro-steps, reduced in every one")
-            }
-        };
-        let expected = match merge {
-            Some(merge) => text(merge.every.get(), merge.reduced),
-            None => "no merge".to_owned(),
-        };
-        let found = text(window.every, window.reduced);
-        let found = format!("{} micro-steps of {found}", window.micro_steps);
-        Err(refuse(folder, "accumulate", &expected, found))
     }
-
-    /// The rank whose values this one takes over: its own number, or 0 if the checkpoint is one of
-    /// other ranks that were all alike.
-    ///
-    /// # Errors
-    /// [`PlanError::Checkpoint`] naming what is not alike.
-    pub(crate) fn source_rank(
-        &self,
-        manifest: &Manifest,
-        whole: &WholeTensors,
-        folder: &Path,
-    ) -> Result<usize, PlanError> {
-        let Topology { rank, world, .. } = self.topology();
-        let Some(open) = manifest.open.as_ref().filter(|open| open.ranks != world) else {
-            return Ok(rank);
-        };
-        let different = match (open.slices.first(), self.slices().next()) {
-            (Some(name), _) => Some(name.clone()),
-            (_, Some(name)) => Some(name.to_owned()),
-            (None, None) => manifest.difference(whole),
-        };
-        let Some(different) = different else {
-            return Ok(0);
-        };
-        let (what, whose) = match (&open.local_sgd, &open.window) {
-            (Some(_), _) => ("local_sgd", "parameters and state of their own"),
-            _ => ("accumulate", "a merge window under way"),
-        };
-        let sliced = !open.slices.is_empty() || self.slices().next().is_some();
-        let way = match (sliced, &open.local_sgd) {
-            (true, _) => "slices of a rank's own cannot be averaged",
-            (false, Some(_)) => {
-                "to go on with others, average them: `fusestep checkpoint reshard --average`, or \
-                 `Manifest::average`"
-            }
-            (false, None) => {
-                "to go on with others, end the window on those ranks, or `flush` it, and save \
-                 then; or share its mean out by `fusestep checkpoint reshard --average`, or \
-                 `Manifest::average`"
-            }
-        };
-        let found = format!(
-            "{} ranks with {whose}, which differ in {different}; {way}",
-            open.ranks
-        );
-        let expected = format!("{world} ranks, as the plan has");
-        Err(refuse(folder, what, &expected, found))
-    }
-
-    /// This rank's counts, checked.
-    pub(crate) fn progress(
-        &self,
-        (manifest, from): (&Manifest, usize),
-        whole: &WholeTensors,
-        folder: &Path,
-    ) -> Result<Progress, PlanError> {
-        let Some(open) = &manifest.open else {
-            return Ok(Progress::of_all(self, manifest));
-        };
-        let key = progress_key(from);
-        let bytes = |key: &str| whole.get(key).map_or(&[][..], Vec::as_slice);
-        let params = self.params().len();
-        let right_len = |key: &str| bytes(key).len() == Progress::len_bytes(params);
-        let progress = if open.ranks == self.topology().world {
-            Progress::from_bytes(bytes(&key), params)
-        } else {
-            // Which gradients there are is known to all of them together.
-            let keys: Vec<String> = (0..open.ranks).map(progress_key).collect();
-            let all: Vec<&[u8]> = keys.iter().map(|key| bytes(key)).collect();
-            let right = keys.iter().all(|key| right_len(key));
-            right.then(|| Progress::together(&all).ok()).flatten()
-        };
-        let micro_steps = open
-            .window
-            .map_or(0, |window| u64::from(window.micro_steps));
-        let right = |progress: &Progress| {
-            progress.micro_steps == micro_steps
-                && progress
-                    .steps_of
-                    .iter()
-                    .all(|&steps| steps <= progress.step)
-                && progress.given.iter().all(|&given| given <= micro_steps)
-        };
-        progress.filter(right).ok_or_else(|| {
-            let expected =
-                format!("counts of {micro_steps} micro-steps and of steps that fit each other");
-            refuse(folder, &key, &expected, "others".to_owned())
-        })
-    }
-
-    /// Puts a rank back where it was in its window and between averages.
-    pub(crate) fn restore_open(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        (progress, from): (&Progress, usize),
-        whole: &WholeTensors,
-    ) -> Result<(), PlanError> {
-        let arena = &mut state.arena;
-        arena.restore();
-        arena.micro_steps = progress.micro_steps as u32;
-        arena.weights = progress.weights;
-        arena.weights_hash = progress.weights_hash;
-        for (own, &given) in arena.given.iter_mut().zip(&progress.given) {
-            *own = given as u32;
-        }
-        state.since_average = progress.since_average;
-        state.adapting.loss = progress.loss;
-        state.adapting.first = progress.first;
-        state.adapting.every = progress.every;
-        if progress.micro_steps == 0 {
-            return Ok(());
-        }
-        for param in 0..self.params().len() {
-            let Some(bytes) = whole.get(&self.window_key(param, from)) else {
-                continue;
-            };
-            if !self.reduces_each() {
-                state.restore_sums(self, backend, param, bytes)?;
-                continue;
-            }
-            let (storage, tensor) = self.places[param];
-            let spec = &self.storages[storage];
-            let width = sum_width(spec.grad_dtype());
-            if let Some(sums) = &mut state.arena.reduced_sums[storage] {
-                for held in spec.held_of_shard(tensor) {
-                    let own = &bytes[held.within(width)];
-                    backend.write(sums.as_mut(), held.place(width).start, own)?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Puts steps, skipped steps and the loss scale back.
-    pub(crate) fn restore_counts(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        progress: &Progress,
-    ) -> Result<(), PlanError> {
-        state.set_step(progress.step);
-        for (desc, &step) in self.params().iter().zip(&progress.steps_of) {
-            if step != progress.step {
-                state.set_step_of(&desc.name, step)?;
-            }
-        }
-        let scaled = state.scaled;
-        let Some(norm) = &mut state.norm else {
-            return Ok(());
-        };
-        let scale = norm.loss_scale();
-        let scale = match progress.loss_scale.filter(|_| scaled) {
-            // Checked before: a scale that does not fit the policy was refused.
-            Some((value, good, bad)) => scale.restored(value, good, bad).unwrap_or(scale),
-            None => scale,
-        };
-        norm.restore(backend, scale, progress.skipped)
-    }
+    let scaled = state.scaled;
+    let Some(norm) = &mut state.norm else {
+        return Ok(());
+    };
+    let scale = norm.loss_scale();
+    let scale = match progress.loss_scale.filter(|_| scaled) {
+        // Checked before: a scale that does not fit the policy was refused.
+        Some((value, good, bad)) => scale.restored(value, good, bad).unwrap_or(scale),
+        None => scale,
+    };
+    norm.restore(backend, scale, progress.skipped)
 }
 
 /// The name of a rank's counts.

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::agree;
 use crate::comms::Comms;
 use crate::{Plan, PlanError, Topology};
 
@@ -42,7 +43,7 @@ impl Remembered {
         } else {
             serde_json::to_string(&self.0).unwrap_or_default()
         };
-        let all = plan.gather_texts(comms, &own)?;
+        let all = agree::gather_texts(plan, comms, &own)?;
         if all.iter().all(|text| *text == all[0]) {
             if !all[0].is_empty() {
                 caller.insert(KEY.to_owned(), own);

@@ -5,9 +5,9 @@ use std::ops::Range;
 use fusestep_launch::{Backend, BackendError};
 use fusestep_tensor::{DType, Role, Shape};
 
-use super::CheckpointFolder;
 use super::manifest::refuse;
 use super::shards::Piece;
+use super::{CheckpointFolder, progress, save};
 use crate::storage::Held;
 use crate::{Plan, PlanError, State, Tensors, ZeroStage};
 
@@ -115,137 +115,132 @@ pub(super) enum File {
     Shard,
 }
 
-impl Plan {
-    /// Copies what this rank saves.
-    pub(super) fn snapshot(
-        &self,
-        run: RunToSave<'_>,
-        folder: CheckpointFolder<'_>,
-        into: &mut Snapshot,
-    ) -> Result<(), PlanError> {
-        into.pieces.clear();
-        self.check_borrowed(run.params, folder)?;
-        let sources = self.pieces_to_save(run.state, run.backend, &mut into.pieces)?;
-        let len_bytes = into.pieces.last().map_or(0, |placed| placed.place.end);
-        into.make_room(folder, len_bytes)?;
-        for (placed, source) in into.pieces.iter().zip(sources) {
-            let bytes = &mut into.bytes[placed.place.clone()];
-            match (source, run.params) {
-                (Source::Held(role, param, held), _) => {
-                    run.state
-                        .read_held(run.backend, (role, param), &held, bytes)?;
-                }
-                (Source::Param(param), Some(params)) => params.read(param, bytes)?,
-                (Source::Param(param), None) => {
-                    let name = &self.params()[param].name;
-                    run.state.read(run.backend, Role::Param, name, bytes)?;
-                }
-                (Source::Copied(own), _) => bytes.copy_from_slice(&own),
+/// Copies what this rank saves.
+pub(super) fn take(
+    plan: &Plan,
+    run: RunToSave<'_>,
+    folder: CheckpointFolder<'_>,
+    into: &mut Snapshot,
+) -> Result<(), PlanError> {
+    into.pieces.clear();
+    check_borrowed(plan, run.params, folder)?;
+    let sources = pieces_to_save(plan, run.state, run.backend, &mut into.pieces)?;
+    let len_bytes = into.pieces.last().map_or(0, |placed| placed.place.end);
+    into.make_room(folder, len_bytes)?;
+    for (placed, source) in into.pieces.iter().zip(sources) {
+        let bytes = &mut into.bytes[placed.place.clone()];
+        match (source, run.params) {
+            (Source::Held(role, param, held), _) => {
+                run.state
+                    .read_held(run.backend, (role, param), &held, bytes)?;
             }
+            (Source::Param(param), Some(params)) => params.read(param, bytes)?,
+            (Source::Param(param), None) => {
+                let name = &plan.params()[param].name;
+                run.state.read(run.backend, Role::Param, name, bytes)?;
+            }
+            (Source::Copied(own), _) => bytes.copy_from_slice(&own),
         }
-        Ok(())
     }
+    Ok(())
+}
 
-    /// Refuses parameters from two sides, or from none.
-    pub(super) fn check_borrowed(
-        &self,
-        params: Option<&dyn BorrowedParams>,
-        folder: CheckpointFolder<'_>,
-    ) -> Result<(), PlanError> {
-        let borrowed = self.tensors == Tensors::Borrowed;
-        if borrowed == params.is_some() {
-            return Ok(());
-        }
-        let (expected, found) = if borrowed {
-            ("the parameters that the caller keeps", "a state alone")
-        } else {
-            ("a state that keeps its parameters", "the caller's as well")
-        };
-        Err(refuse(
-            folder.path,
-            "parameters",
-            expected,
-            found.to_owned(),
-        ))
+/// Refuses parameters from two sides, or from none.
+pub(super) fn check_borrowed(
+    plan: &Plan,
+    params: Option<&dyn BorrowedParams>,
+    folder: CheckpointFolder<'_>,
+) -> Result<(), PlanError> {
+    let borrowed = plan.tensors == Tensors::Borrowed;
+    if borrowed == params.is_some() {
+        return Ok(());
     }
+    let (expected, found) = if borrowed {
+        ("the parameters that the caller keeps", "a state alone")
+    } else {
+        ("a state that keeps its parameters", "the caller's as well")
+    };
+    Err(refuse(
+        folder.path,
+        "parameters",
+        expected,
+        found.to_owned(),
+    ))
+}
 
-    /// Lists what this rank saves: pieces, one behind the other, and where their bytes come from.
-    fn pieces_to_save(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        pieces: &mut Vec<Placed>,
-    ) -> Result<Vec<Source>, PlanError> {
-        let mut sources = Vec::new();
-        let mut add = |tensor: String, dtype: DType, (first, numel): (u64, u64), source| {
-            let start = pieces.last().map_or(0, |placed: &Placed| placed.place.end);
-            // Copies of any element type begin where its elements may lie.
-            let start = start.next_multiple_of(8);
-            let len_bytes = numel as usize * dtype.len_bytes();
-            let of_model = match &source {
-                Source::Param(param) => {
-                    let desc = &self.params()[*param];
-                    Some((desc.name.clone(), desc.shape.clone()))
-                }
-                _ => None,
-            };
-            pieces.push(Placed {
-                tensor,
-                dtype,
-                first,
-                place: start..start + len_bytes,
-                of_model,
-            });
-            sources.push(source);
+/// Lists what this rank saves: pieces, one behind the other, and where their bytes come from.
+fn pieces_to_save(
+    plan: &Plan,
+    state: &State,
+    backend: &dyn Backend,
+    pieces: &mut Vec<Placed>,
+) -> Result<Vec<Source>, PlanError> {
+    let mut sources = Vec::new();
+    let mut add = |tensor: String, dtype: DType, (first, numel): (u64, u64), source| {
+        let start = pieces.last().map_or(0, |placed: &Placed| placed.place.end);
+        // Copies of any element type begin where its elements may lie.
+        let start = start.next_multiple_of(8);
+        let len_bytes = numel as usize * dtype.len_bytes();
+        let of_model = match &source {
+            Source::Param(param) => {
+                let desc = &plan.params()[*param];
+                Some((desc.name.clone(), desc.shape.clone()))
+            }
+            _ => None,
         };
-        let rank = self.topology().rank;
-        for (param, desc) in self.params().iter().enumerate() {
-            // What all ranks have alike is saved once.
-            let shared = self.has_own(param) || self.saves_shared();
-            for role in self.roles(param)? {
-                let key = self.key(param, role, rank);
-                let dtype = self.role_dtype(param, role)?;
-                if role == Role::Param && self.in_model(param) {
-                    if rank == 0 {
-                        add(key, dtype, (0, desc.numel()), Source::Param(param));
-                        continue;
-                    } else if !self.has_own(param) {
-                        continue;
-                    }
-                }
-                if !shared {
+        pieces.push(Placed {
+            tensor,
+            dtype,
+            first,
+            place: start..start + len_bytes,
+            of_model,
+        });
+        sources.push(source);
+    };
+    let rank = plan.topology().rank;
+    for (param, desc) in plan.params().iter().enumerate() {
+        // What all ranks have alike is saved once.
+        let shared = plan.has_own(param) || plan.saves_shared();
+        for role in save::roles_of(plan, param)? {
+            let key = save::key(plan, param, role, rank);
+            let dtype = save::role_dtype(plan, param, role)?;
+            if role == Role::Param && in_model(plan, param) {
+                if rank == 0 {
+                    add(key, dtype, (0, desc.numel()), Source::Param(param));
+                    continue;
+                } else if !plan.has_own(param) {
                     continue;
                 }
-                for held in state.shard_places(role, param)? {
-                    let range = (held.elements.start, held.elements.end - held.elements.start);
-                    add(key.clone(), dtype, range, Source::Held(role, param, held));
-                }
+            }
+            if !shared {
+                continue;
+            }
+            for held in state.shard_places(role, param)? {
+                let range = (held.elements.start, held.elements.end - held.elements.start);
+                add(key.clone(), dtype, range, Source::Held(role, param, held));
             }
         }
-        if let Some(open) = self.open_run(state) {
-            for piece in self.open_pieces(state, backend, &open)? {
-                let numel = (piece.bytes.len() / piece.dtype.len_bytes()) as u64;
-                let range = (piece.first, numel);
-                add(
-                    piece.tensor,
-                    piece.dtype,
-                    range,
-                    Source::Copied(piece.bytes),
-                );
-            }
-        }
-        Ok(sources)
     }
+    if let Some(open) = progress::open_run(plan, state) {
+        for piece in progress::open_pieces(plan, state, backend, &open)? {
+            let numel = (piece.bytes.len() / piece.dtype.len_bytes()) as u64;
+            let range = (piece.first, numel);
+            add(
+                piece.tensor,
+                piece.dtype,
+                range,
+                Source::Copied(piece.bytes),
+            );
+        }
+    }
+    Ok(sources)
+}
 
-    /// Whether a parameter is saved whole in the model's file, by rank 0: all are but at ZeRO stage
-    /// 3, where nobody has them, and slices of each rank's own.
-    fn in_model(&self, param: usize) -> bool {
-        let (storage, _) = self.places[param];
-        let name = &self.params()[param].name;
-        self.zero() != ZeroStage::Three
-            && !self.storages[storage].distributed
-            && name != METADATA_NAME
-    }
+/// Whether a parameter is saved whole in the model's file, by rank 0: all are but at ZeRO stage
+/// 3, where nobody has them, and slices of each rank's own.
+fn in_model(plan: &Plan, param: usize) -> bool {
+    let name = &plan.params()[param].name;
+    plan.zero() != ZeroStage::Three && !plan.is_distributed(param) && name != METADATA_NAME
 }
 
 /// What a safetensors file calls its texts; no tensor can have that name.

@@ -7,7 +7,7 @@ use fusestep_coalesce::{FlatLayout, LayoutOptions};
 use fusestep_tensor::DType;
 
 use super::Pass;
-use crate::{Note, Optimize, Optimizer, Plan, PlanError, Stage, StorageSpec, Verdict};
+use crate::{Note, Optimize, Optimizer, Plan, PlanError, Stage, StorageSpec, Verdict, bucket};
 
 /// Puts the tensors of all parameters of one dtype into common buffers, in plan order.
 ///
@@ -70,7 +70,7 @@ impl Pass for CoalesceGradients {
         plan.stages.extend(stages);
         plan.storages = storages;
         plan.index_places();
-        plan.make_buckets()?;
+        bucket::make(plan)?;
         let padded: u64 = plan.storages.iter().map(|s| s.layout.total_numel()).sum();
         let elements = plan.elements();
         let reason = format!(

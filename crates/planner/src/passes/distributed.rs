@@ -4,7 +4,7 @@ use fusestep_coalesce::{FlatLayout, LayoutOptions};
 
 use super::{ActsOn, Pass};
 use crate::stage::Optimize;
-use crate::{Note, Plan, PlanError, Stage, StorageSpec, Verdict};
+use crate::{Note, Plan, PlanError, Stage, StorageSpec, Verdict, bucket};
 
 /// Says that these parameters are slices of a layer that is spread over the ranks, another on each:
 /// the last layer of a classifier with millions of classes, for example. All ranks name them alike,
@@ -65,7 +65,7 @@ impl Pass for Distributed {
             return Ok(());
         }
         take_out(plan, &marked)?;
-        plan.make_buckets()?;
+        bucket::make(plan)?;
         let reason = format!("{count} parameters are slices that each rank has for itself");
         plan.notes
             .push(Note::new(self.name(), Verdict::Applied, reason));

@@ -3,9 +3,8 @@
 use fusestep_coalesce::FlatLayout;
 
 use super::{ActsOn, Pass};
-use crate::bucket::{Caps, segments};
-use crate::stage::{Gather, Reduce};
-use crate::{Note, Plan, PlanError, Stage, Verdict};
+use crate::bucket::Caps;
+use crate::{Note, Plan, PlanError, Verdict, bucket};
 
 /// What becomes of a gradient that is longer than a bucket's cap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -111,7 +110,7 @@ impl Pass for FuseAllReduce {
             count: self.cap_count,
             oversize: self.oversize,
         });
-        plan.make_buckets()?;
+        bucket::make(plan)?;
         self.explain(plan);
         Ok(())
     }
@@ -166,43 +165,4 @@ fn lay_in_order(plan: &mut Plan) -> Result<(), PlanError> {
     }
     plan.index_places();
     Ok(())
-}
-
-impl Plan {
-    /// Makes the buckets for the storages as they are, with a call for each that is reduced and for
-    /// each that is gathered.
-    pub(crate) fn make_buckets(&mut self) -> Result<(), PlanError> {
-        if self.topology.world == 1 {
-            return Ok(());
-        }
-        let result = self.stages.iter().find_map(|stage| match stage {
-            Stage::Reduce(reduce) => Some(reduce.result),
-            _ => None,
-        });
-        let gathers = |stage: &Stage| matches!(stage, Stage::Gather(_));
-        let gathers = self.stages.iter().any(gathers);
-        (self.segments, self.buckets) =
-            segments(self, &self.ready, self.caps.as_ref(), self.grain()?)?;
-        let before = self
-            .stages
-            .iter()
-            .position(|stage| matches!(stage, Stage::Reduce(_)));
-        let calls = |stage: &Stage| matches!(stage, Stage::Reduce(_) | Stage::Gather(_));
-        self.stages.retain(|stage| !calls(stage));
-        let buckets = 0..self.buckets.len();
-        if let (Some(result), Some(at)) = (result, before) {
-            let reduce = |bucket| Stage::Reduce(Reduce { bucket, result });
-            self.stages.splice(at..at, buckets.clone().map(reduce));
-        }
-        if gathers {
-            let gather = |bucket| {
-                Stage::Gather(Gather {
-                    bucket,
-                    broadcasts: Vec::new(),
-                })
-            };
-            self.stages.extend(buckets.map(gather));
-        }
-        Ok(())
-    }
 }

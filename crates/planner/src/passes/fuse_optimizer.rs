@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use fusestep_launch::Batch;
 
 use super::Pass;
-use crate::{Note, Plan, PlanError, SizeClass, Stage, Verdict};
+use crate::{Note, Plan, PlanError, SizeClass, Stage, Verdict, batches};
 
 /// Puts the updates of all tensors of one storage and size class into as few launches as the limits
 /// allow.
@@ -47,7 +47,7 @@ impl Pass for FuseOptimizer {
         let mut stages = Vec::with_capacity(groups.len());
         for ((storage, size_class), mut tensors) in groups {
             tensors.sort_unstable();
-            stages.push(plan.optimize(storage, size_class, tensors)?);
+            stages.push(batches::update_stage(plan, storage, size_class, tensors)?);
         }
         plan.stages
             .retain(|stage| !matches!(stage, Stage::Optimize(_)));

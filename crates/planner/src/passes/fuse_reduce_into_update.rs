@@ -75,16 +75,6 @@ impl Pass for FuseReduceIntoUpdate {
     }
 }
 
-impl Plan {
-    /// Bytes that all ranks together read and write for each element of a model of one dtype, from
-    /// gradients in the arena to parameters on every rank that keeps them: 36 for AdamW in f32
-    /// at 2 ranks and ZeRO stage 1, reduced and updated in one pass. What is done to all
-    /// gradients together comes on top.
-    pub fn bytes_per_element(&self) -> u64 {
-        bytes_of_element(self)
-    }
-}
-
 /// The update of all tensors that a bucket has elements of.
 fn update_of(plan: &Plan, bucket: usize) -> Optimize {
     let Bucket {
@@ -134,7 +124,7 @@ fn refusal(plan: &Plan) -> Result<Option<&'static str>, PlanError> {
 
 /// Bytes that all ranks together read and write for each element of the first storage, in a step
 /// without further stages.
-fn bytes_of_element(plan: &Plan) -> u64 {
+pub(crate) fn bytes_of_element(plan: &Plan) -> u64 {
     let Some(spec) = plan.storages.iter().find(|spec| !spec.distributed) else {
         return 0;
     };

@@ -11,7 +11,7 @@ mod distributed;
 mod fuse_all_reduce;
 mod fuse_broadcast;
 mod fuse_optimizer;
-mod fuse_reduce_into_update;
+pub(crate) mod fuse_reduce_into_update;
 mod local_sgd;
 mod loss_scaling;
 mod shard;

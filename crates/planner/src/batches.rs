@@ -1,0 +1,196 @@
+//! The batches of a plan's stages: what one launch carries.
+
+use std::ops::Range;
+
+use fusestep_amp::norm_kernel;
+use fusestep_launch::{
+    Batch, Batchable, LaunchError, LaunchLimits, MAX_LAUNCHES, MultiTensorReduction, batches,
+};
+use fusestep_tensor::Role;
+
+use crate::group::Classes;
+use crate::norm::Placed;
+use crate::state::Schedule;
+use crate::{
+    GradientRead, Optimize, Plan, PlanError, SizeClass, Stage, State, StorageSpec, batches,
+};
+
+/// A stage over whole tensors of a storage, with its batches.
+pub(crate) fn update_stage(
+    plan: &Plan,
+    storage: usize,
+    size_class: SizeClass,
+    tensors: Vec<u32>,
+) -> Result<Optimize, PlanError> {
+    let mut optimize = Optimize {
+        storage,
+        bucket: None,
+        size_class,
+        tensors,
+        elements: 0..plan.storages[storage].layout.total_numel(),
+        batches: Vec::new(),
+    };
+    optimize.batches = of_update(plan, &optimize, |_| true, &plan.classes)?;
+    Ok(optimize)
+}
+
+/// The batches of those tensors of a stage that take part, as far as they lie in its elements.
+pub(crate) fn of_update(
+    plan: &Plan,
+    stage: &Optimize,
+    takes_part: impl Fn(usize) -> bool,
+    classes: &Classes,
+) -> Result<Vec<Batch>, PlanError> {
+    let spec = &plan.storages[stage.storage];
+    let Some(&member) = spec.members.first() else {
+        return Ok(Vec::new());
+    };
+    let kernel = plan.kernel_of(member)?;
+    let members = &spec.members;
+    let present = |tensor: &&u32| takes_part(members[**tensor as usize] as usize);
+    let batchable = stage.tensors.iter().filter(present).map(|&tensor| {
+        let class = classes.of_param[members[tensor as usize] as usize];
+        within(spec, tensor, &stage.elements, class)
+    });
+    let layout = kernel.argument_layout();
+    let limits = plan.batch_limits(plan.limits_of(kernel.as_ref()));
+    Ok(batches(kernel.entry(), batchable, layout, limits)?)
+}
+
+/// The batches of a read, of those parameters that take part.
+pub(crate) fn of_read(
+    plan: &Plan,
+    read: &GradientRead,
+    takes_part: impl Fn(usize) -> bool,
+) -> Result<Vec<Batch>, PlanError> {
+    let spec = &plan.storages[read.storage];
+    let Some(kernel) = reader_of(plan, read.storage)? else {
+        return Ok(Vec::new());
+    };
+    let members = spec.members.iter().enumerate();
+    let tensors = members.filter(|&(_, &member)| takes_part(member as usize));
+    let batchable = tensors.map(|(tensor, _)| within(spec, tensor as u32, &read.elements, 0));
+    let limits = plan.batch_limits(LaunchLimits {
+        chunk_elements: kernel.chunk_elements(),
+        ..plan.limits
+    });
+    let layout = kernel.argument_layout();
+    Ok(batches(kernel.entry(), batchable, layout, limits)?)
+}
+
+/// Makes all batches, for the stages and tables as they are.
+pub(crate) fn make_anew(plan: &mut Plan) -> Result<(), PlanError> {
+    let mut stages = std::mem::take(&mut plan.stages);
+    for stage in &mut stages {
+        match stage {
+            Stage::Norm(norm) => {
+                for read in &mut norm.reads {
+                    read.batches = batches::of_read(plan, read, |_| true)?;
+                }
+            }
+            Stage::Optimize(stage) | Stage::ReduceUpdate(stage) => {
+                stage.batches = batches::of_update(plan, stage, |_| true, &plan.classes)?;
+            }
+            _ => {}
+        }
+    }
+    plan.stages = stages;
+    Ok(())
+}
+
+/// The kernel that reads a storage's gradients; `None` for a storage without tensors.
+pub(crate) fn reader_of(
+    plan: &Plan,
+    storage: usize,
+) -> Result<Option<Box<dyn MultiTensorReduction>>, PlanError> {
+    let Some(&first) = plan.storages[storage].members.first() else {
+        return Ok(None);
+    };
+    // Borrowed gradients are in no list of the storage, but in the kernel's they are.
+    let kernel = plan.kernel_of(first)?;
+    let grads = kernel.lists().iter().find(|list| list.role == Role::Grad);
+    let dtype = grads.map_or(plan.params[first as usize].dtype, |list| list.dtype);
+    Ok(Some(norm_kernel(dtype)?))
+}
+
+/// Makes the batches anew if the pattern of tensors without gradient or missed steps has
+/// changed.
+pub(crate) fn refresh(plan: &Plan, state: &mut State) -> Result<(), PlanError> {
+    if !state.schedule.stale {
+        return Ok(());
+    }
+    let classes = Classes::new(&state.params, |param| state.steps_behind[param]);
+    let mut batches = Vec::with_capacity(plan.stages.len());
+    for stage in plan.optimize_stages() {
+        batches.push(batches::of_update(
+            plan,
+            stage,
+            |param| !state.without_gradient[param],
+            &classes,
+        )?);
+    }
+    for storage in &mut state.storages {
+        let set_bytes = storage.kernel.argument_layout().set_bytes;
+        storage.sets.resize(set_bytes * classes.classes.len(), 0);
+    }
+    let mut norm = Vec::new();
+    if let (Some(memory), Some(stage)) = (&mut state.norm, plan.norm_stage()) {
+        for read in &stage.reads {
+            norm.push(batches::of_read(plan, read, |param| {
+                !state.without_gradient[param]
+            })?);
+        }
+        memory.placed = Placed::No;
+    }
+    let without_gradient = &state.without_gradient;
+    state
+        .exchange
+        .refresh(plan, |param| !without_gradient[param], &classes)?;
+    state.schedule = Schedule {
+        classes,
+        batches,
+        norm,
+        stale: false,
+    };
+    Ok(())
+}
+
+/// What of a tensor lies in some elements of its storage.
+pub(crate) fn within(
+    spec: &StorageSpec,
+    tensor: u32,
+    elements: &Range<u64>,
+    class: u32,
+) -> Batchable {
+    let own = spec.layout.range(tensor as usize);
+    let start = own.start.max(elements.start).min(own.end);
+    let end = own.end.min(elements.end).max(start);
+    Batchable {
+        tensor,
+        first_element: start - own.start,
+        numel: end - start,
+        class,
+    }
+}
+
+/// Launches of a plan's stages behind the first of each: a stage is bounded by itself, but there
+/// may be one for every tensor.
+#[derive(Debug, Default)]
+pub(crate) struct LaunchCount(usize);
+
+impl LaunchCount {
+    /// Counts those of one more stage.
+    ///
+    /// # Errors
+    /// [`LaunchError::TooMany`] beyond [`MAX_LAUNCHES`] of all stages together.
+    pub(crate) fn add(&mut self, batches: &[Batch], kernel: &str) -> Result<(), PlanError> {
+        self.0 += batches.len().saturating_sub(1);
+        if self.0 < MAX_LAUNCHES {
+            return Ok(());
+        }
+        Err(PlanError::Launch(LaunchError::TooMany {
+            kernel: kernel.to_owned(),
+            expected: MAX_LAUNCHES,
+        }))
+    }
+}
