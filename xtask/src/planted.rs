@@ -248,6 +248,13 @@ mod tests {
     }
 
     #[test]
+    fn every_place_is_in_the_sources_once() {
+        let lost = bugs().filter_map(|bug| bug.text(&workspace_root()).err());
+        let lost: Vec<String> = lost.map(|error| error.to_string()).collect();
+        assert!(lost.is_empty(), "{}", lost.join("\n"));
+    }
+
+    #[test]
     fn the_page_lists_every_bug_and_who_finds_it() {
         let page = fs::read_to_string(workspace_root().join("docs/RELIABILITY.md")).unwrap();
         let (before, table) = page.split_once("| Bug | Found by |\n|---|---|\n").unwrap();

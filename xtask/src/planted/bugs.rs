@@ -118,10 +118,8 @@ pub(super) const BUGS: &[Bug] = &[
     Bug {
         name: "ranks: averages come a step late",
         file: "crates/planner/src/average.rs",
-        from: r"state.since_average += 1;
-        //",
-        to: r"state.since_average += u64::from(state.step() > 1);
-        //",
+        from: "step.state.since_average += 1;",
+        to: "step.state.since_average += u64::from(step.state.step() > 1);",
         tool: Tool::Test("fusestep-tests", "distributed", "averages"),
     },
     Bug {
@@ -209,10 +207,10 @@ pub(super) const BUGS: &[Bug] = &[
     Bug {
         name: "save: an error of another rank is no error",
         file: "crates/planner/src/checkpoint/agree.rs",
-        from: r"self.agree(comms, outcome)?;
-        let said",
-        to: r"let _ = self.agree(comms, outcome);
-        let said",
+        from: r"on_outcome(plan, comms, outcome)?;
+    let said",
+        to: r"let _ = on_outcome(plan, comms, outcome);
+    let said",
         tool: Tool::Simulate,
     },
     Bug {
@@ -225,21 +223,21 @@ pub(super) const BUGS: &[Bug] = &[
     Bug {
         name: "save behind: a save counts before its manifest is written",
         file: "crates/planner/src/checkpoint/behind.rs",
-        from: r"        saves.flight = Some(flight);
-        Ok(None)
+        from: r"    saves.flight = Some(flight);
+    Ok(None)
 ",
-        to: r"        let step = flight.step;
-        let said = (flight.phase == Phase::Commit).then_some(Saved { step });
-        saves.flight = Some(flight);
-        Ok(said)
+        to: r"    let step = flight.step;
+    let said = (flight.phase == Phase::Commit).then_some(Saved { step });
+    saves.flight = Some(flight);
+    Ok(said)
 ",
         tool: Tool::Simulate,
     },
     Bug {
         name: "save behind: nobody hears of an error of the last part",
         file: "crates/planner/src/checkpoint/behind.rs",
-        from: "self.agree(comms, committed)?;",
-        to: "let _ = self.agree(comms, committed);",
+        from: "agree::on_outcome(plan, comms, committed)?;",
+        to: "let _ = agree::on_outcome(plan, comms, committed);",
         tool: Tool::Test("fusestep-tests", "distributed", "an_error_behind"),
     },
     Bug {

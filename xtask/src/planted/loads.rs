@@ -24,7 +24,7 @@ pub(super) const LOADS: &[Bug] = &[
     Bug {
         name: "resume: counts are not restored",
         file: "crates/planner/src/checkpoint/save.rs",
-        from: r"self.restore_counts(state, backend, &run.progress)?;
+        from: r"progress::restore_counts(plan, state, backend, &run.progress)?;
 ",
         to: "",
         tool: Tool::Simulate,
@@ -32,9 +32,10 @@ pub(super) const LOADS: &[Bug] = &[
     Bug {
         name: "resume: a window that is open is forgotten",
         file: "crates/planner/src/checkpoint/save.rs",
-        from: r"self.restore_open(state, backend, (&run.progress, run.from), &run.whole)?;
-",
-        to: "",
+        from: "progress::restore_open(plan, state, backend, (&run.progress",
+        to: "let _ = (&run.progress, run.from, &run.whole);
+    #[cfg(any())]
+    progress::restore_open(plan, state, backend, (&run.progress",
         tool: Tool::Simulate,
     },
     Bug {
@@ -90,8 +91,8 @@ pub(super) const LOADS: &[Bug] = &[
     Bug {
         name: "load: names in a manifest lead anywhere",
         file: "crates/planner/src/checkpoint/manifest.rs",
-        from: r"!name.is_empty() && !name.contains(['/', '\\']) && !name.starts_with('.')",
-        to: "!name.is_empty()",
+        from: r"has_length && !name.contains(['/', '\\']) && !name.starts_with('.')",
+        to: "has_length",
         tool: Tool::Test("fusestep-tests", "distributed", "without_a_checksum"),
     },
     Bug {
@@ -113,15 +114,15 @@ pub(super) const LOADS: &[Bug] = &[
     Bug {
         name: "load: what is refused has changed the state already",
         file: "crates/planner/src/checkpoint/file.rs",
-        from: r"let steps = self.check(&file)?;
+        from: r"let steps = check(state, &file)?;
 ",
-        to: r"for param in self.params.clone().iter() {
-            for role in self.state_roles(param)? {
-                let bytes = file.bytes(&tensor_name(param, role)).unwrap_or_default();
-                self.write(backend, role, &param.name, bytes)?;
-            }
+        to: r"for param in state.params.clone().iter() {
+        for role in state_roles(state, param)? {
+            let bytes = file.bytes(&tensor_name(param, role)).unwrap_or_default();
+            state.write(backend, role, &param.name, bytes)?;
         }
-        let steps = self.check(&file)?;
+    }
+    let steps = check(state, &file)?;
 ",
         tool: Tool::Fuzz("state"),
     },
