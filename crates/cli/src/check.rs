@@ -31,7 +31,7 @@ pub(crate) struct CheckArgs {
     #[arg(long, value_enum)]
     pub(crate) engine: Option<Engine>,
     #[command(flatten)]
-    ranks: Ranks,
+    pub(crate) ranks: Ranks,
     /// Print the findings as one JSON object
     #[arg(long)]
     json: bool,

@@ -88,12 +88,13 @@ fn main() -> ExitCode {
 }
 
 fn run(command: &Command) -> anyhow::Result<()> {
-    engine::require_engine(match command {
-        Command::Bench(args) => args.engine(),
-        Command::Check(args) => args.engine,
-        Command::Train(args) => args.engine,
-        _ => None,
-    })?;
+    let (engine, meets) = match command {
+        Command::Bench(args) => (args.engine(), args.collective.ranks.meet()),
+        Command::Check(args) => (args.engine, args.ranks.meet()),
+        Command::Train(args) => (args.engine, false),
+        _ => (None, false),
+    };
+    engine::require_engine(engine, meets)?;
     match command {
         Command::Plan(args) => plan::run(args),
         Command::Step(args) => step::run(args),
