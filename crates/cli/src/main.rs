@@ -9,6 +9,7 @@ mod ceiling;
 mod check;
 mod checkpoint;
 mod engine;
+mod folders;
 mod gradients;
 mod inputs;
 mod launch;

@@ -422,7 +422,7 @@ fn processes_tell_the_cause_and_which_rank_they_follow() {
         let line = error.lines().find(|line| line.starts_with(start));
         assert!(line.is_some_and(|line| line.contains(what)), "{error}");
     };
-    told("error: rank 1: --checkpoint", "/1: File exists");
+    told("error: rank 1: --checkpoint", "/1: expected a folder");
     told("error: rank 0: ", "rank 1 left the group");
     told("error: rank 2: ", "rank 1 left the group");
 }
