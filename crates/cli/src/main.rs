@@ -96,6 +96,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         _ => (None, false),
     };
     engine::require_engine(engine, meets)?;
+    options::require_threads_of_environment()?;
     match command {
         Command::Plan(args) => plan::run(args),
         Command::Step(args) => step::run(args),
