@@ -9,7 +9,7 @@ use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_collective_mpi::{Compare, MpiOptions, Reduction, launched_ranks};
 use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions, launched_processes};
 
-use crate::ranks::{MOST_RANKS, bounded};
+use crate::ranks::{MOST_RANKS, bounded, whole};
 use crate::{launch, outcomes};
 
 #[cfg(feature = "nccl")]
@@ -123,10 +123,10 @@ pub(crate) struct Ranks {
     #[arg(long, value_name = "FOLDER", requires = "rank")]
     meet: Option<PathBuf>,
     /// Which of --ranks processes this one is, from 0
-    #[arg(long, requires = "meet")]
+    #[arg(long, requires = "meet", value_parser = whole::<usize, 0, { u64::MAX }>)]
     rank: Option<usize>,
     /// This process's GPU; by default the one of its rank's number
-    #[arg(long, requires = "meet")]
+    #[arg(long, requires = "meet", value_parser = whole::<usize, 0, { u64::MAX }>)]
     gpu: Option<usize>,
     #[command(flatten)]
     watch: Watch,
