@@ -75,6 +75,7 @@ impl Plan {
             parameters: self.params.len(),
             elements: self.elements(),
             launches: self.launches(),
+            host_launches: self.host_launches(),
             naive_launches: self.naive_launches(),
             state_bytes: self.state_bytes(),
             traffic_bytes: self.traffic_bytes(),
@@ -110,8 +111,10 @@ pub struct PlanSummary {
     pub parameters: usize,
     /// Their elements.
     pub elements: u64,
-    /// Launches of one step.
+    /// Launches of one step on a device.
     pub launches: usize,
+    /// Launches of one step in the host's memory.
+    pub host_launches: usize,
     /// Launches of the naive plan.
     pub naive_launches: usize,
     /// Bytes of optimizer state, padding included.
