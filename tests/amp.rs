@@ -216,7 +216,7 @@ fn the_plan_says_what_it_reads_and_decides() {
     ] {
         assert!(text.contains(line), "{line} is not in\n{text}");
     }
-    assert_eq!((plan.launches(), plan.naive_launches()), (3, 2));
+    assert_eq!((plan.launches(), plan.naive_launches()), (3, 5));
     let plain = planner().plan(&case.params).unwrap();
     assert_eq!(plan.traffic_bytes(), plain.traffic_bytes() + 4 * 70_010);
     assert!(plan.hash() != plain.hash());

@@ -48,7 +48,8 @@ pub(crate) struct BenchArgs {
     pub(crate) precision: PrecisionArgs,
     #[command(flatten)]
     pub(crate) planning: PlanningArgs,
-    /// Threads, of all ranks together [default: RAYON_NUM_THREADS, or all]
+    /// Threads, of all ranks together, 256 at most [default: RAYON_NUM_THREADS, which is held to
+    /// the same; all processors if it is not set, empty or 0]
     #[arg(long, value_parser = parse_threads)]
     threads: Option<NonZeroUsize>,
     /// Element type of shapes that state none
@@ -71,12 +72,13 @@ impl BenchArgs {
     /// What carries calls between ranks, if there are any.
     pub(crate) fn engine(&self) -> Option<Engine> {
         let calls = self.collective.collective.is_some() || self.of_ranks();
-        calls.then_some(self.collective.engine)
+        calls.then(|| self.collective.engine())
     }
 
     /// Whether steps of many ranks are timed.
     fn of_ranks(&self) -> bool {
-        self.collective.ranks.given() || self.rank_args.any()
+        let collective = &self.collective;
+        collective.ranks.given() || collective.engine.is_some() || self.rank_args.any()
     }
 
     /// The threads asked for, or all of the machine.
@@ -145,7 +147,7 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     if args.of_ranks() {
         ensure!(
             args.peer.is_none() && !args.peers.peers,
-            "--peer, --peers: expected no --ranks, found both"
+            "--peer, --peers: expected neither --ranks nor --engine, found both"
         );
         return bench_ranks::run(args, rule, &params);
     }
@@ -194,8 +196,8 @@ fn bench_one(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow:
         optimizer: rule.name(),
         simd: backend.level().name(),
         threads: backend.pool().threads(),
-        launches: plan.launches(),
-        naive_launches: plan.naive_launches(),
+        launches: plan.host_launches(),
+        naive_launches: plans.naive.host_launches(),
         ns_per_step: ours.timer.best,
         naive_ns_per_step: unfused.timer.best,
         f32_ns_per_step: f32_step.as_ref().map(|subject| subject.timer.best),

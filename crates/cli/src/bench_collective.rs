@@ -16,12 +16,12 @@ pub(crate) struct CollectiveArgs {
     /// Time this collective between ranks instead of a step
     #[arg(long, value_enum)]
     pub(crate) collective: Option<Collective>,
-    /// What carries it
-    #[arg(long, value_enum, default_value = "thread")]
-    pub(crate) engine: Engine,
+    /// What carries it, or steps between ranks [default: thread]
+    #[arg(long, value_enum)]
+    pub(crate) engine: Option<Engine>,
     #[command(flatten)]
     pub(crate) ranks: Ranks,
-    /// Bytes of each rank's buffer, with units
+    /// Bytes of each rank's buffer, with units; of whole elements of 4
     #[arg(
         long,
         value_delimiter = ',',
@@ -31,8 +31,18 @@ pub(crate) struct CollectiveArgs {
     sizes: Vec<Size>,
 }
 
+/// Bytes of one element of it.
+const LEAST_BYTES: u64 = size_of::<f32>() as u64;
+
 /// Most bytes of each rank's buffer.
 const MOST_BYTES: u64 = 1 << 34;
+
+impl CollectiveArgs {
+    /// What carries calls between ranks.
+    pub(crate) fn engine(&self) -> Engine {
+        self.engine.unwrap_or(Engine::Thread)
+    }
+}
 
 /// Collectives that can be timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -60,9 +70,12 @@ impl FromStr for Size {
             let count: u64 = text.strip_suffix(unit)?.trim().parse().ok()?;
             count.checked_mul(bytes)
         });
-        let found = found.filter(|&bytes| bytes <= MOST_BYTES);
+        let found = found.filter(|bytes| (LEAST_BYTES..=MOST_BYTES).contains(bytes));
         found.map(Self).ok_or_else(|| {
-            format!("expected bytes such as 4096, 4KiB, 64MiB or 1GiB, from 0 to {MOST_BYTES}")
+            format!(
+                "expected bytes such as 4096, 4KiB, 64MiB or 1GiB, from {LEAST_BYTES} to \
+                 {MOST_BYTES}"
+            )
         })
     }
 }
@@ -82,7 +95,7 @@ pub(crate) fn run(
     json: bool,
 ) -> anyhow::Result<()> {
     let sizes: Vec<u64> = args.sizes.iter().map(|size| size.0).collect();
-    let measured = args.engine.run(&args.ranks, |comm| {
+    let measured = args.engine().run(&args.ranks, |comm| {
         measure_all_reduce(comm, &sizes, Level::detect())
     })?;
     let Some(rows) = measured else {
@@ -90,7 +103,7 @@ pub(crate) fn run(
     };
     let summary = Summary {
         collective: "all-reduce",
-        engine: args.engine.name(),
+        engine: args.engine().name(),
         rows,
     };
     if json {
@@ -126,7 +139,7 @@ mod tests {
     #[test]
     fn sizes_have_units() {
         for (text, bytes) in [
-            ("0", 0),
+            ("4", 4),
             ("17", 17),
             ("17B", 17),
             ("4KiB", 4096),
@@ -135,7 +148,17 @@ mod tests {
         ] {
             assert_eq!(text.parse(), Ok(Size(bytes)), "{text}");
         }
-        for text in ["", "KiB", "4KB", "-1", "1.5MiB", "17GiB", "99999999999GiB"] {
+        for text in [
+            "",
+            "0",
+            "3B",
+            "KiB",
+            "4KB",
+            "-1",
+            "1.5MiB",
+            "17GiB",
+            "99999999999GiB",
+        ] {
             assert!(text.parse::<Size>().is_err(), "{text}");
         }
     }

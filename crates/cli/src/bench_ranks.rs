@@ -65,10 +65,12 @@ pub(crate) fn run(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> an
         "--accumulate, --local-sgd, --shard-group, --update-in-backward: expected none of them, \
          found one; whole steps of all ranks are timed"
     );
-    let engine = args.collective.engine;
-    let found = engine.run(&args.collective.ranks, |comm| {
-        measure(args, rule, params, comm)
-    })?;
+    let found = args
+        .collective
+        .engine()
+        .run(&args.collective.ranks, |comm| {
+            measure(args, rule, params, comm)
+        })?;
     let Some(summary) = found else {
         return Ok(());
     };
@@ -246,7 +248,7 @@ fn measure(
         dtype: DType::from(args.dtype).name(),
         optimizer: rule.name(),
         ranks: topology.world,
-        engine: args.collective.engine.name(),
+        engine: args.collective.engine().name(),
         zero: plan.zero().number(),
         threads: backend.pool().threads(),
         ns_per_step: whole.best,

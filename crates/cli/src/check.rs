@@ -31,7 +31,7 @@ pub(crate) struct CheckArgs {
     #[arg(long, value_enum)]
     pub(crate) engine: Option<Engine>,
     #[command(flatten)]
-    ranks: Ranks,
+    pub(crate) ranks: Ranks,
     /// Print the findings as one JSON object
     #[arg(long)]
     json: bool,
@@ -108,13 +108,22 @@ fn collectives(engine: Engine, args: &CheckArgs) -> anyhow::Result<()> {
         "on memory that no cache has, a call costs {} and a second for each {:.2} GB, a \
          reduce-scatter for each {:.2} GB, an all-gather for each {:.2} GB; copies move {:.2} GB \
          in a second\nevery collective is right",
-        duration(tested.link.alpha_seconds * 1e9),
+        cost_of_call(tested.link.alpha_seconds * 1e9),
         tested.link.beta_bytes_per_second / 1e9,
         tested.costs.reduce_scatter.beta_bytes_per_second / 1e9,
         tested.costs.all_gather.beta_bytes_per_second / 1e9,
         tested.costs.memory_bytes_per_second / 1e9
     );
     print(&text)
+}
+
+/// What a call costs that moves next to nothing: the intercept of a line through measured times,
+/// which may pass through zero.
+fn cost_of_call(nanoseconds: f64) -> String {
+    if nanoseconds < 1.0 {
+        return "less than the clock tells".to_owned();
+    }
+    duration(nanoseconds)
 }
 
 pub(crate) fn run(args: &CheckArgs) -> anyhow::Result<()> {
@@ -219,5 +228,22 @@ fn located(part: &'static str, found: Option<PathBuf>, missing: &str, used: &str
         detail: found.map_or(missing.to_owned(), |place| {
             format!("{} is installed; {used}", place.display())
         }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_call_is_not_said_to_cost_nothing() {
+        for (nanoseconds, told) in [
+            (0.0, "less than the clock tells"),
+            (0.9, "less than the clock tells"),
+            (1.0, "1 ns"),
+            (2_500.0, "2.5 µs"),
+        ] {
+            assert_eq!(cost_of_call(nanoseconds), told);
+        }
     }
 }

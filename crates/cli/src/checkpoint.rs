@@ -9,6 +9,7 @@ use fusestep_planner::{MAX_SHARDS, Manifest};
 use fusestep_tensor::Quoted;
 use serde::Serialize;
 
+use crate::folders;
 use crate::output::{print, print_json};
 use crate::ranks::bounded;
 
@@ -29,7 +30,8 @@ enum Action {
     Reshard {
         #[command(flatten)]
         folder: FolderArgs,
-        /// Number of files
+        /// Number of ranks' files; one of whole parameters is written beside them, unless a
+        /// distributed parameter has no whole
         #[arg(long, value_name = "N", value_parser = bounded::<1, MAX_SHARDS>)]
         world: usize,
         /// An empty or new folder
@@ -88,14 +90,14 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
             out,
             average,
         } => {
+            let manifest = Manifest::read(&folder.folder)?;
+            folders::make("--out", out)?;
             let named = || format!("--out {}", out.display());
-            std::fs::create_dir_all(out).with_context(named)?;
             ensure!(
                 std::fs::read_dir(out).with_context(named)?.next().is_none(),
                 "--out {}: expected an empty folder, found files",
                 out.display()
             );
-            let manifest = Manifest::read(&folder.folder)?;
             let (from, count) = (&folder.folder, *world);
             let written = if *average {
                 manifest.average(from, out, count)?

@@ -9,7 +9,7 @@ use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_collective_mpi::{Compare, MpiOptions, Reduction, launched_ranks};
 use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions, launched_processes};
 
-use crate::ranks::{MOST_RANKS, bounded};
+use crate::ranks::{MOST_RANKS, bounded, whole};
 use crate::{launch, outcomes};
 
 #[cfg(feature = "nccl")]
@@ -123,10 +123,10 @@ pub(crate) struct Ranks {
     #[arg(long, value_name = "FOLDER", requires = "rank")]
     meet: Option<PathBuf>,
     /// Which of --ranks processes this one is, from 0
-    #[arg(long, requires = "meet")]
+    #[arg(long, requires = "meet", value_parser = whole::<usize, 0, { u64::MAX }>)]
     rank: Option<usize>,
     /// This process's GPU; by default the one of its rank's number
-    #[arg(long, requires = "meet")]
+    #[arg(long, requires = "meet", value_parser = whole::<usize, 0, { u64::MAX }>)]
     gpu: Option<usize>,
     #[command(flatten)]
     watch: Watch,
@@ -160,6 +160,11 @@ impl Ranks {
             );
         }
         Ok(())
+    }
+
+    /// Whether a folder is given in which they meet.
+    pub(crate) fn meet(&self) -> bool {
+        self.meet.is_some()
     }
 
     /// Whether any flag says how many there are, or where they meet.
@@ -217,8 +222,16 @@ impl Engine {
             Engine::Nccl => return on_gpus(ranks, Sums::InRankOrder, body),
             Engine::NcclNative => return on_gpus(ranks, Sums::OfEngine, body),
         };
-        let options = ranks.watch.of_processes(reduction, compare);
-        on_process(ranks, mpi_world(&options)?.as_mut(), body)
+        let mut world = mpi_world(&ranks.watch.of_processes(reduction, compare))?;
+        let launched = launched_processes().filter(|_| world.world_size() == 1);
+        if let Some(launched) = launched {
+            bail!(
+                "{launched} processes were started together, and MPI knows of one; expected \
+                 mpirun to start them, or --engine processes, found --engine {}",
+                self.name()
+            );
+        }
+        on_process(ranks, world.as_mut(), body)
     }
 }
 
@@ -293,14 +306,29 @@ pub(crate) fn mpi_world(_: &MpiOptions) -> anyhow::Result<Box<dyn Communicator>>
 }
 
 /// Refuses to be one of several processes that know nothing of each other: each would take itself
-/// for the whole.
-pub(crate) fn require_engine(engine: Option<Engine>) -> anyhow::Result<()> {
-    let launched = launched_ranks().or_else(launched_processes).unwrap_or(1);
+/// for the whole. `meets`: whether a folder is given in which they find each other.
+pub(crate) fn require_engine(engine: Option<Engine>, meets: bool) -> anyhow::Result<()> {
+    let (by_mpirun, by_others) = (launched_ranks(), launched_processes());
+    let Some(launched) = by_mpirun.or(by_others) else {
+        return Ok(());
+    };
+    let finds_others = match engine {
+        None | Some(Engine::Thread) => false,
+        // mpirun tells nobody where memory is that ranks share.
+        Some(Engine::Processes) => by_others.is_some(),
+        Some(Engine::Nccl | Engine::NcclNative) => by_mpirun.is_some() || meets,
+        Some(Engine::Mpi | Engine::MpiNative) => true,
+    };
+    let (launcher, works) = match by_others {
+        Some(_) => ("a launcher", "processes"),
+        None => ("mpirun", "mpi"),
+    };
     ensure!(
-        launched == 1 || engine.is_some_and(|engine| engine != Engine::Thread),
-        "{launched} processes were started together, and each would take itself for the whole; \
-         expected --engine mpi or processes (check, train, bench --collective), or a start \
-         without a launcher"
+        finds_others,
+        "{launched} processes were started together by {launcher}, and each would take itself for \
+         the whole; expected --engine {works} (check, train, bench), found {}; or start one \
+         process without {launcher}, whose ranks are those of --ranks",
+        engine.map_or("none", Engine::name)
     );
     Ok(())
 }

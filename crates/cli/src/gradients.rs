@@ -7,12 +7,13 @@ use std::str::FromStr;
 use anyhow::bail;
 use clap::Args;
 use fusestep_planner::{ClipByGlobalNorm, LossScaling, Planner, UpdateNorms};
+use fusestep_tensor::Quoted;
 
 /// Clipping, loss scaling, and norms of updates.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct GradientArgs {
     /// Largest norm of all gradients together; larger ones are scaled down to it
-    #[arg(long, value_name = "NORM", allow_hyphen_values = true)]
+    #[arg(long, value_name = "NORM", allow_hyphen_values = true, value_parser = parse_norm)]
     pub(crate) clip_norm: Option<f64>,
     /// Factor that the loss was multiplied with, a power of two, or `dynamic`; a step with a
     /// gradient that is not finite is skipped
@@ -45,6 +46,15 @@ impl GradientArgs {
     }
 }
 
+/// Reads a norm that gradients can be held to.
+fn parse_norm(text: &str) -> Result<f64, String> {
+    let norm = text.parse::<f64>().ok();
+    norm.filter(|norm| norm.is_finite() && *norm > 0.0)
+        .ok_or_else(|| {
+            "expected a finite number above 0; leave the flag out to clip nothing".to_owned()
+        })
+}
+
 /// A loss scale as it is given on the command line.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum ScaleArg {
@@ -63,7 +73,10 @@ impl FromStr for ScaleArg {
         }
         match text.parse() {
             Ok(scale) => Ok(ScaleArg::Fixed(scale)),
-            Err(_) => bail!("expected a power of two or `dynamic`, found {text:?}"),
+            Err(_) => bail!(
+                "expected a power of two or `dynamic`, found \"{}\"",
+                Quoted(text)
+            ),
         }
     }
 }

@@ -1,12 +1,15 @@
 //! Parameter descriptors from files.
 
 use std::ffi::OsStr;
+use std::fmt;
 use std::path::Path;
 
 use anyhow::{Context, anyhow, bail};
 use fusestep_tensor::{DType, ParamDesc, Quoted, Shape};
 use fusestep_tensor_file::{Disk, Files, TensorFile, TensorFileError};
-use serde::Deserialize;
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 
 /// One entry of a shapes file: `[{"name": "fc.weight", "shape": [10, 64]}, …]`.
 #[derive(Debug, Deserialize)]
@@ -15,6 +18,30 @@ struct ShapeEntry {
     name: String,
     shape: Vec<u64>,
     dtype: Option<String>,
+}
+
+/// An entry that is an object: what is derived takes its values in an array, too.
+#[derive(Debug)]
+struct Object(ShapeEntry);
+
+impl<'de> Deserialize<'de> for Object {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(ObjectVisitor).map(Self)
+    }
+}
+
+struct ObjectVisitor;
+
+impl<'de> Visitor<'de> for ObjectVisitor {
+    type Value = ShapeEntry;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object such as {\"name\": \"fc.weight\", \"shape\": [10, 64]}")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<ShapeEntry, A::Error> {
+        ShapeEntry::deserialize(MapAccessDeserializer::new(map))
+    }
 }
 
 /// Parameters of a model, and what else was in its file.
@@ -72,6 +99,12 @@ pub(crate) fn model_of(file: &TensorFile) -> anyhow::Result<Model> {
     Ok(Model { params, buffers })
 }
 
+/// An element type that parameters can have.
+fn parameter_dtype(name: &str) -> Option<DType> {
+    let found = name.parse().ok();
+    found.filter(|dtype| matches!(dtype, DType::F32 | DType::F64 | DType::F16 | DType::BF16))
+}
+
 fn read_shapes(path: &Path, dtype: DType) -> anyhow::Result<Vec<ParamDesc>> {
     let named = || path.display().to_string();
     parse_shapes(path, &Disk.read(path).with_context(named)?, dtype)
@@ -83,7 +116,7 @@ pub(crate) fn parse_shapes(
     text: &[u8],
     dtype: DType,
 ) -> anyhow::Result<Vec<ParamDesc>> {
-    let parsed: Result<Vec<ShapeEntry>, _> = serde_json::from_slice(text);
+    let parsed: Result<Vec<Object>, _> = serde_json::from_slice(text);
     let entries = parsed.map_err(|error| {
         // Its text quotes what it found, of any length.
         let (path, error) = (path.display(), error.to_string());
@@ -91,14 +124,18 @@ pub(crate) fn parse_shapes(
         anyhow!("{path}: expected [{{\"name\": …, \"shape\": […]}}, …]: {error}")
     })?;
     let mut params = Vec::with_capacity(entries.len());
-    for entry in entries {
+    for Object(entry) in entries {
         let shape = Shape::new(entry.shape)
             .with_context(|| format!("{}: `{}`", path.display(), Quoted(&entry.name)))?;
         let dtype = match &entry.dtype {
-            Some(name) => name
-                .parse()
-                .map_err(anyhow::Error::msg)
-                .with_context(|| format!("{}: `{}`", path.display(), Quoted(&entry.name)))?,
+            Some(found) => parameter_dtype(found).with_context(|| {
+                format!(
+                    "{}: `{}`: expected f32, f64, f16 or bf16, found dtype `{}`",
+                    path.display(),
+                    Quoted(&entry.name),
+                    Quoted(found)
+                )
+            })?,
             None => dtype,
         };
         params.push(ParamDesc::new(entry.name, shape, dtype));

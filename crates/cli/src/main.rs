@@ -9,6 +9,7 @@ mod ceiling;
 mod check;
 mod checkpoint;
 mod engine;
+mod folders;
 mod gradients;
 mod inputs;
 mod launch;
@@ -30,13 +31,15 @@ mod train;
 mod training;
 mod values;
 
+use std::ffi::OsString;
 use std::io::Write;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::{Parser, Subcommand};
+use clap::error::{ContextKind, ContextValue};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use fusestep_collective_mpi::launched_ranks;
-use fusestep_tensor::escaped;
+use fusestep_tensor::{Quoted, escaped};
 
 /// The tail of a training step, fused: everything between the end of backward and the next forward.
 #[derive(Debug, Parser)]
@@ -70,14 +73,15 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 
 fn main() -> ExitCode {
     // Usage errors end here with exit code 2 and clap's own message.
-    let cli = Cli::parse();
+    let cli = parse();
     match run(&cli.command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // In one piece, since other ranks may write there, too; nobody is left to tell if it
             // cannot be written. Names and values may come from files, and must not be
             // obeyed by a terminal.
-            let line = format!("error: {}\n", escaped(&format!("{error:#}")));
+            let error = in_one_line(format!("{error:#}"), std::env::args_os());
+            let line = format!("error: {}\n", escaped(&error));
             let _ = std::io::stderr().write_all(line.as_bytes());
             if launched_ranks().is_some_and(|ranks| ranks > 1) {
                 std::thread::sleep(LAST_WORDS);
@@ -87,13 +91,71 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(command: &Command) -> anyhow::Result<()> {
-    engine::require_engine(match command {
-        Command::Bench(args) => args.engine(),
-        Command::Check(args) => args.engine,
-        Command::Train(args) => args.engine,
+/// Reads the command line; ends the program where it asks for help or cannot be understood.
+fn parse() -> Cli {
+    let mut command = with_negative_numbers(Cli::command());
+    let matches = command.try_get_matches_from_mut(std::env::args_os());
+    let cli = matches.and_then(|matches| {
+        Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
+    });
+    cli.unwrap_or_else(|error| quoted(error).exit())
+}
+
+/// Takes `-1` for a flag's value, so that the flag can say what it expects.
+fn with_negative_numbers(command: clap::Command) -> clap::Command {
+    let command = command.mut_args(|arg| {
+        let takes_value = arg.get_action().takes_values() && !arg.is_positional();
+        if takes_value {
+            arg.allow_negative_numbers(true)
+        } else {
+            arg
+        }
+    });
+    command.mut_subcommands(with_negative_numbers)
+}
+
+/// An error in which what was typed is quoted short, with nothing a terminal would obey.
+fn quoted(mut error: clap::Error) -> clap::Error {
+    let quoted = |(kind, value): (ContextKind, &ContextValue)| match value {
+        ContextValue::String(text) => Some((kind, ContextValue::String(Quoted(text).to_string()))),
+        // Advice that repeats it.
+        ContextValue::StyledStrs(all) => {
+            let is_safe = |text: String| Quoted(&text).to_string() == text;
+            let safe = all.iter().all(|text| is_safe(text.to_string()));
+            (!safe).then_some((kind, ContextValue::None))
+        }
         _ => None,
-    })?;
+    };
+    for (kind, value) in error.context().filter_map(quoted).collect::<Vec<_>>() {
+        error.insert(kind, value);
+    }
+    error
+}
+
+/// A message in which names that were typed break no line; lines of its own stay.
+fn in_one_line(mut message: String, typed: impl Iterator<Item = OsString>) -> String {
+    for argument in typed {
+        let argument = argument.to_string_lossy();
+        let value = argument.split_once('=').map_or("", |(_, value)| value);
+        for text in [&*argument, value] {
+            if text.contains(['\n', '\t']) && !text.trim().is_empty() {
+                let safe = text.replace('\n', "\\u{a}").replace('\t', "\\u{9}");
+                message = message.replace(text, &safe);
+            }
+        }
+    }
+    message
+}
+
+fn run(command: &Command) -> anyhow::Result<()> {
+    let (engine, meets) = match command {
+        Command::Bench(args) => (args.engine(), args.collective.ranks.meet()),
+        Command::Check(args) => (args.engine, args.ranks.meet()),
+        Command::Train(args) => (args.engine, false),
+        _ => (None, false),
+    };
+    engine::require_engine(engine, meets)?;
+    options::require_threads_of_environment()?;
     match command {
         Command::Plan(args) => plan::run(args),
         Command::Step(args) => step::run(args),

@@ -3,14 +3,16 @@
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use clap::{Args, ValueEnum};
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::{Backend, LaunchLimits, Master, Precision, Rounding, StateDType};
 use fusestep_planner::{Optimizer, Planner, TableKind};
 use fusestep_simd::{MAX_THREADS, Pool};
-use fusestep_tensor::{DType, ParamDesc};
+use fusestep_tensor::{DType, ParamDesc, Quoted};
 use rayon::ThreadPoolBuilder;
+
+use crate::ranks::whole;
 
 /// What a 16-bit parameter has beside it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -54,7 +56,12 @@ pub(crate) struct PrecisionArgs {
     #[arg(long, value_enum, default_value = "nearest")]
     pub(crate) rounding: RoundingName,
     /// Start of the random numbers of stochastic rounding
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 0,
+        value_parser = whole::<u64, 0, { u64::MAX }>
+    )]
     pub(crate) rounding_seed: u64,
 }
 
@@ -120,7 +127,7 @@ pub(crate) enum TableName {
 pub(crate) struct PlanningArgs {
     /// Bytes of arguments one launch may carry: at most 32764 on a CUDA device
     /// [default: the backend's]
-    #[arg(long, value_name = "BYTES")]
+    #[arg(long, value_name = "BYTES", value_parser = whole::<usize, 1, { u64::MAX }>)]
     pub(crate) argument_bytes: Option<usize>,
     /// Where the tables of a device's launches lie; the cpu has none
     #[arg(long, value_enum, default_value = "arguments")]
@@ -202,7 +209,8 @@ pub(crate) struct BackendArgs {
     /// Where the step runs
     #[arg(long, value_enum, default_value = "cpu")]
     pub(crate) backend: BackendName,
-    /// Threads of the cpu backend [default: RAYON_NUM_THREADS, or all]
+    /// Threads of the cpu backend, 256 at most [default: RAYON_NUM_THREADS, which is held to the
+    /// same; all processors if it is not set, empty or 0]
     #[arg(long, value_parser = parse_threads)]
     pub(crate) threads: Option<NonZeroUsize>,
 }
@@ -253,6 +261,28 @@ pub(crate) fn parse_threads(text: &str) -> Result<NonZeroUsize, String> {
     threads
         .filter(|threads| threads.get() <= MAX_THREADS)
         .ok_or_else(|| format!("expected a number of threads from 1 to {MAX_THREADS}"))
+}
+
+/// Where rayon looks for its pool's threads, one after the other.
+const RAYON: [&str; 2] = ["RAYON_NUM_THREADS", "RAYON_RS_NUM_CPUS"];
+
+/// Refuses numbers of threads in the environment that --threads would refuse: rayon takes any,
+/// and starts as many, or ignores without a word what is no number.
+pub(crate) fn require_threads_of_environment() -> anyhow::Result<()> {
+    for variable in RAYON {
+        let Some(value) = std::env::var_os(variable) else {
+            continue;
+        };
+        let value = value.to_string_lossy();
+        // As rayon documents it, 0 is as many as there are processors; so is nothing.
+        ensure!(
+            matches!(&*value, "" | "0") || parse_threads(&value).is_ok(),
+            "{variable}: expected a number of threads from 1 to {MAX_THREADS}, or 0 for all \
+             processors, found `{}`",
+            Quoted(&value)
+        );
+    }
+    Ok(())
 }
 
 /// The threads asked for, or as many as rayon's pool has.

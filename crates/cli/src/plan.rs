@@ -61,9 +61,12 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     };
     let plan = planner.plan_for(&model.params, topology)?;
     if !model.buffers.is_empty() {
-        let count = model.buffers.len();
+        let (count, more) = match model.buffers.len() {
+            1 => ("1 tensor is".to_owned(), ""),
+            count => (format!("{count} tensors are"), ", …"),
+        };
         eprintln!(
-            "note: {count} tensors are not floating point and so no parameters: {}, …",
+            "note: {count} not floating point and so no parameters: {}{more}",
             Quoted(&model.buffers[0])
         );
     }

@@ -1,6 +1,7 @@
 //! Flags of the step of many ranks, spelled the same in each subcommand.
 
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
+use std::str::FromStr;
 
 use anyhow::{Context, ensure};
 use clap::Args;
@@ -27,6 +28,17 @@ const MOST_MICRO_STEPS: usize = 1_000_000;
 /// Most communication streams of a rank, each a thread of its own.
 const MOST_STREAMS: usize = 64;
 
+/// Reads a number of any type from `LEAST` to `MOST`, likewise.
+pub(crate) fn whole<T: FromStr, const LEAST: u64, const MOST: u64>(
+    text: &str,
+) -> Result<T, String> {
+    let number = text.parse::<u64>().ok();
+    let number = number.filter(|number| (LEAST..=MOST).contains(number));
+    number
+        .and_then(|_| text.parse().ok())
+        .ok_or_else(|| format!("expected a number from {LEAST} to {MOST}"))
+}
+
 /// Reads a number from `LEAST` to `MOST`, and names both otherwise.
 pub(crate) fn bounded<const LEAST: usize, const MOST: usize>(text: &str) -> Result<usize, String> {
     let number = text.parse().ok();
@@ -48,7 +60,7 @@ pub(crate) struct RankArgs {
     pub(crate) zero: u8,
     /// Share out among every this many consecutive ranks, in place of all; gradients are averaged
     /// within each group, then across
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole::<NonZeroUsize, 1, { u64::MAX }>)]
     pub(crate) shard_group: Option<NonZeroUsize>,
     /// Most MiB of gradients that one call reduces [default: 25]
     #[arg(long, value_name = "MIB")]
@@ -74,11 +86,11 @@ pub(crate) struct RankArgs {
     )]
     pub(crate) accumulate: Option<usize>,
     /// Reduce gradients across ranks in every batch that is added, which takes less memory and
-    /// more calls
+    /// more calls; between several ranks it sums in another order, so results differ by rounding
     #[arg(long, alias = "merge-reduce-each", requires = "accumulate")]
     pub(crate) reduce_each: bool,
     /// Average parameters every this many steps in place of gradients every step
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K", value_parser = whole::<NonZeroU64, 1, { u64::MAX }>)]
     pub(crate) local_sgd: Option<NonZeroU64>,
     /// Let that number follow the loss
     #[arg(long, requires = "local_sgd")]
@@ -206,29 +218,29 @@ pub(crate) struct WorldArgs {
     pub(crate) ranks: RankArgs,
     /// Microseconds of a call between ranks that moves next to nothing, as `fusestep check
     /// --engine` measures it
-    #[arg(long, value_name = "US", default_value_t = 20.0)]
+    #[arg(long, value_name = "US", default_value_t = 20.0, requires = "world")]
     pub(crate) latency_us: f64,
     /// Gigabytes of a buffer that an all-reduce gets through in a second, as `fusestep check
     /// --engine` measures them
-    #[arg(long, value_name = "GB/S", default_value_t = 10.0)]
+    #[arg(long, value_name = "GB/S", default_value_t = 10.0, requires = "world")]
     pub(crate) bandwidth_gbs: f64,
     /// Gigabytes of a buffer that a reduce-scatter gets through in a second [default: twice an
     /// all-reduce's]
-    #[arg(long, value_name = "GB/S")]
+    #[arg(long, value_name = "GB/S", requires = "world")]
     pub(crate) scatter_gbs: Option<f64>,
     /// Gigabytes of a buffer that an all-gather gets through in a second [default: twice an
     /// all-reduce's]
-    #[arg(long, value_name = "GB/S")]
+    #[arg(long, value_name = "GB/S", requires = "world")]
     pub(crate) gather_gbs: Option<f64>,
     /// Gigabytes that a rank reads and writes in a second when it copies; its own copies and its
     /// update are predicted then
-    #[arg(long, value_name = "GB/S")]
+    #[arg(long, value_name = "GB/S", requires = "world")]
     pub(crate) memory_gbs: Option<f64>,
     /// Measure all of these between ranks that are threads of this machine
-    #[arg(long, conflicts_with_all = ["latency_us", "bandwidth_gbs", "scatter_gbs", "gather_gbs", "memory_gbs"])]
+    #[arg(long, requires = "world", conflicts_with_all = ["latency_us", "bandwidth_gbs", "scatter_gbs", "gather_gbs", "memory_gbs"])]
     pub(crate) measure: bool,
     /// Milliseconds of one backward pass, behind which calls are hidden unless --comm-streams is 0
-    #[arg(long, value_name = "MS", default_value_t = 0.0)]
+    #[arg(long, value_name = "MS", default_value_t = 0.0, requires = "world")]
     pub(crate) backward_ms: f64,
 }
 

@@ -19,25 +19,25 @@ const GRID_LINES: usize = 4;
 
 /// The page.
 pub(crate) fn report_page(summary: &TrainSummary, plan: &Plan) -> String {
+    let skipped = Some(summary.skipped_steps).filter(|skipped| *skipped > 0);
+    let ours = Some(summary.optimizer_ns_per_step).filter(|_| !summary.was_complete());
     let mut body = String::new();
     let _ = writeln!(
         body,
         "<table><tr><td>test accuracy</td><td class=\"n\">{:.2} %</td></tr>\
          <tr><td>final loss</td><td class=\"n\">{:.4}</td></tr>\
          <tr><td>steps</td><td class=\"n\">{}</td></tr>\
-         <tr><td>optimizer, per step</td><td class=\"n\">{}</td></tr>\
-         {}\
+         {}{}{}\
          <tr><td>parameters (xxh3)</td><td class=\"n\">{}</td></tr></table>",
         100.0 * summary.test_accuracy,
         summary.final_loss,
         summary.steps,
-        duration(summary.optimizer_ns_per_step),
-        summary
-            .candle_ns_per_step
-            .map_or(String::new(), |candle| format!(
-                "<tr><td>candle's AdamW, per step</td><td class=\"n\">{}</td></tr>",
-                duration(candle)
-            )),
+        row("steps skipped", skipped.map(|skipped| skipped.to_string())),
+        row("optimizer, per step", ours.map(duration)),
+        row(
+            "candle's AdamW, per step",
+            summary.candle_ns_per_step.map(duration)
+        ),
         summary.params_hash,
     );
     let losses: Vec<f64> = summary.history.iter().map(|epoch| epoch.loss).collect();
@@ -54,6 +54,13 @@ pub(crate) fn report_page(summary: &TrainSummary, plan: &Plan) -> String {
     body.push_str(&plan.to_html_fragment());
     body.push_str(&buckets(plan));
     html_page("fusestep train", &body)
+}
+
+/// A row of the table; none without a value.
+fn row(what: &str, value: Option<String>) -> String {
+    value.map_or_else(String::new, |value| {
+        format!("<tr><td>{what}</td><td class=\"n\">{value}</td></tr>")
+    })
 }
 
 /// What ranks reduce, in the order of the calls; nothing on one rank.

@@ -14,6 +14,8 @@ use fusestep_rmsprop::{Centering, RmsProp};
 use fusestep_schedule_free::ScheduleFree;
 use fusestep_tensor::ParamDesc;
 
+use crate::ranks::whole;
+
 /// The update rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Rule {
@@ -39,7 +41,7 @@ pub(crate) enum Rule {
     Lamb,
 }
 
-/// Which learning rate tensors take that have no weight decay.
+/// Which learning rate tensors take whose own weight decay is 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ExcludedRate {
     /// The plain one
@@ -67,15 +69,16 @@ pub(crate) struct OptimizerArgs {
     /// `train` has those listed at the end]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) lr: Option<f64>,
-    /// adam, lamb, lion: decay of the first moment, in [0, 1) [default: 0.9]
+    /// adam, lamb, lion: decay of the first moment, in [0, 1); schedule-free: share of the average
+    /// in the point where gradients are taken, in (0, 1) [default: 0.9]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) beta1: Option<f64>,
-    /// adam, lamb: decay of the second moment; lion: of the moment; in [0, 1) [default: 0.999;
-    /// lion 0.99]
+    /// adam, lamb, schedule-free: decay of the second moment; lion: of the moment; in [0, 1)
+    /// [default: 0.999; lion 0.99]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) beta2: Option<f64>,
-    /// adam, adagrad, rmsprop, lamb: added to the root; lars: to the trust ratio's denominator; at
-    /// least 0 [default: 1e-8; adagrad 1e-10, lamb 1e-6, lars 0]
+    /// adam, adagrad, rmsprop, lamb, schedule-free: added to the root; lars: to the trust ratio's
+    /// denominator; at least 0 [default: 1e-8; adagrad 1e-10, lamb 1e-6, lars 0]
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) eps: Option<f64>,
     /// Weight decay, at least 0 [default: 0.01 for adamw and lamb, 0.0005 for lars, else 0]
@@ -104,7 +107,7 @@ pub(crate) struct OptimizerArgs {
     #[arg(long, allow_hyphen_values = true)]
     pub(crate) initial_sum: Option<f64>,
     /// schedule-free: steps over which the learning rate rises [default: 0]
-    #[arg(long)]
+    #[arg(long, value_parser = whole::<u32, 0, { u32::MAX as u64 }>)]
     pub(crate) warmup_steps: Option<u32>,
     /// rmsprop: decay of the mean of squared gradients, in [0, 1) [default: 0.99]
     #[arg(long, allow_hyphen_values = true)]
@@ -118,7 +121,8 @@ pub(crate) struct OptimizerArgs {
     /// No weight decay for parameters whose name contains this; may be repeated
     #[arg(long, value_name = "SUBSTRING")]
     pub(crate) exclude: Vec<String>,
-    /// lars, lamb: learning rate of parameters without weight decay [default: plain-lr]
+    /// lars, lamb: learning rate of parameters whose own weight decay --exclude has taken away, and
+    /// of no others, also where --weight-decay is 0 [default: plain-lr]
     #[arg(long, value_enum)]
     pub(crate) excluded: Option<ExcludedRate>,
     /// adam: scale the step by the largest second moment so far
@@ -133,7 +137,8 @@ pub(crate) struct OptimizerArgs {
                 on the other, as in warmup:100,cosine:900:0.1"
     )]
     pub(crate) schedule: Option<Schedule>,
-    /// Step along the gradient instead of against it
+    /// Step along the gradient instead of against it; lars, lamb and schedule-free have no such
+    /// setting
     #[arg(long)]
     pub(crate) maximize: bool,
 }

@@ -77,9 +77,10 @@ struct StepSummary {
     steps: u64,
     /// The state's step count after it.
     step: u64,
-    /// Launches of one step.
+    /// Launches of the last step; 0 without any.
     launches: u64,
-    ns_per_step: f64,
+    /// `null` without steps.
+    ns_per_step: Option<f64>,
     parameters: usize,
     elements: u64,
     /// Times that a tensor was left as it was because its norm was not finite.
@@ -279,16 +280,20 @@ fn load_state(
 }
 
 fn print_summary(args: &StepArgs, summary: &StepSummary) -> anyhow::Result<()> {
+    let launches = summary.launches;
+    let each = summary.ns_per_step.map_or_else(String::new, |ns| {
+        format!(" {launches} launches and {} per step;", duration(ns))
+    });
+    let wrote = outputs(args).into_iter();
+    let wrote: Vec<String> = wrote.map(|(_, path)| path.display().to_string()).collect();
     print(&format!(
-        "{} {} steps on {} ({} parameters, {} elements): {} launches and {} per step; wrote {}\n",
+        "{} {} steps on {} ({} parameters, {} elements):{each} wrote {}\n",
         summary.steps,
         summary.optimizer,
         summary.backend,
         summary.parameters,
         summary.elements,
-        summary.launches,
-        duration(summary.ns_per_step),
-        args.out.display(),
+        wrote.join(", "),
     ))?;
     if let Some(norm) = summary.grad_norm {
         let skipped = summary.skipped;
@@ -316,7 +321,6 @@ fn run_steps(
     let start = Instant::now();
     let skipped_before = state.skipped();
     let mut last = StepReport {
-        launches: plan.launches() as u64,
         loss_scale: state.loss_scale().map(|scale| scale.scale()),
         ..StepReport::default()
     };
@@ -363,7 +367,7 @@ fn run_steps(
         steps: args.steps as u64,
         step: state.step(),
         launches: last.launches,
-        ns_per_step: nanoseconds / args.steps.max(1) as f64,
+        ns_per_step: (args.steps > 0).then(|| nanoseconds / args.steps as f64),
         parameters: plan.params().len(),
         elements: plan.elements(),
         tensors_skipped,
@@ -399,9 +403,18 @@ fn check_gradients(model: &Model, params: &TensorFile, grads: &TensorFile) -> an
         );
     }
     for name in grads.entries().keys() {
-        let known = params.entries().contains_key(name) && !model.buffers.contains(name);
+        let found = params.entries().get(name);
+        if let Some(buffer) = found.filter(|_| model.buffers.contains(name)) {
+            bail!(
+                "{path}: gradient `{}`: expected a parameter of f32, f64, f16 or bf16 in {}, \
+                 found a tensor of {}, which takes no step; leave its gradient out",
+                Quoted(name),
+                params.path().display(),
+                buffer.dtype_name()
+            );
+        }
         ensure!(
-            known,
+            found.is_some(),
             "{path}: gradient `{}`: expected a parameter of this name in {}, found none",
             Quoted(name),
             params.path().display()

@@ -6,9 +6,14 @@ use anyhow::ensure;
 use clap::{Args, ValueEnum};
 use fusestep_models::{Digits, Task, Text, Transformer};
 
+use crate::ranks::whole;
+
 /// Most scores of attention in a layer, for one sample: 1,024 characters with 4 heads, with which a
 /// step takes some 5 GiB.
 const MOST_SCORES: usize = 1 << 22;
+
+/// Most of each of the transformer's sizes, as the model has it.
+const MOST_SIZE: u64 = 1 << 16;
 
 /// A model with its data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -26,16 +31,16 @@ pub(crate) struct TaskArgs {
     #[arg(long, value_enum, default_value = "digits")]
     pub(crate) model: Model,
     /// Layers of the transformer [default: 4]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole::<NonZeroUsize, 1, MOST_SIZE>)]
     layers: Option<NonZeroUsize>,
     /// Elements of a position between the transformer's layers [default: 256]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole::<NonZeroUsize, 1, MOST_SIZE>)]
     width: Option<NonZeroUsize>,
     /// Heads of the transformer's attention, a divisor of the width [default: 4]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole::<NonZeroUsize, 1, MOST_SIZE>)]
     heads: Option<NonZeroUsize>,
     /// Characters that the transformer sees [default: 64]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole::<NonZeroUsize, 1, MOST_SIZE>)]
     context: Option<NonZeroUsize>,
 }
 
@@ -66,6 +71,12 @@ impl TaskArgs {
             context: or(self.context, default.context),
             ..default
         };
+        ensure!(
+            model.width.is_multiple_of(model.heads),
+            "--width: expected a multiple of the {} of --heads, found {}",
+            model.heads,
+            model.width
+        );
         let text = Text::shakespeare(model)?;
         // candle asks for memory and ends the program where there is none.
         let scores = model.heads * model.context * model.context;

@@ -12,7 +12,7 @@ use crate::engine::{Engine, Ranks, Watch};
 use crate::gradients::GradientArgs;
 use crate::options::{BackendName, ParamDType, PrecisionArgs, parse_threads};
 use crate::output::{duration, print, print_json, write_page};
-use crate::ranks::{MOST_RANKS, RankArgs, bounded};
+use crate::ranks::{MOST_RANKS, RankArgs, bounded, whole};
 use crate::rates::{help, rate};
 use crate::report::report_page;
 use crate::rules::OptimizerArgs;
@@ -66,19 +66,20 @@ pub(crate) struct TrainArgs {
     pub(crate) rank_args: RankArgs,
     /// Compare all ranks' parameters by hash after every this many batches, and stop where they
     /// differ
-    #[arg(long, value_name = "K", requires = "ranks")]
+    #[arg(long, value_name = "K", value_parser = whole::<NonZeroU64, 1, { u64::MAX }>)]
     pub(crate) compare_parameters: Option<NonZeroU64>,
     /// Element type of parameters and gradients
     #[arg(long, value_enum, default_value = "f32")]
     pub(crate) dtype: ParamDType,
     /// Decides the first parameters, the split and the order of samples
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = whole::<u64, 0, { u64::MAX }>)]
     pub(crate) seed: u64,
     /// Where steps run; a model's own passes run on the cpu. With `--engine nccl` each rank has a
     /// GPU, on which its gradients stay from then on; ranks of other engines share the first one
     #[arg(long, value_enum, default_value = "cpu")]
     pub(crate) backend: BackendName,
-    /// Threads of the cpu backend, of all ranks together [default: RAYON_NUM_THREADS, or all]
+    /// Threads of the cpu backend, of all ranks together, 256 at most [default: RAYON_NUM_THREADS,
+    /// which is held to the same; all processors if it is not set, empty or 0]
     #[arg(long, value_parser = parse_threads)]
     pub(crate) threads: Option<NonZeroUsize>,
     /// One launch and one call per tensor, no pass
@@ -88,10 +89,17 @@ pub(crate) struct TrainArgs {
     #[arg(long, value_name = "DIR")]
     pub(crate) checkpoint: Option<PathBuf>,
     /// Save after every this many batches, too, between micro-steps and between averages as well
-    #[arg(long, value_name = "K", requires = "checkpoint")]
+    #[arg(
+        long,
+        value_name = "K",
+        requires = "checkpoint",
+        value_parser = whole::<NonZeroU64, 1, { u64::MAX }>
+    )]
     pub(crate) save_every: Option<NonZeroU64>,
     /// Go on from the checkpoint: of however many ranks, unless it was saved between micro-steps
-    /// or under --local-sgd
+    /// or under --local-sgd. --epochs are those of the whole run; what is counted and timed, with
+    /// --json `steps`, `skipped_steps` and `history`, is this session's, and `resumed_epochs` are
+    /// those that the checkpoint had seen
     #[arg(long, requires = "checkpoint")]
     pub(crate) resume: bool,
     /// Write a page with the curves and the plan
@@ -109,9 +117,14 @@ pub(crate) struct TrainSummary {
     pub(crate) model: &'static str,
     /// Where steps ran.
     pub(crate) backend: &'static str,
+    /// Of the whole run, with those that a checkpoint had seen.
     pub(crate) epochs: usize,
+    /// Those that were over in the checkpoint that this session went on from; absent if it began
+    /// anew. `steps`, `history` and all that is counted or timed are this session's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) resumed_epochs: Option<usize>,
     pub(crate) steps: u64,
-    /// Steps that changed nothing because a gradient was not finite.
+    /// Those that changed nothing because a gradient was not finite.
     pub(crate) skipped_steps: u64,
     pub(crate) final_loss: f64,
     pub(crate) test_loss: f64,
@@ -122,7 +135,6 @@ pub(crate) struct TrainSummary {
     /// reduced and updated.
     pub(crate) step_share: f64,
     /// What those are, in the plural.
-    #[serde(skip)]
     pub(crate) tokens: &'static str,
     /// Mean time of our optimizer's step.
     pub(crate) optimizer_ns_per_step: f64,
@@ -204,6 +216,11 @@ impl std::fmt::Display for Epoch {
 pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     if args.ranks.is_none() && args.engine.is_none() {
         args.watch.require_none("--ranks or --engine")?;
+        ensure!(
+            args.compare_parameters.is_none(),
+            "--compare-parameters: expected --ranks or --engine too, found neither; one rank has \
+             nobody to compare with"
+        );
     }
     ensure!(
         args.compare_parameters.is_none() || args.rank_args.zero < 3,
@@ -238,16 +255,45 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     print(&summary.to_string())
 }
 
-impl std::fmt::Display for TrainSummary {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl TrainSummary {
+    /// Whether the checkpoint had seen all epochs: nothing is measured then.
+    pub(crate) fn was_complete(&self) -> bool {
+        self.resumed_epochs.is_some() && self.history.is_empty()
+    }
+
+    /// What was done, and how well the model does.
+    fn fmt_epochs(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (epochs, steps) = (self.epochs, self.steps);
+        match self.resumed_epochs {
+            None => write!(f, "{epochs} epochs, {steps} steps")?,
+            Some(over) if self.was_complete() => write!(
+                f,
+                "nothing was done: the checkpoint is at epoch {over}, and --epochs asks for \
+                 {epochs}"
+            )?,
+            Some(over) => write!(
+                f,
+                "{epochs} epochs, {over} of them before this session; {steps} steps in it"
+            )?,
+        }
+        let percent = 100.0 * self.test_accuracy;
         writeln!(
             f,
-            "{} epochs, {} steps: loss {:.4}, test accuracy {:.2} %",
-            self.epochs,
-            self.steps,
-            self.final_loss,
-            100.0 * self.test_accuracy
+            ": loss {:.4}, test accuracy {percent:.2} %",
+            self.final_loss
         )?;
+        if self.skipped_steps > 0 {
+            let skipped = self.skipped_steps;
+            writeln!(
+                f,
+                "{skipped} steps skipped, since a gradient was not finite"
+            )?;
+        }
+        Ok(())
+    }
+
+    /// What steps have taken.
+    fn fmt_times(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
             "optimizer: {} and {} launches per step",
@@ -277,19 +323,36 @@ impl std::fmt::Display for TrainSummary {
         if let Some(norm) = self.update_norm {
             writeln!(f, "norm of the last update: {norm}")?;
         }
-        if self.ranks.ranks > 1 {
-            let numbers = &self.ranks;
-            writeln!(
+        Ok(())
+    }
+
+    /// What each rank holds and, if there were steps, sends.
+    fn fmt_ranks(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let numbers = &self.ranks;
+        write!(
+            f,
+            "{} ranks ({}), zero stage {}: {} bytes of optimizer state each",
+            numbers.ranks, numbers.engine, numbers.zero, numbers.state_bytes_per_rank,
+        )?;
+        if !self.was_complete() {
+            write!(
                 f,
-                "{} ranks ({}), zero stage {}: {} bytes of optimizer state each, {:.1} calls and \
-                 {:.0} bytes sent per step",
-                numbers.ranks,
-                numbers.engine,
-                numbers.zero,
-                numbers.state_bytes_per_rank,
-                numbers.collectives_per_step,
-                numbers.bytes_sent_per_step,
+                ", {:.1} calls and {:.0} bytes sent per step",
+                numbers.collectives_per_step, numbers.bytes_sent_per_step,
             )?;
+        }
+        writeln!(f)
+    }
+}
+
+impl std::fmt::Display for TrainSummary {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.fmt_epochs(f)?;
+        if !self.was_complete() {
+            self.fmt_times(f)?;
+        }
+        if self.ranks.ranks > 1 {
+            self.fmt_ranks(f)?;
         }
         if let Some(written) = &self.written {
             writeln!(f, "it writes:\n{written}")?;

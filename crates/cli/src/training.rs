@@ -2,34 +2,35 @@
 
 mod checkpoints;
 mod handshake;
+mod summary;
 
 use std::num::NonZeroU64;
 use std::time::Instant;
 
-use anyhow::{Context, bail};
+use anyhow::bail;
 use candle_core::Var;
 use candle_core::backprop::GradStore;
 use fusestep_collective::{Collectives, Communicator, ReduceOp, even_counts};
 use fusestep_launch::{Backend, Precision};
 use fusestep_models::Task;
 use fusestep_planner::{
-    Comms, FolderLock, MicroStepReport, Optimizer, Plan, Planner, Saves, State, Topology, ZeroStage,
+    Comms, FolderLock, Optimizer, Plan, Planner, Saves, State, Topology, ZeroStage,
 };
-use fusestep_tensor::{DType, ParamDesc, Role};
+use fusestep_tensor::{ParamDesc, Role};
 use indicatif::{ProgressBar, ProgressStyle};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
-use xxhash_rust::xxh3::Xxh3;
 
-use self::checkpoints::check_folder;
+use self::checkpoints::{check_folder, make_folder};
 use self::handshake::compare_calls;
+use self::summary::Tally;
 use crate::options::{ParamDType, threads};
 use crate::output::print;
 use crate::position::Position;
 use crate::ranks::Fused;
 use crate::shadow::Shadow;
-use crate::train::{Epoch, RankNumbers, TrainArgs, TrainSummary};
+use crate::train::{Epoch, TrainArgs, TrainSummary};
 use crate::values::{vars_of, with_bytes};
 
 /// What a run ends with.
@@ -55,8 +56,7 @@ pub(crate) fn train(
     let backend = args.backend.of_rank(of_rank, comm.device())?;
     let backend = backend.as_ref();
     if let Some(folder) = &args.checkpoint {
-        std::fs::create_dir_all(folder)
-            .with_context(|| format!("--checkpoint {}", folder.display()))?;
+        make_folder(folder, args.resume, first)?;
     }
     let folder = args.checkpoint.as_ref().filter(|_| first);
     let _lock = folder.map(|folder| FolderLock::take(folder)).transpose()?;
@@ -90,6 +90,7 @@ pub(crate) fn train(
         tally: Tally::default(),
         compared: 0,
         saves: Saves::new(),
+        resumed_epochs: None,
     };
     run.meet()?;
     let (history, last) = run.epochs()?;
@@ -155,38 +156,8 @@ struct Run<'a> {
     /// Batches since the run began, of which every so many compare parameters.
     compared: u64,
     saves: Saves,
-}
-
-/// What the steps so far have taken.
-#[derive(Default)]
-struct Tally {
-    /// Updates.
-    steps: u64,
-    /// Time of steps, and calls and bytes sent for them.
-    update_ns: f64,
-    /// Time of whole batches but for candle's optimizer, and of what is ours in them: steps, and
-    /// parameters and gradients handed over.
-    batch_ns: f64,
-    ours_ns: f64,
-    /// What all batches had: images, or characters.
-    tokens: usize,
-    calls: u64,
-    bytes: u64,
-    /// The most bytes of whole parameters beside the state, and of segments of gradients.
-    layer_peak_bytes: u64,
-    bucket_peak_bytes: u64,
-    /// Of the last update, if it is measured.
-    update_norm: Option<f64>,
-}
-
-impl Tally {
-    fn add(&mut self, report: &MicroStepReport) {
-        if let Some(update) = report.update {
-            self.steps += 1;
-            self.update_norm = update.update_norm;
-        }
-        self.bucket_peak_bytes = self.bucket_peak_bytes.max(report.segment_peak_bytes);
-    }
+    /// Epochs that were over in the checkpoint that the run goes on from.
+    resumed_epochs: Option<usize>,
 }
 
 impl Run<'_> {
@@ -219,7 +190,9 @@ impl Run<'_> {
         let mut rng = ChaCha8Rng::seed_from_u64(self.args.seed.wrapping_add(1));
         let mut order: Vec<usize> = (0..self.task.samples()).collect();
         let mut history: Vec<Epoch> = Vec::new();
-        let start = self.resume()?;
+        let resumed = self.resume()?;
+        self.resumed_epochs = resumed.map(|position| position.epochs);
+        let start = resumed.unwrap_or_default();
         let of_epoch = self.task.samples_of_epoch();
         let mut done = start.epochs * of_epoch.div_ceil(batch) + start.batches;
         self.bar.set_position(done as u64);
@@ -268,14 +241,16 @@ impl Run<'_> {
     /// Updates with what is left of the last micro-steps, which belongs to this epoch's samples,
     /// looks at the test and saves.
     fn end_epoch(&mut self, at: Position) -> anyhow::Result<Epoch> {
+        let begun = self.begin();
         let report = self
             .plan
             .flush(&mut self.state, self.backend, &mut self.comms)?;
-        self.tally.add(&report);
         if self.args.rank_args.local_sgd.is_some() {
             let (state, comms) = (&mut self.state, &mut self.comms);
             self.plan.average_now(state, self.backend, comms)?;
         }
+        self.count_update(&report, &begun);
+        self.count_batch(&begun);
         let ended = self.tested(at.loss_sum / self.task.samples_of_epoch() as f64)?;
         let told = format!("epoch {}: {ended}", at.epochs + 1);
         self.bar.set_message(told.clone());
@@ -313,8 +288,7 @@ impl Run<'_> {
     /// One batch, shared out among ranks; returns the mean loss over all of it.
     fn step(&mut self, positions: &[usize]) -> anyhow::Result<f64> {
         self.poll_saves()?;
-        let (whole, beside) = (Instant::now(), self.candle_ns());
-        let sent = (self.comms.calls(), self.comms.bytes_sent());
+        let (whole, beside) = (self.begin(), self.candle_ns());
         let Topology { rank, world, .. } = self.plan.topology();
         let counts = even_counts(positions.len(), world);
         let start: usize = counts[..rank].iter().sum();
@@ -346,21 +320,17 @@ impl Run<'_> {
             .all_reduce(&mut total, ReduceOp::Sum)?;
         let loss = total[0] / positions.len() as f64;
         self.state.set_loss(loss);
-        let begun = Instant::now();
+        let begun = self.begin();
         if calls_while_given {
             self.give(&grads)?;
         }
         let report = self
             .plan
             .step(&mut self.state, self.backend, &mut self.comms)?;
-        let update_ns = begun.elapsed().as_nanos() as f64;
-        self.tally.update_ns += update_ns;
-        self.tally.ours_ns += update_ns;
-        self.tally.batch_ns += whole.elapsed().as_nanos() as f64 - (self.candle_ns() - beside);
+        self.count_update(&report, &begun);
+        self.count_batch(&whole);
+        self.tally.batch_ns -= self.candle_ns() - beside;
         self.tally.tokens += positions.len() * self.task.tokens_of_sample();
-        self.tally.add(&report);
-        self.tally.calls += self.comms.calls() - sent.0;
-        self.tally.bytes += self.comms.bytes_sent() - sent.1;
         self.compare_parameters()?;
         Ok(loss)
     }
@@ -415,65 +385,5 @@ impl Run<'_> {
             })?;
         }
         Ok(())
-    }
-
-    fn summary(&mut self, history: Vec<Epoch>, last: Epoch) -> anyhow::Result<TrainSummary> {
-        let params_hash = self.params_hash()?;
-        let averages = self.averages()?;
-        let written = match self.plan.topology().rank {
-            0 => self.task.write(&averages, self.args.seed)?,
-            _ => None,
-        };
-        let (plan, tally) = (self.plan, &self.tally);
-        let steps = tally.steps.max(1) as f64;
-        let params = plan.params().iter();
-        let parameter_bytes = params.map(|p| p.numel() * p.dtype.len_bytes() as u64);
-        Ok(TrainSummary {
-            model: self.args.task.model.name(),
-            backend: self.backend.name(),
-            epochs: self.args.epochs,
-            steps: tally.steps,
-            skipped_steps: self.state.skipped(),
-            final_loss: last.loss,
-            test_loss: last.test_loss,
-            test_accuracy: last.test_accuracy,
-            tokens_per_second: tally.tokens as f64 / (1e-9 * tally.batch_ns.max(1.0)),
-            step_share: tally.ours_ns / tally.batch_ns.max(1.0),
-            tokens: self.task.tokens(),
-            optimizer_ns_per_step: tally.update_ns / steps,
-            optimizer: plan.optimizer().name(),
-            lr: plan.optimizer().lr(),
-            dtype: DType::from(self.args.dtype).name(),
-            candle_ns_per_step: self.shadow.as_ref().map(|shadow| shadow.ns / steps),
-            update_norm: tally.update_norm,
-            params_hash,
-            launches_per_step: plan.launches(),
-            ranks: RankNumbers {
-                ranks: plan.topology().world,
-                engine: self.args.engine().name(),
-                zero: plan.zero().number(),
-                state_bytes_per_rank: plan.state_bytes(),
-                collectives_per_step: tally.calls as f64 / steps,
-                bytes_sent_per_step: tally.bytes as f64 / steps,
-                layer_peak_bytes: tally.layer_peak_bytes,
-                bucket_peak_bytes: tally.bucket_peak_bytes,
-                parameter_bytes: parameter_bytes.sum(),
-            },
-            history,
-            written,
-        })
-    }
-
-    /// xxh3 of all parameters in name order.
-    fn params_hash(&mut self) -> anyhow::Result<String> {
-        let mut names = self.names.clone();
-        names.sort_unstable();
-        let (state, backend) = (&self.state, self.backend);
-        let gathered = self.plan.gather(state, backend, &mut self.comms, &names)?;
-        let mut hasher = Xxh3::new();
-        for at in 0..names.len() {
-            hasher.update(gathered.bytes(at));
-        }
-        Ok(format!("{:016x}", hasher.digest()))
     }
 }

@@ -13,8 +13,12 @@ use serde_json::Value;
 mod checkpoints;
 #[path = "cli/counts.rs"]
 mod counts;
+#[path = "cli/messages.rs"]
+mod messages;
 #[path = "cli/norms.rs"]
 mod norms;
+#[path = "cli/numbers.rs"]
+mod numbers;
 #[path = "cli/precision.rs"]
 mod precision;
 #[path = "cli/ranks.rs"]
@@ -467,6 +471,22 @@ fn plan_reads_shapes_and_models_and_names_what_is_wrong() {
         (
             r#"[{"name":"a","shape":[2],"dtype":"i32"}]"#,
             "`a`: expected f32, f64, f16 or bf16",
+        ),
+        (
+            r#"[{"name":"a","shape":[2],"dtype":"bool"}]"#,
+            "`a`: expected f32, f64, f16 or bf16, found dtype `bool`",
+        ),
+        (
+            r#"[["a",[4]]]"#,
+            "invalid type: sequence, expected an object such as {\"name\"",
+        ),
+        (
+            r#"[["a",[4],null]]"#,
+            "invalid type: sequence, expected an object",
+        ),
+        (
+            r#"["a"]"#,
+            "expected an object such as {\"name\": \"fc.weight\"",
         ),
         ("{", "expected [{\"name\""),
     ] {

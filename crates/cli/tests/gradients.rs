@@ -178,11 +178,11 @@ fn values_out_of_range_are_refused_and_nothing_is_written() {
     for (args, message) in [
         (
             ["--clip-norm", "0"],
-            "max_norm: expected a finite value above 0, found 0",
+            "'0' for '--clip-norm <NORM>': expected a finite number above 0; leave the flag out",
         ),
         (
             ["--clip-norm", "-1"],
-            "max_norm: expected a finite value above 0, found -1",
+            "'-1' for '--clip-norm <NORM>': expected a finite number above 0",
         ),
         (["--loss-scale", "3"], "loss scale: expected a power of two"),
         (

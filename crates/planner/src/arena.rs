@@ -293,8 +293,8 @@ impl GradientArena {
     /// Gives back the memory of segments that are through, but for what stays.
     fn drop_spares(&mut self) {
         let (kept, before) = (self.kept, bytes_of(&self.spare));
-        let stays = |spare: &Box<dyn Buffer>| kept.is_some() && address(spare.as_ref()) == kept;
-        self.spare.retain(stays);
+        self.spare
+            .retain(|spare| kept.is_some() && address(spare.as_ref()) == kept);
         self.held_bytes -= before - bytes_of(&self.spare);
     }
 

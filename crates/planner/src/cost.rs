@@ -166,7 +166,8 @@ pub struct RankSummary {
     /// Time of the backward passes, of what they do not hide and of this rank's own work, in
     /// nanoseconds.
     pub predicted_step_ns: f64,
-    /// The cap of buckets at which latency and the wait for the last bucket cost least together.
+    /// The cap of buckets at which latency and the wait for the last bucket cost least together; 0
+    /// where nothing is reduced.
     pub proposed_bucket_cap_bytes: u64,
 }
 
@@ -441,15 +442,20 @@ impl std::fmt::Display for RankSummary {
         };
         line(f, "worst rank", &self.worst_rank)?;
         line(f, "mean rank", &self.mean_rank)?;
-        writeln!(
+        write!(
             f,
-            "  predicted: {:.2} ms, of which {:.2} ms are calls that nothing hides and {:.2} ms \
-             this rank's update; {}",
+            "  predicted: {:.2} ms, of which {:.2} ms are calls that nothing hides",
             self.predicted_step_ns / 1e6,
             self.exposed_ns / 1e6,
-            self.local_ns / 1e6,
-            self.link,
         )?;
+        // Unknown, or nothing to do.
+        if self.local_ns > 0.0 {
+            write!(f, " and {:.2} ms this rank's update", self.local_ns / 1e6)?;
+        }
+        writeln!(f, "; {}", self.link)?;
+        if self.proposed_bucket_cap_bytes == 0 {
+            return Ok(());
+        }
         writeln!(
             f,
             "  buckets of {} would cost least latency and waiting together",

@@ -40,7 +40,11 @@ impl fmt::Display for Plan {
             self.limits.chunk_elements,
         )?;
         if self.table == TableKind::Resident {
-            writeln!(f, "  tables resident in the device's memory")?;
+            writeln!(
+                f,
+                "  tables resident in the device's memory; the cpu has none and {} launches per step",
+                self.host_launches()
+            )?;
         }
         if self.in_backward {
             writeln!(f, "  updates run as soon as their gradients are given")?;

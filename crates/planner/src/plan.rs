@@ -165,17 +165,28 @@ impl Plan {
         self.accumulation().map_or(1, |rule| rule.every.get())
     }
 
-    /// Launches of one step of this rank.
+    /// Launches of one step of this rank on a device.
     pub fn launches(&self) -> usize {
+        self.count_launches(|optimize| self.launches_of(optimize))
+    }
+
+    /// Launches of one step of this rank in the host's memory, which has no tables to prepare.
+    pub fn host_launches(&self) -> usize {
+        self.count_launches(|optimize| optimize.batches.len())
+    }
+
+    fn count_launches(&self, of_update: impl Fn(&Optimize) -> usize) -> usize {
         let launches = self.stages.iter().map(|stage| match stage {
             Stage::Norm(norm) => norm.launches(),
-            Stage::Optimize(optimize) | Stage::ReduceUpdate(optimize) => self.launches_of(optimize),
+            Stage::Optimize(optimize) | Stage::ReduceUpdate(optimize) => of_update(optimize),
             _ => 0,
         });
         launches.sum()
     }
 
-    /// Launches that the naive plan of the same tensors needs.
+    /// Launches that the naive plan of the same tensors needs on a device: with norms of gradients
+    /// and of updates and resident tables where this plan has them, unless it would have more than
+    /// [`MAX_LAUNCHES`] then.
     pub fn naive_launches(&self) -> usize {
         self.naive_launches
     }

@@ -194,7 +194,22 @@ impl Planner {
             pass.apply(&mut plan)?;
         }
         finish::finish(&mut plan, self.table)?;
+        let reads_or_derives = plan.gradients.rule().is_some() || plan.update_norms;
+        if reads_or_derives || plan.table == TableKind::Resident {
+            let naive = self.naive_with_passes_of(&plan);
+            plan.naive_launches = naive.map_or(plan.naive_launches, |naive| naive.launches());
+        }
         Ok(plan)
+    }
+
+    /// The naive plan that does all that this plan's steps do; `None` if it has too many launches.
+    fn naive_with_passes_of(&self, plan: &Plan) -> Option<Plan> {
+        let mut naive = self.naive_plan(&plan.params, plan.topology).ok()?;
+        (naive.gradients, naive.update_norms) = (plan.gradients, plan.update_norms);
+        // Ranks that average read whole gradients, not parts of buckets.
+        naive.stages.extend(plan.local_sgd().map(Stage::Average));
+        finish::finish(&mut naive, self.table).ok()?;
+        Some(naive)
     }
 
     /// The distinct rules, and each parameter's.

@@ -17,6 +17,7 @@ pub(crate) fn of(plan: &Plan) -> PlanSummary {
         parameters: plan.params.len(),
         elements: plan.elements(),
         launches: plan.launches(),
+        host_launches: plan.host_launches(),
         naive_launches: plan.naive_launches(),
         state_bytes: plan.state_bytes(),
         traffic_bytes: plan.traffic_bytes(),
@@ -108,8 +109,10 @@ pub struct PlanSummary {
     pub parameters: usize,
     /// Their elements.
     pub elements: u64,
-    /// Launches of one step.
+    /// Launches of one step on a device.
     pub launches: usize,
+    /// Launches of one step in the host's memory.
+    pub host_launches: usize,
     /// Launches of the naive plan.
     pub naive_launches: usize,
     /// Bytes of optimizer state, padding included.

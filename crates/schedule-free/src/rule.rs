@@ -99,10 +99,16 @@ impl UpdateRule for ScheduleFree {
     }
 
     fn validate(&self) -> Result<(), RuleError> {
+        check_hyper(&[("lr", self.lr, Domain::NotNegative)])?;
+        // No other rule divides by it.
+        if !(self.beta1 > 0.0 && self.beta1 < 1.0) {
+            return Err(RuleError::Hyper {
+                what: "beta1",
+                expected: "a value in (0, 1)",
+                found: self.beta1,
+            });
+        }
         check_hyper(&[
-            ("lr", self.lr, Domain::NotNegative),
-            ("beta1", self.beta1, Domain::BelowOne),
-            ("beta1", self.beta1, Domain::Positive),
             ("beta2", self.beta2, Domain::BelowOne),
             ("eps", self.eps, Domain::NotNegative),
             ("weight_decay", self.weight_decay, Domain::NotNegative),

@@ -36,8 +36,9 @@ fn shares_are_the_weights_over_their_sum() {
 fn hyper_parameters_out_of_range_are_named() {
     let good = ScheduleFree::default();
     for (beta1, message) in [
-        (1.0, "beta1: expected a value in [0, 1), found 1"),
-        (0.0, "beta1: expected a finite value above 0, found 0"),
+        (1.0, "beta1: expected a value in (0, 1), found 1"),
+        (0.0, "beta1: expected a value in (0, 1), found 0"),
+        (f64::NAN, "beta1: expected a value in (0, 1), found NaN"),
     ] {
         let bad = ScheduleFree { beta1, ..good };
         assert_eq!(bad.validate().unwrap_err().to_string(), message);

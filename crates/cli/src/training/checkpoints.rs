@@ -2,13 +2,34 @@
 
 use std::path::Path;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use fusestep_planner::{Manifest, RunToSave};
 use fusestep_tensor::Quoted;
 
 use super::Run;
+use crate::folders;
 use crate::position::Position;
 use crate::train::TrainArgs;
+
+/// Makes the folder of a new checkpoint. One that is gone on from is there already, which rank 0
+/// says for all: nothing is made where it is not.
+pub(super) fn make_folder(folder: &Path, resume: bool, first: bool) -> anyhow::Result<()> {
+    if !resume {
+        return folders::make("--checkpoint", folder);
+    }
+    ensure!(
+        !first || Manifest::read_if_any(folder)?.is_some(),
+        "--checkpoint {}: expected a checkpoint to go on from, found {}; give its folder, or \
+         leave --resume out to begin one there",
+        folder.display(),
+        if folder.is_dir() {
+            "a folder without a manifest.json"
+        } else {
+            "no such folder"
+        }
+    );
+    Ok(())
+}
 
 /// Refuses to replace a checkpoint that is not gone on from, and another program's files.
 pub(super) fn check_folder(folder: &Path, resume: bool) -> anyhow::Result<()> {
@@ -25,11 +46,11 @@ pub(super) fn check_folder(folder: &Path, resume: bool) -> anyhow::Result<()> {
 }
 
 impl Run<'_> {
-    /// Goes on from the checkpoint; returns where it was.
-    pub(super) fn resume(&mut self) -> anyhow::Result<Position> {
+    /// Goes on from the checkpoint, if that is asked for; returns where it was.
+    pub(super) fn resume(&mut self) -> anyhow::Result<Option<Position>> {
         let folder = self.args.checkpoint.as_ref();
         let Some(folder) = folder.filter(|_| self.args.resume) else {
-            return Ok(Position::default());
+            return Ok(None);
         };
         let caller = self.plan.load(&mut self.state, self.backend, folder)?;
         self.handshake()?;
@@ -45,7 +66,8 @@ impl Run<'_> {
         }
         let of_epoch = self.task.samples_of_epoch().div_ceil(self.args.batch);
         let position = Position::read(&caller, of_epoch);
-        position.with_context(|| format!("{}: expected where the run was", folder.display()))
+        let named = || format!("{}: expected where the run was", folder.display());
+        position.with_context(named).map(Some)
     }
 
     /// Begins a save, which is written while training goes on.

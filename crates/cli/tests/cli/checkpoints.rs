@@ -269,3 +269,106 @@ fn a_damaged_checkpoint_ends_a_resumed_run_and_stays_as_it_is() {
     );
     assert_eq!(fs::read(&shard).unwrap(), bytes);
 }
+
+#[test]
+fn a_resumed_run_tells_its_own_steps_from_those_before() {
+    let folder = Folder::new();
+    let (path, page) = (folder.path("checkpoint"), folder.path("page.html"));
+    let run = |epochs: &str, more: &[&str]| {
+        let base = ["train", "--checkpoint", text(&path), "--epochs", epochs];
+        ok(&[&base[..], more].concat())
+    };
+    run(
+        "2",
+        &["--dtype", "f16", "--loss-scale", "8.507059173023462e37"],
+    );
+    let resume = ["--resume", "--dtype", "f16", "--loss-scale", "1"];
+    let told = run("3", &resume);
+    let line = "3 epochs, 2 of them before this session; 45 steps in it: loss ";
+    assert!(
+        // Of its own steps: the scale is the checkpoint's.
+        told.contains(line) && told.contains("\n45 steps skipped"),
+        "{told}"
+    );
+    let report = [&resume[..], &["--report", text(&page)]].concat();
+    let told = run("1", &report);
+    let line = "nothing was done: the checkpoint is at epoch 3, and --epochs asks for 1: loss ";
+    assert!(told.contains(line), "{told}");
+    let page = fs::read_to_string(&page).unwrap();
+    for unmeasured in ["NaN", "0 ns", "0 images", "per step:", "in the step"] {
+        assert!(!told.contains(unmeasured), "{unmeasured}: {told}");
+        assert!(!page.contains(unmeasured), "{unmeasured}: {page}");
+    }
+    let json: Value =
+        serde_json::from_str(&run("1", &[&resume[..], &["--json"]].concat())).unwrap();
+    let of = |key: &str| json[key].clone();
+    assert_eq!((of("epochs"), of("resumed_epochs")), (1.into(), 3.into()));
+    assert_eq!(
+        (of("steps"), of("history")),
+        (0.into(), Value::Array(Vec::new()))
+    );
+    assert_eq!(
+        (of("skipped_steps"), of("candle_ns_per_step")),
+        (0.into(), Value::Null)
+    );
+    assert_eq!(of("tokens"), "images");
+    assert!(of("final_loss").as_f64().unwrap() > 0.0);
+}
+
+#[test]
+fn a_checkpoint_that_is_not_there_is_not_begun_by_resuming_it() {
+    let folder = Folder::new();
+    let (none, empty) = (folder.path("none"), folder.path("empty"));
+    fs::create_dir(&empty).unwrap();
+    for (path, found) in [
+        (&none, "no such folder"),
+        (&empty, "without a manifest.json"),
+    ] {
+        for ranks in ["1", "2"] {
+            let train = ["train", "--epochs", "1", "--ranks", ranks, "--resume"];
+            let error = refused(&[&train[..], &["--checkpoint", text(path)]].concat());
+            let expected = "expected a checkpoint to go on from, found ";
+            assert!(error.contains(expected) && error.contains(found), "{error}");
+            assert_eq!(error.matches(expected).count(), 1, "{error}");
+        }
+    }
+    let reshard = ["checkpoint", "reshard", text(&none), "--world", "2"];
+    refused(&[&reshard[..], &["--out", text(&folder.path("out"))]].concat());
+    assert_eq!(
+        (folder.files(), fs::read_dir(&empty).unwrap().count()),
+        (1, 0)
+    );
+}
+
+#[test]
+#[cfg(unix)]
+fn what_lies_where_a_checkpoint_should_is_named() {
+    let folder = Folder::new();
+    let at = |name: &str| folder.path(name);
+    fs::write(at("file"), "precious").unwrap();
+    std::os::unix::fs::symlink("nowhere", at("dangling")).unwrap();
+    std::os::unix::fs::symlink("loop", at("loop")).unwrap();
+    for (path, found) in [
+        (at("file"), "found a file; give another path".to_owned()),
+        (
+            at("dangling"),
+            "found a link that leads nowhere;".to_owned(),
+        ),
+        (
+            at("loop"),
+            "found a link that cannot be followed".to_owned(),
+        ),
+        (
+            at("file/below"),
+            format!("found a file at {};", at("file").display()),
+        ),
+    ] {
+        let error = refused(&["train", "--epochs", "1", "--checkpoint", text(&path)]);
+        let expected = "expected a folder, or a place for a new one, ";
+        assert!(
+            error.contains(expected) && error.contains(&found),
+            "{error}"
+        );
+    }
+    assert_eq!(fs::read_to_string(at("file")).unwrap(), "precious");
+}

@@ -22,7 +22,7 @@ fn counts_on_the_command_line_are_refused_with_the_most_that_works() {
     let reshard = ["checkpoint", "reshard", "none", "--out", text(&out)];
     let ranks = ["train", "--ranks", "2"];
     for (command, flag, least, most) in [
-        (&collective[..], "--sizes", 0, 17_179_869_184u64),
+        (&collective[..], "--sizes", 4, 17_179_869_184u64),
         (&["plan", shapes], "--world", 1, 65_536),
         (&reshard, "--world", 1, 65_536),
         (&["train"], "--ranks", 1, 1_024),
@@ -182,4 +182,38 @@ fn steps_beyond_what_a_state_can_count_are_refused() {
     );
     assert!(!out.exists());
     ok(&run("1"));
+}
+
+#[test]
+fn threads_of_the_environment_are_held_to_what_the_flag_takes() {
+    let check = |variable: &str, value: &str| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_fusestep"));
+        command.args(["check"]).env(variable, value);
+        command.output().unwrap()
+    };
+    for variable in ["RAYON_NUM_THREADS", "RAYON_RS_NUM_CPUS"] {
+        for value in [
+            "257",
+            "20000",
+            HUGE,
+            "-1",
+            "abc",
+            "2.5",
+            "99999999999999999999999",
+        ] {
+            let output = check(variable, value);
+            let error = String::from_utf8(output.stderr).unwrap();
+            let expected = format!(
+                "error: {variable}: expected a number of threads from 1 to 256, or 0 for all \
+                 processors, found `{value}`"
+            );
+            assert!(error.contains(&expected), "{error}");
+            assert_eq!(output.status.code(), Some(1));
+        }
+        for value in ["", "0", "3"] {
+            assert!(check(variable, value).status.success(), "{value:?}");
+        }
+    }
+    let found = String::from_utf8(check("RAYON_NUM_THREADS", "3").stdout).unwrap();
+    assert!(found.contains("3 in use"), "{found}");
 }

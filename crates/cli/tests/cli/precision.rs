@@ -117,3 +117,20 @@ fn plans_and_timings_know_every_rule_in_16_bits() {
         assert!(error.contains("`a`: state of f16 parameters"), "{error}");
     }
 }
+
+#[test]
+fn training_says_how_many_steps_were_skipped() {
+    let scale = ["--dtype", "f16", "--loss-scale", "8.507059173023462e37"];
+    let run = |more: &[&str]| ok(&[&["train", "--epochs", "1"], more].concat());
+    let folder = Folder::new();
+    let page = folder.path("page.html");
+    let printed = run(&[&scale[..], &["--report", text(&page)]].concat());
+    assert!(
+        printed.contains("45 steps skipped, since a gradient"),
+        "{printed}"
+    );
+    assert!(fs::read_to_string(&page).unwrap().contains("steps skipped"));
+    let json: Value = serde_json::from_str(&run(&[&scale[..], &["--json"]].concat())).unwrap();
+    assert_eq!(json["skipped_steps"], 45);
+    assert!(!run(&[]).contains("skipped"));
+}

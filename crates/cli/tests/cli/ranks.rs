@@ -280,6 +280,15 @@ fn added_batches_train_as_larger_ones_and_adding_one_changes_nothing() {
     ];
     let hash = |more: &[&str]| train(&[&each, more].concat())["params_hash"].clone();
     assert_eq!(hash(&["--zero", "2", "--comm-streams", "0"]), hash(&[]));
+    // The sum is in another order, if there are ranks to sum over.
+    for (ranks, same) in [("1", true), ("3", false)] {
+        let base = ["--ranks", ranks, "--accumulate", "3"];
+        let (end, every) = (
+            train(&base),
+            train(&[&base[..], &["--reduce-each"]].concat()),
+        );
+        assert_eq!(end["params_hash"] == every["params_hash"], same, "{ranks}");
+    }
     let adaptive = train(&["--ranks", "2", "--local-sgd", "1", "--adaptive"]);
     assert!(adaptive["test_accuracy"].as_f64().unwrap() > 0.5);
     let local = train(&["--ranks", "2", "--local-sgd", "4"]);
@@ -369,4 +378,69 @@ fn parameters_are_compared_every_so_many_batches_and_change_nothing_by_it() {
     assert!(error.contains("--zero 3"), "{error}");
     let error = refused(&["train", "--compare-parameters", "1"]);
     assert!(error.contains("--ranks"), "{error}");
+}
+
+#[test]
+fn updates_at_an_epochs_end_count_with_what_they_send() {
+    let run = |more: &[&str]| {
+        let base = ["train", "--json", "--epochs", "1", "--ranks", "2"];
+        serde_json::from_str::<Value>(&ok(&[&base[..], more].concat())).unwrap()
+    };
+    let number = |run: &Value, key: &str| run[key].as_f64().unwrap();
+    let every = run(&[]);
+    // 45 batches: the last update is that of what is left.
+    for (accumulate, updates) in [("2", 23), ("100", 1)] {
+        let added = run(&["--accumulate", accumulate]);
+        assert_eq!(added["steps"], updates);
+        for key in ["collectives_per_step", "bytes_sent_per_step"] {
+            assert_eq!(
+                number(&added, key),
+                number(&every, key),
+                "{key} {accumulate}"
+            );
+        }
+        assert!(number(&added, "optimizer_ns_per_step") > 0.0);
+    }
+    // One average at the end, and one for each batch before it.
+    let (one, all) = (run(&["--local-sgd", "100"]), run(&["--local-sgd", "1"]));
+    let sent = |run: &Value| number(run, "bytes_sent_per_step") * number(run, "steps");
+    assert!(
+        sent(&one) > 0.0 && sent(&all) == 46.0 * sent(&one),
+        "{one} {all}"
+    );
+}
+
+#[test]
+#[cfg(unix)]
+fn ranks_that_would_make_other_calls_hear_of_the_flag_before_the_first_step() {
+    let program = env!("CARGO_BIN_EXE_fusestep");
+    let folder = Folder::new();
+    let checkpoint = format!("--checkpoint {}", text(&folder.path("checkpoint")));
+    for (first, second, named) in [
+        (
+            &*checkpoint,
+            "",
+            "--checkpoint: expected given as on rank 0, found not given",
+        ),
+        (
+            &format!("{checkpoint} --save-every 3"),
+            &format!("{checkpoint} --save-every 4"),
+            "--save-every: expected 3 as on rank 0, found 4",
+        ),
+        (
+            "--comm-streams 1",
+            "--comm-streams 2",
+            "--comm-streams: expected 1 as on rank 0, found 2",
+        ),
+        (
+            "",
+            "--ranks 2 --compare-parameters 5",
+            "--compare-parameters: expected not given as on rank 0, found 5",
+        ),
+    ] {
+        let train = format!("{program} train --epochs 1 --engine processes");
+        let either = format!("[ $RANK = 0 ] && exec {train} {first} || exec {train} {second}");
+        let error = refused(&["launch", "-n", "2", "--", "sh", "-c", &either]);
+        assert!(error.matches(named).count() >= 2, "{named}: {error}");
+    }
 }

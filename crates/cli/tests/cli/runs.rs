@@ -282,12 +282,33 @@ fn several_processes_that_know_nothing_of_each_other_are_refused() {
         assert!(!output.status.success());
         String::from_utf8(output.stderr).unwrap()
     };
-    for args in [&["check"][..], &["check", "--engine", "thread"], &["train"]] {
+    let folder = Folder::new();
+    let shapes = folder.path("shapes.json");
+    fs::write(&shapes, r#"[{"name":"a","shape":[3]}]"#).unwrap();
+    let collective = ["bench", "--collective", "all-reduce", "--sizes", "4KiB"];
+    let processes = ["--engine", "processes"];
+    for (args, found) in [
+        (&["check"][..], "found none"),
+        (&["check", "--engine", "thread"], "found thread"),
+        (&["train"], "found none"),
+        (&[&["check"], &processes[..]].concat(), "found processes"),
+        (&[&["train"], &processes[..]].concat(), "found processes"),
+        (
+            &["train", "--ranks", "2", "--engine", "processes"],
+            "found processes",
+        ),
+        (
+            &[&["bench", text(&shapes), "--ranks", "4"], &processes[..]].concat(),
+            "found processes",
+        ),
+        (&[&collective[..], &processes].concat(), "found processes"),
+    ] {
         let error = start(args);
-        assert!(
-            error.contains("4 processes were started together"),
-            "{args:?}: {error}"
+        let named = format!(
+            "4 processes were started together by mpirun, and each would take \
+             itself for the whole; expected --engine mpi (check, train, bench), {found}"
         );
+        assert!(error.contains(&named), "{args:?}: {error}");
     }
     if !cfg!(feature = "mpi") {
         let error = start(&["check", "--engine", "mpi"]);
@@ -295,6 +316,40 @@ fn several_processes_that_know_nothing_of_each_other_are_refused() {
             error.contains("this build leaves MPI out") && error.contains("4 processes"),
             "{error}"
         );
+    }
+}
+
+#[test]
+fn processes_that_torchrun_has_started_find_each_other_and_other_engines_are_refused() {
+    let folder = Folder::new();
+    let start = |rank: &str, engine: &str| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_fusestep"));
+        command.args(["train", "--epochs", "1", "--json", "--engine", engine]);
+        command.envs([
+            ("RANK", rank),
+            ("WORLD_SIZE", "2"),
+            ("LOCAL_WORLD_SIZE", "2"),
+        ]);
+        // A name of this start, as every run of torchrun has.
+        let id = text(folder.0.path()).to_owned();
+        command.envs([("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")]);
+        command.env("TORCHELASTIC_RUN_ID", id);
+        command.stdout(std::process::Stdio::piped());
+        command.stderr(std::process::Stdio::piped());
+        command.spawn().unwrap()
+    };
+    let started = ["0", "1"].map(|rank| start(rank, "processes"));
+    let ended = started.map(|rank| rank.wait_with_output().unwrap());
+    assert!(ended.iter().all(|rank| rank.status.success()), "{ended:?}");
+    let found: Value = serde_json::from_slice(&ended[0].stdout).unwrap();
+    assert_eq!(found["ranks"], 2);
+    assert!(ended[1].stdout.is_empty(), "{ended:?}");
+    for engine in ["thread", "nccl"] {
+        let ended = start("1", engine).wait_with_output().unwrap();
+        let error = String::from_utf8(ended.stderr).unwrap();
+        let named = "2 processes were started together by a launcher";
+        let works = format!("expected --engine processes (check, train, bench), found {engine}");
+        assert!(error.contains(named) && error.contains(&works), "{error}");
     }
 }
 
@@ -316,41 +371,6 @@ fn another_number_of_ranks_than_a_launcher_has_started_is_named() {
         let error = refused(&[&start[..], command, &ranks].concat());
         let named = "expected the 2 that the launcher has started, found 3";
         assert_eq!(error.matches(named).count(), 2, "{command:?}: {error}");
-    }
-}
-
-#[test]
-#[cfg(unix)]
-fn ranks_that_would_make_other_calls_hear_of_the_flag_before_the_first_step() {
-    let program = env!("CARGO_BIN_EXE_fusestep");
-    let folder = Folder::new();
-    let checkpoint = format!("--checkpoint {}", text(&folder.path("checkpoint")));
-    for (first, second, named) in [
-        (
-            &*checkpoint,
-            "",
-            "--checkpoint: expected given as on rank 0, found not given",
-        ),
-        (
-            &format!("{checkpoint} --save-every 3"),
-            &format!("{checkpoint} --save-every 4"),
-            "--save-every: expected 3 as on rank 0, found 4",
-        ),
-        (
-            "--comm-streams 1",
-            "--comm-streams 2",
-            "--comm-streams: expected 1 as on rank 0, found 2",
-        ),
-        (
-            "",
-            "--ranks 2 --compare-parameters 5",
-            "--compare-parameters: expected not given as on rank 0, found 5",
-        ),
-    ] {
-        let train = format!("{program} train --epochs 1 --engine processes");
-        let either = format!("[ $RANK = 0 ] && exec {train} {first} || exec {train} {second}");
-        let error = refused(&["launch", "-n", "2", "--", "sh", "-c", &either]);
-        assert!(error.matches(named).count() >= 2, "{named}: {error}");
     }
 }
 
@@ -402,7 +422,7 @@ fn processes_tell_the_cause_and_which_rank_they_follow() {
         let line = error.lines().find(|line| line.starts_with(start));
         assert!(line.is_some_and(|line| line.contains(what)), "{error}");
     };
-    told("error: rank 1: --checkpoint", "/1: File exists");
+    told("error: rank 1: --checkpoint", "/1: expected a folder");
     told("error: rank 0: ", "rank 1 left the group");
     told("error: rank 2: ", "rank 1 left the group");
 }

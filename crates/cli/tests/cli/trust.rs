@@ -351,7 +351,7 @@ fn what_files_have_in_a_megabyte_is_quoted_in_a_line() {
     for (content, named) in [
         (
             entry(&format!("\"dtype\":\"f{long}\"")),
-            "unknown dtype `fxxx",
+            "found dtype `fxxx",
         ),
         (entry(&format!("\"{long}\":1")), "unknown field `xxx"),
         (entry(&format!("\"dtype\":[\"{long}\"]")), "invalid type"),
@@ -415,6 +415,24 @@ fn the_note_on_tensors_that_are_no_parameters_quotes_their_names() {
         note.contains("\\u{1b}[2J\\u{202e}xxx") && note.len() < 1_000,
         "{note:?}"
     );
+    let entry = |name: &str, at: usize| {
+        let end = at + 4;
+        format!("\"{name}\":{{\"dtype\":\"I32\",\"shape\":[1],\"data_offsets\":[{at},{end}]}}")
+    };
+    for (header, told) in [
+        (
+            format!("{{{}}}", entry("num", 0)),
+            "1 tensor is not floating point and so no parameters: num\n",
+        ),
+        (
+            format!("{{{},{}}}", entry("num", 0), entry("z", 4)),
+            "2 tensors are not floating point and so no parameters: num, …\n",
+        ),
+    ] {
+        write_raw(&path, header.as_bytes(), 4 * header.matches("I32").count());
+        let note = String::from_utf8(fusestep(&["plan", text(&path)]).stderr).unwrap();
+        assert!(note.contains(told), "{note:?}");
+    }
 }
 
 /// Writes a file whose header is this text and whose data are so long.

@@ -1,0 +1,147 @@
+//! What a run has taken, and what it tells of that.
+
+use std::time::Instant;
+
+use fusestep_planner::MicroStepReport;
+use fusestep_tensor::DType;
+use xxhash_rust::xxh3::Xxh3;
+
+use super::Run;
+use crate::train::{Epoch, RankNumbers, TrainSummary};
+
+/// What the steps so far have taken.
+#[derive(Default)]
+pub(super) struct Tally {
+    /// Updates.
+    pub(super) steps: u64,
+    /// Those that were skipped.
+    pub(super) skipped: u64,
+    /// Time of steps, and calls and bytes sent for them.
+    pub(super) update_ns: f64,
+    /// Time of whole batches but for candle's optimizer, and of what is ours in them: steps, and
+    /// parameters and gradients handed over.
+    pub(super) batch_ns: f64,
+    pub(super) ours_ns: f64,
+    /// What all batches had: images, or characters.
+    pub(super) tokens: usize,
+    pub(super) calls: u64,
+    pub(super) bytes: u64,
+    /// The most bytes of whole parameters beside the state, and of segments of gradients.
+    pub(super) layer_peak_bytes: u64,
+    pub(super) bucket_peak_bytes: u64,
+    /// Of the last update, if it is measured.
+    pub(super) update_norm: Option<f64>,
+}
+
+impl Tally {
+    pub(super) fn add(&mut self, report: &MicroStepReport) {
+        if let Some(update) = report.update {
+            self.steps += 1;
+            self.skipped += u64::from(update.skipped);
+            self.update_norm = update.update_norm;
+        }
+        self.bucket_peak_bytes = self.bucket_peak_bytes.max(report.segment_peak_bytes);
+    }
+}
+
+/// A moment of a run, from which on it is measured.
+pub(super) struct Begun {
+    at: Instant,
+    calls: u64,
+    bytes: u64,
+}
+
+impl Run<'_> {
+    /// Begins to measure.
+    pub(super) fn begin(&self) -> Begun {
+        Begun {
+            at: Instant::now(),
+            calls: self.comms.calls(),
+            bytes: self.comms.bytes_sent(),
+        }
+    }
+
+    /// Counts an update, and the time since as its own.
+    pub(super) fn count_update(&mut self, report: &MicroStepReport, begun: &Begun) {
+        let nanoseconds = begun.at.elapsed().as_nanos() as f64;
+        self.tally.update_ns += nanoseconds;
+        self.tally.ours_ns += nanoseconds;
+        self.tally.add(report);
+    }
+
+    /// Counts the time since as that of a batch, and what has been sent since.
+    pub(super) fn count_batch(&mut self, begun: &Begun) {
+        self.tally.batch_ns += begun.at.elapsed().as_nanos() as f64;
+        self.tally.calls += self.comms.calls() - begun.calls;
+        self.tally.bytes += self.comms.bytes_sent() - begun.bytes;
+    }
+
+    pub(super) fn summary(
+        &mut self,
+        history: Vec<Epoch>,
+        last: Epoch,
+    ) -> anyhow::Result<TrainSummary> {
+        let params_hash = self.params_hash()?;
+        let averages = self.averages()?;
+        let written = match self.plan.topology().rank {
+            0 => self.task.write(&averages, self.args.seed)?,
+            _ => None,
+        };
+        let (plan, tally) = (self.plan, &self.tally);
+        let steps = tally.steps.max(1) as f64;
+        let candle = self.shadow.as_ref().filter(|_| tally.steps > 0);
+        let params = plan.params().iter();
+        let parameter_bytes = params.map(|p| p.numel() * p.dtype.len_bytes() as u64);
+        Ok(TrainSummary {
+            model: self.args.task.model.name(),
+            backend: self.backend.name(),
+            epochs: self.args.epochs,
+            resumed_epochs: self.resumed_epochs,
+            steps: tally.steps,
+            skipped_steps: tally.skipped,
+            final_loss: last.loss,
+            test_loss: last.test_loss,
+            test_accuracy: last.test_accuracy,
+            tokens_per_second: tally.tokens as f64 / (1e-9 * tally.batch_ns.max(1.0)),
+            step_share: tally.ours_ns / tally.batch_ns.max(1.0),
+            tokens: self.task.tokens(),
+            optimizer_ns_per_step: tally.update_ns / steps,
+            optimizer: plan.optimizer().name(),
+            lr: plan.optimizer().lr(),
+            dtype: DType::from(self.args.dtype).name(),
+            candle_ns_per_step: candle.map(|shadow| shadow.ns / steps),
+            update_norm: tally.update_norm,
+            params_hash,
+            launches_per_step: match self.backend.device() {
+                Some(_) => plan.launches(),
+                None => plan.host_launches(),
+            },
+            ranks: RankNumbers {
+                ranks: plan.topology().world,
+                engine: self.args.engine().name(),
+                zero: plan.zero().number(),
+                state_bytes_per_rank: plan.state_bytes(),
+                collectives_per_step: tally.calls as f64 / steps,
+                bytes_sent_per_step: tally.bytes as f64 / steps,
+                layer_peak_bytes: tally.layer_peak_bytes,
+                bucket_peak_bytes: tally.bucket_peak_bytes,
+                parameter_bytes: parameter_bytes.sum(),
+            },
+            history,
+            written,
+        })
+    }
+
+    /// xxh3 of all parameters in name order.
+    fn params_hash(&mut self) -> anyhow::Result<String> {
+        let mut names = self.names.clone();
+        names.sort_unstable();
+        let (state, backend) = (&self.state, self.backend);
+        let gathered = self.plan.gather(state, backend, &mut self.comms, &names)?;
+        let mut hasher = Xxh3::new();
+        for at in 0..names.len() {
+            hasher.update(gathered.bytes(at));
+        }
+        Ok(format!("{:016x}", hasher.digest()))
+    }
+}

@@ -1,0 +1,247 @@
+//! Messages that name the flag, both sides and what would work.
+
+use std::fs;
+
+use safetensors::tensor::{Dtype, TensorView, serialize};
+
+use crate::{Folder, ok, refused, text};
+
+/// Shapes of a few parameters.
+fn shapes(folder: &Folder) -> std::path::PathBuf {
+    let path = folder.path("shapes.json");
+    let content = r#"[{"name":"a","shape":[4]},{"name":"b","shape":[70000]}]"#;
+    fs::write(&path, content).unwrap();
+    path
+}
+
+/// A command, a flag, its value and what the error says.
+type Refusal<'a> = (&'a [&'a str], &'a str, &'a str, &'a str);
+
+/// Runs all of them, which must be refused after the flag.
+fn refuse(all: &[Refusal<'_>]) {
+    for &(command, flag, value, expected) in all {
+        let error = refused(&[command, &[flag, value]].concat());
+        let named = flag.trim_start_matches('-');
+        assert!(
+            error.contains(named) && error.contains(expected),
+            "{flag} {value}: {error}"
+        );
+    }
+}
+
+const U64S: &str = "a number from 0 to 18446744073709551615";
+const COUNTS: &str = "a number from 1 to 18446744073709551615";
+const SIZES: &str = "<N>': expected a number from 1 to 65536";
+
+#[test]
+fn values_of_plans_out_of_range_are_refused_after_their_flag() {
+    let folder = Folder::new();
+    let shapes = shapes(&folder);
+    let plan = ["plan", text(&shapes)];
+    let free = ["plan", text(&shapes), "--optimizer", "schedule-free"];
+    refuse(&[
+        (&free, "--beta1", "1", "expected a value in (0, 1), found 1"),
+        (&free, "--beta1", "0", "expected a value in (0, 1), found 0"),
+        (&free, "--warmup-steps", "-1", "from 0 to 4294967295"),
+        (
+            &plan,
+            "--clip-norm",
+            "0",
+            "expected a finite number above 0",
+        ),
+        (
+            &plan,
+            "--clip-norm",
+            "NaN",
+            "expected a finite number above 0",
+        ),
+        (
+            &plan,
+            "--bucket-cap-mib",
+            "-1",
+            "a number above 0, found -1",
+        ),
+        (&plan, "--rounding-seed", "-1", U64S),
+        (&plan, "--argument-bytes", "-1", COUNTS),
+        (&plan, "--world", "-1", "a number from 1 to 65536"),
+        (&plan, "--zero", "-1", "-1 is not in 0..=3"),
+        (&plan, "--shard-group", "-1", COUNTS),
+    ]);
+}
+
+#[test]
+fn values_of_runs_out_of_range_are_refused_after_their_flag() {
+    let (train, ranks) = (["train"], ["train", "--ranks", "2"]);
+    let transformer = ["train", "--model", "transformer"];
+    let saved = ["train", "--checkpoint", "none"];
+    let reshard = ["checkpoint", "reshard", "none"];
+    refuse(&[
+        (&train, "--seed", "-1", U64S),
+        (&train, "--threads", "-1", "threads from 1 to 256"),
+        (&ranks, "--timeout", "-1", "seconds above 0, 86400 at most"),
+        (&ranks, "--local-sgd", "0", COUNTS),
+        (&ranks, "--compare-parameters", "-1", COUNTS),
+        (&saved, "--save-every", "-1", COUNTS),
+        (&["launch"], "-n", "-1", "a number from 1 to 1024"),
+        (&reshard, "--world", "-1", "a number from 1 to 65536"),
+        (&transformer, "--context", "100000", SIZES),
+        (&transformer, "--layers", "0", SIZES),
+        (&transformer, "--heads", "-1", SIZES),
+        (&transformer, "--width", "3", "multiple of the 4 of --heads"),
+    ]);
+}
+
+#[test]
+fn a_gradient_of_a_tensor_that_is_no_parameter_is_told_its_type() {
+    let folder = Folder::new();
+    let (params, grads) = (folder.path("params"), folder.path("grads"));
+    let out = folder.path("out");
+    for (dtype, len_bytes, named) in [(Dtype::I32, 4, "i32"), (Dtype::BOOL, 1, "bool")] {
+        for path in [&params, &grads] {
+            let (one, zeros) = (1f32.to_le_bytes(), vec![0; len_bytes]);
+            let tensors = [
+                ("a", TensorView::new(Dtype::F32, vec![1], &one).unwrap()),
+                ("w", TensorView::new(dtype, vec![1], &zeros).unwrap()),
+            ];
+            fs::write(path, serialize(tensors, None).unwrap()).unwrap();
+        }
+        let files = ["--params", text(&params), "--grads", text(&grads)];
+        let error = refused(&[&["step"][..], &files, &["--out", text(&out)]].concat());
+        let found = format!("found a tensor of {named}, which takes no step");
+        assert!(
+            error.contains("gradient `w`: expected a parameter of f32") && error.contains(&found),
+            "{error}"
+        );
+        assert!(!out.exists());
+    }
+}
+
+#[test]
+fn what_was_typed_is_quoted_short_and_in_one_line() {
+    let folder = Folder::new();
+    let shapes = shapes(&folder);
+    let long = "x".repeat(5_000);
+    for args in [
+        vec!["train", "--epochs", &long],
+        vec!["train", "--optimizer", &long],
+        vec!["plan", text(&shapes), "--loss-scale", &long],
+        vec!["plan", text(&shapes), "--schedule", &long],
+        vec!["plan", text(&shapes), &long],
+        vec![&long],
+        vec!["train", &format!("--{long}")],
+    ] {
+        let error = refused(&args);
+        let start = &error[..error.len().min(2_000)];
+        assert!(
+            error.len() < 2_000 && error.contains("xxx"),
+            "{}: {start}",
+            error.len()
+        );
+    }
+    let odd = "a\nerror: forged\u{1b}[2J";
+    let at = format!("--epochs={odd}");
+    for args in [
+        vec!["train", &at],
+        vec!["plan", odd],
+        vec!["checkpoint", "verify", odd],
+    ] {
+        let error = refused(&args);
+        assert!(
+            error.contains("a\\u{a}error: forged\\u{1b}[2J") && !error.contains("\nerror"),
+            "{error:?}"
+        );
+    }
+    let out = format!("--out={}", text(&folder.path("no\nfolder/out")));
+    let (params, grads) = folder.model();
+    let files = ["--params", text(&params), "--grads", text(&grads)];
+    let error = refused(&[&["step"][..], &files, &[&out]].concat());
+    assert!(
+        error.contains("no\\u{a}folder") && error.lines().count() == 1,
+        "{error:?}"
+    );
+    // What is asked for is printed as it is.
+    assert!(ok(&["train", "--help"]).contains("\n      --epochs"));
+}
+
+#[test]
+fn flags_that_would_do_nothing_are_refused() {
+    let folder = Folder::new();
+    let shapes = shapes(&folder);
+    let plan = ["plan", text(&shapes)];
+    for flags in [
+        &["--latency-us", "7"][..],
+        &["--bandwidth-gbs", "7"],
+        &["--scatter-gbs", "7"],
+        &["--gather-gbs", "7"],
+        &["--memory-gbs", "7"],
+        &["--backward-ms", "5"],
+        &["--measure"],
+    ] {
+        let error = refused(&[&plan[..], flags].concat());
+        assert!(error.contains("--world <N>"), "{flags:?}: {error}");
+        ok(&[&plan[..], flags, &["--world", "2"]].concat());
+    }
+    let error = refused(&["train", "--compare-parameters", "3"]);
+    let expected = "--compare-parameters: expected --ranks or --engine too, found neither";
+    assert!(error.contains(expected), "{error}");
+    let compare = ["--engine", "thread", "--compare-parameters", "3"];
+    ok(&[&["train", "--epochs", "1"], &compare[..]].concat());
+    // An engine asks for ranks, as many as it has where none are named.
+    let bench = [
+        "bench",
+        text(&shapes),
+        "--rounds",
+        "1",
+        "--engine",
+        "thread",
+    ];
+    assert!(ok(&bench).contains("2 ranks (thread)"));
+}
+
+#[test]
+fn buffers_have_an_element_at_least() {
+    let sizes = |sizes| ["bench", "--collective", "all-reduce", "--sizes", sizes];
+    for size in ["3B", "0", "4KiB,3B"] {
+        let error = refused(&sizes(size));
+        assert!(error.contains("from 4 to 17179869184"), "{size}: {error}");
+    }
+    assert!(ok(&sizes("4")).contains(" 4 B "));
+}
+
+#[test]
+fn what_is_unknown_or_not_there_is_left_out_of_a_prediction() {
+    let folder = Folder::new();
+    let shapes = shapes(&folder);
+    let plan = |more: &[&str]| ok(&[&["plan", text(&shapes)], more].concat());
+    let printed = plan(&["--world", "2"]);
+    assert!(
+        printed.contains("buckets of ") && !printed.contains("rank's update"),
+        "{printed}"
+    );
+    assert!(plan(&["--world", "2", "--memory-gbs", "1"]).contains("ms this rank's update"));
+    let printed = plan(&["--world", "1", "--accumulate", "2"]);
+    assert!(
+        printed.contains("predicted: ") && !printed.contains("buckets of 0"),
+        "{printed}"
+    );
+}
+
+#[test]
+fn help_says_which_rules_have_a_setting_and_what_a_flag_changes() {
+    let help = ok(&["train", "--help"]) + &ok(&["checkpoint", "reshard", "--help"]);
+    let words: Vec<&str> = help.split_whitespace().collect();
+    let help = words.join(" ");
+    for told in [
+        "schedule-free: share of the average in the point where gradients are taken, in (0, 1)",
+        "adam, lamb, schedule-free: decay of the second moment",
+        "adam, adagrad, rmsprop, lamb, schedule-free: added to the root",
+        "lars, lamb and schedule-free have no such setting",
+        "whose own weight decay --exclude has taken away",
+        "it sums in another order, so results differ by rounding",
+        "256 at most [default: RAYON_NUM_THREADS",
+        "`resumed_epochs` are those that the checkpoint had seen",
+        "one of whole parameters is written beside them",
+    ] {
+        assert!(help.contains(told), "{told} is not in {help}");
+    }
+}

@@ -1,0 +1,94 @@
+//! Numbers that different subcommands tell of one thing.
+
+use std::fs;
+
+use serde_json::Value;
+
+use crate::{Folder, ok, text};
+
+fn json(args: &[&str]) -> Value {
+    serde_json::from_str(&ok(args)).unwrap()
+}
+
+#[test]
+fn plans_steps_runs_and_timings_count_the_same_launches() {
+    let folder = Folder::new();
+    let (params, grads) = folder.model();
+    let out = folder.path("out");
+    let files = ["--params", text(&params), "--grads", text(&grads)];
+    let step = [&["step", "--json"], &files[..], &["--out", text(&out)]].concat();
+    for passes in [
+        &[][..],
+        &["--clip-norm", "1"],
+        &["--update-norms"],
+        &["--update-norms", "--loss-scale", "dynamic"],
+        &["--optimizer", "lamb", "--clip-norm", "1"],
+        &["--table", "resident"],
+    ] {
+        let naive = [passes, &["--naive"]].concat();
+        let of_plan =
+            |passes: &[&str]| json(&[&["plan", text(&params), "--json"][..], passes].concat());
+        let (fused, apart) = (of_plan(passes), of_plan(&naive));
+        assert_eq!(apart["launches"], apart["naive_launches"], "{passes:?}");
+        assert_eq!(fused["naive_launches"], apart["launches"], "{passes:?}");
+        let of_step = |passes: &[&str]| json(&[&step[..], passes].concat())["launches"].clone();
+        assert_eq!(of_step(passes), fused["host_launches"], "{passes:?}");
+        assert_eq!(of_step(&naive), apart["host_launches"], "{passes:?}");
+        let bench = ["bench", text(&params), "--rounds", "1", "--json"];
+        let bench = json(&[&bench[..], passes].concat());
+        assert_eq!(bench["launches"], fused["host_launches"], "{passes:?}");
+        assert_eq!(
+            bench["naive_launches"], apart["host_launches"],
+            "{passes:?}"
+        );
+    }
+    // Of the model's own parameters, of which all go into one launch.
+    let train = ["train", "--epochs", "1", "--json", "--update-norms"];
+    assert_eq!(json(&train)["launches_per_step"], 1);
+    let printed = ok(&["plan", text(&params), "--update-norms"]);
+    assert!(
+        printed.contains("2 launches per step") && printed.contains("cpu has none and 1 launches"),
+        "{printed}"
+    );
+}
+
+#[test]
+fn no_steps_have_no_launches_and_take_no_time() {
+    let folder = Folder::new();
+    let (params, grads) = folder.model();
+    let out = folder.path("out");
+    let files = ["--params", text(&params), "--grads", text(&grads)];
+    let step = [
+        &["step"],
+        &files[..],
+        &["--out", text(&out), "--steps", "0"],
+    ]
+    .concat();
+    let printed = ok(&step);
+    assert!(
+        printed.contains("0 adamw steps") && !printed.contains("per step"),
+        "{printed}"
+    );
+    let json = json(&[&step[..], &["--json"]].concat());
+    assert_eq!(
+        (&json["launches"], &json["ns_per_step"]),
+        (&0.into(), &Value::Null)
+    );
+}
+
+#[test]
+fn every_file_that_a_step_writes_is_named() {
+    let folder = Folder::new();
+    let (params, grads) = folder.model();
+    let [out, state, average] = ["out", "state", "average"].map(|name| folder.path(name));
+    let files = ["--params", text(&params), "--grads", text(&grads)];
+    let more = ["--state-out", text(&state), "--average-out", text(&average)];
+    let printed = ok(&[&["step"], &files[..], &["--out", text(&out)], &more].concat());
+    let (out, state, average) = (text(&out), text(&state), text(&average));
+    let named = format!("wrote {out}, {state}, {average}\n");
+    assert!(printed.contains(&named), "{printed}");
+    assert_eq!(
+        fs::read(folder.path("out")).unwrap(),
+        fs::read(folder.path("average")).unwrap()
+    );
+}
