@@ -103,12 +103,12 @@ fn sizes_that_make_no_transformer_are_refused() {
     );
     let error = refused(&["train", "--model", "transformer", "--heads", "3"]);
     assert!(
-        error.contains("multiple of the 3 heads, found 256"),
+        error.contains("--width: expected a multiple of the 3 of --heads, found 256"),
         "{error}"
     );
     let error = refused(&["train", "--model", "transformer", "--context", "70000"]);
     assert!(
-        error.contains("context: expected a number from 1"),
+        error.contains("--context <N>': expected a number from 1 to 65536"),
         "{error}"
     );
     let error = refused(&["train", "--model", "transformer", "--context", "1025"]);
