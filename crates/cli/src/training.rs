@@ -87,6 +87,7 @@ pub(crate) fn train(
         tally: Tally::default(),
         compared: 0,
         saves: Saves::new(),
+        warned: false,
     };
     run.meet()?;
     let (history, last) = run.epochs()?;
@@ -152,6 +153,8 @@ struct Run<'a> {
     /// Batches since the run began, of which every so many compare parameters.
     compared: u64,
     saves: Saves,
+    /// Whether it has been told that state is not finite.
+    warned: bool,
 }
 
 /// What the steps so far have taken.

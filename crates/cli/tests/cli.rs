@@ -13,6 +13,8 @@ use serde_json::Value;
 mod checkpoints;
 #[path = "cli/counts.rs"]
 mod counts;
+#[path = "cli/non_finite.rs"]
+mod non_finite;
 #[path = "cli/norms.rs"]
 mod norms;
 #[path = "cli/precision.rs"]

@@ -141,10 +141,10 @@ impl Plan {
         self.check_borrowed(params, place)?;
         let folder = place.path;
         self.check_manifest(manifest, folder)?;
-        let (manifest, whole) = Manifest::read_whole(place)?;
+        let (manifest, (whole, noted)) = Manifest::read(place)?.read_newest(place)?;
         self.check_manifest(&manifest, folder)?;
         let from = self.source_rank(&manifest, &whole, folder)?;
-        self.check_values((&whole, from), folder)?;
+        self.check_values((&whole, &noted, from), folder)?;
         let progress = self.progress((&manifest, from), &whole, folder)?;
         if let (Some(norm), Some((scale, good, bad))) = (&state.norm, progress.loss_scale)
             && state.scaled
