@@ -11,6 +11,8 @@ mod folders;
 mod generations;
 #[path = "trust/meanwhile.rs"]
 mod meanwhile;
+#[path = "trust/non_finite.rs"]
+mod non_finite;
 #[path = "trust/old_files.rs"]
 mod old_files;
 #[cfg(unix)]

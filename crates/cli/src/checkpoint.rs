@@ -10,7 +10,7 @@ use fusestep_tensor::Quoted;
 use serde::Serialize;
 
 use crate::folders;
-use crate::output::{print, print_json};
+use crate::output::{non_finite, print, print_json};
 use crate::ranks::bounded;
 
 /// Flags of `checkpoint`.
@@ -24,7 +24,7 @@ pub(crate) struct CheckpointArgs {
 enum Action {
     /// Print what a checkpoint holds
     Inspect(FolderArgs),
-    /// Read every file and compare it with its checksum
+    /// Read every file, compare it with its checksum, and look for state that no run can have
     Verify(FolderArgs),
     /// Write the same tensors as a checkpoint of another number of files
     Reshard {
@@ -61,25 +61,31 @@ struct Verified {
     tensors: usize,
     shards: usize,
     bytes: usize,
+    /// Tensors of state with values that are infinite or NaN.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    non_finite: Vec<String>,
 }
 
 pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
     match &args.action {
         Action::Inspect(folder) => inspect(folder, &Manifest::read(&folder.folder)?),
         Action::Verify(folder) => {
-            let (manifest, tensors) = Manifest::read_whole(&folder.folder)?;
+            let found = Manifest::verify(&folder.folder)?;
             let verified = Verified {
                 intact: true,
-                step: manifest.step,
-                tensors: tensors.len(),
-                shards: manifest.shards.len(),
-                bytes: tensors.values().map(Vec::len).sum(),
+                step: found.manifest.step,
+                tensors: found.tensors.len(),
+                shards: found.manifest.shards.len(),
+                bytes: found.tensors.values().map(Vec::len).sum(),
+                non_finite: found.non_finite,
             };
             if folder.json {
                 print_json(&verified)
             } else {
+                let names = verified.non_finite.iter().map(String::as_str);
+                let told = non_finite(names).map_or_else(String::new, |told| format!("; {told}"));
                 print(&format!(
-                    "step {}: {} tensors ({} bytes) in {} files, all intact\n",
+                    "step {}: {} tensors ({} bytes) in {} files, all intact{told}\n",
                     verified.step, verified.tensors, verified.bytes, verified.shards
                 ))
             }

@@ -4,7 +4,7 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use anyhow::Context;
-use fusestep_tensor::{escaped, escaped_json};
+use fusestep_tensor::{Quoted, escaped, escaped_json};
 use fusestep_tensor_file::Prepared;
 use serde::Serialize;
 
@@ -33,6 +33,29 @@ pub(crate) fn write_page(path: &Path, page: &str) -> anyhow::Result<()> {
     Prepared::bytes(path, page.as_bytes())?.commit()?;
     eprintln!("wrote {}", path.display());
     Ok(())
+}
+
+/// What there is to say of tensors of state with values that are infinite or NaN.
+pub(crate) fn non_finite<'n>(names: impl IntoIterator<Item = &'n str>) -> Option<String> {
+    let mut names = names.into_iter();
+    let first = Quoted(names.next()?);
+    Some(match names.count() {
+        0 => format!("`{first}` has values that are not finite"),
+        1 => format!("`{first}` and 1 other have values that are not finite"),
+        more => format!("`{first}` and {more} others have values that are not finite"),
+    })
+}
+
+/// Warns that state with such values has been saved.
+pub(crate) fn warn_non_finite<'n>(place: &Path, names: impl IntoIterator<Item = &'n str>) {
+    if let Some(told) = non_finite(names) {
+        eprintln!(
+            "warning: {}: {told}, and a run that goes on from it keeps them; --clip-norm bounds \
+             gradients, and with it or --loss-scale steps whose gradients are not finite are \
+             skipped",
+            place.display()
+        );
+    }
 }
 
 /// Nanoseconds as a readable duration.

@@ -19,7 +19,7 @@ use serde::Serialize;
 use crate::gradients::GradientArgs;
 use crate::inputs::{Model, model_of};
 use crate::options::{BackendArgs, PlanningArgs, PrecisionArgs};
-use crate::output::{duration, print, print_json};
+use crate::output::{duration, print, print_json, warn_non_finite};
 use crate::ranks::bounded;
 use crate::rules::OptimizerArgs;
 
@@ -463,9 +463,15 @@ fn write_files(
         let averages = params(input, model, read)?;
         prepared.push(Prepared::tensors(path, &averages, metadata)?);
     }
+    let mut non_finite = Vec::new();
     if let Some(path) = &args.state_out {
         let state = state.to_tensors(backend)?;
+        non_finite.extend(state.non_finite().map(str::to_owned));
         prepared.push(Prepared::tensors(path, &state.tensors, state.metadata)?);
     }
-    Ok(commit_together(prepared)?)
+    commit_together(prepared)?;
+    if let Some(path) = &args.state_out {
+        warn_non_finite(path, non_finite.iter().map(String::as_str));
+    }
+    Ok(())
 }

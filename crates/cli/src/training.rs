@@ -91,6 +91,7 @@ pub(crate) fn train(
         compared: 0,
         saves: Saves::new(),
         resumed_epochs: None,
+        warned: false,
     };
     run.meet()?;
     let (history, last) = run.epochs()?;
@@ -158,6 +159,8 @@ struct Run<'a> {
     saves: Saves,
     /// Epochs that were over in the checkpoint that the run goes on from.
     resumed_epochs: Option<usize>,
+    /// Whether it has been told that state is not finite.
+    warned: bool,
 }
 
 impl Run<'_> {

@@ -15,6 +15,8 @@ mod checkpoints;
 mod counts;
 #[path = "cli/messages.rs"]
 mod messages;
+#[path = "cli/non_finite.rs"]
+mod non_finite;
 #[path = "cli/norms.rs"]
 mod norms;
 #[path = "cli/numbers.rs"]

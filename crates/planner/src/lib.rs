@@ -58,7 +58,7 @@ pub use bucket::{Bucket, MAX_BUCKETS, Segment};
 pub use calls::{CallPurpose, PlannedCall};
 pub use checkpoint::{
     BorrowedParams, CheckpointFolder, Checkpoints, FolderLock, MAX_SHARDS, Manifest, OpenRun,
-    OpenWindow, Remembered, RunToSave, Saved, Saves, ShardSpec, StateTensors, TensorSpec,
+    OpenWindow, Remembered, RunToSave, Saved, Saves, ShardSpec, StateTensors, TensorSpec, Verified,
     WholeTensors,
 };
 pub use comms::Comms;

@@ -309,9 +309,9 @@ impl State {
     ///
     /// # Errors
     /// [`PlanError::File`]; [`PlanError::StateFile`] naming the first tensor that is missing,
-    /// extra, damaged, of another shape, dtype or rule, or that no run can have: a state that
-    /// is not finite, or a negative mean of squares. The whole file is checked before anything
-    /// changes.
+    /// extra, damaged, of another shape, dtype or rule, or that no run can have: a negative mean
+    /// of squares, or values that are not finite where the file does not say so. The whole file
+    /// is checked before anything changes.
     pub fn load(
         &mut self,
         backend: &dyn Backend,

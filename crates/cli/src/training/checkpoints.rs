@@ -3,11 +3,12 @@
 use std::path::Path;
 
 use anyhow::{Context, bail, ensure};
-use fusestep_planner::{Manifest, RunToSave};
+use fusestep_planner::{Manifest, RunToSave, Saved};
 use fusestep_tensor::Quoted;
 
 use super::Run;
 use crate::folders;
+use crate::output::warn_non_finite;
 use crate::position::Position;
 use crate::train::TrainArgs;
 
@@ -75,6 +76,7 @@ impl Run<'_> {
         let Some(folder) = &self.args.checkpoint else {
             return Ok(());
         };
+        self.finish_saves()?;
         let mut caller = position.texts();
         for (key, own) in images(self.args) {
             caller.insert(key.to_owned(), own);
@@ -90,14 +92,29 @@ impl Run<'_> {
 
     /// Goes on with the save in flight, and hears of one that has failed.
     pub(super) fn poll_saves(&mut self) -> anyhow::Result<()> {
-        self.plan.poll_saves(&mut self.comms, &mut self.saves)?;
+        let saved = self.plan.poll_saves(&mut self.comms, &mut self.saves)?;
+        self.warn(saved);
         Ok(())
     }
 
     /// Waits for the save in flight.
     pub(super) fn finish_saves(&mut self) -> anyhow::Result<()> {
-        self.plan.finish_saves(&mut self.comms, &mut self.saves)?;
+        let saved = self.plan.finish_saves(&mut self.comms, &mut self.saves)?;
+        self.warn(saved);
         Ok(())
+    }
+
+    /// Tells once what of the state that this rank has saved is not finite.
+    fn warn(&mut self, saved: Option<Saved>) {
+        let names = self.saves.non_finite();
+        if let Some(folder) = &self.args.checkpoint
+            && saved.is_some()
+            && !names.is_empty()
+            && !std::mem::replace(&mut self.warned, true)
+        {
+            let names = names.iter().map(String::as_str);
+            self.bar.suspend(|| warn_non_finite(folder, names));
+        }
     }
 }
 

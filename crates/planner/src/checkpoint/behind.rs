@@ -113,6 +113,12 @@ impl Saves {
         self.flight.is_some()
     }
 
+    /// Tensors with values that are infinite or NaN in what this rank has written of the last save,
+    /// as far as it has been written.
+    pub fn non_finite(&self) -> &[String] {
+        self.snapshot.non_finite()
+    }
+
     /// Hands a job over; the outcome of one that cannot be is its error.
     fn begin(&mut self, job: Option<Job>, nothing: Done) -> Option<Outcome> {
         match job {

@@ -11,6 +11,7 @@
 //! optimizer, objective the rule and the direction of its steps; optimizer@<name> of a parameter
 //!                      with a rule of its own
 //! beta1, …             settings under which the state would mean something else
+//! non_finite@<name>@<role>  how many of that tensor's values are infinite or NaN, if any are
 //! parameters_xxh3      of the parameters that the state belongs to, unless the caller keeps them
 //! loss_scale, …        with the pass `loss_scaling`
 //! xxh3                 of all other metadata
@@ -47,6 +48,9 @@ const OBJECTIVE: &str = "objective";
 const SUM: &str = "xxh3";
 const PARAMETERS: &str = "parameters_xxh3";
 
+/// Metadata key of how many values are not finite, before the tensor's name.
+const NON_FINITE: &str = "non_finite@";
+
 /// Metadata key of the steps run.
 const STEP: &str = "step";
 
@@ -63,6 +67,14 @@ pub struct StateTensors {
     pub tensors: Vec<(String, TensorBytes<'static>)>,
     /// Texts about the file.
     pub metadata: HashMap<String, String>,
+}
+
+impl StateTensors {
+    /// Tensors with values that are infinite or NaN, in order.
+    pub fn non_finite(&self) -> impl Iterator<Item = &str> {
+        let names = self.tensors.iter().map(|(name, _)| name.as_str());
+        names.filter(|name| self.metadata.contains_key(&non_finite_key(name)))
+    }
 }
 
 /// [`State::to_tensors`].
@@ -100,6 +112,10 @@ pub(crate) fn to_tensors(state: &State, backend: &dyn Backend) -> Result<StateTe
             state.read(backend, role, &param.name, &mut bytes)?;
             let name = tensor_name(param, role);
             metadata.insert(sum_key(&name), checksum(&bytes));
+            let count = values::non_finite_if(values::is_checked(role), dtype, &bytes);
+            if count > 0 {
+                metadata.insert(non_finite_key(&name), count.to_string());
+            }
             let tensor = TensorBytes::of(dtype, &param.shape, Cow::Owned(bytes));
             tensors.push((name, tensor));
         }
@@ -398,6 +414,10 @@ fn sum_of(metadata: &HashMap<String, String>) -> String {
     format!("{:016x}", hasher.digest())
 }
 
+fn non_finite_key(tensor: &str) -> String {
+    format!("{NON_FINITE}{tensor}")
+}
+
 fn sum_key(tensor: &str) -> String {
     format!("{SUM}@{tensor}")
 }
@@ -423,14 +443,19 @@ fn check_values(
             return Err(refuse(file, &name, expected, found));
         }
     }
-    match values::first_impossible(role, dtype, bytes) {
-        None => Ok(()),
-        Some((at, value)) => {
-            let expected = values::possible(role).to_owned();
-            let found = format!("{value} at element {at}");
-            Err(refuse(file, &name, expected, found))
+    // What says so without a checksum may have been written by anyone.
+    let key = non_finite_key(&name);
+    let noted = file.metadata().get(&key).filter(|_| !is_old(file));
+    let noted = match noted.map(|text| (text, text.parse())) {
+        None => 0,
+        Some((_, Ok(count))) => count,
+        Some((text, Err(_))) => {
+            let expected = "a count of values".to_owned();
+            return Err(refuse(file, &key, expected, Quoted(text).to_string()));
         }
-    }
+    };
+    let checked = values::check(role, dtype, bytes, noted);
+    checked.map_err(|(expected, found)| refuse(file, &name, expected, found))
 }
 
 fn refuse(file: &TensorFile, name: &str, expected: String, found: String) -> PlanError {

@@ -7,8 +7,9 @@ use fusestep_schedule::Schedule;
 use fusestep_tensor::Quoted;
 
 use super::manifest::{Manifest, TensorSpec, refuse};
+use super::non_finite::{self, NonFinite};
 use super::shards::WholeTensors;
-use super::{progress, save, settings, values};
+use super::{progress, save, settings};
 use crate::{Optimizer, Plan, PlanError};
 
 /// Tensors that a refusal names.
@@ -155,18 +156,14 @@ fn differences(
 /// Refuses state that no run leaves behind, of the rank whose values this one takes over.
 pub(super) fn check_values(
     plan: &Plan,
-    (whole, from): (&WholeTensors, usize),
+    (whole, noted, from): (&WholeTensors, &NonFinite, usize),
     folder: &Path,
 ) -> Result<(), PlanError> {
     for param in 0..plan.params().len() {
         for role in save::roles_of(plan, param)? {
             let key = save::key(plan, param, role, from);
-            let bytes = whole.get(&key).map_or(&[][..], Vec::as_slice);
             let dtype = save::role_dtype(plan, param, role)?;
-            if let Some((at, value)) = values::first_impossible(role, dtype, bytes) {
-                let found = format!("{value} at element {at}");
-                return Err(refuse(folder, &key, values::possible(role), found));
-            }
+            non_finite::check((folder, &key), (role, dtype), (whole, noted))?;
         }
     }
     Ok(())

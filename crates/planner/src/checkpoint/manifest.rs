@@ -240,6 +240,11 @@ impl Manifest {
 
     /// Whether it says in which direction steps go.
     pub(super) fn says_objective(&self) -> bool {
+        self.has_checksum()
+    }
+
+    /// Whether it is held to a checksum of its own.
+    pub(super) fn has_checksum(&self) -> bool {
         self.version >= VERSION_CHECKED
     }
 

@@ -11,7 +11,7 @@ use super::counts::Progress;
 use super::manifest::{Manifest, refuse};
 use super::progress::PROGRESS;
 use super::shards::WholeTensors;
-use super::{CheckpointFolder, OpenRun};
+use super::{CheckpointFolder, OpenRun, values};
 use crate::PlanError;
 
 impl Manifest {
@@ -40,7 +40,7 @@ impl Manifest {
     ) -> Result<Self, PlanError> {
         let from = from.into();
         self.check_averages(from.path)?;
-        let (read, mut whole) = self.read_newest(from)?;
+        let (read, (mut whole, mut noted)) = self.read_newest(from)?;
         let open = read.check_averages(from.path)?;
         let refuse = |what: &str, expected: &str, found: &str| {
             refuse(from.path, what, expected, found.to_owned())
@@ -69,6 +69,18 @@ impl Manifest {
             } else {
                 return Err(refuse(&base, "floating-point elements", dtype.name()));
             };
+            // A mean of values that are not finite, or one beyond the largest: what ranks had is
+            // known.
+            let seen = keys.iter().all(|key| {
+                let count = values::non_finite(dtype, &whole[key]);
+                count == noted.get(key).copied().unwrap_or(0)
+            });
+            for key in &keys {
+                noted.remove(key);
+            }
+            if seen && values::non_finite(dtype, &mean) > 0 {
+                noted.insert(keys[0].clone(), 1);
+            }
             for key in &keys[1..] {
                 whole.remove(key);
                 manifest.tensors.remove(key);
@@ -79,7 +91,7 @@ impl Manifest {
             ranks: 1,
             ..open.clone()
         });
-        manifest.write_whole(&whole, to.into(), count)
+        manifest.write_whole((&whole, &noted), to.into(), count)
     }
 
     /// What belongs to single ranks, if it is such that a mean can take its place.

@@ -84,10 +84,10 @@ pub(super) fn read_run(
     snapshot::check_borrowed(plan, params, place)?;
     let folder = place.path;
     fits::check_manifest(plan, manifest, folder)?;
-    let (manifest, whole) = Manifest::read_whole(place)?;
+    let (manifest, (whole, noted)) = Manifest::read(place)?.read_newest(place)?;
     fits::check_manifest(plan, &manifest, folder)?;
     let from = progress::source_rank(plan, &manifest, &whole, folder)?;
-    fits::check_values(plan, (&whole, from), folder)?;
+    fits::check_values(plan, (&whole, &noted, from), folder)?;
     let progress = progress::counts(plan, (&manifest, from), &whole, folder)?;
     if let (Some(norm), Some((scale, good, bad))) = (&state.norm, progress.loss_scale)
         && state.scaled

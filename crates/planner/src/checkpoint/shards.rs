@@ -8,10 +8,12 @@ use std::path::Path;
 use fusestep_tensor::{DType, Quoted, Shape};
 use fusestep_tensor_file::{FileKind, Prepared, TensorBytes, TensorFile, serialize};
 
-use super::CheckpointFolder;
 use super::generation::{Generation, MODEL_FILE, checksum, shard_file};
 use super::manifest::{Manifest, ShardSpec, TensorSpec, refuse, sync};
+use super::non_finite::{self, NonFinite};
 use super::snapshot::{File, Snapshot};
+use super::whole::{Whole, check_covered};
+use super::{CheckpointFolder, values};
 use crate::PlanError;
 
 /// Most files that a checkpoint is written as.
@@ -40,6 +42,8 @@ pub(super) struct Piece<'a> {
     pub(super) bytes: &'a [u8],
     /// Name and shape in the model's file.
     pub(super) of_model: Option<&'a (String, Shape)>,
+    /// How many values are infinite or NaN, where readers look at them.
+    pub(super) non_finite: u64,
 }
 
 /// The files that a rank has written: none where others save the same.
@@ -61,17 +65,18 @@ impl Manifest {
         folder: impl Into<CheckpointFolder<'a>>,
     ) -> Result<(Self, WholeTensors), PlanError> {
         let folder = folder.into();
-        Self::read(folder)?.read_newest(folder)
+        let (manifest, (whole, _)) = Self::read(folder)?.read_newest(folder)?;
+        Ok((manifest, whole))
     }
 
     /// The tensors of this checkpoint, or of the newest generation if a run saves meanwhile.
     pub(super) fn read_newest(
         &self,
         folder: CheckpointFolder<'_>,
-    ) -> Result<(Self, WholeTensors), PlanError> {
+    ) -> Result<(Self, (WholeTensors, NonFinite)), PlanError> {
         let mut manifest = self.clone();
         for _ in 0..MOST_TRIES {
-            match manifest.read_tensors(folder) {
+            match manifest.read_noted(folder) {
                 Ok(whole) => return Ok((manifest, whole)),
                 Err(error) => {
                     let now = Self::read(folder)?;
@@ -82,7 +87,7 @@ impl Manifest {
                 }
             }
         }
-        let whole = manifest.read_tensors(folder)?;
+        let whole = manifest.read_noted(folder)?;
         Ok((manifest, whole))
     }
 
@@ -97,7 +102,14 @@ impl Manifest {
         &self,
         folder: impl Into<CheckpointFolder<'a>>,
     ) -> Result<WholeTensors, PlanError> {
-        let folder = folder.into();
+        Ok(self.read_noted(folder.into())?.0)
+    }
+
+    /// [`Self::read_tensors`], and what their writers have noted.
+    fn read_noted(
+        &self,
+        folder: CheckpointFolder<'_>,
+    ) -> Result<(WholeTensors, NonFinite), PlanError> {
         self.check_lengths(folder)?;
         let mut whole = Whole::default();
         for shard in &self.shards {
@@ -113,7 +125,7 @@ impl Manifest {
             check_covered(&path, name, spec.shape.numel(), ranges)?;
             whole.tensors.entry(name.clone()).or_default();
         }
-        Ok(whole.tensors)
+        Ok((whole.tensors, whole.non_finite))
     }
 
     /// Puts one range of a file into its tensor.
@@ -144,6 +156,9 @@ impl Manifest {
             let found = format!("{numel} elements from {} on", Quoted(from));
             return Err(refuse(path, name, &expected, found));
         };
+        if self.has_checksum() {
+            non_finite::read((file, name), tensor, &mut whole.non_finite)?;
+        }
         let place = whole.tensors.entry(tensor.clone()).or_default();
         // Lengths were compared with those of the files, so this is no more than they are.
         place.resize(spec.shape.numel() as usize * width, 0);
@@ -202,13 +217,13 @@ impl Manifest {
         count: usize,
     ) -> Result<Self, PlanError> {
         let (manifest, whole) = self.read_newest(from.into())?;
-        manifest.write_whole(&whole, to.into(), count)
+        manifest.write_whole((&whole.0, &whole.1), to.into(), count)
     }
 
     /// Writes tensors as a checkpoint of `count` files.
     pub(super) fn write_whole(
         &self,
-        whole: &WholeTensors,
+        (whole, noted): (&WholeTensors, &NonFinite),
         to: CheckpointFolder<'_>,
         count: usize,
     ) -> Result<Self, PlanError> {
@@ -240,6 +255,7 @@ impl Manifest {
                 first: 0,
                 bytes: whole_of(tensor),
                 of_model: Some(name),
+                non_finite: 0,
             })
             .collect();
         if !pieces.is_empty() {
@@ -257,12 +273,15 @@ impl Manifest {
                 let bound = |at: u64| at * (numel / count) + at.min(numel % count);
                 let (first, end) = (bound(shard), bound(shard + 1));
                 let width = spec.dtype.len_bytes();
+                let bytes = &whole_of(name)[first as usize * width..end as usize * width];
+                let is_noted = noted.contains_key(name);
                 pieces.push(Piece {
                     tensor: name,
                     dtype: spec.dtype,
                     first,
-                    bytes: &whole_of(name)[first as usize * width..end as usize * width],
+                    bytes,
                     of_model: None,
+                    non_finite: values::non_finite_if(is_noted, spec.dtype, bytes),
                 });
             }
             let spec = write_shard(to, &manifest.generation, shard as usize, &pieces)?;
@@ -292,40 +311,6 @@ impl Manifest {
         let whole = fits && sliced.into_iter().all(|slice| slice != name);
         whole.then(|| (tensor, spec.dtype, (name.to_owned(), spec.shape.clone())))
     }
-}
-
-/// Tensors being put together.
-#[derive(Default)]
-struct Whole {
-    tensors: WholeTensors,
-    /// Elements that have been found of each, in any order.
-    ranges: HashMap<String, Vec<(u64, u64)>>,
-}
-
-/// Refuses ranges that leave elements out, or have some twice.
-fn check_covered(
-    path: &Path,
-    name: &str,
-    numel: u64,
-    mut ranges: Vec<(u64, u64)>,
-) -> Result<(), PlanError> {
-    ranges.retain(|(first, end)| first < end);
-    ranges.sort_unstable();
-    let mut covered = 0;
-    for (first, end) in ranges {
-        if first != covered {
-            let what = if first < covered { "again" } else { "next" };
-            let expected = format!("each of {numel} elements once, {covered} after {covered}");
-            let found = format!("element {first} {what}");
-            return Err(refuse(path, name, &expected, found));
-        }
-        covered = end;
-    }
-    if covered == numel {
-        return Ok(());
-    }
-    let expected = format!("{numel} elements in all shards");
-    Err(refuse(path, name, &expected, covered.to_string()))
 }
 
 /// The length of a file, which must be that of the manifest.
@@ -361,6 +346,7 @@ pub(super) fn write_snapshot(
     }
     let shard: Vec<Piece<'_>> = snapshot.pieces(File::Shard).collect();
     if !shard.is_empty() {
+        snapshot.tell_non_finite(&shard);
         written.shard = Some(write_shard(folder, generation, rank, &shard)?);
     }
     Ok(written)
@@ -416,6 +402,7 @@ pub(super) fn write_shard(
         }
         metadata.insert(first_key(&name), piece.first.to_string());
         metadata.insert(sum_key(&name), checksum(piece.bytes));
+        non_finite::note(&mut metadata, &name, piece);
         let numel = (piece.bytes.len() / piece.dtype.len_bytes()) as u64;
         let shape = Shape::new([numel])?;
         let bytes = TensorBytes::of(piece.dtype, &shape, Cow::Borrowed(piece.bytes));

@@ -1,13 +1,14 @@
 //! A rank's part of a checkpoint, copied from its state.
 
 use std::ops::Range;
+use std::sync::OnceLock;
 
 use fusestep_launch::{Backend, BackendError};
 use fusestep_tensor::{DType, Role, Shape};
 
 use super::manifest::refuse;
 use super::shards::Piece;
-use super::{CheckpointFolder, progress, save};
+use super::{CheckpointFolder, progress, save, values};
 use crate::storage::Held;
 use crate::{Plan, PlanError, State, Tensors, ZeroStage};
 
@@ -52,6 +53,8 @@ pub trait BorrowedParams {
 pub(super) struct Snapshot {
     bytes: Vec<u8>,
     pieces: Vec<Placed>,
+    /// Tensors with values that are not finite, once they are written.
+    non_finite: OnceLock<Vec<String>>,
 }
 
 /// Consecutive elements of a tensor in a snapshot.
@@ -61,6 +64,8 @@ struct Placed {
     dtype: DType,
     first: u64,
     place: Range<usize>,
+    /// Whether readers look at its values.
+    checked: bool,
     /// Name and shape in the model's file, of parameters that go there.
     of_model: Option<(String, Shape)>,
 }
@@ -79,13 +84,30 @@ impl Snapshot {
     /// The pieces of one file, in order: the model's or the shard's.
     pub(super) fn pieces(&self, file: File) -> impl Iterator<Item = Piece<'_>> {
         let wanted = move |placed: &&Placed| placed.of_model.is_some() == (file == File::Model);
-        self.pieces.iter().filter(wanted).map(|placed| Piece {
-            tensor: &placed.tensor,
-            dtype: placed.dtype,
-            first: placed.first,
-            bytes: &self.bytes[placed.place.clone()],
-            of_model: placed.of_model.as_ref(),
+        self.pieces.iter().filter(wanted).map(|placed| {
+            let bytes = &self.bytes[placed.place.clone()];
+            Piece {
+                tensor: &placed.tensor,
+                dtype: placed.dtype,
+                first: placed.first,
+                bytes,
+                of_model: placed.of_model.as_ref(),
+                non_finite: values::non_finite_if(placed.checked, placed.dtype, bytes),
+            }
         })
+    }
+
+    /// Tensors with values that are infinite or NaN, once they are written.
+    pub(super) fn non_finite(&self) -> &[String] {
+        self.non_finite.get().map_or(&[], Vec::as_slice)
+    }
+
+    /// Remembers which of the pieces that are written have such values.
+    pub(super) fn tell_non_finite(&self, pieces: &[Piece<'_>]) {
+        let found = pieces.iter().filter(|piece| piece.non_finite > 0);
+        let mut names: Vec<String> = found.map(|piece| piece.tensor.to_owned()).collect();
+        names.dedup();
+        let _ = self.non_finite.set(names);
     }
 
     /// Makes room; what it has been is lost.
@@ -123,6 +145,7 @@ pub(super) fn take(
     into: &mut Snapshot,
 ) -> Result<(), PlanError> {
     into.pieces.clear();
+    into.non_finite = OnceLock::new();
     check_borrowed(plan, run.params, folder)?;
     let sources = pieces_to_save(plan, run.state, run.backend, &mut into.pieces)?;
     let len_bytes = into.pieces.last().map_or(0, |placed| placed.place.end);
@@ -188,8 +211,10 @@ fn pieces_to_save(
             }
             _ => None,
         };
+        let checked = matches!(&source, Source::Held(role, ..) if values::is_checked(*role));
         pieces.push(Placed {
             tensor,
+            checked,
             dtype,
             first,
             place: start..start + len_bytes,
