@@ -6,7 +6,7 @@ use fusestep_launch::Backend;
 use fusestep_tensor::{DType, Role, Shape};
 
 use super::counts::Progress;
-use super::generation::Generation;
+use super::generation::{Generation, remove_failed};
 use super::manifest::{Manifest, TensorSpec, refuse};
 use super::shards::write_snapshot;
 use super::snapshot::Snapshot;
@@ -82,7 +82,8 @@ impl Plan {
             .and_then(|()| generation.check_seen(folder))
             .and_then(|()| self.snapshot(run, folder, &mut snapshot))
             .and_then(|()| write_snapshot(folder, &name, rank, &snapshot));
-        let shards = self.agree_on_shards(comms, written)?;
+        let shards = self.agree_on_shards(comms, written);
+        let shards = shards.inspect_err(|error| self.give_up(folder, &generation, error))?;
         let committed = match rank {
             0 => self
                 .manifest(run.state, caller)
@@ -90,6 +91,19 @@ impl Plan {
             _ => Ok(()),
         };
         self.agree(comms, committed)
+    }
+
+    /// Removes what all ranks have written of a save that one of them could not write; while they
+    /// may be writing, because calls fail, it stays for the next save.
+    pub(super) fn give_up(
+        &self,
+        folder: CheckpointFolder<'_>,
+        generation: &Generation,
+        error: &PlanError,
+    ) {
+        if self.topology().rank == 0 && !matches!(error, PlanError::Collective { .. }) {
+            remove_failed(folder, generation);
+        }
     }
 
     /// Goes on from a checkpoint, of however many ranks; returns the texts that were saved with it.
