@@ -7,6 +7,8 @@ mod commits;
 mod counts;
 #[path = "trust/folders.rs"]
 mod folders;
+#[path = "trust/full.rs"]
+mod full;
 #[path = "trust/generations.rs"]
 mod generations;
 #[path = "trust/meanwhile.rs"]

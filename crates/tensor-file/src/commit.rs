@@ -208,6 +208,10 @@ pub fn commit_together(mut prepared: Vec<Prepared<'_>>) -> Result<(), TensorFile
     // Everything is in place; a journal that cannot be removed finds nothing left to do.
     let _ = files.remove_file(&journal);
     forget(files, &old);
+    // No journal names any longer what processes have left here that died before theirs.
+    for file in &prepared {
+        part::remove_ready_of(files, &place::folder(&file.target), &journal);
+    }
     Ok(())
 }
 

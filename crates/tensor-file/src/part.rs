@@ -7,6 +7,8 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
+use xxhash_rust::xxh3::xxh3_64;
+
 use crate::{Disk, FileKind, Files};
 
 /// What the name of a file that is being written begins and ends with.
@@ -14,7 +16,7 @@ const PREFIX: &str = ".fusestep-";
 const SUFFIX: &str = ".part";
 
 /// What the name of a file ends with that a journal may name: one in the same folder, or one
-/// elsewhere.
+/// elsewhere, before which the name says which journal.
 const READY: &str = ".ready";
 const READY_ELSEWHERE: &str = ".ready-elsewhere";
 
@@ -59,8 +61,33 @@ pub fn is_part(name: &str) -> bool {
 pub(crate) fn ready(part: &Path, journal: &Path) -> PathBuf {
     let name = part.file_name().unwrap_or_default().to_string_lossy();
     let stem = name.strip_suffix(SUFFIX).unwrap_or(&name);
-    let suffix = suffix_of_ready(part, journal);
+    let suffix = match suffix_of_ready(part, journal) {
+        READY_ELSEWHERE => of_journal(journal),
+        suffix => suffix.to_owned(),
+    };
     part.with_file_name(format!("{stem}{suffix}"))
+}
+
+/// What the name of a complete file ends with whose journal is this one, in another folder.
+fn of_journal(journal: &Path) -> String {
+    let sum = xxh3_64(journal.as_os_str().as_encoded_bytes());
+    format!("-{sum:016x}{READY_ELSEWHERE}")
+}
+
+/// Removes from a folder what dead processes were to move by a journal elsewhere that is over.
+pub(crate) fn remove_ready_of(files: &dyn Files, folder: &Path, journal: &Path) {
+    let suffix = of_journal(journal);
+    let of_dead = |name: &&String| {
+        name.starts_with(PREFIX) && name.ends_with(&suffix) && writer(name).is_dead(|| false)
+    };
+    for name in files
+        .list(folder)
+        .unwrap_or_default()
+        .iter()
+        .filter(of_dead)
+    {
+        let _ = files.remove_file(&folder.join(name));
+    }
 }
 
 /// Whether a file is a complete one that a journal at `journal` may name.
@@ -196,6 +223,7 @@ fn began_at(pid: u32) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Prepared;
 
     #[test]
     #[cfg(target_os = "linux")]
@@ -222,5 +250,38 @@ mod tests {
         assert!(own.exists() && elsewhere.exists() && foreign.exists());
         assert!(!of_dead.exists(), "its process has ended");
         assert!(!reused.exists(), "its process's number is another's now");
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn what_the_dead_had_ready_elsewhere_goes_with_the_next_commit_of_their_journal() {
+        let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let places = [first.path().join("p"), second.path().join("s")];
+        let commit = |places: &[PathBuf]| {
+            let prepared = places
+                .iter()
+                .map(|place| Prepared::bytes(place, b"new").unwrap());
+            crate::commit_together(prepared.collect()).unwrap();
+        };
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        let left = |pid: u32, first: &Path| {
+            let folder = std::fs::canonicalize(second.path()).unwrap();
+            let name = ready(&free_name(&folder), &first.join(".fusestep-p.journal"));
+            let name = name.file_name().unwrap().to_str().unwrap().to_owned();
+            let (_, rest) = name[PREFIX.len()..].split_once('-').unwrap();
+            let path = folder.join(format!("{PREFIX}{pid}-{rest}"));
+            std::fs::write(&path, b"x").unwrap();
+            path
+        };
+        let own = std::fs::canonicalize(first.path()).unwrap();
+        let of_dead = left(child.id(), &own);
+        let of_living = left(std::process::id(), &own);
+        let of_another = left(child.id(), Path::new("/elsewhere"));
+        commit(&places);
+        assert!(!of_dead.exists(), "its journal is over");
+        assert!(of_living.exists() && of_another.exists());
+        assert_eq!(std::fs::read(&places[1]).unwrap(), b"new");
+        assert!(is_ready(&of_dead, &own.join(".fusestep-p.journal")));
     }
 }

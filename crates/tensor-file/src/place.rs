@@ -26,6 +26,11 @@ pub(crate) fn target(path: &Path) -> PathBuf {
     }
 }
 
+/// Whether [`target`] has found no end: links lead to each other, or through too many.
+pub(crate) fn is_link(target: &Path) -> bool {
+    fs::symlink_metadata(target).is_ok_and(|found| found.is_symlink())
+}
+
 /// The folder of a path.
 pub(crate) fn folder(path: &Path) -> PathBuf {
     match path.parent() {

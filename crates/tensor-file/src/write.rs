@@ -111,6 +111,9 @@ impl Prepared<'static> {
     /// [`TensorFileError`]; whatever is at `path` is untouched.
     pub fn bytes(path: &Path, bytes: &[u8]) -> Result<Self, TensorFileError> {
         let target = place::target(path);
+        if place::is_link(&target) {
+            return Err(not_a_file(path, "links that lead to no end"));
+        }
         part::remove_abandoned(&place::folder(&target));
         Prepared::within(&Disk, path, target, bytes)
     }
@@ -352,5 +355,35 @@ mod tests {
                 [value; 8]
             );
         }
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn links_without_an_end_are_refused_and_one_to_nothing_leads_to_the_new_file() {
+        use std::os::unix::fs::symlink;
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        symlink("l2", at("l1")).unwrap();
+        symlink("l1", at("l2")).unwrap();
+        symlink("own", at("own")).unwrap();
+        for name in ["l1", "l2", "own"] {
+            let outcomes = [
+                check_writable(&at(name)),
+                write_atomically(&at(name), &tensors(1), HashMap::new()),
+            ];
+            for outcome in outcomes {
+                let error = outcome.unwrap_err().to_string();
+                let named = format!("{name}: expected a file, found links that lead to no end");
+                assert!(error.contains(&named), "{error}");
+            }
+            assert!(fs::symlink_metadata(at(name)).unwrap().is_symlink());
+        }
+        symlink("new", at("dangling")).unwrap();
+        write_atomically(&at("dangling"), &tensors(1), HashMap::new()).unwrap();
+        assert!(fs::symlink_metadata(at("dangling")).unwrap().is_symlink());
+        assert_eq!(
+            TensorFile::read(&at("new")).unwrap().bytes("a").unwrap(),
+            [1; 8]
+        );
     }
 }

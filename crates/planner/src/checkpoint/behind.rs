@@ -18,7 +18,7 @@ use std::sync::Arc;
 use fusestep_tensor_file::{Disk, Files};
 
 use super::agree::Own;
-use super::generation::Generation;
+use super::generation::{Generation, remove_failed};
 use super::manifest::Manifest;
 use super::shards::write_snapshot;
 use super::snapshot::Snapshot;
@@ -278,7 +278,13 @@ fn advance(
                 Done::Written(written) => written,
                 _ => Default::default(),
             });
-            let shards = agree::on_shards(plan, comms, written)?;
+            let shards = agree::on_shards(plan, comms, written);
+            let shards = shards.inspect_err(|error| {
+                let folder = CheckpointFolder::of(saves.files.as_ref(), &flight.folder);
+                if let Some(generation) = &flight.generation {
+                    save::give_up(plan, folder, generation, error);
+                }
+            })?;
             flight.phase = Phase::Commit;
             let own = flight.manifest.take().zip(flight.generation.take());
             let job = own.map(|(manifest, generation)| -> Job {
@@ -312,7 +318,8 @@ fn save_alone(
     manifest: Option<Manifest>,
 ) -> Outcome {
     let generation = Generation::begin(folder, step)?;
-    let written = write_snapshot(folder, &generation.name(), 0, snapshot)?;
+    let written = write_snapshot(folder, &generation.name(), 0, snapshot);
+    let written = written.inspect_err(|_| remove_failed(folder, &generation))?;
     let shards = written.model.into_iter().chain(written.shard).collect();
     if let Some(manifest) = manifest {
         manifest.commit_to(folder, &generation, shards)?;

@@ -95,6 +95,10 @@ impl Generation {
             sync_names(folder)?;
         }
         folder.files.remove_abandoned(folder.path);
+        // What saves have left that died may be all that there is room for.
+        let (known, _) = Begun::of(folder, previous.as_ref())?;
+        let counts = previous.as_ref().map(|found| found.generation.as_str());
+        remove_but(folder, (&format!("{known:016x}"), counts), None);
         let (checkpoint, mut begun) = Begun::of(folder, previous.as_ref())?;
         let of_turn = |turn| Self {
             checkpoint,
@@ -109,7 +113,8 @@ impl Generation {
             if !counts && generation.is_free(folder, &begun)? {
                 begun.add(&name);
                 begun.write(folder)?;
-                generation.make(folder)?;
+                let made = generation.make(folder);
+                made.inspect_err(|_| remove_failed(folder, &generation))?;
                 return Ok(generation);
             }
         }
@@ -242,18 +247,42 @@ pub(super) fn remove_others(
     current: &Manifest,
     previous: Option<&Manifest>,
 ) {
+    let counts = Some(current.generation.as_str());
+    remove_but(folder, (&current.checkpoint, counts), previous);
+}
+
+/// Removes what a save has begun that has failed, so that a full disk is not full of that. All
+/// ranks have stopped writing to it.
+pub(super) fn remove_failed(folder: CheckpointFolder<'_>, generation: &Generation) {
+    let Ok(manifest) = Manifest::read_if_any(folder) else {
+        return;
+    };
+    let counts = manifest
+        .as_ref()
+        .map(|manifest| manifest.generation.as_str());
+    // An error may have come when its manifest was in place already.
+    if counts != Some(generation.name().as_str()) {
+        remove_but(folder, (&generation.checkpoint(), counts), None);
+    }
+}
+
+/// Removes all generations that a checkpoint has begun but the one that counts.
+fn remove_but(
+    folder: CheckpointFolder<'_>,
+    (checkpoint, counts): (&str, Option<&str>),
+    previous: Option<&Manifest>,
+) {
     let begun = Begun::read(folder).ok().flatten();
-    let Some(begun) = begun.filter(|begun| begun.checkpoint == current.checkpoint) else {
+    let Some(begun) = begun.filter(|begun| begun.checkpoint == checkpoint) else {
         return;
     };
     let others = || {
         let mut names = begun.there(folder);
-        names.retain(|name| *name != current.generation);
+        names.retain(|name| Some(name.as_str()) != counts);
         names
     };
     for name in others() {
-        let marked =
-            read_mark(folder, &name).is_some_and(|mark| mark.checkpoint == current.checkpoint);
+        let marked = read_mark(folder, &name).is_some_and(|mark| mark.checkpoint == checkpoint);
         // Older versions had no marks; what they made is what their manifest names.
         let named = previous
             .is_some_and(|manifest| manifest.checkpoint.is_empty() && manifest.generation == name);
@@ -266,6 +295,11 @@ pub(super) fn remove_others(
             if left.iter().all(|name| name == MARK) && sync(folder, &path).is_ok() {
                 for name in left {
                     let _ = folder.files.remove_file(&path.join(name));
+                }
+                if counts.is_none() {
+                    // The checkpoint's number goes with the list; a later folder of this name must
+                    // not get its mark back.
+                    let _ = sync(folder, &path);
                 }
                 let _ = folder.files.remove_folder(&path);
             }

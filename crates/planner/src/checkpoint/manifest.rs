@@ -283,8 +283,10 @@ impl Manifest {
         self.generation = generation.name();
         self.checkpoint = generation.checkpoint();
         self.shards = shards;
-        self.check_shards_seen(folder)?;
-        self.commit(folder).map(drop)
+        let seen = self.check_shards_seen(folder);
+        let committed = seen.and_then(|()| self.commit(folder));
+        let committed = committed.inspect_err(|_| generation::remove_failed(folder, generation));
+        committed.map(drop)
     }
 
     /// Makes this the manifest that counts, then removes this checkpoint's other generations.

@@ -6,7 +6,7 @@ use fusestep_launch::Backend;
 use fusestep_tensor::{DType, Role, Shape};
 
 use super::counts::Progress;
-use super::generation::Generation;
+use super::generation::{Generation, remove_failed};
 use super::manifest::{Manifest, TensorSpec, refuse};
 use super::shards::write_snapshot;
 use super::snapshot::Snapshot;
@@ -50,13 +50,27 @@ pub(crate) fn save(
         .and_then(|()| generation.check_seen(folder))
         .and_then(|()| snapshot::take(plan, run, folder, &mut snapshot))
         .and_then(|()| write_snapshot(folder, &name, rank, &snapshot));
-    let shards = agree::on_shards(plan, comms, written)?;
+    let shards = agree::on_shards(plan, comms, written);
+    let shards = shards.inspect_err(|error| give_up(plan, folder, &generation, error))?;
     let committed = match rank {
         0 => manifest_of(plan, run.state, caller)
             .and_then(|manifest| manifest.commit_to(folder, &generation, shards)),
         _ => Ok(()),
     };
     agree::on_outcome(plan, comms, committed)
+}
+
+/// Removes what all ranks have written of a save that one of them could not write; while they may
+/// be writing, because calls fail, it stays for the next save.
+pub(super) fn give_up(
+    plan: &Plan,
+    folder: CheckpointFolder<'_>,
+    generation: &Generation,
+    error: &PlanError,
+) {
+    if plan.topology().rank == 0 && !matches!(error, PlanError::Collective { .. }) {
+        remove_failed(folder, generation);
+    }
 }
 
 /// [`Plan::load_run`].

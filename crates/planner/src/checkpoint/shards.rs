@@ -8,7 +8,7 @@ use std::path::Path;
 use fusestep_tensor::{DType, Quoted, Shape};
 use fusestep_tensor_file::{FileKind, Prepared, TensorBytes, TensorFile, serialize};
 
-use super::generation::{Generation, MODEL_FILE, checksum, shard_file};
+use super::generation::{Generation, MODEL_FILE, checksum, remove_failed, shard_file};
 use super::manifest::{Manifest, ShardSpec, TensorSpec, refuse, sync};
 use super::non_finite::{self, NonFinite};
 use super::snapshot::{File, Snapshot};
@@ -237,6 +237,17 @@ impl Manifest {
             ));
         }
         let generation = Generation::begin(to, self.step)?;
+        let written = self.write_generation((whole, noted), to, count, &generation);
+        written.inspect_err(|_| remove_failed(to, &generation))
+    }
+
+    fn write_generation(
+        &self,
+        (whole, noted): (&WholeTensors, &NonFinite),
+        to: CheckpointFolder<'_>,
+        count: usize,
+        generation: &Generation,
+    ) -> Result<Self, PlanError> {
         let mut manifest = self.clone();
         manifest.generation = generation.name();
         manifest.checkpoint = generation.checkpoint();
