@@ -186,7 +186,7 @@ impl Plan {
 
     /// Launches that the naive plan of the same tensors needs on a device: with norms of gradients
     /// and of updates and resident tables where this plan has them, unless it would have more than
-    /// [`MAX_LAUNCHES`](crate::MAX_LAUNCHES) then.
+    /// [`MAX_LAUNCHES`](fusestep_launch::MAX_LAUNCHES) then.
     pub fn naive_launches(&self) -> usize {
         self.naive_launches
     }
