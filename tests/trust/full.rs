@@ -1,10 +1,12 @@
 //! Full disks: what a save could not complete does not stay on them.
 
+use std::fs;
 use std::path::Path;
 
 use fusestep_planner::{CheckpointFolder, Manifest};
 use fusestep_tensor_file::{Files, is_part};
 use fusestep_testkit::{Fault, SimulatedDisk};
+use xxhash_rust::xxh3::xxh3_64;
 
 use super::folders::{FOLDER, expect_saved, held, step_and_save};
 
@@ -78,6 +80,27 @@ fn what_a_save_that_died_has_left_goes_before_the_next_one_needs_room() {
         assert_eq!(names(&disk, FOLDER), before, "died at call {at}");
     }
     assert!(left > 5, "{left}");
+}
+
+#[test]
+fn what_a_save_of_another_checkpoint_has_left_stays() {
+    let (own, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    for folder in [&own, &other] {
+        expect_saved(step_and_save(folder.path().into()));
+    }
+    let theirs = Manifest::read(other.path()).unwrap();
+    let name = "step-00000007-a";
+    let there = own.path().join(name);
+    fs::rename(other.path().join(&theirs.generation), &there).unwrap();
+    let list = |sum: &str| {
+        let (format, checkpoint) = ("fusestep-generations", &theirs.checkpoint);
+        let of = format!(r#""checkpoint":"{checkpoint}","generations":["{name}"]"#);
+        format!(r#"{{"format":"{format}","version":1,{of},"xxh3":"{sum}"}}"#)
+    };
+    let sum = format!("{:016x}", xxh3_64(list("").as_bytes()));
+    fs::write(own.path().join(".fusestep-generations"), list(&sum)).unwrap();
+    expect_saved(step_and_save(own.path().into()));
+    assert!(there.join("mark.json").exists() && there.join("model.safetensors").exists());
 }
 
 #[test]

@@ -96,12 +96,9 @@ impl Generation {
         }
         folder.files.remove_abandoned(folder.path);
         // What saves have left that died may be all that there is room for.
-        if let Ok(Some(begun)) = Begun::read(folder) {
-            let counts = previous
-                .as_ref()
-                .map(|manifest| manifest.generation.as_str());
-            remove_but(folder, (&begun.checkpoint, counts), None);
-        }
+        let (known, _) = Begun::of(folder, previous.as_ref())?;
+        let counts = previous.as_ref().map(|found| found.generation.as_str());
+        remove_but(folder, (&format!("{known:016x}"), counts), None);
         let (checkpoint, mut begun) = Begun::of(folder, previous.as_ref())?;
         let of_turn = |turn| Self {
             checkpoint,
