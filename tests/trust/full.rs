@@ -93,10 +93,9 @@ fn what_a_save_of_another_checkpoint_has_left_stays() {
     let there = own.path().join(name);
     fs::rename(other.path().join(&theirs.generation), &there).unwrap();
     let list = |sum: &str| {
-        format!(
-            r#"{{"format":"fusestep-generations","version":1,"checkpoint":"{}","generations":["{name}"],"xxh3":"{sum}"}}"#,
-            theirs.checkpoint
-        )
+        let (format, checkpoint) = ("fusestep-generations", &theirs.checkpoint);
+        let of = format!(r#""checkpoint":"{checkpoint}","generations":["{name}"]"#);
+        format!(r#"{{"format":"{format}","version":1,{of},"xxh3":"{sum}"}}"#)
     };
     let sum = format!("{:016x}", xxh3_64(list("").as_bytes()));
     fs::write(own.path().join(".fusestep-generations"), list(&sum)).unwrap();

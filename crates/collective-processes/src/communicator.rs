@@ -18,6 +18,7 @@ use crate::group::{Founding, Group};
 use crate::heap::Arena;
 use crate::round::{Broken, Coming, Place, late_in};
 use crate::session::SessionPlan;
+use crate::starter;
 use crate::{ProcessError, ProcessOptions, Rendezvous, rendezvous};
 
 /// Longest timeout; a longer one is cut to this, so that every wait ends.
@@ -85,11 +86,13 @@ impl Task {
 
 impl ProcessCommunicator {
     /// All processes that a launcher has started: `fusestep launch -n N -- PROGRAM`, or torchrun.
+    /// From then on this one ends, by SIGTERM, when `fusestep launch` has gone.
     ///
     /// # Errors
     /// [`ProcessError`] with what was expected and found in the environment, or the ranks that did
     /// not come.
     pub fn world(options: &ProcessOptions) -> Result<Self, ProcessError> {
+        starter::follow();
         Self::join(&Rendezvous::from_environment()?, options)
     }
 

@@ -1,10 +1,13 @@
 //! The names that a session has in the file system while its ranks come.
 
-use std::fs::File;
+use std::fs::{DirEntry, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
+use rustix::fs::OFlags;
+use rustix::process::geteuid;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::ProcessError;
@@ -19,9 +22,15 @@ pub(crate) fn folders() -> [PathBuf; 2] {
     [PathBuf::from(SHARED_MEMORY), std::env::temp_dir()]
 }
 
+/// What the names of all sessions' files begin with.
+const PREFIX: &str = "fusestep-";
+
+/// How long a new file may be without the lock that says that it is somebody's.
+const JUST_NOW: Duration = Duration::from_secs(1);
+
 /// The name of a session's files, or its beginning.
 pub(crate) fn segment_name(session: &str) -> String {
-    format!("fusestep-{:032x}", xxh3_128(session.as_bytes()))
+    format!("{PREFIX}{:032x}", xxh3_128(session.as_bytes()))
 }
 
 /// Removes what dead processes of a session have left; for launchers, when all have ended.
@@ -37,6 +46,63 @@ pub(crate) fn remove_leftovers(session: &str) {
             }
         }
     }
+}
+
+/// Who has made a file of a session, as its name tells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Maker {
+    /// This process.
+    Process(u32),
+    /// The one that the file itself names.
+    Within,
+}
+
+/// `None` if the name is not one of a session's files.
+fn maker(name: &str) -> Option<Maker> {
+    let mut words = name.strip_prefix(PREFIX)?.split('.');
+    let sum = words.next()?;
+    let is_sum = sum.len() == 32 && sum.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let maker = match words.next() {
+        None => Maker::Within,
+        Some(process) => Maker::Process(process.parse().ok()?),
+    };
+    let is_whole = words.next().is_none_or(|word| word == "2") && words.next().is_none();
+    (is_sum && is_whole).then_some(maker)
+}
+
+/// Removes from a folder what sessions have left whose processes were killed before all had come.
+/// Of several signs each has to say so: files of other users and of the living stay, and those that
+/// anybody has mapped, in another container for example.
+pub(crate) fn remove_of_dead(folder: &Path) {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let of_dead = || {
+            let name = entry.file_name();
+            let maker = maker(name.to_str()?)?;
+            let is_dead = match maker {
+                Maker::Process(process) => !Path::new("/proc").join(process.to_string()).exists(),
+                Maker::Within => !creator(&entry.path())?.is_alive(),
+            };
+            (is_dead && is_nobodys(&entry).ok()?).then_some(())
+        };
+        if of_dead().is_some() {
+            // Somebody else may have been faster.
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
+/// Whether a file is this user's, was not made just now, and no process has it.
+fn is_nobodys(entry: &DirEntry) -> io::Result<bool> {
+    let found = entry.metadata()?;
+    let age = found.modified()?.elapsed().unwrap_or_default();
+    if !found.is_file() || found.uid() != geteuid().as_raw() || age < JUST_NOW {
+        return Ok(false);
+    }
+    let mut options = OpenOptions::new();
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    options.read(true).custom_flags(flags.bits() as i32);
+    let file = options.open(entry.path())?;
+    Ok(file.metadata()?.ino() == found.ino() && file.try_lock().is_ok())
 }
 
 /// Names that were given to files, to be taken back.
@@ -85,5 +151,67 @@ pub(crate) fn system(what: String, error: &io::Error) -> ProcessError {
     ProcessError::System {
         what,
         reason: error.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::SystemTime;
+
+    use super::*;
+
+    #[test]
+    fn names_of_sessions_are_known() {
+        let name = segment_name("x");
+        for (name, known) in [
+            (name.clone(), Some(Maker::Within)),
+            (format!("{name}.17"), Some(Maker::Process(17))),
+            (format!("{name}.17.2"), Some(Maker::Process(17))),
+            (format!("{name}.17.3"), None),
+            (format!("{name}.17.2.bak"), None),
+            (format!("{name}.log"), None),
+            ("fusestep-0".to_owned(), None),
+            ("other".to_owned(), None),
+        ] {
+            assert_eq!(maker(&name), known, "{name}");
+        }
+    }
+
+    #[test]
+    fn what_dead_sessions_have_left_goes_and_what_anybody_has_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        let (dead, own) = (child.id(), std::process::id());
+        let name = |session: &str, rest: String| folder.path().join(segment_name(session) + &rest);
+        let make = |path: &Path, age: u64| {
+            let file = File::create(path).unwrap();
+            let then = SystemTime::now() - Duration::from_secs(age);
+            file.set_modified(then).unwrap();
+            file
+        };
+        let gone = [
+            name("a", format!(".{dead}")),
+            name("b", format!(".{dead}.2")),
+        ];
+        let mapped = name("c", format!(".{dead}.2"));
+        let new = name("d", format!(".{dead}"));
+        let living = name("e", format!(".{own}"));
+        let unknown = name("f", String::new());
+        let foreign = folder.path().join("fusestep-notes");
+        for path in gone.iter().chain([&living, &unknown, &foreign]) {
+            make(path, 60);
+        }
+        make(&new, 0);
+        let held = make(&mapped, 60);
+        held.try_lock_shared().unwrap();
+        remove_of_dead(folder.path());
+        assert!(gone.iter().all(|path| !path.exists()));
+        for path in [&mapped, &new, &living, &unknown, &foreign] {
+            assert!(path.exists(), "{}", path.display());
+        }
+        drop(held);
+        remove_of_dead(folder.path());
+        assert!(!mapped.exists());
     }
 }

@@ -13,12 +13,13 @@ use signal_hook::iterator::Signals;
 
 use crate::environment::SESSION;
 use crate::files::remove_leftovers;
+use crate::starter::{self, STARTER};
 
 /// Time between two looks at the processes.
 const LOOK: Duration = Duration::from_millis(2);
 
 /// How long a process that was asked to end may take.
-const END_TIME: Duration = Duration::from_secs(5);
+pub(crate) const END_TIME: Duration = Duration::from_secs(5);
 
 /// What to start, how often, and how long to wait when something fails.
 #[derive(Clone, Debug)]
@@ -60,7 +61,8 @@ pub struct Launched {
 ///
 /// Each finds its place in RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and FUSESTEP_SESSION.
 /// When one fails, the others have [`LaunchOptions::grace`] to end by themselves; then they are
-/// ended. Standard input goes to rank 0. What killed ranks have left in shared memory is removed.
+/// ended. Ranks of this engine end as well when this process is killed, which FUSESTEP_STARTER
+/// names. Standard input goes to rank 0. What killed ranks have left in shared memory is removed.
 ///
 /// # Errors
 /// The system's, if a process cannot be started; those that were started are ended then.
@@ -132,7 +134,8 @@ impl Job {
             .env("LOCAL_RANK", &rank_text)
             .env("WORLD_SIZE", &ranks)
             .env("LOCAL_WORLD_SIZE", &ranks)
-            .env(SESSION, &self.session);
+            .env(SESSION, &self.session)
+            .env(STARTER, starter::own());
         if rank > 0 {
             command.stdin(Stdio::null());
         }

@@ -34,6 +34,8 @@ mod round;
 mod segment;
 #[cfg(target_os = "linux")]
 mod session;
+#[cfg(target_os = "linux")]
+mod starter;
 
 #[cfg(not(target_os = "linux"))]
 pub use absent::{LaunchOptions, Launched, ProcessCommunicator, launch};

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crate::files::{Names, folders, segment_name, system};
+use crate::files::{Names, folders, remove_of_dead, segment_name, system};
 use crate::layout::{FAILED, LATE, MAGIC, PATH_BYTES, Process, SessionHead, put_bytes, take_bytes};
 use crate::life::Life;
 use crate::notifier::Patience;
@@ -52,13 +52,19 @@ fn file(path: &Path, is_new: bool) -> io::Result<File> {
         .write(true)
         .create_new(is_new)
         .mode(0o600);
-    options.open(path)
+    let file = options.open(path)?;
+    // Held as long as it is mapped, by any process: what nobody holds is left over.
+    let _ = file.try_lock_shared();
+    Ok(file)
 }
 
 /// Makes the files, whole before anyone can find them.
 fn create(place: &Rendezvous) -> Result<Found, ProcessError> {
     let mut plan = SessionPlan::new(place.world_size);
     let name = segment_name(&place.session);
+    for folder in folders() {
+        remove_of_dead(&folder);
+    }
     let own = std::process::id();
     let mut reason = None;
     for folder in folders() {

@@ -4,7 +4,8 @@
 #[path = "processes/start.rs"]
 mod start;
 
-use std::process::Command;
+use std::io::Read;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use fusestep_collective::{Collectives, Communicator};
@@ -21,6 +22,14 @@ fn a_rank() {
     let mut comm = ProcessCommunicator::world(&ProcessOptions::default()).unwrap();
     comm.barrier().unwrap();
     let how = std::env::var("TEST_HOW").unwrap_or_default();
+    if let Ok(folder) = std::env::var("TEST_FOLDER") {
+        let path = std::path::Path::new(&folder).join(comm.rank().to_string());
+        std::fs::write(path, "").unwrap();
+        let until = Instant::now() + Duration::from_secs(60);
+        while Instant::now() < until {
+            comm.barrier().unwrap();
+        }
+    }
     if how == "kill" && comm.rank() == 1 {
         let own = std::process::id().to_string();
         Command::new("kill").args(["-KILL", &own]).status().unwrap();
@@ -86,4 +95,57 @@ fn survivors_have_time_to_name_the_dead() {
         "they end by themselves"
     );
     assert_eq!(start::left_behind(), Vec::<String>::new());
+}
+
+/// A launcher that the test below kills.
+#[test]
+fn a_starter() {
+    if start::is_rank() || std::env::var_os("TEST_FOLDER").is_none() {
+        return;
+    }
+    let arguments = ["--exact", "a_rank", "--nocapture"].map(Into::into).into();
+    launch(&LaunchOptions {
+        arguments,
+        ..LaunchOptions::new(2, std::env::current_exe().unwrap())
+    })
+    .unwrap();
+}
+
+#[test]
+fn ranks_end_when_their_launcher_is_killed() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut starter = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "a_starter", "--nocapture"])
+        .env("TEST_FOLDER", folder.path())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let came = || (0..2).all(|rank: usize| folder.path().join(rank.to_string()).exists());
+    let begun = Instant::now();
+    while !came() {
+        assert!(
+            begun.elapsed() < Duration::from_secs(30),
+            "ranks did not come"
+        );
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let process = starter.id();
+    starter.kill().unwrap();
+    starter.wait().unwrap();
+    let killed = Instant::now();
+    // Ends when the last rank has.
+    let mut told = String::new();
+    starter
+        .stderr
+        .take()
+        .unwrap()
+        .read_to_string(&mut told)
+        .unwrap();
+    assert!(
+        killed.elapsed() < Duration::from_secs(20),
+        "{:?}: {told}",
+        killed.elapsed()
+    );
+    let named = format!("expected the launcher, process {process}, to look after this rank");
+    assert!(told.contains(&named), "{told}");
 }
