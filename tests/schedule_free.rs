@@ -196,13 +196,7 @@ fn what_does_not_fit_is_named_and_nothing_is_written() {
             5,
             "step: expected at least 1, found 0; steps count from 1",
         ),
-        (
-            bad,
-            1,
-            5,
-            5,
-            "beta1: expected a finite value above 0, found 0",
-        ),
+        (bad, 1, 5, 5, "beta1: expected a value in (0, 1), found 0"),
     ] {
         let (mut param, mut moment2) = ([1.0f32; 5], [0.5f32; 5]);
         let (grad, mut base) = (vec![0.25f32; grad], vec![0.5f32; base]);

@@ -95,28 +95,31 @@ impl Generation {
             sync_names(folder)?;
         }
         folder.files.remove_abandoned(folder.path);
-        // What saves have left that died may be all that there is room for.
-        let (known, _) = Begun::of(folder, previous.as_ref())?;
-        let counts = previous.as_ref().map(|found| found.generation.as_str());
-        remove_but(folder, (&format!("{known:016x}"), counts), None);
-        let (checkpoint, mut begun) = Begun::of(folder, previous.as_ref())?;
+        let (checkpoint, begun) = Begun::of(folder, previous.as_ref())?;
         let of_turn = |turn| Self {
             checkpoint,
             step,
             turn,
         };
-        for generation in [0, 1].map(of_turn) {
-            let name = generation.name();
-            let counts = previous
-                .as_ref()
-                .is_some_and(|manifest| manifest.generation == name);
-            if !counts && generation.is_free(folder, &begun)? {
-                begun.add(&name);
-                begun.write(folder)?;
-                let made = generation.make(folder);
-                made.inspect_err(|_| remove_failed(folder, &generation))?;
-                return Ok(generation);
+        let counts = previous.as_ref().map(|found| found.generation.as_str());
+        for found in [0, 1].map(of_turn) {
+            let name = found.name();
+            if counts == Some(name.as_str()) || !found.is_free(folder, &begun)? {
+                continue;
             }
+            // What saves have left that died may be all that there is room for. Where none of it
+            // was worth keeping the checkpoint's number has gone, too.
+            remove_but(folder, (&found.checkpoint(), counts), None);
+            let (checkpoint, mut begun) = Begun::of(folder, previous.as_ref())?;
+            let generation = Self {
+                checkpoint,
+                ..found
+            };
+            begun.add(&name);
+            begun.write(folder)?;
+            let made = generation.make(folder);
+            made.inspect_err(|_| remove_failed(folder, &generation))?;
+            return Ok(generation);
         }
         let names = [0, 1].map(|turn| of_turn(turn).name()).join(" and ");
         let found = match previous {
