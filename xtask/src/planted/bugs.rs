@@ -178,8 +178,8 @@ pub(super) const BUGS: &[Bug] = &[
     Bug {
         name: "save: a second save of a step writes over the first",
         file: "crates/planner/src/checkpoint/generation.rs",
-        from: "if !counts && generation",
-        to: "if (counts || !counts) && generation",
+        from: "if counts == Some(name.as_str()) || !found",
+        to: "if !found",
         tool: Tool::Test("fusestep-tests", "distributed", "saving_twice"),
     },
     Bug {
