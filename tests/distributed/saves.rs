@@ -287,8 +287,8 @@ impl Files for OneFails {
 
 #[test]
 fn an_error_behind_comes_on_all_ranks_in_one_call_and_costs_nothing_else() {
-    // Rank 0 writes mark, model, shard and manifest; the others a shard.
-    let of_rank_0 = (0..4).flat_map(|write| [(1, 0, write), (2, 0, write)]);
+    // Rank 0 writes list, mark, model, shard and manifest; the others a shard.
+    let of_rank_0 = (0..5).flat_map(|write| [(1, 0, write), (2, 0, write)]);
     for (world, culprit, write) in of_rank_0.chain([(2, 1, 0), (4, 3, 0)]) {
         let case = small(world, ZeroStage::One);
         let folder = tempfile::tempdir().unwrap();

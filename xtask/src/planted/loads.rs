@@ -58,7 +58,7 @@ pub(super) const LOADS: &[Bug] = &[
         file: "crates/planner/src/checkpoint/whole.rs",
         from: "if first != covered {",
         to: "if first > covered {",
-        tool: Tool::Test("fusestep-tests", "trust", "overlapping"),
+        tool: Tool::Test("fusestep-planner", "lib", "covered"),
     },
     Bug {
         name: "load: a hole at the end counts",
