@@ -1,5 +1,7 @@
 //! The loss scale as a value, and the limit of the norm.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 /// The largest loss scale: its reciprocal is a normal f32, and so is it.
@@ -29,6 +31,21 @@ pub struct ScalePolicy {
     pub floor: f64,
     /// The largest scale, at most 2¹²⁶; 2¹²⁶ by default.
     pub ceiling: f64,
+}
+
+impl fmt::Display for ScalePolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "times {} after {} good steps, times {} after {} bad, from {} to {:e}",
+            self.growth,
+            self.growth_interval,
+            self.backoff,
+            self.backoff_interval,
+            self.floor,
+            self.ceiling
+        )
+    }
 }
 
 impl Default for ScalePolicy {

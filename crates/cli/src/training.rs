@@ -55,6 +55,7 @@ pub(crate) fn train(
     let of_rank = threads(args.threads).get().div_ceil(topology.world);
     let backend = args.backend.of_rank(of_rank, comm.device())?;
     let backend = backend.as_ref();
+    compare_calls(args, comm)?;
     if let Some(folder) = &args.checkpoint {
         make_folder(folder, args.resume, first)?;
     }
@@ -63,7 +64,6 @@ pub(crate) fn train(
     if let Some(folder) = folder {
         check_folder(folder, args.resume)?;
     }
-    compare_calls(args, comm)?;
     let mut state = plan.allocate_on(backend, comm)?;
     let vars = task.start(args.seed, args.dtype.into())?;
     for (param, var) in params.iter().zip(&vars) {

@@ -59,7 +59,7 @@ pub(crate) struct GradientArena {
     pub(crate) on_host: bool,
     /// Whether micro-steps add their gradients before they are reduced.
     pub(crate) accumulates: bool,
-    /// Whether segments may be reduced before the step is run: not where an update reduces them.
+    /// [`starts_early`] of the plan.
     pub(crate) starts_early: bool,
 }
 
@@ -150,7 +150,7 @@ impl GradientArena {
             exposed_ns: 0,
             on_host: allocator.backend().takes_host_memory(),
             accumulates: plan.micro_steps() > 1 && !plan.reduces_each(),
-            starts_early: plan.stages.iter().any(|s| matches!(s, Stage::Reduce(_))),
+            starts_early: starts_early(plan),
         };
         arena.allocate_sums(plan, allocator.backend())?;
         if arena.on_host && !keeps && arena.usual_bytes > 0 {
@@ -371,6 +371,11 @@ pub(crate) fn sum_width(dtype: DType) -> usize {
 /// more than its shard.
 pub(crate) fn keeps_segments(plan: &Plan) -> bool {
     plan.zero < ZeroStage::Two
+}
+
+/// Whether segments may be reduced before the step is run: not where an update reduces them.
+pub(crate) fn starts_early(plan: &Plan) -> bool {
+    plan.stages.iter().any(|s| matches!(s, Stage::Reduce(_)))
 }
 
 /// Bytes of the longest segment of several tensors, which is no longer than the cap of buckets: one

@@ -9,13 +9,13 @@ use fusestep_launch::Backend;
 use fusestep_tensor::Role;
 
 use crate::absorb::{Absorb, Divisor};
-use crate::arena::{Given, keeps_segments};
+use crate::arena::{Given, keeps_segments, starts_early};
 use crate::comms::Comms;
 use crate::in_backward::update_ready;
 use crate::passes::Accumulated;
 use crate::step::RankStep;
 use crate::storage::check_len;
-use crate::{Plan, PlanError, Stage, State, reduce};
+use crate::{Plan, PlanError, State, reduce};
 
 /// [`Plan::push_grad`].
 pub(crate) fn push_grad(
@@ -94,9 +94,8 @@ fn start_full(step: &mut RankStep<'_, '_>, param: usize) -> Result<(), PlanError
 
 /// Whether whoever gives a segment's last gradient reduces it, and no more.
 pub(crate) fn reduces_when_full(plan: &Plan, comms: &Comms<'_>) -> bool {
-    let reduces = |stage: &Stage| matches!(stage, Stage::Reduce(_));
     let asked = comms.reduces_when_full() && !plan.in_backward;
-    asked && !keeps_segments(plan) && plan.stages.iter().any(reduces)
+    asked && !keeps_segments(plan) && starts_early(plan)
 }
 
 /// What a gradient of the micro-step under way does to the sums.

@@ -174,20 +174,9 @@ fn text_of_norm(gradients: &Gradients) -> String {
 }
 
 fn text_of_scale(scale: &LossScale) -> String {
-    let policy = scale.policy();
-    format!(
-        "{} after {} good and {} bad steps; times {} after {} good, times {} after {} bad, from {} \
-         to {}",
-        scale.scale(),
-        scale.good_steps(),
-        scale.bad_steps(),
-        policy.growth,
-        policy.growth_interval,
-        policy.backoff,
-        policy.backoff_interval,
-        policy.floor,
-        policy.ceiling
-    )
+    let [good, bad] = [scale.good_steps(), scale.bad_steps()];
+    let (scale, policy) = (scale.scale(), scale.policy());
+    format!("{scale} after {good} good and {bad} bad steps; {policy}")
 }
 
 fn text_of_micro_steps(rule: Option<GradientAccumulation>) -> String {

@@ -112,7 +112,7 @@ pub(crate) fn to_tensors(state: &State, backend: &dyn Backend) -> Result<StateTe
             state.read(backend, role, &param.name, &mut bytes)?;
             let name = tensor_name(param, role);
             metadata.insert(sum_key(&name), checksum(&bytes));
-            let count = values::non_finite_if(values::is_checked(role), dtype, &bytes);
+            let count = values::non_finite_of(role, dtype, &bytes);
             if count > 0 {
                 metadata.insert(non_finite_key(&name), count.to_string());
             }

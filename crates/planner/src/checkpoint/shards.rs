@@ -285,14 +285,16 @@ impl Manifest {
                 let (first, end) = (bound(shard), bound(shard + 1));
                 let width = spec.dtype.len_bytes();
                 let bytes = &whole_of(name)[first as usize * width..end as usize * width];
-                let is_noted = noted.contains_key(name);
                 pieces.push(Piece {
                     tensor: name,
                     dtype: spec.dtype,
                     first,
                     bytes,
                     of_model: None,
-                    non_finite: values::non_finite_if(is_noted, spec.dtype, bytes),
+                    non_finite: match noted.get(name) {
+                        Some(_) => values::non_finite(spec.dtype, bytes),
+                        None => 0,
+                    },
                 });
             }
             let spec = write_shard(to, &manifest.generation, shard as usize, &pieces)?;

@@ -64,8 +64,8 @@ struct Placed {
     dtype: DType,
     first: u64,
     place: Range<usize>,
-    /// Whether readers look at its values.
-    checked: bool,
+    /// [`Source::state`].
+    state: Option<Role>,
     /// Name and shape in the model's file, of parameters that go there.
     of_model: Option<(String, Shape)>,
 }
@@ -80,6 +80,16 @@ enum Source {
     Copied(Vec<u8>),
 }
 
+impl Source {
+    /// The role of a tensor that lies in shards.
+    fn state(&self) -> Option<Role> {
+        match self {
+            Source::Held(role, ..) => Some(*role),
+            Source::Param(_) | Source::Copied(_) => None,
+        }
+    }
+}
+
 impl Snapshot {
     /// The pieces of one file, in order: the model's or the shard's.
     pub(super) fn pieces(&self, file: File) -> impl Iterator<Item = Piece<'_>> {
@@ -92,7 +102,9 @@ impl Snapshot {
                 first: placed.first,
                 bytes,
                 of_model: placed.of_model.as_ref(),
-                non_finite: values::non_finite_if(placed.checked, placed.dtype, bytes),
+                non_finite: placed
+                    .state
+                    .map_or(0, |role| values::non_finite_of(role, placed.dtype, bytes)),
             }
         })
     }
@@ -211,10 +223,9 @@ fn pieces_to_save(
             }
             _ => None,
         };
-        let checked = matches!(&source, Source::Held(role, ..) if values::is_checked(*role));
         pieces.push(Placed {
             tensor,
-            checked,
+            state: source.state(),
             dtype,
             first,
             place: start..start + len_bytes,

@@ -16,7 +16,7 @@ pub(super) const CHECKED: [Role; 6] = [
     Role::Base,
 ];
 
-pub(super) fn is_checked(role: Role) -> bool {
+fn is_checked(role: Role) -> bool {
     CHECKED.contains(&role)
 }
 
@@ -43,7 +43,10 @@ pub(super) fn check(role: Role, dtype: DType, bytes: &[u8], noted: u64) -> Resul
             format!("{value} at element {at}"),
         ));
     }
-    let found = non_finite_if(noted > 0, dtype, bytes);
+    if noted == 0 {
+        return Ok(());
+    }
+    let found = non_finite(dtype, bytes);
     if found == noted {
         return Ok(());
     }
@@ -62,9 +65,9 @@ fn values(dtype: DType, bytes: &[u8]) -> impl Iterator<Item = f64> {
     bytes.chunks_exact(dtype.len_bytes()).filter_map(value)
 }
 
-/// [`non_finite`] where somebody looks.
-pub(super) fn non_finite_if(looked_at: bool, dtype: DType, bytes: &[u8]) -> u64 {
-    if looked_at {
+/// How many values of a role's tensor are infinite or NaN; 0 for roles that readers do not look at.
+pub(super) fn non_finite_of(role: Role, dtype: DType, bytes: &[u8]) -> u64 {
+    if is_checked(role) {
         non_finite(dtype, bytes)
     } else {
         0

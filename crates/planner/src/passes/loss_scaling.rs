@@ -71,15 +71,7 @@ impl Pass for LossScaling {
         let changes = if policy.growth == 1.0 && policy.backoff == 1.0 {
             "and stays so".to_owned()
         } else {
-            format!(
-                "times {} after {} good steps, times {} after {} bad, from {} to {:e}",
-                policy.growth,
-                policy.growth_interval,
-                policy.backoff,
-                policy.backoff_interval,
-                policy.floor,
-                policy.ceiling
-            )
+            policy.to_string()
         };
         let reason = format!(
             "the loss is multiplied by {}, {changes}; a step with a gradient that is not finite \

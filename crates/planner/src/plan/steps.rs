@@ -99,7 +99,8 @@ impl Plan {
 
     /// Takes the gradient of one parameter for the micro-step under way, in one pass that copies or
     /// adds it into the arena, and starts reducing every segment that is full, if `comms` has
-    /// communication streams.
+    /// communication streams. Without them it reduces such segments itself, and waits for the other
+    /// ranks, where [`Plan::calls_while_given`] says so.
     ///
     /// A parameter whose gradient is not given before the step is run counts as zero if another
     /// rank, or another micro-step, has given it, else it is left out of the step.
@@ -120,9 +121,8 @@ impl Plan {
     }
 
     /// Says that the gradient of one parameter is whole where its view lies ([`State::grad_mut`],
-    /// [`State::grad_on_device`]):
-    /// nothing is copied, and every segment that is full starts to be reduced, if `comms` has
-    /// communication streams. The view may be written again once the step has been run. With
+    /// [`State::grad_on_device`]): nothing is copied, and every segment that is full is reduced as
+    /// by [`Plan::push_grad`]. The view may be written again once the step has been run. With
     /// several micro-steps to an update it counts as given, and is added when the micro-step ends.
     ///
     /// # Errors
