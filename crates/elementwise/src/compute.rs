@@ -6,6 +6,7 @@ use bytemuck::Pod;
 use fusestep_launch::Format;
 use fusestep_tensor::DType;
 
+use crate::converted::Converted;
 use crate::format::{FormatVisitor, visit_f32, visit_f64};
 
 /// A type that arithmetic is done in; every operation is correctly rounded.
@@ -36,6 +37,10 @@ pub trait Compute:
     fn abs(self) -> Self;
     /// Runs the code that is compiled for `format`; see [`crate::run_format`].
     fn visit<V: FormatVisitor<Self>>(format: Format, visitor: V) -> V::Output;
+    /// Runs an update of values over lists of `format`: not generic, so that it is compiled once
+    /// for all rules.
+    #[doc(hidden)]
+    fn convert(format: Format, converted: Converted<'_, '_>);
 }
 
 impl Compute for f32 {
@@ -61,6 +66,9 @@ impl Compute for f32 {
     fn visit<V: FormatVisitor<Self>>(format: Format, visitor: V) -> V::Output {
         visit_f32(format, visitor)
     }
+    fn convert(format: Format, converted: Converted<'_, '_>) {
+        visit_f32(format, converted);
+    }
 }
 
 impl Compute for f64 {
@@ -85,5 +93,8 @@ impl Compute for f64 {
     }
     fn visit<V: FormatVisitor<Self>>(format: Format, visitor: V) -> V::Output {
         visit_f64(format, visitor)
+    }
+    fn convert(format: Format, converted: Converted<'_, '_>) {
+        visit_f64(format, converted);
     }
 }

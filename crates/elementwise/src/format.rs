@@ -3,6 +3,7 @@
 use fusestep_launch::{Format, HostRun, Layout};
 use half::{bf16, f16};
 
+use crate::converted::Converted;
 use crate::param_storage::{ParamStorage, Plain, WithMaster, WithRemainder};
 use crate::rounding::{Nearest, Rounding, Stochastic};
 use crate::run::run_stored;
@@ -69,6 +70,9 @@ impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, 
 /// roles of state: parameter, gradient, state, and what is beside the parameter. Whatever the
 /// format, an update is written for values of `C` alone.
 ///
+/// Above [`Level::PORTABLE`](fusestep_simd::Level::PORTABLE) the loop is compiled for each format;
+/// there it is compiled for values alone, which `converted.rs` forms from any format and keeps.
+///
 /// # Panics
 /// If `C` is not the type that `format` is computed in, or a list is missing or of another type:
 /// backends bring the lists that the kernel declared.
@@ -77,5 +81,18 @@ pub fn run_format<C: Compute, U: Update<C, N>, const N: usize>(
     format: Format,
     run: HostRun<'_, '_>,
 ) {
+    let is_converted = !matches!(format.layout(), Layout::F32 | Layout::F64);
+    if is_converted && run.call.level.is_portable() {
+        let of_values = |run: HostRun<'_, '_>| {
+            run_stored::<C, Plain<C>, C, Nearest, U, N>(update, run);
+        };
+        let converted = Converted {
+            roles: N,
+            set_bytes: U::SET_BYTES,
+            update: &of_values,
+            run,
+        };
+        return C::convert(format, converted);
+    }
     C::visit(format, Call::<U, N> { update, run });
 }

@@ -6,6 +6,7 @@ mod bytes;
 mod cached;
 mod change;
 mod compute;
+mod converted;
 mod element_kernel;
 mod format;
 mod norm;
@@ -30,7 +31,7 @@ pub use norm::{
 };
 pub use normed::{Tensor, step_tensor};
 pub use power::integer_power;
-pub use run::{LANES, Update, run};
+pub use run::{LANES, Update};
 pub use slices::{OwnHyper, SliceTensor, StepError, step_normed_slices, step_slices};
 pub use storage::Storage;
 pub use tree::{Terms, chunk_sums};

@@ -19,6 +19,8 @@ pub trait ParamStorage<C: Compute> {
     type Master: Pod + Send + Sync;
     /// Whether the value depends on the parameter itself.
     const READS_PARAM: bool = true;
+    /// Whether the parameter is the value, with nothing beside it.
+    const IS_VALUE: bool = false;
 
     /// The value that the update starts from.
     fn widen(param: Self::Param, master: Self::Master) -> C;
@@ -38,6 +40,7 @@ pub(crate) struct Plain<P>(PhantomData<P>);
 impl<C: Compute, P: Storage<C>> ParamStorage<C> for Plain<P> {
     type Param = P;
     type Master = ();
+    const IS_VALUE: bool = P::IS_VALUE;
     #[inline(always)]
     fn widen(param: P, (): ()) -> C {
         param.widen()

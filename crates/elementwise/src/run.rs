@@ -9,12 +9,15 @@
 //! varying length cost a small tensor more than its arithmetic: 76 ns of 608 for 64 to 512 elements
 //! (`fusestep bench` on 10,000 of them).
 
+use std::ops::Range;
+
+use bytemuck::Pod;
 use fusestep_launch::{ACROSS_ELEMENTS, AcrossRanks, HostList, HostRun};
 use fusestep_simd::{prefetch_ahead, prefetch_bytes};
 
 use crate::change::Changes;
-use crate::param_storage::{ParamStorage, Plain, master};
-use crate::rounding::{Nearest, Rounding};
+use crate::param_storage::{ParamStorage, master};
+use crate::rounding::Rounding;
 use crate::{Compute, Storage};
 
 /// Elements of a block: one cache line of f32, two of f64.
@@ -40,25 +43,9 @@ pub trait Update<C: Compute, const N: usize>: Copy + Sync {
     fn element(&self, set: &Self::Set, p: C, g: C, state: [C; N]) -> (C, [C; N]);
 }
 
-/// Runs an update over all tensors of a call. `lists` are: parameter, gradient, then the `N` state
-/// tensors.
-///
-/// `P` is the storage type of parameter and gradient, `S` that of the state.
-///
-/// # Panics
-/// If a list is missing or of another type: backends bring the lists that the kernel declared.
-pub fn run<C, P, S, U, const N: usize>(update: &U, run: HostRun<'_, '_>)
-where
-    C: Compute,
-    P: Storage<C>,
-    S: Storage<C>,
-    U: Update<C, N>,
-{
-    run_stored::<C, Plain<P>, S, Nearest, U, N>(update, run);
-}
-
-/// [`run`] for any way `K` to keep a parameter and any way `R` to round; the list beside the
-/// parameter comes last.
+/// Runs an update over all tensors of a call, for parameters kept as `K`, state as `S`, and
+/// rounding as `R`: [`crate::run_format`] once the compiler knows the format. At the portable level
+/// only lists of values are updated here.
 pub(crate) fn run_stored<C, K, S, R, U, const N: usize>(update: &U, run: HostRun<'_, '_>)
 where
     C: Compute,
@@ -76,11 +63,11 @@ where
     let mut none = Vec::new();
     let master = master::<K::Master>(next(), param.len(), &mut none);
     // The whole loop is compiled for the level, so that a small tensor costs no dispatch.
-    call.level.run(
+    call.level.run_compiled(
+        const { K::IS_VALUE && S::IS_VALUE },
         #[inline(always)]
         || {
-            // Copies, since what may lie anywhere in memory may overlap a block, says the compiler,
-            // and then keeps blocks in memory.
+            // Copies: what may lie anywhere may overlap a block, which then stays in memory.
             let update = *update;
             let (grad_factor, ahead_bytes) = (C::round(call.grad_factor), prefetch_bytes());
             let mut changes = call
@@ -122,7 +109,7 @@ where
                     if let Gradients::Ranks(ranks) = &mut grads {
                         let new = (&param[elements.clone()], &master[elements.clone()]);
                         let state = state.each_ref().map(|list| &list[elements.clone()]);
-                        give_ranks(*ranks, span.start, new, state);
+                        give_ranks(*ranks, span.start, new, &state);
                     }
                 }
             }
@@ -132,31 +119,31 @@ where
 
 /// Gives all ranks the new values of the elements from `start` on.
 #[inline(always)]
-fn give_ranks<P: bytemuck::Pod, M: bytemuck::Pod, S: bytemuck::Pod, const N: usize>(
+pub(crate) fn give_ranks<P: Pod, M: Pod, S: Pod>(
     ranks: &mut dyn AcrossRanks,
     start: usize,
     (param, master): (&[P], &[M]),
-    state: [&[S]; N],
+    state: &[&[S]],
 ) {
     ranks.updated(0, start, bytemuck::cast_slice(param));
-    for (list, state) in state.into_iter().enumerate() {
+    for (list, state) in state.iter().enumerate() {
         ranks.updated(2 + list, start, bytemuck::cast_slice(state));
     }
     if size_of::<M>() > 0 {
-        ranks.updated(2 + N, start, bytemuck::cast_slice(master));
+        ranks.updated(2 + state.len(), start, bytemuck::cast_slice(master));
     }
 }
 
 /// Where the gradients of a call are.
-enum Gradients<'a, 'b, P> {
+pub(crate) enum Gradients<'a, 'b, P> {
     /// In a list.
     Here(&'a [P]),
     /// With all ranks.
     Ranks(&'b mut dyn AcrossRanks),
 }
 
-impl<'a, 'b, P: bytemuck::Pod> Gradients<'a, 'b, P> {
-    fn of(list: HostList<'a>, across: Option<&'b mut dyn AcrossRanks>) -> Self {
+impl<'a, 'b, P: Pod> Gradients<'a, 'b, P> {
+    pub(crate) fn of(list: HostList<'a>, across: Option<&'b mut dyn AcrossRanks>) -> Self {
         match across {
             Some(ranks) => Self::Ranks(ranks),
             None => Self::Here(list.elements()),
@@ -173,7 +160,7 @@ impl<'a, 'b, P: bytemuck::Pod> Gradients<'a, 'b, P> {
     }
 
     #[inline(always)]
-    fn elements(&mut self, elements: std::ops::Range<usize>) -> &[P] {
+    pub(crate) fn elements(&mut self, elements: Range<usize>) -> &[P] {
         match self {
             Self::Here(list) => &list[elements],
             Self::Ranks(ranks) => bytemuck::cast_slice(ranks.gradients(elements)),
@@ -346,7 +333,7 @@ fn prefetch_block<T>(list: &[T], first: usize, ahead_bytes: usize) {
 
 /// `count` elements from `first` on, followed by zeros.
 #[inline(always)]
-fn load<T: bytemuck::Pod>(from: &[T], first: usize, count: usize) -> [T; LANES] {
+fn load<T: Pod>(from: &[T], first: usize, count: usize) -> [T; LANES] {
     let mut block = [T::zeroed(); LANES];
     block[..count].copy_from_slice(&from[first..first + count]);
     block

@@ -15,6 +15,8 @@ use crate::Compute;
 pub trait Storage<C: Compute>: Pod + Send + Sync {
     /// The element type.
     const DTYPE: DType;
+    /// Whether it is `C` itself.
+    const IS_VALUE: bool = false;
     /// The value, unchanged.
     fn widen(self) -> C;
     /// The nearest value, ties to even.
@@ -47,6 +49,7 @@ pub trait Storage<C: Compute>: Pod + Send + Sync {
 
 impl<C: Compute> Storage<C> for C {
     const DTYPE: DType = C::DTYPE;
+    const IS_VALUE: bool = true;
     #[inline(always)]
     fn widen(self) -> C {
         self

@@ -54,6 +54,11 @@ impl Level {
         }
     }
 
+    /// Whether this is [`Self::PORTABLE`].
+    pub fn is_portable(self) -> bool {
+        matches!(self.0, Kind::Portable)
+    }
+
     /// Bytes of the level's vectors. On x86-64 holding a level of 64 proves that the processor has
     /// AVX-512F, one of 32 that it has AVX: only `available` makes them, where pulp has found both.
     #[cfg(all(target_arch = "x86_64", not(miri)))]
@@ -71,8 +76,19 @@ impl Level {
     /// operations.
     #[inline(always)]
     pub fn run<R>(self, body: impl FnOnce() -> R) -> R {
+        self.run_compiled(true, body)
+    }
+
+    /// [`Self::run`] for a body that is compiled for [`Self::PORTABLE`] only if `portable`, a
+    /// constant: code that nobody runs there is half of a kernel's.
+    ///
+    /// # Panics
+    /// If the level is portable and `portable` is false.
+    #[inline(always)]
+    pub fn run_compiled<R>(self, portable: bool, body: impl FnOnce() -> R) -> R {
         match self.0 {
-            Kind::Portable => body(),
+            Kind::Portable if portable => body(),
+            Kind::Portable => panic!("expected a level above {self} for a body compiled for those"),
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2(v3) => v3.vectorize(body),
             #[cfg(target_arch = "x86_64")]

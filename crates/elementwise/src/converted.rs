@@ -1,0 +1,175 @@
+//! Updates at the portable level, whose formats are converted on the way.
+//!
+//! A loop that is compiled for each rule and each format at every level is most of what a build
+//! takes and of what a program weighs. Processors without vectors worth the name are few, so at
+//! their level a rule's loop is compiled for values alone: a few hundred elements at a time are
+//! widened, updated and narrowed in the nearest cache, by code that all rules share. Widening is
+//! exact and narrowing rounds as elsewhere, so the bits are the same.
+
+use fusestep_launch::{ACROSS_ELEMENTS, HostCall, HostList, HostRun, HostSpans, MAX_LISTS};
+
+use crate::change::Changes;
+use crate::format::FormatVisitor;
+use crate::param_storage::{ParamStorage, master};
+use crate::rounding::Rounding;
+use crate::run::{Gradients, give_ranks};
+use crate::{Compute, Storage};
+
+/// Elements that are converted at a time.
+const MOST: usize = ACROSS_ELEMENTS;
+
+/// Most roles of state.
+const ROLES: usize = MAX_LISTS - 2;
+
+/// An update of lists of values, and lists of another format that it is to be run over.
+pub struct Converted<'a, 'b> {
+    /// How many roles of state there are.
+    pub(crate) roles: usize,
+    /// Bytes of a set, without what random rounding is keyed by.
+    pub(crate) set_bytes: usize,
+    /// The update, for lists of values without anything beside the parameter.
+    pub(crate) update: &'a dyn Fn(HostRun<'_, '_>),
+    /// The lists, and where in them the tensors lie.
+    pub(crate) run: HostRun<'a, 'b>,
+}
+
+/// Values of consecutive elements.
+struct Values<C> {
+    param: [C; MOST],
+    grad: [C; MOST],
+    state: [[C; MOST]; ROLES],
+}
+
+impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
+    type Output = ();
+
+    fn visit<K: ParamStorage<C>, S: Storage<C>, R: Rounding>(self) {
+        let Self {
+            roles,
+            set_bytes,
+            update,
+            run,
+        } = self;
+        let call = run.call;
+        let mut lists = run.lists.into_iter();
+        let mut next = || lists.next().unwrap_or_default();
+        let param = next().elements_mut::<K::Param>();
+        let mut grads = Gradients::<K::Param>::of(next(), run.across);
+        let mut state: [&mut [S]; ROLES] = Default::default();
+        let state = &mut state[..roles];
+        state.fill_with(|| next().elements_mut());
+        let mut none = Vec::new();
+        let master = master::<K::Master>(next(), param.len(), &mut none);
+        let mut changes = call
+            .changes
+            .map(|leaves| Changes::<C, K>::of(leaves, call.level));
+        let mut values = Values {
+            param: [C::ZERO; MOST],
+            grad: [C::ZERO; MOST],
+            state: [[C::ZERO; MOST]; ROLES],
+        };
+        for span in run.spans {
+            let set = &call.sets[span.class as usize * (set_bytes + R::KEY_BYTES)..];
+            for first in (0..span.numel).step_by(MOST) {
+                let part = span.part(first, MOST);
+                let elements = part.start..part.start + part.numel;
+                let param = &mut param[elements.clone()];
+                let master = &mut master[elements.clone()];
+                if let Some(changes) = &mut changes {
+                    changes.before(param, master);
+                }
+                values.widen::<K>(param, master, grads.elements(elements.clone()));
+                for (values, list) in values.state.iter_mut().zip(&*state) {
+                    widen(values, &list[elements.clone()]);
+                }
+                let of_values = HostCall {
+                    sets: set,
+                    changes: None,
+                    ..call
+                };
+                let spans = HostSpans::one(part.numel, 0);
+                update(HostRun::new(
+                    of_values,
+                    values.lists(part.numel, roles),
+                    spans,
+                ));
+                let rounding = R::of(&set[set_bytes..], &part);
+                for (at, (values, list)) in values.state.iter().zip(state.iter_mut()).enumerate() {
+                    narrow::<C, S, R>(values, &mut list[elements.clone()], (rounding, at + 1));
+                }
+                values.narrow::<K, R>(param, master, rounding);
+                if let Some(changes) = &mut changes {
+                    changes.after((first, span.numel), param, master);
+                }
+                if let Gradients::Ranks(ranks) = &mut grads {
+                    let mut new: [&[S]; ROLES] = Default::default();
+                    for (new, list) in new.iter_mut().zip(&*state) {
+                        *new = &list[elements.clone()];
+                    }
+                    give_ranks(*ranks, part.start, (param, master), &new[..roles]);
+                }
+            }
+        }
+    }
+}
+
+impl<C: Compute> Values<C> {
+    fn widen<K: ParamStorage<C>>(
+        &mut self,
+        param: &[K::Param],
+        master: &[K::Master],
+        grad: &[K::Param],
+    ) {
+        for (value, (&param, &master)) in self.param.iter_mut().zip(param.iter().zip(master)) {
+            *value = K::widen(param, master);
+        }
+        widen(&mut self.grad, grad);
+    }
+
+    /// The first `numel` of each list of a kernel with so many roles of state.
+    fn lists(&mut self, numel: usize, roles: usize) -> [HostList<'_>; MAX_LISTS] {
+        let mut lists: [HostList<'_>; MAX_LISTS] = Default::default();
+        lists[0] = HostList::ReadWrite(bytemuck::cast_slice_mut(&mut self.param[..numel]));
+        lists[1] = HostList::Read(bytemuck::cast_slice(&self.grad[..numel]));
+        for (list, values) in lists[2..].iter_mut().zip(&mut self.state[..roles]) {
+            *list = HostList::ReadWrite(bytemuck::cast_slice_mut(&mut values[..numel]));
+        }
+        lists
+    }
+
+    fn narrow<K: ParamStorage<C>, R: Rounding>(
+        &self,
+        param: &mut [K::Param],
+        master: &mut [K::Master],
+        rounding: R,
+    ) {
+        for (lane, (param, master)) in param.iter_mut().zip(master).enumerate() {
+            (*param, *master) = if R::AT_RANDOM {
+                K::narrow_at_random(self.param[lane], rounding.random_bits(lane, 0))
+            } else {
+                K::narrow(self.param[lane])
+            };
+        }
+    }
+}
+
+fn widen<C: Compute, S: Storage<C>>(values: &mut [C], list: &[S]) {
+    for (value, element) in values.iter_mut().zip(list) {
+        *value = element.widen();
+    }
+}
+
+/// Keeps values as the elements of a list, whose number tells its random bits from another's.
+fn narrow<C: Compute, S: Storage<C>, R: Rounding>(
+    values: &[C],
+    list: &mut [S],
+    (rounding, number): (R, usize),
+) {
+    for (lane, (element, &value)) in list.iter_mut().zip(values).enumerate() {
+        *element = if R::AT_RANDOM {
+            S::narrow_at_random(value, rounding.random_bits(lane, number))
+        } else {
+            S::narrow(value)
+        };
+    }
+}
