@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 
-use crate::mpi::{End, Ended, Job};
+use crate::mpi::{End, Ended, Job, new_folder};
+use crate::parallel;
 
 /// The ranks' timeout; survivors must be through within twice that. A machine that is busy with
 /// other things may keep a rank waiting for its core for longer; so what fails with the first is
-/// tried once more with the second, and what is broken fails again.
+/// tried once more with the second, by itself, and what is broken fails again.
 const TIMEOUTS_MS: [u64; 2] = [1500, 6000];
 
 const COLLECTIVES: [&str; 11] = [
@@ -27,16 +28,34 @@ const COLLECTIVES: [&str; 11] = [
     "transfers around",
 ];
 
-/// Runs them all.
+/// Runs them all, as many at a time as there are cores: they wait for deadlines most of the time.
 pub(crate) fn run(program: &Path, variables: &[(&str, &str)]) -> Result<()> {
     for how in ["stop", "kill", "leave", "exit", "nap"] {
-        for (index, collective) in COLLECTIVES.into_iter().enumerate() {
-            one(program, how, collective, index % 3, variables)?;
-        }
+        let jobs: Vec<_> = COLLECTIVES
+            .into_iter()
+            .zip([0, 1, 2].into_iter().cycle())
+            .collect();
+        twice(&jobs, |(collective, culprit), timeout_ms| {
+            let variables = [grace(timeout_ms), variables].concat();
+            within(program, (how, collective), culprit, timeout_ms, &variables)
+        })?;
         println!(
             "mpi: a rank that does `{how}`, in {} collectives {variables:?}: ok",
             COLLECTIVES.len()
         );
+    }
+    Ok(())
+}
+
+/// Runs jobs side by side with the first timeout, and those that fail one by one with the second.
+fn twice<T: Copy + Sync>(jobs: &[T], run: impl Fn(T, u64) -> Result<()> + Sync) -> Result<()> {
+    let [first, second] = TIMEOUTS_MS;
+    let failed = parallel::map(jobs, |job| Ok(run(*job, first).err()))?;
+    for (job, error) in jobs.iter().zip(failed) {
+        if let Some(error) = error {
+            eprintln!("mpi: once more with {second} ms in place of {first}: {error:#}");
+            run(*job, second)?;
+        }
     }
     Ok(())
 }
@@ -47,27 +66,21 @@ const STOPPED_LATER: &str = r#"if [ "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" = 1 ]; 
 /// Training in which a process stops: at stages at which ranks wait in reductions, in gathers, and
 /// on communication streams beside their own work.
 pub(crate) fn training(fusestep: &Path) -> Result<()> {
-    let [first, second] = TIMEOUTS_MS;
-    for flags in [
+    let jobs = [
         &["--zero", "0", "--comm-streams", "0"][..],
         &["--zero", "1"],
         &["--zero", "2", "--comm-streams", "1"],
         &["--zero", "3", "--comm-streams", "2"],
-    ] {
-        stopped(fusestep, flags, first).or_else(|error| {
-            eprintln!("mpi: once more with {second} ms in place of {first}: {error:#}");
-            stopped(fusestep, flags, second)
-        })?;
+    ];
+    twice(&jobs, |flags, timeout_ms| {
+        stopped(fusestep, flags, timeout_ms)?;
         println!("mpi: training {flags:?} of which a rank stops: ok");
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 fn stopped(fusestep: &Path, flags: &[&str], timeout_ms: u64) -> Result<()> {
-    let folder = std::env::temp_dir().join(format!("fusestep-mpi-training-{}", std::process::id()));
-    if folder.exists() {
-        std::fs::remove_dir_all(&folder)?;
-    }
+    let folder = new_folder("training");
     let (path, program) = (folder.to_string_lossy(), fusestep.to_string_lossy());
     let seconds = (timeout_ms as f64 / 1000.0).to_string();
     let mut arguments = vec!["-c", STOPPED_LATER, "sh", &program, "train"];
@@ -115,35 +128,14 @@ fn grace(timeout_ms: u64) -> &'static [(&'static str, &'static str)] {
     }
 }
 
-fn one(
-    program: &Path,
-    how: &str,
-    collective: &str,
-    culprit: usize,
-    variables: &[(&str, &str)],
-) -> Result<()> {
-    let [first, second] = TIMEOUTS_MS;
-    let within = |timeout_ms| {
-        let variables = [grace(timeout_ms), variables].concat();
-        one_within(program, (how, collective), culprit, timeout_ms, &variables)
-    };
-    within(first).or_else(|error| {
-        eprintln!("mpi: once more with {second} ms in place of {first}: {error:#}");
-        within(second)
-    })
-}
-
-fn one_within(
+fn within(
     program: &Path,
     (how, collective): (&str, &str),
     culprit: usize,
     timeout_ms: u64,
     variables: &[(&str, &str)],
 ) -> Result<()> {
-    let folder = std::env::temp_dir().join(format!("fusestep-mpi-victim-{}", std::process::id()));
-    if folder.exists() {
-        std::fs::remove_dir_all(&folder)?;
-    }
+    let folder = new_folder("victim");
     let (rank, timeout) = (culprit.to_string(), timeout_ms.to_string());
     let path = folder.to_string_lossy();
     let end = Job {

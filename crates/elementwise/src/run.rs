@@ -11,7 +11,7 @@
 
 use std::ops::Range;
 
-use bytemuck::Pod;
+use bytemuck::{Pod, Zeroable};
 use fusestep_launch::{ACROSS_ELEMENTS, AcrossRanks, HostList, HostRun};
 use fusestep_simd::{prefetch_ahead, prefetch_bytes};
 
@@ -196,12 +196,68 @@ where
 {
     #[inline(always)]
     pub(crate) fn update<U: Update<C, N>>(&mut self, update: U, set: U::Set) {
-        let numel = self.param.len();
-        if numel < LANES {
-            let block = self.block(update, set, 0, numel);
-            return self.store(&block, 0, numel);
+        let mut padded = (self.param.len() < LANES).then(|| self.padded());
+        let mut tensor = match &mut padded {
+            Some((block, grad)) => {
+                let mut lists = block.state.iter_mut();
+                Tensor::<C, K, S, R, N> {
+                    param: &mut block.param,
+                    master: &mut block.master,
+                    grad,
+                    state: std::array::from_fn(|_| match lists.next() {
+                        Some(list) => &mut list[..],
+                        None => &mut [],
+                    }),
+                    ..*self
+                }
+            }
+            None => {
+                let mut lists = self.state.iter_mut();
+                Tensor {
+                    param: self.param,
+                    master: self.master,
+                    state: std::array::from_fn(|_| match lists.next() {
+                        Some(list) => &mut list[..],
+                        None => &mut [],
+                    }),
+                    ..*self
+                }
+            }
+        };
+        tensor.update_blocks(update, set);
+        if let Some((block, _)) = &padded {
+            let numel = self.param.len();
+            self.param.copy_from_slice(&block.param[..numel]);
+            self.master.copy_from_slice(&block.master[..numel]);
+            for (list, values) in self.state.iter_mut().zip(&block.state) {
+                list.copy_from_slice(&values[..numel]);
+            }
         }
-        let mut first = 0;
+    }
+
+    /// Fewer elements than a block has, and zeros behind them; with their gradients.
+    #[inline(always)]
+    fn padded(&self) -> (Block<K::Param, K::Master, S, N>, [K::Param; LANES]) {
+        let numel = self.param.len();
+        let mut block = Block {
+            param: [K::Param::zeroed(); LANES],
+            master: [K::Master::zeroed(); LANES],
+            state: [[S::zeroed(); LANES]; N],
+        };
+        let mut grad = [K::Param::zeroed(); LANES];
+        grad[..numel].copy_from_slice(self.grad);
+        block.param[..numel].copy_from_slice(self.param);
+        block.master[..numel].copy_from_slice(self.master);
+        for (values, list) in block.state.iter_mut().zip(&self.state) {
+            values[..numel].copy_from_slice(list);
+        }
+        (block, grad)
+    }
+
+    /// Updates at least [`LANES`] elements.
+    #[inline(always)]
+    fn update_blocks<U: Update<C, N>>(&mut self, update: U, set: U::Set) {
+        let (numel, mut first) = (self.param.len(), 0);
         if Self::PAIRED {
             // A factor of 1 changes no bit, and arithmetic is what these formats wait for: 3 to 5 %
             // of Adam.
@@ -213,37 +269,41 @@ where
         }
         while first + 2 * LANES <= numel {
             self.prefetch(first);
-            let block = self.block(update, set, first, LANES);
-            self.store(&block, first, LANES);
+            let block = self.block(update, set, first);
+            self.store(&block, first);
             first += LANES;
         }
         // The last whole block and the last LANES elements overlap unless numel is a multiple of
         // LANES; both are computed from the old values before either is stored, so the
-        // overlap is written twice with the same bits.
+        // overlap is written twice with the same bits. In a loop, which compiles their code once.
         self.prefetch(first);
-        let block = self.block(update, set, first, LANES);
-        if first + LANES < numel {
-            let last = numel - LANES;
-            let overlapping = self.block(update, set, last, LANES);
-            self.store(&overlapping, last, LANES);
+        let (last, mut held) = (numel - LANES, None);
+        let block = loop {
+            let block = self.block(update, set, first);
+            if first == last {
+                break block;
+            }
+            held = Some((block, first));
+            first = last;
+        };
+        self.store(&block, last);
+        if let Some((block, first)) = held {
+            self.store(&block, first);
         }
-        self.store(&block, first, LANES);
     }
 
-    /// The new values of `count` elements from `first` on.
+    /// The new values of [`LANES`] elements from `first` on.
     #[inline(always)]
     pub(crate) fn block<U: Update<C, N>>(
         &self,
         update: U,
         set: U::Set,
         first: usize,
-        count: usize,
     ) -> Block<K::Param, K::Master, S, N> {
-        let mut param: [K::Param; LANES] = load(self.param, first, count);
-        let mut master: [K::Master; LANES] = load(self.master, first, count);
-        let grad: [K::Param; LANES] = load(self.grad, first, count);
-        let mut state: [[S; LANES]; N] =
-            std::array::from_fn(|list| load(self.state[list], first, count));
+        let mut param = load(self.param, first);
+        let mut master = load(self.master, first);
+        let grad = load(self.grad, first);
+        let mut state: [[S; LANES]; N] = std::array::from_fn(|list| load(self.state[list], first));
         // One loop for each list and one for the update, each on arrays of one width: loops over a
         // mixture of 16 and 32 bits become vectors of half the width at best.
         let (mut values, mut grads) = ([C::ZERO; LANES], [C::ZERO; LANES]);
@@ -293,17 +353,12 @@ where
     }
 
     #[inline(always)]
-    pub(crate) fn store(
-        &mut self,
-        block: &Block<K::Param, K::Master, S, N>,
-        first: usize,
-        count: usize,
-    ) {
-        let elements = first..first + count;
-        self.param[elements.clone()].copy_from_slice(&block.param[..count]);
-        self.master[elements.clone()].copy_from_slice(&block.master[..count]);
+    pub(crate) fn store(&mut self, block: &Block<K::Param, K::Master, S, N>, first: usize) {
+        let elements = first..first + LANES;
+        self.param[elements.clone()].copy_from_slice(&block.param);
+        self.master[elements.clone()].copy_from_slice(&block.master);
         for (list, values) in self.state.iter_mut().zip(&block.state) {
-            list[elements.clone()].copy_from_slice(&values[..count]);
+            list[elements.clone()].copy_from_slice(values);
         }
     }
 
@@ -331,10 +386,10 @@ fn prefetch_block<T>(list: &[T], first: usize, ahead_bytes: usize) {
     }
 }
 
-/// `count` elements from `first` on, followed by zeros.
+/// The block from element `first` on.
 #[inline(always)]
-fn load<T: Pod>(from: &[T], first: usize, count: usize) -> [T; LANES] {
+fn load<T: Pod>(list: &[T], first: usize) -> [T; LANES] {
     let mut block = [T::zeroed(); LANES];
-    block[..count].copy_from_slice(&from[first..first + count]);
+    block.copy_from_slice(&list[first..first + LANES]);
     block
 }
