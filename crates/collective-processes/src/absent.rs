@@ -1,7 +1,6 @@
 //! What stands in for the engine on systems that lack what it is made of.
 
 use std::convert::Infallible;
-use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -9,7 +8,7 @@ use fusestep_collective::{
     Aborter, Call, CallContext, CollectiveError, Communicator, FlightRecorder, Membership,
 };
 
-use crate::{ProcessError, ProcessOptions, Rendezvous};
+use crate::{LaunchOptions, Launched, ProcessError, ProcessOptions, Rendezvous};
 
 /// One rank of a group of processes on one machine; this system has none.
 #[derive(Debug)]
@@ -70,40 +69,6 @@ impl Communicator for ProcessCommunicator {
     fn recorder(&self) -> &FlightRecorder {
         match self.never {}
     }
-}
-
-/// What to start, how often, and how long to wait when something fails.
-#[derive(Clone, Debug)]
-pub struct LaunchOptions {
-    /// The number of processes.
-    pub ranks: usize,
-    /// The program.
-    pub program: OsString,
-    /// Its arguments, the same for all ranks.
-    pub arguments: Vec<OsString>,
-    /// How long the others may go on when one has failed.
-    pub grace: Duration,
-}
-
-impl LaunchOptions {
-    /// `program` as `ranks` processes.
-    pub fn new(ranks: usize, program: impl Into<OsString>) -> Self {
-        Self {
-            ranks,
-            program: program.into(),
-            arguments: Vec::new(),
-            grace: Duration::from_secs(10),
-        }
-    }
-}
-
-/// How the processes have ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Launched {
-    /// The exit code of the first rank that failed.
-    pub code: u8,
-    /// The first rank that failed.
-    pub failed: Option<usize>,
 }
 
 /// Starts all ranks and waits for them.

@@ -1,6 +1,5 @@
 //! Starts a program as several ranks and looks after them.
 
-use std::ffi::OsString;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::os::unix::process::ExitStatusExt;
@@ -13,6 +12,7 @@ use signal_hook::iterator::Signals;
 
 use crate::environment::SESSION;
 use crate::files::remove_leftovers;
+use crate::launched::{LaunchOptions, Launched};
 use crate::starter::{self, STARTER};
 
 /// Time between two looks at the processes.
@@ -20,42 +20,6 @@ const LOOK: Duration = Duration::from_millis(2);
 
 /// How long a process that was asked to end may take.
 pub(crate) const END_TIME: Duration = Duration::from_secs(5);
-
-/// What to start, how often, and how long to wait when something fails.
-#[derive(Clone, Debug)]
-pub struct LaunchOptions {
-    /// The number of processes.
-    pub ranks: usize,
-    /// The program.
-    pub program: OsString,
-    /// Its arguments, the same for all ranks.
-    pub arguments: Vec<OsString>,
-    /// How long the others may go on when one has failed: they find out who it was, write flight
-    /// recorders and end by themselves. 10 s by default.
-    pub grace: Duration,
-}
-
-impl LaunchOptions {
-    /// `program` as `ranks` processes.
-    pub fn new(ranks: usize, program: impl Into<OsString>) -> Self {
-        Self {
-            ranks,
-            program: program.into(),
-            arguments: Vec::new(),
-            grace: Duration::from_secs(10),
-        }
-    }
-}
-
-/// How the processes have ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Launched {
-    /// The exit code of the first rank that failed, 128 and the signal if it died of one; 0 if
-    /// none did.
-    pub code: u8,
-    /// The first rank that failed.
-    pub failed: Option<usize>,
-}
 
 /// Starts all ranks, passes SIGINT, SIGTERM and SIGHUP on to them, and waits until all have ended.
 ///

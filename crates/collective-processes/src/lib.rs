@@ -15,6 +15,7 @@ mod group;
 mod heap;
 #[cfg(target_os = "linux")]
 mod launch;
+mod launched;
 #[cfg(target_os = "linux")]
 mod layout;
 #[cfg(target_os = "linux")]
@@ -38,10 +39,11 @@ mod session;
 mod starter;
 
 #[cfg(not(target_os = "linux"))]
-pub use absent::{LaunchOptions, Launched, ProcessCommunicator, launch};
+pub use absent::{ProcessCommunicator, launch};
 #[cfg(target_os = "linux")]
 pub use communicator::ProcessCommunicator;
 pub use environment::{Rendezvous, launched_processes};
 #[cfg(target_os = "linux")]
-pub use launch::{LaunchOptions, Launched, launch};
+pub use launch::launch;
+pub use launched::{LaunchOptions, Launched};
 pub use options::{ProcessError, ProcessOptions};

@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use fusestep_coalesce::MemoryOwner;
 use fusestep_collective::{
-    Blocks, Buffers, Call, CollectiveError, Operation, RankMemory, Ranks, ReduceOp, ReduceUpdate,
-    reduce_in_rank_order,
+    Blocks, Buffers, Call, CollectiveError, Column, Columns, RankMemory, Receivers, ReduceOp,
+    ReduceUpdate, reduce_in_rank_order,
 };
 use fusestep_simd::Level;
 use fusestep_tensor::DType;
@@ -22,23 +22,12 @@ use crate::segment::Segment;
 /// Parts of a reduction end at multiples of this, a cache line, so that ranks share few lines.
 const LINE_BYTES: usize = 64;
 
-/// Where the result goes.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Into {
-    /// To everyone.
-    All,
-    /// To one rank.
-    Rank(usize),
-    /// To whose part it is.
-    Owner,
-}
-
 /// What all ranks know of a reduction.
 struct Plan<'a> {
     blocks: Blocks<'a>,
     dtype: DType,
     op: ReduceOp,
-    into: Into,
+    receivers: Receivers,
     whole_bytes: usize,
     level: Level,
     claim_bytes: usize,
@@ -57,11 +46,7 @@ impl ProcessCommunicator {
             blocks,
             dtype: call.dtype,
             op,
-            into: match call.operation {
-                Operation::Reduce { root, .. } => Into::Rank(root),
-                Operation::ReduceScatter(_) => Into::Owner,
-                _ => Into::All,
-            },
+            receivers: Receivers::of_operation(call.operation),
             whole_bytes: blocks.numel * call.dtype.len_bytes(),
             level: self.options.level,
             claim_bytes: claim_bytes(self.options.claim_bytes),
@@ -82,7 +67,7 @@ impl ProcessCommunicator {
         output: &mut [u8],
     ) -> Result<(), CollectiveError> {
         let (rank, whole) = (self.group.rank, plan.whole_bytes);
-        let gets = !matches!(plan.into, Into::Rank(root) if root != rank);
+        let gets = !matches!(plan.receivers, Receivers::Rank(root) if root != rank);
         let segment = &self.group.session.segment;
         let from = segment.offset_of(input.unwrap_or(output));
         let to = if gets && input.is_some() && !output.is_empty() {
@@ -263,8 +248,8 @@ fn take_result(
     output: &mut [u8],
 ) {
     let (rank, is_in_place) = own;
-    let (taken, first) = match plan.into {
-        Into::Owner => {
+    let (taken, first) = match plan.receivers {
+        Receivers::Owner => {
             let block = plan.blocks.of_bytes(rank, plan.dtype.len_bytes());
             let first = if is_in_place { 0 } else { block.start };
             (common(&block, &range), first)
@@ -321,7 +306,7 @@ impl<'a> Round<'a> {
 
     /// The bytes that rank `owner` is to reduce.
     fn part(&self, owner: usize) -> Range<usize> {
-        if self.plan.into == Into::Owner {
+        if self.plan.receivers == Receivers::Owner {
             let block = self
                 .plan
                 .blocks
@@ -347,15 +332,13 @@ impl<'a> Round<'a> {
         }
         let bytes = part.start + start..part.start + end;
         let ranks = self.cards.parties();
-        let into = match self.plan.into {
-            Into::All => 0..ranks,
-            Into::Rank(rank) => rank..rank + 1,
-            Into::Owner => owner..owner + 1,
-        };
-        let columns = (0..ranks).map(|party| self.column(party, &bytes, into.contains(&party)));
+        let receivers = self.plan.receivers.of_part(owner, ranks);
+        let columns =
+            (0..ranks).map(|party| self.column(party, &bytes, receivers.contains(&party)));
+        let mut columns: SmallVec<[Column<'_>; 16]> = columns.collect();
         let mut columns = Columns {
-            columns: columns.collect(),
-            into,
+            columns: &mut columns,
+            receivers,
             share_bytes: part.len(),
         };
         let Plan {
@@ -393,7 +376,7 @@ impl<'a> Round<'a> {
         let shared = unsafe { std::slice::from_raw_parts(from, len) };
         let mut writable: &mut [u8] = &mut [];
         if gets {
-            let first = if self.plan.into == Into::Owner {
+            let first = if self.plan.receivers == Receivers::Owner {
                 let element = self.plan.dtype.len_bytes();
                 self.plan.blocks.of_bytes(party, element).start
             } else {
@@ -407,60 +390,6 @@ impl<'a> Round<'a> {
         Column {
             shared: Some(shared),
             writable,
-        }
-    }
-}
-
-/// What is claimed of one rank's elements, where they lie.
-struct Column<'a> {
-    /// Where they are read, if that is not where the result goes.
-    shared: Option<&'a [u8]>,
-    /// Where the result goes, if this rank gets it.
-    writable: &'a mut [u8],
-}
-
-struct Columns<'a> {
-    columns: SmallVec<[Column<'a>; 16]>,
-    /// The ranks that get the result.
-    into: Range<usize>,
-    share_bytes: usize,
-}
-
-impl Ranks for Columns<'_> {
-    #[inline(always)]
-    fn world_size(&self) -> usize {
-        self.columns.len()
-    }
-
-    #[inline(always)]
-    fn share_bytes(&self) -> usize {
-        self.share_bytes
-    }
-
-    #[inline(always)]
-    fn input(&self, rank: usize, bytes: Range<usize>) -> &[u8] {
-        let column = &self.columns[rank];
-        match column.shared {
-            None => &column.writable[bytes],
-            Some(shared) => &shared[bytes],
-        }
-    }
-
-    #[inline(always)]
-    fn store(&mut self, bytes: Range<usize>, result: &[u8]) {
-        for column in &mut self.columns[self.into.clone()] {
-            column.writable[bytes.clone()].copy_from_slice(result);
-        }
-    }
-
-    #[inline(always)]
-    fn pair(&mut self, bytes: Range<usize>) -> Option<([&mut [u8]; 2], Range<usize>)> {
-        match &mut *self.columns {
-            [x, y] if x.shared.is_none() && y.shared.is_none() => {
-                let both = [&mut x.writable[bytes.clone()], &mut y.writable[bytes]];
-                Some((both, self.into.clone()))
-            }
-            _ => None,
         }
     }
 }

@@ -8,8 +8,10 @@ use smallvec::SmallVec;
 use super::ThreadCommunicator;
 use super::algorithms::{Cut, Round};
 use super::group::{Header, Placement};
-use crate::rank_order::{Ranks, reduce_in_rank_order};
-use crate::{Blocks, Buffers, Call, CollectiveError, Operation, ReduceOp};
+use crate::rank_order::reduce_in_rank_order;
+use crate::{
+    Blocks, Buffers, Call, CollectiveError, Column, Columns, Operation, Receivers, ReduceOp,
+};
 
 /// Parts of a reduction end at multiples of this, a cache line, so that ranks share few lines.
 const LINE_BYTES: usize = 64;
@@ -42,7 +44,7 @@ impl ThreadCommunicator {
             _ => lines(whole_bytes, owner, world_size),
         };
         let reserved = claim_bytes;
-        let (round, into) = bring(
+        let (round, receivers) = bring(
             Round {
                 cut,
                 reserved,
@@ -59,7 +61,7 @@ impl ThreadCommunicator {
                 let (start, end) = (start.min(part.len()), end.min(part.len()));
                 let mut columns = Columns {
                     columns: &mut columns(peers, claim, part.start + start..part.start + end),
-                    into: into.of(owner, world_size),
+                    receivers: receivers.of_part(owner, world_size),
                     share_bytes: part.len(),
                 };
                 reduce_in_rank_order(level, call.dtype, op, end - start, &mut columns);
@@ -86,18 +88,14 @@ fn bring<'a>(
     rank: usize,
     operation: Operation,
     buffers: Buffers<'a>,
-) -> (Round<'a>, Into) {
-    let into = match operation {
-        Operation::Reduce { root, .. } => Into::Rank(root),
-        Operation::ReduceScatter(_) => Into::Owner,
-        _ => Into::All,
-    };
-    let (shared, writable, cut): (&[u8], _, _) = match (buffers, into) {
+) -> (Round<'a>, Receivers) {
+    let receivers = Receivers::of_operation(operation);
+    let (shared, writable, cut): (&[u8], _, _) = match (buffers, receivers) {
         (Buffers::InPlace(writable), _) => (&[], writable, round.cut),
-        (Buffers::OutOfPlace { send, .. }, Into::Rank(root)) if root != rank => {
+        (Buffers::OutOfPlace { send, .. }, Receivers::Rank(root)) if root != rank => {
             (send, &mut [][..], Cut::None)
         }
-        (Buffers::OutOfPlace { send, receive }, Into::Owner) => (send, receive, Cut::Own),
+        (Buffers::OutOfPlace { send, receive }, Receivers::Owner) => (send, receive, Cut::Own),
         (Buffers::OutOfPlace { send, receive }, _) => (send, receive, round.cut),
     };
     (
@@ -107,7 +105,7 @@ fn bring<'a>(
             cut,
             ..round
         },
-        into,
+        receivers,
     )
 }
 
@@ -128,36 +126,6 @@ pub(super) fn lines(len_bytes: usize, rank: usize, world_size: usize) -> Range<u
     own.start.min(len_bytes)..own.end.min(len_bytes)
 }
 
-/// Where the result of a reduction goes.
-#[derive(Clone, Copy)]
-enum Into {
-    /// To everyone's writable memory.
-    All,
-    /// To one rank's writable memory.
-    Rank(usize),
-    /// To the writable memory of whose part it is.
-    Owner,
-}
-
-impl Into {
-    /// The ranks that get what is reduced of the part of `owner`.
-    fn of(self, owner: usize, world_size: usize) -> Range<usize> {
-        match self {
-            Self::All => 0..world_size,
-            Self::Rank(rank) => rank..rank + 1,
-            Self::Owner => owner..owner + 1,
-        }
-    }
-}
-
-/// What is claimed of one rank's elements, where they lie.
-struct Column<'a> {
-    /// Where they are read, if that is not where the result goes.
-    shared: Option<&'a [u8]>,
-    /// Where the result goes, if this rank gets it.
-    writable: &'a mut [u8],
-}
-
 /// The ranks' elements in `claim`, which begins and ends at `bytes` of the whole.
 fn columns<'a>(
     peers: &'a Peers<'_, Header>,
@@ -173,50 +141,4 @@ fn columns<'a>(
         columns.push(Column { shared, writable });
     }
     columns
-}
-
-struct Columns<'a, 'c> {
-    columns: &'a mut [Column<'c>],
-    /// The ranks that get the result.
-    into: Range<usize>,
-    share_bytes: usize,
-}
-
-impl Ranks for Columns<'_, '_> {
-    #[inline(always)]
-    fn world_size(&self) -> usize {
-        self.columns.len()
-    }
-
-    #[inline(always)]
-    fn share_bytes(&self) -> usize {
-        self.share_bytes
-    }
-
-    #[inline(always)]
-    fn input(&self, rank: usize, bytes: Range<usize>) -> &[u8] {
-        let column = &self.columns[rank];
-        match column.shared {
-            None => &column.writable[bytes],
-            Some(shared) => &shared[bytes],
-        }
-    }
-
-    #[inline(always)]
-    fn store(&mut self, bytes: Range<usize>, result: &[u8]) {
-        for column in &mut self.columns[self.into.clone()] {
-            column.writable[bytes.clone()].copy_from_slice(result);
-        }
-    }
-
-    #[inline(always)]
-    fn pair(&mut self, bytes: Range<usize>) -> Option<([&mut [u8]; 2], Range<usize>)> {
-        match &mut *self.columns {
-            [x, y] if x.shared.is_none() && y.shared.is_none() => {
-                let both = [&mut x.writable[bytes.clone()], &mut y.writable[bytes]];
-                Some((both, self.into.clone()))
-            }
-            _ => None,
-        }
-    }
 }

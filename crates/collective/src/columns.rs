@@ -1,0 +1,96 @@
+//! The elements of all ranks of one machine, reduced where they lie.
+
+use std::ops::Range;
+
+use crate::Operation;
+use crate::rank_order::Ranks;
+
+/// Which ranks get the result of a reduction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Receivers {
+    /// All.
+    All,
+    /// One.
+    Rank(usize),
+    /// Of each part the one whose part it is.
+    Owner,
+}
+
+impl Receivers {
+    /// Those of an operation that reduces.
+    pub fn of_operation(operation: Operation) -> Self {
+        match operation {
+            Operation::Reduce { root, .. } => Self::Rank(root),
+            Operation::ReduceScatter(_) => Self::Owner,
+            _ => Self::All,
+        }
+    }
+
+    /// Those of the part of `owner`.
+    pub fn of_part(self, owner: usize, world_size: usize) -> Range<usize> {
+        match self {
+            Self::All => 0..world_size,
+            Self::Rank(rank) => rank..rank + 1,
+            Self::Owner => owner..owner + 1,
+        }
+    }
+}
+
+/// What is reduced of one rank's elements, where they lie.
+#[derive(Debug)]
+pub struct Column<'a> {
+    /// Where they are read, if that is not where the result goes.
+    pub shared: Option<&'a [u8]>,
+    /// Where the result goes, if this rank gets it.
+    pub writable: &'a mut [u8],
+}
+
+/// What is reduced of all ranks' elements.
+#[derive(Debug)]
+pub struct Columns<'a, 'c> {
+    /// That of each rank.
+    pub columns: &'a mut [Column<'c>],
+    /// The ranks that get the result.
+    pub receivers: Range<usize>,
+    /// [`Ranks::share_bytes`].
+    pub share_bytes: usize,
+}
+
+impl Ranks for Columns<'_, '_> {
+    #[inline(always)]
+    fn world_size(&self) -> usize {
+        self.columns.len()
+    }
+
+    #[inline(always)]
+    fn share_bytes(&self) -> usize {
+        self.share_bytes
+    }
+
+    #[inline(always)]
+    fn input(&self, rank: usize, bytes: Range<usize>) -> &[u8] {
+        let column = &self.columns[rank];
+        match column.shared {
+            None => &column.writable[bytes],
+            Some(shared) => &shared[bytes],
+        }
+    }
+
+    #[inline(always)]
+    fn store(&mut self, bytes: Range<usize>, result: &[u8]) {
+        for column in &mut self.columns[self.receivers.clone()] {
+            column.writable[bytes.clone()].copy_from_slice(result);
+        }
+    }
+
+    #[inline(always)]
+    fn pair(&mut self, bytes: Range<usize>) -> Option<([&mut [u8]; 2], Range<usize>)> {
+        match &mut *self.columns {
+            [x, y] if x.shared.is_none() && y.shared.is_none() => {
+                let both = [&mut x.writable[bytes.clone()], &mut y.writable[bytes]];
+                Some((both, self.receivers.clone()))
+            }
+            _ => None,
+        }
+    }
+}
