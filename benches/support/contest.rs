@@ -6,7 +6,7 @@ use criterion::{BenchmarkId, Criterion, Throughput};
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::Precision;
 use fusestep_planner::{Optimizer, Plan, Planner, State};
-use fusestep_tensor::{DType, Role};
+use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 
 use crate::memory::{Ceiling, thread_counts};
 use crate::shapes::{Set, model, tiny};
@@ -55,8 +55,17 @@ impl Ready {
     }
 }
 
-/// Times a rule on 10,000 tiny tensors, ResNet-50 and GPT-2: fused, naive and a stream of as many
-/// bytes, in turn.
+/// One tensor of as many elements as [`tiny`] has.
+fn tiny_flat() -> Set {
+    let shape = Shape::new([tiny().elements()]).expect("a count is a shape");
+    Set {
+        name: "tiny_flat",
+        params: vec![ParamDesc::new("flat", shape, DType::F32)],
+    }
+}
+
+/// Times a rule on 10,000 tiny tensors and one of as many elements, ResNet-50 and GPT-2: fused,
+/// naive and a stream of as many bytes, in turn.
 ///
 /// The first step must take 0.5 with gradient 0.01 to within 1e-6 of `after_first_step`.
 pub(crate) fn contest(
@@ -65,7 +74,7 @@ pub(crate) fn contest(
     rule: Optimizer,
     after_first_step: f64,
 ) {
-    for set in [tiny(), model("resnet50"), model("gpt2")] {
+    for set in [tiny_flat(), tiny(), model("resnet50"), model("gpt2")] {
         let kernel = rule
             .rule()
             .kernel(DType::F32, Precision::default())
