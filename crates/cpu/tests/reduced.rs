@@ -8,6 +8,7 @@ use fusestep_coalesce::HostMemory;
 use fusestep_collective::{
     Communicator, Options, ReduceOp, ReduceUpdate, Replica, reduce_slices, run_ranks,
 };
+use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
@@ -96,15 +97,15 @@ impl Case {
     }
 
     /// Each rank's outcome; it has state of its own block, others have what they had.
-    fn in_one_pass(&self, threads: usize) -> Vec<Outcome> {
+    fn in_one_pass(&self, threads: usize, level: Level) -> Vec<Outcome> {
         let ranks = run_ranks(self.grads.len(), &Options::default(), |mut comm| {
-            self.rank(&mut comm, threads)
+            self.rank(&mut comm, backend(threads).at_level(level))
         });
         let ranks = ranks.unwrap().into_iter().map(Result::unwrap);
         ranks.map(|found| self.canonical(found)).collect()
     }
 
-    fn rank(&self, comm: &mut dyn Communicator, threads: usize) -> Outcome {
+    fn rank(&self, comm: &mut dyn Communicator, backend: CpuBackend) -> Outcome {
         let (storage, rank) = (&self.storage, comm.rank());
         let (param, grad) = (storage.position(Role::Param), storage.position(Role::Grad));
         let first: usize = self.counts[..rank].iter().sum();
@@ -116,7 +117,7 @@ impl Case {
         let control = self
             .control
             .map(|control| buffer(bytemuck::bytes_of(&control)));
-        let (backend, firsts) = (backend(threads), [elements.start; 8]);
+        let firsts = [elements.start; 8];
         let call = ReduceUpdate {
             grad_dtype: self.dtype(),
             grads: &grads.bytes()[LEAD * storage.width(grad)..],
@@ -181,13 +182,15 @@ impl Case {
         lists
     }
 
-    /// Every rank's parameters and its own state are those of the passes apart.
+    /// Every rank's parameters and its own state are those of separate passes.
     fn check(&self, name: &str) {
         let expected = self.sums_and_update();
         let param = self.storage.position(Role::Param);
-        for threads in [1, 3] {
-            let name = format!("{name}, {} ranks of {threads} threads", self.counts.len());
-            for (rank, found) in self.in_one_pass(threads).iter().enumerate() {
+        let widest = Level::detect();
+        for (threads, level) in [(1, widest), (3, widest), (2, Level::PORTABLE)] {
+            let ranks = self.counts.len();
+            let name = format!("{name}, {ranks} ranks of {threads} threads, {level}");
+            for (rank, found) in self.in_one_pass(threads, level).iter().enumerate() {
                 let first: usize = self.counts[..rank].iter().sum();
                 for (list, (found, expected)) in found.iter().zip(&expected).enumerate() {
                     let width = self.storage.width(list);
@@ -289,7 +292,11 @@ fn the_control_block_scales_and_stops() {
     let mut untouched = case.storage.lists.clone();
     untouched[case.storage.position(Role::Grad)].clear();
     let untouched = case.canonical(untouched);
-    assert!(case.in_one_pass(1).iter().all(|found| *found == untouched));
+    assert!(
+        case.in_one_pass(1, Level::detect())
+            .iter()
+            .all(|found| *found == untouched)
+    );
 }
 
 #[test]
