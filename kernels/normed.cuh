@@ -15,10 +15,11 @@
 // Where no tensor of a launch is longer than a leaf, blocks have the threads of one, and a block's
 // turn is a chunk, of which nothing but the first leaf is there.
 //
-// A rule gives `Format` (of storage.cuh), `Scalars`, `Set`, `Finished`, STATES, VALUES (parameter,
-// gradient, state), READ (values that the sums need, the first ones), SCALED_TERMS (whether the
-// sums see gradients times the control block's factor, as the update does) and the functions
-// `terms`, `finish` and `update`. A parameter with a master is its master, in sums as in updates.
+// A rule gives `Format` (of storage.cuh), `Scalars`, `StepScalars`, `Finished`, STATES, VALUES
+// (parameter, gradient, state), READ (values that the sums need, the first ones), SCALED_TERMS
+// (whether the sums see gradients times the control block's factor, as the update does) and the
+// functions `terms`, `finish` and `update`. A parameter with a master is its master, in sums as in
+// updates.
 #pragma once
 
 #include "normed_memory.cuh"
@@ -36,7 +37,7 @@ struct Engine {
     typedef typename Format::Master Master;
     typedef typename Format::State State;
     typedef typename Format::Compute Compute;
-    typedef storage::SetOf<typename Rule::Set, AT_RANDOM> KeyedSet;
+    typedef storage::KeyedStepScalars<typename Rule::StepScalars, AT_RANDOM> Keyed;
     enum : int {
         STATES = Rule::STATES,
         LISTS = 2 + STATES + Format::MASTER_LISTS,
@@ -47,7 +48,7 @@ struct Engine {
         ROW_BYTES = sizeof(Param) * (1 + Format::READS_PARAM) + sizeof(State) * SUMMED + sizeof(Master) * Format::MASTER_LISTS,
     };
     typedef multi_tensor::Record<WORDS> Row;
-    typedef multi_tensor::Table<typename Rule::Scalars, KeyedSet, WORDS> Arguments;
+    typedef multi_tensor::Table<typename Rule::Scalars, Keyed, WORDS> Arguments;
 
     Arguments table;
 
@@ -114,7 +115,7 @@ struct Engine {
         return kept;
     }
 
-    __device__ __forceinline__ void add_kept(const Kept& kept, const typename Rule::Set& set, Compute grad_factor, double (&sums)[SUMS]) const {
+    __device__ __forceinline__ void add_kept(const Kept& kept, const typename Rule::StepScalars& step_scalars, Compute grad_factor, double (&sums)[SUMS]) const {
         Compute element[Rule::READ];
         element[0] = Format::value(kept.param, kept.master);
         element[1] = storage::widen(kept.grad);
@@ -125,7 +126,7 @@ struct Engine {
             element[1] = element[1] * grad_factor;
         }
         Compute terms[SUMS];
-        Rule::terms(element, table.scalars(), set, terms);
+        Rule::terms(element, table.scalars(), step_scalars, terms);
         for (int sum = 0; sum < int(SUMS); sum++) {
             const double term = terms[sum];
             sums[sum] = sums[sum] + term * term;
@@ -138,7 +139,7 @@ struct Engine {
         // Four rows of four f64 lists would spill.
         constexpr int IN_FLIGHT = ROW_BYTES > 16 ? 1 : 4;
         constexpr int ROWS = LEAF / LEAF_LANES;
-        const typename Rule::Set set = table.set(record.set).own;
+        const typename Rule::StepScalars step_scalars = table.step_scalars(record.group).own;
         const Compute grad_factor = Rule::SCALED_TERMS ? Compute(multi_tensor::grad_factor(table.header())) : Compute(1);
         const u64 end = element + LEAF;
         if (element + (ROWS - 1) * LEAF_LANES < record.numel) {
@@ -148,12 +149,12 @@ struct Engine {
                     rows[i] = load_kept(record, element + (first + i) * LEAF_LANES);
                 }
                 for (int i = 0; i < IN_FLIGHT; i++) {
-                    add_kept(rows[i], set, grad_factor, sums);
+                    add_kept(rows[i], step_scalars, grad_factor, sums);
                 }
             }
         } else {
             ROLLED for (; element < record.numel && element < end; element += LEAF_LANES) {
-                add_kept(load_kept(record, element), set, grad_factor, sums);
+                add_kept(load_kept(record, element), step_scalars, grad_factor, sums);
             }
         }
     }
@@ -278,7 +279,7 @@ struct Engine {
     };
 
     __device__ __forceinline__ Shared shared(const Row& record, const typename Rule::Finished& finished) const {
-        return {table.scalars(), finished, storage::draws_of<LISTS>(record, table.set(record.set), multi_tensor::Chunk{0, 0}),
+        return {table.scalars(), finished, storage::draws_of<LISTS>(record, table.step_scalars(record.group), multi_tensor::Chunk{0, 0}),
                 Compute(multi_tensor::grad_factor(table.header()))};
     }
 
@@ -381,7 +382,7 @@ struct Engine {
     __device__ __forceinline__ bool finish(u32 index, const Row& record, typename Rule::Finished& finished) const {
         double sums[SUMS];
         tensor_sums(tensor(index), sums);
-        return Rule::finish(sums, table.scalars(), table.set(record.set).own, multi_tensor::grad_factor(table.header()), finished);
+        return Rule::finish(sums, table.scalars(), table.step_scalars(record.group).own, multi_tensor::grad_factor(table.header()), finished);
     }
 
     // Whether the tensor was skipped in this step, and how often it has been so far.

@@ -223,7 +223,7 @@ impl BorrowedPiece<'_> {
         let tensor = Tensor {
             kernel: self.call.kernel,
             call: self.call.host,
-            class: self.whole.class,
+            group: self.whole.group,
             numel: self.whole.numel as usize,
             parameter: self.parameter,
             first_element: self.whole.first_element,

@@ -134,7 +134,7 @@ impl Split for Pieces<'_> {
                     }
                     let HostSpan {
                         numel,
-                        class,
+                        group,
                         parameter,
                         first_element,
                         ..
@@ -143,7 +143,7 @@ impl Split for Pieces<'_> {
                     let tensor = Tensor {
                         kernel: self.kernel,
                         call: self.call,
-                        class,
+                        group,
                         numel,
                         parameter,
                         first_element,

@@ -25,7 +25,7 @@ pub(crate) struct Whole {
     /// Elements of the tensor before these: 0 unless the launch holds only a part of it.
     pub(crate) first_element: u64,
     pub(crate) numel: u64,
-    pub(crate) class: u32,
+    pub(crate) group: u32,
 }
 
 impl Whole {
@@ -106,7 +106,7 @@ impl Iterator for Tensors<'_> {
             tensor: record.tensor,
             first_element: record.first_element,
             numel: record.numel,
-            class: batch.classes[usize::from(record.set)],
+            group: batch.groups[usize::from(record.group)],
         };
         let mut ahead = *self;
         while let Some((_, more)) = ahead.record()

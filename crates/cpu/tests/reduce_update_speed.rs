@@ -46,11 +46,11 @@ impl Rank {
             first_element: 0,
             numel,
             first_chunk: 0,
-            set: 0,
+            group: 0,
         });
         let batch = Batch {
             records: records.collect(),
-            classes: vec![0],
+            groups: vec![0],
             chunks: 0,
         };
         let lists = storage.kernel.lists().iter().map(|&list| {

@@ -309,7 +309,7 @@ fn leaf_sums_fold_to_the_sums_of_chunks_in_every_format() {
                 level: Level::PORTABLE,
                 scalars: &storage.scalars,
                 grad_factor: 0.37,
-                sets: &storage.sets,
+                step_scalars: &storage.step_scalars,
                 changes: None,
             };
             let expected = normed.chunk_sums(call, 0, lists, [true; MAX_SUMS]);

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cust::sys;
 use fusestep_launch::{
     Accumulate, Addresses, Backend, BackendError, Batch, Buffer, CONTROL_BYTES, Conclude,
-    FoldLeaves, Graph, Launch, LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS, Reduce,
-    ResidentTable, SetValues, SquareSum, pack,
+    FoldLeaves, Graph, GroupValues, Launch, LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS,
+    Reduce, ResidentTable, SquareSum, pack,
 };
 
 use crate::buffer::{Allocation, DeviceBuffer};
@@ -361,7 +361,7 @@ impl Backend for CudaBackend {
     fn place_leaf_sums(
         &self,
         launch: &Launch<'_>,
-        values: &[SetValues],
+        values: &[GroupValues],
         slots: (&dyn Buffer, u64),
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
         Ok(Some(Box::new(resident::place_leaves(
@@ -388,7 +388,7 @@ impl Backend for CudaBackend {
     fn place_table(
         &self,
         launch: &Launch<'_>,
-        values: &[SetValues],
+        values: &[GroupValues],
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
         Ok(Some(Box::new(resident::place_launch(
             self, launch, values,
@@ -459,11 +459,11 @@ mod tests {
                 first_element: 0,
                 numel: elements,
                 first_chunk: 0,
-                set: 0,
+                group: 0,
             };
             let batch = Batch {
                 records: vec![record],
-                classes: vec![0],
+                groups: vec![0],
                 chunks: 1,
             };
             assert_eq!(threads_for(&batch), threads, "{elements}");

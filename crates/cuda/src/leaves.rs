@@ -140,7 +140,7 @@ fn enqueue_leaf_squares(
         tensor: record.tensor,
         first_element: record.first_element,
         numel: record.numel,
-        class: 0,
+        group: 0,
     });
     let batches = batches(kernel.entry(), tensors, kernel.argument_layout(), limits)
         .map_err(|error| unavailable(error.to_string()))?;
@@ -247,12 +247,12 @@ fn pieces_of(batches: &[Batch]) -> Vec<Batchable> {
     let piece = LEAVES_AT_ONCE * LEAF_ELEMENTS;
     let of_record = |batch: &Batch, record: &Record| {
         let (tensor, first, numel) = (record.tensor, record.first_element, record.numel);
-        let class = batch.classes.get(usize::from(record.set)).copied();
+        let group = batch.groups.get(usize::from(record.group)).copied();
         (0..numel).step_by(piece as usize).map(move |at| Batchable {
             tensor,
             first_element: first + at,
             numel: piece.min(numel - at),
-            class: class.unwrap_or(0),
+            group: group.unwrap_or(0),
         })
     };
     let of_batch = |batch: &Batch| -> Vec<Batchable> {

@@ -268,7 +268,7 @@ mod tests {
         let layout = ArgumentLayout {
             lists: 3,
             scalar_bytes: 56,
-            set_bytes: 24,
+            step_scalar_bytes: 24,
         };
         let chunk = u64::from(CHUNK_ELEMENTS);
         let numels = [chunk, 7 * chunk + 1, 5];
@@ -276,7 +276,7 @@ mod tests {
             tensor,
             first_element: 0,
             numel,
-            class: 0,
+            group: 0,
         });
         let batches = batches("test", tensors, layout, limits).unwrap();
         let heads: Vec<u64> = batches.iter().map(head_chunks).collect();
@@ -302,12 +302,12 @@ mod tests {
                 tensor,
                 first_element: 0,
                 numel,
-                class: 0,
+                group: 0,
             });
             let layout = ArgumentLayout {
                 lists: 3,
                 scalar_bytes: 56,
-                set_bytes: 24,
+                step_scalar_bytes: 24,
             };
             let limits = LaunchLimits::with_argument_bytes(usize::MAX);
             let batches = batches("test", tensors, layout, limits).unwrap();

@@ -4,9 +4,9 @@ use std::any::Any;
 use std::sync::{Arc, Mutex};
 
 use fusestep_launch::{
-    Addresses, ArgumentLayout, BackendError, Batch, Buffer, HEADER_BYTES, Launch, LaunchReport,
-    Reduce, ResidentTable, SetValues, SquareSum, TensorSums, WORKSPACE_BYTES, Workspace,
-    pack_launch_of_table, pack_reduction_table, pack_steps, pack_table, resident_sets,
+    Addresses, ArgumentLayout, BackendError, Batch, Buffer, GroupValues, HEADER_BYTES, Launch,
+    LaunchReport, Reduce, ResidentTable, SquareSum, TensorSums, WORKSPACE_BYTES, Workspace,
+    pack_launch_of_table, pack_reduction_table, pack_steps, pack_table, resident_step_scalars,
 };
 
 use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, threads_for};
@@ -34,7 +34,7 @@ pub(crate) struct DeviceTable {
     memory: Vec<Arc<Allocation>>,
 }
 
-/// What launches from a table do, once its sets are derived.
+/// What launches from a table do, once its step scalars are derived.
 #[derive(Debug)]
 enum Does {
     /// Update, or read gradients.
@@ -61,12 +61,12 @@ impl Does {
 
 #[derive(Debug)]
 struct PlacedBatch {
-    /// What sets are derived from, and behind it the table.
+    /// What step scalars are derived from, and behind it the table.
     memory: DeviceBuffer,
     table: u64,
     /// Of launches from the table.
     arguments: Vec<u8>,
-    classes: u32,
+    groups: u32,
     shape: Shape,
     sums: Option<PlacedSums>,
 }
@@ -91,7 +91,7 @@ impl ResidentTable for DeviceTable {
 pub(crate) fn place_launch(
     backend: &CudaBackend,
     launch: &Launch<'_>,
-    values: &[SetValues],
+    values: &[GroupValues],
 ) -> Result<DeviceTable, BackendError> {
     let addresses = launch_addresses(backend, launch)?;
     check_update_sums(launch)?;
@@ -157,7 +157,7 @@ pub(crate) fn place_launch(
 pub(crate) fn place_leaves(
     backend: &CudaBackend,
     launch: &Launch<'_>,
-    values: &[SetValues],
+    values: &[GroupValues],
     slots: (&dyn Buffer, u64),
 ) -> Result<DeviceTable, BackendError> {
     let (_, place) = tensor_sums::check_leaf_sums(backend, launch, slots)?;
@@ -177,10 +177,10 @@ pub(crate) fn place_leaves(
 fn place_batches(
     backend: &CudaBackend,
     launch: &Launch<'_>,
-    values: &[SetValues],
+    values: &[GroupValues],
     (addresses, workspaces): (&[u64], &[Workspace]),
 ) -> Result<Vec<PlacedBatch>, BackendError> {
-    let sets = resident_sets(NAME, launch.kernel)?;
+    let step_scalars = resident_step_scalars(NAME, launch.kernel)?;
     let (lists, others) = addresses.split_at(launch.lists.len());
     let packed = Addresses {
         lists,
@@ -191,7 +191,7 @@ fn place_batches(
     }
     let place = |(index, batch): (usize, &Batch)| {
         let layout = launch.kernel.argument_layout();
-        let steps = pack_steps(&sets, layout, batch, values);
+        let steps = pack_steps(&step_scalars, layout, batch, values);
         let mut table = pack_table(launch, batch, packed);
         let mut shape = Shape {
             threads: threads_for(batch),
@@ -222,7 +222,7 @@ fn place_batch(
         memory,
         arguments: pack_launch_of_table(table, layout, address),
         // The batching loop counts them in 16 bits.
-        classes: batch.classes.len() as u32,
+        groups: batch.groups.len() as u32,
         shape,
         sums: None,
     })
@@ -309,7 +309,7 @@ pub(crate) fn enqueue_leaves(
     Ok(())
 }
 
-/// Refuses a table of other lists or another purpose, and lets the device derive its sets.
+/// Refuses a table of other lists or another purpose, and lets the device derive its step scalars.
 fn begin_table(
     backend: &CudaBackend,
     launch: &Launch<'_>,
@@ -320,17 +320,17 @@ fn begin_table(
     if table.addresses != addresses || table.entry != launch.kernel.entry() || !fits {
         return Err(BackendError::ForeignTable { backend: NAME });
     }
-    let sets = resident_sets(NAME, launch.kernel)?;
+    let step_scalars = resident_step_scalars(NAME, launch.kernel)?;
     keep_table(backend, table);
     let stem = launch.kernel.stem();
     for batch in &table.batches {
-        enqueue_sets(backend, (stem, sets.entry), batch)?;
+        enqueue_step_scalars(backend, (stem, step_scalars.entry), batch)?;
     }
     Ok(())
 }
 
-/// Derives the sets of a batch.
-fn enqueue_sets(
+/// Derives the step scalars of a batch.
+fn enqueue_step_scalars(
     backend: &CudaBackend,
     (stem, entry): (&'static str, &'static str),
     batch: &PlacedBatch,
@@ -339,7 +339,7 @@ fn enqueue_sets(
         stem,
         entry,
         threads: BLOCK_THREADS,
-        blocks: batch.classes.div_ceil(BLOCK_THREADS),
+        blocks: batch.groups.div_ceil(BLOCK_THREADS),
     };
     backend.enqueue(entry, &mut |bytes| {
         bytes[..8].copy_from_slice(&batch.table.to_le_bytes());

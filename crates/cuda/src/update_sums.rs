@@ -96,7 +96,7 @@ pub(crate) fn place(
     let layout = ArgumentLayout {
         lists: 0,
         scalar_bytes: size_of::<u64>(),
-        set_bytes: 0,
+        step_scalar_bytes: 0,
     };
     Ok(Some(PlacedSums {
         arguments: pack_launch_of_table(&table, layout, memory.address() + kept_bytes),

@@ -12,8 +12,8 @@ use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::{
-    Backend, BackendError, Batchable, Launch, LaunchLimits, ListBuffer, MultiTensorKernel,
-    Precision, SetValues, UnitSums, UpdateSums, batches,
+    Backend, BackendError, Batchable, GroupValues, Launch, LaunchLimits, ListBuffer,
+    MultiTensorKernel, Precision, UnitSums, UpdateSums, batches,
 };
 use fusestep_planner::{Optimizer, Planner, TableKind, UpdateNorms};
 use fusestep_tensor::{DType, Role};
@@ -30,7 +30,7 @@ fn every_rule_cut_in_every_way_has_the_norms_of_the_host() {
         chunk_elements: 64,
         chunks_per_launch: 3,
     };
-    let small = Case::new([0, 1, 63, 64, 65, 500, 0, 191, 2048], DType::F32).with_hyper_classes();
+    let small = Case::new([0, 1, 63, 64, 65, 500, 0, 191, 2048], DType::F32).with_groups();
     let mut large = Case::new([5, 65_536 * 4 + 1, 0, 65_535, 9], DType::F32);
     large.steps = 2;
     let extreme = Case::new([700, 65_537], DType::F32).with_gradients(Gradients::Extreme);
@@ -48,7 +48,7 @@ fn every_rule_cut_in_every_way_has_the_norms_of_the_host() {
 #[test]
 fn every_rule_and_format_has_the_norms_of_the_host() {
     for (dtype, precision) in formats() {
-        let mut case = Case::new([0, 1, 1500], dtype).with_hyper_classes();
+        let mut case = Case::new([0, 1, 1500], dtype).with_groups();
         case.steps = 2;
         let passes = |planner: Planner| measured(planner.precision(precision));
         for rule in rules() {
@@ -59,7 +59,7 @@ fn every_rule_and_format_has_the_norms_of_the_host() {
 
 /// Steps some of which are skipped, and after each the norms of the updates; then all bits.
 fn train(rule: Optimizer, way: WayOfStep, backend: &dyn Backend) -> (Vec<Vec<f64>>, Vec<u8>) {
-    let case = Case::new([70, 3, 0, 1300], DType::F32).with_hyper_classes();
+    let case = Case::new([70, 3, 0, 1300], DType::F32).with_groups();
     let planner = measured(scaled(Planner::new(rule))).limits(backend.limits());
     let plan = planner.plan(&case.params).unwrap();
     assert_eq!(plan.table(), TableKind::Resident);
@@ -126,10 +126,8 @@ fn step_at(
     (offsets, numel): (&[u64], u64),
     (slots, chunk_elements): (usize, u32),
 ) -> Result<(Vec<Vec<u8>>, Vec<UnitSums>), BackendError> {
-    let kernel = rule
-        .rule()
-        .kernel(DType::F32, Precision::default())
-        .unwrap();
+    let rule = rule.rule();
+    let kernel = rule.kernel(DType::F32, Precision::default()).unwrap();
     let limits = LaunchLimits {
         chunk_elements,
         ..LaunchLimits::default()
@@ -138,21 +136,22 @@ fn step_at(
         tensor,
         first_element: 0,
         numel,
-        class: 0,
+        group: 0,
     });
     let layout = kernel.argument_layout();
     let batches = batches("test", tensors, layout, limits).unwrap();
     let mut lists = lists_of(backend, kernel.as_ref(), offsets.last().unwrap() + numel)?;
-    let (mut scalars, mut sets) = (vec![0; layout.scalar_bytes], vec![0; layout.set_bytes]);
+    let mut scalars = vec![0; layout.scalar_bytes];
+    let mut step_scalars = vec![0; layout.step_scalar_bytes];
     kernel.write_scalars(&mut scalars);
-    let values = SetValues {
+    let values = GroupValues {
         lr: 0.01,
         lr_scale: 1.0,
         weight_decay: None,
         trust: None,
         step: 1,
     };
-    kernel.write_set(values, &mut sets);
+    kernel.write_step_scalars(values, &mut step_scalars);
     let members: Vec<u32> = (0..offsets.len() as u32).collect();
     let tensors = 0..=offsets.len() as u64;
     let firsts: Vec<u64> = tensors.map(|t| t * numel.div_ceil(65_536)).collect();
@@ -172,7 +171,7 @@ fn step_at(
             slots: sums.as_mut(),
             firsts: &firsts,
         }),
-        sets: &sets,
+        step_scalars: &step_scalars,
         limits,
     };
     let table = backend.place_table(&launch, &[values])?;

@@ -39,7 +39,7 @@ fn three_chunks() -> LaunchLimits {
 #[test]
 fn every_dtype_gives_the_bits_of_the_host() {
     for dtype in [DType::F32, DType::F64] {
-        let mut case = Case::new(EDGE_NUMELS, dtype).with_hyper_classes();
+        let mut case = Case::new(EDGE_NUMELS, dtype).with_groups();
         case.params[4].trust = Some(Trust::Plain);
         case.steps = 2;
         for rule in rules() {
@@ -54,7 +54,7 @@ fn every_16_bit_format_gives_the_bits_of_the_host() {
     for (index, (dtype, precision)) in formats().into_iter().enumerate() {
         // Two chunks take the emulator seconds; every fifth format goes through them.
         let longest = if index % 5 == 0 { 65_537 } else { 1500 };
-        let mut case = Case::new([0, 1, longest], dtype).with_hyper_classes();
+        let mut case = Case::new([0, 1, longest], dtype).with_groups();
         case.steps = 2;
         let mut extreme = Case::new([700], dtype).with_gradients(Gradients::Extreme);
         extreme.steps = 1;
@@ -121,7 +121,7 @@ fn tensors_of_a_leaf_at_most_give_the_bits_of_the_host() {
         .into_iter()
         .chain([(DType::F32, Precision::default())])
     {
-        let mut case = Case::new(numels.clone(), dtype).with_hyper_classes();
+        let mut case = Case::new(numels.clone(), dtype).with_groups();
         case.steps = 2;
         let mut extreme = case.clone().with_gradients(Gradients::Extreme);
         extreme.steps = 1;

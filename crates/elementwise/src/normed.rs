@@ -32,8 +32,8 @@ pub struct Tensor<'a> {
     pub kernel: &'a dyn MultiTensorKernel,
     /// What it is called with.
     pub call: HostCall<'a>,
-    /// Index of the tensor's set.
-    pub class: u32,
+    /// Index of the tensor's group.
+    pub group: u32,
     /// Element count.
     pub numel: usize,
     /// The tensor's position among the caller's parameters.
@@ -83,16 +83,16 @@ fn step_normed(tensor: Tensor<'_>, normed: &dyn NormedKernel, pool: Option<&Pool
         Some(sums) => sums,
         None => tensor_sums(&tensor, pool),
     };
-    let mut set = [0; FINISHED_BYTES];
-    let outcome = normed.finish(tensor.call, tensor.class, sums, &mut set);
+    let mut step_scalars = [0; FINISHED_BYTES];
+    let outcome = normed.finish(tensor.call, tensor.group, sums, &mut step_scalars);
     if outcome == Outcome::Update {
         let finished = Tensor {
             kernel: tensor.kernel,
             call: HostCall {
-                sets: &set,
+                step_scalars: &step_scalars,
                 ..tensor.call
             },
-            class: 0,
+            group: 0,
             lists: tensor.lists,
             ..tensor
         };
@@ -112,8 +112,8 @@ fn step_normed(tensor: Tensor<'_>, normed: &dyn NormedKernel, pool: Option<&Pool
     outcome
 }
 
-/// The update, once what it needs of the whole tensor is in its set. The chunks whose sums were
-/// taken last come first: they may still be in the cache of the thread that took them.
+/// The update, once what it needs of the whole tensor is in its step scalars. The chunks whose sums
+/// were taken last come first: they may still be in the cache of the thread that took them.
 fn update(tensor: Tensor<'_>, pool: Option<&Pool>) {
     if tensor.kernel.normed().is_none() {
         return match pool {
@@ -245,7 +245,7 @@ fn chunk_sums(tensor: &Tensor<'_>, chunk: usize, wanted: [bool; MAX_SUMS]) -> [f
         let width = declared.dtype.len_bytes();
         *bytes = &list.bytes()[elements.start * width..elements.end * width];
     }
-    normed.chunk_sums(tensor.call, tensor.class, lists, wanted)
+    normed.chunk_sums(tensor.call, tensor.group, lists, wanted)
 }
 
 impl<'a> Tensor<'a> {
@@ -271,7 +271,7 @@ impl<'a> Tensor<'a> {
     }
 
     fn spans(&self) -> HostSpans<'static> {
-        HostSpans::part(self.numel, self.class, self.parameter, self.first_element)
+        HostSpans::part(self.numel, self.group, self.parameter, self.first_element)
     }
 }
 
@@ -305,7 +305,7 @@ impl Split for Tensor<'_> {
         let part = |lists, update_sums, first, numel| Tensor {
             kernel: self.kernel,
             call: self.call,
-            class: self.class,
+            group: self.group,
             numel,
             parameter: self.parameter,
             first_element: self.first_element + first as u64,

@@ -2,12 +2,12 @@
 
 use fusestep_tensor::Trust;
 
-use crate::{HostCall, HostList, HostSpans, MAX_LISTS, SetValues};
+use crate::{GroupValues, HostCall, HostList, HostSpans, MAX_LISTS};
 
 /// Most sums that a kernel takes over a tensor.
 pub const MAX_SUMS: usize = 2;
 
-/// Most bytes of a finished set.
+/// Most bytes of finished step scalars.
 pub const FINISHED_BYTES: usize = 64;
 
 /// Bytes at the start of a normed kernel's scalars that belong to the backend, not to the kernel;
@@ -52,7 +52,7 @@ impl Excluded {
 
     /// Whether the rate of a tensor with these values is scaled: the tensor's own word first, then
     /// this option.
-    pub fn trust(self, values: &SetValues) -> Trust {
+    pub fn trust(self, values: &GroupValues) -> Trust {
         match (values.trust, values.weight_decay, self) {
             (Some(trust), _, _) => trust,
             (None, Some(0.0), Excluded::PlainLr) => Trust::Plain,
@@ -67,7 +67,7 @@ impl Excluded {
 /// A backend takes the sums of every chunk ([`NormedKernel::chunk_sums`]), adds up a tensor's
 /// chunks ([`crate::tree_sum`]), lets the kernel derive the scalars of the update
 /// ([`NormedKernel::finish`]) and then runs [`crate::MultiTensorKernel::run_host`] with what that
-/// wrote in place of the class's set. Sums follow the fixed tree, whose chunk is
+/// wrote in place of the group's step scalars. Sums follow the fixed tree, whose chunk is
 /// [`crate::CHUNK_ELEMENTS`] whatever the limits say, so they depend on the tensor alone.
 pub trait NormedKernel: Send + Sync {
     /// The device entries; [`crate::MultiTensorKernel::entry`] is the name of both together.
@@ -79,19 +79,19 @@ pub trait NormedKernel: Send + Sync {
     fn chunk_sums(
         &self,
         call: HostCall<'_>,
-        class: u32,
+        group: u32,
         lists: [&[u8]; MAX_LISTS],
         wanted: [bool; MAX_SUMS],
     ) -> [f64; MAX_SUMS];
 
     /// Derives the scalars of a tensor's update from its sums, in f64 and rounded once, and writes
-    /// them into `set`.
+    /// them into `step_scalars`.
     fn finish(
         &self,
         call: HostCall<'_>,
-        class: u32,
+        group: u32,
         sums: [f64; MAX_SUMS],
-        set: &mut [u8; FINISHED_BYTES],
+        step_scalars: &mut [u8; FINISHED_BYTES],
     ) -> Outcome;
 
     /// The position of the sum that is Σ g² over the gradient as it is stored, if there is one. A
@@ -171,7 +171,7 @@ mod tests {
 
     #[test]
     fn a_tensors_own_word_comes_before_the_option() {
-        let values = |weight_decay, trust| SetValues {
+        let values = |weight_decay, trust| GroupValues {
             lr: 1.0,
             lr_scale: 1.0,
             weight_decay,

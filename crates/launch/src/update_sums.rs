@@ -72,7 +72,7 @@ pub fn pack_update_sums(
     let layout = ArgumentLayout {
         lists: values.len() + 3,
         scalar_bytes: 8,
-        set_bytes: 0,
+        step_scalar_bytes: 0,
     };
     let mut out = vec![0; layout.bytes(batch.records.len(), 0)];
     let mut writer = Writer {

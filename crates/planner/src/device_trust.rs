@@ -12,7 +12,7 @@ use std::ops::Range;
 use fusestep_collective::{Operation, ReduceOp};
 use fusestep_launch::{
     Backend, Batch, Batchable, Buffer, CHUNK_LEAVES, CHUNK_UNITS, ChunkSums, FoldLeaves,
-    LEAF_ELEMENTS, MAX_SUMS, ResidentTable, SLOT_VALUES, SetValues, TensorPartials, TensorSums,
+    GroupValues, LEAF_ELEMENTS, MAX_SUMS, ResidentTable, SLOT_VALUES, TensorPartials, TensorSums,
     batches, leaf_place,
 };
 use fusestep_tensor::DType;
@@ -193,7 +193,7 @@ impl DeviceTrust {
                     tensor: record.tensor,
                     first_element: slot.elements.start,
                     numel: slot.elements.end - slot.elements.start,
-                    class: batch.classes[usize::from(record.set)],
+                    group: batch.groups[usize::from(record.group)],
                 });
             }
         }
@@ -314,7 +314,7 @@ fn own_leaves(
     let slots = &mut own.slots;
     for OwnSums { stage, runs } in parts.iter_mut().filter(|part| !part.runs.is_empty()) {
         let rule = state.storages[stage.storage].spec.rule;
-        let values: Vec<SetValues> = launches::set_values(state, rule).collect();
+        let values: Vec<GroupValues> = launches::group_values(state, rule).collect();
         reduce::with_gradients(plan, state, stage.bucket, |state| {
             for run in runs {
                 let Some(launch) = launches::with_batches(plan, state, stage, &run.batches) else {

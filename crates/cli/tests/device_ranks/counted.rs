@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use fusestep_cuda::CudaBackend;
 use fusestep_launch::{
-    Accumulate, Backend, BackendError, Buffer, Conclude, FoldLeaves, Graph, Launch, LaunchLimits,
-    LaunchReport, LeafSquares, MAX_SUMS, Reduce, ResidentTable, SetValues, SquareSum,
+    Accumulate, Backend, BackendError, Buffer, Conclude, FoldLeaves, Graph, GroupValues, Launch,
+    LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS, Reduce, ResidentTable, SquareSum,
 };
 
 /// CUDA, with the bytes that the planner reads and writes.
@@ -139,7 +139,7 @@ impl Backend for Counted {
     fn place_table(
         &self,
         launch: &Launch<'_>,
-        values: &[SetValues],
+        values: &[GroupValues],
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
         self.cuda.place_table(launch, values)
     }
@@ -162,7 +162,7 @@ impl Backend for Counted {
     fn place_leaf_sums(
         &self,
         launch: &Launch<'_>,
-        values: &[SetValues],
+        values: &[GroupValues],
         slots: (&dyn Buffer, u64),
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
         self.cuda.place_leaf_sums(launch, values, slots)

@@ -3,9 +3,9 @@
 
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::{
-    Backend, Batchable, Buffer, CHUNK_LEAVES, CHUNK_UNITS, ChunkSums, FoldLeaves, LEAF_ELEMENTS,
-    Launch, LaunchLimits, ListBuffer, MAX_SUMS, MultiTensorKernel, Precision, SLOT_VALUES,
-    SetValues, TensorPartials, TensorSums, UpdateRule, batches, leaf_place, tree_sum,
+    Backend, Batchable, Buffer, CHUNK_LEAVES, CHUNK_UNITS, ChunkSums, FoldLeaves, GroupValues,
+    LEAF_ELEMENTS, Launch, LaunchLimits, ListBuffer, MAX_SUMS, MultiTensorKernel, Precision,
+    SLOT_VALUES, TensorPartials, TensorSums, UpdateRule, batches, leaf_place, tree_sum,
 };
 use fusestep_tensor::DType;
 
@@ -159,13 +159,14 @@ fn updated(backend: &dyn Backend, records: u64, on_device: bool) -> Vec<Vec<u8>>
         // Parts in the midst of tensors.
         first_element: LEAF_ELEMENTS * record,
         numel: numel(record, records),
-        class: 0,
+        group: 0,
     });
     let batches = batches("test", parts, layout, limits).unwrap();
     let (mut lists, offsets) = lists(backend, kernel.as_ref(), records);
-    let (mut scalars, mut sets) = (vec![0; layout.scalar_bytes], vec![0; layout.set_bytes]);
+    let mut scalars = vec![0; layout.scalar_bytes];
+    let mut step_scalars = vec![0; layout.step_scalar_bytes];
     kernel.write_scalars(&mut scalars);
-    let values = SetValues {
+    let values = GroupValues {
         // So much that what is updated hangs on the sums to the last bit.
         lr: 1e4,
         lr_scale: 1.0,
@@ -173,7 +174,7 @@ fn updated(backend: &dyn Backend, records: u64, on_device: bool) -> Vec<Vec<u8>>
         trust: None,
         step: 1,
     };
-    kernel.write_set(values, &mut sets);
+    kernel.write_step_scalars(values, &mut step_scalars);
     // Each record is of another parameter than its tensor's number says.
     let members: Vec<u32> = (0..records).map(|r| ((r + 4) % 6) as u32).collect();
     let (tensors, _) = tables(|_| 0);
@@ -205,7 +206,7 @@ fn updated(backend: &dyn Backend, records: u64, on_device: bool) -> Vec<Vec<u8>>
                 TensorSums::Host(&host)
             }),
             update_sums: None,
-            sets: &sets,
+            step_scalars: &step_scalars,
             limits,
         };
         backend.launch(launch).unwrap();
