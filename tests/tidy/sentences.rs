@@ -3,7 +3,7 @@
 use crate::source;
 
 /// Words of our own that the field has others for; as identifiers of Rust.
-const RETIRED: [(&str, &str); 22] = [
+const RETIRED: [(&str, &str); 25] = [
     ("Ring", "CommStream"),
     ("rings", "comm_streams"),
     ("Meet", "Rendezvous"),
@@ -26,6 +26,9 @@ const RETIRED: [(&str, &str); 22] = [
     ("sets_entry", "step_scalars_entry"),
     ("HyperClass", "ParameterGroup"),
     ("CLASS_BYTES", "GROUP_BYTES"),
+    ("SLOT_VALUES", "ROW_VALUES"),
+    ("first_slot", "first_row"),
+    ("UpdateSlots", "UpdateRows"),
 ];
 
 /// What is wrong with a file.

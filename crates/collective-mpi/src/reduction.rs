@@ -102,19 +102,19 @@ pub(crate) fn reduce(
             _ => Memory::Two(send, receive),
         },
     };
-    let slot = segment.next_multiple_of(64).min(task.longest_slot());
+    let stride = segment.next_multiple_of(64).min(task.longest_stride());
     let (mut incoming, mut reduced) = (
         std::mem::take(&mut comm.incoming),
         std::mem::take(&mut comm.reduced),
     );
-    grow(&mut incoming, slot * world_size);
-    grow(&mut reduced, slot);
+    grow(&mut incoming, stride * world_size);
+    grow(&mut reduced, stride);
     {
         let incoming = bytemuck::cast_slice_mut(&mut incoming);
         let reduced = bytemuck::cast_slice_mut(&mut reduced);
         // One round more than there are segments: the results of the last one still have to go.
         for round in 0..=task.segments() {
-            one_round(comm, &task, &mut memory, (incoming, slot), reduced, round);
+            one_round(comm, &task, &mut memory, (incoming, stride), reduced, round);
         }
     }
     (comm.incoming, comm.reduced) = (incoming, reduced);
@@ -126,7 +126,7 @@ fn one_round(
     comm: &mut MpiCommunicator,
     task: &Task<'_>,
     memory: &mut Memory<'_>,
-    (incoming, slot): (&mut [u8], usize),
+    (incoming, stride): (&mut [u8], usize),
     reduced: &mut [u8],
     round: usize,
 ) {
@@ -143,7 +143,7 @@ fn one_round(
     let own = leaving[rank].len();
     let mut pieces: Vec<Piece<'_>> = Vec::with_capacity(4 * world_size);
     for (from, bytes) in incoming
-        .chunks_mut(slot.max(1))
+        .chunks_mut(stride.max(1))
         .take(world_size)
         .enumerate()
     {
@@ -171,7 +171,7 @@ fn one_round(
             if from == rank {
                 leaving[rank]
             } else {
-                &incoming[from * slot..][..own]
+                &incoming[from * stride..][..own]
             }
         })
         .collect();
@@ -234,7 +234,7 @@ impl Memory<'_> {
 
 impl Task<'_> {
     /// Bytes for the longest segment of any part, whole cache lines.
-    fn longest_slot(&self) -> usize {
+    fn longest_stride(&self) -> usize {
         let longest = self.parts.iter().map(|part| part.len()).max();
         longest.unwrap_or(0).next_multiple_of(64)
     }

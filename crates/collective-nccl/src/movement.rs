@@ -235,14 +235,17 @@ fn all_to_all(
         Memory::Same(base) => base,
     };
     // In place, what arrives would overwrite what has not left yet.
-    let slots = &comm.link.workspace.slots;
-    let (slots, step) = (slots.address, cut::step(slots.len_bytes(), ranges.len()));
+    let received = &comm.link.workspace.received;
+    let (received, step) = (
+        received.address,
+        cut::step(received.len_bytes(), ranges.len()),
+    );
     for start in cut::starts(ranges, step) {
         let parts = cut::parts(ranges, start, step);
         let blocks: Vec<_> = cut::packed(&parts)
             .into_iter()
             .zip(parts)
-            .map(|(place, part)| (slots + place.start as u64, part))
+            .map(|(place, part)| (received + place.start as u64, part))
             .collect();
         comm.engine(print, |link| {
             blocks

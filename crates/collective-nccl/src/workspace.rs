@@ -11,7 +11,7 @@ use crate::device::Device;
 pub(crate) struct Workspace {
     /// What others contribute to the part that this rank reduces, and what has to leave before its
     /// place is written.
-    pub(crate) slots: DeviceBuffer,
+    pub(crate) received: DeviceBuffer,
     /// Where host buffers go.
     pub(crate) staging: DeviceBuffer,
 }
@@ -34,7 +34,7 @@ impl Workspace {
             })
         };
         Ok(Self {
-            slots: buffer()?,
+            received: buffer()?,
             staging: buffer()?,
         })
     }

@@ -10,13 +10,13 @@ use fusestep_simd::Level;
 
 use crate::backend::{CudaBackend, Entry};
 use crate::checks::check_records;
-use crate::normed::SLOT_BYTES;
+use crate::normed::ROW_BYTES;
 use crate::reduce::check_end;
 use crate::session::unavailable;
 use crate::tensor_sums::{Place, normed_of};
 use crate::{NAME, tensor_sums};
 
-/// Threads of a block that sums up one leaf: one warp, whose groups take rows of it.
+/// Threads of a block that sums up one leaf: one warp, whose groups take lines of it.
 const LEAF_THREADS: u32 = 32;
 
 /// Leaves of which each is in a unit of its own: the sum of that unit is that of the leaf.
@@ -60,9 +60,9 @@ pub(crate) fn squares(
     let count = records.map(|record| leaves_of(record.numel)).sum::<u64>();
     check_count(count, sums)?;
     let len_bytes = size_of_val(sums);
-    let partials = leaf_slots(backend, len_bytes.div_ceil(SLOT_BYTES) as u64)?;
+    let partials = leaf_rows(backend, len_bytes.div_ceil(ROW_BYTES) as u64)?;
     enqueue_leaf_squares(backend, leaves, partials)?;
-    read_leaf_slots(backend, bytemuck::cast_slice_mut(sums))
+    read_leaf_rows(backend, bytemuck::cast_slice_mut(sums))
 }
 
 /// As [`Backend::leaf_squares_into`].
@@ -193,22 +193,19 @@ pub(crate) fn sums(
     for batch in &batches {
         check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
     }
-    let slots = leaf_slots(backend, pieces.len() as u64)?;
-    let place = Place {
-        slots,
-        first_slot: 0,
-    };
+    let rows = leaf_rows(backend, pieces.len() as u64)?;
+    let place = Place { rows, first_row: 0 };
     tensor_sums::enqueue_parts(
         backend,
         launch,
         (normed.sums_and_update().sums, &batches),
         place,
     )?;
-    let mut values = vec![0.0; pieces.len() * SLOT_BYTES / size_of::<f64>()];
-    read_leaf_slots(backend, bytemuck::cast_slice_mut(&mut values))?;
-    let slots = values.chunks_exact(SLOT_BYTES / size_of::<f64>());
-    let of_pieces = slots.zip(&pieces).flat_map(|(slot, piece)| {
-        let units = slot.chunks_exact(MAX_SUMS);
+    let mut values = vec![0.0; pieces.len() * ROW_BYTES / size_of::<f64>()];
+    read_leaf_rows(backend, bytemuck::cast_slice_mut(&mut values))?;
+    let rows = values.chunks_exact(ROW_BYTES / size_of::<f64>());
+    let of_pieces = rows.zip(&pieces).flat_map(|(row, piece)| {
+        let units = row.chunks_exact(MAX_SUMS);
         units.take(leaves_of(piece.numel) as usize)
     });
     for (sums, unit) in sums.iter_mut().zip(of_pieces) {
@@ -217,17 +214,17 @@ pub(crate) fn sums(
     Ok(())
 }
 
-/// The address of so many slots for sums over leaves, which are 0.
-fn leaf_slots(backend: &CudaBackend, count: u64) -> Result<u64, BackendError> {
+/// The address of so many rows for sums over leaves, which are 0.
+fn leaf_rows(backend: &CudaBackend, count: u64) -> Result<u64, BackendError> {
     backend.session.enter()?;
     let mut kernels = backend.kernels();
-    kernels.leaf_slots.at_least(&backend.session, count)?;
-    kernels.leaf_slots.zero()
+    kernels.leaf_rows.at_least(&backend.session, count)?;
+    kernels.leaf_rows.zero()
 }
 
 /// Reads what a launch has left in them; waits for it.
-fn read_leaf_slots(backend: &CudaBackend, bytes: &mut [u8]) -> Result<(), BackendError> {
-    backend.kernels().leaf_slots.read(bytes)
+fn read_leaf_rows(backend: &CudaBackend, bytes: &mut [u8]) -> Result<(), BackendError> {
+    backend.kernels().leaf_rows.read(bytes)
 }
 
 /// Where the lists of a launch lie.

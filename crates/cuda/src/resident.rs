@@ -12,7 +12,7 @@ use fusestep_launch::{
 use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, threads_for};
 use crate::buffer::{Allocation, DeviceBuffer};
 use crate::checks::check_records;
-use crate::normed::{self, Slots, slot_count, workspace};
+use crate::normed::{self, Rows, row_count, workspace};
 use crate::reduce::{check_end, read_list};
 use crate::session::unavailable;
 use crate::tensor_sums::{Place, normed_of, workspaces_of_parts};
@@ -22,7 +22,7 @@ use crate::{NAME, tensor_sums, update_sums};
 /// The tables of one launch, one for each batch.
 #[derive(Debug)]
 pub(crate) struct DeviceTable {
-    /// The lists, the control block, the slots for update sums and the element that each list
+    /// The lists, the control block, the rows for update sums and the element that each list
     /// begins with, or the list and then the partial sums, that the tables were built from.
     addresses: Vec<u64>,
     /// Of the kernel that it was built for.
@@ -39,11 +39,11 @@ pub(crate) struct DeviceTable {
 enum Does {
     /// Update, or read gradients.
     Run,
-    /// Take sums over tensors and then update; the table holds the address of the slots.
-    SumAndUpdate(Arc<Mutex<Slots>>),
+    /// Take sums over tensors and then update; the table holds the address of the rows.
+    SumAndUpdate(Arc<Mutex<Rows>>),
     /// Place the sums of whole tensors, by launches with these arguments, and update parts of them.
     UpdateParts {
-        slots: Arc<Mutex<Slots>>,
+        rows: Arc<Mutex<Rows>>,
         places: Vec<Vec<u8>>,
     },
     /// Take the sums of leaves.
@@ -51,9 +51,9 @@ enum Does {
 }
 
 impl Does {
-    fn slots(&self) -> Option<&Arc<Mutex<Slots>>> {
+    fn rows(&self) -> Option<&Arc<Mutex<Rows>>> {
         match self {
-            Does::SumAndUpdate(slots) | Does::UpdateParts { slots, .. } => Some(slots),
+            Does::SumAndUpdate(rows) | Does::UpdateParts { rows, .. } => Some(rows),
             Does::Run | Does::SumLeaves => None,
         }
     }
@@ -96,31 +96,31 @@ pub(crate) fn place_launch(
     let addresses = launch_addresses(backend, launch)?;
     check_update_sums(launch)?;
     let mut memory = Vec::new();
-    let place_slots = || backend.kernels().place_slots(slot_count(launch)?);
+    let place_rows = || backend.kernels().place_rows(row_count(launch)?);
     let indices = 0..launch.batches.len();
-    let (does, workspaces, tensor_slots) = match (launch.kernel.normed(), launch.tensor_sums) {
+    let (does, workspaces, tensor_rows) = match (launch.kernel.normed(), launch.tensor_sums) {
         (None, _) => (Does::Run, Vec::new(), None),
         (Some(_), None) => {
-            let (slots, address) = place_slots()?;
+            let (rows, address) = place_rows()?;
             let workspaces = indices.map(|index| workspace(launch, index, address));
             (
-                Does::SumAndUpdate(slots),
+                Does::SumAndUpdate(rows),
                 workspaces.collect(),
                 Some(address),
             )
         }
         (Some(_), Some(TensorSums::Device(sums))) => {
-            let (slots, address) = place_slots()?;
+            let (rows, address) = place_rows()?;
             let places = tensor_sums::pack_places(backend, launch, address, sums)?;
             for buffer in [sums.sums, sums.tensors] {
                 memory.push(Arc::clone(backend.device_buffer(buffer)?.allocation()));
             }
             let place = Place {
-                slots: address,
-                first_slot: 0,
+                rows: address,
+                first_row: 0,
             };
             let workspaces = workspaces_of_parts(launch.batches, place).collect();
-            (Does::UpdateParts { slots, places }, workspaces, None)
+            (Does::UpdateParts { rows, places }, workspaces, None)
         }
         (Some(_), Some(TensorSums::Host(_))) => {
             return Err(unavailable(format!(
@@ -134,14 +134,8 @@ pub(crate) fn place_launch(
     let (lists, others) = addresses.split_at(launch.lists.len());
     for (index, placed) in batches.iter_mut().enumerate() {
         let control_and_sums = (others[0], others[1]);
-        placed.sums = update_sums::place(
-            backend,
-            launch,
-            index,
-            lists,
-            control_and_sums,
-            tensor_slots,
-        )?;
+        placed.sums =
+            update_sums::place(backend, launch, index, lists, control_and_sums, tensor_rows)?;
     }
     Ok(DeviceTable {
         addresses,
@@ -158,9 +152,9 @@ pub(crate) fn place_leaves(
     backend: &CudaBackend,
     launch: &Launch<'_>,
     values: &[GroupValues],
-    slots: (&dyn Buffer, u64),
+    rows: (&dyn Buffer, u64),
 ) -> Result<DeviceTable, BackendError> {
-    let (_, place) = tensor_sums::check_leaf_sums(backend, launch, slots)?;
+    let (_, place) = tensor_sums::check_leaf_sums(backend, launch, rows)?;
     let addresses = launch_addresses(backend, launch)?;
     let workspaces: Vec<_> = workspaces_of_parts(launch.batches, place).collect();
     Ok(DeviceTable {
@@ -169,7 +163,7 @@ pub(crate) fn place_leaves(
         entry: launch.kernel.entry(),
         elements: 0,
         does: Does::SumLeaves,
-        memory: vec![Arc::clone(backend.device_buffer(slots.0)?.allocation())],
+        memory: vec![Arc::clone(backend.device_buffer(rows.0)?.allocation())],
     })
 }
 
@@ -228,7 +222,7 @@ fn place_batch(
     })
 }
 
-/// The lists' addresses, those of the control block and of the slots for update sums, or 0, and
+/// The lists' addresses, those of the control block and of the rows for update sums, or 0, and
 /// the elements that the lists begin with.
 fn launch_addresses(backend: &CudaBackend, launch: &Launch<'_>) -> Result<Vec<u64>, BackendError> {
     let count = launch.lists.len();
@@ -375,7 +369,7 @@ fn enqueue_placed(
     backend.enqueue_packed(entry, &batch.arguments)
 }
 
-/// Makes a graph that is being recorded keep a table and its slots.
+/// Makes a graph that is being recorded keep a table and its rows.
 fn keep_table(backend: &CudaBackend, table: &DeviceTable) {
     for batch in &table.batches {
         backend.keep(batch.memory.allocation());
@@ -386,11 +380,11 @@ fn keep_table(backend: &CudaBackend, table: &DeviceTable) {
     for allocation in &table.memory {
         backend.keep(allocation);
     }
-    if let Some(slots) = table.does.slots() {
-        let slots = slots
+    if let Some(rows) = table.does.rows() {
+        let rows = rows
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
-        if let Some(allocation) = slots.allocation() {
+        if let Some(allocation) = rows.allocation() {
             backend.keep(allocation);
         }
     }

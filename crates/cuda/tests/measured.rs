@@ -118,13 +118,13 @@ fn lists_of(
     Ok(lists)
 }
 
-/// One step of a rule over tensors at these offsets, which lie in slots of their own; with so many
-/// slots for so many chunks.
+/// One step of a rule over tensors at these offsets, which lie in rows of their own; with so many
+/// rows for so many chunks.
 fn step_at(
     backend: &dyn Backend,
     rule: &Optimizer,
     (offsets, numel): (&[u64], u64),
-    (slots, chunk_elements): (usize, u32),
+    (rows, chunk_elements): (usize, u32),
 ) -> Result<(Vec<Vec<u8>>, Vec<UnitSums>), BackendError> {
     let rule = rule.rule();
     let kernel = rule.kernel(DType::F32, Precision::default()).unwrap();
@@ -155,7 +155,7 @@ fn step_at(
     let members: Vec<u32> = (0..offsets.len() as u32).collect();
     let tensors = 0..=offsets.len() as u64;
     let firsts: Vec<u64> = tensors.map(|t| t * numel.div_ceil(65_536)).collect();
-    let mut sums = backend.allocate(slots * size_of::<UnitSums>())?;
+    let mut sums = backend.allocate(rows * size_of::<UnitSums>())?;
     let launch = Launch {
         kernel: kernel.as_ref(),
         batches: &batches,
@@ -168,7 +168,7 @@ fn step_at(
         grad_sums: None,
         tensor_sums: None,
         update_sums: Some(UpdateSums {
-            slots: sums.as_mut(),
+            rows: sums.as_mut(),
             firsts: &firsts,
         }),
         step_scalars: &step_scalars,
@@ -185,7 +185,7 @@ fn step_at(
         backend.read(list.buffer.as_ref(), 0, &mut bytes)?;
         all.push(bytes);
     }
-    let mut found = vec![UnitSums::default(); slots];
+    let mut found = vec![UnitSums::default(); rows];
     backend.read(sums.as_ref(), 0, bytemuck::cast_slice_mut(&mut found))?;
     Ok((all, found))
 }
@@ -207,7 +207,7 @@ fn addresses_that_no_pack_fits_have_the_sums_of_the_host_and_touch_no_other() {
             let expected = step_at(&cpu(), &rule, places, (5, 65_536)).unwrap();
             assert!(found == expected, "{rule}, shift {shift}");
             let [sums @ .., behind, last] = &found.1[..] else {
-                panic!("five slots")
+                panic!("five rows")
             };
             assert!(sums.iter().all(|units| units[0] > 0.0), "{rule}");
             assert_eq!((behind, last), (&[0.0; 8], &[0.0; 8]), "{rule}");
@@ -216,7 +216,7 @@ fn addresses_that_no_pack_fits_have_the_sums_of_the_host_and_touch_no_other() {
 }
 
 #[test]
-fn slots_that_do_not_fit_are_refused_before_anything_is_written() {
+fn rows_that_do_not_fit_are_refused_before_anything_is_written() {
     let places = (&[0, 70_016][..], 70_000);
     for rule in one_of_each_shape() {
         for backend in [&cuda() as &dyn Backend, &cpu()] {

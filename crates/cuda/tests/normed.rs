@@ -233,11 +233,11 @@ fn addresses_that_no_pack_fits_give_the_same_bits_and_touch_nothing_else() {
 const MUTANTS: [Mutant; 7] = [
     // A tensor would read the sums of another one that has been summed since.
     Mutant {
-        name: "one_slot_for_all_chunks",
+        name: "one_row_for_all_chunks",
         edits: &[(
             "normed.cuh",
-            ".slots) + index * SLOT_VALUES",
-            ".slots) + 0 * index * SLOT_VALUES",
+            ".rows) + index * ROW_VALUES",
+            ".rows) + 0 * index * ROW_VALUES",
         )],
     },
     // Where most units have no elements, a block goes on to others.
@@ -279,8 +279,8 @@ const MUTANTS: [Mutant; 7] = [
         name: "groups_of_chunks_lost",
         edits: &[(
             "normed.cuh",
-            "slot(tensor.first_slot + first + own_chunk)",
-            "slot(tensor.first_slot + own_chunk)",
+            "row(tensor.first_row + first + own_chunk)",
+            "row(tensor.first_row + own_chunk)",
         )],
     },
 ];
@@ -299,7 +299,7 @@ fn alone_lars_has_the_bits_of_the_host() {
         DType::F32,
     );
     case.steps = 2;
-    // On slots that others have used.
+    // On rows that others have used.
     let backend = cuda();
     for mut case in [case, Case::new([9; 20], DType::F32)] {
         case.steps = 1;

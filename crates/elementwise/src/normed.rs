@@ -128,16 +128,16 @@ fn update(tensor: Tensor<'_>, pool: Option<&Pool>) {
     let chunks = tensor.numel.div_ceil(CHUNK);
     let of_part = chunks.div_ceil(MAX_SHARED);
     let parts = chunks.div_ceil(of_part);
-    let slots: [Mutex<Option<Tensor<'_>>>; MAX_SHARED] = std::array::from_fn(|_| Mutex::new(None));
+    let shared: [Mutex<Option<Tensor<'_>>>; MAX_SHARED] = std::array::from_fn(|_| Mutex::new(None));
     let mut rest = tensor;
-    for slot in &slots[..parts - 1] {
+    for taker in &shared[..parts - 1] {
         let (part, remainder) = rest.split((of_part * CHUNK) as u64);
-        *lock(slot) = Some(part);
+        *lock(taker) = Some(part);
         rest = remainder;
     }
-    *lock(&slots[parts - 1]) = Some(rest);
+    *lock(&shared[parts - 1]) = Some(rest);
     pool.share(parts, Order::Backward, &|index| {
-        let part = lock(&slots[index]).take();
+        let part = lock(&shared[index]).take();
         if let Some(part) = part {
             update_backward(part);
         }
@@ -181,13 +181,13 @@ fn update_chunk(chunk: Tensor<'_>) {
     if let Some(sum) = sum {
         *sum = units(&changes);
     }
-    if let Some((_, slot)) = cached {
-        slot.store(fold(leaves).to_bits(), Ordering::Relaxed);
+    if let Some((_, place)) = cached {
+        place.store(fold(leaves).to_bits(), Ordering::Relaxed);
     }
 }
 
-fn lock<T>(slot: &Mutex<T>) -> MutexGuard<'_, T> {
-    slot.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The sums over a tensor: those at hand, and of others its chunks', whoever computed them.

@@ -248,7 +248,7 @@ pub trait Backend {
     }
 
     /// [`Backend::leaf_sums`] into memory of the device, for records of [`crate::CHUNK_UNITS`]
-    /// leaves at most: each leaves its sums in the next slot of [`crate::SLOT_VALUES`] f64, from
+    /// leaves at most: each leaves its sums in the next row of [`crate::ROW_VALUES`] f64, from
     /// `first` on, one leaf behind the other ([`crate::leaf_place`]). Returns when it is enqueued;
     /// nothing is written if the control block stops the step.
     ///
@@ -257,7 +257,7 @@ pub trait Backend {
     fn leaf_sums_into(
         &self,
         _launch: &Launch<'_>,
-        (_slots, _first): (&mut dyn Buffer, u64),
+        (_rows, _first): (&mut dyn Buffer, u64),
     ) -> Result<(), BackendError> {
         Err(not_of_host(self.name()))
     }
@@ -270,7 +270,7 @@ pub trait Backend {
         &self,
         _launch: &Launch<'_>,
         _values: &[GroupValues],
-        (_slots, _first): (&dyn Buffer, u64),
+        (_rows, _first): (&dyn Buffer, u64),
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
         Ok(None)
     }

@@ -19,7 +19,7 @@ pub const CHUNK_UNITS: u64 = 8;
 
 /// Values of f64 that a device keeps for a chunk: [`MAX_SUMS`] partial sums of each unit, how often
 /// its tensor was skipped, and 1 if it was in the last step.
-pub const SLOT_VALUES: u64 = CHUNK_UNITS * MAX_SUMS as u64 + 2;
+pub const ROW_VALUES: u64 = CHUNK_UNITS * MAX_SUMS as u64 + 2;
 
 /// Whether a tensor is updated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -138,14 +138,14 @@ pub struct SumsAndUpdate {
 /// Where a device keeps partial sums, and which of them a launch touches; the first part of a
 /// normed kernel's scalars.
 ///
-/// Every chunk has a slot of its own for the whole step, so no slot is written twice and none has
+/// Every chunk has a row of its own for the whole step, so no row is written twice and none has
 /// to be buffered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Workspace {
-    /// Device address of the slots, each [`SLOT_VALUES`] f64.
-    pub slots: u64,
-    /// Slot of the launch's first chunk.
-    pub first_slot: u32,
+    /// Device address of the rows, each [`ROW_VALUES`] f64.
+    pub rows: u64,
+    /// Row of the launch's first chunk.
+    pub first_row: u32,
     /// Chunks of the first record's tensor in earlier launches.
     pub head_chunks: u32,
     /// Chunks of the last record's tensor in later launches.
@@ -156,8 +156,8 @@ impl Workspace {
     /// The bytes that `kernels/normed.cuh` reads.
     pub fn bytes(&self) -> [u8; WORKSPACE_BYTES] {
         let mut bytes = [0; WORKSPACE_BYTES];
-        bytes[..8].copy_from_slice(&self.slots.to_le_bytes());
-        let words = [self.first_slot, self.head_chunks, self.tail_chunks];
+        bytes[..8].copy_from_slice(&self.rows.to_le_bytes());
+        let words = [self.first_row, self.head_chunks, self.tail_chunks];
         for (bytes, word) in bytes[8..].chunks_exact_mut(4).zip(words) {
             bytes.copy_from_slice(&word.to_le_bytes());
         }
@@ -198,8 +198,8 @@ mod tests {
     #[test]
     fn the_workspace_is_little_endian_in_the_order_of_its_fields() {
         let workspace = Workspace {
-            slots: 0x0102,
-            first_slot: 4,
+            rows: 0x0102,
+            first_row: 4,
             head_chunks: 5,
             tail_chunks: 6,
         };

@@ -317,9 +317,9 @@ fn random_rounding_adds_two_words_to_a_record_of_any_length() {
 #[test]
 fn tables_of_changes_are_header_sums_and_records() {
     let (kernel, batches) = (Kernel { flags: 3, words: 2 }, [batch()]);
-    let (mut lists, mut slots) = (lists(), Memory(Vec::new()));
+    let (mut lists, mut rows) = (lists(), Memory(Vec::new()));
     let update_sums = UpdateSums {
-        slots: &mut slots,
+        rows: &mut rows,
         firsts: &[0, 1, 3, 4],
     };
     let launch = launch(&kernel, &batches, &mut lists, Some(update_sums));

@@ -2,7 +2,7 @@
 
 use fusestep_launch::{
     ArgumentLayout, Batch, Batchable, HostList, HostSpan, HostSpans, LaunchError, LaunchLimits,
-    MAX_LAUNCHES, Places, Record, SLOT_VALUES, batches,
+    MAX_LAUNCHES, Places, ROW_VALUES, Record, batches,
 };
 
 const LAYOUT: ArgumentLayout = ArgumentLayout {
@@ -101,7 +101,7 @@ fn spans_begin_where_the_record_begins_in_its_tensor() {
         }]
     );
     // Two sums of eight units, how often the tensor was skipped, and whether it was this time.
-    assert_eq!(SLOT_VALUES, 18);
+    assert_eq!(ROW_VALUES, 18);
 }
 
 #[test]

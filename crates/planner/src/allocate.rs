@@ -18,7 +18,7 @@ use crate::stage::Extent;
 use crate::state::Schedule;
 use crate::storage::StorageState;
 use crate::table::Tables;
-use crate::update_norms::{UpdateReader, UpdateSlots};
+use crate::update_norms::{UpdateReader, UpdateRows};
 use crate::{Plan, PlanError, State};
 
 /// Who gives memory for what ranks move.
@@ -136,8 +136,8 @@ fn allocate_storages(
             firsts: Vec::new(),
             scalars,
             step_scalars: vec![0; layout.step_scalar_bytes * plan.groups.groups.len()],
-            update_slots: if plan.update_norms {
-                Some(UpdateSlots::allocate(spec, allocator.backend())?)
+            update_rows: if plan.update_norms {
+                Some(UpdateRows::allocate(spec, allocator.backend())?)
             } else {
                 None
             },

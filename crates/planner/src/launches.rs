@@ -6,7 +6,7 @@ use crate::device_trust::DeviceTrust;
 use crate::exchange::Exchange;
 use crate::norm::NormState;
 use crate::storage::StorageState;
-use crate::update_norms::UpdateSlots;
+use crate::update_norms::UpdateRows;
 use crate::{Optimize, Plan, State};
 
 /// The launch of a stage that updates; `None` if it has no batches.
@@ -69,7 +69,7 @@ fn launch<'a>(
             let on_device = on_device.and_then(DeviceTrust::sums);
             on_device.unwrap_or(TensorSums::Host(sums))
         }),
-        update_sums: storage.update_slots.as_mut().map(UpdateSlots::lend),
+        update_sums: storage.update_rows.as_mut().map(UpdateRows::lend),
         step_scalars: &storage.step_scalars,
         limits: plan.limits_of(storage.kernel.as_ref()),
     })

@@ -6,7 +6,7 @@ use fusestep_launch::{ListBuffer, MAX_SUMS, MultiTensorKernel};
 use fusestep_tensor::Role;
 
 use crate::stage::{Extent, Part};
-use crate::update_norms::UpdateSlots;
+use crate::update_norms::UpdateRows;
 use crate::{PlanError, StorageSpec};
 
 /// The arenas of one storage and the scalars its kernel reads.
@@ -24,7 +24,7 @@ pub(crate) struct StorageState {
     /// Sums over whole tensors, from all ranks, where a layer-wise rule updates parts of them.
     pub(crate) tensor_sums: Option<Vec<[f64; MAX_SUMS]>>,
     /// Where updates leave sums over what they change, if the plan asks for them.
-    pub(crate) update_slots: Option<UpdateSlots>,
+    pub(crate) update_rows: Option<UpdateRows>,
 }
 
 impl std::fmt::Debug for StorageState {

@@ -132,9 +132,9 @@ impl Backend for Counted {
     fn leaf_sums_into(
         &self,
         launch: &Launch<'_>,
-        slots: (&mut dyn Buffer, u64),
+        rows: (&mut dyn Buffer, u64),
     ) -> Result<(), BackendError> {
-        self.cuda.leaf_sums_into(launch, slots)
+        self.cuda.leaf_sums_into(launch, rows)
     }
     fn place_table(
         &self,
@@ -163,9 +163,9 @@ impl Backend for Counted {
         &self,
         launch: &Launch<'_>,
         values: &[GroupValues],
-        slots: (&dyn Buffer, u64),
+        rows: (&dyn Buffer, u64),
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
-        self.cuda.place_leaf_sums(launch, values, slots)
+        self.cuda.place_leaf_sums(launch, values, rows)
     }
     fn leaf_sums_of_table(
         &self,

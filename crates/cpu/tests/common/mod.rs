@@ -109,7 +109,7 @@ impl Storage {
         batches.collect()
     }
 
-    /// A launch over these batches; sums, control and slots are the caller's to add.
+    /// A launch over these batches; sums, control and rows are the caller's to add.
     pub(crate) fn launch<'a>(
         &'a self,
         batches: &'a [Batch],
