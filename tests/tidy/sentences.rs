@@ -3,7 +3,7 @@
 use crate::source;
 
 /// Words of our own that the field has others for; as identifiers of Rust.
-const RETIRED: [(&str, &str); 25] = [
+const RETIRED: [(&str, &str); 28] = [
     ("Ring", "CommStream"),
     ("rings", "comm_streams"),
     ("Meet", "Rendezvous"),
@@ -29,6 +29,9 @@ const RETIRED: [(&str, &str); 25] = [
     ("SLOT_VALUES", "ROW_VALUES"),
     ("first_slot", "first_row"),
     ("UpdateSlots", "UpdateRows"),
+    ("Piece", "Message"),
+    ("PieceBytes", "TensorPartBytes"),
+    ("abort_apart", "abort_in_background"),
 ];
 
 /// What is wrong with a file.

@@ -10,7 +10,7 @@ use fusestep_collective::{
 use crate::algorithms::carve;
 use crate::communicator::MpiCommunicator;
 use crate::engine::Kind;
-use crate::exchange::Piece;
+use crate::exchange::Message;
 use crate::{exchange, native};
 
 /// Everything about one reduction but its memory.
@@ -141,31 +141,31 @@ fn one_round(
         .collect();
     let (arriving, leaving) = memory.parts(&ranges, task.gets_results(rank));
     let own = leaving[rank].len();
-    let mut pieces: Vec<Piece<'_>> = Vec::with_capacity(4 * world_size);
+    let mut messages: Vec<Message<'_>> = Vec::with_capacity(4 * world_size);
     for (from, bytes) in incoming
         .chunks_mut(stride.max(1))
         .take(world_size)
         .enumerate()
     {
         if from != rank {
-            pieces.push(Piece::into(from, Kind::Data, &mut bytes[..own]));
+            messages.push(Message::into(from, Kind::Data, &mut bytes[..own]));
         }
     }
     for (from, bytes) in arriving.into_iter().enumerate() {
         if from != rank {
-            pieces.push(Piece::into(from, Kind::Result, bytes));
+            messages.push(Message::into(from, Kind::Result, bytes));
         }
     }
     let result = round
         .checked_sub(1)
         .map_or(0, |round| task.segment(rank, round).len());
     for to in comm.group.others() {
-        pieces.push(Piece::out(to, Kind::Data, leaving[to]));
+        messages.push(Message::out(to, Kind::Data, leaving[to]));
         if task.gets_results(to) {
-            pieces.push(Piece::out(to, Kind::Result, &reduced[..result]));
+            messages.push(Message::out(to, Kind::Result, &reduced[..result]));
         }
     }
-    exchange::pieces(comm, pieces, task.print);
+    exchange::messages(comm, messages, task.print);
     let inputs: Vec<&[u8]> = (0..world_size)
         .map(|from| {
             if from == rank {

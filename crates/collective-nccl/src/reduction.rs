@@ -12,7 +12,7 @@ use crate::device_call::Memory;
 use crate::driver::Address;
 use crate::kernel::{PACK_BYTES, Parts};
 use crate::library::names;
-use crate::link::Piece;
+use crate::link::Message;
 use crate::{Reduction, movement};
 
 /// Whether the operation is left to NCCL.
@@ -25,7 +25,7 @@ pub(crate) fn is_engines_own(comm: &NcclCommunicator, op: ReduceOp, print: &Fing
 }
 
 /// A reduction in rank order. What the others contribute passes through the communicator's own
-/// memory, in pieces if there is more of it; an element's sum is the same whichever piece it is
+/// memory, in segments if there is more of it; an element's sum is the same whichever segment it is
 /// in.
 pub(crate) fn reduce(
     comm: &mut NcclCommunicator,
@@ -48,7 +48,7 @@ pub(crate) fn reduce(
     Ok(())
 }
 
-/// Reduces this rank's part of a piece; where the root of a reduce gathers results from.
+/// Reduces this rank's part of a segment; where the root of a reduce gathers results from.
 fn reduce_parts(
     comm: &mut NcclCommunicator,
     memory: Memory,
@@ -119,20 +119,20 @@ fn exchange_blocks(
     print: &Fingerprint,
 ) -> Result<(), CollectiveError> {
     let rank = comm.rank();
-    let mut pieces = Vec::with_capacity(2 * ranges.len());
+    let mut messages = Vec::with_capacity(2 * ranges.len());
     for peer in (0..ranges.len()).filter(|&peer| peer != rank) {
-        pieces.push(Piece::Out {
+        messages.push(Message::Out {
             to: peer,
             address: memory.input(ranges[peer].start),
             len_bytes: ranges[peer].len(),
         });
-        pieces.push(Piece::In {
+        messages.push(Message::In {
             from: peer,
             address: place_of(peer),
             len_bytes: ranges[rank].len(),
         });
     }
-    movement::transfers(comm, &pieces, print)
+    movement::transfers(comm, &messages, print)
 }
 
 /// NCCL's own all-reduce or reduce of `len_bytes`, which it has.

@@ -6,7 +6,7 @@ use crate::buffer::DeviceBuffer;
 use crate::cut::GRAIN;
 use crate::device::Device;
 
-/// Memory for calls; longer ones go through it in pieces.
+/// Memory for calls; longer ones go through it in segments.
 #[derive(Debug)]
 pub(crate) struct Workspace {
     /// What others contribute to the part that this rank reduces, and what has to leave before its
@@ -17,7 +17,7 @@ pub(crate) struct Workspace {
 }
 
 impl Workspace {
-    /// Memory of a group of `ranks`, twice `len_bytes` or the little that takes a piece of each
+    /// Memory of a group of `ranks`, twice `len_bytes` or the little that takes a segment of each
     /// rank.
     pub(crate) fn allocate(
         device: &Arc<Device>,
