@@ -187,6 +187,9 @@ pub(crate) struct Block<P, B, S, const N: usize> {
     state: [[S; LANES]; N],
 }
 
+/// A block and the gradients of its elements.
+type WithGradients<P, B, S, const N: usize> = (Block<P, B, S, N>, [P; LANES]);
+
 impl<C, K, S, R, const N: usize> Tensor<'_, C, K, S, R, N>
 where
     C: Compute,
@@ -237,7 +240,7 @@ where
 
     /// Fewer elements than a block has, and zeros behind them; with their gradients.
     #[inline(always)]
-    fn padded(&self) -> (Block<K::Param, K::Master, S, N>, [K::Param; LANES]) {
+    fn padded(&self) -> WithGradients<K::Param, K::Master, S, N> {
         let numel = self.param.len();
         let mut block = Block {
             param: [K::Param::zeroed(); LANES],
