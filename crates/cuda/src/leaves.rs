@@ -171,11 +171,8 @@ pub(crate) fn sums(
     sums: &mut [[f64; MAX_SUMS]],
 ) -> Result<(), BackendError> {
     let normed = normed_of(launch)?;
-    let pieces = pieces_of(launch.batches);
-    let count = pieces
-        .iter()
-        .map(|piece| leaves_of(piece.numel))
-        .sum::<u64>();
+    let parts = parts_of(launch.batches);
+    let count = parts.iter().map(|part| leaves_of(part.numel)).sum::<u64>();
     check_count(count, sums)?;
     let limits = LaunchLimits {
         chunk_elements: CHUNK_ELEMENTS,
@@ -183,17 +180,12 @@ pub(crate) fn sums(
         ..launch.limits
     };
     let layout = launch.kernel.argument_layout();
-    let batches = batches(
-        launch.kernel.entry(),
-        pieces.iter().copied(),
-        layout,
-        limits,
-    )
-    .map_err(|error| unavailable(error.to_string()))?;
+    let batches = batches(launch.kernel.entry(), parts.iter().copied(), layout, limits)
+        .map_err(|error| unavailable(error.to_string()))?;
     for batch in &batches {
         check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
     }
-    let rows = leaf_rows(backend, pieces.len() as u64)?;
+    let rows = leaf_rows(backend, parts.len() as u64)?;
     let place = Place { rows, first_row: 0 };
     tensor_sums::enqueue_parts(
         backend,
@@ -201,14 +193,14 @@ pub(crate) fn sums(
         (normed.sums_and_update().sums, &batches),
         place,
     )?;
-    let mut values = vec![0.0; pieces.len() * ROW_BYTES / size_of::<f64>()];
+    let mut values = vec![0.0; parts.len() * ROW_BYTES / size_of::<f64>()];
     read_leaf_rows(backend, bytemuck::cast_slice_mut(&mut values))?;
     let rows = values.chunks_exact(ROW_BYTES / size_of::<f64>());
-    let of_pieces = rows.zip(&pieces).flat_map(|(row, piece)| {
+    let of_parts = rows.zip(&parts).flat_map(|(row, part)| {
         let units = row.chunks_exact(MAX_SUMS);
-        units.take(leaves_of(piece.numel) as usize)
+        units.take(leaves_of(part.numel) as usize)
     });
-    for (sums, unit) in sums.iter_mut().zip(of_pieces) {
+    for (sums, unit) in sums.iter_mut().zip(of_parts) {
         sums.copy_from_slice(unit);
     }
     Ok(())
@@ -239,16 +231,16 @@ pub(crate) fn list_addresses(
     Ok(addresses)
 }
 
-/// The records of a launch in pieces of [`LEAVES_AT_ONCE`].
-fn pieces_of(batches: &[Batch]) -> Vec<Batchable> {
-    let piece = LEAVES_AT_ONCE * LEAF_ELEMENTS;
+/// The records of a launch in parts of [`LEAVES_AT_ONCE`].
+fn parts_of(batches: &[Batch]) -> Vec<Batchable> {
+    let part = LEAVES_AT_ONCE * LEAF_ELEMENTS;
     let of_record = |batch: &Batch, record: &Record| {
         let (tensor, first, numel) = (record.tensor, record.first_element, record.numel);
         let group = batch.groups.get(usize::from(record.group)).copied();
-        (0..numel).step_by(piece as usize).map(move |at| Batchable {
+        (0..numel).step_by(part as usize).map(move |at| Batchable {
             tensor,
             first_element: first + at,
-            numel: piece.min(numel - at),
+            numel: part.min(numel - at),
             group: group.unwrap_or(0),
         })
     };
