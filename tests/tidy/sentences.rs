@@ -3,7 +3,7 @@
 use crate::source;
 
 /// Words of our own that the field has others for; as identifiers of Rust.
-const RETIRED: [(&str, &str); 28] = [
+const RETIRED: [(&str, &str); 29] = [
     ("Ring", "CommStream"),
     ("rings", "comm_streams"),
     ("Meet", "Rendezvous"),
@@ -31,6 +31,7 @@ const RETIRED: [(&str, &str); 28] = [
     ("UpdateSlots", "UpdateRows"),
     ("Piece", "Message"),
     ("PieceBytes", "TensorPartBytes"),
+    ("apart", "separate"),
     ("abort_apart", "abort_in_background"),
 ];
 

@@ -217,14 +217,14 @@ mod tests {
             changes: None,
         };
         let spans = || HostSpans::part(numel, 0, 3, 65_536);
-        let (mut apart, mut cached) = (lists(format, numel), lists(format, numel));
-        let run = HostRun::new(call, host_lists(format, &mut apart), spans());
+        let (mut plain, mut cached) = (lists(format, numel), lists(format, numel));
+        let run = HostRun::new(call, host_lists(format, &mut plain), spans());
         run_format::<C, _, 1>(&Mix, format, run);
         let lists = host_lists(format, &mut cached);
         let mut leaves = [0.0; 64];
         run_leaves_format::<C, _, 1>(&Mix, format, call, lists, spans(), &mut leaves);
         let sum = fold(leaves);
-        assert!(apart == cached, "{case}");
+        assert!(plain == cached, "{case}");
         let mut written: [&[u8]; MAX_LISTS] = [&[]; MAX_LISTS];
         for (list, bytes) in written.iter_mut().zip(&cached) {
             *list = bytes;
