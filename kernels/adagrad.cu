@@ -22,47 +22,47 @@ struct Scalars {
     T eps;
 };
 
-// Of the tensors of one class at one step; `set` of crates/adagrad/src/rule.rs, padded to a
-// multiple of 8.
+// Of the tensors of one group at one step; `step_scalars` of crates/adagrad/src/rule.rs, padded to
+// a multiple of 8.
 template <class T>
-struct alignas(8) Set {
+struct alignas(8) StepScalars {
     T step_size;
     T l2;
     T initial;
 };
 
 static_assert(sizeof(Scalars<float>) == 4 && sizeof(Scalars<double>) == 8, "crates/adagrad: Scalars");
-static_assert(sizeof(Set<float>) == 16 && sizeof(Set<double>) == 24, "crates/adagrad: Set");
+static_assert(sizeof(StepScalars<float>) == 16 && sizeof(StepScalars<double>) == 24, "crates/adagrad: StepScalars");
 
 template <class T>
 struct Update {
     typedef adagrad::Scalars<T> Scalars;
-    typedef adagrad::Set<T> Set;
+    typedef adagrad::StepScalars<T> StepScalars;
 
     Scalars scalars;
-    Set set;
+    StepScalars step_scalars;
     u32 flags;
 
     __device__ __forceinline__ void element(T& p, T g, T* state) const {
         g = flags & FLAG_MAXIMIZE ? -g : g;
-        if (set.l2 != T(0)) {
-            g = g + set.l2 * p;
+        if (step_scalars.l2 != T(0)) {
+            g = g + step_scalars.l2 * p;
         }
-        const T s = (state[0] + set.initial) + g * g;
+        const T s = (state[0] + step_scalars.initial) + g * g;
         const T d = dialect::square_root(s) + scalars.eps;
         state[0] = s;
-        p = p - set.step_size * (g / d);
+        p = p - step_scalars.step_size * (g / d);
     }
 };
 
-// The sets of a step; `set` of crates/adagrad/src/rule.rs. Hyper-parameters: lr, lr_decay, lambda,
+// Derives `step_scalars` of crates/adagrad/src/rule.rs. Hyper-parameters: lr, lr_decay, lambda,
 // initial_sum.
 template <class T>
-struct Sets {
+struct Deriver {
     typedef adagrad::Scalars<T> Scalars;
-    typedef adagrad::Set<T> Set;
+    typedef adagrad::StepScalars<T> StepScalars;
 
-    __device__ __forceinline__ static Set derive(const resident::Hyper& hyper, const resident::Class& own) {
+    __device__ __forceinline__ static StepScalars derive(const resident::Hyper& hyper, const resident::Group& own) {
         const double lr = hyper.value[0] * own.lr_scale;
         const double steps_before = double(own.step - 1);
         const double step_size = lr / (1.0 + steps_before * hyper.value[1]);
@@ -78,4 +78,4 @@ __device__ __forceinline__ void run(const unsigned char* arguments) {
 }  // namespace adagrad
 
 EACH_FORMAT(UPDATE_ENTRIES, adagrad)
-SETS_ENTRIES(adagrad)
+STEP_SCALARS_ENTRIES(adagrad)

@@ -50,7 +50,7 @@ struct TensorPartials {
     u64 count;
 };
 
-// Of a launch of amp_norm; there are no sets.
+// Of a launch of amp_norm; there are no step scalars.
 struct NormScalars {
     u64 partials;
 };

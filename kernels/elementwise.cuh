@@ -4,8 +4,8 @@
 // A kernel brings the update of one element as a struct
 //
 //     template <class T> struct Update {
-//         typedef ... Scalars;  typedef ... Set;
-//         Scalars scalars;  Set set;  u32 flags;
+//         typedef ... Scalars;  typedef ... StepScalars;
+//         Scalars scalars;  StepScalars step_scalars;  u32 flags;
 //         __device__ __forceinline__ void element(T& p, T g, T* state) const; // state[0 .. STATES)
 //     };
 //
@@ -100,23 +100,23 @@ __device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
     typedef typename Format::State State;
     constexpr int LISTS = 2 + STATES + Format::MASTER_LISTS;
     constexpr int WORDS = LISTS + storage::Origin<AT_RANDOM>::WORDS;
-    typedef storage::SetOf<typename Update::Set, AT_RANDOM> KeyedSet;
-    typedef multi_tensor::Table<typename Update::Scalars, KeyedSet, WORDS> Table;
+    typedef storage::KeyedStepScalars<typename Update::StepScalars, AT_RANDOM> Keyed;
+    typedef multi_tensor::Table<typename Update::Scalars, Keyed, WORDS> Table;
     const Table table = Table::of(arguments);
     if (multi_tensor::is_skipped(table.header())) {
         return;
     }
     const multi_tensor::Record<WORDS> record = table.record(table.record_of_chunk(blockIdx.x));
     const multi_tensor::Chunk chunk = multi_tensor::chunk_of_block(table.header(), record);
-    const KeyedSet set = table.set(record.set);
+    const Keyed step_scalars = table.step_scalars(record.group);
     Body<Format, STATES, Update, AT_RANDOM> body = {
         multi_tensor::chunk_start<Param>(record, 0, chunk),
         multi_tensor::chunk_start<const Param>(record, 1, chunk),
         {},
         nullptr,
-        {table.scalars(), set.own, table.header().flags},
+        {table.scalars(), step_scalars.own, table.header().flags},
         table.header(),
-        storage::draws_of<LISTS>(record, set, chunk),
+        storage::draws_of<LISTS>(record, step_scalars, chunk),
     };
     bool packs = multi_tensor::takes_packs(body.param) && multi_tensor::takes_packs(body.grad);
     for (int list = 0; list < STATES; list++) {
@@ -131,10 +131,10 @@ __device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
     // 64 registers that let two blocks of 512 threads share a multiprocessor. Where all lists are
     // of 16 bits one pack is eight elements, as many as two packs of 32 bits. Words of random bits
     // and a second list of state take the registers of the second pack, both those of half a pack,
-    // and a set of more than four values with them those of a quarter.
+    // and step scalars of more than four values with them those of a quarter.
     constexpr int FITTING = storage::Width<Format>::FITTING;
     constexpr int IN_FLIGHT = AT_RANDOM || STATES > 1 || FITTING > 4 ? 1 : 2;
-    constexpr bool IS_LARGE = STATES > 1 && sizeof(typename Update::Set) > 4 * sizeof(typename Format::Compute);
+    constexpr bool IS_LARGE = STATES > 1 && sizeof(typename Update::StepScalars) > 4 * sizeof(typename Format::Compute);
     constexpr int MOST_AT_RANDOM = IS_LARGE ? 2 : STATES > 1 ? 4 : 8;
     constexpr int WIDTH = AT_RANDOM && FITTING > MOST_AT_RANDOM ? MOST_AT_RANDOM : FITTING;
     const u32 done = packs ? multi_tensor::sweep<WIDTH, IN_FLIGHT>(body, 0, chunk.numel) : 0;

@@ -60,9 +60,9 @@ typedef storage::WithRemainder<BF16> bf16_r16_s16;
     TABLE_ENTRY(STEM##_sums_##FORMAT, normed::sums<STEM::Rule<formats::FORMAT>>)          \
     TABLE_ENTRY(STEM##_update_##FORMAT, normed::update<STEM::Rule<formats::FORMAT>>)
 
-// What derives the sets of a resident table: `STEM::Sets<T>`.
-#define SETS_ENTRIES(STEM)                                                                \
-    ENTRY(STEM##_sets_f32, (512), multi_tensor::Resident,                        \
-          resident::derive_sets<STEM::Sets<float>>(arguments))                            \
-    ENTRY(STEM##_sets_f64, (512), multi_tensor::Resident,                        \
-          resident::derive_sets<STEM::Sets<double>>(arguments))
+// What derives the step scalars of a resident table: `STEM::Deriver<T>`.
+#define STEP_SCALARS_ENTRIES(STEM)                                                        \
+    ENTRY(STEM##_sets_f32, (512), multi_tensor::Resident,                                 \
+          resident::derive_step_scalars<STEM::Deriver<float>>(arguments))                 \
+    ENTRY(STEM##_sets_f64, (512), multi_tensor::Resident,                                 \
+          resident::derive_step_scalars<STEM::Deriver<double>>(arguments))

@@ -31,9 +31,9 @@ struct Scalars {
     T one_minus_beta2;
 };
 
-// Of the tensors of one class at one step; `set` of crates/fused-adam/src/rule.rs.
+// Of the tensors of one group at one step; `step_scalars` of crates/fused-adam/src/rule.rs.
 template <class T>
-struct Set {
+struct StepScalars {
     T step_size;
     T eps;
     T decay;
@@ -41,7 +41,7 @@ struct Set {
 };
 
 static_assert(sizeof(Scalars<float>) == 16 && sizeof(Scalars<double>) == 32, "crates/fused-adam: Scalars");
-static_assert(sizeof(Set<float>) == 16 && sizeof(Set<double>) == 32, "crates/fused-adam: Set");
+static_assert(sizeof(StepScalars<float>) == 16 && sizeof(StepScalars<double>) == 32, "crates/fused-adam: StepScalars");
 
 template <class T>
 struct Element {
@@ -52,11 +52,11 @@ struct Element {
 };
 
 template <class T, SecondMoment SECOND>
-__device__ __forceinline__ void update(Element<T>& element, T g, const Scalars<T>& scalars, const Set<T>& set, u32 flags) {
+__device__ __forceinline__ void update(Element<T>& element, T g, const Scalars<T>& scalars, const StepScalars<T>& step_scalars, u32 flags) {
     const T p = element.param;
     g = flags & FLAG_MAXIMIZE ? -g : g;
-    if (set.l2 != T(0)) {
-        g = g + set.l2 * p;
+    if (step_scalars.l2 != T(0)) {
+        g = g + step_scalars.l2 * p;
     }
     const T m = scalars.beta1 * element.moment1 + scalars.one_minus_beta1 * g;
     const T v = scalars.beta2 * element.moment2 + scalars.one_minus_beta2 * (g * g);
@@ -65,8 +65,8 @@ __device__ __forceinline__ void update(Element<T>& element, T g, const Scalars<T
         w = element.max_moment2 > v ? element.max_moment2 : v;
         element.max_moment2 = w;
     }
-    const T d = dialect::square_root(w) + set.eps;
-    element.param = p * set.decay - set.step_size * (m / d);
+    const T d = dialect::square_root(w) + step_scalars.eps;
+    element.param = p * step_scalars.decay - step_scalars.step_size * (m / d);
     element.moment1 = m;
     element.moment2 = v;
 }
@@ -86,7 +86,7 @@ struct Body {
     State* max_moment2;
     Master* master;
     Scalars<Compute> scalars;
-    Set<Compute> set;
+    StepScalars<Compute> step_scalars;
     const multi_tensor::Header& header;
     storage::Draws draws;
 
@@ -118,7 +118,7 @@ struct Body {
             for (int lane = 0; lane < WIDTH; lane++) {
                 Element<Compute> element = {Format::value(p[i].lane[lane], b[i].lane[lane]), storage::widen(m[i].lane[lane]), storage::widen(v[i].lane[lane]),
                                             storage::widen(w[i].lane[lane])};
-                update<Compute, SECOND>(element, storage::widen(g[i].lane[lane]) * grad_factor, scalars, set, header.flags);
+                update<Compute, SECOND>(element, storage::widen(g[i].lane[lane]) * grad_factor, scalars, step_scalars, header.flags);
                 u32 word0 = 0, word1 = 0;
                 if constexpr (AT_RANDOM) {
                     word0 = draws.word(first + i * stride + lane, 0);
@@ -153,14 +153,14 @@ __device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
     constexpr int STATE_LISTS = SECOND == SecondMoment::largest ? 3 : 2;
     constexpr int LISTS = 2 + STATE_LISTS + Format::MASTER_LISTS;
     constexpr int WORDS = LISTS + storage::Origin<AT_RANDOM>::WORDS;
-    typedef storage::SetOf<Set<Compute>, AT_RANDOM> KeyedSet;
-    typedef multi_tensor::Table<Scalars<Compute>, KeyedSet, WORDS> Table;
+    typedef storage::KeyedStepScalars<StepScalars<Compute>, AT_RANDOM> Keyed;
+    typedef multi_tensor::Table<Scalars<Compute>, Keyed, WORDS> Table;
     const Table table = Table::of(arguments);
     if (multi_tensor::is_skipped(table.header())) {
         return;
     }
     const multi_tensor::Record<WORDS> record = table.record(table.record_of_chunk(blockIdx.x));
-    const KeyedSet set = table.set(record.set);
+    const Keyed step_scalars = table.step_scalars(record.group);
     const multi_tensor::Chunk chunk = multi_tensor::chunk_of_block(table.header(), record);
     Body<Format, SECOND, AT_RANDOM> body = {
         multi_tensor::chunk_start<Param>(record, 0, chunk),
@@ -170,9 +170,9 @@ __device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
         nullptr,
         nullptr,
         table.scalars(),
-        set.own,
+        step_scalars.own,
         table.header(),
-        storage::draws_of<LISTS>(record, set, chunk),
+        storage::draws_of<LISTS>(record, step_scalars, chunk),
     };
     if constexpr (SECOND == SecondMoment::largest) {
         body.max_moment2 = multi_tensor::chunk_start<State>(record, 4, chunk);
@@ -218,14 +218,14 @@ __device__ __forceinline__ void run(const unsigned char* arguments) {
     run_rounded<Format, false>(arguments);
 }
 
-// The sets of a step; `set` of crates/fused-adam/src/rule.rs. Hyper-parameters: lr, beta1, beta2,
+// Derives `step_scalars` of crates/fused-adam/src/rule.rs. Hyper-parameters: lr, beta1, beta2,
 // lambda, 1 if decay is decoupled, eps.
 template <class T>
-struct Sets {
+struct Deriver {
     typedef fused_adam::Scalars<T> Scalars;
-    typedef fused_adam::Set<T> Set;
+    typedef fused_adam::StepScalars<T> StepScalars;
 
-    __device__ __forceinline__ static Set derive(const resident::Hyper& hyper, const resident::Class& own) {
+    __device__ __forceinline__ static StepScalars derive(const resident::Hyper& hyper, const resident::Group& own) {
         const double lr = hyper.value[0] * own.lr_scale;
         const double lambda = resident::decay_of(own, hyper.value[3]);
         const bool decoupled = hyper.value[4] != 0.0;
@@ -238,4 +238,4 @@ struct Sets {
 }  // namespace fused_adam
 
 EACH_FORMAT(UPDATE_ENTRIES, fused_adam)
-SETS_ENTRIES(fused_adam)
+STEP_SCALARS_ENTRIES(fused_adam)

@@ -24,9 +24,9 @@ struct Scalars {
     T momentum;
 };
 
-// Of the tensors of one class at one step; `set` of crates/fused-sgd/src/rule.rs.
+// Of the tensors of one group at one step; `step_scalars` of crates/fused-sgd/src/rule.rs.
 template <class T>
-struct Set {
+struct StepScalars {
     T lr;
     T decay;
     T l2;
@@ -34,41 +34,41 @@ struct Set {
 };
 
 static_assert(sizeof(Scalars<float>) == 8 && sizeof(Scalars<double>) == 16, "crates/fused-sgd: Scalars");
-static_assert(sizeof(Set<float>) == 16 && sizeof(Set<double>) == 32, "crates/fused-sgd: Set");
+static_assert(sizeof(StepScalars<float>) == 16 && sizeof(StepScalars<double>) == 32, "crates/fused-sgd: StepScalars");
 
 template <class T, int STATES>
 struct Update {
     typedef fused_sgd::Scalars<T> Scalars;
-    typedef fused_sgd::Set<T> Set;
+    typedef fused_sgd::StepScalars<T> StepScalars;
 
     Scalars scalars;
-    Set set;
+    StepScalars step_scalars;
     u32 flags;
 
     __device__ __forceinline__ void element(T& p, T g, T* state) const {
         g = flags & FLAG_MAXIMIZE ? -g : g;
         g = scalars.rescale * g;
-        if (set.l2 != T(0)) {
-            g = g + set.l2 * p;
+        if (step_scalars.l2 != T(0)) {
+            g = g + step_scalars.l2 * p;
         }
         T step = g;
         if constexpr (STATES > 0) {
-            const T u = scalars.momentum * state[0] + set.one_minus_dampening * g;
+            const T u = scalars.momentum * state[0] + step_scalars.one_minus_dampening * g;
             step = flags & FLAG_NESTEROV ? g + scalars.momentum * u : u;
             state[0] = u;
         }
-        p = p * set.decay - set.lr * step;
+        p = p * step_scalars.decay - step_scalars.lr * step;
     }
 };
 
-// The sets of a step; `set` of crates/fused-sgd/src/rule.rs. Hyper-parameters: lr, dampening,
+// Derives `step_scalars` of crates/fused-sgd/src/rule.rs. Hyper-parameters: lr, dampening,
 // lambda, 1 if decay is decoupled.
 template <class T>
-struct Sets {
+struct Deriver {
     typedef fused_sgd::Scalars<T> Scalars;
-    typedef fused_sgd::Set<T> Set;
+    typedef fused_sgd::StepScalars<T> StepScalars;
 
-    __device__ __forceinline__ static Set derive(const resident::Hyper& hyper, const resident::Class& own) {
+    __device__ __forceinline__ static StepScalars derive(const resident::Hyper& hyper, const resident::Group& own) {
         const double lr = hyper.value[0] * own.lr_scale;
         const double lambda = resident::decay_of(own, hyper.value[2]);
         const bool decoupled = hyper.value[3] != 0.0;
@@ -89,4 +89,4 @@ __device__ __forceinline__ void run(const unsigned char* arguments) {
 }  // namespace fused_sgd
 
 EACH_FORMAT(UPDATE_ENTRIES, fused_sgd)
-SETS_ENTRIES(fused_sgd)
+STEP_SCALARS_ENTRIES(fused_sgd)

@@ -30,9 +30,9 @@ struct Direction {
     T lambda;
 };
 
-// Of the tensors of one class at one step; crates/lamb/src/device.rs: Set.
+// Of the tensors of one group at one step; crates/lamb/src/device.rs: StepScalars.
 template <class T>
-struct Set {
+struct StepScalars {
     double lr;
     double trust;
     Direction<T> direction;
@@ -45,15 +45,15 @@ struct Finished {
 };
 
 static_assert(sizeof(Scalars<float>) == 40 && sizeof(Scalars<double>) == 56, "crates/lamb: Scalars");
-static_assert(sizeof(Set<float>) == 32 && sizeof(Set<double>) == 40, "crates/lamb: Set");
+static_assert(sizeof(StepScalars<float>) == 32 && sizeof(StepScalars<double>) == 40, "crates/lamb: StepScalars");
 
 // The new moments, and the direction of the step.
 template <class T>
-__device__ __forceinline__ T direction(const Scalars<T>& scalars, const Direction<T>& set, T p, T g, T& m, T& v) {
+__device__ __forceinline__ T direction(const Scalars<T>& scalars, const Direction<T>& step_scalars, T p, T g, T& m, T& v) {
     m = scalars.beta1 * m + scalars.one_minus_beta1 * g;
     v = scalars.beta2 * v + scalars.one_minus_beta2 * (g * g);
-    const T d = dialect::square_root(v) + set.eps;
-    return set.scale * (m / d) + set.lambda * p;
+    const T d = dialect::square_root(v) + step_scalars.eps;
+    return step_scalars.scale * (m / d) + step_scalars.lambda * p;
 }
 
 template <class FormatType>
@@ -61,27 +61,27 @@ struct Rule {
     typedef FormatType Format;
     typedef typename Format::Compute Compute;
     typedef lamb::Scalars<Compute> Scalars;
-    typedef lamb::Set<Compute> Set;
+    typedef lamb::StepScalars<Compute> StepScalars;
     typedef lamb::Finished<Compute> Finished;
     enum : int { STATES = 2, VALUES = 4, READ = 4, SCALED_TERMS = 1 };
 
-    __device__ __forceinline__ static void terms(const Compute (&element)[READ], const Scalars& scalars, const Set& set, Compute (&terms)[2]) {
+    __device__ __forceinline__ static void terms(const Compute (&element)[READ], const Scalars& scalars, const StepScalars& step_scalars, Compute (&terms)[2]) {
         Compute m = element[2];
         Compute v = element[3];
         terms[0] = element[0];
-        terms[1] = direction(scalars, set.direction, element[0], element[1], m, v);
+        terms[1] = direction(scalars, step_scalars.direction, element[0], element[1], m, v);
     }
 
     // False if a norm or the step size is not finite: the tensor is left as it is.
-    __device__ __forceinline__ static bool finish(const double (&sums)[2], const Scalars&, const Set& set, double, Finished& finished) {
+    __device__ __forceinline__ static bool finish(const double (&sums)[2], const Scalars&, const StepScalars& step_scalars, double, Finished& finished) {
         const double p = dialect::square_root(sums[0]);
         const double r = dialect::square_root(sums[1]);
         double ratio = 1.0;
-        if (set.trust != 0.0 && p > 0.0 && r > 0.0) {
+        if (step_scalars.trust != 0.0 && p > 0.0 && r > 0.0) {
             ratio = p / r;
         }
-        finished.step_size = Compute(set.lr * ratio);
-        finished.direction = set.direction;
+        finished.step_size = Compute(step_scalars.lr * ratio);
+        finished.direction = step_scalars.direction;
         return p - p == 0.0 && r - r == 0.0 && finished.step_size - finished.step_size == Compute(0);
     }
 
@@ -91,14 +91,14 @@ struct Rule {
     }
 };
 
-// The sets of a step; crates/lamb/src/config.rs: set. Hyper-parameters: lr, beta1, beta2, lambda, 1
-// if excluded tensors take the plain rate, eps.
+// Derives `step_scalars` of crates/lamb/src/config.rs. Hyper-parameters: lr, beta1, beta2, lambda,
+// 1 if excluded tensors take the plain rate, eps.
 template <class T>
-struct Sets {
+struct Deriver {
     typedef lamb::Scalars<T> Scalars;
-    typedef lamb::Set<T> Set;
+    typedef lamb::StepScalars<T> StepScalars;
 
-    __device__ __forceinline__ static Set derive(const resident::Hyper& hyper, const resident::Class& own) {
+    __device__ __forceinline__ static StepScalars derive(const resident::Hyper& hyper, const resident::Group& own) {
         const double bias2_sqrt = dialect::square_root(1.0 - resident::integer_power(hyper.value[2], own.step));
         const double scale = bias2_sqrt / (1.0 - resident::integer_power(hyper.value[1], own.step));
         const double lambda = resident::decay_of(own, hyper.value[3]);
@@ -119,4 +119,4 @@ struct Sets {
 #define ALONE_lamb_update_bf16 ALONE
 #define ALONE_lamb_update_bf16_s16 ALONE
 EACH_FORMAT(NORMED_ENTRIES, lamb)
-SETS_ENTRIES(lamb)
+STEP_SCALARS_ENTRIES(lamb)

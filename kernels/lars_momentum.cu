@@ -22,8 +22,8 @@ struct Scalars {
     T rescale;
 };
 
-// Of the tensors of one class; crates/lars-momentum/src/device.rs: Set.
-struct Set {
+// Of the tensors of one group; crates/lars-momentum/src/device.rs: StepScalars.
+struct StepScalars {
     double lr;
     double lambda;
     double trust;
@@ -36,33 +36,33 @@ struct Finished {
 };
 
 static_assert(sizeof(Scalars<float>) == 56 && sizeof(Scalars<double>) == 64, "crates/lars-momentum: Scalars");
-static_assert(sizeof(Set) == 24, "crates/lars-momentum: Set");
+static_assert(sizeof(StepScalars) == 24, "crates/lars-momentum: StepScalars");
 
 template <class FormatType>
 struct Rule {
     typedef FormatType Format;
     typedef typename Format::Compute Compute;
     typedef lars_momentum::Scalars<Compute> Scalars;
-    typedef lars_momentum::Set Set;
+    typedef lars_momentum::StepScalars StepScalars;
     typedef lars_momentum::Finished<Compute> Finished;
     // The norm of the gradient is scaled as a whole, in `finish`.
     enum : int { STATES = 1, VALUES = 3, READ = 2, SCALED_TERMS = 0 };
 
-    __device__ __forceinline__ static void terms(const Compute (&element)[READ], const Scalars&, const Set&, Compute (&terms)[2]) {
+    __device__ __forceinline__ static void terms(const Compute (&element)[READ], const Scalars&, const StepScalars&, Compute (&terms)[2]) {
         terms[0] = element[0];
         terms[1] = element[1];
     }
 
     // False if a norm or the rate is not finite: the tensor is left as it is.
-    __device__ __forceinline__ static bool finish(const double (&sums)[2], const Scalars& scalars, const Set& set, double grad_factor, Finished& finished) {
+    __device__ __forceinline__ static bool finish(const double (&sums)[2], const Scalars& scalars, const StepScalars& step_scalars, double grad_factor, Finished& finished) {
         const double p = dialect::square_root(sums[0]);
         const double g = (scalars.rescale_norm * grad_factor) * dialect::square_root(sums[1]);
-        double local = set.lr;
-        if (set.trust != 0.0 && p > 0.0 && g > 0.0) {
-            local = set.lr * scalars.trust_coefficient * p / (g + set.lambda * p + scalars.eps);
+        double local = step_scalars.lr;
+        if (step_scalars.trust != 0.0 && p > 0.0 && g > 0.0) {
+            local = step_scalars.lr * scalars.trust_coefficient * p / (g + step_scalars.lambda * p + scalars.eps);
         }
         finished.local = Compute(local);
-        finished.lambda = Compute(set.lambda);
+        finished.lambda = Compute(step_scalars.lambda);
         return p - p == 0.0 && g - g == 0.0 && finished.local - finished.local == Compute(0);
     }
 
@@ -75,14 +75,14 @@ struct Rule {
     }
 };
 
-// The sets of a step; crates/lars-momentum/src/config.rs: set. Hyper-parameters: lr, lambda, 1 if
+// Derives `step_scalars` of crates/lars-momentum/src/config.rs. Hyper-parameters: lr, lambda, 1 if
 // excluded tensors take the plain rate.
 template <class T>
-struct Sets {
+struct Deriver {
     typedef lars_momentum::Scalars<T> Scalars;
-    typedef lars_momentum::Set Set;
+    typedef lars_momentum::StepScalars StepScalars;
 
-    __device__ __forceinline__ static Set derive(const resident::Hyper& hyper, const resident::Class& own) {
+    __device__ __forceinline__ static StepScalars derive(const resident::Hyper& hyper, const resident::Group& own) {
         return {hyper.value[0] * own.lr_scale, resident::decay_of(own, hyper.value[1]), resident::trust_of(own, hyper.value[2])};
     }
 };
@@ -96,4 +96,4 @@ struct Sets {
 #define ALONE_lars_momentum_update_bf16_s16 ALONE
 #define ALONE_lars_momentum_update_bf16_r16_s16 ALONE
 EACH_FORMAT(NORMED_ENTRIES, lars_momentum)
-SETS_ENTRIES(lars_momentum)
+STEP_SCALARS_ENTRIES(lars_momentum)

@@ -24,15 +24,15 @@ struct Scalars {
     T one_minus_beta2;
 };
 
-// Of the tensors of one class at one step; `set` of crates/lion/src/rule.rs.
+// Of the tensors of one group at one step; `step_scalars` of crates/lion/src/rule.rs.
 template <class T>
-struct Set {
+struct StepScalars {
     T lr;
     T decay;
 };
 
 static_assert(sizeof(Scalars<float>) == 16 && sizeof(Scalars<double>) == 32, "crates/lion: Scalars");
-static_assert(sizeof(Set<float>) == 8 && sizeof(Set<double>) == 16, "crates/lion: Set");
+static_assert(sizeof(StepScalars<float>) == 8 && sizeof(StepScalars<double>) == 16, "crates/lion: StepScalars");
 
 // 1, -1, or the value itself if it is zero or NaN.
 template <class T>
@@ -44,10 +44,10 @@ __device__ __forceinline__ T sign(T x) {
 template <class T>
 struct Update {
     typedef lion::Scalars<T> Scalars;
-    typedef lion::Set<T> Set;
+    typedef lion::StepScalars<T> StepScalars;
 
     Scalars scalars;
-    Set set;
+    StepScalars step_scalars;
     u32 flags;
 
     __device__ __forceinline__ void element(T& p, T g, T* state) const {
@@ -55,17 +55,17 @@ struct Update {
         g = flags & FLAG_MAXIMIZE ? -g : g;
         const T c = scalars.beta1 * m + scalars.one_minus_beta1 * g;
         state[0] = scalars.beta2 * m + scalars.one_minus_beta2 * g;
-        p = p * set.decay - set.lr * sign(c);
+        p = p * step_scalars.decay - step_scalars.lr * sign(c);
     }
 };
 
-// The sets of a step; `set` of crates/lion/src/rule.rs. Hyper-parameters: lr, lambda.
+// Derives `step_scalars` of crates/lion/src/rule.rs. Hyper-parameters: lr, lambda.
 template <class T>
-struct Sets {
+struct Deriver {
     typedef lion::Scalars<T> Scalars;
-    typedef lion::Set<T> Set;
+    typedef lion::StepScalars<T> StepScalars;
 
-    __device__ __forceinline__ static Set derive(const resident::Hyper& hyper, const resident::Class& own) {
+    __device__ __forceinline__ static StepScalars derive(const resident::Hyper& hyper, const resident::Group& own) {
         const double lr = hyper.value[0] * own.lr_scale;
         return {T(lr), T(1.0 - lr * resident::decay_of(own, hyper.value[1]))};
     }
@@ -79,4 +79,4 @@ __device__ __forceinline__ void run(const unsigned char* arguments) {
 }  // namespace lion
 
 EACH_FORMAT(UPDATE_ENTRIES, lion)
-SETS_ENTRIES(lion)
+STEP_SCALARS_ENTRIES(lion)

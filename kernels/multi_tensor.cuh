@@ -1,7 +1,7 @@
 // The argument table of multi-tensor kernels: many tensors in one launch, without a table of
 // blocks.
 //
-//     header (24) | scalars | set 0, set 1, ... | record 0, record 1, ...
+//     header (24) | scalars | step scalars of group 0, group 1, ... | record 0, record 1, ...
 //
 // Written by `pack` of crates/launch, little-endian; a record is one tensor's address in every list
 // and its place in the launch. One block works on one chunk. A block finds its record by binary
@@ -11,7 +11,7 @@
 // A resident table is the same bytes in global memory, built once, with a map from chunks to
 // records behind the records: u32 for each chunk, for one load in place of the search. A launch
 // from it has header and scalars in its arguments as any other; FLAG_RESIDENT is set, and the
-// table's address stands where the sets would begin. `resident.cuh` derives its sets.
+// table's address stands where the step scalars would begin. `resident.cuh` derives them.
 #pragma once
 
 #include "dialect.cuh"
@@ -41,12 +41,12 @@ struct alignas(8) Arguments {
 
 static_assert(sizeof(Arguments) == 32760, "crates/kernels: TABLE_BYTES");
 
-// The only parameter of an entry that derives the sets of a resident table;
+// The only parameter of an entry that derives the step scalars of a resident table;
 // crates/launch/src/resident.rs.
 struct Resident {
     // Address of the table.
     u64 table;
-    // Address of what its sets are derived from.
+    // Address of what its step scalars are derived from.
     u64 steps;
 };
 
@@ -57,7 +57,7 @@ enum Flag : u32 { FLAG_RESIDENT = 1u << 30 };
 
 struct Header {
     u32 record_count;
-    u32 set_count;
+    u32 group_count;
     u32 chunk_elements;
     u32 flags;
     // Address of the step's control block; 0 for none.
@@ -101,7 +101,7 @@ struct Record {
     u64 address[LISTS];
     u64 numel;
     u32 first_chunk;
-    u16 set;
+    u16 group;
     u16 reserved;
 };
 
@@ -111,20 +111,20 @@ __device__ __forceinline__ const Header& header_of(const unsigned char* argument
     return *reinterpret_cast<const Header*>(arguments);
 }
 
-// The table seen through the kernel's own scalars and sets.
-template <class Scalars, class Set, int LISTS>
+// The table seen through the kernel's own scalars, shared and of the step.
+template <class Scalars, class StepScalars, int LISTS>
 struct Table {
-    static_assert(sizeof(Set) % 8 == 0 && alignof(Scalars) <= 8 && alignof(Set) <= 8, "parts keep what follows aligned to 8 bytes");
+    static_assert(sizeof(StepScalars) % 8 == 0 && alignof(Scalars) <= 8 && alignof(StepScalars) <= 8, "parts keep what follows aligned to 8 bytes");
 
     // Those of the launch.
     const unsigned char* arguments;
-    // Where sets and records are: there, or in global memory.
+    // Where step scalars and records are: there, or in global memory.
     const unsigned char* bytes;
 
-    enum : u32 { SETS_AT = sizeof(Header) + (sizeof(Scalars) + 7) / 8 * 8 };
+    enum : u32 { STEP_SCALARS_AT = sizeof(Header) + (sizeof(Scalars) + 7) / 8 * 8 };
 
     __device__ __forceinline__ static Table of(const unsigned char* arguments) {
-        const u64 elsewhere = *reinterpret_cast<const u64*>(arguments + SETS_AT);
+        const u64 elsewhere = *reinterpret_cast<const u64*>(arguments + STEP_SCALARS_AT);
         const bool is_resident = (header_of(arguments).flags & FLAG_RESIDENT) != 0;
         return {arguments, is_resident ? reinterpret_cast<const unsigned char*>(elsewhere) : arguments};
     }
@@ -148,12 +148,12 @@ struct Table {
         return dialect::load_table(reinterpret_cast<const T*>(bytes + at), is_resident());
     }
 
-    __device__ __forceinline__ Set set(u32 index) const {
-        return part<Set>(SETS_AT + index * sizeof(Set));
+    __device__ __forceinline__ StepScalars step_scalars(u32 index) const {
+        return part<StepScalars>(STEP_SCALARS_AT + index * sizeof(StepScalars));
     }
 
     __device__ __forceinline__ u64 record_at(u32 index) const {
-        return SETS_AT + header().set_count * sizeof(Set) + index * u64(sizeof(Record<LISTS>));
+        return STEP_SCALARS_AT + header().group_count * sizeof(StepScalars) + index * u64(sizeof(Record<LISTS>));
     }
 
     __device__ __forceinline__ Record<LISTS> record(u32 index) const {

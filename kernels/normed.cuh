@@ -5,8 +5,8 @@
 // alike; a tensor is its chunks, added up as tree.cuh says. All in f64.
 //
 // A unit, one turn of a block, is leaves s, s + 8, ..., s + 56 of a chunk: the fold by 32, 16 and 8
-// leaves stays within it, so that eight blocks share a chunk. Its sums go to the chunk's slot, and
-// whoever updates a tensor folds and adds the slots of its chunks. Every chunk has a slot of its
+// leaves stays within it, so that eight blocks share a chunk. Its sums go to the chunk's row, and
+// whoever updates a tensor folds and adds the rows of its chunks. Every chunk has a row of its
 // own for the whole step, and one launch takes all sums before the next one updates. A single
 // launch that waits for itself between waves of tensors would read a wave's second time from
 // cache, but layers of the models in use are larger than a wave: docs/gpu.md counts both. Updates
@@ -15,10 +15,11 @@
 // Where no tensor of a launch is longer than a leaf, blocks have the threads of one, and a block's
 // turn is a chunk, of which nothing but the first leaf is there.
 //
-// A rule gives `Format` (of storage.cuh), `Scalars`, `Set`, `Finished`, STATES, VALUES (parameter,
-// gradient, state), READ (values that the sums need, the first ones), SCALED_TERMS (whether the
-// sums see gradients times the control block's factor, as the update does) and the functions
-// `terms`, `finish` and `update`. A parameter with a master is its master, in sums as in updates.
+// A rule gives `Format` (of storage.cuh), `Scalars`, `StepScalars`, `Finished`, STATES, VALUES
+// (parameter, gradient, state), READ (values that the sums need, the first ones), SCALED_TERMS
+// (whether the sums see gradients times the control block's factor, as the update does) and the
+// functions `terms`, `finish` and `update`. A parameter with a master is its master, in sums as in
+// updates.
 #pragma once
 
 #include "normed_memory.cuh"
@@ -36,7 +37,7 @@ struct Engine {
     typedef typename Format::Master Master;
     typedef typename Format::State State;
     typedef typename Format::Compute Compute;
-    typedef storage::SetOf<typename Rule::Set, AT_RANDOM> KeyedSet;
+    typedef storage::KeyedStepScalars<typename Rule::StepScalars, AT_RANDOM> Keyed;
     enum : int {
         STATES = Rule::STATES,
         LISTS = 2 + STATES + Format::MASTER_LISTS,
@@ -46,8 +47,8 @@ struct Engine {
         PLACES = SUMMED > 0 ? SUMMED : 1,
         ROW_BYTES = sizeof(Param) * (1 + Format::READS_PARAM) + sizeof(State) * SUMMED + sizeof(Master) * Format::MASTER_LISTS,
     };
-    typedef multi_tensor::Record<WORDS> Row;
-    typedef multi_tensor::Table<typename Rule::Scalars, KeyedSet, WORDS> Arguments;
+    typedef multi_tensor::Record<WORDS> Record;
+    typedef multi_tensor::Table<typename Rule::Scalars, Keyed, WORDS> Arguments;
 
     Arguments table;
 
@@ -55,34 +56,34 @@ struct Engine {
         return table.scalars().workspace;
     }
 
-    __device__ __forceinline__ u32 chunks_of(const Row& record) const {
+    __device__ __forceinline__ u32 chunks_of(const Record& record) const {
         return u32((record.numel + CHUNK - 1) / CHUNK);
     }
 
     __device__ __forceinline__ u32 chunk_count() const {
-        const Row last = table.record(table.header().record_count - 1);
+        const Record last = table.record(table.header().record_count - 1);
         return last.first_chunk + chunks_of(last);
     }
 
-    __device__ __forceinline__ double* slot(u64 index) const {
-        return reinterpret_cast<double*>(workspace().slots) + index * SLOT_VALUES;
+    __device__ __forceinline__ double* row(u64 index) const {
+        return reinterpret_cast<double*>(workspace().rows) + index * ROW_VALUES;
     }
 
     __device__ __forceinline__ Tensor tensor(u32 index) const {
-        const Row record = table.record(index);
+        const Record record = table.record(index);
         const u32 head = index == 0 ? workspace().head_chunks : 0;
         const u32 tail = index + 1 == table.header().record_count ? workspace().tail_chunks : 0;
         const u32 chunks = chunks_of(record);
-        return {index, chunks, u64(workspace().first_slot) + record.first_chunk - head, u64(head) + chunks + tail, head == 0};
+        return {index, chunks, u64(workspace().first_row) + record.first_chunk - head, u64(head) + chunks + tail, head == 0};
     }
 
     // Elements of the record before `chunk` of the launch.
-    __device__ __forceinline__ u64 first_element(const Row& record, u64 chunk) const {
+    __device__ __forceinline__ u64 first_element(const Record& record, u64 chunk) const {
         return (chunk - record.first_chunk) * CHUNK;
     }
 
     // Whether any leaf of a unit does.
-    __device__ __forceinline__ bool has_elements(const Row& record, u64 chunk, u32 unit) const {
+    __device__ __forceinline__ bool has_elements(const Record& record, u64 chunk, u32 unit) const {
         return first_element(record, chunk) + unit * LEAF < record.numel;
     }
 
@@ -95,11 +96,11 @@ struct Engine {
     };
 
     template <class T>
-    __device__ __forceinline__ static T* list_of(const Row& record, int list) {
+    __device__ __forceinline__ static T* list_of(const Record& record, int list) {
         return reinterpret_cast<T*>(record.address[list]);
     }
 
-    __device__ __forceinline__ Kept load_kept(const Row& record, u64 element) const {
+    __device__ __forceinline__ Kept load_kept(const Record& record, u64 element) const {
         Kept kept;
         if constexpr (Format::READS_PARAM) {
             kept.param = dialect::load(list_of<const Param>(record, 0) + element);
@@ -114,7 +115,7 @@ struct Engine {
         return kept;
     }
 
-    __device__ __forceinline__ void add_kept(const Kept& kept, const typename Rule::Set& set, Compute grad_factor, double (&sums)[SUMS]) const {
+    __device__ __forceinline__ void add_kept(const Kept& kept, const typename Rule::StepScalars& step_scalars, Compute grad_factor, double (&sums)[SUMS]) const {
         Compute element[Rule::READ];
         element[0] = Format::value(kept.param, kept.master);
         element[1] = storage::widen(kept.grad);
@@ -125,7 +126,7 @@ struct Engine {
             element[1] = element[1] * grad_factor;
         }
         Compute terms[SUMS];
-        Rule::terms(element, table.scalars(), set, terms);
+        Rule::terms(element, table.scalars(), step_scalars, terms);
         for (int sum = 0; sum < int(SUMS); sum++) {
             const double term = terms[sum];
             sums[sum] = sums[sum] + term * term;
@@ -134,36 +135,36 @@ struct Engine {
 
     // A lane's share of a leaf that starts at `element`: 16 elements in order, up to four in
     // flight.
-    __device__ __forceinline__ void lane_sums(const Row& record, u64 element, double (&sums)[SUMS]) const {
-        // Four rows of four f64 lists would spill.
+    __device__ __forceinline__ void lane_sums(const Record& record, u64 element, double (&sums)[SUMS]) const {
+        // Four loads of four f64 lists would spill.
         constexpr int IN_FLIGHT = ROW_BYTES > 16 ? 1 : 4;
         constexpr int ROWS = LEAF / LEAF_LANES;
-        const typename Rule::Set set = table.set(record.set).own;
+        const typename Rule::StepScalars step_scalars = table.step_scalars(record.group).own;
         const Compute grad_factor = Rule::SCALED_TERMS ? Compute(multi_tensor::grad_factor(table.header())) : Compute(1);
         const u64 end = element + LEAF;
         if (element + (ROWS - 1) * LEAF_LANES < record.numel) {
             ROLLED for (int first = 0; first < ROWS; first += IN_FLIGHT) {
-                Kept rows[IN_FLIGHT];
+                Kept loaded[IN_FLIGHT];
                 for (int i = 0; i < IN_FLIGHT; i++) {
-                    rows[i] = load_kept(record, element + (first + i) * LEAF_LANES);
+                    loaded[i] = load_kept(record, element + (first + i) * LEAF_LANES);
                 }
                 for (int i = 0; i < IN_FLIGHT; i++) {
-                    add_kept(rows[i], set, grad_factor, sums);
+                    add_kept(loaded[i], step_scalars, grad_factor, sums);
                 }
             }
         } else {
             ROLLED for (; element < record.numel && element < end; element += LEAF_LANES) {
-                add_kept(load_kept(record, element), set, grad_factor, sums);
+                add_kept(load_kept(record, element), step_scalars, grad_factor, sums);
             }
         }
     }
 
-    // The sums of one unit, into its chunk's slot.
+    // The sums of one unit, into its chunk's row.
     __device__ __forceinline__ void sum_unit(u64 chunk, u32 unit) const {
         double* const lanes = shared_lanes();
         double* const leaves = shared_leaves();
-        const Row record = table.record(table.record_of_chunk(u32(chunk)));
-        double* const out = slot(workspace().first_slot + chunk) + unit * SUMS;
+        const Record record = table.record(table.record_of_chunk(u32(chunk)));
+        double* const out = row(workspace().first_row + chunk) + unit * SUMS;
         // Equal in all threads of the block.
         if (!has_elements(record, chunk, unit)) {
             if (threadIdx.x < SUMS) {
@@ -233,10 +234,10 @@ struct Engine {
         double* const total = shared_total();
         // Of the first warps, each of which adds up one sum.
         tree::Groups groups = {shared_levels() + warp % SUMS * (tree::LEVELS * WARP), 0};
-        ROLLED for (u64 first = 0; first < tensor.slots; first += at_once) {
+        ROLLED for (u64 first = 0; first < tensor.rows; first += at_once) {
             double chunk = 0.0;
-            if (first + own_chunk < tensor.slots) {
-                const double* const own = slot(tensor.first_slot + first + own_chunk) + own_sum;
+            if (first + own_chunk < tensor.rows) {
+                const double* const own = row(tensor.first_row + first + own_chunk) + own_sum;
                 double values[UNITS];
                 for (int unit = 0; unit < int(UNITS); unit++) {
                     values[unit] = dialect::load(own + unit * SUMS);
@@ -277,14 +278,14 @@ struct Engine {
         Compute grad_factor;
     };
 
-    __device__ __forceinline__ Shared shared(const Row& record, const typename Rule::Finished& finished) const {
-        return {table.scalars(), finished, storage::draws_of<LISTS>(record, table.set(record.set), multi_tensor::Chunk{0, 0}),
+    __device__ __forceinline__ Shared shared(const Record& record, const typename Rule::Finished& finished) const {
+        return {table.scalars(), finished, storage::draws_of<LISTS>(record, table.step_scalars(record.group), multi_tensor::Chunk{0, 0}),
                 Compute(multi_tensor::grad_factor(table.header()))};
     }
 
     // One visit of `WIDTH` neighbouring elements in all lists.
     template <int WIDTH>
-    __device__ __forceinline__ void update_lanes(const Row& record, u64 at, const Shared& shared) const {
+    __device__ __forceinline__ void update_lanes(const Record& record, u64 at, const Shared& shared) const {
         Lanes<WIDTH, Param> p, g;
         Lanes<WIDTH, State> s[STATES];
         Lanes<WIDTH, Master> b;
@@ -330,7 +331,7 @@ struct Engine {
         }
     }
 
-    __device__ __forceinline__ void update_unit(const Row& record, u64 chunk, u32 unit, const typename Rule::Finished& finished) const {
+    __device__ __forceinline__ void update_unit(const Record& record, u64 chunk, u32 unit, const typename Rule::Finished& finished) const {
         constexpr u32 WIDTH = AT_RANDOM ? 2 : storage::Width<Format>::VALUE;
         const Shared shared = this->shared(record, finished);
         bool packs = true;
@@ -361,7 +362,7 @@ struct Engine {
             const u32 chunk = u32(at / UNITS);
             const u32 unit = u32(at % UNITS);
             const u32 index = table.record_of_chunk(chunk);
-            const Row record = table.record(index);
+            const Record record = table.record(index);
             if (!has_elements(record, chunk, unit)) {
                 continue;
             }
@@ -378,15 +379,15 @@ struct Engine {
 
     // What a tensor's sums come to, in every thread of the block; false if it is to be left as it
     // is.
-    __device__ __forceinline__ bool finish(u32 index, const Row& record, typename Rule::Finished& finished) const {
+    __device__ __forceinline__ bool finish(u32 index, const Record& record, typename Rule::Finished& finished) const {
         double sums[SUMS];
         tensor_sums(tensor(index), sums);
-        return Rule::finish(sums, table.scalars(), table.set(record.set).own, multi_tensor::grad_factor(table.header()), finished);
+        return Rule::finish(sums, table.scalars(), table.step_scalars(record.group).own, multi_tensor::grad_factor(table.header()), finished);
     }
 
     // Whether the tensor was skipped in this step, and how often it has been so far.
     __device__ __forceinline__ void note_outcome(const Tensor& tensor, bool finite) const {
-        double* const count = slot(tensor.first_slot) + UNITS * SUMS;
+        double* const count = row(tensor.first_row) + UNITS * SUMS;
         if (!finite) {
             dialect::store(count, dialect::load(static_cast<const double*>(count)) + 1.0);
         }

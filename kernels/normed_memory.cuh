@@ -1,4 +1,4 @@
-// The memory of updates that need sums over the whole of a tensor first: shapes, slots and what the
+// The memory of updates that need sums over the whole of a tensor first: shapes, rows and what the
 // threads of a block share.
 #pragma once
 
@@ -19,7 +19,7 @@ enum Shape : u32 {
     SUMS = 2,
     // Sums of each unit, then how often the tensor was skipped, and whether it was in the last
     // step.
-    SLOT_VALUES = UNITS * SUMS + 2,
+    ROW_VALUES = UNITS * SUMS + 2,
     WARP = 32,
     WARPS = BLOCK_THREADS / WARP,
 };
@@ -28,8 +28,8 @@ static_assert(BLOCK_THREADS == UNITS * LEAF_LANES, "a unit's leaves fill the blo
 
 // First part of the scalars, written by the backend; crates/launch/src/normed.rs: Workspace.
 struct Workspace {
-    u64 slots;
-    u32 first_slot;
+    u64 rows;
+    u32 first_row;
     u32 head_chunks;
     u32 tail_chunks;
     u32 reserved;
@@ -37,12 +37,12 @@ struct Workspace {
 
 static_assert(sizeof(Workspace) == 24, "crates/launch: WORKSPACE_BYTES");
 
-// The chunks of one record, and the slots of the whole tensor that it belongs to.
+// The chunks of one record, and the rows of the whole tensor that it belongs to.
 struct Tensor {
     u32 record;
     u32 chunks;
-    u64 first_slot;
-    u64 slots;
+    u64 first_row;
+    u64 rows;
     bool starts_here;
 };
 

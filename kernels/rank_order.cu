@@ -6,8 +6,9 @@
 //
 // In the element's own type; f16 and bf16 in f32, rounded once at the end. Integers wrap around.
 // The host's version is crates/collective/src/rank_order.rs, operation for operation. A rank's own
-// elements are read where they lie, those of the others from slots of one length; the result may
-// lie upon the own elements or a slot, since an element is read before it is written.
+// elements are read where they lie, those of the others at a fixed distance from rank to rank; the
+// result may lie upon the own elements or another rank's, since an element is read before it is
+// written.
 #include "storage.cuh"
 
 namespace rank_order {
@@ -35,8 +36,8 @@ struct InFlight {
 // crates/collective-nccl/src/kernel.rs: Arguments.
 struct Arguments {
     u64 own;
-    u64 slots;
-    u64 slot_bytes;
+    u64 received;
+    u64 stride_bytes;
     u64 result;
     u64 numel;
     u32 ranks;
@@ -124,8 +125,8 @@ __device__ __forceinline__ Wide combined(Wide x, Wide y) {
 
 template <class T>
 __device__ __forceinline__ const T* input(const Arguments& arguments, u32 rank) {
-    const u64 slot = arguments.slots + rank * arguments.slot_bytes;
-    return reinterpret_cast<const T*>(rank == arguments.own_rank ? arguments.own : slot);
+    const u64 other = arguments.received + rank * arguments.stride_bytes;
+    return reinterpret_cast<const T*>(rank == arguments.own_rank ? arguments.own : other);
 }
 
 // `WIDTH` consecutive elements from `at` on.
@@ -170,7 +171,7 @@ __device__ __forceinline__ void reduce_by(const Arguments& arguments) {
     constexpr int WIDTH = 16 / sizeof(T);
     const u64 thread = u64(blockIdx.x) * blockDim.x + threadIdx.x;
     const u64 threads = u64(gridDim.x) * blockDim.x;
-    const u64 all = arguments.own | arguments.slots | arguments.slot_bytes | arguments.result;
+    const u64 all = arguments.own | arguments.received | arguments.stride_bytes | arguments.result;
     const u64 packed = all % 16 == 0 ? arguments.numel / WIDTH * WIDTH : 0;
     for (u64 at = thread * WIDTH; at < packed; at += threads * WIDTH) {
         visit<OP, WIDTH, T>(arguments, at);

@@ -1,11 +1,11 @@
-// Resident tables: the argument table of multi_tensor.cuh in global memory, built once, whose sets
-// the device derives itself.
+// Resident tables: the argument table of multi_tensor.cuh in global memory, built once, whose step
+// scalars the device derives itself.
 //
 // Step counts, learning rate and hyper-parameters live beside the table. Before the updates of a
-// step, an entry `*_sets_*` counts the step of every class of tensors and derives its set
-// in f64 by the operations of the host's `write_set`, so that the bits are the same. A step that
-// the control block skips changes nothing. The host launches with fixed arguments and waits for
-// none.
+// step, an entry `*_sets_*` counts the step of every group of tensors and derives its step scalars
+// in f64 by the operations of the host's `write_step_scalars`, so that the bits are the same. A
+// step that the control block skips changes nothing. The host launches with fixed arguments and
+// waits for none.
 #pragma once
 
 #include "storage.cuh"
@@ -15,13 +15,13 @@ namespace resident {
 using multi_tensor::u32;
 using multi_tensor::u64;
 
-// The learning rate and what else the rule's sets are made of, in the rule's own order.
+// The learning rate and what else the rule's step scalars are made of, in the rule's own order.
 struct Hyper {
     double value[8];
 };
 
-// The hyper-parameters of one class of tensors, and its step.
-struct Class {
+// The hyper-parameters of one group of tensors, and its step.
+struct Group {
     double lr_scale;
     double weight_decay;
     // Steps taken.
@@ -32,17 +32,17 @@ struct Class {
     u32 trust;
 };
 
-// Before the classes.
+// Before the groups.
 struct Steps {
     Hyper hyper;
     // Start of the random numbers of stochastic rounding.
     u64 seed;
-    u32 class_count;
-    // Bytes from set to set; beyond the set itself, the key of the step.
-    u32 set_bytes;
+    u32 group_count;
+    // Bytes from group to group; beyond the step scalars themselves, the key of the step.
+    u32 step_scalar_bytes;
 };
 
-static_assert(sizeof(Steps) == 80 && sizeof(Class) == 32, "crates/launch/src/resident.rs: STEPS_BYTES, CLASS_BYTES");
+static_assert(sizeof(Steps) == 80 && sizeof(Group) == 32, "crates/launch/src/resident.rs: STEPS_BYTES, GROUP_BYTES");
 
 // An unevaluated sum.
 struct Pair {
@@ -70,12 +70,12 @@ __device__ __forceinline__ double integer_power(double x, u64 n) {
     return product.high + product.low;
 }
 
-__device__ __forceinline__ double decay_of(const Class& own, double of_rule) {
+__device__ __forceinline__ double decay_of(const Group& own, double of_rule) {
     return own.own_decay != 0 ? own.weight_decay : of_rule;
 }
 
 // 1 if the rate is scaled by the trust ratio, 0 if not; crates/launch/src/normed.rs: Excluded.
-__device__ __forceinline__ double trust_of(const Class& own, double excluded_is_plain) {
+__device__ __forceinline__ double trust_of(const Group& own, double excluded_is_plain) {
     if (own.trust != 0) {
         return own.trust == 1 ? 1.0 : 0.0;
     }
@@ -88,29 +88,29 @@ __device__ __forceinline__ u64 step_key(u64 seed, u64 step) {
     return storage::mix64(storage::mix64(seed + golden) + step * golden);
 }
 
-// A thread per class: counts its step and writes its set.
-template <class Sets>
-__device__ __forceinline__ void derive_sets(const multi_tensor::Resident& resident) {
-    typedef typename Sets::Set Set;
+// A thread per group: counts its step and writes its step scalars.
+template <class Deriver>
+__device__ __forceinline__ void derive_step_scalars(const multi_tensor::Resident& resident) {
+    typedef typename Deriver::StepScalars StepScalars;
     const multi_tensor::Header header = dialect::load(reinterpret_cast<const multi_tensor::Header*>(resident.table));
     if (multi_tensor::is_skipped(header)) {
         return;
     }
     const Steps* const steps = reinterpret_cast<const Steps*>(resident.steps);
     const u32 index = blockIdx.x * blockDim.x + threadIdx.x;
-    if (index >= dialect::load(&steps->class_count)) {
+    if (index >= dialect::load(&steps->group_count)) {
         return;
     }
-    Class* const place = reinterpret_cast<Class*>(resident.steps + sizeof(Steps)) + index;
-    Class own = dialect::load(static_cast<const Class*>(place));
+    Group* const place = reinterpret_cast<Group*>(resident.steps + sizeof(Steps)) + index;
+    Group own = dialect::load(static_cast<const Group*>(place));
     own.step = own.step + 1;
     dialect::store(&place->step, own.step);
-    const u32 set_bytes = dialect::load(&steps->set_bytes);
-    const u64 sets_at = resident.table + u64(multi_tensor::Table<typename Sets::Scalars, Set, 1>::SETS_AT);
-    const u64 at = sets_at + u64(index) * set_bytes;
-    dialect::store(reinterpret_cast<Set*>(at), Sets::derive(dialect::load(&steps->hyper), own));
-    if (set_bytes > sizeof(Set)) {
-        dialect::store(reinterpret_cast<u64*>(at + sizeof(Set)), step_key(dialect::load(&steps->seed), own.step));
+    const u32 step_scalar_bytes = dialect::load(&steps->step_scalar_bytes);
+    const u64 step_scalars_at = resident.table + u64(multi_tensor::Table<typename Deriver::Scalars, StepScalars, 1>::STEP_SCALARS_AT);
+    const u64 at = step_scalars_at + u64(index) * step_scalar_bytes;
+    dialect::store(reinterpret_cast<StepScalars*>(at), Deriver::derive(dialect::load(&steps->hyper), own));
+    if (step_scalar_bytes > sizeof(StepScalars)) {
+        dialect::store(reinterpret_cast<u64*>(at + sizeof(StepScalars)), step_key(dialect::load(&steps->seed), own.step));
     }
 }
 

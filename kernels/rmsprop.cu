@@ -27,31 +27,31 @@ struct Scalars {
     T momentum;
 };
 
-// Of the tensors of one class at one step; `set` of crates/rmsprop/src/rule.rs.
+// Of the tensors of one group at one step; `step_scalars` of crates/rmsprop/src/rule.rs.
 template <class T>
-struct Set {
+struct StepScalars {
     T lr;
     T l2;
 };
 
 static_assert(sizeof(Scalars<float>) == 16 && sizeof(Scalars<double>) == 32, "crates/rmsprop: Scalars");
-static_assert(sizeof(Set<float>) == 8 && sizeof(Set<double>) == 16, "crates/rmsprop: Set");
+static_assert(sizeof(StepScalars<float>) == 8 && sizeof(StepScalars<double>) == 16, "crates/rmsprop: StepScalars");
 
 // State: the mean square, the mean if centered, and the velocity if one is left. Of two lists the
 // second is what the flags say.
 template <class T, int STATES>
 struct Update {
     typedef rmsprop::Scalars<T> Scalars;
-    typedef rmsprop::Set<T> Set;
+    typedef rmsprop::StepScalars<T> StepScalars;
 
     Scalars scalars;
-    Set set;
+    StepScalars step_scalars;
     u32 flags;
 
     __device__ __forceinline__ void element(T& p, T g, T* state) const {
         g = flags & FLAG_MAXIMIZE ? -g : g;
-        if (set.l2 != T(0)) {
-            g = g + set.l2 * p;
+        if (step_scalars.l2 != T(0)) {
+            g = g + step_scalars.l2 * p;
         }
         const T v = scalars.alpha * state[0] + scalars.one_minus_alpha * (g * g);
         state[0] = v;
@@ -67,17 +67,17 @@ struct Update {
             step = scalars.momentum * state[STATES - 1] + step;
             state[STATES - 1] = step;
         }
-        p = p - set.lr * step;
+        p = p - step_scalars.lr * step;
     }
 };
 
-// The sets of a step; `set` of crates/rmsprop/src/rule.rs. Hyper-parameters: lr, lambda.
+// Derives `step_scalars` of crates/rmsprop/src/rule.rs. Hyper-parameters: lr, lambda.
 template <class T>
-struct Sets {
+struct Deriver {
     typedef rmsprop::Scalars<T> Scalars;
-    typedef rmsprop::Set<T> Set;
+    typedef rmsprop::StepScalars<T> StepScalars;
 
-    __device__ __forceinline__ static Set derive(const resident::Hyper& hyper, const resident::Class& own) {
+    __device__ __forceinline__ static StepScalars derive(const resident::Hyper& hyper, const resident::Group& own) {
         return {T(hyper.value[0] * own.lr_scale), T(resident::decay_of(own, hyper.value[1]))};
     }
 };
@@ -98,4 +98,4 @@ __device__ __forceinline__ void run(const unsigned char* arguments) {
 }  // namespace rmsprop
 
 EACH_FORMAT(UPDATE_ENTRIES, rmsprop)
-SETS_ENTRIES(rmsprop)
+STEP_SCALARS_ENTRIES(rmsprop)

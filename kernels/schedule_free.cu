@@ -20,10 +20,10 @@ struct Scalars {
     T one_minus_beta2;
 };
 
-// Of the tensors of one class at one step; `set` of crates/schedule-free/src/rule.rs. The share of
-// the first step is 1, that of no other.
+// Of the tensors of one group at one step; `step_scalars` of crates/schedule-free/src/rule.rs. The
+// share of the first step is 1, that of no other.
 template <class T>
-struct Set {
+struct StepScalars {
     T lr;
     T share;
     T own_step;
@@ -33,39 +33,39 @@ struct Set {
 };
 
 static_assert(sizeof(Scalars<float>) == 8 && sizeof(Scalars<double>) == 16, "crates/schedule-free: Scalars");
-static_assert(sizeof(Set<float>) == 24 && sizeof(Set<double>) == 48, "crates/schedule-free: Set");
+static_assert(sizeof(StepScalars<float>) == 24 && sizeof(StepScalars<double>) == 48, "crates/schedule-free: StepScalars");
 
 // State: the second moment and z.
 template <class T>
 struct Update {
     typedef schedule_free::Scalars<T> Scalars;
-    typedef schedule_free::Set<T> Set;
+    typedef schedule_free::StepScalars<T> StepScalars;
 
     Scalars scalars;
-    Set set;
+    StepScalars step_scalars;
     multi_tensor::u32 flags;
 
     __device__ __forceinline__ void element(T& p, T g, T* state) const {
-        const T z = set.share == T(1) ? p : state[1];
+        const T z = step_scalars.share == T(1) ? p : state[1];
         const T v = scalars.beta2 * state[0] + scalars.one_minus_beta2 * (g * g);
-        T n = set.bias2_sqrt * (g / (dialect::square_root(v) + set.eps));
-        if (set.lambda != T(0)) {
-            n = n + set.lambda * p;
+        T n = step_scalars.bias2_sqrt * (g / (dialect::square_root(v) + step_scalars.eps));
+        if (step_scalars.lambda != T(0)) {
+            n = n + step_scalars.lambda * p;
         }
         state[0] = v;
-        state[1] = z - set.lr * n;
-        p = p + set.share * (z - p) - set.own_step * n;
+        state[1] = z - step_scalars.lr * n;
+        p = p + step_scalars.share * (z - p) - step_scalars.own_step * n;
     }
 };
 
-// The sets of a step; `set` of crates/schedule-free/src/rule.rs. Hyper-parameters: lr, beta1,
+// Derives `step_scalars` of crates/schedule-free/src/rule.rs. Hyper-parameters: lr, beta1,
 // beta2, eps, lambda, warmup_steps.
 template <class T>
-struct Sets {
+struct Deriver {
     typedef schedule_free::Scalars<T> Scalars;
-    typedef schedule_free::Set<T> Set;
+    typedef schedule_free::StepScalars<T> StepScalars;
 
-    __device__ __forceinline__ static Set derive(const resident::Hyper& hyper, const resident::Class& own) {
+    __device__ __forceinline__ static StepScalars derive(const resident::Hyper& hyper, const resident::Group& own) {
         const double t = double(own.step);
         const double w = hyper.value[5];
         double warmed = 1.0;
@@ -93,4 +93,4 @@ __device__ __forceinline__ void run(const unsigned char* arguments) {
 }  // namespace schedule_free
 
 EACH_FORMAT(UPDATE_ENTRIES, schedule_free)
-SETS_ENTRIES(schedule_free)
+STEP_SCALARS_ENTRIES(schedule_free)

@@ -189,14 +189,14 @@ struct MayDraw {
     };
 };
 
-// A set as the host writes it: behind the kernel's own, the key of the step.
+// Step scalars as the host writes them: behind the kernel's own, the key of the step.
 template <class Own, bool AT_RANDOM>
-struct SetOf {
+struct KeyedStepScalars {
     Own own;
 };
 
 template <class Own>
-struct SetOf<Own, true> {
+struct KeyedStepScalars<Own, true> {
     Own own;
     u64 key;
 };
@@ -239,13 +239,13 @@ struct Draws {
 };
 
 template <int LISTS, int WORDS, class Own>
-__device__ __forceinline__ Draws draws_of(const multi_tensor::Record<WORDS>& record, const SetOf<Own, true>& set, const multi_tensor::Chunk& chunk) {
+__device__ __forceinline__ Draws draws_of(const multi_tensor::Record<WORDS>& record, const KeyedStepScalars<Own, true>& step_scalars, const multi_tensor::Chunk& chunk) {
     const u64 golden = 0x9e3779b97f4a7c15ull;
-    return {mix64(set.key + (record.address[LISTS] + 1) * golden), record.address[LISTS + 1] + chunk.first_element};
+    return {mix64(step_scalars.key + (record.address[LISTS] + 1) * golden), record.address[LISTS + 1] + chunk.first_element};
 }
 
 template <int LISTS, int WORDS, class Own>
-__device__ __forceinline__ Draws draws_of(const multi_tensor::Record<WORDS>&, const SetOf<Own, false>&, const multi_tensor::Chunk&) {
+__device__ __forceinline__ Draws draws_of(const multi_tensor::Record<WORDS>&, const KeyedStepScalars<Own, false>&, const multi_tensor::Chunk&) {
     return {0, 0};
 }
 

@@ -5,7 +5,7 @@
 //     tensor_sums_place   one warp per record of an update: the sums of its tensor, where the
 //                         update looks for them
 //
-// Sums of leaves lie in slots as the entries of normed.cuh leave them for records of eight leaves
+// Sums of leaves lie in rows as the entries of normed.cuh leave them for records of eight leaves
 // at most, one to a unit. The tree is that of all sums, see crates/elementwise/src/norm.rs and
 // tree.cuh.
 #include "normed_memory.cuh"
@@ -13,7 +13,7 @@
 namespace tensor_sums {
 
 using normed::SUMS;
-using normed::SLOT_VALUES;
+using normed::ROW_VALUES;
 using normed::UNITS;
 using multi_tensor::u32;
 using multi_tensor::u64;
@@ -42,7 +42,7 @@ struct alignas(16) Range {
 
 // The only parameter of tensor_sums_fold; crates/cuda/src/tensor_sums.rs.
 struct Fold {
-    u64 slots;
+    u64 rows;
     // For every leaf the place of its sums, in pairs of values.
     u64 leaves;
     // For every chunk its leaves.
@@ -58,15 +58,15 @@ static_assert(sizeof(Fold) == 40, "crates/cuda: FoldArguments");
 struct Place {
     // Among those that `tensors` tells of.
     u32 tensor;
-    u32 first_slot;
-    // Slots of the record.
-    u32 slots;
+    u32 first_row;
+    // Rows of the record.
+    u32 rows;
     u32 reserved;
 };
 
 // The only parameter of tensor_sums_place; crates/cuda/src/tensor_sums.rs.
 struct Places {
-    u64 slots;
+    u64 rows;
     // Of every chunk.
     u64 sums;
     // For every tensor its chunks.
@@ -92,7 +92,7 @@ __device__ __forceinline__ Sums leaf_of(const Fold& arguments, const Range& leav
         return {};
     }
     const u32 place = dialect::load(reinterpret_cast<const u32*>(arguments.leaves) + leaves.first + index);
-    return dialect::load(reinterpret_cast<const Sums*>(arguments.slots) + place);
+    return dialect::load(reinterpret_cast<const Sums*>(arguments.rows) + place);
 }
 
 // The chunk of each warp.
@@ -143,7 +143,7 @@ __device__ __forceinline__ Sums add_up(const Sums* chunks, u64 count, double* le
     return {groups[0].total(), groups[1].total()};
 }
 
-// The record of each warp: its first slot has all there is of the tensor, the others nothing.
+// The record of each warp: its first row has all there is of the tensor, the others nothing.
 __device__ __forceinline__ void place_sums(const Places& arguments) {
     SHARED(double, levels, PLACING_WARPS * SUMS * LEVELS);
     const u32 lane = threadIdx.x % WARP;
@@ -156,14 +156,14 @@ __device__ __forceinline__ void place_sums(const Places& arguments) {
     const Range chunks = dialect::load(reinterpret_cast<const Range*>(arguments.tensors) + place.tensor);
     const Sums* const first = reinterpret_cast<const Sums*>(arguments.sums) + chunks.first;
     const Sums sums = add_up(first, chunks.count, levels + warp * (SUMS * LEVELS));
-    // A lane has one value of every second slot.
+    // A lane has one value of every second row.
     constexpr u32 VALUES = UNITS * SUMS;
     const u32 value = lane % VALUES;
     const double sum = value == 0 ? sums.value[0] : sums.value[1];
-    double* const own = reinterpret_cast<double*>(arguments.slots) + u64(place.first_slot) * SLOT_VALUES + value;
-    ROLLED for (u32 slot = lane / VALUES; slot < place.slots; slot += WARP / VALUES) {
-        const bool has_sum = slot == 0 && value < SUMS;
-        dialect::store(own + u64(slot) * SLOT_VALUES, has_sum ? sum : 0.0);
+    double* const own = reinterpret_cast<double*>(arguments.rows) + u64(place.first_row) * ROW_VALUES + value;
+    ROLLED for (u32 row = lane / VALUES; row < place.rows; row += WARP / VALUES) {
+        const bool has_sum = row == 0 && value < SUMS;
+        dialect::store(own + u64(row) * ROW_VALUES, has_sum ? sum : 0.0);
     }
 }
 

@@ -246,7 +246,7 @@ impl Backend for PaddingInspector {
             grad_sums,
             tensor_sums,
             update_sums: _,
-            sets,
+            step_scalars,
             limits,
         } = launch;
         let report = self.0.launch(Launch {
@@ -261,7 +261,7 @@ impl Backend for PaddingInspector {
             grad_sums,
             tensor_sums,
             update_sums: None,
-            sets,
+            step_scalars,
             limits,
         })?;
         let mut inside = 0;

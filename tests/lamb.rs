@@ -111,7 +111,7 @@ fn a_backend_counts_what_it_left_as_it_was() {
 fn any_plan_cap_thread_count_and_simd_level_gives_the_bits_of_the_naive_plan() {
     for dtype in [DType::F32, DType::F64] {
         for excluded in [Excluded::PlainLr, Excluded::TrustRatio] {
-            let mut case = Case::new(EDGE_NUMELS, dtype).with_hyper_classes();
+            let mut case = Case::new(EDGE_NUMELS, dtype).with_groups();
             case.params[4].trust = Some(Trust::Plain);
             case.params[5].trust = Some(Trust::Ratio);
             check(Optimizer::Lamb(Lamb { excluded, ..lamb() }), &case);

@@ -31,7 +31,7 @@ fn cpu() -> CpuBackend {
 #[test]
 fn any_plan_cap_thread_count_and_simd_level_gives_the_bits_of_the_naive_plan() {
     for dtype in [DType::F32, DType::F64] {
-        let case = Case::new(EDGE_NUMELS, dtype).with_hyper_classes();
+        let case = Case::new(EDGE_NUMELS, dtype).with_groups();
         for rule in element_rules() {
             check(rule, &case);
         }
@@ -58,7 +58,7 @@ fn extreme_gradients_and_eps_0_keep_the_law() {
 
 #[test]
 fn two_hundred_small_tensors_cross_the_caps() {
-    let case = Case::new((0..200).map(|i| i % 7 * 30), DType::F32).with_hyper_classes();
+    let case = Case::new((0..200).map(|i| i % 7 * 30), DType::F32).with_groups();
     for rule in element_rules() {
         check(rule, &case);
     }

@@ -93,7 +93,7 @@ fn resnet50_takes_1_launch_2_with_classic_arguments_and_161_naively() {
 }
 
 #[test]
-fn gpt2_prints_with_two_sets_of_hyper_parameters() {
+fn gpt2_prints_with_two_groups() {
     let mut params = model("gpt2");
     for param in &mut params {
         // As it is trained: no decay on biases and norms.
@@ -103,7 +103,7 @@ fn gpt2_prints_with_two_sets_of_hyper_parameters() {
     }
     let plan = planner(ARGUMENT_BYTES_LARGE).plan(&params).unwrap();
     compare("gpt2_adamw", &plan);
-    assert_eq!((plan.launches(), plan.classes().len()), (1, 2));
+    assert_eq!((plan.launches(), plan.groups().len()), (1, 2));
     assert_eq!(plan.elements(), 124_439_808);
     let adam = Optimizer::Adam(Adam {
         weight_decay: WeightDecay::L2(0.1),
@@ -124,7 +124,7 @@ fn launches_of_10_000_tiny_tensors_are_what_the_argument_bytes_allow() {
     let layout = ArgumentLayout {
         lists: 4,
         scalar_bytes: 24,
-        set_bytes: 16,
+        step_scalar_bytes: 16,
     };
     for argument_bytes in [ARGUMENT_BYTES_LARGE, ARGUMENT_BYTES_CLASSIC] {
         let start = Instant::now();
@@ -215,12 +215,12 @@ fn hyper_parameters_do_not_split() {
         param.weight_decay = (index % 2 == 0).then_some(0.0);
     }
     let plan = Planner::new(adamw()).plan(&params).unwrap();
-    assert_eq!((plan.launches(), plan.classes().len()), (1, 6));
+    assert_eq!((plan.launches(), plan.groups().len()), (1, 6));
     assert!(plan.explain().iter().all(|n| n.verdict == Verdict::Applied));
     let Stage::Optimize(stage) = &plan.stages()[0] else {
         panic!("an optimize stage");
     };
-    assert_eq!(stage.batches[0].classes.len(), 6);
+    assert_eq!(stage.batches[0].groups.len(), 6);
 }
 
 #[test]

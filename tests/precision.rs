@@ -65,7 +65,7 @@ fn formats() -> Vec<(DType, Precision)> {
 #[test]
 fn every_format_keeps_its_bits_however_it_runs() {
     for (dtype, precision) in formats() {
-        let case = Case::new(NUMELS, dtype).with_hyper_classes();
+        let case = Case::new(NUMELS, dtype).with_groups();
         check_at(Optimizer::Adam(adam()), precision, &case);
     }
 }
@@ -73,7 +73,7 @@ fn every_format_keeps_its_bits_however_it_runs() {
 #[test]
 fn amsgrad_and_l2_keep_their_bits_in_every_format() {
     for (dtype, precision) in formats() {
-        let case = Case::new([0, 1, 17, 1100], dtype).with_hyper_classes();
+        let case = Case::new([0, 1, 17, 1100], dtype).with_groups();
         let amsgrad = Adam {
             second_moment: SecondMoment::Largest,
             weight_decay: WeightDecay::L2(0.01),

@@ -86,7 +86,7 @@ fn allocations(planner: &Planner, case: &Case, threads: usize) -> u64 {
 /// So many small tensors and one that is worth handing over to other threads.
 fn case(tensors: u64) -> Case {
     let numels = (0..tensors).map(|i| i * 37 % 4001).chain([300_000]);
-    Case::new(numels, DType::F32).with_hyper_classes()
+    Case::new(numels, DType::F32).with_groups()
 }
 
 /// Work handed over to rayon is a small allocation, and every 63rd one more, the queue's block.

@@ -9,7 +9,7 @@ use fusestep_launch::{Backend, BackendError, Buffer};
 use crate::SEED;
 
 /// Bytes that are written from the host at a time.
-const PIECE_BYTES: usize = 16 << 20;
+const PATTERN_BYTES: usize = 16 << 20;
 
 /// A state or pair of buffers is left alone until this many times the shared cache has been moved.
 const CACHES_BETWEEN: u64 = 3;
@@ -39,13 +39,13 @@ pub(crate) fn values() -> impl Iterator<Item = f32> {
 /// Fills a buffer with [`values`], over and over.
 pub(crate) fn fill(backend: &CudaBackend, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
     let len_bytes = buffer.len_bytes();
-    let piece: Vec<u8> = values()
-        .take(PIECE_BYTES.min(len_bytes).div_ceil(4))
+    let pattern: Vec<u8> = values()
+        .take(PATTERN_BYTES.min(len_bytes).div_ceil(4))
         .flat_map(f32::to_le_bytes)
         .collect();
-    for offset_bytes in (0..len_bytes).step_by(PIECE_BYTES) {
-        let piece = &piece[..PIECE_BYTES.min(len_bytes - offset_bytes)];
-        backend.write(buffer, offset_bytes, piece)?;
+    for offset_bytes in (0..len_bytes).step_by(PATTERN_BYTES) {
+        let pattern = &pattern[..PATTERN_BYTES.min(len_bytes - offset_bytes)];
+        backend.write(buffer, offset_bytes, pattern)?;
     }
     Ok(())
 }

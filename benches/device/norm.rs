@@ -42,7 +42,7 @@ pub(crate) fn measure(bench: &mut Bench<'_>, report: &mut Report) -> Result<(), 
     let mut memory = Memory::new(backend, chunks, &rule)?;
     let mut copies = Copies::new(backend, bytes, bench.arguments.scale)?;
     let subject = Subject {
-        set: NORM.to_owned(),
+        step_scalars: NORM.to_owned(),
         rule: "norm".to_owned(),
         dtype: "f32",
         way: "arguments",
@@ -95,7 +95,7 @@ fn batches_of(
         tensor: 0,
         first_element: 0,
         numel,
-        class: 0,
+        group: 0,
     };
     let layout = kernel.argument_layout();
     batches(kernel.entry(), [tensor], layout, limits)

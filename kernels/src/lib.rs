@@ -69,9 +69,9 @@ const HEADERS: &[(&str, &str)] = &[
 /// shorter argument block is followed by bytes that the kernel does not read.
 pub const TABLE_BYTES: usize = 32_760;
 
-/// Bytes of the one parameter of an entry that derives the sets of a resident table: where the
-/// table lies, and what its sets are derived from.
-pub const SETS_BYTES: usize = 16;
+/// Bytes of the one parameter of an entry that derives the step scalars of a resident table: where
+/// the table lies, and what they are derived from.
+pub const STEP_SCALARS_ENTRY_BYTES: usize = 16;
 
 /// The stems of all kernels, in alphabetical order.
 pub fn stems() -> impl ExactSizeIterator<Item = &'static str> {

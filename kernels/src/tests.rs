@@ -72,8 +72,9 @@ fn expected_entries(stem: &str) -> BTreeSet<(String, usize)> {
                 let names = formats().into_iter();
                 names.map(move |format| table(format!("{stem}{part}_{format}")))
             });
-            let sets = ["f32", "f64"].map(|t| (format!("{stem}_sets_{t}"), SETS_BYTES));
-            updates.chain(sets).collect()
+            let of_step_scalars =
+                ["f32", "f64"].map(|t| (format!("{stem}_sets_{t}"), STEP_SCALARS_ENTRY_BYTES));
+            updates.chain(of_step_scalars).collect()
         }
     }
 }
@@ -99,16 +100,16 @@ fn ptx_rounds_every_operation_once() {
     // `rcp.rn` is 1 / x, rounded once.
     let contracted = ["fma.", "mad.rn.f", ".approx", ".full.", ".ftz", "rsqrt"];
     for stem in stems() {
-        let mut derives_sets = false;
+        let mut derives_step_scalars = false;
         for line in ptx(stem).unwrap().lines() {
             if line.contains(".entry ") {
-                derives_sets = line.contains("_sets_");
+                derives_step_scalars = line.contains("_sets_");
             }
             for word in contracted {
                 // What the host computes with a fused operation, exactly and in f64.
-                let is_of_sets = derives_sets && line.contains("fma.rn.f64");
+                let is_of_step_scalars = derives_step_scalars && line.contains("fma.rn.f64");
                 assert!(
-                    is_of_sets || !line.contains(word),
+                    is_of_step_scalars || !line.contains(word),
                     "{stem}: `{word}` in `{}`",
                     line.trim()
                 );

@@ -4,7 +4,7 @@ use fusestep_collective::{Blocks, Operation, Options, ReduceOp};
 use half::bf16;
 
 use super::numbers::{Number, input, reduced};
-use super::operations::{apart, in_place, same};
+use super::operations::{in_place, out_of_place, same};
 use super::worlds::world_with;
 
 #[test]
@@ -43,7 +43,7 @@ fn claimed<T: Number>(ranks: usize, numel: usize, options: &Options) {
         let (mut buffer, mut result) = (own.clone(), vec![T::default(); block.len()]);
         let operation = Operation::ReduceScatter(ReduceOp::Sum);
         in_place(comm, operation, Some(&counts), &mut buffer);
-        apart(comm, operation, Some(&counts), &own, &mut result);
+        out_of_place(comm, operation, Some(&counts), &own, &mut result);
         same(
             &result,
             &expected[block.clone()],

@@ -53,7 +53,7 @@ pub(crate) fn in_place<T: Element>(
     comm.execute(call).unwrap();
 }
 
-pub(crate) fn apart<T: Element>(
+pub(crate) fn out_of_place<T: Element>(
     comm: &mut dyn Communicator,
     operation: Operation,
     counts: Option<&[usize]>,
@@ -97,7 +97,7 @@ fn reduces<T: Number>(ranks: usize, numel: usize) {
             let (mut buffer, mut result) = (own.clone(), vec![T::default(); numel]);
             in_place(comm, Operation::AllReduce(*op), None, &mut buffer);
             same(&buffer, expected, &format!("all-reduce in place, {what}"));
-            apart(comm, Operation::AllReduce(*op), None, &own, &mut result);
+            out_of_place(comm, Operation::AllReduce(*op), None, &own, &mut result);
             same(&result, expected, &format!("all-reduce, {what}"));
             for root in [0, ranks - 1] {
                 let operation = Operation::Reduce { reduce: *op, root };
@@ -105,7 +105,7 @@ fn reduces<T: Number>(ranks: usize, numel: usize) {
                 in_place(comm, operation, None, &mut buffer);
                 let on_root = if root == comm.rank() { expected } else { &own };
                 same(&buffer, on_root, &format!("reduce in place, {what}"));
-                apart(comm, operation, None, &own, &mut result);
+                out_of_place(comm, operation, None, &own, &mut result);
                 let on_root = if root == comm.rank() {
                     expected.clone()
                 } else {
@@ -127,7 +127,7 @@ fn reduces<T: Number>(ranks: usize, numel: usize) {
                     &expected[block.clone()],
                     &format!("reduce-scatter in place, {what}"),
                 );
-                apart(
+                out_of_place(
                     comm,
                     Operation::ReduceScatter(*op),
                     counts,
@@ -157,7 +157,7 @@ fn moves<T: Number>(ranks: usize, numel: usize) {
         for root in [0, ranks - 1] {
             let (mut buffer, mut result) = (own.clone(), vec![T::default(); numel]);
             in_place(comm, Operation::Broadcast { root }, None, &mut buffer);
-            apart(comm, Operation::Broadcast { root }, None, own, &mut result);
+            out_of_place(comm, Operation::Broadcast { root }, None, own, &mut result);
             same(
                 &buffer,
                 &inputs[root],
@@ -177,7 +177,7 @@ fn moves<T: Number>(ranks: usize, numel: usize) {
                 .collect();
             let (mut buffer, mut result) = (own.clone(), vec![T::default(); numel]);
             in_place(comm, Operation::AllGather, counts, &mut buffer);
-            apart(
+            out_of_place(
                 comm,
                 Operation::AllGather,
                 counts,
@@ -198,7 +198,7 @@ fn moves<T: Number>(ranks: usize, numel: usize) {
             .collect();
         let (mut buffer, mut result) = (own[..equal].to_vec(), vec![T::default(); equal]);
         in_place(comm, Operation::AllToAll, None, &mut buffer);
-        apart(comm, Operation::AllToAll, None, &own[..equal], &mut result);
+        out_of_place(comm, Operation::AllToAll, None, &own[..equal], &mut result);
         same(&buffer, &exchanged, &format!("all-to-all in place, {what}"));
         same(&result, &exchanged, &format!("all-to-all, {what}"));
         comm.barrier().unwrap();
@@ -238,7 +238,7 @@ fn gathers_and_scatters<T: Number>(
     }
     let at_root = if root == comm.rank() { numel } else { 0 };
     let mut result = vec![T::default(); at_root];
-    apart(
+    out_of_place(
         comm,
         Operation::Gather { root },
         counts,
@@ -247,7 +247,7 @@ fn gathers_and_scatters<T: Number>(
     );
     same(&result, &joined[..at_root], "gather");
     let mut result = vec![T::default(); block.len()];
-    apart(
+    out_of_place(
         comm,
         Operation::Scatter { root },
         counts,

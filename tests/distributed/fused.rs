@@ -87,8 +87,8 @@ fn same_fused(base: &Case) {
         let plan = planner.plan_for(&case.params(), shared(case.world));
         assert!(is_fused(&plan.unwrap()), "{case:?}");
         let found = train(&case, &planner);
-        let apart = train(&case, &case.planner());
-        assert_same(&found, &apart, &format!("{case:?}"));
+        let separate = train(&case, &case.planner());
+        assert_same(&found, &separate, &format!("{case:?}"));
         for (found, naive) in found.iter().zip(&naive) {
             assert!(found.params == naive.params, "{case:?}");
             // Without shards every rank has all state, as in the naive plan.
@@ -353,11 +353,11 @@ fn one_pass_costs_fewer_bytes_and_no_more_calls_whatever_the_shapes_ranks_and_st
                     };
                     planner.plan_for(&case.params(), topology).unwrap()
                 };
-                let apart = plan_of(case.planner(), 0);
+                let separate = plan_of(case.planner(), 0);
                 let fused = plan_of(case.planner().with(FuseReduceIntoUpdate), 0);
-                let prices = [&fused, &apart].map(Plan::bytes_per_element);
+                let prices = [&fused, &separate].map(Plan::bytes_per_element);
                 assert!(prices[0] < prices[1], "{prices:?}, {case:?}");
-                assert!(data_calls(&fused) <= data_calls(&apart), "{case:?}");
+                assert!(data_calls(&fused) <= data_calls(&separate), "{case:?}");
                 // The plan says both.
                 let notes = fused.explain().iter();
                 let said = format!(

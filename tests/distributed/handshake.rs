@@ -180,19 +180,19 @@ fn values_are_compared_by_hash() {
         let bytes = bytemuck::cast_slice(&values);
         state.write(&backend, Role::Param, "w", bytes).unwrap();
         let mut comms = Comms::direct(&mut comm);
-        let apart = plan.compare_parameters(&state, &backend, &mut comms);
-        let apart = apart.unwrap_err().to_string();
+        let different = plan.compare_parameters(&state, &backend, &mut comms);
+        let different = different.unwrap_err().to_string();
         plan.broadcast_parameters(&mut state, &backend, &mut comms, 0)
             .unwrap();
         plan.handshake(&state, &backend, &mut comms, &[]).unwrap();
-        apart
+        different
     });
-    for apart in ranks.unwrap() {
-        let apart = apart.unwrap();
+    for different in ranks.unwrap() {
+        let different = different.unwrap();
         assert!(
-            apart.starts_with("values of `w`: expected hash "),
-            "{apart}"
+            different.starts_with("values of `w`: expected hash "),
+            "{different}"
         );
-        assert!(apart.contains("on rank 1"), "{apart}");
+        assert!(different.contains("on rank 1"), "{different}");
     }
 }

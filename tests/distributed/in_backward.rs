@@ -61,8 +61,12 @@ fn same(base: &Case, with: impl Fn(Planner) -> Planner) {
             ..base.clone()
         };
         let plain = train(&case, &with(case.planner()));
-        let apart = with(case.planner()).with(in_backward());
-        assert_same(&train(&case, &apart), &plain, &format!("apart, {case:?}"));
+        let separate = with(case.planner()).with(in_backward());
+        assert_same(
+            &train(&case, &separate),
+            &plain,
+            &format!("apart, {case:?}"),
+        );
         let fused = with(case.planner())
             .with(FuseReduceIntoUpdate)
             .with(in_backward());

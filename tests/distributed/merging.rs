@@ -252,11 +252,11 @@ fn local_sgd_of_interval_1_averages_parameters_each_step() {
         ..base.clone()
     };
     assert!(case.run().params == expected.params);
-    let apart = Case {
+    let separate = Case {
         local_sgd: Some(every(3)),
         ..base
     };
-    assert!(apart.run().params != expected.params);
+    assert!(separate.run().params != expected.params);
 }
 
 #[test]

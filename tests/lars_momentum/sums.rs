@@ -6,7 +6,7 @@ use std::num::NonZeroUsize;
 use fusestep_cpu::CpuBackend;
 use fusestep_elementwise::{Tensor, square_sum, step_tensor};
 use fusestep_launch::{
-    HostCall, HostList, MAX_LISTS, Master, Outcome, Precision, SetValues, UpdateRule,
+    GroupValues, HostCall, HostList, MAX_LISTS, Master, Outcome, Precision, UpdateRule,
 };
 use fusestep_planner::{ClipByGlobalNorm, Optimizer, Planner};
 use fusestep_simd::{Level, Pool};
@@ -134,16 +134,17 @@ fn norms_carried_from_the_update_before_are_those_of_what_the_parameters_hold() 
 fn after_one_step(given: Option<f64>, pool: Option<&Pool>) -> Vec<f32> {
     let kernel = lars().kernel(DType::F32, Precision::default()).unwrap();
     let layout = kernel.argument_layout();
-    let (mut scalars, mut sets) = (vec![0; layout.scalar_bytes], vec![0; layout.set_bytes]);
+    let mut scalars = vec![0; layout.scalar_bytes];
+    let mut step_scalars = vec![0; layout.step_scalar_bytes];
     kernel.write_scalars(&mut scalars);
-    let values = SetValues {
+    let values = GroupValues {
         lr: 0.5,
         lr_scale: 1.0,
         weight_decay: None,
         trust: None,
         step: 1,
     };
-    kernel.write_set(values, &mut sets);
+    kernel.write_step_scalars(values, &mut step_scalars);
     let mut p: Vec<f32> = (0..200_001).map(|i| (i % 97) as f32 * 0.01).collect();
     let g: Vec<f32> = (0..200_001).map(|i| (i % 89) as f32 - 40.0).collect();
     let mut u = vec![0f32; 200_001];
@@ -158,10 +159,10 @@ fn after_one_step(given: Option<f64>, pool: Option<&Pool>) -> Vec<f32> {
             level,
             scalars: &scalars,
             grad_factor: 0.5,
-            sets: &sets,
+            step_scalars: &step_scalars,
             changes: None,
         },
-        class: 0,
+        group: 0,
         numel: 200_001,
         parameter: 0,
         first_element: 0,

@@ -12,7 +12,7 @@ use crate::cpu;
 
 /// Dtypes, empty tensors and chunks in one case.
 fn mixed(numels: &[u64]) -> Case {
-    let mut case = Case::new(numels.iter().copied(), DType::F32).with_hyper_classes();
+    let mut case = Case::new(numels.iter().copied(), DType::F32).with_groups();
     for param in case.params.iter_mut().skip(2).step_by(3) {
         param.dtype = DType::F64;
     }

@@ -61,7 +61,7 @@ fn measuring_changes_no_bit_and_norms_are_the_same_everywhere() {
         let numels = [0, 1, 15, 17, 1023, 1024, 1025, 5000, 65_537, 0];
         measured_alike(rule, Precision::default(), &Case::new(numels, DType::F32));
     }
-    let case = Case::new(EDGE_NUMELS, DType::F32).with_hyper_classes();
+    let case = Case::new(EDGE_NUMELS, DType::F32).with_groups();
     measured_alike(Adam::default().into(), Precision::default(), &case);
     let extreme = Case::new([1, 33, 3000], DType::F32).with_gradients(Gradients::Extreme);
     for rule in [Adam::default().into(), Lars::default().into()] {

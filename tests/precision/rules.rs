@@ -20,7 +20,7 @@ fn numels(rule: &Optimizer) -> &'static [u64] {
 fn every_rule_keeps_its_bits_in_every_format() {
     for rule in rules() {
         for (dtype, precision) in formats() {
-            let case = Case::new(numels(&rule).iter().copied(), dtype).with_hyper_classes();
+            let case = Case::new(numels(&rule).iter().copied(), dtype).with_groups();
             check_at(rule, precision, &case);
         }
     }

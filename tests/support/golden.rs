@@ -63,7 +63,7 @@ fn compare(
         pod_collect_to_vec(tensor.data())
     };
     // Tensors have their own decay and rate factor: what the script does by hand, the plan does by
-    // classes.
+    // groups.
     let names = ["0", "1", "2", "3"];
     let params: Vec<ParamDesc> = names
         .iter()

@@ -21,7 +21,7 @@ fn case(count: usize) -> Case {
     });
     Case {
         steps: 2,
-        ..Case::new(numels, DType::F32).with_hyper_classes()
+        ..Case::new(numels, DType::F32).with_groups()
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::source;
 
 /// Words of our own that the field has others for; as identifiers of Rust.
-const RETIRED: [(&str, &str); 14] = [
+const RETIRED: [(&str, &str); 29] = [
     ("Ring", "CommStream"),
     ("rings", "comm_streams"),
     ("Meet", "Rendezvous"),
@@ -18,6 +18,21 @@ const RETIRED: [(&str, &str); 14] = [
     ("Carried", "Cached"),
     ("carried", "cached"),
     ("set_absent", "set_without_gradient"),
+    ("SetValues", "GroupValues"),
+    ("write_set", "write_step_scalars"),
+    ("set_bytes", "step_scalar_bytes"),
+    ("SET_BYTES", "STEP_SCALAR_BYTES"),
+    ("ResidentSets", "ResidentStepScalars"),
+    ("sets_entry", "step_scalars_entry"),
+    ("HyperClass", "ParameterGroup"),
+    ("CLASS_BYTES", "GROUP_BYTES"),
+    ("SLOT_VALUES", "ROW_VALUES"),
+    ("first_slot", "first_row"),
+    ("UpdateSlots", "UpdateRows"),
+    ("Piece", "Message"),
+    ("PieceBytes", "TensorPartBytes"),
+    ("apart", "separate"),
+    ("abort_apart", "abort_in_background"),
 ];
 
 /// What is wrong with a file.

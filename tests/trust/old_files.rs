@@ -57,12 +57,12 @@ fn expect(state: &State, backend: &CpuBackend, role: Role, factor: f32) {
 
 #[test]
 fn checkpoints_of_versions_1_and_2_are_read_and_the_next_save_replaces_them() {
-    for (name, version, apart) in [("alike", 1, false), ("apart", 2, true)] {
+    for (name, version, differ) in [("alike", 1, false), ("apart", 2, true)] {
         let folder = tempfile::tempdir().unwrap();
         copy(&old(name), folder.path());
         let before = Manifest::read(folder.path()).unwrap();
         assert_eq!(before.version, version);
-        let planner = if apart {
+        let planner = if differ {
             planner().with(LocalSgd::every(NonZeroU64::new(100).unwrap()))
         } else {
             planner().with(Shard::new(ZeroStage::One))
@@ -76,7 +76,7 @@ fn checkpoints_of_versions_1_and_2_are_read_and_the_next_save_replaces_them() {
             let mut state = plan.allocate(&backend).unwrap();
             let caller = plan.load(&mut state, &backend, folder.path()).unwrap();
             assert_eq!(caller["at"], state.step().to_string());
-            if apart {
+            if differ {
                 let own = (topology.rank + 1) as f32;
                 expect(&state, &backend, Role::Param, -0.5 * own);
                 expect(&state, &backend, Role::Velocity, own);

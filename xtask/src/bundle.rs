@@ -103,12 +103,12 @@ fn build_programs() -> Result<Vec<Program>> {
     Ok(programs)
 }
 
-fn cargo(words: &[&str]) -> Command {
+fn cargo(arguments: &[&str]) -> Command {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
     command
         .current_dir(workspace_root())
-        .args(words)
+        .args(arguments)
         .arg("--message-format=json-render-diagnostics");
     command
 }

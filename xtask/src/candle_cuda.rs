@@ -27,10 +27,10 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     make_toolkit(&root.join("crates/candle/tests/toolkit"), &toolkit)?;
     let libraries = [emulator.join("lib64"), toolkit.join("lib64")];
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let words = "test --release --package fusestep-candle --features cuda --test cuda --";
+    let command = "test --release --package fusestep-candle --features cuda --test cuda --";
     let status = Command::new(cargo)
         .current_dir(&root)
-        .args(words.split(' '))
+        .args(command.split(' '))
         .args(test_arguments)
         // The emulated driver has one per-thread default stream for all threads: while one test
         // records on candle's, another could not use it.
@@ -43,7 +43,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         .env("LD_LIBRARY_PATH", std::env::join_paths(libraries)?)
         .status()
         .context("cannot start cargo")?;
-    ensure!(status.success(), "the tests failed: cargo {words}");
+    ensure!(status.success(), "the tests failed: cargo {command}");
     Ok(())
 }
 

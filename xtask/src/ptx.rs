@@ -88,11 +88,11 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     if !differences.is_empty() {
         bail!("{}\nrun `cargo xtask ptx`", differences.join("\n"));
     }
-    let apart = fresh.join("entries");
-    let entries = take_apart(&fresh, &stems, &apart)?;
-    let registers = ptxas::report(&root, &apart, &entries)?;
+    let folder = fresh.join("entries");
+    let entries = split_entries(&fresh, &stems, &folder)?;
+    let registers = ptxas::report(&root, &folder, &entries)?;
     let bundles = kernels.join("machine_code");
-    let differences = machine_code::bundle(mode, &bundles, &apart, &entries)?;
+    let differences = machine_code::bundle(mode, &bundles, &folder, &entries)?;
     if !differences.is_empty() {
         bail!("{}\nrun `cargo xtask ptx`", differences.join("\n"));
     }
@@ -118,8 +118,8 @@ fn stems(kernels: &Path) -> Result<Vec<String>> {
 
 /// Writes every entry as a module of its own, which is what drivers load, and returns the names,
 /// sorted.
-fn take_apart(modules: &Path, stems: &[String], apart: &Path) -> Result<Vec<String>> {
-    fs::create_dir_all(apart)?;
+fn split_entries(modules: &Path, stems: &[String], folder: &Path) -> Result<Vec<String>> {
+    fs::create_dir_all(folder)?;
     let mut entries = Vec::new();
     for stem in stems {
         let path = modules.join(format!("{stem}.ptx"));
@@ -131,7 +131,7 @@ fn take_apart(modules: &Path, stems: &[String], apart: &Path) -> Result<Vec<Stri
             let entry = rest.trim_end_matches('(');
             let text = single_entry::single_entry(&module, entry)
                 .with_context(|| format!("{}: `{entry}` has no end", path.display()))?;
-            fs::write(apart.join(format!("{entry}.ptx")), text)?;
+            fs::write(folder.join(format!("{entry}.ptx")), text)?;
             entries.push(entry.to_owned());
         }
     }

@@ -79,15 +79,15 @@ fn parse(text: &str) -> BTreeMap<String, Wide> {
 }
 
 /// What an entry should have and has not. Entries for f32 and f64 move packs of 16 bytes, but for
-/// those that derive sets or take sums for LARS and LAMB, whose lanes the fixed tree puts side by
-/// side; norms load and copies for norms of updates store them whatever the dtype. Else it depends
-/// on the registers with 16 bits.
+/// those that derive step scalars or take sums for LARS and LAMB, whose lanes the fixed tree puts
+/// side by side; norms load and copies for norms of updates store them whatever the dtype. Else it
+/// depends on the registers with 16 bits.
 fn missing(name: &str, wide: Wide) -> Option<&'static str> {
     let of_dtype = name.split('_').any(|part| matches!(part, "f32" | "f64"));
     let of_updates = name.starts_with("update_sums_");
     let keeps = name.starts_with("update_sums_keep_");
-    let apart = ["_sets_", "_sums_", "_s16", "amp_"];
-    let moves = keeps || !apart.iter().any(|part| name.contains(part));
+    let excluded = ["_sets_", "_sums_", "_s16", "amp_"];
+    let moves = keeps || !excluded.iter().any(|part| name.contains(part));
     let sums = name.starts_with("amp_norm_") || of_updates && !keeps;
     if wide.loads == 0 && (sums || moves && of_dtype) {
         Some("loads")

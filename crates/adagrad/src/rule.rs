@@ -4,8 +4,8 @@ use fusestep_elementwise::{
     Compute, ElementRule, Entries, Update, element_kernel, padded_bytes, read_values, run_format,
 };
 use fusestep_launch::{
-    Domain, Format, HostRun, MultiTensorKernel, Objective, Precision, RuleError, SetValues,
-    UpdateRule, check_hyper, entry, sets_entry,
+    Domain, Format, GroupValues, HostRun, MultiTensorKernel, Objective, Precision, RuleError,
+    UpdateRule, check_hyper, entry, step_scalars_entry,
 };
 use fusestep_tensor::{DType, Role};
 
@@ -96,7 +96,7 @@ impl ElementRule<1, 3> for Adagrad {
     fn entries(format: Format) -> Entries {
         Entries {
             update: entry!("adagrad", format),
-            sets: sets_entry!("adagrad", format),
+            step_scalars: step_scalars_entry!("adagrad", format),
         }
     }
 
@@ -115,7 +115,7 @@ impl ElementRule<1, 3> for Adagrad {
         [self.eps]
     }
 
-    fn set(&self, values: SetValues) -> [f64; 3] {
+    fn step_scalars(&self, values: GroupValues) -> [f64; 3] {
         let steps_before = values.step.saturating_sub(1);
         let lr = values.lr * values.lr_scale;
         [
@@ -133,7 +133,7 @@ impl ElementRule<1, 3> for Adagrad {
         ]
     }
 
-    fn hyper_parameters_of_sets(&self) -> Vec<f64> {
+    fn hyper_parameters_of_step_scalars(&self) -> Vec<f64> {
         vec![self.lr_decay, self.weight_decay, self.initial_sum]
     }
 
@@ -154,11 +154,11 @@ struct AdagradUpdate<T> {
 }
 
 impl<T: Compute> Update<T, 1> for AdagradUpdate<T> {
-    type Set = [T; 3];
-    const SET_BYTES: usize = padded_bytes::<T>(3);
+    type StepScalars = [T; 3];
+    const STEP_SCALAR_BYTES: usize = padded_bytes::<T>(3);
 
     #[inline(always)]
-    fn set(&self, bytes: &[u8]) -> [T; 3] {
+    fn step_scalars(&self, bytes: &[u8]) -> [T; 3] {
         read_values(bytes)
     }
 

@@ -199,8 +199,8 @@ fn train(group: &Group) -> Outcome<Run> {
 /// The norm of a difference, relative to that of what is expected.
 fn distance(found: &[f64], expected: &[f64]) -> f64 {
     let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();
-    let apart = squares(&mut found.iter().zip(expected).map(|(a, b)| a - b));
-    (apart / squares(&mut expected.iter().copied())).sqrt()
+    let difference = squares(&mut found.iter().zip(expected).map(|(a, b)| a - b));
+    (difference / squares(&mut expected.iter().copied())).sqrt()
 }
 
 fn main() -> Outcome<()> {
@@ -238,8 +238,8 @@ fn main() -> Outcome<()> {
             "norms {found} and {expected}"
         );
     }
-    let apart = distance(&ranks[0].weight, &one.weight);
-    println!("weights of the classifier: {apart:.1e} apart, relative to their norm");
-    assert!(apart < 1e-5);
+    let difference = distance(&ranks[0].weight, &one.weight);
+    println!("weights of the classifier: {difference:.1e} apart, relative to their norm");
+    assert!(difference < 1e-5);
     Ok(())
 }

@@ -158,7 +158,7 @@ impl RankTimer {
 struct Plans {
     whole: Plan,
     /// The plan without stages that do several things at once.
-    apart: Plan,
+    separate: Plan,
     /// What this rank updates, alone.
     own: Plan,
 }
@@ -181,14 +181,14 @@ impl Plans {
             let planner = ranks.passes(local(), fused, topology)?;
             Ok(planner.plan_for(params, topology)?)
         };
-        let apart = plan_of(&RankArgs {
-            apart: true,
+        let separate = plan_of(&RankArgs {
+            separate: true,
             ..args.rank_args
         })?;
         Ok(Self {
             whole: plan_of(&args.rank_args)?,
-            own: local().plan(&own_params(&apart))?,
-            apart,
+            own: local().plan(&own_params(&separate))?,
+            separate,
         })
     }
 }
@@ -205,8 +205,8 @@ fn measure(
     let plans = Plans::new(args, rule, params, topology)?;
     let plan = &plans.whole;
     let mut step = Step::new(plan, &backend, comm)?;
-    let mut reduce = Calls::reducing(&plans.apart, comm)?;
-    let mut gather = Calls::gathering(&plans.apart, comm)?;
+    let mut reduce = Calls::reducing(&plans.separate, comm)?;
+    let mut gather = Calls::gathering(&plans.separate, comm)?;
     let mut update = Update::new(&plans.own, &backend)?;
     let bytes = plan.bytes_per_element() * plan.elements() / topology.world as u64;
     let most = MOST_CEILING_BYTES / topology.world as u64;

@@ -71,8 +71,8 @@ pub(crate) struct RankArgs {
     pub(crate) comm_streams: Option<usize>,
     /// Reduce, update and gather one after the other, also where ranks see each other's memory and
     /// could do it in one pass
-    #[arg(long)]
-    pub(crate) apart: bool,
+    #[arg(long = "apart")]
+    pub(crate) separate: bool,
     /// Reduce and update a bucket as soon as its gradients are there, and not in the step: whoever
     /// computes them promises to read none of the bucket's parameters any more
     #[arg(long)]
@@ -158,7 +158,7 @@ impl RankArgs {
         // One rank reduces nothing; notes that say so would only be in the way.
         if fused == Fused::Yes && topology.world > 1 {
             planner = planner.with(FuseAllReduce::of_bytes(cap_bytes));
-            if self.streams(fused, topology) == 0 && !self.apart {
+            if self.streams(fused, topology) == 0 && !self.separate {
                 planner = planner.with(FuseReduceIntoUpdate);
             }
         }

@@ -7,7 +7,7 @@ use fusestep_collective::{Blocks, Buffers, Call, CollectiveError, Fingerprint, O
 
 use crate::communicator::MpiCommunicator;
 use crate::engine::Kind;
-use crate::exchange::Piece;
+use crate::exchange::Message;
 use crate::{exchange, reduction};
 
 /// The data of a call that all ranks have agreed on.
@@ -48,22 +48,22 @@ fn broadcast(comm: &mut MpiCommunicator, buffers: Buffers<'_>, root: usize, prin
     match buffers {
         Buffers::InPlace(buffer) if is_root => {
             let buffer = &*buffer;
-            exchange::pieces(
+            exchange::messages(
                 comm,
-                others.map(|to| Piece::out(to, Kind::Data, buffer)),
+                others.map(|to| Message::out(to, Kind::Data, buffer)),
                 print,
             );
         }
         Buffers::OutOfPlace { send, receive } if is_root => {
             receive.copy_from_slice(send);
-            exchange::pieces(
+            exchange::messages(
                 comm,
-                others.map(|to| Piece::out(to, Kind::Data, send)),
+                others.map(|to| Message::out(to, Kind::Data, send)),
                 print,
             );
         }
         Buffers::InPlace(receive) | Buffers::OutOfPlace { receive, .. } => {
-            exchange::pieces(comm, [Piece::into(root, Kind::Data, receive)], print);
+            exchange::messages(comm, [Message::into(root, Kind::Data, receive)], print);
         }
     }
 }
@@ -86,14 +86,14 @@ fn all_gather(
             (&*own, parts)
         }
     };
-    let mut pieces: Vec<Piece<'_>> = Vec::new();
+    let mut messages: Vec<Message<'_>> = Vec::new();
     for (from, part) in parts.drain(..).enumerate() {
         if from != rank {
-            pieces.push(Piece::into(from, Kind::Data, part));
+            messages.push(Message::into(from, Kind::Data, part));
         }
     }
-    pieces.extend(others.map(|to| Piece::out(to, Kind::Data, own)));
-    exchange::pieces(comm, pieces, print);
+    messages.extend(others.map(|to| Message::out(to, Kind::Data, own)));
+    exchange::messages(comm, messages, print);
 }
 
 fn scatter(
@@ -112,18 +112,18 @@ fn scatter(
             send
         }
         Buffers::InPlace(buffer) => {
-            return exchange::pieces(
+            return exchange::messages(
                 comm,
-                [Piece::into(root, Kind::Data, &mut buffer[own])],
+                [Message::into(root, Kind::Data, &mut buffer[own])],
                 print,
             );
         }
         Buffers::OutOfPlace { receive, .. } => {
-            return exchange::pieces(comm, [Piece::into(root, Kind::Data, receive)], print);
+            return exchange::messages(comm, [Message::into(root, Kind::Data, receive)], print);
         }
     };
-    let piece = |to: usize| Piece::out(to, Kind::Data, &send[ranges[to].clone()]);
-    exchange::pieces(comm, others.map(piece), print);
+    let message = |to: usize| Message::out(to, Kind::Data, &send[ranges[to].clone()]);
+    exchange::messages(comm, others.map(message), print);
 }
 
 fn gather(
@@ -142,16 +142,16 @@ fn gather(
             receive
         }
         Buffers::InPlace(buffer) => {
-            return exchange::pieces(comm, [Piece::out(root, Kind::Data, &buffer[own])], print);
+            return exchange::messages(comm, [Message::out(root, Kind::Data, &buffer[own])], print);
         }
         Buffers::OutOfPlace { send, .. } => {
-            return exchange::pieces(comm, [Piece::out(root, Kind::Data, send)], print);
+            return exchange::messages(comm, [Message::out(root, Kind::Data, send)], print);
         }
     };
     let parts = carve(receive, ranges).into_iter().enumerate();
-    let pieces = parts.filter(|(from, _)| *from != rank);
-    let pieces = pieces.map(|(from, part)| Piece::into(from, Kind::Data, part));
-    exchange::pieces(comm, pieces, print);
+    let messages = parts.filter(|(from, _)| *from != rank);
+    let messages = messages.map(|(from, part)| Message::into(from, Kind::Data, part));
+    exchange::messages(comm, messages, print);
 }
 
 fn all_to_all(
@@ -172,14 +172,14 @@ fn all_to_all(
         }
     };
     receive[own.clone()].copy_from_slice(&send[own]);
-    let mut pieces: Vec<Piece<'_>> = Vec::new();
+    let mut messages: Vec<Message<'_>> = Vec::new();
     for (from, part) in carve(receive, ranges).into_iter().enumerate() {
         if from != rank {
-            pieces.push(Piece::into(from, Kind::Data, part));
+            messages.push(Message::into(from, Kind::Data, part));
         }
     }
-    pieces.extend(others.map(|to| Piece::out(to, Kind::Data, &send[ranges[to].clone()])));
-    exchange::pieces(comm, pieces, print);
+    messages.extend(others.map(|to| Message::out(to, Kind::Data, &send[ranges[to].clone()])));
+    exchange::messages(comm, messages, print);
 }
 
 /// The parts of a buffer at ranges that ascend and do not overlap.

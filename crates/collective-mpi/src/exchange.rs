@@ -14,7 +14,7 @@ use crate::meeting::{late, relax};
 const POLLS: u32 = 32;
 
 /// Bytes that go to or come from a rank.
-pub(crate) struct Piece<'a> {
+pub(crate) struct Message<'a> {
     pub(crate) peer: usize,
     pub(crate) kind: Kind,
     pub(crate) bytes: Bytes<'a>,
@@ -25,7 +25,7 @@ pub(crate) enum Bytes<'a> {
     In(&'a mut [u8]),
 }
 
-impl<'a> Piece<'a> {
+impl<'a> Message<'a> {
     pub(crate) fn out(peer: usize, kind: Kind, bytes: &'a [u8]) -> Self {
         Self {
             peer,
@@ -43,15 +43,15 @@ impl<'a> Piece<'a> {
     }
 }
 
-/// Moves all pieces. Between two ranks, pieces of a kind arrive in the order in which they are
+/// Moves all messages. Between two ranks, messages of a kind arrive in the order in which they are
 /// given on both sides.
 ///
 /// Ends the job if they have not moved by the deadline: MPI cannot give memory back that a
 /// message uses, so there is no return. Headers were exchanged before, so a rank that does
 /// not come is found earlier than here.
-pub(crate) fn pieces<'a>(
+pub(crate) fn messages<'a>(
     comm: &mut MpiCommunicator,
-    pieces: impl IntoIterator<Item = Piece<'a>>,
+    messages: impl IntoIterator<Item = Message<'a>>,
     print: &Fingerprint,
 ) {
     let (group, pending) = (&comm.group, &mut comm.pending);
@@ -65,17 +65,17 @@ pub(crate) fn pieces<'a>(
     };
     pending.clear();
     // Held to the end of this function: what `pending` uses is borrowed until then.
-    let mut held: Vec<Piece<'a>> = pieces.into_iter().collect();
-    for piece in &mut held {
-        let (peer, kind) = (group.members[piece.peer], piece.kind);
-        // SAFETY: the pieces borrow their bytes until this function returns, which it does when
+    let mut held: Vec<Message<'a>> = messages.into_iter().collect();
+    for message in &mut held {
+        let (peer, kind) = (group.members[message.peer], message.kind);
+        // SAFETY: the messages borrow their bytes until this function returns, which it does when
         // every request is done; it ends the process otherwise, and nothing here
         // panics in between. Chunks are cut to what an int counts.
         let mut start = |request: Result<Request, String>| match request {
-            Ok(request) => pending.push((request, piece.peer)),
+            Ok(request) => pending.push((request, message.peer)),
             Err(reason) => fail(reason),
         };
-        match &mut piece.bytes {
+        match &mut message.bytes {
             Bytes::Out(bytes) => {
                 for chunk in bytes.chunks(limit) {
                     // SAFETY: as said above.

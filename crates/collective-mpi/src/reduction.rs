@@ -10,7 +10,7 @@ use fusestep_collective::{
 use crate::algorithms::carve;
 use crate::communicator::MpiCommunicator;
 use crate::engine::Kind;
-use crate::exchange::Piece;
+use crate::exchange::Message;
 use crate::{exchange, native};
 
 /// Everything about one reduction but its memory.
@@ -102,19 +102,19 @@ pub(crate) fn reduce(
             _ => Memory::Two(send, receive),
         },
     };
-    let slot = segment.next_multiple_of(64).min(task.longest_slot());
+    let stride = segment.next_multiple_of(64).min(task.longest_stride());
     let (mut incoming, mut reduced) = (
         std::mem::take(&mut comm.incoming),
         std::mem::take(&mut comm.reduced),
     );
-    grow(&mut incoming, slot * world_size);
-    grow(&mut reduced, slot);
+    grow(&mut incoming, stride * world_size);
+    grow(&mut reduced, stride);
     {
         let incoming = bytemuck::cast_slice_mut(&mut incoming);
         let reduced = bytemuck::cast_slice_mut(&mut reduced);
         // One round more than there are segments: the results of the last one still have to go.
         for round in 0..=task.segments() {
-            one_round(comm, &task, &mut memory, (incoming, slot), reduced, round);
+            one_round(comm, &task, &mut memory, (incoming, stride), reduced, round);
         }
     }
     (comm.incoming, comm.reduced) = (incoming, reduced);
@@ -126,7 +126,7 @@ fn one_round(
     comm: &mut MpiCommunicator,
     task: &Task<'_>,
     memory: &mut Memory<'_>,
-    (incoming, slot): (&mut [u8], usize),
+    (incoming, stride): (&mut [u8], usize),
     reduced: &mut [u8],
     round: usize,
 ) {
@@ -141,37 +141,37 @@ fn one_round(
         .collect();
     let (arriving, leaving) = memory.parts(&ranges, task.gets_results(rank));
     let own = leaving[rank].len();
-    let mut pieces: Vec<Piece<'_>> = Vec::with_capacity(4 * world_size);
+    let mut messages: Vec<Message<'_>> = Vec::with_capacity(4 * world_size);
     for (from, bytes) in incoming
-        .chunks_mut(slot.max(1))
+        .chunks_mut(stride.max(1))
         .take(world_size)
         .enumerate()
     {
         if from != rank {
-            pieces.push(Piece::into(from, Kind::Data, &mut bytes[..own]));
+            messages.push(Message::into(from, Kind::Data, &mut bytes[..own]));
         }
     }
     for (from, bytes) in arriving.into_iter().enumerate() {
         if from != rank {
-            pieces.push(Piece::into(from, Kind::Result, bytes));
+            messages.push(Message::into(from, Kind::Result, bytes));
         }
     }
     let result = round
         .checked_sub(1)
         .map_or(0, |round| task.segment(rank, round).len());
     for to in comm.group.others() {
-        pieces.push(Piece::out(to, Kind::Data, leaving[to]));
+        messages.push(Message::out(to, Kind::Data, leaving[to]));
         if task.gets_results(to) {
-            pieces.push(Piece::out(to, Kind::Result, &reduced[..result]));
+            messages.push(Message::out(to, Kind::Result, &reduced[..result]));
         }
     }
-    exchange::pieces(comm, pieces, task.print);
+    exchange::messages(comm, messages, task.print);
     let inputs: Vec<&[u8]> = (0..world_size)
         .map(|from| {
             if from == rank {
                 leaving[rank]
             } else {
-                &incoming[from * slot..][..own]
+                &incoming[from * stride..][..own]
             }
         })
         .collect();
@@ -234,7 +234,7 @@ impl Memory<'_> {
 
 impl Task<'_> {
     /// Bytes for the longest segment of any part, whole cache lines.
-    fn longest_slot(&self) -> usize {
+    fn longest_stride(&self) -> usize {
         let longest = self.parts.iter().map(|part| part.len()).max();
         longest.unwrap_or(0).next_multiple_of(64)
     }

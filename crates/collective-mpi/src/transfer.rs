@@ -5,7 +5,7 @@ use fusestep_collective::{Buffers, Call, CollectiveError, Fingerprint, Operation
 use crate::communicator::{MpiCommunicator, header};
 use crate::engine::Kind;
 use crate::exchange;
-use crate::exchange::Piece;
+use crate::exchange::Message;
 use crate::meeting::Party;
 
 /// Both sides compare what they do; then the elements go.
@@ -22,13 +22,13 @@ pub(crate) fn between(
     if let Err(error) = met {
         return Err(with_ranks(error, [own.min(peer), own.max(peer)]));
     }
-    let piece = match call.buffers {
-        Buffers::InPlace(buffer) if sends => Piece::out(peer, Kind::Transfer, buffer),
-        Buffers::InPlace(buffer) => Piece::into(peer, Kind::Transfer, buffer),
-        Buffers::OutOfPlace { send, .. } if sends => Piece::out(peer, Kind::Transfer, send),
-        Buffers::OutOfPlace { receive, .. } => Piece::into(peer, Kind::Transfer, receive),
+    let message = match call.buffers {
+        Buffers::InPlace(buffer) if sends => Message::out(peer, Kind::Transfer, buffer),
+        Buffers::InPlace(buffer) => Message::into(peer, Kind::Transfer, buffer),
+        Buffers::OutOfPlace { send, .. } if sends => Message::out(peer, Kind::Transfer, send),
+        Buffers::OutOfPlace { receive, .. } => Message::into(peer, Kind::Transfer, receive),
     };
-    exchange::pieces(comm, [piece], &print);
+    exchange::messages(comm, [message], &print);
     Ok(())
 }
 

@@ -217,7 +217,7 @@ impl NcclCommunicator {
                 Some(error) => return Err(error),
             }
             if waited > self.options.timeout {
-                self.link.abort_apart();
+                self.link.abort_in_background();
                 return Err(exchange::stuck(self, print));
             }
         }

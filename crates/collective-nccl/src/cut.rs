@@ -1,8 +1,8 @@
-//! Calls that are longer than the memory a communicator keeps go through it in pieces.
+//! Calls that are longer than the memory a communicator keeps go through it in segments.
 
 use std::ops::Range;
 
-/// Within each block pieces begin at multiples of this, so that packs of elements stay whole.
+/// Within each block segments begin at multiples of this, so that packs of elements stay whole.
 pub(crate) const GRAIN: usize = 256;
 
 /// Bytes that memory of `room` bytes has for each of `ranks` blocks at a time.
@@ -10,8 +10,8 @@ pub(crate) fn step(room: usize, ranks: usize) -> usize {
     (room / ranks / GRAIN * GRAIN).max(GRAIN)
 }
 
-/// A piece of a call: a part of each block, the parts of a piece as long as each other but where
-/// blocks end.
+/// A segment of a call: a part of each block, the parts of a segment as long as each other but
+/// where blocks end.
 pub(crate) fn parts(blocks: &[Range<usize>], start: usize, step: usize) -> Vec<Range<usize>> {
     let part = |block: &Range<usize>| {
         let at = |offset: usize| block.end.min(block.start + offset);
@@ -20,7 +20,7 @@ pub(crate) fn parts(blocks: &[Range<usize>], start: usize, step: usize) -> Vec<R
     blocks.iter().map(part).collect()
 }
 
-/// Where the pieces begin within each block: as many as the longest takes.
+/// Where the segments begin within each block: as many as the longest takes.
 pub(crate) fn starts(blocks: &[Range<usize>], step: usize) -> impl Iterator<Item = usize> + use<> {
     (0..longest(blocks)).step_by(step)
 }
@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pieces_cover_every_block_once_and_fit_the_room() {
+    fn segments_cover_every_block_once_and_fit_the_room() {
         for (room, lens) in [
             (1024, vec![1000, 1000, 996]),
             (4096, vec![0, 9000, 3]),

@@ -84,7 +84,7 @@ impl Driver {
         let mut text = std::ptr::null();
         // SAFETY: it writes a pointer to a static text, or leaves null for a code that it does not
         // know.
-        let words = unsafe {
+        let name = unsafe {
             (self.get_error_string)(code, &mut text);
             if text.is_null() {
                 "unknown".into()
@@ -92,7 +92,7 @@ impl Driver {
                 CStr::from_ptr(text).to_string_lossy()
             }
         };
-        Err(format!("CUDA error {code}, {words}"))
+        Err(format!("CUDA error {code}, {name}"))
     }
 
     /// Whether an event has come.

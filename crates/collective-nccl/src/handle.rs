@@ -96,7 +96,7 @@ impl Handle {
 
     /// Ends the communicator on a thread of its own, and waits for it as long as `limit`.
     pub(crate) fn abort_within(self: &Arc<Self>, limit: Duration) {
-        self.abort_apart(None);
+        self.abort_in_background(None);
         if !self.has_ended(Instant::now() + limit) {
             self.device.calls.give_up();
         }
@@ -104,7 +104,7 @@ impl Handle {
 
     /// Starts to end the communicator on a thread of its own, and breaks its group off with
     /// `cause`.
-    pub(crate) fn abort_apart(self: &Arc<Self>, cause: Option<CollectiveError>) {
+    pub(crate) fn abort_in_background(self: &Arc<Self>, cause: Option<CollectiveError>) {
         let handle = Arc::clone(self);
         let end = move || {
             if let Some(cause) = cause {
@@ -180,7 +180,7 @@ impl Handle {
                     self.device.index
                 ),
             });
-            handle.abort_apart(cause);
+            handle.abort_in_background(cause);
         }
         let deadline = Instant::now() + limit;
         if !all.iter().all(|handle| handle.has_ended(deadline)) {

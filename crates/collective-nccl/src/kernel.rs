@@ -18,7 +18,7 @@ const BLOCK_THREADS: c_uint = 512;
 /// grid ends.
 const GRID_BLOCKS: usize = 1024;
 
-/// Bytes that a thread takes at a time, and what slots are aligned to so that it may.
+/// Bytes that a thread takes at a time, and what received elements are aligned to so that it may.
 pub(crate) const PACK_BYTES: usize = 16;
 
 /// An entry for each dtype, in the order of [`DType::ALL`], each a module of its own. They are
@@ -39,11 +39,11 @@ struct Entry {
 pub(crate) struct Parts {
     /// Those of this rank.
     pub(crate) own: Address,
-    /// Those of the others: slot `r` is rank `r`'s, and the own one is not read.
-    pub(crate) slots: Address,
-    /// From slot to slot.
-    pub(crate) slot_bytes: usize,
-    /// The result, which may lie upon `own` or a slot.
+    /// Those of the others, one rank after the other; the own ones are not read.
+    pub(crate) received: Address,
+    /// Bytes from one rank's to the next one's.
+    pub(crate) stride_bytes: usize,
+    /// The result, which may lie upon `own` or another rank's.
     pub(crate) result: Address,
     /// Bytes of each part.
     pub(crate) len_bytes: usize,
@@ -57,8 +57,8 @@ pub(crate) struct Parts {
 #[repr(C)]
 struct Arguments {
     own: u64,
-    slots: u64,
-    slot_bytes: u64,
+    received: u64,
+    stride_bytes: u64,
     result: u64,
     numel: u64,
     ranks: u32,
@@ -173,8 +173,8 @@ impl Link {
         let function = self.device.kernels()?.function(dtype)?;
         let mut arguments = Arguments {
             own: parts.own,
-            slots: parts.slots,
-            slot_bytes: parts.slot_bytes as u64,
+            received: parts.received,
+            stride_bytes: parts.stride_bytes as u64,
             result: parts.result,
             numel: numel as u64,
             ranks: u32::try_from(parts.ranks).map_err(|_| "more ranks than 32 bits count")?,

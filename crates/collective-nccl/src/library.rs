@@ -1,4 +1,4 @@
-//! NCCL as it is found at run time: its functions, loaded by name, and its words.
+//! NCCL as it is found at run time: its functions, loaded by name, and its text.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::ManuallyDrop;
@@ -151,15 +151,15 @@ impl Nccl {
         ))
     }
 
-    /// A result as an error with NCCL's words; a call that goes on is none.
+    /// A result as an error with NCCL's text; a call that goes on is none.
     pub(crate) fn check(&self, code: c_int) -> Result<(), String> {
         match code {
             SUCCESS | IN_PROGRESS => Ok(()),
-            code => Err(self.words(code)),
+            code => Err(self.text(code)),
         }
     }
 
-    pub(crate) fn words(&self, code: c_int) -> String {
+    pub(crate) fn text(&self, code: c_int) -> String {
         // SAFETY: it returns a static text for every code.
         let text = unsafe { CStr::from_ptr((self.get_error_string)(code)) };
         format!("NCCL error {code}, {}", text.to_string_lossy())

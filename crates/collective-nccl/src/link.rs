@@ -36,7 +36,7 @@ unsafe impl Send for Link {}
 
 /// A part of a group of transfers; `address` is device memory.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Piece {
+pub(crate) enum Message {
     Out {
         to: usize,
         address: Address,
@@ -131,7 +131,7 @@ impl Link {
             match (asked, state) {
                 (SUCCESS, SUCCESS) => Ok(Progress::Done),
                 (SUCCESS, IN_PROGRESS) => Ok(Progress::Waiting),
-                (SUCCESS, code) | (code, _) => Err(nccl.words(code)),
+                (SUCCESS, code) | (code, _) => Err(nccl.text(code)),
             }
         })
     }
@@ -156,24 +156,24 @@ impl Link {
         })
     }
 
-    /// Starts transfers; pieces of no length are left out on both sides.
-    pub(crate) fn transfers(&self, pieces: &[Piece]) -> Result<(), String> {
-        let moves = |piece: &&Piece| match piece {
-            Piece::Out { len_bytes, .. } | Piece::In { len_bytes, .. } => *len_bytes > 0,
+    /// Starts transfers; messages of no length are left out on both sides.
+    pub(crate) fn transfers(&self, messages: &[Message]) -> Result<(), String> {
+        let moves = |message: &&Message| match message {
+            Message::Out { len_bytes, .. } | Message::In { len_bytes, .. } => *len_bytes > 0,
         };
-        let pieces: Vec<&Piece> = pieces.iter().filter(moves).collect();
-        if pieces.is_empty() {
+        let messages: Vec<&Message> = messages.iter().filter(moves).collect();
+        if messages.is_empty() {
             return Ok(());
         }
         self.group(|nccl, comm, stream| {
             let mut first_error = SUCCESS;
-            for piece in pieces {
+            for message in messages {
                 // SAFETY: addresses are those of device buffers that the communicator or its caller
                 // holds until the event after this group has come, or until the
                 // communicator was aborted; lengths were checked against them.
                 let code = unsafe {
-                    match *piece {
-                        Piece::Out {
+                    match *message {
+                        Message::Out {
                             to,
                             address,
                             len_bytes,
@@ -185,7 +185,7 @@ impl Link {
                             comm,
                             stream,
                         ),
-                        Piece::In {
+                        Message::In {
                             from,
                             address,
                             len_bytes,
@@ -263,8 +263,8 @@ impl Link {
     }
 
     /// Starts to end all of NCCL's work on this communicator, and waits for nothing.
-    pub(crate) fn abort_apart(&self) {
-        self.handle.abort_apart(None);
+    pub(crate) fn abort_in_background(&self) {
+        self.handle.abort_in_background(None);
     }
 
     /// Ends all of NCCL's work on this communicator, and waits for it as long as `limit`.

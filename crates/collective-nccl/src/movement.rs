@@ -9,7 +9,7 @@ use crate::communicator::NcclCommunicator;
 use crate::device_call::Memory;
 use crate::driver::Address;
 use crate::library::BYTES;
-use crate::link::Piece;
+use crate::link::Message;
 use crate::{cut, reduction};
 
 /// Where the blocks of ranks begin and end, in bytes of the whole.
@@ -24,7 +24,7 @@ pub(crate) fn ranges(
         .collect()
 }
 
-/// Enqueues what moves the data of a call that all ranks make, or of a piece of it. Operations
+/// Enqueues what moves the data of a call that all ranks make, or of a segment of it. Operations
 /// of blocks look at `ranges`, which need not follow each other; others at `whole`, their
 /// length in bytes.
 pub(crate) fn move_data(
@@ -34,12 +34,12 @@ pub(crate) fn move_data(
     whole: usize,
     print: &Fingerprint,
 ) -> Result<(), CollectiveError> {
-    let out = |to: usize, address: Address, len_bytes: usize| Piece::Out {
+    let out = |to: usize, address: Address, len_bytes: usize| Message::Out {
         to,
         address,
         len_bytes,
     };
-    let into = |from: usize, address: Address, len_bytes: usize| Piece::In {
+    let into = |from: usize, address: Address, len_bytes: usize| Message::In {
         from,
         address,
         len_bytes,
@@ -71,10 +71,10 @@ pub(crate) fn move_data(
 /// Starts transfers and waits until NCCL takes more.
 pub(crate) fn transfers(
     comm: &mut NcclCommunicator,
-    pieces: &[Piece],
+    messages: &[Message],
     print: &Fingerprint,
 ) -> Result<(), CollectiveError> {
-    comm.engine(print, |link| link.transfers(pieces))?;
+    comm.engine(print, |link| link.transfers(messages))?;
     comm.settle(print)
 }
 
@@ -134,14 +134,14 @@ pub(crate) fn all_gather(
         })?;
         return comm.settle(print);
     }
-    let mut pieces = Vec::with_capacity(2 * ranges.len());
+    let mut messages = Vec::with_capacity(2 * ranges.len());
     for peer in others(comm) {
-        pieces.push(Piece::Out {
+        messages.push(Message::Out {
             to: peer,
             address: from,
             len_bytes: own.len(),
         });
-        pieces.push(Piece::In {
+        messages.push(Message::In {
             from: peer,
             address: memory.result(ranges[peer].start),
             len_bytes: ranges[peer].len(),
@@ -150,7 +150,7 @@ pub(crate) fn all_gather(
     comm.engine(print, |link| {
         link.copy(from, memory.result(own.start), own.len())
     })?;
-    transfers(comm, &pieces, print)
+    transfers(comm, &messages, print)
 }
 
 fn scatter(
@@ -162,19 +162,19 @@ fn scatter(
 ) -> Result<(), CollectiveError> {
     let own = ranges[comm.rank()].clone();
     if comm.rank() != root {
-        let piece = Piece::In {
+        let message = Message::In {
             from: root,
             address: memory.result_block(&own),
             len_bytes: own.len(),
         };
-        return transfers(comm, &[piece], print);
+        return transfers(comm, &[message], print);
     }
-    let piece = |to: usize| Piece::Out {
+    let message = |to: usize| Message::Out {
         to,
         address: memory.input(ranges[to].start),
         len_bytes: ranges[to].len(),
     };
-    let pieces: Vec<Piece> = others(comm).map(piece).collect();
+    let messages: Vec<Message> = others(comm).map(message).collect();
     comm.engine(print, |link| {
         link.copy(
             memory.input(own.start),
@@ -182,7 +182,7 @@ fn scatter(
             own.len(),
         )
     })?;
-    transfers(comm, &pieces, print)
+    transfers(comm, &messages, print)
 }
 
 /// All blocks to the root.
@@ -195,19 +195,19 @@ pub(crate) fn gather(
 ) -> Result<(), CollectiveError> {
     let own = ranges[comm.rank()].clone();
     if comm.rank() != root {
-        let piece = Piece::Out {
+        let message = Message::Out {
             to: root,
             address: memory.input_block(&own),
             len_bytes: own.len(),
         };
-        return transfers(comm, &[piece], print);
+        return transfers(comm, &[message], print);
     }
-    let piece = |from: usize| Piece::In {
+    let message = |from: usize| Message::In {
         from,
         address: memory.result(ranges[from].start),
         len_bytes: ranges[from].len(),
     };
-    let pieces: Vec<Piece> = others(comm).map(piece).collect();
+    let messages: Vec<Message> = others(comm).map(message).collect();
     comm.engine(print, |link| {
         link.copy(
             memory.input_block(&own),
@@ -215,7 +215,7 @@ pub(crate) fn gather(
             own.len(),
         )
     })?;
-    transfers(comm, &pieces, print)
+    transfers(comm, &messages, print)
 }
 
 fn all_to_all(
@@ -235,14 +235,17 @@ fn all_to_all(
         Memory::Same(base) => base,
     };
     // In place, what arrives would overwrite what has not left yet.
-    let slots = &comm.link.workspace.slots;
-    let (slots, step) = (slots.address, cut::step(slots.len_bytes(), ranges.len()));
+    let received = &comm.link.workspace.received;
+    let (received, step) = (
+        received.address,
+        cut::step(received.len_bytes(), ranges.len()),
+    );
     for start in cut::starts(ranges, step) {
         let parts = cut::parts(ranges, start, step);
         let blocks: Vec<_> = cut::packed(&parts)
             .into_iter()
             .zip(parts)
-            .map(|(place, part)| (slots + place.start as u64, part))
+            .map(|(place, part)| (received + place.start as u64, part))
             .collect();
         comm.engine(print, |link| {
             blocks
@@ -262,15 +265,15 @@ fn deal(
     memory: Memory,
     print: &Fingerprint,
 ) -> Result<(), CollectiveError> {
-    let mut pieces = Vec::with_capacity(2 * blocks.len());
+    let mut messages = Vec::with_capacity(2 * blocks.len());
     for peer in others(comm) {
         let (address, range) = &blocks[peer];
-        pieces.push(Piece::Out {
+        messages.push(Message::Out {
             to: peer,
             address: *address,
             len_bytes: range.len(),
         });
-        pieces.push(Piece::In {
+        messages.push(Message::In {
             from: peer,
             address: memory.result(range.start),
             len_bytes: range.len(),
@@ -280,5 +283,5 @@ fn deal(
     comm.engine(print, |link| {
         link.copy(*address, memory.result(own.start), own.len())
     })?;
-    transfers(comm, &pieces, print)
+    transfers(comm, &messages, print)
 }

@@ -32,11 +32,11 @@ pub struct NcclOptions {
     pub dump_folder: Option<PathBuf>,
     /// Who adds up.
     pub reduction: Reduction,
-    /// Bytes of device memory that each communicator, subgroups and communication streams
-    /// included, has from its founding on for what other ranks contribute to a reduction, and as
-    /// many again for host buffers on their way; 32 MiB by default, so 64 MiB in all. Nothing is
-    /// allocated within a call: longer ones pass through in pieces, with the same bits, each piece
-    /// a group of transfers more. At least 256 bytes for each rank are taken.
+    /// Bytes of device memory that each communicator, subgroups and communication streams included,
+    /// has from its founding on for what other ranks contribute to a reduction, and as many again
+    /// for host buffers on their way; 32 MiB by default, so 64 MiB in all. Nothing is allocated
+    /// within a call: longer ones pass through in segments, with the same bits, each segment a
+    /// group of transfers more. At least 256 bytes for each rank are taken.
     pub scratch_bytes: usize,
     /// The NCCL to load; by default `libnccl.so.2`, as the system finds it.
     pub nccl_library: PathBuf,
@@ -115,7 +115,7 @@ pub enum NcclError {
         /// Its own.
         found: String,
     },
-    /// Ranks would cut calls into different pieces.
+    /// Ranks would cut calls into different segments.
     #[error(
         "nccl: expected `scratch_bytes` of {expected} as on rank 0, found {found} on rank {rank}; \
          pass the same on all ranks"

@@ -12,7 +12,7 @@ use crate::device_call::Memory;
 use crate::driver::Address;
 use crate::kernel::{PACK_BYTES, Parts};
 use crate::library::names;
-use crate::link::Piece;
+use crate::link::Message;
 use crate::{Reduction, movement};
 
 /// Whether the operation is left to NCCL.
@@ -25,7 +25,7 @@ pub(crate) fn is_engines_own(comm: &NcclCommunicator, op: ReduceOp, print: &Fing
 }
 
 /// A reduction in rank order. What the others contribute passes through the communicator's own
-/// memory, in pieces if there is more of it; an element's sum is the same whichever piece it is
+/// memory, in segments if there is more of it; an element's sum is the same whichever segment it is
 /// in.
 pub(crate) fn reduce(
     comm: &mut NcclCommunicator,
@@ -34,7 +34,7 @@ pub(crate) fn reduce(
     op: ReduceOp,
     print: &Fingerprint,
 ) -> Result<(), CollectiveError> {
-    let step = cut::step(comm.link.workspace.slots.len_bytes(), ranges.len());
+    let step = cut::step(comm.link.workspace.received.len_bytes(), ranges.len());
     for start in cut::starts(ranges, step) {
         let parts = cut::parts(ranges, start, step);
         let results = reduce_parts(comm, memory, ranges, &parts, op, print)?;
@@ -48,7 +48,7 @@ pub(crate) fn reduce(
     Ok(())
 }
 
-/// Reduces this rank's part of a piece; where the root of a reduce gathers results from.
+/// Reduces this rank's part of a segment; where the root of a reduce gathers results from.
 fn reduce_parts(
     comm: &mut NcclCommunicator,
     memory: Memory,
@@ -59,11 +59,11 @@ fn reduce_parts(
 ) -> Result<Memory, CollectiveError> {
     let rank = comm.rank();
     let own = parts[rank].clone();
-    let slots = comm.link.workspace.slots.address;
-    // Slots begin where packs do, so that whole packs are read from them.
-    let slot_bytes = own.len().next_multiple_of(PACK_BYTES);
-    let slot = |of: usize| slots + (of * slot_bytes) as u64;
-    exchange_blocks(comm, memory, parts, slot, print)?;
+    let received = comm.link.workspace.received.address;
+    // Each rank's elements begin where a pack does, so that whole packs are read.
+    let stride_bytes = own.len().next_multiple_of(PACK_BYTES);
+    let place_of = |of: usize| received + (of * stride_bytes) as u64;
+    exchange_blocks(comm, memory, parts, place_of, print)?;
     let result = match print.operation {
         Operation::ReduceScatter(_) => {
             memory.result_block(&ranges[rank]) + (own.start - ranges[rank].start) as u64
@@ -71,23 +71,23 @@ fn reduce_parts(
         Operation::AllReduce(_) => memory.result(own.start),
         // Only the root has room for results; the others' leave from the communicator's memory.
         Operation::Reduce { root, .. } if root == rank => memory.result(own.start),
-        _ => slot(rank),
+        _ => place_of(rank),
     };
     // Memory that a caller has brought may lie between elements, where the kernel cannot read.
     let element_bytes = print.dtype.len_bytes() as u64;
-    let or_slot = |address: Address| {
+    let or_received = |address: Address| {
         if address.is_multiple_of(element_bytes) {
             address
         } else {
-            slot(rank)
+            place_of(rank)
         }
     };
     let input = memory.input(own.start);
     let kernel = Parts {
-        own: or_slot(input),
-        slots,
-        slot_bytes,
-        result: or_slot(result),
+        own: or_received(input),
+        received,
+        stride_bytes,
+        result: or_received(result),
         len_bytes: own.len(),
         ranks: parts.len(),
         own_rank: rank,
@@ -109,30 +109,30 @@ fn reduce_parts(
     })
 }
 
-/// Sends each rank its block and receives what the others have of this rank's, each in its
-/// slot.
+/// Sends each rank its block and receives what the others have of this rank's, each where
+/// `place_of` says.
 fn exchange_blocks(
     comm: &mut NcclCommunicator,
     memory: Memory,
     ranges: &[Range<usize>],
-    slot: impl Fn(usize) -> Address,
+    place_of: impl Fn(usize) -> Address,
     print: &Fingerprint,
 ) -> Result<(), CollectiveError> {
     let rank = comm.rank();
-    let mut pieces = Vec::with_capacity(2 * ranges.len());
+    let mut messages = Vec::with_capacity(2 * ranges.len());
     for peer in (0..ranges.len()).filter(|&peer| peer != rank) {
-        pieces.push(Piece::Out {
+        messages.push(Message::Out {
             to: peer,
             address: memory.input(ranges[peer].start),
             len_bytes: ranges[peer].len(),
         });
-        pieces.push(Piece::In {
+        messages.push(Message::In {
             from: peer,
-            address: slot(peer),
+            address: place_of(peer),
             len_bytes: ranges[rank].len(),
         });
     }
-    movement::transfers(comm, &pieces, print)
+    movement::transfers(comm, &messages, print)
 }
 
 /// NCCL's own all-reduce or reduce of `len_bytes`, which it has.

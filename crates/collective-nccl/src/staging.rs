@@ -1,4 +1,4 @@
-//! Host buffers go through device memory, in pieces where they are longer.
+//! Host buffers go through device memory, in segments where they are longer.
 
 use std::ops::Range;
 
@@ -16,11 +16,11 @@ enum Share {
     Nothing,
 }
 
-/// A piece of a call: ranges of the whole, and where they lie on the device.
-struct Piece {
+/// A segment of a call: ranges of the whole, and where they lie on the device.
+struct Segment {
     of_whole: Vec<Range<usize>>,
     on_device: Vec<Range<usize>>,
-    /// Bytes of the piece, for operations that are not made of blocks.
+    /// Bytes of the segment, for operations that are not made of blocks.
     len_bytes: usize,
 }
 
@@ -36,23 +36,23 @@ pub(crate) fn through_the_device(
     let len_bytes = blocks.numel * print.dtype.len_bytes();
     let room = comm.link.workspace.staging.len_bytes();
     if len_bytes <= room {
-        let piece = Piece {
+        let segment = Segment {
             of_whole: ranges.clone(),
             on_device: ranges,
             len_bytes,
         };
-        return move_piece(comm, buffers, &piece, own_start, print);
+        return move_segment(comm, buffers, &segment, own_start, print);
     }
     if is_of_blocks(comm, print) {
         let step = cut::step(room, ranges.len());
         for start in cut::starts(&ranges, step) {
             let parts = cut::parts(&ranges, start, step);
-            let piece = Piece {
+            let segment = Segment {
                 on_device: cut::packed(&parts),
                 of_whole: parts,
                 len_bytes: 0,
             };
-            move_piece(comm, buffers, &piece, own_start, print)?;
+            move_segment(comm, buffers, &segment, own_start, print)?;
         }
         return Ok(());
     }
@@ -60,17 +60,17 @@ pub(crate) fn through_the_device(
     for start in (0..len_bytes).step_by(step) {
         let part = start..len_bytes.min(start + step);
         let of_whole = vec![part];
-        let piece = Piece {
+        let segment = Segment {
             on_device: cut::packed(&of_whole),
             len_bytes: cut::longest(&of_whole),
             of_whole,
         };
-        move_piece(comm, buffers, &piece, 0, print)?;
+        move_segment(comm, buffers, &segment, 0, print)?;
     }
     Ok(())
 }
 
-/// Whether an operation treats the blocks of ranks differently, so that a piece has a part of
+/// Whether an operation treats the blocks of ranks differently, so that a segment has a part of
 /// each.
 fn is_of_blocks(comm: &NcclCommunicator, print: &Fingerprint) -> bool {
     match print.operation {
@@ -82,10 +82,10 @@ fn is_of_blocks(comm: &NcclCommunicator, print: &Fingerprint) -> bool {
     }
 }
 
-fn move_piece(
+fn move_segment(
     comm: &mut NcclCommunicator,
     buffers: &mut Buffers<'_>,
-    piece: &Piece,
+    segment: &Segment,
     own_start: usize,
     print: &Fingerprint,
 ) -> Result<(), CollectiveError> {
@@ -96,7 +96,7 @@ fn move_piece(
         Buffers::InPlace(buffer) => (buffer, 0),
         Buffers::OutOfPlace { send, .. } => (send, start_of(given, own_start)),
     };
-    let runs = piece.runs(given, rank);
+    let runs = segment.runs(given, rank);
     comm.engine(print, |link| {
         let staging = &link.workspace.staging;
         runs.iter().try_for_each(|(range, place)| {
@@ -105,13 +105,13 @@ fn move_piece(
         })
     })?;
     let memory = Memory::Same(comm.link.workspace.staging.address);
-    movement::move_data(comm, memory, &piece.on_device, piece.len_bytes, print)?;
+    movement::move_data(comm, memory, &segment.on_device, segment.len_bytes, print)?;
     comm.finish(print)?;
     let (receive, receive_start): (&mut [u8], usize) = match buffers {
         Buffers::InPlace(buffer) => (buffer, 0),
         Buffers::OutOfPlace { receive, .. } => (receive, start_of(gotten, own_start)),
     };
-    let runs = piece.runs(gotten, rank);
+    let runs = segment.runs(gotten, rank);
     comm.engine(print, |link| {
         let staging = &link.workspace.staging;
         runs.iter().try_for_each(|(range, place)| {
@@ -121,7 +121,7 @@ fn move_piece(
     })
 }
 
-impl Piece {
+impl Segment {
     /// The ranges of a share with their places, those that follow each other on both sides as one.
     fn runs(&self, share: Share, rank: usize) -> Vec<(Range<usize>, usize)> {
         let pairs = match share {

@@ -6,18 +6,18 @@ use crate::buffer::DeviceBuffer;
 use crate::cut::GRAIN;
 use crate::device::Device;
 
-/// Memory for calls; longer ones go through it in pieces.
+/// Memory for calls; longer ones go through it in segments.
 #[derive(Debug)]
 pub(crate) struct Workspace {
     /// What others contribute to the part that this rank reduces, and what has to leave before its
     /// place is written.
-    pub(crate) slots: DeviceBuffer,
+    pub(crate) received: DeviceBuffer,
     /// Where host buffers go.
     pub(crate) staging: DeviceBuffer,
 }
 
 impl Workspace {
-    /// Memory of a group of `ranks`, twice `len_bytes` or the little that takes a piece of each
+    /// Memory of a group of `ranks`, twice `len_bytes` or the little that takes a segment of each
     /// rank.
     pub(crate) fn allocate(
         device: &Arc<Device>,
@@ -34,7 +34,7 @@ impl Workspace {
             })
         };
         Ok(Self {
-            slots: buffer()?,
+            received: buffer()?,
             staging: buffer()?,
         })
     }

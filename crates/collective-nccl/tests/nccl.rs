@@ -20,12 +20,12 @@ mod numbers;
 mod operations;
 #[path = "../../../tests/collective/perturbed.rs"]
 mod perturbed;
-#[path = "nccl/pieces.rs"]
-mod pieces;
 #[path = "nccl/rank_order.rs"]
 mod rank_order;
 #[path = "nccl/same_bits.rs"]
 mod same_bits;
+#[path = "nccl/segments.rs"]
+mod segments;
 #[path = "nccl/stand_in.rs"]
 mod stand_in;
 #[path = "nccl/streams.rs"]

@@ -23,11 +23,11 @@ const JOINS: u64 = 4;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Card {
     pub(crate) print: Fingerprint,
-    /// Its elements lie elsewhere and come piece by piece.
+    /// Its elements lie elsewhere and come stretch by stretch.
     pub(crate) is_staged: bool,
     /// Its result goes where its elements are.
     pub(crate) is_in_place: bool,
-    /// Where its elements lie, or the place that pieces come through.
+    /// Where its elements lie, or the place that stretches come through.
     pub(crate) input: u64,
     pub(crate) input_len: u64,
     /// Where its result goes.

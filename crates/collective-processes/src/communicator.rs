@@ -35,8 +35,8 @@ pub(crate) const STAGE_BYTES: usize = 512 << 10;
 ///
 /// # Cost
 /// Two waits for all ranks per call. Memory that [`allocate`](Communicator::allocate) gave is used
-/// where it lies; other memory goes through 512 KiB of shared memory, piece by piece, with two more
-/// copies and two waits for each piece.
+/// where it lies; other memory goes through 512 KiB of shared memory, stretch by stretch, with two
+/// more copies and two waits for each stretch.
 #[derive(Debug)]
 pub struct ProcessCommunicator {
     pub(crate) group: Arc<Group>,

@@ -47,19 +47,20 @@ impl Movement<'_> {
         }
     }
 
-    /// Takes everything that lies open, or comes with this piece. Says how many pieces there are.
-    fn pull(&mut self, segment: &Segment, cards: Cards<'_>, own: usize, piece: usize) -> usize {
+    /// Takes everything that lies open, or comes with this stretch. Says how many stretches there
+    /// are.
+    fn pull(&mut self, segment: &Segment, cards: Cards<'_>, own: usize, stretch: usize) -> usize {
         for pull in &self.pulls {
             let into = &mut self.output[pull.to..][..pull.range.len()];
             if pull.from == own {
-                if let (Input::OutOfPlace(bytes), 0) = (&self.input, piece) {
+                if let (Input::OutOfPlace(bytes), 0) = (&self.input, stretch) {
                     into.copy_from_slice(&bytes[pull.range.clone()]);
                 }
                 continue;
             }
             let shown = if cards.is_staged(pull.from) {
-                piece * STAGE_BYTES..(piece + 1) * STAGE_BYTES
-            } else if piece == 0 {
+                stretch * STAGE_BYTES..(stretch + 1) * STAGE_BYTES
+            } else if stretch == 0 {
                 0..usize::MAX
             } else {
                 continue;
@@ -145,7 +146,7 @@ impl ProcessCommunicator {
         self.move_all(task, movement, place)
     }
 
-    /// Holds as many rounds as there are pieces.
+    /// Holds as many rounds as there are stretches.
     fn move_all(
         &mut self,
         task: &mut Task,
@@ -164,11 +165,11 @@ impl ProcessCommunicator {
             .as_ref()
             .map_or(offset.unwrap_or(0), |stage| stage.offset());
         task.card.input_len = len as u64;
-        let (mut piece, mut pieces) = (0, 1);
+        let (mut stretch, mut stretches) = (0, 1);
         let mut outcome = Ok(());
-        while piece < pieces && outcome.is_ok() {
+        while stretch < stretches && outcome.is_ok() {
             if let Some(stage) = &mut stage {
-                let start = (piece * STAGE_BYTES).min(len);
+                let start = (stretch * STAGE_BYTES).min(len);
                 let end = (start + STAGE_BYTES).min(len);
                 let bytes = &movement.input()[start..end];
                 stage.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
@@ -179,19 +180,19 @@ impl ProcessCommunicator {
             let (party, ranks) = (place.party, place.ranks.clone());
             let late = task.late(group);
             let met = group.round(place, &task.coming(0), late, |cards| {
-                if piece == 0 {
+                if stretch == 0 {
                     let compared = cards.compare(&task.card.print);
                     compared.map_err(|error| with_ranks(error, &ranks))?;
                     Self::note(recorder, cards, &task.card, &ranks);
                 }
-                Ok(movement.pull(&group.session.segment, cards, party, piece))
+                Ok(movement.pull(&group.session.segment, cards, party, stretch))
             });
             let met = met.unwrap_or_else(|broken| {
                 let is_exposed = stage.is_none() && len > 0;
                 Err(self.settle(broken, &mut stage, is_exposed))
             });
-            outcome = met.map(|found| pieces = found);
-            piece += 1;
+            outcome = met.map(|found| stretches = found);
+            stretch += 1;
             task.deadline = std::time::Instant::now() + task.timeout;
         }
         if stage.is_some() {

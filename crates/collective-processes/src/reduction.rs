@@ -58,7 +58,7 @@ impl ProcessCommunicator {
         self.reduce(task, &plan, input, output)
     }
 
-    /// Holds one round where all ranks' memory is shared, else one for each piece.
+    /// Holds one round where all ranks' memory is shared, else one for each stretch.
     fn reduce(
         &mut self,
         task: &mut Task,
@@ -91,12 +91,12 @@ impl ProcessCommunicator {
         let mut done = 0;
         let mut outcome = Ok(());
         while outcome.is_ok() {
-            let piece = done..(done + STAGE_BYTES).min(whole);
+            let stretch = done..(done + STAGE_BYTES).min(whole);
             if let Some(stage) = &mut stage {
-                let bytes = &input.unwrap_or(output)[piece.clone()];
+                let bytes = &input.unwrap_or(output)[stretch.clone()];
                 stage.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
             }
-            let met = self.reduce_round(task, plan, piece, &mut stage);
+            let met = self.reduce_round(task, plan, stretch, &mut stage);
             outcome = met.map(|end| {
                 if let (Some(stage), true) = (&stage, gets) {
                     let own = (rank, input.is_none());
@@ -120,7 +120,7 @@ impl ProcessCommunicator {
         &mut self,
         task: &Task,
         plan: &Plan<'_>,
-        piece: Range<usize>,
+        stretch: Range<usize>,
         stage: &mut Option<crate::heap::Arena>,
     ) -> Result<usize, CollectiveError> {
         let Self {
@@ -133,13 +133,13 @@ impl ProcessCommunicator {
         let coming = task.coming(plan.claim_bytes);
         let late = task.late(group);
         let met = group.round(place, &coming, late, |cards| {
-            if piece.start == 0 {
+            if stretch.start == 0 {
                 cards.compare(&task.card.print)?;
                 Self::note(recorder, cards, &task.card, &ranks);
             }
             let is_staged = (0..cards.parties()).any(|party| cards.is_staged(party));
             let range = if is_staged {
-                piece.clone()
+                stretch.clone()
             } else {
                 0..plan.whole_bytes
             };

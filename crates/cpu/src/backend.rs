@@ -285,7 +285,7 @@ pub(crate) fn host_call<'a>(level: Level, launch: &Launch<'a>, grad_factor: f64)
         level,
         scalars: launch.scalars,
         grad_factor,
-        sets: launch.sets,
+        step_scalars: launch.step_scalars,
         changes: None,
     }
 }

@@ -23,7 +23,7 @@ use crate::CpuBackend;
 use crate::backend::{FOREIGN, NAME, gate, host_call, out_of_bounds};
 use crate::cached::ParamSums;
 use crate::tensors::{Tensors, Whole, large_elements, small_elements};
-use crate::update_sums::{Slots, slots};
+use crate::update_sums::{Rows, rows};
 use crate::window::{covered, window};
 
 /// Parts that small tensors are cut into for each thread, on the boundaries of tensors.
@@ -100,7 +100,7 @@ impl CpuBackend {
         let (tensors, offsets) = (Tensors::new(launch.batches), launch.offsets);
         check_parts(&launch, tensors)?;
         let starts = tensors.map(|whole| whole.first_element);
-        let mut slots = slots(launch.update_sums.take(), offsets, starts)?;
+        let mut rows = rows(launch.update_sums.take(), offsets, starts)?;
         // Dropped with any error: the next step takes all sums anew. Sums over whole tensors are no
         // business of a launch that has parts.
         let sums = match launch.tensor_sums {
@@ -118,7 +118,7 @@ impl CpuBackend {
                 lists,
                 pool: Some(self.pool()),
                 cached: whole.cached(sums.as_ref()),
-                update_sums: whole.update_sums(&mut slots),
+                update_sums: whole.update_sums(&mut rows),
             })?;
         }
         let error = Mutex::new(None);
@@ -136,7 +136,7 @@ impl CpuBackend {
             lend,
             error: &error,
             sums: sums.as_ref(),
-            slots,
+            rows,
         });
         let error = error.into_inner().unwrap_or_else(PoisonError::into_inner);
         if let Some(error) = error {
@@ -223,7 +223,7 @@ impl BorrowedPiece<'_> {
         let tensor = Tensor {
             kernel: self.call.kernel,
             call: self.call.host,
-            class: self.whole.class,
+            group: self.whole.group,
             numel: self.whole.numel as usize,
             parameter: self.parameter,
             first_element: self.whole.first_element,
@@ -344,7 +344,7 @@ struct SmallPieces<'a> {
     error: &'a Mutex<Option<BackendError>>,
     sums: Option<&'a ParamSums>,
     /// Of the chunks from storage element `first` on.
-    slots: Option<Slots<'a>>,
+    rows: Option<Rows<'a>>,
 }
 
 impl Split for SmallPieces<'_> {
@@ -368,9 +368,9 @@ impl Split for SmallPieces<'_> {
             end = whole.span(self.offsets).end;
         }
         let (left, right) = cut(self.lists, self.call.kernel, end - self.first);
-        let (left_slots, right_slots) = match self.slots {
-            Some(slots) => {
-                let (left, right) = slots.cut(self.offsets, end);
+        let (left_rows, right_rows) = match self.rows {
+            Some(rows) => {
+                let (left, right) = rows.cut(self.offsets, end);
                 (Some(left), Some(right))
             }
             None => (None, None),
@@ -380,7 +380,7 @@ impl Split for SmallPieces<'_> {
             lists: right,
             first: end,
             elements: self.elements - taken,
-            slots: right_slots,
+            rows: right_rows,
             ..self
         };
         let left = SmallPieces {
@@ -388,7 +388,7 @@ impl Split for SmallPieces<'_> {
             lists: left,
             first: self.first,
             elements: taken,
-            slots: left_slots,
+            rows: left_rows,
             ..right
         };
         (left, right)
@@ -397,7 +397,7 @@ impl Split for SmallPieces<'_> {
     fn run(self) {
         let mut lists = self.lists;
         let mut first = self.first;
-        let mut slots = self.slots;
+        let mut rows = self.rows;
         let are_all_lent = lists.iter().all(|list| matches!(list, HostList::Absent));
         for whole in self.tensors {
             if whole.is_large(self.large) {
@@ -422,7 +422,7 @@ impl Split for SmallPieces<'_> {
                 lists: kept,
                 pool: None,
                 cached: whole.cached(self.sums),
-                update_sums: whole.update_sums(&mut slots),
+                update_sums: whole.update_sums(&mut rows),
             });
             if let Err(error) = borrowed {
                 let mut first = self.error.lock().unwrap_or_else(PoisonError::into_inner);

@@ -17,8 +17,8 @@ struct Leaf {
     /// First element of the storage.
     element: u64,
     numel: u64,
-    /// The set of its tensor.
-    class: u32,
+    /// The group of its tensor.
+    group: u32,
 }
 
 /// Leaves from some record of some batches on, in order.
@@ -84,7 +84,7 @@ impl Iterator for Leaves<'_> {
         let leaf = Leaf {
             element: start + self.gone,
             numel: LEAF_ELEMENTS.min(record.numel - self.gone),
-            class: batch.classes[usize::from(record.set)],
+            group: batch.groups[usize::from(record.group)],
         };
         self.gone += leaf.numel;
         Some(leaf)
@@ -234,7 +234,7 @@ pub(crate) fn leaf_sums(
         sums,
         sum: &|leaf| {
             let lists = lists.each_ref().map(|list| list.leaf(leaf));
-            normed.chunk_sums(call, leaf.class, lists, [true; MAX_SUMS])
+            normed.chunk_sums(call, leaf.group, lists, [true; MAX_SUMS])
         },
     });
     Ok(())
@@ -251,11 +251,11 @@ mod tests {
             first_element,
             numel,
             first_chunk: 0,
-            set: 0,
+            group: 0,
         };
-        let batch = |records, class| Batch {
+        let batch = |records, group| Batch {
             records,
-            classes: vec![class],
+            groups: vec![group],
             chunks: 0,
         };
         let batches = [
@@ -264,10 +264,10 @@ mod tests {
             batch(vec![record(3, 0, 1024)], 9),
         ];
         let leaves = Leaves::new(&batches, &[0, 4096, 4160, 4160]);
-        let leaf = |element, numel, class| Leaf {
+        let leaf = |element, numel, group| Leaf {
             element,
             numel,
-            class,
+            group,
         };
         let expected = [
             leaf(1024, 1024, 7),

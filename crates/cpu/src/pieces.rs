@@ -8,7 +8,7 @@ use fusestep_launch::{
 };
 use fusestep_simd::Split;
 
-use crate::update_sums::{Slots, slots};
+use crate::update_sums::{Rows, rows};
 use crate::window::{covered, window};
 
 /// Cuts lie on multiples of this many elements, so that two threads never write one cache line of
@@ -28,7 +28,7 @@ pub(crate) struct Pieces<'a> {
     first: u64,
     end: u64,
     /// Of the chunks in `first..end`.
-    sums: Option<Slots<'a>>,
+    sums: Option<Rows<'a>>,
 }
 
 impl<'a> Pieces<'a> {
@@ -41,7 +41,7 @@ impl<'a> Pieces<'a> {
         let (batches, offsets, firsts) = (launch.batches, launch.offsets, launch.firsts);
         let records = batches.iter().flat_map(|batch| &batch.records);
         let starts = records.map(|record| record.first_element);
-        let sums = slots(launch.update_sums, offsets, starts)?;
+        let sums = rows(launch.update_sums, offsets, starts)?;
         // Only what the batches cover counts as work: one small tensor must not wake the pool.
         let elements = covered(batches, offsets);
         let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
@@ -134,7 +134,7 @@ impl Split for Pieces<'_> {
                     }
                     let HostSpan {
                         numel,
-                        class,
+                        group,
                         parameter,
                         first_element,
                         ..
@@ -143,7 +143,7 @@ impl Split for Pieces<'_> {
                     let tensor = Tensor {
                         kernel: self.kernel,
                         call: self.call,
-                        class,
+                        group,
                         numel,
                         parameter,
                         first_element,

@@ -6,7 +6,7 @@ use fusestep_elementwise::Cached;
 use fusestep_launch::{Batch, Record, UnitSums};
 
 use crate::cached::ParamSums;
-use crate::update_sums::Slots;
+use crate::update_sums::Rows;
 
 /// Below this many elements the pool never works on one tensor together: waking it costs more than
 /// it saves.
@@ -25,7 +25,7 @@ pub(crate) struct Whole {
     /// Elements of the tensor before these: 0 unless the launch holds only a part of it.
     pub(crate) first_element: u64,
     pub(crate) numel: u64,
-    pub(crate) class: u32,
+    pub(crate) group: u32,
 }
 
 impl Whole {
@@ -40,10 +40,10 @@ impl Whole {
 
     pub(crate) fn update_sums<'a>(
         &self,
-        slots: &'a mut Option<Slots<'_>>,
+        rows: &'a mut Option<Rows<'_>>,
     ) -> Option<&'a mut [UnitSums]> {
-        let slots = slots.as_mut()?;
-        slots.of_part(self.tensor, self.first_element, self.numel)
+        let rows = rows.as_mut()?;
+        rows.of_part(self.tensor, self.first_element, self.numel)
     }
 
     /// The elements of the storage.
@@ -106,7 +106,7 @@ impl Iterator for Tensors<'_> {
             tensor: record.tensor,
             first_element: record.first_element,
             numel: record.numel,
-            class: batch.classes[usize::from(record.set)],
+            group: batch.groups[usize::from(record.group)],
         };
         let mut ahead = *self;
         while let Some((_, more)) = ahead.record()

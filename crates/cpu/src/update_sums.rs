@@ -4,35 +4,35 @@ use fusestep_launch::{BackendError, CHUNK_ELEMENTS, UnitSums, UpdateSums};
 
 use crate::backend::{FOREIGN, NAME, out_of_bounds};
 
-/// The slots of consecutive chunks of a storage.
-pub(crate) struct Slots<'a> {
-    slots: &'a mut [UnitSums],
-    /// Slot of each tensor's first chunk, and one past the last tensor's, in the whole storage.
+/// The rows of consecutive chunks of a storage.
+pub(crate) struct Rows<'a> {
+    rows: &'a mut [UnitSums],
+    /// Row of each tensor's first chunk, and one past the last tensor's, in the whole storage.
     firsts: &'a [u64],
-    /// The first of `slots` in the whole storage.
+    /// The first of `rows` in the whole storage.
     first: u64,
 }
 
-impl<'a> Slots<'a> {
+impl<'a> Rows<'a> {
     /// Those of a launch over tensors at `offsets`.
     ///
     /// # Errors
-    /// [`BackendError::OutOfBounds`] if there are fewer slots than the tensors have chunks.
+    /// [`BackendError::OutOfBounds`] if there are fewer rows than the tensors have chunks.
     pub(crate) fn new(sums: UpdateSums<'a>, offsets: &[u64]) -> Result<Self, BackendError> {
-        let found = sums.slots.len_bytes();
-        let bytes = sums.slots.host_mut().ok_or(FOREIGN)?;
+        let found = sums.rows.len_bytes();
+        let bytes = sums.rows.host_mut().ok_or(FOREIGN)?;
         let whole = bytes.len() / size_of::<UnitSums>() * size_of::<UnitSums>();
-        let slots: &mut [UnitSums] = bytemuck::cast_slice_mut(&mut bytes[..whole]);
+        let rows: &mut [UnitSums] = bytemuck::cast_slice_mut(&mut bytes[..whole]);
         let expected = match sums.firsts.last() {
             Some(&end) if sums.firsts.len() >= offsets.len() => end as usize,
             _ => usize::MAX,
         };
-        if slots.len() < expected {
+        if rows.len() < expected {
             let len_bytes = expected.saturating_mul(size_of::<UnitSums>());
             return Err(out_of_bounds(0, len_bytes, found));
         }
         Ok(Self {
-            slots,
+            rows,
             firsts: sums.firsts,
             first: 0,
         })
@@ -41,15 +41,15 @@ impl<'a> Slots<'a> {
     /// Those of chunks that start before storage element `at`, and the others.
     pub(crate) fn cut(self, offsets: &[u64], at: u64) -> (Self, Self) {
         let Self {
-            slots,
+            rows,
             firsts,
             first,
         } = self;
-        let middle = self::slot(offsets, firsts, at).max(first);
-        let count = (middle - first).min(slots.len() as u64);
-        let (left, right) = slots.split_at_mut(count as usize);
-        let part = |slots, first| Slots {
-            slots,
+        let middle = self::row(offsets, firsts, at).max(first);
+        let count = (middle - first).min(rows.len() as u64);
+        let (left, right) = rows.split_at_mut(count as usize);
+        let part = |rows, first| Rows {
+            rows,
             firsts,
             first,
         };
@@ -64,8 +64,8 @@ impl<'a> Slots<'a> {
         numel: usize,
     ) -> Option<&mut [UnitSums]> {
         let chunks = numel.div_ceil(CHUNK_ELEMENTS as usize);
-        let from = slot(offsets, self.firsts, start).checked_sub(self.first)? as usize;
-        self.slots.get_mut(from..)?.get_mut(..chunks)
+        let from = row(offsets, self.firsts, start).checked_sub(self.first)? as usize;
+        self.rows.get_mut(from..)?.get_mut(..chunks)
     }
 
     /// Those of `numel` elements of a tensor from `first_element` on, where a chunk begins.
@@ -78,14 +78,14 @@ impl<'a> Slots<'a> {
         let chunk = u64::from(CHUNK_ELEMENTS);
         let from = self.firsts.get(tensor as usize)? + first_element / chunk;
         let from = from.checked_sub(self.first)? as usize;
-        self.slots
+        self.rows
             .get_mut(from..)?
             .get_mut(..numel.div_ceil(chunk) as usize)
     }
 }
 
-/// The first slot of chunks that start at storage element `at` or behind it.
-fn slot(offsets: &[u64], firsts: &[u64], at: u64) -> u64 {
+/// The first row of chunks that start at storage element `at` or behind it.
+fn row(offsets: &[u64], firsts: &[u64], at: u64) -> u64 {
     let behind = offsets.partition_point(|&offset| offset < at);
     let end = firsts.get(behind).or(firsts.last());
     let end = end.copied().unwrap_or(0);
@@ -96,17 +96,17 @@ fn slot(offsets: &[u64], firsts: &[u64], at: u64) -> u64 {
     (firsts[tensor] + chunks).min(end)
 }
 
-/// The slots of a launch, if it has any; `starts` are the elements of their tensors that its
+/// The rows of a launch, if it has any; `starts` are the elements of their tensors that its
 /// records begin with.
 ///
 /// # Errors
-/// As [`Slots::new`]; [`BackendError::Unavailable`] if a record begins within a chunk, whose sum
+/// As [`Rows::new`]; [`BackendError::Unavailable`] if a record begins within a chunk, whose sum
 /// would be that of several launches.
-pub(crate) fn slots<'a>(
+pub(crate) fn rows<'a>(
     sums: Option<UpdateSums<'a>>,
     offsets: &[u64],
     mut starts: impl Iterator<Item = u64>,
-) -> Result<Option<Slots<'a>>, BackendError> {
+) -> Result<Option<Rows<'a>>, BackendError> {
     let Some(sums) = sums else { return Ok(None) };
     let chunk = u64::from(CHUNK_ELEMENTS);
     if let Some(start) = starts.find(|start| !start.is_multiple_of(chunk)) {
@@ -119,7 +119,7 @@ pub(crate) fn slots<'a>(
             ),
         });
     }
-    Slots::new(sums, offsets).map(Some)
+    Rows::new(sums, offsets).map(Some)
 }
 
 #[cfg(test)]
@@ -145,7 +145,7 @@ mod tests {
             (5 * chunk + 64, 6),
             (9 * chunk, 6),
         ] {
-            assert_eq!(slot(&offsets, &firsts, at), expected, "{at}");
+            assert_eq!(row(&offsets, &firsts, at), expected, "{at}");
         }
     }
 }

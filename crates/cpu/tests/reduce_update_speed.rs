@@ -46,11 +46,11 @@ impl Rank {
             first_element: 0,
             numel,
             first_chunk: 0,
-            set: 0,
+            group: 0,
         });
         let batch = Batch {
             records: records.collect(),
-            classes: vec![0],
+            groups: vec![0],
             chunks: 0,
         };
         let lists = storage.kernel.lists().iter().map(|&list| {
@@ -102,7 +102,7 @@ impl Rank {
     }
 
     /// `whole` are the lists of gradients and parameters, whole.
-    fn apart(&mut self, comm: &mut ThreadCommunicator, whole: &mut [ListBuffer; 2]) {
+    fn separate(&mut self, comm: &mut ThreadCommunicator, whole: &mut [ListBuffer; 2]) {
         let grads = whole[1].buffer.host_mut().unwrap();
         let grads: &mut [f32] = bytemuck::cast_slice_mut(grads);
         comm.all_reduce(grads, ReduceOp::Average).unwrap();
@@ -157,13 +157,13 @@ fn a_step_of_two_ranks() {
         for _ in 0..STEPS / 2 {
             comm.barrier().unwrap();
             let begun = Instant::now();
-            rank.apart(&mut comm, &mut whole);
+            rank.separate(&mut comm, &mut whole);
             took[1] = took[1].min(begun.elapsed().as_secs_f64());
         }
         took
     });
     for (rank, took) in took.unwrap().into_iter().enumerate() {
-        let [fused, apart] = took.unwrap().map(|seconds| seconds * 1e3);
-        println!("rank {rank}: {fused:.2} ms in one pass, {apart:.2} ms apart");
+        let [fused, separate] = took.unwrap().map(|seconds| seconds * 1e3);
+        println!("rank {rank}: {fused:.2} ms in one pass, {separate:.2} ms apart");
     }
 }

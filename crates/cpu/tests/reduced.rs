@@ -337,10 +337,10 @@ fn what_has_no_place_in_one_pass_is_refused() {
         of(&mut rank, &mut first);
         let mut params = storage.lists[0].clone();
         let mut lists = storage.buffers();
-        let mut slots = buffer(&[0; size_of::<UnitSums>()]);
+        let mut rows = buffer(&[0; size_of::<UnitSums>()]);
         let mut launch = storage.launch(&batches, &mut lists, &[]);
         launch.update_sums = sums.then_some(UpdateSums {
-            slots: slots.as_mut(),
+            rows: rows.as_mut(),
             firsts: &[0, 1],
         });
         let replicas = Replicas {

@@ -309,7 +309,7 @@ fn leaf_sums_fold_to_the_sums_of_chunks_in_every_format() {
                 level: Level::PORTABLE,
                 scalars: &storage.scalars,
                 grad_factor: 0.37,
-                sets: &storage.sets,
+                step_scalars: &storage.step_scalars,
                 changes: None,
             };
             let expected = normed.chunk_sums(call, 0, lists, [true; MAX_SUMS]);
@@ -384,18 +384,18 @@ fn sums_over_changes_of_shards_cut_at_chunks_are_those_of_the_whole() {
     let run = |cuts: &[u64], threads| {
         let shards = cuts.windows(2).map(|ends| ends[0]..ends[1]).collect();
         let mut sharded = Sharded::new(&storage, shards);
-        let mut slots = buffer(&vec![0; count * size_of::<UnitSums>()]);
+        let mut rows = buffer(&vec![0; count * size_of::<UnitSums>()]);
         let backend = backend(threads);
         for (shard, of_lists) in sharded.shards.iter().zip(&sharded.firsts) {
             let batches = storage.batches(shard);
             let mut launch = storage.launch(&batches, &mut sharded.lists, of_lists);
             launch.update_sums = Some(UpdateSums {
-                slots: slots.as_mut(),
+                rows: rows.as_mut(),
                 firsts: &firsts,
             });
             backend.launch(launch)?;
         }
-        Ok::<_, BackendError>((sharded.whole(&storage), slots.host().unwrap().to_vec()))
+        Ok::<_, BackendError>((sharded.whole(&storage), rows.host().unwrap().to_vec()))
     };
     let cut = storage.offsets[5] + u64::from(CHUNK_ELEMENTS);
     let expected = run(&[0, storage.elements], 1).unwrap();

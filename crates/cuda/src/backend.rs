@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cust::sys;
 use fusestep_launch::{
     Accumulate, Addresses, Backend, BackendError, Batch, Buffer, CONTROL_BYTES, Conclude,
-    FoldLeaves, Graph, Launch, LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS, Reduce,
-    ResidentTable, SetValues, SquareSum, pack,
+    FoldLeaves, Graph, GroupValues, Launch, LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS,
+    Reduce, ResidentTable, SquareSum, pack,
 };
 
 use crate::buffer::{Allocation, DeviceBuffer};
@@ -106,12 +106,12 @@ impl CudaBackend {
         }
     }
 
-    /// The address of so many slots for sums.
-    pub(crate) fn slots(&self, count: u64) -> Result<u64, BackendError> {
+    /// The address of so many rows for sums.
+    pub(crate) fn rows(&self, count: u64) -> Result<u64, BackendError> {
         self.session.enter()?;
         let mut kernels = self.kernels();
-        let address = kernels.slots.at_least(&self.session, count)?;
-        if let Some(allocation) = kernels.slots.allocation() {
+        let address = kernels.rows.at_least(&self.session, count)?;
+        if let Some(allocation) = kernels.rows.allocation() {
             self.keep(allocation);
         }
         Ok(address)
@@ -164,7 +164,7 @@ impl CudaBackend {
         let mut parameters: [*mut c_void; 1] = [bytes.as_mut_ptr().cast()];
         // SAFETY: `function` takes one parameter of at most `TABLE_BYTES` bytes, of which `bytes`
         // has as many; the call copies them. What they refer to lies in live buffers, as the
-        // callers establish (`check_records`, `check_end`, `Slots::at_least`).
+        // callers establish (`check_records`, `check_end`, `Rows::at_least`).
         let status = unsafe {
             sys::cuLaunchKernel(
                 function,
@@ -353,19 +353,19 @@ impl Backend for CudaBackend {
     fn leaf_sums_into(
         &self,
         launch: &Launch<'_>,
-        slots: (&mut dyn Buffer, u64),
+        rows: (&mut dyn Buffer, u64),
     ) -> Result<(), BackendError> {
-        tensor_sums::enqueue_leaf_sums(self, launch, slots)
+        tensor_sums::enqueue_leaf_sums(self, launch, rows)
     }
 
     fn place_leaf_sums(
         &self,
         launch: &Launch<'_>,
-        values: &[SetValues],
-        slots: (&dyn Buffer, u64),
+        values: &[GroupValues],
+        rows: (&dyn Buffer, u64),
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
         Ok(Some(Box::new(resident::place_leaves(
-            self, launch, values, slots,
+            self, launch, values, rows,
         )?)))
     }
 
@@ -388,7 +388,7 @@ impl Backend for CudaBackend {
     fn place_table(
         &self,
         launch: &Launch<'_>,
-        values: &[SetValues],
+        values: &[GroupValues],
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
         Ok(Some(Box::new(resident::place_launch(
             self, launch, values,
@@ -459,11 +459,11 @@ mod tests {
                 first_element: 0,
                 numel: elements,
                 first_chunk: 0,
-                set: 0,
+                group: 0,
             };
             let batch = Batch {
                 records: vec![record],
-                classes: vec![0],
+                groups: vec![0],
                 chunks: 1,
             };
             assert_eq!(threads_for(&batch), threads, "{elements}");

@@ -21,7 +21,7 @@ pub(crate) fn check_arguments(backend: &CudaBackend, len_bytes: usize) -> Result
 /// Bytes of the arguments of a batch.
 pub(crate) fn argument_bytes(launch: &Launch<'_>, batch: &Batch) -> usize {
     let layout = launch.kernel.argument_layout();
-    layout.bytes(batch.records.len(), batch.classes.len())
+    layout.bytes(batch.records.len(), batch.groups.len())
 }
 
 /// Refuses a batch that is too large for one grid or that reaches beyond a buffer. `firsts` are

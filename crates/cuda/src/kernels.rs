@@ -7,7 +7,7 @@ use fusestep_kernels::TABLE_BYTES;
 use fusestep_launch::BackendError;
 
 use crate::loaded_entry::{EntryCode, LoadedEntry};
-use crate::normed::Slots;
+use crate::normed::Rows;
 use crate::session::Session;
 
 /// Words of an argument block.
@@ -22,13 +22,13 @@ pub(crate) struct Kernels {
     /// 8 bytes.
     pub(crate) block: Box<[u64; BLOCK_WORDS]>,
     /// Where sums over tensors go.
-    pub(crate) slots: Slots,
+    pub(crate) rows: Rows,
     /// Where those over leaves go, for the host.
-    pub(crate) leaf_slots: Slots,
+    pub(crate) leaf_rows: Rows,
     /// Where those lie that the host has of tensors, whose parts are updated here.
-    pub(crate) part_slots: Slots,
+    pub(crate) part_rows: Rows,
     /// Entries for resident tables, each its own.
-    placed_slots: Vec<Arc<Mutex<Slots>>>,
+    placed_rows: Vec<Arc<Mutex<Rows>>>,
 }
 
 // SAFETY: module and function handles belong to the context, not to a thread; the driver locks them
@@ -41,47 +41,47 @@ impl Kernels {
             session: Arc::clone(session),
             loaded: Vec::new(),
             block: Box::new([0; BLOCK_WORDS]),
-            slots: Slots::default(),
-            leaf_slots: Slots::default(),
-            part_slots: Slots::default(),
-            placed_slots: Vec::new(),
+            rows: Rows::default(),
+            leaf_rows: Rows::default(),
+            part_rows: Rows::default(),
+            placed_rows: Vec::new(),
         }
     }
 
-    /// Slots of a resident table, kept by it.
-    pub(crate) fn place_slots(
+    /// Rows of a resident table, kept by it.
+    pub(crate) fn place_rows(
         &mut self,
         count: u64,
-    ) -> Result<(Arc<Mutex<Slots>>, u64), BackendError> {
-        let mut slots = Slots::default();
-        let address = slots.at_least(&self.session, count)?;
-        let slots = Arc::new(Mutex::new(slots));
-        self.forget_slots()?;
-        self.placed_slots.push(Arc::clone(&slots));
-        Ok((slots, address))
+    ) -> Result<(Arc<Mutex<Rows>>, u64), BackendError> {
+        let mut rows = Rows::default();
+        let address = rows.at_least(&self.session, count)?;
+        let rows = Arc::new(Mutex::new(rows));
+        self.forget_rows()?;
+        self.placed_rows.push(Arc::clone(&rows));
+        Ok((rows, address))
     }
 
     /// Tensors skipped since the last call; waits for the device.
     pub(crate) fn take_skipped(&mut self) -> Result<u64, BackendError> {
-        let mut skipped = self.slots.take_skipped()? + self.part_slots.take_skipped()?;
-        for slots in &self.placed_slots {
-            skipped += slots
+        let mut skipped = self.rows.take_skipped()? + self.part_rows.take_skipped()?;
+        for rows in &self.placed_rows {
+            skipped += rows
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
                 .take_skipped()?;
         }
-        self.forget_slots()?;
+        self.forget_rows()?;
         Ok(skipped)
     }
 
-    /// Lets go of slots whose tables are gone, and keeps their counts.
-    fn forget_slots(&mut self) -> Result<(), BackendError> {
-        for slots in self
-            .placed_slots
-            .extract_if(.., |slots| Arc::strong_count(slots) == 1)
+    /// Lets go of rows whose tables are gone, and keeps their counts.
+    fn forget_rows(&mut self) -> Result<(), BackendError> {
+        for rows in self
+            .placed_rows
+            .extract_if(.., |rows| Arc::strong_count(rows) == 1)
         {
-            let mut slots = slots.lock().unwrap_or_else(PoisonError::into_inner);
-            self.slots.count_skipped(slots.take_skipped()?);
+            let mut rows = rows.lock().unwrap_or_else(PoisonError::into_inner);
+            self.rows.count_skipped(rows.take_skipped()?);
         }
         Ok(())
     }

@@ -10,13 +10,13 @@ use fusestep_simd::Level;
 
 use crate::backend::{CudaBackend, Entry};
 use crate::checks::check_records;
-use crate::normed::SLOT_BYTES;
+use crate::normed::ROW_BYTES;
 use crate::reduce::check_end;
 use crate::session::unavailable;
 use crate::tensor_sums::{Place, normed_of};
 use crate::{NAME, tensor_sums};
 
-/// Threads of a block that sums up one leaf: one warp, whose groups take rows of it.
+/// Threads of a block that sums up one leaf: one warp, whose groups take lines of it.
 const LEAF_THREADS: u32 = 32;
 
 /// Leaves of which each is in a unit of its own: the sum of that unit is that of the leaf.
@@ -60,9 +60,9 @@ pub(crate) fn squares(
     let count = records.map(|record| leaves_of(record.numel)).sum::<u64>();
     check_count(count, sums)?;
     let len_bytes = size_of_val(sums);
-    let partials = leaf_slots(backend, len_bytes.div_ceil(SLOT_BYTES) as u64)?;
+    let partials = leaf_rows(backend, len_bytes.div_ceil(ROW_BYTES) as u64)?;
     enqueue_leaf_squares(backend, leaves, partials)?;
-    read_leaf_slots(backend, bytemuck::cast_slice_mut(sums))
+    read_leaf_rows(backend, bytemuck::cast_slice_mut(sums))
 }
 
 /// As [`Backend::leaf_squares_into`].
@@ -140,7 +140,7 @@ fn enqueue_leaf_squares(
         tensor: record.tensor,
         first_element: record.first_element,
         numel: record.numel,
-        class: 0,
+        group: 0,
     });
     let batches = batches(kernel.entry(), tensors, kernel.argument_layout(), limits)
         .map_err(|error| unavailable(error.to_string()))?;
@@ -171,11 +171,8 @@ pub(crate) fn sums(
     sums: &mut [[f64; MAX_SUMS]],
 ) -> Result<(), BackendError> {
     let normed = normed_of(launch)?;
-    let pieces = pieces_of(launch.batches);
-    let count = pieces
-        .iter()
-        .map(|piece| leaves_of(piece.numel))
-        .sum::<u64>();
+    let parts = parts_of(launch.batches);
+    let count = parts.iter().map(|part| leaves_of(part.numel)).sum::<u64>();
     check_count(count, sums)?;
     let limits = LaunchLimits {
         chunk_elements: CHUNK_ELEMENTS,
@@ -183,51 +180,43 @@ pub(crate) fn sums(
         ..launch.limits
     };
     let layout = launch.kernel.argument_layout();
-    let batches = batches(
-        launch.kernel.entry(),
-        pieces.iter().copied(),
-        layout,
-        limits,
-    )
-    .map_err(|error| unavailable(error.to_string()))?;
+    let batches = batches(launch.kernel.entry(), parts.iter().copied(), layout, limits)
+        .map_err(|error| unavailable(error.to_string()))?;
     for batch in &batches {
         check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
     }
-    let slots = leaf_slots(backend, pieces.len() as u64)?;
-    let place = Place {
-        slots,
-        first_slot: 0,
-    };
+    let rows = leaf_rows(backend, parts.len() as u64)?;
+    let place = Place { rows, first_row: 0 };
     tensor_sums::enqueue_parts(
         backend,
         launch,
         (normed.sums_and_update().sums, &batches),
         place,
     )?;
-    let mut values = vec![0.0; pieces.len() * SLOT_BYTES / size_of::<f64>()];
-    read_leaf_slots(backend, bytemuck::cast_slice_mut(&mut values))?;
-    let slots = values.chunks_exact(SLOT_BYTES / size_of::<f64>());
-    let of_pieces = slots.zip(&pieces).flat_map(|(slot, piece)| {
-        let units = slot.chunks_exact(MAX_SUMS);
-        units.take(leaves_of(piece.numel) as usize)
+    let mut values = vec![0.0; parts.len() * ROW_BYTES / size_of::<f64>()];
+    read_leaf_rows(backend, bytemuck::cast_slice_mut(&mut values))?;
+    let rows = values.chunks_exact(ROW_BYTES / size_of::<f64>());
+    let of_parts = rows.zip(&parts).flat_map(|(row, part)| {
+        let units = row.chunks_exact(MAX_SUMS);
+        units.take(leaves_of(part.numel) as usize)
     });
-    for (sums, unit) in sums.iter_mut().zip(of_pieces) {
+    for (sums, unit) in sums.iter_mut().zip(of_parts) {
         sums.copy_from_slice(unit);
     }
     Ok(())
 }
 
-/// The address of so many slots for sums over leaves, which are 0.
-fn leaf_slots(backend: &CudaBackend, count: u64) -> Result<u64, BackendError> {
+/// The address of so many rows for sums over leaves, which are 0.
+fn leaf_rows(backend: &CudaBackend, count: u64) -> Result<u64, BackendError> {
     backend.session.enter()?;
     let mut kernels = backend.kernels();
-    kernels.leaf_slots.at_least(&backend.session, count)?;
-    kernels.leaf_slots.zero()
+    kernels.leaf_rows.at_least(&backend.session, count)?;
+    kernels.leaf_rows.zero()
 }
 
 /// Reads what a launch has left in them; waits for it.
-fn read_leaf_slots(backend: &CudaBackend, bytes: &mut [u8]) -> Result<(), BackendError> {
-    backend.kernels().leaf_slots.read(bytes)
+fn read_leaf_rows(backend: &CudaBackend, bytes: &mut [u8]) -> Result<(), BackendError> {
+    backend.kernels().leaf_rows.read(bytes)
 }
 
 /// Where the lists of a launch lie.
@@ -242,17 +231,17 @@ pub(crate) fn list_addresses(
     Ok(addresses)
 }
 
-/// The records of a launch in pieces of [`LEAVES_AT_ONCE`].
-fn pieces_of(batches: &[Batch]) -> Vec<Batchable> {
-    let piece = LEAVES_AT_ONCE * LEAF_ELEMENTS;
+/// The records of a launch in parts of [`LEAVES_AT_ONCE`].
+fn parts_of(batches: &[Batch]) -> Vec<Batchable> {
+    let part = LEAVES_AT_ONCE * LEAF_ELEMENTS;
     let of_record = |batch: &Batch, record: &Record| {
         let (tensor, first, numel) = (record.tensor, record.first_element, record.numel);
-        let class = batch.classes.get(usize::from(record.set)).copied();
-        (0..numel).step_by(piece as usize).map(move |at| Batchable {
+        let group = batch.groups.get(usize::from(record.group)).copied();
+        (0..numel).step_by(part as usize).map(move |at| Batchable {
             tensor,
             first_element: first + at,
-            numel: piece.min(numel - at),
-            class: class.unwrap_or(0),
+            numel: part.min(numel - at),
+            group: group.unwrap_or(0),
         })
     };
     let of_batch = |batch: &Batch| -> Vec<Batchable> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use fusestep_launch::{
     BackendError, Batch, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, HEADER_BYTES, LEAF_ELEMENTS, Launch,
-    NormedKernel, SLOT_VALUES, WORKSPACE_BYTES, Workspace,
+    NormedKernel, ROW_VALUES, WORKSPACE_BYTES, Workspace,
 };
 
 use crate::NAME;
@@ -16,22 +16,22 @@ use crate::session::{Session, unavailable};
 /// Threads for one leaf, a lane each, as `kernels/normed.cuh` knows them.
 const LEAF_THREADS: u32 = 64;
 
-pub(crate) const SLOT_BYTES: usize = SLOT_VALUES as usize * size_of::<f64>();
+pub(crate) const ROW_BYTES: usize = ROW_VALUES as usize * size_of::<f64>();
 
-/// Where a slot has how often its tensor was skipped, and whether it was in the last step.
-const COUNT_AT: usize = SLOT_BYTES - 2 * size_of::<f64>();
-pub(crate) const SKIPPED_AT: usize = SLOT_BYTES - size_of::<f64>();
+/// Where a row has how often its tensor was skipped, and whether it was in the last step.
+const COUNT_AT: usize = ROW_BYTES - 2 * size_of::<f64>();
+pub(crate) const SKIPPED_AT: usize = ROW_BYTES - size_of::<f64>();
 
 /// Device memory for the sums of every chunk of a launch, kept from step to step.
 #[derive(Debug, Default)]
-pub(crate) struct Slots {
+pub(crate) struct Rows {
     buffer: Option<DeviceBuffer>,
     /// Tensors skipped that buffers which are gone had counted.
     skipped: u64,
 }
 
-impl Slots {
-    /// The address of at least `count` slots. Only a launch of more chunks than any before
+impl Rows {
+    /// The address of at least `count` rows. Only a launch of more chunks than any before
     /// allocates.
     pub(crate) fn at_least(
         &mut self,
@@ -40,7 +40,7 @@ impl Slots {
     ) -> Result<u64, BackendError> {
         let len_bytes = usize::try_from(count)
             .ok()
-            .and_then(|count| count.checked_mul(SLOT_BYTES))
+            .and_then(|count| count.checked_mul(ROW_BYTES))
             .ok_or(BackendError::OutOfMemory {
                 backend: NAME,
                 len_bytes: usize::MAX,
@@ -100,8 +100,8 @@ impl Slots {
         if let Some(buffer) = &mut self.buffer {
             let mut bytes = vec![0; buffer.len_bytes()];
             buffer.read(0, &mut bytes)?;
-            for slot in bytes.chunks_exact(SLOT_BYTES) {
-                let counter = &slot[COUNT_AT..SKIPPED_AT];
+            for row in bytes.chunks_exact(ROW_BYTES) {
+                let counter = &row[COUNT_AT..SKIPPED_AT];
                 skipped += bytemuck::pod_read_unaligned::<f64>(counter) as u64;
             }
             bytes.fill(0);
@@ -120,12 +120,12 @@ pub(crate) fn launch(
     normed: &dyn NormedKernel,
     pack: &dyn Fn(&Batch, &mut [u8]),
 ) -> Result<(), BackendError> {
-    let slots = backend.slots(slot_count(launch)?)?;
+    let rows = backend.rows(row_count(launch)?)?;
     let names = normed.sums_and_update();
     for name in [names.sums, names.update] {
         let batches = launch.batches.iter().enumerate();
         for (index, batch) in batches {
-            let workspace = workspace(launch, index, slots);
+            let workspace = workspace(launch, index, rows);
             enqueue(backend, launch, (name, batch), workspace, pack)?;
         }
     }
@@ -171,12 +171,12 @@ pub(crate) fn check_chunks(launch: &Launch<'_>) -> Result<(), BackendError> {
     )))
 }
 
-/// Slots that a launch takes, one for each chunk.
+/// Rows that a launch takes, one for each chunk.
 ///
 /// # Errors
 /// [`BackendError::Unavailable`] for batches that are not cut at the chunks of the sums, or too
 /// many chunks.
-pub(crate) fn slot_count(launch: &Launch<'_>) -> Result<u64, BackendError> {
+pub(crate) fn row_count(launch: &Launch<'_>) -> Result<u64, BackendError> {
     check_chunks(launch)?;
     let chunks = launch.batches.iter().map(|batch| u64::from(batch.chunks));
     let chunks: u64 = chunks.sum();
@@ -240,14 +240,14 @@ fn tail_chunks(batches: &[Batch], index: usize) -> u64 {
     chunks
 }
 
-pub(crate) fn workspace(launch: &Launch<'_>, index: usize, slots: u64) -> Workspace {
+pub(crate) fn workspace(launch: &Launch<'_>, index: usize, rows: u64) -> Workspace {
     let before = launch.batches[..index].iter();
-    let first_slot: u64 = before.map(|batch| u64::from(batch.chunks)).sum();
+    let first_row: u64 = before.map(|batch| u64::from(batch.chunks)).sum();
     // All counts are part of the launch's, which fits a u32.
     let count = |chunks: u64| u32::try_from(chunks).unwrap_or(u32::MAX);
     Workspace {
-        slots,
-        first_slot: count(first_slot),
+        rows,
+        first_row: count(first_row),
         head_chunks: count(head_chunks(&launch.batches[index])),
         tail_chunks: count(tail_chunks(launch.batches, index)),
     }
@@ -268,7 +268,7 @@ mod tests {
         let layout = ArgumentLayout {
             lists: 3,
             scalar_bytes: 56,
-            set_bytes: 24,
+            step_scalar_bytes: 24,
         };
         let chunk = u64::from(CHUNK_ELEMENTS);
         let numels = [chunk, 7 * chunk + 1, 5];
@@ -276,7 +276,7 @@ mod tests {
             tensor,
             first_element: 0,
             numel,
-            class: 0,
+            group: 0,
         });
         let batches = batches("test", tensors, layout, limits).unwrap();
         let heads: Vec<u64> = batches.iter().map(head_chunks).collect();
@@ -302,12 +302,12 @@ mod tests {
                 tensor,
                 first_element: 0,
                 numel,
-                class: 0,
+                group: 0,
             });
             let layout = ArgumentLayout {
                 lists: 3,
                 scalar_bytes: 56,
-                set_bytes: 24,
+                step_scalar_bytes: 24,
             };
             let limits = LaunchLimits::with_argument_bytes(usize::MAX);
             let batches = batches("test", tensors, layout, limits).unwrap();

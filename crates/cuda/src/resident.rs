@@ -4,15 +4,15 @@ use std::any::Any;
 use std::sync::{Arc, Mutex};
 
 use fusestep_launch::{
-    Addresses, ArgumentLayout, BackendError, Batch, Buffer, HEADER_BYTES, Launch, LaunchReport,
-    Reduce, ResidentTable, SetValues, SquareSum, TensorSums, WORKSPACE_BYTES, Workspace,
-    pack_launch_of_table, pack_reduction_table, pack_steps, pack_table, resident_sets,
+    Addresses, ArgumentLayout, BackendError, Batch, Buffer, GroupValues, HEADER_BYTES, Launch,
+    LaunchReport, Reduce, ResidentTable, SquareSum, TensorSums, WORKSPACE_BYTES, Workspace,
+    pack_launch_of_table, pack_reduction_table, pack_steps, pack_table, resident_step_scalars,
 };
 
 use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, threads_for};
 use crate::buffer::{Allocation, DeviceBuffer};
 use crate::checks::check_records;
-use crate::normed::{self, Slots, slot_count, workspace};
+use crate::normed::{self, Rows, row_count, workspace};
 use crate::reduce::{check_end, read_list};
 use crate::session::unavailable;
 use crate::tensor_sums::{Place, normed_of, workspaces_of_parts};
@@ -22,7 +22,7 @@ use crate::{NAME, tensor_sums, update_sums};
 /// The tables of one launch, one for each batch.
 #[derive(Debug)]
 pub(crate) struct DeviceTable {
-    /// The lists, the control block, the slots for update sums and the element that each list
+    /// The lists, the control block, the rows for update sums and the element that each list
     /// begins with, or the list and then the partial sums, that the tables were built from.
     addresses: Vec<u64>,
     /// Of the kernel that it was built for.
@@ -34,16 +34,16 @@ pub(crate) struct DeviceTable {
     memory: Vec<Arc<Allocation>>,
 }
 
-/// What launches from a table do, once its sets are derived.
+/// What launches from a table do, once its step scalars are derived.
 #[derive(Debug)]
 enum Does {
     /// Update, or read gradients.
     Run,
-    /// Take sums over tensors and then update; the table holds the address of the slots.
-    SumAndUpdate(Arc<Mutex<Slots>>),
+    /// Take sums over tensors and then update; the table holds the address of the rows.
+    SumAndUpdate(Arc<Mutex<Rows>>),
     /// Place the sums of whole tensors, by launches with these arguments, and update parts of them.
     UpdateParts {
-        slots: Arc<Mutex<Slots>>,
+        rows: Arc<Mutex<Rows>>,
         places: Vec<Vec<u8>>,
     },
     /// Take the sums of leaves.
@@ -51,9 +51,9 @@ enum Does {
 }
 
 impl Does {
-    fn slots(&self) -> Option<&Arc<Mutex<Slots>>> {
+    fn rows(&self) -> Option<&Arc<Mutex<Rows>>> {
         match self {
-            Does::SumAndUpdate(slots) | Does::UpdateParts { slots, .. } => Some(slots),
+            Does::SumAndUpdate(rows) | Does::UpdateParts { rows, .. } => Some(rows),
             Does::Run | Does::SumLeaves => None,
         }
     }
@@ -61,12 +61,12 @@ impl Does {
 
 #[derive(Debug)]
 struct PlacedBatch {
-    /// What sets are derived from, and behind it the table.
+    /// What step scalars are derived from, and behind it the table.
     memory: DeviceBuffer,
     table: u64,
     /// Of launches from the table.
     arguments: Vec<u8>,
-    classes: u32,
+    groups: u32,
     shape: Shape,
     sums: Option<PlacedSums>,
 }
@@ -91,36 +91,36 @@ impl ResidentTable for DeviceTable {
 pub(crate) fn place_launch(
     backend: &CudaBackend,
     launch: &Launch<'_>,
-    values: &[SetValues],
+    values: &[GroupValues],
 ) -> Result<DeviceTable, BackendError> {
     let addresses = launch_addresses(backend, launch)?;
     check_update_sums(launch)?;
     let mut memory = Vec::new();
-    let place_slots = || backend.kernels().place_slots(slot_count(launch)?);
+    let place_rows = || backend.kernels().place_rows(row_count(launch)?);
     let indices = 0..launch.batches.len();
-    let (does, workspaces, tensor_slots) = match (launch.kernel.normed(), launch.tensor_sums) {
+    let (does, workspaces, tensor_rows) = match (launch.kernel.normed(), launch.tensor_sums) {
         (None, _) => (Does::Run, Vec::new(), None),
         (Some(_), None) => {
-            let (slots, address) = place_slots()?;
+            let (rows, address) = place_rows()?;
             let workspaces = indices.map(|index| workspace(launch, index, address));
             (
-                Does::SumAndUpdate(slots),
+                Does::SumAndUpdate(rows),
                 workspaces.collect(),
                 Some(address),
             )
         }
         (Some(_), Some(TensorSums::Device(sums))) => {
-            let (slots, address) = place_slots()?;
+            let (rows, address) = place_rows()?;
             let places = tensor_sums::pack_places(backend, launch, address, sums)?;
             for buffer in [sums.sums, sums.tensors] {
                 memory.push(Arc::clone(backend.device_buffer(buffer)?.allocation()));
             }
             let place = Place {
-                slots: address,
-                first_slot: 0,
+                rows: address,
+                first_row: 0,
             };
             let workspaces = workspaces_of_parts(launch.batches, place).collect();
-            (Does::UpdateParts { slots, places }, workspaces, None)
+            (Does::UpdateParts { rows, places }, workspaces, None)
         }
         (Some(_), Some(TensorSums::Host(_))) => {
             return Err(unavailable(format!(
@@ -134,14 +134,8 @@ pub(crate) fn place_launch(
     let (lists, others) = addresses.split_at(launch.lists.len());
     for (index, placed) in batches.iter_mut().enumerate() {
         let control_and_sums = (others[0], others[1]);
-        placed.sums = update_sums::place(
-            backend,
-            launch,
-            index,
-            lists,
-            control_and_sums,
-            tensor_slots,
-        )?;
+        placed.sums =
+            update_sums::place(backend, launch, index, lists, control_and_sums, tensor_rows)?;
     }
     Ok(DeviceTable {
         addresses,
@@ -157,10 +151,10 @@ pub(crate) fn place_launch(
 pub(crate) fn place_leaves(
     backend: &CudaBackend,
     launch: &Launch<'_>,
-    values: &[SetValues],
-    slots: (&dyn Buffer, u64),
+    values: &[GroupValues],
+    rows: (&dyn Buffer, u64),
 ) -> Result<DeviceTable, BackendError> {
-    let (_, place) = tensor_sums::check_leaf_sums(backend, launch, slots)?;
+    let (_, place) = tensor_sums::check_leaf_sums(backend, launch, rows)?;
     let addresses = launch_addresses(backend, launch)?;
     let workspaces: Vec<_> = workspaces_of_parts(launch.batches, place).collect();
     Ok(DeviceTable {
@@ -169,7 +163,7 @@ pub(crate) fn place_leaves(
         entry: launch.kernel.entry(),
         elements: 0,
         does: Does::SumLeaves,
-        memory: vec![Arc::clone(backend.device_buffer(slots.0)?.allocation())],
+        memory: vec![Arc::clone(backend.device_buffer(rows.0)?.allocation())],
     })
 }
 
@@ -177,10 +171,10 @@ pub(crate) fn place_leaves(
 fn place_batches(
     backend: &CudaBackend,
     launch: &Launch<'_>,
-    values: &[SetValues],
+    values: &[GroupValues],
     (addresses, workspaces): (&[u64], &[Workspace]),
 ) -> Result<Vec<PlacedBatch>, BackendError> {
-    let sets = resident_sets(NAME, launch.kernel)?;
+    let step_scalars = resident_step_scalars(NAME, launch.kernel)?;
     let (lists, others) = addresses.split_at(launch.lists.len());
     let packed = Addresses {
         lists,
@@ -191,7 +185,7 @@ fn place_batches(
     }
     let place = |(index, batch): (usize, &Batch)| {
         let layout = launch.kernel.argument_layout();
-        let steps = pack_steps(&sets, layout, batch, values);
+        let steps = pack_steps(&step_scalars, layout, batch, values);
         let mut table = pack_table(launch, batch, packed);
         let mut shape = Shape {
             threads: threads_for(batch),
@@ -222,13 +216,13 @@ fn place_batch(
         memory,
         arguments: pack_launch_of_table(table, layout, address),
         // The batching loop counts them in 16 bits.
-        classes: batch.classes.len() as u32,
+        groups: batch.groups.len() as u32,
         shape,
         sums: None,
     })
 }
 
-/// The lists' addresses, those of the control block and of the slots for update sums, or 0, and
+/// The lists' addresses, those of the control block and of the rows for update sums, or 0, and
 /// the elements that the lists begin with.
 fn launch_addresses(backend: &CudaBackend, launch: &Launch<'_>) -> Result<Vec<u64>, BackendError> {
     let count = launch.lists.len();
@@ -309,7 +303,7 @@ pub(crate) fn enqueue_leaves(
     Ok(())
 }
 
-/// Refuses a table of other lists or another purpose, and lets the device derive its sets.
+/// Refuses a table of other lists or another purpose, and lets the device derive its step scalars.
 fn begin_table(
     backend: &CudaBackend,
     launch: &Launch<'_>,
@@ -320,17 +314,17 @@ fn begin_table(
     if table.addresses != addresses || table.entry != launch.kernel.entry() || !fits {
         return Err(BackendError::ForeignTable { backend: NAME });
     }
-    let sets = resident_sets(NAME, launch.kernel)?;
+    let step_scalars = resident_step_scalars(NAME, launch.kernel)?;
     keep_table(backend, table);
     let stem = launch.kernel.stem();
     for batch in &table.batches {
-        enqueue_sets(backend, (stem, sets.entry), batch)?;
+        enqueue_step_scalars(backend, (stem, step_scalars.entry), batch)?;
     }
     Ok(())
 }
 
-/// Derives the sets of a batch.
-fn enqueue_sets(
+/// Derives the step scalars of a batch.
+fn enqueue_step_scalars(
     backend: &CudaBackend,
     (stem, entry): (&'static str, &'static str),
     batch: &PlacedBatch,
@@ -339,7 +333,7 @@ fn enqueue_sets(
         stem,
         entry,
         threads: BLOCK_THREADS,
-        blocks: batch.classes.div_ceil(BLOCK_THREADS),
+        blocks: batch.groups.div_ceil(BLOCK_THREADS),
     };
     backend.enqueue(entry, &mut |bytes| {
         bytes[..8].copy_from_slice(&batch.table.to_le_bytes());
@@ -375,7 +369,7 @@ fn enqueue_placed(
     backend.enqueue_packed(entry, &batch.arguments)
 }
 
-/// Makes a graph that is being recorded keep a table and its slots.
+/// Makes a graph that is being recorded keep a table and its rows.
 fn keep_table(backend: &CudaBackend, table: &DeviceTable) {
     for batch in &table.batches {
         backend.keep(batch.memory.allocation());
@@ -386,11 +380,11 @@ fn keep_table(backend: &CudaBackend, table: &DeviceTable) {
     for allocation in &table.memory {
         backend.keep(allocation);
     }
-    if let Some(slots) = table.does.slots() {
-        let slots = slots
+    if let Some(rows) = table.does.rows() {
+        let rows = rows
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
-        if let Some(allocation) = slots.allocation() {
+        if let Some(allocation) = rows.allocation() {
             backend.keep(allocation);
         }
     }

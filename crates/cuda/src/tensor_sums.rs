@@ -8,7 +8,7 @@ use fusestep_launch::{
 
 use crate::backend::{CudaBackend, Entry};
 use crate::checks::check_records;
-use crate::normed::{SLOT_BYTES, check_chunks, slot_count};
+use crate::normed::{ROW_BYTES, check_chunks, row_count};
 use crate::reduce::check_end;
 use crate::session::unavailable;
 use crate::{leaves, normed};
@@ -28,25 +28,25 @@ const PLACES_HEAD_BYTES: usize = 4 * size_of::<u64>();
 #[repr(C)]
 struct RecordPlace {
     tensor: u32,
-    first_slot: u32,
-    slots: u32,
+    first_row: u32,
+    rows: u32,
     reserved: u32,
 }
 
-/// Where the slots of a launch lie.
+/// Where the rows of a launch lie.
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
-    pub(crate) slots: u64,
-    pub(crate) first_slot: u32,
+    pub(crate) rows: u64,
+    pub(crate) first_row: u32,
 }
 
 /// As [`fusestep_launch::Backend::leaf_sums_into`].
 pub(crate) fn enqueue_leaf_sums(
     backend: &CudaBackend,
     launch: &Launch<'_>,
-    (slots, first): (&mut dyn Buffer, u64),
+    (rows, first): (&mut dyn Buffer, u64),
 ) -> Result<(), BackendError> {
-    let (normed, place) = check_leaf_sums(backend, launch, (slots, first))?;
+    let (normed, place) = check_leaf_sums(backend, launch, (rows, first))?;
     enqueue_parts(
         backend,
         launch,
@@ -55,12 +55,12 @@ pub(crate) fn enqueue_leaf_sums(
     )
 }
 
-/// Refuses records of more leaves than a slot has, and slots behind the buffer; the kernel, and
-/// where its slots lie.
+/// Refuses records of more leaves than a row has, and rows behind the buffer; the kernel, and
+/// where its rows lie.
 pub(crate) fn check_leaf_sums<'a>(
     backend: &CudaBackend,
     launch: &Launch<'a>,
-    (slots, first): (&dyn Buffer, u64),
+    (rows, first): (&dyn Buffer, u64),
 ) -> Result<(&'a dyn NormedKernel, Place), BackendError> {
     let normed = normed_of(launch)?;
     let mut count = 0;
@@ -77,11 +77,11 @@ pub(crate) fn check_leaf_sums<'a>(
         count += u64::from(batch.chunks);
     }
     let end = first.saturating_add(count);
-    check_end(end.saturating_mul(SLOT_BYTES as u64), slots.len_bytes())?;
+    check_end(end.saturating_mul(ROW_BYTES as u64), rows.len_bytes())?;
     let place = Place {
-        slots: backend.device_buffer(slots)?.address(),
-        first_slot: u32::try_from(first)
-            .map_err(|_| unavailable(format!("slot {first} is beyond what 32 bits count")))?,
+        rows: backend.device_buffer(rows)?.address(),
+        first_row: u32::try_from(first)
+            .map_err(|_| unavailable(format!("row {first} is beyond what 32 bits count")))?,
     };
     Ok((normed, place))
 }
@@ -94,15 +94,12 @@ pub(crate) fn launch_with_sums(
     (normed, sums): (&dyn NormedKernel, TensorSums<'_>),
 ) -> Result<(), BackendError> {
     check_chunks(launch)?;
-    let chunks = slot_count(launch)?;
-    let slots = match sums {
+    let chunks = row_count(launch)?;
+    let rows = match sums {
         TensorSums::Host(sums) => write_tensor_sums(backend, launch, chunks, sums)?,
         TensorSums::Device(sums) => place_tensor_sums(backend, launch, chunks, sums)?,
     };
-    let place = Place {
-        slots,
-        first_slot: 0,
-    };
+    let place = Place { rows, first_row: 0 };
     enqueue_parts(
         backend,
         launch,
@@ -111,31 +108,31 @@ pub(crate) fn launch_with_sums(
     )
 }
 
-/// Writes sums that the host has; where the slots lie. Waits for the device.
+/// Writes sums that the host has; where the rows lie. Waits for the device.
 fn write_tensor_sums(
     backend: &CudaBackend,
     launch: &Launch<'_>,
     chunks: u64,
     sums: &[[f64; MAX_SUMS]],
 ) -> Result<u64, BackendError> {
-    let mut values = vec![0.0; chunks as usize * SLOT_BYTES / size_of::<f64>()];
+    let mut values = vec![0.0; chunks as usize * ROW_BYTES / size_of::<f64>()];
     for (record, place) in places(launch) {
-        let first = place.first_slot as usize * SLOT_BYTES / size_of::<f64>();
+        let first = place.first_row as usize * ROW_BYTES / size_of::<f64>();
         if let Some(sums) = sums.get(record.tensor as usize) {
             values[first..first + MAX_SUMS].copy_from_slice(sums);
         }
     }
     backend.session.enter()?;
     let mut kernels = backend.kernels();
-    let skipped = kernels.part_slots.take_skipped()?;
-    kernels.part_slots.count_skipped(skipped);
-    let address = kernels.part_slots.at_least(&backend.session, chunks)?;
-    kernels.part_slots.write(bytemuck::cast_slice(&values))?;
+    let skipped = kernels.part_rows.take_skipped()?;
+    kernels.part_rows.count_skipped(skipped);
+    let address = kernels.part_rows.at_least(&backend.session, chunks)?;
+    kernels.part_rows.write(bytemuck::cast_slice(&values))?;
     Ok(address)
 }
 
 /// Lets the device add up the sums of chunks, and put those of each tensor where the update
-/// looks for them; where the slots lie.
+/// looks for them; where the rows lie.
 fn place_tensor_sums(
     backend: &CudaBackend,
     launch: &Launch<'_>,
@@ -143,21 +140,21 @@ fn place_tensor_sums(
     sums: ChunkSums<'_>,
 ) -> Result<u64, BackendError> {
     backend.session.enter()?;
-    let slots = backend
+    let rows = backend
         .kernels()
-        .part_slots
+        .part_rows
         .at_least(&backend.session, chunks)?;
-    for arguments in pack_places(backend, launch, slots, sums)? {
+    for arguments in pack_places(backend, launch, rows, sums)? {
         enqueue_places(backend, &arguments)?;
     }
-    Ok(slots)
+    Ok(rows)
 }
 
-/// The arguments of the launches that put the sums of each tensor into slots.
+/// The arguments of the launches that put the sums of each tensor into rows.
 pub(crate) fn pack_places(
     backend: &CudaBackend,
     launch: &Launch<'_>,
-    slots: u64,
+    rows: u64,
     sums: ChunkSums<'_>,
 ) -> Result<Vec<Vec<u8>>, BackendError> {
     let places: Vec<RecordPlace> = places(launch).map(|(_, place)| place).collect();
@@ -169,7 +166,7 @@ pub(crate) fn pack_places(
         backend.device_buffer(sums.tensors)?.address(),
     ];
     let packed = places.chunks(MOST_PLACES).map(|places| {
-        let head = [slots, sums, tensors, places.len() as u64];
+        let head = [rows, sums, tensors, places.len() as u64];
         [bytemuck::bytes_of(&head), bytemuck::cast_slice(places)].concat()
     });
     Ok(packed.collect())
@@ -222,33 +219,33 @@ pub(crate) fn workspaces_of_parts(
     batches: &[Batch],
     place: Place,
 ) -> impl Iterator<Item = Workspace> {
-    let mut next = place.first_slot;
+    let mut next = place.first_row;
     batches.iter().map(move |batch| {
-        let first_slot = next;
+        let first_row = next;
         next = next.saturating_add(batch.chunks);
         Workspace {
-            slots: place.slots,
-            first_slot,
+            rows: place.rows,
+            first_row,
             head_chunks: 0,
             tail_chunks: 0,
         }
     })
 }
 
-/// The records of a launch, each with its parameter and its slots, which follow each other.
+/// The records of a launch, each with its parameter and its rows, which follow each other.
 fn places<'a>(launch: &'a Launch<'_>) -> impl Iterator<Item = (&'a Record, RecordPlace)> {
     let mut next = 0;
     let records = launch.batches.iter().flat_map(|batch| &batch.records);
     records.map(move |record| {
-        // A launch has no more chunks than 32 bits count: `slot_count`.
-        let slots = record.numel.div_ceil(u64::from(CHUNK_ELEMENTS)) as u32;
+        // A launch has no more chunks than 32 bits count: `row_count`.
+        let rows = record.numel.div_ceil(u64::from(CHUNK_ELEMENTS)) as u32;
         let place = RecordPlace {
             tensor: launch.members[record.tensor as usize],
-            first_slot: next,
-            slots,
+            first_row: next,
+            rows,
             reserved: 0,
         };
-        next += slots;
+        next += rows;
         (record, place)
     })
 }

@@ -9,7 +9,7 @@ use fusestep_tensor::{DType, Role};
 
 use crate::backend::{CudaBackend, Entry, threads_for};
 use crate::buffer::DeviceBuffer;
-use crate::normed::{SKIPPED_AT, SLOT_BYTES, check_chunks, head_chunks, workspace};
+use crate::normed::{ROW_BYTES, SKIPPED_AT, check_chunks, head_chunks, workspace};
 use crate::reduce::check_end;
 use crate::session::unavailable;
 
@@ -46,16 +46,16 @@ pub(crate) enum SumsPart {
     Sum,
 }
 
-/// The address of the launch's slots; 0 if it leaves no sums.
+/// The address of the launch's rows; 0 if it leaves no sums.
 pub(crate) fn address_of(backend: &CudaBackend, launch: &Launch<'_>) -> Result<u64, BackendError> {
     match &launch.update_sums {
-        Some(sums) => Ok(backend.device_buffer(&*sums.slots)?.address()),
+        Some(sums) => Ok(backend.device_buffer(&*sums.rows)?.address()),
         None => Ok(0),
     }
 }
 
 /// Places what the sums of a batch take, if the launch leaves some. `addresses` are those of
-/// the lists, `control` and `sums` those of control block and slots, and `tensor_slots` that of
+/// the lists, `control` and `sums` those of control block and rows, and `tensor_rows` that of
 /// the sums that the kernel itself takes of tensors, if it does.
 pub(crate) fn place(
     backend: &CudaBackend,
@@ -63,7 +63,7 @@ pub(crate) fn place(
     index: usize,
     addresses: &[u64],
     (control, sums): (u64, u64),
-    tensor_slots: Option<u64>,
+    tensor_rows: Option<u64>,
 ) -> Result<Option<PlacedSums>, BackendError> {
     if launch.update_sums.is_none() {
         return Ok(None);
@@ -75,7 +75,7 @@ pub(crate) fn place(
         .map(|list| (list, addresses[list]))
         .collect();
     let mut kept_bytes = 0;
-    let mut changed = changed_records(launch, index, tensor_slots);
+    let mut changed = changed_records(launch, index, tensor_rows);
     for (record, changed) in batch.records.iter().zip(&mut changed) {
         changed.kept = kept_bytes;
         kept_bytes += (record.numel * value.copy_bytes).next_multiple_of(COPY_ALIGNMENT);
@@ -96,7 +96,7 @@ pub(crate) fn place(
     let layout = ArgumentLayout {
         lists: 0,
         scalar_bytes: size_of::<u64>(),
-        set_bytes: 0,
+        step_scalar_bytes: 0,
     };
     Ok(Some(PlacedSums {
         arguments: pack_launch_of_table(&table, layout, memory.address() + kept_bytes),
@@ -125,20 +125,20 @@ pub(crate) fn enqueue(
 }
 
 /// For every record of a batch where the kernel notes that it has skipped the tensor, which it does
-/// in the slot of the tensor's first chunk.
+/// in the row of the tensor's first chunk.
 fn changed_records(
     launch: &Launch<'_>,
     index: usize,
-    tensor_slots: Option<u64>,
+    tensor_rows: Option<u64>,
 ) -> Vec<ChangedRecord> {
     let batch: &Batch = &launch.batches[index];
     let records = batch.records.iter().enumerate();
     let changed = records.map(|(place, record)| {
-        let skipped = tensor_slots.map_or(0, |slots| {
+        let skipped = tensor_rows.map_or(0, |rows| {
             let head = if place == 0 { head_chunks(batch) } else { 0 };
-            let first = workspace(launch, index, slots).first_slot;
-            let slot = u64::from(first) + u64::from(record.first_chunk) - head;
-            slots + slot * SLOT_BYTES as u64 + SKIPPED_AT as u64
+            let first = workspace(launch, index, rows).first_row;
+            let row = u64::from(first) + u64::from(record.first_chunk) - head;
+            rows + row * ROW_BYTES as u64 + SKIPPED_AT as u64
         });
         ChangedRecord { kept: 0, skipped }
     });
@@ -192,18 +192,18 @@ pub(crate) fn check_without_update_sums(launch: &Launch<'_>) -> Result<(), Backe
 }
 
 /// Refuses a launch whose chunks are not those of the sums, or that would leave one behind its
-/// slots.
+/// rows.
 pub(crate) fn check_update_sums(launch: &Launch<'_>) -> Result<(), BackendError> {
     let Some(sums) = &launch.update_sums else {
         return Ok(());
     };
     check_chunks(launch)?;
     for record in launch.batches.iter().flat_map(|batch| &batch.records) {
-        let slot = sums.slot(record.tensor, record.first_element);
+        let row = sums.row(record.tensor, record.first_element);
         let chunks = record.numel.div_ceil(u64::from(CHUNK_ELEMENTS));
-        let end = slot.saturating_add(chunks);
+        let end = row.saturating_add(chunks);
         let end_bytes = end.saturating_mul(size_of::<UnitSums>() as u64);
-        check_end(end_bytes, sums.slots.len_bytes())?;
+        check_end(end_bytes, sums.rows.len_bytes())?;
     }
     Ok(())
 }

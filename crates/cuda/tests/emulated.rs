@@ -21,9 +21,9 @@ use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, Recorder, element_rules, ou
 #[test]
 fn every_element_wise_rule_gives_the_bits_of_the_host() {
     for dtype in [DType::F32, DType::F64] {
-        let case = Case::new(EDGE_NUMELS, dtype).with_hyper_classes();
+        let case = Case::new(EDGE_NUMELS, dtype).with_groups();
         let extreme = Case::new([1, 33, 1000], dtype).with_gradients(Gradients::Extreme);
-        let cut = Case::new([0, 1, 63, 64, 65, 500, 0, 191, 193], dtype).with_hyper_classes();
+        let cut = Case::new([0, 1, 63, 64, 65, 500, 0, 191, 193], dtype).with_groups();
         for rule in element_rules() {
             same_bits(rule, &case, cuda().limits());
             same_bits(rule, &extreme, cuda().limits());
@@ -35,7 +35,7 @@ fn every_element_wise_rule_gives_the_bits_of_the_host() {
 #[test]
 fn every_option_and_dtype_gives_the_bits_of_the_host() {
     for dtype in [DType::F32, DType::F64] {
-        let case = Case::new(EDGE_NUMELS, dtype).with_hyper_classes();
+        let case = Case::new(EDGE_NUMELS, dtype).with_groups();
         for weight_decay in [WeightDecay::Decoupled(0.01), WeightDecay::L2(0.1)] {
             for (second_moment, objective) in [
                 (SecondMoment::Running, Objective::Minimize),
@@ -55,7 +55,7 @@ fn every_option_and_dtype_gives_the_bits_of_the_host() {
 
 #[test]
 fn limits_change_the_launches_and_not_the_bits() {
-    let case = Case::new((0..700).map(|i| i % 9 * 13), DType::F32).with_hyper_classes();
+    let case = Case::new((0..700).map(|i| i % 9 * 13), DType::F32).with_groups();
     let launches = |limits: LaunchLimits| {
         let backend = Recorder::new(cuda().with_limits(limits));
         let planner = Planner::new(Optimizer::Adam(Adam::default())).limits(limits);
@@ -79,7 +79,7 @@ fn chunks_of_64_elements_three_to_a_launch_give_the_same_bits() {
             second_moment,
             ..Adam::default()
         };
-        same_bits(adam, &case.clone().with_hyper_classes(), TINY);
+        same_bits(adam, &case.clone().with_groups(), TINY);
     }
 }
 
@@ -134,9 +134,9 @@ fn addresses_that_no_pack_fits_give_the_same_bits_and_touch_nothing_else() {
 #[test]
 fn every_16_bit_format_gives_the_bits_of_the_host() {
     for (dtype, precision) in formats() {
-        let case = Case::new(EDGE_NUMELS, dtype).with_hyper_classes();
+        let case = Case::new(EDGE_NUMELS, dtype).with_groups();
         same_bits_at(Adam::default(), precision, &case, cuda().limits());
-        let case = Case::new([0, 1, 63, 64, 65, 500, 0, 193, 0], dtype).with_hyper_classes();
+        let case = Case::new([0, 1, 63, 64, 65, 500, 0, 193, 0], dtype).with_groups();
         for second_moment in [SecondMoment::Running, SecondMoment::Largest] {
             let adam = Adam {
                 second_moment,
@@ -154,7 +154,7 @@ fn every_16_bit_format_of_every_rule_gives_the_bits_of_the_host() {
     for rule in element_rules() {
         for (dtype, precision) in formats() {
             let case = Case::new([0, 1, 63, 64, 65, 500, 0, 193, 4097], dtype);
-            let case = case.with_hyper_classes();
+            let case = case.with_groups();
             same_bits_at(rule, precision, &case, cuda().limits());
             same_bits_at(rule, precision, &case, TINY);
             let extreme = Case::new([1, 65, 193], dtype).with_gradients(Gradients::Extreme);

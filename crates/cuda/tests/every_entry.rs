@@ -37,7 +37,7 @@ fn rule_of_each_kernel() -> Vec<Optimizer> {
 /// Tensors of no element, of one, of less than a warp takes, and of more than a block loads before
 /// it waits, with a rest that fills no pack.
 fn case_of(dtype: DType) -> Case {
-    let mut case = Case::new([0, 1, 37, 8705], dtype).with_hyper_classes();
+    let mut case = Case::new([0, 1, 37, 8705], dtype).with_groups();
     case.steps = 2;
     case
 }
@@ -122,7 +122,7 @@ fn entries_that_measure_give_the_bits_of_the_host() {
 #[test]
 fn adam_alone_gives_the_bits_of_the_host() {
     let whole = case_of(DType::F32);
-    let cut = Case::new([0, 1, 63, 64, 65, 500, 0, 193], DType::F32).with_hyper_classes();
+    let cut = Case::new([0, 1, 63, 64, 65, 500, 0, 193], DType::F32).with_groups();
     let skipped = cut.clone().with_gradients(Gradients::Extreme);
     let clipped = |planner| in_arguments(scaled(planner));
     for rule in rules().into_iter().take(2) {

@@ -10,8 +10,8 @@ use common::{Places, cpu, cuda, launch_at, step_at};
 use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_launch::{
-    ArgumentLayout, Backend, BackendError, HostRun, LaunchLimits, MultiTensorKernel, Precision,
-    SetValues, TensorList, UpdateRule,
+    ArgumentLayout, Backend, BackendError, GroupValues, HostRun, LaunchLimits, MultiTensorKernel,
+    Precision, TensorList, UpdateRule,
 };
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::{DType, Role};
@@ -102,8 +102,8 @@ impl MultiTensorKernel for Liar {
         self.kernel.write_scalars(out);
     }
 
-    fn write_set(&self, values: SetValues, out: &mut [u8]) {
-        self.kernel.write_set(values, out);
+    fn write_step_scalars(&self, values: GroupValues, out: &mut [u8]) {
+        self.kernel.write_step_scalars(values, out);
     }
 
     fn run_host(&self, run: HostRun<'_, '_>) {

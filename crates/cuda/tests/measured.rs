@@ -12,8 +12,8 @@ use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::{
-    Backend, BackendError, Batchable, Launch, LaunchLimits, ListBuffer, MultiTensorKernel,
-    Precision, SetValues, UnitSums, UpdateSums, batches,
+    Backend, BackendError, Batchable, GroupValues, Launch, LaunchLimits, ListBuffer,
+    MultiTensorKernel, Precision, UnitSums, UpdateSums, batches,
 };
 use fusestep_planner::{Optimizer, Planner, TableKind, UpdateNorms};
 use fusestep_tensor::{DType, Role};
@@ -30,7 +30,7 @@ fn every_rule_cut_in_every_way_has_the_norms_of_the_host() {
         chunk_elements: 64,
         chunks_per_launch: 3,
     };
-    let small = Case::new([0, 1, 63, 64, 65, 500, 0, 191, 2048], DType::F32).with_hyper_classes();
+    let small = Case::new([0, 1, 63, 64, 65, 500, 0, 191, 2048], DType::F32).with_groups();
     let mut large = Case::new([5, 65_536 * 4 + 1, 0, 65_535, 9], DType::F32);
     large.steps = 2;
     let extreme = Case::new([700, 65_537], DType::F32).with_gradients(Gradients::Extreme);
@@ -48,7 +48,7 @@ fn every_rule_cut_in_every_way_has_the_norms_of_the_host() {
 #[test]
 fn every_rule_and_format_has_the_norms_of_the_host() {
     for (dtype, precision) in formats() {
-        let mut case = Case::new([0, 1, 1500], dtype).with_hyper_classes();
+        let mut case = Case::new([0, 1, 1500], dtype).with_groups();
         case.steps = 2;
         let passes = |planner: Planner| measured(planner.precision(precision));
         for rule in rules() {
@@ -59,7 +59,7 @@ fn every_rule_and_format_has_the_norms_of_the_host() {
 
 /// Steps some of which are skipped, and after each the norms of the updates; then all bits.
 fn train(rule: Optimizer, way: WayOfStep, backend: &dyn Backend) -> (Vec<Vec<f64>>, Vec<u8>) {
-    let case = Case::new([70, 3, 0, 1300], DType::F32).with_hyper_classes();
+    let case = Case::new([70, 3, 0, 1300], DType::F32).with_groups();
     let planner = measured(scaled(Planner::new(rule))).limits(backend.limits());
     let plan = planner.plan(&case.params).unwrap();
     assert_eq!(plan.table(), TableKind::Resident);
@@ -118,18 +118,16 @@ fn lists_of(
     Ok(lists)
 }
 
-/// One step of a rule over tensors at these offsets, which lie in slots of their own; with so many
-/// slots for so many chunks.
+/// One step of a rule over tensors at these offsets, which lie in rows of their own; with so many
+/// rows for so many chunks.
 fn step_at(
     backend: &dyn Backend,
     rule: &Optimizer,
     (offsets, numel): (&[u64], u64),
-    (slots, chunk_elements): (usize, u32),
+    (rows, chunk_elements): (usize, u32),
 ) -> Result<(Vec<Vec<u8>>, Vec<UnitSums>), BackendError> {
-    let kernel = rule
-        .rule()
-        .kernel(DType::F32, Precision::default())
-        .unwrap();
+    let rule = rule.rule();
+    let kernel = rule.kernel(DType::F32, Precision::default()).unwrap();
     let limits = LaunchLimits {
         chunk_elements,
         ..LaunchLimits::default()
@@ -138,25 +136,26 @@ fn step_at(
         tensor,
         first_element: 0,
         numel,
-        class: 0,
+        group: 0,
     });
     let layout = kernel.argument_layout();
     let batches = batches("test", tensors, layout, limits).unwrap();
     let mut lists = lists_of(backend, kernel.as_ref(), offsets.last().unwrap() + numel)?;
-    let (mut scalars, mut sets) = (vec![0; layout.scalar_bytes], vec![0; layout.set_bytes]);
+    let mut scalars = vec![0; layout.scalar_bytes];
+    let mut step_scalars = vec![0; layout.step_scalar_bytes];
     kernel.write_scalars(&mut scalars);
-    let values = SetValues {
+    let values = GroupValues {
         lr: 0.01,
         lr_scale: 1.0,
         weight_decay: None,
         trust: None,
         step: 1,
     };
-    kernel.write_set(values, &mut sets);
+    kernel.write_step_scalars(values, &mut step_scalars);
     let members: Vec<u32> = (0..offsets.len() as u32).collect();
     let tensors = 0..=offsets.len() as u64;
     let firsts: Vec<u64> = tensors.map(|t| t * numel.div_ceil(65_536)).collect();
-    let mut sums = backend.allocate(slots * size_of::<UnitSums>())?;
+    let mut sums = backend.allocate(rows * size_of::<UnitSums>())?;
     let launch = Launch {
         kernel: kernel.as_ref(),
         batches: &batches,
@@ -169,10 +168,10 @@ fn step_at(
         grad_sums: None,
         tensor_sums: None,
         update_sums: Some(UpdateSums {
-            slots: sums.as_mut(),
+            rows: sums.as_mut(),
             firsts: &firsts,
         }),
-        sets: &sets,
+        step_scalars: &step_scalars,
         limits,
     };
     let table = backend.place_table(&launch, &[values])?;
@@ -186,7 +185,7 @@ fn step_at(
         backend.read(list.buffer.as_ref(), 0, &mut bytes)?;
         all.push(bytes);
     }
-    let mut found = vec![UnitSums::default(); slots];
+    let mut found = vec![UnitSums::default(); rows];
     backend.read(sums.as_ref(), 0, bytemuck::cast_slice_mut(&mut found))?;
     Ok((all, found))
 }
@@ -208,7 +207,7 @@ fn addresses_that_no_pack_fits_have_the_sums_of_the_host_and_touch_no_other() {
             let expected = step_at(&cpu(), &rule, places, (5, 65_536)).unwrap();
             assert!(found == expected, "{rule}, shift {shift}");
             let [sums @ .., behind, last] = &found.1[..] else {
-                panic!("five slots")
+                panic!("five rows")
             };
             assert!(sums.iter().all(|units| units[0] > 0.0), "{rule}");
             assert_eq!((behind, last), (&[0.0; 8], &[0.0; 8]), "{rule}");
@@ -217,7 +216,7 @@ fn addresses_that_no_pack_fits_have_the_sums_of_the_host_and_touch_no_other() {
 }
 
 #[test]
-fn slots_that_do_not_fit_are_refused_before_anything_is_written() {
+fn rows_that_do_not_fit_are_refused_before_anything_is_written() {
     let places = (&[0, 70_016][..], 70_000);
     for rule in one_of_each_shape() {
         for backend in [&cuda() as &dyn Backend, &cpu()] {

@@ -39,7 +39,7 @@ fn three_chunks() -> LaunchLimits {
 #[test]
 fn every_dtype_gives_the_bits_of_the_host() {
     for dtype in [DType::F32, DType::F64] {
-        let mut case = Case::new(EDGE_NUMELS, dtype).with_hyper_classes();
+        let mut case = Case::new(EDGE_NUMELS, dtype).with_groups();
         case.params[4].trust = Some(Trust::Plain);
         case.steps = 2;
         for rule in rules() {
@@ -54,7 +54,7 @@ fn every_16_bit_format_gives_the_bits_of_the_host() {
     for (index, (dtype, precision)) in formats().into_iter().enumerate() {
         // Two chunks take the emulator seconds; every fifth format goes through them.
         let longest = if index % 5 == 0 { 65_537 } else { 1500 };
-        let mut case = Case::new([0, 1, longest], dtype).with_hyper_classes();
+        let mut case = Case::new([0, 1, longest], dtype).with_groups();
         case.steps = 2;
         let mut extreme = Case::new([700], dtype).with_gradients(Gradients::Extreme);
         extreme.steps = 1;
@@ -121,7 +121,7 @@ fn tensors_of_a_leaf_at_most_give_the_bits_of_the_host() {
         .into_iter()
         .chain([(DType::F32, Precision::default())])
     {
-        let mut case = Case::new(numels.clone(), dtype).with_hyper_classes();
+        let mut case = Case::new(numels.clone(), dtype).with_groups();
         case.steps = 2;
         let mut extreme = case.clone().with_gradients(Gradients::Extreme);
         extreme.steps = 1;
@@ -233,11 +233,11 @@ fn addresses_that_no_pack_fits_give_the_same_bits_and_touch_nothing_else() {
 const MUTANTS: [Mutant; 7] = [
     // A tensor would read the sums of another one that has been summed since.
     Mutant {
-        name: "one_slot_for_all_chunks",
+        name: "one_row_for_all_chunks",
         edits: &[(
             "normed.cuh",
-            ".slots) + index * SLOT_VALUES",
-            ".slots) + 0 * index * SLOT_VALUES",
+            ".rows) + index * ROW_VALUES",
+            ".rows) + 0 * index * ROW_VALUES",
         )],
     },
     // Where most units have no elements, a block goes on to others.
@@ -279,8 +279,8 @@ const MUTANTS: [Mutant; 7] = [
         name: "groups_of_chunks_lost",
         edits: &[(
             "normed.cuh",
-            "slot(tensor.first_slot + first + own_chunk)",
-            "slot(tensor.first_slot + own_chunk)",
+            "row(tensor.first_row + first + own_chunk)",
+            "row(tensor.first_row + own_chunk)",
         )],
     },
 ];
@@ -299,7 +299,7 @@ fn alone_lars_has_the_bits_of_the_host() {
         DType::F32,
     );
     case.steps = 2;
-    // On slots that others have used.
+    // On rows that others have used.
     let backend = cuda();
     for mut case in [case, Case::new([9; 20], DType::F32)] {
         case.steps = 1;

@@ -18,7 +18,7 @@ use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, Recorder, outcome, rules};
 #[test]
 fn every_rule_gives_the_bits_of_the_host() {
     for dtype in [DType::F32, DType::F64] {
-        let mut case = Case::new(EDGE_NUMELS, dtype).with_hyper_classes();
+        let mut case = Case::new(EDGE_NUMELS, dtype).with_groups();
         case.params[4].trust = Some(Trust::Plain);
         case.params[7].trust = Some(Trust::Ratio);
         let extreme = Case::new([1, 33, 1000], dtype).with_gradients(Gradients::Extreme);
@@ -32,7 +32,7 @@ fn every_rule_gives_the_bits_of_the_host() {
 #[test]
 fn every_16_bit_format_gives_the_bits_of_the_host() {
     for (dtype, precision) in formats() {
-        let case = Case::new([0, 1, 65], dtype).with_hyper_classes();
+        let case = Case::new([0, 1, 65], dtype).with_groups();
         for rule in rules() {
             same_bits_of(
                 rule,
@@ -53,7 +53,7 @@ fn any_number_of_tensors_is_one_launch_with_the_bits_of_the_host() {
         )
     };
     for count in [0, 1, 161, 10_000] {
-        let mut case = many(count).with_hyper_classes();
+        let mut case = many(count).with_groups();
         case.steps = 2;
         let rules = [Optimizer::from(Adam::default()), Lars::default().into()];
         // Blocks of 512 threads for every tensor take the emulator long.
@@ -87,7 +87,7 @@ fn chunks_and_launches_of_any_size_give_the_bits_of_the_host() {
         chunk_elements: 64,
         chunks_per_launch: 3,
     };
-    let small = Case::new([0, 1, 63, 64, 65, 500, 0, 191, 193], DType::F32).with_hyper_classes();
+    let small = Case::new([0, 1, 63, 64, 65, 500, 0, 191, 193], DType::F32).with_groups();
     let mut large = Case::new([5, 65_536 * 4 + 1, 0, 65_535, 9], DType::F32);
     large.steps = 2;
     for rule in rules() {
@@ -101,7 +101,7 @@ fn chunks_and_launches_of_any_size_give_the_bits_of_the_host() {
 
 #[test]
 fn clipped_and_scaled_steps_give_the_bits_of_the_host() {
-    let case = Case::new([0, 700, 1, 65_537], DType::F32).with_hyper_classes();
+    let case = Case::new([0, 700, 1, 65_537], DType::F32).with_groups();
     let extreme = case.clone().with_gradients(Gradients::Extreme);
     for rule in rules() {
         same_bits_of(rule, &scaled, &case, &cuda());

@@ -1,4 +1,4 @@
-//! Scalars and sets as the bytes that device and host read.
+//! Scalars and step scalars as the bytes that device and host read.
 
 use bytemuck::Pod;
 

@@ -85,8 +85,8 @@ impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, 
             #[inline(always)]
             || {
                 let (update, ahead_bytes) = (*update, prefetch_bytes());
-                let set_bytes = &call.sets[span.class as usize * (U::SET_BYTES + R::KEY_BYTES)..];
-                let set = update.set(set_bytes);
+                let bytes = call.step_scalars_of(span.group, U::STEP_SCALAR_BYTES + R::KEY_BYTES);
+                let step_scalars = update.step_scalars(bytes);
                 let mut changes = call
                     .changes
                     .map(|leaves| Changes::<C, K>::of(leaves, call.level));
@@ -106,10 +106,10 @@ impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, 
                             None => &mut [],
                         }),
                         grad_factor: C::round(call.grad_factor),
-                        rounding: R::of(&set_bytes[U::SET_BYTES..], &part),
+                        rounding: R::of(&bytes[U::STEP_SCALAR_BYTES..], &part),
                         ahead_bytes,
                     };
-                    tensor.update(update, set);
+                    tensor.update(update, step_scalars);
                     let (param, master) = (&param[elements.clone()], &master[elements]);
                     if let Some(changes) = &mut changes {
                         changes.after((leaf * LEAF, span.numel), param, master);
@@ -137,9 +137,9 @@ mod tests {
     struct Mix;
 
     impl<C: Compute> Update<C, 1> for Mix {
-        type Set = ();
-        const SET_BYTES: usize = 0;
-        fn set(&self, _: &[u8]) {}
+        type StepScalars = ();
+        const STEP_SCALAR_BYTES: usize = 0;
+        fn step_scalars(&self, _: &[u8]) {}
         fn element(&self, (): &(), p: C, g: C, [u]: [C; 1]) -> (C, [C; 1]) {
             let u = u * C::round(0.9) + g;
             (p - u * C::round(0.01), [u])
@@ -213,18 +213,18 @@ mod tests {
             level,
             scalars: &[],
             grad_factor: 0.5,
-            sets: &77u64.to_le_bytes(),
+            step_scalars: &77u64.to_le_bytes(),
             changes: None,
         };
         let spans = || HostSpans::part(numel, 0, 3, 65_536);
-        let (mut apart, mut cached) = (lists(format, numel), lists(format, numel));
-        let run = HostRun::new(call, host_lists(format, &mut apart), spans());
+        let (mut plain, mut cached) = (lists(format, numel), lists(format, numel));
+        let run = HostRun::new(call, host_lists(format, &mut plain), spans());
         run_format::<C, _, 1>(&Mix, format, run);
         let lists = host_lists(format, &mut cached);
         let mut leaves = [0.0; 64];
         run_leaves_format::<C, _, 1>(&Mix, format, call, lists, spans(), &mut leaves);
         let sum = fold(leaves);
-        assert!(apart == cached, "{case}");
+        assert!(plain == cached, "{case}");
         let mut written: [&[u8]; MAX_LISTS] = [&[]; MAX_LISTS];
         for (list, bytes) in written.iter_mut().zip(&cached) {
             *list = bytes;

@@ -25,8 +25,8 @@ const ROLES: usize = MAX_LISTS - 2;
 pub struct Converted<'a, 'b> {
     /// How many roles of state there are.
     pub(crate) roles: usize,
-    /// Bytes of a set, without what random rounding is keyed by.
-    pub(crate) set_bytes: usize,
+    /// Bytes of step scalars, without what random rounding is keyed by.
+    pub(crate) step_scalar_bytes: usize,
     /// The update, for lists of values without anything beside the parameter.
     pub(crate) update: &'a dyn Fn(HostRun<'_, '_>),
     /// The lists, and where in them the tensors lie.
@@ -46,7 +46,7 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
     fn visit<K: ParamStorage<C>, S: Storage<C>, R: Rounding>(self) {
         let Self {
             roles,
-            set_bytes,
+            step_scalar_bytes,
             update,
             run,
         } = self;
@@ -69,7 +69,7 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
             state: [[C::ZERO; MOST]; ROLES],
         };
         for span in run.spans {
-            let set = &call.sets[span.class as usize * (set_bytes + R::KEY_BYTES)..];
+            let step_scalars = call.step_scalars_of(span.group, step_scalar_bytes + R::KEY_BYTES);
             for first in (0..span.numel).step_by(MOST) {
                 let part = span.part(first, MOST);
                 let elements = part.start..part.start + part.numel;
@@ -83,7 +83,7 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
                     widen(values, &list[elements.clone()]);
                 }
                 let of_values = HostCall {
-                    sets: set,
+                    step_scalars,
                     changes: None,
                     ..call
                 };
@@ -93,7 +93,7 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
                     values.lists(part.numel, roles),
                     spans,
                 ));
-                let rounding = R::of(&set[set_bytes..], &part);
+                let rounding = R::of(&step_scalars[step_scalar_bytes..], &part);
                 for (at, (values, list)) in values.state.iter().zip(state.iter_mut()).enumerate() {
                     narrow::<C, S, R>(values, &mut list[elements.clone()], (rounding, at + 1));
                 }

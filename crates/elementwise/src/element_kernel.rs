@@ -3,8 +3,8 @@
 use std::marker::PhantomData;
 
 use fusestep_launch::{
-    ArgumentLayout, Format, HostRun, MultiTensorKernel, Precision, ResidentSets, RuleError,
-    SetValues, TensorList, UpdateRule,
+    ArgumentLayout, Format, GroupValues, HostRun, MultiTensorKernel, Precision,
+    ResidentStepScalars, RuleError, TensorList, UpdateRule,
 };
 use fusestep_tensor::{DType, Role};
 
@@ -15,16 +15,19 @@ use crate::{Compute, padded_bytes, read_values, write_padded};
 pub struct Entries {
     /// The one that updates, of [`fusestep_launch::entry`].
     pub update: &'static str,
-    /// The one that derives the sets of a resident table, of [`fusestep_launch::sets_entry`].
-    pub sets: &'static str,
+    /// The one that derives the step scalars of a resident table, of
+    /// [`fusestep_launch::step_scalars_entry`].
+    pub step_scalars: &'static str,
 }
 
 /// A rule that updates every element on its own, with `SCALARS` scalars that all tensors share and
-/// `SET` that tensors of one class share at one step.
+/// `STEP_SCALARS` that tensors of one group share at one step.
 ///
 /// Scalars are formed in f64 here and rounded once, so that every backend computes from the same
 /// bytes. They are read by the rule's `.cu` file in this order.
-pub trait ElementRule<const SCALARS: usize, const SET: usize>: UpdateRule + Copy + 'static {
+pub trait ElementRule<const SCALARS: usize, const STEP_SCALARS: usize>:
+    UpdateRule + Copy + 'static
+{
     /// Names the rule's `.cu` file and PTX module: `lion`.
     const STEM: &'static str;
 
@@ -40,11 +43,11 @@ pub trait ElementRule<const SCALARS: usize, const SET: usize>: UpdateRule + Copy
     /// What all tensors share.
     fn scalars(&self) -> [f64; SCALARS];
 
-    /// What tensors of one class share at one step.
-    fn set(&self, values: SetValues) -> [f64; SET];
+    /// What tensors of one group share at one step.
+    fn step_scalars(&self, values: GroupValues) -> [f64; STEP_SCALARS];
 
-    /// What a device derives sets from, besides the learning rate, which comes first.
-    fn hyper_parameters_of_sets(&self) -> Vec<f64>;
+    /// What a device derives step scalars from, besides the learning rate, which comes first.
+    fn hyper_parameters_of_step_scalars(&self) -> Vec<f64>;
 
     /// Updates tensors on the host: [`crate::run_format`] with the update of one element.
     fn run<T: Compute>(&self, scalars: [T; SCALARS], format: Format, run: HostRun<'_, '_>);
@@ -54,33 +57,38 @@ pub trait ElementRule<const SCALARS: usize, const SET: usize>: UpdateRule + Copy
 ///
 /// # Errors
 /// As [`UpdateRule::kernel`].
-pub fn element_kernel<R, const SCALARS: usize, const SET: usize>(
+pub fn element_kernel<R, const SCALARS: usize, const STEP_SCALARS: usize>(
     rule: &R,
     dtype: DType,
     precision: Precision,
 ) -> Result<Box<dyn MultiTensorKernel>, RuleError>
 where
-    R: ElementRule<SCALARS, SET>,
+    R: ElementRule<SCALARS, STEP_SCALARS>,
 {
     rule.validate()?;
     let format = Format::new(rule.name(), dtype, precision)?;
     Ok(match dtype {
-        DType::F64 => Box::new(ElementKernel::<R, f64, SCALARS, SET>::new(*rule, format)),
-        _ => Box::new(ElementKernel::<R, f32, SCALARS, SET>::new(*rule, format)),
+        DType::F64 => Box::new(ElementKernel::<R, f64, SCALARS, STEP_SCALARS>::new(
+            *rule, format,
+        )),
+        _ => Box::new(ElementKernel::<R, f32, SCALARS, STEP_SCALARS>::new(
+            *rule, format,
+        )),
     })
 }
 
 /// A rule with all arithmetic in `T`, for tensors kept in any format that is computed in `T`.
-struct ElementKernel<R, T, const SCALARS: usize, const SET: usize> {
+struct ElementKernel<R, T, const SCALARS: usize, const STEP_SCALARS: usize> {
     rule: R,
     format: Format,
     lists: Vec<TensorList>,
     compute: PhantomData<T>,
 }
 
-impl<R, T, const SCALARS: usize, const SET: usize> ElementKernel<R, T, SCALARS, SET>
+impl<R, T, const SCALARS: usize, const STEP_SCALARS: usize>
+    ElementKernel<R, T, SCALARS, STEP_SCALARS>
 where
-    R: ElementRule<SCALARS, SET>,
+    R: ElementRule<SCALARS, STEP_SCALARS>,
 {
     fn new(rule: R, format: Format) -> Self {
         Self {
@@ -92,10 +100,10 @@ where
     }
 }
 
-impl<R, T, const SCALARS: usize, const SET: usize> MultiTensorKernel
-    for ElementKernel<R, T, SCALARS, SET>
+impl<R, T, const SCALARS: usize, const STEP_SCALARS: usize> MultiTensorKernel
+    for ElementKernel<R, T, SCALARS, STEP_SCALARS>
 where
-    R: ElementRule<SCALARS, SET>,
+    R: ElementRule<SCALARS, STEP_SCALARS>,
     T: Compute,
 {
     fn stem(&self) -> &'static str {
@@ -114,7 +122,7 @@ where
         self.format.argument_layout(ArgumentLayout {
             lists: self.lists.len(),
             scalar_bytes: padded_bytes::<T>(SCALARS),
-            set_bytes: padded_bytes::<T>(SET),
+            step_scalar_bytes: padded_bytes::<T>(STEP_SCALARS),
         })
     }
 
@@ -126,15 +134,15 @@ where
         write_padded(&self.rule.scalars().map(T::round), out);
     }
 
-    fn write_set(&self, values: SetValues, out: &mut [u8]) {
-        let set = self.rule.set(values).map(T::round);
-        write_padded(&set, self.format.write_key(values.step, out));
+    fn write_step_scalars(&self, values: GroupValues, out: &mut [u8]) {
+        let step_scalars = self.rule.step_scalars(values).map(T::round);
+        write_padded(&step_scalars, self.format.write_key(values.step, out));
     }
 
-    fn resident(&self) -> Option<ResidentSets> {
-        let hyper = self.rule.hyper_parameters_of_sets();
-        let entry = R::entries(self.format).sets;
-        Some(ResidentSets::new(entry, &hyper, self.format.seed()))
+    fn resident(&self) -> Option<ResidentStepScalars> {
+        let hyper = self.rule.hyper_parameters_of_step_scalars();
+        let entry = R::entries(self.format).step_scalars;
+        Some(ResidentStepScalars::new(entry, &hyper, self.format.seed()))
     }
 
     fn run_host(&self, run: HostRun<'_, '_>) {

@@ -88,7 +88,7 @@ pub fn run_format<C: Compute, U: Update<C, N>, const N: usize>(
         };
         let converted = Converted {
             roles: N,
-            set_bytes: U::SET_BYTES,
+            step_scalar_bytes: U::STEP_SCALAR_BYTES,
             update: &of_values,
             run,
         };

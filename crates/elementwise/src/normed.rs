@@ -32,8 +32,8 @@ pub struct Tensor<'a> {
     pub kernel: &'a dyn MultiTensorKernel,
     /// What it is called with.
     pub call: HostCall<'a>,
-    /// Index of the tensor's set.
-    pub class: u32,
+    /// Index of the tensor's group.
+    pub group: u32,
     /// Element count.
     pub numel: usize,
     /// The tensor's position among the caller's parameters.
@@ -83,16 +83,16 @@ fn step_normed(tensor: Tensor<'_>, normed: &dyn NormedKernel, pool: Option<&Pool
         Some(sums) => sums,
         None => tensor_sums(&tensor, pool),
     };
-    let mut set = [0; FINISHED_BYTES];
-    let outcome = normed.finish(tensor.call, tensor.class, sums, &mut set);
+    let mut step_scalars = [0; FINISHED_BYTES];
+    let outcome = normed.finish(tensor.call, tensor.group, sums, &mut step_scalars);
     if outcome == Outcome::Update {
         let finished = Tensor {
             kernel: tensor.kernel,
             call: HostCall {
-                sets: &set,
+                step_scalars: &step_scalars,
                 ..tensor.call
             },
-            class: 0,
+            group: 0,
             lists: tensor.lists,
             ..tensor
         };
@@ -112,8 +112,8 @@ fn step_normed(tensor: Tensor<'_>, normed: &dyn NormedKernel, pool: Option<&Pool
     outcome
 }
 
-/// The update, once what it needs of the whole tensor is in its set. The chunks whose sums were
-/// taken last come first: they may still be in the cache of the thread that took them.
+/// The update, once what it needs of the whole tensor is in its step scalars. The chunks whose sums
+/// were taken last come first: they may still be in the cache of the thread that took them.
 fn update(tensor: Tensor<'_>, pool: Option<&Pool>) {
     if tensor.kernel.normed().is_none() {
         return match pool {
@@ -128,16 +128,16 @@ fn update(tensor: Tensor<'_>, pool: Option<&Pool>) {
     let chunks = tensor.numel.div_ceil(CHUNK);
     let of_part = chunks.div_ceil(MAX_SHARED);
     let parts = chunks.div_ceil(of_part);
-    let slots: [Mutex<Option<Tensor<'_>>>; MAX_SHARED] = std::array::from_fn(|_| Mutex::new(None));
+    let shared: [Mutex<Option<Tensor<'_>>>; MAX_SHARED] = std::array::from_fn(|_| Mutex::new(None));
     let mut rest = tensor;
-    for slot in &slots[..parts - 1] {
+    for taker in &shared[..parts - 1] {
         let (part, remainder) = rest.split((of_part * CHUNK) as u64);
-        *lock(slot) = Some(part);
+        *lock(taker) = Some(part);
         rest = remainder;
     }
-    *lock(&slots[parts - 1]) = Some(rest);
+    *lock(&shared[parts - 1]) = Some(rest);
     pool.share(parts, Order::Backward, &|index| {
-        let part = lock(&slots[index]).take();
+        let part = lock(&shared[index]).take();
         if let Some(part) = part {
             update_backward(part);
         }
@@ -181,13 +181,13 @@ fn update_chunk(chunk: Tensor<'_>) {
     if let Some(sum) = sum {
         *sum = units(&changes);
     }
-    if let Some((_, slot)) = cached {
-        slot.store(fold(leaves).to_bits(), Ordering::Relaxed);
+    if let Some((_, place)) = cached {
+        place.store(fold(leaves).to_bits(), Ordering::Relaxed);
     }
 }
 
-fn lock<T>(slot: &Mutex<T>) -> MutexGuard<'_, T> {
-    slot.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The sums over a tensor: those at hand, and of others its chunks', whoever computed them.
@@ -245,7 +245,7 @@ fn chunk_sums(tensor: &Tensor<'_>, chunk: usize, wanted: [bool; MAX_SUMS]) -> [f
         let width = declared.dtype.len_bytes();
         *bytes = &list.bytes()[elements.start * width..elements.end * width];
     }
-    normed.chunk_sums(tensor.call, tensor.class, lists, wanted)
+    normed.chunk_sums(tensor.call, tensor.group, lists, wanted)
 }
 
 impl<'a> Tensor<'a> {
@@ -271,7 +271,7 @@ impl<'a> Tensor<'a> {
     }
 
     fn spans(&self) -> HostSpans<'static> {
-        HostSpans::part(self.numel, self.class, self.parameter, self.first_element)
+        HostSpans::part(self.numel, self.group, self.parameter, self.first_element)
     }
 }
 
@@ -305,7 +305,7 @@ impl Split for Tensor<'_> {
         let part = |lists, update_sums, first, numel| Tensor {
             kernel: self.kernel,
             call: self.call,
-            class: self.class,
+            group: self.group,
             numel,
             parameter: self.parameter,
             first_element: self.first_element + first as u64,

@@ -35,12 +35,12 @@ where
     pub(crate) fn update_all_pairs<U: Update<C, N>, const SCALED: bool>(
         &mut self,
         update: U,
-        set: U::Set,
+        step_scalars: U::StepScalars,
     ) -> usize {
         let (numel, mut first) = (self.param.len(), 0);
         while first + 3 * LANES <= numel {
             self.prefetch(first);
-            self.update_pairs::<U, SCALED>(update, set, first);
+            self.update_pairs::<U, SCALED>(update, step_scalars, first);
             first += 2 * LANES;
         }
         first
@@ -52,14 +52,14 @@ where
     pub(crate) fn update_pairs<U: Update<C, N>, const SCALED: bool>(
         &mut self,
         update: U,
-        set: U::Set,
+        step_scalars: U::StepScalars,
         first: usize,
     ) {
         let param = load(self.param, first);
         let grad = load(self.grad, first);
         let state: [Words; N] = std::array::from_fn(|list| load(self.state[list], first));
-        let low = self.half::<U, SCALED>(update, set, param, grad, &state, 0);
-        let high = self.half::<U, SCALED>(update, set, param, grad, &state, 1);
+        let low = self.half::<U, SCALED>(update, step_scalars, param, grad, &state, 0);
+        let high = self.half::<U, SCALED>(update, step_scalars, param, grad, &state, 1);
         // One test for all, instead of a comparison and a choice for each value: a twentieth of the
         // time in a cache of a rule with two states. Rules with fewer get slower, and so
         // does rounding at random.
@@ -101,7 +101,7 @@ where
     fn half<U: Update<C, N>, const SCALED: bool>(
         &self,
         update: U,
-        set: U::Set,
+        step_scalars: U::StepScalars,
         param: Words,
         grad: Words,
         state: &[Words; N],
@@ -121,7 +121,7 @@ where
         for lane in 0..LANES {
             let old: [C; N] = std::array::from_fn(|list| states[list][lane]);
             let new;
-            (values[lane], new) = update.element(&set, values[lane], grads[lane], old);
+            (values[lane], new) = update.element(&step_scalars, values[lane], grads[lane], old);
             for list in 0..N {
                 states[list][lane] = new[list];
             }
@@ -209,9 +209,9 @@ mod tests {
     struct Mix;
 
     impl<const N: usize> Update<f32, N> for Mix {
-        type Set = ();
-        const SET_BYTES: usize = 0;
-        fn set(&self, _: &[u8]) {}
+        type StepScalars = ();
+        const STEP_SCALAR_BYTES: usize = 0;
+        fn step_scalars(&self, _: &[u8]) {}
         fn element(&self, (): &(), p: f32, g: f32, state: [f32; N]) -> (f32, [f32; N]) {
             let sum: f32 = state.iter().sum();
             (p / 3.0 - sum * g, state.map(|s| s * 0.9 + g * 0.1))
@@ -238,7 +238,7 @@ mod tests {
             level,
             scalars: &[],
             grad_factor,
-            sets: key,
+            step_scalars: key,
             changes: None,
         };
         let spans = HostSpans::part(part.len(), 0, 5, part.start as u64);

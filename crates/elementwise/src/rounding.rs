@@ -10,10 +10,10 @@ use crate::read_values;
 pub trait Rounding: Copy {
     /// Whether there are any.
     const AT_RANDOM: bool;
-    /// Bytes of a set behind the kernel's own.
+    /// Bytes behind the kernel's own step scalars.
     const KEY_BYTES: usize;
 
-    /// The source for a span whose set ends with `key`.
+    /// The source for a span whose step scalars end with `key`.
     fn of(key: &[u8], span: &HostSpan) -> Self;
     /// The source from element `first` of the span on.
     fn at(self, first: usize) -> Self;

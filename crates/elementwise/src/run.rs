@@ -30,17 +30,17 @@ const LINE_BYTES: usize = 64;
 /// Plain operations on `C` only: no fused multiply-add and no reassociation happens behind them, so
 /// that the bits are those of `kernels/STEM.cu`.
 pub trait Update<C: Compute, const N: usize>: Copy + Sync {
-    /// The scalars that tensors of one class share at one step.
-    type Set: Copy;
+    /// What tensors of one group share at one step.
+    type StepScalars: Copy;
 
-    /// Bytes of a set.
-    const SET_BYTES: usize;
+    /// Bytes of a group's step scalars.
+    const STEP_SCALAR_BYTES: usize;
 
-    /// Reads a set as the kernel wrote it.
-    fn set(&self, bytes: &[u8]) -> Self::Set;
+    /// Reads step scalars as the kernel wrote it.
+    fn step_scalars(&self, bytes: &[u8]) -> Self::StepScalars;
 
     /// The new parameter and state of an element with gradient `g`.
-    fn element(&self, set: &Self::Set, p: C, g: C, state: [C; N]) -> (C, [C; N]);
+    fn element(&self, step_scalars: &Self::StepScalars, p: C, g: C, state: [C; N]) -> (C, [C; N]);
 }
 
 /// Runs an update over all tensors of a call, for parameters kept as `K`, state as `S`, and
@@ -78,8 +78,8 @@ where
                 None => grads.most(),
             };
             for span in run.spans {
-                let set_bytes = &call.sets[span.class as usize * (U::SET_BYTES + R::KEY_BYTES)..];
-                let set = update.set(set_bytes);
+                let bytes = call.step_scalars_of(span.group, U::STEP_SCALAR_BYTES + R::KEY_BYTES);
+                let step_scalars = update.step_scalars(bytes);
                 let (mut first, chunk) = (0, span);
                 while first < chunk.numel {
                     let span = chunk.part(first, most);
@@ -99,10 +99,10 @@ where
                             None => &mut [],
                         }),
                         grad_factor,
-                        rounding: R::of(&set_bytes[U::SET_BYTES..], &span),
+                        rounding: R::of(&bytes[U::STEP_SCALAR_BYTES..], &span),
                         ahead_bytes,
                     };
-                    tensor.update(update, set);
+                    tensor.update(update, step_scalars);
                     if let Some(changes) = &mut changes {
                         changes.after(place, &param[elements.clone()], &master[elements.clone()]);
                     }
@@ -187,6 +187,9 @@ pub(crate) struct Block<P, B, S, const N: usize> {
     state: [[S; LANES]; N],
 }
 
+/// A block and the gradients of its elements.
+type WithGradients<P, B, S, const N: usize> = (Block<P, B, S, N>, [P; LANES]);
+
 impl<C, K, S, R, const N: usize> Tensor<'_, C, K, S, R, N>
 where
     C: Compute,
@@ -195,7 +198,7 @@ where
     R: Rounding,
 {
     #[inline(always)]
-    pub(crate) fn update<U: Update<C, N>>(&mut self, update: U, set: U::Set) {
+    pub(crate) fn update<U: Update<C, N>>(&mut self, update: U, step_scalars: U::StepScalars) {
         let mut padded = (self.param.len() < LANES).then(|| self.padded());
         let mut tensor = match &mut padded {
             Some((block, grad)) => {
@@ -224,7 +227,7 @@ where
                 }
             }
         };
-        tensor.update_blocks(update, set);
+        tensor.update_blocks(update, step_scalars);
         if let Some((block, _)) = &padded {
             let numel = self.param.len();
             self.param.copy_from_slice(&block.param[..numel]);
@@ -237,7 +240,7 @@ where
 
     /// Fewer elements than a block has, and zeros behind them; with their gradients.
     #[inline(always)]
-    fn padded(&self) -> (Block<K::Param, K::Master, S, N>, [K::Param; LANES]) {
+    fn padded(&self) -> WithGradients<K::Param, K::Master, S, N> {
         let numel = self.param.len();
         let mut block = Block {
             param: [K::Param::zeroed(); LANES],
@@ -256,20 +259,20 @@ where
 
     /// Updates at least [`LANES`] elements.
     #[inline(always)]
-    fn update_blocks<U: Update<C, N>>(&mut self, update: U, set: U::Set) {
+    fn update_blocks<U: Update<C, N>>(&mut self, update: U, step_scalars: U::StepScalars) {
         let (numel, mut first) = (self.param.len(), 0);
         if Self::PAIRED {
             // A factor of 1 changes no bit, and arithmetic is what these formats wait for: 3 to 5 %
             // of Adam.
             first = if self.grad_factor == C::ONE {
-                self.update_all_pairs::<U, false>(update, set)
+                self.update_all_pairs::<U, false>(update, step_scalars)
             } else {
-                self.update_all_pairs::<U, true>(update, set)
+                self.update_all_pairs::<U, true>(update, step_scalars)
             };
         }
         while first + 2 * LANES <= numel {
             self.prefetch(first);
-            let block = self.block(update, set, first);
+            let block = self.block(update, step_scalars, first);
             self.store(&block, first);
             first += LANES;
         }
@@ -279,7 +282,7 @@ where
         self.prefetch(first);
         let (last, mut held) = (numel - LANES, None);
         let block = loop {
-            let block = self.block(update, set, first);
+            let block = self.block(update, step_scalars, first);
             if first == last {
                 break block;
             }
@@ -297,7 +300,7 @@ where
     pub(crate) fn block<U: Update<C, N>>(
         &self,
         update: U,
-        set: U::Set,
+        step_scalars: U::StepScalars,
         first: usize,
     ) -> Block<K::Param, K::Master, S, N> {
         let mut param = load(self.param, first);
@@ -322,7 +325,7 @@ where
         for lane in 0..LANES {
             let old: [C; N] = std::array::from_fn(|list| states[list][lane]);
             let new;
-            (values[lane], new) = update.element(&set, values[lane], grads[lane], old);
+            (values[lane], new) = update.element(&step_scalars, values[lane], grads[lane], old);
             for list in 0..N {
                 states[list][lane] = new[list];
             }

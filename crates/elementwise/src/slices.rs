@@ -1,8 +1,8 @@
 //! A kernel alone on plain slices: no plan, no backend.
 
 use fusestep_launch::{
-    HostCall, HostList, HostRun, HostSpans, MAX_LISTS, MultiTensorKernel, Outcome, Precision,
-    RuleError, SetValues, UpdateRule,
+    GroupValues, HostCall, HostList, HostRun, HostSpans, MAX_LISTS, MultiTensorKernel, Outcome,
+    Precision, RuleError, UpdateRule,
 };
 use fusestep_simd::{Level, Pool, Split};
 use fusestep_tensor::Trust;
@@ -106,10 +106,10 @@ pub fn step_slices<T: Compute, const N: usize>(
 ) -> Result<(), StepError> {
     let prepared = Prepared::new::<T>(rule, step)?;
     prepared.check(tensors.iter())?;
-    let set = prepared.set(OwnHyper::default());
+    let step_scalars = prepared.step_scalars(OwnHyper::default());
     let work = Work {
         kernel: prepared.kernel.as_ref(),
-        call: prepared.call(&set),
+        call: prepared.call(&step_scalars),
         tensors,
     };
     match pool {
@@ -152,11 +152,11 @@ pub fn step_normed_slices<T: Compute, const N: usize>(
     }
     let mut skipped = Vec::new();
     for (index, (tensor, own)) in tensors.into_iter().enumerate() {
-        let set = prepared.set(own);
+        let step_scalars = prepared.step_scalars(own);
         let tensor = Tensor {
             kernel: prepared.kernel.as_ref(),
-            call: prepared.call(&set),
-            class: 0,
+            call: prepared.call(&step_scalars),
+            group: 0,
             numel: tensor.param.len(),
             parameter: 0,
             first_element: 0,
@@ -229,27 +229,27 @@ impl Prepared {
         Ok(())
     }
 
-    /// The set of a tensor.
-    fn set(&self, own: OwnHyper) -> Vec<u8> {
-        let mut set = vec![0; self.kernel.argument_layout().set_bytes];
-        let values = SetValues {
+    /// The step scalars of a tensor.
+    fn step_scalars(&self, own: OwnHyper) -> Vec<u8> {
+        let mut step_scalars = vec![0; self.kernel.argument_layout().step_scalar_bytes];
+        let values = GroupValues {
             lr: self.lr,
             lr_scale: own.lr_scale,
             weight_decay: own.weight_decay,
             trust: own.trust,
             step: self.step,
         };
-        self.kernel.write_set(values, &mut set);
-        set
+        self.kernel.write_step_scalars(values, &mut step_scalars);
+        step_scalars
     }
 
-    fn call<'a>(&'a self, set: &'a [u8]) -> HostCall<'a> {
+    fn call<'a>(&'a self, step_scalars: &'a [u8]) -> HostCall<'a> {
         HostCall {
             level: self.level,
             grad_factor: 1.0,
             scalars: &self.scalars,
             changes: None,
-            sets: set,
+            step_scalars,
         }
     }
 }

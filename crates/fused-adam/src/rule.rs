@@ -5,8 +5,8 @@ use fusestep_elementwise::{
     read_values, run_format,
 };
 use fusestep_launch::{
-    Domain, Format, HostRun, MultiTensorKernel, Objective, Precision, RuleError, SetValues,
-    UpdateRule, WeightDecay, check_hyper, entry, sets_entry,
+    Domain, Format, GroupValues, HostRun, MultiTensorKernel, Objective, Precision, RuleError,
+    UpdateRule, WeightDecay, check_hyper, entry, step_scalars_entry,
 };
 use fusestep_tensor::{DType, Role};
 
@@ -121,7 +121,7 @@ impl ElementRule<4, 4> for Adam {
     fn entries(format: Format) -> Entries {
         Entries {
             update: entry!("fused_adam", format),
-            sets: sets_entry!("fused_adam", format),
+            step_scalars: step_scalars_entry!("fused_adam", format),
         }
     }
 
@@ -150,7 +150,7 @@ impl ElementRule<4, 4> for Adam {
 
     // m̂ / (√v̂ + ε) is m·s / (√v + ε·b) with b = √(1 − β₂ᵗ) and s = b / (1 − β₁ᵗ): the bias
     // corrections cost no division per element.
-    fn set(&self, values: SetValues) -> [f64; 4] {
+    fn step_scalars(&self, values: GroupValues) -> [f64; 4] {
         let lr = values.lr * values.lr_scale;
         let lambda = values
             .weight_decay
@@ -172,7 +172,7 @@ impl ElementRule<4, 4> for Adam {
         ]
     }
 
-    fn hyper_parameters_of_sets(&self) -> Vec<f64> {
+    fn hyper_parameters_of_step_scalars(&self) -> Vec<f64> {
         let (decoupled, lambda) = (
             self.weight_decay.decoupled_scalar(),
             self.weight_decay.lambda(),
@@ -213,11 +213,11 @@ struct AdamUpdate<T, const AS_IT_IS: bool> {
 
 /// With 2 state tensors Adam, with 3 AMSGrad, whose last is the largest second moment so far.
 impl<T: Compute, const N: usize, const AS_IT_IS: bool> Update<T, N> for AdamUpdate<T, AS_IT_IS> {
-    type Set = [T; 4];
-    const SET_BYTES: usize = padded_bytes::<T>(4);
+    type StepScalars = [T; 4];
+    const STEP_SCALAR_BYTES: usize = padded_bytes::<T>(4);
 
     #[inline(always)]
-    fn set(&self, bytes: &[u8]) -> [T; 4] {
+    fn step_scalars(&self, bytes: &[u8]) -> [T; 4] {
         read_values(bytes)
     }
 

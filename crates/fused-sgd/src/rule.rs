@@ -4,8 +4,8 @@ use fusestep_elementwise::{
     Compute, ElementRule, Entries, Update, element_kernel, padded_bytes, read_values, run_format,
 };
 use fusestep_launch::{
-    Domain, Format, HostRun, MultiTensorKernel, Objective, Precision, RuleError, SetValues,
-    UpdateRule, WeightDecay, check_hyper, entry, sets_entry,
+    Domain, Format, GroupValues, HostRun, MultiTensorKernel, Objective, Precision, RuleError,
+    UpdateRule, WeightDecay, check_hyper, entry, step_scalars_entry,
 };
 use fusestep_tensor::{DType, Role};
 
@@ -170,7 +170,7 @@ impl ElementRule<2, 4> for Sgd {
     fn entries(format: Format) -> Entries {
         Entries {
             update: entry!("fused_sgd", format),
-            sets: sets_entry!("fused_sgd", format),
+            step_scalars: step_scalars_entry!("fused_sgd", format),
         }
     }
 
@@ -199,7 +199,7 @@ impl ElementRule<2, 4> for Sgd {
         [self.rescale, self.momentum]
     }
 
-    fn set(&self, values: SetValues) -> [f64; 4] {
+    fn step_scalars(&self, values: GroupValues) -> [f64; 4] {
         let lr = values.lr * values.lr_scale;
         let own = values.weight_decay;
         let (decay, l2) = match self.weight_decay {
@@ -222,7 +222,7 @@ impl ElementRule<2, 4> for Sgd {
         ]
     }
 
-    fn hyper_parameters_of_sets(&self) -> Vec<f64> {
+    fn hyper_parameters_of_step_scalars(&self) -> Vec<f64> {
         vec![
             self.dampening,
             self.weight_decay.lambda(),
@@ -254,11 +254,11 @@ struct SgdUpdate<T> {
 
 /// With a state tensor momentum, without one plain SGD.
 impl<T: Compute, const N: usize> Update<T, N> for SgdUpdate<T> {
-    type Set = [T; 4];
-    const SET_BYTES: usize = padded_bytes::<T>(4);
+    type StepScalars = [T; 4];
+    const STEP_SCALAR_BYTES: usize = padded_bytes::<T>(4);
 
     #[inline(always)]
-    fn set(&self, bytes: &[u8]) -> [T; 4] {
+    fn step_scalars(&self, bytes: &[u8]) -> [T; 4] {
         read_values(bytes)
     }
 

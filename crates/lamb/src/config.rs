@@ -2,7 +2,7 @@
 
 use fusestep_elementwise::integer_power;
 use fusestep_launch::{
-    Domain, Excluded, Format, MultiTensorKernel, Precision, RuleError, SetValues, UpdateRule,
+    Domain, Excluded, Format, GroupValues, MultiTensorKernel, Precision, RuleError, UpdateRule,
     check_hyper,
 };
 use fusestep_tensor::{DType, Trust};
@@ -83,13 +83,13 @@ impl UpdateRule for Lamb {
 }
 
 impl Lamb {
-    /// What the update of a class of tensors is made of at one step, in f64.
+    /// What the update of a group of tensors is made of at one step, in f64.
     ///
     /// m̂ / (√v̂ + ε) is m·s / (√v + ε·b) with b = √(1 − β₂ᵗ) and s = b / (1 − β₁ᵗ): the bias
     /// corrections cost no division per element.
-    pub(crate) fn set(&self, values: SetValues) -> device::Set<f64> {
+    pub(crate) fn step_scalars(&self, values: GroupValues) -> device::StepScalars<f64> {
         let bias2_sqrt = (1.0 - integer_power(self.beta2, values.step)).sqrt();
-        device::Set {
+        device::StepScalars {
             lr: values.lr * values.lr_scale,
             trust: match self.excluded.trust(&values) {
                 Trust::Ratio => 1.0,

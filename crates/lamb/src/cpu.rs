@@ -6,15 +6,15 @@ use fusestep_elementwise::{
     Compute, Terms, Update, chunk_sums, padded_bytes, read_values, run_format, write_padded,
 };
 use fusestep_launch::{
-    ArgumentLayout, FINISHED_BYTES, Format, HostCall, HostRun, MAX_LISTS, MAX_SUMS,
-    MultiTensorKernel, NormedKernel, Outcome, ResidentSets, SetValues, SumsAndUpdate, TensorList,
-    WORKSPACE_BYTES, entry, sets_entry,
+    ArgumentLayout, FINISHED_BYTES, Format, GroupValues, HostCall, HostRun, MAX_LISTS, MAX_SUMS,
+    MultiTensorKernel, NormedKernel, Outcome, ResidentStepScalars, SumsAndUpdate, TensorList,
+    WORKSPACE_BYTES, entry, step_scalars_entry,
 };
 
 use crate::Lamb;
-use crate::device::{Direction, Finished, STATE, Scalars, Set};
+use crate::device::{Direction, Finished, STATE, Scalars, StepScalars};
 
-/// Bytes of a set before the scalars of the direction: lr and trust.
+/// Bytes of step scalars before the scalars of the direction: lr and trust.
 const DIRECTION_AT: usize = 2 * size_of::<f64>();
 
 /// LAMB with all arithmetic of an element in `T`, norms and rates in f64, for tensors kept in any
@@ -44,9 +44,9 @@ impl<T: Compute> LambKernel<T> {
         }
     }
 
-    /// The set of a class, as this kernel wrote it, and what follows.
-    fn set_of<'a>(&self, call: HostCall<'a>, class: u32) -> &'a [u8] {
-        &call.sets[class as usize * (set_bytes::<T>() + self.format.key_bytes())..]
+    /// The step scalars of a group, as this kernel wrote them, and what follows.
+    fn step_scalars_of<'a>(&self, call: HostCall<'a>, group: u32) -> &'a [u8] {
+        call.step_scalars_of(group, step_scalar_bytes::<T>() + self.format.key_bytes())
     }
 }
 
@@ -67,7 +67,7 @@ impl<T: Compute> MultiTensorKernel for LambKernel<T> {
         self.format.argument_layout(ArgumentLayout {
             lists: self.lists.len(),
             scalar_bytes: WORKSPACE_BYTES + padded_bytes::<T>(4),
-            set_bytes: set_bytes::<T>(),
+            step_scalar_bytes: step_scalar_bytes::<T>(),
         })
     }
 
@@ -82,18 +82,21 @@ impl<T: Compute> MultiTensorKernel for LambKernel<T> {
         write_padded(&scalars.map(T::round), &mut out[WORKSPACE_BYTES..]);
     }
 
-    fn write_set(&self, values: SetValues, out: &mut [u8]) {
-        let set = self.config.set(values);
+    fn write_step_scalars(&self, values: GroupValues, out: &mut [u8]) {
+        let step_scalars = self.config.step_scalars(values);
         let out = self.format.write_key(values.step, out);
-        let Direction { scale, eps, lambda } = set.direction;
-        write_padded(&[set.lr, set.trust], &mut out[..DIRECTION_AT]);
+        let Direction { scale, eps, lambda } = step_scalars.direction;
+        write_padded(
+            &[step_scalars.lr, step_scalars.trust],
+            &mut out[..DIRECTION_AT],
+        );
         write_padded(
             &[scale, eps, lambda].map(T::round),
             &mut out[DIRECTION_AT..],
         );
     }
 
-    fn resident(&self) -> Option<ResidentSets> {
+    fn resident(&self) -> Option<ResidentStepScalars> {
         let c = &self.config;
         let hyper = [
             c.beta1,
@@ -102,8 +105,8 @@ impl<T: Compute> MultiTensorKernel for LambKernel<T> {
             c.excluded.plain_scalar(),
             c.eps,
         ];
-        let entry = sets_entry!("lamb", self.format);
-        Some(ResidentSets::new(entry, &hyper, self.format.seed()))
+        let entry = step_scalars_entry!("lamb", self.format);
+        Some(ResidentStepScalars::new(entry, &hyper, self.format.seed()))
     }
 
     fn run_host(&self, run: HostRun<'_, '_>) {
@@ -129,13 +132,13 @@ impl<T: Compute> NormedKernel for LambKernel<T> {
     fn chunk_sums(
         &self,
         call: HostCall<'_>,
-        class: u32,
+        group: u32,
         lists: [&[u8]; MAX_LISTS],
         _wanted: [bool; MAX_SUMS],
     ) -> [f64; MAX_SUMS] {
         let terms = ParamAndDirection {
             scalars: Scalars::<T>::read(call.scalars),
-            direction: Set::<T>::read(self.set_of(call, class)).direction,
+            direction: StepScalars::<T>::read(self.step_scalars_of(call, group)).direction,
             grad_factor: T::round(call.grad_factor),
         };
         chunk_sums::<T, _, 2, 2>(call.level, &terms, self.format, lists)
@@ -144,29 +147,30 @@ impl<T: Compute> NormedKernel for LambKernel<T> {
     fn finish(
         &self,
         call: HostCall<'_>,
-        class: u32,
+        group: u32,
         sums: [f64; MAX_SUMS],
-        set: &mut [u8; FINISHED_BYTES],
+        step_scalars: &mut [u8; FINISHED_BYTES],
     ) -> Outcome {
-        let bytes = self.set_of(call, class);
-        let of_class = Set::<T>::read(bytes);
-        let Some(step_size) = step_size::<T>(of_class.lr, of_class.trust, sums) else {
+        let bytes = self.step_scalars_of(call, group);
+        let of_group = StepScalars::<T>::read(bytes);
+        let Some(step_size) = step_size::<T>(of_group.lr, of_group.trust, sums) else {
             return Outcome::Skip;
         };
-        let Direction { scale, eps, lambda } = of_class.direction;
-        write_padded(&[step_size, scale, eps, lambda], set);
+        let Direction { scale, eps, lambda } = of_group.direction;
+        write_padded(&[step_size, scale, eps, lambda], step_scalars);
         let own = padded_bytes::<T>(4);
-        self.format.copy_key((bytes, set_bytes::<T>()), (set, own));
+        self.format
+            .copy_key((bytes, step_scalar_bytes::<T>()), (step_scalars, own));
         Outcome::Update
     }
 }
 
-/// Bytes of a class's set.
-const fn set_bytes<T>() -> usize {
+/// Bytes of a group's step scalars.
+const fn step_scalar_bytes<T>() -> usize {
     DIRECTION_AT + padded_bytes::<T>(3)
 }
 
-impl<T: Compute> Set<T> {
+impl<T: Compute> StepScalars<T> {
     fn read(bytes: &[u8]) -> Self {
         let [lr, trust] = read_values(bytes);
         let [scale, eps, lambda] = read_values(&bytes[DIRECTION_AT..]);
@@ -193,11 +197,11 @@ impl<T: Compute> Scalars<T> {
     /// The new moments, and the direction of the step, operation for operation those of
     /// `kernels/lamb.cu`.
     #[inline(always)]
-    fn direction(&self, set: &Direction<T>, p: T, g: T, [m, v]: [T; 2]) -> ([T; 2], T) {
+    fn direction(&self, step_scalars: &Direction<T>, p: T, g: T, [m, v]: [T; 2]) -> ([T; 2], T) {
         let m = self.beta1 * m + self.one_minus_beta1 * g;
         let v = self.beta2 * v + self.one_minus_beta2 * (g * g);
-        let d = v.sqrt() + set.eps;
-        let r = set.scale * (m / d) + set.lambda * p;
+        let d = v.sqrt() + step_scalars.eps;
+        let r = step_scalars.scale * (m / d) + step_scalars.lambda * p;
         ([m, v], r)
     }
 }
@@ -240,11 +244,11 @@ struct LambUpdate<T> {
 }
 
 impl<T: Compute> Update<T, 2> for LambUpdate<T> {
-    type Set = Finished<T>;
-    const SET_BYTES: usize = padded_bytes::<T>(4);
+    type StepScalars = Finished<T>;
+    const STEP_SCALAR_BYTES: usize = padded_bytes::<T>(4);
 
     #[inline(always)]
-    fn set(&self, bytes: &[u8]) -> Finished<T> {
+    fn step_scalars(&self, bytes: &[u8]) -> Finished<T> {
         let [step_size, scale, eps, lambda] = read_values(bytes);
         Finished {
             step_size,
@@ -253,8 +257,8 @@ impl<T: Compute> Update<T, 2> for LambUpdate<T> {
     }
 
     #[inline(always)]
-    fn element(&self, set: &Finished<T>, p: T, g: T, state: [T; 2]) -> (T, [T; 2]) {
-        let (state, r) = self.scalars.direction(&set.direction, p, g, state);
-        (p - set.step_size * r, state)
+    fn element(&self, step_scalars: &Finished<T>, p: T, g: T, state: [T; 2]) -> (T, [T; 2]) {
+        let (state, r) = self.scalars.direction(&step_scalars.direction, p, g, state);
+        (p - step_scalars.step_size * r, state)
     }
 }

@@ -1,4 +1,4 @@
-//! What `kernels/lamb.cu` reads: entries, list order, scalars and sets.
+//! What `kernels/lamb.cu` reads: entries, list order, scalars and step scalars.
 //!
 //! Always compiled, so that the two sides cannot drift apart unseen: the emulator tests run the
 //! same bytes.
@@ -20,7 +20,7 @@ pub struct Scalars<T> {
     pub one_minus_beta2: T,
 }
 
-/// What the direction of the tensors of one class takes at one step, in the compute type.
+/// What the direction of the tensors of one group takes at one step, in the compute type.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct Direction<T> {
@@ -32,11 +32,11 @@ pub struct Direction<T> {
     pub lambda: T,
 }
 
-/// What the update of the tensors of one class is made of at one step; padded to a multiple of 8
+/// What the update of the tensors of one group is made of at one step; padded to a multiple of 8
 /// bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
-pub struct Set<T> {
+pub struct StepScalars<T> {
     /// Learning rate times the tensor's factor.
     pub lr: f64,
     /// 1 if the step is scaled by the trust ratio, 0 if not.
@@ -45,7 +45,7 @@ pub struct Set<T> {
     pub direction: Direction<T>,
 }
 
-/// What one tensor's sums and its class's set are finished to, in the compute type.
+/// What one tensor's sums and its group's step scalars are finished to, in the compute type.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct Finished<T> {

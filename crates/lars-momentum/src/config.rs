@@ -1,7 +1,7 @@
 //! Hyper-parameters of LARS.
 
 use fusestep_launch::{
-    Domain, Excluded, Format, MultiTensorKernel, Precision, RuleError, SetValues, UpdateRule,
+    Domain, Excluded, Format, GroupValues, MultiTensorKernel, Precision, RuleError, UpdateRule,
     check_hyper,
 };
 use fusestep_tensor::{DType, Trust};
@@ -91,9 +91,9 @@ impl UpdateRule for Lars {
 }
 
 impl Lars {
-    /// What the local rate of a class of tensors is made of.
-    pub(crate) fn set(&self, values: SetValues) -> device::Set {
-        device::Set {
+    /// What the local rate of a group of tensors is made of.
+    pub(crate) fn step_scalars(&self, values: GroupValues) -> device::StepScalars {
+        device::StepScalars {
             lr: values.lr * values.lr_scale,
             lambda: values.weight_decay.unwrap_or(self.weight_decay),
             trust: match self.excluded.trust(&values) {

@@ -7,16 +7,16 @@ use fusestep_elementwise::{
     run_leaves_format, write_padded,
 };
 use fusestep_launch::{
-    ArgumentLayout, CachedSum, FINISHED_BYTES, Format, HostCall, HostList, HostRun, HostSpans,
-    MAX_LISTS, MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, ResidentSets, SetValues,
-    SumsAndUpdate, TensorList, WORKSPACE_BYTES, entry, sets_entry,
+    ArgumentLayout, CachedSum, FINISHED_BYTES, Format, GroupValues, HostCall, HostList, HostRun,
+    HostSpans, MAX_LISTS, MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, ResidentStepScalars,
+    SumsAndUpdate, TensorList, WORKSPACE_BYTES, entry, step_scalars_entry,
 };
 
 use crate::Lars;
-use crate::device::{Finished, RateScalars, STATE, Scalars, Set};
+use crate::device::{Finished, RateScalars, STATE, Scalars, StepScalars};
 
-/// Bytes of a class's set.
-const SET_BYTES: usize = size_of::<Set>();
+/// Bytes of a group's step scalars.
+const STEP_SCALAR_BYTES: usize = size_of::<StepScalars>();
 
 /// Where the scalars of the update start.
 const UPDATE_AT: usize = WORKSPACE_BYTES + size_of::<RateScalars>();
@@ -70,7 +70,7 @@ impl<T: Compute> MultiTensorKernel for LarsKernel<T> {
         self.format.argument_layout(ArgumentLayout {
             lists: self.lists.len(),
             scalar_bytes: UPDATE_AT + padded_bytes::<T>(2),
-            set_bytes: SET_BYTES,
+            step_scalar_bytes: STEP_SCALAR_BYTES,
         })
     }
 
@@ -94,21 +94,21 @@ impl<T: Compute> MultiTensorKernel for LarsKernel<T> {
         write_padded(&[momentum, rescale].map(T::round), &mut out[UPDATE_AT..]);
     }
 
-    fn write_set(&self, values: SetValues, out: &mut [u8]) {
-        let set = self.config.set(values);
+    fn write_step_scalars(&self, values: GroupValues, out: &mut [u8]) {
+        let step_scalars = self.config.step_scalars(values);
         write_padded(
-            &[set.lr, set.lambda, set.trust],
+            &[step_scalars.lr, step_scalars.lambda, step_scalars.trust],
             self.format.write_key(values.step, out),
         );
     }
 
-    fn resident(&self) -> Option<ResidentSets> {
+    fn resident(&self) -> Option<ResidentStepScalars> {
         let hyper = [
             self.config.weight_decay,
             self.config.excluded.plain_scalar(),
         ];
-        let entry = sets_entry!("lars_momentum", self.format);
-        Some(ResidentSets::new(entry, &hyper, self.format.seed()))
+        let entry = step_scalars_entry!("lars_momentum", self.format);
+        Some(ResidentStepScalars::new(entry, &hyper, self.format.seed()))
     }
 
     fn run_host(&self, run: HostRun<'_, '_>) {
@@ -148,23 +148,24 @@ impl<T: Compute> NormedKernel for LarsKernel<T> {
     fn finish(
         &self,
         call: HostCall<'_>,
-        class: u32,
+        group: u32,
         sums: [f64; MAX_SUMS],
-        set: &mut [u8; FINISHED_BYTES],
+        step_scalars: &mut [u8; FINISHED_BYTES],
     ) -> Outcome {
-        let of_class = &call.sets[class as usize * (SET_BYTES + self.format.key_bytes())..];
-        let [lr, lambda, trust] = read_values(of_class);
+        let of_group = call.step_scalars_of(group, STEP_SCALAR_BYTES + self.format.key_bytes());
+        let [lr, lambda, trust] = read_values(of_group);
         let [trust_coefficient, eps, rescale] = read_values(&call.scalars[WORKSPACE_BYTES..]);
         let scalars = RateScalars {
             trust_coefficient,
             eps,
             rescale: rescale * call.grad_factor,
         };
-        match finished::<T>(&scalars, &Set { lr, lambda, trust }, sums) {
+        match finished::<T>(&scalars, &StepScalars { lr, lambda, trust }, sums) {
             Some(finished) => {
-                write_padded(&[finished.local, finished.lambda], set);
+                write_padded(&[finished.local, finished.lambda], step_scalars);
                 let own = padded_bytes::<T>(2);
-                self.format.copy_key((of_class, SET_BYTES), (set, own));
+                self.format
+                    .copy_key((of_group, STEP_SCALAR_BYTES), (step_scalars, own));
                 Outcome::Update
             }
             None => Outcome::Skip,
@@ -202,20 +203,21 @@ impl<T: Compute> CachedSum for LarsKernel<T> {
 /// `kernels/lars_momentum.cu`; `None` if it or a norm is not finite.
 fn finished<T: Compute>(
     scalars: &RateScalars,
-    set: &Set,
+    step_scalars: &StepScalars,
     sums: [f64; MAX_SUMS],
 ) -> Option<Finished<T>> {
     let p = sums[PARAM_SUM].sqrt();
     let g = scalars.rescale * sums[GRAD_SUM].sqrt();
-    let mut local = set.lr;
-    if set.trust != 0.0 && p > 0.0 && g > 0.0 {
-        local = set.lr * scalars.trust_coefficient * p / (g + set.lambda * p + scalars.eps);
+    let mut local = step_scalars.lr;
+    if step_scalars.trust != 0.0 && p > 0.0 && g > 0.0 {
+        local = step_scalars.lr * scalars.trust_coefficient * p
+            / (g + step_scalars.lambda * p + scalars.eps);
     }
     let local = T::round(local);
     let finite = p.is_finite() && g.is_finite() && local.exact().is_finite();
     finite.then(|| Finished {
         local,
-        lambda: T::round(set.lambda),
+        lambda: T::round(step_scalars.lambda),
     })
 }
 
@@ -235,19 +237,19 @@ impl<T: Compute> LarsUpdate<T> {
 }
 
 impl<T: Compute> Update<T, 1> for LarsUpdate<T> {
-    type Set = Finished<T>;
-    const SET_BYTES: usize = padded_bytes::<T>(2);
+    type StepScalars = Finished<T>;
+    const STEP_SCALAR_BYTES: usize = padded_bytes::<T>(2);
 
     #[inline(always)]
-    fn set(&self, bytes: &[u8]) -> Finished<T> {
+    fn step_scalars(&self, bytes: &[u8]) -> Finished<T> {
         let [local, lambda] = read_values(bytes);
         Finished { local, lambda }
     }
 
     #[inline(always)]
-    fn element(&self, set: &Finished<T>, p: T, g: T, [u]: [T; 1]) -> (T, [T; 1]) {
-        let d = self.scalars.rescale * g + set.lambda * p;
-        let u = self.scalars.momentum * u + set.local * d;
+    fn element(&self, step_scalars: &Finished<T>, p: T, g: T, [u]: [T; 1]) -> (T, [T; 1]) {
+        let d = self.scalars.rescale * g + step_scalars.lambda * p;
+        let u = self.scalars.momentum * u + step_scalars.local * d;
         (p - u, [u])
     }
 }

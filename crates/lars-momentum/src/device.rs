@@ -1,4 +1,4 @@
-//! What `kernels/lars_momentum.cu` reads: entries, list order, scalars and sets.
+//! What `kernels/lars_momentum.cu` reads: entries, list order, scalars and step scalars.
 //!
 //! Always compiled, so that the two sides cannot drift apart unseen: the emulator tests run the
 //! same bytes.
@@ -29,10 +29,10 @@ pub struct Scalars<T> {
     pub rescale: T,
 }
 
-/// What the local rate of the tensors of one class is made of at one step.
+/// What the local rate of the tensors of one group is made of at one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
-pub struct Set {
+pub struct StepScalars {
     /// Learning rate times the tensor's factor.
     pub lr: f64,
     /// λ.
@@ -41,7 +41,7 @@ pub struct Set {
     pub trust: f64,
 }
 
-/// What one tensor's sums and its class's set are finished to, in the compute type.
+/// What one tensor's sums and its group's step scalars are finished to, in the compute type.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct Finished<T> {

@@ -6,9 +6,9 @@ use std::fmt;
 use fusestep_simd::Level;
 
 use crate::{
-    Accumulate, BackendError, Conclude, DeviceSliceMut, FoldLeaves, Graph, LEAF_ELEMENTS, Launch,
-    LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS, Reduce, Replicas, ResidentTable, SetValues,
-    SquareSum,
+    Accumulate, BackendError, Conclude, DeviceSliceMut, FoldLeaves, Graph, GroupValues,
+    LEAF_ELEMENTS, Launch, LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS, Reduce, Replicas,
+    ResidentTable, SquareSum,
 };
 
 /// Memory of a backend: zeroed at allocation, aligned to 256 bytes.
@@ -248,7 +248,7 @@ pub trait Backend {
     }
 
     /// [`Backend::leaf_sums`] into memory of the device, for records of [`crate::CHUNK_UNITS`]
-    /// leaves at most: each leaves its sums in the next slot of [`crate::SLOT_VALUES`] f64, from
+    /// leaves at most: each leaves its sums in the next row of [`crate::ROW_VALUES`] f64, from
     /// `first` on, one leaf behind the other ([`crate::leaf_place`]). Returns when it is enqueued;
     /// nothing is written if the control block stops the step.
     ///
@@ -257,7 +257,7 @@ pub trait Backend {
     fn leaf_sums_into(
         &self,
         _launch: &Launch<'_>,
-        (_slots, _first): (&mut dyn Buffer, u64),
+        (_rows, _first): (&mut dyn Buffer, u64),
     ) -> Result<(), BackendError> {
         Err(not_of_host(self.name()))
     }
@@ -269,8 +269,8 @@ pub trait Backend {
     fn place_leaf_sums(
         &self,
         _launch: &Launch<'_>,
-        _values: &[SetValues],
-        (_slots, _first): (&dyn Buffer, u64),
+        _values: &[GroupValues],
+        (_rows, _first): (&dyn Buffer, u64),
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
         Ok(None)
     }
@@ -294,26 +294,26 @@ pub trait Backend {
         false
     }
 
-    /// Builds the tables of a launch in this memory; `values` are those of the next step, by class.
+    /// Builds the tables of a launch in this memory; `values` are those of the next step, by group.
     /// `None` on a backend whose launches read the batches in place: it takes
-    /// [`Backend::launch`] with sets from the host.
+    /// [`Backend::launch`] with step scalars from the host.
     ///
     /// # Errors
-    /// [`BackendError::Unavailable`] for a kernel that derives no sets, and else as
+    /// [`BackendError::Unavailable`] for a kernel that derives no step scalars, and else as
     /// [`Backend::launch`]; [`BackendError::OutOfMemory`].
     /// # Cost
     /// Linear in tensors and chunks, and waits for a device: once per plan, not per step.
     fn place_table(
         &self,
         _launch: &Launch<'_>,
-        _values: &[SetValues],
+        _values: &[GroupValues],
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
         Ok(None)
     }
 
-    /// Runs the launch that `table` was built from: the device counts a step, derives the sets and
-    /// updates, unless the control block skips the step. The host does the same little whatever
-    /// the number of tensors.
+    /// Runs the launch that `table` was built from: the device counts a step, derives the step
+    /// scalars and updates, unless the control block skips the step. The host does the same little
+    /// whatever the number of tensors.
     ///
     /// # Errors
     /// [`BackendError::ForeignTable`] if the table was built from other lists or another control
@@ -328,8 +328,8 @@ pub trait Backend {
         })
     }
 
-    /// Changes the learning rate that a table derives its sets from, from the next launch on: one
-    /// write of 8 bytes per batch.
+    /// Changes the learning rate that a table derives its step scalars from, from the next launch
+    /// on: one write of 8 bytes per batch.
     ///
     /// # Errors
     /// [`BackendError::ForeignTable`]; [`BackendError::Device`].

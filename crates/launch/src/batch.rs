@@ -15,8 +15,8 @@ pub struct Batchable {
     pub first_element: u64,
     /// Element count of what takes part; empty tensors take no place.
     pub numel: u64,
-    /// Index of the tensor's hyper-parameters; tensors of one class share a set.
-    pub class: u32,
+    /// Index of the tensor's hyper-parameters; tensors of one group share step scalars.
+    pub group: u32,
 }
 
 /// Consecutive elements of one tensor in one launch; a whole tensor unless the launch's chunks ran
@@ -31,8 +31,10 @@ pub struct Record {
     pub numel: u64,
     /// Chunks of this launch before this record.
     pub first_chunk: u32,
-    /// Index into [`Batch::classes`].
-    pub set: u16,
+    /// Index into [`Batch::groups`].
+    // As it was called when plans were first written out.
+    #[serde(rename = "set")]
+    pub group: u16,
 }
 
 /// What goes into one launch.
@@ -40,8 +42,10 @@ pub struct Record {
 pub struct Batch {
     /// The tensors, in storage order.
     pub records: Vec<Record>,
-    /// The classes of hyper-parameters that the records refer to.
-    pub classes: Vec<u32>,
+    /// The groups of hyper-parameters that the records refer to.
+    // As they were called when plans were first written out.
+    #[serde(rename = "classes")]
+    pub groups: Vec<u32>,
     /// Chunks of all records together: the launch's grid.
     pub chunks: u32,
 }
@@ -111,8 +115,8 @@ struct Filling {
     limits: LaunchLimits,
     full: Vec<Batch>,
     batch: Batch,
-    /// Class → index into `batch.classes`.
-    sets: HashMap<u32, u16>,
+    /// Group → index into `batch.groups`.
+    groups: HashMap<u32, u16>,
 }
 
 impl Filling {
@@ -122,20 +126,20 @@ impl Filling {
             limits,
             full: Vec::new(),
             batch: Batch::default(),
-            sets: HashMap::new(),
+            groups: HashMap::new(),
         }
     }
 
     /// Adds as much of `tensor` as one launch can still take; returns the elements added, at least
     /// 1.
     fn add(&mut self, tensor: Batchable) -> u64 {
-        if !self.has_room(tensor.class) {
+        if !self.has_room(tensor.group) {
             self.close();
         }
-        let next_set = self.batch.classes.len() as u16;
-        let set = *self.sets.entry(tensor.class).or_insert_with(|| {
-            self.batch.classes.push(tensor.class);
-            next_set
+        let next_group = self.batch.groups.len() as u16;
+        let group = *self.groups.entry(tensor.group).or_insert_with(|| {
+            self.batch.groups.push(tensor.group);
+            next_group
         });
         let chunk_elements = u64::from(self.limits.chunk_elements);
         let chunks_left = u64::from(self.limits.chunks_per_launch - self.batch.chunks);
@@ -146,25 +150,25 @@ impl Filling {
             first_element: tensor.first_element,
             numel,
             first_chunk: self.batch.chunks,
-            set,
+            group,
         });
         // At most `chunks_left`, which is a u32.
         self.batch.chunks += chunks as u32;
         numel
     }
 
-    fn has_room(&self, class: u32) -> bool {
-        let known = self.sets.contains_key(&class);
-        let sets = self.batch.classes.len() + usize::from(!known);
-        let bytes = self.layout.bytes(self.batch.records.len() + 1, sets);
+    fn has_room(&self, group: u32) -> bool {
+        let known = self.groups.contains_key(&group);
+        let groups = self.batch.groups.len() + usize::from(!known);
+        let bytes = self.layout.bytes(self.batch.records.len() + 1, groups);
         bytes <= self.limits.argument_bytes
-            && sets <= usize::from(u16::MAX)
+            && groups <= usize::from(u16::MAX)
             && self.batch.chunks < self.limits.chunks_per_launch
     }
 
     fn close(&mut self) {
         self.full.push(std::mem::take(&mut self.batch));
-        self.sets.clear();
+        self.groups.clear();
     }
 
     fn finish(mut self) -> Vec<Batch> {
@@ -183,15 +187,15 @@ mod tests {
     const LAYOUT: ArgumentLayout = ArgumentLayout {
         lists: 4,
         scalar_bytes: 24,
-        set_bytes: 16,
+        step_scalar_bytes: 16,
     };
 
-    fn run(numels: &[u64], classes: &[u32], limits: LaunchLimits) -> Vec<Batch> {
+    fn run(numels: &[u64], groups: &[u32], limits: LaunchLimits) -> Vec<Batch> {
         let tensors = numels.iter().enumerate().map(|(i, &numel)| Batchable {
             tensor: i as u32,
             first_element: 0,
             numel,
-            class: classes[i % classes.len()],
+            group: groups[i % groups.len()],
         });
         batches("test", tensors, LAYOUT, limits).unwrap()
     }
@@ -203,13 +207,13 @@ mod tests {
             for record in &batch.records {
                 assert_eq!(record.first_element, next[record.tensor as usize]);
                 assert_eq!(u64::from(record.first_chunk), chunks);
-                assert!(record.numel > 0 && usize::from(record.set) < batch.classes.len());
+                assert!(record.numel > 0 && usize::from(record.group) < batch.groups.len());
                 next[record.tensor as usize] += record.numel;
                 chunks += record.numel.div_ceil(u64::from(limits.chunk_elements));
             }
             assert_eq!(u64::from(batch.chunks), chunks);
             assert!(chunks <= u64::from(limits.chunks_per_launch));
-            let bytes = LAYOUT.bytes(batch.records.len(), batch.classes.len());
+            let bytes = LAYOUT.bytes(batch.records.len(), batch.groups.len());
             assert!(bytes <= limits.argument_bytes);
         }
         assert_eq!(next, numels);
@@ -263,12 +267,12 @@ mod tests {
     }
 
     #[test]
-    fn classes_share_sets_and_distinct_ones_cost_bytes() {
+    fn tensors_of_a_group_share_step_scalars_and_distinct_groups_cost_bytes() {
         let limits = LaunchLimits::with_argument_bytes(4096);
         let numels = vec![3; 161];
         let two = run(&numels, &[7, 9], limits);
         assert_eq!(two.len(), 2);
-        assert_eq!(two[0].classes, [7, 9]);
+        assert_eq!(two[0].groups, [7, 9]);
         let all: Vec<u32> = (0..161).collect();
         let distinct = run(&numels, &all, limits);
         assert_covered_once(&numels, &distinct, limits);
@@ -290,7 +294,7 @@ mod tests {
             tensor: 0,
             first_element: 0,
             numel: 1,
-            class: 0,
+            group: 0,
         };
         let limits = LaunchLimits::with_argument_bytes(LAYOUT.bytes(1, 1) - 1);
         let error = batches("adam", [tensor], LAYOUT, limits).unwrap_err();

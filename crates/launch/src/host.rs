@@ -21,13 +21,21 @@ pub struct HostCall<'a> {
     /// Factor on every gradient, rounded once to the compute type: loss scaling and clipping; 1
     /// changes nothing.
     pub grad_factor: f64,
-    /// The kernel's sets, one after the other, as it wrote them; a tensor names its own by
-    /// [`HostSpan::class`].
-    pub sets: &'a [u8],
+    /// The kernel's step scalars, group after group, as it wrote them; a tensor names its own by
+    /// [`HostSpan::group`].
+    pub step_scalars: &'a [u8],
     /// Where to leave Σ (new − old)² over each leaf of the fixed tree, as the bits of an f64, if
     /// it is asked for: then there is one span, which starts with a chunk of its tensor and is
     /// no longer than that.
     pub changes: Option<&'a LeafSums>,
+}
+
+impl<'a> HostCall<'a> {
+    /// The step scalars of a group, where each group's take `len_bytes`, and what follows.
+    #[inline(always)]
+    pub fn step_scalars_of(&self, group: u32, len_bytes: usize) -> &'a [u8] {
+        &self.step_scalars[group as usize * len_bytes..]
+    }
 }
 
 /// The sums over the leaves of a chunk.
@@ -165,8 +173,8 @@ pub struct HostSpan {
     pub start: usize,
     /// Element count, at least 1.
     pub numel: usize,
-    /// Index of the tensor's set in [`HostCall::sets`].
-    pub class: u32,
+    /// Index of the tensor's group in [`HostCall::step_scalars`].
+    pub group: u32,
     /// The tensor's position among the caller's parameters.
     pub parameter: u32,
     /// The parameter's elements before these.
@@ -196,7 +204,7 @@ pub struct HostSpans<'a> {
     single: Option<HostSpan>,
     batches: std::slice::Iter<'a, Batch>,
     records: std::slice::Iter<'a, Record>,
-    classes: &'a [u32],
+    groups: &'a [u32],
     offsets: &'a [u64],
     members: &'a [u32],
     /// The storage elements that the lists hold.
@@ -215,17 +223,17 @@ pub struct Places<'a> {
 
 impl<'a> HostSpans<'a> {
     /// One tensor, parameter 0, that fills the lists.
-    pub fn one(numel: usize, class: u32) -> Self {
-        Self::part(numel, class, 0, 0)
+    pub fn one(numel: usize, group: u32) -> Self {
+        Self::part(numel, group, 0, 0)
     }
 
     /// A part of one tensor that fills the lists: which parameter it belongs to and how many of its
     /// elements come before.
-    pub fn part(numel: usize, class: u32, parameter: u32, first_element: u64) -> Self {
+    pub fn part(numel: usize, group: u32, parameter: u32, first_element: u64) -> Self {
         let span = HostSpan {
             start: 0,
             numel,
-            class,
+            group,
             parameter,
             first_element,
         };
@@ -242,10 +250,10 @@ impl<'a> HostSpans<'a> {
         let behind = |record: &Record| span(offsets, record).1 <= first;
         let skipped = batches.partition_point(|batch| batch.records.last().is_none_or(behind));
         let mut batches = batches[skipped..].iter();
-        let (records, classes) = match batches.next() {
+        let (records, groups) = match batches.next() {
             Some(batch) => {
                 let skipped = batch.records.partition_point(behind);
-                (batch.records[skipped..].iter(), batch.classes.as_slice())
+                (batch.records[skipped..].iter(), batch.groups.as_slice())
             }
             None => ([].iter(), [].as_slice()),
         };
@@ -253,7 +261,7 @@ impl<'a> HostSpans<'a> {
             single: None,
             batches,
             records,
-            classes,
+            groups,
             offsets,
             members,
             first,
@@ -276,7 +284,7 @@ impl Iterator for HostSpans<'_> {
                 None => {
                     let batch = self.batches.next()?;
                     self.records = batch.records.iter();
-                    self.classes = &batch.classes;
+                    self.groups = &batch.groups;
                 }
             }
         };
@@ -289,7 +297,7 @@ impl Iterator for HostSpans<'_> {
             // The lists lie in memory, so their element counts fit a usize.
             start: (start - self.first) as usize,
             numel: (stop - start) as usize,
-            class: self.classes[usize::from(record.set)],
+            group: self.groups[usize::from(record.group)],
             parameter: self.members[record.tensor as usize],
             first_element: start - self.offsets[record.tensor as usize],
         })
@@ -313,11 +321,11 @@ mod tests {
             first_element: 0,
             numel,
             first_chunk: 0,
-            set: 0,
+            group: 0,
         };
-        let batch = |records, class| Batch {
+        let batch = |records, group| Batch {
             records,
-            classes: vec![class],
+            groups: vec![group],
             chunks: 1,
         };
         vec![
@@ -335,7 +343,7 @@ mod tests {
         };
         let spans = |first, end| -> Vec<(usize, usize, u32)> {
             HostSpans::of(&batches, places, first, end)
-                .map(|span| (span.start, span.numel, span.class))
+                .map(|span| (span.start, span.numel, span.group))
                 .collect()
         };
         assert_eq!(spans(0, 192), [(0, 5, 7), (64, 3, 7), (128, 10, 8)]);
@@ -350,6 +358,6 @@ mod tests {
         };
         assert_eq!(origins(places), [(6, 1), (5, 0)]);
         assert_eq!(HostSpans::one(0, 0).count(), 0);
-        assert_eq!(HostSpans::one(9, 4).next().map(|span| span.class), Some(4));
+        assert_eq!(HostSpans::one(9, 4).next().map(|span| span.group), Some(4));
     }
 }

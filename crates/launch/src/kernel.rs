@@ -3,7 +3,7 @@
 use fusestep_tensor::{DType, Role, Trust};
 use serde::{Deserialize, Serialize};
 
-use crate::{ArgumentLayout, HostRun, NormedKernel, ResidentSets};
+use crate::{ArgumentLayout, HostRun, NormedKernel, ResidentStepScalars};
 
 /// Whether a kernel reads or writes a tensor list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -39,9 +39,10 @@ impl TensorList {
     }
 }
 
-/// The hyper-parameters of one tensor at one step, from which a kernel derives the set it reads.
+/// The hyper-parameters of one tensor at one step, from which a kernel derives the step scalars it
+/// reads.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct SetValues {
+pub struct GroupValues {
     /// Learning rate of the optimizer at this step.
     pub lr: f64,
     /// The tensor's factor on the learning rate.
@@ -69,7 +70,7 @@ pub trait MultiTensorKernel: Send + Sync {
     /// The tensor lists in the order of a record's addresses; at most [`crate::MAX_LISTS`].
     fn lists(&self) -> &[TensorList];
 
-    /// Bytes of scalars and sets.
+    /// Bytes of scalars and step scalars.
     fn argument_layout(&self) -> ArgumentLayout;
 
     /// Options of the kernel as the device reads them from the header.
@@ -78,8 +79,8 @@ pub trait MultiTensorKernel: Send + Sync {
     /// Writes the scalars shared by all tensors; `out` has the layout's `scalar_bytes`.
     fn write_scalars(&self, out: &mut [u8]);
 
-    /// Writes one set; `out` has the layout's `set_bytes`.
-    fn write_set(&self, values: SetValues, out: &mut [u8]);
+    /// Writes the step scalars of one group; `out` has the layout's `step_scalar_bytes`.
+    fn write_step_scalars(&self, values: GroupValues, out: &mut [u8]);
 
     /// Updates tensors on the host, in the calling thread.
     ///
@@ -92,8 +93,8 @@ pub trait MultiTensorKernel: Send + Sync {
         None
     }
 
-    /// How a device derives the sets of a resident table; `None` if only the host can.
-    fn resident(&self) -> Option<ResidentSets> {
+    /// How a device derives the step scalars of a resident table; `None` if only the host can.
+    fn resident(&self) -> Option<ResidentStepScalars> {
         None
     }
 

@@ -68,8 +68,8 @@ pub struct Launch<'a> {
     /// table ([`crate::Backend::launch_table`]) and refuses others with
     /// [`crate::BackendError::Unavailable`].
     pub update_sums: Option<UpdateSums<'a>>,
-    /// The kernel's sets by class.
-    pub sets: &'a [u8],
+    /// The kernel's step scalars, group after group.
+    pub step_scalars: &'a [u8],
     /// The limits the batches were made with.
     pub limits: LaunchLimits,
 }

@@ -2,7 +2,7 @@
 
 use crate::{
     Batch, Buffer, CHUNK_UNITS, LEAF_ELEMENTS, ListBuffer, MAX_SUMS, MultiTensorReduction,
-    SLOT_VALUES,
+    ROW_VALUES,
 };
 
 /// Leaves of gradients, 1,024 elements from the start of their tensor on, whose sums of squares are
@@ -38,10 +38,10 @@ impl<'a> LeafSquares<'a> {
 
 /// Sums over leaves on a device, and the chunks that they are folded into.
 pub struct FoldLeaves<'a> {
-    /// A [`crate::SquareSum`] of every leaf, or slots of a kernel's sums
+    /// A [`crate::SquareSum`] of every leaf, or rows of a kernel's sums
     /// ([`crate::Backend::leaf_sums_into`]).
     pub leaves: &'a dyn Buffer,
-    /// For every leaf the place of its sums in slots, as [`leaf_place`] gives it; `None` if leaves
+    /// For every leaf the place of its sums in rows, as [`leaf_place`] gives it; `None` if leaves
     /// have a [`crate::SquareSum`] each.
     pub index: Option<&'a dyn Buffer>,
     /// For every chunk its leaves, as [`crate::TensorPartials`]: 64 at most.
@@ -50,12 +50,12 @@ pub struct FoldLeaves<'a> {
     pub partials: &'a mut dyn Buffer,
 }
 
-/// Where the sums of a leaf lie in slots: of unit `leaf` of a slot, counted in groups of
+/// Where the sums of a leaf lie in rows: of unit `leaf` of a row, counted in groups of
 /// [`MAX_SUMS`] values; `None` beyond what 32 bits count.
-pub fn leaf_place(slot: u64, leaf: u64) -> Option<u32> {
-    const { assert!(SLOT_VALUES.is_multiple_of(MAX_SUMS as u64)) };
+pub fn leaf_place(row: u64, leaf: u64) -> Option<u32> {
+    const { assert!(ROW_VALUES.is_multiple_of(MAX_SUMS as u64)) };
     debug_assert!(leaf < CHUNK_UNITS);
-    let place = slot.checked_mul(SLOT_VALUES / MAX_SUMS as u64)? + leaf;
+    let place = row.checked_mul(ROW_VALUES / MAX_SUMS as u64)? + leaf;
     u32::try_from(place).ok()
 }
 

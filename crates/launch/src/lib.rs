@@ -39,7 +39,7 @@ pub use host::{
     ACROSS_ELEMENTS, AcrossRanks, CHUNK_LEAVES, HostCall, HostList, HostRun, HostSpan, HostSpans,
     LEAF_ELEMENTS, LeafSums, MAX_LISTS, Places,
 };
-pub use kernel::{Access, MultiTensorKernel, SetValues, TensorList};
+pub use kernel::{Access, GroupValues, MultiTensorKernel, TensorList};
 pub use launch::{Launch, LaunchReport, ListBuffer, Replicas, Replicated};
 pub use leaves::{ChunkSums, FoldLeaves, LeafSquares, TensorSums, leaf_place};
 pub use limits::{
@@ -47,7 +47,7 @@ pub use limits::{
     LaunchLimits,
 };
 pub use normed::{
-    CHUNK_UNITS, CachedSum, Excluded, FINISHED_BYTES, MAX_SUMS, NormedKernel, Outcome, SLOT_VALUES,
+    CHUNK_UNITS, CachedSum, Excluded, FINISHED_BYTES, MAX_SUMS, NormedKernel, Outcome, ROW_VALUES,
     SumsAndUpdate, WORKSPACE_BYTES, Workspace,
 };
 pub use pack::{
@@ -62,8 +62,9 @@ pub use reduction::{
     Conclude, ControlRule, MultiTensorReduction, Reduce, SquareSum, TensorPartials,
 };
 pub use resident::{
-    CLASS_BYTES, FLAG_RESIDENT, Graph, HYPER_VALUES, ResidentSets, ResidentTable, STEPS_BYTES,
-    pack_launch_of_table, pack_reduction_table, pack_steps, pack_table, resident_sets,
+    FLAG_RESIDENT, GROUP_BYTES, Graph, HYPER_VALUES, ResidentStepScalars, ResidentTable,
+    STEPS_BYTES, pack_launch_of_table, pack_reduction_table, pack_steps, pack_table,
+    resident_step_scalars,
 };
 pub use rule::{Domain, Objective, RuleError, UpdateRule, WeightDecay, check_hyper};
 pub use tree_sum::{Summand, TREE_WIDTH, tree_sum};

@@ -13,11 +13,11 @@ pub const ARGUMENT_BYTES_LARGE: usize = 32_764;
 /// Most elements of one chunk, the work of one block.
 pub const CHUNK_ELEMENTS: u32 = 65_536;
 
-/// Bytes before the scalars: record count, set count, chunk elements, flags and the address of the
-/// control block.
+/// Bytes before the scalars: record count, group count, chunk elements, flags and the address of
+/// the control block.
 pub const HEADER_BYTES: usize = 24;
 
-/// Bytes of a record besides its addresses: numel, first chunk, set and padding.
+/// Bytes of a record besides its addresses: numel, first chunk, group and padding.
 const RECORD_FIXED_BYTES: usize = 16;
 
 const ADDRESS_BYTES: usize = 8;
@@ -82,8 +82,8 @@ impl LaunchLimits {
 /// The sizes that decide how many tensors one argument block carries.
 ///
 /// ```text
-/// header (24) | scalars | set₀ set₁ … | record₀ record₁ …
-/// record = { u64 address[lists]; u64 numel; u32 first_chunk; u16 set; u16 reserved }
+/// header (24) | scalars | step scalars of group₀, group₁ … | record₀ record₁ …
+/// record = { u64 address[lists]; u64 numel; u32 first_chunk; u16 group; u16 reserved }
 /// ```
 ///
 /// There is no table of blocks: `first_chunk` is the prefix sum of chunk counts, and a block finds
@@ -95,8 +95,8 @@ pub struct ArgumentLayout {
     pub lists: usize,
     /// Bytes of the scalars shared by all tensors; a multiple of 8.
     pub scalar_bytes: usize,
-    /// Bytes of one set of per-tensor hyper-parameters; a multiple of 8.
-    pub set_bytes: usize,
+    /// Bytes of the step scalars of one group; a multiple of 8.
+    pub step_scalar_bytes: usize,
 }
 
 impl ArgumentLayout {
@@ -105,14 +105,17 @@ impl ArgumentLayout {
         self.lists * ADDRESS_BYTES + RECORD_FIXED_BYTES
     }
 
-    /// Bytes of an argument block of `records` records that refer to `sets` sets.
-    pub const fn bytes(&self, records: usize, sets: usize) -> usize {
-        HEADER_BYTES + self.scalar_bytes + sets * self.set_bytes + records * self.record_bytes()
+    /// Bytes of an argument block of `records` records that refer to `groups` groups.
+    pub const fn bytes(&self, records: usize, groups: usize) -> usize {
+        HEADER_BYTES
+            + self.scalar_bytes
+            + groups * self.step_scalar_bytes
+            + records * self.record_bytes()
     }
 
-    /// The per-launch limit: most records beside `sets` sets in `argument_bytes`.
-    pub const fn records_per_launch(&self, argument_bytes: usize, sets: usize) -> usize {
-        argument_bytes.saturating_sub(self.bytes(0, sets)) / self.record_bytes()
+    /// The per-launch limit: most records of `groups` groups in `argument_bytes`.
+    pub const fn records_per_launch(&self, argument_bytes: usize, groups: usize) -> usize {
+        argument_bytes.saturating_sub(self.bytes(0, groups)) / self.record_bytes()
     }
 }
 
@@ -125,7 +128,7 @@ mod tests {
         let adam = ArgumentLayout {
             lists: 4,
             scalar_bytes: 24,
-            set_bytes: 16,
+            step_scalar_bytes: 16,
         };
         assert_eq!(adam.record_bytes(), 48);
         assert_eq!(adam.records_per_launch(ARGUMENT_BYTES_CLASSIC, 1), 84);

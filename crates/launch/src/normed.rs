@@ -2,12 +2,12 @@
 
 use fusestep_tensor::Trust;
 
-use crate::{HostCall, HostList, HostSpans, MAX_LISTS, SetValues};
+use crate::{GroupValues, HostCall, HostList, HostSpans, MAX_LISTS};
 
 /// Most sums that a kernel takes over a tensor.
 pub const MAX_SUMS: usize = 2;
 
-/// Most bytes of a finished set.
+/// Most bytes of finished step scalars.
 pub const FINISHED_BYTES: usize = 64;
 
 /// Bytes at the start of a normed kernel's scalars that belong to the backend, not to the kernel;
@@ -19,7 +19,7 @@ pub const CHUNK_UNITS: u64 = 8;
 
 /// Values of f64 that a device keeps for a chunk: [`MAX_SUMS`] partial sums of each unit, how often
 /// its tensor was skipped, and 1 if it was in the last step.
-pub const SLOT_VALUES: u64 = CHUNK_UNITS * MAX_SUMS as u64 + 2;
+pub const ROW_VALUES: u64 = CHUNK_UNITS * MAX_SUMS as u64 + 2;
 
 /// Whether a tensor is updated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,7 +52,7 @@ impl Excluded {
 
     /// Whether the rate of a tensor with these values is scaled: the tensor's own word first, then
     /// this option.
-    pub fn trust(self, values: &SetValues) -> Trust {
+    pub fn trust(self, values: &GroupValues) -> Trust {
         match (values.trust, values.weight_decay, self) {
             (Some(trust), _, _) => trust,
             (None, Some(0.0), Excluded::PlainLr) => Trust::Plain,
@@ -67,7 +67,7 @@ impl Excluded {
 /// A backend takes the sums of every chunk ([`NormedKernel::chunk_sums`]), adds up a tensor's
 /// chunks ([`crate::tree_sum`]), lets the kernel derive the scalars of the update
 /// ([`NormedKernel::finish`]) and then runs [`crate::MultiTensorKernel::run_host`] with what that
-/// wrote in place of the class's set. Sums follow the fixed tree, whose chunk is
+/// wrote in place of the group's step scalars. Sums follow the fixed tree, whose chunk is
 /// [`crate::CHUNK_ELEMENTS`] whatever the limits say, so they depend on the tensor alone.
 pub trait NormedKernel: Send + Sync {
     /// The device entries; [`crate::MultiTensorKernel::entry`] is the name of both together.
@@ -79,19 +79,19 @@ pub trait NormedKernel: Send + Sync {
     fn chunk_sums(
         &self,
         call: HostCall<'_>,
-        class: u32,
+        group: u32,
         lists: [&[u8]; MAX_LISTS],
         wanted: [bool; MAX_SUMS],
     ) -> [f64; MAX_SUMS];
 
     /// Derives the scalars of a tensor's update from its sums, in f64 and rounded once, and writes
-    /// them into `set`.
+    /// them into `step_scalars`.
     fn finish(
         &self,
         call: HostCall<'_>,
-        class: u32,
+        group: u32,
         sums: [f64; MAX_SUMS],
-        set: &mut [u8; FINISHED_BYTES],
+        step_scalars: &mut [u8; FINISHED_BYTES],
     ) -> Outcome;
 
     /// The position of the sum that is Σ g² over the gradient as it is stored, if there is one. A
@@ -138,14 +138,14 @@ pub struct SumsAndUpdate {
 /// Where a device keeps partial sums, and which of them a launch touches; the first part of a
 /// normed kernel's scalars.
 ///
-/// Every chunk has a slot of its own for the whole step, so no slot is written twice and none has
+/// Every chunk has a row of its own for the whole step, so no row is written twice and none has
 /// to be buffered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Workspace {
-    /// Device address of the slots, each [`SLOT_VALUES`] f64.
-    pub slots: u64,
-    /// Slot of the launch's first chunk.
-    pub first_slot: u32,
+    /// Device address of the rows, each [`ROW_VALUES`] f64.
+    pub rows: u64,
+    /// Row of the launch's first chunk.
+    pub first_row: u32,
     /// Chunks of the first record's tensor in earlier launches.
     pub head_chunks: u32,
     /// Chunks of the last record's tensor in later launches.
@@ -156,8 +156,8 @@ impl Workspace {
     /// The bytes that `kernels/normed.cuh` reads.
     pub fn bytes(&self) -> [u8; WORKSPACE_BYTES] {
         let mut bytes = [0; WORKSPACE_BYTES];
-        bytes[..8].copy_from_slice(&self.slots.to_le_bytes());
-        let words = [self.first_slot, self.head_chunks, self.tail_chunks];
+        bytes[..8].copy_from_slice(&self.rows.to_le_bytes());
+        let words = [self.first_row, self.head_chunks, self.tail_chunks];
         for (bytes, word) in bytes[8..].chunks_exact_mut(4).zip(words) {
             bytes.copy_from_slice(&word.to_le_bytes());
         }
@@ -171,7 +171,7 @@ mod tests {
 
     #[test]
     fn a_tensors_own_word_comes_before_the_option() {
-        let values = |weight_decay, trust| SetValues {
+        let values = |weight_decay, trust| GroupValues {
             lr: 1.0,
             lr_scale: 1.0,
             weight_decay,
@@ -198,8 +198,8 @@ mod tests {
     #[test]
     fn the_workspace_is_little_endian_in_the_order_of_its_fields() {
         let workspace = Workspace {
-            slots: 0x0102,
-            first_slot: 4,
+            rows: 0x0102,
+            first_row: 4,
             head_chunks: 5,
             tail_chunks: 6,
         };

@@ -75,7 +75,7 @@ fn pack_records(
     address_of: impl Fn(&Record, usize) -> u64,
 ) -> usize {
     let layout = launch.kernel.argument_layout();
-    let len_bytes = layout.bytes(batch.records.len(), batch.classes.len());
+    let len_bytes = layout.bytes(batch.records.len(), batch.groups.len());
     let flags = launch.kernel.flags();
     let mut words = lists;
     let origin = flags & FLAG_STOCHASTIC != 0;
@@ -88,12 +88,12 @@ fn pack_records(
         layout.lists
     );
     let mut writer = Writer { out, at: 0 };
-    let counts = [batch.records.len() as u32, batch.classes.len() as u32];
+    let counts = [batch.records.len() as u32, batch.groups.len() as u32];
     writer.header(counts, launch.limits.chunk_elements, flags, control);
     writer.bytes(launch.scalars);
-    for &class in &batch.classes {
-        let start = class as usize * layout.set_bytes;
-        writer.bytes(&launch.sets[start..start + layout.set_bytes]);
+    for &group in &batch.groups {
+        let start = group as usize * layout.step_scalar_bytes;
+        writer.bytes(&launch.step_scalars[start..start + layout.step_scalar_bytes]);
     }
     for record in &batch.records {
         for index in 0..lists {
@@ -156,7 +156,7 @@ fn pack_reads(
 ) -> usize {
     let layout: ArgumentLayout = kernel.argument_layout();
     let mut writer = Writer { out, at: 0 };
-    // There are no hyper-parameters, so the sets that the records name take no bytes.
+    // There are no hyper-parameters, so the groups that the records name take no bytes.
     let counts = [batch.records.len() as u32, 0];
     writer.header(counts, kernel.chunk_elements(), 0, 0);
     writer.u64(partials);
@@ -201,12 +201,12 @@ pub(crate) struct Writer<'a> {
 impl Writer<'_> {
     pub(crate) fn header(
         &mut self,
-        [records, sets]: [u32; 2],
+        [records, groups]: [u32; 2],
         chunk_elements: u32,
         flags: u32,
         control: u64,
     ) {
-        for value in [records, sets, chunk_elements, flags] {
+        for value in [records, groups, chunk_elements, flags] {
             self.u32(value);
         }
         self.u64(control);
@@ -217,7 +217,7 @@ impl Writer<'_> {
     pub(crate) fn place(&mut self, record: &Record) {
         self.u64(record.numel);
         self.u32(record.first_chunk);
-        self.bytes(&record.set.to_le_bytes());
+        self.bytes(&record.group.to_le_bytes());
         self.bytes(&[0; 2]);
     }
 

@@ -111,13 +111,13 @@ pub struct Format {
     rounding: Rounding,
 }
 
-/// Flag of every kernel: records and sets carry what random rounding is keyed by.
+/// Flag of every kernel: records and step scalars carry what random rounding is keyed by.
 pub const FLAG_STOCHASTIC: u32 = 1 << 31;
 
 /// Words that a record has behind its addresses with [`FLAG_STOCHASTIC`]: parameter, first element.
 pub const ORIGIN_WORDS: usize = 2;
 
-/// Bytes behind a set with [`FLAG_STOCHASTIC`]: the key of the step.
+/// Bytes behind step scalars with [`FLAG_STOCHASTIC`]: the key of the step.
 pub const KEY_BYTES: usize = 8;
 
 impl Format {
@@ -264,7 +264,7 @@ impl Format {
         }
         ArgumentLayout {
             lists: own.lists + ORIGIN_WORDS,
-            set_bytes: own.set_bytes + KEY_BYTES,
+            step_scalar_bytes: own.step_scalar_bytes + KEY_BYTES,
             ..own
         }
     }
@@ -277,7 +277,7 @@ impl Format {
         }
     }
 
-    /// Bytes behind every set: [`KEY_BYTES`] or none.
+    /// Bytes behind every group's step scalars: [`KEY_BYTES`] or none.
     pub fn key_bytes(&self) -> usize {
         match self.rounding {
             Rounding::Nearest => 0,
@@ -285,14 +285,18 @@ impl Format {
         }
     }
 
-    /// Copies the key behind a class's set of `own` bytes to behind a finished set of `finished`
-    /// bytes.
+    /// Copies the key behind a group's step scalars of `own` bytes to behind finished ones of
+    /// `finished` bytes.
     ///
     /// # Panics
-    /// If one of them is too short for set and key.
-    pub fn copy_key(&self, (set, own): (&[u8], usize), (out, finished): (&mut [u8], usize)) {
+    /// If one of them is too short for step scalars and key.
+    pub fn copy_key(
+        &self,
+        (step_scalars, own): (&[u8], usize),
+        (out, finished): (&mut [u8], usize),
+    ) {
         let key_bytes = self.key_bytes();
-        out[finished..finished + key_bytes].copy_from_slice(&set[own..own + key_bytes]);
+        out[finished..finished + key_bytes].copy_from_slice(&step_scalars[own..own + key_bytes]);
     }
 
     /// Flags of the header: [`FLAG_STOCHASTIC`] or none.
@@ -303,16 +307,16 @@ impl Format {
         }
     }
 
-    /// Writes the key of the step behind a kernel's own set and returns the own part, which is left
-    /// to be written.
+    /// Writes the key of the step behind a kernel's own step scalars and returns the own part,
+    /// which is left to be written.
     ///
     /// # Panics
-    /// If `set` is shorter than [`KEY_BYTES`].
-    pub fn write_key<'a>(&self, step: u64, set: &'a mut [u8]) -> &'a mut [u8] {
+    /// If `step_scalars` is shorter than [`KEY_BYTES`].
+    pub fn write_key<'a>(&self, step: u64, step_scalars: &'a mut [u8]) -> &'a mut [u8] {
         let Rounding::Stochastic { seed } = self.rounding else {
-            return set;
+            return step_scalars;
         };
-        let (own, key) = set.split_at_mut(set.len() - KEY_BYTES);
+        let (own, key) = step_scalars.split_at_mut(step_scalars.len() - KEY_BYTES);
         key.copy_from_slice(&step_key(seed, step).to_le_bytes());
         own
     }
@@ -441,7 +445,7 @@ mod tests {
         let own = ArgumentLayout {
             lists: 4,
             scalar_bytes: 24,
-            set_bytes: 16,
+            step_scalar_bytes: 16,
         };
         let precision = Precision {
             rounding: Rounding::Stochastic { seed: 3 },
@@ -449,12 +453,12 @@ mod tests {
         };
         let format = Format::new("adam", DType::BF16, precision).unwrap();
         let layout = format.argument_layout(own);
-        assert_eq!((layout.lists, layout.set_bytes), (6, 24));
-        let mut set = [0; 24];
-        assert_eq!(format.write_key(5, &mut set).len(), 16);
-        assert_eq!(set[16..], step_key(3, 5).to_le_bytes());
+        assert_eq!((layout.lists, layout.step_scalar_bytes), (6, 24));
+        let mut step_scalars = [0; 24];
+        assert_eq!(format.write_key(5, &mut step_scalars).len(), 16);
+        assert_eq!(step_scalars[16..], step_key(3, 5).to_le_bytes());
         let nearest = Format::new("adam", DType::BF16, Precision::default()).unwrap();
         assert_eq!(nearest.argument_layout(own), own);
-        assert_eq!(nearest.write_key(5, &mut set).len(), 24);
+        assert_eq!(nearest.write_key(5, &mut step_scalars).len(), 24);
     }
 }

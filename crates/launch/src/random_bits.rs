@@ -82,10 +82,10 @@ mod tests {
         assert_eq!(element_word(tensor, 5, 1, 1), 0x7ba5_d35a);
     }
 
-    /// Chi-squared of 256 equally likely classes: 255 expected, standard deviation 22.6.
-    fn chi_squared(classes: impl Iterator<Item = u8>) -> f64 {
+    /// Chi-squared of 256 equally likely groups: 255 expected, standard deviation 22.6.
+    fn chi_squared(groups: impl Iterator<Item = u8>) -> f64 {
         let mut counts = [0u32; 256];
-        classes.for_each(|class| counts[usize::from(class)] += 1);
+        groups.for_each(|group| counts[usize::from(group)] += 1);
         let total: u32 = counts.iter().sum();
         let expected = f64::from(total) / 256.0;
         let squares = counts.map(|n| (f64::from(n) - expected).powi(2) / expected);

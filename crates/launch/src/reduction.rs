@@ -44,12 +44,12 @@ pub trait MultiTensorReduction: Send + Sync {
     /// Elements of a chunk: part of the definition of the sum, so that no limit changes it.
     fn chunk_elements(&self) -> u32;
 
-    /// Bytes of scalars and sets.
+    /// Bytes of scalars and step scalars.
     fn argument_layout(&self) -> ArgumentLayout {
         ArgumentLayout {
             lists: 1,
             scalar_bytes: REDUCTION_SCALAR_BYTES,
-            set_bytes: 0,
+            step_scalar_bytes: 0,
         }
     }
 

@@ -1,14 +1,14 @@
 //! Argument tables that stay in a backend's memory: built once, launched with the same few words at
 //! every step.
 //!
-//! Beside the table lies what its sets are derived from: hyper-parameters, and for every class of
-//! tensors its own and the steps it has taken. The device counts and derives itself, by the
-//! operations of [`MultiTensorKernel::write_set`], so that a step takes the same launches with the
-//! same arguments whatever the number of tensors, and the host waits for nothing.
+//! Beside the table lies what its step scalars are derived from: hyper-parameters, and for every
+//! group of tensors its own and the steps it has taken. The device counts and derives itself, by
+//! the operations of [`MultiTensorKernel::write_step_scalars`], so that a step takes the same
+//! launches with the same arguments whatever the number of tensors, and the host waits for nothing.
 //!
 //! ```text
-//! steps:  { f64 hyper[8]; u64 seed; u32 classes; u32 set_bytes } | class₀ class₁ …
-//! class:  { f64 lr_scale; f64 weight_decay; u64 step; u32 own_decay; u32 trust }
+//! steps:  { f64 hyper[8]; u64 seed; u32 groups; u32 step_scalar_bytes } | group₀ group₁ …
+//! group:  { f64 lr_scale; f64 weight_decay; u64 step; u32 own_decay; u32 trust }
 //! table:  the argument block of a batch | u32 record of chunk₀, chunk₁, …
 //! launch: header and scalars of the table, with [`FLAG_RESIDENT`] | u64 address of the table
 //! ```
@@ -20,23 +20,24 @@ use std::fmt;
 use fusestep_tensor::Trust;
 
 use crate::{
-    Addresses, ArgumentLayout, Batch, Launch, MultiTensorKernel, MultiTensorReduction, Reduce,
-    SetValues, pack, pack_reduction,
+    Addresses, ArgumentLayout, Batch, GroupValues, Launch, MultiTensorKernel, MultiTensorReduction,
+    Reduce, pack, pack_reduction,
 };
 
-/// Hyper-parameters that a device derives sets from, the learning rate first.
+/// Hyper-parameters that a device derives step scalars from, the learning rate first.
 pub const HYPER_VALUES: usize = 8;
 
-/// Bytes before the classes.
+/// Bytes before the groups.
 pub const STEPS_BYTES: usize = HYPER_VALUES * 8 + 16;
 
-/// Bytes of one class.
-pub const CLASS_BYTES: usize = 32;
+/// Bytes of one group.
+pub const GROUP_BYTES: usize = 32;
 
 /// What a kernel offers besides [`MultiTensorKernel`] to run from a resident table.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct ResidentSets {
-    /// The device entry that derives the sets: `fused_adam_sets_f32`.
+pub struct ResidentStepScalars {
+    /// The device entry that derives the step scalars: `fused_adam_sets_f32`, as such entries have
+    /// always been named.
     pub entry: &'static str,
     /// The rule's hyper-parameters as the entry reads them; the first is left for the learning
     /// rate.
@@ -45,7 +46,7 @@ pub struct ResidentSets {
     pub seed: u64,
 }
 
-impl ResidentSets {
+impl ResidentStepScalars {
     /// The entry and the hyper-parameters behind the learning rate.
     ///
     /// # Panics
@@ -57,16 +58,16 @@ impl ResidentSets {
     }
 }
 
-/// The entry that derives sets: by the type that arithmetic is done in.
+/// The entry that derives step scalars: by the type that arithmetic is done in.
 ///
 /// ```
-/// # use fusestep_launch::{sets_entry, Format, Precision};
+/// # use fusestep_launch::{step_scalars_entry, Format, Precision};
 /// # use fusestep_tensor::DType;
 /// let format = Format::new("adamw", DType::BF16, Precision::default()).unwrap();
-/// assert_eq!(sets_entry!("fused_adam", format), "fused_adam_sets_f32");
+/// assert_eq!(step_scalars_entry!("fused_adam", format), "fused_adam_sets_f32");
 /// ```
 #[macro_export]
-macro_rules! sets_entry {
+macro_rules! step_scalars_entry {
     ($stem:literal, $format:expr) => {
         match $format.layout() {
             $crate::Layout::F64 => concat!($stem, "_sets_f64"),
@@ -97,28 +98,28 @@ pub trait Graph: Send + fmt::Debug {
     fn launch(&self) -> Result<(), crate::BackendError>;
 }
 
-/// What the sets of one batch are derived from, as the device reads it.
+/// What the step scalars of one batch are derived from, as the device reads it.
 ///
-/// `values` are those of the next step, by class of the launch.
+/// `values` are those of the next step, by group of the launch.
 pub fn pack_steps(
-    sets: &ResidentSets,
+    step_scalars: &ResidentStepScalars,
     layout: ArgumentLayout,
     batch: &Batch,
-    values: &[SetValues],
+    values: &[GroupValues],
 ) -> Vec<u8> {
-    let mut out = Vec::with_capacity(STEPS_BYTES + batch.classes.len() * CLASS_BYTES);
+    let mut out = Vec::with_capacity(STEPS_BYTES + batch.groups.len() * GROUP_BYTES);
     let lr = values.first().map_or(0.0, |values| values.lr);
     out.extend_from_slice(&lr.to_le_bytes());
-    for value in &sets.hyper[1..] {
+    for value in &step_scalars.hyper[1..] {
         out.extend_from_slice(&value.to_le_bytes());
     }
-    out.extend_from_slice(&sets.seed.to_le_bytes());
-    for count in [batch.classes.len(), layout.set_bytes] {
+    out.extend_from_slice(&step_scalars.seed.to_le_bytes());
+    for count in [batch.groups.len(), layout.step_scalar_bytes] {
         out.extend_from_slice(&(count as u32).to_le_bytes());
     }
     debug_assert_eq!(out.len(), STEPS_BYTES);
-    for &class in &batch.classes {
-        let own = &values[class as usize];
+    for &group in &batch.groups {
+        let own = &values[group as usize];
         let trust = match own.trust {
             None => 0u32,
             Some(Trust::Ratio) => 1,
@@ -137,7 +138,7 @@ pub fn pack_steps(
 /// The bytes of a batch's table: its argument block, and the record of every chunk.
 pub fn pack_table(launch: &Launch<'_>, batch: &Batch, addresses: Addresses<'_>) -> Vec<u8> {
     let layout = launch.kernel.argument_layout();
-    let mut out = vec![0; layout.bytes(batch.records.len(), batch.classes.len())];
+    let mut out = vec![0; layout.bytes(batch.records.len(), batch.groups.len())];
     pack(launch, batch, addresses, &mut out);
     push_chunks(&mut out, batch, launch.limits.chunk_elements);
     out
@@ -154,7 +155,7 @@ pub fn pack_reduction_table(reduce: &Reduce<'_>, batch: &Batch, addresses: (u64,
 }
 
 /// In the flags of a launch's header: behind its scalars stands the address of the table that has
-/// sets and records.
+/// step scalars and records.
 pub const FLAG_RESIDENT: u32 = 1 << 30;
 
 /// The arguments of launches from a table that lies at `address`: its header and its scalars, then
@@ -181,20 +182,20 @@ fn chunks_of(numel: u64, chunk_elements: u32) -> u32 {
     u32::try_from(numel.div_ceil(u64::from(chunk_elements))).unwrap_or(u32::MAX)
 }
 
-/// The entry that derives sets, and what it reads; refuses a kernel without one.
+/// The entry that derives step scalars, and what it reads; refuses a kernel without one.
 ///
 /// # Errors
 /// [`crate::BackendError::Unavailable`] naming the kernel.
-pub fn resident_sets(
+pub fn resident_step_scalars(
     backend: &'static str,
     kernel: &dyn MultiTensorKernel,
-) -> Result<ResidentSets, crate::BackendError> {
+) -> Result<ResidentStepScalars, crate::BackendError> {
     kernel
         .resident()
         .ok_or_else(|| crate::BackendError::Unavailable {
             backend,
             reason: format!(
-                "`{}`: expected an entry that derives sets on the device, found none; plan with \
+                "`{}`: expected an entry that derives step_scalars on the device, found none; plan with \
                  arguments",
                 kernel.entry()
             ),
@@ -215,13 +216,13 @@ mod tests {
         let layout = ArgumentLayout {
             lists: 3,
             scalar_bytes: 8,
-            set_bytes: 8,
+            step_scalar_bytes: 8,
         };
         let tensors = (0..).zip(numels).map(|(tensor, &numel)| Batchable {
             tensor,
             first_element: 0,
             numel,
-            class: tensor % 2,
+            group: tensor % 2,
         });
         let mut all = batches("test", tensors, layout, limits).unwrap();
         assert_eq!(all.len(), 1);
@@ -245,7 +246,7 @@ mod tests {
         let layout = ArgumentLayout {
             lists: 1,
             scalar_bytes: 8,
-            set_bytes: 16,
+            step_scalar_bytes: 16,
         };
         let table: Vec<u8> = (0..100).collect();
         let found = pack_launch_of_table(&table, layout, 0x0102);
@@ -257,26 +258,26 @@ mod tests {
 
     #[test]
     fn steps_are_those_taken_and_the_rate_comes_first() {
-        let values = |lr_scale, step| SetValues {
+        let values = |lr_scale, step| GroupValues {
             lr: 0.5,
             lr_scale,
             weight_decay: Some(0.25),
             trust: Some(Trust::Plain),
             step,
         };
-        let sets = ResidentSets::new("rule_sets_f32", &[2.0, 3.0], 9);
+        let step_scalars = ResidentStepScalars::new("rule_sets_f32", &[2.0, 3.0], 9);
         let layout = ArgumentLayout {
             lists: 3,
             scalar_bytes: 8,
-            set_bytes: 24,
+            step_scalar_bytes: 24,
         };
         let bytes = pack_steps(
-            &sets,
+            &step_scalars,
             layout,
             &batch(&[1, 1]),
             &[values(1.0, 1), values(0.5, 7)],
         );
-        assert_eq!(bytes.len(), STEPS_BYTES + 2 * CLASS_BYTES);
+        assert_eq!(bytes.len(), STEPS_BYTES + 2 * GROUP_BYTES);
         let f64_at = |at: usize| f64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
         assert_eq!(
             [f64_at(0), f64_at(8), f64_at(16), f64_at(24)],
@@ -284,7 +285,7 @@ mod tests {
         );
         assert_eq!(bytes[64..72], 9u64.to_le_bytes());
         assert_eq!(words(&bytes[72..80]), [2, 24]);
-        let second = STEPS_BYTES + CLASS_BYTES;
+        let second = STEPS_BYTES + GROUP_BYTES;
         assert_eq!([f64_at(second), f64_at(second + 8)], [0.5, 0.25]);
         assert_eq!(words(&bytes[second + 16..]), [6, 0, 1, 2]);
     }

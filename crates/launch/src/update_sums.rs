@@ -29,14 +29,14 @@ pub fn fold_units(units: &UnitSums) -> f64 {
 pub struct UpdateSums<'a> {
     /// One [`UnitSums`] for each chunk of the storage, tensor by tensor; those of tensors that are
     /// not in the launch stay as they are.
-    pub slots: &'a mut dyn Buffer,
-    /// Slot of each tensor's first chunk, and one past the last tensor's.
+    pub rows: &'a mut dyn Buffer,
+    /// Row of each tensor's first chunk, and one past the last tensor's.
     pub firsts: &'a [u64],
 }
 
 impl UpdateSums<'_> {
-    /// The slot of a chunk of a tensor; past all slots if the storage has no such tensor.
-    pub fn slot(&self, tensor: u32, first_element: u64) -> u64 {
+    /// The row of a chunk of a tensor; past all rows if the storage has no such tensor.
+    pub fn row(&self, tensor: u32, first_element: u64) -> u64 {
         let first = self.firsts.get(tensor as usize).copied();
         let chunk = first_element / u64::from(CHUNK_ELEMENTS);
         first.unwrap_or(u64::MAX).saturating_add(chunk)
@@ -56,7 +56,7 @@ pub struct ChangedRecord {
 /// sums up their changes behind it; `kernels/update_sums.cu` reads it.
 ///
 /// `values` are the positions of the lists that make up a value, with their addresses; `sums` is
-/// the address of the slots, and `changed` is as long as the batch's records.
+/// the address of the rows, and `changed` is as long as the batch's records.
 ///
 /// # Panics
 /// If the launch leaves no sums.
@@ -67,12 +67,12 @@ pub fn pack_update_sums(
     (control, sums): (u64, u64),
     changed: &[ChangedRecord],
 ) -> Vec<u8> {
-    let slots = launch.update_sums.as_ref();
-    let slots = slots.expect("the launch leaves sums over what it changes");
+    let rows = launch.update_sums.as_ref();
+    let rows = rows.expect("the launch leaves sums over what it changes");
     let layout = ArgumentLayout {
         lists: values.len() + 3,
         scalar_bytes: 8,
-        set_bytes: 0,
+        step_scalar_bytes: 0,
     };
     let mut out = vec![0; layout.bytes(batch.records.len(), 0)];
     let mut writer = Writer {
@@ -89,7 +89,7 @@ pub fn pack_update_sums(
             writer.u64(address + element.wrapping_sub(launch.first(list)) * width);
         }
         writer.u64(changed.kept);
-        writer.u64(slots.slot(record.tensor, record.first_element));
+        writer.u64(rows.row(record.tensor, record.first_element));
         writer.u64(changed.skipped);
         writer.place(record);
     }

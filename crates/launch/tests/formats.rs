@@ -81,12 +81,15 @@ fn random_rounding_is_flagged_and_keyed() {
     assert_eq!((keyed.flags(), FLAG_STOCHASTIC), (0x8000_0000, 0x8000_0000));
     assert_eq!((keyed.key_bytes(), keyed.seed()), (KEY_BYTES, 7));
     assert_eq!((keyed.rounding(), keyed.state()), (rounding, DType::BF16));
-    let mut set = [0; 24];
-    assert_eq!(keyed.write_key(3, &mut set).len(), 16);
+    let mut step_scalars = [0; 24];
+    assert_eq!(keyed.write_key(3, &mut step_scalars).len(), 16);
     let key = step_key(7, 3).to_le_bytes();
-    assert_eq!((&set[..16], &set[16..]), (&[0; 16][..], &key[..]));
+    assert_eq!(
+        (&step_scalars[..16], &step_scalars[16..]),
+        (&[0; 16][..], &key[..])
+    );
     let mut finished = [1; 20];
-    keyed.copy_key((&set, 16), (&mut finished, 10));
+    keyed.copy_key((&step_scalars, 16), (&mut finished, 10));
     assert_eq!(
         (&finished[..10], &finished[10..18], &finished[18..]),
         (&[1; 10][..], &key[..], &[1; 2][..])

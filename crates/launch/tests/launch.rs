@@ -5,11 +5,11 @@ use std::any::Any;
 
 use fusestep_launch::{
     Access, Addresses, ArgumentLayout, Backend, BackendError, Batch, Buffer, ChangedRecord,
-    Conclude, ControlBlock, Excluded, FLAG_STOCHASTIC, Gate, HostRun, Launch, LaunchLimits,
-    LaunchReport, LeafSquares, ListBuffer, MultiTensorKernel, MultiTensorReduction, Record, Reduce,
-    Replicas, ResidentTable, SetValues, SquareSum, TensorAddresses, TensorList, UpdateSums, pack,
-    pack_conclusion, pack_reduction, pack_reduction_of_tensors, pack_reduction_table, pack_table,
-    pack_tensors, pack_update_sums,
+    Conclude, ControlBlock, Excluded, FLAG_STOCHASTIC, Gate, GroupValues, HostRun, Launch,
+    LaunchLimits, LaunchReport, LeafSquares, ListBuffer, MultiTensorKernel, MultiTensorReduction,
+    Record, Reduce, Replicas, ResidentTable, SquareSum, TensorAddresses, TensorList, UpdateSums,
+    pack, pack_conclusion, pack_reduction, pack_reduction_of_tensors, pack_reduction_table,
+    pack_table, pack_tensors, pack_update_sums,
 };
 use fusestep_simd::Level;
 use fusestep_tensor::{DType, Role};
@@ -101,14 +101,14 @@ impl MultiTensorKernel for Kernel {
         ArgumentLayout {
             lists: self.words,
             scalar_bytes: 8,
-            set_bytes: 8,
+            step_scalar_bytes: 8,
         }
     }
     fn flags(&self) -> u32 {
         self.flags
     }
     fn write_scalars(&self, _: &mut [u8]) {}
-    fn write_set(&self, _: SetValues, _: &mut [u8]) {}
+    fn write_step_scalars(&self, _: GroupValues, _: &mut [u8]) {}
     fn run_host(&self, _: HostRun<'_, '_>) {}
 }
 
@@ -138,16 +138,16 @@ impl MultiTensorReduction for Lengths {
 
 /// Tensor 2 whole and a part of tensor 1, of other hyper-parameters.
 fn batch() -> Batch {
-    let record = |tensor, first_element, numel, first_chunk, set| Record {
+    let record = |tensor, first_element, numel, first_chunk, group| Record {
         tensor,
         first_element,
         numel,
         first_chunk,
-        set,
+        group,
     };
     Batch {
         records: vec![record(1, 1024, 1500, 0, 0), record(2, 0, 7, 2, 1)],
-        classes: vec![1, 0],
+        groups: vec![1, 0],
         chunks: 3,
     }
 }
@@ -181,7 +181,7 @@ fn launch<'a>(
         grad_sums: None,
         tensor_sums: None,
         update_sums,
-        sets: &[
+        step_scalars: &[
             10, 11, 12, 13, 14, 15, 16, 17, 20, 21, 22, 23, 24, 25, 26, 27,
         ],
         limits: LaunchLimits {
@@ -224,19 +224,19 @@ impl Fields {
         self.0.extend(bytes);
         self
     }
-    fn place(self, numel: u64, first_chunk: u32, set: u16) -> Self {
-        self.u64(numel).u32(first_chunk).u16(set).u16(0)
+    fn place(self, numel: u64, first_chunk: u32, group: u16) -> Self {
+        self.u64(numel).u32(first_chunk).u16(group).u16(0)
     }
 }
 
 #[test]
-fn arguments_are_header_scalars_sets_and_records() {
+fn arguments_are_header_scalars_step_scalars_and_records() {
     let head = |flags| {
         let counts = Fields::default().u32(2).u32(2).u32(1024).u32(flags);
         let scalars = counts.u64(0x77).bytes(&[1, 2, 3, 4, 5, 6, 7, 8]);
-        // Class 1 comes first in the batch.
-        let sets = scalars.bytes(&[20, 21, 22, 23, 24, 25, 26, 27]);
-        sets.bytes(&[10, 11, 12, 13, 14, 15, 16, 17])
+        // Group 1 comes first in the batch.
+        let step_scalars = scalars.bytes(&[20, 21, 22, 23, 24, 25, 26, 27]);
+        step_scalars.bytes(&[10, 11, 12, 13, 14, 15, 16, 17])
     };
     // Element 64 + 1024 of the storage: 4 bytes each from 0x1000 on, and 2 each from 0x9000 on,
     // where element 64 lies.
@@ -317,9 +317,9 @@ fn random_rounding_adds_two_words_to_a_record_of_any_length() {
 #[test]
 fn tables_of_changes_are_header_sums_and_records() {
     let (kernel, batches) = (Kernel { flags: 3, words: 2 }, [batch()]);
-    let (mut lists, mut slots) = (lists(), Memory(Vec::new()));
+    let (mut lists, mut rows) = (lists(), Memory(Vec::new()));
     let update_sums = UpdateSums {
-        slots: &mut slots,
+        rows: &mut rows,
         firsts: &[0, 1, 3, 4],
     };
     let launch = launch(&kernel, &batches, &mut lists, Some(update_sums));

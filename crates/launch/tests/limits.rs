@@ -2,13 +2,13 @@
 
 use fusestep_launch::{
     ArgumentLayout, Batch, Batchable, HostList, HostSpan, HostSpans, LaunchError, LaunchLimits,
-    MAX_LAUNCHES, Places, Record, SLOT_VALUES, batches,
+    MAX_LAUNCHES, Places, ROW_VALUES, Record, batches,
 };
 
 const LAYOUT: ArgumentLayout = ArgumentLayout {
     lists: 2,
     scalar_bytes: 8,
-    set_bytes: 8,
+    step_scalar_bytes: 8,
 };
 
 fn tensor(tensor: u32, numel: u64) -> Batchable {
@@ -16,7 +16,7 @@ fn tensor(tensor: u32, numel: u64) -> Batchable {
         tensor,
         first_element: 0,
         numel,
-        class: 0,
+        group: 0,
     }
 }
 
@@ -70,11 +70,11 @@ fn spans_begin_where_the_record_begins_in_its_tensor() {
         first_element: 1024,
         numel: 1500,
         first_chunk: 0,
-        set: 0,
+        group: 0,
     };
     let batch = Batch {
         records: vec![record],
-        classes: vec![6],
+        groups: vec![6],
         chunks: 2,
     };
     let places = Places {
@@ -86,7 +86,7 @@ fn spans_begin_where_the_record_begins_in_its_tensor() {
     let span = HostSpan {
         start: 1088,
         numel: 1500,
-        class: 6,
+        group: 6,
         parameter: 9,
         first_element: 1024,
     };
@@ -101,7 +101,7 @@ fn spans_begin_where_the_record_begins_in_its_tensor() {
         }]
     );
     // Two sums of eight units, how often the tensor was skipped, and whether it was this time.
-    assert_eq!(SLOT_VALUES, 18);
+    assert_eq!(ROW_VALUES, 18);
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn lists_are_read_cut_and_written_in_place() {
     let span = HostSpan {
         start: 10,
         numel: 8,
-        class: 1,
+        group: 1,
         parameter: 2,
         first_element: 100,
     };

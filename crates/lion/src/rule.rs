@@ -4,8 +4,8 @@ use fusestep_elementwise::{
     Compute, ElementRule, Entries, Update, element_kernel, padded_bytes, read_values, run_format,
 };
 use fusestep_launch::{
-    Domain, Format, HostRun, MultiTensorKernel, Objective, Precision, RuleError, SetValues,
-    UpdateRule, check_hyper, entry, sets_entry,
+    Domain, Format, GroupValues, HostRun, MultiTensorKernel, Objective, Precision, RuleError,
+    UpdateRule, check_hyper, entry, step_scalars_entry,
 };
 use fusestep_tensor::{DType, Role};
 
@@ -94,7 +94,7 @@ impl ElementRule<4, 2> for Lion {
     fn entries(format: Format) -> Entries {
         Entries {
             update: entry!("lion", format),
-            sets: sets_entry!("lion", format),
+            step_scalars: step_scalars_entry!("lion", format),
         }
     }
 
@@ -113,7 +113,7 @@ impl ElementRule<4, 2> for Lion {
         [self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2]
     }
 
-    fn set(&self, values: SetValues) -> [f64; 2] {
+    fn step_scalars(&self, values: GroupValues) -> [f64; 2] {
         let lr = values.lr * values.lr_scale;
         let lambda = values.weight_decay.unwrap_or(self.weight_decay);
         [
@@ -124,7 +124,7 @@ impl ElementRule<4, 2> for Lion {
         ]
     }
 
-    fn hyper_parameters_of_sets(&self) -> Vec<f64> {
+    fn hyper_parameters_of_step_scalars(&self) -> Vec<f64> {
         vec![self.weight_decay]
     }
 
@@ -145,11 +145,11 @@ struct LionUpdate<T> {
 }
 
 impl<T: Compute> Update<T, 1> for LionUpdate<T> {
-    type Set = [T; 2];
-    const SET_BYTES: usize = padded_bytes::<T>(2);
+    type StepScalars = [T; 2];
+    const STEP_SCALAR_BYTES: usize = padded_bytes::<T>(2);
 
     #[inline(always)]
-    fn set(&self, bytes: &[u8]) -> [T; 2] {
+    fn step_scalars(&self, bytes: &[u8]) -> [T; 2] {
         read_values(bytes)
     }
 

@@ -167,10 +167,10 @@ impl Transformer {
     ) -> Result<Tensor> {
         let of_head = self.width / self.heads;
         let heads = |var: &Tensor| {
-            let apart = x
+            let split = x
                 .matmul(var)?
                 .reshape((batch, length, self.heads, of_head))?;
-            apart.transpose(1, 2)?.contiguous()
+            split.transpose(1, 2)?.contiguous()
         };
         let scale = 1.0 / (of_head as f64).sqrt();
         let query = (heads(&vars[0])? * scale)?;

@@ -18,7 +18,7 @@ use crate::stage::Extent;
 use crate::state::Schedule;
 use crate::storage::StorageState;
 use crate::table::Tables;
-use crate::update_norms::{UpdateReader, UpdateSlots};
+use crate::update_norms::{UpdateReader, UpdateRows};
 use crate::{Plan, PlanError, State};
 
 /// Who gives memory for what ranks move.
@@ -79,7 +79,7 @@ pub(crate) fn allocate_from(plan: &Plan, mut allocator: Allocator<'_>) -> Result
         without_gradient: vec![false; plan.params.len()],
         without_gradient_count: 0,
         schedule: Schedule {
-            classes: plan.classes.clone(),
+            groups: plan.groups.clone(),
             batches: plan.optimize_stages().map(|s| s.batches.clone()).collect(),
             norm: plan.norm_stage().map_or(Vec::new(), |norm| {
                 norm.reads.iter().map(|read| read.batches.clone()).collect()
@@ -135,9 +135,9 @@ fn allocate_storages(
             lists,
             firsts: Vec::new(),
             scalars,
-            sets: vec![0; layout.set_bytes * plan.classes.classes.len()],
-            update_slots: if plan.update_norms {
-                Some(UpdateSlots::allocate(spec, allocator.backend())?)
+            step_scalars: vec![0; layout.step_scalar_bytes * plan.groups.groups.len()],
+            update_rows: if plan.update_norms {
+                Some(UpdateRows::allocate(spec, allocator.backend())?)
             } else {
                 None
             },

@@ -8,7 +8,7 @@ use fusestep_launch::{
 };
 use fusestep_tensor::Role;
 
-use crate::group::Classes;
+use crate::group::ParameterGroups;
 use crate::norm::Placed;
 use crate::state::Schedule;
 use crate::{
@@ -30,7 +30,7 @@ pub(crate) fn update_stage(
         elements: 0..plan.storages[storage].layout.total_numel(),
         batches: Vec::new(),
     };
-    optimize.batches = of_update(plan, &optimize, |_| true, &plan.classes)?;
+    optimize.batches = of_update(plan, &optimize, |_| true, &plan.groups)?;
     Ok(optimize)
 }
 
@@ -39,7 +39,7 @@ pub(crate) fn of_update(
     plan: &Plan,
     stage: &Optimize,
     takes_part: impl Fn(usize) -> bool,
-    classes: &Classes,
+    groups: &ParameterGroups,
 ) -> Result<Vec<Batch>, PlanError> {
     let spec = &plan.storages[stage.storage];
     let Some(&member) = spec.members.first() else {
@@ -49,8 +49,8 @@ pub(crate) fn of_update(
     let members = &spec.members;
     let present = |tensor: &&u32| takes_part(members[**tensor as usize] as usize);
     let batchable = stage.tensors.iter().filter(present).map(|&tensor| {
-        let class = classes.of_param[members[tensor as usize] as usize];
-        within(spec, tensor, &stage.elements, class)
+        let group = groups.of_param[members[tensor as usize] as usize];
+        within(spec, tensor, &stage.elements, group)
     });
     let layout = kernel.argument_layout();
     let limits = plan.batch_limits(plan.limits_of(kernel.as_ref()));
@@ -89,7 +89,7 @@ pub(crate) fn make_anew(plan: &mut Plan) -> Result<(), PlanError> {
                 }
             }
             Stage::Optimize(stage) | Stage::ReduceUpdate(stage) => {
-                stage.batches = batches::of_update(plan, stage, |_| true, &plan.classes)?;
+                stage.batches = batches::of_update(plan, stage, |_| true, &plan.groups)?;
             }
             _ => {}
         }
@@ -119,19 +119,21 @@ pub(crate) fn refresh(plan: &Plan, state: &mut State) -> Result<(), PlanError> {
     if !state.schedule.stale {
         return Ok(());
     }
-    let classes = Classes::new(&state.params, |param| state.steps_behind[param]);
+    let groups = ParameterGroups::new(&state.params, |param| state.steps_behind[param]);
     let mut batches = Vec::with_capacity(plan.stages.len());
     for stage in plan.optimize_stages() {
         batches.push(batches::of_update(
             plan,
             stage,
             |param| !state.without_gradient[param],
-            &classes,
+            &groups,
         )?);
     }
     for storage in &mut state.storages {
-        let set_bytes = storage.kernel.argument_layout().set_bytes;
-        storage.sets.resize(set_bytes * classes.classes.len(), 0);
+        let step_scalar_bytes = storage.kernel.argument_layout().step_scalar_bytes;
+        storage
+            .step_scalars
+            .resize(step_scalar_bytes * groups.groups.len(), 0);
     }
     let mut norm = Vec::new();
     if let (Some(memory), Some(stage)) = (&mut state.norm, plan.norm_stage()) {
@@ -145,9 +147,9 @@ pub(crate) fn refresh(plan: &Plan, state: &mut State) -> Result<(), PlanError> {
     let without_gradient = &state.without_gradient;
     state
         .exchange
-        .refresh(plan, |param| !without_gradient[param], &classes)?;
+        .refresh(plan, |param| !without_gradient[param], &groups)?;
     state.schedule = Schedule {
-        classes,
+        groups,
         batches,
         norm,
         stale: false,
@@ -160,7 +162,7 @@ pub(crate) fn within(
     spec: &StorageSpec,
     tensor: u32,
     elements: &Range<u64>,
-    class: u32,
+    group: u32,
 ) -> Batchable {
     let own = spec.layout.range(tensor as usize);
     let start = own.start.max(elements.start).min(own.end);
@@ -169,7 +171,7 @@ pub(crate) fn within(
         tensor,
         first_element: start - own.start,
         numel: end - start,
-        class,
+        group,
     }
 }
 

@@ -2,9 +2,9 @@
 //! nothing waits for the host.
 //!
 //! ```text
-//! leaves of this rank, in slots ─► all-reduce ─► chunks ─► tensors, with every update
+//! leaves of this rank, in rows ─► all-reduce ─► chunks ─► tensors, with every update
 //! ```
-//! A slot has the sums of up to eight leaves that lie in one rank's part, so that every slot is one
+//! A row has the sums of up to eight leaves that lie in one rank's part, so that every row is one
 //! rank's. All others have zeros there, and adding up over ranks changes no bit of a sum.
 
 use std::ops::Range;
@@ -12,7 +12,7 @@ use std::ops::Range;
 use fusestep_collective::{Operation, ReduceOp};
 use fusestep_launch::{
     Backend, Batch, Batchable, Buffer, CHUNK_LEAVES, CHUNK_UNITS, ChunkSums, FoldLeaves,
-    LEAF_ELEMENTS, MAX_SUMS, ResidentTable, SLOT_VALUES, SetValues, TensorPartials, TensorSums,
+    GroupValues, LEAF_ELEMENTS, MAX_SUMS, ROW_VALUES, ResidentTable, TensorPartials, TensorSums,
     batches, leaf_place,
 };
 use fusestep_tensor::DType;
@@ -20,17 +20,17 @@ use fusestep_tensor::DType;
 use crate::step::RankStep;
 use crate::{Optimize, Plan, PlanError, Stage, State, TableKind, gather, launches, reduce};
 
-/// Bytes of a slot.
-const SLOT_BYTES: usize = SLOT_VALUES as usize * size_of::<f64>();
+/// Bytes of a row.
+const ROW_BYTES: usize = ROW_VALUES as usize * size_of::<f64>();
 
-/// Elements of the leaves of a slot.
-const SLOT_ELEMENTS: u64 = CHUNK_UNITS * LEAF_ELEMENTS;
+/// Elements of the leaves of a row.
+const ROW_ELEMENTS: u64 = CHUNK_UNITS * LEAF_ELEMENTS;
 
 /// What lies on the device for it, and where.
 #[derive(Debug)]
 pub(crate) struct DeviceTrust {
     /// The sums of every leaf of all tensors.
-    slots: Box<dyn Buffer>,
+    rows: Box<dyn Buffer>,
     /// Where each leaf's are among them.
     index: Box<dyn Buffer>,
     /// The leaves of every chunk.
@@ -39,17 +39,17 @@ pub(crate) struct DeviceTrust {
     sums: Box<dyn Buffer>,
     /// The chunks of every parameter.
     tensors: Box<dyn Buffer>,
-    /// The slots of each parameter, in the order of its elements.
-    of_params: Vec<Vec<Slot>>,
+    /// The rows of each parameter, in the order of its elements.
+    of_params: Vec<Vec<Row>>,
     /// What this rank sums up while the same tensors take part; `None` if that is not known.
     own: Option<Vec<OwnSums>>,
     /// Whether the sums are those of the step under way.
     filled: bool,
 }
 
-/// Elements of a parameter whose leaves have a slot.
+/// Elements of a parameter whose leaves have a row.
 #[derive(Clone, Debug)]
-struct Slot {
+struct Row {
     elements: Range<u64>,
     number: u64,
 }
@@ -61,11 +61,11 @@ struct OwnSums {
     runs: Vec<Run>,
 }
 
-/// Batches whose slots follow each other.
+/// Batches whose rows follow each other.
 #[derive(Debug)]
 struct Run {
     batches: Vec<Batch>,
-    /// The first of the slots.
+    /// The first of the rows.
     first: u64,
     /// Where tables are resident, once it is built.
     table: Option<Box<dyn ResidentTable>>,
@@ -91,15 +91,15 @@ impl DeviceTrust {
         {
             return Ok(None);
         }
-        let (of_params, count) = slots_of_leaves(plan)?;
+        let (of_params, count) = rows_of_leaves(plan)?;
         let (mut index, mut places) = (Vec::new(), Vec::new());
         let mut tensors = Vec::with_capacity(of_params.len());
-        for slots in &of_params {
+        for rows in &of_params {
             let first = index.len();
-            for slot in slots {
-                let numel = slot.elements.end - slot.elements.start;
+            for row in rows {
+                let numel = row.elements.end - row.elements.start;
                 for leaf in 0..numel.div_ceil(LEAF_ELEMENTS) {
-                    let Some(place) = leaf_place(slot.number, leaf) else {
+                    let Some(place) = leaf_place(row.number, leaf) else {
                         return Ok(None);
                     };
                     index.push(place);
@@ -124,7 +124,7 @@ impl DeviceTrust {
             Ok::<_, PlanError>(buffer)
         };
         Ok(Some(Self {
-            slots: backend.allocate(count as usize * SLOT_BYTES)?,
+            rows: backend.allocate(count as usize * ROW_BYTES)?,
             sums: backend.allocate(places.len() * size_of::<[f64; MAX_SUMS]>())?,
             index: table(bytemuck::cast_slice(&index))?,
             places: table(bytemuck::cast_slice(&places))?,
@@ -175,25 +175,23 @@ impl DeviceTrust {
             .iter()
             .flat_map(|batch| batch.records.iter().map(move |record| (batch, record)))
         {
-            let slots = &self.of_params[members[record.tensor as usize] as usize];
+            let rows = &self.of_params[members[record.tensor as usize] as usize];
             let end = record.first_element + record.numel;
-            let first = slots.partition_point(|slot| slot.elements.end <= record.first_element);
-            for slot in slots[first..]
+            let first = rows.partition_point(|row| row.elements.end <= record.first_element);
+            for row in rows[first..]
                 .iter()
-                .take_while(|slot| slot.elements.start < end)
+                .take_while(|row| row.elements.start < end)
             {
-                if next != Some(slot.number) {
-                    runs.push((Vec::new(), slot.number));
+                if next != Some(row.number) {
+                    runs.push((Vec::new(), row.number));
                 }
-                next = Some(slot.number + 1);
-                let (run, _) = runs
-                    .last_mut()
-                    .expect("a run has begun with its first slot");
+                next = Some(row.number + 1);
+                let (run, _) = runs.last_mut().expect("a run has begun with its first row");
                 run.push(Batchable {
                     tensor: record.tensor,
-                    first_element: slot.elements.start,
-                    numel: slot.elements.end - slot.elements.start,
-                    class: batch.classes[usize::from(record.set)],
+                    first_element: row.elements.start,
+                    numel: row.elements.end - row.elements.start,
+                    group: batch.groups[usize::from(record.group)],
                 });
             }
         }
@@ -221,9 +219,9 @@ pub(crate) fn sums_may_stay_on_devices(plan: &Plan) -> bool {
     plan.reduces() && !plan.update_norms && !has_slices
 }
 
-/// The slots of each parameter whose rule takes sums over it, and how many there are.
-fn slots_of_leaves(plan: &Plan) -> Result<(Vec<Vec<Slot>>, u64), PlanError> {
-    let mut slots = vec![Vec::new(); plan.params.len()];
+/// The rows of each parameter whose rule takes sums over it, and how many there are.
+fn rows_of_leaves(plan: &Plan) -> Result<(Vec<Vec<Row>>, u64), PlanError> {
+    let mut rows = vec![Vec::new(); plan.params.len()];
     let mut count = 0;
     for (storage, spec) in plan.storages.iter().enumerate() {
         let Some(&member) = spec.members.first() else {
@@ -248,9 +246,9 @@ fn slots_of_leaves(plan: &Plan) -> Result<(Vec<Vec<Slot>>, u64), PlanError> {
             {
                 let start = part.start.max(tensor.start) - tensor.start;
                 let end = part.end.min(tensor.end) - tensor.start;
-                for at in (start..end).step_by(SLOT_ELEMENTS as usize) {
-                    slots[member as usize].push(Slot {
-                        elements: at..end.min(at + SLOT_ELEMENTS),
+                for at in (start..end).step_by(ROW_ELEMENTS as usize) {
+                    rows[member as usize].push(Row {
+                        elements: at..end.min(at + ROW_ELEMENTS),
                         number: count,
                     });
                     count += 1;
@@ -258,7 +256,7 @@ fn slots_of_leaves(plan: &Plan) -> Result<(Vec<Vec<Slot>>, u64), PlanError> {
             }
         }
     }
-    Ok((slots, count))
+    Ok((rows, count))
 }
 
 /// Stage `trust` on devices: enqueues all of it. Whether it runs there.
@@ -311,23 +309,23 @@ fn own_leaves(
         }
     };
     let resident = state.tables.kind == TableKind::Resident;
-    let slots = &mut own.slots;
+    let rows = &mut own.rows;
     for OwnSums { stage, runs } in parts.iter_mut().filter(|part| !part.runs.is_empty()) {
         let rule = state.storages[stage.storage].spec.rule;
-        let values: Vec<SetValues> = launches::set_values(state, rule).collect();
+        let values: Vec<GroupValues> = launches::group_values(state, rule).collect();
         reduce::with_gradients(plan, state, stage.bucket, |state| {
             for run in runs {
                 let Some(launch) = launches::with_batches(plan, state, stage, &run.batches) else {
                     continue;
                 };
-                let place = (slots.as_ref(), run.first);
+                let place = (rows.as_ref(), run.first);
                 if resident && run.table.is_none() {
                     run.table = backend.place_leaf_sums(&launch, &values, place)?;
                 }
                 match &run.table {
                     _ if leaves == Leaves::Tables => {}
                     Some(table) => backend.leaf_sums_of_table(&launch, table.as_ref())?,
-                    None => backend.leaf_sums_into(&launch, (slots.as_mut(), run.first))?,
+                    None => backend.leaf_sums_into(&launch, (rows.as_mut(), run.first))?,
                 }
             }
             Ok(())
@@ -339,13 +337,13 @@ fn own_leaves(
 
 /// Fills in the sums of all chunks.
 fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceTrust) -> Result<(), PlanError> {
-    step.backend.zero(own.slots.as_mut())?;
+    step.backend.zero(own.rows.as_mut())?;
     own_leaves(step.plan, step.state, step.backend, own, Leaves::Sums)?;
     let call = (Operation::AllReduce(ReduceOp::Sum), DType::F64, None);
-    let all = 0..own.slots.len_bytes();
-    gather::on_device(step.backend, step.comms, (&mut own.slots, all), call)?;
+    let all = 0..own.rows.len_bytes();
+    gather::on_device(step.backend, step.comms, (&mut own.rows, all), call)?;
     step.backend.fold_leaves(FoldLeaves {
-        leaves: own.slots.as_ref(),
+        leaves: own.rows.as_ref(),
         index: Some(own.index.as_ref()),
         places: own.places.as_ref(),
         partials: own.sums.as_mut(),

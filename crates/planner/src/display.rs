@@ -183,11 +183,11 @@ fn fmt_update(
             .map_or("", |r| plan.name(stage.storage, r.tensor));
         writeln!(
             f,
-            "  launch {index}: {} tensors, {} chunks, {} elements, {} sets: {} .. {}",
-            batch.records.len(),
-            batch.chunks,
-            grouped(batch.elements()),
-            batch.classes.len(),
+            "  launch {index}: {}, {}, {}, {}: {} .. {}",
+            counted(batch.records.len() as u64, "tensor"),
+            counted(batch.chunks.into(), "chunk"),
+            counted(batch.elements(), "element"),
+            counted(batch.groups.len() as u64, "group"),
             Quoted(first),
             Quoted(last),
         )?;
@@ -213,6 +213,12 @@ fn fmt_norm(plan: &Plan, f: &mut fmt::Formatter<'_>, norm: &Norm) -> fmt::Result
         write!(f, ", loss scale {}", scale.scale())?;
     }
     writeln!(f)
+}
+
+/// How many there are: 1 tensor, 2 tensors.
+fn counted(count: u64, what: &str) -> String {
+    let plural = if count == 1 { "" } else { "s" };
+    format!("{} {what}{plural}", grouped(count))
 }
 
 /// Digits in groups of three: 25,557,032.

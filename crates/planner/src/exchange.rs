@@ -22,7 +22,7 @@ use fusestep_tensor::{DType, Role};
 use crate::comms::Comms;
 use crate::device_norm::DeviceNorm;
 use crate::device_trust::DeviceTrust;
-use crate::group::Classes;
+use crate::group::ParameterGroups;
 use crate::step::RankStep;
 use crate::{Optimize, Plan, PlanError, State, batches, launches, reduce};
 
@@ -92,7 +92,7 @@ impl Exchange {
             trust_on_device: None,
             update_sums: None,
         };
-        exchange.refresh(plan, |_| true, &plan.classes)?;
+        exchange.refresh(plan, |_| true, &plan.groups)?;
         Ok(exchange)
     }
 
@@ -101,7 +101,7 @@ impl Exchange {
         &mut self,
         plan: &Plan,
         takes_part: impl Fn(usize) -> bool,
-        classes: &Classes,
+        groups: &ParameterGroups,
     ) -> Result<(), PlanError> {
         self.trust.clear();
         if let Some(trust) = &mut self.trust_on_device {
@@ -130,7 +130,7 @@ impl Exchange {
                 elements,
                 ..stage.clone()
             };
-            let batches = batches::of_update(plan, &own, &takes_part, classes)?;
+            let batches = batches::of_update(plan, &own, &takes_part, groups)?;
             self.trust.push((own, batches));
         }
         Ok(())

@@ -4,7 +4,7 @@ use fusestep_launch::LaunchLimits;
 use fusestep_tensor::ParamDesc;
 use serde::{Deserialize, Serialize};
 
-use crate::HyperClass;
+use crate::ParameterGroup;
 
 /// Whether a tensor fits into one launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -38,37 +38,37 @@ impl SizeClass {
 
 /// The distinct hyper-parameters of tensors, and each tensor's index among them.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Classes {
-    pub(crate) classes: Vec<HyperClass>,
+pub(crate) struct ParameterGroups {
+    pub(crate) groups: Vec<ParameterGroup>,
     pub(crate) of_param: Vec<u32>,
 }
 
-impl Classes {
-    /// Classes in order of first appearance; `steps_behind` gives each parameter's missed steps.
+impl ParameterGroups {
+    /// Groups in order of first appearance; `steps_behind` gives each parameter's missed steps.
     pub(crate) fn new(params: &[ParamDesc], steps_behind: impl Fn(usize) -> u64) -> Self {
         let mut found = std::collections::HashMap::new();
-        let mut classes = Vec::new();
+        let mut groups = Vec::new();
         let of_param = params.iter().enumerate().map(|(index, param)| {
-            let class = HyperClass {
+            let group = ParameterGroup {
                 lr_scale: param.lr_scale,
                 weight_decay: param.weight_decay,
                 trust: param.trust,
                 steps_behind: steps_behind(index),
             };
             // Validated values are finite and not negative, so equal bits are equal values but for
-            // the two zeros, which only cost a set.
+            // the two zeros, which only cost a group more.
             let key = (
-                class.lr_scale.to_bits(),
-                class.weight_decay.map(f64::to_bits),
-                class.trust,
-                class.steps_behind,
+                group.lr_scale.to_bits(),
+                group.weight_decay.map(f64::to_bits),
+                group.trust,
+                group.steps_behind,
             );
             *found.entry(key).or_insert_with(|| {
-                classes.push(class);
-                classes.len() as u32 - 1
+                groups.push(group);
+                groups.len() as u32 - 1
             })
         });
         let of_param = of_param.collect();
-        Self { classes, of_param }
+        Self { groups, of_param }
     }
 }

@@ -284,7 +284,7 @@ fn leave_out(plan: &Plan, state: &mut State, unit: &Unit) -> Result<(), PlanErro
                 plan,
                 stage,
                 |param| !without_gradient[param],
-                &schedule.classes,
+                &schedule.groups,
             )?;
         }
     }

@@ -1,12 +1,12 @@
 //! The launches of a plan's stages, on the memory of a state, and the scalars that they read.
 
-use fusestep_launch::{Batch, Launch, SetValues, TensorSums};
+use fusestep_launch::{Batch, GroupValues, Launch, TensorSums};
 
 use crate::device_trust::DeviceTrust;
 use crate::exchange::Exchange;
 use crate::norm::NormState;
 use crate::storage::StorageState;
-use crate::update_norms::UpdateSlots;
+use crate::update_norms::UpdateRows;
 use crate::{Optimize, Plan, State};
 
 /// The launch of a stage that updates; `None` if it has no batches.
@@ -69,40 +69,44 @@ fn launch<'a>(
             let on_device = on_device.and_then(DeviceTrust::sums);
             on_device.unwrap_or(TensorSums::Host(sums))
         }),
-        update_sums: storage.update_slots.as_mut().map(UpdateSlots::lend),
-        sets: &storage.sets,
+        update_sums: storage.update_rows.as_mut().map(UpdateRows::lend),
+        step_scalars: &storage.step_scalars,
         limits: plan.limits_of(storage.kernel.as_ref()),
     })
 }
 
-/// Derives every class's scalars for the step to come, in f64 and rounded once.
-pub(crate) fn write_sets(state: &mut State) {
+/// Derives every group's step scalars to come, in f64 and rounded once.
+pub(crate) fn write_step_scalars(state: &mut State) {
     for storage in 0..state.storages.len() {
-        let set_bytes = state.storages[storage].kernel.argument_layout().set_bytes;
-        for class in 0..state.schedule.classes.classes.len() {
+        let step_scalar_bytes = state.storages[storage]
+            .kernel
+            .argument_layout()
+            .step_scalar_bytes;
+        for group in 0..state.schedule.groups.groups.len() {
             let rule = state.storages[storage].spec.rule;
-            let values = values_of(state, rule, class);
+            let values = values_of(state, rule, group);
             let storage = &mut state.storages[storage];
-            let set = &mut storage.sets[class * set_bytes..][..set_bytes];
-            storage.kernel.write_set(values, set);
+            let step_scalars =
+                &mut storage.step_scalars[group * step_scalar_bytes..][..step_scalar_bytes];
+            storage.kernel.write_step_scalars(values, step_scalars);
         }
     }
 }
 
-/// The hyper-parameters of a class of one rule at the step to come.
-fn values_of(state: &State, rule: usize, class: usize) -> SetValues {
-    let class = &state.schedule.classes.classes[class];
-    SetValues {
+/// The hyper-parameters of a group of one rule at the step to come.
+fn values_of(state: &State, rule: usize, group: usize) -> GroupValues {
+    let group = &state.schedule.groups.groups[group];
+    GroupValues {
         lr: state.rate(rule),
-        lr_scale: class.lr_scale,
-        weight_decay: class.weight_decay,
-        trust: class.trust,
-        step: state.step + 1 - class.steps_behind,
+        lr_scale: group.lr_scale,
+        weight_decay: group.weight_decay,
+        trust: group.trust,
+        step: state.step + 1 - group.steps_behind,
     }
 }
 
-/// Those of all classes.
-pub(crate) fn set_values(state: &State, rule: usize) -> impl Iterator<Item = SetValues> {
-    let classes = 0..state.schedule.classes.classes.len();
-    classes.map(move |class| values_of(state, rule, class))
+/// Those of all groups.
+pub(crate) fn group_values(state: &State, rule: usize) -> impl Iterator<Item = GroupValues> {
+    let groups = 0..state.schedule.groups.groups.len();
+    groups.map(move |group| values_of(state, rule, group))
 }

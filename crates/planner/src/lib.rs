@@ -88,8 +88,8 @@ pub use rank_graph::RankGraph;
 pub use report::{GradReport, MicroStepReport, StepReport};
 pub use run::Lender;
 pub use stage::{
-    Accumulate, Broadcast, Extent, Gather, GradientRead, HyperClass, Norm, Optimize, Part, Reduce,
-    Reduced, Stage, StorageSpec, When,
+    Accumulate, Broadcast, Extent, Gather, GradientRead, Norm, Optimize, ParameterGroup, Part,
+    Reduce, Reduced, Stage, StorageSpec, When,
 };
 pub use state::{MAX_STEPS, State};
 pub use summary::PlanSummary;

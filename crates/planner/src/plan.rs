@@ -13,12 +13,12 @@ use smallvec::SmallVec;
 
 use crate::arena::kept_bytes;
 use crate::bucket::{Caps, Grain};
-use crate::group::Classes;
+use crate::group::ParameterGroups;
 use crate::norm::Gradients;
 use crate::passes::{GradientAccumulation, LocalSgd, Ownership, ReducedWhen};
 use crate::stage::Extent;
 use crate::{
-    Bucket, HyperClass, Norm, Note, Optimize, Optimizer, PlanError, Precisions, Segment, Stage,
+    Bucket, Norm, Note, Optimize, Optimizer, ParameterGroup, PlanError, Precisions, Segment, Stage,
     StorageSpec, TableKind, Tensors, Topology, When, ZeroStage,
 };
 
@@ -65,7 +65,7 @@ pub struct Plan {
     pub(crate) update_norms: bool,
     /// Whether a bucket whose gradients are there is updated before the step is run.
     pub(crate) in_backward: bool,
-    pub(crate) classes: Classes,
+    pub(crate) groups: ParameterGroups,
     pub(crate) naive_launches: usize,
     /// [`Plan::hash`], computed once the passes are through.
     pub(crate) hash: u64,
@@ -151,8 +151,8 @@ impl Plan {
     }
 
     /// The distinct hyper-parameters.
-    pub fn classes(&self) -> &[HyperClass] {
-        &self.classes.classes
+    pub fn groups(&self) -> &[ParameterGroup] {
+        &self.groups.groups
     }
 
     /// What the passes did and why: each application, split, skip and refusal.
@@ -435,7 +435,7 @@ impl Plan {
         self.storages[self.places[param].0].distributed
     }
 
-    /// Launches of a stage: before the updates from a resident table, one derives its sets.
+    /// Launches of a stage: before the updates from a resident table, one derives its step scalars.
     pub(crate) fn launches_of(&self, stage: &Optimize) -> usize {
         match self.table {
             TableKind::Resident => 2 * stage.batches.len(),

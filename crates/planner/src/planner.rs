@@ -11,7 +11,7 @@ use fusestep_tensor::{DType, ParamDesc, check_total_numel, check_unique_names};
 use serde::Serialize;
 
 use crate::batches::LaunchCount;
-use crate::group::Classes;
+use crate::group::ParameterGroups;
 use crate::norm::Gradients;
 use crate::passes::{CoalesceGradients, FuseOptimizer, Ownership, Pass};
 use crate::stage::{Reduce, Reduced};
@@ -275,7 +275,7 @@ impl Planner {
             gradients: Gradients::default(),
             update_norms: false,
             in_backward: false,
-            classes: Classes::new(params, |_| 0),
+            groups: ParameterGroups::new(params, |_| 0),
             naive_launches: 0,
             hash: 0,
         };

@@ -82,7 +82,7 @@ pub(crate) fn begin_update(
         }
     };
     if !derived {
-        launches::write_sets(state);
+        launches::write_step_scalars(state);
     }
     Ok(Begun {
         report: StepReport {

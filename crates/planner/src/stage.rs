@@ -13,7 +13,7 @@ use crate::passes::{GradientAccumulation, LocalSgd};
 /// Hyper-parameters that tensors share; a per-tensor index in the argument table, never a reason to
 /// split a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct HyperClass {
+pub struct ParameterGroup {
     /// Factor on the learning rate.
     pub lr_scale: f64,
     /// Weight decay; `None` for the optimizer's.

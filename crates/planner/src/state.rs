@@ -10,7 +10,7 @@ use fusestep_tensor::{DType, ParamDesc, Role};
 use crate::arena::GradientArena;
 use crate::average::Adapting;
 use crate::exchange::Exchange;
-use crate::group::Classes;
+use crate::group::ParameterGroups;
 use crate::in_backward::InBackward;
 use crate::master::Masters;
 use crate::norm::NormState;
@@ -75,7 +75,7 @@ pub struct State {
 /// The batches to run: the plan's own, unless tensors are without gradient or behind.
 #[derive(Debug)]
 pub(crate) struct Schedule {
-    pub(crate) classes: Classes,
+    pub(crate) groups: ParameterGroups,
     /// One entry for each stage that updates.
     pub(crate) batches: Vec<Vec<Batch>>,
     /// One entry for each read of stage `norm`.

@@ -6,7 +6,7 @@ use fusestep_launch::{ListBuffer, MAX_SUMS, MultiTensorKernel};
 use fusestep_tensor::Role;
 
 use crate::stage::{Extent, Part};
-use crate::update_norms::UpdateSlots;
+use crate::update_norms::UpdateRows;
 use crate::{PlanError, StorageSpec};
 
 /// The arenas of one storage and the scalars its kernel reads.
@@ -19,12 +19,12 @@ pub(crate) struct StorageState {
     /// empty if all begin with 0.
     pub(crate) firsts: Vec<u64>,
     pub(crate) scalars: Vec<u8>,
-    /// One set for each class of the schedule.
-    pub(crate) sets: Vec<u8>,
+    /// Those of each group of the schedule, one after the other.
+    pub(crate) step_scalars: Vec<u8>,
     /// Sums over whole tensors, from all ranks, where a layer-wise rule updates parts of them.
     pub(crate) tensor_sums: Option<Vec<[f64; MAX_SUMS]>>,
     /// Where updates leave sums over what they change, if the plan asks for them.
-    pub(crate) update_slots: Option<UpdateSlots>,
+    pub(crate) update_rows: Option<UpdateRows>,
 }
 
 impl std::fmt::Debug for StorageState {

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use fusestep_launch::{
-    Backend, Launch, LaunchReport, Reduce, ResidentTable, SetValues, TensorSums,
+    Backend, GroupValues, Launch, LaunchReport, Reduce, ResidentTable, TensorSums,
 };
 use fusestep_tensor::Role;
 use serde::Serialize;
@@ -124,7 +124,7 @@ pub(crate) struct Tables {
     pub(crate) reads: Vec<Option<Box<dyn ResidentTable>>>,
     /// Which tables these are among all that were built; 0 before the first.
     pub(crate) generation: u64,
-    /// The bits of the learning rates that they derive sets from, of each rule.
+    /// The bits of the learning rates that they derive step scalars from, of each rule.
     rates: Vec<u64>,
     /// Steps enqueued whose outcome the host does not know.
     pub(crate) pending: u64,
@@ -170,7 +170,7 @@ pub(crate) fn read_applied(state: &mut State, backend: &dyn Backend) -> Result<u
     }
 }
 
-/// Makes batches and tables ready for a step; whether the backend derives the sets itself.
+/// Makes batches and tables ready for a step; whether the backend derives the step scalars itself.
 pub(crate) fn prepare(
     plan: &Plan,
     state: &mut State,
@@ -189,11 +189,11 @@ pub(crate) fn prepare(
     }
     publish_lr(state, backend)?;
     // Those of several ranks are built with the first launch of each stage, and not for all.
-    Ok(plan.topology.world == 1 && derives_sets(state))
+    Ok(plan.topology.world == 1 && derives_step_scalars(state))
 }
 
-/// Whether the backend has tables and derives the sets itself.
-fn derives_sets(state: &State) -> bool {
+/// Whether the backend has tables and derives the step scalars itself.
+fn derives_step_scalars(state: &State) -> bool {
     let mut all = state.tables.updates.iter().zip(&state.schedule.batches);
     all.all(|(table, batches)| table.is_some() || batches.is_empty())
 }
@@ -255,7 +255,7 @@ pub(crate) fn place_update(
     backend: &dyn Backend,
 ) -> Result<Option<Box<dyn ResidentTable>>, PlanError> {
     let rule = state.storages[stage.storage].spec.rule;
-    let values: Vec<SetValues> = launches::set_values(state, rule).collect();
+    let values: Vec<GroupValues> = launches::group_values(state, rule).collect();
     Ok(match launches::of_stage(plan, state, stage, update) {
         // Sums that the host has go with arguments.
         Some(Launch {

@@ -11,14 +11,14 @@ use crate::{Plan, PlanError, State, StepReport, StorageSpec};
 
 /// Places for the sums over what updates change in one storage.
 #[derive(Debug)]
-pub(crate) struct UpdateSlots {
+pub(crate) struct UpdateRows {
     /// A [`UnitSums`] for each chunk.
-    slots: Box<dyn Buffer>,
-    /// Slot of each tensor's first chunk, and one past the last tensor's.
+    rows: Box<dyn Buffer>,
+    /// Row of each tensor's first chunk, and one past the last tensor's.
     firsts: Vec<u64>,
 }
 
-impl UpdateSlots {
+impl UpdateRows {
     pub(crate) fn allocate(spec: &StorageSpec, backend: &dyn Backend) -> Result<Self, PlanError> {
         let mut firsts = Vec::with_capacity(spec.members.len() + 1);
         let mut next = 0;
@@ -29,8 +29,8 @@ impl UpdateSlots {
             firsts.push(next);
         }
         Ok(Self {
-            // A slot is smaller than the chunk's elements, of which there is a list as long.
-            slots: backend.allocate(next as usize * size_of::<UnitSums>())?,
+            // A row is smaller than the chunk's elements, of which there is a list as long.
+            rows: backend.allocate(next as usize * size_of::<UnitSums>())?,
             firsts,
         })
     }
@@ -38,7 +38,7 @@ impl UpdateSlots {
     /// What a launch borrows of them.
     pub(crate) fn lend(&mut self) -> UpdateSums<'_> {
         UpdateSums {
-            slots: self.slots.as_mut(),
+            rows: self.rows.as_mut(),
             firsts: &self.firsts,
         }
     }
@@ -51,7 +51,7 @@ pub(crate) struct UpdateReader {
     chunks: Vec<f64>,
     /// Each parameter's first chunk, and one past the last's.
     firsts: Vec<usize>,
-    /// A copy of slots that the host cannot read in place.
+    /// A copy of rows that the host cannot read in place.
     copy: Vec<UnitSums>,
 }
 
@@ -189,16 +189,16 @@ fn read_sums(
     let mut copied = None;
     for (&storage, batches) in state.updated.iter().zip(&state.schedule.batches) {
         let own = &state.storages[storage];
-        let Some(UpdateSlots { slots, firsts }) = &own.update_slots else {
+        let Some(UpdateRows { rows, firsts }) = &own.update_rows else {
             continue;
         };
-        let units: &[UnitSums] = match slots.host() {
+        let units: &[UnitSums] = match rows.host() {
             Some(bytes) => bytemuck::cast_slice(bytes),
             None => {
                 if copied != Some(storage) {
-                    let count = slots.len_bytes() / size_of::<UnitSums>();
+                    let count = rows.len_bytes() / size_of::<UnitSums>();
                     copy.resize(count, UnitSums::default());
-                    backend.read(slots.as_ref(), 0, bytemuck::cast_slice_mut(copy))?;
+                    backend.read(rows.as_ref(), 0, bytemuck::cast_slice_mut(copy))?;
                     copied = Some(storage);
                 }
                 copy

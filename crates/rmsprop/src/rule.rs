@@ -4,8 +4,8 @@ use fusestep_elementwise::{
     Compute, ElementRule, Entries, Update, element_kernel, padded_bytes, read_values, run_format,
 };
 use fusestep_launch::{
-    Domain, Format, HostRun, MultiTensorKernel, Objective, Precision, RuleError, SetValues,
-    UpdateRule, check_hyper, entry, sets_entry,
+    Domain, Format, GroupValues, HostRun, MultiTensorKernel, Objective, Precision, RuleError,
+    UpdateRule, check_hyper, entry, step_scalars_entry,
 };
 use fusestep_tensor::{DType, Role};
 
@@ -122,7 +122,7 @@ impl ElementRule<4, 2> for RmsProp {
     fn entries(format: Format) -> Entries {
         Entries {
             update: entry!("rmsprop", format),
-            sets: sets_entry!("rmsprop", format),
+            step_scalars: step_scalars_entry!("rmsprop", format),
         }
     }
 
@@ -156,7 +156,7 @@ impl ElementRule<4, 2> for RmsProp {
         [self.alpha, 1.0 - self.alpha, self.eps, self.momentum]
     }
 
-    fn set(&self, values: SetValues) -> [f64; 2] {
+    fn step_scalars(&self, values: GroupValues) -> [f64; 2] {
         [
             // The learning rate times the tensor's own factor.
             values.lr * values.lr_scale,
@@ -165,7 +165,7 @@ impl ElementRule<4, 2> for RmsProp {
         ]
     }
 
-    fn hyper_parameters_of_sets(&self) -> Vec<f64> {
+    fn hyper_parameters_of_step_scalars(&self) -> Vec<f64> {
         vec![self.weight_decay]
     }
 
@@ -201,11 +201,11 @@ struct RmsPropUpdate<T, const CENTERED: bool> {
 
 /// The state is the mean square, the mean if centered, and the velocity if one is left.
 impl<T: Compute, const N: usize, const CENTERED: bool> Update<T, N> for RmsPropUpdate<T, CENTERED> {
-    type Set = [T; 2];
-    const SET_BYTES: usize = padded_bytes::<T>(2);
+    type StepScalars = [T; 2];
+    const STEP_SCALAR_BYTES: usize = padded_bytes::<T>(2);
 
     #[inline(always)]
-    fn set(&self, bytes: &[u8]) -> [T; 2] {
+    fn step_scalars(&self, bytes: &[u8]) -> [T; 2] {
         read_values(bytes)
     }
 

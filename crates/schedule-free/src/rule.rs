@@ -5,8 +5,8 @@ use fusestep_elementwise::{
     read_values, run_format,
 };
 use fusestep_launch::{
-    Domain, Format, HostRun, MultiTensorKernel, Precision, RuleError, SetValues, UpdateRule,
-    check_hyper, entry, sets_entry,
+    Domain, Format, GroupValues, HostRun, MultiTensorKernel, Precision, RuleError, UpdateRule,
+    check_hyper, entry, step_scalars_entry,
 };
 use fusestep_tensor::{DType, Role};
 
@@ -130,7 +130,7 @@ impl ElementRule<2, 6> for ScheduleFree {
     fn entries(format: Format) -> Entries {
         Entries {
             update: entry!("schedule_free", format),
-            sets: sets_entry!("schedule_free", format),
+            step_scalars: step_scalars_entry!("schedule_free", format),
         }
     }
 
@@ -147,7 +147,7 @@ impl ElementRule<2, 6> for ScheduleFree {
     }
 
     // g / (√(v / (1 − β₂ᵗ)) + ε) is b·g / (√v + ε·b) with b = √(1 − β₂ᵗ).
-    fn set(&self, values: SetValues) -> [f64; 6] {
+    fn step_scalars(&self, values: GroupValues) -> [f64; 6] {
         let (warmed, share) = self.warmed_and_share(values.step);
         let lr = values.lr * values.lr_scale * warmed;
         let bias2_sqrt = (1.0 - integer_power(self.beta2, values.step)).sqrt();
@@ -166,7 +166,7 @@ impl ElementRule<2, 6> for ScheduleFree {
         ]
     }
 
-    fn hyper_parameters_of_sets(&self) -> Vec<f64> {
+    fn hyper_parameters_of_step_scalars(&self) -> Vec<f64> {
         let warmup_steps = f64::from(self.warmup_steps);
         vec![
             self.beta1,
@@ -189,11 +189,11 @@ struct ScheduleFreeUpdate<T> {
 }
 
 impl<T: Compute> Update<T, 2> for ScheduleFreeUpdate<T> {
-    type Set = [T; 6];
-    const SET_BYTES: usize = padded_bytes::<T>(6);
+    type StepScalars = [T; 6];
+    const STEP_SCALAR_BYTES: usize = padded_bytes::<T>(6);
 
     #[inline(always)]
-    fn set(&self, bytes: &[u8]) -> [T; 6] {
+    fn step_scalars(&self, bytes: &[u8]) -> [T; 6] {
         read_values(bytes)
     }
 

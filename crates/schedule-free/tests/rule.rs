@@ -1,7 +1,7 @@
 //! Settings that the rule refuses, and what a step takes of them.
 
 use fusestep_elementwise::ElementRule;
-use fusestep_launch::{Precision, SetValues, UpdateRule};
+use fusestep_launch::{GroupValues, Precision, UpdateRule};
 use fusestep_schedule_free::ScheduleFree;
 use fusestep_tensor::DType;
 
@@ -14,7 +14,7 @@ fn shares_are_the_weights_over_their_sum() {
         };
         let mut sum = 0.0;
         for step in 1..=300u64 {
-            let [warmed, share, ..] = rule.set(SetValues {
+            let [warmed, share, ..] = rule.step_scalars(GroupValues {
                 lr: 1.0,
                 lr_scale: 1.0,
                 weight_decay: None,

@@ -61,7 +61,7 @@ pub struct Participant<H, F> {
 }
 
 struct Inner<H, F> {
-    slots: Box<[Slot<H>]>,
+    places: Box<[Place<H>]>,
     /// Arrivals of all rounds, and [`FAILED`]. Round `k` (from 1) is open from the moment that `k
     /// · parties` is reached.
     gate: Padded,
@@ -76,7 +76,7 @@ struct Inner<H, F> {
 struct Padded(AtomicU64);
 
 #[repr(align(128))]
-struct Slot<H> {
+struct Place<H> {
     /// The last round this party has arrived at; names late parties and guards nothing.
     arrived: AtomicU64,
     brought: Cell<Brought<H>>,
@@ -118,7 +118,7 @@ unsafe impl<H: Send + Sync, F: Send> Send for Inner<H, F> {}
 
 /// Places for `parties` parties; the index in the list is the party.
 pub fn participants<H, F>(parties: usize) -> Vec<Participant<H, F>> {
-    let slot = || Slot {
+    let place = || Place {
         arrived: AtomicU64::new(0),
         brought: Cell::new(Brought {
             header: None,
@@ -131,7 +131,7 @@ pub fn participants<H, F>(parties: usize) -> Vec<Participant<H, F>> {
         claimed: Claimed(AtomicUsize::new(0)),
     };
     let rendezvous = Rendezvous(Arc::new(Inner {
-        slots: (0..parties).map(|_| slot()).collect(),
+        places: (0..parties).map(|_| place()).collect(),
         gate: Padded(AtomicU64::new(0)),
         departed: Padded(AtomicU64::new(0)),
         failure: Mutex::new(None),
@@ -193,7 +193,7 @@ impl<H, F: Clone> Rendezvous<H, F> {
     /// Closes the rendezvous because `round` did not open in time; `None` if it has opened after
     /// all.
     fn fail_late(&self, round: u64, name: impl FnOnce(&[usize]) -> F) -> Option<F> {
-        let target = round * self.0.slots.len() as u64;
+        let target = round * self.0.places.len() as u64;
         let mut kept = self.lock();
         let closed = self
             .0
@@ -204,7 +204,7 @@ impl<H, F: Clone> Rendezvous<H, F> {
             });
         match closed {
             Ok(gate) => {
-                let present = self.0.slots.len() as u64 - (target - gate);
+                let present = self.0.places.len() as u64 - (target - gate);
                 *kept = Some(name(&self.late(round, present as usize)));
             }
             Err(gate) if gate & !FAILED >= target => return None,
@@ -219,11 +219,11 @@ impl<H, F: Clone> Rendezvous<H, F> {
     /// The parties that are not among the `present` ones of `round`.
     fn late(&self, round: u64, present: usize) -> Vec<usize> {
         loop {
-            let slots = self.0.slots.iter().enumerate();
-            let missing = slots.filter(|(_, slot)| slot.arrived.load(Ordering::SeqCst) < round);
+            let places = self.0.places.iter().enumerate();
+            let missing = places.filter(|(_, place)| place.arrived.load(Ordering::SeqCst) < round);
             let late: Vec<usize> = missing.map(|(party, _)| party).collect();
             // A party says that it has arrived a moment after it is counted.
-            if late.len() + present == self.0.slots.len() {
+            if late.len() + present == self.0.places.len() {
                 return late;
             }
             yield_now();
@@ -245,7 +245,7 @@ impl<H, F: Clone> Participant<H, F> {
 
     /// The number of parties.
     pub fn parties(&self) -> usize {
-        self.rendezvous.0.slots.len()
+        self.rendezvous.0.places.len()
     }
 
     /// Its number among the parties.
@@ -273,7 +273,7 @@ impl<H, F: Clone> Participant<H, F> {
         work: impl FnOnce(&mut Peers<'_, H>) -> R,
     ) -> Result<R, F> {
         let inner = &*self.rendezvous.0;
-        let parties = inner.slots.len();
+        let parties = inner.places.len();
         assert!(
             cuts(contribution.ends, contribution.writable.len(), parties),
             "ends must rise from 0 to the length of `writable`, one for each party"
@@ -285,19 +285,19 @@ impl<H, F: Clone> Participant<H, F> {
         if inner.gate.0.load(Ordering::SeqCst) & FAILED != 0 {
             return Err(self.rendezvous.broken());
         }
-        let slot = &inner.slots[self.party];
+        let place = &inner.places[self.party];
         let reserved = contribution.reserved;
-        slot.brought.with_mut(|brought| {
-            // SAFETY: nobody reads this party's slot now: readers are parties in an open round, the
-            // last round this party was in is over (the wait in `Departure` saw all
+        place.brought.with_mut(|brought| {
+            // SAFETY: nobody reads this party's place now: readers are parties in an open round,
+            // the last round this party was in is over (the wait in `Departure` saw all
             // departures), and the next cannot open without the arrival below.
             bring(unsafe { &mut *brought }, contribution)
         });
         // For the same reasons nobody claims now.
-        slot.claimed.0.store(reserved, Ordering::Relaxed);
+        place.claimed.0.store(reserved, Ordering::Relaxed);
         self.rendezvous.arrive()?;
         self.round += 1;
-        slot.arrived.store(self.round, Ordering::SeqCst);
+        place.arrived.store(self.round, Ordering::SeqCst);
         let target = self.round * parties as u64;
         let gate = || inner.gate.0.load(Ordering::SeqCst);
         let opened = || gate() & !FAILED >= target;
@@ -321,7 +321,7 @@ impl<H, F: Clone> Participant<H, F> {
         // `work` returns or panics.
         let _departure = Departure { inner, target };
         Ok(work(&mut Peers {
-            slots: &inner.slots,
+            places: &inner.places,
             party: self.party,
             reserved,
             has_replicas: true,
@@ -343,7 +343,7 @@ fn cuts(ends: &[usize], len: usize, parties: usize) -> bool {
     ends.len() == parties && ends.is_sorted() && ends.last().is_none_or(|&last| last == len)
 }
 
-/// Writes a contribution, whose ends were checked by `cuts`, into the party's slot. Only lifetimes
+/// Writes a contribution, whose ends were checked by `cuts`, into the party's place. Only lifetimes
 /// get lost here.
 fn bring<H>(brought: &mut Brought<H>, contribution: Contribution<'_, H>) {
     brought.header = Some(contribution.header);
@@ -390,7 +390,7 @@ impl<H, F> Drop for Departure<'_, H, F> {
 impl<H, F> std::fmt::Debug for Rendezvous<H, F> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Rendezvous")
-            .field("parties", &self.0.slots.len())
+            .field("parties", &self.0.places.len())
             .finish()
     }
 }

@@ -55,7 +55,7 @@ impl Case {
 
     /// This case with every third parameter at half the learning rate and every fifth without
     /// weight decay.
-    pub fn with_hyper_classes(mut self) -> Self {
+    pub fn with_groups(mut self) -> Self {
         for (index, param) in self.params.iter_mut().enumerate() {
             if index % 3 == 1 {
                 param.lr_scale = 0.5;

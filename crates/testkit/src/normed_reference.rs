@@ -2,7 +2,7 @@
 
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::{Excluded, Lars, Trust};
-use fusestep_launch::SetValues;
+use fusestep_launch::GroupValues;
 use fusestep_planner::Plan;
 use fusestep_tensor::{DType, ParamDesc, Role};
 
@@ -185,7 +185,7 @@ impl<'a> Scales<'a> {
 }
 
 fn trust_of(excluded: Excluded, param: &ParamDesc) -> Trust {
-    excluded.trust(&SetValues {
+    excluded.trust(&GroupValues {
         lr: 1.0,
         lr_scale: param.lr_scale,
         weight_decay: param.weight_decay,

@@ -3,8 +3,8 @@
 use std::sync::{Mutex, PoisonError};
 
 use fusestep_launch::{
-    Backend, BackendError, Batch, Buffer, CONCLUSION_BYTES, Conclude, Graph, Launch, LaunchLimits,
-    LaunchReport, Reduce, ResidentTable, SetValues,
+    Backend, BackendError, Batch, Buffer, CONCLUSION_BYTES, Conclude, Graph, GroupValues, Launch,
+    LaunchLimits, LaunchReport, Reduce, ResidentTable,
 };
 
 /// Argument bytes of a launch from a resident table: two addresses.
@@ -17,8 +17,8 @@ pub struct RecordedLaunch {
     pub entry: &'static str,
     /// Tensors, or parts of tensors, in the launch.
     pub records: usize,
-    /// Sets of hyper-parameters in the launch.
-    pub sets: usize,
+    /// Groups of hyper-parameters in the launch.
+    pub groups: usize,
     /// Blocks.
     pub chunks: u32,
     /// Elements updated.
@@ -89,7 +89,7 @@ impl<B: Backend> Backend for Recorder<B> {
     fn place_table(
         &self,
         launch: &Launch<'_>,
-        values: &[SetValues],
+        values: &[GroupValues],
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
         self.inner.place_table(launch, values)
     }
@@ -102,22 +102,22 @@ impl<B: Backend> Backend for Recorder<B> {
         let recorded = |entry, batch: &Batch, chunks| RecordedLaunch {
             entry,
             records: batch.records.len(),
-            sets: batch.classes.len(),
+            groups: batch.groups.len(),
             chunks,
             elements: batch.elements(),
             argument_bytes: RESIDENT_BYTES,
         };
-        let derives = launch.kernel.resident().map(|sets| sets.entry);
-        let sets = launch.batches.iter().filter_map(|batch| {
-            let sets = recorded(derives?, batch, 1);
+        let derives = launch.kernel.resident().map(|resident| resident.entry);
+        let derivations = launch.batches.iter().filter_map(|batch| {
+            let derivation = recorded(derives?, batch, 1);
             Some(RecordedLaunch {
                 elements: 0,
-                ..sets
+                ..derivation
             })
         });
         let entry = launch.kernel.entry();
         let batches = launch.batches.iter();
-        self.record(sets.chain(batches.map(|batch| recorded(entry, batch, batch.chunks))));
+        self.record(derivations.chain(batches.map(|batch| recorded(entry, batch, batch.chunks))));
         self.inner.launch_table(launch, table)
     }
 
@@ -141,7 +141,7 @@ impl<B: Backend> Backend for Recorder<B> {
         self.record(reduce.batches.iter().map(|batch| RecordedLaunch {
             entry,
             records: batch.records.len(),
-            sets: 0,
+            groups: 0,
             chunks: batch.chunks,
             elements: 0,
             argument_bytes: RESIDENT_BYTES,
@@ -162,10 +162,10 @@ impl<B: Backend> Backend for Recorder<B> {
         self.record(launch.batches.iter().map(|batch| RecordedLaunch {
             entry,
             records: batch.records.len(),
-            sets: batch.classes.len(),
+            groups: batch.groups.len(),
             chunks: batch.chunks,
             elements: batch.elements(),
-            argument_bytes: layout.bytes(batch.records.len(), batch.classes.len()),
+            argument_bytes: layout.bytes(batch.records.len(), batch.groups.len()),
         }));
         self.inner.launch(launch)
     }
@@ -176,7 +176,7 @@ impl<B: Backend> Backend for Recorder<B> {
         self.record(reduce.batches.iter().map(|batch| RecordedLaunch {
             entry,
             records: batch.records.len(),
-            sets: 0,
+            groups: 0,
             chunks: batch.chunks,
             elements: 0,
             argument_bytes: layout.bytes(batch.records.len(), 0),
@@ -188,7 +188,7 @@ impl<B: Backend> Backend for Recorder<B> {
         self.record([RecordedLaunch {
             entry: conclude.rule.entry(),
             records: 0,
-            sets: 0,
+            groups: 0,
             chunks: 1,
             elements: 0,
             argument_bytes: CONCLUSION_BYTES + conclude.scalars.len(),

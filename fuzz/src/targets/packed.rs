@@ -4,14 +4,14 @@ use std::num::NonZeroUsize;
 
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::{
-    Access, Addresses, ArgumentLayout, Backend, Batch, CLASS_BYTES, FLAG_RESIDENT, FLAG_STOCHASTIC,
-    HostRun, Launch, LaunchLimits, ListBuffer, MultiTensorKernel, ORIGIN_WORDS, ResidentSets,
-    STEPS_BYTES, SetValues, TensorAddresses, TensorList, pack, pack_launch_of_table, pack_steps,
-    pack_table, pack_tensors,
+    Access, Addresses, ArgumentLayout, Backend, Batch, FLAG_RESIDENT, FLAG_STOCHASTIC, GROUP_BYTES,
+    GroupValues, HostRun, Launch, LaunchLimits, ListBuffer, MultiTensorKernel, ORIGIN_WORDS,
+    ResidentStepScalars, STEPS_BYTES, TensorAddresses, TensorList, pack, pack_launch_of_table,
+    pack_steps, pack_table, pack_tensors,
 };
 use fusestep_tensor::{DType, Role};
 
-/// Classes of tensors.
+/// Groups of tensors.
 const CLASSES: usize = 256;
 
 /// Chunks beyond which a launch's table is not made: it has a word for each.
@@ -45,7 +45,7 @@ impl MultiTensorKernel for Kernel {
         self.flags
     }
     fn write_scalars(&self, _: &mut [u8]) {}
-    fn write_set(&self, _: SetValues, _: &mut [u8]) {}
+    fn write_step_scalars(&self, _: GroupValues, _: &mut [u8]) {}
     fn run_host(&self, _: HostRun<'_, '_>) {}
 }
 
@@ -58,7 +58,7 @@ pub(super) struct Packer {
     lists: Vec<ListBuffer>,
     firsts: Vec<u64>,
     scalars: Vec<u8>,
-    sets: Vec<u8>,
+    step_scalars: Vec<u8>,
     addresses: Vec<u64>,
     out: Vec<u8>,
 }
@@ -111,7 +111,7 @@ impl Packer {
             members: (0..offsets.len() as u32).rev().collect(),
             offsets,
             scalars: (0..layout.scalar_bytes).map(|at| at as u8).collect(),
-            sets: (0..layout.set_bytes * CLASSES)
+            step_scalars: (0..layout.step_scalar_bytes * CLASSES)
                 .map(|at| (at / 3) as u8)
                 .collect(),
             out: vec![0xa5; limits.argument_bytes],
@@ -143,7 +143,7 @@ impl Packer {
             grad_sums: None,
             tensor_sums: None,
             update_sums: None,
-            sets: &self.sets,
+            step_scalars: &self.step_scalars,
             limits: self.limits,
         };
         let (lists, control) = (&self.addresses[..], CONTROL);
@@ -170,15 +170,17 @@ impl Packer {
     fn expected(&self, batch: &Batch, base: impl Fn(&Self, usize, usize) -> u64) -> Vec<u8> {
         let mut out = Vec::new();
         let flags = self.kernel.flags;
-        let counts = [batch.records.len() as u32, batch.classes.len() as u32];
+        let counts = [batch.records.len() as u32, batch.groups.len() as u32];
         for value in [counts[0], counts[1], self.limits.chunk_elements, flags] {
             out.extend(value.to_le_bytes());
         }
         out.extend(CONTROL.to_le_bytes());
         out.extend(&self.scalars);
-        let set_bytes = self.kernel.layout.set_bytes;
-        for &class in &batch.classes {
-            out.extend(&self.sets[class as usize * set_bytes..][..set_bytes]);
+        let step_scalar_bytes = self.kernel.layout.step_scalar_bytes;
+        for &group in &batch.groups {
+            out.extend(
+                &self.step_scalars[group as usize * step_scalar_bytes..][..step_scalar_bytes],
+            );
         }
         for record in &batch.records {
             let tensor = record.tensor as usize;
@@ -192,7 +194,7 @@ impl Packer {
             }
             out.extend(record.numel.to_le_bytes());
             out.extend(record.first_chunk.to_le_bytes());
-            out.extend(u32::from(record.set).to_le_bytes());
+            out.extend(u32::from(record.group).to_le_bytes());
         }
         out
     }
@@ -228,34 +230,34 @@ fn check_table(
     )
 }
 
-/// What sets are derived from: as many bytes as are said, and the steps taken before.
+/// What step scalars are derived from: as many bytes as are said, and the steps taken before.
 fn check_steps(layout: ArgumentLayout, batch: &Batch) -> Result<(), String> {
-    let sets = ResidentSets::new("fuzz_sets_f32", &[0.5, 0.25], 9);
-    let values: Vec<SetValues> = (0..CLASSES as u64)
-        .map(|class| SetValues {
+    let step_scalars = ResidentStepScalars::new("fuzz_sets_f32", &[0.5, 0.25], 9);
+    let values: Vec<GroupValues> = (0..CLASSES as u64)
+        .map(|group| GroupValues {
             lr: 0.125,
-            lr_scale: class as f64,
+            lr_scale: group as f64,
             weight_decay: None,
             trust: None,
-            step: class,
+            step: group,
         })
         .collect();
-    let steps = pack_steps(&sets, layout, batch, &values);
-    if steps.len() != STEPS_BYTES + batch.classes.len() * CLASS_BYTES {
+    let steps = pack_steps(&step_scalars, layout, batch, &values);
+    if steps.len() != STEPS_BYTES + batch.groups.len() * GROUP_BYTES {
         return Err(format!("{} bytes of steps", steps.len()));
     }
-    for (class, bytes) in batch
-        .classes
+    for (group, bytes) in batch
+        .groups
         .iter()
-        .zip(steps[STEPS_BYTES..].chunks(CLASS_BYTES))
+        .zip(steps[STEPS_BYTES..].chunks(GROUP_BYTES))
     {
-        let taken = u64::from(*class).saturating_sub(1);
+        let taken = u64::from(*group).saturating_sub(1);
         same(
-            "steps of a class",
+            "steps of a group",
             &bytes[..8],
-            &f64::from(*class).to_le_bytes(),
+            &f64::from(*group).to_le_bytes(),
         )?;
-        same("steps of a class", &bytes[16..24], &taken.to_le_bytes())?;
+        same("steps of a group", &bytes[16..24], &taken.to_le_bytes())?;
     }
     Ok(())
 }

@@ -15,7 +15,7 @@ pub(crate) fn run(input: &[u8]) -> Outcome {
     let mut numbers = Numbers(input);
     let layout = ArgumentLayout {
         scalar_bytes: numbers.below(200) as usize,
-        set_bytes: numbers.below(100) as usize,
+        step_scalar_bytes: numbers.below(100) as usize,
         lists: numbers.below(9) as usize,
     };
     let limits = LaunchLimits {
@@ -33,7 +33,7 @@ pub(crate) fn run(input: &[u8]) -> Outcome {
                 0 => numbers.below(1 << 50),
                 _ => numbers.below(1 << 20),
             },
-            class: numbers.byte().into(),
+            group: numbers.byte().into(),
         });
     }
     let made = match batches("fuzz", tensors.iter().copied(), layout, limits) {
@@ -50,7 +50,7 @@ pub(crate) fn run(input: &[u8]) -> Outcome {
         .filter(|tensor| tensor.numel > 0)
         .peekable();
     for batch in &made {
-        let bytes = layout.bytes(batch.records.len(), batch.classes.len());
+        let bytes = layout.bytes(batch.records.len(), batch.groups.len());
         if bytes > limits.argument_bytes || batch.chunks > limits.chunks_per_launch {
             let chunks = batch.chunks;
             return Err(format!("a launch of {bytes} bytes and {chunks} chunks"));
@@ -75,11 +75,11 @@ fn take_out(
         let Some(tensor) = left.peek_mut() else {
             return Err("more records than tensors".to_owned());
         };
-        let class = batch.classes.get(usize::from(record.set));
-        let (first, expected_class) = (tensor.first_element, Some(&tensor.class));
-        let expected = (tensor.tensor, first, chunks, expected_class);
+        let group = batch.groups.get(usize::from(record.group));
+        let (first, expected_group) = (tensor.first_element, Some(&tensor.group));
+        let expected = (tensor.tensor, first, chunks, expected_group);
         let (first, first_chunk) = (record.first_element, record.first_chunk);
-        let found = (record.tensor, first, first_chunk, class);
+        let found = (record.tensor, first, first_chunk, group);
         if found != expected || !(1..=tensor.numel).contains(&record.numel) {
             return Err(format!("expected {expected:?}, found {record:?}"));
         }

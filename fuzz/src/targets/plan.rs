@@ -105,17 +105,17 @@ fn dim(numbers: &mut Numbers<'_>) -> u64 {
 }
 
 /// Elements of a tensor of a storage that one launch updates.
-type Piece = (usize, u32, Range<u64>);
+type TensorPart = (usize, u32, Range<u64>);
 
 /// Every element is updated once: on every rank, or on one of all.
 fn check(world: usize, plan_of: impl Fn(usize) -> Result<Plan, String>) -> Result<(), String> {
-    let mut pooled: Vec<Piece> = Vec::new();
+    let mut pooled: Vec<TensorPart> = Vec::new();
     let (mut whole, mut expected) = (true, 0);
     for rank in 0..world {
         let plan = plan_of(rank)?;
         expected = plan.params().iter().map(ParamDesc::numel).sum();
-        let mut own = pieces(&plan);
-        own.sort_by_key(piece_start);
+        let mut own = parts(&plan);
+        own.sort_by_key(part_start);
         disjoint(&own)?;
         whole &= numel(&own) == expected;
         pooled.append(&mut own);
@@ -123,7 +123,7 @@ fn check(world: usize, plan_of: impl Fn(usize) -> Result<Plan, String>) -> Resul
     if whole {
         return Ok(());
     }
-    pooled.sort_by_key(piece_start);
+    pooled.sort_by_key(part_start);
     disjoint(&pooled)?;
     match numel(&pooled) {
         found if found == expected => Ok(()),
@@ -133,31 +133,31 @@ fn check(world: usize, plan_of: impl Fn(usize) -> Result<Plan, String>) -> Resul
     }
 }
 
-fn pieces(plan: &Plan) -> Vec<Piece> {
-    let mut pieces = Vec::new();
+fn parts(plan: &Plan) -> Vec<TensorPart> {
+    let mut parts = Vec::new();
     for stage in plan.stages() {
         let (Stage::Optimize(stage) | Stage::ReduceUpdate(stage)) = stage else {
             continue;
         };
         for record in stage.batches.iter().flat_map(|batch| &batch.records) {
             let elements = record.first_element..record.first_element + record.numel;
-            pieces.push((stage.storage, record.tensor, elements));
+            parts.push((stage.storage, record.tensor, elements));
         }
     }
-    pieces
+    parts
 }
 
-fn piece_start((storage, tensor, elements): &Piece) -> (usize, u32, u64) {
+fn part_start((storage, tensor, elements): &TensorPart) -> (usize, u32, u64) {
     (*storage, *tensor, elements.start)
 }
 
-fn numel(pieces: &[Piece]) -> u64 {
-    pieces.iter().map(|piece| piece.2.end - piece.2.start).sum()
+fn numel(parts: &[TensorPart]) -> u64 {
+    parts.iter().map(|part| part.2.end - part.2.start).sum()
 }
 
-/// Of pieces in order.
-fn disjoint(pieces: &[Piece]) -> Result<(), String> {
-    for pair in pieces.windows(2) {
+/// Of parts in order.
+fn disjoint(parts: &[TensorPart]) -> Result<(), String> {
+    for pair in parts.windows(2) {
         let [before, after] = pair else { continue };
         let same = (before.0, before.1) == (after.0, after.1);
         if same && before.2.end > after.2.start {

@@ -164,9 +164,9 @@ pub(super) const LOADS: &[Bug] = &[
         tool: Tool::Fuzz("packing"),
     },
     Bug {
-        name: "packing: a new launch knows the sets of the one before",
+        name: "packing: a new launch knows the groups of the one before",
         file: "crates/launch/src/batch.rs",
-        from: r"        self.sets.clear();
+        from: r"        self.groups.clear();
 ",
         to: "",
         tool: Tool::Fuzz("packing"),

@@ -260,9 +260,9 @@ fn averages_every_few_steps_end_alike_on_all_ranks() {
             micro: 1,
         };
         step_ranked(&mut ranked, shared, 0..1).unwrap();
-        let apart = all_bits(&vars);
+        let separate = all_bits(&vars);
         step_ranked(&mut ranked, shared, 1..2).unwrap();
-        (apart, all_bits(&vars))
+        (separate, all_bits(&vars))
     });
     assert!(ranks[0].0 != ranks[1].0);
     assert!(ranks[0].1 == ranks[1].1);

@@ -28,17 +28,20 @@ fn plans_steps_runs_and_timings_count_the_same_launches() {
         let naive = [passes, &["--naive"]].concat();
         let of_plan =
             |passes: &[&str]| json(&[&["plan", text(&params), "--json"][..], passes].concat());
-        let (fused, apart) = (of_plan(passes), of_plan(&naive));
-        assert_eq!(apart["launches"], apart["naive_launches"], "{passes:?}");
-        assert_eq!(fused["naive_launches"], apart["launches"], "{passes:?}");
+        let (fused, separate) = (of_plan(passes), of_plan(&naive));
+        assert_eq!(
+            separate["launches"], separate["naive_launches"],
+            "{passes:?}"
+        );
+        assert_eq!(fused["naive_launches"], separate["launches"], "{passes:?}");
         let of_step = |passes: &[&str]| json(&[&step[..], passes].concat())["launches"].clone();
         assert_eq!(of_step(passes), fused["host_launches"], "{passes:?}");
-        assert_eq!(of_step(&naive), apart["host_launches"], "{passes:?}");
+        assert_eq!(of_step(&naive), separate["host_launches"], "{passes:?}");
         let bench = ["bench", text(&params), "--rounds", "1", "--json"];
         let bench = json(&[&bench[..], passes].concat());
         assert_eq!(bench["launches"], fused["host_launches"], "{passes:?}");
         assert_eq!(
-            bench["naive_launches"], apart["host_launches"],
+            bench["naive_launches"], separate["host_launches"],
             "{passes:?}"
         );
     }

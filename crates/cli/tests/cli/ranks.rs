@@ -60,9 +60,9 @@ fn a_bucket_reduced_and_updated_in_one_pass_ends_with_the_same_bits() {
     for zero in ["0", "1"] {
         for rule in ["adamw", "momentum", "lion", "rmsprop"] {
             let base = ["--ranks", "3", "--zero", zero, "--optimizer", rule];
-            let (one_pass, apart) = (train(&base), train(&[&base[..], &["--apart"]].concat()));
+            let (one_pass, separate) = (train(&base), train(&[&base[..], &["--apart"]].concat()));
             assert_eq!(
-                one_pass["params_hash"], apart["params_hash"],
+                one_pass["params_hash"], separate["params_hash"],
                 "{rule} {zero}"
             );
         }

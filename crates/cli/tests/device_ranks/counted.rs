@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use fusestep_cuda::CudaBackend;
 use fusestep_launch::{
-    Accumulate, Backend, BackendError, Buffer, Conclude, FoldLeaves, Graph, Launch, LaunchLimits,
-    LaunchReport, LeafSquares, MAX_SUMS, Reduce, ResidentTable, SetValues, SquareSum,
+    Accumulate, Backend, BackendError, Buffer, Conclude, FoldLeaves, Graph, GroupValues, Launch,
+    LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS, Reduce, ResidentTable, SquareSum,
 };
 
 /// CUDA, with the bytes that the planner reads and writes.
@@ -132,14 +132,14 @@ impl Backend for Counted {
     fn leaf_sums_into(
         &self,
         launch: &Launch<'_>,
-        slots: (&mut dyn Buffer, u64),
+        rows: (&mut dyn Buffer, u64),
     ) -> Result<(), BackendError> {
-        self.cuda.leaf_sums_into(launch, slots)
+        self.cuda.leaf_sums_into(launch, rows)
     }
     fn place_table(
         &self,
         launch: &Launch<'_>,
-        values: &[SetValues],
+        values: &[GroupValues],
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
         self.cuda.place_table(launch, values)
     }
@@ -162,10 +162,10 @@ impl Backend for Counted {
     fn place_leaf_sums(
         &self,
         launch: &Launch<'_>,
-        values: &[SetValues],
-        slots: (&dyn Buffer, u64),
+        values: &[GroupValues],
+        rows: (&dyn Buffer, u64),
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
-        self.cuda.place_leaf_sums(launch, values, slots)
+        self.cuda.place_leaf_sums(launch, values, rows)
     }
     fn leaf_sums_of_table(
         &self,

@@ -64,7 +64,7 @@ impl Meeting {
     ///
     /// # Errors
     /// [`NcclError::Meeting`]: a folder that is not empty, ranks that expect another world size, a
-    /// rank taken twice, ranks that do not come in time, or the operating system's words.
+    /// rank taken twice, ranks that do not come in time, or the operating system's text.
     pub fn join(&self) -> Result<FolderControl, NcclError> {
         let met = self.meet();
         met.map_err(|reason| NcclError::Meeting {
@@ -82,9 +82,9 @@ impl Meeting {
             ));
         }
         let timeout = self.timeout.min(MAX_TIMEOUT);
-        let words = |error: std::io::Error| error.to_string();
-        fs::create_dir_all(&self.folder).map_err(words)?;
-        let folder = fs::canonicalize(&self.folder).map_err(words)?;
+        let as_text = |error: std::io::Error| error.to_string();
+        fs::create_dir_all(&self.folder).map_err(as_text)?;
+        let folder = fs::canonicalize(&self.folder).map_err(as_text)?;
         let files = Files::new(folder, rank, Vec::new());
         match rank {
             0 => self.welcome(&files, timeout)?,
@@ -95,9 +95,9 @@ impl Meeting {
 
     /// Rank 0: waits for all, checks them and tells them.
     fn welcome(&self, files: &Files, timeout: Duration) -> Result<(), String> {
-        let words = |error: std::io::Error| error.to_string();
-        for entry in fs::read_dir(files.folder()).map_err(words)? {
-            let name = entry.map_err(words)?.file_name();
+        let as_text = |error: std::io::Error| error.to_string();
+        for entry in fs::read_dir(files.folder()).map_err(as_text)? {
+            let name = entry.map_err(as_text)?.file_name();
             let name = name.to_string_lossy();
             if !name.trim_start_matches('.').starts_with("hello-") {
                 return Err(format!(
@@ -111,7 +111,7 @@ impl Meeting {
         numbers[0] = Some("rank 0".to_owned());
         while numbers.contains(&None) {
             for (rank, heard) in numbers.iter_mut().enumerate().skip(1) {
-                let hello = files.read(&format!("hello-{rank}")).map_err(words)?;
+                let hello = files.read(&format!("hello-{rank}")).map_err(as_text)?;
                 let Some(hello) = hello else { continue };
                 let hello = String::from_utf8_lossy(&hello).into_owned();
                 let (world_size, number) = hello.split_once(' ').unwrap_or(("nothing", ""));
@@ -122,7 +122,7 @@ impl Meeting {
                         self.world_size
                     );
                     let told = files.publish(WELCOME, format!("no\n{reason}").as_bytes());
-                    return told.map_err(words).and(Err(reason));
+                    return told.map_err(as_text).and(Err(reason));
                 }
                 *heard = Some(number.to_owned());
             }
@@ -136,22 +136,22 @@ impl Meeting {
         }
         let numbers: Vec<String> = numbers.into_iter().flatten().collect();
         let text = format!("yes\n{}", numbers.join("\n"));
-        files.publish(WELCOME, text.as_bytes()).map_err(words)
+        files.publish(WELCOME, text.as_bytes()).map_err(as_text)
     }
 
     /// Any other rank: says who it is and waits for the welcome.
     fn say_hello(&self, files: &Files, timeout: Duration) -> Result<(), String> {
-        let words = |error: std::io::Error| error.to_string();
+        let as_text = |error: std::io::Error| error.to_string();
         let now = Instant::now();
         let number = RandomState::new().hash_one((std::process::id(), self.rank));
         let number = format!("{number:016x}");
         let hello = format!("{} {number}", self.world_size);
         files
             .publish(&format!("hello-{}", self.rank), hello.as_bytes())
-            .map_err(words)?;
+            .map_err(as_text)?;
         let mut looks = 0;
         loop {
-            if let Some(bytes) = files.read(WELCOME).map_err(words)? {
+            if let Some(bytes) = files.read(WELCOME).map_err(as_text)? {
                 let text = String::from_utf8_lossy(&bytes);
                 return match text.split_once('\n') {
                     Some(("no", reason)) => Err(reason.to_owned()),

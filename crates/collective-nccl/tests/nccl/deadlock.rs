@@ -23,7 +23,7 @@ fn calls_that_grow_on_two_streams_end() {
     let ranks = sizes().len().min(2);
     let own = NcclOptions {
         timeout: Duration::from_secs(5),
-        // The longer calls pass through it in pieces.
+        // The longer calls pass through it in segments.
         scratch_bytes: 64 << 10,
         ..options()
     };

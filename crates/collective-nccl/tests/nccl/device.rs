@@ -26,16 +26,16 @@ fn device_buffers_are_reduced_where_they_lie() {
         group(ranks, &options(), |mut comm| {
             let own: Vec<f32> = input(comm.rank(), numel);
             let mut buffer = comm.device_buffer(4 * numel).unwrap();
-            let mut apart = comm.device_buffer(4 * numel).unwrap();
+            let mut out_of_place = comm.device_buffer(4 * numel).unwrap();
             buffer.upload(bytemuck::cast_slice(&own)).unwrap();
             let both = DeviceBuffers::OutOfPlace {
                 send: buffer.slice_mut(),
-                receive: apart.slice_mut(),
+                receive: out_of_place.slice_mut(),
             };
             comm.execute_on_device(sum(both)).unwrap();
             comm.execute_on_device(sum(DeviceBuffers::InPlace(buffer.slice_mut())))
                 .unwrap();
-            for found in [&buffer, &apart] {
+            for found in [&buffer, &out_of_place] {
                 let mut values = vec![0.0f32; numel];
                 found
                     .download(bytemuck::cast_slice_mut(&mut values))

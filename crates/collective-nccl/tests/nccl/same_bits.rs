@@ -75,7 +75,7 @@ fn the_self_test_passes() {
 fn engines_own<T: Number>(ranks: usize, numel: usize, exact: bool) {
     let own = NcclOptions {
         reduction: Reduction::Engine,
-        // The longest pass through in pieces.
+        // The longest pass through in segments.
         scratch_bytes: 10_000,
         ..options()
     };

@@ -21,7 +21,7 @@ pub(crate) fn options() -> NcclOptions {
     NcclOptions {
         nccl_library: path("FUSESTEP_NCCL_LIBRARY").unwrap_or(defaults.nccl_library),
         driver_library: path("FUSESTEP_CUDA_LIBRARY").unwrap_or(defaults.driver_library),
-        // So little that the longer calls of tests pass through it in pieces.
+        // So little that the longer calls of tests pass through it in segments.
         scratch_bytes: 500_000,
         ..NcclOptions::default()
     }

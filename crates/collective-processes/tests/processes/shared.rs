@@ -9,7 +9,7 @@ use fusestep_tensor::{DType, Element};
 use half::bf16;
 
 use super::numbers::{Number, input, ops, reduced};
-use super::operations::{apart, in_place, same};
+use super::operations::{in_place, out_of_place, same};
 use super::worlds::with_world;
 
 /// Where a rank's buffers lie.
@@ -38,7 +38,7 @@ fn reduces<T: Number>(numel: usize, which: usize) {
             let (send, receive) = buffer.split_at_mut(numel);
             send.copy_from_slice(&own);
             let all = Operation::AllReduce(op);
-            apart(world, all, None, send, receive);
+            out_of_place(world, all, None, send, receive);
             same(receive, &expected, &what);
             same(send, &own, &what);
             in_place(world, all, None, send);
@@ -51,7 +51,7 @@ fn reduces<T: Number>(numel: usize, which: usize) {
             let block = blocks.of(rank);
             send.copy_from_slice(&own);
             let into = &mut receive[..block.len()];
-            apart(world, Operation::ReduceScatter(op), None, send, into);
+            out_of_place(world, Operation::ReduceScatter(op), None, send, into);
             same(into, &expected[block], &what);
             let root = ranks - 1;
             in_place(world, Operation::Broadcast { root }, None, send);

@@ -6,8 +6,8 @@ use std::ops::Range;
 use fusestep_coalesce::HostMemory;
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::{
-    Batch, Buffer, Launch, LaunchLimits, ListBuffer, MultiTensorKernel, Precision, Record,
-    SetValues, UpdateRule,
+    Batch, Buffer, GroupValues, Launch, LaunchLimits, ListBuffer, MultiTensorKernel, Precision,
+    Record, UpdateRule,
 };
 use fusestep_tensor::{DType, Role};
 use half::{bf16, f16};
@@ -22,7 +22,7 @@ pub(crate) struct Storage {
     pub(crate) numels: Vec<u64>,
     pub(crate) members: Vec<u32>,
     pub(crate) scalars: Vec<u8>,
-    pub(crate) sets: Vec<u8>,
+    pub(crate) step_scalars: Vec<u8>,
     /// In the kernel's order.
     pub(crate) lists: Vec<Vec<u8>>,
     pub(crate) elements: u64,
@@ -45,17 +45,17 @@ impl Storage {
         }
         let mut scalars = vec![0; layout.scalar_bytes];
         kernel.write_scalars(&mut scalars);
-        let mut sets = vec![0; 2 * layout.set_bytes];
-        let of_classes = sets.chunks_exact_mut(layout.set_bytes);
-        for (set, weight_decay) in of_classes.zip([None, Some(0.0)]) {
-            let values = SetValues {
+        let mut step_scalars = vec![0; 2 * layout.step_scalar_bytes];
+        let of_groups = step_scalars.chunks_exact_mut(layout.step_scalar_bytes);
+        for (step_scalars, weight_decay) in of_groups.zip([None, Some(0.0)]) {
+            let values = GroupValues {
                 lr: 0.01,
                 lr_scale: 1.5,
                 weight_decay,
                 trust: None,
                 step: 3,
             };
-            kernel.write_set(values, set);
+            kernel.write_step_scalars(values, step_scalars);
         }
         let lists = kernel.lists().iter().enumerate();
         let lists = lists.map(|(index, list)| {
@@ -71,7 +71,7 @@ impl Storage {
             offsets,
             numels: numels.to_vec(),
             scalars,
-            sets,
+            step_scalars,
             elements,
         }
     }
@@ -97,19 +97,19 @@ impl Storage {
                     first_element: start - offset,
                     numel: end - start,
                     first_chunk: 0,
-                    set: (tensor % 2) as u16,
+                    group: (tensor % 2) as u16,
                 });
             }
         }
         let batches = records.chunks(RECORDS).map(|records| Batch {
             records: records.to_vec(),
-            classes: vec![0, 1],
+            groups: vec![0, 1],
             chunks: 0,
         });
         batches.collect()
     }
 
-    /// A launch over these batches; sums, control and slots are the caller's to add.
+    /// A launch over these batches; sums, control and rows are the caller's to add.
     pub(crate) fn launch<'a>(
         &'a self,
         batches: &'a [Batch],
@@ -128,7 +128,7 @@ impl Storage {
             grad_sums: None,
             tensor_sums: None,
             update_sums: None,
-            sets: &self.sets,
+            step_scalars: &self.step_scalars,
             limits: LaunchLimits::default(),
         }
     }

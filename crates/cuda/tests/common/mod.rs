@@ -11,8 +11,8 @@ use fusestep_cpu::CpuBackend;
 use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_launch::{
-    Backend, BackendError, Batchable, Launch, LaunchLimits, ListBuffer, Master, MultiTensorKernel,
-    Precision, Rounding, SetValues, StateDType, UpdateRule, batches,
+    Backend, BackendError, Batchable, GroupValues, Launch, LaunchLimits, ListBuffer, Master,
+    MultiTensorKernel, Precision, Rounding, StateDType, UpdateRule, batches,
 };
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::DType;
@@ -143,7 +143,7 @@ pub(crate) fn launch_at(
         tensor,
         first_element: 0,
         numel,
-        class: 0,
+        group: 0,
     });
     let batches = batches("test", tensors, layout, limits).unwrap();
     let mut lists = Vec::new();
@@ -154,16 +154,16 @@ pub(crate) fn launch_at(
         lists.push(ListBuffer { list, buffer });
     }
     let mut scalars = vec![0; layout.scalar_bytes];
-    let mut sets = vec![0; layout.set_bytes];
+    let mut step_scalars = vec![0; layout.step_scalar_bytes];
     kernel.write_scalars(&mut scalars);
-    let values = SetValues {
+    let values = GroupValues {
         lr: 0.01,
         lr_scale: 1.0,
         weight_decay: None,
         trust: None,
         step: 3,
     };
-    kernel.write_set(values, &mut sets);
+    kernel.write_step_scalars(values, &mut step_scalars);
     let members: Vec<u32> = (0..offsets.len() as u32).collect();
     backend.launch(Launch {
         kernel,
@@ -177,7 +177,7 @@ pub(crate) fn launch_at(
         grad_sums: None,
         tensor_sums: None,
         update_sums: None,
-        sets: &sets,
+        step_scalars: &step_scalars,
         limits,
     })?;
     backend.synchronize()?;

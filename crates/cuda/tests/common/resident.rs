@@ -90,7 +90,7 @@ pub(crate) fn train(
     way: WayOfStep,
     backend: &dyn Backend,
 ) -> (Vec<u8>, [u64; 3]) {
-    let case = Case::new([70, 3, 0, 130], DType::F32).with_hyper_classes();
+    let case = Case::new([70, 3, 0, 130], DType::F32).with_groups();
     let planner = scaled(Planner::new(rule))
         .table(table)
         .limits(backend.limits());

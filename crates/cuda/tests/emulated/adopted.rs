@@ -31,7 +31,7 @@ fn refusal(context: ContextHandle, stream: StreamHandle) -> BackendError {
 fn an_adopted_stream_gives_the_bits_of_an_opened_backend_and_of_the_host() {
     let _legacy = LEGACY_STREAM.lock();
     let framework = Framework::new();
-    let case = Case::new(EDGE_NUMELS, DType::F32).with_hyper_classes();
+    let case = Case::new(EDGE_NUMELS, DType::F32).with_groups();
     for optimizer in [
         Optimizer::from(Adam::default()),
         Optimizer::from(Lamb::default()),

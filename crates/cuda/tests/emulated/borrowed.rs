@@ -250,8 +250,8 @@ fn lent_tensors_arenas_and_the_host_give_the_same_bits() {
         let numels = [
             0, 1, 16_383, 16_384, 16_385, 7, 65_535, 65_536, 65_537, 0, 33,
         ];
-        let whole = Case::new(numels, dtype).with_hyper_classes();
-        let cut = Case::new([0, 1, 63, 64, 65, 500, 0, 191, 193], dtype).with_hyper_classes();
+        let whole = Case::new(numels, dtype).with_groups();
+        let cut = Case::new([0, 1, 63, 64, 65, 500, 0, 191, 193], dtype).with_groups();
         for rule in rules() {
             for clip_norm in [None, Some(0.5)] {
                 let planned = Planned {

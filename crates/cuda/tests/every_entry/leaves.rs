@@ -44,7 +44,7 @@ fn sums(backend: &dyn Backend, folds: bool) -> Vec<SquareSum> {
         tensor,
         first_element: 0,
         numel,
-        class: 0,
+        group: 0,
     });
     let limits = LaunchLimits {
         chunk_elements: CHUNK_ELEMENTS,
@@ -125,7 +125,7 @@ fn leaves_read_by_the_host_are_those_of_the_host() {
             tensor: 0,
             first_element: 2 * LEAF_ELEMENTS,
             numel: 3 * LEAF_ELEMENTS + 5,
-            class: 0,
+            group: 0,
         };
         let limits = LaunchLimits {
             chunk_elements: CHUNK_ELEMENTS,

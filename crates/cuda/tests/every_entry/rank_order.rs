@@ -17,8 +17,8 @@ const OWN_RANK: usize = 1;
 #[derive(Clone, Copy)]
 struct Arguments {
     own: u64,
-    slots: u64,
-    slot_bytes: u64,
+    received: u64,
+    stride_bytes: u64,
     result: u64,
     numel: u64,
     ranks: u32,
@@ -52,19 +52,19 @@ fn bytes_of(rank: usize, dtype: DType, numel: usize) -> Vec<u8> {
 fn reduced(module: &Module, dtype: DType, code: u32, numel: usize) -> Vec<u8> {
     let stream = Stream::new(StreamFlags::NON_BLOCKING, None).unwrap();
     let len_bytes = numel * dtype.len_bytes();
-    let slot_bytes = len_bytes.next_multiple_of(16);
-    let mut sent = vec![0u8; RANKS * slot_bytes];
+    let stride_bytes = len_bytes.next_multiple_of(16);
+    let mut sent = vec![0u8; RANKS * stride_bytes];
     for rank in (0..RANKS).filter(|&rank| rank != OWN_RANK) {
-        let slot = &mut sent[rank * slot_bytes..][..len_bytes];
-        slot.copy_from_slice(&bytes_of(rank, dtype, numel));
+        let of_rank = &mut sent[rank * stride_bytes..][..len_bytes];
+        of_rank.copy_from_slice(&bytes_of(rank, dtype, numel));
     }
     let own = DeviceBuffer::from_slice(&bytes_of(OWN_RANK, dtype, numel)).unwrap();
-    let slots = DeviceBuffer::from_slice(&sent).unwrap();
+    let received = DeviceBuffer::from_slice(&sent).unwrap();
     let result = DeviceBuffer::from_slice(&vec![0u8; len_bytes]).unwrap();
     let arguments = Arguments {
         own: own.as_device_ptr().as_raw(),
-        slots: slots.as_device_ptr().as_raw(),
-        slot_bytes: slot_bytes as u64,
+        received: received.as_device_ptr().as_raw(),
+        stride_bytes: stride_bytes as u64,
         result: result.as_device_ptr().as_raw(),
         numel: numel as u64,
         ranks: RANKS as u32,

@@ -3,9 +3,9 @@
 
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::{
-    Backend, Batchable, Buffer, CHUNK_LEAVES, CHUNK_UNITS, ChunkSums, FoldLeaves, LEAF_ELEMENTS,
-    Launch, LaunchLimits, ListBuffer, MAX_SUMS, MultiTensorKernel, Precision, SLOT_VALUES,
-    SetValues, TensorPartials, TensorSums, UpdateRule, batches, leaf_place, tree_sum,
+    Backend, Batchable, Buffer, CHUNK_LEAVES, CHUNK_UNITS, ChunkSums, FoldLeaves, GroupValues,
+    LEAF_ELEMENTS, Launch, LaunchLimits, ListBuffer, MAX_SUMS, MultiTensorKernel, Precision,
+    ROW_VALUES, TensorPartials, TensorSums, UpdateRule, batches, leaf_place, tree_sum,
 };
 use fusestep_tensor::DType;
 
@@ -84,23 +84,23 @@ fn chunks_are_folded_from_leaves_wherever_these_lie() {
     // Chunks of all leaves, of more than half, of a few and of one.
     let (_, chunks) = tables(|chunk| [64, 33, 7, 1, 32][chunk as usize % 5]);
     let leaves = chunks.iter().map(|chunk| chunk.count).sum::<u64>();
-    // Three leaves of every slot are taken, in no order of theirs.
+    // Three leaves of every row are taken, in no order of theirs.
     let count = leaves.div_ceil(3);
     let place = |leaf: u64| (count - 1 - leaf / 3, [5, 0, 7][leaf as usize % 3]);
-    let mut slots = vec![f64::NAN; (count * SLOT_VALUES) as usize];
+    let mut rows = vec![f64::NAN; (count * ROW_VALUES) as usize];
     let mut index = Vec::new();
     for leaf in 0..leaves {
-        let (slot, unit) = place(leaf);
-        let at = (slot * SLOT_VALUES) as usize + unit * MAX_SUMS;
-        slots[at..at + MAX_SUMS].copy_from_slice(&sums(leaf));
-        index.push(leaf_place(slot, unit as u64).unwrap());
+        let (row, unit) = place(leaf);
+        let at = (row * ROW_VALUES) as usize + unit * MAX_SUMS;
+        rows[at..at + MAX_SUMS].copy_from_slice(&sums(leaf));
+        index.push(leaf_place(row, unit as u64).unwrap());
     }
     let mut partials = backend
         .allocate(size_of::<[f64; MAX_SUMS]>() * chunks.len())
         .unwrap();
     let fold = |partials: &mut dyn Buffer| {
         backend.fold_leaves(FoldLeaves {
-            leaves: buffer(&backend, bytemuck::cast_slice(&slots)).as_ref(),
+            leaves: buffer(&backend, bytemuck::cast_slice(&rows)).as_ref(),
             index: Some(buffer(&backend, bytemuck::cast_slice(&index)).as_ref()),
             places: buffer(&backend, bytemuck::cast_slice(&chunks)).as_ref(),
             partials,
@@ -159,13 +159,14 @@ fn updated(backend: &dyn Backend, records: u64, on_device: bool) -> Vec<Vec<u8>>
         // Parts in the midst of tensors.
         first_element: LEAF_ELEMENTS * record,
         numel: numel(record, records),
-        class: 0,
+        group: 0,
     });
     let batches = batches("test", parts, layout, limits).unwrap();
     let (mut lists, offsets) = lists(backend, kernel.as_ref(), records);
-    let (mut scalars, mut sets) = (vec![0; layout.scalar_bytes], vec![0; layout.set_bytes]);
+    let mut scalars = vec![0; layout.scalar_bytes];
+    let mut step_scalars = vec![0; layout.step_scalar_bytes];
     kernel.write_scalars(&mut scalars);
-    let values = SetValues {
+    let values = GroupValues {
         // So much that what is updated hangs on the sums to the last bit.
         lr: 1e4,
         lr_scale: 1.0,
@@ -173,7 +174,7 @@ fn updated(backend: &dyn Backend, records: u64, on_device: bool) -> Vec<Vec<u8>>
         trust: None,
         step: 1,
     };
-    kernel.write_set(values, &mut sets);
+    kernel.write_step_scalars(values, &mut step_scalars);
     // Each record is of another parameter than its tensor's number says.
     let members: Vec<u32> = (0..records).map(|r| ((r + 4) % 6) as u32).collect();
     let (tensors, _) = tables(|_| 0);
@@ -205,7 +206,7 @@ fn updated(backend: &dyn Backend, records: u64, on_device: bool) -> Vec<Vec<u8>>
                 TensorSums::Host(&host)
             }),
             update_sums: None,
-            sets: &sets,
+            step_scalars: &step_scalars,
             limits,
         };
         backend.launch(launch).unwrap();
@@ -225,7 +226,7 @@ fn parts_are_updated_by_the_sums_that_the_device_adds_up() {
         assert!(updated(&cuda(), records, false) == expected, "{records}");
         let backend = cuda();
         assert!(updated(&backend, records, true) == expected, "{records}");
-        // Slots have the sums of other records still, which count for nothing.
+        // Rows have the sums of other records still, which count for nothing.
         updated(&backend, 101, true);
         assert!(updated(&backend, records, true) == expected, "{records}");
         assert_eq!(backend.take_skipped().unwrap(), 0);
@@ -240,7 +241,7 @@ fn sums_are_placed_for_any_number_of_records() {
 }
 
 #[test]
-fn a_slot_has_no_more_than_its_units() {
+fn a_row_has_no_more_than_its_units() {
     assert_eq!(leaf_place(0, 3), Some(3));
     assert_eq!(leaf_place(2, 0), Some(18));
     assert_eq!(leaf_place(u64::MAX / 2, CHUNK_UNITS - 1), None);

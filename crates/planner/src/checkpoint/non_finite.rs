@@ -8,7 +8,7 @@ use fusestep_tensor::{DType, Quoted, Role};
 use fusestep_tensor_file::TensorFile;
 
 use super::manifest::{Manifest, refuse};
-use super::shards::{Piece, WholeTensors};
+use super::shards::{TensorPart, WholeTensors};
 use super::{CheckpointFolder, values};
 use crate::PlanError;
 
@@ -59,9 +59,9 @@ fn role_of(tensor: &str) -> Option<Role> {
 }
 
 /// Says of an entry of a file how many values are not finite, if any are.
-pub(super) fn note(metadata: &mut HashMap<String, String>, entry: &str, piece: &Piece<'_>) {
-    if piece.non_finite > 0 {
-        metadata.insert(key(entry), piece.non_finite.to_string());
+pub(super) fn note(metadata: &mut HashMap<String, String>, entry: &str, part: &TensorPart<'_>) {
+    if part.non_finite > 0 {
+        metadata.insert(key(entry), part.non_finite.to_string());
     }
 }
 

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::counts::Progress;
 use super::manifest::{Manifest, TensorSpec, refuse};
-use super::shards::{PieceBytes, WholeTensors};
+use super::shards::{TensorPartBytes, WholeTensors};
 use crate::arena::sum_width;
 use crate::passes::ReducedWhen;
 use crate::{Plan, PlanError, State, Topology};
@@ -119,26 +119,26 @@ pub(crate) fn open_tensors(
 }
 
 /// What this rank saves of them.
-pub(crate) fn open_pieces(
+pub(crate) fn open_parts(
     plan: &Plan,
     state: &State,
     backend: &dyn Backend,
     open: &OpenRun,
-) -> Result<Vec<PieceBytes>, PlanError> {
+) -> Result<Vec<TensorPartBytes>, PlanError> {
     let rank = plan.topology().rank;
-    let mut pieces = vec![PieceBytes {
+    let mut parts = vec![TensorPartBytes {
         tensor: progress_key(rank),
         dtype: DType::U8,
         first: 0,
         bytes: Progress::of(state).to_bytes(),
     }];
     if open.window.is_none() {
-        return Ok(pieces);
+        return Ok(parts);
     }
     for param in 0..plan.params().len() {
         let dtype = window_dtype(plan, param);
         let mut add = |first: u64, bytes: Vec<u8>| {
-            pieces.push(PieceBytes {
+            parts.push(TensorPartBytes {
                 tensor: window_key(plan, param, rank),
                 dtype,
                 first,
@@ -164,7 +164,7 @@ pub(crate) fn open_pieces(
             add(held.elements.start, bytes);
         }
     }
-    Ok(pieces)
+    Ok(parts)
 }
 
 /// Refuses what only other ranks or another plan could go on from.

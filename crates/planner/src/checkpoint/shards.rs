@@ -24,7 +24,7 @@ const MOST_TRIES: usize = 100;
 
 /// Consecutive elements of a tensor, as they go to a file.
 #[derive(Clone, Debug)]
-pub(crate) struct PieceBytes {
+pub(crate) struct TensorPartBytes {
     /// `<name>@<role>`.
     pub(crate) tensor: String,
     pub(crate) dtype: DType,
@@ -34,7 +34,7 @@ pub(crate) struct PieceBytes {
 
 /// Consecutive elements of a tensor on their way to a file.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Piece<'a> {
+pub(super) struct TensorPart<'a> {
     /// `<name>@<role>`.
     pub(super) tensor: &'a str,
     pub(super) dtype: DType,
@@ -258,9 +258,9 @@ impl Manifest {
             .filter_map(|tensor| self.of_model(tensor))
             .collect();
         let whole_of = |tensor: &String| whole.get(tensor).map_or(&[][..], Vec::as_slice);
-        let pieces: Vec<Piece<'_>> = model
+        let parts: Vec<TensorPart<'_>> = model
             .iter()
-            .map(|(tensor, dtype, name)| Piece {
+            .map(|(tensor, dtype, name)| TensorPart {
                 tensor,
                 dtype: *dtype,
                 first: 0,
@@ -269,13 +269,13 @@ impl Manifest {
                 non_finite: 0,
             })
             .collect();
-        if !pieces.is_empty() {
-            let spec = write_model(to, &manifest.generation, &pieces)?;
+        if !parts.is_empty() {
+            let spec = write_model(to, &manifest.generation, &parts)?;
             manifest.shards.push(spec);
         }
         let in_model: HashSet<&String> = model.iter().map(|(tensor, ..)| *tensor).collect();
         for shard in 0..count as u64 {
-            let mut pieces = Vec::new();
+            let mut parts = Vec::new();
             for (name, spec) in &self.tensors {
                 if in_model.contains(name) {
                     continue;
@@ -285,7 +285,7 @@ impl Manifest {
                 let (first, end) = (bound(shard), bound(shard + 1));
                 let width = spec.dtype.len_bytes();
                 let bytes = &whole_of(name)[first as usize * width..end as usize * width];
-                pieces.push(Piece {
+                parts.push(TensorPart {
                     tensor: name,
                     dtype: spec.dtype,
                     first,
@@ -297,7 +297,7 @@ impl Manifest {
                     },
                 });
             }
-            let spec = write_shard(to, &manifest.generation, shard as usize, &pieces)?;
+            let spec = write_shard(to, &manifest.generation, shard as usize, &parts)?;
             manifest.shards.push(spec);
         }
         manifest.commit(to)
@@ -353,11 +353,11 @@ pub(super) fn write_snapshot(
     snapshot: &Snapshot,
 ) -> Result<Written, PlanError> {
     let mut written = Written::default();
-    let model: Vec<Piece<'_>> = snapshot.pieces(File::Model).collect();
+    let model: Vec<TensorPart<'_>> = snapshot.parts(File::Model).collect();
     if !model.is_empty() {
         written.model = Some(write_model(folder, generation, &model)?);
     }
-    let shard: Vec<Piece<'_>> = snapshot.pieces(File::Shard).collect();
+    let shard: Vec<TensorPart<'_>> = snapshot.parts(File::Shard).collect();
     if !shard.is_empty() {
         snapshot.tell_non_finite(&shard);
         written.shard = Some(write_shard(folder, generation, rank, &shard)?);
@@ -370,18 +370,18 @@ pub(super) fn write_snapshot(
 pub(super) fn write_model(
     folder: CheckpointFolder<'_>,
     generation: &str,
-    pieces: &[Piece<'_>],
+    parts: &[TensorPart<'_>],
 ) -> Result<ShardSpec, PlanError> {
     // Some loaders ask what framework's conventions the tensors follow.
     let mut metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-    let mut tensors = Vec::with_capacity(pieces.len());
-    for piece in pieces {
-        let Some((name, shape)) = piece.of_model else {
+    let mut tensors = Vec::with_capacity(parts.len());
+    for part in parts {
+        let Some((name, shape)) = part.of_model else {
             continue;
         };
-        metadata.insert(tensor_key(name), piece.tensor.to_owned());
-        metadata.insert(sum_key(name), checksum(piece.bytes));
-        let bytes = TensorBytes::of(piece.dtype, shape, Cow::Borrowed(piece.bytes));
+        metadata.insert(tensor_key(name), part.tensor.to_owned());
+        metadata.insert(sum_key(name), checksum(part.bytes));
+        let bytes = TensorBytes::of(part.dtype, shape, Cow::Borrowed(part.bytes));
         tensors.push((name.clone(), bytes));
     }
     write_file(
@@ -397,28 +397,28 @@ pub(super) fn write_shard(
     folder: CheckpointFolder<'_>,
     generation: &str,
     shard: usize,
-    pieces: &[Piece<'_>],
+    parts: &[TensorPart<'_>],
 ) -> Result<ShardSpec, PlanError> {
     let mut metadata = HashMap::new();
-    let mut tensors = Vec::with_capacity(pieces.len());
-    let mut names: HashSet<String> = pieces.iter().map(|piece| piece.tensor.to_owned()).collect();
+    let mut tensors = Vec::with_capacity(parts.len());
+    let mut names: HashSet<String> = parts.iter().map(|part| part.tensor.to_owned()).collect();
     let mut known = HashSet::new();
-    for piece in pieces {
+    for part in parts {
         // A rank may have several ranges of one tensor: behind the first they have names of their
         // own.
-        let mut name = piece.tensor.to_owned();
-        if !known.insert(piece.tensor) {
-            let mut free = (1u64..).map(|at| format!("{}~{at}", piece.tensor));
+        let mut name = part.tensor.to_owned();
+        if !known.insert(part.tensor) {
+            let mut free = (1u64..).map(|at| format!("{}~{at}", part.tensor));
             name = free.find(|name| !names.contains(name)).unwrap_or(name);
             names.insert(name.clone());
-            metadata.insert(tensor_key(&name), piece.tensor.to_owned());
+            metadata.insert(tensor_key(&name), part.tensor.to_owned());
         }
-        metadata.insert(first_key(&name), piece.first.to_string());
-        metadata.insert(sum_key(&name), checksum(piece.bytes));
-        non_finite::note(&mut metadata, &name, piece);
-        let numel = (piece.bytes.len() / piece.dtype.len_bytes()) as u64;
+        metadata.insert(first_key(&name), part.first.to_string());
+        metadata.insert(sum_key(&name), checksum(part.bytes));
+        non_finite::note(&mut metadata, &name, part);
+        let numel = (part.bytes.len() / part.dtype.len_bytes()) as u64;
         let shape = Shape::new([numel])?;
-        let bytes = TensorBytes::of(piece.dtype, &shape, Cow::Borrowed(piece.bytes));
+        let bytes = TensorBytes::of(part.dtype, &shape, Cow::Borrowed(part.bytes));
         tensors.push((name, bytes));
     }
     write_file(folder, generation, shard_file(shard), (tensors, metadata))

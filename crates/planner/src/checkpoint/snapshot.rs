@@ -7,7 +7,7 @@ use fusestep_launch::{Backend, BackendError};
 use fusestep_tensor::{DType, Role, Shape};
 
 use super::manifest::refuse;
-use super::shards::Piece;
+use super::shards::TensorPart;
 use super::{CheckpointFolder, progress, save, values};
 use crate::storage::Held;
 use crate::{Plan, PlanError, State, Tensors, ZeroStage};
@@ -52,7 +52,7 @@ pub trait BorrowedParams {
 #[derive(Debug, Default)]
 pub(super) struct Snapshot {
     bytes: Vec<u8>,
-    pieces: Vec<Placed>,
+    parts: Vec<Placed>,
     /// Tensors with values that are not finite, once they are written.
     non_finite: OnceLock<Vec<String>>,
 }
@@ -70,7 +70,7 @@ struct Placed {
     of_model: Option<(String, Shape)>,
 }
 
-/// Where the bytes of a piece come from.
+/// Where the bytes of a part come from.
 enum Source {
     /// Elements of this rank's shard.
     Held(Role, usize, Held),
@@ -91,12 +91,12 @@ impl Source {
 }
 
 impl Snapshot {
-    /// The pieces of one file, in order: the model's or the shard's.
-    pub(super) fn pieces(&self, file: File) -> impl Iterator<Item = Piece<'_>> {
+    /// The parts of one file, in order: the model's or the shard's.
+    pub(super) fn parts(&self, file: File) -> impl Iterator<Item = TensorPart<'_>> {
         let wanted = move |placed: &&Placed| placed.of_model.is_some() == (file == File::Model);
-        self.pieces.iter().filter(wanted).map(|placed| {
+        self.parts.iter().filter(wanted).map(|placed| {
             let bytes = &self.bytes[placed.place.clone()];
-            Piece {
+            TensorPart {
                 tensor: &placed.tensor,
                 dtype: placed.dtype,
                 first: placed.first,
@@ -114,10 +114,10 @@ impl Snapshot {
         self.non_finite.get().map_or(&[], Vec::as_slice)
     }
 
-    /// Remembers which of the pieces that are written have such values.
-    pub(super) fn tell_non_finite(&self, pieces: &[Piece<'_>]) {
-        let found = pieces.iter().filter(|piece| piece.non_finite > 0);
-        let mut names: Vec<String> = found.map(|piece| piece.tensor.to_owned()).collect();
+    /// Remembers which of the parts that are written have such values.
+    pub(super) fn tell_non_finite(&self, parts: &[TensorPart<'_>]) {
+        let found = parts.iter().filter(|part| part.non_finite > 0);
+        let mut names: Vec<String> = found.map(|part| part.tensor.to_owned()).collect();
         names.dedup();
         let _ = self.non_finite.set(names);
     }
@@ -156,13 +156,13 @@ pub(super) fn take(
     folder: CheckpointFolder<'_>,
     into: &mut Snapshot,
 ) -> Result<(), PlanError> {
-    into.pieces.clear();
+    into.parts.clear();
     into.non_finite = OnceLock::new();
     check_borrowed(plan, run.params, folder)?;
-    let sources = pieces_to_save(plan, run.state, run.backend, &mut into.pieces)?;
-    let len_bytes = into.pieces.last().map_or(0, |placed| placed.place.end);
+    let sources = parts_to_save(plan, run.state, run.backend, &mut into.parts)?;
+    let len_bytes = into.parts.last().map_or(0, |placed| placed.place.end);
     into.make_room(folder, len_bytes)?;
-    for (placed, source) in into.pieces.iter().zip(sources) {
+    for (placed, source) in into.parts.iter().zip(sources) {
         let bytes = &mut into.bytes[placed.place.clone()];
         match (source, run.params) {
             (Source::Held(role, param, held), _) => {
@@ -203,16 +203,16 @@ pub(super) fn check_borrowed(
     ))
 }
 
-/// Lists what this rank saves: pieces, one behind the other, and where their bytes come from.
-fn pieces_to_save(
+/// Lists what this rank saves: parts, one behind the other, and where their bytes come from.
+fn parts_to_save(
     plan: &Plan,
     state: &State,
     backend: &dyn Backend,
-    pieces: &mut Vec<Placed>,
+    parts: &mut Vec<Placed>,
 ) -> Result<Vec<Source>, PlanError> {
     let mut sources = Vec::new();
     let mut add = |tensor: String, dtype: DType, (first, numel): (u64, u64), source| {
-        let start = pieces.last().map_or(0, |placed: &Placed| placed.place.end);
+        let start = parts.last().map_or(0, |placed: &Placed| placed.place.end);
         // Copies of any element type begin where its elements may lie.
         let start = start.next_multiple_of(8);
         let len_bytes = numel as usize * dtype.len_bytes();
@@ -223,7 +223,7 @@ fn pieces_to_save(
             }
             _ => None,
         };
-        pieces.push(Placed {
+        parts.push(Placed {
             tensor,
             state: source.state(),
             dtype,
@@ -258,15 +258,10 @@ fn pieces_to_save(
         }
     }
     if let Some(open) = progress::open_run(plan, state) {
-        for piece in progress::open_pieces(plan, state, backend, &open)? {
-            let numel = (piece.bytes.len() / piece.dtype.len_bytes()) as u64;
-            let range = (piece.first, numel);
-            add(
-                piece.tensor,
-                piece.dtype,
-                range,
-                Source::Copied(piece.bytes),
-            );
+        for part in progress::open_parts(plan, state, backend, &open)? {
+            let numel = (part.bytes.len() / part.dtype.len_bytes()) as u64;
+            let range = (part.first, numel);
+            add(part.tensor, part.dtype, range, Source::Copied(part.bytes));
         }
     }
     Ok(sources)

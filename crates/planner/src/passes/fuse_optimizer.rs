@@ -110,12 +110,12 @@ impl FuseOptimizer {
                 );
             }
         }
-        if plan.classes.classes.len() > 1 {
+        if plan.groups.groups.len() > 1 {
             note(
                 Verdict::Applied,
                 format!(
-                    "{} sets of hyper-parameters share launches by a per-tensor index",
-                    plan.classes.classes.len()
+                    "{} groups of parameters share launches by a per-tensor index",
+                    plan.groups.groups.len()
                 ),
             );
         }

@@ -44,7 +44,7 @@ impl Pass for FuseReduceIntoUpdate {
                 .push(Note::new(self.name(), Verdict::Refused, reason.to_owned()));
             return Ok(());
         }
-        let apart = bytes_of_element(plan);
+        let separate = bytes_of_element(plan);
         let reduced: Vec<usize> = plan
             .stages
             .iter()
@@ -67,7 +67,7 @@ impl Pass for FuseReduceIntoUpdate {
              together, apart {}",
             reduced.len(),
             bytes_of_element(plan),
-            apart,
+            separate,
         );
         plan.notes
             .push(Note::new(self.name(), Verdict::Applied, reason));

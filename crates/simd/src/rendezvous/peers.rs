@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
-use super::{Brought, Part, Slot};
+use super::{Brought, Part, Place};
 use crate::sync::Ordering;
 
 /// What all parties brought to a round, as one of them may use it.
 pub struct Peers<'a, H> {
-    pub(super) slots: &'a [Slot<H>],
+    pub(super) places: &'a [Place<H>],
     pub(super) party: usize,
     /// Bytes of this party's part that are claimed for it and were not handed out yet.
     pub(super) reserved: usize,
@@ -17,7 +17,7 @@ pub struct Peers<'a, H> {
 
 /// Bytes of a part of every party's writable memory, for one party alone to read and write.
 pub struct Claim<'a, H> {
-    slots: &'a [Slot<H>],
+    places: &'a [Place<H>],
     part: usize,
     /// Within the part; no other claim of this part in this round has any byte of it.
     range: Range<usize>,
@@ -25,7 +25,7 @@ pub struct Claim<'a, H> {
 
 /// One party's parts of everyone's replicas.
 pub struct Replicas<'a, H> {
-    slots: &'a [Slot<H>],
+    places: &'a [Place<H>],
     part: usize,
     is_there: bool,
 }
@@ -33,7 +33,7 @@ pub struct Replicas<'a, H> {
 impl<'a, H> Peers<'a, H> {
     /// The number of parties.
     pub fn parties(&self) -> usize {
-        self.slots.len()
+        self.places.len()
     }
 
     /// The header that `party` brought.
@@ -59,7 +59,7 @@ impl<'a, H> Peers<'a, H> {
     /// None: for a part that nobody else claims of, this spares the atomic addition.
     pub fn reserved(&mut self) -> Claim<'a, H> {
         Claim {
-            slots: self.slots,
+            places: self.places,
             part: self.party,
             range: 0..std::mem::take(&mut self.reserved),
         }
@@ -69,7 +69,7 @@ impl<'a, H> Peers<'a, H> {
     /// again.
     pub fn replicas(&mut self) -> Replicas<'a, H> {
         Replicas {
-            slots: self.slots,
+            places: self.places,
             part: self.party,
             is_there: std::mem::take(&mut self.has_replicas),
         }
@@ -84,21 +84,21 @@ impl<'a, H> Peers<'a, H> {
     /// # Cost
     /// One atomic addition, in whose order threads that claim of the same part wait for each other.
     pub fn claim(&self, part: usize, len: usize) -> Claim<'a, H> {
-        let claimed = &self.slots[part].claimed.0;
+        let claimed = &self.places[part].claimed.0;
         // It stops at the greatest number instead of beginning anew. Arrivals and departures order
         // what is done with the bytes.
         let claim = |start: usize| Some(start.saturating_add(len));
         let (Ok(start) | Err(start)) =
             claimed.fetch_update(Ordering::Relaxed, Ordering::Relaxed, claim);
         Claim {
-            slots: self.slots,
+            places: self.places,
             part,
             range: start..start.saturating_add(len),
         }
     }
 
     fn brought(&self, party: usize) -> &'a Brought<H> {
-        brought(self.slots, party)
+        brought(self.places, party)
     }
 }
 
@@ -115,7 +115,7 @@ impl<H> Replicas<'_, H> {
     /// bytes.
     pub fn all_mut(&mut self) -> impl Iterator<Item = (usize, &mut [u8])> {
         let replicas = &*self;
-        let parties = 0..replicas.slots.len();
+        let parties = 0..replicas.places.len();
         parties.flat_map(|party| {
             replicas.parts(party).enumerate().map(|(replica, part)| {
                 // SAFETY: lifetime as in `Peers::shared`. Parts of one replica are disjoint
@@ -130,9 +130,9 @@ impl<H> Replicas<'_, H> {
     }
 
     fn parts(&self, party: usize) -> impl ExactSizeIterator<Item = &Part> {
-        let parties = self.slots.len();
+        let parties = self.places.len();
         let replicas = if self.is_there {
-            brought(self.slots, party).replicas.as_slice()
+            brought(self.places, party).replicas.as_slice()
         } else {
             &[]
         };
@@ -151,7 +151,7 @@ impl<H> Claim<'_, H> {
     /// These bytes of what `party` has made writable.
     pub fn writable(&self, party: usize) -> &[u8] {
         let (start, len) = self.place(party);
-        // SAFETY: lifetime as in `Peers::shared`: the borrow of the slots ends with `work`. The
+        // SAFETY: lifetime as in `Peers::shared`: the borrow of the places ends with `work`. The
         // bytes lie within the writable slice. No other claim of this round has them: parts
         // are disjoint (`cuts`), ranges of one part come from one counter that only
         // rises and begins after what was reserved, and that is handed out once. Claims of other
@@ -170,7 +170,7 @@ impl<H> Claim<'_, H> {
     /// These bytes of what each party has made writable, in party order, to be written.
     pub fn all_mut(&mut self) -> impl Iterator<Item = &mut [u8]> {
         let claim = &*self;
-        (0..claim.slots.len()).map(|party| {
+        (0..claim.places.len()).map(|party| {
             let (start, len) = claim.place(party);
             // SAFETY: as in `writable_mut`; parties lend different memory, since each brought a
             // `&mut` of its own.
@@ -180,7 +180,7 @@ impl<H> Claim<'_, H> {
 
     #[inline(always)]
     fn place(&self, party: usize) -> (*mut u8, usize) {
-        let brought = brought(self.slots, party);
+        let brought = brought(self.places, party);
         let part = &brought.parts[self.part];
         let (start, end) = (
             self.range.start.min(part.len()),
@@ -196,10 +196,10 @@ impl<H> Claim<'_, H> {
 
 /// What a party brought to the round that is open.
 #[inline(always)]
-fn brought<H>(slots: &[Slot<H>], party: usize) -> &Brought<H> {
-    slots[party].brought.with(|brought| {
+fn brought<H>(places: &[Place<H>], party: usize) -> &Brought<H> {
+    places[party].brought.with(|brought| {
         // SAFETY: `Peers` and `Claim`, which alone call this, exist while the round is open, and a
-        // slot is written only outside of open rounds (`rendezvous`).
+        // place is written only outside of open rounds (`rendezvous`).
         unsafe { &*brought }
     })
 }

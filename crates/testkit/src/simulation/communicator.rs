@@ -97,7 +97,7 @@ impl Communicator for SimulatedRank {
         };
         let label = format!("{operation:?} {dtype} {} {:?}", blocks.numel, call.counts);
         let all = self.exchange(&label, brings)?;
-        let is_apart = matches!(call.buffers, Buffers::OutOfPlace { .. });
+        let is_out_of_place = matches!(call.buffers, Buffers::OutOfPlace { .. });
         let result = match call.buffers {
             Buffers::InPlace(whole) => whole,
             Buffers::OutOfPlace { receive, .. } => receive,
@@ -122,7 +122,11 @@ impl Communicator for SimulatedRank {
             }
             Operation::ReduceScatter(op) => {
                 let sum = reduced(op);
-                let place = if is_apart { 0..own.len() } else { own.clone() };
+                let place = if is_out_of_place {
+                    0..own.len()
+                } else {
+                    own.clone()
+                };
                 result[place].copy_from_slice(&sum[own]);
             }
             other => {

@@ -16,7 +16,7 @@ fn small(scratch_bytes: usize) -> NcclOptions {
 
 /// On the GPU, where only what others contribute passes through the communicator's memory.
 #[test]
-fn device_calls_in_pieces_have_the_bits_of_whole_ones() {
+fn device_calls_in_segments_have_the_bits_of_whole_ones() {
     let _turn = turn();
     let operations = [
         Operation::AllReduce(ReduceOp::Average),
