@@ -45,6 +45,59 @@ def test_what_a_hook_changes_of_a_loaded_state_dict_stays(register, change, valu
         assert loaded_with(module, register, change).tolist() == [value] * 3, module
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_gradient_that_autograd_leaves_negated_keeps_its_sign(shape):
+    """That of an imaginary part is a view of one element with PyTorch's bit for a minus."""
+    ours, theirs = twins(shapes=[shape])
+    for module, params in ((fusestep.torch, ours), (torch.optim, theirs)):
+        optimizer = module.SGD(params, lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            value = torch.complex(torch.ones(shape), params[0])
+            (value.conj() * torch.tensor(3 + 4j)).real.sum().backward()
+            assert params[0].grad.is_neg(), "the test is about such gradients"
+            optimizer.step()
+    assert same_bits(ours, theirs)
+
+
+def test_a_negated_parameter_is_refused():
+    param = torch.nn.Parameter(torch.tensor([1 + 2j]).conj().imag)
+    param.grad = torch.ones(1)
+    with pytest.raises(ValueError, match="0.0.*negated"):
+        fusestep.torch.SGD([param], lr=1.0).step()
+    assert param.tolist() == [-2.0]
+
+
+def without_memory(tensor):
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def emptied(extent):
+    return without_memory(torch.ones(extent))
+
+
+@pytest.mark.parametrize("make", [torch._efficientzerotensor, emptied])
+def test_a_gradient_without_memory_is_refused(make):
+    ours, _ = twins(shapes=[(4,), (3,)])
+    optimizer = fusestep.torch.AdamW(ours)
+    give_gradients(ours, 0, come_and_go=False)
+    ours[1].grad = make(3)
+    before = snapshot(optimizer, ours)
+    with pytest.raises(ValueError, match=r"gradient of `0\.1`.*found one without memory"):
+        optimizer.step()
+    assert_unchanged(before, optimizer, ours)
+
+
+def test_a_parameter_without_memory_is_refused():
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = fusestep.torch.AdamW([param])
+    param.grad = torch.ones(3)
+    without_memory(param)
+    with pytest.raises(ValueError, match="parameter `0.0`.*memory"):
+        optimizer.step()
+
+
 def test_inference_tensors_step_in_inference_mode_alone():
     with torch.inference_mode():
         param = torch.ones(3)
@@ -68,6 +121,20 @@ def test_state_lies_with_its_parameter_whatever_the_default_device_is(name):
         with torch.device(device):
             optimizer.step()
     assert same_bits(ours, others)
+
+
+def test_state_that_is_handed_to_another_parameter_is_that_ones():
+    ours, theirs = twins(shapes=[(3,), (3,)])
+    for module, params in ((fusestep.torch, ours), (torch.optim, theirs)):
+        optimizer = module.SGD(params, lr=1.0, momentum=0.5)
+        give_gradients(params[:1], 0)
+        optimizer.step()
+        params[0].grad = None
+        optimizer.step()
+        optimizer.state[params[1]] = optimizer.state.pop(params[0])
+        give_gradients(params, 1)
+        optimizer.step()
+    assert largest_difference(ours, theirs) < 1e-6
 
 
 def test_dampening_and_nesterov_mean_nothing_without_momentum():
