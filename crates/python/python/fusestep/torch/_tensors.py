@@ -39,6 +39,10 @@ class Library:
                 f"gradient of `{name}`: expected shape {tuple(parameter.shape)}, "
                 f"found {tuple(gradient.shape)}"
             )
+        if gradient.numel() and gradient.data_ptr() == 0:
+            raise ValueError(
+                f"gradient of `{name}`: expected a tensor with memory, found one without memory"
+            )
 
 
 def refuse_kind(what: str, tensor: Tensor) -> None:
