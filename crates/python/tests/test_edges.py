@@ -159,3 +159,25 @@ def test_sums_of_a_group_added_later_start_where_pytorchs_do():
             give_gradients(params, step)
             optimizer.step()
     assert largest_difference(ours, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("how", ["data", "copy_", "load_state_dict"])
+def test_masters_follow_values_given_to_their_parameters(how):
+    model = torch.nn.Linear(4, 3).bfloat16()
+    optimizer = fusestep.torch.AdamW(model.parameters(), lr=1e-4, master_weights=True)
+    params = list(model.parameters())
+    for step in range(3):
+        give_gradients(params, step, come_and_go=False)
+        optimizer.step()
+    given = torch.full((3, 4), 5.0).bfloat16()
+    if how == "data":
+        model.weight.data = given.clone()
+    elif how == "copy_":
+        with torch.no_grad():
+            model.weight.copy_(given)
+    else:
+        model.load_state_dict({"weight": given, "bias": model.bias.clone()})
+    give_gradients(params, 3, come_and_go=False)
+    optimizer.step()
+    assert largest_difference([optimizer.state[model.weight]["master"]], [given.float()]) < 1e-2
+    assert largest_difference([model.weight], [given]) < 0.1

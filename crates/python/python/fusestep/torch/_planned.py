@@ -80,6 +80,8 @@ class Planned:
         # What the step at hand has added to the optimizer's state.
         self._made: List[Tuple[Tensor, List[str]]] = []
         self._versions: Dict[int, int] = {}
+        # Where parameters with masters lay; what is kept here nobody else gets the address of.
+        self._places: Dict[int, Tensor] = {}
 
     @property
     def state(self) -> Any:
@@ -164,7 +166,14 @@ class Planned:
     def _follow(self) -> None:
         """Lets masters take over values that were written to their parameters between steps."""
         for index, tensor in enumerate(self.tensors):
-            if self._versions.get(index) == tensor._version or tensor not in self.state:
+            place = self._places.get(index)
+            # An assignment to `.data` is no new version.
+            moved = place is None or place.data_ptr() != tensor.data_ptr()
+            if moved:
+                self._places[index] = tensor.detach()
+            if tensor not in self.state:
+                continue
+            if not moved and self._versions.get(index) == tensor._version:
                 continue
             master = self.state[tensor].get("master")
             if master is not None:
