@@ -185,7 +185,7 @@ impl Collector {
         // Python's side raises what PyTorch would for sparse gradients and the like.
         let library = self.library.bind(py);
         library.call_method1("refuse", (&parameter.name, &parameter.tensor, &gradient))?;
-        if let Unfit::Strides | Unfit::Alignment = unfit {
+        if let Unfit::Strides | Unfit::Alignment | Unfit::Negated = unfit {
             let copy = gradient.call_method0("clone")?.call_method0("contiguous")?;
             found.copied += 1;
             let place = self.place(&copy, own);
@@ -251,7 +251,7 @@ impl Collector {
         let step = step.bind(py);
         for dtype in [DType::F32, DType::F64] {
             let one = Expected { dtype, shape: &[] };
-            let Ok(place) = self.place(step, one) else {
+            let Ok(place) = self.look(step, one) else {
                 continue;
             };
             // SAFETY: the place of a tensor of one element of this dtype, found just now and kept
@@ -272,8 +272,20 @@ impl Collector {
         )))
     }
 
-    /// Where a tensor lies.
+    /// Where a tensor lies, whose values are those in memory.
     fn place(&self, tensor: &Bound<'_, PyAny>, expected: Expected<'_>) -> Result<Place, Unfit> {
+        let place = self.look(tensor, expected)?;
+        if place.len_bytes == expected.dtype.len_bytes()
+            && let Some(exchange) = &self.exchange
+            && exchange.is_negated(tensor).map_err(Unfit::NoMemory)?
+        {
+            return Err(Unfit::Negated);
+        }
+        Ok(place)
+    }
+
+    /// Where a tensor lies.
+    fn look(&self, tensor: &Bound<'_, PyAny>, expected: Expected<'_>) -> Result<Place, Unfit> {
         match &self.exchange {
             Some(exchange) => exchange.place(tensor, expected),
             None => self.told(tensor, expected),
@@ -329,6 +341,7 @@ fn misfit(parameter: &Parameter, what: &str, expected: Expected<'_>, unfit: Unfi
         Unfit::DType(None) => text("a dtype that no kernel takes".to_owned()),
         Unfit::Shape(found) => text(format!("shape {found:?}")),
         Unfit::Strides => text("strides".to_owned()),
+        Unfit::Negated => text("a negated view".to_owned()),
         Unfit::Alignment => text("an address that is no multiple of its elements'".to_owned()),
     }
 }

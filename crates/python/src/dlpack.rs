@@ -61,6 +61,8 @@ pub(crate) enum Unfit {
     Strides,
     /// Its address is no multiple of the size of its elements.
     Alignment,
+    /// Its values are those in memory with the sign turned.
+    Negated,
 }
 
 /// Where a tensor's elements lie.
@@ -81,6 +83,8 @@ pub(crate) struct Expected<'a> {
 pub(crate) struct Exchange {
     class: Py<PyType>,
     describe: unsafe extern "C" fn(*mut c_void, *mut Described) -> c_int,
+    /// Whether a tensor is negated, which no description says; `None` in libraries without that.
+    is_negated: Option<Py<PyAny>>,
     /// Keeps the table of functions.
     _capsule: Py<PyAny>,
 }
@@ -110,6 +114,7 @@ impl Exchange {
         Ok(describe.map(|describe| Self {
             class: class.clone().unbind(),
             describe,
+            is_negated: class.getattr("is_neg").ok().map(Bound::unbind),
             _capsule: capsule.unbind(),
         }))
     }
@@ -146,6 +151,19 @@ impl Exchange {
     }
 }
 
+impl Exchange {
+    /// Whether the values of a tensor are those in memory with the sign turned.
+    ///
+    /// Such a view is the imaginary part of a conjugate. With more than one element it has strides
+    /// and is copied for these, so only those of one element have to be asked.
+    pub(crate) fn is_negated(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let Some(is_negated) = &self.is_negated else {
+            return Ok(false);
+        };
+        is_negated.bind(tensor.py()).call1((tensor,))?.is_truthy()
+    }
+}
+
 impl Described {
     /// Checks it.
     ///
@@ -171,6 +189,9 @@ impl Described {
         let numel: u64 = expected.shape.iter().product();
         if numel > 1 && !self.strides.is_null() && !in_order(shape, strides) {
             return Err(Unfit::Strides);
+        }
+        if self.data.is_null() && numel > 0 {
+            return Err(no_memory());
         }
         let address = self.data.expose_provenance() + self.byte_offset as usize;
         if !address.is_multiple_of(expected.dtype.len_bytes()) {
@@ -204,6 +225,11 @@ impl Described {
     }
 }
 
+/// That of a tensor whose library keeps no elements for it, such as one of nothing but zeros.
+fn no_memory() -> Unfit {
+    Unfit::NoMemory(PyTypeError::new_err("its address is null"))
+}
+
 /// Whether elements lie one behind the other, the last index fastest; strides of extents of 1 say
 /// nothing.
 fn in_order(shape: &[i64], strides: &[i64]) -> bool {
@@ -218,10 +244,13 @@ fn in_order(shape: &[i64], strides: &[i64]) -> bool {
 impl Place {
     /// The place of a tensor of these extents at an address that its library has told.
     pub(crate) fn told(address: usize, expected: Expected<'_>) -> Result<Self, Unfit> {
+        let numel: u64 = expected.shape.iter().product();
+        if address == 0 && numel > 0 {
+            return Err(no_memory());
+        }
         if !address.is_multiple_of(expected.dtype.len_bytes()) {
             return Err(Unfit::Alignment);
         }
-        let numel: u64 = expected.shape.iter().product();
         Ok(Self {
             address,
             len_bytes: numel as usize * expected.dtype.len_bytes(),

@@ -34,8 +34,8 @@ pub(crate) struct Session {
     parameters: Vec<Parameter>,
     collector: Collector,
     ahead: Ahead,
-    /// Values of the optimizer's `state` when it was last looked through.
-    values: Vec<Py<PyAny>>,
+    /// Keys and values of the optimizer's `state` when it was last looked through.
+    known: Vec<[Py<PyAny>; 2]>,
     borrowed: Vec<Places>,
     checked: Checked,
     report: Option<StepReport>,
@@ -123,7 +123,7 @@ impl Session {
                 library: library.clone().unbind(),
                 counted: counted?,
             },
-            values: Vec::new(),
+            known: Vec::new(),
             checked: Checked::default(),
             report: None,
             copied_gradients: 0,
@@ -286,10 +286,12 @@ impl Session {
         let py = owner.py();
         let state = owner.getattr(intern!(py, "state"))?;
         let state = state.downcast::<PyDict>()?;
-        let same = state.len() == self.values.len() && {
-            let mut known = self.values.iter();
-            values_of(state, |value| {
-                known.next().is_some_and(|known| known.as_ptr() == value)
+        let same = state.len() == self.known.len() && {
+            let mut known = self.known.iter();
+            items_of(state, |item| {
+                known
+                    .next()
+                    .is_some_and(|known| known.each_ref().map(Py::as_ptr) == item)
             })
         };
         if same {
@@ -302,7 +304,10 @@ impl Session {
                 None => None,
             };
         }
-        self.values = state.values().iter().map(Bound::unbind).collect();
+        let items = state
+            .iter()
+            .map(|(key, value)| [key.unbind(), value.unbind()]);
+        self.known = items.collect();
         Ok(())
     }
 
@@ -342,17 +347,16 @@ impl Session {
     }
 }
 
-/// Whether `is_same` holds for every value of a dict, whose addresses are for comparing.
-fn values_of(
+/// Whether `is_same` holds for every key and value of a dict, whose addresses are for comparing.
+fn items_of(
     dict: &Bound<'_, PyDict>,
-    mut is_same: impl FnMut(*mut ffi::PyObject) -> bool,
+    mut is_same: impl FnMut([*mut ffi::PyObject; 2]) -> bool,
 ) -> bool {
-    let (mut at, mut value) = (0, std::ptr::null_mut());
+    let (mut at, mut key, mut value) = (0, std::ptr::null_mut(), std::ptr::null_mut());
     // SAFETY: a live dict, which nobody changes meanwhile: the interpreter's lock is held and
-    // nothing of Python's runs; there is room for a position and for a value.
-    while unsafe { ffi::PyDict_Next(dict.as_ptr(), &mut at, std::ptr::null_mut(), &mut value) } != 0
-    {
-        if !is_same(value) {
+    // nothing of Python's runs; there is room for a position, a key and a value.
+    while unsafe { ffi::PyDict_Next(dict.as_ptr(), &mut at, &mut key, &mut value) } != 0 {
+        if !is_same([key, value]) {
             return false;
         }
     }

@@ -156,6 +156,20 @@ def kind_arriving():
     write(model)
 
 
+def kind_negated():
+    """A gradient that autograd leaves as a view with PyTorch's bit for a minus."""
+    model = torch.nn.Module()
+    model.imaginary = torch.nn.Parameter(torch.zeros(1))
+    optimizer = fusestep.torch.SGD(model.parameters(), lr=1.0)
+    parallel = fusestep.torch.DataParallel(model, optimizer, timeout=30, **OPTIONS)
+    value = torch.complex(torch.ones(1), model.imaginary)
+    # (1 - bi)(3 + 4i) has the real part 3 + 4b.
+    (value.conj() * torch.tensor(3 + 4j)).real.sum().backward()
+    optimizer.step()
+    parallel.close()
+    write(model)
+
+
 def kind_written():
     how, errors = OPTIONS.pop("how"), []
     model, optimizer, options = made(**OPTIONS)

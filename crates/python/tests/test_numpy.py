@@ -224,3 +224,15 @@ def test_gradients_of_jax_are_read_where_they_lie():
     with pytest.raises((ValueError, TypeError), match="parameter `w`"):
         frozen = {"w": jax.numpy.ones((4, 3))}
         fusestep.numpy.step("adamw", frozen, {"w": grads["w"]}, fusestep.numpy.State())
+
+
+@pytest.mark.parametrize("key", ["velocity", "step"])
+def test_state_that_may_not_be_written_is_refused(key):
+    """A file that `numpy.load` maps for reading is memory that no process may write."""
+    own = {"velocity": np.zeros(4, np.float32), "step": np.array(1.0)}
+    own[key].flags.writeable = False
+    state, params = fusestep.numpy.State(w=own), {"w": np.ones(4, np.float32)}
+    with pytest.raises(ValueError, match=f"{key} of `w`.*written.*read-only"):
+        fusestep.numpy.step("sgd", params, {"w": np.ones(4, np.float32)}, state, momentum=0.9)
+    assert params["w"].tolist() == [1.0] * 4
+    assert own["velocity"].tolist() == [0.0] * 4 and float(own["step"]) == 1.0

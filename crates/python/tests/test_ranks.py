@@ -126,6 +126,12 @@ def test_gradients_are_written_where_ranks_read_them(tmp_path):
     assert same_models(*run("arriving", tmp_path, comm_streams=0))
 
 
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_negated_gradient_keeps_its_sign(tmp_path, zero):
+    for found in run("negated", tmp_path, zero=zero):
+        assert found["model"]["imaginary"].tolist() == [-4.0]
+
+
 @pytest.mark.parametrize("how", ["backward", "clip", "zeros"])
 def test_gradients_written_while_ranks_average_them_are_refused(tmp_path, how):
     for found in run("written", tmp_path, how=how):

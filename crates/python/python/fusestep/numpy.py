@@ -193,7 +193,17 @@ class _Owner:
             if own is None:
                 self.state.pop(parameter, None)
             else:
+                self._refuse_read_only(name, own)
                 self.state[parameter] = own
+
+    def _refuse_read_only(self, name: str, own: Dict[str, Any]) -> None:
+        for key in (*_lists(self._rule), "step"):
+            array = own.get(key)
+            if isinstance(array, np.ndarray) and not array.flags.writeable:
+                raise ValueError(
+                    f"{key} of `{name}`: expected an array that may be written, found a read-only "
+                    "one; use `.copy()`"
+                )
 
     def _make_state(self, index: int) -> Tuple[Dict[str, Any], bool]:
         name = self._names[index]

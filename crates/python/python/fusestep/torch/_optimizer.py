@@ -136,7 +136,22 @@ class Fused(Optimizer):
         16-bit parameter keeps the values saved.
         """
         self._refuse_ranks("load_state_dict", "`resume` of `DataParallel`")
-        super().load_state_dict(state_dict)
+        loaded: List[Dict[str, Any]] = []
+        # Behind the hooks that change what is loaded, before those that change what was.
+        handles = [
+            self.register_load_state_dict_pre_hook(lambda _, given: loaded.append(given)),
+            self.register_load_state_dict_post_hook(
+                lambda _: self._keep_values(loaded[0]), prepend=True
+            ),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _keep_values(self, state_dict: Dict[str, Any]) -> None:
+        """Puts the values saved, in the dtype that they are kept in, where PyTorch's cast is."""
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         own = [tensor for group in self.param_groups for tensor in group["params"]]
         names = {*self._keys.values(), "master"}
@@ -258,7 +273,10 @@ class Fused(Optimizer):
         return torch.float32
 
     def _first_value(self, tensor: Tensor, name: str, group: Dict[str, Any]) -> Tensor:
-        return torch.zeros(tensor.shape, dtype=self._state_dtype(tensor, name))
+        # Not on the default device, which is the user's for other tensors.
+        return torch.zeros(
+            tensor.shape, dtype=self._state_dtype(tensor, name), device=tensor.device
+        )
 
     def _add_gradients(self) -> bool:
         """Adds a micro-step's gradients; whether there are enough of them."""

@@ -70,6 +70,7 @@ class Planned:
             described.append(
                 Described(name, str(tensor.dtype), tuple(tensor.shape), group, trains)
             )
+        self._of_inference = any(tensor.is_inference() for tensor in self.tensors)
         options = dict(optimizer._options, counts=optimizer._counts)
         options["state_16"] = options.pop("state_dtype") == torch.bfloat16
         keys = dict(optimizer._keys, master="master")
@@ -79,6 +80,8 @@ class Planned:
         # What the step at hand has added to the optimizer's state.
         self._made: List[Tuple[Tensor, List[str]]] = []
         self._versions: Dict[int, int] = {}
+        # Where parameters with masters lay; what is kept here nobody else gets the address of.
+        self._places: Dict[int, Tensor] = {}
 
     @property
     def state(self) -> Any:
@@ -93,6 +96,11 @@ class Planned:
         Returns ``None`` if the plan is no longer theirs; nothing has changed then, nor where this
         raises.
         """
+        if self._of_inference and not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "expected parameters that are no inference tensors outside of "
+                "`torch.inference_mode()`, found some that are; use `.clone()`"
+            )
         masters = self._optimizer._options["master_weights"]
         if masters:
             self._follow()
@@ -130,7 +138,8 @@ class Planned:
             count = float(state.get("step", 0.0))
             wide = torch.get_default_dtype() == torch.float64
             made += [] if "step" in state else ["step"]
-            state["step"] = torch.tensor(count, dtype=torch.float64 if wide else torch.float32)
+            dtype = torch.float64 if wide else torch.float32
+            state["step"] = torch.tensor(count, dtype=dtype, device="cpu")
         names = optimizer._state_names(group)
         missing = [name for name in names if state.get(name) is None]
         for name in missing:
@@ -157,7 +166,14 @@ class Planned:
     def _follow(self) -> None:
         """Lets masters take over values that were written to their parameters between steps."""
         for index, tensor in enumerate(self.tensors):
-            if self._versions.get(index) == tensor._version or tensor not in self.state:
+            place = self._places.get(index)
+            # An assignment to `.data` is no new version.
+            moved = place is None or place.data_ptr() != tensor.data_ptr()
+            if moved:
+                self._places[index] = tensor.detach()
+            if tensor not in self.state:
+                continue
+            if not moved and self._versions.get(index) == tensor._version:
                 continue
             master = self.state[tensor].get("master")
             if master is not None:

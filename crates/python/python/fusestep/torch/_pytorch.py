@@ -54,12 +54,14 @@ class SGD(Fused, torch.optim.SGD):
         return ["momentum_buffer"] if group["momentum"] != 0 else []
 
     def _settings(self, group: Dict[str, Any]) -> Dict[str, Any]:
+        momentum = float(group["momentum"])
         return {
             "rule": "sgd",
             "lr": float(group["lr"]),
-            "momentum": float(group["momentum"]),
-            "dampening": float(group["dampening"]),
-            "nesterov": bool(group["nesterov"]),
+            "momentum": momentum,
+            # PyTorch reads these where there is momentum.
+            "dampening": float(group["dampening"]) if momentum else 0.0,
+            "nesterov": bool(group["nesterov"] and momentum),
             "weight_decay": float(group["weight_decay"]),
             "maximize": bool(group["maximize"]),
         }
@@ -80,8 +82,10 @@ class Adagrad(Fused, torch.optim.Adagrad):
                     own["sum"] = own["sum"].to(self._state_dtype(tensor, "sum"))
 
     def _first_value(self, tensor: Tensor, name: str, group: Dict[str, Any]) -> Tensor:
-        first = group["initial_accumulator_value"]
-        return torch.full(tensor.shape, first, dtype=self._state_dtype(tensor, name))
+        # PyTorch reads none of a group's own.
+        first = self.defaults["initial_accumulator_value"]
+        dtype = self._state_dtype(tensor, name)
+        return torch.full(tensor.shape, first, dtype=dtype, device=tensor.device)
 
     def _settings(self, group: Dict[str, Any]) -> Dict[str, Any]:
         return {

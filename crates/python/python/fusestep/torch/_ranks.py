@@ -198,7 +198,7 @@ class DataParallel(torch.nn.Module):
 
     def _fill(self, index: int, gradient: Tensor) -> None:
         """Copies a gradient into its view."""
-        if gradient.is_contiguous():
+        if gradient.is_contiguous() and not gradient.is_neg() and gradient.data_ptr():
             # Past the caches: what moves between ranks is not read again soon.
             len_bytes = gradient.numel() * gradient.element_size()
             self._ranks.copy(index, (gradient.data_ptr(), len_bytes))
@@ -221,7 +221,7 @@ class DataParallel(torch.nn.Module):
         view = self._gradients.get(index)
         if view is None:
             self._given[index] = None
-            dense = gradient.contiguous()
+            dense = gradient.contiguous().resolve_neg()
             self._ranks.push(index, (dense.data_ptr(), dense.numel() * dense.element_size()))
             if self._zero == 2:
                 tensor.grad = None

@@ -23,7 +23,8 @@ class Library:
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             raise ValueError(f"a {tensor.layout} tensor on {tensor.device}")
         shape = tuple(tensor.shape)
-        return tensor.data_ptr(), str(tensor.dtype), shape, tensor.is_contiguous()
+        in_order = tensor.is_contiguous() and not tensor.is_neg()
+        return tensor.data_ptr(), str(tensor.dtype), shape, in_order
 
     @staticmethod
     def refuse(name: str, parameter: Tensor, gradient: Tensor) -> None:
@@ -37,6 +38,10 @@ class Library:
             raise ValueError(
                 f"gradient of `{name}`: expected shape {tuple(parameter.shape)}, "
                 f"found {tuple(gradient.shape)}"
+            )
+        if gradient.numel() and gradient.data_ptr() == 0:
+            raise ValueError(
+                f"gradient of `{name}`: expected a tensor with memory, found one without memory"
             )
 
 
@@ -63,3 +68,10 @@ def refuse_parameter(name: str, tensor: Tensor) -> None:
             f"parameter `{name}`: expected a contiguous tensor, found strides "
             f"{tuple(tensor.stride())} of shape {tuple(tensor.shape)}; use `.contiguous()`"
         )
+    if tensor.is_neg():
+        raise ValueError(
+            f"parameter `{name}`: expected a tensor of its own values, found a negated view; use "
+            "`.resolve_neg()`"
+        )
+    if tensor.numel() and tensor.data_ptr() == 0:
+        raise ValueError(f"parameter `{name}`: expected a tensor with memory, found one without")
