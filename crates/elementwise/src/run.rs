@@ -36,7 +36,7 @@ pub trait Update<C: Compute, const N: usize>: Copy + Sync {
     /// Bytes of a group's step scalars.
     const STEP_SCALAR_BYTES: usize;
 
-    /// Reads step scalars as the kernel wrote it.
+    /// Reads step scalars as the kernel wrote them.
     fn step_scalars(&self, bytes: &[u8]) -> Self::StepScalars;
 
     /// The new parameter and state of an element with gradient `g`.
