@@ -42,7 +42,7 @@ pub(crate) fn measure(bench: &mut Bench<'_>, report: &mut Report) -> Result<(), 
     let mut memory = Memory::new(backend, chunks, &rule)?;
     let mut copies = Copies::new(backend, bytes, bench.arguments.scale)?;
     let subject = Subject {
-        step_scalars: NORM.to_owned(),
+        set: NORM.to_owned(),
         rule: "norm".to_owned(),
         dtype: "f32",
         way: "arguments",
