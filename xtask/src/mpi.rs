@@ -75,19 +75,13 @@ fn suite() -> Result<()> {
 /// small and over the engine.
 fn communicators(suite: &Path) -> Result<()> {
     // Within a machine and as between machines, side by side: ranks that wait for deadlines leave
-    // the cores to others. What fails so is run once more by itself.
+    // the cores to others.
     let jobs: Vec<_> = (1..=5)
         .flat_map(|ranks| [(ranks, &[][..]), (ranks, &[MESSAGES][..])])
         .collect();
-    let failed = parallel::map(&jobs, |(ranks, environment)| {
-        Ok(tests(suite, *ranks, &[], environment).err())
+    parallel::map(&jobs, |(ranks, environment)| {
+        tests(suite, *ranks, &[], environment)
     })?;
-    for ((ranks, environment), error) in jobs.into_iter().zip(failed) {
-        if let Some(error) = error {
-            eprintln!("mpi: once more by itself: {error:#}");
-            tests(suite, ranks, &[], environment)?;
-        }
-    }
     let bits = ["operations::", "same_bits::", "streams::", "zz_leave::"];
     // Messages cut in the midst of elements, and segments of a few elements.
     let cut = [
