@@ -422,7 +422,7 @@ fn a_plan_says_how_many_gradients_are_reduced_in_how_many_calls() {
         let note = notes.find(|note| note.reason.contains("are reduced in"));
         note.unwrap().reason.clone()
     };
-    let whole = "2 gradients are reduced in 1 calls (0 cut by the cap)";
+    let whole = "2 gradients are reduced in 1 call (0 cut by the cap)";
     assert_eq!(told(slots(4)), whole);
     let cut = "2 gradients are reduced in 3 calls (1 cut by the cap)";
     assert_eq!(told(slots(2)), cut);

@@ -102,11 +102,11 @@ fn updates_in_backward_say_what_they_do_with_buckets() {
         planner.plan_for(&params(), topology).unwrap()
     };
     let plain = with(None, 2, Reach::SharedMemory);
-    assert!(says(&plain, "1 buckets are reduced and updated as soon"));
+    assert!(says(&plain, "1 bucket is reduced and updated as soon"));
     let sharded = with(Some(ZeroStage::One), 2, Reach::SharedMemory);
     assert!(says(
         &sharded,
-        "1 buckets are reduced, updated and gathered as soon"
+        "1 bucket is reduced, updated and gathered as soon"
     ));
     // Only of many ranks, and only where streams call.
     let alone = with(None, 1, Reach::Calls);

@@ -10,7 +10,7 @@ use fusestep_cpu::CpuBackend;
 use fusestep_launch::Precision;
 use fusestep_planner::{Optimizer, Plan, Planner, State};
 use fusestep_simd::PREFETCH_DISTANCES;
-use fusestep_tensor::{DType, ParamDesc, Role};
+use fusestep_tensor::{DType, ParamDesc, Role, counted};
 use half::{bf16, f16};
 use serde::Serialize;
 
@@ -227,9 +227,13 @@ impl std::fmt::Display for BenchSummary {
         let mut row = |what: &str, ns: f64, more: String| {
             writeln!(f, "  {what:<22} {:>10}  {more}", duration(ns))
         };
-        let launches = format!("{:.1} GB/s, {} launches", self.gb_per_s, self.launches);
+        let launches = format!(
+            "{:.1} GB/s, {}",
+            self.gb_per_s,
+            counted(self.launches as u64, "launch")
+        );
         row("step", self.ns_per_step, launches)?;
-        let launches = format!("{} launches", self.naive_launches);
+        let launches = counted(self.naive_launches as u64, "launch");
         row("naive plan", self.naive_ns_per_step, launches)?;
         if let (Some(ns), Some(times)) = (self.f32_ns_per_step, self.times_f32_step) {
             row(

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::ensure;
 use clap::Args;
+use fusestep_tensor::counted;
 use fusestep_tensor_file::check_writable;
 use serde::Serialize;
 
@@ -263,17 +264,19 @@ impl TrainSummary {
 
     /// What was done, and how well the model does.
     fn fmt_epochs(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (epochs, steps) = (self.epochs, self.steps);
+        let epochs = counted(self.epochs as u64, "epoch");
+        let steps = counted(self.steps, "step");
         match self.resumed_epochs {
-            None => write!(f, "{epochs} epochs, {steps} steps")?,
+            None => write!(f, "{epochs}, {steps}")?,
             Some(over) if self.was_complete() => write!(
                 f,
                 "nothing was done: the checkpoint is at epoch {over}, and --epochs asks for \
-                 {epochs}"
+                 {}",
+                self.epochs
             )?,
             Some(over) => write!(
                 f,
-                "{epochs} epochs, {over} of them before this session; {steps} steps in it"
+                "{epochs}, {over} of them before this session; {steps} in it"
             )?,
         }
         let percent = 100.0 * self.test_accuracy;
@@ -283,11 +286,8 @@ impl TrainSummary {
             self.final_loss
         )?;
         if self.skipped_steps > 0 {
-            let skipped = self.skipped_steps;
-            writeln!(
-                f,
-                "{skipped} steps skipped, since a gradient was not finite"
-            )?;
+            let skipped = counted(self.skipped_steps, "step");
+            writeln!(f, "{skipped} skipped, since a gradient was not finite")?;
         }
         Ok(())
     }
@@ -296,9 +296,9 @@ impl TrainSummary {
     fn fmt_times(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
-            "optimizer: {} and {} launches per step",
+            "optimizer: {} and {} per step",
             duration(self.optimizer_ns_per_step),
-            self.launches_per_step,
+            counted(self.launches_per_step as u64, "launch"),
         )?;
         if self.backend != "cpu" {
             write!(f, " on {}", self.backend)?;

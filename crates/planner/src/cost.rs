@@ -1,7 +1,8 @@
 //! What a step of many ranks costs, before it has been run: its calls, read off the stages, and a
 //! prediction of its time.
 
-use fusestep_collective::{Costs, Link};
+use fusestep_collective::{Costs, Link, Operation};
+use fusestep_tensor::counted;
 use serde::Serialize;
 
 use crate::arena::{keeps_segments, kept_bytes};
@@ -138,6 +139,10 @@ pub struct RankSummary {
     /// Calls between ranks of one step that move gradients, parameters or state; those of every
     /// k-th step count 1 / k, rounded up.
     pub collectives: u64,
+    /// Of these, gathers of a layer's parameters, before its forward and before its backward pass
+    /// (stage 3). They are the caller's: one who asks [`Plan::gather`] for several layers at
+    /// once, or keeps them from forward to backward, makes fewer.
+    pub layer_gathers: u64,
     /// Those calls with one for each tensor.
     pub naive_collectives: u64,
     /// Small calls of a step: which gradients there are, norms, whether to skip.
@@ -262,6 +267,7 @@ pub(crate) fn rank_summary(plan: &Plan, model: impl Into<CostModel>) -> RankSumm
         world: plan.topology.world,
         zero: plan.zero.number(),
         collectives: count(CallPurpose::Data),
+        layer_gathers: layer_gathers(plan, &calls),
         naive_collectives: naive_collectives(plan),
         control_calls: count(CallPurpose::Control),
         bytes_on_wire: sent,
@@ -333,6 +339,16 @@ fn rank_bytes(plan: &Plan, rank: usize, bytes_sent: u64) -> RankBytes {
         }
     }
     found
+}
+
+/// Gathers of layers at stage 3, where a step has no other all-gathers of data.
+fn layer_gathers(plan: &Plan, calls: &[PlannedCall]) -> u64 {
+    if plan.zero != ZeroStage::Three {
+        return 0;
+    }
+    let of_data = calls.iter().filter(|call| call.what == CallPurpose::Data);
+    let gathers = of_data.filter(|call| call.operation == Operation::AllGather.name());
+    gathers.map(|call| call.times).sum()
 }
 
 /// Calls of a plan without passes that moves the same.
@@ -422,16 +438,23 @@ impl std::fmt::Display for RankSummary {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         writeln!(
             f,
-            "{} ranks, zero stage {}: {} calls a step (naive: {}) and {} small ones, {} sent, {} \
-             buckets",
+            "{} ranks, zero stage {}: {} a step (naive: {}) and {}, {} sent, {}",
             self.world,
             self.zero,
-            self.collectives,
+            counted(self.collectives, "call"),
             self.naive_collectives,
-            self.control_calls,
+            counted(self.control_calls, "small call"),
             bytes(self.bytes_on_wire),
-            self.buckets,
+            counted(self.buckets as u64, "bucket"),
         )?;
+        if self.layer_gathers > 0 {
+            writeln!(
+                f,
+                "  of these, {} of a layer's parameters before its forward and its backward pass; a \
+                 program that gathers all layers at once and keeps them, as train does, makes fewer",
+                counted(self.layer_gathers, "gather")
+            )?;
+        }
         let line = |f: &mut std::fmt::Formatter<'_>, what: &str, of: &RankBytes| {
             writeln!(
                 f,

@@ -2,9 +2,9 @@
 
 use std::fmt::Write;
 
-use crate::display::grouped;
 use crate::html::escape;
 use crate::{CostModel, Event, EventKind, Plan, cost, html, html_page};
+use fusestep_tensor::grouped;
 
 /// Width and height of the timeline's drawing, and of a row.
 const WIDTH: f64 = 1_000.0;

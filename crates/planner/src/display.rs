@@ -4,7 +4,7 @@ use std::fmt;
 
 use fusestep_launch::Precision;
 
-use fusestep_tensor::Quoted;
+use fusestep_tensor::{Quoted, counted};
 
 use crate::stage::Reduced;
 use crate::{Norm, Optimize, Plan, Stage, TableKind, Topology};
@@ -24,17 +24,17 @@ impl fmt::Display for Plan {
         fmt_ranks(self, f)?;
         writeln!(
             f,
-            "  {} parameters, {} elements, {} optimizer state, {} memory traffic per step",
-            self.params.len(),
-            grouped(self.elements()),
+            "  {}, {}, {} optimizer state, {} memory traffic per step",
+            counted(self.params.len() as u64, "parameter"),
+            counted(self.elements(), "element"),
             bytes(self.state_bytes()),
             bytes(self.traffic_bytes()),
         )?;
         fmt_precisions(self, f)?;
         writeln!(
             f,
-            "  {} launches per step (naive: {}), {} argument bytes, chunks of {} elements",
-            self.launches(),
+            "  {} per step (naive: {}), {} argument bytes, chunks of {} elements",
+            counted(self.launches() as u64, "launch"),
             self.naive_launches(),
             self.limits.argument_bytes,
             self.limits.chunk_elements,
@@ -42,8 +42,8 @@ impl fmt::Display for Plan {
         if self.table == TableKind::Resident {
             writeln!(
                 f,
-                "  tables resident in the device's memory; the cpu has none and {} launches per step",
-                self.host_launches()
+                "  tables resident in the device's memory; the cpu has none and {} per step",
+                counted(self.host_launches() as u64, "launch")
             )?;
         }
         if self.in_backward {
@@ -53,9 +53,9 @@ impl fmt::Display for Plan {
             let roles = storage.roles();
             writeln!(
                 f,
-                "storage {index}: {} tensors in {} buffers ({}), {}",
-                storage.members.len(),
-                storage.lists.len(),
+                "storage {index}: {} in {} ({}), {}",
+                counted(storage.members.len() as u64, "tensor"),
+                counted(storage.lists.len() as u64, "buffer"),
                 roles.join(", "),
                 bytes(storage.len_bytes()),
             )?;
@@ -84,11 +84,9 @@ fn fmt_ranks(plan: &Plan, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     if world == 1 {
         return Ok(());
     }
-    let (zero, buckets) = (plan.zero.number(), plan.buckets.len());
-    write!(
-        f,
-        "  rank {rank} of {world}, zero stage {zero}, {buckets} buckets"
-    )?;
+    let zero = plan.zero.number();
+    let buckets = counted(plan.buckets.len() as u64, "bucket");
+    write!(f, "  rank {rank} of {world}, zero stage {zero}, {buckets}")?;
     if plan.shard_group != world {
         write!(f, ", shards among {} ranks", plan.shard_group)?;
     }
@@ -129,7 +127,7 @@ fn fmt_stage(plan: &Plan, f: &mut fmt::Formatter<'_>, index: usize, stage: &Stag
         Stage::Gather(gather) => {
             let calls = match gather.broadcasts.len() {
                 0 => "all-gather".to_owned(),
-                calls => format!("{calls} broadcasts"),
+                calls => counted(calls as u64, "broadcast"),
             };
             writeln!(
                 f,
@@ -148,8 +146,8 @@ fn text_of_bucket(plan: &Plan, index: usize) -> String {
     let bucket = &plan.buckets[index];
     let width = plan.storages[bucket.storage].grad_dtype().len_bytes() as u64;
     format!(
-        "bucket {index} ({} elements, {} of gradients)",
-        grouped(bucket.numel()),
+        "bucket {index} ({}, {} of gradients)",
+        counted(bucket.numel(), "element"),
         bytes(bucket.numel() * width)
     )
 }
@@ -166,10 +164,10 @@ fn fmt_update(
     });
     writeln!(
         f,
-        "{what} {bucket}storage {} with {}, {} tensors ({})",
+        "{what} {bucket}storage {} with {}, {} ({})",
         stage.storage,
         storage.kernel,
-        stage.tensors.len(),
+        counted(stage.tensors.len() as u64, "tensor"),
         stage.size_class.name(),
     )?;
     for (index, batch) in stage.batches.iter().enumerate().take(BATCHES_SHOWN) {
@@ -202,9 +200,9 @@ fn fmt_update(
 fn fmt_norm(plan: &Plan, f: &mut fmt::Formatter<'_>, norm: &Norm) -> fmt::Result {
     write!(
         f,
-        "norm of all gradients in {} launches, {} chunks",
-        norm.launches(),
-        grouped(norm.chunks()),
+        "norm of all gradients in {}, {}",
+        counted(norm.launches() as u64, "launch"),
+        counted(norm.chunks(), "chunk"),
     )?;
     if let Some(max_norm) = plan.gradients.max_norm {
         write!(f, ", clipped to {}", max_norm.value())?;
@@ -213,25 +211,6 @@ fn fmt_norm(plan: &Plan, f: &mut fmt::Formatter<'_>, norm: &Norm) -> fmt::Result
         write!(f, ", loss scale {}", scale.scale())?;
     }
     writeln!(f)
-}
-
-/// How many there are: 1 tensor, 2 tensors.
-fn counted(count: u64, what: &str) -> String {
-    let plural = if count == 1 { "" } else { "s" };
-    format!("{} {what}{plural}", grouped(count))
-}
-
-/// Digits in groups of three: 25,557,032.
-pub(crate) fn grouped(value: u64) -> String {
-    let digits = value.to_string();
-    let mut text = String::with_capacity(digits.len() + digits.len() / 3);
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
 }
 
 /// A length in bytes with its binary unit.

@@ -1,7 +1,7 @@
 //! What follows from the stages that passes have left: shards, batches and the order in which
 //! everything runs.
 
-use fusestep_tensor::Role;
+use fusestep_tensor::{Role, counted};
 
 use crate::bucket::cut;
 use crate::passes::Ownership;
@@ -203,7 +203,10 @@ fn place_broadcasts(plan: &mut Plan) {
         calls += gather.broadcasts.len();
     }
     if calls > 0 {
-        let reason = format!("{params} parameters come from their owners in {calls} calls");
+        let reason = format!(
+            "parameters come from their owners in {}: {params}",
+            counted(calls as u64, "call")
+        );
         plan.notes
             .push(Note::new("fuse_broadcast", Verdict::Applied, reason));
     }

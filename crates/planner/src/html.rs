@@ -4,9 +4,9 @@ use std::fmt::Write;
 
 use fusestep_amp::MaxNorm;
 use fusestep_launch::Batch;
-use fusestep_tensor::escaped;
+use fusestep_tensor::{counted, escaped, grouped};
 
-use crate::display::{bytes, grouped};
+use crate::display::bytes;
 use crate::{GradientRead, Plan, Stage};
 
 /// Width of a bar in SVG units.
@@ -132,11 +132,11 @@ fn drawn_launches(plan: &Plan) -> Vec<(String, &Batch, usize)> {
         .flat_map(|stage| stage_launches(plan, stage));
     let labelled = launches.map(|(kernel, storage, batch)| {
         let label = format!(
-            "{}, {} tensors, {} chunks, {} elements",
+            "{}, {}, {}, {}",
             escape(kernel),
-            batch.records.len(),
-            batch.chunks,
-            grouped(batch.elements()),
+            counted(batch.records.len() as u64, "tensor"),
+            counted(batch.chunks.into(), "chunk"),
+            counted(batch.elements(), "element"),
         );
         (label, batch, storage)
     });
@@ -193,10 +193,10 @@ fn storage_bars(plan: &Plan, page: &mut String) {
         let roles = storage.roles();
         let _ = writeln!(
             page,
-            "<div>storage {index}: {} tensors, {} in {} buffers ({})</div>",
-            storage.members.len(),
+            "<div>storage {index}: {}, {} in {} ({})</div>",
+            counted(storage.members.len() as u64, "tensor"),
             bytes(storage.len_bytes()),
-            roles.len(),
+            counted(roles.len() as u64, "buffer"),
             roles.join(", "),
         );
         let blocks = (0..storage.members.len())

@@ -5,9 +5,10 @@ use fusestep_launch::{
     Backend, Batch, Buffer, Conclude, ControlBlock, ControlRule, LaunchReport,
     MultiTensorReduction, Reduce, SquareSum, TensorPartials, tree_sum,
 };
-use fusestep_tensor::Role;
+use fusestep_tensor::{Role, counted};
 
 use crate::batches::LaunchCount;
+use crate::display::bytes;
 use crate::run::Executor;
 use crate::{
     GradReport, GradientRead, Norm, Note, Plan, PlanError, Stage, State, Verdict, batches,
@@ -62,9 +63,9 @@ pub(crate) fn place(plan: &mut Plan) -> Result<(), PlanError> {
     }
     let norm = Norm { reads };
     let reason = format!(
-        "{} launches read {} of gradients once, before the first update",
-        norm.launches(),
-        crate::display::bytes(plan.gradient_bytes()),
+        "{} of gradients are read once, in {}, before the first update",
+        bytes(plan.gradient_bytes()),
+        counted(norm.launches() as u64, "launch"),
     );
     plan.notes.push(Note::new("norm", Verdict::Applied, reason));
     plan.stages.insert(0, Stage::Norm(norm));

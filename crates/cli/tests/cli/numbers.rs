@@ -50,7 +50,8 @@ fn plans_steps_runs_and_timings_count_the_same_launches() {
     assert_eq!(json(&train)["launches_per_step"], 1);
     let printed = ok(&["plan", text(&params), "--update-norms"]);
     assert!(
-        printed.contains("2 launches per step") && printed.contains("cpu has none and 1 launches"),
+        printed.contains("2 launches per step")
+            && printed.contains("cpu has none and 1 launch per"),
         "{printed}"
     );
 }

@@ -298,6 +298,24 @@ fn added_batches_train_as_larger_ones_and_adding_one_changes_nothing() {
 }
 
 #[test]
+fn plans_tell_gathers_of_layers_from_other_calls() {
+    let shapes = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../data/shapes/resnet50.json"
+    );
+    let plan = |zero: &str| -> Value {
+        let args = ["plan", shapes, "--json", "--world", "8", "--zero", zero];
+        serde_json::from_str(&ok(&args)).unwrap()
+    };
+    assert_eq!(plan("2")["layer_gathers"], 0);
+    // Every bucket is reduced once; a program asks for each of 107 layers with parameters twice.
+    let third = plan("3");
+    let [calls, buckets, layers] =
+        ["collectives", "buckets", "layer_gathers"].map(|key| third[key].as_u64().unwrap());
+    assert_eq!((calls, layers), (buckets + layers, 2 * 107));
+}
+
+#[test]
 fn plans_of_many_ranks_count_their_calls() {
     let shapes = concat!(
         env!("CARGO_MANIFEST_DIR"),

@@ -1,6 +1,7 @@
 //! Pass `fuse_all_reduce`: many gradients in one call.
 
 use fusestep_coalesce::FlatLayout;
+use fusestep_tensor::{counted, counted_are};
 
 use super::{ActsOn, Pass};
 use crate::bucket::Caps;
@@ -126,8 +127,11 @@ impl FuseAllReduce {
             calls += segment.buckets.len();
             cut += segment.buckets.len() - 1;
         }
-        let reason =
-            format!("{tensors} gradients are reduced in {calls} calls ({cut} cut by the cap)");
+        let reason = format!(
+            "{} reduced in {} ({cut} cut by the cap)",
+            counted_are(tensors as u64, "gradient"),
+            counted(calls as u64, "call"),
+        );
         plan.notes
             .push(Note::new(self.name(), Verdict::Applied, reason));
     }

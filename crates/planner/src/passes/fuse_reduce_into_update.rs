@@ -1,5 +1,7 @@
 //! Pass `fuse_reduce_into_update`: a bucket is reduced and updated in one pass over memory.
 
+use fusestep_tensor::counted_are;
+
 use super::{ActsOn, Pass};
 use crate::bucket::Bucket;
 use crate::stage::Optimize;
@@ -63,9 +65,9 @@ impl Pass for FuseReduceIntoUpdate {
         });
         plan.stages.append(&mut fused);
         let reason = format!(
-            "{} buckets are reduced and updated in one pass: {} bytes an element for all ranks \
+            "{} reduced and updated in one pass: {} bytes an element for all ranks \
              together, apart {}",
-            reduced.len(),
+            counted_are(reduced.len() as u64, "bucket"),
             bytes_of_element(plan),
             separate,
         );

@@ -1,5 +1,7 @@
 //! Pass `update_in_backward`: a bucket whose gradients are ready is a bucket updated.
 
+use fusestep_tensor::counted_are;
+
 use super::{ActsOn, FuseAllReduce, Pass};
 use crate::stage::Optimize;
 use crate::{Note, Plan, PlanError, Reach, Stage, Tensors, Verdict, ZeroStage};
@@ -76,19 +78,20 @@ impl Pass for UpdateInBackward {
         plan.in_backward = true;
         let ranges = cut_by_readiness(plan, self.cap_bytes);
         let fused = |stage: &Stage| matches!(stage, Stage::ReduceUpdate(_));
+        let buckets = counted_are(plan.buckets.len() as u64, "bucket");
         let what = if !plan.reduces() {
-            format!("{ranges} updates run")
+            match ranges {
+                1 => "1 update runs".to_owned(),
+                _ => format!("{ranges} updates run"),
+            }
         } else if plan.stages.iter().any(fused) {
-            format!(
-                "{} buckets are reduced and updated, in one pass,",
-                plan.buckets.len()
-            )
+            format!("{buckets} reduced and updated, in one pass,")
         } else {
             let gathered = match plan.zero {
                 ZeroStage::None => "reduced and updated",
                 _ => "reduced, updated and gathered",
             };
-            format!("{} buckets are {gathered}", plan.buckets.len())
+            format!("{buckets} {gathered}")
         };
         let streams = if plan.reduces() && plan.topology.reach == Reach::Calls {
             "; where a communication stream reduces them, once it is through"

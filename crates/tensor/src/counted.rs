@@ -1,0 +1,48 @@
+//! Numbers of things in messages.
+
+/// How many there are: 1 tensor, 2 tensors, 25,557,032 elements, 2 launches.
+pub fn counted(count: u64, what: &str) -> String {
+    let plural = match what {
+        _ if count == 1 => "",
+        _ if what.ends_with("ch") => "es",
+        _ => "s",
+    };
+    format!("{} {what}{plural}", grouped(count))
+}
+
+/// The beginning of a sentence about so many: 1 bucket is, 2 buckets are.
+pub fn counted_are(count: u64, what: &str) -> String {
+    let verb = if count == 1 { "is" } else { "are" };
+    format!("{} {verb}", counted(count, what))
+}
+
+/// Digits in groups of three: 25,557,032.
+pub fn grouped(value: u64) -> String {
+    let digits = value.to_string();
+    let mut text = String::with_capacity(digits.len() + digits.len() / 3);
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_is_singular_and_digits_stand_in_threes() {
+        assert_eq!(counted(0, "tensor"), "0 tensors");
+        assert_eq!(counted(1, "launch"), "1 launch");
+        assert_eq!(counted(1_000, "launch"), "1,000 launches");
+        assert_eq!(counted_are(1, "bucket"), "1 bucket is");
+        assert_eq!(
+            counted_are(25_557_032, "element"),
+            "25,557,032 elements are"
+        );
+        assert_eq!(grouped(999), "999");
+    }
+}
