@@ -9,13 +9,15 @@ use fusestep_lamb::reference::{Tensor, update};
 use fusestep_lamb::{Excluded, Lamb, LambTensors, StepError, Trust};
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_simd::Pool;
-use fusestep_tensor::{DType, Role};
-use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, backends, check, outcome};
+use fusestep_tensor::DType;
+use fusestep_testkit::{Case, Gradients, check, outcome};
 
 #[path = "support/golden.rs"]
 mod golden;
 #[path = "support/merged.rs"]
 mod merged;
+#[path = "support/trust_ratios.rs"]
+mod trust_ratios;
 #[path = "support/units.rs"]
 mod units;
 
@@ -75,53 +77,14 @@ fn a_tensor_that_is_not_finite_keeps_every_bit_and_is_reported() {
 
 #[test]
 fn a_backend_counts_what_it_left_as_it_was() {
-    let case = Case::new([1000, 3, 200_000], DType::F32);
-    for (name, backend) in backends() {
-        let plan = Planner::new(Optimizer::Lamb(lamb()))
-            .plan(&case.params)
-            .unwrap();
-        let mut state = plan.allocate(backend.as_ref()).unwrap();
-        for (index, param) in case.params.iter().enumerate() {
-            let bytes = case.param_bytes(index);
-            state
-                .write(backend.as_ref(), Role::Param, &param.name, &bytes)
-                .unwrap();
-            let mut grad = case.grad_bytes(index, 1);
-            if index != 1 {
-                grad[..4].copy_from_slice(&f32::NAN.to_le_bytes());
-            }
-            state
-                .write(backend.as_ref(), Role::Grad, &param.name, &grad)
-                .unwrap();
-        }
-        for _ in 0..3 {
-            plan.run(&mut state, backend.as_ref()).unwrap();
-        }
-        assert_eq!(backend.take_skipped(), Ok(6), "{name}");
-        assert_eq!(backend.take_skipped(), Ok(0), "{name}");
-        let mut bytes = vec![0; 800_000];
-        state
-            .read(backend.as_ref(), Role::Param, "tensor.2", &mut bytes)
-            .unwrap();
-        assert!(bytes == case.param_bytes(2), "{name}");
-    }
+    trust_ratios::a_backend_counts_what_it_left_as_it_was(Optimizer::Lamb(lamb()));
 }
 
 #[test]
 fn any_plan_cap_thread_count_and_simd_level_gives_the_bits_of_the_naive_plan() {
-    for dtype in [DType::F32, DType::F64] {
-        for excluded in [Excluded::PlainLr, Excluded::TrustRatio] {
-            let mut case = Case::new(EDGE_NUMELS, dtype).with_groups();
-            case.params[4].trust = Some(Trust::Plain);
-            case.params[5].trust = Some(Trust::Ratio);
-            check(Optimizer::Lamb(Lamb { excluded, ..lamb() }), &case);
-        }
-    }
-    // Many chunks: the pool sums them out of order, and they are still added in order.
-    check(
-        Optimizer::Lamb(lamb()),
-        &Case::new([65_536 * 5 + 3, 7, 1 << 18], DType::F32),
-    );
+    let rules = [Excluded::PlainLr, Excluded::TrustRatio]
+        .map(|excluded| Optimizer::Lamb(Lamb { excluded, ..lamb() }));
+    trust_ratios::any_plan_gives_the_bits_of_the_naive_plan(rules);
 }
 
 #[test]

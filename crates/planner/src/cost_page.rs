@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use crate::html::escape;
-use crate::{CostModel, Event, EventKind, Plan, cost, html, html_page};
+use crate::{CostModel, Event, EventKind, Plan, cost, html, html_page, rank_summary};
 use fusestep_tensor::grouped;
 
 /// Width and height of the timeline's drawing, and of a row.
@@ -15,7 +15,7 @@ pub(crate) fn page(plan: &Plan, model: &CostModel) -> String {
     let topology = plan.topology();
     let title = format!("Step of rank {} of {}", topology.rank, topology.world);
     let mut page = String::new();
-    let summary = cost::rank_summary(plan, *model);
+    let summary = rank_summary::rank_summary(plan, *model);
     let _ = writeln!(page, "<pre>{}</pre>", escape(&summary.to_string()));
     page.push_str("<h2>Timeline</h2>\n<p class=\"muted\">Backward passes and the update, calls that reduce buckets, \
          calls that gather parameters, as the cost model predicts them. Hover for numbers.</p>\n");

@@ -40,6 +40,7 @@ mod planner;
 mod precision;
 mod prefetch;
 mod rank_graph;
+mod rank_summary;
 mod ready;
 mod reduce;
 mod report;
@@ -62,7 +63,7 @@ pub use checkpoint::{
     WholeTensors,
 };
 pub use comms::Comms;
-pub use cost::{CostModel, Event, EventKind, RankBytes, RankSummary};
+pub use cost::{CostModel, Event, EventKind};
 pub use device_params::DeviceParams;
 pub use enqueue::StepGraph;
 pub use error::PlanError;
@@ -85,6 +86,7 @@ pub use planner::{Planner, Tensors};
 pub(crate) use precision::Precisions;
 pub use prefetch::PendingGather;
 pub use rank_graph::RankGraph;
+pub use rank_summary::{RankBytes, RankSummary};
 pub use report::{GradReport, MicroStepReport, StepReport};
 pub use run::Lender;
 pub use stage::{

@@ -3,7 +3,7 @@
 use crate::passes::fuse_reduce_into_update;
 use crate::{
     CostModel, Event, Plan, PlanSummary, PlannedCall, RankSummary, calls, cost, cost_page, html,
-    html_page, summary,
+    html_page, rank_summary, summary,
 };
 
 impl Plan {
@@ -26,7 +26,7 @@ impl Plan {
 
     /// The numbers of a step of ranks; `model` predicts its time.
     pub fn rank_summary(&self, model: impl Into<CostModel>) -> RankSummary {
-        cost::rank_summary(self, model)
+        rank_summary::rank_summary(self, model)
     }
 
     /// Bytes that all ranks together read and write for each element of a model of one dtype, from
