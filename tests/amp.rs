@@ -212,7 +212,7 @@ fn the_plan_says_what_it_reads_and_decides() {
         "stage 0: norm of all gradients in 2 launches, 3 chunks, clipped to 1, loss scale 65536\n",
         "note clip_by_global_norm applied: gradients of a norm above 1 are multiplied",
         "note loss_scaling applied: the loss is multiplied by 65536, times 2 after 2000 good steps",
-        "note norm applied: 2 launches read 273.5 KiB of gradients once, before the first update\n",
+        "note norm applied: 273.5 KiB of gradients are read once, in 2 launches, before the first update\n",
     ] {
         assert!(text.contains(line), "{line} is not in\n{text}");
     }

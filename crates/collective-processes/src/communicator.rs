@@ -302,7 +302,10 @@ impl ProcessCommunicator {
         let peer = [pair.1, pair.0][place.party];
         self.group.set_transfer(Some(peer));
         let outcome = self.pass_on(&mut task, call.buffers, &mut place);
-        self.group.set_transfer(None);
+        // As between threads: until the group is closed others have to see that this rank waited.
+        if !matches!(outcome, Err(CollectiveError::Late { .. })) {
+            self.group.set_transfer(None);
+        }
         self.pairs.insert(pair, (place, made + 1));
         outcome
     }

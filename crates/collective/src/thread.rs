@@ -279,3 +279,36 @@ impl Drop for ThreadCommunicator {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use fusestep_tensor::DType;
+
+    use super::*;
+    use crate::Buffers;
+
+    /// Between a rank's deadline and the end of its call, which closes the group, another rank's
+    /// deadline may come: it still names the rank that nobody has heard of.
+    #[test]
+    fn a_rank_whose_transfer_was_too_late_is_still_seen_to_have_waited() {
+        let options = Options {
+            timeout: Duration::from_millis(5),
+            ..Options::default()
+        };
+        let mut ranks = thread_ranks(3, &options);
+        let [silent, waiting, last] = [0, 1, 2];
+        let mut buffer = [0];
+        let call = Call {
+            operation: Operation::Receive { from: silent },
+            dtype: DType::U8,
+            counts: None,
+            buffers: Buffers::InPlace(&mut buffer),
+        };
+        let outcome = ranks[waiting].transfer(call, 1, (silent, waiting));
+        assert!(
+            matches!(&outcome, Err(CollectiveError::Late { ranks, .. }) if *ranks == [silent]),
+            "{outcome:?}"
+        );
+        assert_eq!(ranks[last].group.behind(last, &[waiting]), [silent]);
+    }
+}

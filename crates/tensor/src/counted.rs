@@ -4,7 +4,7 @@
 pub fn counted(count: u64, what: &str) -> String {
     let plural = match what {
         _ if count == 1 => "",
-        _ if what.ends_with("ch") => "es",
+        _ if what.ends_with("launch") => "es",
         _ => "s",
     };
     format!("{} {what}{plural}", grouped(count))
@@ -38,6 +38,7 @@ mod tests {
         assert_eq!(counted(0, "tensor"), "0 tensors");
         assert_eq!(counted(1, "launch"), "1 launch");
         assert_eq!(counted(1_000, "launch"), "1,000 launches");
+        assert_eq!(counted(3, "epoch"), "3 epochs");
         assert_eq!(counted_are(1, "bucket"), "1 bucket is");
         assert_eq!(
             counted_are(25_557_032, "element"),

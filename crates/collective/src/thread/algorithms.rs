@@ -401,7 +401,11 @@ impl ThreadCommunicator {
             }
             Ok(())
         });
-        group.set_transfer(own, None);
+        // Until the group is closed others whose deadline comes now have to see that this rank only
+        // waited; it is closed by this error, and what is written down says no more then.
+        if !matches!(outcome, Err(CollectiveError::Late { .. })) {
+            group.set_transfer(own, None);
+        }
         self.pairs.insert(pair, (participant, transfers + 1));
         outcome?
     }
