@@ -204,8 +204,9 @@ fn place_broadcasts(plan: &mut Plan) {
     }
     if calls > 0 {
         let reason = format!(
-            "parameters come from their owners in {}: {params}",
-            counted(calls as u64, "call")
+            "owners give all others {} in {}",
+            counted(params as u64, "parameter"),
+            counted(calls as u64, "call"),
         );
         plan.notes
             .push(Note::new("fuse_broadcast", Verdict::Applied, reason));

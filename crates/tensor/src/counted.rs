@@ -1,6 +1,7 @@
 //! Numbers of things in messages.
 
-/// How many there are: 1 tensor, 2 tensors, 25,557,032 elements, 2 launches.
+/// How many there are: 1 tensor, 2 tensors, 25,557,032 elements, 2 launches. `what` is a noun in
+/// the singular that takes an s in the plural, or launch.
 pub fn counted(count: u64, what: &str) -> String {
     let plural = match what {
         _ if count == 1 => "",
