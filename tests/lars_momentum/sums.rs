@@ -161,6 +161,7 @@ fn after_one_step(given: Option<f64>, pool: Option<&Pool>) -> Vec<f32> {
             grad_factor: 0.5,
             step_scalars: &step_scalars,
             changes: None,
+            squares: None,
         },
         group: 0,
         numel: 200_001,

@@ -28,29 +28,37 @@ const COLLECTIVES: [&str; 11] = [
     "transfers around",
 ];
 
-/// Runs them all, as many at a time as there are cores: they wait for deadlines most of the time.
-pub(crate) fn run(program: &Path, variables: &[(&str, &str)]) -> Result<()> {
-    for how in ["stop", "kill", "leave", "exit", "nap"] {
-        let jobs: Vec<_> = COLLECTIVES
-            .into_iter()
-            .zip([0, 1, 2].into_iter().cycle())
-            .collect();
-        twice(&jobs, |(collective, culprit), timeout_ms| {
+/// What the one process does.
+const ENDS: [&str; 5] = ["stop", "kill", "leave", "exit", "nap"];
+
+/// Runs them all, with each of these variables of the environment.
+pub(crate) fn run(program: &Path, variables: &[&[(&str, &str)]]) -> Result<()> {
+    let mut jobs = Vec::new();
+    for variables in variables {
+        for how in ENDS {
+            let collectives = COLLECTIVES.into_iter().zip([0, 1, 2].into_iter().cycle());
+            jobs.extend(
+                collectives.map(|(collective, culprit)| (how, collective, culprit, *variables)),
+            );
+        }
+    }
+    twice(
+        &jobs,
+        |(how, collective, culprit, variables), timeout_ms| {
             let variables = [grace(timeout_ms), variables].concat();
             within(program, (how, collective), culprit, timeout_ms, &variables)
-        })?;
-        println!(
-            "mpi: a rank that does `{how}`, in {} collectives {variables:?}: ok",
-            COLLECTIVES.len()
-        );
-    }
+        },
+    )?;
+    println!(
+        "mpi: a rank that does each of {ENDS:?} in each of {COLLECTIVES:?}, with {variables:?}: ok"
+    );
     Ok(())
 }
 
 /// Runs jobs side by side with the first timeout, and those that fail one by one with the second.
 fn twice<T: Copy + Sync>(jobs: &[T], run: impl Fn(T, u64) -> Result<()> + Sync) -> Result<()> {
     let [first, second] = TIMEOUTS_MS;
-    let failed = parallel::map(jobs, |job| Ok(run(*job, first).err()))?;
+    let failed = parallel::map_waiting(jobs, |job| Ok(run(*job, first).err()))?;
     for (job, error) in jobs.iter().zip(failed) {
         if let Some(error) = error {
             eprintln!("mpi: once more with {second} ms in place of {first}: {error:#}");

@@ -287,6 +287,7 @@ pub(crate) fn host_call<'a>(level: Level, launch: &Launch<'a>, grad_factor: f64)
         grad_factor,
         step_scalars: launch.step_scalars,
         changes: None,
+        squares: None,
     }
 }
 

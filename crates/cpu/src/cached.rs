@@ -1,7 +1,7 @@
 //! Sums over parameters from one step to the next.
 //!
 //! LARS needs the norm of every parameter before it updates it. The update before had the parameter
-//! at hand and took the sum along ([`fusestep_launch::CachedSum`]), which saves a read of all
+//! at hand and took the sum along ([`fusestep_launch::NormedKernel::param_sum`]), which saves a read of all
 //! parameters, as long as nobody has written them in between. The buffers know: each counts how
 //! often it was borrowed to be written.
 
@@ -41,7 +41,7 @@ impl ParamSums {
     /// have been updated; `None` if the kernel has no use for them or the parameters are not
     /// kept here. Sums over what has changed since are marked as such.
     pub(crate) fn take(launch: &mut Launch<'_>) -> Option<Self> {
-        launch.kernel.normed()?.cached()?;
+        launch.kernel.normed()?.param_sum()?;
         let written = Written::of(launch.lists)?;
         let list = launch
             .lists

@@ -311,6 +311,7 @@ fn leaf_sums_fold_to_the_sums_of_chunks_in_every_format() {
                 grad_factor: 0.37,
                 step_scalars: &storage.step_scalars,
                 changes: None,
+                squares: None,
             };
             let expected = normed.chunk_sums(call, 0, lists, [true; MAX_SUMS]);
             let mut sharded = Sharded::new(&storage, vec![0..5120, 5120..storage.elements]);

@@ -8,11 +8,11 @@
 
 use fusestep_launch::{ACROSS_ELEMENTS, HostCall, HostList, HostRun, HostSpans, MAX_LISTS};
 
-use crate::change::Changes;
 use crate::format::FormatVisitor;
 use crate::param_storage::{ParamStorage, master};
 use crate::rounding::Rounding;
 use crate::run::{Gradients, give_ranks};
+use crate::tally::Tally;
 use crate::{Compute, Storage};
 
 /// Elements that are converted at a time.
@@ -60,9 +60,7 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
         state.fill_with(|| next().elements_mut());
         let mut none = Vec::new();
         let master = master::<K::Master>(next(), param.len(), &mut none);
-        let mut changes = call
-            .changes
-            .map(|leaves| Changes::<C, K>::of(leaves, call.level));
+        let mut tally = Tally::<C, K>::of(call);
         let mut values = Values {
             param: [C::ZERO; MOST],
             grad: [C::ZERO; MOST],
@@ -75,8 +73,8 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
                 let elements = part.start..part.start + part.numel;
                 let param = &mut param[elements.clone()];
                 let master = &mut master[elements.clone()];
-                if let Some(changes) = &mut changes {
-                    changes.before(param, master);
+                if let Some(tally) = &mut tally {
+                    tally.before(param, master);
                 }
                 values.widen::<K>(param, master, grads.elements(elements.clone()));
                 for (values, list) in values.state.iter_mut().zip(&*state) {
@@ -85,6 +83,7 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
                 let of_values = HostCall {
                     step_scalars,
                     changes: None,
+                    squares: None,
                     ..call
                 };
                 let spans = HostSpans::one(part.numel, 0);
@@ -98,8 +97,8 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
                     narrow::<C, S, R>(values, &mut list[elements.clone()], (rounding, at + 1));
                 }
                 values.narrow::<K, R>(param, master, rounding);
-                if let Some(changes) = &mut changes {
-                    changes.after((first, span.numel), param, master);
+                if let Some(tally) = &mut tally {
+                    tally.after((first, span.numel), param, master);
                 }
                 if let Gradients::Ranks(ranks) = &mut grads {
                     let mut new: [&[S]; ROLES] = Default::default();

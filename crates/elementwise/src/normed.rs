@@ -1,17 +1,15 @@
 //! One tensor of a kernel that takes sums first: sums, scalars, update.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fusestep_launch::{
-    CHUNK_ELEMENTS, CachedSum, FINISHED_BYTES, HostCall, HostList, HostRun, HostSpans, LeafSums,
-    MAX_LISTS, MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, UnitSums, tree_sum,
+    CHUNK_ELEMENTS, FINISHED_BYTES, HostCall, HostList, HostRun, HostSpans, MAX_LISTS, MAX_SUMS,
+    MultiTensorKernel, NormedKernel, Outcome, UnitSums, tree_sum,
 };
 use fusestep_simd::{MAX_SHARED, Order, Pool, Split};
 
-use crate::Cached;
-use crate::change::units;
-use crate::norm::{NORM_LANES, fold};
+use crate::tally::{no_sums, total, units};
 
 /// Elements of a chunk of the fixed tree.
 const CHUNK: usize = CHUNK_ELEMENTS as usize;
@@ -22,6 +20,15 @@ const GROUP: usize = MAX_SHARED;
 /// Cuts lie on multiples of this many elements, so that two threads never write one cache line of
 /// any dtype.
 const CUT_ELEMENTS: u64 = 1024;
+
+/// A tensor's sums of squares that its last update has taken along.
+#[derive(Clone, Copy, Debug)]
+pub struct Cached<'a> {
+    /// The sum over each chunk, as the bits of an f64.
+    pub chunks: &'a [AtomicU64],
+    /// Whether they are the sums over the parameters as they are now.
+    pub valid: &'a AtomicBool,
+}
 
 /// A tensor in host memory, or a part of one, and what updates it.
 ///
@@ -157,32 +164,28 @@ fn update_backward(tensor: Tensor<'_>) {
 
 fn update_chunk(chunk: Tensor<'_>) {
     let spans = chunk.spans();
-    let cached = chunk.caching().and_then(|(kernel, cached)| {
+    let place = chunk.caching().and_then(|(_, cached)| {
         let index = (chunk.first_element / u64::from(CHUNK_ELEMENTS)) as usize;
-        Some((kernel, cached.chunks.get(index)?))
+        cached.chunks.get(index)
     });
     let sum = chunk.update_sums.and_then(<[_]>::first_mut);
-    if sum.is_none() && cached.is_none() {
+    if sum.is_none() && place.is_none() {
         let run = HostRun::new(chunk.call, chunk.lists, spans);
         return chunk.kernel.run_host(run);
     }
-    let changes: LeafSums = std::array::from_fn(|_| AtomicU64::new(0));
+    let (changes, squares) = (no_sums(), no_sums());
     let call = HostCall {
         changes: sum.is_some().then_some(&changes),
+        squares: place.is_some().then_some(&squares),
         ..chunk.call
     };
-    let mut leaves = [0.0; NORM_LANES];
-    match cached {
-        Some((kernel, _)) => kernel.run_leaves(call, chunk.lists, spans, &mut leaves),
-        None => chunk
-            .kernel
-            .run_host(HostRun::new(call, chunk.lists, spans)),
-    }
+    let run = HostRun::new(call, chunk.lists, spans);
+    chunk.kernel.run_host(run);
     if let Some(sum) = sum {
         *sum = units(&changes);
     }
-    if let Some((_, place)) = cached {
-        place.store(fold(leaves).to_bits(), Ordering::Relaxed);
+    if let Some(place) = place {
+        place.store(total(&squares).to_bits(), Ordering::Relaxed);
     }
 }
 
@@ -249,20 +252,19 @@ fn chunk_sums(tensor: &Tensor<'_>, chunk: usize, wanted: [bool; MAX_SUMS]) -> [f
 }
 
 impl<'a> Tensor<'a> {
-    /// The kernel's sum that can be cached, and where it is, if both are there.
-    fn caching(&self) -> Option<(&'a dyn CachedSum, Cached<'a>)> {
-        let kernel = self.kernel.normed()?.cached()?;
-        Some((kernel, self.cached?))
+    /// The position of the kernel's sum that can be cached, and where it is, if both are there.
+    fn caching(&self) -> Option<(usize, Cached<'a>)> {
+        Some((self.kernel.normed()?.param_sum()?, self.cached?))
     }
 
     /// The sums over the tensor that are there without a look at it.
     fn sums_at_hand(&self) -> [Option<f64>; MAX_SUMS] {
         let mut sums = [None; MAX_SUMS];
-        if let Some((kernel, cached)) = self.caching()
+        if let Some((position, cached)) = self.caching()
             && cached.valid.load(Ordering::Relaxed)
         {
             let chunk = |at: usize| f64::from_bits(cached.chunks[at].load(Ordering::Relaxed));
-            sums[kernel.position()] = Some(tree_sum(cached.chunks.len(), chunk));
+            sums[position] = Some(tree_sum(cached.chunks.len(), chunk));
         }
         if let Some(position) = self.kernel.normed().and_then(|normed| normed.grad_sum()) {
             sums[position] = self.grad_sum;

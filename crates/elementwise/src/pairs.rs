@@ -240,6 +240,7 @@ mod tests {
             grad_factor,
             step_scalars: key,
             changes: None,
+            squares: None,
         };
         let spans = HostSpans::part(part.len(), 0, 5, part.start as u64);
         let precision = Precision {

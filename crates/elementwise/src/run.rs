@@ -15,9 +15,9 @@ use bytemuck::{Pod, Zeroable};
 use fusestep_launch::{ACROSS_ELEMENTS, AcrossRanks, HostList, HostRun};
 use fusestep_simd::{prefetch_ahead, prefetch_bytes};
 
-use crate::change::Changes;
 use crate::param_storage::{ParamStorage, master};
 use crate::rounding::Rounding;
+use crate::tally::Tally;
 use crate::{Compute, Storage};
 
 /// Elements of a block: one cache line of f32, two of f64.
@@ -70,11 +70,9 @@ where
             // Copies: what may lie anywhere may overlap a block, which then stays in memory.
             let update = *update;
             let (grad_factor, ahead_bytes) = (C::round(call.grad_factor), prefetch_bytes());
-            let mut changes = call
-                .changes
-                .map(|leaves| Changes::<C, K>::of(leaves, call.level));
-            let most = match changes {
-                Some(_) => grads.most().min(Changes::<C, K>::MOST),
+            let mut tally = Tally::<C, K>::of(call);
+            let most = match tally {
+                Some(_) => grads.most().min(Tally::<C, K>::MOST),
                 None => grads.most(),
             };
             for span in run.spans {
@@ -86,8 +84,8 @@ where
                     let place = (first, chunk.numel);
                     first += span.numel;
                     let elements = span.start..span.start + span.numel;
-                    if let Some(changes) = &mut changes {
-                        changes.before(&param[elements.clone()], &master[elements.clone()]);
+                    if let Some(tally) = &mut tally {
+                        tally.before(&param[elements.clone()], &master[elements.clone()]);
                     }
                     let mut rest = state.iter_mut();
                     let mut tensor = Tensor::<C, K, S, R, N> {
@@ -103,8 +101,8 @@ where
                         ahead_bytes,
                     };
                     tensor.update(update, step_scalars);
-                    if let Some(changes) = &mut changes {
-                        changes.after(place, &param[elements.clone()], &master[elements.clone()]);
+                    if let Some(tally) = &mut tally {
+                        tally.after(place, &param[elements.clone()], &master[elements.clone()]);
                     }
                     if let Gradients::Ranks(ranks) = &mut grads {
                         let new = (&param[elements.clone()], &master[elements.clone()]);

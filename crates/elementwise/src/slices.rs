@@ -249,6 +249,7 @@ impl Prepared {
             grad_factor: 1.0,
             scalars: &self.scalars,
             changes: None,
+            squares: None,
             step_scalars,
         }
     }

@@ -4,12 +4,12 @@ use std::marker::PhantomData;
 
 use fusestep_elementwise::{
     Compute, Update, grad_chunk_sum, padded_bytes, param_chunk_sum, read_values, run_format,
-    run_leaves_format, write_padded,
+    write_padded,
 };
 use fusestep_launch::{
-    ArgumentLayout, CachedSum, FINISHED_BYTES, Format, GroupValues, HostCall, HostList, HostRun,
-    HostSpans, MAX_LISTS, MAX_SUMS, MultiTensorKernel, NormedKernel, Outcome, ResidentStepScalars,
-    SumsAndUpdate, TensorList, WORKSPACE_BYTES, entry, step_scalars_entry,
+    ArgumentLayout, FINISHED_BYTES, Format, GroupValues, HostCall, HostRun, MAX_LISTS, MAX_SUMS,
+    MultiTensorKernel, NormedKernel, Outcome, ResidentStepScalars, SumsAndUpdate, TensorList,
+    WORKSPACE_BYTES, entry, step_scalars_entry,
 };
 
 use crate::Lars;
@@ -176,26 +176,8 @@ impl<T: Compute> NormedKernel for LarsKernel<T> {
         Some(GRAD_SUM)
     }
 
-    fn cached(&self) -> Option<&dyn CachedSum> {
-        Some(self)
-    }
-}
-
-/// The parameters' squares, for the next step's ‖p‖.
-impl<T: Compute> CachedSum for LarsKernel<T> {
-    fn position(&self) -> usize {
-        PARAM_SUM
-    }
-
-    fn run_leaves(
-        &self,
-        call: HostCall<'_>,
-        lists: [HostList<'_>; MAX_LISTS],
-        spans: HostSpans<'_>,
-        leaves: &mut [f64],
-    ) {
-        let update = LarsUpdate::<T>::of(call);
-        run_leaves_format::<T, _, 1>(&update, self.format, call, lists, spans, leaves);
+    fn param_sum(&self) -> Option<usize> {
+        Some(PARAM_SUM)
     }
 }
 

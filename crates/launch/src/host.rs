@@ -28,6 +28,9 @@ pub struct HostCall<'a> {
     /// it is asked for: then there is one span, which starts with a chunk of its tensor and is
     /// no longer than that.
     pub changes: Option<&'a LeafSums>,
+    /// Where to leave Σ p² over each leaf of the parameters as the call leaves them, of the master
+    /// where there is one, likewise: the sums that [`crate::NormedKernel::param_sum`] speaks of.
+    pub squares: Option<&'a LeafSums>,
 }
 
 impl<'a> HostCall<'a> {

@@ -47,7 +47,7 @@ pub use limits::{
     LaunchLimits,
 };
 pub use normed::{
-    CHUNK_UNITS, CachedSum, Excluded, FINISHED_BYTES, MAX_SUMS, NormedKernel, Outcome, ROW_VALUES,
+    CHUNK_UNITS, Excluded, FINISHED_BYTES, MAX_SUMS, NormedKernel, Outcome, ROW_VALUES,
     SumsAndUpdate, WORKSPACE_BYTES, Workspace,
 };
 pub use pack::{

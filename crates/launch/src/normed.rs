@@ -2,7 +2,7 @@
 
 use fusestep_tensor::Trust;
 
-use crate::{GroupValues, HostCall, HostList, HostSpans, MAX_LISTS};
+use crate::{GroupValues, HostCall, MAX_LISTS};
 
 /// Most sums that a kernel takes over a tensor.
 pub const MAX_SUMS: usize = 2;
@@ -100,30 +100,15 @@ pub trait NormedKernel: Send + Sync {
         None
     }
 
-    /// What the kernel offers if an update can take one of the next step's sums along.
-    fn cached(&self) -> Option<&dyn CachedSum> {
+    /// The position of the sum that is Σ p² over the parameter, or its master where there is one,
+    /// if there is such a sum. The update that writes parameters can take it along
+    /// ([`HostCall::squares`]), so that the next step reads them once instead of twice.
+    ///
+    /// A backend may use it for as long as it can tell that nobody else has written the parameters
+    /// since. The bits are those of [`NormedKernel::chunk_sums`] over what was written.
+    fn param_sum(&self) -> Option<usize> {
         None
     }
-}
-
-/// A sum over nothing but the parameters: the update that writes them has them at hand, so it can
-/// take the sum that the next step needs, which then reads the parameters once instead of twice.
-///
-/// A backend may use it for as long as it can tell that nobody else has written the parameters
-/// since. The bits are those of [`NormedKernel::chunk_sums`] over what was written.
-pub trait CachedSum: Send + Sync {
-    /// Its position among the sums of [`NormedKernel::chunk_sums`].
-    fn position(&self) -> usize;
-
-    /// [`crate::MultiTensorKernel::run_host`] for whole leaves of the tree, the tensor's last one
-    /// perhaps shorter, and in `leaves` the sum over each of them afterwards.
-    fn run_leaves(
-        &self,
-        call: HostCall<'_>,
-        lists: [HostList<'_>; MAX_LISTS],
-        spans: HostSpans<'_>,
-        leaves: &mut [f64],
-    );
 }
 
 /// Device entries: all sums in one launch, all updates in the next.
