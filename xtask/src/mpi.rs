@@ -73,15 +73,11 @@ fn suite() -> Result<()> {
 /// The communicator's tests: whole in worlds of one to five ranks, and in part over messages cut
 /// small and over the engine.
 fn communicators(suite: &Path) -> Result<()> {
-    // Within a machine and as between machines, side by side: ranks that wait for deadlines leave
-    // the cores to others. Three ranks wait longest, and begin.
-    let jobs: Vec<_> = [3, 5, 4, 2, 1]
-        .into_iter()
-        .flat_map(|ranks| [(ranks, &[][..]), (ranks, &[MESSAGES][..])])
-        .collect();
-    parallel::map_waiting(&jobs, |(ranks, environment)| {
-        tests(suite, *ranks, &[], environment)
-    })?;
+    // Within a machine and as between machines. Three ranks wait longest, and begin.
+    let mut jobs: Vec<(usize, &[&str], &[(&str, &str)])> = Vec::new();
+    for ranks in [3, 5, 4, 2, 1] {
+        jobs.extend([(ranks, &[][..], &[][..]), (ranks, &[], &[MESSAGES])]);
+    }
     let bits = ["operations::", "same_bits::", "streams::", "zz_leave::"];
     // Messages cut in the midst of elements, and segments of a few elements.
     let cut = [
@@ -89,31 +85,26 @@ fn communicators(suite: &Path) -> Result<()> {
         ("FUSESTEP_MPI_CHUNK_BYTES", "4001"),
         ("FUSESTEP_MPI_SEGMENT_BYTES", "5000"),
     ];
-    tests(suite, 2, &bits, &cut)?;
-    tests(suite, 3, &bits, &cut)?;
+    jobs.extend([(2, &bits[..], &cut[..]), (3, &bits, &cut)]);
     let first = [MESSAGES, ("FUSESTEP_MPI_FIRST_OF_EACH", "1")];
-    tests(suite, 3, &bits, &first)?;
+    jobs.push((3, &bits, &first));
     // Between two ranks there is one order only, so that the engine's sums are ours.
     let engine = [
         ("FUSESTEP_MPI_ENGINE", "1"),
         ("FUSESTEP_MPI_CHUNK_BYTES", "40004"),
     ];
-    tests(
-        suite,
-        2,
-        &["operations::", "streams::", "mismatches::", "zz_leave::"],
-        &engine,
-    )?;
+    let of_engine = ["operations::", "streams::", "mismatches::", "zz_leave::"];
+    jobs.push((2, &of_engine, &engine));
     let fast = [
         ("FUSESTEP_MPI_ENGINE", "1"),
         ("FUSESTEP_MPI_FIRST_OF_EACH", "1"),
     ];
-    tests(
-        suite,
-        2,
-        &["operations::", "streams::", "zz_leave::"],
-        &fast,
-    )?;
+    let of_fast = ["operations::", "streams::", "zz_leave::"];
+    jobs.push((2, &of_fast, &fast));
+    // Side by side: ranks that wait for deadlines leave the cores to others.
+    parallel::map_waiting(&jobs, |(ranks, filters, environment)| {
+        tests(suite, *ranks, filters, environment)
+    })?;
     Ok(())
 }
 

@@ -2,12 +2,13 @@
 
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, ensure};
 use fusestep_cuda_emulator::{Nccl, Options, Sanitize, build, build_nccl};
 
 use crate::mpi::build as cargo;
-use crate::workspace_root;
+use crate::{parallel, workspace_root};
 
 /// GPUs of the emulated machine, and so the largest world.
 const DEVICES: &str = "4";
@@ -48,23 +49,21 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         &["--no-run", "--lib", "--test=folder", "--test=nccl"],
     )?;
     // The library tests of the engine for MPI are those of `cargo xtask mpi`.
-    let own = |path: &&PathBuf| {
-        path.file_name().is_some_and(|name| {
-            !name
-                .to_string_lossy()
-                .starts_with("fusestep_collective_mpi-")
-        })
+    let is_own = |path: &&PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        !name.starts_with("fusestep_collective_mpi-")
     };
-    for program in programs.iter().filter(own) {
-        let status = Command::new(program)
+    let mut commands: Vec<Command> = programs.iter().filter(is_own).map(Command::new).collect();
+    commands.push(device_ranks());
+    for command in &mut commands {
+        command
             .args(test_arguments)
             .envs(libraries.iter().cloned())
-            .env("FUSESTEP_EMULATOR_DEVICES", DEVICES)
-            .status()
-            .with_context(|| format!("cannot start {}", program.display()))?;
-        ensure!(status.success(), "failed: {}", program.display());
+            .env("FUSESTEP_EMULATOR_DEVICES", DEVICES);
     }
-    device_ranks(&libraries, test_arguments)?;
+    // Side by side: ranks that wait for deadlines leave the cores to others.
+    let commands: Vec<_> = commands.into_iter().map(Mutex::new).collect();
+    parallel::map(&commands, succeed)?;
     if test_arguments.is_empty() {
         self_test(&libraries)?;
     }
@@ -72,24 +71,32 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     Ok(())
 }
 
+/// Runs a program to its end, then prints what it said.
+fn succeed(command: &Mutex<Command>) -> Result<()> {
+    let mut command = command.lock().unwrap_or_else(PoisonError::into_inner);
+    let named = command.get_program().to_string_lossy().into_owned();
+    let output = command
+        .output()
+        .with_context(|| format!("cannot start {named}"))?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    print!("{text}{}", String::from_utf8_lossy(&output.stderr));
+    ensure!(output.status.success(), "failed: {named}");
+    Ok(())
+}
+
 /// Whole steps of ranks with a device each: a program that is linked with the emulated driver.
-fn device_ranks(libraries: &[(&str, PathBuf)], test_arguments: &[String]) -> Result<()> {
+fn device_ranks() -> Command {
     let folder = workspace_root().join("target/emulator");
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let status = Command::new(cargo)
+    let mut command = Command::new(cargo);
+    command
         .current_dir(workspace_root())
         .args(["test", "--release", "--package", "fusestep-cli"])
         .args(["--features", "cuda,nccl", "--test", "device_ranks", "--"])
-        .args(test_arguments)
-        .envs(libraries.iter().cloned())
         .env("CUDA_LIBRARY_PATH", &folder)
         .env("LD_LIBRARY_PATH", folder.join("lib64"))
-        .env("FUSESTEP_EMULATOR_DEVICES", DEVICES)
-        .env("FUSESTEP_STAND_IN_EAGER", "1")
-        .status()
-        .context("cannot start cargo")?;
-    ensure!(status.success(), "ranks on devices failed");
-    Ok(())
+        .env("FUSESTEP_STAND_IN_EAGER", "1");
+    command
 }
 
 /// `fusestep check` on the emulated GPUs, and on more than there are.

@@ -202,55 +202,75 @@ impl Inputs {
     ) -> Result<Vec<PathBuf>, EmulatorError> {
         let own_headers: Vec<_> = SOURCES.iter().filter(|(name, _)| is_header(name)).collect();
         let compiler = (options.compiler(), options.flags());
-        let mut sources = Vec::new();
         for (name, text) in SOURCES {
             write(&build_dir.join(name), text)?;
         }
-        for (name, text) in SOURCES.iter().filter(|(name, _)| !is_header(name)) {
-            let wanted = hash(&(text, &own_headers, &compiler));
-            sources.push((
-                build_dir.join(name),
-                Path::new(name).with_extension("o"),
-                wanted,
-            ));
-        }
-        for (path, text) in &self.kernels {
+        let kernels = self.kernels.iter().map(|(path, text)| {
             let name = path.file_stem().unwrap_or_default().to_string_lossy();
-            let wanted = hash(&(text, &self.headers, &own_headers, &compiler));
-            sources.push((
-                path.clone(),
-                PathBuf::from(format!("kernel_{name}.o")),
-                wanted,
-            ));
-        }
-        let mut started = Vec::new();
-        let mut objects = Vec::new();
-        for (source, object, wanted) in sources {
-            let object = build_dir.join(object);
-            let stamp = object.with_extension("stamp");
-            objects.push(object.clone());
-            if object.exists() && fs::read_to_string(&stamp).is_ok_and(|found| found == wanted) {
-                continue;
+            Source {
+                path: path.clone(),
+                object: build_dir.join(format!("kernel_{name}.o")),
+                wanted: hash(&(text, &self.headers, &own_headers, &compiler)),
             }
-            let _ = fs::remove_file(&stamp);
-            let mut command = Command::new(options.compiler());
-            command.args(options.flags());
-            command.arg("-I").arg(build_dir).arg("-I").arg(kernels_dir);
-            command.args(["-x", "c++", "-c"]).arg(source);
-            command.arg("-o").arg(&object);
-            started.push((object, stamp, wanted, start(command, options)?));
-        }
-        // All are waited for, also after one has failed: none may go on writing into the folder.
-        let results: Vec<_> = started
-            .into_iter()
-            .map(|(object, stamp, wanted, child)| {
-                finish(child, &object, options)?;
-                write(&stamp, &wanted)
-            })
-            .collect();
-        results.into_iter().collect::<Result<Vec<()>, _>>()?;
+        });
+        let own = SOURCES.iter().filter(|(name, _)| !is_header(name));
+        let own = own.map(|(name, text)| Source {
+            path: build_dir.join(name),
+            object: build_dir.join(name).with_extension("o"),
+            wanted: hash(&(text, &own_headers, &compiler)),
+        });
+        // What is wrong is wrong in a kernel, as a rule, and said before the others take their time.
+        let mut objects = compile_all(kernels, [build_dir, kernels_dir], options)?;
+        objects.extend(compile_all(own, [build_dir, kernels_dir], options)?);
         Ok(objects)
     }
+}
+
+/// A source, its object, and the stamp that says that the object is of this source.
+struct Source {
+    path: PathBuf,
+    object: PathBuf,
+    wanted: String,
+}
+
+/// Compiles those whose objects are of another source, side by side; all objects.
+fn compile_all(
+    sources: impl Iterator<Item = Source>,
+    include: [&Path; 2],
+    options: &Options,
+) -> Result<Vec<PathBuf>, EmulatorError> {
+    let (mut started, mut objects) = (Vec::new(), Vec::new());
+    for Source {
+        path,
+        object,
+        wanted,
+    } in sources
+    {
+        let stamp = object.with_extension("stamp");
+        objects.push(object.clone());
+        if object.exists() && fs::read_to_string(&stamp).is_ok_and(|found| found == wanted) {
+            continue;
+        }
+        let _ = fs::remove_file(&stamp);
+        let mut command = Command::new(options.compiler());
+        command.args(options.flags());
+        for folder in include {
+            command.arg("-I").arg(folder);
+        }
+        command.args(["-x", "c++", "-c"]).arg(path);
+        command.arg("-o").arg(&object);
+        started.push((object, stamp, wanted, start(command, options)?));
+    }
+    // All are waited for, also after one has failed: none may go on writing into the folder.
+    let results: Vec<_> = started
+        .into_iter()
+        .map(|(object, stamp, wanted, child)| {
+            finish(child, &object, options)?;
+            write(&stamp, &wanted)
+        })
+        .collect();
+    results.into_iter().collect::<Result<Vec<()>, _>>()?;
+    Ok(objects)
 }
 
 fn is_header(name: &str) -> bool {
