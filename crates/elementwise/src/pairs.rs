@@ -30,7 +30,7 @@ where
         size_of::<K::Master>() == 0 && K::Param::PAIRED && (N == 0 || S::PAIRED);
 
     /// Updates elements by the pair from the first on, only where [`Self::PAIRED`]; returns how
-    /// many, all but the last 16 to 47, which the caller updates.
+    /// many, all but at most 31, which the caller updates.
     #[inline(always)]
     pub(crate) fn update_all_pairs<U: Update<C, N>, const SCALED: bool>(
         &mut self,
@@ -38,7 +38,7 @@ where
         step_scalars: U::StepScalars,
     ) -> usize {
         let (numel, mut first) = (self.param.len(), 0);
-        while first + 3 * LANES <= numel {
+        while first + 2 * LANES <= numel {
             self.prefetch(first);
             self.update_pairs::<U, SCALED>(update, step_scalars, first);
             first += 2 * LANES;

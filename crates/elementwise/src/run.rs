@@ -3,11 +3,11 @@
 //! The plain version is `for i in 0..numel { update(i) }`. Two deviations, both for memory speed:
 //! elements go in blocks of [`LANES`], whose fixed length the compiler turns into vector
 //! instructions, and each block asks for the cache lines [`prefetch_bytes`] ahead on all streams,
-//! worth 13 to 15 % where tensors exceed the cache (`benches/fused_adam.rs`). What is left over
-//! after whole blocks is computed as one more block that ends with the tensor and overlaps the one
-//! before; only a tensor shorter than a block is computed in a copy padded with zeros. Copies of
-//! varying length cost a small tensor more than its arithmetic: 76 ns of 608 for 64 to 512 elements
-//! (`fusestep bench` on 10,000 of them).
+//! worth 13 to 15 % where tensors exceed the cache (`benches/fused_adam.rs`). Where whole blocks
+//! leave elements over, the last [`LANES`] are computed from a copy that was taken before, and
+//! overlap the block before them with the same bits: a copy of what is left over, of varying
+//! length, costs a small tensor more than its arithmetic, 76 ns of 608 for 64 to 512 elements
+//! (`fusestep bench` on 10,000 of them). Only a tensor shorter than a block is padded with zeros.
 
 use std::ops::Range;
 
@@ -197,68 +197,72 @@ where
 {
     #[inline(always)]
     pub(crate) fn update<U: Update<C, N>>(&mut self, update: U, step_scalars: U::StepScalars) {
-        let mut padded = (self.param.len() < LANES).then(|| self.padded());
-        let mut tensor = match &mut padded {
-            Some((block, grad)) => {
-                let mut lists = block.state.iter_mut();
-                Tensor::<C, K, S, R, N> {
-                    param: &mut block.param,
-                    master: &mut block.master,
-                    grad,
+        let numel = self.param.len();
+        let whole = numel / LANES * LANES;
+        let mut rest = (whole < numel).then(|| self.rest());
+        // Twice through one loop, so that the code of a block is compiled once.
+        for part in 0..1 + usize::from(rest.is_some()) {
+            let mut lists = self.state.iter_mut();
+            let mut tensor = match &mut rest {
+                Some((block, grad)) if part > 0 => {
+                    let mut lists = block.state.iter_mut();
+                    Tensor::<C, K, S, R, N> {
+                        param: &mut block.param,
+                        master: &mut block.master,
+                        grad,
+                        state: std::array::from_fn(|_| match lists.next() {
+                            Some(list) => &mut list[..],
+                            None => &mut [],
+                        }),
+                        rounding: self.rounding.at(numel.saturating_sub(LANES)),
+                        ..*self
+                    }
+                }
+                _ => Tensor {
+                    param: &mut self.param[..whole],
+                    master: &mut self.master[..whole],
+                    grad: &self.grad[..whole],
                     state: std::array::from_fn(|_| match lists.next() {
-                        Some(list) => &mut list[..],
+                        Some(list) => &mut list[..whole],
                         None => &mut [],
                     }),
                     ..*self
-                }
-            }
-            None => {
-                let mut lists = self.state.iter_mut();
-                Tensor {
-                    param: self.param,
-                    master: self.master,
-                    state: std::array::from_fn(|_| match lists.next() {
-                        Some(list) => &mut list[..],
-                        None => &mut [],
-                    }),
-                    ..*self
-                }
-            }
-        };
-        tensor.update_blocks(update, step_scalars);
-        if let Some((block, _)) = &padded {
-            let numel = self.param.len();
-            self.param.copy_from_slice(&block.param[..numel]);
-            self.master.copy_from_slice(&block.master[..numel]);
+                },
+            };
+            tensor.update_blocks(update, step_scalars);
+        }
+        if let Some((block, _)) = &rest {
+            put_last(self.param, &block.param);
+            put_last(self.master, &block.master);
             for (list, values) in self.state.iter_mut().zip(&block.state) {
-                list.copy_from_slice(&values[..numel]);
+                put_last(list, values);
             }
         }
     }
 
-    /// Fewer elements than a block has, and zeros behind them; with their gradients.
+    /// The last [`LANES`] elements, or all and zeros behind them; with their gradients.
     #[inline(always)]
-    fn padded(&self) -> WithGradients<K::Param, K::Master, S, N> {
-        let numel = self.param.len();
+    fn rest(&self) -> WithGradients<K::Param, K::Master, S, N> {
+        // In place: a block that is returned is read whole just after it was written in parts.
         let mut block = Block {
             param: [K::Param::zeroed(); LANES],
             master: [K::Master::zeroed(); LANES],
             state: [[S::zeroed(); LANES]; N],
         };
         let mut grad = [K::Param::zeroed(); LANES];
-        grad[..numel].copy_from_slice(self.grad);
-        block.param[..numel].copy_from_slice(self.param);
-        block.master[..numel].copy_from_slice(self.master);
-        for (values, list) in block.state.iter_mut().zip(&self.state) {
-            values[..numel].copy_from_slice(list);
+        take_last(self.param, &mut block.param);
+        take_last(self.master, &mut block.master);
+        take_last(self.grad, &mut grad);
+        for (list, values) in self.state.iter().zip(&mut block.state) {
+            take_last(list, values);
         }
         (block, grad)
     }
 
-    /// Updates at least [`LANES`] elements.
+    /// Updates whole blocks.
     #[inline(always)]
     fn update_blocks<U: Update<C, N>>(&mut self, update: U, step_scalars: U::StepScalars) {
-        let (numel, mut first) = (self.param.len(), 0);
+        let mut first = 0;
         if Self::PAIRED {
             // A factor of 1 changes no bit, and arithmetic is what these formats wait for: 3 to 5 %
             // of Adam.
@@ -268,28 +272,11 @@ where
                 self.update_all_pairs::<U, true>(update, step_scalars)
             };
         }
-        while first + 2 * LANES <= numel {
+        while first + LANES <= self.param.len() {
             self.prefetch(first);
             let block = self.block(update, step_scalars, first);
             self.store(&block, first);
             first += LANES;
-        }
-        // The last whole block and the last LANES elements overlap unless numel is a multiple of
-        // LANES; both are computed from the old values before either is stored, so the
-        // overlap is written twice with the same bits. In a loop, which compiles their code once.
-        self.prefetch(first);
-        let (last, mut held) = (numel - LANES, None);
-        let block = loop {
-            let block = self.block(update, step_scalars, first);
-            if first == last {
-                break block;
-            }
-            held = Some((block, first));
-            first = last;
-        };
-        self.store(&block, last);
-        if let Some((block, first)) = held {
-            self.store(&block, first);
         }
     }
 
@@ -384,6 +371,24 @@ fn prefetch_block<T>(list: &[T], first: usize, ahead_bytes: usize) {
         let ahead = first + (ahead_bytes + line * LINE_BYTES) / size_of::<T>();
         prefetch_ahead(list, ahead);
         line += 1;
+    }
+}
+
+/// Takes the last block of a list, or the whole list.
+#[inline(always)]
+fn take_last<T: Pod>(list: &[T], block: &mut [T; LANES]) {
+    match list.last_chunk() {
+        Some(own) => *block = *own,
+        None => block[..list.len()].copy_from_slice(list),
+    }
+}
+
+/// Puts a block back where [`take_last`] has it from.
+#[inline(always)]
+fn put_last<T: Pod>(list: &mut [T], block: &[T; LANES]) {
+    match list.last_chunk_mut() {
+        Some(own) => *own = *block,
+        None => list.copy_from_slice(&block[..list.len()]),
     }
 }
 
