@@ -52,7 +52,7 @@ pub(crate) const SCENARIOS: &str = r#"[
     {"faults": [], "error": null},
     {"faults": [{"rank": 0, "call": 1, "kind": {"delay_ms": 20}}, {"rank": 2, "call": 2, "kind": {"delay_ms": 20}}], "error": null},
     {"faults": [{"rank": 0, "call": 1, "kind": "kill"}], "error": "rank 0 panicked after 0 calls"},
-    {"faults": [{"rank": 2, "call": 2, "kind": "kill"}], "error": "rank 2 panicked after 1 calls"},
+    {"faults": [{"rank": 2, "call": 2, "kind": "kill"}], "error": "rank 2 panicked after 1 call"},
     {"faults": [{"rank": 1, "call": 2, "kind": "fail"}], "error": "aborted by rank 1: fault at call 2"},
     {"faults": [{"rank": 1, "call": 2, "kind": "reorder"}], "error": "call 2, operation: expected `all-reduce` as on rank 0, found `barrier` on rank 1"},
     {"faults": [{"rank": 1, "call": 1, "kind": {"stall_ms": 2200}}], "error": "all-reduce 1: expected all ranks within 1000 ms, found none of [1]"},

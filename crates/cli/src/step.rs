@@ -9,7 +9,7 @@ use anyhow::{bail, ensure};
 use clap::Args;
 use fusestep_launch::Backend;
 use fusestep_planner::{GradReport, MAX_STEPS, Plan, PlanError, State, StepReport};
-use fusestep_tensor::{ParamDesc, Quoted, Role};
+use fusestep_tensor::{ParamDesc, Quoted, Role, counted};
 use fusestep_tensor_file::{
     Prepared, TensorBytes, TensorFile, check_writable, commit_together, finish_interrupted,
     same_file,
@@ -280,9 +280,9 @@ fn load_state(
 }
 
 fn print_summary(args: &StepArgs, summary: &StepSummary) -> anyhow::Result<()> {
-    let launches = summary.launches;
+    let launches = counted(summary.launches, "launch");
     let each = summary.ns_per_step.map_or_else(String::new, |ns| {
-        format!(" {launches} launches and {} per step;", duration(ns))
+        format!(" {launches} and {} per step;", duration(ns))
     });
     let wrote = outputs(args).into_iter();
     let wrote: Vec<String> = wrote.map(|(_, path)| path.display().to_string()).collect();

@@ -1,6 +1,6 @@
 //! What can go wrong between ranks.
 
-use fusestep_tensor::DType;
+use fusestep_tensor::{DType, counted};
 
 use crate::{Field, ReduceOp};
 
@@ -47,7 +47,7 @@ pub enum CollectiveError {
         found_operation: &'static str,
     },
     /// A rank panicked.
-    #[error("rank {rank} panicked after {calls} calls")]
+    #[error("rank {rank} panicked after {}", counted(*.calls, "call"))]
     Panicked {
         /// Which.
         rank: usize,
@@ -55,7 +55,10 @@ pub enum CollectiveError {
         calls: u64,
     },
     /// A rank gave its communicator up while others still used theirs.
-    #[error("rank {rank} left the group after {calls} calls; all ranks must make the same calls")]
+    #[error(
+        "rank {rank} left the group after {}; all ranks must make the same calls",
+        counted(*.calls, "call")
+    )]
     Left {
         /// Which.
         rank: usize,
@@ -64,8 +67,9 @@ pub enum CollectiveError {
     },
     /// A rank's process is gone.
     #[error(
-        "rank {rank} died after {calls} calls: its process is gone; see what it printed, and \
-         whether the system ended it for memory"
+        "rank {rank} died after {}: its process is gone; see what it printed, and \
+         whether the system ended it for memory",
+        counted(*.calls, "call")
     )]
     Died {
         /// Which.

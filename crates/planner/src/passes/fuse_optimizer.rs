@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use fusestep_launch::Batch;
+use fusestep_tensor::counted;
 
 use super::Pass;
 use crate::{Note, Plan, PlanError, SizeClass, Stage, Verdict, batches};
@@ -80,9 +81,8 @@ impl FuseOptimizer {
                 note(
                     Verdict::Split,
                     format!(
-                        "{} tensors have more than {} chunks of {} elements and go on over \
-                         several launches",
-                        stage.tensors.len(),
+                        "several launches for {} of more than {} chunks of {} elements",
+                        counted(stage.tensors.len() as u64, "tensor"),
                         plan.limits.chunks_per_launch,
                         plan.limits.chunk_elements,
                     ),
