@@ -70,11 +70,14 @@ fn suite() -> Result<()> {
     Ok(())
 }
 
+/// Ranks, filters of tests, variables of the environment.
+type Tests<'a> = (usize, &'a [&'a str], &'a [(&'a str, &'a str)]);
+
 /// The communicator's tests: whole in worlds of one to five ranks, and in part over messages cut
 /// small and over the engine.
 fn communicators(suite: &Path) -> Result<()> {
     // Within a machine and as between machines. Three ranks wait longest, and begin.
-    let mut jobs: Vec<(usize, &[&str], &[(&str, &str)])> = Vec::new();
+    let mut jobs: Vec<Tests<'_>> = Vec::new();
     for ranks in [3, 5, 4, 2, 1] {
         jobs.extend([(ranks, &[][..], &[][..]), (ranks, &[], &[MESSAGES])]);
     }
