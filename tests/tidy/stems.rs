@@ -29,7 +29,7 @@ const OF_OTHERS: [(&str, &[&str]); 4] = [
     (
         "update_sums",
         &[
-            "crates/elementwise/src/change.rs",
+            "crates/elementwise/src/tally.rs",
             "crates/cuda/tests/measured.rs",
         ],
     ),

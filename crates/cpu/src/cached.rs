@@ -1,9 +1,9 @@
 //! Sums over parameters from one step to the next.
 //!
 //! LARS needs the norm of every parameter before it updates it. The update before had the parameter
-//! at hand and took the sum along ([`fusestep_launch::NormedKernel::param_sum`]), which saves a read of all
-//! parameters, as long as nobody has written them in between. The buffers know: each counts how
-//! often it was borrowed to be written.
+//! at hand and took the sum along ([`fusestep_launch::NormedKernel::param_sum`]), which saves a
+//! read of all parameters, as long as nobody has written them in between. The buffers know: each
+//! counts how often it was borrowed to be written.
 
 use std::sync::atomic::{AtomicBool, AtomicU64};
 

@@ -219,7 +219,7 @@ impl Inputs {
             object: build_dir.join(name).with_extension("o"),
             wanted: hash(&(text, &own_headers, &compiler)),
         });
-        // What is wrong is wrong in a kernel, as a rule, and said before the others take their time.
+        // What is wrong is wrong in a kernel, as a rule: said before the others take their time.
         let mut objects = compile_all(kernels, [build_dir, kernels_dir], options)?;
         objects.extend(compile_all(own, [build_dir, kernels_dir], options)?);
         Ok(objects)
