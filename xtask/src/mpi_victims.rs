@@ -31,7 +31,7 @@ const COLLECTIVES: [&str; 11] = [
 /// What the one process does.
 const ENDS: [&str; 5] = ["stop", "kill", "leave", "exit", "nap"];
 
-/// Runs them all, with each of these variables of the environment.
+/// Runs them all, each once with each of these sets of environment variables.
 pub(crate) fn run(program: &Path, variables: &[&[(&str, &str)]]) -> Result<()> {
     let mut jobs = Vec::new();
     for variables in variables {

@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, ensure};
 use fusestep_cuda_emulator::{Nccl, Options, Sanitize, build, build_nccl};
@@ -53,17 +52,18 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         !name.starts_with("fusestep_collective_mpi-")
     };
-    let mut commands: Vec<Command> = programs.iter().filter(is_own).map(Command::new).collect();
-    commands.push(device_ranks());
-    for command in &mut commands {
+    // The last one is of ranks that have a device each.
+    let own = programs.iter().filter(is_own).map(Some).chain([None]);
+    let own: Vec<Option<&PathBuf>> = own.collect();
+    // Side by side: ranks that wait for deadlines leave the cores to others.
+    parallel::map(&own, |program| {
+        let mut command = program.map_or_else(device_ranks, Command::new);
         command
             .args(test_arguments)
             .envs(libraries.iter().cloned())
             .env("FUSESTEP_EMULATOR_DEVICES", DEVICES);
-    }
-    // Side by side: ranks that wait for deadlines leave the cores to others.
-    let commands: Vec<_> = commands.into_iter().map(Mutex::new).collect();
-    parallel::map(&commands, succeed)?;
+        succeed(command)
+    })?;
     if test_arguments.is_empty() {
         self_test(&libraries)?;
     }
@@ -72,14 +72,13 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
 }
 
 /// Runs a program to its end, then prints what it said.
-fn succeed(command: &Mutex<Command>) -> Result<()> {
-    let mut command = command.lock().unwrap_or_else(PoisonError::into_inner);
+fn succeed(mut command: Command) -> Result<()> {
     let named = command.get_program().to_string_lossy().into_owned();
     let output = command
         .output()
         .with_context(|| format!("cannot start {named}"))?;
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    print!("{text}{}", String::from_utf8_lossy(&output.stderr));
+    let text = [output.stdout, output.stderr].concat();
+    print!("{}", String::from_utf8_lossy(&text));
     ensure!(output.status.success(), "failed: {named}");
     Ok(())
 }
