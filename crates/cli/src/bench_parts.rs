@@ -1,7 +1,9 @@
 //! What `fusestep bench --ranks` times on every rank: whole steps, and their parts alone.
 
 use fusestep_coalesce::HostMemory;
-use fusestep_collective::{Buffers, Call, CollectiveError, Communicator, Operation, ReduceOp};
+use fusestep_collective::{
+    Buffers, Call, CollectiveError, Collectives, Communicator, Operation, ReduceOp,
+};
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Comms, Plan, Reduced, Stage, State, StorageSpec, ZeroStage};
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
@@ -222,9 +224,9 @@ impl<'a> Update<'a> {
 }
 
 impl Work for Update<'_> {
-    fn call(&mut self, _: &mut Comms<'_>) -> anyhow::Result<()> {
+    fn call(&mut self, comms: &mut Comms<'_>) -> anyhow::Result<()> {
         self.plan.run(&mut self.state, self.backend)?;
-        Ok(())
+        until_all_have(comms)
     }
 }
 
@@ -235,8 +237,14 @@ pub(crate) struct Streamed<'a> {
 }
 
 impl Work for Streamed<'_> {
-    fn call(&mut self, _: &mut Comms<'_>) -> anyhow::Result<()> {
+    fn call(&mut self, comms: &mut Comms<'_>) -> anyhow::Result<()> {
         self.ceiling.stream(self.index);
-        Ok(())
+        until_all_have(comms)
     }
+}
+
+/// Waits for the last rank, as whole steps do: of ranks that share a core, each would otherwise
+/// tell what it took by itself.
+fn until_all_have(comms: &mut Comms<'_>) -> anyhow::Result<()> {
+    Ok(comms.communicator().barrier()?)
 }

@@ -4,7 +4,7 @@ mod number;
 
 use std::ops::Range;
 
-use fusestep_simd::{Level, prefetch_ahead};
+use fusestep_simd::{Level, fetches_by_itself, prefetch_ahead};
 use fusestep_tensor::DType;
 use half::{bf16, f16};
 
@@ -19,7 +19,7 @@ const LANES: usize = 32;
 /// waiting.
 const BURST_BYTES: usize = 512;
 
-/// How far ahead of their use inputs from memory are asked for.
+/// How far ahead of their use inputs from memory are asked for, by processors that want it.
 const AHEAD_BYTES: usize = 1024;
 
 /// Inputs of fewer bytes in all may be in a core's cache, where asking for them takes time and
@@ -127,7 +127,7 @@ fn reduce<T: Number>(level: Level, op: ReduceOp, len_bytes: usize, ranks: &mut i
     level.run(
         #[inline(always)]
         || {
-            if in_all > CACHED_BYTES {
+            if in_all > CACHED_BYTES && !fetches_by_itself(size_of::<T>()) {
                 reduce_bursts::<T, AHEAD_BYTES>(op, len_bytes, ranks);
             } else {
                 reduce_bursts::<T, 0>(op, len_bytes, ranks);

@@ -7,15 +7,15 @@
 //! ```
 //!
 //! Reduction, update and copies as passes of their own move every average three times and every
-//! parameter once more. Here a kilobyte goes through all three before the next one: the update's
+//! parameter once more. Here half a kilobyte goes through all three before the next one: the update's
 //! own loop asks for averages ([`AcrossRanks`]) and hands over what is new.
 
 use std::ops::Range;
 
 use fusestep_collective::{Ranks, ReduceOp, reduce_in_rank_order};
 use fusestep_launch::{
-    ACROSS_ELEMENTS, AcrossRanks, BackendError, Batch, Gate, HostCall, HostList, HostRun,
-    HostSpans, Launch, MAX_LISTS, MultiTensorKernel, Places, Replicas,
+    ACROSS_BYTES, AcrossRanks, BackendError, Batch, Gate, HostCall, HostList, HostRun, HostSpans,
+    Launch, MAX_LISTS, MultiTensorKernel, Places, Replicas,
 };
 use fusestep_simd::{Level, Split, StreamingCopies, streaming};
 use fusestep_tensor::{DType, Role};
@@ -31,7 +31,7 @@ const CACHED_BYTES: usize = 1 << 20;
 /// The averages of a block, in memory that begins with a cache line.
 #[derive(Debug)]
 #[repr(align(64))]
-struct Averages([u64; ACROSS_ELEMENTS]);
+struct Averages([u8; ACROSS_BYTES]);
 
 /// Ranks whose slices need no memory of the allocator.
 const INLINE_RANKS: usize = 16;
@@ -215,8 +215,7 @@ struct Across<'a, 'b> {
 impl AcrossRanks for Across<'_, '_> {
     fn gradients(&mut self, elements: Range<usize>) -> &[u8] {
         let width = self.widths[self.grad];
-        let averages: &mut [u8] = bytemuck::cast_slice_mut(&mut self.averages.0);
-        let averages = &mut averages[..elements.len() * width];
+        let averages = &mut self.averages.0[..elements.len() * width];
         let len_bytes = averages.len();
         let mut block = Block {
             grads: self.grads,

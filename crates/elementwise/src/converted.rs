@@ -6,7 +6,7 @@
 //! widened, updated and narrowed in the nearest cache, by code that all rules share. Widening is
 //! exact and narrowing rounds as elsewhere, so the bits are the same.
 
-use fusestep_launch::{ACROSS_ELEMENTS, HostCall, HostList, HostRun, HostSpans, MAX_LISTS};
+use fusestep_launch::{HostCall, HostList, HostRun, HostSpans, MAX_LISTS};
 
 use crate::format::FormatVisitor;
 use crate::param_storage::{ParamStorage, master};
@@ -15,8 +15,8 @@ use crate::run::{Gradients, give_ranks};
 use crate::tally::Tally;
 use crate::{Compute, Storage};
 
-/// Elements that are converted at a time.
-const MOST: usize = ACROSS_ELEMENTS;
+/// Most elements that are converted at a time.
+const MOST: usize = 256;
 
 /// Most roles of state.
 const ROLES: usize = MAX_LISTS - 2;
@@ -66,10 +66,11 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
             grad: [C::ZERO; MOST],
             state: [[C::ZERO; MOST]; ROLES],
         };
+        let most = grads.most().min(MOST);
         for span in run.spans {
             let step_scalars = call.step_scalars_of(span.group, step_scalar_bytes + R::KEY_BYTES);
-            for first in (0..span.numel).step_by(MOST) {
-                let part = span.part(first, MOST);
+            for first in (0..span.numel).step_by(most) {
+                let part = span.part(first, most);
                 let elements = part.start..part.start + part.numel;
                 let param = &mut param[elements.clone()];
                 let master = &mut master[elements.clone()];

@@ -12,7 +12,7 @@
 use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
-use fusestep_launch::{ACROSS_ELEMENTS, AcrossRanks, HostList, HostRun};
+use fusestep_launch::{ACROSS_BYTES, AcrossRanks, HostList, HostRun};
 use fusestep_simd::{prefetch_ahead, prefetch_bytes};
 
 use crate::param_storage::{ParamStorage, master};
@@ -69,7 +69,8 @@ where
         || {
             // Copies: what may lie anywhere may overlap a block, which then stays in memory.
             let update = *update;
-            let (grad_factor, ahead_bytes) = (C::round(call.grad_factor), prefetch_bytes());
+            let grad_factor = C::round(call.grad_factor);
+            let ahead_bytes = prefetch_bytes(size_of::<K::Param>());
             let mut tally = Tally::<C, K>::of(call);
             let most = match tally {
                 Some(_) => grads.most().min(Tally::<C, K>::MOST),
@@ -150,10 +151,10 @@ impl<'a, 'b, P: Pod> Gradients<'a, 'b, P> {
 
     /// How many elements are to be asked for at a time.
     #[inline(always)]
-    fn most(&self) -> usize {
+    pub(crate) fn most(&self) -> usize {
         match self {
             Self::Here(_) => usize::MAX,
-            Self::Ranks(_) => ACROSS_ELEMENTS,
+            Self::Ranks(_) => ACROSS_BYTES / size_of::<P>(),
         }
     }
 

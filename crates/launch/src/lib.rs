@@ -36,7 +36,7 @@ pub use control::{CONTROL_BYTES, ControlBlock, Gate};
 pub use device::{DeviceOrder, DeviceSliceMut};
 pub use error::LaunchError;
 pub use host::{
-    ACROSS_ELEMENTS, AcrossRanks, CHUNK_LEAVES, HostCall, HostList, HostRun, HostSpan, HostSpans,
+    ACROSS_BYTES, AcrossRanks, CHUNK_LEAVES, HostCall, HostList, HostRun, HostSpan, HostSpans,
     LEAF_ELEMENTS, LeafSums, MAX_LISTS, Places,
 };
 pub use kernel::{Access, GroupValues, MultiTensorKernel, TensorList};

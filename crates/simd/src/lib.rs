@@ -20,7 +20,7 @@ pub use narrow::{
     narrow_f16, split_bf16, widen_bf16, widen_bf16_pair, widen_f16,
 };
 pub use pool::{MAX_SHARED, MAX_THREADS, Order, Pool, Split};
-pub use prefetch::{prefetch_ahead, prefetch_bytes, prefetch_memory};
+pub use prefetch::{fetches_by_itself, prefetch_ahead, prefetch_bytes, prefetch_memory};
 pub use rendezvous::{
     Claim, Contribution, MAX_REPLICAS, Participant, Peers, Rendezvous, Replicas, participants,
 };
