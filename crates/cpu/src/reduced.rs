@@ -7,8 +7,8 @@
 //! ```
 //!
 //! Reduction, update and copies as passes of their own move every average three times and every
-//! parameter once more. Here half a kilobyte goes through all three before the next one: the update's
-//! own loop asks for averages ([`AcrossRanks`]) and hands over what is new.
+//! parameter once more. Here half a kilobyte goes through all three before the next one: the
+//! update's own loop asks for averages ([`AcrossRanks`]) and hands over what is new.
 
 use std::ops::Range;
 
