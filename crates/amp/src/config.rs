@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use serde::{Deserialize, Serialize};
-
 /// The largest loss scale: its reciprocal is a normal f32, and so is it.
 const LARGEST_SCALE: f64 = 8.507_059_173_023_462e37;
 
@@ -17,7 +15,8 @@ pub enum Finding {
 }
 
 /// When and how a loss scale changes; all factors and bounds are powers of two.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ScalePolicy {
     /// Factor after `growth_interval` good steps, at least 1; 2 by default.
     pub growth: f64,
@@ -66,7 +65,8 @@ impl Default for ScalePolicy {
 ///
 /// # Source
 /// Micikevicius et al. 2018, arXiv:1710.03740; the defaults are PyTorch's `GradScaler`.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct LossScale {
     scale: f64,
     good_steps: u32,

@@ -2,8 +2,6 @@
 
 use std::collections::HashMap;
 
-use serde::{Deserialize, Serialize};
-
 use crate::{ArgumentLayout, LaunchError, LaunchLimits};
 
 /// A tensor that is to be put into a batch.
@@ -21,7 +19,8 @@ pub struct Batchable {
 
 /// Consecutive elements of one tensor in one launch; a whole tensor unless the launch's chunks ran
 /// out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Record {
     /// Index of the tensor in its storage.
     pub tensor: u32,
@@ -33,18 +32,19 @@ pub struct Record {
     pub first_chunk: u32,
     /// Index into [`Batch::groups`].
     // As it was called when plans were first written out.
-    #[serde(rename = "set")]
+    #[cfg_attr(feature = "serde", serde(rename = "set"))]
     pub group: u16,
 }
 
 /// What goes into one launch.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Batch {
     /// The tensors, in storage order.
     pub records: Vec<Record>,
     /// The groups of hyper-parameters that the records refer to.
     // As they were called when plans were first written out.
-    #[serde(rename = "classes")]
+    #[cfg_attr(feature = "serde", serde(rename = "classes"))]
     pub groups: Vec<u32>,
     /// Chunks of all records together: the launch's grid.
     pub chunks: u32,

@@ -1,13 +1,13 @@
 //! What a kernel crate offers to planner and backends.
 
 use fusestep_tensor::{DType, Role, Trust};
-use serde::{Deserialize, Serialize};
 
 use crate::{ArgumentLayout, HostRun, NormedKernel, ResidentStepScalars};
 
 /// Whether a kernel reads or writes a tensor list.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 pub enum Access {
     /// Only read.
     Read,
@@ -18,7 +18,8 @@ pub enum Access {
 }
 
 /// All tensors in one role, as a kernel takes them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct TensorList {
     /// The part the tensors play.
     pub role: Role,

@@ -1,7 +1,5 @@
 //! How many tensors fit into one launch, computed from bytes.
 
-use serde::{Deserialize, Serialize};
-
 use crate::LaunchError;
 
 /// Argument bytes that every CUDA device and driver takes; a cap for a small plan or a test.
@@ -32,7 +30,8 @@ const _: () = assert!(
 
 /// What one launch may carry. Every limit is a parameter, so that small tests cross it; none
 /// changes a result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct LaunchLimits {
     /// Bytes of by-value arguments; 32,764 by default, see [`ARGUMENT_BYTES_CLASSIC`] and
     /// [`ARGUMENT_BYTES_LARGE`].
@@ -88,7 +87,8 @@ impl LaunchLimits {
 ///
 /// There is no table of blocks: `first_chunk` is the prefix sum of chunk counts, and a block finds
 /// its record in it by binary search.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ArgumentLayout {
     /// Words of a record besides its numel and place: one address for each tensor list, and
     /// [`crate::ORIGIN_WORDS`] behind them for a kernel that rounds at random.

@@ -3,14 +3,14 @@
 use std::fmt;
 
 use fusestep_tensor::{DType, Role};
-use serde::{Deserialize, Serialize};
 
 use crate::random_bits::step_key;
 use crate::{Access, ArgumentLayout, RuleError, TensorList};
 
 /// What a 16-bit parameter has beside it, so that updates smaller than its rounding are not lost.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 pub enum Master {
     /// Nothing: the parameter is all there is.
     #[default]
@@ -23,8 +23,9 @@ pub enum Master {
 }
 
 /// The dtype of moments and other state.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 pub enum StateDType {
     /// The type that arithmetic is done in: f64 for f64 parameters, else f32.
     #[default]
@@ -35,8 +36,9 @@ pub enum StateDType {
 
 /// How values are rounded to bf16. Other dtypes, and parameters with a master, are always rounded
 /// to nearest even.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 pub enum Rounding {
     /// To nearest, ties to even.
     #[default]
@@ -51,7 +53,8 @@ pub enum Rounding {
 
 /// How the tensors of parameters are kept; the default is by themselves, with state in the compute
 /// type, rounded to nearest.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Precision {
     /// What a parameter has beside it.
     pub master: Master,

@@ -12,11 +12,12 @@ pub struct Level(Kind);
 enum Kind {
     Portable,
     #[cfg(target_arch = "x86_64")]
-    Avx2(pulp::x86::V3),
+    Avx2(x86_64::Avx2),
     #[cfg(target_arch = "x86_64")]
-    Avx512(pulp::x86::V4),
+    Avx512(x86_64::Avx512),
+    /// Part of every such processor.
     #[cfg(target_arch = "aarch64")]
-    Neon(pulp::aarch64::Neon),
+    Neon,
 }
 
 impl Level {
@@ -33,11 +34,11 @@ impl Level {
         let mut levels = vec![Self::PORTABLE];
         #[cfg(target_arch = "x86_64")]
         {
-            levels.extend(pulp::x86::V3::try_new().map(|v3| Level(Kind::Avx2(v3))));
-            levels.extend(pulp::x86::V4::try_new().map(|v4| Level(Kind::Avx512(v4))));
+            levels.extend(x86_64::Avx2::detect().map(|avx2| Level(Kind::Avx2(avx2))));
+            levels.extend(x86_64::Avx512::detect().map(|avx512| Level(Kind::Avx512(avx512))));
         }
         #[cfg(target_arch = "aarch64")]
-        levels.extend(pulp::aarch64::Neon::try_new().map(|neon| Level(Kind::Neon(neon))));
+        levels.push(Level(Kind::Neon));
         levels
     }
 
@@ -50,7 +51,7 @@ impl Level {
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512(_) => "avx512",
             #[cfg(target_arch = "aarch64")]
-            Kind::Neon(_) => "neon",
+            Kind::Neon => "neon",
         }
     }
 
@@ -60,7 +61,7 @@ impl Level {
     }
 
     /// Bytes of the level's vectors. On x86-64 holding a level of 64 proves that the processor has
-    /// AVX-512F, one of 32 that it has AVX: only `available` makes them, where pulp has found both.
+    /// AVX-512F, one of 32 that it has AVX: only `available` makes them, where both were found.
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     pub(crate) fn vector_bytes(self) -> usize {
         match self.0 {
@@ -90,13 +91,56 @@ impl Level {
             Kind::Portable if portable => body(),
             Kind::Portable => panic!("expected a level above {self} for a body compiled for those"),
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx2(v3) => v3.vectorize(body),
+            Kind::Avx2(avx2) => avx2.run(body),
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512(v4) => v4.vectorize(body),
+            Kind::Avx512(avx512) => avx512.run(body),
             #[cfg(target_arch = "aarch64")]
-            Kind::Neon(neon) => neon.vectorize(body),
+            Kind::Neon => body(),
         }
     }
+}
+
+/// Levels whose values prove that the processor has their instructions.
+#[cfg(target_arch = "x86_64")]
+mod x86_64 {
+    macro_rules! level {
+        ($(#[$doc:meta])* $name:ident, $($feature:tt),+) => {
+            $(#[$doc])*
+            #[derive(Clone, Copy, Debug)]
+            pub(super) struct $name(());
+
+            impl $name {
+                /// The level, if this processor has all of its instructions.
+                pub(super) fn detect() -> Option<Self> {
+                    let found = $(is_x86_feature_detected!($feature))&&+;
+                    found.then_some(Self(()))
+                }
+
+                /// Calls `body` compiled for the level.
+                #[inline(always)]
+                pub(super) fn run<R>(self, body: impl FnOnce() -> R) -> R {
+                    #[inline]
+                    $(#[target_feature(enable = $feature)])+
+                    fn compiled<R>(body: impl FnOnce() -> R) -> R {
+                        body()
+                    }
+                    // SAFETY: only `detect` makes a value of this type, where it has found every
+                    // feature that the function is compiled for.
+                    unsafe { compiled(body) }
+                }
+            }
+        };
+    }
+
+    level!(
+        /// What compilers call x86-64-v3, as far as loops gain by it.
+        Avx2, "avx", "avx2", "bmi1", "bmi2", "fma", "lzcnt"
+    );
+    level!(
+        /// What they call x86-64-v4.
+        Avx512, "avx", "avx2", "bmi1", "bmi2", "fma", "lzcnt", "avx512f", "avx512bw", "avx512cd",
+        "avx512dq", "avx512vl"
+    );
 }
 
 impl Default for Level {

@@ -2,13 +2,12 @@
 
 use std::collections::HashMap;
 
-use serde::{Deserialize, Serialize};
-
 use crate::shape::{MAX_MODEL_NUMEL, MAX_NUMEL};
 use crate::{DType, Quoted, Shape};
 
 /// A parameter as the planner sees it: name, shape, dtype and its own hyper-parameters, no data.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ParamDesc {
     /// Unique name; also the key of its tensors in files.
     pub name: String,
@@ -22,14 +21,15 @@ pub struct ParamDesc {
     pub weight_decay: Option<f64>,
     /// Whether a layer-wise rule scales this parameter's rate; `None` leaves it to the rule. Other
     /// rules do not look at it.
-    #[serde(default)]
+    #[cfg_attr(feature = "serde", serde(default))]
     pub trust: Option<Trust>,
 }
 
 /// Whether a layer-wise rule, LARS or LAMB, scales the learning rate of a parameter by its trust
 /// ratio.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 pub enum Trust {
     /// By the trust ratio.
     Ratio,

@@ -4,13 +4,13 @@ use std::fmt;
 use std::str::FromStr;
 
 use half::{bf16, f16};
-use serde::{Deserialize, Serialize};
 
 use crate::Quoted;
 
 /// The storage type of a tensor's elements.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "lowercase"))]
 pub enum DType {
     /// IEEE 754 binary32.
     F32,

@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use serde::{Deserialize, Serialize};
-
 use crate::TensorError;
 
 /// Most elements of a tensor, 2^50.
@@ -16,8 +14,9 @@ pub const MAX_MODEL_NUMEL: u64 = 1 << 54;
 /// The extents of a tensor, outermost first; no extents at all is a scalar of one element.
 ///
 /// The element count is checked at construction, so [`Shape::numel`] cannot overflow.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(try_from = "Vec<u64>", into = "Vec<u64>")]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(try_from = "Vec<u64>", into = "Vec<u64>"))]
 pub struct Shape {
     dims: Vec<u64>,
     numel: u64,
