@@ -10,7 +10,7 @@ use fusestep_planner::{
     FuseReduceIntoUpdate, GradientAccumulation, LocalSgd, LossScaling, Optimize, Ownership, Plan,
     Planner, Reach, Shard, Stage, Topology, UpdateInBackward, Verdict, When, ZeroStage,
 };
-use fusestep_tensor::{DType, ParamDesc, Shape};
+use fusestep_tensor::{DType, ParamDesc, Shape, counted};
 
 /// Set to write the golden file anew instead of comparing with it.
 const BLESS: &str = "FUSESTEP_BLESS";
@@ -47,10 +47,10 @@ fn text_of(plan: &Plan, stage: &Stage) -> String {
             .map_or(String::new(), |b| format!(" bucket {b},"));
         let names = names(plan, update);
         format!(
-            "{what}{bucket} storage {}, {names}, elements {:?}, {} launches",
+            "{what}{bucket} storage {}, {names}, elements {:?}, {}",
             update.storage,
             update.elements,
-            update.batches.len()
+            counted(update.batches.len() as u64, "launch")
         )
     };
     match stage {
