@@ -18,7 +18,8 @@ const LINE_BYTES: usize = 64;
 const OWN_ELEMENT_BYTES: usize = 4;
 
 /// How many bytes before their use an update asks for the cache lines of each of its lists, whose
-/// parameters have `element_bytes` bytes each; 0 where the processor does better by itself.
+/// parameters have `element_bytes` bytes each; 0 where the processor does better by itself, since
+/// a line that is asked for as it is read costs an instruction and nothing else.
 ///
 /// Processors with larger first-level caches also keep more misses under way and want to know of
 /// them earlier. Measured on three (docs/PERFORMANCE.md): with 32 KiB (Cascade Lake) 512 bytes are
