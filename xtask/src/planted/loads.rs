@@ -69,7 +69,7 @@ pub(super) const LOADS: &[Bug] = &[
     },
     Bug {
         name: "load: a shard's checksum is not compared",
-        file: "crates/planner/src/checkpoint/shards.rs",
+        file: "crates/planner/src/checkpoint/shard_file.rs",
         from: "if found == spec.xxh3 {",
         to: "if found == spec.xxh3 || !found.is_empty() {",
         tool: Tool::Simulate,

@@ -18,6 +18,7 @@ mod progress;
 mod remembered;
 pub(crate) mod save;
 mod settings;
+mod shard_file;
 mod shards;
 mod snapshot;
 mod values;

@@ -15,7 +15,8 @@ use serde::{Deserialize, Serialize};
 
 use super::counts::Progress;
 use super::manifest::{Manifest, TensorSpec, refuse};
-use super::shards::{TensorPartBytes, WholeTensors};
+use super::shard_file::TensorPartBytes;
+use super::shards::WholeTensors;
 use crate::arena::sum_width;
 use crate::passes::ReducedWhen;
 use crate::{Plan, PlanError, State, Topology};
