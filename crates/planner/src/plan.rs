@@ -1,7 +1,7 @@
 //! The plan as a value.
 
-mod checkpoints;
 mod descriptions;
+mod runs;
 mod steps;
 
 use std::sync::Arc;
