@@ -12,6 +12,7 @@ use fusestep_tensor::DType;
 
 use crate::DeviceParams;
 use crate::bytes::{Bytes, Elsewhere, foreign};
+use crate::spare::take_shortest;
 
 /// What a rank's step makes its calls with: one communicator, and communication streams for calls
 /// that run beside the backward pass.
@@ -163,17 +164,12 @@ impl<'a> Comms<'a> {
         backend: &dyn Backend,
         len_bytes: usize,
     ) -> Result<Box<dyn Buffer>, BackendError> {
-        let lens = self.spare.iter().map(|spare| spare.len_bytes()).enumerate();
-        let fits = lens.filter(|&(_, len)| len >= len_bytes);
-        match fits.min_by_key(|&(_, len)| len) {
-            Some((at, _)) => {
-                let mut memory = self.spare.swap_remove(at);
-                // Whoever has read it last is through before it is written.
-                backend.take_back(memory.as_mut())?;
-                Ok(memory)
-            }
-            None => backend.allocate(len_bytes),
-        }
+        let Some(mut memory) = take_shortest(&mut self.spare, len_bytes) else {
+            return backend.allocate(len_bytes);
+        };
+        // Whoever has read it last is through before it is written.
+        backend.take_back(memory.as_mut())?;
+        Ok(memory)
     }
 
     /// Calls made so far.

@@ -7,7 +7,8 @@ use fusestep_launch::{Accumulate, Backend, Buffer, DeviceSliceMut};
 use fusestep_tensor::Role;
 
 use crate::absorb::{Absorb, absorb};
-use crate::arena::{Given, Region, SegmentState, Target, place_in, sum_width};
+use crate::arena::{Given, SegmentState};
+use crate::region::{Region, Target, place_in, sum_width};
 use crate::stage::{Extent, Part};
 use crate::{Plan, PlanError, State, StorageSpec};
 

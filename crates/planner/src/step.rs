@@ -4,9 +4,10 @@ use fusestep_coalesce::HostMemory;
 use fusestep_launch::Backend;
 
 use crate::absorb::{Absorb, Divisor, absorb};
-use crate::arena::{Given, keeps_segments, sum_width};
+use crate::arena::{Given, keeps_segments};
 use crate::comms::Comms;
 use crate::in_backward::update_rest;
+use crate::region::sum_width;
 use crate::run::Executor;
 use crate::{
     MicroStepReport, Plan, PlanError, State, StepReport, Topology, average, gradients, reduce, run,

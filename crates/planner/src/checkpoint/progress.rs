@@ -17,8 +17,8 @@ use super::counts::Progress;
 use super::manifest::{Manifest, TensorSpec, refuse};
 use super::shard_file::TensorPartBytes;
 use super::shards::WholeTensors;
-use crate::arena::sum_width;
 use crate::passes::ReducedWhen;
+use crate::region::sum_width;
 use crate::{Plan, PlanError, State, Topology};
 
 /// What counts are called, before the rank.
