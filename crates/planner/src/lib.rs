@@ -43,6 +43,7 @@ mod rank_graph;
 mod rank_summary;
 mod ready;
 mod reduce;
+mod reduced_part;
 mod region;
 mod report;
 mod run;
