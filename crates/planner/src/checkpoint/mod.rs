@@ -7,6 +7,7 @@ pub(crate) mod behind;
 mod checkpoints;
 mod counts;
 pub(crate) mod file;
+mod file_sums;
 mod fits;
 mod generation;
 mod lock;
