@@ -47,6 +47,8 @@ mod reduced_part;
 mod region;
 mod report;
 mod run;
+mod segment_calls;
+mod shard_groups;
 mod spare;
 mod stage;
 mod state;
