@@ -31,6 +31,7 @@ mod handshake;
 mod html;
 mod in_backward;
 mod launches;
+mod leaves;
 mod master;
 mod norm;
 mod optimizer;
@@ -59,6 +60,7 @@ mod table;
 mod tensors;
 mod topology;
 mod update_norms;
+mod wanted;
 
 pub use bucket::{Bucket, MAX_BUCKETS, Segment};
 pub use calls::{CallPurpose, PlannedCall};
