@@ -46,6 +46,7 @@ mod ready;
 mod reduce;
 mod reduced_part;
 mod region;
+mod replaced_rule;
 mod report;
 mod run;
 mod segment_calls;
