@@ -1,7 +1,5 @@
 //! The memory of gradients: segments that ranks reduce, sums over micro-steps, and who has what.
 
-use std::ops::Range;
-
 use fusestep_collective::Pending;
 use fusestep_launch::{Backend, Buffer};
 use fusestep_tensor::DType;
@@ -10,6 +8,8 @@ use crate::allocate::Allocator;
 use crate::comms::Comms;
 use crate::passes::ReducedWhen;
 use crate::ready::Ready;
+use crate::region::{Region, place_in, regions, sum_width};
+use crate::spare::take_shortest;
 use crate::{Plan, PlanError, Stage, StorageSpec, ZeroStage};
 
 /// Gradients that micro-steps add and ranks reduce.
@@ -85,25 +85,6 @@ pub(crate) enum SegmentState {
     Through,
     /// A call has failed with it.
     Lost,
-}
-
-/// The memory that holds some gradients.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Region {
-    /// Index among all regions.
-    pub(crate) index: usize,
-    pub(crate) storage: usize,
-    /// `None` for a storage whose gradients lie in its list.
-    pub(crate) segment: Option<usize>,
-    /// Element of the storage that it begins with, and element count.
-    pub(crate) first: u64,
-    pub(crate) numel: u64,
-}
-
-/// One gradient in its region.
-pub(crate) struct Target<'a> {
-    pub(crate) bytes: &'a mut [u8],
-    pub(crate) sums: Option<&'a mut [u8]>,
 }
 
 impl GradientArena {
@@ -231,7 +212,7 @@ impl GradientArena {
         mut allocate: impl FnMut(usize) -> Result<Box<dyn Buffer>, PlanError>,
     ) -> Result<Option<&mut Box<dyn Buffer>>, PlanError> {
         if let SegmentState::Here(None) = &self.segments[segment] {
-            let memory = match self.spare_of(len_bytes) {
+            let memory = match take_shortest(&mut self.spare, len_bytes) {
                 Some(spare) => spare,
                 None => {
                     let mut len_bytes = len_bytes;
@@ -251,14 +232,6 @@ impl GradientArena {
             SegmentState::Here(memory) => memory.as_mut(),
             _ => None,
         })
-    }
-
-    /// The shortest memory of segments that are through that has so many bytes.
-    fn spare_of(&mut self, len_bytes: usize) -> Option<Box<dyn Buffer>> {
-        let lens = self.spare.iter().map(|spare| spare.len_bytes()).enumerate();
-        let fits = lens.filter(|&(_, len)| len >= len_bytes);
-        let (at, _) = fits.min_by_key(|&(_, len)| len)?;
-        Some(self.spare.swap_remove(at))
     }
 
     /// Takes a segment's memory; it counts as lost until it is put back.
@@ -362,11 +335,6 @@ impl GradientArena {
     }
 }
 
-/// Bytes of an element of sums.
-pub(crate) fn sum_width(dtype: DType) -> usize {
-    dtype.len_bytes().max(4)
-}
-
 /// Whether segments keep their memory once they are reduced. From ZeRO stage 2 on a rank needs no
 /// more than its shard.
 pub(crate) fn keeps_segments(plan: &Plan) -> bool {
@@ -413,60 +381,4 @@ pub(crate) fn full_tensors(plan: &Plan, segment: &crate::Segment) -> usize {
     let layout = &plan.storages[segment.storage].layout;
     let full = |&tensor: &u32| layout.numel(tensor as usize) > 0;
     segment.tensors.clone().filter(full).count()
-}
-
-/// The region of each parameter, and how many there are.
-fn regions(plan: &Plan) -> (Vec<Region>, usize) {
-    let mut regions: Vec<Option<Region>> = vec![None; plan.params.len()];
-    for (index, segment) in plan.segments.iter().enumerate() {
-        let spec = &plan.storages[segment.storage];
-        for tensor in segment.tensors.clone() {
-            regions[spec.members[tensor as usize] as usize] = Some(Region {
-                index,
-                storage: segment.storage,
-                segment: Some(index),
-                first: segment.elements.start,
-                numel: segment.elements.end - segment.elements.start,
-            });
-        }
-    }
-    let count = plan.segments.len();
-    let mut segmented = vec![false; plan.storages.len()];
-    for segment in &plan.segments {
-        segmented[segment.storage] = true;
-    }
-    let whole = |param: usize| {
-        let (storage, _) = plan.places[param];
-        // Beside segments only empty tensors are left, which need no memory.
-        let numel = if segmented[storage] {
-            0
-        } else {
-            plan.storages[storage].layout.total_numel()
-        };
-        Region {
-            index: count + storage,
-            storage,
-            segment: None,
-            first: 0,
-            numel,
-        }
-    };
-    let regions = regions.into_iter().enumerate();
-    let regions = regions.map(|(param, region)| region.unwrap_or_else(|| whole(param)));
-    (regions.collect(), count + plan.storages.len())
-}
-
-/// A tensor's bytes in its region.
-pub(crate) fn place_in(
-    spec: &StorageSpec,
-    region: &Region,
-    tensor: usize,
-    width: usize,
-) -> Range<usize> {
-    let range = spec.layout.range(tensor);
-    if range.is_empty() {
-        return 0..0;
-    }
-    let place = |element: u64| (element - region.first) as usize * width;
-    place(range.start)..place(range.end)
 }

@@ -8,7 +8,7 @@ use serde::Serialize;
 use crate::arena::full_tensors;
 use crate::comms::bytes_sent;
 use crate::stage::Reduced;
-use crate::{Plan, Stage, ZeroStage, exchange};
+use crate::{Plan, Stage, ZeroStage, leaves};
 
 /// A call of a step, before it is made.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -148,7 +148,7 @@ fn slices_of_ranks(plan: &Plan) -> u64 {
 
 /// The calls by which ranks tell each other `leaf_bytes` of every leaf.
 fn leaf_calls(plan: &Plan, calls: &mut Calls, leaf_bytes: u64) {
-    let (shared, slices) = exchange::leaf_counts(plan);
+    let (shared, slices) = leaves::leaf_counts(plan);
     if shared > 0 {
         let sum = Operation::AllReduce(ReduceOp::Sum);
         calls.control(sum, leaf_bytes * shared, calls.group);

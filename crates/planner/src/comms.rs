@@ -4,14 +4,17 @@ use std::num::NonZeroUsize;
 use std::ops::Range;
 
 use fusestep_collective::{
-    CallContext, CollectiveError, CommStream, Communicator, Membership, Operation, Pending,
-    RankMemory, ReduceOp, ReduceUpdate, comm_streams,
+    CallContext, CollectiveError, CommStream, Communicator, Operation, RankMemory, ReduceOp,
+    ReduceUpdate, comm_streams,
 };
 use fusestep_launch::{Backend, BackendError, Buffer};
 use fusestep_tensor::DType;
 
 use crate::DeviceParams;
 use crate::bytes::{Bytes, Elsewhere, foreign};
+use crate::segment_calls::{Reducing, SegmentCalls};
+use crate::shard_groups::ShardGroups;
+use crate::spare::take_shortest;
 
 /// What a rank's step makes its calls with: one communicator, and communication streams for calls
 /// that run beside the backward pass.
@@ -21,7 +24,7 @@ use crate::bytes::{Bytes, Elsewhere, foreign};
 /// given, on each stream in turn.
 pub struct Comms<'a> {
     comm: &'a mut dyn Communicator,
-    groups: Option<Groups>,
+    groups: Option<ShardGroups>,
     streams: Vec<CommStream>,
     /// Whether segments are reduced as soon as they are full without streams, too.
     when_full: bool,
@@ -31,12 +34,6 @@ pub struct Comms<'a> {
     spare: Vec<Box<dyn Buffer>>,
     calls: u64,
     bytes: u64,
-}
-
-/// The ranks that share shards with this one, and those that have the same shard in other groups.
-struct Groups {
-    within: Box<dyn Communicator>,
-    across: Box<dyn Communicator>,
 }
 
 impl std::fmt::Debug for Comms<'_> {
@@ -99,34 +96,19 @@ impl<'a> Comms<'a> {
         group: NonZeroUsize,
         stream_count: usize,
     ) -> Result<Self, CollectiveError> {
-        let (rank, world, group) = (comm.rank(), comm.world_size(), group.get());
-        let refused = || CollectiveError::Refused {
-            rank,
-            operation: "split",
-            reason: format!(
-                "expected a world that is a multiple of a shard group's {group} ranks, found \
-                 {world} ranks"
-            ),
-        };
-        if !world.is_multiple_of(group) {
-            return Err(refused());
-        }
-        if group == world {
+        if group.get() == comm.world_size() {
             return Self::with_streams(comm, stream_count);
         }
-        let (colour, key) = ((rank / group) as u32, 0);
-        let within = comm.split(Some(Membership { colour, key }))?;
-        let colour = (rank % group) as u32;
-        let across = comm.split(Some(Membership { colour, key }))?;
-        let (mut within, across) = within.zip(across).ok_or_else(refused)?;
-        let streams = match group {
+        let mut groups = ShardGroups::split(comm, group.get())?;
+        let within = groups.within.as_mut();
+        let streams = match group.get() {
             1 => Vec::new(),
-            _ => comm_streams(within.as_mut(), stream_count)?,
+            _ => comm_streams(within, stream_count)?,
         };
         Ok(Self {
-            ahead: ahead_on_device(within.as_mut(), &streams)?,
+            ahead: ahead_on_device(within, &streams)?,
             streams,
-            groups: Some(Groups { within, across }),
+            groups: Some(groups),
             ..Self::direct(comm)
         })
     }
@@ -163,17 +145,12 @@ impl<'a> Comms<'a> {
         backend: &dyn Backend,
         len_bytes: usize,
     ) -> Result<Box<dyn Buffer>, BackendError> {
-        let lens = self.spare.iter().map(|spare| spare.len_bytes()).enumerate();
-        let fits = lens.filter(|&(_, len)| len >= len_bytes);
-        match fits.min_by_key(|&(_, len)| len) {
-            Some((at, _)) => {
-                let mut memory = self.spare.swap_remove(at);
-                // Whoever has read it last is through before it is written.
-                backend.take_back(memory.as_mut())?;
-                Ok(memory)
-            }
-            None => backend.allocate(len_bytes),
-        }
+        let Some(mut memory) = take_shortest(&mut self.spare, len_bytes) else {
+            return backend.allocate(len_bytes);
+        };
+        // Whoever has read it last is through before it is written.
+        backend.take_back(memory.as_mut())?;
+        Ok(memory)
     }
 
     /// Calls made so far.
@@ -238,8 +215,7 @@ impl<'a> Comms<'a> {
         };
         self.comm.set_context(context);
         if let Some(groups) = &mut self.groups {
-            groups.within.set_context(context);
-            groups.across.set_context(context);
+            groups.set_context(context);
         }
     }
 
@@ -367,8 +343,7 @@ impl<'a> Comms<'a> {
     /// Waits for what was enqueued on devices by calls that no stream has made.
     pub(crate) fn finish_on_device(&mut self) -> Result<(), CollectiveError> {
         if let Some(groups) = &mut self.groups {
-            groups.within.finish_on_device()?;
-            groups.across.finish_on_device()?;
+            groups.finish_on_device()?;
         }
         self.comm.finish_on_device()
     }
@@ -402,64 +377,5 @@ pub(crate) fn bytes_sent(operation: Operation, len_bytes: u64, ranks: u64) -> u6
     match operation {
         Operation::AllReduce(_) => 2 * part,
         _ => part,
-    }
-}
-
-/// A segment on its way.
-#[derive(Debug)]
-pub(crate) enum Reducing {
-    Done(Box<dyn Buffer>),
-    Pending(Pending<Box<dyn Buffer>>),
-}
-
-/// The calls that reduce the buckets of a segment, one after the other.
-#[derive(Debug)]
-pub(crate) struct SegmentCalls {
-    pub(crate) dtype: DType,
-    pub(crate) plan_hash: u64,
-    pub(crate) buckets: Vec<BucketCall>,
-}
-
-/// How a bucket is reduced.
-#[derive(Debug)]
-pub(crate) struct BucketCall {
-    pub(crate) bucket: usize,
-    /// Its bytes in the segment.
-    pub(crate) bytes: Range<usize>,
-    /// Elements of each rank's part, if each gets only its own.
-    pub(crate) counts: Option<Vec<usize>>,
-}
-
-impl BucketCall {
-    fn operation(&self) -> Operation {
-        if self.counts.is_some() {
-            Operation::ReduceScatter(ReduceOp::Average)
-        } else {
-            Operation::AllReduce(ReduceOp::Average)
-        }
-    }
-}
-
-impl SegmentCalls {
-    /// Makes the calls on the segment's memory.
-    fn make(
-        &self,
-        comm: &mut dyn Communicator,
-        memory: &mut Box<dyn Buffer>,
-    ) -> Result<(), CollectiveError> {
-        for call in &self.buckets {
-            comm.set_context(CallContext {
-                plan_hash: self.plan_hash,
-                bucket: Some(call.bucket as u32),
-            });
-            let bytes = Bytes::of(memory.as_mut(), call.bytes.clone());
-            let bytes = bytes.ok_or_else(|| foreign(comm.rank()))?;
-            bytes.call(comm, (call.operation(), self.dtype), call.counts.as_deref())?;
-        }
-        comm.set_context(CallContext {
-            plan_hash: self.plan_hash,
-            bucket: None,
-        });
-        Ok(())
     }
 }

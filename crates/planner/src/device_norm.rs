@@ -13,7 +13,8 @@ use fusestep_launch::{
 };
 use fusestep_tensor::{DType, Role};
 
-use crate::exchange::{Exchange, leaves_in};
+use crate::exchange::Exchange;
+use crate::leaves::leaves_in;
 use crate::step::RankStep;
 use crate::{Plan, PlanError, device_trust, gather, reduce};
 

@@ -8,9 +8,9 @@ use fusestep_tensor::Role;
 
 use crate::averages::Values;
 use crate::comms::Comms;
-use crate::gather::{Here, Wanted};
 use crate::stage::Extent;
-use crate::{Plan, PlanError, State, gather};
+use crate::wanted::{Here, Wanted};
+use crate::{Plan, PlanError, State, gather, wanted};
 
 /// Whole parameters on a device, for as long as this value lives.
 ///
@@ -80,7 +80,7 @@ pub(crate) fn gather_on_device(
         buffers: Vec::new(),
         places: vec![(0, 0..0); names.len()],
     };
-    let (wanted, here) = gather::asked_for(plan, state, names, Values::Params)?;
+    let (wanted, here) = wanted::asked_for(plan, state, names, Values::Params)?;
     for Here { at, param } in here {
         let (storage, tensor) = plan.places[param];
         let spec = &plan.storages[storage];
@@ -108,7 +108,7 @@ fn gather_segment(
 ) -> Result<(), PlanError> {
     let storage = plan.segments[wanted[0].segment].storage;
     let dtype = plan.storages[storage].param_dtype();
-    let block = gather::block_of(plan, wanted);
+    let block = wanted::block_of(plan, wanted);
     let mut memory = comms.spare(backend, block.len_bytes)?;
     for (at, _, inside) in &block.own {
         copy_own(plan, state, backend, (storage, inside), (&mut memory, *at))?;

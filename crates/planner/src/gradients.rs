@@ -35,8 +35,7 @@ pub(crate) fn push_grad(
         });
     }
     let how = how_to_absorb(step.plan, step.state, param);
-    step.state
-        .absorb(step.plan, step.backend, param, Some(bytes), how)?;
+    step.state.absorb(step.backend, param, Some(bytes), how)?;
     step.state.arena.now[param] = Given::Pushed;
     step.state.arena.given[param] += 1;
     start_full(step, param)
@@ -145,7 +144,7 @@ pub(crate) fn complete(
                     ..how_to_absorb(plan, state, param)
                 };
                 if sums {
-                    state.absorb_view(plan, backend, param, how)?;
+                    state.absorb_view(backend, param, how)?;
                 }
                 state.arena.given[param] += 1;
             }
@@ -155,12 +154,12 @@ pub(crate) fn complete(
                     weight: None,
                     last: Some(divisor),
                 };
-                state.absorb(plan, backend, param, None, how)?;
+                state.absorb(backend, param, None, how)?;
             }
             // What nobody has given is left out; what other ranks or micro-steps have is zero
             // here.
             Given::No if plan.reduces() || plan.reduces_each() => {
-                state.write_zeros(plan, backend, param)?
+                state.write_zeros(backend, param)?
             }
             Given::No => {}
         }
@@ -179,7 +178,7 @@ pub(crate) fn add_views(
             state.take_view_back(backend, param)?;
             let how = how_to_absorb(plan, state, param);
             if !plan.reduces_each() {
-                state.absorb_view(plan, backend, param, how)?;
+                state.absorb_view(backend, param, how)?;
             }
             state.arena.given[param] += 1;
         }

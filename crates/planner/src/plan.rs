@@ -1,17 +1,16 @@
 //! The plan as a value.
 
-mod checkpoints;
 mod descriptions;
+mod runs;
 mod steps;
 
 use std::sync::Arc;
 
-use fusestep_launch::{Batch, LaunchLimits, MAX_LISTS, MultiTensorKernel, Precision, TensorList};
+use fusestep_launch::{LaunchLimits, MAX_LISTS, MultiTensorKernel, Precision, TensorList};
 use fusestep_schedule::Schedule;
 use fusestep_tensor::{DType, ParamDesc, Role};
 use smallvec::SmallVec;
 
-use crate::arena::kept_bytes;
 use crate::bucket::{Caps, Grain};
 use crate::group::ParameterGroups;
 use crate::norm::Gradients;
@@ -163,91 +162,6 @@ impl Plan {
     /// Micro-steps of an update.
     pub fn micro_steps(&self) -> u32 {
         self.accumulation().map_or(1, |rule| rule.every.get())
-    }
-
-    /// Launches of one step of this rank on a device.
-    pub fn launches(&self) -> usize {
-        self.count_launches(|optimize| self.launches_of(optimize))
-    }
-
-    /// Launches of one step of this rank in the host's memory, which has no tables to prepare.
-    pub fn host_launches(&self) -> usize {
-        self.count_launches(|optimize| optimize.batches.len())
-    }
-
-    fn count_launches(&self, of_update: impl Fn(&Optimize) -> usize) -> usize {
-        let launches = self.stages.iter().map(|stage| match stage {
-            Stage::Norm(norm) => norm.launches(),
-            Stage::Optimize(optimize) | Stage::ReduceUpdate(optimize) => of_update(optimize),
-            _ => 0,
-        });
-        launches.sum()
-    }
-
-    /// Launches that the naive plan of the same tensors needs on a device: with norms of gradients
-    /// and of updates and resident tables where this plan has them, unless it would have more than
-    /// [`MAX_LAUNCHES`](fusestep_launch::MAX_LAUNCHES) then.
-    pub fn naive_launches(&self) -> usize {
-        self.naive_launches
-    }
-
-    /// Elements of all parameters.
-    pub fn elements(&self) -> u64 {
-        self.params.iter().map(ParamDesc::numel).sum()
-    }
-
-    /// Bytes of optimizer state on this rank, padding included.
-    pub fn state_bytes(&self) -> u64 {
-        self.storages.iter().map(StorageSpec::state_bytes).sum()
-    }
-
-    /// Bytes of everything that this rank keeps between steps, padding included: from ZeRO stage 2
-    /// on one bucket of gradients beside its shard.
-    pub fn memory_bytes(&self) -> u64 {
-        let arenas = self.storages.iter().map(StorageSpec::len_bytes);
-        arenas.sum::<u64>() + self.accumulator_bytes() + kept_bytes(self)
-    }
-
-    /// Bytes of the f32 sums of 16-bit gradients, or of sums that lie in shards.
-    fn accumulator_bytes(&self) -> u64 {
-        let Some(rule) = self.accumulation() else {
-            return 0;
-        };
-        let storages = self.storages.iter();
-        storages
-            .map(|spec| rule.sum_bytes(spec, spec.shard_numel()))
-            .sum()
-    }
-
-    /// Bytes of memory traffic of one step on this rank: what the kernels' lists read and write,
-    /// and the gradients once more for their norm. With ranks beyond number, `u64::MAX`.
-    pub fn traffic_bytes(&self) -> u64 {
-        let updates = self.stages.iter().filter_map(|stage| match stage {
-            Stage::Optimize(optimize) => Some((optimize, false)),
-            Stage::ReduceUpdate(optimize) => Some((optimize, true)),
-            _ => None,
-        });
-        let bytes = updates.map(|(optimize, reduces)| {
-            let Some(&tensor) = optimize.tensors.first() else {
-                return 0;
-            };
-            let spec = &self.storages[optimize.storage];
-            let member = spec.members[tensor as usize];
-            let per_element = self.kernel_of(member).map_or(0, |k| k.traffic_bytes());
-            // One pass reads every rank's gradient and writes all that every rank keeps whole.
-            let others = if reduces {
-                self.topology.world as u64 - 1
-            } else {
-                0
-            };
-            let replicated = self.replicated(spec).into_iter();
-            let widths = replicated.map(|list| spec.lists[list].dtype.len_bytes());
-            let width = spec.grad_dtype().len_bytes() + widths.sum::<usize>();
-            let elements: u64 = optimize.batches.iter().map(Batch::elements).sum();
-            (per_element + others * width as u64).saturating_mul(elements)
-        });
-        let norm = self.norm_stage().map_or(0, |_| self.gradient_bytes());
-        bytes.fold(norm, u64::saturating_add)
     }
 
     /// Identifies parameters, layout, passes and stages: states and ranks with equal hashes fit
@@ -402,21 +316,6 @@ impl Plan {
         })
     }
 
-    /// Bytes of all gradients.
-    pub(crate) fn gradient_bytes(&self) -> u64 {
-        let storages = self.storages.iter().map(|spec| {
-            let grads = spec.lists.iter().find(|list| list.role == Role::Grad);
-            let members = spec.members.iter();
-            let bytes = members.map(|&member| {
-                let param = &self.params[member as usize];
-                let dtype = grads.map_or(param.dtype, |list| list.dtype);
-                dtype.len_bytes() as u64 * param.numel()
-            });
-            bytes.sum::<u64>()
-        });
-        storages.sum()
-    }
-
     /// The lists that every rank keeps whole: parameters, and where it is not sharded the state.
     pub(crate) fn replicated(&self, spec: &StorageSpec) -> SmallVec<[usize; MAX_LISTS]> {
         let lists = spec.lists.iter().enumerate();
@@ -433,14 +332,6 @@ impl Plan {
 
     pub(crate) fn is_distributed(&self, param: usize) -> bool {
         self.storages[self.places[param].0].distributed
-    }
-
-    /// Launches of a stage: before the updates from a resident table, one derives its step scalars.
-    pub(crate) fn launches_of(&self, stage: &Optimize) -> usize {
-        match self.table {
-            TableKind::Resident => 2 * stage.batches.len(),
-            _ => stage.batches.len(),
-        }
     }
 
     /// The name of a storage's tensor.
@@ -461,19 +352,6 @@ impl Plan {
         match self.zero() {
             ZeroStage::None => rank == 0,
             _ => rank < self.shard_group,
-        }
-    }
-}
-
-impl GradientAccumulation {
-    /// Bytes of a storage's sums on a rank whose shard of it has so many elements.
-    pub(crate) fn sum_bytes(&self, spec: &StorageSpec, shard_numel: u64) -> u64 {
-        let width = spec.grad_dtype().len_bytes() as u64;
-        match self.reduced {
-            _ if self.every.get() == 1 => 0,
-            ReducedWhen::PerMicroStep => shard_numel * width.max(4),
-            ReducedWhen::PerWindow if width < 4 => spec.layout.total_numel() * 4,
-            ReducedWhen::PerWindow => 0,
         }
     }
 }

@@ -17,7 +17,7 @@ use crate::norm::NormState;
 use crate::storage::StorageState;
 use crate::table::Tables;
 use crate::update_norms::UpdateReader;
-use crate::{Optimizer, Plan, PlanError, Precisions, Tensors, master, table};
+use crate::{Optimizer, Plan, PlanError, Precisions, Tensors, master, replaced_rule, table};
 
 /// Most steps that a state counts: thousands of years of them.
 pub const MAX_STEPS: u64 = 1 << 53;
@@ -113,14 +113,12 @@ impl State {
     /// [`PlanError::UnknownName`]; [`PlanError::StepAhead`] if it exceeds [`State::step`].
     pub fn set_step_of(&mut self, name: &str, step: u64) -> Result<(), PlanError> {
         let param = self.find(name)?;
-        let behind = self
-            .step
-            .checked_sub(step)
-            .ok_or_else(|| PlanError::StepAhead {
-                name: name.to_owned(),
-                expected: self.step,
-                found: step,
-            })?;
+        let behind = self.step.checked_sub(step);
+        let behind = behind.ok_or_else(|| PlanError::StepAhead {
+            name: name.to_owned(),
+            expected: self.step,
+            found: step,
+        })?;
         self.schedule.stale |= self.steps_behind[param] != behind;
         self.steps_behind[param] = behind;
         Ok(())
@@ -160,10 +158,7 @@ impl State {
     /// # Errors
     /// [`PlanError::UnknownRule`].
     pub fn lr_of(&self, rule: usize) -> Result<f64, PlanError> {
-        let count = self.rules.len();
-        if rule >= count {
-            return Err(PlanError::UnknownRule { rule, count });
-        }
+        self.check_rule(rule)?;
         Ok(self.rate(rule))
     }
 
@@ -171,6 +166,15 @@ impl State {
     pub fn lr_factor(&self) -> f64 {
         let schedule = self.lr_schedule.as_ref();
         schedule.map_or(1.0, |schedule| schedule.factor(self.step))
+    }
+
+    /// Refuses a number that no rule has.
+    pub(crate) fn check_rule(&self, rule: usize) -> Result<(), PlanError> {
+        let count = self.rules.len();
+        if rule < count {
+            return Ok(());
+        }
+        Err(PlanError::UnknownRule { rule, count })
     }
 
     pub(crate) fn rate(&self, rule: usize) -> f64 {
@@ -200,12 +204,10 @@ impl State {
     /// As [`State::set_lr`]; [`PlanError::UnknownRule`].
     pub fn set_lr_of(&mut self, rule: usize, lr: f64) -> Result<(), PlanError> {
         self.check_between_steps("learning rate")?;
-        let count = self.rules.len();
-        let own = self.rules.get_mut(rule);
-        let own = own.ok_or(PlanError::UnknownRule { rule, count })?;
-        let optimizer = own.with_lr(lr);
+        self.check_rule(rule)?;
+        let optimizer = self.rules[rule].with_lr(lr);
         optimizer.validate()?;
-        *own = optimizer;
+        self.rules[rule] = optimizer;
         Ok(())
     }
 
@@ -236,47 +238,7 @@ impl State {
     /// # Errors
     /// As [`State::set_optimizer`]; [`PlanError::UnknownRule`].
     pub fn set_optimizer_of(&mut self, rule: usize, optimizer: Optimizer) -> Result<(), PlanError> {
-        self.check_between_steps("optimizer")?;
-        let count = self.rules.len();
-        let own = self.rules.get(rule);
-        let old = *own.ok_or(PlanError::UnknownRule { rule, count })?;
-        optimizer.validate()?;
-        let mut kernels = Vec::with_capacity(self.storages.len());
-        for (index, storage) in self.storages.iter().enumerate() {
-            if storage.spec.rule != rule {
-                continue;
-            }
-            let Some(&member) = storage.spec.members.first() else {
-                continue;
-            };
-            let kernel = optimizer.kernel(&self.params[member as usize], &self.precisions)?;
-            let (expected, found) = (storage.kernel.lists(), kernel.lists());
-            if expected != found {
-                return Err(PlanError::OtherLists {
-                    expected: crate::stage::role_names(expected),
-                    found: crate::stage::role_names(found),
-                });
-            }
-            // Batches and workspaces were made for the kernel's argument layout and for whether it
-            // takes sums.
-            let fits = storage.kernel.argument_layout() == kernel.argument_layout()
-                && storage.kernel.normed().is_some() == kernel.normed().is_some();
-            if !fits {
-                return Err(PlanError::OtherRule {
-                    expected: old.name(),
-                    found: optimizer.name(),
-                });
-            }
-            kernels.push((index, kernel));
-        }
-        for (index, kernel) in kernels {
-            let storage = &mut self.storages[index];
-            kernel.write_scalars(&mut storage.scalars);
-            storage.kernel = kernel;
-        }
-        self.schedule.stale = true;
-        self.rules[rule] = optimizer;
-        Ok(())
+        replaced_rule::replace(self, rule, optimizer)
     }
 
     /// Leaves a parameter out of the next step: it has no gradient. It, its state and its step stay
@@ -383,29 +345,6 @@ impl State {
             name: name.to_owned(),
             parameters: self.params.len(),
         })
-    }
-
-    pub(crate) fn list_index(&self, role: Role, name: &str) -> Result<(usize, usize), PlanError> {
-        let (storage, _) = self.places[self.find(name)?];
-        let lists = &self.storages[storage].lists;
-        let list = lists.iter().position(|list| list.role() == role);
-        let hint = match (self.tensors, role) {
-            (Tensors::Borrowed, Role::Param | Role::Grad) | (Tensors::BorrowedWithState, _) => {
-                "the caller lends it"
-            }
-            (_, Role::MaxMoment2) => "only AMSGrad has it",
-            (_, Role::Velocity) => "only rules with momentum have it",
-            (_, Role::Sum) => "only Adagrad has it",
-            (_, Role::Base) => "only Schedule-Free has it",
-            (_, Role::Master | Role::Remainder) => "the plan's precision asks for none",
-            _ => "the optimizer has no such state",
-        };
-        let list = list.ok_or_else(|| PlanError::NoSuchList {
-            role,
-            name: name.to_owned(),
-            hint,
-        })?;
-        Ok((storage, list))
     }
 
     /// Weighs the gradients of the micro-step under way, before the first of them is given: the

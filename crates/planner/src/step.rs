@@ -4,12 +4,14 @@ use fusestep_coalesce::HostMemory;
 use fusestep_launch::Backend;
 
 use crate::absorb::{Absorb, Divisor, absorb};
-use crate::arena::{Given, keeps_segments, sum_width};
+use crate::arena::{Given, keeps_segments};
 use crate::comms::Comms;
 use crate::in_backward::update_rest;
+use crate::region::sum_width;
 use crate::run::Executor;
 use crate::{
-    MicroStepReport, Plan, PlanError, State, StepReport, Topology, average, gradients, reduce, run,
+    MicroStepReport, Plan, PlanError, State, StepReport, Topology, average, gradients, reduce,
+    reduced_part, run,
 };
 
 /// What the functions of a rank's step work on.
@@ -149,7 +151,7 @@ fn each_reduced(
             let at = part.at as usize * sum_width;
             let place = (storage, part);
             let Some(all) = sums.host_mut() else {
-                state.add_reduced(plan, backend, place, (sums.as_mut(), at, how))?;
+                reduced_part::add(state, plan, backend, place, (sums.as_mut(), at, how))?;
                 continue;
             };
             let sums = &mut all[at..at + numel * sum_width];
@@ -158,9 +160,9 @@ fn each_reduced(
             let own = own.bytes_mut();
             if how.last.is_some() {
                 absorb(dtype, own, Some(sums), None, how);
-                state.write_reduced(plan, backend, place, own)?;
+                reduced_part::write(state, plan, backend, place, own)?;
             } else {
-                state.read_reduced(plan, backend, place, own)?;
+                reduced_part::read(state, plan, backend, place, own)?;
                 absorb(dtype, &mut [], Some(sums), Some(own), how);
             }
             state.arena.copied_bytes += own.len() as u64;

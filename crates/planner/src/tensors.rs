@@ -8,7 +8,7 @@ use fusestep_tensor::{Element, ParamDesc, Role};
 use crate::checkpoint::file;
 use crate::stage::Extent;
 use crate::storage::{Held, check_len};
-use crate::{PlanError, State, StateTensors, averages, master};
+use crate::{PlanError, State, StateTensors, Tensors, averages, master};
 
 impl State {
     /// A tensor on the host that this rank has whole.
@@ -318,6 +318,34 @@ impl State {
         path: &Path,
     ) -> Result<Option<String>, PlanError> {
         file::load(self, backend, path)
+    }
+
+    /// A tensor's storage, and its list there.
+    pub(crate) fn list_index(&self, role: Role, name: &str) -> Result<(usize, usize), PlanError> {
+        let (storage, _) = self.places[self.find(name)?];
+        let lists = &self.storages[storage].lists;
+        let list = lists.iter().position(|list| list.role() == role);
+        let list = list.ok_or_else(|| PlanError::NoSuchList {
+            role,
+            name: name.to_owned(),
+            hint: why_no_list(self.tensors, role),
+        })?;
+        Ok((storage, list))
+    }
+}
+
+/// Why a state has no list of a role.
+fn why_no_list(tensors: Tensors, role: Role) -> &'static str {
+    match (tensors, role) {
+        (Tensors::Borrowed, Role::Param | Role::Grad) | (Tensors::BorrowedWithState, _) => {
+            "the caller lends it"
+        }
+        (_, Role::MaxMoment2) => "only AMSGrad has it",
+        (_, Role::Velocity) => "only rules with momentum have it",
+        (_, Role::Sum) => "only Adagrad has it",
+        (_, Role::Base) => "only Schedule-Free has it",
+        (_, Role::Master | Role::Remainder) => "the plan's precision asks for none",
+        _ => "the optimizer has no such state",
     }
 }
 

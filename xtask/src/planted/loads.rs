@@ -69,7 +69,7 @@ pub(super) const LOADS: &[Bug] = &[
     },
     Bug {
         name: "load: a shard's checksum is not compared",
-        file: "crates/planner/src/checkpoint/shards.rs",
+        file: "crates/planner/src/checkpoint/shard_file.rs",
         from: "if found == spec.xxh3 {",
         to: "if found == spec.xxh3 || !found.is_empty() {",
         tool: Tool::Simulate,
@@ -104,7 +104,7 @@ pub(super) const LOADS: &[Bug] = &[
     },
     Bug {
         name: "load: a tensor's checksum is not compared",
-        file: "crates/planner/src/checkpoint/file.rs",
+        file: "crates/planner/src/checkpoint/file_sums.rs",
         from: r#"let (expected, found) = (sum.map_or("none", String::as_str), checksum(bytes));
         if expected != found {"#,
         to: r#"let (expected, found) = (sum.map_or("none", String::as_str), checksum(bytes));

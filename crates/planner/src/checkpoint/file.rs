@@ -25,31 +25,21 @@ use fusestep_amp::LossScale;
 use fusestep_launch::Backend;
 use fusestep_tensor::{DType, ParamDesc, Quoted, Role};
 use fusestep_tensor_file::{TensorBytes, TensorFile, write_atomically};
-use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+use xxhash_rust::xxh3::Xxh3;
 
+use super::file_sums::{
+    FORMAT, FORMAT_KEY, PARAMETERS, SUM, VERSION, VERSION_KEY, check_format, check_values, is_old,
+    non_finite_key, sum_key, sum_of,
+};
+use super::generation::checksum;
 use super::{settings, values};
 use crate::in_backward::forget;
 use crate::state::MAX_STEPS;
 use crate::{Optimizer, PlanError, State};
 
-/// Metadata keys of what the file is.
-const FORMAT_KEY: &str = "format";
-const FORMAT: &str = "fusestep-state";
-const VERSION_KEY: &str = "version";
-/// Newest version that is read.
-const VERSION: u64 = 2;
-
 /// Metadata keys of the rule.
 const OPTIMIZER: &str = "optimizer";
 const OBJECTIVE: &str = "objective";
-
-/// Metadata keys of checksums: of the other metadata, and of the parameters that the state belongs
-/// to.
-const SUM: &str = "xxh3";
-const PARAMETERS: &str = "parameters_xxh3";
-
-/// Metadata key of how many values are not finite, before the tensor's name.
-const NON_FINITE: &str = "non_finite@";
 
 /// Metadata key of the steps run.
 const STEP: &str = "step";
@@ -335,7 +325,7 @@ struct Steps {
     exceptions: Vec<(String, u64)>,
 }
 
-fn tensor_name(param: &ParamDesc, role: Role) -> String {
+pub(super) fn tensor_name(param: &ParamDesc, role: Role) -> String {
     format!("{}@{role}", param.name)
 }
 
@@ -370,95 +360,7 @@ fn count(file: &TensorFile, key: &str, text: &str) -> Result<u64, PlanError> {
     })
 }
 
-/// Whether a file is of the version that had neither checksums nor a version; a single key that was
-/// lost does not make it so.
-fn is_old(file: &TensorFile) -> bool {
-    let newer = [FORMAT_KEY, VERSION_KEY, SUM, PARAMETERS];
-    newer.iter().all(|key| !file.metadata().contains_key(*key))
-}
-
-/// Refuses other kinds of files, newer ones, and metadata that were changed.
-fn check_format(file: &TensorFile) -> Result<(), PlanError> {
-    if is_old(file) {
-        return Ok(());
-    }
-    let text = |key| file.metadata().get(key).map_or("none", String::as_str);
-    if text(FORMAT_KEY) != FORMAT {
-        let found = Quoted(text(FORMAT_KEY)).to_string();
-        return Err(refuse(file, FORMAT_KEY, FORMAT.to_owned(), found));
-    }
-    let version = text(VERSION_KEY).parse::<u64>().ok();
-    if version.is_none_or(|version| version > VERSION) {
-        let expected = format!("at most {VERSION}; use a newer fusestep");
-        let found = Quoted(text(VERSION_KEY)).to_string();
-        return Err(refuse(file, VERSION_KEY, expected, found));
-    }
-    let (expected, found) = (text(SUM), sum_of(file.metadata()));
-    if expected != found {
-        let expected = format!("metadata with checksum {}", Quoted(expected));
-        return Err(refuse(file, SUM, expected, found));
-    }
-    Ok(())
-}
-
-/// Checksum of all metadata but itself.
-fn sum_of(metadata: &HashMap<String, String>) -> String {
-    let mut hasher = Xxh3::new();
-    let others: BTreeMap<_, _> = metadata.iter().filter(|(key, _)| *key != SUM).collect();
-    for (key, value) in others {
-        for text in [key, value] {
-            hasher.update(&(text.len() as u64).to_le_bytes());
-            hasher.update(text.as_bytes());
-        }
-    }
-    format!("{:016x}", hasher.digest())
-}
-
-fn non_finite_key(tensor: &str) -> String {
-    format!("{NON_FINITE}{tensor}")
-}
-
-fn sum_key(tensor: &str) -> String {
-    format!("{SUM}@{tensor}")
-}
-
-fn checksum(bytes: &[u8]) -> String {
-    format!("{:016x}", xxh3_64(bytes))
-}
-
-/// Refuses values that are not those that were saved, or that no run can have.
-fn check_values(
-    file: &TensorFile,
-    param: &ParamDesc,
-    role: Role,
-    dtype: DType,
-) -> Result<(), PlanError> {
-    let name = tensor_name(param, role);
-    let bytes = file.bytes(&name).unwrap_or_default();
-    if !is_old(file) {
-        let sum = file.metadata().get(&sum_key(&name));
-        let (expected, found) = (sum.map_or("none", String::as_str), checksum(bytes));
-        if expected != found {
-            let expected = format!("bytes with checksum {}", Quoted(expected));
-            return Err(refuse(file, &name, expected, found));
-        }
-    }
-    // What says so without a checksum may have been written by anyone.
-    let key = non_finite_key(&name);
-    let noted = file.metadata().get(&key).filter(|_| !is_old(file));
-    let noted = match noted.map(|text| (text, text.parse())) {
-        None => 0,
-        Some((_, Ok(count))) => count,
-        Some((text, Err(_))) => {
-            let expected = "a count of values".to_owned();
-            return Err(refuse(file, &key, expected, Quoted(text).to_string()));
-        }
-    };
-    let checked = values::check(role, dtype, bytes, noted);
-    checked.map_err(|(expected, found)| refuse(file, &name, expected, found))
-}
-
-fn refuse(file: &TensorFile, name: &str, expected: String, found: String) -> PlanError {
+pub(super) fn refuse(file: &TensorFile, name: &str, expected: String, found: String) -> PlanError {
     PlanError::StateFile {
         path: file.path().display().to_string(),
         name: name.to_owned(),

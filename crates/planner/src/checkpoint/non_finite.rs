@@ -8,7 +8,8 @@ use fusestep_tensor::{DType, Quoted, Role};
 use fusestep_tensor_file::TensorFile;
 
 use super::manifest::{Manifest, refuse};
-use super::shards::{TensorPart, WholeTensors};
+use super::shard_file::TensorPart;
+use super::shards::WholeTensors;
 use super::{CheckpointFolder, values};
 use crate::PlanError;
 

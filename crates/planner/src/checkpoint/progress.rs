@@ -15,9 +15,10 @@ use serde::{Deserialize, Serialize};
 
 use super::counts::Progress;
 use super::manifest::{Manifest, TensorSpec, refuse};
-use super::shards::{TensorPartBytes, WholeTensors};
-use crate::arena::sum_width;
+use super::shard_file::TensorPartBytes;
+use super::shards::WholeTensors;
 use crate::passes::ReducedWhen;
+use crate::region::sum_width;
 use crate::{Plan, PlanError, State, Topology};
 
 /// What counts are called, before the rank.
@@ -146,7 +147,7 @@ pub(crate) fn open_parts(
             });
         };
         if !plan.reduces_each() {
-            add(0, state.sums_so_far(plan, backend, param)?);
+            add(0, state.sums_so_far(backend, param)?);
             continue;
         }
         if !plan.has_own(param) && !plan.saves_shared() {
@@ -338,7 +339,7 @@ pub(crate) fn restore_open(
             continue;
         };
         if !plan.reduces_each() {
-            state.restore_sums(plan, backend, param, bytes)?;
+            state.restore_sums(backend, param, bytes)?;
             continue;
         }
         let (storage, tensor) = plan.places[param];

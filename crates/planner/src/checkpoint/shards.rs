@@ -1,16 +1,17 @@
-//! The files of a generation: ranges of tensors written by ranks, and whole tensors put together
-//! from them.
+//! Tensors as the files of a generation: ranges of them written by ranks, and whole tensors put
+//! together from all files.
 
-use std::borrow::Cow;
-use std::collections::{BTreeMap, HashMap, HashSet};
-use std::path::Path;
+use std::collections::{BTreeMap, HashSet};
 
 use fusestep_tensor::{DType, Quoted, Shape};
-use fusestep_tensor_file::{FileKind, Prepared, TensorBytes, TensorFile, serialize};
+use fusestep_tensor_file::TensorFile;
 
-use super::generation::{Generation, MODEL_FILE, checksum, remove_failed, shard_file};
-use super::manifest::{Manifest, ShardSpec, TensorSpec, refuse, sync};
+use super::generation::{Generation, remove_failed};
+use super::manifest::{Manifest, ShardSpec, TensorSpec, refuse};
 use super::non_finite::{self, NonFinite};
+use super::shard_file::{
+    TensorPart, first_key, read_shard, shard_len, tensor_key, write_model, write_shard,
+};
 use super::snapshot::{File, Snapshot};
 use super::whole::{Whole, check_covered};
 use super::{CheckpointFolder, values};
@@ -21,30 +22,6 @@ pub const MAX_SHARDS: usize = 1 << 16;
 
 /// How often a reader begins again because a run has saved meanwhile.
 const MOST_TRIES: usize = 100;
-
-/// Consecutive elements of a tensor, as they go to a file.
-#[derive(Clone, Debug)]
-pub(crate) struct TensorPartBytes {
-    /// `<name>@<role>`.
-    pub(crate) tensor: String,
-    pub(crate) dtype: DType,
-    pub(crate) first: u64,
-    pub(crate) bytes: Vec<u8>,
-}
-
-/// Consecutive elements of a tensor on their way to a file.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct TensorPart<'a> {
-    /// `<name>@<role>`.
-    pub(super) tensor: &'a str,
-    pub(super) dtype: DType,
-    pub(super) first: u64,
-    pub(super) bytes: &'a [u8],
-    /// Name and shape in the model's file.
-    pub(super) of_model: Option<&'a (String, Shape)>,
-    /// How many values are infinite or NaN, where readers look at them.
-    pub(super) non_finite: u64,
-}
 
 /// The files that a rank has written: none where others save the same.
 #[derive(Clone, Debug, Default)]
@@ -326,25 +303,6 @@ impl Manifest {
     }
 }
 
-/// The length of a file, which must be that of the manifest.
-fn shard_len(
-    folder: CheckpointFolder<'_>,
-    generation: &str,
-    shard: &ShardSpec,
-) -> Result<u64, PlanError> {
-    let path = folder.join(generation).join(&shard.file);
-    let missing = |found: String| refuse(&path, "shard", "a file of the manifest", found);
-    match folder.files.kind(&path) {
-        Ok(FileKind::File { len_bytes }) if len_bytes == shard.len_bytes => Ok(len_bytes),
-        Ok(FileKind::File { len_bytes }) => {
-            let expected = format!("{} bytes", shard.len_bytes);
-            Err(refuse(&path, "length", &expected, len_bytes.to_string()))
-        }
-        Ok(_) => Err(missing("no ordinary file".to_owned())),
-        Err(error) => Err(missing(error.to_string())),
-    }
-}
-
 /// Writes a rank's files of a generation, synced.
 pub(super) fn write_snapshot(
     folder: CheckpointFolder<'_>,
@@ -363,127 +321,4 @@ pub(super) fn write_snapshot(
         written.shard = Some(write_shard(folder, generation, rank, &shard)?);
     }
     Ok(written)
-}
-
-/// Writes the model's file: whole parameters under their own names, for any program. Its texts say
-/// what the tensors are called in the checkpoint.
-pub(super) fn write_model(
-    folder: CheckpointFolder<'_>,
-    generation: &str,
-    parts: &[TensorPart<'_>],
-) -> Result<ShardSpec, PlanError> {
-    // Some loaders ask what framework's conventions the tensors follow.
-    let mut metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-    let mut tensors = Vec::with_capacity(parts.len());
-    for part in parts {
-        let Some((name, shape)) = part.of_model else {
-            continue;
-        };
-        metadata.insert(tensor_key(name), part.tensor.to_owned());
-        metadata.insert(sum_key(name), checksum(part.bytes));
-        let bytes = TensorBytes::of(part.dtype, shape, Cow::Borrowed(part.bytes));
-        tensors.push((name.clone(), bytes));
-    }
-    write_file(
-        folder,
-        generation,
-        MODEL_FILE.to_owned(),
-        (tensors, metadata),
-    )
-}
-
-/// Writes one file of a generation, synced.
-pub(super) fn write_shard(
-    folder: CheckpointFolder<'_>,
-    generation: &str,
-    shard: usize,
-    parts: &[TensorPart<'_>],
-) -> Result<ShardSpec, PlanError> {
-    let mut metadata = HashMap::new();
-    let mut tensors = Vec::with_capacity(parts.len());
-    let mut names: HashSet<String> = parts.iter().map(|part| part.tensor.to_owned()).collect();
-    let mut known = HashSet::new();
-    for part in parts {
-        // A rank may have several ranges of one tensor: behind the first they have names of their
-        // own.
-        let mut name = part.tensor.to_owned();
-        if !known.insert(part.tensor) {
-            let mut free = (1u64..).map(|at| format!("{}~{at}", part.tensor));
-            name = free.find(|name| !names.contains(name)).unwrap_or(name);
-            names.insert(name.clone());
-            metadata.insert(tensor_key(&name), part.tensor.to_owned());
-        }
-        metadata.insert(first_key(&name), part.first.to_string());
-        metadata.insert(sum_key(&name), checksum(part.bytes));
-        non_finite::note(&mut metadata, &name, part);
-        let numel = (part.bytes.len() / part.dtype.len_bytes()) as u64;
-        let shape = Shape::new([numel])?;
-        let bytes = TensorBytes::of(part.dtype, &shape, Cow::Borrowed(part.bytes));
-        tensors.push((name, bytes));
-    }
-    write_file(folder, generation, shard_file(shard), (tensors, metadata))
-}
-
-type FileContent<'a> = (Vec<(String, TensorBytes<'a>)>, HashMap<String, String>);
-
-fn write_file(
-    folder: CheckpointFolder<'_>,
-    generation: &str,
-    file: String,
-    (tensors, metadata): FileContent<'_>,
-) -> Result<ShardSpec, PlanError> {
-    let within = folder.join(generation);
-    let path = within.join(&file);
-    let bytes = serialize(&path, &tensors, metadata)?;
-    Prepared::bytes_in(folder.files, &path, &bytes)?.commit()?;
-    sync(folder, &within)?;
-    Ok(ShardSpec {
-        file,
-        len_bytes: bytes.len() as u64,
-        xxh3: checksum(&bytes),
-    })
-}
-
-/// A file whose bytes are those of the manifest.
-fn read_shard(
-    folder: CheckpointFolder<'_>,
-    path: &Path,
-    spec: &ShardSpec,
-) -> Result<TensorFile, PlanError> {
-    let bytes = folder
-        .files
-        .read(path)
-        .map_err(|error| refuse(path, "shard", "a file of the manifest", error.to_string()))?;
-    if bytes.len() as u64 != spec.len_bytes {
-        let expected = format!("{} bytes", spec.len_bytes);
-        return Err(refuse(path, "length", &expected, bytes.len().to_string()));
-    }
-    let found = checksum(&bytes);
-    if found == spec.xxh3 {
-        return Ok(TensorFile::parse(path, bytes)?);
-    }
-    // Only to say which tensor it is.
-    let file = TensorFile::parse(path, bytes);
-    let damaged = file.as_ref().ok().and_then(|file| {
-        let damaged = |name: &&String| {
-            let sum = file.metadata().get(&sum_key(name));
-            sum.is_none_or(|sum| *sum != checksum(file.bytes(name).unwrap_or_default()))
-        };
-        file.entries().keys().find(damaged).cloned()
-    });
-    let what = damaged.unwrap_or_else(|| "header".to_owned());
-    let expected = format!("checksum {}", Quoted(&spec.xxh3));
-    Err(refuse(path, &what, &expected, found))
-}
-
-fn first_key(tensor: &str) -> String {
-    format!("first@{tensor}")
-}
-
-fn tensor_key(entry: &str) -> String {
-    format!("tensor@{entry}")
-}
-
-fn sum_key(tensor: &str) -> String {
-    format!("xxh3@{tensor}")
 }

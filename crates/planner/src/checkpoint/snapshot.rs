@@ -7,7 +7,7 @@ use fusestep_launch::{Backend, BackendError};
 use fusestep_tensor::{DType, Role, Shape};
 
 use super::manifest::refuse;
-use super::shards::TensorPart;
+use super::shard_file::TensorPart;
 use super::{CheckpointFolder, progress, save, values};
 use crate::storage::Held;
 use crate::{Plan, PlanError, State, Tensors, ZeroStage};

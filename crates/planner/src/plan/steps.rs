@@ -13,7 +13,7 @@ use crate::step::RankStep;
 use crate::{
     DeviceParams, GatheredParams, Lender, MicroStepReport, PendingGather, Plan, PlanError,
     RankGraph, State, StepGraph, StepReport, allocate, average, device_params, enqueue, gather,
-    gradients, handshake, prefetch, rank_graph, reduce, run, step,
+    gradients, prefetch, rank_graph, reduce, run, step,
 };
 
 impl Plan {
@@ -36,65 +36,6 @@ impl Plan {
         comm: &mut dyn Communicator,
     ) -> Result<State, PlanError> {
         allocate::allocate_from(self, Allocator::Communicator(backend, comm))
-    }
-
-    /// Compares what decides the bits of a run over all ranks: rules and all their settings,
-    /// settings of parameters, passes, dtypes, steps and learning rates, initial values by
-    /// hash, and `caller`'s own fields, such as the seed and the size of batches. All ranks
-    /// call it before the first step and after a checkpoint has been loaded.
-    ///
-    /// # Errors
-    /// [`PlanError::RanksDiffer`] naming the field and both values, on all ranks;
-    /// [`PlanError::Collective`], [`PlanError::Backend`].
-    /// # Cost
-    /// One read of the parameters; three small calls.
-    pub fn handshake(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        caller: &[(&str, String)],
-    ) -> Result<(), PlanError> {
-        handshake::handshake(self, state, backend, comms, caller)
-    }
-
-    /// The part of [`Plan::handshake`] that needs no values: for ranks that are about to be given
-    /// those of one of them.
-    ///
-    /// # Errors
-    /// As [`Plan::handshake`].
-    pub fn compare_settings(&self, state: &State, comms: &mut Comms<'_>) -> Result<(), PlanError> {
-        handshake::compare_settings(self, state, comms)
-    }
-
-    /// Compares parameters over all ranks by hash; for ranks that hold all of them alike (ZeRO
-    /// stages 0 to 2, no LocalSGD).
-    ///
-    /// # Errors
-    /// As [`Plan::handshake`].
-    pub fn compare_parameters(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-    ) -> Result<(), PlanError> {
-        handshake::compare_parameters(self, state, backend, comms)
-    }
-
-    /// Brings the parameters of rank `root` to all ranks, before the first step: many in one call,
-    /// as many bytes at once as a bucket has. At ZeRO stage 3 every rank sends what it has of
-    /// them to nobody: all have written the same ([`State::write`]).
-    ///
-    /// # Errors
-    /// [`PlanError::InShards`] at ZeRO stage 3; [`PlanError::Collective`]; [`PlanError::Backend`].
-    pub fn broadcast_parameters(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        root: usize,
-    ) -> Result<(), PlanError> {
-        gather::broadcast_parameters(self, state, backend, comms, root)
     }
 
     /// Takes the gradient of one parameter for the micro-step under way, in one pass that copies or

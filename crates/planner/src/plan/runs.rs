@@ -1,4 +1,4 @@
-//! A run saved and resumed, in line and behind the steps.
+//! A run as a whole: begun alike on all ranks, saved and resumed, in line and behind the steps.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -7,9 +7,68 @@ use fusestep_launch::Backend;
 
 use crate::checkpoint::{BorrowedParams, behind, save};
 use crate::comms::Comms;
-use crate::{CheckpointFolder, Plan, PlanError, RunToSave, Saved, Saves, State};
+use crate::{CheckpointFolder, Plan, PlanError, RunToSave, Saved, Saves, State, gather, handshake};
 
 impl Plan {
+    /// Compares what decides the bits of a run over all ranks: rules and all their settings,
+    /// settings of parameters, passes, dtypes, steps and learning rates, initial values by
+    /// hash, and `caller`'s own fields, such as the seed and the size of batches. All ranks
+    /// call it before the first step and after a checkpoint has been loaded.
+    ///
+    /// # Errors
+    /// [`PlanError::RanksDiffer`] naming the field and both values, on all ranks;
+    /// [`PlanError::Collective`], [`PlanError::Backend`].
+    /// # Cost
+    /// One read of the parameters; three small calls.
+    pub fn handshake(
+        &self,
+        state: &State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        caller: &[(&str, String)],
+    ) -> Result<(), PlanError> {
+        handshake::handshake(self, state, backend, comms, caller)
+    }
+
+    /// The part of [`Plan::handshake`] that needs no values: for ranks that are about to be given
+    /// those of one of them.
+    ///
+    /// # Errors
+    /// As [`Plan::handshake`].
+    pub fn compare_settings(&self, state: &State, comms: &mut Comms<'_>) -> Result<(), PlanError> {
+        handshake::compare_settings(self, state, comms)
+    }
+
+    /// Compares parameters over all ranks by hash; for ranks that hold all of them alike (ZeRO
+    /// stages 0 to 2, no LocalSGD).
+    ///
+    /// # Errors
+    /// As [`Plan::handshake`].
+    pub fn compare_parameters(
+        &self,
+        state: &State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+    ) -> Result<(), PlanError> {
+        handshake::compare_parameters(self, state, backend, comms)
+    }
+
+    /// Brings the parameters of rank `root` to all ranks, before the first step: many in one call,
+    /// as many bytes at once as a bucket has. At ZeRO stage 3 every rank sends what it has of
+    /// them to nobody: all have written the same ([`State::write`]).
+    ///
+    /// # Errors
+    /// [`PlanError::InShards`] at ZeRO stage 3; [`PlanError::Collective`]; [`PlanError::Backend`].
+    pub fn broadcast_parameters(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        root: usize,
+    ) -> Result<(), PlanError> {
+        gather::broadcast_parameters(self, state, backend, comms, root)
+    }
+
     /// Saves parameters, optimizer state and counts, and texts of the caller's own; all ranks call
     /// it, between micro-steps.
     ///
