@@ -15,7 +15,8 @@ impl Membership {
     ///
     /// ```
     /// # use fusestep_collective::Membership;
-    /// let passed = [(1, 9), (0, 5), (1, 2), (1, 9)].map(|(colour, key)| Membership { colour, key });
+    /// let passed = [(1, 9), (0, 5), (1, 2), (1, 9)];
+    /// let passed = passed.map(|(colour, key)| Membership { colour, key });
     /// assert_eq!(passed[0].members(4, |rank| Some(passed[rank])), [2, 0, 3]);
     /// ```
     pub fn members(
