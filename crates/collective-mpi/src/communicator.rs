@@ -2,26 +2,26 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use fusestep_coalesce::HostMemory;
 use fusestep_collective::{
-    Aborter, Blocks, Buffers, Call, CallContext, CollectiveError, Communicator, Fingerprint,
-    FlightRecorder, Membership, Operation, RankMemory, ReduceUpdate,
+    Aborter, Blocks, Call, CallContext, CollectiveError, Communicator, Fingerprint, FlightRecorder,
+    Membership, Operation, RankMemory, ReduceUpdate,
 };
 use fusestep_collective_processes::ProcessCommunicator;
-use fusestep_tensor::DType;
 
 use crate::agreed::Agreed;
 use crate::engine::{Engine, Request};
 use crate::group::{Founding, Group};
+use crate::log::Log;
 use crate::machine::{self, OnMachine};
 use crate::meeting::{Meeting, Party};
 use crate::native::Native;
 use crate::wire::Header;
-use crate::{Compare, MpiError, MpiOptions, Reduction, algorithms, transfer, watch};
+use crate::{Compare, MpiError, MpiOptions, Reduction, algorithms, split, transfer, watch};
 
 /// Least time between two looks for what the others say about the group's end where calls are not
 /// compared: a look takes 0.3 µs, and calls may take ten times that.
@@ -46,7 +46,7 @@ pub struct MpiCommunicator {
     pub(crate) group: Arc<Group>,
     sequence: u64,
     context: CallContext,
-    recorder: FlightRecorder,
+    log: Log,
     meeting: Meeting,
     /// Messages of data under way.
     pub(crate) pending: Vec<(Request, usize)>,
@@ -64,7 +64,6 @@ pub struct MpiCommunicator {
     pub(crate) begun_ns: u64,
     /// When what the others say about the group's end was last looked for.
     polled_ns: u64,
-    dumped: Option<Result<PathBuf, String>>,
 }
 
 impl MpiCommunicator {
@@ -120,7 +119,7 @@ impl MpiCommunicator {
     pub fn dumped(&self) -> Option<&Result<PathBuf, String>> {
         match &self.shared {
             Some(shared) => shared.inner.dumped(),
-            None => self.dumped.as_ref(),
+            None => self.log.dumped(),
         }
     }
 
@@ -129,17 +128,10 @@ impl MpiCommunicator {
         if native.is_some() {
             watch::register_timed(&group);
         }
-        let options = &group.options;
-        let recorder = FlightRecorder::new(
-            group.rank,
-            group.world_size(),
-            options.recorded_calls,
-            group.begun,
-        );
         Self {
             sequence: 0,
             context: CallContext::default(),
-            recorder,
+            log: Log::new(&group),
             meeting: Meeting::default(),
             pending: Vec::new(),
             incoming: Vec::new(),
@@ -150,24 +142,12 @@ impl MpiCommunicator {
             shared: None,
             begun_ns: 0,
             polled_ns: 0,
-            dumped: None,
             group,
         }
     }
 
-    /// The recorder that other threads can write to disk; none if there is no folder for it, which
-    /// saves locks and looks at the clock.
-    fn mirror(&self) -> Option<MutexGuard<'_, FlightRecorder>> {
-        self.group.options.dump_folder.as_ref()?;
-        let locked = self.group.mirror.lock();
-        Some(locked.unwrap_or_else(PoisonError::into_inner))
-    }
-
     fn begin(&mut self, print: &Fingerprint) {
-        self.begun_ns = self.recorder.begin(print);
-        if let Some(mut mirror) = self.mirror() {
-            mirror.begin(print);
-        }
+        self.begun_ns = self.log.begin(&self.group, print);
     }
 
     /// Writes an outcome down; an error becomes that of all ranks.
@@ -176,24 +156,8 @@ impl MpiCommunicator {
             CollectiveError::Left { .. } => error,
             error => self.group.settle(error),
         });
-        let said = outcome.as_ref().map(|_| ());
-        if let Some(mut mirror) = self.mirror() {
-            mirror.end(said);
-        }
-        self.recorder.end(said);
-        if outcome.is_err() {
-            self.dump();
-        }
+        self.log.end(&self.group, outcome.as_ref().map(|_| ()));
         outcome
-    }
-
-    fn dump(&mut self) {
-        if self.dumped.is_none() {
-            self.dumped = self.group.dump();
-            // A communication stream that finds a rank missing says little about why: what the rank
-            // did last may stand in another group's.
-            watch::dump_others(&self.group);
-        }
     }
 
     /// What ends a call before it begins.
@@ -221,11 +185,7 @@ impl MpiCommunicator {
         self.ended(party)?;
         let deadline = Instant::now() + self.group.timeout();
         if let Some(last) = self.meeting.meet(&self.group, party, header, deadline)? {
-            let waited_ns = u64::try_from(last.waited.as_nanos()).unwrap_or(u64::MAX);
-            self.recorder.waited(last.rank, waited_ns);
-            if let Some(mut mirror) = self.mirror() {
-                mirror.waited(last.rank, waited_ns);
-            }
+            self.log.waited(&self.group, last.rank, last.waited);
         }
         let headers = self.meeting.headers();
         Fingerprint::compare(headers.len(), |rank| &headers[rank].fingerprint)?;
@@ -243,7 +203,7 @@ impl MpiCommunicator {
             Compare::FirstOfEach => self.agreed.insert(print),
         };
         if first {
-            self.meet(Party::All(self.sequence), header(print))?;
+            self.meet(Party::All(self.sequence), Header::of(print))?;
             self.begun_ns = self.group.now_ns();
         } else {
             self.enter()?
@@ -294,69 +254,6 @@ impl MpiCommunicator {
         print.operation = Operation::Send { to: pair.1 };
         transfer::between(self, call, print, pair)
     }
-
-    fn join(
-        &mut self,
-        membership: Option<Membership>,
-    ) -> Result<Option<(Founding, u32)>, CollectiveError> {
-        let call = Call {
-            operation: Operation::Split,
-            dtype: DType::U8,
-            counts: None,
-            buffers: Buffers::InPlace(&mut []),
-        };
-        let print = Fingerprint::new(&call, 0, self.sequence, self.context);
-        self.begin(&print);
-        let own = Header {
-            membership,
-            proposal: self.group.engine.reserve_group(),
-            ..header(print)
-        };
-        let rank = self.group.rank;
-        let headers = self.meet(Party::All(self.sequence), own)?;
-        let Some(own) = membership else {
-            return Ok(None);
-        };
-        let colour = |other: usize| headers[other].membership.map(|m| m.colour);
-        let same = |other: &usize| colour(*other) == Some(own.colour);
-        let mut ranks: Vec<usize> = (0..headers.len()).filter(same).collect();
-        ranks.sort_by_key(|&other| (headers[other].membership.map(|m| m.key), other));
-        let leader = ranks.iter().copied().min().unwrap_or(rank);
-        let proposal = headers[leader].proposal;
-        let place = ranks.iter().position(|&other| other == rank).unwrap_or(0);
-        let group = &self.group;
-        let leader = group.members[leader];
-        let tag = group.engine.group_tag(leader, proposal);
-        let tag = tag.ok_or_else(|| CollectiveError::Refused {
-            rank,
-            operation: "split",
-            reason: format!(
-                "expected tags for one more group, found none left after {proposal} groups led \
-                 by process {leader}; split less often and keep the groups"
-            ),
-        })?;
-        let mut options = group.options.clone();
-        options.timeout = group.timeout();
-        options.dump_folder = options
-            .dump_folder
-            .map(|folder| folder.join(format!("group-{tag}")));
-        let founding = Founding {
-            members: ranks.iter().map(|&other| group.members[other]).collect(),
-            rank: place,
-            tag,
-            options,
-        };
-        Ok(Some((founding, proposal)))
-    }
-}
-
-/// A header that joins no group.
-pub(crate) fn header(fingerprint: Fingerprint) -> Header {
-    Header {
-        fingerprint,
-        membership: None,
-        proposal: 0,
-    }
 }
 
 impl Communicator for MpiCommunicator {
@@ -380,7 +277,7 @@ impl Communicator for MpiCommunicator {
             Ok(blocks) => blocks,
             Err(error) => {
                 let error = self.group.settle(error);
-                self.dump();
+                self.log.dump(&self.group);
                 return Err(error);
             }
         };
@@ -404,21 +301,13 @@ impl Communicator for MpiCommunicator {
             return shared.split(membership);
         }
         self.sequence += 1;
-        let outcome = self.join(membership);
-        let Some((founding, number)) = self.end(outcome)? else {
+        let print = Fingerprint::new(&split::call(), 0, self.sequence, self.context);
+        self.begin(&print);
+        let outcome = split::join(self, print, membership);
+        let Some(subgroup) = self.end(outcome)? else {
             return Ok(None);
         };
-        let native = match &self.native {
-            None => None,
-            Some(native) => {
-                // All are here, but MPI's own setting up does not come back by itself.
-                let _watched = self.group.watched(self.group.now_ns());
-                let made = native.of_members(&founding.members, number);
-                Some(made.map_err(|reason| self.group.refused("split", reason))?)
-            }
-        };
-        let engine = Arc::clone(&self.group.engine);
-        let group = Group::new(engine, founding, Some(Arc::clone(&self.group)));
+        let (group, native) = subgroup.found(self)?;
         Ok(Some(Box::new(Self::new(group, native))))
     }
 
@@ -444,7 +333,7 @@ impl Communicator for MpiCommunicator {
     fn recorder(&self) -> &FlightRecorder {
         match &self.shared {
             Some(shared) => shared.recorder(),
-            None => &self.recorder,
+            None => self.log.recorder(),
         }
     }
 
@@ -487,9 +376,9 @@ impl Drop for MpiCommunicator {
         if self.shared.is_some() {
             return;
         }
-        let (rank, calls) = (self.group.rank, self.recorder.calls_begun());
+        let (rank, calls) = (self.group.rank, self.log.recorder().calls_begun());
         if std::thread::panicking() {
-            self.dump();
+            self.log.dump(&self.group);
             self.group
                 .announce(CollectiveError::Panicked { rank, calls });
         } else {

@@ -19,6 +19,8 @@ mod exchange;
 mod group;
 mod launcher;
 #[cfg(feature = "mpi")]
+mod log;
+#[cfg(feature = "mpi")]
 mod machine;
 #[cfg(feature = "mpi")]
 mod meeting;
@@ -27,6 +29,8 @@ mod native;
 mod options;
 #[cfg(feature = "mpi")]
 mod reduction;
+#[cfg(feature = "mpi")]
+mod split;
 #[cfg(feature = "mpi")]
 mod transfer;
 #[cfg(feature = "mpi")]

@@ -2,11 +2,12 @@
 
 use fusestep_collective::{Buffers, Call, CollectiveError, Fingerprint, Operation};
 
-use crate::communicator::{MpiCommunicator, header};
+use crate::communicator::MpiCommunicator;
 use crate::engine::Kind;
 use crate::exchange;
 use crate::exchange::Message;
 use crate::meeting::Party;
+use crate::wire::Header;
 
 /// Both sides compare what they do; then the elements go.
 pub(crate) fn between(
@@ -18,7 +19,7 @@ pub(crate) fn between(
     let sends = matches!(call.operation, Operation::Send { .. });
     let peer = if sends { pair.1 } else { pair.0 };
     let own = comm.group.rank;
-    let met = comm.meet(Party::Pair(peer), header(print));
+    let met = comm.meet(Party::Pair(peer), Header::of(print));
     if let Err(error) = met {
         return Err(with_ranks(error, [own.min(peer), own.max(peer)]));
     }

@@ -16,6 +16,15 @@ pub(crate) struct Header {
 }
 
 impl Header {
+    /// A header that joins no group.
+    pub(crate) fn of(fingerprint: Fingerprint) -> Self {
+        Self {
+            fingerprint,
+            membership: None,
+            proposal: 0,
+        }
+    }
+
     pub(crate) fn to_bytes(self) -> [u8; HEADER_BYTES] {
         let member = self.membership.unwrap_or(Membership { colour: 0, key: 0 });
         let words = [

@@ -4,22 +4,21 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use fusestep_coalesce::{HostMemory, MemoryOwner};
 use fusestep_collective::{
-    Aborter, Blocks, Buffers, Call, CallContext, CollectiveError, Communicator, Fingerprint,
-    FlightRecorder, Membership, Operation, RankMemory, ReduceUpdate,
+    Aborter, Blocks, Call, CallContext, CollectiveError, Communicator, Fingerprint, FlightRecorder,
+    Membership, Operation, RankMemory, ReduceUpdate,
 };
-use fusestep_tensor::DType;
 
-use crate::card::{Card, Cards};
+use crate::card::Card;
 use crate::group::{Founding, Group};
 use crate::heap::Arena;
-use crate::round::{Broken, Coming, Place, late_in};
+use crate::round::{Broken, Place};
 use crate::session::SessionPlan;
-use crate::starter;
-use crate::{ProcessError, ProcessOptions, Rendezvous, rendezvous};
+use crate::task::Task;
+use crate::{ProcessError, ProcessOptions, Rendezvous, rendezvous, split, starter};
 
 /// Longest timeout; a longer one is cut to this, so that every wait ends.
 const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
@@ -50,38 +49,6 @@ pub struct ProcessCommunicator {
     stage: Option<Arena>,
     pub(crate) recorder: FlightRecorder,
     dumped: Option<Result<PathBuf, String>>,
-}
-
-/// One call as all its rounds need it.
-pub(crate) struct Task {
-    pub(crate) card: Card,
-    /// As it is named when ranks are late: a receive is compared as a send.
-    pub(crate) named: Fingerprint,
-    pub(crate) deadline: Instant,
-    pub(crate) timeout: Duration,
-}
-
-impl Task {
-    pub(crate) fn coming(&self, reserved: usize) -> Coming {
-        Coming {
-            card: self.card,
-            reserved: reserved as u64,
-            deadline: self.deadline,
-            timeout: self.timeout,
-        }
-    }
-
-    /// The error of ranks that do not come.
-    pub(crate) fn late<'a>(
-        &'a self,
-        group: &'a Group,
-    ) -> impl FnOnce(Vec<usize>) -> CollectiveError + use<'a> {
-        let card = Card {
-            print: self.named,
-            ..self.card
-        };
-        move |ranks| late_in(&card, group.behind(&ranks), self.timeout)
-    }
 }
 
 impl ProcessCommunicator {
@@ -154,7 +121,7 @@ impl ProcessCommunicator {
     }
 
     /// What a call that fails leaves behind: the group closed, unless a rank has only left.
-    fn fail(&mut self, error: CollectiveError) -> CollectiveError {
+    fn fail(&self, error: CollectiveError) -> CollectiveError {
         match error {
             CollectiveError::Left { .. } => error,
             error => self.group.close(error),
@@ -163,18 +130,12 @@ impl ProcessCommunicator {
 
     /// Writes an outcome down.
     fn end<T>(&mut self, outcome: Result<T, CollectiveError>) -> Result<T, CollectiveError> {
-        match outcome {
-            Ok(value) => {
-                self.recorder.end(Ok(()));
-                Ok(value)
-            }
-            Err(error) => {
-                let error = self.fail(error);
-                self.recorder.end(Err(&error));
-                self.dump();
-                Err(error)
-            }
+        let outcome = outcome.map_err(|error| self.fail(error));
+        self.recorder.end(outcome.as_ref().map(|_| ()));
+        if outcome.is_err() {
+            self.dump();
         }
+        outcome
     }
 
     /// A call that this rank cannot make.
@@ -214,15 +175,23 @@ impl ProcessCommunicator {
 
     pub(crate) fn arena(&self, len_bytes: usize) -> Result<Arena, CollectiveError> {
         let made = self.group.session.heap.allocate(len_bytes);
-        made.map_err(|error| CollectiveError::Refused {
-            rank: self.group.rank,
-            operation: "allocate",
-            reason: format!(
+        made.map_err(|error| {
+            let reason = format!(
                 "expected {len_bytes} bytes that processes share, found {error} in /dev/shm and \
                  in the temporary folder; make them larger (docker: --shm-size), or set TMPDIR to \
                  a folder with more room"
-            ),
+            );
+            self.refused("allocate", reason)
         })
+    }
+
+    /// The error of a call that this rank cannot make.
+    pub(crate) fn refused(&self, operation: &'static str, reason: String) -> CollectiveError {
+        CollectiveError::Refused {
+            rank: self.group.rank,
+            operation,
+            reason,
+        }
     }
 
     /// What a round that did not end well means for its caller. `stage` is what the others may
@@ -260,20 +229,6 @@ impl ProcessCommunicator {
         std::process::exit(1)
     }
 
-    /// Writes down who came last.
-    pub(crate) fn note(
-        recorder: &mut FlightRecorder,
-        cards: Cards<'_>,
-        own: &Card,
-        ranks: &[usize],
-    ) {
-        let arrived = |party: usize| cards.arrived_ns(party);
-        if let Some(last) = (0..cards.parties()).max_by_key(|&party| arrived(party)) {
-            let waited_ns = arrived(last).saturating_sub(own.arrived_ns);
-            recorder.waited(ranks[last], waited_ns);
-        }
-    }
-
     /// Any call that all ranks of the group make.
     fn collective(&mut self, call: Call<'_>, blocks: Blocks<'_>) -> Result<(), CollectiveError> {
         let print = Fingerprint::new(&call, blocks.numel, self.sequence, self.context);
@@ -309,78 +264,6 @@ impl ProcessCommunicator {
         self.pairs.insert(pair, (place, made + 1));
         outcome
     }
-
-    /// A round that moves nothing; what `read` makes of the cards.
-    fn round<R>(
-        &mut self,
-        task: &Task,
-        read: impl FnOnce(Cards<'_>) -> R,
-    ) -> Result<R, CollectiveError> {
-        let Self {
-            group,
-            place,
-            recorder,
-            ..
-        } = self;
-        let ranks = place.ranks.clone();
-        let late = task.late(group);
-        let outcome = group.round(place, &task.coming(0), late, |cards| {
-            cards.compare(&task.card.print)?;
-            Self::note(recorder, cards, &task.card, &ranks);
-            Ok(read(cards))
-        });
-        outcome.unwrap_or_else(|broken| Err(self.settle(broken, &mut None, false)))
-    }
-
-    /// Exchanges memberships, then the place where the group's leader has put its block.
-    fn form(
-        &mut self,
-        membership: Option<Membership>,
-    ) -> Result<Option<Founding>, CollectiveError> {
-        let call = Call {
-            operation: Operation::Split,
-            dtype: DType::U8,
-            counts: None,
-            buffers: Buffers::InPlace(&mut []),
-        };
-        let print = Fingerprint::new(&call, 0, self.sequence, self.context);
-        let mut task = self.begin(print);
-        task.card.membership = membership;
-        let all: Vec<Option<Membership>> = self.round(&task, |cards| {
-            let parties = 0..cards.parties();
-            parties.map(|party| cards.membership(party)).collect()
-        })?;
-        let same = |other: &usize| match (all[*other], membership) {
-            (Some(other), Some(own)) => other.colour == own.colour,
-            _ => false,
-        };
-        let mut ranks: Vec<usize> = (0..all.len()).filter(same).collect();
-        ranks.sort_by_key(|&other| (all[other].map(|member| member.key), other));
-        let own = self.group.rank;
-        let mut memory = None;
-        if ranks.first() == Some(&own) {
-            let made = Group::found(&self.group.session, ranks.len());
-            let made = made.map_err(|error| CollectiveError::Refused {
-                rank: own,
-                operation: "split",
-                reason: format!("expected shared memory for one more group, found {error}"),
-            })?;
-            task.card.block = made.offset();
-            memory = Some(made);
-        }
-        let blocks: Vec<u64> = self.round(&task, |cards| {
-            let parties = 0..cards.parties();
-            parties.map(|party| cards.block(party)).collect()
-        })?;
-        let place = ranks.iter().position(|&other| other == own);
-        Ok(place.map(|rank| Founding {
-            block: blocks[ranks[0]],
-            members: ranks.iter().map(|&rank| self.group.members[rank]).collect(),
-            rank,
-            memory,
-            parent: Some(Arc::clone(&self.group)),
-        }))
-    }
 }
 
 impl Communicator for ProcessCommunicator {
@@ -414,7 +297,9 @@ impl Communicator for ProcessCommunicator {
         membership: Option<Membership>,
     ) -> Result<Option<Box<dyn Communicator>>, CollectiveError> {
         self.sequence += 1;
-        let outcome = self.form(membership);
+        let print = Fingerprint::new(&split::call(), 0, self.sequence, self.context);
+        let task = self.begin(print);
+        let outcome = split::form(self, task, membership);
         let Some(founding) = self.end(outcome)? else {
             return Ok(None);
         };
@@ -445,11 +330,8 @@ impl Communicator for ProcessCommunicator {
 
     fn allocate(&mut self, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
         let arena = self.arena(len_bytes)?;
-        HostMemory::given(Box::new(arena)).map_err(|error| CollectiveError::Refused {
-            rank: self.group.rank,
-            operation: "allocate",
-            reason: error.to_string(),
-        })
+        let given = HostMemory::given(Box::new(arena));
+        given.map_err(|error| self.refused("allocate", error.to_string()))
     }
 
     fn shares_memory(&self) -> bool {

@@ -36,7 +36,11 @@ mod segment;
 #[cfg(target_os = "linux")]
 mod session;
 #[cfg(target_os = "linux")]
+mod split;
+#[cfg(target_os = "linux")]
 mod starter;
+#[cfg(target_os = "linux")]
+mod task;
 
 #[cfg(not(target_os = "linux"))]
 pub use absent::{ProcessCommunicator, launch};

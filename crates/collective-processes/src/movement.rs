@@ -9,9 +9,10 @@ use fusestep_simd::{Level, copy_bytes};
 use smallvec::SmallVec;
 
 use crate::card::Cards;
-use crate::communicator::{ProcessCommunicator, STAGE_BYTES, Task};
+use crate::communicator::{ProcessCommunicator, STAGE_BYTES};
 use crate::round::Place;
 use crate::segment::Segment;
+use crate::task::Task;
 
 /// What a rank shows to the others.
 enum Input<'a> {
@@ -183,7 +184,7 @@ impl ProcessCommunicator {
                 if stretch == 0 {
                     let compared = cards.compare(&task.card.print);
                     compared.map_err(|error| with_ranks(error, &ranks))?;
-                    Self::note(recorder, cards, &task.card, &ranks);
+                    task.note(recorder, cards, &ranks);
                 }
                 Ok(movement.pull(&group.session.segment, cards, party, stretch))
             });

@@ -15,9 +15,10 @@ use fusestep_tensor::DType;
 use smallvec::SmallVec;
 
 use crate::card::Cards;
-use crate::communicator::{ProcessCommunicator, STAGE_BYTES, Task, copied};
+use crate::communicator::{ProcessCommunicator, STAGE_BYTES, copied};
 use crate::heap::Arena;
 use crate::segment::Segment;
+use crate::task::Task;
 
 /// Parts of a reduction end at multiples of this, a cache line, so that ranks share few lines.
 const LINE_BYTES: usize = 64;
@@ -135,7 +136,7 @@ impl ProcessCommunicator {
         let met = group.round(place, &coming, late, |cards| {
             if stretch.start == 0 {
                 cards.compare(&task.card.print)?;
-                Self::note(recorder, cards, &task.card, &ranks);
+                task.note(recorder, cards, &ranks);
             }
             let is_staged = (0..cards.parties()).any(|party| cards.is_staged(party));
             let range = if is_staged {
@@ -198,7 +199,7 @@ impl ProcessCommunicator {
         let late = task.late(group);
         let met = group.round(place, &task.coming(0), late, |cards| {
             cards.compare(&task.card.print)?;
-            Self::note(recorder, cards, &task.card, &ranks);
+            task.note(recorder, cards, &ranks);
             let grads = (0..cards.parties()).map(|party| {
                 let offset = cards.input(party) + grad_block.start as u64;
                 let address = segment.address(offset, grad_block.len());

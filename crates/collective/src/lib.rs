@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+mod aborter;
 mod blocks;
 mod call;
 mod call_shape;
@@ -14,6 +15,7 @@ mod error_bytes;
 mod fault;
 mod fingerprint;
 mod measure;
+mod membership;
 mod operation;
 mod rank_order;
 mod recorder;
@@ -23,18 +25,20 @@ mod solo;
 mod thread;
 mod wire;
 
+pub use aborter::Aborter;
 pub use blocks::{Blocks, even_counts};
 pub use call::{Buffers, Call, CallContext};
 pub use call_shape::{CallShape, Lengths};
 pub use collectives::Collectives;
 pub use columns::{Column, Columns, Receivers};
 pub use comm_stream::{CommStream, Pending, comm_streams};
-pub use communicator::{Aborter, Communicator, Membership};
+pub use communicator::Communicator;
 pub use device_call::{DeviceBuffers, DeviceCall};
 pub use error::CollectiveError;
 pub use fault::{Fault, FaultKind, Faulty};
 pub use fingerprint::{Field, Fingerprint};
 pub use measure::{AllReduceRow, Costs, Link, bench_all_reduce, fit, measure, measure_all_reduce};
+pub use membership::Membership;
 pub use operation::{Operation, ReduceOp};
 pub use rank_order::{Ranks, reduce_in_rank_order, reduce_slices};
 pub use recorder::{CallRecord, CallState, FlightRecorder};

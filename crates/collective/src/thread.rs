@@ -3,6 +3,7 @@
 mod algorithms;
 mod group;
 mod reduction;
+mod transfer;
 
 use std::collections::HashMap;
 use std::path::PathBuf;

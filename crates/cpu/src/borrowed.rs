@@ -7,6 +7,8 @@
 //! order: a small tensor stays in its thread's cache between sums and update, a large one in the
 //! shared cache.
 
+mod small_pieces;
+
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -16,15 +18,16 @@ use fusestep_launch::{
     Backend, BackendError, Buffer, Gate, HostCall, HostList, Launch, LaunchReport, ListBuffer,
     MAX_LISTS, MAX_SUMS, MultiTensorKernel, Outcome, SquareSum, TensorSums, UnitSums,
 };
-use fusestep_simd::{Pool, Split};
+use fusestep_simd::Pool;
 use fusestep_tensor::Role;
 
 use crate::CpuBackend;
 use crate::backend::{FOREIGN, NAME, gate, host_call, out_of_bounds};
 use crate::cached::ParamSums;
 use crate::tensors::{Tensors, Whole, large_elements, small_elements};
-use crate::update_sums::{Rows, rows};
+use crate::update_sums::rows;
 use crate::window::{covered, window};
+use small_pieces::SmallPieces;
 
 /// Parts that small tensors are cut into for each thread, on the boundaries of tensors.
 pub(crate) const PARTS_PER_THREAD: usize = 32;
@@ -303,21 +306,6 @@ fn lists_of<'a>(
     Ok(lists)
 }
 
-/// Cuts all lists after so many elements.
-fn cut<'a>(
-    mut lists: [HostList<'a>; MAX_LISTS],
-    kernel: &dyn MultiTensorKernel,
-    elements: u64,
-) -> ([HostList<'a>; MAX_LISTS], [HostList<'a>; MAX_LISTS]) {
-    let mut right: [HostList<'a>; MAX_LISTS] = Default::default();
-    for ((list, rest), declared) in lists.iter_mut().zip(&mut right).zip(kernel.lists()) {
-        // Lists lie in host memory, so their element counts fit a usize.
-        let len_bytes = elements as usize * declared.dtype.len_bytes();
-        (*list, *rest) = std::mem::take(list).split_at(len_bytes);
-    }
-    (lists, right)
-}
-
 /// Takes bytes off a list, behind `before` that are left out.
 #[inline]
 fn take_bytes<'a>(list: &mut HostList<'a>, before: usize, len_bytes: usize) -> HostList<'a> {
@@ -325,110 +313,4 @@ fn take_bytes<'a>(list: &mut HostList<'a>, before: usize, len_bytes: usize) -> H
     let (own, rest) = from_here.split_at(len_bytes);
     *list = rest;
     own
-}
-
-/// The small tensors among some tensors of a launch.
-struct SmallPieces<'a> {
-    call: BorrowedCall<'a>,
-    tensors: Tensors<'a>,
-    /// Tensors from so many elements on are not small.
-    large: u64,
-    offsets: &'a [u64],
-    members: &'a [u32],
-    /// The kept lists from storage element `first` on.
-    lists: [HostList<'a>; MAX_LISTS],
-    first: u64,
-    /// Elements of the small tensors.
-    elements: u64,
-    lend: Lend<'a>,
-    error: &'a Mutex<Option<BackendError>>,
-    sums: Option<&'a ParamSums>,
-    /// Of the chunks from storage element `first` on.
-    rows: Option<Rows<'a>>,
-}
-
-impl Split for SmallPieces<'_> {
-    const PARTS_PER_THREAD: usize = PARTS_PER_THREAD;
-
-    fn elements(&self) -> u64 {
-        self.elements
-    }
-
-    fn split(self, elements: u64) -> (Self, Self) {
-        let (mut rest, mut taken, mut end) = (self.tensors, 0, self.first);
-        while taken < elements {
-            let Some(whole) = rest.next() else {
-                break;
-            };
-            taken += if whole.is_large(self.large) {
-                0
-            } else {
-                whole.numel
-            };
-            end = whole.span(self.offsets).end;
-        }
-        let (left, right) = cut(self.lists, self.call.kernel, end - self.first);
-        let (left_rows, right_rows) = match self.rows {
-            Some(rows) => {
-                let (left, right) = rows.cut(self.offsets, end);
-                (Some(left), Some(right))
-            }
-            None => (None, None),
-        };
-        let right = SmallPieces {
-            tensors: rest,
-            lists: right,
-            first: end,
-            elements: self.elements - taken,
-            rows: right_rows,
-            ..self
-        };
-        let left = SmallPieces {
-            tensors: self.tensors.before(rest),
-            lists: left,
-            first: self.first,
-            elements: taken,
-            rows: left_rows,
-            ..right
-        };
-        (left, right)
-    }
-
-    fn run(self) {
-        let mut lists = self.lists;
-        let mut first = self.first;
-        let mut rows = self.rows;
-        let are_all_lent = lists.iter().all(|list| matches!(list, HostList::Absent));
-        for whole in self.tensors {
-            if whole.is_large(self.large) {
-                continue;
-            }
-            let mut kept: [HostList<'_>; MAX_LISTS] = Default::default();
-            if !are_all_lent {
-                let elements = whole.span(self.offsets);
-                // Lists lie in host memory, so their element counts fit a usize.
-                let (before, numel) = ((elements.start - first) as usize, whole.numel as usize);
-                let declared = self.call.kernel.lists();
-                for ((own, rest), declared) in kept.iter_mut().zip(&mut lists).zip(declared) {
-                    let width = declared.dtype.len_bytes();
-                    *own = take_bytes(rest, before * width, numel * width);
-                }
-                first = elements.end;
-            }
-            let borrowed = (self.lend)(BorrowedPiece {
-                call: self.call,
-                whole,
-                parameter: self.members[whole.tensor as usize],
-                lists: kept,
-                pool: None,
-                cached: whole.cached(self.sums),
-                update_sums: whole.update_sums(&mut rows),
-            });
-            if let Err(error) = borrowed {
-                let mut first = self.error.lock().unwrap_or_else(PoisonError::into_inner);
-                first.get_or_insert(error);
-                return;
-            }
-        }
-    }
 }

@@ -8,10 +8,10 @@
 
 use fusestep_launch::{HostCall, HostList, HostRun, HostSpans, MAX_LISTS};
 
+use crate::across::{Gradients, give_ranks};
 use crate::format::FormatVisitor;
 use crate::param_storage::{ParamStorage, master};
 use crate::rounding::Rounding;
-use crate::run::{Gradients, give_ranks};
 use crate::tally::Tally;
 use crate::{Compute, Storage};
 

@@ -9,12 +9,11 @@
 //! length, costs a small tensor more than its arithmetic, 76 ns of 608 for 64 to 512 elements
 //! (`fusestep bench` on 10,000 of them). Only a tensor shorter than a block is padded with zeros.
 
-use std::ops::Range;
-
 use bytemuck::{Pod, Zeroable};
-use fusestep_launch::{ACROSS_BYTES, AcrossRanks, HostList, HostRun};
+use fusestep_launch::HostRun;
 use fusestep_simd::{prefetch_ahead, prefetch_bytes};
 
+use crate::across::{Gradients, give_ranks};
 use crate::param_storage::{ParamStorage, master};
 use crate::rounding::Rounding;
 use crate::tally::Tally;
@@ -114,57 +113,6 @@ where
             }
         },
     );
-}
-
-/// Gives all ranks the new values of the elements from `start` on.
-#[inline(always)]
-pub(crate) fn give_ranks<P: Pod, M: Pod, S: Pod>(
-    ranks: &mut dyn AcrossRanks,
-    start: usize,
-    (param, master): (&[P], &[M]),
-    state: &[&[S]],
-) {
-    ranks.updated(0, start, bytemuck::cast_slice(param));
-    for (list, state) in state.iter().enumerate() {
-        ranks.updated(2 + list, start, bytemuck::cast_slice(state));
-    }
-    if size_of::<M>() > 0 {
-        ranks.updated(2 + state.len(), start, bytemuck::cast_slice(master));
-    }
-}
-
-/// Where the gradients of a call are.
-pub(crate) enum Gradients<'a, 'b, P> {
-    /// In a list.
-    Here(&'a [P]),
-    /// With all ranks.
-    Ranks(&'b mut dyn AcrossRanks),
-}
-
-impl<'a, 'b, P: Pod> Gradients<'a, 'b, P> {
-    pub(crate) fn of(list: HostList<'a>, across: Option<&'b mut dyn AcrossRanks>) -> Self {
-        match across {
-            Some(ranks) => Self::Ranks(ranks),
-            None => Self::Here(list.elements()),
-        }
-    }
-
-    /// How many elements are to be asked for at a time.
-    #[inline(always)]
-    pub(crate) fn most(&self) -> usize {
-        match self {
-            Self::Here(_) => usize::MAX,
-            Self::Ranks(_) => ACROSS_BYTES / size_of::<P>(),
-        }
-    }
-
-    #[inline(always)]
-    pub(crate) fn elements(&mut self, elements: Range<usize>) -> &[P] {
-        match self {
-            Self::Here(list) => &list[elements],
-            Self::Ranks(ranks) => bytemuck::cast_slice(ranks.gradients(elements)),
-        }
-    }
 }
 
 /// The lists of one tensor, all of one numel.

@@ -1,34 +1,12 @@
 //! Who owns memory and runs launches.
 
-use std::any::Any;
-use std::fmt;
-
 use fusestep_simd::Level;
 
 use crate::{
-    Accumulate, BackendError, Conclude, DeviceSliceMut, FoldLeaves, Graph, GroupValues,
-    LEAF_ELEMENTS, Launch, LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS, Reduce, Replicas,
-    ResidentTable, SquareSum,
+    Accumulate, BackendError, Buffer, Conclude, FoldLeaves, Graph, GroupValues, LEAF_ELEMENTS,
+    Launch, LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS, Reduce, Replicas, ResidentTable,
+    SquareSum,
 };
-
-/// Memory of a backend: zeroed at allocation, aligned to 256 bytes.
-pub trait Buffer: Send + fmt::Debug {
-    /// Length in bytes.
-    fn len_bytes(&self) -> usize;
-    /// The bytes, if the host can read them in place.
-    fn host(&self) -> Option<&[u8]>;
-    /// The bytes, if the host can write them in place.
-    fn host_mut(&mut self) -> Option<&mut [u8]>;
-    /// The bytes of a device, for others that work on it, once they have been handed over
-    /// ([`Backend::hand_over`]); `None` before, and for memory of the host.
-    fn device_mut(&mut self) -> Option<DeviceSliceMut<'_>> {
-        None
-    }
-    /// For the backend that allocated it.
-    fn as_any(&self) -> &dyn Any;
-    /// For the backend that allocated it.
-    fn as_any_mut(&mut self) -> &mut dyn Any;
-}
 
 /// Owns memory and runs launches.
 ///
@@ -107,7 +85,7 @@ pub trait Backend {
     /// [`BackendError::OutOfBounds`], [`BackendError::Device`]; [`BackendError::Unavailable`] for a
     /// type that has no sums, and on a backend of the host.
     fn accumulate(&self, _accumulate: Accumulate<'_>) -> Result<(), BackendError> {
-        Err(not_of_host(self.name()))
+        Err(BackendError::not_of_host(self.name()))
     }
 
     /// Makes a device's buffer ready for others that work on the device: what they do begins behind
@@ -206,7 +184,7 @@ pub trait Backend {
         _leaves: LeafSquares<'_>,
         (_into, _first): (&mut dyn Buffer, u64),
     ) -> Result<(), BackendError> {
-        Err(not_of_host(self.name()))
+        Err(BackendError::not_of_host(self.name()))
     }
 
     /// Folds sums over leaves into those over chunks, in the fixed tree; returns when it is
@@ -216,7 +194,7 @@ pub trait Backend {
     /// As [`Backend::reduce`]; [`BackendError::Unavailable`] on a backend that works in host
     /// memory.
     fn fold_leaves(&self, _fold: FoldLeaves<'_>) -> Result<(), BackendError> {
-        Err(not_of_host(self.name()))
+        Err(BackendError::not_of_host(self.name()))
     }
 
     /// Sets all bytes of a buffer to 0, in the order of what is enqueued.
@@ -259,7 +237,7 @@ pub trait Backend {
         _launch: &Launch<'_>,
         (_rows, _first): (&mut dyn Buffer, u64),
     ) -> Result<(), BackendError> {
-        Err(not_of_host(self.name()))
+        Err(BackendError::not_of_host(self.name()))
     }
 
     /// Builds the tables of [`Backend::leaf_sums_into`]; as [`Backend::place_table`].
@@ -400,13 +378,4 @@ pub trait Backend {
     /// # Errors
     /// [`BackendError::Device`] with the device's own code.
     fn synchronize(&self) -> Result<(), BackendError>;
-}
-
-/// What is asked of a device only.
-fn not_of_host(backend: &'static str) -> BackendError {
-    BackendError::Unavailable {
-        backend,
-        reason: "expected gradients on a device; those of the host are summed up in place"
-            .to_owned(),
-    }
 }

@@ -68,3 +68,14 @@ pub enum BackendError {
         text: String,
     },
 }
+
+impl BackendError {
+    /// What is asked of a device only.
+    pub(crate) fn not_of_host(backend: &'static str) -> Self {
+        Self::Unavailable {
+            backend,
+            reason: "expected gradients on a device; those of the host are summed up in place"
+                .to_owned(),
+        }
+    }
+}

@@ -6,6 +6,7 @@ mod accumulate;
 mod backend;
 mod backend_error;
 mod batch;
+mod buffer;
 mod control;
 #[expect(
     unsafe_code,
@@ -29,9 +30,10 @@ mod tree_sum;
 mod update_sums;
 
 pub use accumulate::{Accumulate, Accumulation};
-pub use backend::{Backend, Buffer};
+pub use backend::Backend;
 pub use backend_error::BackendError;
 pub use batch::{Batch, Batchable, MAX_LAUNCHES, Record, batches};
+pub use buffer::Buffer;
 pub use control::{CONTROL_BYTES, ControlBlock, Gate};
 pub use device::{DeviceOrder, DeviceSliceMut};
 pub use error::LaunchError;

@@ -8,10 +8,11 @@
 //! [`Rendezvous::fail`]) that comes before the last arrival closes the rendezvous for ever, one
 //! that comes later strikes the next round.
 
+#[path = "rendezvous/contribution.rs"]
+mod contribution;
 #[path = "rendezvous/peers.rs"]
 mod peers;
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use crate::notifier::Notifier;
@@ -19,35 +20,13 @@ use crate::sync::{
     AtomicU64, AtomicUsize, Cell, Instant, Mutex, MutexGuard, Ordering, PoisonError, yield_now,
 };
 
+use self::contribution::{Brought, bring, cuts, cuts_replicas};
+
+pub use self::contribution::{Contribution, MAX_REPLICAS};
 pub use self::peers::{Claim, Peers, Replicas};
 
 /// The bit of the gate that says the rendezvous has failed; the others count arrivals.
 const FAILED: u64 = 1 << 63;
-
-/// What one party brings to a round.
-#[derive(Debug)]
-pub struct Contribution<'a, H> {
-    /// A value that every party may read.
-    pub header: H,
-    /// Bytes that every party may read.
-    pub shared: &'a [u8],
-    /// Bytes cut into as many parts as there are parties; whoever claims some of a part alone may
-    /// read and write them.
-    pub writable: &'a mut [u8],
-    /// Where in `writable` each part ends; parts begin where the one before ends.
-    pub ends: &'a [usize],
-    /// How many bytes of the part that has this party's number are claimed for it from the start
-    /// ([`Peers::reserved`]).
-    pub reserved: usize,
-    /// More memory that is cut into a part for each party; part `i` is party `i`'s alone.
-    pub replicas: [&'a mut [u8]; MAX_REPLICAS],
-    /// Where in each replica each part ends: those of the first replica, then those of the next.
-    /// Replicas without ends are none.
-    pub replica_ends: &'a [usize],
-}
-
-/// The most replicas that a party brings.
-pub const MAX_REPLICAS: usize = 7;
 
 /// A rendezvous as seen by someone who may only break it off; clones are the same rendezvous.
 pub struct Rendezvous<H, F>(Arc<Inner<H, F>>);
@@ -89,24 +68,6 @@ struct Place<H> {
 #[repr(align(128))]
 struct Claimed(AtomicUsize);
 
-struct Brought<H> {
-    header: Option<H>,
-    shared: *const u8,
-    shared_len: usize,
-    writable: *mut u8,
-    /// Disjoint ranges within `writable`; checked by `cuts`.
-    parts: Box<[Range<usize>]>,
-    /// The parts of each replica, as many for each as there are parties; disjoint, checked by
-    /// `cuts`.
-    replicas: Vec<Part>,
-}
-
-/// A part of a replica.
-struct Part {
-    start: *mut u8,
-    len: usize,
-}
-
 // SAFETY: `Brought` is written by its party alone, between the end of a round and its own arrival
 // at the next, and read only while a round is open; arrival, opening and departure order these
 // accesses (`Participant::rendezvous`). What its pointers lead to is shared as `&[u8]`, or written
@@ -120,14 +81,7 @@ unsafe impl<H: Send + Sync, F: Send> Send for Inner<H, F> {}
 pub fn participants<H, F>(parties: usize) -> Vec<Participant<H, F>> {
     let place = || Place {
         arrived: AtomicU64::new(0),
-        brought: Cell::new(Brought {
-            header: None,
-            shared: std::ptr::null(),
-            shared_len: 0,
-            writable: std::ptr::null_mut(),
-            parts: vec![0..0; parties].into_boxed_slice(),
-            replicas: Vec::new(),
-        }),
+        brought: Cell::new(Brought::nothing(parties)),
         claimed: Claimed(AtomicUsize::new(0)),
     };
     let rendezvous = Rendezvous(Arc::new(Inner {
@@ -326,47 +280,6 @@ impl<H, F: Clone> Participant<H, F> {
             reserved,
             has_replicas: true,
         }))
-    }
-}
-
-/// Whether the ends of replicas cut each of them into `parties` parts.
-fn cuts_replicas<H>(contribution: &Contribution<'_, H>, parties: usize) -> bool {
-    let ends = contribution.replica_ends.chunks_exact(parties);
-    let mut pairs = contribution.replicas.iter().zip(ends.clone());
-    ends.remainder().is_empty()
-        && ends.len() <= MAX_REPLICAS
-        && pairs.all(|(bytes, ends)| cuts(ends, bytes.len(), parties))
-}
-
-/// Whether `ends` cuts `len` bytes into `parties` parts.
-fn cuts(ends: &[usize], len: usize, parties: usize) -> bool {
-    ends.len() == parties && ends.is_sorted() && ends.last().is_none_or(|&last| last == len)
-}
-
-/// Writes a contribution, whose ends were checked by `cuts`, into the party's place. Only lifetimes
-/// get lost here.
-fn bring<H>(brought: &mut Brought<H>, contribution: Contribution<'_, H>) {
-    brought.header = Some(contribution.header);
-    brought.shared = contribution.shared.as_ptr();
-    brought.shared_len = contribution.shared.len();
-    brought.writable = contribution.writable.as_mut_ptr();
-    let mut start = 0;
-    for (part, &end) in brought.parts.iter_mut().zip(contribution.ends) {
-        *part = start..end;
-        start = end;
-    }
-    brought.replicas.clear();
-    let ends = contribution.replica_ends.chunks_exact(brought.parts.len());
-    for (mut rest, ends) in contribution.replicas.into_iter().zip(ends) {
-        let mut start = 0;
-        for &end in ends {
-            let (part, behind) = rest.split_at_mut(end - start);
-            brought.replicas.push(Part {
-                start: part.as_mut_ptr(),
-                len: part.len(),
-            });
-            (rest, start) = (behind, end);
-        }
     }
 }
 

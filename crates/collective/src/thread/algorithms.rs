@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use fusestep_simd::{Contribution, MAX_REPLICAS, Participant, Peers, copy_bytes};
 use fusestep_tensor::DType;
@@ -43,6 +43,23 @@ pub(super) struct Round<'a> {
     pub(super) replica_ends: &'a [usize],
 }
 
+impl<'a> Round<'a> {
+    /// A round to which a rank brings nothing but its header; its own part, if it gets one, is
+    /// nobody else's.
+    fn bare((header, deadline): (Header, Instant)) -> Self {
+        Self {
+            header,
+            deadline,
+            shared: &[],
+            writable: &mut [],
+            cut: Cut::None,
+            reserved: usize::MAX,
+            replicas: Default::default(),
+            replica_ends: &[],
+        }
+    }
+}
+
 type Joined = (Arc<Group>, usize, Participant<Header, CollectiveError>);
 
 impl ThreadCommunicator {
@@ -57,17 +74,7 @@ impl ThreadCommunicator {
             Buffers::InPlace(_) => Placement::Writable,
             Buffers::OutOfPlace { .. } => Placement::Shared,
         };
-        let (header, deadline) = self.header(fingerprint, placement);
-        let round = Round {
-            header,
-            deadline,
-            shared: &[],
-            writable: &mut [],
-            cut: Cut::None,
-            reserved: usize::MAX,
-            replicas: Default::default(),
-            replica_ends: &[],
-        };
+        let round = Round::bare(self.header(fingerprint, placement));
         let bytes = |rank: usize| blocks.of_bytes(rank, call.dtype.len_bytes());
         match call.operation {
             Operation::AllReduce(op)
@@ -95,22 +102,14 @@ impl ThreadCommunicator {
         work: impl FnOnce(&mut Peers<'_, Header>) -> R,
     ) -> Result<R, CollectiveError> {
         let world_size = self.ends.len();
-        match round.cut {
-            Cut::None => self.ends.fill(0),
-            Cut::Lines => {
-                for rank in 0..world_size {
-                    self.ends[rank] = lines(round.writable.len(), rank, world_size).end;
-                }
-            }
-            Cut::Blocks(blocks, element_bytes) => {
-                for rank in 0..world_size {
-                    self.ends[rank] = blocks.of_bytes(rank, element_bytes).end;
-                }
-            }
-            Cut::Own => {
-                self.ends[..self.rank].fill(0);
-                self.ends[self.rank..].fill(round.writable.len());
-            }
+        for rank in 0..world_size {
+            self.ends[rank] = match round.cut {
+                Cut::None => 0,
+                Cut::Lines => lines(round.writable.len(), rank, world_size).end,
+                Cut::Blocks(blocks, element_bytes) => blocks.of_bytes(rank, element_bytes).end,
+                Cut::Own if rank < self.rank => 0,
+                Cut::Own => round.writable.len(),
+            };
         }
         let fingerprint = round.header.fingerprint;
         let timeout = self.group.options().timeout;
@@ -312,7 +311,7 @@ impl ThreadCommunicator {
     ) -> Result<(), CollectiveError> {
         let (rank, sequence) = (self.rank, self.sequence);
         let fingerprint = call.fingerprint(blocks.numel, sequence, self.context);
-        let (header, deadline) = self.header(fingerprint, Placement::Shared);
+        let header = self.header(fingerprint, Placement::Shared);
         let own = blocks.of_bytes(rank, call.grad_dtype.len_bytes());
         let ranks = 0..self.ends.len();
         let mut ends: SmallVec<[usize; 64]> = SmallVec::new();
@@ -323,14 +322,11 @@ impl ThreadCommunicator {
         let mut bytes = call.replicas.into_iter().map(|replica| replica.bytes);
         let replicas = std::array::from_fn(|_| bytes.next().unwrap_or_default());
         let round = Round {
-            header,
-            deadline,
             shared: call.grads,
-            writable: &mut [],
-            cut: Cut::None,
             reserved: 0,
             replicas,
             replica_ends: &ends,
+            ..Round::bare(header)
         };
         self.round(round, |peers| {
             let mut all = peers.replicas();
@@ -347,69 +343,6 @@ impl ThreadCommunicator {
         })
     }
 
-    /// A send or a receive, from `pair.0` to `pair.1`; party 0 of a pair's rendezvous is the
-    /// sender.
-    pub(super) fn transfer(
-        &mut self,
-        call: Call<'_>,
-        numel: usize,
-        pair: (usize, usize),
-    ) -> Result<(), CollectiveError> {
-        let side = usize::from(self.rank == pair.1);
-        let (mut participant, transfers) = match self.pairs.remove(&pair) {
-            Some(known) => known,
-            None => (self.group.pair_participant(pair, side)?, 0),
-        };
-        let mut fingerprint = Fingerprint::new(&call, numel, transfers + 1, self.context);
-        let own_name = call.operation;
-        let (header, deadline) = self.header(fingerprint, Placement::Shared);
-        fingerprint.operation = Operation::Send { to: pair.1 };
-        let (shared, receive): (&[u8], &mut [u8]) = match call.buffers {
-            Buffers::InPlace(buffer) if side == 0 => (buffer, &mut []),
-            Buffers::InPlace(buffer) => (&[], buffer),
-            Buffers::OutOfPlace { send, .. } if side == 0 => (send, &mut []),
-            Buffers::OutOfPlace { receive, .. } => (&[], receive),
-        };
-        let contribution = Contribution {
-            header: Header {
-                fingerprint,
-                ..header
-            },
-            shared,
-            writable: &mut [],
-            ends: &[0, 0],
-            reserved: 0,
-            replicas: Default::default(),
-            replica_ends: &[],
-        };
-        let named = Fingerprint {
-            operation: own_name,
-            ..fingerprint
-        };
-        let timeout = self.group.options().timeout;
-        let (group, own) = (&self.group, self.rank);
-        let late = |sides: &[usize]| {
-            let ranks: Vec<usize> = sides.iter().map(|&side| [pair.0, pair.1][side]).collect();
-            late(group.behind(own, &ranks), &named, timeout)
-        };
-        group.set_transfer(own, Some([pair.1, pair.0][side]));
-        let outcome = participant.rendezvous(contribution, deadline, late, |peers| {
-            let compared = Fingerprint::compare(2, |side| &peers.header(side).fingerprint);
-            compared.map_err(|error| error.with_ranks([pair.0, pair.1]))?;
-            if side == 1 {
-                receive.copy_from_slice(peers.shared(0));
-            }
-            Ok(())
-        });
-        // Until the group is closed others whose deadline comes now have to see that this rank only
-        // waited; it is closed by this error, and what is written down says no more then.
-        if !matches!(outcome, Err(CollectiveError::Late { .. })) {
-            group.set_transfer(own, None);
-        }
-        self.pairs.insert(pair, (participant, transfers + 1));
-        outcome?
-    }
-
     /// Exchanges memberships and takes this rank's place in its subgroup.
     pub(super) fn join_subgroup(
         &mut self,
@@ -422,31 +355,13 @@ impl ThreadCommunicator {
             buffers: Buffers::InPlace(&mut []),
         };
         let fingerprint = Fingerprint::new(&call, 0, self.sequence, self.context);
-        let (header, deadline) = self.header(fingerprint, Placement::Writable);
-        let round = Round {
-            header: Header {
-                membership,
-                ..header
-            },
-            deadline,
-            shared: &[],
-            writable: &mut [],
-            cut: Cut::None,
-            reserved: usize::MAX,
-            replicas: Default::default(),
-            replica_ends: &[],
-        };
+        let mut round = Round::bare(self.header(fingerprint, Placement::Writable));
+        round.header.membership = membership;
         let (group, rank, sequence) = (Arc::clone(&self.group), self.rank, self.sequence);
         self.round(round, |peers| {
             let own = membership?;
-            let same = |other: &usize| {
-                peers
-                    .header(*other)
-                    .membership
-                    .is_some_and(|m| m.colour == own.colour)
-            };
-            let mut members: Vec<usize> = (0..peers.parties()).filter(same).collect();
-            members.sort_by_key(|&member| (peers.header(member).membership.map(|m| m.key), member));
+            let passed = |member: usize| peers.header(member).membership;
+            let members = own.members(peers.parties(), passed);
             let place = members.iter().position(|&member| member == rank)?;
             let (group, participant) = group.subgroup(sequence, own.colour, place, members.len());
             Some((group, place, participant))
@@ -454,10 +369,11 @@ impl ThreadCommunicator {
     }
 }
 
-fn late(
+/// The error of ranks that do not come.
+pub(super) fn late(
     ranks: Vec<usize>,
     fingerprint: &Fingerprint,
-    timeout: std::time::Duration,
+    timeout: Duration,
 ) -> CollectiveError {
     CollectiveError::Late {
         ranks,
@@ -465,20 +381,5 @@ fn late(
         sequence: fingerprint.sequence,
         bucket: fingerprint.context.bucket,
         timeout_ms: u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX),
-    }
-}
-
-impl CollectiveError {
-    /// A mismatch between two parties, said of the ranks they are.
-    fn with_ranks(mut self, ranks: [usize; 2]) -> Self {
-        if let CollectiveError::Mismatch {
-            expected_rank,
-            found_rank,
-            ..
-        } = &mut self
-        {
-            (*expected_rank, *found_rank) = (ranks[*expected_rank], ranks[*found_rank]);
-        }
-        self
     }
 }

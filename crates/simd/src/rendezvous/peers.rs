@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use super::{Brought, Part, Place};
+use super::Place;
+use super::contribution::{Brought, Part};
 use crate::sync::Ordering;
 
 /// What all parties brought to a round, as one of them may use it.

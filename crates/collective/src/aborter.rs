@@ -1,0 +1,50 @@
+//! What breaks a group off from outside of its calls.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::CollectiveError;
+
+/// Breaks a group off from any thread; clones do the same. Breaking off twice, or a group that is
+/// gone, does nothing.
+#[derive(Clone)]
+pub struct Aborter {
+    rank: usize,
+    close: Arc<dyn Fn(CollectiveError) + Send + Sync>,
+}
+
+impl Aborter {
+    /// An aborter of `rank` that calls `close`.
+    pub fn new(rank: usize, close: impl Fn(CollectiveError) + Send + Sync + 'static) -> Self {
+        Self {
+            rank,
+            close: Arc::new(close),
+        }
+    }
+
+    /// Ends all waits of the group: its calls return [`CollectiveError::Aborted`] on every rank.
+    pub fn abort(&self, reason: &str) {
+        self.close(CollectiveError::Aborted {
+            rank: self.rank,
+            reason: reason.to_owned(),
+        });
+    }
+
+    /// Ends all waits of the group: its calls return `error` on every rank.
+    pub fn close(&self, error: CollectiveError) {
+        (self.close)(error);
+    }
+
+    /// The rank whose aborter this is.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+}
+
+impl fmt::Debug for Aborter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Aborter")
+            .field("rank", &self.rank)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,32 @@
+//! Which ranks a split brings together, and in which order.
+
+/// Which subgroup a rank joins, and where.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Membership {
+    /// Ranks with the same colour come together.
+    pub colour: u32,
+    /// Ranks are ordered by this, then by their rank in the group that is split.
+    pub key: u32,
+}
+
+impl Membership {
+    /// The ranks of this colour in the order of the subgroup, where each of `world_size` ranks
+    /// passes what `passed` says.
+    ///
+    /// ```
+    /// # use fusestep_collective::Membership;
+    /// let passed = [(1, 9), (0, 5), (1, 2), (1, 9)];
+    /// let passed = passed.map(|(colour, key)| Membership { colour, key });
+    /// assert_eq!(passed[0].members(4, |rank| Some(passed[rank])), [2, 0, 3]);
+    /// ```
+    pub fn members(
+        &self,
+        world_size: usize,
+        passed: impl Fn(usize) -> Option<Membership>,
+    ) -> Vec<usize> {
+        let same = |rank: &usize| passed(*rank).is_some_and(|other| other.colour == self.colour);
+        let mut members: Vec<usize> = (0..world_size).filter(same).collect();
+        members.sort_by_key(|&rank| (passed(rank).map(|other| other.key), rank));
+        members
+    }
+}
