@@ -32,7 +32,7 @@ enum : u32 {
     CHUNKS_OF_THREAD = 4,
     // Groups of chunks that a warp asks for before it waits for the first.
     GROUPS_IN_FLIGHT = 8,
-    // crates/cuda/src/backend.rs: BLOCK_THREADS.
+    // crates/cuda/src/entry.rs: BLOCK_THREADS.
     FINISH_THREADS = 512,
     FINISH_WARPS = FINISH_THREADS / WARP,
     LEVELS = tree::LEVELS * WARP,

@@ -114,15 +114,28 @@ impl Bench {
             .output()?)
     }
 
-    fn must(&self, folder: &Path, arguments: &[&str]) -> Result<String> {
-        let arguments: Vec<String> = arguments.iter().map(|text| (*text).to_owned()).collect();
-        let output = self.plain(folder, &arguments)?;
+    /// Runs the command likewise, which must end well; what it printed.
+    fn must(&self, folder: &Path, arguments: &[String]) -> Result<String> {
+        let output = self.plain(folder, arguments)?;
         let error = String::from_utf8_lossy(&output.stderr);
         ensure!(
             output.status.success(),
             "{arguments:?} without faults: {error}"
         );
         Ok(String::from_utf8(output.stdout)?)
+    }
+
+    /// Requires that the folder's checkpoint is whole.
+    fn verify(&self, folder: &Path) -> Result<()> {
+        self.must(folder, &split("checkpoint verify @/c"))?;
+        Ok(())
+    }
+
+    /// A folder with the checkpoint of one epoch.
+    fn trained(&self, name: &str) -> Result<PathBuf> {
+        let folder = self.empty(name)?;
+        self.must(&folder, &training("1", ""))?;
+        Ok(folder)
     }
 
     /// Runs a scenario with one fault; whether the fault came to happen.
@@ -183,8 +196,9 @@ fn placed(folder: &Path, arguments: &[String]) -> Vec<String> {
         .collect()
 }
 
-fn owned(arguments: &[&str]) -> Vec<String> {
-    arguments.iter().map(|text| (*text).to_owned()).collect()
+/// The arguments of a command line.
+fn split(line: &str) -> Vec<String> {
+    line.split_whitespace().map(str::to_owned).collect()
 }
 
 /// A safetensors file of one tensor.
@@ -213,9 +227,8 @@ fn step(bench: &Bench) -> Result<Scenario> {
         tensor_file(&template.join(name), &values)?;
     }
     let base = "step --params @/p --grads @/g --lr 0.01 --out @/p --state-out @/s";
-    let first: Vec<&str> = base.split(' ').collect();
-    bench.must(&template, &first)?;
-    let again = owned(&[&first[..], &["--state", "@/s"]].concat());
+    bench.must(&template, &split(base))?;
+    let again = split(&format!("{base} --state @/s"));
     let pair = |folder: &Path| -> Result<[Vec<u8>; 2]> {
         Ok([fs::read(folder.join("p"))?, fs::read(folder.join("s"))?])
     };
@@ -223,23 +236,13 @@ fn step(bench: &Bench) -> Result<Scenario> {
     let mut after = vec![pair(&template)?];
     let folder = bench.fresh("run", &template)?;
     for _ in 0..2 {
-        let done = bench.plain(&folder, &again)?;
-        ensure!(
-            done.status.success(),
-            "{}",
-            String::from_utf8_lossy(&done.stderr)
-        );
+        bench.must(&folder, &again)?;
         after.push(pair(&folder)?);
     }
     let arguments = again.clone();
     let judge: Judge = Box::new(move |bench, folder, output| {
         // Whoever comes next finishes what was begun, if it counts.
-        let next = bench.plain(folder, &again)?;
-        ensure!(
-            next.status.success(),
-            "the next step: {}",
-            String::from_utf8_lossy(&next.stderr)
-        );
+        bench.must(folder, &again).context("the next step")?;
         let found = pair(folder)?;
         let steps = after.iter().position(|pair| *pair == found);
         let possible: &[usize] = match output.status.code() {
@@ -265,13 +268,11 @@ fn step(bench: &Bench) -> Result<Scenario> {
     })
 }
 
-/// The epochs of a run, and its flags.
-fn training(epochs: &str, more: &[&str]) -> Vec<String> {
-    let base = [
-        "train", "--json", "--ranks", "2", "--zero", "1", "--batch", "256", "--epochs", epochs,
-    ];
-    let checkpoint = ["--checkpoint", "@/c"];
-    owned(&[&base[..], &checkpoint, more].concat())
+/// The arguments of a run of so many epochs, and its own flags.
+fn training(epochs: &str, more: &str) -> Vec<String> {
+    split(&format!(
+        "train --json --ranks 2 --zero 1 --batch 256 --epochs {epochs} --checkpoint @/c {more}"
+    ))
 }
 
 fn hash(output: &str) -> Result<String> {
@@ -291,12 +292,8 @@ fn saved_steps(folder: &Path) -> Result<u64> {
 
 /// The run that comes next: it goes on from a checkpoint if there is one.
 fn next_run(folder: &Path, epochs: &str) -> Result<Vec<String>> {
-    let resume: &[&str] = if saved_steps(folder)? > 0 {
-        &["--resume"]
-    } else {
-        &[]
-    };
-    Ok(training(epochs, resume))
+    let goes_on = saved_steps(folder)? > 0;
+    Ok(training(epochs, if goes_on { "--resume" } else { "" }))
 }
 
 /// A judge of runs: whatever happened, what was acknowledged is there, and the run goes on from it
@@ -304,8 +301,7 @@ fn next_run(folder: &Path, epochs: &str) -> Result<Vec<String>> {
 fn goes_on(bench: &Bench, template: &Path, epochs: &'static str) -> Result<Judge> {
     let before = saved_steps(template)?;
     let folder = bench.fresh("run", template)?;
-    let whole = bench.plain(&folder, &next_run(&folder, epochs)?)?;
-    let expected = hash(&String::from_utf8(whole.stdout)?)?;
+    let expected = hash(&bench.must(&folder, &next_run(&folder, epochs)?)?)?;
     let after = saved_steps(&folder)?;
     ensure!(
         after > before,
@@ -325,20 +321,15 @@ fn goes_on(bench: &Bench, template: &Path, epochs: &'static str) -> Result<Judge
             "expected a checkpoint of {least} to {after} steps, found one of {found}"
         );
         if found > 0 {
-            bench.must(folder, &["checkpoint", "verify", "@/c"])?;
+            bench.verify(folder)?;
         }
-        let next = bench.plain(folder, &next_run(folder, epochs)?)?;
-        ensure!(
-            next.status.success(),
-            "the next run: {}",
-            String::from_utf8_lossy(&next.stderr)
-        );
-        let found = hash(&String::from_utf8(next.stdout)?)?;
+        let next = bench.must(folder, &next_run(folder, epochs)?);
+        let found = hash(&next.context("the next run")?)?;
         ensure!(
             found == expected,
             "expected parameters {expected}, found {found}"
         );
-        bench.must(folder, &["checkpoint", "verify", "@/c"])?;
+        bench.verify(folder)?;
         Ok(())
     }))
 }
@@ -349,21 +340,18 @@ fn save(bench: &Bench) -> Result<Scenario> {
     let judge = goes_on(bench, &template, "1")?;
     Ok(Scenario {
         template,
-        arguments: training("1", &[]),
+        arguments: training("1", ""),
         judge,
     })
 }
 
 /// A run that goes on and replaces its checkpoint.
 fn resume(bench: &Bench) -> Result<Scenario> {
-    let template = bench.empty("resume")?;
-    let first = training("1", &[]);
-    let first: Vec<&str> = first.iter().map(String::as_str).collect();
-    bench.must(&template, &first)?;
+    let template = bench.trained("resume")?;
     let judge = goes_on(bench, &template, "2")?;
     Ok(Scenario {
         template,
-        arguments: training("2", &["--resume"]),
+        arguments: training("2", "--resume"),
         judge,
     })
 }
@@ -371,22 +359,11 @@ fn resume(bench: &Bench) -> Result<Scenario> {
 /// A checkpoint written for other ranks: it is there and whole, or is not; the one it comes from
 /// stays.
 fn reshard(bench: &Bench) -> Result<Scenario> {
-    let template = bench.empty("reshard")?;
-    let first = training("1", &[]);
-    let first: Vec<&str> = first.iter().map(String::as_str).collect();
-    bench.must(&template, &first)?;
-    let arguments = owned(&[
-        "checkpoint",
-        "reshard",
-        "@/c",
-        "--world",
-        "3",
-        "--out",
-        "@/other",
-    ]);
+    let template = bench.trained("reshard")?;
+    let arguments = split("checkpoint reshard @/c --world 3 --out @/other");
     let judge: Judge = Box::new(|bench, folder, output| {
-        bench.must(folder, &["checkpoint", "verify", "@/c"])?;
-        let verified = bench.plain(folder, &owned(&["checkpoint", "verify", "@/other"]))?;
+        bench.verify(folder)?;
+        let verified = bench.plain(folder, &split("checkpoint verify @/other"))?;
         let there = folder.join("other/manifest.json").exists();
         ensure!(
             verified.status.success() == there,

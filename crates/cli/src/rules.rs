@@ -1,6 +1,7 @@
 //! The update rule and its hyper-parameters, as flags.
 
-use anyhow::bail;
+mod foreign;
+
 use clap::{Args, ValueEnum};
 use fusestep_adagrad::Adagrad;
 use fusestep_fused_adam::{Adam, SecondMoment};
@@ -183,7 +184,7 @@ impl OptimizerArgs {
     /// # Errors
     /// A flag that the rule does not have, by name.
     pub(crate) fn rule(&self) -> anyhow::Result<Optimizer> {
-        self.refuse_foreign_flags()?;
+        foreign::refuse(self)?;
         Ok(match self.optimizer {
             Rule::Adamw | Rule::Adam => self.adam().into(),
             Rule::Sgd | Rule::Momentum => self.sgd().into(),
@@ -194,68 +195,6 @@ impl OptimizerArgs {
             Rule::Lars => self.lars().into(),
             Rule::Lamb => self.lamb().into(),
         })
-    }
-
-    fn refuse_foreign_flags(&self) -> anyhow::Result<()> {
-        use Rule::{Adagrad, Adam, Adamw, Lamb, Lars, Lion, Momentum, Rmsprop, ScheduleFree, Sgd};
-        let flags: [(&str, bool, &[Rule]); 17] = [
-            (
-                "--beta1",
-                self.beta1.is_some(),
-                &[Adamw, Adam, Lamb, Lion, ScheduleFree],
-            ),
-            (
-                "--beta2",
-                self.beta2.is_some(),
-                &[Adamw, Adam, Lamb, Lion, ScheduleFree],
-            ),
-            (
-                "--warmup-steps",
-                self.warmup_steps.is_some(),
-                &[ScheduleFree],
-            ),
-            (
-                "--eps",
-                self.eps.is_some(),
-                &[Adamw, Adam, Adagrad, Rmsprop, ScheduleFree, Lamb, Lars],
-            ),
-            ("--amsgrad", self.amsgrad, &[Adamw, Adam]),
-            ("--decay", self.decay.is_some(), &[Sgd, Momentum]),
-            (
-                "--momentum",
-                self.momentum.is_some(),
-                &[Momentum, Lars, Rmsprop],
-            ),
-            ("--alpha", self.alpha.is_some(), &[Rmsprop]),
-            ("--centered", self.centered, &[Rmsprop]),
-            ("--dampening", self.dampening.is_some(), &[Momentum]),
-            ("--nesterov", self.nesterov, &[Momentum]),
-            ("--rescale", self.rescale.is_some(), &[Sgd, Momentum, Lars]),
-            (
-                "--maximize",
-                self.maximize,
-                &[Adamw, Adam, Sgd, Momentum, Lion, Adagrad, Rmsprop],
-            ),
-            (
-                "--trust-coefficient",
-                self.trust_coefficient.is_some(),
-                &[Lars],
-            ),
-            ("--excluded", self.excluded.is_some(), &[Lars, Lamb]),
-            ("--lr-decay", self.lr_decay.is_some(), &[Adagrad]),
-            ("--initial-sum", self.initial_sum.is_some(), &[Adagrad]),
-        ];
-        for (flag, given, rules) in flags {
-            if given && !rules.contains(&self.optimizer) {
-                let names: Vec<&str> = rules.iter().map(|rule| rule.name()).collect();
-                bail!(
-                    "{flag}: expected --optimizer {}, found {}, which has no such setting",
-                    names.join(" or "),
-                    self.optimizer.name()
-                );
-            }
-        }
-        Ok(())
     }
 
     fn objective(&self) -> Objective {

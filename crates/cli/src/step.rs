@@ -1,5 +1,7 @@
 //! `fusestep step`: N optimizer steps on a file of parameters.
 
+mod summary;
+
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -9,17 +11,17 @@ use anyhow::{bail, ensure};
 use clap::Args;
 use fusestep_launch::Backend;
 use fusestep_planner::{GradReport, MAX_STEPS, Plan, PlanError, State, StepReport};
-use fusestep_tensor::{ParamDesc, Quoted, Role, counted};
+use fusestep_tensor::{ParamDesc, Quoted, Role};
 use fusestep_tensor_file::{
     Prepared, TensorBytes, TensorFile, check_writable, commit_together, finish_interrupted,
     same_file,
 };
-use serde::Serialize;
 
+use self::summary::{Gradient, StepSummary, Update};
 use crate::gradients::GradientArgs;
 use crate::inputs::{Model, model_of};
 use crate::options::{BackendArgs, PlanningArgs, PrecisionArgs};
-use crate::output::{duration, print, print_json, warn_non_finite};
+use crate::output::{print_json, warn_non_finite};
 use crate::ranks::bounded;
 use crate::rules::OptimizerArgs;
 
@@ -70,91 +72,6 @@ pub(crate) struct StepArgs {
     json: bool,
 }
 
-/// What `--json` prints.
-#[derive(Debug, Serialize)]
-struct StepSummary {
-    /// Steps of this run.
-    steps: u64,
-    /// The state's step count after it.
-    step: u64,
-    /// Launches of the last step; 0 without any.
-    launches: u64,
-    /// `null` without steps.
-    ns_per_step: Option<f64>,
-    parameters: usize,
-    elements: u64,
-    /// Times that a tensor was left as it was because its norm was not finite.
-    tensors_skipped: u64,
-    backend: &'static str,
-    optimizer: &'static str,
-    /// Norm of all gradients in the last step, the loss scale taken out; `null` unless they are
-    /// clipped or scaled.
-    grad_norm: Option<f64>,
-    /// Steps of this run that were skipped because a gradient was not finite.
-    skipped: u64,
-    /// The factor on the next step's loss; `null` unless it is scaled.
-    loss_scale: Option<f64>,
-    /// Norms and infinite or NaN elements of each gradient in the last step; `null` unless they
-    /// are clipped or scaled.
-    gradients: Option<Vec<Gradient>>,
-    /// Norm of what the last step changed in all parameters, ‖new − old‖; `null` without
-    /// `--update-norms`.
-    update_norm: Option<f64>,
-    /// Norms of each parameter.
-    updates: Option<Vec<Update>>,
-}
-
-/// How far the last step moved one parameter.
-#[derive(Debug, Serialize)]
-struct Update {
-    name: String,
-    norm: f64,
-}
-
-/// What the last step saw of one gradient.
-#[derive(Debug, Serialize)]
-struct Gradient {
-    name: String,
-    #[serde(flatten)]
-    report: GradReport,
-}
-
-/// Tensors named when a step was skipped for them, or moved them far.
-const NAMED: usize = 5;
-
-/// The tensors that made the last step be skipped; empty if it was not.
-fn culprits(gradients: &[Gradient]) -> String {
-    let found: Vec<_> = gradients
-        .iter()
-        .filter(|g| g.report.non_finite > 0)
-        .collect();
-    let mut text = String::new();
-    for gradient in found.iter().take(NAMED) {
-        text += &format!(
-            "gradient `{}`: expected finite elements, found {} infinite or NaN\n",
-            Quoted(&gradient.name),
-            gradient.report.non_finite
-        );
-    }
-    if found.len() > NAMED {
-        text += &format!("and {} gradients more\n", found.len() - NAMED);
-    }
-    text
-}
-
-/// The parameters that moved the most.
-fn farthest(updates: &[Update]) -> String {
-    let mut ranked: Vec<&Update> = updates.iter().collect();
-    ranked.sort_by(|a, b| b.norm.total_cmp(&a.norm));
-    let lines = ranked.iter().take(NAMED);
-    let lines = lines.map(|update| format!("{:>14.6e}  {}\n", update.norm, Quoted(&update.name)));
-    let mut text: String = lines.collect();
-    if ranked.len() > NAMED {
-        text += &format!("and {} parameters that moved less\n", ranked.len() - NAMED);
-    }
-    text
-}
-
 /// Refuses outputs that would take the place of each other or of an input.
 fn check_places(args: &StepArgs) -> anyhow::Result<()> {
     let outputs = outputs(args);
@@ -184,17 +101,21 @@ fn check_places(args: &StepArgs) -> anyhow::Result<()> {
 }
 
 /// Files that are written, after their flags.
-fn outputs(args: &StepArgs) -> Vec<(&'static str, &PathBuf)> {
-    let state_out = args.state_out.as_ref().map(|path| ("--state-out", path));
-    let average_out = args.average_out.as_ref();
-    let average_out = average_out.map(|path| ("--average-out", path));
-    let out = [("--out", &args.out)].into_iter();
-    out.chain(state_out).chain(average_out).collect()
+fn outputs(args: &StepArgs) -> Vec<(&'static str, &Path)> {
+    let places = [
+        ("--out", Some(&args.out)),
+        ("--state-out", args.state_out.as_ref()),
+        ("--average-out", args.average_out.as_ref()),
+    ];
+    let places = places.into_iter();
+    places
+        .filter_map(|(flag, path)| Some((flag, path?.as_path())))
+        .collect()
 }
 
 /// Finishes what an earlier run that was killed had committed for any of the files.
 fn finish_earlier(args: &StepArgs) -> anyhow::Result<()> {
-    let inputs = [Some(&args.params), args.state.as_ref()];
+    let inputs = [Some(args.params.as_path()), args.state.as_deref()];
     let outputs = outputs(args).into_iter().map(|(_, path)| path);
     for path in inputs.into_iter().flatten().chain(outputs) {
         if finish_interrupted(path)? {
@@ -251,65 +172,8 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     if args.json {
         print_json(&summary)
     } else {
-        print_summary(args, &summary)
+        summary.print(outputs(args).into_iter().map(|(_, path)| path))
     }
-}
-
-/// Reads the state, which must be of these parameters.
-fn load_state(
-    args: &StepArgs,
-    path: &Path,
-    state: &mut State,
-    backend: &dyn Backend,
-) -> anyhow::Result<()> {
-    let expected = state.load(backend, path)?;
-    let found = state.parameters_xxh3(backend)?;
-    if let (Some(expected), Some(found)) = (expected, found)
-        && expected != found
-    {
-        ensure!(
-            args.any_parameters,
-            "{}: expected the parameters that it was saved with, xxh3 {}, found xxh3 {found} in \
-             {}; give those, or --any-parameters if these are meant",
-            path.display(),
-            Quoted(&expected),
-            args.params.display()
-        );
-    }
-    Ok(())
-}
-
-fn print_summary(args: &StepArgs, summary: &StepSummary) -> anyhow::Result<()> {
-    let launches = counted(summary.launches, "launch");
-    let each = summary.ns_per_step.map_or_else(String::new, |ns| {
-        format!(" {launches} and {} per step;", duration(ns))
-    });
-    let wrote = outputs(args).into_iter();
-    let wrote: Vec<String> = wrote.map(|(_, path)| path.display().to_string()).collect();
-    print(&format!(
-        "{} {} steps on {} ({} parameters, {} elements):{each} wrote {}\n",
-        summary.steps,
-        summary.optimizer,
-        summary.backend,
-        summary.parameters,
-        summary.elements,
-        wrote.join(", "),
-    ))?;
-    if let Some(norm) = summary.grad_norm {
-        let skipped = summary.skipped;
-        print(&format!(
-            "norm of the gradients: {norm}; {skipped} steps skipped\n{}",
-            culprits(summary.gradients.as_deref().unwrap_or_default())
-        ))?;
-    }
-    if let Some(norm) = summary.update_norm {
-        let updates = summary.updates.as_deref().unwrap_or_default();
-        print(&format!(
-            "norm of the last update: {norm}\n{}",
-            farthest(updates)
-        ))?;
-    }
-    Ok(())
 }
 
 fn run_steps(
@@ -336,13 +200,9 @@ fn run_steps(
              rates are not finite"
         );
     }
-    let reports = match args.steps {
-        0 => None,
-        _ => state.grad_reports(backend)?,
-    };
-    let norms = match args.steps {
-        0 => None,
-        _ => state.update_norms(backend)?,
+    let (reports, norms) = match args.steps {
+        0 => (None, None),
+        _ => (state.grad_reports(backend)?, state.update_norms(backend)?),
     };
     let updates = norms.map(|norms| {
         let params = plan.params().iter().zip(norms);
@@ -377,6 +237,30 @@ fn run_steps(
         skipped: state.skipped() - skipped_before,
         loss_scale: last.loss_scale,
     })
+}
+
+/// Reads the state, which must be of these parameters.
+fn load_state(
+    args: &StepArgs,
+    path: &Path,
+    state: &mut State,
+    backend: &dyn Backend,
+) -> anyhow::Result<()> {
+    let expected = state.load(backend, path)?;
+    let found = state.parameters_xxh3(backend)?;
+    if let (Some(expected), Some(found)) = (expected, found)
+        && expected != found
+    {
+        ensure!(
+            args.any_parameters,
+            "{}: expected the parameters that it was saved with, xxh3 {}, found xxh3 {found} in \
+             {}; give those, or --any-parameters if these are meant",
+            path.display(),
+            Quoted(&expected),
+            args.params.display()
+        );
+    }
+    Ok(())
 }
 
 /// Requires a gradient of equal shape and dtype for every parameter and none besides.

@@ -4,8 +4,9 @@ use bytemuck::{Pod, Zeroable};
 use fusestep_launch::{Accumulate, Accumulation, BackendError};
 use fusestep_tensor::DType;
 
-use crate::backend::{CudaBackend, Entry};
+use crate::backend::CudaBackend;
 use crate::buffer::DeviceBuffer;
+use crate::entry::Entry;
 use crate::reduce::check_end;
 use crate::session::unavailable;
 
@@ -82,5 +83,5 @@ pub(crate) fn enqueue(
         threads: THREADS,
         blocks: blocks.min(MOST_BLOCKS) as u32,
     };
-    backend.enqueue_packed(entry, bytemuck::bytes_of(&arguments))
+    entry.enqueue_packed(backend, bytemuck::bytes_of(&arguments))
 }

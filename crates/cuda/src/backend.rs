@@ -1,10 +1,7 @@
 //! Launches on a stream of the device.
 
-use std::ffi::c_void;
-use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cust::sys;
 use fusestep_launch::{
     Accumulate, Addresses, Backend, BackendError, Batch, Buffer, CONTROL_BYTES, Conclude,
     FoldLeaves, Graph, GroupValues, Launch, LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS,
@@ -13,35 +10,20 @@ use fusestep_launch::{
 
 use crate::buffer::{Allocation, DeviceBuffer};
 use crate::checks::{argument_bytes, check_records};
+use crate::entry::{Entry, threads_for};
 use crate::kernels::Kernels;
 use crate::loaded_entry::EntryCode;
 use crate::session::Session;
-use crate::status::check;
 use crate::update_sums::check_without_update_sums;
 use crate::{
     DeviceInfo, NAME, accumulate, checks, graph, leaves, normed, reduce, resident, tensor_sums,
 };
-
-/// Most threads of a block, as the kernels are compiled for.
-pub(crate) const BLOCK_THREADS: u32 = 512;
-
-/// Elements that a thread takes at a time, and threads of the smallest block worth its place.
-const THREAD_ELEMENTS: u64 = 4;
-const LEAST_THREADS: u64 = 32;
-
-/// Threads of the largest block where any number will do: of two such blocks one computes where the
-/// other waits for memory, as in one of 512, and of a kernel with 65 to 80 registers three fit on a
-/// multiprocessor, but one of 512.
-const MOST_THREADS: u64 = 256;
 
 /// Elements of a full chunk of a kernel that takes no sums over its chunks. In chunks of 65,536
 /// ResNet-50 is 508 blocks, and on an H100 that holds 528 of 256 threads at once it waits a third
 /// of the time for the longest of them; in these it is 1,667, and 2.6 %. `cargo xtask waves` counts
 /// others. A block still has 64 elements for each thread.
 const CHUNK_ELEMENTS: u32 = 16_384;
-
-/// CUDA's limit on the grid's first dimension.
-pub(crate) const GRID_MAX: u32 = i32::MAX as u32;
 
 /// Runs kernels on a CUDA device.
 ///
@@ -146,45 +128,6 @@ impl CudaBackend {
         Ok(self.device_buffer(control)?.address())
     }
 
-    /// Enqueues one launch, whose arguments `write` writes.
-    ///
-    /// The caller has checked that everything the arguments refer to lies in buffers that are
-    /// borrowed until the launch is enqueued; buffers are freed only after the driver has
-    /// waited for it.
-    pub(crate) fn enqueue(
-        &self,
-        entry: Entry,
-        write: &mut dyn FnMut(&mut [u8]),
-    ) -> Result<(), BackendError> {
-        self.session.enter()?;
-        let mut kernels = self.kernels();
-        let function = kernels.function(entry.stem, entry.entry)?;
-        let bytes = bytemuck::cast_slice_mut(kernels.block.as_mut_slice());
-        write(bytes);
-        let mut parameters: [*mut c_void; 1] = [bytes.as_mut_ptr().cast()];
-        // SAFETY: `function` takes one parameter of at most `TABLE_BYTES` bytes, of which `bytes`
-        // has as many; the call copies them. What they refer to lies in live buffers, as the
-        // callers establish (`check_records`, `check_end`, `Rows::at_least`).
-        let status = unsafe {
-            sys::cuLaunchKernel(
-                function,
-                entry.blocks,
-                1,
-                1,
-                entry.threads,
-                1,
-                1,
-                0,
-                self.session.stream(),
-                parameters.as_mut_ptr(),
-                ptr::null_mut(),
-            )
-        };
-        check(status, || {
-            format!("launching `{}` with {} blocks", entry.entry, entry.blocks)
-        })
-    }
-
     /// Enqueues all batches of a launch, which have been checked; `pack` writes the arguments of
     /// one.
     pub(crate) fn enqueue_batches(
@@ -203,20 +146,9 @@ impl CudaBackend {
                 threads: threads_for(batch),
                 blocks: batch.chunks,
             };
-            self.enqueue(entry, &mut |bytes| pack(batch, bytes))?;
+            entry.enqueue(self, &mut |bytes| pack(batch, bytes))?;
         }
         Ok(LaunchReport::of(launch.batches))
-    }
-
-    /// Enqueues a launch whose arguments are packed already.
-    pub(crate) fn enqueue_packed(
-        &self,
-        entry: Entry,
-        arguments: &[u8],
-    ) -> Result<(), BackendError> {
-        self.enqueue(entry, &mut |bytes| {
-            bytes[..arguments.len()].copy_from_slice(arguments);
-        })
     }
 
     /// The entries that were launched until now, each with what the driver was handed for it. An
@@ -224,16 +156,6 @@ impl CudaBackend {
     pub fn loaded_entries(&self) -> Vec<(&'static str, EntryCode)> {
         self.kernels().loaded().collect()
     }
-}
-
-/// One launch: which function, and its grid.
-#[derive(Clone, Copy)]
-pub(crate) struct Entry {
-    pub(crate) stem: &'static str,
-    pub(crate) entry: &'static str,
-    pub(crate) threads: u32,
-    /// In any order.
-    pub(crate) blocks: u32,
 }
 
 impl Backend for CudaBackend {
@@ -374,7 +296,7 @@ impl Backend for CudaBackend {
         launch: &Launch<'_>,
         table: &dyn ResidentTable,
     ) -> Result<(), BackendError> {
-        resident::enqueue_leaves(self, launch, table)
+        resident::launch::enqueue_leaves(self, launch, table)
     }
 
     fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
@@ -400,7 +322,7 @@ impl Backend for CudaBackend {
         launch: Launch<'_>,
         table: &dyn ResidentTable,
     ) -> Result<LaunchReport, BackendError> {
-        resident::enqueue_table(self, &launch, table)
+        resident::launch::enqueue(self, &launch, table)
     }
 
     fn set_table_lr(&self, table: &mut dyn ResidentTable, lr: f64) -> Result<(), BackendError> {
@@ -419,7 +341,7 @@ impl Backend for CudaBackend {
         reduce: Reduce<'_>,
         table: &dyn ResidentTable,
     ) -> Result<LaunchReport, BackendError> {
-        resident::enqueue_reads(self, &reduce, table)
+        resident::launch::enqueue_reads(self, &reduce, table)
     }
 
     fn capture(
@@ -436,37 +358,5 @@ impl Backend for CudaBackend {
 
     fn synchronize(&self) -> Result<(), BackendError> {
         self.session.synchronize()
-    }
-}
-
-/// Threads of a block: as many as its share of the elements keeps busy. Many small tensors in
-/// blocks of 512 would leave most threads idle, and few such blocks fit on the device at once.
-pub(crate) fn threads_for(batch: &Batch) -> u32 {
-    let elements = batch.elements() / u64::from(batch.chunks.max(1));
-    let threads = elements.div_ceil(THREAD_ELEMENTS).next_power_of_two();
-    threads.clamp(LEAST_THREADS, MOST_THREADS) as u32
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn blocks_are_as_large_as_their_chunks_need() {
-        for (elements, threads) in [(1, 32), (64, 32), (512, 128), (1024, 256), (65_536, 256)] {
-            let record = fusestep_launch::Record {
-                tensor: 0,
-                first_element: 0,
-                numel: elements,
-                first_chunk: 0,
-                group: 0,
-            };
-            let batch = Batch {
-                records: vec![record],
-                groups: vec![0],
-                chunks: 1,
-            };
-            assert_eq!(threads_for(&batch), threads, "{elements}");
-        }
     }
 }

@@ -3,7 +3,8 @@
 use fusestep_launch::{BackendError, Batch, Launch, ListBuffer};
 
 use crate::NAME;
-use crate::backend::{CudaBackend, GRID_MAX};
+use crate::backend::CudaBackend;
+use crate::entry::GRID_MAX;
 use crate::session::unavailable;
 
 /// Refuses a batch whose arguments no launch carries.

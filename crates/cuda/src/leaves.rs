@@ -8,8 +8,9 @@ use fusestep_launch::{
 };
 use fusestep_simd::Level;
 
-use crate::backend::{CudaBackend, Entry};
+use crate::backend::CudaBackend;
 use crate::checks::check_records;
+use crate::entry::Entry;
 use crate::normed::ROW_BYTES;
 use crate::reduce::check_end;
 use crate::session::unavailable;
@@ -107,12 +108,12 @@ pub(crate) fn enqueue_fold(
     match fold.index {
         None => {
             let arguments = [leaves, places, partials, chunks];
-            backend.enqueue_packed(entry("amp", "amp_fold"), bytemuck::bytes_of(&arguments))
+            entry("amp", "amp_fold").enqueue_packed(backend, bytemuck::bytes_of(&arguments))
         }
         Some(index) => {
             let arguments = [leaves, address(index)?, places, partials, chunks];
             let entry = entry("tensor_sums", "tensor_sums_fold");
-            backend.enqueue_packed(entry, bytemuck::bytes_of(&arguments))
+            entry.enqueue_packed(backend, bytemuck::bytes_of(&arguments))
         }
     }
 }
@@ -156,7 +157,7 @@ fn enqueue_leaf_squares(
             threads: LEAF_THREADS,
             blocks: batch.chunks,
         };
-        backend.enqueue(entry, &mut |bytes| {
+        entry.enqueue(backend, &mut |bytes| {
             pack_reduction_of_tensors(&kernel, batch, &addresses, next, bytes);
         })?;
         next += u64::from(batch.chunks) * size_of::<SquareSum>() as u64;

@@ -11,6 +11,7 @@ mod backend;
 mod borrowed;
 mod buffer;
 mod checks;
+mod entry;
 mod event;
 mod graph;
 mod info;

@@ -9,8 +9,9 @@ use fusestep_launch::{
 };
 
 use crate::NAME;
-use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, GRID_MAX};
+use crate::backend::CudaBackend;
 use crate::buffer::{Allocation, DeviceBuffer};
+use crate::entry::{BLOCK_THREADS, Entry, GRID_MAX};
 use crate::session::{Session, unavailable};
 
 /// Threads for one leaf, a lane each, as `kernels/normed.cuh` knows them.
@@ -151,7 +152,7 @@ pub(crate) fn enqueue(
         blocks,
     };
     let workspace = workspace.bytes();
-    backend.enqueue(entry, &mut |bytes| {
+    entry.enqueue(backend, &mut |bytes| {
         pack(batch, bytes);
         bytes[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace);
     })

@@ -5,8 +5,9 @@ use fusestep_launch::{
     TensorPartials, pack_conclusion, pack_reduction,
 };
 
-use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, threads_for};
+use crate::backend::CudaBackend;
 use crate::checks::check_records;
+use crate::entry::{BLOCK_THREADS, Entry, threads_for};
 use crate::{NAME, checks};
 
 /// Enqueues the batches of a reduction, one launch each.
@@ -50,7 +51,7 @@ pub(crate) fn enqueue_batches(
             blocks: batch.chunks,
         };
         let own = partials + next * width;
-        backend.enqueue(entry, &mut |bytes| pack(batch, own, bytes))?;
+        entry.enqueue(backend, &mut |bytes| pack(batch, own, bytes))?;
         next += u64::from(batch.chunks);
     }
     Ok(LaunchReport {
@@ -82,7 +83,7 @@ pub(crate) fn conclude(
         threads: BLOCK_THREADS,
         blocks: 1,
     };
-    backend.enqueue(entry, &mut |bytes| {
+    entry.enqueue(backend, &mut |bytes| {
         pack_conclusion(addresses, tensors as u64, control, scalars, bytes);
     })?;
     Ok(LaunchReport {

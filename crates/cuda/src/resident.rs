@@ -1,22 +1,25 @@
 //! Tables in the device's memory: built once, launched with two addresses.
 
+pub(crate) mod launch;
+
 use std::any::Any;
 use std::sync::{Arc, Mutex};
 
 use fusestep_launch::{
     Addresses, ArgumentLayout, BackendError, Batch, Buffer, GroupValues, HEADER_BYTES, Launch,
-    LaunchReport, Reduce, ResidentTable, SquareSum, TensorSums, WORKSPACE_BYTES, Workspace,
-    pack_launch_of_table, pack_reduction_table, pack_steps, pack_table, resident_step_scalars,
+    Reduce, ResidentTable, SquareSum, TensorSums, WORKSPACE_BYTES, Workspace, pack_launch_of_table,
+    pack_reduction_table, pack_steps, pack_table, resident_step_scalars,
 };
 
-use crate::backend::{BLOCK_THREADS, CudaBackend, Entry, threads_for};
+use crate::backend::CudaBackend;
 use crate::buffer::{Allocation, DeviceBuffer};
 use crate::checks::check_records;
+use crate::entry::threads_for;
 use crate::normed::{self, Rows, row_count, workspace};
 use crate::reduce::{check_end, read_list};
 use crate::session::unavailable;
-use crate::tensor_sums::{Place, normed_of, workspaces_of_parts};
-use crate::update_sums::{PlacedSums, SumsPart, check_update_sums};
+use crate::tensor_sums::{Place, workspaces_of_parts};
+use crate::update_sums::{PlacedSums, check_update_sums};
 use crate::{NAME, tensor_sums, update_sums};
 
 /// The tables of one launch, one for each batch.
@@ -239,157 +242,6 @@ fn launch_addresses(backend: &CudaBackend, launch: &Launch<'_>) -> Result<Vec<u6
     Ok(addresses)
 }
 
-pub(crate) fn enqueue_table(
-    backend: &CudaBackend,
-    launch: &Launch<'_>,
-    table: &dyn ResidentTable,
-) -> Result<LaunchReport, BackendError> {
-    let table = own(table)?;
-    let of_parts = matches!(launch.tensor_sums, Some(TensorSums::Device(_)));
-    let fits = match table.does {
-        Does::UpdateParts { .. } => of_parts,
-        Does::Run | Does::SumAndUpdate(_) => launch.tensor_sums.is_none(),
-        Does::SumLeaves => false,
-    };
-    begin_table(backend, launch, table, fits)?;
-    let mut launches = table.batches.len() as u64;
-    let stem = launch.kernel.stem();
-    let names = launch
-        .kernel
-        .normed()
-        .map(|normed| normed.sums_and_update());
-    let names = match &names {
-        Some(names) if of_parts => &[names.update][..],
-        Some(names) => &[names.sums, names.update],
-        None => &[table.entry],
-    };
-    launches += enqueue_all_sums(backend, table, SumsPart::Keep)?;
-    if let Does::UpdateParts { places, .. } = &table.does {
-        for arguments in places {
-            tensor_sums::enqueue_places(backend, arguments)?;
-            launches += 1;
-        }
-    }
-    for name in names {
-        for batch in &table.batches {
-            enqueue_placed(backend, (stem, name), batch)?;
-            launches += 1;
-        }
-    }
-    launches += enqueue_all_sums(backend, table, SumsPart::Sum)?;
-    Ok(LaunchReport {
-        launches,
-        elements: table.elements,
-    })
-}
-
-/// As [`fusestep_launch::Backend::leaf_sums_of_table`].
-pub(crate) fn enqueue_leaves(
-    backend: &CudaBackend,
-    launch: &Launch<'_>,
-    table: &dyn ResidentTable,
-) -> Result<(), BackendError> {
-    let table = own(table)?;
-    begin_table(
-        backend,
-        launch,
-        table,
-        matches!(table.does, Does::SumLeaves),
-    )?;
-    let sums = normed_of(launch)?.sums_and_update().sums;
-    for batch in &table.batches {
-        enqueue_placed(backend, (launch.kernel.stem(), sums), batch)?;
-    }
-    Ok(())
-}
-
-/// Refuses a table of other lists or another purpose, and lets the device derive its step scalars.
-fn begin_table(
-    backend: &CudaBackend,
-    launch: &Launch<'_>,
-    table: &DeviceTable,
-    fits: bool,
-) -> Result<(), BackendError> {
-    let addresses = launch_addresses(backend, launch)?;
-    if table.addresses != addresses || table.entry != launch.kernel.entry() || !fits {
-        return Err(BackendError::ForeignTable { backend: NAME });
-    }
-    let step_scalars = resident_step_scalars(NAME, launch.kernel)?;
-    keep_table(backend, table);
-    let stem = launch.kernel.stem();
-    for batch in &table.batches {
-        enqueue_step_scalars(backend, (stem, step_scalars.entry), batch)?;
-    }
-    Ok(())
-}
-
-/// Derives the step scalars of a batch.
-fn enqueue_step_scalars(
-    backend: &CudaBackend,
-    (stem, entry): (&'static str, &'static str),
-    batch: &PlacedBatch,
-) -> Result<(), BackendError> {
-    let entry = Entry {
-        stem,
-        entry,
-        threads: BLOCK_THREADS,
-        blocks: batch.groups.div_ceil(BLOCK_THREADS),
-    };
-    backend.enqueue(entry, &mut |bytes| {
-        bytes[..8].copy_from_slice(&batch.table.to_le_bytes());
-        bytes[8..16].copy_from_slice(&batch.memory.address().to_le_bytes());
-    })
-}
-
-/// Enqueues a part of what sums over changes take, and returns the number of launches.
-fn enqueue_all_sums(
-    backend: &CudaBackend,
-    table: &DeviceTable,
-    part: SumsPart,
-) -> Result<u64, BackendError> {
-    let mut launches = 0;
-    for sums in table.batches.iter().filter_map(|batch| batch.sums.as_ref()) {
-        update_sums::enqueue(backend, sums, part)?;
-        launches += 1;
-    }
-    Ok(launches)
-}
-
-fn enqueue_placed(
-    backend: &CudaBackend,
-    (stem, entry): (&'static str, &'static str),
-    batch: &PlacedBatch,
-) -> Result<(), BackendError> {
-    let entry = Entry {
-        stem,
-        entry,
-        threads: batch.shape.threads,
-        blocks: batch.shape.blocks,
-    };
-    backend.enqueue_packed(entry, &batch.arguments)
-}
-
-/// Makes a graph that is being recorded keep a table and its rows.
-fn keep_table(backend: &CudaBackend, table: &DeviceTable) {
-    for batch in &table.batches {
-        backend.keep(batch.memory.allocation());
-        if let Some(sums) = &batch.sums {
-            backend.keep(sums.memory.allocation());
-        }
-    }
-    for allocation in &table.memory {
-        backend.keep(allocation);
-    }
-    if let Some(rows) = table.does.rows() {
-        let rows = rows
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
-        if let Some(allocation) = rows.allocation() {
-            backend.keep(allocation);
-        }
-    }
-}
-
 pub(crate) fn set_lr(
     backend: &CudaBackend,
     table: &mut dyn ResidentTable,
@@ -446,29 +298,4 @@ fn reduce_addresses(backend: &CudaBackend, reduce: &Reduce<'_>) -> Result<[u64; 
     let partials = backend.device_buffer(&*reduce.partials)?.address();
     let width = size_of::<SquareSum>() as u64;
     Ok([list, partials + reduce.first_partial * width])
-}
-
-pub(crate) fn enqueue_reads(
-    backend: &CudaBackend,
-    reduce: &Reduce<'_>,
-    table: &dyn ResidentTable,
-) -> Result<LaunchReport, BackendError> {
-    let table = own(table)?;
-    if table.addresses != reduce_addresses(backend, reduce)? || table.entry != reduce.kernel.entry()
-    {
-        return Err(BackendError::ForeignTable { backend: NAME });
-    }
-    keep_table(backend, table);
-    for batch in &table.batches {
-        enqueue_placed(backend, (reduce.kernel.stem(), table.entry), batch)?;
-    }
-    Ok(LaunchReport {
-        launches: table.batches.len() as u64,
-        elements: 0,
-    })
-}
-
-fn own(table: &dyn ResidentTable) -> Result<&DeviceTable, BackendError> {
-    let table = table.as_any().downcast_ref::<DeviceTable>();
-    table.ok_or(BackendError::ForeignTable { backend: NAME })
 }

@@ -6,8 +6,9 @@ use fusestep_launch::{
     Launch, MAX_SUMS, NormedKernel, Record, TensorPartials, TensorSums, Workspace, pack,
 };
 
-use crate::backend::{CudaBackend, Entry};
+use crate::backend::CudaBackend;
 use crate::checks::check_records;
+use crate::entry::Entry;
 use crate::normed::{ROW_BYTES, check_chunks, row_count};
 use crate::reduce::check_end;
 use crate::session::unavailable;
@@ -182,7 +183,7 @@ pub(crate) fn enqueue_places(backend: &CudaBackend, arguments: &[u8]) -> Result<
         // A launch has few enough.
         blocks: (records as u32).div_ceil(PLACING_WARPS),
     };
-    backend.enqueue_packed(entry, arguments)
+    entry.enqueue_packed(backend, arguments)
 }
 
 /// Enqueues one entry of a normed kernel on batches whose records are tensors of their own.

@@ -7,8 +7,9 @@ use fusestep_launch::{
 };
 use fusestep_tensor::{DType, Role};
 
-use crate::backend::{CudaBackend, Entry, threads_for};
+use crate::backend::CudaBackend;
 use crate::buffer::DeviceBuffer;
+use crate::entry::{Entry, threads_for};
 use crate::normed::{ROW_BYTES, SKIPPED_AT, check_chunks, head_chunks, workspace};
 use crate::reduce::check_end;
 use crate::session::unavailable;
@@ -121,7 +122,7 @@ pub(crate) fn enqueue(
         threads: sums.threads,
         blocks: sums.blocks,
     };
-    backend.enqueue_packed(entry, &sums.arguments)
+    entry.enqueue_packed(backend, &sums.arguments)
 }
 
 /// For every record of a batch where the kernel notes that it has skipped the tensor, which it does

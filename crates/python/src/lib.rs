@@ -3,11 +3,13 @@
 mod ahead;
 mod collect;
 mod dlpack;
+mod engine;
 mod loan;
 mod rank;
 mod ranks;
 mod rules;
 mod session;
+mod setup;
 mod threads;
 
 use pyo3::prelude::*;

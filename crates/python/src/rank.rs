@@ -3,40 +3,23 @@
 //! Python waits for it in short pauses, so that Ctrl-C ends the wait of a call that other ranks do
 //! not come to.
 
-use std::num::{NonZeroU32, NonZeroUsize};
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use fusestep::collective::Aborter;
 use fusestep::planner::{
-    Checkpoints, Comms, FuseAllReduce, FuseReduceIntoUpdate, GradientAccumulation, MicroStepReport,
-    Optimizer, Plan, PlanError, Planner, RunToSave, Shard, State, Topology, ZeroStage,
+    Checkpoints, Comms, MicroStepReport, Optimizer, Plan, PlanError, RunToSave, State, Topology,
 };
 use fusestep::tensor::{Element, ParamDesc, Role};
 use fusestep::{Communicator, CpuBackend, DType, Error};
-use fusestep_collective_mpi::launched_ranks;
-use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions};
 use half::{bf16, f16};
+
+use crate::engine::connect;
+use crate::setup::Setup;
 
 /// Something to do on the rank's thread.
 pub(crate) type Task = Box<dyn FnOnce(&mut Rank<'_>) + Send>;
-
-/// What a rank is set up from.
-pub(crate) struct Setup {
-    pub(crate) planner: Planner,
-    pub(crate) params: Vec<ParamDesc>,
-    pub(crate) zero: u8,
-    pub(crate) accumulate: NonZeroU32,
-    /// Most bytes of gradients in one call.
-    pub(crate) bucket_bytes: Option<u64>,
-    /// Threads that reduce while gradients come; with none a step reduces and updates at once.
-    pub(crate) streams: usize,
-    pub(crate) threads: NonZeroUsize,
-    pub(crate) engine: Option<String>,
-    pub(crate) timeout: Duration,
-}
 
 /// What a rank says once it is set up.
 pub(crate) struct Ready {
@@ -108,67 +91,6 @@ pub(crate) fn serve(
             }
         }
         Err(error) => drop(ready.send(Err(error))),
-    }
-}
-
-/// The communicator of the processes that a launcher has started.
-fn connect(engine: Option<&str>, timeout: Duration) -> Result<Box<dyn Communicator>, Error> {
-    match engine {
-        Some("processes") => {}
-        Some("mpi") => return mpi(timeout),
-        None if launched_ranks().is_some() => return mpi(timeout),
-        None => {}
-        Some(other) => {
-            return Err(format!("engine: expected processes or mpi, found {other}").into());
-        }
-    }
-    let options = ProcessOptions {
-        timeout,
-        ..ProcessOptions::default()
-    };
-    Ok(Box::new(ProcessCommunicator::world(&options)?))
-}
-
-#[cfg(feature = "mpi")]
-fn mpi(timeout: Duration) -> Result<Box<dyn Communicator>, Error> {
-    let options = fusestep_collective_mpi::MpiOptions {
-        timeout,
-        ..Default::default()
-    };
-    let world = fusestep_collective_mpi::MpiCommunicator::world(&options)?;
-    Ok(Box::new(world))
-}
-
-#[cfg(not(feature = "mpi"))]
-fn mpi(_: Duration) -> Result<Box<dyn Communicator>, Error> {
-    Err(
-        "engine: expected a build with MPI, found one that leaves it out; build the wheel with \
-         `maturin build --release --features mpi` (it takes an MPI with mpicc, and libclang), or \
-         start the processes with torchrun"
-            .into(),
-    )
-}
-
-impl Setup {
-    fn plan(self, topology: Topology) -> Result<Plan, Error> {
-        let mut planner = self.planner;
-        if self.accumulate.get() > 1 {
-            planner = planner.with(GradientAccumulation::every(self.accumulate));
-        }
-        let zero = ZeroStage::of(self.zero).filter(|zero| *zero != ZeroStage::Three);
-        let zero = zero.ok_or_else(|| format!("zero: expected 0, 1 or 2, found {}", self.zero))?;
-        if zero != ZeroStage::None {
-            planner = planner.with(Shard::new(zero));
-        }
-        if topology.world > 1 {
-            let cap = self.bucket_bytes;
-            let cap = cap.unwrap_or(FuseAllReduce::DEFAULT_CAP_BYTES);
-            planner = planner.with(FuseAllReduce::of_bytes(cap));
-            if self.streams == 0 {
-                planner = planner.with(FuseReduceIntoUpdate);
-            }
-        }
-        Ok(planner.plan_for(&self.params, topology)?)
     }
 }
 

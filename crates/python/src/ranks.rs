@@ -1,6 +1,5 @@
 //! `Ranks`: what Python has of a rank.
 
-use std::num::{NonZeroU32, NonZeroUsize};
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,21 +8,17 @@ use std::time::Duration;
 use fusestep::collective::Aborter;
 use fusestep::planner::Optimizer;
 use fusestep::simd::copy_bytes;
-use fusestep::tensor::ParamDesc;
-use fusestep::{Error, Level, Shape, Tensors};
+use fusestep::{Error, Level};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::rank::{Borrowed, Kept, Rank, Setup, Stepped, Task, serve};
-use crate::rules::{Settings, refused};
-use crate::session::{Described, dtype_of, number, parse, trusts};
+use crate::rank::{Borrowed, Kept, Rank, Stepped, Task, serve};
+use crate::session::{Described, parse};
+use crate::setup::Setup;
 
 /// How long a wait lasts before signals are looked for.
 const PAUSE: Duration = Duration::from_millis(20);
-
-/// Bytes of a MiB.
-const MIB: f64 = 1_048_576.0;
 
 /// One rank of many, all of which make the same calls.
 #[pyclass(module = "fusestep._fusestep")]
@@ -62,7 +57,7 @@ impl Ranks {
         threads: usize,
     ) -> PyResult<Self> {
         let names = described.iter().map(|p| p.name.clone()).collect();
-        let (setup, rule_numbers) = setup(&described, &rules, options, threads)?;
+        let (setup, rule_numbers) = Setup::of(&described, &rules, options, threads)?;
         let (send_ready, ready) = channel();
         let (tasks, receive) = channel();
         let (ending, ended) = channel();
@@ -338,54 +333,6 @@ impl Ranks {
         told.set_item("report", report.transpose()?)?;
         Ok(told)
     }
-}
-
-/// What a rank is set up from, and the number of each group's rule.
-fn setup(
-    described: &[Described],
-    rules: &[Bound<'_, PyDict>],
-    options: &Bound<'_, PyDict>,
-    threads: usize,
-) -> PyResult<(Setup, Vec<Option<usize>>)> {
-    let (rules, trusts) = (parse(rules)?, trusts(rules)?);
-    let (distinct, rule_numbers) = number(&rules, |group| {
-        described.iter().any(|param| param.group == group)
-    });
-    let Some(&first) = distinct.first() else {
-        return Err(PyValueError::new_err(
-            "expected a parameter that trains, found none",
-        ));
-    };
-    let asked = Settings(options);
-    let mut planner = asked.planner(first, Tensors::Kept)?;
-    let mut names = vec![Vec::new(); distinct.len()];
-    let mut params = Vec::with_capacity(described.len());
-    for param in described {
-        let shape = Shape::new(param.shape.clone()).map_err(refused)?;
-        let desc = ParamDesc::new(param.name.clone(), shape, dtype_of(&param.dtype)?);
-        let trust = trusts[param.group];
-        params.push(ParamDesc { trust, ..desc });
-        if let Some(rule) = rule_numbers[param.group] {
-            names[rule].push(param.name.clone());
-        }
-    }
-    for (names, rule) in names.into_iter().zip(&distinct).skip(1) {
-        planner = planner.group(names, *rule);
-    }
-    let bucket_mib: Option<f64> = asked.get("bucket_mib")?;
-    let timeout = Duration::try_from_secs_f64(asked.get("timeout")?);
-    let setup = Setup {
-        planner,
-        params,
-        zero: asked.get("zero")?,
-        accumulate: NonZeroU32::new(asked.get("accumulate")?).unwrap_or(NonZeroU32::MIN),
-        bucket_bytes: bucket_mib.map(|mib| (mib * MIB) as u64),
-        streams: asked.get("streams")?,
-        threads: NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN),
-        engine: asked.get("engine")?,
-        timeout: timeout.map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?,
-    };
-    Ok((setup, rule_numbers))
 }
 
 /// Waits for an answer; a signal whose handler raises ends the wait after `broken`.

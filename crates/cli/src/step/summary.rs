@@ -1,0 +1,129 @@
+//! What `step` says of a run: as JSON, or in words.
+
+use std::path::Path;
+
+use fusestep_planner::GradReport;
+use fusestep_tensor::{Quoted, counted};
+use serde::Serialize;
+
+use crate::output::{duration, print};
+
+/// What `--json` prints.
+#[derive(Debug, Serialize)]
+pub(super) struct StepSummary {
+    /// Steps of this run.
+    pub(super) steps: u64,
+    /// The state's step count after it.
+    pub(super) step: u64,
+    /// Launches of the last step; 0 without any.
+    pub(super) launches: u64,
+    /// `null` without steps.
+    pub(super) ns_per_step: Option<f64>,
+    pub(super) parameters: usize,
+    pub(super) elements: u64,
+    /// Times that a tensor was left as it was because its norm was not finite.
+    pub(super) tensors_skipped: u64,
+    pub(super) backend: &'static str,
+    pub(super) optimizer: &'static str,
+    /// Norm of all gradients in the last step, the loss scale taken out; `null` unless they are
+    /// clipped or scaled.
+    pub(super) grad_norm: Option<f64>,
+    /// Steps of this run that were skipped because a gradient was not finite.
+    pub(super) skipped: u64,
+    /// The factor on the next step's loss; `null` unless it is scaled.
+    pub(super) loss_scale: Option<f64>,
+    /// Norms and infinite or NaN elements of each gradient in the last step; `null` unless they
+    /// are clipped or scaled.
+    pub(super) gradients: Option<Vec<Gradient>>,
+    /// Norm of what the last step changed in all parameters, ‖new − old‖; `null` without
+    /// `--update-norms`.
+    pub(super) update_norm: Option<f64>,
+    /// Norms of each parameter.
+    pub(super) updates: Option<Vec<Update>>,
+}
+
+/// How far the last step moved one parameter.
+#[derive(Debug, Serialize)]
+pub(super) struct Update {
+    pub(super) name: String,
+    pub(super) norm: f64,
+}
+
+/// What the last step saw of one gradient.
+#[derive(Debug, Serialize)]
+pub(super) struct Gradient {
+    pub(super) name: String,
+    #[serde(flatten)]
+    pub(super) report: GradReport,
+}
+
+impl StepSummary {
+    /// Prints it in words, with the files that were written.
+    pub(super) fn print<'p>(&self, wrote: impl Iterator<Item = &'p Path>) -> anyhow::Result<()> {
+        let launches = counted(self.launches, "launch");
+        let each = self.ns_per_step.map_or_else(String::new, |ns| {
+            format!(" {launches} and {} per step;", duration(ns))
+        });
+        let wrote = wrote.map(|path| path.display().to_string());
+        print(&format!(
+            "{} {} steps on {} ({} parameters, {} elements):{each} wrote {}\n",
+            self.steps,
+            self.optimizer,
+            self.backend,
+            self.parameters,
+            self.elements,
+            wrote.collect::<Vec<_>>().join(", "),
+        ))?;
+        if let Some(norm) = self.grad_norm {
+            let skipped = self.skipped;
+            print(&format!(
+                "norm of the gradients: {norm}; {skipped} steps skipped\n{}",
+                culprits(self.gradients.as_deref().unwrap_or_default())
+            ))?;
+        }
+        if let Some(norm) = self.update_norm {
+            let updates = self.updates.as_deref().unwrap_or_default();
+            print(&format!(
+                "norm of the last update: {norm}\n{}",
+                farthest(updates)
+            ))?;
+        }
+        Ok(())
+    }
+}
+
+/// Tensors named when a step was skipped for them, or moved them far.
+const NAMED: usize = 5;
+
+/// The tensors that made the last step be skipped; empty if it was not.
+fn culprits(gradients: &[Gradient]) -> String {
+    let found: Vec<_> = gradients
+        .iter()
+        .filter(|g| g.report.non_finite > 0)
+        .collect();
+    let mut text = String::new();
+    for gradient in found.iter().take(NAMED) {
+        text += &format!(
+            "gradient `{}`: expected finite elements, found {} infinite or NaN\n",
+            Quoted(&gradient.name),
+            gradient.report.non_finite
+        );
+    }
+    if found.len() > NAMED {
+        text += &format!("and {} gradients more\n", found.len() - NAMED);
+    }
+    text
+}
+
+/// The parameters that moved the most.
+fn farthest(updates: &[Update]) -> String {
+    let mut ranked: Vec<&Update> = updates.iter().collect();
+    ranked.sort_by(|a, b| b.norm.total_cmp(&a.norm));
+    let lines = ranked.iter().take(NAMED);
+    let lines = lines.map(|update| format!("{:>14.6e}  {}\n", update.norm, Quoted(&update.name)));
+    let mut text: String = lines.collect();
+    if ranked.len() > NAMED {
+        text += &format!("and {} parameters that moved less\n", ranked.len() - NAMED);
+    }
+    text
+}

@@ -1,0 +1,48 @@
+//! The engine by which a rank's process joins the others.
+
+use std::time::Duration;
+
+use fusestep::{Communicator, Error};
+use fusestep_collective_mpi::launched_ranks;
+use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions};
+
+/// The communicator of the processes that a launcher has started.
+pub(crate) fn connect(
+    engine: Option<&str>,
+    timeout: Duration,
+) -> Result<Box<dyn Communicator>, Error> {
+    match engine {
+        Some("processes") => {}
+        Some("mpi") => return mpi(timeout),
+        None if launched_ranks().is_some() => return mpi(timeout),
+        None => {}
+        Some(other) => {
+            return Err(format!("engine: expected processes or mpi, found {other}").into());
+        }
+    }
+    let options = ProcessOptions {
+        timeout,
+        ..ProcessOptions::default()
+    };
+    Ok(Box::new(ProcessCommunicator::world(&options)?))
+}
+
+#[cfg(feature = "mpi")]
+fn mpi(timeout: Duration) -> Result<Box<dyn Communicator>, Error> {
+    let options = fusestep_collective_mpi::MpiOptions {
+        timeout,
+        ..Default::default()
+    };
+    let world = fusestep_collective_mpi::MpiCommunicator::world(&options)?;
+    Ok(Box::new(world))
+}
+
+#[cfg(not(feature = "mpi"))]
+fn mpi(_: Duration) -> Result<Box<dyn Communicator>, Error> {
+    Err(
+        "engine: expected a build with MPI, found one that leaves it out; build the wheel with \
+         `maturin build --release --features mpi` (it takes an MPI with mpicc, and libclang), or \
+         start the processes with torchrun"
+            .into(),
+    )
+}
