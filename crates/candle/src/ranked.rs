@@ -159,12 +159,7 @@ impl<P: Params> Ranked<'_, P> {
     }
 
     fn try_step(&mut self, gradients: &Gradients) -> Result<(), AdapterError> {
-        self.checkpoints.poll(&self.plan, &mut self.comms)?;
-        let rule = self.params.rule();
-        if rule != *self.state.optimizer() {
-            self.state.set_optimizer(rule)?;
-        }
-        self.meet()?;
+        self.begin_step()?;
         // The last layer's first, as a backward pass finds them: so buckets become full in order.
         let named = self.vars.iter().zip(&gradients.of_var).rev();
         for ((name, _), grad) in named {
@@ -181,7 +176,18 @@ impl<P: Params> Ranked<'_, P> {
         self.take_up(ended)
     }
 
+    /// Hears of a save that has failed, takes the settings of the moment, and meets the other ranks.
+    fn begin_step(&mut self) -> Result<(), AdapterError> {
+        self.checkpoints.poll(&self.plan, &mut self.comms)?;
+        let rule = self.params.rule();
+        if rule != *self.state.optimizer() {
+            self.state.set_optimizer(rule)?;
+        }
+        self.meet()
+    }
+
     fn try_flush(&mut self) -> Result<(), AdapterError> {
+        self.begin_step()?;
         let (state, comms) = (&mut self.state, &mut self.comms);
         let ended = self.plan.flush(state, &self.backend, comms)?;
         self.take_up(ended)

@@ -99,7 +99,7 @@ impl<'c> FusedOptimizer<'c> {
             ranks: Ranks::Waiting(comm),
             running: None,
             met: false,
-            checkpoints: Checkpoints::default(),
+            checkpoints: std::mem::take(&mut self.checkpoints),
             failed: false,
         })
     }
@@ -248,11 +248,13 @@ impl<'c> FusedOptimizer<'c> {
         Ok(report)
     }
 
-    /// Updates from fewer micro-steps than asked for, at an epoch's end.
+    /// Updates from fewer micro-steps than asked for, at an epoch's end; ranks compare first what a
+    /// step compares.
     ///
     /// # Errors
-    /// As [`Plan::flush`].
+    /// As [`Plan::flush`]; as [`Plan::handshake`].
     pub fn flush(&mut self) -> Result<MicroStepReport, Error> {
+        self.meet()?;
         self.with(|plan, state, backend, comms| plan.flush(state, backend, comms))
     }
 

@@ -227,18 +227,15 @@ impl<'c> Rank<'c> {
 
     fn update(&mut self, rules: &[(usize, Optimizer)]) -> Result<Stepped, Error> {
         let mut state = self.kept.state();
-        for (number, rule) in rules {
-            if state.rules()[*number] != *rule {
-                state.set_optimizer_of(*number, *rule)?;
-            }
-        }
+        take_rules(&mut state, rules)?;
         let report = self.plan.step(&mut state, &self.backend, &mut self.comms)?;
         Self::stepped(&state, &self.backend, report)
     }
 
     /// Updates from fewer micro-steps than asked for.
-    pub(crate) fn flush(&mut self) -> Result<Stepped, Error> {
+    pub(crate) fn flush(&mut self, rules: &[(usize, Optimizer)]) -> Result<Stepped, Error> {
         let mut state = self.kept.state();
+        take_rules(&mut state, rules)?;
         let report = self
             .plan
             .flush(&mut state, &self.backend, &mut self.comms)?;
@@ -344,4 +341,14 @@ fn grad_address(state: &State, desc: &ParamDesc) -> Result<usize, PlanError> {
         DType::BF16 => of::<bf16>(state, &desc.name),
         _ => of::<f32>(state, &desc.name),
     }
+}
+
+/// Takes the settings of the update to come, each of the rule of that number.
+fn take_rules(state: &mut State, rules: &[(usize, Optimizer)]) -> Result<(), PlanError> {
+    for (number, rule) in rules {
+        if state.rules()[*number] != *rule {
+            state.set_optimizer_of(*number, *rule)?;
+        }
+    }
+    Ok(())
 }

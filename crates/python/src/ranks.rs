@@ -183,9 +183,14 @@ impl Ranks {
         self.told(py, stepped)
     }
 
-    /// Updates from fewer micro-steps than asked for.
-    fn flush<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stepped = self.call(py, |rank| rank.flush())?;
+    /// Updates from fewer micro-steps than asked for, by the settings of the moment.
+    fn flush<'py>(
+        &self,
+        py: Python<'py>,
+        rules: Vec<Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let rules = self.numbered(parse(&rules)?)?;
+        let stepped = self.call(py, move |rank| rank.flush(&rules))?;
         self.told(py, stepped)
     }
 

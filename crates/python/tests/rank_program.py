@@ -90,6 +90,22 @@ def refused(call, *words):
         raise AssertionError(f"expected an error of {words}")
 
 
+def kind_flush():
+    """One micro-step and a flush, or a step, at a rate that is set between gradients and update."""
+    model, optimizer, options = made(**OPTIONS)
+    parallel = fusestep.torch.DataParallel(model, optimizer, timeout=30, **options)
+    optimizer.zero_grad()
+    loss_of(parallel, 0, RANK, WORLD).backward()
+    if OPTIONS["settings"]["accumulate"] == 1:
+        optimizer.param_groups[0]["lr"] = 0.5
+        optimizer.step()
+    else:
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.5
+        parallel.flush()
+    write(model)
+
+
 def kind_views():
     model, optimizer, options = made(**OPTIONS)
     parallel = fusestep.torch.DataParallel(model, optimizer, timeout=30, **options)

@@ -102,6 +102,14 @@ def test_clipping_scales_and_micro_steps_change_alike_at_every_stage(tmp_path):
     assert not same_models(found[0], alone(2))
 
 
+def test_a_flush_takes_the_rate_of_the_moment(tmp_path):
+    step, flush = [
+        run("flush", tmp_path / str(micro), settings={"lr": 1e-2, "accumulate": micro})[0]
+        for micro in (1, 2)
+    ]
+    assert same_models(step, flush)
+
+
 def test_a_checkpoint_goes_on_at_another_number_of_ranks(tmp_path):
     folder = str(tmp_path / "checkpoint")
     whole = run("train", tmp_path / "whole", zero=1, steps=[0, 8])

@@ -1,16 +1,18 @@
 //! One rank has the bits of [`Fused`], and so have many, at every ZeRO stage.
 
-use std::num::NonZeroU64;
+use std::num::{NonZeroU32, NonZeroU64};
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Module, ParamsAdamW, VarBuilder, VarMap};
 use fusestep_candle::{
-    AnyRule, Fused, Fusion, LossScale, Master, Options, ParamGroup, Params, ParamsLamb, ParamsLars,
-    ParamsLion, ParamsSgd, Precision, Rounding, Solo,
+    AnyRule, Communicator, Fused, Fusion, LossScale, Master, Options, ParamGroup, Params,
+    ParamsLamb, ParamsLars, ParamsLion, ParamsSgd, Precision, Rounding, Sgd, Solo,
 };
 use fusestep_planner::Optimizer as Rule;
 
-use super::{Shared, all_bits, bits, exact, on_ranks, sharing, step_ranked, step_whole, vars};
+use super::{
+    Shared, all_bits, bits, exact, gradients, on_ranks, sharing, step_ranked, step_whole, vars,
+};
 
 const STEPS: u64 = 3;
 
@@ -266,4 +268,36 @@ fn averages_every_few_steps_end_alike_on_all_ranks() {
     });
     assert!(ranks[0].0 != ranks[1].0);
     assert!(ranks[0].1 == ranks[1].1);
+}
+
+#[test]
+fn a_flush_takes_the_rate_of_the_moment_as_a_step_does() {
+    let ranks = on_ranks(2, |comm| {
+        let run = |comm: &mut dyn Communicator, micro: u32| {
+            let (vars, rank) = (vars(DType::F32, 7), comm.rank() as u64);
+            let options = Options {
+                accumulate: NonZeroU32::new(micro),
+                ..Options::default()
+            };
+            let fused = Sgd::with_options(vars.clone(), ParamsSgd::default(), &options).unwrap();
+            let mut ranked = fused.on(comm).unwrap();
+            for step in 0..2 {
+                // Two of the first, whose mean is each of them, and one of the second.
+                for _ in 0..[micro, 1][step as usize] {
+                    let own = gradients(&vars, step, rank..rank + 1);
+                    ranked.step(&own).unwrap();
+                }
+                // Behind the first update, whose gradient the flush below has or the step had.
+                if step + 1 == u64::from(micro) {
+                    ranked.set_learning_rate(0.125);
+                }
+                ranked.flush().unwrap();
+            }
+            all_bits(&vars)
+        };
+        [run(comm, 1), run(comm, 2)]
+    });
+    for [stepped, flushed] in ranks {
+        assert!(stepped == flushed);
+    }
 }

@@ -94,7 +94,7 @@ class Ranks:
     def step(self, rules: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
         """Ends a micro-step: reduces and updates, if it is the last one of an update."""
 
-    def flush(self) -> Dict[str, Any]:
+    def flush(self, rules: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
         """Updates from fewer micro-steps than asked for."""
 
     def touch(self) -> None:

@@ -135,7 +135,7 @@ class DataParallel(torch.nn.Module):
         it."""
         self._refuse_written_gradients()
         self._refuse_written_parameters()
-        self._take(self._ranks.flush())
+        self._take(self._ranks.flush(self._rules()))
 
     def save(self, folder: Folder, steps: int, *, wait: bool = True) -> None:
         """Saves parameters, the optimizer's state and that ``steps`` steps were done.
