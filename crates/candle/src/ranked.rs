@@ -176,7 +176,7 @@ impl<P: Params> Ranked<'_, P> {
         self.take_up(ended)
     }
 
-    /// Hears of a save that has failed, takes the settings of the moment, and meets the other ranks.
+    /// Hears of a save that has failed, takes the settings of the moment, and meets other ranks.
     fn begin_step(&mut self) -> Result<(), AdapterError> {
         self.checkpoints.poll(&self.plan, &mut self.comms)?;
         let rule = self.params.rule();
