@@ -225,7 +225,9 @@ impl ProcessCommunicator {
             Some(Err(error)) => format!("the flight recorder could not be written: {error}"),
         };
         let rank = self.group.rank;
-        eprintln!("rank {rank}: {error}; data was under way, so the process ends; {place}");
+        starter::say(&format!(
+            "rank {rank}: {error}; data was under way, so the process ends; {place}"
+        ));
         std::process::exit(1)
     }
 

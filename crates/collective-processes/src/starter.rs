@@ -1,6 +1,7 @@
 //! The launcher that has started a rank: once it has gone nobody ends the ranks of a start together
 //! or tells how they ended, so they end too.
 
+use std::io::Write;
 use std::sync::Once;
 use std::time::Duration;
 
@@ -57,16 +58,22 @@ pub(crate) fn follow() {
 }
 
 fn end(starter: Life) {
-    eprintln!(
+    say(&format!(
         "error: expected the launcher, process {}, to look after this rank, found it gone; process \
          {} ends",
         starter.process,
         std::process::id()
-    );
+    ));
     // The program may have something to save first.
     let _ = kill_process(getpid(), Signal::TERM);
     std::thread::sleep(END_TIME);
     let _ = kill_process(getpid(), Signal::KILL);
+}
+
+/// Writes a line to standard error in one piece: other ranks write there, too.
+pub(crate) fn say(line: &str) {
+    // Nobody is left to tell that it cannot be written.
+    let _ = std::io::stderr().write_all(format!("{line}\n").as_bytes());
 }
 
 #[cfg(test)]
