@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use bytemuck::Pod;
 use fusestep_launch::{ACROSS_BYTES, AcrossRanks, HostList};
+use fusestep_simd::{fetches_by_itself, prefetch_bytes};
 
 /// Where the gradients of a call are.
 pub(crate) enum Gradients<'a, 'b, P> {
@@ -27,6 +28,16 @@ impl<'a, 'b, P: Pod> Gradients<'a, 'b, P> {
         match self {
             Self::Here(_) => usize::MAX,
             Self::Ranks(_) => ACROSS_BYTES / size_of::<P>(),
+        }
+    }
+
+    /// How many bytes ahead of their use cache lines of all lists are asked for; 0 where the
+    /// processor does better by itself, since asking for a line as it is read costs next to nothing.
+    #[inline(always)]
+    pub(crate) fn ahead_bytes(&self) -> usize {
+        match self {
+            Self::Ranks(_) if fetches_by_itself(size_of::<P>()) => 0,
+            _ => prefetch_bytes(size_of::<P>()),
         }
     }
 

@@ -2,7 +2,7 @@
 //!
 //! The plain version is `for i in 0..numel { update(i) }`. Two deviations, both for memory speed:
 //! elements go in blocks of [`LANES`], whose fixed length the compiler turns into vector
-//! instructions, and each block asks for the cache lines [`prefetch_bytes`] ahead on all streams,
+//! instructions, and each block asks for the cache lines `prefetch_bytes` ahead on all streams,
 //! worth 13 to 15 % where tensors exceed the cache (`benches/fused_adam.rs`). Where whole blocks
 //! leave elements over, the last [`LANES`] are computed from a copy that was taken before, and
 //! overlap the block before them with the same bits: a copy of what is left over, of varying
@@ -11,7 +11,7 @@
 
 use bytemuck::{Pod, Zeroable};
 use fusestep_launch::HostRun;
-use fusestep_simd::{prefetch_ahead, prefetch_bytes};
+use fusestep_simd::prefetch_ahead;
 
 use crate::across::{Gradients, give_ranks};
 use crate::param_storage::{ParamStorage, master};
@@ -69,7 +69,7 @@ where
             // Copies: what may lie anywhere may overlap a block, which then stays in memory.
             let update = *update;
             let grad_factor = C::round(call.grad_factor);
-            let ahead_bytes = prefetch_bytes(size_of::<K::Param>());
+            let ahead_bytes = grads.ahead_bytes();
             let mut tally = Tally::<C, K>::of(call);
             let most = match tally {
                 Some(_) => grads.most().min(Tally::<C, K>::MOST),

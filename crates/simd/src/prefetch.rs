@@ -14,24 +14,27 @@ const SMALL_CACHE_BYTES: usize = 32 * 1024;
 /// Bytes of a cache line.
 const LINE_BYTES: usize = 64;
 
+/// Distance on processors that fetch by themselves, which stop where a page ends.
+const OVER_PAGES_BYTES: usize = 1024;
+
 /// Bytes of the narrowest elements whose lists such a processor fetches early enough by itself.
 const OWN_ELEMENT_BYTES: usize = 4;
 
 /// How many bytes before their use an update asks for the cache lines of each of its lists, whose
-/// parameters have `element_bytes` bytes each; 0 where the processor does better by itself, since
-/// a line that is asked for as it is read costs an instruction and nothing else.
+/// parameters have `element_bytes` bytes each.
 ///
 /// Processors with larger first-level caches also keep more misses under way and want to know of
 /// them earlier. Measured on three (docs/PERFORMANCE.md): with 32 KiB (Cascade Lake) 512 bytes are
-/// best and 2 KiB cost 2 to 4 %; with 48 KiB, 3 KiB take 8 % off 512 on a Granite Rapids, while on
-/// a Zen 5 being asked costs up to 4 %, and saves 12 % of steps on 16-bit parameters alone.
+/// best and 2 KiB cost 2 to 4 %; with 48 KiB, 3 KiB take 8 % off 512 on a Granite Rapids. A Zen 5
+/// gains 3 % by 1 KiB in a framework's memory, which lies in small pages, and loses 2 % in our own;
+/// of 16-bit parameters it wants 3 KiB.
 ///
 /// # Cost
 /// Two loads after the first call of the process.
 pub fn prefetch_bytes(element_bytes: usize) -> usize {
     static BYTES: OnceLock<usize> = OnceLock::new();
     if fetches_by_itself(element_bytes) {
-        return 0;
+        return OVER_PAGES_BYTES;
     }
     *BYTES.get_or_init(|| match first_level_bytes() {
         Some(bytes) if bytes > SMALL_CACHE_BYTES => FAR_BYTES,
@@ -40,8 +43,8 @@ pub fn prefetch_bytes(element_bytes: usize) -> usize {
 }
 
 /// Whether the processor sees by itself which lines of a few lists come next, whose elements have
-/// `element_bytes` bytes, and loses time where it is asked for them as well: AMD's with larger
-/// first-level caches, from Zen 5 on.
+/// `element_bytes` bytes, and loses up to a tenth where reductions, updates and copies take turns
+/// and ask for them as well: AMD's with larger first-level caches, from Zen 5 on.
 ///
 /// # Cost
 /// A load after the first call of the process.
@@ -124,7 +127,11 @@ mod tests {
         let bytes = prefetch_bytes(2);
         assert!([NEAR_BYTES, FAR_BYTES].contains(&bytes));
         assert_eq!(bytes, prefetch_bytes(2));
-        let own = if fetches_by_itself(4) { 0 } else { bytes };
+        let own = if fetches_by_itself(4) {
+            OVER_PAGES_BYTES
+        } else {
+            bytes
+        };
         assert_eq!((own, own), (prefetch_bytes(4), prefetch_bytes(8)));
         if let Some(cache) = first_level_bytes() {
             assert!((4 << 10..=1 << 20).contains(&cache), "{cache} bytes");
