@@ -32,7 +32,7 @@ impl<'a, 'b, P: Pod> Gradients<'a, 'b, P> {
     }
 
     /// How many bytes ahead of their use cache lines of all lists are asked for; 0 where the
-    /// processor does better by itself, since asking for a line as it is read costs next to nothing.
+    /// processor does better by itself: asking for a line as it is read costs next to nothing.
     #[inline(always)]
     pub(crate) fn ahead_bytes(&self) -> usize {
         match self {
