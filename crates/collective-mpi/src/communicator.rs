@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use fusestep_coalesce::HostMemory;
 use fusestep_collective::{
-    Aborter, Blocks, Call, CallContext, CollectiveError, Communicator, Fingerprint, FlightRecorder,
-    Membership, Operation, RankMemory, ReduceUpdate,
+    Aborter, Blocks, Call, CallContext, CallShape, CollectiveError, Communicator, Fingerprint,
+    FlightRecorder, Membership, Operation, RankMemory, ReduceUpdate,
 };
 use fusestep_collective_processes::ProcessCommunicator;
 
@@ -301,7 +301,7 @@ impl Communicator for MpiCommunicator {
             return shared.split(membership);
         }
         self.sequence += 1;
-        let print = Fingerprint::new(&split::call(), 0, self.sequence, self.context);
+        let print = CallShape::SPLIT.fingerprint(0, self.sequence, self.context);
         self.begin(&print);
         let outcome = split::join(self, print, membership);
         let Some(subgroup) = self.end(outcome)? else {

@@ -3,24 +3,13 @@
 
 use std::sync::Arc;
 
-use fusestep_collective::{Buffers, Call, CollectiveError, Fingerprint, Membership, Operation};
-use fusestep_tensor::DType;
+use fusestep_collective::{CollectiveError, Fingerprint, Membership};
 
 use crate::communicator::MpiCommunicator;
 use crate::group::{Founding, Group};
 use crate::meeting::Party;
 use crate::native::Native;
 use crate::wire::Header;
-
-/// A split as it is compared.
-pub(crate) fn call() -> Call<'static> {
-    Call {
-        operation: Operation::Split,
-        dtype: DType::U8,
-        counts: None,
-        buffers: Buffers::InPlace(&mut []),
-    }
-}
 
 /// A subgroup that all its ranks know of.
 pub(crate) struct Subgroup {

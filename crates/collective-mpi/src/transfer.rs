@@ -21,7 +21,7 @@ pub(crate) fn between(
     let own = comm.group.rank;
     let met = comm.meet(Party::Pair(peer), Header::of(print));
     if let Err(error) = met {
-        return Err(with_ranks(error, [own.min(peer), own.max(peer)]));
+        return Err(error.with_ranks(&[own.min(peer), own.max(peer)]));
     }
     let message = match call.buffers {
         Buffers::InPlace(buffer) if sends => Message::out(peer, Kind::Transfer, buffer),
@@ -31,19 +31,4 @@ pub(crate) fn between(
     };
     exchange::messages(comm, [message], &print);
     Ok(())
-}
-
-/// A mismatch between two parties, said of the ranks they are.
-fn with_ranks(mut error: CollectiveError, ranks: [usize; 2]) -> CollectiveError {
-    if let CollectiveError::Mismatch {
-        expected_rank,
-        found_rank,
-        ..
-    } = &mut error
-        && *expected_rank < 2
-        && *found_rank < 2
-    {
-        (*expected_rank, *found_rank) = (ranks[*expected_rank], ranks[*found_rank]);
-    }
-    error
 }

@@ -6,9 +6,8 @@ use std::time::{Duration, Instant};
 
 use fusestep_collective::{
     Aborter, Blocks, Buffers, Call, CallContext, CallShape, CollectiveError, Communicator,
-    DeviceCall, Fingerprint, FlightRecorder, Lengths, Membership, Operation,
+    DeviceCall, Fingerprint, FlightRecorder, Membership, Operation,
 };
-use fusestep_tensor::DType;
 
 use crate::device::UnderWay;
 use crate::exchange::renamed;
@@ -278,13 +277,7 @@ impl NcclCommunicator {
         &mut self,
         membership: Option<Membership>,
     ) -> Result<Option<Box<dyn Communicator>>, CollectiveError> {
-        let shape = CallShape {
-            operation: Operation::Split,
-            dtype: DType::U8,
-            counts: None,
-            lengths: Lengths::InPlace(0),
-        };
-        let print = exchange::announce(self, &shape, 0)?;
+        let print = exchange::announce(self, &CallShape::SPLIT, 0)?;
         let control = self.control.split(membership)?;
         let Some(mut control) = control else {
             return Ok(None);

@@ -10,9 +10,8 @@ use std::time::{Duration, Instant};
 
 use fusestep_collective::{
     Aborter, Buffers, Call, CallContext, CallShape, CollectiveError, Communicator, Fingerprint,
-    FlightRecorder, Lengths, Membership, Operation,
+    FlightRecorder, Membership, Operation,
 };
-use fusestep_tensor::DType;
 
 use crate::wire::{FRAME_BYTES, Frame, of_ranks};
 use files::{Files, pause};
@@ -256,13 +255,7 @@ impl FolderControl {
     }
 
     fn join(&mut self, membership: Option<Membership>) -> Result<Option<Self>, CollectiveError> {
-        let shape = CallShape {
-            operation: Operation::Split,
-            dtype: DType::U8,
-            counts: None,
-            lengths: Lengths::InPlace(0),
-        };
-        let (print, parties) = self.begin(&shape, 0);
+        let (print, parties) = self.begin(&CallShape::SPLIT, 0);
         let mut own = [0; MEMBERSHIP_BYTES];
         if let Some(Membership { colour, key }) = membership {
             own[0] = 1;

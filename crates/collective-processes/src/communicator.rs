@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use fusestep_coalesce::{HostMemory, MemoryOwner};
 use fusestep_collective::{
-    Aborter, Blocks, Call, CallContext, CollectiveError, Communicator, Fingerprint, FlightRecorder,
-    Membership, Operation, RankMemory, ReduceUpdate,
+    Aborter, Blocks, Call, CallContext, CallShape, CollectiveError, Communicator, Fingerprint,
+    FlightRecorder, Membership, Operation, RankMemory, ReduceUpdate,
 };
 
 use crate::card::Card;
@@ -299,7 +299,7 @@ impl Communicator for ProcessCommunicator {
         membership: Option<Membership>,
     ) -> Result<Option<Box<dyn Communicator>>, CollectiveError> {
         self.sequence += 1;
-        let print = Fingerprint::new(&split::call(), 0, self.sequence, self.context);
+        let print = CallShape::SPLIT.fingerprint(0, self.sequence, self.context);
         let task = self.begin(print);
         let outcome = split::form(self, task, membership);
         let Some(founding) = self.end(outcome)? else {

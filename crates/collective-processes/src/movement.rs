@@ -183,7 +183,7 @@ impl ProcessCommunicator {
             let met = group.round(place, &task.coming(0), late, |cards| {
                 if stretch == 0 {
                     let compared = cards.compare(&task.card.print);
-                    compared.map_err(|error| with_ranks(error, &ranks))?;
+                    compared.map_err(|error| error.with_ranks(&ranks))?;
                     task.note(recorder, cards, &ranks);
                 }
                 Ok(movement.pull(&group.session.segment, cards, party, stretch))
@@ -270,17 +270,4 @@ fn plan<'a>(
         output,
         pulls,
     }
-}
-
-/// A mismatch between participants, said of the ranks on them.
-fn with_ranks(mut error: CollectiveError, ranks: &[usize]) -> CollectiveError {
-    if let CollectiveError::Mismatch {
-        expected_rank,
-        found_rank,
-        ..
-    } = &mut error
-    {
-        (*expected_rank, *found_rank) = (ranks[*expected_rank], ranks[*found_rank]);
-    }
-    error
 }

@@ -2,23 +2,12 @@
 
 use std::sync::Arc;
 
-use fusestep_collective::{Buffers, Call, CollectiveError, Membership, Operation};
-use fusestep_tensor::DType;
+use fusestep_collective::{CollectiveError, Membership};
 
 use crate::card::Cards;
 use crate::communicator::ProcessCommunicator;
 use crate::group::{Founding, Group};
 use crate::task::Task;
-
-/// A split as it is compared.
-pub(crate) fn call() -> Call<'static> {
-    Call {
-        operation: Operation::Split,
-        dtype: DType::U8,
-        counts: None,
-        buffers: Buffers::InPlace(&mut []),
-    }
-}
 
 /// Exchanges memberships, then the place where the group's leader has put its block.
 pub(crate) fn form(

@@ -31,6 +31,16 @@ pub enum Lengths {
     },
 }
 
+impl CallShape<'static> {
+    /// A split, which moves no elements, as ranks compare it.
+    pub const SPLIT: Self = Self {
+        operation: Operation::Split,
+        dtype: DType::U8,
+        counts: None,
+        lengths: Lengths::InPlace(0),
+    };
+}
+
 impl<'a> CallShape<'a> {
     /// What other ranks compare with theirs, once the call was checked and is of `numel` elements.
     pub fn fingerprint(&self, numel: usize, sequence: u64, context: CallContext) -> Fingerprint {

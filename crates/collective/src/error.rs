@@ -133,6 +133,24 @@ pub enum CollectiveError {
     },
 }
 
+impl CollectiveError {
+    /// A mismatch between parties of a rendezvous, said of the ranks they are, party `i` being
+    /// `ranks[i]`; other errors, and mismatches of parties beyond these, stay.
+    pub fn with_ranks(mut self, ranks: &[usize]) -> Self {
+        if let Self::Mismatch {
+            expected_rank,
+            found_rank,
+            ..
+        } = &mut self
+            && let (Some(&expected), Some(&found)) =
+                (ranks.get(*expected_rank), ranks.get(*found_rank))
+        {
+            (*expected_rank, *found_rank) = (expected, found);
+        }
+        self
+    }
+}
+
 fn bucket_text(bucket: &Option<u32>) -> String {
     bucket.map_or_else(String::new, |bucket| format!(", bucket {bucket}"))
 }

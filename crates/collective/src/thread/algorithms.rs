@@ -12,7 +12,7 @@ use super::ThreadCommunicator;
 use super::group::{Group, Header, Placement};
 use super::reduction::lines;
 use crate::{
-    Blocks, Buffers, Call, CollectiveError, Fingerprint, Membership, OfRanks, Operation,
+    Blocks, Buffers, Call, CallShape, CollectiveError, Fingerprint, Membership, OfRanks, Operation,
     RankMemory, ReduceUpdate,
 };
 
@@ -348,13 +348,7 @@ impl ThreadCommunicator {
         &mut self,
         membership: Option<Membership>,
     ) -> Result<Option<Joined>, CollectiveError> {
-        let call = Call {
-            operation: Operation::Split,
-            dtype: DType::U8,
-            counts: None,
-            buffers: Buffers::InPlace(&mut []),
-        };
-        let fingerprint = Fingerprint::new(&call, 0, self.sequence, self.context);
+        let fingerprint = CallShape::SPLIT.fingerprint(0, self.sequence, self.context);
         let mut round = Round::bare(self.header(fingerprint, Placement::Writable));
         round.header.membership = membership;
         let (group, rank, sequence) = (Arc::clone(&self.group), self.rank, self.sequence);

@@ -56,7 +56,7 @@ impl ThreadCommunicator {
         group.set_transfer(own, Some([pair.1, pair.0][side]));
         let outcome = participant.rendezvous(contribution, deadline, late, |peers| {
             let compared = Fingerprint::compare(2, |side| &peers.header(side).fingerprint);
-            compared.map_err(|error| error.with_ranks([pair.0, pair.1]))?;
+            compared.map_err(|error| error.with_ranks(&[pair.0, pair.1]))?;
             if side == 1 {
                 receive.copy_from_slice(peers.shared(0));
             }
@@ -69,20 +69,5 @@ impl ThreadCommunicator {
         }
         self.pairs.insert(pair, (participant, transfers + 1));
         outcome?
-    }
-}
-
-impl CollectiveError {
-    /// A mismatch between two parties, said of the ranks they are.
-    fn with_ranks(mut self, ranks: [usize; 2]) -> Self {
-        if let CollectiveError::Mismatch {
-            expected_rank,
-            found_rank,
-            ..
-        } = &mut self
-        {
-            (*expected_rank, *found_rank) = (ranks[*expected_rank], ranks[*found_rank]);
-        }
-        self
     }
 }
