@@ -2,13 +2,15 @@
 //!
 //! A tensor of PyTorch is three objects, each somewhere: Python's, the description, the storage. A
 //! step over thousands of small ones would wait for one line of memory after the other. Their
-//! addresses are remembered as hints for the next step, which looks at every tensor anew: a hint
+//! addresses are remembered as hints for the next step, which looks at tensors anew: a hint
 //! that is out of date costs time and nothing else.
 
 use fusestep::launch::MAX_LISTS;
 use fusestep::simd::prefetch_memory;
 use pyo3::intern;
 use pyo3::prelude::*;
+
+use crate::loan::GRADIENT;
 
 /// Tensors of a parameter: the lists of its kernel, and the one that counts steps.
 pub(crate) const TENSORS: usize = MAX_LISTS + 1;
@@ -20,37 +22,54 @@ const AHEAD: usize = 8;
 const DESCRIPTION_BYTES: usize = 184;
 const STORAGE_BYTES: usize = 64;
 
-/// Where one tensor was seen.
+/// Where one tensor was seen; zeros where nothing is known.
 #[derive(Clone, Copy, Debug, Default)]
 struct Seen {
     object: usize,
     description: usize,
     storage: usize,
-    is_known: bool,
+}
+
+impl Seen {
+    #[inline]
+    fn ask(&self) {
+        if self.object != 0 {
+            prefetch_memory(self.object, 1);
+            if self.description != 0 {
+                prefetch_memory(self.description, DESCRIPTION_BYTES);
+                prefetch_memory(self.storage, STORAGE_BYTES);
+            }
+        }
+    }
 }
 
 /// Where the tensors of all parameters were seen in the last step.
 #[derive(Debug)]
-pub(crate) struct Ahead(Vec<[Seen; TENSORS]>);
+pub(crate) struct Ahead {
+    /// Parameter and gradient, apart from state, which private state needs no look at.
+    own: Vec<[Seen; GRADIENT + 1]>,
+    state: Vec<[Seen; TENSORS - GRADIENT - 1]>,
+}
 
 impl Ahead {
     /// For so many parameters, none of which has been seen.
     pub(crate) fn new(parameters: usize) -> Self {
-        Self(vec![Default::default(); parameters])
+        Self {
+            own: vec![Default::default(); parameters],
+            state: vec![Default::default(); parameters],
+        }
     }
 
-    /// Asks for the memory of a parameter that comes soon after `parameter`.
+    /// Asks for the memory of a parameter that comes soon after `parameter`, that of its state if
+    /// it will be looked at.
     #[inline]
-    pub(crate) fn ask(&self, parameter: usize) {
-        let Some(tensors) = self.0.get(parameter + AHEAD) else {
+    pub(crate) fn ask(&self, parameter: usize, with_state: bool) {
+        let Some(own) = self.own.get(parameter + AHEAD) else {
             return;
         };
-        for seen in tensors.iter().filter(|seen| seen.object != 0) {
-            prefetch_memory(seen.object, 1);
-            if seen.description != 0 {
-                prefetch_memory(seen.description, DESCRIPTION_BYTES);
-                prefetch_memory(seen.storage, STORAGE_BYTES);
-            }
+        own.iter().for_each(Seen::ask);
+        if with_state {
+            self.state[parameter + AHEAD].iter().for_each(Seen::ask);
         }
     }
 
@@ -58,18 +77,20 @@ impl Ahead {
     /// its addresses, which takes a microsecond.
     #[inline]
     pub(crate) fn saw(&mut self, parameter: usize, tensor: usize, object: &Bound<'_, PyAny>) {
-        let seen = &mut self.0[parameter][tensor];
+        let seen = match tensor.checked_sub(GRADIENT + 1) {
+            Some(state) => &mut self.state[parameter][state],
+            None => &mut self.own[parameter][tensor],
+        };
         let address = object.as_ptr().addr();
         if seen.object != address {
             *seen = Seen {
                 object: address,
                 ..Seen::default()
             };
-        } else if !seen.is_known {
-            seen.is_known = true;
-            if let Ok((description, storage)) = addresses(object) {
-                (seen.description, seen.storage) = (description, storage);
-            }
+        } else if seen.description == 0 {
+            // Its own again where a library does not tell, which is asked once.
+            let found = addresses(object).unwrap_or((address, address));
+            (seen.description, seen.storage) = found;
         }
     }
 }

@@ -1,120 +1,65 @@
-//! The tensors of a step: parameters, their gradients and their state, found anew at every step.
-
-use std::sync::Arc;
+//! The tensors of a step: parameters, their gradients and their state, found anew at every step
+//! unless nobody else can have them.
 
 use fusestep::DType;
-use fusestep::launch::{MAX_LISTS, TensorList};
 use pyo3::exceptions::PyValueError;
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyString};
-use pyo3::{ffi, intern};
+use pyo3::types::{PyDict, PyList};
 
-use crate::ahead::{Ahead, TENSORS};
+use crate::ahead::Ahead;
 use crate::dlpack::{Exchange, Expected, Place, Unfit};
-use crate::loan::{GRADIENT, Places, read_count};
+use crate::loan::{GRADIENT, Places, read_count, write_count};
+use crate::parameter::{COUNT, Parameter};
+use crate::private::Private;
 
 /// Most steps that a tensor counts.
 const MAX_COUNT: f64 = (1u64 << 53) as f64;
 
-/// A parameter, and what was planned for it.
-pub(crate) struct Parameter {
-    pub(crate) tensor: Py<PyAny>,
-    pub(crate) name: String,
-    pub(crate) shape: Vec<u64>,
-    /// Its position in the plan, if it trains.
-    pub(crate) member: Option<usize>,
-    /// The lists of its kernel, and their names in its state.
-    pub(crate) lists: Arc<[TensorList]>,
-    pub(crate) keys: [Option<Py<PyString>>; MAX_LISTS],
-    pub(crate) state: Option<Py<PyDict>>,
-    /// What was found in its state last, kept until something else is there.
-    found: [Option<Py<PyAny>>; TENSORS],
-}
-
-impl Parameter {
-    /// One that does not train.
-    pub(crate) fn new(tensor: Py<PyAny>, name: String, shape: Vec<u64>) -> Self {
-        Self {
-            tensor,
-            name,
-            shape,
-            member: None,
-            lists: Arc::default(),
-            keys: Default::default(),
-            state: None,
-            found: Default::default(),
-        }
-    }
-
-    /// Looks for a tensor of the state, number `at`; whether there is anything.
-    fn find(&mut self, py: Python<'_>, at: usize) -> PyResult<bool> {
-        let Some(state) = &self.state else {
-            return Ok(false);
-        };
-        let key = match self.keys.get(at) {
-            Some(Some(key)) => key.bind(py),
-            _ => intern!(py, "step"),
-        };
-        // SAFETY: both are live objects, the first a dict; the interpreter's lock is held.
-        let item = unsafe { ffi::PyDict_GetItemWithError(state.as_ptr(), key.as_ptr()) };
-        let known = &mut self.found[at];
-        if item.is_null() {
-            *known = None;
-            return PyErr::take(py).map_or(Ok(false), Err);
-        }
-        if known.as_ref().is_none_or(|known| known.as_ptr() != item) {
-            // SAFETY: a reference that the dict has, and nobody has run since it gave it.
-            *known = Some(unsafe { Py::from_borrowed_ptr(py, item) });
-        }
-        Ok(true)
-    }
-
-    /// Whether there is all of the state.
-    fn find_all(&mut self, py: Python<'_>, counted: bool) -> PyResult<bool> {
-        for at in 0..MAX_LISTS {
-            if self.keys[at].is_none() {
-                continue;
-            }
-            if !self.find(py, at)? || self.found[at].as_ref().is_none_or(|own| own.is_none(py)) {
-                return Ok(false);
-            }
-        }
-        Ok(!counted || self.find(py, COUNT)?)
-    }
-}
-
-/// Where a parameter has the tensor that counts its steps, behind those of its lists.
-const COUNT: usize = MAX_LISTS;
-
 /// What has been found so far.
 pub(crate) struct Collected<'a, 'py> {
-    borrowed: &'a mut [Places],
+    places: &'a mut Places,
     ahead: &'a mut Ahead,
+    private: &'a Private,
+    asks_for_state: bool,
+    pub(crate) found: Found<'py>,
+}
+
+/// What a step needs to know besides where tensors lie.
+pub(crate) struct Found<'py> {
     /// The steps that each parameter has taken.
     pub(crate) steps: Vec<u64>,
     /// Positions of parameters that have a gradient.
     pub(crate) updated: Vec<usize>,
+    /// Which parameters of the plan have had their state looked at.
+    pub(crate) looked: Vec<usize>,
     /// Tensors that count steps, and what they have counted.
     pub(crate) counts: Vec<(Place, DType, f64)>,
     /// References that keep gradients.
-    pub(crate) kept: Vec<Bound<'py, PyAny>>,
+    kept: Vec<Bound<'py, PyAny>>,
     pub(crate) copied: u64,
 }
 
 impl<'a> Collected<'a, '_> {
     pub(crate) fn new(
-        borrowed: &'a mut [Places],
+        places: &'a mut Places,
         ahead: &'a mut Ahead,
-        steps: impl Iterator<Item = u64>,
+        private: &'a Private,
+        steps: impl ExactSizeIterator<Item = u64>,
     ) -> Self {
         Self {
-            updated: Vec::with_capacity(borrowed.len()),
-            counts: Vec::with_capacity(borrowed.len()),
-            kept: Vec::with_capacity(borrowed.len()),
-            borrowed,
+            places,
             ahead,
-            steps: steps.collect(),
-            copied: 0,
+            private,
+            asks_for_state: !private.has_any(),
+            found: Found {
+                updated: Vec::with_capacity(steps.len()),
+                looked: Vec::new(),
+                counts: Vec::new(),
+                kept: Vec::with_capacity(steps.len()),
+                steps: steps.collect(),
+                copied: 0,
+            },
         }
     }
 }
@@ -138,9 +83,9 @@ impl Collector {
         parameter: &mut Parameter,
         (owner, index): (&Bound<'py, PyAny>, usize),
         gradients: Option<&Bound<'py, PyList>>,
-        found: &mut Collected<'_, 'py>,
+        collected: &mut Collected<'_, 'py>,
     ) -> PyResult<bool> {
-        found.ahead.ask(index);
+        collected.ahead.ask(index, collected.asks_for_state);
         let tensor = parameter.tensor.bind(py);
         let gradient = match gradients {
             Some(gradients) => gradients.get_item(index)?,
@@ -149,23 +94,25 @@ impl Collector {
         let Some(member) = parameter.member else {
             return Ok(gradient.is_none());
         };
-        found.borrowed[member] = None;
+        collected.places.set_has_gradient(member, false);
         if gradient.is_none() {
             return Ok(true);
         }
-        let mut places = [Place::default(); MAX_LISTS];
         match self.place(tensor, expected(parameter, 0)) {
-            Ok(place) => places[0] = place,
+            Ok(place) => collected.places.of_mut(member)[0] = place.address,
             Err(_) => return Ok(false),
         }
-        found.ahead.saw(index, 0, tensor);
-        found.ahead.saw(index, GRADIENT, &gradient);
-        let (place, gradient) = self.gradient(parameter, gradient, found)?;
-        places[GRADIENT] = place;
-        found.kept.push(gradient);
-        self.state_of(py, parameter, (owner, index), (&mut places, member), found)?;
-        found.borrowed[member] = Some(places);
-        found.updated.push(index);
+        collected.ahead.saw(index, 0, tensor);
+        collected.ahead.saw(index, GRADIENT, &gradient);
+        let (place, gradient) = self.gradient(parameter, gradient, collected)?;
+        collected.places.of_mut(member)[GRADIENT] = place.address;
+        collected.found.kept.push(gradient);
+        if !collected.private.has(member) {
+            self.state_of(py, parameter, (owner, index), member, collected)?;
+            collected.found.looked.push(member);
+        }
+        collected.places.set_has_gradient(member, true);
+        collected.found.updated.push(index);
         Ok(true)
     }
 
@@ -174,7 +121,7 @@ impl Collector {
         &self,
         parameter: &Parameter,
         gradient: Bound<'py, PyAny>,
-        found: &mut Collected<'_, 'py>,
+        collected: &mut Collected<'_, 'py>,
     ) -> PyResult<(Place, Bound<'py, PyAny>)> {
         let py = gradient.py();
         let own = expected(parameter, GRADIENT);
@@ -187,7 +134,7 @@ impl Collector {
         library.call_method1("refuse", (&parameter.name, &parameter.tensor, &gradient))?;
         if let Unfit::Strides | Unfit::Alignment | Unfit::Negated = unfit {
             let copy = gradient.call_method0("clone")?.call_method0("contiguous")?;
-            found.copied += 1;
+            collected.found.copied += 1;
             let place = self.place(&copy, own);
             let place = place.map_err(|unfit| misfit(parameter, "gradient", own, unfit))?;
             return Ok((place, copy));
@@ -201,38 +148,39 @@ impl Collector {
         py: Python<'py>,
         parameter: &mut Parameter,
         (owner, index): (&Bound<'py, PyAny>, usize),
-        (places, member): (&mut [Place; MAX_LISTS], usize),
+        member: usize,
         collected: &mut Collected<'_, 'py>,
     ) -> PyResult<()> {
-        if !self.counted && parameter.keys.iter().all(Option::is_none) {
+        if !self.counted && parameter.state.is_empty() {
             return Ok(());
         }
         let mut first = false;
-        if !parameter.find_all(py, self.counted)? {
+        if !parameter.state.find_all(py, self.counted)? {
             let state = owner.call_method1(intern!(py, "_make_state"), (index,))?;
             let (state, none): (Py<PyDict>, bool) = state.extract()?;
-            parameter.state = Some(state);
+            parameter.state.dict = Some(state);
             first = none;
-            parameter.find_all(py, self.counted)?;
+            parameter.state.find_all(py, self.counted)?;
         }
-        for (list, key) in parameter.keys.iter().enumerate() {
+        for (list, key) in parameter.state.keys.iter().enumerate() {
             let Some(key) = key else { continue };
-            let Some(own) = &parameter.found[list] else {
+            let Some(own) = &parameter.state.found[list] else {
                 let text = format!("`{}`: expected `{key}` in its state", parameter.name);
                 return Err(PyValueError::new_err(text));
             };
             let own = own.bind(py);
             let wanted = expected(parameter, list);
             let place = self.place(own, wanted);
-            places[list] =
+            let place =
                 place.map_err(|unfit| misfit(parameter, &key.to_string(), wanted, unfit))?;
+            collected.places.of_mut(member)[list] = place.address;
             collected.ahead.saw(index, list, own);
         }
         if self.counted {
-            collected.steps[member] = self.count(py, parameter, index, collected)?;
+            collected.found.steps[member] = self.count(py, parameter, index, collected)?;
         } else {
             // Rules that count nothing tell a first step from all others.
-            let steps = &mut collected.steps[member];
+            let steps = &mut collected.found.steps[member];
             *steps = if first { 0 } else { (*steps).max(1) };
         }
         Ok(())
@@ -246,23 +194,18 @@ impl Collector {
         index: usize,
         collected: &mut Collected<'_, '_>,
     ) -> PyResult<u64> {
-        let step = parameter.found[COUNT].as_ref();
+        let step = parameter.state.found[COUNT].as_ref();
         let step = step.ok_or_else(|| PyValueError::new_err("expected `step`, found none"))?;
         let step = step.bind(py);
-        for dtype in [DType::F32, DType::F64] {
-            let one = Expected { dtype, shape: &[] };
-            let Ok(place) = self.look(step, one) else {
-                continue;
-            };
+        if let Some((place, dtype)) = self.counter(step) {
             // SAFETY: the place of a tensor of one element of this dtype, found just now and kept
             // by `parameter`; the interpreter's lock is held.
             let count = unsafe { read_count(place, dtype) };
-            if !(0.0..MAX_COUNT).contains(&count) {
-                break;
+            if (0.0..MAX_COUNT).contains(&count) {
+                collected.found.counts.push((place, dtype, count));
+                collected.ahead.saw(index, COUNT, step);
+                return Ok(count as u64);
             }
-            collected.counts.push((place, dtype, count));
-            collected.ahead.saw(index, COUNT, step);
-            return Ok(count as u64);
         }
         Err(PyValueError::new_err(format!(
             "`{}`: expected `step` to be a float32 or float64 scalar on the CPU, of 0 or more, \
@@ -270,6 +213,25 @@ impl Collector {
             parameter.name,
             step.repr()?
         )))
+    }
+
+    /// Where a tensor lies that can count steps, and its dtype.
+    fn counter(&self, step: &Bound<'_, PyAny>) -> Option<(Place, DType)> {
+        let mut dtypes = [DType::F32, DType::F64].into_iter();
+        dtypes.find_map(|dtype| {
+            let place = self.look(step, Expected { dtype, shape: &[] });
+            Some((place.ok()?, dtype))
+        })
+    }
+
+    /// Writes how many steps a parameter has taken to the tensor that counts them, if it has one.
+    pub(crate) fn write_steps(&self, py: Python<'_>, parameter: &Parameter, steps: u64) {
+        let step = parameter.state.found[COUNT].as_ref();
+        if let Some((place, dtype)) = step.and_then(|step| self.counter(step.bind(py))) {
+            // SAFETY: the place of a tensor of one element of this dtype, found just now and kept
+            // by `parameter`; the interpreter's lock is held.
+            unsafe { write_count(place, dtype, steps as f64) };
+        }
     }
 
     /// Where a tensor lies, whose values are those in memory.

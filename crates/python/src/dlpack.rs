@@ -2,7 +2,7 @@
 //!
 //! A tensor is described by DLPack. PyTorch from 2.10 on fills in a description without making an
 //! object (`__dlpack_c_exchange_api__`), some 20 ns a tensor, so that every address is asked for
-//! anew at every step and none can be out of date.
+//! anew at every step and none can be out of date; that of state nobody else has is kept.
 
 use std::ffi::{CStr, c_int, c_void};
 

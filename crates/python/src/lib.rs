@@ -5,6 +5,8 @@ mod collect;
 mod dlpack;
 mod engine;
 mod loan;
+mod parameter;
+mod private;
 mod rank;
 mod ranks;
 mod rules;

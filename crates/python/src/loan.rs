@@ -1,7 +1,9 @@
 //! Tensors of other libraries as slices, for as long as a step takes.
 
+use std::sync::Arc;
+
 use fusestep::launch::{
-    Access, Backend, BackendError, HostList, Launch, LaunchReport, MAX_LISTS, Reduce, TensorList,
+    Access, Backend, BackendError, HostList, Launch, LaunchReport, Reduce, TensorList,
 };
 use fusestep::planner::Lender;
 use fusestep::simd::prefetch_memory;
@@ -15,11 +17,66 @@ const AHEAD: usize = 3;
 /// The beginning of a tensor that is asked for ahead.
 const SHORT_BYTES: usize = 512;
 
-/// The tensors of one parameter, in the order of its kernel's lists; `None` without a gradient.
-pub(crate) type Places = Option<[Place; MAX_LISTS]>;
+/// A parameter of the plan, as its tensors are borrowed.
+#[derive(Clone, Debug)]
+pub(crate) struct Member {
+    /// Elements of each of its tensors.
+    pub(crate) elements: usize,
+    /// What its kernel does with them, in this order.
+    pub(crate) lists: Arc<[TensorList]>,
+}
 
-/// What kernels do with a parameter's tensors, in their order.
-pub(crate) type Lists = [TensorList];
+impl Member {
+    fn place(&self, list: usize, address: usize) -> Place {
+        Place {
+            address,
+            len_bytes: self.elements * self.lists[list].dtype.len_bytes(),
+        }
+    }
+}
+
+/// Where the tensors of a step lie, in the order of its plan and of each kernel's lists.
+#[derive(Clone, Debug)]
+pub(crate) struct Places {
+    /// Addresses that each parameter has room for.
+    most: usize,
+    addresses: Vec<usize>,
+    has_gradient: Vec<bool>,
+}
+
+impl Places {
+    pub(crate) fn new(members: &[Member]) -> Self {
+        let most = members.iter().map(|member| member.lists.len()).max();
+        let most = most.unwrap_or(0);
+        Self {
+            most,
+            addresses: vec![0; most * members.len()],
+            has_gradient: vec![false; members.len()],
+        }
+    }
+
+    /// The addresses of a parameter, of which those of state stay from step to step.
+    #[inline]
+    pub(crate) fn of_mut(&mut self, member: usize) -> &mut [usize] {
+        &mut self.addresses[member * self.most..][..self.most]
+    }
+
+    #[inline]
+    fn of(&self, member: usize) -> &[usize] {
+        &self.addresses[member * self.most..][..self.most]
+    }
+
+    /// Says whether a parameter is updated, which takes all of its addresses.
+    #[inline]
+    pub(crate) fn set_has_gradient(&mut self, member: usize, has: bool) {
+        self.has_gradient[member] = has;
+    }
+
+    /// For each parameter whether it is updated.
+    pub(crate) fn has_gradient(&self) -> &[bool] {
+        &self.has_gradient
+    }
+}
 
 /// Two parameters, by position, whose tensors overlap where one of them is written.
 #[derive(Clone, Copy, Debug)]
@@ -28,7 +85,8 @@ pub(crate) struct Overlap(pub(crate) usize, pub(crate) usize);
 /// The tensors that were looked at last, so that those that stay are not looked at again.
 #[derive(Debug, Default)]
 pub(crate) struct Checked {
-    borrowed: Vec<Places>,
+    /// Where they lay; `None` until they have been found good.
+    before: Option<Places>,
     /// What is written, by address, and whose it is.
     written: Vec<(usize, usize, usize)>,
 }
@@ -39,70 +97,57 @@ impl Checked {
     /// # Cost
     /// A comparison where nothing has moved, a search for each gradient that has, and a sort where
     /// something that is written has.
-    fn check<'l>(
-        &mut self,
-        borrowed: &[Places],
-        lists: impl Fn(usize) -> &'l Lists,
-    ) -> Result<(), Overlap> {
-        if self.borrowed == borrowed {
-            return Ok(());
+    fn check(&mut self, now: &Places, members: &[Member]) -> Result<(), Overlap> {
+        let mut before = self.before.take();
+        let unmoved = before.as_ref().filter(|before| {
+            before.has_gradient == now.has_gradient
+                && (before.addresses == now.addresses || are_written_alike(before, now, members))
+        });
+        let is_sorted = unmoved.is_some();
+        if !is_sorted {
+            self.sort(now, members)?;
         }
-        let pairs = borrowed.iter().zip(&self.borrowed);
-        let same = self.borrowed.len() == borrowed.len()
-            && pairs.enumerate().all(|(at, pair)| match pair {
-                (Some(now), Some(before)) => {
-                    written(*now, lists(at)) == written(*before, lists(at))
-                }
-                (now, before) => now.is_none() && before.is_none(),
-            });
-        let before = std::mem::take(&mut self.borrowed);
-        if !same {
-            self.sort(borrowed, &lists)?;
-        }
-        for (at, own) in borrowed.iter().enumerate() {
-            let Some(places) = own else { continue };
-            if same && before[at] == *own {
+        for (at, member) in members.iter().enumerate() {
+            let is_known = unmoved.is_some_and(|before| before.of(at) == now.of(at));
+            if is_known || !now.has_gradient[at] {
                 continue;
             }
-            for (list, place) in lists(at).iter().zip(places) {
-                if list.access == Access::Read
-                    && let Some(other) = self.overlapping(*place)
+            for (list, &address) in now.of(at).iter().enumerate().take(member.lists.len()) {
+                if member.lists[list].access == Access::Read
+                    && let Some(other) = self.overlapping(member.place(list, address))
                 {
-                    self.written.clear();
                     return Err(Overlap(at, other));
                 }
             }
         }
-        self.borrowed = before;
-        self.borrowed.clear();
-        self.borrowed.extend_from_slice(borrowed);
+        match &mut before {
+            Some(before) => before.clone_from(now),
+            None => before = Some(now.clone()),
+        }
+        self.before = before;
         Ok(())
     }
 
-    fn sort<'l>(
-        &mut self,
-        borrowed: &[Places],
-        lists: &impl Fn(usize) -> &'l Lists,
-    ) -> Result<(), Overlap> {
+    fn sort(&mut self, now: &Places, members: &[Member]) -> Result<(), Overlap> {
         self.written.clear();
-        for (at, own) in borrowed.iter().enumerate() {
-            for (list, place) in lists(at).iter().zip(own.iter().flatten()) {
-                if list.access != Access::Read && place.len_bytes > 0 {
+        for (at, member) in members.iter().enumerate() {
+            if !now.has_gradient[at] {
+                continue;
+            }
+            for (list, &address) in now.of(at).iter().enumerate().take(member.lists.len()) {
+                let place = member.place(list, address);
+                if member.lists[list].access != Access::Read && place.len_bytes > 0 {
                     let end = place.address + place.len_bytes;
                     self.written.push((place.address, end, at));
                 }
             }
         }
         self.written.sort_unstable();
-        let pairs = self.written.windows(2);
-        for pair in pairs {
-            if pair[1].0 < pair[0].1 {
-                let overlap = Overlap(pair[0].2, pair[1].2);
-                self.written.clear();
-                return Err(overlap);
-            }
+        let mut pairs = self.written.windows(2);
+        match pairs.find(|pair| pair[1].0 < pair[0].1) {
+            Some(pair) => Err(Overlap(pair[0].2, pair[1].2)),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// Whose tensor that is written has a byte of this place.
@@ -117,20 +162,22 @@ impl Checked {
     }
 }
 
-/// The places that are written; all others are left at their default.
-fn written(places: [Place; MAX_LISTS], lists: &Lists) -> [Place; MAX_LISTS] {
-    let mut own = [Place::default(); MAX_LISTS];
-    for ((own, list), place) in own.iter_mut().zip(lists).zip(places) {
-        if list.access != Access::Read {
-            *own = place;
-        }
-    }
-    own
+/// Whether what is written lies where it lay.
+fn are_written_alike(before: &Places, now: &Places, members: &[Member]) -> bool {
+    members.iter().enumerate().all(|(at, member)| {
+        let mut lists = member
+            .lists
+            .iter()
+            .zip(before.of(at).iter().zip(now.of(at)));
+        !now.has_gradient[at]
+            || lists.all(|(list, (before, now))| list.access == Access::Read || before == now)
+    })
 }
 
 /// The tensors of all parameters of a step, of which those that are written overlap no other.
 pub(crate) struct Loan<'a> {
-    borrowed: &'a [Places],
+    places: &'a Places,
+    members: &'a [Member],
     backend: &'a CpuBackend,
 }
 
@@ -143,30 +190,48 @@ impl<'a> Loan<'a> {
     ///
     /// # Errors
     /// Two parameters whose tensors overlap.
-    pub(crate) unsafe fn new<'l>(
-        borrowed: &'a [Places],
+    pub(crate) unsafe fn new(
+        places: &'a Places,
+        members: &'a [Member],
         backend: &'a CpuBackend,
         checked: &mut Checked,
-        lists: impl Fn(usize) -> &'l Lists,
     ) -> Result<Self, Overlap> {
-        checked.check(borrowed, lists)?;
-        Ok(Self { borrowed, backend })
+        checked.check(places, members)?;
+        Ok(Self {
+            places,
+            members,
+            backend,
+        })
     }
 
     /// Asks for the memory of a tensor that is updated soon, if it is too short for the processor
     /// to see what comes.
     #[inline]
-    fn ask(&self, parameter: usize) {
-        for place in self.borrowed[parameter].iter().flatten() {
-            prefetch_memory(place.address, place.len_bytes.min(SHORT_BYTES));
+    fn ask(&self, member: usize) {
+        if self.places.has_gradient[member] {
+            let bytes = self.members[member].elements * size_of::<f32>();
+            for &address in self.places.of(member) {
+                prefetch_memory(address, bytes.min(SHORT_BYTES));
+            }
         }
     }
 
-    fn read(&self, parameter: usize, list: usize) -> &'a [u8] {
-        match &self.borrowed[parameter] {
-            Some(borrowed) => bytes(borrowed[list]),
-            None => &[],
+    /// Where a list of a parameter lies, of which it has an address.
+    #[inline]
+    fn place(&self, member: usize, (list, declared): (usize, &TensorList)) -> Place {
+        Place {
+            address: self.places.of(member)[list],
+            len_bytes: self.members[member].elements * declared.dtype.len_bytes(),
         }
+    }
+
+    /// The gradient of a parameter.
+    fn gradient(&self, member: usize) -> &'a [u8] {
+        if !self.places.has_gradient[member] {
+            return &[];
+        }
+        let own = &self.members[member];
+        bytes(own.place(GRADIENT, self.places.of(member)[GRADIENT]))
     }
 }
 
@@ -197,20 +262,22 @@ impl Lender for Loan<'_> {
 
     fn launch(&mut self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         let (members, kernel) = (launch.members, launch.kernel);
-        let (borrowed, loan) = (self.borrowed, &*self);
+        let loan = &*self;
         self.backend.launch_borrowed(launch, &|piece| {
             if let Some(&soon) = members.get(piece.tensor() + AHEAD) {
                 loan.ask(soon as usize);
             }
-            let Some(places) = &borrowed[members[piece.tensor()] as usize] else {
+            let member = members[piece.tensor()] as usize;
+            if !loan.places.has_gradient[member] {
                 return Ok(());
-            };
+            }
             piece.update_lists(|role| {
-                let mut lists = kernel.lists().iter().zip(places);
-                let (list, place) = lists.find(|(list, _)| list.role == role)?;
-                Some(match list.access {
-                    Access::Read => HostList::Read(bytes(*place)),
-                    _ => HostList::ReadWrite(bytes_mut(*place)),
+                let mut lists = kernel.lists().iter().enumerate();
+                let list = lists.find(|(_, list)| list.role == role)?;
+                let place = loan.place(member, list);
+                Some(match list.1.access {
+                    Access::Read => HostList::Read(bytes(place)),
+                    _ => HostList::ReadWrite(bytes_mut(place)),
                 })
             })
         })
@@ -220,7 +287,7 @@ impl Lender for Loan<'_> {
         let members = reduce.members;
         self.backend.reduce_borrowed(reduce, &|gradient| {
             let member = members[gradient.tensor()] as usize;
-            gradient.read(self.read(member, GRADIENT))
+            gradient.read(self.gradient(member))
         })
     }
 }

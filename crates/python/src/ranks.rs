@@ -14,7 +14,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::rank::{Borrowed, Kept, Rank, Stepped, Task, serve};
-use crate::session::{Described, parse};
+use crate::rules::parse;
+use crate::session::Described;
 use crate::setup::Setup;
 
 /// How long a wait lasts before signals are looked for.

@@ -233,3 +233,32 @@ impl Settings<'_, '_> {
 pub(crate) fn refused(error: impl std::fmt::Display) -> PyErr {
     PyValueError::new_err(error.to_string())
 }
+
+/// The rules of the groups.
+pub(crate) fn parse(rules: &[Bound<'_, PyDict>]) -> PyResult<Vec<Optimizer>> {
+    rules.iter().map(|rule| Settings(rule).rule()).collect()
+}
+
+/// Whether the rates of each group are scaled.
+pub(crate) fn trusts(rules: &[Bound<'_, PyDict>]) -> PyResult<Vec<Option<Trust>>> {
+    rules.iter().map(|rule| Settings(rule).trust()).collect()
+}
+
+/// The distinct rules of groups that train, and which each group has, numbered as the planner does.
+pub(crate) fn number(
+    rules: &[Optimizer],
+    trains: impl Fn(usize) -> bool,
+) -> (Vec<Optimizer>, Vec<Option<usize>>) {
+    let mut distinct: Vec<Optimizer> = Vec::new();
+    let numbers = rules.iter().enumerate().map(|(group, rule)| {
+        trains(group).then(|| {
+            let known = distinct.iter().position(|known| known == rule);
+            known.unwrap_or_else(|| {
+                distinct.push(*rule);
+                distinct.len() - 1
+            })
+        })
+    });
+    let numbers = numbers.collect();
+    (distinct, numbers)
+}

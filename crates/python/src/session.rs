@@ -3,20 +3,21 @@
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use fusestep::launch::{MAX_LISTS, TensorList};
 use fusestep::planner::{Optimizer, Plan, State, StepReport};
 use fusestep::tensor::ParamDesc;
 use fusestep::{CpuBackend, DType, Shape, Tensors, Trust};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyRange, PyString, PyType};
-use pyo3::{ffi, intern};
+use pyo3::types::{PyDict, PyList, PyRange, PyType};
 
 use crate::ahead::Ahead;
-use crate::collect::{Collected, Collector, Parameter};
+use crate::collect::{Collected, Collector, Found};
 use crate::dlpack::Exchange;
-use crate::loan::{Checked, Loan, Places, write_count};
-use crate::rules::{Settings, refused};
+use crate::loan::{Checked, Loan, Member, Places, write_count};
+use crate::parameter::{Mapping, Parameter};
+use crate::private::Private;
+use crate::rules::{Settings, number, parse, refused, trusts};
 use crate::threads;
 
 /// Where PyTorch's tensors and the state beside them are found, and the plan of a step over them.
@@ -34,9 +35,10 @@ pub(crate) struct Session {
     parameters: Vec<Parameter>,
     collector: Collector,
     ahead: Ahead,
-    /// Keys and values of the optimizer's `state` when it was last looked through.
-    known: Vec<[Py<PyAny>; 2]>,
-    borrowed: Vec<Places>,
+    known: Mapping,
+    members: Vec<Member>,
+    places: Places,
+    private: Private,
     checked: Checked,
     report: Option<StepReport>,
     copied_gradients: u64,
@@ -83,15 +85,15 @@ impl Session {
         let mut descs = Vec::new();
         let mut own: Vec<Parameter> = Vec::with_capacity(parameters.len());
         for (tensor, described) in parameters.into_iter().zip(described) {
-            let mut parameter = Parameter::new(tensor, described.name, described.shape);
+            let (name, shape) = (described.name, described.shape);
+            let mut parameter = Parameter::new(tensor, name, shape, own.last());
             if let Some(rule) = rule_numbers[described.group].filter(|_| described.trains) {
                 let dtype = dtype_of(&described.dtype)?;
-                parameter.member = Some(descs.len());
                 let precision = Settings(options).precision(dtype)?;
                 let kernel = distinct[rule].rule().kernel(dtype, precision);
-                parameter.lists = shared(&own, kernel.map_err(refused)?.lists());
-                parameter.keys = keys_of(&parameter, keys)?;
-                let shape = Shape::new(parameter.shape.clone()).map_err(refused)?;
+                let kernel = kernel.map_err(refused)?;
+                parameter.train(descs.len(), kernel.lists(), keys, own.last())?;
+                let shape = Shape::new(parameter.shape.to_vec()).map_err(refused)?;
                 let desc = ParamDesc::new(parameter.name.clone(), shape, dtype);
                 let trust = trusts[described.group];
                 descs.push(ParamDesc { trust, ..desc });
@@ -103,16 +105,18 @@ impl Session {
             planner = planner.group(names, *rule);
         }
         let plan = planner.plan(&descs).map_err(refused)?;
-        let backend = threads::backend(NonZeroUsize::MIN)?;
-        let state = plan.allocate(backend.as_ref());
+        let state = plan.allocate(threads::backend(NonZeroUsize::MIN)?.as_ref());
         let counted: PyResult<bool> = options
             .get_item("counts")?
             .map_or(Ok(false), |counts| counts.extract());
         let class = library.getattr("Tensor")?;
+        let members: Vec<Member> = own.iter().filter_map(Parameter::borrowed).collect();
         Ok(Self {
             plan,
             state: Mutex::new(state.map_err(failed)?),
-            borrowed: vec![None; descs.len()],
+            places: Places::new(&members),
+            private: Private::new(members.len()),
+            members,
             rules,
             rule_numbers,
             trusts,
@@ -123,7 +127,7 @@ impl Session {
                 library: library.clone().unbind(),
                 counted: counted?,
             },
-            known: Vec::new(),
+            known: Mapping::default(),
             checked: Checked::default(),
             report: None,
             copied_gradients: 0,
@@ -135,8 +139,14 @@ impl Session {
     /// or settings are no longer what was planned for, and nothing was done then.
     ///
     /// `parameters` are those of all groups, `rules` their settings, `owner` is asked for state,
-    /// `gradients` stand in for the parameters' own.
-    #[pyo3(signature = (parameters, rules, owner, gradients, threads))]
+    /// `gradients` stand in for the parameters' own. While the state is `private`, nobody but
+    /// `owner` can have seen it: what was found in it stays where it is, and its steps are counted
+    /// here until [`Session::write_steps`].
+    #[pyo3(signature = (parameters, rules, owner, gradients, threads, private=false))]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "one call, in place of objects at each step"
+    )]
     fn step<'py>(
         &mut self,
         py: Python<'py>,
@@ -145,43 +155,31 @@ impl Session {
         owner: &Bound<'py, PyAny>,
         gradients: Option<&Bound<'py, PyList>>,
         threads: usize,
+        private: bool,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        if self.broken || !self.is_of(parameters) || self.trusts != trusts(&rules)? {
+        if self.broken || !self.is_of(parameters) || !self.takes(&rules)? {
             return Ok(None);
         }
-        if !self.take_rules(parse(&rules)?) {
+        if !private {
+            self.private.forget();
+        }
+        if !private || self.known.is_empty() {
+            self.known.look_through(owner, &mut self.parameters)?;
+        }
+        let Some(found) = self.collect(py, owner, gradients)? else {
             return Ok(None);
-        }
-        self.look_through_state(owner)?;
-        let state = unlocked(&mut self.state);
-        let (borrowed, ahead) = (&mut self.borrowed, &mut self.ahead);
-        let mut collected = Collected::new(borrowed, ahead, state.steps());
-        for index in 0..self.parameters.len() {
-            let parameter = &mut self.parameters[index];
-            let fits =
-                self.collector
-                    .collect(py, parameter, (owner, index), gradients, &mut collected)?;
-            if !fits {
-                return Ok(None);
-            }
-        }
-        self.copied_gradients = collected.copied;
-        if collected.updated.is_empty() {
+        };
+        self.copied_gradients = found.copied;
+        if found.updated.is_empty() {
             self.report = Some(StepReport {
-                without_gradient: self.borrowed.len() as u64,
+                without_gradient: self.members.len() as u64,
                 ..StepReport::default()
             });
             return Ok(Some(PyList::empty(py).into_any()));
         }
-        let Collected {
-            steps,
-            updated,
-            counts,
-            kept,
-            ..
-        } = collected;
-        if steps.iter().copied().ne(state.steps()) {
-            state.set_steps(steps.iter().copied());
+        let state = unlocked(&mut self.state);
+        if found.steps.iter().copied().ne(state.steps()) {
+            state.set_steps(found.steps.iter().copied());
         }
         let threads = NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN);
         let backend = threads::backend(threads)?;
@@ -190,17 +188,31 @@ impl Session {
         if report.skipped {
             return Ok(Some(PyList::empty(py).into_any()));
         }
-        for (place, dtype, count) in counts {
+        for (place, dtype, count) in found.counts {
             // SAFETY: the place of a tensor of one element of this dtype, found in this call and
-            // kept by `kept`; the interpreter's lock is held.
+            // kept by `self.parameters`; the interpreter's lock is held.
             unsafe { write_count(place, dtype, count + 1.0) };
         }
-        drop(kept);
-        if updated.len() == self.parameters.len() {
-            let all = PyRange::new(py, 0, updated.len() as isize)?;
-            return Ok(Some(all.into_any()));
+        if private {
+            self.private.remember(&found.looked);
         }
-        Ok(Some(PyList::new(py, updated)?.into_any()))
+        let updated = found.updated;
+        Ok(Some(if updated.len() == self.parameters.len() {
+            PyRange::new(py, 0, updated.len() as isize)?.into_any()
+        } else {
+            PyList::new(py, updated)?.into_any()
+        }))
+    }
+
+    /// Writes what was counted here while the state was private to the tensors that count steps.
+    fn write_steps(&mut self, py: Python<'_>) {
+        let steps: Vec<u64> = unlocked(&mut self.state).steps().collect();
+        for parameter in &self.parameters {
+            let known = parameter.member.filter(|&member| self.private.has(member));
+            if let Some(member) = known {
+                self.collector.write_steps(py, parameter, steps[member]);
+            }
+        }
     }
 
     /// The plan of a step, as text.
@@ -243,6 +255,26 @@ impl Session {
 }
 
 impl Session {
+    /// Finds the tensors of all parameters; `None` if one is not what was planned for.
+    fn collect<'py>(
+        &mut self,
+        py: Python<'py>,
+        owner: &Bound<'py, PyAny>,
+        gradients: Option<&Bound<'py, PyList>>,
+    ) -> PyResult<Option<Found<'py>>> {
+        let steps = unlocked(&mut self.state).steps();
+        let (places, ahead) = (&mut self.places, &mut self.ahead);
+        let mut collected = Collected::new(places, ahead, &self.private, steps);
+        for (index, parameter) in self.parameters.iter_mut().enumerate() {
+            let owner = (owner, index);
+            let collector = &self.collector;
+            if !collector.collect(py, parameter, owner, gradients, &mut collected)? {
+                return Ok(None);
+            }
+        }
+        Ok(Some(collected.found))
+    }
+
     /// Whether these are the parameters that were planned for.
     fn is_of(&self, parameters: &Bound<'_, PyList>) -> bool {
         let own = self.parameters.iter();
@@ -255,6 +287,10 @@ impl Session {
     }
 
     /// Takes the settings of the step to come; `false` if they need another plan.
+    fn takes(&mut self, rules: &[Bound<'_, PyDict>]) -> PyResult<bool> {
+        Ok(self.trusts == trusts(rules)? && self.take_rules(parse(rules)?))
+    }
+
     fn take_rules(&mut self, rules: Vec<Optimizer>) -> bool {
         if rules == self.rules {
             return true;
@@ -281,58 +317,25 @@ impl Session {
         true
     }
 
-    /// Looks the state of parameters up again if the optimizer's mapping has changed.
-    fn look_through_state(&mut self, owner: &Bound<'_, PyAny>) -> PyResult<()> {
-        let py = owner.py();
-        let state = owner.getattr(intern!(py, "state"))?;
-        let state = state.downcast::<PyDict>()?;
-        let same = state.len() == self.known.len() && {
-            let mut known = self.known.iter();
-            items_of(state, |item| {
-                known
-                    .next()
-                    .is_some_and(|known| known.each_ref().map(Py::as_ptr) == item)
-            })
-        };
-        if same {
-            return Ok(());
-        }
-        for parameter in &mut self.parameters {
-            let own = state.get_item(parameter.tensor.bind(py))?;
-            parameter.state = match own {
-                Some(own) => Some(own.downcast_into::<PyDict>()?.unbind()),
-                None => None,
-            };
-        }
-        let items = state
-            .iter()
-            .map(|(key, value)| [key.unbind(), value.unbind()]);
-        self.known = items.collect();
-        Ok(())
-    }
-
     /// Runs the step on what has been collected, without the interpreter's lock.
     fn run(&mut self, py: Python<'_>, backend: &Arc<CpuBackend>) -> PyResult<StepReport> {
-        let lists: Vec<_> = self
-            .parameters
-            .iter()
-            .filter(|p| p.member.is_some())
-            .collect();
-        for (member, borrowed) in self.borrowed.iter().enumerate() {
-            if borrowed.is_none() {
-                unlocked(&mut self.state).set_without_gradient_at(member);
-            }
+        let without = self.places.has_gradient().iter().enumerate();
+        for (member, _) in without.filter(|(_, has)| !**has) {
+            unlocked(&mut self.state).set_without_gradient_at(member);
         }
         // SAFETY: `Collector::collect` has found these places in this call, in tensors to which
-        // the caller, `Session::step`, keeps references until it returns. Other threads that write
-        // to them meanwhile race, as they would with PyTorch's own kernels, which say so.
-        let loan = unsafe {
-            Loan::new(&self.borrowed, backend, &mut self.checked, |member| {
-                &lists[member].lists
-            })
-        };
+        // the caller, `Session::step`, keeps references until it returns, or in an earlier one, in
+        // state to which the optimizer keeps references and nobody else has any. Other threads
+        // that write to them meanwhile race, as they would with PyTorch's own kernels, which say
+        // so.
+        let loan = unsafe { Loan::new(&self.places, &self.members, backend, &mut self.checked) };
         let mut loan = loan.map_err(|overlap| {
-            let (one, other) = (&lists[overlap.0].name, &lists[overlap.1].name);
+            let name_of = |member| {
+                let mut all = self.parameters.iter();
+                let own = all.find(|parameter| parameter.member == Some(member));
+                own.map_or("", |own| own.name.as_str())
+            };
+            let (one, other) = (name_of(overlap.0), name_of(overlap.1));
             PyRuntimeError::new_err(format!(
                 "`{one}` and `{other}`: expected parameters, gradients and state that do not \
                  overlap in memory, found some that do; nothing was updated. Use `.clone()`"
@@ -347,31 +350,6 @@ impl Session {
     }
 }
 
-/// Whether `is_same` holds for every key and value of a dict, whose addresses are for comparing.
-fn items_of(
-    dict: &Bound<'_, PyDict>,
-    mut is_same: impl FnMut([*mut ffi::PyObject; 2]) -> bool,
-) -> bool {
-    let (mut at, mut key, mut value) = (0, std::ptr::null_mut(), std::ptr::null_mut());
-    // SAFETY: a live dict, which nobody changes meanwhile: the interpreter's lock is held and
-    // nothing of Python's runs; there is room for a position, a key and a value.
-    while unsafe { ffi::PyDict_Next(dict.as_ptr(), &mut at, &mut key, &mut value) } != 0 {
-        if !is_same([key, value]) {
-            return false;
-        }
-    }
-    true
-}
-
-/// These lists, which the last parameter that trains has as well, as a rule.
-fn shared(own: &[Parameter], lists: &[TensorList]) -> Arc<[TensorList]> {
-    let last = own.iter().rev().find(|last| last.member.is_some());
-    match last {
-        Some(last) if *last.lists == *lists => Arc::clone(&last.lists),
-        _ => lists.into(),
-    }
-}
-
 /// The state, of which the session is the only owner.
 fn unlocked(state: &mut Mutex<State>) -> &mut State {
     state.get_mut().unwrap_or_else(PoisonError::into_inner)
@@ -380,52 +358,6 @@ fn unlocked(state: &mut Mutex<State>) -> &mut State {
 /// A failure in PyTorch's kind.
 fn failed(error: impl std::fmt::Display) -> PyErr {
     PyRuntimeError::new_err(error.to_string())
-}
-
-/// The rules of the groups.
-pub(crate) fn parse(rules: &[Bound<'_, PyDict>]) -> PyResult<Vec<Optimizer>> {
-    rules.iter().map(|rule| Settings(rule).rule()).collect()
-}
-
-/// Whether the rates of each group are scaled.
-pub(crate) fn trusts(rules: &[Bound<'_, PyDict>]) -> PyResult<Vec<Option<Trust>>> {
-    rules.iter().map(|rule| Settings(rule).trust()).collect()
-}
-
-/// The distinct rules of groups that train, and which each group has, numbered as the planner does.
-pub(crate) fn number(
-    rules: &[Optimizer],
-    trains: impl Fn(usize) -> bool,
-) -> (Vec<Optimizer>, Vec<Option<usize>>) {
-    let mut distinct: Vec<Optimizer> = Vec::new();
-    let numbers = rules.iter().enumerate().map(|(group, rule)| {
-        trains(group).then(|| {
-            let known = distinct.iter().position(|known| known == rule);
-            known.unwrap_or_else(|| {
-                distinct.push(*rule);
-                distinct.len() - 1
-            })
-        })
-    });
-    let numbers = numbers.collect();
-    (distinct, numbers)
-}
-
-/// The names of a parameter's lists in its state; `None` for what is no state.
-fn keys_of(
-    parameter: &Parameter,
-    keys: &Bound<'_, PyDict>,
-) -> PyResult<[Option<Py<PyString>>; MAX_LISTS]> {
-    let mut own: [Option<Py<PyString>>; MAX_LISTS] = Default::default();
-    for (own, list) in own.iter_mut().zip(parameter.lists.iter()) {
-        if list.role.is_state() {
-            let key = keys.get_item(list.role.name())?.ok_or_else(|| {
-                PyValueError::new_err(format!("keys: expected one for {}", list.role.name()))
-            })?;
-            *own = Some(PyString::intern(keys.py(), &key.extract::<String>()?).unbind());
-        }
-    }
-    Ok(own)
 }
 
 /// A dtype by PyTorch's name or NumPy's.

@@ -13,8 +13,8 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::rules::{Settings, refused};
-use crate::session::{Described, dtype_of, number, parse, trusts};
+use crate::rules::{Settings, number, parse, refused, trusts};
+use crate::session::{Described, dtype_of};
 
 /// Bytes of a MiB.
 const MIB: f64 = 1_048_576.0;

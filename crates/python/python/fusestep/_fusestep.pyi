@@ -35,9 +35,14 @@ class Session:
         owner: Any,
         gradients: Optional[List[Any]],
         threads: int,
+        private: bool = False,
     ) -> Optional[Sequence[int]]:
         """Updates every parameter that has a gradient and says which, by position; ``None`` if
-        tensors or settings are no longer what was planned for, and nothing was done then."""
+        tensors or settings are no longer what was planned for, and nothing was done then. While
+        the state is ``private`` nobody else can have seen it, and steps are counted here."""
+
+    def write_steps(self) -> None:
+        """Writes what was counted here to the tensors that count steps."""
 
     def plan(self) -> str:
         """The plan of a step, as text."""

@@ -184,6 +184,8 @@ def fuse_backward(
         raise ValueError(f"bucket_mib: expected a finite number above 0, found {bucket_mib!r}")
     if optimizer._backward is not None:
         raise ValueError("optimizer: expected one that is not fused yet; call `remove()` first")
+    # Buckets step one after the other, each with a plan that counts.
+    optimizer.state
     fused = FusedBackward(model, optimizer, bucket_mib)
     optimizer._backward = fused
     return fused

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Union
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from fusestep import _fusestep
 from fusestep._report import Report
 from fusestep.torch._options import checked
 from fusestep.torch._planned import Planned, members_of
+from fusestep.torch._state import State, Store
 from fusestep.torch._tensors import NARROW, Library, refuse_kind
 
 if TYPE_CHECKING:
@@ -63,8 +64,26 @@ class Fused(Optimizer):
         )
         self._forget()
         super().__init__(params, *args, **settings)
+        self._store: Optional[Store] = Store(self.__dict__.pop("state"))
         # `GradScaler` is to take its scale out itself, as for PyTorch's optimizers that loop.
         self._step_supports_amp_scaling = False
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # The state is found here until somebody has asked for it.
+            store = self.__dict__.get("_store")
+            if name != "state" or store is None:
+                kind = type(self).__name__
+                raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+            self.state = store.show()
+            return self.state
+
+    def _kept_state(self) -> Tuple[State, Optional[Store]]:
+        """The state without a look of anybody's, and its store while it is private."""
+        if "state" in self.__dict__ or self._store is None:
+            return self.state, None
+        return self._store.state, self._store if self._store.private else None
 
     def _forget(self) -> None:
         """Drops what belongs to one run: plan, report, sums of micro-steps."""
@@ -81,6 +100,9 @@ class Fused(Optimizer):
     def _drop_plans(self) -> None:
         """Has the next step planned anew."""
         self._options = self._saved_options()
+        store = self._kept_state()[1]
+        if store is not None:
+            store.settle()
         self._whole = None
         self._plans_made += 1
 
@@ -118,6 +140,7 @@ class Fused(Optimizer):
             state = {**state, "_options": checked({})}
         self._forget()
         super().__setstate__(state)
+        self._store = None
         self._step_supports_amp_scaling = False
 
     def state_dict(self) -> Dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -52,8 +53,9 @@ def members_of(groups: Sequence[Dict[str, Any]]) -> List[Member]:
 class Planned:
     """A plan over tensors that PyTorch keeps.
 
-    Where a tensor lies is asked for anew at every step, so an address that is reused cannot fool
-    it; shape, dtype and settings are compared with those that were planned for.
+    Where a tensor lies is asked for anew at every step, state that nobody else has seen (`Store`)
+    excepted, so an address that is reused cannot fool it; shape, dtype and settings are compared
+    with those that were planned for.
     """
 
     def __init__(self, optimizer: Fused, members: List[Member]) -> None:
@@ -86,7 +88,7 @@ class Planned:
     @property
     def state(self) -> Any:
         """The optimizer's state, where the extension module looks for it."""
-        return self._optimizer.state
+        return self._optimizer._kept_state()[0]
 
     def run(
         self, tensors: List[Tensor], gradients: Optional[List[Optional[Tensor]]]
@@ -105,9 +107,11 @@ class Planned:
         if masters:
             self._follow()
         self._made = []
+        store = self._optimizer._kept_state()[1]
         try:
-            threads = torch.get_num_threads()
-            updated = self.session.step(tensors, self._rules(), self, gradients, threads)
+            threads, rules = torch.get_num_threads(), self._rules()
+            with nullcontext(False) if store is None else store.used_by(self) as private:
+                updated = self.session.step(tensors, rules, self, gradients, threads, private)
         except BaseException:
             self._take_back()
             raise
@@ -131,8 +135,8 @@ class Planned:
         """Fills in what is missing of a parameter's state; whether its rule had none of it."""
         optimizer, (tensor, group_index, _) = self._optimizer, self.members[index]
         group = optimizer.param_groups[group_index]
-        known = tensor in optimizer.state
-        state = optimizer.state[tensor]
+        known = tensor in self.state
+        state = self.state[tensor]
         made = [] if known else [""]
         if optimizer._counts and not isinstance(state.get("step"), Tensor):
             count = float(state.get("step", 0.0))
@@ -154,7 +158,7 @@ class Planned:
 
     def _take_back(self) -> None:
         """Removes state that was made for a step that has not happened."""
-        state = self._optimizer.state
+        state = self.state
         for tensor, names in self._made:
             for name in names:
                 if name:

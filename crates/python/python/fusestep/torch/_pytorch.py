@@ -77,7 +77,7 @@ class Adagrad(Fused, torch.optim.Adagrad):
         for group in self.param_groups:
             for tensor in group["params"]:
                 # PyTorch makes the sums at once, in the dtype of the parameter.
-                own = self.state.get(tensor)
+                own = self._kept_state()[0].get(tensor)
                 if own is not None and "sum" in own:
                     own["sum"] = own["sum"].to(self._state_dtype(tensor, "sum"))
 

@@ -1,0 +1,193 @@
+//! A parameter of a step, and where its state is found.
+
+use std::sync::Arc;
+
+use fusestep::launch::{MAX_LISTS, TensorList};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyString};
+use pyo3::{ffi, intern};
+
+use crate::ahead::TENSORS;
+use crate::loan::Member;
+
+/// Where a parameter has the tensor that counts its steps, behind those of its lists.
+pub(crate) const COUNT: usize = MAX_LISTS;
+
+/// A parameter, and what was planned for it: little, since a step reads that of thousands.
+pub(crate) struct Parameter {
+    pub(crate) tensor: Py<PyAny>,
+    pub(crate) shape: Arc<[u64]>,
+    /// Its position in the plan, if it trains.
+    pub(crate) member: Option<usize>,
+    /// The lists of its kernel.
+    pub(crate) lists: Arc<[TensorList]>,
+    pub(crate) name: String,
+    pub(crate) state: Box<OwnState>,
+}
+
+impl Parameter {
+    /// One that does not train; `last` is the one before it.
+    pub(crate) fn new(
+        tensor: Py<PyAny>,
+        name: String,
+        shape: Vec<u64>,
+        last: Option<&Self>,
+    ) -> Self {
+        let same = last.filter(|last| *last.shape == *shape);
+        Self {
+            tensor,
+            shape: same.map_or_else(|| shape.into(), |last| Arc::clone(&last.shape)),
+            member: None,
+            lists: Arc::default(),
+            name,
+            state: Box::default(),
+        }
+    }
+
+    /// Has it trained as number `member`, by a kernel of these lists.
+    pub(crate) fn train(
+        &mut self,
+        member: usize,
+        lists: &[TensorList],
+        keys: &Bound<'_, PyDict>,
+        last: Option<&Self>,
+    ) -> PyResult<()> {
+        self.member = Some(member);
+        self.lists = match last {
+            Some(last) if *last.lists == *lists => Arc::clone(&last.lists),
+            _ => lists.into(),
+        };
+        for (own, list) in self.state.keys.iter_mut().zip(lists) {
+            if list.role.is_state() {
+                let key = keys.get_item(list.role.name())?.ok_or_else(|| {
+                    PyValueError::new_err(format!("keys: expected one for {}", list.role.name()))
+                })?;
+                *own = Some(PyString::intern(keys.py(), &key.extract::<String>()?).unbind());
+            }
+        }
+        Ok(())
+    }
+
+    /// What it lends to a step, if it trains.
+    pub(crate) fn borrowed(&self) -> Option<Member> {
+        self.member.map(|_| Member {
+            // A tensor in host memory has no more elements than a usize counts.
+            elements: self.shape.iter().product::<u64>() as usize,
+            lists: Arc::clone(&self.lists),
+        })
+    }
+}
+
+/// The state of a parameter in the optimizer's mapping.
+#[derive(Default)]
+pub(crate) struct OwnState {
+    /// What the lists of its kernel are called there; `None` for what is no state.
+    pub(crate) keys: [Option<Py<PyString>>; MAX_LISTS],
+    pub(crate) dict: Option<Py<PyDict>>,
+    /// What was found there last, kept until something else is there.
+    pub(crate) found: [Option<Py<PyAny>>; TENSORS],
+}
+
+impl OwnState {
+    /// Whether there is nothing to look for but the count of steps.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.keys.iter().all(Option::is_none)
+    }
+
+    /// Looks for tensor number `at`; whether there is anything.
+    fn find(&mut self, py: Python<'_>, at: usize) -> PyResult<bool> {
+        let Some(dict) = &self.dict else {
+            return Ok(false);
+        };
+        let key = match self.keys.get(at) {
+            Some(Some(key)) => key.bind(py),
+            _ => intern!(py, "step"),
+        };
+        // SAFETY: both are live objects, the first a dict; the interpreter's lock is held.
+        let item = unsafe { ffi::PyDict_GetItemWithError(dict.as_ptr(), key.as_ptr()) };
+        let known = &mut self.found[at];
+        if item.is_null() {
+            *known = None;
+            return PyErr::take(py).map_or(Ok(false), Err);
+        }
+        if known.as_ref().is_none_or(|known| known.as_ptr() != item) {
+            // SAFETY: a reference that the dict has, and nobody has run since it gave it.
+            *known = Some(unsafe { Py::from_borrowed_ptr(py, item) });
+        }
+        Ok(true)
+    }
+
+    /// Whether there is all of it.
+    pub(crate) fn find_all(&mut self, py: Python<'_>, counted: bool) -> PyResult<bool> {
+        for at in 0..MAX_LISTS {
+            if self.keys[at].is_none() {
+                continue;
+            }
+            if !self.find(py, at)? || self.found[at].as_ref().is_none_or(|own| own.is_none(py)) {
+                return Ok(false);
+            }
+        }
+        Ok(!counted || self.find(py, COUNT)?)
+    }
+}
+
+/// The optimizer's mapping of parameters to their state, as it was when it was last looked
+/// through.
+#[derive(Default)]
+pub(crate) struct Mapping(Vec<[Py<PyAny>; 2]>);
+
+impl Mapping {
+    /// Whether nothing was in it.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Looks the state of parameters up again if the mapping, `state` of `owner`, has changed.
+    pub(crate) fn look_through(
+        &mut self,
+        owner: &Bound<'_, PyAny>,
+        parameters: &mut [Parameter],
+    ) -> PyResult<()> {
+        let py = owner.py();
+        let state = owner.getattr(intern!(py, "state"))?;
+        let state = state.downcast::<PyDict>()?;
+        let mut known = self.0.iter();
+        let same = state.len() == self.0.len()
+            && items_of(state, |item| {
+                let known = known.next();
+                known.is_some_and(|known| known.each_ref().map(Py::as_ptr) == item)
+            });
+        if same {
+            return Ok(());
+        }
+        for parameter in parameters {
+            let own = state.get_item(parameter.tensor.bind(py))?;
+            parameter.state.dict = match own {
+                Some(own) => Some(own.downcast_into::<PyDict>()?.unbind()),
+                None => None,
+            };
+        }
+        let items = state.iter();
+        self.0 = items
+            .map(|(key, value)| [key.unbind(), value.unbind()])
+            .collect();
+        Ok(())
+    }
+}
+
+/// Whether `is_same` holds for every key and value of a dict, whose addresses are for comparing.
+fn items_of(
+    dict: &Bound<'_, PyDict>,
+    mut is_same: impl FnMut([*mut ffi::PyObject; 2]) -> bool,
+) -> bool {
+    let (mut at, mut key, mut value) = (0, std::ptr::null_mut(), std::ptr::null_mut());
+    // SAFETY: a live dict, which nobody changes meanwhile: the interpreter's lock is held and
+    // nothing of Python's runs; there is room for a position, a key and a value.
+    while unsafe { ffi::PyDict_Next(dict.as_ptr(), &mut at, &mut key, &mut value) } != 0 {
+        if !is_same([key, value]) {
+            return false;
+        }
+    }
+    true
+}
