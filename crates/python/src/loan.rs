@@ -33,6 +33,19 @@ impl Member {
             len_bytes: self.elements * self.lists[list].dtype.len_bytes(),
         }
     }
+
+    /// First and one past last address of tensors with elements, of those lists that `takes` takes.
+    fn spans<'a>(
+        &'a self,
+        addresses: &'a [usize],
+        takes: impl Fn(Access) -> bool + 'a,
+    ) -> impl Iterator<Item = (usize, usize)> + 'a {
+        let lists = self.lists.iter().zip(addresses).enumerate();
+        lists.filter_map(move |(list, (declared, &address))| {
+            let len_bytes = self.place(list, address).len_bytes;
+            (takes(declared.access) && len_bytes > 0).then_some((address, address + len_bytes))
+        })
+    }
 }
 
 /// Where the tensors of a step lie, in the order of its plan and of each kernel's lists.
@@ -89,14 +102,16 @@ pub(crate) struct Checked {
     before: Option<Places>,
     /// What is written, by address, and whose it is.
     written: Vec<(usize, usize, usize)>,
+    /// What is read of what has moved, likewise.
+    read: Vec<(usize, usize, usize)>,
 }
 
 impl Checked {
     /// Checks that what is written overlaps nothing else.
     ///
     /// # Cost
-    /// A comparison where nothing has moved, a search for each gradient that has, and a sort where
-    /// something that is written has.
+    /// A comparison where nothing has moved, a sort of the gradients that have, and of what is
+    /// written where some of that has.
     fn check(&mut self, now: &Places, members: &[Member]) -> Result<(), Overlap> {
         let mut before = self.before.take();
         let unmoved = before.as_ref().filter(|before| {
@@ -107,19 +122,15 @@ impl Checked {
         if !is_sorted {
             self.sort(now, members)?;
         }
+        self.read.clear();
         for (at, member) in members.iter().enumerate() {
             let is_known = unmoved.is_some_and(|before| before.of(at) == now.of(at));
-            if is_known || !now.has_gradient[at] {
-                continue;
-            }
-            for (list, &address) in now.of(at).iter().enumerate().take(member.lists.len()) {
-                if member.lists[list].access == Access::Read
-                    && let Some(other) = self.overlapping(member.place(list, address))
-                {
-                    return Err(Overlap(at, other));
-                }
+            if !is_known && now.has_gradient[at] {
+                let read = member.spans(now.of(at), |access| access == Access::Read);
+                self.read.extend(read.map(|(start, end)| (start, end, at)));
             }
         }
+        self.check_read()?;
         match &mut before {
             Some(before) => before.clone_from(now),
             None => before = Some(now.clone()),
@@ -130,17 +141,14 @@ impl Checked {
 
     fn sort(&mut self, now: &Places, members: &[Member]) -> Result<(), Overlap> {
         self.written.clear();
-        for (at, member) in members.iter().enumerate() {
-            if !now.has_gradient[at] {
-                continue;
-            }
-            for (list, &address) in now.of(at).iter().enumerate().take(member.lists.len()) {
-                let place = member.place(list, address);
-                if member.lists[list].access != Access::Read && place.len_bytes > 0 {
-                    let end = place.address + place.len_bytes;
-                    self.written.push((place.address, end, at));
-                }
-            }
+        for (at, member) in members
+            .iter()
+            .enumerate()
+            .filter(|(at, _)| now.has_gradient[*at])
+        {
+            let written = member.spans(now.of(at), |access| access != Access::Read);
+            self.written
+                .extend(written.map(|(start, end)| (start, end, at)));
         }
         self.written.sort_unstable();
         let mut pairs = self.written.windows(2);
@@ -150,15 +158,19 @@ impl Checked {
         }
     }
 
-    /// Whose tensor that is written has a byte of this place.
-    fn overlapping(&self, place: Place) -> Option<usize> {
-        if place.len_bytes == 0 {
-            return None;
+    /// Checks that nothing of what is read has a byte of what is written, both in order.
+    fn check_read(&mut self) -> Result<(), Overlap> {
+        self.read.sort_unstable();
+        let mut written = self.written.iter().peekable();
+        for &(start, end, at) in &self.read {
+            while written.next_if(|before| before.1 <= start).is_some() {}
+            if let Some(&&(first, _, other)) = written.peek()
+                && first < end
+            {
+                return Err(Overlap(at, other));
+            }
         }
-        let end = place.address + place.len_bytes;
-        let behind = self.written.partition_point(|&(start, ..)| start < end);
-        let (_, last, whose) = self.written.get(behind.checked_sub(1)?)?;
-        (*last > place.address).then_some(*whose)
+        Ok(())
     }
 }
 
