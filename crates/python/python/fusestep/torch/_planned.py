@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -109,9 +108,11 @@ class Planned:
         self._made = []
         store = self._optimizer._kept_state()[1]
         try:
-            threads, rules = torch.get_num_threads(), self._rules()
-            with nullcontext(False) if store is None else store.used_by(self) as private:
-                updated = self.session.step(tensors, rules, self, gradients, threads, private)
+            arguments = (tensors, self._rules(), self, gradients, torch.get_num_threads())
+            if store is None:
+                updated = self.session.step(*arguments)
+            else:
+                updated = store.step(self, *arguments)
         except BaseException:
             self._take_back()
             raise

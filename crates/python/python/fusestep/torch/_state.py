@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, DefaultDict, Dict, Iterator, Optional
+from typing import TYPE_CHECKING, Any, DefaultDict, Dict, Optional, Sequence
 
 from torch import Tensor
 
@@ -34,16 +33,15 @@ class Store:
         # Who has stepped with it and counts.
         self._planned: Optional[Planned] = None
 
-    @contextmanager
-    def used_by(self, planned: Planned) -> Iterator[bool]:
-        """A step of ``planned``, for which it stays private or not, whichever this gives."""
+    def step(self, planned: Planned, *arguments: Any) -> Optional[Sequence[int]]:
+        """A step of ``planned``'s session, with these arguments, while nobody looks."""
         with self._lock:
             if self._planned is not planned:
                 self.settle()
                 self._planned = planned
             self._is_stepping = True
             try:
-                yield self.private
+                return planned.session.step(*arguments, self.private)
             finally:
                 self._is_stepping = False
 
