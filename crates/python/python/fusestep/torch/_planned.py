@@ -108,11 +108,12 @@ class Planned:
         self._made = []
         store = self._optimizer._kept_state()[1]
         try:
-            arguments = (tensors, self._rules(), self, gradients, torch.get_num_threads())
-            if store is None:
-                updated = self.session.step(*arguments)
-            else:
-                updated = store.step(self, *arguments)
+            threads, rules = torch.get_num_threads(), self._rules()
+
+            def step(private: bool) -> Optional[Sequence[int]]:
+                return self.session.step(tensors, rules, self, gradients, threads, private)
+
+            updated = step(False) if store is None else store.step(self, step)
         except BaseException:
             self._take_back()
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, DefaultDict, Dict, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Callable, DefaultDict, Dict, Optional, Sequence
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fusestep.torch._planned import Planned
 
 State = DefaultDict[Tensor, Dict[str, Any]]
+Run = Callable[[bool], Optional[Sequence[int]]]
 
 
 class Store:
@@ -33,15 +34,15 @@ class Store:
         # Who has stepped with it and counts.
         self._planned: Optional[Planned] = None
 
-    def step(self, planned: Planned, *arguments: Any) -> Optional[Sequence[int]]:
-        """A step of ``planned``'s session, with these arguments, while nobody looks."""
+    def step(self, planned: Planned, run: Run) -> Optional[Sequence[int]]:
+        """Runs a step of ``planned`` while nobody looks, told whether the state is private."""
         with self._lock:
             if self._planned is not planned:
                 self.settle()
                 self._planned = planned
             self._is_stepping = True
             try:
-                return planned.session.step(*arguments, self.private)
+                return run(self.private)
             finally:
                 self._is_stepping = False
 
