@@ -44,39 +44,30 @@ impl<'a, 'b, C: Compute, K: ParamStorage<C>> Around<'a, 'b, C, K> {
         across: Option<&'b mut dyn AcrossRanks>,
     ) -> Self {
         let bytes = size_of::<K::Param>();
-        let tally = Tally::of(call);
-        let is_alone = across.is_none() && tally.is_none();
-        let most = if tally.is_some() {
-            Tally::<C, K>::MOST
-        } else {
-            usize::MAX
+        let is_tallied = call.changes.is_some() || call.squares.is_some();
+        // In place: a tally is kilobytes, and most calls have none.
+        let mut around = Self {
+            is_alone: across.is_none() && !is_tallied,
+            most: usize::MAX,
+            ahead_bytes: prefetch_bytes(bytes),
+            grads: Gradients::Here(&[]),
+            tally: None,
         };
-        let (most, ahead_bytes, grads) = match across {
+        match across {
+            None => around.grads = Gradients::Here(list.elements()),
             Some(ranks) => {
-                let ahead_bytes = if fetches_by_itself(bytes) {
-                    0
-                } else {
-                    prefetch_bytes(bytes)
-                };
-                (
-                    most.min(ACROSS_BYTES / bytes),
-                    ahead_bytes,
-                    Gradients::Ranks(ranks),
-                )
+                around.grads = Gradients::Ranks(ranks);
+                around.most = ACROSS_BYTES / bytes;
+                if fetches_by_itself(bytes) {
+                    around.ahead_bytes = 0;
+                }
             }
-            None => (
-                most,
-                prefetch_bytes(bytes),
-                Gradients::Here(list.elements()),
-            ),
-        };
-        Self {
-            is_alone,
-            most,
-            ahead_bytes,
-            grads,
-            tally,
         }
+        if is_tallied {
+            around.tally = Tally::of(call);
+            around.most = around.most.min(Tally::<C, K>::MOST);
+        }
+        around
     }
 
     /// The gradients of elements that are about to be updated, parameters `param` with `master`
