@@ -64,6 +64,8 @@ pub trait Ranks {
 /// refuses that.
 /// # Cost
 /// Each input is read once and the result handed over once; nothing is allocated.
+// Never inline: then other crates share what this one has compiled for the same ranks.
+#[inline(never)]
 pub fn reduce_in_rank_order(
     level: Level,
     dtype: DType,
