@@ -375,7 +375,7 @@ fn part_mut<'a, T>(list: &'a mut [T], elements: &Range<usize>) -> &'a mut [T] {
     }
 }
 
-/// The same, only read.
+/// [`part_mut`] of a list that is only read.
 #[inline(always)]
 pub(crate) fn part<'a, T>(list: &'a [T], elements: &Range<usize>) -> &'a [T] {
     match list.get(elements.clone()) {
