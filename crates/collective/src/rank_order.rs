@@ -64,6 +64,8 @@ pub trait Ranks {
 /// refuses that.
 /// # Cost
 /// Each input is read once and the result handed over once; nothing is allocated.
+// Never inline: then other crates share what this one has compiled for the same ranks.
+#[inline(never)]
 pub fn reduce_in_rank_order(
     level: Level,
     dtype: DType,
@@ -127,42 +129,39 @@ fn reduce<T: Number>(level: Level, op: ReduceOp, len_bytes: usize, ranks: &mut i
     level.run(
         #[inline(always)]
         || {
-            if in_all > CACHED_BYTES && !fetches_by_itself(size_of::<T>()) {
-                reduce_bursts::<T, AHEAD_BYTES>(op, len_bytes, ranks);
-            } else {
-                reduce_bursts::<T, 0>(op, len_bytes, ranks);
-            }
+            let asks = in_all > CACHED_BYTES && !fetches_by_itself(size_of::<T>());
+            let ahead = if asks { AHEAD_BYTES } else { 0 };
+            reduce_bursts::<T>(op, len_bytes, ranks, ahead);
         },
     );
 }
 
-/// All bursts, each after what lies `AHEAD` bytes behind it was asked for; 0 for nothing.
+/// All bursts, each after what lies `ahead` bytes behind it was asked for; 0 for nothing.
+///
+/// One loop for all: with loops of their own for what is asked for and for what is left over, code
+/// for eight types, five operations, three levels and three kinds of ranks is three times as long.
 #[inline(always)]
-fn reduce_bursts<T: Number, const AHEAD: usize>(
-    op: ReduceOp,
-    len_bytes: usize,
-    ranks: &mut impl Ranks,
-) {
+fn reduce_bursts<T: Number>(op: ReduceOp, len_bytes: usize, ranks: &mut impl Ranks, ahead: usize) {
     let line_bytes = LANES * size_of::<T>();
     let mut start = 0;
-    while start + BURST_BYTES <= len_bytes {
-        let burst = start..start + BURST_BYTES;
-        if AHEAD > 0 {
-            ask_ahead(ranks, burst.clone(), AHEAD);
+    while start < len_bytes {
+        let end = len_bytes.min(start + BURST_BYTES);
+        let burst = start..end;
+        let mut pair = None;
+        if burst.len() == BURST_BYTES {
+            if ahead > 0 {
+                ask_ahead(ranks, burst.clone(), ahead);
+            }
+            pair = ranks.pair(burst.clone());
         }
-        match ranks.pair(burst.clone()) {
+        match pair {
             Some((pair, into)) => reduce_pair::<T>(op, pair, into),
             None => {
                 for line in burst.step_by(line_bytes) {
-                    reduce_line::<T>(op, line..line + line_bytes, ranks);
+                    reduce_line::<T>(op, line..end.min(line + line_bytes), ranks);
                 }
             }
         }
-        start += BURST_BYTES;
-    }
-    while start < len_bytes {
-        let end = len_bytes.min(start + line_bytes);
-        reduce_line::<T>(op, start..end, ranks);
         start = end;
     }
 }

@@ -1,68 +1,127 @@
-//! An update between ranks: gradients that are with all of them, and new values that all are given.
+//! What goes on around the update of a part of a tensor: gradients come from other ranks and new
+//! values go to them, and sums are taken along.
+//!
+//! None of it depends on the rule, and most updates have none of it: it is not part of their loop,
+//! which is compiled for every rule and level.
 
 use std::ops::Range;
 
 use bytemuck::Pod;
-use fusestep_launch::{ACROSS_BYTES, AcrossRanks, HostList};
+use fusestep_launch::{ACROSS_BYTES, AcrossRanks, HostCall, HostList};
 use fusestep_simd::{fetches_by_itself, prefetch_bytes};
 
+use crate::Compute;
+use crate::param_storage::ParamStorage;
+use crate::run::part;
+use crate::tally::Tally;
+
+/// What the parts of one call have around them.
+pub(crate) struct Around<'a, 'b, C: Compute, K: ParamStorage<C>> {
+    /// Whether there is nothing: no other ranks and no sums.
+    pub(crate) is_alone: bool,
+    /// How many elements are to be asked for at a time.
+    pub(crate) most: usize,
+    /// How many bytes ahead of their use cache lines of all lists are asked for; 0 where the
+    /// processor does better by itself: asking for a line as it is read costs next to nothing.
+    pub(crate) ahead_bytes: usize,
+    grads: Gradients<'a, 'b, K::Param>,
+    tally: Option<Tally<'a, C, K>>,
+}
+
 /// Where the gradients of a call are.
-pub(crate) enum Gradients<'a, 'b, P> {
+enum Gradients<'a, 'b, P> {
     /// In a list.
     Here(&'a [P]),
     /// With all ranks.
     Ranks(&'b mut dyn AcrossRanks),
 }
 
-impl<'a, 'b, P: Pod> Gradients<'a, 'b, P> {
-    pub(crate) fn of(list: HostList<'a>, across: Option<&'b mut dyn AcrossRanks>) -> Self {
+impl<'a, 'b, C: Compute, K: ParamStorage<C>> Around<'a, 'b, C, K> {
+    #[inline(never)]
+    pub(crate) fn of(
+        call: HostCall<'a>,
+        list: HostList<'a>,
+        across: Option<&'b mut dyn AcrossRanks>,
+    ) -> Self {
+        let bytes = size_of::<K::Param>();
+        let is_tallied = call.changes.is_some() || call.squares.is_some();
+        // In place: a tally is kilobytes, and most calls have none.
+        let mut around = Self {
+            is_alone: across.is_none() && !is_tallied,
+            most: usize::MAX,
+            ahead_bytes: prefetch_bytes(bytes),
+            grads: Gradients::Here(&[]),
+            tally: None,
+        };
         match across {
-            Some(ranks) => Self::Ranks(ranks),
-            None => Self::Here(list.elements()),
+            None => around.grads = Gradients::Here(list.elements()),
+            Some(ranks) => {
+                around.grads = Gradients::Ranks(ranks);
+                around.most = ACROSS_BYTES / bytes;
+                if fetches_by_itself(bytes) {
+                    around.ahead_bytes = 0;
+                }
+            }
         }
+        if is_tallied {
+            around.tally = Tally::of(call);
+            around.most = around.most.min(Tally::<C, K>::MOST);
+        }
+        around
     }
 
-    /// How many elements are to be asked for at a time.
+    /// The gradients of elements that are about to be updated, parameters `param` with `master`
+    /// beside them.
     #[inline(always)]
-    pub(crate) fn most(&self) -> usize {
-        match self {
-            Self::Here(_) => usize::MAX,
-            Self::Ranks(_) => ACROSS_BYTES / size_of::<P>(),
+    pub(crate) fn before(
+        &mut self,
+        elements: Range<usize>,
+        param: &[K::Param],
+        master: &[K::Master],
+    ) -> &[K::Param] {
+        match self.grads {
+            Gradients::Here(list) if self.is_alone => part(list, &elements),
+            _ => self.begin(elements, param, master),
         }
     }
 
-    /// How many bytes ahead of their use cache lines of all lists are asked for; 0 where the
-    /// processor does better by itself: asking for a line as it is read costs next to nothing.
-    #[inline(always)]
-    pub(crate) fn ahead_bytes(&self) -> usize {
-        match self {
-            Self::Ranks(_) if fetches_by_itself(size_of::<P>()) => 0,
-            _ => prefetch_bytes(size_of::<P>()),
+    #[inline(never)]
+    fn begin(
+        &mut self,
+        elements: Range<usize>,
+        param: &[K::Param],
+        master: &[K::Master],
+    ) -> &[K::Param] {
+        if let Some(tally) = &mut self.tally {
+            tally.before(param, master);
+        }
+        match &mut self.grads {
+            Gradients::Here(list) => part(list, &elements),
+            Gradients::Ranks(ranks) => bytemuck::cast_slice(ranks.gradients(elements)),
         }
     }
 
-    #[inline(always)]
-    pub(crate) fn elements(&mut self, elements: Range<usize>) -> &[P] {
-        match self {
-            Self::Here(list) => &list[elements],
-            Self::Ranks(ranks) => bytemuck::cast_slice(ranks.gradients(elements)),
+    /// Takes what they have become: `place` is that of [`Tally::after`], `start` the first one's
+    /// place in the lists.
+    #[inline(never)]
+    pub(crate) fn after<S: Pod>(
+        &mut self,
+        place: (usize, usize),
+        start: usize,
+        (param, master): (&[K::Param], &[K::Master]),
+        state: &[&[S]],
+    ) {
+        if let Some(tally) = &mut self.tally {
+            tally.after(place, param, master);
         }
-    }
-}
-
-/// Gives all ranks the new values of the elements from `start` on.
-#[inline(always)]
-pub(crate) fn give_ranks<P: Pod, M: Pod, S: Pod>(
-    ranks: &mut dyn AcrossRanks,
-    start: usize,
-    (param, master): (&[P], &[M]),
-    state: &[&[S]],
-) {
-    ranks.updated(0, start, bytemuck::cast_slice(param));
-    for (list, state) in state.iter().enumerate() {
-        ranks.updated(2 + list, start, bytemuck::cast_slice(state));
-    }
-    if size_of::<M>() > 0 {
-        ranks.updated(2 + state.len(), start, bytemuck::cast_slice(master));
+        if let Gradients::Ranks(ranks) = &mut self.grads {
+            ranks.updated(0, start, bytemuck::cast_slice(param));
+            for (list, state) in state.iter().enumerate() {
+                ranks.updated(2 + list, start, bytemuck::cast_slice(state));
+            }
+            if size_of::<K::Master>() > 0 {
+                ranks.updated(2 + state.len(), start, bytemuck::cast_slice(master));
+            }
+        }
     }
 }

@@ -57,25 +57,35 @@ impl<C: Compute> FormatVisitor<C> for Param<'_> {
             }
             _ => bytemuck::cast_slice(self.master),
         };
-        self.level.run(
-            #[inline(always)]
-            || {
-                let mut leaves = [0.0; LANES];
-                for (leaf, sum) in leaves[..param.len().div_ceil(LEAF)].iter_mut().enumerate() {
-                    let first = leaf * LEAF;
-                    let elements = first..param.len().min(first + LEAF);
-                    let ahead = |at| {
-                        if K::READS_PARAM {
-                            prefetch_half_row(param, first + LEAF + at);
-                        }
-                        prefetch_half_row(master, first + LEAF + at);
-                    };
-                    *sum = leaf_sum::<C, K>(&param[elements.clone()], &master[elements], ahead);
-                }
-                fold(leaves)
-            },
-        )
+        param_sum::<C, K>(self.level, param, master)
     }
+}
+
+// By itself: formats that differ in state or rounding have one and the same.
+#[inline(never)]
+fn param_sum<C: Compute, K: ParamStorage<C>>(
+    level: Level,
+    param: &[K::Param],
+    master: &[K::Master],
+) -> f64 {
+    level.run(
+        #[inline(always)]
+        || {
+            let mut leaves = [0.0; LANES];
+            for (leaf, sum) in leaves[..param.len().div_ceil(LEAF)].iter_mut().enumerate() {
+                let first = leaf * LEAF;
+                let elements = first..param.len().min(first + LEAF);
+                let ahead = |at| {
+                    if K::READS_PARAM {
+                        prefetch_half_row(param, first + LEAF + at);
+                    }
+                    prefetch_half_row(master, first + LEAF + at);
+                };
+                *sum = leaf_sum::<C, K>(&param[elements.clone()], &master[elements], ahead);
+            }
+            fold(leaves)
+        },
+    )
 }
 
 /// The sum of squares over a chunk of a gradient alone, as it is stored: the bits of
@@ -111,22 +121,18 @@ pub(crate) fn leaf_sum<C: Compute, K: ParamStorage<C>>(
     master: &[K::Master],
     ahead: impl Fn(usize),
 ) -> f64 {
-    if let (Ok(param), Ok(master)) = (param.try_into(), master.try_into()) {
-        return whole::<C, K>(param, master, ahead);
-    }
-    // Adding 0 to a sum of squares changes no bit, so a leaf that ends early is one that goes on
-    // with zeros.
-    let (mut params, mut masters) = ([K::Param::zeroed(); LEAF], [K::Master::zeroed(); LEAF]);
-    params[..param.len()].copy_from_slice(param);
-    masters[..master.len()].copy_from_slice(master);
-    whole::<C, K>(&params, &masters, ahead)
-}
-
-#[inline(always)]
-fn whole<C: Compute, K: ParamStorage<C>>(
-    param: &[K::Param; LEAF],
-    master: &[K::Master; LEAF],
-    ahead: impl Fn(usize),
-) -> f64 {
+    let (mut params, mut masters);
+    let (param, master): (&[K::Param; LEAF], &[K::Master; LEAF]) =
+        match (param.try_into(), master.try_into()) {
+            (Ok(param), Ok(master)) => (param, master),
+            // Adding 0 to a sum of squares changes no bit, so a leaf that ends early is one that
+            // goes on with zeros.
+            _ => {
+                (params, masters) = ([K::Param::zeroed(); LEAF], [K::Master::zeroed(); LEAF]);
+                params[..param.len()].copy_from_slice(param);
+                masters[..master.len()].copy_from_slice(master);
+                (&params, &masters)
+            }
+        };
     sum_leaf(|at| K::widen(param[at], master[at]).exact(), ahead)
 }

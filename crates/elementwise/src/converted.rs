@@ -8,11 +8,10 @@
 
 use fusestep_launch::{HostCall, HostList, HostRun, HostSpans, MAX_LISTS};
 
-use crate::across::{Gradients, give_ranks};
+use crate::across::Around;
 use crate::format::FormatVisitor;
 use crate::param_storage::{ParamStorage, master};
 use crate::rounding::Rounding;
-use crate::tally::Tally;
 use crate::{Compute, Storage};
 
 /// Most elements that are converted at a time.
@@ -54,19 +53,18 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
         let mut lists = run.lists.into_iter();
         let mut next = || lists.next().unwrap_or_default();
         let param = next().elements_mut::<K::Param>();
-        let mut grads = Gradients::<K::Param>::of(next(), run.across);
+        let mut around = Around::<C, K>::of(call, next(), run.across);
         let mut state: [&mut [S]; ROLES] = Default::default();
         let state = &mut state[..roles];
         state.fill_with(|| next().elements_mut());
         let mut none = Vec::new();
         let master = master::<K::Master>(next(), param.len(), &mut none);
-        let mut tally = Tally::<C, K>::of(call);
         let mut values = Values {
             param: [C::ZERO; MOST],
             grad: [C::ZERO; MOST],
             state: [[C::ZERO; MOST]; ROLES],
         };
-        let most = grads.most().min(MOST);
+        let most = around.most.min(MOST);
         for span in run.spans {
             let step_scalars = call.step_scalars_of(span.group, step_scalar_bytes + R::KEY_BYTES);
             for first in (0..span.numel).step_by(most) {
@@ -74,10 +72,8 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
                 let elements = part.start..part.start + part.numel;
                 let param = &mut param[elements.clone()];
                 let master = &mut master[elements.clone()];
-                if let Some(tally) = &mut tally {
-                    tally.before(param, master);
-                }
-                values.widen::<K>(param, master, grads.elements(elements.clone()));
+                let grad = around.before(elements.clone(), param, master);
+                values.widen::<K>(param, master, grad);
                 for (values, list) in values.state.iter_mut().zip(&*state) {
                     widen(values, &list[elements.clone()]);
                 }
@@ -98,16 +94,12 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
                     narrow::<C, S, R>(values, &mut list[elements.clone()], (rounding, at + 1));
                 }
                 values.narrow::<K, R>(param, master, rounding);
-                if let Some(tally) = &mut tally {
-                    tally.after((first, span.numel), param, master);
+                let mut new: [&[S]; ROLES] = Default::default();
+                for (new, list) in new.iter_mut().zip(&*state) {
+                    *new = &list[elements.clone()];
                 }
-                if let Gradients::Ranks(ranks) = &mut grads {
-                    let mut new: [&[S]; ROLES] = Default::default();
-                    for (new, list) in new.iter_mut().zip(&*state) {
-                        *new = &list[elements.clone()];
-                    }
-                    give_ranks(*ranks, part.start, (param, master), &new[..roles]);
-                }
+                let place = (first, span.numel);
+                around.after(place, part.start, (param, master), &new[..roles]);
             }
         }
     }

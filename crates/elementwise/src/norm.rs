@@ -55,21 +55,21 @@ where
         || {
             let mut leaves = [0.0; NORM_LANES];
             let mut non_finite = 0;
-            let whole = chunk.len() / LEAF_ELEMENTS;
-            for (index, leaf) in leaves[..whole].iter_mut().enumerate() {
-                let first = index * LEAF_ELEMENTS;
-                let (elements, _) = chunk[first..].as_chunks::<LEAF_ELEMENTS>();
-                *leaf = leaf_sum::<C, P>(&elements[0], chunk, first);
-                non_finite += count_if_needed::<C, P>(*leaf, &elements[0]);
-            }
-            let rest = &chunk[whole * LEAF_ELEMENTS..];
-            if !rest.is_empty() {
-                // Adding 0 to a sum of squares changes no bit, so a leaf that ends early is one
-                // that goes on with zeros.
-                let mut padded = [P::zeroed(); LEAF_ELEMENTS];
-                padded[..rest.len()].copy_from_slice(rest);
-                leaves[whole] = leaf_sum::<C, P>(&padded, &padded, 0);
-                non_finite += count_if_needed::<C, P>(leaves[whole], rest);
+            for (index, elements) in chunk.chunks(LEAF_ELEMENTS).enumerate() {
+                let mut padded;
+                let leaf = match elements.try_into() {
+                    Ok(leaf) => leaf,
+                    // Adding 0 to a sum of squares changes no bit, so a leaf that ends early is one
+                    // that goes on with zeros.
+                    Err(_) => {
+                        padded = [P::zeroed(); LEAF_ELEMENTS];
+                        padded[..elements.len()].copy_from_slice(elements);
+                        &padded
+                    }
+                };
+                let sum = leaf_sum::<C, P>(leaf, chunk, index * LEAF_ELEMENTS);
+                leaves[index] = sum;
+                non_finite += count_if_needed::<C, P>(sum, elements);
             }
             SquareSum {
                 sum: fold(leaves),

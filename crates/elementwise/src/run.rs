@@ -9,14 +9,15 @@
 //! length, costs a small tensor more than its arithmetic, 76 ns of 608 for 64 to 512 elements
 //! (`fusestep bench` on 10,000 of them). Only a tensor shorter than a block is padded with zeros.
 
+use std::ops::Range;
+
 use bytemuck::{Pod, Zeroable};
 use fusestep_launch::HostRun;
 use fusestep_simd::prefetch_ahead;
 
-use crate::across::{Gradients, give_ranks};
+use crate::across::Around;
 use crate::param_storage::{ParamStorage, master};
 use crate::rounding::Rounding;
-use crate::tally::Tally;
 use crate::{Compute, Storage};
 
 /// Elements of a block: one cache line of f32, two of f64.
@@ -57,7 +58,7 @@ where
     let mut lists = run.lists.into_iter();
     let mut next = || lists.next().unwrap_or_default();
     let param = next().elements_mut::<K::Param>();
-    let mut grads = Gradients::<K::Param>::of(next(), run.across);
+    let mut around = Around::<C, K>::of(call, next(), run.across);
     let mut state: [&mut [S]; N] = std::array::from_fn(|_| next().elements_mut::<S>());
     let mut none = Vec::new();
     let master = master::<K::Master>(next(), param.len(), &mut none);
@@ -69,12 +70,9 @@ where
             // Copies: what may lie anywhere may overlap a block, which then stays in memory.
             let update = *update;
             let grad_factor = C::round(call.grad_factor);
-            let ahead_bytes = grads.ahead_bytes();
-            let mut tally = Tally::<C, K>::of(call);
-            let most = match tally {
-                Some(_) => grads.most().min(Tally::<C, K>::MOST),
-                None => grads.most(),
-            };
+            let Around {
+                most, ahead_bytes, ..
+            } = around;
             for span in run.spans {
                 let bytes = call.step_scalars_of(span.group, U::STEP_SCALAR_BYTES + R::KEY_BYTES);
                 let step_scalars = update.step_scalars(bytes);
@@ -84,30 +82,26 @@ where
                     let place = (first, chunk.numel);
                     first += span.numel;
                     let elements = span.start..span.start + span.numel;
-                    if let Some(tally) = &mut tally {
-                        tally.before(&param[elements.clone()], &master[elements.clone()]);
-                    }
-                    let mut rest = state.iter_mut();
+                    let param = part_mut(param, &elements);
+                    let master = part_mut(master, &elements);
+                    let mut lists = state.iter_mut();
+                    let mut state: [&mut [S]; N] =
+                        std::array::from_fn(|_| next_part(&mut lists, &elements));
+                    let grad = around.before(elements, param, master);
+                    let mut lists = state.iter_mut();
                     let mut tensor = Tensor::<C, K, S, R, N> {
-                        param: &mut param[elements.clone()],
-                        master: &mut master[elements.clone()],
-                        grad: grads.elements(elements.clone()),
-                        state: std::array::from_fn(|_| match rest.next() {
-                            Some(list) => &mut list[elements.clone()],
-                            None => &mut [],
-                        }),
+                        param: &mut *param,
+                        master: &mut *master,
+                        grad,
+                        state: std::array::from_fn(|_| next_part(&mut lists, &(0..span.numel))),
                         grad_factor,
                         rounding: R::of(&bytes[U::STEP_SCALAR_BYTES..], &span),
                         ahead_bytes,
                     };
                     tensor.update(update, step_scalars);
-                    if let Some(tally) = &mut tally {
-                        tally.after(place, &param[elements.clone()], &master[elements.clone()]);
-                    }
-                    if let Gradients::Ranks(ranks) = &mut grads {
-                        let new = (&param[elements.clone()], &master[elements.clone()]);
-                        let state = state.each_ref().map(|list| &list[elements.clone()]);
-                        give_ranks(*ranks, span.start, new, &state);
+                    if !around.is_alone {
+                        let state = state.each_ref().map(|list| &**list);
+                        around.after(place, span.start, (param, master), &state);
                     }
                 }
             }
@@ -134,8 +128,45 @@ pub(crate) struct Block<P, B, S, const N: usize> {
     state: [[S; LANES]; N],
 }
 
-/// A block and the gradients of its elements.
-type WithGradients<P, B, S, const N: usize> = (Block<P, B, S, N>, [P; LANES]);
+impl<P: Pod, B: Pod, S: Pod, const N: usize> Block<P, B, S, N> {
+    #[inline(always)]
+    fn zeroed() -> Self {
+        Self {
+            param: [P::zeroed(); LANES],
+            master: [B::zeroed(); LANES],
+            state: [[S::zeroed(); LANES]; N],
+        }
+    }
+
+    /// Takes all elements, fewer than [`LANES`].
+    ///
+    /// Compiled once for all rules and levels, like all that few tensors need.
+    #[inline(never)]
+    fn take_all(
+        &mut self,
+        grads: &mut [P; LANES],
+        (param, grad, master): (&[P], &[P], &[B]),
+        state: &[&[S]; N],
+    ) {
+        let numel = param.len();
+        grads[..numel].copy_from_slice(grad);
+        self.param[..numel].copy_from_slice(param);
+        self.master[..numel].copy_from_slice(master);
+        for (values, list) in self.state.iter_mut().zip(state) {
+            values[..numel].copy_from_slice(list);
+        }
+    }
+
+    #[inline(never)]
+    fn put_all(&self, param: &mut [P], master: &mut [B], state: [&mut [S]; N]) {
+        let numel = param.len();
+        param.copy_from_slice(&self.param[..numel]);
+        master.copy_from_slice(&self.master[..numel]);
+        for (list, values) in state.into_iter().zip(&self.state) {
+            list.copy_from_slice(&values[..numel]);
+        }
+    }
+}
 
 impl<C, K, S, R, const N: usize> Tensor<'_, C, K, S, R, N>
 where
@@ -148,64 +179,58 @@ where
     pub(crate) fn update<U: Update<C, N>>(&mut self, update: U, step_scalars: U::StepScalars) {
         let numel = self.param.len();
         let whole = numel / LANES * LANES;
-        let mut rest = (whole < numel).then(|| self.rest());
-        // Twice through one loop, so that the code of a block is compiled once.
-        for part in 0..1 + usize::from(rest.is_some()) {
-            let mut lists = self.state.iter_mut();
-            let mut tensor = match &mut rest {
-                Some((block, grad)) if part > 0 => {
-                    let mut lists = block.state.iter_mut();
-                    Tensor::<C, K, S, R, N> {
-                        param: &mut block.param,
-                        master: &mut block.master,
-                        grad,
-                        state: std::array::from_fn(|_| match lists.next() {
-                            Some(list) => &mut list[..],
-                            None => &mut [],
-                        }),
-                        rounding: self.rounding.at(numel.saturating_sub(LANES)),
-                        ..*self
-                    }
-                }
-                _ => Tensor {
-                    param: &mut self.param[..whole],
-                    master: &mut self.master[..whole],
-                    grad: &self.grad[..whole],
-                    state: std::array::from_fn(|_| match lists.next() {
-                        Some(list) => &mut list[..whole],
-                        None => &mut [],
-                    }),
-                    ..*self
-                },
-            };
-            tensor.update_blocks(update, step_scalars);
+        let mut block = Block::zeroed();
+        let mut grad = [K::Param::zeroed(); LANES];
+        if numel < LANES {
+            let state = self.state.each_ref().map(|list| &**list);
+            block.take_all(&mut grad, (self.param, self.grad, self.master), &state);
+        } else if whole < numel {
+            // In place: a block that is returned is read whole just after it was written in parts.
+            block.param = last(self.param);
+            block.master = last(self.master);
+            for list in 0..N {
+                block.state[list] = last(self.state[list]);
+            }
+            grad = last(self.grad);
         }
-        if let Some((block, _)) = &rest {
+        // Twice through one loop, so that the code of a block is compiled once.
+        let mut rest = (whole < numel).then_some((&mut block, &mut grad));
+        let mut lists = self.state.iter_mut();
+        let mut tensor = Tensor::<C, K, S, R, N> {
+            param: part_mut(self.param, &(0..whole)),
+            master: part_mut(self.master, &(0..whole)),
+            grad: part(self.grad, &(0..whole)),
+            state: std::array::from_fn(|_| next_part(&mut lists, &(0..whole))),
+            ..*self
+        };
+        loop {
+            tensor.update_blocks(update, step_scalars);
+            let Some((block, grad)) = rest.take() else {
+                break;
+            };
+            let mut lists = block.state.iter_mut();
+            tensor = Tensor {
+                param: &mut block.param,
+                master: &mut block.master,
+                grad,
+                state: std::array::from_fn(|_| match lists.next() {
+                    Some(list) => &mut list[..],
+                    None => &mut [],
+                }),
+                rounding: self.rounding.at(numel.saturating_sub(LANES)),
+                ..*self
+            };
+        }
+        if numel < LANES {
+            let state = self.state.each_mut().map(|list| &mut **list);
+            block.put_all(self.param, self.master, state);
+        } else if whole < numel {
             put_last(self.param, &block.param);
             put_last(self.master, &block.master);
-            for (list, values) in self.state.iter_mut().zip(&block.state) {
-                put_last(list, values);
+            for list in 0..N {
+                put_last(self.state[list], &block.state[list]);
             }
         }
-    }
-
-    /// The last [`LANES`] elements, or all and zeros behind them; with their gradients.
-    #[inline(always)]
-    fn rest(&self) -> WithGradients<K::Param, K::Master, S, N> {
-        // In place: a block that is returned is read whole just after it was written in parts.
-        let mut block = Block {
-            param: [K::Param::zeroed(); LANES],
-            master: [K::Master::zeroed(); LANES],
-            state: [[S::zeroed(); LANES]; N],
-        };
-        let mut grad = [K::Param::zeroed(); LANES];
-        take_last(self.param, &mut block.param);
-        take_last(self.master, &mut block.master);
-        take_last(self.grad, &mut grad);
-        for (list, values) in self.state.iter().zip(&mut block.state) {
-            take_last(list, values);
-        }
-        (block, grad)
     }
 
     /// Updates whole blocks.
@@ -292,10 +317,10 @@ where
     #[inline(always)]
     pub(crate) fn store(&mut self, block: &Block<K::Param, K::Master, S, N>, first: usize) {
         let elements = first..first + LANES;
-        self.param[elements.clone()].copy_from_slice(&block.param);
-        self.master[elements.clone()].copy_from_slice(&block.master);
+        part_mut(self.param, &elements).copy_from_slice(&block.param);
+        part_mut(self.master, &elements).copy_from_slice(&block.master);
         for (list, values) in self.state.iter_mut().zip(&block.state) {
-            list[elements.clone()].copy_from_slice(values);
+            part_mut(list, &elements).copy_from_slice(values);
         }
     }
 
@@ -323,28 +348,65 @@ fn prefetch_block<T>(list: &[T], first: usize, ahead_bytes: usize) {
     }
 }
 
-/// Takes the last block of a list, or the whole list.
+/// The last block of a list.
 #[inline(always)]
-fn take_last<T: Pod>(list: &[T], block: &mut [T; LANES]) {
+fn last<T: Pod>(list: &[T]) -> [T; LANES] {
     match list.last_chunk() {
-        Some(own) => *block = *own,
-        None => block[..list.len()].copy_from_slice(list),
+        Some(block) => *block,
+        None => outside(),
     }
 }
 
-/// Puts a block back where [`take_last`] has it from.
+/// Puts a block back where [`last`] has it from.
 #[inline(always)]
 fn put_last<T: Pod>(list: &mut [T], block: &[T; LANES]) {
     match list.last_chunk_mut() {
         Some(own) => *own = *block,
-        None => list.copy_from_slice(&block[..list.len()]),
+        None => outside(),
     }
+}
+
+/// The part of a list that these elements are.
+#[inline(always)]
+fn part_mut<'a, T>(list: &'a mut [T], elements: &Range<usize>) -> &'a mut [T] {
+    match list.get_mut(elements.clone()) {
+        Some(part) => part,
+        None => outside(),
+    }
+}
+
+/// [`part_mut`] of a list that is only read.
+#[inline(always)]
+pub(crate) fn part<'a, T>(list: &'a [T], elements: &Range<usize>) -> &'a [T] {
+    match list.get(elements.clone()) {
+        Some(part) => part,
+        None => outside(),
+    }
+}
+
+/// [`part_mut`] of the next list.
+#[inline(always)]
+fn next_part<'a, T>(
+    lists: &mut std::slice::IterMut<'a, &mut [T]>,
+    elements: &Range<usize>,
+) -> &'a mut [T] {
+    match lists.next() {
+        Some(list) => part_mut(list, elements),
+        None => &mut [],
+    }
+}
+
+/// One call for all places, which a loop has once: each with lengths of its own is 30 bytes.
+#[cold]
+#[inline(never)]
+fn outside() -> ! {
+    panic!("expected lists of one numel, with all elements of every tensor");
 }
 
 /// The block from element `first` on.
 #[inline(always)]
 fn load<T: Pod>(list: &[T], first: usize) -> [T; LANES] {
     let mut block = [T::zeroed(); LANES];
-    block.copy_from_slice(&list[first..first + LANES]);
+    block.copy_from_slice(part(list, &(first..first + LANES)));
     block
 }

@@ -41,6 +41,9 @@ impl<'a, C: Compute, K: ParamStorage<C>> Tally<'a, C, K> {
     pub(crate) const MOST: usize = LEAF;
 
     /// What the call asks for, if it asks for any.
+    ///
+    /// Compiled once for each way to keep a parameter, not for each rule, and so are the others.
+    #[inline(never)]
     pub(crate) fn of(call: HostCall<'a>) -> Option<Self> {
         let (changes, squares) = (call.changes.map(Sums::of), call.squares.map(Sums::of));
         (changes.is_some() || squares.is_some()).then(|| Self {
@@ -53,7 +56,7 @@ impl<'a, C: Compute, K: ParamStorage<C>> Tally<'a, C, K> {
     }
 
     /// Keeps what is about to be updated.
-    #[inline(always)]
+    #[inline(never)]
     pub(crate) fn before(&mut self, param: &[K::Param], master: &[K::Master]) {
         if self.changes.is_some() {
             self.old_param[..param.len()].copy_from_slice(param);
@@ -63,8 +66,6 @@ impl<'a, C: Compute, K: ParamStorage<C>> Tally<'a, C, K> {
 
     /// Takes what has become of it: these are the elements from `first` on, a multiple of
     /// [`NORM_LANES`], of a chunk of `numel`.
-    ///
-    /// Compiled once for each way to keep a parameter, not for each rule.
     #[inline(never)]
     pub(crate) fn after(
         &mut self,

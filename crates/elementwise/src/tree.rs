@@ -101,6 +101,8 @@ struct Chunk<'a, C: Compute, K: ParamStorage<C>, S, const N: usize> {
 }
 
 impl<C: Compute, K: ParamStorage<C>, S: Storage<C>, const N: usize> Chunk<'_, C, K, S, N> {
+    // By itself: whoever visits formats has those that differ in rounding, too.
+    #[inline(never)]
     fn sums<T, const SUMS: usize>(&self, level: Level, terms: &T) -> [f64; SUMS]
     where
         T: Terms<C, N, SUMS>,

@@ -37,7 +37,10 @@ impl<'a> HostCall<'a> {
     /// The step scalars of a group, where each group's take `len_bytes`, and what follows.
     #[inline(always)]
     pub fn step_scalars_of(&self, group: u32, len_bytes: usize) -> &'a [u8] {
-        &self.step_scalars[group as usize * len_bytes..]
+        match self.step_scalars.get(group as usize * len_bytes..) {
+            Some(bytes) => bytes,
+            None => unknown(),
+        }
     }
 }
 
@@ -283,18 +286,20 @@ impl Iterator for HostSpans<'_> {
         if let Some(single) = self.single.take() {
             return Some(single);
         }
-        let record = loop {
-            match self.records.next() {
-                Some(record) => break record,
-                None => {
-                    let batch = self.batches.next()?;
-                    self.records = batch.records.iter();
-                    self.groups = &batch.groups;
-                }
-            }
+        let record = match self.records.next() {
+            Some(record) => record,
+            None => self.next_batch()?,
         };
-        let (start, stop) = span(self.offsets, record);
-        let (start, stop) = (start.max(self.first), stop.min(self.end));
+        let (Some(&offset), Some(&group), Some(&parameter)) = (
+            self.offsets.get(record.tensor as usize),
+            self.groups.get(usize::from(record.group)),
+            self.members.get(record.tensor as usize),
+        ) else {
+            unknown()
+        };
+        let start = offset + record.first_element;
+        let stop = (start + record.numel).min(self.end);
+        let start = start.max(self.first);
         if start >= stop {
             return None;
         }
@@ -302,11 +307,35 @@ impl Iterator for HostSpans<'_> {
             // The lists lie in memory, so their element counts fit a usize.
             start: (start - self.first) as usize,
             numel: (stop - start) as usize,
-            group: self.groups[usize::from(record.group)],
-            parameter: self.members[record.tensor as usize],
-            first_element: start - self.offsets[record.tensor as usize],
+            group,
+            parameter,
+            first_element: start - offset,
         })
     }
+}
+
+impl<'a> HostSpans<'a> {
+    /// The first record of the next batch that has any.
+    ///
+    /// Not part of the loops that all rules have for all formats.
+    #[inline(never)]
+    fn next_batch(&mut self) -> Option<&'a Record> {
+        loop {
+            let batch = self.batches.next()?;
+            self.records = batch.records.iter();
+            self.groups = &batch.groups;
+            if let Some(record) = self.records.next() {
+                return Some(record);
+            }
+        }
+    }
+}
+
+/// One call for all places, which a loop has once.
+#[cold]
+#[inline(never)]
+fn unknown() -> ! {
+    panic!("expected records of tensors and groups that the call knows");
 }
 
 /// First and one past last storage element of a record.
