@@ -245,3 +245,39 @@ fn help_says_which_rules_have_a_setting_and_what_a_flag_changes() {
         assert!(help.contains(told), "{told} is not in {help}");
     }
 }
+
+#[test]
+#[cfg(unix)]
+fn names_that_no_file_can_have_are_refused_before_any_work() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
+
+    let folder = Folder::new();
+    let (params, grads) = folder.model();
+    let files = folder.files();
+    let (long, state) = (folder.path(&"x".repeat(256)), folder.path("state"));
+    let report = ["train", "--epochs", "1", "--report", text(&long)];
+    let output = crate::fusestep(&report);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(error.contains("a file of this name"), "{error}");
+    assert!(output.stdout.is_empty(), "trained before it was refused");
+    let step = |out: &OsStr, state_out: &OsStr| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_fusestep"));
+        command.args(["step", "--steps", "1000000000"]);
+        command.args(["--params", text(&params), "--grads", text(&grads)]);
+        command.arg("--out").arg(out);
+        let output = command.arg("--state-out").arg(state_out).output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let error = step(long.as_os_str(), state.as_os_str());
+    assert!(error.contains("a file of this name"), "{error}");
+    // The journal of both is named after the first, and the others stand in it.
+    let nearly = folder.path(&"x".repeat(250));
+    let error = step(nearly.as_os_str(), state.as_os_str());
+    assert!(error.contains("use a shorter name"), "{error}");
+    let bytes = folder.path(".").join(OsStr::from_bytes(b"state\xff"));
+    let error = step(state.as_os_str(), bytes.as_os_str());
+    assert!(error.contains("expected a path in UTF-8"), "{error}");
+    assert_eq!(folder.files(), files);
+}
