@@ -281,3 +281,38 @@ fn names_that_no_file_can_have_are_refused_before_any_work() {
     assert!(error.contains("expected a path in UTF-8"), "{error}");
     assert_eq!(folder.files(), files);
 }
+
+#[test]
+fn pages_take_the_place_of_no_model_no_other_page_and_no_checkpoint() {
+    let folder = Folder::new();
+    let shapes = shapes(&folder);
+    let (page, saved) = (folder.path("page"), folder.path("saved"));
+    let content = fs::read(&shapes).unwrap();
+    let lost = |args: &[&str], other: &str| {
+        let error = refused(args);
+        let named = format!("expected another file than {other}");
+        assert!(error.contains(&named), "{args:?}: {error}");
+    };
+    let (model, page_text) = (text(&shapes), text(&page));
+    for flag in ["--html", "--svg"] {
+        lost(&["plan", model, flag, model], "the model");
+    }
+    lost(
+        &["plan", model, "--html", page_text, "--svg", page_text],
+        "--html",
+    );
+    lost(&["bench", model, "--peers", "--svg", model], "the model");
+    assert_eq!(fs::read(&shapes).unwrap(), content);
+    let train = ["train", "--epochs", "1", "--checkpoint", text(&saved)];
+    let report = saved.with_file_name("report.html");
+    ok(&[&train[..], &["--report", text(&report)]].concat());
+    let manifest = saved.join("manifest.json");
+    let content = fs::read(&manifest).unwrap();
+    let over = ["--resume", "--report", text(&manifest)];
+    lost(&[&train[..], &over].concat(), "--checkpoint");
+    assert_eq!(fs::read(&manifest).unwrap(), content);
+    let new = folder.path("new");
+    let clash = ["train", "--checkpoint", text(&new), "--report", text(&new)];
+    lost(&clash, "--checkpoint");
+    assert!(!new.exists());
+}
