@@ -72,13 +72,13 @@ pub fn check_writable(path: &Path) -> Result<(), TensorFileError> {
     Prepared::bytes(path, &[]).map(drop)
 }
 
-/// Refuses paths that [`commit_together`](crate::commit_together) could not write, before work is spent on what they are to
-/// hold.
+/// Refuses paths that [`commit_together`](crate::commit_together) could not write, before work is
+/// spent on what they are to hold.
 ///
 /// # Errors
 /// Those of [`check_writable`] for each; of several also [`TensorFileError::Write`] for a name that
-/// is not UTF-8, which a journal has none of, and [`TensorFileError::Io`] if the first is too long to
-/// call a journal after it.
+/// is not UTF-8, which a journal has none of, and [`TensorFileError::Io`] if the first is too long
+/// to call a journal after it.
 pub fn check_writable_together(paths: &[&Path]) -> Result<(), TensorFileError> {
     for path in paths {
         check_writable(path)?;
